@@ -1,0 +1,1 @@
+"""Cloister: analyse single-cell data together while every cell stays at home."""

@@ -1,0 +1,496 @@
+"""Channel: how a role talks to other parties, and the only way it can.
+
+    async def contributor(ch, params, x, *, entropy):
+        await ch.send(params.aggregator, Key(pk))
+        keys = await ch.recv(params.aggregator, Keys)
+
+`send`, `recv`, `gather` and `scatter` move messages; `reveal` marks the places where a protected value becomes plain.
+A transport (memory, processes, FLARE) only carries frames between parties it has authenticated: a `Link` to post to,
+and a `Mailbox` that it fills. Everything else is here, the same for all of them:
+
+- *Agreement.* Before a run, every party tells the coordinator the digest of its study, of the protocol and of its
+  public parameters, and gets everyone's back (H1, H2). Any difference aborts. The run id hashes all of that and a
+  nonce of every party, so no two runs have the same.
+- *Order.* Data frames carry the run id, the sub-protocol's scope and a sequence number. A replay, a swap or a
+  duplicate aborts, as does a frame that is no message or comes from somebody else than it says.
+- *Time.* Every party sends a pulse every few seconds, from a thread, which says whether it is computing. A wait ends
+  when the awaited party is silent for `timeout` seconds, when for `timeout` seconds nobody at all was computing, or
+  after `patience` seconds whatever happens. A long computation at one party therefore trips nobody's timeout.
+- *Aborts.* A party that fails tells all others `(protocol, line, code)` and nothing else.
+
+Reveals
+-------
+every party, and who carries the frames : names, sizes and times of messages; whether a party is computing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import hashlib
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from typing import Any, Protocol, TypeVar
+
+from cloister import wire
+from cloister._version import __version__
+from cloister.errors import ParameterError, PeerLost, ProtocolAbort, WireError
+from cloister.receipts import Entry, Receipt
+from cloister.study import Party, Study
+from cloister.wire import Frame, Shape, message
+
+T = TypeVar("T")
+NO_RUN = bytes(16)
+ANY: Any = None  # a length that the receiver does not know beforehand, in the shapes given to `recv`
+
+
+class Link(Protocol):
+    """What a transport offers to one party."""
+
+    def post(self, to: Party, frame: bytes) -> None:
+        """Queue a frame and return at once. Thread-safe. Failures surface as `Mailbox.gone`."""
+
+    def close(self) -> None: ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Failure:
+    """Why nothing more will come from a party."""
+
+    protocol: str
+    line: str
+    code: str
+    detail: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Event:
+    """Something a progress bar may show; all of it public."""
+
+    party: Party
+    kind: str  # "sent" | "received" | "opened" | "step"
+    protocol: str
+    line: str
+    name: str
+    peer: str
+    bytes: int
+    total: int  # bytes this party has sent so far
+
+
+class Mailbox:
+    """Frames that arrived for one party; filled by the transport's threads, emptied by the party's event loop."""
+
+    def __init__(self, me: Party) -> None:
+        self.me = me
+        self.failed: dict[Party, Failure] = {}
+        self.fatal: Failure | None = None
+        self.heard: dict[Party, int] = defaultdict(int)  # frames and pulses from a party
+        self.busy = 0  # pulses of anyone that said "computing"
+        self._queues: dict[tuple[Party, str], deque[tuple[Frame, int]]] = defaultdict(deque)
+        self._next: dict[tuple[Party, str], int] = defaultdict(int)
+        self._deaf: set[Party] = set()
+        self._lock = threading.Lock()
+        self._wake: Callable[[], None] = lambda: None
+
+    def put(self, sender: Party, data: bytes) -> None:
+        """Take a frame in. `sender` is who the transport authenticated, not who the frame says."""
+        with self._lock:
+            if sender in self._deaf or sender in self.failed:
+                return
+            self.heard[sender] += 1
+            try:
+                self._sort_in(sender, wire.unpack(data), len(data))
+            except WireError as e:
+                self.fatal = self.fatal or Failure("channel", "-", "malformed", f"from '{sender}': {e}")
+        self._wake()
+
+    def _sort_in(self, sender: Party, frame: Frame, size: int) -> None:
+        if frame.sender != sender or frame.to != self.me:
+            raise WireError(f"a frame of {frame.sender!r} to {frame.to!r} came from '{sender}'")
+        if frame.kind == "pulse":
+            self.busy += frame.body is True
+        elif frame.kind == "bye":
+            self.failed[sender] = Failure("channel", "-", "finished", f"'{sender}' finished and sends nothing more")
+        elif frame.kind == "abort":
+            if type(frame.body) is not list or [type(x) for x in frame.body] != [str] * 3:
+                raise WireError("an abort that is no (protocol, line, code)")
+            protocol, line, code = frame.body
+            self.failed[sender] = Failure(protocol, line, code, f"'{sender}' stopped ({code})")
+        else:
+            key = (sender, frame.scope)
+            if frame.seq != self._next[key]:
+                self.fatal = self.fatal or Failure(
+                    frame.name.partition(".")[0],
+                    "-",
+                    "replay" if frame.seq < self._next[key] else "gap",
+                    f"message {frame.seq} of '{sender}' where {self._next[key]} was due: lost, replayed or reordered",
+                )
+                return
+            self._next[key] += 1
+            self._queues[key].append((frame, size))
+
+    def take(self, sender: Party, scope: str) -> tuple[Frame, int] | None:
+        with self._lock:
+            queue = self._queues[sender, scope]
+            return queue.popleft() if queue else None
+
+    def gone(self, party: Party, why: str) -> None:
+        """The transport knows that nothing more can come from `party`."""
+        with self._lock:
+            self.failed.setdefault(party, Failure("channel", "-", "lost", f"'{party}' is gone: {why}"))
+        self._wake()
+
+    def ignore(self, party: Party) -> None:
+        with self._lock:
+            self._deaf.add(party)
+
+    def on_change(self, wake: Callable[[], None]) -> None:
+        self._wake = wake
+
+
+class Session:
+    """One party's seat in one study: owns its link, its mailbox, its pulse and its receipt."""
+
+    def __init__(
+        self,
+        study: Study,
+        me: Party,
+        link: Link,
+        mailbox: Mailbox,
+        receipt: Receipt,
+        *,
+        nonce: Callable[[int], bytes],
+        on_event: Callable[[Event], None] | None = None,
+    ) -> None:
+        self.study, self.me, self.mailbox, self.receipt = study, me, mailbox, receipt
+        self.peers = tuple(p for p in study.parties if p != me)
+        self.runs = 0
+        self.sent_bytes = self.sent_messages = self.rounds = 0
+        self._link, self._nonce, self._on_event = link, nonce, on_event
+        self._seq: dict[tuple[Party, str], int] = defaultdict(int)
+        self._waits = 0
+        self._ticked = time.monotonic()
+        self._closing = threading.Event()
+        self._beat = min(2.0, study.timeout / 8)
+        self._pulse = threading.Thread(target=self._keep_pulse, name=f"pulse-{me}", daemon=True)
+        self._pulse.start()
+
+    # -- life ------------------------------------------------------------------------------------------------------
+
+    def _keep_pulse(self) -> None:
+        while not self._closing.wait(self._beat):
+            stuck = time.monotonic() - self._ticked > 2 * self._beat  # the loop is blocked: local computation
+            for p in self.peers:
+                self._link.post(p, self._frame("pulse", p, body=stuck or self._waits == 0))
+
+    def _frame(self, kind: wire.Kind, to: Party, body: Any) -> bytes:
+        return wire.pack(Frame(kind, NO_RUN, "", self.me, to, 0, kind, body))
+
+    def drive(self, role: Coroutine[Any, Any, T]) -> T:
+        """Run a role to its end on an event loop of its own, so that the call works in scripts and notebooks alike."""
+        box: list[T] = []
+        errors: list[BaseException] = []
+
+        def work() -> None:
+            try:
+                box.append(asyncio.run(self._watched(role)))
+            except BaseException as e:
+                errors.append(e)
+
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            work()
+        else:
+            thread = threading.Thread(target=work, name=f"role-{self.me}")
+            thread.start()
+            thread.join()
+        if errors:
+            raise errors[0]
+        return box[0]
+
+    async def _watched(self, role: Coroutine[Any, Any, T]) -> T:
+        loop, self._changed = asyncio.get_running_loop(), asyncio.Event()
+        self.mailbox.on_change(lambda: _call(loop, self._changed.set))
+        ticker = asyncio.create_task(self._tick())
+        try:
+            return await role
+        finally:
+            ticker.cancel()
+            self.mailbox.on_change(lambda: None)
+
+    async def _tick(self) -> None:
+        while True:
+            self._ticked = time.monotonic()
+            await asyncio.sleep(self._beat / 2)
+
+    def abort(self, e: BaseException) -> None:
+        """Tell every peer that this party stops, and where; nothing about why beyond one word."""
+        where = (e.protocol, e.line, e.code) if isinstance(e, ProtocolAbort) else ("local", "-", type(e).__name__)
+        for p in self.peers:
+            data = self._frame("abort", p, list(where))
+            self._record("sent", where[0], where[1], "channel.Abort", p, data)
+            self._link.post(p, data)
+
+    def close(self) -> None:
+        if not self._closing.is_set():
+            self._closing.set()
+            for p in self.peers:
+                self._link.post(p, self._frame("bye", p, body=None))
+            self._pulse.join(timeout=5)
+            self._link.close()
+
+    # -- runs ------------------------------------------------------------------------------------------------------
+
+    async def open_run(self, protocol: str, params: Any) -> Channel:
+        """H1, H2: agree on study, version and parameters with everyone, and on a run id that is new."""
+        self.runs += 1
+        hello = Hello(__version__, self.study.digest, wire.digest(protocol, params), self._nonce(16))
+        lobby = Channel(self, f"hello/{self.runs}", NO_RUN)
+        hub = self.study.coordinator
+        if self.me == hub:
+            hellos = {hub: hello, **await lobby.gather(self.peers, Hello)}  # H1
+            check_hellos(hellos, hub)
+            await lobby.scatter(self.peers, Welcome(hellos))  # H2
+        else:
+            await lobby.send(hub, hello)  # H1
+            hellos = {Party(p): h for p, h in (await lobby.recv(hub, Welcome)).hellos.items()}  # H2
+            if hellos.keys() != set(self.study.parties) or hellos[self.me].nonce != hello.nonce:
+                raise ProtocolAbort("channel", "H2", "mismatch", "the coordinator repeats another hello than was sent")
+            check_hellos(hellos, self.me)
+        nonces = {p: h.nonce for p, h in hellos.items()}
+        return Channel(self, str(self.runs), wire.digest("run", hello.study, hello.params, hello.version, nonces))
+
+    # -- frames ----------------------------------------------------------------------------------------------------
+
+    def post(self, to: Party, scope: str, run: bytes, msg: Any) -> None:
+        spec = type(msg).__message__
+        if to not in self.study.parties or to == self.me:
+            raise ParameterError(f"{spec.name} cannot go to '{to}': not another party of the study")
+        seq = self._seq[to, scope]
+        self._seq[to, scope] += 1
+        data = wire.pack(Frame("data", run[:16], scope, self.me, to, seq, spec.name, wire.to_fields(msg)))
+        self._record("sent", spec.protocol, spec.line, spec.name, to, data)
+        self._link.post(to, data)
+
+    def _record(self, kind: str, protocol: str, line: str, name: str, to: str, data: bytes) -> None:
+        self.receipt.add(Entry(kind, protocol, line, name, to, len(data), hashlib.sha256(data).hexdigest()))
+        if kind == "sent":
+            self.sent_bytes += len(data)
+            self.sent_messages += 1
+        self.tell(kind, protocol, line, name, to, len(data))
+
+    def tell(self, kind: str, protocol: str, line: str, name: str, peer: str = "", size: int = 0) -> None:
+        if self._on_event is not None:
+            self._on_event(Event(self.me, kind, protocol, line, name, peer, size, self.sent_bytes))
+
+    async def wait(self, seconds: float) -> None:
+        """Until something arrives, or `seconds`."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._changed.wait(), seconds)
+
+    def forget(self) -> None:
+        self._changed.clear()
+
+
+def _call(loop: asyncio.AbstractEventLoop, f: Callable[[], None]) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop has ended; nobody waits
+        loop.call_soon_threadsafe(f)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Clock:
+    """What was heard of a party when last looked, and for how long nothing new came."""
+
+    heard: int
+    silent: float
+
+
+class Channel:
+    """One party's end of one protocol run."""
+
+    def __init__(self, session: Session, scope: str, run_id: bytes) -> None:
+        self._session, self.scope, self.run_id = session, scope, run_id
+        self.me, self.study = session.me, session.study
+
+    def sub(self, label: str, params: Any = None) -> Channel:
+        """A channel for a sub-protocol: its own run id, bound to its label and public parameters."""
+        return Channel(self._session, f"{self.scope}/{label}", wire.digest("sub", self.run_id, label, params))
+
+    async def send(self, to: Party, msg: Any) -> None:
+        self._session.post(to, self.scope, self.run_id, msg)
+
+    async def scatter(self, to: Iterable[Party] | Mapping[Party, Any], msg: Any = None) -> None:
+        """One message to many, or a map party → message."""
+        each = to if isinstance(to, Mapping) else dict.fromkeys(to, msg)
+        for party, one in each.items():
+            await self.send(party, one)
+
+    async def recv(self, sender: Party, kind: type[T], **shapes: Shape) -> T:
+        """The next message of `sender`, which must be a `kind`; every array in it has the stated shape."""
+        return (await self.gather((sender,), kind, quorum=None, **shapes))[sender]
+
+    async def gather(
+        self, senders: Iterable[Party], kind: type[T], *, quorum: int | None = None, **shapes: Shape
+    ) -> dict[Party, T]:
+        """The next message of each sender, in their order.
+
+        Without `quorum`, all must answer. With it, parties that stop or stay silent are left out, as long as `quorum`
+        of them answer; who is left out gets an abort, and nothing more from it is read.
+        """
+        senders = tuple(senders)
+        got: dict[Party, T] = {}
+        pending = dict.fromkeys(senders, _Clock(-1, 0.0))
+        session, box, spec = self._session, self._session.mailbox, kind.__message__  # type: ignore[attr-defined]
+        poll = session._beat / 2
+        waited = idle = 0.0
+        busy, last = box.busy, time.monotonic()
+        session._waits += 1
+        session.rounds += 1
+        try:
+            while True:
+                session.forget()
+                for party in tuple(pending):
+                    if (item := box.take(party, self.scope)) is not None:
+                        got[party] = self._open(party, *item, kind, spec, shapes)
+                        del pending[party]
+                        idle = 0.0
+                if box.fatal is not None:
+                    raise ProtocolAbort(spec.protocol, spec.line, box.fatal.code, box.fatal.detail)
+                if not pending:
+                    break
+                now = time.monotonic()
+                tick, last = (
+                    min(now - last, 2 * poll),
+                    now,
+                )  # a frozen process counts as one poll, not as silence
+                waited += tick
+                idle = 0.0 if box.busy != busy else idle + tick
+                busy = box.busy
+                for party, clock in tuple(pending.items()):
+                    heard = box.heard[party]
+                    pending[party] = clock = _Clock(heard, 0.0 if heard != clock.heard else clock.silent + tick)
+                    if lost := self._lost(party, clock, idle, waited, spec):
+                        if quorum is None:
+                            raise lost
+                        del pending[party]
+                        self.dismiss(party)
+                left = len(got) + len(pending)
+                if quorum is not None and left < quorum:
+                    raise PeerLost(
+                        spec.protocol,
+                        spec.line,
+                        "too-few",
+                        f"{left} of {len(senders)} parties are left, {quorum} are needed. Start a new run.",
+                    )
+                if pending:
+                    await session.wait(poll)
+        finally:
+            session._waits -= 1
+        return {p: got[p] for p in senders if p in got}
+
+    def _lost(self, party: Party, clock: _Clock, idle: float, waited: float, spec: wire.Spec) -> ProtocolAbort | None:
+        timeout, patience = self.study.timeout, self.study.patience
+        if failure := self._session.mailbox.failed.get(party):
+            if failure.code in ("lost", "finished"):
+                return PeerLost(spec.protocol, spec.line, failure.code, failure.detail)
+            return ProtocolAbort(failure.protocol, failure.line, failure.code, failure.detail)
+        if clock.silent > timeout or idle > timeout or waited > patience:
+            limit = patience if waited > patience else timeout
+            return PeerLost(
+                spec.protocol,
+                spec.line,
+                "timeout",
+                f"nothing from '{party}' for {limit:g} s. Start a new run; the masks of this one are spent.",
+            )
+        return None
+
+    def _open(
+        self,
+        party: Party,
+        frame: Frame,
+        size: int,
+        kind: type[T],
+        spec: wire.Spec,
+        shapes: Mapping[str, Shape],
+    ) -> T:
+        if frame.run != self.run_id[:16]:
+            raise ProtocolAbort(
+                spec.protocol, spec.line, "mismatch", f"'{party}' is in another run, or has other parameters"
+            )
+        if frame.name != spec.name:
+            raise ProtocolAbort(
+                spec.protocol,
+                spec.line,
+                "unexpected",
+                f"expected {spec.name} from '{party}', found another message",
+            )
+        try:
+            msg = wire.from_fields(kind, frame.body)
+            wire.check_shapes(msg, shapes)
+        except WireError as e:
+            raise ProtocolAbort(spec.protocol, spec.line, "malformed", f"from '{party}': {e}") from None
+        self._session.tell("received", spec.protocol, spec.line, spec.name, party, size)
+        return msg
+
+    def dismiss(self, party: Party) -> None:
+        """Go on without `party`: tell it so, and read nothing more from it."""
+        box = self._session.mailbox
+        box.ignore(party)
+        if party not in box.failed:
+            box.gone(party, "left out of this run")
+            self._session._link.post(party, self._session._frame("abort", party, ["channel", "-", "dropped"]))
+
+    def lost(self, party: Party) -> bool:
+        """Whether `party` has stopped, as far as this one knows."""
+        return party in self._session.mailbox.failed
+
+    def reveal(self, x: T, *, to: Party | Iterable[Party], line: str, what: str, protocol: str) -> T:
+        """Mark that a protected value becomes plain here; the receipt keeps what and for whom, never the value."""
+        for party in (to,) if isinstance(to, str) else tuple(to):
+            self._session.receipt.add(Entry("opened", protocol, line, what, party, 0, ""))
+            self._session.tell("opened", protocol, line, what, party)
+        return x
+
+    def step(self, name: str, *, protocol: str, line: str) -> None:
+        """Tell the progress bar what is being computed here."""
+        self._session.tell("step", protocol, line, name)
+
+
+# ---- the hello before every run --------------------------------------------------------------------------------------
+
+
+@message("H1")
+class Hello:  # every party → coordinator
+    version: str
+    study: bytes  # digest
+    params: bytes  # digest of protocol name and public parameters
+    nonce: bytes
+
+
+@message("H2")
+class Welcome:  # coordinator → every party
+    hellos: dict[Party, Hello]
+
+
+def check_hellos(hellos: Mapping[Party, Hello], me: Party) -> None:
+    """Raise unless all parties agreed on the same things as `me`."""
+    mine = hellos[me]
+    for field, what in {
+        "version": "another version of Cloister",
+        "study": "another study file",
+        "params": "other options for this workflow",
+    }.items():
+        others = [p for p, h in hellos.items() if getattr(h, field) != getattr(mine, field)]
+        if others:
+            raise ProtocolAbort(
+                "channel",
+                "H2",
+                "mismatch",
+                f"{', '.join(sorted(others))} came with {what} than {me}; nothing was sent",
+            )
+    if any(len(h.nonce) != 16 for h in hellos.values()):
+        raise ProtocolAbort("channel", "H2", "malformed", "a nonce that is not 16 bytes")

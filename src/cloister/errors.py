@@ -1,0 +1,79 @@
+"""What can go wrong, and whose turn it is to act.
+
+    CloisterError
+    ├── UsageError        a flag or a name that does not exist           exit code 2
+    ├── DataError         your file or your AnnData                      exit code 1
+    ├── ParameterError    an option, or a key of study.toml              exit code 1
+    ├── MissingExtra      an optional engine is not installed            exit code 1
+    ├── RefusedError      this site's own policy says no                 exit code 4
+    ├── WireError         bytes that are no message                      exit code 4
+    ├── ProtocolAbort     a check failed, here or at a peer              exit code 4
+    │   └── PeerLost      a peer is silent, dead or out of reach         exit code 3
+    └── ReceiptError      a receipt that was altered                     exit code 4
+
+A message says what was expected, what was found and what to do next. It may name keys, shapes and agreed
+parameters; it never carries a private value. Peers see only `(protocol, line, code)` of an abort.
+"""
+
+from __future__ import annotations
+
+
+class CloisterError(Exception):
+    exit_code = 1
+
+
+class UsageError(CloisterError):
+    exit_code = 2
+
+
+class DataError(CloisterError):
+    exit_code = 1
+
+
+class ParameterError(CloisterError):
+    exit_code = 1
+
+
+class MissingExtra(CloisterError):
+    """An engine that is an extra is not installed."""
+
+    exit_code = 1
+
+    def __init__(self, package: str, extra: str) -> None:
+        super().__init__(f"{package} is not installed; run: pip install 'cloister[{extra}]'")
+
+
+class RefusedError(CloisterError):
+    exit_code = 4
+
+
+class WireError(CloisterError):
+    exit_code = 4
+
+
+class ReceiptError(CloisterError):
+    exit_code = 4
+
+
+class ProtocolAbort(CloisterError):
+    """A run that ended before its result, with the place where it did.
+
+    Parameters
+    ----------
+    protocol, line
+        Where in the protocol file, by the line labels of its docstring.
+    code
+        One word that may travel to the peers: `timeout`, `replay`, `malformed`, `mismatch`, ...
+    detail
+        A sentence for the local user. It stays here.
+    """
+
+    exit_code = 4
+
+    def __init__(self, protocol: str, line: str, code: str, detail: str = "") -> None:
+        self.protocol, self.line, self.code = protocol, line, code
+        super().__init__(f"{protocol} {line}: {detail or code}")
+
+
+class PeerLost(ProtocolAbort):
+    exit_code = 3

@@ -1,0 +1,159 @@
+"""Receipts: what left this party, to whom, and what was opened, in a chain that shows any later change.
+
+Every frame that is sent and every value that is opened appends an entry; entry i carries
+
+    hash_i = SHA-256(hash_{i-1} ‖ entry_i)          hash_{-1} = SHA-256(header)
+
+and the party signs the last hash with its own key. The file on disk (`receipt.json`) keeps every entry; people, and
+`adata.uns["cloister"]`, get the entries summed up per message name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from cloister.errors import ReceiptError
+
+FORMAT = "cloister-receipt/1"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    kind: str  # "sent" | "opened" | "result"
+    protocol: str
+    line: str
+    name: str  # message name, or what was opened
+    to: str
+    bytes: int
+    sha256: str  # of the frame; empty for what does not travel
+
+
+def _json(x: Any) -> bytes:
+    return json.dumps(x, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+
+
+def _link(previous: str, entry: Entry) -> str:
+    return hashlib.sha256(bytes.fromhex(previous) + _json(asdict(entry))).hexdigest()
+
+
+class Receipt:
+    """The record of one party in one run. Thread-safe; entries can be added, never changed."""
+
+    def __init__(self, header: dict[str, Any]) -> None:
+        self.header = {"format": FORMAT, **header}
+        self.entries: list[tuple[Entry, str]] = []
+        self.head = hashlib.sha256(_json(self.header)).hexdigest()
+        self.status = "running"
+        self.signature: dict[str, str] = {}
+        self._lock = threading.Lock()
+
+    def add(self, entry: Entry) -> None:
+        with self._lock:
+            self.head = _link(self.head, entry)
+            self.entries.append((entry, self.head))
+
+    def close(self, status: str, sign: Callable[[bytes], tuple[bytes, bytes]] | None = None) -> None:
+        """End the record with what became of the run; `sign` maps the last hash to (public key, signature)."""
+        if self.status != "running":
+            return
+        self.add(Entry("result", "", "", status, "", 0, ""))
+        self.status = status
+        if sign is not None:
+            public, signature = sign(bytes.fromhex(self.head))
+            self.signature = {"public": public.hex(), "signature": signature.hex()}
+
+    def summary(self) -> list[dict[str, Any]]:
+        """One row per (kind, message, line, recipient): how many, how many bytes."""
+        rows: dict[tuple[str, ...], dict[str, Any]] = {}
+        for e, _ in list(self.entries):
+            key = (e.kind, e.protocol, e.line, e.name, e.to)
+            row = rows.setdefault(
+                key, dict(zip(("kind", "protocol", "line", "name", "to"), key, strict=True), count=0, bytes=0)
+            )
+            row["count"] += 1
+            row["bytes"] += e.bytes
+        return list(rows.values())
+
+    def brief(self) -> str:
+        """One JSON string for `adata.uns`: everything but the single entries."""
+        return json.dumps(
+            {
+                **self.header,
+                "status": self.status,
+                "summary": self.summary(),
+                "entries": len(self.entries),
+                "head": self.head,
+                **self.signature,
+            },
+            sort_keys=True,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        rows = [{**asdict(e), "hash": h} for e, h in self.entries]
+        return {
+            "header": self.header,
+            "entries": rows,
+            "head": self.head,
+            "status": self.status,
+            **self.signature,
+        }
+
+    def save(self, path: str | Path) -> Path:
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(path.name + ".part")
+        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as f:
+            json.dump(self.to_json(), f, indent=1)
+        os.replace(temporary, path)
+        return path
+
+    @classmethod
+    def load(cls, path: str | Path) -> Receipt:
+        """Read a receipt without judging it; `check` does that."""
+        try:
+            raw = json.loads(Path(path).read_text())
+            made = cls.__new__(cls)
+            made.header, made.head, made.status = dict(raw["header"]), str(raw["head"]), str(raw["status"])
+            fields = Entry.__dataclass_fields__
+            made.entries = [(Entry(**{k: r[k] for k in fields}), str(r["hash"])) for r in raw["entries"]]
+            made.signature = {k: str(raw[k]) for k in ("public", "signature") if k in raw}
+            made._lock = threading.Lock()
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+            raise ReceiptError(f"{path} is no Cloister receipt ({type(e).__name__}); give a receipt.json") from None
+        if made.header.get("format") != FORMAT:
+            raise ReceiptError(f"{path} is a receipt of another format; this version reads {FORMAT}")
+        return made
+
+    def check(self, check_signature: Callable[[bytes, bytes, bytes], None] | None = None) -> None:
+        """Raise `ReceiptError` at the first entry that does not follow from the one before.
+
+        `check_signature(public, head, signature)` raises if the last hash was not signed by that key.
+        """
+        previous = hashlib.sha256(_json(self.header)).hexdigest()
+        for i, (entry, claimed) in enumerate(self.entries):
+            try:
+                previous = _link(previous, entry)
+            except (ValueError, TypeError):
+                previous = ""
+            if previous != claimed:
+                raise ReceiptError(f"entry {i} ({entry.name!r}) was altered, or one before it was added or removed")
+        if previous != self.head:
+            raise ReceiptError("the last hash does not belong to these entries: entries were added or removed")
+        last = self.entries[-1][0] if self.entries else None
+        if self.status != "running" and (last is None or last.kind != "result" or last.name != self.status):
+            raise ReceiptError("the outcome was altered: it is not the one the chain ends with")
+        if check_signature is not None:
+            if not self.signature:
+                raise ReceiptError("the receipt is not signed")
+            try:
+                public, signature = (bytes.fromhex(self.signature[k]) for k in ("public", "signature"))
+            except ValueError:
+                raise ReceiptError("the receipt's signature is damaged") from None
+            check_signature(public, bytes.fromhex(self.head), signature)
