@@ -88,7 +88,7 @@ def check_range(fraction_bits: int, bound: float, parties: int) -> None:
     advice = f"use at most {fits[-1]} fraction bits or a smaller bound" if fits else "use a smaller bound"
     raise ParameterError(
         f"{parties} parties with entries up to {bound:g} and {fraction_bits} fraction bits need "
-        f"{int(reach).bit_length()} bits and a sign, the ring has 63; the sum would wrap: {advice}."
+        f"{int(reach).bit_length()} bits beside the sign, the ring has 63; the sum would wrap: {advice}."
     )
 
 

@@ -60,7 +60,7 @@ class Prg:
         """Overwrite a C-contiguous array of integers with the next bytes of the stream."""
         if out.dtype.kind not in "iu" or not out.flags.c_contiguous or not out.flags.writeable:
             raise ParameterError(f"fill needs a writeable C-contiguous array of integers, found {out.dtype}")
-        flat = memoryview(out.reshape(-1).view(np.uint8))
+        flat = out.reshape(-1).view(np.uint8).data
         for start in range(0, len(flat), len(_ZEROS)):
             part = flat[start : start + len(_ZEROS)]
             self._stream.update_into(_ZEROS[: len(part)], part)
