@@ -19,6 +19,7 @@ from __future__ import annotations
 import decimal
 import functools
 import math
+import operator
 import sys
 from typing import Any, TypeAlias, final
 
@@ -89,6 +90,7 @@ class Prg:
 
     def below(self, n: int, shape: Size) -> U64:
         """Uniform in {0, ..., n - 1}, for 0 < n < 2**63: words at or above the last multiple of n are redrawn."""
+        n = operator.index(n)
         if not 0 < n < 1 << 63:
             raise ParameterError(f"below(n) needs 0 < n < 2**63, got a number of {n.bit_length()} bits")
         out = self.uint64(_count(shape))
@@ -152,4 +154,4 @@ def gaussian_table(sigma: float) -> U64:
 
 
 def _count(shape: Size) -> int:
-    return shape if isinstance(shape, int) else math.prod(shape)
+    return math.prod(shape) if isinstance(shape, tuple) else int(shape)
