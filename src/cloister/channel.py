@@ -13,9 +13,10 @@ and a `Mailbox` that it fills. Everything else is here, the same for all of them
   nonce of every party, so no two runs have the same.
 - *Order.* Data frames carry the run id, the sub-protocol's scope and a sequence number. A replay, a swap or a
   duplicate aborts, as does a frame that is no message or comes from somebody else than it says.
-- *Time.* Every party sends a pulse every few seconds, from a thread, which says whether it is computing. A wait ends
-  when the awaited party is silent for `timeout` seconds, when for `timeout` seconds nobody at all was computing, or
-  after `patience` seconds whatever happens. A long computation at one party therefore trips nobody's timeout.
+- *Time.* Every party sends a pulse every few seconds, from a thread, which says whether it is computing, waiting, or
+  waiting but ready to go on without whoever is missing. A wait ends when the awaited party is silent for `timeout`
+  seconds, when for `timeout` seconds nobody at all was computing (or about to go on), or after `patience` seconds
+  whatever happens. A long computation at one party therefore trips nobody's timeout.
 - *Aborts.* A party that fails tells all others `(protocol, line, code)` and nothing else.
 
 Reveals
@@ -44,6 +45,7 @@ from cloister.wire import Frame, Shape, message
 
 T = TypeVar("T")
 NO_RUN = bytes(16)
+WAITING, PATIENT, COMPUTING = 0, 1, 2  # what a pulse says; patient: will go on without the missing
 ANY: Any = None  # a length that the receiver does not know beforehand, in the shapes given to `recv`
 
 
@@ -88,7 +90,7 @@ class Mailbox:
         self.failed: dict[Party, Failure] = {}
         self.fatal: Failure | None = None
         self.heard: dict[Party, int] = defaultdict(int)  # frames and pulses from a party
-        self.busy = 0  # pulses of anyone that said "computing"
+        self.busy = {WAITING: 0, PATIENT: 0, COMPUTING: 0}  # pulses of anyone, by what they said
         self._queues: dict[tuple[Party, str], deque[tuple[Frame, int]]] = defaultdict(deque)
         self._next: dict[tuple[Party, str], int] = defaultdict(int)
         self._deaf: set[Party] = set()
@@ -111,7 +113,9 @@ class Mailbox:
         if frame.sender != sender or frame.to != self.me:
             raise WireError(f"a frame of {frame.sender!r} to {frame.to!r} came from '{sender}'")
         if frame.kind == "pulse":
-            self.busy += frame.body is True
+            if type(frame.body) is not int or frame.body not in self.busy:
+                raise WireError("a pulse that says nothing known")
+            self.busy[frame.body] += 1
         elif frame.kind == "bye":
             self.failed[sender] = Failure("channel", "-", "finished", f"'{sender}' finished and sends nothing more")
         elif frame.kind == "abort":
@@ -171,7 +175,7 @@ class Session:
         self.sent_bytes = self.sent_messages = self.rounds = 0
         self._link, self._nonce, self._on_event = link, nonce, on_event
         self._seq: dict[tuple[Party, str], int] = defaultdict(int)
-        self._waits = 0
+        self._waits = {False: 0, True: 0}  # open waits, by whether they go on without the missing
         self._ticked = time.monotonic()
         self._closing = threading.Event()
         self._beat = min(2.0, study.timeout / 8)
@@ -183,8 +187,9 @@ class Session:
     def _keep_pulse(self) -> None:
         while not self._closing.wait(self._beat):
             stuck = time.monotonic() - self._ticked > 2 * self._beat  # the loop is blocked: local computation
+            waiting = PATIENT if self._waits[True] else WAITING if self._waits[False] else COMPUTING
             for p in self.peers:
-                self._link.post(p, self._frame("pulse", p, body=stuck or self._waits == 0))
+                self._link.post(p, self._frame("pulse", p, body=COMPUTING if stuck else waiting))
 
     def _frame(self, kind: wire.Kind, to: Party, body: Any) -> bytes:
         return wire.pack(Frame(kind, NO_RUN, "", self.me, to, 0, kind, body))
@@ -325,7 +330,7 @@ class Channel:
 
     async def scatter(self, to: Iterable[Party] | Mapping[Party, Any], msg: Any = None) -> None:
         """One message to many, or a map party → message."""
-        each = to if isinstance(to, Mapping) else dict.fromkeys(to, msg)
+        each = to if msg is None and isinstance(to, Mapping) else dict.fromkeys(to, msg)
         for party, one in each.items():
             await self.send(party, one)
 
@@ -347,8 +352,9 @@ class Channel:
         session, box, spec = self._session, self._session.mailbox, kind.__message__  # type: ignore[attr-defined]
         poll = session._beat / 2
         waited = idle = 0.0
-        busy, last = box.busy, time.monotonic()
-        session._waits += 1
+        active = (COMPUTING,) if quorum is not None else (COMPUTING, PATIENT)
+        busy, last = -1, time.monotonic()
+        session._waits[quorum is not None] += 1
         session.rounds += 1
         try:
             while True:
@@ -368,8 +374,8 @@ class Channel:
                     now,
                 )  # a frozen process counts as one poll, not as silence
                 waited += tick
-                idle = 0.0 if box.busy != busy else idle + tick
-                busy = box.busy
+                before, busy = busy, sum(box.busy[state] for state in active)
+                idle = 0.0 if busy != before else idle + tick
                 for party, clock in tuple(pending.items()):
                     heard = box.heard[party]
                     pending[party] = clock = _Clock(heard, 0.0 if heard != clock.heard else clock.silent + tick)
@@ -389,7 +395,7 @@ class Channel:
                 if pending:
                     await session.wait(poll)
         finally:
-            session._waits -= 1
+            session._waits[quorum is not None] -= 1
         return {p: got[p] for p in senders if p in got}
 
     def _lost(self, party: Party, clock: _Clock, idle: float, waited: float, spec: wire.Spec) -> ProtocolAbort | None:

@@ -70,7 +70,7 @@ class Seat:
         extras = {name: value for name, value in offered.items() if name in wanted}
 
         async def whole() -> Any:
-            ch = await self._session.open_run(role.__module__.rpartition(".")[2], params)
+            ch = await self._session.open_run(type(params).__module__.rpartition(".")[2], params)
             return await role(ch, params, *inputs, **extras)
 
         return self._session.drive(whole())

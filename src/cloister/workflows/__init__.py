@@ -124,7 +124,9 @@ def _name(hint: Any) -> str:
         elif typing.get_origin(one) is tuple:
             words.append("a list of " + _name(typing.get_args(one)[0]))
         else:
-            words.append({int: "a whole number", float: "a number", str: "a text", bool: "true or false"}.get(one, "none"))
+            words.append(
+                {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}.get(one, "none")
+            )
     return " or ".join(words)
 
 
@@ -167,5 +169,6 @@ def warnings_of(study: Study) -> list[str]:
     if len(study.sites) == 2:
         notes.append("two sites only: every opened sum tells each site the other's contribution by subtraction")
     if study.mode != "hardened":
-        notes.append(f"mode '{study.mode}' leaks what its paper leaks; see: cloister explain {study.workflow} --mode {study.mode}")
+        ask = f"cloister explain {study.workflow} --mode {study.mode}"
+        notes.append(f"mode '{study.mode}' leaks what its paper leaks; see: {ask}")
     return notes

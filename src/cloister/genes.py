@@ -1,0 +1,167 @@
+"""Gene names: Ensembl ids or symbols, and one order of genes for every site.
+
+An Ensembl id is compared without its version (`ENSG00000141510.18` is `ENSG00000141510`). Symbols are
+compared as they are written, since human `CD3E` and mouse `Cd3e` differ in nothing else.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from cloister.errors import DataError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+GeneIdKind = Literal["ensembl", "symbol", "mixed"]
+
+# Columns of `adata.var` in which CELLxGENE, 10x and scanpy users keep the other kind of name.
+NAME_COLUMNS = (
+    *("gene_symbol", "gene_symbols", "feature_name", "gene_name", "gene_names", "symbol"),
+    *("gene_id", "gene_ids", "ensembl_id", "ensembl_gene_id", "ensembl", "feature_id"),
+)
+_ENSEMBL = re.compile(r"(ENS[A-Z]{0,6}G\d{11})(?:\.\d+)?(_PAR_Y)?", re.ASCII)
+_WORDS = {"ensembl": "Ensembl ids", "symbol": "symbols", "mixed": "Ensembl ids and symbols side by side"}
+
+
+def plain_name(name: str) -> str:
+    """Return the name as it is compared: no spaces around it, no version after an Ensembl id."""
+    name = name.strip()
+    ensembl = _ENSEMBL.fullmatch(name)
+    return ensembl[1] + (ensembl[2] or "") if ensembl else name
+
+
+def gene_id_kind(names: Iterable[str]) -> GeneIdKind:
+    """Tell Ensembl ids from symbols; `mixed` where neither makes up nine tenths of the names."""
+    is_ensembl = [_ENSEMBL.fullmatch(str(name).strip()) is not None for name in names]
+    share = sum(is_ensembl) / max(1, len(is_ensembl))
+    return "ensembl" if share >= 0.9 else "symbol" if share <= 0.1 else "mixed"
+
+
+def check_unique(names: Iterable[str], where: str) -> None:
+    repeated = [name for name, count in Counter(names).items() if count > 1]
+    if repeated:
+        raise DataError(
+            f"{where} must be unique, but {len(repeated)} of them occur more than once ({_some(repeated)}); "
+            "merge or rename them, e.g. with adata.var_names_make_unique()."
+        )
+
+
+def gene_names(var: pd.DataFrame | Sequence[str], kind: GeneIdKind) -> list[str]:
+    """Return this site's genes under names of one kind, from `adata.var_names` or a column of `adata.var`."""
+    for _, names in _name_columns(var):
+        if all(name is not None for name in names) and gene_id_kind(filter(None, names)) == kind:
+            return [plain_name(name) for name in names if name is not None]
+    raise DataError(
+        f"The genes are to be named by {_WORDS[kind]}, and neither adata.var_names nor a column of adata.var "
+        f"such as '{NAME_COLUMNS[0]}' holds them; add them to adata.var."
+    )
+
+
+def match_genes(var: pd.DataFrame | Sequence[str], agreed: Sequence[str]) -> npt.NDArray[np.intp]:
+    """Find the agreed genes among this site's, in the agreed order.
+
+    Parameters
+    ----------
+    var
+        `adata.var`, or only the gene names. A name that is not in `var.index` is looked up in the columns of
+        `NAME_COLUMNS`, so a site with Ensembl ids and a column of symbols follows a list of either kind.
+    agreed
+        The list that all sites agreed on, without repetitions.
+
+    Returns
+    -------
+    Positions, such that `adata[:, positions]` has the agreed genes in the agreed order.
+    """
+    wanted = [plain_name(str(name)) for name in agreed]
+    check_unique(wanted, "The agreed gene names")
+    columns = _name_columns(var)
+    lookups = [_positions(names) for _, names in columns]
+    found = [next((lookup[name] for lookup in lookups if name in lookup), ()) for name in wanted]
+    missing = [name for name, at in zip(wanted, found, strict=True) if not at]
+    if missing:
+        here, there = gene_id_kind(filter(None, columns[0][1])), gene_id_kind(wanted)
+        hint = (
+            f"the study uses {_WORDS[there]} and this file {_WORDS[here]}: add the other names to adata.var, "
+            f"e.g. as '{NAME_COLUMNS[0]}'."
+            if here != there
+            else "use the gene annotation of the study, or agree on fewer genes."
+        )
+        raise DataError(f"{len(missing)} of {len(wanted)} agreed genes are missing ({_some(missing)}); {hint}")
+    ambiguous = [name for name, at in zip(wanted, found, strict=True) if len(at) > 1]
+    if ambiguous:
+        raise DataError(
+            f"{len(ambiguous)} agreed genes stand for several columns here ({_some(ambiguous)}); "
+            "merge them or keep one of each."
+        )
+    positions = np.array([at[0] for at in found], dtype=np.intp)
+    if len(np.unique(positions)) < len(positions):
+        raise DataError("Two agreed names stand for the same gene here; agree on names of one kind.")
+    return positions
+
+
+def genes_in_common(lists: Mapping[str, Sequence[str]] | Sequence[Sequence[str]]) -> list[str]:
+    """Return the names that every site has, in an order that does not depend on the order of the sites.
+
+    Parameters
+    ----------
+    lists
+        Gene names by site; a plain sequence of lists stands for sites 1, 2, ...
+
+    Returns
+    -------
+    The names without Ensembl versions: sorted, or as they come where all lists are the same.
+    """
+    if not isinstance(lists, Mapping):
+        lists = {f"site {number}": names for number, names in enumerate(lists, start=1)}
+    plain = {site: [plain_name(str(name)) for name in names] for site, names in lists.items()}
+    for site, names in plain.items():
+        check_unique(names, f"The gene names of {site}")
+    every = list(plain.values())
+    if not every:
+        raise DataError("There is no list of genes to compare; name at least one site.")
+    common = set(every[0]).intersection(*every[1:])
+    if not common:
+        raise DataError(f"The sites have no gene in common: {_why_disjoint(plain)}")
+    return every[0] if all(names == every[0] for names in every) else sorted(common)
+
+
+def _why_disjoint(plain: dict[str, list[str]]) -> str:
+    by_kind = {gene_id_kind(names): site for site, names in plain.items() if names}
+    if len(by_kind) > 1:
+        (one, a), (other, b) = list(by_kind.items())[:2]
+        return f"{a} seems to use {_WORDS[one]} and {b} {_WORDS[other]}; choose one kind of name for the study."
+    folded = [{name.casefold() for name in names} for names in plain.values()]
+    if set.intersection(*folded):
+        return "their names differ in upper and lower case only; are all cells of one species?"
+    return "check that all files hold the same species and the same kind of measurement."
+
+
+def _name_columns(var: pd.DataFrame | Sequence[str]) -> list[tuple[str, list[str | None]]]:
+    """List the places where this site keeps gene names, `var_names` first; `None` is a missing name."""
+    if not hasattr(var, "columns"):
+        return [("var_names", [str(name) for name in var])]
+    series = {"var_names": var.index} | {name: var[name] for name in NAME_COLUMNS if name in var.columns}
+    return [(name, [x if isinstance(x, str) else None for x in column]) for name, column in series.items()]
+
+
+def _positions(names: Iterable[str | None]) -> dict[str, list[int]]:
+    positions: dict[str, list[int]] = {}
+    for index, name in enumerate(names):
+        if name is not None:
+            positions.setdefault(plain_name(name), []).append(index)
+    return positions
+
+
+def _some(names: Sequence[str], most: int = 5) -> str:
+    return ", ".join(_quoted(names[:most])) + (", ..." if len(names) > most else "")
+
+
+def _quoted(names: Iterable[str]) -> Iterator[str]:
+    return (f"'{name}'" for name in names)

@@ -1,0 +1,499 @@
+"""Rehearsal: every party of a study on one machine, with real messages between them.
+
+    run = cl.rehearse("bin-values", data={"basel": a, "lugano": b, "vienna": c})
+
+Each party runs in a thread of its own with its own data and its own event loop; `processes=True` gives each a process.
+Frames go through the same encoding, checks and receipts as between machines, so bytes, rounds and receipts are real.
+Faults can be injected on the way: that is how the test kit asks what happens when a message is lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import queue
+import tempfile
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from cloister import wire, workflows
+from cloister.channel import Event, Mailbox
+from cloister.crypto.agreement import Identity
+from cloister.crypto.entropy import Entropy
+from cloister.errors import CloisterError, ParameterError, WireError
+from cloister.receipts import Receipt
+from cloister.seat import Outcome, Seat, root_cause, take_part
+from cloister.study import Mode, Party, Role, Study
+
+if TYPE_CHECKING:
+    from anndata import AnnData
+
+
+class Killed(BaseException):
+    """An injected death: the party stops without a word."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens to the `nth` data message that fits: `name` is the message class, None fits any."""
+
+    kind: Literal["drop", "delay", "duplicate", "swap", "truncate", "kill"]
+    sender: str | None = None
+    to: str | None = None
+    name: str | None = None
+    nth: int = 0
+    seconds: float = 0.5  # of delay
+
+    def fits(self, frame: wire.Frame) -> bool:
+        return (
+            self.sender in (None, frame.sender)
+            and self.to in (None, frame.to)
+            and self.name in (None, frame.name, frame.name.rpartition(".")[2])
+        )
+
+
+class Wires:
+    """Carries frames between parties, and does to them what the faults say."""
+
+    def __init__(self, deliver: Callable[[Party, Party, bytes], None], faults: Iterable[Fault] = ()) -> None:
+        self._deliver = deliver
+        self._faults = {f: f.nth for f in faults}
+        self._held: dict[tuple[Party, Party], bytes] = {}
+        self._lock = threading.Lock()
+        self.dead: set[Party] = set()
+
+    def carry(self, sender: Party, to: Party, data: bytes) -> None:
+        """Deliver one frame; raises `Killed` in the sender if a fault says that it dies here."""
+        if sender in self.dead:
+            return
+        fault = self._match(data) if self._faults else None
+        late = None
+        if self._held and wire.unpack(data).kind == "data":
+            late = self._held.pop((sender, to), None)
+        if fault is None:
+            self._deliver(sender, to, data)
+        elif fault.kind == "kill":
+            self.dead.add(sender)
+            raise Killed
+        elif fault.kind == "delay":
+            timer = threading.Timer(fault.seconds, self._deliver, (sender, to, data))
+            timer.daemon = True
+            timer.start()
+        elif fault.kind == "swap":
+            self._held[sender, to] = data
+        elif fault.kind == "duplicate":
+            self._deliver(sender, to, data)
+            self._deliver(sender, to, data)
+        elif fault.kind == "truncate":
+            self._deliver(sender, to, data[: len(data) // 2])
+        if late is not None:
+            self._deliver(sender, to, late)
+
+    def _match(self, data: bytes) -> Fault | None:
+        try:
+            frame = wire.unpack(data)
+        except WireError:
+            return None
+        if frame.kind != "data":
+            return None
+        with self._lock:
+            for fault, left in self._faults.items():
+                if fault.fits(frame) and left >= 0:
+                    self._faults[fault] = left - 1
+                    if left == 0:
+                        return fault
+        return None
+
+
+@dataclass(frozen=True)
+class MemoryLink:
+    me: Party
+    wires: Wires
+
+    def post(self, to: Party, frame: bytes) -> None:
+        self.wires.carry(self.me, to, frame)
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+
+@dataclass
+class Run:
+    """What came of a rehearsal."""
+
+    study: Study
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
+    errors: dict[str, BaseException] = field(default_factory=dict)
+    receipts: dict[str, Receipt] = field(default_factory=dict)
+    events: list[Event] = field(default_factory=list)
+
+    @property
+    def data(self) -> dict[str, AnnData]:
+        return {p: o.adata for p, o in self.outcomes.items() if o.adata is not None}
+
+    @property
+    def cost(self) -> dict[str, dict[str, float]]:
+        return {p: o.cost for p, o in self.outcomes.items()}
+
+    @property
+    def results(self) -> dict[str, dict[str, Any]]:
+        return {p: o.result for p, o in self.outcomes.items()}
+
+    @property
+    def model(self) -> Any:
+        return next((o.model for o in self.outcomes.values() if o.model is not None), None)
+
+    def report(self, path: str | Path) -> Path:
+        """Write figures and receipts as one self-contained page."""
+        from cloister.report import write_report
+
+        return write_report(path, [self])
+
+
+def plan(
+    workflow: str,
+    sites: Iterable[str],
+    *,
+    mode: Mode = "hardened",
+    seed: int = 0,
+    timeout: float = 60.0,
+    coordinator: str = "coordinator",
+    options: Mapping[str, Any] | None = None,
+) -> Study:
+    """The study of a rehearsal: the named sites, a coordinator, and as many auxiliaries as the mode needs."""
+    found = workflows.get(workflow)
+    count = found.auxiliaries.get(mode, 0)
+    parties: dict[Party, Role] = {Party(coordinator): "coordinator"}
+    for site in sites:
+        if site in parties:
+            raise ParameterError(f"two parties are called '{site}'; every party needs a name of its own")
+        parties[Party(site)] = "site"
+    parties |= {Party(f"auxiliary-{i + 1}" if count > 1 else "auxiliary"): "auxiliary" for i in range(count)}
+    study = Study(
+        name="rehearsal",
+        workflow=workflow,
+        parties=parties,
+        mode=mode,
+        seed=seed,
+        timeout=timeout,
+        parameters={k: list(v) if isinstance(v, tuple) else v for k, v in (options or {}).items() if v is not None},
+    )
+    workflows.check_plan(study)
+    return study
+
+
+def rehearse(
+    workflow: str,
+    data: Mapping[str, AnnData],
+    *,
+    mode: Mode = "hardened",
+    seed: int = 0,
+    timeout: float = 60.0,
+    processes: bool = False,
+    inplace: bool = False,
+    faults: Iterable[Fault] = (),
+    on_event: Callable[[Event], None] | None = None,
+    check: bool = True,
+    **options: Any,
+) -> Run:
+    """Run a workflow among all parties on this machine.
+
+    Parameters
+    ----------
+    workflow
+        Its name, as on the command line: `"bin-values"`.
+    data
+        Site name → its `AnnData`. No party ever sees another's.
+    mode
+        `"hardened"` or `"published"`.
+    processes
+        One process per party instead of one thread.
+    inplace
+        Write results into the given objects; by default into copies.
+    faults
+        What to do to messages on the way; for tests.
+    check
+        Raise if a party failed. With `check=False`, look at `run.errors`.
+
+    Returns
+    -------
+    A `Run`: `data`, `receipts`, `cost`, `errors`, and `report(path)`.
+    """
+    study = plan(workflow, data, mode=mode, seed=seed, timeout=timeout, options=options)
+    found, chosen = workflows.check_plan(study)
+    for site, adata in data.items():
+        with _named(site):
+            found.check(adata, chosen)
+    cells = {Party(p): a if inplace else a.copy() for p, a in data.items()}
+    parts = {p: _part for p in study.parties}
+    host = play_processes if processes else play
+    run = host(study, parts, cells, faults=faults, on_event=on_event)
+    if inplace and processes:
+        for site, adata in run.data.items():
+            data[site]._init_as_actual(adata)
+    if check and run.errors:
+        raise root_cause({Party(p): e for p, e in run.errors.items()})
+    return run
+
+
+@contextlib.contextmanager
+def _named(site: str) -> Iterable[None]:  # type: ignore[misc]
+    try:
+        yield
+    except CloisterError as e:
+        raise type(e)(f"site '{site}': {e}") from None
+
+
+def _part(seat: Seat, adata: AnnData | None) -> Outcome:
+    found, chosen = workflows.check_plan(seat.study)
+    return found.part(seat, adata, chosen)
+
+
+def reveals_of(study: Study) -> str:
+    try:
+        return workflows.section(workflows.get(study.workflow).protocol(study.mode), "Reveals")
+    except CloisterError:
+        return ""
+
+
+def play(
+    study: Study,
+    parts: Mapping[Party, Callable[[Seat, Any], Outcome]],
+    data: Mapping[Party, Any],
+    *,
+    faults: Iterable[Fault] = (),
+    on_event: Callable[[Event], None] | None = None,
+    entropy: Callable[[Party], Entropy] | None = None,
+) -> Run:
+    """Play given parts in threads of this process; the base of `rehearse` and of the test kit."""
+    sources = {p: entropy(p) if entropy else Entropy() for p in study.parties}
+    identities = {p: Identity.create(sources[p]) for p in study.parties}
+    study = study.with_keys({p: i.public for p, i in identities.items()})
+    boxes = {p: Mailbox(p) for p in study.parties}
+    wires = Wires(lambda sender, to, frame: boxes[to].put(sender, frame), faults)
+    run, lock = Run(study), threading.Lock()
+    reveals = reveals_of(study)
+
+    def note(event: Event) -> None:
+        with lock:
+            run.events.append(event)
+        if on_event is not None:
+            on_event(event)
+
+    def seat(p: Party) -> None:
+        try:
+            run.outcomes[p] = take_part(
+                study,
+                p,
+                MemoryLink(p, wires),
+                boxes[p],
+                data.get(p),
+                part=parts[p],
+                reveals=reveals,
+                identity=identities[p],
+                entropy=sources[p],
+                on_event=note,
+                on_receipt=lambda receipt: run.receipts.__setitem__(p, receipt),
+            )
+        except BaseException as e:
+            run.errors[p] = e
+
+    threads = [threading.Thread(target=seat, args=(p,), name=p, daemon=True) for p in study.parties]
+    for t in threads:
+        t.start()
+    for t in threads:
+        while t.is_alive():  # in slices, so that Ctrl-C is heard
+            t.join(0.2)
+    run.errors = {p: e for p, e in run.errors.items() if not isinstance(e, Killed)}
+    return run
+
+
+# ---- one process per party -----------------------------------------------------------------------------------------
+
+
+def play_processes(
+    study: Study,
+    parts: Mapping[Party, Callable[[Seat, Any], Outcome]],
+    data: Mapping[Party, AnnData],
+    *,
+    faults: Iterable[Fault] = (),
+    on_event: Callable[[Event], None] | None = None,
+) -> Run:
+    """Play a workflow with one spawned process per party; this process only carries frames between their pipes.
+
+    A party's cells and results pass through files in a private folder, frames through pipes as bytes: no pickles.
+    """
+    import multiprocessing as mp
+
+    from cloister.cells import read_cells, write_cells
+
+    context = mp.get_context("spawn")
+    identities = {p: Identity.create(Entropy()) for p in study.parties}
+    study = study.with_keys({p: i.public for p, i in identities.items()})
+    run = Run(study)
+    with tempfile.TemporaryDirectory(prefix="cloister-") as top:
+        folders = {p: Path(top) / p for p in study.parties}
+        pipes, children = {}, {}
+        for p, folder in folders.items():
+            folder.mkdir(mode=0o700)
+            identities[p].save(folder / "identity.key")
+            if p in data:
+                write_cells(data[p], folder / "cells.h5ad")
+            ours, theirs = context.Pipe()
+            pipes[p] = ours
+            children[p] = context.Process(
+                target=_child, args=(_plain_study(study), str(p), str(folder), theirs), name=p, daemon=True
+            )
+            children[p].start()
+            theirs.close()
+        try:
+            _route(pipes, children, run, faults, on_event)
+        finally:
+            for child in children.values():
+                child.join(timeout=5)
+                if child.is_alive():
+                    child.kill()
+                    child.join()
+        for p, folder in folders.items():
+            if (folder / "receipt.json").exists():
+                run.receipts[p] = Receipt.load(folder / "receipt.json")
+            if p in run.outcomes:
+                run.outcomes[p].receipt = run.receipts.get(p)
+                if (folder / "result.h5ad").exists():
+                    run.outcomes[p].adata = read_cells(folder / "result.h5ad")
+    return run
+
+
+def _plain_study(study: Study) -> str:
+    from cloister.study import format_study
+
+    return format_study(study)
+
+
+def _route(
+    pipes: Mapping[Party, Any],
+    children: Mapping[Party, Any],
+    run: Run,
+    faults: Iterable[Fault],
+    on_event: Callable[[Event], None] | None,
+) -> None:
+    import json
+    from multiprocessing.connection import wait
+
+    outbox: dict[Party, queue.SimpleQueue[bytes | None]] = {p: queue.SimpleQueue() for p in pipes}
+
+    def pump(p: Party) -> None:  # a full pipe at one party must not stop the others
+        with contextlib.suppress(OSError, ValueError):
+            while (item := outbox[p].get()) is not None:
+                pipes[p].send_bytes(item)
+
+    for p in pipes:
+        threading.Thread(target=pump, args=(p,), daemon=True).start()
+    wires = Wires(lambda sender, to, frame: outbox[to].put(b"F" + sender.encode() + b"\0" + frame), faults)
+    ends: dict[Any, Party] = {pipe: p for p, pipe in pipes.items()}
+    while ends:
+        for pipe in wait(list(ends), timeout=1.0):
+            p = ends[pipe]
+            try:
+                item = pipe.recv_bytes()
+            except (EOFError, OSError):
+                del ends[pipe]
+                if p not in run.outcomes and p not in run.errors and p not in wires.dead:
+                    run.errors[p] = CloisterError(f"the process of '{p}' died")
+                for other in outbox:
+                    outbox[other].put(b"G" + p.encode())
+                continue
+            kind, rest = item[:1], item[1:]
+            if kind == b"F":
+                to, _, frame = rest.partition(b"\0")
+                try:
+                    wires.carry(p, Party(to.decode()), frame)
+                except Killed:
+                    children[p].kill()
+            elif kind == b"E" and on_event is not None:
+                on_event(Event(**json.loads(rest)))
+            elif kind == b"R":
+                made = json.loads(rest)
+                run.outcomes[p] = Outcome(result=made["result"], cost=made["cost"])
+            elif kind == b"X" and p not in wires.dead:
+                run.errors[p] = _revive(json.loads(rest))
+    for box in outbox.values():
+        box.put(None)
+
+
+def _revive(told: Mapping[str, Any]) -> BaseException:
+    from cloister import errors
+
+    kind = getattr(errors, told["type"], None)
+    if kind is not None and issubclass(kind, errors.ProtocolAbort):
+        made = kind(told["protocol"], told["line"], told["code"])
+        made.args = (told["text"],)
+        return made
+    if kind in (None, errors.MissingExtra):
+        return CloisterError(f"{told['type']}: {told['text']}")
+    return kind(told["text"])
+
+
+@dataclass(frozen=True)
+class PipeLink:
+    pipe: Any
+    lock: Any
+
+    def post(self, to: Party, frame: bytes) -> None:
+        self.tell(b"F" + to.encode() + b"\0" + frame)
+
+    def tell(self, item: bytes) -> None:
+        with self.lock, contextlib.suppress(OSError):
+            self.pipe.send_bytes(item)
+
+    def close(self) -> None:
+        """The process ends, and the pipe with it."""
+
+
+def _child(study_text: str, me: str, folder: str, pipe: Any) -> None:
+    import json
+
+    from cloister.cells import read_cells, write_cells
+    from cloister.study import parse_study
+
+    home, party = Path(folder), Party(me)
+    link, mailbox = PipeLink(pipe, threading.Lock()), Mailbox(party)
+
+    def listen() -> None:
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                item = pipe.recv_bytes()
+                if item[:1] == b"G":
+                    mailbox.gone(Party(item[1:].decode()), "its process ended")
+                else:
+                    sender, _, frame = item[1:].partition(b"\0")
+                    mailbox.put(Party(sender.decode()), frame)
+
+    threading.Thread(target=listen, daemon=True).start()
+    try:
+        study = parse_study(study_text)
+        adata = read_cells(home / "cells.h5ad") if (home / "cells.h5ad").exists() else None
+        outcome = take_part(
+            study,
+            party,
+            link,
+            mailbox,
+            adata,
+            part=_part,
+            reveals=reveals_of(study),
+            identity=Identity.load(home / "identity.key"),
+            on_event=lambda event: link.tell(b"E" + json.dumps(dataclasses.asdict(event)).encode()),
+            on_receipt=lambda receipt: copy.copy(receipt).save(home / "receipt.json"),  # type: ignore[arg-type,return-value]
+        )
+        if outcome.adata is not None:
+            write_cells(outcome.adata, home / "result.h5ad")
+        link.tell(b"R" + json.dumps({"result": outcome.result, "cost": outcome.cost}).encode())
+    except BaseException as e:
+        told = {"type": type(e).__name__, "text": str(e)}
+        told |= {k: getattr(e, k, "") for k in ("protocol", "line", "code")}
+        link.tell(b"X" + json.dumps(told).encode())
+    pipe.close()

@@ -1,0 +1,220 @@
+"""The test kit: `check_protocol` asks every protocol file the same five questions.
+
+1. *ideal*: what the roles return equals `ideal()`, for every case.
+2. *vectors*: with fixed entropy, the transcript equals the stored one; every stored `bad_*` fault aborts by its code.
+3. *view*: names, order and sizes of the messages are the same for any two inputs under the same `Params`.
+4. *abort*: drop, delay, swap, duplicate or truncate any message, or kill a party at any line, and every party stops
+   in time, naming the line; or finishes with the right result, where the protocol survives that.
+5. *cost*: messages and bytes are what `cost()` says, up to framing.
+
+A protocol module offers `Params`, `ideal(params, inputs)`, `roles(params)` (party → coroutine function; the first
+party is the coordinator) and `cost(params)`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cloister.crypto.entropy import Entropy
+from cloister.errors import CloisterError, ProtocolAbort
+from cloister.receipts import Entry
+from cloister.rehearsal import Fault, Killed, Run, play
+from cloister.seat import Outcome, Seat
+from cloister.study import Party, Role, Study
+
+FRAMING = 400  # bytes of header and field names that one message may add to its payload
+
+
+@dataclass(frozen=True)
+class Case:
+    """Public parameters and every party's private inputs, in the order the role takes them."""
+
+    params: Any
+    inputs: Mapping[Party, tuple[Any, ...]]
+
+
+def fixed_entropy(seed: str) -> Callable[[Party], Entropy]:
+    """Entropy that repeats: only for vectors, and only here."""
+
+    def of(party: Party) -> Entropy:
+        state = {"at": 0}
+
+        def draw(n: int) -> bytes:
+            state["at"] += 1
+            return hashlib.shake_256(f"{seed}/{party}/{state['at']}".encode()).digest(n)
+
+        return Entropy(draw)
+
+    return of
+
+
+def run_protocol(
+    module: Any,
+    case: Case,
+    *,
+    faults: Iterable[Fault] = (),
+    timeout: float = 30.0,
+    entropy: Callable[[Party], Entropy] | None = None,
+    roles: Mapping[Party, Any] | None = None,
+) -> Run:
+    """Play the roles of a protocol file in memory. `run.results[party]["value"]` is what a role returned."""
+    parts_by_party = {**module.roles(case.params), **(roles or {})}
+    hub, *rest = parts_by_party
+    parties: dict[Party, Role] = {hub: "coordinator"} | {p: "site" for p in rest}
+    study = Study(name="test", workflow=module.__name__, parties=parties, timeout=timeout)
+
+    def part_of(party: Party) -> Callable[[Seat, Any], Outcome]:
+        role = parts_by_party[party]
+        return lambda seat, inputs: Outcome(result={"value": seat.run(role, case.params, *(inputs or ()))})
+
+    return play(study, {p: part_of(p) for p in parties}, case.inputs, faults=faults, entropy=entropy)
+
+
+def transcript(run: Run, *, hashes: bool = False) -> dict[str, list[Any]]:
+    """What each party sent: names, recipients and sizes, in order; with `hashes`, the bytes too."""
+
+    def row(e: Entry) -> list[Any]:
+        return [e.name, e.to, e.bytes, *([e.sha256] if hashes else [])]
+
+    return {p: [row(e) for e, _ in r.entries if e.kind == "sent"] for p, r in sorted(run.receipts.items())}
+
+
+def values(run: Run) -> dict[Party, Any]:
+    return {Party(p): o.result["value"] for p, o in run.outcomes.items()}
+
+
+def check_ideal(
+    module: Any, cases: Iterable[Case], *, agree: Callable[[Any, Any], None], timeout: float = 30.0
+) -> None:
+    """1: the roles return what a trusted party would hand out; `agree(found, ideal)` raises if not."""
+    for case in cases:
+        run = run_protocol(module, case, timeout=timeout)
+        check_no_errors(run)
+        wanted = module.ideal(case.params, plain_inputs(case))
+        for party, value in values(run).items():
+            agree(value, wanted.get(party))
+
+
+def plain_inputs(case: Case) -> dict[Party, Any]:
+    return {p: x[0] if len(x) == 1 else x for p, x in case.inputs.items()}
+
+
+def check_no_errors(run: Run) -> None:
+    for party, e in run.errors.items():
+        raise AssertionError(f"'{party}' failed: {type(e).__name__}: {e}") from e
+
+
+def check_vectors(module: Any, case: Case, path: Path, *, write: bool = False, timeout: float = 2.0) -> None:
+    """2: the same entropy gives the same bytes as ever, and every stored fault still aborts with its code."""
+    run = run_protocol(module, case, entropy=fixed_entropy("vectors"))
+    check_no_errors(run)
+    found = transcript(run, hashes=True)
+    if write or not path.exists():
+        raise_if_missing = not write
+        old = json.loads(path.read_text()) if path.exists() else {}
+        path.write_text(json.dumps({"transcript": found, "bad": old.get("bad", [])}, indent=1) + "\n")
+        if raise_if_missing:
+            raise AssertionError(f"{path} was missing; written now, look at it and commit it")
+    stored = json.loads(path.read_text())
+    assert found == stored["transcript"], f"{module.__name__} sends other bytes than {path} says"
+    for bad in stored["bad"]:
+        fault = Fault(**bad["fault"])
+        ended = run_protocol(module, case, faults=[fault], timeout=timeout, entropy=fixed_entropy("vectors"))
+        codes = {e.code for e in ended.errors.values() if isinstance(e, ProtocolAbort)}
+        assert bad["code"] in codes, f"{bad}: aborted with {sorted(codes) or 'nothing'}"
+
+
+def check_view(module: Any, first: Case, second: Case) -> None:
+    """3: two inputs under the same parameters look the same from outside."""
+    assert first.params == second.params
+    one, two = run_protocol(module, first), run_protocol(module, second)
+    check_no_errors(one)
+    check_no_errors(two)
+    assert transcript(one) == transcript(two), "names, order or sizes of messages depend on the inputs"
+
+
+def check_abort(
+    module: Any,
+    case: Case,
+    *,
+    survived: Callable[[Run], None],
+    kinds: Sequence[str] = ("drop", "delay", "duplicate", "swap", "truncate", "kill"),
+    timeout: float = 0.6,
+    within: float = 20.0,
+    messages: Iterable[tuple[str, str, str]] | None = None,
+) -> int:
+    """4: do each thing to each message; returns how many runs that were.
+
+    `survived(run)` raises unless a run in which the coordinator finished has the right result.
+    """
+    clean = run_protocol(module, case)
+    check_no_errors(clean)
+    sent = {(p, to, name) for p, rows in transcript(clean).items() for name, to, _ in rows}
+    count = 0
+    hub = next(iter(module.roles(case.params)))
+    for sender, to, name in sorted(messages or sent):
+        for kind in kinds:
+            fault = Fault(kind, sender, to, name, seconds=timeout / 4)  # type: ignore[arg-type]
+            began = time.monotonic()
+            run = run_protocol(module, case, faults=[fault], timeout=timeout)
+            took = time.monotonic() - began
+            assert took < within, f"{fault}: took {took:.1f} s"
+            for party, e in run.errors.items():
+                assert isinstance(e, CloisterError), f"{fault}: '{party}' raised {type(e).__name__}: {e}"
+                if isinstance(e, ProtocolAbort):
+                    assert all((e.protocol, e.line, e.code)), f"{fault}: '{party}' does not say where it stopped"
+            if hub in run.outcomes:
+                survived(run)
+            else:
+                assert run.errors or kind == "kill", f"{fault}: nobody noticed"
+            count += 1
+    return count
+
+
+def check_cost(module: Any, case: Case) -> None:
+    """5: every party sends as many messages and bytes as the file says."""
+    run = run_protocol(module, case)
+    check_no_errors(run)
+    for party, (messages, payload) in module.cost(case.params).items():
+        rows = [r for r in transcript(run)[party] if not r[0].startswith("channel.")]
+        total = sum(size for _, _, size in rows)
+        assert len(rows) == messages, f"'{party}' sent {len(rows)} messages, cost() says {messages}"
+        slack = FRAMING * messages + 0.02 * payload
+        assert payload <= total <= payload + slack, f"'{party}' sent {total} bytes, cost() says {payload}"
+
+
+def check_protocol(
+    module: Any,
+    cases: Sequence[Case],
+    *,
+    vectors: Path,
+    agree: Callable[[Any, Any], None],
+    survived: Callable[[Run], None],
+    twin: Case,
+    abort_messages: Iterable[tuple[str, str, str]] | None = None,
+) -> None:
+    """All five questions. `cases[0]` is small and used for the last four; `twin` has its params and other inputs."""
+    check_ideal(module, cases, agree=agree)
+    check_vectors(module, cases[0], vectors)
+    check_view(module, cases[0], twin)
+    check_abort(module, cases[0], survived=survived, messages=abort_messages)
+    check_cost(module, cases[0])
+
+
+def same_array(found: Any, ideal: Any) -> None:
+    """Agreement for roles that return an array, or nothing."""
+    if ideal is None:
+        assert found is None
+    else:
+        np.testing.assert_array_equal(found, ideal)
+
+
+__all__ = ["Case", "Fault", "Killed", "check_protocol", "fixed_entropy", "run_protocol", "same_array", "values"]
