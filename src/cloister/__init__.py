@@ -1,1 +1,41 @@
-"""Cloister: analyse single-cell data together while every cell stays at home."""
+"""Cloister: analyse single-cell data together while every cell stays at home.
+
+import cloister as cl
+
+run = cl.rehearse("bin-values", data={"basel": a, "lugano": b, "vienna": c})
+run.data["basel"].layers["binned"]      # results, in annotated copies
+run.receipts["basel"]                   # what basel sent, to whom, and what each party learned
+run.cost                                # bytes, messages, rounds, seconds per party
+run.report("report.html")
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from cloister._version import __version__
+
+_PUBLIC = {
+    "rehearse": "rehearsal",
+    "Run": "rehearsal",
+    "Study": "study",
+    "Party": "study",
+    "Receipt": "receipts",
+    "read_cells": "cell_files",
+    "write_cells": "cell_files",
+    "bin_values": "workflows.bin_values",
+}
+
+__all__ = ["__version__", *_PUBLIC]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what is asked for, when it is asked for: `import cloister` itself costs nothing."""
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'cloister' has no attribute '{name}'")
+    return getattr(importlib.import_module(f"cloister.{_PUBLIC[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -257,13 +257,16 @@ class Session:
         lobby = Channel(self, f"hello/{self.runs}", NO_RUN)
         hub = self.study.coordinator
         if self.me == hub:
-            hellos = {hub: hello, **await lobby.gather(self.peers, Hello)}  # H1
+            # the first time everyone must be there; later on, who has dropped out since is left out
+            quorum = None if self.runs == 1 else 1
+            hellos = {hub: hello, **await lobby.gather(self.peers, Hello, quorum=quorum)}  # H1
             check_hellos(hellos, hub)
-            await lobby.scatter(self.peers, Welcome(hellos))  # H2
+            await lobby.scatter([p for p in hellos if p != hub], Welcome(hellos))  # H2
         else:
             await lobby.send(hub, hello)  # H1
             hellos = {Party(p): h for p, h in (await lobby.recv(hub, Welcome)).hellos.items()}  # H2
-            if hellos.keys() != set(self.study.parties) or hellos[self.me].nonce != hello.nonce:
+            known = {hub, self.me} <= hellos.keys() <= set(self.study.parties)
+            if not known or hellos[self.me].nonce != hello.nonce:
                 raise ProtocolAbort("channel", "H2", "mismatch", "the coordinator repeats another hello than was sent")
             check_hellos(hellos, self.me)
         nonces = {p: h.nonce for p, h in hellos.items()}

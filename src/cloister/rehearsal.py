@@ -10,12 +10,8 @@ Faults can be injected on the way: that is how the test kit asks what happens wh
 from __future__ import annotations
 
 import contextlib
-import copy
-import dataclasses
-import queue
-import tempfile
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -229,9 +225,12 @@ def rehearse(
         with _named(site):
             found.check(adata, chosen)
     cells = {Party(p): a if inplace else a.copy() for p, a in data.items()}
-    parts = {p: _part for p in study.parties}
-    host = play_processes if processes else play
-    run = host(study, parts, cells, faults=faults, on_event=on_event)
+    if processes:
+        from cloister.processes import play_processes
+
+        run = play_processes(study, cells, faults=faults, on_event=on_event)
+    else:
+        run = play(study, dict.fromkeys(study.parties, workflow_part), cells, faults=faults, on_event=on_event)
     if inplace and processes:
         for site, adata in run.data.items():
             data[site]._init_as_actual(adata)
@@ -241,14 +240,14 @@ def rehearse(
 
 
 @contextlib.contextmanager
-def _named(site: str) -> Iterable[None]:  # type: ignore[misc]
+def _named(site: str) -> Iterator[None]:
     try:
         yield
     except CloisterError as e:
         raise type(e)(f"site '{site}': {e}") from None
 
 
-def _part(seat: Seat, adata: AnnData | None) -> Outcome:
+def workflow_part(seat: Seat, adata: AnnData | None) -> Outcome:
     found, chosen = workflows.check_plan(seat.study)
     return found.part(seat, adata, chosen)
 
@@ -310,190 +309,3 @@ def play(
             t.join(0.2)
     run.errors = {p: e for p, e in run.errors.items() if not isinstance(e, Killed)}
     return run
-
-
-# ---- one process per party -----------------------------------------------------------------------------------------
-
-
-def play_processes(
-    study: Study,
-    parts: Mapping[Party, Callable[[Seat, Any], Outcome]],
-    data: Mapping[Party, AnnData],
-    *,
-    faults: Iterable[Fault] = (),
-    on_event: Callable[[Event], None] | None = None,
-) -> Run:
-    """Play a workflow with one spawned process per party; this process only carries frames between their pipes.
-
-    A party's cells and results pass through files in a private folder, frames through pipes as bytes: no pickles.
-    """
-    import multiprocessing as mp
-
-    from cloister.cells import read_cells, write_cells
-
-    context = mp.get_context("spawn")
-    identities = {p: Identity.create(Entropy()) for p in study.parties}
-    study = study.with_keys({p: i.public for p, i in identities.items()})
-    run = Run(study)
-    with tempfile.TemporaryDirectory(prefix="cloister-") as top:
-        folders = {p: Path(top) / p for p in study.parties}
-        pipes, children = {}, {}
-        for p, folder in folders.items():
-            folder.mkdir(mode=0o700)
-            identities[p].save(folder / "identity.key")
-            if p in data:
-                write_cells(data[p], folder / "cells.h5ad")
-            ours, theirs = context.Pipe()
-            pipes[p] = ours
-            children[p] = context.Process(
-                target=_child, args=(_plain_study(study), str(p), str(folder), theirs), name=p, daemon=True
-            )
-            children[p].start()
-            theirs.close()
-        try:
-            _route(pipes, children, run, faults, on_event)
-        finally:
-            for child in children.values():
-                child.join(timeout=5)
-                if child.is_alive():
-                    child.kill()
-                    child.join()
-        for p, folder in folders.items():
-            if (folder / "receipt.json").exists():
-                run.receipts[p] = Receipt.load(folder / "receipt.json")
-            if p in run.outcomes:
-                run.outcomes[p].receipt = run.receipts.get(p)
-                if (folder / "result.h5ad").exists():
-                    run.outcomes[p].adata = read_cells(folder / "result.h5ad")
-    return run
-
-
-def _plain_study(study: Study) -> str:
-    from cloister.study import format_study
-
-    return format_study(study)
-
-
-def _route(
-    pipes: Mapping[Party, Any],
-    children: Mapping[Party, Any],
-    run: Run,
-    faults: Iterable[Fault],
-    on_event: Callable[[Event], None] | None,
-) -> None:
-    import json
-    from multiprocessing.connection import wait
-
-    outbox: dict[Party, queue.SimpleQueue[bytes | None]] = {p: queue.SimpleQueue() for p in pipes}
-
-    def pump(p: Party) -> None:  # a full pipe at one party must not stop the others
-        with contextlib.suppress(OSError, ValueError):
-            while (item := outbox[p].get()) is not None:
-                pipes[p].send_bytes(item)
-
-    for p in pipes:
-        threading.Thread(target=pump, args=(p,), daemon=True).start()
-    wires = Wires(lambda sender, to, frame: outbox[to].put(b"F" + sender.encode() + b"\0" + frame), faults)
-    ends: dict[Any, Party] = {pipe: p for p, pipe in pipes.items()}
-    while ends:
-        for pipe in wait(list(ends), timeout=1.0):
-            p = ends[pipe]
-            try:
-                item = pipe.recv_bytes()
-            except (EOFError, OSError):
-                del ends[pipe]
-                if p not in run.outcomes and p not in run.errors and p not in wires.dead:
-                    run.errors[p] = CloisterError(f"the process of '{p}' died")
-                for other in outbox:
-                    outbox[other].put(b"G" + p.encode())
-                continue
-            kind, rest = item[:1], item[1:]
-            if kind == b"F":
-                to, _, frame = rest.partition(b"\0")
-                try:
-                    wires.carry(p, Party(to.decode()), frame)
-                except Killed:
-                    children[p].kill()
-            elif kind == b"E" and on_event is not None:
-                on_event(Event(**json.loads(rest)))
-            elif kind == b"R":
-                made = json.loads(rest)
-                run.outcomes[p] = Outcome(result=made["result"], cost=made["cost"])
-            elif kind == b"X" and p not in wires.dead:
-                run.errors[p] = _revive(json.loads(rest))
-    for box in outbox.values():
-        box.put(None)
-
-
-def _revive(told: Mapping[str, Any]) -> BaseException:
-    from cloister import errors
-
-    kind = getattr(errors, told["type"], None)
-    if kind is not None and issubclass(kind, errors.ProtocolAbort):
-        made = kind(told["protocol"], told["line"], told["code"])
-        made.args = (told["text"],)
-        return made
-    if kind in (None, errors.MissingExtra):
-        return CloisterError(f"{told['type']}: {told['text']}")
-    return kind(told["text"])
-
-
-@dataclass(frozen=True)
-class PipeLink:
-    pipe: Any
-    lock: Any
-
-    def post(self, to: Party, frame: bytes) -> None:
-        self.tell(b"F" + to.encode() + b"\0" + frame)
-
-    def tell(self, item: bytes) -> None:
-        with self.lock, contextlib.suppress(OSError):
-            self.pipe.send_bytes(item)
-
-    def close(self) -> None:
-        """The process ends, and the pipe with it."""
-
-
-def _child(study_text: str, me: str, folder: str, pipe: Any) -> None:
-    import json
-
-    from cloister.cells import read_cells, write_cells
-    from cloister.study import parse_study
-
-    home, party = Path(folder), Party(me)
-    link, mailbox = PipeLink(pipe, threading.Lock()), Mailbox(party)
-
-    def listen() -> None:
-        with contextlib.suppress(EOFError, OSError):
-            while True:
-                item = pipe.recv_bytes()
-                if item[:1] == b"G":
-                    mailbox.gone(Party(item[1:].decode()), "its process ended")
-                else:
-                    sender, _, frame = item[1:].partition(b"\0")
-                    mailbox.put(Party(sender.decode()), frame)
-
-    threading.Thread(target=listen, daemon=True).start()
-    try:
-        study = parse_study(study_text)
-        adata = read_cells(home / "cells.h5ad") if (home / "cells.h5ad").exists() else None
-        outcome = take_part(
-            study,
-            party,
-            link,
-            mailbox,
-            adata,
-            part=_part,
-            reveals=reveals_of(study),
-            identity=Identity.load(home / "identity.key"),
-            on_event=lambda event: link.tell(b"E" + json.dumps(dataclasses.asdict(event)).encode()),
-            on_receipt=lambda receipt: copy.copy(receipt).save(home / "receipt.json"),  # type: ignore[arg-type,return-value]
-        )
-        if outcome.adata is not None:
-            write_cells(outcome.adata, home / "result.h5ad")
-        link.tell(b"R" + json.dumps({"result": outcome.result, "cost": outcome.cost}).encode())
-    except BaseException as e:
-        told = {"type": type(e).__name__, "text": str(e)}
-        told |= {k: getattr(e, k, "") for k in ("protocol", "line", "code")}
-        link.tell(b"X" + json.dumps(told).encode())
-    pipe.close()

@@ -137,6 +137,10 @@ def take_part(
     }
     outcome.receipt = receipt
     end("done")
+    if outcome.adata is not None:
+        from cloister.cells import attach_receipt
+
+        attach_receipt(outcome.adata, study.workflow, receipt.brief())
     return outcome
 
 

@@ -144,8 +144,9 @@ class Total:  # S → u
 
 def ideal(params: Params, xs: Mapping[Party, U64]) -> dict[Party, U64 | None]:
     """What a trusted party would hand to each party, with `xs` the inputs of those who stay."""
-    z = np.sum(list(xs.values()), axis=0, dtype=np.uint64)
-    return {params.aggregator: z} | dict.fromkeys(xs, z if params.to_all else None)
+    z: U64 = np.sum(np.stack(list(xs.values())), axis=0, dtype=np.uint64)
+    given: dict[Party, U64 | None] = {params.aggregator: z}
+    return given | dict.fromkeys(xs, z if params.to_all else None)
 
 
 def roles(params: Params) -> dict[Party, object]:

@@ -1,0 +1,144 @@
+"""Bin expression values by edges that all sites share (`bin-values`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from cloister import cells
+from cloister.errors import DataError, ParameterError
+from cloister.protocols import averaged_quantiles, common_genes, pooled_quantiles
+from cloister.seat import Outcome, Seat
+from cloister.workflows import Workflow
+
+if TYPE_CHECKING:
+    from anndata import AnnData
+
+MAX_BINS = 1024
+
+
+@dataclass(frozen=True)
+class Options:
+    n_bins: int = field(default=51, metadata={"help": "bins, the zero bin included (51 as in scGPT)"})
+    layer: str | None = field(default=None, metadata={"help": "layer to bin; X by default"})
+    key_added: str = field(default="binned", metadata={"help": "name of the layer that is written"})
+    min_values: int = field(default=200, metadata={"help": "least number of non-zero values a site must hold"})
+
+    def __post_init__(self) -> None:
+        if not 3 <= self.n_bins <= MAX_BINS:
+            raise ParameterError(f"option 'n_bins' must be between 3 and {MAX_BINS}, found {self.n_bins}")
+        if self.min_values < 1:
+            raise ParameterError(f"option 'min_values' must be at least 1, found {self.min_values}")
+
+
+def bin_values(
+    adata: AnnData,
+    study: Seat,
+    *,
+    n_bins: int = 51,
+    layer: str | None = None,
+    key_added: str = "binned",
+    min_values: int = 200,
+    copy: bool = False,
+) -> AnnData | None:
+    """Digitise expression values by bin edges that all sites of the study share.
+
+    Parameters
+    ----------
+    adata
+        Counts or log values, sparse or dense; zeros are kept as bin 0 and do not count.
+    n_bins
+        Bins, the zero bin included. The edges are `n_bins - 1` quantiles of the non-zero values.
+    layer
+        What to bin instead of `X`.
+
+    Returns
+    -------
+    `None`, or an annotated copy if `copy=True`. Sets the following fields:
+
+    `adata.layers[key_added]` : integer matrix
+        0 for zeros, 1 … n_bins - 1 for the others; as sparse as the input.
+    `adata.uns["cloister"]["bin_edges"]` : array
+        The shared edges.
+    `adata.uns["cloister"]["bin-values"]` : :class:`str`
+        The receipt, one JSON string.
+
+    Reveals
+    -------
+    hardened : the coordinator sees pooled counts of values on a grid, never a site's own; sites get the edges.
+    published : the coordinator sees every site's own quantiles and number of cells; sites get the edges.
+    both : the coordinator sees which genes each site measured.
+    """
+    adata = adata.copy() if copy else adata
+    options = Options(n_bins, layer, key_added, min_values)
+    check(adata, options)
+    sites, hub = study.study.sites, study.study.coordinator
+    kind = cells.expression_kind(adata, layer)
+    names = [str(g) for g in adata.var_names]
+    agreed = study.run(common_genes.site, common_genes.Params(sites, hub), kind, names)
+    values = np.concatenate([np.asarray(v, dtype=np.float64) for v in cells.nonzero_values(adata, layer)])
+    if study.study.mode == "published":
+        averaged = averaged_quantiles.Params(sites, hub, n_bins - 1)
+        edges = study.run(averaged_quantiles.site, averaged, values, int(adata.n_obs))
+    else:
+        pooled = pooled_quantiles.Params(sites, hub, n_bins - 1, agreed.kind == "counts")
+        edges = study.run(pooled_quantiles.site, pooled, values)
+    adata.layers[key_added] = cells.map_values(adata, lambda v: digitise(v, edges), layer, np.int32)
+    store = adata.uns.setdefault("cloister", {})
+    store["bin_edges"] = edges
+    store["genes_in_common"] = len(agreed.names)
+    return adata if copy else None
+
+
+def digitise(values: Any, edges: Any) -> Any:
+    """Bins of non-zero values: 1 … len(edges); what lies below the first edge counts as in the first bin."""
+    return np.clip(np.digitize(values, edges), 1, len(edges))
+
+
+def share_edges(study: Seat, options: Options) -> Any:
+    """The coordinator's half: add up what the sites send, and hand the edges out."""
+    sites, hub, n = study.study.sites, study.study.coordinator, options.n_bins - 1
+    agreed = study.run(common_genes.coordinator, common_genes.Params(sites, hub))
+    if study.study.mode == "published":
+        return study.run(averaged_quantiles.coordinator, averaged_quantiles.Params(sites, hub, n))
+    pooled = pooled_quantiles.Params(sites, hub, n, agreed.kind == "counts")
+    return study.run(pooled_quantiles.coordinator, pooled)
+
+
+def check(adata: AnnData, options: Options) -> list[str]:
+    """Raise `DataError` if these cells cannot be binned; return what the user should know."""
+    cells.check_cells(adata, layer=options.layer)
+    kind = cells.expression_kind(adata, options.layer)
+    if kind == "scaled":
+        raise DataError("expression has negative values, so it was scaled; bin counts or log values: pass layer=")
+    stored = sum(len(v) for v in cells.nonzero_values(adata, options.layer))
+    if stored < options.min_values:
+        raise DataError(
+            f"{stored} non-zero values, fewer than {options.min_values}: quantiles of so few give them away;"
+            " leave this site out, or lower min_values= if all agree"
+        )
+    return []
+
+
+def part(study: Seat, adata: AnnData | None, options: Options) -> Outcome:
+    if study.role == "site":
+        if adata is None:
+            raise DataError("a site needs cells; name them with --data")
+        bin_values(adata, study, **vars(options))
+        edges = adata.uns["cloister"]["bin_edges"]
+        return Outcome(adata, {"bin_edges": [float(e) for e in edges]})
+    if study.role == "coordinator":
+        return Outcome(None, {"bin_edges": [float(e) for e in share_edges(study, options)]})
+    return Outcome()
+
+
+WORKFLOW = Workflow(
+    name="bin-values",
+    summary="Digitise expression values by bin edges that all sites share.",
+    options=Options,
+    protocols={"hardened": "pooled_quantiles", "published": "averaged_quantiles"},
+    part=part,
+    check=check,
+)
