@@ -1,0 +1,466 @@
+"""The command line: verbs, named options, files in and files out. Each verb is a thin coat on a public function.
+
+Exit codes: 0 done, 1 data or parameters, 2 usage, 3 a peer or the network, 4 a check failed and the run aborted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from cloister._version import __version__
+from cloister.errors import CloisterError, UsageError
+
+if TYPE_CHECKING:
+    from cloister.rehearsal import Run
+
+app = typer.Typer(
+    name="cloister",
+    help="Analyse single-cell data together while every cell stays at home.",
+    epilog="Start with:  cloister demo   or   cloister explain bin-values",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+out = Console(highlight=False, soft_wrap=True)
+err = Console(stderr=True, highlight=False, soft_wrap=True)
+
+OPEN = {"allow_extra_args": True, "ignore_unknown_options": True}  # a workflow's own options follow the verb's
+WorkflowName = Annotated[str, typer.Argument(help="bin-values, find-outliers, ...: see `cloister explain`.")]
+DataFiles = Annotated[list[str] | None, typer.Option("--data", help="site=file, once per site.")]
+ModeName = Annotated[str | None, typer.Option(help="hardened (default), published, or plain where there is one.")]
+OutFolder = Annotated[Path | None, typer.Option("--out", help="Folder for results, receipts and the report.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bars.")]
+
+
+def main() -> None:
+    """Run the command line; every error is one sentence and an exit code."""
+    try:
+        app(standalone_mode=False)
+    except CloisterError as e:
+        err.print(f"{type(e).__name__}: {e}", style="red", markup=False)
+        sys.exit(e.exit_code)
+    except KeyboardInterrupt:
+        err.print("stopped")
+        sys.exit(130)
+    except Exception as e:
+        code = getattr(e, "exit_code", None)
+        if code is None:
+            err.print(f"this is a bug in Cloister: {type(e).__name__}; set CLOISTER_DEBUG=1 to see where")
+            if "CLOISTER_DEBUG" in os.environ:
+                raise
+            sys.exit(1)
+        text = e.format_message() if hasattr(e, "format_message") else str(e)
+        if text:
+            err.print(f"UsageError: {text}", style="red", markup=False)
+        sys.exit(code)
+
+
+def _version(value: bool) -> None:  # noqa: FBT001
+    if value:
+        out.print(f"cloister {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _top(
+    version: Annotated[  # noqa: FBT002
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Analyse single-cell data together while every cell stays at home."""
+
+
+# ---- before anything runs --------------------------------------------------------------------------------------------
+
+
+@app.command(epilog="Example:  cloister explain bin-values --mode published")
+def explain(workflow: Annotated[str | None, typer.Argument()] = None, mode: ModeName = None) -> None:
+    """Say what a workflow computes, what each party learns, and what it costs. Nothing is sent."""
+    import dataclasses
+
+    from cloister import workflows
+
+    if workflow is None:
+        table = Table("workflow", "what it does", "modes", box=None)
+        for name in workflows.names():
+            found = workflows.get(name)
+            table.add_row(name, found.summary, ", ".join(found.protocols))
+        out.print(table)
+        return
+    found = workflows.get(workflow)
+    for one in [mode] if mode else found.protocols:
+        module = found.protocol(one)
+        head = (module.__doc__ or "").strip().split("\n\n")[0]
+        out.print(f"[bold]{workflow}[/bold] · mode [bold]{one}[/bold]\n")
+        out.print(head, markup=False)
+        for title in ("Reveals", "Assumes", "Cost", "References"):
+            if text := workflows.section(module, title):
+                out.print(f"\n[bold]{title}[/bold]")
+                out.print(text, markup=False)
+        out.print()
+    table = Table("option", "default", "meaning", box=None)
+    for f in dataclasses.fields(found.options):
+        default = "required" if f.default is dataclasses.MISSING else str(f.default)
+        table.add_row("--" + f.name.replace("_", "-"), default, f.metadata.get("help", ""))
+    out.print(table)
+
+
+@app.command(context_settings=OPEN, epilog="Example:  cloister check cells.h5ad --for bin-values")
+def check(
+    context: typer.Context,
+    files: Annotated[list[Path], typer.Argument(help="Files of one or more sites.")],
+    workflow: Annotated[str | None, typer.Option("--for", help="Workflow to check for.")] = None,
+    as_json: AsJson = False,  # noqa: FBT002
+) -> None:
+    """Say whether a file is ready for a workflow, and whether several fit together. Nothing is sent."""
+    from cloister import cells, workflows
+    from cloister.cell_files import read_cells
+    from cloister.genes import genes_in_common
+
+    paths = [p for p in files if not str(p).startswith("--")]
+    found = workflows.get(workflow) if workflow else None
+    options = workflows.options_of(found, _own_options(context.args, found)) if found else None
+    told: dict[str, Any] = {}
+    loaded = {}
+    for path in paths:
+        adata = loaded[str(path)] = read_cells(path)
+        told[str(path)] = cells.describe(adata)
+        if found is None:
+            cells.check_cells(adata)
+        else:
+            told[str(path)]["warnings"] = [*told[str(path)].get("warnings", []), *found.check(adata, options)]
+    if len(loaded) > 1:
+        kinds = {path: cells.expression_kind(a) for path, a in loaded.items()}
+        if len(set(kinds.values())) > 1:
+            listed = ", ".join(f"{p}: {k}" for p, k in kinds.items())
+            raise UsageError(f"all sites must hold the same kind of values, found {listed}")
+        told["genes_in_common"] = len(genes_in_common({p: list(a.var_names) for p, a in loaded.items()}))
+    if as_json:
+        out.print_json(json.dumps(told, default=str))
+        return
+    for path in map(str, paths):
+        table = Table(title=path, box=None, show_header=False, title_justify="left", title_style="bold")
+        for key, value in told[path].items():
+            table.add_row(key, str(value))
+        out.print(table)
+    if "genes_in_common" in told:
+        out.print(f"{told['genes_in_common']} genes in common")
+    out.print("ready" + (f" for {workflow}" if workflow else ""), style="green")
+
+
+# ---- runs ------------------------------------------------------------------------------------------------------------
+
+
+@app.command(
+    context_settings=OPEN,
+    epilog="Example:  cloister rehearse bin-values --data a=a.h5ad --data b=b.h5ad --data c=c.h5ad --out results",
+)
+def rehearse(
+    context: typer.Context,
+    workflow: WorkflowName,
+    study: Annotated[Path | None, typer.Argument(help="study.toml with options and mode; optional.")] = None,
+    data: DataFiles = None,
+    mode: ModeName = None,
+    seed: Annotated[int | None, typer.Option(help="Of the statistical part.")] = None,
+    folder: OutFolder = None,
+    processes: Annotated[bool, typer.Option(help="One process per party.")] = False,  # noqa: FBT002
+    timeout: Annotated[float | None, typer.Option(help="Seconds of silence before a party is given up.")] = None,
+    as_json: AsJson = False,  # noqa: FBT002
+    quiet: Quiet = False,  # noqa: FBT002
+) -> None:
+    """Play all parties of a study on this machine, each with its own file only."""
+    from cloister import workflows
+    from cloister.cell_files import read_cells
+    from cloister.rehearsal import rehearse as play
+    from cloister.study import Study
+
+    found = workflows.get(workflow)
+    plan: dict[str, Any] = {"mode": "hardened", "seed": 0, "timeout": 60.0}
+    given: dict[str, Any] = {}
+    extra = list(context.args)
+    if study is not None and str(study).startswith("--"):
+        extra.insert(0, str(study))
+        study = None
+    if study is not None:
+        agreed = Study.load(study)
+        if agreed.workflow != workflow:
+            raise UsageError(f"{study} is a study of '{agreed.workflow}', not of '{workflow}'")
+        plan |= {"mode": agreed.mode, "seed": agreed.seed, "timeout": agreed.timeout}
+        given |= dict(agreed.parameters)
+    given |= _own_options(extra, found)
+    plan |= {k: v for k, v in {"mode": mode, "seed": seed, "timeout": timeout}.items() if v is not None}
+    files = _sites(data)
+    options = workflows.options_of(found, given)
+    del options
+    from cloister.rehearsal import plan as make_plan
+
+    made = make_plan(workflow, files, options=given, **plan)
+    for note in workflows.warnings_of(made):
+        err.print(f"note: {note}", style="yellow", markup=False)
+    cells = {site: read_cells(path) for site, path in files.items()}
+    with _progress(quiet=quiet or as_json) as tell:
+        run = play(workflow, cells, processes=processes, on_event=tell, check=False, **plan, **given)
+    _finish(run, folder, as_json=as_json)
+
+
+def _sites(data: list[str] | None) -> dict[str, Path]:
+    files: dict[str, Path] = {}
+    for item in data or []:
+        site, eq, path = item.partition("=")
+        if not eq or not site or not path:
+            raise UsageError(f"--data needs site=file, found '{item}'")
+        if site in files:
+            raise UsageError(f"two sites are called '{site}'; every site needs a name of its own")
+        files[site] = Path(path)
+    if not files:
+        raise UsageError("no data: name each site's file with --data site=file")
+    return files
+
+
+def _own_options(args: list[str], workflow: Any) -> dict[str, Any]:
+    """Read `--n-bins 51` and the like into the workflow's options."""
+    import dataclasses
+    import typing
+
+    hints = typing.get_type_hints(workflow.options)
+    known = {f.name for f in dataclasses.fields(workflow.options)}
+    given: dict[str, Any] = {}
+    left = list(args)
+    while left:
+        word = left.pop(0)
+        if not word.startswith("--"):
+            raise UsageError(f"'{word}' is not an option; options look like --{next(iter(sorted(known)), 'name')}")
+        name, eq, value = word[2:].partition("=")
+        key = name.replace("-", "_")
+        hint = str(hints.get(key, ""))
+        if key.startswith("no_") and key[3:] in known:
+            given[key[3:]] = False
+        elif hint in ("<class 'bool'>", "bool") and not eq and (not left or left[0].startswith("--")):
+            given[key] = True
+        else:
+            if not eq:
+                if not left:
+                    raise UsageError(f"--{name} needs a value")
+                value = left.pop(0)
+            given[key] = _literal(value, hints.get(key))
+    return given
+
+
+def _literal(text: str, hint: Any) -> Any:
+    """The value a word on the command line stands for, by the type its option has."""
+    import types
+    import typing
+
+    kinds = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    if type(None) in kinds and text.lower() in ("none", ""):
+        return None
+    for kind in kinds:
+        if typing.get_origin(kind) is tuple:
+            inner = typing.get_args(kind)[0]
+            return [_literal(part, inner) for part in text.split(",") if part]
+    for kind in (int, float):
+        if kind in kinds:
+            with contextlib.suppress(ValueError):
+                return kind(text)
+    if bool in kinds and text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    return text
+
+
+@contextlib.contextmanager
+def _progress(*, quiet: bool) -> Iterator[Any]:
+    """One line per party: where it is in the protocol, and how much it has sent."""
+    if quiet or not err.is_terminal:
+        yield None
+        return
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.fields[party]:<14}"),
+        TextColumn("{task.description:<44}"),
+        TextColumn("{task.fields[size]:>10}"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=err, transient=True) as bar:
+        lines: dict[str, Any] = {}
+
+        def tell(event: Any) -> None:
+            if event.party not in lines:
+                lines[event.party] = bar.add_task("", total=None, party=event.party, size="")
+            what = f"{event.protocol} {event.line} {event.name.rpartition('.')[2]}"
+            bar.update(lines[event.party], description=what[:44], size=_size(event.total))
+
+        yield tell
+
+
+def _size(n: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if n < 1000 or unit == "GB":
+            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
+        n /= 1000
+    return ""
+
+
+def _finish(run: Run, folder: Path | None, *, as_json: bool) -> None:
+    """Write what a run gave, say what it cost, and raise what went wrong."""
+    from cloister.report import save_run, write_report
+    from cloister.seat import root_cause
+    from cloister.study import Party
+
+    written: list[str] = []
+    if folder is not None:
+        written = [str(p) for p in save_run(run, folder)]
+        written.append(str(write_report(folder / "report.html", [run])))
+    if as_json:
+        told = {
+            "workflow": run.study.workflow,
+            "mode": run.study.mode,
+            "cost": run.cost,
+            "results": run.results,
+            "errors": {p: str(e) for p, e in run.errors.items()},
+            "files": written,
+        }
+        out.print_json(json.dumps(told, default=str))
+    if run.errors:
+        raise root_cause({Party(p): e for p, e in run.errors.items()})
+    if as_json:
+        return
+    table = Table("party", "role", "messages", "sent", "rounds", "seconds", box=None)
+    for party, cost in run.cost.items():
+        role = run.study.parties[Party(party)]
+        sent = _size(cost["bytes"])
+        table.add_row(party, role, f"{cost['messages']:.0f}", sent, f"{cost['rounds']:.0f}", f"{cost['seconds']:.2f}")
+    out.print(table)
+    if folder is not None:
+        out.print(f"results, receipts and report.html are in {folder}", markup=False)
+
+
+# ---- after a run -----------------------------------------------------------------------------------------------------
+
+
+@app.command(epilog="Example:  cloister receipt results/basel.receipt.json --verify")
+def receipt(
+    path: Annotated[Path, typer.Argument(help="A receipt.json, or an .h5ad that carries one.")],
+    verify: Annotated[bool, typer.Option("--verify", help="Check the chain and the signature.")] = False,  # noqa: FBT002
+    as_json: AsJson = False,  # noqa: FBT002
+) -> None:
+    """Say what was computed, with whom, what left this party and who learned what."""
+    from cloister.receipts import Receipt
+
+    if path.suffix == ".h5ad":
+        if verify:
+            raise UsageError("the .h5ad carries a summary; --verify needs the receipt.json beside it")
+        from cloister.cell_files import read_cells
+
+        notes = dict(read_cells(path).uns.get("cloister", {}))
+        briefs = [json.loads(v) for v in notes.values() if isinstance(v, str) and v.startswith("{")]
+        if not briefs:
+            raise UsageError(f"{path} carries no receipt; was it written by a Cloister run?")
+    else:
+        found = Receipt.load(path)
+        briefs = [json.loads(found.brief())]
+        if verify:
+            from cloister.crypto.agreement import check_signature
+            from cloister.seat import SIGNED
+
+            found.check(lambda public, head, signature: check_signature(public, SIGNED, head, signature))
+    if as_json:
+        out.print_json(json.dumps(briefs))
+        return
+    for brief in briefs:
+        _show_receipt(brief)
+    if verify:
+        out.print("the chain is whole, and signed by the key shown above", style="green")
+
+
+def _show_receipt(brief: dict[str, Any]) -> None:
+    out.print(f"[bold]{brief['workflow']}[/bold] ({brief['mode']}) in study [bold]{brief['study']}[/bold]")
+    out.print(
+        f"party {brief['party']} · {brief['started']} · Cloister {brief['version']} · {brief['status']}", markup=False
+    )
+    out.print("with " + ", ".join(f"{p} ({r})" for p, r in brief["parties"].items()), markup=False)
+    table = Table("what left", "line", "to", "times", "bytes", box=None)
+    for row in brief["summary"]:
+        if row["kind"] == "sent":
+            table.add_row(row["name"], row["line"], row["to"], str(row["count"]), _size(row["bytes"]))
+    out.print(table)
+    opened = [row for row in brief["summary"] if row["kind"] == "opened"]
+    for row in opened:
+        out.print(
+            f"opened to {row['to']} ({row['protocol']} {row['line']}): {row['name']} × {row['count']}", markup=False
+        )
+    if brief.get("reveals"):
+        out.print("\n[bold]Reveals[/bold]")
+        out.print(brief["reveals"], markup=False)
+    out.print(
+        f"\n{brief['entries']} entries, head {brief['head'][:16]}…, key {brief.get('public', '')[:16]}…", markup=False
+    )
+
+
+@app.command(epilog="Example:  cloister report results")
+def report(
+    folder: Annotated[Path, typer.Argument(help="A results folder.")],
+    path: Annotated[
+        Path | None, typer.Option("--out", help="Where to write; report.html in the folder by default.")
+    ] = None,
+) -> None:
+    """Make the page of a results folder again."""
+    from cloister.report import load_runs, write_report
+
+    made = write_report(path or folder / "report.html", load_runs(folder))
+    out.print(str(made), markup=False)
+
+
+@app.command(epilog="Example:  cloister demo --out demo")
+def demo(
+    folder: Annotated[Path, typer.Option("--out", help="Folder for the report.")] = Path("demo"),
+    quiet: Quiet = False,  # noqa: FBT002
+) -> None:
+    """Run every workflow on small real data, in minutes, and write report.html."""
+    from cloister.demo import run_demo
+
+    with _progress(quiet=quiet) as tell:
+        table, path = run_demo(folder, on_event=tell, say=lambda text: err.print(text, markup=False))
+    shown = Table(*table[0], box=None)
+    for row in table[1:]:
+        shown.add_row(*map(str, row))
+    out.print(shown)
+    out.print(f"open {path}", markup=False)
+
+
+# ---- between machines ------------------------------------------------------------------------------------------------
+
+
+@app.command(epilog="Example:  cloister provision study.toml --out kits")
+def provision(
+    study: Annotated[Path, typer.Argument(help="The study, with [network] host and port.")],
+    folder: Annotated[Path, typer.Option("--out", help="Folder for the kits; one per party.")] = Path("kits"),
+) -> None:
+    """Make a start-up kit with certificates for every party of a study."""
+    from cloister import workflows
+    from cloister.runtime.provision import provision as make
+    from cloister.study import Study
+
+    agreed = Study.load(study)
+    workflows.check_plan(agreed)
+    for note in workflows.warnings_of(agreed):
+        err.print(f"note: {note}", style="yellow", markup=False)
+    for party, kit in make(agreed, folder).items():
+        out.print(f"{party}: {kit}", markup=False)
+
+
+if __name__ == "__main__":
+    main()
