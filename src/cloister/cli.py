@@ -183,6 +183,7 @@ def rehearse(
     """Play all parties of a study on this machine, each with its own file only."""
     from cloister import workflows
     from cloister.cell_files import read_cells
+    from cloister.rehearsal import plan as make_plan
     from cloister.rehearsal import rehearse as play
     from cloister.study import Study
 
@@ -202,10 +203,6 @@ def rehearse(
     given |= _own_options(extra, found)
     plan |= {k: v for k, v in {"mode": mode, "seed": seed, "timeout": timeout}.items() if v is not None}
     files = _sites(data)
-    options = workflows.options_of(found, given)
-    del options
-    from cloister.rehearsal import plan as make_plan
-
     made = make_plan(workflow, files, options=given, **plan)
     for note in workflows.warnings_of(made):
         err.print(f"note: {note}", style="yellow", markup=False)
@@ -316,12 +313,13 @@ def _size(n: float) -> str:
 
 def _finish(run: Run, folder: Path | None, *, as_json: bool) -> None:
     """Write what a run gave, say what it cost, and raise what went wrong."""
-    from cloister.report import save_run, write_report
     from cloister.seat import root_cause
     from cloister.study import Party
 
     written: list[str] = []
     if folder is not None:
+        from cloister.report import save_run, write_report
+
         written = [str(p) for p in save_run(run, folder)]
         written.append(str(write_report(folder / "report.html", [run])))
     if as_json:
