@@ -38,7 +38,7 @@ from typing import Any, Protocol, TypeVar
 
 from cloister import wire
 from cloister._version import __version__
-from cloister.errors import ParameterError, PeerLost, ProtocolAbort, WireError
+from cloister.errors import ParameterError, PeerLost, ProtocolAbort, WireError, in_words
 from cloister.receipts import Entry, Receipt
 from cloister.study import Party, Study
 from cloister.wire import Frame, Shape, message
@@ -122,7 +122,7 @@ class Mailbox:
             if type(frame.body) is not list or [type(x) for x in frame.body] != [str] * 3:
                 raise WireError("an abort that is no (protocol, line, code)")
             protocol, line, code = frame.body
-            self.failed[sender] = Failure(protocol, line, code, f"'{sender}' stopped ({code})")
+            self.failed[sender] = Failure(protocol, line, code, f"'{sender}' stopped ({in_words(code)})")
         else:
             key = (sender, frame.scope)
             if frame.seq != self._next[key]:

@@ -77,3 +77,26 @@ class ProtocolAbort(CloisterError):
 
 class PeerLost(ProtocolAbort):
     exit_code = 3
+
+
+CODES = {
+    "dropped": "the coordinator went on without this party, which was silent for too long",
+    "finished": "it had finished",
+    "lost": "it lost a peer",
+    "malformed": "it was sent something that is no message",
+    "mismatch": "the parties came with different studies, versions or options",
+    "mixed-values": "the sites hold different kinds of values, counts and logarithms for example",
+    "no-common-genes": "the sites have no gene in common",
+    "refused": "its own policy does not allow this run",
+    "replay": "a message came twice, or out of order",
+    "timeout": "a peer did not answer in time",
+    "too-few": "too few parties were left",
+    "DataError": "its own data were not fit for this workflow",
+    "ParameterError": "its own options were not fit for this workflow",
+    "KeyboardInterrupt": "somebody stopped it",
+}
+
+
+def in_words(code: str) -> str:
+    """What a peer's abort code means, as far as a code can tell."""
+    return f"{code}: {CODES[code]}" if code in CODES else code
