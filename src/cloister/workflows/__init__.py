@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from cloister.seat import Outcome, Seat
 
-NAMES = ("bin-values",)
+NAMES = ("bin-values", "shared-pca")
 
 
 @dataclass(frozen=True)
