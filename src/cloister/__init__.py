@@ -24,6 +24,7 @@ _PUBLIC = {
     "Receipt": "receipts",
     "read_cells": "cell_files",
     "write_cells": "cell_files",
+    "demo_sites": "cells",
     "bin_values": "workflows.bin_values",
 }
 

@@ -153,11 +153,24 @@ def check(
     for path in map(str, paths):
         table = Table(title=path, box=None, show_header=False, title_justify="left", title_style="bold")
         for key, value in told[path].items():
-            table.add_row(key, str(value))
+            table.add_row(key.replace("_", " "), _in_words(value))
         out.print(table)
     if "genes_in_common" in told:
         out.print(f"{told['genes_in_common']} genes in common")
     out.print("ready" + (f" for {workflow}" if workflow else ""), style="green")
+
+
+def _in_words(value: Any) -> str:
+    """A value of `describe` for people."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.1%}"
+    if isinstance(value, dict):
+        return ", ".join(k if v is None else f"{k} ({v})" for k, v in value.items()) or "none"
+    if isinstance(value, list | tuple):
+        return ", ".join(map(str, value)) or "none"
+    return str(value)
 
 
 # ---- runs ------------------------------------------------------------------------------------------------------------
@@ -337,8 +350,8 @@ def _finish(run: Run, folder: Path | None, *, as_json: bool) -> None:
     if as_json:
         return
     table = Table("party", "role", "messages", "sent", "rounds", "seconds", box=None)
-    for party, cost in run.cost.items():
-        role = run.study.parties[Party(party)]
+    for party, role in run.study.parties.items():
+        cost = run.cost[party]
         sent = _size(cost["bytes"])
         table.add_row(party, role, f"{cost['messages']:.0f}", sent, f"{cost['rounds']:.0f}", f"{cost['seconds']:.2f}")
     out.print(table)
@@ -425,10 +438,16 @@ def report(
 @app.command(epilog="Example:  cloister demo --out demo")
 def demo(
     folder: Annotated[Path, typer.Option("--out", help="Folder for the report.")] = Path("demo"),
+    only_cells: Annotated[bool, typer.Option("--cells", help="Only write the three sites' files.")] = False,  # noqa: FBT002
     quiet: Quiet = False,  # noqa: FBT002
 ) -> None:
     """Run every workflow on small real data, in minutes, and write report.html."""
-    from cloister.demo import run_demo
+    from cloister.demo import run_demo, write_sites
+
+    if only_cells:
+        for file in write_sites(folder):
+            out.print(str(file), markup=False)
+        return
 
     with _progress(quiet=quiet) as tell:
         table, path = run_demo(folder, on_event=tell, say=lambda text: err.print(text, markup=False))

@@ -51,6 +51,17 @@ def run_demo(
     return rows, write_report(folder / "report.html", runs, title="Cloister demo", table=rows)
 
 
+def write_sites(folder: Path) -> list[Path]:
+    """Write the demo's three sites as .h5ad files, to try the command line on."""
+    from cloister.cell_files import write_cells
+
+    folder.mkdir(parents=True, exist_ok=True)
+    files = {folder / f"{site}.h5ad": adata for site, adata in cells.demo_sites().items()}
+    for path, adata in files.items():
+        write_cells(adata, path)
+    return list(files)
+
+
 def cost_of(run: Run) -> tuple[str, str]:
     """Megabytes that a site sent, on average, and the seconds of the whole run."""
     sites = [run.cost[p] for p in run.study.sites if p in run.cost]
