@@ -1,0 +1,353 @@
+"""The inner loops of lattice arithmetic, compiled by numba: modular products, NTT, and double-double FFT.
+
+Nothing here knows what it computes for; `lattice` and `slots` are the readable side. The loops release Python's lock,
+so parties in threads overlap. A modulus q has at most 61 bits and comes with ⌊2^128 / q⌋ as two words (Barrett).
+
+A double-double is an unevaluated sum of two doubles, about 104 significant bits [Dek71].
+
+References
+----------
+[Dek71] Dekker, Numerische Mathematik 18, 1971.
+"""
+# mypy: ignore-errors
+# ruff: noqa: ANN001, ANN201, D403
+
+from __future__ import annotations
+
+import numpy as np
+
+from cloister.errors import MissingExtra
+
+try:
+    from numba import njit
+except ImportError:  # pragma: no cover
+    raise MissingExtra("numba", "he") from None
+
+jit = njit(cache=True, nogil=True)
+inline = njit(inline="always")
+M32, S32 = np.uint64(0xFFFFFFFF), np.uint64(32)
+ZERO = np.uint64(0)
+LIMB = 42
+SPLIT = 134217729.0  # 2^27 + 1
+
+
+@inline
+def high_word(a, b):
+    a0, a1, b0, b1 = a & M32, a >> S32, b & M32, b >> S32
+    p = a0 * b0
+    x = a1 * b0 + (p >> S32)
+    y = a0 * b1 + (x & M32)
+    return a1 * b1 + (x >> S32) + (y >> S32)
+
+
+@inline
+def times(a, b, q, r0, r1):
+    lo, hi = a * b, high_word(a, b)
+    carry = high_word(lo, r0)
+    mid = lo * r1
+    top = high_word(lo, r1)
+    s = mid + carry
+    if s < mid:
+        top += np.uint64(1)
+    t = hi * r0
+    top2 = high_word(hi, r0)
+    s2 = s + t
+    if s2 < s:
+        top2 += np.uint64(1)
+    r = lo - (hi * r1 + top + top2) * q
+    return r - q if r >= q else r
+
+
+@jit
+def forward(a, w, ws, q):
+    k, n = a.shape
+    for j in range(k):
+        p, row, t, m = q[j], a[j], n, 1
+        while m < n:
+            t >>= 1
+            for i in range(m):
+                x, xs, start = w[j, m + i], ws[j, m + i], 2 * i * t
+                for at in range(start, start + t):
+                    y = row[at + t]
+                    v = x * y - high_word(xs, y) * p
+                    if v >= p:
+                        v -= p
+                    u = row[at]
+                    s = u + v
+                    row[at] = s - p if s >= p else s
+                    row[at + t] = u - v if u >= v else u + p - v
+            m <<= 1
+
+
+@jit
+def backward(a, w, ws, q, n_inv, r0, r1):
+    k, n = a.shape
+    for j in range(k):
+        p, row, t, m = q[j], a[j], 1, n
+        while m > 1:
+            half, start = m >> 1, 0
+            for i in range(half):
+                x, xs = w[j, half + i], ws[j, half + i]
+                for at in range(start, start + t):
+                    u, v = row[at], row[at + t]
+                    s = u + v
+                    row[at] = s - p if s >= p else s
+                    d = u - v if u >= v else u + p - v
+                    z = x * d - high_word(xs, d) * p
+                    row[at + t] = z - p if z >= p else z
+                start += 2 * t
+            t <<= 1
+            m = half
+        for at in range(n):
+            row[at] = times(row[at], n_inv[j], p, r0[j], r1[j])
+
+
+@jit
+def add_product(acc, a, b, sign, q, r0, r1):
+    k, n = acc.shape
+    for j in range(k):
+        p = q[j]
+        for i in range(n):
+            v = times(a[j, i], b[j, i], p, r0[j], r1[j])
+            if sign < 0 and v > ZERO:
+                v = p - v
+            s = acc[j, i] + v
+            acc[j, i] = s - p if s >= p else s
+
+
+@jit
+def add_multiple(acc, a, factor, q, r0, r1):
+    for i in range(len(acc)):
+        s = acc[i] + times(a[i], factor, q, r0, r1)
+        acc[i] = s - q if s >= q else s
+
+
+@jit
+def add(acc, a, q):
+    k, n = acc.shape
+    for j in range(k):
+        p = q[j]
+        for i in range(n):
+            s = acc[j, i] + a[j, i]
+            acc[j, i] = s - p if s >= p else s
+
+
+@jit
+def subtract(acc, a, q):
+    k, n = acc.shape
+    for j in range(k):
+        p = q[j]
+        for i in range(n):
+            x, y = acc[j, i], a[j, i]
+            acc[j, i] = x - y if x >= y else x + p - y
+
+
+@inline
+def signed_residue(v, p):
+    if v >= 0:
+        return np.uint64(v) % p
+    r = np.uint64(-v) % p
+    return p - r if r > ZERO else r
+
+
+@jit
+def of_small(v, q, out):
+    k, n = out.shape
+    for j in range(k):
+        p = q[j]
+        for i in range(n):
+            out[j, i] = signed_residue(v[i], p)
+
+
+@jit
+def of_limbs(limbs, powers, q, r0, r1, out):
+    k, n = out.shape
+    for j in range(k):
+        p = q[j]
+        for i in range(n):
+            acc = ZERO
+            for m in range(limbs.shape[0]):
+                acc += times(signed_residue(limbs[m, i], p), powers[m, j], p, r0[j], r1[j])
+                if acc >= p:
+                    acc -= p
+            out[j, i] = acc
+
+
+@jit
+def largest(a, q):
+    """How many rows have an entry that is no residue."""
+    k, n = a.shape
+    bad = 0
+    for j in range(k):
+        for i in range(n):
+            if a[j, i] >= q[j]:
+                bad += 1
+                break
+    return bad
+
+
+@jit
+def mixed_radix(x, q, r0, r1, inverse):
+    """Garner: residues to digits d_j < q_j with value Σ d_j q_0 ⋯ q_{j-1}, in place."""
+    k, n = x.shape
+    for j in range(1, k):
+        p = q[j]
+        for i in range(n):
+            v = x[j, i]
+            for m in range(j):
+                d = x[m, i] % p
+                v = v - d if v >= d else v + p - d
+                v = times(v, inverse[m, j], p, r0[j], r1[j])
+            x[j, i] = v
+
+
+# ---- double-double ---------------------------------------------------------------------------------------------------
+
+
+@inline
+def two_sum(a, b):
+    s = a + b
+    t = s - a
+    return s, (a - (s - t)) + (b - t)
+
+
+@inline
+def fast_sum(a, b):
+    s = a + b
+    return s, b - (s - a)
+
+
+@inline
+def two_product(a, b):
+    p = a * b
+    t = SPLIT * a
+    ah = t - (t - a)
+    al = a - ah
+    t = SPLIT * b
+    bh = t - (t - b)
+    bl = b - bh
+    return p, ((ah * bh - p) + ah * bl + al * bh) + al * bl
+
+
+@inline
+def dd_add(ah, al, bh, bl):
+    s, e = two_sum(ah, bh)
+    t, f = two_sum(al, bl)
+    s, e = fast_sum(s, e + t)
+    return fast_sum(s, e + f)
+
+
+@inline
+def dd_mul(ah, al, bh, bl):
+    p, e = two_product(ah, bh)
+    return fast_sum(p, e + (ah * bl + al * bh))
+
+
+@jit
+def lift(digits, q, radix_high, radix_low, out):
+    """Centred value of mixed-radix digits; a negative one is complemented first, so that nothing large cancels."""
+    k, n = digits.shape
+    for i in range(n):
+        negative = digits[k - 1, i] > q[k - 1] >> np.uint64(1)
+        carry = np.uint64(1)
+        h, low = 0.0, 0.0
+        for j in range(k):
+            d = digits[j, i]
+            if negative:
+                d = q[j] - np.uint64(1) - d + carry
+                if d == q[j]:
+                    d = ZERO
+                else:
+                    carry = ZERO
+            dh = np.float64(d >> np.uint64(30)) * 1073741824.0
+            dl = np.float64(d & np.uint64(1073741823))
+            ph, pl = dd_mul(radix_high[j], radix_low[j], dh, 0.0)
+            h, low = dd_add(h, low, ph, pl)
+            ph, pl = dd_mul(radix_high[j], radix_low[j], dl, 0.0)
+            h, low = dd_add(h, low, ph, pl)
+        out[0, i] = -h if negative else h
+        out[1, i] = -low if negative else low
+
+
+@jit
+def limbs_to_dd(limbs, out):
+    n = limbs.shape[1]
+    for i in range(n):
+        h, low = 0.0, 0.0
+        scale = 1.0
+        for m in range(limbs.shape[0]):
+            h, low = dd_add(np.float64(limbs[m, i]) * scale, 0.0, h, low)
+            scale *= 4398046511104.0
+        out[0, i], out[1, i] = h, low
+
+
+@jit
+def dd_to_limbs(x, out):
+    """Nearest integer of a double-double below 2^127, as three signed limbs of 42 bits."""
+    n = x.shape[1]
+    for i in range(n):
+        h, low = fast_sum(x[0, i], x[1, i])
+        scale = 4398046511104.0 * 4398046511104.0
+        for m in (2, 1):
+            t = np.rint(h / scale)
+            h, low = two_sum(h - t * scale, low)
+            out[m, i] = np.int64(t)
+            scale /= 4398046511104.0
+        out[0, i] = np.int64(np.rint(h)) + np.int64(np.rint(low))
+
+
+@jit
+def dd_fft(z, w, inverse):
+    """In place, decimation in time on bit-reversed input. z, w: rows re_high, re_low, im_high, im_low."""
+    n = z.shape[1]
+    sign = -1.0 if inverse else 1.0
+    half = 1
+    while half < n:
+        stride = n // (2 * half)
+        for start in range(0, n, 2 * half):
+            for j in range(half):
+                wr, wrl = w[0, j * stride], w[1, j * stride]
+                wi, wil = sign * w[2, j * stride], sign * w[3, j * stride]
+                a, b = start + j, start + j + half
+                xr, xrl, xi, xil = z[0, b], z[1, b], z[2, b], z[3, b]
+                p, pl = dd_mul(xr, xrl, wr, wrl)
+                q, ql = dd_mul(xi, xil, wi, wil)
+                tr, trl = dd_add(p, pl, -q, -ql)
+                p, pl = dd_mul(xr, xrl, wi, wil)
+                q, ql = dd_mul(xi, xil, wr, wrl)
+                ti, til = dd_add(p, pl, q, ql)
+                ur, url, ui, uil = z[0, a], z[1, a], z[2, a], z[3, a]
+                z[0, a], z[1, a] = dd_add(ur, url, tr, trl)
+                z[2, a], z[3, a] = dd_add(ui, uil, ti, til)
+                z[0, b], z[1, b] = dd_add(ur, url, -tr, -trl)
+                z[2, b], z[3, b] = dd_add(ui, uil, -ti, -til)
+        half *= 2
+
+
+@jit
+def dd_times(z, w, conjugate):
+    """z · w or z · conj(w), slot by slot, in place."""
+    sign = -1.0 if conjugate else 1.0
+    for i in range(z.shape[1]):
+        xr, xrl, xi, xil = z[0, i], z[1, i], z[2, i], z[3, i]
+        wr, wrl, wi, wil = w[0, i], w[1, i], sign * w[2, i], sign * w[3, i]
+        p, pl = dd_mul(xr, xrl, wr, wrl)
+        q, ql = dd_mul(xi, xil, wi, wil)
+        z[0, i], z[1, i] = dd_add(p, pl, -q, -ql)
+        p, pl = dd_mul(xr, xrl, wi, wil)
+        q, ql = dd_mul(xi, xil, wr, wrl)
+        z[2, i], z[3, i] = dd_add(p, pl, q, ql)
+
+
+@jit
+def dd_rows(start, source, weight, z, out):
+    """out[:, r] = Σ weight · z[:, source] over the entries start[r] ... start[r + 1] of a sparse matrix."""
+    for r in range(len(start) - 1):
+        rh, rl, ih, il = 0.0, 0.0, 0.0, 0.0
+        for e in range(start[r], start[r + 1]):
+            c, x = source[e], weight[e]
+            p, pl = dd_mul(z[0, c], z[1, c], x, 0.0)
+            rh, rl = dd_add(rh, rl, p, pl)
+            p, pl = dd_mul(z[2, c], z[3, c], x, 0.0)
+            ih, il = dd_add(ih, il, p, pl)
+        out[0, r], out[1, r], out[2, r], out[3, r] = rh, rl, ih, il
