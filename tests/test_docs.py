@@ -1,0 +1,50 @@
+"""The README and the guides say nothing that does not run: commands in order, Python blocks, TOML blocks."""
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from cloister.study import parse_study
+from cloister.workflows import check_plan
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+RUN = [p for p in PAGES if p.name != "deploy.md"]  # its commands need several machines; tests/runtime plays them
+
+
+def blocks(page, kind):
+    return re.findall(rf"^```{kind}\n(.*?)^```", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", RUN, ids=lambda p: p.name)
+def test_commands_and_python_run_as_printed(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    for kind, text in re.findall(r"^```(console|python)\n(.*?)^```", page.read_text(), flags=re.DOTALL | re.MULTILINE):
+        if kind == "python":
+            exec(compile(text, f"{page.name} (python block)", "exec"), {"__name__": "__docs__"})
+            continue
+        for command in re.findall(r"^\$ (cloister .*)$", text, flags=re.MULTILINE):
+            done = subprocess.run(
+                command, shell=True, capture_output=True, text=True, env={**os.environ, "PATH": path}, timeout=300
+            )
+            assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_toml_blocks_are_valid(page):
+    for text in blocks(page, "toml"):
+        if "workflow" in tomllib.loads(text):
+            check_plan(parse_study(text, page.name))
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "SECURITY.md", ROOT / "CONTRIBUTING.md"], ids=lambda p: p.name)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
+        if "://" not in target:
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
