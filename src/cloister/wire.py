@@ -26,7 +26,7 @@ import hashlib
 import math
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Literal, Protocol, TypeVar, dataclass_transform
 
 import msgpack
@@ -48,6 +48,8 @@ FORMAT = 1
 MAX_FRAME = 1 << 31  # bytes of one frame
 MAX_ITEMS = 1 << 16  # entries of one list or map; the numbers of an array do not count
 MAX_TEXT = 1 << 16  # bytes of one string
+MAX_OBJECTS = 1 << 20  # values, lists and maps of one frame, all levels together
+MAX_DEPTH = 16  # lists and maps within each other
 MAX_DIMS = 4
 DTYPES = {"<u8": "uint64", "<u4": "uint32", "|u1": "uint8", "<i8": "int64", "<i4": "int32"} | {
     "<f8": "float64",
@@ -98,8 +100,13 @@ def _exact(kind: type) -> tuple[Write, Read]:
     def write(x: Any) -> Any:
         if kind is int and isinstance(x, np.integer):
             x = int(x)
-        if kind is float and isinstance(x, int | np.floating) and not isinstance(x, bool):
-            x = float(x)
+        if kind is float and isinstance(x, int | np.integer | np.floating) and not isinstance(x, bool):
+            try:
+                x = float(x)
+            except OverflowError:
+                raise WireError("a field of type float cannot carry a whole number that large") from None
+        if kind is bool and isinstance(x, np.bool_):
+            x = bool(x)
         if type(x) is not kind:
             raise WireError(f"a field of type {kind.__name__} cannot carry {type(x).__name__}")
         return x
@@ -136,7 +143,10 @@ def _array(dtype: np.dtype[Any]) -> tuple[Write, Read]:
             raise WireError(f"{at}: a length in the shape is no size")
         if math.prod(shape) * dtype.itemsize != len(raw):
             raise WireError(f"{at}: shape and bytes disagree")
-        return np.frombuffer(raw, dtype=code).reshape(shape)
+        try:
+            return np.frombuffer(raw, dtype=code).reshape(shape)
+        except ValueError:  # an empty array along one axis and beyond all bounds along another
+            raise WireError(f"{at}: a shape that no array has") from None
 
     return write, read
 
@@ -235,13 +245,28 @@ def from_fields(cls: type[T], body: Any, at: str = "") -> T:
 
 
 def check_shapes(msg: Any, shapes: Mapping[str, Shape]) -> None:
-    """Raise unless every array of `msg` has the shape that the receiver states."""
+    """Raise unless every array of `msg` has the shape that the receiver states.
+
+    A field that is an array must be stated; optional arrays and tuples or maps of arrays may be, for each of them.
+    """
     for name in sorted(array_fields(type(msg)) | shapes.keys()):
         if name not in shapes:
             raise TypeError(f"recv of {type(msg).__name__} must state the shape of '{name}'")
-        found, want = getattr(msg, name).shape, shapes[name]
-        if len(found) != len(want) or any(w is not None and w != f for f, w in zip(found, want, strict=True)):
-            raise WireError(f"{type(msg).__name__}.{name}: expected shape {want}, found {found}")
+        if not hasattr(msg, name):
+            raise TypeError(f"{type(msg).__name__} has no field '{name}' to have a shape")
+        want = shapes[name]
+        for found in _shapes(getattr(msg, name)):
+            if len(found) != len(want) or any(w is not None and w != f for f, w in zip(found, want, strict=True)):
+                raise WireError(f"{type(msg).__name__}.{name}: expected shape {want}, found {found}")
+
+
+def _shapes(x: Any) -> Iterator[tuple[int, ...]]:
+    """Of an array, or of all arrays in a tuple or map of them; none for a field that was left out."""
+    if isinstance(x, np.ndarray):
+        yield x.shape
+    elif x is not None:
+        for each in x.values() if isinstance(x, dict) else x:
+            yield from _shapes(each)
 
 
 # ---- frames --------------------------------------------------------------------------------------------------------
@@ -257,6 +282,7 @@ class Frame:
     seq: int  # counts the data frames of (sender, to, scope)
     name: str
     body: Any
+    weight: int = 0  # of what arrived, once it is unpacked: about its bytes in memory
 
 
 _HEADER: tuple[tuple[str, type], ...] = (
@@ -280,9 +306,70 @@ def pack(frame: Frame) -> bytes:
     return data
 
 
+# msgpack's first byte → bytes of the length that follows it, by what it starts; extension types are not in the list
+_BYTES_OF = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
+_ENTRIES_OF = {0xDC: 2, 0xDD: 4, 0xDE: 2, 0xDF: 4}
+_FIXED = {0xC0: 0, 0xC2: 0, 0xC3: 0, 0xCA: 4, 0xCB: 8, 0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8} | {
+    0xD0: 1,
+    0xD1: 2,
+    0xD2: 4,
+    0xD3: 8,
+}
+
+
+def check_structure(data: bytes) -> int:
+    """Walk over the bytes of a frame and build nothing; returns how many values, lists and maps are in it.
+
+    Raises unless lengths, depth and number stay within the limits, so that no few bytes claim much memory.
+    """
+    at, end, objects = 0, len(data), 1
+    left = [1]  # entries still to come, per open list or map
+    while left:
+        if not left[-1]:
+            left.pop()
+            continue
+        left[-1] -= 1
+        if at >= end:
+            raise WireError("a frame that ends too early")
+        first = data[at]
+        at += 1
+        if first < 0x80 or first >= 0xE0:  # a small number
+            continue
+        entries = -1
+        if first < 0xA0:
+            entries = (first & 15) * (2 if first < 0x90 else 1)
+        elif first < 0xC0:
+            at += first & 31
+        elif first in _FIXED:
+            at += _FIXED[first]
+        elif first in _BYTES_OF:
+            width = _BYTES_OF[first]
+            at += width + int.from_bytes(data[at : at + width], "big")
+        elif first in _ENTRIES_OF:
+            width = _ENTRIES_OF[first]
+            count = int.from_bytes(data[at : at + width], "big")
+            if count > MAX_ITEMS:
+                raise WireError(f"a list or map of {count} entries; at most {MAX_ITEMS}")
+            entries = count * (2 if first >= 0xDE else 1)
+            at += width
+        else:
+            raise WireError("a frame with a type that does not travel")
+        if entries >= 0:
+            objects += entries
+            if objects > MAX_OBJECTS or entries > end - at:
+                raise WireError("a frame that claims more entries than it holds, or than may travel")
+            if len(left) > MAX_DEPTH:
+                raise WireError(f"a frame of lists within lists; at most {MAX_DEPTH} levels")
+            left.append(entries)
+    if at != end:
+        raise WireError("a frame that is shorter or longer than it says")
+    return objects
+
+
 def unpack(data: bytes) -> Frame:
     if len(data) > MAX_FRAME:
         raise WireError(f"a frame of {len(data)} bytes; at most {MAX_FRAME}")
+    objects = check_structure(data)
     try:
         whole = msgpack.unpackb(
             data,
@@ -307,7 +394,7 @@ def unpack(data: bytes) -> Frame:
         if type(value) is not want:
             raise WireError(f"frame header: expected {want.__name__} in '{name}'")
     run, scope, sender, to, seq, name = head
-    return Frame(KINDS[kind], run, scope, Party(sender), Party(to), seq, name, body)
+    return Frame(KINDS[kind], run, scope, Party(sender), Party(to), seq, name, body, len(data) + 64 * objects)
 
 
 # ---- one encoding for hashing --------------------------------------------------------------------------------------
@@ -315,11 +402,17 @@ def unpack(data: bytes) -> Frame:
 
 def canonical(x: Any) -> bytes:
     """Bytes that are equal exactly when two public values are: the input of every digest."""
-    packed: bytes = msgpack.packb(_canonical(x), use_bin_type=True)
+    return _packed(_canonical(x))
+
+
+def _packed(x: Any) -> bytes:
+    packed: bytes = msgpack.packb(x, use_bin_type=True)
     return packed
 
 
 def _canonical(x: Any) -> Any:
+    if type(x) is int and not -(1 << 63) <= x < 1 << 64:
+        return ["int", [hex(x)]]
     if x is None or type(x) in (bool, int, float, str, bytes):
         return x
     if isinstance(x, str):
@@ -327,9 +420,13 @@ def _canonical(x: Any) -> Any:
     if isinstance(x, np.generic):
         return _canonical(x.item())
     if isinstance(x, np.ndarray):
-        return ["array", x.dtype.newbyteorder("<").str, list(x.shape), np.ascontiguousarray(x).tobytes()]
+        if x.dtype.kind not in "biufcSU":
+            raise TypeError(f"an array of {x.dtype} has no canonical form")
+        code = x.dtype.newbyteorder("<").str
+        return ["array", code, list(x.shape), np.ascontiguousarray(x).astype(code, copy=False).tobytes()]
     if isinstance(x, list | tuple):
-        return [_canonical(v) for v in x]
+        made = [_canonical(v) for v in x]
+        return ["list", made] if _looks_tagged(made) else made
     if isinstance(x, Mapping):
         return ["map", [[_canonical(k), _canonical(x[k])] for k in sorted(x)]]
     if dataclasses.is_dataclass(x) and not isinstance(x, type):
@@ -338,6 +435,12 @@ def _canonical(x: Any) -> Any:
     raise TypeError(f"{type(x).__name__} has no canonical form; public parameters are plain values")
 
 
+def _looks_tagged(x: list[Any]) -> bool:
+    """Whether a list could be taken for the form of a map, an array or a dataclass."""
+    pair = len(x) == 2 and type(x[0]) is str and type(x[1]) is list
+    return pair or (len(x) == 4 and x[0] == "array")
+
+
 def digest(*parts: Any) -> bytes:
-    """SHA-256 of the canonical form."""
-    return hashlib.sha256(canonical(list(parts))).digest()
+    """SHA-256 of the canonical forms."""
+    return hashlib.sha256(_packed([_canonical(part) for part in parts])).digest()
