@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from cloister.cells import demo_sites
 from cloister.study import parse_study
 from cloister.workflows import check_plan
 
@@ -24,10 +25,11 @@ def blocks(page, kind):
 @pytest.mark.parametrize("page", RUN, ids=lambda p: p.name)
 def test_commands_and_python_run_as_printed(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    names = {"__name__": "__docs__", "sites": demo_sites()}  # in the guides, `sites` is the demo's three
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     for kind, text in re.findall(r"^```(console|python)\n(.*?)^```", page.read_text(), flags=re.DOTALL | re.MULTILINE):
         if kind == "python":
-            exec(compile(text, f"{page.name} (python block)", "exec"), {"__name__": "__docs__"})
+            exec(compile(text, f"{page.name} (python block)", "exec"), names)
             continue
         for command in re.findall(r"^\$ (cloister .*)$", text, flags=re.MULTILINE):
             done = subprocess.run(

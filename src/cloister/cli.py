@@ -47,7 +47,8 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bars.")]
 def main() -> None:
     """Run the command line; every error is one sentence and an exit code."""
     try:
-        app(standalone_mode=False)
+        code = app(standalone_mode=False)  # typer.Exit comes back as a number
+        sys.exit(code if isinstance(code, int) else 0)
     except CloisterError as e:
         err.print(f"{type(e).__name__}: {e}", style="red", markup=False)
         sys.exit(e.exit_code)
@@ -477,6 +478,45 @@ def provision(
         err.print(f"note: {note}", style="yellow", markup=False)
     for party, kit in make(agreed, folder).items():
         out.print(f"{party}: {kit}", markup=False)
+
+
+@app.command(epilog="Example:  cloister site kits/basel --approve   then   cloister site kits/basel")
+def site(
+    kit: Annotated[Path, typer.Argument(help="This party's start-up kit.")],
+    approve: Annotated[bool, typer.Option(help="Approve the kit's study, and stop.")] = False,  # noqa: FBT002
+) -> None:
+    """Start a party (site, coordinator or auxiliary server) and wait for runs; Ctrl-C stops it."""
+    if approve:
+        from cloister.runtime.kit import Kit
+
+        out.print(f"approved: {Kit.open(kit).approve()}", markup=False)
+        return
+    from cloister.runtime.service import start_party
+
+    start_party(kit)
+
+
+@app.command(epilog="Example:  cloister doctor --kit kits/basel")
+def doctor(
+    kit: Annotated[Path | None, typer.Option(help="Look at this start-up kit, too.")] = None,
+    as_json: AsJson = False,  # noqa: FBT002
+) -> None:
+    """Look whether this installation, and a kit, are ready for a run. Nothing is changed or sent."""
+    import dataclasses
+
+    from cloister.doctor import examine
+
+    found = list(examine(kit))
+    if as_json:
+        out.print_json(json.dumps([dataclasses.asdict(f) for f in found]))
+    else:
+        table = Table(box=None, show_header=False)
+        colours = {"ok": "green", "note": "yellow", "wrong": "red"}
+        for f in found:
+            table.add_row(f.name, f"[{colours[f.state]}]{f.state}[/]", f.detail)
+        out.print(table)
+    if any(f.state == "wrong" for f in found):
+        raise typer.Exit(1)
 
 
 if __name__ == "__main__":

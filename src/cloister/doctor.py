@@ -1,0 +1,127 @@
+"""Doctor: is this installation, and this kit, ready for a run? Looks at everything, changes nothing."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import socket
+import stat
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from cloister.errors import CloisterError
+
+ENGINES = {"he": "seal-python", "models": "torch", "flare": "nvflare", "report": "matplotlib", "fcs": "flowio"}
+SLOW = 0.3  # GB/s below which the machine has no AES instructions to speak of
+
+
+@dataclass(frozen=True)
+class Finding:
+    name: str
+    state: str  # "ok" | "note" | "wrong"
+    detail: str
+
+
+def examine(kit: Path | None = None) -> Iterator[Finding]:
+    """Yield what was found, one thing at a time."""
+    version = ".".join(map(str, sys.version_info[:3]))
+    good = sys.version_info >= (3, 11)
+    yield Finding("python", "ok" if good else "wrong", version if good else f"{version}; Cloister needs 3.11 or newer")
+    for extra, package in ENGINES.items():
+        try:
+            yield Finding(extra, "ok", f"{package} {importlib.metadata.version(package)}")
+        except importlib.metadata.PackageNotFoundError:
+            yield Finding(extra, "note", f"{package} is not installed; if needed: pip install 'cloister[{extra}]'")
+    yield _generator()
+    if kit is not None:
+        yield from _examine_kit(kit)
+
+
+def _generator() -> Finding:
+    from cloister.crypto.entropy import Entropy
+    from cloister.crypto.prg import Prg
+
+    prg, size = Prg(Entropy().bytes(32)), 1 << 24
+    prg.bytes(size)
+    began = time.perf_counter()
+    prg.bytes(size)
+    speed = size / (time.perf_counter() - began) / 1e9
+    if speed < SLOW:
+        return Finding(
+            "generator", "note", f"AES-CTR at {speed:.2f} GB/s: slow, does this machine lack AES instructions?"
+        )
+    return Finding("generator", "ok", f"AES-CTR at {speed:.1f} GB/s")
+
+
+def _examine_kit(path: Path) -> Iterator[Finding]:
+    from cloister import workflows
+    from cloister.runtime.kit import Kit
+
+    try:
+        kit = Kit.open(path)
+        policy = kit.policy()
+    except CloisterError as e:
+        yield Finding("kit", "wrong", str(e))
+        return
+    yield Finding("kit", "ok", f"{kit.me}, {kit.role} of '{kit.study.name}'")
+    for key in (p for p in path.rglob("*") if p.suffix in (".key", ".pem") and p.name != "rootCA.pem" and p.is_file()):
+        mode = stat.S_IMODE(os.stat(key).st_mode)
+        if key.suffix == ".key" and mode & 0o077:
+            yield Finding("keys", "wrong", f"{key} is open to others (mode {mode:03o}); run: chmod 600 {key}")
+    yield from _certificates(path)
+    try:
+        workflow, options = workflows.check_plan(kit.study)
+        yield Finding("study", "ok", f"{kit.study.workflow}, mode {kit.study.mode}, {len(kit.study.sites)} sites")
+    except CloisterError as e:
+        yield Finding("study", "wrong", str(e))
+        return
+    for note in workflows.warnings_of(kit.study):
+        yield Finding("study", "note", note)
+    if kit.role != "coordinator":
+        try:
+            kit.check_approved(policy)
+            yield Finding("approval", "ok", "this site allows the study in its kit")
+        except CloisterError as e:
+            yield Finding("approval", "note", str(e))
+        yield _coordinator_answers(kit.study.network.get("host"), kit.study.network.get("port"))
+    if kit.role == "site":
+        from cloister.runtime.party import open_cells
+
+        try:
+            adata = open_cells(policy)
+            notes = workflow.check(adata, options)
+            yield Finding("cells", "ok", f"{adata.n_obs} cells, {adata.n_vars} genes in {policy.data}")
+            yield from (Finding("cells", "note", note) for note in notes)
+        except CloisterError as e:
+            yield Finding("cells", "wrong", str(e))
+
+
+def _certificates(path: Path) -> Iterator[Finding]:
+    import datetime
+
+    from cryptography import x509
+
+    now = datetime.datetime.now(datetime.UTC)
+    for file in sorted(path.glob("startup/*.crt")):
+        try:
+            ends = x509.load_pem_x509_certificate(file.read_bytes()).not_valid_after_utc
+        except ValueError:
+            yield Finding("certificate", "wrong", f"{file} is no certificate; ask for a new kit")
+            continue
+        days = (ends - now).days
+        state = "ok" if days > 30 else "note" if days >= 0 else "wrong"
+        yield Finding("certificate", state, f"{file.name} is valid for {days} more days")
+
+
+def _coordinator_answers(host: str | None, port: int | None) -> Finding:
+    try:
+        with socket.create_connection((str(host), int(port or 0)), timeout=5):
+            return Finding("coordinator", "ok", f"{host}:{port} answers")
+    except OSError as e:
+        why = e.strerror or type(e).__name__
+        return Finding(
+            "coordinator", "note", f"{host}:{port} does not answer ({why}); is it started, is the port open?"
+        )
