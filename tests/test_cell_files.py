@@ -246,6 +246,42 @@ def test_h5ad_with_an_index_out_of_range(tmp_path, array, at, value):
         check_cells(read_cells(path, backed=True))
 
 
+@pytest.mark.parametrize("backed", [False, True])
+def test_h5ad_with_a_damaged_piece_of_any_array(tmp_path, backed):
+    import h5py
+
+    whole, path = tmp_path / "whole.h5ad", tmp_path / "a.h5ad"
+    write_cells(cells(), whole)
+    pieces = {}
+    with h5py.File(whole) as file:
+        file.visititems(lambda name, item: pieces.update({name: item} if hasattr(item, "chunks") else {}))
+        pieces = {
+            name: item.id.get_chunk_info(0)
+            for name, item in pieces.items()
+            if item.chunks and name.startswith(("X", "obs/", "var/", "layers"))
+        }
+    assert {"X/data", "X/indices", "obs/cell_type/codes", "var/_index", "layers/log/data"} <= set(pieces)
+    for piece in pieces.values():
+        damaged = bytearray(whole.read_bytes())
+        middle = piece.byte_offset + piece.size // 2
+        damaged[middle : middle + 4] = b"\xff\xfe\xfd\xfc"
+        path.unlink(missing_ok=True)
+        path.write_bytes(damaged)
+        with pytest.raises(DataError, match="damaged"):
+            check_cells(read_cells(path, backed=backed))
+
+
+def test_h5ad_that_declares_more_than_it_holds(tmp_path):
+    import h5py
+
+    write_cells(cells(), tmp_path / "a.h5ad")
+    with h5py.File(tmp_path / "a.h5ad", "r+") as file:
+        del file["layers/log/data"]
+        file.create_dataset("layers/log/data", shape=(10**12,), dtype="f4", chunks=(100,))
+    with pytest.raises(DataError, match="damaged"):
+        read_cells(tmp_path / "a.h5ad")
+
+
 def test_entries_stored_twice_are_added_up(tmp_path):
     twice = sparse.csr_matrix((np.ones(3), [1, 1, 0], [0, 2, 3]), shape=(2, 2))
     write_h5ad(tmp_path / "a.h5ad", AnnData(X=twice))

@@ -1,7 +1,8 @@
 """Files of cells: `.h5ad`, and plain matrices as `.csv`, `.npz` and `.fcs`.
 
-A file that is not what its suffix says, is damaged or cut short is a `DataError` in one sentence. Nothing is
-ever unpickled. A result is written beside its place and moved there, so no half-written file is left behind.
+A file that is not what its suffix says, is damaged or cut short is a `DataError` in one sentence; only damage
+in HDF5's own tables can reach further, since the HDF5 library itself may crash or hang on it. Nothing is ever
+unpickled. A result is written beside its place and moved there, so no half-written file is left behind.
 
 In `.csv` and `.npz`, columns of `obs` carry the prefix `obs:`, so that a score does not come back as a gene;
 `.npz` also keeps `obsm:`. Layers and `uns`, with the receipts in it, are kept in `.h5ad` only.
@@ -56,8 +57,10 @@ def read_cells(path: str | os.PathLike[str], *, backed: bool = False) -> AnnData
             adata = _read_h5ad(path, backed=backed) if suffix == ".h5ad" else reader(path)
     except CloisterError:
         raise
-    except PermissionError as error:
-        raise DataError(f"{path} cannot be opened; ask for the right to read it.") from error
+    except (PermissionError, BlockingIOError) as error:
+        raise DataError(
+            f"{path} cannot be opened; ask for the right to read it, or close the program that writes it."
+        ) from error
     except MemoryError as error:
         raise DataError(f"{path} does not fit into memory; use an .h5ad file with backed=True.") from error
     except Exception as error:  # on damaged bytes the libraries raise anything
@@ -142,6 +145,7 @@ def _read_h5ad(path: Path, *, backed: bool = False) -> AnnData:
 
     with h5py.File(path, "r") as file:
         missing = [key for key in ("obs", "var") if key not in file]
+        file.visititems(_check_declared_size)
     if missing:
         raise DataError(f"{path} is HDF5 but holds no AnnData ({missing[0]} is missing); convert it with scanpy.")
     adata = read_h5ad(path, backed="r" if backed else None)
@@ -153,6 +157,12 @@ def _read_h5ad(path: Path, *, backed: bool = False) -> AnnData:
     return adata
 
 
+def _check_declared_size(name: str, item: Any) -> None:
+    """Refuse an array that claims far more than any compression can hide; reading it would fill the memory."""
+    if hasattr(item, "nbytes") and item.nbytes > max(10**8, 10_000 * item.id.get_storage_size()):
+        raise ValueError(f"{name}: {item.nbytes} bytes declared")
+
+
 def _read_csv(path: Path) -> AnnData:
     import pandas as pd
     from anndata import AnnData
@@ -160,13 +170,13 @@ def _read_csv(path: Path) -> AnnData:
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             header = next(csv.reader(file))
+        if len(header) < 2:
+            raise DataError(f"{path} must be separated by commas, and its first line has none; export it again.")
         table = pd.read_csv(path, header=None, skiprows=1, converters={0: str}, low_memory=False)
     except UnicodeDecodeError as error:
         raise DataError(f"{path} must be text in UTF-8, and some of it is not; export it as UTF-8.") from error
     except pd.errors.EmptyDataError:
         raise DataError(f"{path} has a first line and no cells below it; export it again.") from None
-    if len(header) < 2:
-        raise DataError(f"{path} must be separated by commas, and its first line has none; export it again.")
     surplus = table.shape[1] - len(header)
     if surplus not in (0, 1) or (surplus == 1 and table.iloc[:, -1].isna().all()):
         raise DataError(
@@ -192,7 +202,7 @@ def _read_csv(path: Path) -> AnnData:
         raise DataError(f"{path} has no column of numbers; expected one per gene.")
     return AnnData(
         X=table[in_x].to_numpy(),
-        obs=pd.DataFrame(obs).set_axis(pd.Index(cells.astype(str), name=None), axis=0),
+        obs=pd.DataFrame(obs, index=table.index).set_axis(cells.tolist(), axis=0),
         var=pd.DataFrame(index=[genes[index - 1] for index in in_x]),
     )
 

@@ -187,8 +187,8 @@ def embedding(adata: AnnData, use_rep: str | None) -> F64:
 def describe(adata: AnnData) -> dict[str, Any]:
     """Say what is in an AnnData, for `cloister check`; plain values that fit into JSON, no cell's value."""
     kind, zeros, warnings = None, None, []
-    ids = gene_id_kind(adata.var_names)
-    if adata.X is None:
+    ids, X = gene_id_kind(adata.var_names), _x(adata)
+    if X is None:
         warnings.append("adata.X is missing")
     elif 0 in adata.shape:
         warnings.append("there are no cells or no genes")
@@ -216,7 +216,7 @@ def describe(adata: AnnData) -> dict[str, Any]:
     return {
         "cells": adata.n_obs,
         "genes": adata.n_vars,
-        "sparse": _is_sparse(adata.X),
+        "sparse": _is_sparse(X),
         "backed": bool(adata.isbacked),
         "gene_ids": ids,
         "expression": kind,
@@ -278,12 +278,25 @@ def _where(layer: str | None) -> str:
 def _matrix(adata: AnnData, layer: str | None) -> Any:
     if layer is not None and layer not in adata.layers:
         raise DataError(f"{_where(layer)} is missing; there is {_names(adata.layers)}. Pass one of these as layer=.")
-    matrix = adata.X if layer is None else adata.layers[layer]
+    matrix = _x(adata) if layer is None else adata.layers[layer]
     if matrix is None:
         raise DataError("adata.X is missing; put the expression there, or pass layer=.")
-    if np.dtype(matrix.dtype).kind not in "biuf":
+    if matrix.dtype.kind not in "biuf":
         raise DataError(f"{_where(layer)} must hold numbers, found {matrix.dtype}.")
     return matrix
+
+
+def _x(adata: AnnData) -> Any:
+    try:
+        if adata.isbacked:  # its arrays are opened only when asked for
+            _ = adata.X.dtype, adata.X.shape
+        return adata.X
+    except Exception as error:  # on a damaged file the libraries raise anything
+        raise DataError(_damaged("adata.X")) from error
+
+
+def _damaged(where: str) -> str:
+    return f"{where} cannot be read: it is damaged or its file is gone; copy the file or write it again."
 
 
 def _is_sparse(matrix: Any) -> bool:
@@ -308,8 +321,8 @@ def _blocks(
             if _is_sparse(block):
                 block.check_format(full_check=True)  # a backed matrix has not been checked on reading
                 block.sum_duplicates()
-        except (OSError, ValueError, IndexError) as error:
-            raise DataError(f"{where} is damaged; copy the file or write it again.") from error
+        except Exception as error:  # as above
+            raise DataError(_damaged(where)) from error
         yield part, block
 
 
