@@ -27,7 +27,7 @@ A contributor that lies about its own input is not detected. At least two contri
 
 Cost
 ----
-Per contributor: 4 messages up, 4 down (5 if `to_all`); up 8m + 176(n - 1) + 132n bytes and framing; 2(n - 1) key
+Per contributor: 5 messages up, 4 down (5 if `to_all`); up 8m + 160(n - 1) + 66n + 192 bytes and framing; 2(n - 1) key
 agreements, n expansions of m words. Aggregator: n expansions, and n - d more for each of d dropped.
 
 References
@@ -156,7 +156,7 @@ def roles(params: Params) -> dict[Party, object]:
 def cost(params: Params) -> dict[Party, tuple[int, int]]:
     """Messages and payload bytes that each party sends when nobody drops."""
     n, m = len(params.contributors), params.length
-    up = (4 + 1, 2 * 32 + 64 + SEALED * (n - 1) + 8 * m + 64 + SHARE * n)
+    up = (5, 2 * 32 + 64 + SEALED * (n - 1) + 8 * m + 64 + SHARE * n)
     down = n * (n * 128 + SEALED * (n - 1) + n * 64 + (8 * m if params.to_all else 0))
     return {params.aggregator: ((4 + params.to_all) * n, down)} | dict.fromkeys(params.contributors, up)
 
