@@ -46,6 +46,9 @@ from cloister.wire import Frame, Shape, message
 T = TypeVar("T")
 NO_RUN = bytes(16)
 WAITING, PATIENT, COMPUTING = 0, 1, 2  # what a pulse says; patient: will go on without the missing
+MAX_WAITING = 1 << 16  # messages of one party that arrived and are not yet asked for
+MAX_WAITING_BYTES = 1 << 32  # the same in bytes, as they lie in memory
+MAX_WORD = 64  # letters of each part of an abort
 ANY: Any = None  # a length that the receiver does not know beforehand, in the shapes given to `recv`
 
 
@@ -91,14 +94,15 @@ class Mailbox:
         self.fatal: Failure | None = None
         self.heard: dict[Party, int] = defaultdict(int)  # frames and pulses from a party
         self.busy = {WAITING: 0, PATIENT: 0, COMPUTING: 0}  # pulses of anyone, by what they said
-        self._queues: dict[tuple[Party, str], deque[tuple[Frame, int]]] = defaultdict(deque)
+        self._queues: dict[tuple[Party, str], deque[tuple[Frame, int]]] = {}
+        self._waiting: dict[Party, tuple[int, int]] = defaultdict(lambda: (0, 0))  # messages and bytes in the queues
         self._next: dict[tuple[Party, str], int] = defaultdict(int)
         self._deaf: set[Party] = set()
         self._lock = threading.Lock()
         self._wake: Callable[[], None] = lambda: None
 
     def put(self, sender: Party, data: bytes) -> None:
-        """Take a frame in. `sender` is who the transport authenticated, not who the frame says."""
+        """Take a frame in; never raises. `sender` is who the transport authenticated, not who the frame says."""
         with self._lock:
             if sender in self._deaf or sender in self.failed:
                 return
@@ -107,11 +111,13 @@ class Mailbox:
                 self._sort_in(sender, wire.unpack(data), len(data))
             except WireError as e:
                 self.fatal = self.fatal or Failure("channel", "-", "malformed", f"from '{sender}': {e}")
+            except MemoryError:
+                self.fatal = self.fatal or Failure("channel", "-", "memory", f"no memory for a frame of '{sender}'")
         self._wake()
 
     def _sort_in(self, sender: Party, frame: Frame, size: int) -> None:
         if frame.sender != sender or frame.to != self.me:
-            raise WireError(f"a frame of {frame.sender!r} to {frame.to!r} came from '{sender}'")
+            raise WireError(f"a frame of '{_word(frame.sender)}' to '{_word(frame.to)}' came from '{sender}'")
         if frame.kind == "pulse":
             if type(frame.body) is not int or frame.body not in self.busy:
                 raise WireError("a pulse that says nothing known")
@@ -121,25 +127,39 @@ class Mailbox:
         elif frame.kind == "abort":
             if type(frame.body) is not list or [type(x) for x in frame.body] != [str] * 3:
                 raise WireError("an abort that is no (protocol, line, code)")
-            protocol, line, code = frame.body
+            protocol, line, code = map(_word, frame.body)
             self.failed[sender] = Failure(protocol, line, code, f"'{sender}' stopped ({in_words(code)})")
         else:
             key = (sender, frame.scope)
             if frame.seq != self._next[key]:
                 self.fatal = self.fatal or Failure(
-                    frame.name.partition(".")[0],
+                    _word(frame.name.partition(".")[0]),
                     "-",
                     "replay" if frame.seq < self._next[key] else "gap",
                     f"message {frame.seq} of '{sender}' where {self._next[key]} was due: lost, replayed or reordered",
                 )
                 return
+            count, weight = self._waiting[sender]
+            if count >= MAX_WAITING or weight + frame.weight > MAX_WAITING_BYTES:
+                self.fatal = self.fatal or Failure(
+                    "channel", "-", "flood", f"'{sender}' sent {count} messages that nobody here asks for"
+                )
+                return
+            self._waiting[sender] = (count + 1, weight + frame.weight)
             self._next[key] += 1
-            self._queues[key].append((frame, size))
+            self._queues.setdefault(key, deque()).append((frame, size))
 
     def take(self, sender: Party, scope: str) -> tuple[Frame, int] | None:
         with self._lock:
-            queue = self._queues[sender, scope]
-            return queue.popleft() if queue else None
+            queue = self._queues.get((sender, scope))
+            if queue is None:
+                return None
+            frame, size = queue.popleft()
+            if not queue:
+                del self._queues[sender, scope]
+            count, weight = self._waiting[sender]
+            self._waiting[sender] = (count - 1, weight - frame.weight)
+            return frame, size
 
     def gone(self, party: Party, why: str) -> None:
         """The transport knows that nothing more can come from `party`."""
@@ -148,11 +168,20 @@ class Mailbox:
         self._wake()
 
     def ignore(self, party: Party) -> None:
+        """Read nothing more of `party`, not even what has already arrived."""
         with self._lock:
             self._deaf.add(party)
+            self._waiting.pop(party, None)
+            for key in [key for key in self._queues if key[0] == party]:
+                del self._queues[key]
 
     def on_change(self, wake: Callable[[], None]) -> None:
         self._wake = wake
+
+
+def _word(x: str) -> str:
+    """What a peer calls something, short enough to be shown."""
+    return "".join(c for c in x[:MAX_WORD] if c.isprintable()) or "-"
 
 
 class Session:
@@ -175,6 +204,8 @@ class Session:
         self.sent_bytes = self.sent_messages = self.rounds = 0
         self._link, self._nonce, self._on_event = link, nonce, on_event
         self._seq: dict[tuple[Party, str], int] = defaultdict(int)
+        self.arrivals = 0  # how often something changed in the mailbox
+        self._waiters: set[asyncio.Future[None]] = set()
         self._waits = {False: 0, True: 0}  # open waits, by whether they go on without the missing
         self._ticked = time.monotonic()
         self._closing = threading.Event()
@@ -189,7 +220,12 @@ class Session:
             stuck = time.monotonic() - self._ticked > 2 * self._beat  # the loop is blocked: local computation
             waiting = PATIENT if self._waits[True] else WAITING if self._waits[False] else COMPUTING
             for p in self.peers:
-                self._link.post(p, self._frame("pulse", p, body=COMPUTING if stuck else waiting))
+                self._post(p, self._frame("pulse", p, body=COMPUTING if stuck else waiting))
+
+    def _post(self, to: Party, frame: bytes) -> None:
+        """Post what must not fail: a pulse, an abort, a farewell. A broken link shows in the mailbox."""
+        with contextlib.suppress(Exception):
+            self._link.post(to, frame)
 
     def _frame(self, kind: wire.Kind, to: Party, body: Any) -> bytes:
         return wire.pack(Frame(kind, NO_RUN, "", self.me, to, 0, kind, body))
@@ -218,8 +254,8 @@ class Session:
         return box[0]
 
     async def _watched(self, role: Coroutine[Any, Any, T]) -> T:
-        loop, self._changed = asyncio.get_running_loop(), asyncio.Event()
-        self.mailbox.on_change(lambda: _call(loop, self._changed.set))
+        loop = asyncio.get_running_loop()
+        self.mailbox.on_change(lambda: _call(loop, self._notice))
         ticker = asyncio.create_task(self._tick())
         try:
             return await role
@@ -238,13 +274,13 @@ class Session:
         for p in self.peers:
             data = self._frame("abort", p, list(where))
             self._record("sent", where[0], where[1], "channel.Abort", p, data)
-            self._link.post(p, data)
+            self._post(p, data)
 
     def close(self) -> None:
         if not self._closing.is_set():
             self._closing.set()
             for p in self.peers:
-                self._link.post(p, self._frame("bye", p, body=None))
+                self._post(p, self._frame("bye", p, body=None))
             self._pulse.join(timeout=5)
             self._link.close()
 
@@ -260,8 +296,8 @@ class Session:
             # the first time everyone must be there; later on, who has dropped out since is left out
             quorum = None if self.runs == 1 else 1
             hellos = {hub: hello, **await lobby.gather(self.peers, Hello, quorum=quorum)}  # H1
-            check_hellos(hellos, hub)
             await lobby.scatter([p for p in hellos if p != hub], Welcome(hellos))  # H2
+            check_hellos(hellos, hub)  # after it, so that everyone can say who differs
         else:
             await lobby.send(hub, hello)  # H1
             hellos = {Party(p): h for p, h in (await lobby.recv(hub, Welcome)).hellos.items()}  # H2
@@ -295,13 +331,29 @@ class Session:
         if self._on_event is not None:
             self._on_event(Event(self.me, kind, protocol, line, name, peer, size, self.sent_bytes))
 
-    async def wait(self, seconds: float) -> None:
-        """Until something arrives, or `seconds`."""
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._changed.wait(), seconds)
+    def _notice(self) -> None:
+        self.arrivals += 1
+        for waiter in self._waiters:
+            _finish(waiter)
 
-    def forget(self) -> None:
-        self._changed.clear()
+    async def wait(self, seen: int, seconds: float) -> None:
+        """Until more has arrived than `seen`, or `seconds`."""
+        if self.arrivals != seen:
+            return
+        loop = asyncio.get_running_loop()
+        waiter = loop.create_future()
+        self._waiters.add(waiter)
+        alarm = loop.call_later(seconds, _finish, waiter)
+        try:
+            await waiter
+        finally:
+            alarm.cancel()
+            self._waiters.discard(waiter)
+
+
+def _finish(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
 
 
 def _call(loop: asyncio.AbstractEventLoop, f: Callable[[], None]) -> None:
@@ -350,6 +402,8 @@ class Channel:
         of them answer; who is left out gets an abort, and nothing more from it is read.
         """
         senders = tuple(senders)
+        if strangers := [p for p in senders if p == self.me or p not in self.study.parties]:
+            raise ParameterError(f"nothing can come from '{strangers[0]}': not another party of the study")
         got: dict[Party, T] = {}
         pending = dict.fromkeys(senders, _Clock(-1, 0.0))
         session, box, spec = self._session, self._session.mailbox, kind.__message__  # type: ignore[attr-defined]
@@ -361,8 +415,9 @@ class Channel:
         session.rounds += 1
         try:
             while True:
-                session.forget()
+                seen, failures = session.arrivals, {}
                 for party in tuple(pending):
+                    failures[party] = box.failed.get(party)  # first: what it sent before that is in the queue by now
                     if (item := box.take(party, self.scope)) is not None:
                         got[party] = self._open(party, *item, kind, spec, shapes)
                         del pending[party]
@@ -372,17 +427,14 @@ class Channel:
                 if not pending:
                     break
                 now = time.monotonic()
-                tick, last = (
-                    min(now - last, 2 * poll),
-                    now,
-                )  # a frozen process counts as one poll, not as silence
+                tick, last = min(now - last, 2 * poll), now  # a frozen process counts as one poll, not as silence
                 waited += tick
                 before, busy = busy, sum(box.busy[state] for state in active)
                 idle = 0.0 if busy != before else idle + tick
                 for party, clock in tuple(pending.items()):
                     heard = box.heard[party]
                     pending[party] = clock = _Clock(heard, 0.0 if heard != clock.heard else clock.silent + tick)
-                    if lost := self._lost(party, clock, idle, waited, spec):
+                    if lost := self._lost(party, failures[party], clock, idle, waited, spec):
                         if quorum is None:
                             raise lost
                         del pending[party]
@@ -396,17 +448,21 @@ class Channel:
                         f"{left} of {len(senders)} parties are left, {quorum} are needed. Start a new run.",
                     )
                 if pending:
-                    await session.wait(poll)
+                    await session.wait(seen, poll)
         finally:
             session._waits[quorum is not None] -= 1
         return {p: got[p] for p in senders if p in got}
 
-    def _lost(self, party: Party, clock: _Clock, idle: float, waited: float, spec: wire.Spec) -> ProtocolAbort | None:
+    def _lost(
+        self, party: Party, failure: Failure | None, clock: _Clock, idle: float, waited: float, spec: wire.Spec
+    ) -> ProtocolAbort | None:
         timeout, patience = self.study.timeout, self.study.patience
-        if failure := self._session.mailbox.failed.get(party):
+        if failure is not None:
             if failure.code in ("lost", "finished"):
                 return PeerLost(spec.protocol, spec.line, failure.code, failure.detail)
-            return ProtocolAbort(failure.protocol, failure.line, failure.code, failure.detail)
+            told = ProtocolAbort(failure.protocol, failure.line, failure.code, failure.detail)
+            told.heard = True
+            return told
         if clock.silent > timeout or idle > timeout or waited > patience:
             limit = patience if waited > patience else timeout
             return PeerLost(
@@ -451,7 +507,9 @@ class Channel:
         box.ignore(party)
         if party not in box.failed:
             box.gone(party, "left out of this run")
-            self._session._link.post(party, self._session._frame("abort", party, ["channel", "-", "dropped"]))
+            data = self._session._frame("abort", party, ["channel", "-", "dropped"])
+            self._session._record("sent", "channel", "-", "channel.Abort", party, data)
+            self._session._post(party, data)
 
     def lost(self, party: Party) -> bool:
         """Whether `party` has stopped, as far as this one knows."""

@@ -69,6 +69,7 @@ class ProtocolAbort(CloisterError):
     """
 
     exit_code = 4
+    heard = False  # whether a peer stopped, and this party only heard of it
 
     def __init__(self, protocol: str, line: str, code: str, detail: str = "") -> None:
         self.protocol, self.line, self.code = protocol, line, code

@@ -144,6 +144,7 @@ def _revive(told: Mapping[str, Any]) -> BaseException:
     if kind is not None and issubclass(kind, errors.ProtocolAbort):
         made = kind(told["protocol"], told["line"], told["code"])
         made.args = (told["text"],)
+        made.heard = bool(told["heard"])
         return made  # type: ignore[no-any-return]
     if kind in (None, errors.MissingExtra):
         return CloisterError(f"{told['type']}: {told['text']}")
@@ -209,7 +210,7 @@ def child(folder: str, me: str, fd: str) -> None:
         link.tell(b"R" + json.dumps({"result": outcome.result, "cost": outcome.cost}).encode())
     except BaseException as e:
         told = {"type": type(e).__name__, "text": str(e)}
-        told |= {k: getattr(e, k, "") for k in ("protocol", "line", "code")}
+        told |= {k: getattr(e, k, "") for k in ("protocol", "line", "code", "heard")}
         link.tell(b"X" + json.dumps(told).encode())
 
 
