@@ -1,0 +1,326 @@
+"""Sections of the report on one run: what left, what was learned, figures, messages, cost, receipts."""
+
+from __future__ import annotations
+
+import ast
+import base64
+import functools
+import re
+from importlib import resources
+from types import SimpleNamespace
+from typing import Any
+
+from cloister import workflows
+from cloister.errors import CloisterError, ReceiptError
+from cloister.receipts import Receipt
+from cloister.rehearsal import Run
+from cloister.report_parts import Html, bars, count, escape, join, names, seconds, sequence, size, table, tag, value
+from cloister.run_facts import Abort, Drawn, flows_of, plain, status_of
+from cloister.seat import SIGNED
+from cloister.study import Study
+
+ABORT = "channel.Abort"
+ROLES = {
+    "site": "holds cells",
+    "coordinator": "holds no cells, brings the sites together",
+    "auxiliary": "holds no cells, helps to compute",
+}
+
+
+def card(run: Run, party: str) -> Html:
+    role = run.study.parties[party]  # type: ignore[index]
+    status, receipt = status_of(run, party), run.receipts.get(party)
+    badge = None
+    if status != "done":
+        badge = tag("span", "no result" if status == "unknown" else "stopped", class_="badge bad")
+    head = tag("h4", party, " ", tag("span", f"({role}, {ROLES[role]})", class_="role"), " ", badge)
+    if receipt is None:
+        return tag("div", head, tag("p", f"The receipt of {party} is not here; it stays with {party}."), class_="card")
+    sent = [r for r in receipt.summary() if r["kind"] == "sent"]
+    opened = [r for r in receipt.summary() if r["kind"] == "opened"]
+    number, total = sum(r["count"] for r in sent), sum(r["bytes"] for r in sent)
+    to = names(dict.fromkeys(r["to"] for r in sent))
+    told = (
+        f"{party} sent {count(number, 'message')}, {size(total)} in all, to {to}." if sent else f"{party} sent nothing."
+    )
+    by_protocol: dict[str, list[dict[str, Any]]] = {}
+    for r in sent:
+        by_protocol.setdefault("abort" if r["name"] == ABORT else r["protocol"], []).append(r)
+    items = [
+        tag(
+            "li",
+            tag("strong", f"{count(sum(r['count'] for r in rows), 'message')}, {size(sum(r['bytes'] for r in rows))}"),
+            ": ",
+            _purpose(protocol),
+        )
+        for protocol, rows in by_protocol.items()
+    ]
+    return tag(
+        "div",
+        head,
+        tag("p", told),
+        tag("ul", *items) if items else None,
+        tag("p", tag("strong", "Opened: "), _opened(party, opened)),
+        class_="card",
+    )
+
+
+def _opened(party: str, rows: list[dict[str, Any]]) -> Html:
+    if not rows:
+        return escape(f"{party} made no protected value plain.")
+    parts = []
+    for r in rows[:8]:
+        times = f", {r['count']} times" if r["count"] > 1 else ""
+        to = "for itself" if r["to"] == party else f"to {r['to']}"
+        parts.append(join((f"{r['name']}, {to}{times} (", tag("code", f"{r['protocol']} {r['line']}"), ")")))
+    more = [f"and {len(rows) - 8} more, in the tables below"] if len(rows) > 8 else []
+    return join([*parts, *more], "; ")
+
+
+def _purpose(protocol: str) -> Html:
+    if protocol == "channel":
+        return escape(
+            "greetings before each part: version, fingerprints of study and options, a random number. No data."
+        )
+    if protocol == "abort":
+        return escape("notices that the run was aborted, and where.")
+    first = " ".join(_doc(protocol).partition("\n\n")[0].split())
+    return join((tag("code", protocol), f", {first[:1].lower()}{first[1:]}" if first else ""))
+
+
+@functools.cache
+def _doc(protocol: str) -> str:
+    """Docstring of a protocol file, read without importing it: the name may come from a file."""
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", protocol):
+        return ""
+    try:
+        source = (resources.files("cloister") / "protocols" / f"{protocol}.py").read_text(encoding="utf-8")
+        return ast.get_docstring(ast.parse(source)) or ""
+    except (OSError, SyntaxError):
+        return ""
+
+
+# ---- what was learned ------------------------------------------------------------------------------------------------
+
+
+def learned(run: Run) -> Html:
+    texts: dict[str, list[str]] = {}
+    for party, receipt in run.receipts.items():
+        texts.setdefault(str(receipt.header.get("reveals", "")), []).append(party)
+    parts: list[Html] = []
+    if not texts:
+        parts.append(tag("p", "No receipt is here, so nothing can be said."))
+    for text, who in texts.items():
+        note = None if len(texts) == 1 else tag("p", f"As the receipt of {names(who)} says:", class_="quiet")
+        parts += [p for p in (note, _reveals(text, run.study)) if p is not None]
+    try:
+        main = workflows.get(run.study.workflow).protocols.get(run.study.mode, "")
+    except CloisterError:
+        main = ""
+    used = dict.fromkeys(r["protocol"] for x in run.receipts.values() for r in x.summary() if r["protocol"])
+    others = [(p, workflows.section(SimpleNamespace(__doc__=_doc(p)), "Reveals")) for p in used if p != main]  # type: ignore[arg-type]
+    inner = [join((tag("h4", tag("code", p)), _reveals(text, run.study))) for p, text in others if text]
+    if inner:
+        told = f"On the way, {count(len(inner), 'more protocol')} ran. They reveal this, and nothing else:"
+        parts += [
+            tag("p", told),
+            tag("details", tag("summary", f"What {names(p for p, t in others if t)} reveal"), *inner),
+        ]
+    if run.receipts:
+        parts.append(
+            tag("p", "Everybody, and who carries the messages, also sees their names, sizes and times.", class_="quiet")
+        )
+    return join(parts)
+
+
+def _reveals(text: str, study: Study) -> Html:
+    """`Reveals`, one entry per party or role, each with its text."""
+    entries: list[tuple[str, list[str]]] = []
+    for line in text.splitlines():
+        found = re.match(r"(\S[^:]*?) : (.*)", line)
+        if found:
+            entries.append((found[1], [found[2]]))
+        elif entries and line.strip():
+            entries[-1][1].append(line.strip())
+        elif line.strip():
+            entries.append(("", [line.strip()]))
+    if not entries:
+        return tag("p", "The receipts carry no text on this.")
+    rows = []
+    for who, lines in entries:
+        members = [p for p, role in sorted(study.parties.items()) if role == who]
+        label = f"{who[:1].upper()}{who[1:]}" + (f" ({names(members)})" if members and members != [who] else "")
+        rows.append(join((tag("dt", label) if who else None, tag("dd", " ".join(lines)))))
+    return tag("dl", *rows, class_="learned")
+
+
+# ---- figures, results, messages, cost, receipts ----------------------------------------------------------------------
+
+
+def figures(run: Run, drawn: Drawn) -> list[Html]:
+    if not drawn.figures and not drawn.note:
+        return []
+    shown = []
+    for figure in drawn.figures:
+        source = "data:image/png;base64," + base64.b64encode(figure["png"]).decode()
+        shown.append(
+            tag(
+                "figure",
+                tag("figcaption", figure["title"]),
+                tag("img", src=source, alt=figure["alt"] or figure["title"]),
+            )
+        )
+    parts = [tag("h3", "Figures")]
+    held = [p for p in run.study.sites if p in run.outcomes]
+    if shown and held:
+        note = f"Drawn from what {names(held)} hold on this machine. Look at them before you pass this page on."
+        parts.append(tag("p", note, class_="quiet"))
+    if shown:
+        parts.append(tag("div", *shown, class_="figures"))
+    if drawn.note:
+        parts.append(tag("div", tag("p", drawn.note), class_="box warn"))
+    return parts
+
+
+def results(run: Run) -> list[Html]:
+    by_value: dict[tuple[str, str], list[str]] = {}
+    for party in run.study.parties:
+        for key, x in (run.outcomes[party].result if party in run.outcomes else {}).items():
+            by_value.setdefault((str(key), value(plain(x), str(key))), []).append(party)
+    if not by_value:
+        return []
+    everyone = [p for p in run.study.parties if p in run.outcomes]
+    keys = list(dict.fromkeys(k for k, _ in by_value))
+    rows = [
+        (k, "all" if who == everyone else names(who), x)
+        for (k, x), who in sorted(by_value.items(), key=lambda item: keys.index(item[0][0]))
+    ]
+    return [tag("h3", "Results in numbers"), table("Results by party", ("result", "at", "value"), rows, hide=True)]
+
+
+def messages(run: Run, abort: Abort | None) -> Html:
+    flows = [f for f in flows_of(run) if f.name != ABORT]
+    if not flows and abort is None:
+        return tag("p", "No message was sent.")
+    kinds = f"{count(len(flows), 'kind')} of messages between {count(len(run.study.parties), 'party')}".replace(
+        "partys", "parties"
+    )
+    legend = (
+        "Time runs downwards. A dot sends, an arrowhead receives, a diamond does both; to the right stand the number of"
+        " messages and their mean size. What repeats is drawn once, where it first occurs. The labels are the line"
+        " numbers of the protocol file above them."
+    )
+    rows = [
+        (f"{f.name.rpartition('.')[2]}", f"{f.protocol} {f.line}", s, t, n, size(b))
+        for f in flows
+        for (s, t), (n, b) in f.pairs.items()
+    ]
+    columns = ("message", "protocol line", "from", "to", "messages", "bytes")
+    return join(
+        (
+            tag(
+                "figure",
+                sequence(run.study, flows, abort, title=f"Sequence of messages: {kinds}"),
+                tag("p", legend),
+            ),
+            tag(
+                "details",
+                tag("summary", "The same as a table"),
+                table("All messages, summed up by name", columns, rows),
+            ),
+            *(_party_table(p, run.receipts[p]) for p in run.study.parties if p in run.receipts),
+        )
+    )
+
+
+def _party_table(party: str, receipt: Receipt) -> Html:
+    rows = receipt.summary()
+    sent = [
+        (r["name"].rpartition(".")[2], f"{r['protocol']} {r['line']}", r["to"], r["count"], size(r["bytes"]))
+        for r in rows
+        if r["kind"] == "sent"
+    ]
+    opened = [
+        (r["name"], f"{r['protocol']} {r['line']}", "itself" if r["to"] == party else r["to"], r["count"])
+        for r in rows
+        if r["kind"] == "opened"
+    ]
+    columns = ("message", "protocol line", "to", "messages", "bytes")
+    parts = [table(f"Messages that {party} sent, from its receipt", columns, sent)] if sent else []
+    if opened:
+        parts.append(table(f"What {party} opened", ("what", "protocol line", "for", "times"), opened))
+    told = (
+        f"{party}: {count(sum(r[3] for r in sent), 'message')} sent, {count(sum(r[3] for r in opened), 'value')} opened"
+    )
+    return (
+        tag("details", tag("summary", told), *parts) if parts else tag("p", f"{party} sent nothing and opened nothing.")
+    )
+
+
+def cost(run: Run) -> Html:
+    sent = {p: float(sum(r["bytes"] for r in x.summary() if r["kind"] == "sent")) for p, x in run.receipts.items()} | {
+        p: c["bytes"] for p, c in run.cost.items() if "bytes" in c
+    }
+    order = [p for p in run.study.parties if p in sent]
+    times = {p: c for p, c in run.cost.items() if "seconds" in c}
+    first = bars("Bytes sent", [(p, sent[p], None, size(sent[p])) for p in order], empty="Nothing was sent.")
+    rows = [
+        (
+            p,
+            c["seconds"],
+            c.get("cpu_seconds"),
+            f"{seconds(c['seconds'])}, computing {seconds(c.get('cpu_seconds', 0))}",
+        )
+        for p, c in ((p, times[p]) for p in run.study.parties if p in times)
+    ]
+    second = bars("Seconds, dark: computing", rows, empty="Not measured: the run did not come to its end.")
+    parts: list[Html] = [tag("div", first, second, class_="pair")]
+    if times:
+        columns = ("party", "bytes sent", "messages sent", "rounds", "time", "computing")
+        cells = [
+            (p, size(c.get("bytes", 0)), int(c.get("messages", 0)), int(c.get("rounds", 0)), seconds(c["seconds"]),
+             seconds(c.get("cpu_seconds", 0)))
+            for p, c in ((p, times[p]) for p in run.study.parties if p in times)
+        ]  # fmt: skip
+        parts.append(tag("details", tag("summary", "Cost as a table"), table("Cost by party", columns, cells)))
+    return join(parts)
+
+
+def receipts(run: Run) -> Html:
+    rows = []
+    for party in run.study.parties:
+        receipt = run.receipts.get(party)
+        if receipt is None:
+            rows.append((party, "not here", "", "", ""))
+            continue
+        good, verdict = _check(run.study, party, receipt)
+        badge = tag("span", verdict, class_=f"badge {'good' if good else 'bad'}")
+        rows.append((party, status_of(run, party), f"{len(receipt.entries):,}", badge, tag("code", receipt.head[:16])))
+    note = (
+        "Each receipt is a chain in which every message that was sent and every value that was opened has its entry; a"
+        " later change breaks the chain or the signature. `cloister receipt --verify` checks the files themselves."
+    )
+    columns = ("party", "ended", "entries", "checked", "last hash, first 16 digits")
+    return join((tag("p", note.replace("`", "")), table("Receipts by party", columns, rows, hide=True)))
+
+
+def _check(study: Study, party: str, receipt: Receipt) -> tuple[bool, str]:
+    """Whether the chain holds, belongs to this study, and was signed with the key that the study names."""
+    from cloister.crypto.agreement import check_signature
+
+    public = study.keys.get(party)  # type: ignore[call-overload]
+
+    def signed(claimed: bytes, head: bytes, signature: bytes) -> None:
+        if public is not None and claimed != public:
+            raise ReceiptError("signed with another key than the study names")
+        check_signature(claimed, SIGNED, head, signature)
+
+    try:
+        receipt.check(signed)
+    except ReceiptError as e:
+        return False, f"NOT GENUINE: {e}"
+    except (CloisterError, ValueError, KeyError):
+        return False, "NOT GENUINE: the signature is wrong"
+    if receipt.header.get("party") != party or receipt.header.get("study_digest") != study.digest.hex():
+        return False, "NOT OF THIS RUN: it names another study or party"
+    return True, "intact and signed" if public is not None else "intact; signed, but the study names no key"
