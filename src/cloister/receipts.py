@@ -15,21 +15,22 @@ import json
 import os
 import threading
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from cloister.errors import ReceiptError
 
 FORMAT = "cloister-receipt/1"
+PARTS = {"header", "entries", "head", "status", "public", "signature"}  # of the file
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    kind: str  # "sent" | "opened" | "result"
+    kind: str  # "sent" | "opened" | "written" | "result"
     protocol: str
     line: str
-    name: str  # message name, or what was opened
+    name: str  # message name, what was opened, where a result was written, or how the run ended
     to: str
     bytes: int
     sha256: str  # of the frame; empty for what does not travel
@@ -39,8 +40,20 @@ def _json(x: Any) -> bytes:
     return json.dumps(x, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
 
 
+def _row(e: Entry) -> dict[str, Any]:
+    return {
+        "kind": e.kind,
+        "protocol": e.protocol,
+        "line": e.line,
+        "name": e.name,
+        "to": e.to,
+        "bytes": e.bytes,
+        "sha256": e.sha256,
+    }
+
+
 def _link(previous: str, entry: Entry) -> str:
-    return hashlib.sha256(bytes.fromhex(previous) + _json(asdict(entry))).hexdigest()
+    return hashlib.sha256(bytes.fromhex(previous) + _json(_row(entry))).hexdigest()
 
 
 class Receipt:
@@ -96,21 +109,25 @@ class Receipt:
         )
 
     def to_json(self) -> dict[str, Any]:
-        rows = [{**asdict(e), "hash": h} for e, h in self.entries]
-        return {
-            "header": self.header,
-            "entries": rows,
-            "head": self.head,
-            "status": self.status,
-            **self.signature,
-        }
+        rows = [{**_row(e), "hash": h} for e, h in self.entries]
+        return {**self._outside(), "entries": rows}
+
+    def _outside(self) -> dict[str, Any]:
+        return {"header": self.header, "head": self.head, "status": self.status, **self.signature}
 
     def save(self, path: str | Path) -> Path:
+        """Write `to_json` for the owner's eyes only, one entry a line; the file appears whole or not at all."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(path.name + ".part")
-        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as f:
-            json.dump(self.to_json(), f, indent=1)
+        temporary.unlink(missing_ok=True)
+        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as f:
+            f.write(json.dumps(self._outside(), indent=1)[:-2] + ',\n "entries": [')
+            comma = "\n  "
+            for entry, link in list(self.entries):
+                f.write(comma + json.dumps({**_row(entry), "hash": link}))
+                comma = ",\n  "
+            f.write("\n ]\n}\n")
         os.replace(temporary, path)
         return path
 
@@ -118,15 +135,18 @@ class Receipt:
     def load(cls, path: str | Path) -> Receipt:
         """Read a receipt without judging it; `check` does that."""
         try:
-            raw = json.loads(Path(path).read_text())
+            raw = json.loads(Path(path).read_text(encoding="utf-8"))
             made = cls.__new__(cls)
-            made.header, made.head, made.status = dict(raw["header"]), str(raw["head"]), str(raw["status"])
+            made.header, made.head, made.status = {**raw["header"]}, str(raw["head"]), str(raw["status"])
             fields = Entry.__dataclass_fields__
             made.entries = [(Entry(**{k: r[k] for k in fields}), str(r["hash"])) for r in raw["entries"]]
             made.signature = {k: str(raw[k]) for k in ("public", "signature") if k in raw}
             made._lock = threading.Lock()
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+            whole = set(raw) <= PARTS and all(len(r) == len(fields) + 1 for r in raw["entries"])
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
             raise ReceiptError(f"{path} is no Cloister receipt ({type(e).__name__}); give a receipt.json") from None
+        if not whole:
+            raise ReceiptError(f"{path} was altered: it holds fields that no receipt has")
         if made.header.get("format") != FORMAT:
             raise ReceiptError(f"{path} is a receipt of another format; this version reads {FORMAT}")
         return made
@@ -136,7 +156,10 @@ class Receipt:
 
         `check_signature(public, head, signature)` raises if the last hash was not signed by that key.
         """
-        previous = hashlib.sha256(_json(self.header)).hexdigest()
+        try:
+            previous = hashlib.sha256(_json(self.header)).hexdigest()
+        except ValueError:
+            raise ReceiptError("the header was altered: it is no text") from None
         for i, (entry, claimed) in enumerate(self.entries):
             try:
                 previous = _link(previous, entry)
@@ -147,13 +170,13 @@ class Receipt:
         if previous != self.head:
             raise ReceiptError("the last hash does not belong to these entries: entries were added or removed")
         last = self.entries[-1][0] if self.entries else None
-        if self.status != "running" and (last is None or last.kind != "result" or last.name != self.status):
+        if self.status != (last.name if last is not None and last.kind == "result" else "running"):
             raise ReceiptError("the outcome was altered: it is not the one the chain ends with")
         if check_signature is not None:
             if not self.signature:
                 raise ReceiptError("the receipt is not signed")
             try:
                 public, signature = (bytes.fromhex(self.signature[k]) for k in ("public", "signature"))
-            except ValueError:
+            except (KeyError, ValueError):
                 raise ReceiptError("the receipt's signature is damaged") from None
             check_signature(public, bytes.fromhex(self.head), signature)
