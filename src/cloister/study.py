@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 import tomllib
 from collections.abc import Mapping
@@ -42,6 +43,7 @@ Party = NewType("Party", str)
 Role = Literal["coordinator", "site", "auxiliary"]
 Mode = Literal["hardened", "published", "plain"]
 
+BARE = re.compile(r"[A-Za-z0-9_-]+")  # keys that TOML wants no quotes around
 NAME = re.compile(r"[a-z][a-z0-9-]{0,31}")
 TOP = {"name", "workflow", "mode", "timeout", "patience", "seed", "parties", "parameters", "network", "keys"}
 
@@ -78,7 +80,7 @@ class Study:
 
     @property
     def digest(self) -> bytes:
-        """SHA-256 of everything above; equal at all parties, or the run does not start."""
+        """SHA-256 of all but `network`; equal at all parties, or the run does not start."""
         plain = {
             "name": self.name,
             "workflow": self.workflow,
@@ -86,8 +88,8 @@ class Study:
             "parties": dict(self.parties),
             "parameters": dict(self.parameters),
             "seed": self.seed,
-            "timeout": self.timeout,
-            "patience": self.patience,
+            "timeout": float(self.timeout),
+            "patience": float(self.patience),
             "keys": {p: k.hex() for p, k in self.keys.items()},
         }
         return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).digest()
@@ -111,7 +113,7 @@ class Study:
 def parse_study(text: str, where: str = "study.toml") -> Study:
     try:
         raw = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as e:
+    except (ValueError, RecursionError) as e:  # tomllib's own, a number of 5000 digits, a list within lists
         raise ParameterError(f"{where} is not valid TOML: {_explain(text, e)}") from None
     if unknown := raw.keys() - TOP:
         key = min(unknown)
@@ -134,11 +136,13 @@ def parse_study(text: str, where: str = "study.toml") -> Study:
         raise ParameterError(f"{where}: {e}") from None
 
 
-def _explain(text: str, e: tomllib.TOMLDecodeError) -> str:
+def _explain(text: str, e: Exception) -> str:
     line = re.search(r"at line (\d+)", str(e))
-    if "overwrite" in str(e) and line:
-        key = text.splitlines()[int(line[1]) - 1].partition("=")[0].strip()
-        return f"'{key}' stands twice; two parties (or keys) need two names"
+    if "overwrite" in str(e):
+        rows = text.rstrip().split("\n")
+        key, equals, _ = rows[int(line[1]) - 1 if line else -1].partition("=")
+        if equals:
+            return f"'{key.strip()}' stands twice; two parties (or keys) need two names"
     return str(e)
 
 
@@ -173,10 +177,20 @@ def check_study(study: Study) -> None:
             raise ParameterError(f"[keys] {party} is not among the parties")
         if not isinstance(public, bytes) or len(public) != 32:
             raise ParameterError(f"[keys] {party} must be 64 hexadecimal digits")
-    try:
-        json.dumps(dict(study.parameters))
-    except (TypeError, ValueError):
-        raise ParameterError("[parameters] may hold numbers, texts, booleans and lists of these") from None
+    for title in ("parameters", "network"):
+        for key, value in getattr(study, title).items():
+            if not isinstance(key, str) or not (value is None or _is_plain(value)):
+                raise ParameterError(
+                    f"[{title}] {key} must be a finite number, a text, true or false, or a list of these"
+                )
+
+
+def _is_plain(x: Any) -> bool:
+    if isinstance(x, list | tuple):
+        return all(map(_is_plain, x))
+    if isinstance(x, float):
+        return math.isfinite(x)
+    return isinstance(x, bool | int | str)
 
 
 def format_study(study: Study) -> str:
@@ -192,11 +206,13 @@ def format_study(study: Study) -> str:
     }
     for title, table in tables.items():
         if table:
-            lines += ["", f"[{title}]", *(f"{k} = {_toml(v)}" for k, v in table.items() if v is not None)]
+            rows = (f"{k if BARE.fullmatch(k) else _toml(k)} = {_toml(v)}" for k, v in table.items() if v is not None)
+            lines += ["", f"[{title}]", *rows]
     return "\n".join(lines) + "\n"
 
 
 def _toml(x: Any) -> str:
     if isinstance(x, list | tuple):
         return "[" + ", ".join(map(_toml, x)) + "]"
-    return json.dumps(x)  # TOML writes texts, numbers and booleans as JSON does
+    # TOML writes texts, numbers and booleans as JSON does; letters beyond 16 bits only as themselves
+    return json.dumps(x, ensure_ascii=False).replace("\x7f", "\\u007f")
