@@ -65,6 +65,10 @@ def play_processes(
                     children[p] = subprocess.Popen(command, pass_fds=[theirs.fileno()])
                 pipes[p] = Connection(ours.detach())
             _route(pipes, children, run, faults, on_event)
+        except BaseException:
+            for child in children.values():
+                child.kill()
+            raise
         finally:
             for child in children.values():
                 try:
@@ -184,21 +188,22 @@ def child(folder: str, me: str, fd: str) -> None:
                 else:
                     sender, _, frame = item[1:].partition(b"\0")
                     mailbox.put(Party(sender.decode()), frame)
-
-    threading.Thread(target=listen, daemon=True).start()
+        for p in study.parties:
+            mailbox.gone(p, "the rehearsal ended")
 
     def keep(receipt: Receipt) -> None:
         receipt.save(home / "receipt.json")
 
     try:
         study = Study.load(home / "study.toml")
+        threading.Thread(target=listen, daemon=True).start()
         cells = home / "cells.h5ad"
         outcome = take_part(
             study,
             party,
             link,
             mailbox,
-            read_cells(cells) if cells.exists() else None,
+            (lambda: read_cells(cells)) if cells.exists() else None,
             part=workflow_part,
             reveals=reveals_of(study),
             identity=Identity.load(home / "identity.key"),

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+
 from cloister import wire, workflows
 from cloister.channel import Event, Mailbox
 from cloister.crypto.agreement import Identity
@@ -176,10 +178,17 @@ def plan(
         mode=mode,
         seed=seed,
         timeout=timeout,
-        parameters={k: list(v) if isinstance(v, tuple) else v for k, v in (options or {}).items() if v is not None},
+        parameters={k: _plain(v) for k, v in (options or {}).items() if v is not None},
     )
     workflows.check_plan(study)
     return study
+
+
+def _plain(x: Any) -> Any:
+    """An option as `study.toml` can hold it: lists, and Python's numbers instead of NumPy's."""
+    if isinstance(x, list | tuple):
+        return [_plain(v) for v in x]
+    return x.item() if isinstance(x, np.generic) else x
 
 
 def rehearse(
@@ -224,7 +233,7 @@ def rehearse(
     for site, adata in data.items():
         with _named(site):
             found.check(adata, chosen)
-    cells = {Party(p): a if inplace else a.copy() for p, a in data.items()}
+    cells = {Party(p): a if inplace else _copy(a) for p, a in data.items()}
     if processes:
         from cloister.processes import play_processes
 
@@ -239,12 +248,17 @@ def rehearse(
     return run
 
 
+def _copy(adata: AnnData) -> AnnData:
+    return adata.to_memory() if adata.isbacked else adata.copy()  # a backed one has no copy without a file
+
+
 @contextlib.contextmanager
 def _named(site: str) -> Iterator[None]:
     try:
         yield
     except CloisterError as e:
-        raise type(e)(f"site '{site}': {e}") from None
+        e.args = (f"site '{site}': {e}",)  # not a new one: some kinds are made from other things than a text
+        raise
 
 
 def workflow_part(seat: Seat, adata: AnnData | None) -> Outcome:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from cloister.channel import Event, Link, Mailbox, Session
 from cloister.crypto.agreement import Identity
 from cloister.crypto.entropy import Entropy
 from cloister.errors import CloisterError, ProtocolAbort
-from cloister.receipts import Receipt
+from cloister.receipts import Entry, Receipt
 from cloister.study import Party, Role, Study
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def take_part(
     me: Party,
     link: Link,
     mailbox: Mailbox,
-    adata: AnnData | None,
+    adata: AnnData | Callable[[], AnnData] | None,
     *,
     part: Callable[[Seat, AnnData | None], Outcome],
     reveals: str = "",
@@ -92,6 +92,7 @@ def take_part(
 ) -> Outcome:
     """Play one party's part in one run, whatever carries the frames.
 
+    `adata` may be a function that reads the cells: then the others know meanwhile that this party is at work.
     `part` is the workflow's code for a party; `reveals` its `Reveals` text, kept in the receipt. `on_receipt` gets the
     receipt however the run ends. Any error is told to the peers as an abort, and raised here.
     """
@@ -122,19 +123,23 @@ def take_part(
             on_receipt(receipt)
 
     try:
+        adata = adata() if callable(adata) else adata
+        before = _places(adata)
         outcome = part(Seat(session, identity, entropy), adata)
+        outcome.cost = {
+            "bytes": session.sent_bytes,
+            "messages": session.sent_messages,
+            "rounds": session.rounds,
+            "seconds": time.perf_counter() - wall,
+            "cpu_seconds": time.thread_time() - cpu,
+        }
+        for place in sorted(_places(outcome.adata) - before):
+            receipt.add(Entry("written", study.workflow, "-", place, me, 0, ""))
     except BaseException as e:
         session.abort(e)
         named = f"{e.protocol} {e.line} {e.code}" if isinstance(e, ProtocolAbort) else type(e).__name__
         end(f"aborted: {named}")
         raise
-    outcome.cost = {
-        "bytes": session.sent_bytes,
-        "messages": session.sent_messages,
-        "rounds": session.rounds,
-        "seconds": time.perf_counter() - wall,
-        "cpu_seconds": time.thread_time() - cpu,
-    }
     outcome.receipt = receipt
     end("done")
     if outcome.adata is not None:
@@ -142,6 +147,16 @@ def take_part(
 
         attach_receipt(outcome.adata, study.workflow, receipt.brief())
     return outcome
+
+
+def _places(adata: Any) -> set[str]:
+    """Where an AnnData holds something, by name: what is new after a run is the result that was written."""
+    found: set[str] = set()
+    for slot in ("obs", "var", "obsm", "layers", "uns"):
+        keys = {str(k) for k in getattr(adata, slot, ())} - {"cloister"}
+        found |= {f"{slot}[{k!r}]" for k in keys}
+    kept = getattr(adata, "uns", {}).get("cloister", {})
+    return found | {f"uns['cloister'][{k!r}]" for k in (kept if isinstance(kept, Mapping) else ())}
 
 
 def root_cause(errors: dict[Party, BaseException]) -> BaseException:
