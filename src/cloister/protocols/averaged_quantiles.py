@@ -80,7 +80,10 @@ async def site(ch: Channel, params: Params, values: F64, n_cells: int) -> F64:
     S = params.coordinator
     edges = ch.reveal(quantiles(params, values), to=S, line="L1", what="my local quantiles", protocol=NAME)
     await ch.send(S, Local(edges, n_cells))  # L1
-    return (await ch.recv(S, Averaged, edges=(params.n_quantiles,))).edges  # L2
+    averaged = (await ch.recv(S, Averaged, edges=(params.n_quantiles,))).edges  # L2
+    if not np.all(np.isfinite(averaged)) or np.any(np.diff(averaged) < 0):
+        raise ProtocolAbort(NAME, "L2", "edges", "edges that are no rising numbers")
+    return averaged
 
 
 async def coordinator(ch: Channel, params: Params) -> F64:

@@ -68,6 +68,12 @@ def roles(params: Params) -> dict[Party, object]:
     return {params.coordinator: coordinator} | dict.fromkeys(params.sites, site)
 
 
+def cost(params: Params, up: int = 0, down: int = 0) -> dict[Party, tuple[int, int]]:
+    """Messages, and bytes for `up` bytes of a site's names and `down` of those in common, which are not in `Params`."""
+    n = len(params.sites)
+    return {params.coordinator: (n, n * down)} | dict.fromkeys(params.sites, (1, up))
+
+
 def join(names: list[str] | tuple[str, ...]) -> bytes:
     return "\n".join(names).encode()
 
@@ -84,6 +90,8 @@ async def site(ch: Channel, params: Params, kind: str, names: list[str]) -> Agre
         raise DataError("a gene name contains a line break; rename it before the run")
     await ch.send(params.coordinator, Measured(kind, join(names)))  # L1
     told = await ch.recv(params.coordinator, Common)  # L2
+    if told.kind != kind:
+        raise ProtocolAbort(NAME, "L2", "mixed-values", "the coordinator names another kind of values than mine")
     return Agreed(told.kind, tuple(split(told.names, "L2")))
 
 

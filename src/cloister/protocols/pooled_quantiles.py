@@ -7,7 +7,8 @@
                                           or `again`, where a site dropped out between L1 and L3
 
 An order statistic x_(i) is read as the lower end of its part, so that values tied with it stay on its side of the edge;
-where values are whole numbers it is the whole number in that part, and the result is exact.
+where values are whole numbers it is the whole number in that part, and the result is exact (up to 2^18, where a part
+is as wide as one; beyond, as close as for other values).
 
 Reveals
 -------
@@ -97,6 +98,15 @@ def roles(params: Params) -> dict[Party, object]:
     return {params.coordinator: coordinator} | dict.fromkeys(params.sites, site)
 
 
+def cost(params: Params, refined: int | None = None) -> dict[Party, tuple[int, int]]:
+    """What each party sends when nobody drops and |C| = `refined`; by default, the most there can be."""
+    size = 2 * params.n_quantiles if refined is None else refined
+    sums = [secure_sum.cost(params.sum(m)) for m in (len(params.grid) - 1, size * params.parts)]
+    total = {p: (sum(c[p][0] for c in sums), sum(c[p][1] for c in sums)) for p in sums[0]}
+    n, (messages, payload) = len(params.sites), total[params.coordinator]
+    return total | {params.coordinator: (messages + 2 * n, payload + n * (8 * size + 8 * params.n_quantiles + 1))}
+
+
 # ---- local steps -----------------------------------------------------------------------------------------------------
 
 
@@ -107,10 +117,8 @@ def check_values(params: Params, values: F64) -> None:
 
 
 def count(ends: F64, values: F64) -> U64:
-    """How many values lie in [ends_i, ends_{i+1})."""
-    at = np.searchsorted(ends, values, side="right") - 1
-    inside = at[(at >= 0) & (at < len(ends) - 1)]
-    return np.bincount(inside, minlength=len(ends) - 1).astype(np.uint64)
+    """How many of the sorted values lie in [ends_i, ends_{i+1})."""
+    return np.diff(np.searchsorted(values, ends, side="left")).astype(np.uint64)
 
 
 def ranks(params: Params, total: int) -> tuple[I64, F64]:
@@ -118,6 +126,11 @@ def ranks(params: Params, total: int) -> tuple[I64, F64]:
     r = np.linspace(0, 1, params.n_quantiles) * (total - 1)
     lower = np.floor(r).astype(np.int64)
     return lower, r - lower
+
+
+def between(low: F64, high: F64, share: F64) -> F64:
+    """As NumPy interpolates, to the last bit: from the nearer end."""
+    return np.where(share < 0.5, low + (high - low) * share, high - (high - low) * (1 - share))
 
 
 def cells_of(counts: U64, wanted: I64) -> I64:
@@ -143,7 +156,7 @@ def order_statistics(params: Params, coarse: U64, chosen: I64, fine: U64, wanted
 
 async def site(ch: Channel, params: Params, values: F64, *, entropy: Entropy, identity: Identity) -> F64:
     check_values(params, values)
-    S = params.coordinator
+    S, values = params.coordinator, np.sort(values)
 
     async def add(label: str, x: U64) -> None:
         await secure_sum.contributor(ch.sub(label), params.sum(len(x)), x, entropy=entropy, identity=identity)
@@ -157,6 +170,7 @@ async def site(ch: Channel, params: Params, values: F64, *, entropy: Entropy, id
         await add(f"fine/{attempt}", fine)  # L3
         told = await ch.recv(S, Edges, edges=(params.n_quantiles,))  # L4
         if not told.again:
+            check_edges(told.edges)
             return told.edges
     raise ProtocolAbort(NAME, "L4", "restarts", "more restarts than there are sites")
 
@@ -167,6 +181,12 @@ def check_cells(params: Params, chosen: I64) -> None:
     few = 0 < len(chosen) <= 2 * params.n_quantiles
     if not few or np.any(np.diff(chosen) <= 0) or chosen[0] < 0 or chosen[-1] >= n_cells:
         raise ProtocolAbort(NAME, "L2", "cells", "cells to refine that no set of quantiles needs")
+
+
+def check_edges(edges: F64) -> None:
+    """L4: numbers that rise."""
+    if not np.all(np.isfinite(edges)) or np.any(np.diff(edges) < 0):
+        raise ProtocolAbort(NAME, "L4", "edges", "edges that are no rising numbers")
 
 
 async def coordinator(ch: Channel, params: Params) -> F64:
@@ -189,7 +209,7 @@ async def coordinator(ch: Channel, params: Params) -> F64:
             x = order_statistics(params, first.z, chosen, second.z, wanted)
             low = x[np.searchsorted(wanted, lower)]
             high = x[np.searchsorted(wanted, np.minimum(lower + 1, total - 1))]
-            edges = low + share * (high - low)
+            edges = between(low, high, share)
         await ch.scatter(present, Edges(edges, again))  # L4
         if not again:
             return edges
