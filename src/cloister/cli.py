@@ -220,6 +220,10 @@ def rehearse(
     made = make_plan(workflow, files, options=given, **plan)
     for note in workflows.warnings_of(made):
         err.print(f"note: {note}", style="yellow", markup=False)
+    if folder is not None:
+        from cloister.results import check_folder
+
+        check_folder(folder, made)
     cells = {site: read_cells(path) for site, path in files.items()}
     with _progress(quiet=quiet or as_json) as tell:
         run = play(workflow, cells, processes=processes, on_event=tell, check=False, **plan, **given)
@@ -332,7 +336,8 @@ def _finish(run: Run, folder: Path | None, *, as_json: bool) -> None:
 
     written: list[str] = []
     if folder is not None:
-        from cloister.report import save_run, write_report
+        from cloister.report import write_report
+        from cloister.results import save_run
 
         written = [str(p) for p in save_run(run, folder)]
         written.append(str(write_report(folder / "report.html", [run])))
@@ -430,7 +435,8 @@ def report(
     ] = None,
 ) -> None:
     """Make the page of a results folder again."""
-    from cloister.report import load_runs, write_report
+    from cloister.report import write_report
+    from cloister.results import load_runs
 
     made = write_report(path or folder / "report.html", load_runs(folder))
     out.print(str(made), markup=False)
@@ -452,10 +458,12 @@ def demo(
 
     with _progress(quiet=quiet) as tell:
         table, path = run_demo(folder, on_event=tell, say=lambda text: err.print(text, markup=False))
-    shown = Table(*table[0], box=None)
-    for row in table[1:]:
-        shown.add_row(*map(str, row))
-    out.print(shown)
+    attack = table[0].index("what an attack finds")
+    for columns in ([i for i in range(len(table[0])) if i != attack], [0, 1, attack]):  # two tables fit 80 columns
+        shown = Table(*(table[0][i] for i in columns), box=None)
+        for row in table[1:]:
+            shown.add_row(*(str(row[i]) for i in columns))
+        out.print(shown)
     out.print(f"open {path}", markup=False)
 
 

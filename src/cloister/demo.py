@@ -35,7 +35,8 @@ def run_demo(
     folder: Path, *, on_event: Tell = None, say: Callable[[str], None] = print
 ) -> tuple[list[tuple[Any, ...]], Path]:
     """Play every demo, save each run under `folder`, and write one report. Returns the table and the page."""
-    from cloister.report import save_run, write_report
+    from cloister.report import write_report
+    from cloister.results import save_run
 
     rows: list[tuple[Any, ...]] = [HEADER]
     runs: list[Run] = []
@@ -63,10 +64,12 @@ def write_sites(folder: Path) -> list[Path]:
 
 
 def cost_of(run: Run) -> tuple[str, str]:
-    """Megabytes that a site sent, on average, and the seconds of the whole run."""
+    """What a site sent, on average, and the seconds of the whole run."""
+    from cloister.report_parts import size
+
     sites = [run.cost[p] for p in run.study.sites if p in run.cost]
-    sent = float(np.mean([c["bytes"] for c in sites])) / 1e6
-    return f"{sent:.2f} MB", f"{max(c['seconds'] for c in run.cost.values()):.1f}"
+    sent = float(np.mean([c["bytes"] for c in sites]))
+    return size(sent), f"{max(c['seconds'] for c in run.cost.values()):.1f}"
 
 
 def bin_values(tell: Tell) -> tuple[list[Run], list[tuple[Any, ...]]]:
@@ -90,9 +93,7 @@ def bin_values(tell: Tell) -> tuple[list[Run], list[tuple[Any, ...]]]:
         seen = [e for p in sites for e, _ in run.receipts[p].entries if e.kind == "opened" and "local" in e.name]
         leak = f"{len(seen)} sites' own quantiles" if seen else "pooled counts only"
         runs.append(run)
-        rows.append(
-            ("bin-values", mode, "same bin as pooled", "100 %", f"{found:.1%}", f"{alone:.1%}", leak, *cost_of(run))
-        )
+        rows.append(("bin-values", mode, "same bin", "100.0%", f"{found:.1%}", f"{alone:.1%}", leak, *cost_of(run)))
     return runs, rows
 
 
