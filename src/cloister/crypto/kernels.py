@@ -283,7 +283,7 @@ def limbs_to_dd(limbs, out):
 
 @jit
 def dd_to_limbs(x, out):
-    """Nearest integer of a double-double below 2^127, as three signed limbs of 42 bits."""
+    """Nearest integer of a double-double below 2^145, as signed limbs of 42, 42 and the remaining bits."""
     n = x.shape[1]
     for i in range(n):
         h, low = fast_sum(x[0, i], x[1, i])

@@ -1,0 +1,52 @@
+"""A small committee for the tests of the collective protocols: real 128-bit rings, as small as they carry the work."""
+
+import numpy as np
+
+from cloister.crypto import ckks
+from cloister.crypto.entropy import Entropy
+from cloister.crypto.prg import Prg
+from cloister.study import Party
+
+HUB = Party("hub")
+SMALL = ckks.Parameters(8192, base=2, base_bits=52, levels=1, per_level=1, level_bits=40, special_bits=55)  # 199 bits
+
+
+def names(n):
+    return tuple(Party(f"site-{i}") for i in range(n))
+
+
+def entropy(label="test"):
+    return Entropy(Prg(label.encode().ljust(32, b".")[:32]).bytes)
+
+
+def secrets(params, n, seed="secrets"):
+    return {p: ckks.Secret.draw(params, entropy(f"{seed}/{p}")) for p in names(n)}
+
+
+def whole(params, shares):
+    """The sum that nobody may hold: only tests add it up."""
+    r = ckks.context(params).ring
+    total = r.zeros(len(params.bits))
+    for s in shares.values():
+        r.add(total, s.ntt)
+    return total
+
+
+def public(params, shares, seed=b"s" * 32):
+    c = ckks.context(params)
+    a = ckks.common(params, seed, "test", params.top)
+    b = c.ring.error(entropy("pk").prg(), params.top)
+    return ckks.PublicKey(c.ring.add_product(b, a, whole(params, shares), sign=-1), a)
+
+
+def encrypt(params, shares, values, k=None, scale=None):
+    c = ckks.context(params)
+    full = np.zeros(params.slots)
+    full[: len(values)] = values
+    return c.encrypt(public(params, shares), full, k or params.top, scale or params.scale, entropy("encrypt"))
+
+
+def size(r, a):
+    """Largest absolute coefficient of a polynomial in NTT form."""
+    high, _ = r.lift(r.backward(a.copy()))
+    return float(np.abs(high).max())
