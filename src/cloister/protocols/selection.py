@@ -6,6 +6,8 @@
     S3   candidates below the pivot           they and the pivot are the new candidates, if they are k or more;
          fewer than k                         the row is searched again with t doubled
 
+Rows that go different ways take their steps together, so a step of all rows is one batch of comparisons.
+
 s and t are chosen so that S3 fails in one row of a hundred and the expected number of comparisons is smallest: a little
 more than one per candidate of a long row. Everything here is decided by the outcome of comparisons between entries in
 uniformly random order, so it tells nothing about the entries.
@@ -19,13 +21,17 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Generator, Sequence
+from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
-from cloister.crypto.replicated import U8, Index
+from cloister.crypto.replicated import I64, U8, Index
 
 Less = Callable[[Index, Index], Awaitable[U8]]  # flat places i, j → 1 where i comes before j
+Pairs: TypeAlias = tuple[Index, Index]
+Search: TypeAlias = Generator[Pairs, U8, Index]  # asks for comparisons, gets their outcome, ends with places
 
 FEW = 24  # candidates whose pairs are all compared
 MISS = 0.01  # rows in which the pivot may turn out too small
@@ -63,87 +69,129 @@ def plan(n: int, k: int, rows: int) -> tuple[float, int, int]:
     return best
 
 
+def expected(rows: int, n: int, k: int) -> list[int]:
+    """Comparisons of every step for `rows` rows; exact where all pairs are compared, else expected."""
+    if n == 1:
+        return []
+    _, s, t = plan(n, k, rows)
+    if s == 0:
+        return [rows * n * (n - 1) // 2]
+    left = min(n, round(t * (n + 1) / (s + 1) * math.sqrt(1 + 1 / t)))  # root of the mean square
+    return [*expected(rows, s, t), rows * (n - s), *expected(rows, max(left, k), k)]
+
+
 async def smallest(less: Less, rows: int, n: int, k: int) -> Index:
     """Flat places (rows, k) of the k smallest entries of every row, in ascending order."""
     start = np.arange(rows, dtype=np.intp)[:, None] * n
-    if k == n == 1:
-        return start
-    return await _select(less, start + np.arange(n, dtype=np.intp), np.full(rows, n), k)
+    search = _select(start + np.arange(n, dtype=np.intp), np.full(rows, n), k)
+    answer = None
+    try:
+        while True:
+            i, j = search.send(answer)  # type: ignore[arg-type]
+            answer = await less(i, j)
+    except StopIteration as end:
+        found: Index = end.value
+        return found
 
 
-async def _select(less: Less, cand: Index, count: np.ndarray, k: int) -> Index:
+def _together(searches: Sequence[Search]) -> Generator[Pairs, U8, list[Index]]:
+    """Let several searches take their steps at the same time, as one."""
+    results: list[Index] = [np.empty((0, 0), np.intp)] * len(searches)
+    asked: dict[int, Pairs] = {}
+
+    def go_on(number: int, answer: U8 | None) -> None:
+        try:
+            asked[number] = searches[number].send(answer)  # type: ignore[arg-type]
+        except StopIteration as end:
+            asked.pop(number, None)
+            results[number] = end.value
+
+    for number in range(len(searches)):
+        go_on(number, None)
+    while asked:
+        order = list(asked)
+        answers = yield (
+            np.concatenate([asked[number][0] for number in order]),
+            np.concatenate([asked[number][1] for number in order]),
+        )
+        cuts = np.cumsum([len(asked[number][0]) for number in order])[:-1]
+        for number, answer in zip(order, np.split(answers, cuts.tolist()), strict=True):
+            go_on(number, answer)
+    return results
+
+
+def _select(cand: Index, count: I64, k: int) -> Search:
     """The k smallest of the first count[r] candidates of every row r; every count is at least k."""
-    rows, n = cand.shape
+    rows = len(cand)
     if rows == 0:
-        return cand[:, :k]
-    _, s, t = plan(n, k, rows)
+        return np.empty((0, k), np.intp)
+    _, s, t = plan(int(count.mean()), k, rows)
     if s == 0:
-        return await _all_pairs(less, cand, count, k)
-    out: Index = np.empty((rows, k), np.intp)
+        return (yield from _all_pairs(cand, count, k))
     short = count < s + k
     if short.any():  # rows that the sample would use up
-        width = int(count[short].max())
-        out[short] = await _select(less, cand[short, :width], count[short], k)
-        out[~short] = await _select(less, cand[~short], count[~short], k)
-        return out
-    pending, kept, kept_count = np.arange(rows), [], []
-    while pending.size:
-        below, number = await _filter(less, cand[pending], count[pending], s, t)
-        done = number >= k
-        kept.append((pending[done], below[done]))
-        kept_count.append(number[done])
-        pending, t = pending[~done], min(2 * t, s)
-        if t == s and pending.size:  # the sample is spent: all pairs of what is left
-            out[pending] = await _all_pairs(less, cand[pending], count[pending], k)
-            break
-    order = np.concatenate([r for r, _ in kept])
-    number = np.concatenate(kept_count)
-    width = int(number.max(initial=k))
-    merged: Index = np.zeros((len(order), width), np.intp)
-    at = 0
-    for r, below in kept:
-        w = min(width, below.shape[1])
-        merged[at : at + len(r), :w] = below[:, :w]
-        at += len(r)
-    out[order] = await _select(less, merged, number, k)
+        return (yield from _split(cand, count, k, short))
+    below, number = yield from _filter(cand, count, s, t)
+    return (yield from _settle(cand, count, k, s, t, below, number))
+
+
+def _split(cand: Index, count: I64, k: int, first: npt.NDArray[np.bool_]) -> Search:
+    width = int(count[first].max())
+    parts = [_select(cand[first, :width], count[first], k), _select(cand[~first], count[~first], k)]
+    return _merge(first, *(yield from _together(parts)))
+
+
+def _merge(first: npt.NDArray[np.bool_], one: Index, two: Index) -> Index:
+    out: Index = np.empty((len(first), one.shape[1]), np.intp)
+    out[first], out[~first] = one, two
     return out
 
 
-async def _filter(
-    less: Less,
-    cand: Index,
-    count: np.ndarray,
-    s: int,
-    t: int,
-) -> tuple[Index, np.ndarray]:
+def _settle(cand: Index, count: I64, k: int, s: int, t: int, below: Index, number: I64) -> Search:
+    """S3: go on with what is below the pivot; where that is too little, search again with a larger one."""
+    enough = number >= k
+    width = int(number.max())
+    search = _select(below[enough, :width], number[enough], k)
+    if enough.all():
+        return (yield from search)
+    again = _again(cand[~enough], count[~enough], k, s, t)
+    return _merge(enough, *(yield from _together([search, again])))
+
+
+def _again(cand: Index, count: I64, k: int, s: int, t: int) -> Search:
+    if 2 * t >= s:
+        return (yield from _all_pairs(cand, count, k))
+    below, number = yield from _filter(cand, count, s, 2 * t)
+    return (yield from _settle(cand, count, k, s, 2 * t, below, number))
+
+
+def _filter(cand: Index, count: I64, s: int, t: int) -> Generator[Pairs, U8, tuple[Index, I64]]:
     """S2: candidates up to the pivot, packed to the left, and how many they are."""
     rows, n = cand.shape
-    first = await _select(less, cand[:, :s], np.full(rows, s), t)
-    pivot = first[:, -1]
+    first = yield from _select(cand[:, :s], np.full(rows, s), t)
     rest = cand[:, s:]
     valid = np.arange(s, n) < count[:, None]
-    mine = np.broadcast_to(pivot[:, None], rest.shape)[valid]
+    pivot = np.broadcast_to(first[:, -1:], rest.shape)[valid]
+    answer = yield rest[valid], pivot
     smaller = np.zeros(rest.shape, bool)
-    smaller[valid] = (await less(rest[valid], mine)).astype(bool)
+    smaller[valid] = answer.astype(bool)
     number = smaller.sum(axis=1) + t
-    width = int(number.max(initial=t))
-    out: Index = np.zeros((rows, width), np.intp)
+    out: Index = np.zeros((rows, int(number.max())), np.intp)
     out[:, :t] = first
     r, c = np.nonzero(smaller)
-    column = np.cumsum(smaller, axis=1)[r, c] - 1 + t
+    column = np.arange(len(r)) - np.searchsorted(r, r) + t
     out[r, column] = rest[r, c]
     return out, number
 
 
-async def _all_pairs(less: Less, cand: Index, count: np.ndarray, k: int) -> Index:
+def _all_pairs(cand: Index, count: I64, k: int) -> Search:
     """S1: rank = how many come before."""
     rows, n = cand.shape
     if n == 1:
         return cand[:, :k]
     i, j = np.triu_indices(n, 1)
     valid = j[None, :] < count[:, None]
-    left, right = cand[:, i][valid], cand[:, j][valid]
-    before = await less(left, right)
+    before = yield cand[:, i][valid], cand[:, j][valid]
     r = np.nonzero(valid)[0]
     rank = np.zeros(rows * n)
     for places, beaten in ((j, before), (i, 1 - before)):
