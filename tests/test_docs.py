@@ -1,4 +1,8 @@
-"""The README and the guides say nothing that does not run: commands in order, Python blocks, TOML blocks."""
+"""The README and the guides say nothing that does not run: commands in order, Python blocks, TOML blocks.
+
+A page about one workflow finds the demo's three sites as `sites` in Python and under `sites/` as files. A block marked `py`
+instead of `python` needs something we cannot ship (a checkpoint, a second machine) and is only shown.
+"""
 
 import os
 import re
@@ -10,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from cloister.cells import demo_sites
+from cloister.demo import write_sites
 from cloister.study import parse_study
 from cloister.workflows import check_plan
 
@@ -25,7 +30,8 @@ def blocks(page, kind):
 @pytest.mark.parametrize("page", RUN, ids=lambda p: p.name)
 def test_commands_and_python_run_as_printed(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    names = {"__name__": "__docs__", "sites": demo_sites()}  # in the guides, `sites` is the demo's three
+    names = {"__name__": "__docs__", "sites": demo_sites()}
+    write_sites(tmp_path / "sites")
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     for kind, text in re.findall(r"^```(console|python)\n(.*?)^```", page.read_text(), flags=re.DOTALL | re.MULTILINE):
         if kind == "python":

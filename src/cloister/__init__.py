@@ -26,6 +26,8 @@ _PUBLIC = {
     "write_cells": "cell_files",
     "demo_sites": "cells",
     "bin_values": "workflows.bin_values",
+    "shared_pca": "workflows.shared_pca",
+    "embed": "workflows.embed",
 }
 
 __all__ = ["__version__", *_PUBLIC]
