@@ -1,0 +1,431 @@
+"""Federated training: sites fit one model together; the coordinator sees sums of updates, and no single one.
+
+    L1   u → S   what the model takes in, names of the labels    no names where the study lists them; has u labels?
+    L2   S → u   the label vocabulary
+    L3   u → S   digest of architecture and first weights w_0    S goes on only if all are the same
+    L4   u, S    secure sum of n_u           training cells; only if updates are weighted by them
+    for rounds t = 0, 1, …:
+    L5   S → u   t, who is there, who trains (C_t), θ_t = w_t - w_0
+    L6   u, S    secure sum of validation counts at w_t   over all who are there, every `score_every` rounds
+    L7   u       Δ_u = train(w_t) - w_t      local epochs of SGD or Adam; FedProx adds μ/2 ‖w - w_t‖² to the loss
+    L8   u, S    secure sum of a_u Δ_u, a_u and the training loss   u in C_t; a_u = n_u / Σ n or 1; Δ_u clipped
+    L9   S       θ_{t+1} = θ_t + Σ a_u Δ_u / Σ a_u
+    L10  S → u   the best θ by the validation metric, or the last; the curves
+
+S never holds w_0, only what was learned on top of it. A site whose update is no number adds zeros with weight zero: it
+is told, and nobody else can tell. Two entries share a 64-bit word of the sum: 4 bytes per parameter, as much as sending
+them in the clear.
+
+With differential privacy, ‖Δ_u‖ is clipped to C, all weights are 1, every site adds Gaussian noise of variance z²C²/m
+(m = the fewest survivors that finish a sum) before its vector is masked, and L4, L6 and the loss are left out.
+
+Reveals
+-------
+coordinator : label names per site (unless the study lists them) and who has labels; the number of training cells of all
+    sites; after every round the weighted mean update of that round's sites, their mean training loss, and the pooled
+    validation counts (true by predicted label) of all sites; who dropped out. With k colluding sites: the same over the
+    other sites. With noise: only noisy mean updates, (ε, δ)-differentially private for a whole site's data.
+site : the model at the start of the rounds it takes part in, and in the end; the curves. A model may itself tell about
+    the cells it was trained on; only noise bounds that. With two sites, each learns the other's update by subtraction.
+
+Assumes
+-------
+What the secure sum assumes. Semi-honest coordinator: it chooses who trains in a round; sites insist on at least
+`min_clients` and on more than half of all sites being there. Colluding sites know their own share of the noise, which
+then protects the others less: k of m colluders leave z√((m - k)/m).
+
+Cost
+----
+Per round and training site: 8⌈P/2⌉ bytes up and the secure sum's overhead, 4P bytes down; 8P up with noise.
+A score: K² + 2 words for K labels. Rounds: 4 messages up and 5 down per secure sum.
+
+References
+----------
+[MMR+17] McMahan et al., AISTATS 2017, algorithm 1 (FedAvg).  [LSZ+20] Li et al., MLSys 2020 (FedProx).
+[FedscGPT], [KAH+24]: federated fine-tuning and FedAvg+XCLP with plain means.  [MRTZ18] DP-FedAvg. Lines numbered here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from cloister import wire
+from cloister.channel import Channel
+from cloister.crypto.agreement import Identity
+from cloister.crypto.entropy import Entropy
+from cloister.crypto.fixedpoint import FixedPoint
+from cloister.errors import DataError, ParameterError, ProtocolAbort
+from cloister.protocols import lanes, secure_sum
+from cloister.protocols.training_parts import (
+    CURVES,
+    Offer,
+    State,
+    Store,
+    Trained,
+    better,
+    from_curves,
+    metrics,
+    to_curves,
+)
+from cloister.study import Party
+from cloister.wire import F32, F64, U64, message
+
+NAME = "federated_training"
+TAIL = FixedPoint(32, 2.0**20, 1 << 10)  # weights and losses
+COUNTS = FixedPoint(12, 2.0**40, 1 << 10)  # cells and sums of losses
+LARGEST_LOSS = 1e4  # per cell; larger ones are told as this
+
+
+@dataclass(frozen=True, slots=True)
+class Params:
+    sites: tuple[Party, ...]
+    coordinator: Party
+    model: str  # architecture and local training, as text: the same at all parties, or the run does not start
+    rounds: int = 10
+    clients: int = 0  # |C_t|; 0: all
+    rate: float = 1e-3
+    schedule: str = "constant"  # or "cosine": of the learning rate over the rounds
+    weighting: str = "cells"  # or "plain"
+    bound: float = 4.0  # of one entry of an update
+    labels: tuple[str, ...] = ()  # the vocabulary; empty: the union of the sites' label names
+    score_every: int = 1  # 0: never
+    metric: str = "accuracy"  # or "macro_f1", "loss"
+    patience: int = 0  # scored rounds without a better one, after which training stops; 0: never
+    noise: float = 0.0  # z
+    clip: float = 1.0  # C, with noise
+    epsilon: float = 0.0  # what the accountant says of all rounds
+    delta: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        n = len(self.sites)
+        if self.rounds < 1 or self.score_every < 0 or self.patience < 0:
+            raise ParameterError(f"training needs at least one round, found {self.rounds}")
+        if self.clients and not 2 <= self.clients <= n:
+            raise ParameterError(f"expected between 2 and {n} clients a round (0 for all), found {self.clients}")
+        if self.weighting not in ("cells", "plain") or self.schedule not in ("constant", "cosine"):
+            raise ParameterError("weighting must be cells or plain, schedule constant or cosine")
+        if self.metric not in ("accuracy", "macro_f1", "loss"):
+            raise ParameterError(f"metric must be accuracy, macro_f1 or loss, found '{self.metric}'")
+        if not self.rate > 0 or not self.bound > 0 or self.noise < 0 or not self.clip > 0:
+            raise ParameterError("rate, bound and clip must be above 0, noise at least 0")
+        if self.noise and (self.weighting != "plain" or self.score_every or self.patience):
+            raise ParameterError(
+                "with noise, weighting must be plain and score_every and patience 0: counts of cells have no noise"
+            )
+        if self.patience and not self.score_every:
+            raise ParameterError("early stopping needs a score; set score_every")
+
+    @property
+    def min_clients(self) -> int:
+        return min(self.clients or self.majority, self.majority)
+
+    @property
+    def majority(self) -> int:
+        return len(self.sites) // 2 + 1
+
+    def rate_at(self, t: int) -> float:
+        share = 0.5 * (1 + math.cos(math.pi * t / self.rounds)) if self.schedule == "cosine" else 1.0
+        return self.rate * share
+
+    def scored(self, t: int) -> bool:
+        return bool(self.score_every) and (t % self.score_every == 0 or t == self.rounds)
+
+    def code(self, clients: int) -> lanes.Code:
+        """How an update is written; the same at all who add one up."""
+        if self.noise:
+            fewest = clients // 2 + 1
+            reach = self.clip + 40 * self.noise * self.clip / math.sqrt(fewest)
+            return lanes.Code(reach, clients, packed=False)
+        return lanes.Code(self.bound, clients)
+
+    def sum(self, contributors: tuple[Party, ...], length: int) -> secure_sum.Params:
+        return secure_sum.Params(contributors, self.coordinator, length)
+
+
+@message("L1")
+class Brings:  # u → S
+    shape: str
+    labels: tuple[str, ...]
+
+
+@message("L2")
+class Vocabulary:  # S → u
+    labels: tuple[str, ...]
+
+
+@message("L3")
+class Ready:  # u → S
+    digest: bytes
+    size: int
+
+
+@message("L5")
+class Task:  # S → u
+    t: int
+    live: tuple[Party, ...]
+    clients: tuple[Party, ...]  # empty: nobody trains, the last score or the end
+    end: bool  # no further round; the model follows
+    total: float  # Σ n_u, of L4
+    theta: F32  # (P,), or nothing for who neither trains nor scores
+
+
+@message("L10")
+class Model:  # S → u
+    theta: F32  # (P,)
+    best_round: int
+    curves: F64  # (rows, 7), as CURVES; NaN where not measured
+
+
+# ---- local steps -----------------------------------------------------------------------------------------------------
+
+
+def vocabulary(params: Params, brought: Mapping[Party, Brings]) -> tuple[str, ...]:
+    """L2: the study's labels, or all that occur."""
+    if params.labels:
+        return params.labels
+    found = sorted({name for b in brought.values() for name in b.labels})
+    if len(found) < 2:
+        raise ProtocolAbort(NAME, "L1", "labels", f"the sites know {len(found)} label(s) together; two are needed")
+    return tuple(found)
+
+
+def check_same(seen: Mapping[Party, Any], what: str, line: str) -> None:
+    """Raise unless all sites said the same; the minority is named."""
+    values = list(seen.values())
+    common = max(set(values), key=values.count)
+    others = sorted(u for u, value in seen.items() if value != common)
+    if others:
+        raise ProtocolAbort(NAME, line, "mismatch", f"{', '.join(others)} came with another {what} than the others")
+
+
+def choose_clients(params: Params, live: tuple[Party, ...], t: int) -> tuple[Party, ...]:
+    """L5: who trains, drawn from the study's seed."""
+    if not params.clients or params.clients >= len(live):
+        return live
+    rng = np.random.default_rng([params.seed & 0xFFFFFFFF, 5, t])
+    return tuple(sorted(live[i] for i in rng.choice(len(live), params.clients, replace=False)))
+
+
+def check_task(params: Params, ch: Channel, task: Task, t: int, size: int) -> None:
+    known = set(params.sites)
+    if (task.t < t and not task.end) or task.t > params.rounds or not set(task.clients) <= set(task.live) <= known:
+        raise ProtocolAbort(NAME, "L5", "task", "a round that is out of order, or names parties that are not there")
+    if ch.me not in task.live or len(set(task.live)) < params.majority:
+        raise ProtocolAbort(NAME, "L5", "task", f"{len(task.live)} sites are there, {params.majority} are needed")
+    if task.clients and len(set(task.clients)) < params.min_clients:
+        raise ProtocolAbort(NAME, "L5", "task", f"{len(task.clients)} sites train, {params.min_clients} are needed")
+    wanted = size if not task.end and (ch.me in task.clients or params.scored(task.t)) else 0
+    if len(task.theta) != wanted:
+        raise ProtocolAbort(NAME, "L5", "task", "a model of another size than was agreed")
+
+
+def update_words(
+    params: Params, clients: int, delta: F64, weight: float, loss: float, entropy: Entropy
+) -> tuple[U64, str]:
+    """L8: clip, weight, add noise, encode. Returns the words, and a note for the site if something was changed."""
+    note = ""
+    if not np.all(np.isfinite(delta)):
+        note = "your update was no number and was left out; lower the learning rate, or look at your cells"
+        delta, weight, loss = np.zeros(len(delta)), 0.0, 0.0
+    if params.noise:
+        norm = float(np.linalg.norm(delta))
+        delta = delta * min(1.0, params.clip / max(norm, 1e-300))
+        sigma = params.noise * params.clip / math.sqrt(clients // 2 + 1)
+        delta, loss = delta + lanes.gaussian(entropy, len(delta), sigma), 0.0
+        weight = 1.0  # who adds nothing must not be told apart
+    else:
+        beyond = int(np.count_nonzero(np.abs(delta) > params.bound))
+        if beyond:
+            note = f"{beyond} entries of your update were clipped to ±{params.bound:g}, the bound of this study"
+        delta = np.clip(delta, -params.bound, params.bound) * weight
+    body = params.code(clients).encode(delta)
+    loss = min(loss, LARGEST_LOSS) if math.isfinite(loss) else LARGEST_LOSS
+    return np.concatenate([body, TAIL.encode(np.array([weight, weight * loss]))]), note
+
+
+def mean_update(params: Params, clients: int, size: int, words: U64, survivors: int) -> tuple[F64, float]:
+    """L9: the weighted mean of the updates, and the mean training loss."""
+    weight, loss = (float(x) for x in TAIL.decode(words[-2:].copy()))
+    total = params.code(clients).decode(words[:-2], size)
+    if params.noise:
+        weight = float(survivors)
+    if weight <= 0:
+        return np.zeros(size), math.nan
+    return total / weight, loss / weight
+
+
+# ---- roles -----------------------------------------------------------------------------------------------------------
+
+
+async def site(ch: Channel, params: Params, offer: Offer, *, entropy: Entropy, identity: Identity) -> Trained:
+    """Play u. Returns what was learned, with the site's own learner to apply it to."""
+    S, notes = params.coordinator, []
+    unknown = sorted(set(offer.labels) - set(params.labels)) if params.labels else []
+    if unknown:
+        raise DataError(
+            f"{len(unknown)} label(s) here are not in the study's vocabulary (e.g. '{unknown[0]}'); rename or remove "
+            "them, or agree on a longer list of labels"
+        )
+    if not offer.labels:
+        raise DataError("no cell of this site has a label; fine-tuning learns from labelled cells")
+
+    async def add(label: str, who: tuple[Party, ...], x: U64) -> None:
+        sums = params.sum(who, len(x))
+        await secure_sum.contributor(ch.sub(label, sums), sums, x, entropy=entropy, identity=identity)
+
+    await ch.send(S, Brings(offer.shape, () if params.labels else tuple(sorted(set(offer.labels)))))  # L1
+    labels = (await ch.recv(S, Vocabulary)).labels  # L2
+    if not set(offer.labels) <= set(labels) or len(set(labels)) != len(labels):
+        raise ProtocolAbort(NAME, "L2", "labels", "the vocabulary lacks a label of this site, or has one twice")
+    learner = offer.build(labels)
+    await ch.send(S, Ready(learner.digest, learner.size))  # L3
+    if params.weighting == "cells":
+        await add("cells", params.sites, COUNTS.encode(np.array([float(learner.cells)])))  # L4
+    t = 0
+    while True:
+        task = await ch.recv(S, Task, theta=(None,))  # L5
+        check_task(params, ch, task, t, learner.size)
+        if task.end:
+            break
+        t = task.t
+        if params.scored(t):
+            counts, loss = learner.score(task.theta)
+            loss = min(loss, LARGEST_LOSS * counts.sum()) if math.isfinite(loss) else LARGEST_LOSS * counts.sum()
+            await add(f"score/{t}", task.live, COUNTS.encode(np.append(counts.ravel(), loss)))  # L6
+        if ch.me in task.clients:
+            ch.step(f"training, round {t + 1} of {params.rounds}", protocol=NAME, line="L7")
+            delta, loss = learner.train(task.theta, t, params.rate_at(t))  # L7
+            weight = 1.0 if params.weighting == "plain" else learner.cells / task.total
+            words, note = update_words(params, len(task.clients), delta, weight, loss, entropy)
+            if note:
+                notes.append(f"round {t + 1}: {note}")
+            await add(f"update/{t}", task.clients, words)  # L8
+        t += 1
+    told = await ch.recv(S, Model, theta=(learner.size,), curves=(None, len(CURVES)))  # L10
+    return Trained(told.theta, labels, from_curves(told.curves), told.best_round, learner, tuple(notes))
+
+
+async def coordinator(ch: Channel, params: Params, store: Store | None = None) -> Trained:
+    """Play S. Sites that drop out are left out of later rounds, as long as more than half are there."""
+    sites, S = params.sites, params.coordinator
+    brought = await ch.gather(sites, Brings)  # L1
+    check_same({u: b.shape for u, b in brought.items()}, "kind of input", "L1")
+    labels = vocabulary(params, brought)
+    await ch.scatter(sites, Vocabulary(labels))  # L2
+    ready = await ch.gather(sites, Ready)  # L3
+    check_same({u: (r.digest, r.size) for u, r in ready.items()}, "architecture or first weights", "L3")
+    first = next(iter(ready.values()))
+    total = 1.0
+    if params.weighting == "cells":
+        cells = await secure_sum.aggregator(ch.sub("cells", params.sum(sites, 1)), params.sum(sites, 1))  # L4
+        total = max(1.0, float(COUNTS.decode(cells.z)[0]))
+    state = _begin(params, first, labels, store)
+    nothing, K = np.zeros(0, np.float32), len(labels)
+
+    def live() -> tuple[Party, ...]:
+        there = tuple(u for u in sites if not ch.lost(u))
+        if len(there) < params.majority:
+            raise ProtocolAbort(NAME, "L5", "too-few", f"{len(there)} sites are left, {params.majority} are needed")
+        return there
+
+    while True:
+        t, there = state.t, live()
+        stop = t >= params.rounds
+        clients = () if stop else choose_clients(params, there, t)
+        theta = state.theta.astype(np.float32)
+        scored = params.scored(t)
+        if stop and not scored:
+            break
+        asked = there if scored else clients
+        task = Task(t, there, clients, end=False, total=total, theta=theta)
+        empty = replace(task, theta=nothing)
+        ch.step(f"round {t + 1} of {params.rounds}" if not stop else "last score", protocol=NAME, line="L5")
+        await ch.scatter({u: task if u in asked else empty for u in there})  # L5
+        row: dict[str, Any] = {"round": t}
+        if scored:
+            sums = params.sum(there, K * K + 1)
+            counted = await secure_sum.aggregator(ch.sub(f"score/{t}", sums), sums)  # L6
+            counts = COUNTS.decode(counted.z)
+            row |= metrics(np.rint(counts[:-1]).reshape(K, K), float(counts[-1]))
+            if better(params.metric, row) > state.best_score:
+                state.best, state.best_at, state.best_score = state.theta.copy(), t, better(params.metric, row)
+        if stop:
+            state.history.append(row)
+            break
+        code = params.code(len(clients))
+        sums = params.sum(clients, code.words(first.size) + 2)
+        summed = await secure_sum.aggregator(ch.sub(f"update/{t}", sums), sums)  # L8
+        what = f"mean update of {len(summed.survivors)} sites" + _budget(params)
+        update, loss = mean_update(params, len(clients), first.size, summed.z, len(summed.survivors))
+        state.theta = state.theta + ch.reveal(update, to=(S, *there), line="L9", what=what, protocol=NAME)  # L9
+        row |= {"clients": len(summed.survivors)} | ({} if math.isnan(loss) or params.noise else {"train_loss": loss})
+        state.history.append(row)
+        state.t = t + 1
+        if store is not None:
+            store.save(state)
+        if params.patience and _stale(params, state) >= params.patience:
+            break
+    there = live()
+    await ch.scatter(there, Task(state.t, there, (), end=True, total=total, theta=nothing))
+    chosen, at = (state.best, state.best_at) if state.best_at >= 0 else (state.theta, state.t)
+    theta = chosen.astype(np.float32)
+    ch.reveal(theta, to=there, line="L10", what=f"the model after {at} rounds" + _budget(params), protocol=NAME)
+    await ch.scatter(there, Model(theta, at, to_curves(state.history)))  # L10
+    return Trained(theta, labels, state.history, at)
+
+
+def _budget(params: Params) -> str:
+    return f", ({params.epsilon:g}, {params.delta:g})-private per site over all rounds" if params.noise else ""
+
+
+def _stale(params: Params, state: State) -> int:
+    """Scored rounds since the best one."""
+    return sum(1 for row in state.history if "accuracy" in row and row["round"] > state.best_at)
+
+
+def _begin(params: Params, first: Ready, labels: tuple[str, ...], store: Store | None) -> State:
+    """A new state, or the stored one if it belongs to the same training."""
+    fixed = (params.model, params.rounds, params.clients, params.rate, params.schedule, params.weighting, params.bound)
+    digest = wire.digest("training", fixed, params.noise, params.clip, params.seed, first.digest, labels)
+    kept = store.load() if store is not None else None
+    if kept is not None and (kept.digest != digest or len(kept.theta) != first.size):
+        raise ParameterError("the checkpoint belongs to another training; remove it, or name another place for it")
+    zero = np.zeros(first.size)
+    return kept or State(digest, 0, zero, zero.copy())
+
+
+def roles(params: Params) -> dict[Party, object]:
+    return {params.coordinator: coordinator} | dict.fromkeys(params.sites, site)
+
+
+def ideal(params: Params, xs: Mapping[Party, Offer]) -> dict[Party, F64]:
+    """Plain FedAvg over the same learners: θ after all rounds, nothing encoded, nothing masked."""
+    shared = {name for offer in xs.values() for name in offer.labels}
+    labels = params.labels or tuple(sorted(shared))
+    learners = {u: offer.build(labels) for u, offer in xs.items()}
+    total = sum(learner.cells for learner in learners.values())
+    theta = np.zeros(next(iter(learners.values())).size)
+    for t in range(params.rounds):
+        clients = choose_clients(params, tuple(xs), t)
+        up, weight = np.zeros(len(theta)), 0.0
+        for u in clients:
+            delta, _ = learners[u].train(theta.astype(np.float32), t, params.rate_at(t))
+            a = 1.0 if params.weighting == "plain" else learners[u].cells / total
+            up, weight = up + a * np.clip(delta, -params.bound, params.bound), weight + a
+        theta = theta + up / weight
+    return dict.fromkeys((params.coordinator, *xs), theta)
+
+
+def cost(params: Params, size: int, labels: int) -> dict[str, float]:
+    """Bytes of one round per training site, nobody dropping: what the report's curve of bytes is drawn from."""
+    clients = tuple(params.sites[: params.clients or len(params.sites)])
+    words = params.code(len(clients)).words(size) + 2
+    up = secure_sum.cost(params.sum(clients, words))[clients[0]][1]
+    score = secure_sum.cost(params.sum(params.sites, labels**2 + 1))[params.sites[0]][1] if params.score_every else 0
+    return {"up": up + score / max(1, params.score_every), "down": 4.0 * size}
