@@ -1,0 +1,238 @@
+import dataclasses
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cloister.errors import ParameterError
+from cloister.study import Party, Study, check_study, format_study, parse_study
+
+TEXT = """\
+name = "three-hospitals"
+workflow = "bin-values"
+mode = "hardened"
+seed = 7
+timeout = 30
+patience = 3600.0
+
+[parties]
+hub = "coordinator"
+basel = "site"
+lugano = "site"
+vienna = "site"
+helper = "auxiliary"
+
+[parameters]
+n_bins = 51
+layer = "counts"
+weights = [1, 2.5]
+
+[network]
+host = "hub.example.org"
+port = 8002
+
+[keys]
+basel = "{0}"
+lugano = "{1}"
+""".format("ab" * 32, "cd" * 32)
+STUDY = parse_study(TEXT)
+
+
+def test_a_study_is_read():
+    assert STUDY.coordinator == "hub"
+    assert STUDY.sites == ("basel", "lugano", "vienna")
+    assert STUDY.auxiliaries == ("helper",)
+    assert STUDY.parameters == {"n_bins": 51, "layer": "counts", "weights": [1, 2.5]}
+    assert STUDY.keys == {"basel": b"\xab" * 32, "lugano": b"\xcd" * 32}
+    assert (STUDY.seed, STUDY.timeout, STUDY.patience, STUDY.network["port"]) == (7, 30, 3600.0, 8002)
+
+
+def test_what_may_be_left_out():
+    study = parse_study('name = "n"\nworkflow = "w"\n[parties]\nh = "coordinator"\na = "site"')
+    assert (study.mode, study.seed, study.timeout, study.parameters, study.keys) == ("hardened", 0, 60.0, {}, {})
+
+
+def test_format_and_parse_are_inverse():
+    assert parse_study(format_study(STUDY)) == STUDY
+    assert parse_study(format_study(STUDY)).digest == STUDY.digest
+
+
+NAMES = st.from_regex(r"[a-z][a-z0-9-]{0,31}", fullmatch=True)
+LETTERS = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+SIMPLE = st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False, allow_infinity=False) | LETTERS
+TABLE = st.dictionaries(LETTERS, SIMPLE | st.lists(SIMPLE | st.lists(SIMPLE, max_size=2), max_size=3), max_size=4)
+
+
+@st.composite
+def studies(draw):
+    hub, *rest = draw(st.lists(NAMES, min_size=2, max_size=6, unique=True))
+    roles = ["site", *(draw(st.sampled_from(["site", "auxiliary"])) for _ in rest[1:])]
+    parties = dict(zip((hub, *rest), ("coordinator", *roles), strict=True))
+    return Study(
+        name=draw(LETTERS.filter(bool)),
+        workflow=draw(LETTERS.filter(bool)),
+        parties=parties,
+        mode=draw(st.sampled_from(["hardened", "published", "plain"])),
+        parameters=draw(TABLE),
+        seed=draw(st.integers(-(2**40), 2**70)),
+        timeout=draw(st.floats(1e-3, 1e8) | st.integers(1, 10**8)),
+        patience=draw(st.floats(1e-3, 1e8)),
+        network=draw(TABLE),
+        keys={p: draw(st.binary(min_size=32, max_size=32)) for p in parties if draw(st.booleans())},
+    )
+
+
+@settings(max_examples=100, deadline=None)
+@given(study=studies())
+def test_any_study_survives_its_file(study):
+    again = parse_study(format_study(study))
+    assert again == study
+    assert again.digest == study.digest
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"name": ""}, "'name'"),
+        ({"name": 3}, "'name'"),
+        ({"workflow": None}, "'workflow'"),
+        ({"workflow": ["a"]}, "'workflow'"),
+        ({"mode": "soft"}, "'mode'"),
+        ({"mode": []}, "'mode'"),
+        ({"timeout": 0}, "'timeout'"),
+        ({"timeout": -1.0}, "'timeout'"),
+        ({"timeout": float("nan")}, "'timeout'"),
+        ({"timeout": float("inf")}, "'timeout'"),
+        ({"timeout": True}, "'timeout'"),
+        ({"timeout": "60"}, "'timeout'"),
+        ({"patience": 0}, "'patience'"),
+        ({"seed": 1.0}, "'seed'"),
+        ({"seed": True}, "'seed'"),
+        ({"seed": "1"}, "'seed'"),
+        ({"parties": {"Hub": "coordinator", "a": "site"}}, "'Hub'"),
+        ({"parties": {"hub": "coordinator", "a b": "site"}}, "'a b'"),
+        ({"parties": {"hub": "coordinator", "a" * 33: "site"}}, "a" * 33),
+        ({"parties": {"hub": "coordinator", "": "site"}}, r"\[parties\] ''"),
+        ({"parties": {"hub": "coordinator", "a": "sight"}}, r"\[parties\] a"),
+        ({"parties": {"hub": "coordinator", "a": ["site"]}}, r"\[parties\] a"),
+        ({"parties": {"a": "site"}}, r"\[parties\] needs exactly one coordinator, found 0"),
+        ({"parties": {"a": "coordinator", "b": "coordinator", "c": "site"}}, "found 2"),
+        ({"parties": {"hub": "coordinator"}}, r"\[parties\] has no site"),
+        ({"parties": {}}, r"\[parties\]"),
+        ({"keys": {"stranger": bytes(32)}}, r"\[keys\] stranger"),
+        ({"keys": {"basel": bytes(31)}}, r"\[keys\] basel"),
+        ({"keys": {"basel": "ab" * 32}}, r"\[keys\] basel"),
+        ({"parameters": {"n_bins": {"a": 1}}}, r"\[parameters\] n_bins"),
+        ({"parameters": {"x": float("nan")}}, r"\[parameters\] x"),
+        ({"parameters": {"x": [1, None]}}, r"\[parameters\] x"),
+        ({"parameters": {"x": object()}}, r"\[parameters\] x"),
+        ({"network": {"host": {"a": 1}}}, r"\[network\] host"),
+    ],
+)
+def test_every_error_names_the_key(changes, key):
+    with pytest.raises(ParameterError, match=key):
+        dataclasses.replace(STUDY, **changes)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (TEXT.replace('name = "three-hospitals"\n', ""), "'name' is missing"),
+        (TEXT.replace('workflow = "bin-values"\n', ""), "'workflow' is missing"),
+        (TEXT.partition("[parties]")[0], "'parties' is missing"),
+        ("colour = 1\n" + TEXT, "unknown key 'colour'; known are"),
+        (TEXT + "\n[paramters]\nx = 1", "unknown key 'paramters'"),
+        (TEXT.partition("[parties]")[0] + "parties = 3", r"\[parties\] must be a table"),
+        (TEXT.partition("[parameters]")[0].replace("[parties]", "parameters = 1\n[parties]"), r"\[parameters\] must"),
+        (TEXT.replace('lugano = "site"', 'basel = "site"'), "'basel' stands twice; two parties"),
+        (TEXT + f'lugano = "{"00" * 32}"', "'lugano' stands twice"),
+        (TEXT + "lugano = 3\n", "'lugano' stands twice"),
+        (TEXT + "\n[parties]\n", "not valid TOML"),
+        (TEXT.replace('"coordinator"', "coordinator"), "not valid TOML"),
+        (TEXT.replace("ab" * 32, "xy" * 32), r"\[keys\] basel must be 64 hexadecimal digits"),
+        (TEXT.replace("ab" * 32, "ab" * 31), r"\[keys\] basel must be 64 hexadecimal digits"),
+        (TEXT.replace('"' + "ab" * 32 + '"', "12"), r"\[keys\] basel must be 64 hexadecimal digits"),
+        (TEXT.replace("seed = 7", "seed = " + "7" * 5000), "not valid TOML"),
+        (TEXT.replace("[1, 2.5]", "[" * 20_000), "not valid TOML"),
+        (TEXT.replace("n_bins = 51", "n_bins = 2020-01-01"), r"\[parameters\] n_bins"),
+        (TEXT.replace("n_bins = 51", "n_bins = nan"), r"\[parameters\] n_bins"),
+        ("", "'name' is missing"),
+    ],
+)
+def test_every_error_of_a_file_names_the_file_and_the_key(text, said):
+    with pytest.raises(ParameterError, match=said) as e:
+        parse_study(text, "our-study.toml")
+    assert str(e.value).startswith("our-study.toml")
+
+
+def test_loading(tmp_path):
+    path = tmp_path / "study.toml"
+    with pytest.raises(ParameterError, match="there is no study file"):
+        Study.load(path)
+    path.write_bytes(b"\xff\xfe\0")
+    with pytest.raises(ParameterError, match="cannot be read as text"):
+        Study.load(path)
+    with pytest.raises(ParameterError, match="cannot be read"):
+        Study.load(tmp_path)
+    path.write_text(TEXT)
+    assert Study.load(str(path)) == STUDY
+
+
+CHANGED = {
+    "name": "other",
+    "workflow": "find-outliers",
+    "parties": {**STUDY.parties, Party("bern"): "site"},
+    "mode": "published",
+    "parameters": {**STUDY.parameters, "n_bins": 52},
+    "seed": 8,
+    "timeout": 31,
+    "patience": 1.0,
+    "keys": {**STUDY.keys, Party("basel"): bytes(32)},
+}
+
+
+def test_the_digest_changes_with_every_field_but_the_network():
+    assert CHANGED.keys() == {f.name for f in dataclasses.fields(Study)} - {"network"}
+    digests = {STUDY.digest} | {dataclasses.replace(STUDY, **{k: v}).digest for k, v in CHANGED.items()}
+    assert len(digests) == len(CHANGED) + 1
+    assert dataclasses.replace(STUDY, network={"host": "elsewhere"}).digest == STUDY.digest
+
+
+def test_the_digest_does_not_depend_on_how_the_same_is_written():
+    turned = dict(reversed(STUDY.parties.items()))
+    assert dataclasses.replace(STUDY, parties=turned, timeout=30.0).digest == STUDY.digest
+    swapped = {**STUDY.parties, "basel": "auxiliary", "helper": "site"}
+    assert dataclasses.replace(STUDY, parties=swapped).digest != STUDY.digest
+
+
+def mutated(rng):
+    data = list(TEXT)
+    for _ in range(rng.randrange(1, 8)):
+        at = rng.randrange(len(data))
+        way = rng.randrange(5)
+        if way == 0:
+            data[at] = chr(rng.randrange(32, 127))
+        elif way == 1:
+            del data[at : at + rng.randrange(1, 30)]
+        elif way == 2:
+            data[at:at] = rng.choice(['"', "=", "[", "]", "\n", "{}", "1e999", "\x7f", "'''", "true", "é"])
+        elif way == 3:
+            end = at + rng.randrange(1, 60)
+            data[at:at] = data[at:end]
+        else:
+            data[at:at] = chr(rng.randrange(0x250))
+        data = data or [" "]
+    return "".join(data)
+
+
+def test_mutated_files_are_read_or_refused_by_a_parameter_error():
+    rng = random.Random(0)
+    read = refused = 0
+    for _ in range(2000):
+        try:
+            check_study(parse_study(mutated(rng)))
+            read += 1
+        except ParameterError:
+            refused += 1
+    assert min(read, refused) > 20
