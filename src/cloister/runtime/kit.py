@@ -1,0 +1,191 @@
+"""Kit: the folder a party runs from, and what its owner allows in it.
+
+    kits/basel/
+        study.toml            what all parties agreed on, the same at each of them
+        identity.key          this party's Ed25519 key (0600)
+        local/site.toml       this party's own: where the cells are, what may run here
+        startup/              certificate and key for TLS, and where the coordinator is
+        results/              one folder per run: outcome.json, receipt.json, cells with results
+
+A run takes nothing from outside but a bell to start it: study, data path and approval are read from this folder, every
+time a run starts. What is not approved in `local/site.toml` is refused, before the cells are opened.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cloister.crypto.agreement import Identity
+from cloister.errors import ParameterError, ProtocolAbort, RefusedError
+from cloister.study import Party, Role, Study
+
+RUNS = "runs"  # folder of a coordinator's kit: how each run ended
+STOPPING = "stopping"  # file that is there while the service stops
+TOP = {"data", "out", "approve", "obs", "obsm"}
+APPROVE = ("workflows", "modes", "studies")
+
+
+class Refusal(RefusedError, ProtocolAbort):
+    """A party's policy says no: a `RefusedError` at home, an abort with code `refused` for everyone else."""
+
+    def __init__(self, detail: str) -> None:
+        ProtocolAbort.__init__(self, "policy", "-", "refused", detail)
+
+
+@dataclass(frozen=True)
+class Policy:
+    """`local/site.toml`: what only this party decides."""
+
+    data: Path | None = None
+    out: Path = Path("results")
+    workflows: tuple[str, ...] = ()
+    modes: tuple[str, ...] = ()
+    studies: tuple[str, ...] = ()  # digests, as `cloister site --approve` writes them
+    obs: Mapping[str, str] = field(default_factory=dict)  # name in the study → name in this site's file
+    obsm: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Kit:
+    """A party's folder, opened."""
+
+    path: Path
+    study: Study
+    me: Party
+    identity: Identity
+
+    @classmethod
+    def open(cls, path: str | Path) -> Kit:
+        """Read a kit's study and key; the key says which party it is."""
+        path = Path(path).absolute()
+        if not (path / "startup").is_dir():
+            raise ParameterError(
+                f"{path} is no start-up kit (it has no folder 'startup'); cloister provision makes them"
+            )
+        study, identity = Study.load(path / "study.toml"), Identity.load(path / "identity.key")
+        me = next((p for p, public in study.keys.items() if public == identity.public), None)
+        if me is None:
+            raise ParameterError(
+                f"{path / 'study.toml'}: no party in [keys] has this kit's identity.key"
+                f" ({identity.public.hex()[:16]}…); the study file belongs to other kits"
+            )
+        return cls(path, study, me, identity)
+
+    @property
+    def role(self) -> Role:
+        return self.study.parties[self.me]
+
+    @property
+    def policy_file(self) -> Path:
+        return self.path / "local" / "site.toml"
+
+    def policy(self) -> Policy:
+        """Read `local/site.toml` as it is now; every error names the key."""
+        where = self.policy_file
+        try:
+            raw = tomllib.loads(where.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise ParameterError(f"there is no {where}; copy it from the kit as it was delivered") from None
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as e:
+            raise ParameterError(f"{where} cannot be read as TOML: {e}") from None
+        _check_keys(raw, TOP, f"{where.name}")
+        approve = _table(raw, "approve")
+        _check_keys(approve, set(APPROVE), f"{where.name} [approve]")
+        for key in ("data", "out"):
+            if not isinstance(raw.get(key, ""), str):
+                raise ParameterError(f"{where.name}: '{key}' must be a path in quotes")
+        for key in APPROVE:
+            found = approve.get(key, [])
+            if not isinstance(found, list) or not all(isinstance(x, str) for x in found):
+                raise ParameterError(f"{where.name} [approve]: '{key}' must be a list of texts, as [\"bin-values\"]")
+        names = {key: _table(raw, key) for key in ("obs", "obsm")}
+        if not all(isinstance(x, str) for table in names.values() for x in table.values()):
+            raise ParameterError(f'{where.name}: [obs] and [obsm] hold lines as: cell_type = "your_column"')
+        return Policy(
+            data=self.path / raw["data"] if raw.get("data") else None,
+            out=self.path / raw.get("out", "results"),
+            **{key: tuple(approve.get(key, ())) for key in APPROVE},
+            **names,
+        )
+
+    def check_approved(self, policy: Policy) -> None:
+        """Raise `Refusal` unless this party allowed the workflow, the mode and this very study."""
+        if self.role == "coordinator":
+            return  # it is the one that asks
+        study, digest = self.study, self.study.digest.hex()
+        asked = {"workflows": study.workflow, "modes": study.mode, "studies": digest}
+        what = {"workflows": "the workflow", "modes": "the mode", "studies": "the study"}
+        for key, value in asked.items():
+            if value not in getattr(policy, key):
+                raise Refusal(
+                    f"'{self.me}' has not approved {what[key]} {value!r}; read: cloister explain {study.workflow},"
+                    f" then add it to [approve] {key} in local/site.toml"
+                )
+
+    def approve(self) -> str:
+        """Add this kit's study to `local/site.toml`; returns what was approved, in words."""
+        policy, text = self.policy(), self.policy_file.read_text(encoding="utf-8")
+        study = self.study
+        asked = {"workflows": study.workflow, "modes": study.mode, "studies": study.digest.hex()}
+        for key, value in asked.items():
+            values = dict.fromkeys((*getattr(policy, key), value))
+            line = f"{key} = {json.dumps([*values])}"
+            text, found = re.subn(rf"^{key} *=.*$", line, text, count=1, flags=re.MULTILINE)
+            if not found:
+                raise ParameterError(f"{self.policy_file}: there is no line '{key} = [...]' under [approve]; add it")
+        self.policy_file.write_text(text, encoding="utf-8")
+        return f"{study.workflow}, mode {study.mode}, study {study.name!r} ({study.digest.hex()})"
+
+
+def _check_keys(table: Mapping[str, Any], known: set[str], where: str) -> None:
+    if unknown := table.keys() - known:
+        raise ParameterError(f"{where}: unknown key '{min(unknown)}'; known are {', '.join(sorted(known))}")
+
+
+def _table(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    found = raw.get(key, {})
+    if not isinstance(found, Mapping):
+        raise ParameterError(f"site.toml: [{key}] must be a table")
+    return found
+
+
+def format_policy(study: Study, role: Role) -> str:
+    """The `local/site.toml` that a kit is delivered with: nothing is approved yet."""
+    cells = """\
+# Your cells. A path from this kit's folder, or a full path; it never leaves this machine.
+data = "cells.h5ad"
+
+"""
+    names = """\
+
+# If your file uses other names than the study: study's name = "yours".
+[obs]
+# cell_type = "CellType_level2"
+
+[obsm]
+# X_pca = "X_pca_harmony"
+"""
+    approval = f"""\
+
+# What may run here. Empty lists: nothing. This kit's study asks for
+#   workflow {study.workflow!r} in mode {study.mode!r}
+# What these reveal: cloister explain {study.workflow} --mode {study.mode}
+# `cloister site --approve KIT` adds all three lines for the study.toml in this kit.
+[approve]
+workflows = []
+modes = []
+studies = []
+"""
+    return (
+        "# Read each time a run starts; no restart is needed after a change.\n\n"
+        + (cells if role == "site" else "")
+        + '# Results and receipts, one folder per run.\nout = "results"\n'
+        + (approval if role != "coordinator" else "")
+        + (names if role == "site" else "")
+    )

@@ -1,0 +1,292 @@
+"""SealedLink: frames between two parties, over a relay that neither has to trust.
+
+FLARE carries what one site sends to another through the coordinator's server. So every pair of parties agrees on a key
+of its own for each run, signed with the identities in `study.toml`, and the relay only sees sizes and times:
+
+    G1  u → v   pk_u, sign_u(run, u, pk_u)               pk_u fresh for this run
+    G2  v → u   pk_v, sign_v(run, v, pk_v)               the answer to G1
+    G3  both    k_uv = KA(sk_u, pk_v; run)
+    G4  u → v   i, seal(k_uv, batch_i; aad = (u, v, i))  i = 0, 1, 2, ...; answered, then batch i + 1
+
+A batch whose answer is lost is sent again, byte for byte, and taken in once. Large frames travel in pieces, and pulses
+pass them on the way, so that a slow line is not taken for a dead party. A party is lost when the relay has had no
+connection to it for a while, or when it has not answered anything for the study's `timeout`.
+
+Reveals
+-------
+relay : who talks to whom, when, and how many bytes.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from cloister import wire
+from cloister.channel import Mailbox
+from cloister.crypto.agreement import Identity, agree, bind, check_signature, key_pair, seal, unseal
+from cloister.crypto.entropy import Entropy
+from cloister.errors import ParameterError, ProtocolAbort
+from cloister.study import Party, Study
+
+GREETING, BATCH, PING = b"G", b"B", b"P"
+WHOLE, PART, LAST = 0, 1, 2
+TAKEN, REFUSED = b"+", b"-"
+HEADER = 5  # bytes before each piece: kind, length
+LEAST, MOST = 1 << 16, 1 << 22  # bytes of a batch; it grows while the line is fast
+JOIN = 60.0  # seconds that a party waits for the others' processes to come up
+PULSE = 256  # a pulse is shorter than this
+
+Ask = Callable[[Party, bytes, float], bytes]  # (to, request, seconds) → answer; raises Unreachable or TimeoutError
+
+
+class Unreachable(Exception):
+    """The relay has no connection to that party at the moment."""
+
+
+class Lost(Exception):
+    """Nothing more can be sent to that party."""
+
+
+@dataclass
+class _Peer:
+    """What is kept for one other party; `turn` guards the outgoing half, `lock` the incoming one."""
+
+    key: bytes | None = None
+    public: bytes = b""
+    ready: threading.Event = field(default_factory=threading.Event)
+    lost: bool = False
+    # outgoing
+    turn: threading.Condition = field(default_factory=threading.Condition)
+    frames: deque[bytes] = field(default_factory=deque)
+    at: int = 0  # bytes of the first frame that are already sent
+    pulse: bytes | None = None
+    room: int = LEAST
+    # incoming
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    due: int = 0  # the next batch
+    parts: bytearray = field(default_factory=bytearray)
+
+
+class SealedLink:
+    """One party's links to all others in one run; a `cloister.channel.Link`.
+
+    Parameters
+    ----------
+    run
+        A name that all parties know this run by and no other run has.
+    ask
+        Carries a request to a party and brings its answer. The party's transport hands the request to `answer`,
+        with the sender that it believes in; a wrong belief is found out here.
+    """
+
+    def __init__(
+        self, study: Study, me: Party, run: str, identity: Identity, mailbox: Mailbox, ask: Ask, entropy: Entropy
+    ) -> None:
+        if missing := [p for p in study.parties if p not in study.keys]:
+            raise ParameterError(f"study.toml: [keys] has none for {', '.join(missing)}; run: cloister provision")
+        self._study, self._me, self._run, self._mailbox, self._ask = study, me, run.encode(), mailbox, ask
+        self._entropy, self._keys = entropy, key_pair(entropy)
+        self._greeting = self._keys.public + identity.sign("greeting", self._said(me, self._keys.public))
+        self._peers = {p: _Peer() for p in study.parties if p != me}
+        self._reply = min(5.0, study.timeout / 4)  # seconds to wait for one answer
+        self.away = min(15.0, study.timeout / 4)  # seconds without a connection that are forgiven
+        self._closing, self._end = False, float("inf")
+        self._pumps = [threading.Thread(target=self._pump, args=(p,), name=f"to-{p}", daemon=True) for p in self._peers]
+
+    def start(self) -> None:
+        """Greet everyone; call this once `answer` can be reached."""
+        for pump in self._pumps:
+            pump.start()
+
+    def meet(self, seconds: float = JOIN) -> tuple[Party, ...]:
+        """Wait until everyone is there, or `seconds`; returns who is missing, and gives these up."""
+        end = time.monotonic() + seconds
+        for peer in self._peers.values():
+            peer.ready.wait(max(0.0, end - time.monotonic()))
+        missing = tuple(p for p, peer in self._peers.items() if peer.key is None)
+        for p in missing:
+            self._lose(p, f"it did not come within {seconds:g} s")
+        return missing
+
+    def post(self, to: Party, frame: bytes) -> None:
+        peer = self._peers[to]
+        with peer.turn:
+            if peer.lost or self._closing:
+                return
+            if len(frame) < PULSE and wire.unpack(frame).kind == "pulse":
+                peer.pulse = frame  # a newer one says more than an older one
+            else:
+                peer.frames.append(frame)
+            peer.turn.notify()
+
+    def close(self) -> None:
+        """Send what is queued, as long as the others take it, and stop."""
+        self._closing = True
+        self._wake()
+        for pump in self._pumps:
+            if pump.is_alive():
+                pump.join()
+
+    def stop(self, why: str, seconds: float = 3.0) -> None:
+        """Expect nothing more from anyone; there are `seconds` left to tell them."""
+        self._end = time.monotonic() + seconds
+        for p in self._peers:
+            self._mailbox.gone(p, why)
+
+    def lost(self, party: Party) -> bool:
+        return self._peers[party].lost
+
+    # -- incoming --------------------------------------------------------------------------------------------------
+
+    def answer(self, sender: Party, request: bytes) -> bytes:
+        """Take in what a party asks; called from the transport's threads."""
+        peer, kind, rest = self._peers.get(sender), request[:1], request[1:]
+        if peer is None:
+            return REFUSED
+        if kind == PING:
+            return TAKEN
+        try:
+            if kind == GREETING:
+                self._learn(sender, rest)  # G1
+                return self._greeting  # G2
+            if kind == BATCH:
+                with peer.lock:
+                    return self._take_in(sender, peer, int.from_bytes(rest[:8], "big"), rest[8:])  # G4
+        except ProtocolAbort:  # forged or altered on the way; the honest sender tries again
+            return REFUSED
+        return REFUSED
+
+    def _learn(self, sender: Party, greeting: bytes) -> bytes:
+        public, signature = greeting[:32], greeting[32:]
+        check_signature(self._study.keys[sender], "greeting", self._said(sender, public), signature)
+        peer = self._peers[sender]
+        with peer.lock:
+            if peer.key is None:
+                pair = sorted((self._me, sender))
+                peer.key = agree(self._keys, public, bind("link", self._run, *(p.encode() for p in pair)))  # G3
+                peer.public = public
+            elif peer.public != public:
+                raise ProtocolAbort("link", "G1", "replay", f"'{sender}' greets twice with different keys")
+        peer.ready.set()
+        return peer.key
+
+    def _take_in(self, sender: Party, peer: _Peer, i: int, box: bytes) -> bytes:
+        if peer.key is None or i > peer.due:
+            return REFUSED
+        if i < peer.due:
+            return TAKEN  # its answer was lost
+        batch = unseal(peer.key, box, self._aad(sender, self._me, i))
+        peer.due += 1
+        for kind, piece in _pieces(batch):
+            if kind == WHOLE:
+                self._mailbox.put(sender, piece)
+                continue
+            if len(peer.parts) + len(piece) > wire.MAX_FRAME:
+                raise ProtocolAbort("link", "G4", "malformed", f"a frame of '{sender}' is too long")
+            peer.parts += piece
+            if kind == LAST:
+                frame, peer.parts = bytes(peer.parts), bytearray()
+                self._mailbox.put(sender, frame)
+        return TAKEN
+
+    # -- outgoing --------------------------------------------------------------------------------------------------
+
+    def _pump(self, to: Party) -> None:
+        """Greet one party, then carry to it what is posted until the end."""
+        peer = self._peers[to]
+        try:
+            key = self._learn(to, self._insist(to, GREETING + self._greeting, JOIN, JOIN))  # G1, G2
+            i = 0
+            while (batch := self._next(peer)) is not None:
+                box = seal(key, batch, self._aad(self._me, to, i), self._entropy)
+                began = time.monotonic()
+                self._insist(to, BATCH + i.to_bytes(8, "big") + box, self._study.timeout, self.away)  # G4
+                fast = time.monotonic() - began < self._reply / 4
+                peer.room = min(2 * peer.room, MOST) if fast else max(peer.room // 2, LEAST)
+                i += 1
+        except Lost as e:
+            self._lose(to, str(e))
+        except ProtocolAbort as e:
+            self._lose(to, f"its key is not the one in study.toml ({e.code})")
+
+    def _insist(self, to: Party, request: bytes, patience: float, away: float) -> bytes:
+        """Ask until there is an answer; `Lost` after `patience` seconds, or `away` seconds without a connection."""
+        began, gone = time.monotonic(), None
+        while time.monotonic() < self._end and not self._peers[to].lost:
+            try:
+                answer = self._ask(to, request, self._reply)
+                if answer != REFUSED:
+                    return answer
+                gone = None
+            except Unreachable:
+                gone = gone or time.monotonic()
+                if time.monotonic() - gone > away:
+                    raise Lost("its process or its connection ended") from None
+            except TimeoutError:
+                gone = None
+            if time.monotonic() - began > patience:
+                raise Lost(f"it has not answered for {patience:g} s")
+            time.sleep(0.2)
+        raise Lost("the link is closed")
+
+    def _next(self, peer: _Peer) -> bytes | None:
+        """What to send now: the pulse, and as much of the queue as there is room for. None at the end."""
+        with peer.turn:
+            while not (peer.frames or peer.pulse):
+                if self._closing or peer.lost:
+                    return None
+                peer.turn.wait()
+            made: list[bytes] = []
+            if peer.pulse is not None:
+                made += _piece(WHOLE, peer.pulse)
+                peer.pulse = None
+            room = peer.room
+            while peer.frames and room > 0:
+                frame = peer.frames[0]
+                part = frame[peer.at : peer.at + room]
+                peer.at += len(part)
+                room -= len(part) + HEADER
+                last = peer.at == len(frame)
+                made += _piece(LAST if last else PART, part)
+                if last:
+                    peer.frames.popleft()
+                    peer.at = 0
+            return b"".join(made)
+
+    def _lose(self, party: Party, why: str) -> None:
+        peer = self._peers[party]
+        with peer.turn:
+            peer.lost = True
+            peer.frames.clear()
+            peer.turn.notify()
+        self._mailbox.gone(party, why)
+
+    def _wake(self) -> None:
+        for peer in self._peers.values():
+            with peer.turn:
+                peer.turn.notify()
+
+    def _said(self, who: Party, public: bytes) -> bytes:
+        return bind("greeting", self._run, who.encode(), public)
+
+    def _aad(self, sender: Party, to: Party, i: int) -> bytes:
+        return bind("batch", self._run, sender.encode(), to.encode(), i.to_bytes(8, "big"))
+
+
+def _piece(kind: int, data: bytes) -> tuple[bytes, bytes]:
+    return bytes((kind,)) + len(data).to_bytes(HEADER - 1, "big"), data
+
+
+def _pieces(batch: bytes) -> Iterator[tuple[int, bytes]]:
+    at = 0
+    while at < len(batch):
+        size = int.from_bytes(batch[at + 1 : at + HEADER], "big")
+        end = at + HEADER + size
+        if end > len(batch) or batch[at] > LAST:
+            raise ProtocolAbort("link", "G4", "malformed", "a batch that is no list of pieces")
+        yield batch[at], batch[at + HEADER : end]
+        at = end

@@ -1,0 +1,172 @@
+"""What a party does in one run between machines: its part of the workflow, and a folder with what came of it.
+
+    results/20260131T120000Z-3f2a9c1e/
+        outcome.json          done, or where and why not; values for reports
+        receipt.json          what left this party
+        cells.h5ad            the cells with results, at a site
+
+The error's words stay here. The others hear `(protocol, line, code)` from the channel, FLARE only the same three.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from cloister import errors
+from cloister.channel import Mailbox
+from cloister.crypto.entropy import Entropy
+from cloister.errors import CloisterError, DataError, PeerLost, ProtocolAbort, RefusedError
+from cloister.receipts import Receipt
+from cloister.rehearsal import reveals_of, workflow_part
+from cloister.runtime.kit import Kit, Policy
+from cloister.runtime.link import Ask, SealedLink
+from cloister.seat import Outcome, Seat, take_part
+
+if TYPE_CHECKING:
+    from anndata import AnnData
+
+log = logging.getLogger("cloister.runtime")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a run ended at one party; `outcome.json` holds the same."""
+
+    run: str
+    party: str
+    status: Literal["done", "refused", "aborted"]
+    folder: str = ""
+    error: Mapping[str, str] = field(default_factory=dict)  # type, text, protocol, line, code
+    result: Mapping[str, Any] = field(default_factory=dict)
+    cost: Mapping[str, float] = field(default_factory=dict)
+    parties: Mapping[str, str] = field(default_factory=dict)  # at the coordinator: how it ended at the others
+
+    @property
+    def word(self) -> str:
+        """What FLARE may hear of it."""
+        where = [self.error[k] for k in ("protocol", "line", "code") if self.error.get(k)]
+        return " ".join([self.status, *where])
+
+    def save(self, path: Path) -> None:
+        """Write it whole or not at all, for the owner only."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(path.name + ".part")
+        with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as f:
+            json.dump(asdict(self), f, indent=1, default=_plain)
+        part.replace(path)
+
+    @classmethod
+    def load(cls, path: Path) -> Ended:
+        return cls(**json.loads(path.read_text()))
+
+    def check(self) -> None:
+        """Raise the error that the run ended with, if it did."""
+        if self.status == "done":
+            return
+        told = self.error
+        kind = getattr(errors, told["type"], CloisterError)
+        if issubclass(kind, ProtocolAbort):
+            made = kind(told["protocol"], told["line"], told["code"])
+            made.args = (told["text"],)
+            raise made
+        raise (RefusedError if told["type"] == "Refusal" else kind)(told["text"])
+
+
+def _plain(x: Any) -> Any:
+    return x.tolist() if hasattr(x, "tolist") else str(x)
+
+
+class Turn:
+    """One party's turn in one run: the link, from the start; the part, in `take`."""
+
+    def __init__(self, kit: Kit, run: str, ask: Ask) -> None:
+        self.kit, self.run = kit, run
+        self.mailbox, self.entropy, self.over = Mailbox(kit.me), Entropy(), threading.Event()
+        self.link = SealedLink(kit.study, kit.me, run, kit.identity, self.mailbox, ask, self.entropy)
+
+    def take(self) -> Ended:
+        """Play this party's part to its end, and write what came of it. Never raises."""
+        kit, began = self.kit, time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+        folder = kit.path / "results" / f"{began}-{self.run[:8]}"
+        try:
+            policy = kit.policy()
+            folder = policy.out / folder.name
+            ended = self._play(policy, folder)
+        except BaseException as e:
+            ended = failed(kit, self.run, e, folder)
+        try:
+            ended.save(folder / "outcome.json")
+        except OSError as e:
+            log.error("%s cannot be written: %s", folder, e)
+        log.info("run %s %s; see %s", self.run[:8], ended.error.get("text") or ended.status, folder)
+        self.over.set()
+        return ended
+
+    def _play(self, policy: Policy, folder: Path) -> Ended:
+        kit = self.kit
+        log.info("run %s of study %r begins: %s, %s", self.run[:8], kit.study.name, kit.study.workflow, kit.study.mode)
+        self.link.start()
+        if missing := self.link.meet():
+            log.warning("%s did not come", ", ".join(missing))
+        outcome = take_part(
+            kit.study,
+            kit.me,
+            self.link,
+            self.mailbox,
+            None,
+            part=lambda seat, _: self._part(seat, policy),
+            reveals=reveals_of(kit.study),
+            identity=kit.identity,
+            entropy=self.entropy,
+            on_receipt=lambda receipt: _keep(receipt, folder),
+        )
+        if outcome.adata is not None:
+            from cloister.cell_files import write_cells
+
+            write_cells(outcome.adata, folder / "cells.h5ad")
+        return Ended(self.run, kit.me, "done", str(folder), {}, outcome.result, outcome.cost)
+
+    def _part(self, seat: Seat, policy: Policy) -> Outcome:
+        self.kit.check_approved(policy)
+        return workflow_part(seat, open_cells(policy) if self.kit.role == "site" else None)
+
+
+def failed(kit: Kit, run: str, e: BaseException, folder: Path) -> Ended:
+    """An ending from an error."""
+    told = {"type": type(e).__name__, "text": str(e) or type(e).__name__}
+    told |= {k: str(getattr(e, k, "")) for k in ("protocol", "line", "code")}
+    return Ended(run, kit.me, "refused" if isinstance(e, RefusedError) else "aborted", str(folder), told)
+
+
+def lost(party: str, run: str, why: str) -> Ended:
+    """An ending for a run whose process cannot tell it any more."""
+    e = PeerLost("flare", "-", "lost", why)
+    told = {"type": "PeerLost", "text": str(e), "protocol": e.protocol, "line": e.line, "code": e.code}
+    return Ended(run, party, "aborted", "", told)
+
+
+def open_cells(policy: Policy) -> AnnData:
+    """Read this site's cells, and give columns the names that the study uses."""
+    from cloister.cell_files import read_cells
+
+    if policy.data is None:
+        raise DataError("local/site.toml: 'data' is missing; write where your cells are")
+    adata = read_cells(policy.data)
+    for name, table, renames in (("obs", adata.obs, policy.obs), ("obsm", adata.obsm, policy.obsm)):
+        for theirs, ours in renames.items():
+            if ours not in table:
+                raise DataError(f"local/site.toml: [{name}] {theirs} = {ours!r}, but adata.{name}[{ours!r}] is missing")
+            table[theirs] = table[ours]
+    return adata
+
+
+def _keep(receipt: Receipt, folder: Path) -> None:
+    receipt.save(folder / "receipt.json")

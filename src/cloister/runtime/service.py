@@ -1,0 +1,442 @@
+"""A party's service, and a coordinator's order to run.
+
+`start_party` is FLARE's process of one party, in the foreground: it connects to the coordinator and waits for runs.
+`run_study` is what the coordinator calls, beside its own service, to have one run done; it returns how that ended, or
+raises the named error that ended it.
+
+Before every start the party's own installation writes FLARE's local settings anew, so that no kit can loosen them:
+no code from outside, two classes that a job may name, nothing an administrator may do at a party but start and stop
+runs, no logs to the coordinator, no text of exceptions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import fcntl
+import io
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any, NoReturn
+
+from cloister.errors import MissingExtra, ParameterError, PeerLost, UsageError
+from cloister.runtime.kit import RUNS, STOPPING, Kit
+from cloister.runtime.party import Ended
+from cloister.runtime.provision import ORGANISATION, USER
+
+HUB, GUEST, LAUNCHER = (f"cloister.runtime.flare.{name}" for name in ("Hub", "Guest", "Launcher"))
+TASK = "take-turn"  # as in cloister.runtime.flare, which only FLARE's processes import
+BEAT, DEAD_AFTER = 10.0, 30  # seconds between a client's signs of life; after which the server forgets it
+CONNECT, SCHEDULE, SILENT = (
+    60.0,
+    60.0,
+    10.0,
+)  # seconds that `run_study` waits for parties, for FLARE to start the job, for its server to answer
+
+log = logging.getLogger("cloister.runtime")
+
+
+class _Stop(Exception):
+    """SIGTERM or Ctrl-C."""
+
+
+# ---- a party ---------------------------------------------------------------------------------------------------------
+
+
+def start_party(kit_dir: str | Path) -> NoReturn:
+    """Run a party's service until SIGTERM or Ctrl-C; must be called in the main thread, and ends the process."""
+    kit = Kit.open(kit_dir)
+    kit.policy()
+    _check_certificate(kit)
+    client, server, monitor = _flare_mains()
+    with _only_one(kit):
+        (kit.path / STOPPING).unlink(missing_ok=True)
+        _settle(kit)
+        os.environ["NVFLARE_SECURE_LOGGING"] = "true"
+        hub = kit.role == "coordinator"
+        options = ["secure_train=true", f"org={ORGANISATION}", "config_folder=config"]
+        args = Namespace(workspace=str(kit.path), set=options, local_rank=0)
+        if hub:
+            _check_port(kit)
+            args.fed_server, main = "fed_server.json", server
+        else:
+            args.fed_client, main = "fed_client.json", client
+            args.set = [f"uid={kit.me}", f"heart_beat_interval={BEAT}", *options]
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, _on_signal)
+        network = f"{kit.study.network.get('host')}:{kit.study.network.get('port')}"
+        say(f"{kit.me} ({kit.role}) {'listens at' if hub else 'connects to'} {network}; Ctrl-C stops it")
+        say(f"log: {kit.path / 'log.txt'}")
+
+        def run() -> int:
+            try:
+                main(args)
+            except _Stop:
+                say(f"{kit.me} stops")
+                _end_runs(kit)
+            return 0
+
+        code = monitor.run(main_func=run, run_dir=str(kit.path), shutdown_grace_time=0, cleanup_grace_time=5)
+        os._exit(code or 0)  # FLARE leaves threads behind that would keep the process
+
+
+def _flare_mains() -> tuple[Callable[..., Any], Callable[..., Any], Any]:
+    try:
+        from nvflare.fuel.f3.mpm import MainProcessMonitor
+        from nvflare.private.fed.app.client.client_train import main as client
+        from nvflare.private.fed.app.server.server_train import main as server
+    except ImportError:
+        raise MissingExtra("nvflare", "flare") from None
+    return client, server, MainProcessMonitor
+
+
+def _on_signal(*_: object) -> NoReturn:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    raise _Stop
+
+
+def _end_runs(kit: Kit) -> None:
+    """Have the processes of runs tell the others and end; then make sure."""
+    import psutil  # comes with nvflare
+
+    (kit.path / STOPPING).touch()
+    _, alive = psutil.wait_procs(psutil.Process().children(recursive=True), timeout=8.0)
+    for process in alive:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def _only_one(kit: Kit) -> Iterator[None]:
+    with open(kit.path / "running.lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UsageError(f"{kit.me} is running already from {kit.path}; stop that process first") from None
+        yield
+
+
+def _check_certificate(kit: Kit) -> None:
+    """Raise if the certificate in the kit cannot be accepted by anyone: the others only say that a handshake failed."""
+    from cryptography import x509
+    from cryptography.exceptions import InvalidSignature
+
+    folder = kit.path / "startup"
+    file = folder / ("server.crt" if kit.role == "coordinator" else "client.crt")
+    try:
+        mine, root = (x509.load_pem_x509_certificate(f.read_bytes()) for f in (file, folder / "rootCA.pem"))
+        mine.verify_directly_issued_by(root)
+    except FileNotFoundError as e:
+        raise ParameterError(f"{e.filename} is missing; ask for a new kit") from None
+    except (ValueError, TypeError, InvalidSignature):
+        raise ParameterError(f"{file} was not issued by the authority in rootCA.pem; ask for a new kit") from None
+    names = [a.value for a in mine.subject.get_attributes_for_oid(x509.NameOID.COMMON_NAME)]
+    if names != [kit.me]:
+        raise ParameterError(f"{file} was issued to {', '.join(map(str, names))}, and this is the kit of {kit.me}")
+    if mine.not_valid_after_utc < datetime.datetime.now(datetime.UTC):
+        raise ParameterError(f"{file} ended on {mine.not_valid_after_utc:%Y-%m-%d}; ask for a new kit")
+
+
+def _check_port(kit: Kit) -> None:
+    port = kit.study.network["port"]
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as e:
+            raise UsageError(f"port {port} cannot be opened ({e.strerror}); is another coordinator running?") from None
+
+
+def _settle(kit: Kit) -> None:
+    """Write FLARE's local settings as this installation wants them."""
+    hub, local = kit.role == "coordinator", kit.path / "local"
+    rights = ("clone_job", "download_job", "operate", "shell_commands", "byoc", "server-predeployed-flwr")
+    lead = {"submit_job": "any", "manage_job": "n:submitter", "view": "any", **dict.fromkeys(rights, "none")}
+    _write(local / "authorization.json", {"format_version": "1.0", "permissions": {"lead": lead}})
+    _write(local / "resources.json", _server_resources(kit.path) if hub else _client_resources())
+    _write(local / "log_config.json", _logging())
+    if hub:
+        file = kit.path / "startup" / "fed_server.json"
+        config = json.loads(file.read_text())
+        host, port = (kit.study.network.get(k) for k in ("host", "port"))
+        if not host or not port:
+            raise ParameterError("study.toml: [network] must name host and port of the coordinator")
+        config["servers"][0]["service"]["target"] = f"{host}:{port}"  # a loopback name: listen there only
+        config["servers"][0]["admin_port"] = port
+        _write(file, config)
+        (kit.path / RUNS).mkdir(exist_ok=True)
+
+
+def _write(path: Path, content: Any) -> None:
+    path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def _component(name: str, path: str, **args: Any) -> dict[str, Any]:
+    return {"id": name, "path": f"nvflare.{path}", "args": args}
+
+
+def _allowed() -> dict[str, Any]:
+    return {"format_version": 2, "class_list_enforcement_mode": "enforce", "class_allow_list": [HUB, GUEST]}
+
+
+def _client_resources() -> dict[str, Any]:
+    managers, consumers = "app_common.resource_managers", "app_common.resource_consumers"
+    return {
+        **_allowed(),
+        "allow_log_streaming": False,
+        "client": {"retry_timeout": 30},
+        "components": [
+            _component(
+                "resource_manager",
+                f"{managers}.gpu_resource_manager.GPUResourceManager",
+                num_of_gpus=0,
+                mem_per_gpu_in_GiB=0,
+            ),
+            _component("resource_consumer", f"{consumers}.gpu_resource_consumer.GPUResourceConsumer"),
+            {"id": "process_launcher", "path": LAUNCHER, "args": {}},
+        ],
+    }
+
+
+def _server_resources(home: Path) -> dict[str, Any]:
+    storage = "app_common.storages.filesystem_storage.FilesystemStorage"
+    return {
+        **_allowed(),
+        "servers": [
+            {
+                "admin_storage": "transfer",
+                "max_num_clients": 100,
+                "heart_beat_timeout": DEAD_AFTER,
+                "admin_timeout": 10.0,
+            }
+        ],
+        "snapshot_persistor": {
+            "path": "nvflare.app_common.state_persistors.storage_state_persistor.StorageStatePersistor",
+            "args": {
+                "uri_root": "/",
+                "storage": {
+                    "path": f"nvflare.{storage}",
+                    "args": {"root_dir": str(home / "snapshots"), "uri_root": "/"},
+                },
+            },
+        },
+        "components": [
+            _component(
+                "job_scheduler",
+                "app_common.job_schedulers.job_scheduler.DefaultJobScheduler",
+                max_jobs=4,
+                max_schedule_count=1,
+            ),
+            _component(
+                "job_manager",
+                "apis.impl.job_def_manager.SimpleJobDefManager",
+                uri_root=str(home / "jobs"),
+                job_store_id="job_store",
+            ),
+            _component("job_store", storage),
+            _component("process_launcher", "app_common.job_launcher.server_process_launcher.ServerProcessJobLauncher"),
+        ],
+    }
+
+
+class Brief(logging.Filter):
+    """What the console shows: our own lines, and that FLARE is connected."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return record.name.startswith("cloister") or "uccessfully registered client" in str(record.msg)
+
+
+def _logging() -> dict[str, Any]:
+    """Everything into one rotating file; on the console, what the owner wants to know."""
+    utilities = "nvflare.fuel.utils.log_utils"
+    return {
+        "version": 1,
+        "disable_existing_loggers": False,
+        "formatters": {
+            "file": {
+                "()": f"{utilities}.BaseFormatter",
+                "fmt": "%(asctime)s - %(name)s - %(levelname)s - %(fl_ctx)s - %(message)s",
+            },
+            "console": {"format": "%(asctime)s %(message)s", "datefmt": "%H:%M:%S"},
+        },
+        "filters": {"brief": {"()": f"{__name__}.Brief"}},
+        "handlers": {
+            "console": {
+                "class": "logging.StreamHandler",
+                "level": "INFO",
+                "formatter": "console",
+                "filters": ["brief"],
+                "stream": "ext://sys.stderr",
+            },
+            "file": {
+                "class": "logging.handlers.RotatingFileHandler",
+                "level": "INFO",
+                "formatter": "file",
+                "filename": "log.txt",
+                "mode": "a",
+                "maxBytes": 5_000_000,
+                "backupCount": 5,
+            },
+        },
+        "loggers": {"root": {"level": "INFO", "handlers": ["console", "file"]}},
+    }
+
+
+# ---- a run -----------------------------------------------------------------------------------------------------------
+
+
+def run_study(
+    kit_dir: str | Path, *, limit: float | None = None, on_status: Callable[[str], None] | None = None
+) -> Ended:
+    """Have the study in a coordinator's kit run once, by all parties; the coordinator's service must be running.
+
+    Parameters
+    ----------
+    limit
+        Seconds after which the run is stopped, whatever its state; by default the study's `patience`.
+    on_status
+        Gets a line of text when something changes.
+
+    Returns
+    -------
+    How it ended at the coordinator, with one word for each other party in `parties`. Raises the `ProtocolAbort`,
+    `PeerLost` or other error by which it ended otherwise.
+    """
+    kit = Kit.open(kit_dir)
+    if kit.role != "coordinator":
+        raise UsageError(f"{kit.me} is a {kit.role}; the coordinator {kit.study.coordinator} starts runs")
+    tell = on_status or (lambda _: None)
+    end = time.monotonic() + (limit or kit.study.patience)
+    with _session(kit) as session:
+        _wait_for_parties(kit, session, tell)
+        with tempfile.TemporaryDirectory(prefix="cloister-") as work:
+            run = session.submit_job(str(_write_job(Path(work), kit)))
+        tell(f"run {run[:8]} submitted")
+        try:
+            ended = _follow(kit, session, run, end, tell)
+        except BaseException:
+            with contextlib.suppress(Exception):
+                session.abort_job(run)
+            raise
+    ended.check()
+    return ended
+
+
+@contextlib.contextmanager
+def _session(kit: Kit) -> Iterator[Any]:
+    try:
+        from nvflare.fuel.flare_api.flare_api import NoConnection, new_secure_session
+    except ImportError:
+        raise MissingExtra("nvflare", "flare") from None
+    logging.getLogger("nvflare").addHandler(logging.NullHandler())
+    with _quiet():
+        try:
+            session = new_secure_session(USER, str(kit.path / "admin"), timeout=10.0)
+        except NoConnection:
+            raise PeerLost(
+                "flare", "-", "lost", f"the coordinator's service does not answer; start it: cloister site {kit.path}"
+            ) from None
+    try:
+        yield session
+    finally:
+        with contextlib.suppress(Exception), _quiet():
+            session.close()
+
+
+def _quiet() -> contextlib.AbstractContextManager[IO[str]]:
+    return contextlib.redirect_stdout(io.StringIO())  # FLARE prints what it does
+
+
+def _wait_for_parties(kit: Kit, session: Any, tell: Callable[[str], None]) -> None:
+    wanted = set(kit.study.parties) - {kit.me}
+    end, told = time.monotonic() + CONNECT, ""
+    while True:
+        missing = sorted(wanted - _answering(session))
+        if not missing:
+            return
+        names = ", ".join(missing)
+        if time.monotonic() > end:
+            raise PeerLost("flare", "-", "lost", f"not connected: {names}; ask them to run: cloister site KIT")
+        if names != told:
+            tell(f"waiting for {names}")
+            told = names
+        time.sleep(1.0)
+
+
+def _answering(session: Any) -> set[str]:
+    """Who answers now; the server's own list still has parties that died less than half a minute ago."""
+    try:
+        rows = session.get_client_job_status() or []
+    except Exception:  # nobody is connected
+        return set()
+    return {row["client_name"] for row in rows if row.get("status") not in ("no_reply", "error")}
+
+
+def _write_job(folder: Path, kit: Kit) -> Path:
+    """FLARE's job: names of our classes and of the parties, nothing else."""
+    job = folder / "cloister"
+    config = job / "app" / "config"
+    config.mkdir(parents=True)
+    common = {"format_version": 2, "task_data_filters": [], "task_result_filters": [], "components": []}
+    guests = [p for p in kit.study.parties if p != kit.me]
+    _write(
+        job / "meta.json",
+        {"name": "cloister", "resource_spec": {}, "min_clients": 1, "deploy_map": {"app": ["server", *guests]}},
+    )
+    _write(
+        config / "config_fed_server.json",
+        {**common, "server": {"task_request_interval": 1}, "workflows": [{"id": "hub", "path": HUB, "args": {}}]},
+    )
+    _write(
+        config / "config_fed_client.json",
+        {**common, "executors": [{"tasks": [TASK], "executor": {"path": GUEST, "args": {}}}]},
+    )
+    return job
+
+
+def _follow(kit: Kit, session: Any, run: str, end: float, tell: Callable[[str], None]) -> Ended:
+    file, told = kit.path / RUNS / f"{run}.json", "SUBMITTED"
+    heard = time.monotonic()
+    starts = heard + SCHEDULE
+    while True:
+        if file.exists():
+            return Ended.load(file)
+        try:
+            status = str(session.get_job_meta(run).get("status", ""))
+            heard = time.monotonic()
+        except Exception as e:  # whatever FLARE makes of a server that is away
+            if time.monotonic() - heard > SILENT:
+                raise PeerLost(
+                    "flare", "-", "lost", f"the coordinator's service is gone ({type(e).__name__})"
+                ) from None
+            status = told
+        if status != told:
+            tell(f"run {run[:8]} {status.lower()}")
+            told = status
+        if status.startswith("FINISHED"):
+            time.sleep(0.5)
+            if file.exists():
+                continue
+            raise PeerLost("flare", "-", "lost", f"FLARE ended the run ({status}); see {kit.path / 'log.txt'}")
+        if status == "RUNNING":
+            starts = end
+        if time.monotonic() > min(end, starts):
+            raise PeerLost("flare", "-", "timeout", f"the run did not {'end' if starts == end else 'start'} in time")
+        time.sleep(0.5)
+
+
+__all__ = ["run_study", "start_party"]

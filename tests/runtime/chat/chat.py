@@ -1,0 +1,106 @@
+"""A workflow that is only talk: sites send what they hold to the auxiliary, the coordinator opens the total.
+
+    L1   u → A   x_u
+    L2   A → S   Σ x_u
+    L3   S → u   the total, and so on for some rounds
+
+With CHAT_MARK in the environment, a party leaves a file there when it reaches round 2, so that a test can kill it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from cloister import workflows
+from cloister.channel import Channel
+from cloister.seat import Outcome, Seat
+from cloister.study import Party
+from cloister.wire import F64, message
+
+
+@dataclass(frozen=True)
+class Options:
+    rounds: int = 3
+    pause: float = 0.0
+    length: int = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Params:
+    sites: tuple[Party, ...]
+    rounds: int
+
+
+@message("L1")
+class Input:
+    x: F64
+
+
+@message("L2")
+class Sum:
+    x: F64
+
+
+@message("L3")
+class Total:
+    x: F64
+
+
+async def site(ch: Channel, params: Params, x: F64, pause: float) -> F64:
+    hub, helper = ch.study.coordinator, ch.study.auxiliaries[0]
+    total = x
+    for i in range(params.rounds):
+        if i == 2 and "CHAT_MARK" in os.environ:
+            Path(os.environ["CHAT_MARK"], ch.me).touch()
+        time.sleep(pause)
+        await ch.send(helper, Input(x))  # L1
+        total = (await ch.recv(hub, Total, x=x.shape)).x  # L3
+    return total
+
+
+async def auxiliary(ch: Channel, params: Params) -> None:
+    for _ in range(params.rounds):
+        inputs = await ch.gather(params.sites, Input, x=(None,))  # L1
+        await ch.send(ch.study.coordinator, Sum(sum(m.x for m in inputs.values())))  # L2
+
+
+async def coordinator(ch: Channel, params: Params) -> F64:
+    for _ in range(params.rounds):
+        total = (await ch.recv(ch.study.auxiliaries[0], Sum, x=(None,))).x  # L2
+        await ch.scatter(params.sites, Total(total))  # L3
+    return total
+
+
+def part(seat: Seat, adata, options: Options) -> Outcome:
+    params = Params(seat.study.sites, options.rounds)
+    if seat.role == "site":
+        x = np.full(options.length, float(adata.n_obs))
+        return Outcome(adata, {"total": float(seat.run(site, params, x, options.pause)[0])})
+    if seat.role == "auxiliary":
+        seat.run(auxiliary, params)
+        return Outcome()
+    return Outcome(None, {"total": float(seat.run(coordinator, params)[0])})
+
+
+WORKFLOW = workflows.Workflow(
+    name="chat",
+    summary="Talk.",
+    options=Options,
+    protocols={"hardened": "chat"},
+    part=part,
+    check=lambda adata, options: [],
+    auxiliaries={"hardened": 1},
+)
+
+
+def register() -> None:
+    if "chat" not in workflows.NAMES:
+        workflows.NAMES = (*workflows.NAMES, "chat")
+        here = sys.modules[__name__]
+        sys.modules["cloister.workflows.chat"] = sys.modules["cloister.protocols.chat"] = here

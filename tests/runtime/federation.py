@@ -1,0 +1,139 @@
+"""A whole consortium on loopback: kits, services as real processes, runs."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import anndata as ad
+import numpy as np
+import psutil
+
+from cloister.cell_files import write_cells
+from cloister.runtime.kit import Kit
+from cloister.runtime.party import Ended
+from cloister.runtime.provision import provision
+from cloister.runtime.service import run_study
+from cloister.study import Study, format_study
+
+CHAT = Path(__file__).parent / "chat"
+SIZES = {"basel": 5, "lugano": 7, "vienna": 11}
+PARTIES = {"hub": "coordinator", **dict.fromkeys(SIZES, "site"), "helper": "auxiliary"}
+START = "import sys; from cloister.runtime.service import start_party; start_party(sys.argv[1])"
+UNCHECKED = "import cloister.runtime.service as s; s._check_certificate = lambda kit: None; " + START
+
+
+def cells() -> dict[str, ad.AnnData]:
+    rng = np.random.default_rng(0)
+    made = {}
+    for site, n in SIZES.items():
+        made[site] = ad.AnnData(rng.poisson(2.0, (n, 60)).astype(np.float32))
+        made[site].var_names = [f"GENE{i}" for i in range(60)]
+        made[site].obs_names = [f"{site}{i}" for i in range(n)]
+    return made
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+class Federation:
+    """Provisioned once; services can be started, stopped and killed one by one."""
+
+    def __init__(self, folder: Path, timeout: float = 12.0) -> None:
+        self.folder, self.port = folder, free_port()
+        study = Study("test", "chat", PARTIES, timeout=timeout, network={"host": "localhost", "port": self.port})
+        self.kits = provision(study, folder / "kits")
+        self.study = Study.load(folder / "kits" / "study.toml")
+        for site, adata in cells().items():
+            write_cells(adata, self.kits[site] / "cells.h5ad")
+        self.marks = folder / "marks"
+        self.marks.mkdir()
+        self.services: dict[str, subprocess.Popen] = {}
+
+    def agree(self, **changes) -> Study:
+        """Give every party the same changed study, and have all approve it."""
+        study = dataclasses.replace(self.study, **changes)
+        for p in study.parties:
+            self.hand_over(p, study)
+        return study
+
+    def hand_over(self, party: str, study: Study) -> None:
+        (self.kits[party] / "study.toml").write_text(format_study(study))
+        if study.parties[party] != "coordinator":
+            Kit.open(self.kits[party]).approve()
+
+    def start(self, *parties: str, check_certificate: bool = True) -> None:
+        path = os.pathsep.join([str(CHAT), os.environ.get("PYTHONPATH", "")])
+        env = {**os.environ, "PYTHONPATH": path, "CHAT_MARK": str(self.marks), "OMP_NUM_THREADS": "1"}
+        for p in parties:
+            with open(self.folder / f"{p}.out", "ab") as out:
+                self.services[p] = subprocess.Popen(
+                    [sys.executable, "-c", START if check_certificate else UNCHECKED, str(self.kits[p])],
+                    stdout=out,
+                    stderr=out,
+                    env=env,
+                )
+
+    def processes(self, *parties: str) -> list[psutil.Process]:
+        """All processes of these parties, the ones FLARE starts for a run included."""
+        folders = tuple(str(self.kits[p]) for p in parties)
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if any(word in folders for word in process.cmdline()):
+                    found.append(process)
+        return found
+
+    def kill(self, party: str) -> None:
+        for process in self.processes(party):
+            process.kill()
+        self.services.pop(party).wait()
+
+    def stop(self, *parties: str) -> dict[str, int]:
+        """SIGTERM; returns the exit codes."""
+        for p in parties:
+            self.services[p].send_signal(signal.SIGTERM)
+        return {p: self.services.pop(p).wait(timeout=20) for p in parties}
+
+    def run(self, limit: float = 60.0) -> Ended:
+        return run_study(self.kits["hub"], limit=limit)
+
+    def ended(self, party: str) -> Ended:
+        """How the last run ended at a party."""
+        last = max((self.kits[party] / "results").glob("*/outcome.json"), key=lambda f: f.stat().st_mtime)
+        return Ended.load(last)
+
+    def wait_for_mark(self, party: str, seconds: float = 60.0) -> None:
+        end = time.monotonic() + seconds
+        while not (self.marks / party).exists():
+            assert time.monotonic() < end, f"{party} never came to round 2"
+            time.sleep(0.05)
+        (self.marks / party).unlink()
+
+    def clear_marks(self) -> None:
+        for mark in self.marks.iterdir():
+            mark.unlink()
+
+    def wait_until(self, done: Callable[[], bool], seconds: float = 30.0) -> None:
+        end = time.monotonic() + seconds
+        while not done():
+            assert time.monotonic() < end
+            time.sleep(0.2)
+
+    def close(self) -> None:
+        for process in self.processes(*self.kits):
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        for service in self.services.values():
+            service.wait()

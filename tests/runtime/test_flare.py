@@ -1,0 +1,237 @@
+"""Cloister on FLARE with real processes on loopback: a coordinator, three sites, an auxiliary.
+
+The workflow is `chat` (tests/runtime/chat), which every service finds on its path; `bin-values` runs in the slow part.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from cloister.errors import PeerLost, ProtocolAbort
+from cloister.rehearsal import rehearse
+from cloister.runtime import service
+from cloister.runtime.provision import provision
+from cloister.study import format_study
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+sys.path.insert(0, str(HERE / "chat"))
+import chat
+from federation import PARTIES, Federation, cells
+
+chat.register()
+
+pytestmark = pytest.mark.xdist_group("flare")
+SITES = [p for p, role in PARTIES.items() if role == "site"]
+FOREVER = {"rounds": 1_000_000, "pause": 0.01}
+
+
+@pytest.fixture(scope="module")
+def federation(tmp_path_factory):
+    made = Federation(tmp_path_factory.mktemp("federation"), timeout=20.0)
+    made.agree()
+    made.start(*PARTIES)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def run_aside(federation: Federation, limit: float = 90.0) -> tuple[threading.Thread, list]:
+    """A run in a thread; the list gets how it ended, or the error."""
+    ends: list = []
+
+    def go() -> None:
+        try:
+            ends.append(federation.run(limit))
+        except Exception as e:
+            ends.append(e)
+
+    thread = threading.Thread(target=go)
+    thread.start()
+    return thread, ends
+
+
+def test_a_run_gives_what_the_rehearsal_gives(federation):
+    study = federation.agree()
+    ended = federation.run()
+    rehearsed = rehearse("chat", cells())
+    assert ended.result == rehearsed.results["coordinator"] == {"total": 23.0}
+    assert ended.parties == dict.fromkeys([*SITES, "helper"], "done")
+    for site in SITES:
+        at_home = federation.ended(site)
+        assert at_home.result == rehearsed.results[site]
+        folder = federation.kits[site] / "results"
+        assert len([*folder.glob("*/receipt.json")]) == len([*folder.glob("*/cells.h5ad")]) == 1
+    assert study.digest.hex() in next((federation.kits["basel"] / "results").glob("*/receipt.json")).read_text()
+
+
+def test_a_site_refuses_what_it_has_not_approved(federation):
+    study = federation.agree()
+    asked = dataclasses.replace(study, parameters={"rounds": 5})
+    for p in PARTIES:
+        (federation.kits[p] / "study.toml").write_text(format_study(asked))
+        if p != "vienna" and p != "hub":
+            federation.hand_over(p, asked)
+    with pytest.raises(ProtocolAbort) as caught:
+        federation.run()
+    assert caught.value.code == "refused"
+    assert "digest" not in str(caught.value)
+    at_home = federation.ended("vienna")
+    assert at_home.status == "refused"
+    assert "'vienna' has not approved the study" in at_home.error["text"]
+    for p in ("basel", "lugano", "helper"):
+        assert federation.ended(p).status == "aborted"
+
+
+def test_parties_with_different_studies_stop_before_data_moves(federation):
+    study = federation.agree()
+    federation.hand_over("lugano", dataclasses.replace(study, parameters={"rounds": 4}))
+    with pytest.raises(ProtocolAbort) as caught:
+        federation.run()
+    assert caught.value.code == "mismatch"
+    assert "lugano came with another study file" in str(caught.value)
+    for p in [*SITES, "helper"]:
+        ended = federation.ended(p)
+        assert ended.status == "aborted", p
+        receipt = max((federation.kits[p] / "results").glob("*/receipt.json")).read_text()
+        assert "chat.Input" not in receipt
+
+
+def test_a_killed_site_ends_the_run_by_name_and_the_next_one_works(federation):
+    federation.agree(parameters=FOREVER)
+    federation.clear_marks()
+    thread, ends = run_aside(federation)
+    federation.wait_for_mark("vienna")
+    killed = time.monotonic()
+    federation.kill("vienna")
+    thread.join()
+    assert time.monotonic() - killed < federation.study.timeout + 5
+    assert isinstance(ends[0], ProtocolAbort)
+    assert ends[0].code in ("lost", "timeout")
+    for p in ("basel", "lugano", "helper"):
+        ended = federation.ended(p)
+        assert ended.status == "aborted"
+        assert ended.error["protocol"] == "chat"
+        assert ended.error["code"] in ("lost", "timeout")
+    federation.agree()
+    federation.start("vienna")
+    assert federation.run().result == {"total": 23.0}
+
+
+def test_services_stop_at_once_and_leave_nothing(federation):
+    assert federation.stop(*PARTIES) == dict.fromkeys(PARTIES, 0)
+    assert federation.processes(*PARTIES) == []
+    with socket.socket() as s:
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        s.bind(("127.0.0.1", federation.port))
+    for p in PARTIES:
+        said = (federation.folder / f"{p}.out").read_text()
+        assert f"{p} stops" in said
+        assert "Traceback" not in said
+
+
+# -- slower ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def another(tmp_path, monkeypatch):
+    made = Federation(tmp_path, timeout=12.0)
+    made.agree()
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.mark.slow
+def test_a_wrong_certificate_is_refused(another, monkeypatch):
+    monkeypatch.setattr(service, "CONNECT", 20.0)
+    strangers = provision(dataclasses.replace(another.study, keys={}), another.folder / "strangers")
+    for name in ("client.crt", "client.key", "rootCA.pem"):
+        shutil.copy(strangers["vienna"] / "startup" / name, another.kits["vienna"] / "startup" / name)
+    another.start(*PARTIES)
+    with pytest.raises(PeerLost, match="not connected: vienna;"):
+        another.run()
+    assert "CERTIFICATE_VERIFY_FAILED" in (another.folder / "vienna.out").read_text()
+    log = (another.kits["hub"] / "log.txt").read_text()
+    assert "New client basel@" in log
+    assert "New client vienna@" not in log
+
+
+@pytest.mark.slow
+def test_a_certificate_of_another_party_is_refused(another, monkeypatch):
+    """The certificate is good, but lugano's service says that it is basel."""
+    monkeypatch.setattr(service, "CONNECT", 20.0)
+    for name in ("client.crt", "client.key"):
+        shutil.copy(another.kits["basel"] / "startup" / name, another.kits["lugano"] / "startup" / name)
+    another.start("hub", "vienna", "helper")
+    another.start("lugano", check_certificate=False)
+    with pytest.raises(PeerLost, match="not connected: basel, lugano;"):
+        another.run()
+    assert "New client lugano@" not in (another.kits["hub"] / "log.txt").read_text()
+
+
+@pytest.mark.slow
+def test_what_else_can_end_a_run(another):
+    another.agree(parameters=FOREVER)
+    another.start(*PARTIES)
+
+    thread, ends = run_aside(another)  # a service is stopped
+    another.wait_for_mark("vienna")
+    another.stop("vienna")
+    thread.join()
+    assert isinstance(ends[0], PeerLost)
+    assert "service was stopped" in another.ended("vienna").error["text"]
+    assert another.ended("basel").status == "aborted"
+
+    another.start("vienna")  # only the run's process dies, as when memory is short
+    another.clear_marks()
+    thread, ends = run_aside(another)
+    another.wait_for_mark("vienna")
+    for process in another.processes("vienna"):
+        if process.pid != another.services["vienna"].pid:
+            process.kill()
+    thread.join()
+    assert isinstance(ends[0], ProtocolAbort)
+    assert another.ended("basel").error["code"] in ("lost", "timeout")
+
+    with pytest.raises(PeerLost, match="did not end in time"):  # it takes too long
+        another.run(limit=15.0)
+    another.wait_until(lambda: another.ended("basel").run == another.ended("hub").run)
+
+    another.clear_marks()  # the coordinator dies, and comes back
+    thread, ends = run_aside(another)
+    another.wait_for_mark("vienna")
+    another.kill("hub")
+    thread.join()
+    assert isinstance(ends[0], PeerLost)
+    another.wait_until(lambda: another.ended("basel").error.get("text", "").startswith("chat L3: 'hub' is gone"))
+    another.agree()
+    another.start("hub")
+    assert another.run().result == {"total": 23.0}
+
+
+@pytest.mark.slow
+def test_bin_values_on_flare_equals_its_rehearsal(another):
+    from cloister.cell_files import read_cells
+
+    parties = {p: role for p, role in PARTIES.items() if p != "helper"}
+    keys = {p: k for p, k in another.study.keys.items() if p in parties}
+    another.agree(workflow="bin-values", parties=parties, keys=keys, parameters={"n_bins": 9, "min_values": 50})
+    another.start(*parties)
+    ended = another.run()
+    run = rehearse("bin-values", cells(), n_bins=9, min_values=50)
+    assert ended.result["bin_edges"] == run.results["coordinator"]["bin_edges"]
+    for site in SITES:
+        folder = max((another.kits[site] / "results").iterdir())
+        made = read_cells(folder / "cells.h5ad")
+        assert (made.layers["binned"] != run.data[site].layers["binned"]).sum() == 0

@@ -1,0 +1,244 @@
+from __future__ import annotations
+
+import stat
+import sys
+
+import pytest
+
+from cloister.crypto.agreement import Identity
+from cloister.errors import DataError, MissingExtra, ParameterError, ProtocolAbort, RefusedError, UsageError
+from cloister.runtime.kit import Kit
+from cloister.runtime.provision import adopt, make_identity, provision
+from cloister.runtime.service import _check_certificate, _settle, run_study
+from cloister.study import Study, format_study
+
+PARTIES = {"hub": "coordinator", "basel": "site", "lugano": "site", "helper": "auxiliary"}
+STUDY = Study("pair", "bin-values", PARTIES, network={"host": "localhost", "port": 18777})
+
+
+@pytest.fixture(scope="module")
+def kits(tmp_path_factory):
+    return provision(STUDY, tmp_path_factory.mktemp("kits"))
+
+
+@pytest.fixture
+def basel(kits):
+    """Basel's kit, put back as it was."""
+    kit = Kit.open(kits["basel"])
+    files = {f: f.read_text() for f in (kit.policy_file, kit.path / "study.toml")}
+    yield kit
+    for file, text in files.items():
+        file.write_text(text)
+
+
+# -- provisioning ------------------------------------------------------------------------------------------------------
+
+
+def test_every_party_gets_a_kit_of_its_own(kits):
+    assert [*kits] == [*PARTIES]
+    opened = {p: Kit.open(kit) for p, kit in kits.items()}
+    assert {p: kit.me for p, kit in opened.items()} == {p: p for p in PARTIES}
+    assert len({kit.study.digest for kit in opened.values()}) == 1
+    assert opened["hub"].study.keys.keys() == PARTIES.keys()
+    for kit in opened.values():
+        _check_certificate(kit)
+
+
+def test_private_keys_are_for_the_owner_only(kits):
+    top = kits["hub"].parent
+    keys = [*top.rglob("*.key"), top / "authority" / "cert.json"]
+    assert len(keys) == 2 * len(PARTIES) + 2  # TLS and identity each, the coordinator's user, the authority
+    for key in keys:
+        assert stat.S_IMODE(key.stat().st_mode) == 0o600, key
+    for folder in (*kits.values(), top / "authority"):
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700, folder
+
+
+def test_the_authority_keeps_no_partys_key(kits):
+    kept = (kits["hub"].parent / "authority" / "cert.json").read_text()
+    assert kept.count("PRIVATE KEY") == 2  # one, with its two lines
+    assert "basel" not in kept
+
+
+def test_no_kit_holds_what_is_anothers(kits):
+    secrets = {p: [f.read_bytes() for f in kit.rglob("*.key")] for p, kit in kits.items()}
+    for p, kit in kits.items():
+        others = [s for q, found in secrets.items() if q != p for s in found]
+        assert not any(s in f.read_bytes() for f in kit.rglob("*") if f.is_file() for s in others)
+
+
+def test_a_party_that_joins_later_is_certified_by_the_same_authority(kits, tmp_path):
+    top = kits["hub"].parent
+    study = Study.load(top / "study.toml")
+    grown = Study("pair", "bin-values", {"hub": "coordinator", "vienna": "site"}, network=study.network)
+    (tmp_path / "authority").mkdir()
+    (tmp_path / "authority" / "cert.json").write_bytes((top / "authority" / "cert.json").read_bytes())
+    made = provision(grown, tmp_path)
+    roots = [(kit / "startup" / "rootCA.pem").read_bytes() for kit in (made["vienna"], kits["basel"])]
+    assert roots[0] == roots[1]
+
+
+def test_keys_that_are_in_the_study_are_kept(tmp_path):
+    public = make_identity(tmp_path / "own")
+    study = STUDY.with_keys({"basel": bytes.fromhex(public)})
+    made = provision(study, tmp_path / "kits")
+    assert not (made["basel"] / "identity.key").exists()
+    assert (made["lugano"] / "identity.key").exists()
+    (tmp_path / "own" / "identity.key").rename(made["basel"] / "identity.key")
+    assert Kit.open(made["basel"]).me == "basel"
+
+
+def test_existing_kits_are_not_replaced(kits):
+    with pytest.raises(DataError, match="exists already"):
+        provision(STUDY, kits["hub"].parent)
+
+
+@pytest.mark.parametrize(
+    ("study", "says"),
+    [
+        (Study("s", "w", {"hub": "coordinator", "server": "site"}, network={"host": "h"}), "'server' is a name that"),
+        (Study("s", "w", {"hub": "coordinator", "a": "site"}), r"\[network\] host is missing"),
+        (
+            Study("s", "w", {"hub": "coordinator", "a": "site"}, network={"host": "h", "port": 0}),
+            "port must be between",
+        ),
+        (Study("s", "w", {"hub": "coordinator", "a": "site"}, network={"host": "no host"}), "FLARE refuses"),
+    ],
+)
+def test_what_cannot_be_provisioned(study, says, tmp_path):
+    with pytest.raises(ParameterError, match=says):
+        provision(study, tmp_path)
+
+
+def test_without_nvflare_there_is_one_clear_sentence(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "nvflare.lighter.entity", None)
+    with pytest.raises(MissingExtra, match=r"pip install 'cloister\[flare\]'"):
+        provision(STUDY, tmp_path)
+
+
+def test_adopt_wants_a_kit_of_flare(tmp_path):
+    with pytest.raises(ParameterError, match=r"no startup/rootCA\.pem"):
+        adopt(tmp_path, STUDY, "basel")
+
+
+def test_an_identity_is_never_replaced(tmp_path):
+    make_identity(tmp_path)
+    with pytest.raises(DataError, match="not replaced"):
+        make_identity(tmp_path)
+
+
+# -- a site's own policy -----------------------------------------------------------------------------------------------
+
+
+def test_a_new_kit_approves_nothing(basel):
+    assert basel.policy().workflows == ()
+    with pytest.raises(RefusedError, match="has not approved the workflow 'bin-values'") as caught:
+        basel.check_approved(basel.policy())
+    assert isinstance(caught.value, ProtocolAbort)  # so the peers hear a code, and no more
+    assert caught.value.code == "refused"
+
+
+def test_what_was_approved_may_run_and_nothing_else(basel):
+    basel.approve()
+    basel.check_approved(basel.policy())
+    for changed, says in (
+        ({"workflow": "map-labels"}, "the workflow 'map-labels'"),
+        ({"mode": "published"}, "the mode 'published'"),
+        ({"parameters": {"n_bins": 7}}, "the study"),
+    ):
+        fields = {k: getattr(basel.study, k) for k in ("name", "workflow", "parties", "mode", "parameters", "keys")}
+        (basel.path / "study.toml").write_text(format_study(Study(**{**fields, **changed})))
+        other = Kit.open(basel.path)
+        with pytest.raises(RefusedError, match=says):
+            other.check_approved(other.policy())
+        other.approve()
+        other.check_approved(other.policy())
+
+
+def test_approving_twice_changes_nothing(basel):
+    basel.approve()
+    once = basel.policy_file.read_text()
+    basel.approve()
+    assert basel.policy_file.read_text() == once
+    assert 'data = "cells.h5ad"' in once
+
+
+def test_the_coordinator_needs_no_approval(kits):
+    hub = Kit.open(kits["hub"])
+    hub.check_approved(hub.policy())
+    assert "[approve]" not in hub.policy_file.read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("data = 3", "'data' must be a path in quotes"),
+        ("dta = 'x'", "unknown key 'dta'"),
+        ("[approve]\nworkflow = []", "unknown key 'workflow'"),
+        ("[approve]\nmodes = 'hardened'", "'modes' must be a list"),
+        ("approve = 1", "must be a table"),
+        ("[obs]\ncell_type = 2", r"\[obs\] and \[obsm\]"),
+        ("data = ", "cannot be read as TOML"),
+    ],
+)
+def test_errors_in_site_toml_name_the_key(basel, text, says):
+    basel.policy_file.write_text(text)
+    with pytest.raises(ParameterError, match=says):
+        basel.policy()
+
+
+def test_a_data_path_is_the_sites_own(basel):
+    basel.policy_file.write_text('data = "/srv/cells.h5ad"\nout = "elsewhere"\n')
+    assert str(basel.policy().data) == "/srv/cells.h5ad"
+    assert basel.policy().out == basel.path / "elsewhere"
+
+
+# -- opening kits ------------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_that_is_no_kit(tmp_path):
+    with pytest.raises(ParameterError, match="no start-up kit"):
+        Kit.open(tmp_path)
+
+
+def test_a_study_of_other_kits(basel):
+    (basel.path / "study.toml").write_text(format_study(basel.study.with_keys({})))
+    with pytest.raises(ParameterError, match=r"no party in \[keys\] has this kit's"):
+        Kit.open(basel.path)
+
+
+def test_a_certificate_of_somebody_else_is_noticed_at_home(kits, basel):
+    file = basel.path / "startup" / "client.crt"
+    own = file.read_bytes()
+    try:
+        file.write_bytes((kits["lugano"] / "startup" / "client.crt").read_bytes())
+        with pytest.raises(ParameterError, match="issued to lugano, and this is the kit of basel"):
+            _check_certificate(basel)
+        file.write_bytes(b"nonsense")
+        with pytest.raises(ParameterError, match="not issued by the authority"):
+            _check_certificate(basel)
+    finally:
+        file.write_bytes(own)
+
+
+def test_only_the_coordinator_starts_runs(basel):
+    with pytest.raises(UsageError, match="the coordinator hub starts runs"):
+        run_study(basel.path)
+
+
+def test_a_kit_cannot_loosen_flares_settings(basel):
+    local = basel.path / "local"
+    (local / "resources.json").write_text('{"class_allow_list": ["*"]}')
+    (local / "authorization.json").write_text('{"permissions": {"project_admin": "any"}}')
+    _settle(basel)
+    assert '"*"' not in (local / "resources.json").read_text()
+    rights = (local / "authorization.json").read_text()
+    assert "project_admin" not in rights
+    assert '"byoc": "none"' in rights
+    assert '"shell_commands": "none"' in rights
+
+
+def test_identities_sign_as_the_study_says(kits):
+    kit = Kit.open(kits["lugano"])
+    assert isinstance(kit.identity, Identity)
+    assert kit.identity.public == kit.study.keys["lugano"]
