@@ -1,7 +1,7 @@
 """The README and the guides say nothing that does not run: commands in order, Python blocks, TOML blocks.
 
-A page about one workflow finds the demo's three sites as `sites` in Python and under `sites/` as files. A block marked `py`
-instead of `python` needs something we cannot ship (a checkpoint, a second machine) and is only shown.
+A page about one workflow finds the demo's three sites as `sites` in Python and under `sites/` as files. A block marked
+`py` instead of `python` needs something we cannot ship (a checkpoint, a second machine) and is only shown.
 """
 
 import os
