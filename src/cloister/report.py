@@ -25,7 +25,7 @@ from cloister.errors import CloisterError, DataError
 from cloister.rehearsal import Run
 from cloister.report_parts import Html, count, escape, join, names, size, table, tag, value
 from cloister.results import check_folder, load_runs, save_run
-from cloister.run_facts import Abort, abort_of, figures_of, plain, started_of, status_of
+from cloister.run_facts import Abort, abort_of, figures_of, plain, rows_of, started_of, status_of
 from cloister.study import Study
 
 __all__ = ["check_folder", "load_runs", "save_run", "write_report"]
@@ -103,15 +103,14 @@ def _page(runs: list[Run], title: str, rows: Rows | None, baselines: Mapping[str
         f", {len(runs) - done} aborted." if done < len(runs) else "."
     )
     header = tag("header", tag("h1", title), tag("p", told, class_="lead"))
-    links = [tag("a", "How to read this page", href="#how")]
-    if rows:
-        links.insert(0, tag("a", "Comparison", href="#comparison"))
+    links = [tag("a", "Comparison", href="#comparison")] if rows else []
     links += [tag("a", _heading(run), href=f"#run-{i}") for i, run in enumerate(runs, 1)]
+    links.append(tag("a", "How to read this page", href="#how"))
     nav = tag("nav", tag("ul", *(tag("li", link) for link in links)), aria_label="On this page")
     compared = None
     if rows:
         compared = tag("section", tag("h2", "Comparison", id="comparison"), _rows("All runs side by side", rows))
-    articles = [_run(run, i, baselines) for i, run in enumerate(runs, 1)]
+    articles = [_run(run, i, baselines, unfold=len(runs) <= 2) for i, run in enumerate(runs, 1)]
     main = tag("main", compared, *articles, _how(), id="main", tabindex="-1")
     made = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
     footer = tag(
@@ -125,7 +124,7 @@ def _page(runs: list[Run], title: str, rows: Rows | None, baselines: Mapping[str
 def _rows(caption: str, rows: Rows) -> Html:
     first = rows[0]
     if isinstance(first, Mapping):
-        columns = list(dict.fromkeys(str(k) for row in rows for k in row))  # type: ignore[union-attr]
+        columns = list(dict.fromkeys(str(k) for row in rows for k in row))
         return table(caption, columns, [[plain(row.get(c)) for c in columns] for row in rows])  # type: ignore[union-attr]
     return table(caption, [str(c) for c in first], [[plain(x) for x in row] for row in rows[1:]])
 
@@ -137,7 +136,7 @@ def _heading(run: Run) -> str:
 # ---- one run ---------------------------------------------------------------------------------------------------------
 
 
-def _run(run: Run, i: int, baselines: Mapping[str, Rows]) -> Html:
+def _run(run: Run, i: int, baselines: Mapping[str, Rows], *, unfold: bool) -> Html:
     study, abort = run.study, abort_of(run)
     badge = (
         tag("span", "completed", class_="badge good") if abort is None else tag("span", "aborted", class_="badge bad")
@@ -156,20 +155,27 @@ def _run(run: Run, i: int, baselines: Mapping[str, Rows]) -> Html:
         _abort_box(abort, run) if abort is not None else _missing_box(run),
         _facts(run),
         tag("h3", "What left each building"),
-        tag("div", *(sections.card(run, p) for p in study.parties), class_="cards"),
+        tag(
+            "div",
+            *(sections.card(run, p) for p in (*study.sites, study.coordinator, *study.auxiliaries)),
+            class_="cards",
+        ),
+        sections.purposes(run, unfold=unfold),
         tag("h3", "What each party learned"),
         sections.learned(run),
         *((tag("h3", "Compared"), *against) if against else ()),
         *sections.figures(run, figures_of(run)),
         *sections.results(run),
-        tag("h3", "The messages"),
-        sections.messages(run, abort),
         tag("h3", "What it cost"),
         sections.cost(run),
-        tag("h3", "Receipts"),
-        sections.receipts(run),
+        _folded("The messages, one by one", sections.messages(run, abort), unfold=unfold),
+        _folded("Receipts", sections.receipts(run), unfold=unfold),
         aria_labelledby=f"run-{i}",
     )
+
+
+def _folded(title: str, content: Html, *, unfold: bool) -> Html:
+    return tag("details", tag("summary", tag("h3", title)), content, class_="part", open=unfold)
 
 
 def _summary(study: Study) -> str:
@@ -181,10 +187,11 @@ def _summary(study: Study) -> str:
 
 def _abort_box(abort: Abort, run: Run) -> Html:
     where = f"{abort.protocol} {abort.line}".removesuffix(" -")
-    place = "in its own computation" if abort.protocol == "local" else f"at {where}"
     who = abort.party or "all parties"
+    place = f"in the computation at {who}" if abort.protocol == "local" else f"at {where}"
     why = CODES.get(abort.code, "see the error that was shown there" if abort.protocol == "local" else "a check failed")
-    sent = sum(r["bytes"] for x in run.receipts.values() for r in x.summary() if r["kind"] == "sent")
+    sent = sum(r["bytes"] for x in run.receipts.values() for r in rows_of(x) if r["kind"] == "sent")
+    got = f"{names(sorted(run.outcomes))} had come to a result." if run.outcomes else "Nobody got a result."
     return tag(
         "div",
         tag(
@@ -194,7 +201,7 @@ def _abort_box(abort: Abort, run: Run) -> Html:
             tag("code", abort.code),
             f"), noticed by {who}.",
         ),
-        tag("p", f"Nobody got a result. Until then {size(sent)} had been sent; the receipts below list all of it."),
+        tag("p", f"{got} Until then {size(sent)} had been sent; the receipts below list all of it."),
         class_="box bad",
     )
 
@@ -229,7 +236,11 @@ def _options(study: Study) -> Html:
         known = {}
     rows = {name: given.get(name, f.default) for name, f in known.items()} | given
     rows = {k: v for k, v in rows.items() if v is not dataclasses.MISSING}
-    return join((tag("code", f"{k} = {value(plain(v))}") for k, v in rows.items()), ", ") if rows else escape("none")
+    return (
+        join((tag("code", f"{k} = {'none' if v is None else value(plain(v))}") for k, v in rows.items()), ", ")
+        if rows
+        else escape("none")
+    )
 
 
 def _how() -> Html:

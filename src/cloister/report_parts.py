@@ -16,6 +16,7 @@ from typing import Any
 from cloister.run_facts import Abort, Flow
 from cloister.study import Study
 
+NUMBER = re.compile(r"–|-?\d[\d.,]*(e[+-]?\d+)?( ?(%|[kMGT]?B|ms|s|min))?")
 VOID = {"meta", "img", "br", "link"}
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff\u202a-\u202e\u2066-\u2069]")  # and texts turned backwards
 
@@ -86,8 +87,9 @@ def value(x: Any, column: str = "") -> str:
             return seconds(x)
         return f"{x:,}" if isinstance(x, int) else f"{x:.4g}"
     if isinstance(x, list | tuple):
-        shown = ", ".join(value(v) for v in x[:6])
-        return f"{shown} … ({len(x):,} in all)" if len(x) > 6 else shown or "none"
+        if len(x) > 8:
+            return f"{value(x[:3])} … {value(x[-2:])} ({len(x):,} in all)"
+        return ", ".join(value(v) for v in x) or "none"
     if isinstance(x, dict):
         return "; ".join(f"{k}: {value(v)}" for k, v in x.items()) or "none"
     return str(x)
@@ -98,9 +100,7 @@ def table(caption: str, columns: Sequence[str], rows: Iterable[Sequence[object]]
     rows = [
         [cell if isinstance(cell, Html) else value(cell, c) for c, cell in zip(columns, r, strict=True)] for r in rows
     ]
-    numeric = [
-        bool(rows) and all(re.match(r"[-–\d]", str(r[i])) is not None for r in rows) for i in range(len(columns))
-    ]
+    numeric = [bool(rows) and all(NUMBER.fullmatch(str(r[i])) is not None for r in rows) for i in range(len(columns))]
     head = [tag("th", c, scope="col", class_="n" if num else None) for c, num in zip(columns, numeric, strict=True)]
     body = []
     for row in rows:
@@ -174,7 +174,7 @@ def sequence(study: Study, flows: Sequence[Flow], abort: Abort | None, *, title:
 
 
 def _file_of(protocol: str) -> str:
-    return "before every part: agree on study, version and options" if protocol == "channel" else f"{protocol}.py"
+    return "greetings before each part" if protocol == "channel" else f"{protocol}.py"
 
 
 def _band(y: float, label: str, kind: str) -> Html:

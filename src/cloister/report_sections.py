@@ -15,11 +15,18 @@ from cloister.errors import CloisterError, ReceiptError
 from cloister.receipts import Receipt
 from cloister.rehearsal import Run
 from cloister.report_parts import Html, bars, count, escape, join, names, seconds, sequence, size, table, tag, value
-from cloister.run_facts import Abort, Drawn, flows_of, plain, status_of
+from cloister.run_facts import Abort, Drawn, abort_of, flows_of, plain, receipts_of, rows_of, status_of
 from cloister.seat import SIGNED
 from cloister.study import Study
 
 ABORT = "channel.Abort"
+FIXED = {
+    "channel": (
+        "Greetings",
+        "version, fingerprints of study and options, and a random number, before each part. No data.",
+    ),
+    "abort": ("Notices of abort", "the place in the protocol and one word on what happened."),
+}
 ROLES = {
     "site": "holds cells",
     "coordinator": "holds no cells, brings the sites together",
@@ -33,59 +40,87 @@ def card(run: Run, party: str) -> Html:
     badge = None
     if status != "done":
         badge = tag("span", "no result" if status == "unknown" else "stopped", class_="badge bad")
-    head = tag("h4", party, " ", tag("span", f"({role}, {ROLES[role]})", class_="role"), " ", badge)
+    head = tag(
+        "h4",
+        party,
+        " ",
+        tag("span", f"({ROLES[role] if party == role else f'{role}, {ROLES[role]}'})", class_="role"),
+        " ",
+        badge,
+    )
     if receipt is None:
         return tag("div", head, tag("p", f"The receipt of {party} is not here; it stays with {party}."), class_="card")
-    sent = [r for r in receipt.summary() if r["kind"] == "sent"]
-    opened = [r for r in receipt.summary() if r["kind"] == "opened"]
+    sent = [r for r in rows_of(receipt) if r["kind"] == "sent"]
+    opened = [r for r in rows_of(receipt) if r["kind"] == "opened"]
     number, total = sum(r["count"] for r in sent), sum(r["bytes"] for r in sent)
     to = names(dict.fromkeys(r["to"] for r in sent))
-    told = (
-        f"{party} sent {count(number, 'message')}, {size(total)} in all, to {to}." if sent else f"{party} sent nothing."
-    )
-    by_protocol: dict[str, list[dict[str, Any]]] = {}
-    for r in sent:
-        by_protocol.setdefault("abort" if r["name"] == ABORT else r["protocol"], []).append(r)
+    told = f"Sent {count(number, 'message')}, {size(total)} in all, to {to}" + ("." if not sent else ":")
+    parts = {key: [r for r in sent if _part(r) == key] for key in dict.fromkeys(map(_part, sent))}
     items = [
-        tag(
-            "li",
-            tag("strong", f"{count(sum(r['count'] for r in rows), 'message')}, {size(sum(r['bytes'] for r in rows))}"),
-            ": ",
-            _purpose(protocol),
-        )
-        for protocol, rows in by_protocol.items()
+        tag("li", f"{_purpose(key)[0]}: {count(sum(r['count'] for r in rows), 'message')}, ", _bytes(rows))
+        for key, rows in parts.items()
     ]
+    written = [r["name"] for r in rows_of(receipt) if r["kind"] == "written"]
     return tag(
         "div",
         head,
-        tag("p", told),
+        tag("p", told if sent else "Sent nothing."),
         tag("ul", *items) if items else None,
         tag("p", tag("strong", "Opened: "), _opened(party, opened)),
+        tag("p", tag("strong", "Written here: "), join((tag("code", w) for w in written), ", ")) if written else None,
         class_="card",
     )
 
 
+def _part(row: dict[str, Any]) -> str:
+    return "abort" if row["name"] == ABORT else str(row["protocol"])
+
+
+def _bytes(rows: list[dict[str, Any]]) -> str:
+    return size(sum(r["bytes"] for r in rows))
+
+
 def _opened(party: str, rows: list[dict[str, Any]]) -> Html:
     if not rows:
-        return escape(f"{party} made no protected value plain.")
+        return escape("no protected value was made plain here.")
     parts = []
     for r in rows[:8]:
         times = f", {r['count']} times" if r["count"] > 1 else ""
-        to = "for itself" if r["to"] == party else f"to {r['to']}"
-        parts.append(join((f"{r['name']}, {to}{times} (", tag("code", f"{r['protocol']} {r['line']}"), ")")))
+        inside = r["to"] == party
+        told = (f"{r['name']}, ", "for itself" if inside else f"to {r['to']}", times)
+        place = join((" (", tag("code", f"{r['protocol']} {r['line']}"), ")"))
+        parts.append(tag("span", *told, place, class_=None if inside else "flag warn"))
     more = [f"and {len(rows) - 8} more, in the tables below"] if len(rows) > 8 else []
     return join([*parts, *more], "; ")
 
 
-def _purpose(protocol: str) -> Html:
-    if protocol == "channel":
-        return escape(
-            "greetings before each part: version, fingerprints of study and options, a random number. No data."
+def purposes(run: Run, *, unfold: bool) -> Html | None:
+    """What the messages are for, once for all parties."""
+    sent = [r for x in receipts_of(run).values() for r in rows_of(x) if r["kind"] == "sent"]
+    told = [(key, *_purpose(key)) for key in sorted(dict.fromkeys(map(_part, sent)), key=lambda key: key == "abort")]
+    rows = [
+        join(
+            (
+                tag("dt", name, *(() if key in FIXED else (" (", tag("code", f"{key}.py"), ")"))),
+                tag("dd", _sentence(text)),
+            )
         )
-    if protocol == "abort":
-        return escape("notices that the run was aborted, and where.")
-    first = " ".join(_doc(protocol).partition("\n\n")[0].split())
-    return join((tag("code", protocol), f", {first[:1].lower()}{first[1:]}" if first else ""))
+        for key, name, text in told
+        if text
+    ]
+    if not rows:
+        return None
+    return tag(
+        "details", tag("summary", "What these messages are for"), tag("dl", *rows, class_="learned"), open=unfold
+    )
+
+
+def _purpose(part: str) -> tuple[str, str]:
+    """Name and explanation of what a protocol is for, from the first sentence of its file, `Name: text`."""
+    if part in FIXED:
+        return FIXED[part]
+    name, colon, text = " ".join(_doc(part).partition("\n\n")[0].split()).partition(": ")
+    return (name, text) if colon else (part, name)
 
 
 @functools.cache
@@ -105,9 +140,11 @@ def _doc(protocol: str) -> str:
 
 def learned(run: Run) -> Html:
     texts: dict[str, list[str]] = {}
-    for party, receipt in run.receipts.items():
+    for party, receipt in receipts_of(run).items():
         texts.setdefault(str(receipt.header.get("reveals", "")), []).append(party)
     parts: list[Html] = []
+    if abort_of(run) is not None:
+        parts.append(tag("p", "The run was aborted, so they learned at most this:"))
     if not texts:
         parts.append(tag("p", "No receipt is here, so nothing can be said."))
     for text, who in texts.items():
@@ -117,7 +154,9 @@ def learned(run: Run) -> Html:
         main = workflows.get(run.study.workflow).protocols.get(run.study.mode, "")
     except CloisterError:
         main = ""
-    used = dict.fromkeys(r["protocol"] for x in run.receipts.values() for r in x.summary() if r["protocol"])
+    used = dict.fromkeys(
+        r["protocol"] for x in receipts_of(run).values() for r in rows_of(x) if r["kind"] in ("sent", "opened")
+    )
     others = [(p, workflows.section(SimpleNamespace(__doc__=_doc(p)), "Reveals")) for p in used if p != main]  # type: ignore[arg-type]
     inner = [join((tag("h4", tag("code", p)), _reveals(text, run.study))) for p, text in others if text]
     if inner:
@@ -150,8 +189,14 @@ def _reveals(text: str, study: Study) -> Html:
     for who, lines in entries:
         members = [p for p, role in sorted(study.parties.items()) if role == who]
         label = f"{who[:1].upper()}{who[1:]}" + (f" ({names(members)})" if members and members != [who] else "")
-        rows.append(join((tag("dt", label) if who else None, tag("dd", " ".join(lines)))))
+        rows.append(join((tag("dt", label) if who else None, tag("dd", _sentence(" ".join(lines))))))
     return tag("dl", *rows, class_="learned")
+
+
+def _sentence(text: str) -> Html:
+    """With a capital letter, unless it begins with a symbol: `z, the sum` stays. What is in backticks becomes code."""
+    text = text[:1].upper() + text[1:] if re.match(r"[a-z]{2,}\b", text) else text
+    return join(tag("code", part) if i % 2 else part for i, part in enumerate(text.split("`")))
 
 
 # ---- figures, results, messages, cost, receipts ----------------------------------------------------------------------
@@ -234,7 +279,7 @@ def messages(run: Run, abort: Abort | None) -> Html:
 
 
 def _party_table(party: str, receipt: Receipt) -> Html:
-    rows = receipt.summary()
+    rows = rows_of(receipt)
     sent = [
         (r["name"].rpartition(".")[2], f"{r['protocol']} {r['line']}", r["to"], r["count"], size(r["bytes"]))
         for r in rows
@@ -258,7 +303,7 @@ def _party_table(party: str, receipt: Receipt) -> Html:
 
 
 def cost(run: Run) -> Html:
-    sent = {p: float(sum(r["bytes"] for r in x.summary() if r["kind"] == "sent")) for p, x in run.receipts.items()} | {
+    sent = {p: float(sum(r["bytes"] for r in rows_of(x) if r["kind"] == "sent")) for p, x in run.receipts.items()} | {
         p: c["bytes"] for p, c in run.cost.items() if "bytes" in c
     }
     order = [p for p in run.study.parties if p in sent]
@@ -273,7 +318,9 @@ def cost(run: Run) -> Html:
         )
         for p, c in ((p, times[p]) for p in run.study.parties if p in times)
     ]
-    second = bars("Seconds, dark: computing", rows, empty="Not measured: the run did not come to its end.")
+    second = bars(
+        "Seconds, of which computing (inner bar)", rows, empty="Not measured: the run did not come to its end."
+    )
     parts: list[Html] = [tag("div", first, second, class_="pair")]
     if times:
         columns = ("party", "bytes sent", "messages sent", "rounds", "time", "computing")

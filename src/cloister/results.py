@@ -19,19 +19,20 @@ import os
 import re
 import shutil
 import uuid
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from cloister import workflows
 from cloister._version import __version__
 from cloister.errors import CloisterError, DataError, ProtocolAbort, ReceiptError
+from cloister.figures import Figure
 from cloister.receipts import Receipt
 from cloister.rehearsal import Run
 from cloister.run_facts import (
     PNG,
     Abort,
     Drawn,
-    Figure,
     Flow,
     SavedRun,
     abort_of,
@@ -240,7 +241,10 @@ def load_run(folder: str | Path) -> SavedRun:
 
 def _receipt(folder: Path, party: str) -> Receipt:
     try:
-        return Receipt.load(folder / f"{party}.receipt.json")
+        receipt = Receipt.load(folder / f"{party}.receipt.json")
+        if any(type(v) is not (int if k == "bytes" else str) for e, _ in receipt.entries for k, v in asdict(e).items()):
+            raise ReceiptError("an entry holds something else than texts and a number of bytes")
+        return receipt
     except ReceiptError as e:
         raise DataError(f"the receipt of '{party}' is missing or damaged: {e}") from None
 

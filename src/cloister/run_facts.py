@@ -7,23 +7,17 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 from cloister import workflows
 from cloister.errors import MissingExtra, ProtocolAbort
+from cloister.figures import Figure
+from cloister.receipts import Receipt
 from cloister.rehearsal import Run
 from cloister.seat import root_cause
 from cloister.study import Party
 
 PNG = b"\x89PNG\r\n\x1a\n"
-
-
-class Figure(TypedDict):
-    """What a workflow's `figures` returns a list of."""
-
-    title: str
-    alt: str  # what the figure shows, for who cannot see it
-    png: bytes
 
 
 @dataclass(frozen=True)
@@ -96,6 +90,21 @@ def status_of(run: Run, party: str) -> str:
     return "unknown" if error is None else f"aborted: {type(error).__name__}"
 
 
+def receipts_of(run: Run) -> dict[str, Receipt]:
+    """Receipts in the order of the study, not in that in which threads ended."""
+    order = [*run.study.parties, *sorted(run.receipts)]
+    return {p: run.receipts[p] for p in order if p in run.receipts}
+
+
+def rows_of(receipt: Receipt) -> list[dict[str, Any]]:
+    """The receipt summed up; once, as some protocols send hundreds of thousands of messages."""
+    kept = vars(receipt).get("_rows")
+    if kept is None or kept[0] != len(receipt.entries):
+        kept = vars(receipt)["_rows"] = len(receipt.entries), receipt.summary()
+    rows: list[dict[str, Any]] = kept[1]
+    return rows
+
+
 def flows_of(run: Run) -> list[Flow]:
     """Messages by name, in the order in which they first occurred.
 
@@ -107,8 +116,8 @@ def flows_of(run: Run) -> list[Flow]:
         for (sender, to), (count, size) in flow.pairs.items():
             if sender not in run.receipts:
                 found[flow.key].add(sender, to, count, size)
-    for party, receipt in run.receipts.items():
-        for row in receipt.summary():
+    for party, receipt in receipts_of(run).items():
+        for row in rows_of(receipt):
             if row["kind"] == "sent":
                 key = (row["protocol"], row["line"], row["name"])
                 found.setdefault(key, Flow(*key)).add(party, row["to"], row["count"], row["bytes"])
@@ -119,8 +128,8 @@ def _flows_of_receipts(run: Run) -> list[Flow]:
     """Names only, where no events were kept: protocols as the parties came to them, then by line."""
     keys: set[tuple[str, str, str]] = set()
     rank: dict[str, int] = {}
-    for receipt in run.receipts.values():
-        sent = [(r["protocol"], r["line"], r["name"]) for r in receipt.summary() if r["kind"] == "sent"]
+    for receipt in receipts_of(run).values():
+        sent = [(r["protocol"], r["line"], r["name"]) for r in rows_of(receipt) if r["kind"] == "sent"]
         for i, protocol in enumerate(dict.fromkeys(key[0] for key in sent)):
             rank[protocol] = min(i, rank.get(protocol, i))
         keys.update(sent)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,10 @@ class Options:
             raise ParameterError(f"option 'n_bins' must be between 3 and {MAX_BINS}, found {self.n_bins}")
         if self.min_values < 1:
             raise ParameterError(f"option 'min_values' must be at least 1, found {self.min_values}")
+        if not self.key_added or self.key_added == self.layer:
+            raise ParameterError(
+                f"option 'key_added' must name another layer than the one to bin, found {self.layer!r}"
+            )
 
 
 def bin_values(
@@ -75,10 +80,10 @@ def bin_values(
     options = Options(n_bins, layer, key_added, min_values)
     check(adata, options)
     sites, hub = study.study.sites, study.study.coordinator
-    kind = cells.expression_kind(adata, layer)
+    values = np.concatenate([np.asarray(v, dtype=np.float64) for v in cells.nonzero_values(adata, layer)])
+    kind = "counts" if np.array_equal(values, np.rint(values)) else "log"
     names = [str(g) for g in adata.var_names]
     agreed = study.run(common_genes.site, common_genes.Params(sites, hub), kind, names)
-    values = np.concatenate([np.asarray(v, dtype=np.float64) for v in cells.nonzero_values(adata, layer)])
     if study.study.mode == "published":
         averaged = averaged_quantiles.Params(sites, hub, n_bins - 1)
         edges = study.run(averaged_quantiles.site, averaged, values, int(adata.n_obs))
@@ -110,6 +115,8 @@ def share_edges(study: Seat, options: Options) -> Any:
 def check(adata: AnnData, options: Options) -> list[str]:
     """Raise `DataError` if these cells cannot be binned; return what the user should know."""
     cells.check_cells(adata, layer=options.layer)
+    if not isinstance(adata.uns.get("cloister", {}), MutableMapping):
+        raise DataError("adata.uns['cloister'] is taken by something else; rename or remove it")
     kind = cells.expression_kind(adata, options.layer)
     if kind == "scaled":
         raise DataError("expression has negative values, so it was scaled; bin counts or log values: pass layer=")
@@ -134,6 +141,55 @@ def part(study: Seat, adata: AnnData | None, options: Options) -> Outcome:
     return Outcome()
 
 
+def figures(outcomes: Mapping[str, Outcome], options: Options) -> list[Any]:
+    """Values per bin, and the edges, at each site against all sites together (as far as their cells are here)."""
+    from cloister.figures import COLOURS, QUIET, STYLES, canvas, log_scale, shown
+
+    sites = {p: o.adata for p, o in sorted(outcomes.items()) if o.adata is not None}
+    if not sites:
+        return []
+    values = {p: np.concatenate([*cells.nonzero_values(a, options.layer)]) for p, a in sites.items()}
+    edges = np.asarray(next(iter(sites.values())).uns["cloister"]["bin_edges"])
+    together = np.concatenate([*values.values()])
+    n = len(edges)
+
+    def share(v: Any) -> Any:
+        return np.bincount(digitise(v, edges), minlength=n + 1)[1:] / len(v)
+
+    with canvas() as c:
+        c.axis.bar(np.arange(1, n + 1), share(together), width=0.9, color=QUIET, label="all sites")
+        for i, (p, v) in enumerate(values.items()):
+            at = np.flatnonzero(filled := share(v))
+            c.axis.plot(
+                at + 1, filled[at], marker="o^sDvP*X"[i % 8], ls="", ms=4.5, c=COLOURS[i % len(COLOURS)], label=shown(p)
+            )
+        c.axis.set(xlabel="bin", ylabel="share of the non-zero values")
+        c.axis.legend()
+        empty = int(np.sum(share(together) == 0))
+        alt = (
+            f"Share of the non-zero values in each of {n} bins: bars for all sites together, points for each of"
+            f" {len(sites)} sites. {empty} bins are empty, because values tie."
+        )
+        first = c.done("Values per bin", alt)
+    levels = np.linspace(0, 1, n)
+    with canvas() as c:
+        c.axis.plot(levels, np.quantile(together, levels), lw=7, c="#d5d9d7", label="all values in one place")
+        for i, (p, v) in enumerate(values.items()):
+            colour, style = COLOURS[i % len(COLOURS)], STYLES[1 + i % 3]
+            c.axis.plot(levels, np.quantile(v, levels), lw=1.3, ls=style, c=colour, label=f"{shown(p)} alone")
+        c.axis.plot(levels, edges, lw=1.8, c="#1d2329", label="shared edges")
+        c.axis.set(xlabel="quantile", ylabel="edge")
+        log_scale(c.axis)
+        c.axis.legend()
+        off = float(np.max(np.abs(edges - np.quantile(together, levels)) / edges))
+        alt = (
+            f"The {n} shared bin edges against the quantiles of all values in one place and of each site alone. The"
+            f" shared edges differ from those of all values by at most {off:.2%}."
+        )
+        second = c.done("Bin edges: shared, pooled and alone", alt)
+    return [first, second]
+
+
 WORKFLOW = Workflow(
     name="bin-values",
     summary="Digitise expression values by bin edges that all sites share.",
@@ -141,4 +197,5 @@ WORKFLOW = Workflow(
     protocols={"hardened": "pooled_quantiles", "published": "averaged_quantiles"},
     part=part,
     check=check,
+    figures=figures,
 )

@@ -1,0 +1,214 @@
+"""Figures for the report, all in one style: points by label, confusion, histograms, a matrix, curves.
+
+Each function returns a `Figure`, which is what a workflow's `figures(outcomes, options)` returns a list of: a title, a
+sentence for those who cannot see it, and the PNG. Colours are told apart by colour-blind readers, and lines by their
+style too. matplotlib is the extra `report`; without it the page says what is missing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypedDict
+
+import numpy as np
+
+from cloister.errors import MissingExtra
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#8A6D00", "#56B4E9", "#5B3A9B", "#8C2D04", "#4D4D4D", "#7A9A01")
+STYLES = ("-", "--", "-.", ":")
+MARKS = "o^sDvP*X<>"
+QUIET = "#9aa3a5"
+MOST_POINTS, MOST_LABELS = 5000, 20
+STYLE: Any = {
+    "font.size": 10,
+    "axes.titlesize": 11,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": "#535c66",
+    "axes.grid": True,
+    "grid.color": "#e6e8e6",
+    "axes.axisbelow": True,
+    "legend.frameon": False,
+    "legend.fontsize": 9,
+    "text.parse_math": False,  # a label may hold a dollar sign
+    "figure.facecolor": "white",
+}
+
+
+class Figure(TypedDict):
+    """What a workflow's `figures` returns a list of."""
+
+    title: str
+    alt: str  # what the figure shows, for who cannot see it
+    png: bytes
+
+
+class Canvas:
+    """A figure to draw on; `done` makes it a PNG."""
+
+    def __init__(self, panels: int = 1, width: float = 5.2, height: float = 3.6) -> None:
+        from matplotlib.figure import Figure as Paper
+
+        self.paper = Paper(figsize=(width, height), layout="constrained")
+        self.axes: list[Any] = list(np.ravel(self.paper.subplots(1, panels, squeeze=False)))
+
+    @property
+    def axis(self) -> Any:
+        return self.axes[0]
+
+    def done(self, title: str, alt: str, *, dpi: int = 130) -> Figure:
+        out = io.BytesIO()
+        self.paper.savefig(out, format="png", dpi=dpi, metadata={"Software": None})
+        return Figure(title=title, alt=alt, png=out.getvalue())
+
+
+@contextlib.contextmanager
+def canvas(panels: int = 1, width: float = 5.2, height: float = 3.6) -> Iterator[Canvas]:
+    """Draw in the house style: `with canvas() as c: c.axis.plot(...); return c.done(title, alt)`."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise MissingExtra("matplotlib", "report") from None
+    with matplotlib.rc_context(STYLE), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # letters that the font lacks
+        yield Canvas(panels, width, height)
+
+
+def shown(label: object, most: int = 28) -> str:
+    """A label short enough for a legend; a leading underscore would hide it."""
+    text = " ".join(str(label).split()) or "(none)"
+    text = text if len(text) <= most else text[: most - 1] + "…"
+    return f" {text}" if text.startswith("_") else text
+
+
+def log_scale(axis: Any, which: str = "y") -> None:
+    """A logarithmic axis with plain numbers; the usual powers of ten would need the letters we do not parse."""
+    getattr(axis, f"set_{which}scale")("log")
+    getattr(axis, f"{which}axis").set_major_formatter("{x:g}")
+    getattr(axis, f"{which}axis").set_minor_formatter("")
+
+
+def _legend(axis: Any, n: int) -> None:
+    if n > 1:
+        axis.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), borderaxespad=0.0, ncols=1)
+
+
+def embedding(points: Any, labels: Sequence[object], *, title: str, about: str = "Cells") -> Figure:
+    """Cells in two dimensions, coloured by label; the first two columns of `points`, at most 5000 of them."""
+    points, names = np.asarray(points, dtype=float), np.asarray([str(x) for x in labels])
+    keep = np.sort(np.random.default_rng(0).permutation(len(points))[:MOST_POINTS])
+    kinds, sizes = np.unique(names, return_counts=True)
+    kinds = kinds[np.argsort(-sizes, kind="stable")]
+    with canvas(width=5.6, height=3.8) as c:
+        for i, kind in enumerate(kinds):
+            here = keep[names[keep] == kind]
+            label = shown(kind) if i < MOST_LABELS else None
+            colour, mark = COLOURS[i % len(COLOURS)], MARKS[(i // len(COLOURS)) % len(MARKS)]
+            c.axis.scatter(points[here, 0], points[here, 1], s=7, c=colour, marker=mark, lw=0, alpha=0.75, label=label)
+        c.axis.set(xlabel="dimension 1", ylabel="dimension 2", xticks=[], yticks=[])
+        c.axis.grid(visible=False)
+        handles = c.axis.get_legend_handles_labels()
+        c.axis.legend(*handles, loc="upper left", bbox_to_anchor=(1.0, 1.0), borderaxespad=0.0, markerscale=2.5)
+        most = ", ".join(f"{k} ({s:,})" for k, s in zip(kinds[:5], np.sort(sizes)[::-1][:5], strict=True))
+        more = f" and {len(kinds) - 5} more" if len(kinds) > 5 else ""
+        return c.done(title, f"{about} in two dimensions, coloured by {len(kinds)} labels: {most}{more}.")
+
+
+def confusion(truth: Sequence[object], found: Sequence[object], *, title: str, rows: str, columns: str) -> Figure:
+    """How often each label `columns` was given to a cell of label `rows`, as shares of the row."""
+    truth_names, found_names = np.asarray([str(x) for x in truth]), np.asarray([str(x) for x in found])
+    kinds = np.unique(np.concatenate([truth_names, found_names]))
+    at = {k: i for i, k in enumerate(kinds)}
+    counts = np.zeros((len(kinds), len(kinds)))
+    np.add.at(counts, ([at[k] for k in truth_names], [at[k] for k in found_names]), 1)
+    shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
+    agreed = float(np.mean(truth_names == found_names)) if len(truth_names) else 0.0
+    off = counts - np.diag(np.diag(counts))
+    i, j = np.unravel_index(int(np.argmax(off)), off.shape)
+    worst = f" Most often confused: {kinds[i]} taken for {kinds[j]}, {int(off[i, j]):,} times." if off.any() else ""
+    alt = f"{rows} against {columns} for {len(truth_names):,} cells; {agreed:.1%} agree.{worst}"
+    return heatmap(
+        shares, list(kinds), list(kinds), title=title, rows=rows, columns=columns, alt=alt, low=0.0, high=1.0
+    )
+
+
+def heatmap(
+    matrix: Any,
+    row_names: Sequence[object],
+    column_names: Sequence[object],
+    *,
+    title: str,
+    rows: str,
+    columns: str,
+    alt: str,
+    low: float | None = None,
+    high: float | None = None,
+) -> Figure:
+    """A matrix as colours: sequential from `low`, or blue-white-red around zero where values have both signs."""
+    matrix = np.asarray(matrix, dtype=float)
+    signed = low is None and bool((matrix < 0).any())
+    reach = float(np.nanmax(np.abs(matrix))) if matrix.size else 1.0
+    low, high = (-reach, reach) if signed else (low if low is not None else 0.0, high if high is not None else reach)
+    n, m = matrix.shape
+    with canvas(width=min(2.8 + 0.34 * m, 9.0), height=min(2.0 + 0.3 * n, 8.0)) as c:
+        drawn = c.axis.imshow(matrix, cmap="RdBu_r" if signed else "Blues", vmin=low, vmax=high, aspect="auto")
+        for kind, labels, name in (("x", column_names, columns), ("y", row_names, rows)):
+            step = max(1, len(labels) // 40)
+            ticks = range(0, len(labels), step)
+            angle = {"rotation": 45, "ha": "right", "rotation_mode": "anchor"} if kind == "x" else {}
+            getattr(c.axis, f"set_{kind}ticks")(ticks, [shown(labels[i], 22) for i in ticks], fontsize=8, **angle)
+            getattr(c.axis, f"set_{kind}label")(name)
+        c.axis.grid(visible=False)
+        if max(n, m) <= 14:
+            for i in range(n):
+                for j in range(m):
+                    dark = abs(matrix[i, j]) > (0.6 * reach if signed else low + 0.6 * (high - low))
+                    c.axis.text(
+                        j, i, f"{matrix[i, j]:.2g}", ha="center", va="center", fontsize=7, c="w" if dark else "k"
+                    )
+        c.paper.colorbar(drawn, ax=c.axis, shrink=0.8)
+        return c.done(title, alt)
+
+
+def histograms(
+    values: Mapping[str, Any],
+    *,
+    title: str,
+    xlabel: str,
+    alt: str = "",
+    bins: int = 40,
+    marks: Mapping[str, float] | None = None,
+) -> Figure:
+    """Distributions over each other, each summing to one; `marks` are vertical lines with a name."""
+    arrays = {name: np.asarray(v, dtype=float) for name, v in values.items()}
+    arrays = {name: v[np.isfinite(v)] for name, v in arrays.items()}
+    every = np.concatenate([*arrays.values()]) if arrays else np.zeros(0)
+    edges = np.histogram_bin_edges(every, bins) if len(every) else np.linspace(0, 1, bins + 1)
+    with canvas() as c:
+        for i, (name, v) in enumerate(arrays.items()):
+            share = np.histogram(v, edges)[0] / max(len(v), 1)
+            c.axis.stairs(share, edges, lw=1.8, color=COLOURS[i % len(COLOURS)], ls=STYLES[i % 4], label=shown(name))
+        for i, (name, x) in enumerate((marks or {}).items()):
+            c.axis.axvline(x, color="#1d2329", ls=STYLES[(i + 1) % 4], lw=1, label=shown(name))
+        c.axis.set(xlabel=xlabel, ylabel="share of the values")
+        _legend(c.axis, len(arrays) + len(marks or {}))
+        middle = ", ".join(f"{n}: {np.median(v):.3g}" for n, v in arrays.items() if len(v))
+        return c.done(title, alt or f"Distributions of {xlabel}. Medians: {middle}.")
+
+
+def curves(values: Mapping[str, Any], *, title: str, xlabel: str, ylabel: str, alt: str = "") -> Figure:
+    """One line per name against 1, 2, 3, …: training curves."""
+    with canvas() as c:
+        for i, (name, ys) in enumerate(values.items()):
+            xs = np.arange(1, len(ys) + 1)
+            mark = MARKS[i % len(MARKS)] if len(ys) <= 25 else None
+            c.axis.plot(
+                xs, ys, lw=1.8, ms=4, marker=mark, color=COLOURS[i % len(COLOURS)], ls=STYLES[i % 4], label=shown(name)
+            )
+        c.axis.set(xlabel=xlabel, ylabel=ylabel)
+        _legend(c.axis, len(values))
+        ends = ", ".join(f"{n} from {float(v[0]):.3g} to {float(v[-1]):.3g}" for n, v in values.items() if len(v))
+        return c.done(title, alt or f"{ylabel} by {xlabel}: {ends}.")
