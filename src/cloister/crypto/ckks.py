@@ -99,11 +99,11 @@ def choose(
     """The smallest secure ring that carries so many levels at that scale, with room for refreshes between them."""
     per_level = -(-scale_bits // 59)
     level_bits = -(-scale_bits // per_level)
-    need = per_level * level_bits + value_bits + FLOOD_BITS + (parties - 1).bit_length() + 2
+    need = per_level * level_bits + value_bits + FLOOD_BITS + (parties - 1).bit_length() + 3
     base = -(-need // 59)
     while -(-need // base) > max(45, level_bits + 2) and base < 4:
         base += 1
-    base_bits = -(-need // base) + 1
+    base_bits = -(-need // base)
     for degree, most in SECURE_BITS.items():
         left = most - base * base_bits - levels * per_level * level_bits
         if degree // 2 >= slots_needed and left >= base_bits - 2:
@@ -406,6 +406,11 @@ def own_key(params: Parameters, entropy: Entropy) -> tuple[Secret, PublicKey]:
     a = common(params, entropy.bytes(32), "own", params.top)
     b = r.error(entropy.prg(), params.top)
     return secret, PublicKey(r.add_product(b, a, secret.ntt, sign=-1), a)
+
+
+def encryption_noise(params: Parameters, parties: int) -> float:
+    """Standard deviation of a fresh ciphertext's noise, per coefficient: u·Σe_i and e·Σs_i."""
+    return SIGMA * math.sqrt(params.degree * (2 / 3) * 2 * parties)
 
 
 def rounding_noise(params: Parameters, parties: int) -> float:

@@ -86,7 +86,7 @@ class Params:  # public
     @property
     def mask_bits(self) -> int:
         """The widest masks whose sum stays below a quarter of the base modulus."""
-        base = self.ckks.base * (self.ckks.base_bits - 1)
+        base = self.ckks.base * self.ckks.base_bits - 1  # SEAL takes the largest primes of a size
         return min(MASK_BITS, base - 2 - (len(self.holders) - 1).bit_length())
 
 
@@ -115,11 +115,12 @@ class Ledger:
             raise ProtocolAbort(protocol, line, "repeated", "a second share for one ciphertext would thin its noise")
         self._spent.add(digest)
 
-    def admit(self, *parts: bytes) -> None:
-        self._known.add(hashlib.sha256(b"".join(parts)).digest())
+    def admit(self, c1: bytes) -> None:
+        """Remember a ciphertext as the circuit's own, by its second polynomial: shares depend on nothing else."""
+        self._known.add(hashlib.sha256(c1).digest())
 
-    def check_known(self, protocol: str, line: str, *parts: bytes) -> None:
-        if hashlib.sha256(b"".join(parts)).digest() not in self._known:
+    def check_known(self, c1: bytes, protocol: str, line: str) -> None:
+        if hashlib.sha256(c1).digest() not in self._known:
             raise ProtocolAbort(protocol, line, "foreign", "a ciphertext that the agreed circuit did not make")
 
 
@@ -156,8 +157,16 @@ def apply_map(params: Params, m: SlotMap, z: WideSlots) -> WideSlots:
 
 
 async def holder(
-    ch: Channel, params: Params, secret: ckks.Secret, maps: Sequence[SlotMap], ledger: Ledger, *, entropy: Entropy
+    ch: Channel,
+    params: Params,
+    secret: ckks.Secret,
+    maps: Sequence[SlotMap],
+    ledger: Ledger,
+    *,
+    entropy: Entropy,
+    known: bool = False,
 ) -> None:
+    """Give a share; with `known`, only for ciphertexts that the ledger admitted."""
     check_maps(params, maps)
     c, S = ckks.context(params.ckks), params.aggregator
     r, base, e, prg = c.ring, params.ckks.base, embedding(params.ckks.degree), entropy.prg()
@@ -166,6 +175,8 @@ async def holder(
         raise ProtocolAbort(NAME, "L1", "malformed", f"{len(request.c1)} ciphertexts, expected {len(params.scales)}")
     hs, masks = [], []
     for c1 in request.c1:
+        if known:
+            ledger.check_known(c1, NAME, "L1")
         ledger.spend(c1, NAME, "L1")
         limbs = random_limbs(prg.uint64((LIMBS, params.ckks.degree)), params.mask_bits)
         h = r.add_product(r.error(prg, base), read(c, c1, base, NAME, "L1", S), secret.ntt)

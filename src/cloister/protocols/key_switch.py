@@ -77,7 +77,6 @@ class OwnKey:  # q → S
 @message("L2")
 class Request:  # S → i
     key: OwnKey
-    c0: bytes
     c1: bytes
 
 
@@ -104,7 +103,7 @@ def roles(params: Params) -> dict[Party, object]:
 
 def cost(params: Params) -> dict[Party, tuple[int, int]]:
     one, n = ckks.context(params.ckks).packed(params.primes), len(params.holders)
-    return {params.aggregator: (n + 1, (3 * n + 2) * one + 96 * n), params.querier: (1, one + 96)} | dict.fromkeys(
+    return {params.aggregator: (n + 1, (2 * n + 2) * one + 96 * n), params.querier: (1, one + 96)} | dict.fromkeys(
         params.holders, (1, 2 * one)
     )
 
@@ -133,7 +132,7 @@ async def holder(ch: Channel, params: Params, secret: ckks.Secret, ledger: Ledge
         check_signature(ch.study.keys[params.querier], f"{NAME}/key", signed(ch.run_id, key.b, key.seed), key.signature)
     except (CloisterError, KeyError):
         raise ProtocolAbort(NAME, "L2", "signature", f"'{params.querier}' did not sign this key") from None
-    ledger.check_known(NAME, "L2", request.c0, request.c1)
+    ledger.check_known(request.c1, NAME, "L2")
     ledger.spend(request.c1, NAME, "L2")
     prg, r = entropy.prg(), c.ring
     u = r.forward(r.of_small(prg.ternary(params.ckks.degree), k))
@@ -149,7 +148,7 @@ async def aggregator(ch: Channel, params: Params, ct: ckks.Cipher) -> None:
     if abs(scale / params.scale - 1) > 1e-9:
         raise ParameterError(f"key switch refused: a ciphertext at scale {scale:g}, agreed was {params.scale:g}")
     key = await ch.recv(params.querier, OwnKey)  # L1
-    await ch.scatter(params.holders, Request(key, c.pack(raw[0]), c.pack(raw[1])))  # L2
+    await ch.scatter(params.holders, Request(key, c.pack(raw[1])))  # L2
     c0, c1 = raw[0], np.zeros_like(raw[1])
     for i, got in (await ch.gather(params.holders, Share)).items():  # L3
         c.ring.add(c0, read(c, got.h, k, NAME, "L3", i))

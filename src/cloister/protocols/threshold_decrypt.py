@@ -1,6 +1,6 @@
 """Threshold decryption: all holders together open one ciphertext of the agreed circuit.
 
-    L1  S → i   (c0, c1)
+    L1  S → i   c1
     L2  i → S   h_i = c1·s_i + ε_i      ε_i uniform in ±2^flood, flood ≥ 40 bits above the noise of the ciphertext
     L3  S → v   m = c0 + Σ h_i          for every party v that may read it
 
@@ -18,7 +18,7 @@ once for each, and refuses altogether without its own consent.
 
 Cost
 ----
-Per holder: one message up, one polynomial; two polynomials down, and one more if it may read.
+Per holder: one message up, one polynomial; one down, and one more if it may read.
 
 References
 ----------
@@ -74,7 +74,6 @@ def check_flood(params: ckks.Parameters, primes: int, scale: float, flood_bits: 
 
 @message("L1")
 class Request:  # S → i
-    c0: bytes
     c1: bytes
 
 
@@ -100,7 +99,7 @@ def roles(params: Params) -> dict[Party, object]:
 
 def cost(params: Params) -> dict[Party, tuple[int, int]]:
     one, n = ckks.context(params.ckks).packed(params.primes), len(params.holders)
-    down = (n + len(params.to), (2 * n + len(params.to)) * one)
+    down = (n + len(params.to), (n + len(params.to)) * one)
     return {params.aggregator: down} | dict.fromkeys(params.holders, (1, one))
 
 
@@ -118,7 +117,7 @@ async def holder(
         raise RefusedError(f"this site did not consent to opening {params.what}; nothing was decrypted")
     c = ckks.context(params.ckks)
     request = await ch.recv(params.aggregator, Request)  # L1
-    ledger.check_known(NAME, "L1", request.c0, request.c1)
+    ledger.check_known(request.c1, NAME, "L1")
     ledger.spend(request.c1, NAME, "L1")
     await ch.send(params.aggregator, Share(share(params, secret, request.c1, entropy)))  # L2
     if ch.me not in params.to:
@@ -132,7 +131,7 @@ async def aggregator(ch: Channel, params: Params, ct: ckks.Cipher) -> F64:
     raw, scale = c.raw(c.drop(ct, params.primes))
     if abs(scale / params.scale - 1) > 1e-9:
         raise ParameterError(f"decryption refused: a ciphertext at scale {scale:g}, agreed was {params.scale:g}")
-    await ch.scatter(params.holders, Request(c.pack(raw[0]), c.pack(raw[1])))  # L1
+    await ch.scatter(params.holders, Request(c.pack(raw[1])))  # L1
     m = raw[0]
     for i, got in (await ch.gather(params.holders, Share)).items():  # L2
         c.ring.add(m, read(c, got.h, params.primes, NAME, "L2", i))

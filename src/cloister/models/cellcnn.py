@@ -1,0 +1,202 @@
+"""CellCnn: filters over single cells, pooled over a multi-cell input, and a dense layer to the phenotype.
+
+This file is the *clear twin* of the encrypted circuit, in NumPy: the same polynomials in the same order, for choosing
+hyperparameters and for tests. `X` holds mean-pooled multi-cell inputs, since pooling, convolution and the identity
+activation commute [SAV22].
+
+    U = X·W·V,    ŷ = σ(U),  σ(u) = a0 + a1·u + a3·u³  least squares on [-r, r]
+    E = (σ(U) - Y) ⊙ σ'(U)                       mean squared error
+    Z = Xᵀ·E / n                                 all that a party contributes; mean over parties
+    v_W ← μ·v_W + η·Z·Vᵀ,  v_V ← μ·v_V + η·Wᵀ·Z,   W ← W - v_W,  V ← V - v_V
+
+References
+----------
+[AC17] Arvaniti, Claassen, Nature Communications 2017 (CellCnn). [SAV22] Sav et al., Patterns 2022 (PriCell).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from cloister.errors import ParameterError
+
+F64: TypeAlias = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """What all parties agree on.
+
+    Parameters
+    ----------
+    markers, filters, classes
+        m, h, o.
+    batch
+        n, multi-cell inputs per party and step.
+    steps
+        Aggregations.
+    learning_rate, momentum
+        η and μ.
+    interval
+        r: the sigmoid is fitted on [-r, r].
+    seed
+        Of the initial weights, which are public.
+    """
+
+    markers: int
+    filters: int = 8
+    classes: int = 2
+    batch: int = 100
+    steps: int = 20
+    learning_rate: float = 0.05
+    momentum: float = 0.9
+    interval: float = 3.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if min(self.markers, self.filters, self.batch, self.steps) < 1 or self.classes < 2:
+            raise ParameterError("CellCnn needs markers, filters, a batch, steps, and at least two classes")
+        if not 0 <= self.momentum < 1 or not self.learning_rate > 0 or not 0 < self.interval <= 8:
+            raise ParameterError("CellCnn needs 0 <= momentum < 1, a learning rate above 0 and an interval up to 8")
+
+
+@dataclass(frozen=True, eq=False)
+class Weights:
+    W: F64  # (m, h) filters
+    V: F64  # (h, o) dense layer
+    vW: F64  # (m, h) momentum
+    vV: F64  # (h, o)
+
+    @property
+    def M(self) -> F64:
+        return self.W @ self.V  # (m, o)
+
+
+def sigmoid_fit(interval: float) -> tuple[float, float, float]:
+    """a0, a1, a3 of the least-squares cubic on [-interval, interval]."""
+    u = np.linspace(-interval, interval, 4001)
+    (a1, a3), *_ = np.linalg.lstsq(np.stack([u, u**3], axis=1), 1 / (1 + np.exp(-u)) - 0.5, rcond=None)
+    return 0.5, float(a1), float(a3)
+
+
+def error_polynomial(interval: float, Y: F64) -> tuple[F64, float, F64, float, float]:
+    """c0, c1, c2, c3, c5 with (σ(u) - y)·σ'(u) = c0 + c1·u + c2·u² + c3·u³ + c5·u⁵; c0 and c2 depend on y."""
+    a0, a1, a3 = sigmoid_fit(interval)
+    return (a0 - Y) * a1, a1 * a1, 3 * a3 * (a0 - Y), 4 * a1 * a3, 3 * a3 * a3
+
+
+def initial(config: Config) -> Weights:
+    """Glorot-normal weights from the public seed."""
+    rng = np.random.default_rng([config.seed & 0xFFFFFFFF, 0xCE11])
+    m, h, o = config.markers, config.filters, config.classes
+    W = rng.normal(0, math.sqrt(2 / (m + h)), (m, h))
+    V = rng.normal(0, math.sqrt(2 / (h + o)), (h, o))
+    return Weights(W, V, np.zeros((m, h)), np.zeros((h, o)))
+
+
+def gradient(config: Config, M: F64, X: F64, Y: F64) -> F64:
+    """Z = XᵀE/n, (m, o), of one party's batch."""
+    c0, c1, c2, c3, c5 = error_polynomial(config.interval, Y)
+    U = X @ M  # (n, o)
+    E = c0 + c1 * U + c2 * U**2 + c3 * U**3 + c5 * U**5
+    return np.asarray(X.T @ E / config.batch)
+
+
+def update(config: Config, w: Weights, Z: F64) -> Weights:
+    """One step of gradient descent with momentum, from the mean Z."""
+    vW = config.momentum * w.vW + config.learning_rate * Z @ w.V.T
+    vV = config.momentum * w.vV + config.learning_rate * w.W.T @ Z
+    return Weights(w.W - vW, w.V - vV, vW, vV)
+
+
+@dataclass
+class Trace:
+    """How a clear training went; none of it exists when training is encrypted."""
+
+    loss: list[float] = dataclasses.field(default_factory=list)
+    outside: int = 0  # logits beyond the sigmoid's interval
+    logits: int = 0
+
+
+def train(
+    config: Config, batches: Sequence[tuple[F64, F64]], *, start: Weights | None = None, trace: Trace | None = None
+) -> Weights:
+    """Train on every party's (X, Y), each (steps, n, m) and (steps, n, o), as the encrypted circuit would."""
+    w = start or initial(config)
+    for t in range(config.steps):
+        M = w.M
+        w = update(config, w, np.mean([gradient(config, M, X[t], Y[t]) for X, Y in batches], axis=0))
+        if trace is not None:
+            U = [X[t] @ M for X, _ in batches]
+            trace.logits += sum(u.size for u in U)
+            trace.outside += int(sum((np.abs(u) > config.interval).sum() for u in U))
+            trace.loss.append(
+                float(
+                    np.mean([((sigmoid(config, u) - Y[t]) ** 2).mean() for u, (_, Y) in zip(U, batches, strict=True)])
+                )
+            )
+    return w
+
+
+def sigmoid(config: Config, U: F64) -> F64:
+    a0, a1, a3 = sigmoid_fit(config.interval)
+    return np.asarray(a0 + a1 * U + a3 * U**3)
+
+
+def logits(w: Weights, X: F64) -> F64:
+    return np.asarray(X @ w.M)
+
+
+def predict(U: F64) -> npt.NDArray[np.int64]:
+    """The class with the largest logit; the sigmoid is increasing on its interval."""
+    return np.asarray(U.argmax(axis=1), np.int64)
+
+
+def one_hot(y: npt.ArrayLike, classes: int) -> F64:
+    return np.eye(classes)[np.asarray(y, np.int64)]
+
+
+# ---- multi-cell inputs -----------------------------------------------------------------------------------------------
+
+
+def draw_inputs(
+    cells: F64,
+    donors: npt.NDArray[Any],
+    labels: npt.NDArray[np.int64],
+    *,
+    n_cells: int,
+    per: str,
+    n_inputs: int,
+    rng: np.random.Generator,
+) -> tuple[F64, npt.NDArray[np.int64]]:
+    """Mean-pooled multi-cell inputs: `n_inputs` of `n_cells` cells each, per class or per donor.
+
+    Returns (inputs, m) and their classes. Cells are drawn with replacement.
+    """
+    groups: list[tuple[int, npt.NDArray[np.int64]]] = []
+    if per == "class":
+        groups = [(int(k), np.flatnonzero(labels == k)) for k in np.unique(labels)]
+    else:
+        groups = [(int(labels[donors == d][0]), np.flatnonzero(donors == d)) for d in np.unique(donors)]
+    X, y = [], []
+    for k, rows in groups:
+        for _ in range(n_inputs):
+            X.append(cells[rng.choice(rows, n_cells)].mean(axis=0))
+            y.append(k)
+    return np.asarray(X, np.float64), np.asarray(y, np.int64)
+
+
+def draw_batches(X: F64, y: npt.NDArray[np.int64], config: Config, rng: np.random.Generator) -> tuple[F64, F64]:
+    """Batches for every step, epoch after epoch in new order: (steps, n, m) and one-hot (steps, n, o)."""
+    order: list[int] = []
+    while len(order) < config.steps * config.batch:
+        order += rng.permutation(len(X)).tolist()
+    at = np.array(order[: config.steps * config.batch]).reshape(config.steps, config.batch)
+    return X[at], one_hot(y, config.classes)[at]

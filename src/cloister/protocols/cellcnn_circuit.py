@@ -1,0 +1,341 @@
+"""The encrypted CellCnn step, its local parts: where numbers stand in the slots, and what is computed on them.
+
+Factored: with M = W·V, a party's whole contribution to the gradient is Z = XᵀE (m×o), and ∇W = Z·Vᵀ, ∇V = Wᵀ·Z. One
+product of levels per refresh at the aggregator, and no rotation but those that add over markers; everything linear
+(sums over samples, filters and classes, momentum, the update itself, replication) happens in the refresh's slot maps.
+
+Slots are (j, c, i): marker j outermost, then class c, then sample or filter i. J is m rounded up to a power of two,
+so rotations by R, 2R, ..., with R = slots/J, add over markers and leave the sum everywhere.
+
+    M   (j, c, i) = M[j, c]       for all i        at the top          sites start here
+    U   (j, c, i) = U[i, c]       for all j        one level spent
+    Z   (j, c, i) = X[i, j]·E[i, c]                four levels spent; summed over sites, then over i by the refresh
+    W   (j, c, i) = W[j, i]       for all c        V  (j, c, i) = V[i, c]  for all j
+    A   all of W, V, v_W, v_V, each once: the archive, never multiplied
+
+A class group that does not fit beside the others gets ciphertexts of its own; so do samples beyond I.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cloister.crypto import ckks
+from cloister.crypto.slots import SlotMap, make_map
+from cloister.errors import ParameterError
+from cloister.models import cellcnn
+from cloister.wire import F64, I64
+
+LEVELS = 4  # what a site's part spends
+VALUE_BITS = 6  # every slot that is refreshed stays below 64 in absolute value
+Z_NOISE = 32.0  # noise of Z in units of rounding noise times √J: products with |U| ≤ 8 amplify it
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where everything stands; the same at all parties."""
+
+    config: cellcnn.Config
+    ckks: ckks.Parameters
+    parties: int
+
+    def __post_init__(self) -> None:
+        if self.ckks.levels < LEVELS:
+            raise ParameterError(f"training needs {LEVELS} levels, these parameters have {self.ckks.levels}")
+        if self.config.filters > self.R:
+            raise ParameterError(slots_missing(self.config, self.ckks.slots))
+
+    @property
+    def J(self) -> int:
+        return 1 << (self.config.markers - 1).bit_length()
+
+    @property
+    def R(self) -> int:
+        return self.ckks.slots // self.J
+
+    @property
+    def O(self) -> int:  # noqa: E743
+        """Classes per ciphertext: as few ciphertexts as possible, and room for the filters."""
+        n, o = self.config.batch, self.config.classes
+        fits = [k for k in range(1, o + 1) if self.R // k >= self.config.filters]
+        return min(fits, key=lambda k: (-(-o // k) * -(-n // (self.R // k)), -k))
+
+    @property
+    def I(self) -> int:  # noqa: E743
+        return self.R // self.O
+
+    @property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        o = self.config.classes
+        return tuple(tuple(range(g, min(o, g + self.O))) for g in range(0, o, self.O))
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.config.batch // self.I)
+
+    @property
+    def rotations(self) -> tuple[int, ...]:
+        return tuple(self.R << t for t in range(self.J.bit_length() - 1))
+
+    def at(self, j: Any, c: Any, i: Any) -> Any:
+        return j * self.R + c * self.I + i
+
+    # ---- the archive -------------------------------------------------------------------------------------------------
+
+    @property
+    def numbers(self) -> int:
+        """Entries of W, V, v_W and v_V."""
+        m, h, o = self.config.markers, self.config.filters, self.config.classes
+        return 2 * (m * h + h * o)
+
+    @property
+    def archives(self) -> int:
+        return -(-self.numbers // self.ckks.slots)
+
+    def offsets(self) -> dict[str, int]:
+        m, h, o = self.config.markers, self.config.filters, self.config.classes
+        return {"W": 0, "V": m * h, "vW": m * h + h * o, "vV": 2 * m * h + h * o}
+
+    def archive(self, w: cellcnn.Weights) -> list[F64]:
+        flat = np.zeros(self.archives * self.ckks.slots)
+        flat[: self.numbers] = np.concatenate([w.W.ravel(), w.V.ravel(), w.vW.ravel(), w.vV.ravel()])
+        return list(flat.reshape(self.archives, -1))
+
+    def unarchive(self, flat: F64) -> cellcnn.Weights:
+        m, h, o = self.config.markers, self.config.filters, self.config.classes
+        W, V, vW, vV = np.split(flat[: self.numbers], [m * h, m * h + h * o, 2 * m * h + h * o])
+        return cellcnn.Weights(W.reshape(m, h), V.reshape(h, o), vW.reshape(m, h), vV.reshape(h, o))
+
+    # ---- plain vectors -----------------------------------------------------------------------------------------------
+
+    def spread(self, table: F64) -> F64:
+        """(j, c, i) from an array that broadcasts to (J, O, I)."""
+        out = np.zeros((self.J, self.R))
+        full = np.broadcast_to(table, (self.J, self.O, self.I))
+        out[:, : self.O * self.I] = full.reshape(self.J, -1)
+        return out.ravel()
+
+    def model_slots(self, M: F64, group: Sequence[int]) -> F64:
+        table = np.zeros((self.J, self.O, 1))
+        table[: self.config.markers, : len(group), 0] = M[:, list(group)]
+        return self.spread(table)
+
+    def input_slots(self, X: F64) -> F64:
+        """Up to I samples: X[i, j] at (j, every c, i)."""
+        table = np.zeros((self.J, 1, self.I))
+        table[: X.shape[1], 0, : X.shape[0]] = X.T
+        return self.spread(table)
+
+    def filter_slots(self, W: F64) -> F64:
+        table = np.zeros((self.J, 1, self.I))
+        table[: self.config.markers, 0, : self.config.filters] = W
+        return self.spread(table)
+
+    def dense_slots(self, V: F64, group: Sequence[int]) -> F64:
+        table = np.zeros((1, self.O, self.I))
+        table[0, : len(group), : self.config.filters] = V[:, list(group)].T
+        return self.spread(table)
+
+    # ---- the maps of the refreshes -----------------------------------------------------------------------------------
+
+    def maps_of_gradient(self) -> list[SlotMap]:
+        """Z summed over samples and averaged, at every filter's place."""
+        return self._reduce(self.I, np.arange(self.config.filters), 1.0 / (self.config.batch * self.parties))
+
+    def maps_of_product(self) -> list[SlotMap]:
+        """W ⊙ V summed over filters, at every sample's place: M."""
+        return self._reduce(self.config.filters, np.arange(self.I), 1.0)
+
+    def _reduce(self, width: int, to: I64, weight: float) -> list[SlotMap]:
+        maps = []
+        for g, group in enumerate(self.groups):
+            first = g * self.ckks.slots
+            rows = [
+                (self.at(j, c, to), first + self.at(j, c, np.arange(width)), weight)
+                for j in range(self.config.markers)
+                for c in range(len(group))
+            ]
+            maps.append(make_map(rows, self.ckks.slots))
+        return maps
+
+    def maps_of_update(self) -> list[SlotMap]:
+        """From Z⊙W and Z⊙V of every group, and the archive: the new archive, W, and V of every group."""
+        S, G, config = self.ckks.slots, len(self.groups), self.config
+        m, h, o = config.markers, config.filters, config.classes
+        at, archive = self.offsets(), 2 * G * S
+        place = {c: (g, k) for g, group in enumerate(self.groups) for k, c in enumerate(group)}
+        new: dict[tuple[str, int, int], tuple[I64, F64]] = {}
+        for j in range(m):
+            for i in range(h):
+                sources = [(G + g) * S + self.at(j, k, i) for g, k in place.values()]
+                self._momentum(new, "W", (j, i), archive + j * h + i, at, np.array(sources))
+        for i in range(h):
+            for c in range(o):
+                g, k = place[c]
+                sources_v = g * S + self.at(np.arange(m), k, i)
+                self._momentum(new, "V", (i, c), archive + i * o + c, at, sources_v)
+        maps = []
+        names = {"W": (m, h), "V": (h, o), "vW": (m, h), "vV": (h, o)}
+        flat = [(at[n] + a * shape[1] + b, new[n, a, b]) for n, shape in names.items() for a, b in np.ndindex(shape)]
+        for part in range(self.archives):
+            rows = [(p - part * S, *entry) for p, entry in flat if part * S <= p < (part + 1) * S]
+            maps.append(make_map(rows, S))
+        k_all = np.arange(self.O)
+        maps.append(make_map([(self.at(j, k_all, i), *new["W", j, i]) for j in range(m) for i in range(h)], S))
+        for group in self.groups:
+            j_all = np.arange(m)
+            rows = [(self.at(j_all, k, i), *new["V", i, c]) for k, c in enumerate(group) for i in range(h)]
+            maps.append(make_map(rows, S))
+        return maps
+
+    def _momentum(
+        self,
+        new: dict[tuple[str, int, int], tuple[I64, F64]],
+        name: str,
+        key: tuple[int, int],
+        entry: int,
+        at: Mapping[str, int],
+        sources: I64,
+    ) -> None:
+        """Rows for v' = μ·v + η·Σ sources and w' = w - v'."""
+        w, v = entry + at[name], entry + at[f"v{name}"]
+        mu, eta = self.config.momentum, np.full(len(sources), self.config.learning_rate)
+        new[f"v{name}", *key] = np.array([v, *sources]), np.array([mu, *eta])
+        new[name, *key] = np.array([w, v, *sources]), np.array([1.0, -mu, *-eta])
+
+    @property
+    def copies(self) -> int:
+        """How often each number stands in the ciphertext that is opened: their mean undoes part of the flooding."""
+        return max(1, self.ckks.slots // self.numbers)
+
+    def maps_of_opening(self) -> list[SlotMap]:
+        S = self.ckks.slots
+        maps = []
+        for part in range(self.archives):
+            count = min(S, self.numbers - part * S)
+            rows = [(p + count * np.arange(self.copies), part * S + p, 1.0) for p in range(count)]
+            maps.append(make_map(rows, S))
+        return maps
+
+    def mean_of_copies(self, opened: Sequence[F64]) -> F64:
+        flat = []
+        for part, x in enumerate(opened):
+            count = min(self.ckks.slots, self.numbers - part * self.ckks.slots)
+            flat.append(x[: count * self.copies].reshape(self.copies, count).mean(axis=0))
+        return np.concatenate(flat)
+
+    # ---- noise -------------------------------------------------------------------------------------------------------
+
+    @property
+    def noise_bits(self) -> int:
+        """log2 of six standard deviations of the noise that W, V and the momenta carry at the end, per coefficient.
+
+        Each step adds η times the noise of a product summed over markers; momentum adds steps up to 1/(1 - μ), and
+        steps are independent. The start carries the noise of an encryption.
+        """
+        c, n = self.config, self.parties * self.config.batch
+        one = ckks.rounding_noise(self.ckks, self.parties)
+        z = Z_NOISE * math.sqrt(self.J) * one / math.sqrt(min(n, self.parties * self.I))
+        step = c.learning_rate * math.sqrt(max(self.J, c.classes)) * (one + z)
+        total = math.hypot(step * math.sqrt(c.steps) / (1 - c.momentum), ckks.encryption_noise(self.ckks, self.parties))
+        return math.ceil(math.log2(6 * total))
+
+    @property
+    def opening_error(self) -> float:
+        """Standard deviation that the flooding leaves in an opened weight."""
+        flood = 2.0 ** (self.noise_bits + ckks.FLOOD_BITS) * math.sqrt(self.parties / 3)
+        return flood * math.sqrt(self.ckks.degree) / self.ckks.scale / math.sqrt(self.copies)
+
+
+def slots_missing(config: cellcnn.Config, slots: int) -> str:
+    need = config.filters << (config.markers - 1).bit_length()
+    degree = 2 * need
+    ring = f"ring degree {degree} would do" if degree <= 32768 else "no ring offered here would do; use fewer"
+    return (
+        f"{config.filters} filters on {config.markers} markers need {need} slots, the ring has {slots}; {ring},"
+        " or use fewer filters or markers"
+    )
+
+
+def choose_ring(config: cellcnn.Config, parties: int) -> ckks.Parameters:
+    """The smallest secure ring that opens weights to 2e-4 (one standard deviation) and holds the circuit."""
+    need = config.filters << (config.markers - 1).bit_length()
+    if need > 16384:
+        raise ParameterError(slots_missing(config, 16384))
+    for slots, scale_bits, value_bits in ((8192, 68, 3), (16384, 78, VALUE_BITS), (16384, 84, VALUE_BITS)):
+        if need > slots:
+            continue
+        params = ckks.choose(LEVELS, slots, scale_bits=scale_bits, value_bits=value_bits, parties=parties)
+        layout = Layout(config, params, parties)
+        cheap = len(layout.groups) * layout.chunks == 1 or slots == 16384
+        if layout.opening_error < 2e-4 and layout.noise_bits + ckks.FLOOD_BITS <= 62 and cheap:
+            return params
+    raise ParameterError(
+        f"{config.steps} steps at learning rate {config.learning_rate:g} and momentum {config.momentum:g} gather more"
+        " noise than an opening could hide to three digits; use fewer steps or a smaller learning rate"
+    )
+
+
+@functools.lru_cache(maxsize=4)
+def all_maps(layout: Layout) -> dict[str, list[SlotMap]]:
+    """Maps of one layout; the parties of a rehearsal share them."""
+    return {
+        "gradient": layout.maps_of_gradient(),
+        "update": layout.maps_of_update(),
+        "product": layout.maps_of_product(),
+        "opening": layout.maps_of_opening(),
+    }
+
+
+# ---- evaluation ------------------------------------------------------------------------------------------------------
+
+
+def add_over_markers(c: ckks.Context, layout: Layout, ct: ckks.Cipher, rotation: Mapping[int, Any]) -> ckks.Cipher:
+    for steps in layout.rotations:
+        ct = c.evaluator.add(ct, c.rotate(ct, steps, rotation[steps]))
+    return ct
+
+
+def gradient_scale(c: ckks.Context) -> float:
+    """The scale at which `gradient` returns Z."""
+    P = c.params
+    k3, k2, k1 = (P.primes_at(level) for level in (3, 2, 1))
+    squared = P.scale**2 / c.dropped(k3)
+    return P.scale * squared / c.dropped(k2) * squared / c.dropped(k1)
+
+
+def gradient(layout: Layout, M: ckks.Cipher, X: F64, Y: F64, relin: Any, rotation: Mapping[int, Any]) -> ckks.Cipher:
+    """Z of up to I samples and one class group; X (k, m), Y (k, classes of the group).
+
+    With E as in `models.cellcnn`, Z = x·c0 + (x·c1)·U + U²·(x·c2 + (x·c3)·U + ((x·c5)·U)·U²).
+    """
+    c, P = ckks.context(layout.ckks), layout.ckks
+    k3, k2, k1 = (P.primes_at(level) for level in (3, 2, 1))
+    c0, c1, c2, c3, c5 = cellcnn.error_polynomial(layout.config.interval, Y)
+    x = layout.input_slots(X)
+
+    def by_class(coefficients: F64) -> F64:  # x·c(y) at (j, c, i)
+        table = np.zeros((layout.J, layout.O, layout.I))
+        table[: X.shape[1], : Y.shape[1], : len(X)] = X.T[:, None, :] * coefficients.T[None]
+        return layout.spread(table)
+
+    top = P.primes_at(LEVELS)
+    U = c.times_plain(c.drop(M, top), c.encode(x, top, c.dropped(top)))
+    U = add_over_markers(c, layout, U, rotation)
+    U2 = c.square(U, relin)
+    cubic_scale = P.scale * float(U2.scale()) / c.dropped(k2)
+    z_scale = cubic_scale * float(U2.scale()) / c.dropped(k1)
+
+    def times_x(factor: float, scale: float) -> ckks.Cipher:  # (x·factor)·U at that scale
+        return c.times_plain(U, c.encode(factor * x, k3, scale * c.dropped(k3) / float(U.scale())))
+
+    inner = c.times(times_x(c5, P.scale), U2, relin)
+    inner = c.add_plain(c.add(inner, times_x(c3, cubic_scale)), by_class(c2))
+    Z = c.times(inner, U2, relin)
+    return c.add_plain(c.add(Z, times_x(c1, z_scale)), by_class(c0))

@@ -1,0 +1,453 @@
+"""Encrypted CellCnn training: model, updates and everything between stay encrypted from the first step to the last.
+
+S aggregates and evaluates on ciphertexts; sites hold data, labels and one share each of the key. Per run:
+
+    L1  i → S   which keys i holds from an earlier run, if any
+    L2  S → i   whether to go on from a checkpoint, and at which step
+        all     otherwise: `collective_key`, `collective_relin`, `collective_rotation`
+    L3  S → i   [M]                         the initial model, W₀·V₀ of a public seed, encrypted
+
+and per step, [·] encrypted under the collective key, slots and maps as in `cellcnn_circuit`:
+
+    L4  i → S   [Z_i] = [XᵀE]               from [M], a batch X and its labels, in the clear at i only
+        all     refresh ([Σ Z_i]) → [Z], summed over samples and averaged
+        S       [Z ⊙ W], [Z ⊙ V]
+        all     refresh (these, [A]) → [A'], [W'], [V']     gradient, momentum and update are linear
+        S       [W' ⊙ V']
+        all     refresh → [M']
+    L5  S → i   [M']
+
+and at the end, only if all agreed to open the model:
+
+        all     refresh ([A]) → every weight several times; `threshold_decrypt` → all sites and S
+
+Reveals
+-------
+aggregator, holder : nothing about data, labels, gradients or the model beyond `Params`; and if `open_model`: the final
+    weights and momenta, to the precision that the flooding leaves. n - 1 sites with the aggregator learn no more.
+
+Assumes
+-------
+Semi-honest parties; all n sites stay to the end (a site that is lost ends the run by name; the run goes on from its
+checkpoint, if one was kept). Weights, gradients and logits stay below 2^6, else results are wrong (not revealed).
+A site opens only what the last refresh made from the archive that it knows, once, and only with its own consent.
+
+Cost
+----
+Setup: log2(markers) + 1 switching keys. Per site and step: 4 messages up; one ciphertext and three refresh shares.
+
+References
+----------
+[SAV22] Sav et al., PriCell, Patterns 2022; supplementary note 4. The factored form is ours: see `cellcnn_circuit`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from cloister import wire
+from cloister.channel import Channel
+from cloister.crypto import ckks
+from cloister.crypto.entropy import Entropy
+from cloister.crypto.slots import SlotMap
+from cloister.errors import DataError, ParameterError, ProtocolAbort, RefusedError
+from cloister.models import cellcnn
+from cloister.protocols import (
+    collective_key,
+    collective_refresh,
+    collective_relin,
+    collective_rotation,
+    threshold_decrypt,
+)
+from cloister.protocols.cellcnn_circuit import LEVELS, VALUE_BITS, Layout, all_maps, gradient, gradient_scale
+from cloister.protocols.collective_key import check_holders, read
+from cloister.protocols.collective_refresh import Ledger
+from cloister.protocols.key_store import KeyStore
+from cloister.study import Party
+from cloister.wire import F64, message
+
+NAME = "encrypted_training"
+
+
+@dataclass(frozen=True, slots=True)
+class Params:  # public
+    holders: tuple[Party, ...]
+    aggregator: Party  # S
+    ckks: ckks.Parameters
+    config: cellcnn.Config
+    open_model: bool = False
+
+    def __post_init__(self) -> None:
+        check_holders(self.holders, self.aggregator)
+        if self.open_model and self.layout.opening_error > 1e-3:
+            raise ParameterError(
+                f"opening would be exact to {self.layout.opening_error:.1g} only; use a larger scale or fewer steps"
+            )
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(self.config, self.ckks, len(self.holders))
+
+    @property
+    def value_bits(self) -> int:
+        return VALUE_BITS if self.ckks.scale_bits > 68 else 3
+
+
+@message("L1")
+class Ready:  # i → S
+    keys: bytes  # name of the keys it holds; empty without
+
+
+@message("L2")
+class Start:  # S → i
+    step: int
+    resumed: bool
+
+
+@message("L3")
+class Model:  # S → i
+    c0: tuple[bytes, ...]  # one per class group
+    c1: tuple[bytes, ...]
+
+
+@message("L4")
+class Gradient:  # i → S
+    c0: tuple[bytes, ...]
+    c1: tuple[bytes, ...]
+
+
+@message("L5")
+class NewModel:  # S → i; the second polynomials are the refresh's public ones
+    c0: tuple[bytes, ...]
+
+
+@dataclass
+class Keys:
+    """What a party holds of the collective key, loaded for evaluation."""
+
+    name: bytes
+    public: ckks.PublicKey
+    relin: Any
+    rotation: Mapping[int, Any]
+    secret: ckks.Secret | None = None  # sites only
+
+    def __repr__(self) -> str:
+        return f"Keys({self.name.hex()[:8]})"
+
+
+@dataclass
+class Trained:
+    """What a party takes away."""
+
+    params: Params
+    keys: Keys
+    model: list[ckks.Cipher]  # [M], one per class group
+    weights: cellcnn.Weights | None = None  # if opened
+    log: list[dict[str, float]] = field(default_factory=list)
+
+
+def ideal(params: Params, inputs: Mapping[Party, tuple[F64, F64]]) -> dict[Party, cellcnn.Weights | None]:
+    """The clear twin's weights, if opened; the first two inputs of a site are its batches."""
+    w = cellcnn.train(params.config, [inputs[i][:2] for i in params.holders])
+    return dict.fromkeys((params.aggregator, *params.holders), w if params.open_model else None)
+
+
+def roles(params: Params) -> dict[Party, object]:
+    return {params.aggregator: aggregator} | dict.fromkeys(params.holders, holder)
+
+
+def cost(params: Params) -> dict[Party, tuple[int, int]]:
+    """Without a checkpoint."""
+    c, P, n, L = ckks.context(params.ckks), params.ckks, len(params.holders), params.layout
+    G, steps, base, one = len(L.groups), params.config.steps, c.packed(P.base), c.packed(P.primes_at(1))
+    top = c.packed(P.top)
+    up, down = [(1, 0), (1, top)], [(1, 0), (1, top), (1, 2 * G * top)]
+    digits, whole = P.top, c.packed(len(c.primes))
+    for sent in (up, down):
+        sent.append((2 * digits, 3 * digits * whole))
+        sent.append((digits * len(L.rotations), digits * len(L.rotations) * whole))
+    inputs = G + (2 * G + L.archives) + G
+    outputs = G * one + L.archives * base + (1 + G) * one + G * top
+    up.append((steps * 4, steps * (2 * G * base + inputs * base + outputs)))
+    down.append((steps * 4 - 1, steps * inputs * base + (steps - 1) * G * top))
+    down.append((1, G * top))
+    if params.open_model:
+        up.append((1 + L.archives, L.archives * base * 3))
+        down.append((1 + 2 * L.archives, L.archives * base * 3))
+    total = {True: tuple(map(sum, zip(*up, strict=True))), False: tuple(map(sum, zip(*down, strict=True)))}
+    return {params.aggregator: (n * total[False][0], n * total[False][1])} | dict.fromkeys(
+        params.holders, (total[True][0], total[True][1])
+    )
+
+
+# ---- refreshes of a step, by name ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Refresh:
+    params: collective_refresh.Params
+    maps: list[SlotMap]
+
+
+def refreshes(params: Params) -> dict[str, Refresh]:
+    c, P, L = ckks.context(params.ckks), params.ckks, params.layout
+    G, one, top = len(L.groups), P.primes_at(1), P.primes_at(LEVELS)
+    product = P.scale**2 / c.dropped(one)
+    shapes: dict[str, tuple[list[float], list[int]]] = {
+        "gradient": ([gradient_scale(c)] * G, [one] * G),
+        "update": ([product] * (2 * G) + [P.scale] * L.archives, [P.base] * L.archives + [one] * (1 + G)),
+        "product": ([product] * G, [top] * G),
+        "opening": ([P.scale] * L.archives, [P.base] * L.archives),
+    }
+    made = {}
+    for name, (scales, outputs) in shapes.items():
+        maps = all_maps(L)[name]
+        made[name] = Refresh(
+            collective_refresh.Params(
+                params.holders,
+                params.aggregator,
+                P,
+                tuple(scales),
+                tuple(outputs),
+                tuple(m.digest for m in maps),
+                params.value_bits,
+            ),
+            maps,
+        )
+    return made
+
+
+def opening(params: Params, part: int) -> threshold_decrypt.Params:
+    return threshold_decrypt.Params(
+        params.holders,
+        params.aggregator,
+        params.ckks,
+        f"the trained model (part {part + 1} of {params.layout.archives})",
+        params.ckks.base,
+        params.ckks.scale,
+        params.layout.noise_bits,
+        params.holders,
+    )
+
+
+def check_batches(params: Params, X: F64, Y: F64) -> None:
+    c = params.config
+    if X.shape != (c.steps, c.batch, c.markers) or Y.shape != (c.steps, c.batch, c.classes):
+        raise DataError(
+            f"expected batches of shape {(c.steps, c.batch, c.markers)} and labels {(c.steps, c.batch, c.classes)},"
+            f" found {X.shape} and {Y.shape}"
+        )
+    if not np.isfinite(X).all() or np.abs(X).max() > 2.0**5:
+        raise DataError("a marker's mean lies beyond ±32 or is missing; standardise the markers first")
+
+
+# ---- keys ------------------------------------------------------------------------------------------------------------
+
+
+async def make_keys(
+    ch: Channel, params: Params, entropy: Entropy, secret: ckks.Secret | None, store: KeyStore | None
+) -> Keys:
+    """Both sides of the key generation; with a store, everything is kept as soon as it is there."""
+    c, who = ckks.context(params.ckks), (params.holders, params.aggregator, params.ckks)
+    step = "collective keys"
+    ch.step(f"{step}: public key", protocol=NAME, line="L2")
+    sub = ch.sub("public")
+    p = collective_key.Params(*who)
+    public = await (
+        collective_key.aggregator(sub, p) if secret is None else collective_key.holder(sub, p, secret, entropy=entropy)
+    )
+    ch.step(f"{step}: relinearisation", protocol=NAME, line="L2")
+    sub = ch.sub("relin")
+    pr = collective_relin.Params(*who)
+    made = await (
+        collective_relin.aggregator(sub, pr)
+        if secret is None
+        else collective_relin.holder(sub, pr, secret, entropy=entropy)
+    )
+    name = wire.digest("keys", ch.run_id, public.b)
+    if store is not None:
+        store.put_public(name, public, secret)
+        store.put_switching(name, "relin", made)
+    relin = c.load_key(made)
+    rotation = {}
+    for i, steps in enumerate(params.layout.rotations):
+        ch.step(f"{step}: rotation {i + 1} of {len(params.layout.rotations)}", protocol=NAME, line="L2")
+        sub = ch.sub(f"rotation/{steps}")
+        pt = collective_rotation.Params(*who, steps=(steps,))
+        turned = await (
+            collective_rotation.aggregator(sub, pt)
+            if secret is None
+            else collective_rotation.holder(sub, pt, secret, entropy=entropy)
+        )
+        if store is not None:
+            store.put_switching(name, f"rotation-{steps}", turned[steps])
+        rotation[steps] = c.load_key(turned[steps])
+    if store is not None:
+        store.finish(name)
+    return Keys(name, public, relin, rotation, secret)
+
+
+def load_keys(params: Params, store: KeyStore, *, site: bool) -> Keys:
+    c, name = ckks.context(params.ckks), store.name
+    public, secret = store.get_public(params.ckks, name, secret=site)
+    relin = c.load_key(store.get_switching(params.ckks, name, "relin"))
+    turned = {
+        steps: c.load_key(store.get_switching(params.ckks, name, f"rotation-{steps}"))
+        for steps in params.layout.rotations
+    }
+    return Keys(name, public, relin, turned, secret)
+
+
+# ---- roles -----------------------------------------------------------------------------------------------------------
+
+
+async def holder(
+    ch: Channel,
+    params: Params,
+    X: F64,
+    Y: F64,
+    store: KeyStore | None = None,
+    *,
+    entropy: Entropy,
+    consent: bool = True,
+) -> Trained:
+    """Play a site. X (steps, n, m) and one-hot Y (steps, n, o) are its batches; they never leave it."""
+    if params.open_model and not consent:
+        raise RefusedError("this site did not consent to opening the model; allow it, or train with open_model=False")
+    check_batches(params, X, Y)
+    c, P, L, S = ckks.context(params.ckks), params.ckks, params.layout, params.aggregator
+    G, top, ledger, todo = len(L.groups), P.primes_at(LEVELS), Ledger(), refreshes(params)
+    await ch.send(S, Ready(store.name if store is not None else b""))  # L1
+    start = await ch.recv(S, Start)  # L2
+    if start.resumed and store is not None:
+        keys = load_keys(params, store, site=True)
+    elif start.resumed or start.step != 0:
+        raise ProtocolAbort(NAME, "L2", "checkpoint", "asked to go on from a checkpoint that this site does not have")
+    else:
+        keys = await make_keys(ch, params, entropy, ckks.Secret.draw(P, entropy), store)
+    secret = keys.secret
+    assert secret is not None
+    first = await ch.recv(S, Model)  # L3
+    model = [
+        c.cipher(np.stack([read(c, c0, top, NAME, "L3", S), read(c, c1, top, NAME, "L3", S)]), P.scale)
+        for c0, c1 in zip(first.c0, first.c1, strict=True)
+    ]
+    if len(model) != G:
+        raise ProtocolAbort(NAME, "L3", "malformed", f"a model of {len(model)} parts, expected {G}")
+    archive: list[bytes] = []
+    for t in range(start.step, params.config.steps):
+        ch.step(f"step {t + 1} of {params.config.steps}: gradient, {top} primes", protocol=NAME, line="L4")
+        await ch.send(S, gradient_message(c, L, model, X[t], Y[t], keys))  # L4
+        for name in ("gradient", "update", "product"):
+            sub = ch.sub(f"{t}/{name}")
+            await collective_refresh.holder(sub, todo[name].params, secret, todo[name].maps, ledger, entropy=entropy)
+            if name == "update":
+                archive = [c.pack(collective_refresh.common(sub, todo[name].params, a)) for a in range(L.archives)]
+        fresh = await ch.recv(S, NewModel)  # L5
+        model = [
+            c.cipher(
+                np.stack([read(c, c0, top, NAME, "L5", S), collective_refresh.common(sub, todo["product"].params, g)]),
+                P.scale,
+            )
+            for g, c0 in enumerate(fresh.c0)
+        ]
+    done = Trained(params, keys, model)
+    if params.open_model:
+        for packed in archive:
+            ledger.admit(packed)
+        sub = ch.sub("opening")
+        r = todo["opening"]
+        known = bool(archive)  # a run that resumed after its last step has not seen the archive being made
+        await collective_refresh.holder(sub, r.params, secret, r.maps, ledger, entropy=entropy, known=known)
+        opened = []
+        for a in range(L.archives):
+            ledger.admit(c.pack(collective_refresh.common(sub, r.params, a)))
+            got = await threshold_decrypt.holder(
+                ch.sub(f"open/{a}"), opening(params, a), secret, ledger, entropy=entropy, consent=consent
+            )
+            assert got is not None
+            opened.append(got)
+        done.weights = L.unarchive(L.mean_of_copies(opened))
+    return done
+
+
+def gradient_message(c: ckks.Context, L: Layout, model: Sequence[ckks.Cipher], X: F64, Y: F64, keys: Keys) -> Gradient:
+    """Z of every class group, added over the chunks of the batch."""
+    c0, c1 = [], []
+    for M, group in zip(model, L.groups, strict=True):
+        total = None
+        for at in range(0, len(X), L.I):
+            Z = gradient(L, M, X[at : at + L.I], Y[at : at + L.I, list(group)], keys.relin, keys.rotation)
+            total = Z if total is None else c.evaluator.add(total, Z)
+        raw, _ = c.raw(total)
+        c0.append(c.pack(raw[0]))
+        c1.append(c.pack(raw[1]))
+    return Gradient(tuple(c0), tuple(c1))
+
+
+async def aggregator(ch: Channel, params: Params, store: KeyStore | None = None, *, entropy: Entropy) -> Trained:
+    """Play S."""
+    c, P, L = ckks.context(params.ckks), params.ckks, params.layout
+    G, top, one, todo = len(L.groups), P.primes_at(LEVELS), P.primes_at(1), refreshes(params)
+    held = {r.keys for r in (await ch.gather(params.holders, Ready)).values()}  # L1
+    resumed = store is not None and store.name != b"" and held == {store.name} and store.has_state()
+    keys: Keys
+    if resumed:
+        assert store is not None
+        step, state = store.get_state(c)
+        await ch.scatter(params.holders, Start(step, resumed=True))  # L2
+        keys = load_keys(params, store, site=False)
+    else:
+        step = 0
+        await ch.scatter(params.holders, Start(0, resumed=False))  # L2
+        keys = await make_keys(ch, params, entropy, None, store)
+        w = cellcnn.initial(params.config)
+
+        def encrypt(values: F64, k: int) -> ckks.Cipher:
+            return c.encrypt(keys.public, values, k, P.scale, entropy)
+
+        state = {
+            "model": [encrypt(L.model_slots(w.M, g), top) for g in L.groups],
+            "W": [encrypt(L.filter_slots(w.W), one)],
+            "V": [encrypt(L.dense_slots(w.V, g), one) for g in L.groups],
+            "archive": [encrypt(a, P.base) for a in L.archive(w)],
+        }
+    raws = [c.raw(ct)[0] for ct in state["model"]]
+    await ch.scatter(params.holders, Model(tuple(c.pack(r[0]) for r in raws), tuple(c.pack(r[1]) for r in raws)))  # L3
+
+    async def refresh(label: str, name: str, cts: list[ckks.Cipher]) -> list[ckks.Cipher]:
+        return await collective_refresh.aggregator(ch.sub(label), todo[name].params, cts, todo[name].maps)
+
+    for t in range(step, params.config.steps):
+        ch.step(f"step {t + 1} of {params.config.steps}: {P.base} primes left, refresh", protocol=NAME, line="L4")
+        sums = [np.stack([c.ring.zeros(P.base)] * 2) for _ in L.groups]
+        for i, got in (await ch.gather(params.holders, Gradient)).items():  # L4
+            if len(got.c0) != G or len(got.c1) != G:
+                raise ProtocolAbort(NAME, "L4", "malformed", f"'{i}' sent another number of class groups")
+            for total, c0, c1 in zip(sums, got.c0, got.c1, strict=True):
+                c.ring.add(total[0], read(c, c0, P.base, NAME, "L4", i))
+                c.ring.add(total[1], read(c, c1, P.base, NAME, "L4", i))
+        Z = await refresh(f"{t}/gradient", "gradient", [c.cipher(x, gradient_scale(c)) for x in sums])
+        T1 = [c.times(z, state["W"][0], keys.relin) for z in Z]
+        T2 = [c.times(z, v, keys.relin) for z, v in zip(Z, state["V"], strict=True)]
+        new = await refresh(f"{t}/update", "update", [*T1, *T2, *state["archive"]])
+        archive, W, V = new[: L.archives], new[L.archives], new[L.archives + 1 :]
+        product = [c.times(W, v, keys.relin) for v in V]
+        model = await refresh(f"{t}/product", "product", product)
+        state = {"model": model, "W": [W], "V": V, "archive": archive}
+        if store is not None:
+            store.put_state(c, t + 1, state)
+        await ch.scatter(params.holders, NewModel(tuple(c.pack(c.raw(ct)[0][0]) for ct in model)))  # L5
+    done = Trained(params, keys, state["model"])
+    if params.open_model:
+        replicated = await refresh("opening", "opening", state["archive"])
+        opened = [
+            await threshold_decrypt.aggregator(ch.sub(f"open/{a}"), opening(params, a), ct)
+            for a, ct in enumerate(replicated)
+        ]
+        done.weights = L.unarchive(L.mean_of_copies(opened))
+    return done
