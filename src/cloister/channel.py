@@ -16,7 +16,8 @@ and a `Mailbox` that it fills. Everything else is here, the same for all of them
 - *Time.* Every party sends a pulse every few seconds, from a thread, which says whether it is computing, waiting, or
   waiting but ready to go on without whoever is missing. A wait ends when the awaited party is silent for `timeout`
   seconds, when for `timeout` seconds nobody at all was computing (or about to go on), or after `patience` seconds
-  whatever happens. A long computation at one party therefore trips nobody's timeout.
+  whatever happens. A long computation at one party therefore trips nobody's timeout. While a party is falling silent,
+  idleness does not count: whoever waits for that party has to notice first, or the others would blame each other.
 - *Aborts.* A party that fails tells all others `(protocol, line, code)` and nothing else.
 
 Reveals
@@ -93,6 +94,7 @@ class Mailbox:
         self.failed: dict[Party, Failure] = {}
         self.fatal: Failure | None = None
         self.heard: dict[Party, int] = defaultdict(int)  # frames and pulses from a party
+        self.last: dict[Party, float] = {}  # when
         self.busy = {WAITING: 0, PATIENT: 0, COMPUTING: 0}  # pulses of anyone, by what they said
         self._queues: dict[tuple[Party, str], deque[tuple[Frame, int]]] = {}
         self._waiting: dict[Party, tuple[int, int]] = defaultdict(lambda: (0, 0))  # messages and bytes in the queues
@@ -107,6 +109,7 @@ class Mailbox:
             if sender in self._deaf or sender in self.failed:
                 return
             self.heard[sender] += 1
+            self.last[sender] = time.monotonic()
             try:
                 self._sort_in(sender, wire.unpack(data), len(data))
             except WireError as e:
@@ -166,6 +169,11 @@ class Mailbox:
         with self._lock:
             self.failed.setdefault(party, Failure("channel", "-", "lost", f"'{party}' is gone: {why}"))
         self._wake()
+
+    def fading(self, now: float, after: float, until: float) -> bool:
+        """Whether some party has been silent for a while, and not for so long that all must have noticed."""
+        with self._lock:
+            return any(after < now - t < until for p, t in self.last.items() if p not in self.failed)
 
     def ignore(self, party: Party) -> None:
         """Read nothing more of `party`, not even what has already arrived."""
@@ -430,7 +438,8 @@ class Channel:
                 tick, last = min(now - last, 2 * poll), now  # a frozen process counts as one poll, not as silence
                 waited += tick
                 before, busy = busy, sum(box.busy[state] for state in active)
-                idle = 0.0 if busy != before else idle + tick
+                fading = box.fading(now, 3 * poll, 2 * self.study.timeout)
+                idle = 0.0 if busy != before or fading else idle + tick
                 for party, clock in tuple(pending.items()):
                     heard = box.heard[party]
                     pending[party] = clock = _Clock(heard, 0.0 if heard != clock.heard else clock.silent + tick)
