@@ -504,6 +504,49 @@ def site(
     start_party(kit)
 
 
+@app.command(
+    epilog="Example:  cloister run bin-values study.toml --as basel --data a.h5ad --out a.binned.h5ad",
+)
+def run(
+    workflow: WorkflowName,
+    study: Annotated[Path, typer.Argument(help="The study that all parties agreed on.")],
+    me: Annotated[str, typer.Option("--as", help="Which party of the study this is.")],
+    data: Annotated[Path | None, typer.Option(help="This site's cells, for this run.")] = None,
+    path: Annotated[Path | None, typer.Option("--out", help="Where to write the cells with results.")] = None,
+    kit: Annotated[Path | None, typer.Option(help="This party's kit; kits/PARTY beside the study by default.")] = None,
+    as_json: AsJson = False,  # noqa: FBT002
+) -> None:
+    """Take part in one run between machines; as the coordinator, start it."""
+    import dataclasses
+
+    from cloister.runtime.attend import attend, check_same_study, conduct, take_away
+    from cloister.runtime.kit import Kit
+    from cloister.study import Study
+
+    agreed = Study.load(study)
+    if agreed.workflow != workflow:
+        raise UsageError(f"{study} is a study of '{agreed.workflow}', not of '{workflow}'")
+    home = kit or study.parent / "kits" / me
+    opened = Kit.open(home)
+    if opened.me != me:
+        raise UsageError(f"{home} is the kit of '{opened.me}', not of '{me}'")
+    check_same_study(opened, agreed)
+
+    def say(text: str) -> None:
+        err.print(text, markup=False)
+
+    ended = conduct(home, say=say) if opened.role == "coordinator" else attend(home, data, say=say)
+    if path is not None:
+        take_away(ended, path)
+    if as_json:
+        out.print_json(json.dumps(dataclasses.asdict(ended), default=str))
+        return
+    sent = _size(ended.cost.get("bytes", 0))
+    out.print(f"{ended.status}: sent {sent} in {ended.cost.get('seconds', 0):.1f} s; see {ended.folder}", markup=False)
+    for party, word in ended.parties.items():
+        out.print(f"  {party}: {word}", markup=False)
+
+
 @app.command(epilog="Example:  cloister doctor --kit kits/basel")
 def doctor(
     kit: Annotated[Path | None, typer.Option(help="Look at this start-up kit, too.")] = None,

@@ -14,6 +14,7 @@ time a run starts. What is not approved in `local/site.toml` is refused, before 
 from __future__ import annotations
 
 import json
+import os
 import re
 import tomllib
 from collections.abc import Mapping
@@ -27,6 +28,7 @@ from cloister.study import Party, Role, Study
 
 RUNS = "runs"  # folder of a coordinator's kit: how each run ended
 STOPPING = "stopping"  # file that is there while the service stops
+DATA = "CLOISTER_DATA"  # a service that is started for one run finds its cells here
 TOP = {"data", "out", "approve", "obs", "obsm"}
 APPROVE = ("workflows", "modes", "studies")
 
@@ -107,8 +109,9 @@ class Kit:
         names = {key: _table(raw, key) for key in ("obs", "obsm")}
         if not all(isinstance(x, str) for table in names.values() for x in table.values()):
             raise ParameterError(f'{where.name}: [obs] and [obsm] hold lines as: cell_type = "your_column"')
+        data = os.environ.get(DATA) or raw.get("data")
         return Policy(
-            data=self.path / raw["data"] if raw.get("data") else None,
+            data=self.path / data if data else None,
             out=self.path / raw.get("out", "results"),
             **{key: tuple(approve.get(key, ())) for key in APPROVE},
             **names,

@@ -151,6 +151,15 @@ def _check_certificate(kit: Kit) -> None:
         raise ParameterError(f"{file} ended on {mine.not_valid_after_utc:%Y-%m-%d}; ask for a new kit")
 
 
+def is_running(kit: Kit) -> bool:
+    """Whether a service was started from this kit and has not ended."""
+    try:
+        with _only_one(kit):
+            return False
+    except UsageError:
+        return True
+
+
 def _check_port(kit: Kit) -> None:
     port = kit.study.network["port"]
     with socket.socket() as probe:

@@ -1,0 +1,123 @@
+"""One run from one command: `cloister run WORKFLOW study.toml --as PARTY`, for parties that keep no service running.
+
+A site or auxiliary starts its service, waits until one run has ended, and stops it; the coordinator starts its own,
+orders the run, and stops it. A service that is running already is used by the coordinator, and is enough for everyone
+else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from cloister import workflows
+from cloister.errors import ParameterError, PeerLost, UsageError
+from cloister.runtime.kit import DATA, Kit
+from cloister.runtime.party import Ended, open_cells
+from cloister.runtime.service import is_running, run_study
+from cloister.study import Study
+
+Say = Callable[[str], None]
+
+
+def attend(
+    kit_dir: str | Path, data: str | Path | None = None, *, limit: float | None = None, say: Say = print
+) -> Ended:
+    """Take part in the next run of the kit's study, and return how it ended here.
+
+    Parameters
+    ----------
+    data
+        Cells for this run only, instead of those that `local/site.toml` names.
+    limit
+        Seconds to wait for a run to end; by default the study's `patience`.
+    """
+    kit = Kit.open(kit_dir)
+    if kit.role == "coordinator":
+        raise UsageError(f"{kit.me} is the coordinator; it starts runs and brings no data")
+    policy = kit.policy()
+    if data is not None:
+        if kit.role != "site":
+            raise UsageError(f"{kit.me} is an {kit.role} server; it brings no data")
+        policy = replace(policy, data=Path(data).absolute())
+    kit.check_approved(policy)
+    if kit.role == "site":
+        workflow, options = workflows.check_plan(kit.study)
+        workflow.check(open_cells(policy), options)  # the clear sentence, before anybody is bothered
+    seen = set(policy.out.glob("*/outcome.json"))
+    end = time.monotonic() + (limit or kit.study.patience)
+    with _service(kit, {DATA: str(policy.data)} if policy.data else {}) as service:
+        say(f"{kit.me} waits for a run of '{kit.study.name}'")
+        while not (new := set(policy.out.glob("*/outcome.json")) - seen):
+            if service.poll() is not None:
+                raise PeerLost("flare", "-", "lost", f"the service of {kit.me} stopped; see {kit.path / 'log.txt'}")
+            if time.monotonic() > end:
+                raise PeerLost("flare", "-", "timeout", "no run was started in time")
+            time.sleep(0.3)
+        ended = Ended.load(new.pop())
+        time.sleep(2.0)  # let the service tell the coordinator before it goes
+    ended.check()
+    return ended
+
+
+def conduct(kit_dir: str | Path, *, limit: float | None = None, say: Say = print) -> Ended:
+    """Start the coordinator's service unless it runs already, have one run done, and return how it ended."""
+    kit = Kit.open(kit_dir)
+    if kit.role != "coordinator":
+        raise UsageError(f"{kit.me} is a {kit.role}; the coordinator {kit.study.coordinator} starts runs")
+    if is_running(kit):
+        return run_study(kit_dir, limit=limit, on_status=say)
+    with _service(kit, {}) as service:
+        end = time.monotonic() + 60
+        while True:
+            try:
+                return run_study(kit_dir, limit=limit, on_status=say)
+            except PeerLost as e:  # it takes some seconds until the service listens
+                if "does not answer" not in str(e) or time.monotonic() > end or service.poll() is not None:
+                    raise
+                time.sleep(1.0)
+
+
+@contextlib.contextmanager
+def _service(kit: Kit, env: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+    if is_running(kit):
+        raise UsageError(f"{kit.me} is running already from {kit.path}; it takes part in runs by itself")
+    command = [sys.executable, "-m", "cloister.cli", "site", str(kit.path)]
+    with open(kit.path / "service.out", "ab") as out:
+        service = subprocess.Popen(command, env={**os.environ, **env}, stdout=out, stderr=out)
+    try:
+        yield service
+    finally:
+        service.send_signal(signal.SIGTERM)
+        try:
+            service.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            service.kill()
+            service.wait()
+
+
+def check_same_study(kit: Kit, study: Study) -> None:
+    """Raise unless `study` is what the kit was made for; keys and network stand in the kit's own file."""
+    if replace(study, keys=kit.study.keys).digest != kit.study.digest:
+        raise ParameterError(
+            f"the study differs from the one in {kit.path / 'study.toml'}; agree on one file and hand it to everyone"
+        )
+
+
+def take_away(ended: Ended, path: str | Path) -> Path:
+    """Copy a finished run's cells to where the user wants them; whole, or not at all."""
+    source, path = Path(ended.folder) / "cells.h5ad", Path(path)
+    if not source.exists():
+        raise UsageError(f"this run gave no cells; see {ended.folder}")
+    part = path.with_name(path.name + ".part")
+    shutil.copyfile(source, part)
+    os.replace(part, path)
+    return path

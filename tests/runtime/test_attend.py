@@ -1,0 +1,91 @@
+"""`cloister run` at every party of a study, as real processes on loopback: the workflow of the README, between machines."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from cloister.cell_files import read_cells
+from cloister.cells import demo_sites
+from cloister.demo import write_sites
+from cloister.errors import ParameterError, RefusedError, UsageError
+from cloister.rehearsal import rehearse
+from cloister.runtime.attend import attend, check_same_study, conduct
+from cloister.runtime.kit import Kit
+from cloister.runtime.provision import provision
+from cloister.study import Study, format_study
+
+pytest.importorskip("nvflare")
+
+
+@pytest.fixture
+def consortium(tmp_path):
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    sites = demo_sites()
+    parties = {"hub": "coordinator", **dict.fromkeys(sites, "site")}
+    study = Study("demo", "bin-values", parties, timeout=40.0, network={"host": "localhost", "port": port})
+    (tmp_path / "study.toml").write_text(format_study(study))
+    write_sites(tmp_path / "sites")
+    return tmp_path, study, provision(study, tmp_path / "kits")
+
+
+def test_bin_values_between_processes_equals_the_rehearsal(consortium):
+    folder, study, kits = consortium
+    for site in study.sites:
+        Kit.open(kits[site]).approve()
+
+    def start(party, *more):
+        words = [
+            sys.executable,
+            "-m",
+            "cloister.cli",
+            "run",
+            "bin-values",
+            "study.toml",
+            "--as",
+            party,
+            "--json",
+            *more,
+        ]
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        return subprocess.Popen(words, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    running = {p: start(p, "--data", f"sites/{p}.h5ad", "--out", f"{p}.h5ad") for p in study.sites}
+    running["hub"] = start("hub")
+    told = {}
+    try:
+        for p, process in running.items():
+            out, err = process.communicate(timeout=240)
+            assert process.returncode == 0, f"{p}: {out}{err}"
+            told[p] = json.loads(out)
+    finally:
+        for process in running.values():
+            process.kill()
+    assert {p: t["status"] for p, t in told.items()} == dict.fromkeys(running, "done")
+    rehearsed = rehearse("bin-values", demo_sites())
+    for site in study.sites:
+        found = read_cells(folder / f"{site}.h5ad")
+        assert (found.layers["binned"] != rehearsed.data[site].layers["binned"]).nnz == 0
+        np.testing.assert_array_equal(
+            found.uns["cloister"]["bin_edges"], rehearsed.data[site].uns["cloister"]["bin_edges"]
+        )
+        assert json.loads(found.uns["cloister"]["bin-values"])["status"] == "done"
+
+
+def test_who_may_do_what(consortium):
+    folder, study, kits = consortium
+    with pytest.raises(RefusedError, match="has not approved the workflow"):
+        attend(kits["basel"], folder / "sites" / "basel.h5ad")
+    with pytest.raises(UsageError, match="coordinator"):
+        attend(kits["hub"])
+    with pytest.raises(UsageError, match="the coordinator hub starts runs"):
+        conduct(kits["basel"])
+    other = Study("demo", "bin-values", study.parties, timeout=40.0, parameters={"n_bins": 7})
+    with pytest.raises(ParameterError, match="differs"):
+        check_same_study(Kit.open(kits["basel"]), other)
