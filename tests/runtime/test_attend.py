@@ -1,4 +1,4 @@
-"""`cloister run` at every party of a study, as real processes on loopback: the workflow of the README, between machines."""
+"""`cloister run` at every party of a study, as real processes on loopback: the README, but between machines."""
 
 import json
 import os
