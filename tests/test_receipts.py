@@ -159,8 +159,18 @@ def test_the_chain_alone_notices_what_needs_no_signature(tmp_path):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{", "[]", "3", "null", '{"header": {}}', '{"header": 1, "head": "", "status": "", "entries": []}', "[" * 9999]
-    + ['{"header": {}, "head": "", "status": "", "entries": [1]}', '{"header": {}, "head": "", "entries": []}'],
+    [
+        "",
+        "{",
+        "[]",
+        "3",
+        "null",
+        "[" * 9999,
+        '{"header": {}}',
+        '{"header": 1, "head": "", "status": "", "entries": []}',
+        '{"header": {}, "head": "", "status": "", "entries": [1]}',
+        '{"header": {}, "head": "", "entries": []}',
+    ],
 )
 def test_a_file_that_is_no_receipt(tmp_path, text):
     path = tmp_path / "receipt.json"

@@ -33,8 +33,8 @@ host = "hub.example.org"
 port = 8002
 
 [keys]
-basel = "{0}"
-lugano = "{1}"
+basel = "{}"
+lugano = "{}"
 """.format("ab" * 32, "cd" * 32)
 STUDY = parse_study(TEXT)
 

@@ -1,3 +1,4 @@
+import contextlib
 import dataclasses
 import random
 import string
@@ -533,10 +534,8 @@ def test_a_hundred_thousand_random_and_mutated_bytes_raise_nothing_but_wire_erro
 @settings(max_examples=300, deadline=None)
 @given(data=st.binary(max_size=400))
 def test_any_bytes_at_all(data):
-    try:
+    with contextlib.suppress(WireError):
         wire.unpack(data)
-    except WireError:
-        pass
     Mailbox(B).put(A, data)
 
 
