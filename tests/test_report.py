@@ -243,6 +243,7 @@ def test_saved_runs_come_back(runs, page, tmp_path):
 def test_an_aborted_run_leaves_receipts_and_its_name(runs, tmp_path):
     folder = tmp_path / "out"
     save_run(runs["hardened"], folder)
+    write_report(folder / "report.html", [runs["hardened"]])
     save_run(runs["aborted"], folder)  # in the place of a whole one
     parties = ("basel", "coordinator", "lugano", "vienna")
     assert {p.name for p in folder.iterdir()} == {*(f"{p}.receipt.json" for p in parties), "run.json"}
@@ -382,6 +383,21 @@ def test_figures_take_any_label(tmp_path):
 def test_a_figure_that_fails_leaves_a_note(runs):
     run = Run(runs["hardened"].study, {"basel": Outcome(cells.demo_sites()["basel"])})
     assert "drawing them failed (KeyError)" in run_facts.figures_of(run).note
+
+
+def test_another_version_is_named(runs, tmp_path, monkeypatch):
+    monkeypatch.setattr("cloister.report.__version__", "99.0")
+    text = write_report(tmp_path / "r.html", [runs["published"]]).read_text()
+    assert "what is said here about its protocols comes from Cloister 99.0" in text
+
+
+def test_an_unknown_workflow_still_has_a_page(runs, tmp_path):
+    save_run(runs["published"], tmp_path / "out")
+    path = tmp_path / "out" / "run.json"
+    path.write_text(path.read_text().replace('workflow = \\"bin-values\\"', 'workflow = \\"from-tomorrow\\"'))
+    text = write_report(tmp_path / "r.html", load_runs(tmp_path / "out")).read_text()
+    assert "does not know" in text
+    assert "NOT OF THIS RUN" in text  # the receipts are of another study
 
 
 def test_a_receipt_is_not_needed(tmp_path):

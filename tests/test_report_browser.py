@@ -193,3 +193,12 @@ def test_keyboard(chromium, page):
             assert chromium.eval("document.activeElement.textContent") == "Skip to the results"
             assert chromium.eval("document.activeElement.getBoundingClientRect().left") >= 0
     assert chromium.eval("location.hash") == "#main"
+
+
+def test_print_unfolds_everything(chromium, page):
+    chromium.open(page)
+    hidden = "[...document.querySelectorAll('details table')].filter(t => !t.checkVisibility()).length"
+    assert chromium.eval(hidden) > 10
+    chromium.call("Emulation.setEmulatedMedia", media="print")
+    assert chromium.eval(hidden) == 0
+    chromium.call("Emulation.setEmulatedMedia", media="")

@@ -153,7 +153,7 @@ def heatmap(
     reach = float(np.nanmax(np.abs(matrix))) if matrix.size else 1.0
     low, high = (-reach, reach) if signed else (low if low is not None else 0.0, high if high is not None else reach)
     n, m = matrix.shape
-    with canvas(width=min(2.8 + 0.34 * m, 9.0), height=min(2.0 + 0.3 * n, 8.0)) as c:
+    with canvas(width=min(2.8 + 0.3 * m, 7.5), height=min(1.8 + 0.28 * n, 7.0)) as c:
         drawn = c.axis.imshow(matrix, cmap="RdBu_r" if signed else "Blues", vmin=low, vmax=high, aspect="auto")
         for kind, labels, name in (("x", column_names, columns), ("y", row_names, rows)):
             step = max(1, len(labels) // 40)
@@ -179,7 +179,7 @@ def histograms(
     title: str,
     xlabel: str,
     alt: str = "",
-    bins: int = 40,
+    bins: int = 30,
     marks: Mapping[str, float] | None = None,
 ) -> Figure:
     """Distributions over each other, each summing to one; `marks` are vertical lines with a name."""

@@ -220,7 +220,10 @@ def _facts(run: Run) -> Html:
     if began := started_of(run):
         facts.append(("Started", tag("time", began.replace("T", " ").replace("Z", " UTC"), datetime=began)))
     versions = sorted({str(r.header.get("version", "?")) for r in run.receipts.values()})
-    facts.append(("Version", f"Cloister {', '.join(versions) or __version__}"))
+    told = f"Cloister {', '.join(versions) or 'unknown'}"
+    if set(versions) - {__version__}:
+        told += f"; what is said here about its protocols comes from Cloister {__version__}"
+    facts.append(("Version", told))
     for role, plural in {"site": "Sites", "coordinator": "Coordinator", "auxiliary": "Auxiliary servers"}.items():
         if who := [p for p, r in study.parties.items() if r == role]:
             facts.append((plural, names(sorted(who))))

@@ -168,7 +168,7 @@ def sequence(study: Study, flows: Sequence[Flow], abort: Abort | None, *, title:
         width="100%",
         height=height,
         class_="sequence",
-        style=f"min-width:{max(300, 82 * len(lines))}px",
+        style=f"min-width:{max(290, 76 * len(lines))}px",
     )
     return tag("div", drawing, class_="scroll", role="region", aria_label=title, tabindex="0")
 

@@ -86,7 +86,7 @@ def save_run(run: Run, folder: str | Path) -> list[Path]:
         else:
             old = _named_files(folder)
             (folder / "run.json").unlink(missing_ok=True)
-            for name in old:
+            for name in (*old, "report.html") if old else ():  # the page told of the earlier run
                 (folder / name).unlink(missing_ok=True)
             for name in names:  # run.json is the last
                 os.replace(staging / name, folder / name)
