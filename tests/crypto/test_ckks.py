@@ -1,0 +1,121 @@
+import numpy as np
+import pytest
+
+from cloister.crypto import ckks
+from cloister.crypto.entropy import Entropy
+from cloister.errors import ParameterError, WireError
+
+pytest.importorskip("seal")
+P = ckks.Parameters(8192, base=2, base_bits=52, levels=1, per_level=1, level_bits=40, special_bits=55)
+
+
+@pytest.fixture(scope="module")
+def key():
+    return ckks.own_key(P, Entropy())
+
+
+@pytest.fixture(scope="module")
+def c():
+    return ckks.context(P)
+
+
+def values(seed=0):
+    return np.random.default_rng(seed).normal(size=P.slots)
+
+
+def test_encrypt_evaluate_decrypt(c, key):
+    secret, public = key
+    x, y = values(1), values(2)
+    ct = c.encrypt(public, x, P.top, P.scale, Entropy())
+    np.testing.assert_allclose(c.decrypt(secret.ntt, ct), x, atol=1e-6)  # 2^11 of noise, √N of it per slot, at 2^40
+    both = c.add(ct, c.encrypt(public, y, P.top, P.scale, Entropy()))
+    np.testing.assert_allclose(c.decrypt(secret.ntt, c.add_plain(both, x)), 2 * x + y, atol=2e-6)
+    product = c.times_plain(ct, c.encode(y, P.top, c.dropped(P.top)))
+    assert product.coeff_modulus_size() == P.base
+    np.testing.assert_allclose(c.decrypt(secret.ntt, product), x * y, atol=1e-5)
+
+
+def test_the_direct_big_integer_way_gives_the_same(c, key):
+    """c0 + c1·s over the integers, centred, then the polynomial at the roots: no NTT, no SEAL, no double-doubles."""
+    secret, public = key
+    x = values(3)
+    raw, scale = c.raw(c.encrypt(public, x, 2, P.scale, Entropy()))
+    m = c.ring.lift_exact(c.ring.backward(c.ring.add_product(raw[0].copy(), raw[1], secret.ntt)))
+    n = P.degree
+    for j in (0, 1, 2, 4095):
+        root = np.exp(1j * np.pi * (np.arange(n) * pow(3, j, 2 * n) % (2 * n)) / n)
+        assert abs((np.array(m, float) @ root).real / scale - x[j]) < 1e-5
+
+
+def test_seal_decrypts_what_we_encrypt_and_the_other_way(c):
+    maker = c.seal.KeyGenerator(c.seal_context)
+    raw = maker.secret_key().to_string()
+    K, n = len(c.primes), P.degree
+    s = np.frombuffer(raw[-K * n * 8 :], np.uint64).reshape(K, n).copy()
+    blob = maker.create_public_key().to_string()
+    b, a = np.frombuffer(blob[-2 * K * n * 8 :], np.uint64).reshape(2, K, n)
+    ct = c.encrypt(ckks.PublicKey(b, a), values(), P.top, P.scale, Entropy())
+    theirs = c.seal.Decryptor(c.seal_context, maker.secret_key()).decrypt(ct)
+    np.testing.assert_allclose(np.asarray(c.encoder.decode(theirs)), values(), atol=1e-6)
+    from_seal = c.seal.Encryptor(c.seal_context, maker.create_public_key()).encrypt(c.encode(values(), P.top, P.scale))
+    np.testing.assert_allclose(c.decrypt(s, from_seal), values(), atol=1e-6)
+
+
+def test_another_key_does_not_decrypt(c, key):
+    other, _ = ckks.own_key(P, Entropy())
+    ct = c.encrypt(key[1], values(), P.top, P.scale, Entropy())
+    assert np.abs(c.decrypt(other.ntt, ct)).max() > 1e6
+
+
+def test_pack_and_unpack(c, key):
+    raw, _ = c.raw(c.encrypt(key[1], values(), P.top, P.scale, Entropy()))
+    data = c.pack(raw[0])
+    assert len(data) == c.packed(P.top) < raw[0].nbytes
+    np.testing.assert_array_equal(c.unpack(data, P.top), raw[0])
+
+
+@pytest.mark.parametrize("harm", [lambda d: d[:-1], lambda d: d + b"\0", lambda d: b"", lambda d: b"\xff" * len(d)])
+def test_bytes_that_are_no_residues_are_refused(c, key, harm):
+    data = c.pack(c.raw(c.encrypt(key[1], values(), P.top, P.scale, Entropy()))[0][0])
+    with pytest.raises(WireError):
+        c.unpack(harm(data), P.top)
+    with pytest.raises(WireError):
+        c.unpack(data, 99)
+
+
+def test_secrets_do_not_show(key):
+    secret, _ = key
+    assert repr(secret) == "Secret(...)"
+    again = ckks.Secret.from_bytes(P, secret.to_bytes())
+    np.testing.assert_array_equal(again.ntt, secret.ntt)
+    for bad in (b"", secret.to_bytes()[:-1], b"\x05" * P.degree):
+        with pytest.raises((WireError, ValueError)):
+            ckks.Secret.from_bytes(P, bad)
+
+
+def test_numpy_generators_make_no_secret():
+    with pytest.raises(ParameterError):
+        ckks.Secret.draw(P, np.random.default_rng(0))
+
+
+def test_parameters_below_128_bits_are_refused():
+    with pytest.raises(ParameterError, match="128-bit"):
+        ckks.Parameters(8192)
+    with pytest.raises(ParameterError, match="20 to 60"):
+        ckks.Parameters(32768, level_bits=61)
+
+
+@pytest.mark.parametrize(("levels", "slots", "scale"), [(4, 8192, 68), (4, 16384, 78), (1, 1024, 70), (6, 100, 50)])
+def test_choose_finds_the_smallest_ring(levels, slots, scale):
+    found = ckks.choose(levels, slots, scale_bits=scale, value_bits=3, parties=3)
+    assert found.slots >= slots
+    assert found.levels == levels
+    assert found.scale_bits >= scale
+    smaller = {4096: 109, 8192: 218, 16384: 438}.get(found.degree // 2)
+    data = sum(found.bits[:-1])
+    assert smaller is None or found.degree // 4 < slots or data + found.base_bits - 2 > smaller
+
+
+def test_choose_says_when_nothing_fits():
+    with pytest.raises(ParameterError, match="no ring"):
+        ckks.choose(20, 16384)
