@@ -110,6 +110,9 @@ def explain(workflow: Annotated[str | None, typer.Argument()] = None, mode: Mode
             if text := workflows.section(module, title):
                 out.print(f"\n[bold]{title}[/bold]")
                 out.print(text, markup=False)
+        for name, text in list(workflows.reveals(found, one).items())[1:]:
+            out.print(f"\n[bold]{name}[/bold], on the way, reveals")
+            out.print(text, markup=False)
         out.print()
     table = Table("option", "default", "meaning", box=None)
     for f in dataclasses.fields(found.options):
@@ -422,6 +425,9 @@ def _show_receipt(brief: dict[str, Any]) -> None:
     if brief.get("reveals"):
         out.print("\n[bold]Reveals[/bold]")
         out.print(brief["reveals"], markup=False)
+    for name, text in brief.get("also_reveals", {}).items():
+        out.print(f"\n[bold]{name}[/bold], on the way")
+        out.print(text, markup=False)
     out.print(
         f"\n{brief['entries']} entries, head {brief['head'][:16]}…, key {brief.get('public', '')[:16]}…", markup=False
     )

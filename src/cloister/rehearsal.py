@@ -266,11 +266,12 @@ def workflow_part(seat: Seat, adata: AnnData | None) -> Outcome:
     return found.part(seat, adata, chosen)
 
 
-def reveals_of(study: Study) -> str:
+def reveals_of(study: Study) -> dict[str, str]:
+    """Protocol → its `Reveals`, for every protocol of the study; nothing where the study is a test's own."""
     try:
-        return workflows.section(workflows.get(study.workflow).protocol(study.mode), "Reveals")
+        return workflows.reveals(workflows.get(study.workflow), study.mode)
     except CloisterError:
-        return ""
+        return {}
 
 
 def play(

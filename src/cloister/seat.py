@@ -84,7 +84,7 @@ def take_part(
     adata: AnnData | Callable[[], AnnData] | None,
     *,
     part: Callable[[Seat, AnnData | None], Outcome],
-    reveals: str = "",
+    reveals: Mapping[str, str] | None = None,
     identity: Identity | None = None,
     entropy: Entropy | None = None,
     on_event: Callable[[Event], None] | None = None,
@@ -93,9 +93,10 @@ def take_part(
     """Play one party's part in one run, whatever carries the frames.
 
     `adata` may be a function that reads the cells: then the others know meanwhile that this party is at work.
-    `part` is the workflow's code for a party; `reveals` its `Reveals` text, kept in the receipt. `on_receipt` gets the
-    receipt however the run ends. Any error is told to the peers as an abort, and raised here.
+    `part` is the workflow's code for a party; `reveals` the `Reveals` of its protocols, its own first, for the receipt.
+    `on_receipt` gets the receipt however the run ends. Any error is told to the peers as an abort, and raised here.
     """
+    texts = (reveals or {}).values()
     entropy = entropy or Entropy()
     identity = identity or Identity.create(entropy)
     receipt = Receipt(
@@ -109,7 +110,8 @@ def take_part(
             "version": __version__,
             "parameters": dict(study.parameters),
             "parties": dict(study.parties),
-            "reveals": reveals,
+            "reveals": next(iter(texts), ""),
+            "also_reveals": dict(list((reveals or {}).items())[1:]),
             "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         }
     )

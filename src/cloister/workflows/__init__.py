@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import importlib
 import inspect
+import sys
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
     from cloister.seat import Outcome, Seat
 
-NAMES = ("bin-values", "shared-pca")
+NAMES = ("bin-values", "shared-pca", "map-labels", "fine-tune")
 
 
 @dataclass(frozen=True)
@@ -143,6 +144,30 @@ def section(module: types.ModuleType, title: str) -> str:
                 body.append(rows[j])
             return "\n".join(body).strip()
     return ""
+
+
+def protocols_of(workflow: Workflow, mode: str) -> list[types.ModuleType]:
+    """The protocol files that a mode runs: its own first, then those that it or the workflow calls."""
+    main = workflow.protocol(mode)
+    others = {f"cloister.protocols.{name}" for one, name in workflow.protocols.items() if one != mode}
+    found, queue = [main], [main, sys.modules[workflow.part.__module__]]
+    while queue:
+        for name in {_home_of(x) for x in vars(queue.pop(0)).values()}:
+            if name.startswith("cloister.protocols.") and name not in others and sys.modules[name] not in found:
+                found.append(sys.modules[name])
+                queue.append(sys.modules[name])
+    return [main, *sorted(found[1:], key=lambda module: module.__name__)]
+
+
+def _home_of(x: Any) -> str:
+    """The module that something is, or comes from."""
+    return x.__name__ if isinstance(x, types.ModuleType) else str(getattr(x, "__module__", ""))
+
+
+def reveals(workflow: Workflow, mode: str) -> dict[str, str]:
+    """Protocol → its `Reveals`: the mode's own first, then every other protocol that it runs on the way."""
+    texts = {m.__name__.rpartition(".")[2]: section(m, "Reveals") for m in protocols_of(workflow, mode)}
+    return {name: text for name, text in texts.items() if text}
 
 
 def check_plan(study: Study) -> tuple[Workflow, Any]:
