@@ -43,10 +43,30 @@ def encrypt(params, shares, values, k=None, scale=None):
     c = ckks.context(params)
     full = np.zeros(params.slots)
     full[: len(values)] = values
-    return c.encrypt(public(params, shares), full, k or params.top, scale or params.scale, entropy("encrypt"))
+    return c.encrypt(
+        public(params, shares), full, k or params.top, scale or params.scale, entropy(f"encrypt/{full[0]:.9f}")
+    )
 
 
 def size(r, a):
     """Largest absolute coefficient of a polynomial in NTT form."""
     high, _ = r.lift(r.backward(a.copy()))
     return float(np.abs(high).max())
+
+
+def own(shares):
+    return {p: (s,) for p, s in shares.items()}
+
+
+def faults_on(module, case, kinds=("drop", "duplicate", "truncate", "kill")):
+    """Every kind of fault on every message of one link; each must end the run by name."""
+    from cloister.testing import check_abort, check_no_errors, run_protocol
+
+    clean = run_protocol(module, case())
+    check_no_errors(clean)
+    sent = {(p, e.to, e.name) for p, r in clean.receipts.items() for e, _ in r.entries if e.kind == "sent"}
+    link = [(s, to, n) for s, to, n in sorted(sent) if "site-1" in (s, to) and not n.startswith("channel.")]
+    for kind in kinds:
+        for one in link:  # a fresh case each time: ledgers remember
+            check_abort(module, case(), survived=lambda run: None, kinds=[kind], messages=[one], timeout=0.5)
+    return len(link)

@@ -99,7 +99,7 @@ def choose(
     """The smallest secure ring that carries so many levels at that scale, with room for refreshes between them."""
     per_level = -(-scale_bits // 59)
     level_bits = -(-scale_bits // per_level)
-    need = per_level * level_bits + value_bits + FLOOD_BITS + (parties - 1).bit_length() + 3
+    need = per_level * level_bits + value_bits + FLOOD_BITS + (parties - 1).bit_length() + 4
     base = -(-need // 59)
     while -(-need // base) > max(45, level_bits + 2) and base < 4:
         base += 1
