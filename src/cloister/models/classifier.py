@@ -1,0 +1,197 @@
+"""Classifiers that federated training fits: from a description to a network, and from a trained network to a file.
+
+A description is public and small; it names an MLP on embeddings, the 13-layer CNN, a ViT, or an scGPT-compatible
+encoder with a head, of which all, the last layers, the head alone, or LoRA adapters are trained.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cloister.errors import DataError, MissingExtra, ParameterError
+from cloister.models.learner import Examples, Learner, init_weights
+from cloister.models.scgpt import Encoder, ScGPT, pad_batch
+
+try:
+    import torch
+    from torch import Tensor, nn
+except ImportError:
+    raise MissingExtra("torch", "models") from None
+
+FORMAT = 1
+ADAPTED = r".*transformer_encoder\.layers\.\d+\.(linear1|linear2|self_attn\.out_proj)"
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """All there is to know about a classifier but its weights and the names of its labels."""
+
+    kind: str  # "mlp" | "cnn" | "vit" | "scgpt"
+    inputs: int  # numbers per cell, channels of an image, or tokens of a vocabulary
+    side: int = 0  # of an image
+    hidden: tuple[int, ...] = (128,)
+    width: int = 128
+    dropout: float = 0.1
+    tune: str = "all"  # of scgpt: "all" | "last" | "head" | "lora"
+    last_layers: int = 2
+    lora_rank: int = 8
+    checkpoint: str = ""  # digest of the encoder, for scgpt
+    seed: int = 0
+
+    def describe(self, labels: tuple[str, ...]) -> str:
+        return json.dumps([dataclasses.asdict(self), labels], sort_keys=True)
+
+
+class ScGPTClassifier(nn.Module):
+    """The encoder at <cls>, then two hidden layers as in scGPT's annotation head."""
+
+    def __init__(self, encoder: Encoder, labels: int) -> None:
+        super().__init__()
+        d = encoder.config.width
+        self.encoder = encoder
+        self.neck = nn.Sequential(
+            nn.Linear(d, d), nn.ReLU(), nn.LayerNorm(d), nn.Linear(d, d), nn.ReLU(), nn.LayerNorm(d)
+        )
+        self.head = nn.Linear(d, labels)
+
+    def features(self, genes: Tensor, values: Tensor) -> Tensor:
+        return self.neck(self.encoder(genes, values))  # (b, d)
+
+    def forward(self, genes: Tensor, values: Tensor) -> Tensor:
+        return self.head(self.features(genes, values))  # (b, K)
+
+
+@dataclass
+class Tokens:
+    """Cells as tokens, for the encoder."""
+
+    tokens: list[tuple[Any, Any]]
+    model: ScGPT
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def batch(self, at: Any, rng: np.random.Generator | None) -> tuple[Tensor, ...]:
+        return pad_batch([self.tokens[i] for i in at], self.model)
+
+
+def make(blueprint: Blueprint, labels: tuple[str, ...], pretrained: ScGPT | None = None) -> nn.Module:
+    """The network with its first weights: the same at every site that has the same description."""
+    from cloister.models import cnn, mlp, vit
+
+    k = len(labels)
+    model: nn.Module
+    if blueprint.kind == "scgpt":
+        if pretrained is None or pretrained.digest != blueprint.checkpoint:
+            raise ParameterError("this classifier stands on another checkpoint; load the one it was trained with")
+        return _tuned(blueprint, pretrained, k)
+    if blueprint.kind == "mlp":
+        model = mlp.Mlp(mlp.Config(blueprint.inputs, k, blueprint.hidden, blueprint.dropout))
+    elif blueprint.kind == "cnn":
+        model = cnn.Cnn13(cnn.Config(blueprint.inputs, k, blueprint.width, blueprint.dropout))
+    elif blueprint.kind == "vit":
+        model = vit.Vit(
+            vit.Config(blueprint.inputs, blueprint.side, k, width=blueprint.width, dropout=blueprint.dropout)
+        )
+    else:
+        raise ParameterError(f"there is no model '{blueprint.kind}'; use mlp, scgpt, cnn or vit")
+    init_weights(model, blueprint.seed)
+    return model
+
+
+def _tuned(blueprint: Blueprint, pretrained: ScGPT, labels: int) -> nn.Module:
+    encoder = Encoder(len(pretrained.vocab), pretrained.vocab["<pad>"], pretrained.config)
+    encoder.load_state_dict(pretrained.encoder.state_dict())
+    model = ScGPTClassifier(encoder, labels)
+    init_weights(model, blueprint.seed, only=lambda name: name.startswith(("neck.", "head.")))
+    last = pretrained.config.layers - blueprint.last_layers
+
+    def trains(name: str) -> bool:
+        if not name.startswith("encoder."):
+            return True
+        layer = re.match(r"encoder\.transformer_encoder\.layers\.(\d+)\.", name)
+        return blueprint.tune == "all" or (blueprint.tune == "last" and layer is not None and int(layer[1]) >= last)
+
+    for name, p in model.named_parameters():
+        p.requires_grad_(trains(name))
+    if blueprint.tune == "lora":
+        try:
+            from peft import LoraConfig, inject_adapter_in_model
+        except ImportError:
+            raise MissingExtra("peft", "lora") from None
+        r = blueprint.lora_rank
+        inject_adapter_in_model(LoraConfig(r=r, lora_alpha=2 * r, target_modules=ADAPTED), model)
+        for name, p in model.named_parameters():
+            p.requires_grad_("lora_" in name or not name.startswith("encoder."))
+        init_weights(model, blueprint.seed, only=lambda name: "lora_A" in name)  # B starts at zero
+    return model
+
+
+@dataclass
+class FineTuned:
+    """A trained classifier."""
+
+    blueprint: Blueprint
+    labels: tuple[str, ...]
+    module: nn.Module
+
+    @classmethod
+    def of(cls, learner: Learner, theta: Any, blueprint: Blueprint, labels: tuple[str, ...]) -> FineTuned:
+        learner.place(theta)
+        return cls(blueprint, labels, learner.model.eval().cpu())
+
+    @torch.no_grad()
+    def probabilities(self, examples: Examples, batch_size: int = 256) -> Any:
+        """(n, K)."""
+        self.module.eval()
+        out = []
+        for start in range(0, len(examples), batch_size):
+            at = np.arange(start, min(start + batch_size, len(examples)))
+            out.append(torch.softmax(self.module(*examples.batch(at, None)).float(), dim=1).numpy())
+        return np.concatenate(out)
+
+    def predict(self, examples: Examples) -> Any:
+        return np.array(self.labels)[self.probabilities(examples).argmax(axis=1)]
+
+    def to_bytes(self) -> bytes:
+        """One `.npz`: description, label names and the weights that were trained; nothing that could run code."""
+        trained = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
+        trained |= {n: b for n, b in self.module.named_buffers() if b.dtype.is_floating_point}
+        meta = {"format": FORMAT, "blueprint": dataclasses.asdict(self.blueprint), "labels": self.labels}
+        arrays = {f"w:{n}": t.detach().cpu().numpy() for n, t in trained.items()}
+        out = io.BytesIO()
+        np.savez(out, meta=np.frombuffer(json.dumps(meta).encode(), np.uint8), **arrays)
+        return out.getvalue()
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_bytes(self.to_bytes())
+
+    @classmethod
+    def load(cls, path: str | Path, pretrained: ScGPT | None = None) -> FineTuned:
+        try:
+            with np.load(io.BytesIO(Path(path).read_bytes()), allow_pickle=False) as kept:
+                arrays = {name: kept[name] for name in kept.files}
+            meta = json.loads(arrays.pop("meta").tobytes())
+            blueprint = Blueprint(**{**meta["blueprint"], "hidden": tuple(meta["blueprint"]["hidden"])})
+            labels = tuple(str(x) for x in meta["labels"])
+        except FileNotFoundError:
+            raise DataError(f"there is no model file at {path}") from None
+        except Exception as e:  # every way in which a file can be wrong
+            raise DataError(f"{path} is no model file of Cloister ({type(e).__name__})") from None
+        module = make(blueprint, labels, pretrained)
+        own = dict(module.named_parameters()) | dict(module.named_buffers())
+        with torch.no_grad():
+            for name, value in arrays.items():
+                target = own.get(name.removeprefix("w:"))
+                if target is None or tuple(target.shape) != value.shape:
+                    raise DataError(f"{path} holds weights that do not fit its description, e.g. '{name[2:]}'")
+                target.copy_(torch.from_numpy(value))
+        return cls(blueprint, labels, module.eval())

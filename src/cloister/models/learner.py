@@ -1,0 +1,269 @@
+"""A site's model and cells behind vectors: what federated training asks of them, in PyTorch.
+
+    w_0     the first weights: the same at all sites, from the study's seed or a checkpoint
+    θ       what was learned on top of them, as one vector: trainable weights, then running means and variances
+    train   local epochs of SGD or Adam from w_0 + θ; FedProx pulls back to where they began
+
+First weights come from NumPy's generator, whose stream is the same everywhere; the order of cells and the dropout of a
+round from (seed, site, round). A site's result therefore does not depend on what runs beside it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from cloister.errors import MissingExtra, ParameterError
+
+try:
+    import torch
+    import torch.nn.functional as F
+    from torch import Tensor, nn
+except ImportError:
+    raise MissingExtra("torch", "models") from None
+
+GLOBAL_RNG = threading.Lock()  # for models whose dropout draws from torch's one generator
+
+
+class Dropout(nn.Module):
+    """Dropout from a generator of its own, so that sites that train side by side do not disturb each other."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.p, self.generator = p, None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or self.p == 0:
+            return x
+        keep = torch.rand(x.shape, device=x.device, generator=self.generator) >= self.p
+        return x * keep / (1 - self.p)
+
+
+class Examples(Protocol):
+    """Cells as a model takes them in."""
+
+    def __len__(self) -> int: ...
+
+    def batch(self, at: Any, rng: np.random.Generator | None) -> tuple[Tensor, ...]:
+        """Inputs of the cells at these positions; changed at random (augmented) if there is an `rng`."""
+
+
+@dataclass
+class Table:
+    """Rows of numbers, or images."""
+
+    x: Tensor
+    augment: Callable[[Tensor, np.random.Generator], Tensor] | None = None
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def batch(self, at: Any, rng: np.random.Generator | None) -> tuple[Tensor, ...]:
+        x = self.x[torch.as_tensor(np.asarray(at), device=self.x.device)]
+        return (self.augment(x, rng) if self.augment is not None and rng is not None else x,)
+
+
+def flip_and_shift(x: Tensor, rng: np.random.Generator) -> Tensor:
+    """Mirror half of the images, and move each by up to two pixels."""
+    mirrored = torch.as_tensor(rng.random(len(x)) < 0.5, device=x.device)
+    x = torch.where(mirrored[:, None, None, None], x.flip(-1), x)
+    padded, (h, w) = F.pad(x, (2, 2, 2, 2), mode="reflect"), x.shape[-2:]
+    dy, dx = (torch.as_tensor(rng.integers(0, 5, len(x)), device=x.device) for _ in range(2))
+    rows = dy[:, None] + torch.arange(h, device=x.device)  # (b, h)
+    columns = dx[:, None] + torch.arange(w, device=x.device)  # (b, w)
+    which = torch.arange(len(x), device=x.device)[:, None, None]
+    return padded.permute(0, 2, 3, 1)[which, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Local training; public and the same at all sites."""
+
+    epochs: int = 1
+    batch_size: int = 64
+    optimizer: str = "adam"  # or "sgd"
+    momentum: float = 0.9
+    weight_decay: float = 0.0
+    mu: float = 0.0  # FedProx; 0 is FedAvg
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.epochs < 1 or self.batch_size < 1:
+            raise ParameterError(f"expected at least one epoch and one cell a batch, found {self.epochs}")
+        if self.optimizer not in ("adam", "sgd"):
+            raise ParameterError(f"optimizer must be adam or sgd, found '{self.optimizer}'")
+        if self.mu < 0 or self.weight_decay < 0 or not 0 <= self.momentum < 1:
+            raise ParameterError("mu and weight_decay must be at least 0, momentum in [0, 1)")
+
+
+def init_weights(model: nn.Module, seed: int, only: Callable[[str], bool] = lambda name: True) -> None:
+    """Draw matrices (He, uniform) and keep norms at one and biases at zero."""
+    rng = np.random.default_rng([seed & 0xFFFFFFFF, 11])
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if not only(name):
+                continue
+            if p.dim() > 1:
+                inside = p.shape[1] * math.prod(p.shape[2:]) if p.shape[0] > 1 or p.dim() == 2 else p.shape[-1]
+                reach = math.sqrt(3.0 / max(1, inside))
+                p.copy_(torch.from_numpy(rng.uniform(-reach, reach, tuple(p.shape)).astype(np.float32)))
+            elif name.endswith("bias"):
+                p.zero_()
+
+
+class Learner:
+    """See `cloister.protocols.training_parts.Learner`, which this is."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        labels: int,
+        recipe: Recipe,
+        examples: Examples,
+        codes: Any,
+        validation: Any,
+        *,
+        describe: str,
+        site: str,
+        device: str | torch.device = "cpu",
+        global_rng: bool = False,
+    ) -> None:
+        """Take positions of labelled cells: those with a code of at least 0 train, but for those in `validation`."""
+        self.model, self.labels, self.recipe, self.site = model.to(device), labels, recipe, site
+        self.device, self.examples, self.global_rng = torch.device(device), examples, global_rng
+        self.codes, held = np.asarray(codes), np.asarray(validation, dtype=np.int64)
+        self.validation = held
+        self.training = np.setdiff1d(np.flatnonzero(self.codes >= 0), held)
+        self.cells = len(self.training)
+        self.first = self.flat()
+        self.size = len(self.first)
+        h = hashlib.sha256(describe.encode())
+        for name, tensor in model.state_dict().items():
+            h.update(name.encode() + tensor.detach().cpu().contiguous().numpy().tobytes())
+        self.digest = h.digest()
+
+    # -- vectors ---------------------------------------------------------------------------------------------------
+
+    def tensors(self) -> Iterator[Tensor]:
+        yield from (p for p in self.model.parameters() if p.requires_grad)
+        yield from (b for b in self.model.buffers() if b.dtype.is_floating_point)
+
+    def flat(self) -> Tensor:
+        return torch.cat([t.detach().reshape(-1).float() for t in self.tensors()])
+
+    @torch.no_grad()
+    def place(self, theta: Any) -> Tensor:
+        """Set the weights to w_0 + θ; returns them."""
+        w = self.first + torch.from_numpy(np.array(theta, dtype=np.float32)).to(self.device)
+        start = 0
+        for t in self.tensors():
+            t.copy_(w[start : start + t.numel()].view_as(t))
+            start += t.numel()
+        return w
+
+    # -- what the protocol asks ------------------------------------------------------------------------------------
+
+    def train(self, theta: Any, t: int, rate: float) -> tuple[Any, float]:
+        if self.global_rng:
+            with GLOBAL_RNG, torch.random.fork_rng():
+                torch.manual_seed(self._seed(t) % 2**63)
+                return self._train(theta, t, rate)
+        return self._train(theta, t, rate)
+
+    def _seed(self, t: int) -> int:
+        text = f"{self.recipe.seed}/{self.site}/{t}".encode()
+        return int.from_bytes(hashlib.sha256(text).digest()[:8], "big")
+
+    def _train(self, theta: Any, t: int, rate: float) -> tuple[Any, float]:
+        began = self.place(theta)
+        anchor = [p.detach().clone() for p in self.model.parameters() if p.requires_grad]
+        rng = np.random.default_rng(self._seed(t))
+        generator = torch.Generator(device=self.device).manual_seed(self._seed(t) % 2**63)
+        for module in self.model.modules():
+            if isinstance(module, Dropout):
+                module.generator = generator
+        optimizer = self._optimizer(rate)
+        self.model.train()
+        total, seen = 0.0, 0
+        for _ in range(self.recipe.epochs):
+            for at in self.batches(rng):
+                loss = self.loss(at, rng)
+                total, seen = total + float(loss.detach()) * len(at), seen + len(at)
+                if self.recipe.mu:
+                    now = (p for p in self.model.parameters() if p.requires_grad)
+                    loss = loss + self.recipe.mu / 2 * sum(
+                        ((p - a) ** 2).sum() for p, a in zip(now, anchor, strict=True)
+                    )
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+        delta = (self.flat().double() - began.double()).cpu().numpy()
+        return delta, total / max(1, seen)
+
+    def _optimizer(self, rate: float) -> torch.optim.Optimizer:
+        weights = [p for p in self.model.parameters() if p.requires_grad]
+        r = self.recipe
+        if r.optimizer == "adam":
+            return torch.optim.AdamW(weights, lr=rate, weight_decay=r.weight_decay)
+        return torch.optim.SGD(weights, lr=rate, momentum=r.momentum, weight_decay=r.weight_decay)
+
+    def batches(self, rng: np.random.Generator) -> Iterator[Any]:
+        order = rng.permutation(self.training)
+        for start in range(0, len(order), self.recipe.batch_size):
+            at = order[start : start + self.recipe.batch_size]
+            if len(at) > 1 or start == 0:  # one cell alone is no batch for a batch norm
+                yield at
+
+    def loss(self, at: Any, rng: np.random.Generator) -> Tensor:
+        y = torch.from_numpy(self.codes[at]).to(self.device)
+        return F.cross_entropy(self.model(*self._move(self.examples.batch(at, rng))), y)
+
+    def _move(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return tuple(x.to(self.device) for x in inputs)
+
+    def score(self, theta: Any) -> tuple[Any, float]:
+        counts, loss = np.zeros((self.labels, self.labels)), 0.0
+        if len(self.validation):
+            logits = self.logits(theta, self.validation)
+            y = self.codes[self.validation]
+            np.add.at(counts, (y, logits.argmax(axis=1)), 1)
+            top = logits.max(axis=1, keepdims=True)
+            log_sum = top[:, 0] + np.log(np.exp(logits - top).sum(axis=1))
+            loss = float((log_sum - logits[np.arange(len(y)), y]).sum())
+        return counts, loss
+
+    @torch.no_grad()
+    def logits(self, theta: Any, at: Any = None) -> Any:
+        """(n, K) of the cells at these positions, or of all."""
+        return self._forward(theta, at, self.model)
+
+    @torch.no_grad()
+    def features(self, theta: Any, at: Any = None) -> Any:
+        """What the last layer sees, (n, d)."""
+        return self._forward(theta, at, self.model.features)
+
+    def _forward(self, theta: Any, at: Any, run: Callable[..., Tensor]) -> Any:
+        self.place(theta)
+        self.model.eval()
+        at = np.arange(len(self.examples)) if at is None else np.asarray(at)
+        step, out = 4 * self.recipe.batch_size, []
+        for start in range(0, len(at), step):
+            inputs = self._move(self.examples.batch(at[start : start + step], None))
+            out.append(run(*inputs).float().cpu().numpy())
+        return np.concatenate(out).astype(np.float64)
+
+
+def hold_out(codes: Any, share: float, rng: np.random.Generator) -> Any:
+    """Positions of the validation cells: a share of every label's cells, none of a label with a single cell."""
+    held = []
+    for code in np.unique(codes[codes >= 0]):
+        at = np.flatnonzero(codes == code)
+        count = min(math.ceil(share * len(at)), len(at) - 1) if share > 0 else 0
+        held.append(rng.permutation(at)[:count])
+    return np.sort(np.concatenate(held)) if held else np.zeros(0, np.int64)

@@ -1,0 +1,400 @@
+"""Train one classifier on the labelled cells of all sites (`fine-tune`)."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from cloister import cells
+from cloister.errors import DataError, MissingExtra, ParameterError
+from cloister.protocols import federated_training as protocol
+from cloister.protocols.training_parts import Offer, State, Trained
+from cloister.seat import Outcome, Seat
+from cloister.workflows import Workflow
+
+if TYPE_CHECKING:
+    from anndata import AnnData
+
+    from cloister.models.classifier import Blueprint
+    from cloister.models.learner import Examples
+
+
+def _option(default: Any, help: str) -> Any:
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True)
+class Options:
+    label_key: str = _option("cell_type", "column of obs with the labels; NaN where there is none")
+    model: Literal["mlp", "scgpt", "cnn", "vit"] = _option("mlp", "what is trained")
+    use_rep: str | None = _option("X_pca", "embedding in obsm that an MLP takes in; X if none")
+    labels: tuple[str, ...] = _option((), "all label names; if none, the sites' names are collected")
+    rounds: int = _option(20, "rounds of averaging")
+    clients_per_round: int = _option(0, "sites that train in a round; 0 for all")
+    local_epochs: int = _option(1, "passes over a site's cells in a round")
+    batch_size: int = _option(64, "cells a step")
+    lr: float = _option(1e-3, "learning rate")
+    schedule: Literal["constant", "cosine"] = _option("constant", "of the learning rate over the rounds")
+    optimizer: Literal["adam", "sgd"] = _option("adam", "local optimiser, begun anew in every round")
+    momentum: float = _option(0.9, "of sgd")
+    weight_decay: float = _option(0.0, "of the optimiser")
+    algorithm: Literal["fedavg", "fedprox"] = _option("fedavg", "fedprox pulls local training back to the shared model")
+    mu: float = _option(0.01, "how strongly fedprox pulls")
+    weighting: Literal["cells", "plain"] = _option("cells", "weigh updates by training cells, or all alike")
+    hidden: tuple[int, ...] = _option((128,), "hidden widths of an MLP")
+    dropout: float = _option(0.1, "of MLP, CNN and ViT")
+    width: int = _option(64, "of CNN and ViT")
+    image_shape: tuple[int, ...] = _option((), "height, width, channels of the images that the rows of X are")
+    pretrained: str | None = _option(None, "folder of an scGPT checkpoint, at every site")
+    tune: Literal["all", "last", "head", "lora"] = _option("all", "what of the encoder is trained")
+    last_layers: int = _option(2, "how many, with tune=last")
+    lora_rank: int = _option(8, "with tune=lora")
+    gene_key: str | None = _option(None, "column of var with gene symbols, for scgpt")
+    validation: float = _option(0.1, "share of each label's cells kept for validation")
+    score_every: int = _option(1, "rounds between scores on the validation cells of all sites; 0 for never")
+    metric: Literal["accuracy", "macro_f1", "loss"] = _option("accuracy", "that chooses the best round")
+    patience: int = _option(0, "scored rounds without a better one, after which training stops; 0 for never")
+    update_bound: float = _option(4.0, "bound of one entry of an update")
+    dp_noise: float = _option(0.0, "noise multiplier of differential privacy for a site's data; 0 for none")
+    dp_clip: float = _option(1.0, "norm that updates are clipped to, with noise")
+    dp_delta: float = _option(1e-5, "delta of differential privacy")
+    checkpoint: str | None = _option(None, "file in which the coordinator keeps its state, to go on from")
+    key_added: str = _option("predicted", "column of obs with the model's labels")
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.validation < 1:
+            raise ParameterError(f"option 'validation' must be in [0, 1), found {self.validation}")
+        if self.labels and (len(set(self.labels)) != len(self.labels) or len(self.labels) < 2):
+            raise ParameterError("option 'labels' needs at least two names, each once")
+        if self.model in ("cnn", "vit") and (len(self.image_shape) != 3 or min(self.image_shape) < 1):
+            raise ParameterError(f"model '{self.model}' needs image_shape= as height, width, channels")
+        if self.model == "cnn" and min(self.image_shape[:2]) < 16:
+            raise ParameterError("the 13-layer CNN needs images of at least 16 x 16")
+        if self.model == "vit" and self.image_shape[0] != self.image_shape[1]:
+            raise ParameterError("a ViT needs square images")
+        if self.model == "scgpt" and self.pretrained is None:
+            raise ParameterError("model 'scgpt' needs pretrained= with the folder of a checkpoint")
+        if self.dp_noise and (self.score_every or self.patience or self.weighting != "plain"):
+            raise ParameterError(
+                "with dp_noise, set score_every=0, patience=0 and weighting='plain': counts of cells carry no noise"
+            )
+        if self.dp_noise and not 0 < self.dp_delta < 1:
+            raise ParameterError(f"option 'dp_delta' must lie between 0 and 1, found {self.dp_delta}")
+
+
+def fine_tune(
+    adata: AnnData,
+    study: Seat,
+    *,
+    label_key: str = "cell_type",
+    model: Literal["mlp", "scgpt", "cnn", "vit"] = "mlp",
+    key_added: str = "predicted",
+    copy: bool = False,
+    **options: Any,
+) -> Any:
+    """Train a classifier together with the other sites, by averaging updates that nobody sees alone.
+
+    Parameters
+    ----------
+    adata
+        Cells; those with a label train, all are labelled in the end.
+    label_key
+        Column of `adata.obs` with the labels, NaN where there is none.
+    model
+        An MLP on `adata.obsm[use_rep]`, an scGPT-compatible encoder with a head, or a CNN or ViT on images.
+    options
+        The other options of the workflow; `cloister explain fine-tune` lists them.
+
+    Returns
+    -------
+    The trained classifier (`FineTuned`), with `predict` and `save`; or `(adata, classifier)` if `copy=True`. Sets:
+
+    `adata.obs[key_added]`, `adata.obs[f"{key_added}_confidence"]` : :class:`pandas.Series`
+        The model's label and its probability, for every cell.
+    `adata.uns[key_added]` : :class:`str`
+        JSON: curves, best round, label names, privacy budget, notes for this site.
+
+    Reveals
+    -------
+    coordinator : per round, the mean update of the sites that trained and their mean loss; pooled validation counts.
+    sites : the model of the rounds they train in and in the end, the curves.
+    """
+    adata = adata.copy() if copy else adata
+    chosen = Options(label_key=label_key, model=model, key_added=key_added, **options)
+    check(adata, chosen)
+    trained, classifier, examples = train(adata, study, chosen)
+    probabilities = classifier.probabilities(examples)
+    names = np.array(trained.labels)[probabilities.argmax(axis=1)]
+    cells.write_labels(adata, key_added, names, probabilities.max(axis=1), share_name="confidence")
+    adata.uns[key_added] = json.dumps(summary(study, chosen, trained))
+    return (adata, classifier) if copy else classifier
+
+
+def train(adata: AnnData, study: Seat, options: Options) -> tuple[Trained, Any, Examples]:
+    from cloister.models.classifier import FineTuned, make
+    from cloister.models.learner import GLOBAL_RNG, Learner, hold_out
+    from cloister.models.scgpt import best_device
+
+    examples, blueprint, pretrained = examples_of(adata, options, seed=study.study.seed)
+    column = adata.obs[options.label_key]
+    given = [None if missing else str(v) for v, missing in zip(column, column.isna(), strict=True)]
+
+    def build(labels: tuple[str, ...]) -> Learner:
+        at = {name: i for i, name in enumerate(labels)}
+        codes = np.array([-1 if name is None else at[name] for name in given], dtype=np.int64)
+        with GLOBAL_RNG:
+            module = make(blueprint, labels, pretrained)
+        return Learner(
+            module,
+            len(labels),
+            recipe_of(options, study.study.seed),
+            examples,
+            codes,
+            hold_out(codes, options.validation, study.rng("validation")),
+            describe=blueprint.describe(labels),
+            site=study.me,
+            device=best_device(),
+            global_rng=options.model == "scgpt",
+        )
+
+    brought = tuple(sorted({name for name in given if name is not None}))
+    shape = f"{blueprint.kind} of {blueprint.inputs} {blueprint.checkpoint}"
+    trained = study.run(protocol.site, params_of(study, options), Offer(shape, brought, build))
+    return trained, FineTuned.of(trained.learner, trained.theta, blueprint, trained.labels), examples
+
+
+def coordinate(study: Seat, options: Options) -> Trained:
+    """The coordinator's half: draw who trains, average, score, keep the best."""
+    store = None if options.checkpoint is None else FileStore(Path(options.checkpoint))
+    trained: Trained = study.run(protocol.coordinator, params_of(study, options), store)
+    return trained
+
+
+def recipe_of(options: Options, seed: int) -> Any:
+    from cloister.models.learner import Recipe
+
+    return Recipe(
+        options.local_epochs,
+        options.batch_size,
+        options.optimizer,
+        options.momentum,
+        options.weight_decay,
+        options.mu if options.algorithm == "fedprox" else 0.0,
+        seed,
+    )
+
+
+def params_of(study: Seat, options: Options) -> protocol.Params:
+    apart = ("checkpoint", "key_added", "pretrained")
+    local = {k: v for k, v in vars(options).items() if k not in apart}
+    return protocol.Params(
+        study.study.sites,
+        study.study.coordinator,
+        json.dumps(local, sort_keys=True),
+        options.rounds,
+        options.clients_per_round,
+        options.lr,
+        options.schedule,
+        options.weighting,
+        options.update_bound,
+        options.labels,
+        options.score_every,
+        options.metric,
+        options.patience,
+        options.dp_noise,
+        options.dp_clip,
+        privacy_budget(options),
+        options.dp_delta if options.dp_noise else 0.0,
+        study.study.seed,
+    )
+
+
+def privacy_budget(options: Options) -> float:
+    """Return ε of all rounds for the data of one site, by Opacus's accountant, rounded up to two digits.
+
+    Every site may take part in every round, and who does is no secret, so sampling counts for nothing.
+    """
+    if not options.dp_noise:
+        return 0.0
+    try:
+        from opacus.accountants import RDPAccountant
+    except ImportError:
+        raise MissingExtra("opacus", "privacy") from None
+    accountant = RDPAccountant()
+    accountant.history = [(options.dp_noise, 1.0, options.rounds)]
+    alphas = [1 + x / 20 for x in range(1, 400)] + [float(x) for x in range(21, 512)]
+    epsilon = float(accountant.get_epsilon(options.dp_delta, alphas=alphas))
+    return math.ceil(epsilon * 100) / 100
+
+
+def examples_of(adata: AnnData, options: Options, *, seed: int = 0) -> tuple[Examples, Blueprint, Any]:
+    """The cells as the model takes them in, and the description of the model that fits them."""
+    import torch
+
+    from cloister.models.classifier import Blueprint, Tokens
+    from cloister.models.learner import Table, flip_and_shift
+
+    shared = {"dropout": options.dropout, "width": options.width, "seed": seed}
+    if options.model == "mlp":
+        x = cells.embedding(adata, options.use_rep).astype(np.float32)
+        return Table(torch.from_numpy(x)), Blueprint("mlp", x.shape[1], hidden=options.hidden, **shared), None
+    if options.model in ("cnn", "vit"):
+        h, w, c = options.image_shape
+        x = cells.embedding(adata, None).astype(np.float32)
+        x = x / (255.0 if x.max() > 1.5 else 1.0) - 0.5
+        images = torch.from_numpy(x.reshape(-1, h, w, c)).permute(0, 3, 1, 2).contiguous()
+        return Table(images, flip_and_shift), Blueprint(options.model, c, h, **shared), None
+    from cloister.models.scgpt import ScGPT, tokenize
+    from cloister.workflows.embed import _csr, gene_tokens
+
+    loaded = ScGPT.load(str(options.pretrained))
+    ids = gene_tokens(adata, options.gene_key, loaded)
+    names = [str(name) for name in adata.obs_names]
+    tokens = tokenize(_csr(adata.X), ids, names, loaded, cls_value=0.0, seed=seed)
+    blueprint = Blueprint(
+        "scgpt",
+        len(loaded.vocab),
+        tune=options.tune,
+        last_layers=options.last_layers,
+        lora_rank=options.lora_rank,
+        checkpoint=loaded.digest,
+        **shared,
+    )
+    return Tokens(tokens, loaded), blueprint, loaded
+
+
+@dataclass(frozen=True)
+class FileStore:
+    """The coordinator's state in one `.npz`, replaced as a whole after every round."""
+
+    path: Path
+
+    def save(self, state: State) -> None:
+        meta = {
+            "digest": state.digest.hex(),
+            "t": state.t,
+            "best_at": state.best_at,
+            "best_score": state.best_score if math.isfinite(state.best_score) else None,
+            "history": state.history,
+        }
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        beside = self.path.with_name(self.path.name + ".part")
+        with open(beside, "wb") as f:
+            np.savez(f, meta=np.frombuffer(json.dumps(meta).encode(), np.uint8), theta=state.theta, best=state.best)
+        os.replace(beside, self.path)
+
+    def load(self) -> State | None:
+        if not self.path.exists():
+            return None
+        try:
+            with np.load(io.BytesIO(self.path.read_bytes()), allow_pickle=False) as kept:
+                meta, theta, best = json.loads(kept["meta"].tobytes()), kept["theta"], kept["best"]
+            score = -math.inf if meta["best_score"] is None else float(meta["best_score"])
+            return State(
+                bytes.fromhex(meta["digest"]), int(meta["t"]), theta, best, int(meta["best_at"]), score, meta["history"]
+            )
+        except Exception as e:  # every way in which a file can be wrong
+            raise DataError(f"{self.path} is no checkpoint of fine-tune ({type(e).__name__}); remove it") from None
+
+
+def check(adata: AnnData, options: Options) -> list[str]:
+    """Raise `DataError` if these cells cannot take part; return what the user should know."""
+    use_rep = options.use_rep if options.model == "mlp" else None
+    images = options.model in ("cnn", "vit")
+    cells.check_cells(
+        adata, use_rep=use_rep, label_key=options.label_key, need_names=False, allow_negative=options.model == "mlp"
+    )
+    if images and math.prod(options.image_shape) != adata.n_vars:
+        raise DataError(
+            f"images of {options.image_shape} have {math.prod(options.image_shape)} values, X {adata.n_vars}"
+        )
+    column = adata.obs[options.label_key].dropna().astype(str)
+    counts = column.value_counts()
+    if options.labels and (unknown := sorted(set(counts.index) - set(options.labels))):
+        raise DataError(
+            f"{len(unknown)} label(s) in adata.obs[{options.label_key!r}] are not in the study's vocabulary (e.g. "
+            f"'{unknown[0]}'); rename or remove them, or agree on a longer list of labels"
+        )
+    if len(column) < 2:
+        raise DataError(f"{len(column)} labelled cell(s) in adata.obs[{options.label_key!r}]; at least 2 are needed")
+    notes = []
+    if len(counts) == 1:
+        notes.append(f"all labelled cells here are '{counts.index[0]}'; this site teaches the model nothing else")
+    if options.dp_noise:
+        notes.append("noise protects a whole site's data; with few sites the model may learn little")
+    return notes
+
+
+def summary(study: Seat, options: Options, trained: Trained) -> dict[str, Any]:
+    params = params_of(study, options)
+    found: dict[str, Any] = {
+        "labels": list(trained.labels),
+        "parameters": len(trained.theta),
+        "best_round": trained.best_round,
+        "history": trained.history,
+        "bytes_per_round": protocol.cost(params, len(trained.theta), len(trained.labels)),
+    }
+    if options.dp_noise:
+        found["privacy"] = {"epsilon": params.epsilon, "delta": params.delta, "protects": "all data of one site"}
+    if trained.notes:
+        found["notes"] = list(trained.notes)
+    return found
+
+
+def part(study: Seat, adata: AnnData | None, options: Options) -> Outcome:
+    if study.role == "site":
+        if adata is None:
+            raise DataError("a site needs cells; name them with --data")
+        classifier = fine_tune(adata, study, **vars(options))
+        return Outcome(adata, json.loads(adata.uns[options.key_added]), model=classifier)
+    if study.role == "coordinator":
+        return Outcome(None, summary(study, options, coordinate(study, options)))
+    return Outcome()
+
+
+def files(outcome: Outcome) -> dict[str, bytes]:
+    return {} if outcome.model is None else {"model.npz": outcome.model.to_bytes()}
+
+
+def figures(outcomes: Mapping[str, Outcome], options: Any) -> list[Any]:
+    """Curves of loss, accuracy and bytes over the rounds."""
+    from matplotlib.figure import Figure
+
+    found = next((o.result for o in outcomes.values() if o.result.get("history")), None)
+    if found is None:
+        return []
+    rows = found["history"]
+    figure = Figure(figsize=(9, 2.8), layout="constrained")
+    left, middle, right = figure.subplots(1, 3)
+    for key, axes in (("loss", left), ("train_loss", left), ("accuracy", middle), ("macro_f1", middle)):
+        points = [(row["round"], row[key]) for row in rows if key in row]
+        if points:
+            axes.plot(*zip(*points, strict=True), marker=".", label=key.replace("_", " "))
+    rounds = [row["round"] + 1 for row in rows if "clients" in row]
+    per_round = sum(found["bytes_per_round"].values()) / 1e6
+    right.plot(rounds, [r * per_round for r in rounds], marker=".", label="MB per site, both ways")
+    for axes in (left, middle, right):
+        axes.set_xlabel("round")
+        if axes.lines:
+            axes.legend(frameon=False)
+    return [figure]
+
+
+WORKFLOW = Workflow(
+    name="fine-tune",
+    summary="Train one classifier on all sites' labelled cells, averaging updates by secure sums.",
+    options=Options,
+    protocols={"hardened": "federated_training"},
+    part=part,
+    check=check,
+    files=files,
+    figures=figures,
+)

@@ -1,0 +1,292 @@
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from cloister.errors import DataError, ParameterError  # noqa: E402
+from cloister.models import cnn, mlp, vit  # noqa: E402
+from cloister.models.classifier import Blueprint, FineTuned, ScGPTClassifier, Tokens, make  # noqa: E402
+from cloister.models.learner import Learner, Recipe, Table, flip_and_shift, hold_out, init_weights  # noqa: E402
+from cloister.models.scgpt import Config, ScGPT  # noqa: E402
+
+LABELS = ("a", "b", "c")
+
+
+def blobs(n=90, d=6, seed=0):
+    rng = np.random.default_rng(seed)
+    y = rng.integers(0, 3, n)
+    x = np.random.default_rng(1).normal(0, 2, (3, d))[y] + rng.normal(0, 1, (n, d))
+    return x.astype(np.float32), y
+
+
+def learner(recipe=None, blueprint=None, site="basel", validation=(), n=90):
+    x, y = blobs(n)
+    blueprint = blueprint or Blueprint("mlp", 6, hidden=(16,), dropout=0.2)
+    return Learner(
+        make(blueprint, LABELS),
+        3,
+        recipe or Recipe(epochs=2, batch_size=16),
+        Table(torch.from_numpy(x)),
+        y,
+        validation,
+        describe=blueprint.describe(LABELS),
+        site=site,
+    )
+
+
+def zeros(one):
+    return np.zeros(one.size, np.float32)
+
+
+def test_learns_and_repeats():
+    one, two = learner(validation=np.arange(10)), learner(validation=np.arange(10))
+    theta, losses = zeros(one), []
+    for t in range(6):
+        delta, loss = one.train(theta, t, 3e-2)
+        losses.append(loss)
+        again, same = two.train(theta, t, 3e-2)
+        np.testing.assert_array_equal(delta, again)
+        assert loss == same
+        theta = (theta + delta).astype(np.float32)
+    counts, loss = one.score(theta)
+    assert counts.sum() == 10
+    assert np.trace(counts) >= 6
+    assert losses[-1] < losses[0] / 2
+    assert one.cells == 80
+
+
+def test_rounds_and_sites_have_their_own_order_and_dropout():
+    one, other = learner(), learner(site="lugano")
+    first = one.train(zeros(one), 0, 1e-2)[0]
+    assert not np.array_equal(first, one.train(zeros(one), 1, 1e-2)[0])
+    assert not np.array_equal(first, other.train(zeros(one), 0, 1e-2)[0])
+
+
+def test_the_digest_tells_architectures_and_weights_apart():
+    base = learner().digest
+    assert learner(site="lugano").digest == base
+    assert learner(blueprint=Blueprint("mlp", 6, hidden=(17,), dropout=0.2)).digest != base
+    assert learner(blueprint=Blueprint("mlp", 6, hidden=(16,), dropout=0.2, seed=1)).digest != base
+
+
+def test_fedprox_pulls_back():
+    deltas = []
+    for mu in (0.0, 1.0, 100.0):
+        one = learner(Recipe(epochs=3, batch_size=16, optimizer="sgd", momentum=0.0, mu=mu))
+        deltas.append(np.linalg.norm(one.train(zeros(one), 0, 5e-3)[0]))
+    assert deltas[0] > deltas[1] > 5 * deltas[2]
+
+
+def test_fedprox_gradient_by_hand():
+    """One full-batch step from the anchor sees no pull; the second sees mu times the distance."""
+    plain = learner(Recipe(epochs=2, batch_size=90, optimizer="sgd", momentum=0.0), Blueprint("mlp", 6, dropout=0.0))
+    prox = learner(
+        Recipe(epochs=2, batch_size=90, optimizer="sgd", momentum=0.0, mu=2.0), Blueprint("mlp", 6, dropout=0.0)
+    )
+    once = learner(Recipe(epochs=1, batch_size=90, optimizer="sgd", momentum=0.0), Blueprint("mlp", 6, dropout=0.0))
+    rate = 1e-2
+    a, b, first = (o.train(zeros(o), 0, rate)[0] for o in (plain, prox, once))
+    np.testing.assert_allclose(a - b, rate * 2.0 * first, atol=1e-6)
+
+
+def test_only_a_share_of_each_label_is_held_out():
+    codes = np.array([0] * 20 + [1] * 5 + [2] + [-1] * 7)
+    held = hold_out(codes, 0.2, np.random.default_rng(0))
+    assert np.bincount(codes[held], minlength=3).tolist() == [4, 1, 0]
+    assert hold_out(codes, 0.0, np.random.default_rng(0)).size == 0
+
+
+def test_cells_without_a_label_do_not_train():
+    x, y = blobs()
+    blueprint = Blueprint("mlp", 6, hidden=(16,), dropout=0.0)
+    codes = y.copy()
+    codes[50:] = -1
+    changed = x.copy()
+    changed[50:] = 1e6
+    found = []
+    for rows in (x, changed):
+        one = Learner(
+            make(blueprint, LABELS), 3, Recipe(), Table(torch.from_numpy(rows)), codes, [], describe="", site="s"
+        )
+        found.append(one.train(zeros(one), 0, 1e-3)[0])
+    np.testing.assert_array_equal(*found)
+
+
+@pytest.mark.parametrize(
+    ("model", "size"),
+    [
+        (cnn.Cnn13(cnn.Config(3, 10, width=128)), 3_124_490),  # convolutions, norms and head, counted by hand below
+        (vit.Vit(vit.Config(3, 32, 10)), None),
+        (mlp.Mlp(mlp.Config(512, 10, (1024, 512))), 512 * 1024 + 1024 + 1024 * 512 + 512 + 5130),
+    ],
+    ids=["cnn", "vit", "mlp"],
+)
+def test_shapes(model, size):
+    model.eval()
+    x = torch.randn(2, 512) if isinstance(model, mlp.Mlp) else torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        assert model(x).shape == (2, 10)
+        assert model.features(x).dim() == 2
+    if isinstance(model, cnn.Cnn13):
+        convolutions = [m for m in model.modules() if isinstance(m, torch.nn.Conv2d)]
+        assert len(convolutions) == 9  # with pooling, dropout-free, and the head: the paper's 13 layers
+        size = sum(c.weight.numel() + 2 * c.out_channels for c in convolutions) + 128 * 10 + 10
+    if size is not None:
+        assert sum(p.numel() for p in model.parameters()) == size
+
+
+def test_batch_norms_travel_too():
+    blueprint = Blueprint("cnn", 1, 16, width=4)
+    x = torch.randn(24, 1, 16, 16)
+    one = Learner(
+        make(blueprint, LABELS), 3, Recipe(batch_size=8), Table(x, flip_and_shift), np.arange(24) % 3, [],
+        describe="", site="s",
+    )  # fmt: skip
+    delta, _ = one.train(zeros(one), 0, 1e-2)
+    buffers = sum(b.numel() for b in one.model.buffers() if b.dtype.is_floating_point)
+    assert buffers > 0
+    assert np.abs(delta[-buffers:]).max() > 1e-3
+
+
+def test_augmentation_moves_and_mirrors():
+    x = torch.arange(2 * 36.0).reshape(2, 1, 6, 6)
+    found = flip_and_shift(x, np.random.default_rng(3))
+    assert found.shape == x.shape
+    assert set(found[0].unique().tolist()) <= set(x[0].unique().tolist())
+    moved = [flip_and_shift(x, np.random.default_rng(s)) for s in range(20)]
+    assert len({tuple(m[0].flatten().tolist()) for m in moved}) > 5
+
+
+def test_first_weights_do_not_depend_on_torchs_generator():
+    torch.manual_seed(1)
+    one = make(Blueprint("vit", 1, 16, width=16), LABELS)
+    torch.manual_seed(2)
+    two = make(Blueprint("vit", 1, 16, width=16), LABELS)
+    for (name, p), q in zip(one.named_parameters(), two.parameters(), strict=True):
+        assert torch.equal(p, q), name
+    init_weights(two, 9)
+    assert not torch.equal(one.qkv.weight if hasattr(one, "qkv") else one.head.weight, two.head.weight)
+
+
+# ---- scGPT with a head -----------------------------------------------------------------------------------------------
+
+SMALL = Config(width=16, heads=2, hidden=16, layers=3, dropout=0.1, max_length=12)
+
+
+def scgpt_learner(tune, seed=0):
+    model = ScGPT.random([f"G{i}" for i in range(20)], SMALL, seed=4)
+    rng = np.random.default_rng(seed)
+    y = np.arange(30) % 3
+    tokens = []
+    for label in y:
+        genes = np.r_[model.vocab["<cls>"], label * 6 + rng.choice(6, 5, replace=False)]
+        tokens.append((genes.astype(np.int64), np.r_[0.0, rng.integers(1, 50, 5)].astype(np.float32)))
+    blueprint = Blueprint("scgpt", 23, tune=tune, last_layers=1, lora_rank=2, checkpoint=model.digest)
+    module = make(blueprint, LABELS, model)
+    return model, blueprint, Learner(
+        module, 3, Recipe(epochs=2, batch_size=10), Tokens(tokens, model), y, [],
+        describe=blueprint.describe(LABELS), site="s", global_rng=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("tune", ["all", "last", "head", "lora"])
+def test_what_is_tuned_of_the_encoder(tune, tmp_path):
+    if tune == "lora":
+        pytest.importorskip("peft", reason="LoRA is an extra")
+    model, blueprint, one = scgpt_learner(tune)
+    before = {k: v.clone() for k, v in one.model.state_dict().items()}
+    theta = zeros(one)
+    losses = []
+    for t in range(4):
+        delta, loss = one.train(theta, t, 1e-2)
+        theta = (theta + delta).astype(np.float32)
+        losses.append(loss)
+    assert losses[-1] < losses[0]
+    after = one.model.state_dict()
+    moved = {k for k in before if not torch.equal(before[k], after[k])}
+    in_encoder = {k for k in moved if k.startswith("encoder.")}
+    expected = {
+        "all": lambda k: True,
+        "last": lambda k: ".layers.2." in k,
+        "head": lambda k: False,
+        "lora": lambda k: "lora_" in k,
+    }[tune]
+    assert all(expected(k) for k in in_encoder)
+    assert bool(in_encoder) == (tune != "head")
+    assert {"head.weight", "neck.0.weight"} <= moved
+    _, _, twin = scgpt_learner(tune)
+    assert twin.digest == scgpt_learner(tune)[2].digest
+    np.testing.assert_array_equal(
+        twin.train(zeros(twin), 0, 1e-2)[0], scgpt_learner(tune)[2].train(zeros(one), 0, 1e-2)[0]
+    )
+
+    trained = FineTuned.of(one, theta, blueprint, LABELS)
+    trained.save(tmp_path / "m.npz")
+    back = FineTuned.load(tmp_path / "m.npz", model)
+    np.testing.assert_allclose(back.probabilities(one.examples), trained.probabilities(one.examples), atol=1e-6)
+    assert isinstance(back.module, ScGPTClassifier)
+    with pytest.raises(ParameterError, match="another checkpoint"):
+        FineTuned.load(tmp_path / "m.npz", ScGPT.random(["A"], SMALL))
+
+
+def test_lora_at_first_changes_nothing():
+    pytest.importorskip("peft", reason="LoRA is an extra")
+    _, _, plain = scgpt_learner("head")
+    _, _, lora = scgpt_learner("lora")
+    np.testing.assert_allclose(plain.logits(zeros(plain)), lora.logits(zeros(lora)), atol=1e-6)
+    assert lora.size < sum(p.numel() for p in lora.model.parameters()) / 2
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+def test_save_and_load(tmp_path):
+    one = learner()
+    delta, _ = one.train(zeros(one), 0, 1e-2)
+    trained = FineTuned.of(one, delta, Blueprint("mlp", 6, hidden=(16,), dropout=0.2), LABELS)
+    trained.save(tmp_path / "m.npz")
+    back = FineTuned.load(tmp_path / "m.npz")
+    x = Table(torch.randn(5, 6))
+    np.testing.assert_array_equal(back.probabilities(x), trained.probabilities(x))
+    assert back.labels == LABELS
+    assert set(back.predict(x)) <= set(LABELS)
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04 rubbish", b"hello"])
+def test_files_that_are_no_models(tmp_path, content):
+    (tmp_path / "m.npz").write_bytes(content)
+    with pytest.raises(DataError, match="no model file"):
+        FineTuned.load(tmp_path / "m.npz")
+    with pytest.raises(DataError, match="there is no model"):
+        FineTuned.load(tmp_path / "other.npz")
+
+
+def test_weights_that_do_not_fit(tmp_path):
+    one = learner()
+    trained = FineTuned.of(one, zeros(one), Blueprint("mlp", 6, hidden=(17,), dropout=0.2), LABELS)
+    trained.save(tmp_path / "m.npz")
+    with pytest.raises(DataError, match="do not fit"):
+        FineTuned.load(tmp_path / "m.npz")
+
+
+@pytest.mark.parametrize(
+    "bad", [{"epochs": 0}, {"batch_size": 0}, {"optimizer": "lion"}, {"mu": -1.0}, {"momentum": 1.0}]
+)
+def test_bad_recipes(bad):
+    with pytest.raises(ParameterError):
+        Recipe(**bad)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        lambda: mlp.Config(0, 3),
+        lambda: cnn.Config(3, 1),
+        lambda: cnn.Config(3, 3, width=5),
+        lambda: vit.Config(3, 30, 3, patch=4),
+        lambda: make(Blueprint("rnn", 3), LABELS),
+    ],
+)
+def test_bad_networks(bad):
+    with pytest.raises(ParameterError):
+        bad()

@@ -1,0 +1,234 @@
+import json
+import math
+
+import numpy as np
+import pytest
+from anndata import AnnData
+
+torch = pytest.importorskip("torch")
+
+from cloister import cells  # noqa: E402
+from cloister.errors import DataError, ParameterError, ProtocolAbort  # noqa: E402
+from cloister.models.classifier import FineTuned, make  # noqa: E402
+from cloister.models.learner import Learner, Recipe, hold_out  # noqa: E402
+from cloister.models.scgpt import Config, ScGPT  # noqa: E402
+from cloister.protocols import federated_training  # noqa: E402
+from cloister.protocols.training_parts import Offer  # noqa: E402
+from cloister.rehearsal import Fault, rehearse  # noqa: E402
+from cloister.workflows import fine_tune  # noqa: E402
+
+SIZE = {"rounds": 4, "lr": 1e-2, "local_epochs": 3, "hidden": (16,), "batch_size": 32}
+
+
+@pytest.fixture(scope="module")
+def sites():
+    rng = np.random.default_rng(0)
+    out = {}
+    for name, a in cells.demo_sites().items():
+        out[name] = a[np.sort(rng.choice(a.n_obs, 150, replace=False))].copy()
+    return out
+
+
+@pytest.fixture(scope="module")
+def run(sites):
+    return rehearse("fine-tune", sites, **SIZE)
+
+
+def test_learns_writes_and_says_so(sites, run):
+    a = run.data["basel"]
+    assert {"predicted", "predicted_confidence"} <= set(a.obs)
+    right = np.mean(
+        [np.mean(d.obs["predicted"].astype(str) == d.obs["cell_type"].astype(str)) for d in run.data.values()]
+    )
+    assert right > 0.75
+    said = json.loads(a.uns["predicted"])
+    assert said["history"][-1]["accuracy"] > said["history"][0]["accuracy"]
+    assert said["history"] == run.results["coordinator"]["history"]
+    assert said["labels"] == sorted({str(v) for s in sites.values() for v in s.obs["cell_type"]})
+
+
+def test_equals_plain_federated_averaging(sites):
+    """The same learners without any encoding or mask: the secure sum changes nothing but the last digits."""
+    options = {**SIZE, "score_every": 0, "validation": 0.0}
+    run = rehearse("fine-tune", sites, **options)
+    labels = tuple(run.results["basel"]["labels"])
+    chosen = fine_tune.Options(**options)
+    offers, found = {}, None
+    for name in sorted(sites):
+        examples, blueprint, _ = fine_tune.examples_of(sites[name], chosen)
+        codes = np.array([labels.index(str(v)) for v in sites[name].obs["cell_type"]])
+
+        def build(labels, examples=examples, blueprint=blueprint, codes=codes, name=name):
+            held = hold_out(codes, 0.0, np.random.default_rng(0))
+            recipe = Recipe(3, 32, "adam", 0.9, 0.0, 0.0, 0)
+            return Learner(
+                make(blueprint, labels), len(labels), recipe, examples, codes, held,
+                describe=blueprint.describe(labels), site=name,
+            )  # fmt: skip
+
+        offers[name] = Offer("", labels, build)
+        found = found or build(labels)
+    params = federated_training.Params(tuple(sorted(sites)), "coordinator", "", rounds=4, rate=1e-2, labels=labels)
+    wanted = found.first.numpy() + federated_training.ideal(params, offers)["basel"]
+    mine = torch.cat([p.detach().reshape(-1) for p in run.outcomes["basel"].model.module.parameters()]).numpy()
+    np.testing.assert_allclose(mine, wanted, atol=2e-5)  # 2^-27 per round, then Adam from slightly other places
+
+
+def test_a_run_repeats_to_the_last_bit(sites, run):
+    again = rehearse("fine-tune", sites, **SIZE)
+    assert again.results["coordinator"]["history"] == run.results["coordinator"]["history"]
+    assert again.outcomes["basel"].model.to_bytes() == run.outcomes["lugano"].model.to_bytes()
+
+
+def test_cells_without_a_label_are_labelled(sites):
+    hidden = {p: a.copy() for p, a in sites.items()}
+    truth = hidden["vienna"].obs["cell_type"].astype(str).to_numpy()
+    hidden["vienna"].obs["cell_type"] = hidden["vienna"].obs["cell_type"].astype(object)
+    hidden["vienna"].obs.iloc[40:, hidden["vienna"].obs.columns.get_loc("cell_type")] = np.nan
+    run = rehearse("fine-tune", hidden, **SIZE)
+    guessed = run.data["vienna"].obs["predicted"].astype(str).to_numpy()
+    assert np.mean(guessed[40:] == truth[40:]) > 0.7
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"algorithm": "fedprox", "mu": 0.1},
+        {"clients_per_round": 2, "schedule": "cosine"},
+        {"weighting": "plain", "optimizer": "sgd", "lr": 0.05},
+        {"labels": ("none of these",), "metric": "macro_f1", "patience": 1},
+    ],
+    ids=["fedprox", "sampled", "plain-sgd", "vocabulary"],
+)
+def test_variants(sites, options):
+    if "labels" in options:
+        known = sorted({str(v) for s in sites.values() for v in s.obs["cell_type"]})
+        options = {**options, "labels": (*known, *options["labels"])}
+    run = rehearse("fine-tune", sites, **{**SIZE, **options})
+    assert run.results["coordinator"]["history"][-1]["loss"] < run.results["coordinator"]["history"][0]["loss"]
+
+
+def test_model_file_and_figures(run, tmp_path):
+    (content,) = fine_tune.files(run.outcomes["basel"]).values()
+    (tmp_path / "model.npz").write_bytes(content)
+    back = FineTuned.load(tmp_path / "model.npz")
+    examples, _, _ = fine_tune.examples_of(run.data["basel"], fine_tune.Options(**SIZE))
+    assert list(back.predict(examples)) == list(run.data["basel"].obs["predicted"].astype(str))
+    assert fine_tune.files(run.outcomes["coordinator"]) == {}
+    pytest.importorskip("matplotlib")
+    (figure,) = fine_tune.figures(run.outcomes, None)
+    assert len(figure.axes) == 3
+    assert all(axes.lines for axes in figure.axes)
+
+
+def test_survives_a_site_that_dies(sites):
+    fault = Fault("kill", "lugano", "coordinator", "MaskedInput", nth=3)
+    run = rehearse("fine-tune", sites, faults=[fault], timeout=5.0, check=False, **SIZE)
+    assert set(run.outcomes) == {"coordinator", "basel", "vienna"}
+    assert run.results["basel"]["history"][-2]["clients"] == 2
+
+
+def test_goes_on_after_the_coordinator_died(sites, run, tmp_path):
+    where = str(tmp_path / "kept" / "state.npz")
+    fault = Fault("kill", "coordinator", "basel", "Task", nth=2)
+    broken = rehearse("fine-tune", sites, faults=[fault], timeout=3.0, check=False, checkpoint=where, **SIZE)
+    assert broken.outcomes == {}
+    resumed = rehearse("fine-tune", sites, checkpoint=where, **SIZE)
+    assert resumed.results["coordinator"]["history"] == run.results["coordinator"]["history"]
+    assert resumed.outcomes["basel"].model.to_bytes() == run.outcomes["basel"].model.to_bytes()
+    with pytest.raises(ParameterError, match="another training"):
+        rehearse("fine-tune", sites, checkpoint=where, **{**SIZE, "lr": 1e-4}, timeout=5.0)
+    (tmp_path / "kept" / "state.npz").write_bytes(b"rubbish")
+    with pytest.raises(DataError, match="no checkpoint"):
+        rehearse("fine-tune", sites, checkpoint=where, **SIZE, timeout=5.0)
+
+
+def test_budget_of_the_noise(sites):
+    pytest.importorskip("opacus", reason="the accountant is an extra")
+    options = {**SIZE, "dp_noise": 4.0, "dp_clip": 1.0, "score_every": 0, "weighting": "plain", "validation": 0.0}
+    run = rehearse("fine-tune", sites, **options)
+    said = run.results["basel"]["privacy"]
+    z, rounds, delta = 4.0, 4, 1e-5
+    order = np.linspace(1.01, 500, 200_000)  # Renyi bound of the Gaussian mechanism, converted as in [CKS20]
+    bound = rounds * order / (2 * z**2) + np.log1p(-1 / order) - (math.log(delta) + np.log(order)) / (order - 1)
+    assert bound.min() - 1e-3 <= said["epsilon"] <= bound.min() + 0.05
+    opened = [e.name for e, _ in run.receipts["coordinator"].entries if e.kind == "opened"]
+    assert any(f"({said['epsilon']:g}, 1e-05)-private per site" in text for text in opened)
+    assert "accuracy" not in run.results["basel"]["history"][0]
+
+
+def test_an_update_that_is_no_number_is_told_to_its_site_alone(sites):
+    bad = {p: a.copy() for p, a in sites.items()}
+    bad["lugano"].obsm["X_pca"] = bad["lugano"].obsm["X_pca"] * 1e20
+    run = rehearse("fine-tune", bad, optimizer="sgd", **SIZE)
+    assert "your update was no number" in run.results["lugano"]["notes"][0]
+    for other in ("basel", "vienna", "coordinator"):
+        assert "notes" not in run.results[other]
+    assert run.results["basel"]["history"][-1]["accuracy"] > 0.4
+
+
+def test_scgpt_with_a_head(sites, tmp_path):
+    genes = list(sites["basel"].var_names[:100])
+    ScGPT.random(genes, Config(width=16, heads=2, hidden=16, layers=2, max_length=40)).save(tmp_path)
+    few = {p: a[:60].copy() for p, a in sites.items()}
+    run = rehearse(
+        "fine-tune", few, model="scgpt", pretrained=str(tmp_path), tune="last", last_layers=1, rounds=2, lr=3e-3
+    )
+    history = run.results["coordinator"]["history"]
+    assert history[-1]["loss"] < history[0]["loss"]
+    far = {p: a.copy() for p, a in few.items()}
+    far["basel"].var_names = [f"X{i}" for i in range(far["basel"].n_vars)]
+    with pytest.raises(DataError, match="knows"):
+        rehearse("fine-tune", far, model="scgpt", pretrained=str(tmp_path), rounds=1, timeout=10.0)
+
+
+@pytest.mark.parametrize("model", ["cnn", "vit"])
+def test_images(model):
+    rng = np.random.default_rng(0)
+    sites = {}
+    for name in ("basel", "lugano"):
+        y = rng.integers(0, 2, 60)
+        x = rng.uniform(0, 60, (60, 16, 16, 1))
+        x[y == 1, 4:12, 4:12] += 150
+        a = AnnData(x.reshape(60, -1).astype(np.float32))
+        a.obs["kind"] = np.where(y, "square", "none")
+        sites[name] = a
+    run = rehearse(
+        "fine-tune", sites, model=model, image_shape=(16, 16, 1), label_key="kind", width=8, rounds=3, lr=1e-2,
+        batch_size=16, dropout=0.0, local_epochs=2, timeout=120.0,
+    )  # fmt: skip
+    history = run.results["coordinator"]["history"]
+    assert max(row["accuracy"] for row in history) > 0.8
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "kind", "message"),
+    [
+        (lambda a: a.obs.drop(columns="cell_type", inplace=True), {}, DataError, "'cell_type'] is missing"),
+        (lambda a: a.obs.__setitem__("cell_type", np.nan), {}, DataError, "holds no label"),
+        (lambda a: a.obsm.__delitem__("X_pca"), {}, DataError, "'X_pca'] is missing"),
+        (lambda a: None, {"labels": ("x", "y")}, DataError, "not in the study's vocabulary"),
+        (lambda a: None, {"labels": ("x", "x")}, ParameterError, "each once"),
+        (lambda a: None, {"model": "scgpt"}, ParameterError, "pretrained"),
+        (lambda a: None, {"model": "cnn"}, ParameterError, "image_shape"),
+        (lambda a: None, {"model": "vit", "image_shape": (8, 8, 3)}, DataError, "192 values"),
+        (lambda a: None, {"validation": 1.0}, ParameterError, "validation"),
+        (lambda a: None, {"dp_noise": 1.0}, ParameterError, "score_every=0"),
+        (lambda a: None, {"clients_per_round": 7}, ParameterError, "clients"),
+        (lambda a: None, {"model": "forest"}, ParameterError, "model"),
+        (lambda a: None, {"optimiser": "adam"}, ParameterError, "optimizer"),
+    ],
+)
+def test_bad_input(sites, change, options, kind, message):
+    bad = {p: a.copy() for p, a in sites.items()}
+    change(bad["basel"])
+    with pytest.raises(kind, match=message):
+        rehearse("fine-tune", bad, timeout=5.0, **{**SIZE, **options})
+
+
+def test_embeddings_of_different_width_are_named(sites):
+    bad = {p: a.copy() for p, a in sites.items()}
+    bad["lugano"].obsm["X_pca"] = bad["lugano"].obsm["X_pca"][:, :7]
+    run = rehearse("fine-tune", bad, timeout=5.0, check=False, **SIZE)
+    assert isinstance(run.errors["coordinator"], ProtocolAbort)
+    assert "lugano came with another kind of input" in str(run.errors["coordinator"])
