@@ -28,6 +28,9 @@ _PUBLIC = {
     "bin_values": "workflows.bin_values",
     "shared_pca": "workflows.shared_pca",
     "embed": "workflows.embed",
+    "map_labels": "workflows.map_labels",
+    "offer_labels": "workflows.map_labels",
+    "mapping_baselines": "workflows.mapping_baselines",
 }
 
 __all__ = ["__version__", *_PUBLIC]

@@ -60,6 +60,7 @@ class Params:  # public; hashed into the run id, so a mismatch aborts
     k: int
     labels: tuple[str, ...] = ()  # the agreed vocabulary
     bound: float = 0.0  # the agreed largest norm
+    listeners: tuple[Party, ...] = ()  # hold nothing and compute nothing, but must know the terms
 
     def __post_init__(self) -> None:
         if len(self.computing) != 3 or len(set(self.computing)) != 3:
@@ -75,7 +76,7 @@ class Params:  # public; hashed into the run id, so a mismatch aborts
 
     @property
     def members(self) -> tuple[Party, ...]:
-        return tuple(dict.fromkeys((self.coordinator, *self.owners, *self.computing)))
+        return tuple(dict.fromkeys((self.coordinator, *self.owners, *self.computing, *self.listeners)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +252,6 @@ async def coordinator(ch: Channel, params: Params, *, entropy: Entropy, identity
 
 
 async def helper(ch: Channel, params: Params, *, entropy: Entropy, identity: Identity) -> Terms:
-    """Compute without data."""
+    """Compute without data, or only listen."""
     said = await ch.recv(params.coordinator, Announced)  # T2
     return terms(params, said, await _computed(ch, params, None, entropy, identity))

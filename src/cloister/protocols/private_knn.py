@@ -11,6 +11,7 @@ Nobody else learns anything, and nobody sees a cell, a distance, or who the neig
     L6   three      the smallest of label_i - votes_i 2^b: most votes, of equal ones the earlier label
     L7   three      t = [nearest distance² ≤ threshold²], if there is a threshold
     L8   → querier  the winning label (and its votes, if `share`); nothing but `unknown` where t = 0
+    L9   querier    tells everyone that it has its labels, so that nobody calls a run done that was not
 
 b bits hold a label, M is the largest norm of a row after scaling; 4M² + 2 ≤ 2^{κ-1-b} for a ring of κ bits, so that
 no difference wraps. Equally distant references count in the order of their labels in the vocabulary, hence the result
@@ -55,7 +56,7 @@ from cloister.errors import DataError, ParameterError
 from cloister.protocols.replicated import Bits, Shared, Trio, join
 from cloister.protocols.replicated_cost import Bill
 from cloister.study import Party
-from cloister.wire import F64, I64
+from cloister.wire import F64, I64, message
 
 NAME = "private_knn"
 BATCH = 1 << 22  # pairs of query and reference at a time
@@ -135,6 +136,11 @@ class Params:  # public; hashed into the run id, so a mismatch aborts
         return max(1, min(self.queries, self.batch // sum(self.rows)))
 
 
+@message("L9")
+class Done:  # querier → everyone
+    pass
+
+
 @dataclass(frozen=True, slots=True)
 class Mapped:
     """What the querier learns, one entry per cell."""
@@ -211,6 +217,7 @@ def cost(params: Params) -> dict[Party, tuple[int, int]]:
         out += 1
     bill.inject(out, m, Ring(out + 1))
     bill.open(params.querier, m, Ring(out + 1))
+    bill.send(params.querier, 0, len(params.members) - 1)
     return bill.total()
 
 
@@ -375,7 +382,17 @@ async def _play(
         code = await result(trio, params, near, winner, square)
     out = Ring(b + (params.vote_bits if params.share else 0) + bool(params.threshold) + 1)
     what = f"label{' and votes' if params.share else ''} of {m} queries"
-    return await trio.open(code, (m,), out, to=params.querier, protocol=NAME, line="L8", what=what)  # L8
+    opened = await trio.open(code, (m,), out, to=params.querier, protocol=NAME, line="L8", what=what)  # L8
+    await finish(ch, params.querier)
+    return opened
+
+
+async def finish(ch: Channel, querier: Party) -> None:
+    """L9."""
+    if ch.me == querier:
+        await ch.scatter([p for p in ch.study.parties if p != ch.me], Done())
+    else:
+        await ch.recv(querier, Done)
 
 
 async def querier(
@@ -399,6 +416,8 @@ async def holder(
 
 
 async def helper(ch: Channel, params: Params, *, entropy: Entropy, identity: Identity) -> None:
-    """Compute without data, as the coordinator does where there are only two sites."""
+    """Compute without data, as the coordinator does where there are only two sites; or wait for the end."""
     if ch.me in params.members:
         await _play(ch, params, None, None, None, entropy, identity)
+    else:
+        await finish(ch, params.querier)

@@ -149,6 +149,7 @@ def cost(params: Params) -> dict[Party, tuple[int, int]]:
                 bill.inject(1, m * len(core.labels), params.votes)
         bill.onehot(m, len(core.labels), params.votes)
     bill.open(core.querier, core.queries, params.votes)
+    bill.send(core.querier, 0, len(core.members) - 1)
     return bill.total()
 
 
@@ -259,7 +260,9 @@ async def _play(
             found.append(await mapping(trio, params, qs[start_row : start_row + params.step], setups))
         label = join(found, axis=0)
     what = f"label of {m} queries"
-    return await trio.open(label, (m,), params.votes, to=core.querier, protocol=NAME, line="A3.5", what=what)
+    opened = await trio.open(label, (m,), params.votes, to=core.querier, protocol=NAME, line="A3.5", what=what)
+    await private_knn.finish(ch, core.querier)
+    return opened
 
 
 async def querier(
@@ -287,6 +290,8 @@ async def holder(
 
 
 async def helper(ch: Channel, params: Params, *, entropy: Entropy, identity: Identity) -> None:
-    """Compute without data."""
+    """Compute without data, or wait for the end."""
     if ch.me in params.core.members:
         await _play(ch, params, None, None, None, entropy, identity)
+    else:
+        await private_knn.finish(ch, params.core.querier)

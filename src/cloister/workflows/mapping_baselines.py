@@ -1,0 +1,112 @@
+"""What a mapping is measured against: each site alone, all references pooled, a linear model. For researchers.
+
+    table = cl.mapping_baselines(sites, query="vienna", label_key="cell_type", use_rep="X_pca")
+    table["pooled k-NN"]["accuracy"]
+
+Everything here needs all cells in one place, which is what the mapping itself avoids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cloister import cells
+from cloister.errors import DataError, ParameterError
+
+if TYPE_CHECKING:
+    from anndata import AnnData
+
+F64 = npt.NDArray[np.float64]
+Names = npt.NDArray[Any]
+
+
+def scores(truth: Names, found: Names) -> dict[str, float]:
+    """Accuracy, and F1 averaged over the labels that occur in the truth."""
+    f1 = []
+    for label in np.unique(truth):
+        both = np.count_nonzero((truth == label) & (found == label))
+        f1.append(2 * both / (np.count_nonzero(truth == label) + np.count_nonzero(found == label)))
+    return {"accuracy": float((truth == found).mean()), "macro_f1": float(np.mean(f1))}
+
+
+def nearest_label(q: F64, r: F64, names: Names, k: int) -> tuple[Names, npt.NDArray[np.bool_]]:
+    """Majority label of the k nearest rows of r, of equal ones the first by name; and which votes were ties."""
+    order = np.argsort(names, kind="stable")  # equally near ones count in the order of their labels
+    r, labels, codes = r[order], *np.unique(names[order], return_inverse=True)
+    k = min(k, len(r))
+    found, ties = [], []
+    for start in range(0, len(q), 256):
+        part = q[start : start + 256]
+        d = ((part**2).sum(1)[:, None] - 2 * part @ r.T) + (r**2).sum(1)
+        near = codes[np.argsort(d, axis=1, kind="stable")[:, :k]]
+        votes = np.stack([(near == i).sum(1) for i in range(len(labels))], axis=1)
+        found.append(labels[votes.argmax(1)])
+        ties.append((votes == votes.max(1, keepdims=True)).sum(1) > 1)
+    return np.concatenate(found), np.concatenate(ties)
+
+
+def linear_label(q: F64, r: F64, names: Names, penalty: float = 1.0) -> Names:
+    """Multinomial logistic regression with a squared penalty, by L-BFGS on standardised columns."""
+    from scipy.optimize import minimize
+
+    labels, codes = np.unique(names, return_inverse=True)
+    if len(labels) == 1:
+        return np.repeat(labels, len(q))
+    mean, deviation = r.mean(0), r.std(0) + 1e-12
+    x = np.column_stack([(r - mean) / deviation, np.ones(len(r))])
+    hot = np.eye(len(labels))[codes]
+
+    def loss(flat: F64) -> tuple[float, F64]:
+        w = flat.reshape(x.shape[1], -1)
+        z = x @ w
+        z -= z.max(1, keepdims=True)
+        e = np.exp(z)
+        p = e / e.sum(1, keepdims=True)
+        ridge = w * (np.arange(len(w)) < len(w) - 1)[:, None]
+        value = -np.log(np.maximum(p[np.arange(len(p)), codes], 1e-300)).sum() + penalty / 2 * (ridge**2).sum()
+        return float(value), (x.T @ (p - hot) + penalty * ridge).ravel()
+
+    fit = minimize(loss, np.zeros(x.shape[1] * len(labels)), jac=True, method="L-BFGS-B", options={"maxiter": 300})
+    w = fit.x.reshape(x.shape[1], -1)
+    return labels[(np.column_stack([(q - mean) / deviation, np.ones(len(q))]) @ w).argmax(1)]
+
+
+def mapping_baselines(
+    data: Mapping[str, AnnData],
+    *,
+    query: str,
+    label_key: str = "cell_type",
+    use_rep: str = "X_pca",
+    n_neighbors: int = 10,
+) -> dict[str, dict[str, Any]]:
+    """Label the query site's cells in the ways that need no protocol, and score them by its own labels.
+
+    Returns
+    -------
+    Name of the baseline → `accuracy`, `macro_f1`, `labels`: each reference site alone, all sites pooled, and logistic
+    regression on the pooled references. `ties`, of the pooled one, says where its vote was a tie.
+    """
+    if query not in data or len(data) < 2:
+        raise ParameterError(f"expected the query site and at least one other, found {', '.join(data)}")
+    for site, adata in data.items():
+        if label_key not in adata.obs:
+            raise DataError(f"site '{site}': adata.obs[{label_key!r}] is missing; pass label_key=")
+    x = {site: cells.embedding(adata, use_rep) for site, adata in data.items()}
+    known = {site: ~adata.obs[label_key].isna().to_numpy() for site, adata in data.items()}
+    names = {site: data[site].obs[label_key][known[site]].astype(str).to_numpy() for site in data}
+    others = [site for site in data if site != query]
+    pooled = np.concatenate([x[s][known[s]] for s in others]), np.concatenate([names[s] for s in others])
+    made: dict[str, dict[str, Any]] = {}
+    for site in others:
+        found, ties = nearest_label(x[query], x[site][known[site]], names[site], n_neighbors)
+        made[f"{site} alone"] = {"labels": found, "ties": ties}
+    found, ties = nearest_label(x[query], *pooled, n_neighbors)
+    made["pooled k-NN"] = {"labels": found, "ties": ties}
+    made["pooled logistic regression"] = {"labels": linear_label(x[query], *pooled)}
+    for row in made.values():
+        row |= scores(names[query], row["labels"][known[query]])
+    return made

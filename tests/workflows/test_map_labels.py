@@ -1,0 +1,230 @@
+import numpy as np
+import pandas as pd
+import pytest
+
+import cloister as cl
+from cloister.errors import CloisterError, DataError, ParameterError, PeerLost, ProtocolAbort
+from cloister.rehearsal import Fault, plan
+from cloister.workflows import map_labels as workflow
+from cloister.workflows.mapping_baselines import linear_label, nearest_label, scores
+
+OPTIONS = {"query": "vienna", "label_key": "cell_type", "use_rep": "X_pca", "n_neighbors": 10}
+
+
+@pytest.fixture(scope="module")
+def sites():
+    """A hundred cells of each of the demo's sites."""
+    return {name: adata[::4].copy() for name, adata in cl.demo_sites().items()}
+
+
+@pytest.fixture(scope="module")
+def pooled(sites):
+    return cl.mapping_baselines(sites, query="vienna")
+
+
+def mapped(run, key="mapped"):
+    return run.data["vienna"].obs[key].astype(str).to_numpy()
+
+
+@pytest.mark.parametrize("mode", ["hardened", "plain"])
+def test_equals_pooled_nearest_neighbours_where_the_vote_is_clear(sites, pooled, mode):
+    run = cl.rehearse("map-labels", data=sites, mode=mode, **OPTIONS)
+    clear = ~pooled["pooled k-NN"]["ties"]
+    assert clear.mean() > 0.8
+    np.testing.assert_array_equal(mapped(run)[clear], pooled["pooled k-NN"]["labels"][clear])
+    assert run.results["vienna"]["accuracy"] == pytest.approx((mapped(run) == sites["vienna"].obs["cell_type"]).mean())
+    assert "mapped" not in run.data["basel"].obs
+
+
+def test_published_equals_hardened(sites):
+    few = {name: adata[:24].copy() for name, adata in sites.items()}
+    found = [mapped(cl.rehearse("map-labels", data=few, mode=m, **OPTIONS)) for m in ("hardened", "published")]
+    np.testing.assert_array_equal(*found)
+
+
+def test_processes_give_the_same(sites):
+    few = {name: adata[:40].copy() for name, adata in sites.items()}
+    one, two = (cl.rehearse("map-labels", data=few, processes=p, share=True, **OPTIONS) for p in (False, True))
+    np.testing.assert_array_equal(mapped(one), mapped(two))
+    share = two.data["vienna"].obs["mapped_share"]
+    assert share.between(0.1, 1.0).all()
+
+
+def test_two_sites_compute_with_the_coordinator_and_are_told_so(sites):
+    two = {name: sites[name] for name in ("basel", "vienna")}
+    run = cl.rehearse("map-labels", data=two, share=True, max_distance=1.0, **OPTIONS)
+    assert run.results["basel"]["computing"] == ["vienna", "basel", "coordinator"]
+    assert "only two sites" in run.results["vienna"]["note"]
+    unknown = mapped(run) == "unknown"
+    assert unknown.all()  # nothing is that near
+    assert (run.data["vienna"].obs["mapped_share"] == 0).all()
+
+
+def test_any_three_and_more_sites(sites):
+    four = {**sites, "zurich": sites["basel"][::2].copy()}
+    one = cl.rehearse("map-labels", data=four, computing=("coordinator", "zurich", "lugano"), **OPTIONS)
+    two = cl.rehearse("map-labels", data=four, mode="plain", **OPTIONS)
+    assert one.results["zurich"]["computing"] == ["coordinator", "zurich", "lugano"]
+    # zurich repeats cells of basel: the answer is the same in every mode
+    np.testing.assert_array_equal(mapped(one), mapped(two))
+
+
+def test_an_agreed_vocabulary_and_bound_show_less(sites):
+    labels = tuple(sorted({c for a in sites.values() for c in a.obs["cell_type"].astype(str)}))
+    run = cl.rehearse("map-labels", data=sites, labels=labels, bound=60.0, round_to=500, **OPTIONS)
+    base = cl.rehearse("map-labels", data=sites, **OPTIONS)
+    np.testing.assert_array_equal(mapped(run), mapped(base))
+    opened = {(e.line, e.name) for e, _ in run.receipts["basel"].entries if e.kind == "opened"}
+    assert not any("norm" in name for _, name in opened)
+
+
+def test_cells_without_a_label_are_left_out(sites, pooled):
+    changed = {name: adata.copy() for name, adata in sites.items()}
+    column = changed["basel"].obs["cell_type"].astype(object)
+    column[::2] = None
+    changed["basel"].obs["cell_type"] = pd.Categorical(column)
+    run = cl.rehearse("map-labels", data=changed, **OPTIONS)
+    wanted = cl.mapping_baselines(changed, query="vienna")["pooled k-NN"]
+    np.testing.assert_array_equal(mapped(run)[~wanted["ties"]], wanted["labels"][~wanted["ties"]])
+
+
+def test_prototypes_are_fewer_and_nearly_as_good(sites):
+    whole = cl.rehearse("map-labels", data=sites, n_neighbors=3, query="vienna")
+    few = cl.rehearse("map-labels", data=sites, n_neighbors=3, query="vienna", prototypes=3)
+    assert few.results["vienna"]["accuracy"] > whole.results["vienna"]["accuracy"] - 0.15
+    assert sum(c["bytes"] for c in few.cost.values()) < sum(c["bytes"] for c in whole.cost.values())
+    x, names = workflow.references(sites["basel"], workflow.Options("vienna"))
+    rows, labels = workflow.prototypes(x, names, 3, np.random.default_rng(0))
+    assert pd.Series(labels).value_counts().max() == 3
+    assert set(labels) == set(names)
+    assert len(rows) == len(labels)
+
+
+def test_functions_at_a_site_and_receipts(sites):
+    run = cl.rehearse("map-labels", data=sites, **OPTIONS)
+    opened = {(e.protocol, e.line, e.to) for e, _ in run.receipts["vienna"].entries if e.kind == "opened"}
+    assert ("private_knn", "L8", "vienna") in opened
+    assert not [x for x in opened if x[0] == "private_knn" and x[2] != "vienna"]
+    run.receipts["vienna"].check()
+
+
+# ---- baselines -------------------------------------------------------------------------------------------------------
+
+
+def test_baselines(sites, pooled):
+    assert list(pooled) == ["basel alone", "lugano alone", "pooled k-NN", "pooled logistic regression"]
+    assert all(0.5 < row["accuracy"] <= 1 and 0.2 < row["macro_f1"] <= 1 for row in pooled.values())
+    assert pooled["pooled k-NN"]["accuracy"] >= min(pooled[f"{s} alone"]["accuracy"] for s in ("basel", "lugano"))
+
+
+def test_baselines_against_scikit_learn():
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.metrics import f1_score
+    from sklearn.neighbors import KNeighborsClassifier
+
+    rng = np.random.default_rng(0)
+    centres = rng.normal(0, 1.2, (4, 6))
+    y, z = rng.integers(0, 4, 300), rng.integers(0, 4, 200)
+    x, q = centres[y] + rng.normal(0, 1, (300, 6)), centres[z] + rng.normal(0, 1, (200, 6))
+    names, truth = np.array(list("abcd"))[y], np.array(list("abcd"))[z]
+    found, ties = nearest_label(q, x, names, 7)
+    wanted = KNeighborsClassifier(7).fit(x, names).predict(q)
+    np.testing.assert_array_equal(found[~ties], wanted[~ties])
+    mean, deviation = x.mean(0), x.std(0)
+    model = LogisticRegression(C=1.0, max_iter=2000).fit((x - mean) / deviation, names)
+    assert (linear_label(q, x, names) == model.predict((q - mean) / deviation)).mean() > 0.99
+    assert scores(truth, found)["macro_f1"] == pytest.approx(f1_score(truth, found, average="macro"))
+
+
+def test_baselines_say_what_they_need(sites):
+    with pytest.raises(ParameterError, match="at least one other"):
+        cl.mapping_baselines({"vienna": sites["vienna"]}, query="vienna")
+    with pytest.raises(DataError, match="label_key="):
+        cl.mapping_baselines(sites, query="vienna", label_key="kind")
+
+
+# ---- bad input -------------------------------------------------------------------------------------------------------
+
+
+def spoil(sites, site, change):
+    changed = {name: adata.copy() for name, adata in sites.items()}
+    change(changed[site])
+    return changed
+
+
+def narrow(adata):
+    adata.obsm["X_pca"] = adata.obsm["X_pca"][:, :5]
+
+
+def poke(adata):
+    adata.obsm["X_pca"] = np.where(np.arange(len(adata.obsm["X_pca"]))[:, None] == 0, np.nan, adata.obsm["X_pca"])
+
+
+def forget(adata):
+    adata.obs["cell_type"] = pd.Categorical([None] * adata.n_obs, categories=["a"])
+
+
+@pytest.mark.parametrize(
+    ("site", "change", "options", "text"),
+    [
+        ("basel", narrow, {}, "different widths (basel 5, lugano"),
+        ("basel", poke, {}, "has missing or infinite values"),
+        ("vienna", poke, {}, "has missing or infinite values"),
+        ("basel", forget, {}, "holds no label"),
+        ("basel", lambda a: None, {"labels": ("T", "AT1")}, "are not among the 2 of the study's vocabulary"),
+        ("basel", lambda a: None, {"n_neighbors": 5000}, "n_neighbors=5000 is more than"),
+        ("basel", lambda a: None, {"bound": 0.5}, "farther from the origin than bound=0.5"),
+        ("basel", lambda a: a.obsm.pop("X_pca"), {}, "is missing; there is"),
+        ("basel", lambda a: a.obs.pop("cell_type"), {}, "is missing; there is"),
+        ("basel", lambda a: None, {"query": "geneva"}, "'geneva' is not a party of this study"),
+        ("basel", lambda a: None, {"query": "coordinator"}, "must name a site"),
+        ("basel", lambda a: None, {"computing": ("basel", "basel", "vienna")}, "three different parties"),
+        ("basel", lambda a: None, {"computing": ("basel", "nobody", "vienna")}, "'nobody' is not a party"),
+        ("basel", lambda a: None, {"precision": 99}, "from 24 to 64"),
+        ("basel", lambda a: None, {"labels": ("T", "T")}, "names a label twice"),
+        ("basel", lambda a: None, {"mode": "published", "share": True}, "use mode='hardened'"),
+    ],
+)
+def test_bad_input_is_one_clear_sentence(sites, site, change, options, text):
+    changed = spoil(sites, site, change)
+    with pytest.raises(CloisterError) as caught:
+        cl.rehearse("map-labels", data=changed, timeout=5.0, **{**OPTIONS, **options})
+    assert text in str(caught.value)
+    assert not isinstance(caught.value, ProtocolAbort)
+
+
+def test_a_site_named_twice_is_refused():
+    with pytest.raises(ParameterError, match="two parties are called 'basel'"):
+        plan("map-labels", ["basel", "basel", "vienna"], options={"query": "vienna"})
+
+
+def test_a_lost_site_is_named_and_nothing_is_written(sites):
+    data = {name: adata.copy() for name, adata in sites.items()}
+    run = cl.rehearse(
+        "map-labels", data=data, timeout=1.5, check=False, faults=[Fault("kill", "lugano", None, "Hop")], **OPTIONS
+    )
+    assert not run.outcomes
+    assert isinstance(run.errors["vienna"], PeerLost | ProtocolAbort)
+    assert "lugano" in str(run.errors["basel"]) + str(run.errors["vienna"])
+    assert all("mapped" not in adata.obs for adata in data.values())
+    assert run.receipts["vienna"].status.startswith("aborted")
+
+
+def test_roles_are_not_swapped(sites):
+    class Seat:
+        me = "basel"
+
+    with pytest.raises(ParameterError, match="use offer_labels"):
+        cl.map_labels(sites["basel"], Seat(), query="vienna")
+    Seat.me = "vienna"
+    with pytest.raises(ParameterError, match="use map_labels"):
+        cl.offer_labels(sites["vienna"], Seat(), query="vienna")
+
+
+def test_figures(sites):
+    pytest.importorskip("matplotlib")
+    run = cl.rehearse("map-labels", data=sites, **OPTIONS)
+    drawn = workflow.figures(run.outcomes, workflow.Options(**OPTIONS))
+    assert [f["title"] for f in drawn][-1] == "Own against mapped labels"
+    assert len(drawn) == 3
+    assert all(f["png"][:4] == b"\x89PNG" for f in drawn)
