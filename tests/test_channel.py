@@ -240,6 +240,14 @@ def test_when_everyone_waits_nobody_will_ever_send():
         assert took > 0.4
 
 
+def test_late_pulses_do_not_keep_a_wait_open_for_ever():
+    late = 0.25  # between two pulses, where one is due every 0.1 s
+    with seated(timeout=0.8) as (session, box, _), feeding(box, late, (A, control("pulse", WAITING))):
+        e, took = lost_after(session)
+        assert e.code == "timeout"
+        assert took < 20
+
+
 def test_patience_ends_even_a_wait_for_a_computing_party():
     frames = [(A, control("pulse", COMPUTING))]
     with seated(timeout=0.5, patience=1.5) as (session, box, _), feeding(box, 0.05, *frames):
@@ -820,6 +828,23 @@ def test_parties_that_wait_for_each_other_stop_after_the_timeout():
     assert met.errors.keys() == {HUB, A, B}
     assert "timeout" in met.codes().values()
     assert time.monotonic() - began < 30
+
+
+def test_the_one_who_waits_for_the_dead_notices_and_the_others_hear_of_it():
+    def waits_for(peer):
+        async def role(ch, _):
+            await ch.recv(peer, Pong)
+
+        return role
+
+    async def dies(ch, _):
+        await ch.send(A, Pong(1))
+
+    roles = {HUB: waits_for(A), A: waits_for(B), B: dies}
+    met = meet(roles, faults=[Fault("kill", B, A, "Pong")], timeout=1.5)
+    assert "nothing from 'b'" in str(met.errors[A])
+    assert met.errors[HUB].heard  # not: nothing from 'a'
+    assert (met.errors[HUB].line, met.errors[HUB].code) == ("L2", "timeout")
 
 
 def test_a_site_left_out_is_told_and_the_others_finish():

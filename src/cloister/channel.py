@@ -438,8 +438,8 @@ class Channel:
                 tick, last = min(now - last, 2 * poll), now  # a frozen process counts as one poll, not as silence
                 waited += tick
                 before, busy = busy, sum(box.busy[state] for state in active)
-                fading = box.fading(now, 3 * poll, 2 * self.study.timeout)
-                idle = 0.0 if busy != before or fading else idle + tick
+                fading = box.fading(now, self.study.timeout / 2, 2 * self.study.timeout)
+                idle = 0.0 if busy != before else idle if fading else idle + tick
                 for party, clock in tuple(pending.items()):
                     heard = box.heard[party]
                     pending[party] = clock = _Clock(heard, 0.0 if heard != clock.heard else clock.silent + tick)
