@@ -47,7 +47,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from cloister import genes
 from cloister.channel import Channel
 from cloister.crypto.agreement import Identity, bind, hkdf
 from cloister.crypto.entropy import Entropy
@@ -55,6 +54,7 @@ from cloister.errors import DataError, ParameterError, ProtocolAbort
 from cloister.models import isolation_forest as iforest
 from cloister.models.isolation_forest import Axes, Forest, Sample
 from cloister.protocols import common_genes, common_seed, pooled_scaling
+from cloister.protocols.columns import match_columns
 from cloister.protocols.pooled_scaling import Scaling
 from cloister.protocols.questions import Asking, Bits, Plain, Tally, answer_plainly
 from cloister.study import Party
@@ -374,18 +374,6 @@ def check_rows(X: F64, names: list[str]) -> None:
     if X.ndim != 2 or X.shape[1] != len(names) or 0 in X.shape:
         raise DataError(f"expected rows and one name per column, found shape {X.shape} and {len(names)} names")
     pooled_scaling.check_values(X)
-
-
-def match_columns(names: list[str], common: tuple[str, ...]) -> I64:
-    """Where the common columns stand here; a column that some site lacks is an error that names it."""
-    missing = sorted({genes.plain_name(n) for n in names} - set(common))
-    if missing:
-        listed = ", ".join(f"'{n}'" for n in missing[:5]) + (", ..." if len(missing) > 5 else "")
-        raise DataError(
-            f"{len(missing)} of {len(names)} columns are not at every site ({listed}); "
-            "drop or rename them, so that all sites have the same columns"
-        )
-    return genes.match_genes(list(names), list(common)).astype(np.int64)
 
 
 # ---- ideal -----------------------------------------------------------------------------------------------------------

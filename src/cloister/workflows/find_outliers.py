@@ -1,0 +1,309 @@
+"""Find rows that are outliers among all sites' rows, not merely at their own (`find-outliers`)."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from cloister import cells, genes
+from cloister.errors import DataError, ParameterError
+from cloister.models.disguise import disguise
+from cloister.protocols import counted_forest, masked_forest
+from cloister.protocols.columns import match_columns
+from cloister.seat import Outcome, Seat
+from cloister.workflows import Workflow, section
+from cloister.workflows.outlier_figures import figures, plot_values
+
+if TYPE_CHECKING:
+    from anndata import AnnData
+
+F64 = npt.NDArray[np.float64]
+SHARE = 0.05  # contamination where neither it nor a threshold is given
+KEY = "outlier"
+_ANNOUNCED: set[bytes] = set()
+
+
+def _help(text: str, default: Any) -> Any:  # a field with its line in `cloister explain`
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True)
+class Options:
+    use_rep: str | None = _help("key of obsm to use instead of X", None)
+    layer: str | None = _help("layer to use instead of X", None)
+    trees: int = _help("trees of a forest", 100)
+    sample: int = _help("rows that grow a tree (all rows, if there are fewer)", 256)
+    forest: Literal["standard", "extended"] = _help("splits along columns, or along random directions", "standard")
+    extension: int | None = _help("extended: columns in a direction, less one; all by default", None)
+    repeats: int = _help("forests that vote; the score is their mean", 1)
+    contamination: float | None = _help(f"share of all rows to flag; {SHARE} if no threshold is given", None)
+    threshold: float | None = _help("flag rows that score at least this, instead of a share", None)
+    impute: Literal["refuse", "mean"] = _help("what to do about missing values", "refuse")
+    drop: bool = _help("leave the flagged rows out of what is written", default=False)
+    min_count: int = _help("hardened: counts below are not opened; 1 opens all", 8)
+    give: Literal["scores", "flags", "regions"] = _help("published: what the principal server hands out", "scores")
+    stretch: float = _help("published: T, the largest stretch of an axis", 10.0)
+    standardise: bool = _help("published: bring columns to one scale first, as hardened always does", default=False)
+    thin: float = _help("published: share of plain inliers that is not sent at all", 0.0)
+    smote: float = _help("published: made-up inliers that are sent along, as a share of the rows", 0.0)
+
+    def __post_init__(self) -> None:
+        if self.use_rep is not None and self.layer is not None:
+            raise ParameterError("give either 'use_rep' or 'layer', not both")
+        if self.contamination is not None and self.threshold is not None:
+            raise ParameterError("give either 'contamination' or 'threshold', not both")
+        for name, low, high in (("trees", 1, 2000), ("sample", 8, 65536), ("repeats", 1, 25), ("min_count", 1, 64)):
+            if not low <= getattr(self, name) <= high:
+                raise ParameterError(f"option '{name}' must be from {low} to {high}, found {getattr(self, name)}")
+        if self.share is not None and not 0 < self.share < 0.5:
+            raise ParameterError(f"option 'contamination' must lie between 0 and 0.5, found {self.contamination}")
+        if self.threshold is not None and not 0 < self.threshold < 1:
+            raise ParameterError(f"option 'threshold' must lie between 0 and 1, found {self.threshold}")
+        if self.extension is not None and self.extension < 1:
+            raise ParameterError(f"option 'extension' must be at least 1, found {self.extension}")
+        if not self.stretch > 1:
+            raise ParameterError(f"option 'stretch' must be above 1, found {self.stretch}")
+        if not 0 <= self.thin < 1 or not 0 <= self.smote <= 10:
+            raise ParameterError("option 'thin' must be from 0 to 1, 'smote' from 0 to 10")
+
+    @property
+    def share(self) -> float | None:
+        return self.contamination if self.contamination is not None or self.threshold is not None else SHARE
+
+
+def find_outliers(adata: AnnData, study: Seat, *, copy: bool = False, **options: Any) -> AnnData | None:
+    """Score every row by how isolated it is among all sites' rows, and flag the outliers.
+
+    Parameters
+    ----------
+    adata
+        Rows (cells, samples) of numbers: `X`, a layer, or a key of `obsm`. Columns are matched by name.
+    options
+        See `Options`: `trees`, `sample`, `forest`, `repeats`, `contamination` or `threshold`, `drop`, ...
+
+    Returns
+    -------
+    `None`, or an annotated copy if `copy=True`. Sets the following fields:
+
+    `adata.obs["outlier_score"]` : float
+        Isolation score in (0, 1), higher = more isolated. Not set where the published mode hands out flags or regions
+        only, and missing for rows that `thin` kept back.
+    `adata.obs["outlier"]` : bool
+        Whether the row is flagged. With `drop=True` flagged rows are removed.
+    `adata.uns["cloister"]["outlier_cut"]` : float
+        The score from which rows are flagged (hardened; mean over repeats).
+
+    Reveals
+    -------
+    hardened : the sites learn the forest, without small counts; column means and scales; nobody sees a row.
+    published : the principal server sees all rows, rotated and stretched, and can undo that with a few known rows.
+    """
+    adata = adata.copy() if copy else adata
+    chosen = Options(**options)
+    check(adata, chosen)
+    names, X = table(adata, chosen)
+    if study.study.mode == "published":
+        announce(study)
+        scores, flags, cut, plain = _masked(study, chosen, names, X)
+    else:
+        scores, flags, cut, plain = _counted(study, chosen, adata, names, X)
+    if scores is not None:
+        adata.obs[f"{KEY}_score"] = scores
+    adata.obs[KEY] = flags
+    store = adata.uns.setdefault("cloister", {})
+    if cut is not None:
+        store[f"{KEY}_cut"] = float(cut)
+    store[f"{KEY}_plot"] = plot_values(plain, scores, flags, chosen, study.rng("alone"))
+    if chosen.drop:
+        store[f"{KEY}_dropped"] = int(flags.sum())
+        if flags.all():
+            raise DataError("every row is flagged, so nothing would be left; raise the threshold, or leave drop out")
+        adata._inplace_subset_obs(~flags)
+    return adata if copy else None
+
+
+def _counted(
+    study: Seat, options: Options, adata: AnnData, names: list[str], X: F64
+) -> tuple[F64, npt.NDArray[np.bool_], float | None, F64]:
+    found = study.run(counted_forest.site, hardened_params(study, options), _kind(adata, options), names, X)
+    cuts = found.cuts if found.cuts is not None else np.full(options.repeats, float(options.threshold or 0.0))
+    votes = (found.scores >= cuts[:, None]).sum(axis=0)
+    order = match_columns(names, found.columns)
+    return found.scores.mean(axis=0), 2 * votes > options.repeats, float(cuts.mean()), found.scaling.apply(X[:, order])
+
+
+def _masked(
+    study: Seat, options: Options, names: list[str], X: F64
+) -> tuple[F64 | None, npt.NDArray[np.bool_], float | None, F64]:
+    X = np.where(np.isfinite(X), X, np.nan_to_num(_column_means(X)))
+    sent, mine = disguise(X, options.thin, options.smote, study.rng("disguise"))
+    found = study.run(masked_forest.client, published_params(study, options), names, sent)
+    own = mine >= 0
+    flags = np.zeros(len(X), bool)
+    flags[mine[own]] = 2 * found.flags.sum(axis=0)[own] > options.repeats
+    spread = X.std(axis=0)
+    plain = (X - X.mean(axis=0)) / np.where(spread > 0, spread, 1.0)
+    if found.scores is None:
+        return None, flags, options.threshold, plain
+    scores = np.full(len(X), np.nan)
+    scores[mine[own]] = found.scores.mean(axis=0)[own]
+    return scores, flags, options.threshold, plain
+
+
+def _column_means(X: F64) -> F64:
+    there = np.isfinite(X)
+    mean: F64 = np.where(there, X, 0.0).sum(axis=0) / np.maximum(there.sum(axis=0), 1)
+    return mean
+
+
+def hardened_params(study: Seat, options: Options) -> counted_forest.Params:
+    return counted_forest.Params(
+        study.study.sites,
+        study.study.coordinator,
+        trees=options.trees,
+        sample=options.sample,
+        forest=options.forest,
+        extension=options.extension,
+        least=options.min_count,
+        repeats=options.repeats,
+        contamination=options.share,
+    )
+
+
+def published_params(study: Seat, options: Options) -> masked_forest.Params:
+    return masked_forest.Params(
+        study.study.sites,
+        study.study.coordinator,
+        study.study.auxiliaries[0],
+        trees=options.trees,
+        sample=options.sample,
+        forest=options.forest,
+        extension=options.extension,
+        stretch=options.stretch,
+        repeats=options.repeats,
+        give=options.give,
+        contamination=options.share,
+        threshold=options.threshold,
+        standardise=options.standardise,
+    )
+
+
+def table(adata: AnnData, options: Options) -> tuple[list[str], F64]:
+    """Column names, and the rows as one dense table with NaN where a value is missing."""
+    if options.use_rep not in (None, "X"):
+        if options.use_rep not in adata.obsm:
+            raise DataError(
+                f"adata.obsm[{options.use_rep!r}] is missing; there is {', '.join(map(repr, adata.obsm)) or 'none'}."
+                " Compute it, or pass one of these as use_rep="
+            )
+        found = adata.obsm[options.use_rep]
+        names = [f"{options.use_rep}:{i + 1}" for i in range(found.shape[1])] if np.ndim(found) == 2 else []
+    else:
+        if options.layer is not None and options.layer not in adata.layers:
+            raise DataError(
+                f"adata.layers[{options.layer!r}] is missing; there is {', '.join(map(repr, adata.layers)) or 'none'}"
+            )
+        found = adata.X if options.layer is None else adata.layers[options.layer]
+        names = [str(n) for n in adata.var_names]
+        if found is None:
+            raise DataError("adata.X is missing; put the values there, or pass layer= or use_rep=")
+    if found.shape[0] * max(1, len(names)) * 8 > cells.DENSE_LIMIT:
+        raise DataError(
+            f"{found.shape[0]} rows x {len(names)} columns are too many to be made dense; "
+            "reduce them to some components (`shared-pca`) and pass use_rep="
+        )
+    found = found[:] if adata.isbacked and options.use_rep in (None, "X") else found
+    dense = np.asarray(found.toarray() if hasattr(found, "toarray") else found)
+    if dense.ndim != 2 or 0 in dense.shape or dense.dtype.kind not in "biuf":
+        raise DataError(f"expected a table of numbers, one row each, found shape {dense.shape} of {dense.dtype}")
+    return names, dense.astype(np.float64)
+
+
+def _kind(adata: AnnData, options: Options) -> str:
+    """Sparse expression says whether it is counts or log values, so that a mix is refused; other tables are tables."""
+    sparse = options.use_rep in (None, "X") and getattr(adata.X, "format", "") in ("csr", "csc")
+    return cells.expression_kind(adata, options.layer) if sparse else "table"
+
+
+def check(adata: AnnData, options: Options) -> list[str]:
+    """Raise `DataError` if these rows cannot be scored; return what the user should know."""
+    names, X = table(adata, options)
+    genes.check_unique(names, "Column names")
+    missing = int(np.isnan(X).sum())
+    if np.isinf(X).any():
+        raise DataError(f"{int(np.isinf(X).sum())} values are infinite; remove these rows, or make them missing")
+    if missing and options.impute == "refuse":
+        bad = [n for n, gone in zip(names, np.isnan(X).sum(axis=0), strict=True) if gone]
+        raise DataError(
+            f"{missing} values are missing, in {len(bad)} columns ({', '.join(map(repr, bad[:3]))}"
+            f"{', ...' if len(bad) > 3 else ''}); fill them, drop these rows, or pass impute='mean'"
+        )
+    notes = []
+    with np.errstate(invalid="ignore"):
+        flat = [n for n, s in zip(names, np.ptp(np.nan_to_num(X), axis=0), strict=True) if s == 0]
+    if flat and len(X) > 1:
+        notes.append(
+            f"{len(flat)} columns have one value here ({', '.join(map(repr, flat[:3]))}): they isolate nothing"
+        )
+    if len(X) < X.shape[1]:
+        notes.append(f"{len(X)} rows and {X.shape[1]} columns: few rows for so many; consider use_rep=")
+    if missing:
+        notes.append(f"{missing} missing values are taken as the column's mean")
+    if options.min_count < 5:
+        notes.append(f"min_count={options.min_count} opens small counts; lone rows can be rebuilt from them")
+    return notes
+
+
+def announce(study: Seat) -> None:
+    """Print what the published mode leaks, before anything is sent; once per process and study."""
+    if study.study.digest in _ANNOUNCED:
+        return
+    _ANNOUNCED.add(study.study.digest)
+    print(
+        f"find-outliers, mode published, as '{study.me}'. It reveals, by design of the paper:\n"
+        f"{section(masked_forest, 'Reveals')}\n",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def part(study: Seat, adata: AnnData | None, options: Options) -> Outcome:
+    if study.role == "site":
+        if adata is None:
+            raise DataError("a site needs rows; name them with --data")
+        rows = adata.n_obs
+        find_outliers(adata, study, **vars(options))
+        store = adata.uns["cloister"]
+        flagged = int(store.get(f"{KEY}_dropped", adata.obs[KEY].sum()))
+        result: dict[str, Any] = {"rows": int(rows), "flagged": flagged}
+        result["flagged_alone"] = int(np.sum(store[f"{KEY}_plot"]["alone"]))
+        if f"{KEY}_cut" in store:
+            result["cut"] = store[f"{KEY}_cut"]
+        return Outcome(adata, result)
+    if study.study.mode != "published":
+        if study.role == "coordinator":
+            outline = study.run(counted_forest.coordinator, hardened_params(study, options))
+            return Outcome(None, {"leaves_below_min_count": len(outline.small), "other_leaves": len(outline.large)})
+        return Outcome()
+    params = published_params(study, options)
+    if study.role == "coordinator":
+        announce(study)
+        seen = study.run(masked_forest.principal, params)
+        return Outcome(None, {"rows": int(seen.scores.shape[1]), "flagged": int(seen.flags[0].sum())})
+    return Outcome(None, {"rows": study.run(masked_forest.auxiliary, params)})
+
+
+WORKFLOW = Workflow(
+    name="find-outliers",
+    summary="Score and flag rows that are isolated among all sites' rows.",
+    options=Options,
+    protocols={"hardened": "counted_forest", "published": "masked_forest"},
+    part=part,
+    check=check,
+    auxiliaries={"published": 1},
+    figures=figures,
+)
