@@ -8,24 +8,18 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import socket
-import sys
 import threading
 import time
-from pathlib import Path
 
+import chat
 import pytest
+from federation import PARTIES, Federation, cells
 
 from cloister.errors import PeerLost, ProtocolAbort
 from cloister.rehearsal import rehearse
 from cloister.runtime import service
 from cloister.runtime.provision import provision
 from cloister.study import format_study
-
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
-sys.path.insert(0, str(HERE / "chat"))
-import chat
-from federation import PARTIES, Federation, cells
 
 chat.register()
 
@@ -36,7 +30,7 @@ FOREVER = {"rounds": 1_000_000, "pause": 0.01}
 
 @pytest.fixture(scope="module")
 def federation(tmp_path_factory):
-    made = Federation(tmp_path_factory.mktemp("federation"), timeout=20.0)
+    made = Federation(tmp_path_factory.mktemp("federation"), timeout=16.0)
     made.agree()
     made.start(*PARTIES)
     try:

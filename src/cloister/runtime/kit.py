@@ -48,7 +48,7 @@ class Policy:
     out: Path = Path("results")
     workflows: tuple[str, ...] = ()
     modes: tuple[str, ...] = ()
-    studies: tuple[str, ...] = ()  # digests, as `cloister site --approve` writes them
+    studies: tuple[str, ...] = ()  # digests, as `cloister site KIT --approve` writes them
     obs: Mapping[str, str] = field(default_factory=dict)  # name in the study → name in this site's file
     obsm: Mapping[str, str] = field(default_factory=dict)
 
@@ -179,7 +179,7 @@ data = "cells.h5ad"
 # What may run here. Empty lists: nothing. This kit's study asks for
 #   workflow {study.workflow!r} in mode {study.mode!r}
 # What these reveal: cloister explain {study.workflow} --mode {study.mode}
-# `cloister site --approve KIT` adds all three lines for the study.toml in this kit.
+# `cloister site KIT --approve` adds all three lines for the study.toml in this kit.
 [approve]
 workflows = []
 modes = []

@@ -352,13 +352,21 @@ def _session(kit: Kit) -> Iterator[Any]:
     except ImportError:
         raise MissingExtra("nvflare", "flare") from None
     logging.getLogger("nvflare").addHandler(logging.NullHandler())
-    with _quiet():
+    end = time.monotonic() + CONNECT
+    while True:
         try:
-            session = new_secure_session(USER, str(kit.path / "admin"), timeout=10.0)
+            with _quiet():
+                session = new_secure_session(USER, str(kit.path / "admin"), timeout=10.0)
+            break
         except NoConnection:
-            raise PeerLost(
-                "flare", "-", "lost", f"the coordinator's service does not answer; start it: cloister site {kit.path}"
-            ) from None
+            if not is_running(kit) or time.monotonic() > end:
+                raise PeerLost(
+                    "flare",
+                    "-",
+                    "lost",
+                    f"the coordinator's service does not answer; start it: cloister site {kit.path}",
+                ) from None
+            time.sleep(0.5)
     try:
         yield session
     finally:

@@ -1,0 +1,170 @@
+"""Round trips and throughput between parties on FLARE, with real processes on loopback.
+
+    python benchmarks/flare_link.py --quick
+
+A coordinator and two sites are provisioned and started; a run of theirs sends messages to and fro: coordinator and
+site, and site and site, which the coordinator's server relays. Everything is timed inside the run, on top of mutual
+TLS, the parties' own sealing, the wire format and receipts. `start` is from the order to the first message.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from cloister import workflows
+from cloister.channel import Channel
+from cloister.seat import Outcome, Seat
+from cloister.study import Party, Study
+from cloister.wire import U8, message
+
+SIZES = {100: 100, 100_000: 30, 10_000_000: 5}  # bytes → round trips
+LARGE = {100_000_000: 3}
+
+
+@dataclass(frozen=True)
+class Options:
+    quick: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Params:
+    one: Party
+    other: Party
+    size: int
+    rounds: int
+
+
+@message("L1")
+class There:
+    x: U8
+
+
+@message("L2")
+class Back:
+    x: U8
+
+
+async def play(ch: Channel, params: Params) -> list[float]:
+    """Seconds of each round trip, at `one`."""
+    times, x = [], np.frombuffer(os.urandom(params.size), np.uint8)
+    for _ in range(params.rounds):
+        began = time.perf_counter()
+        if ch.me == params.one:
+            await ch.send(params.other, There(x))
+            await ch.recv(params.other, Back, x=(params.size,))
+            times.append(time.perf_counter() - began)
+        elif ch.me == params.other:
+            await ch.send(params.one, Back((await ch.recv(params.one, There, x=(params.size,))).x))
+    return times
+
+
+def part(seat: Seat, adata, options: Options) -> Outcome:
+    began, rows = time.time(), []
+    hub, (a, b) = seat.study.coordinator, seat.study.sites
+    for size, rounds in (SIZES if options.quick else SIZES | LARGE).items():
+        for one, other in ((hub, a), (a, b)):
+            times = seat.run(play, Params(one, other, size, rounds))
+            if times:
+                rows.append([one, other, size, statistics.median(times), max(times)])
+    return Outcome(None, {"rows": rows, "began": began})
+
+
+WORKFLOW = workflows.Workflow(
+    name="bench-link",
+    summary="Time messages.",
+    options=Options,
+    protocols={"hardened": "bench_link"},
+    part=part,
+    check=lambda adata, options: [],
+)
+
+
+def register() -> None:
+    workflows.NAMES = (*workflows.NAMES, "bench-link")
+    here = sys.modules[__name__]
+    sys.modules["cloister.workflows.bench_link"] = sys.modules["cloister.protocols.bench_link"] = here
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="no messages of 100 MB")
+    quick = parser.parse_args().quick
+
+    import anndata as ad
+
+    from cloister.cell_files import write_cells
+    from cloister.runtime.kit import Kit
+    from cloister.runtime.party import Ended
+    from cloister.runtime.provision import provision
+    from cloister.runtime.service import run_study
+
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    with tempfile.TemporaryDirectory(prefix="cloister-bench-") as work:
+        folder = Path(work)
+        (folder / "sitecustomize.py").write_text("import flare_link\nflare_link.register()\n")
+        parties = {"hub": "coordinator", "a": "site", "b": "site"}
+        study = Study(
+            "bench",
+            "bench-link",
+            parties,
+            parameters={"quick": quick},
+            network={"host": "localhost", "port": port},
+        )
+        kits = provision(study, folder / "kits")
+        for p in ("a", "b"):
+            write_cells(ad.AnnData(np.ones((2, 2), np.float32)), kits[p] / "cells.h5ad")
+            Kit.open(kits[p]).approve()
+        path = os.pathsep.join([work, str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+        command = "import sys; from cloister.runtime.service import start_party; start_party(sys.argv[1])"
+        services = [
+            subprocess.Popen(
+                [sys.executable, "-c", command, str(kit)],
+                env={**os.environ, "PYTHONPATH": path},
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+            for kit in kits.values()
+        ]
+        try:
+            told: dict[str, float] = {}
+            ended = run_study(kits["hub"], on_status=lambda s: told.setdefault(s.rpartition(" ")[2], time.time()))
+            first = ended.result["began"] - told["submitted"]
+            rows = ended.result["rows"] + Ended.load(next(kits["a"].glob("results/*/outcome.json"))).result["rows"]
+        finally:
+            for service in services:
+                service.terminate()
+            for service in services:
+                service.wait(timeout=30)
+    report(rows, first)
+
+
+def report(rows: list[list], first: float) -> None:
+    from importlib.metadata import version
+
+    machine = f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else float("nan")
+    print(f"FLARE {version('nvflare')} on loopback, mutual TLS, sealed; {machine}, load {load:.1f}, 1 thread each")
+    print(f"from the order to the first message: {first:.1f} s")
+    print(f"{'between':<18}{'bytes':>12}{'round trip ms':>16}{'worst ms':>12}{'MB/s one way':>15}")
+    for one, other, size, median, worst in rows:
+        rate = f"{2 * size / median / 1e6:.0f}" if size >= 100_000 else ""
+        pair = f"{one} - {other}" + ("" if one == "hub" else " (relay)")
+        print(f"{pair:<18}{size:>12,}{median * 1e3:>16.1f}{worst * 1e3:>12.1f}{rate:>15}")
+
+
+if __name__ == "__main__":
+    main()
