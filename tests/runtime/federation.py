@@ -74,16 +74,16 @@ class Federation:
             Kit.open(self.kits[party]).approve()
 
     def start(self, *parties: str, check_certificate: bool = True) -> None:
+        for p in parties:
+            self.services[p] = self.spawn(
+                self.kits[p], self.folder / f"{p}.out", START if check_certificate else UNCHECKED
+            )
+
+    def spawn(self, kit: Path, out: Path, code: str = START) -> subprocess.Popen:
         path = os.pathsep.join([str(CHAT), os.environ.get("PYTHONPATH", "")])
         env = {**os.environ, "PYTHONPATH": path, "CHAT_MARK": str(self.marks), "OMP_NUM_THREADS": "1"}
-        for p in parties:
-            with open(self.folder / f"{p}.out", "ab") as out:
-                self.services[p] = subprocess.Popen(
-                    [sys.executable, "-c", START if check_certificate else UNCHECKED, str(self.kits[p])],
-                    stdout=out,
-                    stderr=out,
-                    env=env,
-                )
+        with open(out, "ab") as file:
+            return subprocess.Popen([sys.executable, "-c", code, str(kit)], stdout=file, stderr=file, env=env)
 
     def processes(self, *parties: str) -> list[psutil.Process]:
         """All processes of these parties, the ones FLARE starts for a run included."""

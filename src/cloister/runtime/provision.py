@@ -14,6 +14,7 @@ FLARE's own tools make the certificates. Whoever holds the authority could issue
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import io
@@ -55,7 +56,7 @@ def provision(
     """
     out = Path(out_dir)
     study = _with_network(study, host, port)
-    if clash := [p for p in study.parties if p in RESERVED]:
+    if clash := [p for p in study.parties if p in (*RESERVED, study.network["host"])]:
         raise ParameterError(f"[parties] '{clash[0]}' is a name that FLARE or the kits use; choose another")
     if clash := [p for p in study.parties if (out / p).exists()]:
         raise DataError(f"{out / clash[0]} exists already; move it away, or choose another folder with --out")
@@ -69,7 +70,7 @@ def provision(
                 made[p].save(folder / "identity.key")
             adopt(folder, study, p)
         for p, folder in flare_kits.items():
-            shutil.move(folder, out / p)
+            shutil.move(folder, out / p)  # no kit is there before all are whole
     (out / "study.toml").write_text(format_study(study), encoding="utf-8")
     return {p: out / p for p in study.parties}
 
@@ -88,10 +89,18 @@ def adopt(folder: str | Path, study: Study, me: Party) -> None:
     folder = Path(folder)
     if not (folder / "startup" / "rootCA.pem").exists():
         raise ParameterError(f"{folder} is no FLARE start-up kit: there is no startup/rootCA.pem")
-    for pattern in ("startup/*.sh", "startup/*.ipynb", "startup/readme.txt", "readme.txt", "local/*.default"):
-        for file in folder.glob(pattern):
+    if me not in study.parties:
+        raise ParameterError(f"'{me}' is not among the parties of the study")
+    for pattern in (
+        "startup/*.sh",
+        "startup/*.ipynb",
+        "readme.txt",
+        "startup/readme.txt",
+        "local/*.default",
+        "*.sample",
+    ):
+        for file in folder.rglob(pattern):
             file.unlink()
-    (folder / "local" / "privacy.json.sample").unlink(missing_ok=True)
     (folder / "study.toml").write_text(format_study(study), encoding="utf-8")
     (folder / "local").mkdir(exist_ok=True)
     policy = folder / "local" / "site.toml"
@@ -133,8 +142,8 @@ def _flare_kits(study: Study, work: Path, authority: Path) -> dict[Party, Path]:
     log = _Log()
     try:
         project = Project("cloister", "")
-        names = {"default_host": host, "host_names": ["localhost"]}
-        project.set_server(hub, ORGANISATION, {"fed_learn_port": port, "admin_port": port, **names})
+        ports = {"fed_learn_port": port, "admin_port": port}
+        project.set_server(host, ORGANISATION, {**ports, "default_host": host, "host_names": ["localhost"]})
         for p in study.parties:
             if p != hub:
                 project.add_client(p, ORGANISATION, {})
@@ -159,12 +168,30 @@ def _flare_kits(study: Study, work: Path, authority: Path) -> dict[Party, Path]:
     with os.fdopen(os.open(authority / "cert.json", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
         file.write(kept)
     made = Path(ctx[CtxKey.CURRENT_PROD_DIR])
-    kits = {p: made / p for p in study.parties}
-    admin = kits[hub] / "admin"
-    shutil.move(made / USER, admin)
-    for needless in ("fl_admin.sh", "readme.txt", "system_info.ipynb"):
-        (admin / "startup" / needless).unlink(missing_ok=True)
+    kits = {p: made / (project.get_server().name if p == hub else p) for p in study.parties}
+    shutil.move(made / USER, kits[hub] / "admin")
     return kits
+
+
+def main() -> None:
+    """For parties that make their keys themselves (docs/deploy.md)."""
+    parser = argparse.ArgumentParser(prog="python -m cloister.runtime.provision", description=main.__doc__)
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    verb = verbs.add_parser("identity", help="make identity.key in a folder, and print its public half")
+    verb.add_argument("folder", type=Path)
+    verb = verbs.add_parser("adopt", help="turn a kit of `nvflare package` into a Cloister kit")
+    verb.add_argument("folder", type=Path)
+    verb.add_argument("study", type=Path)
+    verb.add_argument("party")
+    args = parser.parse_args()
+    try:
+        if args.verb == "identity":
+            print(make_identity(args.folder))
+        else:
+            adopt(args.folder, Study.load(args.study), Party(args.party))
+            print(f"{args.party}: {args.folder}")
+    except CloisterError as e:
+        parser.exit(e.exit_code, f"{e}\n")
 
 
 class _Log:
@@ -178,3 +205,7 @@ class _Log:
 
     def error(self, message: str, *_: Any) -> None:
         self.last = message
+
+
+if __name__ == "__main__":
+    main()

@@ -83,6 +83,9 @@ def start_party(kit_dir: str | Path) -> NoReturn:
             except _Stop:
                 say(f"{kit.me} stops")
                 _end_runs(kit)
+            except Exception as e:
+                say(f"{kit.me}: FLARE gave up ({type(e).__name__}); the coordinator may not know it. See the log.")
+                return PeerLost.exit_code
             return 0
 
         code = monitor.run(main_func=run, run_dir=str(kit.path), shutdown_grace_time=0, cleanup_grace_time=5)
@@ -145,8 +148,9 @@ def _check_certificate(kit: Kit) -> None:
     except (ValueError, TypeError, InvalidSignature):
         raise ParameterError(f"{file} was not issued by the authority in rootCA.pem; ask for a new kit") from None
     names = [a.value for a in mine.subject.get_attributes_for_oid(x509.NameOID.COMMON_NAME)]
-    if names != [kit.me]:
-        raise ParameterError(f"{file} was issued to {', '.join(map(str, names))}, and this is the kit of {kit.me}")
+    due = str(kit.study.network.get("host"))[:64] if kit.role == "coordinator" else kit.me
+    if names != [due]:
+        raise ParameterError(f"{file} was issued to {', '.join(map(str, names))}, and this is the kit of {due}")
     if mine.not_valid_after_utc < datetime.datetime.now(datetime.UTC):
         raise ParameterError(f"{file} ended on {mine.not_valid_after_utc:%Y-%m-%d}; ask for a new kit")
 
