@@ -80,11 +80,13 @@ def test_automorphism_is_a_substitution():
 
 def test_noise_has_the_stated_width():
     prg = Entropy().prg()
-    flood = np.array(ints(RING.backward(RING.flood(prg, 30, 3))), float)
-    assert 2**26 < np.abs(flood).max() < 2**30
+    for bits in (10, 30, 41, 42, 60, 83, 84, 100):
+        flood = [int(x) for x in ints(RING.backward(RING.flood(prg, bits, 3)))]
+        assert 2 ** (bits - 2) < max(flood) < 2**bits
+        assert -(2 ** (bits - 2)) > min(flood) >= -(2**bits)
     assert np.abs(np.array(ints(RING.backward(RING.error(prg, 3))))).max() < 40
     with pytest.raises(ParameterError):
-        RING.flood(prg, 63, 3)
+        RING.flood(prg, 125, 3)
 
 
 def test_ntt_order_is_that_of_seal():

@@ -246,6 +246,6 @@ def test_the_mask_is_fresh_in_every_run():
     shares = []
     for label in ("one", "two"):
         prg = entropy(label).prg()
-        limbs = slots.random_limbs(prg.uint64((3, SMALL.degree)), 96)
+        limbs = slots.random_limbs(prg.uint64((slots.LIMBS, SMALL.degree)), 96)
         shares.append(c.ring.limbs_to_residues(limbs, 2))
     assert (shares[0] != shares[1]).mean() > 0.99

@@ -101,7 +101,7 @@ def choose(
     level_bits = -(-scale_bits // per_level)
     need = per_level * level_bits + value_bits + FLOOD_BITS + (parties - 1).bit_length() + 4
     base = -(-need // 59)
-    while -(-need // base) > max(45, level_bits + 2) and base < 4:
+    while -(-need // base) > max(45, level_bits + 6) and base < 4:
         base += 1
     base_bits = -(-need // base)
     for degree, most in SECURE_BITS.items():

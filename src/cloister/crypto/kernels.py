@@ -283,12 +283,15 @@ def limbs_to_dd(limbs, out):
 
 @jit
 def dd_to_limbs(x, out):
-    """Nearest integer of a double-double below 2^145, as signed limbs of 42, 42 and the remaining bits."""
-    n = x.shape[1]
+    """Nearest integer of a double-double, as signed limbs of 42 bits, lowest first."""
+    limbs, n = out.shape
+    top = 1.0
+    for _ in range(limbs - 1):
+        top *= 4398046511104.0
     for i in range(n):
         h, low = fast_sum(x[0, i], x[1, i])
-        scale = 4398046511104.0 * 4398046511104.0
-        for m in (2, 1):
+        scale = top
+        for m in range(limbs - 1, 0, -1):
             t = np.rint(h / scale)
             h, low = two_sum(h - t * scale, low)
             out[m, i] = np.int64(t)

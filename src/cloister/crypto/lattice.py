@@ -151,10 +151,15 @@ class Ring:
 
     def flood(self, prg: Prg, bits: int, k: int) -> Residues:
         """Uniform coefficients in [-2^bits, 2^bits), in NTT form."""
-        if not 0 < bits <= 62:
-            raise ParameterError(f"flooding noise has 1 to 62 bits, got {bits}")
-        wide = prg.uint64(self.degree) >> np.uint64(63 - bits)
-        return self.forward(self.of_small(wide.astype(np.int64) - (1 << bits), k))
+        if not 0 < bits <= 124:
+            raise ParameterError(f"flooding noise has 1 to 124 bits, got {bits}")
+        limbs = np.zeros((3, self.degree), np.int64)
+        for m in range(3):
+            width = min(42, max(0, bits + 1 - 42 * m))
+            if width:
+                limbs[m] = (prg.uint64(self.degree) >> np.uint64(64 - width)).astype(np.int64)
+        limbs[bits // 42] -= 1 << (bits % 42)
+        return self.forward(self.limbs_to_residues(limbs, k))
 
     def uniform(self, prg: Prg, k: int) -> Residues:
         return np.stack([prg.below(q, self.degree) for q in self.primes[:k]])

@@ -27,8 +27,8 @@ from cloister.errors import ParameterError
 F64: TypeAlias = npt.NDArray[np.float64]
 Wide: TypeAlias = F64  # (2, N) high and low of real double-doubles
 WideSlots: TypeAlias = F64  # (4, S) high and low of real parts, then of imaginary ones
-LIMBS = 3  # of 42 bits: what a mask or a masked value is made of
-MASK_BITS = 140  # the widest mask: two limbs of 42 bits and one of 56
+LIMBS = 4  # of 42 bits: what a mask or a masked value is made of
+MASK_BITS = 156  # the widest mask: sums over slots must still fit into the limbs
 _PRECISION = 180
 
 
@@ -153,12 +153,12 @@ def to_real(z: WideSlots, scale: float) -> F64:
 
 
 def random_limbs(words: U64, bits: int) -> I64:
-    """Uniform integers below 2^bits as (3, N) limbs of 42 bits, the last one wider, from (3, N) random words."""
+    """Uniform integers below 2^bits as (4, N) limbs of 42 bits, from (4, N) random words."""
     if not 0 < bits <= MASK_BITS:
         raise ParameterError(f"a mask has 1 to {MASK_BITS} bits, got {bits}")
     out = np.zeros(words.shape, np.int64)
     for m in range(LIMBS):
-        width = min(42 if m < LIMBS - 1 else 56, max(0, bits - 42 * m))
+        width = min(42, max(0, bits - 42 * m))
         if width:
             out[m] = (words[m] >> np.uint64(64 - width)).astype(np.int64)
     return out

@@ -247,15 +247,28 @@ class Layout:
         return math.ceil(math.log2(6 * total))
 
     @property
+    def query_noise_bits(self) -> int:
+        """The same for the logits of a query: [M]·[X] added over markers, |M| and |X| below 2^3."""
+        fresh = ckks.encryption_noise(self.ckks, self.parties)
+        model = 2.0**self.noise_bits / 6 * math.sqrt(self.config.filters)
+        return math.ceil(math.log2(6 * math.sqrt(self.J) * 8 * math.hypot(fresh, model)))
+
+    @property
     def opening_error(self) -> float:
         """Standard deviation that the flooding leaves in an opened weight."""
         flood = 2.0 ** (self.noise_bits + ckks.FLOOD_BITS) * math.sqrt(self.parties / 3)
         return flood * math.sqrt(self.ckks.degree) / self.ckks.scale / math.sqrt(self.copies)
 
+    @property
+    def answer_error(self) -> float:
+        """The same for a logit of an encrypted query, which stands J times in its ciphertext."""
+        flood = 2.0 ** (self.query_noise_bits + ckks.FLOOD_BITS) * math.sqrt(self.parties / 3)
+        return flood * math.sqrt(self.ckks.degree) / self.ckks.scale / math.sqrt(self.J)
+
 
 def slots_missing(config: cellcnn.Config, slots: int) -> str:
     need = config.filters << (config.markers - 1).bit_length()
-    degree = 2 * need
+    degree = 2 << (need - 1).bit_length()
     ring = f"ring degree {degree} would do" if degree <= 32768 else "no ring offered here would do; use fewer"
     return (
         f"{config.filters} filters on {config.markers} markers need {need} slots, the ring has {slots}; {ring},"
@@ -264,17 +277,17 @@ def slots_missing(config: cellcnn.Config, slots: int) -> str:
 
 
 def choose_ring(config: cellcnn.Config, parties: int) -> ckks.Parameters:
-    """The smallest secure ring that opens weights to 2e-4 (one standard deviation) and holds the circuit."""
+    """The smallest secure ring that opens weights and answers queries to 2e-4 (one standard deviation)."""
     need = config.filters << (config.markers - 1).bit_length()
     if need > 16384:
         raise ParameterError(slots_missing(config, 16384))
-    for slots, scale_bits, value_bits in ((8192, 68, 3), (16384, 78, VALUE_BITS), (16384, 84, VALUE_BITS)):
+    for slots, scale_bits, value_bits in ((8192, 68, 3), *((16384, bits, VALUE_BITS) for bits in (80, 88, 96, 104))):
         if need > slots:
             continue
         params = ckks.choose(LEVELS, slots, scale_bits=scale_bits, value_bits=value_bits, parties=parties)
         layout = Layout(config, params, parties)
         cheap = len(layout.groups) * layout.chunks == 1 or slots == 16384
-        if layout.opening_error < 2e-4 and layout.noise_bits + ckks.FLOOD_BITS <= 62 and cheap:
+        if max(layout.opening_error, layout.answer_error) < 2e-4 and cheap:
             return params
     raise ParameterError(
         f"{config.steps} steps at learning rate {config.learning_rate:g} and momentum {config.momentum:g} gather more"

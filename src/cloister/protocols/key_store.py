@@ -50,7 +50,7 @@ class KeyStore:
         return dict(found)
 
     def _write(self, path: Path, data: bytes, *, private: bool = False) -> None:
-        part = path.with_name(path.name + ".part")
+        part = self._own / f"{path.name}.part"  # a folder of its own: parties may write the same key at once
         with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600 if private else 0o644), "wb") as f:
             f.write(data)
             f.flush()

@@ -59,8 +59,8 @@ class Params:  # public
     def __post_init__(self) -> None:
         check_holders(self.holders, self.aggregator)
         check_flood(self.ckks, self.primes, self.scale, self.flood_bits)
-        if self.querier in (self.aggregator, *self.holders):
-            raise ParameterError("the querier of a key switch is none of the other roles; see `oblivious_prediction`")
+        if self.querier == self.aggregator:
+            raise ParameterError("the querier of a key switch cannot be the aggregator")
 
     @property
     def flood_bits(self) -> int:
@@ -97,31 +97,51 @@ def ideal(params: Params, inputs: Mapping[Party, tuple[F64, ...]]) -> dict[Party
 
 
 def roles(params: Params) -> dict[Party, object]:
-    found: dict[Party, object] = {params.aggregator: aggregator, params.querier: querier}
-    return found | dict.fromkeys(params.holders, holder)
+    found: dict[Party, object] = {params.aggregator: aggregator} | dict.fromkeys(params.holders, holder)
+    return found | {params.querier: querying_holder if params.querier in params.holders else querier}
 
 
 def cost(params: Params) -> dict[Party, tuple[int, int]]:
     one, n = ckks.context(params.ckks).packed(params.primes), len(params.holders)
-    return {params.aggregator: (n + 1, (2 * n + 2) * one + 96 * n), params.querier: (1, one + 96)} | dict.fromkeys(
-        params.holders, (1, 2 * one)
-    )
+    sent = {params.aggregator: (n + 1, (2 * n + 2) * one + 96 * n)} | dict.fromkeys(params.holders, (1, 2 * one))
+    messages, payload = sent.get(params.querier, (0, 0))
+    return sent | {params.querier: (messages + 1, payload + one + 96)}
 
 
 def signed(run_id: bytes, b: bytes, seed: bytes) -> bytes:
     return wire.canonical([run_id, b, seed])
 
 
-async def querier(ch: Channel, params: Params, *, entropy: Entropy, identity: Identity) -> F64:
+async def announce(ch: Channel, params: Params, entropy: Entropy, identity: Identity) -> ckks.Secret:
+    """L1: a key of my own, for this one result."""
     c = ckks.context(params.ckks)
-    k, S, seed = params.primes, params.aggregator, entropy.bytes(32)
-    own = ckks.Secret.draw(params.ckks, entropy)
+    k, seed = params.primes, entropy.bytes(32)
+    mine = ckks.Secret.draw(params.ckks, entropy)
     a = ckks.common(params.ckks, seed, "querier", k)
-    b = c.pack(c.ring.add_product(c.ring.error(entropy.prg(), k), a, own.ntt, sign=-1))
-    await ch.send(S, OwnKey(b, seed, identity.sign(f"{NAME}/key", signed(ch.run_id, b, seed))))  # L1
+    b = c.pack(c.ring.add_product(c.ring.error(entropy.prg(), k), a, mine.ntt, sign=-1))
+    await ch.send(params.aggregator, OwnKey(b, seed, identity.sign(f"{NAME}/key", signed(ch.run_id, b, seed))))  # L1
+    return mine
+
+
+async def collect(ch: Channel, params: Params, mine: ckks.Secret) -> F64:
+    """L4: decrypt what came back."""
+    c, k, S = ckks.context(params.ckks), params.primes, params.aggregator
     got = await ch.recv(S, Switched)  # L4
-    m = c.ring.add_product(read(c, got.c0, k, NAME, "L4", S), read(c, got.c1, k, NAME, "L4", S), own.ntt)
+    m = c.ring.add_product(read(c, got.c0, k, NAME, "L4", S), read(c, got.c1, k, NAME, "L4", S), mine.ntt)
     return c.decode(ch.reveal(m, to=ch.me, line="L4", what="the result of my query", protocol=NAME), params.scale)
+
+
+async def querier(ch: Channel, params: Params, *, entropy: Entropy, identity: Identity) -> F64:
+    return await collect(ch, params, await announce(ch, params, entropy, identity))
+
+
+async def querying_holder(
+    ch: Channel, params: Params, secret: ckks.Secret, ledger: Ledger, *, entropy: Entropy, identity: Identity
+) -> F64:
+    """A querier that holds a share of the collective key itself."""
+    mine = await announce(ch, params, entropy, identity)
+    await holder(ch, params, secret, ledger, entropy=entropy)
+    return await collect(ch, params, mine)
 
 
 async def holder(ch: Channel, params: Params, secret: ckks.Secret, ledger: Ledger, *, entropy: Entropy) -> None:

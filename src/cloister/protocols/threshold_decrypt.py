@@ -27,6 +27,7 @@ References
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -64,11 +65,11 @@ class Params:  # public
 
 def check_flood(params: ckks.Parameters, primes: int, scale: float, flood_bits: int) -> None:
     """Raise where flooding would not fit, or would drown the message."""
-    room = sum(b - 1 for b in params.bits[:primes]) - 6
-    if flood_bits > 62 or flood_bits + 8 > room or 2.0**flood_bits > scale:
+    room = sum(params.bits[:primes]) - 8
+    if flood_bits + 8 > room or math.ldexp(1.0, flood_bits) > scale:
         raise ParameterError(
-            f"opening refused: noise of {flood_bits} bits hides the ciphertext's own, and the message has scale"
-            f" 2^{scale:.3g} in a modulus of {room} bits; use a larger scale"
+            f"opening refused: noise of {flood_bits} bits has to hide the ciphertext's own, and the message has scale"
+            f" 2^{math.log2(scale):.0f} in a modulus of {room} bits; use a larger scale"
         )
 
 
