@@ -1,0 +1,291 @@
+"""Label propagation over a k-nearest-neighbour graph: all of it that needs no other party.
+
+    codes       B = [V Πᵀ ≥ 0]                     L bits per point, eight to a byte; Π from a seed
+    hamming     H_ij                               bits in which two codes differ
+    nearest     the k smallest H_ij · 2^b + j      of every row i, j ≠ i; so ties go to the smaller index
+    adjacency   A_ij = cos(πH_ij/L), W = A + Aᵀ, then D^{-1/2} W D^{-1/2}; sparse
+    solve       X = (I - αW)^{-1} R                conjugate gradients on all columns of R at once
+    influence   S_L = (I - αW)^{-1}[:, labelled]   rows divided by their sum, as integers of `FRACTION` bits
+    decide      label = argmax Z, confidence = 1 - entropy(Z / ΣZ) / log C
+
+An edge whose similarity is zero or less is no edge (the printed algorithm would take square roots of negative degrees).
+A point that no label reaches has Z = 0: its label is missing (-1) and its confidence 0. Rows of S_L are scaled to
+sum to one, which neither the largest class nor the confidence sees, and rounded: from there on all arithmetic is on
+integers, so that `propagate` and the protocols that compute the same between parties agree to the last bit.
+
+The dense matrices of the paper are never formed: H is taken in blocks of rows, and what is solved for are the columns
+of labelled points, in blocks. The matrix I - αW has eigenvalues in [1 - α, 1 + α], so that a residual r bounds the
+error by |r| / (1 - α), and `solve` needs about √(2/(1 - α)) steps per two digits.
+
+References
+----------
+[SYL24] Scott, Yeo, Lampert, Cross-client label propagation, Algorithm 1.  [ZBL+04] Zhou et al., NeurIPS 2003.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cloister.crypto.agreement import bind, hkdf
+from cloister.crypto.prg import Prg
+from cloister.errors import DataError, ParameterError
+
+U8 = npt.NDArray[np.uint8]
+I32 = npt.NDArray[np.int32]
+I64 = npt.NDArray[np.int64]
+F64 = npt.NDArray[np.float64]
+
+FRACTION = 28  # bits of the fixed point of S_L
+REACHED = 1e-9  # influence of all labels together below which a point counts as not reached
+TOLERANCE = 1e-12  # residual of a solve, relative to its right-hand side
+MAX_BITS = 1 << 16
+_BLOCK = 1 << 22  # entries of H at once
+_COLUMNS = 1 << 22  # entries of a block of columns of S at once
+
+
+@dataclass(frozen=True)
+class Propagation:
+    label: I64  # (n,) class, -1 where no label reaches
+    confidence: F64  # (n,)
+    scores: I64  # (n, C) Z in fixed point
+
+
+def check_sizes(n: int, bits: int, n_neighbors: int, alpha: float) -> None:
+    if bits % 8 or not 64 <= bits <= MAX_BITS:
+        raise ParameterError(f"'bits' must be a multiple of 8 between 64 and {MAX_BITS}, found {bits}")
+    if not 0 < alpha < 1:
+        raise ParameterError(f"'alpha' must lie between 0 and 1, both excluded, found {alpha:g}")
+    if n_neighbors < 1:
+        raise ParameterError(f"'n_neighbors' must be at least 1, found {n_neighbors}")
+    if n_neighbors >= n:
+        raise ParameterError(
+            f"{n_neighbors} neighbours were asked for, but there are only {n} points in all; lower n_neighbors="
+        )
+
+
+# ---- codes -----------------------------------------------------------------------------------------------------------
+
+
+def hyperplanes(seed: bytes, bits: int, dims: int) -> F64:
+    """Π (L, d), standard normal, from 32 secret bytes: the same at every site."""
+    from scipy.special import ndtri
+
+    prg = Prg(hkdf(seed, bind("hyperplanes", bits.to_bytes(4, "big"), dims.to_bytes(4, "big"))))
+    out = np.empty((bits, dims))
+    step = max(1, (1 << 20) // max(1, dims))
+    for start in range(0, bits, step):
+        words = prg.uint64((min(step, bits - start), dims)) >> np.uint64(12)
+        out[start : start + step] = ndtri((words.astype(np.float64) + 0.5) * 2.0**-52)
+    return out
+
+
+def codes(vectors: F64, planes: F64) -> U8:
+    """Signs of the projections, packed (n, L/8). A zero vector has all ones, and so lies at a right angle to others."""
+    if vectors.ndim != 2 or vectors.shape[1] != planes.shape[1]:
+        raise DataError(f"expected rows of {planes.shape[1]} numbers, found an array of shape {vectors.shape}")
+    out = np.empty((len(vectors), len(planes) // 8), np.uint8)
+    step = max(1, (1 << 23) // len(planes))
+    for start in range(0, len(vectors), step):
+        out[start : start + step] = np.packbits(vectors[start : start + step] @ planes.T >= 0, axis=1)
+    return out
+
+
+def signs(packed: U8) -> npt.NDArray[np.float32]:
+    """±1 for the bits of packed codes."""
+    return np.unpackbits(packed, axis=1).astype(np.float32) * np.float32(2) - np.float32(1)
+
+
+def hamming(a: U8, b: U8) -> I32:
+    """Distances between all rows of two sets of packed codes: (L - ab)/2, exact in float32 below 2^24."""
+    bits = 8 * a.shape[1]
+    right = signs(b).T
+    out = np.empty((len(a), len(b)), np.int32)
+    step = max(1, _BLOCK // max(1, bits, len(b)))
+    for start in range(0, len(a), step):
+        out[start : start + step] = (np.float32(bits) - signs(a[start : start + step]) @ right) / 2
+    return out
+
+
+# ---- graph -----------------------------------------------------------------------------------------------------------
+
+
+def index_bits(n: int) -> int:
+    return max(1, (n - 1).bit_length())
+
+
+def smallest(H: I32, first: int, k: int) -> I64:
+    """Keys H_ij · 2^b + j of the k nearest others of rows first, first + 1, ..., ascending; H has all columns."""
+    rows, n = H.shape
+    keys: I64 = (H.astype(np.int64) << index_bits(n)) + np.arange(n)
+    keys[np.arange(rows), first + np.arange(rows)] = np.iinfo(np.int64).max  # no edge to itself
+    return np.sort(np.partition(keys, k - 1, axis=1)[:, :k], axis=1)
+
+
+def nearest(packed: U8, k: int) -> I64:
+    """Keys (n, k) of every point's k nearest others."""
+    n = len(packed)
+    out = np.empty((n, k), np.int64)
+    step = max(1, _BLOCK // n)
+    for start in range(0, n, step):
+        out[start : start + step] = smallest(hamming(packed[start : start + step], packed), start, k)
+    return out
+
+
+def split_keys(keys: I64, n: int) -> tuple[I64, I64]:
+    """Neighbour and distance from a key."""
+    return keys & ((1 << index_bits(n)) - 1), keys >> index_bits(n)
+
+
+def check_keys(keys: I64, n: int, bits: int) -> None:
+    """Raise unless every row names different other points at possible distances."""
+    index, distance = split_keys(keys, n)
+    own = np.arange(len(keys))[:, None]
+    inside = (keys >= 0) & (index < n) & (distance <= bits)
+    if len(keys) != n or not inside.all() or (index == own).any() or (np.diff(np.sort(index, axis=1)) == 0).any():
+        raise DataError("the neighbours that came out of the computation are no graph; start a new run")
+
+
+def adjacency(keys: I64, bits: int) -> Any:
+    """The normalised weights D^{-1/2}(A + Aᵀ)D^{-1/2} as a sparse matrix."""
+    from scipy import sparse
+
+    n, k = keys.shape
+    index, distance = split_keys(keys, n)
+    weight = np.cos(np.pi * distance / bits)
+    weight[2 * distance >= bits] = 0.0
+    A = sparse.csr_array((weight.reshape(-1), (np.repeat(np.arange(n), k), index.reshape(-1))), shape=(n, n))
+    A.eliminate_zeros()
+    W = (A + A.T).tocsr()
+    W.sort_indices()
+    degree = W.sum(axis=1)
+    scale = np.divide(1.0, np.sqrt(degree), out=np.zeros(n), where=degree > 0)
+    W.data *= scale[np.repeat(np.arange(n), np.diff(W.indptr))] * scale[W.indices]
+    return W
+
+
+# ---- solving ---------------------------------------------------------------------------------------------------------
+
+
+def solve(W: Any, alpha: float, right: F64, tolerance: float = TOLERANCE) -> F64:
+    """(I - αW)^{-1} R, every column to a relative residual of `tolerance`; so the error is below it over 1 - α."""
+    x = np.zeros_like(right)
+    r = right.copy()
+    p = r.copy()
+    rho = np.einsum("ij,ij->j", r, r)
+    goal = tolerance**2 * rho
+    kappa = (1 + alpha) / (1 - alpha)
+    for _ in range(50 + math.ceil(math.sqrt(kappa) * math.log(2 / tolerance) * 2)):
+        active = rho > goal
+        if not active.any():
+            return x
+        q = p - alpha * (W @ p)
+        curve = np.einsum("ij,ij->j", p, q)
+        step = np.divide(rho, curve, out=np.zeros_like(rho), where=active & (curve > 0))
+        x += step * p
+        r -= step * q
+        new = np.einsum("ij,ij->j", r, r)
+        p *= np.divide(new, rho, out=np.zeros_like(rho), where=active)
+        p += r
+        rho = np.where(active, new, 0.0)
+    raise DataError("the propagation did not converge; lower alpha=")
+
+
+def influence_sum(W: Any, alpha: float, labelled: I64) -> F64:
+    """U = S 1_labelled: what all labels together do to each point; 0 where it is next to nothing."""
+    ones = np.zeros((W.shape[0], 1))
+    ones[labelled] = 1.0
+    u: F64 = solve(W, alpha, ones)[:, 0]
+    u[u < REACHED] = 0.0
+    return u
+
+
+def influence(
+    W: Any, alpha: float, labelled: I64, columns: I64, total: F64 | None = None
+) -> Iterator[tuple[slice, I32]]:
+    """Blocks of the columns of S at `columns`, rows scaled by 1/u, in fixed point: (which of them, (n, block)).
+
+    Blocks start at multiples of a fixed number of columns, so that whoever asks for the same columns gets the same.
+    """
+    n = W.shape[0]
+    u = influence_sum(W, alpha, labelled) if total is None else total
+    scale = np.divide(2.0**FRACTION, u, out=np.zeros(n), where=u > 0)
+    step = max(1, _COLUMNS // n)
+    for start in range(0, len(columns), step):
+        chosen = columns[start : start + step]
+        right = np.zeros((n, len(chosen)))
+        right[chosen, np.arange(len(chosen))] = 1.0
+        block = solve(W, alpha, right) * scale[:, None]
+        yield slice(start, start + len(chosen)), np.rint(np.clip(block, 0.0, 2.0**FRACTION)).astype(np.int32)
+
+
+def one_hot(labels: I64, n_classes: int) -> I64:
+    """Rows of zeros with a one at the label; missing labels (-1) are rows of zeros."""
+    out = np.zeros((len(labels), n_classes), np.int64)
+    known = labels >= 0
+    out[np.nonzero(known)[0], labels[known]] = 1
+    return out
+
+
+def decide(scores: I64) -> tuple[I64, F64]:
+    """Label and confidence of every row of Z: the largest class, of equal ones the first."""
+    n_classes = scores.shape[1]
+    total = scores.sum(axis=1)
+    reached = total > 0
+    p = scores / np.where(reached, total, 1)[:, None]
+    entropy = -np.sum(p * np.log(np.where(p > 0, p, 1.0)), axis=1)
+    label = np.where(reached, np.argmax(scores, axis=1), -1)
+    confidence = np.where(reached, 1.0 - entropy / math.log(n_classes), 0.0)
+    return label, np.clip(confidence, 0.0, 1.0)
+
+
+# ---- the whole of it, in the clear -----------------------------------------------------------------------------------
+
+
+def propagate(
+    packed: U8,
+    labels: I64,
+    *,
+    n_classes: int,
+    n_neighbors: int = 10,
+    alpha: float = 0.99,
+    exact: bool = True,
+    sites: I64 | None = None,
+) -> Propagation:
+    """Labels for all points from those of some: what the protocols compute between parties, in the clear.
+
+    Parameters
+    ----------
+    packed
+        Codes of all points (n, L/8), site after site.
+    labels
+        Classes 0 … C - 1, and -1 where the label is missing.
+    exact
+        Solve for every labelled point and round as the protocols do, so that the result is theirs to the last bit.
+        Without it, solve for the C classes at once: far faster, and the same up to the rounding.
+    sites
+        Which site a point belongs to. The protocols solve site by site; with it, `exact` takes the same blocks.
+    """
+    n, bits = len(packed), 8 * packed.shape[1]
+    check_sizes(n, bits, n_neighbors, alpha)
+    W = adjacency(nearest(packed, n_neighbors), bits)
+    labelled = np.flatnonzero(labels >= 0)
+    if not len(labelled):
+        raise DataError("no point has a label, so there is nothing to propagate")
+    Y = one_hot(labels, n_classes)
+    u = influence_sum(W, alpha, labelled)
+    Z = np.zeros((n, n_classes), np.int64)
+    if exact:
+        for site in np.unique(sites) if sites is not None else (None,):
+            mine = labelled if site is None else labelled[sites[labelled] == site]  # type: ignore[index]
+            for cut, block in influence(W, alpha, labelled, mine, u):
+                Z += block @ Y[mine[cut]]
+    else:
+        scale = np.divide(2.0**FRACTION, u, out=np.zeros(n), where=u > 0)
+        Z = np.rint(np.clip(solve(W, alpha, Y.astype(np.float64)), 0.0, None) * scale[:, None]).astype(np.int64)
+    return Propagation(*decide(Z), Z)

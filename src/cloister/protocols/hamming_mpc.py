@@ -1,0 +1,215 @@
+"""Hamming distances by three-party sharing (engine `mpc`): the server learns H, or three parties share it.
+
+    M1   u → 0, 1, 2   the codes X_u (n_u × L bits), shared modulo 2^κ > 2L
+    M2   0, 1, 2       H = X (1 - 2X)ᵀ + 1 (X1)ᵀ, one product of shared matrices, in blocks of rows
+    M3   0, 1 → S      the blocks of two different sites
+    M4   u → S         the distances among its own points, which it knows
+
+Only the product is computed together: what is sent grows with (n_1 + n_2 + …) L for the codes and with n² for the
+result, not with n² L.
+
+Reveals
+-------
+server : H, and how many points each site has. From H and a few known points, all points up to a rotation (see
+    `label_propagation`). With one computing party more than that: nothing. With two: all codes.
+site : how many points the others have.
+computing party : nothing else; two of them together learn all codes. With two sites the server computes as third, and
+    a single site and the server learn the other's codes.
+
+Assumes
+-------
+Semi-honest parties; no two of the three computing parties collude; `replicated`'s links.
+
+Cost
+----
+For a ring of κ bits, w = ⌈κ/8⌉ bytes: a site sends w n_u L bytes for its codes (2 w n_u L if it does not compute) and
+w n_u² to the server; each computing party w per pair of points of different sites to its neighbour, and two of them as
+much to the server.
+
+References
+----------
+[SYL24] section 3.2, SecureHamming; the engine is ours. [AFL+16] the product. Lines numbered here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from cloister.channel import Channel
+from cloister.crypto.agreement import Identity
+from cloister.crypto.entropy import Entropy
+from cloister.crypto.replicated import Ring, Words
+from cloister.errors import ParameterError, ProtocolAbort
+from cloister.models import graph
+from cloister.protocols.replicated import Shared, Trio, join
+from cloister.study import Party
+from cloister.wire import I32, U8, message
+
+NAME = "hamming_mpc"
+BLOCK = 1 << 22  # entries of H at once
+
+
+@dataclass(frozen=True, slots=True)
+class Params:
+    sites: tuple[Party, ...]
+    sizes: tuple[int, ...]  # points of each
+    bits: int  # L
+    server: Party
+
+    def __post_init__(self) -> None:
+        check(self.sites, self.sizes, self.bits, self.server)
+
+    @property
+    def computing(self) -> tuple[Party, Party, Party]:
+        return computing(self.sites, self.server)
+
+
+@message("M4")
+class OwnDistances:  # u → S
+    data: U8  # ring words as bytes
+
+
+def check(sites: tuple[Party, ...], sizes: tuple[int, ...], bits: int, server: Party) -> None:
+    if len(sites) < 2 or len(set(sites)) != len(sites) or server in sites or len(sizes) != len(sites):
+        raise ParameterError(f"distances between sites need at least two sites, all different; found {len(sites)}")
+    if min(sizes) < 1:
+        raise ParameterError("a site without points has nothing to be compared with")
+    if bits % 8 or not 8 <= bits <= graph.MAX_BITS:
+        raise ParameterError(f"'bits' must be a multiple of 8 up to {graph.MAX_BITS}, found {bits}")
+
+
+def computing(sites: tuple[Party, ...], server: Party) -> tuple[Party, Party, Party]:
+    """Who computes: the first three sites, or two sites and the server."""
+    if len(sites) == 2:
+        return sites[0], sites[1], server
+    return sites[0], sites[1], sites[2]
+
+
+def ring_of(bits: int) -> Ring:
+    """Signed, and beyond L + 1, which stands for a distance larger than any."""
+    return Ring.holding(bits + 1)
+
+
+def offsets(sizes: tuple[int, ...]) -> list[int]:
+    return [int(x) for x in np.cumsum([0, *sizes])]
+
+
+def ideal(params: Params, xs: Mapping[Party, U8]) -> dict[Party, I32 | None]:
+    packed = np.concatenate([xs[u] for u in params.sites])
+    return dict.fromkeys(params.sites) | {params.server: graph.hamming(packed, packed)}
+
+
+def roles(params: Params) -> dict[Party, object]:
+    return {params.server: server} | dict.fromkeys(params.sites, site)
+
+
+# ---- local steps -----------------------------------------------------------------------------------------------------
+
+
+def check_codes(sites: tuple[Party, ...], sizes: tuple[int, ...], bits: int, me: Party, packed: U8) -> None:
+    n = sizes[sites.index(me)]
+    if packed.dtype != np.uint8 or packed.shape != (n, bits // 8):
+        raise ParameterError(f"expected {n} codes of {bits // 8} bytes, found {packed.dtype} of shape {packed.shape}")
+
+
+def blocks(params: Params) -> Iterator[tuple[slice, slice]]:
+    """Rows and columns of the blocks of two different sites, the first one's rows in pieces."""
+    at = offsets(params.sizes)
+    for j in range(len(params.sites)):
+        for k in range(j + 1, len(params.sites)):
+            step = max(1, BLOCK // params.sizes[k])
+            for start in range(at[j], at[j + 1], step):
+                yield slice(start, min(start + step, at[j + 1])), slice(at[k], at[k + 1])
+
+
+def own_bytes(ring: Ring, packed: U8) -> U8:
+    return ring.to_bytes(graph.hamming(packed, packed).astype(ring.dtype))
+
+
+def own_distances(ring: Ring, data: U8, n: int, bits: int, line: str, protocol: str = NAME) -> I32:
+    H = ring.from_bytes(data, (n, n)).astype(np.int32)
+    if (bits < H).any() or (H != H.T).any() or np.diagonal(H).any():
+        raise ProtocolAbort(protocol, line, "malformed", "what a site sent are no distances among its own points")
+    return H
+
+
+def difference(ones: Shared, trio: Trio) -> Shared:
+    """1 - 2x for shared bits x."""
+    return trio.constant(np.ones(ones.shape, np.int64), ones.ring) - ones.times(2)
+
+
+class SharedCodes:
+    """Shared bits of all sites' points at a computing party, and rows of H from them."""
+
+    def __init__(self, trio: Trio, x: Shared) -> None:
+        self._trio, self.x = trio, x
+        self._right = difference(x, trio).map(lambda w: np.ascontiguousarray(w.T))
+        self._ones = x.sum(axis=1)
+
+    def summand(self, rows: slice, columns: slice) -> Words:
+        """Masked summand of H[rows, columns] at this party; M2."""
+        z = self._trio.matmul_summand(self.x[rows], self._right[:, columns])
+        return z + self._ones.a[columns][None, :]
+
+
+async def share_codes(
+    trio: Trio, sites: tuple[Party, ...], sizes: tuple[int, ...], bits: int, packed: U8 | None
+) -> SharedCodes | None:
+    """M1; `packed` is what this member holds, None at the server. None comes back to whoever does not compute."""
+    ring = ring_of(bits)
+    parts = []
+    for u, n in zip(sites, sizes, strict=True):
+        mine = np.unpackbits(packed, axis=1).astype(ring.dtype) if packed is not None and u == trio.ch.me else None
+        parts.append(await trio.input(u, mine, (n, bits), ring))
+    known = [p for p in parts if p is not None]
+    return SharedCodes(trio, join(known, axis=0)) if trio.rank is not None else None
+
+
+# ---- roles -----------------------------------------------------------------------------------------------------------
+
+
+async def _open(params: Params, trio: Trio, shared: SharedCodes | None) -> I32 | None:
+    ring = ring_of(params.bits)
+    n = sum(params.sizes)
+    H = np.zeros((n, n), np.int32) if trio.ch.me == params.server else None
+    for rows, columns in blocks(params):
+        shape = (rows.stop - rows.start, columns.stop - columns.start)
+        x = None if shared is None else await trio.reshare(shared.summand(rows, columns), ring)  # M2
+        part = await trio.open(
+            x, shape, ring, to=params.server, protocol=NAME, line="M3", what="distances between two sites' points"
+        )
+        if H is not None and part is not None:
+            if (part < 0).any() or (part > params.bits).any():
+                raise ProtocolAbort(NAME, "M3", "malformed", "what was opened are no distances")
+            H[rows, columns] = part
+            H[columns, rows] = part.T
+    return H
+
+
+async def site(ch: Channel, params: Params, packed: U8, *, entropy: Entropy, identity: Identity) -> None:
+    check_codes(params.sites, params.sizes, params.bits, ch.me, packed)
+    await ch.send(params.server, OwnDistances(own_bytes(ring_of(params.bits), packed)))  # M4
+    members = (*params.sites, params.server)
+    trio = await Trio.meet(ch.sub("trio"), params.computing, members, entropy=entropy, identity=identity)
+    shared = await share_codes(trio, params.sites, params.sizes, params.bits, packed)
+    await _open(params, trio, shared)
+
+
+async def server(ch: Channel, params: Params, *, entropy: Entropy, identity: Identity) -> I32:
+    ring, at = ring_of(params.bits), offsets(params.sizes)
+    members = (*params.sites, params.server)
+    trio = await Trio.meet(ch.sub("trio"), params.computing, members, entropy=entropy, identity=identity)
+    shared = await share_codes(trio, params.sites, params.sizes, params.bits, None)
+    H = await _open(params, trio, shared)
+    assert H is not None
+    for j, u in enumerate(params.sites):
+        n = params.sizes[j]
+        data = (await ch.recv(u, OwnDistances, data=(n * n * ring.size,))).data  # M4
+        cut = slice(at[j], at[j + 1])
+        H[cut, cut] = own_distances(
+            ring, ch.reveal(data, to=ch.me, line="M4", what="own distances", protocol=NAME), n, params.bits, "M4"
+        )
+    return H
