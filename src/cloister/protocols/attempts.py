@@ -26,7 +26,7 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any, TypeVar
 
 from cloister.channel import Channel
-from cloister.errors import PeerLost, ProtocolAbort
+from cloister.errors import CloisterError, PeerLost, ProtocolAbort
 from cloister.study import Party
 from cloister.wire import message
 
@@ -60,11 +60,12 @@ async def lead(ch: Channel, sites: tuple[Party, ...], least: int, step: Step[T])
         inner, control = _scopes(ch, attempt, sites)
         mine = asyncio.ensure_future(step(inner, sites))
         reports = {u: asyncio.ensure_future(control.gather((u,), Report, quorum=0)) for u in sites}  # A2
-        failed = await _first_failure(mine, reports)
-        if not failed:
-            await ch.scatter(sites, Go(sites, done=True))  # A3
-            return mine.result(), sites
-        await _cancel(mine, *reports.values())
+        try:
+            if not await _first_failure(mine, reports):
+                await ch.scatter(sites, Go(sites, done=True))  # A3
+                return mine.result(), sites
+        finally:
+            await _cancel(mine, *reports.values())
         sites = tuple(u for u in sites if not ch.lost(u))
         attempt += 1
 
@@ -126,7 +127,7 @@ async def _cancel(*tasks: asyncio.Future[Any]) -> None:
     for t in tasks:
         t.cancel()
     for t in tasks:
-        with contextlib.suppress(asyncio.CancelledError, ProtocolAbort):
+        with contextlib.suppress(asyncio.CancelledError, CloisterError):
             await t
 
 
