@@ -10,15 +10,19 @@ import shutil
 import socket
 import threading
 import time
+from pathlib import Path
 
 import chat
 import pytest
 from federation import PARTIES, Federation, cells
 
+from cloister.crypto.agreement import check_signature
 from cloister.errors import PeerLost, ProtocolAbort
 from cloister.rehearsal import rehearse
+from cloister.results import load_runs
 from cloister.runtime import service
 from cloister.runtime.provision import provision
+from cloister.seat import SIGNED
 from cloister.study import format_study
 
 chat.register()
@@ -63,9 +67,11 @@ def test_a_run_gives_what_the_rehearsal_gives(federation):
     for site in SITES:
         at_home = federation.ended(site)
         assert at_home.result == rehearsed.results[site]
-        folder = federation.kits[site] / "results"
-        assert len([*folder.glob("*/receipt.json")]) == len([*folder.glob("*/cells.h5ad")]) == 1
-    assert study.digest.hex() in next((federation.kits["basel"] / "results").glob("*/receipt.json")).read_text()
+        (kept,) = load_runs(at_home.folder)
+        assert [*kept.outcomes] == [*kept.receipts] == [site]
+        assert kept.receipts[site].header["study_digest"] == study.digest.hex()
+        kept.receipts[site].check(lambda public, head, signature: check_signature(public, SIGNED, head, signature))
+        assert kept.receipts[site].signature["public"] == study.keys[site].hex()
 
 
 def test_a_site_refuses_what_it_has_not_approved(federation):
@@ -96,8 +102,7 @@ def test_parties_with_different_studies_stop_before_data_moves(federation):
     for p in [*SITES, "helper"]:
         ended = federation.ended(p)
         assert ended.status == "aborted", p
-        receipt = max((federation.kits[p] / "results").glob("*/receipt.json")).read_text()
-        assert "chat.Input" not in receipt
+        assert "chat.Input" not in (Path(ended.folder) / f"{p}.receipt.json").read_text()
 
 
 def test_a_wrong_certificate_is_refused(federation):
@@ -225,6 +230,5 @@ def test_bin_values_on_flare_equals_its_rehearsal(another):
     run = rehearse("bin-values", cells(), n_bins=9, min_values=50)
     assert ended.result["bin_edges"] == run.results["coordinator"]["bin_edges"]
     for site in SITES:
-        folder = max((another.kits[site] / "results").iterdir())
-        made = read_cells(folder / "cells.h5ad")
+        made = read_cells(Path(another.ended(site).folder) / f"{site}.h5ad")
         assert (made.layers["binned"] != run.data[site].layers["binned"]).sum() == 0

@@ -114,7 +114,7 @@ def check_same_study(kit: Kit, study: Study) -> None:
 
 def take_away(ended: Ended, path: str | Path) -> Path:
     """Copy a finished run's cells to where the user wants them; whole, or not at all."""
-    source, path = Path(ended.folder) / "cells.h5ad", Path(path)
+    source, path = Path(ended.folder) / f"{ended.party}.h5ad", Path(path)
     if not source.exists():
         raise UsageError(f"this run gave no cells; see {ended.folder}")
     part = path.with_name(path.name + ".part")

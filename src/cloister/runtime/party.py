@@ -1,15 +1,15 @@
 """What a party does in one run between machines: its part of the workflow, and a folder with what came of it.
 
     results/20260131T120000Z-3f2a9c1e/
-        outcome.json          done, or where and why not; values for reports
-        receipt.json          what left this party
-        cells.h5ad            the cells with results, at a site
+        outcome.json          done, or where and why not, in words
+        run.json, ...         the same files as of a rehearsal, for this party only (`cloister.results`)
 
-The error's words stay here. The others hear `(protocol, line, code)` from the channel, FLARE only the same three.
+The words of an error stay in that folder. The others hear `(protocol, line, code)` from the channel, and FLARE the same.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -25,10 +25,11 @@ from cloister.channel import Mailbox
 from cloister.crypto.entropy import Entropy
 from cloister.errors import CloisterError, DataError, PeerLost, ProtocolAbort, RefusedError
 from cloister.receipts import Receipt
-from cloister.rehearsal import reveals_of, workflow_part
+from cloister.rehearsal import Run, reveals_of, workflow_part
+from cloister.results import save_run
 from cloister.runtime.kit import Kit, Policy
 from cloister.runtime.link import Ask, SealedLink
-from cloister.seat import Outcome, Seat, take_part
+from cloister.seat import Outcome, take_part
 
 if TYPE_CHECKING:
     from anndata import AnnData
@@ -73,6 +74,8 @@ class Ended:
             return
         told = self.error
         kind = getattr(errors, told["type"], CloisterError)
+        if kind is errors.MissingExtra:
+            kind = CloisterError
         if issubclass(kind, ProtocolAbort):
             made = kind(told["protocol"], told["line"], told["code"])
             made.args = (told["text"],)
@@ -94,14 +97,18 @@ class Turn:
 
     def take(self) -> Ended:
         """Play this party's part to its end, and write what came of it. Never raises."""
-        kit, began = self.kit, time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
-        folder = kit.path / "results" / f"{began}-{self.run[:8]}"
+        kit, run = self.kit, Run(self.kit.study)
+        folder = kit.path / "results" / f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{self.run[:8]}"
         try:
             policy = kit.policy()
             folder = policy.out / folder.name
-            ended = self._play(policy, folder)
+            run.outcomes[kit.me] = outcome = self._play(policy, run)
+            save_run(run, folder)
+            ended = Ended(self.run, kit.me, "done", str(folder), {}, outcome.result, outcome.cost)
         except BaseException as e:
             ended = failed(kit, self.run, e, folder)
+            with contextlib.suppress(CloisterError):
+                save_run(Run(kit.study, errors={kit.me: e}, receipts=run.receipts), folder)
         try:
             ended.save(folder / "outcome.json")
         except OSError as e:
@@ -110,33 +117,32 @@ class Turn:
         self.over.set()
         return ended
 
-    def _play(self, policy: Policy, folder: Path) -> Ended:
+    def _play(self, policy: Policy, run: Run) -> Outcome:
         kit = self.kit
         log.info("run %s of study %r begins: %s, %s", self.run[:8], kit.study.name, kit.study.workflow, kit.study.mode)
         self.link.start()
         if missing := self.link.meet():
             log.warning("%s did not come", ", ".join(missing))
-        outcome = take_part(
+
+        def cells() -> AnnData | None:
+            kit.check_approved(policy)
+            return open_cells(policy) if kit.role == "site" else None
+
+        def keep(receipt: Receipt) -> None:
+            run.receipts[kit.me] = receipt
+
+        return take_part(
             kit.study,
             kit.me,
             self.link,
             self.mailbox,
-            None,
-            part=lambda seat, _: self._part(seat, policy),
+            cells,
+            part=workflow_part,
             reveals=reveals_of(kit.study),
             identity=kit.identity,
             entropy=self.entropy,
-            on_receipt=lambda receipt: _keep(receipt, folder),
+            on_receipt=keep,
         )
-        if outcome.adata is not None:
-            from cloister.cell_files import write_cells
-
-            write_cells(outcome.adata, folder / "cells.h5ad")
-        return Ended(self.run, kit.me, "done", str(folder), {}, outcome.result, outcome.cost)
-
-    def _part(self, seat: Seat, policy: Policy) -> Outcome:
-        self.kit.check_approved(policy)
-        return workflow_part(seat, open_cells(policy) if self.kit.role == "site" else None)
 
 
 def failed(kit: Kit, run: str, e: BaseException, folder: Path) -> Ended:
@@ -166,7 +172,3 @@ def open_cells(policy: Policy) -> AnnData:
                 raise DataError(f"local/site.toml: [{name}] {theirs} = {ours!r}, but adata.{name}[{ours!r}] is missing")
             table[theirs] = table[ours]
     return adata
-
-
-def _keep(receipt: Receipt, folder: Path) -> None:
-    receipt.save(folder / "receipt.json")
