@@ -31,6 +31,7 @@ import asyncio
 import contextlib
 import dataclasses
 import hashlib
+import logging
 import threading
 import time
 from collections import defaultdict, deque
@@ -84,6 +85,21 @@ class Event:
     peer: str
     bytes: int
     total: int  # bytes this party has sent so far
+
+
+def harmless(on_event: Callable[[Event], None] | None) -> Callable[[Event], None]:
+    """A listener that stops listening at its first error: no progress bar ends a run between hospitals."""
+    listener = [on_event] if on_event is not None else []
+
+    def tell(event: Event) -> None:
+        try:
+            for each in listener:
+                each(event)
+        except Exception as e:
+            listener.clear()
+            logging.getLogger("cloister").warning("progress is no longer shown: %s", type(e).__name__)
+
+    return tell
 
 
 class Mailbox:
@@ -210,7 +226,7 @@ class Session:
         self.peers = tuple(p for p in study.parties if p != me)
         self.runs = 0
         self.sent_bytes = self.sent_messages = self.rounds = 0
-        self._link, self._nonce, self._on_event = link, nonce, on_event
+        self._link, self._nonce, self._on_event = link, nonce, harmless(on_event)
         self._seq: dict[tuple[Party, str], int] = defaultdict(int)
         self.arrivals = 0  # how often something changed in the mailbox
         self._waiters: set[asyncio.Future[None]] = set()
@@ -336,8 +352,7 @@ class Session:
         self.tell(kind, protocol, line, name, to, len(data))
 
     def tell(self, kind: str, protocol: str, line: str, name: str, peer: str = "", size: int = 0) -> None:
-        if self._on_event is not None:
-            self._on_event(Event(self.me, kind, protocol, line, name, peer, size, self.sent_bytes))
+        self._on_event(Event(self.me, kind, protocol, line, name, peer, size, self.sent_bytes))
 
     def _notice(self) -> None:
         self.arrivals += 1

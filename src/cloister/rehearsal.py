@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from cloister import wire, workflows
-from cloister.channel import Event, Mailbox
+from cloister.channel import Event, Mailbox, harmless
 from cloister.crypto.agreement import Identity
 from cloister.crypto.entropy import Entropy
 from cloister.errors import CloisterError, ParameterError, WireError
@@ -233,6 +233,7 @@ def rehearse(
     for site, adata in data.items():
         with _named(site):
             found.check(adata, chosen)
+    on_event = harmless(on_event)
     cells = {Party(p): a if inplace else _copy(a) for p, a in data.items()}
     if processes:
         from cloister.processes import play_processes

@@ -138,9 +138,11 @@ def take_part(
         for place in sorted(_places(outcome.adata) - before):
             receipt.add(Entry("written", study.workflow, "-", place, me, 0, ""))
     except BaseException as e:
-        session.abort(e)
         named = f"{e.protocol} {e.line} {e.code}" if isinstance(e, ProtocolAbort) else type(e).__name__
-        end(f"aborted: {named}")
+        try:
+            session.abort(e)
+        finally:
+            end(f"aborted: {named}")
         raise
     outcome.receipt = receipt
     end("done")
