@@ -1,0 +1,438 @@
+"""Reference mapping measured: on real studies, beside SPU and CrypTen, and at scale.
+
+    python benchmarks/mapping.py --quick                      real sets cut short, one small size, a few minutes
+    python benchmarks/mapping.py                              everything
+    python benchmarks/mapping.py --spu PYTHON --crypten PYTHON      interpreters that have the peers installed
+
+Peers live in environments of their own (`python -m venv`, `pip install spu==0.9.5`; CrypTen: `pip install --no-deps
+crypten` beside torch, onnx, omegaconf, pyyaml). Where an interpreter is not given, that peer is left out and the table
+says so. Ours, SPU and CrypTen each run as three processes on this machine; CPU is the sum over the three.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import multiprocessing as mp
+import os
+import platform
+import queue
+import resource
+import subprocess
+import tempfile
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+
+HERE = Path(__file__).resolve().parent
+PARTIES = ("ask", "basel", "lugano")
+
+
+# ---- ours, three processes connected by socket pairs -----------------------------------------------------------------
+
+
+class Wires:
+    """A `Link` over one connection per peer, written by a thread each."""
+
+    def __init__(self, ends):
+        self.ends = ends
+        self.queues = {p: queue.SimpleQueue() for p in ends}
+        self.writers = [threading.Thread(target=self._write, args=(p,), daemon=True) for p in ends]
+        for w in self.writers:
+            w.start()
+
+    def _write(self, peer):
+        while (frame := self.queues[peer].get()) is not None:
+            self.ends[peer].send_bytes(frame)
+
+    def post(self, to, frame):
+        self.queues[to].put(frame)
+
+    def close(self):
+        for q in self.queues.values():
+            q.put(None)
+        for w in self.writers:
+            w.join(timeout=10)
+
+
+def child(rank, ends, path, params, out):
+    from cloister.channel import Mailbox
+    from cloister.crypto.agreement import Identity
+    from cloister.crypto.entropy import Entropy
+    from cloister.crypto.prg import Prg
+    from cloister.protocols import private_knn
+    from cloister.seat import Outcome, take_part
+    from cloister.study import Study
+
+    me = PARTIES[rank]
+    # identities that all three can derive: this is a benchmark, not a study
+    identities = {p: Identity.create(Entropy(Prg(bytes([i] * 32)).bytes)) for i, p in enumerate(PARTIES)}
+    study = Study(
+        name="benchmark",
+        workflow="map-labels",
+        parties={p: "site" if i else "coordinator" for i, p in enumerate(PARTIES)},
+        keys={p: i.public for p, i in identities.items()},
+        timeout=600.0,
+    )
+    given = np.load(path)
+    params = private_knn.Params(**params)
+    inputs = (given["q"],) if rank == 0 else (given[f"r{rank}"], given[f"y{rank}"])
+    role = private_knn.roles(params)[me]
+    box = Mailbox(me)
+
+    def listen(peer):
+        try:
+            while True:
+                box.put(peer, ends[peer].recv_bytes())
+        except (EOFError, OSError):
+            pass
+
+    for p in ends:
+        threading.Thread(target=listen, args=(p,), daemon=True).start()
+    cpu, wall = time.process_time(), time.perf_counter()
+    outcome = take_part(
+        study,
+        me,
+        Wires(ends),
+        box,
+        None,
+        part=lambda seat, _: Outcome(result={"value": seat.run(role, params, *inputs)}),
+        identity=identities[me],
+    )
+    cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+    kinds = Counter()
+    for e, _ in outcome.receipt.entries:
+        if e.kind == "sent":
+            kinds[e.name.rpartition(".")[2]] += e.bytes
+    value = outcome.result["value"]
+    out.put(
+        {
+            "rank": rank,
+            "seconds": wall,
+            "cpu": cpu,
+            "bytes": outcome.cost["bytes"],
+            "rounds": outcome.cost["rounds"],
+            "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            "kinds": dict(kinds),
+            "labels": None if value is None else value.labels.tolist(),
+        }
+    )
+    out.close()
+    out.join_thread()
+
+
+def ours(path, params):
+    context = mp.get_context("spawn")
+    pipes = {frozenset((i, j)): context.Pipe() for i in range(3) for j in range(i)}
+    out = context.Queue()
+    children = []
+    for i in range(3):
+        ends = {PARTIES[j]: pipes[frozenset((i, j))][int(i < j)] for j in range(3) if j != i}
+        children.append(context.Process(target=child, args=(i, ends, path, params, out)))
+    for c in children:
+        c.start()
+    rows = {}
+    while len(rows) < 3:
+        try:
+            row = out.get(timeout=1)
+        except queue.Empty:
+            if any(c.exitcode not in (None, 0) for c in children):
+                for c in children:
+                    c.kill()
+                raise SystemExit("a process died") from None
+            continue
+        rows[row["rank"]] = row
+    for c in children:
+        c.join(timeout=20)
+    kinds = Counter()
+    for row in rows.values():
+        kinds.update(row["kinds"])
+    return {
+        "seconds": max(r["seconds"] for r in rows.values()),
+        "cpu": sum(r["cpu"] for r in rows.values()),
+        "bytes": sum(r["bytes"] for r in rows.values()),
+        "rounds": max(r["rounds"] for r in rows.values()),
+        "peak": max(r["peak"] for r in rows.values()),
+        "kinds": dict(kinds),
+        "labels": rows[0]["labels"],
+    }
+
+
+# ---- one size, side by side ------------------------------------------------------------------------------------------
+
+
+def blobs(m, n, d, labels=16, seed=0):
+    rng = np.random.default_rng(seed)
+    centres = rng.normal(0, 1, (labels, d))
+
+    def draw(count):
+        y = rng.integers(0, labels, count)
+        return centres[y] + rng.normal(0, 1, (count, d)), y
+
+    (q, _), (r, y) = draw(m), draw(n)
+    return q, r, y
+
+
+def write_case(folder, m, n, d, k, bits, labels=16):
+    """The same blobs for everyone: reals for ours, 12-bit integers for the peers' packed keys."""
+    q, r, y = blobs(m, n, d, labels)
+    half = n // 2
+    bound = float(max(np.linalg.norm(q, axis=1).max(), np.linalg.norm(r, axis=1).max())) * 1.0001
+    np.savez(f"{folder}/ours.npz", q=q, r1=r[:half], y1=y[:half], r2=r[half:], y2=y[half:])
+    scale = 2000 / bound
+    np.savez(
+        f"{folder}/peers.npz",
+        q=np.rint(q * scale).astype(np.int64),
+        r=np.rint(r * scale).astype(np.int64),
+        labels=y,
+        k=k,
+        count=labels,
+    )
+    params = {
+        "querier": "ask",
+        "sites": PARTIES[1:],
+        "computing": PARTIES,
+        "queries": m,
+        "rows": (half, n - half),
+        "dims": d,
+        "labels": tuple(f"type {i}" for i in range(labels)),
+        "bound": bound,
+        "k": k,
+        "bits": bits,
+    }
+    return params, (q, r, y)
+
+
+def peer(python, name, folder, limit):
+    target = f"{folder}/{name}.json"
+    done = subprocess.run(
+        [python, str(HERE / "mapping_peers.py"), name, f"{folder}/peers.npz", target],
+        capture_output=True,
+        text=True,
+        timeout=limit,
+        check=False,
+    )
+    if done.returncode:
+        return {"error": done.stderr.strip().splitlines()[-1][:200] if done.stderr.strip() else "failed"}
+    return json.loads(Path(target).read_text())
+
+
+def pooled(q, r, y, k):
+    from cloister.workflows.mapping_baselines import nearest_label
+
+    names = np.array([f"{label:03d}" for label in y])
+    found, ties = nearest_label(q, r, names, k)
+    return found.astype(int), ties
+
+
+def side_by_side(m, n, d, k, args, limit):
+    print(f"\n{m} queries x {n} references, d={d}, k={k}, 16 labels, three processes each")
+    print(f"{'':26}{'seconds':>9}{'CPU-s':>9}{'MB':>10}{'B/pair':>9}{'rounds':>8}  agrees with pooled k-NN")
+    rows = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for bits in (40, 32):
+            params, (q, r, y) = write_case(folder, m, n, d, k, bits)
+            truth, ties = pooled(q, r, y, k)
+            rows[f"ours, {bits} bits"] = ours(f"{folder}/ours.npz", params)
+        for name, python in (("spu", args.spu), ("crypten", args.crypten)):
+            label = {"spu": "SPU, ABY3, 64 bits", "crypten": "CrypTen, as printed"}[name]
+            if not python:
+                rows[label] = {"error": "not installed here; see --help"}
+            elif name == "crypten" and m * n > args.crypten_pairs:
+                rows[label] = {"error": f"left out above {args.crypten_pairs:,} pairs (its cost grows with the pairs)"}
+            else:
+                try:
+                    rows[label] = peer(python, name, folder, limit)
+                except subprocess.TimeoutExpired:
+                    rows[label] = {"error": f"more than {limit} s"}
+    for label, row in rows.items():
+        if "error" in row:
+            print(f"{label:26}{row['error']}")
+            continue
+        agree = float((np.array(row["labels"]) == truth)[~ties].mean())
+        print(
+            f"{label:26}{row['seconds']:9.2f}{row['cpu']:9.2f}{row['bytes'] / 1e6:10.1f}"
+            f"{row['bytes'] / m / n:9.1f}{row['rounds']:8d}  {agree:.4f} of {int((~ties).sum())} without a tie"
+        )
+    mine = rows["ours, 40 bits"]
+    for label, row in rows.items():
+        if "error" not in row and not label.startswith("ours"):
+            print(
+                f"  against {label}: {mine['bytes'] / row['bytes']:.3f} of its bytes, {mine['cpu'] / row['cpu']:.3f} of"
+                f" its CPU, {mine['seconds'] / row['seconds']:.3f} of its time"
+            )
+    return rows
+
+
+def floor(m, n, row, bits):
+    """Where the bytes go, and what the least is that this way of computing could send."""
+    print(f"\nwhere the bytes go, {m} x {n}, {bits} bits (bytes per pair of query and reference)")
+    names = {
+        "Hop": "shuffle: 4 words",
+        "Digits": "monomials of digits, bits as numbers",
+        "Pair": "generate and propagate, made replicated",
+        "Reshare": "one AND per digit and party",
+        "OpenAll": "outcomes of comparisons",
+        "Input": "inputs",
+    }
+    for kind, size in sorted(row["kinds"].items(), key=lambda x: -x[1]):
+        if kind in names:
+            print(f"  {size / m / n:7.2f}  {kind:8} {names[kind]}")
+    words = 4 * bits / 8
+    digits = -(-(bits - 1) // 3)
+    compare = ((bits - 1) // 3 * 7 + (2 ** ((bits - 1) % 3) - 1) + 1 + 2 * digits + 3 * (digits - 1) + 3) / 8
+    least = words + compare
+    print(f"  floor of this method: {words:.1f} (shuffle) + {compare:.1f} (one comparison per pair) = {least:.1f}")
+    print(f"  sent: {row['bytes'] / m / n:.1f}, {row['bytes'] / m / n / least:.2f} of the floor")
+
+
+# ---- real studies ----------------------------------------------------------------------------------------------------
+
+
+def studies(data, quick):
+    """Two sets of several studies: one study asks, the others offer; embedded by shared-pca, which no cell leaves."""
+    import anndata
+
+    found = []
+    path = Path(data) / "scrna" / "lung_ts_vs_hlca.h5ad"
+    if path.exists():
+        lung = anndata.read_h5ad(path)
+        sites = {"hlca": lung[(lung.obs["study"] != reference_study(lung)).to_numpy()].copy()}
+        refs = lung[(lung.obs["study"] == reference_study(lung)).to_numpy()]
+        for i, donor in enumerate(sorted(refs.obs["donor"].unique())):
+            sites[f"ts-donor-{i + 1}"] = refs[(refs.obs["donor"] == donor).to_numpy()].copy()
+        found.append(("lung: Tabula Sapiens donors offer, HLCA asks", sites, "hlca", "cell_type_coarse"))
+    path = Path(data) / "scrna" / "pbmc_federation.h5ad"
+    if path.exists():
+        pbmc = anndata.read_h5ad(path)
+        sites = {
+            str(b).replace("_", "-"): pbmc[(pbmc.obs["batch"] == b).to_numpy()].copy()
+            for b in pbmc.obs["batch"].unique()
+        }
+        if quick:
+            sites = {name: adata[::4].copy() for name, adata in sites.items()}
+        found.append(
+            ("PBMC: pbmc3k, Kang control, Kang stimulated offer; Zheng asks", sites, "zheng-sorted", "cell_type")
+        )
+    return found
+
+
+def reference_study(lung):
+    names = sorted(map(str, lung.obs["study"].unique()))
+    return next((n for n in names if "sapiens" in n.lower() or n.lower().startswith("ts")), names[0])
+
+
+def on_real_data(title, sites, query, label_key, quick):
+    import cloister as cl
+
+    print(f"\n{title}")
+    print("  " + ", ".join(f"{name} {a.n_obs} cells" for name, a in sites.items()))
+    shared = cl.rehearse("shared-pca", data=sites, library_key="n_counts_all_genes", n_components=50).data
+    options = {"query": query, "label_key": label_key, "use_rep": "X_shared_pca", "n_neighbors": 10}
+    table = cl.mapping_baselines(shared, **options)
+    print(f"  {'':34}{'accuracy':>9}{'macro-F1':>9}{'seconds':>9}{'MB':>9}")
+    for name, row in table.items():
+        print(f"  {name:34}{row['accuracy']:9.3f}{row['macro_f1']:9.3f}")
+    clear = ~table["pooled k-NN"]["ties"]
+    mapped = {}
+    runs = [("plain", {}), ("hardened", {}), ("hardened, 32 bits", {"precision": 32})]
+    runs += [("hardened, 20 prototypes per label", {"prototypes": 20})]
+    for name, more in runs:
+        began = time.perf_counter()
+        run = cl.rehearse("map-labels", data=shared, mode=name.split(",")[0], timeout=600.0, **options, **more)
+        took = time.perf_counter() - began
+        result = run.results[query]
+        mapped[name] = run.data[query].obs["mapped"].astype(str).to_numpy()
+        size = sum(c["bytes"] for c in run.cost.values()) / 1e6
+        print(f"  {name:34}{result['accuracy']:9.3f}{result['macro_f1']:9.3f}{took:9.1f}{size:9.1f}")
+    few = {name: a[:: max(1, a.n_obs // 150)].copy() for name, a in shared.items()}
+    began = time.perf_counter()
+    one = cl.rehearse("map-labels", data=few, mode="published", timeout=600.0, **options)
+    took = time.perf_counter() - began
+    two = cl.rehearse("map-labels", data=few, mode="hardened", timeout=600.0, **options)
+    small = cl.mapping_baselines(few, **options)["pooled k-NN"]
+    sides = [r.data[query].obs["mapped"].astype(str).to_numpy() for r in (one, two)]
+    cut = {name: a.n_obs for name, a in few.items()}
+    print(f"  equal to pooled k-NN where the vote is no tie ({int(clear.sum())} of {len(clear)} cells):", end=" ")
+    same = {name: float((labels == table["pooled k-NN"]["labels"])[clear].mean()) for name, labels in mapped.items()}
+    print(", ".join(f"{name} {same[name]:.4f}" for name in ("plain", "hardened", "hardened, 32 bits")))
+    equal = [float((s == small["labels"])[~small["ties"]].mean()) for s in sides]
+    ratio = sum(c["bytes"] for c in one.cost.values()) / sum(c["bytes"] for c in two.cost.values())
+    print(
+        f"  on {sum(cut.values())} of these cells ({took:.0f} s): published {equal[0]:.4f}, hardened {equal[1]:.4f};"
+        f" published sends {ratio:.0f} times the bytes of hardened"
+    )
+    if not quick:
+        return cl.rehearse("map-labels", data=shared, timeout=600.0, **options)
+    return None
+
+
+# ---- scale -----------------------------------------------------------------------------------------------------------
+
+
+def scale(sizes, budget, d, k):
+    print(f"\nscale, d={d}, k={k}, 40 bits, three processes (budget {budget} s a row; * extrapolated from its batches)")
+    print(f"{'queries':>9}{'references':>12}{'seconds':>10}{'CPU-s':>10}{'GB':>9}{'rounds':>9}{'peak GB a party':>17}")
+    rate = None
+    for m, n in sizes:
+        guess = None if rate is None else rate * m * n
+        mark, run_m = "", m
+        if guess is not None and guess > budget:
+            run_m = max(1, min(m, math.ceil(budget / rate / n)))
+            mark = "*"
+        with tempfile.TemporaryDirectory() as folder:
+            params, _ = write_case(folder, run_m, n, d, k, 40)
+            row = ours(f"{folder}/ours.npz", params)
+        factor = m / run_m
+        rate = row["seconds"] / run_m / n
+        print(
+            f"{m:9,}{n:12,}{row['seconds'] * factor:10.1f}{row['cpu'] * factor:10.1f}"
+            f"{row['bytes'] * factor / 1e9:9.2f}{int(row['rounds'] * factor):9,}{row['peak'] / 1e9:17.2f}"
+            f"{mark} {f'measured on {run_m} queries' if mark else ''}"
+        )
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a few minutes on two cores")
+    parser.add_argument("--data", default=str(HERE.parent.parent / "shared" / "data"), help="folder of the data sets")
+    parser.add_argument("--spu", default=os.environ.get("CLOISTER_SPU_PYTHON", ""), help="interpreter that has SPU")
+    parser.add_argument("--crypten", default=os.environ.get("CLOISTER_CRYPTEN_PYTHON", ""), help="one that has CrypTen")
+    parser.add_argument("--crypten-pairs", type=int, default=250_000, help="largest size CrypTen is run at")
+    parser.add_argument("--limit", type=int, default=1200, help="seconds a peer may take")
+    parser.add_argument("--budget", type=float, default=300.0, help="seconds a row of the scale table may take")
+    parser.add_argument("--only", choices=("real", "peers", "scale"), help="one part only")
+    parser.add_argument("--report", help="write the report of the real runs to this folder")
+    args = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    threads = os.environ["OMP_NUM_THREADS"]
+    print(
+        f"{platform.machine()}, {os.cpu_count()} cores, {threads} thread(s) a process, Python"
+        f" {platform.python_version()}, NumPy {np.__version__}; load {os.getloadavg()[0]:.1f}"
+    )
+    if args.only in (None, "real"):
+        for title, sites, query, key in studies(args.data, args.quick) or []:
+            run = on_real_data(title, sites, query, key, args.quick)
+            if args.report and run is not None:
+                target = Path(args.report)
+                target.mkdir(parents=True, exist_ok=True)
+                print(f"  report: {run.report(target / f'{query}.html')}")
+        if not Path(args.data).exists():
+            print(f"no data at {args.data}; the part on real studies is left out")
+    if args.only in (None, "peers"):
+        sizes = [(100, 2000, 64, 5)] if args.quick else [(100, 2000, 64, 5), (500, 6000, 128, 10)]
+        for m, n, d, k in sizes:
+            rows = side_by_side(m, n, d, k, args, args.limit)
+        floor(m, n, rows["ours, 40 bits"], 40)
+    if args.only in (None, "scale"):
+        sizes = [(200, 2000), (500, 6000)]
+        sizes += [] if args.quick else [(1000, 20_000), (1000, 150_000), (5000, 150_000)]
+        scale(sizes, args.budget, 50, 10)
+
+
+if __name__ == "__main__":
+    main()
