@@ -74,8 +74,6 @@ from cloister.wire import F64, I64, U8, message
 NAME = "private_propagation"
 SCHEME = he.Scheme(plain_bits=graph.FRACTION + 2, weight_bits=graph.FRACTION + 13)
 
-ideal = label_propagation.ideal
-
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
@@ -122,6 +120,13 @@ class EncryptedList:
 @message("L13")
 class Scores:  # S → v
     cts: tuple[bytes, ...]
+
+
+def ideal(
+    params: Params, xs: Mapping[Party, tuple[F64, Sequence[str | None]]], seed: bytes = bytes(32)
+) -> dict[Party, Labels | None]:
+    """What `label_propagation` hands out."""
+    return label_propagation.ideal(params, xs, seed)
 
 
 def roles(params: Params) -> dict[Party, object]:

@@ -1,0 +1,251 @@
+"""Label cells from the labels of some of them, over a graph of all sites' cells (`propagate-labels`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from cloister import cells
+from cloister.errors import DataError, ParameterError
+from cloister.models import graph
+from cloister.protocols import hamming_mpc, label_propagation, private_propagation
+from cloister.seat import Outcome, Seat
+from cloister.study import Study
+from cloister.workflows import Workflow
+
+if TYPE_CHECKING:
+    from anndata import AnnData
+
+
+@dataclass(frozen=True)
+class Options:
+    label_key: str = field(
+        default="cell_type", metadata={"help": "column of obs with the labels; missing ones are NaN"}
+    )
+    use_rep: str = field(default="X_pca", metadata={"help": "embedding in obsm, in one space at all sites; X for X"})
+    bits: int = field(default=4096, metadata={"help": "bits of a cell's code: more bits, finer similarities"})
+    n_neighbors: int = field(default=10, metadata={"help": "neighbours of a cell in the graph"})
+    alpha: float = field(default=0.99, metadata={"help": "how far labels travel, between 0 and 1"})
+    hamming: Literal["mpc", "ot", "he"] = field(
+        default="mpc", metadata={"help": "engine for distances: three-party sharing, oblivious transfer or encryption"}
+    )
+    key_added: str = field(default="propagated", metadata={"help": "name of the column that is written"})
+    relabel: bool = field(
+        default=False, metadata={"help": "overrule given labels, too, where the graph says otherwise"}
+    )
+    classes: tuple[str, ...] = field(
+        default=(), metadata={"help": "the agreed class names; by default all names the sites bring, unseen by the hub"}
+    )
+    groups: int = field(default=1, metadata={"help": "split very many small sites into so many graphs"})
+
+    def __post_init__(self) -> None:
+        try:
+            graph.check_sizes(1 << 40, self.bits, self.n_neighbors, self.alpha)
+        except ParameterError as e:
+            raise ParameterError(f"option {e}") from None
+        if len(set(self.classes)) != len(self.classes) or len(self.classes) == 1:
+            raise ParameterError("option 'classes' must name at least two different classes, or none")
+        if self.groups < 1:
+            raise ParameterError(f"option 'groups' must be at least 1, found {self.groups}")
+        if not self.key_added or self.key_added == self.label_key:
+            raise ParameterError("option 'key_added' must be a name of its own, so that given labels are kept")
+
+
+def propagate_labels(adata: AnnData, study: Seat, *, copy: bool = False, **options: Any) -> AnnData | None:
+    """Label the cells without a label from those that have one, at any site, over a graph of all sites' cells.
+
+    Parameters
+    ----------
+    adata
+        Cells, all, some or none of them labelled: `adata.obs[label_key]`, where NaN means no label. The embedding
+        `adata.obsm[use_rep]` must be one space for all sites. The column may be missing at a site without labels.
+    label_key, use_rep, bits, n_neighbors, alpha, hamming, key_added, relabel, classes, groups
+        As in `Options`; the same at all parties.
+
+    Returns
+    -------
+    `None`, or a labelled copy if `copy=True`. Sets the following fields:
+
+    `adata.obs[key_added]` : :class:`pandas.Series`
+        The given label, or the propagated one (``category``); NaN for cells that no label reaches. With `relabel`
+        the propagated one for all cells.
+    `adata.obs[f"{key_added}_confidence"]` : :class:`pandas.Series`
+        1 - entropy / log C of the class scores (``float``); 1 for given labels, 0 for cells that no label reaches.
+    `adata.uns["cloister"]["propagate-labels"]` : :class:`str`
+        The receipt, one JSON string.
+
+    Reveals
+    -------
+    hardened : the coordinator sees the graph (which cells are neighbours, and how near), which cells are labelled and
+        how many cells each site has, and no label. Sites learn their own labels, and each other's class names.
+    published : the coordinator sees all distances, from which it can rebuild embeddings of cells with the help of one
+        site; sites can solve for each other's labels.
+    both : three parties compute (`mpc`, and the choice of neighbours); any two of them together could see the codes.
+    """
+    chosen = Options(**options)
+    adata = adata.copy() if copy else adata
+    check(adata, chosen)
+    found = study.run(_protocol(study.study).site, params_of(study.study, chosen), *_inputs(adata, chosen))
+    write(adata, chosen, found)
+    return adata if copy else None
+
+
+def params_of(study: Study, options: Options) -> label_propagation.Params:
+    return label_propagation.Params(
+        study.sites,
+        study.coordinator,
+        options.bits,
+        options.n_neighbors,
+        options.alpha,
+        options.hamming,
+        options.classes,
+        options.groups,
+    )
+
+
+def _protocol(study: Study) -> Any:
+    return label_propagation if study.mode == "published" else private_propagation
+
+
+def labels_of(adata: AnnData, options: Options) -> list[str | None]:
+    """One name or None per cell; a site without the column has no labels."""
+    if options.label_key not in adata.obs:
+        return [None] * adata.n_obs
+    column = adata.obs[options.label_key]
+    return [None if missing else str(x) for x, missing in zip(column, column.isna(), strict=True)]
+
+
+def _inputs(adata: AnnData, options: Options) -> tuple[Any, list[str | None]]:
+    return cells.embedding(adata, options.use_rep), labels_of(adata, options)
+
+
+def write(adata: AnnData, options: Options, found: label_propagation.Labels) -> None:
+    given = labels_of(adata, options)
+    names, confidence = list(found.names), found.confidence.copy()
+    if not options.relabel:
+        for i, name in enumerate(given):
+            if name is not None:
+                names[i], confidence[i] = name, 1.0
+    cells.write_labels(adata, options.key_added, names, confidence, share_name="confidence")
+
+
+def check(adata: AnnData, options: Options) -> list[str]:
+    """Raise `DataError` if these cells cannot take part; return what the user should know."""
+    if adata.n_obs == 0:
+        raise DataError("Expected cells, found none; leave this site out.")
+    vectors, labels = _inputs(adata, options)
+    label_propagation.check_inputs(vectors, labels)
+    known = {name for name in labels if name is not None}
+    if options.classes and (strange := known - set(options.classes)):
+        raise DataError(
+            f"adata.obs[{options.label_key!r}] holds {len(strange)} label(s) that are not among the"
+            f" {len(options.classes)} agreed classes; rename them, or agree on a longer list: classes="
+        )
+    notes = []
+    if options.label_key not in adata.obs:
+        there = ", ".join(repr(str(k)) for k in adata.obs) or "none"
+        notes.append(f"adata.obs[{options.label_key!r}] is missing (there is {there}): all cells count as unlabelled")
+    if options.use_rep == "X_pca":
+        notes.append("X_pca must be one space for all sites, not each site's own PCA; shared-pca makes such a space")
+    if zeros := int((vectors == 0).all(axis=1).sum()):
+        notes.append(f"{zeros} cells are all zero, and so have no direction: they lie at a right angle to all others")
+    return notes
+
+
+def who_computes(study: Study) -> str:
+    """One sentence for the people behind the parties."""
+    first, second, third = hamming_mpc.computing(study.sites, study.coordinator)
+    text = f"{first}, {second} and {third} compute; any two of them together could see the codes of all cells"
+    if third == study.coordinator:
+        text += f". {third} holds no cells and computes because there are only two sites"
+    return text
+
+
+# ---- the workflow ----------------------------------------------------------------------------------------------------
+
+
+def part(study: Seat, adata: AnnData | None, options: Options) -> Outcome:
+    params = params_of(study.study, options)
+    told: dict[str, Any] = {}
+    if options.hamming == "mpc" or study.study.mode != "published":
+        told["note"] = (
+            "each group has its own three computing parties" if options.groups > 1 else who_computes(study.study)
+        )
+    if study.role == "site":
+        if adata is None:
+            raise DataError("a site needs cells; name them with --data")
+        propagate_labels(adata, study, **vars(options))
+        return Outcome(adata, told | summary(adata, options))
+    if study.role == "coordinator":
+        served = study.run(_protocol(study.study).server, params)
+        return Outcome(None, told | _counts(served))
+    study.run(_idle, params)
+    return Outcome(None, told)
+
+
+async def _idle(ch: Any, params: Any) -> None:
+    """A party that neither holds nor computes."""
+
+
+def _counts(served: tuple[label_propagation.Served, ...]) -> dict[str, Any]:
+    return {
+        "sites": [u for s in served for u in s.sites],
+        "cells": sum(sum(s.sizes) for s in served),
+        "labelled": sum(len(s.labelled) for s in served),
+        "finished": [u for s in served for u in s.finished],
+    }
+
+
+def summary(adata: AnnData, options: Options) -> dict[str, Any]:
+    """What a site may want to see first."""
+    given = np.array([name is not None for name in labels_of(adata, options)])
+    found = adata.obs[options.key_added]
+    missing = found.isna().to_numpy()
+    confidence = adata.obs[f"{options.key_added}_confidence"].to_numpy()
+    reached = ~given & ~missing
+    made: dict[str, Any] = {
+        "cells": int(adata.n_obs),
+        "labelled": int(given.sum()),
+        "propagated": int(reached.sum()),
+        "unreached": int(missing.sum()),
+        "confidence": float(confidence[reached].mean()) if reached.any() else None,
+        "cells_per_label": {str(k): int(v) for k, v in found.value_counts().items()},
+    }
+    if missing.any():
+        made["warning"] = (
+            f"{int(missing.sum())} of {adata.n_obs} cells are in parts of the graph without any label, and get none"
+        )
+    return made
+
+
+def figures(outcomes: Mapping[str, Outcome], options: Options) -> list[Any]:
+    from cloister import figures as draw
+
+    made: list[Any] = []
+    confidence: dict[str, Any] = {}
+    for site, outcome in outcomes.items():
+        adata = outcome.adata
+        if adata is None or options.key_added not in adata.obs:
+            continue
+        points = cells.embedding(adata, options.use_rep)
+        points = points if points.shape[1] > 1 else np.column_stack([points, np.zeros(len(points))])
+        names = adata.obs[options.key_added].astype(object).where(~adata.obs[options.key_added].isna(), "no label")
+        made.append(draw.embedding(points, names.astype(str).tolist(), title=f"Cells of {site} by propagated label"))
+        confidence[site] = adata.obs[f"{options.key_added}_confidence"].to_numpy()
+    if confidence:
+        made.append(draw.histograms(confidence, title="Confidence of the labels", xlabel="1 - entropy / log C"))
+    return made
+
+
+WORKFLOW = Workflow(
+    name="propagate-labels",
+    summary="Label cells from the labels of some, at any site, over a graph of all sites' cells.",
+    options=Options,
+    protocols={"hardened": "private_propagation", "published": "label_propagation"},
+    part=part,
+    check=check,
+    figures=figures,
+)
