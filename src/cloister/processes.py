@@ -145,6 +145,8 @@ def _route(
 def _revive(told: Mapping[str, Any]) -> BaseException:
     """The error of a child, made again here from its class name and text."""
     kind = getattr(errors, told["type"], None)
+    if not isinstance(kind, type) or not issubclass(kind, CloisterError):
+        kind = None  # a bug's class
     if kind is not None and issubclass(kind, errors.ProtocolAbort):
         made = kind(told["protocol"], told["line"], told["code"])
         made.args = (told["text"],)
