@@ -17,6 +17,7 @@ References
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -200,3 +201,105 @@ def draw_batches(X: F64, y: npt.NDArray[np.int64], config: Config, rng: np.rando
         order += rng.permutation(len(X)).tolist()
     at = np.array(order[: config.steps * config.batch]).reshape(config.steps, config.batch)
     return X[at], one_hot(y, config.classes)[at]
+
+
+# ---- the model as a whole --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Model:
+    """An opened model: how raw cells become inputs, and the weights."""
+
+    config: Config
+    markers: tuple[str, ...]
+    classes: tuple[str, ...]
+    cofactor: float  # of arcsinh(x / cofactor); 0 for none
+    mean: F64  # (m,)
+    scale: F64  # (m,)
+    weights: Weights | None = None
+
+    def prepare(self, cells: F64) -> F64:
+        return standardise(cells, self.cofactor, self.mean, self.scale)
+
+    def logits(self, X: F64) -> F64:
+        """Of mean-pooled inputs in prepared units, (n, m) → (n, o)."""
+        if self.weights is None:
+            raise ParameterError("this model is encrypted; predict with predict-cellcnn, or open it")
+        return logits(self.weights, X)
+
+    def predict(self, X: F64) -> list[str]:
+        return [self.classes[k] for k in predict(self.logits(X))]
+
+    def association(self) -> F64:
+        """How much each filter speaks for each class: V against the mean of the other classes, (h, o)."""
+        assert self.weights is not None
+        V = self.weights.V
+        return np.asarray(V - (V.sum(axis=1, keepdims=True) - V) / (V.shape[1] - 1))
+
+    def response(self, cells: F64, label: int) -> F64:
+        """Filter response of every prepared cell, for the filter that speaks most for that class."""
+        assert self.weights is not None
+        return np.asarray(cells @ self.weights.W[:, self.association()[:, label].argmax()])
+
+    def to_json(self) -> str:
+        plain: dict[str, Any] = {
+            "format": "cloister-cellcnn/1",
+            "config": dataclasses.asdict(self.config),
+            "markers": list(self.markers),
+            "classes": list(self.classes),
+            "cofactor": self.cofactor,
+            "mean": self.mean.tolist(),
+            "scale": self.scale.tolist(),
+            "W": None if self.weights is None else self.weights.W.tolist(),
+            "V": None if self.weights is None else self.weights.V.tolist(),
+        }
+        return json.dumps(plain)
+
+    @classmethod
+    def from_json(cls, text: str) -> Model:
+        try:
+            raw = json.loads(text)
+            if raw["format"] != "cloister-cellcnn/1":
+                raise ValueError
+            config = Config(**raw["config"])
+            m, h, o = config.markers, config.filters, config.classes
+            weights = None
+            if raw["W"] is not None:
+                W, V = (np.array(raw[k], np.float64).reshape(s) for k, s in (("W", (m, h)), ("V", (h, o))))
+                weights = Weights(W, V, np.zeros((m, h)), np.zeros((h, o)))
+            mean, scale = (np.array(raw[k], np.float64).reshape(m) for k in ("mean", "scale"))
+            return cls(
+                config, tuple(raw["markers"]), tuple(raw["classes"]), float(raw["cofactor"]), mean, scale, weights
+            )
+        except (ValueError, KeyError, TypeError):
+            raise ParameterError("this is no CellCnn model of Cloister; name the model.json of a training") from None
+
+
+def standardise(cells: F64, cofactor: float, mean: F64, scale: F64) -> F64:
+    """Take arcsinh(x / cofactor), then (x - mean) / scale; constant markers become 0."""
+    x = np.arcsinh(cells / cofactor) if cofactor else cells
+    return np.asarray(np.where(scale > 0, (x - mean) / np.where(scale > 0, scale, 1.0), 0.0))
+
+
+def consensus_filters(
+    models: Sequence[Weights], scores: Sequence[float], *, best: int = 3, threshold: float = 0.2
+) -> tuple[F64, F64]:
+    """Representative filters of the best models [AC17].
+
+    Filters closer than `threshold` in cosine distance form a cluster; of each, the member nearest to all others stays.
+    Returns (filters (k, m), their dense weights (k, o)); clusters of one model alone are kept.
+    """
+    from scipy.cluster.hierarchy import fcluster, linkage
+    from scipy.spatial.distance import pdist, squareform
+
+    chosen = np.argsort(scores)[::-1][:best]
+    W = np.concatenate([models[k].W.T for k in chosen])
+    V = np.concatenate([models[k].V for k in chosen])
+    distance = pdist(W, "cosine")
+    cluster = fcluster(linkage(distance, "average"), threshold, "distance")
+    square = squareform(distance)
+    rows = []
+    for k in np.unique(cluster):
+        members = np.flatnonzero(cluster == k)
+        rows.append(members[square[np.ix_(members, members)].sum(axis=1).argmin()])
+    return W[rows], V[rows]

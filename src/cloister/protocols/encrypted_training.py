@@ -302,6 +302,14 @@ def load_keys(params: Params, store: KeyStore, *, site: bool) -> Keys:
     return Keys(name, public, relin, turned, secret)
 
 
+def load_trained(params: Params, store: KeyStore, *, site: bool) -> Trained:
+    """An encrypted model from a party's folder, for prediction."""
+    step, state = store.get_state(ckks.context(params.ckks))
+    if step != params.config.steps:
+        raise DataError(f"the training in {store!r} stopped after step {step} of {params.config.steps}; let it finish")
+    return Trained(params, load_keys(params, store, site=site), state["model"])
+
+
 # ---- roles -----------------------------------------------------------------------------------------------------------
 
 
@@ -356,6 +364,8 @@ async def holder(
             for g, c0 in enumerate(fresh.c0)
         ]
     done = Trained(params, keys, model)
+    if store is not None:
+        store.put_state(c, params.config.steps, {"model": model})
     if params.open_model:
         for packed in archive:
             ledger.admit(packed)

@@ -157,3 +157,7 @@ async def server(ch: Channel, params: Params, M: F64, *, entropy: Entropy) -> No
             out0.append(c.pack(y0))
             out1.append(c.pack(y1))
     await ch.send(q, Answer(tuple(out0), tuple(out1)))  # L2
+
+
+async def bystander(ch: Channel, params: Params) -> None:
+    """Play a party of the study that neither asks nor answers."""

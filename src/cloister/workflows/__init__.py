@@ -26,7 +26,16 @@ if TYPE_CHECKING:
 
     from cloister.seat import Outcome, Seat
 
-NAMES = ("bin-values", "find-outliers", "shared-pca", "map-labels", "propagate-labels", "fine-tune")
+NAMES = (
+    "bin-values",
+    "find-outliers",
+    "shared-pca",
+    "map-labels",
+    "propagate-labels",
+    "fine-tune",
+    "train-cellcnn",
+    "predict-cellcnn",
+)
 
 
 @dataclass(frozen=True)

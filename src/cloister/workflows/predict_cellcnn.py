@@ -1,0 +1,156 @@
+"""Predict the class of a site's donors with a CellCnn that stays encrypted, or that was opened (`predict-cellcnn`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from cloister import cells
+from cloister.errors import DataError, ParameterError
+from cloister.models import cellcnn
+from cloister.protocols import private_prediction
+from cloister.seat import Outcome, Seat
+from cloister.study import Party
+from cloister.workflows import Workflow
+from cloister.workflows.train_cellcnn import donor_means
+
+if TYPE_CHECKING:
+    from anndata import AnnData
+
+    from cloister.protocols.encrypted_training import Trained
+
+
+@dataclass(frozen=True)
+class Options:
+    query: str = field(metadata={"help": "the site whose donors are predicted"})
+    keep: str = field(metadata={"help": "folder of the training: train-cellcnn's keep"})
+    sample_key: str = field(default="donor", metadata={"help": "column of obs that names the donor of a cell"})
+    opened: bool = field(default=False, metadata={"help": "use the opened model, held by the coordinator"})
+    max_donors: int = field(default=64, metadata={"help": "most donors that a query may have; public"})
+    key_added: str = field(default="predicted", metadata={"help": "column of obs that is written"})
+
+    def __post_init__(self) -> None:
+        if self.max_donors < 1 or not self.key_added or not self.keep:
+            raise ParameterError("options: max_donors at least 1, and names for keep and key_added")
+
+
+def check(adata: AnnData, options: Options) -> list[str]:
+    cells.check_cells(adata, allow_negative=True)
+    if options.sample_key not in adata.obs:
+        raise DataError(f"adata.obs['{options.sample_key}'] is missing; name the column of donors with sample_key=")
+    return []
+
+
+def load_model(options: Options, me: Party) -> cellcnn.Model:
+    path = Path(options.keep) / me / "model.json"
+    try:
+        return cellcnn.Model.from_json(path.read_text(encoding="utf-8"))
+    except OSError:
+        raise DataError(f"there is no model at {path}; run train-cellcnn with keep={options.keep!r} first") from None
+
+
+def trained_of(options: Options, study: Seat, made: cellcnn.Model) -> Trained:
+    from cloister.protocols import encrypted_training
+    from cloister.protocols.cellcnn_circuit import choose_ring
+    from cloister.protocols.key_store import KeyStore
+
+    sites, hub = study.study.sites, study.study.coordinator
+    params = encrypted_training.Params(sites, hub, choose_ring(made.config, len(sites)), made.config)
+    store = KeyStore(options.keep, study.me)
+    return encrypted_training.load_trained(params, store, site=study.role == "site")
+
+
+def predict_cellcnn(adata: AnnData, study: Seat, **given: Any) -> list[tuple[str, str, float]]:
+    """Predict the class of each of this site's donors, or help another site to.
+
+    Returns
+    -------
+    (donor, class, score) per donor at the querying site, else nothing. Sets there, per cell of the donor,
+
+    `adata.obs[key_added]`, `adata.obs[key_added + "_score"]` : :class:`pandas.Series`
+        The class, and the fitted sigmoid of its logit.
+
+    Reveals
+    -------
+    querier : the logits of its donors.
+    coordinator, other sites : nothing of the data or the answer; with opened=true the coordinator holds the model.
+    """
+    options = Options(**given)
+    check(adata, options)
+    made = load_model(options, study.me)
+    asking = study.me == options.query
+    X: Any = np.zeros((0, made.config.markers))
+    donors: list[str] = []
+    if asking:
+        X, donors, _ = donor_means(made, adata, options.sample_key)
+        if len(donors) > options.max_donors:
+            raise DataError(
+                f"{len(donors)} donors, more than max_donors={options.max_donors}; agree on a larger number"
+            )
+    U = ask(study, options, made, X)
+    if not asking:
+        return []
+    found = [made.classes[k] for k in cellcnn.predict(U)]
+    scores = cellcnn.sigmoid(made.config, U).max(axis=1)
+    names = adata.obs[options.sample_key].astype(str).to_numpy()
+    at = {d: i for i, d in enumerate(donors)}
+    rows = [at[n] for n in names]
+    cells.write_labels(
+        adata, options.key_added, [found[r] for r in rows], np.array([scores[r] for r in rows]), share_name="score"
+    )
+    return [(d, c, float(s)) for d, c, s in zip(donors, found, scores, strict=True)]
+
+
+def ask(study: Seat, options: Options, made: cellcnn.Model, X: Any) -> Any:
+    """Play this party's role in the prediction; logits at the querier."""
+    sites, hub, query = study.study.sites, study.study.coordinator, Party(options.query)
+    if query not in sites:
+        raise ParameterError(f"option 'query' names '{query}', which is no site of the study")
+    if options.opened:
+        chunks = -(-options.max_donors // private_prediction.RING.slots)
+        p = private_prediction.Params(query, hub, made.config.markers, made.config.classes, chunks)
+        if study.me == query:
+            return study.run(private_prediction.querier, p, X)
+        if study.me != hub:
+            return study.run(private_prediction.bystander, p)
+        if made.weights is None:
+            raise DataError("the model was not opened; train with open_model=true, or predict with opened=false")
+        return study.run(private_prediction.server, p, made.weights.M)
+    from cloister.protocols import oblivious_prediction
+
+    trained = trained_of(options, study, made)
+    ring, n = trained.params.ckks, len(sites)
+    chunks = oblivious_prediction.chunks(made.config, ring, n, options.max_donors)
+    q = oblivious_prediction.Params(sites, hub, query, ring, made.config, chunks)
+    if study.me == query:
+        return study.run(oblivious_prediction.querier, q, trained, X)
+    if study.me == hub:
+        return study.run(oblivious_prediction.aggregator, q, trained)
+    return study.run(oblivious_prediction.holder, q, trained)
+
+
+def part(study: Seat, adata: AnnData | None, options: Options) -> Outcome:
+    if study.role == "auxiliary":
+        return Outcome()
+    if study.role == "coordinator":
+        made = load_model(options, study.me)
+        ask(study, options, made, None)
+        return Outcome(None, {})
+    if adata is None:
+        raise DataError("a site needs cells; name them with --data")
+    rows = predict_cellcnn(adata, study, **vars(options))
+    table = [{"donor": d, "class": c, "score": s} for d, c, s in rows]
+    return Outcome(adata, {"predictions": table} if rows else {})
+
+
+WORKFLOW = Workflow(
+    name="predict-cellcnn",
+    summary="predict the class of a site's donors with an encrypted or an opened CellCnn",
+    options=Options,
+    protocols={"hardened": "oblivious_prediction"},
+    part=part,
+    check=check,
+)
