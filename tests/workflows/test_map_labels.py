@@ -42,6 +42,7 @@ def test_published_equals_hardened(sites):
     np.testing.assert_array_equal(*found)
 
 
+@pytest.mark.slow
 def test_processes_give_the_same(sites):
     few = {name: adata[:40].copy() for name, adata in sites.items()}
     one, two = (cl.rehearse("map-labels", data=few, processes=p, share=True, **OPTIONS) for p in (False, True))
@@ -178,6 +179,7 @@ def forget(adata):
         ("basel", lambda a: a.obs.pop("cell_type"), {}, "is missing; there is"),
         ("basel", lambda a: None, {"query": "geneva"}, "'geneva' is not a party of this study"),
         ("basel", lambda a: None, {"query": "coordinator"}, "must name a site"),
+        ("basel", lambda a: None, {"query": ""}, "needs the option 'query'"),
         ("basel", lambda a: None, {"computing": ("basel", "basel", "vienna")}, "three different parties"),
         ("basel", lambda a: None, {"computing": ("basel", "nobody", "vienna")}, "'nobody' is not a party"),
         ("basel", lambda a: None, {"precision": 99}, "from 24 to 64"),

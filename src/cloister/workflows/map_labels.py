@@ -23,7 +23,7 @@ UNKNOWN = "unknown"
 
 @dataclass(frozen=True)
 class Options:
-    query: str = field(metadata={"help": "the site whose cells are labelled; all others offer references"})
+    query: str = field(default="", metadata={"help": "the site whose cells are labelled; all others offer references"})
     label_key: str = field(default="cell_type", metadata={"help": "column of obs with the references' labels"})
     use_rep: str = field(default="X_pca", metadata={"help": "embedding in obsm, in one space at all sites"})
     n_neighbors: int = field(default=10, metadata={"help": "neighbours that vote"})
@@ -72,6 +72,8 @@ class Options:
 
 def computing_parties(study: Study, query: Party, chosen: Sequence[str] = ()) -> tuple[Party, Party, Party]:
     """Who computes: those named, or the querier and two sites with references, or the coordinator for want of one."""
+    if not query:
+        raise ParameterError("'map-labels' needs the option 'query': name the site whose cells are labelled")
     for name in (query, *chosen):
         if name not in study.parties:
             raise ParameterError(f"'{name}' is not a party of this study; there are {', '.join(study.parties)}")
