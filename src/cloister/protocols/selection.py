@@ -8,9 +8,9 @@
 
 Rows that go different ways take their steps together, so a step of all rows is one batch of comparisons.
 
-s and t are chosen so that S3 fails in one row of a hundred and the expected number of comparisons is smallest: a little
-more than one per candidate of a long row. Everything here is decided by the outcome of comparisons between entries in
-uniformly random order, so it tells nothing about the entries.
+s and t are chosen so that S3 fails in at most three rows of a hundred and the expected number of comparisons is
+smallest: a little more than one per candidate of a long row. Everything here is decided by the outcome of comparisons
+between entries in uniformly random order, so it tells nothing about the entries.
 
 References
 ----------
@@ -34,37 +34,43 @@ Pairs: TypeAlias = tuple[Index, Index]
 Search: TypeAlias = Generator[Pairs, U8, Index]  # asks for comparisons, gets their outcome, ends with places
 
 FEW = 24  # candidates whose pairs are all compared
-MISS = 0.01  # rows in which the pivot may turn out too small
+MISSES = (0.03, 0.01, 0.002)  # shares of rows in which the pivot may turn out too small, to choose from
 STEP = 20_000.0  # what one more step costs, in comparisons
 
 
-def tail(n: int, p: float, t: int) -> float:
-    """P(Binomial(n, p) ≥ t)."""
-    return 1.0 - sum(math.comb(n, i) * p**i * (1 - p) ** (n - i) for i in range(min(t, n + 1)))
+def pivot_rank(n: int, k: int, s: int, miss: float) -> int:
+    """Smallest t such that the t-th of a sample of s is among the k - 1 smallest of n in a share `miss` of rows."""
+    p = s / n
+    mass = (1 - p) ** (k - 1)  # of exactly i of them in the sample, i = 0
+    rest = 1.0 - mass
+    for i in range(min(k - 1, s)):
+        if rest <= miss:
+            return i + 1
+        mass *= (k - 1 - i) / (i + 1) * p / (1 - p)
+        rest -= mass
+    return min(k, s)
 
 
-def pivot_rank(n: int, k: int, s: int) -> int:
-    """Smallest t such that the t-th of a sample of s is rarely among the k - 1 smallest of n."""
-    for t in range(1, s + 1):
-        if tail(k - 1, s / n, t) <= MISS:
-            return t
-    return s
+def plan(n: int, k: int, rows: int) -> tuple[float, int, int]:
+    """Expected comparisons per row, sample size s and rank t; s = 0: compare all pairs."""
+    coarse = max(0, n.bit_length() - 6)  # to within 3 %, so that few plans have to be made
+    return _plan(n >> coarse << coarse, k, 1 << round(math.log2(rows)))
 
 
 @functools.cache
-def plan(n: int, k: int, rows: int) -> tuple[float, int, int]:
-    """Expected comparisons per row, sample size s and rank t; s = 0: compare all pairs."""
+def _plan(n: int, k: int, rows: int) -> tuple[float, int, int]:
     all_pairs = n * (n - 1) / 2 + STEP / rows
     if n <= FEW or n <= k + 1:
         return all_pairs, 0, 0
     best = (all_pairs, 0, 0)
     s = max(4, k // 2)
     while s <= min(n // 2, n - k):
-        t = pivot_rank(n, k, s)
-        left = math.ceil(t * (n + 1) / (s + 1) * 1.2) + k
-        if t <= s and left < n:
-            total = plan(s, t, rows)[0] + (n - s) + STEP / rows + plan(left, k, rows)[0]
-            best = min(best, (total, s, t))
+        for miss in MISSES:
+            t = pivot_rank(n, k, s, miss)
+            left = math.ceil(t * (n + 1) / (s + 1) * 1.2) + k
+            if left < n:
+                total = plan(s, t, rows)[0] + (1 + miss) * (n - s) + STEP / rows + plan(left, k, rows)[0]
+                best = min(best, (total, s, t))
         s = math.ceil(s * 1.4)
     return best
 
