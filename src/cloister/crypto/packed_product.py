@@ -334,6 +334,11 @@ def check_weight(terms: Sequence[Term]) -> None:
         raise ParameterError(f"weights beyond 2^{plan.scheme.weight_bits}, where less was agreed: the noise would show")
 
 
+def flood_bits(scheme: Scheme) -> int:
+    """Of the noise that is added."""
+    return scheme.noise_bits + FLOOD_BITS
+
+
 def _hide(scheme: Scheme, encryptor: Any, ct: Any, mask: U64, entropy: Entropy) -> bytes:
     """The same plaintext plus `mask`, re-encrypted and flooded."""
     _, context, evaluator = _engine(scheme)
@@ -344,7 +349,7 @@ def _hide(scheme: Scheme, encryptor: Any, ct: Any, mask: U64, entropy: Entropy) 
     k, n = len(scheme.primes) - 1, scheme.degree
     body = np.frombuffer(blob, np.uint64, count=k * n, offset=len(blob) - 2 * k * n * 8).reshape(k, n)
     primes = [m.value() for m in context.first_context_data().parms().coeff_modulus()]
-    prg, left, weight = entropy.prg(), scheme.noise_bits + FLOOD_BITS, 0
+    prg, left, weight = entropy.prg(), flood_bits(scheme), 0
     negative = prg.bits(n) == 1
     noise = np.zeros((k, n), np.uint64)
     while left > 0:  # uniform in ±2^(noise + 40), limb by limb

@@ -1,0 +1,107 @@
+"""Replay what the parties of a label propagation can rebuild: it works on `published`, and not on `hardened`."""
+
+import numpy as np
+import pytest
+
+from cloister.attacks import propagation as attack
+from cloister.protocols import label_propagation, private_propagation
+from cloister.protocols.label_propagation import Params
+from cloister.study import Party
+from cloister.testing import Case, check_no_errors, run_protocol, values
+
+HUB, SPY = Party("hub"), Party("site-0")
+BITS = 2048
+
+
+def case(d, classes=3, sizes=(48, 40, 40), labelled=0.4, seed=0, spread=1.0):
+    """The spying site has labels for all of its points, the others for some."""
+    rng = np.random.default_rng(seed)
+    centres = spread * rng.normal(size=(classes, d))
+    names = tuple(Party(f"site-{i}") for i in range(len(sizes)))
+    inputs = {}
+    for u, n in zip(names, sizes, strict=True):
+        y = rng.integers(0, classes, n)
+        share = 1 if u == SPY else labelled
+        inputs[u] = (centres[y] + rng.normal(size=(n, d)), [f"{c}" if rng.random() < share else None for c in y])
+    return Case(Params(names, HUB, BITS, 8), inputs)
+
+
+def spied(module, columns):
+    """The role of the spying site, which also keeps what it is sent."""
+
+    async def role(ch, params, vectors, labels, *, entropy, identity):
+        recv = ch.recv
+
+        async def keeping(sender, kind, **shapes):
+            found = await recv(sender, kind, **shapes)
+            if kind is label_propagation.Columns:
+                columns.append(found.s)
+            return found
+
+        ch.recv = keeping
+        return await module.site(ch, params, vectors, labels, entropy=entropy, identity=identity)
+
+    return role
+
+
+@pytest.mark.parametrize(("module", "bites"), [(label_propagation, True), (private_propagation, False)])
+def test_vectors_from_what_the_server_sees_and_one_sites_points(module, bites):
+    """Thirty dimensions and no clusters; how much a graph tells in fewer dimensions is in docs/propagate-labels.md."""
+    c = case(30, spread=0.0)
+    run = run_protocol(module, c)
+    check_no_errors(run)
+    (served,) = values(run)[HUB]
+    truth = np.concatenate([c.inputs[u][0] for u in served.sites])
+    known, rest = np.arange(48), np.arange(48, len(truth))
+    if served.distances is not None:
+        views = [attack.cosines(served.distances, BITS)]
+    else:
+        hops = (np.full(served.keys.shape, BITS // 4) << 7) + (served.keys & 127)  # 128 points: seven bits of index
+        views = [attack.paths(served.keys, BITS), attack.paths(hops, BITS)]
+    best = max(np.median(attack.hits(attack.rebuild_vectors(v, known, truth[known]), truth)[rest]) for v in views)
+    assert (best > 0.97) if bites else (best < 0.6)
+
+
+@pytest.mark.parametrize(("module", "bites"), [(label_propagation, True), (private_propagation, False)])
+def test_labels_from_what_a_site_is_sent(module, bites):
+    c = case(6)
+    columns = []
+    run = run_protocol(module, c, roles={SPY: spied(module, columns)})
+    check_no_errors(run)
+    found = values(run)[SPY]
+    mine = np.arange(48)
+    labels = label_propagation.label_codes(c.inputs[SPY][1], found.classes)
+    rest = [name for u in c.params.sites[1:] for name in c.inputs[u][1]]
+    truth = label_propagation.label_codes(rest, found.classes)
+    others = np.arange(48, 48 + len(truth))
+    guess = attack.solve_labels(
+        np.concatenate(columns, axis=1) if columns else None, found.scores, mine, labels, others
+    )
+    known = truth >= 0
+    recovered = (guess[known] == truth[known]).mean()
+    chance = np.bincount(truth[known]).max() / known.sum()
+    assert bool(columns) == bites
+    assert recovered > 0.75 if bites else recovered <= chance
+
+
+@pytest.mark.parametrize("module", [label_propagation, private_propagation])
+def test_server_and_site_together_find_labels_in_both_modes(module):
+    """What neither mode protects from, and both say: the server knows S, the site its rows of Z."""
+    from cloister.models import graph
+
+    c = case(6)
+    run = run_protocol(module, c)
+    check_no_errors(run)
+    (served,), found = values(run)[HUB], values(run)[SPY]
+    keys = served.keys
+    if keys is None:
+        keys = label_propagation.smallest_blocks(served.distances, c.params.n_neighbors)
+    W = graph.adjacency(keys, BITS)
+    S = np.concatenate([b for _, b in graph.influence(W, c.params.alpha, served.labelled, served.labelled)], axis=1)
+    names = [name for u in c.params.sites for name in c.inputs[u][1]]
+    truth = label_propagation.label_codes(names, found.classes)[served.labelled]
+    own = served.labelled < 48
+    left = S[:48].astype(float)
+    target = found.scores - left[:, own] @ graph.one_hot(truth[own], 3)
+    solved = np.linalg.lstsq(left[:, ~own], target, rcond=None)[0]
+    assert (solved.argmax(axis=1) == truth[~own]).mean() > 0.9

@@ -1,0 +1,79 @@
+import numpy as np
+import pytest
+
+pytest.importorskip("nacl")
+
+from cloister.crypto import oblivious_transfer as ot
+from cloister.crypto.entropy import Entropy
+from cloister.crypto.prg import Prg
+from cloister.errors import ParameterError, ProtocolAbort
+
+E = Entropy()
+
+
+@pytest.fixture(scope="module")
+def base():
+    sender, s = ot.BaseSender(E), Prg(bytes(32)).bits(ot.BASE)
+    replies, chosen = ot.base_receive(sender.point, s, b"run", E)
+    return s, chosen, *sender.keys(replies, b"run")
+
+
+def test_base_transfers_give_the_chosen_key_and_not_the_other(base):
+    s, chosen, first, second = base
+    for i in range(ot.BASE):
+        assert chosen[i] == (first, second)[s[i]][i]
+        assert chosen[i] != (second, first)[s[i]][i]
+    assert len({*first, *second}) == 2 * ot.BASE
+
+
+def test_base_keys_belong_to_the_run():
+    sender, s = ot.BaseSender(E), np.zeros(2, np.uint8)
+    replies, chosen = ot.base_receive(sender.point, s, b"run", E)
+    assert sender.keys(replies, b"other run")[0][0] != chosen[0]
+
+
+@pytest.mark.parametrize("bad", [b"", bytes(32), b"\x01" + bytes(31), b"\xff" * 32, b"\x05" + bytes(31)])
+def test_points_outside_the_group_are_refused(bad):
+    """Among them the neutral element and a point of low order."""
+    with pytest.raises(ProtocolAbort, match="point of the group"):
+        ot.base_receive(bad, np.zeros(1, np.uint8), b"run", E)
+    with pytest.raises(ProtocolAbort, match="point of the group"):
+        ot.BaseSender(E).keys([bad], b"run")
+
+
+def test_extension(base):
+    s, chosen, first, second = base
+    receiver, sender = ot.ExtensionReceiver(first, second), ot.ExtensionSender(s, chosen)
+    for m in (8, 4096 * 8 + 64):  # two batches of one pair of streams
+        x = Prg(bytes(range(32))).bits(m)
+        u, t = receiver.extend(x)
+        q = sender.extend(u)
+        np.testing.assert_array_equal(q, t ^ (x[:, None] * sender.s))
+    with pytest.raises(ParameterError):
+        receiver.extend(x[:7])
+
+
+def test_what_the_sender_sees_does_not_depend_on_the_choices(base):
+    _, _, first, second = base
+    seen = [ot.ExtensionReceiver(first, second).extend(np.full(8000, x, np.uint8))[0] for x in (0, 1)]
+    for u in seen:
+        assert abs(np.unpackbits(u).mean() - 0.5) < 0.005  # 128 000 bits: 3.5 standard deviations
+
+
+def test_transpose():
+    rows = np.random.default_rng(0).integers(0, 256, (128, 2050), dtype=np.uint8)
+    bits = np.unpackbits(rows, axis=1, bitorder="little")
+    np.testing.assert_array_equal(np.unpackbits(ot.transpose(rows), axis=1, bitorder="little"), bits.T)
+
+
+def test_pads_are_numbered_and_as_long_as_asked():
+    pads = ot.Pads(b"run")
+    rows = np.zeros((3, 16), np.uint8)
+    long = pads.pad(rows, 5, 40, np.uint16)
+    assert long.shape == (3, 40)
+    np.testing.assert_array_equal(long[:, :9], pads.pad(rows, 5, 9, np.uint16))
+    np.testing.assert_array_equal(long[1], pads.pad(rows[:1], 6, 40, np.uint16)[0])
+    assert len({r.tobytes() for r in long}) == 3  # equal rows, other numbers
+    assert (ot.Pads(b"other").pad(rows, 5, 40, np.uint16) != long).mean() > 0.99
+    blocks = pads.pad(rows, 0, 64, np.uint8).reshape(3, 4, 16)
+    assert len({b.tobytes() for b in blocks.reshape(-1, 16)}) == 12
