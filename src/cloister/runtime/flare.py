@@ -36,12 +36,11 @@ from nvflare.fuel.f3.cellnet.utils import new_cell_message
 from nvflare.fuel.f3.message import Message
 
 from cloister.errors import CloisterError
-from cloister.runtime.kit import RUNS, STOPPING, Kit
+from cloister.runtime.kit import RUNS, STOPPING, TASK, Kit
 from cloister.runtime.link import PING, Unreachable
 from cloister.runtime.party import Ended, Turn, log, lost
 from cloister.study import Party
 
-TASK = "take-turn"
 CHANNEL, TOPIC = "cloister", "frame"
 WORD = "word"  # key of a reply: how it ended there
 

@@ -26,6 +26,7 @@ from cloister.crypto.agreement import Identity
 from cloister.errors import ParameterError, ProtocolAbort, RefusedError
 from cloister.study import Party, Role, Study
 
+TASK = "take-turn"  # what FLARE calls a run's only task
 RUNS = "runs"  # folder of a coordinator's kit: how each run ended
 STOPPING = "stopping"  # file that is there while the service stops
 DATA = "CLOISTER_DATA"  # a service that is started for one run finds its cells here

@@ -4,7 +4,7 @@
         outcome.json          done, or where and why not, in words
         run.json, ...         the same files as of a rehearsal, for this party only (`cloister.results`)
 
-The words of an error stay in that folder. The others hear `(protocol, line, code)` from the channel, and FLARE the same.
+The words of an error stay in that folder. The others hear `(protocol, line, code)` from the channel, FLARE the same.
 """
 
 from __future__ import annotations

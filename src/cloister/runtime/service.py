@@ -29,18 +29,13 @@ from pathlib import Path
 from typing import IO, Any, NoReturn
 
 from cloister.errors import MissingExtra, ParameterError, PeerLost, UsageError
-from cloister.runtime.kit import RUNS, STOPPING, Kit
+from cloister.runtime.kit import RUNS, STOPPING, TASK, Kit
 from cloister.runtime.party import Ended
 from cloister.runtime.provision import ORGANISATION, USER
 
 HUB, GUEST, LAUNCHER = (f"cloister.runtime.flare.{name}" for name in ("Hub", "Guest", "Launcher"))
-TASK = "take-turn"  # as in cloister.runtime.flare, which only FLARE's processes import
 BEAT, DEAD_AFTER = 10.0, 30  # seconds between a client's signs of life; after which the server forgets it
-CONNECT, SCHEDULE, SILENT = (
-    60.0,
-    60.0,
-    10.0,
-)  # seconds that `run_study` waits for parties, for FLARE to start the job, for its server to answer
+CONNECT, SCHEDULE = 60.0, 60.0  # seconds that `run_study` waits for answers, and for FLARE to start the job
 
 log = logging.getLogger("cloister.runtime")
 
@@ -337,7 +332,11 @@ def run_study(
     with _session(kit) as session:
         _wait_for_parties(kit, session, tell)
         with tempfile.TemporaryDirectory(prefix="cloister-") as work:
-            run = session.submit_job(str(_write_job(Path(work), kit)))
+            job = _write_job(Path(work), kit)
+            try:
+                run = session.submit_job(str(job))
+            except Exception as e:
+                raise _silent(kit, e) from None
         tell(f"run {run[:8]} submitted")
         try:
             ended = _follow(kit, session, run, end, tell)
@@ -352,7 +351,7 @@ def run_study(
 @contextlib.contextmanager
 def _session(kit: Kit) -> Iterator[Any]:
     try:
-        from nvflare.fuel.flare_api.flare_api import NoConnection, new_secure_session
+        from nvflare.fuel.flare_api.flare_api import new_secure_session
     except ImportError:
         raise MissingExtra("nvflare", "flare") from None
     logging.getLogger("nvflare").addHandler(logging.NullHandler())
@@ -362,20 +361,20 @@ def _session(kit: Kit) -> Iterator[Any]:
             with _quiet():
                 session = new_secure_session(USER, str(kit.path / "admin"), timeout=10.0)
             break
-        except NoConnection:
+        except Exception as e:  # no connection, or a login that took too long
             if not is_running(kit) or time.monotonic() > end:
-                raise PeerLost(
-                    "flare",
-                    "-",
-                    "lost",
-                    f"the coordinator's service does not answer; start it: cloister site {kit.path}",
-                ) from None
+                raise _silent(kit, e) from None
             time.sleep(0.5)
     try:
         yield session
     finally:
         with contextlib.suppress(Exception), _quiet():
             session.close()
+
+
+def _silent(kit: Kit, e: Exception) -> PeerLost:
+    why = f"the coordinator's service does not answer ({type(e).__name__}); start it: cloister site {kit.path}"
+    return PeerLost("flare", "-", "lost", why)
 
 
 def _quiet() -> contextlib.AbstractContextManager[IO[str]]:
@@ -440,10 +439,8 @@ def _follow(kit: Kit, session: Any, run: str, end: float, tell: Callable[[str], 
             status = str(session.get_job_meta(run).get("status", ""))
             heard = time.monotonic()
         except Exception as e:  # whatever FLARE makes of a server that is away
-            if time.monotonic() - heard > SILENT:
-                raise PeerLost(
-                    "flare", "-", "lost", f"the coordinator's service is gone ({type(e).__name__})"
-                ) from None
+            if not is_running(kit) or time.monotonic() - heard > CONNECT:
+                raise _silent(kit, e) from None
             status = told
         if status != told:
             tell(f"run {run[:8]} {status.lower()}")
