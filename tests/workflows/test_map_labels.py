@@ -95,7 +95,7 @@ def test_prototypes_are_fewer_and_nearly_as_good(sites):
     assert few.results["vienna"]["accuracy"] > whole.results["vienna"]["accuracy"] - 0.15
     assert sum(c["bytes"] for c in few.cost.values()) < sum(c["bytes"] for c in whole.cost.values())
     x, names = workflow.references(sites["basel"], workflow.Options("vienna"))
-    rows, labels = workflow.prototypes(x, names, 3, np.random.default_rng(0))
+    rows, labels = workflow.metacells(x, names, 3, np.random.default_rng(0))
     assert pd.Series(labels).value_counts().max() == 3
     assert set(labels) == set(names)
     assert len(rows) == len(labels)

@@ -93,16 +93,53 @@ def who_computes(study: Study, computing: Sequence[Party]) -> str:
     return text
 
 
-def map_labels(adata: AnnData, study: Seat, *, copy: bool = False, **options: Any) -> AnnData | None:
+def map_labels(
+    adata: AnnData,
+    study: Seat,
+    *,
+    query: str,
+    label_key: str = "cell_type",
+    use_rep: str = "X_pca",
+    n_neighbors: int = 10,
+    key_added: str = "mapped",
+    share: bool = False,
+    max_distance: float | None = None,
+    labels: Sequence[str] = (),
+    bound: float | None = None,
+    precision: int = 40,
+    prototypes: int = 0,
+    round_to: int = 0,
+    computing: Sequence[str] = (),
+    copy: bool = False,
+) -> AnnData | None:
     """Label cells by their nearest neighbours in references that stay at other sites.
 
     Parameters
     ----------
     adata
         Cells to label. `adata.obsm[use_rep]` must lie in the space of the references.
-    query, label_key, use_rep, n_neighbors, key_added, share, max_distance, labels, bound, precision, prototypes, \
-round_to, computing
-        As in `Options`; the same at all parties.
+    query
+        The site that asks; the same at all parties, as all options are.
+    label_key
+        Column of `obs` that holds the references' labels.
+    n_neighbors
+        Neighbours that vote.
+    share
+        Whether you also learn the share of votes that each label got.
+    max_distance
+        Cells farther than this from every reference are called ``unknown``.
+    labels
+        The vocabulary; by default all label names that the sites announce.
+    bound
+        Largest Euclidean norm of a cell; by default it is found under sharing, to a quarter of a power of two.
+    precision
+        Bits of a distance with its label under sharing; 32 is faster, 64 finer.
+    prototypes
+        Replace each site's references by at most so many means per label.
+    round_to
+        Announce numbers of cells rounded up to a multiple of this; by default to an eighth of their power of two.
+    computing
+        The three parties that compute; by default the querier and two more.
 
     Returns
     -------
@@ -112,6 +149,8 @@ round_to, computing
         The label most of the `n_neighbors` nearest references carry (``category``), or ``unknown``.
     `adata.obs[f"{key_added}_share"]` : :class:`pandas.Series`
         The share of neighbours that carry it (``float``), if `share`.
+    `adata.uns["cloister"]["map-labels"]` : :class:`str`
+        The receipt, one JSON string.
 
     Reveals
     -------
@@ -120,7 +159,21 @@ round_to, computing
     published : the same, and everyone learns the true numbers of cells.
     plain : all sites and the coordinator see your embeddings; the coordinator can compute many references.
     """
-    chosen = Options(**options)
+    chosen = Options(
+        query,
+        label_key,
+        use_rep,
+        n_neighbors,
+        key_added,
+        share,
+        max_distance,
+        tuple(labels),
+        bound,
+        precision,
+        prototypes,
+        round_to,
+        tuple(computing),
+    )
     if study.me != chosen.query:
         raise ParameterError(f"'{study.me}' offers references in this study, '{chosen.query}' asks: use offer_labels")
     adata = adata.copy() if copy else adata
@@ -133,7 +186,24 @@ round_to, computing
     return adata if copy else None
 
 
-def offer_labels(adata: AnnData, study: Seat, **options: Any) -> None:
+def offer_labels(
+    adata: AnnData,
+    study: Seat,
+    *,
+    query: str,
+    label_key: str = "cell_type",
+    use_rep: str = "X_pca",
+    n_neighbors: int = 10,
+    key_added: str = "mapped",
+    share: bool = False,
+    max_distance: float | None = None,
+    labels: Sequence[str] = (),
+    bound: float | None = None,
+    precision: int = 40,
+    prototypes: int = 0,
+    round_to: int = 0,
+    computing: Sequence[str] = (),
+) -> None:
     """Let another site's cells be labelled by the labelled cells of this one, which stay here.
 
     Takes the same options as `map_labels`, and writes nothing. Cells without a label are left out.
@@ -142,13 +212,27 @@ def offer_labels(adata: AnnData, study: Seat, **options: Any) -> None:
     -------
     As `map_labels`; of your cells, only their rounded number and, unless a vocabulary is agreed, your label names.
     """
-    chosen = Options(**options)
+    chosen = Options(
+        query,
+        label_key,
+        use_rep,
+        n_neighbors,
+        key_added,
+        share,
+        max_distance,
+        tuple(labels),
+        bound,
+        precision,
+        prototypes,
+        round_to,
+        tuple(computing),
+    )
     if study.me == chosen.query:
         raise ParameterError(f"'{study.me}' asks in this study, it offers nothing: use map_labels")
     check(adata, chosen)
     x, names = references(adata, chosen)
     if chosen.prototypes:
-        x, names = prototypes(x, names, chosen.prototypes, study.rng("prototypes"))
+        x, names = metacells(x, names, chosen.prototypes, study.rng("prototypes"))
     _play(study, chosen, x, names)
 
 
@@ -169,7 +253,7 @@ def references(adata: AnnData, options: Options) -> tuple[Any, Any]:
     return cells.embedding(adata, options.use_rep)[known], names
 
 
-def prototypes(x: Any, names: Any, per_label: int, rng: np.random.Generator) -> tuple[Any, Any]:
+def metacells(x: Any, names: Any, per_label: int, rng: np.random.Generator) -> tuple[Any, Any]:
     """Means of groups of cells (metacells), at most `per_label` for each label: Lloyd's algorithm, 20 steps."""
     rows, labels = [], []
     for name in np.unique(names):
