@@ -97,6 +97,39 @@ def bin_values(tell: Tell) -> tuple[list[Run], list[tuple[Any, ...]]]:
     return runs, rows
 
 
+def map_labels(tell: Tell) -> tuple[list[Run], list[tuple[Any, ...]]]:
+    """Accuracy of the labels that one site gets from the other two, against its own."""
+    from cloister.attacks import trilateration
+    from cloister.protocols import plain_knn
+    from cloister.workflows.mapping_baselines import mapping_baselines
+
+    sites, query = cells.demo_sites(), "vienna"
+    few = {p: a[::4].copy() for p, a in sites.items()}  # published takes ten to twenty times the bytes
+    runs, rows = [], []
+    for mode in ("hardened", "published", "plain"):
+        data = few if mode == "published" else sites
+        table = mapping_baselines(data, query=query)
+        run = rehearse("map-labels", data, mode=mode, query=query, on_event=tell)
+        pooled, alone = (
+            table["pooled k-NN"]["accuracy"],
+            max(table[f"{p} alone"]["accuracy"] for p in data if p != query),
+        )
+        found, leak = run.results[query]["accuracy"], "sizes only"
+        if mode == "plain":  # what the coordinator is sent, and what it makes of it
+            x = {p: np.rint(cells.embedding(a, "X_pca") * 2**16).astype(np.int64) for p, a in data.items()}
+            hits = 0
+            for p in x.keys() - {query}:
+                d2, numbers = plain_knn.nearest(x[query], x[p], np.zeros(len(x[p]), np.int64), 10)
+                view = trilateration.View(x[query].astype(float), numbers, d2.astype(float))
+                hits += trilateration.rebuilt(view, x[p].astype(float), within=2**16 / 100)
+            leak = f"{hits} of {sum(len(v) for p, v in x.items() if p != query)} references rebuilt"
+        runs.append(run)
+        figures = (f"{pooled:.1%}", f"{found:.1%}", f"{alone:.1%}")
+        rows.append(("map-labels", mode, "accuracy", *figures, leak, *cost_of(run)))
+    return runs, rows
+
+
 DEMOS: dict[str, Callable[[Tell], tuple[list[Run], list[tuple[Any, ...]]]]] = {
     "bin-values": bin_values,
+    "map-labels": map_labels,
 }
