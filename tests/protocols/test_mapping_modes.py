@@ -1,5 +1,6 @@
 """The other two modes of the mapping, and the terms that come before it."""
 
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from cloister.testing import (
     check_vectors,
     check_view,
     run_protocol,
+    transcript,
     values,
 )
 
@@ -126,6 +128,23 @@ def test_as_printed_duplicates_spoil_the_answer(monkeypatch):
     monkeypatch.setattr(replicated.Trio, "onehot_min", printed)
     spoiled = values(run_protocol(published_knn, c))[ASK].labels
     assert (spoiled != wanted).mean() > 0.2
+
+
+def test_published_shows_how_many_cells_a_site_has_and_hardened_does_not():
+    """Anyone who sees the sizes of a site's inputs divides by the width."""
+
+    def counted(module, c, core):
+        rows = transcript(run_protocol(module, c))["lugano"]
+        return max(size for name, _, size in rows if name == "replicated.Input") // (core.dims * core.ring.size)
+
+    found = {}
+    for n in (40, 50):
+        c = case(m=2, rows=(9, n), dims=40, pads=0, k=2, bound=30.0)
+        found["published", n] = counted(published_knn, Case(published_knn.Params(c.params), c.inputs), c.params)
+        padded = dataclasses.replace(c.params, rows=tuple(map(mapping_terms.rounded, c.params.rows)))
+        found["hardened", n] = counted(private_knn, Case(padded, c.inputs), padded)
+    assert found["published", 50] - found["published", 40] in (9, 10, 11)
+    assert found["hardened", 50] == found["hardened", 40]
 
 
 # ---- trilateration ---------------------------------------------------------------------------------------------------
