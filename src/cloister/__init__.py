@@ -26,6 +26,7 @@ _PUBLIC = {
     "write_cells": "cell_files",
     "demo_sites": "cells",
     "bin_values": "workflows.bin_values",
+    "find_outliers": "workflows.find_outliers",
     "shared_pca": "workflows.shared_pca",
     "embed": "workflows.embed",
     "map_labels": "workflows.map_labels",

@@ -32,7 +32,7 @@ What secure sum, common seed and count tests assume. With two sites, each can su
 
 Cost
 ----
-Per level two sums and one more per try of another axis; about 2 MB and 40 sums per site for 100 trees of 256 rows.
+Per level two sums and one more per try of another axis; about 0.6 MB and 25 to 60 sums per site for 100 trees of 256.
 Local time is linear in the rows.
 
 References
@@ -77,7 +77,7 @@ class Params:
     least: int = 8  # t: counts below are not opened; 1 opens all, for tests
     repeats: int = 1  # forests
     contamination: float | None = None  # share of all rows that is cut off; None: no cut is sought
-    cells: int = 512  # of the grid along an axis
+    cells: int = 64  # of the grid along an axis; finer ones tell lone rows from it
     min_rows: int = 32  # of all sites together
 
     def __post_init__(self) -> None:

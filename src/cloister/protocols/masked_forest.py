@@ -19,8 +19,8 @@ Reveals
 -------
 principal : every masked row, in random order: with D known rows (of any client, or its own knowledge) or with any one
     client it solves for M and has EVERYBODY'S ROWS; from the masked rows alone, independent component analysis finds
-    columns that are independent and not Gaussian; N, D, all scores; that a masked row of one repeat is one of
-    another (rows link by their scores). Which columns each client has, by name.
+    columns that are independent and not Gaussian; N, D, all scores; which masked row of one repeat is which of another
+    (a row's leverage does not depend on M). Which columns each client has, by name.
 auxiliary : N, D. With one client: nothing more; with the principal: which rows belong to the same client.
 client : N, Ξ and M, which all clients share, and what P hands out: all scores (without their owners), all flags, or the
     regions. With m - 1 colluding clients: the scores of the last one's rows.
@@ -112,6 +112,7 @@ class Found:
     slots: I64  # (repeats, own rows)
     masked: F64 = field(repr=False)  # (own rows, D) of the first repeat: what P saw of them
     seed: bytes = field(repr=False)
+    cut: float | None = None  # the lowest flagged score, mean over repeats; None without scores
 
 
 @dataclass(frozen=True)
@@ -252,7 +253,7 @@ async def client(ch: Channel, params: Params, names: list[str], X: F64, *, entro
     seed, rows, start = agreed.seed, agreed.rows, agreed.start
     if params.standardise:
         X = await _standardise(ch, params, X, seed, rows, entropy)
-    scores, flags, slots, everyone, first = [], [], [], [], X
+    scores, flags, slots, everyone, cuts, first = [], [], [], [], [], X
     for repeat in range(params.repeats):
         Xm = X @ masking_matrix(seed, width, params.stretch, repeat)  # L3
         mine = slots_of(seed, start, own, rows, repeat)
@@ -266,7 +267,9 @@ async def client(ch: Channel, params: Params, names: list[str], X: F64, *, entro
             got = (await ch.recv(P, Scores, scores=(rows,))).scores
             scores.append(got[mine])
             everyone.append(got)
-            flags.append(flag(params, got)[mine])
+            flagged = flag(params, got)
+            flags.append(flagged[mine])
+            cuts.append(float(got[flagged > 0].min(initial=1.0)))
         elif params.give == "flags":
             flags.append((await ch.recv(P, Flags, flags=(rows,))).flags[mine])
         else:
@@ -282,6 +285,7 @@ async def client(ch: Channel, params: Params, names: list[str], X: F64, *, entro
         np.array(slots),
         first,
         seed,
+        float(np.mean(cuts)) if cuts else None,
     )
 
 

@@ -218,11 +218,13 @@ async def auxiliary(ch: Channel, params: Params, *, entropy: Entropy) -> Size:
     rows, width = agreed[clients[0]].rows, agreed[clients[0]].width
     order = _shuffled(clients, entropy)
     chosen = [j for j in clients if entropy.integer_below(2)] or [clients[entropy.integer_below(len(clients))]]
+    starts = {}
     for at, i in enumerate(order):
         k = public[i]
         before = [count[j, i] for j in order[:at]]
         offset = k.encrypt(rows * entropy.integer_below(1 << (SEED_BITS + 64)), entropy)  # also fresh randomness
-        await ch.send(i, Start(k.to_bytes(k.add([*(xi[j, i] for j in chosen), *before, offset]))))  # L8
+        starts[i] = Start(k.to_bytes(k.add([*(xi[j, i] for j in chosen), *before, offset])))
+    await ch.scatter({i: starts[i] for i in clients})  # L8, in an order that says nothing
     return Size(rows, width)
 
 

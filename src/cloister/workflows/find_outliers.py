@@ -151,7 +151,7 @@ def _masked(
         return None, flags, options.threshold, plain
     scores = np.full(len(X), np.nan)
     scores[mine[own]] = found.scores.mean(axis=0)[own]
-    return scores, flags, options.threshold, plain
+    return scores, flags, options.threshold or found.cut, plain
 
 
 def _column_means(X: F64) -> F64:

@@ -87,7 +87,7 @@ def _rows(site: str, plot: Mapping[str, Any]) -> Any:
             axis.scatter(*points[~hit].T, s=6, c=QUIET, lw=0, label="inlier")
             axis.scatter(*points[hit].T, s=20, c=COLOURS[1], marker="^", lw=0, label=f"outlier ({int(hit.sum())})")
             axis.set(title=name, xlabel="principal axis 1", ylabel="principal axis 2", xticks=[], yticks=[])
-            axis.legend(loc="best")
+            axis.legend(loc="best", frameon=True)
         both = int((flagged & alone).sum())
         here, there = int((alone & ~flagged).sum()), int((flagged & ~alone).sum())
         return c.done(
