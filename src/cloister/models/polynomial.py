@@ -1,0 +1,361 @@
+"""An encoder that consists of sums and products only: what a provider evaluates on ciphertexts, in plain NumPy.
+
+    tokens      x_0 = p_0 (class token),  x_t = E·input_t + p_t
+    attention   s = q·k,  e = T_6(s) (Taylor's exp),  D = mean(e) / S,  1/D by Goldschmidt,  o = Σ e·v / Σ e
+    LayerNorm   v = variance / V,  1/√v by Newton from a line
+    activation  a·u² + b·u + c,  written as a·(u + b/2a)² + rest and folded into the weights
+    blocks      pre-norm (ViT) or post-norm (scGPT):  one interface, the same steps in another order
+
+All of `Shape` is public, and so are its intervals; weights are the provider's secret. `evaluate` does in float64 what
+the encrypted circuit does, with the same rounded weights, so the two differ by noise alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from cloister.errors import DataError, ParameterError
+
+F64 = npt.NDArray[np.float64]
+GELU = (0.2125, 0.5, 0.0697)  # least squares on N(0, 1)
+RELU = (0.1995, 0.5, 0.1995)
+SCORES = 3.5  # Taylor's exp turns upward below -3.5
+DIVISION = (0.05, 1.95)  # where Goldschmidt converges
+ROOT = (0.05, 1.4)
+START = (35, -21, 16)  # 1/√v ≈ (35 - 21 v) / 16 to begin with
+TAP_BOUND = 32.0
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Public description of an encoder: sizes, degrees, and the intervals that its values keep."""
+
+    tokens: int  # T, with the class token
+    inputs: int  # numbers per token that the owner encrypts
+    width: int  # d
+    heads: int
+    hidden: int
+    depth: int  # L
+    norm: Literal["pre", "post"] = "pre"
+    exp_degree: int = 6
+    steps: int = 7  # of Goldschmidt's division
+    root_steps: int = 5  # of Newton's 1/√
+    taps: tuple[int, ...] = ()  # blocks after which the owner reads, counted from 1; no two adjacent
+    rank: int = 8  # numbers that it reads there
+    variances: tuple[float, ...] = ()  # V, two per block
+    means: tuple[float, ...] = ()  # S, one per block
+    x_bound: float = 16.0  # of activations between blocks, and of inputs
+    u_bound: float = 16.0  # of queries, keys, values and hidden units
+
+    def __post_init__(self) -> None:
+        if self.width % self.heads or min(self.tokens, self.inputs, self.hidden, self.depth, self.rank) < 1:
+            raise ParameterError(f"the width {self.width} must be a multiple of the number of heads {self.heads}")
+        if self.exp_degree not in (2, 4, 6) or self.steps < 1 or self.root_steps < 1 or self.tokens < 2:
+            raise ParameterError("exp has degree 2, 4 or 6, and division and root take at least one step")
+        if list(self.taps) != sorted(set(self.taps)) or any(not 1 <= t <= self.depth for t in self.taps):
+            raise ParameterError(f"taps must be blocks 1 to {self.depth}, in order")
+        if any(b - a < 2 for a, b in zip(self.taps, self.taps[1:], strict=False)):
+            raise ParameterError("two taps are adjacent; the increment of a block would be seen")
+
+    @property
+    def head_width(self) -> int:
+        return self.width // self.heads
+
+
+def default_taps(depth: int) -> tuple[int, ...]:
+    """About a third of the blocks, the last among them, no two adjacent."""
+    return tuple(sorted(range(depth, 0, -3)))
+
+
+@dataclass(frozen=True)
+class Block:
+    """Weights of one block with everything folded in that can be."""
+
+    qkv: F64  # (3d, d)
+    qkv_bias: F64
+    out: F64  # (d, d)
+    out_bias: F64
+    up: F64  # (f, d)
+    up_bias: F64  # with b/2a
+    down: F64  # (d, f), times a
+    down_bias: F64  # with the rest of the activation
+    gain1: F64 = field(default_factory=lambda: np.zeros(0))  # post-norm only
+    shift1: F64 = field(default_factory=lambda: np.zeros(0))
+    gain2: F64 = field(default_factory=lambda: np.zeros(0))
+    shift2: F64 = field(default_factory=lambda: np.zeros(0))
+
+
+MATRICES = ("qkv", "out", "up", "down", "gain1", "gain2")
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """The provider's model, and what it tells about it (`card`)."""
+
+    shape: Shape
+    embed: F64  # E, (d, inputs)
+    positions: F64  # (T, d)
+    blocks: tuple[Block, ...]
+    projections: F64  # (taps, r, d)
+    centres: F64  # (taps, r)
+    card: dict[str, Any] = field(default_factory=dict)  # what kind of input it takes: public
+
+    def rounded(self, weight_bits: int) -> Encoder:
+        """All matrices on the grid of 2^-weight_bits, as they are used under encryption."""
+
+        def grid(x: F64) -> F64:
+            return np.rint(np.ldexp(x, weight_bits)) / 2.0**weight_bits
+
+        blocks = tuple(
+            dataclasses.replace(b, **{name: grid(getattr(b, name)) for name in MATRICES}) for b in self.blocks
+        )
+        return dataclasses.replace(
+            self, embed=grid(self.embed), projections=grid(self.projections), blocks=blocks, positions=self.positions
+        )
+
+    # ---- one `.npz` without pickles ---------------------------------------------------------------------------------
+
+    def to_bytes(self) -> bytes:
+        arrays = {"embed": self.embed, "positions": self.positions}
+        arrays |= {"projections": self.projections, "centres": self.centres}
+        for i, b in enumerate(self.blocks):
+            arrays |= {f"{i}.{f.name}": getattr(b, f.name) for f in dataclasses.fields(Block)}
+        meta = {"format": FORMAT, "shape": dataclasses.asdict(self.shape), "card": self.card}
+        out = io.BytesIO()
+        packed = {k: v.astype(np.float32) for k, v in arrays.items()}
+        np.savez_compressed(out, meta=np.frombuffer(json.dumps(meta).encode(), np.uint8), **packed)
+        return out.getvalue()
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_bytes(self.to_bytes())
+
+    @classmethod
+    def load(cls, path: str | Path) -> Encoder:
+        try:
+            with np.load(io.BytesIO(Path(path).read_bytes()), allow_pickle=False) as kept:
+                arrays = {k: kept[k].astype(np.float64) for k in kept.files if k != "meta"}
+                meta = json.loads(kept["meta"].tobytes())
+            shape = shape_of(meta["shape"])
+            names = [f.name for f in dataclasses.fields(Block)]
+            blocks = tuple(Block(**{n: arrays[f"{i}.{n}"] for n in names}) for i in range(shape.depth))
+            found = cls(shape, *(arrays[n] for n in ("embed", "positions")), blocks, arrays["projections"],
+                        arrays["centres"], meta["card"])  # fmt: skip
+        except FileNotFoundError:
+            raise DataError(f"there is no model at {path}") from None
+        except ParameterError:
+            raise
+        except Exception as e:  # every way in which a file can be wrong
+            raise DataError(f"{path} is no provider's model of Cloister ({type(e).__name__})") from None
+        return found
+
+
+def shape_of(raw: dict[str, Any]) -> Shape:
+    """A shape from JSON, where tuples became lists."""
+    return Shape(**{k: tuple(v) if isinstance(v, list) else v for k, v in raw.items()})
+
+
+# ---- the three approximations ---------------------------------------------------------------------------------------
+
+
+def taylor(s: Any, degree: int) -> Any:
+    total, term = 1.0, 1.0
+    for i in range(1, degree + 1):
+        term = term * s / i
+        total = total + term
+    return total
+
+
+def inverse(D: Any, steps: int) -> Any:
+    """1/D for D in (0, 2): (1 + r)(1 + r²)(1 + r⁴)…, r = 1 - D."""
+    r = 1 - D
+    y = 1 + r
+    for _ in range(steps):
+        r = r * r
+        y = y * (1 + r)
+    return y
+
+
+def inverse_root(v: Any, steps: int) -> Any:
+    y = (START[0] + START[1] * v) / START[2]
+    for _ in range(steps):
+        y = y * (3 - v * y * y) / 2
+    return y
+
+
+# ---- in plain -------------------------------------------------------------------------------------------------------
+
+Watch = Callable[[str, int, Any], None]  # what, block, values
+
+
+def _silent(what: str, block: int, values: Any) -> None:
+    pass
+
+
+def layer_norm(shape: Shape, x: F64, layer: int, which: int, watch: Watch) -> F64:
+    c = x - x.mean(axis=-1, keepdims=True)
+    v = (c * c).mean(axis=-1, keepdims=True) / shape.variances[2 * layer + which]
+    watch("root", layer, v)
+    return np.asarray(c * inverse_root(v, shape.root_steps) / math.sqrt(shape.variances[2 * layer + which]))
+
+
+def attend(shape: Shape, b: Block, z: F64, layer: int, watch: Watch) -> F64:
+    n, T, d = z.shape
+    y = z @ b.qkv.T + b.qkv_bias
+    watch("units", layer, y)
+    q, k, v = (a.reshape(n, T, shape.heads, -1).transpose(0, 2, 1, 3) for a in np.split(y, 3, axis=-1))
+    s = q @ k.transpose(0, 1, 3, 2)
+    watch("scores", layer, s)
+    e = taylor(s, shape.exp_degree)
+    D = e.mean(axis=-1, keepdims=True) / shape.means[layer]
+    watch("division", layer, D)
+    o = e @ v / (T * shape.means[layer]) * inverse(D, shape.steps)
+    return np.asarray(o.transpose(0, 2, 1, 3).reshape(n, T, d) @ b.out.T + b.out_bias)
+
+
+def feed(b: Block, z: F64, layer: int, watch: Watch) -> F64:
+    u = z @ b.up.T + b.up_bias
+    watch("units", layer, u)
+    return np.asarray((u * u) @ b.down.T + b.down_bias)
+
+
+def run_block(shape: Shape, b: Block, x: F64, layer: int, watch: Watch = _silent) -> F64:
+    if shape.norm == "pre":
+        x = x + attend(shape, b, layer_norm(shape, x, layer, 0, watch), layer, watch)
+        watch("activations", layer, x)
+        x = x + feed(b, layer_norm(shape, x, layer, 1, watch), layer, watch)
+    else:
+        x = layer_norm(shape, x + attend(shape, b, x, layer, watch), layer, 0, watch) * b.gain1 + b.shift1
+        x = layer_norm(shape, x + feed(b, x, layer, watch), layer, 1, watch) * b.gain2 + b.shift2
+    watch("activations", layer, x)
+    return x
+
+
+def embed(encoder: Encoder, inputs: F64) -> F64:
+    """(n, T - 1, inputs) → (n, T, d)."""
+    body = inputs @ encoder.embed.T
+    return np.asarray(np.concatenate([np.zeros((len(body), 1, body.shape[2])), body], axis=1) + encoder.positions)
+
+
+def hidden(encoder: Encoder, inputs: F64, watch: Watch = _silent) -> list[F64]:
+    """b_0, …, b_L, each (n, T, d)."""
+    x = embed(encoder, inputs)
+    watch("activations", 0, x)
+    out = [x]
+    for layer, b in enumerate(encoder.blocks):
+        out.append(x := run_block(encoder.shape, b, x, layer, watch))
+    return out
+
+
+def taps_of(encoder: Encoder, b: list[F64]) -> F64:
+    """What the owner reads of every sample, (n, taps, r): the class token through the projection."""
+    each = [
+        b[t][:, 0] @ P.T - c for t, P, c in zip(encoder.shape.taps, encoder.projections, encoder.centres, strict=True)
+    ]
+    return np.stack(each, axis=1)
+
+
+def check_inputs(shape: Shape, inputs: F64) -> None:
+    if inputs.ndim != 3 or inputs.shape[1:] != (shape.tokens - 1, shape.inputs):
+        raise DataError(
+            f"the model takes {shape.tokens - 1} tokens of {shape.inputs} numbers, found {inputs.shape[1:]}"
+        )
+    if len(inputs) and not (np.isfinite(inputs).all() and float(np.abs(inputs).max()) <= shape.x_bound):
+        raise DataError(f"inputs are missing or beyond ±{shape.x_bound:g}; normalise them as the model's card says")
+
+
+# ---- ranges ---------------------------------------------------------------------------------------------------------
+
+
+class Ranges:
+    """Smallest and largest of every kind of value, block by block."""
+
+    def __init__(self) -> None:
+        self.seen: dict[tuple[str, int], tuple[float, float]] = {}
+
+    def __call__(self, what: str, block: int, values: Any) -> None:
+        low, high = self.seen.get((what, block), (math.inf, -math.inf))
+        self.seen[what, block] = (min(low, float(values.min())), max(high, float(values.max())))
+
+
+def limits(shape: Shape) -> dict[str, tuple[float, float]]:
+    return {
+        "scores": (-SCORES, SCORES),
+        "division": DIVISION,
+        "root": ROOT,
+        "units": (-shape.u_bound, shape.u_bound),
+        "activations": (-shape.x_bound, shape.x_bound),
+    }
+
+
+def check_ranges(encoder: Encoder, inputs: F64) -> Ranges:
+    """Refuse a model whose values leave the intervals of its approximations on these inputs."""
+    found = Ranges()
+    hidden(encoder, inputs, found)
+    allowed = limits(encoder.shape)
+    for (what, block), (low, high) in sorted(found.seen.items(), key=lambda kv: (kv[0][1], kv[0][0])):
+        a, b = allowed[what]
+        if not (a <= low and high <= b):  # NaN is not <= anything
+            raise ParameterError(
+                f"block {block + 1}: {what} reach [{low:.3g}, {high:.3g}], the approximation holds on [{a:g}, {b:g}]; "
+                "distil longer with the range penalty, or on data more like the owners'"
+            )
+    return found
+
+
+def calibrate(encoder: Encoder, inputs: F64) -> Encoder:
+    """Choose V, S and the public bounds from auxiliary inputs, block after block, with a margin."""
+    depth = encoder.shape.depth
+    shape = dataclasses.replace(encoder.shape, variances=(1.0,) * (2 * depth), means=(1.0,) * depth)
+    pre = (("root", 0), ("division", 0), ("root", 1))
+    post = (("division", 0), ("root", 0), ("root", 1))
+    for layer in range(depth):
+        for kind, which in pre if shape.norm == "pre" else post:  # each is met before the ones after it
+            seen: list[float] = []
+
+            def watch(what: str, block: int, values: Any) -> None:
+                if what == kind and block == layer:  # noqa: B023
+                    seen.append(float(values.max()))  # noqa: B023
+
+            with np.errstate(all="ignore"):
+                hidden(dataclasses.replace(encoder, shape=shape, blocks=encoder.blocks[: layer + 1]), inputs, watch)
+            variances, means = list(shape.variances), list(shape.means)
+            if kind == "root":
+                variances[2 * layer + which] = seen[which]
+            else:
+                means[layer] = seen[0] / 1.5
+            shape = dataclasses.replace(shape, variances=tuple(variances), means=tuple(means))
+    found = Ranges()
+    hidden(dataclasses.replace(encoder, shape=shape), inputs, found)
+
+    def bound(what: str) -> float:
+        top = max(max(abs(a), abs(b)) for (w, _), (a, b) in found.seen.items() if w == what)
+        return 2.0 ** math.ceil(math.log2(max(1.5 * top, float(np.abs(inputs).max()), 1.0)))
+
+    shape = dataclasses.replace(shape, x_bound=bound("activations"), u_bound=bound("units"))
+    return dataclasses.replace(encoder, shape=shape)
+
+
+def fit_projections(encoder: Encoder, inputs: F64) -> Encoder:
+    """Fix the low-rank projections: leading principal directions of the class token on auxiliary inputs, whitened."""
+    b, shape = hidden(encoder, inputs), encoder.shape
+    P, c = [], []
+    for t in shape.taps:
+        x = b[t][:, 0]
+        centred = x - x.mean(axis=0)
+        _, s, V = np.linalg.svd(centred, full_matrices=False)
+        spread = np.maximum(s[: shape.rank] / math.sqrt(len(x)), 0.02 * s[0] / math.sqrt(len(x)))
+        rows = V[: shape.rank] / spread[:, None]
+        P.append(rows)
+        c.append(rows @ x.mean(axis=0))
+    return dataclasses.replace(encoder, projections=np.stack(P), centres=np.stack(c))

@@ -1,0 +1,338 @@
+"""Encrypted inference: owners learn a few projected features of their samples under a model that stays unseen.
+
+    L1  u → P   b, seed, batches        u's public key (b, a), a from the seed
+    per batch (slot = sample):
+    L2  u → P   [x]                     one ciphertext per input number
+    per round of the plan (`block_circuit.plan`):
+    L3  P → u   [y + M]                 re-randomised in every polynomial, M uniform and wide: u sees no activation
+    L4  u → P   [⌊(y + M)·f⌉]           encrypted afresh at all primes; P subtracts ⌊M·f⌉
+    after the tapped blocks, about a third of them and never two adjacent ones:
+    L5  P → u   [R·b_cls - c]           r numbers per sample, re-randomised, flooded below their tenth bit
+
+The taps are fixed in the plan, for every sample and for all time: asking again gives the same numbers again.
+
+Reveals
+-------
+owner : per sample and tap r numbers (the class token through a fixed projection of rank r < d), good to about 2^-10;
+    the shape of the model and the intervals of its values (`Shape`). Nothing of any other activation. With enough
+    samples, an owner can fit a model of its own to these features, as with any service that answers: the budget bounds
+    how many it gets. An owner that re-encrypts at L4 something else than it opened steers later values, and still gets
+    only taps: it counts against the same budget.
+provider : how many batches each owner brings (rounded up to whole batches of N/2 samples). Not the samples.
+    Owners learn nothing of each other; an owner and the provider together hold that owner's data and the model.
+
+Assumes
+-------
+Semi-honest parties; ring learning with errors at 128 bits. Statistical hiding of 2^-40 per coefficient or better at L3
+(`Opening.hiding`), of the last stretch's noise at L5. What earlier refreshes rounded off is part of the value that is
+read; the flooding at L5 is wider than it, but not by 40 bits.
+An owner notices values that left their intervals (L4, L5: code `range`) and stops.
+
+Cost
+----
+See `cost`: per batch and round, p·k·N words of 4 bytes down and K·N up for every refreshed ciphertext.
+
+References
+----------
+[BlindFed] double-blind federated adaptation, section 3.2, with blinded refreshes instead of permuted openings.
+[GIL09] Gentry's thesis on re-randomisation and circuit privacy. Lines numbered here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cloister.channel import Channel
+from cloister.crypto import block
+from cloister.crypto.block import Evaluator, Opening, OwnerKey, Parameters
+from cloister.crypto.entropy import Entropy
+from cloister.errors import CloisterError, DataError, ParameterError, ProtocolAbort
+from cloister.models.polynomial import TAP_BOUND, Encoder, Shape, check_inputs, hidden, taps_of
+from cloister.protocols.block_circuit import Circuit, Tap, Values, plan, tap_of
+from cloister.study import Party
+from cloister.wire import F64, U32, message
+
+NAME = "encrypted_inference"
+CHUNK = 32  # ciphertexts of one message
+
+
+@dataclass(frozen=True, slots=True)
+class Params:  # public
+    owners: tuple[Party, ...]
+    provider: Party
+    shape: Shape
+    crypto: Parameters
+    budget: int = 1 << 16  # samples per owner, over all runs that share a ledger
+
+    def __post_init__(self) -> None:
+        if not self.owners or self.provider in self.owners or len(set(self.owners)) != len(self.owners):
+            raise ParameterError("inference needs owners, all different, and a provider apart from them")
+        if not self.shape.taps or not self.shape.variances or not self.shape.means:
+            raise ParameterError("this model has no taps or was not calibrated; export it with both")
+
+
+@message("L1")
+class Key:  # u → P
+    b: U32  # (K, N)
+    seed: bytes
+    batches: int
+
+
+@message("L2")
+class Inputs:  # u → P
+    c0: U32  # (n, K, N)
+    seed: bytes
+
+
+@message("L3")
+class Blinded:  # P → u
+    c: U32  # (n, p, k, N)
+
+
+@message("L4")
+class Fresh:  # u → P
+    c0: U32  # (n, K, N)
+    seed: bytes
+
+
+@message("L5")
+class Features:  # P → u
+    c: U32  # (r, 2, k, N)
+
+
+def ideal(params: Params, inputs: Mapping[Party, Any]) -> dict[Party, F64 | None]:
+    """The taps of every sample, to its owner alone."""
+    encoder: Encoder = inputs[params.provider].rounded(params.crypto.weight_bits)
+    given: dict[Party, F64 | None] = {params.provider: None}
+    return given | {u: taps_of(encoder, hidden(encoder, inputs[u])) for u in params.owners}
+
+
+def roles(params: Params) -> dict[Party, object]:
+    return {params.provider: provider} | dict.fromkeys(params.owners, owner)
+
+
+def cost(params: Params) -> dict[Party, tuple[int, int]]:
+    """Messages and payload of one batch per owner."""
+    p, s = params.crypto, params.shape
+    whole, N = p.count * p.degree * 4, p.degree
+    inputs = (s.tokens - 1) * s.inputs
+    made = plan(s, p)
+    every = [h for r in made.rounds for h in r]
+    trips = sum(len(parts(h.count)) for h in every)
+    up = (1 + len(parts(inputs)) + trips, whole * (1 + inputs + sum(h.count for h in every)))
+    down = sum(h.count * h.polys * h.primes * N * 4 for h in every) + sum(
+        s.rank * 2 * t.primes * N * 4 for _, t in made.taps
+    )
+    n = len(params.owners)
+    return {params.provider: (n * (trips + len(made.taps)), n * down)} | dict.fromkeys(params.owners, up)
+
+
+# ---- local steps -----------------------------------------------------------------------------------------------------
+
+
+def parts(count: int) -> list[slice]:
+    return [slice(s, min(count, s + CHUNK)) for s in range(0, count, CHUNK)]
+
+
+def batches(params: Params, samples: int) -> int:
+    return -(-samples // params.crypto.slots)
+
+
+@dataclass
+class Ledger:
+    """How many samples each owner has had answered; kept in a file if there is a path."""
+
+    path: Path | None = None
+    used: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.path is not None and self.path.exists():
+            try:
+                self.used = {str(k): int(v) for k, v in json.loads(self.path.read_text()).items()}
+            except Exception:  # every way in which a file can be wrong
+                raise DataError(f"{self.path} is no ledger of queries; remove it, or name another") from None
+
+    def admit(self, owner: Party, samples: int, budget: int) -> None:
+        """Count a query before it is answered, or refuse it."""
+        total = self.used.get(owner, 0) + samples
+        if total > budget:
+            raise ProtocolAbort(
+                NAME, "L1", "budget", f"'{owner}' has asked for {total} samples, its budget is {budget}"
+            )
+        self.used[owner] = total
+        if self.path is not None:
+            beside = self.path.with_name(self.path.name + ".part")
+            beside.write_text(json.dumps(self.used))
+            os.replace(beside, self.path)
+
+
+def split(opening: Opening, count: int) -> Opening:
+    return Opening(
+        opening.label, count, opening.polys, opening.primes, opening.mask_bits, opening.message_bits, opening.lift,
+        opening.factor,
+    )  # fmt: skip
+
+
+def fill(x: F64, count: int) -> F64:
+    """Repeat samples up to a whole batch: no slot holds a value that no sample has."""
+    return np.resize(x, (count, *x.shape[1:]))
+
+
+def check_range(inside: bool, label: str) -> None:  # noqa: FBT001
+    if not inside:
+        raise ProtocolAbort(
+            NAME, "L4", "range", f"values left their interval at '{label}'; the samples are unlike the model's own"
+        )
+
+
+def read(params: Parameters, x: U32, line: str, who: Party) -> Any:
+    try:
+        return block.unpack(params, x)
+    except CloisterError as e:
+        raise ProtocolAbort(NAME, line, "malformed", f"from '{who}': {e}") from None
+
+
+# ---- roles -----------------------------------------------------------------------------------------------------------
+
+
+class OwnerSide:
+    """The owner's half of a batch: opens, rescales and encrypts what is masked; reads what is meant for it."""
+
+    def __init__(self, ch: Channel, params: Params, key: OwnerKey, entropy: Entropy) -> None:
+        self.ch, self.params, self.key, self.entropy = ch, params, key, entropy
+
+    async def send_inputs(self, x: F64) -> None:
+        """Encrypt x (n, T - 1, inputs), n samples that fill the slots."""
+        flat = x.reshape(len(x), -1).T
+        for part in parts(len(flat)):
+            seed = self.entropy.bytes(32)
+            await self.ch.send(
+                self.params.provider, Inputs(block.pack(self.key.encrypt(flat[part], seed, self.entropy)), seed)
+            )
+
+    async def answer(self, how: Opening) -> None:
+        P, N = self.params.provider, self.params.crypto.degree
+        for part in parts(how.count):
+            n = part.stop - part.start
+            c = await self.ch.recv(P, Blinded, c=(n, how.polys, how.primes, N))  # L3
+            seed = self.entropy.bytes(32)
+            cts = read(self.params.crypto, c.c, "L3", P)
+            c0, inside = self.key.refresh(cts, split(how, n), seed, self.entropy)
+            check_range(inside, how.label)
+            await self.ch.send(P, Fresh(block.pack(c0), seed))  # L4
+
+    async def read_tap(self, tap: Tap, count: int) -> F64:
+        P, N, s = self.params.provider, self.params.crypto.degree, self.params.shape
+        c = await self.ch.recv(P, Features, c=(s.rank, 2, tap.primes, N))  # L5
+        found = self.key.read(read(self.params.crypto, c.c, "L5", P), tap.scale, count).T
+        if not float(np.abs(found).max()) <= TAP_BOUND:
+            raise ProtocolAbort(
+                NAME, "L5", "range", f"features beyond ±{TAP_BOUND:g}; the samples are unlike the model's own"
+            )
+        what = f"{s.rank} features of block {tap.block} for {count} samples"
+        return self.ch.reveal(found, to=self.ch.me, line="L5", what=what, protocol=NAME)
+
+
+async def owner(ch: Channel, params: Params, inputs: F64, *, entropy: Entropy) -> F64:
+    """Play u. Returns the taps of its samples, (n, taps, r)."""
+    check_inputs(params.shape, inputs)
+    if not len(inputs):
+        raise DataError("there is no sample to ask about")
+    key, slots, made = OwnerKey(params.crypto, entropy), params.crypto.slots, plan(params.shape, params.crypto)
+    side = OwnerSide(ch.sub(str(ch.me)), params, key, entropy)
+    await side.ch.send(params.provider, Key(block.pack(key.b), key.seed, batches(params, len(inputs))))  # L1
+    found = []
+    for start in range(0, len(inputs), slots):
+        x = inputs[start : start + slots]
+        await side.send_inputs(fill(x, slots))  # L2
+        read_after, taps = dict(made.taps), []
+        for n, openings in enumerate(made.rounds):
+            for how in openings:
+                await side.answer(how)
+            if n + 1 in read_after:
+                taps.append(await side.read_tap(read_after[n + 1], len(x)))
+        found.append(np.stack(taps, axis=1))
+    return np.concatenate(found)
+
+
+class ProviderSide:
+    """The provider's half: masks, sends, and takes the masks off again."""
+
+    def __init__(self, ch: Channel, params: Params, who: Party, key: Key, entropy: Entropy) -> None:
+        b = read(params.crypto, key.b, "L1", who)
+        if len(key.seed) != 32:
+            raise ProtocolAbort(NAME, "L1", "malformed", f"'{who}' sent no seed of 32 bytes")
+        self.ch, self.params, self.who, self.entropy = ch, params, who, entropy
+        self.ev = Evaluator(params.crypto, b, key.seed)
+
+    async def inputs(self) -> Values:
+        p, s = self.params.crypto, self.params.shape
+        got = []
+        for part in parts(n := (s.tokens - 1) * s.inputs):
+            m = await self.ch.recv(self.who, Inputs, c0=(part.stop - part.start, p.count, p.degree))  # L2
+            got.append(block.expand(p, read(p, m.c0, "L2", self.who), m.seed))
+        return Values(n, 2, p.scale, np.concatenate(got))
+
+    async def refresh(self, groups: list[tuple[Opening, Any]]) -> list[Any]:
+        p, kept = self.params.crypto, []
+        for how, data in groups:
+            for part in parts(how.count):
+                sent, masks = self.ev.blind(data[part], split(how, part.stop - part.start), self.entropy)
+                await self.ch.send(self.who, Blinded(block.pack(sent)))  # L3
+                kept.append(masks)
+        back, at = [], 0
+        for how, _ in groups:
+            got = []
+            for part in parts(how.count):
+                m = await self.ch.recv(self.who, Fresh, c0=(part.stop - part.start, p.count, p.degree))  # L4
+                got.append(self.ev.unblind(read(p, m.c0, "L4", self.who), m.seed, kept[at]))
+                at += 1
+            back.append(np.concatenate(got))
+        return back
+
+    async def send_tap(self, y: Values, tap: Tap) -> None:
+        c = self.ev.flood(y.data, tap.flood_bits, tap.primes, self.entropy)
+        what = f"{y.n} features of block {tap.block} for a batch"
+        self.ch.reveal(y.n, to=self.who, line="L5", what=what, protocol=NAME)
+        await self.ch.send(self.who, Features(block.pack(c)))  # L5
+
+
+async def provider(
+    ch: Channel, params: Params, encoder: Encoder, ledger: Ledger | None = None, *, entropy: Entropy
+) -> dict[Party, int]:
+    """Play P, for all owners side by side. Returns how many batches each had."""
+    if encoder.shape != params.shape:
+        raise ParameterError("the model has another shape than was announced")
+    rounded, ledger = encoder.rounded(params.crypto.weight_bits), ledger or Ledger()
+
+    async def serve(u: Party) -> int:
+        mine, p, s = ch.sub(str(u)), params.crypto, params.shape
+        key = await mine.recv(u, Key, b=(p.count, p.degree))  # L1
+        if key.batches < 1:
+            raise ProtocolAbort(NAME, "L1", "malformed", f"'{u}' announces {key.batches} batches")
+        ledger.admit(u, key.batches * p.slots, math.ceil(params.budget / p.slots) * p.slots)
+        side = ProviderSide(mine, params, u, key, entropy)
+        for n in range(key.batches):
+            circuit = Circuit(s, p, side.refresh, rounded, side.ev)
+            x = await circuit.embed(await side.inputs())
+            for layer in range(s.depth):
+                ch.step(
+                    f"{u}: batch {n + 1} of {key.batches}, block {layer + 1} of {s.depth}", protocol=NAME, line="L3"
+                )
+                x = await circuit.block(x, layer)
+                if layer + 1 in s.taps:
+                    which = s.taps.index(layer + 1)
+                    await side.send_tap(await circuit.tap(x, which), tap_of(s, p, which))
+        return key.batches
+
+    counts = await asyncio.gather(*(serve(u) for u in params.owners))
+    return dict(zip(params.owners, counts, strict=True))
