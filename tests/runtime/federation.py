@@ -106,7 +106,7 @@ class Federation:
             self.services[p].send_signal(signal.SIGTERM)
         return {p: self.services.pop(p).wait(timeout=20) for p in parties}
 
-    def run(self, limit: float = 60.0) -> Ended:
+    def run(self, limit: float = 180.0) -> Ended:
         return run_study(self.kits["hub"], limit=limit)
 
     def ended(self, party: str) -> Ended:
@@ -114,7 +114,7 @@ class Federation:
         last = max((self.kits[party] / "results").glob("*/outcome.json"), key=lambda f: f.stat().st_mtime)
         return Ended.load(last)
 
-    def wait_for_mark(self, party: str, seconds: float = 60.0) -> None:
+    def wait_for_mark(self, party: str, seconds: float = 150.0) -> None:
         end = time.monotonic() + seconds
         while not (self.marks / party).exists():
             assert time.monotonic() < end, f"{party} never came to round 2"
@@ -125,7 +125,7 @@ class Federation:
         for mark in self.marks.iterdir():
             mark.unlink()
 
-    def wait_until(self, done: Callable[[], bool], seconds: float = 30.0) -> None:
+    def wait_until(self, done: Callable[[], bool], seconds: float = 60.0) -> None:
         end = time.monotonic() + seconds
         while not done():
             assert time.monotonic() < end

@@ -27,23 +27,27 @@ from cloister.study import format_study
 
 chat.register()
 
-pytestmark = pytest.mark.xdist_group("flare")
 SITES = [p for p, role in PARTIES.items() if role == "site"]
 FOREVER = {"rounds": 1_000_000, "pause": 0.01}
 
 
-@pytest.fixture(scope="module")
-def federation(tmp_path_factory):
-    made = Federation(tmp_path_factory.mktemp("federation"), timeout=16.0)
-    made.agree()
-    made.start(*PARTIES)
+def test_a_study_between_machines(tmp_path):
+    """One consortium for all of it; with a fixture, every test worker would start its own."""
+    federation = Federation(tmp_path, timeout=16.0)
+    federation.agree()
+    federation.start(*PARTIES)
     try:
-        yield made
+        a_run_gives_what_the_rehearsal_gives(federation)
+        a_site_refuses_what_it_has_not_approved(federation)
+        parties_with_different_studies_stop_before_data_moves(federation)
+        a_wrong_certificate_is_refused(federation)
+        a_killed_site_ends_the_run_by_name_and_the_next_one_works(federation)
+        services_stop_at_once_and_leave_nothing(federation)
     finally:
-        made.close()
+        federation.close()
 
 
-def run_aside(federation: Federation, limit: float = 90.0) -> tuple[threading.Thread, list]:
+def run_aside(federation: Federation, limit: float = 180.0) -> tuple[threading.Thread, list]:
     """A run in a thread; the list gets how it ended, or the error."""
     ends: list = []
 
@@ -58,7 +62,7 @@ def run_aside(federation: Federation, limit: float = 90.0) -> tuple[threading.Th
     return thread, ends
 
 
-def test_a_run_gives_what_the_rehearsal_gives(federation):
+def a_run_gives_what_the_rehearsal_gives(federation):
     study = federation.agree()
     ended = federation.run()
     rehearsed = rehearse("chat", cells())
@@ -74,7 +78,7 @@ def test_a_run_gives_what_the_rehearsal_gives(federation):
         assert kept.receipts[site].signature["public"] == study.keys[site].hex()
 
 
-def test_a_site_refuses_what_it_has_not_approved(federation):
+def a_site_refuses_what_it_has_not_approved(federation):
     study = federation.agree()
     asked = dataclasses.replace(study, parameters={"rounds": 5})
     for p in PARTIES:
@@ -92,7 +96,7 @@ def test_a_site_refuses_what_it_has_not_approved(federation):
         assert federation.ended(p).status == "aborted"
 
 
-def test_parties_with_different_studies_stop_before_data_moves(federation):
+def parties_with_different_studies_stop_before_data_moves(federation):
     study = federation.agree()
     federation.hand_over("lugano", dataclasses.replace(study, parameters={"rounds": 4}))
     with pytest.raises(ProtocolAbort) as caught:
@@ -105,7 +109,7 @@ def test_parties_with_different_studies_stop_before_data_moves(federation):
         assert "chat.Input" not in (Path(ended.folder) / f"{p}.receipt.json").read_text()
 
 
-def test_a_wrong_certificate_is_refused(federation):
+def a_wrong_certificate_is_refused(federation):
     """A whole kit for vienna, with the right host and port, of an authority that nobody here knows."""
     strangers = provision(dataclasses.replace(federation.study, keys={}), federation.folder / "strangers")
     said = federation.folder / "stranger.out"
@@ -119,7 +123,7 @@ def test_a_wrong_certificate_is_refused(federation):
     assert log.count("New client vienna@") == 1  # the true one
 
 
-def test_a_killed_site_ends_the_run_by_name_and_the_next_one_works(federation):
+def a_killed_site_ends_the_run_by_name_and_the_next_one_works(federation):
     federation.agree(parameters=FOREVER)
     federation.clear_marks()
     thread, ends = run_aside(federation)
@@ -127,7 +131,7 @@ def test_a_killed_site_ends_the_run_by_name_and_the_next_one_works(federation):
     killed = time.monotonic()
     federation.kill("vienna")
     thread.join()
-    assert time.monotonic() - killed < federation.study.timeout + 5
+    assert time.monotonic() - killed < 2 * federation.study.timeout
     assert isinstance(ends[0], ProtocolAbort)
     assert ends[0].code in ("lost", "timeout")
     for p in ("basel", "lugano", "helper"):
@@ -140,7 +144,7 @@ def test_a_killed_site_ends_the_run_by_name_and_the_next_one_works(federation):
     assert federation.run().result == {"total": 23.0}
 
 
-def test_services_stop_at_once_and_leave_nothing(federation):
+def services_stop_at_once_and_leave_nothing(federation):
     assert federation.stop(*PARTIES) == dict.fromkeys(PARTIES, 0)
     assert federation.processes(*PARTIES) == []
     with socket.socket() as s:
