@@ -117,6 +117,15 @@ def test_the_hyperplanes_are_normal_and_depend_on_the_seed():
     assert (p != graph.hyperplanes(bytes(32), 512, 40)).all()
 
 
+def test_balancing_divides_by_the_labels_of_a_class():
+    scores = np.array([[90, 20, 0], [10, 0, 0], [0, 0, 0]])
+    label, confidence = graph.decide(scores, np.array([50, 2, 0]))
+    np.testing.assert_array_equal(label, [1, 0, -1])
+    p = np.array([1.8, 10.0]) / 11.8
+    np.testing.assert_allclose(confidence, [1 + (p * np.log(p)).sum() / np.log(3), 1, 0])
+    np.testing.assert_array_equal(graph.decide(scores)[0], [0, 0, -1])
+
+
 def test_a_component_without_labels_stays_without():
     rng = np.random.default_rng(0)
     v = np.concatenate([rng.normal(size=(30, 4)) * 0.01 + c for c in ([1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0])])

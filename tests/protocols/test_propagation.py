@@ -97,6 +97,20 @@ def test_the_server_never_learns_the_seed_and_what_it_learns():
 
 
 @pytest.mark.parametrize("module", MODES)
+def test_balanced(module, seeds):
+    c = case((14, 12, 10), balance=True)
+    run = run_protocol(module, c)
+    check_no_errors(run)
+    ideal = wanted(module, c, seeds[0])
+    for u in c.params.sites:
+        check_labels(values(run)[u], ideal[u])
+    found = values(run)[Party("site-0")]
+    assert (found.confidence != graph.decide(found.scores)[1]).any()
+    opened = {e.name for e, _ in run.receipts[HUB].entries if e.kind == "opened"}
+    assert "sum of 3 vectors of 3" in opened
+
+
+@pytest.mark.parametrize("module", MODES)
 def test_many_sites_in_groups(module, seeds, monkeypatch):
     monkeypatch.setattr(label_propagation.common_seed, "hkdf", lambda *a, **k: bytes(range(32)))
     c = case((6, 5, 7, 6, 5), groups=2, n_neighbors=3)

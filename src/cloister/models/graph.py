@@ -232,14 +232,19 @@ def one_hot(labels: I64, n_classes: int) -> I64:
     return out
 
 
-def decide(scores: I64) -> tuple[I64, F64]:
-    """Label and confidence of every row of Z: the largest class, of equal ones the first."""
+def decide(scores: I64, counts: I64 | None = None) -> tuple[I64, F64]:
+    """Label and confidence of every row of Z: the largest class, of equal ones the first.
+
+    With `counts`, the number of labels of each class, classes are divided by it, so that frequent ones do not win
+    wherever they are near.
+    """
     n_classes = scores.shape[1]
-    total = scores.sum(axis=1)
+    z = scores if counts is None else scores / np.maximum(counts, 1)
+    total = z.sum(axis=1)
     reached = total > 0
-    p = scores / np.where(reached, total, 1)[:, None]
+    p = z / np.where(reached, total, 1)[:, None]
     entropy = -np.sum(p * np.log(np.where(p > 0, p, 1.0)), axis=1)
-    label = np.where(reached, np.argmax(scores, axis=1), -1)
+    label = np.where(reached, np.argmax(z, axis=1), -1)
     confidence = np.where(reached, 1.0 - entropy / math.log(n_classes), 0.0)
     return label, np.clip(confidence, 0.0, 1.0)
 
@@ -254,6 +259,7 @@ def propagate(
     n_classes: int,
     n_neighbors: int = 10,
     alpha: float = 0.99,
+    balance: bool = False,
     exact: bool = True,
     sites: I64 | None = None,
 ) -> Propagation:
@@ -265,6 +271,8 @@ def propagate(
         Codes of all points (n, L/8), site after site.
     labels
         Classes 0 … C - 1, and -1 where the label is missing.
+    balance
+        Divide the score of every class by the number of its labels.
     exact
         Solve for every labelled point and round as the protocols do, so that the result is theirs to the last bit.
         Without it, solve for the C classes at once: far faster, and the same up to the rounding.
@@ -288,4 +296,4 @@ def propagate(
     else:
         scale = np.divide(2.0**FRACTION, u, out=np.zeros(n), where=u > 0)
         Z = np.rint(np.clip(solve(W, alpha, Y.astype(np.float64)), 0.0, None) * scale[:, None]).astype(np.int64)
-    return Propagation(*decide(Z), Z)
+    return Propagation(*decide(Z, Y.sum(axis=0) if balance else None), Z)

@@ -12,7 +12,8 @@
     L15   u       label = argmax Z, confidence = 1 - entropy(Z / ΣZ) / log C
 
 Rows of S are scaled to sum to one over the labelled points and sent as integers of 28 bits: L15 sees no difference, and
-the sums of L14 are exact. Similarities of zero or less are no edges.
+the sums of L14 are exact. Similarities of zero or less are no edges. With `balance`, which the paper does not have, the
+scores of a class are divided by the number of its labels, which the sites add up before L13 (`secure_sum`).
 
 Reveals
 -------
@@ -21,6 +22,7 @@ server : H, which points are labelled, how many points each site has and how man
 site : for each own point the scores Z of all classes; the columns of S of its labelled points, which say how near they
     are to everybody's points; the sizes and class names of the others. A site can solve S_L Y = Z for the labels of
     other sites' points, and with the server any site can: 76 to 100 % of them. Use `private_propagation`.
+with `balance`, everyone : how many labels of each class all sites have together.
 engine `mpc` : the first three sites compute (with two sites, the server is third); two of them together know all codes.
 
 Assumes
@@ -52,7 +54,7 @@ from cloister.crypto.agreement import Identity
 from cloister.crypto.entropy import Entropy
 from cloister.errors import DataError, ParameterError, ProtocolAbort
 from cloister.models import graph
-from cloister.protocols import attempts, common_seed, point_roster, row_sums, secure_hamming
+from cloister.protocols import attempts, common_seed, point_roster, row_sums, secure_hamming, secure_sum
 from cloister.protocols.hamming_mpc import offsets
 from cloister.protocols.point_roster import Roster
 from cloister.protocols.secure_hamming import Engine
@@ -72,6 +74,7 @@ class Params:
     alpha: float = 0.99
     engine: Engine = "mpc"
     classes: tuple[str, ...] = ()
+    balance: bool = False  # divide the score of a class by the number of its labels
     groups: int = 1  # very many small sites are split, and each group has a graph of its own
 
     def __post_init__(self) -> None:
@@ -146,7 +149,13 @@ def ideal(
     at = offsets(tuple(len(xs[u][0]) for u in sites))
     owner = np.concatenate([np.full(len(xs[u][0]), i) for i, u in enumerate(sites)])
     found = graph.propagate(
-        packed, y, n_classes=len(classes), n_neighbors=params.n_neighbors, alpha=params.alpha, sites=owner
+        packed,
+        y,
+        n_classes=len(classes),
+        n_neighbors=params.n_neighbors,
+        alpha=params.alpha,
+        balance=params.balance,
+        sites=owner,
     )
     cuts = [slice(at[i], at[i + 1]) for i in range(len(sites))]
     given = {
@@ -234,6 +243,25 @@ def check_labelled(labelled: I64) -> None:
         raise ProtocolAbort(NAME, "L12", "no-labels", "no point of the sites that are left has a label")
 
 
+async def class_counts(
+    ch: Channel, params: Params, sites: tuple[Party, ...], Y: I64, *, entropy: Entropy, identity: Identity
+) -> I64 | None:
+    """With `balance`: how many labels of each class all sites have together (`secure_sum`)."""
+    if not params.balance:
+        return None
+    sums = secure_sum.Params(sites, params.server, Y.shape[1], to_all=True)
+    mine = Y.sum(axis=0).astype(np.uint64)
+    found = await secure_sum.contributor(ch.sub("counts"), sums, mine, entropy=entropy, identity=identity)
+    assert found is not None
+    return found.z.astype(np.int64)
+
+
+async def sum_counts(ch: Channel, params: Params, sites: tuple[Party, ...], n_classes: int) -> None:
+    if params.balance:
+        sums = secure_sum.Params(sites, params.server, n_classes, to_all=True)
+        await secure_sum.aggregator(ch.sub("counts"), sums)
+
+
 async def in_group(ch: Channel, params: Params, role: Callable[[Channel, Params], Awaitable[T]]) -> T:
     """A site: take part in its own group."""
     i = params.sites.index(ch.me) % params.groups
@@ -289,6 +317,7 @@ async def _site(
     n, n_classes = sum(sizes), len(roster.classes)
     await ch.send(S, Labelled(np.packbits(y >= 0), n_classes))  # L12
     Y = graph.one_hot(y[y >= 0], n_classes)
+    counts = await class_counts(ch, params, sites, Y, entropy=entropy, identity=identity)
     z = np.zeros((n, n_classes), np.int64)
     at = 0
     for width in column_blocks(n, len(Y)):
@@ -298,7 +327,7 @@ async def _site(
     sums = row_sums.Params(sites, sizes, S, n_classes)
     mine = await row_sums.site(ch.sub("rows"), sums, z.view(np.uint64), entropy=entropy, identity=identity)  # L14
     scores = mine.view(np.int64)
-    return Labels(roster.classes, *graph.decide(scores), scores, sites)  # L15
+    return Labels(roster.classes, *graph.decide(scores, counts), scores, sites)  # L15
 
 
 async def _server(ch: Channel, params: Params, *, entropy: Entropy, identity: Identity) -> Served:
@@ -316,12 +345,14 @@ async def _server(ch: Channel, params: Params, *, entropy: Entropy, identity: Id
     own = {u: at[u] + unpack_mask(m.mask, roster.size(u)) for u, m in masks.items()}
     labelled = np.sort(np.concatenate(list(own.values())))
     check_labelled(labelled)
+    n_classes = same_classes({m.classes for m in masks.values()})
+    await sum_counts(ch, params, sites, n_classes)
     total = graph.influence_sum(W, params.alpha, labelled)
     for u, mine in own.items():  # L10, L12
         for _, block in graph.influence(W, params.alpha, labelled, mine, total):
             await ch.send(u, Columns(ch.reveal(block, to=u, line="L12", what="columns of S", protocol=NAME)))
     ch.step("row sums", protocol=NAME, line="L14")
-    sums = row_sums.Params(sites, sizes, params.server, same_classes({m.classes for m in masks.values()}))
+    sums = row_sums.Params(sites, sizes, params.server, n_classes)
     finished = await row_sums.server(ch.sub("rows"), sums)  # L14
     return Served(sites, sizes, labelled, H, None, finished)
 

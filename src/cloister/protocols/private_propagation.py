@@ -20,6 +20,7 @@ server : the graph: k neighbours of every point and their distances; which point
     give the directions of all others, roughly: median cosine 0.5 in 30 dimensions without clusters, 0.97 in 8.
 site : for each own point the scores Z of all classes; the sizes and class names of the others, and how many points are
     labelled, roughly. Nothing about S or others' labels beyond its own scores.
+with `balance`, everyone : how many labels of each class all sites have together.
 engine `mpc`, and the choice of neighbours in all engines : the first three sites compute (with two sites, the server is
     third); two of them together learn all codes (`mpc`) or all distances (`ot`, `he`).
 
@@ -63,9 +64,11 @@ from cloister.protocols.label_propagation import (
     begin,
     check_graph,
     check_labelled,
+    class_counts,
     in_group,
     open_study,
     same_classes,
+    sum_counts,
     unpack_mask,
 )
 from cloister.protocols.point_roster import Roster
@@ -186,10 +189,11 @@ async def _site(
     n_classes = len(roster.classes)
     signature = identity.sign(NAME, _signed(ch.run_id, ch.me, key.public))
     await ch.send(S, Labelled(np.packbits(y >= 0), n_classes, key.public, signature))  # L10
+    Y = graph.one_hot(y[y >= 0], n_classes)
+    counts = await class_counts(ch, params, sites, Y, entropy=entropy, identity=identity)
     given = {Party(v): r for v, r in (await ch.recv(S, Recipients)).recipients.items()}  # L11
     check_recipients(ch, sites, given, key.public, n_classes)
     layout = _Layout({v: roster.size(v) for v in given}, {v: r.cut for v, r in given.items()}, n_classes)
-    Y = graph.one_hot(y[y >= 0], n_classes)
     sealed = {
         v: EncryptedList(tuple(he.encrypt(layout.plan(v, len(Y)), r.pk, Y)) if len(Y) else ()) for v, r in given.items()
     }
@@ -201,7 +205,7 @@ async def _site(
         raise ProtocolAbort(NAME, "L13", "malformed", f"the scores cannot be decrypted: {e}") from None
     ch.reveal(None, to=ch.me, line="L14", what="scores of its own points", protocol=NAME)
     scores = he.signed(SCHEME, words)
-    return Labels(roster.classes, *graph.decide(scores), scores, sites)
+    return Labels(roster.classes, *graph.decide(scores, counts), scores, sites)
 
 
 async def _server(ch: Channel, params: Params, *, entropy: Entropy, identity: Identity) -> Served:
@@ -218,6 +222,7 @@ async def _server(ch: Channel, params: Params, *, entropy: Entropy, identity: Id
     own = {u: at[u] + unpack_mask(m.mask, roster.size(u)) for u, m in masks.items()}
     check_labelled(np.concatenate(list(own.values())))
     n_classes = same_classes({m.classes for m in masks.values()})
+    await sum_counts(ch, params, sites, n_classes)
     expected = sum(map(len, own.values()))
     cuts = {v: he.Plan(SCHEME, roster.size(v), expected, n_classes).cuts[1] for v in masks}
     layout = _Layout({v: roster.size(v) for v in masks}, cuts, n_classes)

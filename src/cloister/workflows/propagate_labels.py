@@ -39,6 +39,9 @@ class Options:
     classes: tuple[str, ...] = field(
         default=(), metadata={"help": "the agreed class names; by default all names the sites bring, unseen by the hub"}
     )
+    balance: bool = field(
+        default=False, metadata={"help": "weigh rare classes up, by the pooled number of labels of each class"}
+    )
     groups: int = field(default=1, metadata={"help": "split very many small sites into so many graphs"})
 
     def __post_init__(self) -> None:
@@ -62,7 +65,7 @@ def propagate_labels(adata: AnnData, study: Seat, *, copy: bool = False, **optio
     adata
         Cells, all, some or none of them labelled: `adata.obs[label_key]`, where NaN means no label. The embedding
         `adata.obsm[use_rep]` must be one space for all sites. The column may be missing at a site without labels.
-    label_key, use_rep, bits, n_neighbors, alpha, hamming, key_added, relabel, classes, groups
+    label_key, use_rep, bits, n_neighbors, alpha, hamming, key_added, relabel, classes, balance, groups
         As in `Options`; the same at all parties.
 
     Returns
@@ -83,6 +86,7 @@ def propagate_labels(adata: AnnData, study: Seat, *, copy: bool = False, **optio
         how many cells each site has, and no label. Sites learn their own labels, and each other's class names.
     published : the coordinator sees all distances, from which it can rebuild embeddings of cells with the help of one
         site; sites can solve for each other's labels.
+    balance : everyone learns how many labels of each class all sites have together.
     both : three parties compute (`mpc`, and the choice of neighbours); any two of them together could see the codes.
     """
     chosen = Options(**options)
@@ -102,6 +106,7 @@ def params_of(study: Study, options: Options) -> label_propagation.Params:
         options.alpha,
         options.hamming,
         options.classes,
+        options.balance,
         options.groups,
     )
 
