@@ -449,7 +449,7 @@ def test_depth_is_limited_where_it_says():
         wire.check_structure(deep(wire.MAX_DEPTH + 1))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     st.recursive(
         st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | TEXT | st.binary(max_size=300),
