@@ -96,23 +96,31 @@ def _legend(axis: Any, n: int) -> None:
         axis.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), borderaxespad=0.0, ncols=1)
 
 
-def embedding(points: Any, labels: Sequence[object], *, title: str, about: str = "Cells") -> Figure:
-    """Cells in two dimensions, coloured by label; the first two columns of `points`, at most 5000 of them."""
+def embedding(
+    points: Any, labels: Sequence[object], *, title: str, about: str = "Cells", order: Sequence[str] = ()
+) -> Figure:
+    """Cells in two dimensions, coloured by label; the first two columns of `points`, at most 5000 of them.
+
+    Two figures with the same `order` of labels have the same colours; by default the most frequent label comes first.
+    """
     points, names = np.asarray(points, dtype=float), np.asarray([str(x) for x in labels])
     keep = np.sort(np.random.default_rng(0).permutation(len(points))[:MOST_POINTS])
     kinds, sizes = np.unique(names, return_counts=True)
-    kinds = kinds[np.argsort(-sizes, kind="stable")]
+    by_size = np.argsort(-sizes, kind="stable")
+    kinds, sizes = kinds[by_size], sizes[by_size]
+    colours = {kind: i for i, kind in enumerate(dict.fromkeys([*order, *kinds.tolist()]))}
     with canvas(width=5.6, height=3.8) as c:
         for i, kind in enumerate(kinds):
             here = keep[names[keep] == kind]
             label = shown(kind) if i < MOST_LABELS else None
-            colour, mark = COLOURS[i % len(COLOURS)], MARKS[(i // len(COLOURS)) % len(MARKS)]
+            at = colours[str(kind)]
+            colour, mark = COLOURS[at % len(COLOURS)], MARKS[(at // len(COLOURS)) % len(MARKS)]
             c.axis.scatter(points[here, 0], points[here, 1], s=7, c=colour, marker=mark, lw=0, alpha=0.75, label=label)
         c.axis.set(xlabel="dimension 1", ylabel="dimension 2", xticks=[], yticks=[])
         c.axis.grid(visible=False)
         handles = c.axis.get_legend_handles_labels()
         c.axis.legend(*handles, loc="upper left", bbox_to_anchor=(1.0, 1.0), borderaxespad=0.0, markerscale=2.5)
-        most = ", ".join(f"{k} ({s:,})" for k, s in zip(kinds[:5], np.sort(sizes)[::-1][:5], strict=True))
+        most = ", ".join(f"{k} ({s:,})" for k, s in zip(kinds[:5], sizes[:5], strict=True))
         more = f" and {len(kinds) - 5} more" if len(kinds) > 5 else ""
         return c.done(title, f"{about} in two dimensions, coloured by {len(kinds)} labels: {most}{more}.")
 

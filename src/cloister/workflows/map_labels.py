@@ -391,16 +391,18 @@ def figures(outcomes: Mapping[str, Outcome], options: Options) -> list[Any]:
     points = cells.embedding(adata, options.use_rep)
     points = points if points.shape[1] > 1 else np.column_stack([points, np.zeros(len(points))])
     found = adata.obs[options.key_added].astype(str).tolist()
-    made = [draw.embedding(points, found, title=f"Cells of {options.query} by mapped label", about="Mapped cells")]
-    if options.label_key in adata.obs and options.label_key != options.key_added:
-        known = ~adata.obs[options.label_key].isna().to_numpy()
-        if known.any():
-            truth = adata.obs[options.label_key][known].astype(str).tolist()
-            made.append(draw.embedding(points[known], truth, title=f"Cells of {options.query} by their own label"))
-            mapped = [f for f, k in zip(found, known, strict=True) if k]
-            made.append(
-                draw.confusion(truth, mapped, title="Own against mapped labels", rows="own label", columns="mapped")
-            )
+    own = options.label_key if options.label_key != options.key_added else ""
+    known = ~adata.obs[own].isna().to_numpy() if own in adata.obs else np.zeros(len(found), bool)
+    truth = adata.obs[own][known].astype(str).tolist() if known.any() else []
+    order = [str(n) for n in np.unique([*found, *truth])]  # the same colours in both figures
+    title = f"Cells of {options.query} by mapped label"
+    made = [draw.embedding(points, found, title=title, about="Mapped cells", order=order)]
+    if truth:
+        title = f"Cells of {options.query} by their own label"
+        made.append(draw.embedding(points[known], truth, title=title, order=order))
+        mapped = [f for f, k in zip(found, known, strict=True) if k]
+        title = "Own against mapped labels"
+        made.append(draw.confusion(truth, mapped, title=title, rows="own label", columns="mapped label"))
     return made
 
 
