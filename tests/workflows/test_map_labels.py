@@ -61,6 +61,16 @@ def test_two_sites_compute_with_the_coordinator_and_are_told_so(sites):
     assert (run.data["vienna"].obs["mapped_share"] == 0).all()
 
 
+def test_who_computes_is_said_before_the_start():
+    from cloister.workflows import warnings_of
+
+    (*_, note) = warnings_of(plan("map-labels", ["basel", "vienna"], options={"query": "vienna"}))
+    assert "vienna, basel and coordinator compute" in note
+    assert "only two sites" in note
+    (note,) = warnings_of(plan("map-labels", ["basel", "lugano", "vienna"], options={"query": "vienna"}))
+    assert "any two of them together could see everything" in note
+
+
 def test_any_three_and_more_sites(sites):
     four = {**sites, "zurich": sites["basel"][::2].copy()}
     one = cl.rehearse("map-labels", data=four, computing=("coordinator", "zurich", "lugano"), **OPTIONS)

@@ -50,6 +50,7 @@ class Workflow:
     min_sites: int = 2
     files: Callable[[Outcome], dict[str, bytes]] | None = None  # further files to write at a party
     figures: Callable[[Mapping[str, Outcome], Any], list[Any]] | None = None  # for the report
+    warnings: Callable[[Study, Any], list[str]] | None = None  # what the parties should hear before they start
 
     def protocol(self, mode: str) -> types.ModuleType:
         if mode not in self.protocols:
@@ -205,4 +206,7 @@ def warnings_of(study: Study) -> list[str]:
     if study.mode != "hardened":
         ask = f"cloister explain {study.workflow} --mode {study.mode}"
         notes.append(f"mode '{study.mode}' leaks what its paper leaks; see: {ask}")
+    workflow = get(study.workflow) if study.workflow in NAMES else None
+    if workflow is not None and workflow.warnings is not None:
+        notes += workflow.warnings(study, options_of(workflow, study.parameters))
     return notes

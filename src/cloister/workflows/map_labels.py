@@ -369,6 +369,13 @@ def part(study: Seat, adata: AnnData | None, options: Options) -> Outcome:
     return Outcome(adata, told | summary(adata, options))
 
 
+def warnings(study: Study, options: Options) -> list[str]:
+    """Who computes, before anything starts."""
+    if study.mode == "plain" or not options.query:
+        return []
+    return [who_computes(study, computing_parties(study, Party(options.query), options.computing))]
+
+
 def summary(adata: AnnData, options: Options) -> dict[str, Any]:
     """What the querier may want to see first; with its own labels, if it has any, how often they agree."""
     found = adata.obs[options.key_added].astype(str)
@@ -414,4 +421,5 @@ WORKFLOW = Workflow(
     part=part,
     check=check,
     figures=figures,
+    warnings=warnings,
 )
