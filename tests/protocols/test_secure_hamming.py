@@ -128,6 +128,11 @@ def test_pairs_cost_and_view(module):
     check_view(module, pair(module, seed=1), pair(module, seed=2))
 
 
+@pytest.mark.parametrize("sizes", [(5, 6), (5, 4, 6), (5, 4, 6, 3, 2)])
+def test_cost_of_three_parties(sizes):
+    check_cost(hamming_mpc, case(hamming_mpc, sizes, 512))
+
+
 def test_views_do_not_depend_on_the_codes():
     for module, options in ((hamming_mpc, {}), (secure_hamming, {"engine": "ot"})):
         check_view(module, case(module, seed=1, **options), case(module, seed=2, **options))

@@ -106,6 +106,28 @@ def roles(params: Params) -> dict[Party, object]:
     return {params.server: server} | dict.fromkeys(params.sites, site)
 
 
+def cost(params: Params) -> dict[Party, tuple[int, int]]:
+    """Messages and payload bytes that each party sends."""
+    w, three = ring_of(params.bits).size, params.computing
+    members = (*params.sites, params.server)
+    cuts = list(blocks(params))
+    cross = sum((r.stop - r.start) * (c.stop - c.start) for r, c in cuts)
+    found: dict[Party, tuple[int, int]] = {}
+    for u in members:
+        n = params.sizes[params.sites.index(u)] if u in params.sites else 0
+        if u in three:
+            peers = len(members) - 1
+            to_server = three.index(u) < 2 if params.server not in three else three[three.index(u) - 2] == params.server
+            opens = len(cuts) if to_server else 0
+            messages = peers + (n > 0) + len(cuts) + opens
+            size = 96 * peers + w * n * params.bits + w * cross * (1 + to_server)
+        else:  # its key, its seeds, and its codes to two of the three
+            messages = 3 + 3 + 2 * (n > 0)
+            size = 96 * 3 + 128 + 2 * w * n * params.bits
+        found[u] = (messages + (u in params.sites), size + w * n * n)
+    return found
+
+
 # ---- local steps -----------------------------------------------------------------------------------------------------
 
 

@@ -52,7 +52,7 @@ from cloister.study import Party
 from cloister.wire import I64, U8
 
 NAME = "private_graph"
-BLOCK = 1 << 20  # keys at once; a selection takes about 80 bytes for each
+BLOCK = 1 << 21  # keys at once; a selection takes about 80 bytes for each
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,483 @@
+"""Label propagation across sites: what it gains over each site alone, what engines cost, what the sparse solve saves.
+
+    python benchmarks/propagation.py [--quick] [--only gain,left-out,features,graph,cv,cost,solve] [--data FOLDER]
+
+  gain       accuracy and balanced accuracy on unlabelled points at 1, 5, 10 and 50 % labelled: all sites together
+             (`xclp`, what the protocols compute, plain and with `balance`), each site alone, pooled with exact cosines
+             instead of codes, a FedAvg classifier; points split at random and as they came (by study, or unevenly by
+             class), as in the paper's tables 1 and 6
+  left-out   a whole site without labels, labelled by the others, as in table 2
+  graph      labelled points only in the graph, or unlabelled ones too, as in table 3
+  features   raw, pretrained (PCA, or MobileNetV2 for images), linear and fine-tuned (layers of FedAvg networks)
+  cv         bits and neighbours chosen by cross-validation on the labelled points
+  cost       bytes, seconds and CPU seconds of the engines, real protocols between three parties of this process
+  solve      conjugate gradients on the sparse graph against a dense inverse; growth with n; memory
+
+The accuracies use `graph.propagate`, which the protocols equal to the last bit (tests/protocols/test_propagation.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import platform
+import resource
+import time
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np
+
+from cloister.models import graph
+
+SHARES = (0.01, 0.05, 0.1, 0.5)
+
+
+# ---- data ------------------------------------------------------------------------------------------------------------
+
+
+def blood(folder, per_site, rng):
+    """Four batches of three studies: log expression, and 50 components of the pooled PCA (what shared-pca gives)."""
+    import anndata as ad
+
+    a = ad.read_h5ad(folder / "scrna" / "pbmc_federation.h5ad")
+    rows = np.concatenate(
+        [rng.permutation(np.flatnonzero(a.obs["batch"] == b))[:per_site] for b in a.obs["batch"].cat.categories]
+    )
+    a = a[np.sort(rows)]
+    x = np.asarray(a.X.todense(), float) * (1e4 / a.obs["n_counts_all_genes"].to_numpy()[:, None])
+    x = np.log1p(x)
+    return {"raw": x, "pretrained": components(x, 50)}, a.obs["cell_type"].astype(str), a.obs["batch"].cat.codes
+
+
+def marrow(folder, per_site, rng):
+    """Bone marrow by mass cytometry, 14 populations, five sites with uneven shares of them."""
+    f = np.load(folder / "cytometry" / "levine32_h2.npz")
+    x = next(f[k] for k in f.files if f[k].ndim == 2)
+    label = next(f[k] for k in f.files if f[k].ndim == 1 and len(f[k]) == len(x))
+    rows = rng.permutation(len(x))[: 5 * per_site]
+    y = label[rows].astype(str)
+    return {"raw": x[rows].astype(float), "pretrained": components(x[rows].astype(float), 16)}, y, uneven(y, 5, rng)
+
+
+def clothes(folder, per_site, rng):
+    """Fashion-MNIST, five sites with uneven shares of the ten classes."""
+    f = np.load(folder / "images" / "fashion_mnist_10k.npz")
+    x = next(f[k] for k in f.files if f[k].ndim >= 2)
+    label = next(f[k] for k in f.files if f[k].ndim == 1 and len(f[k]) == len(x))
+    rows = rng.permutation(len(x))[: 5 * per_site]
+    pixels = x[rows].reshape(len(rows), 28, 28) / 255.0
+    y = label[rows].astype(str)
+    return {"raw": pixels.reshape(len(rows), -1)}, y, uneven(y, 5, rng)
+
+
+SETS = {"blood": blood, "marrow": marrow, "clothes": clothes}
+
+
+def components(x, count):
+    centred = x - x.mean(axis=0)
+    u, s, _ = np.linalg.svd(centred, full_matrices=False)
+    return (u * s)[:, :count]
+
+
+def uneven(y, sites, rng):
+    """Shares of every class over the sites from a Dirichlet distribution with parameter 0.5."""
+    out = np.empty(len(y), int)
+    for c in np.unique(y):
+        rows = rng.permutation(np.flatnonzero(y == c))
+        cuts = (np.cumsum(rng.dirichlet([0.5] * sites))[:-1] * len(rows)).astype(int)
+        for site, part in enumerate(np.split(rows, cuts)):
+            out[part] = site
+    return out
+
+
+def mobilenet(folder, pixels):
+    """Features of MobileNetV2 as trained on ImageNet, 1280 numbers an image, centred; None where torch is missing."""
+    try:
+        import torch
+        import torch.nn.functional as F
+    except ImportError:
+        return None
+    raw = np.load(folder / "weights" / "mobilenet_v2_imagenet_f16.npz")
+    w = {k: torch.tensor(raw[k].astype(np.float32)) for k in raw.files}
+
+    def layer(x, conv, norm, stride=1, groups=1, *, relu=True):
+        x = F.conv2d(x, w[f"{conv}.weight"], stride=stride, padding=w[f"{conv}.weight"].shape[-1] // 2, groups=groups)
+        x = F.batch_norm(x, *(w[f"{norm}.{p}"] for p in ("running_mean", "running_var", "weight", "bias")))
+        return F.relu6(x) if relu else x
+
+    def network(x):
+        x = layer(x, "features.0.0", "features.0.1", 2)
+        i = 1
+        for expand, width, repeat, first in ((1, 16, 1, 1), (6, 24, 2, 2), (6, 32, 3, 2), (6, 64, 4, 2), *LAST):
+            for j in range(repeat):
+                name, h = f"features.{i}.conv", x
+                if expand > 1:
+                    h = layer(h, f"{name}.0.0", f"{name}.0.1")
+                at = int(expand > 1)
+                h = layer(h, f"{name}.{at}.0", f"{name}.{at}.1", first if j == 0 else 1, h.shape[1])
+                h = layer(h, f"{name}.{at + 1}", f"{name}.{at + 2}", relu=False)
+                x = x + h if x.shape == h.shape and h.shape[1] == width else h
+                i += 1
+        return layer(x, "features.18.0", "features.18.1").mean(dim=(2, 3))
+
+    out = []
+    with torch.no_grad():
+        for part in np.array_split(pixels, max(1, len(pixels) // 64)):
+            x = torch.tensor(part, dtype=torch.float32)[:, None].expand(-1, 3, -1, -1)
+            out.append(network((F.interpolate(x, size=64, mode="bilinear") - 0.45) / 0.225).numpy())
+    x = np.concatenate(out).astype(float)
+    return x - x.mean(axis=0)
+
+
+LAST = ((6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1))  # expansion, width, blocks, first stride
+
+
+# ---- methods ---------------------------------------------------------------------------------------------------------
+
+
+def codes(x, bits, seed=0):
+    return graph.codes(x, graph.hyperplanes(bytes([seed] * 32), bits, x.shape[1]))
+
+
+def xclp(x, y, labelled, n_classes, bits=4096, k=10, *, seed=0, balance=False):
+    known = np.where(labelled, y, -1)
+    k = min(k, len(x) - 1)
+    options = {"n_classes": n_classes, "n_neighbors": k, "balance": balance}
+    return graph.propagate(codes(x, bits, seed), known, exact=False, **options).label
+
+
+def alone(x, y, labelled, n_classes, sites, **options):
+    """Every site on its own; where it has no label, it has no answer."""
+    out = np.full(len(y), -1)
+    for site in np.unique(sites):
+        mine = sites == site
+        if labelled[mine].any() and mine.sum() > 2:
+            out[mine] = xclp(x[mine], y[mine], labelled[mine], n_classes, **options)
+    return out
+
+
+def pooled(x, y, labelled, n_classes, k=10, alpha=0.99):
+    """All points in one place, with exact cosines and a dense solve."""
+    v = x / np.maximum(np.linalg.norm(x, axis=1, keepdims=True), 1e-12)
+    similar = v @ v.T
+    np.fill_diagonal(similar, -2)
+    order = np.argsort(-similar, axis=1, kind="stable")[:, :k]
+    A = np.zeros_like(similar)
+    np.put_along_axis(A, order, np.maximum(np.take_along_axis(similar, order, axis=1), 0), axis=1)
+    W = A + A.T
+    d = W.sum(axis=1)
+    scale = np.where(d > 0, 1 / np.sqrt(np.where(d > 0, d, 1)), 0)
+    Z = np.linalg.solve(
+        np.eye(len(x)) - alpha * scale[:, None] * W * scale, graph.one_hot(np.where(labelled, y, -1), n_classes)
+    )
+    return np.where(Z.sum(axis=1) > graph.REACHED, Z.argmax(axis=1), -1)
+
+
+class Network:
+    """A classifier trained by FedAvg on the labelled points: softmax, or with one hidden layer, linear or ReLU."""
+
+    def __init__(self, x, y, labelled, sites, n_classes, *, hidden=0, relu=False, rounds=60, steps=5, seed=0):
+        rng = np.random.default_rng(seed)
+        self.mean, self.scale = x[labelled].mean(axis=0), x[labelled].std() + 1e-9
+        pairs = list(itertools.pairwise([x.shape[1], *([hidden] if hidden else []), n_classes]))
+        self.layers = [rng.normal(size=s) * np.sqrt(1 / s[0]) for s in pairs]
+        self.relu = relu
+        data = [
+            (self._scaled(x[m]), graph.one_hot(y[m], n_classes)) for m in ((sites == s) & labelled for s in set(sites))
+        ]
+        data = [(a, b) for a, b in data if len(a)]
+        total = sum(len(a) for a, _ in data)
+        for _ in range(rounds):
+            parts = [self._local(a, b, steps) for a, b in data]
+            shares = [len(a) / total for a, _ in data]
+            self.layers = [sum(w * p[i] for w, p in zip(shares, parts, strict=True)) for i in range(len(self.layers))]
+
+    def _scaled(self, x):
+        return (x - self.mean) / self.scale / np.sqrt(x.shape[1])
+
+    def _forward(self, x, layers):
+        h = x @ layers[0]
+        if len(layers) == 1:
+            return x, h
+        a = np.maximum(h, 0) if self.relu else h
+        return a, a @ layers[1]
+
+    def _local(self, x, target, steps, rate=3.0):
+        layers = [w.copy() for w in self.layers]
+        for _ in range(steps):
+            a, z = self._forward(x, layers)
+            p = np.exp(z - z.max(axis=1, keepdims=True))
+            error = (p / p.sum(axis=1, keepdims=True) - target) / len(x)
+            if len(layers) == 1:
+                layers[0] -= rate * x.T @ error
+            else:
+                back = error @ layers[1].T
+                layers[1] -= rate * a.T @ error
+                layers[0] -= rate * x.T @ (back * (a > 0) if self.relu else back)
+        return layers
+
+    def predict(self, x):
+        return self._forward(self._scaled(x), self.layers)[1].argmax(axis=1)
+
+    def embed(self, x):
+        return self._forward(self._scaled(x), self.layers)[0]
+
+
+def score(y, found, where):
+    """Balanced accuracy: the mean over the classes of the share that is right. A missing label is wrong."""
+    return float(np.mean([(found[where & (y == c)] == c).mean() for c in np.unique(y[where])]))
+
+
+def draw(y, share, rng):
+    """A random share of the points, and at least one of every class."""
+    labelled = rng.random(len(y)) < share
+    for c in np.unique(y):
+        if not labelled[y == c].any():
+            labelled[rng.choice(np.flatnonzero(y == c))] = True
+    return labelled
+
+
+def load(args, name, seed):
+    rng = np.random.default_rng(seed)
+    features, names, sites = SETS[name](args.data, args.points, rng)
+    classes, y = np.unique(np.asarray(names), return_inverse=True)
+    return features, y, np.asarray(sites).astype(int), len(classes), rng
+
+
+# ---- tables ----------------------------------------------------------------------------------------------------------
+
+
+def available(args):
+    found = []
+    for name in SETS:
+        try:
+            load(argparse.Namespace(data=args.data, points=20), name, 0)
+            found.append(name)
+        except (FileNotFoundError, KeyError) as e:
+            print(f"{name}: not here ({e}); skipped")
+    return found
+
+
+def gain(args, names):
+    print(f"\ngain: accuracy / balanced accuracy, mean of {args.repeats} draw(s); features: PCA (images: raw pixels)")
+    columns = ("alone", "xclp", "pooled", "FedAvg", "alone bal.", "xclp bal.")
+    print(f"{'set':8} {'split':9} {'labelled':>8} " + " ".join(f"{c:>11}" for c in columns))
+    won = []
+    for name in names:
+        for split in ("as it is", "at random"):
+            rows = {s: [] for s in SHARES}
+            for seed in range(args.repeats):
+                features, y, sites, C, rng = load(args, name, seed)
+                x = features["raw" if name == "clothes" else "pretrained"]
+                if split == "at random":
+                    sites = rng.permutation(sites)
+                for share in SHARES:
+                    known = draw(y, share, rng)
+                    found = [
+                        alone(x, y, known, C, sites),
+                        xclp(x, y, known, C),
+                        pooled(x, y, known, C),
+                        Network(x, y, known, sites, C).predict(x),
+                        alone(x, y, known, C, sites, balance=True),
+                        xclp(x, y, known, C, balance=True),
+                    ]
+                    rows[share].append([[(f == y)[~known].mean(), score(y, f, ~known)] for f in found])
+            for share, found in rows.items():
+                means = np.mean(found, axis=0)
+                won.append([means[1] - means[0], means[5] - means[4]])
+                cells = " ".join(f"{a:.3f}/{b:.3f}" for a, b in means)
+                print(f"{name:8} {split:9} {share:8.0%} {cells}", flush=True)
+    for i, what in enumerate(("xclp over alone", "the same, balanced")):
+        for j, measure in enumerate(("accuracy", "balanced accuracy")):
+            gains = np.array(won)[:, i, j]
+            print(f"{what}, {measure}: {gains.min():+.3f} to {gains.max():+.3f}, mean {gains.mean():+.3f}")
+
+
+def left_out(args, names):
+    print("\nleft-out: balanced accuracy at a site without labels, all others fully labelled")
+    print(f"{'set':8} {'site':>4} {'FedAvg':>7} {'xclp':>7} {'balanced':>8}")
+    for name in names:
+        features, y, sites, C, _ = load(args, name, 0)
+        x = features["raw" if name == "clothes" else "pretrained"]
+        for site in np.unique(sites):
+            known = sites != site
+            net = score(y, Network(x, y, known, sites, C).predict(x), ~known)
+            ours = [score(y, xclp(x, y, known, C, balance=b), ~known) for b in (False, True)]
+            print(f"{name:8} {site:4d} {net:7.3f} {ours[0]:7.3f} {ours[1]:8.3f}", flush=True)
+
+
+def graph_of(args, names):
+    print("\ngraph: balanced accuracy on a tenth of the points, held back; labelled points only, or all, in the graph")
+    print(f"{'set':8} {'labelled':>8} {'FedAvg':>7} {'labelled':>9} {'+ unlabelled':>12}")
+    for name in names:
+        rows = {s: [] for s in SHARES}
+        for seed in range(args.repeats):
+            features, y, sites, C, rng = load(args, name, seed)
+            x = features["raw" if name == "clothes" else "pretrained"]
+            test = rng.random(len(y)) < 0.1
+            for share in SHARES:
+                known = draw(y, share, rng) & ~test
+                few = known | test
+                only = np.full(len(y), -1)
+                only[few] = xclp(x[few], y[few], known[few], C)
+                net = Network(x, y, known, sites, C).predict(x)
+                rows[share].append([score(y, net, test), score(y, only, test), score(y, xclp(x, y, known, C), test)])
+        for share, found in rows.items():
+            a, b, c = np.mean(found, axis=0)
+            print(f"{name:8} {share:8.0%} {a:7.3f} {b:9.3f} {c:12.3f}")
+
+
+def features_of(args, names):
+    print("\nfeatures: balanced accuracy at 10 % labelled; linear and fine-tuned are layers of FedAvg networks")
+    print(f"{'set':8} {'features':11} {'FedAvg':>7} {'alone':>7} {'xclp':>7}")
+    for name in names:
+        features, y, sites, C, rng = load(args, name, 0)
+        known = draw(y, 0.1, rng)
+        if name == "clothes" and (made := mobilenet(args.data, features["raw"].reshape(-1, 28, 28))) is not None:
+            features["pretrained"] = made
+        base = features.get("pretrained", features["raw"])
+        linear = Network(features["raw"], y, known, sites, C, hidden=64)
+        tuned = Network(base, y, known, sites, C, hidden=128, relu=True)
+        every = dict(features) | {"linear": linear.embed(features["raw"]), "fine-tuned": tuned.embed(base)}
+        nets = {"linear": linear.predict(features["raw"]), "fine-tuned": tuned.predict(base)}
+        for kind, x in every.items():
+            net = nets.get(kind)
+            net = score(y, Network(x, y, known, sites, C).predict(x) if net is None else net, ~known)
+            mine, ours = alone(x, y, known, C, sites), xclp(x, y, known, C)
+            print(f"{name:8} {kind:11} {net:7.3f} {score(y, mine, ~known):7.3f} {score(y, ours, ~known):7.3f}")
+
+
+def cross_validation(args, names):
+    print("\ncv: bits and neighbours by three-fold cross-validation on the labelled points (10 %), then all unlabelled")
+    print(f"{'set':8} {'bits':>6} {'k':>3} {'chosen':>7} {'4096/10':>8}")
+    for name in names:
+        features, y, _, C, rng = load(args, name, 0)
+        x = features["raw" if name == "clothes" else "pretrained"]
+        known = draw(y, 0.1, rng)
+        fold = rng.integers(0, 3, len(y))
+        tried = {}
+        for bits in (256, 1024, 4096):
+            for k in (3, 10, 20):
+                kept = [known & (fold != f) for f in range(3)]
+                held = [known & (fold == f) for f in range(3)]
+                tried[bits, k] = np.mean(
+                    [score(y, xclp(x, y, a, C, bits, k), b) for a, b in zip(kept, held, strict=True)]
+                )
+        bits, k = max(tried, key=tried.get)
+        best, usual = (score(y, xclp(x, y, known, C, *o), ~known) for o in ((bits, k), (4096, 10)))
+        print(f"{name:8} {bits:6d} {k:3d} {best:7.3f} {usual:8.3f}")
+
+
+def cost(args, names):
+    from cloister.protocols import private_graph, secure_hamming
+    from cloister.study import Party
+    from cloister.testing import Case, check_no_errors, run_protocol, values
+
+    sizes = {"mpc": (100, 300), "ot": (50, 100), "he": (25, 50)}
+    if not args.quick:
+        sizes = {"mpc": (500, 1000, 2000, 5000), "ot": (100, 200, 500), "he": (50, 100, 200)}
+    print("\ncost: two sites and the server, L = 4096; bytes and CPU seconds of all parties, seconds of the run")
+    print(f"{'result':9} {'engine':6} {'n/site':>6} {'MB':>9} {'rounds':>6} {'seconds':>8} {'CPU s':>8} {'kB/pair':>8}")
+    cases = [("H", secure_hamming, e, n) for e in sizes for n in sizes[e] if not (args.quick is False and n > 2000)]
+    cases += [("graph", private_graph, "mpc", n) for n in sizes["mpc"]]
+    for what, module, engine, n in cases:
+        names = (Party("a"), Party("b"))
+        rng = np.random.default_rng(0)
+        inputs = {u: (rng.integers(0, 256, (n, 512), dtype=np.uint8),) for u in names}
+        options = {"n_neighbors": 10} if module is private_graph else {}
+        params = module.Params(names, (n, n), 4096, Party("hub"), engine=engine, **options)
+        began, cpu = time.perf_counter(), time.process_time()
+        run = run_protocol(module, Case(params, inputs), timeout=600.0)
+        took, cpu = time.perf_counter() - began, time.process_time() - cpu
+        check_no_errors(run)
+        packed = np.concatenate([x[0] for x in inputs.values()])
+        if n <= 1000:
+            truth = graph.hamming(packed, packed) if module is secure_hamming else graph.nearest(packed, 10)
+            assert (values(run)[Party("hub")] == truth).all()
+        sent = sum(o.cost["bytes"] for o in run.outcomes.values())
+        rounds = max(o.cost["rounds"] for o in run.outcomes.values())
+        print(
+            f"{what:9} {engine:6} {n:6d} {sent / 1e6:9.1f} {rounds:6.0f} {took:8.1f} {cpu:8.1f}"
+            f" {sent / n / n / 1e3:8.2f}",
+            flush=True,
+        )
+
+
+def solve(args, names):
+    from scipy.spatial import cKDTree
+
+    sizes = (1000, 2000, 3000) if args.quick else (1000, 5000, 10_000, 20_000, 50_000)
+    dense_up_to = 3000 if args.quick else 10_000
+    print(
+        "\nsolve: k = 10, alpha = 0.99, 10 classes, 1 % labelled; columns of labelled points (what the protocols need),"
+    )
+    print("       the classes alone (`exact=False`), and a dense inverse in the same run")
+    head = ("n", "graph s", "labelled s", "classes s", "inverse s", "ratio", "us/(n k)", "GB")
+    print(" ".join(f"{h:>{w}}" for h, w in zip(head, (6, 8, 10, 9, 9, 7, 8, 5), strict=True)))
+    rng = np.random.default_rng(0)
+    for n in sizes:
+        x = rng.normal(size=(n, 12)) + 2 * rng.normal(size=(10, 12))[rng.integers(0, 10, n)]
+        x /= np.linalg.norm(x, axis=1, keepdims=True)
+        began = time.perf_counter()
+        far, index = cKDTree(x).query(x, 11)
+        distance = np.rint(4096 * np.arccos(np.clip(1 - far[:, 1:] ** 2 / 2, -1, 1)) / np.pi).astype(np.int64)
+        keys = (distance << graph.index_bits(n)) + index[:, 1:]
+        W = graph.adjacency(keys, 4096)
+        made = time.perf_counter() - began
+        labelled = np.sort(rng.choice(n, n // 100, replace=False))
+        Y = np.zeros((n, 10))
+        Y[labelled, rng.integers(0, 10, len(labelled))] = 1
+        began = time.perf_counter()
+        for _ in graph.influence(W, 0.99, labelled, labelled):
+            pass
+        columns = time.perf_counter() - began
+        began = time.perf_counter()
+        graph.solve(W, 0.99, Y)
+        classes = time.perf_counter() - began
+        inverse = float("nan")
+        if n <= dense_up_to:
+            began = time.perf_counter()
+            np.linalg.inv(np.eye(n) - 0.99 * W.toarray())
+            inverse = time.perf_counter() - began
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+        print(
+            f"{n:6d} {made:8.1f} {columns:10.2f} {classes:9.2f} {inverse:9.1f} {inverse / columns:7.1f}"
+            f" {classes / n / 10 * 1e6:8.2f} {peak:5.1f}",
+            flush=True,
+        )
+
+
+TABLES = {
+    "solve": solve,
+    "gain": gain,
+    "left-out": left_out,
+    "graph": graph_of,
+    "features": features_of,
+    "cv": cross_validation,
+    "cost": cost,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="small sets, one draw; about three minutes")
+    parser.add_argument("--only", default=",".join(TABLES), help="comma-separated tables")
+    parser.add_argument("--data", type=Path, default=Path(__file__).parents[2] / "shared" / "data")
+    parser.add_argument("--points", type=int, help="points per site; 600, or 120 with --quick")
+    parser.add_argument("--repeats", type=int, help="draws of points and labels; 3, or 1 with --quick")
+    args = parser.parse_args()
+    args.points = args.points or (120 if args.quick else 600)
+    args.repeats = args.repeats or (1 if args.quick else 3)
+    threads = os.environ["OMP_NUM_THREADS"]
+    print(f"{platform.machine()}, {os.cpu_count()} cores, {threads} thread(s), Python {platform.python_version()}")
+    print(f"{args.points} points a site, {args.repeats} draw(s)")
+    names = available(args)
+    for table in args.only.split(","):
+        TABLES[table](args, names)
+
+
+if __name__ == "__main__":
+    main()
