@@ -6,7 +6,7 @@ import pytest
 from anndata import AnnData
 from scipy import sparse
 
-from cloister import rehearsal, workflows
+from cloister import rehearsal
 from cloister.errors import DataError, MissingExtra, ParameterError, PeerLost, ProtocolAbort, UsageError
 from cloister.rehearsal import Fault, Wires, play, rehearse
 from cloister.seat import Outcome
@@ -298,10 +298,3 @@ def test_a_sites_arrays_are_out_of_reach_of_the_other_parties():
         found = {id(x) for x in reachable([outcome.result, outcome.adata, outcome.receipt])}
         for site, array in own.items():
             assert (array in found) == (site == party)
-
-
-def test_every_workflow_can_be_planned():
-    for name in workflows.names():
-        found = workflows.get(name)
-        assert found.name == name
-        assert found.summary

@@ -121,17 +121,26 @@ class Mailbox:
 
     def put(self, sender: Party, data: bytes) -> None:
         """Take a frame in; never raises. `sender` is who the transport authenticated, not who the frame says."""
+        if sender in self._deaf or sender in self.failed:
+            return
+        frame, wrong = None, None
+        try:
+            frame = wire.unpack(data)  # outside the lock: a large frame of one party holds up no other
+        except WireError as e:
+            wrong = Failure("channel", "-", "malformed", f"from '{sender}': {e}")
+        except MemoryError:
+            wrong = Failure("channel", "-", "memory", f"no memory for a frame of '{sender}'")
         with self._lock:
             if sender in self._deaf or sender in self.failed:
                 return
             self.heard[sender] += 1
             self.last[sender] = time.monotonic()
             try:
-                self._sort_in(sender, wire.unpack(data), len(data))
+                if frame is not None:
+                    self._sort_in(sender, frame, len(data))
             except WireError as e:
-                self.fatal = self.fatal or Failure("channel", "-", "malformed", f"from '{sender}': {e}")
-            except MemoryError:
-                self.fatal = self.fatal or Failure("channel", "-", "memory", f"no memory for a frame of '{sender}'")
+                wrong = Failure("channel", "-", "malformed", f"from '{sender}': {e}")
+            self.fatal = self.fatal or wrong
         self._wake()
 
     def _sort_in(self, sender: Party, frame: Frame, size: int) -> None:

@@ -5,7 +5,8 @@ Every frame that is sent and every value that is opened appends an entry; entry 
     hash_i = SHA-256(hash_{i-1} ‖ entry_i)          hash_{-1} = SHA-256(header)
 
 and the party signs the last hash with its own key. The file on disk (`receipt.json`) keeps every entry; people, and
-`adata.uns["cloister"]`, get the entries summed up per message name.
+`adata.uns["cloister"]`, get the entries summed up per message name. Pulses and farewells, which say only that a party
+is there or done, are not listed.
 """
 
 from __future__ import annotations
