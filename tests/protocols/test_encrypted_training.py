@@ -253,7 +253,7 @@ def test_consent_and_batches_are_checked_before_anything_is_sent():
     assert isinstance(run.errors[PARTIES[0]], RefusedError)
     for bad in (data[PARTIES[0]][0][:1], 100 + data[PARTIES[0]][0], data[PARTIES[0]][0] * np.nan):
         with pytest.raises(DataError):
-            encrypted_training.check_batches(p, bad, data[PARTIES[0]][1])
+            encrypted_training.check_batches(p.config, bad, data[PARTIES[0]][1])
 
 
 def test_many_steps_that_would_gather_too_much_noise_are_refused():

@@ -372,7 +372,9 @@ class Context:
         return self.evaluator.rotate_vector(ct, steps, key.key)
 
     def galois(self, steps: int) -> int:
-        """The automorphism behind a rotation by `steps` slots."""
+        """The automorphism behind a rotation by `steps` slots; 0 stands for complex conjugation."""
+        if steps == 0:
+            return 2 * self.params.degree - 1
         return pow(3, steps % self.params.slots, 2 * self.params.degree)
 
 

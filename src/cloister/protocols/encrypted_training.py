@@ -234,8 +234,7 @@ def opening(params: Params, part: int) -> threshold_decrypt.Params:
     )
 
 
-def check_batches(params: Params, X: F64, Y: F64) -> None:
-    c = params.config
+def check_batches(c: cellcnn.Config, X: F64, Y: F64) -> None:
     if X.shape != (c.steps, c.batch, c.markers) or Y.shape != (c.steps, c.batch, c.classes):
         raise DataError(
             f"expected batches of shape {(c.steps, c.batch, c.markers)} and labels {(c.steps, c.batch, c.classes)},"
@@ -249,7 +248,7 @@ def check_batches(params: Params, X: F64, Y: F64) -> None:
 
 
 async def make_keys(
-    ch: Channel, params: Params, entropy: Entropy, secret: ckks.Secret | None, store: KeyStore | None
+    ch: Channel, params: Any, entropy: Entropy, secret: ckks.Secret | None, store: KeyStore | None
 ) -> Keys:
     """Both sides of the key generation; with a store, everything is kept as soon as it is there."""
     c, who = ckks.context(params.ckks), (params.holders, params.aggregator, params.ckks)
@@ -326,7 +325,7 @@ async def holder(
     """Play a site. X (steps, n, m) and one-hot Y (steps, n, o) are its batches; they never leave it."""
     if params.open_model and not consent:
         raise RefusedError("this site did not consent to opening the model; allow it, or train with open_model=False")
-    check_batches(params, X, Y)
+    check_batches(params.config, X, Y)
     c, P, L, S = ckks.context(params.ckks), params.ckks, params.layout, params.aggregator
     G, top, ledger, todo = len(L.groups), P.primes_at(LEVELS), Ledger(), refreshes(params)
     await ch.send(S, Ready(store.name if store is not None else b""))  # L1

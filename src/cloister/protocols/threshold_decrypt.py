@@ -33,6 +33,7 @@ from dataclasses import dataclass
 
 from cloister.channel import Channel
 from cloister.crypto import ckks
+from cloister.crypto.ckks import FLOOD_BITS
 from cloister.crypto.entropy import Entropy
 from cloister.errors import ParameterError, RefusedError
 from cloister.protocols.collective_key import check_holders, read
@@ -53,6 +54,7 @@ class Params:  # public
     scale: float
     noise_bits: int  # |noise| < 2^noise_bits, by the circuit
     to: tuple[Party, ...]  # holders who may read; the aggregator reads in any case
+    margin: int = FLOOD_BITS  # bits of flooding above the noise; less only where `published` says so
 
     def __post_init__(self) -> None:
         check_holders(self.holders, self.aggregator)
@@ -60,7 +62,7 @@ class Params:  # public
 
     @property
     def flood_bits(self) -> int:
-        return self.noise_bits + ckks.FLOOD_BITS
+        return self.noise_bits + self.margin
 
 
 def check_flood(params: ckks.Parameters, primes: int, scale: float, flood_bits: int) -> None:

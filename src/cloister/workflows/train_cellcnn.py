@@ -161,8 +161,8 @@ def train_cellcnn(adata: AnnData, study: Seat, **given: Any) -> cellcnn.Model:
     with encrypted=false : every site's gradients, to the coordinator.
     """
     options = settled(Options(**given), len(study.study.sites))
-    notes = check(adata, options)
-    del notes
+    check(adata, options)
+    check_mode(study, options)
     sites, hub = study.study.sites, study.study.coordinator
     donors = donor_classes(adata, options)
     terms = study.run(
@@ -190,6 +190,11 @@ def train_cellcnn(adata: AnnData, study: Seat, **given: Any) -> cellcnn.Model:
     return made
 
 
+def check_mode(study: Seat, options: Options) -> None:
+    if study.study.mode == "published" and options.encrypted and not options.open_model:
+        raise ParameterError("mode 'published' ends by opening the model; agree to open_model=true, or use 'hardened'")
+
+
 def standard(study: Seat, options: Options, x: Any) -> tuple[Any, Any]:
     """Mean and scale of every marker: by secure sums, agreed on beforehand, or 0 and 1."""
     width = x.shape[1]
@@ -212,6 +217,14 @@ def play(study: Seat, options: Options, made: cellcnn.Model, batches: tuple[Any,
         if batches is None:
             return study.run(clear_training.aggregator, clear)
         return study.run(clear_training.holder, clear, *batches)
+    if study.study.mode == "published":
+        from cloister.protocols import published_training
+
+        printed = published_training.choose_ring(made.config, len(sites))
+        as_printed = published_training.Params(sites, hub, printed, made.config)
+        if batches is None:
+            return study.run(published_training.aggregator, as_printed).weights
+        return study.run(published_training.holder, as_printed, *batches).weights
     from cloister.protocols import encrypted_training
     from cloister.protocols.cellcnn_circuit import choose_ring
 
@@ -287,6 +300,7 @@ def donor_means(
 def coordinate(study: Seat, options: Options) -> cellcnn.Model:
     """The coordinator's half."""
     options = settled(options, len(study.study.sites))
+    check_mode(study, options)
     sites, hub = study.study.sites, study.study.coordinator
     terms = study.run(cellcnn_terms.coordinator, cellcnn_terms.Params(sites, hub))
     width = len(terms.markers)
@@ -394,7 +408,7 @@ WORKFLOW = Workflow(
     name="train-cellcnn",
     summary="train one CellCnn on donors of several sites, encrypted from the first step to the last",
     options=Options,
-    protocols={"hardened": "encrypted_training"},
+    protocols={"hardened": "encrypted_training", "published": "published_training"},
     part=part,
     check=check,
     files=files,

@@ -1,0 +1,99 @@
+"""PriCell's own circuit: on plain vectors it is the twin exactly; encrypted it gives the same weights."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("seal")
+sys.path.insert(0, str(Path(__file__).parent))
+
+from collective import HUB, names
+
+from cloister.errors import ParameterError, RefusedError
+from cloister.models import cellcnn
+from cloister.protocols import published_circuit, published_training
+from cloister.testing import Case, check_no_errors, run_protocol, values
+
+
+@pytest.mark.parametrize(("m", "h", "o", "n"), [(5, 2, 2, 6), (38, 8, 2, 100), (16, 8, 3, 50), (7, 3, 3, 9)])
+def test_the_circuit_on_plain_vectors_is_the_twin(m, h, o, n):
+    config = cellcnn.Config(m, h, o, n, steps=3, learning_rate=0.2)
+    L, ops, rng = published_circuit.Layout(config, 16384, 2), published_circuit.PlainOps(), np.random.default_rng(0)
+    repack = L.repacking(1.0)
+    w = cellcnn.initial(config)
+    C, W, gC, gW = L.conv_slots(w.W) + 0j, L.dense_slots(w.V) + 0j, None, None
+    for _ in range(3):
+        data = [(rng.normal(0, 0.5, (n, m)), cellcnn.one_hot(rng.integers(0, o, n), o)) for _ in range(2)]
+        made = []
+        for X, Y in data:
+            D = repack.apply_plain(published_circuit.forward(ops, L, C, W, gW, gC, X))
+            made.append(published_circuit.backward(ops, L, D, X, Y))
+        gW, gC = sum(a for a, _ in made), sum(b for _, b in made)
+        C, W = C - gC, W - gW
+        w = cellcnn.update(config, w, np.mean([cellcnn.gradient(config, w.M, X, Y) for X, Y in data], axis=0))
+        np.testing.assert_allclose(C[: L.csize], L.conv_slots(w.W)[: L.csize], atol=1e-12)  # format kept, too
+        np.testing.assert_allclose(W, L.dense_slots(w.V), atol=1e-12)
+
+
+def test_every_rotation_that_is_made_has_a_key():
+    config = cellcnn.Config(9, 3, 3, 11, steps=1)
+    L = published_circuit.Layout(config, 16384, 2)
+
+    class Spy(published_circuit.PlainOps):
+        def __init__(self):
+            self.seen = set()
+
+        def rotate(self, x, steps):
+            self.seen.add(steps)
+            return super().rotate(x, steps)
+
+    ops, zero = Spy(), np.zeros(16384, complex)
+    published_circuit.forward(ops, L, zero, zero, zero, zero, np.zeros((11, 9)))
+    published_circuit.backward(ops, L, zero, np.zeros((11, 9)), np.zeros((11, 3)))
+    assert ops.seen == set(L.rotations)
+
+
+def test_batches_beyond_the_slots_are_refused():
+    with pytest.raises(ParameterError, match="slots"):
+        published_circuit.Layout(cellcnn.Config(38, 8, 2, 512), 16384, 2)
+
+
+def data_for(config, n):
+    rng = np.random.default_rng(0)
+    found = {}
+    for p in names(n):
+        y = rng.integers(0, config.classes, (config.steps, config.batch))
+        X = rng.normal(0, 1, (config.steps, config.batch, config.markers))
+        X[..., 0] += 1.5 * y - 0.7
+        found[p] = (X, cellcnn.one_hot(y, config.classes))
+    return found
+
+
+def test_without_consent_nothing_starts():
+    config = cellcnn.Config(5, 2, 2, 6, steps=1)
+    p = published_training.Params(names(2), HUB, published_training.choose_ring(config, 2), config)
+
+    async def refusing(ch, params, X, Y, *, entropy):
+        return await published_training.holder(ch, params, X, Y, entropy=entropy, consent=False)
+
+    run = run_protocol(published_training, Case(p, data_for(config, 2)), roles={names(2)[0]: refusing}, timeout=5)
+    assert isinstance(run.errors[names(2)[0]], RefusedError)
+
+
+@pytest.mark.slow
+def test_encrypted_weights_equal_the_twin():
+    config = cellcnn.Config(5, 2, 2, 6, steps=2, learning_rate=0.1)
+    p = published_training.Params(names(2), HUB, published_training.choose_ring(config, 2), config)
+    data = data_for(config, 2)
+    run = run_protocol(published_training, Case(p, data), timeout=600)
+    check_no_errors(run)
+    twin = published_training.ideal(p, data)[HUB]
+    for party in (HUB, *names(2)):
+        np.testing.assert_allclose(values(run)[party].weights.W, twin.W, atol=1e-3)
+        np.testing.assert_allclose(values(run)[party].weights.V, twin.V, atol=1e-3)
+    cost = published_training.cost(p)
+    for party, (messages, _) in cost.items():
+        sent = [e for e, _ in run.receipts[party].entries if e.kind == "sent" and not e.name.startswith("channel.")]
+        assert len(sent) == messages
