@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from cloister.crypto.replicated import Ring
 from cloister.errors import ParameterError, ProtocolAbort
-from cloister.protocols import replicated, selection
+from cloister.protocols import replicated, replicated_linear, selection
 from cloister.protocols.replicated import Trio, join
 from cloister.rehearsal import Fault
 from cloister.study import Party
@@ -287,6 +287,20 @@ def test_frames_carry_no_share_in_the_clear():
     sent = [ring.from_bytes(d, (50,)) for d in frames["Reshare"]]
     assert len(sent) == 3
     assert (ring.decode(sum(sent)) != x).mean() > 0.9  # ... what is on the wire does not
+
+
+def test_large_arrays_travel_in_parts(monkeypatch):
+    monkeypatch.setattr(replicated_linear, "PART", 7)
+    ring, x = Ring(40), integers(Ring(40), (5, 4), 3)
+
+    async def script(trio, mine):
+        a = await trio.input(DAN, mine, x.shape, ring)
+        return await shown(trio, None if a is None else a + a - a, ring, x.shape, DAN)
+
+    run = game(script, {DAN: ring.encode(x)})
+    check_no_errors(run)
+    np.testing.assert_array_equal(values(run)[DAN], x)
+    assert len([r for r in transcript(run)[DAN] if r[0] == "replicated.Input"]) > 20
 
 
 def test_a_party_is_lost_by_name():

@@ -21,6 +21,7 @@ from cloister.study import Party
 from cloister.wire import I64, message
 
 NAME = "replicated"
+PART = 1 << 26  # bytes of one message at most; more travels in several
 Local = Callable[[Words, Words], Words]
 
 
@@ -205,11 +206,17 @@ class Linear:
     # -- words on the wire: every byte under the key of its link -----------------------------------------------------
 
     async def _send(self, to: Party, kind: Callable[[U8], Any], data: U8) -> None:
-        await self.ch.send(to, kind(data ^ self._out[to].uint8(data.size)))
+        for start in range(0, max(1, data.size), PART):
+            part = data[start : start + PART]
+            await self.ch.send(to, kind(part ^ self._out[to].uint8(part.size)))
 
     async def _recv(self, sender: Party, kind: type[Any], size: int) -> U8:
-        data: U8 = (await self.ch.recv(sender, kind, data=(size,))).data
-        return data ^ self._in[sender].uint8(size)
+        out = np.empty(size, np.uint8)
+        for start in range(0, max(1, size), PART):
+            part = out[start : start + PART]
+            message = await self.ch.recv(sender, kind, data=(part.size,))
+            np.bitwise_xor(message.data, self._in[sender].uint8(part.size), out=part)
+        return out
 
     async def _send_words(self, to: int, kind: Callable[[U8], Any], ring: Ring, words: Words) -> None:
         await self._send(self.computing[to % 3], kind, ring.to_bytes(words))
