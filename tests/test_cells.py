@@ -8,7 +8,7 @@ import pytest
 from anndata import AnnData
 from scipy import sparse
 
-from cloister import cells
+from cloister import cells, demo_data
 from cloister.errors import DataError
 
 COUNTS = np.array([[0, 3, 0], [1, 0, 0], [0, 0, 2], [5, 1, 0]], dtype=np.float32)
@@ -262,7 +262,7 @@ def test_attach_receipt_survives_the_file(stored, tmp_path):
 
 
 def test_demo_sites_make_a_federation():
-    sites = cells.demo_sites()
+    sites = demo_data.demo_sites()
     assert list(sites) == ["basel", "lugano", "vienna"]
     genes = cells.genes_in_common({site: list(adata.var_names) for site, adata in sites.items()})
     assert len(genes) == 600

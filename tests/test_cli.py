@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 
-from cloister import cells, cli
+from cloister import cells, cli, demo_data
 from cloister.cell_files import read_cells, write_cells
 
 
@@ -14,7 +14,7 @@ from cloister.cell_files import read_cells, write_cells
 def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sites")
     made = {}
-    for site, adata in cells.demo_sites().items():
+    for site, adata in demo_data.demo_sites().items():
         made[site] = folder / f"{site}.h5ad"
         write_cells(adata, made[site])
     return made
@@ -85,7 +85,7 @@ def test_rehearse_writes_results_receipts_and_report(run, files, tmp_path):
     code, out, err = run("rehearse", "bin-values", *data_of(files), "--out", tmp_path, "--n-bins", "21")
     assert code == 0, err
     assert "basel" in out
-    pooled = np.concatenate([v for a in cells.demo_sites().values() for v in cells.nonzero_values(a)])
+    pooled = np.concatenate([v for a in demo_data.demo_sites().values() for v in cells.nonzero_values(a)])
     for site in files:
         adata = read_cells(tmp_path / f"{site}.h5ad")
         np.testing.assert_allclose(adata.uns["cloister"]["bin_edges"], np.quantile(pooled, np.linspace(0, 1, 20)))
@@ -226,7 +226,7 @@ def test_wrong_usage(run, words, code, says):
 def test_check_says_what_a_file_holds(run, files):
     code, out, err = run("check", files["basel"], "--for", "bin-values", "--json")
     assert code == 0, err
-    assert json.loads(out)[str(files["basel"])]["cells"] == cells.demo_sites()["basel"].n_obs
+    assert json.loads(out)[str(files["basel"])]["cells"] == demo_data.demo_sites()["basel"].n_obs
     code, out, _ = run("check", *files.values())
     assert code == 0
     assert "genes in common" in out

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cloister import cells, results, run_facts
+from cloister import demo_data, results, run_facts
 from cloister.cell_files import read_cells
 from cloister.channel import Event
 from cloister.errors import DataError, MissingExtra, ProtocolAbort
@@ -28,7 +28,7 @@ EVIL = "<script>document.title='evil'</script><img src=x onerror=\"document.titl
 
 @pytest.fixture(scope="module")
 def runs():
-    sites = cells.demo_sites()
+    sites = demo_data.demo_sites()
     cut = Fault("truncate", sender="basel", name="Keys")
     return {
         "hardened": rehearse("bin-values", sites),
@@ -141,7 +141,7 @@ def test_contrast(scheme):
 
 
 def test_everything_is_escaped(runs, tmp_path):
-    run = rehearse("bin-values", cells.demo_sites(), mode="published", key_added=EVIL)
+    run = rehearse("bin-values", demo_data.demo_sites(), mode="published", key_added=EVIL)
     run.outcomes["basel"].result[EVIL] = EVIL
     run.receipts["basel"].header["reveals"] = f"{EVIL} : {EVIL}"
     run.receipts["basel"].add(Entry("sent", EVIL, EVIL, EVIL, EVIL, 3, ""))
@@ -286,7 +286,7 @@ def test_own_cells_are_never_overwritten(runs, tmp_path):
 
 def test_a_survived_dropout_counts_as_done(tmp_path):
     kill = Fault("kill", sender="vienna", name="MaskedInput")
-    run = rehearse("bin-values", cells.demo_sites(), faults=[kill], timeout=2.0, check=False)
+    run = rehearse("bin-values", demo_data.demo_sites(), faults=[kill], timeout=2.0, check=False)
     assert not run.errors
     save_run(run, tmp_path / "out")
     assert not (tmp_path / "out" / "vienna.h5ad").exists()
@@ -381,7 +381,7 @@ def test_figures_take_any_label(tmp_path):
 
 
 def test_a_figure_that_fails_leaves_a_note(runs):
-    run = Run(runs["hardened"].study, {"basel": Outcome(cells.demo_sites()["basel"])})
+    run = Run(runs["hardened"].study, {"basel": Outcome(demo_data.demo_sites()["basel"])})
     assert "drawing them failed (KeyError)" in run_facts.figures_of(run).note
 
 

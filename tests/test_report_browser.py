@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from cloister import cells
+from cloister import demo_data
 from cloister.rehearsal import Fault, rehearse
 from cloister.report import write_report
 
@@ -135,7 +135,7 @@ def chromium():
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
-    sites, cut = cells.demo_sites(), Fault("truncate", sender="basel", name="Keys")
+    sites, cut = demo_data.demo_sites(), Fault("truncate", sender="basel", name="Keys")
     runs = [rehearse("bin-values", sites, mode=mode) for mode in ("hardened", "published")]
     runs.append(rehearse("bin-values", sites, faults=[cut], check=False))
     table = [("mode", "federated", "what an attack finds"), ("hardened", "100 %", "x" * 200)]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from importlib import resources
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
 __all__ = [
     "attach_receipt",
     "check_cells",
-    "demo_sites",
     "describe",
     "embedding",
     "expression_kind",
@@ -41,7 +39,6 @@ __all__ = [
 
 ExpressionKind = Literal["counts", "log", "scaled"]
 F64 = npt.NDArray[np.float64]
-DEMO_SITES = ("basel", "lugano", "vienna")
 DENSE_LIMIT = 8 * 10**9  # bytes of a matrix that `embedding` is willing to make dense
 LOG_LIMIT = 30.0  # log2 of any count stays below; larger fractions are on a linear scale
 _BLOCK = 2**24  # matrix entries per block, zeros included
@@ -260,15 +257,6 @@ def attach_receipt(adata: AnnData, key: str, receipt_json: str) -> None:
     if not isinstance(adata.uns.setdefault("cloister", {}), MutableMapping):
         raise DataError("adata.uns['cloister'] is taken by something else; rename or remove it.")
     adata.uns["cloister"][key] = receipt_json
-
-
-def demo_sites() -> dict[str, AnnData]:
-    """Load the three small lung sites that come with the package: raw counts, `cell_type`, `X_pca`."""
-    sites = {}
-    for site in DEMO_SITES:
-        with resources.as_file(resources.files("cloister") / "data" / f"lung_{site}.h5ad") as path:
-            sites[site] = read_cells(path)
-    return sites
 
 
 def _where(layer: str | None) -> str:

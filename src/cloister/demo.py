@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from cloister import cells
+from cloister import cells, demo_data
 from cloister.channel import Event
 from cloister.rehearsal import Run, rehearse
 
@@ -57,7 +57,7 @@ def write_sites(folder: Path) -> list[Path]:
     from cloister.cell_files import write_cells
 
     folder.mkdir(parents=True, exist_ok=True)
-    files = {folder / f"{site}.h5ad": adata for site, adata in cells.demo_sites().items()}
+    files = {folder / f"{site}.h5ad": adata for site, adata in demo_data.demo_sites().items()}
     for path, adata in files.items():
         write_cells(adata, path)
     return list(files)
@@ -76,7 +76,7 @@ def bin_values(tell: Tell) -> tuple[list[Run], list[tuple[Any, ...]]]:
     """Share of values that get the bin which the pooled quantiles would give them."""
     from cloister.workflows.bin_values import digitise
 
-    sites = cells.demo_sites()
+    sites = demo_data.demo_sites()
     values = {p: np.concatenate([*cells.nonzero_values(a)]) for p, a in sites.items()}
     levels = np.linspace(0, 1, 50)
     pooled = np.quantile(np.concatenate([*values.values()]), levels)
@@ -103,7 +103,7 @@ def map_labels(tell: Tell) -> tuple[list[Run], list[tuple[Any, ...]]]:
     from cloister.protocols import plain_knn
     from cloister.workflows.mapping_baselines import mapping_baselines
 
-    sites, query = cells.demo_sites(), "vienna"
+    sites, query = demo_data.demo_sites(), "vienna"
     few = {p: a[::4].copy() for p, a in sites.items()}  # published takes ten to twenty times the bytes
     runs, rows = [], []
     for mode in ("hardened", "published", "plain"):

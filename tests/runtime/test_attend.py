@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from cloister.cell_files import read_cells
-from cloister.cells import demo_sites
 from cloister.demo import write_sites
+from cloister.demo_data import demo_sites
 from cloister.errors import ParameterError, RefusedError, UsageError
 from cloister.rehearsal import rehearse
 from cloister.runtime.attend import attend, check_same_study, conduct

@@ -12,7 +12,7 @@ import pytest
 from federation import PARTIES, Federation
 
 from cloister.cell_files import read_cells, write_cells
-from cloister.cells import demo_sites
+from cloister.demo_data import demo_sites
 from cloister.errors import PeerLost, ProtocolAbort
 from cloister.rehearsal import rehearse
 

@@ -5,7 +5,7 @@ import pytest
 from anndata import AnnData
 from scipy import sparse
 
-from cloister import cells, workflows
+from cloister import cells, demo_data, workflows
 from cloister.cell_files import read_cells, write_cells
 from cloister.errors import DataError, ParameterError, ProtocolAbort
 from cloister.rehearsal import Fault, plan, play, rehearse
@@ -110,7 +110,7 @@ def test_heterogeneous_sites_of_very_different_size():
 
 
 def test_the_shipped_cells():
-    data = cells.demo_sites()
+    data = demo_data.demo_sites()
     run = rehearse("bin-values", data)
     assert share_equal(run, pooled_bins(data, 51)[1]) == 1.0
 

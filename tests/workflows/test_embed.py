@@ -5,7 +5,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from cloister import cells
+from cloister import cells, demo_data
 from cloister.errors import DataError, ParameterError
 from cloister.models.scgpt import Config, ScGPT
 from cloister.workflows.embed import embed
@@ -15,7 +15,7 @@ SMALL = Config(width=32, heads=4, hidden=32, layers=2, max_length=64)
 
 @pytest.fixture(scope="module")
 def adata():
-    return cells.demo_sites()["basel"][:40].copy()
+    return demo_data.demo_sites()["basel"][:40].copy()
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from anndata import AnnData
 
 torch = pytest.importorskip("torch")
 
-from cloister import cells  # noqa: E402
+from cloister import demo_data  # noqa: E402
 from cloister.errors import DataError, ParameterError, ProtocolAbort  # noqa: E402
 from cloister.models.classifier import FineTuned, make  # noqa: E402
 from cloister.models.learner import Learner, Recipe, hold_out  # noqa: E402
@@ -24,7 +24,7 @@ SIZE = {"rounds": 4, "lr": 1e-2, "local_epochs": 3, "hidden": (16,), "batch_size
 def sites():
     rng = np.random.default_rng(0)
     out = {}
-    for name, a in cells.demo_sites().items():
+    for name, a in demo_data.demo_sites().items():
         out[name] = a[np.sort(rng.choice(a.n_obs, 150, replace=False))].copy()
     return out
 
@@ -182,6 +182,49 @@ def test_scgpt_with_a_head(sites, tmp_path):
         rehearse("fine-tune", far, model="scgpt", pretrained=str(tmp_path), rounds=1, timeout=10.0)
 
 
+def hidden_labels(sites, keep=0.1):
+    """One cell in ten keeps its label; vienna has none."""
+    out = {}
+    for p, a in sites.items():
+        a = a[:100].copy()
+        column = a.obs["cell_type"].astype(str).astype(object)
+        column.iloc[np.arange(len(column)) % round(1 / keep) != 0] = np.nan
+        if p == "vienna":
+            column[:] = np.nan
+        a.obs["truth"], a.obs["cell_type"] = a.obs["cell_type"].astype(str), column
+        out[p] = a
+    return out
+
+
+@pytest.mark.parametrize(("source", "mode"), [("xclp", "published"), ("network", "hardened"), ("client", "hardened")])
+def test_semi_supervised(sites, source, mode):
+    few = hidden_labels(sites)
+    run = rehearse(
+        "fine-tune", few, mode=mode, semi_supervised=True, pseudo_labels=source, bits=512, weighting="plain",
+        validation=0.0, score_every=0, warm_rounds=1, timeout=120.0, **{**SIZE, "rounds": 3},
+    )  # fmt: skip
+    right = [np.mean(a.obs["predicted"].astype(str) == a.obs["truth"]) for a in run.data.values()]
+    assert np.mean(right) > 0.45
+    again = rehearse(
+        "fine-tune", few, mode=mode, semi_supervised=True, pseudo_labels="network", bits=512, weighting="plain",
+        validation=0.0, score_every=0, warm_rounds=3, timeout=120.0, **{**SIZE, "rounds": 3},
+    )  # fmt: skip
+    assert again.outcomes["basel"].model.to_bytes() != run.outcomes["basel"].model.to_bytes()  # pseudo-labels count
+
+
+@pytest.mark.slow
+def test_semi_supervised_hardened(sites):
+    pytest.importorskip("seal", reason="encrypted labels are an extra")
+    few = hidden_labels(sites)
+    options = {"semi_supervised": True, "bits": 512, "weighting": "plain", "validation": 0.0, "score_every": 0}
+    runs = [
+        rehearse("fine-tune", few, mode=mode, timeout=300.0, **options, **{**SIZE, "rounds": 2})
+        for mode in ("hardened", "published")
+    ]
+    right = [np.mean(a.obs["predicted"].astype(str) == a.obs["truth"]) for a in runs[0].data.values()]
+    assert np.mean(right) > 0.45
+
+
 @pytest.mark.parametrize("model", ["cnn", "vit"])
 def test_images(model):
     rng = np.random.default_rng(0)
@@ -205,7 +248,8 @@ def test_images(model):
     ("change", "options", "kind", "message"),
     [
         (lambda a: a.obs.drop(columns="cell_type", inplace=True), {}, DataError, "'cell_type'] is missing"),
-        (lambda a: a.obs.__setitem__("cell_type", np.nan), {}, DataError, "holds no label"),
+        (lambda a: a.obs.__setitem__("cell_type", np.nan), {}, DataError, "0 labelled"),
+        (lambda a: None, {"semi_supervised": True, "bits": 7}, ParameterError, "bits"),
         (lambda a: a.obsm.__delitem__("X_pca"), {}, DataError, "'X_pca'] is missing"),
         (lambda a: None, {"labels": ("x", "y")}, DataError, "not in the study's vocabulary"),
         (lambda a: None, {"labels": ("x", "x")}, ParameterError, "each once"),

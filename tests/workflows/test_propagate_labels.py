@@ -2,7 +2,7 @@ import anndata as ad
 import numpy as np
 import pytest
 
-from cloister import cells
+from cloister import demo_data
 from cloister.errors import DataError, ParameterError, ProtocolAbort
 from cloister.models import graph
 from cloister.rehearsal import Fault, plan, rehearse
@@ -23,7 +23,9 @@ def hide(sites, share, seed=0, without=()):
 
 @pytest.fixture(scope="module")
 def sites():
-    few = {name: a[np.random.default_rng(1).permutation(a.n_obs)[:70]].copy() for name, a in cells.demo_sites().items()}
+    few = {
+        name: a[np.random.default_rng(1).permutation(a.n_obs)[:70]].copy() for name, a in demo_data.demo_sites().items()
+    }
     return hide(few, 0.3, without=["vienna"])
 
 

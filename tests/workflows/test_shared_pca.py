@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from scipy.linalg import subspace_angles
 
-from cloister import cells
+from cloister import cells, demo_data
 from cloister.errors import DataError, ParameterError
 from cloister.rehearsal import rehearse
 
@@ -15,7 +15,7 @@ SIZE = {"n_top_genes": 200, "n_components": 10}
 
 @pytest.fixture(scope="module")
 def sites():
-    return cells.demo_sites()
+    return demo_data.demo_sites()
 
 
 @pytest.fixture(scope="module")
