@@ -51,6 +51,7 @@ def test_view_and_cost():
     check_cost(ot, case(800, 5))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["drop", "delay", "duplicate", "swap", "truncate", "kill"])
 def test_abort(kind):
     c = case()

@@ -149,13 +149,19 @@ EARLY = ["common_seed.Key", "common_seed.Confirm", "point_roster.Points"]
 DURING = ["replicated.Key", "replicated.Input", "replicated.Reshare"]
 
 
-@pytest.mark.parametrize("module", MODES)
-@pytest.mark.parametrize("name", [*EARLY, *DURING])
-@pytest.mark.parametrize("gone", ["site-0", "site-3"])
+def leaving():
+    """Who leaves at which message; site-0 is one of the three that compute, site-3 only gives its codes."""
+    fast = {(label_propagation, "point_roster.Points", "site-3"), (private_propagation, "replicated.Reshare", "site-0")}
+    for module in MODES:
+        for name in (*EARLY, *DURING):
+            for gone in ("site-0", "site-3"):
+                if (name, gone) != ("replicated.Reshare", "site-3"):
+                    marks = () if (module, name, gone) in fast else pytest.mark.slow
+                    yield pytest.param(module, name, gone, marks=marks)
+
+
+@pytest.mark.parametrize(("module", "name", "gone"), list(leaving()))
 def test_before_and_during_the_distances_it_is_as_if_absent(module, name, gone, seeds):
-    """site-0 is one of the three that compute; site-3 only gives its codes."""
-    if gone == "site-3" and name == "replicated.Reshare":
-        pytest.skip("site-3 does not compute")
     c = case()
     c.inputs[Party("site-1")][1][:3] = ["type 0", "type 1", "type 2"]  # all classes, whoever leaves
     run = run_protocol(module, c, faults=[Fault("kill", gone, None, name)], timeout=2.0)
@@ -168,6 +174,7 @@ def test_before_and_during_the_distances_it_is_as_if_absent(module, name, gone, 
     assert set(values(run)) == {HUB, *c.params.sites} - {gone}
 
 
+@pytest.mark.slow
 def test_two_leave_one_after_the_other_and_the_server_becomes_third(seeds):
     c = case((14, 12, 10, 9))
     c.inputs[Party("site-2")][1][:3] = ["type 0", "type 1", "type 2"]
@@ -183,6 +190,7 @@ def test_two_leave_one_after_the_other_and_the_server_becomes_third(seeds):
         check_labels(values(run)[u], ideal[u])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["ot", "he"])
 def test_during_the_distances_of_two_sites(engine, seeds):
     c = case((6, 5, 4), engine=engine)
@@ -218,7 +226,7 @@ def test_before_the_sums_it_counts_as_unlabelled(module, name, seeds):
         check_labels(found, ideal[u])
 
 
-@pytest.mark.parametrize("name", ["row_sums.Key", "row_sums.MaskedRows"])
+@pytest.mark.parametrize("name", [pytest.param("row_sums.Key", marks=pytest.mark.slow), "row_sums.MaskedRows"])
 def test_within_the_sums_they_are_begun_again(name, seeds):
     c = case()
     c.inputs[Party("site-0")][1][:3] = ["type 0", "type 1", "type 2"]
@@ -249,6 +257,7 @@ def test_one_site_left_is_a_named_abort(module):
     assert run.errors[HUB].code == "too-few"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["replicated.Input", "attempts.Go", "attempts.Report", "row_sums.MaskedRows"])
 @pytest.mark.parametrize("kind", ["drop", "truncate", "duplicate"])
 def test_a_broken_link_ends_by_name_or_goes_on_without_the_party(kind, name, seeds):

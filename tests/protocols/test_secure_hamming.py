@@ -149,6 +149,7 @@ def test_the_graph_sends_the_same_messages_until_the_comparisons():
     assert seen[0] == seen[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", [hamming_ot, hamming_he])
 @pytest.mark.parametrize("kind", ["drop", "truncate", "kill"])
 def test_pairs_abort(module, kind):
@@ -156,7 +157,9 @@ def test_pairs_abort(module, kind):
     check_abort(module, c, survived=lambda run: check_pair(c, run), kinds=[kind], timeout=1.0)
 
 
-@pytest.mark.parametrize("kind", ["drop", "swap", "truncate", "kill"])
+@pytest.mark.parametrize(
+    "kind", ["drop", *(pytest.param(k, marks=pytest.mark.slow) for k in ("swap", "truncate", "kill"))]
+)
 def test_three_parties_abort(kind):
     c = case(hamming_mpc, (2, 2))
     messages = [
