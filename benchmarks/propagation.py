@@ -410,7 +410,6 @@ def solve(args, names):
     from scipy.spatial import cKDTree
 
     sizes = (1000, 2000, 3000) if args.quick else (1000, 5000, 10_000, 20_000, 50_000)
-    dense_up_to = 3000 if args.quick else 10_000
     print(
         "\nsolve: k = 10, alpha = 0.99, 10 classes, 1 % labelled; columns of labelled points (what the protocols need),"
     )
@@ -438,7 +437,7 @@ def solve(args, names):
         graph.solve(W, 0.99, Y)
         classes = time.perf_counter() - began
         inverse = float("nan")
-        if n <= dense_up_to:
+        if n <= args.dense:
             began = time.perf_counter()
             np.linalg.inv(np.eye(n) - 0.99 * W.toarray())
             inverse = time.perf_counter() - began
@@ -467,6 +466,9 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(TABLES), help="comma-separated tables")
     parser.add_argument("--data", type=Path, default=Path(__file__).parents[2] / "shared" / "data")
     parser.add_argument("--points", type=int, help="points per site; 600, or 120 with --quick")
+    parser.add_argument(
+        "--dense", type=int, default=10_000, help="invert dense matrices up to this size, for comparison"
+    )
     parser.add_argument("--repeats", type=int, help="draws of points and labels; 3, or 1 with --quick")
     args = parser.parse_args()
     args.points = args.points or (120 if args.quick else 600)
