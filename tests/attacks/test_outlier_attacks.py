@@ -187,6 +187,8 @@ def opened(X, least, seed=0, **options):
     Z = scaling.apply(X)
     rng = np.random.default_rng(seed)
     _, geometry, outline = counted_forest.grow_plainly(params, scaling, Z, bytes([seed]) * 32, rng)
+    if params.forest == "extended":
+        return Z, opened_forest.rebuild_hull(params, outline, geometry.axes, len(Z), rng=rng)
     view = opened_forest.view(params, outline, geometry.splits, geometry.axes, len(Z), Z.shape[1])
     return Z, opened_forest.rebuild(view, most=4000, rng=rng)
 
@@ -214,6 +216,17 @@ def test_small_counts_give_lone_rows_away_and_suppressed_ones_do_not():
     suppressed, _ = opened_forest.rebuilt(Z, guess)
     luck, _ = opened_forest.rebuilt(Z, opened_forest.lucky(Z, len(guess), np.random.default_rng(1)))
     assert suppressed <= luck + 0.05
+
+
+def test_ranges_along_normals_outline_the_rows_unless_trees_differ(monkeypatch):
+    """Were all rows in every tree, planes that touch the same outlier would give it away; two thirds are few enough."""
+    monkeypatch.setattr(counted_forest, "EXTENDED_SHARE", 1.0)
+    Z, guess = opened(lonely(), 8, forest="extended", **FINE)
+    luck, _ = opened_forest.rebuilt(Z, opened_forest.lucky(Z, len(guess), np.random.default_rng(1)))
+    assert opened_forest.rebuilt(Z, guess)[0] > luck + 0.15
+    monkeypatch.undo()
+    shares = [opened_forest.rebuilt(*opened(lonely(), 8, s, forest="extended"))[0] for s in range(2)]
+    assert np.mean(shares) <= luck + 0.05
 
 
 @pytest.mark.slow

@@ -53,8 +53,9 @@ def same_forest(one, two):
     "options",
     [{}, {"forest": "extended"}, {"forest": "extended", "extension": 1}, {"repeats": 2, "least": 8}, {"least": 1}],
 )
-def test_ideal_the_forest_is_that_of_the_pooled_rows(options):
+def test_ideal_the_forest_is_that_of_the_pooled_rows(options, monkeypatch):
     """All rows are in every tree (N < ψ), so the seed decides the forest, up to the rounding of the scales."""
+    monkeypatch.setattr(counted_forest, "EXTENDED_SHARE", 1.0)
     c = case(**options)
     run = run_protocol(counted_forest, c)
     check_no_errors(run)
@@ -97,6 +98,9 @@ def test_sampling_is_private_and_of_the_asked_size():
     assert sizes.std() > 2  # nobody can tell how many rows of a site are in a tree
     everything = counted_forest.sample_rows(params, Z[:50], 50, np.random.default_rng(0))
     assert len(everything.X) == 400 * 50
+    extended = Params(SITES, HUB, trees=400, sample=64, forest="extended")
+    most = counted_forest.sample_rows(extended, Z[:50], 50, np.random.default_rng(0))
+    assert 400 * 31 < len(most.X) < 400 * 35  # two thirds
 
 
 def test_contamination_finds_the_cut_over_all_sites():
@@ -151,7 +155,7 @@ def questions(params, outline, width):
     lengths = [ask(width * 128, 1, 3), 2 * width + 1] * 2
     for nodes, first, last in outline.ranges:  # one per level, since no axis is tried twice
         assert (first < last).all()
-        lengths.append(ask(len(nodes) * 2 * (params.cells - 1), 1, 3))
+        lengths.append(ask(len(nodes) * 2 * (params.grid_cells - 1), 1, 3))
         lengths.append(ask(2 * len(nodes), params.least, most))
     lengths.append(ask(params.all_trees, params.least, most))
     if (outline.counts >= 0).any():

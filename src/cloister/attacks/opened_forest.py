@@ -6,7 +6,11 @@ outer child itself, one of its rows stands at the very end. The attack takes the
 each (ends where they are known, middles where not, the mean where nothing is), and lets every other tree correct the
 guess: it follows the guess down the tree, and if it arrives in another leaf of few rows, cuts the box by that leaf's.
 
-It succeeds on rows that stand alone (those are the ones worth protecting, and the ones that a lucky guess among
+Extended splits need another attack: the range of a tree's root along a normal is a pair of planes that touch the hull
+of its rows, and where all trees have the same rows, many planes touch the same outlier. `rebuild_hull` finds points
+that the planes have in common.
+
+Either succeeds on rows that stand alone (those are the ones worth protecting, and the ones that a lucky guess among
 crowded rows would not hit): a row counts as rebuilt if a guess is nearer to it than `within` scales per column, and no
 other row is within twice that.
 """
@@ -45,7 +49,7 @@ def view(
     """What the protocol opened, laid out by node; standard splits only."""
     per_tree = iforest.places(outline.depth)
     size = params.all_trees * per_tree
-    grid = Grid(params.cells, float(np.sqrt(rows)))
+    grid = Grid(params.grid_cells, float(np.sqrt(rows)))
     column = np.full(size, -1, np.int64)
     cut = np.zeros(size)
     for nodes, along, at in splits:
@@ -133,6 +137,34 @@ def _follow(v: View, guess: F64, tree: int) -> I64:
         node = at[inner]
         right = guess[inner, v.column[node]] >= v.cut[node]
         at[inner] = tree * v.per_tree + 2 * (node - tree * v.per_tree) + 1 + right
+
+
+def rebuild_hull(
+    params: counted_forest.Params, outline: Outline, axes: list[iforest.Axes], rows: int, *, rng: np.random.Generator
+) -> F64:
+    """Points that the ranges of the roots have in common: planes go to the point farthest along, and back."""
+    first_nodes, first, last = outline.ranges[0]
+    normals = axes[0].normals
+    assert normals is not None
+    assert len(normals) == len(first_nodes)
+    width = normals.shape[1]
+    grid = Grid(params.grid_cells, float(np.sqrt(rows * width)))
+    low, high = (grid.edge(c) / 2 + grid.edge(c + 1) / 2 for c in (first, last))
+    planes, heights = np.concatenate([normals, -normals]), np.concatenate([high, -low])
+    guesses = []
+    for count in (4, 8, 16, 24) * 5:
+        points = (planes * heights[:, None])[rng.choice(len(planes), min(count, len(planes)), replace=False)]
+        for _ in range(60):
+            owner = (planes @ points.T).argmax(axis=1)
+            for j in range(len(points)):
+                mine = owner == j
+                if mine.any():
+                    left = planes[mine].T @ planes[mine] + 0.05 * np.eye(width)
+                    points[j] = np.linalg.solve(left, planes[mine].T @ heights[mine] + 0.05 * points[j])
+                else:
+                    points[j] = planes[i := rng.integers(len(planes))] * heights[i]
+        guesses.append(points)
+    return np.concatenate(guesses)
 
 
 def rebuilt(Z: F64, guess: F64, *, within: float = 0.15) -> tuple[float, int]:

@@ -4,6 +4,7 @@
     L2   u       common seed Ξ, unknown to S                                       (common_seed)
     L3   u, S    rows N; mean and scale σ of every column                          (pooled_scaling)
     L4   u       sample of its own: each row of z = (x - mean)/σ is in each tree with probability ψ/N
+                 (with extended splits, 2/3 at most)
          per level of the trees, for every node that may be split, from Ξ: a column or a unit normal, and f in (0, 1)
     L5   u, S    first and last cell of a public grid along it that holds a row    (count_tests, k = 1, on
                  prefixes and suffixes); another axis if both are one cell
@@ -62,6 +63,7 @@ from cloister.wire import F64, I64
 
 NAME = "counted_forest"
 KNEE = 0.25  # the grid is linear around 0 and exponential beyond this many scales
+EXTENDED_SHARE = 2 / 3  # of all rows that a tree of extended splits may hold
 TRIES = 5  # axes tried at a node before it is called constant
 CUTS, ROUNDS = 16, 3  # of the search for the cut
 
@@ -77,7 +79,7 @@ class Params:
     least: int = 8  # t: counts below are not opened; 1 opens all, for tests
     repeats: int = 1  # forests
     contamination: float | None = None  # share of all rows that is cut off; None: no cut is sought
-    cells: int = 64  # of the grid along an axis; finer ones tell lone rows from it
+    cells: int = 0  # of the grid along an axis; 0: 64 for standard, 128 for extended splits
     min_rows: int = 32  # of all sites together
 
     def __post_init__(self) -> None:
@@ -96,6 +98,15 @@ class Params:
     @property
     def all_trees(self) -> int:
         return self.trees * self.repeats
+
+    @property
+    def grid_cells(self) -> int:
+        """Finer ones would tell lone rows from the ends of a range."""
+        return self.cells or (64 if self.forest == "standard" else 128)
+
+    def size(self, rows: int) -> int:
+        """Rows of a tree. Ranges along random normals outline the rows of a tree, so no tree has nearly all of them."""
+        return min(self.sample, int(rows * EXTENDED_SHARE)) if self.forest == "extended" else min(self.sample, rows)
 
     @property
     def needed(self) -> int:
@@ -182,10 +193,10 @@ class Geometry:
 
 async def grow(params: Params, tally: Tally, rows: int, width: int, geometry: Geometry | None) -> Outline:
     """L5 to L7, the same code at every party; without `geometry` at the coordinator."""
-    size, t = min(params.sample, rows), params.least
+    size, t = params.size(rows), params.least
     depth, sites = iforest.depth_limit(size), len(params.sites)
     per_tree, most = iforest.places(depth), 4 * max(params.sample, 64)
-    grid = Grid(params.cells, float(np.sqrt(rows * (width if params.forest == "extended" else 1))))
+    grid = Grid(params.grid_cells, float(np.sqrt(rows * (width if params.forest == "extended" else 1))))
     nodes = np.arange(params.all_trees, dtype=np.int64) * per_tree
     opened: list[tuple[I64, I64, I64]] = []
     small, large = [nodes[:0]], [nodes[:0]]
@@ -207,7 +218,7 @@ async def grow(params: Params, tally: Tally, rows: int, width: int, geometry: Ge
                 _, which, along = geometry.sample.values(pending, axes)
                 return grid.ends(which, along, len(pending))
 
-            first, last = grid.read(await tally.test(ends, len(pending) * 2 * (params.cells - 1), 1, sites))  # L5
+            first, last = grid.read(await tally.test(ends, len(pending) * 2 * (grid.cells - 1), 1, sites))  # L5
             wide = first < last
             opened.append((pending, first, last))
             if geometry is not None and axes is not None and f is not None:
@@ -284,17 +295,17 @@ def finish(params: Params, outline: Outline, geometry: Geometry, rows: int) -> t
             (outline.small[mine(outline.small)] - first, np.full(int(mine(outline.small).sum()), below)),
             (outline.large[mine(outline.large)] - first, iforest.average_path(guess[mine(outline.large)])),
         ]
-        normal = float(iforest.average_path(min(params.sample, rows)))
+        normal = float(iforest.average_path(params.size(rows)))
         made.append(iforest.build(params.trees, outline.depth, splits, leaves, normal))
     return tuple(made)
 
 
 def sample_rows(params: Params, Z: F64, rows: int, rng: np.random.Generator) -> Sample:
     """L4: each row is in each tree with probability ψ/N; how many those are is nobody else's business."""
-    share = min(1.0, params.sample / rows)
+    share = params.size(rows) / rows
     sizes = rng.binomial(len(Z), share, size=params.all_trees)
     picks = [rng.choice(len(Z), k, replace=False, shuffle=False) for k in sizes.tolist()]
-    return iforest.draw_sample(Z, picks, iforest.depth_limit(min(params.sample, rows)))
+    return iforest.draw_sample(Z, picks, iforest.depth_limit(params.size(rows)))
 
 
 def forest_rng(secret: bytes) -> np.random.Generator:

@@ -1,0 +1,319 @@
+"""find-outliers: AUROC on the ODDS sets, the price of suppression, uneven sites, and cost beside a pooled forest.
+
+    python benchmarks/outliers.py                     everything, 10 seeds: about half an hour on two idle cores
+    python benchmarks/outliers.py --quick             2 seeds, six sets, 10^4 and 10^5 rows: below five minutes
+    python benchmarks/outliers.py --only auroc --figures figures
+
+`hardened` columns grow the forest that the protocol opens (`counted_forest.ideal`; that the two agree is tested), so
+that ten seeds take minutes; `in rehearsal` runs the protocol itself. Rows of each set go to three sites at random.
+Like is compared with like: standard splits with the pooled standard forest, extended with the pooled extended one, all
+on columns of one scale but for the published mode, which masks the columns as they are, as its paper does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ.setdefault(_name, "1")
+
+import numpy as np  # noqa: E402
+
+from cloister.attacks import opened_forest  # noqa: E402
+from cloister.models import isolation_forest as iforest  # noqa: E402
+from cloister.protocols import counted_forest, masked_forest, pooled_scaling  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[1]
+SETS = (
+    *("lympho", "glass", "vertebral", "ionosphere", "arrhythmia", "vowels", "cardio"),
+    *("thyroid", "musk", "satellite", "mnist", "mammography", "shuttle"),
+)
+QUICK = ("lympho", "glass", "vertebral", "ionosphere", "thyroid", "mammography")
+STRETCH = (2.0, 10.0, 100.0, 1000.0)
+SITES = ("basel", "lugano", "vienna")
+KINDS = ("standard", "extended")
+SHORT = {"standard": "IF", "extended": "EIF"}
+
+
+def say(*words):
+    print(*words, flush=True)
+
+
+def auroc(truth, score):
+    """Area under the curve by ranks, ties counted half."""
+    from scipy.stats import rankdata
+
+    ranks, n = rankdata(score), truth.sum()
+    return float((ranks[truth].sum() - n * (n + 1) / 2) / (n * (len(truth) - n)))
+
+
+def load(folder, name):
+    data = np.load(Path(folder) / "odds" / f"{name}.npz", allow_pickle=False)
+    return data["X"].astype(np.float64), data["y"].ravel() == 1
+
+
+# ---- 1: AUROC --------------------------------------------------------------------------------------------------------
+
+
+def methods(X, truth, seed):
+    """AUROC of every method on one set, for one seed."""
+    rng = np.random.default_rng(seed)
+    scaling = pooled_scaling.scaling_of(X)
+    Z = scaling.apply(X)
+    part = rng.integers(0, 3, len(X))
+    found = {}
+    for kind in KINDS:
+        found[f"pooled {SHORT[kind]}"] = auroc(truth, iforest.fit(Z, kind=kind, rng=rng).score(Z))
+        params = counted_forest.Params(SITES, "hub", forest=kind)
+        secret = bytes([seed]) * 32
+        forest = counted_forest.ideal(params, {"all": X}, secret, rng=rng)[0]
+        found[f"hardened {SHORT[kind]}"] = auroc(truth, forest.score(Z))
+        for T in STRETCH:
+            masked = X @ masked_forest.masking_matrix(secret, X.shape[1], T)
+            score = iforest.fit(masked, kind=kind, rng=rng).score(masked)
+            found[f"published {SHORT[kind]} T={T:g}"] = auroc(truth, score)
+            if T == 10.0:
+                masked = Z @ masked_forest.masking_matrix(secret, X.shape[1], T)
+                score = iforest.fit(masked, kind=kind, rng=rng).score(masked)
+                found[f"published {SHORT[kind]} standardised"] = auroc(truth, score)
+    alone = [
+        auroc(truth[part == i], iforest.fit(X[part == i], rng=rng).score(X[part == i]))
+        for i in range(3)
+        if 0 < truth[part == i].sum() < (part == i).sum()
+    ]
+    found["alone IF"] = float(np.mean(alone)) if alone else float("nan")
+    return found
+
+
+def run_auroc(folder, sets, seeds, keep):
+    """Per set and method a list over seeds; what is done is kept in a file, so that a long run can be taken up."""
+    done = json.loads(keep.read_text()) if keep and keep.exists() else {}
+    for seed in range(seeds):
+        for name in sets:
+            have = done.setdefault(name, {})
+            if str(seed) in have:
+                continue
+            have[str(seed)] = methods(*load(folder, name), seed)
+            if keep:
+                keep.write_text(json.dumps(done))
+        say(f"  seed {seed}: done")
+    return {name: list(done[name].values()) for name in sets}
+
+
+def table(results):
+    names = list(next(iter(results.values()))[0])
+    mean = {s: {m: np.mean([r[m] for r in rows]) for m in names} for s, rows in results.items()}
+    sd = {s: {m: np.std([r[m] for r in rows]) for m in names} for s, rows in results.items()}
+    say("\nAUROC, mean ± sd")
+    for group in (
+        ("pooled IF", "hardened IF", "alone IF", "pooled EIF", "hardened EIF"),
+        tuple(m for m in names if m.startswith("published IF")),
+        tuple(m for m in names if m.startswith("published EIF")),
+    ):
+        say(f"  {'':12s}" + "".join(f"{m:>27s}" for m in group))
+        for s in results:
+            say(f"  {s:12s}" + "".join(f"{mean[s][m]:>19.3f} ± {sd[s][m]:.3f}" for m in group))
+    say("\ndifference to the pooled forest of the same kind: mean over sets, worst set")
+    for m in names:
+        if m.startswith(("hardened", "published", "alone")):
+            base = f"pooled {m.split()[1]}"
+            gap = {s: mean[s][m] - mean[s][base] for s in results}
+            worst = min(gap, key=gap.get)
+            say(f"  {m:28s} {np.mean(list(gap.values())):+.4f}   {gap[worst]:+.4f} ({worst})")
+
+
+def box_plot(results, folder):
+    """The paper's figure 2: one panel per set, one box per method."""
+    from cloister.figures import COLOURS, canvas
+
+    names = [m for m in next(iter(results.values()))[0] if "standardised" not in m and "alone" not in m]
+    names = sorted(names, key=lambda m: (m.split()[1], {"pooled": 0, "published": 1, "hardened": 2}[m.split()[0]]))
+    colours = {"pooled": COLOURS[8], "published": COLOURS[5], "hardened": COLOURS[1]}
+    sets = list(results)
+    with canvas(panels=len(sets), width=1.7 * len(sets) + 1, height=4.2) as c:
+        for axis, s in zip(c.axes, sets, strict=True):
+            values = [[r[m] for r in results[s]] for m in names]
+            drawn = axis.boxplot(
+                values, widths=0.7, patch_artist=True, medianprops={"color": "black"}, showfliers=False
+            )
+            for box, m in zip(drawn["boxes"], names, strict=True):
+                box.set_facecolor(colours[m.split()[0]])
+            labels = [m.replace("published ", "").replace("pooled ", "").replace("hardened", "our") for m in names]
+            axis.set_xticklabels(labels, rotation=90, fontsize=6)
+            axis.set_title(s, fontsize=9)
+        c.axes[0].set_ylabel("AUROC")
+        figure = c.done("AUROC by set and method", "box plot")
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    (Path(folder) / "outliers-auroc.png").write_bytes(figure["png"])
+
+
+# ---- 2: what suppression costs and what it saves ---------------------------------------------------------------------
+
+
+def run_attack(folder, seeds, quick):
+    say("\nsmallest opened count t and cells of the grid: rows rebuilt from the opened forest, AUROC less pooled")
+    say("  (share of rows standing alone that the attack comes near to; 'luck': as many guesses without a forest)")
+    for name in ("glass",) if quick else ("glass", "vertebral", "thyroid"):
+        X, truth = load(folder, name)
+        scaling = pooled_scaling.scaling_of(X)
+        Z = scaling.apply(X)
+        base = np.mean([auroc(truth, iforest.fit(Z, rng=np.random.default_rng(s)).score(Z)) for s in range(2 * seeds)])
+        for cells, leasts in ((512, (1, 2, 4, 8, 16)), (64, (2, 4, 8, 16))):
+            for least in leasts:
+                got = []
+                for seed in range(seeds):
+                    rng = np.random.default_rng(seed)
+                    params = counted_forest.Params(SITES, "hub", least=least, cells=cells)
+                    _, geometry, outline = counted_forest.grow_plainly(params, scaling, Z, bytes([seed]) * 32, rng)
+                    view = opened_forest.view(params, outline, geometry.splits, geometry.axes, len(Z), Z.shape[1])
+                    guess = opened_forest.rebuild(view, most=3000, rng=rng)
+                    luck = opened_forest.lucky(Z, len(guess), rng)
+                    score = counted_forest.finish(params, outline, geometry, len(Z))[0].score(Z)
+                    rebuilt = [opened_forest.rebuilt(Z, g, within=0.2)[0] for g in (guess, luck)]
+                    got.append([*rebuilt, auroc(truth, score) - base])
+                hit, luck, gap = np.mean(got, axis=0)
+                say(f"  {name:10s} cells {cells:3d}  t {least:2d}  rebuilt {hit:5.1%}  luck {luck:5.1%}  {gap:+.4f}")
+
+
+# ---- 3: the protocol itself, and sites that are not alike ------------------------------------------------------------
+
+
+def rehearsed(X, truth, part, **options):
+    from anndata import AnnData
+
+    from cloister.rehearsal import rehearse
+
+    data = {u: AnnData(X[part == i]) for i, u in enumerate(SITES)}
+    began = time.perf_counter()
+    run = rehearse("find-outliers", data, timeout=300, **options)
+    took = time.perf_counter() - began
+    score = np.zeros(len(X))
+    for i, u in enumerate(SITES):
+        score[part == i] = run.data[u].obs["outlier_score"]
+    return auroc(truth, score), took, run
+
+
+def run_splits(folder, seeds, quick):
+    say("\nin rehearsal, hardened: rows dealt out at random; all outliers at one site; sites of 90, 9 and 1 %")
+    for name in ("glass", "thyroid") if quick else ("glass", "ionosphere", "cardio", "thyroid"):
+        X, truth = load(folder, name)
+        found = {"random": [], "outliers at one": [], "90/9/1 %": []}
+        for seed in range(seeds):
+            rng = np.random.default_rng(seed)
+            even = rng.integers(0, 3, len(X))
+            parts = {
+                "random": even,
+                "outliers at one": np.where(truth, 0, even),
+                "90/9/1 %": np.searchsorted([0.9, 0.99], rng.random(len(X))),
+            }
+            for how, part in parts.items():
+                found[how].append(rehearsed(X, truth, part)[0])
+        say(f"  {name:12s}" + "   ".join(f"{h} {np.mean(v):.3f} ± {np.std(v):.3f}" for h, v in found.items()))
+
+
+# ---- 4: cost ---------------------------------------------------------------------------------------------------------
+
+CHILD = (
+    "import sys; sys.path.insert(0, {here!r}); import outliers; outliers.one_cost({rows}, {kind!r}, {data!r}, {mode!r})"
+)
+
+
+def one_cost(rows, kind, folder, mode):
+    """Pooled fit and score, then the protocol on the same rows; in a process of its own, so that memory is its own."""
+    import resource
+
+    from sklearn.ensemble import IsolationForest
+
+    if rows == 49097:
+        X, truth = load(folder, "shuttle")
+    else:
+        rng = np.random.default_rng(0)
+        truth = rng.random(rows) < 0.02
+        X = rng.normal(size=(rows, 9)) * np.where(truth, 4.0, 1.0)[:, None]
+    peer = []
+    for _ in range(2):
+        began = time.perf_counter()
+        if kind == "standard":
+            IsolationForest(n_estimators=100, max_samples=256, random_state=0).fit(X).score_samples(X)
+        else:
+            iforest.fit(X, kind=kind, rng=np.random.default_rng(0)).score(X)
+        peer.append(time.perf_counter() - began)
+    part = np.random.default_rng(1).integers(0, 3, len(X))
+    area, took, run = rehearsed(X, truth, part, forest=kind, mode=mode, inplace=True)
+    cost = run.cost[SITES[0]]
+    say(
+        json.dumps(
+            {
+                "rows": len(X),
+                "pooled_s": min(peer),
+                "ours_s": took,
+                "cpu_s": sum(c["cpu_seconds"] for c in run.cost.values()),
+                "sent_mb": cost["bytes"] / 1e6,
+                "sums": sum(1 for e, _ in run.receipts[SITES[0]].entries if e.name == "secure_sum.Unmask"),
+                "gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6,
+                "auroc": area,
+            }
+        )
+    )
+
+
+def run_cost(folder, quick):
+    say("\ncost in rehearsal, three sites in threads, 9 columns; pooled = scikit-learn fit + score (extended: our own)")
+    runs = [(n, "standard", "hardened") for n in ((10**4, 10**5) if quick else (10**4, 49097, 10**5, 10**6))]
+    if not quick:
+        runs += [(49097, "extended", "hardened"), (10**6, "extended", "hardened"), (49097, "standard", "published")]
+    for rows, kind, mode in runs:
+        if rows == 49097 and not (Path(folder) / "odds" / "shuttle.npz").exists():
+            continue
+        code = CHILD.format(here=str(Path(__file__).parent), rows=rows, kind=kind, data=str(folder), mode=mode)
+        out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+        got = json.loads(out.splitlines()[-1])
+        say(
+            f"  {got['rows']:>9,d} rows {mode:9s} {kind:9s} {got['ours_s']:7.2f} s (CPU {got['cpu_s']:.1f} s)"
+            f"   pooled {got['pooled_s']:6.2f} s   ratio {got['ours_s'] / got['pooled_s']:5.2f}"
+            f"   {got['sent_mb']:.2f} MB per site   {got['sums']} sums   {got['gb']:.2f} GB   AUROC {got['auroc']:.3f}"
+        )
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data")
+    parser.add_argument("--seeds", type=int, default=0)
+    parser.add_argument("--only", default="auroc,attack,splits,cost")
+    parser.add_argument("--figures", type=Path, help="folder for the box plot")
+    parser.add_argument("--keep", type=Path, help="file that keeps finished seeds of the AUROC table")
+    args = parser.parse_args()
+    seeds = args.seeds or (2 if args.quick else 10)
+    what = args.only.split(",")
+    say(
+        f"machine: {platform.processor() or platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f};"
+    )
+    say(f"Python {platform.python_version()}, NumPy {np.__version__}, one thread per process; {seeds} seeds")
+    if not (args.data / "odds").is_dir():
+        say(f"no ODDS sets under {args.data}; only the cost on generated rows is measured")
+        what = [w for w in what if w == "cost"]
+    results = None
+    if "auroc" in what:
+        results = run_auroc(args.data, QUICK if args.quick else SETS, seeds, args.keep)
+    if "attack" in what:
+        run_attack(args.data, min(seeds, 3), args.quick)
+    if "splits" in what:
+        run_splits(args.data, 2 if args.quick else 5, args.quick)
+    if "cost" in what:
+        run_cost(args.data, args.quick)
+    if results:
+        table(results)
+        if args.figures:
+            box_plot(results, args.figures)
+
+
+if __name__ == "__main__":
+    main()
