@@ -151,11 +151,12 @@ def accuracy(data, name, args, train_share, sites):
     from cloister.models import cellcnn_baseline
 
     table = defaultdict(list)
-    count, inputs, tests, epochs = (3, 400, 200, 20) if args.quick else (args.splits, 2000, 2000, 20)
+    count, inputs, tests, epochs = (3, 400, 200, 20) if args.quick else (args.splits, args.inputs, args.inputs, 20)
     for seed in range(count):
         split = Split(data, train_share, seed, inputs, tests)
         bags, labels = split.draw(split.train, inputs, np.random.default_rng(seed))
-        made = cellcnn_baseline.Config(classes=len(np.unique(split.label)), epochs=epochs, seed=seed)
+        batch = max(10, inputs // 10)  # 400 steps, whatever the number of inputs
+        made = cellcnn_baseline.Config(classes=len(np.unique(split.label)), epochs=epochs, batch=batch, seed=seed)
         table["CellCnn pooled"].append(evaluate_torch(split, cellcnn_baseline.train(bags, labels, made)))
         del bags
         for n in sites:
@@ -165,7 +166,7 @@ def accuracy(data, name, args, train_share, sites):
                 continue
             alone = []
             for i, (X, y) in enumerate(split.site_inputs(n)):
-                one = replace(made, batch=max(1, 200 // n), seed=seed * 10 + i)
+                one = replace(made, batch=max(1, batch // n), seed=seed * 10 + i)
                 alone.append(evaluate_torch(split, cellcnn_baseline.train(X, y, one)))
             table[f"local (N={n})"].append(tuple(np.mean([a[k] for a in alone], axis=0) for k in (0, 1)))
         print(f"  {name} split {seed + 1}/{count} done", flush=True)
@@ -441,6 +442,7 @@ def main():
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--part", choices=["accuracy", "cost", "encrypted", "filters", "all"], default="all")
     parser.add_argument("--splits", type=int, default=10)
+    parser.add_argument("--inputs", type=int, default=2000, help="multi-cell inputs per class, over all sites")
     parser.add_argument("--data", type=Path, default=HERE.parent.parent / "shared" / "data")
     parser.add_argument("--out", type=Path, help="folder for box plots and the figures as JSON")
     args = parser.parse_args()

@@ -116,11 +116,13 @@ def test_an_altered_checkpoint_is_refused(trained, tmp_path):
     try:
         path.write_bytes(kept[:200] + bytes([kept[200] ^ 1]) + kept[201:])
         with pytest.raises(DataError, match="altered"):
-            KeyStore(folder, HUB).get_state(c)
+            KeyStore(folder, HUB).get_state(c, p.tag)
     finally:
         path.write_bytes(kept)
-    step, state = KeyStore(folder, HUB).get_state(c)
+    step, state = KeyStore(folder, HUB).get_state(c, p.tag)
     assert step == p.config.steps
+    with pytest.raises(DataError, match="other parameters"):
+        KeyStore(folder, HUB).get_state(c, b"another training")
     assert set(state) == {"model", "W", "V", "archive"}
 
 

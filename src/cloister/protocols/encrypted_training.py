@@ -93,6 +93,11 @@ class Params:  # public
         return Layout(self.config, self.ckks, len(self.holders))
 
     @property
+    def tag(self) -> bytes:
+        """What a checkpoint belongs to."""
+        return wire.digest(NAME, self.holders, self.aggregator, self.ckks, self.config)
+
+    @property
     def value_bits(self) -> int:
         return VALUE_BITS if self.ckks.scale_bits > 68 else 3
 
@@ -303,7 +308,7 @@ def load_keys(params: Params, store: KeyStore, *, site: bool) -> Keys:
 
 def load_trained(params: Params, store: KeyStore, *, site: bool) -> Trained:
     """An encrypted model from a party's folder, for prediction."""
-    step, state = store.get_state(ckks.context(params.ckks))
+    step, state = store.get_state(ckks.context(params.ckks), params.tag)
     if step != params.config.steps:
         raise DataError(f"the training in {store!r} stopped after step {step} of {params.config.steps}; let it finish")
     return Trained(params, load_keys(params, store, site=site), state["model"])
@@ -354,6 +359,8 @@ async def holder(
             await collective_refresh.holder(sub, todo[name].params, secret, todo[name].maps, ledger, entropy=entropy)
             if name == "update":
                 archive = [c.pack(collective_refresh.common(sub, todo[name].params, a)) for a in range(L.archives)]
+                if store is not None:
+                    store.put_known(t + 1, archive)
         fresh = await ch.recv(S, NewModel)  # L5
         model = [
             c.cipher(
@@ -364,14 +371,16 @@ async def holder(
         ]
     done = Trained(params, keys, model)
     if store is not None:
-        store.put_state(c, params.config.steps, {"model": model})
+        store.put_state(c, params.tag, params.config.steps, {"model": model})
     if params.open_model:
         for packed in archive:
             ledger.admit(packed)
+        if not archive and store is not None:  # resumed after the last step
+            for digest in store.get_known(params.config.steps):
+                ledger.admit_digest(digest)
         sub = ch.sub("opening")
         r = todo["opening"]
-        known = bool(archive)  # a run that resumed after its last step has not seen the archive being made
-        await collective_refresh.holder(sub, r.params, secret, r.maps, ledger, entropy=entropy, known=known)
+        await collective_refresh.holder(sub, r.params, secret, r.maps, ledger, entropy=entropy, known=True)
         opened = []
         for a in range(L.archives):
             ledger.admit(c.pack(collective_refresh.common(sub, r.params, a)))
@@ -403,11 +412,11 @@ async def aggregator(ch: Channel, params: Params, store: KeyStore | None = None,
     c, P, L = ckks.context(params.ckks), params.ckks, params.layout
     G, top, one, todo = len(L.groups), P.primes_at(LEVELS), P.primes_at(1), refreshes(params)
     held = {r.keys for r in (await ch.gather(params.holders, Ready)).values()}  # L1
-    resumed = store is not None and store.name != b"" and held == {store.name} and store.has_state()
+    resumed = store is not None and store.name != b"" and held == {store.name} and store.has_state(params.tag)
     keys: Keys
     if resumed:
         assert store is not None
-        step, state = store.get_state(c)
+        step, state = store.get_state(c, params.tag)
         await ch.scatter(params.holders, Start(step, resumed=True))  # L2
         keys = load_keys(params, store, site=False)
     else:
@@ -449,7 +458,7 @@ async def aggregator(ch: Channel, params: Params, store: KeyStore | None = None,
         model = await refresh(f"{t}/product", "product", product)
         state = {"model": model, "W": [W], "V": V, "archive": archive}
         if store is not None:
-            store.put_state(c, t + 1, state)
+            store.put_state(c, params.tag, t + 1, state)
         await ch.scatter(params.holders, NewModel(tuple(c.pack(c.raw(ct)[0][0]) for ct in model)))  # L5
     done = Trained(params, keys, state["model"])
     if params.open_model:

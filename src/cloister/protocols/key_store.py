@@ -13,8 +13,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgpack
 import numpy as np
@@ -111,29 +112,60 @@ class KeyStore:
 
     # ---- the encrypted state -----------------------------------------------------------------------------------------
 
-    def has_state(self) -> bool:
-        return (self._own / "state.bin").exists()
+    def has_state(self, tag: bytes) -> bool:
+        """Whether a training with these very parameters has left its state here."""
+        try:
+            return bool(self._read()["tag"] == tag)
+        except DataError:
+            return False
 
-    def put_state(self, c: ckks.Context, step: int, state: Mapping[str, list[ckks.Cipher]]) -> None:
+    def put_state(self, c: ckks.Context, tag: bytes, step: int, state: Mapping[str, list[ckks.Cipher]]) -> None:
         body = {}
         for label, cts in state.items():
             raws = [c.raw(ct) for ct in cts]
             body[label] = [[scale, raw.shape[1], [c.pack(p) for p in raw]] for raw, scale in raws]
-        packed = msgpack.packb({"step": step, "name": self._index().get("name", ""), "state": body})
+        packed = msgpack.packb({"step": step, "tag": tag, "state": body})
         self._write(self._own / "state.bin", hashlib.sha256(packed).digest() + packed)
 
-    def get_state(self, c: ckks.Context) -> tuple[int, dict[str, list[ckks.Cipher]]]:
-        """The step and its ciphertexts, checked residue by residue."""
+    def _read(self) -> dict[str, Any]:
         path = self._own / "state.bin"
         try:
             raw = path.read_bytes()
-            if hashlib.sha256(raw[32:]).digest() != raw[:32]:
-                raise WireError("the digest does not fit")
             found = msgpack.unpackb(raw[32:])
+        except (OSError, ValueError, TypeError, msgpack.exceptions.UnpackException):
+            raise DataError(f"there is no whole checkpoint at {path}; train anew") from None
+        if hashlib.sha256(raw[32:]).digest() != raw[:32] or type(found) is not dict:
+            raise DataError(f"the checkpoint {path} was altered; remove it and train anew")
+        return found
+
+    def get_state(self, c: ckks.Context, tag: bytes) -> tuple[int, dict[str, list[ckks.Cipher]]]:
+        """The step and its ciphertexts, checked residue by residue."""
+        found = self._read()
+        if found["tag"] != tag:
+            raise DataError(f"the checkpoint in {self._own} is of a training with other parameters")
+        try:
             state = {
                 label: [c.cipher(np.stack([c.unpack(p, k) for p in parts]), scale) for scale, k, parts in cts]
                 for label, cts in found["state"].items()
             }
-            return int(found["step"]), state
-        except (OSError, WireError, ValueError, KeyError, TypeError):
-            raise DataError(f"the checkpoint {path} is missing or altered; remove it and train anew") from None
+        except (WireError, ValueError, KeyError, TypeError):
+            raise DataError(f"the checkpoint in {self._own} was altered; remove it and train anew") from None
+        return int(found["step"]), state
+
+    # ---- what this party may open ------------------------------------------------------------------------------------
+
+    def put_known(self, step: int, polynomials: Sequence[bytes]) -> None:
+        """Remember which ciphertexts hold the weights after that step."""
+        known = {"step": step, "known": [hashlib.sha256(p).hexdigest() for p in polynomials]}
+        self._write(self._own / "known.json", json.dumps(known).encode())
+
+    def get_known(self, step: int) -> list[bytes]:
+        """Their digests, if that is the last step this party took part in; else nothing."""
+        path = self._own / "known.json"
+        if not path.exists():
+            return []
+        try:
+            found = json.loads(path.read_text())
+            return [bytes.fromhex(d) for d in found["known"]] if found["step"] == step else []
+        except (ValueError, KeyError, TypeError):
+            raise DataError(f"{path} is damaged; train anew") from None
