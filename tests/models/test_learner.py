@@ -168,6 +168,58 @@ def test_first_weights_do_not_depend_on_torchs_generator():
     assert not torch.equal(one.qkv.weight if hasattr(one, "qkv") else one.head.weight, two.head.weight)
 
 
+# ---- pseudo-labels ---------------------------------------------------------------------------------------------------
+
+
+def semi(n=90, known=30):
+    x, y = blobs(n)
+    codes = y.copy()
+    codes[known:] = -1
+    blueprint = Blueprint("mlp", 6, hidden=(16,), dropout=0.0)
+    recipe = Recipe(epochs=1, batch_size=8, optimizer="sgd", momentum=0.0)
+    made = Learner(
+        make(blueprint, LABELS), 3, recipe, Table(torch.from_numpy(x)), codes, np.arange(4),
+        describe="", site="s", unlabelled=True,
+    )  # fmt: skip
+    return made, y
+
+
+def test_taught_cells_train_beside_labelled_ones():
+    one, y = semi()
+    assert one.cells == 86
+    np.testing.assert_array_equal(one.points, np.arange(4, 90))
+    one.teach(y[one.points], np.where(one.codes[one.points] < 0, 0.5, 1.0))
+    batches = list(one.batches(np.random.default_rng(0)))
+    assert sum(len(taught) for _, taught in batches) == 60
+    assert all(len(own) == len(taught) for own, taught in batches)
+    assert all((one.codes[taught] < 0).all() and (one.codes[own] >= 0).all() for own, taught in batches)
+    assert not any(np.isin(own, np.arange(4)).any() for own, _ in batches)  # validation stays out
+
+
+def test_confidence_weighs_and_zero_means_absent():
+    one, y = semi()
+    base = one.train(zeros(one), 0, 1e-2)[0]
+    one.teach(y[one.points], np.zeros(len(one.points)))
+    np.testing.assert_array_equal(one.train(zeros(one), 0, 1e-2)[0], base)
+    at, rng = np.arange(30, 38), np.random.default_rng(0)
+    one.teach(y[one.points], np.full(len(one.points), 0.25))
+    quarter = one.loss(at[:0], at, rng).item()
+    one.teach(y[one.points], np.ones(len(one.points)))
+    assert quarter == pytest.approx(one.loss(at[:0], at, rng).item() / 4, rel=1e-5)
+
+
+def test_a_learner_can_teach_itself():
+    one, y = semi()
+    theta = zeros(one)
+    for t in range(10):
+        theta = (theta + one.train(theta, t, 0.1)[0]).astype(np.float32)
+    for source in ("network", "client"):
+        one.teach_itself(theta, source, 5, 0.99)
+        label, weight = one.pseudo
+        assert np.mean(label[30:] == y[30:]) > 0.6
+        assert 0 <= weight.min() <= weight.max() <= 1
+
+
 # ---- scGPT with a head -----------------------------------------------------------------------------------------------
 
 SMALL = Config(width=16, heads=2, hidden=16, layers=3, dropout=0.1, max_length=12)
@@ -189,7 +241,7 @@ def scgpt_learner(tune, seed=0):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("tune", ["all", "last", "head", "lora"])
+@pytest.mark.parametrize("tune", ["all", "last", "head", pytest.param("lora", marks=pytest.mark.slow)])
 def test_what_is_tuned_of_the_encoder(tune, tmp_path):
     if tune == "lora":
         pytest.importorskip("peft", reason="LoRA is an extra")
@@ -229,6 +281,7 @@ def test_what_is_tuned_of_the_encoder(tune, tmp_path):
         FineTuned.load(tmp_path / "m.npz", ScGPT.random(["A"], SMALL))
 
 
+@pytest.mark.slow  # peft takes its time to import
 def test_lora_at_first_changes_nothing():
     pytest.importorskip("peft", reason="LoRA is an extra")
     _, _, plain = scgpt_learner("head")

@@ -6,6 +6,7 @@ import pytest
 from cloister.errors import DataError, ParameterError, ProtocolAbort
 from cloister.protocols import federated_training
 from cloister.protocols.federated_training import Params
+from cloister.protocols.pseudo_labels import Pseudo
 from cloister.protocols.training_parts import Offer, State, better, metrics
 from cloister.rehearsal import Fault
 from cloister.study import Party
@@ -62,6 +63,34 @@ def case(n=3, seed=0, tweak=None, kinds="abc", **options):
 
         inputs[u] = (Offer("four numbers", tuple(sorted(set(names))), build),)
     return Case(Params(sites, HUB, "softmax", **({"rounds": 4, "rate": 0.5} | options)), inputs)
+
+
+class Semi(Softmax):
+    """The same, taught further labels in every round: keeps what it was taught for a look."""
+
+    def __init__(self, x, y, labels, **more):
+        known = [v for v in y if v is not None]
+        super().__init__(x[[v is not None for v in y]], known or [labels[0]], labels, **more)
+        self.all_x, self.given = x, np.array([-1 if v is None else labels.index(v) for v in y])
+        self.taught, self.cells = [], len(x)
+        if not known:
+            self.x, self.y = x[:0], np.zeros(0, int)
+
+    def embed(self, theta):
+        return self.all_x.astype(np.float64), self.given
+
+    def teach(self, codes, confidence):
+        self.taught.append((np.array(codes), np.array(confidence)))
+
+    def teach_itself(self, theta, source, n_neighbors, alpha):
+        self.teach(np.full(len(self.given), -1), np.zeros(len(self.given)))
+
+    def train(self, theta, t, rate):
+        if self.taught:
+            codes, sure = self.taught[-1]
+            use = (codes >= 0) & (sure > 0.2)
+            self.x, self.y = self.all_x[use], codes[use]
+        return super().train(theta, t, rate) if len(self.y) else (np.zeros(self.size), 0.0)
 
 
 def offers(c):
@@ -252,8 +281,8 @@ def test_goes_on_from_a_checkpoint_to_the_same_model(options):
     c = case(rounds=5, **options)
 
     def with_store(store):
-        async def role(ch, params):
-            return await federated_training.coordinator(ch, params, store)
+        async def role(ch, params, *, entropy, identity):
+            return await federated_training.coordinator(ch, params, store, entropy=entropy, identity=identity)
 
         return run_protocol(federated_training, c, roles={HUB: role}, timeout=2.0)
 
@@ -273,11 +302,90 @@ def test_a_checkpoint_of_another_training_is_refused():
     store = Memory()
     store.kept = State(b"other", 2, np.zeros(12), np.zeros(12))
 
-    async def role(ch, params):
-        return await federated_training.coordinator(ch, params, store)
+    async def role(ch, params, *, entropy, identity):
+        return await federated_training.coordinator(ch, params, store, entropy=entropy, identity=identity)
 
     run = run_protocol(federated_training, case(), roles={HUB: role}, timeout=2.0)
     assert isinstance(run.errors[HUB], ParameterError)
+
+
+# ---- pseudo-labels ---------------------------------------------------------------------------------------------------
+
+
+def semi_case(source="xclp", private=True, **options):
+    """Three sites; the last has no label at all, the others one in four."""
+    rng = np.random.default_rng(5)
+    centres = np.random.default_rng(7).normal(0, 3, (3, D))
+    sites = tuple(Party(f"site-{i}") for i in range(3))
+    inputs, truth, built = {}, {}, {}
+    for i, u in enumerate(sites):
+        y = rng.integers(0, 3, 24)
+        x = centres[y] + rng.normal(0, 0.5, (24, D))
+        names = ["abc"[k] if i < 2 and n % 4 == 0 else None for n, k in enumerate(y)]
+
+        def build(labels, x=x, names=names, u=u):
+            built[u] = Semi(x, names, list(labels))
+            return built[u]
+
+        truth[u] = y
+        inputs[u] = (Offer("four numbers", tuple(sorted({n for n in names if n is not None})), build),)
+    pseudo = Pseudo(source, bits=256, n_neighbors=3, private=private, **options)
+    params = Params(sites, HUB, "softmax", rounds=2, rate=0.5, weighting="plain", score_every=0, pseudo=pseudo)
+    return Case(params, inputs), truth, built
+
+
+@pytest.mark.parametrize("private", [False, True], ids=["published", "hardened"])
+def test_labels_reach_a_site_that_has_none(private):
+    if private:
+        pytest.importorskip("seal", reason="encrypted labels are an extra")
+    c, truth, built = semi_case(private=private)
+    run = run_protocol(federated_training, c, timeout=120.0)
+    check_no_errors(run)
+    for u in c.params.sites:
+        assert len(built[u].taught) == 2
+        codes, sure = built[u].taught[-1]
+        assert np.mean(codes == truth[u]) > 0.9
+        assert sure.min() >= 0
+        assert sure.max() <= 1
+    assert values(run)[HUB].history[0]["clients"] == 3
+
+
+@pytest.mark.parametrize("source", ["client", "network"])
+def test_other_sources_send_nothing(source):
+    c, _, built = semi_case(source)
+    run = run_protocol(federated_training, c, timeout=30.0)
+    check_no_errors(run)
+    assert all(len(one.taught) == 2 for one in built.values())
+    sent = {row[0].partition(".")[0] for rows in transcript(run).values() for row in rows}
+    assert sent == {"channel", "federated_training", "secure_sum"}
+
+
+def test_warm_rounds_are_for_sites_with_labels():
+    c, _, built = semi_case("network", warm=1)
+    run = run_protocol(federated_training, c, timeout=30.0)
+    assert [row["clients"] for row in values(run)[HUB].history] == [2, 3]
+    assert all(len(one.taught) == 1 for one in built.values())
+
+
+def test_a_share_of_every_round_has_labels():
+    sites = tuple(Party(f"site-{i:02d}") for i in range(20))
+    owners = set(sites[:10])
+    params = Params(sites, HUB, "", rounds=50, clients=5, pseudo=Pseudo("network"))
+    counts = []
+    for t in range(50):
+        chosen = federated_training.choose_clients(params, sites, t, owners)
+        assert len(set(chosen)) == 5
+        counts.append(len(owners & set(chosen)))
+    assert set(counts) == {2, 3}
+    few = federated_training.choose_clients(params, sites, 0, {sites[3]})
+    assert sites[3] in few
+
+
+def test_bad_sources():
+    with pytest.raises(ParameterError):
+        Pseudo("oracle")
+    with pytest.raises(ParameterError, match="go around"):
+        case(noise=1.0, weighting="plain", score_every=0, pseudo=Pseudo("xclp"))
 
 
 # ---- noise -----------------------------------------------------------------------------------------------------------

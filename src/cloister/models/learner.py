@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from cloister.errors import MissingExtra, ParameterError
+from cloister.models import graph
 
 try:
     import torch
@@ -133,14 +134,18 @@ class Learner:
         site: str,
         device: str | torch.device = "cpu",
         global_rng: bool = False,
+        unlabelled: bool = False,
     ) -> None:
-        """Take positions of labelled cells: those with a code of at least 0 train, but for those in `validation`."""
+        """Cells with a code of at least 0 train, but for those in `validation`; others too, once taught a label."""
         self.model, self.labels, self.recipe, self.site = model.to(device), labels, recipe, site
         self.device, self.examples, self.global_rng = torch.device(device), examples, global_rng
         self.codes, held = np.asarray(codes), np.asarray(validation, dtype=np.int64)
         self.validation = held
         self.training = np.setdiff1d(np.flatnonzero(self.codes >= 0), held)
-        self.cells = len(self.training)
+        self.unlabelled = np.flatnonzero(self.codes < 0) if unlabelled else np.zeros(0, np.int64)
+        self.cells = len(self.training) + len(self.unlabelled)
+        self.points = np.concatenate([self.training, self.unlabelled])  # that may train
+        self.pseudo = np.full(len(self.codes), -1), np.zeros(len(self.codes))  # labels of this round, and their weight
         self.first = self.flat()
         self.size = len(self.first)
         h = hashlib.sha256(describe.encode())
@@ -192,9 +197,9 @@ class Learner:
         self.model.train()
         total, seen = 0.0, 0
         for _ in range(self.recipe.epochs):
-            for at in self.batches(rng):
-                loss = self.loss(at, rng)
-                total, seen = total + float(loss.detach()) * len(at), seen + len(at)
+            for own, taught in self.batches(rng):
+                loss, n = self.loss(own, taught, rng), len(own) + len(taught)
+                total, seen = total + float(loss.detach()) * n, seen + n
                 if self.recipe.mu:
                     now = (p for p in self.model.parameters() if p.requires_grad)
                     loss = loss + self.recipe.mu / 2 * sum(
@@ -213,16 +218,53 @@ class Learner:
             return torch.optim.AdamW(weights, lr=rate, weight_decay=r.weight_decay)
         return torch.optim.SGD(weights, lr=rate, momentum=r.momentum, weight_decay=r.weight_decay)
 
-    def batches(self, rng: np.random.Generator) -> Iterator[Any]:
-        order = rng.permutation(self.training)
-        for start in range(0, len(order), self.recipe.batch_size):
-            at = order[start : start + self.recipe.batch_size]
-            if len(at) > 1 or start == 0:  # one cell alone is no batch for a batch norm
-                yield at
+    def batches(self, rng: np.random.Generator) -> Iterator[tuple[Any, Any]]:
+        """Labelled and pseudo-labelled cells of each step: as many of the one as of the other, if there are both."""
+        taught = self.unlabelled[self.pseudo[1][self.unlabelled] > 0]
+        own, size = rng.permutation(self.training), self.recipe.batch_size
+        if not len(taught):
+            for at in _cut(own, size):
+                yield at, own[:0]
+            return
+        size = min(size, len(own)) if len(own) else size
+        own = _cycle(own, rng)
+        for at in _cut(rng.permutation(taught), size):
+            yield np.array([next(own) for _ in range(len(at))], dtype=np.int64) if len(self.training) else at[:0], at
 
-    def loss(self, at: Any, rng: np.random.Generator) -> Tensor:
-        y = torch.from_numpy(self.codes[at]).to(self.device)
-        return F.cross_entropy(self.model(*self._move(self.examples.batch(at, rng))), y)
+    def loss(self, own: Any, taught: Any, rng: np.random.Generator) -> Tensor:
+        """Mean over the batch of the cross-entropy, weighted by confidence where a label was not given but found."""
+        at = np.concatenate([own, taught])
+        y = np.concatenate([self.codes[own], self.pseudo[0][taught]])
+        weight = np.concatenate([np.ones(len(own)), self.pseudo[1][taught]])
+        logits = self.model(*self._move(self.examples.batch(at, rng)))
+        each = F.cross_entropy(logits, torch.from_numpy(y).to(self.device), reduction="none")
+        return (each * torch.from_numpy(weight.astype(np.float32)).to(self.device)).mean()
+
+    # -- pseudo-labels ---------------------------------------------------------------------------------------------
+
+    def embed(self, theta: Any) -> tuple[Any, Any]:
+        return self.features(theta, self.points), self.codes[self.points]
+
+    def teach(self, codes: Any, confidence: Any) -> None:
+        label, weight = np.full(len(self.codes), -1), np.zeros(len(self.codes))
+        label[self.points], weight[self.points] = codes, confidence
+        weight[label < 0] = 0.0
+        self.pseudo = label, weight
+
+    def teach_itself(self, theta: Any, source: str, n_neighbors: int, alpha: float) -> None:
+        vectors, known = self.embed(theta)
+        if source == "network":
+            logits = self.logits(theta, self.points)
+            p = np.exp(logits - logits.max(axis=1, keepdims=True))
+            p /= p.sum(axis=1, keepdims=True)
+            sure = 1 + (p * np.log(np.maximum(p, 1e-300))).sum(axis=1) / math.log(self.labels)
+            self.teach(p.argmax(axis=1), np.clip(sure, 0.0, 1.0))
+        elif len(known) > n_neighbors and np.any(known >= 0):
+            planes = graph.hyperplanes(hashlib.sha256(self.site.encode()).digest(), 4096, vectors.shape[1])
+            found = graph.propagate(
+                graph.codes(vectors, planes), known, n_classes=self.labels, n_neighbors=n_neighbors, alpha=alpha
+            )
+            self.teach(found.label, found.confidence)
 
     def _move(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return tuple(x.to(self.device) for x in inputs)
@@ -257,6 +299,19 @@ class Learner:
             inputs = self._move(self.examples.batch(at[start : start + step], None))
             out.append(run(*inputs).float().cpu().numpy())
         return np.concatenate(out).astype(np.float64)
+
+
+def _cut(order: Any, size: int) -> Iterator[Any]:
+    for start in range(0, len(order), size):
+        at = order[start : start + size]
+        if len(at) > 1 or start == 0:  # one cell alone is no batch for a batch norm
+            yield at
+
+
+def _cycle(order: Any, rng: np.random.Generator) -> Iterator[Any]:
+    while len(order):
+        yield from order
+        order = rng.permutation(order)
 
 
 def hold_out(codes: Any, share: float, rng: np.random.Generator) -> Any:

@@ -7,6 +7,7 @@
     for rounds t = 0, 1, …:
     L5   S → u   t, who is there, who trains (C_t), θ_t = w_t - w_0
     L6   u, S    secure sum of validation counts at w_t   over all who are there, every `score_every` rounds
+    L6b  u, S    pseudo-labels               for cells without a label, if asked for: see `pseudo_labels`
     L7   u       Δ_u = train(w_t) - w_t      local epochs of SGD or Adam; FedProx adds μ/2 ‖w - w_t‖² to the loss
     L8   u, S    secure sum of a_u Δ_u, a_u and the training loss   u in C_t; a_u = n_u / Σ n or 1; Δ_u clipped
     L9   S       θ_{t+1} = θ_t + Σ a_u Δ_u / Σ a_u
@@ -48,7 +49,7 @@ References
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -60,7 +61,8 @@ from cloister.crypto.agreement import Identity
 from cloister.crypto.entropy import Entropy
 from cloister.crypto.fixedpoint import FixedPoint
 from cloister.errors import DataError, ParameterError, ProtocolAbort
-from cloister.protocols import lanes, secure_sum
+from cloister.protocols import lanes, pseudo_labels, secure_sum
+from cloister.protocols.pseudo_labels import NO_PSEUDO, Pseudo
 from cloister.protocols.training_parts import (
     CURVES,
     Offer,
@@ -101,6 +103,7 @@ class Params:
     epsilon: float = 0.0  # what the accountant says of all rounds
     delta: float = 0.0
     seed: int = 0
+    pseudo: Pseudo = NO_PSEUDO
 
     def __post_init__(self) -> None:
         n = len(self.sites)
@@ -117,6 +120,10 @@ class Params:
         if self.noise and (self.weighting != "plain" or self.score_every or self.patience):
             raise ParameterError(
                 "with noise, weighting must be plain and score_every and patience 0: counts of cells have no noise"
+            )
+        if self.noise and self.pseudo.source == "xclp":
+            raise ParameterError(
+                "the noise covers updates only; pseudo-labels from other sites' cells would go around it"
             )
         if self.patience and not self.score_every:
             raise ParameterError("early stopping needs a score; set score_every")
@@ -152,6 +159,7 @@ class Params:
 class Brings:  # u → S
     shape: str
     labels: tuple[str, ...]
+    labelled: bool
 
 
 @message("L2")
@@ -204,12 +212,29 @@ def check_same(seen: Mapping[Party, Any], what: str, line: str) -> None:
         raise ProtocolAbort(NAME, line, "mismatch", f"{', '.join(others)} came with another {what} than the others")
 
 
-def choose_clients(params: Params, live: tuple[Party, ...], t: int) -> tuple[Party, ...]:
-    """L5: who trains, drawn from the study's seed."""
+def choose_clients(params: Params, live: tuple[Party, ...], t: int, labelled: Collection[Party]) -> tuple[Party, ...]:
+    """L5: who trains, drawn from the study's seed.
+
+    With labels at some sites only, a share of the round's sites has labels as of all sites, at least one; rounds on
+    labels alone are for sites that have some.
+    """
+    rng = np.random.default_rng([params.seed & 0xFFFFFFFF, 5, t])
+    have = tuple(u for u in live if u in labelled)
+    if not params.pseudo.at(t) and len(have) >= 2:
+        live = have
     if not params.clients or params.clients >= len(live):
         return live
-    rng = np.random.default_rng([params.seed & 0xFFFFFFFF, 5, t])
-    return tuple(sorted(live[i] for i in rng.choice(len(live), params.clients, replace=False)))
+
+    def draw(some: tuple[Party, ...], count: int) -> list[Party]:
+        return [some[i] for i in rng.choice(len(some), count, replace=False)]
+
+    rest = tuple(u for u in live if u not in have)
+    if not rest or not have:
+        return tuple(sorted(draw(live, params.clients)))
+    share = params.clients * len(have) / len(live)
+    count = int(share) + (t % 2 if share % 1 else 0)  # 2.5 of 5: two and three in turn
+    count = min(max(1, params.clients - len(rest), count), len(have))
+    return tuple(sorted(draw(have, count) + draw(rest, params.clients - count)))
 
 
 def check_task(params: Params, ch: Channel, task: Task, t: int, size: int) -> None:
@@ -272,14 +297,15 @@ async def site(ch: Channel, params: Params, offer: Offer, *, entropy: Entropy, i
             f"{len(unknown)} label(s) here are not in the study's vocabulary (e.g. '{unknown[0]}'); rename or remove "
             "them, or agree on a longer list of labels"
         )
-    if not offer.labels:
+    if not offer.labels and params.pseudo.source == "none":
         raise DataError("no cell of this site has a label; fine-tuning learns from labelled cells")
 
     async def add(label: str, who: tuple[Party, ...], x: U64) -> None:
         sums = params.sum(who, len(x))
         await secure_sum.contributor(ch.sub(label, sums), sums, x, entropy=entropy, identity=identity)
 
-    await ch.send(S, Brings(offer.shape, () if params.labels else tuple(sorted(set(offer.labels)))))  # L1
+    names = () if params.labels else tuple(sorted(set(offer.labels)))
+    await ch.send(S, Brings(offer.shape, names, labelled=bool(offer.labels)))  # L1
     labels = (await ch.recv(S, Vocabulary)).labels  # L2
     if not set(offer.labels) <= set(labels) or len(set(labels)) != len(labels):
         raise ProtocolAbort(NAME, "L2", "labels", "the vocabulary lacks a label of this site, or has one twice")
@@ -299,6 +325,9 @@ async def site(ch: Channel, params: Params, offer: Offer, *, entropy: Entropy, i
             loss = min(loss, LARGEST_LOSS * counts.sum()) if math.isfinite(loss) else LARGEST_LOSS * counts.sum()
             await add(f"score/{t}", task.live, COUNTS.encode(np.append(counts.ravel(), loss)))  # L6
         if ch.me in task.clients:
+            if params.pseudo.at(t):
+                to = (params.pseudo, task.clients, S, labels, learner, task.theta)
+                await pseudo_labels.site(ch.sub(f"pseudo/{t}"), *to, entropy=entropy, identity=identity)  # L6b
             ch.step(f"training, round {t + 1} of {params.rounds}", protocol=NAME, line="L7")
             delta, loss = learner.train(task.theta, t, params.rate_at(t))  # L7
             weight = 1.0 if params.weighting == "plain" else learner.cells / task.total
@@ -311,12 +340,15 @@ async def site(ch: Channel, params: Params, offer: Offer, *, entropy: Entropy, i
     return Trained(told.theta, labels, from_curves(told.curves), told.best_round, learner, tuple(notes))
 
 
-async def coordinator(ch: Channel, params: Params, store: Store | None = None) -> Trained:
+async def coordinator(
+    ch: Channel, params: Params, store: Store | None = None, *, entropy: Entropy, identity: Identity
+) -> Trained:
     """Play S. Sites that drop out are left out of later rounds, as long as more than half are there."""
     sites, S = params.sites, params.coordinator
     brought = await ch.gather(sites, Brings)  # L1
     check_same({u: b.shape for u, b in brought.items()}, "kind of input", "L1")
     labels = vocabulary(params, brought)
+    labelled = {u for u, b in brought.items() if b.labelled}
     await ch.scatter(sites, Vocabulary(labels))  # L2
     ready = await ch.gather(sites, Ready)  # L3
     check_same({u: (r.digest, r.size) for u, r in ready.items()}, "architecture or first weights", "L3")
@@ -337,7 +369,7 @@ async def coordinator(ch: Channel, params: Params, store: Store | None = None) -
     while True:
         t, there = state.t, live()
         stop = t >= params.rounds
-        clients = () if stop else choose_clients(params, there, t)
+        clients = () if stop else choose_clients(params, there, t, labelled)
         theta = state.theta.astype(np.float32)
         scored = params.scored(t)
         if stop and not scored:
@@ -358,6 +390,11 @@ async def coordinator(ch: Channel, params: Params, store: Store | None = None) -
         if stop:
             state.history.append(row)
             break
+        if params.pseudo.at(t):
+            scope = ch.sub(f"pseudo/{t}")
+            await pseudo_labels.serve(
+                scope, params.pseudo, clients, S, labels, entropy=entropy, identity=identity
+            )  # L6b
         code = params.code(len(clients))
         sums = params.sum(clients, code.words(first.size) + 2)
         summed = await secure_sum.aggregator(ch.sub(f"update/{t}", sums), sums)  # L8
@@ -392,7 +429,8 @@ def _stale(params: Params, state: State) -> int:
 def _begin(params: Params, first: Ready, labels: tuple[str, ...], store: Store | None) -> State:
     """A new state, or the stored one if it belongs to the same training."""
     fixed = (params.model, params.rounds, params.clients, params.rate, params.schedule, params.weighting, params.bound)
-    digest = wire.digest("training", fixed, params.noise, params.clip, params.seed, first.digest, labels)
+    more = (params.noise, params.clip, params.seed, params.pseudo)
+    digest = wire.digest("training", fixed, more, first.digest, labels)
     kept = store.load() if store is not None else None
     if kept is not None and (kept.digest != digest or len(kept.theta) != first.size):
         raise ParameterError("the checkpoint belongs to another training; remove it, or name another place for it")
@@ -412,7 +450,7 @@ def ideal(params: Params, xs: Mapping[Party, Offer]) -> dict[Party, F64]:
     total = sum(learner.cells for learner in learners.values())
     theta = np.zeros(next(iter(learners.values())).size)
     for t in range(params.rounds):
-        clients = choose_clients(params, tuple(xs), t)
+        clients = choose_clients(params, tuple(xs), t, [u for u, offer in xs.items() if offer.labels])
         up, weight = np.zeros(len(theta)), 0.0
         for u in clients:
             delta, _ = learners[u].train(theta.astype(np.float32), t, params.rate_at(t))

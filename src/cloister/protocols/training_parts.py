@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 
-from cloister.wire import F32, F64
+from cloister.wire import F32, F64, I64
 
 CURVES = ("round", "accuracy", "macro_f1", "loss", "cells", "clients", "train_loss")
 WHOLE = ("round", "cells", "clients")
@@ -27,6 +27,15 @@ class Learner(Protocol):
 
     def score(self, theta: F32) -> tuple[F64, float]:
         """Counts of true by predicted label (K, K) on the validation cells, and the sum of their losses."""
+
+    def embed(self, theta: F32) -> tuple[F64, I64]:
+        """What the last layer sees of every cell that may train, (m, d), and the codes of their labels, -1 for none."""
+
+    def teach(self, codes: Sequence[int], confidence: F64) -> None:
+        """Labels of those cells for the next `train`, and how much they count; -1 for none."""
+
+    def teach_itself(self, theta: F32, source: str, n_neighbors: int, alpha: float) -> None:
+        """The same from the model's own predictions (`network`), or from a graph of this site's cells (`client`)."""
 
 
 class Store(Protocol):

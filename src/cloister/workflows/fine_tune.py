@@ -15,7 +15,9 @@ import numpy as np
 
 from cloister import cells
 from cloister.errors import DataError, MissingExtra, ParameterError
+from cloister.models import graph
 from cloister.protocols import federated_training as protocol
+from cloister.protocols.pseudo_labels import Pseudo
 from cloister.protocols.training_parts import Offer, State, Trained
 from cloister.seat import Outcome, Seat
 from cloister.workflows import Workflow
@@ -66,6 +68,15 @@ class Options:
     dp_noise: float = _option(0.0, "noise multiplier of differential privacy for a site's data; 0 for none")
     dp_clip: float = _option(1.0, "norm that updates are clipped to, with noise")
     dp_delta: float = _option(1e-5, "delta of differential privacy")
+    semi_supervised: bool = _option(default=False, help="let cells without a label train too, by pseudo-labels")
+    pseudo_labels: Literal["xclp", "client", "network"] = _option(
+        "xclp", "from label propagation across the round's sites, within each site, or from the model itself"
+    )
+    warm_rounds: int = _option(0, "rounds on labels alone, before the first pseudo-labels")
+    bits: int = _option(4096, "of the codes that cells are compared by, for xclp")
+    n_neighbors: int = _option(10, "neighbours of a cell in the graph of label propagation")
+    alpha: float = _option(0.99, "how far labels spread")
+    hamming: Literal["mpc", "ot", "he"] = _option("mpc", "how codes are compared, for xclp")
     checkpoint: str | None = _option(None, "file in which the coordinator keeps its state, to go on from")
     key_added: str = _option("predicted", "column of obs with the model's labels")
 
@@ -88,6 +99,10 @@ class Options:
             )
         if self.dp_noise and not 0 < self.dp_delta < 1:
             raise ParameterError(f"option 'dp_delta' must lie between 0 and 1, found {self.dp_delta}")
+        if self.semi_supervised and self.pseudo_labels == "xclp":
+            graph.check_sizes(1 << 40, self.bits, self.n_neighbors, self.alpha)
+        if self.semi_supervised and self.dp_noise and self.pseudo_labels == "xclp":
+            raise ParameterError("dp_noise covers updates only; with xclp, labels of other sites would go around it")
 
 
 def fine_tune(
@@ -163,6 +178,7 @@ def train(adata: AnnData, study: Seat, options: Options) -> tuple[Trained, Any, 
             site=study.me,
             device=best_device(),
             global_rng=options.model == "scgpt",
+            unlabelled=options.semi_supervised,
         )
 
     brought = tuple(sorted({name for name in given if name is not None}))
@@ -214,6 +230,19 @@ def params_of(study: Seat, options: Options) -> protocol.Params:
         privacy_budget(options),
         options.dp_delta if options.dp_noise else 0.0,
         study.study.seed,
+        pseudo_of(study, options),
+    )
+
+
+def pseudo_of(study: Seat, options: Options) -> Pseudo:
+    return Pseudo(
+        options.pseudo_labels if options.semi_supervised else "none",
+        options.warm_rounds,
+        options.bits,
+        options.n_neighbors,
+        options.alpha,
+        options.hamming,
+        private=study.study.mode == "hardened",
     )
 
 
@@ -309,9 +338,9 @@ def check(adata: AnnData, options: Options) -> list[str]:
     """Raise `DataError` if these cells cannot take part; return what the user should know."""
     use_rep = options.use_rep if options.model == "mlp" else None
     images = options.model in ("cnn", "vit")
-    cells.check_cells(
-        adata, use_rep=use_rep, label_key=options.label_key, need_names=False, allow_negative=options.model == "mlp"
-    )
+    cells.check_cells(adata, use_rep=use_rep, need_names=False, allow_negative=options.model == "mlp")
+    if options.label_key not in adata.obs:
+        raise DataError(f"adata.obs[{options.label_key!r}] is missing; pass the column with the labels as label_key=")
     if images and math.prod(options.image_shape) != adata.n_vars:
         raise DataError(
             f"images of {options.image_shape} have {math.prod(options.image_shape)} values, X {adata.n_vars}"
@@ -323,7 +352,7 @@ def check(adata: AnnData, options: Options) -> list[str]:
             f"{len(unknown)} label(s) in adata.obs[{options.label_key!r}] are not in the study's vocabulary (e.g. "
             f"'{unknown[0]}'); rename or remove them, or agree on a longer list of labels"
         )
-    if len(column) < 2:
+    if len(column) < 2 and not options.semi_supervised:
         raise DataError(f"{len(column)} labelled cell(s) in adata.obs[{options.label_key!r}]; at least 2 are needed")
     notes = []
     if len(counts) == 1:
@@ -392,7 +421,7 @@ WORKFLOW = Workflow(
     name="fine-tune",
     summary="Train one classifier on all sites' labelled cells, averaging updates by secure sums.",
     options=Options,
-    protocols={"hardened": "federated_training"},
+    protocols={"hardened": "federated_training", "published": "federated_training"},
     part=part,
     check=check,
     files=files,
