@@ -381,8 +381,9 @@ def cost(args, names):
         sizes = {"mpc": (500, 1000, 2000, 5000), "ot": (100, 200, 500), "he": (50, 100, 200)}
     print("\ncost: two sites and the server, L = 4096; bytes and CPU seconds of all parties, seconds of the run")
     print(f"{'result':9} {'engine':6} {'n/site':>6} {'MB':>9} {'rounds':>6} {'seconds':>8} {'CPU s':>8} {'kB/pair':>8}")
-    cases = [("H", secure_hamming, e, n) for e in sizes for n in sizes[e] if not (args.quick is False and n > 2000)]
+    cases = [("H", secure_hamming, e, n) for e in sizes for n in sizes[e]]
     cases += [("graph", private_graph, "mpc", n) for n in sizes["mpc"]]
+    cases = [c for c in cases if c[-1] <= args.largest]
     for what, module, engine, n in cases:
         names = (Party("a"), Party("b"))
         rng = np.random.default_rng(0)
@@ -469,6 +470,7 @@ def main() -> None:
     parser.add_argument(
         "--dense", type=int, default=10_000, help="invert dense matrices up to this size, for comparison"
     )
+    parser.add_argument("--largest", type=int, default=5000, help="points per site in the table of costs, at most")
     parser.add_argument("--repeats", type=int, help="draws of points and labels; 3, or 1 with --quick")
     args = parser.parse_args()
     args.points = args.points or (120 if args.quick else 600)

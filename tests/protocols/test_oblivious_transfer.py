@@ -1,3 +1,4 @@
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,6 +16,7 @@ from cloister.testing import (
     check_abort,
     check_cost,
     check_no_errors,
+    check_vectors,
     check_view,
     run_protocol,
     values,
@@ -44,6 +46,10 @@ def test_ideal(count, width, word, seed):
     run = run_protocol(ot, c)
     check_no_errors(run)
     check(c, run)
+
+
+def test_vectors():
+    check_vectors(ot, case(8, 2), Path(__file__).parents[1] / "vectors" / "oblivious_transfer.json")
 
 
 def test_view_and_cost():

@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -6,7 +8,7 @@ from cloister.errors import DataError, ParameterError
 from cloister.protocols import point_roster
 from cloister.protocols.point_roster import Params, Roster
 from cloister.study import Party
-from cloister.testing import Case, check_abort, check_cost, check_ideal, check_view, run_protocol, values
+from cloister.testing import Case, check_abort, check_cost, check_ideal, check_vectors, check_view, run_protocol, values
 
 HUB = Party("hub")
 SEED = bytes(range(32))
@@ -31,6 +33,10 @@ def test_ideal(names):
 
 def test_ideal_with_agreed_classes():
     check_ideal(point_roster, [case(classes=("c", "b", "a"))], agree=agree)
+
+
+def test_vectors():
+    check_vectors(point_roster, case(), Path(__file__).parents[1] / "vectors" / "point_roster.json")
 
 
 def test_view_cost_and_sealing():

@@ -1,5 +1,7 @@
 """The three engines, the matrix they give the server, and the graph that hides it."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -15,6 +17,7 @@ from cloister.testing import (
     check_abort,
     check_cost,
     check_no_errors,
+    check_vectors,
     check_view,
     run_protocol,
     same_array,
@@ -22,6 +25,7 @@ from cloister.testing import (
 )
 
 HUB = Party("hub")
+VECTORS = Path(__file__).parents[1] / "vectors"
 A, B = Party("ann"), Party("ben")
 
 
@@ -173,6 +177,14 @@ def test_three_parties_abort(kind):
         same_array(values(run)[HUB], hamming_mpc.ideal(c.params, {u: x[0] for u, x in c.inputs.items()})[HUB])
 
     check_abort(hamming_mpc, c, survived=right, kinds=[kind], timeout=1.0, messages=messages)
+
+
+@pytest.mark.parametrize("module", [hamming_mpc, private_graph, hamming_ot])
+def test_vectors(module):
+    """Not for `hamming_he`: SEAL draws its noise from the operating system."""
+    options = {"n_neighbors": 2} if module is private_graph else {}
+    c = pair(hamming_ot, (1, 2)) if module is hamming_ot else case(module, (2, 3, 2), **options)
+    check_vectors(module, c, VECTORS / f"{module.__name__.rpartition('.')[2]}.json")
 
 
 # ---- hiding ----------------------------------------------------------------------------------------------------------
