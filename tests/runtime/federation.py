@@ -21,7 +21,7 @@ from cloister.cell_files import write_cells
 from cloister.runtime.kit import Kit
 from cloister.runtime.party import Ended
 from cloister.runtime.provision import provision
-from cloister.runtime.service import run_study
+from cloister.runtime.service import is_running, run_study
 from cloister.study import Study, format_study
 
 CHAT = Path(__file__).parent / "chat"
@@ -74,10 +74,11 @@ class Federation:
             Kit.open(self.kits[party]).approve()
 
     def start(self, *parties: str, check_certificate: bool = True) -> None:
+        code = START if check_certificate else UNCHECKED
         for p in parties:
-            self.services[p] = self.spawn(
-                self.kits[p], self.folder / f"{p}.out", START if check_certificate else UNCHECKED
-            )
+            self.services[p] = self.spawn(self.kits[p], self.folder / f"{p}.out", code)
+        for p in parties:
+            self.wait_until(lambda p=p: is_running(Kit.open(self.kits[p])))
 
     def spawn(self, kit: Path, out: Path, code: str = START) -> subprocess.Popen:
         path = os.pathsep.join([str(CHAT), os.environ.get("PYTHONPATH", "")])
@@ -114,9 +115,11 @@ class Federation:
         last = max((self.kits[party] / "results").glob("*/outcome.json"), key=lambda f: f.stat().st_mtime)
         return Ended.load(last)
 
-    def wait_for_mark(self, party: str, seconds: float = 150.0) -> None:
+    def wait_for_mark(self, party: str, ends: list, seconds: float = 180.0) -> None:
+        """Until a party is at round 2 of a run that is still going on."""
         end = time.monotonic() + seconds
         while not (self.marks / party).exists():
+            assert not ends, ends
             assert time.monotonic() < end, f"{party} never came to round 2"
             time.sleep(0.05)
         (self.marks / party).unlink()

@@ -127,7 +127,7 @@ def a_killed_site_ends_the_run_by_name_and_the_next_one_works(federation):
     federation.agree(parameters=FOREVER)
     federation.clear_marks()
     thread, ends = run_aside(federation)
-    federation.wait_for_mark("vienna")
+    federation.wait_for_mark("vienna", ends)
     killed = time.monotonic()
     federation.kill("vienna")
     thread.join()
@@ -188,7 +188,7 @@ def test_what_else_can_end_a_run(another):
     another.start(*PARTIES)
 
     thread, ends = run_aside(another)  # a service is stopped
-    another.wait_for_mark("vienna")
+    another.wait_for_mark("vienna", ends)
     another.stop("vienna")
     thread.join()
     assert isinstance(ends[0], PeerLost)
@@ -198,7 +198,7 @@ def test_what_else_can_end_a_run(another):
     another.start("vienna")  # only the run's process dies, as when memory is short
     another.clear_marks()
     thread, ends = run_aside(another)
-    another.wait_for_mark("vienna")
+    another.wait_for_mark("vienna", ends)
     for process in another.processes("vienna"):
         if process.pid != another.services["vienna"].pid:
             process.kill()
@@ -212,7 +212,7 @@ def test_what_else_can_end_a_run(another):
 
     another.clear_marks()  # the coordinator dies, and comes back
     thread, ends = run_aside(another)
-    another.wait_for_mark("vienna")
+    another.wait_for_mark("vienna", ends)
     another.kill("hub")
     thread.join()
     assert isinstance(ends[0], PeerLost)

@@ -37,7 +37,7 @@ WHOLE, PART, LAST = 0, 1, 2
 TAKEN, REFUSED = b"+", b"-"
 HEADER = 5  # bytes before each piece: kind, length
 LEAST, MOST = 1 << 16, 1 << 22  # bytes of a batch; it grows while the line is fast
-JOIN = 60.0  # seconds that a party waits for the others' processes to come up
+JOIN = 120.0  # seconds that a party waits for the others' processes to come up
 PULSE = 256  # a pulse is shorter than this
 
 Ask = Callable[[Party, bytes, float], bytes]  # (to, request, seconds) → answer; raises Unreachable or TimeoutError

@@ -35,7 +35,7 @@ from cloister.runtime.provision import ORGANISATION, USER
 
 HUB, GUEST, LAUNCHER = (f"cloister.runtime.flare.{name}" for name in ("Hub", "Guest", "Launcher"))
 BEAT, DEAD_AFTER = 10.0, 30  # seconds between a client's signs of life; after which the server forgets it
-CONNECT, SCHEDULE = 60.0, 60.0  # seconds that `run_study` waits for answers, and for FLARE to start the job
+CONNECT, SCHEDULE = 60.0, 120.0  # seconds that `run_study` waits for answers, and for FLARE to start the job
 
 log = logging.getLogger("cloister.runtime")
 
@@ -119,12 +119,17 @@ def say(text: str) -> None:
 
 
 @contextlib.contextmanager
-def _only_one(kit: Kit) -> Iterator[None]:
+def _only_one(kit: Kit, tries: int = 10) -> Iterator[None]:
+    """Hold the kit's lock; `is_running` may have it for a moment, hence the tries."""
     with open(kit.path / "running.lock", "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise UsageError(f"{kit.me} is running already from {kit.path}; stop that process first") from None
+        for left in reversed(range(tries)):
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError:
+                if not left:
+                    raise UsageError(f"{kit.me} is running already from {kit.path}; stop that process first") from None
+                time.sleep(0.1)
         yield
 
 
@@ -153,7 +158,7 @@ def _check_certificate(kit: Kit) -> None:
 def is_running(kit: Kit) -> bool:
     """Whether a service was started from this kit and has not ended."""
     try:
-        with _only_one(kit):
+        with _only_one(kit, tries=1):
             return False
     except UsageError:
         return True
