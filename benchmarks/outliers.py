@@ -3,6 +3,7 @@
     python benchmarks/outliers.py                     everything, 10 seeds: about half an hour on two idle cores
     python benchmarks/outliers.py --quick             2 seeds, six sets, 10^4 and 10^5 rows: below five minutes
     python benchmarks/outliers.py --only auroc --figures figures
+    python benchmarks/outliers.py --only price        AUROC for other settings of the suppression; not part of the rest
 
 `hardened` columns grow the forest that the protocol opens (`counted_forest.ideal`; that the two agree is tested), so
 that ten seeds take minutes; `in rehearsal` runs the protocol itself. Rows of each set go to three sites at random.
@@ -182,6 +183,26 @@ def run_attack(folder, seeds, quick):
                 say(f"  {name:10s} cells {cells:3d}  t {least:2d}  rebuilt {hit:5.1%}  luck {luck:5.1%}  {gap:+.4f}")
 
 
+def run_price(folder, sets, seeds):
+    """AUROC less pooled, standard splits, over the sets, for settings around the default."""
+    say("\nAUROC less the pooled forest's over the sets, standard splits: smallest opened count t, cells of the grid")
+    combos = ((5, 512), (8, 512), (10, 512), (8, 32), (8, 64), (8, 128), (12, 64))
+    gaps = {c: [] for c in combos}
+    for name in sets:
+        X, truth = load(folder, name)
+        Z = pooled_scaling.scaling_of(X).apply(X)
+        base = np.mean([auroc(truth, iforest.fit(Z, rng=np.random.default_rng(s)).score(Z)) for s in range(seeds)])
+        for least, cells in combos:
+            params = counted_forest.Params(SITES, "hub", least=least, cells=cells)
+            forests = [
+                counted_forest.ideal(params, {"all": X}, bytes([s]) * 32, rng=np.random.default_rng(s))[0]
+                for s in range(seeds)
+            ]
+            gaps[least, cells].append(np.mean([auroc(truth, f.score(Z)) for f in forests]) - base)
+    for (least, cells), gap in gaps.items():
+        say(f"  t {least:2d}  cells {cells:3d}  mean {np.mean(gap):+.4f}  worst {np.min(gap):+.4f}")
+
+
 # ---- 3: the protocol itself, and sites that are not alike ------------------------------------------------------------
 
 
@@ -305,6 +326,8 @@ def main():
         results = run_auroc(args.data, QUICK if args.quick else SETS, seeds, args.keep)
     if "attack" in what:
         run_attack(args.data, min(seeds, 3), args.quick)
+    if "price" in what:
+        run_price(args.data, QUICK if args.quick else SETS, seeds)
     if "splits" in what:
         run_splits(args.data, 2 if args.quick else 5, args.quick)
     if "cost" in what:
