@@ -9,7 +9,8 @@ from cloister.crypto.agreement import Identity
 from cloister.errors import DataError, MissingExtra, ParameterError, ProtocolAbort, RefusedError, UsageError
 from cloister.runtime.kit import Kit
 from cloister.runtime.provision import adopt, make_identity, provision
-from cloister.runtime.service import _check_certificate, _settle, run_study
+from cloister.runtime.service import _check_certificate, run_study
+from cloister.runtime.settings import settle
 from cloister.study import Study, format_study
 
 PARTIES = {"hub": "coordinator", "basel": "site", "lugano": "site", "helper": "auxiliary"}
@@ -230,7 +231,7 @@ def test_a_kit_cannot_loosen_flares_settings(basel):
     local = basel.path / "local"
     (local / "resources.json").write_text('{"class_allow_list": ["*"]}')
     (local / "authorization.json").write_text('{"permissions": {"project_admin": "any"}}')
-    _settle(basel)
+    settle(basel)
     assert '"*"' not in (local / "resources.json").read_text()
     rights = (local / "authorization.json").read_text()
     assert "project_admin" not in rights

@@ -4,9 +4,7 @@
 `run_study` is what the coordinator calls, beside its own service, to have one run done; it returns how that ended, or
 raises the named error that ended it.
 
-Before every start the party's own installation writes FLARE's local settings anew, so that no kit can loosen them:
-no code from outside, two classes that a job may name, nothing an administrator may do at a party but start and stop
-runs, no logs to the coordinator, no text of exceptions.
+Both leave FLARE's settings to `cloister.runtime.settings`, which writes them anew before every start.
 """
 
 from __future__ import annotations
@@ -15,7 +13,6 @@ import contextlib
 import datetime
 import fcntl
 import io
-import json
 import logging
 import os
 import signal
@@ -32,12 +29,9 @@ from cloister.errors import MissingExtra, ParameterError, PeerLost, UsageError
 from cloister.runtime.kit import RUNS, STOPPING, TASK, Kit
 from cloister.runtime.party import Ended
 from cloister.runtime.provision import ORGANISATION, USER
+from cloister.runtime.settings import BEAT, GUEST, HUB, settle, write
 
-HUB, GUEST, LAUNCHER = (f"cloister.runtime.flare.{name}" for name in ("Hub", "Guest", "Launcher"))
-BEAT, DEAD_AFTER = 10.0, 30  # seconds between a client's signs of life; after which the server forgets it
 CONNECT, SCHEDULE = 60.0, 120.0  # seconds that `run_study` waits for answers, and for FLARE to start the job
-
-log = logging.getLogger("cloister.runtime")
 
 
 class _Stop(Exception):
@@ -55,7 +49,7 @@ def start_party(kit_dir: str | Path) -> NoReturn:
     client, server, monitor = _flare_mains()
     with _only_one(kit):
         (kit.path / STOPPING).unlink(missing_ok=True)
-        _settle(kit)
+        settle(kit)
         os.environ["NVFLARE_SECURE_LOGGING"] = "true"
         hub = kit.role == "coordinator"
         options = ["secure_train=true", f"org={ORGANISATION}", "config_folder=config"]
@@ -174,141 +168,6 @@ def _check_port(kit: Kit) -> None:
             raise UsageError(f"port {port} cannot be opened ({e.strerror}); is another coordinator running?") from None
 
 
-def _settle(kit: Kit) -> None:
-    """Write FLARE's local settings as this installation wants them."""
-    hub, local = kit.role == "coordinator", kit.path / "local"
-    rights = ("clone_job", "download_job", "operate", "shell_commands", "byoc", "server-predeployed-flwr")
-    lead = {"submit_job": "any", "manage_job": "n:submitter", "view": "any", **dict.fromkeys(rights, "none")}
-    _write(local / "authorization.json", {"format_version": "1.0", "permissions": {"lead": lead}})
-    _write(local / "resources.json", _server_resources(kit.path) if hub else _client_resources())
-    _write(local / "log_config.json", _logging())
-    if hub:
-        file = kit.path / "startup" / "fed_server.json"
-        config = json.loads(file.read_text())
-        host, port = (kit.study.network.get(k) for k in ("host", "port"))
-        if not host or not port:
-            raise ParameterError("study.toml: [network] must name host and port of the coordinator")
-        config["servers"][0]["service"]["target"] = f"{host}:{port}"  # a loopback name: listen there only
-        config["servers"][0]["admin_port"] = port
-        _write(file, config)
-        (kit.path / RUNS).mkdir(exist_ok=True)
-
-
-def _write(path: Path, content: Any) -> None:
-    path.write_text(json.dumps(content, indent=1) + "\n")
-
-
-def _component(name: str, path: str, **args: Any) -> dict[str, Any]:
-    return {"id": name, "path": f"nvflare.{path}", "args": args}
-
-
-def _allowed() -> dict[str, Any]:
-    return {"format_version": 2, "class_list_enforcement_mode": "enforce", "class_allow_list": [HUB, GUEST]}
-
-
-def _client_resources() -> dict[str, Any]:
-    managers, consumers = "app_common.resource_managers", "app_common.resource_consumers"
-    return {
-        **_allowed(),
-        "allow_log_streaming": False,
-        "client": {"retry_timeout": 30},
-        "components": [
-            _component(
-                "resource_manager",
-                f"{managers}.gpu_resource_manager.GPUResourceManager",
-                num_of_gpus=0,
-                mem_per_gpu_in_GiB=0,
-            ),
-            _component("resource_consumer", f"{consumers}.gpu_resource_consumer.GPUResourceConsumer"),
-            {"id": "process_launcher", "path": LAUNCHER, "args": {}},
-        ],
-    }
-
-
-def _server_resources(home: Path) -> dict[str, Any]:
-    storage = "app_common.storages.filesystem_storage.FilesystemStorage"
-    return {
-        **_allowed(),
-        "servers": [
-            {
-                "admin_storage": "transfer",
-                "max_num_clients": 100,
-                "heart_beat_timeout": DEAD_AFTER,
-                "admin_timeout": 10.0,
-            }
-        ],
-        "snapshot_persistor": {
-            "path": "nvflare.app_common.state_persistors.storage_state_persistor.StorageStatePersistor",
-            "args": {
-                "uri_root": "/",
-                "storage": {
-                    "path": f"nvflare.{storage}",
-                    "args": {"root_dir": str(home / "snapshots"), "uri_root": "/"},
-                },
-            },
-        },
-        "components": [
-            _component(
-                "job_scheduler",
-                "app_common.job_schedulers.job_scheduler.DefaultJobScheduler",
-                max_jobs=4,
-                max_schedule_count=1,
-            ),
-            _component(
-                "job_manager",
-                "apis.impl.job_def_manager.SimpleJobDefManager",
-                uri_root=str(home / "jobs"),
-                job_store_id="job_store",
-            ),
-            _component("job_store", storage),
-            _component("process_launcher", "app_common.job_launcher.server_process_launcher.ServerProcessJobLauncher"),
-        ],
-    }
-
-
-class Brief(logging.Filter):
-    """What the console shows: our own lines, and that FLARE is connected."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return record.name.startswith("cloister") or "uccessfully registered client" in str(record.msg)
-
-
-def _logging() -> dict[str, Any]:
-    """Everything into one rotating file; on the console, what the owner wants to know."""
-    utilities = "nvflare.fuel.utils.log_utils"
-    return {
-        "version": 1,
-        "disable_existing_loggers": False,
-        "formatters": {
-            "file": {
-                "()": f"{utilities}.BaseFormatter",
-                "fmt": "%(asctime)s - %(name)s - %(levelname)s - %(fl_ctx)s - %(message)s",
-            },
-            "console": {"format": "%(asctime)s %(message)s", "datefmt": "%H:%M:%S"},
-        },
-        "filters": {"brief": {"()": f"{__name__}.Brief"}},
-        "handlers": {
-            "console": {
-                "class": "logging.StreamHandler",
-                "level": "INFO",
-                "formatter": "console",
-                "filters": ["brief"],
-                "stream": "ext://sys.stderr",
-            },
-            "file": {
-                "class": "logging.handlers.RotatingFileHandler",
-                "level": "INFO",
-                "formatter": "file",
-                "filename": "log.txt",
-                "mode": "a",
-                "maxBytes": 5_000_000,
-                "backupCount": 5,
-            },
-        },
-        "loggers": {"root": {"level": "INFO", "handlers": ["console", "file"]}},
-    }
-
-
 # ---- a run -----------------------------------------------------------------------------------------------------------
 
 
@@ -418,15 +277,15 @@ def _write_job(folder: Path, kit: Kit) -> Path:
     config.mkdir(parents=True)
     common = {"format_version": 2, "task_data_filters": [], "task_result_filters": [], "components": []}
     guests = [p for p in kit.study.parties if p != kit.me]
-    _write(
+    write(
         job / "meta.json",
         {"name": "cloister", "resource_spec": {}, "min_clients": 1, "deploy_map": {"app": ["server", *guests]}},
     )
-    _write(
+    write(
         config / "config_fed_server.json",
         {**common, "server": {"task_request_interval": 1}, "workflows": [{"id": "hub", "path": HUB, "args": {}}]},
     )
-    _write(
+    write(
         config / "config_fed_client.json",
         {**common, "executors": [{"tasks": [TASK], "executor": {"path": GUEST, "args": {}}}]},
     )
