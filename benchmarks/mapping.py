@@ -239,7 +239,7 @@ def side_by_side(m, n, d, k, args, limit):
             truth, ties = pooled(q, r, y, k)
             rows[f"ours, {bits} bits"] = ours(f"{folder}/ours.npz", params)
         for name, python in (("spu", args.spu), ("crypten", args.crypten)):
-            label = {"spu": "SPU, ABY3, 64 bits", "crypten": "CrypTen, as printed"}[name]
+            label = {"spu": "SPU, ABY3, 64 bits", "crypten": "CrypTen, Algorithm 5"}[name]
             if not python:
                 rows[label] = {"error": "not installed here; see --help"}
             elif name == "crypten" and m * n > args.crypten_pairs:
