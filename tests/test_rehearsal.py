@@ -298,3 +298,12 @@ def test_a_sites_arrays_are_out_of_reach_of_the_other_parties():
         found = {id(x) for x in reachable([outcome.result, outcome.adata, outcome.receipt])}
         for site, array in own.items():
             assert (array in found) == (site == party)
+
+
+def test_a_server_that_the_workflow_does_not_need_is_no_hindrance():
+    data = {Party(p): a for p, a in sites().items()}
+    parties = {HUB: "coordinator", **dict.fromkeys(data, "site"), Party("helper"): "auxiliary"}
+    study = Study("spare", "bin-values", parties, timeout=30.0, parameters=OPTIONS)
+    run = play(study, dict.fromkeys(parties, rehearsal.workflow_part), data)
+    assert not run.errors
+    assert run.outcomes.keys() == parties.keys()

@@ -326,9 +326,12 @@ class Session:
         lobby = Channel(self, f"hello/{self.runs}", NO_RUN)
         hub = self.study.coordinator
         if self.me == hub:
-            # the first time everyone must be there; later on, who has dropped out since is left out
+            # the first time everyone must be there, but for servers that have no part in this workflow and leave at
+            # once; later on, who has dropped out since is left out
+            spare = set(self.study.auxiliaries) - {hub}
             quorum = None if self.runs == 1 else 1
-            hellos = {hub: hello, **await lobby.gather(self.peers, Hello, quorum=quorum)}  # H1
+            hellos = {hub: hello, **await lobby.gather([p for p in self.peers if p not in spare], Hello, quorum=quorum)}
+            hellos |= await lobby.gather([p for p in self.peers if p in spare], Hello, quorum=0)  # H1
             await lobby.scatter([p for p in hellos if p != hub], Welcome(hellos))  # H2
             check_hellos(hellos, hub)  # after it, so that everyone can say who differs
         else:

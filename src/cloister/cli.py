@@ -20,7 +20,7 @@ from cloister.report_parts import size
 from cloister.screen import err, finish, in_words, out, own_options, progress, show_receipt, sites_of
 
 if TYPE_CHECKING:
-    pass
+    from cloister.receipts import Receipt
 
 app = typer.Typer(
     name="cloister",
@@ -224,6 +224,7 @@ def rehearse(
 def receipt(
     path: Annotated[Path, typer.Argument(help="A receipt.json, or an .h5ad that carries one.")],
     verify: Annotated[bool, typer.Option("--verify", help="Check the chain and the signature.")] = False,  # noqa: FBT002
+    study: Annotated[Path | None, typer.Option(help="With --verify: the key must be the one in this study.")] = None,
     as_json: AsJson = False,  # noqa: FBT002
 ) -> None:
     """Say what was computed, with whom, what left this party and who learned what."""
@@ -246,6 +247,8 @@ def receipt(
             from cloister.seat import SIGNED
 
             found.check(lambda public, head, signature: check_signature(public, SIGNED, head, signature))
+            if study is not None:
+                _check_key(found, study)
     if as_json:
         out.print_json(json.dumps(briefs))
         return
@@ -253,6 +256,19 @@ def receipt(
         show_receipt(brief)
     if verify:
         out.print("the chain is whole, and signed by the key shown above", style="green")
+
+
+def _check_key(found: Receipt, study: Path) -> None:
+    """Raise unless the receipt is signed with the key that the study names for its party."""
+    from cloister.errors import ReceiptError
+    from cloister.study import Party, Study
+
+    party = str(found.header.get("party", ""))
+    pinned = Study.load(study).keys.get(Party(party))
+    if pinned is None:
+        raise UsageError(f"{study} names no key of '{party}' under [keys]; give the study.toml from a kit")
+    if found.signature.get("public") != pinned.hex():
+        raise ReceiptError(f"the receipt is signed with another key than {study} names for '{party}'")
 
 
 @app.command(epilog="Example:  cloister report results")
