@@ -113,7 +113,8 @@ async def _exponents(ask: Asking, width: int, values: Callable[[], F64]) -> I64:
 
     def reach() -> I64:
         largest = np.nan_to_num(np.abs(values())).max(axis=0, initial=0.0)
-        return (largest[:, None] >= np.ldexp(1.0, np.arange(low, high))).astype(np.int64).ravel()
+        above: I64 = (largest[:, None] >= np.ldexp(1.0, np.arange(low, high))).astype(np.int64)
+        return above.ravel()
 
     bits = await ask.test(reach, width * (high - low), 1, len(ask.sites))
     found: I64 = low + bits.reshape(width, -1).sum(axis=1)
