@@ -4,11 +4,11 @@ import dataclasses
 
 import numpy as np
 
+from cloister.errors import ParameterError
 from cloister.models import polynomial as poly
 
 
-def tiny(norm="pre", tokens=3, inputs=2, width=8, heads=2, hidden=8, depth=1, taps=(1,), rank=2, seed=0, **more):
-    """A calibrated encoder, and 256 inputs for it."""
+def one(norm="pre", tokens=3, inputs=2, width=8, heads=2, hidden=8, depth=1, taps=(1,), rank=2, seed=0, **more):
     rng = np.random.default_rng(seed)
     d, f = width, hidden
 
@@ -17,7 +17,7 @@ def tiny(norm="pre", tokens=3, inputs=2, width=8, heads=2, hidden=8, depth=1, ta
 
     def block():
         qkv = g(3 * d, d)
-        qkv[:d] *= 0.5
+        qkv[:d] *= 0.35
         post = {"gain1": 1 + 0.1 * g(d), "shift1": 0.1 * g(d), "gain2": 1 + 0.1 * g(d), "shift2": 0.1 * g(d)}
         return poly.Block(
             qkv, 0.1 * g(3 * d), 0.6 * g(d, d), 0.1 * g(d), g(f, d), 0.1 * g(f) + 1.17, 0.15 * g(d, f), 0.1 * g(d),
@@ -36,5 +36,20 @@ def tiny(norm="pre", tokens=3, inputs=2, width=8, heads=2, hidden=8, depth=1, ta
     return encoder, x
 
 
+def tiny(*args, seed=0, **options):
+    """The first calibrated encoder from that seed on that keeps its intervals, and 256 inputs for it."""
+    for at in range(seed, seed + 99):
+        try:
+            return one(*args, seed=at, **options)
+        except ParameterError:
+            continue
+    raise AssertionError("no such encoder")
+
+
 def shape_with(encoder, **changes):
     return dataclasses.replace(encoder, shape=dataclasses.replace(encoder.shape, **changes))
+
+
+def micro():
+    """As little as a block can be: its messages are few."""
+    return tiny(tokens=2, inputs=1, width=4, heads=1, hidden=2, rank=1, exp_degree=2, steps=1, root_steps=1, seed=0)[0]

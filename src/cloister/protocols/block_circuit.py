@@ -13,8 +13,9 @@ it before anything is sent.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,12 +107,12 @@ class Circuit:
         data = None if self.ev is None else self.ev.products(x.data, y.data)
         return Values(x.n, 3, x.scale * y.scale, data)
 
-    def dots(self, x: Values, y: Values, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Values:
-        """Sums of products over the listed positions."""
+    def dots(self, x: Values, y: Values, count: int, pairs: Iterable[tuple[Sequence[int], Sequence[int]]]) -> Values:
+        """Sums of products over the listed positions, which are not looked at where we only count."""
         data = None
         if self.ev is not None:
             data = np.stack([self.ev.dot(x.data[list(a)], y.data[list(b)]) for a, b in pairs])
-        return Values(len(pairs), 3, x.scale * y.scale, data)
+        return Values(count, 3, x.scale * y.scale, data)
 
     def token(self, t: int, width: int = 0) -> range:
         width = width or self.shape.width
@@ -138,7 +139,7 @@ class Circuit:
         V = s.variances[2 * layer + which]
         centre = d * np.eye(d) - 1.0
         c = join([self.linear(centre, d, x.at(self.token(t)), 1.0) for t in range(T)]).scaled(d)
-        squares = self.dots(c, c, [(self.token(t), self.token(t)) for t in range(T)])
+        squares = self.dots(c, c, T, ((self.token(t), self.token(t)) for t in range(T)))
         (v,) = await self.refresh("variance", (squares.scaled(d * V), 2.0))
         a, b, of = START
         y = self.add([(b, v)], a / of, scale=of * D)
@@ -183,18 +184,22 @@ class Circuit:
             return range(start, start + h)
 
         grid = [(head, i, j) for head in range(s.heads) for i in range(T) for j in range(T)]
-        (e,) = await self.refresh("scores", (self.dots(y, y, [(of(0, i, a), of(1, j, a)) for a, i, j in grid]), 4.0))
+        scores = self.dots(y, y, len(grid), ((of(0, i, a), of(1, j, a)) for a, i, j in grid))
+        (e,) = await self.refresh("scores", (scores, 4.0))
         e = await self.exp(e)
         at = {key: n for n, key in enumerate(grid)}
-        sums = [
+        sums = (
             ([at[a, i, j] for j in range(T)], [of(2, j, a)[f] for j in range(T)])
             for i in range(T)
             for a in range(s.heads)
             for f in range(h)
-        ]
-        o = self.dots(e, y, sums).scaled(T * S)
-        rows = [[at[a, i, j] for j in range(T)] for i in range(T) for a in range(s.heads)]
-        den = join([self.add([(1, e.at([n])) for n in row]) for row in rows])
+        )
+        o = self.dots(e, y, T * d, sums).scaled(T * S)
+        if self.ev is None:
+            den = Values(T * s.heads, 2, e.scale)
+        else:
+            rows = ([at[a, i, j] for j in range(T)] for i in range(T) for a in range(s.heads))
+            den = join([self.add([(1, e.at([n])) for n in row]) for row in rows])
         r = self.add([(-1, den)], 1.0, scale=D * T * S)
         y_inv = self.add([(1, r)], 1.0)
         o, r = await self.refresh("division", (o, 2 * s.u_bound), (self.times(r, r), 1.0))
@@ -285,6 +290,7 @@ def tap_of(shape: Shape, params: Parameters, number: int) -> Tap:
     return Tap(shape.taps[number], primes, scale, flood)
 
 
+@functools.lru_cache(maxsize=32)
 def plan(shape: Shape, params: Parameters) -> Plan:
     rounds: list[tuple[Opening, ...]] = []
     taps: list[tuple[int, Tap]] = []

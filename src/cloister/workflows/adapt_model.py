@@ -1,0 +1,309 @@
+"""Adapt a provider's model to the sites' labels, without showing it or them (`adapt-model`)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from cloister import cells
+from cloister.errors import DataError, ParameterError
+from cloister.protocols import encrypted_inference, federated_training, model_card, permuted_inference, secure_sum
+from cloister.protocols.training_parts import Offer, Trained
+from cloister.seat import Outcome, Seat
+from cloister.workflows import Workflow
+
+if TYPE_CHECKING:
+    from anndata import AnnData
+
+    from cloister.models.adapter import Adapted
+
+
+def _option(default: Any, help: str) -> Any:
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True)
+class Options:
+    model: str = _option("model.npz", "file of the provider's model, at the coordinator")
+    label_key: str = _option("cell_type", "column of obs with the labels; NaN where there is none")
+    labels: tuple[str, ...] = _option((), "all label names; if none, the sites' names are collected")
+    ring: Literal["small", "standard"] = _option("standard", "lattice: small models only, or any")
+    budget: int = _option(65536, "samples that a site may ask about, over all runs with the same ledger")
+    ledger: str | None = _option(None, "file in which the provider counts them")
+    bottleneck: int = _option(8, "width of the adapter; 0 for linear probing")
+    rounds: int = _option(20, "rounds of averaging")
+    local_epochs: int = _option(1, "passes over a site's samples in a round")
+    batch_size: int = _option(32, "samples a step")
+    lr: float = _option(0.01, "learning rate")
+    optimizer: Literal["adam", "sgd"] = _option("adam", "local optimiser")
+    validation: float = _option(0.1, "share of each label's samples kept for validation")
+    metric: Literal["accuracy", "macro_f1", "loss"] = _option("accuracy", "that chooses the best round")
+    key_added: str = _option("predicted", "column of obs with the model's labels")
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.validation < 1:
+            raise ParameterError(f"option 'validation' must be in [0, 1), found {self.validation}")
+        if self.labels and (len(set(self.labels)) != len(self.labels) or len(self.labels) < 2):
+            raise ParameterError("option 'labels' needs at least two names, each once")
+        if self.budget < 1 or self.bottleneck < 0:
+            raise ParameterError("options 'budget' and 'bottleneck' cannot be negative, and 'budget' not 0")
+
+
+def adapt_model(
+    adata: AnnData, study: Seat, *, label_key: str = "cell_type", key_added: str = "predicted", **options: Any
+) -> Adapted:
+    """Train an adapter and a head on features of a model that its provider keeps, together with the other sites.
+
+    Parameters
+    ----------
+    adata
+        Images (rows of X) or cells; those with a label train, all are labelled in the end.
+    label_key
+        Column of `adata.obs` with the labels, NaN where there is none.
+    options
+        The other options of the workflow; `cloister explain adapt-model` lists them.
+
+    Returns
+    -------
+    The adapter and head (`Adapted`). Sets `adata.obs[key_added]`, `adata.obs[f"{key_added}_confidence"]`,
+    `adata.obsm[f"{key_added}_features"]` (what the model told of each sample) and `adata.uns[key_added]`.
+
+    Reveals
+    -------
+    provider (coordinator) : how many batches you ask about; sums of updates; pooled validation counts. Not your
+        samples, and in hardened mode nothing about your labels.
+    you : a few projected features of your samples (hardened), or all activations of the model (published).
+    """
+    chosen = Options(label_key=label_key, key_added=key_added, **options)
+    check(adata, chosen)
+    told = study.run(model_card.owner, model_card.Params(study.study.sites, study.study.coordinator))
+    inputs = inputs_of(adata, told.card)
+    check_classes(study, chosen, present(adata, chosen))
+    taps = ask(study, chosen, told, inputs)
+    trained, adapted = train(adata, study, chosen, told, taps)
+    write(adata, chosen.key_added, adapted, taps)
+    adata.uns[key_added] = json.dumps(summary(chosen, told, trained, adapted.parameters))
+    return adapted  # type: ignore[no-any-return]
+
+
+def provide_model(study: Seat, options: Options) -> Trained:
+    """The provider's half: load the model, answer under encryption, average the updates."""
+    encoder, told = load(options.model, options.ring)
+    study.run(model_card.provider, model_card.Params(study.study.sites, study.study.coordinator), told)
+    check_classes(study, options, None)
+    answer(study, options, told, encoder)
+    trained: Trained = study.run(federated_training.coordinator, training_params(study, options, told), None)
+    return trained
+
+
+# ---- inference -------------------------------------------------------------------------------------------------------
+
+
+def load(path: str, ring: str) -> tuple[Any, model_card.Told]:
+    from cloister.crypto import block
+    from cloister.models.polynomial import Encoder
+
+    encoder = Encoder.load(path)
+    return encoder, model_card.told_by(encoder, block.SMALL if ring == "small" else block.STANDARD)
+
+
+def inputs_of(adata: AnnData, card: Mapping[str, Any]) -> Any:
+    """Samples as the model takes them in, (n, tokens - 1, inputs); raises `DataError` if they do not fit the card."""
+    from cloister.models.student import cell_inputs, patches
+
+    if card["kind"] == "images":
+        h, w, c, p = (int(card[k]) for k in ("height", "width", "channels", "patch"))
+        x = cells.embedding(adata, None).astype(np.float64)
+        if x.shape[1] != h * w * c:
+            raise DataError(
+                f"the model takes images of {h} x {w} x {c} ({h * w * c} values), found rows of {x.shape[1]} in X; "
+                "resize or pad the images"
+            )
+        x = x / (255.0 if x.size and x.max() > 1.5 else 1.0)
+        x = (x - float(card["mean"])) / float(card["std"])
+        return patches(x.reshape(-1, h, w, c).transpose(0, 3, 1, 2), p)
+    genes = [str(g) for g in card["genes"]]
+    at = {str(name): i for i, name in enumerate(adata.var_names)}
+    missing = [g for g in genes if g not in at]
+    if missing:
+        raise DataError(
+            f"{len(missing)} of the model's {len(genes)} genes are not in adata.var_names (e.g. '{missing[0]}'); the "
+            "panel is fixed: add them, with zeros if they were not measured"
+        )
+    x = adata.X[:, [at[g] for g in genes]]
+    x = np.asarray(x.toarray() if hasattr(x, "toarray") else x, np.float64)
+    if cells.expression_kind(adata) == "counts":
+        x = np.log1p(x / np.maximum(x.sum(axis=1, keepdims=True), 1.0) * float(card["target"]))
+    elif cells.expression_kind(adata) == "scaled":
+        raise DataError("expression has negative values, so it was scaled; bring counts or log values")
+    return cell_inputs(x / float(card["unit"]))
+
+
+def ask(study: Seat, options: Any, told: model_card.Told, inputs: Any) -> Any:
+    """The taps of these samples, (n, taps, r)."""
+    params = inference_params(study, options, told)
+    if study.study.mode == "published":
+        return study.run(permuted_inference.owner, params, inputs)[:, :, 0]  # class tokens of all blocks
+    return study.run(encrypted_inference.owner, params, inputs)
+
+
+def answer(study: Seat, options: Any, told: model_card.Told, encoder: Any) -> Any:
+    ledger = encrypted_inference.Ledger(None if options.ledger is None else Path(options.ledger))
+    module = permuted_inference if study.study.mode == "published" else encrypted_inference
+    return study.run(module.provider, inference_params(study, options, told), encoder, ledger)
+
+
+def inference_params(study: Seat, options: Any, told: model_card.Told) -> Any:
+    module = permuted_inference if study.study.mode == "published" else encrypted_inference
+    return module.Params(study.study.sites, study.study.coordinator, told.shape, told.crypto, options.budget)
+
+
+# ---- training --------------------------------------------------------------------------------------------------------
+
+
+def given(adata: AnnData, options: Options) -> list[str | None]:
+    column = adata.obs[options.label_key]
+    return [None if missing else str(v) for v, missing in zip(column, column.isna(), strict=True)]
+
+
+def present(adata: AnnData, options: Options) -> Any:
+    found = set(given(adata, options))
+    return np.array([name in found for name in options.labels], np.uint64)
+
+
+def check_classes(study: Seat, options: Options, mine: Any) -> None:
+    """With listed labels: raise at every party if no site has a sample of one of them."""
+    if not options.labels:
+        return
+    params = secure_sum.Params(study.study.sites, study.study.coordinator, len(options.labels), to_all=True)
+    role = secure_sum.aggregator if mine is None else secure_sum.contributor
+    total = study.run(role, params, *(() if mine is None else (mine,)))
+    lacking = [name for name, n in zip(options.labels, total.z, strict=True) if n == 0]
+    if lacking:
+        raise ParameterError(f"no site has a sample labelled '{lacking[0]}'; take it off the list of labels")
+
+
+def train(adata: AnnData, study: Seat, options: Options, told: model_card.Told, taps: Any) -> tuple[Trained, Any]:
+    import torch
+
+    from cloister.models.adapter import Adapted, Config, make
+    from cloister.models.learner import Learner, Recipe, Table, hold_out
+
+    names = given(adata, options)
+    seed = study.study.seed
+
+    def build(labels: tuple[str, ...]) -> Learner:
+        at = {name: i for i, name in enumerate(labels)}
+        codes = np.array([-1 if name is None else at[name] for name in names], np.int64)
+        config = Config(taps.shape[1], taps.shape[2], len(labels), options.bottleneck, seed=seed)
+        recipe = Recipe(options.local_epochs, options.batch_size, options.optimizer, seed=seed)
+        held = hold_out(codes, options.validation, study.rng("validation"))
+        table = Table(torch.as_tensor(taps, dtype=torch.float32))
+        return Learner(make(config), len(labels), recipe, table, codes, held, describe=str(config), site=study.me)
+
+    brought = tuple(sorted({name for name in names if name is not None}))
+    params = training_params(study, options, told)
+    trained = study.run(federated_training.site, params, Offer(f"taps of {told.digest}", brought, build))
+    trained.learner.place(trained.theta)
+    return trained, Adapted(trained.learner.model.eval(), trained.labels, told.digest)
+
+
+def training_params(study: Seat, options: Options, told: model_card.Told) -> federated_training.Params:
+    local = {k: v for k, v in vars(options).items() if k not in ("model", "ledger", "key_added")}
+    return federated_training.Params(
+        study.study.sites,
+        study.study.coordinator,
+        json.dumps([local, told.digest], sort_keys=True),
+        options.rounds,
+        rate=options.lr,
+        labels=options.labels,
+        metric=options.metric,
+        seed=study.study.seed,
+    )
+
+
+# ---- results ---------------------------------------------------------------------------------------------------------
+
+
+def write(adata: AnnData, key_added: str, adapted: Adapted, taps: Any) -> None:
+    p = adapted.probabilities(taps)
+    names = np.array(adapted.labels)[p.argmax(axis=1)]
+    cells.write_labels(adata, key_added, names, p.max(axis=1), share_name="confidence")
+    adata.obsm[f"{key_added}_features"] = np.asarray(taps).reshape(len(taps), -1)
+
+
+def summary(options: Options, told: model_card.Told, trained: Trained, parameters: int) -> dict[str, Any]:
+    from cloister.protocols.block_circuit import used
+
+    found: dict[str, Any] = {
+        "labels": list(trained.labels),
+        "parameters": parameters,
+        "best_round": trained.best_round,
+        "history": trained.history,
+        "model": told.digest,
+        "taps": list(told.shape.taps),
+        "rank": told.shape.rank,
+        "budget": used(told.shape, told.crypto),
+    }
+    if trained.notes:
+        found["notes"] = list(trained.notes)
+    return found
+
+
+def check(adata: AnnData, options: Any) -> list[str]:
+    """Raise `DataError` if these samples cannot take part; return what the user should know."""
+    cells.check_cells(adata, label_key=options.label_key, need_names=False)
+    column = adata.obs[options.label_key].dropna().astype(str)
+    if len(column) < 2:
+        raise DataError(f"{len(column)} labelled sample(s) in adata.obs[{options.label_key!r}]; at least 2 are needed")
+    if options.labels and (unknown := sorted(set(column) - set(options.labels))):
+        raise DataError(
+            f"{len(unknown)} label(s) in adata.obs[{options.label_key!r}] are not in the study's vocabulary (e.g. "
+            f"'{unknown[0]}'); rename or remove them, or agree on a longer list of labels"
+        )
+    return ["the model's owner bounds how many samples you may ask about; every sample asked counts"]
+
+
+def part(study: Seat, adata: AnnData | None, options: Options) -> Outcome:
+    if study.role == "site":
+        if adata is None:
+            raise DataError("a site needs samples; name them with --data")
+        adapted = adapt_model(adata, study, **vars(options))
+        return Outcome(adata, json.loads(adata.uns[options.key_added]), model=adapted)
+    if study.role == "coordinator":
+        trained = provide_model(study, options)
+        return Outcome(None, {"labels": list(trained.labels), "history": trained.history})
+    return Outcome()
+
+
+def files(outcome: Outcome) -> dict[str, bytes]:
+    return {} if outcome.model is None else {"adapter.npz": outcome.model.to_bytes()}
+
+
+def figures(outcomes: Mapping[str, Outcome], options: Any) -> list[Any]:
+    """Accuracy over the rounds."""
+    from cloister.figures import curves
+
+    found = next((o.result for o in outcomes.values() if o.result.get("history")), None)
+    rows = [row for row in (found or {}).get("history", []) if "accuracy" in row]
+    if not rows:
+        return []
+    values = {key.replace("_", " "): [row[key] for row in rows] for key in ("accuracy", "macro_f1")}
+    return [curves(values, title="Adapter on pooled validation samples", xlabel="round", ylabel="score")]
+
+
+WORKFLOW = Workflow(
+    name="adapt-model",
+    summary="Adapt a provider's encoder to the sites' labels; neither side sees the other's.",
+    options=Options,
+    protocols={"hardened": "encrypted_inference", "published": "permuted_inference"},
+    part=part,
+    check=check,
+    files=files,
+    figures=figures,
+)

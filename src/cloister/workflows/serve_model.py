@@ -1,0 +1,111 @@
+"""Predict with a provider's model and an adapter trained by `adapt-model` (`serve-model`)."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from cloister import cells
+from cloister.errors import DataError, ParameterError
+from cloister.protocols import encrypted_inference, model_card, permuted_inference
+from cloister.seat import Outcome, Seat
+from cloister.workflows import Workflow
+from cloister.workflows.adapt_model import answer, ask, inputs_of, load, write
+
+if TYPE_CHECKING:
+    from anndata import AnnData
+
+USED = (encrypted_inference, permuted_inference)  # what `ask` and `answer` run
+
+
+def _option(default: Any, help: str) -> Any:
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True)
+class Options:
+    model: str = _option("model.npz", "file of the provider's model, at the coordinator")
+    adapter: str = _option("adapter.npz", "file that adapt-model wrote, at every site")
+    ring: Literal["small", "standard"] = _option("standard", "lattice; as in adapt-model")
+    budget: int = _option(65536, "samples that a site may ask about, over all runs with the same ledger")
+    ledger: str | None = _option(None, "file in which the provider counts them")
+    key_added: str = _option("predicted", "column of obs with the model's labels")
+
+    def __post_init__(self) -> None:
+        if self.budget < 1:
+            raise ParameterError(f"option 'budget' must be at least 1, found {self.budget}")
+
+
+def serve_model(adata: AnnData, study: Seat, *, adapter: str, key_added: str = "predicted", **options: Any) -> Any:
+    """Label samples by a model that stays with its provider, and an adapter that stays here.
+
+    Parameters
+    ----------
+    adata
+        Images (rows of X) or cells.
+    adapter
+        File that `adapt-model` wrote.
+    options
+        The other options of the workflow.
+
+    Returns
+    -------
+    The adapter. Sets `adata.obs[key_added]`, `adata.obs[f"{key_added}_confidence"]` and
+    `adata.obsm[f"{key_added}_features"]`.
+
+    Reveals
+    -------
+    provider (coordinator) : how many batches of samples you ask about.
+    you : what `adapt-model` reveals of the model, for these samples.
+    """
+    from cloister.models.adapter import Adapted
+
+    chosen = Options(adapter=adapter, key_added=key_added, **options)
+    check(adata, chosen)
+    adapted = Adapted.load(adapter)
+    told = study.run(model_card.owner, model_card.Params(study.study.sites, study.study.coordinator))
+    if adapted.model != told.digest:
+        raise DataError("this adapter was trained with another model than the provider's; run adapt-model again")
+    taps = ask(study, chosen, told, inputs_of(adata, told.card))
+    expected = (adapted.module.config.taps, adapted.module.config.rank)
+    if taps.shape[1:] != expected:
+        raise DataError("this adapter was trained in another mode; serve in the mode it was adapted in")
+    write(adata, key_added, adapted, taps)
+    return adapted
+
+
+def serve(study: Seat, options: Options) -> Any:
+    """The provider's half."""
+    encoder, told = load(options.model, options.ring)
+    study.run(model_card.provider, model_card.Params(study.study.sites, study.study.coordinator), told)
+    return answer(study, options, told, encoder)
+
+
+def check(adata: AnnData, options: Any) -> list[str]:
+    """Raise `DataError` if these samples cannot be labelled; return what the user should know."""
+    cells.check_cells(adata, need_names=False)
+    return ["every sample asked counts against the provider's budget"]
+
+
+def part(study: Seat, adata: AnnData | None, options: Options) -> Outcome:
+    if study.role == "site":
+        if adata is None:
+            raise DataError("a site needs samples; name them with --data")
+        adapted = serve_model(adata, study, **vars(options))
+        counts = adata.obs[options.key_added].value_counts()
+        return Outcome(adata, {"predicted": {str(k): int(v) for k, v in counts.items()}}, model=adapted)
+    if study.role == "coordinator":
+        return Outcome(None, {"answered": json.loads(json.dumps(serve(study, options)))})
+    return Outcome()
+
+
+WORKFLOW = Workflow(
+    name="serve-model",
+    summary="Label samples with a provider's encoder and an adapter; neither side sees the other's.",
+    options=Options,
+    protocols={"hardened": "encrypted_inference", "published": "permuted_inference"},
+    part=part,
+    check=check,
+    min_sites=1,
+)

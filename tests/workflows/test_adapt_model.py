@@ -1,0 +1,143 @@
+import dataclasses
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "protocols"))
+pytest.importorskip("numba")
+pytest.importorskip("torch")
+pytest.importorskip("anndata")
+import anndata
+import torch
+from encoders import tiny
+
+from cloister.errors import DataError, ParameterError, ProtocolAbort
+from cloister.models import polynomial
+from cloister.models.adapter import Adapted
+from cloister.rehearsal import rehearse
+
+torch.set_num_threads(1)
+IMAGES = {"kind": "images", "height": 2, "width": 4, "channels": 1, "patch": 2, "mean": 0.5, "std": 0.5}
+CELLS = {"kind": "cells", "genes": ["A", "B", "C"], "target": 100.0, "unit": 5.0}
+QUICK = {"exp_degree": 2, "steps": 2, "root_steps": 3}
+OPTIONS = {"ring": "small", "label_key": "kind", "rounds": 6, "lr": 0.1, "local_epochs": 2, "timeout": 300.0}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    encoder, _ = tiny(tokens=3, inputs=4, depth=1, taps=(1,), rank=4, **QUICK)
+    path = tmp_path_factory.mktemp("provider") / "model.npz"
+    dataclasses.replace(encoder, card=IMAGES).save(path)
+    return path
+
+
+def images(n, seed, labelled=True):
+    """Bright first patch or not: rows of 2 x 4 pixels."""
+    rng = np.random.default_rng(seed)
+    x = rng.uniform(0, 1, (n, 2, 4))
+    bright = np.arange(n) % 2 == 0
+    x[:, :, :2] = np.where(bright[:, None, None], 0.7, 0.0) + 0.3 * x[:, :, :2]
+    a = anndata.AnnData(x.reshape(n, 8).astype(np.float32))
+    if labelled:
+        a.obs["kind"] = np.where(bright, "bright", "dark")
+    return a
+
+
+def test_adapt_and_serve(model, tmp_path):
+    data = {"basel": images(24, 0), "lugano": images(16, 1)}
+    ledger = tmp_path / "ledger.json"
+    run = rehearse("adapt-model", data, model=str(model), ledger=str(ledger), **OPTIONS)
+    for site, given in data.items():
+        found = run.data[site]
+        assert (found.obs["predicted"].astype(str).to_numpy() == given.obs["kind"].to_numpy()).mean() >= 0.9
+        # the features are those of the plain encoder
+        encoder = polynomial.Encoder.load(model).rounded(9)
+        from cloister.workflows.adapt_model import inputs_of
+
+        b = polynomial.hidden(encoder, inputs_of(given, IMAGES))
+        np.testing.assert_allclose(found.obsm["predicted_features"], polynomial.taps_of(encoder, b)[:, 0], atol=3e-2)
+    opened = [e for e, _ in run.receipts["basel"].entries if e.kind == "opened" and e.protocol == "encrypted_inference"]
+    assert [e.name for e in opened] == ["4 features of block 1 for 24 samples"]
+    run.model.save(tmp_path / "adapter.npz")
+
+    asked = images(10, 2, labelled=False)
+    served = rehearse(
+        "serve-model", {"vienna": asked}, model=str(model), adapter=str(tmp_path / "adapter.npz"), ring="small",
+        timeout=300.0, ledger=str(ledger),
+    )  # fmt: skip
+    wanted = np.where(np.arange(10) % 2 == 0, "bright", "dark")
+    assert (served.data["vienna"].obs["predicted"].astype(str).to_numpy() == wanted).mean() >= 0.9
+    # the ledger counts whole batches, over both runs, and the budget ends
+    with pytest.raises(ProtocolAbort) as e:
+        rehearse(
+            "serve-model", {"vienna": asked}, model=str(model), adapter=str(tmp_path / "adapter.npz"), ring="small",
+            timeout=300.0, ledger=str(ledger), budget=2048,
+        )  # fmt: skip
+    assert e.value.code == "budget"
+
+
+def test_wrong_image_size_is_refused_before_anything_is_sent(model):
+    wrong = anndata.AnnData(np.random.default_rng(0).uniform(0, 1, (6, 9)).astype(np.float32))
+    wrong.obs["kind"] = ["bright", "dark"] * 3
+    with pytest.raises(DataError, match=r"takes images of 2 x 4 x 1 \(8 values\), found rows of 9"):
+        rehearse("adapt-model", {"basel": wrong, "lugano": images(6, 1)}, model=str(model), **OPTIONS)
+
+
+def test_a_class_that_no_site_has_is_named(model):
+    data = {"basel": images(6, 0), "lugano": images(6, 1)}
+    with pytest.raises(ParameterError, match="no site has a sample labelled 'grey'"):
+        rehearse("adapt-model", data, model=str(model), labels=("bright", "dark", "grey"), **OPTIONS)
+
+
+def test_genes_are_a_fixed_panel():
+    from cloister.workflows.adapt_model import inputs_of
+
+    counts = anndata.AnnData(np.array([[1.0, 2.0, 1.0, 9.0], [0.0, 0.0, 5.0, 1.0]], np.float32))
+    counts.var_names = ["C", "A", "B", "other"]
+    x = inputs_of(counts, CELLS)
+    want = np.log1p(np.array([[2, 1, 1], [0, 5, 0]]) / np.array([[4], [5]]) * 100) / 5
+    np.testing.assert_allclose(x[..., 0], want, rtol=1e-6)
+    np.testing.assert_allclose(x[..., 1], want**2, rtol=1e-6)
+    with pytest.raises(DataError, match=r"1 of the model's 3 genes are not in adata.var_names \(e.g. 'B'\)"):
+        inputs_of(counts[:, ["C", "A"]].copy(), CELLS)
+
+
+def test_bad_options_and_files(model, tmp_path):
+    with pytest.raises(ParameterError, match="budget"):
+        rehearse("adapt-model", {"basel": images(6, 0), "lugano": images(6, 1)}, model=str(model), budget=0)
+    with pytest.raises(DataError, match="there is no model"):
+        rehearse("adapt-model", {"basel": images(6, 0), "lugano": images(6, 1)}, model="nowhere.npz", **OPTIONS)
+    with pytest.raises(DataError, match="no adapter"):
+        Adapted.load(model)
+
+
+@pytest.mark.slow
+def test_cells_post_norm(tmp_path):
+    encoder, _ = tiny("post", tokens=4, inputs=2, depth=2, taps=(2,), rank=4, **QUICK)
+    dataclasses.replace(encoder, card=CELLS).save(tmp_path / "cells.npz")
+
+    def cells(n, seed):
+        rng = np.random.default_rng(seed)
+        which = np.arange(n) % 2
+        a = anndata.AnnData(rng.poisson(np.where(which[:, None] == 0, [[8, 2, 4]], [[2, 8, 4]])).astype(np.float32))
+        a.var_names = ["A", "B", "C"]
+        a.obs["cell_type"] = np.where(which == 0, "T", "B")
+        return a
+
+    data = {"basel": cells(30, 0), "lugano": cells(30, 1), "vienna": cells(30, 2)}
+    run = rehearse("adapt-model", data, model=str(tmp_path / "cells.npz"), **(OPTIONS | {"label_key": "cell_type"}))
+    for site in data:
+        right = run.data[site].obs["predicted"].astype(str).to_numpy() == data[site].obs["cell_type"].to_numpy()
+        assert right.mean() >= 0.8
+
+
+@pytest.mark.slow
+def test_published(model):
+    data = {"basel": images(4, 0), "lugano": images(4, 1)}
+    run = rehearse("adapt-model", data, mode="published", model=str(model), **OPTIONS)
+    assert run.data["basel"].obsm["predicted_features"].shape == (4, 8)
+    one = {"basel": images(4, 0), "lugano": images(4, 1)[:1].copy()}
+    with pytest.raises(DataError, match=r"at least 2|at least two"):
+        rehearse("adapt-model", one, mode="published", model=str(model), **OPTIONS)
