@@ -35,6 +35,8 @@ NAMES = (
     "fine-tune",
     "train-cellcnn",
     "predict-cellcnn",
+    "adapt-model",
+    "serve-model",
 )
 
 
