@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from collective import HUB, names, whole
 
 from cloister.crypto import ckks
+from cloister.crypto.entropy import Entropy
 from cloister.errors import DataError, ParameterError, ProtocolAbort, RefusedError
 from cloister.models import cellcnn
 from cloister.protocols import cellcnn_circuit, encrypted_training, oblivious_prediction, private_prediction
@@ -20,11 +21,22 @@ from cloister.protocols.encrypted_training import Params
 from cloister.protocols.key_store import KeyStore
 from cloister.rehearsal import Fault
 from cloister.study import Party
-from cloister.testing import Case, check_cost, check_ideal, check_no_errors, check_view, run_protocol, values
+from cloister.testing import (
+    Case,
+    check_abort,
+    check_cost,
+    check_ideal,
+    check_no_errors,
+    check_vectors,
+    check_view,
+    run_protocol,
+    values,
+)
 
 CONFIG = cellcnn.Config(markers=3, filters=2, classes=2, batch=12, steps=2, learning_rate=0.1, momentum=0.5)
 RING = ckks.choose(4, 8192, scale_bits=68, value_bits=3, parties=3)  # the smallest ring with four levels
 PARTIES = names(3)
+VECTORS = Path(__file__).parents[1] / "vectors"
 
 
 def batches(config, seed=0):
@@ -185,6 +197,31 @@ def test_prediction_with_an_opened_model():
     check_ideal(private_prediction, [prediction_case(), prediction_case(1, 100)], agree=agree)
     check_view(private_prediction, prediction_case(1), prediction_case(2))
     check_cost(private_prediction, prediction_case())
+    check_vectors(private_prediction, prediction_case(), VECTORS / "private_prediction.json")
+    messages = [("asker", "hub", "private_prediction.Query"), ("hub", "asker", "private_prediction.Answer")]
+    kinds = ("drop", "duplicate", "truncate", "kill")
+    assert (
+        check_abort(private_prediction, prediction_case(), survived=lambda r: None, kinds=kinds, messages=messages) == 8
+    )
+
+
+def test_an_untouched_answer_would_tell_the_weights_and_ours_does_not():
+    """The querier knows its own randomness: c1 of a plain weighted sum is Σ w_j·a_j, and the a_j are its own."""
+    c, k = ckks.context(private_prediction.RING), private_prediction.RING.base
+    r, weights = c.ring, [3, -5]
+    a = [ckks.common(private_prediction.RING, b"s" * 32, f"0/{j}", k) for j in range(2)]
+    naked, hidden = r.zeros(k), r.error(Entropy().prg(), k)
+    r.add_product(hidden, r.uniform(Entropy().prg(), k), r.error(Entropy().prg(), k))  # what [0] adds
+    for out in (naked, hidden):
+        for aj, w in zip(a, weights, strict=True):
+            for row in range(k):
+                r.add_multiple(out, aj, w, row)
+    guess = r.zeros(k)
+    for aj, w in zip(a, weights, strict=True):
+        for row in range(k):
+            r.add_multiple(guess, aj, w, row)
+    assert (naked == guess).all()
+    assert (hidden == guess).mean() < 0.01
 
 
 # ---- the circuit without a network -----------------------------------------------------------------------------------
