@@ -1,0 +1,315 @@
+"""Federated training: what the secure sum costs, that it changes nothing, and what sites gain by training together.
+
+    python benchmarks/training.py [--quick] [--part overhead|annotation|semi] [--data ../shared/data]
+
+overhead    ten sites, an MLP of one million weights: seconds and bytes a round with the secure sum, and with the same
+            sums in the clear over the same messages and the same channel, one after the other in one run
+annotation  cell types of blood (four batches as sites) and lung (five donors as sites): one model on pooled cells, the
+            federated one round by round, FedProx, and each site alone, on the same held-out cells of all sites; the
+            federated model once more through the whole protocol, and how far its weights are from plain averaging
+
+semi        the same cells with three labels per type at half of the sites: labels alone, and pseudo-labels from the
+            network itself, from label propagation within each site, and across sites (XCLP)
+
+Semi-supervised training on images is in `training_images.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import anndata as ad
+import numpy as np
+import torch
+from sklearn.metrics import f1_score
+
+from cloister.models.classifier import Blueprint, make
+from cloister.models.learner import Learner, Recipe, Table
+from cloister.protocols import federated_training, secure_sum
+from cloister.rehearsal import rehearse
+from cloister.wire import U64, message
+
+torch.set_num_threads(1)
+
+
+# ---- what the secure sum costs ---------------------------------------------------------------------------------------
+
+
+@message("L8", protocol="clear_sum")
+class Clear:  # u → S
+    y: U64
+
+
+async def clear_contributor(ch, params, x, **_):
+    await ch.send(params.aggregator, Clear(x))
+
+
+async def clear_aggregator(ch, params):
+    got = await ch.gather(params.contributors, Clear, y=(params.length,))
+    return secure_sum.Sum(np.sum([m.y for m in got.values()], axis=0, dtype=np.uint64), tuple(got))
+
+
+CLEAR = SimpleNamespace(
+    Params=secure_sum.Params, cost=secure_sum.cost, contributor=clear_contributor, aggregator=clear_aggregator
+)
+
+
+def made_up(n_sites, cells, dims=512, labels=20):
+    rng = np.random.default_rng(0)
+    centres = rng.normal(0, 1, (labels, dims))
+    sites = {}
+    for i in range(n_sites):
+        y = rng.integers(0, labels, cells)
+        a = ad.AnnData(np.zeros((cells, 1), np.float32))
+        a.obsm["X_made"] = (centres[y] + rng.normal(0, 3, (cells, dims))).astype(np.float32)
+        a.obs["kind"] = [f"kind {k}" for k in y]
+        sites[f"site-{i:02d}"] = a
+    return sites
+
+
+def _row(name, x):
+    return (
+        f"  {name:7s} {x[0]:6.2f} s wall, {x[1]:6.2f} CPU-s, {x[2] / 1e6:.2f} MB up and {x[3] / 1e6:.2f} MB down a site"
+    )
+
+
+def overhead(quick):
+    n_sites, cells, rounds = 10, 2000, 2 if quick else 4
+    sites = made_up(n_sites, cells)
+    size = {"hidden": (1024, 450), "use_rep": "X_made", "label_key": "kind", "timeout": 300.0, "score_every": 0}
+    lines = []
+    for epochs in (1, 5):
+        figures = {}
+        for name, module in (("clear", CLEAR), ("secure", secure_sum), ("clear again", CLEAR)):
+            if quick and name == "clear again":
+                continue
+            per = []
+            for r in (1, 1 + rounds):  # the difference is the rounds, without set-up and prediction
+                with mock.patch.object(federated_training, "secure_sum", module):
+                    began = time.perf_counter()
+                    run = rehearse("fine-tune", sites, rounds=r, local_epochs=epochs, **size)
+                    wall = time.perf_counter() - began
+                cpu = sum(c["cpu_seconds"] for c in run.cost.values())
+                sent = [c["bytes"] for p, c in run.cost.items() if p != "coordinator"]
+                down = run.cost["coordinator"]["bytes"] / n_sites
+                per.append(np.array([wall, cpu, np.mean(sent), down]))
+            figures[name] = (per[1] - per[0]) / rounds
+            model = run.outcomes["site-00"].model
+            figures[name + " weights"] = torch.cat([p.detach().reshape(-1) for p in model.module.parameters()]).numpy()
+        plain = figures["clear"]
+        if "clear again" in figures:
+            plain = np.minimum(plain, figures["clear again"])
+        ours = figures["secure"]
+        same = np.abs(figures["secure weights"] - figures["clear weights"]).max()
+        weights = len(figures["clear weights"])
+        head = f"{n_sites} sites x {cells} cells, {weights} weights, {epochs} local epoch(s), per round:"
+        lines += [head, *(_row(name, x) for name, x in (("clear", plain), ("secure", ours)))]
+        more = ours / plain - 1
+        lines.append(
+            f"  overhead {100 * more[0]:+.0f} % wall, {100 * more[1]:+.0f} % CPU, {100 * more[2]:+.1f} % bytes up; "
+            f"largest difference of the weights {same:.1e}"
+        )
+    return lines
+
+
+# ---- cell types ------------------------------------------------------------------------------------------------------
+
+
+def studies(data, quick):
+    rng = np.random.default_rng(1)
+    blood = ad.read_h5ad(data / "scrna" / "pbmc_federation.h5ad")
+    lung = ad.read_h5ad(data / "scrna" / "lung_ts_vs_hlca.h5ad")
+    lung.obs["cell_type"] = lung.obs["cell_type_coarse"]
+    for name, whole, key in (("blood", blood, "batch"), ("lung", lung, "donor")):
+        sites = {}
+        for site in whole.obs[key].unique():
+            at = np.flatnonzero(whole.obs[key] == site)
+            if len(at) >= 150:
+                at = rng.permutation(at)[: 800 if quick else None]
+                sites[str(site).lower().replace("_", "-")] = whole[np.sort(at)].copy()
+        yield name, dict(list(sites.items())[:5])
+
+
+def annotation(data, quick):
+    lines = []
+    rounds = 10 if quick else 20
+    for name, sites in studies(data, quick):
+        placed = rehearse("shared-pca", sites, n_top_genes=1000, n_components=50, timeout=300.0).data
+        labels = tuple(sorted({str(v) for a in sites.values() for v in a.obs["cell_type"]}))
+        x = {p: placed[p].obsm["X_shared_pca"].astype(np.float32) for p in sites}
+        y = {p: np.array([labels.index(str(v)) for v in sites[p].obs["cell_type"]]) for p in sites}
+        rng = np.random.default_rng(0)
+        test = {p: rng.permutation(len(y[p]))[: len(y[p]) // 5] for p in sites}
+        train = {p: np.setdiff1d(np.arange(len(y[p])), test[p]) for p in sites}
+        seen_x, seen_y = (np.concatenate([v[p][test[p]] for p in sites]) for v in (x, y))
+        blueprint = Blueprint("mlp", 50, hidden=(128,), dropout=0.1)
+
+        def learner(parts, who, mu=0.0, blueprint=blueprint, labels=labels, x=x, y=y):
+            rows = np.concatenate([x[p][at] for p, at in parts.items()])
+            codes = np.concatenate([y[p][at] for p, at in parts.items()])
+            recipe = Recipe(epochs=1, batch_size=64, mu=mu)
+            return Learner(
+                make(blueprint, labels), len(labels), recipe, Table(torch.from_numpy(rows)), codes, [],
+                describe="", site=who,
+            )  # fmt: skip
+
+        def judge(one, theta, seen_x=seen_x, seen_y=seen_y):
+            one.examples, kept = Table(torch.from_numpy(seen_x)), one.examples
+            guess = one.logits(theta).argmax(axis=1)
+            one.examples = kept
+            return float((guess == seen_y).mean()), float(f1_score(seen_y, guess, average="macro"))
+
+        def alone(one, epochs):
+            theta = np.zeros(one.size)
+            for t in range(epochs):
+                theta = theta + one.train(theta.astype(np.float32), t, 2e-3)[0]
+            return theta.astype(np.float32)
+
+        central = learner(train, "central")
+        top = judge(central, alone(central, rounds))
+        count = sum(map(len, y.values()))
+        lines.append(
+            f"{name}: {len(sites)} sites, {count} cells, {len(labels)} types, {len(seen_y)} held-out cells, MLP on 50 "
+            f"shared components, {rounds} epochs or rounds"
+        )
+        lines.append(f"  central            acc {top[0]:.4f}  macro-F1 {top[1]:.4f}")
+        curves = {}
+        for kind, mu in (("fedavg", 0.0), ("fedprox", 0.1)):
+            learners = {p: learner({p: train[p]}, p, mu) for p in sites}
+            total = sum(one.cells for one in learners.values())
+            theta, curve = np.zeros(central.size), []
+            for t in range(rounds):
+                ups = [one.train(theta.astype(np.float32), t, 2e-3)[0] * one.cells / total for one in learners.values()]
+                theta = theta + np.sum(ups, axis=0)
+                curve.append(judge(central, theta.astype(np.float32)))
+            curves[kind] = (curve, theta)
+            marks = [r for r in (1, 2, 3, 5, 10, 20) if r <= rounds]
+            told = ", ".join(f"round {r}: {curve[r - 1][0]:.4f}" for r in marks)
+            lines.append(f"  {kind:18s} acc {curve[-1][0]:.4f}  macro-F1 {curve[-1][1]:.4f}   ({told})")
+        within = next((t + 1 for t, (a, _) in enumerate(curves["fedavg"][0]) if a >= top[0] - 0.04), None)
+        lines.append(f"  within 4 points of central after round {within}")
+        each = {p: judge(learner({p: train[p]}, p), alone(learner({p: train[p]}, p), rounds)) for p in sites}
+        told = ", ".join(f"{p} {a:.3f}/{f:.3f}" for p, (a, f) in each.items())
+        mean = np.mean(list(each.values()), axis=0)
+        lines.append(f"  each site alone    acc {mean[0]:.4f}  macro-F1 {mean[1]:.4f}   ({told})")
+
+        cut = {}
+        for p in sites:
+            cut[p] = placed[p][train[p]].copy()
+            cut[p].obs["cell_type"] = cut[p].obs["cell_type"].astype(str)
+        run = rehearse(
+            "fine-tune", cut, use_rep="X_shared_pca", labels=labels, rounds=rounds, lr=2e-3, hidden=(128,),
+            validation=0.0, score_every=0, timeout=300.0,
+        )  # fmt: skip
+        module = next(o.model for o in run.outcomes.values() if o.model is not None).module
+        found = torch.cat([p.detach().reshape(-1) for p in module.parameters()]).numpy()
+        wanted = central.first.numpy() + curves["fedavg"][1]
+        theta = (found - central.first.numpy()).astype(np.float32)
+        lines.append(
+            f"  through the protocol: acc {judge(central, theta)[0]:.4f}, weights within "
+            f"{np.abs(found - wanted).max():.1e} of plain averaging (largest weight {np.abs(wanted).max():.2f})"
+        )
+    return lines
+
+
+# ---- few labels ------------------------------------------------------------------------------------------------------
+
+
+def semi(data, quick):
+    """Labels for a few cells of half of the sites; the other sites have none. XCLP in the clear, equal in output."""
+    from cloister.models import graph
+
+    lines = []
+    rounds, warm, seeds = (6, 2, 1) if quick else (15, 5, 3)
+    for name, sites in studies(data, quick=True):
+        placed = rehearse("shared-pca", sites, n_top_genes=1000, n_components=50, timeout=300.0).data
+        labels = tuple(sorted({str(v) for a in sites.values() for v in a.obs["cell_type"]}))
+        x = {p: placed[p].obsm["X_shared_pca"].astype(np.float32) for p in sites}
+        y = {p: np.array([labels.index(str(v)) for v in sites[p].obs["cell_type"]]) for p in sites}
+        blueprint = Blueprint("mlp", 50, hidden=(64,), dropout=0.1)
+        owners = list(sites)[: len(sites) // 2]
+        found = {arm: [] for arm in ("labelled", "network", "client", "xclp")}
+        for seed in range(seeds):
+            rng = np.random.default_rng(seed)
+            given = {}
+            for p in sites:
+                given[p] = np.full(len(y[p]), -1)
+                if p in owners:
+                    few = [rng.permutation(np.flatnonzero(y[p] == k))[:3] for k in np.unique(y[p])]
+                    at = np.concatenate(few)
+                    given[p][at] = y[p][at]
+            for arm, scores in found.items():
+                learners = {
+                    p: Learner(
+                        make(blueprint, labels), len(labels), Recipe(epochs=2, batch_size=32, seed=seed),
+                        Table(torch.from_numpy(x[p])), given[p], [], describe="", site=p, unlabelled=True,
+                    )
+                    for p in sites
+                }  # fmt: skip
+                theta = np.zeros(next(iter(learners.values())).size)
+                for t in range(rounds):
+                    now, clients = theta.astype(np.float32), owners
+                    if arm != "labelled" and t >= warm:
+                        clients = list(sites)
+                        if arm == "xclp":
+                            seen = {p: learners[p].embed(now) for p in sites}
+                            planes = graph.hyperplanes(bytes(32), 4096, 64)
+                            packed = np.concatenate([graph.codes(v, planes) for v, _ in seen.values()])
+                            known = np.concatenate([k for _, k in seen.values()])
+                            told = graph.propagate(packed, known, n_classes=len(labels), exact=False)
+                            cuts = np.cumsum([len(k) for _, k in seen.values()])[:-1]
+                            for p, code, sure in zip(
+                                sites, np.split(told.label, cuts), np.split(told.confidence, cuts), strict=True
+                            ):
+                                learners[p].teach(code, sure)
+                        else:
+                            for p in sites:
+                                learners[p].teach_itself(now, arm, 10, 0.99)
+                    ups = [learners[p].train(now, t, 2e-3)[0] for p in clients]
+                    theta = theta + np.mean(ups, axis=0)
+                guess = np.concatenate([learners[p].logits(theta.astype(np.float32)).argmax(axis=1) for p in sites])
+                truth, hidden = (np.concatenate([v[p] for p in sites]) for v in (y, given))
+                rest = hidden < 0
+                scores.append([(guess == truth)[rest].mean(), f1_score(truth[rest], guess[rest], average="macro")])
+        count = int(sum((g >= 0).sum() for g in given.values()))
+        lines.append(
+            f"{name}, few labels: {count} of {sum(map(len, y.values()))} cells labelled, at {len(owners)} of "
+            f"{len(sites)} sites; {rounds} rounds, {warm} on labels alone, {seeds} seed(s); cells without a label:"
+        )
+        for arm, scores in found.items():
+            mean, spread = np.mean(scores, axis=0), np.std(scores, axis=0)
+            lines.append(f"  {arm:9s} acc {mean[0]:.3f} ± {spread[0]:.3f}  macro-F1 {mean[1]:.3f} ± {spread[1]:.3f}")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--part", choices=("overhead", "annotation", "semi"), default=None)
+    parser.add_argument("--data", type=Path, default=Path(__file__).parents[2] / "shared" / "data")
+    args = parser.parse_args()
+    lines = [f"{platform.machine()}, {os.cpu_count()} cores, {os.environ['OMP_NUM_THREADS']} thread(s) a party, "
+             f"torch {torch.__version__}, all parties on this machine"]  # fmt: skip
+    if args.part == "semi":
+        lines += semi(args.data, args.quick)
+    if args.part in (None, "annotation"):
+        if (args.data / "scrna" / "pbmc_federation.h5ad").exists():
+            lines += annotation(args.data, args.quick)
+            lines += semi(args.data, args.quick)
+        else:
+            lines.append(f"{args.data} holds no cells; nothing measured")
+    if args.part in (None, "overhead"):
+        lines += overhead(args.quick)
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()
