@@ -14,7 +14,7 @@ from cloister.crypto import block
 from cloister.errors import DataError, ParameterError, ProtocolAbort
 from cloister.models import polynomial
 from cloister.protocols import encrypted_inference as inference
-from cloister.protocols import model_card
+from cloister.protocols import encrypted_loss, model_card
 from cloister.protocols import permuted_inference as permuted
 from cloister.protocols.block_circuit import plan, used
 from cloister.rehearsal import Fault
@@ -267,3 +267,13 @@ def test_card():
     assert {v.digest for v in values(run).values()} == {told.digest}
     with pytest.raises(ProtocolAbort):
         model_card.read(b'{"shape": {}}')
+
+
+def test_encrypted_loss():
+    rng = np.random.default_rng(0)
+    p = rng.dirichlet([1, 1, 1], 4)
+    params = encrypted_loss.Params((ANN,), HUB, block.SMALL, 3)
+    c = Case(params, {ANN: (p, np.array([0, 2, 1, 0]))})
+    check_ideal(encrypted_loss, [c], agree=lambda found, exact: exact is None or abs(found - exact) < 1e-2)
+    bad = run_protocol(encrypted_loss, Case(params, {ANN: (p, np.array([0, 2, 1, 3]))}), timeout=5.0)
+    assert isinstance(bad.errors[ANN], DataError)

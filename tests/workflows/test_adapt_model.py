@@ -138,6 +138,10 @@ def test_published(model):
     data = {"basel": images(4, 0), "lugano": images(4, 1)}
     run = rehearse("adapt-model", data, mode="published", model=str(model), **OPTIONS)
     assert run.data["basel"].obsm["predicted_features"].shape == (4, 8)
+    a = run.data["basel"]
+    p = run.model.probabilities(a.obsm["predicted_features"].reshape(4, 1, 8))
+    own = p[np.arange(4), [run.model.labels.index(v) for v in a.obs["kind"]]]
+    assert abs(run.results["basel"]["loss"] + np.log(own).mean()) < 1e-2
     one = {"basel": images(4, 0), "lugano": images(4, 1)[:1].copy()}
     with pytest.raises(DataError, match=r"at least 2|at least two"):
         rehearse("adapt-model", one, mode="published", model=str(model), **OPTIONS)

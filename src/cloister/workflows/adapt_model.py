@@ -12,7 +12,14 @@ import numpy as np
 
 from cloister import cells
 from cloister.errors import DataError, ParameterError
-from cloister.protocols import encrypted_inference, federated_training, model_card, permuted_inference, secure_sum
+from cloister.protocols import (
+    encrypted_inference,
+    encrypted_loss,
+    federated_training,
+    model_card,
+    permuted_inference,
+    secure_sum,
+)
 from cloister.protocols.training_parts import Offer, Trained
 from cloister.seat import Outcome, Seat
 from cloister.workflows import Workflow
@@ -87,7 +94,10 @@ def adapt_model(
     taps = ask(study, chosen, told, inputs)
     trained, adapted = train(adata, study, chosen, told, taps)
     write(adata, chosen.key_added, adapted, taps)
-    adata.uns[key_added] = json.dumps(summary(chosen, told, trained, adapted.parameters))
+    found = summary(chosen, told, trained, adapted.parameters)
+    if study.study.mode == "published":
+        found["loss"] = loss_of(study, chosen, told, adapted, taps, given(adata, chosen))
+    adata.uns[key_added] = json.dumps(found)
     return adapted  # type: ignore[no-any-return]
 
 
@@ -98,6 +108,8 @@ def provide_model(study: Seat, options: Options) -> Trained:
     check_classes(study, options, None)
     answer(study, options, told, encoder)
     trained: Trained = study.run(federated_training.coordinator, training_params(study, options, told), None)
+    if study.study.mode == "published":
+        study.run(encrypted_loss.provider, loss_params(study, told, len(trained.labels)))
     return trained
 
 
@@ -225,6 +237,18 @@ def training_params(study: Seat, options: Options, told: model_card.Told) -> fed
         metric=options.metric,
         seed=study.study.seed,
     )
+
+
+def loss_params(study: Seat, told: model_card.Told, labels: int) -> encrypted_loss.Params:
+    return encrypted_loss.Params(study.study.sites, study.study.coordinator, told.crypto, labels)
+
+
+def loss_of(study: Seat, options: Options, told: model_card.Told, adapted: Adapted, taps: Any, names: Any) -> float:
+    """Published mode: the mean loss by the provider's hand, on encrypted labels and predictions."""
+    at = np.flatnonzero([name is not None for name in names])
+    codes = np.array([adapted.labels.index(names[i]) for i in at])
+    params = loss_params(study, told, len(adapted.labels))
+    return float(study.run(encrypted_loss.owner, params, adapted.probabilities(taps)[at], codes))
 
 
 # ---- results ---------------------------------------------------------------------------------------------------------
