@@ -105,7 +105,7 @@ def map_labels(tell: Tell) -> tuple[list[Run], list[tuple[Any, ...]]]:
     from cloister.workflows.mapping_baselines import mapping_baselines
 
     sites, query = demo_data.demo_sites(), "vienna"
-    few = {p: a[::4].copy() for p, a in sites.items()}  # published takes ten to twenty times the bytes
+    few = {p: a[::4].copy() for p, a in sites.items()}  # published takes many more rounds
     runs, rows = [], []
     for mode in ("hardened", "published", "plain"):
         data = few if mode == "published" else sites
