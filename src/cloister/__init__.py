@@ -31,6 +31,7 @@ _PUBLIC = {
     "find_outliers": "workflows.find_outliers",
     "shared_pca": "workflows.shared_pca",
     "embed": "workflows.embed",
+    "fine_tune": "workflows.fine_tune",
     "map_labels": "workflows.map_labels",
     "offer_labels": "workflows.map_labels",
     "mapping_baselines": "workflows.mapping_baselines",

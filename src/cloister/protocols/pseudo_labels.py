@@ -25,13 +25,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 from cloister.channel import Channel
 from cloister.crypto.agreement import Identity
 from cloister.crypto.entropy import Entropy
 from cloister.errors import ParameterError
-from cloister.protocols import label_propagation
-from cloister.protocols.secure_hamming import Engine
 from cloister.protocols.training_parts import Learner
 from cloister.study import Party
 from cloister.wire import F32
@@ -48,7 +47,7 @@ class Pseudo:
     bits: int = 4096  # L
     n_neighbors: int = 10  # k
     alpha: float = 0.99
-    engine: Engine = "mpc"
+    engine: str = "mpc"  # that compares codes: "mpc", "ot" or "he"
     private: bool = True  # `private_propagation`, or the published `label_propagation`
 
     def __post_init__(self) -> None:
@@ -59,13 +58,22 @@ class Pseudo:
         return self.source != "none" and t >= self.warm
 
     def protocol(self) -> ModuleType:
-        from cloister.protocols import private_propagation
+        """The propagation; imported only where it is asked for."""
+        from cloister.protocols import label_propagation, private_propagation
 
         return private_propagation if self.private else label_propagation
 
-    def params(self, clients: tuple[Party, ...], server: Party, labels: tuple[str, ...]) -> label_propagation.Params:
+    def params(self, clients: tuple[Party, ...], server: Party, labels: tuple[str, ...]) -> Any:
+        from cloister.protocols import label_propagation
+
         return label_propagation.Params(
-            clients, server, self.bits, self.n_neighbors, self.alpha, self.engine, classes=labels
+            clients,
+            server,
+            self.bits,
+            self.n_neighbors,
+            self.alpha,
+            self.engine,  # type: ignore[arg-type]
+            classes=labels,
         )
 
 
