@@ -64,17 +64,8 @@ class Pseudo:
         return private_propagation if self.private else label_propagation
 
     def params(self, clients: tuple[Party, ...], server: Party, labels: tuple[str, ...]) -> Any:
-        from cloister.protocols import label_propagation
-
-        return label_propagation.Params(
-            clients,
-            server,
-            self.bits,
-            self.n_neighbors,
-            self.alpha,
-            self.engine,  # type: ignore[arg-type]
-            classes=labels,
-        )
+        asked = (self.bits, self.n_neighbors, self.alpha, self.engine)
+        return self.protocol().Params(clients, server, *asked, classes=labels)
 
 
 NO_PSEUDO = Pseudo()
