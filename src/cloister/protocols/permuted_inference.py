@@ -49,6 +49,7 @@ from cloister.crypto.entropy import Entropy
 from cloister.errors import DataError, ParameterError, ProtocolAbort
 from cloister.models.polynomial import Encoder, Shape, check_inputs, hidden
 from cloister.protocols import encrypted_inference
+from cloister.protocols import encrypted_loss as encrypted_loss  # what this mode runs after training
 from cloister.protocols.block_circuit import Circuit, Plan, Values, plan
 from cloister.protocols.encrypted_inference import Key, Ledger, OwnerSide, ProviderSide, fill, parts, read
 from cloister.study import Party

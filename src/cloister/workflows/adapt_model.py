@@ -12,14 +12,7 @@ import numpy as np
 
 from cloister import cells
 from cloister.errors import DataError, ParameterError
-from cloister.protocols import (
-    encrypted_inference,
-    encrypted_loss,
-    federated_training,
-    model_card,
-    permuted_inference,
-    secure_sum,
-)
+from cloister.protocols import encrypted_inference, federated_training, model_card, permuted_inference, secure_sum
 from cloister.protocols.training_parts import Offer, Trained
 from cloister.seat import Outcome, Seat
 from cloister.workflows import Workflow
@@ -109,7 +102,7 @@ def provide_model(study: Seat, options: Options) -> Trained:
     answer(study, options, told, encoder)
     trained: Trained = study.run(federated_training.coordinator, training_params(study, options, told), None)
     if study.study.mode == "published":
-        study.run(encrypted_loss.provider, loss_params(study, told, len(trained.labels)))
+        study.run(permuted_inference.encrypted_loss.provider, loss_params(study, told, len(trained.labels)))
     return trained
 
 
@@ -239,8 +232,8 @@ def training_params(study: Seat, options: Options, told: model_card.Told) -> fed
     )
 
 
-def loss_params(study: Seat, told: model_card.Told, labels: int) -> encrypted_loss.Params:
-    return encrypted_loss.Params(study.study.sites, study.study.coordinator, told.crypto, labels)
+def loss_params(study: Seat, told: model_card.Told, labels: int) -> Any:
+    return permuted_inference.encrypted_loss.Params(study.study.sites, study.study.coordinator, told.crypto, labels)
 
 
 def loss_of(study: Seat, options: Options, told: model_card.Told, adapted: Adapted, taps: Any, names: Any) -> float:
@@ -248,7 +241,7 @@ def loss_of(study: Seat, options: Options, told: model_card.Told, adapted: Adapt
     at = np.flatnonzero([name is not None for name in names])
     codes = np.array([adapted.labels.index(names[i]) for i in at])
     params = loss_params(study, told, len(adapted.labels))
-    return float(study.run(encrypted_loss.owner, params, adapted.probabilities(taps)[at], codes))
+    return float(study.run(permuted_inference.encrypted_loss.owner, params, adapted.probabilities(taps)[at], codes))
 
 
 # ---- results ---------------------------------------------------------------------------------------------------------
