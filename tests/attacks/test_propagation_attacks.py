@@ -5,7 +5,7 @@ import pytest
 
 from cloister.attacks import propagation as attack
 from cloister.protocols import label_propagation, private_propagation
-from cloister.protocols.label_propagation import Params
+from cloister.protocols.propagation_terms import Params, label_codes
 from cloister.study import Party
 from cloister.testing import Case, check_no_errors, run_protocol, values
 
@@ -70,9 +70,9 @@ def test_labels_from_what_a_site_is_sent(module, bites):
     check_no_errors(run)
     found = values(run)[SPY]
     mine = np.arange(48)
-    labels = label_propagation.label_codes(c.inputs[SPY][1], found.classes)
+    labels = label_codes(c.inputs[SPY][1], found.classes)
     rest = [name for u in c.params.sites[1:] for name in c.inputs[u][1]]
-    truth = label_propagation.label_codes(rest, found.classes)
+    truth = label_codes(rest, found.classes)
     others = np.arange(48, 48 + len(truth))
     guess = attack.solve_labels(
         np.concatenate(columns, axis=1) if columns else None, found.scores, mine, labels, others
@@ -99,7 +99,7 @@ def test_server_and_site_together_find_labels_in_both_modes(module):
     W = graph.adjacency(keys, BITS)
     S = np.concatenate([b for _, b in graph.influence(W, c.params.alpha, served.labelled, served.labelled)], axis=1)
     names = [name for u in c.params.sites for name in c.inputs[u][1]]
-    truth = label_propagation.label_codes(names, found.classes)[served.labelled]
+    truth = label_codes(names, found.classes)[served.labelled]
     own = served.labelled < 48
     left = S[:48].astype(float)
     target = found.scores - left[:, own] @ graph.one_hot(truth[own], 3)

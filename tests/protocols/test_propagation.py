@@ -5,8 +5,8 @@ import pytest
 
 from cloister.errors import DataError, ParameterError, ProtocolAbort
 from cloister.models import graph
-from cloister.protocols import label_propagation, private_propagation
-from cloister.protocols.label_propagation import Params
+from cloister.protocols import common_seed, label_propagation, private_propagation
+from cloister.protocols.propagation_terms import Params
 from cloister.rehearsal import Fault
 from cloister.study import Party
 from cloister.testing import Case, check_no_errors, check_view, run_protocol, values
@@ -112,7 +112,7 @@ def test_balanced(module, seeds):
 
 @pytest.mark.parametrize("module", MODES)
 def test_many_sites_in_groups(module, seeds, monkeypatch):
-    monkeypatch.setattr(label_propagation.common_seed, "hkdf", lambda *a, **k: bytes(range(32)))
+    monkeypatch.setattr(common_seed, "hkdf", lambda *a, **k: bytes(range(32)))
     c = case((6, 5, 7, 6, 5), groups=2, n_neighbors=3)
     for u, (_, labels) in c.inputs.items():
         labels[:2] = ["type 0", "type 1"] if u != "site-4" else [None, None]

@@ -11,6 +11,8 @@ from cloister.crypto.replicated import Ring
 from cloister.errors import ParameterError
 from cloister.models import graph
 from cloister.protocols import hamming_he, hamming_mpc, hamming_ot, private_graph, secure_hamming
+from cloister.protocols.pair_distances import ENGINES
+from cloister.protocols.shared_codes import computing, ring_of
 from cloister.study import Party
 from cloister.testing import (
     Case,
@@ -52,7 +54,7 @@ def check_pair(c, run):
     H = graph.hamming(c.inputs[A][0], c.inputs[B][0])
     got = values(run)
     if {A, B} <= got.keys():
-        ring = hamming_mpc.ring_of(c.params.bits)
+        ring = ring_of(c.params.bits)
         np.testing.assert_array_equal(ring.decode(got[A] + got[B].T), H)
 
 
@@ -81,7 +83,7 @@ def test_distances_and_graph(sizes, bits, seed, engine):
     check_run(private_graph, case(private_graph, sizes, bits, seed, engine=engine, n_neighbors=k))
 
 
-@pytest.mark.parametrize("engine", secure_hamming.ENGINES)
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("sizes", [(4, 5), (4, 3, 5)])
 def test_all_engines_return_the_same_matrix_and_graph(engine, sizes):
     check_run(secure_hamming, case(secure_hamming, sizes, 256, engine=engine))
@@ -193,7 +195,7 @@ def test_vectors(module):
 @pytest.mark.parametrize("module", [hamming_ot, hamming_he])
 def test_a_share_by_itself_is_uniform(module):
     """The same codes, many runs: every residue modulo 2^κ is as likely as any other. Without masks it is a constant."""
-    ring = hamming_mpc.ring_of(64)
+    ring = ring_of(64)
     c = pair(module, (40, 40))
     for party in (A, B):
         run = run_protocol(module, c)
@@ -237,6 +239,6 @@ def test_more_neighbours_than_points():
 
 def test_who_computes():
     two, three = (A, B), (A, B, Party("cat"))
-    assert hamming_mpc.computing(two, HUB) == (A, B, HUB)
-    assert hamming_mpc.computing((*three, Party("dan")), HUB) == three
-    assert hamming_mpc.ring_of(4096) == Ring(14)
+    assert computing(two, HUB) == (A, B, HUB)
+    assert computing((*three, Party("dan")), HUB) == three
+    assert ring_of(4096) == Ring(14)

@@ -42,7 +42,7 @@ from cloister.crypto.entropy import Entropy
 from cloister.crypto.replicated import Words
 from cloister.errors import CloisterError, ParameterError, ProtocolAbort
 from cloister.models import graph
-from cloister.protocols.hamming_mpc import ring_of
+from cloister.protocols.shared_codes import ring_of
 from cloister.study import Party
 from cloister.wire import U8, message
 

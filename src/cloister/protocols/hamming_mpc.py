@@ -1,6 +1,6 @@
 """Hamming distances by three-party sharing (engine `mpc`): the server learns H, or three parties share it.
 
-    M1   u → 0, 1, 2   the codes X_u (n_u × L bits), shared modulo 2^κ > 2L
+    M1   u → 0, 1, 2   the codes X_u (n_u × L bits), shared modulo 2^κ > 2L (`shared_codes`)
     M2   0, 1, 2       H = X (1 - 2X)ᵀ + 1 (X1)ᵀ, one product of shared matrices, in blocks of rows
     M3   0, 1 → S      the blocks of two different sites
     M4   u → S         the distances among its own points, which it knows
@@ -41,10 +41,19 @@ import numpy as np
 from cloister.channel import Channel
 from cloister.crypto.agreement import Identity
 from cloister.crypto.entropy import Entropy
-from cloister.crypto.replicated import Ring, Words
-from cloister.errors import ParameterError, ProtocolAbort
+from cloister.crypto.replicated import Ring
+from cloister.errors import ProtocolAbort
 from cloister.models import graph
-from cloister.protocols.replicated import Shared, Trio, join
+from cloister.protocols.replicated import Trio
+from cloister.protocols.shared_codes import (
+    SharedCodes,
+    check,
+    check_codes,
+    computing,
+    offsets,
+    ring_of,
+    share_codes,
+)
 from cloister.study import Party
 from cloister.wire import I32, U8, message
 
@@ -70,31 +79,6 @@ class Params:
 @message("M4")
 class OwnDistances:  # u → S
     data: U8  # ring words as bytes
-
-
-def check(sites: tuple[Party, ...], sizes: tuple[int, ...], bits: int, server: Party) -> None:
-    if len(sites) < 2 or len(set(sites)) != len(sites) or server in sites or len(sizes) != len(sites):
-        raise ParameterError(f"distances between sites need at least two sites, all different; found {len(sites)}")
-    if min(sizes) < 1:
-        raise ParameterError("a site without points has nothing to be compared with")
-    if bits % 8 or not 8 <= bits <= graph.MAX_BITS:
-        raise ParameterError(f"'bits' must be a multiple of 8 up to {graph.MAX_BITS}, found {bits}")
-
-
-def computing(sites: tuple[Party, ...], server: Party) -> tuple[Party, Party, Party]:
-    """Who computes: the first three sites, or two sites and the server."""
-    if len(sites) == 2:
-        return sites[0], sites[1], server
-    return sites[0], sites[1], sites[2]
-
-
-def ring_of(bits: int) -> Ring:
-    """Signed, and beyond L + 1, which stands for a distance larger than any."""
-    return Ring.holding(bits + 1)
-
-
-def offsets(sizes: tuple[int, ...]) -> list[int]:
-    return [int(x) for x in np.cumsum([0, *sizes])]
 
 
 def ideal(params: Params, xs: Mapping[Party, U8]) -> dict[Party, I32 | None]:
@@ -131,12 +115,6 @@ def cost(params: Params) -> dict[Party, tuple[int, int]]:
 # ---- local steps -----------------------------------------------------------------------------------------------------
 
 
-def check_codes(sites: tuple[Party, ...], sizes: tuple[int, ...], bits: int, me: Party, packed: U8) -> None:
-    n = sizes[sites.index(me)]
-    if packed.dtype != np.uint8 or packed.shape != (n, bits // 8):
-        raise ParameterError(f"expected {n} codes of {bits // 8} bytes, found {packed.dtype} of shape {packed.shape}")
-
-
 def blocks(params: Params) -> Iterator[tuple[slice, slice]]:
     """Rows and columns of the blocks of two different sites, the first one's rows in pieces."""
     at = offsets(params.sizes)
@@ -156,38 +134,6 @@ def own_distances(ring: Ring, data: U8, n: int, bits: int, line: str, protocol: 
     if (bits < H).any() or (H != H.T).any() or np.diagonal(H).any():
         raise ProtocolAbort(protocol, line, "malformed", "what a site sent are no distances among its own points")
     return H
-
-
-def difference(ones: Shared, trio: Trio) -> Shared:
-    """1 - 2x for shared bits x."""
-    return trio.constant(np.ones(ones.shape, np.int64), ones.ring) - ones.times(2)
-
-
-class SharedCodes:
-    """Shared bits of all sites' points at a computing party, and rows of H from them."""
-
-    def __init__(self, trio: Trio, x: Shared) -> None:
-        self._trio, self.x = trio, x
-        self._right = difference(x, trio).map(lambda w: np.ascontiguousarray(w.T))
-        self._ones = x.sum(axis=1)
-
-    def summand(self, rows: slice, columns: slice) -> Words:
-        """Masked summand of H[rows, columns] at this party; M2."""
-        z = self._trio.matmul_summand(self.x[rows], self._right[:, columns])
-        return z + self._ones.a[columns][None, :]
-
-
-async def share_codes(
-    trio: Trio, sites: tuple[Party, ...], sizes: tuple[int, ...], bits: int, packed: U8 | None
-) -> SharedCodes | None:
-    """M1; `packed` is what this member holds, None at the server. None comes back to whoever does not compute."""
-    ring = ring_of(bits)
-    parts = []
-    for u, n in zip(sites, sizes, strict=True):
-        mine = np.unpackbits(packed, axis=1).astype(ring.dtype) if packed is not None and u == trio.ch.me else None
-        parts.append(await trio.input(u, mine, (n, bits), ring))
-    known = [p for p in parts if p is not None]
-    return SharedCodes(trio, join(known, axis=0)) if trio.rank is not None else None
 
 
 # ---- roles -----------------------------------------------------------------------------------------------------------

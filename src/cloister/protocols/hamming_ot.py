@@ -41,7 +41,7 @@ from cloister.crypto.replicated import Words
 from cloister.errors import ParameterError
 from cloister.models import graph
 from cloister.protocols import oblivious_transfer
-from cloister.protocols.hamming_mpc import ring_of
+from cloister.protocols.shared_codes import ring_of
 from cloister.study import Party
 from cloister.wire import U8
 

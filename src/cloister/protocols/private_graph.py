@@ -1,7 +1,7 @@
 """Private graph: the server learns every point's k nearest neighbours and how near they are, and no other distance.
 
-    G1   mpc          the codes of all sites, shared among three computing parties; H from them (`hamming_mpc`)
-         ot, he       every two sites hold H_jk = T - R (`secure_hamming`), and share T and R
+    G1   mpc          the codes of all sites, shared among three computing parties; H from them (`shared_codes`)
+         ot, he       every two sites hold H_jk = T - R (`pair_distances`), and share T and R
     G2   0, 1, 2      keys H_ij · 2^b + j, with L + 1 in place of H_ii, in blocks of rows
     G3   0, 1, 2      the k smallest of every row: shuffled by nobody's permutation, then compared in the open
     G4   0, 1 → S     the k keys of every row, ascending
@@ -44,10 +44,18 @@ from cloister.crypto.entropy import Entropy
 from cloister.crypto.replicated import Ring, Words
 from cloister.errors import ParameterError, ProtocolAbort
 from cloister.models import graph
-from cloister.protocols import hamming_mpc, secure_hamming
-from cloister.protocols.hamming_mpc import SharedCodes, computing, ring_of
+from cloister.protocols import pair_distances
+from cloister.protocols.pair_distances import Engine, check_engine
 from cloister.protocols.replicated import Shared, Trio, join
-from cloister.protocols.secure_hamming import Engine
+from cloister.protocols.shared_codes import (
+    SharedCodes,
+    check,
+    check_codes,
+    computing,
+    offsets,
+    ring_of,
+    share_codes,
+)
 from cloister.study import Party
 from cloister.wire import I64, U8
 
@@ -65,15 +73,16 @@ class Params:
     engine: Engine = "mpc"
 
     def __post_init__(self) -> None:
-        secure_hamming.Params(self.sites, self.sizes, self.bits, self.server, self.engine)
+        check(self.sites, self.sizes, self.bits, self.server)
+        check_engine(self.engine)
         if not 1 <= self.n_neighbors < sum(self.sizes):
             raise ParameterError(
                 f"{self.n_neighbors} neighbours of {sum(self.sizes)} points in all; lower n_neighbors="
             )
 
     @property
-    def hamming(self) -> secure_hamming.Params:
-        return secure_hamming.Params(self.sites, self.sizes, self.bits, self.server, self.engine)
+    def between(self) -> pair_distances.Params:
+        return pair_distances.Params(self.sites, self.sizes, self.bits, self.engine)
 
     @property
     def key_ring(self) -> Ring:
@@ -108,7 +117,7 @@ async def share_distances(
     rows: dict[Party, list[Shared | None]] = {u: [] for u in params.sites}
     for u in params.sites:
         for v in params.sites:
-            shape = (params.hamming.size(u), params.hamming.size(v))
+            shape = (params.between.size(u), params.between.size(v))
             mine = None
             if u == trio.ch.me:
                 mine = own if u == v else shares[v]
@@ -118,7 +127,7 @@ async def share_distances(
     parts = [join([p for p in rows[u] if p is not None], axis=1) for u in params.sites]
     half = join(parts, axis=0)
     whole = half + half.map(lambda w: w.T)
-    at = hamming_mpc.offsets(params.sizes)
+    at = offsets(params.sizes)
     for i in range(len(params.sites)):  # the blocks on the diagonal were added to themselves
         cut = slice(at[i], at[i + 1])
         whole.a[cut, cut], whole.b[cut, cut] = half.a[cut, cut], half.b[cut, cut]
@@ -150,10 +159,10 @@ async def _select(params: Params, trio: Trio, shared: SharedCodes | SharedDistan
 
 
 async def site(ch: Channel, params: Params, packed: U8, *, entropy: Entropy, identity: Identity) -> None:
-    hamming_mpc.check_codes(params.sites, params.sizes, params.bits, ch.me, packed)
+    check_codes(params.sites, params.sizes, params.bits, ch.me, packed)
     shares: dict[Party, Words] = {}
     if params.engine != "mpc":
-        shares = await secure_hamming.pair_shares(ch, params.hamming, packed, entropy=entropy, identity=identity)
+        shares = await pair_distances.pair_shares(ch, params.between, packed, entropy=entropy)
     trio = await Trio.meet(
         ch.sub("trio"),
         computing(params.sites, params.server),
@@ -163,7 +172,7 @@ async def site(ch: Channel, params: Params, packed: U8, *, entropy: Entropy, ide
     )
     shared: SharedCodes | SharedDistances | None
     if params.engine == "mpc":
-        shared = await hamming_mpc.share_codes(trio, params.sites, params.sizes, params.bits, packed)
+        shared = await share_codes(trio, params.sites, params.sizes, params.bits, packed)
     else:
         own = graph.hamming(packed, packed).astype(ring_of(params.bits).dtype)
         shared = await share_distances(trio, params, shares, own)
@@ -180,7 +189,7 @@ async def server(ch: Channel, params: Params, *, entropy: Entropy, identity: Ide
     )
     shared: SharedCodes | SharedDistances | None
     if params.engine == "mpc":
-        shared = await hamming_mpc.share_codes(trio, params.sites, params.sizes, params.bits, None)
+        shared = await share_codes(trio, params.sites, params.sizes, params.bits, None)
     else:
         shared = await share_distances(trio, params, {}, None)
     keys = await _select(params, trio, shared)

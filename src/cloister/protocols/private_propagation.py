@@ -54,9 +54,9 @@ from cloister.crypto.agreement import Identity, check_signature
 from cloister.crypto.entropy import Entropy
 from cloister.errors import CloisterError, ProtocolAbort
 from cloister.models import graph
-from cloister.protocols import attempts, label_propagation, private_graph
-from cloister.protocols.hamming_mpc import offsets
-from cloister.protocols.label_propagation import (
+from cloister.protocols import attempts, private_graph, propagation_terms
+from cloister.protocols.point_roster import Roster
+from cloister.protocols.propagation_terms import (
     Labels,
     Params,
     Served,
@@ -71,7 +71,7 @@ from cloister.protocols.label_propagation import (
     sum_counts,
     unpack_mask,
 )
-from cloister.protocols.point_roster import Roster
+from cloister.protocols.shared_codes import offsets
 from cloister.study import Party
 from cloister.wire import F64, I64, U8, message
 
@@ -129,8 +129,8 @@ class Scores:  # S → v
 def ideal(
     params: Params, xs: Mapping[Party, tuple[F64, Sequence[str | None]]], seed: bytes = bytes(32)
 ) -> dict[Party, Labels | None]:
-    """What `label_propagation` hands out."""
-    return label_propagation.ideal(params, xs, seed)
+    """What a trusted party would hand out, for a given seed of the hyperplanes."""
+    return propagation_terms.ideal(params, xs, seed)
 
 
 def roles(params: Params) -> dict[Party, object]:

@@ -1,8 +1,7 @@
 """Secure Hamming: the server learns the distances between all sites' codes (H), by one of three engines.
 
     H1   engine `mpc`     `hamming_mpc` between three computing parties
-    H2   engine `ot`, `he`   every two sites j < k run `hamming_ot` or `hamming_he` and hold H_jk = T - R mod 2^κ,
-                          T at one of them, R at the other
+    H2   engine `ot`, `he`   every two sites hold H_jk = T - R mod 2^κ (`pair_distances`)
     H3   u → S            T and R of every pair, and u's own distances
     H4   S                H = T - R mod 2^κ
 
@@ -34,7 +33,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 import numpy as np
 
@@ -42,16 +40,16 @@ from cloister.channel import Channel
 from cloister.crypto.agreement import Identity
 from cloister.crypto.entropy import Entropy
 from cloister.crypto.replicated import Ring, Words
-from cloister.errors import ParameterError, ProtocolAbort
+from cloister.errors import ProtocolAbort
 from cloister.models import graph
-from cloister.protocols import hamming_he, hamming_mpc, hamming_ot
-from cloister.protocols.hamming_mpc import check_codes, offsets, own_bytes, own_distances, ring_of
+from cloister.protocols import hamming_mpc, pair_distances
+from cloister.protocols.hamming_mpc import own_bytes, own_distances
+from cloister.protocols.pair_distances import Engine, check_engine
+from cloister.protocols.shared_codes import check, check_codes, offsets, ring_of
 from cloister.study import Party
 from cloister.wire import I32, U8, message
 
 NAME = "secure_hamming"
-Engine = Literal["mpc", "ot", "he"]
-ENGINES: tuple[Engine, ...] = get_args(Engine)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +61,8 @@ class Params:
     engine: Engine = "mpc"
 
     def __post_init__(self) -> None:
-        hamming_mpc.check(self.sites, self.sizes, self.bits, self.server)
-        if self.engine not in ENGINES:
-            raise ParameterError(f"'hamming' must be one of {', '.join(ENGINES)}, found {self.engine!r}")
+        check(self.sites, self.sizes, self.bits, self.server)
+        check_engine(self.engine)
 
     def size(self, u: Party) -> int:
         return self.sizes[self.sites.index(u)]
@@ -94,38 +91,13 @@ def roles(params: Params) -> dict[Party, object]:
     return {params.server: server} | dict.fromkeys(params.sites, site)
 
 
-def pairs(sites: tuple[Party, ...]) -> list[tuple[Party, Party]]:
-    return [(u, v) for i, u in enumerate(sites) for v in sites[i + 1 :]]
-
-
-async def pair_shares(
-    ch: Channel, params: Params, packed: U8, *, entropy: Entropy, identity: Identity
-) -> dict[Party, Words]:
-    """H2: per other site, this one's summand (n_me, n_v) of the distances modulo 2^κ."""
-    ring = ring_of(params.bits)
-    found: dict[Party, Words] = {}
-    for u, v in pairs(params.sites):  # the same order everywhere, so nobody waits in a circle
-        if ch.me not in (u, v):
-            continue
-        inner, peer = ch.sub(f"{u}+{v}"), v if ch.me == u else u
-        sizes = (params.size(u), params.size(v))
-        if params.engine == "ot":
-            ot = hamming_ot.Params(u, v, *sizes, params.bits)
-            found[peer] = await hamming_ot.share(inner, ot, packed, entropy=entropy)
-        else:
-            he = hamming_he.Params(u, v, *sizes, params.bits)
-            found[peer] = await hamming_he.share(inner, he, packed, entropy=entropy)
-        if found[peer].shape != (params.size(ch.me), params.size(peer)) or found[peer].dtype != ring.dtype:
-            raise ParameterError("an engine returned shares of another shape than was agreed on")
-    return found
-
-
 async def site(ch: Channel, params: Params, packed: U8, *, entropy: Entropy, identity: Identity) -> None:
     check_codes(params.sites, params.sizes, params.bits, ch.me, packed)
     if params.engine == "mpc":
         return await hamming_mpc.site(ch.sub("mpc"), params.mpc, packed, entropy=entropy, identity=identity)  # H1
     ring = ring_of(params.bits)
-    shares = await pair_shares(ch, params, packed, entropy=entropy, identity=identity)  # H2
+    between = pair_distances.Params(params.sites, params.sizes, params.bits, params.engine)
+    shares = await pair_distances.pair_shares(ch, between, packed, entropy=entropy)  # H2
     for v in params.sites:
         if v != ch.me:
             await ch.send(params.server, Share(ring.to_bytes(shares[v])))  # H3
@@ -151,7 +123,7 @@ async def server(ch: Channel, params: Params, *, entropy: Entropy, identity: Ide
         own = (await ch.recv(u, OwnDistances, data=(params.size(u) ** 2 * ring.size,))).data
         H[cuts[u], cuts[u]] = own_distances(ring, own, params.size(u), params.bits, "H3", NAME)
     found = ch.reveal(_decoded(ring, sums), to=ch.me, line="H4", what=f"distances of {n} points", protocol=NAME)
-    for u, v in pairs(params.sites):
+    for u, v in pair_distances.pairs(params.sites):
         block = found[cuts[u], cuts[v]]
         if (block < 0).any() or (block > params.bits).any():
             raise ProtocolAbort(NAME, "H4", "malformed", f"the shares of '{u}' and '{v}' give no distances")

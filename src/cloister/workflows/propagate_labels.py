@@ -11,7 +11,7 @@ import numpy as np
 from cloister import cells
 from cloister.errors import DataError, ParameterError
 from cloister.models import graph
-from cloister.protocols import hamming_mpc, label_propagation, private_propagation
+from cloister.protocols import label_propagation, private_propagation, propagation_terms, shared_codes
 from cloister.seat import Outcome, Seat
 from cloister.study import Study
 from cloister.workflows import Workflow
@@ -97,8 +97,8 @@ def propagate_labels(adata: AnnData, study: Seat, *, copy: bool = False, **optio
     return adata if copy else None
 
 
-def params_of(study: Study, options: Options) -> label_propagation.Params:
-    return label_propagation.Params(
+def params_of(study: Study, options: Options) -> propagation_terms.Params:
+    return propagation_terms.Params(
         study.sites,
         study.coordinator,
         options.bits,
@@ -127,7 +127,7 @@ def _inputs(adata: AnnData, options: Options) -> tuple[Any, list[str | None]]:
     return cells.embedding(adata, options.use_rep), labels_of(adata, options)
 
 
-def write(adata: AnnData, options: Options, found: label_propagation.Labels) -> None:
+def write(adata: AnnData, options: Options, found: propagation_terms.Labels) -> None:
     given = labels_of(adata, options)
     names, confidence = list(found.names), found.confidence.copy()
     if not options.relabel:
@@ -142,7 +142,7 @@ def check(adata: AnnData, options: Options) -> list[str]:
     if adata.n_obs == 0:
         raise DataError("Expected cells, found none; leave this site out.")
     vectors, labels = _inputs(adata, options)
-    label_propagation.check_inputs(vectors, labels)
+    propagation_terms.check_inputs(vectors, labels)
     known = {name for name in labels if name is not None}
     if options.classes and (strange := known - set(options.classes)):
         raise DataError(
@@ -162,7 +162,7 @@ def check(adata: AnnData, options: Options) -> list[str]:
 
 def who_computes(study: Study) -> str:
     """One sentence for the people behind the parties."""
-    first, second, third = hamming_mpc.computing(study.sites, study.coordinator)
+    first, second, third = shared_codes.computing(study.sites, study.coordinator)
     text = f"{first}, {second} and {third} compute; any two of them together could see the codes of all cells"
     if third == study.coordinator:
         text += f". {third} holds no cells and computes because there are only two sites"
@@ -195,7 +195,7 @@ async def _idle(ch: Any, params: Any) -> None:
     """A party that neither holds nor computes."""
 
 
-def _counts(served: tuple[label_propagation.Served, ...]) -> dict[str, Any]:
+def _counts(served: tuple[propagation_terms.Served, ...]) -> dict[str, Any]:
     return {
         "sites": [u for s in served for u in s.sites],
         "cells": sum(sum(s.sizes) for s in served),
