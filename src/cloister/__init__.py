@@ -35,6 +35,8 @@ _PUBLIC = {
     "map_labels": "workflows.map_labels",
     "offer_labels": "workflows.map_labels",
     "mapping_baselines": "workflows.mapping_baselines",
+    "adapt_model": "workflows.adapt_model",
+    "serve_model": "workflows.serve_model",
 }
 
 __all__ = ["__version__", *_PUBLIC]
