@@ -1,0 +1,341 @@
+"""Double-blind adaptation: what it costs per block and sample, and what the adapter is worth on cells.
+
+    python benchmarks/adaptation.py --quick              minutes on two cores
+    python benchmarks/adaptation.py                      more sizes, owners and splits
+
+cost       one encrypted block, provider and owner apart (CPU seconds of one thread each), bytes and openings; the same
+           multiply-accumulates by SEAL with ciphertext-plaintext products and rotations, at the same ring, as the peer
+accuracy   a small post-norm encoder over a fixed gene panel, trained on one study's cells (the provider), adapted to
+           another study's (the owners): linear probing, hardened taps, published activations, full fine-tuning in the
+           clear. Taps are computed by the plain student plus the flooding's noise: the tests check that the encrypted
+           ones are the same to 1e-2. FedAvg is run in the clear by `federated_training.ideal`.
+functions  exp by degree, division by steps: error of the student against its teacher
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import copy
+import json
+import os
+import platform
+import resource
+import sys
+import time
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "protocols"))
+
+from encoders import one
+
+from cloister.crypto import block
+from cloister.crypto.entropy import Entropy
+from cloister.errors import ParameterError
+from cloister.models import polynomial
+from cloister.protocols import block_circuit as circuit
+from cloister.study import Party
+
+PUBLISHED = (
+    136.0 / (197 * 12 * 768**2 + 2 * 197**2 * 768) * 1e9
+)  # ns per MAC: ViT-Base block, later version of the paper
+
+
+def macs(s) -> int:
+    """Multiply-accumulates of one block and sample."""
+    return s.tokens * (4 * s.width**2 + 2 * s.width * s.hidden) + 2 * s.tokens**2 * s.width
+
+
+def encrypted_block(crypto, tokens, width, seed=0):
+    """One block of random weights on a full batch; CPU seconds by side."""
+    for at in range(seed, seed + 50):
+        try:
+            encoder, _ = one(tokens=tokens, inputs=2, width=width, heads=2, hidden=4 * width, seed=at, steps=7,
+                             root_steps=5, rank=min(8, width))  # fmt: skip
+            break
+        except ParameterError:
+            continue
+    s = encoder.shape
+    encoder = encoder.rounded(crypto.weight_bits)
+    e = Entropy()
+    key = block.OwnerKey(crypto, e)
+    ev = block.Evaluator(crypto, key.b, key.seed)
+    spent = {"owner": 0.0, "down": 0, "up": 0, "opened": 0}
+
+    async def refresh(groups):
+        out = []
+        for how, data in groups:
+            sent, kept = ev.blind(data, how, e)
+            began = time.thread_time()
+            seed = e.bytes(32)
+            c0, inside = key.refresh(sent, how, seed, e)
+            spent["owner"] += time.thread_time() - began
+            assert inside, how
+            spent["down"] += sent.size * 4
+            spent["up"] += c0.size * 4
+            spent["opened"] += how.count
+            out.append(ev.unblind(c0, seed, kept))
+        return out
+
+    x = np.random.default_rng(1).uniform(-1, 1, (crypto.slots, tokens - 1, 2))
+    seed = e.bytes(32)
+    c = block.expand(crypto, key.encrypt(x.reshape(len(x), -1).T, seed, e), seed)
+    run = circuit.Circuit(s, crypto, refresh, encoder, ev)
+    b0 = asyncio.run(run.embed(circuit.Values(len(c), 2, crypto.scale, c)))
+    spent.update(owner=0.0, down=0, up=0, opened=0)
+    began = time.thread_time()
+    b1 = asyncio.run(run.block(b0, 0))
+    total = time.thread_time() - began
+    exact = polynomial.hidden(encoder, x)[1]
+    found = key.read(b1.data, b1.scale, len(x)).T.reshape(exact.shape)
+    n = crypto.slots
+    return {
+        "tokens": tokens, "width": width, "ring": crypto.degree, "batch": n,
+        "relative_error": float(np.sqrt(((found - exact) ** 2).mean() / (exact**2).mean())),
+        "provider_ms_per_sample": (total - spent["owner"]) / n * 1e3,
+        "owner_ms_per_sample": spent["owner"] / n * 1e3,
+        "ns_per_mac": total / n / macs(s) * 1e9,
+        "kB_down_per_sample": spent["down"] / n / 1e3, "kB_up_per_sample": spent["up"] / n / 1e3,
+        "opened": spent["opened"], "peak_GB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+    }  # fmt: skip
+
+
+def rotation_peer(crypto):
+    """SEAL: a matrix product by diagonals, one rotation and one product per diagonal of N/2 slots; ns per MAC."""
+    try:
+        import seal
+    except ImportError:
+        return None
+    p = seal.EncryptionParameters(seal.scheme_type.ckks)
+    p.set_poly_modulus_degree(crypto.degree)
+    bits = [crypto.bits] * min(crypto.count, 7)
+    p.set_coeff_modulus(seal.CoeffModulus.Create(crypto.degree, bits))
+    ctx = seal.SEALContext(p, expand_mod_chain=True, sec_level=seal.sec_level_type.tc128)
+    maker = seal.KeyGenerator(ctx)
+    keys = seal.GaloisKeys()
+    maker.create_galois_keys([1], keys)
+    enc, ev, coder = seal.Encryptor(ctx, maker.create_public_key()), seal.Evaluator(ctx), seal.CKKSEncoder(ctx)
+    scale = 2.0 ** (crypto.bits - 5)
+    ct = enc.encrypt(coder.encode(np.ones(crypto.slots), scale))
+    w = coder.encode(np.full(crypto.slots, 0.5), scale)
+    ev.multiply_plain(ev.rotate_vector(ct, 1, keys), w)
+    began, n = time.thread_time(), 20
+    for _ in range(n):
+        ev.multiply_plain(ev.rotate_vector(ct, 1, keys), w)
+    return (time.thread_time() - began) / n / crypto.slots * 1e9
+
+
+# ---- accuracy --------------------------------------------------------------------------------------------------------
+
+
+def cells(folder: Path, genes_wanted: int):
+    """Provider's and owners' cells over a panel: the genes that tell the provider's cell types apart best."""
+    import anndata
+
+    a = anndata.read_h5ad(folder / "scrna" / "pbmc_federation.h5ad")
+    x = np.asarray(a.X.todense(), np.float64)
+    x = np.log1p(x / a.obs["n_counts_all_genes"].to_numpy()[:, None] * 1e4)
+    y, batch = a.obs["cell_type"].astype(str).to_numpy(), a.obs["batch"].astype(str).to_numpy()
+    own = batch == "pbmc3k"
+    means = np.stack([x[own & (y == k)].mean(0) for k in np.unique(y[own])])
+    panel = np.argsort(-means.var(0))[:genes_wanted]
+    inputs = np.minimum(x[:, panel] / 6.0, 1.2)
+    inputs = np.stack([inputs, inputs**2], -1)
+    return (inputs[own], y[own]), (inputs[batch == "kang_ctrl"], y[batch == "kang_ctrl"])
+
+
+def provider_model(inputs, y, width, epochs):
+    import torch
+
+    from cloister.models import student
+
+    names = sorted(set(y))
+    code = torch.tensor([names.index(v) for v in y])
+    torch.manual_seed(0)
+    teacher = student.Transformer(inputs.shape[1] + 1, 2, width, 2, 2 * width, 3, len(names), "post", "relu")
+    with torch.no_grad():
+        teacher.positions.normal_(0, 1)
+        for b in teacher.blocks:
+            b.qkv.weight[: 2 * width] *= 0.5
+    x = torch.as_tensor(inputs, dtype=torch.float32)
+    began = time.monotonic()
+    student.tune_teacher(teacher, x, code, student.Recipe(epochs=epochs, rate=2e-3, batch_size=64))
+    made, history = student.distil(
+        teacher, x, code, student.Recipe(epochs=max(2, epochs // 2), rate=1e-3, last_rate=3e-4, batch_size=64,
+                                         penalty=2.0),
+    )  # fmt: skip
+    with torch.no_grad():
+        right = [float((m(x).argmax(1) == code).float().mean()) for m in (teacher, made)]
+    figures = {"teacher": right[0], "student": right[1], "seconds": time.monotonic() - began, **history}
+    return teacher, made, figures
+
+
+def split(y, owners, alpha, rng):
+    """Dirichlet over labels; every owner gets at least four samples."""
+    parts = [[] for _ in range(owners)]
+    for k in np.unique(y):
+        at = rng.permutation(np.flatnonzero(y == k))
+        share = rng.dirichlet([alpha] * owners)
+        for part, piece in zip(parts, np.split(at, (np.cumsum(share)[:-1] * len(at)).astype(int)), strict=True):
+            part.extend(piece)
+    spare = list(rng.permutation(len(y)))
+    return [np.array(sorted(p if len(p) >= 4 else [*p, *(spare.pop() for _ in range(4))])) for p in parts]
+
+
+def federated(module_of, x, y, parts, test, rounds, rate, seed=0):
+    """Accuracy on the test samples of FedAvg over the owners, in the clear; and trainable parameters."""
+    import torch
+
+    from cloister.models.learner import Learner, Recipe, Table
+    from cloister.protocols import federated_training as training
+    from cloister.protocols.training_parts import Offer
+
+    names = tuple(sorted(set(y)))
+    table = torch.as_tensor(x, dtype=torch.float32)
+    learners = []
+
+    def offer(at, site):
+        codes = np.array([names.index(v) for v in y[at]])
+
+        def build(labels):
+            recipe = Recipe(1, 32, seed=seed)
+            made = Learner(
+                module_of(len(labels)), len(labels), recipe, Table(table[at]), codes, [], describe="", site=site
+            )
+            learners.append(made)
+            return made
+
+        return Offer("", names, build)
+
+    sites = tuple(Party(f"o{i}") for i in range(len(parts)))
+    offers = {u: offer(at, u) for u, at in zip(sites, parts, strict=True)}
+    params = training.Params(sites, Party("hub"), "", rounds, rate=rate, labels=names, score_every=0)
+    theta = training.ideal(params, offers)[sites[0]]
+    model = learners[0]
+    model.place(theta)
+    model.model.eval()
+    with torch.no_grad():
+        found = torch.cat([model.model(part).argmax(1) for part in table[test].split(256)]).numpy()
+    trainable = sum(p.numel() for p in model.model.parameters() if p.requires_grad)
+    return float((np.array(names)[found] == y[test]).mean()), trainable
+
+
+def arms(encoder, teacher, x, y, owners, alpha, rounds, rng):
+    from torch import nn
+
+    from cloister.models import adapter
+
+    test = rng.permutation(len(y))[: len(y) // 3]
+    rest = np.setdiff1d(np.arange(len(y)), test)
+    parts = [rest[p] for p in split(y[rest], owners, alpha, rng)]
+    b = polynomial.hidden(encoder, x)
+    taps = (
+        polynomial.taps_of(encoder, b) + rng.uniform(-1, 1, (len(x), len(encoder.shape.taps), encoder.shape.rank)) / 700
+    )
+    every = np.stack([v[:, 0] for v in b[1:]], 1)
+
+    def small(values, bottleneck):
+        return lambda k: adapter.make(adapter.Config(values.shape[1], values.shape[2], k, bottleneck))
+
+    def whole(k):
+        made = copy.deepcopy(teacher)
+        made.head = nn.Linear(made.head.in_features, k)
+        nn.init.zeros_(made.head.weight)  # the same at every owner
+        nn.init.zeros_(made.head.bias)
+        return made
+
+    out = {}
+    for name, values, module, rate in (
+        ("linear probing", taps, small(taps, 0), 0.02),
+        ("ours, hardened", taps, small(taps, 8), 0.01),
+        ("ours, published", every, small(every, 8), 0.01),
+        ("full fine-tuning", x, whole, 3e-3),
+    ):
+        began = time.monotonic()
+        accuracy, parameters = federated(module, values, y, parts, test, rounds, rate)
+        out[name] = {"accuracy": round(accuracy, 4), "parameters": parameters, "s": round(time.monotonic() - began, 1)}
+    return out
+
+
+def functions(made, teacher, inputs):
+    """Tables 5 and 6: error of hidden states by degree of exp, and of the whole by steps of division."""
+    import torch
+
+    x = torch.as_tensor(inputs, dtype=torch.float32)
+    rows = []
+    with torch.no_grad():
+        for degree in (2, 4, 6):
+            other = copy.deepcopy(teacher)
+            other.exact, other.degree = False, degree
+            a, b = other.trace(x), teacher.trace(x)
+            rows.append({"exp degree": degree, "hidden MSE": float((a.hidden[1] - b.hidden[1]).square().mean())})
+    D = np.linspace(0.2, 1.8, 99)
+    rows += [
+        {"division steps": k, "worst": float(np.abs(polynomial.inverse(D, k) * D - 1).max())} for k in (1, 3, 5, 7)
+    ]
+    return rows
+
+
+def show(title, rows):
+    print(f"\n{title}")
+    for row in rows:
+        print("  " + json.dumps(row))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--data", type=Path, default=Path(__file__).parents[2] / "shared" / "data")
+    parser.add_argument("--only", choices=("cost", "accuracy"), default=None)
+    args = parser.parse_args()
+    machine = f"{platform.machine()}, {os.cpu_count()} cores, one thread per party, load {os.getloadavg()[0]:.1f}"
+    costs, accuracies = [], []
+    if args.only != "accuracy":
+        sizes = [(5, 8), (5, 16)] if args.quick else [(5, 8), (9, 8), (5, 16), (9, 16), (17, 16)]
+        encrypted_block(block.SMALL, 3, 8)  # compiles
+        costs = [encrypted_block(block.SMALL, t, d) for t, d in sizes]
+        costs += [] if args.quick else [encrypted_block(block.STANDARD, 9, 16)]
+    sources = []
+    if args.only != "cost" and (args.data / "scrna").exists():
+        (px, py), (ox, oy) = cells(args.data, 12 if args.quick else 24)
+        if args.quick:
+            rng = np.random.default_rng(0)
+            keep, other = rng.permutation(len(ox))[:900], rng.permutation(len(px))[:1000]
+            ox, oy, px, py = ox[keep], oy[keep], px[other], py[other]
+        teacher, made, figures = provider_model(px, py, 16, 6 if args.quick else 30)
+        show("provider", [figures])
+        from cloister.models import student
+
+        try:
+            encoder = student.export(made, np.concatenate([px[:400], ox[:100]]), {"kind": "cells"}, rank=8)
+            sources.append(("PBMC, panel", encoder, teacher, ox, oy))
+            accuracies += functions(made, teacher, px[:200])
+        except ParameterError as e:
+            print(f"the student was refused: {e}")
+    few, many = [(5, 100.0), (5, 0.01)], [(2, 100.0), (5, 100.0), (5, 1.0), (5, 0.01), (10, 1.0), (20, 1.0), (50, 1.0)]
+    splits = few if args.quick else many
+    for name, encoder, teacher, x, y in sources:
+        for owners, alpha in splits:
+            found = arms(encoder, teacher, x, y, owners, alpha, 20 if args.quick else 40, np.random.default_rng(1))
+            accuracies.append({"data": name, "owners": owners, "alpha": alpha, **found})
+    print(f"\nmachine: {machine}")
+    if costs:
+        show("cost of one encrypted block", costs)
+        peer = rotation_peer(block.STANDARD)
+        ours, other = round(min(c["ns_per_mac"] for c in costs), 1), "SEAL diagonals, linear part only"
+        row = {"ours": ours, other: peer and round(peer, 1), "published, ViT-Base": round(PUBLISHED, 1)}
+        show("per multiply-accumulate, ns", [row])
+        big = polynomial.Shape(65, 48, 192, 3, 768, 1, taps=(1,), rank=32, variances=(2.0, 2.0), means=(1.0,))
+        show("65 tokens x 192 features, ring 8192, counted", [circuit.used(big, block.STANDARD)])
+    if accuracies:
+        show("accuracy", accuracies)
+
+
+if __name__ == "__main__":
+    main()
