@@ -64,7 +64,7 @@ def test_taps_are_those_of_the_plain_student(norm):
 
 @pytest.mark.slow
 def test_predictions_of_a_whole_encoder_are_those_of_its_plain_student():
-    """Two blocks, 2048 samples: a linear head on the taps gives the same class on 99 % of them."""
+    """Three blocks, 2048 samples: a linear head on the taps gives the same class on 99 % of them."""
     encoder, _ = tiny(depth=3, taps=(1, 3), rank=4)
     c = case(encoder, n=2048)
     run = run_protocol(inference, c, timeout=600.0)
