@@ -243,7 +243,7 @@ def encrypted_training(config, batches, *, open_model=True):
 
 def encrypted(data, args):
     rows = []
-    for n in (2, 3, 5) if not args.quick else (3,):
+    for n in args.sites:
         split = Split(data, 0.7, 0, 200, 200)
         config, batches, twin = ours(split, n, steps=STEPS if not args.quick else 3)
         done, wall, run = encrypted_training(config, batches)
@@ -442,6 +442,7 @@ def main():
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--part", choices=["accuracy", "cost", "encrypted", "filters", "all"], default="all")
     parser.add_argument("--splits", type=int, default=10)
+    parser.add_argument("--sites", type=int, nargs="+", default=[2, 3, 5], help="numbers of sites of --part encrypted")
     parser.add_argument("--inputs", type=int, default=2000, help="multi-cell inputs per class, over all sites")
     parser.add_argument("--data", type=Path, default=HERE.parent.parent / "shared" / "data")
     parser.add_argument("--out", type=Path, help="folder for box plots and the figures as JSON")
