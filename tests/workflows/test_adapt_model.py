@@ -134,7 +134,19 @@ def test_cells_post_norm(tmp_path):
 
 
 @pytest.mark.slow
-def test_published(model):
+def test_the_standard_ring(model):
+    data = {"basel": images(24, 0), "lugano": images(16, 1)}
+    run = rehearse("adapt-model", data, model=str(model), **(OPTIONS | {"ring": "standard"}))
+    encoder = polynomial.Encoder.load(model).rounded(13)
+    from cloister.workflows.adapt_model import inputs_of
+
+    for site, given in data.items():
+        exact = polynomial.taps_of(encoder, polynomial.hidden(encoder, inputs_of(given, IMAGES)))[:, 0]
+        np.testing.assert_allclose(run.data[site].obsm["predicted_features"], exact, atol=1e-2)
+
+
+@pytest.mark.slow
+def test_published(model, tmp_path):
     data = {"basel": images(4, 0), "lugano": images(4, 1)}
     run = rehearse("adapt-model", data, mode="published", model=str(model), **OPTIONS)
     assert run.data["basel"].obsm["predicted_features"].shape == (4, 8)
@@ -142,6 +154,14 @@ def test_published(model):
     p = run.model.probabilities(a.obsm["predicted_features"].reshape(4, 1, 8))
     own = p[np.arange(4), [run.model.labels.index(v) for v in a.obs["kind"]]]
     assert abs(run.results["basel"]["loss"] + np.log(own).mean()) < 1e-2
+    run.model.save(tmp_path / "adapter.npz")
+    options = {"model": str(model), "adapter": str(tmp_path / "adapter.npz"), "ring": "small", "timeout": 300.0}
+    served = rehearse("serve-model", {"vienna": images(3, 2, labelled=False)}, mode="published", **options)
+    assert set(served.data["vienna"].obs["predicted"]) <= {"bright", "dark"}
+    with pytest.raises(DataError, match="another mode"):
+        rehearse("serve-model", {"vienna": images(3, 2, labelled=False)}, **options)
+    with pytest.raises(DataError, match="at least two; found one"):
+        rehearse("serve-model", {"vienna": images(1, 2, labelled=False)}, mode="published", **options)
     one = {"basel": images(4, 0), "lugano": images(4, 1)[:1].copy()}
     with pytest.raises(DataError, match=r"at least 2|at least two"):
         rehearse("adapt-model", one, mode="published", model=str(model), **OPTIONS)
