@@ -13,7 +13,8 @@ is as wide as one; beyond, as close as for other values).
 Reveals
 -------
 coordinator : how many values all sites together hold in each cell, and in each part of the refined cells; the edges;
-    who took part. With k colluding sites: the same counts over the other sites.
+    who took part. With k colluding sites: the same counts over the other sites. If a site drops out between L1 and L3,
+    the sums start over, and the coordinator can subtract: how many values of that site lie in each coarse cell.
 site : the edges, and who of the sites dropped out.
 
 Assumes
