@@ -116,7 +116,7 @@ def _teach(model, x, y, seconds, generator):
     steps, began, size = 0, time.monotonic(), min(256, len(x) // 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.05)
     model.train()
-    while (share := (time.monotonic() - began) / seconds) < 1:
+    while (share := (time.monotonic() - began) / seconds) < 1 or not steps:
         for group in optimizer.param_groups:
             group["lr"] = 1e-3 * min(1.0, steps / 200 + 0.01) * max(0.01, 1 - share)
         at = torch.randint(0, len(x), (size,), generator=generator, device=x.device)
@@ -138,7 +138,7 @@ def _distil(teacher, x, y, seconds, generator):
     size = min(256, len(x) // 2)
     for stage, rate in (("layers", 5e-4), ("prediction", 1e-4)):
         optimizer, began, steps = torch.optim.Adam(made.parameters(), lr=rate), time.monotonic(), 0
-        while (share := (time.monotonic() - began) / (seconds / 2)) < 1:
+        while (share := (time.monotonic() - began) / (seconds / 2)) < 1 or not steps:
             for group in optimizer.param_groups:
                 group["lr"] = rate * max(0.02, 1 - share)
             at = torch.randint(0, len(x), (size,), generator=generator, device=x.device)
@@ -163,7 +163,10 @@ def _distil(teacher, x, y, seconds, generator):
             torch.nn.utils.clip_grad_norm_(made.parameters(), 1.0)
             optimizer.step()
             steps += 1
-        print(json.dumps({stage: float(loss.detach()), "penalty": float(found.penalty), "steps": steps}), flush=True)
+        print(
+            json.dumps({stage: float(loss.detach()), "penalty": float(found.penalty.detach()), "steps": steps}),
+            flush=True,
+        )
     return made.eval()
 
 

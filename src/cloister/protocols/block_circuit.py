@@ -214,7 +214,8 @@ class Circuit:
 
     async def exp(self, s1: Values) -> Values:
         """Taylor: A(s) + s^k·B(s) with k = degree / 2, refreshed."""
-        D, k, grain = self.delta, self.shape.exp_degree // 2, 2.0**12
+        D, k = self.delta, self.shape.exp_degree // 2
+        grain = 2.0 ** next((g for g in (20, 16) if fits(self.params, D * D * 2.0**g, 64.0)), 12)  # of coefficients
         powers = [s1]
         for i in range(1, k):
             (s,) = await self.refresh("exp", (self.times(s1, powers[-1]), 4.0 ** (i + 1)))
