@@ -1,9 +1,10 @@
 """The provider's model of `adaptation.py`: a ViT trained on CIFAR-10, distilled into its student, exported.
 
     python benchmarks/pretrain_vit.py --images cifar10_subset.npz --out vit_cifar10.npz       minutes on a GPU
-    python benchmarks/pretrain_vit.py --quick --out /tmp/vit.npz                              noise: shows the steps, ends in a refusal where
-                                                                                          the machine is too slow to train
+    python benchmarks/pretrain_vit.py --quick --out /tmp/vit.npz                              noise, seconds of training
 
+On a slow machine `--quick` shows the steps and ends in a refusal: the student is not trained enough for its intervals.
+The GPU run itself has not been made yet, and no weights are shipped.
 The images are the file that `training_images.py --make-data` cuts (16,000 + 4,000). Patch 4, 65 tokens, width 192.
 """
 
