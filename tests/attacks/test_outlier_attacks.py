@@ -230,12 +230,18 @@ def test_ranges_along_normals_outline_the_rows_unless_trees_differ(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["glass", "thyroid"])
+@pytest.mark.parametrize("name", ["glass", "vertebral"])
 def test_the_same_on_real_rows(name):
     if not (ODDS / f"{name}.npz").exists():
         pytest.skip("the ODDS sets are not beside the repository")
     X = np.load(ODDS / f"{name}.npz")["X"].astype(float)
     share = {least: opened_forest.rebuilt(*opened(X, least, **FINE), within=0.2)[0] for least in (1, 2)}
     assert share[1] > share[2]
-    assert share[1] > 0.08
-    assert opened_forest.rebuilt(*opened(X, counted_forest.Params(SITES, HUB).least), within=0.2)[0] < 0.02
+    assert share[1] > 0.3
+    default, luck = [], []
+    for seed in range(3):
+        Z, guess = opened(X, counted_forest.Params(SITES, HUB).least, seed)
+        default.append(opened_forest.rebuilt(Z, guess, within=0.2)[0])
+        lucky = opened_forest.lucky(Z, len(guess), np.random.default_rng(seed))
+        luck.append(opened_forest.rebuilt(Z, lucky, within=0.2)[0])
+    assert np.mean(default) <= np.mean(luck) + 0.06  # three of fifty rows
