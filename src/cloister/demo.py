@@ -26,7 +26,7 @@ HEADER = (
     "federated",
     "alone",
     "what an attack finds",
-    "sent per site",
+    "sent",
     "seconds",
 )
 Tell = Callable[[Event], None] | None
@@ -170,6 +170,8 @@ def auroc(scores: Any, truth: Any) -> float:
 
 def propagate_labels(tell: Tell) -> tuple[list[Run], list[tuple[Any, ...]]]:
     """Accuracy on cells whose label was hidden: one in ten is kept at two sites, none at the third."""
+    import pandas as pd
+
     from cloister.models import graph
 
     rng = np.random.default_rng(0)
@@ -178,14 +180,14 @@ def propagate_labels(tell: Tell) -> tuple[list[Run], list[tuple[Any, ...]]]:
         a = a[rng.permutation(a.n_obs)[:120]].copy()
         hidden[p] = a.obs["cell_type"].astype(str).to_numpy().copy()
         keep = rng.random(a.n_obs) < (0.0 if p == "vienna" else 0.1)
-        a.obs["cell_type"] = np.where(keep, hidden[p], None)
+        a.obs["cell_type"] = pd.Categorical(np.where(keep, hidden[p], None))
         sites[p] = a
     vectors = {p: cells.embedding(a, "X_pca") for p, a in sites.items()}
-    given = {p: a.obs["cell_type"].to_numpy() for p, a in sites.items()}
+    given = {p: a.obs["cell_type"].astype(object).where(a.obs["cell_type"].notna(), None) for p, a in sites.items()}
 
     def clear(names: list[str]) -> float:
         V = np.concatenate([vectors[p] for p in names])
-        labels = np.concatenate([given[p] for p in names])
+        labels = np.concatenate([given[p].to_numpy() for p in names])
         truth = np.concatenate([hidden[p] for p in names])
         classes = sorted({x for x in labels if x is not None})
         numbers = np.array([-1 if x is None else classes.index(x) for x in labels])
@@ -211,6 +213,8 @@ def propagate_labels(tell: Tell) -> tuple[list[Run], list[tuple[Any, ...]]]:
 
 def fine_tune(tell: Tell) -> tuple[list[Run], list[tuple[Any, ...]]]:
     """Accuracy on one cell in five whose label was hidden; pooled and alone by logistic regression."""
+    import pandas as pd
+
     from cloister.workflows.mapping_baselines import linear_label
 
     rng = np.random.default_rng(0)
@@ -218,7 +222,7 @@ def fine_tune(tell: Tell) -> tuple[list[Run], list[tuple[Any, ...]]]:
     for p, a in demo_data.demo_sites().items():
         truth[p] = a.obs["cell_type"].astype(str).to_numpy().copy()
         held[p] = rng.random(a.n_obs) < 0.2
-        a.obs["cell_type"] = np.where(held[p], None, truth[p])
+        a.obs["cell_type"] = pd.Categorical(np.where(held[p], None, truth[p]))
         sites[p] = a
     x = {p: cells.embedding(a, "X_pca") for p, a in sites.items()}
 
