@@ -302,7 +302,7 @@ def demo(
 
     with progress(quiet=quiet) as tell:
         table, path = run_demo(folder, on_event=tell, say=lambda text: err.print(text, markup=False))
-    attack = table[0].index("what an attack finds")
+    attack = table[0].index("what others get to see")
     for columns in ([i for i in range(len(table[0])) if i != attack], [0, 1, attack]):  # two tables fit 80 columns
         shown = Table(*(table[0][i] for i in columns), box=None)
         for row in table[1:]:
