@@ -1,7 +1,7 @@
 """The demo: every workflow on small real data that ships with the package, in minutes on two cores.
 
 Each entry of `DEMOS` plays its workflow's modes in rehearsal and returns the runs and the rows of the table: what the
-pooled analysis would give, what the federation gives, what a site alone would get, what others get to see, and the cost.
+pooled analysis would give, what the federation gives, what a site alone gets, what others get to see, the cost.
 """
 
 from __future__ import annotations
