@@ -1,7 +1,7 @@
 """The provider's model of `adaptation.py`: a ViT trained on CIFAR-10, distilled into its student, exported.
 
     python benchmarks/pretrain_vit.py --images cifar10_subset.npz --out vit_cifar10.npz       minutes on a GPU
-    python benchmarks/pretrain_vit.py --quick --out /tmp/vit.npz                              noise, seconds of training
+    python benchmarks/pretrain_vit.py --quick --out vit.npz                                   noise, seconds of training
 
 On a slow machine `--quick` shows the steps and ends in a refusal: the student is not trained enough for its intervals.
 The GPU run itself has not been made yet, and no weights are shipped.
