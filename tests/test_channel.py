@@ -8,9 +8,10 @@ import time
 import numpy as np
 import pytest
 
-from cloister import channel, wire
-from cloister.channel import COMPUTING, NO_RUN, PATIENT, WAITING, Channel, Hello, Mailbox, Session, Welcome
+from cloister import channel, mailbox, wire
+from cloister.channel import NO_RUN, Channel, Hello, Session, Welcome
 from cloister.errors import ParameterError, PeerLost, ProtocolAbort
+from cloister.mailbox import COMPUTING, PATIENT, WAITING, Mailbox
 from cloister.receipts import Receipt
 from cloister.rehearsal import Fault, MemoryLink, Wires
 from cloister.seat import Outcome, take_part
@@ -153,7 +154,7 @@ def test_a_frame_under_another_scope_waits_until_that_scope_is_read():
 
 
 def test_what_nobody_asks_for_is_bounded_in_number(monkeypatch):
-    monkeypatch.setattr(channel, "MAX_WAITING", 10)
+    monkeypatch.setattr(mailbox, "MAX_WAITING", 10)
     with seated() as (session, box, _):
         for i in range(1000):
             box.put(A, ping(0, scope=f"never/{i}"))
@@ -164,7 +165,7 @@ def test_what_nobody_asks_for_is_bounded_in_number(monkeypatch):
 
 
 def test_what_nobody_asks_for_is_bounded_in_bytes(monkeypatch):
-    monkeypatch.setattr(channel, "MAX_WAITING_BYTES", 10**6)
+    monkeypatch.setattr(mailbox, "MAX_WAITING_BYTES", 10**6)
     box = Mailbox(HUB)
     for i in range(1000):
         box.put(A, ping(i, scope="never", y=range(1000)))
@@ -173,7 +174,7 @@ def test_what_nobody_asks_for_is_bounded_in_bytes(monkeypatch):
 
 
 def test_frames_that_unfold_in_memory_count_as_what_they_become(monkeypatch):
-    monkeypatch.setattr(channel, "MAX_WAITING_BYTES", 10**6)
+    monkeypatch.setattr(mailbox, "MAX_WAITING_BYTES", 10**6)
     box = Mailbox(HUB)
     many = ping(0, scope="never", body={"x": [{}] * 60_000})
     assert len(many) < 70_000
@@ -183,8 +184,8 @@ def test_frames_that_unfold_in_memory_count_as_what_they_become(monkeypatch):
 
 
 def test_the_limits_are_no_burden_to_an_honest_run():
-    assert channel.MAX_WAITING >= 10_000
-    assert channel.MAX_WAITING_BYTES > wire.MAX_FRAME
+    assert mailbox.MAX_WAITING >= 10_000
+    assert mailbox.MAX_WAITING_BYTES > wire.MAX_FRAME
 
 
 # ---- time ------------------------------------------------------------------------------------------------------------
@@ -325,7 +326,7 @@ def test_the_words_of_an_abort_are_short_and_printable():
         box.put(A, control("abort", ["p" * 10_000, "\x1b[31m\n", "c"]))
         with pytest.raises(ProtocolAbort) as e:
             received(session)
-        assert (e.value.protocol, e.value.line, e.value.code) == ("p" * channel.MAX_WORD, "[31m", "c")
+        assert (e.value.protocol, e.value.line, e.value.code) == ("p" * mailbox.MAX_WORD, "[31m", "c")
 
 
 def test_what_the_transport_knows_ends_a_wait_at_once():

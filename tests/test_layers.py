@@ -18,7 +18,8 @@ MAY_IMPORT = {  # what of cloister; a name stands for the module or the whole pa
     "study": {"errors"},
     "receipts": {"errors", "study"},
     "wire": {"errors", "study"},
-    "channel": BASE,
+    "mailbox": BASE,
+    "channel": BASE | {"mailbox"},
     "genes": {"errors"},
     "cell_files": {"errors", "genes"},
     "cells": {"errors", "genes", "cell_files"},
@@ -27,7 +28,7 @@ MAY_IMPORT = {  # what of cloister; a name stands for the module or the whole pa
     "models": {"errors", "crypto", "models", "genes"},
     "protocols": {"errors", "study", "wire", "receipts", "channel", "crypto", "models", "genes", "protocols"},
     "attacks": {"errors", "study", "wire", "crypto", "models", "genes", "protocols", "attacks"},
-    "seat": BASE | {"channel", "crypto", "cells"},
+    "seat": BASE | {"channel", "mailbox", "crypto", "cells"},
     "workflows": BASE | {"seat", "cells", "genes", "figures", "models", "crypto", "protocols", "workflows", "attacks"},
 }
 NEVER = {  # of other packages, anywhere under that name

@@ -5,10 +5,10 @@ import threading
 import numpy as np
 import pytest
 
-from cloister.channel import Mailbox
 from cloister.crypto.agreement import Identity, check_signature
 from cloister.crypto.entropy import Entropy
 from cloister.errors import DataError, PeerLost, ProtocolAbort
+from cloister.mailbox import Mailbox
 from cloister.rehearsal import MemoryLink, Wires, play
 from cloister.seat import SIGNED, Outcome, root_cause, take_part
 from cloister.study import Party, Study

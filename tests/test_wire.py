@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from cloister import wire
-from cloister.channel import Mailbox
 from cloister.errors import WireError
+from cloister.mailbox import Mailbox
 from cloister.study import Party
 from cloister.wire import F32, F64, I32, I64, U8, U32, U64, Frame, message
 

@@ -22,10 +22,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cloister import errors
-from cloister.channel import Event, Mailbox
+from cloister.channel import Event
 from cloister.crypto.agreement import Identity
 from cloister.crypto.entropy import Entropy
 from cloister.errors import CloisterError
+from cloister.mailbox import Mailbox
 from cloister.receipts import Receipt
 from cloister.rehearsal import Fault, Killed, Run, Wires, reveals_of, workflow_part
 from cloister.seat import Outcome, take_part

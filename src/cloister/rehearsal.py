@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from cloister import wire, workflows
-from cloister.channel import Event, Mailbox, harmless
+from cloister.channel import Event, harmless
 from cloister.crypto.agreement import Identity
 from cloister.crypto.entropy import Entropy
 from cloister.errors import CloisterError, ParameterError, WireError
+from cloister.mailbox import Mailbox
 from cloister.receipts import Receipt
 from cloister.seat import Outcome, Seat, root_cause, take_part
 from cloister.study import Mode, Party, Role, Study

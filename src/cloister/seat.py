@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cloister._version import __version__
-from cloister.channel import Event, Link, Mailbox, Session
+from cloister.channel import Event, Link, Session
 from cloister.crypto.agreement import Identity
 from cloister.crypto.entropy import Entropy
 from cloister.errors import CloisterError, ProtocolAbort
+from cloister.mailbox import Mailbox
 from cloister.receipts import Entry, Receipt
 from cloister.study import Party, Role, Study
 

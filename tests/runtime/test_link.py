@@ -9,10 +9,10 @@ import time
 import pytest
 
 from cloister import wire
-from cloister.channel import Mailbox
 from cloister.crypto.agreement import Identity
 from cloister.crypto.entropy import Entropy
 from cloister.errors import ParameterError
+from cloister.mailbox import Mailbox
 from cloister.runtime import link as links
 from cloister.runtime.link import BATCH, REFUSED, SealedLink, Unreachable
 from cloister.study import Party, Study

@@ -26,10 +26,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from cloister import wire
-from cloister.channel import Mailbox
 from cloister.crypto.agreement import Identity, agree, bind, check_signature, key_pair, seal, unseal
 from cloister.crypto.entropy import Entropy
 from cloister.errors import ParameterError, ProtocolAbort
+from cloister.mailbox import Mailbox
 from cloister.study import Party, Study
 
 GREETING, BATCH, PING = b"G", b"B", b"P"

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from cloister import errors
-from cloister.channel import Mailbox
 from cloister.crypto.entropy import Entropy
 from cloister.errors import CloisterError, DataError, PeerLost, ProtocolAbort, RefusedError
+from cloister.mailbox import Mailbox
 from cloister.receipts import Receipt
 from cloister.rehearsal import Run, reveals_of, workflow_part
 from cloister.results import save_run
