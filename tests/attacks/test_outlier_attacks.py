@@ -229,19 +229,34 @@ def test_ranges_along_normals_outline_the_rows_unless_trees_differ(monkeypatch):
     assert np.mean(shares) <= luck + 0.05
 
 
+def halves(X, seed):
+    """Half of the rows make a forest; guesses about them hit rows of the other half only by luck."""
+    order = np.random.default_rng(seed).permutation(len(X))
+    return X[order[: len(X) // 2]], X[order[len(X) // 2 :]]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["glass", "vertebral"])
-def test_the_same_on_real_rows(name):
+@pytest.mark.parametrize(("name", "most"), [("glass", 0.02), ("thyroid", 0.02), ("vertebral", 0.1)])
+def test_the_same_on_real_rows(name, most):
+    """Lone rows rebuilt, less the share of rows that are not in the forest which the same guesses happen to hit.
+
+    What is left on Vertebral (120 rows of 6 columns, all of them in every tree) is real: 3 of 39 lone rows.
+    """
     if not (ODDS / f"{name}.npz").exists():
         pytest.skip("the ODDS sets are not beside the repository")
     X = np.load(ODDS / f"{name}.npz")["X"].astype(float)
-    share = {least: opened_forest.rebuilt(*opened(X, least, **FINE), within=0.2)[0] for least in (1, 2)}
-    assert share[1] > share[2]
-    assert share[1] > 0.3
-    default, luck = [], []
-    for seed in range(3):
-        Z, guess = opened(X, counted_forest.Params(SITES, HUB).least, seed)
-        default.append(opened_forest.rebuilt(Z, guess, within=0.2)[0])
-        lucky = opened_forest.lucky(Z, len(guess), np.random.default_rng(seed))
-        luck.append(opened_forest.rebuilt(Z, lucky, within=0.2)[0])
-    assert np.mean(default) <= np.mean(luck) + 0.06  # three of fifty rows
+
+    def leak(least, **options):
+        found = []
+        for seed in range(3):
+            inside, outside = halves(X, seed)
+            Z, guess = opened(inside, least, seed, **options)
+            W = pooled_scaling.scaling_of(inside).apply(outside)
+            found.append([opened_forest.rebuilt(rows, guess, within=0.2)[0] for rows in (Z, W)])
+        hit, luck = np.mean(found, axis=0)
+        return hit - luck
+
+    bare, default = leak(1, **FINE), leak(counted_forest.Params(SITES, HUB).least)
+    assert bare > 0.3
+    assert default < most
+    assert default < bare / 8

@@ -1,4 +1,5 @@
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +11,16 @@ from cloister.protocols import count_tests
 from cloister.protocols.count_tests import Params
 from cloister.rehearsal import Fault
 from cloister.study import Party
-from cloister.testing import Case, check_abort, check_cost, check_no_errors, check_view, run_protocol, values
+from cloister.testing import (
+    Case,
+    check_abort,
+    check_cost,
+    check_no_errors,
+    check_vectors,
+    check_view,
+    run_protocol,
+    values,
+)
 
 HUB = Party("hub")
 SECRET = bytes(range(32))
@@ -60,6 +70,10 @@ def test_ideal(n, least, most):
     check_no_errors(run)
     check_bits(c, run)
     assert len(values(run)) == n + 1
+
+
+def test_vectors():
+    check_vectors(count_tests, case(length=5), Path(__file__).parents[1] / "vectors" / "count_tests.json")
 
 
 def opened(p, xs, key=SECRET):

@@ -1,5 +1,7 @@
 """The five questions. Sizes of messages follow from the opened forest, so view and cost are asked for a given one."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -13,6 +15,7 @@ from cloister.testing import (
     FRAMING,
     Case,
     check_no_errors,
+    check_vectors,
     fixed_entropy,
     run_protocol,
     transcript,
@@ -67,6 +70,10 @@ def test_ideal_the_forest_is_that_of_the_pooled_rows(options, monkeypatch):
         np.testing.assert_allclose(got.scores, [f.score(Z) for f in wanted], rtol=1e-6)
     outline = values(run)[HUB]
     np.testing.assert_array_equal(outline.counts, found[SITES[0]].outline.counts)
+
+
+def test_vectors():
+    check_vectors(counted_forest, case(trees=2), Path(__file__).parents[1] / "vectors" / "counted_forest.json")
 
 
 def test_leaves_are_small_or_counted():

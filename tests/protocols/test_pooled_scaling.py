@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -5,7 +7,7 @@ from cloister.errors import DataError
 from cloister.protocols import pooled_scaling
 from cloister.rehearsal import Fault
 from cloister.study import Party
-from cloister.testing import Case, check_no_errors, check_view, run_protocol, transcript, values
+from cloister.testing import Case, check_no_errors, check_vectors, check_view, run_protocol, transcript, values
 
 HUB = Party("hub")
 SITES = tuple(Party(f"site-{i}") for i in range(3))
@@ -57,6 +59,10 @@ def test_missing_entries_do_not_count():
     wanted = pooled_scaling.ideal(c.params, {u: x for u, (x,) in c.inputs.items()})[HUB]
     check_scaling(values(run)[HUB], wanted)
     assert (wanted.apply(parts[1]) == 0).all()
+
+
+def test_vectors():
+    check_vectors(pooled_scaling, case(awkward()), Path(__file__).parents[1] / "vectors" / "pooled_scaling.json")
 
 
 def test_view_does_not_depend_on_values_or_rows():

@@ -1,3 +1,6 @@
+import threading
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -5,7 +8,16 @@ from cloister.crypto import paillier
 from cloister.errors import ParameterError
 from cloister.protocols import masked_forest, private_slots
 from cloister.study import Party
-from cloister.testing import Case, check_abort, check_cost, check_no_errors, check_view, run_protocol, values
+from cloister.testing import (
+    Case,
+    check_abort,
+    check_cost,
+    check_no_errors,
+    check_vectors,
+    check_view,
+    run_protocol,
+    values,
+)
 
 AUX = Party("auxiliary")
 SITES = tuple(Party(f"site-{i}") for i in range(3))
@@ -46,6 +58,18 @@ def test_ideal_slots_are_disjoint_and_cover_everything():
         starts.add(found[SITES[0]].start)
         assert found[SITES[0]].seed.hex() not in repr(found[SITES[0]])
     assert len(starts) > 1  # H and the order of clients are fresh in every run
+
+
+def test_vectors(monkeypatch):
+    """Primes come from OpenSSL and never repeat; with given ones everything else does."""
+    primes = [prime_from((n << 509) + (i << 500)) for i in range(3) for n in (6, 7)]
+    keys = {u: paillier.SecretKey(*primes[2 * i : 2 * i + 2]) for i, u in enumerate(SITES)}
+    monkeypatch.setattr(paillier, "generate", lambda bits: keys[Party(threading.current_thread().name)])
+    check_vectors(private_slots, case(), Path(__file__).parents[1] / "vectors" / "private_slots.json")
+
+
+def prime_from(n):
+    return next(m for m in range(n | 1, n + 10**5, 2) if all(pow(a, m - 1, m) == 1 for a in (2, 3, 5)))
 
 
 def test_as_printed_slots_would_collide():
