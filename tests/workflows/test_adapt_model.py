@@ -1,5 +1,6 @@
 import dataclasses
 import sys
+import types
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from cloister.errors import DataError, ParameterError, ProtocolAbort
 from cloister.models import polynomial
 from cloister.models.adapter import Adapted
 from cloister.rehearsal import rehearse
+from cloister.workflows import adapt_model
 
 torch.set_num_threads(1)
 IMAGES = {"kind": "images", "height": 2, "width": 4, "channels": 1, "patch": 2, "mean": 0.5, "std": 0.5}
@@ -165,3 +167,16 @@ def test_published(model, tmp_path):
     one = {"basel": images(4, 0), "lugano": images(4, 1)[:1].copy()}
     with pytest.raises(DataError, match=r"at least 2|at least two"):
         rehearse("adapt-model", one, mode="published", model=str(model), **OPTIONS)
+
+
+def test_it_explains_only_what_it_runs():
+    from cloister import workflows
+
+    for mode in ("hardened", "published"):
+        found = workflows.reveals(workflows.get("adapt-model"), mode)
+        assert {"federated_training", "model_card", "secure_sum"} < set(found)
+        assert "pseudo_labels" not in found
+    assert "pseudo_labels" in workflows.reveals(workflows.get("fine-tune"), "hardened")
+    seat = types.SimpleNamespace(study=types.SimpleNamespace(sites=("a", "b"), coordinator="hub", seed=0))
+    params = adapt_model.training_params(seat, adapt_model.Options(), types.SimpleNamespace(digest=""))
+    assert params.pseudo.source == "none"

@@ -53,6 +53,7 @@ class Workflow:
     files: Callable[[Outcome], dict[str, bytes]] | None = None  # further files to write at a party
     figures: Callable[[Mapping[str, Outcome], Any], list[Any]] | None = None  # for the report
     warnings: Callable[[Study, Any], list[str]] | None = None  # what the parties should hear before they start
+    never: tuple[str, ...] = ()  # protocols that one of its protocols could run, and never does here
 
     def protocol(self, mode: str) -> types.ModuleType:
         if mode not in self.protocols:
@@ -161,7 +162,8 @@ def section(module: types.ModuleType, title: str) -> str:
 def protocols_of(workflow: Workflow, mode: str) -> list[types.ModuleType]:
     """The protocol files that a mode runs: its own first, then those that it or the workflow calls."""
     main = workflow.protocol(mode)
-    others = {f"cloister.protocols.{name}" for one, name in workflow.protocols.items() if one != mode}
+    others = {name for one, name in workflow.protocols.items() if one != mode} | set(workflow.never)
+    others = {f"cloister.protocols.{name}" for name in others}
     found, queue = [main], [main, sys.modules[workflow.part.__module__]]
     while queue:
         for name in {_home_of(x) for x in vars(queue.pop(0)).values()}:
