@@ -126,19 +126,20 @@ class Encoder:
 
     # ---- one `.npz` without pickles ---------------------------------------------------------------------------------
 
-    def to_bytes(self) -> bytes:
+    def to_bytes(self, *, half: bool = False) -> bytes:
+        """In float32, or in float16 (`half`); check the ranges of a model that was rounded so again."""
         arrays = {"embed": self.embed, "positions": self.positions}
         arrays |= {"projections": self.projections, "centres": self.centres}
         for i, b in enumerate(self.blocks):
             arrays |= {f"{i}.{f.name}": getattr(b, f.name) for f in dataclasses.fields(Block)}
         meta = {"format": FORMAT, "shape": dataclasses.asdict(self.shape), "card": self.card}
         out = io.BytesIO()
-        packed = {k: v.astype(np.float32) for k, v in arrays.items()}
+        packed = {k: v.astype(np.float16 if half else np.float32) for k, v in arrays.items()}
         np.savez_compressed(out, meta=np.frombuffer(json.dumps(meta).encode(), np.uint8), **packed)
         return out.getvalue()
 
-    def save(self, path: str | Path) -> None:
-        Path(path).write_bytes(self.to_bytes())
+    def save(self, path: str | Path, *, half: bool = False) -> None:
+        Path(path).write_bytes(self.to_bytes(half=half))
 
     @classmethod
     def load(cls, path: str | Path) -> Encoder:
