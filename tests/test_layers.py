@@ -43,7 +43,7 @@ NEVER = {  # of other packages, anywhere under that name
 ANYWHERE = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 TRANSPORT = {"socket": ("processes", "doctor", "runtime"), "nvflare": ("doctor", "runtime"), "grpc": ("runtime",)}
 STATISTICAL = {  # protocols that draw with NumPy, and what: never a mask, a key or a share
-    "protocols/federated_training": "which sites take part in a round, from the public seed",
+    "protocols/training_terms": "which sites take part in a round, from the public seed",
     "protocols/counted_forest": "rows and axes of a forest, from a secret of the sites",
 }
 

@@ -1,4 +1,5 @@
 import hashlib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,8 +11,9 @@ from cloister.protocols.pseudo_labels import Pseudo
 from cloister.protocols.training_parts import Offer, State, better, metrics
 from cloister.rehearsal import Fault
 from cloister.study import Party
-from cloister.testing import Case, check_no_errors, check_view, run_protocol, transcript, values
+from cloister.testing import Case, check_no_errors, check_vectors, check_view, run_protocol, transcript, values
 
+VECTORS = Path(__file__).parents[1] / "vectors" / "federated_training.json"
 HUB = Party("hub")
 D = 4
 
@@ -93,6 +95,27 @@ class Semi(Softmax):
         return super().train(theta, t, rate) if len(self.y) else (np.zeros(self.size), 0.0)
 
 
+class Steady:
+    """Learns the same sixteenths everywhere: every machine computes the same bytes."""
+
+    size, cells, digest = 5, 8, bytes(32)
+
+    def __init__(self, number):
+        self.number = number
+
+    def train(self, theta, t, rate):
+        return (np.arange(5) - 2.0 + self.number + t) / 16, 0.5
+
+    def score(self, theta):
+        return np.array([[4.0, 1.0], [self.number, 2.0]]), 3.0
+
+
+def steady_case():
+    sites = tuple(Party(f"site-{i}") for i in range(4))
+    inputs = {u: (Offer("numbers", ("a", "b"), lambda _, i=i: Steady(i)),) for i, u in enumerate(sites)}
+    return Case(Params(sites, HUB, "steady", rounds=2, clients=3), inputs)
+
+
 def offers(c):
     return {u: x[0] for u, x in c.inputs.items()}
 
@@ -136,6 +159,10 @@ def test_the_curves_are_those_of_the_pooled_validation_cells():
     assert history[-1]["accuracy"] > history[0]["accuracy"]
     assert history[-1]["train_loss"] < history[0]["train_loss"] if "train_loss" in history[-1] else True
     assert history[1]["train_loss"] < history[0]["train_loss"]
+
+
+def test_vectors():
+    check_vectors(federated_training, steady_case(), VECTORS)
 
 
 def test_metrics_by_hand():
