@@ -51,6 +51,8 @@ class Parameters:
         How many rescalings, how many primes each spends, and their size; Δ = 2^(per_level · level_bits).
     special_bits
         Size of the prime for switching keys.
+    given_scale_bits
+        log2 Δ where a circuit plans the scales between its rescalings itself; 0 otherwise.
     """
 
     degree: int
@@ -60,6 +62,7 @@ class Parameters:
     per_level: int = 2
     level_bits: int = 39
     special_bits: int = 60
+    given_scale_bits: int = 0
 
     def __post_init__(self) -> None:
         if min(self.base, self.levels, self.per_level) < 1 or max(self.bits) > 60 or min(self.bits) < 20:
@@ -77,7 +80,7 @@ class Parameters:
 
     @property
     def scale_bits(self) -> int:
-        return self.per_level * self.level_bits
+        return self.given_scale_bits or self.per_level * self.level_bits
 
     @property
     def scale(self) -> float:
@@ -215,9 +218,12 @@ class Context:
 
     # ---- encoding ----------------------------------------------------------------------------------------------------
 
-    def encode(self, values: F64, k: int, scale: float) -> Any:
-        """A plaintext at k primes."""
-        plain = self.encoder.encode(np.ascontiguousarray(values, np.float64), scale)
+    def encode(self, values: F64 | float, k: int, scale: float) -> Any:
+        """A plaintext at k primes: a vector, or one number in every slot."""
+        if isinstance(values, float):
+            plain = self.encoder.encode(values, scale)
+        else:
+            plain = self.encoder.encode(np.ascontiguousarray(values, np.float64), scale)
         for _ in range(self.params.top - k):
             plain = self.evaluator.mod_switch_to_next(plain)
         return plain
@@ -328,12 +334,12 @@ class Context:
 
     # ---- evaluation --------------------------------------------------------------------------------------------------
 
-    def dropped(self, k: int) -> float:
-        """The product of the primes that a rescaling from k primes divides by."""
-        return float(math.prod(self.primes[k - self.params.per_level : k]))
+    def dropped(self, k: int, count: int = 0) -> float:
+        """The product of the primes that a rescaling from k primes divides by; `count` of them, or one level's."""
+        return float(math.prod(self.primes[k - (count or self.params.per_level) : k]))
 
-    def rescale(self, ct: Cipher) -> Cipher:
-        for _ in range(self.params.per_level):
+    def rescale(self, ct: Cipher, count: int = 0) -> Cipher:
+        for _ in range(count or self.params.per_level):
             ct = self.evaluator.rescale_to_next(ct)
         return ct
 
@@ -343,16 +349,28 @@ class Context:
             ct = self.evaluator.mod_switch_to_next(ct)
         return ct
 
-    def times_plain(self, ct: Cipher, plain: Any) -> Cipher:
-        return self.rescale(self.evaluator.multiply_plain(ct, plain))
+    def times_plain(self, ct: Cipher, plain: Any, count: int = 0) -> Cipher:
+        return self.rescale(self.evaluator.multiply_plain(ct, plain), count)
 
-    def times(self, x: Cipher, y: Cipher, relin: Any) -> Cipher:
+    def product(self, x: Cipher, y: Cipher, relin: Any) -> Cipher:
+        """Relinearised, not yet rescaled; at the fewer primes of the two."""
         k = min(x.coeff_modulus_size(), y.coeff_modulus_size())
-        product = self.evaluator.multiply(self.drop(x, k), self.drop(y, k))
-        return self.rescale(self.evaluator.relinearize(product, relin.key))
+        return self.evaluator.relinearize(self.evaluator.multiply(self.drop(x, k), self.drop(y, k)), relin.key)
 
-    def square(self, x: Cipher, relin: Any) -> Cipher:
-        return self.rescale(self.evaluator.relinearize(self.evaluator.square(x), relin.key))
+    def times(self, x: Cipher, y: Cipher, relin: Any, count: int = 0) -> Cipher:
+        return self.rescale(self.product(x, y, relin), count)
+
+    def square(self, x: Cipher, relin: Any, count: int = 0) -> Cipher:
+        return self.rescale(self.evaluator.relinearize(self.evaluator.square(x), relin.key), count)
+
+    def shift(self, ct: Cipher, bits: int) -> Cipher:
+        """The same values at a scale 2^bits larger."""
+        k, one = ct.coeff_modulus_size(), self.encoder.encode(1 << bits)
+        for _ in range(self.params.top - k):
+            one = self.evaluator.mod_switch_to_next(one)
+        moved = self.evaluator.multiply_plain(ct, one)
+        moved.scale(ct.scale() * 2.0**bits)
+        return moved
 
     def add(self, x: Cipher, y: Cipher) -> Cipher:
         """Both at the fewer primes; scales must agree to nine digits."""
@@ -364,7 +382,8 @@ class Context:
         y.scale(x.scale())
         return self.evaluator.add(x, y)
 
-    def add_plain(self, ct: Cipher, values: F64) -> Cipher:
+    def add_plain(self, ct: Cipher, values: F64 | float) -> Cipher:
+        """Add a vector, or one number to every slot."""
         return self.evaluator.add_plain(ct, self.encode(values, ct.coeff_modulus_size(), ct.scale()))
 
     def rotate(self, ct: Cipher, steps: int, key: Any) -> Cipher:

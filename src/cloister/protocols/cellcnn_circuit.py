@@ -8,8 +8,8 @@ Slots are (j, c, i): marker j outermost, then class c, then sample or filter i. 
 so rotations by R, 2R, ..., with R = slots/J, add over markers and leave the sum everywhere.
 
     M   (j, c, i) = M[j, c]       for all i        at the top          sites start here
-    U   (j, c, i) = U[i, c]       for all j        one level spent
-    Z   (j, c, i) = X[i, j]·E[i, c]                four levels spent; summed over sites, then over i by the refresh
+    U   (j, c, i) = U[i, c]       for all j        one prime spent
+    Z   (j, c, i) = X[i, j]·E[i, c]                at the base; summed over sites, then over i by the refresh
     W   (j, c, i) = W[j, i]       for all c        V  (j, c, i) = V[i, c]  for all j
     A   all of W, V, v_W, v_V, each once: the archive, never multiplied
 
@@ -30,11 +30,10 @@ from cloister.crypto import ckks
 from cloister.crypto.slots import SlotMap, make_map
 from cloister.errors import ParameterError
 from cloister.models import cellcnn
+from cloister.protocols.cellcnn_ladder import PRODUCT, Ladder, chain
 from cloister.wire import F64, I64
 
-LEVELS = 4  # what a site's part spends
 VALUE_BITS = 6  # every slot that is refreshed stays below 64 in absolute value
-Z_NOISE = 32.0  # noise of Z in units of rounding noise times √J: products with |U| ≤ 8 amplify it
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +45,13 @@ class Layout:
     parties: int
 
     def __post_init__(self) -> None:
-        if self.ckks.levels < LEVELS:
-            raise ParameterError(f"training needs {LEVELS} levels, these parameters have {self.ckks.levels}")
+        self.ladder  # noqa: B018 - raises where the parameters are not those of a training
         if self.config.filters > self.R:
             raise ParameterError(slots_missing(self.config, self.ckks.slots))
+
+    @property
+    def ladder(self) -> Ladder:
+        return Ladder(self.ckks, self.config.interval)
 
     @property
     def J(self) -> int:
@@ -241,7 +243,7 @@ class Layout:
         """
         c, n = self.config, self.parties * self.config.batch
         one = ckks.rounding_noise(self.ckks, self.parties)
-        z = Z_NOISE * math.sqrt(self.J) * one / math.sqrt(min(n, self.parties * self.I))
+        z = self.ladder.z_noise * one / math.sqrt(min(n, self.parties * self.I))
         step = c.learning_rate * math.sqrt(max(self.J, c.classes)) * (one + z)
         total = math.hypot(step * math.sqrt(c.steps) / (1 - c.momentum), ckks.encryption_noise(self.ckks, self.parties))
         return math.ceil(math.log2(6 * total))
@@ -284,7 +286,7 @@ def choose_ring(config: cellcnn.Config, parties: int) -> ckks.Parameters:
     for slots, scale_bits, value_bits in ((8192, 68, 3), *((16384, bits, VALUE_BITS) for bits in (80, 88, 96, 104))):
         if need > slots:
             continue
-        params = ckks.choose(LEVELS, slots, scale_bits=scale_bits, value_bits=value_bits, parties=parties)
+        params = chain(slots, scale_bits=scale_bits, value_bits=value_bits, parties=parties)
         layout = Layout(config, params, parties)
         cheap = len(layout.groups) * layout.chunks == 1 or slots == 16384
         if max(layout.opening_error, layout.answer_error) < 2e-4 and cheap:
@@ -315,40 +317,51 @@ def add_over_markers(c: ckks.Context, layout: Layout, ct: ckks.Cipher, rotation:
     return ct
 
 
-def gradient_scale(c: ckks.Context) -> float:
-    """The scale at which `gradient` returns Z."""
-    P = c.params
-    k3, k2, k1 = (P.primes_at(level) for level in (3, 2, 1))
-    squared = P.scale**2 / c.dropped(k3)
-    return P.scale * squared / c.dropped(k2) * squared / c.dropped(k1)
+def aggregated_product(c: ckks.Context, x: ckks.Cipher, y: ckks.Cipher, relin: Any) -> ckks.Cipher:
+    """Multiply at the aggregator, slot by slot: both at `Ladder.one` primes and scale Δ, the product at the base."""
+    return c.times(c.shift(x, _room(c)), y, relin, PRODUCT)
+
+
+def product_scale(c: ckks.Context) -> float:
+    """The scale of an aggregated product: near Δ."""
+    return c.params.scale**2 * 2.0 ** _room(c) / c.dropped(c.params.base + PRODUCT, PRODUCT)
+
+
+def _room(c: ckks.Context) -> int:
+    """By how many bits the primes of a product exceed Δ."""
+    return round(math.log2(c.dropped(c.params.base + PRODUCT, PRODUCT) / c.params.scale))
 
 
 def gradient(layout: Layout, M: ckks.Cipher, X: F64, Y: F64, relin: Any, rotation: Mapping[int, Any]) -> ckks.Cipher:
-    """Z of up to I samples and one class group; X (k, m), Y (k, classes of the group).
+    """Z of up to I samples and one class group, at scale Δ; X (k, m), Y (k, classes of the group).
 
-    With E as in `models.cellcnn`, Z = x·c0 + (x·c1)·U + U²·(x·c2 + (x·c3)·U + ((x·c5)·U)·U²).
+    Stages and scales as in `cellcnn_ladder`.
     """
-    c, P = ckks.context(layout.ckks), layout.ckks
-    k3, k2, k1 = (P.primes_at(level) for level in (3, 2, 1))
-    c0, c1, c2, c3, c5 = cellcnn.error_polynomial(layout.config.interval, Y)
-    x = layout.input_slots(X)
+    c, ladder = ckks.context(layout.ckks), layout.ladder
+    (k_u, _, k_q, _), (d1, d2, d3) = ladder.primes, ladder.spent
+    c0, _, c2, _, _ = cellcnn.error_polynomial(layout.config.interval, Y)
+    c5, p, q = ladder.quintic
+    x, top = layout.input_slots(X), k_u + 1
 
     def by_class(coefficients: F64) -> F64:  # x·c(y) at (j, c, i)
         table = np.zeros((layout.J, layout.O, layout.I))
         table[: X.shape[1], : Y.shape[1], : len(X)] = X.T[:, None, :] * coefficients.T[None]
         return layout.spread(table)
 
-    top = P.primes_at(LEVELS)
-    U = c.times_plain(c.drop(M, top), c.encode(x, top, c.dropped(top)))
-    U = add_over_markers(c, layout, U, rotation)
-    U2 = c.square(U, relin)
-    cubic_scale = P.scale * float(U2.scale()) / c.dropped(k2)
-    z_scale = cubic_scale * float(U2.scale()) / c.dropped(k1)
+    def times_x(ct: ckks.Cipher, values: F64, scale: float) -> ckks.Cipher:  # one prime for a plain factor
+        k = ct.coeff_modulus_size()
+        return c.times_plain(ct, c.encode(values, k, scale * c.dropped(k, 1) / float(ct.scale())), 1)
 
-    def times_x(factor: float, scale: float) -> ckks.Cipher:  # (x·factor)·U at that scale
-        return c.times_plain(U, c.encode(factor * x, k3, scale * c.dropped(k3) / float(U.scale())))
-
-    inner = c.times(times_x(c5, P.scale), U2, relin)
-    inner = c.add_plain(c.add(inner, times_x(c3, cubic_scale)), by_class(c2))
-    Z = c.times(inner, U2, relin)
-    return c.add_plain(c.add(Z, times_x(c1, z_scale)), by_class(c0))
+    u_scale = math.sqrt(2.0**ladder.square_bits * c.dropped(k_u, d1))
+    U = add_over_markers(c, layout, times_x(c.drop(M, top), x, u_scale), rotation)
+    U2 = c.square(U, relin, d1)
+    Q = c.add_plain(c.square(c.add_plain(U2, p), relin, d2), q)
+    spent = c.dropped(k_q, d3)
+    factor = times_x(c.drop(U, k_q + 1), c5 * x, layout.ckks.scale * spent / float(Q.scale()))
+    Z = c.product(factor, Q, relin)
+    low = c.drop(U2, k_q)
+    even = c.evaluator.multiply_plain(low, c.encode(by_class(c2), k_q, float(Z.scale()) / float(low.scale())))
+    Z = c.rescale(c.add(Z, even), d3)
+    Z = c.add_plain(Z, by_class(c0))
+    Z.scale(layout.ckks.scale)
+    return Z

@@ -63,7 +63,14 @@ from cloister.protocols import (
     collective_rotation,
     threshold_decrypt,
 )
-from cloister.protocols.cellcnn_circuit import LEVELS, VALUE_BITS, Layout, all_maps, gradient, gradient_scale
+from cloister.protocols.cellcnn_circuit import (
+    VALUE_BITS,
+    Layout,
+    aggregated_product,
+    all_maps,
+    gradient,
+    product_scale,
+)
 from cloister.protocols.collective_key import check_holders, read
 from cloister.protocols.collective_refresh import Ledger
 from cloister.protocols.key_store import KeyStore
@@ -168,7 +175,7 @@ def roles(params: Params) -> dict[Party, object]:
 def cost(params: Params) -> dict[Party, tuple[int, int]]:
     """Without a checkpoint."""
     c, P, n, L = ckks.context(params.ckks), params.ckks, len(params.holders), params.layout
-    G, steps, base, one = len(L.groups), params.config.steps, c.packed(P.base), c.packed(P.primes_at(1))
+    G, steps, base, one = len(L.groups), params.config.steps, c.packed(P.base), c.packed(L.ladder.one)
     top = c.packed(P.top)
     up, down = [(1, 0), (1, top)], [(1, 0), (1, top), (1, 2 * G * top)]
     digits, whole = P.top, c.packed(len(c.primes))
@@ -200,12 +207,11 @@ class Refresh:
 
 def refreshes(params: Params) -> dict[str, Refresh]:
     c, P, L = ckks.context(params.ckks), params.ckks, params.layout
-    G, one, top = len(L.groups), P.primes_at(1), P.primes_at(LEVELS)
-    product = P.scale**2 / c.dropped(one)
+    G, one, product = len(L.groups), L.ladder.one, product_scale(c)
     shapes: dict[str, tuple[list[float], list[int]]] = {
-        "gradient": ([gradient_scale(c)] * G, [one] * G),
+        "gradient": ([P.scale] * G, [one] * G),
         "update": ([product] * (2 * G) + [P.scale] * L.archives, [P.base] * L.archives + [one] * (1 + G)),
-        "product": ([product] * G, [top] * G),
+        "product": ([product] * G, [P.top] * G),
         "opening": ([P.scale] * L.archives, [P.base] * L.archives),
     }
     made = {}
@@ -332,7 +338,7 @@ async def holder(
         raise RefusedError("this site did not consent to opening the model; allow it, or train with open_model=False")
     check_batches(params.config, X, Y)
     c, P, L, S = ckks.context(params.ckks), params.ckks, params.layout, params.aggregator
-    G, top, ledger, todo = len(L.groups), P.primes_at(LEVELS), Ledger(), refreshes(params)
+    G, top, ledger, todo = len(L.groups), P.top, Ledger(), refreshes(params)
     await ch.send(S, Ready(store.name if store is not None else b""))  # L1
     start = await ch.recv(S, Start)  # L2
     if start.resumed and store is not None:
@@ -410,7 +416,7 @@ def gradient_message(c: ckks.Context, L: Layout, model: Sequence[ckks.Cipher], X
 async def aggregator(ch: Channel, params: Params, store: KeyStore | None = None, *, entropy: Entropy) -> Trained:
     """Play S."""
     c, P, L = ckks.context(params.ckks), params.ckks, params.layout
-    G, top, one, todo = len(L.groups), P.primes_at(LEVELS), P.primes_at(1), refreshes(params)
+    G, top, one, todo = len(L.groups), P.top, L.ladder.one, refreshes(params)
     held = {r.keys for r in (await ch.gather(params.holders, Ready)).values()}  # L1
     resumed = store is not None and store.name != b"" and held == {store.name} and store.has_state(params.tag)
     keys: Keys
@@ -449,12 +455,12 @@ async def aggregator(ch: Channel, params: Params, store: KeyStore | None = None,
             for total, c0, c1 in zip(sums, got.c0, got.c1, strict=True):
                 c.ring.add(total[0], read(c, c0, P.base, NAME, "L4", i))
                 c.ring.add(total[1], read(c, c1, P.base, NAME, "L4", i))
-        Z = await refresh(f"{t}/gradient", "gradient", [c.cipher(x, gradient_scale(c)) for x in sums])
-        T1 = [c.times(z, state["W"][0], keys.relin) for z in Z]
-        T2 = [c.times(z, v, keys.relin) for z, v in zip(Z, state["V"], strict=True)]
+        Z = await refresh(f"{t}/gradient", "gradient", [c.cipher(x, P.scale) for x in sums])
+        T1 = [aggregated_product(c, z, state["W"][0], keys.relin) for z in Z]
+        T2 = [aggregated_product(c, z, v, keys.relin) for z, v in zip(Z, state["V"], strict=True)]
         new = await refresh(f"{t}/update", "update", [*T1, *T2, *state["archive"]])
         archive, W, V = new[: L.archives], new[L.archives], new[L.archives + 1 :]
-        product = [c.times(W, v, keys.relin) for v in V]
+        product = [aggregated_product(c, W, v, keys.relin) for v in V]
         model = await refresh(f"{t}/product", "product", product)
         state = {"model": model, "W": [W], "V": V, "archive": archive}
         if store is not None:

@@ -40,6 +40,7 @@ from cloister.errors import DataError, ParameterError, ProtocolAbort
 from cloister.models import cellcnn
 from cloister.protocols import key_switch
 from cloister.protocols.cellcnn_circuit import Layout, add_over_markers
+from cloister.protocols.cellcnn_ladder import PRODUCT
 from cloister.protocols.collective_key import check_holders, read
 from cloister.protocols.collective_refresh import Ledger
 from cloister.protocols.encrypted_training import Keys, Trained
@@ -91,8 +92,8 @@ def roles(params: Params) -> dict[Party, object]:
 
 
 def cost(params: Params) -> dict[Party, tuple[int, int]]:
-    c, P, n = ckks.context(params.ckks), params.ckks, len(params.holders)
-    k, G, size = params.chunks, len(params.layout.groups), 2 * c.packed(P.primes_at(1))
+    c, n = ckks.context(params.ckks), len(params.holders)
+    k, G, size = params.chunks, len(params.layout.groups), 2 * c.packed(params.layout.ladder.one)
     each = key_switch.cost(switch(params))
     sent = {p: (k * G * messages, k * G * payload) for p, (messages, payload) in each.items()}
     for p, copies in ((params.querier, 1), (params.aggregator, n - 1)):
@@ -105,17 +106,22 @@ def chunks(config: cellcnn.Config, params: ckks.Parameters, parties: int, sample
 
 
 def switch(params: Params) -> key_switch.Params:
-    c, P = ckks.context(params.ckks), params.ckks
-    scale = P.scale**2 / c.dropped(P.primes_at(1))
-    noise = params.layout.query_noise_bits
-    return key_switch.Params(params.holders, params.aggregator, params.querier, P, P.base, scale, noise)
+    P, noise = params.ckks, params.layout.query_noise_bits
+    return key_switch.Params(params.holders, params.aggregator, params.querier, P, P.base, P.scale, noise)
+
+
+def sample_scale(params: Params) -> float:
+    """Of the samples: what the product spends, so that the logits stand at Δ."""
+    return ckks.context(params.ckks).dropped(params.layout.ladder.one, PRODUCT)
 
 
 def evaluate(params: Params, model: list[ckks.Cipher], x: ckks.Cipher, keys: Keys) -> list[ckks.Cipher]:
     """[U] of one chunk, per class group, at the base primes."""
-    c = ckks.context(params.ckks)
-    k = params.ckks.primes_at(1)
-    return [add_over_markers(c, params.layout, c.times(c.drop(M, k), x, keys.relin), keys.rotation) for M in model]
+    c, L = ckks.context(params.ckks), params.layout
+    found = [add_over_markers(c, L, c.times(M, x, keys.relin, PRODUCT), keys.rotation) for M in model]
+    for U in found:
+        U.scale(params.ckks.scale)
+    return found
 
 
 def check_samples(params: Params, X: F64) -> None:
@@ -133,11 +139,11 @@ async def querier(
 ) -> F64:
     """Play a site that asks. X (samples, m) → logits (samples, o)."""
     check_samples(params, X)
-    c, L, k = ckks.context(params.ckks), params.layout, params.ckks.primes_at(1)
+    c, L, k = ckks.context(params.ckks), params.layout, params.layout.ladder.one
     queries = []
     for part in range(params.chunks):
         values = L.input_slots(X[part * L.I : (part + 1) * L.I])
-        x = c.encrypt(trained.keys.public, values, k, params.ckks.scale, entropy)
+        x = c.encrypt(trained.keys.public, values, k, sample_scale(params), entropy)
         raw, _ = c.raw(x)
         await ch.send(params.aggregator, Query(c.pack(raw[0]), c.pack(raw[1])))  # L1
         queries.append(x)
@@ -155,11 +161,11 @@ async def querier(
 
 async def holder(ch: Channel, params: Params, trained: Trained, *, entropy: Entropy) -> None:
     """Play a site that helps to answer."""
-    c, S, k = ckks.context(params.ckks), params.aggregator, params.ckks.primes_at(1)
+    c, S, k = ckks.context(params.ckks), params.aggregator, params.layout.ladder.one
     ledger = Ledger()
     for part in range(params.chunks):
         got = await ch.recv(S, Forwarded)  # L2
-        x = c.cipher(np.stack([read(c, y, k, NAME, "L2", S) for y in (got.c0, got.c1)]), params.ckks.scale)
+        x = c.cipher(np.stack([read(c, y, k, NAME, "L2", S) for y in (got.c0, got.c1)]), sample_scale(params))
         for g, U in enumerate(evaluate(params, trained.model, x, trained.keys)):
             await _switch(ch, params, trained, U, ledger, part, g, entropy, None)
 
@@ -188,12 +194,12 @@ async def _switch(
 
 async def aggregator(ch: Channel, params: Params, trained: Trained) -> None:
     """Play S."""
-    c, q, k = ckks.context(params.ckks), params.querier, params.ckks.primes_at(1)
+    c, q, k = ckks.context(params.ckks), params.querier, params.layout.ladder.one
     others = [i for i in params.holders if i != q]
     for part in range(params.chunks):
         got = await ch.recv(q, Query)  # L1
         x = c.cipher(
-            np.stack([read(c, got.c0, k, NAME, "L1", q), read(c, got.c1, k, NAME, "L1", q)]), params.ckks.scale
+            np.stack([read(c, got.c0, k, NAME, "L1", q), read(c, got.c1, k, NAME, "L1", q)]), sample_scale(params)
         )
         await ch.scatter(others, Forwarded(got.c0, got.c1))  # L2
         ch.step(f"prediction: part {part + 1} of {params.chunks}", protocol=NAME, line="L2")
