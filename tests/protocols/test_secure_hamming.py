@@ -139,6 +139,13 @@ def test_cost_of_three_parties(sizes):
     check_cost(hamming_mpc, case(hamming_mpc, sizes, 512))
 
 
+@pytest.mark.parametrize("engine", ["mpc", "ot", "he"])
+@pytest.mark.parametrize("sizes", [(5, 6), (5, 4, 6)])
+def test_cost_of_distances_and_of_the_graph(engine, sizes):
+    check_cost(secure_hamming, case(secure_hamming, sizes, 512, engine=engine))
+    check_cost(private_graph, case(private_graph, sizes, 512, engine=engine, n_neighbors=3))
+
+
 def test_views_do_not_depend_on_the_codes():
     for module, options in ((hamming_mpc, {}), (secure_hamming, {"engine": "ot"})):
         check_view(module, case(module, seed=1, **options), case(module, seed=2, **options))

@@ -63,6 +63,19 @@ def pairs(sites: tuple[Party, ...]) -> list[tuple[Party, Party]]:
     return [(u, v) for i, u in enumerate(sites) for v in sites[i + 1 :]]
 
 
+def cost(params: Params) -> dict[Party, tuple[int, int]]:
+    """Messages and payload bytes that each site sends, to all others together."""
+    found = dict.fromkeys(params.sites, (0, 0))
+    for u, v in pairs(params.sites):
+        sizes = (params.size(u), params.size(v))
+        if params.engine == "ot":
+            sent = hamming_ot.cost(hamming_ot.Params(u, v, *sizes, params.bits))
+        else:
+            sent = hamming_he.cost(hamming_he.Params(u, v, *sizes, params.bits))
+        found |= {p: (found[p][0] + n, found[p][1] + size) for p, (n, size) in sent.items()}
+    return found
+
+
 async def pair_shares(ch: Channel, params: Params, packed: U8, *, entropy: Entropy) -> dict[Party, Words]:
     """D1: per other site, this one's summand (n_me, n_v) of the distances modulo 2^κ."""
     ring = ring_of(params.bits)

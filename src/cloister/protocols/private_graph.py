@@ -47,6 +47,7 @@ from cloister.models import graph
 from cloister.protocols import pair_distances
 from cloister.protocols.pair_distances import Engine, check_engine
 from cloister.protocols.replicated import Shared, Trio, join
+from cloister.protocols.replicated_cost import Bill
 from cloister.protocols.shared_codes import (
     SharedCodes,
     check,
@@ -96,6 +97,29 @@ def ideal(params: Params, xs: Mapping[Party, U8]) -> dict[Party, I64 | None]:
 
 def roles(params: Params) -> dict[Party, object]:
     return {params.server: server} | dict.fromkeys(params.sites, site)
+
+
+def cost(params: Params) -> dict[Party, tuple[int, int]]:
+    """Messages and payload bytes that each party sends; expected values where a selection is long (`Bill`)."""
+    ring, n = ring_of(params.bits), sum(params.sizes)
+    bill = Bill((*params.sites, params.server), computing(params.sites, params.server))
+    bill.meet()
+    for u, own in zip(params.sites, params.sizes, strict=True):
+        if params.engine == "mpc":
+            bill.input(u, own * params.bits, ring)
+        else:
+            for other in params.sizes:
+                bill.input(u, own * other, ring)
+    step = max(1, BLOCK // n)
+    for start in range(0, n, step):
+        count = min(step, n - start)
+        bill.smallest_k(count, n, params.n_neighbors, params.key_ring)
+        bill.open(params.server, count * params.n_neighbors, params.key_ring)
+    found = bill.total()
+    if params.engine != "mpc":
+        sent = pair_distances.cost(params.between).items()
+        found |= {u: (found[u][0] + messages, found[u][1] + size) for u, (messages, size) in sent}
+    return found
 
 
 class SharedDistances:

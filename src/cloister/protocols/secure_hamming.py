@@ -68,6 +68,10 @@ class Params:
         return self.sizes[self.sites.index(u)]
 
     @property
+    def between(self) -> pair_distances.Params:
+        return pair_distances.Params(self.sites, self.sizes, self.bits, self.engine)
+
+    @property
     def mpc(self) -> hamming_mpc.Params:
         return hamming_mpc.Params(self.sites, self.sizes, self.bits, self.server)
 
@@ -91,13 +95,22 @@ def roles(params: Params) -> dict[Party, object]:
     return {params.server: server} | dict.fromkeys(params.sites, site)
 
 
+def cost(params: Params) -> dict[Party, tuple[int, int]]:
+    """Messages and payload bytes that each party sends."""
+    if params.engine == "mpc":
+        return hamming_mpc.cost(params.mpc)
+    w, n = ring_of(params.bits).size, sum(params.sizes)
+    between = pair_distances.cost(params.between).items()
+    own = {u: (sent + len(params.sites), size + w * params.size(u) * n) for u, (sent, size) in between}
+    return own | {params.server: (0, 0)}
+
+
 async def site(ch: Channel, params: Params, packed: U8, *, entropy: Entropy, identity: Identity) -> None:
     check_codes(params.sites, params.sizes, params.bits, ch.me, packed)
     if params.engine == "mpc":
         return await hamming_mpc.site(ch.sub("mpc"), params.mpc, packed, entropy=entropy, identity=identity)  # H1
     ring = ring_of(params.bits)
-    between = pair_distances.Params(params.sites, params.sizes, params.bits, params.engine)
-    shares = await pair_distances.pair_shares(ch, between, packed, entropy=entropy)  # H2
+    shares = await pair_distances.pair_shares(ch, params.between, packed, entropy=entropy)  # H2
     for v in params.sites:
         if v != ch.me:
             await ch.send(params.server, Share(ring.to_bytes(shares[v])))  # H3
