@@ -89,6 +89,49 @@ def test_fedprox_gradient_by_hand():
     np.testing.assert_allclose(a - b, rate * 2.0 * first, atol=1e-6)
 
 
+def scaffold(sites, rounds, rate, recipe):
+    """Rounds over two sites that know two labels each; the last weights, and the learners."""
+    x, y = blobs(240)
+    blueprint, learners = Blueprint("mlp", 6, hidden=(), dropout=0.0), []
+    for kinds in sites:
+        at = np.isin(y, kinds)
+        learners.append(
+            Learner(
+                make(blueprint, LABELS),
+                3,
+                recipe,
+                Table(torch.from_numpy(x[at])),
+                y[at],
+                (),
+                describe="",
+                site=str(kinds),
+            )
+        )
+    theta = np.zeros(learners[0].size)
+    for t in range(rounds):
+        theta = theta + np.mean([one.train(theta.astype(np.float32), t, rate)[0] for one in learners], axis=0)
+    return theta, learners
+
+
+def test_scaffold_finds_the_common_optimum_where_averaging_drifts():
+    whole = {"batch_size": 1000, "optimizer": "sgd", "momentum": 0.0, "weight_decay": 0.1}
+    apart = [(0, 1), (2,)]
+    wanted, _ = scaffold(apart, 250, 0.3, Recipe(epochs=1, **whole))  # one step a round does not drift
+    drifted, _ = scaffold(apart, 25, 0.3, Recipe(epochs=10, **whole))
+    found, learners = scaffold(apart, 25, 0.3, Recipe(epochs=10, controls=1.0, **whole))
+    weights = len(wanted)
+    assert len(found) == 2 * weights
+    np.testing.assert_allclose(found[weights:], np.mean([one.control.numpy() for one in learners], axis=0), atol=1e-5)
+    assert np.linalg.norm(found[:weights] - wanted) < 0.1 * np.linalg.norm(drifted - wanted)
+
+
+def test_scaffold_with_one_site_is_plain_descent():
+    plain = {"batch_size": 16, "optimizer": "sgd", "momentum": 0.0, "epochs": 2}
+    one, _ = scaffold([(0, 1, 2)], 4, 0.05, Recipe(**plain))
+    two, _ = scaffold([(0, 1, 2)], 4, 0.05, Recipe(controls=1.0, **plain))
+    np.testing.assert_allclose(two[: len(one)], one, atol=1e-5)
+
+
 def test_only_a_share_of_each_label_is_held_out():
     codes = np.array([0] * 20 + [1] * 5 + [2] + [-1] * 7)
     held = hold_out(codes, 0.2, np.random.default_rng(0))

@@ -97,8 +97,9 @@ def test_cells_without_a_label_are_labelled(sites):
         {"clients_per_round": 2, "schedule": "cosine"},
         {"weighting": "plain", "optimizer": "sgd", "lr": 0.05},
         {"labels": ("none of these",), "metric": "macro_f1", "patience": 1},
+        {"algorithm": "scaffold", "weighting": "plain", "optimizer": "sgd", "momentum": 0.0, "lr": 0.05},
     ],
-    ids=["fedprox", "sampled", "plain-sgd", "vocabulary"],
+    ids=["fedprox", "sampled", "plain-sgd", "vocabulary", "scaffold"],
 )
 def test_variants(sites, options):
     if "labels" in options:

@@ -3,6 +3,8 @@
     w_0     the first weights: the same at all sites, from the study's seed or a checkpoint
     θ       what was learned on top of them, as one vector: trainable weights, then running means and variances
     train   local epochs of SGD or Adam from w_0 + θ; FedProx pulls back to where they began
+    c, c_u  of SCAFFOLD: what all sites' gradients, and this one's, are about; steps go along ∇ - c_u + c. The vector
+            that travels is then (θ, c): after K steps at rate η, c_u becomes c_u - c - Δ/(Kη), and c the mean of all
 
 First weights come from NumPy's generator, whose stream is the same everywhere; the order of cells and the dropout of a
 round from (seed, site, round). A site's result therefore does not depend on what runs beside it.
@@ -20,7 +22,6 @@ from typing import Any, Protocol
 import numpy as np
 
 from cloister.errors import MissingExtra, ParameterError
-from cloister.models import graph
 
 try:
     import torch
@@ -93,6 +94,7 @@ class Recipe:
     weight_decay: float = 0.0
     mu: float = 0.0  # FedProx; 0 is FedAvg
     seed: int = 0
+    controls: float = 0.0  # SCAFFOLD: the share of all sites that train in a round; 0 is FedAvg
 
     def __post_init__(self) -> None:
         if self.epochs < 1 or self.batch_size < 1:
@@ -101,6 +103,8 @@ class Recipe:
             raise ParameterError(f"optimizer must be adam or sgd, found '{self.optimizer}'")
         if self.mu < 0 or self.weight_decay < 0 or not 0 <= self.momentum < 1:
             raise ParameterError("mu and weight_decay must be at least 0, momentum in [0, 1)")
+        if self.controls and (self.optimizer != "sgd" or self.momentum or self.mu or not 0 < self.controls <= 1):
+            raise ParameterError("SCAFFOLD corrects plain steps: optimizer must be sgd, momentum and mu 0")
 
 
 def init_weights(model: nn.Module, seed: int, only: Callable[[str], bool] = lambda name: True) -> None:
@@ -147,7 +151,9 @@ class Learner:
         self.points = np.concatenate([self.training, self.unlabelled])  # that may train
         self.pseudo = np.full(len(self.codes), -1), np.zeros(len(self.codes))  # labels of this round, and their weight
         self.first = self.flat()
-        self.size = len(self.first)
+        own = sum(p.numel() for p in self.model.parameters() if p.requires_grad) if recipe.controls else 0
+        self.control = torch.zeros(own, device=self.device)  # c_u
+        self.size = len(self.first) + own
         h = hashlib.sha256(describe.encode())
         for name, tensor in model.state_dict().items():
             h.update(name.encode() + tensor.detach().cpu().contiguous().numpy().tobytes())
@@ -165,7 +171,7 @@ class Learner:
     @torch.no_grad()
     def place(self, theta: Any) -> Tensor:
         """Set the weights to w_0 + θ; returns them."""
-        w = self.first + torch.from_numpy(np.array(theta, dtype=np.float32)).to(self.device)
+        w = self.first + torch.from_numpy(np.array(theta[: len(self.first)], dtype=np.float32)).to(self.device)
         start = 0
         for t in self.tensors():
             t.copy_(w[start : start + t.numel()].view_as(t))
@@ -194,8 +200,10 @@ class Learner:
             if isinstance(module, Dropout):
                 module.generator = generator
         optimizer = self._optimizer(rate)
+        shared = torch.from_numpy(np.array(theta[len(began) :], dtype=np.float32)).to(self.device)  # c
+        pull = self._split(shared - self.control)
         self.model.train()
-        total, seen = 0.0, 0
+        total, seen, steps = 0.0, 0, 0
         for _ in range(self.recipe.epochs):
             for own, taught in self.batches(rng):
                 loss, n = self.loss(own, taught, rng), len(own) + len(taught)
@@ -207,9 +215,25 @@ class Learner:
                     )
                 optimizer.zero_grad()
                 loss.backward()
+                for p, towards in pull:
+                    p.grad = towards.clone() if p.grad is None else p.grad + towards
                 optimizer.step()
-        delta = (self.flat().double() - began.double()).cpu().numpy()
-        return delta, total / max(1, seen)
+                steps += 1
+        delta = self.flat().double() - began.double()
+        if pull and steps:
+            change = -shared.double() - delta[: len(shared)] / (steps * rate)
+            if bool(torch.isfinite(change).all()):
+                self.control = self.control + change.float()
+            delta = torch.cat([delta, self.recipe.controls * change])
+        elif pull:
+            delta = torch.cat([delta, torch.zeros_like(shared).double()])
+        return delta.cpu().numpy(), total / max(1, seen)
+
+    def _split(self, vector: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Trainable weights beside their parts of a vector; none if it is empty."""
+        weights = [p for p in self.model.parameters() if p.requires_grad] if len(vector) else []
+        parts = torch.split(vector, [p.numel() for p in weights]) if weights else ()
+        return [(p, part.view_as(p)) for p, part in zip(weights, parts, strict=True)]
 
     def _optimizer(self, rate: float) -> torch.optim.Optimizer:
         weights = [p for p in self.model.parameters() if p.requires_grad]
@@ -260,6 +284,8 @@ class Learner:
             sure = 1 + (p * np.log(np.maximum(p, 1e-300))).sum(axis=1) / math.log(self.labels)
             self.teach(p.argmax(axis=1), np.clip(sure, 0.0, 1.0))
         elif len(known) > n_neighbors and np.any(known >= 0):
+            from cloister.models import graph  # and with it cryptography, which training alone does not need
+
             planes = graph.hyperplanes(hashlib.sha256(self.site.encode()).digest(), 4096, vectors.shape[1])
             found = graph.propagate(
                 graph.codes(vectors, planes), known, n_classes=self.labels, n_neighbors=n_neighbors, alpha=alpha

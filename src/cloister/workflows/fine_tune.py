@@ -48,7 +48,9 @@ class Options:
     optimizer: Literal["adam", "sgd"] = _option("adam", "local optimiser, begun anew in every round")
     momentum: float = _option(0.9, "of sgd")
     weight_decay: float = _option(0.0, "of the optimiser")
-    algorithm: Literal["fedavg", "fedprox"] = _option("fedavg", "fedprox pulls local training back to the shared model")
+    algorithm: Literal["fedavg", "fedprox", "scaffold"] = _option(
+        "fedavg", "fedprox pulls local training back to the shared model, scaffold corrects it for the site's own drift"
+    )
     mu: float = _option(0.01, "how strongly fedprox pulls")
     weighting: Literal["cells", "plain"] = _option("cells", "weigh updates by training cells, or all alike")
     hidden: tuple[int, ...] = _option((128,), "hidden widths of an MLP")
@@ -99,6 +101,16 @@ class Options:
             )
         if self.dp_noise and not 0 < self.dp_delta < 1:
             raise ParameterError(f"option 'dp_delta' must lie between 0 and 1, found {self.dp_delta}")
+        if self.algorithm == "scaffold":
+            if self.optimizer != "sgd" or self.momentum or self.weighting != "plain":
+                raise ParameterError(
+                    "scaffold corrects plain steps: set optimizer='sgd', momentum=0, weighting='plain'"
+                )
+            if self.checkpoint is not None or self.dp_noise or self.semi_supervised:
+                raise ParameterError(
+                    "scaffold keeps state at the sites and sends two vectors: it goes with neither checkpoint=, "
+                    "dp_noise nor semi_supervised; use fedavg or fedprox"
+                )
         if self.semi_supervised and self.pseudo_labels == "xclp":
             graph.check_sizes(1 << 40, self.bits, self.n_neighbors, self.alpha)
         if self.semi_supervised and self.dp_noise and self.pseudo_labels == "xclp":
@@ -170,7 +182,7 @@ def train(adata: AnnData, study: Seat, options: Options) -> tuple[Trained, Any, 
         return Learner(
             module,
             len(labels),
-            recipe_of(options, study.study.seed),
+            recipe_of(options, study.study.seed, len(study.study.sites)),
             examples,
             codes,
             hold_out(codes, options.validation, study.rng("validation")),
@@ -194,7 +206,7 @@ def coordinate(study: Seat, options: Options) -> Trained:
     return trained
 
 
-def recipe_of(options: Options, seed: int) -> Any:
+def recipe_of(options: Options, seed: int, sites: int) -> Any:
     from cloister.models.learner import Recipe
 
     return Recipe(
@@ -205,6 +217,7 @@ def recipe_of(options: Options, seed: int) -> Any:
         options.weight_decay,
         options.mu if options.algorithm == "fedprox" else 0.0,
         seed,
+        (options.clients_per_round or sites) / sites if options.algorithm == "scaffold" else 0.0,
     )
 
 
@@ -364,9 +377,10 @@ def check(adata: AnnData, options: Options) -> list[str]:
 
 def summary(study: Seat, options: Options, trained: Trained) -> dict[str, Any]:
     params = params_of(study, options)
+    controls = len(trained.theta) // 2 if options.algorithm == "scaffold" else 0  # half of what travels
     found: dict[str, Any] = {
         "labels": list(trained.labels),
-        "parameters": len(trained.theta),
+        "parameters": len(trained.theta) - controls,
         "best_round": trained.best_round,
         "history": trained.history,
         "bytes_per_round": protocol.cost(params, len(trained.theta), len(trained.labels)),
