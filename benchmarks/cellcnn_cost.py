@@ -78,6 +78,7 @@ def refresh_cost(bench, parties):
     """CPU seconds of one site's three refresh shares of a step, and of the aggregator's part; bytes of a site."""
     from cloister.protocols import collective_refresh as cr
     from cloister.protocols import encrypted_training as et
+    from cloister.protocols.training_refreshes import refreshes
     from cloister.study import Party
     from cloister.testing import Case, check_no_errors, run_protocol
 
@@ -87,7 +88,7 @@ def refresh_cost(bench, parties):
     secrets = {p: bench.ckks.Secret.draw(bench.P, bench.entropy) for p in names}
     c = bench.c
     for name in ("gradient", "update", "product"):
-        todo = et.refreshes(params)[name]
+        todo = refreshes(params)[name]
         zero = np.zeros(bench.P.slots)
         cts = [c.encrypt(bench.public, zero, bench.P.base, s, bench.entropy) for s in todo.params.scales]
         inputs = {Party("hub"): (cts, todo.maps)} | {p: (s, todo.maps, cr.Ledger()) for p, s in secrets.items()}

@@ -11,9 +11,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from collective import HUB, names
 
-from cloister.errors import ParameterError, RefusedError
+from cloister.crypto import ckks
+from cloister.crypto.entropy import Entropy
+from cloister.errors import ParameterError, ProtocolAbort, RefusedError
 from cloister.models import cellcnn
 from cloister.protocols import published_circuit, published_training
+from cloister.protocols.key_store import KeyStore
+from cloister.rehearsal import Fault
 from cloister.testing import Case, check_no_errors, run_protocol, values
 
 
@@ -97,3 +101,51 @@ def test_encrypted_weights_equal_the_twin():
     for party, (messages, _) in cost.items():
         sent = [e for e, _ in run.receipts[party].entries if e.kind == "sent" and not e.name.startswith("channel.")]
         assert len(sent) == messages
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["published_training.Packed", "published_training.Gradients"])
+def test_a_death_in_the_second_step_aborts_by_name_and_the_run_resumes(name, tmp_path):
+    config = cellcnn.Config(5, 2, 2, 6, steps=2, learning_rate=0.1)
+    p = published_training.Params(names(2), HUB, published_training.choose_ring(config, 2), config)
+    data = data_for(config, 2)
+
+    def case():
+        stores = {party: KeyStore(tmp_path, party) for party in (HUB, *names(2))}
+        return Case(p, {HUB: (stores[HUB],)} | {i: (*data[i], stores[i]) for i in names(2)})
+
+    fault = Fault("kill", "site-1", "hub", name, nth=1)
+    broken = run_protocol(published_training, case(), faults=[fault], timeout=30)
+    assert set(broken.errors) == {HUB, "site-0"}
+    assert all(isinstance(e, ProtocolAbort) and e.line for e in broken.errors.values())
+    again = run_protocol(published_training, case(), timeout=300)
+    check_no_errors(again)
+    made = [e.name for e, _ in again.receipts["site-0"].entries if e.kind == "sent"]
+    assert "collective_key.KeyShare" not in made
+    assert made.count("published_training.Gradients") == 1
+    twin = published_training.ideal(p, data)[HUB]
+    np.testing.assert_allclose(values(again)[HUB].weights.W, twin.W, atol=1e-3)
+    np.testing.assert_allclose(values(again)[HUB].weights.V, twin.V, atol=1e-3)
+
+
+def test_a_site_goes_on_only_from_where_it_has_come_itself(tmp_path):
+    config = cellcnn.Config(5, 2, 2, 6, steps=9, learning_rate=0.1)
+    p = published_training.Params(names(2), HUB, published_training.choose_ring(config, 2), config)
+    c, low = ckks.context(p.ckks), p.ckks.primes_at(published_training.START)
+    _, public = ckks.own_key(p.ckks, Entropy())
+    made = [c.encrypt(public, np.full(p.ckks.slots, v), low, p.ckks.scale, Entropy()) for v in (1.0, 2.0, 0.25, 0.5)]
+    C, W, gC, gW = (published_training.pack(c, ct, low) for ct in made)
+    store = KeyStore(tmp_path, names(2)[0])
+    first = published_training.Initial((), (), gC, gW)
+    with pytest.raises(ProtocolAbort, match="has not come to"):
+        published_training.followed(p, published_training.Start(1, resumed=True), first, store)
+    begin = published_training.Initial(C, W, (), ())
+    state = published_training.followed(p, published_training.Start(0, resumed=True), begin, store).keep(p, store)
+    assert state.step == 0
+    after = published_training.followed(p, published_training.Start(1, resumed=True), first, store).keep(p, store)
+    wanted = c.evaluator.sub(made[0], made[2])
+    np.testing.assert_array_equal(c.raw(after.C)[0], c.raw(wanted)[0])
+    again = published_training.followed(p, published_training.Start(1, resumed=True), first, store)
+    np.testing.assert_array_equal(c.raw(again.C)[0], c.raw(wanted)[0])  # its own, not once more
+    with pytest.raises(ProtocolAbort, match="has not come to"):
+        published_training.followed(p, published_training.Start(4, resumed=True), first, store)

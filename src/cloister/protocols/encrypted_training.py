@@ -45,7 +45,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -53,27 +52,20 @@ from cloister import wire
 from cloister.channel import Channel
 from cloister.crypto import ckks
 from cloister.crypto.entropy import Entropy
-from cloister.crypto.slots import SlotMap
 from cloister.errors import DataError, ParameterError, ProtocolAbort, RefusedError
 from cloister.models import cellcnn
-from cloister.protocols import (
-    collective_key,
-    collective_refresh,
-    collective_relin,
-    collective_rotation,
-    threshold_decrypt,
-)
+from cloister.protocols import collective_refresh, threshold_decrypt
 from cloister.protocols.cellcnn_circuit import (
     VALUE_BITS,
     Layout,
     aggregated_product,
-    all_maps,
     gradient,
-    product_scale,
 )
 from cloister.protocols.collective_key import check_holders, read
 from cloister.protocols.collective_refresh import Ledger
 from cloister.protocols.key_store import KeyStore
+from cloister.protocols.training_keys import Keys, load_keys, make_keys
+from cloister.protocols.training_refreshes import opening, refreshes
 from cloister.study import Party
 from cloister.wire import F64, message
 
@@ -138,20 +130,6 @@ class NewModel:  # S → i; the second polynomials are the refresh's public ones
 
 
 @dataclass
-class Keys:
-    """What a party holds of the collective key, loaded for evaluation."""
-
-    name: bytes
-    public: ckks.PublicKey
-    relin: Any
-    rotation: Mapping[int, Any]
-    secret: ckks.Secret | None = None  # sites only
-
-    def __repr__(self) -> str:
-        return f"Keys({self.name.hex()[:8]})"
-
-
-@dataclass
 class Trained:
     """What a party takes away."""
 
@@ -196,55 +174,6 @@ def cost(params: Params) -> dict[Party, tuple[int, int]]:
     )
 
 
-# ---- refreshes of a step, by name ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Refresh:
-    params: collective_refresh.Params
-    maps: list[SlotMap]
-
-
-def refreshes(params: Params) -> dict[str, Refresh]:
-    c, P, L = ckks.context(params.ckks), params.ckks, params.layout
-    G, one, product = len(L.groups), L.ladder.one, product_scale(c)
-    shapes: dict[str, tuple[list[float], list[int]]] = {
-        "gradient": ([P.scale] * G, [one] * G),
-        "update": ([product] * (2 * G) + [P.scale] * L.archives, [P.base] * L.archives + [one] * (1 + G)),
-        "product": ([product] * G, [P.top] * G),
-        "opening": ([P.scale] * L.archives, [P.base] * L.archives),
-    }
-    made = {}
-    for name, (scales, outputs) in shapes.items():
-        maps = all_maps(L)[name]
-        made[name] = Refresh(
-            collective_refresh.Params(
-                params.holders,
-                params.aggregator,
-                P,
-                tuple(scales),
-                tuple(outputs),
-                tuple(m.digest for m in maps),
-                params.value_bits,
-            ),
-            maps,
-        )
-    return made
-
-
-def opening(params: Params, part: int) -> threshold_decrypt.Params:
-    return threshold_decrypt.Params(
-        params.holders,
-        params.aggregator,
-        params.ckks,
-        f"the trained model (part {part + 1} of {params.layout.archives})",
-        params.ckks.base,
-        params.ckks.scale,
-        params.layout.noise_bits,
-        params.holders,
-    )
-
-
 def check_batches(c: cellcnn.Config, X: F64, Y: F64) -> None:
     if X.shape != (c.steps, c.batch, c.markers) or Y.shape != (c.steps, c.batch, c.classes):
         raise DataError(
@@ -255,61 +184,7 @@ def check_batches(c: cellcnn.Config, X: F64, Y: F64) -> None:
         raise DataError("a marker's mean lies beyond ±32 or is missing; standardise the markers first")
 
 
-# ---- keys ------------------------------------------------------------------------------------------------------------
-
-
-async def make_keys(
-    ch: Channel, params: Any, entropy: Entropy, secret: ckks.Secret | None, store: KeyStore | None
-) -> Keys:
-    """Both sides of the key generation; with a store, everything is kept as soon as it is there."""
-    c, who = ckks.context(params.ckks), (params.holders, params.aggregator, params.ckks)
-    step = "collective keys"
-    ch.step(f"{step}: public key", protocol=NAME, line="L2")
-    sub = ch.sub("public")
-    p = collective_key.Params(*who)
-    public = await (
-        collective_key.aggregator(sub, p) if secret is None else collective_key.holder(sub, p, secret, entropy=entropy)
-    )
-    ch.step(f"{step}: relinearisation", protocol=NAME, line="L2")
-    sub = ch.sub("relin")
-    pr = collective_relin.Params(*who)
-    made = await (
-        collective_relin.aggregator(sub, pr)
-        if secret is None
-        else collective_relin.holder(sub, pr, secret, entropy=entropy)
-    )
-    name = wire.digest("keys", ch.run_id, public.b)
-    if store is not None:
-        store.put_public(name, public, secret)
-        store.put_switching(name, "relin", made)
-    relin = c.load_key(made)
-    rotation = {}
-    for i, steps in enumerate(params.layout.rotations):
-        ch.step(f"{step}: rotation {i + 1} of {len(params.layout.rotations)}", protocol=NAME, line="L2")
-        sub = ch.sub(f"rotation/{steps}")
-        pt = collective_rotation.Params(*who, steps=(steps,))
-        turned = await (
-            collective_rotation.aggregator(sub, pt)
-            if secret is None
-            else collective_rotation.holder(sub, pt, secret, entropy=entropy)
-        )
-        if store is not None:
-            store.put_switching(name, f"rotation-{steps}", turned[steps])
-        rotation[steps] = c.load_key(turned[steps])
-    if store is not None:
-        store.finish(name)
-    return Keys(name, public, relin, rotation, secret)
-
-
-def load_keys(params: Params, store: KeyStore, *, site: bool) -> Keys:
-    c, name = ckks.context(params.ckks), store.name
-    public, secret = store.get_public(params.ckks, name, secret=site)
-    relin = c.load_key(store.get_switching(params.ckks, name, "relin"))
-    turned = {
-        steps: c.load_key(store.get_switching(params.ckks, name, f"rotation-{steps}"))
-        for steps in params.layout.rotations
-    }
-    return Keys(name, public, relin, turned, secret)
+# ---- what was kept ---------------------------------------------------------------------------------------------------
 
 
 def load_trained(params: Params, store: KeyStore, *, site: bool) -> Trained:

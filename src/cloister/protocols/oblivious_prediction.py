@@ -43,7 +43,8 @@ from cloister.protocols.cellcnn_circuit import Layout, add_over_markers
 from cloister.protocols.cellcnn_ladder import PRODUCT
 from cloister.protocols.collective_key import check_holders, read
 from cloister.protocols.collective_refresh import Ledger
-from cloister.protocols.encrypted_training import Keys, Trained
+from cloister.protocols.encrypted_training import Trained
+from cloister.protocols.training_keys import Keys
 from cloister.study import Party
 from cloister.wire import F64, message
 

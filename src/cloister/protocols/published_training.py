@@ -1,7 +1,9 @@
 """Encrypted CellCnn training as published: PriCell's own circuit, every party's batch refreshed and repacked.
 
-    L1  S → i   [C], [W]                   initial weights of a public seed, encrypted
-        all     `collective_key`, `collective_relin`, `collective_rotation` come first
+    L0  i → S   which keys i holds from an earlier run, if any, and the last step it finished
+        S → i   whether to go on from a checkpoint, and at which step
+        all     otherwise: `collective_key`, `collective_relin`, `collective_rotation`
+    L1  S → i   [C], [W], and from a checkpoint [∇W], [∇C]; else initial weights of a public seed, encrypted
 
 and per step, slots as in `published_circuit`:
 
@@ -21,7 +23,8 @@ aggregator, holder : the final weights; nothing else about data, labels, gradien
 
 Assumes
 -------
-As `encrypted_training`; no checkpoint is kept, and a site that is lost ends the run.
+As `encrypted_training`. A site opens only weights that it has followed itself from the first step: after a
+restart, those that its own checkpoint names.
 
 Cost
 ----
@@ -41,6 +44,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cloister import wire
 from cloister.channel import Channel
 from cloister.crypto import ckks
 from cloister.crypto.entropy import Entropy
@@ -50,8 +54,10 @@ from cloister.models import cellcnn
 from cloister.protocols import collective_refresh, threshold_decrypt
 from cloister.protocols.collective_key import check_holders, read
 from cloister.protocols.collective_refresh import Ledger
-from cloister.protocols.encrypted_training import Keys, check_batches, make_keys
+from cloister.protocols.encrypted_training import check_batches
+from cloister.protocols.key_store import KeyStore
 from cloister.protocols.published_circuit import LEVELS, Layout, SealOps, backward, forward
+from cloister.protocols.training_keys import Keys, load_keys, make_keys
 from cloister.study import Party
 from cloister.wire import F64, message
 
@@ -76,6 +82,11 @@ class Params:  # public
         return Layout(self.config, self.ckks.slots, len(self.holders))
 
     @property
+    def tag(self) -> bytes:
+        """What a checkpoint belongs to."""
+        return wire.digest(NAME, self.holders, self.aggregator, self.ckks, self.config)
+
+    @property
     def noise_bits(self) -> int:
         """Of [C] and [W] at the end: a rounding per step, summed over up to n rows, momentum and parties."""
         one = ckks.rounding_noise(self.ckks, len(self.holders)) * math.sqrt(self.layout.n * len(self.holders))
@@ -88,10 +99,23 @@ def choose_ring(config: cellcnn.Config, parties: int) -> ckks.Parameters:
     return ckks.choose(LEVELS, 16384, scale_bits=50, parties=parties)
 
 
+@message("L0")
+class Ready:  # i → S
+    keys: bytes  # name of the keys it holds; empty without
+
+
+@message("L0")
+class Start:  # S → i
+    step: int
+    resumed: bool
+
+
 @message("L1")
 class Initial:  # S → i
     C: tuple[bytes, ...]  # two polynomials
     W: tuple[bytes, ...]
+    gC: tuple[bytes, ...]  # none before the first step
+    gW: tuple[bytes, ...]
 
 
 @message("L2")
@@ -133,12 +157,13 @@ def roles(params: Params) -> dict[Party, object]:
 
 
 def cost(params: Params) -> dict[Party, tuple[int, int]]:
+    """Without a checkpoint."""
     c, P, n, steps = ckks.context(params.ckks), params.ckks, len(params.holders), params.config.steps
     base, low, top, whole = (c.packed(k) for k in (P.base, P.primes_at(START), P.top, len(c.primes)))
     digits, keys = P.top, len(params.layout.rotations)
-    up_messages = 1 + 2 * digits + digits * keys + steps * 3 + 2
+    up_messages = 2 + 2 * digits + digits * keys + steps * 3 + 2
     up = top + (3 + keys) * digits * whole + steps * (2 * base + n * (base + top) + 4 * low) + 2 * base
-    down_messages = 1 + 2 * digits + digits * keys + 1 + steps * 3 + 4
+    down_messages = 2 + 2 * digits + digits * keys + 1 + steps * 3 + 4
     down = top + (3 + keys) * digits * whole + 4 * low + steps * (n * base + top + 4 * low) + 4 * base
     return {params.aggregator: (n * down_messages, n * down)} | dict.fromkeys(params.holders, (up_messages, up))
 
@@ -180,25 +205,78 @@ def weights(params: Params, C: F64, W: F64) -> cellcnn.Weights:
     return cellcnn.Weights(mean, dense, np.zeros_like(mean), np.zeros_like(dense))
 
 
-async def holder(ch: Channel, params: Params, X: F64, Y: F64, *, entropy: Entropy, consent: bool = True) -> Done:
+@dataclass
+class State:
+    """[C] and [W] after a step, and the last update, which is the momentum of the next."""
+
+    step: int
+    C: ckks.Cipher
+    W: ckks.Cipher
+    gC: ckks.Cipher | None = None  # none before the first step
+    gW: ckks.Cipher | None = None
+
+    def after(self, c: ckks.Context, gC: ckks.Cipher, gW: ckks.Cipher) -> State:
+        return State(self.step + 1, c.evaluator.sub(self.C, gC), c.evaluator.sub(self.W, gW), gC, gW)
+
+    def keep(self, params: Params, store: KeyStore | None) -> State:
+        if store is not None:
+            last = {"gC": [self.gC], "gW": [self.gW]} if self.step else {}
+            store.put_state(ckks.context(params.ckks), params.tag, self.step, {"C": [self.C], "W": [self.W], **last})
+        return self
+
+    @classmethod
+    def load(cls, params: Params, store: KeyStore) -> State:
+        step, found = store.get_state(ckks.context(params.ckks), params.tag)
+        return cls(step, **{label: cts[0] for label, cts in found.items()})
+
+
+def followed(params: Params, start: Start, first: Initial, store: KeyStore | None) -> State:
+    """Where a site begins: at the initial weights, or at those that it has come to itself."""
+    c, P, S = ckks.context(params.ckks), params.ckks, params.aggregator
+    low = P.primes_at(START)
+    if start.step == 0:
+        return State(0, unpack(params, first.C, low, "L1", S), unpack(params, first.W, low, "L1", S))
+    own = State.load(params, store) if store is not None and store.has_state(params.tag) else None
+    if own is not None and own.step == start.step - 1:  # this site missed the last update
+        gC, gW = unpack(params, first.gC, low, "L1", S), unpack(params, first.gW, low, "L1", S)
+        own = own.after(c, gC, gW)
+    if own is None or own.step != start.step:
+        raise ProtocolAbort(NAME, "L0", "checkpoint", "asked to go on from a step that this site has not come to")
+    return own
+
+
+async def holder(
+    ch: Channel,
+    params: Params,
+    X: F64,
+    Y: F64,
+    store: KeyStore | None = None,
+    *,
+    entropy: Entropy,
+    consent: bool = True,
+) -> Done:
     """Play a site; as in `encrypted_training`."""
     if not consent:
         raise RefusedError("this site did not consent to opening the model, with which published training ends")
     check_batches(params.config, X, Y)
     c, P, L, S = ckks.context(params.ckks), params.ckks, params.layout, params.aggregator
-    keys = await make_keys(ch, params, entropy, ckks.Secret.draw(P, entropy), None)
+    await ch.send(S, Ready(store.name if store is not None else b""))  # L0
+    start = await ch.recv(S, Start)  # L0
+    if start.resumed and store is not None:
+        keys = load_keys(params, store, site=True)
+    elif start.resumed or start.step != 0:
+        raise ProtocolAbort(NAME, "L0", "checkpoint", "asked to go on from a checkpoint that this site does not have")
+    else:
+        keys = await make_keys(ch, params, entropy, ckks.Secret.draw(P, entropy), store)
     secret, low = keys.secret, P.primes_at(START)
     assert secret is not None
     ops, ledger = SealOps(P, keys.relin, keys.rotation), Ledger()
-    first = await ch.recv(S, Initial)  # L1
-    C, W = unpack(params, first.C, low, "L1", S), unpack(params, first.W, low, "L1", S)
-    gC: ckks.Cipher | None = None  # no momentum before the first step
-    gW: ckks.Cipher | None = None
+    state = followed(params, start, await ch.recv(S, Initial), store).keep(params, store)  # L1
     shares, maps = refresh(params)
     mine = params.holders.index(ch.me)
-    for t in range(params.config.steps):
+    for t in range(state.step, params.config.steps):
         ch.step(f"step {t + 1} of {params.config.steps}: forward pass", protocol=NAME, line="L2")
-        D = forward(ops, L, C, W, gW, gC, X[t])
+        D = forward(ops, L, state.C, state.W, state.gW, state.gC, X[t])
         await ch.send(S, Packed(pack(c, D, P.base)))  # L2
         sub = ch.sub(f"{t}/refresh")
         await collective_refresh.holder(sub, shares, secret, maps, ledger, entropy=entropy)
@@ -208,10 +286,10 @@ async def holder(ch: Channel, params: Params, X: F64, Y: F64, *, entropy: Entrop
         dW, dC = backward(ops, L, D, X[t], Y[t])
         await ch.send(S, Gradients(pack(c, dW, low), pack(c, dC, low)))  # L4
         total = await ch.recv(S, Total)  # L5
-        gW, gC = unpack(params, total.W, low, "L5", S), unpack(params, total.C, low, "L5", S)
-        C, W = c.evaluator.sub(C, gC), c.evaluator.sub(W, gW)
+        gC, gW = unpack(params, total.C, low, "L5", S), unpack(params, total.W, low, "L5", S)
+        state = state.after(c, gC, gW).keep(params, store)
     opened = []
-    for name, ct in (("C", C), ("W", W)):
+    for name, ct in (("C", state.C), ("W", state.W)):
         ledger.admit(pack(c, ct, P.base)[1])
         found = await threshold_decrypt.holder(
             ch.sub(f"open/{name}"), opening(params, f"the trained weights {name}"), secret, ledger, entropy=entropy
@@ -221,16 +299,25 @@ async def holder(ch: Channel, params: Params, X: F64, Y: F64, *, entropy: Entrop
     return Done(params, keys, weights(params, *opened))
 
 
-async def aggregator(ch: Channel, params: Params, *, entropy: Entropy) -> Done:
+async def aggregator(ch: Channel, params: Params, store: KeyStore | None = None, *, entropy: Entropy) -> Done:
     """Play S: add, refresh, hand out."""
     c, P, L = ckks.context(params.ckks), params.ckks, params.layout
-    keys = await make_keys(ch, params, entropy, None, None)
     low, w = P.primes_at(START), cellcnn.initial(params.config)
-    C = c.encrypt(keys.public, L.conv_slots(w.W), low, P.scale, entropy)
-    W = c.encrypt(keys.public, L.dense_slots(w.V), low, P.scale, entropy)
-    await ch.scatter(params.holders, Initial(pack(c, C, low), pack(c, W, low)))  # L1
+    held = {r.keys for r in (await ch.gather(params.holders, Ready)).values()}  # L0
+    if store is not None and store.name and held == {store.name} and store.has_state(params.tag):
+        state = State.load(params, store)
+        await ch.scatter(params.holders, Start(state.step, resumed=True))  # L0
+        keys = load_keys(params, store, site=False)
+    else:
+        await ch.scatter(params.holders, Start(0, resumed=False))  # L0
+        keys = await make_keys(ch, params, entropy, None, store)
+        C = c.encrypt(keys.public, L.conv_slots(w.W), low, P.scale, entropy)
+        W = c.encrypt(keys.public, L.dense_slots(w.V), low, P.scale, entropy)
+        state = State(0, C, W).keep(params, store)
+    first = [pack(c, ct, low) if there else () for there, ct in _told(state)]
+    await ch.scatter(params.holders, Initial(*first))  # L1
     shares, maps = refresh(params)
-    for t in range(params.config.steps):
+    for t in range(state.step, params.config.steps):
         ch.step(f"step {t + 1} of {params.config.steps}: refresh", protocol=NAME, line="L2")
         packed = await ch.gather(params.holders, Packed)  # L2
         cts = [unpack(params, packed[i].D, P.base, "L2", i) for i in params.holders]
@@ -240,13 +327,23 @@ async def aggregator(ch: Channel, params: Params, *, entropy: Entropy) -> Done:
         )  # L3
         sums = None
         for i, got in (await ch.gather(params.holders, Gradients)).items():  # L4
-            pair = [unpack(params, parts, low, "L4", i) for parts in (got.W, got.C)]
+            pair = [unpack(params, parts, low, "L4", i) for parts in (got.C, got.W)]
             sums = pair if sums is None else [c.evaluator.add(a, b) for a, b in zip(sums, pair, strict=True)]
         assert sums is not None
-        await ch.scatter(params.holders, Total(pack(c, sums[0], low), pack(c, sums[1], low)))  # L5
-        W, C = c.evaluator.sub(W, sums[0]), c.evaluator.sub(C, sums[1])
+        state = state.after(c, *sums).keep(params, store)
+        await ch.scatter(params.holders, Total(W=pack(c, sums[1], low), C=pack(c, sums[0], low)))  # L5
     opened = [
         await threshold_decrypt.aggregator(ch.sub(f"open/{n}"), opening(params, f"the trained weights {n}"), ct)
-        for n, ct in (("C", C), ("W", W))
+        for n, ct in (("C", state.C), ("W", state.W))
     ]
     return Done(params, keys, weights(params, *opened))
+
+
+def _told(state: State) -> list[tuple[bool, ckks.Cipher]]:
+    """What sites need to begin: weights at the first step, the last update later (they have their own weights)."""
+    return [
+        (state.step == 0, state.C),
+        (state.step == 0, state.W),
+        (state.step > 0, state.gC),
+        (state.step > 0, state.gW),
+    ]

@@ -222,9 +222,10 @@ def play(study: Seat, options: Options, made: cellcnn.Model, batches: tuple[Any,
 
         printed = published_training.choose_ring(made.config, len(sites))
         as_printed = published_training.Params(sites, hub, printed, made.config)
+        kept = store_of(options, study)
         if batches is None:
-            return study.run(published_training.aggregator, as_printed).weights
-        return study.run(published_training.holder, as_printed, *batches).weights
+            return study.run(published_training.aggregator, as_printed, kept).weights
+        return study.run(published_training.holder, as_printed, *batches, kept).weights
     from cloister.protocols import encrypted_training
     from cloister.protocols.cellcnn_circuit import choose_ring
 
