@@ -46,7 +46,7 @@ REACHED = 1e-9  # influence of all labels together below which a point counts as
 TOLERANCE = 1e-12  # residual of a solve, relative to its right-hand side
 MAX_BITS = 1 << 16
 _BLOCK = 1 << 22  # entries of H at once
-_COLUMNS = 1 << 22  # entries of a block of columns of S at once
+COLUMNS = 16  # columns of S at once; more of them leave the cache
 
 
 @dataclass(frozen=True)
@@ -174,8 +174,8 @@ def adjacency(keys: I64, bits: int) -> Any:
 
 def solve(W: Any, alpha: float, right: F64, tolerance: float = TOLERANCE) -> F64:
     """(I - αW)^{-1} R, every column to a relative residual of `tolerance`; so the error is below it over 1 - α."""
-    x = np.zeros_like(right)
-    r = right.copy()
+    A = W * -alpha
+    x, r, part = np.zeros_like(right), right.copy(), np.empty_like(right)
     p = r.copy()
     rho = np.einsum("ij,ij->j", r, r)
     goal = tolerance**2 * rho
@@ -184,11 +184,12 @@ def solve(W: Any, alpha: float, right: F64, tolerance: float = TOLERANCE) -> F64
         active = rho > goal
         if not active.any():
             return x
-        q = p - alpha * (W @ p)
+        q = A @ p
+        q += p
         curve = np.einsum("ij,ij->j", p, q)
         step = np.divide(rho, curve, out=np.zeros_like(rho), where=active & (curve > 0))
-        x += step * p
-        r -= step * q
+        x += np.multiply(p, step, out=part)
+        r -= np.multiply(q, step, out=q)
         new = np.einsum("ij,ij->j", r, r)
         p *= np.divide(new, rho, out=np.zeros_like(rho), where=active)
         p += r
@@ -215,9 +216,8 @@ def influence(
     n = W.shape[0]
     u = influence_sum(W, alpha, labelled) if total is None else total
     scale = np.divide(2.0**FRACTION, u, out=np.zeros(n), where=u > 0)
-    step = max(1, _COLUMNS // n)
-    for start in range(0, len(columns), step):
-        chosen = columns[start : start + step]
+    for start in range(0, len(columns), COLUMNS):
+        chosen = columns[start : start + COLUMNS]
         right = np.zeros((n, len(chosen)))
         right[chosen, np.arange(len(chosen))] = 1.0
         block = solve(W, alpha, right) * scale[:, None]

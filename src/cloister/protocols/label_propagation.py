@@ -96,10 +96,9 @@ def roles(params: Params) -> dict[Party, object]:
     return {params.server: server} | dict.fromkeys(params.sites, site)
 
 
-def column_blocks(n: int, labelled: int) -> list[int]:
+def column_blocks(labelled: int) -> list[int]:
     """Widths of the blocks in which `graph.influence` yields the columns of one site."""
-    step = max(1, graph._COLUMNS // n)
-    return [min(step, labelled - start) for start in range(0, labelled, step)]
+    return [min(graph.COLUMNS, labelled - start) for start in range(0, labelled, graph.COLUMNS)]
 
 
 # ---- roles -----------------------------------------------------------------------------------------------------------
@@ -139,7 +138,7 @@ async def _site(
     counts = await class_counts(ch, params, sites, Y, entropy=entropy, identity=identity)
     z = np.zeros((n, n_classes), np.int64)
     at = 0
-    for width in column_blocks(n, len(Y)):
+    for width in column_blocks(len(Y)):
         block = (await ch.recv(S, Columns, s=(n, width))).s
         z += block @ Y[at : at + width]  # L13
         at += width
