@@ -27,8 +27,8 @@ Semi-honest parties, no two of the three computing ones collude.
 
 Cost
 ----
-2k(n + Ck) comparisons and k·n equality tests per query, each with products to pick and suppress: 6 to 10 times the
-bytes of `private_knn` where both were measured, and a thousand rounds a batch and more. For comparison, not for use.
+2k(n + Ck) comparisons and k·n equality tests per query, each with products to pick and suppress: 11 to 14 times the
+bytes of `private_knn` on two whole studies, and a thousand rounds a batch and more. For comparison, not for use.
 
 References
 ----------
