@@ -284,6 +284,7 @@ def play(
     faults: Iterable[Fault] = (),
     on_event: Callable[[Event], None] | None = None,
     entropy: Callable[[Party], Entropy] | None = None,
+    consent: Mapping[Party, frozenset[str]] | None = None,
 ) -> Run:
     """Play given parts in threads of this process; the base of `rehearse` and of the test kit."""
     sources = {p: entropy(p) if entropy else Entropy() for p in study.parties}
@@ -314,6 +315,7 @@ def play(
                 entropy=sources[p],
                 on_event=note,
                 on_receipt=lambda receipt: run.receipts.__setitem__(p, receipt),
+                consent=(consent or {}).get(p),
             )
         except BaseException as e:
             run.errors[p] = e
@@ -325,4 +327,7 @@ def play(
         while t.is_alive():  # in slices, so that Ctrl-C is heard
             t.join(0.2)
     run.errors = {p: e for p, e in run.errors.items() if not isinstance(e, Killed)}
+    run.outcomes, run.receipts = (
+        {p: found[p] for p in study.parties if p in found} for found in (run.outcomes, run.receipts)
+    )  # in the study's order, whoever was first
     return run

@@ -44,8 +44,10 @@ class Outcome:
 class Seat:
     """One party's place in a study."""
 
-    def __init__(self, session: Session, identity: Identity, entropy: Entropy) -> None:
-        self._session, self._identity, self._entropy = session, identity, entropy
+    def __init__(
+        self, session: Session, identity: Identity, entropy: Entropy, consent: frozenset[str] | None = None
+    ) -> None:
+        self._session, self._identity, self._entropy, self._consent = session, identity, entropy, consent
         self.study, self.me = session.study, session.me
 
     @property
@@ -55,6 +57,10 @@ class Seat:
     @property
     def receipt(self) -> Receipt:
         return self._session.receipt
+
+    def consents(self, what: str) -> bool:
+        """Whether this party's own settings allow it; in a rehearsal everybody does unless it says otherwise."""
+        return self._consent is None or what in self._consent
 
     def rng(self, label: str = "") -> np.random.Generator:
         """Statistical randomness of this party, reproducible from the study's seed. Never for secrets."""
@@ -90,11 +96,13 @@ def take_part(
     entropy: Entropy | None = None,
     on_event: Callable[[Event], None] | None = None,
     on_receipt: Callable[[Receipt], None] | None = None,
+    consent: frozenset[str] | None = None,
 ) -> Outcome:
     """Play one party's part in one run, whatever carries the frames.
 
     `adata` may be a function that reads the cells: then the others know meanwhile that this party is at work.
     `part` is the workflow's code for a party; `reveals` the `Reveals` of its protocols, its own first, for the receipt.
+    `consent` names what this party's own settings allow beyond running; None stands for everything.
     `on_receipt` gets the receipt however the run ends. Any error is told to the peers as an abort, and raised here.
     """
     texts = (reveals or {}).values()
@@ -128,7 +136,7 @@ def take_part(
     try:
         adata = adata() if callable(adata) else adata
         before = _places(adata)
-        outcome = part(Seat(session, identity, entropy), adata)
+        outcome = part(Seat(session, identity, entropy, consent), adata)
         outcome.cost = {
             "bytes": session.sent_bytes,
             "messages": session.sent_messages,

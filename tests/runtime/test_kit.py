@@ -164,6 +164,15 @@ def test_approving_twice_changes_nothing(basel):
     assert 'data = "cells.h5ad"' in once
 
 
+def test_consent_is_a_line_of_its_own_that_approving_does_not_write(basel):
+    assert "consent = []" in basel.policy_file.read_text()
+    basel.approve()
+    assert basel.policy().consent == ()
+    text = basel.policy_file.read_text().replace("consent = []", 'consent = ["open-model"]')
+    basel.policy_file.write_text(text)
+    assert basel.policy().consent == ("open-model",)
+
+
 def test_the_coordinator_needs_no_approval(kits):
     hub = Kit.open(kits["hub"])
     hub.check_approved(hub.policy())

@@ -4,10 +4,11 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from cloister.errors import DataError, ParameterError, ProtocolAbort
+from cloister.errors import DataError, ParameterError, ProtocolAbort, RefusedError
 from cloister.models import cellcnn
-from cloister.rehearsal import rehearse
-from cloister.workflows import train_cellcnn
+from cloister.rehearsal import plan, play, rehearse, workflow_part
+from cloister.study import Party
+from cloister.workflows import cellcnn_report, train_cellcnn
 
 ad = pytest.importorskip("anndata")
 SITES = ("basel", "lugano", "vienna")
@@ -49,7 +50,7 @@ def test_the_clear_twin_learns_and_writes_its_results():
         assert case.any()
     again = cellcnn.Model.from_json(run.model.to_json())
     np.testing.assert_array_equal(again.weights.W, run.model.weights.W)
-    X, donors, truth = train_cellcnn.donor_means(again, site(9), "donor", "condition")
+    X, donors, truth = cellcnn_report.donor_means(again, site(9), "donor", "condition")
     assert again.predict(X) == truth
     assert len(donors) == 4
 
@@ -57,7 +58,7 @@ def test_the_clear_twin_learns_and_writes_its_results():
 def test_figures_of_an_opened_model():
     pytest.importorskip("matplotlib")
     run = rehearse("train-cellcnn", data=sites(), encrypted=False, n_steps=5, **COMMON)
-    drawn = train_cellcnn.figures(run.outcomes, train_cellcnn.Options(encrypted=False))
+    drawn = cellcnn_report.figures(run.outcomes, train_cellcnn.Options(encrypted=False))
     assert len(drawn) == 4
 
 
@@ -121,6 +122,74 @@ def test_options():
     assert (preset.n_cells, preset.n_inputs, preset.batch, preset.n_steps) == (200, 400, 40, 400)
 
 
+def test_best_of_several_models_and_their_consensus():
+    options = {"n_models": 5, "hold_out": 1, "n_steps": 40, **COMMON}
+    run = rehearse("train-cellcnn", data=sites(), encrypted=False, **options)
+    found = run.results["basel"]
+    assert len(found["validation_accuracy"]) == 5
+    assert all(run.results[p]["validation_accuracy"] == found["validation_accuracy"] for p in ("coordinator", *SITES))
+    assert max(found["validation_accuracy"]) > 0.95
+    assert run.model.config.filters == 3 + int(np.argmax(found["validation_accuracy"]))
+    W, V = np.array(found["consensus_filters"]), np.array(found["consensus_dense"])
+    assert W.shape[1] == 3
+    assert V.shape == (len(W), 2)
+    assert len(W) < 3 * 9  # clusters, not a list of all filters
+    best = W[(V[:, 0] - V[:, 1]).argmax()]  # classes in order: case, control
+    assert abs(best[0]) < max(best[1], best[2])  # CD16 and CD57 are what tells them apart
+    opened = [e.name for e, _ in run.receipts["coordinator"].entries if e.kind == "opened"]
+    assert any("sum" in name for name in opened)
+
+
+def test_held_out_donors_are_not_trained_on(monkeypatch):
+    seen = []
+    drawn = cellcnn.draw_inputs
+    monkeypatch.setattr(
+        cellcnn, "draw_inputs", lambda x, names, *a, **k: seen.append(set(names)) or drawn(x, names, *a, **k)
+    )
+    run = rehearse("train-cellcnn", data=sites(), encrypted=False, n_steps=3, hold_out=1, **COMMON)
+    assert len(run.results["basel"]["validation_accuracy"]) == 1
+    assert len(seen) == 6  # twice at each site: for training, then for validation
+    assert all(len(s) == 2 for s in seen)  # of four donors in two classes, one of each is held out
+    assert len(set().union(*seen)) == 12
+    with pytest.raises(DataError, match="hold out"):
+        rehearse("train-cellcnn", data=sites(), encrypted=False, n_steps=3, hold_out=2, **COMMON)
+
+
+def test_several_models_need_opening_and_held_out_donors():
+    with pytest.raises(ParameterError, match="hold_out"):
+        train_cellcnn.Options(encrypted=False, n_models=3)
+    with pytest.raises(ParameterError, match="open_model"):
+        train_cellcnn.Options(keep="x", n_models=3, hold_out=1)
+
+
+def test_a_site_whose_own_settings_do_not_consent_opens_nothing():
+    study = plan("train-cellcnn", SITES, timeout=10, options={"n_steps": 2, "open_model": True, **COMMON})
+    consent = {Party("basel"): frozenset({"open-model"}), Party("vienna"): frozenset()}
+    data = {Party(p): a for p, a in sites().items()}
+    run = play(study, dict.fromkeys(study.parties, workflow_part), data, consent=consent)
+    assert isinstance(run.errors["vienna"], RefusedError)
+    assert "open-model" in str(run.errors["vienna"])
+    assert set(run.errors) == set(study.parties)
+    sent = [e.name for e, _ in run.receipts["vienna"].entries if e.kind == "sent" and not e.name.startswith("channel.")]
+    assert sent == []
+
+
+@pytest.mark.slow
+def test_published_training_as_a_workflow(tmp_path):
+    pytest.importorskip("seal")
+    options = {**COMMON, "n_filters": 2, "batch": 8, "n_steps": 2}
+    two = {name: a for name, a in sites().items() if name != "vienna"}
+    kept = {"mode": "published", "open_model": True, "keep": str(tmp_path), "timeout": 300}
+    run = rehearse("train-cellcnn", data=two, **kept, **options)
+    twin = rehearse("train-cellcnn", data=two, encrypted=False, **options)
+    np.testing.assert_allclose(run.model.weights.W, twin.model.weights.W, atol=1e-3)
+    np.testing.assert_allclose(run.model.weights.V, twin.model.weights.V, atol=1e-3)
+    again = rehearse("train-cellcnn", data=two, **kept, **options)  # finished: only opened once more
+    names = [e.name for e, _ in again.receipts["basel"].entries if e.kind == "sent"]
+    assert not any("Packed" in n or "KeyShare" in n for n in names)
+    np.testing.assert_allclose(again.model.weights.W, twin.model.weights.W, atol=1e-3)
+
+
 @pytest.mark.slow
 def test_encrypted_training_then_prediction_both_ways(tmp_path):
     pytest.importorskip("seal")
@@ -138,7 +207,7 @@ def test_encrypted_training_then_prediction_both_ways(tmp_path):
         assert asked.results["basel"] == {}
         assert set(asked.data["vienna"].obs["predicted"]) <= {"case", "control"}
         assert "predicted" not in asked.data["basel"].obs
-    X, _, _ = train_cellcnn.donor_means(twin.model, sites()["vienna"], "donor")
+    X, _, _ = cellcnn_report.donor_means(twin.model, sites()["vienna"], "donor")
     scores = cellcnn.sigmoid(twin.model.config, twin.model.logits(X)).max(axis=1)
     for rows in wanted.values():
         np.testing.assert_allclose([r["score"] for r in rows], scores, atol=1e-3)

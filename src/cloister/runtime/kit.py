@@ -31,7 +31,7 @@ RUNS = "runs"  # folder of a coordinator's kit: how each run ended
 STOPPING = "stopping"  # file that is there while the service stops
 DATA = "CLOISTER_DATA"  # a service that is started for one run finds its cells here
 TOP = {"data", "out", "approve", "obs", "obsm"}
-APPROVE = ("workflows", "modes", "studies")
+APPROVE = ("workflows", "modes", "studies", "consent")
 
 
 class Refusal(RefusedError, ProtocolAbort):
@@ -50,6 +50,7 @@ class Policy:
     workflows: tuple[str, ...] = ()
     modes: tuple[str, ...] = ()
     studies: tuple[str, ...] = ()  # digests, as `cloister site KIT --approve` writes them
+    consent: tuple[str, ...] = ()  # what a study may do here beyond running: "open-model"; --approve adds none
     obs: Mapping[str, str] = field(default_factory=dict)  # name in the study → name in this site's file
     obsm: Mapping[str, str] = field(default_factory=dict)
 
@@ -185,6 +186,8 @@ data = "cells.h5ad"
 workflows = []
 modes = []
 studies = []
+# What needs your word besides: "open-model" lets train-cellcnn decrypt the trained model for all parties.
+consent = []
 """
     return (
         "# Read each time a run starts; no restart is needed after a change.\n\n"

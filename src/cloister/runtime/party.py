@@ -142,6 +142,7 @@ class Turn:
             identity=kit.identity,
             entropy=self.entropy,
             on_receipt=keep,
+            consent=frozenset(policy.consent),
         )
 
 

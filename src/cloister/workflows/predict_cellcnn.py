@@ -15,7 +15,7 @@ from cloister.protocols import private_prediction
 from cloister.seat import Outcome, Seat
 from cloister.study import Party
 from cloister.workflows import Workflow
-from cloister.workflows.train_cellcnn import donor_means
+from cloister.workflows.cellcnn_report import donor_means
 
 if TYPE_CHECKING:
     from anndata import AnnData

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from cloister import cells
-from cloister.errors import DataError, ParameterError
+from cloister.errors import DataError, ParameterError, RefusedError
 from cloister.models import cellcnn
 from cloister.protocols import cellcnn_terms, clear_training, pooled_scaling
 from cloister.protocols.columns import match_columns
 from cloister.seat import Outcome, Seat
 from cloister.workflows import Workflow
+from cloister.workflows.cellcnn_report import accuracy, consensus, figures, pooled_hits, report
 
 if TYPE_CHECKING:
     from anndata import AnnData
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from cloister.protocols.encrypted_training import Trained
     from cloister.protocols.key_store import KeyStore
 
+CONSENT = "open-model"  # what a site's own settings have to allow before it helps to decrypt the model
 PRESETS: dict[str, dict[str, Any]] = {  # [SAV22] supplementary note 3; rates are ours, chosen on the clear twin
     "cmv": {"n_cells": 200, "n_inputs": 2000, "per": "class", "total_batch": 200, "interval": 3.0, "epochs": 20},
     "aml": {"n_cells": 200, "n_inputs": 1000, "per": "class", "total_batch": 200, "interval": 3.0, "epochs": 20},
@@ -55,10 +57,14 @@ class Options:
     reference_scale: tuple[float, ...] = field(default=(), metadata={"help": "one per marker, in the agreed order"})
     encrypted: bool = field(default=True, metadata={"help": "false: the clear twin, gradients in plain sight"})
     open_model: bool = field(default=False, metadata={"help": "decrypt the final model, if every site consents"})
+    n_models: int = field(
+        default=1, metadata={"help": "train so many, with 3 to 9 filters, and take the best by held-out donors"}
+    )
+    hold_out: int = field(default=0, metadata={"help": "donors per class at each site that are kept for validation"})
     keep: str = field(default="", metadata={"help": "folder for keys, checkpoints and the encrypted model"})
 
     def __post_init__(self) -> None:
-        for name in ("n_filters", "n_cells", "n_inputs", "n_steps"):
+        for name in ("n_filters", "n_cells", "n_inputs", "n_steps", "n_models"):
             if getattr(self, name) < 1:
                 raise ParameterError(f"option '{name}' must be at least 1, found {getattr(self, name)}")
         if not 0 <= self.momentum < 1 or self.learning_rate <= 0 or not 0 < self.interval <= 8 or self.batch < 0:
@@ -67,6 +73,13 @@ class Options:
             raise ParameterError("options 'reference_mean' and 'reference_scale' must have one number per marker each")
         if (self.scaling == "reference") != bool(self.reference_mean):
             raise ParameterError("scaling='reference' needs reference_mean and reference_scale, and only then")
+        if self.hold_out < 0:
+            raise ParameterError(f"option 'hold_out' must be at least 0, found {self.hold_out}")
+        if self.n_models > 1 and (self.hold_out < 1 or (self.encrypted and not self.open_model)):
+            raise ParameterError(
+                "several models are compared after opening, on donors that were held out: set open_model=true and"
+                " hold_out=1 or more"
+            )
         if self.encrypted and not self.open_model and not self.keep:
             raise ParameterError(
                 "the encrypted model would be lost: name a folder with keep=, or let all agree to open_model=true"
@@ -85,17 +98,18 @@ def settled(options: Options, sites: int) -> Options:
     return replace(options, batch=options.batch or max(1, 200 // sites))
 
 
-def config_of(options: Options, terms: cellcnn_terms.Terms, seed: int) -> cellcnn.Config:
+def config_of(options: Options, terms: cellcnn_terms.Terms, seed: int, model: int = 0) -> cellcnn.Config:
+    """Of the model of that number: several differ in their start and their number of filters, as in [AC17]."""
     return cellcnn.Config(
         markers=len(terms.markers),
-        filters=options.n_filters,
+        filters=options.n_filters if options.n_models == 1 else 3 + model % 7,
         classes=len(terms.classes),
         batch=options.batch,
         steps=options.n_steps,
         learning_rate=options.learning_rate,
         momentum=options.momentum,
         interval=options.interval,
-        seed=seed,
+        seed=seed + model,
     )
 
 
@@ -125,6 +139,11 @@ def check(adata: AnnData, options: Options) -> list[str]:
         )
     notes = []
     for label in classes:
+        if sum(c == label for c in donors.values()) <= options.hold_out:
+            raise DataError(
+                f"class '{label}' has too few donors at this site to hold out {options.hold_out} of them and train on"
+                " others; use a smaller hold_out"
+            )
         if sum(c == label for c in donors.values()) == 1:
             notes.append(f"class '{label}' has one donor at this site: the model may learn the donor, not the class")
     least = min(adata.obs[options.sample_key].astype(str).value_counts())
@@ -158,11 +177,32 @@ def train_cellcnn(adata: AnnData, study: Seat, **given: Any) -> cellcnn.Model:
     -------
     coordinator, site : names of markers and classes; pooled mean and spread of every marker (not with
         scaling="reference"); if open_model, the final weights. Nothing else: see `encrypted_training`.
+    with hold_out : also, to all, how many held-out inputs of all sites together an opened model gets right.
     with encrypted=false : every site's gradients, to the coordinator.
     """
-    options = settled(Options(**given), len(study.study.sites))
+    return trained(adata, study, Options(**given))[0]
+
+
+def trained(adata: AnnData, study: Seat, options: Options) -> tuple[cellcnn.Model, dict[str, Any]]:
+    """`train_cellcnn`, and the consensus of several models if there are."""
+    options = settled(options, len(study.study.sites))
     check(adata, options)
     check_mode(study, options)
+    if options.encrypted and options.open_model and not study.consents(CONSENT):
+        raise RefusedError(
+            f"'{study.me}' does not consent to opening the model; add \"{CONSENT}\" to [approve] consent in"
+            " local/site.toml, or agree on a study with open_model=false"
+        )
+    every, prepared, held = models_of(adata, study, options)
+    made, agreed = best_of(study, options, every, held)
+    save(made, options, study)
+    if made.weights is not None:
+        report(adata, made, prepared)
+    return made, agreed
+
+
+def models_of(adata: AnnData, study: Seat, options: Options) -> tuple[list[cellcnn.Model], Any, tuple[Any, Any] | None]:
+    """Every model that was trained, this site's cells in their units, and the inputs that none of them saw."""
     sites, hub = study.study.sites, study.study.coordinator
     donors = donor_classes(adata, options)
     terms = study.run(
@@ -173,21 +213,42 @@ def train_cellcnn(adata: AnnData, study: Seat, **given: Any) -> cellcnn.Model:
     )
     X = cells.embedding(adata, None)[:, match_columns([str(v) for v in adata.var_names], terms.markers)]
     x = np.arcsinh(X / options.cofactor) if options.cofactor else X
-    mean, scale = standard(study, options, x)
-    made = cellcnn.Model(config_of(options, terms, study.study.seed), *terms, options.cofactor, mean, scale)
-    prepared = cellcnn.standardise(x, 0.0, mean, scale)
     names = adata.obs[options.sample_key].astype(str).to_numpy()
     y = np.array([terms.classes.index(c) for c in adata.obs[options.target_key].astype(str)])
-    inputs, labels = cellcnn.draw_inputs(
-        prepared, names, y, n_cells=options.n_cells, per=options.per, n_inputs=options.n_inputs, rng=study.rng("inputs")
-    )
-    batches = cellcnn.draw_batches(inputs, labels, made.config, study.rng("batches"))
-    weights = play(study, options, made, batches)
-    made = replace(made, weights=weights)
-    save(made, options, study)
-    if weights is not None:
-        report(adata, made, prepared)
-    return made
+    out = np.isin(names, held_out(donors, options.hold_out, study))
+    mean, scale = standard(study, options, x[~out])
+    prepared = cellcnn.standardise(x, 0.0, mean, scale)
+    drawn = {"n_cells": options.n_cells, "per": options.per, "n_inputs": options.n_inputs}
+    inputs, labels = cellcnn.draw_inputs(prepared[~out], names[~out], y[~out], **drawn, rng=study.rng("inputs"))
+    held = None
+    if out.any():
+        held = cellcnn.draw_inputs(prepared[out], names[out], y[out], **drawn, rng=study.rng("held out"))
+    made: list[cellcnn.Model] = []
+    for k in range(options.n_models):
+        config = config_of(options, terms, study.study.seed, k)
+        model = cellcnn.Model(config, *terms, options.cofactor, mean, scale)
+        batches = cellcnn.draw_batches(inputs, labels, config, study.rng(f"batches/{k}" if k else "batches"))
+        made.append(replace(model, weights=play(study, options, model, batches, k)))
+    return made, prepared, held
+
+
+def held_out(donors: Mapping[str, str], count: int, study: Seat) -> list[str]:
+    """Donors of each class that this site keeps for validation."""
+    rng, chosen = study.rng("hold out"), []
+    for label in sorted(set(donors.values())) if count else []:
+        chosen += rng.permutation(sorted(d for d, c in donors.items() if c == label))[:count].tolist()
+    return chosen
+
+
+def best_of(
+    study: Seat, options: Options, made: list[cellcnn.Model], held: tuple[Any, Any] | None
+) -> tuple[cellcnn.Model, dict[str, Any]]:
+    """The opened model that does best on all sites' held-out donors, and the consensus of the best three."""
+    if options.hold_out == 0 or made[0].weights is None:
+        return made[0], {}
+    scores = pooled_hits(study, made, held)
+    found: dict[str, Any] = {"validation_accuracy": scores}
+    return made[int(np.argmax(scores))], found | (consensus(made, scores) if len(made) > 1 else {})
 
 
 def check_mode(study: Seat, options: Options) -> None:
@@ -209,7 +270,7 @@ def standard(study: Seat, options: Options, x: Any) -> tuple[Any, Any]:
     return np.zeros(width), np.ones(width)
 
 
-def play(study: Seat, options: Options, made: cellcnn.Model, batches: tuple[Any, Any] | None) -> Any:
+def play(study: Seat, options: Options, made: cellcnn.Model, batches: tuple[Any, Any] | None, number: int = 0) -> Any:
     """The training itself, for a site (with batches) or the coordinator (without)."""
     sites, hub = study.study.sites, study.study.coordinator
     if not options.encrypted:
@@ -222,7 +283,7 @@ def play(study: Seat, options: Options, made: cellcnn.Model, batches: tuple[Any,
 
         printed = published_training.choose_ring(made.config, len(sites))
         as_printed = published_training.Params(sites, hub, printed, made.config)
-        kept = store_of(options, study)
+        kept = store_of(options, study, number)
         if batches is None:
             return study.run(published_training.aggregator, as_printed, kept).weights
         return study.run(published_training.holder, as_printed, *batches, kept).weights
@@ -231,7 +292,7 @@ def play(study: Seat, options: Options, made: cellcnn.Model, batches: tuple[Any,
 
     ring = choose_ring(made.config, len(sites))
     params = encrypted_training.Params(sites, hub, ring, made.config, open_model=options.open_model)
-    store = store_of(options, study)
+    store = store_of(options, study, number)
     done: Trained
     if batches is None:
         done = study.run(encrypted_training.aggregator, params, store)
@@ -240,10 +301,12 @@ def play(study: Seat, options: Options, made: cellcnn.Model, batches: tuple[Any,
     return done.weights
 
 
-def store_of(options: Options, study: Seat) -> KeyStore | None:
+def store_of(options: Options, study: Seat, number: int = 0) -> KeyStore | None:
     from cloister.protocols.key_store import KeyStore
 
-    return KeyStore(options.keep, study.me) if options.keep else None
+    if not options.keep:
+        return None
+    return KeyStore(Path(options.keep) / f"model-{number + 1}" if options.n_models > 1 else options.keep, study.me)
 
 
 def save(made: cellcnn.Model, options: Options, study: Seat) -> None:
@@ -253,52 +316,7 @@ def save(made: cellcnn.Model, options: Options, study: Seat) -> None:
         (folder / "model.json").write_text(made.to_json(), encoding="utf-8")
 
 
-def report(adata: AnnData, made: cellcnn.Model, prepared: Any) -> None:
-    """What an opened model says about this site's own cells."""
-    assert made.weights is not None
-    adata.obs["cellcnn_response"] = made.response(prepared, len(made.classes) - 1)
-    adata.uns.setdefault("cloister", {})["cellcnn"] = {
-        "filters": made.weights.W.T,
-        "dense": made.weights.V,
-        "markers": list(made.markers),
-        "classes": list(made.classes),
-    }
-
-
-def accuracy(made: cellcnn.Model, adata: AnnData, options: Options) -> dict[str, Any]:
-    """Of an opened model on this site's donors, each by the mean of all its cells."""
-    X, names, truth = donor_means(made, adata, options.sample_key, options.target_key)
-    if made.weights is None or truth is None:
-        return {}
-    U = made.logits(X)
-    found = [made.classes[k] for k in cellcnn.predict(U)]
-    outside = int((np.abs(U) > made.config.interval).sum())
-    return {
-        "donors": len(names),
-        "donor_accuracy": float(np.mean([a == b for a, b in zip(found, truth, strict=True)])),
-        "logits_outside_interval": outside,
-        "logits": int(U.size),
-    }
-
-
-def donor_means(
-    made: cellcnn.Model, adata: AnnData, sample_key: str, target_key: str | None = None
-) -> tuple[Any, list[str], list[str] | None]:
-    """One prepared mean per donor, their names, and their classes if known."""
-    if sample_key not in adata.obs:
-        raise DataError(f"adata.obs['{sample_key}'] is missing; name the column of donors with sample_key=")
-    at = match_columns([str(v) for v in adata.var_names], made.markers)
-    prepared = made.prepare(cells.embedding(adata, None)[:, at])
-    names = adata.obs[sample_key].astype(str).to_numpy()
-    donors = sorted(set(names))
-    X = np.stack([prepared[names == d].mean(axis=0) for d in donors])
-    if target_key is None or target_key not in adata.obs:
-        return X, donors, None
-    classes = adata.obs[target_key].astype(str).to_numpy()
-    return X, donors, [str(classes[names == d][0]) for d in donors]
-
-
-def coordinate(study: Seat, options: Options) -> cellcnn.Model:
+def coordinate(study: Seat, options: Options) -> tuple[cellcnn.Model, dict[str, Any]]:
     """The coordinator's half."""
     options = settled(options, len(study.study.sites))
     check_mode(study, options)
@@ -310,22 +328,26 @@ def coordinate(study: Seat, options: Options) -> cellcnn.Model:
         mean, scale = found.mean, found.scale
     else:
         mean, scale = standard(study, options, np.zeros((0, width)))
-    made = cellcnn.Model(config_of(options, terms, study.study.seed), *terms, options.cofactor, mean, scale)
-    made = replace(made, weights=play(study, options, made, None))
-    save(made, options, study)
-    return made
+    every: list[cellcnn.Model] = []
+    for k in range(options.n_models):
+        config = config_of(options, terms, study.study.seed, k)
+        made = cellcnn.Model(config, *terms, options.cofactor, mean, scale)
+        every.append(replace(made, weights=play(study, options, made, None, k)))
+    best, agreed = best_of(study, options, every, None)
+    save(best, options, study)
+    return best, agreed
 
 
 def part(study: Seat, adata: AnnData | None, options: Options) -> Outcome:
     if study.role == "auxiliary":
         return Outcome()
     if study.role == "coordinator":
-        made = coordinate(study, options)
-        return Outcome(None, summary(made), model=made)
+        made, agreed = coordinate(study, options)
+        return Outcome(None, summary(made) | agreed, model=made)
     if adata is None:
         raise DataError("a site needs cells; name them with --data")
-    made = train_cellcnn(adata, study, **vars(options))
-    return Outcome(adata, summary(made) | accuracy(made, adata, options), model=made)
+    made, agreed = trained(adata, study, options)
+    return Outcome(adata, summary(made) | agreed | accuracy(made, adata, options), model=made)
 
 
 def summary(made: cellcnn.Model) -> dict[str, Any]:
@@ -342,67 +364,6 @@ def summary(made: cellcnn.Model) -> dict[str, Any]:
 
 def files(outcome: Outcome) -> dict[str, bytes]:
     return {} if outcome.model is None else {"model.json": outcome.model.to_json().encode()}
-
-
-def figures(outcomes: Mapping[str, Outcome], options: Options) -> list[Any]:
-    """Filters by markers; how many cells each donor has that the positive filter selects; their markers."""
-    from cloister.figures import COLOURS, canvas, heatmap, histograms
-
-    opened = {p: o for p, o in sorted(outcomes.items()) if o.result.get("opened")}
-    if not opened:
-        return []
-    result = next(iter(opened.values())).result
-    label = result["classes"][-1]
-    V = np.array(result["dense"])
-    strength = V[:, -1] - V[:, :-1].mean(axis=1)
-    order = np.argsort(-strength)
-    drawn = [
-        heatmap(
-            np.array(result["filters"])[order],
-            [f"filter {k + 1} ({strength[k]:+.2f})" for k in order],
-            result["markers"],
-            title="Filters by markers",
-            rows=f"filter, and how much it speaks for '{label}'",
-            columns="marker",
-            alt=f"Weights of {len(V)} filters on {len(result['markers'])} markers, strongest for '{label}' first.",
-        )
-    ]
-    tables = {p: o.adata for p, o in opened.items() if o.adata is not None and "cellcnn_response" in o.adata.obs}
-    if not tables:
-        return drawn
-    responses = np.concatenate([a.obs["cellcnn_response"].to_numpy() for a in tables.values()])
-    bar = float(np.quantile(responses, 0.9))
-    shares: dict[str, list[float]] = {}
-    for a in tables.values():
-        chosen = a.obs["cellcnn_response"].to_numpy() > bar
-        for donor in a.obs[options.sample_key].unique():
-            of_donor = (a.obs[options.sample_key] == donor).to_numpy()
-            kind = str(a.obs[options.target_key][of_donor].iloc[0])
-            shares.setdefault(kind, []).append(float(chosen[of_donor].mean()))
-    with canvas() as c:
-        kinds = sorted(shares)
-        c.axis.boxplot([shares[k] for k in kinds], tick_labels=kinds, medianprops={"color": COLOURS[0]})
-        c.axis.set(ylabel="share of selected cells per donor")
-        middle = ", ".join(f"{k}: {np.median(shares[k]):.3f}" for k in kinds)
-        drawn.append(c.done("Cells selected by the positive filter", f"Medians per donor: {middle}."))
-    top = np.argsort(-np.abs(np.array(result["filters"])[order[0]]))[:2]
-    for j in top:
-        name = result["markers"][j]
-        every = np.concatenate([np.asarray(cells.embedding(a, None))[:, _column(a, name)] for a in tables.values()])
-        drawn.append(
-            histograms(
-                {"all cells": every, "selected cells": every[responses > bar]},
-                title=f"{name} in selected cells",
-                xlabel=name,
-            )
-        )
-    return drawn
-
-
-def _column(adata: AnnData, name: str) -> int:
-    from cloister import genes
-
-    return [genes.plain_name(str(v)) for v in adata.var_names].index(name)
 
 
 WORKFLOW = Workflow(
