@@ -1,5 +1,6 @@
 """Encrypted training and prediction: equal to the clear twin, resumable, and silent."""
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -35,6 +36,7 @@ from cloister.testing import (
     check_no_errors,
     check_vectors,
     check_view,
+    fixed_entropy,
     run_protocol,
     values,
 )
@@ -83,8 +85,11 @@ def trained(tmp_path_factory):
     """A site dies in the second step; the run that follows goes on from the checkpoint."""
     folder, p, data = tmp_path_factory.mktemp("keys"), params(open_model=True), batches(CONFIG)
     fault = Fault("kill", "site-1", "hub", "encrypted_training.Gradient", nth=1)
-    broken = run_protocol(encrypted_training, case_with_stores(folder, p, data), faults=[fault], timeout=8)
-    again = run_protocol(encrypted_training, case_with_stores(folder, p, data), timeout=120)
+    first, second = fixed_entropy("first"), fixed_entropy("second")  # what follows has stored vectors
+    case = case_with_stores(folder, p, data)
+    broken = run_protocol(encrypted_training, case, faults=[fault], timeout=8, entropy=first)
+    case = case_with_stores(folder, p, data)
+    again = run_protocol(encrypted_training, case, timeout=120, entropy=second)
     check_no_errors(again)
     return p, data, folder, broken, again
 
@@ -161,6 +166,13 @@ def test_prediction_with_the_encrypted_model(trained):
     assert p.layout.answer_error < 0.1
     assert set(answers.values()) == {None}
     check_cost(oblivious_prediction, case)
+    check_vectors(oblivious_prediction, case, VECTORS / "oblivious_prediction.json")
+
+
+def test_vectors_of_a_training_step():
+    config = dataclasses.replace(CONFIG, steps=1)
+    case = Case(params(config, open_model=True), batches(config))
+    check_vectors(encrypted_training, case, VECTORS / "encrypted_training.json")
 
 
 def test_a_site_does_not_switch_what_it_did_not_compute(trained):
