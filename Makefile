@@ -7,7 +7,10 @@ export OPENBLAS_NUM_THREADS ?= 1
 export MKL_NUM_THREADS ?= 1
 export NUMBA_NUM_THREADS ?= 1
 
-.PHONY: demo test test-all bench lint format clean
+.PHONY: help demo test test-all docs notebooks bench tables wheel sbom lint format clean
+
+help:                   ## this list
+	@grep -hE "^[a-z-]+:.*##" $(MAKEFILE_LIST) | sed -E "s/:[^#]*##/\t/" | expand -t 12
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -24,17 +27,33 @@ test: $(STAMP) lint     ## what CI runs
 test-all: $(STAMP) lint ## with the long tests
 	$(BIN)/python -m pytest -n 2
 
-bench: $(STAMP)         ## every benchmark, quick form; figures are printed last
-	for script in benchmarks/*.py; do $(BIN)/python $$script --quick || exit 1; done
+docs: $(STAMP)          ## the documentation as web pages, in build/site; broken links fail
+	$(BIN)/python scripts/docs.py
 
-lint: $(STAMP)
-	$(BIN)/ruff check src tests benchmarks
-	$(BIN)/ruff format --check src tests benchmarks
+notebooks: $(STAMP)     ## run the notebooks and keep their outputs
+	$(BIN)/python scripts/notebooks.py
+
+bench: $(STAMP)         ## every benchmark, quick form, collected into docs/benchmarks.md
+	$(BIN)/python scripts/bench.py
+
+tables: $(STAMP)        ## the papers' tables with our column
+	$(BIN)/python scripts/tables.py
+
+wheel: $(STAMP)         ## build the wheel, and try it in a fresh environment outside the repository
+	$(BIN)/python scripts/wheel.py
+
+sbom: $(STAMP)          ## what is installed, as CycloneDX, in build/sbom.json
+	$(BIN)/python scripts/sbom.py
+
+lint: $(STAMP)          ## style and types
+	$(BIN)/ruff check src tests benchmarks scripts
+	$(BIN)/ruff format --check src tests benchmarks scripts
 	$(BIN)/mypy
 
-format: $(STAMP)
-	$(BIN)/ruff check --fix src tests benchmarks
-	$(BIN)/ruff format src tests benchmarks
+format: $(STAMP)        ## tidy the code, and the pages that are made from it
+	$(BIN)/ruff check --fix src tests benchmarks scripts
+	$(BIN)/ruff format src tests benchmarks scripts
+	$(BIN)/python scripts/threat_model.py
 
 clean:
 	rm -rf $(VENV) demo build dist *.egg-info src/*.egg-info

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import resources
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -54,6 +55,12 @@ def demo_donors(per_site: int = 8, n_cells: int = 500, planted: float = 0.12) ->
         )
         sites[site] = AnnData(X[drawn].astype(np.float32), obs=obs, var=pd.DataFrame(index=[str(m) for m in markers]))
     return sites
+
+
+def demo_encoder() -> Path:
+    """File of the small encoder that plays a provider's model; it was trained on the cells of the demo's site basel."""
+    with resources.as_file(resources.files("cloister") / "data" / "lung_encoder.npz") as path:
+        return path
 
 
 def demo_rows() -> dict[str, AnnData]:
