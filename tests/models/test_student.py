@@ -65,6 +65,24 @@ def test_distillation_brings_the_student_closer(distilled):
     assert history["prediction"][-1] < history["prediction"][0]
 
 
+def test_distillation_out_of_domain_needs_no_labels_and_helps_where_it_did_not_look():
+    """The auxiliary images are of another kind (smooth slopes) than those on which the student is judged (noise)."""
+    teacher, own = student.from_vit(small_vit()), student.patches(images(128), 4)
+    g = torch.Generator().manual_seed(5)
+    at = torch.linspace(-0.5, 0.5, 8)
+    a, b, c = (torch.rand((128, 1, 1, 1), generator=g) * 2 - 1 for _ in range(3))
+    foreign = student.patches(0.5 * (a * at[:, None] + b * at + c * 0.5), 4)
+    made, _ = student.distil(teacher, foreign, recipe=student.Recipe(epochs=8, rate=3e-3, last_rate=3e-4))
+    raw = student.copy.deepcopy(teacher)
+    raw.exact = False
+
+    def far(model, x):
+        return float((model(x) - teacher(x)).detach().square().mean())
+
+    assert far(made, foreign) < 0.5 * far(raw, foreign)
+    assert far(made, own) < 0.8 * far(raw, own)
+
+
 @pytest.mark.parametrize("norm", ["pre", "post"])
 def test_the_export_computes_what_the_student_computes(distilled, norm):
     if norm == "pre":
@@ -107,6 +125,30 @@ def test_a_model_file_keeps_everything_and_refuses_others(distilled, tmp_path):
     for name in ("bad.npz", "none.npz"):
         with pytest.raises(DataError):
             polynomial.Encoder.load(tmp_path / name)
+
+
+def test_a_model_in_half_precision_keeps_its_ranges(distilled, tmp_path):
+    made, x = distilled[1], distilled[3].double().numpy()
+    encoder = student.export(made, x, {"kind": "test"}, taps=(2,), rank=4)
+    encoder.save(tmp_path / "m.npz")
+    encoder.save(tmp_path / "half.npz", half=True)
+    assert (tmp_path / "half.npz").stat().st_size < (tmp_path / "m.npz").stat().st_size
+    again = polynomial.Encoder.load(tmp_path / "half.npz")
+    assert again.shape == encoder.shape
+    polynomial.check_ranges(again, x)
+    a, b = (polynomial.hidden(e, x)[-1] for e in (encoder, again))
+    assert np.abs(a - b).max() < 5e-3 * np.abs(a).max()
+
+
+def test_an_export_leaves_room_at_both_ends(distilled):
+    made, x = distilled[1], distilled[3].double().numpy()
+    encoder = student.export(made, x, {"kind": "test"}, taps=(2,), rank=4)
+    found = polynomial.check_ranges(encoder, x)
+    low, high = found.seen["division", 0]
+    a, b = polynomial.DIVISION
+    assert low > a
+    assert high < b
+    assert np.log(b / high) == pytest.approx(3 * np.log(low / a), rel=1e-3)
 
 
 @pytest.mark.parametrize(("degree", "within"), [(2, 0.4), (4, 0.03), (6, 0.001)])

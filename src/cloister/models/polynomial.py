@@ -314,27 +314,37 @@ def check_ranges(encoder: Encoder, inputs: F64) -> Ranges:
     return found
 
 
-def calibrate(encoder: Encoder, inputs: F64) -> Encoder:
-    """Choose V, S and the public bounds from auxiliary inputs, block after block, with a margin."""
+def calibrate(encoder: Encoder, inputs: F64, *, centred: bool = False) -> Encoder:
+    """Choose V, S and the public bounds from auxiliary inputs, block after block, with a margin.
+
+    V and S follow the largest value, or (`centred`) leave room at both ends of the interval, three times as much above
+    as below in the logarithm: there is a smallest variance, that of a flat patch, but hardly a largest.
+    """
     depth = encoder.shape.depth
     shape = dataclasses.replace(encoder.shape, variances=(1.0,) * (2 * depth), means=(1.0,) * depth)
     pre = (("root", 0), ("division", 0), ("root", 1))
     post = (("division", 0), ("root", 0), ("root", 1))
     for layer in range(depth):
         for kind, which in pre if shape.norm == "pre" else post:  # each is met before the ones after it
-            seen: list[float] = []
+            seen: list[tuple[float, float]] = []
 
             def watch(what: str, block: int, values: Any) -> None:
                 if what == kind and block == layer:  # noqa: B023
-                    seen.append(float(values.max()))  # noqa: B023
+                    seen.append((float(values.min()), float(values.max())))  # noqa: B023
 
             with np.errstate(all="ignore"):
                 hidden(dataclasses.replace(encoder, shape=shape, blocks=encoder.blocks[: layer + 1]), inputs, watch)
             variances, means = list(shape.variances), list(shape.means)
+            low, high = seen[which]
+            a, b = ROOT if kind == "root" else DIVISION
+            room = b * low / (a * high)
+            unit = high if kind == "root" else high / 1.5
+            if centred and room > 1:
+                unit = low / (a * room**0.25)
             if kind == "root":
-                variances[2 * layer + which] = seen[which]
+                variances[2 * layer + which] = unit
             else:
-                means[layer] = seen[0] / 1.5
+                means[layer] = unit
             shape = dataclasses.replace(shape, variances=tuple(variances), means=tuple(means))
     found = Ranges()
     hidden(dataclasses.replace(encoder, shape=shape), inputs, found)

@@ -306,7 +306,7 @@ def export(
     none = np.zeros((len(shape.taps), shape.rank, d)), np.zeros((len(shape.taps), shape.rank))
     x = np.asarray(inputs, np.float64)
     made = polynomial.Encoder(shape, array(student.embed.weight), array(student.positions), blocks, *none, card)
-    made = polynomial.fit_projections(polynomial.calibrate(made, x), x)
+    made = polynomial.fit_projections(polynomial.calibrate(made, x, centred=True), x)
     polynomial.check_ranges(made, x)
     return made
 

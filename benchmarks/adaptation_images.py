@@ -1,0 +1,573 @@
+"""A provider's ViT, pre-trained on CIFAR-10, adapted to other images: what the adapter is worth.
+
+    python benchmarks/adaptation_images.py --quick            minutes on two cores, with the weights that ship
+    python benchmarks/adaptation_images.py                    all images and splits, three seeds: an hour of a core
+    python benchmarks/adaptation_images.py --part full        full fine-tuning alone; wants a GPU
+    python benchmarks/adaptation_images.py --part functions --images cifar10.npz --weights FOLDER      a GPU, too
+    python benchmarks/adaptation_images.py --show             the tables from benchmarks/logs/adaptation_images.jsonl
+
+adapters   owners of Fashion-MNIST (5,000 training, 1,000 validation, 2,000 test images) and PneumoniaMNIST (3,882, 524,
+           624): linear probing, ours with hardened taps (two blocks, 32 numbers each, the flooding's noise on them),
+           ours as published (class tokens of all six blocks), pooled and with K owners whose labels are Dirichlet.
+           Taps come from the plain student: the tests check that the encrypted ones are the same to 1e-2. FedAvg in
+           the clear.
+full       full fine-tuning of the teacher in the clear, the same splits, rounds and batches
+functions  tables 5 and 6 of the paper: exp by degree, division by steps; losses and accuracy of the student with
+           these functions put in, and of the teacher after one pass of stage 1 over 10,000 images with them; on
+           1,000 test images of CIFAR-10
+domains    the same adapters on students that were distilled on other sets (`pretrain_vit.py --domains`)
+
+Rates and bottlenecks are chosen on the validation images, for each set and arm, pooled and with five owners at seed 0;
+so is the round whose weights are tested. The test images choose nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import dataclasses
+import functools
+import itertools
+import json
+import math
+import os
+import platform
+import sys
+import time
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
+sys.path.insert(0, str(Path(__file__).parent))
+
+from pretrain_vit import WEIGHTS, augment, deal, grey, load, restore, scaled
+
+from cloister.models import polynomial, student
+
+LOG = Path(__file__).parent / "logs" / "adaptation_images.jsonl"
+BATCH, ROUNDS = 64, 20
+SPLITS = [(1, 100.0), (5, 100.0), (5, 1.0), (5, 0.01), (10, 1.0), (20, 1.0), (50, 1.0)]
+ARMS = ("linear, hardened", "ours, hardened", "linear, published", "ours, published", "full fine-tuning")
+
+
+@dataclasses.dataclass
+class Images:
+    name: str
+    x: np.ndarray  # bytes, (n, 3, 32, 32)
+    y: np.ndarray
+    train: np.ndarray
+    validation: np.ndarray
+    test: np.ndarray
+
+    @property
+    def labels(self) -> int:
+        return int(self.y.max()) + 1
+
+
+def sets(folder: Path, *, quick: bool) -> list[Images]:
+    out = []
+    with np.load(folder / "images" / "fashion_mnist_10k.npz") as f:
+        x, y = f["X"], f["y"].astype(np.int64)
+        at = np.concatenate(parts := deal(len(x))[1:])  # the first part is the provider's
+        out.append(
+            Images("Fashion-MNIST", x[at], y[at], *np.split(np.arange(len(at)), np.cumsum([*map(len, parts)])[:2]))
+        )
+    with np.load(folder / "images" / "pneumoniamnist_28.npz") as f:
+        parts = [f[f"{k}_images"] for k in ("train", "val", "test")]
+        y = np.concatenate([f[f"{k}_labels"].ravel() for k in ("train", "val", "test")]).astype(np.int64)
+        at = np.split(np.arange(len(y)), np.cumsum([len(p) for p in parts])[:2])
+        out.append(Images("PneumoniaMNIST", np.concatenate(parts), y, *at))
+    for s in out:
+        if quick:
+            rng = np.random.default_rng(0)
+            keep = [rng.permutation(p)[:n] for p, n in ((s.train, 600), (s.validation, 150), (s.test, 250))]
+            s.x, s.y = (v[np.concatenate(keep)] for v in (s.x, s.y))
+            s.train, s.validation, s.test = np.split(np.arange(len(s.y)), [600, 750])
+        s.x = grey(s.x)
+    return out
+
+
+def split(y, owners, alpha, seed):
+    """Positions by owner, labels Dirichlet over owners; who has fewer than four takes from whoever has most."""
+    rng = np.random.default_rng([seed, owners, int(alpha * 100)])
+    parts = [[] for _ in range(owners)]
+    for k in np.unique(y):
+        at = rng.permutation(np.flatnonzero(y == k))
+        share = rng.dirichlet([alpha] * owners)
+        for part, piece in zip(parts, np.split(at, (np.cumsum(share)[:-1] * len(at)).astype(int)), strict=True):
+            part.extend(piece)
+    for part in parts:
+        while len(part) < 4:
+            most = max(parts, key=len)
+            part.append(most.pop(int(rng.integers(len(most)))))
+    return [np.sort(np.array(p)) for p in parts]
+
+
+def scores(logits, y):
+    """Accuracy, and its mean over classes."""
+    right = logits.argmax(1) == y
+    each = [right[y == k].mean() for k in np.unique(y)]
+    return {"accuracy": round(float(right.mean()), 4), "balanced": round(float(np.mean(each)), 4)}
+
+
+def log(row, path):
+    print(json.dumps(row), flush=True)
+    if path is not None:
+        with path.open("a") as f:
+            f.write(json.dumps(row) + "\n")
+
+
+# ---- what owners see -------------------------------------------------------------------------------------------------
+
+
+def features(encoder, images, cache: Path | None = None):
+    """Class tokens after every block (n, L, d); the least and largest value of every kind, (n, kinds)."""
+    if cache is not None and cache.exists():
+        with np.load(cache) as f:
+            return f["tokens"].astype(np.float64), f["low"], f["high"]
+    blocks = [
+        polynomial.Block(**{k: v.astype(np.float32) for k, v in vars(b).items()}) for b in encoder.blocks
+    ]  # single precision: the taps' own noise is a hundred times wider
+    arrays = {k: getattr(encoder, k).astype(np.float32) for k in ("embed", "positions")}
+    single = dataclasses.replace(encoder, blocks=tuple(blocks), **arrays)
+    tokens, low, high = [], [], []
+    for part in torch.from_numpy(images).split(100):
+        least, largest = [], []
+
+        def watch(what, block, values):
+            flat = values.reshape(len(values), -1)
+            least.append(flat.min(1))  # noqa: B023
+            largest.append(flat.max(1))  # noqa: B023
+
+        with np.errstate(all="ignore"):
+            b = polynomial.hidden(single, student.patches(scaled(part), 4).numpy(), watch)
+        tokens.append(np.stack([v[:, 0] for v in b[1:]], 1))
+        low.append(np.stack(least, 1))
+        high.append(np.stack(largest, 1))
+    units = units_of(encoder)
+    tokens, low, high = np.concatenate(tokens), np.concatenate(low) * units, np.concatenate(high) * units
+    if cache is not None:
+        np.savez(cache, tokens=tokens, low=low, high=high)
+    return tokens.astype(np.float64), low, high
+
+
+def kinds(shape):
+    """What `polynomial.hidden` watches, in its order (pre-norm)."""
+    each = ("root", "units", "scores", "division", "activations", "root", "units", "activations")
+    return [("activations", 0), *((what, i) for i in range(shape.depth) for what in each)]
+
+
+def units_of(encoder):
+    """V and S where a value is watched in these units, 1 elsewhere."""
+    s, roots = encoder.shape, iter(encoder.shape.variances)
+    take = {"root": lambda i: next(roots), "division": lambda i: s.means[i]}
+    return np.array([take.get(what, lambda i: 1.0)(i) for what, i in kinds(s)])
+
+
+def outside(encoder, low, high):
+    """Which images leave the intervals of the model."""
+    ends = [polynomial.limits(encoder.shape)[what] for what, _ in kinds(encoder.shape)]
+    a, b = np.array(ends).T * units_of(encoder)
+    return ~((low >= a) & (high <= b)).all(1)
+
+
+def seen(encoder, tokens):
+    """What hardened mode shows of these tokens, (n, taps, r): projected, with the flooding's noise."""
+    shape = encoder.shape
+    z = [tokens[:, t - 1] @ P.T - c for t, P, c in zip(shape.taps, encoder.projections, encoder.centres, strict=True)]
+    z = np.stack(z, 1)
+    return z + np.random.default_rng(1).uniform(-1, 1, z.shape) / 700
+
+
+# ---- adapters --------------------------------------------------------------------------------------------------------
+
+
+def federated(s: Images, values, bottleneck, parts, rate, seed, rounds=ROUNDS):
+    """FedAvg of an adapter (or a head) over the owners; tested with the weights that validation prefers."""
+    from cloister.models import adapter
+    from cloister.models.learner import Learner, Recipe, Table
+
+    table = torch.as_tensor(values, dtype=torch.float32)
+    config = adapter.Config(values.shape[1], values.shape[2], s.labels, bottleneck, seed=seed)
+    recipe = Recipe(1, BATCH, seed=seed)
+    owners = [
+        Learner(adapter.make(config), s.labels, recipe, Table(table[s.train[at]]), s.y[s.train[at]], [], describe="",
+                site=f"o{i}")
+        for i, at in enumerate(parts)
+    ]  # fmt: skip
+    first, theta, best = owners[0], np.zeros(owners[0].size), (-1.0, 0, None)
+    for t in range(rounds):
+        theta = theta + sum(o.cells * o.train(theta, t, rate)[0] for o in owners) / sum(o.cells for o in owners)
+        first.place(theta)
+        first.model.eval()
+        with torch.no_grad():
+            validation, test = (first.model(table[at]).numpy() for at in (s.validation, s.test))
+        found = scores(validation, s.y[s.validation])["balanced"]
+        if found > best[0]:
+            best = (found, t + 1, scores(test, s.y[s.test]))
+    parameters = sum(p.numel() for p in first.model.parameters())
+    return {"validation": best[0], "round": best[1], **best[2], "parameters": parameters}
+
+
+GRID = {
+    "linear, hardened": [(0, r) for r in (0.003, 0.01, 0.03)],
+    "linear, published": [(0, r) for r in (0.001, 0.003, 0.01)],
+    "ours, hardened": list(itertools.product((8, 32), (0.003, 0.01, 0.03))),
+    "ours, published": list(itertools.product((8, 32), (0.001, 0.003, 0.01))),
+}
+
+
+def choose(s: Images, values, arm, grid, rounds):
+    """Bottleneck and rate with the best validation, mean of pooled and five owners at Dirichlet 1, seed 0."""
+    found = []
+    for bottleneck, rate in grid:
+        each = [
+            federated(s, values, bottleneck, split(s.y[s.train], k, 1.0, 0), rate, 0, rounds)["validation"]
+            for k in (1, 5)
+        ]
+        found.append((float(np.mean(each)), bottleneck, rate))
+    return max(found, key=lambda row: row[0])[1:], found
+
+
+def adapters(args, encoder, name, found_sets, path):
+    for s in found_sets:
+        cache = None if args.cache is None else args.cache / f"{name}_{s.name}.npz"
+        tokens, low, high = features(encoder, s.x, cache)
+        left = int(outside(encoder, low, high).sum())
+        log({"part": "ranges", "model": name, "set": s.name, "images": len(s.y), "outside": left}, path)
+        taps = seen(encoder, tokens)
+        for arm, grid in GRID.items():
+            values = taps if "hardened" in arm else tokens
+            if arm.startswith("linear"):
+                values = values[:, -1:]
+            rounds = 10 if args.quick else ROUNDS
+            (bottleneck, rate), tried = choose(s, values, arm, grid[1::3] if args.quick else grid, rounds)
+            log({"part": "choice", "model": name, "set": s.name, "arm": arm, "bottleneck": bottleneck, "rate": rate,
+                 "tried": tried}, path)  # fmt: skip
+            for (k, alpha), seed in itertools.product(args.splits, range(args.seeds)):
+                made = federated(s, values, bottleneck, split(s.y[s.train], k, alpha, seed), rate, seed, rounds)
+                log({"part": "adapters", "model": name, "set": s.name, "owners": k, "alpha": alpha, "seed": seed,
+                     "arm": arm, **made}, path)  # fmt: skip
+
+
+# ---- full fine-tuning ------------------------------------------------------------------------------------------------
+
+
+def forward(model, inputs):
+    """What a teacher computes, without the penalty's by-products."""
+    x = torch.cat([inputs.new_zeros(len(inputs), 1, model.embed.out_features), model.embed(inputs)], 1)
+    x = x + model.positions
+    for b in model.blocks:
+        q, k, v = (t.unflatten(-1, (b.heads, -1)).transpose(1, 2) for t in b.qkv(b.norm1(x)).chunk(3, -1))
+        x = x + b.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        x = x + b.down(F.gelu(b.up(b.norm2(x))))
+    return model.head(model.final(x[:, 0]))
+
+
+class Stepper:
+    """Adam steps on one flat vector of weights; recorded once as a graph on a GPU, where launching costs more."""
+
+    def __init__(self, teacher, labels, inputs, y) -> None:
+        device = inputs.device
+        self.model = copy.deepcopy(teacher)
+        self.model.head = nn.Linear(teacher.head.in_features, labels).to(device)
+        nn.init.zeros_(self.model.head.weight)
+        nn.init.zeros_(self.model.head.bias)
+        self.inputs, self.y = inputs, y
+        weights = list(self.model.parameters())
+        self.flat = torch.cat([p.detach().reshape(-1) for p in weights])
+        self.grad, self.m, self.v = (torch.zeros_like(self.flat) for _ in range(3))
+        start = 0
+        for p in weights:
+            p.data = self.flat[start : start + p.numel()].view_as(p)
+            p.grad = self.grad[start : start + p.numel()].view_as(p)
+            start += p.numel()
+        self.t, self.rate = (torch.zeros((), device=device) for _ in range(2))
+        self.at = torch.zeros(BATCH, dtype=torch.int64, device=device)
+        self.weight = torch.ones(BATCH, device=device)
+        self.first = self.flat.clone()
+        self.graph = self.stream = None
+        if device.type == "cuda":
+            self.stream = torch.cuda.Stream()
+            self.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.stream):
+                for _ in range(3):
+                    self._step()
+            torch.cuda.synchronize()
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph, stream=self.stream):
+                self._step()
+
+    def _step(self) -> None:
+        self.grad.zero_()
+        each = F.cross_entropy(forward(self.model, self.inputs[self.at]), self.y[self.at], reduction="none")
+        ((each * self.weight).sum() / self.weight.sum()).backward()
+        with torch.no_grad():
+            self.t += 1
+            self.m.mul_(0.9).add_(self.grad, alpha=0.1)
+            self.v.mul_(0.999).addcmul_(self.grad, self.grad, value=0.001)
+            root = (self.v / (1 - 0.999**self.t)).sqrt_().add_(1e-8)
+            self.flat.sub_(self.rate * (self.m / (1 - 0.9**self.t)) / root)
+
+    def train(self, theta, at, rng):
+        """One epoch over the images at these positions, from θ, with a fresh Adam; yields after every step."""
+        self.flat.copy_(theta)
+        for state in (self.m, self.v, self.t):
+            state.zero_()
+        order = rng.permutation(at)
+        steps = -(-len(order) // BATCH)
+        order = np.concatenate([order, np.zeros(steps * BATCH - len(order), np.int64)]).reshape(steps, BATCH)
+        weight = (np.arange(steps * BATCH) < len(at)).astype(np.float32).reshape(steps, BATCH)
+        order, weight = (torch.from_numpy(v) for v in (order, weight))
+        if self.graph is not None:
+            order, weight = (v.pin_memory().to(self.at.device, non_blocking=True) for v in (order, weight))
+        for i in range(steps):
+            self.at.copy_(order[i])
+            self.weight.copy_(weight[i])
+            self._step() if self.graph is None else self.graph.replay()
+            yield
+        return self.flat - theta
+
+    @torch.no_grad()
+    def logits(self, theta, at):
+        self.flat.copy_(theta)
+        at = torch.from_numpy(at).to(self.at.device)
+        return torch.cat([forward(self.model, self.inputs[part]) for part in at.split(1000)]).float().cpu().numpy()
+
+
+def full_run(stepper, s: Images, rate, owners, alpha, seed, rounds):
+    """FedAvg of all weights, in single steps; returns what `federated` returns."""
+    parts = split(s.y[s.train], owners, alpha, seed)
+    theta, best, sizes = stepper.first, (-1.0, 0, None), np.array([len(p) for p in parts])
+    rng = np.random.default_rng(seed)
+    stepper.rate.fill_(rate)
+    for t in range(rounds):
+        mean = torch.zeros_like(theta)
+        for part, n in zip(parts, sizes, strict=True):
+            mean += (yield from stepper.train(theta, s.train[part], rng)) * float(n / sizes.sum())
+        theta = theta + mean
+        found = scores(stepper.logits(theta, s.validation), s.y[s.validation])["balanced"]
+        if found > best[0]:
+            best = (found, t + 1, scores(stepper.logits(theta, s.test), s.y[s.test]))
+    return {"validation": best[0], "round": best[1], **best[2], "parameters": len(theta)}
+
+
+def side_by_side(steppers, jobs, done):
+    """Run jobs (functions of a stepper that make generators) several at a time, each on its stepper's stream."""
+    waiting, running = list(jobs), {}
+    while waiting or running:
+        for i, stepper in enumerate(steppers):
+            if i not in running and waiting:
+                key, make = waiting.pop(0)
+                running[i] = key, make(stepper)
+            if i in running:
+                try:
+                    with torch.cuda.stream(stepper.stream) if stepper.stream else contextlib.nullcontext():
+                        next(running[i][1])
+                except StopIteration as stop:
+                    done(running.pop(i)[0], stop.value)
+
+
+def full(args, found_sets, path, rounds):
+    """Splits and seeds in order of seeds; after `--limit` seconds no new one is begun."""
+    device, began = torch.device("cuda" if torch.cuda.is_available() else "cpu"), time.monotonic()
+    teacher = restore(args.weights / "teacher.npz").to(device)
+    ready = []
+    for s in found_sets:
+        inputs = student.patches(scaled(torch.from_numpy(s.x)), 4).to(device)
+        y = torch.from_numpy(s.y).to(device)
+        steppers = [Stepper(teacher, s.labels, inputs, y) for _ in range(8 if device.type == "cuda" else 1)]
+        tried = {}
+
+        def keep(key, made, tried=tried):
+            tried.setdefault(key[1], []).append(made["validation"])
+
+        rates = (3e-4,) if args.quick else (1e-4, 3e-4, 1e-3)
+        jobs = [
+            ((k, rate), functools.partial(full_run, s=s, rate=rate, owners=k, alpha=1.0, seed=0, rounds=rounds // 2))
+            for k, rate in itertools.product((1, 5), rates if len(rates) > 1 else ())
+        ]
+        side_by_side(steppers, jobs, keep)
+        rate = max(rates, key=lambda r, tried=tried: np.mean(tried.get(r, [0])))
+        log({"part": "choice", "set": s.name, "arm": "full fine-tuning", "rate": rate,
+             "tried": [(float(np.mean(v)), 0, r) for r, v in tried.items()],
+             "seconds": round(time.monotonic() - began, 1)}, path)  # fmt: skip
+        ready.append((s, steppers, rate))
+    for seed, (s, steppers, rate) in itertools.product(range(args.seeds), ready):
+        if time.monotonic() - began > args.limit:
+            log({"part": "stopped", "set": s.name, "seed": seed}, path)
+            continue
+
+        def keep(key, made, s=s, seed=seed):
+            log({"part": "adapters", "model": "teacher", "set": s.name, "owners": key[0], "alpha": key[1],
+                 "seed": seed, "arm": "full fine-tuning", **made, "at": round(time.monotonic() - began, 1)},
+                path)  # fmt: skip
+
+        side_by_side(steppers, [
+            ((k, alpha), functools.partial(full_run, s=s, rate=rate, owners=k, alpha=alpha, seed=seed, rounds=rounds))
+            for k, alpha in args.splits
+        ], keep)  # fmt: skip
+
+
+# ---- tables 5 and 6 --------------------------------------------------------------------------------------------------
+
+
+def approximate(model, inputs, degree, steps, means):
+    """Logits, hidden states and scores of a student with exp of a degree and division in so many steps; 0: exact."""
+    x = torch.cat([inputs.new_zeros(len(inputs), 1, model.embed.out_features), model.embed(inputs)], 1)
+    x = x + model.positions
+    hidden, attention = [x], []
+    a, b, c = polynomial.GELU
+    for block, S in zip(model.blocks, means, strict=True):
+        q, k, v = (t.unflatten(-1, (block.heads, -1)).transpose(1, 2) for t in block.qkv(block.norm1(x)).chunk(3, -1))
+        s = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
+        attention.append(s)
+        e = polynomial.taylor(s, degree) if degree else s.exp()
+        D = e.mean(-1, keepdim=True) / S
+        inverse = polynomial.inverse(D, steps) if steps else 1 / D
+        o = (e @ v) * inverse / (e.shape[-1] * S)
+        x = x + block.out(o.transpose(1, 2).flatten(2))
+        u = block.up(block.norm2(x))
+        x = x + block.down(a * u * u + b * u + c)
+        hidden.append(x)
+    return model.head(model.final(x[:, 0])), hidden, attention
+
+
+def functions(args, path):
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    x, _, tx, ty = (v.to(device) for v in load(args.images))
+    x, tx, ty = x[: 200 if args.quick else 10_000], tx[:: 20 if args.quick else 4], ty[:: 20 if args.quick else 4]
+    teacher, made = (restore(args.weights / f"{n}.npz").to(device) for n in ("teacher", "student"))
+    size = 32 if args.quick else 500
+
+    def means_of(model):
+        with torch.no_grad():
+            _, _, s = approximate(model, student.patches(scaled(tx[:500]), 4), 0, 0, [1.0] * len(model.blocks))
+        return [float(v.exp().mean(-1).max()) / 1.5 for v in s]
+
+    @torch.no_grad()
+    def judged(model, degree, steps, means):
+        sums = np.zeros(4)
+        for part, labels in zip(tx.split(size), ty.split(size), strict=True):
+            inputs = student.patches(scaled(part), 4)
+            wanted = teacher.trace(inputs)
+            logits, hidden, attention = approximate(model, inputs, degree, steps, means)
+            sums += np.array([
+                sum(float(F.mse_loss(p, q)) for p, q in zip(attention, wanted.scores, strict=True)),
+                sum(float(F.mse_loss(p, q)) for p, q in zip(hidden, wanted.hidden, strict=True)),
+                float(F.cross_entropy(logits, labels)),
+                float((logits.argmax(1) == labels).float().mean()),
+            ]) * len(part)  # fmt: skip
+        return dict(zip(("attention", "hidden", "cross-entropy", "accuracy"), (sums / len(tx)).tolist(), strict=True))
+
+    rows = [(d, 0) for d in (2, 4, 6, 8, 12, 0)] + [(6, k) for k in (1, 2, 3, 5, 7)]
+    for degree, steps in rows:
+        found = judged(made, degree, steps, means_of(made))
+        log({"part": "functions", "what": "student as it is", "degree": degree, "steps": steps, **found}, path)
+    shorter = [row for row in rows if row[0] in (0, 2, 4, 6) and row[1] != 2]
+    for degree, steps in rows[:1] if args.quick else shorter:
+        other, means = copy.deepcopy(teacher), means_of(teacher)
+        other.train()
+        optimizer = torch.optim.Adam(other.parameters(), lr=3e-4)
+        generator = torch.Generator(device=device).manual_seed(0)
+        for at in torch.randperm(len(x), generator=generator, device=device).split(100):
+            inputs = student.patches(augment(scaled(x[at]), generator), 4)
+            with torch.no_grad():
+                wanted = teacher.trace(inputs)
+            _, hidden, attention = approximate(other, inputs, degree, steps, means)
+            loss = sum(F.mse_loss(p, q) for p, q in zip(hidden, wanted.hidden, strict=True))
+            loss = loss + sum(F.mse_loss(p, q) for p, q in zip(attention, wanted.scores, strict=True))
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(other.parameters(), 1.0)
+            optimizer.step()
+        found = judged(other.eval(), degree, steps, means)
+        log(
+            {"part": "functions", "what": "stage 1 over 10,000 images", "degree": degree, "steps": steps, **found}, path
+        )
+
+
+# ---- tables ----------------------------------------------------------------------------------------------------------
+
+
+def show(rows, out=print):
+    """Mean and standard deviation over seeds, by set, split and arm."""
+    out("\nset, model, owners, Dirichlet: accuracy (balanced) of " + " | ".join(ARMS))
+    kept = {}
+    for r in rows:
+        if r["part"] == "adapters":
+            kept.setdefault((r["set"], r["model"], r["owners"], r["alpha"]), {}).setdefault(r["arm"], []).append(r)
+    for (name, model, owners, alpha), arms in kept.items():
+        if model == "teacher":
+            continue
+        arms = arms | kept.get((name, "teacher", owners, alpha), {})
+        cells = []
+        for arm in ARMS:
+            a, b = ([r[k] for r in arms.get(arm, [])] for k in ("accuracy", "balanced"))
+            cells.append(f"{np.mean(a):.3f}±{np.std(a):.3f} ({np.mean(b):.3f})" if a else "-")
+        out(f"  {name}, {model}, {owners}, {alpha:g}: " + " | ".join(cells))
+    sizes = {(r["set"], r["arm"]): r["parameters"] for r in rows if r["part"] == "adapters"}
+    out("trainable parameters: " + json.dumps({f"{a}: {b}": n for (a, b), n in sizes.items()}))
+    for r in rows:
+        if r["part"] in ("ranges", "functions"):
+            out("  " + json.dumps(r))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--data", type=Path, default=Path(__file__).parents[2] / "shared" / "data")
+    parser.add_argument("--images", type=Path, default=None, help="of `pretrain_vit.py --make-data`")
+    parser.add_argument("--weights", type=Path, default=WEIGHTS)
+    parser.add_argument("--part", choices=("adapters", "full", "functions", "domains"), action="append", default=None)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--cache", type=Path, default=None, help="folder for features, which take longest")
+    parser.add_argument("--log", type=Path, default=None, help="append JSON lines to this file")
+    parser.add_argument("--limit", type=float, default=1e9, help="seconds after which `full` begins nothing new")
+    parser.add_argument("--show", action="store_true")
+    args = parser.parse_args()
+    if args.show:
+        show([json.loads(line) for line in (args.log or LOG).read_text().splitlines()])
+        return
+    parts = args.part or (["adapters", "full"] if args.quick else ["adapters", "domains"])
+    args.splits = [(1, 100.0), (5, 1.0)] if args.quick else SPLITS
+    args.seeds = 1 if args.quick else args.seeds
+    torch.manual_seed(0)
+    torch.set_float32_matmul_precision("high")
+    began = time.monotonic()
+    path = args.log
+    rows_before = 0 if path is None or not path.exists() else len(path.read_text().splitlines())
+    kept = []
+    if path is None:
+        import tempfile
+
+        path = Path(tempfile.mkstemp(suffix=".jsonl")[1])
+    found_sets = sets(args.data, quick=args.quick) if set(parts) != {"functions"} else []
+    if "adapters" in parts:
+        adapters(args, polynomial.Encoder.load(args.weights / "student_model.npz"), "student", found_sets, path)
+    if "domains" in parts:
+        for name in ("domain", "foreign"):
+            if (args.weights / f"{name}_model.npz").exists():
+                adapters(args, polynomial.Encoder.load(args.weights / f"{name}_model.npz"), name, found_sets[:1], path)
+    if "full" in parts:
+        full(args, found_sets, path, 4 if args.quick else ROUNDS)
+    if "functions" in parts:
+        functions(args, path)
+    kept = [json.loads(line) for line in path.read_text().splitlines()[rows_before:]]
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{os.cpu_count()} cores"
+    print(
+        f"\n{platform.machine()}, {device}, one thread, load {os.getloadavg()[0]:.1f}, {time.monotonic() - began:.0f} s"
+    )
+    show(kept)
+
+
+if __name__ == "__main__":
+    main()
