@@ -85,7 +85,7 @@ def page(told: dict[str, dict[str, Any]], folder: Path) -> str:
         "",
         "`make bench` runs every benchmark in its quick form and writes this page. Figures of the whole forms, and how",
         "to read them, stand on the pages of the workflows. One thread per process unless a benchmark says otherwise;",
-        "seconds depend on what else the machine was doing: the load average before and after is given (one per core is",
+        "seconds depend on what else the machine was doing: the load before and after is given (one per core is",
         "a busy machine).",
         "",
         f"Machine: {machine()}.",

@@ -62,7 +62,14 @@ def test_every_verb_has_help_with_an_example_that_fits_a_screen(run, verb):
     code, out, _ = run(verb, "--help")
     assert code == 0
     assert "Example:" in out
-    assert len(out.splitlines()) <= 48
+    assert len(out.splitlines()) <= 40
+
+
+def test_the_first_help_fits_a_screen_and_says_how_to_start(run):
+    code, out, _ = run("--help")
+    assert code == 0
+    assert len(out.splitlines()) <= 40
+    assert "cloister demo" in out
 
 
 def test_explain(run):
@@ -215,7 +222,21 @@ def test_bad_input_is_one_clear_sentence(run, files, tmp_path, name):
         (["rehearse", "bin-values", "--data", "a=x.h5ad", "--data", "b=y.h5ad", "--mode", "open"], 1, "mode"),
         (["rehearse", "nothing"], 2, "no workflow 'nothing'"),
         (["receipt", "nowhere.json"], 4, "no Cloister receipt"),
-        (["reherse"], 2, "No such command"),
+        (["reherse"], 2, "Did you mean 'rehearse'?"),
+        (["rehearse", "bin-values", "--data", "a=x.h5ad", "--moed", "published"], 2, "did you mean --mode?"),
+        (["rehearse", "bin-values", "--dta", "a=x.h5ad"], 2, "did you mean --data?"),
+        (["rehearse", "bin-values", "--data", "a=x.h5ad", "--proceses"], 2, "did you mean --processes?"),
+        (["check", "a.h5ad", "--fro", "bin-values"], 2, "did you mean --for?"),
+        (["check", "a.h5ad", "--n-bins", "5"], 2, "--for WORKFLOW"),
+        (["check", "a.h5ad", "--for", "bin-values", "--n-bin", "5"], 1, "did you mean 'n_bins'"),
+        (["demo", "--ot", "x"], 2, "--out"),
+        (["explain", "bin-values", "--mod", "x"], 2, "--mode"),
+        (["receipt", "--verfy", "x"], 2, "--verify"),
+        (["report", "--outt", "x"], 2, "--out"),
+        (["provision", "s.toml", "--oout", "x"], 2, "--out"),
+        (["site", "kit", "--aprove"], 2, "--approve"),
+        (["run", "bin-values", "s.toml", "--az", "basel"], 2, "--as"),
+        (["doctor", "--kitt", "x"], 2, "--kit"),
     ],
 )
 def test_wrong_usage(run, words, code, says):
@@ -230,6 +251,25 @@ def test_check_says_what_a_file_holds(run, files):
     code, out, _ = run("check", *files.values())
     assert code == 0
     assert "genes in common" in out
+
+
+def test_brackets_in_a_file_are_no_markup(run, files, tmp_path):
+    adata = read_cells(files["basel"])
+    adata.obs["[red] of [bold]"] = "[blue]"
+    write_cells(adata, tmp_path / "brackets.h5ad")
+    code, out, err = run("check", tmp_path / "brackets.h5ad")
+    assert code == 0, err
+    assert "[red] of [bold]" in out
+
+
+def test_doctor_names_the_extra_in_full(run, monkeypatch):
+    import importlib.metadata
+
+    def missing(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    assert "pip install 'cloister[he]'" in " ".join(run("doctor")[1].split())
 
 
 def test_version(run):

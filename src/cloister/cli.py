@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
+from rich.text import Text
 
 from cloister._version import __version__
 from cloister.errors import CloisterError, UsageError
 from cloister.report_parts import size
-from cloister.screen import err, finish, in_words, out, own_options, progress, show_receipt, sites_of
+from cloister.screen import as_is, err, finish, in_words, out, own_options, progress, show_receipt, sites_of
 
 if TYPE_CHECKING:
     from cloister.receipts import Receipt
@@ -114,7 +115,7 @@ def explain(workflow: Annotated[str | None, typer.Argument()] = None, mode: Mode
     table = Table("option", "default", "meaning", box=None)
     for f in dataclasses.fields(found.options):
         default = "required" if f.default is dataclasses.MISSING else str(f.default)
-        table.add_row("--" + f.name.replace("_", "-"), default, f.metadata.get("help", ""))
+        table.add_row("--" + f.name.replace("_", "-"), as_is(default), as_is(f.metadata.get("help", "")))
     out.print(table)
 
 
@@ -130,9 +131,12 @@ def check(
     from cloister.cell_files import read_cells
     from cloister.genes import genes_in_common
 
-    paths = [p for p in files if not str(p).startswith("--")]
+    words = [*map(str, files), *context.args]
+    first = next((i for i, word in enumerate(words) if word.startswith("--")), len(words))
+    paths = [Path(word) for word in words[:first]]
     found = workflows.get(workflow) if workflow else None
-    options = workflows.options_of(found, own_options(context.args, found)) if found else None
+    given = own_options(words[first:], found, context)
+    options = workflows.options_of(found, given) if found else None
     told: dict[str, Any] = {}
     loaded = {}
     for path in paths:
@@ -152,9 +156,9 @@ def check(
         out.print_json(json.dumps(told, default=str))
         return
     for path in map(str, paths):
-        table = Table(title=path, box=None, show_header=False, title_justify="left", title_style="bold")
+        table = Table(title=as_is(path), box=None, show_header=False, title_justify="left", title_style="bold")
         for key, value in told[path].items():
-            table.add_row(key.replace("_", " "), in_words(value))
+            table.add_row(key.replace("_", " "), as_is(in_words(value)))
         out.print(table)
     if "genes_in_common" in told:
         out.print(f"{told['genes_in_common']} genes in common")
@@ -201,7 +205,7 @@ def rehearse(
             raise UsageError(f"{study} is a study of '{agreed.workflow}', not of '{workflow}'")
         plan |= {"mode": agreed.mode, "seed": agreed.seed, "timeout": agreed.timeout}
         given |= dict(agreed.parameters)
-    given |= own_options(extra, found)
+    given |= own_options(extra, found, context)
     plan |= {k: v for k, v in {"mode": mode, "seed": seed, "timeout": timeout}.items() if v is not None}
     files = sites_of(data)
     made = make_plan(workflow, files, options=given, **plan)
@@ -306,7 +310,7 @@ def demo(
     for columns in ([i for i in range(len(table[0])) if i != attack], [0, 1, attack]):  # two tables fit 80 columns
         shown = Table(*(table[0][i] for i in columns), box=None)
         for row in table[1:]:
-            shown.add_row(*(str(row[i]) for i in columns))
+            shown.add_row(*(as_is(row[i]) for i in columns))
         out.print(shown)
     out.print(f"open {path}", markup=False)
 
@@ -408,7 +412,7 @@ def doctor(
         table = Table(box=None, show_header=False)
         colours = {"ok": "green", "note": "yellow", "wrong": "red"}
         for f in found:
-            table.add_row(f.name, f"[{colours[f.state]}]{f.state}[/]", f.detail)
+            table.add_row(f.name, Text(f.state, style=colours[f.state]), as_is(f.detail))
         out.print(table)
     if any(f.state == "wrong" for f in found):
         raise typer.Exit(1)

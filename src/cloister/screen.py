@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from cloister.errors import UsageError
 from cloister.report_parts import size
@@ -38,13 +39,14 @@ def sites_of(data: list[str] | None) -> dict[str, Path]:
     return files
 
 
-def own_options(args: list[str], workflow: Any) -> dict[str, Any]:
-    """Read `--n-bins 51` and the like into the workflow's options."""
+def own_options(args: list[str], workflow: Any, context: Any = None) -> dict[str, Any]:
+    """Read `--n-bins 51` and the like into the workflow's options; a slip in one of the verb's own is told as that."""
     import dataclasses
     import typing
 
-    hints = typing.get_type_hints(workflow.options)
-    known = {f.name for f in dataclasses.fields(workflow.options)}
+    hints = typing.get_type_hints(workflow.options) if workflow is not None else {}
+    known = {f.name for f in dataclasses.fields(workflow.options)} if workflow is not None else set()
+    check_flags(args, known, context)
     given: dict[str, Any] = {}
     left = list(args)
     while left:
@@ -65,6 +67,22 @@ def own_options(args: list[str], workflow: Any) -> dict[str, Any]:
                 value = left.pop(0)
             given[key] = literal(value, hints.get(key))
     return given
+
+
+def check_flags(args: list[str], known: set[str], context: Any) -> None:
+    """Raise if a word looks more like an option of the verb than like one of the workflow's."""
+    import difflib
+
+    verbs = [o for p in context.command.params for o in p.opts if o.startswith("--")] if context is not None else []
+    ours = ["--" + name.replace("_", "-") for name in known]
+    for word in (w.partition("=")[0] for w in args if w.startswith("--")):
+        if word in ours or (word.startswith("--no-") and "--" + word[5:] in ours):
+            continue
+        close = difflib.get_close_matches(word, [*ours, *verbs], n=1)
+        if (close and close[0] in verbs) or not known:
+            hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(verbs)}"
+            more = "" if known else "; a workflow's own options need --for WORKFLOW"
+            raise UsageError(f"there is no option {word}; {hint}{more if not close else ''}")
 
 
 def literal(text: str, hint: Any) -> Any:
@@ -89,6 +107,11 @@ def literal(text: str, hint: Any) -> Any:
 
 
 # ---- tables out ------------------------------------------------------------------------------------------------------
+
+
+def as_is(x: object) -> Text:
+    """A table's cell that comes from a file or an option: brackets in it are brackets, not markup."""
+    return Text(str(x))
 
 
 def in_words(value: Any) -> str:
@@ -168,7 +191,7 @@ def finish(run: Run, folder: Path | None, *, as_json: bool) -> None:
 
 
 def show_receipt(brief: dict[str, Any]) -> None:
-    out.print(f"[bold]{brief['workflow']}[/bold] ({brief['mode']}) in study [bold]{brief['study']}[/bold]")
+    out.print(f"{brief['workflow']} ({brief['mode']}) in study {brief['study']}", style="bold", markup=False)
     out.print(
         f"party {brief['party']} · {brief['started']} · Cloister {brief['version']} · {brief['status']}", markup=False
     )
@@ -176,7 +199,8 @@ def show_receipt(brief: dict[str, Any]) -> None:
     table = Table("what left", "line", "to", "times", "bytes", box=None)
     for row in brief["summary"]:
         if row["kind"] == "sent":
-            table.add_row(row["name"], row["line"], row["to"], str(row["count"]), size(row["bytes"]))
+            facts = (row["name"], row["line"], row["to"], row["count"], size(row["bytes"]))
+            table.add_row(*map(as_is, facts))
     out.print(table)
     opened = [row for row in brief["summary"] if row["kind"] == "opened"]
     for row in opened:
@@ -187,7 +211,7 @@ def show_receipt(brief: dict[str, Any]) -> None:
         out.print("\n[bold]Reveals[/bold]")
         out.print(brief["reveals"], markup=False)
     for name, text in brief.get("also_reveals", {}).items():
-        out.print(f"\n[bold]{name}[/bold], on the way")
+        out.print(f"\n{name}, on the way", style="bold", markup=False)
         out.print(text, markup=False)
     out.print(
         f"\n{brief['entries']} entries, head {brief['head'][:16]}…, key {brief.get('public', '')[:16]}…", markup=False
