@@ -42,7 +42,7 @@ from cloister.crypto.entropy import Entropy
 from cloister.crypto.replicated import Words
 from cloister.errors import CloisterError, ParameterError, ProtocolAbort
 from cloister.models import graph
-from cloister.protocols.shared_codes import ring_of
+from cloister.protocols.shared_codes import Pair, ring_of
 from cloister.study import Party
 from cloister.wire import U8, message
 
@@ -51,27 +51,14 @@ GROUP = 256  # ciphertexts in one message
 
 
 @dataclass(frozen=True, slots=True)
-class Params:
-    first: Party
-    second: Party
-    n_first: int
-    n_second: int
-    bits: int
-
-    def __post_init__(self) -> None:
-        if self.first == self.second or min(self.n_first, self.n_second) < 1:
-            raise ParameterError("distances between two sites need two sites with points")
-
+class Params(Pair):
     @property
     def owner(self) -> Party:  # K
-        return self.first if self.n_first <= self.n_second else self.second
+        return self.fewer
 
     @property
     def multiplier(self) -> Party:  # M
-        return self.second if self.owner == self.first else self.first
-
-    def size(self, u: Party) -> int:
-        return self.n_first if u == self.first else self.n_second
+        return self.other
 
     @property
     def plan(self) -> he.Plan:

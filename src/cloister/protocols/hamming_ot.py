@@ -41,7 +41,7 @@ from cloister.crypto.replicated import Words
 from cloister.errors import ParameterError
 from cloister.models import graph
 from cloister.protocols import oblivious_transfer
-from cloister.protocols.shared_codes import ring_of
+from cloister.protocols.shared_codes import Pair, ring_of
 from cloister.study import Party
 from cloister.wire import U8
 
@@ -50,27 +50,14 @@ BATCH = 1 << 24  # words of corrections at once
 
 
 @dataclass(frozen=True, slots=True)
-class Params:
-    first: Party
-    second: Party
-    n_first: int
-    n_second: int
-    bits: int
-
-    def __post_init__(self) -> None:
-        if self.first == self.second or min(self.n_first, self.n_second) < 1:
-            raise ParameterError("distances between two sites need two sites with points")
-
+class Params(Pair):
     @property
     def receiver(self) -> Party:
-        return self.first if self.n_first <= self.n_second else self.second
+        return self.fewer
 
     @property
     def sender(self) -> Party:
-        return self.second if self.receiver == self.first else self.first
-
-    def size(self, u: Party) -> int:
-        return self.n_first if u == self.first else self.n_second
+        return self.other
 
     @property
     def dtype(self) -> np.dtype[Any]:

@@ -182,18 +182,17 @@ async def _select(params: Params, trio: Trio, shared: SharedCodes | SharedDistan
     return out
 
 
+async def _meet(ch: Channel, params: Params, entropy: Entropy, identity: Identity) -> Trio:
+    three, members = computing(params.sites, params.server), (*params.sites, params.server)
+    return await Trio.meet(ch.sub("trio"), three, members, entropy=entropy, identity=identity)
+
+
 async def site(ch: Channel, params: Params, packed: U8, *, entropy: Entropy, identity: Identity) -> None:
     check_codes(params.sites, params.sizes, params.bits, ch.me, packed)
     shares: dict[Party, Words] = {}
     if params.engine != "mpc":
         shares = await pair_distances.pair_shares(ch, params.between, packed, entropy=entropy)
-    trio = await Trio.meet(
-        ch.sub("trio"),
-        computing(params.sites, params.server),
-        (*params.sites, params.server),
-        entropy=entropy,
-        identity=identity,
-    )
+    trio = await _meet(ch, params, entropy, identity)
     shared: SharedCodes | SharedDistances | None
     if params.engine == "mpc":
         shared = await share_codes(trio, params.sites, params.sizes, params.bits, packed)
@@ -204,13 +203,7 @@ async def site(ch: Channel, params: Params, packed: U8, *, entropy: Entropy, ide
 
 
 async def server(ch: Channel, params: Params, *, entropy: Entropy, identity: Identity) -> I64:
-    trio = await Trio.meet(
-        ch.sub("trio"),
-        computing(params.sites, params.server),
-        (*params.sites, params.server),
-        entropy=entropy,
-        identity=identity,
-    )
+    trio = await _meet(ch, params, entropy, identity)
     shared: SharedCodes | SharedDistances | None
     if params.engine == "mpc":
         shared = await share_codes(trio, params.sites, params.sizes, params.bits, None)

@@ -25,6 +25,8 @@ References
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from cloister.crypto.replicated import Ring, Words
@@ -33,6 +35,33 @@ from cloister.models import graph
 from cloister.protocols.replicated import Shared, Trio, join
 from cloister.study import Party
 from cloister.wire import U8
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two sites whose points are compared, as `hamming_ot` and `hamming_he` do it."""
+
+    first: Party
+    second: Party
+    n_first: int
+    n_second: int
+    bits: int
+
+    def __post_init__(self) -> None:
+        if self.first == self.second or min(self.n_first, self.n_second) < 1:
+            raise ParameterError("distances between two sites need two sites with points")
+
+    @property
+    def fewer(self) -> Party:
+        """The site with fewer points; of equal ones the first."""
+        return self.first if self.n_first <= self.n_second else self.second
+
+    @property
+    def other(self) -> Party:
+        return self.second if self.fewer == self.first else self.first
+
+    def size(self, u: Party) -> int:
+        return self.n_first if u == self.first else self.n_second
 
 
 def check(sites: tuple[Party, ...], sizes: tuple[int, ...], bits: int, server: Party) -> None:

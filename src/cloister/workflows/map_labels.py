@@ -186,24 +186,7 @@ def map_labels(
     return adata if copy else None
 
 
-def offer_labels(
-    adata: AnnData,
-    study: Seat,
-    *,
-    query: str,
-    label_key: str = "cell_type",
-    use_rep: str = "X_pca",
-    n_neighbors: int = 10,
-    key_added: str = "mapped",
-    share: bool = False,
-    max_distance: float | None = None,
-    labels: Sequence[str] = (),
-    bound: float | None = None,
-    precision: int = 40,
-    prototypes: int = 0,
-    round_to: int = 0,
-    computing: Sequence[str] = (),
-) -> None:
+def offer_labels(adata: AnnData, study: Seat, **options: Any) -> None:
     """Let another site's cells be labelled by the labelled cells of this one, which stay here.
 
     Takes the same options as `map_labels`, and writes nothing. Cells without a label are left out.
@@ -212,21 +195,7 @@ def offer_labels(
     -------
     As `map_labels`; of your cells, only their rounded number and, unless a vocabulary is agreed, your label names.
     """
-    chosen = Options(
-        query,
-        label_key,
-        use_rep,
-        n_neighbors,
-        key_added,
-        share,
-        max_distance,
-        tuple(labels),
-        bound,
-        precision,
-        prototypes,
-        round_to,
-        tuple(computing),
-    )
+    chosen = Options(**{name: tuple(x) if isinstance(x, list) else x for name, x in options.items()})
     if study.me == chosen.query:
         raise ParameterError(f"'{study.me}' asks in this study, it offers nothing: use map_labels")
     check(adata, chosen)
