@@ -263,7 +263,7 @@ def run_splits(folder, seeds, quick):
             parts = {
                 "random": even,
                 "outliers at one": np.where(truth, 0, even),
-                "90/9/1 %": np.searchsorted([0.9, 0.99], rng.random(len(X))),
+                "90/9/1 %": rng.permutation(np.searchsorted([0.9, 0.99], (np.arange(len(X)) + 1) / len(X))),
             }
             for how, part in parts.items():
                 found[how].append(rehearsed(X, truth, part)[0])
