@@ -332,36 +332,43 @@ def _room(c: ckks.Context) -> int:
     return round(math.log2(c.dropped(c.params.base + PRODUCT, PRODUCT) / c.params.scale))
 
 
+def times_x(c: ckks.Context, ct: ckks.Cipher, values: F64, scale: float) -> ckks.Cipher:
+    """Times plain values, to that scale, for one prime."""
+    k = ct.coeff_modulus_size()
+    return c.times_plain(ct, c.encode(values, k, scale * c.dropped(k, 1) / float(ct.scale())), 1)
+
+
+def logits(layout: Layout, M: ckks.Cipher, X: F64, rotation: Mapping[int, Any]) -> ckks.Cipher:
+    """U of up to I samples, at every marker's place."""
+    c, ladder = ckks.context(layout.ckks), layout.ladder
+    k_u = ladder.primes[0]
+    scale = math.sqrt(2.0**ladder.square_bits * c.dropped(k_u, ladder.spent[0]))
+    return add_over_markers(c, layout, times_x(c, c.drop(M, k_u + 1), layout.input_slots(X), scale), rotation)
+
+
 def gradient(layout: Layout, M: ckks.Cipher, X: F64, Y: F64, relin: Any, rotation: Mapping[int, Any]) -> ckks.Cipher:
     """Z of up to I samples and one class group, at scale Δ; X (k, m), Y (k, classes of the group).
 
     Stages and scales as in `cellcnn_ladder`.
     """
     c, ladder = ckks.context(layout.ckks), layout.ladder
-    (k_u, _, k_q, _), (d1, d2, d3) = ladder.primes, ladder.spent
+    (_, _, k_q, _), (d1, d2, d3) = ladder.primes, ladder.spent
     c0, _, c2, _, _ = cellcnn.error_polynomial(layout.config.interval, Y)
     c5, p, q = ladder.quintic
-    x, top = layout.input_slots(X), k_u + 1
 
     def by_class(coefficients: F64) -> F64:  # x·c(y) at (j, c, i)
         table = np.zeros((layout.J, layout.O, layout.I))
         table[: X.shape[1], : Y.shape[1], : len(X)] = X.T[:, None, :] * coefficients.T[None]
         return layout.spread(table)
 
-    def times_x(ct: ckks.Cipher, values: F64, scale: float) -> ckks.Cipher:  # one prime for a plain factor
-        k = ct.coeff_modulus_size()
-        return c.times_plain(ct, c.encode(values, k, scale * c.dropped(k, 1) / float(ct.scale())), 1)
-
-    u_scale = math.sqrt(2.0**ladder.square_bits * c.dropped(k_u, d1))
-    U = add_over_markers(c, layout, times_x(c.drop(M, top), x, u_scale), rotation)
+    U = logits(layout, M, X, rotation)
     U2 = c.square(U, relin, d1)
     Q = c.add_plain(c.square(c.add_plain(U2, p), relin, d2), q)
-    spent = c.dropped(k_q, d3)
-    factor = times_x(c.drop(U, k_q + 1), c5 * x, layout.ckks.scale * spent / float(Q.scale()))
+    scale = layout.ckks.scale * c.dropped(k_q, d3) / float(Q.scale())
+    factor = times_x(c, c.drop(U, k_q + 1), c5 * layout.input_slots(X), scale)
     Z = c.product(factor, Q, relin)
     low = c.drop(U2, k_q)
     even = c.evaluator.multiply_plain(low, c.encode(by_class(c2), k_q, float(Z.scale()) / float(low.scale())))
-    Z = c.rescale(c.add(Z, even), d3)
-    Z = c.add_plain(Z, by_class(c0))
+    Z = c.add_plain(c.rescale(c.add(Z, even), d3), by_class(c0))
     Z.scale(layout.ckks.scale)
     return Z

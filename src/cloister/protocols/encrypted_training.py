@@ -16,6 +16,7 @@ and per step, [·] encrypted under the collective key, slots and maps as in `cel
         S       [W' ⊙ V']
         all     refresh → [M']
     L5  S → i   [M']
+        all     every `validate_every` steps: `encrypted_validation` → one number to all
 
 and at the end, only if all agreed to open the model:
 
@@ -24,7 +25,8 @@ and at the end, only if all agreed to open the model:
 Reveals
 -------
 aggregator, holder : nothing about data, labels, gradients or the model beyond `Params`; and if `open_model`: the final
-    weights and momenta, to the precision that the flooding leaves. n - 1 sites with the aggregator learn no more.
+    weights and momenta, to the precision that the flooding leaves; and if `validate_every`: the squared error on all
+    sites' held-out inputs together, after so many steps each. n - 1 sites with the aggregator learn no more.
 
 Assumes
 -------
@@ -54,7 +56,7 @@ from cloister.crypto import ckks
 from cloister.crypto.entropy import Entropy
 from cloister.errors import DataError, ParameterError, ProtocolAbort, RefusedError
 from cloister.models import cellcnn
-from cloister.protocols import collective_refresh, threshold_decrypt
+from cloister.protocols import collective_refresh, encrypted_validation, threshold_decrypt
 from cloister.protocols.cellcnn_circuit import (
     VALUE_BITS,
     Layout,
@@ -79,6 +81,8 @@ class Params:  # public
     ckks: ckks.Parameters
     config: cellcnn.Config
     open_model: bool = False
+    validate_every: int = 0  # steps; 0: never
+    held_out: int = 0  # inputs of each site that validation uses
 
     def __post_init__(self) -> None:
         check_holders(self.holders, self.aggregator)
@@ -87,9 +91,21 @@ class Params:  # public
                 f"opening would be exact to {self.layout.opening_error:.1g} only; use a larger scale or fewer steps"
             )
 
+        if self.validate_every:
+            self.validation  # noqa: B018 - raises where it does not fit
+
     @property
     def layout(self) -> Layout:
         return Layout(self.config, self.ckks, len(self.holders))
+
+    @property
+    def validation(self) -> encrypted_validation.Params:
+        who = (self.holders, self.aggregator, self.ckks)
+        return encrypted_validation.Params(*who, self.config, self.held_out)
+
+    def validates(self, step: int) -> bool:
+        """Whether the model after that many steps is validated."""
+        return self.validate_every > 0 and step % self.validate_every == 0
 
     @property
     def tag(self) -> bytes:
@@ -137,7 +153,7 @@ class Trained:
     keys: Keys
     model: list[ckks.Cipher]  # [M], one per class group
     weights: cellcnn.Weights | None = None  # if opened
-    log: list[dict[str, float]] = field(default_factory=list)
+    losses: dict[int, float] = field(default_factory=dict)  # step → squared error on held-out inputs
 
 
 def ideal(params: Params, inputs: Mapping[Party, tuple[F64, F64]]) -> dict[Party, cellcnn.Weights | None]:
@@ -168,6 +184,10 @@ def cost(params: Params) -> dict[Party, tuple[int, int]]:
     if params.open_model:
         up.append((1 + L.archives, L.archives * base * 3))
         down.append((1 + 2 * L.archives, L.archives * base * 3))
+    for p, sent in ((params.holders[0], up), (params.aggregator, down)) if params.validate_every else ():
+        messages, size = encrypted_validation.cost(params.validation)[p]
+        each, times = 1 if sent is up else n, steps // params.validate_every
+        sent.append((times * messages // each, times * size // each))
     total = {True: tuple(map(sum, zip(*up, strict=True))), False: tuple(map(sum, zip(*down, strict=True)))}
     return {params.aggregator: (n * total[False][0], n * total[False][1])} | dict.fromkeys(
         params.holders, (total[True][0], total[True][1])
@@ -204,14 +224,22 @@ async def holder(
     X: F64,
     Y: F64,
     store: KeyStore | None = None,
+    held: tuple[F64, F64] | None = None,
     *,
     entropy: Entropy,
     consent: bool = True,
 ) -> Trained:
-    """Play a site. X (steps, n, m) and one-hot Y (steps, n, o) are its batches; they never leave it."""
+    """Play a site. X (steps, n, m) and one-hot Y (steps, n, o) are its batches; they never leave it.
+
+    `held` are inputs and labels for validation, if the parties agreed on it.
+    """
     if params.open_model and not consent:
         raise RefusedError("this site did not consent to opening the model; allow it, or train with open_model=False")
     check_batches(params.config, X, Y)
+    if params.validate_every:
+        if held is None:
+            raise DataError("validation needs held-out inputs; hold some out, or agree on validate_every=0")
+        encrypted_validation.check_samples(params.validation, *held)
     c, P, L, S = ckks.context(params.ckks), params.ckks, params.layout, params.aggregator
     G, top, ledger, todo = len(L.groups), P.top, Ledger(), refreshes(params)
     await ch.send(S, Ready(store.name if store is not None else b""))  # L1
@@ -232,6 +260,7 @@ async def holder(
     if len(model) != G:
         raise ProtocolAbort(NAME, "L3", "malformed", f"a model of {len(model)} parts, expected {G}")
     archive: list[bytes] = []
+    losses: dict[int, float] = {}
     for t in range(start.step, params.config.steps):
         ch.step(f"step {t + 1} of {params.config.steps}: gradient, {top} primes", protocol=NAME, line="L4")
         await ch.send(S, gradient_message(c, L, model, X[t], Y[t], keys))  # L4
@@ -250,7 +279,12 @@ async def holder(
             )
             for g, c0 in enumerate(fresh.c0)
         ]
-    done = Trained(params, keys, model)
+        if params.validates(t + 1) and held is not None:
+            sub = ch.sub(f"{t}/validation")
+            losses[t + 1] = await encrypted_validation.holder(
+                sub, params.validation, model[0], keys, *held, entropy=entropy
+            )
+    done = Trained(params, keys, model, losses=losses)
     if store is not None:
         store.put_state(c, params.tag, params.config.steps, {"model": model})
     if params.open_model:
@@ -321,6 +355,7 @@ async def aggregator(ch: Channel, params: Params, store: KeyStore | None = None,
     async def refresh(label: str, name: str, cts: list[ckks.Cipher]) -> list[ckks.Cipher]:
         return await collective_refresh.aggregator(ch.sub(label), todo[name].params, cts, todo[name].maps)
 
+    losses: dict[int, float] = {}
     for t in range(step, params.config.steps):
         ch.step(f"step {t + 1} of {params.config.steps}: {P.base} primes left, refresh", protocol=NAME, line="L4")
         sums = [np.stack([c.ring.zeros(P.base)] * 2) for _ in L.groups]
@@ -341,7 +376,10 @@ async def aggregator(ch: Channel, params: Params, store: KeyStore | None = None,
         if store is not None:
             store.put_state(c, params.tag, t + 1, state)
         await ch.scatter(params.holders, NewModel(tuple(c.pack(c.raw(ct)[0][0]) for ct in model)))  # L5
-    done = Trained(params, keys, state["model"])
+        if params.validates(t + 1):
+            losses[t + 1] = await encrypted_validation.aggregator(ch.sub(f"{t}/validation"), params.validation)
+            ch.step(f"step {t + 1}: squared error {losses[t + 1]:.4f} on held-out inputs", protocol=NAME, line="L5")
+    done = Trained(params, keys, state["model"], losses=losses)
     if params.open_model:
         replicated = await refresh("opening", "opening", state["archive"])
         opened = [
