@@ -5,6 +5,7 @@ pytest.importorskip("numba")
 from cloister.crypto import block
 from cloister.crypto.entropy import Entropy
 from cloister.crypto.lattice import SECURE_BITS, ring
+from cloister.crypto.prg import Prg
 from cloister.errors import ParameterError
 
 P, E = block.SMALL, Entropy()
@@ -23,12 +24,38 @@ def encrypted(key, x):
 
 def test_narrow_transforms_are_those_of_the_ring():
     narrow, wide = block.ring_of(P), ring(P.degree, block.primes_of(P))
-    x = wide.uniform(E.prg(), P.count)
-    a, b = narrow.forward(x.copy()), wide.forward(x.copy())
+    seed = E.bytes(32)
+    x = wide.uniform(Prg(seed), P.count)
+    np.testing.assert_array_equal(narrow.uniform(Prg(seed), P.count), x)
+    a, b = narrow.forward(x.astype(np.uint32)), wide.forward(x.copy())
     np.testing.assert_array_equal(a, b)
     np.testing.assert_array_equal(narrow.backward(a), x)
-    limbs = E.prg().uint64((4, P.degree)).astype(np.int64) >> 22
-    np.testing.assert_array_equal(narrow.limbs_to_residues(limbs, 4), wide.limbs_to_residues(limbs, 4))
+    for narrow_draw, wide_draw in ((narrow.gaussian, Prg.gaussian), (narrow.ternary, Prg.ternary)):
+        small = wide_draw(Prg(seed), P.degree)
+        np.testing.assert_array_equal(narrow_draw(Prg(seed), P.count), wide.of_small(small, P.count))
+
+
+def test_long_integers_against_python():
+    """Words to residues and back, and multiplied by a fraction, as Python's integers do it."""
+    for params in (block.SMALL, block.STANDARD):
+        r, k = block.ring_of(params), params.count
+        Q = np.prod([int(q) for q in r.primes], dtype=object)
+        bits = block.room(params, k)
+        words = block.random_words(E.prg(), bits, params.degree)
+        exact = [sum(int(w) << (32 * m) for m, w in enumerate(column)) for column in words[:, :50].T]
+        residues = r.add_words(r.constant(-5, k), words)
+        assert [int(v) for v in residues[-1, :50]] == [(x - 5) % r.primes[-1] for x in exact]
+        back, top = r.to_words(r.add(residues, r.constant(5, k)))
+        np.testing.assert_array_equal(back[: len(words)], words)
+        assert not back[len(words) :].any()
+        assert top < Q
+        for f in (2.0**-40, 0.3e-9, 2.0**-100, 7.3):
+            factor, shift = block.fraction(f)
+            assert abs(factor / 2.0**shift / f - 1) < 2**-31
+            how = block.Opening("t", 1, 2, k, bits, 0.0, 0, factor, shift, k)
+            scaled = block.times_shift(words, how)
+            found = [sum(int(w) << (32 * m) for m, w in enumerate(column)) for column in scaled[:, :50].T]
+            assert found == [(x * factor) >> shift for x in exact]
 
 
 def test_parameters_are_secure():
@@ -63,11 +90,11 @@ def test_a_blinded_refresh_changes_nothing_but_the_scale(sides, polys):
     a = encrypted(key, x)
     c, scale, exact = (a, P.scale, x) if polys == 2 else (ev.products(a, a), P.scale**2, x * x)
     how = block.opening(P, "t", 2, polys, scale, 1.0, P.scale)
-    sent, kept = ev.blind(c, how, E)
-    seed = E.bytes(32)
+    seed, masks = E.bytes(32), E.bytes(32)
+    sent = ev.blind(c[:, :, : how.primes].copy(), how, masks, E)
     c0, inside = key.refresh(sent, how, seed, E)
     assert inside
-    np.testing.assert_allclose(key.read(ev.unblind(c0, seed, kept), P.scale, P.slots), exact, atol=3e-3)
+    np.testing.assert_allclose(key.read(ev.unblind(c0, seed, how, masks), P.scale, P.slots), exact, atol=3e-3)
     assert not key.refresh(ev.combine([(1 << 30, sent)]), how, seed, E)[1]  # far out of range: noticed
 
 
@@ -78,7 +105,13 @@ def test_what_the_owner_opens_does_not_depend_on_the_message(sides):
     views = []
     for value in (0.0, 1.0):
         c = encrypted(key, np.full((1, P.slots), value))
-        views.append(np.sort(np.concatenate([key.open(ev.blind(c, how, E)[0][0])[0] for _ in range(3)])))
+        views.append(
+            np.sort(
+                np.concatenate(
+                    [key.open(ev.blind(c[:, :, : how.primes].copy(), how, E.bytes(32), E)[0])[0] for _ in range(3)]
+                )
+            )
+        )
     grid = np.linspace(min(v[0] for v in views), max(v[-1] for v in views), 300)
     a, b = (np.searchsorted(v, grid) / len(v) for v in views)
     assert np.abs(a - b).max() < 1.63 * np.sqrt(2 / len(views[0]))

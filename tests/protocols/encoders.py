@@ -8,7 +8,9 @@ from cloister.errors import ParameterError
 from cloister.models import polynomial as poly
 
 
-def one(norm="pre", tokens=3, inputs=2, width=8, heads=2, hidden=8, depth=1, taps=(1,), rank=2, seed=0, **more):
+def one(
+    norm="pre", tokens=3, inputs=2, width=8, heads=2, hidden=8, depth=1, taps=(1,), rank=2, seed=0, query=0.35, **more
+):
     rng = np.random.default_rng(seed)
     d, f = width, hidden
 
@@ -17,7 +19,7 @@ def one(norm="pre", tokens=3, inputs=2, width=8, heads=2, hidden=8, depth=1, tap
 
     def block():
         qkv = g(3 * d, d)
-        qkv[:d] *= 0.35
+        qkv[:d] *= query
         post = {"gain1": 1 + 0.1 * g(d), "shift1": 0.1 * g(d), "gain2": 1 + 0.1 * g(d), "shift2": 0.1 * g(d)}
         return poly.Block(
             qkv, 0.1 * g(3 * d), 0.6 * g(d, d), 0.1 * g(d), g(f, d), 0.1 * g(f) + 1.17, 0.15 * g(d, f), 0.1 * g(d),

@@ -2,9 +2,12 @@
 
     embed       linear                                              1 refresh of T·d
     LayerNorm   centre, square and add; Newton; multiply            2 + 2·steps refreshes of T to T·d
-    attention   linear, scores; exp; weighted sums; Goldschmidt     5 + degree/2 + steps
-    projection  multiply, linear on three polynomials, residual     1
+    attention   linear, scores; exp; weighted sums; Goldschmidt     2 to 4 of heads·T², 1 + steps of heads·T
+    projection  multiply, linear on four polynomials, residual      1
     feed        linear, square, linear on three polynomials         1, or 2 where the modulus is short
+
+Values are recipes: nothing is computed before a refresh asks for it, some ciphertexts at a time and at the primes that
+this opening needs; only what comes back from a refresh is kept (on a `Shelf`). So a block may be larger than memory.
 
 Run without an evaluator (`plan`), it only counts: the list of openings is the written depth budget, and both sides hold
 it before anything is sent.
@@ -15,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,31 +26,41 @@ import numpy as np
 
 from cloister.crypto import block
 from cloister.crypto.block import Cts, Evaluator, Opening, Parameters, fits, opening
+from cloister.crypto.shelf import Pool, Shelf
 from cloister.errors import ParameterError
 from cloister.models.polynomial import START, TAP_BOUND, Encoder, Shape
 from cloister.wire import F64
 
 TAP_BITS = 46  # the scale of what is read, above Δ
 TAP_PRECISION = 10  # bits of what is read; the flooding covers all below
+AT_ONCE = 32  # ciphertexts that a refresh makes at once, at least
+ROWS = 8  # of the attention matrix that are computed together
+EXP_BITS = 20.0  # the least scale of scores at which exp is one stretch
 
-Refresh = Callable[[list[tuple[Opening, Any]]], Awaitable[list[Any]]]
+Take = Callable[[Sequence[int], int], Cts]  # numbers of ciphertexts, primes
+Refresh = Callable[[list[tuple[Opening, Any]]], Awaitable[list[Any]]]  # openings with their recipes → recipes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Values:
-    """n numbers per sample under encryption: p polynomials, a scale; no data where we only count."""
+    """n numbers per sample under encryption: p polynomials, a scale; no recipe where we only count."""
 
     n: int
     p: int
     scale: float
-    data: Any = None
-
-    def at(self, which: Sequence[int]) -> Values:
-        return Values(len(which), self.p, self.scale, None if self.data is None else self.data[list(which)])
+    take: Take | None = None
+    k: int = 0  # primes there are; 0 where we only count
+    group: int = 1  # how many are best made together
+    origins: frozenset[int] = frozenset()  # the refreshes they come from
 
     def scaled(self, factor: float) -> Values:
         """The same ciphertexts read as values / factor."""
         return dataclasses.replace(self, scale=self.scale * factor)
+
+    def get(self, which: Sequence[int], k: int) -> Cts:
+        if self.take is None:
+            raise ParameterError("there is nothing to compute where we only count")
+        return self.take(which, k)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,59 +73,146 @@ class Tap:
     flood_bits: int
 
 
-def join(parts: Sequence[Values]) -> Values:
-    if len({(v.p, v.scale) for v in parts}) != 1:
-        raise ParameterError("values of different scales cannot stand in one array")
-    data = None if parts[0].data is None else np.concatenate([v.data for v in parts])
-    return Values(sum(v.n for v in parts), parts[0].p, parts[0].scale, data)
+def quadratics(degree: int) -> list[tuple[float, float]]:
+    """(b, c) with Σ s^i / i! = Π (s² + b·s + c) / degree!: Taylor's exp of even degree has no real root."""
+    roots = np.roots([1 / math.factorial(i) for i in range(degree, -1, -1)])
+    return [(-2 * float(z.real), float(abs(z) ** 2)) for z in roots if z.imag > 0]
 
 
 class Circuit:
     """One pass of one batch. `refresh` does the round trips; `encoder` is None where we only count."""
 
     def __init__(
-        self, shape: Shape, params: Parameters, refresh: Refresh, encoder: Encoder | None, ev: Evaluator | None
+        self,
+        shape: Shape,
+        params: Parameters,
+        refresh: Refresh,
+        encoder: Encoder | None = None,
+        ev: Evaluator | None = None,
+        openings: Sequence[Opening] = (),
+        pool: Pool | None = None,
     ) -> None:
-        self.shape, self.params, self._refresh, self.encoder, self.ev = shape, params, refresh, encoder, ev
+        self.shape, self.params, self._refresh, self.encoder = shape, params, refresh, encoder
+        self._ev, self.pool = ev, pool or Pool()
         self.delta, self.w = params.scale, params.weight_scale
+        self.need: list[int] = []  # counting: primes that each refresh must bring back
+        self.follow(openings)
+
+    def follow(self, openings: Sequence[Opening]) -> None:
+        """The openings from here on, as planned."""
+        self._planned: Iterator[Opening] = iter(openings)
+
+    @property
+    def counting(self) -> bool:
+        return self._ev is None
+
+    @property
+    def ev(self) -> Evaluator:
+        if self._ev is None:
+            raise ParameterError("there is nothing to compute where we only count")
+        return self._ev
 
     # ---- operations ----------------------------------------------------------------------------------------------
 
     async def refresh(self, label: str, *parts: tuple[Values, float], want: float = 0.0) -> list[Values]:
         """One round trip for arrays, each with the bound of its values; back at scale Δ or `want`."""
         want = want or self.delta
-        how = [opening(self.params, label, v.n, v.p, v.scale, bound, want) for v, bound in parts]
-        back = await self._refresh([(h, v.data) for h, (v, _) in zip(how, parts, strict=True)])
-        return [Values(v.n, 2, want, data) for (v, _), data in zip(parts, back, strict=True)]
+        if self.counting:
+            how = []
+            for v, bound in parts:
+                h = opening(self.params, label, v.n, v.p, v.scale, bound, want, v.group * max(1, AT_ONCE // v.group))
+                self.require(v, h.primes)
+                self.need.append(h.back)
+                how.append(h)
+        else:
+            how = [next(self._planned) for _ in parts]
+            if [(h.label, h.count, h.polys) for h in how] != [(label, v.n, v.p) for v, _ in parts]:
+                raise ParameterError(f"'{label}' was not planned here")
+        back = await self._refresh([(h, v.take) for h, (v, _) in zip(how, parts, strict=True)])
+        first = len(self.need) - len(how)
+        return [
+            Values(h.count, 2, want, take, h.back, origins=frozenset([first + i]) if self.counting else frozenset())
+            for i, (h, take) in enumerate(zip(how, back, strict=True))
+        ]
 
-    def linear(self, w: F64 | None, outs: int, x: Values, wscale: float = 0.0) -> Values:
-        """Weights times values, where the weights are rounded to multiples of 1 / wscale."""
-        wscale = wscale or self.w
-        data = None
-        if self.ev is not None and w is not None:
-            data = self.ev.linear(np.rint(w * wscale).astype(np.int64), x.data)
-        return Values(outs, x.p, x.scale * wscale, data)
+    def require(self, v: Values, primes: int) -> None:
+        for at in v.origins:
+            self.need[at] = max(self.need[at], primes)
+
+    def made(self, n: int, p: int, scale: float, parents: Sequence[Values], group: int, take: Take | None) -> Values:
+        """Values that a recipe makes of others."""
+        origins = frozenset[int]().union(*(v.origins for v in parents))
+        if self.counting:
+            return Values(n, p, scale, None, 0, group, origins)
+        return Values(n, p, scale, take, min(v.k for v in parents), group, origins)
+
+    def hold(self, v: Values) -> Values:
+        """Compute now, and keep."""
+        if self.counting:
+            return v
+        shelf, step = self.shelf(v.n, v.p, v.k), v.group * max(1, AT_ONCE // v.group)
+        for lo in range(0, v.n, step):
+            shelf.put(lo, v.get(range(lo, min(v.n, lo + step)), v.k))
+        return dataclasses.replace(v, take=shelf.take)
+
+    def shelf(self, n: int, p: int, k: int) -> Shelf:
+        return self.pool.shelf(n, p, k, self.params.degree)
+
+    def pick(self, x: Values, which: Sequence[int]) -> Values:
+        def take(ids: Sequence[int], k: int) -> Cts:
+            return x.get([which[i] for i in ids], k)
+
+        return self.made(len(which), x.p, x.scale, [x], 1, take)
 
     def add(self, parts: Sequence[tuple[int, Values]], constants: Any = None, scale: float = 0.0) -> Values:
         """Σ factor·x + constants, read at `scale` (that of the first part times its factor, unless given)."""
         first = parts[0][1]
         scale = scale or abs(parts[0][0]) * first.scale
-        data = None
-        if self.ev is not None:
-            fixed = None if constants is None else np.asarray(constants) * scale
-            data = self.ev.combine([(f, v.data) for f, v in parts], fixed)
-        return Values(first.n, max(v.p for _, v in parts), scale, data)
+
+        def take(ids: Sequence[int], k: int) -> Cts:
+            fixed = None if constants is None else constants * scale
+            return self.ev.combine([(f, v.get(ids, k)) for f, v in parts], fixed)
+
+        values = [v for _, v in parts]
+        return self.made(first.n, max(v.p for v in values), scale, values, max(v.group for v in values), take)
 
     def times(self, x: Values, y: Values) -> Values:
-        data = None if self.ev is None else self.ev.products(x.data, y.data)
-        return Values(x.n, 3, x.scale * y.scale, data)
+        def take(ids: Sequence[int], k: int) -> Cts:
+            return self.ev.products(x.get(ids, k), y.get(ids, k))
 
-    def dots(self, x: Values, y: Values, count: int, pairs: Iterable[tuple[Sequence[int], Sequence[int]]]) -> Values:
-        """Sums of products over the listed positions, which are not looked at where we only count."""
-        data = None
-        if self.ev is not None:
-            data = np.stack([self.ev.dot(x.data[list(a)], y.data[list(b)]) for a, b in pairs])
-        return Values(count, 3, x.scale * y.scale, data)
+        return self.made(x.n, x.p + y.p - 1, x.scale * y.scale, [x, y], max(x.group, y.group), take)
+
+    def square(self, x: Values) -> Values:
+        def take(ids: Sequence[int], k: int) -> Cts:
+            got = x.get(ids, k)
+            return self.ev.products(got, got)
+
+        return self.made(x.n, 2 * x.p - 1, x.scale**2, [x], x.group, take)
+
+    def by_token(
+        self, n: int, outs: int, p: int, scale: float, parents: Sequence[Values], make: Callable[[int, int], Cts]
+    ) -> Values:
+        """`outs` values for each token, made together by make(token, primes)."""
+
+        def take(ids: Sequence[int], k: int) -> Cts:
+            parts, at = [], np.asarray(ids)
+            for t in np.unique(at // outs):  # sorted, as the ids are
+                found, mine = make(int(t), k), at[at // outs == t] % outs
+                parts.append(found if len(mine) == outs else found[mine])
+            return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+        return self.made(n, p, scale, parents, outs, take)
+
+    def linear(self, w: F64 | None, bias: F64 | None, outs: int, x: Values, wide: int) -> Values:
+        """The weights times the `wide` values of each token, plus a bias."""
+        ints = None if w is None else np.rint(w * self.w).astype(np.int64)
+        scale = x.scale * self.w
+
+        def make(t: int, k: int) -> Cts:
+            y = self.ev.linear(ints, x.get(self.token(t, wide), k))  # type: ignore[arg-type]
+            return y if bias is None else self.ev.add_constants(y, bias * scale)
+
+        return self.by_token(x.n // wide * outs, outs, x.p, scale, [x], make)
 
     def token(self, t: int, width: int = 0) -> range:
         width = width or self.shape.width
@@ -122,98 +222,159 @@ class Circuit:
 
     async def embed(self, inputs: Values) -> Values:
         """(T - 1)·inputs ciphertexts at Δ → T·d at Δ."""
-        s, e, parts = self.shape, self.encoder, []
-        for t in range(s.tokens):
+        s, e = self.shape, self.encoder
+        scale = inputs.scale * self.w
+        w = None if e is None else np.rint(e.embed * self.w).astype(np.int64)
+
+        def make(t: int, k: int) -> Cts:
             if t == 0:
-                zero = None if self.ev is None else np.zeros((s.width, *inputs.data.shape[1:]), np.uint64)
-                y = Values(s.width, 2, inputs.scale * self.w, zero)
+                y = np.zeros((s.width, 2, k, self.params.degree), np.uint32)
             else:
-                y = self.linear(None if e is None else e.embed, s.width, inputs.at(self.token(t - 1, s.inputs)))
-            parts.append(self.add([(1, y)], None if e is None else e.positions[t]))
-        return (await self.refresh("embed", (join(parts), s.x_bound)))[0]
+                y = self.ev.linear(w, inputs.get(self.token(t - 1, s.inputs), k))  # type: ignore[arg-type]
+            return self.ev.add_constants(y, e.positions[t] * scale)  # type: ignore[union-attr]
+
+        x = self.by_token(s.tokens * s.width, s.width, 2, scale, [inputs], make)
+        return (await self.refresh("embed", (x, s.x_bound)))[0]
 
     async def layer_norm(
         self, x: Values, layer: int, which: int, gain: F64 | None = None, shift: F64 | None = None
     ) -> Values:
         s, T, d, D = self.shape, self.shape.tokens, self.shape.width, self.delta
         V = s.variances[2 * layer + which]
-        centre = d * np.eye(d) - 1.0
-        c = join([self.linear(centre, d, x.at(self.token(t)), 1.0) for t in range(T)]).scaled(d)
-        squares = self.dots(c, c, T, ((self.token(t), self.token(t)) for t in range(T)))
+        c = self.by_token(T * d, d, 2, x.scale * d, [x], lambda t, k: self.ev.centre(x.get(self.token(t), k)))
+
+        def sum_of_squares(t: int, k: int) -> Cts:
+            row = c.get(self.token(t), k)
+            found: Cts = self.ev.dot(row, row)[None]
+            return found
+
+        squares = self.by_token(T, 1, 3, c.scale**2, [c], sum_of_squares)
         (v,) = await self.refresh("variance", (squares.scaled(d * V), 2.0))
         a, b, of = START
         y = self.add([(b, v)], a / of, scale=of * D)
         for _ in range(s.root_steps):
-            yy, vy = await self.refresh("root", (self.times(y, y), 64.0), (self.times(v, y), 8.0))
+            yy, vy = await self.refresh("root", (self.square(y), 64.0), (self.times(v, y), 8.0))
             factor = round(3 * D * D / y.scale)
             y = self.add([(-1, self.times(yy, vy)), (factor, y)], scale=2 * D * D)
             (y,) = await self.refresh("root", (y, 8.0))
-        spread = [t for t in range(T) for _ in range(d)]
-        z = self.times(c, y.at(spread)).scaled(math.sqrt(V))
+        z = self.times(c, self.pick(y, [t for t in range(T) for _ in range(d)])).scaled(math.sqrt(V))
         bound = math.sqrt(d)
         if s.norm == "post":
-            ints = None if gain is None else np.rint(gain * self.w).astype(np.int64)
-            columns = []
-            for i in range(T * d):
-                factor = 1 if ints is None else int(ints[i % d])
-                columns.append(
-                    self.add([(factor, z.at([i]))], None if shift is None else shift[i % d], z.scale * self.w)
-                )
-            z, bound = join(columns), s.x_bound
+            plain, scale, bound = z, z.scale * self.w, s.x_bound
+            ints = [1] * d if gain is None else [int(g) for g in np.rint(gain * self.w)]
+
+            def weighted(ids: Sequence[int], k: int) -> Cts:
+                at = [i % d for i in ids]
+                return self.ev.combine([([ints[i] for i in at], plain.get(ids, k))], shift[at] * scale)  # type: ignore[index]
+
+            z = self.made(T * d, 3, scale, [plain], plain.group, weighted)
         return (await self.refresh("normed", (z, bound)))[0]
 
     async def attention(self, z: Values, layer: int) -> Values:
-        """Weighted values softmax(q·k)·v, three polynomials, T·d of them."""
+        """Weighted values softmax(q·k)·v, three polynomials or four, T·d of them."""
         s, T, d, D, h = self.shape, self.shape.tokens, self.shape.width, self.delta, self.shape.head_width
         b = None if self.encoder is None else self.encoder.blocks[layer]
-        S = s.means[layer]
-        y = join(
-            [
-                self.add(
-                    [(1, self.linear(None if b is None else b.qkv, 3 * d, z.at(self.token(t))))],
-                    None if b is None else b.qkv_bias,
-                )
-                for t in range(T)
-            ]
-        )
-        if not fits(self.params, y.scale**2, 4.0):
-            (y,) = await self.refresh("qkv", (y, s.u_bound))
+        S, H = s.means[layer], s.heads
+        whole = self.linear(None if b is None else b.qkv, None if b is None else b.qkv_bias, 3 * d, z, d)
+        stored = not fits(self.params, whole.scale**2, 4.0)
+        if stored:
+            (whole,) = await self.refresh("qkv", (whole, s.u_bound))
 
-        def of(part: int, t: int, head: int) -> range:
-            start = t * 3 * d + part * d + head * h
-            return range(start, start + h)
+        def some(part: int, a: int) -> Values:
+            """Queries, keys or values of one head: h for each token."""
+            rows = range(part * d + a * h, part * d + (a + 1) * h)
+            if stored:
+                return self.pick(whole, [t * 3 * d + r for t in range(T) for r in rows])
+            w, bias = (None, None) if b is None else (b.qkv[rows.start : rows.stop], b.qkv_bias[rows.start : rows.stop])
+            return self.linear(w, bias, h, z, d)
 
-        grid = [(head, i, j) for head in range(s.heads) for i in range(T) for j in range(T)]
-        scores = self.dots(y, y, len(grid), ((of(0, i, a), of(1, j, a)) for a, i, j in grid))
-        (e,) = await self.refresh("scores", (scores, 4.0))
-        e = await self.exp(e)
-        at = {key: n for n, key in enumerate(grid)}
-        sums = (
-            ([at[a, i, j] for j in range(T)], [of(2, j, a)[f] for j in range(T)])
-            for i in range(T)
-            for a in range(s.heads)
-            for f in range(h)
-        )
-        o = self.dots(e, y, T * d, sums).scaled(T * S)
-        if self.ev is None:
-            den = Values(T * s.heads, 2, e.scale)
+        def all_of(part: int, a: int, k: int) -> Cts:
+            v, found = some(part, a), np.empty((T * h, 2, k, self.params.degree), np.uint32)
+            for t in range(T):
+                found[t * h : (t + 1) * h] = v.get(range(t * h, (t + 1) * h), k)
+            return found
+
+        kept: dict[int, Cts] = {}  # keys of the head at hand
+
+        def scores(ids: Sequence[int], k: int) -> Cts:
+            """Whole rows of the grid (head, i, j)."""
+            parts = []
+            for a, first, count in _rows_of(ids, T):
+                if a not in kept:
+                    kept.clear()
+                    kept[a] = all_of(1, a, k)
+                q = some(0, a).get(range(first * h, (first + count) * h), k)
+                q = q.reshape(count, h, *q.shape[1:])
+                y = self.ev.rows(q, kept[a], np.arange(T * h).reshape(T, h))
+                parts.append(y.reshape(count * T, *y.shape[2:]))
+            return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+        grid = self.made(H * T * T, 3, whole.scale**2, [whole], min(T, ROWS) * T, scores)
+        e = await self.exp(grid)
+        kept.clear()
+        # sums over j, token after token: (t, head, feature)
+        o = self.made(T * d, 3, e.scale * whole.scale, [e, whole], d, None).scaled(T * S)
+        den = self.made(T * H, 2, e.scale, [e], H, None)
+        if not self.counting:
+            sums, totals = self.shelf(T * d, 3, o.k), self.shelf(T * H, 2, den.k)
+            over = np.arange(T * h).reshape(T, h).T.copy()  # (feature, j)
+            for a in range(H):
+                v = all_of(2, a, o.k)
+                for first in range(0, T, ROWS):
+                    count = min(ROWS, T - first)
+                    row = e.get(range((a * T + first) * T, (a * T + first + count) * T), den.k)
+                    row = row.reshape(count, T, *row.shape[1:])
+                    y = self.ev.rows(np.ascontiguousarray(row[:, :, :, : o.k]), v, over)
+                    for i in range(count):
+                        sums.put((first + i) * d + a * h, y[i])
+                        totals.put((first + i) * H + a, self.ev.total(row[i]))
+                del v
+            o, den = dataclasses.replace(o, take=sums.take), dataclasses.replace(den, take=totals.take)
+        r = self.add([(-1, den)], 1.0, scale=den.scale * T * S)
+        grown = self.add([(1, r)], 1.0)
+        straight = fits(self.params, o.scale * self.thin * self.w, s.x_bound)
+        if straight:
+            (r,) = await self.refresh("division", (self.square(r), 1.0))
         else:
-            rows = ([at[a, i, j] for j in range(T)] for i in range(T) for a in range(s.heads))
-            den = join([self.add([(1, e.at([n])) for n in row]) for row in rows])
-        r = self.add([(-1, den)], 1.0, scale=D * T * S)
-        y_inv = self.add([(1, r)], 1.0)
-        o, r = await self.refresh("division", (o, 2 * s.u_bound), (self.times(r, r), 1.0))
+            o, r = await self.refresh("division", (o, 2 * s.u_bound), (self.square(r), 1.0))
         for step in range(s.steps):
-            grown = self.times(self.add([(1, r)], 1.0), y_inv)
+            next_one = self.times(self.add([(1, r)], 1.0), grown)
             if step == s.steps - 1:
-                (y_inv,) = await self.refresh("division", (grown, 32.0))
+                (grown,) = await self.refresh("division", (next_one, 32.0), want=self.thin if straight else D)
             else:
-                r, y_inv = await self.refresh("division", (self.times(r, r), 1.0), (grown, 32.0))
-        per_head = [t * s.heads + f // h for t in range(T) for f in range(d)]
-        return self.times(o, y_inv.at(per_head))
+                r, grown = await self.refresh("division", (self.square(r), 1.0), (next_one, 32.0))
+        per_head = self.pick(grown, [t * H + f // h for t in range(T) for f in range(d)])
+        return dataclasses.replace(self.times(o, per_head), group=d)
 
-    async def exp(self, s1: Values) -> Values:
-        """Taylor: A(s) + s^k·B(s) with k = degree / 2, refreshed."""
+    @property
+    def thin(self) -> float:
+        """The scale of factors in a long product."""
+        return self.delta / 8
+
+    async def exp(self, scores: Values) -> Values:
+        """Taylor's polynomial, refreshed: in one stretch as a product of quadratics, where the modulus is long."""
+        degree = self.shape.exp_degree
+        top = math.factorial(degree)
+        bits = (block.room(self.params, self.params.count) - self.params.hiding - 1 - math.log2(64.0 * top)) / degree
+        if bits < EXP_BITS:
+            (s1,) = await self.refresh("scores", (scores, 4.0))
+            return await self.exp_by_powers(s1)
+        (s,) = await self.refresh("scores", (scores, 4.0), want=2.0 ** min(bits, self.params.scale_bits))
+        factors = quadratics(degree)
+
+        def take(ids: Sequence[int], k: int) -> Cts:
+            ev, x = self.ev, s.get(ids, k)
+            square, product = ev.products(x, x), None
+            for b, c in factors:
+                q = ev.combine([(1, square), (round(b * s.scale), x)], c * s.scale**2)
+                product = q if product is None else ev.products(product, q)
+            return product  # type: ignore[return-value]
+
+        whole = self.made(s.n, degree + 1, s.scale**degree * top, [s], 8, take)
+        return (await self.refresh("exp", (whole, 64.0), want=self.thin))[0]
+
+    async def exp_by_powers(self, s1: Values) -> Values:
+        """A(s) + s^k·B(s) with k = degree / 2, every power refreshed."""
         D, k = self.delta, self.shape.exp_degree // 2
         grain = 2.0 ** next((g for g in (20, 16) if fits(self.params, D * D * 2.0**g, 64.0)), 12)  # of coefficients
         powers = [s1]
@@ -223,48 +384,60 @@ class Circuit:
         inner = [1 / math.factorial(k + i) for i in range(k + 1)]  # B = Σ inner_i s^i
         B = self.add([(round(inner[i] * grain), powers[i - 1]) for i in range(1, k + 1)], inner[0], scale=D * grain)
         outer = [(round(D * grain / math.factorial(i)), powers[i - 1]) for i in range(1, k)]
-        product = self.times(B, powers[k - 1])
-        whole = self.add([(1, product), *outer], 1.0)
+        whole = self.add([(1, self.times(B, powers[k - 1])), *outer], 1.0)
         return (await self.refresh("exp", (whole, 64.0)))[0]
 
     async def close(self, name: str, product: Values, residual: Values, layer: int, wide: int) -> Values:
-        """Linear layer on three polynomials, plus the residual: one refresh."""
-        s, T, d = self.shape, self.shape.tokens, self.shape.width
+        """Linear layer on three polynomials or four, plus the residual: one refresh."""
+        s, d = self.shape, self.shape.width
         b = None if self.encoder is None else self.encoder.blocks[layer]
         w, bias = (None, None) if b is None else (getattr(b, name), getattr(b, f"{name}_bias"))
-        parts = []
-        for t in range(T):
-            y = self.linear(w, d, product.at(self.token(t, wide)))
-            keep = residual.at(self.token(t))
-            parts.append(self.add([(1, y), (round(y.scale / keep.scale), keep)], bias))
-        return (await self.refresh(name, (join(parts), s.x_bound)))[0]
+        y = self.linear(w, bias, d, product, wide)
+        y = self.add([(1, y), (round(y.scale / residual.scale), residual)])
+        return (await self.refresh(name, (y, s.x_bound)))[0]
 
     async def feed(self, z: Values, residual: Values, layer: int) -> Values:
-        s, T, f = self.shape, self.shape.tokens, self.shape.hidden
+        s, f = self.shape, self.shape.hidden
         b = None if self.encoder is None else self.encoder.blocks[layer]
-        w, bias = (None, None) if b is None else (b.up, b.up_bias)
-        u = join([self.add([(1, self.linear(w, f, z.at(self.token(t))))], bias) for t in range(T)])
+        u = self.linear(None if b is None else b.up, None if b is None else b.up_bias, f, z, s.width)
         if not fits(self.params, u.scale**2 * self.w, s.x_bound):
             (u,) = await self.refresh("units", (u, s.u_bound))
-        return await self.close("down", self.times(u, u), residual, layer, f)
+        return await self.close("down", dataclasses.replace(self.square(u), group=f), residual, layer, f)
 
     async def block(self, x: Values, layer: int) -> Values:
+        """One block; what comes out has all primes."""
         d = self.shape.width
         b = None if self.encoder is None else self.encoder.blocks[layer]
         if self.shape.norm == "pre":
             x = await self.close("out", await self.attention(await self.layer_norm(x, layer, 0), layer), x, layer, d)
-            return await self.feed(await self.layer_norm(x, layer, 1), x, layer)
-        x = await self.close("out", await self.attention(x, layer), x, layer, d)
-        x = await self.layer_norm(x, layer, 0, *((None, None) if b is None else (b.gain1, b.shift1)))
-        x = await self.feed(x, x, layer)
-        return await self.layer_norm(x, layer, 1, *((None, None) if b is None else (b.gain2, b.shift2)))
+            x = await self.feed(await self.layer_norm(x, layer, 1), x, layer)
+        else:
+            x = await self.close("out", await self.attention(x, layer), x, layer, d)
+            x = await self.layer_norm(x, layer, 0, *((None, None) if b is None else (b.gain1, b.shift1)))
+            x = await self.feed(x, x, layer)
+            x = await self.layer_norm(x, layer, 1, *((None, None) if b is None else (b.gain2, b.shift2)))
+        if self.counting:
+            self.require(x, self.params.count)
+        return x
 
     async def tap(self, x: Values, which: int) -> Values:
         """The class token through the projection, ready to be flooded and read."""
         s, e = self.shape, self.encoder
-        (cls,) = await self.refresh("tap", (x.at(self.token(0)), s.x_bound), want=self.delta * 2.0**TAP_BITS)
-        y = self.linear(None if e is None else e.projections[which], s.rank, cls)
-        return self.add([(1, y)], None if e is None else -e.centres[which])
+        cls = self.pick(x, self.token(0))
+        (cls,) = await self.refresh("tap", (cls, s.x_bound), want=self.delta * 2.0**TAP_BITS)
+        w, c = (None, None) if e is None else (e.projections[which], -e.centres[which])
+        return self.linear(w, c, s.rank, cls, s.width)
+
+
+def _rows_of(ids: Sequence[int], tokens: int) -> Iterator[tuple[int, int, int]]:
+    """(head, first row, rows) of a run of whole rows of the grid (head, i, j)."""
+    row, last = ids[0] // tokens, ids[-1] // tokens
+    if ids[0] % tokens or (ids[-1] + 1) % tokens or len(ids) != (last + 1 - row) * tokens:
+        raise ParameterError("scores are made in whole rows")
+    while row <= last:
+        count = min(last + 1 - row, tokens - row % tokens, ROWS)
+        yield row // tokens, row % tokens, count
+        row += count
 
 
 # ---- the plan -------------------------------------------------------------------------------------------------------
@@ -277,6 +450,10 @@ class Plan:
     rounds: tuple[tuple[Opening, ...], ...]
     taps: tuple[tuple[int, Tap], ...]  # (rounds done before it, how it is read)
 
+    @property
+    def openings(self) -> list[Opening]:
+        return [h for r in self.rounds for h in r]
+
 
 def tap_of(shape: Shape, params: Parameters, number: int) -> Tap:
     scale = math.ldexp(params.scale * params.weight_scale, TAP_BITS)
@@ -285,7 +462,7 @@ def tap_of(shape: Shape, params: Parameters, number: int) -> Tap:
     if flood < noise + block.FLOOD_BITS:
         raise ParameterError("a tap cannot be flooded by 40 bits at this scale; use a smaller width or weight scale")
     need = math.ceil(math.log2(scale * TAP_BOUND)) + 1
-    primes = next((k for k in range(1, params.count + 1) if block.room(params, k) >= need), 0)
+    primes = block.primes_for(params, need)
     if not primes:
         raise ParameterError("a tap does not fit into the modulus; use more primes")
     return Tap(shape.taps[number], primes, scale, flood)
@@ -300,27 +477,31 @@ def plan(shape: Shape, params: Parameters) -> Plan:
         rounds.append(tuple(h for h, _ in parts))
         return [None] * len(parts)
 
+    c = Circuit(shape, params, count)
+
     async def whole() -> None:
-        c = Circuit(shape, params, count, None, None)
         x = await c.embed(Values((shape.tokens - 1) * shape.inputs, 2, params.scale))
         for layer in range(shape.depth):
             x = await c.block(x, layer)
             if layer + 1 in shape.taps:
                 number = shape.taps.index(layer + 1)
-                await c.tap(x, number)
-                taps.append((len(rounds), tap_of(shape, params, number)))
+                tap = tap_of(shape, params, number)
+                c.require(await c.tap(x, number), tap.primes)
+                taps.append((len(rounds), tap))
 
     coroutine = whole()
     try:
         coroutine.send(None)
     except StopIteration:
-        return Plan(tuple(rounds), tuple(taps))
+        need = iter(c.need)
+        found = [tuple(dataclasses.replace(h, back=next(need)) for h in r) for r in rounds]
+        return Plan(tuple(found), tuple(taps))
     raise RuntimeError("counting waits for nobody")
 
 
 def used(shape: Shape, params: Parameters) -> dict[str, Any]:
     """The depth budget in figures: openings, ciphertexts, and the least hiding."""
-    every = [h for r in plan(shape, params).rounds for h in r]
+    every = plan(shape, params).openings
     return {
         "rounds": len(plan(shape, params).rounds),
         "ciphertexts": sum(h.count for h in every),
@@ -330,4 +511,4 @@ def used(shape: Shape, params: Parameters) -> dict[str, Any]:
     }
 
 
-__all__ = ["Circuit", "Cts", "Plan", "Tap", "Values", "join", "plan", "tap_of", "used"]
+__all__ = ["Circuit", "Cts", "Plan", "Tap", "Values", "plan", "tap_of", "used"]

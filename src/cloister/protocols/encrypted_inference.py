@@ -5,7 +5,7 @@
     L2  u → P   [x]                     one ciphertext per input number
     per round of the plan (`block_circuit.plan`):
     L3  P → u   [y + M]                 re-randomised in every polynomial, M uniform and wide: u sees no activation
-    L4  u → P   [⌊(y + M)·f⌉]           encrypted afresh at all primes; P subtracts ⌊M·f⌉
+    L4  u → P   [⌊(y + M)·f⌋]           encrypted afresh; P subtracts ⌊M·f⌋
     after the tapped blocks, about a third of them and never two adjacent ones:
     L5  P → u   [R·b_cls - c]           r numbers per sample, re-randomised, flooded below their tenth bit
 
@@ -30,7 +30,9 @@ An owner notices values that left their intervals (L4, L5: code `range`) and sto
 
 Cost
 ----
-See `cost`: per batch and round, p·k·N words of 4 bytes down and K·N up for every refreshed ciphertext.
+See `cost`: per batch and round, p·k·N words of 4 bytes down and k'·N up for every refreshed ciphertext (`Opening`).
+Ciphertexts travel in messages of at most `CHUNK`, of which at most `AHEAD` are on the way: the owner holds one message
+at a time, the provider a share of a block that does not grow with the number of tokens (`crypto.shelf`).
 
 References
 ----------
@@ -44,6 +46,7 @@ import asyncio
 import json
 import math
 import os
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,14 +58,16 @@ from cloister.channel import Channel
 from cloister.crypto import block
 from cloister.crypto.block import Evaluator, Opening, OwnerKey, Parameters
 from cloister.crypto.entropy import Entropy
+from cloister.crypto.shelf import Pool, Shelf
 from cloister.errors import CloisterError, DataError, ParameterError, ProtocolAbort
 from cloister.models.polynomial import TAP_BOUND, Encoder, Shape, check_inputs, hidden, taps_of
-from cloister.protocols.block_circuit import Circuit, Tap, Values, plan, tap_of
+from cloister.protocols.block_circuit import Circuit, Take, Tap, Values, plan, tap_of
 from cloister.study import Party
 from cloister.wire import F64, U32, message
 
 NAME = "encrypted_inference"
 CHUNK = 32  # ciphertexts of one message
+AHEAD = 8  # messages that a provider sends before it waits for an answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +105,7 @@ class Blinded:  # P → u
 
 @message("L4")
 class Fresh:  # u → P
-    c0: U32  # (n, K, N)
+    c0: U32  # (n, k', N)
     seed: bytes
 
 
@@ -126,9 +131,12 @@ def cost(params: Params) -> dict[Party, tuple[int, int]]:
     whole, N = p.count * p.degree * 4, p.degree
     inputs = (s.tokens - 1) * s.inputs
     made = plan(s, p)
-    every = [h for r in made.rounds for h in r]
-    trips = sum(len(parts(h.count)) for h in every)
-    up = (1 + len(parts(inputs)) + trips, whole * (1 + inputs + sum(h.count for h in every)))
+    every = made.openings
+    trips = sum(len(chunks(h)) for h in every)
+    up = (
+        1 + len(parts(inputs)) + trips,
+        whole * (1 + inputs) + sum(h.count * h.back * N * 4 for h in every),
+    )
     down = sum(h.count * h.polys * h.primes * N * 4 for h in every) + sum(
         s.rank * 2 * t.primes * N * 4 for _, t in made.taps
     )
@@ -141,6 +149,14 @@ def cost(params: Params) -> dict[Party, tuple[int, int]]:
 
 def parts(count: int) -> list[slice]:
     return [slice(s, min(count, s + CHUNK)) for s in range(0, count, CHUNK)]
+
+
+def chunks(how: Opening) -> list[slice]:
+    """The messages of one opening."""
+    found = []
+    for lo in range(0, how.count, how.group):
+        found += [slice(lo + p.start, lo + p.stop) for p in parts(min(how.group, how.count - lo))]
+    return found
 
 
 def batches(params: Params, samples: int) -> int:
@@ -175,13 +191,6 @@ class Ledger:
             os.replace(beside, self.path)
 
 
-def split(opening: Opening, count: int) -> Opening:
-    return Opening(
-        opening.label, count, opening.polys, opening.primes, opening.mask_bits, opening.message_bits, opening.lift,
-        opening.factor,
-    )  # fmt: skip
-
-
 def fill(x: F64, count: int) -> F64:
     """Repeat samples up to a whole batch: no slot holds a value that no sample has."""
     return np.resize(x, (count, *x.shape[1:]))
@@ -201,6 +210,12 @@ def read(params: Parameters, x: U32, line: str, who: Party) -> Any:
         raise ProtocolAbort(NAME, line, "malformed", f"from '{who}': {e}") from None
 
 
+def seed_of(seed: bytes, line: str, who: Party) -> bytes:
+    if len(seed) != 32:
+        raise ProtocolAbort(NAME, line, "malformed", f"'{who}' sent no seed of 32 bytes")
+    return seed
+
+
 # ---- roles -----------------------------------------------------------------------------------------------------------
 
 
@@ -215,20 +230,18 @@ class OwnerSide:
         flat = x.reshape(len(x), -1).T
         for part in parts(len(flat)):
             seed = self.entropy.bytes(32)
-            await self.ch.send(
-                self.params.provider, Inputs(block.pack(self.key.encrypt(flat[part], seed, self.entropy)), seed)
-            )
+            await self.ch.send(self.params.provider, Inputs(self.key.encrypt(flat[part], seed, self.entropy), seed))
 
     async def answer(self, how: Opening) -> None:
         P, N = self.params.provider, self.params.crypto.degree
-        for part in parts(how.count):
+        for part in chunks(how):
             n = part.stop - part.start
             c = await self.ch.recv(P, Blinded, c=(n, how.polys, how.primes, N))  # L3
             seed = self.entropy.bytes(32)
             cts = read(self.params.crypto, c.c, "L3", P)
-            c0, inside = self.key.refresh(cts, split(how, n), seed, self.entropy)
+            c0, inside = self.key.refresh(cts, how, seed, self.entropy)
             check_range(inside, how.label)
-            await self.ch.send(P, Fresh(block.pack(c0), seed))  # L4
+            await self.ch.send(P, Fresh(c0, seed))  # L4
 
     async def read_tap(self, tap: Tap, count: int) -> F64:
         P, N, s = self.params.provider, self.params.crypto.degree, self.params.shape
@@ -249,7 +262,7 @@ async def owner(ch: Channel, params: Params, inputs: F64, *, entropy: Entropy) -
         raise DataError("there is no sample to ask about")
     key, slots, made = OwnerKey(params.crypto, entropy), params.crypto.slots, plan(params.shape, params.crypto)
     side = OwnerSide(ch.sub(str(ch.me)), params, key, entropy)
-    await side.ch.send(params.provider, Key(block.pack(key.b), key.seed, batches(params, len(inputs))))  # L1
+    await side.ch.send(params.provider, Key(key.b, key.seed, batches(params, len(inputs))))  # L1
     found = []
     for start in range(0, len(inputs), slots):
         x = inputs[start : start + slots]
@@ -269,41 +282,50 @@ class ProviderSide:
 
     def __init__(self, ch: Channel, params: Params, who: Party, key: Key, entropy: Entropy) -> None:
         b = read(params.crypto, key.b, "L1", who)
-        if len(key.seed) != 32:
-            raise ProtocolAbort(NAME, "L1", "malformed", f"'{who}' sent no seed of 32 bytes")
+        seed_of(key.seed, "L1", who)
         self.ch, self.params, self.who, self.entropy = ch, params, who, entropy
-        self.ev = Evaluator(params.crypto, b, key.seed)
+        self.ev, self.pool = Evaluator(params.crypto, b, key.seed), Pool()
 
     async def inputs(self) -> Values:
         p, s = self.params.crypto, self.params.shape
-        got = []
-        for part in parts(n := (s.tokens - 1) * s.inputs):
+        shelf = self.pool.shelf(n := (s.tokens - 1) * s.inputs, 2, p.count, p.degree)
+        for part in parts(n):
             m = await self.ch.recv(self.who, Inputs, c0=(part.stop - part.start, p.count, p.degree))  # L2
-            got.append(block.expand(p, read(p, m.c0, "L2", self.who), m.seed))
-        return Values(n, 2, p.scale, np.concatenate(got))
+            shelf.put(part.start, block.expand(p, read(p, m.c0, "L2", self.who), seed_of(m.seed, "L2", self.who)))
+        return Values(n, 2, p.scale, shelf.take, p.count)
 
-    async def refresh(self, groups: list[tuple[Opening, Any]]) -> list[Any]:
-        p, kept = self.params.crypto, []
-        for how, data in groups:
-            for part in parts(how.count):
-                sent, masks = self.ev.blind(data[part], split(how, part.stop - part.start), self.entropy)
-                await self.ch.send(self.who, Blinded(block.pack(sent)))  # L3
-                kept.append(masks)
-        back, at = [], 0
-        for how, _ in groups:
-            got = []
-            for part in parts(how.count):
-                m = await self.ch.recv(self.who, Fresh, c0=(part.stop - part.start, p.count, p.degree))  # L4
-                got.append(self.ev.unblind(read(p, m.c0, "L4", self.who), m.seed, kept[at]))
-                at += 1
-            back.append(np.concatenate(got))
+    async def refresh(self, groups: list[tuple[Opening, Take]]) -> list[Take]:
+        p = self.params.crypto
+        back: list[Take] = []
+        ahead: deque[tuple[Opening, slice, bytes, Shelf]] = deque()
+
+        async def collect() -> None:
+            how, part, masks, shelf = ahead.popleft()
+            m = await self.ch.recv(self.who, Fresh, c0=(part.stop - part.start, how.back, p.degree))  # L4
+            seed = seed_of(m.seed, "L4", self.who)
+            shelf.put(part.start, self.ev.unblind(read(p, m.c0, "L4", self.who), seed, how, masks))
+
+        for how, take in groups:
+            shelf = self.pool.shelf(how.count, 2, how.back, p.degree)
+            back.append(shelf.take)
+            for lo in range(0, how.count, how.group):
+                some = take(range(lo, min(how.count, lo + how.group)), how.primes)
+                for part in parts(len(some)):
+                    masks = self.entropy.bytes(32)
+                    sent = self.ev.blind(some[part], how, masks, self.entropy)
+                    await self.ch.send(self.who, Blinded(sent))  # L3
+                    ahead.append((how, slice(lo + part.start, lo + part.stop), masks, shelf))
+                    if len(ahead) > AHEAD:
+                        await collect()
+        while ahead:
+            await collect()
         return back
 
     async def send_tap(self, y: Values, tap: Tap) -> None:
-        c = self.ev.flood(y.data, tap.flood_bits, tap.primes, self.entropy)
+        c = self.ev.flood(y.get(range(y.n), tap.primes), tap.flood_bits, tap.primes, self.entropy)
         what = f"{y.n} features of block {tap.block} for a batch"
         self.ch.reveal(y.n, to=self.who, line="L5", what=what, protocol=NAME)
-        await self.ch.send(self.who, Features(block.pack(c)))  # L5
+        await self.ch.send(self.who, Features(c))  # L5
 
 
 async def provider(
@@ -322,7 +344,7 @@ async def provider(
         ledger.admit(u, key.batches * p.slots, math.ceil(params.budget / p.slots) * p.slots)
         side = ProviderSide(mine, params, u, key, entropy)
         for n in range(key.batches):
-            circuit = Circuit(s, p, side.refresh, rounded, side.ev)
+            circuit = Circuit(s, p, side.refresh, rounded, side.ev, plan(s, p).openings, side.pool)
             x = await circuit.embed(await side.inputs())
             for layer in range(s.depth):
                 ch.step(

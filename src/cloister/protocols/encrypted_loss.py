@@ -99,13 +99,13 @@ async def owner(ch: Channel, params: Params, p: F64, codes: Any, *, entropy: Ent
     ):
         raise DataError(f"expected probabilities of {params.labels} labels and a label for each of 1 to {MOST} samples")
     key, mine = OwnerKey(crypto, entropy), ch.sub(str(ch.me))
-    await mine.send(P, Key(block.pack(key.b), key.seed, n))  # L1
+    await mine.send(P, Key(key.b, key.seed, n))  # L1
     logs = np.log(np.clip(p, SMALLEST, 1.0))
     for row, code in zip(logs, codes, strict=True):
         seed = entropy.bytes(32)
         x = np.concatenate([np.eye(params.labels)[code], row])
         c0 = key.encrypt(np.repeat(x[:, None], crypto.slots, axis=1), seed, entropy)
-        await mine.send(P, Sample(block.pack(c0), seed))  # L2
+        await mine.send(P, Sample(c0, seed))  # L2
     c = await mine.recv(P, Loss, c=(1, 3, crypto.count, crypto.degree))  # L3
     total = float(key.read(_read(crypto, c.c, "L3", P), crypto.scale**2, 1)[0, 0])
     return ch.reveal(-total / n, to=ch.me, line="L3", what=f"mean loss of {n} samples", protocol=NAME)
@@ -121,12 +121,12 @@ async def provider(ch: Channel, params: Params, *, entropy: Entropy) -> None:
         if not 0 < key.samples <= MOST or len(key.seed) != 32:
             raise ProtocolAbort(NAME, "L1", "malformed", f"'{u}' announces {key.samples} samples")
         ev = Evaluator(crypto, _read(crypto, key.b, "L1", u), key.seed)
-        total = np.zeros((1, 3, crypto.count, crypto.degree), np.uint64)
+        total = np.zeros((1, 3, crypto.count, crypto.degree), np.uint32)
         for _ in range(key.samples):
             m = await mine.recv(u, Sample, c0=(2 * K, crypto.count, crypto.degree))  # L2
             c = block.expand(crypto, _read(crypto, m.c0, "L2", u), m.seed)
             total = ev.combine([(1, total), (1, ev.dot(c[:K], c[K:])[None])])
-        await mine.send(u, Loss(block.pack(ev.flood(total, NOISE_BITS, crypto.count, entropy))))  # L3
+        await mine.send(u, Loss(ev.flood(total, NOISE_BITS, crypto.count, entropy)))  # L3
 
     await asyncio.gather(*(serve(u) for u in params.owners))
 

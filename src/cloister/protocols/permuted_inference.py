@@ -51,7 +51,7 @@ from cloister.models.polynomial import Encoder, Shape, check_inputs, hidden
 from cloister.protocols import encrypted_inference
 from cloister.protocols import encrypted_loss as encrypted_loss  # what this mode runs after training
 from cloister.protocols.block_circuit import Circuit, Plan, Values, plan
-from cloister.protocols.encrypted_inference import Key, Ledger, OwnerSide, ProviderSide, fill, parts, read
+from cloister.protocols.encrypted_inference import Key, Ledger, OwnerSide, ProviderSide, fill, parts, read, seed_of
 from cloister.study import Party
 from cloister.wire import F64, I64, U32, message
 
@@ -154,7 +154,7 @@ async def owner(ch: Channel, params: Params, inputs: F64, *, entropy: Entropy) -
     key, P = OwnerKey(p, entropy), params.provider
     side = OwnerSide(ch.sub(str(ch.me)), params.inside, key, entropy)
     mine = side.ch
-    await mine.send(P, Key(block.pack(key.b), key.seed, n))  # L1
+    await mine.send(P, Key(key.b, key.seed, n))  # L1
     for x in inputs:
         await side.send_inputs(fill(x[None], p.slots))  # L2
     seen, orders = [], []
@@ -176,7 +176,7 @@ async def owner(ch: Channel, params: Params, inputs: F64, *, entropy: Entropy) -
                 found[i, part] = opened
                 seed = entropy.bytes(32)
                 again = key.encrypt(np.repeat(opened[:, None], p.slots, axis=1), seed, entropy)
-                await mine.send(P, Again(block.pack(again), seed))  # L4
+                await mine.send(P, Again(again, seed))  # L4
         what = f"all activations of block {number + 1} for {n} samples"
         seen.append(mine.reveal(found, to=ch.me, line="L3", what=what, protocol=NAME))
         if number:
@@ -218,26 +218,27 @@ async def provider(
             raise ProtocolAbort(NAME, "L1", "too-few", f"'{u}' brings {n} sample(s); two are needed to permute")
         ledger.admit(u, n, params.budget)
         side = ProviderSide(mine, params.inside, u, key, entropy)
-        circuit = Circuit(s, p, side.refresh, rounded, side.ev)
+        circuit, planned = Circuit(s, p, side.refresh, rounded, side.ev, (), side.pool), blocks_of(s, p)
         xs = [await side.inputs() for _ in range(n)]  # L2
         before: Any = None
         for layer in range(s.depth):
             ch.step(f"{u}: block {layer + 1} of {s.depth}, {n} samples", protocol=NAME, line="L3")
             for i in range(n):
+                circuit.follow(planned[layer].openings)
                 x = await circuit.embed(xs[i]) if layer == 0 else xs[i]
                 xs[i] = await circuit.block(x, layer)
             order = shuffle(n, entropy)
             for i in order:
-                lifted = side.ev.combine([(1 << LIFT, xs[i].data)])
                 for part in parts(xs[i].n):
-                    c = side.ev.flood(lifted[part], LIFT, params.primes, entropy)
-                    await mine.send(u, Output(block.pack(c)))  # L3
+                    lifted = side.ev.combine([(1 << LIFT, xs[i].get(range(part.start, part.stop), params.primes))])
+                    c = side.ev.flood(lifted, LIFT, params.primes, entropy)
+                    await mine.send(u, Output(c))  # L3
             for i in order:
-                got = []
+                shelf = side.pool.shelf(xs[i].n, 2, p.count, p.degree)
                 for part in parts(xs[i].n):
                     m = await mine.recv(u, Again, c0=(part.stop - part.start, p.count, p.degree))  # L4
-                    got.append(block.expand(p, read(p, m.c0, "L4", u), m.seed))
-                xs[i] = Values(xs[i].n, 2, p.scale, np.concatenate(got))
+                    shelf.put(part.start, block.expand(p, read(p, m.c0, "L4", u), seed_of(m.seed, "L4", u)))
+                xs[i] = Values(xs[i].n, 2, p.scale, shelf.take, p.count)
             mine.reveal(n, to=u, line="L3", what=f"all activations of block {layer + 1}", protocol=NAME)
             if before is not None:
                 at = np.empty_like(before)

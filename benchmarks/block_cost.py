@@ -1,0 +1,177 @@
+"""What one encrypted block costs: part `cost` of `adaptation.py`, and the block of 65 tokens x 192 features by itself.
+
+    python benchmarks/block_cost.py                      65 x 192, ring 8192, 4096 samples: a quarter of an hour
+    python benchmarks/block_cost.py --tokens 17 --width 64 --heads 1
+
+Times are CPU seconds of one thread, provider and owner apart; both run here, in turn, on real ciphertexts. Random
+weights, activations encrypted by the owner at the block's door. The result is compared with the plain student's on
+some tokens and samples.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import collections
+import json
+import os
+import platform
+import resource
+import sys
+import time
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "protocols"))
+
+from encoders import one
+
+from cloister.crypto import block
+from cloister.crypto.entropy import Entropy
+from cloister.crypto.shelf import Pool
+from cloister.errors import ParameterError
+from cloister.models import polynomial
+from cloister.protocols import block_circuit as circuit
+from cloister.protocols.encrypted_inference import parts
+
+PUBLISHED = (
+    136.0 / (197 * 12 * 768**2 + 2 * 197**2 * 768) * 1e9
+)  # ns per MAC: a ViT-Base block, later version of the paper
+
+
+def macs(s) -> int:
+    """Multiply-accumulates of one block and sample."""
+    return s.tokens * (4 * s.width**2 + 2 * s.width * s.hidden) + 2 * s.tokens**2 * s.width
+
+
+def encoder_of(tokens, width, heads, inputs=2, seed=0):
+    for at in range(seed, seed + 50):
+        try:
+            return one(tokens=tokens, inputs=inputs, width=width, heads=heads, hidden=4 * width, seed=at, steps=7,
+                       root_steps=5, rank=min(8, width), query=0.55 * (width // heads) ** -0.5)[0]  # fmt: skip
+        except ParameterError:
+            continue
+    raise SystemExit("no random encoder of that shape keeps its intervals")
+
+
+class Sides:
+    """A provider and an owner in one process, with a clock for each."""
+
+    def __init__(self, crypto, memory=1 << 30):
+        self.crypto, self.entropy = crypto, Entropy()
+        self.key = block.OwnerKey(crypto, self.entropy)
+        self.ev = block.Evaluator(crypto, self.key.b, self.key.seed)
+        self.pool = Pool(memory)
+        self.spent, self.traffic = collections.Counter(), collections.Counter()
+        self.began = time.monotonic()
+        self.held = 0  # bytes of the largest message and its answer: what an owner must hold
+
+    def clock(self, what, f, *args):
+        began = time.thread_time()
+        out = f(*args)
+        self.spent[what] += time.thread_time() - began
+        return out
+
+    def encrypted(self, x):
+        """Values (n, samples) on a shelf."""
+        p = self.crypto
+        shelf = self.pool.shelf(len(x), 2, p.count, p.degree)
+        for part in parts(len(x)):
+            seed = self.entropy.bytes(32)
+            c0 = self.clock("owner: first encryption", self.key.encrypt, x[part], seed, self.entropy)
+            shelf.put(part.start, block.expand(p, c0, seed))
+        return circuit.Values(len(x), 2, p.scale, shelf.take, p.count)
+
+    async def refresh(self, groups):
+        e, back = self.entropy, []
+        for how, take in groups:
+            began = time.monotonic()
+            shelf = self.pool.shelf(how.count, 2, how.back, self.crypto.degree)
+            back.append(shelf.take)
+            for lo in range(0, how.count, how.group):
+                ids = range(lo, min(how.count, lo + how.group))
+                some = self.clock(f"compute for {how.label}", take, ids, how.primes)
+                for part in parts(len(some)):
+                    masks, seed = e.bytes(32), e.bytes(32)
+                    sent = self.clock("blind", self.ev.blind, some[part], how, masks, e)
+                    c0, inside = self.clock("owner: refresh", self.key.refresh, sent, how, seed, e)
+                    assert inside, how
+                    fresh = self.clock("unblind", self.ev.unblind, c0, seed, how, masks)
+                    self.clock("shelf", shelf.put, lo + part.start, fresh)
+                    self.traffic.update(down=sent.nbytes, up=c0.nbytes + 32, opened=len(sent))
+                    self.held = max(self.held, sent.nbytes + c0.nbytes)
+            if time.monotonic() - began > 20:
+                at = time.monotonic() - self.began
+                print(
+                    f"    {at:6.0f} s: {how.label}, {how.count} of {how.polys} polynomials", file=sys.stderr, flush=True
+                )
+        return back
+
+
+def encrypted_block(crypto, tokens, width, heads=2, checked=(0,), samples=256, memory=1 << 30):
+    """One block of random weights on a full batch, against the plain student on some tokens and samples."""
+    encoder = encoder_of(tokens, width, heads).rounded(crypto.weight_bits)
+    s, n = encoder.shape, crypto.slots
+    x = np.random.default_rng(1).uniform(-1, 1, (n, tokens - 1, s.inputs))
+    for start in range(0, n, 256):
+        polynomial.check_ranges(encoder, x[start : start + 256])
+    b0 = polynomial.embed(encoder, x)
+    exact = polynomial.run_block(s, encoder.blocks[0], b0[:samples], 0)
+    sides = Sides(crypto, memory)
+    planned = circuit.plan(s, crypto).openings[1:-1]  # without the embedding and the tap
+    run = circuit.Circuit(s, crypto, sides.refresh, encoder, sides.ev, planned, sides.pool)
+    v0 = sides.encrypted(np.ascontiguousarray(b0.reshape(n, -1).T))
+    del b0, x
+    first = sides.spent.pop("owner: first encryption")
+    began, wall = time.thread_time(), time.monotonic()
+    b1 = asyncio.run(run.block(v0, 0))
+    total, wall = time.thread_time() - began, time.monotonic() - wall
+    error, size = 0.0, 0.0
+    for t in checked:
+        ids = range(t * width, (t + 1) * width)
+        found = sides.key.read(b1.get(ids, b1.k), b1.scale, samples).T
+        error += float(((found - exact[:, t]) ** 2).sum())
+        size += float((exact[:, t] ** 2).sum())
+    owner, down, up = sides.spent["owner: refresh"], sides.traffic["down"], sides.traffic["up"]
+    largest = {k: round(v, 1) for k, v in sides.spent.most_common(12)}
+    sides.spent.clear()
+    return {
+        "tokens": tokens, "width": width, "heads": heads, "ring": crypto.degree, "batch": n,
+        "relative_error": float(f"{np.sqrt(error / size):.2e}"),
+        "provider_ms_per_sample": round((total - owner) / n * 1e3, 2),
+        "owner_ms_per_sample": round(owner / n * 1e3, 2),
+        "ns_per_mac": round(total / n / macs(s) * 1e9, 2),
+        "MB_down_per_sample": round(down / n / 1e6, 3), "MB_up_per_sample": round(up / n / 1e6, 3),
+        "owner_first_encryption_ms_per_sample": round(first / n * 1e3, 2),
+        "owner_holds_MB": round(sides.held / 1e6, 1),
+        "openings": sides.traffic["opened"],
+        "peak_GB_both_sides": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2),
+        "cpu_s": round(total, 1), "wall_s": round(wall, 1), "seconds_by_step": largest,
+    }  # fmt: skip
+
+
+def machine() -> str:
+    return f"{platform.machine()}, {os.cpu_count()} cores, one thread, load {os.getloadavg()[0]:.1f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", type=int, default=65)
+    parser.add_argument("--width", type=int, default=192)
+    parser.add_argument("--heads", type=int, default=3)
+    parser.add_argument("--ring", choices=("small", "standard"), default="standard")
+    args = parser.parse_args()
+    crypto = {"small": block.SMALL, "standard": block.STANDARD}[args.ring]
+    checked = sorted({0, args.tokens // 2, args.tokens - 1})
+    found = encrypted_block(crypto, args.tokens, args.width, args.heads, checked)
+    print(f"machine: {machine()}")
+    print(json.dumps(found | {"published_ns_per_mac": round(PUBLISHED, 1)}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
