@@ -164,7 +164,7 @@ def test_several_models_need_opening_and_held_out_donors():
 
 def test_a_site_whose_own_settings_do_not_consent_opens_nothing():
     study = plan("train-cellcnn", SITES, timeout=10, options={"n_steps": 2, "open_model": True, **COMMON})
-    consent = {Party("basel"): frozenset({"open-model"}), Party("vienna"): frozenset()}
+    consent = {Party("basel"): frozenset({"open-model"}), Party("vienna"): frozenset({"validation"})}
     data = {Party(p): a for p, a in sites().items()}
     run = play(study, dict.fromkeys(study.parties, workflow_part), data, consent=consent)
     assert isinstance(run.errors["vienna"], RefusedError)
@@ -172,6 +172,34 @@ def test_a_site_whose_own_settings_do_not_consent_opens_nothing():
     assert set(run.errors) == set(study.parties)
     sent = [e.name for e, _ in run.receipts["vienna"].entries if e.kind == "sent" and not e.name.startswith("channel.")]
     assert sent == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"encrypted": False, "validate_every": 2, "hold_out": 1}, "encrypted training"),
+        ({"keep": "x", "validate_every": 2}, "hold_out"),
+        ({"keep": "x", "hold_out": -1}, "at least 0"),
+    ],
+)
+def test_validation_needs_encryption_and_donors(options, message):
+    with pytest.raises(ParameterError, match=message):
+        train_cellcnn.Options(**options)
+
+
+@pytest.mark.slow
+def test_validation_during_training_then_prediction(tmp_path):
+    pytest.importorskip("seal")
+    options = {"n_steps": 2, "hold_out": 1, **COMMON}
+    kept = {"validate_every": 2, "keep": str(tmp_path), "timeout": 300}
+    two = {name: a for name, a in sites().items() if name != "vienna"}
+    run = rehearse("train-cellcnn", data=two, **kept, **options)
+    losses = {p: run.results[p]["validation_loss"] for p in ("coordinator", "basel", "lugano")}
+    assert all(found.keys() == {"2"} and found == losses["basel"] for found in losses.values())
+    assert 0 < losses["basel"]["2"] < 0.3
+    assert not run.results["basel"]["opened"]
+    asked = rehearse("predict-cellcnn", data=two, query="lugano", keep=str(tmp_path), timeout=300)
+    assert len(asked.results["lugano"]["predictions"]) == 4
 
 
 @pytest.mark.slow

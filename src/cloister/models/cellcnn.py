@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -217,6 +217,7 @@ class Model:
     mean: F64  # (m,)
     scale: F64  # (m,)
     weights: Weights | None = None
+    losses: Mapping[int, float] = dataclasses.field(default_factory=dict)  # of validation, step → squared error
 
     def prepare(self, cells: F64) -> F64:
         return standardise(cells, self.cofactor, self.mean, self.scale)

@@ -186,7 +186,8 @@ data = "cells.h5ad"
 workflows = []
 modes = []
 studies = []
-# What needs your word besides: "open-model" lets train-cellcnn decrypt the trained model for all parties.
+# What needs your word besides. "open-model": train-cellcnn may decrypt the trained model for all parties;
+# "validation": and one number, the error on held-out donors, while it trains.
 consent = []
 """
     return (

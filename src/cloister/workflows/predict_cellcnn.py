@@ -53,13 +53,16 @@ def load_model(options: Options, me: Party) -> cellcnn.Model:
 
 
 def trained_of(options: Options, study: Seat, made: cellcnn.Model) -> Trained:
-    from cloister.protocols import encrypted_training
+    from cloister.protocols import encrypted_training, encrypted_validation
     from cloister.protocols.cellcnn_circuit import choose_ring
     from cloister.protocols.key_store import KeyStore
 
     sites, hub = study.study.sites, study.study.coordinator
-    params = encrypted_training.Params(sites, hub, choose_ring(made.config, len(sites)), made.config)
     store = KeyStore(options.keep, study.me)
+    params = encrypted_training.Params(sites, hub, choose_ring(made.config, len(sites)), made.config)
+    if not store.has_state(params.tag):  # a training with validation has a ring of its own
+        ring = encrypted_validation.ring_for(made.config, len(sites))
+        params = encrypted_training.Params(sites, hub, ring, made.config)
     return encrypted_training.load_trained(params, store, site=study.role == "site")
 
 

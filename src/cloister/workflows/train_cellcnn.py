@@ -24,7 +24,10 @@ if TYPE_CHECKING:
     from cloister.protocols.encrypted_training import Trained
     from cloister.protocols.key_store import KeyStore
 
-CONSENT = "open-model"  # what a site's own settings have to allow before it helps to decrypt the model
+CONSENT = {  # what a site's own settings have to allow before it helps to decrypt
+    "open-model": "opening the model",
+    "validation": "opening the validation error during training",
+}
 PRESETS: dict[str, dict[str, Any]] = {  # [SAV22] supplementary note 3; rates are ours, chosen on the clear twin
     "cmv": {"n_cells": 200, "n_inputs": 2000, "per": "class", "total_batch": 200, "interval": 3.0, "epochs": 20},
     "aml": {"n_cells": 200, "n_inputs": 1000, "per": "class", "total_batch": 200, "interval": 3.0, "epochs": 20},
@@ -63,6 +66,11 @@ class Options:
     hold_out: int = field(default=0, metadata={"help": "donors per class at each site that are kept for validation"})
     keep: str = field(default="", metadata={"help": "folder for keys, checkpoints and the encrypted model"})
 
+    validate_every: int = field(
+        default=0,
+        metadata={"help": "open the squared error on held-out inputs after so many steps each, if every site consents"},
+    )
+
     def __post_init__(self) -> None:
         for name in ("n_filters", "n_cells", "n_inputs", "n_steps", "n_models"):
             if getattr(self, name) < 1:
@@ -73,8 +81,10 @@ class Options:
             raise ParameterError("options 'reference_mean' and 'reference_scale' must have one number per marker each")
         if (self.scaling == "reference") != bool(self.reference_mean):
             raise ParameterError("scaling='reference' needs reference_mean and reference_scale, and only then")
-        if self.hold_out < 0:
-            raise ParameterError(f"option 'hold_out' must be at least 0, found {self.hold_out}")
+        if min(self.hold_out, self.validate_every) < 0:
+            raise ParameterError("options 'hold_out' and 'validate_every' must be at least 0")
+        if self.validate_every and (self.hold_out < 1 or not self.encrypted):
+            raise ParameterError("validate_every is for encrypted training and needs donors: set hold_out=1 or more")
         if self.n_models > 1 and (self.hold_out < 1 or (self.encrypted and not self.open_model)):
             raise ParameterError(
                 "several models are compared after opening, on donors that were held out: set open_model=true and"
@@ -177,6 +187,7 @@ def train_cellcnn(adata: AnnData, study: Seat, **given: Any) -> cellcnn.Model:
     -------
     coordinator, site : names of markers and classes; pooled mean and spread of every marker (not with
         scaling="reference"); if open_model, the final weights. Nothing else: see `encrypted_training`.
+    with validate_every : also, to all, the squared error on all sites' held-out inputs, after so many steps each.
     with hold_out : also, to all, how many held-out inputs of all sites together an opened model gets right.
     with encrypted=false : every site's gradients, to the coordinator.
     """
@@ -188,11 +199,13 @@ def trained(adata: AnnData, study: Seat, options: Options) -> tuple[cellcnn.Mode
     options = settled(options, len(study.study.sites))
     check(adata, options)
     check_mode(study, options)
-    if options.encrypted and options.open_model and not study.consents(CONSENT):
-        raise RefusedError(
-            f"'{study.me}' does not consent to opening the model; add \"{CONSENT}\" to [approve] consent in"
-            " local/site.toml, or agree on a study with open_model=false"
-        )
+    asked = {"open-model": options.open_model, "validation": options.validate_every > 0}
+    for what, wanted in asked.items() if options.encrypted else ():
+        if wanted and not study.consents(what):
+            raise RefusedError(
+                f"'{study.me}' does not consent to {CONSENT[what]}; add \"{what}\" to [approve] consent in"
+                " local/site.toml, or agree on a study without"
+            )
     every, prepared, held = models_of(adata, study, options)
     made, agreed = best_of(study, options, every, held)
     save(made, options, study)
@@ -228,8 +241,16 @@ def models_of(adata: AnnData, study: Seat, options: Options) -> tuple[list[cellc
         config = config_of(options, terms, study.study.seed, k)
         model = cellcnn.Model(config, *terms, options.cofactor, mean, scale)
         batches = cellcnn.draw_batches(inputs, labels, config, study.rng(f"batches/{k}" if k else "batches"))
-        made.append(replace(model, weights=play(study, options, model, batches, k)))
+        made.append(play(study, options, model, (*batches, sampled(held, config, study)), k))
     return made, prepared, held
+
+
+def sampled(held: tuple[Any, Any] | None, config: cellcnn.Config, study: Seat) -> tuple[Any, Any] | None:
+    """As many held-out inputs as a batch has: the number is public, whatever a site has."""
+    if held is None:
+        return None
+    at = study.rng("validation").choice(len(held[0]), config.batch)
+    return held[0][at], cellcnn.one_hot(held[1][at], config.classes)
 
 
 def held_out(donors: Mapping[str, str], count: int, study: Seat) -> list[str]:
@@ -252,6 +273,8 @@ def best_of(
 
 
 def check_mode(study: Seat, options: Options) -> None:
+    if study.study.mode == "published" and options.validate_every:
+        raise ParameterError("mode 'published' has no validation during training; use 'hardened'")
     if study.study.mode == "published" and options.encrypted and not options.open_model:
         raise ParameterError("mode 'published' ends by opening the model; agree to open_model=true, or use 'hardened'")
 
@@ -270,35 +293,38 @@ def standard(study: Seat, options: Options, x: Any) -> tuple[Any, Any]:
     return np.zeros(width), np.ones(width)
 
 
-def play(study: Seat, options: Options, made: cellcnn.Model, batches: tuple[Any, Any] | None, number: int = 0) -> Any:
-    """The training itself, for a site (with batches) or the coordinator (without)."""
+def play(
+    study: Seat, options: Options, made: cellcnn.Model, inputs: tuple[Any, Any, Any] | None, number: int = 0
+) -> cellcnn.Model:
+    """The training itself, for a site (with batches, labels and held-out inputs) or the coordinator (without)."""
     sites, hub = study.study.sites, study.study.coordinator
+    store = store_of(options, study, number)
     if not options.encrypted:
         clear = clear_training.Params(sites, hub, made.config)
-        if batches is None:
-            return study.run(clear_training.aggregator, clear)
-        return study.run(clear_training.holder, clear, *batches)
+        if inputs is None:
+            return replace(made, weights=study.run(clear_training.aggregator, clear))
+        return replace(made, weights=study.run(clear_training.holder, clear, *inputs[:2]))
     if study.study.mode == "published":
         from cloister.protocols import published_training
 
         printed = published_training.choose_ring(made.config, len(sites))
         as_printed = published_training.Params(sites, hub, printed, made.config)
-        kept = store_of(options, study, number)
-        if batches is None:
-            return study.run(published_training.aggregator, as_printed, kept).weights
-        return study.run(published_training.holder, as_printed, *batches, kept).weights
-    from cloister.protocols import encrypted_training
+        if inputs is None:
+            return replace(made, weights=study.run(published_training.aggregator, as_printed, store).weights)
+        return replace(made, weights=study.run(published_training.holder, as_printed, *inputs[:2], store).weights)
+    from cloister.protocols import encrypted_training, encrypted_validation
     from cloister.protocols.cellcnn_circuit import choose_ring
 
-    ring = choose_ring(made.config, len(sites))
-    params = encrypted_training.Params(sites, hub, ring, made.config, open_model=options.open_model)
-    store = store_of(options, study, number)
     done: Trained
-    if batches is None:
+    every, size = options.validate_every, made.config.batch if options.validate_every else 0
+    ring = (encrypted_validation.ring_for if every else choose_ring)(made.config, len(sites))
+    params = encrypted_training.Params(sites, hub, ring, made.config, options.open_model, every, size)
+    if inputs is None:
         done = study.run(encrypted_training.aggregator, params, store)
     else:
-        done = study.run(encrypted_training.holder, params, *batches, store)
-    return done.weights
+        X, Y, held = inputs
+        done = study.run(encrypted_training.holder, params, X, Y, store, held if every else None)
+    return replace(made, weights=done.weights, losses=done.losses)
 
 
 def store_of(options: Options, study: Seat, number: int = 0) -> KeyStore | None:
@@ -332,7 +358,7 @@ def coordinate(study: Seat, options: Options) -> tuple[cellcnn.Model, dict[str, 
     for k in range(options.n_models):
         config = config_of(options, terms, study.study.seed, k)
         made = cellcnn.Model(config, *terms, options.cofactor, mean, scale)
-        every.append(replace(made, weights=play(study, options, made, None, k)))
+        every.append(play(study, options, made, None, k))
     best, agreed = best_of(study, options, every, None)
     save(best, options, study)
     return best, agreed
@@ -359,6 +385,8 @@ def summary(made: cellcnn.Model) -> dict[str, Any]:
     }
     if made.weights is not None:
         known |= {"filters": made.weights.W.T.tolist(), "dense": made.weights.V.tolist()}
+    if made.losses:
+        known["validation_loss"] = {str(step): loss for step, loss in made.losses.items()}
     return known
 
 
