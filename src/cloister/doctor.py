@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import socket
 import stat
 import sys
@@ -67,10 +66,7 @@ def _examine_kit(path: Path) -> Iterator[Finding]:
         yield Finding("kit", "wrong", str(e))
         return
     yield Finding("kit", "ok", f"{kit.me}, {kit.role} of '{kit.study.name}'")
-    for key in (p for p in path.rglob("*") if p.suffix in (".key", ".pem") and p.name != "rootCA.pem" and p.is_file()):
-        mode = stat.S_IMODE(os.stat(key).st_mode)
-        if key.suffix == ".key" and mode & 0o077:
-            yield Finding("keys", "wrong", f"{key} is open to others (mode {mode:03o}); run: chmod 600 {key}")
+    yield from _permissions(path, policy.out)
     yield from _certificates(path)
     try:
         workflow, options = workflows.check_plan(kit.study)
@@ -86,6 +82,13 @@ def _examine_kit(path: Path) -> Iterator[Finding]:
             yield Finding("approval", "ok", "this site allows the study in its kit")
         except CloisterError as e:
             yield Finding("approval", "note", str(e))
+        try:
+            kit.check_limits(policy)
+            told = [(f"of '{k}'" if k != "study" else "of this study", k, n) for k, n in kit.runs_so_far().items()]
+            counts = ", ".join(f"{n} of {policy.limits.get(k, 'any number')} {what}" for what, k, n in told)
+            yield Finding("limits", "ok", f"runs begun: {counts}")
+        except CloisterError as e:
+            yield Finding("limits", "note", str(e))
         yield _coordinator_answers(kit.study.network.get("host"), kit.study.network.get("port"))
     if kit.role == "site":
         from cloister.runtime.party import open_cells
@@ -97,6 +100,29 @@ def _examine_kit(path: Path) -> Iterator[Finding]:
             yield from (Finding("cells", "note", note) for note in notes)
         except CloisterError as e:
             yield Finding("cells", "wrong", str(e))
+
+
+def _permissions(kit: Path, results: Path) -> Iterator[Finding]:
+    """Keys must be the owner's alone; so should the folders that hold settings, cells and results."""
+    for file in sorted(p for p in kit.rglob("*") if p.is_file() and not p.is_symlink()):
+        mode = stat.S_IMODE(file.stat().st_mode)
+        if mode & 0o077 and (file.suffix == ".key" or b"PRIVATE KEY" in _start(file)):
+            yield Finding("keys", "wrong", f"{file} is open to others (mode {mode:03o}); run: chmod 600 {file}")
+    open_ones = [p for p in (kit, results) if p.is_dir() and stat.S_IMODE(p.stat().st_mode) & 0o077]
+    if kit not in open_ones and kit in results.parents:
+        open_ones = []  # nobody gets past the kit's own folder
+    for folder in open_ones:
+        yield Finding("files", "note", f"{folder} is open to other users of this machine; run: chmod 700 {folder}")
+    if not open_ones:
+        yield Finding("files", "ok", "keys, settings and results are for their owner only")
+
+
+def _start(file: Path) -> bytes:
+    try:
+        with file.open("rb") as f:
+            return f.read(4096) if file.suffix in (".pem", ".json", ".key", ".crt") else b""
+    except OSError:
+        return b""
 
 
 def _certificates(path: Path) -> Iterator[Finding]:

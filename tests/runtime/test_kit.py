@@ -252,3 +252,104 @@ def test_identities_sign_as_the_study_says(kits):
     kit = Kit.open(kits["lugano"])
     assert isinstance(kit.identity, Identity)
     assert kit.identity.public == kit.study.keys["lugano"]
+
+
+# -- how often ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def limited(basel):
+    """Basel's kit, which allows its study, and two runs of it."""
+    basel.approve()
+    basel.policy_file.write_text(basel.policy_file.read_text().replace("# study = 20", "study = 2"))
+    yield basel
+    (basel.path / "local" / "runs.json").unlink(missing_ok=True)
+
+
+def test_runs_are_counted_and_the_third_is_refused_by_name(limited):
+    for _ in range(2):
+        limited.count_run(limited.policy())
+    assert limited.runs_so_far() == {"study": 2, "bin-values": 2}
+    with pytest.raises(RefusedError, match=r"allows 2 runs of this study, and 2 were begun.*\[limits\]") as e:
+        limited.count_run(limited.policy())
+    assert e.value.code == "refused"  # all that the others hear
+    assert limited.runs_so_far()["study"] == 2
+    assert stat.S_IMODE((limited.path / "local" / "runs.json").stat().st_mode) == 0o600
+
+
+def test_a_workflow_is_limited_over_all_studies(limited):
+    limited.count_run(limited.policy())
+    text = limited.policy_file.read_text()
+    limited.policy_file.write_text(text.replace("study = 2", "bin-values = 1"))
+    limited.path.joinpath("study.toml").write_text(
+        limited.path.joinpath("study.toml").read_text().replace('"pair"', '"another"')
+    )
+    again = Kit.open(limited.path)
+    assert again.runs_so_far() == {"study": 0, "bin-values": 1}
+    with pytest.raises(RefusedError, match="allows 1 runs of 'bin-values'"):
+        again.check_limits(again.policy())
+
+
+def test_a_run_is_refused_before_the_cells_are_opened(limited):
+    from cloister.runtime.attend import attend
+
+    for _ in range(2):
+        limited.count_run(limited.policy())
+    with pytest.raises(RefusedError, match="2 were begun"):
+        attend(limited.path, data="nowhere.h5ad")
+
+
+@pytest.mark.parametrize(("line", "says"), [
+    ("study = -1", "number of runs"),
+    ('study = "many"', "number of runs"),
+    ("studies = 3", "unknown key 'studies'"),
+])  # fmt: skip
+def test_wrong_limits_are_named(basel, line, says):
+    basel.policy_file.write_text(basel.policy_file.read_text().replace("# study = 20", line))
+    with pytest.raises(ParameterError, match=says):
+        basel.policy()
+
+
+def test_a_damaged_count_allows_nothing(limited):
+    (limited.path / "local" / "runs.json").write_text("{")
+    with pytest.raises(ParameterError, match="nobody knows how many runs"):
+        limited.count_run(limited.policy())
+
+
+def test_logs_rotate_and_old_runs_go(tmp_path):
+    from cloister.runtime.settings import tidy
+
+    for i in range(7):
+        (tmp_path / "audit.log").write_text(f"{i}" * 100)
+        tidy(tmp_path, most=50)
+    assert sorted(p.name for p in tmp_path.glob("audit*")) == [f"audit.log.{i}" for i in range(1, 6)]
+    assert (tmp_path / "audit.log.1").read_text()[0] == "6"
+    (tmp_path / "audit.log").write_text("short")
+    for i in range(5):
+        (tmp_path / f"{i:08x}-0000-4000-8000-{i:012x}").mkdir()
+    (tmp_path / "results").mkdir()
+    tidy(tmp_path, most=50, runs=3)
+    assert len([p for p in tmp_path.iterdir() if p.is_dir()]) == 4
+    assert (tmp_path / "results").exists()
+    assert (tmp_path / "audit.log").exists()
+
+
+def test_doctor_looks_at_permissions_and_counts(limited):
+    from cloister.doctor import examine
+
+    def said(name):
+        return [(f.state, f.detail) for f in examine(limited.path) if f.name == name]
+
+    assert said("files")[0][0] == "ok"
+    assert said("limits") == [("ok", "runs begun: 0 of 2 of this study, 0 of any number of 'bin-values'")]
+    key = limited.path / "startup" / "client.key"
+    key.chmod(0o640)
+    assert said("keys")[0][0] == "wrong"
+    key.chmod(0o600)
+    limited.path.chmod(0o755)
+    assert said("files")[0][0] == "note"
+    limited.path.chmod(0o700)
+    assert said("files")[0][0] == "ok"
+    for _ in range(2):
+        limited.count_run(limited.policy())
+    assert said("limits")[0][0] == "note"

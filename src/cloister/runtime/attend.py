@@ -49,6 +49,7 @@ def attend(
             raise UsageError(f"{kit.me} is an {kit.role} server; it brings no data")
         policy = replace(policy, data=Path(data).absolute())
     kit.check_approved(policy)
+    kit.check_limits(policy)
     if kit.role == "site":
         workflow, options = workflows.check_plan(kit.study)
         workflow.check(open_cells(policy), options)  # the clear sentence, before anybody is bothered

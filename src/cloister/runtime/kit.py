@@ -3,7 +3,8 @@
     kits/basel/
         study.toml            what all parties agreed on, the same at each of them
         identity.key          this party's Ed25519 key (0600)
-        local/site.toml       this party's own: where the cells are, what may run here
+        local/site.toml       this party's own: where the cells are, what may run here, and how often
+        local/runs.json       how many runs were begun
         startup/              certificate and key for TLS, and where the coordinator is
         results/              one folder per run: outcome.json, receipt.json, cells with results
 
@@ -13,6 +14,7 @@ time a run starts. What is not approved in `local/site.toml` is refused, before 
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -22,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from cloister import workflows
 from cloister.crypto.agreement import Identity
 from cloister.errors import ParameterError, ProtocolAbort, RefusedError
 from cloister.study import Party, Role, Study
@@ -30,7 +33,8 @@ TASK = "take-turn"  # what FLARE calls a run's only task
 RUNS = "runs"  # folder of a coordinator's kit: how each run ended
 STOPPING = "stopping"  # file that is there while the service stops
 DATA = "CLOISTER_DATA"  # a service that is started for one run finds its cells here
-TOP = {"data", "out", "approve", "obs", "obsm"}
+TOP = {"data", "out", "approve", "limits", "obs", "obsm"}
+COUNTS = "runs.json"  # in `local`: how many runs were begun, by study and by workflow
 APPROVE = ("workflows", "modes", "studies", "consent")
 
 
@@ -51,6 +55,7 @@ class Policy:
     modes: tuple[str, ...] = ()
     studies: tuple[str, ...] = ()  # digests, as `cloister site KIT --approve` writes them
     consent: tuple[str, ...] = ()  # what a study may do here beyond running: "open-model"; --approve adds none
+    limits: Mapping[str, int] = field(default_factory=dict)  # "study" or a workflow's name → runs it may have here
     obs: Mapping[str, str] = field(default_factory=dict)  # name in the study → name in this site's file
     obsm: Mapping[str, str] = field(default_factory=dict)
 
@@ -108,6 +113,11 @@ class Kit:
             found = approve.get(key, [])
             if not isinstance(found, list) or not all(isinstance(x, str) for x in found):
                 raise ParameterError(f"{where.name} [approve]: '{key}' must be a list of texts, as [\"bin-values\"]")
+        limits = _table(raw, "limits")
+        _check_keys(limits, {"study", *workflows.names()}, f"{where.name} [limits]")
+        for key, most in limits.items():
+            if not isinstance(most, int) or isinstance(most, bool) or most < 0:
+                raise ParameterError(f"{where.name} [limits]: '{key}' must be a number of runs, found {most!r}")
         names = {key: _table(raw, key) for key in ("obs", "obsm")}
         if not all(isinstance(x, str) for table in names.values() for x in table.values()):
             raise ParameterError(f'{where.name}: [obs] and [obsm] hold lines as: cell_type = "your_column"')
@@ -116,6 +126,7 @@ class Kit:
             data=self.path / data if data else None,
             out=self.path / raw.get("out", "results"),
             **{key: tuple(approve.get(key, ())) for key in APPROVE},
+            limits=limits,
             **names,
         )
 
@@ -132,6 +143,50 @@ class Kit:
                     f"'{self.me}' has not approved {what[key]} {value!r}; read: cloister explain {study.workflow},"
                     f" then add it to [approve] {key} in local/site.toml"
                 )
+
+    def runs_so_far(self) -> dict[str, int]:
+        """How many runs were begun here: of this kit's study, and of its workflow under any study."""
+        counts = self._counts()
+        return {
+            "study": counts.get(self.study.digest.hex(), 0),
+            self.study.workflow: counts.get(self.study.workflow, 0),
+        }
+
+    def check_limits(self, policy: Policy) -> None:
+        """Raise `Refusal` if this party's runs of the study, or of the workflow, are used up."""
+        for key, made in self.runs_so_far().items():
+            most = policy.limits.get(key)
+            if most is not None and made >= most:
+                what = "of this study" if key == "study" else f"of '{key}'"
+                raise Refusal(
+                    f"'{self.me}' allows {most} runs {what}, and {made} were begun; to allow more, raise {key} under"
+                    " [limits] in local/site.toml"
+                )
+
+    def count_run(self, policy: Policy) -> None:
+        """Count one run more, or raise `Refusal`. It counts from its start: an aborted one may have told something."""
+        with open(self.path / "local" / f"{COUNTS}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            self.check_limits(policy)
+            counts = self._counts()
+            for key in (self.study.digest.hex(), self.study.workflow):
+                counts[key] = counts.get(key, 0) + 1
+            part = self.path / "local" / f"{COUNTS}.part"
+            with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+                json.dump(counts, file, indent=1)
+            part.replace(self.path / "local" / COUNTS)
+
+    def _counts(self) -> dict[str, int]:
+        path = self.path / "local" / COUNTS
+        try:
+            raw = json.loads(path.read_text(encoding="utf-8"))
+            return {str(k): int(v) for k, v in raw.items()}
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError, TypeError, AttributeError):
+            raise ParameterError(
+                f"{path} is damaged, so nobody knows how many runs were made; put it right, or delete it to begin anew"
+            ) from None
 
     def approve(self) -> str:
         """Add this kit's study to `local/site.toml`; returns what was approved, in words."""
@@ -189,6 +244,12 @@ studies = []
 # What needs your word besides. "open-model": train-cellcnn may decrypt the trained model for all parties;
 # "validation": and one number, the error on held-out donors, while it trains.
 consent = []
+
+# How many runs may be begun here, of one study file and of a workflow under any study; no line: no limit.
+# Every answer tells a little; `local/runs.json` keeps the count.
+[limits]
+# study = 20
+# {study.workflow} = 100
 """
     return (
         "# Read each time a run starts; no restart is needed after a change.\n\n"

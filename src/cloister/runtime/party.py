@@ -126,6 +126,8 @@ class Turn:
 
         def cells() -> AnnData | None:
             kit.check_approved(policy)
+            if kit.role != "coordinator":
+                kit.count_run(policy)
             return open_cells(policy) if kit.role == "site" else None
 
         def keep(receipt: Receipt) -> None:

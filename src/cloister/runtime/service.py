@@ -29,7 +29,7 @@ from cloister.errors import MissingExtra, ParameterError, PeerLost, UsageError
 from cloister.runtime.kit import RUNS, STOPPING, TASK, Kit
 from cloister.runtime.party import Ended
 from cloister.runtime.provision import ORGANISATION, USER
-from cloister.runtime.settings import BEAT, GUEST, HUB, settle, write
+from cloister.runtime.settings import BEAT, GUEST, HUB, settle, tidy, write
 
 CONNECT, SCHEDULE = 60.0, 120.0  # seconds that `run_study` waits for answers, and for FLARE to start the job
 
@@ -50,6 +50,7 @@ def start_party(kit_dir: str | Path) -> NoReturn:
     with _only_one(kit):
         (kit.path / STOPPING).unlink(missing_ok=True)
         settle(kit)
+        tidy(kit.path)
         os.environ["NVFLARE_SECURE_LOGGING"] = "true"
         hub = kit.role == "coordinator"
         options = ["secure_train=true", f"org={ORGANISATION}", "config_folder=config"]

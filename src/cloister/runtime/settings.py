@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import logging
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from cloister.errors import ParameterError
 from cloister.runtime.kit import RUNS, Kit
 
 HUB, GUEST, LAUNCHER = (f"cloister.runtime.flare.{name}" for name in ("Hub", "Guest", "Launcher"))
+RUN_FOLDER = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")  # FLARE calls a run's folder by its id
 BEAT, DEAD_AFTER = 10.0, 30  # seconds between a client's signs of life; after which the server forgets it
 
 
@@ -36,6 +39,23 @@ def settle(kit: Kit) -> None:
         config["servers"][0]["admin_port"] = port
         write(file, config)
         (kit.path / RUNS).mkdir(exist_ok=True)
+
+
+def tidy(home: Path, *, most: int = 5_000_000, old: int = 5, runs: int = 20) -> None:
+    """Keep a kit from growing: rotate the logs that FLARE only appends to, and drop its folders of older runs.
+
+    `log.txt` rotates by itself while the service runs. What came of a run is under `results` and is never touched.
+    """
+    for name in ("audit.log", "service.out", "log_error.txt", "log_fl.txt", "log.json"):
+        if not (home / name).is_file() or (home / name).stat().st_size < most:
+            continue
+        for i in range(old - 1, 0, -1):
+            if (home / f"{name}.{i}").exists():
+                (home / f"{name}.{i}").replace(home / f"{name}.{i + 1}")
+        (home / name).replace(home / f"{name}.1")
+    folders = [p for p in home.iterdir() if p.is_dir() and not p.is_symlink() and RUN_FOLDER.fullmatch(p.name)]
+    for folder in sorted(folders, key=lambda p: p.stat().st_mtime)[: max(0, len(folders) - runs)]:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def write(path: Path, content: Any) -> None:
