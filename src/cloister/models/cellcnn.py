@@ -17,6 +17,7 @@ References
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -80,6 +81,7 @@ class Weights:
         return self.W @ self.V  # (m, o)
 
 
+@functools.lru_cache(maxsize=64)
 def sigmoid_fit(interval: float) -> tuple[float, float, float]:
     """a0, a1, a3 of the least-squares cubic on [-interval, interval]."""
     u = np.linspace(-interval, interval, 4001)
