@@ -15,7 +15,7 @@
 
 S never holds w_0, only what was learned on top of it. A site whose update is no number adds zeros with weight zero: it
 is told, and nobody else can tell. Two entries share a 64-bit word of the sum: 4 bytes per parameter, as much as sending
-them in the clear.
+them in the clear. With SCAFFOLD, θ and Δ_u have a second half, the common control variate and what u changes of it.
 
 With differential privacy, ‖Δ_u‖ is clipped to C, all weights are 1, every site adds Gaussian noise of variance z²C²/m
 (m = the fewest survivors that finish a sum) before its vector is masked, and L4, L6 and the loss are left out.
@@ -43,6 +43,7 @@ A score: K² + 2 words for K labels. Rounds: 4 messages up and 5 down per secure
 References
 ----------
 [MMR+17] McMahan et al., AISTATS 2017, algorithm 1 (FedAvg).  [LSZ+20] Li et al., MLSys 2020 (FedProx).
+[KKM+20] Karimireddy et al., ICML 2020 (SCAFFOLD, option II).
 [FedscGPT], [KAH+24]: federated fine-tuning and FedAvg+XCLP with plain means.  [MRTZ18] DP-FedAvg. Lines numbered here.
 """
 
