@@ -1,0 +1,90 @@
+"""`fine-tune` on FLARE: a coordinator and three sites, each a service of its own on loopback."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from federation import PARTIES, Federation
+
+from cloister.cell_files import read_cells, write_cells
+from cloister.demo_data import demo_sites
+from cloister.rehearsal import rehearse
+
+pytest.importorskip("torch")
+pytestmark = [pytest.mark.xdist_group("flare"), pytest.mark.slow]
+OPTIONS = {"label_key": "cell_type", "use_rep": "X_pca", "rounds": 3, "lr": 0.01, "hidden": (16,), "batch_size": 32}
+
+
+@pytest.fixture(scope="module")
+def sites():
+    return {name: adata[::3].copy() for name, adata in demo_sites().items()}
+
+
+@pytest.fixture(scope="module")
+def federation(tmp_path_factory, sites):
+    made = Federation(tmp_path_factory.mktemp("training"), timeout=20.0)
+    parties = {p: role for p, role in PARTIES.items() if p != "helper"}
+    keys = {p: k for p, k in made.study.keys.items() if p in parties}
+    made.study = dataclasses.replace(made.study, workflow="fine-tune", parties=parties, keys=keys, parameters=OPTIONS)
+    for site, adata in sites.items():
+        write_cells(adata, made.kits[site] / "cells.h5ad")
+    made.agree()
+    made.start(*parties)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def test_a_run_gives_what_the_rehearsal_gives(federation, sites):
+    federation.agree()
+    federation.run(limit=240.0)
+    wanted = rehearse("fine-tune", sites, **OPTIONS)
+    for site in sites:
+        folder = Path(federation.ended(site).folder)
+        found = read_cells(folder / f"{site}.h5ad")
+        seen = wanted.data[site]
+        np.testing.assert_array_equal(found.obs["predicted"].astype(str), seen.obs["predicted"].astype(str))
+        assert json.loads(found.uns["predicted"])["history"] == wanted.results[site]["history"]
+        assert (folder / f"{site}.model.npz").read_bytes() == wanted.outcomes[site].model.to_bytes()
+
+
+def rounds_done(checkpoint: Path) -> int:
+    if not checkpoint.exists():
+        return 0
+    with np.load(io.BytesIO(checkpoint.read_bytes()), allow_pickle=False) as kept:
+        return int(json.loads(kept["meta"].tobytes())["t"])
+
+
+def test_a_killed_site_is_left_out_and_the_others_finish(federation, sites, tmp_path):
+    checkpoint = tmp_path / "kept.npz"
+    federation.agree(parameters={**OPTIONS, "rounds": 40, "checkpoint": str(checkpoint)})
+    before = set((federation.kits["lugano"] / "results").glob("*/lugano.model.npz"))
+    ends = []
+
+    def go():
+        try:
+            ends.append(federation.run(300.0))
+        except Exception as e:
+            ends.append(e)
+
+    runner = threading.Thread(target=go)
+    runner.start()
+    federation.wait_until(lambda: rounds_done(checkpoint) >= 2 or bool(ends), 180.0)
+    assert runner.is_alive(), ends
+    federation.kill("lugano")
+    runner.join(240.0)
+    assert ends[0].status == "done", ends
+    assert rounds_done(checkpoint) == 40
+    told = json.loads(read_cells(Path(federation.ended("basel").folder) / "basel.h5ad").uns["predicted"])
+    clients = [row["clients"] for row in told["history"] if "clients" in row]
+    assert clients[0] == 3
+    assert clients[-1] == 2
+    assert told["history"][-1]["accuracy"] > told["history"][0]["accuracy"]
+    assert set((federation.kits["lugano"] / "results").glob("*/lugano.model.npz")) == before
