@@ -17,6 +17,7 @@ from cloister.protocols.training_parts import Offer  # noqa: E402
 from cloister.rehearsal import Fault, rehearse  # noqa: E402
 from cloister.workflows import fine_tune  # noqa: E402
 
+PLAIN = {"algorithm": "scaffold", "weighting": "plain", "optimizer": "sgd", "momentum": 0.0}
 SIZE = {"rounds": 4, "lr": 1e-2, "local_epochs": 3, "hidden": (16,), "batch_size": 32}
 
 
@@ -97,7 +98,7 @@ def test_cells_without_a_label_are_labelled(sites):
         {"clients_per_round": 2, "schedule": "cosine"},
         {"weighting": "plain", "optimizer": "sgd", "lr": 0.05},
         {"labels": ("none of these",), "metric": "macro_f1", "patience": 1},
-        {"algorithm": "scaffold", "weighting": "plain", "optimizer": "sgd", "momentum": 0.0, "lr": 0.05},
+        {**PLAIN, "lr": 0.05},
     ],
     ids=["fedprox", "sampled", "plain-sgd", "vocabulary", "scaffold"],
 )
@@ -260,6 +261,8 @@ def test_images(model):
         (lambda a: None, {"validation": 1.0}, ParameterError, "validation"),
         (lambda a: None, {"dp_noise": 1.0}, ParameterError, "score_every=0"),
         (lambda a: None, {"clients_per_round": 7}, ParameterError, "clients"),
+        (lambda a: None, {"algorithm": "scaffold"}, ParameterError, "optimizer='sgd'"),
+        (lambda a: None, {**PLAIN, "semi_supervised": True}, ParameterError, "neither checkpoint"),
         (lambda a: None, {"model": "forest"}, ParameterError, "model"),
         (lambda a: None, {"optimiser": "adam"}, ParameterError, "optimizer"),
     ],
