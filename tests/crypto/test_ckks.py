@@ -35,6 +35,22 @@ def test_encrypt_evaluate_decrypt(c, key):
     np.testing.assert_allclose(c.decrypt(secret.ntt, product), x * y, atol=1e-5)
 
 
+def test_shifted_scales_and_single_numbers(c, key):
+    secret, public = key
+    x = values(4)
+    ct = c.encrypt(public, x, P.top, P.scale, Entropy())
+    moved = c.shift(c.drop(ct, P.base), 12)
+    assert moved.scale() == P.scale * 2.0**12
+    np.testing.assert_allclose(c.decrypt(secret.ntt, moved), x, atol=1e-6)  # relative noise stays
+    np.testing.assert_allclose(c.decrypt(secret.ntt, c.add_plain(moved, -2.5)), x - 2.5, atol=1e-6)
+    assert c.dropped(P.top, 2) == c.dropped(P.top, 1) * c.dropped(P.top - 1, 1)
+
+
+def test_a_scale_may_be_given():
+    planned = ckks.Parameters(8192, 2, 52, 1, 1, 40, 55, given_scale_bits=33)
+    assert (planned.scale_bits, planned.bits, planned.scale) == (33, P.bits, 2.0**33)
+
+
 def test_the_direct_big_integer_way_gives_the_same(c, key):
     """c0 + c1·s over the integers, centred, then the polynomial at the roots: no NTT, no SEAL, no double-doubles."""
     secret, public = key
