@@ -113,8 +113,11 @@ class Sides:
         return back
 
 
-def encrypted_block(crypto, tokens, width, heads=2, checked=(0,), samples=256, memory=1 << 30):
-    """One block of random weights on a full batch, against the plain student on some tokens and samples."""
+def encrypted_block(crypto, tokens, width, heads=2, checked=(0,), samples=256, memory=1 << 30, out=0):
+    """One block of random weights on a full batch, against the plain student on some tokens and samples.
+
+    With `out`, only so many tokens come out of it (attending to all): a stretch of a block that is too long to run.
+    """
     encoder = encoder_of(tokens, width, heads).rounded(crypto.weight_bits)
     s, n = encoder.shape, crypto.slots
     x = np.random.default_rng(1).uniform(-1, 1, (n, tokens - 1, s.inputs))
@@ -123,13 +126,13 @@ def encrypted_block(crypto, tokens, width, heads=2, checked=(0,), samples=256, m
     b0 = polynomial.embed(encoder, x)
     exact = polynomial.run_block(s, encoder.blocks[0], b0[:samples], 0)
     sides = Sides(crypto, memory)
-    planned = circuit.plan(s, crypto).openings[1:-1]  # without the embedding and the tap
+    planned = circuit.plan(s, crypto, out).openings[1:-1]  # without the embedding and the tap
     run = circuit.Circuit(s, crypto, sides.refresh, encoder, sides.ev, planned, sides.pool)
     v0 = sides.encrypted(np.ascontiguousarray(b0.reshape(n, -1).T))
     del b0, x
     first = sides.spent.pop("owner: first encryption")
     began, wall = time.thread_time(), time.monotonic()
-    b1 = asyncio.run(run.block(v0, 0))
+    b1 = asyncio.run(run.block(v0, 0, out))
     total, wall = time.thread_time() - began, time.monotonic() - wall
     error, size = 0.0, 0.0
     for t in checked:
@@ -141,7 +144,8 @@ def encrypted_block(crypto, tokens, width, heads=2, checked=(0,), samples=256, m
     largest = {k: round(v, 1) for k, v in sides.spent.most_common(12)}
     sides.spent.clear()
     return {
-        "tokens": tokens, "width": width, "heads": heads, "ring": crypto.degree, "batch": n,
+        "tokens": tokens, "tokens_out": out or tokens, "width": width, "heads": heads,
+        "ring": crypto.degree, "batch": n,
         "relative_error": float(f"{np.sqrt(error / size):.2e}"),
         "provider_ms_per_sample": round((total - owner) / n * 1e3, 2),
         "owner_ms_per_sample": round(owner / n * 1e3, 2),
@@ -165,10 +169,13 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=192)
     parser.add_argument("--heads", type=int, default=3)
     parser.add_argument("--ring", choices=("small", "standard"), default="standard")
+    parser.add_argument("--out", type=int, default=0, help="only so many tokens come out")
     args = parser.parse_args()
     crypto = {"small": block.SMALL, "standard": block.STANDARD}[args.ring]
     checked = sorted({0, args.tokens // 2, args.tokens - 1})
-    found = encrypted_block(crypto, args.tokens, args.width, args.heads, checked)
+    if args.out:
+        checked = range(args.out)
+    found = encrypted_block(crypto, args.tokens, args.width, args.heads, checked, out=args.out)
     print(f"machine: {machine()}")
     print(json.dumps(found | {"published_ns_per_mac": round(PUBLISHED, 1)}, indent=1))
 

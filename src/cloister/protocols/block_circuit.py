@@ -239,7 +239,8 @@ class Circuit:
     async def layer_norm(
         self, x: Values, layer: int, which: int, gain: F64 | None = None, shift: F64 | None = None
     ) -> Values:
-        s, T, d, D = self.shape, self.shape.tokens, self.shape.width, self.delta
+        s, d, D = self.shape, self.shape.width, self.delta
+        T = x.n // d
         V = s.variances[2 * layer + which]
         c = self.by_token(T * d, d, 2, x.scale * d, [x], lambda t, k: self.ev.centre(x.get(self.token(t), k)))
 
@@ -270,8 +271,8 @@ class Circuit:
             z = self.made(T * d, 3, scale, [plain], plain.group, weighted)
         return (await self.refresh("normed", (z, bound)))[0]
 
-    async def attention(self, z: Values, layer: int) -> Values:
-        """Weighted values softmax(q·k)·v, three polynomials or four, T·d of them."""
+    async def attention(self, z: Values, layer: int, tokens: int) -> Values:
+        """Weighted values softmax(q·k)·v of the first tokens, over all: d for each, three polynomials or four."""
         s, T, d, D, h = self.shape, self.shape.tokens, self.shape.width, self.delta, self.shape.head_width
         b = None if self.encoder is None else self.encoder.blocks[layer]
         S, H = s.means[layer], s.heads
@@ -299,7 +300,7 @@ class Circuit:
         def scores(ids: Sequence[int], k: int) -> Cts:
             """Whole rows of the grid (head, i, j)."""
             parts = []
-            for a, first, count in _rows_of(ids, T):
+            for a, first, count in _rows_of(ids, tokens, T):
                 if a not in kept:
                     kept.clear()
                     kept[a] = all_of(1, a, k)
@@ -309,20 +310,20 @@ class Circuit:
                 parts.append(y.reshape(count * T, *y.shape[2:]))
             return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
-        grid = self.made(H * T * T, 3, whole.scale**2, [whole], min(T, ROWS) * T, scores)
+        grid = self.made(H * tokens * T, 3, whole.scale**2, [whole], min(tokens, ROWS) * T, scores)
         e = await self.exp(grid)
         kept.clear()
         # sums over j, token after token: (t, head, feature)
-        o = self.made(T * d, 3, e.scale * whole.scale, [e, whole], d, None).scaled(T * S)
-        den = self.made(T * H, 2, e.scale, [e], H, None)
+        o = self.made(tokens * d, 3, e.scale * whole.scale, [e, whole], d, None).scaled(T * S)
+        den = self.made(tokens * H, 2, e.scale, [e], H, None)
         if not self.counting:
-            sums, totals = self.shelf(T * d, 3, o.k), self.shelf(T * H, 2, den.k)
+            sums, totals = self.shelf(tokens * d, 3, o.k), self.shelf(tokens * H, 2, den.k)
             over = np.arange(T * h).reshape(T, h).T.copy()  # (feature, j)
             for a in range(H):
                 v = all_of(2, a, o.k)
-                for first in range(0, T, ROWS):
-                    count = min(ROWS, T - first)
-                    row = e.get(range((a * T + first) * T, (a * T + first + count) * T), den.k)
+                for first in range(0, tokens, ROWS):
+                    count, at = min(ROWS, tokens - first), a * tokens + first
+                    row = e.get(range(at * T, (at + count) * T), den.k)
                     row = row.reshape(count, T, *row.shape[1:])
                     y = self.ev.rows(np.ascontiguousarray(row[:, :, :, : o.k]), v, over)
                     for i in range(count):
@@ -343,7 +344,7 @@ class Circuit:
                 (grown,) = await self.refresh("division", (next_one, 32.0), want=self.thin if straight else D)
             else:
                 r, grown = await self.refresh("division", (self.square(r), 1.0), (next_one, 32.0))
-        per_head = self.pick(grown, [t * H + f // h for t in range(T) for f in range(d)])
+        per_head = self.pick(grown, [t * H + f // h for t in range(tokens) for f in range(d)])
         return dataclasses.replace(self.times(o, per_head), group=d)
 
     @property
@@ -404,15 +405,17 @@ class Circuit:
             (u,) = await self.refresh("units", (u, s.u_bound))
         return await self.close("down", dataclasses.replace(self.square(u), group=f), residual, layer, f)
 
-    async def block(self, x: Values, layer: int) -> Values:
-        """One block; what comes out has all primes."""
-        d = self.shape.width
+    async def block(self, x: Values, layer: int, tokens: int = 0) -> Values:
+        """One block; what comes out has all primes. With `tokens`, only the first so many of them come out."""
+        d, tokens = self.shape.width, tokens or self.shape.tokens
+        first = self.pick(x, range(tokens * d))
         b = None if self.encoder is None else self.encoder.blocks[layer]
         if self.shape.norm == "pre":
-            x = await self.close("out", await self.attention(await self.layer_norm(x, layer, 0), layer), x, layer, d)
+            z = await self.layer_norm(x, layer, 0)
+            x = await self.close("out", await self.attention(z, layer, tokens), first, layer, d)
             x = await self.feed(await self.layer_norm(x, layer, 1), x, layer)
         else:
-            x = await self.close("out", await self.attention(x, layer), x, layer, d)
+            x = await self.close("out", await self.attention(x, layer, tokens), first, layer, d)
             x = await self.layer_norm(x, layer, 0, *((None, None) if b is None else (b.gain1, b.shift1)))
             x = await self.feed(x, x, layer)
             x = await self.layer_norm(x, layer, 1, *((None, None) if b is None else (b.gain2, b.shift2)))
@@ -429,14 +432,14 @@ class Circuit:
         return self.linear(w, c, s.rank, cls, s.width)
 
 
-def _rows_of(ids: Sequence[int], tokens: int) -> Iterator[tuple[int, int, int]]:
-    """(head, first row, rows) of a run of whole rows of the grid (head, i, j)."""
-    row, last = ids[0] // tokens, ids[-1] // tokens
-    if ids[0] % tokens or (ids[-1] + 1) % tokens or len(ids) != (last + 1 - row) * tokens:
+def _rows_of(ids: Sequence[int], rows: int, length: int) -> Iterator[tuple[int, int, int]]:
+    """(head, first row, how many) of a run of whole rows of the grid (head, i, j), `rows` of them per head."""
+    row, last = ids[0] // length, ids[-1] // length
+    if ids[0] % length or (ids[-1] + 1) % length or len(ids) != (last + 1 - row) * length:
         raise ParameterError("scores are made in whole rows")
     while row <= last:
-        count = min(last + 1 - row, tokens - row % tokens, ROWS)
-        yield row // tokens, row % tokens, count
+        count = min(last + 1 - row, rows - row % rows, ROWS)
+        yield row // rows, row % rows, count
         row += count
 
 
@@ -469,7 +472,8 @@ def tap_of(shape: Shape, params: Parameters, number: int) -> Tap:
 
 
 @functools.lru_cache(maxsize=32)
-def plan(shape: Shape, params: Parameters) -> Plan:
+def plan(shape: Shape, params: Parameters, last: int = 1) -> Plan:
+    """All round trips of one batch. Of the last block only the first `last` tokens come out: taps read no others."""
     rounds: list[tuple[Opening, ...]] = []
     taps: list[tuple[int, Tap]] = []
 
@@ -482,7 +486,7 @@ def plan(shape: Shape, params: Parameters) -> Plan:
     async def whole() -> None:
         x = await c.embed(Values((shape.tokens - 1) * shape.inputs, 2, params.scale))
         for layer in range(shape.depth):
-            x = await c.block(x, layer)
+            x = await c.block(x, layer, last if layer + 1 == shape.depth else 0)
             if layer + 1 in shape.taps:
                 number = shape.taps.index(layer + 1)
                 tap = tap_of(shape, params, number)
@@ -499,11 +503,11 @@ def plan(shape: Shape, params: Parameters) -> Plan:
     raise RuntimeError("counting waits for nobody")
 
 
-def used(shape: Shape, params: Parameters) -> dict[str, Any]:
+def used(shape: Shape, params: Parameters, last: int = 1) -> dict[str, Any]:
     """The depth budget in figures: openings, ciphertexts, and the least hiding."""
-    every = plan(shape, params).openings
+    every = plan(shape, params, last).openings
     return {
-        "rounds": len(plan(shape, params).rounds),
+        "rounds": len(plan(shape, params, last).rounds),
         "ciphertexts": sum(h.count for h in every),
         "hiding": min(h.hiding for h in every),
         "largest_message_bits": max(h.message_bits for h in every),

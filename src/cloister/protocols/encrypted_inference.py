@@ -9,7 +9,7 @@
     after the tapped blocks, about a third of them and never two adjacent ones:
     L5  P → u   [R·b_cls - c]           r numbers per sample, re-randomised, flooded below their tenth bit
 
-The taps are fixed in the plan, for every sample and for all time: asking again gives the same numbers again.
+Of the last block only the class token is computed. The taps are fixed in the plan, for every sample and for all time: asking again gives the same numbers again.
 
 Reveals
 -------
@@ -350,7 +350,7 @@ async def provider(
                 ch.step(
                     f"{u}: batch {n + 1} of {key.batches}, block {layer + 1} of {s.depth}", protocol=NAME, line="L3"
                 )
-                x = await circuit.block(x, layer)
+                x = await circuit.block(x, layer, 1 if layer + 1 == s.depth else 0)
                 if layer + 1 in s.taps:
                     which = s.taps.index(layer + 1)
                     await side.send_tap(await circuit.tap(x, which), tap_of(s, p, which))

@@ -122,7 +122,7 @@ def blocks_of(shape: Shape, params: Parameters) -> list[Plan]:
     """Round trips of the embedding and each block, for one sample: no taps."""
     import dataclasses
 
-    whole = [plan(dataclasses.replace(shape, depth=d, taps=(d,)), params) for d in range(1, shape.depth + 1)]
+    whole = [plan(dataclasses.replace(shape, depth=d, taps=(d,)), params, 0) for d in range(1, shape.depth + 1)]
     out, before = [], 0
     for p in whole:
         rounds = p.rounds[:-1]  # without the tap's own refresh
