@@ -1,7 +1,7 @@
 """Files of cells: `.h5ad`, and plain matrices as `.csv`, `.npz` and `.fcs`.
 
-A file that is not what its suffix says, is damaged or cut short is a `DataError` in one sentence; only damage
-in HDF5's own tables can reach further, since the HDF5 library itself may crash or hang on it. Nothing is ever
+A file that is not what its suffix says, is damaged or cut short is a `DataError` in one sentence. The HDF5 library
+itself may crash or hang on a damaged file, so a child process tries it first (`hdf5_probe`). Nothing is ever
 unpickled. A result is written beside its place and moved there, so no half-written file is left behind.
 
 In `.csv` and `.npz`, columns of `obs` carry the prefix `obs:`, so that a score does not come back as a gene;
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from cloister import hdf5_probe
 from cloister.errors import CloisterError, DataError, MissingExtra, ParameterError
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ CELL_KEYS = ("obs_names", "cells", "cell_names", "barcodes")
 SPARSE_KEYS = ("format", "shape", "data", "indices", "indptr", "row", "col", "offsets", "_is_array")  # scipy's
 
 
-def read_cells(path: str | os.PathLike[str], *, backed: bool = False) -> AnnData:
+def read_cells(path: str | os.PathLike[str], *, backed: bool = False, probe: bool = True) -> AnnData:
     """Read cells from a file, by its suffix.
 
     Parameters
@@ -43,6 +44,8 @@ def read_cells(path: str | os.PathLike[str], *, backed: bool = False) -> AnnData
         it, and arrays per cell or gene beside it; `.fcs` with the extra `fcs`.
     backed
         Leave `X` of an `.h5ad` file on disk and read it in pieces.
+    probe
+        Have a child process parse an `.h5ad` file first, so that damage cannot crash this one.
     """
     path = Path(path)
     suffix = path.suffix.lower()
@@ -53,6 +56,8 @@ def read_cells(path: str | os.PathLike[str], *, backed: bool = False) -> AnnData
     kind, reader = _READERS[suffix]
     try:
         _check_file(path, kind)
+        if suffix == ".h5ad" and probe and not hdf5_probe.check(path):
+            raise DataError(f"{path} cannot be read as {kind}: it is damaged or cut short; copy it or write it again.")
         with _known_warnings():
             adata = _read_h5ad(path, backed=backed) if suffix == ".h5ad" else reader(path)
     except CloisterError:
