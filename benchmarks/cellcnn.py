@@ -56,7 +56,7 @@ def baseline_drawing(split):
         inner = [d for d in split.train if d not in fold]
         held = [(split.draw([d], "donor", 25, (split.seed, d), whole=True)[0], split.all.label[d]) for d in fold]
         for per in donors.DRAWN:
-            predict = baseline(*split.draw(inner, per, 400, (split.seed, 78), whole=True), split.seed, 40)
+            predict = baseline(*split.draw(inner, per, 200, (split.seed, 78), whole=True), split.seed, 20)
             found[per] += [(predict(X) == k).mean() for X, k in held]
     return max(donors.DRAWN, key=lambda per: np.mean(found[per]))
 
@@ -66,7 +66,7 @@ def accuracy(data, name, args, train_share, sites):
     table, every = defaultdict(list), donors.Donors(data)
     count, inputs, repeats = (3, 400, 1) if args.quick else (args.splits, args.inputs, donors.REPEATS)
     batch = max(10, inputs // 10)  # 400 steps, whatever the number of inputs
-    for seed in range(count):
+    for seed in range(args.first, args.first + count):
         split = donors.Split(every, train_share, seed, inputs)
         per = "donor" if args.quick else baseline_drawing(split)
         predict = baseline(*split.draw(split.train, per, inputs, (seed, 1), whole=True), seed, batch)
@@ -80,7 +80,7 @@ def accuracy(data, name, args, train_share, sites):
             for i, (X, y) in enumerate(split.site_inputs(n, per, whole=True)):
                 alone.append(donors.evaluate(split, baseline(X, y, seed * 10 + i, batch // n)))
             table[f"local (N={n})"].append(tuple(np.mean([a[k] for a in alone], axis=0) for k in (0, 1)))
-        print(f"  {name} split {seed + 1}/{count}: " + "; ".join(said), flush=True)
+        print(f"  {name} split {seed + 1}: " + "; ".join(said), flush=True)
     return table
 
 
@@ -205,6 +205,7 @@ def main():
     parser.add_argument("--part", choices=parts, default="all", help="all: accuracy, filters and cost")
     parser.add_argument("--set", choices=["CMV", "AML"], nargs="+", default=["CMV", "AML"], help="of --part accuracy")
     parser.add_argument("--splits", type=int, default=10)
+    parser.add_argument("--first", type=int, default=0, help="the first of them")
     parser.add_argument("--sites", type=int, nargs="+", default=[2, 3, 5], help="numbers of sites of --part encrypted")
     parser.add_argument("--steps", type=int, help="of --part encrypted, instead of the chosen number")
     parser.add_argument("--inputs", type=int, default=2000, help="multi-cell inputs per class, over all sites")
