@@ -133,30 +133,63 @@ def features(encoder, images, cache: Path | None = None):
     if cache is not None and cache.exists():
         with np.load(cache) as f:
             return f["tokens"].astype(np.float64), f["low"], f["high"]
-    blocks = [
-        polynomial.Block(**{k: v.astype(np.float32) for k, v in vars(b).items()}) for b in encoder.blocks
-    ]  # single precision: the taps' own noise is a hundred times wider
-    arrays = {k: getattr(encoder, k).astype(np.float32) for k in ("embed", "positions")}
-    single = dataclasses.replace(encoder, blocks=tuple(blocks), **arrays)
     tokens, low, high = [], [], []
-    for part in torch.from_numpy(images).split(100):
-        least, largest = [], []
-
-        def watch(what, block, values):
-            flat = values.reshape(len(values), -1)
-            least.append(flat.min(1))  # noqa: B023
-            largest.append(flat.max(1))  # noqa: B023
-
-        with np.errstate(all="ignore"):
-            b = polynomial.hidden(single, student.patches(scaled(part), 4).numpy(), watch)
-        tokens.append(np.stack([v[:, 0] for v in b[1:]], 1))
-        low.append(np.stack(least, 1))
-        high.append(np.stack(largest, 1))
+    for i, part in enumerate(torch.from_numpy(images).split(50)):
+        inputs = student.patches(scaled(part), 4)
+        made = hidden(encoder, inputs)
+        if i == 0:
+            exact = polynomial.hidden(encoder, inputs[:4].double().numpy())[-1][:, 0]
+            assert np.abs(made[0][:4, -1] - exact).max() < 1e-3 * np.abs(exact).max()
+        for out, v in zip((tokens, low, high), made, strict=True):
+            out.append(v)
     units = units_of(encoder)
     tokens, low, high = np.concatenate(tokens), np.concatenate(low) * units, np.concatenate(high) * units
     if cache is not None:
         np.savez(cache, tokens=tokens, low=low, high=high)
     return tokens.astype(np.float64), low, high
+
+
+def horner(x, degree):
+    """Taylor's exp in place of as many passes as it has terms."""
+    y = torch.full_like(x, 1 / degree).mul_(x).add_(1)
+    for i in range(degree - 1, 0, -1):
+        y.mul_(x).div_(i).add_(1)
+    return y
+
+
+@torch.no_grad()
+def hidden(encoder, inputs):
+    """`polynomial.hidden` in single precision and PyTorch, twice as fast: class tokens, least and largest values."""
+    s, low, high, tokens = encoder.shape, [], [], []
+
+    def note(v):
+        flat = v.reshape(len(v), -1)
+        low.append(flat.amin(1))
+        high.append(flat.amax(1))
+        return v
+
+    def single(a):
+        return torch.from_numpy(a.astype(np.float32))
+
+    def norm(x, V):
+        c = x - x.mean(-1, keepdim=True)
+        v = note((c * c).mean(-1, keepdim=True) / V)
+        return c * (polynomial.inverse_root(v, s.root_steps) / math.sqrt(V))
+
+    x = inputs @ single(encoder.embed).T
+    x = note(torch.cat([x.new_zeros(len(x), 1, s.width), x], 1) + single(encoder.positions))
+    for i, b in enumerate(encoder.blocks):
+        y = note(F.linear(norm(x, s.variances[2 * i]), single(b.qkv), single(b.qkv_bias)))
+        q, k, v = (t.unflatten(-1, (s.heads, -1)).transpose(1, 2) for t in y.chunk(3, -1))
+        e = note(q @ k.transpose(-1, -2))
+        e = horner(e, s.exp_degree)
+        D = note(e.mean(-1, keepdim=True) / s.means[i])
+        o = e @ v * (polynomial.inverse(D, s.steps) / (s.tokens * s.means[i]))
+        x = note(x + F.linear(o.transpose(1, 2).flatten(2), single(b.out), single(b.out_bias)))
+        u = note(F.linear(norm(x, s.variances[2 * i + 1]), single(b.up), single(b.up_bias)))
+        x = note(x + F.linear(u * u, single(b.down), single(b.down_bias)))
+        tokens.append(x[:, 0])
+    return torch.stack(tokens, 1).numpy(), torch.stack(low, 1).numpy(), torch.stack(high, 1).numpy()
 
 
 def kinds(shape):
@@ -190,50 +223,94 @@ def seen(encoder, tokens):
 # ---- adapters --------------------------------------------------------------------------------------------------------
 
 
-def federated(s: Images, values, bottleneck, parts, rate, seed, rounds=ROUNDS):
-    """FedAvg of an adapter (or a head) over the owners; tested with the weights that validation prefers."""
-    from cloister.models import adapter
-    from cloister.models.learner import Learner, Recipe, Table
+def stacked(config, weights, x):
+    """Logits of many adapters at once, each on its own samples: x is (models, n, taps, r)."""
 
-    table = torch.as_tensor(values, dtype=torch.float32)
-    config = adapter.Config(values.shape[1], values.shape[2], s.labels, bottleneck, seed=seed)
-    recipe = Recipe(1, BATCH, seed=seed)
+    def layer(z, name):
+        return torch.baddbmm(weights[f"{name}.bias"][:, None], z, weights[f"{name}.weight"].transpose(1, 2))
+
+    h = x[:, :, -1]
+    for t in range(config.taps if config.bottleneck else 0):
+        h = h + config.alpha * layer(F.gelu(layer(x[:, :, t] + h, f"downs.{t}")), f"ups.{t}")
+    return layer(h, "head")
+
+
+def federated(s: Images, values, bottleneck, runs, rounds=ROUNDS):
+    """FedAvg of an adapter (or a head), for many runs (owners, Dirichlet, seed, rate) side by side.
+
+    A round is what `models.learner.Learner` does: one epoch of Adam at every owner, weights averaged by samples. Tested
+    with the weights of the round that validation prefers.
+    """
+    from cloister.models import adapter
+
+    table, y = torch.as_tensor(values, dtype=torch.float32), torch.from_numpy(s.y)
+    made = [adapter.make(adapter.Config(*values.shape[1:], s.labels, bottleneck, seed=seed)) for _, _, seed, _ in runs]
+    config, names = made[0].config, [n for n, _ in made[0].named_parameters()]
+    theta = {n: torch.stack([m.get_parameter(n).detach() for m in made]) for n in names}
+    some = table[: BATCH * len(runs)].reshape(len(runs), -1, *values.shape[1:])
+    assert torch.allclose(stacked(config, theta, some)[0], made[0](some[0]), atol=1e-3)
     owners = [
-        Learner(adapter.make(config), s.labels, recipe, Table(table[s.train[at]]), s.y[s.train[at]], [], describe="",
-                site=f"o{i}")
-        for i, at in enumerate(parts)
-    ]  # fmt: skip
-    first, theta, best = owners[0], np.zeros(owners[0].size), (-1.0, 0, None)
+        (r, s.train[at]) for r, (k, alpha, seed, _) in enumerate(runs) for at in split(s.y[s.train], k, alpha, seed)
+    ]
+    owners.sort(key=lambda o: -len(o[1]))  # who has batches left stands in front
+    run, sizes = torch.tensor([r for r, _ in owners]), np.array([len(at) for _, at in owners])
+    steps = -(-sizes // BATCH)
+    rate = torch.tensor([runs[r][3] for r, _ in owners])
+    share = torch.from_numpy(sizes / np.bincount(run.numpy(), sizes)[run.numpy()]).float()
+    best = [(-1.0, 0, None)] * len(runs)
+    rng = np.random.default_rng(0)
     for t in range(rounds):
-        theta = theta + sum(o.cells * o.train(theta, t, rate)[0] for o in owners) / sum(o.cells for o in owners)
-        first.place(theta)
-        first.model.eval()
-        with torch.no_grad():
-            validation, test = (first.model(table[at]).numpy() for at in (s.validation, s.test))
-        found = scores(validation, s.y[s.validation])["balanced"]
-        if found > best[0]:
-            best = (found, t + 1, scores(test, s.y[s.test]))
-    parameters = sum(p.numel() for p in first.model.parameters())
-    return {"validation": best[0], "round": best[1], **best[2], "parameters": parameters}
+        order = np.zeros((len(owners), steps[0] * BATCH), np.int64)
+        for row, (_, at) in zip(order, owners, strict=True):
+            row[: len(at)] = rng.permutation(at)
+        weight = torch.from_numpy(np.arange(order.shape[1]) < sizes[:, None]).float()
+        order = torch.from_numpy(order)
+        now = [theta[n][run] for n in names]
+        first, second = ([torch.zeros_like(p) for p in now] for _ in range(2))
+        for i in range(steps[0]):
+            active, here = int((steps > i).sum()), slice(i * BATCH, (i + 1) * BATCH)
+            leaves = [p[:active].requires_grad_() for p in (q.detach() for q in now)]
+            at, w = order[:active, here], weight[:active, here]
+            logits = stacked(config, dict(zip(names, leaves, strict=True)), table[at])
+            each = F.cross_entropy(logits.transpose(1, 2), y[at], reduction="none")
+            gradients = torch.autograd.grad(((each * w).sum(1) / w.sum(1)).sum(), leaves)
+            with torch.no_grad():
+                for p, g, m, v in zip(now, gradients, first, second, strict=True):
+                    m, v = m[:active], v[:active]
+                    m.mul_(0.9).add_(g, alpha=0.1)
+                    v.mul_(0.999).addcmul_(g, g, value=0.001)
+                    root = (v / (1 - 0.999 ** (i + 1))).sqrt_().add_(1e-8)
+                    eta = rate[:active].view(-1, *[1] * (p.ndim - 1)) / (1 - 0.9 ** (i + 1))
+                    p[:active].detach().sub_(eta * m / root)
+        theta = {
+            n: torch.zeros_like(theta[n]).index_add_(0, run, p.detach() * share.view(-1, *[1] * (p.ndim - 1)))
+            for n, p in zip(names, now, strict=True)
+        }
+        for r in range(len(runs)):
+            own = {n: p[r : r + 1] for n, p in theta.items()}
+            found = scores(stacked(config, own, table[None, s.validation])[0].numpy(), s.y[s.validation])["balanced"]
+            if found > best[r][0]:
+                test = stacked(config, own, table[None, s.test])[0].numpy()
+                best[r] = (found, t + 1, scores(test, s.y[s.test]))
+    parameters = sum(p.numel() for p in made[0].parameters())
+    return [{"validation": v, "round": t, **found, "parameters": parameters} for v, t, found in best]
 
 
 GRID = {
     "linear, hardened": [(0, r) for r in (0.003, 0.01, 0.03)],
     "linear, published": [(0, r) for r in (0.001, 0.003, 0.01)],
     "ours, hardened": list(itertools.product((8, 32), (0.003, 0.01, 0.03))),
-    "ours, published": list(itertools.product((8, 32), (0.001, 0.003, 0.01))),
+    "ours, published": [(8, r) for r in (0.001, 0.003, 0.01)],
 }
 
 
-def choose(s: Images, values, arm, grid, rounds):
+def choose(s: Images, values, grid, rounds):
     """Bottleneck and rate with the best validation, mean of pooled and five owners at Dirichlet 1, seed 0."""
     found = []
-    for bottleneck, rate in grid:
-        each = [
-            federated(s, values, bottleneck, split(s.y[s.train], k, 1.0, 0), rate, 0, rounds)["validation"]
-            for k in (1, 5)
-        ]
-        found.append((float(np.mean(each)), bottleneck, rate))
+    for bottleneck, rates in itertools.groupby(grid, key=lambda pair: pair[0]):
+        runs = [(k, 1.0, 0, rate) for _, rate in rates for k in (1, 5)]
+        made = [m["validation"] for m in federated(s, values, bottleneck, runs, rounds)]
+        found += [(sum(made[i : i + 2]) / 2, bottleneck, runs[i][3]) for i in range(0, len(runs), 2)]
     return max(found, key=lambda row: row[0])[1:], found
 
 
@@ -243,17 +320,17 @@ def adapters(args, encoder, name, found_sets, path):
         tokens, low, high = features(encoder, s.x, cache)
         left = int(outside(encoder, low, high).sum())
         log({"part": "ranges", "model": name, "set": s.name, "images": len(s.y), "outside": left}, path)
-        taps = seen(encoder, tokens)
+        taps, rounds = seen(encoder, tokens), 10 if args.quick else ROUNDS
         for arm, grid in GRID.items():
+            if args.arm not in (None, arm):
+                continue
             values = taps if "hardened" in arm else tokens
-            if arm.startswith("linear"):
-                values = values[:, -1:]
-            rounds = 10 if args.quick else ROUNDS
-            (bottleneck, rate), tried = choose(s, values, arm, grid[1::3] if args.quick else grid, rounds)
+            values = values[:, -1:] if arm.startswith("linear") else values
+            (bottleneck, rate), tried = choose(s, values, grid[1::3] if args.quick else grid, rounds)
             log({"part": "choice", "model": name, "set": s.name, "arm": arm, "bottleneck": bottleneck, "rate": rate,
                  "tried": tried}, path)  # fmt: skip
-            for (k, alpha), seed in itertools.product(args.splits, range(args.seeds)):
-                made = federated(s, values, bottleneck, split(s.y[s.train], k, alpha, seed), rate, seed, rounds)
+            runs = [(k, alpha, seed, rate) for (k, alpha), seed in itertools.product(args.splits, range(args.seeds))]
+            for (k, alpha, seed, _), made in zip(runs, federated(s, values, bottleneck, runs, rounds), strict=True):
                 log({"part": "adapters", "model": name, "set": s.name, "owners": k, "alpha": alpha, "seed": seed,
                      "arm": arm, **made}, path)  # fmt: skip
 
@@ -528,6 +605,8 @@ def main() -> None:
     parser.add_argument("--images", type=Path, default=None, help="of `pretrain_vit.py --make-data`")
     parser.add_argument("--weights", type=Path, default=WEIGHTS)
     parser.add_argument("--part", choices=("adapters", "full", "functions", "domains"), action="append", default=None)
+    parser.add_argument("--set", choices=("Fashion-MNIST", "PneumoniaMNIST"), default=None, help="one of the two")
+    parser.add_argument("--arm", choices=ARMS[:-1], default=None, help="one of them")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--cache", type=Path, default=None, help="folder for features, which take longest")
     parser.add_argument("--log", type=Path, default=None, help="append JSON lines to this file")
@@ -551,6 +630,7 @@ def main() -> None:
 
         path = Path(tempfile.mkstemp(suffix=".jsonl")[1])
     found_sets = sets(args.data, quick=args.quick) if set(parts) != {"functions"} else []
+    found_sets = [s for s in found_sets if args.set in (None, s.name)]
     if "adapters" in parts:
         adapters(args, polynomial.Encoder.load(args.weights / "student_model.npz"), "student", found_sets, path)
     if "domains" in parts:

@@ -324,16 +324,18 @@ def calibrate(encoder: Encoder, inputs: F64, *, centred: bool = False) -> Encode
     shape = dataclasses.replace(encoder.shape, variances=(1.0,) * (2 * depth), means=(1.0,) * depth)
     pre = (("root", 0), ("division", 0), ("root", 1))
     post = (("division", 0), ("root", 0), ("root", 1))
-    for layer in range(depth):
+    found, x = Ranges(), embed(encoder, inputs)
+    found("activations", 0, x)
+    for layer, block in enumerate(encoder.blocks):
         for kind, which in pre if shape.norm == "pre" else post:  # each is met before the ones after it
             seen: list[tuple[float, float]] = []
 
-            def watch(what: str, block: int, values: Any) -> None:
-                if what == kind and block == layer:  # noqa: B023
+            def watch(what: str, _: int, values: Any) -> None:
+                if what == kind:  # noqa: B023
                     seen.append((float(values.min()), float(values.max())))  # noqa: B023
 
             with np.errstate(all="ignore"):
-                hidden(dataclasses.replace(encoder, shape=shape, blocks=encoder.blocks[: layer + 1]), inputs, watch)
+                run_block(shape, block, x, layer, watch)
             variances, means = list(shape.variances), list(shape.means)
             low, high = seen[which]
             a, b = ROOT if kind == "root" else DIVISION
@@ -346,8 +348,7 @@ def calibrate(encoder: Encoder, inputs: F64, *, centred: bool = False) -> Encode
             else:
                 means[layer] = unit
             shape = dataclasses.replace(shape, variances=tuple(variances), means=tuple(means))
-    found = Ranges()
-    hidden(dataclasses.replace(encoder, shape=shape), inputs, found)
+        x = run_block(shape, block, x, layer, found)
 
     def bound(what: str) -> float:
         top = max(max(abs(a), abs(b)) for (w, _), (a, b) in found.seen.items() if w == what)
