@@ -4,7 +4,8 @@
     python benchmarks/adaptation.py                      more sizes, owners and splits
 
 cost       one encrypted block, provider and owner apart (CPU seconds of one thread each), bytes and openings; the same
-           multiply-accumulates by SEAL with ciphertext-plaintext products and rotations, at the same ring, as the peer
+           multiply-accumulates by SEAL with ciphertext-plaintext products and rotations, at the same ring, as the peer;
+           small batches with slots as features. `block_cost.py` runs the block of 65 tokens x 192 features
 accuracy   a small post-norm encoder over a fixed gene panel, trained on one study's cells (the provider), adapted to
            another study's (the owners): linear probing, hardened taps, published activations, full fine-tuning in the
            clear. Taps are computed by the plain student plus the flooding's noise: the tests check that the encrypted
@@ -15,12 +16,10 @@ functions  exp by degree, division by steps: error of the student against its te
 from __future__ import annotations
 
 import argparse
-import asyncio
 import copy
 import json
 import os
 import platform
-import resource
 import sys
 import time
 from pathlib import Path
@@ -31,79 +30,15 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "protocols"))
+sys.path.insert(0, str(Path(__file__).parent))
 
-from encoders import one
+from block_cost import PUBLISHED, encrypted_block, small_batches
 
 from cloister.crypto import block
-from cloister.crypto.entropy import Entropy
 from cloister.errors import ParameterError
 from cloister.models import polynomial
 from cloister.protocols import block_circuit as circuit
 from cloister.study import Party
-
-PUBLISHED = (
-    136.0 / (197 * 12 * 768**2 + 2 * 197**2 * 768) * 1e9
-)  # ns per MAC: ViT-Base block, later version of the paper
-
-
-def macs(s) -> int:
-    """Multiply-accumulates of one block and sample."""
-    return s.tokens * (4 * s.width**2 + 2 * s.width * s.hidden) + 2 * s.tokens**2 * s.width
-
-
-def encrypted_block(crypto, tokens, width, seed=0):
-    """One block of random weights on a full batch; CPU seconds by side."""
-    for at in range(seed, seed + 50):
-        try:
-            encoder, _ = one(tokens=tokens, inputs=2, width=width, heads=2, hidden=4 * width, seed=at, steps=7,
-                             root_steps=5, rank=min(8, width))  # fmt: skip
-            break
-        except ParameterError:
-            continue
-    s = encoder.shape
-    encoder = encoder.rounded(crypto.weight_bits)
-    e = Entropy()
-    key = block.OwnerKey(crypto, e)
-    ev = block.Evaluator(crypto, key.b, key.seed)
-    spent = {"owner": 0.0, "down": 0, "up": 0, "opened": 0}
-
-    async def refresh(groups):
-        out = []
-        for how, data in groups:
-            sent, kept = ev.blind(data, how, e)
-            began = time.thread_time()
-            seed = e.bytes(32)
-            c0, inside = key.refresh(sent, how, seed, e)
-            spent["owner"] += time.thread_time() - began
-            assert inside, how
-            spent["down"] += sent.size * 4
-            spent["up"] += c0.size * 4
-            spent["opened"] += how.count
-            out.append(ev.unblind(c0, seed, kept))
-        return out
-
-    x = np.random.default_rng(1).uniform(-1, 1, (crypto.slots, tokens - 1, 2))
-    seed = e.bytes(32)
-    c = block.expand(crypto, key.encrypt(x.reshape(len(x), -1).T, seed, e), seed)
-    run = circuit.Circuit(s, crypto, refresh, encoder, ev)
-    b0 = asyncio.run(run.embed(circuit.Values(len(c), 2, crypto.scale, c)))
-    spent.update(owner=0.0, down=0, up=0, opened=0)
-    began = time.thread_time()
-    b1 = asyncio.run(run.block(b0, 0))
-    total = time.thread_time() - began
-    exact = polynomial.hidden(encoder, x)[1]
-    found = key.read(b1.data, b1.scale, len(x)).T.reshape(exact.shape)
-    n = crypto.slots
-    return {
-        "tokens": tokens, "width": width, "ring": crypto.degree, "batch": n,
-        "relative_error": float(np.sqrt(((found - exact) ** 2).mean() / (exact**2).mean())),
-        "provider_ms_per_sample": (total - spent["owner"]) / n * 1e3,
-        "owner_ms_per_sample": spent["owner"] / n * 1e3,
-        "ns_per_mac": total / n / macs(s) * 1e9,
-        "kB_down_per_sample": spent["down"] / n / 1e3, "kB_up_per_sample": spent["up"] / n / 1e3,
-        "opened": spent["opened"], "peak_GB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
-    }  # fmt: skip
 
 
 def rotation_peer(crypto):
@@ -300,7 +235,8 @@ def main() -> None:
         sizes = [(5, 8), (5, 16)] if args.quick else [(5, 8), (9, 8), (5, 16), (9, 16), (17, 16)]
         encrypted_block(block.SMALL, 3, 8)  # compiles
         costs = [encrypted_block(block.SMALL, t, d) for t, d in sizes]
-        costs += [] if args.quick else [encrypted_block(block.STANDARD, 9, 16)]
+        sizes = [(9, 32)] if args.quick else [(9, 32), (17, 32), (9, 64), (17, 64)]
+        costs += [encrypted_block(block.STANDARD, t, d) for t, d in sizes]
     sources = []
     if args.only != "cost" and (args.data / "scrna").exists():
         (px, py), (ox, oy) = cells(args.data, 12 if args.quick else 24)
@@ -332,7 +268,13 @@ def main() -> None:
         row = {"ours": ours, other: peer and round(peer, 1), "published, ViT-Base": round(PUBLISHED, 1)}
         show("per multiply-accumulate, ns", [row])
         big = polynomial.Shape(65, 48, 192, 3, 768, 1, taps=(1,), rank=32, variances=(2.0, 2.0), means=(1.0,))
-        show("65 tokens x 192 features, ring 8192, counted", [circuit.used(big, block.STANDARD)])
+        show(
+            "65 tokens x 192 features, ring 8192, counted (run by block_cost.py)",
+            [circuit.used(big, block.STANDARD, 0)],
+        )
+        if peer is not None:
+            rows, about = small_batches()
+            show("linear layers of that block by size of the batch, CPU seconds", [*rows, about])
     if accuracies:
         show("accuracy", accuracies)
 

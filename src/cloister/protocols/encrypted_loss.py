@@ -88,6 +88,13 @@ def roles(params: Params) -> dict[Party, object]:
     return {params.provider: provider} | dict.fromkeys(params.owners, owner)
 
 
+def cost(params: Params, samples: int = 1) -> dict[Party, tuple[int, int]]:
+    """Messages and payload, where every owner has so many samples."""
+    one, u = params.crypto.count * params.crypto.degree * 4, len(params.owners)
+    up = (1 + samples, one * (1 + 2 * params.labels * samples))
+    return {params.provider: (u, 3 * u * one)} | dict.fromkeys(params.owners, up)
+
+
 async def owner(ch: Channel, params: Params, p: F64, codes: Any, *, entropy: Entropy) -> float:
     """Play u, with probabilities (n, K) and the codes of the true labels."""
     n, crypto, P = len(p), params.crypto, params.provider

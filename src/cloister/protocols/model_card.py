@@ -88,6 +88,12 @@ def roles(params: Params) -> dict[Party, object]:
     return {params.provider: provider} | dict.fromkeys(params.owners, owner)
 
 
+def cost(params: Params, size: int) -> dict[Party, tuple[int, int]]:
+    """Messages and payload for a card of `size` bytes."""
+    n = len(params.owners)
+    return {params.provider: (n, n * size)} | dict.fromkeys(params.owners, (0, 0))
+
+
 def told_by(encoder: Encoder, crypto: Parameters) -> Told:
     """The card of a model, as it is after the way through JSON."""
     return read(write(Told(encoder.shape, crypto, encoder.card)))

@@ -51,7 +51,17 @@ from cloister.models.polynomial import Encoder, Shape, check_inputs, hidden
 from cloister.protocols import encrypted_inference
 from cloister.protocols import encrypted_loss as encrypted_loss  # what this mode runs after training
 from cloister.protocols.block_circuit import Circuit, Plan, Values, plan
-from cloister.protocols.encrypted_inference import Key, Ledger, OwnerSide, ProviderSide, fill, parts, read, seed_of
+from cloister.protocols.encrypted_inference import (
+    Key,
+    Ledger,
+    OwnerSide,
+    ProviderSide,
+    chunks,
+    fill,
+    parts,
+    read,
+    seed_of,
+)
 from cloister.study import Party
 from cloister.wire import F64, I64, U32, message
 
@@ -116,6 +126,20 @@ def _samples(x: Any) -> F64:
 
 def roles(params: Params) -> dict[Party, object]:
     return {params.provider: provider} | dict.fromkeys(params.owners, owner)
+
+
+def cost(params: Params, samples: int = 2) -> dict[Party, tuple[int, int]]:
+    """Messages and payload, where every owner brings so many samples."""
+    p, s, n = params.crypto, params.shape, samples
+    word, inputs, values = p.degree * 4, (s.tokens - 1) * s.inputs, s.tokens * s.width
+    every = [h for block in blocks_of(s, p) for h in block.openings]
+    trips = sum(len(chunks(h)) for h in every) + s.depth * len(parts(values))
+    up = 1 + n * inputs + n * s.depth * values, n * sum(h.count * h.back for h in every)
+    down = n * sum(h.count * h.polys * h.primes for h in every) + n * s.depth * values * 2 * params.primes
+    owner_sends = 1 + n * (len(parts(inputs)) + trips), (up[0] * p.count + up[1]) * word
+    u = len(params.owners)
+    provider_sends = u * (n * trips + s.depth), u * (down * word + 8 * n * s.depth)
+    return {params.provider: provider_sends} | dict.fromkeys(params.owners, owner_sends)
 
 
 def blocks_of(shape: Shape, params: Parameters) -> list[Plan]:
