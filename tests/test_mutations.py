@@ -201,13 +201,31 @@ def test_a_file_on_which_hdf5_hangs_or_crashes_is_one_sentence(tmp_path, monkeyp
     make_files(tmp_path)
     child = tmp_path / "child.py"
     monkeypatch.setattr(hdf5_probe, "__file__", str(child))
-    for code, seconds in (("import os; os.abort()", 30.0), ("import time; time.sleep(60)", 1.0)):
+    for code, seconds in (("import os; input(); os.abort()", 30.0), ("import time; time.sleep(60)", 1.0)):
+        hdf5_probe._end()
         child.write_text(code)
         monkeypatch.setattr(hdf5_probe, "SECONDS", seconds)
         began = time.monotonic()
         with pytest.raises(DataError, match="damaged or cut short"):
             read_cells(tmp_path / "good.h5ad")
         assert time.monotonic() - began < 40
+    hdf5_probe._end()
+
+
+def test_a_child_that_left_is_replaced(tmp_path, monkeypatch):
+    from cloister import hdf5_probe
+    from cloister.cell_files import read_cells
+
+    make_files(tmp_path)
+    hdf5_probe._end()
+    read_cells(tmp_path / "good.h5ad")
+    child = hdf5_probe._child
+    child.stdin.close()  # it leaves
+    assert child.wait(timeout=30) == 0
+    (tmp_path / "other.h5ad").write_bytes((tmp_path / "good.h5ad").read_bytes())
+    read_cells(tmp_path / "other.h5ad")
+    assert hdf5_probe._child is not child
+    assert child.poll() == 0
 
 
 def test_results_are_whole_or_not_there(tmp_path, monkeypatch, capsys):

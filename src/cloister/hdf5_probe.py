@@ -1,41 +1,101 @@
 """Try an HDF5 file in a process of its own: the C library may crash or hang on a damaged one.
 
-`check` starts this very file as a program, which walks through everything that HDF5 has to parse: object headers,
-attributes, indices of chunks, texts, and the numbers of arrays up to 64 MB. It costs a process's start and a second
-reading of small arrays; a file that was tried already is not tried again while it stays as it is.
+`check` hands the file to this very file run as a program, which walks through everything that HDF5 has to parse: object
+headers, attributes, indices of chunks, texts, and the numbers of arrays up to 64 MB. The child answers one file after
+the other and leaves when it has had nothing to do for a while, so that its start is paid for once; if it dies or takes
+too long, the file is damaged, and the next one gets a new child. A file that passed is not tried again while it stays
+as it is.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import selectors
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 SMALL = 1 << 26  # bytes of an array that are read whole
 SECONDS, PER_SECOND = 15.0, 2e7  # time for any file, and bytes that one more second is given for
-FINE, DAMAGED = 0, 3
+IDLE = 10.0  # seconds without a question after which the child leaves
+FINE, DAMAGED = "fine", "damaged"
 
-_tried: set[tuple[str, int, int, int]] = set()
+_passed: set[tuple[str, int, int, int]] = set()
+_lock = threading.Lock()
+_child: subprocess.Popen[str] | None = None
 
 
 def check(path: Path) -> bool:
     """Whether the file can be parsed without harm."""
+    path = path.resolve()
     facts = path.stat()
-    key = (str(path.resolve()), facts.st_ino, facts.st_size, facts.st_mtime_ns)
-    if key in _tried:
+    key = (str(path), facts.st_ino, facts.st_size, facts.st_mtime_ns)
+    if key in _passed:
         return True
-    limit = SECONDS + facts.st_size / PER_SECOND
-    try:
-        command = [sys.executable, "-P", "-W", "ignore", __file__, str(path)]
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=limit
+    if "\n" in str(path):
+        return True  # no such line can be asked; the name is odd, the file may well be fine
+    with _lock:
+        good = _ask(str(path), SECONDS + facts.st_size / PER_SECOND)
+    if good:
+        _passed.add(key)
+    return good
+
+
+def _ask(path: str, seconds: float) -> bool:
+    for fresh in (False, True):  # a child that left because it was idle is no sign of damage
+        if (child := _start(fresh=fresh)) is None:
+            continue
+        assert child.stdin is not None
+        assert child.stdout is not None
+        try:
+            child.stdin.write(path + "\n")
+            child.stdin.flush()
+        except OSError:
+            _end()
+            continue
+        with selectors.DefaultSelector() as waiting:
+            waiting.register(child.stdout, selectors.EVENT_READ)
+            answer = child.stdout.readline().strip() if waiting.select(seconds) else ""
+        if answer:
+            return answer == FINE
+        asleep = not fresh and child.poll() == 0
+        _end()
+        if not asleep:
+            return False
+    return False
+
+
+def _start(*, fresh: bool) -> subprocess.Popen[str] | None:
+    global _child
+    if _child is not None and (fresh or _child.poll() is not None):
+        _end()
+    if _child is None:
+        command = [sys.executable, "-P", "-W", "ignore", __file__]
+        _child = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         )
-    except subprocess.TimeoutExpired:
-        return False
-    if done.returncode == FINE:
-        _tried.add(key)
-    return done.returncode == FINE
+    return _child
+
+
+@atexit.register
+def _end() -> None:
+    global _child
+    child, _child = _child, None
+    if child is None:
+        return
+    with contextlib.suppress(OSError):
+        child.kill()
+    child.wait()
+    for pipe in (child.stdin, child.stdout):
+        if pipe is not None:
+            with contextlib.suppress(OSError):
+                pipe.close()
+
+
+# ---- the child -------------------------------------------------------------------------------------------------------
 
 
 def walk(path: str) -> None:
@@ -62,8 +122,23 @@ def walk(path: str) -> None:
         file.visititems(visit)
 
 
+def serve() -> None:
+    """Answer every path that comes in, until none comes any more."""
+    import os
+
+    with selectors.DefaultSelector() as waiting:
+        waiting.register(sys.stdin, selectors.EVENT_READ)
+        while waiting.select(IDLE):
+            path = os.fsdecode(sys.stdin.buffer.readline()).rstrip("\n")
+            if not path:
+                return
+            try:
+                walk(path)
+                answer = FINE
+            except Exception:
+                answer = DAMAGED
+            print(answer, flush=True)
+
+
 if __name__ == "__main__":
-    try:
-        walk(sys.argv[1])
-    except Exception:
-        sys.exit(DAMAGED)
+    serve()
