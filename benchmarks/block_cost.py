@@ -105,10 +105,12 @@ class Sides:
                     self.clock("shelf", shelf.put, lo + part.start, fresh)
                     self.traffic.update(down=sent.nbytes, up=c0.nbytes + 32, opened=len(sent))
                     self.held = max(self.held, sent.nbytes + c0.nbytes)
-            if time.monotonic() - began > 20:
-                at = time.monotonic() - self.began
+            if time.monotonic() - began > 10:
+                done = {k: round(v, 1) for k, v in self.spent.items()} | dict(self.traffic)
                 print(
-                    f"    {at:6.0f} s: {how.label}, {how.count} of {how.polys} polynomials", file=sys.stderr, flush=True
+                    f"  {time.monotonic() - self.began:6.0f} s: {how.label} {json.dumps(done)}",
+                    file=sys.stderr,
+                    flush=True,
                 )
         return back
 
