@@ -1,6 +1,6 @@
 """A provider's ViT, pre-trained on CIFAR-10, adapted to other images: what the adapter is worth.
 
-    python benchmarks/adaptation_images.py --quick            minutes on two cores, with the weights that ship
+    python benchmarks/adaptation_images.py --quick            minutes on two cores: 600 images, few rounds
     python benchmarks/adaptation_images.py                    all images and splits, three seeds: an hour of a core
     python benchmarks/adaptation_images.py --part full        full fine-tuning alone; wants a GPU
     python benchmarks/adaptation_images.py --part functions --images cifar10.npz --weights FOLDER      a GPU, too
@@ -297,8 +297,8 @@ def federated(s: Images, values, bottleneck, runs, rounds=ROUNDS):
 
 
 GRID = {
-    "linear, hardened": [(0, r) for r in (0.003, 0.01, 0.03)],
-    "linear, published": [(0, r) for r in (0.001, 0.003, 0.01)],
+    "linear, hardened": [(0, r) for r in (0.003, 0.01, 0.03, 0.1)],
+    "linear, published": [(0, r) for r in (0.003, 0.01, 0.03)],
     "ours, hardened": list(itertools.product((8, 32), (0.003, 0.01, 0.03))),
     "ours, published": [(8, r) for r in (0.001, 0.003, 0.01)],
 }
@@ -638,7 +638,8 @@ def main() -> None:
             if (args.weights / f"{name}_model.npz").exists():
                 adapters(args, polynomial.Encoder.load(args.weights / f"{name}_model.npz"), name, found_sets[:1], path)
     if "full" in parts:
-        full(args, found_sets, path, 4 if args.quick else ROUNDS)
+        args.splits = args.splits[:1] if args.quick else args.splits
+        full(args, found_sets, path, 3 if args.quick else ROUNDS)
     if "functions" in parts:
         functions(args, path)
     kept = [json.loads(line) for line in path.read_text().splitlines()[rows_before:]]
