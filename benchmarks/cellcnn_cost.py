@@ -23,7 +23,7 @@ class Bench:
 
         self.config, self.ckks, self.circuit, self.entropy = config, ckks, circuit, Entropy()
         self.P = parameters or circuit.choose_ring(config, parties)
-        self.L = circuit.Layout(config, self.P, parties)  # of our circuit
+        self.L = None if parameters else circuit.Layout(config, self.P, parties)  # of our circuit
         self.c = ckks.context(self.P)
         self.secret, self.public = ckks.own_key(self.P, self.entropy)
         self.relin = self.switching(self.c.ring.multiply(self.secret.ntt, self.secret.ntt))
