@@ -6,9 +6,8 @@ import threading
 import time
 
 import numpy as np
+import psutil  # comes with the extra flare
 import pytest
-
-psutil = pytest.importorskip("psutil")  # comes with the extra flare
 
 from cloister.demo_data import demo_sites
 from cloister.errors import CloisterError
