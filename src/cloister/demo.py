@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from cloister import cells, demo_data
+from cloister import cells, demo_attacks, demo_data
 from cloister.channel import Event
 from cloister.errors import CloisterError
 from cloister.rehearsal import Run, rehearse
@@ -139,11 +139,9 @@ def find_outliers(tell: Tell) -> tuple[list[Run], list[tuple[Any, ...]]]:
     pooled = _forest_auroc(isolation_forest, np.concatenate([a.X for a in sites.values()]), [*truth.values()])
     alone = float(np.mean([_forest_auroc(isolation_forest, a.X, [truth[p]]) for p, a in sites.items()]))
     runs, rows = [], []
-    for mode, leak in (
-        ("hardened", "a forest without small counts"),
-        ("published", "all rows, by who knows 22 of them"),
-    ):
+    for mode, attack in (("hardened", demo_attacks.rows_rebuilt), ("published", demo_attacks.rows_unmasked)):
         run = rehearse("find-outliers", sites, mode=mode, contamination=0.1, on_event=tell)
+        leak = attack(sites)
         scores = [run.data[p].obs["outlier_score"].to_numpy() for p in sites]
         found = auroc(np.concatenate(scores), np.concatenate([*truth.values()]))
         runs.append(run)
@@ -198,7 +196,8 @@ def propagate_labels(tell: Tell) -> tuple[list[Run], list[tuple[Any, ...]]]:
 
     pooled, alone = clear([*sites]), float(np.mean([clear([p]) for p in ("basel", "lugano")] + [0.0]))
     runs, rows = [], []
-    for mode, leak in (("hardened", "who is whose neighbour"), ("published", "all distances; labels, by solving")):
+    found_out = demo_attacks.points_and_labels(vectors, {p: x.to_numpy() for p, x in given.items()}, 1024)
+    for mode, leak in ((mode, found_out[mode]) for mode in ("hardened", "published")):
         run = rehearse("propagate-labels", sites, mode=mode, bits=1024, on_event=tell)
         hits = [
             (run.data[p].obs["propagated"].astype(str).to_numpy() == hidden[p])[np.array([x is None for x in given[p]])]
@@ -262,11 +261,82 @@ def train_cellcnn(tell: Tell) -> tuple[list[Run], list[tuple[Any, ...]]]:
     return runs[:1], rows
 
 
+def shared_pca(tell: Tell) -> tuple[list[Run], list[tuple[Any, ...]]]:
+    """Smallest cosine between the space that was found and the one of all cells in one place."""
+    sites = demo_data.demo_sites()
+    run = rehearse("shared-pca", sites, n_components=10, n_top_genes=300, on_event=tell)
+    genes = [str(g) for g in run.data["basel"].uns["X_shared_pca"]["genes"]]
+    at = [sites["basel"].var_names.get_loc(g) for g in genes]
+    logs = {}
+    for p, a in sites.items():
+        x = np.asarray(a.X.todense(), dtype=np.float64)
+        logs[p] = np.log1p(x / np.maximum(x.sum(axis=1, keepdims=True), 1) * 1e4)[:, at]
+
+    def axes(y: Any) -> Any:
+        deviation = y.std(axis=0, ddof=1)
+        z = np.clip((y - y.mean(axis=0)) / np.where(deviation > 0, deviation, 1), None, 10)
+        return np.linalg.svd(z - z.mean(axis=0), full_matrices=False)[2][:10].T
+
+    def nearness(a: Any, b: Any) -> float:
+        return float(np.linalg.svd(np.linalg.qr(a)[0].T @ np.linalg.qr(b)[0])[1].min())
+
+    pooled = axes(np.concatenate([*logs.values()]))
+    place = {str(g): i for i, g in enumerate(run.data["basel"].var_names)}
+    found = np.asarray(run.data["basel"].varm["X_shared_pca"])[[place[g] for g in genes]]
+    alone = float(np.mean([nearness(axes(y), pooled) for y in logs.values()]))
+    sums = sum(e.name.startswith("sum of") for e, _ in run.receipts["coordinator"].entries if e.kind == "opened")
+    leak = f"{sums} sums over all sites" if sums else "sums over all sites"
+    figures = ("1.000", f"{nearness(found, pooled):.3f}", f"{alone:.3f}")
+    return [run], [("shared-pca", "hardened", "same space", *figures, leak, *cost_of(run))]
+
+
+def adapt_model(tell: Tell) -> tuple[list[Run], list[tuple[Any, ...]]]:
+    """Accuracy on one cell in five whose label was hidden; pooled and alone by logistic regression on the same taps."""
+    import pandas as pd
+
+    from cloister.workflows.mapping_baselines import linear_label
+
+    rng = np.random.default_rng(0)
+    sites, truth, held = {}, {}, {}
+    for p, a in demo_data.demo_sites().items():
+        if p == "basel":  # the provider's encoder was trained on these
+            continue
+        truth[p] = a.obs["cell_type"].astype(str).to_numpy().copy()
+        held[p] = rng.random(a.n_obs) < 0.2
+        a.obs["cell_type"] = pd.Categorical(np.where(held[p], None, truth[p]))
+        sites[p] = a
+    options = {"ring": "small", "rounds": 30, "local_epochs": 2, "lr": 0.02, "timeout": 300.0}
+    run = rehearse("adapt-model", sites, model=str(demo_data.demo_encoder()), on_event=tell, **options)
+    taps = {p: np.asarray(run.data[p].obsm["predicted_features"]) for p in sites}
+
+    def linear(names: list[str], p: str) -> Any:
+        seen = np.concatenate([taps[q][~held[q]] for q in names]), np.concatenate([truth[q][~held[q]] for q in names])
+        return linear_label(taps[p][held[p]], *seen) == truth[p][held[p]]
+
+    def over_sites(hits: Callable[[str], Any]) -> str:
+        return f"{np.mean(np.concatenate([hits(p) for p in sites])):.1%}"
+
+    found = {p: run.data[p].obs["predicted"].astype(str).to_numpy() == truth[p] for p in sites}
+    figures = (
+        over_sites(lambda p: linear([*sites], p)),
+        over_sites(lambda p: found[p][held[p]]),
+        over_sites(lambda p: linear([p], p)),
+    )
+    seen = f"{taps['vienna'].shape[1]} numbers per cell, of the last block"
+    leak = demo_attacks.block_fitted(demo_data.demo_sites()["vienna"])
+    return [run], [
+        ("adapt-model", "hardened", "accuracy", *figures, seen, *cost_of(run)),
+        ("adapt-model", "published", "not run", "–", "–", "–", leak, "–", "–"),
+    ]
+
+
 DEMOS: dict[str, Callable[[Tell], tuple[list[Run], list[tuple[Any, ...]]]]] = {
     "bin-values": bin_values,
+    "shared-pca": shared_pca,
     "find-outliers": find_outliers,
     "map-labels": map_labels,
     "propagate-labels": propagate_labels,
     "train-cellcnn": train_cellcnn,
     "fine-tune": fine_tune,
+    "adapt-model": adapt_model,
 }
