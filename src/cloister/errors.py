@@ -81,6 +81,7 @@ class PeerLost(ProtocolAbort):
 
 
 CODES = {
+    "damaged": "a sum came out as no data can make it; a message was damaged on its way",
     "dropped": "the coordinator went on without this party, which was silent for too long",
     "finished": "it had finished",
     "lost": "it lost a peer",

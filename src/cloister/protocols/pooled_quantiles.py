@@ -47,6 +47,7 @@ from cloister.study import Party
 from cloister.wire import F64, I64, U64, message
 
 NAME = "pooled_quantiles"
+MOST = 1 << 48  # values that all sites together may hold in a cell
 LOWEST, HIGHEST = -24, 24  # log₂ of the ends of the grid
 
 
@@ -152,6 +153,12 @@ def order_statistics(params: Params, coarse: U64, chosen: I64, fine: U64, wanted
     return value
 
 
+def check_counts(z: U64, line: str) -> None:
+    """Raise if these cannot be counts: masks that did not cancel leave numbers all over 64 bits."""
+    if int(z.max(initial=0)) >= MOST:
+        raise ProtocolAbort(NAME, line, "damaged", "a sum that is no count: a site's message was damaged on its way")
+
+
 # ---- roles -----------------------------------------------------------------------------------------------------------
 
 
@@ -195,6 +202,7 @@ async def coordinator(ch: Channel, params: Params) -> F64:
     for attempt in range(len(params.sites)):
         n_cells = len(params.grid) - 1
         first = await secure_sum.aggregator(ch.sub(f"coarse/{attempt}"), params.sum(n_cells))  # L1
+        check_counts(first.z, "L1")
         total = int(first.z.sum())
         if total < params.n_quantiles:
             raise ProtocolAbort(NAME, "L1", "too-few-values", f"{total} values at all sites, fewer than edges")
@@ -207,6 +215,7 @@ async def coordinator(ch: Channel, params: Params) -> F64:
         again = set(present) != set(first.survivors)
         edges = np.zeros(params.n_quantiles)
         if not again:
+            check_counts(second.z, "L3")
             x = order_statistics(params, first.z, chosen, second.z, wanted)
             low = x[np.searchsorted(wanted, lower)]
             high = x[np.searchsorted(wanted, np.minimum(lower + 1, total - 1))]
