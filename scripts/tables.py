@@ -33,12 +33,16 @@ def cells(page: str) -> list[dict[str, list[list[str]]]]:
 
 
 def find(page: str, row: str, column: str) -> str | None:
-    """The first cell whose row and column begin with these words, or else hold them."""
-    for fits in (str.startswith, lambda text, part: re.search(rf"\b{re.escape(part)}", text) is not None):
+    """The first cell whose row is called so, or else begins with these words, or else holds them."""
+
+    def holds(text: str, part: str) -> bool:
+        return re.search(rf"\b{re.escape(part)}", text) is not None
+
+    for fits_row, fits in ((str.__eq__, str.startswith), (str.startswith, str.startswith), (holds, holds)):
         for table in cells(page):
             for i, head in enumerate(table["head"][1:], 1):
                 for found in table["rows"]:
-                    if fits(found[0], row) and fits(head, column) and i < len(found) and found[i]:
+                    if fits_row(found[0], row) and fits(head, column) and i < len(found) and found[i]:
                         return found[i]
     return None
 
