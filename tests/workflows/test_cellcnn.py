@@ -43,6 +43,7 @@ def test_the_clear_twin_learns_and_writes_its_results():
     for name in SITES:
         assert run.results[name]["donor_accuracy"] == 1.0
         assert run.results[name]["logits_outside_interval"] <= run.results[name]["logits"]
+        assert ("warning" in run.results[name]) == (run.results[name]["logits_outside_interval"] > 0)
         obs = run.data[name].obs
         case = obs["condition"] == "case"
         assert "cellcnn_response" in obs

@@ -9,7 +9,8 @@
     after the tapped blocks, about a third of them and never two adjacent ones:
     L5  P → u   [R·b_cls - c]           r numbers per sample, re-randomised, flooded below their tenth bit
 
-Of the last block only the class token is computed. The taps are fixed in the plan, for every sample and for all time: asking again gives the same numbers again.
+Of the last block only the class token is computed. The taps are fixed in the plan, for every sample and for all time:
+asking again gives the same numbers again.
 
 Reveals
 -------

@@ -40,12 +40,18 @@ def accuracy(made: cellcnn.Model, adata: AnnData, options: Options) -> dict[str,
     U = made.logits(X)
     found = [made.classes[k] for k in cellcnn.predict(U)]
     outside = int((np.abs(U) > made.config.interval).sum())
-    return {
+    result: dict[str, Any] = {
         "donors": len(names),
         "donor_accuracy": float(np.mean([a == b for a, b in zip(found, truth, strict=True)])),
         "logits_outside_interval": outside,
         "logits": int(U.size),
     }
+    if outside:
+        result["warning"] = (
+            f"{outside} of {U.size} logits lie outside ±{made.config.interval:g}, where the polynomial is no sigmoid"
+            " any more; train again with a larger interval= or a lower learning_rate="
+        )
+    return result
 
 
 def donor_means(
