@@ -1,0 +1,54 @@
+"""Compare with other people's engines, each in an environment of its own: `make oracle`.
+
+SecretFlow SPU pins NumPy < 2 and has no wheel beyond Python 3.11; OpenFHE's wheels want Python 3.10. Neither can be an
+extra of this package, so they live under build/oracle, where the tests find them through two variables.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+ORACLES = {  # variable of the tests: package, interpreters that have wheels of it
+    "CLOISTER_SPU_PYTHON": ("spu==0.9.5", ("python3.11", "python3.10")),
+    "CLOISTER_OPENFHE_PYTHON": ("openfhe", ("python3.10",)),
+}
+TESTS = ("tests/protocols/test_oracle_spu.py", "tests/protocols/test_oracle_openfhe.py")
+
+
+def environment(package: str, interpreters: tuple[str, ...]) -> Path | None:
+    """The interpreter of an environment that has the package, made if needed."""
+    folder = ROOT / "build" / "oracle" / package.partition("=")[0]
+    python = folder / "bin" / "python"
+    if (folder / ".installed").exists():
+        return python
+    found = next((path for name in interpreters if (path := shutil.which(name))), None)
+    if found is None:
+        print(f"{package}: none of {', '.join(interpreters)} is on this machine; left out", flush=True)
+        return None
+    shutil.rmtree(folder, ignore_errors=True)
+    done = subprocess.run([found, "-m", "venv", str(folder)], check=False).returncode
+    done = done or subprocess.run([str(python), "-m", "pip", "install", "-q", package], check=False).returncode
+    if done:
+        print(f"{package}: could not be installed with {found}; left out", flush=True)
+        return None
+    (folder / ".installed").touch()
+    return python
+
+
+def main() -> int:
+    found = {name: environment(*what) for name, what in ORACLES.items()}
+    variables = {name: str(python) for name, python in found.items() if python is not None}
+    if not variables:
+        print("no oracle could be installed, nothing was compared")
+        return 1
+    command = [sys.executable, "-m", "pytest", "-rs", *TESTS]
+    return subprocess.run(command, cwd=ROOT, env=os.environ | variables, check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())
