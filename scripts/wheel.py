@@ -22,10 +22,12 @@ SITES = ("basel", "lugano", "vienna")
 
 
 def build() -> Path:
-    """dist/cloister-*.whl, anew, from the files that git knows."""
+    """dist/cloister-*.whl, anew, from the files that git knows or would take in."""
     with tempfile.TemporaryDirectory() as work:
         source = Path(work) / "source"
-        for name in subprocess.check_output(["git", "ls-files", "-z"], cwd=ROOT, text=True).split("\0"):
+        for name in subprocess.check_output(
+            ["git", "ls-files", "-coz", "--exclude-standard"], cwd=ROOT, text=True
+        ).split("\0"):
             if name and (ROOT / name).is_file():
                 (source / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(ROOT / name, source / name)
