@@ -43,7 +43,8 @@ img { max-width: 100% }
 def build() -> int:
     stage()
     shutil.rmtree(SITE, ignore_errors=True)
-    command = ["sphinx-build", "-q", "-W", "--keep-going", "-b", "html", "-c", ROOT / "scripts" / "sphinx", STAGE, SITE]
+    command = ["sphinx-build", "-q", "-W", "--keep-going", "-b", "html", "-c", ROOT / "scripts" / "sphinx"]
+    command += ["-D", f"html_static_path={STAGE / '_static'}", STAGE, SITE]
     done = subprocess.run([str(Path(sys.executable).parent / command[0]), *map(str, command[1:])])
     if done.returncode == 0:
         print(f"open {SITE / 'index.html'}")

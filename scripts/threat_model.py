@@ -79,7 +79,7 @@ def generated() -> str:
         "|---|---|---|",
     ]
     silent = {name for name in protocol_names() if not section(docstring(name), "Reveals")}
-    for name in workflows.names():
+    for name in workflows.SHIPPED:
         found = workflows.get(name)
         for mode in found.protocols:
             modules = [m.__name__.rpartition(".")[2] for m in workflows.protocols_of(found, mode)]

@@ -1,7 +1,5 @@
 """Sphinx's settings for `make docs`; scripts/docs.py lays the pages out first."""
 
-from pathlib import Path
-
 from cloister import __version__
 
 project, author, release = "Cloister", "the Cloister maintainers", __version__
@@ -12,7 +10,6 @@ html_title = f"Cloister {release}"
 html_copy_source = False
 html_show_sphinx = False
 html_theme_options = {"navigation_with_keys": True}
-html_static_path = [str(Path(__file__).parents[2] / "build" / "docs" / "_static")]
 html_css_files = ["pages.css"]
 myst_heading_anchors = 4
 myst_enable_extensions = ["attrs_inline"]

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from cloister.seat import Outcome, Seat
 
-NAMES = (
+SHIPPED = (
     "bin-values",
     "find-outliers",
     "shared-pca",
@@ -38,6 +38,7 @@ NAMES = (
     "adapt-model",
     "serve-model",
 )
+NAMES = SHIPPED  # tests and benchmarks add workflows of their own to these
 
 
 @dataclass(frozen=True)
