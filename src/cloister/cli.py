@@ -312,6 +312,8 @@ def demo(
         for row in table[1:]:
             shown.add_row(*(as_is(row[i]) for i in columns))
         out.print(shown)
+    out.print("Figures in the last table are attacks on what a mode opens, worked out in the clear from")
+    out.print("the demo's own data; sentences are what the mode reveals by design.")
     out.print(f"open {path}", markup=False)
 
 
