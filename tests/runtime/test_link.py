@@ -14,7 +14,7 @@ from cloister.crypto.entropy import Entropy
 from cloister.errors import ParameterError
 from cloister.mailbox import Mailbox
 from cloister.runtime import link as links
-from cloister.runtime.link import BATCH, REFUSED, SealedLink, Unreachable
+from cloister.runtime.link import BATCH, REFUSED, Absent, SealedLink, Unreachable
 from cloister.study import Party, Study
 from cloister.wire import Frame
 
@@ -221,6 +221,31 @@ def test_a_party_without_a_connection_is_lost_after_a_while():
     assert 0.4 < time.monotonic() - began < 2.0
     assert "connection ended" in pair.boxes[A].lost[B]
     pair.links[A].post(B, b"q" * 300)  # goes nowhere, and waits for nothing
+    pair.close()
+
+
+def test_a_process_that_is_still_starting_is_waited_for():
+    began = time.monotonic()
+
+    def meddle(to, request, forward):
+        if time.monotonic() - began < 1.5:
+            raise Unreachable  # three times as long as a connection may be away later on
+        return forward(request)
+
+    pair = Pair(meddle, timeout=2.0)
+    assert pair.links[A].meet(5) == ()
+    pair.close()
+
+
+def test_whose_service_is_gone_is_not_waited_for():
+    def meddle(to, request, forward):
+        raise Absent
+
+    pair = Pair(meddle, timeout=2.0)
+    began = time.monotonic()
+    assert pair.links[A].meet(30) == (B,)
+    assert time.monotonic() - began < 3.0
+    assert "connection ended" in pair.boxes[A].lost[B]
     pair.close()
 
 

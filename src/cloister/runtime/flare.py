@@ -37,11 +37,12 @@ from nvflare.fuel.f3.message import Message
 
 from cloister.errors import CloisterError
 from cloister.runtime.kit import RUNS, STOPPING, TASK, Kit
-from cloister.runtime.link import PING, Unreachable
+from cloister.runtime.link import PING, Absent, Unreachable
 from cloister.runtime.party import Ended, Turn, log, lost
 from cloister.study import Party
 
 CHANNEL, TOPIC = "cloister", "frame"
+NOBODY = (CellCode.TARGET_UNREACHABLE, CellCode.COMM_ERROR)
 WORD = "word"  # key of a reply: how it ended there
 
 
@@ -55,20 +56,24 @@ class Cells:
         self._parties = {name: p for p, name in self._names.items()}
 
     def ask(self, to: Party, request: bytes, seconds: float) -> bytes:
-        reply = self._core.send_request(
-            channel=CHANNEL,
-            topic=TOPIC,
-            target=self._names[to],
-            request=new_cell_message({}, request),
-            timeout=seconds,
-            optional=True,
-        )
+        reply = self._send(self._names[to], request, seconds)
         code = reply.get_header(MessageHeaderKey.RETURN_CODE)
         if code == CellCode.OK:
             return bytes(reply.payload)
         if code == CellCode.TIMEOUT:
             raise TimeoutError
-        raise Unreachable
+        service = self._send(FQCN.get_parent(self._names[to]), PING, seconds)
+        raise Absent if service.get_header(MessageHeaderKey.RETURN_CODE) in NOBODY else Unreachable
+
+    def _send(self, target: str, request: bytes, seconds: float) -> Message:
+        return self._core.send_request(
+            channel=CHANNEL,
+            topic=TOPIC,
+            target=target,
+            request=new_cell_message({}, request),
+            timeout=seconds,
+            optional=True,
+        )
 
     def serve(self, turn: Turn) -> None:
         """Hand requests to the link, with the sender that FLARE's server vouches for."""

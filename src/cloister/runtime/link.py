@@ -10,7 +10,8 @@ of its own for each run, signed with the identities in `study.toml`, and the rel
 
 A batch whose answer is lost is sent again, byte for byte, and taken in once. Large frames travel in pieces, and pulses
 pass them on the way, so that a slow line is not taken for a dead party. A party is lost when the relay has had no
-connection to it for a while, or when it has not answered anything for the study's `timeout`.
+connection to it for a while, or when it has not answered anything for the study's `timeout`. Before its greeting, its
+service counts too: a process may take `JOIN` seconds to come up, but not where nobody is left to start it.
 
 Reveals
 -------
@@ -44,7 +45,11 @@ Ask = Callable[[Party, bytes, float], bytes]  # (to, request, seconds) → answe
 
 
 class Unreachable(Exception):
-    """The relay has no connection to that party at the moment."""
+    """The relay has no connection to that party's process at the moment."""
+
+
+class Absent(Unreachable):
+    """Nor to the service that would start it."""
 
 
 class Lost(Exception):
@@ -199,12 +204,12 @@ class SealedLink:
         """Greet one party, then carry to it what is posted until the end."""
         peer = self._peers[to]
         try:
-            key = self._learn(to, self._insist(to, GREETING + self._greeting, JOIN, JOIN))  # G1, G2
+            key = self._learn(to, self._insist(to, GREETING + self._greeting, JOIN, Absent))  # G1, G2
             i = 0
             while (batch := self._next(peer)) is not None:
                 box = seal(key, batch, self._aad(self._me, to, i), self._entropy)
                 began = time.monotonic()
-                self._insist(to, BATCH + i.to_bytes(8, "big") + box, self._study.timeout, self.away)  # G4
+                self._insist(to, BATCH + i.to_bytes(8, "big") + box, self._study.timeout)  # G4
                 fast = time.monotonic() - began < self._reply / 4
                 peer.room = min(2 * peer.room, MOST) if fast else max(peer.room // 2, LEAST)
                 i += 1
@@ -213,8 +218,8 @@ class SealedLink:
         except ProtocolAbort as e:
             self._lose(to, f"its key is not the one in study.toml ({e.code})")
 
-    def _insist(self, to: Party, request: bytes, patience: float, away: float) -> bytes:
-        """Ask until there is an answer; `Lost` after `patience` seconds, or `away` seconds without a connection."""
+    def _insist(self, to: Party, request: bytes, patience: float, fatal: type[Unreachable] = Unreachable) -> bytes:
+        """Ask until there is an answer; `Lost` after `patience` seconds, or after `away` seconds of `fatal`."""
         began, gone = time.monotonic(), None
         while time.monotonic() < self._end and not self._peers[to].lost:
             try:
@@ -222,9 +227,9 @@ class SealedLink:
                 if answer != REFUSED:
                     return answer
                 gone = None
-            except Unreachable:
-                gone = gone or time.monotonic()
-                if time.monotonic() - gone > away:
+            except Unreachable as e:
+                gone = (gone or time.monotonic()) if isinstance(e, fatal) else None
+                if gone and time.monotonic() - gone > self.away:
                     raise Lost("its process or its connection ended") from None
             except TimeoutError:
                 gone = None
@@ -263,6 +268,7 @@ class SealedLink:
             peer.lost = True
             peer.frames.clear()
             peer.turn.notify()
+        peer.ready.set()  # nobody need wait for it
         self._mailbox.gone(party, why)
 
     def _wake(self) -> None:
