@@ -59,6 +59,22 @@ def test_every_rotation_that_is_made_has_a_key():
     assert ops.seen == set(L.rotations)
 
 
+@pytest.mark.parametrize(("m", "n"), [(4, 9), (32, 66)])
+def test_a_batch_far_below_a_power_of_two_leaves_no_product_with_zero(m, n):
+    """SEAL refuses such products, and padding would make some."""
+    L = published_circuit.Layout(cellcnn.Config(m, 2, 2, n, steps=1), 16384, 2)
+
+    class Strict(published_circuit.PlainOps):
+        def times_plain(self, x, v, *, like=None):
+            assert np.any(v)
+            return super().times_plain(x, v, like=like)
+
+    one, X = np.ones(16384, complex), np.ones((n, m))
+    assert not all(np.any(d) for d in L.backward_diagonals(X))  # this batch is one of those
+    published_circuit.forward(Strict(), L, one, one, one, one, X)
+    published_circuit.backward(Strict(), L, one, X, np.ones((n, 2)))
+
+
 def test_batches_beyond_the_slots_are_refused():
     with pytest.raises(ParameterError, match="slots"):
         published_circuit.Layout(cellcnn.Config(38, 8, 2, 512), 16384, 2)

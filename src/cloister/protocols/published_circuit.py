@@ -282,8 +282,9 @@ def forward(ops: Any, L: Layout, C: Any, W: Any, gW: Any, gC: Any, X: F64) -> An
     P, turned = None, packed
     for k, d in enumerate(L.forward_diagonals(X)):
         turned = ops.rotate(turned, 2 * L.h) if k else turned
-        term = ops.times_plain(turned, d)
-        P = term if P is None else ops.add(P, term)
+        if k == 0 or np.any(d):  # padding leaves some diagonals empty, and a product with nothing is no ciphertext
+            term = ops.times_plain(turned, d)
+            P = term if P is None else ops.add(P, term)
     P = ops.add(P, ops.rotate(P, CONJUGATE))
     whole = P
     for c in range(1, L.config.classes):
@@ -320,8 +321,9 @@ def backward(ops: Any, L: Layout, D: Any, X: F64, Y: F64) -> tuple[Any, Any]:
     gC, turned = None, packed
     for k, d in enumerate(L.backward_diagonals(X)):
         turned = ops.rotate(turned, 2 * L.h) if k else turned
-        term = ops.times_plain(turned, d)
-        gC = term if gC is None else ops.add(gC, term)
+        if k == 0 or np.any(d):  # padding leaves some diagonals empty, and a product with nothing is no ciphertext
+            term = ops.times_plain(turned, d)
+            gC = term if gC is None else ops.add(gC, term)
     gC = ops.add(gC, ops.rotate(gC, CONJUGATE))
     rows = gC
     for t in range(1, L.copies):
