@@ -287,6 +287,7 @@ def floor(m, n, row, bits):
     for kind, size in sorted(row["kinds"].items(), key=lambda x: -x[1]):
         if kind in names:
             print(f"  {size / m / n:7.2f}  {kind:8} {names[kind]}")
+    bits += (n - 1).bit_length()  # the number of a reference stands below every key
     words = 4 * bits / 8
     digits = -(-(bits - 1) // 3)
     compare = ((bits - 1) // 3 * 7 + (2 ** ((bits - 1) % 3) - 1) + 1 + 2 * digits + 3 * (digits - 1) + 3) / 8

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from cloister.errors import DataError, ParameterError
 from cloister.protocols import private_knn
 from cloister.protocols.private_knn import UNKNOWN
+from cloister.protocols.replicated import Trio
 from cloister.rehearsal import Fault
 from cloister.study import Party
 from cloister.testing import (
@@ -19,6 +20,7 @@ from cloister.testing import (
     check_no_errors,
     check_vectors,
     check_view,
+    fixed_entropy,
     run_protocol,
     transcript,
     values,
@@ -175,6 +177,26 @@ def test_receipts_name_everything_that_is_opened():
         assert {to for p, *_, to in opened if p == "private_knn"} == {ASK}
 
 
+@pytest.mark.parametrize("labels", [1, 3])
+def test_what_is_opened_says_nothing_about_a_vote(labels, monkeypatch):
+    """L6 with k = 3: all six orders of the neighbours as often, whether a vote is unanimous or not."""
+    seen = []
+    original = Trio.open_bits
+
+    async def spy(self, bits, **words):
+        found = await original(self, bits, **words)
+        if self.rank == 0:
+            seen.append(found)
+        return found
+
+    monkeypatch.setattr(Trio, "open_bits", spy)
+    c = case(m=1500, rows=(12, 10), labels=labels, pads=0, k=3)
+    check_no_errors(run_protocol(private_knn, c, entropy=fixed_entropy("vote")))
+    orders = np.unique(seen[-1].reshape(1500, 3) @ (1, 2, 4), return_counts=True)[1]
+    assert len(orders) == 6
+    assert ((orders - 250) ** 2 / 250).sum() < 36  # chi-square with 5 degrees of freedom: P = 1e-6
+
+
 # ---- bad input -----------------------------------------------------------------------------------------------------
 
 
@@ -222,7 +244,8 @@ def test_labels_outside_the_vocabulary():
 def test_the_scale_uses_the_ring_and_never_leaves_it():
     for bits in (32, 40, 64):
         p = case(bits=bits).params
-        assert (4 * p.norm**2 + 2) << p.label_bits <= 1 << (bits - 1)
-        assert (4 * (p.norm + 2) ** 2 + 2) << p.label_bits > 1 << (bits - 1)
+        assert p.ring.bits == min(bits, 64 - 5)  # the number of one of 21 references stands below a key
+        assert (4 * p.norm**2 + 2) << p.label_bits <= 1 << (p.ring.bits - 1)
+        assert (4 * (p.norm + 2) ** 2 + 2) << p.label_bits > 1 << (p.ring.bits - 1)
         x = np.full((1, 3), p.bound / np.sqrt(3)) * (1 - 1e-12)
         assert (private_knn.encode(p, x) ** 2).sum() <= p.norm**2

@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cloister.crypto.replicated import Ring
+from cloister.crypto.replicated import Ring, index_bits
 from cloister.errors import ParameterError, ProtocolAbort
 from cloister.protocols import replicated, replicated_linear, selection
 from cloister.protocols.replicated import Trio, join
 from cloister.rehearsal import Fault
 from cloister.study import Party
-from cloister.testing import Case, check_no_errors, run_protocol, transcript, values
+from cloister.testing import Case, check_no_errors, fixed_entropy, run_protocol, transcript, values
 
 TRIO = tuple(map(Party, ("ann", "ben", "cat")))
 ANN, BEN, CAT = TRIO
@@ -171,6 +171,7 @@ def test_onehot_takes_the_first_of_equals(n, values_, seed):
 
 
 async def smallest(trio, x, k):
+    """As entry · 2^b + column."""
     return await trio.smallest_k(trio.product(x, trio.constant(np.ones(x.shape, int), x.ring)), x.ring, k)
 
 
@@ -184,39 +185,58 @@ def test_smallest_k(n, k, distinct):
         return None if a is None else await shown(trio, await smallest(trio, a, k))
 
     found = result(script, {DAN: ring.encode(x)})
-    np.testing.assert_array_equal(found, np.sort(x, axis=1)[:, :k])
+    order = np.argsort(x, axis=1, kind="stable")[:, :k]  # of equal ones the earlier
+    np.testing.assert_array_equal(found, (np.take_along_axis(x, order, axis=1) << index_bits(n)) + order)
 
 
-def sizes(x, k, runs):
-    """Bytes that party 0 sends to choose the k smallest of every row, in several runs."""
-    ring = Ring(20)
+def opened(x, k, seed=0):
+    """What the three open to choose the k smallest of every row: places i, j and whether i comes first, per step."""
+    ring, seen = Ring(20), []
 
     async def script(trio, mine):
         a = await trio.input(DAN, mine, x.shape, ring)
-        if a is not None:
-            await smallest(trio, a, k)
+        if a is None:
+            return
+        original = trio.open_bits
 
-    made = []
-    for _ in range(runs):
-        run = game(script, {DAN: ring.encode(x)})
-        check_no_errors(run)
-        made.append(sum(row[2] for row in transcript(run)[ANN]))
-    return np.array(made)
+        async def spy(bits, **words):
+            seen.append(await original(bits, **words))
+            return seen[-1]
+
+        if trio.rank == 0:
+            trio.open_bits = spy
+        await smallest(trio, a, k)
+
+    check_no_errors(game(script, {DAN: ring.encode(x)}, entropy=fixed_entropy(f"opened {seed}")))
+    return seen
 
 
-def test_what_is_compared_does_not_depend_on_the_values():
-    """Equal keys, sorted keys, one cluster: the same law of message sizes, since the order is a uniform shuffle's."""
-    rng = np.random.default_rng(0)
-    shape = (30, 120)
-    inputs = [
-        np.zeros(shape, int),
-        np.broadcast_to(np.arange(120), shape).copy(),
-        rng.integers(0, 3, shape),
-    ]
-    found = [sizes(x, 5, 6) for x in inputs]
-    means, spread = [f.mean() for f in found], np.std(np.concatenate(found)) + 1
-    for mean in means[1:]:
-        assert abs(mean - means[0]) < 4 * spread / np.sqrt(6) * np.sqrt(2)
+LAWS = {
+    "all equal": lambda shape: np.zeros(shape, int),
+    "ascending": lambda shape: np.broadcast_to(np.arange(shape[1]), shape).copy(),
+    "few values": lambda shape: np.random.default_rng(0).integers(0, 3, shape),
+    "mostly padding": lambda shape: np.where(np.arange(shape[1]) < 3, np.arange(shape[1]), 1000) * np.ones(shape, int),
+}
+
+
+@pytest.mark.parametrize("law", LAWS)
+def test_what_is_opened_does_not_depend_on_the_values(law):
+    """Rows of five in uniformly random order: each of the 120 orders as often, whether entries are equal or not."""
+    shape = (6000, 5)
+    (bits,) = opened(LAWS[law](shape), 1)
+    first = bits.reshape(shape[0], 10)  # [i comes before j] for the ten pairs of places
+    codes = np.unique(first @ (1 << np.arange(10)), return_counts=True)[1]
+    assert len(codes) == 120
+    assert ((codes - 50) ** 2 / 50).sum() < 204  # chi-square with 119 degrees of freedom: P = 1e-6
+
+
+def test_how_much_is_opened_does_not_depend_on_the_values():
+    """Long rows, where earlier outcomes choose what is compared next: the same law of how many comparisons."""
+    shape = (200, 120)
+    counts = {law: [sum(map(len, opened(make(shape), 5, seed))) for seed in range(4)] for law, make in LAWS.items()}
+    spread = np.sqrt(np.mean([np.var(c, ddof=1) for c in counts.values()]))
+    means = [np.mean(c) for c in counts.values()]
+    assert max(means) - min(means) < 5 * spread
 
 
 def test_no_party_can_follow_an_entry_through_the_shuffle():

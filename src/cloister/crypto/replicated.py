@@ -94,6 +94,16 @@ class Ring:
         return out
 
 
+def index_bits(n: int) -> int:
+    """Bits of a number below n."""
+    return max(1, (n - 1).bit_length())
+
+
+def numbered_ring(ring: Ring, n: int) -> Ring:
+    """Holds an entry of `ring`, and below it the number of its column, one of n."""
+    return Ring(ring.bits + index_bits(n))
+
+
 # ---- products --------------------------------------------------------------------------------------------------------
 
 

@@ -34,6 +34,7 @@ import numpy.typing as npt
 
 from cloister.crypto.agreement import bind, hkdf
 from cloister.crypto.prg import Prg
+from cloister.crypto.replicated import index_bits as index_bits
 from cloister.errors import DataError, ParameterError
 
 U8 = npt.NDArray[np.uint8]
@@ -113,10 +114,6 @@ def hamming(a: U8, b: U8) -> I32:
 
 
 # ---- graph -----------------------------------------------------------------------------------------------------------
-
-
-def index_bits(n: int) -> int:
-    return max(1, (n - 1).bit_length())
 
 
 def smallest(H: I32, first: int, k: int) -> I64:

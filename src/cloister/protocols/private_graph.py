@@ -41,8 +41,8 @@ import numpy as np
 from cloister.channel import Channel
 from cloister.crypto.agreement import Identity
 from cloister.crypto.entropy import Entropy
-from cloister.crypto.replicated import Ring, Words
-from cloister.errors import ParameterError, ProtocolAbort
+from cloister.crypto.replicated import Ring, Words, numbered_ring
+from cloister.errors import DataError, ParameterError, ProtocolAbort
 from cloister.models import graph
 from cloister.protocols import pair_distances
 from cloister.protocols.pair_distances import Engine, check_engine
@@ -87,7 +87,7 @@ class Params:
 
     @property
     def key_ring(self) -> Ring:
-        return Ring(ring_of(self.bits).bits + graph.index_bits(sum(self.sizes)))
+        return numbered_ring(ring_of(self.bits), sum(self.sizes))
 
 
 def ideal(params: Params, xs: Mapping[Party, U8]) -> dict[Party, I64 | None]:
@@ -113,7 +113,7 @@ def cost(params: Params) -> dict[Party, tuple[int, int]]:
     step = max(1, BLOCK // n)
     for start in range(0, n, step):
         count = min(step, n - start)
-        bill.smallest_k(count, n, params.n_neighbors, params.key_ring)
+        bill.smallest_k(count, n, params.n_neighbors, ring)
         bill.open(params.server, count * params.n_neighbors, params.key_ring)
     found = bill.total()
     if params.engine != "mpc":
@@ -160,8 +160,7 @@ async def share_distances(
 
 async def _select(params: Params, trio: Trio, shared: SharedCodes | SharedDistances | None) -> I64 | None:
     """G2 to G4; returns the keys at the server."""
-    n, k, ring = sum(params.sizes), params.n_neighbors, params.key_ring
-    low = graph.index_bits(n)
+    n, k, ring = sum(params.sizes), params.n_neighbors, ring_of(params.bits)
     out = np.empty((n, k), np.int64) if trio.ch.me == params.server else None
     step = max(1, BLOCK // n)
     for start in range(0, n, step):
@@ -169,13 +168,12 @@ async def _select(params: Params, trio: Trio, shared: SharedCodes | SharedDistan
         count = rows.stop - rows.start
         best = None
         if shared is not None:
-            z = shared.summand(rows, slice(0, n)).astype(ring.dtype) << ring.dtype.type(low)  # G2
+            z = shared.summand(rows, slice(0, n))
             if trio.rank == 0:
-                z = z + np.arange(n, dtype=ring.dtype)
-                z[np.arange(count), np.arange(start, rows.stop)] += ring.dtype.type((params.bits + 1) << low)
-            best = await trio.smallest_k(z, ring, k)  # G3
+                z[np.arange(count), np.arange(start, rows.stop)] += ring.dtype.type(params.bits + 1)
+            best = await trio.smallest_k(z, ring, k)  # G2, G3
         what = f"{k} nearest neighbours of {count} points"
-        part = await trio.open(best, (count, k), ring, to=params.server, protocol=NAME, line="G4", what=what)
+        part = await trio.open(best, (count, k), params.key_ring, to=params.server, protocol=NAME, line="G4", what=what)
         if out is not None and part is not None:
             out[rows] = part
         trio.ch.step(f"neighbours of {rows.stop} of {n} points", protocol=NAME, line="G3")
@@ -213,6 +211,6 @@ async def server(ch: Channel, params: Params, *, entropy: Entropy, identity: Ide
     assert keys is not None
     try:
         graph.check_keys(keys, sum(params.sizes), params.bits)
-    except Exception:
+    except DataError:
         raise ProtocolAbort(NAME, "G4", "malformed", "what was opened is no graph") from None
     return keys

@@ -7,15 +7,17 @@ Nobody else learns anything, and nobody sees a cell, a distance, or who the neig
          site i     shares r, scaled alike, and w = |r|² 2^b + label; w = (3M² + 1) 2^b for rows that pad
     L3   three      K = w - 2^{b+1} q rᵀ, so that K_j + |q|² 2^b = distance_j² 2^b + label_j; by batches of queries
     L4   three      the k smallest of every row of K, ascending: all rows shuffled, comparisons opened (replicated R6)
-    L5   three      labels = lowest b bits of these; e_ij = [label_i = label_j], votes_i = 1 + Σ_j e_ij
+    L5   three      labels = the b bits above their column numbers; e_ij = [label_i = label_j], votes_i = 1 + Σ_j e_ij
     L6   three      the smallest of label_i - votes_i 2^b: most votes, of equal ones the earlier label
     L7   three      t = [nearest distance² ≤ threshold²], if there is a threshold
     L8   → querier  the winning label (and its votes, if `share`); nothing but `unknown` where t = 0
     L9   querier    tells everyone that it has its labels, so that nobody calls a run done that was not
 
 b bits hold a label, M is the largest norm of a row after scaling; 4M² + 2 ≤ 2^{κ-1-b} for a ring of κ bits, so that
-no difference wraps. Equally distant references count in the order of their labels in the vocabulary, hence the result
-does not depend on the order of rows or sites.
+no difference wraps. L4 puts the number of its column below every key, and L6 that of its neighbour, so that keys of one
+row differ (rows that pad are all alike, and so are the keys of a unanimous vote) and their order shows nothing. Equally
+distant references count in the order of their labels in the vocabulary, hence the result does not depend on the order
+of rows or sites.
 
 Reveals
 -------
@@ -31,8 +33,9 @@ A querier that may ask about cells of its own making learns the reference's labe
 
 Cost
 ----
-Per pair of query and reference, the three together: 4κ bits for the shuffle and about 1.05 to 1.5 comparisons of 4κ + 3
-bits; κ = 40: 40 to 50 bytes. Inputs: κ bits (2κ from a site that does not compute) per number. Some 100 rounds a batch.
+Per pair of query and reference, the three together, with κ' = κ + log2 of all references: 4κ' bits for the shuffle and
+about 1.05 to 1.5 comparisons of 4κ' + 3 bits; κ = 40: 60 to 65 bytes. Inputs: κ bits (2κ from a site that does not
+compute) per number. Some 100 to 200 rounds a batch.
 
 References
 ----------
@@ -51,7 +54,7 @@ import numpy.typing as npt
 from cloister.channel import Channel
 from cloister.crypto.agreement import Identity
 from cloister.crypto.entropy import Entropy
-from cloister.crypto.replicated import Ring, Words
+from cloister.crypto.replicated import Ring, Words, index_bits, numbered_ring
 from cloister.errors import DataError, ParameterError
 from cloister.protocols.replicated import Bits, Shared, Trio, join
 from cloister.protocols.replicated_cost import Bill
@@ -74,7 +77,7 @@ class Params:  # public; hashed into the run id, so a mismatch aborts
     labels: tuple[str, ...]  # the vocabulary
     bound: float  # largest Euclidean norm of any row
     k: int = 10
-    bits: int = 40  # κ
+    bits: int = 40  # κ, as far as 64 bits hold it with the number of a reference
     share: bool = False  # whether the querier learns how many voted for the label
     threshold: float = 0.0  # farther than this from all references is `unknown`; 0: never
     batch: int = BATCH
@@ -94,7 +97,7 @@ class Params:  # public; hashed into the run id, so a mismatch aborts
             raise ParameterError("the vocabulary needs at least one label, and each only once")
         if not (math.isfinite(self.bound) and self.bound > 0 and math.isfinite(self.threshold) and self.threshold >= 0):
             raise ParameterError("bound and threshold are distances: finite, bound above 0")
-        if not 16 <= self.bits <= 64 or self.norm < 2 * self.rounding + 16:
+        if not 16 <= self.bits <= 64 or self.ring.bits < 16 or self.norm < 2 * self.rounding + 16:
             raise ParameterError(
                 f"{self.bits} bits do not resolve distances in {self.dims} dimensions with {len(self.labels)} labels; "
                 "use precision=40, or up to 64"
@@ -102,7 +105,7 @@ class Params:  # public; hashed into the run id, so a mismatch aborts
 
     @property
     def ring(self) -> Ring:
-        return Ring(self.bits)
+        return Ring(min(self.bits, 64 - index_bits(sum(self.rows))))
 
     @property
     def label_bits(self) -> int:
@@ -111,7 +114,7 @@ class Params:  # public; hashed into the run id, so a mismatch aborts
     @property
     def norm(self) -> int:
         """M: 4M² + 2 ≤ 2^(κ-1-b)."""
-        return math.isqrt(((1 << (self.bits - 1 - self.label_bits)) - 2) // 4)
+        return math.isqrt(((1 << (self.ring.bits - 1 - self.label_bits)) - 2) // 4)
 
     @property
     def rounding(self) -> int:
@@ -201,7 +204,7 @@ def cost(params: Params) -> dict[Party, tuple[int, int]]:
         bill.smallest_k(min(params.step, m - start), sum(params.rows), k, ring)
     pairs = k * (k - 1) // 2
     small = vote_ring(params)
-    bill.low_bits(m * k, b)
+    bill.low_bits(m * k, index_bits(sum(params.rows)) + b)
     if pairs:
         for h in _halvings(b):
             bill.ands(h, m * pairs)
@@ -210,9 +213,9 @@ def cost(params: Params) -> dict[Party, tuple[int, int]]:
         bill.inject(1, m * pairs, small)
     bill.smallest_k(m, k, 1, small)
     out = b + (params.vote_bits if params.share else 0)
-    bill.low_bits(m, out)
+    bill.low_bits(m, index_bits(k) + out)
     if params.threshold:
-        bill.msb(m, ring)
+        bill.msb(m, numbered_ring(ring, sum(params.rows)))
         bill.ands(out, m)
         out += 1
     bill.inject(out, m, Ring(out + 1))
@@ -286,7 +289,7 @@ def decode(params: Params, code: I64) -> Mapped:
 
 
 async def neighbours(trio: Trio, params: Params, q: Shared, r: Sequence[Shared], w: Sequence[Shared]) -> Shared:
-    """L3, L4: keys (queries, k) of the nearest references, ascending."""
+    """L3, L4: keys (queries, k) of the nearest references, ascending, above their numbers."""
     factor = -(2 << params.label_bits)
     columns = [x.map(lambda words: words.T) for x in r]
     found = []
@@ -301,9 +304,9 @@ async def neighbours(trio: Trio, params: Params, q: Shared, r: Sequence[Shared],
 
 
 async def vote(trio: Trio, params: Params, near: Shared) -> Shared:
-    """L5, L6: label - votes 2^b of the label with most votes, per query."""
+    """L5, L6: label - votes 2^b of the label with most votes, per query, above the number of a neighbour."""
     m, k, b, ring = params.queries, params.k, params.label_bits, vote_ring(params)
-    planes = await trio.low_bits(near.map(lambda words: words.T), b)  # L5, entry (neighbour, query)
+    planes = await _bits_above(trio, near.map(lambda words: words.T), params.ring, b)  # L5, entry (neighbour, query)
     labels = (await trio.inject(planes, (b, k, m), ring)).times((1 << np.arange(b))[:, None, None]).sum(0)
     votes = trio.constant(np.ones((k, m), np.int64), ring)
     if k > 1:
@@ -319,6 +322,12 @@ async def vote(trio: Trio, params: Params, near: Shared) -> Shared:
     keys = labels - votes.times(1 << b)
     zero = trio.product(keys.map(lambda words: words.T), trio.constant(np.ones((m, k), np.int64), ring))
     return (await trio.smallest_k(zero, ring, 1)).reshape(m)  # L6
+
+
+async def _bits_above(trio: Trio, keys: Shared, ring: Ring, count: int) -> Bits:
+    """The lowest bits of what `smallest_k` found in `ring`, above the column numbers."""
+    low = keys.ring.bits - ring.bits
+    return (await trio.low_bits(keys, low + count))[low:]
 
 
 def _gather(words: Words, place: npt.NDArray[np.intp], k: int) -> Words:
@@ -341,10 +350,11 @@ async def result(trio: Trio, params: Params, near: Shared, winner: Shared, squar
     """L7, and the bits that L8 opens."""
     m, b = params.queries, params.label_bits
     count = b + (params.vote_bits if params.share else 0)
-    planes = await trio.low_bits(winner, count)
+    planes = await _bits_above(trio, winner, vote_ring(params), count)
     if square is not None:
+        low = near.ring.bits - params.ring.bits
         limit = min(int(params.threshold**2 * params.scale**2), 4 * params.norm**2) + 1
-        far = near[:, 0] + square - trio.constant(np.full(m, limit << b, np.int64), params.ring)
+        far = near[:, 0] + square.shifted(low) - trio.constant(np.full(m, limit << (b + low), np.int64), near.ring)
         t = await trio.negative(far)  # L7
         masks = Bits(m, *(np.broadcast_to(c, (count, c.size)) for c in (t.a, t.b)))
         kept = await trio.both(planes, masks)

@@ -24,14 +24,15 @@ nothing. What is sent, all three together, for a ring of κ bits:
     inject                 3κ'  into a ring of κ' bits                                2
     one-hot min            about 4κ + 9κ per entry                                    (4 + κ/3) · log2 n + log2 n
     shuffle                4κ                                                         4
-    smallest k             4κ + (1.05 to 1.5)(4κ + 3)                                 some (3 + κ/3) · 5
+    smallest k of n        4κ' + (1.05 to 1.5)(4κ' + 3), with κ' = κ + log2 n         some (3 + κ'/3) · 5
     open                   κ to a computing party, 2κ to another; 3 per bit to all    1
 
-`smallest_k` shuffles every row by a permutation that nobody knows and then *opens the outcome of comparisons*. Equal
-keys are told apart by their shuffled place, so a row is in strict order and, after the shuffle, in uniformly random
-order whatever the keys are: which comparisons are made and how they end is what a sort of random numbers would
-give, and says nothing about the keys. No value has to be selected under sharing, which is where most of the bytes go
-otherwise.
+`smallest_k` shuffles every row by a permutation that nobody knows and then *opens the outcome of comparisons*. Before
+the shuffle the number of its column is put below every key, so no two keys of a row are equal and, after the shuffle,
+they stand in uniformly random order whatever they are: which comparisons are made and how they end is what a sort of
+random numbers would give, and says nothing about the keys. (Equal keys that were told apart by their shuffled place
+would show: they alone would always come in the order of their places.) No value has to be selected under sharing, which
+is where most of the bytes go otherwise.
 
 Reveals
 -------
@@ -333,20 +334,23 @@ class Trio(Linear):
         return Split(ring, z)
 
     async def smallest_k(self, z: Words, ring: Ring, k: int) -> Shared:
-        """The k smallest entries of every row, ascending; z as for `shuffle`. Entries may be equal."""
+        """The k smallest entries of every row, ascending, of equal ones the earlier; z as for `shuffle`.
+
+        Each comes as entry · 2^b + column in the ring of `numbered_ring`: what is opened shows no ties.
+        """
         rows, n = z.shape
         if not 1 <= k <= n:
             raise ParameterError(f"the {k} smallest of {n} entries do not exist")
-        keys = await self.shuffle(z, ring)
-        flat = keys.word.reshape(-1)
+        wide = local.numbered_ring(ring, n)
+        z = z.astype(wide.dtype) << wide.dtype.type(wide.bits - ring.bits)  # modulo 2^(κ+b), since z is modulo 2^κ
+        if self._i == 0:
+            z = z + np.arange(n, dtype=wide.dtype)
+        flat = (await self.shuffle(z, wide)).word.reshape(-1)
 
         async def less(i: Index, j: Index) -> U8:
-            """Open whether entry i comes before entry j of its row; of equal ones, the one that lies earlier."""
-            x = flat[i] - flat[j]
-            if self._i == 0:
-                x -= (i < j).astype(ring.dtype)
-            sign = await self._msb(Split(ring, x))
+            """Open whether entry i comes before entry j of its row."""
+            sign = await self._msb(Split(wide, flat[i] - flat[j]))
             return await self.open_bits(sign, protocol=NAME, line="R6", what="order of shuffled entries")
 
         place = await selection.smallest(less, rows, n, k)
-        return await self.join_split(Split(ring, flat[place]))
+        return await self.join_split(Split(wide, flat[place]))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from cloister.crypto.replicated import Ring, digit_widths, plane_bytes
+from cloister.crypto.replicated import Ring, digit_widths, numbered_ring, plane_bytes
 from cloister.protocols import replicated, selection
 from cloister.study import Party
 
@@ -109,6 +109,7 @@ class Bill:
             n -= n // 2
 
     def smallest_k(self, rows: int, n: int, k: int, ring: Ring) -> None:
+        ring = numbered_ring(ring, n)
         for sender in (2, 0, 1, 2):
             self.send(sender, rows * n * ring.size)
         for pairs in selection.expected(rows, n, k):

@@ -92,6 +92,11 @@ class Shared:
     def sum(self, axis: int) -> Shared:
         return self.map(lambda w: w.sum(axis=axis, dtype=self.ring.dtype))
 
+    def shifted(self, bits: int) -> Shared:
+        """The value times 2^bits, in a ring so much larger."""
+        ring = Ring(self.ring.bits + bits)
+        return Shared(ring, *(w.astype(ring.dtype) << ring.dtype.type(bits) for w in (self.a, self.b)))
+
     def to(self, ring: Ring) -> Shared:
         """The same value in a smaller ring, where it still fits."""
         if ring.bits > self.ring.bits:
