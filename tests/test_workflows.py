@@ -124,3 +124,29 @@ def test_every_workflow_says_what_it_does_and_reveals(name):
         assert section(found.protocol(mode), "Reveals"), f"{name} in mode {mode} does not say what it reveals"
     for f in dataclasses.fields(found.options):
         assert f.metadata.get("help"), f"option '{f.name}' of {name} has no help"
+
+
+def test_every_workflow_begins_its_summary_like_a_sentence_and_draws_figures():
+    for name in workflows.SHIPPED:
+        found = get(name)
+        assert (found.summary[0].isupper(), found.summary[-1]) == (True, "."), name
+        assert found.figures is not None, name
+
+
+def test_figures_of_predictions():
+    pytest.importorskip("matplotlib")
+    import anndata as ad
+    import numpy as np
+
+    rows = [{"donor": f"d{i}", "class": "ab"[i % 2], "score": 0.5 + i / 10} for i in range(4)]
+    workflow = get("predict-cellcnn")
+    (figure,) = workflow.figures({"basel": Outcome(None, {"predictions": rows}), "lugano": Outcome()}, None)
+    assert figure["png"].startswith(b"\x89PNG")
+    assert "d3: b (0.80)" in figure["alt"]
+    assert workflow.figures({"lugano": Outcome()}, None) == []
+    served = ad.AnnData(np.zeros((3, 1)))
+    served.obs["predicted_confidence"] = [0.2, 0.9, 0.8]
+    workflow = get("serve-model")
+    options = types.SimpleNamespace(key_added="predicted")
+    (figure,) = workflow.figures({"basel": Outcome(served), "lugano": Outcome()}, options)
+    assert "basel: 0.8" in figure["alt"]

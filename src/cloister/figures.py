@@ -174,9 +174,8 @@ def heatmap(
             for i in range(n):
                 for j in range(m):
                     dark = abs(matrix[i, j]) > (0.6 * reach if signed else low + 0.6 * (high - low))
-                    c.axis.text(
-                        j, i, f"{matrix[i, j]:.2g}", ha="center", va="center", fontsize=7, c="w" if dark else "k"
-                    )
+                    text = f"{matrix[i, j]:.2f}" if matrix[i, j] else "0"
+                    c.axis.text(j, i, text, ha="center", va="center", fontsize=7, c="w" if dark else "k")
         c.paper.colorbar(drawn, ax=c.axis, shrink=0.8)
         return c.done(title, alt)
 
@@ -207,16 +206,17 @@ def histograms(
         return c.done(title, alt or f"Distributions of {xlabel}. Medians: {middle}.")
 
 
-def curves(values: Mapping[str, Any], *, title: str, xlabel: str, ylabel: str, alt: str = "") -> Figure:
-    """One line per name against 1, 2, 3, …: training curves."""
+def curves(values: Mapping[str, Any], *, title: str, xlabel: str, ylabel: str, alt: str = "", start: int = 1) -> Figure:
+    """One line per name against 1, 2, 3, … (or from another `start` on): training curves."""
     with canvas() as c:
         for i, (name, ys) in enumerate(values.items()):
-            xs = np.arange(1, len(ys) + 1)
+            xs = np.arange(start, start + len(ys))
             mark = MARKS[i % len(MARKS)] if len(ys) <= 25 else None
             c.axis.plot(
                 xs, ys, lw=1.8, ms=4, marker=mark, color=COLOURS[i % len(COLOURS)], ls=STYLES[i % 4], label=shown(name)
             )
         c.axis.set(xlabel=xlabel, ylabel=ylabel)
+        c.axis.xaxis.get_major_locator().set_params(integer=True)
         _legend(c.axis, len(values))
         ends = ", ".join(f"{n} from {float(v[0]):.3g} to {float(v[-1]):.3g}" for n, v in values.items() if len(v))
         return c.done(title, alt or f"{ylabel} by {xlabel}: {ends}.")

@@ -15,6 +15,7 @@ from cloister.models.scgpt import Config, ScGPT  # noqa: E402
 from cloister.protocols import federated_training  # noqa: E402
 from cloister.protocols.training_parts import Offer  # noqa: E402
 from cloister.rehearsal import Fault, rehearse  # noqa: E402
+from cloister.run_facts import figures_of  # noqa: E402
 from cloister.workflows import fine_tune  # noqa: E402
 
 PLAIN = {"algorithm": "scaffold", "weighting": "plain", "optimizer": "sgd", "momentum": 0.0}
@@ -118,9 +119,11 @@ def test_model_file_and_figures(run, tmp_path):
     assert list(back.predict(examples)) == list(run.data["basel"].obs["predicted"].astype(str))
     assert fine_tune.files(run.outcomes["coordinator"]) == {}
     pytest.importorskip("matplotlib")
-    (figure,) = fine_tune.figures(run.outcomes, None)
-    assert len(figure.axes) == 3
-    assert all(axes.lines for axes in figure.axes)
+    drawn = figures_of(run)  # as the report takes them
+    assert not drawn.note
+    titles = [f["title"] for f in drawn.figures]
+    assert titles[:2] == ["Loss over the rounds", "Held-out cells over the rounds"]
+    assert [t.partition(",")[0] for t in titles[2:]] == [f"Labels of {s}" for s in ("basel", "lugano", "vienna")]
 
 
 def test_survives_a_site_that_dies(sites):

@@ -8,6 +8,7 @@ from scipy.linalg import subspace_angles
 from cloister import cells, demo_data
 from cloister.errors import DataError, ParameterError
 from cloister.rehearsal import rehearse
+from cloister.run_facts import figures_of
 
 DATA = Path(__file__).parents[2].parent / "shared" / "data" / "scrna"
 SIZE = {"n_top_genes": 200, "n_components": 10}
@@ -80,6 +81,14 @@ def test_result_survives_a_file(run, tmp_path):
     back = cells.read_cells(tmp_path / "a.h5ad")
     np.testing.assert_array_equal(back.obsm["X_shared_pca"], run.data["lugano"].obsm["X_shared_pca"])
     assert list(back.uns["X_shared_pca"]["genes"]) == list(run.data["lugano"].uns["X_shared_pca"]["genes"])
+
+
+def test_figures(run):
+    pytest.importorskip("matplotlib")
+    drawn = figures_of(run)
+    assert not drawn.note
+    assert [f["title"] for f in drawn.figures] == ["Cells in the shared space, by site", "Variance explained"]
+    assert "3 labels: basel" in drawn.figures[0]["alt"]
 
 
 def test_library_sizes_from_a_column(sites):

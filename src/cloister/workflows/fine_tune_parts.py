@@ -53,24 +53,28 @@ class FileStore:
 
 
 def figures(outcomes: Mapping[str, Outcome], options: Any) -> list[Any]:
-    """Curves of loss, accuracy and bytes over the rounds."""
-    from matplotlib.figure import Figure
+    """Loss and accuracy over the rounds; at every site that is here, its own labels against the model's."""
+    from cloister.figures import confusion, curves
 
-    found = next((o.result for o in outcomes.values() if o.result.get("history")), None)
-    if found is None:
-        return []
-    rows = found["history"]
-    figure = Figure(figsize=(9, 2.8), layout="constrained")
-    left, middle, right = figure.subplots(1, 3)
-    for key, axes in (("loss", left), ("train_loss", left), ("accuracy", middle), ("macro_f1", middle)):
-        points = [(row["round"], row[key]) for row in rows if key in row]
-        if points:
-            axes.plot(*zip(*points, strict=True), marker=".", label=key.replace("_", " "))
-    rounds = [row["round"] + 1 for row in rows if "clients" in row]
-    per_round = sum(found["bytes_per_round"].values()) / 1e6
-    right.plot(rounds, [r * per_round for r in rounds], marker=".", label="MB per site, both ways")
-    for axes in (left, middle, right):
-        axes.set_xlabel("round")
-        if axes.lines:
-            axes.legend(frameon=False)
-    return [figure]
+    rows = next((o.result["history"] for o in outcomes.values() if o.result.get("history")), [])
+    made = []
+    for title, ylabel, keys in (
+        ("Loss over the rounds", "loss", {"loss": "held-out cells", "train_loss": "training cells"}),
+        ("Held-out cells over the rounds", "score", {"accuracy": "accuracy", "macro_f1": "macro-F1"}),
+    ):
+        lines = {name: [row[key] for row in rows if key in row] for key, name in keys.items()}
+        lines = {name: ys for name, ys in lines.items() if ys}
+        if lines:
+            made.append(curves(lines, title=title, xlabel="round", ylabel=ylabel, start=0))
+    for site, outcome in outcomes.items():
+        obs = None if outcome.adata is None else outcome.adata.obs
+        if obs is None or not {options.label_key, options.key_added} <= set(obs.columns):
+            continue
+        own = obs[options.label_key]
+        known = own.notna().to_numpy()
+        if known.any():
+            title = f"Labels of {site}, given and predicted (training cells included)"
+            found = obs[options.key_added].astype(str)[known].tolist()
+            truth = own.astype(str)[known].tolist()
+            made.append(confusion(truth, found, title=title, rows="given label", columns="predicted label"))
+    return made

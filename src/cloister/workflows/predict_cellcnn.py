@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -149,11 +150,37 @@ def part(study: Seat, adata: AnnData | None, options: Options) -> Outcome:
     return Outcome(adata, {"predictions": table} if rows else {})
 
 
+def figures(outcomes: Mapping[str, Outcome], options: Options) -> list[Any]:
+    """How sure the model is of every donor's class."""
+    from cloister.figures import COLOURS, canvas, shown
+
+    rows: list[dict[str, Any]] = next(
+        (o.result["predictions"] for o in outcomes.values() if o.result.get("predictions")), []
+    )
+    if not rows:
+        return []
+    rows = rows[:40]
+    kinds = sorted({row["class"] for row in rows})
+    with canvas(height=1.2 + 0.26 * len(rows)) as c:
+        for i, kind in enumerate(kinds):
+            at = [j for j, row in enumerate(rows) if row["class"] == kind]
+            hatch = ("", "//", "..", "xx")[i % 4]
+            score = [rows[j]["score"] for j in at]
+            c.axis.barh(at, score, color=COLOURS[i % len(COLOURS)], hatch=hatch, edgecolor="w", label=shown(kind))
+        c.axis.set_yticks(range(len(rows)), [shown(row["donor"]) for row in rows])
+        c.axis.invert_yaxis()
+        c.axis.set(xlabel="score of the predicted class", xlim=(0, 1))
+        c.axis.legend(title="predicted", loc="upper left", bbox_to_anchor=(1.0, 1.0), borderaxespad=0.0)
+        told = "; ".join(f"{row['donor']}: {row['class']} ({row['score']:.2f})" for row in rows[:10])
+        return [c.done("Donors by predicted class", f"Score of the predicted class of each donor: {told}.")]
+
+
 WORKFLOW = Workflow(
     name="predict-cellcnn",
-    summary="predict the class of a site's donors with an encrypted or an opened CellCnn",
+    summary="Predict the class of a site's donors with an encrypted or an opened CellCnn.",
     options=Options,
     protocols={"hardened": "oblivious_prediction"},
     part=part,
     check=check,
+    figures=figures,
 )

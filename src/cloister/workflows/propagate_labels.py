@@ -231,17 +231,23 @@ def figures(outcomes: Mapping[str, Outcome], options: Options) -> list[Any]:
 
     made: list[Any] = []
     confidence: dict[str, Any] = {}
-    for site, outcome in outcomes.items():
-        adata = outcome.adata
-        if adata is None or options.key_added not in adata.obs:
-            continue
+    here = {s: o.adata for s, o in outcomes.items() if o.adata is not None and options.key_added in o.adata.obs}
+    order = sorted({str(x) for adata in here.values() for x in adata.obs[options.key_added].dropna()})
+    for site, adata in here.items():
         points = cells.embedding(adata, options.use_rep)
         points = points if points.shape[1] > 1 else np.column_stack([points, np.zeros(len(points))])
         names = adata.obs[options.key_added].astype(object).where(~adata.obs[options.key_added].isna(), "no label")
-        made.append(draw.embedding(points, names.astype(str).tolist(), title=f"Cells of {site} by propagated label"))
-        confidence[site] = adata.obs[f"{options.key_added}_confidence"].to_numpy()
+        title = f"Cells of {site} by propagated label"
+        made.append(draw.embedding(points, names.astype(str).tolist(), title=title, order=order))
+        asked = adata.obs[options.label_key].isna().to_numpy() if options.label_key in adata.obs else slice(None)
+        if len(found := adata.obs[f"{options.key_added}_confidence"].to_numpy()[asked]):
+            confidence[site] = found
     if confidence:
-        made.append(draw.histograms(confidence, title="Confidence of the labels", xlabel="1 - entropy / log C"))
+        title, xlabel = (
+            "Confidence of the labels that were not given",
+            "confidence (0: none reached it, 1: sure)",
+        )
+        made.append(draw.histograms(confidence, title=title, xlabel=xlabel))
     return made
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -100,6 +101,16 @@ def part(study: Seat, adata: AnnData | None, options: Options) -> Outcome:
     return Outcome()
 
 
+def figures(outcomes: Mapping[str, Outcome], options: Options) -> list[Any]:
+    """How sure the model is of its labels, at every site that is here."""
+    from cloister.figures import histograms
+
+    key = f"{options.key_added}_confidence"
+    here = {s: o.adata.obs[key] for s, o in outcomes.items() if o.adata is not None and key in o.adata.obs}
+    title = "Confidence of the predicted labels"
+    return [histograms(here, title=title, xlabel="probability of the predicted label")] if here else []
+
+
 WORKFLOW = Workflow(
     name="serve-model",
     summary="Label samples with a provider's encoder and an adapter; neither side sees the other's.",
@@ -108,4 +119,5 @@ WORKFLOW = Workflow(
     part=part,
     check=check,
     min_sites=1,
+    figures=figures,
 )

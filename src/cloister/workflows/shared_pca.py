@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -226,11 +227,31 @@ def _figures_of(found: Any) -> dict[str, Any]:
     }
 
 
+def figures(outcomes: Mapping[str, Outcome], options: Options) -> list[Any]:
+    """The cells that are here in the first two components, by site; how much each component explains."""
+    from cloister.figures import curves, embedding
+
+    here = {s: o.adata for s, o in outcomes.items() if o.adata is not None and options.key_added in o.adata.obsm}
+    made: list[Any] = []
+    if here and options.n_components > 1:
+        points = np.concatenate([a.obsm[options.key_added][:, :2] for a in here.values()])
+        of = [site for site, a in here.items() for _ in range(a.n_obs)]
+        made.append(embedding(points, of, title="Cells in the shared space, by site", order=list(here)))
+    ratio: list[float] = next(
+        (o.result["variance_ratio"] for o in outcomes.values() if "variance_ratio" in o.result), []
+    )
+    if len(ratio):
+        shares = {"this one": ratio, "up to this one": np.cumsum(ratio).tolist()}
+        made.append(curves(shares, title="Variance explained", xlabel="component", ylabel="share of the variance"))
+    return made
+
+
 WORKFLOW = Workflow(
     name="shared-pca",
-    summary="put all sites' cells into one space: the PCA of all of them together, from secure sums",
+    summary="Put all sites' cells into one space: the PCA of all of them together, from secure sums.",
     options=Options,
     protocols={"hardened": "shared_pca"},
     part=part,
     check=check,
+    figures=figures,
 )

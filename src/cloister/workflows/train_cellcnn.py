@@ -396,7 +396,7 @@ def files(outcome: Outcome) -> dict[str, bytes]:
 
 WORKFLOW = Workflow(
     name="train-cellcnn",
-    summary="train one CellCnn on donors of several sites, encrypted from the first step to the last",
+    summary="Train one CellCnn on donors of several sites, encrypted from the first step to the last.",
     options=Options,
     protocols={"hardened": "encrypted_training", "published": "published_training"},
     part=part,
