@@ -56,7 +56,7 @@ def figures(outcomes: Mapping[str, Outcome], options: Any) -> list[Any]:
     """Loss and accuracy over the rounds; at every site that is here, its own labels against the model's."""
     from cloister.figures import confusion, curves
 
-    rows = next((o.result["history"] for o in outcomes.values() if o.result.get("history")), [])
+    rows: list[dict[str, Any]] = next((o.result["history"] for o in outcomes.values() if o.result.get("history")), [])
     made = []
     for title, ylabel, keys in (
         ("Loss over the rounds", "loss", {"loss": "held-out cells", "train_loss": "training cells"}),
