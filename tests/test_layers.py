@@ -25,6 +25,7 @@ MAY_IMPORT = {  # what of cloister; a name stands for the module or the whole pa
     "cell_files": {"errors", "genes", "hdf5_probe"},
     "cells": {"errors", "genes", "cell_files", "hdf5_probe"},
     "figures": {"errors"},
+    "in_short": set(),
     "crypto": {"errors", "crypto"},
     "models": {"errors", "crypto", "models", "genes"},
     "protocols": {"errors", "study", "wire", "receipts", "channel", "crypto", "models", "genes", "protocols"},

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import re
 from html.parser import HTMLParser
@@ -6,15 +7,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cloister import demo_data, results, run_facts
+from cloister import demo_data, results, run_facts, workflows
 from cloister.cell_files import read_cells
 from cloister.channel import Event
 from cloister.errors import DataError, MissingExtra, ProtocolAbort
 from cloister.figures import confusion, curves, embedding, heatmap, histograms
+from cloister.in_short import IN_SHORT, in_short
 from cloister.receipts import Entry, Receipt
 from cloister.rehearsal import Fault, Run, plan, rehearse
 from cloister.report import load_runs, save_run, write_report
 from cloister.report_parts import NUMBER, escape, sequence, size, tag, value
+from cloister.report_sections import _members, _opened, result
 from cloister.run_facts import Flow
 from cloister.seat import Outcome
 
@@ -132,12 +135,54 @@ def test_contrast(scheme):
         r, g, b = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts)
         return 0.2126 * r + 0.7152 * g + 0.0722 * b
 
-    grounds = {"ink": ("page", "card", "soft"), "quiet": ("page", "card"), "link": ("page", "card")}
+    grounds = {"ink": ("page", "card", "soft"), "quiet": ("page", "card", "soft"), "link": ("page", "card")}
     grounds |= {c: (f"{c}-back",) for c in ("good", "bad", "warn")}
     for text, backs in grounds.items():
         for back in backs:
             high, low = sorted((light(text), light(back)), reverse=True)
             assert (high + 0.05) / (low + 0.05) >= 4.5, (text, back)
+
+
+def test_every_mode_is_told_in_short():
+    shipped = {(name, mode) for name in workflows.SHIPPED for mode in workflows.get(name).protocols}
+    assert shipped <= set(IN_SHORT)
+    assert {key for key in IN_SHORT if key not in shipped} == {("train-cellcnn", "clear")}
+    for rows in IN_SHORT.values():
+        assert rows[0][0] == "Stays at its site"
+        assert 3 <= len(rows) <= 4
+        assert all(what.endswith(".") and len(what) < 150 for _, what in rows)
+    clear = in_short("train-cellcnn", "hardened", {"encrypted": False})
+    assert "every site's gradient" in clear[1][1]
+    assert in_short("toy", "hardened") == ()
+
+
+def test_what_is_opened_is_told_once_for_all_who_learn_it():
+    rows = [
+        {"name": f"value {i}", "protocol": "p", "line": "L1", "count": 1 + i, "to": to}
+        for i in range(7)
+        for to in ("basel", "lugano", "vienna")
+    ]
+    text = "".join(_opened("basel", rows))
+    assert text.count("<li>") == 6
+    assert "value 0, for itself and to lugano and vienna<" in text
+    assert "value 1, for itself and to lugano and vienna, 2 times" in text
+    assert "and 2 more, in the tables below" in text
+
+
+def test_results_are_told_in_words():
+    history = [{"round": 0, "loss": 1.5}, {"round": 1, "loss": 0.5, "train_loss": 2.0}]
+    assert result(history, "history").count("<tr>") == 3
+    assert result([[0.1, 0.2]] * 3, "filters") == "3 × 2 numbers"
+    assert result({"up": 21960, "down": 20000.0}, "bytes_per_round") == "up: 22.0 kB; down: 20.0 kB"
+    assert result([{EVIL: EVIL}] * 2, EVIL).count("&lt;script&gt;") > 2
+
+
+def test_roles_are_told_by_name(runs):
+    study = dataclasses.replace(runs["hardened"].study, parameters={"query": "vienna"})
+    assert _members("aggregator, holder", study) == ["coordinator", "basel", "lugano", "vienna"]
+    assert _members("querier", study) == ["vienna"]
+    assert _members("site, computing party", study) == []
+    assert _members("coordinator with one site", study) == []
 
 
 def test_everything_is_escaped(runs, tmp_path):

@@ -85,11 +85,15 @@ def _top(
 
 
 @app.command(epilog="Example:  cloister explain bin-values --mode published")
-def explain(workflow: Annotated[str | None, typer.Argument()] = None, mode: ModeName = None) -> None:
-    """Say what a workflow computes, what each party learns, and what it costs. Nothing is sent."""
+def explain(
+    workflow: Annotated[str | None, typer.Argument(help="Without one: the list of all workflows.")] = None,
+    mode: ModeName = None,
+) -> None:
+    """Say what a workflow computes, what each party learns, what it costs, and its options. Nothing is sent."""
     import dataclasses
 
     from cloister import workflows
+    from cloister.in_short import in_short
 
     if workflow is None:
         table = Table("workflow", "what it does", "modes", box=None)
@@ -104,6 +108,10 @@ def explain(workflow: Annotated[str | None, typer.Argument()] = None, mode: Mode
         head = (module.__doc__ or "").strip().split("\n\n")[0]
         out.print(f"[bold]{workflow}[/bold] · mode [bold]{one}[/bold]\n")
         out.print(head, markup=False)
+        if rows := in_short(workflow, one):
+            out.print("\n[bold]In short[/bold]")
+            for who, what in rows:
+                out.print(f"{who}: {what}", markup=False)
         for title in ("Reveals", "Assumes", "Cost", "References"):
             if text := workflows.section(module, title):
                 out.print(f"\n[bold]{title}[/bold]")
@@ -180,12 +188,15 @@ def rehearse(
     mode: ModeName = None,
     seed: Annotated[int | None, typer.Option(help="Of the statistical part.")] = None,
     folder: OutFolder = None,
-    processes: Annotated[bool, typer.Option(help="One process per party.")] = False,  # noqa: FBT002
+    processes: Annotated[bool, typer.Option("--processes", help="One process per party.")] = False,  # noqa: FBT002
     timeout: Annotated[float | None, typer.Option(help="Seconds of silence before a party is given up.")] = None,
     as_json: AsJson = False,  # noqa: FBT002
     quiet: Quiet = False,  # noqa: FBT002
 ) -> None:
-    """Play all parties of a study on this machine, each with its own file only."""
+    """Play all parties of a study on this machine, each with its own file only.
+
+    The workflow's own options follow, as --n-bins 51; `cloister explain bin-values` lists them.
+    """
     from cloister import workflows
     from cloister.cell_files import read_cells
     from cloister.rehearsal import plan as make_plan
@@ -306,14 +317,14 @@ def demo(
 
     with progress(quiet=quiet) as tell:
         table, path = run_demo(folder, on_event=tell, say=lambda text: err.print(text, markup=False))
-    attack = table[0].index("what others get to see")
+    attack = table[0].index("attack")
     for columns in ([i for i in range(len(table[0])) if i != attack], [0, 1, attack]):  # two tables fit 80 columns
         shown = Table(*(table[0][i] for i in columns), box=None)
         for row in table[1:]:
             shown.add_row(*(as_is(row[i]) for i in columns))
         out.print(shown)
-    out.print("Figures in the last table are attacks on what a mode opens, worked out in the clear from")
-    out.print("the demo's own data; sentences are what the mode reveals by design.")
+    out.print("Attacks read what these runs sent and opened; in brackets, what guessing gives. Where no message")
+    out.print("holds what a mode opens, it is worked out in the clear by the functions of the protocol.")
     out.print(f"open {path}", markup=False)
 
 
@@ -322,7 +333,7 @@ def demo(
 
 @app.command(epilog="Example:  cloister provision study.toml --out kits")
 def provision(
-    study: Annotated[Path, typer.Argument(help="The study, with [network] host and port.")],
+    study: Annotated[Path, typer.Argument(help="The study; it needs a host and a port for the coordinator.")],
     folder: Annotated[Path, typer.Option("--out", help="Folder for the kits; one per party.")] = Path("kits"),
 ) -> None:
     """Make a start-up kit with certificates for every party of a study."""
@@ -341,7 +352,7 @@ def provision(
 @app.command(epilog="Example:  cloister site kits/basel --approve   then   cloister site kits/basel")
 def site(
     kit: Annotated[Path, typer.Argument(help="This party's start-up kit.")],
-    approve: Annotated[bool, typer.Option(help="Approve the kit's study, and stop.")] = False,  # noqa: FBT002
+    approve: Annotated[bool, typer.Option("--approve", help="Approve the kit's study, and stop.")] = False,  # noqa: FBT002
 ) -> None:
     """Start a party (site, coordinator or auxiliary server) and wait for runs; Ctrl-C stops it."""
     if approve:

@@ -151,7 +151,8 @@ def _run(run: Run, i: int, baselines: Mapping[str, Rows], *, unfold: bool) -> Ht
         "article",
         title,
         tag("p", _summary(study), class_="lead"),
-        *(tag("div", tag("p", "Note: ", note), class_="box warn") for note in workflows.warnings_of(study)),
+        sections.short(run),
+        *(tag("div", tag("p", "Note: ", note, "."), class_="box warn") for note in workflows.warnings_of(study)),
         _abort_box(abort, run) if abort is not None else _missing_box(run),
         _facts(run),
         tag("h3", "What left each building"),
@@ -255,6 +256,7 @@ def _how() -> Html:
         " it was and for whom, never the value.",
         "Learned": "Everything that a party can find out from a run by the description of its protocol, also if some"
         " parties put together what they have.",
+        "Collude": "Parties put together, in secret, what each of them has seen.",
         "Receipt": "Each party's own record of what it sent and opened, signed with its key.",
         "Hardened, published": "The same analysis by the protocols that Cloister recommends, and as its paper has it."
         " The second is here to compare with, and leaks more.",

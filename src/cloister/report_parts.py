@@ -81,18 +81,26 @@ def value(x: Any, column: str = "") -> str:
     if isinstance(x, bool):
         return "yes" if x else "no"
     if isinstance(x, int | float):
-        if re.search(r"\bbytes\b", column):
+        if re.search(r"(\b|_)bytes(\b|_)", column):
             return size(x)
-        if re.search(r"\bseconds\b", column):
+        if re.search(r"(\b|_)seconds(\b|_)", column):
             return seconds(x)
         return f"{x:,}" if isinstance(x, int) else f"{x:.4g}"
     if isinstance(x, list | tuple):
+        if x and all(isinstance(row, list | tuple) and len(row) == len(x[0]) > 0 for row in x):
+            return f"{len(x):,} × {len(x[0]):,} numbers" if _numbers(x) else f"{len(x):,} rows of {len(x[0]):,}"
         if len(x) > 8:
-            return f"{value(x[:3])} … {value(x[-2:])} ({len(x):,} in all)"
-        return ", ".join(value(v) for v in x) or "none"
+            return f"{value(x[:3], column)} … {value(x[-2:], column)} ({len(x):,} in all)"
+        between = "; " if any(isinstance(v, dict) for v in x) else ", "
+        return between.join(value(v, column) for v in x) or "none"
     if isinstance(x, dict):
-        return "; ".join(f"{k}: {value(v)}" for k, v in x.items()) or "none"
+        between = ", " if column == "" else "; "
+        return between.join(f"{k}: {value(v, f'{column} {k}')}" for k, v in x.items()) or "none"
     return str(x)
+
+
+def _numbers(rows: Sequence[Sequence[Any]]) -> bool:
+    return all(isinstance(v, int | float) and not isinstance(v, bool) for row in rows for v in row)
 
 
 def table(caption: str, columns: Sequence[str], rows: Iterable[Sequence[object]], *, hide: bool = False) -> Html:

@@ -12,6 +12,7 @@ from typing import Any
 
 from cloister import workflows
 from cloister.errors import CloisterError, ReceiptError
+from cloister.in_short import in_short
 from cloister.receipts import Receipt
 from cloister.rehearsal import Run
 from cloister.report_parts import Html, bars, count, escape, join, names, seconds, sequence, size, table, tag, value
@@ -20,6 +21,8 @@ from cloister.seat import SIGNED
 from cloister.study import Study
 
 ABORT = "channel.Abort"
+MOST_OPENED = 5  # kinds of values in a card
+WIDE = 1.65  # figures wider than this times their height get a row of their own
 FIXED = {
     "channel": (
         "Greetings",
@@ -32,6 +35,26 @@ ROLES = {
     "coordinator": "holds no cells, brings the sites together",
     "auxiliary": "holds no cells, helps to compute",
 }
+
+
+def short(run: Run) -> Html | None:
+    """The first thing to read: what stays, who learns what, in plain words; in full it stands further down."""
+    rows = in_short(run.study.workflow, run.study.mode, run.study.parameters)
+    if not rows:
+        return None
+    sent = sum(r["bytes"] for p in run.study.sites for r in _sent(run, p))
+    told = f"All sites together sent {size(sent)}. In full: what each party learned, below."
+    return tag(
+        "div",
+        tag("h3", "In short"),
+        tag("dl", *(join((tag("dt", who), tag("dd", _sentence(what)))) for who, what in rows), class_="meta"),
+        tag("p", told, class_="quiet"),
+        class_="box short",
+    )
+
+
+def _sent(run: Run, party: str) -> list[dict[str, Any]]:
+    return [r for r in rows_of(run.receipts[party]) if r["kind"] == "sent"] if party in run.receipts else []
 
 
 def card(run: Run, party: str) -> Html:
@@ -66,7 +89,7 @@ def card(run: Run, party: str) -> Html:
         head,
         tag("p", told if sent else "Sent nothing."),
         tag("ul", *items) if items else None,
-        tag("p", tag("strong", "Opened: "), _opened(party, opened)),
+        *_opened(party, opened),
         tag("p", tag("strong", "Written here: "), join((tag("code", w) for w in written), ", ")) if written else None,
         class_="card",
     )
@@ -80,18 +103,23 @@ def _bytes(rows: list[dict[str, Any]]) -> str:
     return size(sum(r["bytes"] for r in rows))
 
 
-def _opened(party: str, rows: list[dict[str, Any]]) -> Html:
+def _opened(party: str, rows: list[dict[str, Any]]) -> list[Html]:
+    """What this party made plain, each kind of value once, with everybody it was for."""
     if not rows:
-        return escape("no protected value was made plain here.")
+        return [tag("p", tag("strong", "Opened: "), "no protected value was made plain here.")]
+    values: dict[tuple[str, str, str, int], list[str]] = {}
+    for r in rows:
+        values.setdefault((r["name"], r["protocol"], r["line"], r["count"]), []).append(r["to"])
     parts = []
-    for r in rows[:8]:
-        times = f", {r['count']} times" if r["count"] > 1 else ""
-        inside = r["to"] == party
-        told = (f"{r['name']}, ", "for itself" if inside else f"to {r['to']}", times)
-        place = join((" (", tag("code", f"{r['protocol']} {r['line']}"), ")"))
-        parts.append(tag("span", *told, place, class_=None if inside else "flag warn"))
-    more = [f"and {len(rows) - 8} more, in the tables below"] if len(rows) > 8 else []
-    return join([*parts, *more], "; ")
+    for (name, protocol, line, times), to in list(values.items())[:MOST_OPENED]:
+        others = [p for p in to if p != party]
+        whom = " and ".join(("for itself",) * (party in to) + (f"to {names(others)}",) * bool(others))
+        told = f"{name}, {whom}" + (f", {times} times" if times > 1 else "")
+        place = join((" (", tag("code", f"{protocol} {line}"), ")"))
+        parts.append(tag("li", tag("span", told, class_="flag warn" if others else None), place))
+    if len(values) > MOST_OPENED:
+        parts.append(tag("li", f"and {len(values) - MOST_OPENED} more, in the tables below"))
+    return [tag("p", tag("strong", "Opened:")), tag("ul", *parts)]
 
 
 def purposes(run: Run, *, unfold: bool) -> Html | None:
@@ -160,11 +188,11 @@ def learned(run: Run) -> Html:
     others = [(p, workflows.section(SimpleNamespace(__doc__=_doc(p)), "Reveals")) for p in used if p != main]  # type: ignore[arg-type]
     inner = [join((tag("h4", tag("code", p)), _reveals(text, run.study))) for p, text in others if text]
     if inner:
-        told = f"On the way, {count(len(inner), 'more protocol')} ran. They reveal this, and nothing else:"
-        parts += [
-            tag("p", told),
-            tag("details", tag("summary", f"What {names(p for p, t in others if t)} reveal"), *inner),
-        ]
+        one = len(inner) == 1
+        ran = f"On the way, {count(len(inner), 'more protocol')} ran."
+        told = f"{ran} {'It reveals' if one else 'They reveal'} this, and nothing else:"
+        summary = f"What {names(p for p, t in others if t)} reveal{'s' if one else ''}"
+        parts += [tag("p", told), tag("details", tag("summary", summary), *inner)]
     if run.receipts:
         parts.append(
             tag("p", "Everybody, and who carries the messages, also sees their names, sizes and times.", class_="quiet")
@@ -187,15 +215,25 @@ def _reveals(text: str, study: Study) -> Html:
         return tag("p", "The receipts carry no text on this.")
     rows = []
     for who, lines in entries:
-        members = [p for p, role in sorted(study.parties.items()) if role == who]
-        label = f"{who[:1].upper()}{who[1:]}" + (f" ({names(members)})" if members and members != [who] else "")
-        rows.append(join((tag("dt", label) if who else None, tag("dd", _sentence(" ".join(lines))))))
+        members = _members(who, study)
+        label = [_sentence(who)] + ([f" ({names(members)})"] if members and members != [who] else [])
+        rows.append(join((tag("dt", *label) if who else None, tag("dd", _sentence(" ".join(lines))))))
     return tag("dl", *rows, class_="learned")
+
+
+def _members(who: str, study: Study) -> list[str]:
+    """The parties that a protocol's word for a role stands for here; none if a word stands for something else."""
+    query = [p for p in study.sites if p == study.parameters.get("query")]
+    known = {word: [study.coordinator] for word in ("coordinator", "server", "aggregator", "principal", "provider")}
+    known |= {word: list(study.sites) for word in ("site", "client", "contributor", "holder", "owner")}
+    known |= {"querier": query, "auxiliary": list(study.auxiliaries)}
+    words = [known.get(word, []) for word in who.split(", ")]
+    return [str(p) for p in dict.fromkeys(p for group in words for p in group)] if all(words) else []
 
 
 def _sentence(text: str) -> Html:
     """With a capital letter, unless it begins with a symbol: `z, the sum` stays. What is in backticks becomes code."""
-    text = text[:1].upper() + text[1:] if re.match(r"[a-z]{2,}\b", text) else text
+    text = text[:1].upper() + text[1:] if re.match(r"(a |[a-z]{2,}\b)", text) else text
     return join(tag("code", part) if i % 2 else part for i, part in enumerate(text.split("`")))
 
 
@@ -208,13 +246,11 @@ def figures(run: Run, drawn: Drawn) -> list[Html]:
     shown = []
     for figure in drawn.figures:
         source = "data:image/png;base64," + base64.b64encode(figure["png"]).decode()
-        shown.append(
-            tag(
-                "figure",
-                tag("figcaption", figure["title"]),
-                tag("img", src=source, alt=figure["alt"] or figure["title"]),
-            )
-        )
+        picture = tag("img", src=source, alt=figure["alt"] or figure["title"])
+        wide = int.from_bytes(figure["png"][16:20]) > WIDE * int.from_bytes(figure["png"][20:24])
+        if wide:  # stays readable on a phone
+            picture = tag("div", picture, class_="scroll", role="region", aria_label=figure["title"], tabindex="0")
+        shown.append(tag("figure", tag("figcaption", figure["title"]), picture, class_="wide" if wide else None))
     parts = [tag("h3", "Figures")]
     held = [p for p in run.study.sites if p in run.outcomes]
     if shown and held:
@@ -231,16 +267,26 @@ def results(run: Run) -> list[Html]:
     by_value: dict[tuple[str, str], list[str]] = {}
     for party in run.study.parties:
         for key, x in (run.outcomes[party].result if party in run.outcomes else {}).items():
-            by_value.setdefault((str(key), value(plain(x), str(key))), []).append(party)
+            by_value.setdefault((str(key), result(plain(x), str(key))), []).append(party)
     if not by_value:
         return []
     everyone = [p for p in run.study.parties if p in run.outcomes]
     keys = list(dict.fromkeys(k for k, _ in by_value))
     rows = [
-        (k, "all" if who == everyone else names(who), x)
+        (k.replace("_", " "), "all" if who == everyone else names(who), x)
         for (k, x), who in sorted(by_value.items(), key=lambda item: keys.index(item[0][0]))
     ]
     return [tag("h3", "Results in numbers"), table("Results by party", ("result", "at", "value"), rows, hide=True)]
+
+
+def result(x: Any, key: str) -> Html:
+    """One result: rows of the same things become a table, anything else a line of text."""
+    if isinstance(x, list) and len(x) > 1 and all(isinstance(row, dict) and row for row in x):
+        columns = list(dict.fromkeys(str(k) for row in x for k in row))
+        if len(columns) <= 8 and len(x) <= 200:
+            rows = [[row.get(c) for c in columns] for row in x]
+            return table(key.replace("_", " "), [c.replace("_", " ") for c in columns], rows, hide=True)
+    return escape(value(x, key))
 
 
 def messages(run: Run, abort: Abort | None) -> Html:
@@ -345,10 +391,10 @@ def receipts(run: Run) -> Html:
         rows.append((party, status_of(run, party), f"{len(receipt.entries):,}", badge, tag("code", receipt.head[:16])))
     note = (
         "Each receipt is a chain in which every message that was sent and every value that was opened has its entry; a"
-        " later change breaks the chain or the signature. `cloister receipt --verify` checks the files themselves."
+        " later change breaks the chain or the signature. `cloister receipt FILE --verify` checks the files themselves."
     )
     columns = ("party", "ended", "entries", "checked", "last hash, first 16 digits")
-    return join((tag("p", note.replace("`", "")), table("Receipts by party", columns, rows, hide=True)))
+    return join((tag("p", _sentence(note)), table("Receipts by party", columns, rows, hide=True)))
 
 
 def _check(study: Study, party: str, receipt: Receipt) -> tuple[bool, str]:
