@@ -19,6 +19,7 @@ from cloister.testing import (
     check_vectors,
     check_view,
     run_protocol,
+    transcript,
     values,
 )
 
@@ -115,6 +116,27 @@ def test_what_is_opened_depends_on_the_bit_alone():
     assert stat > 20 * df
 
 
+def test_a_site_would_read_the_count_from_the_sum_and_does_not_get_it():
+    """Who knows the common seed solves E = z · slope + offset for z; so a site is told bits, and no sum."""
+    c = case()
+    p, key = c.params, SECRET
+    zs = np.arange(p.length) % (p.least + 1)
+
+    def entries(z):
+        sums = sum(count_tests.encode(p, z if u == p.sites[0] else 0 * z, u, p.sites, key) for u in p.sites)
+        shifts = np.arange(p.lanes, dtype=np.uint64) * np.uint64(p.bits)
+        lanes = (sums[:, None] >> shifts) & np.uint64((1 << p.bits) - 1)
+        return lanes.ravel()[: p.length * p.entries].astype(int).reshape(p.length, p.entries) % p.p
+
+    seen, none, one = entries(zs), entries(0 * zs), entries(0 * zs + 1)
+    slope = [pow(int(a), -1, p.p) for a in (one - none)[:, 0] % p.p]  # ρ times a one on the diagonal of R₁
+    np.testing.assert_array_equal((seen - none)[:, 0] * slope % p.p, zs)
+    run = run_protocol(count_tests, c)
+    sent = {name for name, to, _ in transcript(run)["hub"] if to == p.sites[0]}
+    assert "secure_sum.Total" not in sent
+    assert {n for n in sent if not n.startswith(("channel.", "secure_sum."))} == {"count_tests.Outcome"}
+
+
 def test_without_masks_a_small_count_would_show():
     """The same test bites where r_u and R₁, R₂ are left out: det alone takes another value for every count."""
     p = 7
@@ -145,7 +167,7 @@ def test_view_and_cost():
 def test_abort_or_survive(kind):
     c = case()
     messages = [("site-1", "hub", f"secure_sum.{n}") for n in ("Keys", "MaskedInput", "Unmask")]
-    messages += [("hub", "site-1", f"secure_sum.{n}") for n in ("Roster", "Survivors", "Total")]
+    messages += [("hub", "site-1", n) for n in ("secure_sum.Roster", "secure_sum.Survivors", "count_tests.Outcome")]
     assert check_abort(count_tests, c, survived=lambda run: check_bits(c, run), kinds=[kind], messages=messages) == 6
 
 

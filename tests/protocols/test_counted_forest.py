@@ -156,26 +156,31 @@ def test_with_fixed_entropy_everything_repeats():
 
 
 def questions(params, outline, width):
-    """Lengths of the sums that the opened forest asks for, in order: what `Cost` says."""
-    ask = lambda length, least, most: count_tests.Params(SITES, HUB, length, least, most).words  # noqa: E731
+    """What the tests and sums cost that the opened forest asks for, in order: what `Cost` says."""
+
+    def ask(length, least, most):
+        return count_tests.cost(count_tests.Params(SITES, HUB, length, least, most))
+
+    def add(length):
+        return secure_sum.cost(secure_sum.Params(SITES, HUB, length, to_all=True))
+
     most = 4 * max(params.sample, 64)
-    lengths = [ask(width * 128, 1, 3), 2 * width + 1] * 2
+    asked = [ask(width * 128, 1, 3), add(2 * width + 1)] * 2
     for nodes, first, last in outline.ranges:  # one per level, since no axis is tried twice
         assert (first < last).all()
-        lengths.append(ask(len(nodes) * 2 * (params.grid_cells - 1), 1, 3))
-        lengths.append(ask(2 * len(nodes), params.least, most))
-    lengths.append(ask(params.all_trees, params.least, most))
+        asked.append(ask(len(nodes) * 2 * (params.grid_cells - 1), 1, 3))
+        asked.append(ask(2 * len(nodes), params.least, most))
+    asked.append(ask(params.all_trees, params.least, most))
     if (outline.counts >= 0).any():
-        lengths.append(int((outline.counts >= 0).sum()))
-    return lengths
+        asked.append(add(int((outline.counts >= 0).sum())))
+    return asked
 
 
 def test_cost():
     c = case(forest="extended")  # no axis is tried twice on such rows
     run = run_protocol(counted_forest, c)
     check_no_errors(run)
-    lengths = questions(c.params, values(run)[HUB], 4)
-    sums = [secure_sum.cost(secure_sum.Params(SITES, HUB, m, to_all=True)) for m in lengths]
+    sums = questions(c.params, values(run)[HUB], 4)
     seed = common_seed.cost(common_seed.Params(SITES, HUB))
     names = len(common_genes.join(NAMES))
     for party in (HUB, *SITES):
@@ -230,7 +235,7 @@ def test_two_of_three_sites_gone_is_a_named_abort():
 )
 def test_a_disturbed_message_is_survived_or_named(kind):
     c = case(trees=2)
-    for sender, to, name, nth in (("site-1", "hub", "MaskedInput", 5), ("hub", "site-1", "Total", 4)):
+    for sender, to, name, nth in (("site-1", "hub", "MaskedInput", 5), ("hub", "site-1", "Outcome", 4)):
         run = run_protocol(counted_forest, c, faults=[Fault(kind, sender, to, name, nth=nth)], timeout=1.0)
         for e in run.errors.values():
             assert all((e.protocol, e.line, e.code))

@@ -6,14 +6,15 @@ The sites hold a common seed Ξ that the coordinator does not know, and draw fro
     r_u  with Σ_u r_u = 0 over the sites that take part
 
     L1   u       E_u = x_u · R₁ A R₂ + [u is first] · R₁ K R₂ + r_u    mod p,  upper triangle only
-    L2   u, S    secure sum of the E_u over the integers, several per word
-    L3   all     E = Σ E_u mod p = R₁ M(z) R₂, z = Σ x_u;   d = det E = ρ · z (z - 1) ⋯ (z - k + 1)
-                 z ≥ k exactly if d ≠ 0
+    L2   u, S    secure sum of the E_u over the integers, several per word, to S alone
+    L3   S       E = Σ E_u mod p = R₁ M(z) R₂, z = Σ x_u;   d = det E = ρ · z (z - 1) ⋯ (z - k + 1)
+         S → u   z ≥ k, which is so exactly if d ≠ 0
 
 M(z) = z A + K has ρz, z - 1, …, z - k + 1 on its diagonal and -1 below it. The matrices R₁ M R₂ of one determinant are
 all equally likely [IK02], and ρ makes every determinant but 0 equally likely: E says d = 0 or d ≠ 0 and nothing else.
 The integer sums carry how often they passed p, which the r_u make a function of E and of fresh coins. k = 1 is the
-question whether anything is there at all: one number per test.
+question whether anything is there at all: one number per test. A site, who knows R₁, R₂ and ρ, would read z from E; so
+no site gets E.
 
 A site that drops out takes its r_u along: what is opened then is uniform, and the sum is repeated without it.
 
@@ -29,7 +30,7 @@ What the secure sum assumes; counts below p. The coordinator does not know Ξ.
 Cost
 ----
 Per site: one secure sum of ⌈length · k(k + 1)/2 / lanes⌉ words, lanes = ⌊64 / log2(n(p - 1) + 1)⌋; again for every
-site that drops out at this point.
+site that drops out at this point. One bit per test comes back.
 
 References
 ----------
@@ -52,7 +53,7 @@ from cloister.crypto.prg import Prg
 from cloister.errors import DataError, ParameterError
 from cloister.protocols import secure_sum
 from cloister.study import Party
-from cloister.wire import I64, U64
+from cloister.wire import I64, U8, U64, message
 
 NAME = "count_tests"
 Bits = npt.NDArray[np.bool_]
@@ -97,8 +98,18 @@ class Params:
         return -(-self.length * self.entries // self.lanes)
 
     @property
+    def told(self) -> int:
+        """Bytes of the outcome."""
+        return -(-self.length // 8)
+
+    @property
     def sum(self) -> secure_sum.Params:
-        return secure_sum.Params(self.sites, self.coordinator, self.words, to_all=True)
+        return secure_sum.Params(self.sites, self.coordinator, self.words)  # not to the sites, who know Ξ
+
+
+@message("L3")
+class Outcome:  # S → u
+    bits: U8  # (⌈length / 8⌉,)
 
 
 class Answer(NamedTuple):
@@ -116,7 +127,9 @@ def roles(params: Params) -> dict[Party, object]:
 
 
 def cost(params: Params) -> dict[Party, tuple[int, int]]:
-    return secure_sum.cost(params.sum)
+    found, n = secure_sum.cost(params.sum), len(params.sites)
+    messages, payload = found[params.coordinator]
+    return found | {params.coordinator: (messages + n, payload + n * params.told)}
 
 
 # ---- local steps -----------------------------------------------------------------------------------------------------
@@ -208,17 +221,18 @@ async def site(
     while True:
         sub = ch.sub(f"try/{attempt}", present)
         y = encode(params, x, ch.me, present, hkdf(secret, bind(NAME, sub.run_id)))  # L1
-        total = await secure_sum.contributor(sub, params.sum, y, entropy=entropy, identity=identity)  # L2
-        assert total is not None
-        if set(total.survivors) == set(present):
-            return Answer(decode(params, total.z), present)  # L3
-        present, attempt = _ordered(params, total.survivors), attempt + 1
+        survivors = await secure_sum.contribute(sub, params.sum, y, entropy=entropy, identity=identity)  # L2
+        if set(survivors) == set(present):
+            told = await sub.recv(params.coordinator, Outcome, bits=(params.told,))  # L3
+            return Answer(np.unpackbits(told.bits, count=params.length).astype(bool), present)
+        present, attempt = _ordered(params, survivors), attempt + 1
 
 
 async def coordinator(ch: Channel, params: Params, present: tuple[Party, ...] = ()) -> Answer:
     present, attempt = present or params.sites, 0
     while True:
-        total = await secure_sum.aggregator(ch.sub(f"try/{attempt}", present), params.sum)  # L2
+        sub = ch.sub(f"try/{attempt}", present)
+        total = await secure_sum.aggregator(sub, params.sum)  # L2
         if set(total.survivors) == set(present):
             bits = ch.reveal(
                 decode(params, total.z),
@@ -227,6 +241,7 @@ async def coordinator(ch: Channel, params: Params, present: tuple[Party, ...] = 
                 what=f"{params.length} bits: pooled count at least {params.least}",
                 protocol=NAME,
             )
+            await sub.scatter([u for u in present if not ch.lost(u)], Outcome(np.packbits(bits)))  # L3
             return Answer(bits, present)
         present, attempt = _ordered(params, total.survivors), attempt + 1
 

@@ -224,6 +224,15 @@ def add_pads(y: U64, u: Party, seeds: Mapping[Party, bytes]) -> None:
 
 async def contributor(ch: Channel, params: Params, x: U64, *, entropy: Entropy, identity: Identity) -> Sum | None:
     """Play u. Returns z and the survivors if `to_all`, else nothing."""
+    survivors = await contribute(ch, params, x, entropy=entropy, identity=identity)
+    if not params.to_all:
+        return None
+    total = await ch.recv(params.aggregator, Total, z=(params.length,))  # L11
+    return Sum(total.z, survivors)
+
+
+async def contribute(ch: Channel, params: Params, x: U64, *, entropy: Entropy, identity: Identity) -> tuple[Party, ...]:
+    """L1 to L9 of u. Returns the survivors, as all of them vouched for them."""
     if x.shape != (params.length,) or x.dtype != np.uint64:
         raise ParameterError(f"expected {params.length} words of uint64, found {x.dtype} of shape {x.shape}")
     S = params.aggregator
@@ -276,10 +285,7 @@ async def contributor(ch: Channel, params: Params, x: U64, *, entropy: Entropy, 
         _check_signature(ch, v, "survivors", told, signature, "L8")
     dropped = held.keys() - set(survivors)
     await ch.send(S, Unmask({v: held[v][1] for v in survivors}, {v: held[v][0] for v in dropped}))  # L9
-    if not params.to_all:
-        return None
-    total = await ch.recv(S, Total, z=(params.length,))  # L11
-    return Sum(total.z, survivors)
+    return survivors
 
 
 async def aggregator(ch: Channel, params: Params) -> Sum:
