@@ -25,18 +25,20 @@ def demo_sites() -> dict[str, AnnData]:
     return sites
 
 
-def demo_donors(per_site: int = 8, n_cells: int = 500, planted: float = 0.12) -> dict[str, AnnData]:
+def demo_donors(
+    per_site: int = 8, n_cells: int = 500, planted: float = 0.12, *, seed: int = 2015
+) -> dict[str, AnnData]:
     """Simulate three sites with donors of two conditions, from real mass-cytometry cells that come with the package.
 
     A donor is `n_cells` cells drawn from one bone marrow; in the condition "case", a share `planted` of them are CD16+
-    NK cells, in "control" almost none. `obs` has `donor`, `condition`, `population`.
+    NK cells, in "control" almost none. `obs` has `donor`, `condition`, `population`. Another seed draws other donors.
     """
     import pandas as pd
     from anndata import AnnData
 
     with resources.as_file(resources.files("cloister") / "data" / "levine_cells.npz") as path, np.load(path) as file:
         X, label, populations, markers = (file[k] for k in ("X", "label", "populations", "markers"))
-    rng = np.random.default_rng(2015)
+    rng = np.random.default_rng(seed)
     rare = label == int(np.flatnonzero(populations == "CD16+_NK_cells")[0])
     sites = {}
     for site in SITES:

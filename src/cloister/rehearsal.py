@@ -203,6 +203,7 @@ def rehearse(
     inplace: bool = False,
     faults: Iterable[Fault] = (),
     on_event: Callable[[Event], None] | None = None,
+    on_frame: Callable[[bytes], None] | None = None,
     check: bool = True,
     **options: Any,
 ) -> Run:
@@ -222,6 +223,8 @@ def rehearse(
         Write results into the given objects; by default into copies.
     faults
         What to do to messages on the way; for tests.
+    on_frame
+        Gets every frame as it is delivered; for attacks on what was sent (`cloister.attacks.sent`). Threads only.
     check
         Raise if a party failed. With `check=False`, look at `run.errors`.
 
@@ -234,6 +237,8 @@ def rehearse(
     for site, adata in data.items():
         with _named(site):
             found.check(adata, chosen)
+    if processes and on_frame is not None:
+        raise ParameterError("on_frame hears only parties of this process; rehearse with processes=False")
     on_event = harmless(on_event)
     cells = {Party(p): a if inplace else _copy(a) for p, a in data.items()}
     if processes:
@@ -241,7 +246,8 @@ def rehearse(
 
         run = play_processes(study, cells, faults=faults, on_event=on_event)
     else:
-        run = play(study, dict.fromkeys(study.parties, workflow_part), cells, faults=faults, on_event=on_event)
+        parts = dict.fromkeys(study.parties, workflow_part)
+        run = play(study, parts, cells, faults=faults, on_event=on_event, on_frame=on_frame)
     if inplace and processes:
         for site, adata in run.data.items():
             data[site]._init_as_actual(adata)
@@ -283,6 +289,7 @@ def play(
     *,
     faults: Iterable[Fault] = (),
     on_event: Callable[[Event], None] | None = None,
+    on_frame: Callable[[bytes], None] | None = None,
     entropy: Callable[[Party], Entropy] | None = None,
     consent: Mapping[Party, frozenset[str]] | None = None,
 ) -> Run:
@@ -291,7 +298,13 @@ def play(
     identities = {p: Identity.create(sources[p]) for p in study.parties}
     study = study.with_keys({p: i.public for p, i in identities.items()})
     boxes = {p: Mailbox(p) for p in study.parties}
-    wires = Wires(lambda sender, to, frame: boxes[to].put(sender, frame), faults)
+
+    def deliver(sender: Party, to: Party, frame: bytes) -> None:
+        if on_frame is not None:
+            on_frame(frame)
+        boxes[to].put(sender, frame)
+
+    wires = Wires(deliver, faults)
     run, lock = Run(study), threading.Lock()
     reveals = reveals_of(study)
 

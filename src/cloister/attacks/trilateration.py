@@ -5,6 +5,9 @@ A reference r whose squared distances d_j to the queries q_j are known satisfies
     2 (q_j - q_1) · r = |q_j|² - |q_1|² - d_j + d_1
 
 which is linear in r: as soon as r is near enough to more queries than it has dimensions, it is found exactly.
+
+Who gets labels and no distances (the querier of the other modes) can only say that references of a label lie among its
+own cells that were given that label: `among_labels` guesses one for each of them. `hits` counts what any guess found.
 """
 
 from __future__ import annotations
@@ -46,3 +49,22 @@ def rebuild(view: View) -> dict[int, F64]:
 def rebuilt(view: View, truth: F64, within: float) -> int:
     """How many references the guesses hit, each coordinate to within `within`."""
     return sum(bool(np.abs(guess - truth[number]).max() <= within) for number, guess in rebuild(view).items())
+
+
+def among_labels(queries: F64, labels: I64, neighbours: int = 10) -> F64:
+    """A guess per query, from labels alone: the mean of the nearest queries that were given the same label."""
+    from scipy.spatial import cKDTree
+
+    guess = queries.copy()
+    for label in np.unique(labels):
+        mine = queries[labels == label]
+        _, near = cKDTree(mine).query(mine, k=range(1, min(neighbours, len(mine)) + 1))
+        guess[labels == label] = mine[near].mean(axis=1)
+    return guess
+
+
+def hits(guesses: F64, truth: F64, within: float) -> int:
+    """How many references some guess hits, each coordinate to within `within`."""
+    from scipy.spatial import cKDTree
+
+    return int((cKDTree(guesses).query(truth, p=np.inf)[0] <= within).sum())

@@ -1,0 +1,301 @@
+"""What the demo's parties could make of what they are shown: attacks of `cloister.attacks`, on the demo's own runs.
+
+An attack reads the messages of the run (`attacks.sent`) and its results, as the party that it plays got them, and says
+beside its outcome what guessing gives. A vector that is masked, or a ciphertext, is read as if it were not: the same
+attack on the same place in the conversation, whose outcome would change if the protection were missing. Where a mode
+opens a value that neither messages nor files hold (masked rows, a forest, a graph), it is computed here in the clear
+by the functions that the protocol itself uses; the tests of the protocols hold the two equal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from cloister.attacks import single_site
+from cloister.attacks.sent import Sent
+from cloister.errors import CloisterError
+from cloister.study import Study
+
+
+def own_quantiles(sent: Sent, edges: Any, own: Mapping[str, Any], pooled: Any) -> str:
+    """bin-values: the coordinator on each site's own quantiles, read off what the site sent, or the shared edges."""
+    from cloister.protocols import averaged_quantiles, pooled_quantiles, secure_sum
+    from cloister.study import Party
+
+    grid = pooled_quantiles.Params(tuple(map(Party, own)), Party("coordinator"), len(edges), whole=True).grid
+    told = sent.by_sender(averaged_quantiles.Local, to="coordinator")
+    added = sent.by_sender(secure_sum.MaskedInput, to="coordinator", scope="coarse/0")
+
+    def guess(p: str) -> Any:
+        if p in told:
+            return told[Party(p)].edges
+        counts = single_site.read_counts(added[Party(p)].y, pooled_quantiles.MOST)
+        if counts is None:
+            return edges
+        return single_site.quantiles_of(counts, grid, np.linspace(0, 1, len(edges)))
+
+    def off(found: Any, p: str) -> float:
+        return float(np.mean(np.abs(found / own[p] - 1)))
+
+    miss, blind = (np.mean([off(f(p), p) for p in own]) for f in (guess, lambda p: pooled))
+    return f"a site's own quantiles to {miss:.0%} (guessing: {blind:.0%})"
+
+
+def own_means(sent: Sent, space: Mapping[str, Any], common: list[str], logs: Mapping[str, Any]) -> str:
+    """shared-pca: one site on another's mean of the chosen genes: read off what it sent, or by taking one's own out."""
+    from cloister.protocols import secure_sum, shared_pca
+    from cloister.study import Party
+
+    me, *others = logs
+    added = sent.by_sender(secure_sum.MaskedInput, to="coordinator", scope="moments")
+    true = {p: np.mean(x, axis=0) for p, x in logs.items()}
+    mean, deviation = np.asarray(space["mean"]), np.asarray(space["deviation"])
+    rest = single_site.subtract(mean, int(space["cells"]), true[me], len(logs[me]))
+    at = [common.index(str(g)) for g in space["genes"]]
+
+    def guess(p: str) -> Any:
+        n, *sums = np.split(shared_pca.join_sum(added[Party(p)].y), 1 + len(common) * np.arange(4))
+        return sums[2][at] / n[0] if n[0] == round(n[0]) and 1 <= n[0] < space["cells"] else rest
+
+    def off(found: Any, p: str) -> float:
+        return float(np.sqrt(np.mean(((found - true[p]) / deviation) ** 2)))
+
+    miss, blind = (np.mean([off(f(p), p) for p in others]) for f in (guess, lambda p: mean))
+    return f"another site's means to {miss:.2f} sd (guessing: {blind:.2f})"
+
+
+def references_rebuilt(sent: Sent, x: Mapping[str, Any], query: str, labels: Any) -> str:
+    """map-labels: whoever was sent distances trilaterates; who was not has the querier's cells and their labels."""
+    from cloister.attacks import trilateration
+    from cloister.attacks.opened_forest import lucky
+    from cloister.protocols import plain_knn
+
+    others, rng = [p for p in x if p != query], np.random.default_rng(0)
+    guesses = trilateration.among_labels(x[query], np.unique(labels.astype(str), return_inverse=True)[1])
+    lists, asked = sent.by_sender(plain_knn.Nearest), sent.of(plain_knn.Queries)
+    hits = luck = 0
+    for p in others:
+        found = guesses
+        if p in lists:
+            q = asked[0].q.astype(np.float64)
+            scale = float((q[: len(x[query])] * x[query]).sum() / (x[query] ** 2).sum())
+            view = trilateration.View(q, lists[p].rows, lists[p].d2.astype(np.float64))
+            found = np.array([*trilateration.rebuild(view).values()]).reshape(-1, q.shape[1]) / scale
+        hits += trilateration.hits(found, x[p], within=0.01) if len(found) else 0
+        luck += trilateration.hits(lucky(x[query], len(found) or 1, rng), x[p], within=0.01)
+    return f"{hits} of {sum(len(x[p]) for p in others)} references rebuilt (guessing: {luck})"
+
+
+def markers_compared(sent: Sent, model: Any, donors: Mapping[str, Any]) -> str:
+    """train-cellcnn: the coordinator on which site's classes differ more in a marker, from the sites' gradients."""
+    from cloister.protocols import clear_training, encrypted_training
+
+    truth = {}
+    for p, a in donors.items():
+        z, first = model.prepare(np.asarray(a.X, np.float64)), (a.obs["condition"] == model.classes[0]).to_numpy()
+        truth[p] = z[first].mean(axis=0) - z[~first].mean(axis=0)
+    m = len(model.markers)
+    guess = {}
+    for p in donors:
+        plain = [g.z[None] for g in sent.of(clear_training.Gradient, sender=p)]
+        read = [single_site.numbers_in(g.c0, 2 * m) for g in sent.of(encrypted_training.Gradient, sender=p)]
+        steps = plain or [r.reshape(-1, m, 2) for r in read]
+        guess[p] = single_site.class_pull(np.stack(steps, axis=1))  # (readings, m)
+    shares = [single_site.compare({p: g[i] for p, g in guess.items()}, truth) for i in range(len(guess[p]))]
+    return f"who has more of a marker in cases: {np.mean(shares):.0%} right (guessing: 50%)"
+
+
+def labels_compared(sent: Sent, sites: Mapping[str, Any], study: Study, options: Mapping[str, Any]) -> tuple[str, str]:
+    """fine-tune: the coordinator on which site has more of a cell type: from masked updates, and from plain ones."""
+    from cloister.protocols import lanes, secure_sum
+    from cloister.protocols.training_terms import Task
+    from cloister.workflows.fine_tune import Options
+
+    settled = Options(**options)
+    counts = {p: a.obs["cell_type"].dropna().astype(str).value_counts(normalize=True) for p, a in sites.items()}
+    labels = tuple(sorted({name for c in counts.values() for name in c.index}))
+    truth = {p: c.reindex([*labels], fill_value=0.0).to_numpy() for p, c in counts.items()}
+    k, wide = len(labels), settled.hidden[-1]
+    tasks, code = sent.of(Task, to=study.sites[0]), lanes.Code(settled.update_bound, len(sites))
+    shares: dict[str, list[float]] = {"masked": [], "plain": []}
+    for t, (theta, plain) in enumerate(plain_rounds(sites, labels, settled, study.seed)):
+        if t < 3 and not np.allclose(theta, tasks[t].theta, atol=1e-4):
+            raise CloisterError("the clear twin's mean updates are not those of the run; please report this")
+        words = sent.by_sender(secure_sum.MaskedInput, to=study.coordinator, scope=f"update/{t}")
+        masked = {p: code.decode(words[p].y[:-2], len(theta)) for p in sites}
+        for name, updates in (("masked", masked), ("plain", plain)):
+            heads = {p: u[-k * (wide + 1) : -k].reshape(k, wide) for p, u in updates.items()}
+            pulls = {p: single_site.label_pull(h) for p, h in heads.items()}
+            shares[name].append(single_site.compare(pulls, truth, least=0.01))
+    masked_text, plain_text = (
+        f"who has more of a cell type: {np.mean(s):.0%} right (guessing: 50%)" for s in shares.values()
+    )
+    return masked_text, plain_text
+
+
+def plain_rounds(
+    sites: Mapping[str, Any], labels: tuple[str, ...], options: Any, seed: int
+) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Per round of plain averaging, θ and every site's update: the workflow's own learners, nothing encoded."""
+    from cloister.models.classifier import make
+    from cloister.models.learner import Learner, hold_out
+    from cloister.workflows import fine_tune
+
+    learners = {}
+    for p, a in sites.items():
+        examples, blueprint, _ = fine_tune.examples_of(a, options, seed=seed)
+        codes = a.obs["cell_type"].astype(object).map({n: i for i, n in enumerate(labels)}).fillna(-1).to_numpy(int)
+        held = hold_out(codes, options.validation, np.random.default_rng([seed, *f"{p}/validation".encode()]))
+        recipe = fine_tune.recipe_of(options, seed, len(sites))
+        learners[p] = Learner(make(blueprint, labels), len(labels), recipe, examples, codes, held, describe="", site=p)
+    total = sum(learner.cells for learner in learners.values())
+    theta = np.zeros(next(iter(learners.values())).size)
+    for t in range(options.rounds):
+        updates = {p: learner.train(theta.astype(np.float32), t, options.lr)[0] for p, learner in learners.items()}
+        yield theta, updates
+        theta = theta + sum(learners[p].cells / total * u for p, u in updates.items())
+
+
+def rows_unmasked(rows: Mapping[str, Any]) -> str:
+    """Published find-outliers: the principal server with a few rows of one client."""
+    from cloister.attacks import masked_rows
+    from cloister.crypto.entropy import Entropy
+    from cloister.protocols import masked_forest
+
+    parts = [np.asarray(a.X, dtype=np.float64) for a in rows.values()]
+    X = np.concatenate(parts)
+    known = X.shape[1] + 1
+    masked = np.rint(X @ masked_forest.masking_matrix(Entropy().bytes(32), X.shape[1], 10.0) * 2**20) / 2**20
+    found = masked_rows.unmask(masked, masked_rows.solve_mask(masked[:known], X[:known]))
+    others = slice(len(parts[0]), None)
+    right = np.abs(found - X)[others].max(axis=1) < 0.01
+    return f"{right.mean():.0%} of others' rows, from {known} known ones"
+
+
+def rows_rebuilt(rows: Mapping[str, Any]) -> str:
+    """Hardened find-outliers: a site with the forest it is handed, against as many blind guesses."""
+    from cloister.attacks import opened_forest
+    from cloister.protocols import counted_forest, pooled_scaling
+    from cloister.study import Party
+
+    X = np.concatenate([np.asarray(a.X, dtype=np.float64) for a in rows.values()])
+    rng = np.random.default_rng(0)
+    scaling = pooled_scaling.scaling_of(X)
+    Z = scaling.apply(X)
+    params = counted_forest.Params(tuple(map(Party, rows)), Party("coordinator"))
+    _, geometry, outline = counted_forest.grow_plainly(params, scaling, Z, bytes(32), rng)
+    view = opened_forest.view(params, outline, geometry.splits, geometry.axes, len(Z), Z.shape[1])
+    guess = opened_forest.rebuild(view, most=2000, rng=rng)
+    share, alone = opened_forest.rebuilt(Z, guess, within=0.2)
+    luck, _ = opened_forest.rebuilt(Z, opened_forest.lucky(Z, max(len(guess), 1), rng), within=0.2)
+    return f"{share:.0%} of {alone} lone rows (guessing: {luck:.0%})"
+
+
+def points_and_labels(
+    vectors: Mapping[str, Any], given: Mapping[str, Any], bits: int, neighbours: int = 10
+) -> dict[str, str]:
+    """propagate-labels: vectors that server and first site rebuild together, labels that the first site solves for."""
+    from cloister.attacks import propagation as attack
+    from cloister.models import graph
+
+    names = [*vectors]
+    V = np.concatenate([vectors[p] for p in names])
+    labels = np.concatenate([np.asarray(given[p], dtype=object) for p in names])
+    classes = sorted({x for x in labels if x is not None})
+    numbers = np.array([-1 if x is None else classes.index(x) for x in labels])
+    codes = graph.codes(V, graph.hyperplanes(bytes(32), bits, V.shape[1]))
+    H = graph.hamming(codes, codes)
+    keys = graph.smallest(H, 0, neighbours)
+    own = len(vectors[names[0]])
+    known, rest = np.arange(own), np.arange(own, len(V))
+
+    def cosine(similar: Any) -> float:
+        return float(np.median(attack.hits(attack.rebuild_vectors(similar, known, V[known]), V)[rest]))
+
+    labelled = np.flatnonzero(numbers >= 0)
+    mine, others = labelled[labelled < own], labelled[labelled >= own]
+    W = graph.adjacency(keys, bits)
+    S = np.concatenate([block for _, block in graph.influence(W, 0.99, labelled, labelled)], axis=1)
+    scores = S.astype(np.int64) @ graph.one_hot(numbers[labelled], len(classes))
+    at = {int(point): i for i, point in enumerate(labelled)}
+    columns = S[np.ix_(labelled, [at[int(i)] for i in mine])]
+    places = np.array([at[int(i)] for i in mine]), np.array([at[int(i)] for i in others])
+    chance = np.bincount(numbers[others]).max() / len(others)
+
+    def solved(seen: Any) -> float:
+        guess = attack.solve_labels(seen, scores[mine], places[0], numbers[mine], places[1])
+        return float(np.mean(guess == numbers[others]))
+
+    seen = cosine(attack.cosines(H, bits))
+    return {
+        "published": f"vectors to cosine {seen:.2f}; {solved(columns):.0%} of others' labels",
+        "hardened": f"vectors to cosine {cosine(attack.paths(keys, bits)):.2f} by server and a site; labels as guessed "
+        f"({solved(None):.0%}; most frequent: {chance:.0%})",
+    }
+
+
+@contextlib.contextmanager
+def kept_refreshes() -> Iterator[dict[int, list[Any]]]:
+    """Owners that keep what they open to refresh it: the outputs of blocks, (slots, numbers) each, per owner's key."""
+    from cloister.crypto import block
+
+    kept: dict[int, list[Any]] = {}
+    honest = block.OwnerKey.refresh
+
+    def refresh(self: Any, cts: Any, how: Any, seed: Any, entropy: Any) -> Any:
+        if how.label == "down":  # the output of a block
+            scale = self.params.scale * 2.0**how.shift / how.factor
+            opened = [block.decode(self.open(ct)[0], scale, self.params.slots) for ct in cts]
+            kept.setdefault(id(self), []).append(np.stack(opened, axis=1))
+        return honest(self, cts, how, seed, entropy)
+
+    block.OwnerKey.refresh = refresh  # type: ignore[method-assign]
+    try:
+        yield kept
+    finally:
+        block.OwnerKey.refresh = honest  # type: ignore[method-assign]
+
+
+def block_fitted(before: Any, after: Any, components: int = 6) -> str:
+    """How well the second block is fitted on samples that were kept out, and with the samples in another order."""
+    from cloister.attacks.block_regression import fit_block
+
+    order = np.random.default_rng(0).permutation(len(before))
+    fits = (fit_block(before, before + (after - before)[at], components=components) for at in (slice(None), order))
+    found, blind = (max(r, 0.0) for r in fits)
+    return f"block 2 of the model, R² {found:.2f} (shuffled: {blind:.2f})"
+
+
+def blinded_block(kept: Mapping[int, list[Any]], samples: int, width: int) -> str:
+    """Hardened adapt-model: a site fits the second block from what it opened after it, and after the first."""
+    whole = np.concatenate(next(iter(kept.values())), axis=1)[:samples]  # of one site, whichever came first
+    first, second = whole[:, :width], whole[:, -width:]  # of the class token
+    return block_fitted(first, first + second)
+
+
+def shown_block(opened: Any, adata: Any) -> str:
+    """Published adapt-model: the same fit, from activations that the run has shown to be opened as they are.
+
+    A run of two cells is too few to fit anything: they are compared with the encoder's own activations, and the fit
+    takes 2000 mixtures of the site's cells, that it might have asked about.
+    """
+    from cloister.demo_data import demo_encoder
+    from cloister.models import polynomial
+    from cloister.models.student import cell_inputs
+    from cloister.workflows.adapt_model import inputs_of
+
+    encoder = polynomial.Encoder.load(demo_encoder())
+    true = np.stack(polynomial.hidden(encoder, inputs_of(opened, encoder.card))[1:], axis=1)[:, :, 0]
+    off = float(np.abs(opened.obsm["predicted_features"] - true.reshape(len(true), -1)).max())
+    if off > 0.05:
+        raise CloisterError("the published mode opened other activations than the model's; please report this")
+    own, rng, n = inputs_of(adata, encoder.card)[..., 0], np.random.default_rng(0), 2000
+    i, j = rng.integers(0, len(own), (2, n))
+    w = rng.random((n, 1))
+    mixed = cell_inputs(w * own[i] + (1 - w) * own[j])
+    before, after = (np.asarray(b).reshape(n, -1) for b in polynomial.hidden(encoder, mixed)[1:3])
+    return block_fitted(before, after, components=10)

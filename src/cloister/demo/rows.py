@@ -1,0 +1,64 @@
+"""What every demo shares: the columns of the table, what a run cost, a score, labels that are hidden to be found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from cloister import demo_data
+from cloister.channel import Event
+from cloister.rehearsal import Run
+
+HEADER = ("workflow", "mode", "measure", "pooled", "federated", "alone", "attack", "sent", "seconds")
+Tell: TypeAlias = Callable[[Event], None] | None
+Played: TypeAlias = tuple[list[Run], list[tuple[Any, ...]]]  # the runs, and their rows of the table
+
+
+def cost_of(run: Run) -> tuple[str, str]:
+    """What a site sent, on average, and the seconds of the whole run."""
+    from cloister.report_parts import size
+
+    sites = [run.cost[p] for p in run.study.sites if p in run.cost]
+    sent = float(np.mean([c["bytes"] for c in sites]))
+    return size(sent), f"{max(c['seconds'] for c in run.cost.values()):.1f}"
+
+
+def auroc(scores: Any, truth: Any) -> float:
+    """How often an outlier scores above an inlier; ties count half."""
+    from scipy.stats import rankdata
+
+    ranks = rankdata(scores)
+    n = int(truth.sum())
+    return float((ranks[truth].sum() - n * (n + 1) / 2) / (n * (len(truth) - n)))
+
+
+def hide_labels(share: float, without: str = "") -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """The demo's cells with a share of their labels taken off; all labels; which were taken off. By site."""
+    import pandas as pd
+
+    rng = np.random.default_rng(0)
+    sites, truth, held = {}, {}, {}
+    for p, a in demo_data.demo_sites().items():
+        if p == without:
+            continue
+        truth[p] = a.obs["cell_type"].astype(str).to_numpy().copy()
+        held[p] = rng.random(a.n_obs) < share
+        a.obs["cell_type"] = pd.Categorical(np.where(held[p], None, truth[p]))
+        sites[p] = a
+    return sites, truth, held
+
+
+def linear_figures(x: dict[str, Any], truth: dict[str, Any], held: dict[str, Any], found: dict[str, Any]) -> list[str]:
+    """Accuracy on the hidden labels: logistic regression on all sites' cells, what was found, on each site's own."""
+    from cloister.workflows.mapping_baselines import linear_label
+
+    def linear(names: list[str], p: str) -> Any:
+        seen = np.concatenate([x[q][~held[q]] for q in names]), np.concatenate([truth[q][~held[q]] for q in names])
+        return linear_label(x[p][held[p]], *seen)
+
+    def right(labels: Callable[[str], Any]) -> str:
+        return f"{np.mean(np.concatenate([labels(p) == truth[p][held[p]] for p in x])):.1%}"
+
+    return [right(lambda p: linear([*x], p)), right(lambda p: found[p][held[p]]), right(lambda p: linear([p], p))]

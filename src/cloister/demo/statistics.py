@@ -1,0 +1,101 @@
+"""Demos of statistics over all sites: shared bins, a shared space, outliers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from cloister import cells, demo_data
+from cloister.attacks.sent import Sent
+from cloister.demo import attacks
+from cloister.demo.rows import Played, Tell, auroc, cost_of
+from cloister.rehearsal import rehearse
+
+
+def bin_values(tell: Tell) -> Played:
+    """Share of values that get the bin which the pooled quantiles would give them."""
+    from cloister.protocols import averaged_quantiles, secure_sum
+    from cloister.workflows.bin_values import digitise
+
+    sites = demo_data.demo_sites()
+    values = {p: np.concatenate([*cells.nonzero_values(a)]) for p, a in sites.items()}
+    levels = np.linspace(0, 1, 50)
+    pooled = np.quantile(np.concatenate([*values.values()]), levels)
+
+    def right(edges: Callable[[str], Any]) -> float:
+        hits = [digitise(v, edges(p)) == digitise(v, pooled) for p, v in values.items()]
+        return float(np.mean(np.concatenate(hits)))
+
+    alone = right(lambda p: np.quantile(values[p], levels))
+    own = {p: np.quantile(v, levels) for p, v in values.items()}
+    runs, rows = [], []
+    for mode in ("hardened", "published"):
+        sent = Sent(secure_sum.MaskedInput, averaged_quantiles.Local)
+        run = rehearse("bin-values", sites, mode=mode, on_event=tell, on_frame=sent)
+        edges = {p: run.data[p].uns["cloister"]["bin_edges"] for p in sites}
+        found = right(lambda p, edges=edges: edges[p])
+        leak = attacks.own_quantiles(sent, edges["basel"], own, pooled)
+        runs.append(run)
+        rows.append(("bin-values", mode, "same bin", "100.0%", f"{found:.1%}", f"{alone:.1%}", leak, *cost_of(run)))
+    return runs, rows
+
+
+def shared_pca(tell: Tell) -> Played:
+    """Smallest cosine between the space that was found and the one of all cells in one place."""
+    from cloister.genes import genes_in_common
+    from cloister.protocols import secure_sum
+
+    sites, sent = demo_data.demo_sites(), Sent(secure_sum.MaskedInput)
+    run = rehearse("shared-pca", sites, n_components=10, n_top_genes=300, on_event=tell, on_frame=sent)
+    genes = [str(g) for g in run.data["basel"].uns["X_shared_pca"]["genes"]]
+    at = [sites["basel"].var_names.get_loc(g) for g in genes]
+    logs = {}
+    for p, a in sites.items():
+        x = np.asarray(a.X.todense(), dtype=np.float64)
+        logs[p] = np.log1p(x / np.maximum(x.sum(axis=1, keepdims=True), 1) * 1e4)[:, at]
+
+    def axes(y: Any) -> Any:
+        deviation = y.std(axis=0, ddof=1)
+        z = np.clip((y - y.mean(axis=0)) / np.where(deviation > 0, deviation, 1), None, 10)
+        return np.linalg.svd(z - z.mean(axis=0), full_matrices=False)[2][:10].T
+
+    def nearness(a: Any, b: Any) -> float:
+        return float(np.linalg.svd(np.linalg.qr(a)[0].T @ np.linalg.qr(b)[0])[1].min())
+
+    pooled = axes(np.concatenate([*logs.values()]))
+    place = {str(g): i for i, g in enumerate(run.data["basel"].var_names)}
+    found = np.asarray(run.data["basel"].varm["X_shared_pca"])[[place[g] for g in genes]]
+    alone = float(np.mean([nearness(axes(y), pooled) for y in logs.values()]))
+    common = genes_in_common({p: [str(g) for g in a.var_names] for p, a in sites.items()})
+    leak = attacks.own_means(sent, run.data["basel"].uns["X_shared_pca"], common, logs)
+    figures = ("1.000", f"{nearness(found, pooled):.3f}", f"{alone:.3f}")
+    return [run], [("shared-pca", "hardened", "same space", *figures, leak, *cost_of(run))]
+
+
+def find_outliers(tell: Tell) -> Played:
+    """Area under the ROC curve of the scores, one site holding most of the outliers."""
+    from cloister.models import isolation_forest
+
+    sites = demo_data.demo_rows()
+    truth = {p: a.obs["outlier_truth"].to_numpy() for p, a in sites.items()}
+    pooled = _forest_auroc(isolation_forest, np.concatenate([a.X for a in sites.values()]), [*truth.values()])
+    alone = float(np.mean([_forest_auroc(isolation_forest, a.X, [truth[p]]) for p, a in sites.items()]))
+    runs, rows = [], []
+    for mode, attack in (("hardened", attacks.rows_rebuilt), ("published", attacks.rows_unmasked)):
+        run = rehearse("find-outliers", sites, mode=mode, contamination=0.1, on_event=tell)
+        leak = attack(sites)
+        scores = [run.data[p].obs["outlier_score"].to_numpy() for p in sites]
+        found = auroc(np.concatenate(scores), np.concatenate([*truth.values()]))
+        runs.append(run)
+        rows.append(
+            ("find-outliers", mode, "AUROC", f"{pooled:.3f}", f"{found:.3f}", f"{alone:.3f}", leak, *cost_of(run))
+        )
+    return runs, rows
+
+
+def _forest_auroc(forest: Any, X: Any, truth: list[Any]) -> float:
+    rng = np.random.default_rng(0)
+    X = np.asarray(X, dtype=np.float64)
+    return auroc(forest.fit(X, rng=rng).score(X), np.concatenate(truth))
