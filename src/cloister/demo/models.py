@@ -17,8 +17,9 @@ from cloister.rehearsal import rehearse
 def train_cellcnn(tell: Tell) -> Played:
     """Accuracy on new simulated donors of a CellCnn that was trained encrypted, beside its clear twin.
 
-    The simulated sites are alike, so a site alone does about as well. The mode `published` is not played: it ends by opening the same model, so an attack would have the same kind of
-    ciphertexts to read, and its circuit takes 6 GB for three sites and minutes for these four steps.
+    The simulated sites are alike, so a site alone does about as well. The mode `published` is not played: it ends by
+    opening the same model, so an attack would have the same kind of ciphertexts to read, and its circuit takes 6 GB for
+    three sites and minutes for these four steps.
     """
     from cloister.protocols import clear_training, encrypted_training
     from cloister.workflows.cellcnn_report import accuracy
