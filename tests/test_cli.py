@@ -8,6 +8,7 @@ import pytest
 
 from cloister import cells, cli, demo_data
 from cloister.cell_files import read_cells, write_cells
+from cloister.screen import as_flags
 
 
 @pytest.fixture(scope="module")
@@ -211,8 +212,8 @@ def test_bad_input_is_one_clear_sentence(run, files, tmp_path, name):
         (["rehearse", "bin-values", "--data", "A b=x.h5ad", "--data", "c=y.h5ad"], 1, "no party name"),
         (
             ["rehearse", "bin-values", "--data", "a=x.h5ad", "--data", "b=y.h5ad", "--n-bin", "5"],
-            1,
-            "did you mean 'n_bins'",
+            2,
+            "did you mean --n-bins?",
         ),
         (
             ["rehearse", "bin-values", "--data", "a=x.h5ad", "--data", "b=y.h5ad", "--n-bins", "two"],
@@ -222,14 +223,18 @@ def test_bad_input_is_one_clear_sentence(run, files, tmp_path, name):
         (["rehearse", "bin-values", "--data", "a=x.h5ad", "--data", "b=y.h5ad", "--n-bins", "2"], 1, "between 3 and"),
         (["rehearse", "bin-values", "--data", "a=x.h5ad", "--data", "b=y.h5ad", "--mode", "open"], 1, "mode"),
         (["rehearse", "nothing"], 2, "no workflow 'nothing'"),
-        (["receipt", "nowhere.json"], 4, "no Cloister receipt"),
+        (["receipt", "nowhere.json"], 1, "nowhere.json does not exist"),
+        (["receipt", __file__], 4, "no Cloister receipt"),
+        (["rehearse"], 2, "see cloister rehearse --help"),
+        (["demo", "--cells", "--out", __file__], 2, "is a file; name a folder"),
+        (["rehearse", "map-labels", "--data", "a=x.h5ad", "--data", "b=y.h5ad"], 1, "needs the option 'query'"),
         (["reherse"], 2, "Did you mean 'rehearse'?"),
         (["rehearse", "bin-values", "--data", "a=x.h5ad", "--moed", "published"], 2, "did you mean --mode?"),
         (["rehearse", "bin-values", "--dta", "a=x.h5ad"], 2, "did you mean --data?"),
         (["rehearse", "bin-values", "--data", "a=x.h5ad", "--proceses"], 2, "did you mean --processes?"),
         (["check", "a.h5ad", "--fro", "bin-values"], 2, "did you mean --for?"),
         (["check", "a.h5ad", "--n-bins", "5"], 2, "--for WORKFLOW"),
-        (["check", "a.h5ad", "--for", "bin-values", "--n-bin", "5"], 1, "did you mean 'n_bins'"),
+        (["check", "a.h5ad", "--for", "bin-values", "--n-bin", "5"], 2, "did you mean --n-bins?"),
         (["demo", "--ot", "x"], 2, "--out"),
         (["explain", "bin-values", "--mod", "x"], 2, "--mode"),
         (["receipt", "--verfy", "x"], 2, "--verify"),
@@ -275,3 +280,38 @@ def test_version(run):
     from cloister import __version__
 
     assert run("--version")[1].strip() == f"cloister {__version__}"
+
+
+def test_options_are_named_as_they_are_typed():
+    words = ["cloister", "rehearse", "map-labels", "--data", "a=b.h5ad"]
+    assert as_flags("is missing; name another with use_rep=.", words) == "is missing; name another with --use-rep."
+    assert as_flags("n_neighbors=100000 is more than", words) == "--n-neighbors 100000 is more than"
+    assert as_flags("--data needs site=file, found 'x=y'", words) == "--data needs site=file, found 'x=y'"
+    words = ["cloister", "check", "a.csv", "--for", "find-outliers"]
+    assert as_flags("or pass impute='mean'", words) == "or pass --impute 'mean'"
+    words = ["cloister", "rehearse", "train-cellcnn"]
+    assert as_flags("a folder with keep=, or open_model=true", words) == "a folder with --keep, or --open-model"
+    assert as_flags("use_rep=", ["cloister", "doctor"]) == "use_rep="
+
+
+@pytest.mark.parametrize("workflow", ["train-cellcnn", "predict-cellcnn"])
+def test_a_file_is_checked_without_options_of_the_run(run, tmp_path, workflow):
+    site = next(iter(demo_data.demo_donors().values()))
+    write_cells(site, tmp_path / "cells.h5ad")
+    code, out, err = run("check", tmp_path / "cells.h5ad", "--for", workflow)
+    assert code == 0, err
+    assert "ready for" in out
+
+
+def test_a_run_tells_its_numbers_and_an_abort_where_its_receipts_are(run, files, tmp_path):
+    code, out, err = run("rehearse", "shared-pca", *data_of(files), "--n-components", "2", "--out", tmp_path / "r")
+    assert code == 0, err
+    assert "cells 1,349, genes 600" in out
+    sites = {p: read_cells(f) for p, f in files.items()}
+    sites["basel"].var_names = [f"other{i}" for i in range(sites["basel"].n_vars)]
+    write_cells(sites["basel"], tmp_path / "basel.h5ad")
+    words = data_of({**files, "basel": tmp_path / "basel.h5ad"})
+    code, _, err = run("rehearse", "bin-values", *words, "--out", tmp_path / "s")
+    assert code == 4
+    assert f"are in {tmp_path / 's'}" in err
+    assert "no gene in common" in err

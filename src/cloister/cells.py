@@ -170,7 +170,8 @@ def embedding(adata: AnnData, use_rep: str | None) -> F64:
         where = f"adata.obsm[{use_rep!r}]"
         if use_rep not in adata.obsm:
             raise DataError(
-                f"{where} is missing; there is {_names(adata.obsm)}. Compute it, or pass one of these as use_rep=."
+                f"{where} is missing; there is {_names(adata.obsm)}. Compute it (the workflow shared-pca makes one"
+                " space for all sites), or name another with use_rep=."
             )
         found = adata.obsm[use_rep]
         found = np.asarray(found.toarray() if _is_sparse(found) else found)
@@ -265,7 +266,7 @@ def _where(layer: str | None) -> str:
 
 def _matrix(adata: AnnData, layer: str | None) -> Any:
     if layer is not None and layer not in adata.layers:
-        raise DataError(f"{_where(layer)} is missing; there is {_names(adata.layers)}. Pass one of these as layer=.")
+        raise DataError(f"{_where(layer)} is missing; there is {_names(adata.layers)}. Name another with layer=.")
     matrix = _x(adata) if layer is None else adata.layers[layer]
     if matrix is None:
         raise DataError("adata.X is missing; put the expression there, or pass layer=.")

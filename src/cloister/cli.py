@@ -16,9 +16,9 @@ from rich.table import Table
 from rich.text import Text
 
 from cloister._version import __version__
-from cloister.errors import CloisterError, UsageError
+from cloister.errors import CloisterError, DataError, UsageError
 from cloister.report_parts import size
-from cloister.screen import as_is, err, finish, in_words, out, own_options, progress, show_receipt, sites_of
+from cloister.screen import as_flags, as_is, err, finish, in_words, out, own_options, progress, show_receipt, sites_of
 
 if TYPE_CHECKING:
     from cloister.receipts import Receipt
@@ -48,7 +48,7 @@ def main() -> None:
         code = app(standalone_mode=False)  # typer.Exit comes back as a number
         sys.exit(code if isinstance(code, int) else 0)
     except CloisterError as e:
-        err.print(f"{type(e).__name__}: {e}", style="red", markup=False)
+        err.print(f"{type(e).__name__}: {as_flags(str(e), sys.argv)}", style="red", markup=False)
         sys.exit(e.exit_code)
     except KeyboardInterrupt:
         err.print("stopped")
@@ -62,7 +62,10 @@ def main() -> None:
             sys.exit(1)
         text = e.format_message() if hasattr(e, "format_message") else str(e)
         if text:
-            err.print(f"UsageError: {text}", style="red", markup=False)
+            verb = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
+            known = verb in {c.name or getattr(c.callback, "__name__", "") for c in app.registered_commands}
+            more = f"; see cloister {verb} --help" if known and text.startswith("Missing") else ""
+            err.print(f"UsageError: {text.rstrip('.') if more else text}{more}", style="red", markup=False)
         sys.exit(code)
 
 
@@ -144,7 +147,7 @@ def check(
     paths = [Path(word) for word in words[:first]]
     found = workflows.get(workflow) if workflow else None
     given = own_options(words[first:], found, context)
-    options = workflows.options_of(found, given) if found else None
+    options = workflows.options_of(found, {**found.stand_in, **given}) if found else None
     told: dict[str, Any] = {}
     loaded = {}
     for path in paths:
@@ -163,9 +166,9 @@ def check(
     if as_json:
         out.print_json(json.dumps(told, default=str))
         return
-    for path in map(str, paths):
-        table = Table(title=as_is(path), box=None, show_header=False, title_justify="left", title_style="bold")
-        for key, value in told[path].items():
+    for name in map(str, paths):
+        table = Table(title=as_is(name), box=None, show_header=False, title_justify="left", title_style="bold")
+        for key, value in told[name].items():
             table.add_row(key.replace("_", " "), as_is(in_words(value)))
         out.print(table)
     if "genes_in_common" in told:
@@ -245,6 +248,8 @@ def receipt(
     """Say what was computed, with whom, what left this party and who learned what."""
     from cloister.receipts import Receipt
 
+    if not path.exists():
+        raise DataError(f"{path} does not exist; a run leaves PARTY.receipt.json in its results folder")
     if path.suffix == ".h5ad":
         if verify:
             raise UsageError("the .h5ad carries a summary; --verify needs the receipt.json beside it")
@@ -310,6 +315,8 @@ def demo(
     """Run every workflow on small real data, in minutes, and write report.html."""
     from cloister.demo import run_demo, write_sites
 
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"{folder} is a file; name a folder with --out")
     if only_cells:
         for file in write_sites(folder):
             out.print(str(file), markup=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,10 +79,29 @@ def check_flags(args: list[str], known: set[str], context: Any) -> None:
         if word in ours or (word.startswith("--no-") and "--" + word[5:] in ours):
             continue
         close = difflib.get_close_matches(word, [*ours, *verbs], n=1)
-        if (close and close[0] in verbs) or not known:
+        if close or not known:
             hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(verbs)}"
             more = "" if known else "; a workflow's own options need --for WORKFLOW"
             raise UsageError(f"there is no option {word}; {hint}{more if not close else ''}")
+
+
+def as_flags(text: str, words: Sequence[str]) -> str:
+    """A sentence that names options as Python has them (`use_rep=`), for who typed `words`: `--use-rep`."""
+    import dataclasses
+    import re
+
+    from cloister import workflows
+
+    named = next((word for word in words if word in workflows.names()), None)
+    known = {f.name for f in dataclasses.fields(workflows.get(named).options)} if named else set()
+
+    def flag(found: re.Match[str]) -> str:
+        name, value = found[1], found[2]
+        if name not in known:
+            return found[0]
+        return f"--{name.replace('_', '-')}" + (f" {value}" if value not in ("", "true") else "")
+
+    return re.sub(r"(?<![\w'-])([a-z]\w*)=('[^']*'|[\w.]*\w|)", flag, text)
 
 
 def literal(text: str, hint: Any) -> Any:
@@ -177,6 +196,8 @@ def finish(run: Run, folder: Path | None, *, as_json: bool) -> None:
         }
         out.print_json(json.dumps(told, default=str))
     if run.errors:
+        if folder is not None and not as_json:
+            err.print(f"receipts of what was sent until then, and report.html, are in {folder}", markup=False)
         raise root_cause({Party(p): e for p, e in run.errors.items()})
     if as_json:
         return
@@ -186,8 +207,24 @@ def finish(run: Run, folder: Path | None, *, as_json: bool) -> None:
         sent = size(cost["bytes"])
         table.add_row(party, role, f"{cost['messages']:.0f}", sent, f"{cost['rounds']:.0f}", f"{cost['seconds']:.2f}")
     out.print(table)
+    for line in headlines(run):
+        out.print(line, markup=False)
     if folder is not None:
         out.print(f"results, receipts and report.html are in {folder}", markup=False)
+
+
+def headlines(run: Run) -> list[str]:
+    """What came out, a line for the parties that have the same: single numbers only, the rest is in the report."""
+    from cloister.report_parts import names, value
+    from cloister.run_facts import plain
+
+    lines: dict[str, list[str]] = {}
+    for party, results in run.results.items():
+        numbers = {k: plain(v) for k, v in results.items()}
+        told = [f"{k} {value(v, k)}" for k, v in numbers.items() if isinstance(v, int | float)]
+        if told:
+            lines.setdefault(", ".join(told), []).append(party)
+    return [f" {names(who)}: {told}" for told, who in lines.items()]
 
 
 def show_receipt(brief: dict[str, Any]) -> None:

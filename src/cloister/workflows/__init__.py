@@ -54,6 +54,7 @@ class Workflow:
     files: Callable[[Outcome], dict[str, bytes]] | None = None  # further files to write at a party
     figures: Callable[[Mapping[str, Outcome], Any], list[Any]] | None = None  # for the report
     warnings: Callable[[Study, Any], list[str]] | None = None  # what the parties should hear before they start
+    stand_in: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # options that say nothing about a file
     never: tuple[str, ...] = ()  # protocols that one of its protocols could run, and never does here
 
     def protocol(self, mode: str) -> types.ModuleType:

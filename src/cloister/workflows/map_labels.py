@@ -340,7 +340,9 @@ def part(study: Seat, adata: AnnData | None, options: Options) -> Outcome:
 
 def warnings(study: Study, options: Options) -> list[str]:
     """Who computes, before anything starts."""
-    if study.mode == "plain" or not options.query:
+    if not options.query:
+        raise ParameterError("'map-labels' needs the option 'query': name the site whose cells are labelled")
+    if study.mode == "plain":
         return []
     return [who_computes(study, computing_parties(study, Party(options.query), options.computing))]
 

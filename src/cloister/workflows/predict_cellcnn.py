@@ -183,4 +183,5 @@ WORKFLOW = Workflow(
     part=part,
     check=check,
     figures=figures,
+    stand_in={"query": "any", "keep": "any"},
 )

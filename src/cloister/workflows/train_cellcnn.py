@@ -403,4 +403,5 @@ WORKFLOW = Workflow(
     check=check,
     files=files,
     figures=figures,
+    stand_in={"open_model": True},
 )
