@@ -37,6 +37,7 @@ from cloister.crypto.shelf import Pool
 from cloister.errors import ParameterError
 from cloister.models import polynomial
 from cloister.protocols import block_circuit as circuit
+from cloister.protocols.block_values import Values
 from cloister.protocols.encrypted_inference import parts
 
 PUBLISHED = (
@@ -85,7 +86,7 @@ class Sides:
             seed = self.entropy.bytes(32)
             c0 = self.clock("owner: first encryption", self.key.encrypt, x[part], seed, self.entropy)
             shelf.put(part.start, block.expand(p, c0, seed))
-        return circuit.Values(len(x), 2, p.scale, shelf.take, p.count)
+        return Values(len(x), 2, p.scale, shelf.take, p.count)
 
     async def refresh(self, groups):
         e, back = self.entropy, []

@@ -62,7 +62,8 @@ from cloister.crypto.entropy import Entropy
 from cloister.crypto.shelf import Pool, Shelf
 from cloister.errors import CloisterError, DataError, ParameterError, ProtocolAbort
 from cloister.models.polynomial import TAP_BOUND, Encoder, Shape, check_inputs, hidden, taps_of
-from cloister.protocols.block_circuit import Circuit, Take, Tap, Values, plan, tap_of
+from cloister.protocols.block_circuit import Circuit, Tap, plan, tap_of
+from cloister.protocols.block_values import Take, Values
 from cloister.study import Party
 from cloister.wire import F64, U32, message
 

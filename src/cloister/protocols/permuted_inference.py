@@ -35,6 +35,7 @@ References
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -50,7 +51,8 @@ from cloister.errors import DataError, ParameterError, ProtocolAbort
 from cloister.models.polynomial import Encoder, Shape, check_inputs, hidden
 from cloister.protocols import encrypted_inference
 from cloister.protocols import encrypted_loss as encrypted_loss  # what this mode runs after training
-from cloister.protocols.block_circuit import Circuit, Plan, Values, plan
+from cloister.protocols.block_circuit import Circuit, Plan, plan
+from cloister.protocols.block_values import Values
 from cloister.protocols.encrypted_inference import (
     Key,
     Ledger,
@@ -144,8 +146,6 @@ def cost(params: Params, samples: int = 2) -> dict[Party, tuple[int, int]]:
 
 def blocks_of(shape: Shape, params: Parameters) -> list[Plan]:
     """Round trips of the embedding and each block, for one sample: no taps."""
-    import dataclasses
-
     whole = [plan(dataclasses.replace(shape, depth=d, taps=(d,)), params, 0) for d in range(1, shape.depth + 1)]
     out, before = [], 0
     for p in whole:
