@@ -9,22 +9,37 @@ import cloister as cl
 from cloister import cells
 from cloister.attacks import trilateration
 from cloister.attacks.sent import Sent
+from cloister.crypto.replicated import Ring
 from cloister.demo import attacks
 from cloister.protocols import plain_knn
 from cloister.rehearsal import rehearse
 
 
-@pytest.mark.parametrize(("mode", "bites"), [("plain", True), ("hardened", False)])
-def test_the_messages_of_a_run_give_references_away_in_plain_mode_only(mode, bites):
+def attacked(mode):
+    """References rebuilt, of how many, and by guessing, from a run of that mode."""
     sites = {p: a[::2].copy() for p, a in cl.demo_sites().items()}
     sent = Sent(plain_knn.Queries, plain_knn.Nearest)
-    run = rehearse("map-labels", sites, mode=mode, query="vienna", on_frame=sent)
+    with attacks.kept_shares("vienna") as shares:
+        run = rehearse("map-labels", sites, mode=mode, query="vienna", on_frame=sent)
     x = {p: cells.embedding(a, "X_pca") for p, a in sites.items()}
-    text = attacks.references_rebuilt(sent, x, "vienna", run.data["vienna"].obs["mapped"].to_numpy())
-    hits, of, luck = map(int, re.findall(r"\d+", text))
-    assert of == len(x["basel"]) + len(x["lugano"])
+    text = attacks.references_rebuilt(sent, shares, x, "vienna", run.data["vienna"].obs["mapped"].to_numpy())
+    return {p: len(v) for p, v in x.items()}, *map(int, re.findall(r"\d+", text))
+
+
+@pytest.mark.parametrize(("mode", "bites"), [("plain", True), ("hardened", False)])
+def test_a_run_gives_references_away_in_plain_mode_only(mode, bites):
+    sizes, hits, of, luck = attacked(mode)
+    assert of == sizes["basel"] + sizes["lugano"]
     assert hits > 0.05 * of if bites else hits <= luck
     assert luck <= 0.01 * of
+
+
+def test_the_querier_reads_references_where_shares_are_not_random(monkeypatch):
+    """Without randomness, what the querier holds of one of the two sites is that site's references."""
+    monkeypatch.setattr(Ring, "draw", lambda self, prg, shape: np.zeros(shape, self.dtype))
+    sizes, hits, _, luck = attacked("hardened")
+    assert hits in (sizes["basel"], sizes["lugano"])
+    assert luck == 0
 
 
 def test_labels_alone_find_references_only_where_they_lie_on_top_of_the_queries():

@@ -50,7 +50,7 @@ def class_pull(gradients: F64) -> F64:
     return (gradients[..., 1] - gradients[..., 0]).sum(axis=-2)
 
 
-def numbers_in(sent: Sequence[bytes], count: int, most: int = 64) -> F64:
+def numbers_in(sent: Sequence[bytes], count: int, most: int = 1024) -> F64:
     """Read bytes that may be anything as 32-bit numbers, `count` at a time: (readings, count), the first `most`."""
     words = np.frombuffer(b"".join(sent)[: 4 * count * most], "<u4")
     return words[: len(words) // count * count].reshape(-1, count).astype(np.float64)

@@ -42,7 +42,7 @@ def own_quantiles(sent: Sent, edges: Any, own: Mapping[str, Any], pooled: Any) -
         return float(np.mean(np.abs(found / own[p] - 1)))
 
     miss, blind = (np.mean([off(f(p), p) for p in own]) for f in (guess, lambda p: pooled))
-    return f"a site's own quantiles to {miss:.0%} (guessing: {blind:.0%})"
+    return f"a site's own quantiles, off by {miss:.0%} (guessing: {blind:.0%})"
 
 
 def own_means(sent: Sent, space: Mapping[str, Any], common: list[str], logs: Mapping[str, Any]) -> str:
@@ -65,28 +65,54 @@ def own_means(sent: Sent, space: Mapping[str, Any], common: list[str], logs: Map
         return float(np.sqrt(np.mean(((found - true[p]) / deviation) ** 2)))
 
     miss, blind = (np.mean([off(f(p), p) for p in others]) for f in (guess, lambda p: mean))
-    return f"another site's means to {miss:.2f} sd (guessing: {blind:.2f})"
+    return f"another site's means, off by {miss:.2f} sd (guessing: {blind:.2f})"
 
 
-def references_rebuilt(sent: Sent, x: Mapping[str, Any], query: str, labels: Any) -> str:
-    """map-labels: whoever was sent distances trilaterates; who was not has the querier's cells and their labels."""
+@contextlib.contextmanager
+def kept_shares(me: str) -> Iterator[dict[str, list[Any]]]:
+    """A computing party that keeps the tables which others share with it, (rows, dims), each component as it stands."""
+    from cloister.protocols.replicated_linear import Linear
+
+    kept: dict[str, list[Any]] = {}
+    honest = Linear.input
+
+    async def keeping(self: Any, owner: Any, x: Any, shape: Any, ring: Any) -> Any:
+        found = await honest(self, owner, x, shape, ring)
+        if self.ch.me == me and found is not None and len(shape) == 2:
+            words = (x,) if x is not None else (found.a, found.b)
+            kept.setdefault(owner, []).extend(ring.decode(w).astype(np.float64) for w in words)
+        return found
+
+    Linear.input = keeping  # type: ignore[method-assign]
+    try:
+        yield kept
+    finally:
+        Linear.input = honest  # type: ignore[method-assign]
+
+
+def references_rebuilt(
+    sent: Sent, shares: Mapping[str, list[Any]], x: Mapping[str, Any], query: str, labels: Any
+) -> str:
+    """map-labels: whoever was sent distances trilaterates; the querier reads its shares, and has its cells' labels."""
     from cloister.attacks import trilateration
     from cloister.attacks.opened_forest import lucky
     from cloister.protocols import plain_knn
 
     others, rng = [p for p in x if p != query], np.random.default_rng(0)
-    guesses = trilateration.among_labels(x[query], np.unique(labels.astype(str), return_inverse=True)[1])
-    lists, asked = sent.by_sender(plain_knn.Nearest), sent.of(plain_knn.Queries)
+    lists, asked = sent.by_sender(plain_knn.Nearest), [m.q.astype(np.float64) for m in sent.of(plain_knn.Queries)]
+    tables = {p: [w for w in words if w.shape[1] == x[p].shape[1]] for p, words in shares.items()}
+    own = (asked or tables[query])[0]  # the queries, in the units of the run
+    scale = float((own[: len(x[query])] * x[query]).sum() / (x[query] ** 2).sum())
+    numbers = np.unique(labels.astype(str), return_inverse=True)[1]
     hits = luck = 0
     for p in others:
-        found = guesses
+        guesses = [trilateration.among_labels(x[query], numbers)] + [words / scale for words in tables.get(p, [])]
         if p in lists:
-            q = asked[0].q.astype(np.float64)
-            scale = float((q[: len(x[query])] * x[query]).sum() / (x[query] ** 2).sum())
-            view = trilateration.View(q, lists[p].rows, lists[p].d2.astype(np.float64))
-            found = np.array([*trilateration.rebuild(view).values()]).reshape(-1, q.shape[1]) / scale
-        hits += trilateration.hits(found, x[p], within=0.01) if len(found) else 0
-        luck += trilateration.hits(lucky(x[query], len(found) or 1, rng), x[p], within=0.01)
+            view = trilateration.View(own, lists[p].rows, lists[p].d2.astype(np.float64))
+            guesses += [guess[None] / scale for guess in trilateration.rebuild(view).values()]
+        found = np.concatenate(guesses)
+        hits += trilateration.hits(found, x[p], within=0.01)
+        luck += trilateration.hits(lucky(x[query], len(found), rng), x[p], within=0.01)
     return f"{hits} of {sum(len(x[p]) for p in others)} references rebuilt (guessing: {luck})"
 
 
@@ -230,11 +256,15 @@ def points_and_labels(
         guess = attack.solve_labels(seen, scores[mine], places[0], numbers[mine], places[1])
         return float(np.mean(guess == numbers[others]))
 
-    seen = cosine(attack.cosines(H, bits))
+    middle = (V[known] / np.linalg.norm(V[known], axis=1, keepdims=True)).mean(axis=0)
+    blind = float(np.median(attack.hits(np.tile(middle / np.linalg.norm(middle), (len(V), 1)), V)[rest]))
     return {
-        "published": f"vectors to cosine {seen:.2f}; {solved(columns):.0%} of others' labels",
-        "hardened": f"vectors to cosine {cosine(attack.paths(keys, bits)):.2f} by server and a site; labels as guessed "
-        f"({solved(None):.0%}; most frequent: {chance:.0%})",
+        mode: f"vectors to cosine {cosine(similar):.2f} (guessing: {blind:.2f}), "
+        f"{solved(seen):.0%} of labels (guessing: {chance:.0%})"
+        for mode, similar, seen in (
+            ("published", attack.cosines(H, bits), columns),
+            ("hardened", attack.paths(keys, bits), None),
+        )
     }
 
 

@@ -23,14 +23,15 @@ def map_labels(tell: Tell) -> Played:
         data = few if mode == "published" else sites
         table = mapping_baselines(data, query=query)
         sent = Sent(plain_knn.Queries, plain_knn.Nearest)
-        run = rehearse("map-labels", data, mode=mode, query=query, on_event=tell, on_frame=sent)
+        with attacks.kept_shares(query) as shares:
+            run = rehearse("map-labels", data, mode=mode, query=query, on_event=tell, on_frame=sent)
         pooled, alone = (
             table["pooled k-NN"]["accuracy"],
             max(table[f"{p} alone"]["accuracy"] for p in data if p != query),
         )
         found = run.results[query]["accuracy"]
         x = {p: cells.embedding(a, "X_pca") for p, a in data.items()}
-        leak = attacks.references_rebuilt(sent, x, query, run.data[query].obs["mapped"].to_numpy())
+        leak = attacks.references_rebuilt(sent, shares, x, query, run.data[query].obs["mapped"].to_numpy())
         runs.append(run)
         figures = (f"{pooled:.1%}", f"{found:.1%}", f"{alone:.1%}")
         rows.append(("map-labels", mode, "accuracy", *figures, leak, *cost_of(run)))
