@@ -326,10 +326,10 @@ def demo(
         table, path = run_demo(folder, on_event=tell, say=lambda text: err.print(text, markup=False))
     attack = table[0].index("attack")
     for columns in ([i for i in range(len(table[0])) if i != attack], [0, 1, attack]):  # two tables fit 80 columns
-        shown = Table(*(table[0][i] for i in columns), box=None)
+        shown = Table(*(table[0][i] for i in columns), box=None, pad_edge=False, collapse_padding=True)
         for row in table[1:]:
             shown.add_row(*(as_is(row[i]) for i in columns))
-        out.print(shown)
+        out.print(shown, "")
     out.print("Attacks read what these runs sent and opened; in brackets, what guessing gives. Where no message")
     out.print("holds what a mode opens, it is worked out in the clear by the functions of the protocol.")
     out.print(f"open {path}", markup=False)

@@ -43,7 +43,7 @@ def train_cellcnn(tell: Tell) -> Played:
         alone = np.mean([score(clear_cellcnn([a], run.model.config, options)) for a in donors.values()])
         leak = attacks.markers_compared(sent, run.model, donors)
         figures = (f"{v:.1%}" for v in (pooled, score(run.model), alone))
-        rows.append(("train-cellcnn", mode, "new donors", *figures, leak, *cost_of(run)))
+        rows.append(("train-cellcnn", mode, "donors", *figures, leak, *cost_of(run)))
     first, second = (np.array(run.results["basel"]["filters"], dtype=np.float64) for run in runs)
     if not np.allclose(first, second, atol=1e-3):
         raise CloisterError("the encrypted model is not the clear twin's; please report this")
@@ -114,5 +114,5 @@ def adapt_model(tell: Tell) -> Played:
     shown = attacks.shown_block(second.data["vienna"], demo_data.demo_sites()["vienna"])
     return [run, second], [
         ("adapt-model", "hardened", "accuracy", *figures, blinded, *cost_of(run)),
-        ("adapt-model", "published", "2 cells each", "–", "–", "–", shown, *cost_of(second)),
+        ("adapt-model", "published", "2 cells", "–", "–", "–", shown, *cost_of(second)),
     ]

@@ -71,7 +71,7 @@ def shared_pca(tell: Tell) -> Played:
     common = genes_in_common({p: [str(g) for g in a.var_names] for p, a in sites.items()})
     leak = attacks.own_means(sent, run.data["basel"].uns["X_shared_pca"], common, logs)
     figures = ("1.000", f"{nearness(found, pooled):.3f}", f"{alone:.3f}")
-    return [run], [("shared-pca", "hardened", "same space", *figures, leak, *cost_of(run))]
+    return [run], [("shared-pca", "hardened", "cosine", *figures, leak, *cost_of(run))]
 
 
 def find_outliers(tell: Tell) -> Played:
