@@ -34,6 +34,7 @@ def test_an_abort_says_where_and_why():
     assert (e.protocol, e.line, e.code) == ("secure_sum", "L5", "timeout")
     assert str(e) == "secure_sum L5: nothing from 'basel' for 60 s"
     assert str(ProtocolAbort("p", "L1", "replay")) == "p L1: replay"
+    assert str(ProtocolAbort("policy", "-", "refused", "not approved")) == "policy: not approved"
     assert not e.heard
 
 

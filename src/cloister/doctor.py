@@ -85,7 +85,7 @@ def _examine_kit(path: Path) -> Iterator[Finding]:
         try:
             kit.check_limits(policy)
             told = [(f"of '{k}'" if k != "study" else "of this study", k, n) for k, n in kit.runs_so_far().items()]
-            counts = ", ".join(f"{n} of {policy.limits.get(k, 'any number')} {what}" for what, k, n in told)
+            counts = ", ".join(f"{n} {what} ({_limit(policy.limits.get(k))})" for what, k, n in told)
             yield Finding("limits", "ok", f"runs begun: {counts}")
         except CloisterError as e:
             yield Finding("limits", "note", str(e))
@@ -102,8 +102,13 @@ def _examine_kit(path: Path) -> Iterator[Finding]:
             yield Finding("cells", "wrong", str(e))
 
 
+def _limit(most: int | None) -> str:
+    return "no limit" if most is None else f"at most {most}"
+
+
 def _permissions(kit: Path, results: Path) -> Iterator[Finding]:
     """Keys must be the owner's alone; so should the folders that hold settings, cells and results."""
+    kit, results = kit.resolve(), results.resolve()
     for file in sorted(p for p in kit.rglob("*") if p.is_file() and not p.is_symlink()):
         mode = stat.S_IMODE(file.stat().st_mode)
         if mode & 0o077 and (file.suffix == ".key" or b"PRIVATE KEY" in _start(file)):

@@ -73,7 +73,7 @@ class ProtocolAbort(CloisterError):
 
     def __init__(self, protocol: str, line: str, code: str, detail: str = "") -> None:
         self.protocol, self.line, self.code = protocol, line, code
-        super().__init__(f"{protocol} {line}: {detail or code}")
+        super().__init__(f"{protocol} {line}".removesuffix(" -") + f": {detail or code}")
 
 
 class PeerLost(ProtocolAbort):
@@ -91,7 +91,7 @@ CODES = {
     "no-common-genes": "the sites have no gene in common",
     "no-labels": "no site has a label",
     "one-class": "all labels are of one class",
-    "refused": "its own policy does not allow this run",
+    "refused": "a party's own policy does not allow this run",
     "replay": "a message came twice, or out of order",
     "timeout": "a peer did not answer in time",
     "too-few": "too few parties were left",

@@ -334,14 +334,16 @@ def test_logs_rotate_and_old_runs_go(tmp_path):
     assert (tmp_path / "audit.log").exists()
 
 
-def test_doctor_looks_at_permissions_and_counts(limited):
+def test_doctor_looks_at_permissions_and_counts(limited, monkeypatch):
+    from pathlib import Path
+
     from cloister.doctor import examine
 
     def said(name):
         return [(f.state, f.detail) for f in examine(limited.path) if f.name == name]
 
     assert said("files")[0][0] == "ok"
-    assert said("limits") == [("ok", "runs begun: 0 of 2 of this study, 0 of any number of 'bin-values'")]
+    assert said("limits") == [("ok", "runs begun: 0 of this study (at most 2), 0 of 'bin-values' (no limit)")]
     key = limited.path / "startup" / "client.key"
     key.chmod(0o640)
     assert said("keys")[0][0] == "wrong"
@@ -350,6 +352,9 @@ def test_doctor_looks_at_permissions_and_counts(limited):
     assert said("files")[0][0] == "note"
     limited.path.chmod(0o700)
     assert said("files")[0][0] == "ok"
+    (limited.path / "results").mkdir(mode=0o755, exist_ok=True)  # in a folder that lets nobody in
+    monkeypatch.chdir(limited.path.parent)
+    assert next(f.state for f in examine(Path(limited.path.name)) if f.name == "files") == "ok"
     for _ in range(2):
         limited.count_run(limited.policy())
     assert said("limits")[0][0] == "note"

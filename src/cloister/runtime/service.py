@@ -47,6 +47,7 @@ def start_party(kit_dir: str | Path) -> NoReturn:
     kit.policy()
     _check_certificate(kit)
     client, server, monitor = _flare_mains()
+    os.umask(0o077)  # logs, results and what FLARE writes are for their owner
     with _only_one(kit):
         (kit.path / STOPPING).unlink(missing_ok=True)
         settle(kit)
