@@ -147,14 +147,13 @@ class Linear:
     All members call the same operations in the same order. Every method that is `async` sends something.
     """
 
-    def __init__(self, ch: Channel, computing: tuple[Party, Party, Party]) -> None:
-        self.ch, self.computing = ch, computing
+    def __init__(self, ch: Channel, computing: tuple[Party, Party, Party], entropy: Entropy) -> None:
+        self.ch, self.computing, self._entropy = ch, computing, entropy
         self.rank = computing.index(ch.me) if ch.me in computing else None
         self._out: dict[Party, Prg] = {}
         self._in: dict[Party, Prg] = {}
-        self._own = self._next = Prg(bytes(32))  # replaced in `meet`
+        self._k: dict[int, Prg] = {}  # k_i and k_{i+1} at party i, from `meet`
         self._seeds: dict[Party, tuple[Prg | None, Prg | None]] = {}  # of owners that do not compute
-        self._entropy = Entropy()
 
     # -- R1 --------------------------------------------------------------------------------------------------------
 
@@ -171,8 +170,7 @@ class Linear:
         """Agree on link keys and on k_0, k_1, k_2; `others` give inputs or get results without computing."""
         if len(set(computing)) != 3:
             raise ParameterError(f"three different computing parties are needed, found {', '.join(computing)}")
-        trio = cls(ch, computing)
-        trio._entropy = entropy
+        trio = cls(ch, computing, entropy)
         others = tuple(p for p in others if p not in computing)
         peers = [p for p in (computing if trio.rank is None else (*computing, *others)) if p != ch.me]
         keys = key_pair(entropy)
@@ -184,11 +182,8 @@ class Linear:
             trio._in[p] = Prg(agree(keys, theirs.pk, link_context(ch.run_id, "link", p, ch.me)))
             for i in range(3):  # k_i belongs to i and i - 1
                 if {p, ch.me} == {computing[i], computing[i - 1]}:
-                    key = Prg(agree(keys, theirs.pk, link_context(ch.run_id, f"k{i}", computing[i], computing[i - 1])))
-                    if i == trio.rank:
-                        trio._own = key
-                    else:
-                        trio._next = key
+                    context = link_context(ch.run_id, f"k{i}", computing[i], computing[i - 1])
+                    trio._k[i] = Prg(agree(keys, theirs.pk, context))
         for owner in others:
             await trio._share_seeds(owner)
         return trio
@@ -235,6 +230,16 @@ class Linear:
         if self.rank is None:
             raise ParameterError(f"'{self.ch.me}' is none of the three computing parties")
         return self.rank
+
+    @property
+    def _own(self) -> Prg:
+        """F(k_i), which i - 1 draws from too."""
+        return self._k[self._i]
+
+    @property
+    def _next(self) -> Prg:
+        """F(k_{i+1}), which i + 1 draws from too."""
+        return self._k[(self._i + 1) % 3]
 
     # -- R2: inputs --------------------------------------------------------------------------------------------------
 
