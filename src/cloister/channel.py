@@ -48,7 +48,6 @@ from cloister.wire import Frame, Shape, message
 
 T = TypeVar("T")
 NO_RUN = bytes(16)
-ANY: Any = None  # a length that the receiver does not know beforehand, in the shapes given to `recv`
 
 
 class Link(Protocol):

@@ -28,7 +28,6 @@ except ImportError:  # pragma: no cover
 jit = njit(cache=True, nogil=True)
 inline = njit(inline="always")
 ZERO = np.uint64(0)
-LIMB = 42
 SPLIT = 134217729.0  # 2^27 + 1
 
 

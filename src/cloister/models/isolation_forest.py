@@ -80,12 +80,6 @@ def draw_axes(rng: np.random.Generator, nodes: int, usable: I64, width: int, kin
     return Axes(None, normals / np.linalg.norm(normals, axis=1, keepdims=True))
 
 
-def join_axes(parts: list[Axes]) -> Axes:
-    if parts[0].columns is not None:
-        return Axes(np.concatenate([p.columns for p in parts if p.columns is not None]), None)
-    return Axes(None, np.concatenate([p.normals for p in parts if p.normals is not None]))
-
-
 # ---- rows of a forest that grows -------------------------------------------------------------------------------------
 
 

@@ -109,12 +109,6 @@ class Layout:
         out[: self.onh] = np.repeat(columns[:, None, :], self.n, axis=1).ravel()
         return out
 
-    def read_conv(self, x: F64) -> F64:
-        return x[: self.m * self.h].reshape(self.m, self.h)[: self.config.markers, : self.config.filters]
-
-    def read_dense(self, x: F64) -> F64:
-        return x[: self.onh].reshape(self.config.classes, self.n, self.h)[:, 0, : self.config.filters].T
-
     def _batch(self, X: F64, Y: F64) -> tuple[F64, F64]:
         L, labels = np.zeros((self.n, self.m)), np.zeros((self.n, self.config.classes))
         L[: len(X), : X.shape[1]] = X
