@@ -18,7 +18,6 @@ import numpy as np
 from cloister.attacks import single_site
 from cloister.attacks.sent import Sent
 from cloister.errors import CloisterError
-from cloister.study import Study
 
 
 def own_quantiles(sent: Sent, edges: Any, own: Mapping[str, Any], pooled: Any) -> str:
@@ -65,7 +64,7 @@ def own_means(sent: Sent, space: Mapping[str, Any], common: list[str], logs: Map
         return float(np.sqrt(np.mean(((found - true[p]) / deviation) ** 2)))
 
     miss, blind = (np.mean([off(f(p), p) for p in others]) for f in (guess, lambda p: mean))
-    return f"another site's means, off by {miss:.2f} sd (guessing: {blind:.2f})"
+    return f"others' means, off by {miss:.2f} sd (guessing: {blind:.2f})"
 
 
 @contextlib.contextmanager
@@ -132,58 +131,53 @@ def markers_compared(sent: Sent, model: Any, donors: Mapping[str, Any]) -> str:
         steps = plain or [r.reshape(-1, m, 2) for r in read]
         guess[p] = single_site.class_pull(np.stack(steps, axis=1))  # (readings, m)
     shares = [single_site.compare({p: g[i] for p, g in guess.items()}, truth) for i in range(len(guess[p]))]
-    return f"who has more of a marker in cases: {np.mean(shares):.0%} right (guessing: 50%)"
+    return f"who has more of a marker: {np.mean(shares):.0%} right (guessing: 50%)"
 
 
-def labels_compared(sent: Sent, sites: Mapping[str, Any], study: Study, options: Mapping[str, Any]) -> tuple[str, str]:
-    """fine-tune: the coordinator on which site has more of a cell type: from masked updates, and from plain ones."""
+def labels_compared(sent: Sent, learners: Mapping[str, Any], truth: Mapping[str, Any], options: Any) -> tuple[Any, Any]:
+    """fine-tune: the coordinator on which site has more of a label: from masked updates, and from plain ones.
+
+    `learners` are the sites' own, averaged plainly beside the run. Returns both outcomes, and where plain averaging
+    ended: θ after the last round.
+    """
     from cloister.protocols import lanes, secure_sum
     from cloister.protocols.training_terms import Task
-    from cloister.workflows.fine_tune import Options
 
-    settled = Options(**options)
-    counts = {p: a.obs["cell_type"].dropna().astype(str).value_counts(normalize=True) for p, a in sites.items()}
-    labels = tuple(sorted({name for c in counts.values() for name in c.index}))
-    truth = {p: c.reindex([*labels], fill_value=0.0).to_numpy() for p, c in counts.items()}
-    k, wide = len(labels), settled.hidden[-1]
-    tasks, code = sent.of(Task, to=study.sites[0]), lanes.Code(settled.update_bound, len(sites))
-    shares: dict[str, list[float]] = {"masked": [], "plain": []}
-    for t, (theta, plain) in enumerate(plain_rounds(sites, labels, settled, study.seed)):
+    first = next(iter(learners.values()))
+    k, wide, code = first.labels, options.hidden[-1], lanes.Code(options.update_bound, len(learners))
+    total, theta = sum(learner.cells for learner in learners.values()), np.zeros(first.size)
+    tasks = sent.of(Task, to=first.site)
+    right: dict[str, list[float]] = {"masked": [], "plain": []}
+    for t in range(options.rounds):
         if t < 3 and not np.allclose(theta, tasks[t].theta, atol=1e-4):
             raise CloisterError("the clear twin's mean updates are not those of the run; please report this")
-        words = sent.by_sender(secure_sum.MaskedInput, to=study.coordinator, scope=f"update/{t}")
-        masked = {p: code.decode(words[p].y[:-2], len(theta)) for p in sites}
+        plain = {p: learner.train(theta.astype(np.float32), t, options.lr)[0] for p, learner in learners.items()}
+        words = sent.by_sender(secure_sum.MaskedInput, to="coordinator", scope=f"update/{t}")
+        masked = {p: code.decode(m.y[:-2], first.size) for p, m in words.items()}
         for name, updates in (("masked", masked), ("plain", plain)):
             heads = {p: u[-k * (wide + 1) : -k].reshape(k, wide) for p, u in updates.items()}
             pulls = {p: single_site.label_pull(h) for p, h in heads.items()}
-            shares[name].append(single_site.compare(pulls, truth, least=0.01))
-    masked_text, plain_text = (
-        f"who has more of a cell type: {np.mean(s):.0%} right (guessing: 50%)" for s in shares.values()
-    )
-    return masked_text, plain_text
+            right[name].append(single_site.compare(pulls, truth, least=0.01))
+        theta = theta + sum(learners[p].cells / total * u for p, u in plain.items())
+    return {
+        name: f"who has more of a label: {np.mean(shares):.0%} right (guessing: 50%)" for name, shares in right.items()
+    }, theta
 
 
-def plain_rounds(
-    sites: Mapping[str, Any], labels: tuple[str, ...], options: Any, seed: int
-) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Per round of plain averaging, θ and every site's update: the workflow's own learners, nothing encoded."""
+def plain_learners(sites: Mapping[str, Any], labels: tuple[str, ...], options: Any, seed: int) -> dict[str, Any]:
+    """The sites' models and cells, as the workflow makes them."""
     from cloister.models.classifier import make
     from cloister.models.learner import Learner, hold_out
     from cloister.workflows import fine_tune
 
-    learners = {}
+    made = {}
     for p, a in sites.items():
         examples, blueprint, _ = fine_tune.examples_of(a, options, seed=seed)
         codes = a.obs["cell_type"].astype(object).map({n: i for i, n in enumerate(labels)}).fillna(-1).to_numpy(int)
         held = hold_out(codes, options.validation, np.random.default_rng([seed, *f"{p}/validation".encode()]))
         recipe = fine_tune.recipe_of(options, seed, len(sites))
-        learners[p] = Learner(make(blueprint, labels), len(labels), recipe, examples, codes, held, describe="", site=p)
-    total = sum(learner.cells for learner in learners.values())
-    theta = np.zeros(next(iter(learners.values())).size)
-    for t in range(options.rounds):
-        updates = {p: learner.train(theta.astype(np.float32), t, options.lr)[0] for p, learner in learners.items()}
-        yield theta, updates
-        theta = theta + sum(learners[p].cells / total * u for p, u in updates.items())
+        made[p] = Learner(make(blueprint, labels), len(labels), recipe, examples, codes, held, describe="", site=p)
+    return made
 
 
 def rows_unmasked(rows: Mapping[str, Any]) -> str:

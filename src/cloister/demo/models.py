@@ -72,22 +72,26 @@ def clear_cellcnn(sites: list[Any], config: Any, options: Any) -> Any:
 def fine_tune(tell: Tell) -> Played:
     """Accuracy on one cell in five whose label was hidden; pooled and alone by logistic regression.
 
-    There is no other mode: what plain averaging would show the coordinator is worked out beside it, by the same
-    learners in the clear, whose mean updates have to be those of the run.
+    No mode averages plainly. What that would show the coordinator is worked out beside the run, by the same learners in
+    the clear, whose mean updates have to be those of the run; their model is the last one, the run's its best.
     """
     from cloister.protocols import secure_sum
     from cloister.protocols.training_terms import Task
+    from cloister.workflows.fine_tune import Options
 
     sites, truth, held = hide_labels(0.2)
     x = {p: cells.embedding(a, "X_pca") for p, a in sites.items()}
     sent, options = Sent(secure_sum.MaskedInput, Task), {"rounds": 15, "local_epochs": 3, "lr": 3e-3}
     run = rehearse("fine-tune", sites, on_event=tell, on_frame=sent, **options)
-    found = {p: run.data[p].obs["predicted"].astype(str).to_numpy() for p in sites}
-    figures = linear_figures(x, truth, held, found)
-    masked, plain = attacks.labels_compared(sent, sites, run.study, options)
+    labels = tuple(run.results["basel"]["labels"])
+    share = {p: np.array([np.mean(truth[p][~held[p]] == name) for name in labels]) for p in sites}
+    learners = attacks.plain_learners(sites, labels, Options(**options), run.study.seed)
+    leak, theta = attacks.labels_compared(sent, learners, share, Options(**options))
+    ours = {p: run.data[p].obs["predicted"].astype(str).to_numpy() for p in sites}
+    twins = {p: np.array(labels)[learner.logits(theta).argmax(axis=1)] for p, learner in learners.items()}
     return [run], [
-        ("fine-tune", "hardened", "accuracy", *figures, masked, *cost_of(run)),
-        ("fine-tune", "clear twin", "accuracy", *figures, plain, "–", "–"),
+        ("fine-tune", "hardened", "accuracy", *linear_figures(x, truth, held, ours), leak["masked"], *cost_of(run)),
+        ("fine-tune", "clear twin", "accuracy", *linear_figures(x, truth, held, twins), leak["plain"], "–", "–"),
     ]
 
 
