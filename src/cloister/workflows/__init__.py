@@ -64,6 +64,11 @@ class Workflow:
         return importlib.import_module(f"cloister.protocols.{self.protocols[mode]}")
 
 
+def option(default: Any, help: str) -> Any:
+    """A field of a workflow's options, with the line that `cloister explain` prints about it."""
+    return dataclasses.field(default=default, metadata={"help": help})
+
+
 def names() -> tuple[str, ...]:
     return NAMES
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,7 +15,7 @@ from cloister.errors import DataError, ParameterError
 from cloister.protocols import encrypted_inference, federated_training, model_card, permuted_inference, secure_sum
 from cloister.protocols.training_parts import Offer, Trained
 from cloister.seat import Outcome, Seat
-from cloister.workflows import Workflow
+from cloister.workflows import Workflow, option
 
 if TYPE_CHECKING:
     from anndata import AnnData
@@ -23,27 +23,23 @@ if TYPE_CHECKING:
     from cloister.models.adapter import Adapted
 
 
-def _option(default: Any, help: str) -> Any:
-    return field(default=default, metadata={"help": help})
-
-
 @dataclass(frozen=True)
 class Options:
-    model: str = _option("model.npz", "file of the provider's model, at the coordinator")
-    label_key: str = _option("cell_type", "column of obs with the labels; NaN where there is none")
-    labels: tuple[str, ...] = _option((), "all label names; if none, the sites' names are collected")
-    ring: Literal["small", "standard"] = _option("standard", "lattice: small models only, or any")
-    budget: int = _option(65536, "samples that a site may ask about, over all runs with the same ledger")
-    ledger: str | None = _option(None, "file in which the provider counts them")
-    bottleneck: int = _option(8, "width of the adapter; 0 for linear probing")
-    rounds: int = _option(20, "rounds of averaging")
-    local_epochs: int = _option(1, "passes over a site's samples in a round")
-    batch_size: int = _option(32, "samples a step")
-    lr: float = _option(0.01, "learning rate")
-    optimizer: Literal["adam", "sgd"] = _option("adam", "local optimiser")
-    validation: float = _option(0.1, "share of each label's samples kept for validation")
-    metric: Literal["accuracy", "macro_f1", "loss"] = _option("accuracy", "that chooses the best round")
-    key_added: str = _option("predicted", "column of obs with the model's labels")
+    model: str = option("model.npz", "file of the provider's model, at the coordinator")
+    label_key: str = option("cell_type", "column of obs with the labels; NaN where there is none")
+    labels: tuple[str, ...] = option((), "all label names; if none, the sites' names are collected")
+    ring: Literal["small", "standard"] = option("standard", "lattice: small models only, or any")
+    budget: int = option(65536, "samples that a site may ask about, over all runs with the same ledger")
+    ledger: str | None = option(None, "file in which the provider counts them")
+    bottleneck: int = option(8, "width of the adapter; 0 for linear probing")
+    rounds: int = option(20, "rounds of averaging")
+    local_epochs: int = option(1, "passes over a site's samples in a round")
+    batch_size: int = option(32, "samples a step")
+    lr: float = option(0.01, "learning rate")
+    optimizer: Literal["adam", "sgd"] = option("adam", "local optimiser")
+    validation: float = option(0.1, "share of each label's samples kept for validation")
+    metric: Literal["accuracy", "macro_f1", "loss"] = option("accuracy", "that chooses the best round")
+    key_added: str = option("predicted", "column of obs with the model's labels")
 
     def __post_init__(self) -> None:
         if not 0 <= self.validation < 1:

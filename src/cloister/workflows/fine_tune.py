@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,7 +17,7 @@ from cloister.protocols import federated_training as protocol
 from cloister.protocols.pseudo_labels import Pseudo
 from cloister.protocols.training_parts import Offer, Trained
 from cloister.seat import Outcome, Seat
-from cloister.workflows import Workflow
+from cloister.workflows import Workflow, option
 from cloister.workflows.fine_tune_parts import FileStore, figures
 
 if TYPE_CHECKING:
@@ -27,58 +27,54 @@ if TYPE_CHECKING:
     from cloister.models.learner import Examples
 
 
-def _option(default: Any, help: str) -> Any:
-    return field(default=default, metadata={"help": help})
-
-
 @dataclass(frozen=True)
 class Options:
-    label_key: str = _option("cell_type", "column of obs with the labels; NaN where there is none")
-    model: Literal["mlp", "scgpt", "cnn", "vit"] = _option("mlp", "what is trained")
-    use_rep: str | None = _option("X_pca", "embedding in obsm that an MLP takes in; X if none")
-    labels: tuple[str, ...] = _option((), "all label names; if none, the sites' names are collected")
-    rounds: int = _option(20, "rounds of averaging")
-    clients_per_round: int = _option(0, "sites that train in a round; 0 for all")
-    local_epochs: int = _option(1, "passes over a site's cells in a round")
-    batch_size: int = _option(64, "cells a step")
-    lr: float = _option(1e-3, "learning rate")
-    schedule: Literal["constant", "cosine"] = _option("constant", "of the learning rate over the rounds")
-    optimizer: Literal["adam", "sgd"] = _option("adam", "local optimiser, begun anew in every round")
-    momentum: float = _option(0.9, "of sgd")
-    weight_decay: float = _option(0.0, "of the optimiser")
-    algorithm: Literal["fedavg", "fedprox", "scaffold"] = _option(
+    label_key: str = option("cell_type", "column of obs with the labels; NaN where there is none")
+    model: Literal["mlp", "scgpt", "cnn", "vit"] = option("mlp", "what is trained")
+    use_rep: str | None = option("X_pca", "embedding in obsm that an MLP takes in; X if none")
+    labels: tuple[str, ...] = option((), "all label names; if none, the sites' names are collected")
+    rounds: int = option(20, "rounds of averaging")
+    clients_per_round: int = option(0, "sites that train in a round; 0 for all")
+    local_epochs: int = option(1, "passes over a site's cells in a round")
+    batch_size: int = option(64, "cells a step")
+    lr: float = option(1e-3, "learning rate")
+    schedule: Literal["constant", "cosine"] = option("constant", "of the learning rate over the rounds")
+    optimizer: Literal["adam", "sgd"] = option("adam", "local optimiser, begun anew in every round")
+    momentum: float = option(0.9, "of sgd")
+    weight_decay: float = option(0.0, "of the optimiser")
+    algorithm: Literal["fedavg", "fedprox", "scaffold"] = option(
         "fedavg", "fedprox pulls local training back to the shared model, scaffold corrects it for the site's own drift"
     )
-    mu: float = _option(0.01, "how strongly fedprox pulls")
-    weighting: Literal["cells", "plain"] = _option("cells", "weigh updates by training cells, or all alike")
-    hidden: tuple[int, ...] = _option((128,), "hidden widths of an MLP")
-    dropout: float = _option(0.1, "of MLP, CNN and ViT")
-    width: int = _option(64, "of CNN and ViT")
-    image_shape: tuple[int, ...] = _option((), "height, width, channels of the images that the rows of X are")
-    pretrained: str | None = _option(None, "folder of an scGPT checkpoint, at every site")
-    tune: Literal["all", "last", "head", "lora"] = _option("all", "what of the encoder is trained")
-    last_layers: int = _option(2, "how many, with tune=last")
-    lora_rank: int = _option(8, "with tune=lora")
-    gene_key: str | None = _option(None, "column of var with gene symbols, for scgpt")
-    validation: float = _option(0.1, "share of each label's cells kept for validation")
-    score_every: int = _option(1, "rounds between scores on the validation cells of all sites; 0 for never")
-    metric: Literal["accuracy", "macro_f1", "loss"] = _option("accuracy", "that chooses the best round")
-    patience: int = _option(0, "scored rounds without a better one, after which training stops; 0 for never")
-    update_bound: float = _option(4.0, "bound of one entry of an update")
-    dp_noise: float = _option(0.0, "noise multiplier of differential privacy for a site's data; 0 for none")
-    dp_clip: float = _option(1.0, "norm that updates are clipped to, with noise")
-    dp_delta: float = _option(1e-5, "delta of differential privacy")
-    semi_supervised: bool = _option(default=False, help="let cells without a label train too, by pseudo-labels")
-    pseudo_labels: Literal["xclp", "client", "network"] = _option(
+    mu: float = option(0.01, "how strongly fedprox pulls")
+    weighting: Literal["cells", "plain"] = option("cells", "weigh updates by training cells, or all alike")
+    hidden: tuple[int, ...] = option((128,), "hidden widths of an MLP")
+    dropout: float = option(0.1, "of MLP, CNN and ViT")
+    width: int = option(64, "of CNN and ViT")
+    image_shape: tuple[int, ...] = option((), "height, width, channels of the images that the rows of X are")
+    pretrained: str | None = option(None, "folder of an scGPT checkpoint, at every site")
+    tune: Literal["all", "last", "head", "lora"] = option("all", "what of the encoder is trained")
+    last_layers: int = option(2, "how many, with tune=last")
+    lora_rank: int = option(8, "with tune=lora")
+    gene_key: str | None = option(None, "column of var with gene symbols, for scgpt")
+    validation: float = option(0.1, "share of each label's cells kept for validation")
+    score_every: int = option(1, "rounds between scores on the validation cells of all sites; 0 for never")
+    metric: Literal["accuracy", "macro_f1", "loss"] = option("accuracy", "that chooses the best round")
+    patience: int = option(0, "scored rounds without a better one, after which training stops; 0 for never")
+    update_bound: float = option(4.0, "bound of one entry of an update")
+    dp_noise: float = option(0.0, "noise multiplier of differential privacy for a site's data; 0 for none")
+    dp_clip: float = option(1.0, "norm that updates are clipped to, with noise")
+    dp_delta: float = option(1e-5, "delta of differential privacy")
+    semi_supervised: bool = option(default=False, help="let cells without a label train too, by pseudo-labels")
+    pseudo_labels: Literal["xclp", "client", "network"] = option(
         "xclp", "from label propagation across the round's sites, within each site, or from the model itself"
     )
-    warm_rounds: int = _option(0, "rounds on labels alone, before the first pseudo-labels")
-    bits: int = _option(4096, "of the codes that cells are compared by, for xclp")
-    n_neighbors: int = _option(10, "neighbours of a cell in the graph of label propagation")
-    alpha: float = _option(0.99, "how far labels spread")
-    hamming: Literal["mpc", "ot", "he"] = _option("mpc", "how codes are compared, for xclp")
-    checkpoint: str | None = _option(None, "file in which the coordinator keeps its state, to go on from")
-    key_added: str = _option("predicted", "column of obs with the model's labels")
+    warm_rounds: int = option(0, "rounds on labels alone, before the first pseudo-labels")
+    bits: int = option(4096, "of the codes that cells are compared by, for xclp")
+    n_neighbors: int = option(10, "neighbours of a cell in the graph of label propagation")
+    alpha: float = option(0.99, "how far labels spread")
+    hamming: Literal["mpc", "ot", "he"] = option("mpc", "how codes are compared, for xclp")
+    checkpoint: str | None = option(None, "file in which the coordinator keeps its state, to go on from")
+    key_added: str = option("predicted", "column of obs with the model's labels")
 
     def __post_init__(self) -> None:
         if not 0 <= self.validation < 1:

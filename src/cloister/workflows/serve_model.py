@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from cloister import cells
 from cloister.errors import DataError, ParameterError
 from cloister.protocols import encrypted_inference, model_card, permuted_inference
 from cloister.seat import Outcome, Seat
-from cloister.workflows import Workflow
+from cloister.workflows import Workflow, option
 from cloister.workflows.adapt_model import answer, ask, inputs_of, load, write
 
 if TYPE_CHECKING:
@@ -20,18 +20,14 @@ if TYPE_CHECKING:
 USED = (encrypted_inference, permuted_inference)  # what `ask` and `answer` run
 
 
-def _option(default: Any, help: str) -> Any:
-    return field(default=default, metadata={"help": help})
-
-
 @dataclass(frozen=True)
 class Options:
-    model: str = _option("model.npz", "file of the provider's model, at the coordinator")
-    adapter: str = _option("adapter.npz", "file that adapt-model wrote, at every site")
-    ring: Literal["small", "standard"] = _option("standard", "lattice; as in adapt-model")
-    budget: int = _option(65536, "samples that a site may ask about, over all runs with the same ledger")
-    ledger: str | None = _option(None, "file in which the provider counts them")
-    key_added: str = _option("predicted", "column of obs with the model's labels")
+    model: str = option("model.npz", "file of the provider's model, at the coordinator")
+    adapter: str = option("adapter.npz", "file that adapt-model wrote, at every site")
+    ring: Literal["small", "standard"] = option("standard", "lattice; as in adapt-model")
+    budget: int = option(65536, "samples that a site may ask about, over all runs with the same ledger")
+    ledger: str | None = option(None, "file in which the provider counts them")
+    key_added: str = option("predicted", "column of obs with the model's labels")
 
     def __post_init__(self) -> None:
         if self.budget < 1:
