@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import anndata as ad
@@ -45,6 +45,23 @@ def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return s.getsockname()[1]
+
+
+@contextlib.contextmanager
+def serving(folder: Path, workflow: str, sites: dict[str, ad.AnnData], options: dict) -> Iterator[Federation]:
+    """A coordinator and three sites with these cells, approved for one workflow and started."""
+    made = Federation(folder, timeout=20.0)
+    parties = {p: role for p, role in PARTIES.items() if p != "helper"}
+    keys = {p: k for p, k in made.study.keys.items() if p in parties}
+    made.study = dataclasses.replace(made.study, workflow=workflow, parties=parties, keys=keys, parameters=options)
+    for site, adata in sites.items():
+        write_cells(adata, made.kits[site] / "cells.h5ad")
+    made.agree()
+    made.start(*parties)
+    try:
+        yield made
+    finally:
+        made.close()
 
 
 class Federation:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import json
 import threading
@@ -10,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from federation import PARTIES, Federation
+from federation import serving
 
-from cloister.cell_files import read_cells, write_cells
+from cloister.cell_files import read_cells
 from cloister.demo_data import demo_sites
 from cloister.rehearsal import rehearse
 
@@ -28,18 +27,8 @@ def sites():
 
 @pytest.fixture(scope="module")
 def federation(tmp_path_factory, sites):
-    made = Federation(tmp_path_factory.mktemp("training"), timeout=20.0)
-    parties = {p: role for p, role in PARTIES.items() if p != "helper"}
-    keys = {p: k for p, k in made.study.keys.items() if p in parties}
-    made.study = dataclasses.replace(made.study, workflow="fine-tune", parties=parties, keys=keys, parameters=OPTIONS)
-    for site, adata in sites.items():
-        write_cells(adata, made.kits[site] / "cells.h5ad")
-    made.agree()
-    made.start(*parties)
-    try:
+    with serving(tmp_path_factory.mktemp("training"), "fine-tune", sites, OPTIONS) as made:
         yield made
-    finally:
-        made.close()
 
 
 def test_a_run_gives_what_the_rehearsal_gives(federation, sites):
