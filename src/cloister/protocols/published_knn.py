@@ -27,7 +27,7 @@ Semi-honest parties, no two of the three computing ones collude.
 
 Cost
 ----
-2k(n + Ck) comparisons and k·n equality tests per query, each with products to pick and suppress: 11 to 14 times the
+2k(n + Ck) comparisons and k·n equality tests per query, each with products to pick and suppress: 9 to 10 times the
 bytes of `private_knn` on two whole studies, and a thousand rounds a batch and more. For comparison, not for use.
 
 References
