@@ -358,3 +358,18 @@ def test_doctor_looks_at_permissions_and_counts(limited, monkeypatch):
     for _ in range(2):
         limited.count_run(limited.policy())
     assert said("limits")[0][0] == "note"
+
+
+def test_cells_are_taken_away_whole_and_for_their_owner_only(tmp_path):
+    from types import SimpleNamespace
+
+    from cloister.errors import DataError
+    from cloister.runtime.attend import take_away
+
+    (tmp_path / "basel.h5ad").write_bytes(b"cells")
+    ended = SimpleNamespace(folder=str(tmp_path), party="basel")
+    made = take_away(ended, tmp_path / "mine.h5ad")
+    assert (made.read_bytes(), made.stat().st_mode & 0o777) == (b"cells", 0o600)
+    with pytest.raises(DataError, match="the cells are in"):
+        take_away(ended, tmp_path / "nowhere" / "mine.h5ad")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["basel.h5ad", "mine.h5ad"]

@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from cloister import workflows
-from cloister.errors import ParameterError, PeerLost, UsageError
+from cloister.errors import DataError, ParameterError, PeerLost, UsageError
 from cloister.runtime.kit import DATA, Kit
 from cloister.runtime.party import Ended, open_cells
 from cloister.runtime.service import is_running, run_study
@@ -119,6 +119,11 @@ def take_away(ended: Ended, path: str | Path) -> Path:
     if not source.exists():
         raise UsageError(f"this run gave no cells; see {ended.folder}")
     part = path.with_name(path.name + ".part")
-    shutil.copyfile(source, part)
-    os.replace(part, path)
+    try:
+        os.close(os.open(part, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600))
+        shutil.copyfile(source, part)
+        os.replace(part, path)
+    except OSError as e:
+        part.unlink(missing_ok=True)
+        raise DataError(f"{path} cannot be written ({e.strerror}); the cells are in {source}") from None
     return path
