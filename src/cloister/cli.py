@@ -313,7 +313,7 @@ def demo(
     quiet: Quiet = False,  # noqa: FBT002
 ) -> None:
     """Run every workflow on small real data, in minutes, and write report.html."""
-    from cloister.demo import run_demo, write_sites
+    from cloister.demo import halves, run_demo, write_sites
 
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"{folder} is a file; name a folder with --out")
@@ -324,11 +324,10 @@ def demo(
 
     with progress(quiet=quiet) as tell:
         table, path = run_demo(folder, on_event=tell, say=lambda text: err.print(text, markup=False))
-    attack = table[0].index("attack")
-    for columns in ([i for i in range(len(table[0])) if i != attack], [0, 1, attack]):  # two tables fit 80 columns
-        shown = Table(*(table[0][i] for i in columns), box=None, pad_edge=False, collapse_padding=True)
-        for row in table[1:]:
-            shown.add_row(*(as_is(row[i]) for i in columns))
+    for half in halves(table).values():
+        shown = Table(*half[0], box=None, pad_edge=False, collapse_padding=True)
+        for row in half[1:]:
+            shown.add_row(*map(as_is, row))
         out.print(shown, "")
     out.print("Attacks read what these runs sent and opened; in brackets, what guessing gives. Where no message")
     out.print("holds what a mode opens, it is worked out in the clear by the functions of the protocol.")

@@ -59,7 +59,7 @@ def write_report(
     runs: Sequence[Run],
     *,
     title: str = "Cloister report",
-    table: Rows | None = None,
+    table: Rows | Mapping[str, Rows] | None = None,
     baselines: Mapping[str, Rows] | None = None,
 ) -> Path:
     """Write one self-contained page about `runs`.
@@ -69,7 +69,8 @@ def write_report(
     path
         The HTML file; it appears complete or not at all.
     table
-        A comparison for the top of the page: dictionaries, or lists of which the first is the header.
+        A comparison for the top of the page: dictionaries, or lists of which the first is the header; or several such
+        tables by their captions.
     baselines
         The same for single runs, by workflow (`"bin-values"`) or workflow and mode (`"bin-values/hardened"`).
     """
@@ -87,7 +88,7 @@ def write_report(
     return path
 
 
-def _page(runs: list[Run], title: str, rows: Rows | None, baselines: Mapping[str, Rows]) -> str:
+def _page(runs: list[Run], title: str, rows: Rows | Mapping[str, Rows] | None, baselines: Mapping[str, Rows]) -> str:
     style = (resources.files("cloister") / "data" / "report.css").read_text(encoding="utf-8")
     head = tag(
         "head",
@@ -109,7 +110,9 @@ def _page(runs: list[Run], title: str, rows: Rows | None, baselines: Mapping[str
     nav = tag("nav", tag("ul", *(tag("li", link) for link in links)), aria_label="On this page")
     compared = None
     if rows:
-        compared = tag("section", tag("h2", "Comparison", id="comparison"), _rows("All runs side by side", rows))
+        tables = rows if isinstance(rows, Mapping) else {"All runs side by side": rows}
+        parts = [_rows(caption, some) for caption, some in tables.items()]
+        compared = tag("section", tag("h2", "Comparison", id="comparison"), *parts)
     articles = [_run(run, i, baselines, unfold=len(runs) <= 2) for i, run in enumerate(runs, 1)]
     main = tag("main", compared, *articles, _how(), id="main", tabindex="-1")
     made = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())

@@ -15,7 +15,7 @@ from typing import Any
 from cloister import demo_data
 from cloister.demo.labels import map_labels, propagate_labels
 from cloister.demo.models import adapt_model, fine_tune, train_cellcnn
-from cloister.demo.rows import HEADER, Played, Tell
+from cloister.demo.rows import HEADER, Played, Tell, halves
 from cloister.demo.rows import auroc as auroc
 from cloister.demo.statistics import bin_values, find_outliers, shared_pca
 from cloister.rehearsal import Run
@@ -50,7 +50,7 @@ def run_demo(
         for run in played:
             save_run(run, folder / f"{name}-{run.study.mode}")
         say(f"{name}: {time.perf_counter() - began:.1f} s")
-    return rows, write_report(folder / "report.html", runs, title="Cloister demo", table=rows)
+    return rows, write_report(folder / "report.html", runs, title="Cloister demo", table=halves(rows))
 
 
 def write_sites(folder: Path) -> list[Path]:

@@ -16,6 +16,15 @@ Tell: TypeAlias = Callable[[Event], None] | None
 Played: TypeAlias = tuple[list[Run], list[tuple[Any, ...]]]  # the runs, and their rows of the table
 
 
+def halves(rows: list[tuple[Any, ...]]) -> dict[str, list[tuple[Any, ...]]]:
+    """The table in two that are narrow enough to be read: what comes out and costs, and what an attack makes of it."""
+    at = HEADER.index("attack")
+    return {
+        "What comes out, and what it costs": [row[:at] + row[at + 1 :] for row in rows],
+        "What an attack makes of what it gets to see": [(f"{row[0]}, {row[1]}", row[at]) for row in rows],
+    }
+
+
 def cost_of(run: Run) -> tuple[str, str]:
     """What a site sent, on average, and the seconds of the whole run."""
     from cloister.report_parts import size
