@@ -35,6 +35,20 @@ def test_encrypt_evaluate_decrypt(c, key):
     np.testing.assert_allclose(c.decrypt(secret.ntt, product), x * y, atol=1e-5)
 
 
+def test_rerandomised_ciphertexts_do_not_show_what_went_into_them(c, key):
+    """Evaluation repeats itself to the bit, so a guess of a plain factor could be checked; not after a fresh zero."""
+    secret, public = key
+    x, y = values(1), values(2)
+    ct = c.encrypt(public, x, P.top, P.scale, Entropy())
+    made = [c.times_plain(ct, c.encode(y, P.top, c.dropped(P.top))) for _ in range(2)]
+    np.testing.assert_array_equal(c.raw(made[0])[0], c.raw(made[1])[0])
+    hidden = [c.rerandomise(public, one, Entropy()) for one in made]
+    for j in (0, 1):
+        assert (c.raw(hidden[0])[0][j] != c.raw(hidden[1])[0][j]).mean() > 0.999
+        assert (c.raw(hidden[0])[0][j] != c.raw(made[0])[0][j]).mean() > 0.999
+    np.testing.assert_allclose(c.decrypt(secret.ntt, hidden[0]), x * y, atol=1e-5)
+
+
 def test_shifted_scales_and_single_numbers(c, key):
     secret, public = key
     x = values(4)

@@ -105,6 +105,18 @@ def test_a_death_ends_the_run_by_name_and_the_next_run_resumes(trained):
     assert made.count("encrypted_training.Gradient") == 1  # and the first step too
 
 
+def test_a_guess_of_a_batch_cannot_be_checked(trained):
+    """The aggregator knows [M] and all switching keys; from a batch it would compute the same ciphertext."""
+    p, data, *_, run = trained
+    site = values(run)[PARTIES[0]]
+    c, (X, Y) = ckks.context(p.ckks), data[PARTIES[0]]
+    made = [
+        encrypted_training.gradient_message(c, p.layout, site.model, X[0], Y[0], site.keys, Entropy()) for _ in range(2)
+    ]
+    assert made[0].c0 != made[1].c0
+    assert made[0].c1 != made[1].c1
+
+
 def test_weights_equal_the_clear_twin(trained):
     p, data, _, _, run = trained
     twin = cellcnn.train(p.config, [data[i] for i in PARTIES])

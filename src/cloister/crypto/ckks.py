@@ -242,14 +242,27 @@ class Context:
 
     def encrypt(self, key: PublicKey, values: F64, k: int, scale: float, entropy: Entropy) -> Cipher:
         """(b·u + e0 + m, a·u + e1) at k primes, u ternary."""
+        made = self._zero(key, k, entropy)
+        self.ring.add(made[0], self.plain_residues(values, k, scale))
+        return self.cipher(made, scale)
+
+    def rerandomise(self, key: PublicKey, ct: Cipher, entropy: Entropy) -> Cipher:
+        """The same slots plus a fresh encryption of zero: what went into `ct` no longer shows in its polynomials.
+
+        Evaluation is deterministic. Who knows the inputs of a circuit but for some plain factors could try values for
+        these until the same ciphertext comes out.
+        """
+        zero = self._zero(key, ct.coeff_modulus_size(), entropy)
+        return self.evaluator.add(ct, self.cipher(zero, float(ct.scale())))
+
+    def _zero(self, key: PublicKey, k: int, entropy: Entropy) -> npt.NDArray[np.uint64]:
         check_entropy(entropy)
         prg, r = entropy.prg(), self.ring
         u = r.forward(r.of_small(prg.ternary(self.params.degree), k))
         c0, c1 = r.error(prg, k), r.error(prg, k)
         r.add_product(c0, key.b, u)
         r.add_product(c1, key.a, u)
-        r.add(c0, self.plain_residues(values, k, scale))
-        return self.cipher(np.stack([c0, c1]), scale)
+        return np.stack([c0, c1])
 
     def decrypt(self, secret: Residues, ct: Cipher) -> F64:
         """With the whole secret key: only for keys that one party owns."""
@@ -305,8 +318,9 @@ class Context:
 
     def load_key(self, key: SwitchingKey) -> Any:
         """The key as SEAL's `RelinKeys` or `GaloisKeys`. Equal keys of a process are held once: they are public."""
-        digest = hashlib.sha256(key.b.tobytes())
-        digest.update(struct.pack("<q", key.galois))
+        digest = hashlib.sha256(struct.pack("<q", key.galois))
+        for part in (key.b, key.a):
+            digest.update(np.ascontiguousarray(part).data)
         name = digest.digest()
         held = _LOADED.get(name)
         if held is None:

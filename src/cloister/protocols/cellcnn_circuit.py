@@ -148,7 +148,9 @@ class Layout:
 
     def maps_of_gradient(self) -> list[SlotMap]:
         """Z summed over samples and averaged, at every filter's place."""
-        return self._reduce(self.I, np.arange(self.config.filters), 1.0 / (self.config.batch * self.parties))
+        return self._reduce(
+            min(self.I, self.config.batch), np.arange(self.config.filters), 1.0 / (self.config.batch * self.parties)
+        )
 
     def maps_of_product(self) -> list[SlotMap]:
         """W ⊙ V summed over filters, at every sample's place: M."""
@@ -238,14 +240,15 @@ class Layout:
     def noise_bits(self) -> int:
         """log2 of six standard deviations of the noise that W, V and the momenta carry at the end, per coefficient.
 
-        Each step adds η times the noise of a product summed over markers; momentum adds steps up to 1/(1 - μ), and
-        steps are independent. The start carries the noise of an encryption.
+        Each step adds η times the noise of a product summed over markers, to which Z brings its own and that of a fresh
+        encryption of zero; momentum adds steps up to 1/(1 - μ), and steps are independent. The start carries the noise
+        of an encryption.
         """
         c, n = self.config, self.parties * self.config.batch
-        one = ckks.rounding_noise(self.ckks, self.parties)
-        z = self.ladder.z_noise * one / math.sqrt(min(n, self.parties * self.I))
+        one, fresh = ckks.rounding_noise(self.ckks, self.parties), ckks.encryption_noise(self.ckks, self.parties)
+        z = math.hypot(self.ladder.z_noise * one, fresh) / math.sqrt(min(n, self.parties * self.I))
         step = c.learning_rate * math.sqrt(max(self.J, c.classes)) * (one + z)
-        total = math.hypot(step * math.sqrt(c.steps) / (1 - c.momentum), ckks.encryption_noise(self.ckks, self.parties))
+        total = math.hypot(step * math.sqrt(c.steps) / (1 - c.momentum), fresh)
         return math.ceil(math.log2(6 * total))
 
     @property

@@ -9,7 +9,7 @@ S aggregates and evaluates on ciphertexts; sites hold data, labels and one share
 
 and per step, [·] encrypted under the collective key, slots and maps as in `cellcnn_circuit`:
 
-    L4  i → S   [Z_i] = [XᵀE]               from [M], a batch X and its labels, in the clear at i only
+    L4  i → S   [Z_i] = [XᵀE] + [0]         from [M], a batch X and its labels, in the clear at i only; [0] is fresh
         all     refresh ([Σ Z_i]) → [Z], summed over samples and averaged
         S       [Z ⊙ W], [Z ⊙ V]
         all     refresh (these, [A]) → [A'], [W'], [V']     gradient, momentum and update are linear
@@ -204,6 +204,11 @@ def check_batches(c: cellcnn.Config, X: F64, Y: F64) -> None:
         raise DataError("a marker's mean lies beyond ±32 or is missing; standardise the markers first")
 
 
+def check_parts(found: int, wanted: int, line: str) -> None:
+    if found != wanted:
+        raise ProtocolAbort(NAME, line, "malformed", f"a model of {found} parts, expected {wanted}")
+
+
 # ---- what was kept ---------------------------------------------------------------------------------------------------
 
 
@@ -253,17 +258,17 @@ async def holder(
     secret = keys.secret
     assert secret is not None
     first = await ch.recv(S, Model)  # L3
+    check_parts(len(first.c0), G, "L3")
+    check_parts(len(first.c1), G, "L3")
     model = [
         c.cipher(np.stack([read(c, c0, top, NAME, "L3", S), read(c, c1, top, NAME, "L3", S)]), P.scale)
         for c0, c1 in zip(first.c0, first.c1, strict=True)
     ]
-    if len(model) != G:
-        raise ProtocolAbort(NAME, "L3", "malformed", f"a model of {len(model)} parts, expected {G}")
     archive: list[bytes] = []
     losses: dict[int, float] = {}
     for t in range(start.step, params.config.steps):
         ch.step(f"step {t + 1} of {params.config.steps}: gradient, {top} primes", protocol=NAME, line="L4")
-        await ch.send(S, gradient_message(c, L, model, X[t], Y[t], keys))  # L4
+        await ch.send(S, gradient_message(c, L, model, X[t], Y[t], keys, entropy))  # L4
         for name in ("gradient", "update", "product"):
             sub = ch.sub(f"{t}/{name}")
             await collective_refresh.holder(sub, todo[name].params, secret, todo[name].maps, ledger, entropy=entropy)
@@ -272,6 +277,7 @@ async def holder(
                 if store is not None:
                     store.put_known(t + 1, archive)
         fresh = await ch.recv(S, NewModel)  # L5
+        check_parts(len(fresh.c0), G, "L5")
         model = [
             c.cipher(
                 np.stack([read(c, c0, top, NAME, "L5", S), collective_refresh.common(sub, todo["product"].params, g)]),
@@ -308,15 +314,17 @@ async def holder(
     return done
 
 
-def gradient_message(c: ckks.Context, L: Layout, model: Sequence[ckks.Cipher], X: F64, Y: F64, keys: Keys) -> Gradient:
-    """Z of every class group, added over the chunks of the batch."""
+def gradient_message(
+    c: ckks.Context, L: Layout, model: Sequence[ckks.Cipher], X: F64, Y: F64, keys: Keys, entropy: Entropy
+) -> Gradient:
+    """Z of every class group, added over the chunks of the batch; no two calls give the same polynomials."""
     c0, c1 = [], []
     for M, group in zip(model, L.groups, strict=True):
         total = None
         for at in range(0, len(X), L.I):
             Z = gradient(L, M, X[at : at + L.I], Y[at : at + L.I, list(group)], keys.relin, keys.rotation)
             total = Z if total is None else c.evaluator.add(total, Z)
-        raw, _ = c.raw(total)
+        raw, _ = c.raw(c.rerandomise(keys.public, total, entropy))
         c0.append(c.pack(raw[0]))
         c1.append(c.pack(raw[1]))
     return Gradient(tuple(c0), tuple(c1))

@@ -3,7 +3,7 @@
 Whether a class is right is no polynomial; the squared error of the fitted sigmoid is. With S' = (σ(U) - Y) / a3, slots
 and scales as in `cellcnn_circuit` and `cellcnn_ladder`:
 
-    L1  i → S   [S'²] = [(U³ + (a1/a3)·U + (a0 - Y)/a3)²]     from [M], held-out inputs X and labels Y
+    L1  i → S   [S'²] = [(U³ + (a1/a3)·U + (a0 - Y)/a3)²] + [0]   from [M], held-out inputs X and labels Y; [0] is fresh
         all     refresh (Σ_i [S'²]) → [loss], a3² times the mean over sites, inputs and classes, at every slot
         all     `threshold_decrypt` → all sites and S
 
@@ -111,8 +111,8 @@ class Params:  # public
         one = ckks.rounding_noise(self.ckks, len(self.holders))
         cubed = one * (1 + slope * self.layout.J * first / 2.0**self.layout.ladder.square_bits)
         noise = one + 2 * largest * cubed * first / c.dropped(self.layout.ladder.primes[1] - CUBED, self.squared)
-        spread = noise * math.sqrt(self.ckks.degree) * a3 * a3 * self.ckks.scale / second
         fresh = ckks.encryption_noise(self.ckks, len(self.holders))
+        spread = math.hypot(noise, fresh) * math.sqrt(self.ckks.degree) * a3 * a3 * self.ckks.scale / second
         return math.ceil(math.log2(6 * math.hypot(spread, fresh)))
 
     @property
@@ -223,7 +223,7 @@ async def holder(
     c, ledger = ckks.context(params.ckks), Ledger()
     if keys.secret is None:
         raise ProtocolAbort(NAME, "L1", "no-key", "this party holds no share of the key")
-    raw, _ = c.raw(squares(params, model, X, Y, keys))
+    raw, _ = c.raw(c.rerandomise(keys.public, squares(params, model, X, Y, keys), entropy))
     await ch.send(params.aggregator, Squares(c.pack(raw[0]), c.pack(raw[1])))  # L1
     p, maps = refresh(params)
     sub = ch.sub("refresh")

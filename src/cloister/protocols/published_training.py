@@ -1,6 +1,6 @@
 """Encrypted CellCnn training as published: PriCell's own circuit, every party's batch refreshed and repacked.
 
-    L0  i → S   which keys i holds from an earlier run, if any, and the last step it finished
+    L0  i → S   which keys i holds from an earlier run, if any
         S → i   whether to go on from a checkpoint, and at which step
         all     otherwise: `collective_key`, `collective_relin`, `collective_rotation`
     L1  S → i   [C], [W], and from a checkpoint [∇W], [∇C]; else initial weights of a public seed, encrypted
@@ -20,6 +20,9 @@ Reveals
 aggregator, holder : the final weights; nothing else about data, labels, gradients or the model. Opened weights are
     flooded by 12 bits above their noise, since the paper's single-prime scale leaves no more: whoever knows the exact
     result learns something about the noise, and with it about the key. `hardened` floods by 40 bits.
+aggregator : as published, L2 and L4 send what a circuit made of known ciphertexts and a plain batch, as it is: whoever
+    guesses a batch with its labels can compute the same ciphertext and see that the guess is right. `hardened` adds a
+    fresh encryption of zero.
 
 Assumes
 -------
