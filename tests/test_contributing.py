@@ -46,6 +46,6 @@ def test_the_walk_through_works(walked):
     assert "mean over the sites" in section(module, "Reveals")
     check_vectors(module, tests.case(1.0, 2.0, 3.0), tests.VECTORS, write=True)
     names = [name for name, f in vars(tests).items() if name.startswith("test_") and inspect.isfunction(f)]
-    assert names == ["test_ideal", "test_vectors", "test_view", "test_cost"]
+    assert names == ["test_ideal", "test_vectors", "test_view", "test_abort", "test_cost"]
     for name in names:
         getattr(tests, name)()
