@@ -30,6 +30,12 @@ def test_every_workflow_and_mode_has_one_full_row():
     assert all(c for r in found for c in r)
 
 
+@pytest.mark.parametrize(("name", "mode"), MODES)
+def test_every_protocol_that_a_workflow_runs_has_a_row_in_security(name, mode):
+    protocol = workflows.get(name).protocols[mode]
+    assert f"| `{protocol}`" in (ROOT / "SECURITY.md").read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize("name", SCRIPT["protocol_names"]())
 def test_every_protocol_is_on_the_page(name):
     assert f"### {name}\n" in PAGE or f"`{name}`" in PAGE
