@@ -154,6 +154,38 @@ def test_gradients_tell_who_has_more_of_a_marker_and_ciphertexts_do_not():
     assert abs(share(attacks.markers_compared(cipher, model, donors)) - 50) <= 5
 
 
+def test_an_opened_model_tells_a_site_the_mean_gradients_it_came_from():
+    """So it tells what all sites have in common, as the result of any training does; one of other labels does not."""
+    model, _, made = gradients()
+    first = cellcnn.initial(model.config)
+    w, total = first, 0.0
+    for step in zip(*made.values(), strict=True):
+        Z = np.mean(step, axis=0)
+        w, total = cellcnn.update(model.config, w, Z), total + Z
+    true = single_site.class_pull(np.array([total]))
+
+    def likeness(last):
+        return np.corrcoef(single_site.class_pull(single_site.gradients_in(first, last)[None]), true)[0, 1]
+
+    assert likeness(w) > 0.95
+    rng = np.random.default_rng(0)
+    other = first
+    for _ in range(4):
+        other = cellcnn.update(model.config, other, rng.permutation(total / 4))
+    assert abs(likeness(other)) < 0.6
+
+
+def test_a_site_that_knows_the_others_mean_does_better_than_one_that_guesses():
+    rng = np.random.default_rng(0)
+    common = 3 * rng.normal(size=5_000)
+    truth = {p: common + rng.normal(size=5_000) for p in SITES}
+    rest = (truth["lugano"] + truth["vienna"]) / 2
+    told = single_site.mine("basel", truth["basel"], rest, truth)
+    blind = single_site.mine("basel", truth["basel"], np.zeros(5_000), truth)
+    assert 0.75 < told < 0.9
+    assert blind < told - 0.1
+
+
 # ---- a block of a model ----------------------------------------------------------------------------------------------
 
 

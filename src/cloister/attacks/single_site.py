@@ -3,11 +3,13 @@
 read        what a site sent, taken as if nothing protected it; believed only if it can be what it is taken for
 subtract    a site takes its own part out of a sum over all sites, and has the sum over the others
 compare     whether one site has more of something than another: half of all answers are right by guessing
+mine        the same, asked by a site about itself and each other one; it knows what it has, so guessing does better
 
 An update of a classifier tells which labels a site holds: the gradient of row k of its last layer is the mean of
 (p_k - y_k)·h over the cells, and h is hardly below zero after ReLU or GELU, so the row rises where k is frequent
 [WVM+22]. A gradient Z = XᵀE/n of CellCnn tells what its classes differ by: at small logits E is (1/2 - Y)·σ'(0), so
-the difference of two columns is the difference of the class means, up to a factor.
+the difference of two columns is the difference of the class means, up to a factor. An opened CellCnn has gone some
+steps along such gradients from public weights: to first order, M - M_0 = -(W_0·W_0ᵀ·Z + Z·V_0ᵀ·V_0) for the sum Z.
 
 References
 ----------
@@ -21,6 +23,7 @@ from itertools import combinations
 
 import numpy as np
 
+from cloister.models.cellcnn import Weights
 from cloister.wire import F64, I64, U64
 
 
@@ -50,6 +53,14 @@ def class_pull(gradients: F64) -> F64:
     return (gradients[..., 1] - gradients[..., 0]).sum(axis=-2)
 
 
+def gradients_in(first: Weights, last: Weights) -> F64:
+    """The sum of mean gradients, up to a factor, that led from the first weights of a CellCnn to its last."""
+    from scipy.linalg import solve_sylvester
+
+    found: F64 = solve_sylvester(first.W @ first.W.T, first.V.T @ first.V, first.M - last.M)
+    return found
+
+
 def numbers_in(sent: Sequence[bytes], count: int, most: int = 1024) -> F64:
     """Read bytes that may be anything as 32-bit numbers, `count` at a time: (readings, count), the first `most`."""
     words = np.frombuffer(b"".join(sent)[: 4 * count * most], "<u4")
@@ -68,3 +79,10 @@ def compare(guess: Mapping[str, F64], truth: Mapping[str, F64], *, least: float 
         right += float(np.sum(told[there] == np.sign(true[there])) + 0.5 * np.sum(told[there] == 0))
         asked += int(there.sum())
     return right / max(asked, 1)
+
+
+def mine(me: str, own: F64, rest: F64, truth: Mapping[str, F64], *, least: float = 0.0) -> float:
+    """`compare`, between a site that holds `own` and each other one, of all of which it takes `rest` to be true."""
+    others = [p for p in truth if p != me]
+    shares = [compare({me: own, p: rest}, {me: truth[me], p: truth[p]}, least=least) for p in others]
+    return float(np.mean(shares))

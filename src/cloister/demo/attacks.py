@@ -116,7 +116,12 @@ def references_rebuilt(
 
 
 def markers_compared(sent: Sent, model: Any, donors: Mapping[str, Any]) -> str:
-    """train-cellcnn: the coordinator on which site's classes differ more in a marker, from the sites' gradients."""
+    """train-cellcnn: the coordinator on which site's classes differ more in a marker, from the sites' gradients.
+
+    Where these are encrypted, a site asks the opened model too, about itself and each other one; by guessing, it takes
+    the others' classes not to differ.
+    """
+    from cloister.models import cellcnn
     from cloister.protocols import clear_training, encrypted_training
 
     truth = {}
@@ -131,14 +136,24 @@ def markers_compared(sent: Sent, model: Any, donors: Mapping[str, Any]) -> str:
         steps = plain or [r.reshape(-1, m, 2) for r in read]
         guess[p] = single_site.class_pull(np.stack(steps, axis=1))  # (readings, m)
     shares = [single_site.compare({p: g[i] for p, g in guess.items()}, truth) for i in range(len(guess[p]))]
-    return f"who has more of a marker: {np.mean(shares):.0%} right (guessing: 50%)"
+    text = f"who has more of a marker: {np.mean(shares):.0%} right (guessing: 50%)"
+    if sent.of(clear_training.Gradient) or model.weights is None:
+        return text
+    pull = single_site.class_pull(single_site.gradients_in(cellcnn.initial(model.config), model.weights)[None])
+    pulls = {p: pull * (pull @ d) / (pull @ pull) for p, d in truth.items()}  # in the units of this site's own
+    found, blind = (
+        np.mean([single_site.mine(p, d, rest[p], truth) for p, d in truth.items()])
+        for rest in (pulls, {p: np.zeros(m) for p in truth})
+    )
+    return f"{text}; by a site, from the opened model: {found:.0%} (guessing: {blind:.0%})"
 
 
 def labels_compared(sent: Sent, learners: Mapping[str, Any], truth: Mapping[str, Any], options: Any) -> tuple[Any, Any]:
     """fine-tune: the coordinator on which site has more of a label: from masked updates, and from plain ones.
 
-    `learners` are the sites' own, averaged plainly beside the run. Returns both outcomes, and where plain averaging
-    ended: θ after the last round.
+    A site is shown every round's mean update: it takes its own out, and asks about itself and each other one; by
+    guessing, it takes the others to have as many of each label. `learners` are the sites' own, averaged plainly beside
+    the run. Returns the outcomes by mode, and where plain averaging ended: θ after the last round.
     """
     from cloister.protocols import lanes, secure_sum
     from cloister.protocols.training_terms import Task
@@ -146,22 +161,31 @@ def labels_compared(sent: Sent, learners: Mapping[str, Any], truth: Mapping[str,
     first = next(iter(learners.values()))
     k, wide, code = first.labels, options.hidden[-1], lanes.Code(options.update_bound, len(learners))
     total, theta = sum(learner.cells for learner in learners.values()), np.zeros(first.size)
-    tasks = sent.of(Task, to=first.site)
-    right: dict[str, list[float]] = {"masked": [], "plain": []}
+    told = [task.theta.astype(np.float64) for task in sent.of(Task, to=first.site)]
+    right: dict[str, list[float]] = {"masked": [], "plain": [], "mine": []}
+
+    def pulls(updates: Mapping[str, Any]) -> dict[str, Any]:
+        heads = {p: u[-k * (wide + 1) : -k].reshape(k, wide) for p, u in updates.items()}
+        return {p: single_site.label_pull(head) for p, head in heads.items()}
+
     for t in range(options.rounds):
-        if t < 3 and not np.allclose(theta, tasks[t].theta, atol=1e-4):
+        if t < 3 and not np.allclose(theta, told[t], atol=1e-4):
             raise CloisterError("the clear twin's mean updates are not those of the run; please report this")
         plain = {p: learner.train(theta.astype(np.float32), t, options.lr)[0] for p, learner in learners.items()}
         words = sent.by_sender(secure_sum.MaskedInput, to="coordinator", scope=f"update/{t}")
         masked = {p: code.decode(m.y[:-2], first.size) for p, m in words.items()}
         for name, updates in (("masked", masked), ("plain", plain)):
-            heads = {p: u[-k * (wide + 1) : -k].reshape(k, wide) for p, u in updates.items()}
-            pulls = {p: single_site.label_pull(h) for p, h in heads.items()}
-            right[name].append(single_site.compare(pulls, truth, least=0.01))
+            right[name].append(single_site.compare(pulls(updates), truth, least=0.01))
+        mean = told[t + 1] - told[t]
+        rest = {p: single_site.subtract(mean, total, u, learners[p].cells) for p, u in plain.items()}
+        own, others = pulls(plain), pulls(rest)
+        right["mine"] += [single_site.mine(p, own[p], others[p], truth, least=0.01) for p in own]
         theta = theta + sum(learners[p].cells / total * u for p, u in plain.items())
-    return {
-        name: f"who has more of a label: {np.mean(shares):.0%} right (guessing: 50%)" for name, shares in right.items()
-    }, theta
+    blind = np.mean([single_site.mine(p, s, np.full(k, 1 / k), truth, least=0.01) for p, s in truth.items()])
+    masked_right, plain_right, mine_right = (np.mean(shares) for shares in right.values())
+    text = "who has more of a label: {:.0%} right (guessing: 50%)"
+    more = f"; by a site, taking its own out: {mine_right:.0%} (guessing: {blind:.0%})"
+    return {"hardened": text.format(masked_right) + more, "clear twin": text.format(plain_right)}, theta
 
 
 def plain_learners(sites: Mapping[str, Any], labels: tuple[str, ...], options: Any, seed: int) -> dict[str, Any]:

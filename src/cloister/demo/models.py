@@ -90,8 +90,8 @@ def fine_tune(tell: Tell) -> Played:
     ours = {p: run.data[p].obs["predicted"].astype(str).to_numpy() for p in sites}
     twins = {p: np.array(labels)[learner.logits(theta).argmax(axis=1)] for p, learner in learners.items()}
     return [run], [
-        ("fine-tune", "hardened", "accuracy", *linear_figures(x, truth, held, ours), leak["masked"], *cost_of(run)),
-        ("fine-tune", "clear twin", "accuracy", *linear_figures(x, truth, held, twins), leak["plain"], "–", "–"),
+        ("fine-tune", "hardened", "accuracy", *linear_figures(x, truth, held, ours), leak["hardened"], *cost_of(run)),
+        ("fine-tune", "clear twin", "accuracy", *linear_figures(x, truth, held, twins), leak["clear twin"], "–", "–"),
     ]
 
 
