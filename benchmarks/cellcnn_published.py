@@ -52,6 +52,6 @@ def published_iteration(config, make, parameters, repeat=2):
 def rings(config, parties):
     """The paper's single-prime scale, and a two-prime one as ours has."""
     return {
-        "scale 2^50": published_training.choose_ring(config, parties),
+        "scale 2^50": published_training.choose_ring(parties),
         "scale 2^80": ckks.choose(published_circuit.LEVELS, 16384, scale_bits=80, parties=parties),
     }

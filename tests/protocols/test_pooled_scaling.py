@@ -7,7 +7,16 @@ from cloister.errors import DataError
 from cloister.protocols import pooled_scaling
 from cloister.rehearsal import Fault
 from cloister.study import Party
-from cloister.testing import Case, check_no_errors, check_vectors, check_view, run_protocol, transcript, values
+from cloister.testing import (
+    Case,
+    check_cost,
+    check_no_errors,
+    check_vectors,
+    check_view,
+    run_protocol,
+    transcript,
+    values,
+)
 
 HUB = Party("hub")
 SITES = tuple(Party(f"site-{i}") for i in range(3))
@@ -69,6 +78,10 @@ def test_view_does_not_depend_on_values_or_rows():
     check_view(pooled_scaling, case(awkward(1)), case(awkward(2)))
     one, two = (run_protocol(pooled_scaling, case(awkward(1, rows))) for rows in ((5, 5, 5), (500, 3, 40)))
     assert transcript(one) == transcript(two)
+
+
+def test_cost():
+    check_cost(pooled_scaling, case(awkward()))
 
 
 @pytest.mark.parametrize("nth", [0, 1, 2, 3])

@@ -93,7 +93,7 @@ def data_for(config, n):
 
 def test_without_consent_nothing_starts():
     config = cellcnn.Config(5, 2, 2, 6, steps=1)
-    p = published_training.Params(names(2), HUB, published_training.choose_ring(config, 2), config)
+    p = published_training.Params(names(2), HUB, published_training.choose_ring(2), config)
 
     async def refusing(ch, params, X, Y, *, entropy):
         return await published_training.holder(ch, params, X, Y, entropy=entropy, consent=False)
@@ -105,7 +105,7 @@ def test_without_consent_nothing_starts():
 @pytest.mark.slow
 def test_encrypted_weights_equal_the_twin():
     config = cellcnn.Config(5, 2, 2, 6, steps=2, learning_rate=0.1)
-    p = published_training.Params(names(2), HUB, published_training.choose_ring(config, 2), config)
+    p = published_training.Params(names(2), HUB, published_training.choose_ring(2), config)
     data = data_for(config, 2)
     run = run_protocol(published_training, Case(p, data), timeout=600)
     check_no_errors(run)
@@ -123,7 +123,7 @@ def test_encrypted_weights_equal_the_twin():
 @pytest.mark.parametrize("name", ["published_training.Packed", "published_training.Gradients"])
 def test_a_death_in_the_second_step_aborts_by_name_and_the_run_resumes(name, tmp_path):
     config = cellcnn.Config(5, 2, 2, 6, steps=2, learning_rate=0.1)
-    p = published_training.Params(names(2), HUB, published_training.choose_ring(config, 2), config)
+    p = published_training.Params(names(2), HUB, published_training.choose_ring(2), config)
     data = data_for(config, 2)
 
     def case():
@@ -146,7 +146,7 @@ def test_a_death_in_the_second_step_aborts_by_name_and_the_run_resumes(name, tmp
 
 def test_a_site_goes_on_only_from_where_it_has_come_itself(tmp_path):
     config = cellcnn.Config(5, 2, 2, 6, steps=9, learning_rate=0.1)
-    p = published_training.Params(names(2), HUB, published_training.choose_ring(config, 2), config)
+    p = published_training.Params(names(2), HUB, published_training.choose_ring(2), config)
     c, low = ckks.context(p.ckks), p.ckks.primes_at(published_training.START)
     _, public = ckks.own_key(p.ckks, Entropy())
     made = [c.encrypt(public, np.full(p.ckks.slots, v), low, p.ckks.scale, Entropy()) for v in (1.0, 2.0, 0.25, 0.5)]

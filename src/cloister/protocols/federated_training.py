@@ -214,7 +214,7 @@ async def coordinator(
         state.t = t + 1
         if store is not None:
             store.save(state)
-        if params.patience and _stale(params, state) >= params.patience:
+        if params.patience and _stale(state) >= params.patience:
             break
     there = live()
     await ch.scatter(there, Task(state.t, there, (), end=True, total=total, theta=nothing))
@@ -229,7 +229,7 @@ def _budget(params: Params) -> str:
     return f", ({params.epsilon:g}, {params.delta:g})-private per site over all rounds" if params.noise else ""
 
 
-def _stale(params: Params, state: State) -> int:
+def _stale(state: State) -> int:
     """Scored rounds since the best one."""
     return sum(1 for row in state.history if "accuracy" in row and row["round"] > state.best_at)
 

@@ -60,14 +60,14 @@ class KeyStore:
 
     # ---- keys --------------------------------------------------------------------------------------------------------
 
-    def put_public(self, name: bytes, key: ckks.PublicKey, secret: ckks.Secret | None) -> None:
+    def put_public(self, key: ckks.PublicKey, secret: ckks.Secret | None) -> None:
         (self._own / "keys.json").unlink(missing_ok=True)
         (self._own / "state.bin").unlink(missing_ok=True)
         self._pending = {"public": self._put(np.stack([key.b, key.a]))}
         if secret is not None:
             self._write(self._own / "secret.bin", secret.to_bytes(), private=True)
 
-    def put_switching(self, name: bytes, label: str, key: ckks.SwitchingKey) -> None:
+    def put_switching(self, label: str, key: ckks.SwitchingKey) -> None:
         self._pending[label] = self._put(np.stack([key.b, key.a])) + f"/{key.galois}"
 
     def _put(self, data: np.ndarray) -> str:
@@ -92,9 +92,7 @@ class KeyStore:
             raise DataError(f"the key file {path} was altered; remove the folder and train anew")
         return np.frombuffer(raw, np.uint64).reshape(shape)
 
-    def get_public(
-        self, params: ckks.Parameters, name: bytes, *, secret: bool
-    ) -> tuple[ckks.PublicKey, ckks.Secret | None]:
+    def get_public(self, params: ckks.Parameters, *, secret: bool) -> tuple[ckks.PublicKey, ckks.Secret | None]:
         b, a = self._get(self._index()["public"], (2, params.top, params.degree))
         key = ckks.PublicKey(b, a)
         if not secret:
@@ -104,7 +102,7 @@ class KeyStore:
         except (OSError, WireError, ValueError):
             raise DataError(f"the key share in {self._own} is missing or altered; train anew") from None
 
-    def get_switching(self, params: ckks.Parameters, name: bytes, label: str) -> ckks.SwitchingKey:
+    def get_switching(self, params: ckks.Parameters, label: str) -> ckks.SwitchingKey:
         entry = self._index()[label]
         K = len(params.bits)
         b, a = self._get(entry, (2, params.top, K, params.degree))

@@ -12,9 +12,9 @@ is as wide as one; beyond, as close as for other values).
 
 Reveals
 -------
-coordinator : how many values all sites together hold in each cell, and in each part of the refined cells; the edges;
-    who took part. With k colluding sites: the same counts over the other sites. If a site drops out between L1 and L3,
-    the sums start over, and the coordinator can subtract: how many values of that site lie in each coarse cell.
+coordinator : how many values all sites together have in each interval of a grid, and in each part of the refined ones;
+    the edges; who took part. With k colluding sites: the same counts over the other sites. If a site drops out between
+    L1 and L3, the sums start over, and the coordinator can subtract: how many values of that site are in each interval.
 site : the edges, and who of the sites dropped out.
 
 Assumes
@@ -112,7 +112,7 @@ def cost(params: Params, refined: int | None = None) -> dict[Party, tuple[int, i
 # ---- local steps -----------------------------------------------------------------------------------------------------
 
 
-def check_values(params: Params, values: F64) -> None:
+def check_values(values: F64) -> None:
     low, high = 2.0**LOWEST, 2.0**HIGHEST
     if not np.all(np.isfinite(values)) or np.any(values < low) or np.any(values >= high):
         raise DataError(f"values must lie between {low:.1e} and {high:.1e}; rescale them before the run")
@@ -163,7 +163,7 @@ def check_counts(z: U64, line: str) -> None:
 
 
 async def site(ch: Channel, params: Params, values: F64, *, entropy: Entropy, identity: Identity) -> F64:
-    check_values(params, values)
+    check_values(values)
     S, values = params.coordinator, np.sort(values)
 
     async def add(label: str, x: U64) -> None:

@@ -40,7 +40,7 @@ from cloister.crypto.agreement import Identity
 from cloister.crypto.entropy import Entropy
 from cloister.crypto.fixedpoint import FixedPoint
 from cloister.errors import DataError, ProtocolAbort
-from cloister.protocols import common_seed
+from cloister.protocols import common_seed, count_tests, secure_sum
 from cloister.protocols.questions import Asking
 from cloister.study import Party
 from cloister.wire import F64, I64, U64
@@ -95,6 +95,15 @@ def scaling_of(X: F64) -> Scaling:
 
 def roles(params: Params) -> dict[Party, object]:
     return {params.coordinator: coordinator} | dict.fromkeys(params.sites, site)
+
+
+def cost(params: Params) -> dict[Party, tuple[int, int]]:
+    """Messages and payload bytes that each party sends when nobody drops."""
+    who, low, high = (params.sites, params.coordinator), *EXPONENTS
+    test = count_tests.cost(count_tests.Params(*who, params.width * (high - low), 1, len(params.sites)))
+    added = secure_sum.cost(secure_sum.Params(*who, 2 * params.width + 1, to_all=True))
+    parts = [common_seed.cost(common_seed.Params(*who)), test, added, test, added]
+    return {p: (sum(c[p][0] for c in parts), sum(c[p][1] for c in parts)) for p in test}
 
 
 def check_values(X: F64) -> None:

@@ -97,7 +97,7 @@ class Params:  # public
         return math.ceil(math.log2(6 * math.hypot(total, ckks.encryption_noise(self.ckks, len(self.holders)))))
 
 
-def choose_ring(config: cellcnn.Config, parties: int) -> ckks.Parameters:
+def choose_ring(parties: int) -> ckks.Parameters:
     """One prime per level, as in the paper: scale 2^50."""
     return ckks.choose(LEVELS, 16384, scale_bits=50, parties=parties)
 

@@ -60,8 +60,8 @@ async def make_keys(
     )
     name = wire.digest("keys", ch.run_id, public.b)
     if store is not None:
-        store.put_public(name, public, secret)
-        store.put_switching(name, "relin", made)
+        store.put_public(public, secret)
+        store.put_switching("relin", made)
     relin = c.load_key(made)
     rotation = {}
     for i, steps in enumerate(params.layout.rotations):
@@ -74,7 +74,7 @@ async def make_keys(
             else collective_rotation.holder(sub, pt, secret, entropy=entropy)
         )
         if store is not None:
-            store.put_switching(name, f"rotation-{steps}", turned[steps])
+            store.put_switching(f"rotation-{steps}", turned[steps])
         rotation[steps] = c.load_key(turned[steps])
     if store is not None:
         store.finish(name)
@@ -82,11 +82,10 @@ async def make_keys(
 
 
 def load_keys(params: Any, store: KeyStore, *, site: bool) -> Keys:
-    c, name = ckks.context(params.ckks), store.name
-    public, secret = store.get_public(params.ckks, name, secret=site)
-    relin = c.load_key(store.get_switching(params.ckks, name, "relin"))
+    c = ckks.context(params.ckks)
+    public, secret = store.get_public(params.ckks, secret=site)
+    relin = c.load_key(store.get_switching(params.ckks, "relin"))
     turned = {
-        steps: c.load_key(store.get_switching(params.ckks, name, f"rotation-{steps}"))
-        for steps in params.layout.rotations
+        steps: c.load_key(store.get_switching(params.ckks, f"rotation-{steps}")) for steps in params.layout.rotations
     }
-    return Keys(name, public, relin, turned, secret)
+    return Keys(store.name, public, relin, turned, secret)

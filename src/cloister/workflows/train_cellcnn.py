@@ -307,7 +307,7 @@ def play(
     if study.study.mode == "published":
         from cloister.protocols import published_training
 
-        printed = published_training.choose_ring(made.config, len(sites))
+        printed = published_training.choose_ring(len(sites))
         as_printed = published_training.Params(sites, hub, printed, made.config)
         if inputs is None:
             return replace(made, weights=study.run(published_training.aggregator, as_printed, store).weights)
