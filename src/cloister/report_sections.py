@@ -272,11 +272,12 @@ def results(run: Run) -> list[Html]:
         return []
     everyone = [p for p in run.study.parties if p in run.outcomes]
     keys = list(dict.fromkeys(k for k, _ in by_value))
-    rows = [
-        (k.replace("_", " "), "all" if who == everyone else names(who), x)
-        for (k, x), who in sorted(by_value.items(), key=lambda item: keys.index(item[0][0]))
-    ]
-    return [tag("h3", "Results in numbers"), table("Results by party", ("result", "at", "value"), rows, hide=True)]
+    rows = []
+    for (k, x), who in sorted(by_value.items(), key=lambda item: keys.index(item[0][0])):
+        whom = "all sites" if who == [p for p in everyone if p in run.study.sites] != [] else names(who)
+        where = None if who == everyone else tag("span", f" at {whom}", class_="quiet")
+        rows.append((join((k.replace("_", " "), where)), x))
+    return [tag("h3", "Results in numbers"), table("Results by party", ("result", "value"), rows, hide=True)]
 
 
 def result(x: Any, key: str) -> Html:

@@ -307,7 +307,9 @@ def figures(outcomes: Mapping[str, Outcome], options: Any) -> list[Any]:
     if not rows:
         return []
     values = {key.replace("_", " "): [row[key] for row in rows] for key in ("accuracy", "macro_f1")}
-    return [curves(values, title="Adapter on pooled validation samples", xlabel="round", ylabel="score")]
+    return [
+        curves(values, title="Held-out samples of all sites over the rounds", xlabel="round", ylabel="score", start=0)
+    ]
 
 
 WORKFLOW = Workflow(
