@@ -36,7 +36,10 @@ IN_SHORT: dict[tuple[str, str], Rows] = {
         (STAYS, "every row, and every count below min_count."),
         (HUB, "the column names of each site, and answers about counts over all sites, not which values they are of."),
         (SITES, "the common forest; mean, scale and rough extremes of each column over all sites; how many rows."),
-        (TOGETHER, "the coordinator and one site see small counts, too; all sites but one see those of the last."),
+        (
+            TOGETHER,
+            "the coordinator and one site see small counts, too; all sites but one learn it of the last alone.",
+        ),
     ),
     ("find-outliers", "published"): (
         (STAYS, "nothing for sure: rows are sent rotated and stretched, and that can be undone."),
@@ -71,7 +74,11 @@ IN_SHORT: dict[tuple[str, str], Rows] = {
         (STAYS, "every vector, and the label of every single cell."),
         (HUB, "which cells are neighbours and how near; which cells have a label; how many cells each site has."),
         (SITES, "the scores of its own cells; numbers of cells and class names of the others."),
-        (TOGETHER, f"the coordinator and a site find many labels and rough directions of others; {_TWO_OF_THREE}."),
+        (
+            TOGETHER,
+            "the coordinator and a site find many labels and rough directions of others; any two of the three"
+            " parties that compute see the codes of all cells.",
+        ),
     ),
     ("propagate-labels", "published"): (
         (STAYS, "the vectors themselves."),

@@ -1,3 +1,5 @@
+import dataclasses
+
 import anndata as ad
 import numpy as np
 import pytest
@@ -7,7 +9,7 @@ from cloister.errors import DataError, ParameterError, ProtocolAbort
 from cloister.models import graph
 from cloister.rehearsal import Fault, plan, rehearse
 from cloister.workflows import get, options_of
-from cloister.workflows.propagate_labels import Options, who_computes
+from cloister.workflows.propagate_labels import Options, summary, who_computes
 
 SMALL = {"label_key": "some", "bits": 512, "timeout": 30.0}
 
@@ -200,3 +202,13 @@ def test_a_label_outside_the_agreed_classes():
     data = {"a": blob(0, label="x"), "b": blob(1, label="y")}
     with pytest.raises(DataError, match="not among the 2 agreed classes"):
         rehearse("propagate-labels", data, classes=("x", "z"), **SMALL)
+
+
+def test_who_has_all_labels_is_told_that_there_were_none_to_give(sites):
+    adata = sites["basel"].copy()
+    adata.obs["propagated"] = adata.obs["cell_type"]
+    adata.obs["propagated_confidence"] = 1.0
+    workflow = get("propagate-labels")
+    options = options_of(workflow, {"label_key": "cell_type", "use_rep": "X_pca"})
+    assert "already" in summary(adata, options)["warning"]
+    assert "warning" not in summary(adata, dataclasses.replace(options, relabel=True))

@@ -219,6 +219,8 @@ def summary(adata: AnnData, options: Options) -> dict[str, Any]:
         "confidence": float(confidence[reached].mean()) if reached.any() else None,
         "cells_per_label": {str(k): int(v) for k, v in found.value_counts().items()},
     }
+    if given.all() and not options.relabel:
+        made["warning"] = f"every cell has a label in obs['{options.label_key}'] already, so there was none to give"
     if missing.any():
         made["warning"] = (
             f"{int(missing.sum())} of {adata.n_obs} cells are in parts of the graph without any label, and get none"
