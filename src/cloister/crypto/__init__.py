@@ -9,7 +9,7 @@ paillier             ciphertexts that can be added
 oblivious_transfer   base transfers and their extension
 replicated           three-party sharing: rings, bit planes, permutations
 lattice, kernels     rings that are safe, residues, NTT and noise
-slots, ckks          real vectors under encryption, on SEAL
+ckks, ckks_chain, slots     real vectors under encryption, on SEAL
 packed_product       products of matrices, one of them under BFV
 block, block_ring, block_kernels, shelf     an encoder on ciphertexts of its user's key
 """
