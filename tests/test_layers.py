@@ -31,7 +31,7 @@ MAY_IMPORT = {  # what of cloister; a name stands for the module or the whole pa
     "protocols": {"errors", "study", "wire", "receipts", "channel", "crypto", "models", "genes", "protocols"},
     "attacks": {"errors", "study", "wire", "crypto", "models", "genes", "protocols", "attacks"},
     "seat": BASE | {"channel", "mailbox", "crypto", "cells"},
-    "workflows": BASE | {"seat", "cells", "genes", "figures", "models", "crypto", "protocols", "workflows", "attacks"},
+    "workflows": BASE | {"seat", "cells", "genes", "figures", "models", "crypto", "protocols", "workflows"},
 }
 NEVER = {  # of other packages, anywhere under that name
     "protocols": {"anndata", "scanpy", "pandas", "socket", "ssl", "nvflare", "grpc", "requests", "urllib", "http"},
