@@ -8,7 +8,7 @@ The pages are docs/*.md. Beside them stand
     commands.md            what `cloister VERB --help` prints
 
 Everything is laid out in build/docs first, where links that are right on GitHub are made right for the site, and
-diagrams in Mermaid are left as text: drawing them would need a script from elsewhere.
+diagrams in Mermaid become drawings (scripts/diagrams.py): Mermaid itself would need a script from elsewhere.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent))
+from diagrams import draw
+
 ROOT = Path(__file__).parents[1]
 DOCS, STAGE, SITE = ROOT / "docs", ROOT / "build" / "docs", ROOT / "build" / "site"
 TOP = ("SECURITY.md", "CONTRIBUTING.md", "CHANGELOG.md")
@@ -33,7 +36,19 @@ KINDS = {  # of public names, in the order of the page
     "Run a workflow": ("rehearse", "Run", "Study", "Receipt"),
     "Files and demo data": ("read_cells", "write_cells", "demo_sites", "demo_donors", "demo_rows"),
 }
+MADE_HERE = "[Python](reference.md), [the command line](commands.md)"
 CSS = """\
+.content { width: 52em; max-width: 100% }
+.diagram { overflow-x: auto; margin: 1em 0 }
+.diagram svg { min-width: 36em; width: 100%; height: auto; font-size: 13px }
+.diagram text { fill: currentColor }
+.diagram text.head { font-weight: 600 }
+.diagram .wire, .diagram .pole, .diagram .loop { fill: none; stroke: currentColor }
+.diagram .tip { fill: currentColor }
+.diagram .pole { opacity: 0.3 }
+.diagram .loop { stroke-dasharray: 5 4; opacity: 0.7 }
+.diagram rect.head { fill: var(--color-background-secondary); stroke: var(--color-background-border) }
+.diagram rect.note { fill: var(--color-background-primary); stroke: currentColor; stroke-opacity: 0.35 }
 table { display: block; overflow-x: auto; font-size: 0.85em }
 pre.output { border-left: 3px solid var(--color-brand-primary); padding-left: 0.8em; font-size: 0.82em }
 img { max-width: 100% }
@@ -78,7 +93,8 @@ def for_the_site(name: str, text: str) -> str:
         text = re.sub(r"\]\(docs/", "](", text)
     text = re.sub(rf"\]\((?:\.\./)+({names})", rf"]({up}\1", text)
     text = re.sub(r"(\]\([\w./-]*)\.ipynb\)", r"\1.md)", text)
-    return text.replace("```mermaid\n", "```text\n")
+    text = text.replace("Python and the command line (`make docs` makes both pages from the code)", MADE_HERE)
+    return re.sub(r"^```mermaid\n(.*?)^```$", lambda m: draw(m[1]), text, flags=re.DOTALL | re.MULTILINE)
 
 
 def contents(pages: list[str]) -> str:

@@ -17,13 +17,15 @@ OUT = ROOT / "build" / "sbom.json"
 
 def main() -> None:
     OUT.parent.mkdir(exist_ok=True)
+    part = OUT.with_suffix(".part")
     command = [
         *(sys.executable, "-m", "cyclonedx_py", "environment", "--output-reproducible", "--of", "JSON"),
-        *("--pyproject", str(ROOT / "pyproject.toml"), "--mc-type", "application", "-o", str(OUT), sys.executable),
+        *("--pyproject", str(ROOT / "pyproject.toml"), "--mc-type", "application", "-o", str(part), sys.executable),
     ]
     subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
-    text = OUT.read_text(encoding="utf-8").replace(ROOT.as_uri(), "file:.").replace(str(ROOT), ".")
+    text = part.read_text(encoding="utf-8").replace(ROOT.as_uri(), "file:.").replace(str(ROOT), ".")
     OUT.write_text(text, encoding="utf-8")
+    part.unlink()
     told = json.loads(text)
     print(f"{OUT.relative_to(ROOT)}: {told['bomFormat']} {told['specVersion']}, {len(told['components'])} components")
 

@@ -37,7 +37,8 @@ def test_commands_and_python_run_as_printed(page, tmp_path, monkeypatch):
         if kind == "python":
             exec(compile(text, f"{page.name} (python block)", "exec"), names)
             continue
-        for command in re.findall(r"^\$ (cloister .*)$", text, flags=re.MULTILINE):
+        whole = re.sub(r"\\\n\s*", "", text)  # a command may go on in the next line
+        for command in re.findall(r"^\$ (cloister .*)$", whole, flags=re.MULTILINE):
             done = subprocess.run(
                 command, shell=True, capture_output=True, text=True, env={**os.environ, "PATH": path}, timeout=300
             )

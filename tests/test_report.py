@@ -81,7 +81,7 @@ def test_page_says_what_left_and_what_was_learned(page, runs):
     hardened = runs["hardened"]
     for words in ("Three hospitals", "3 runs: 2 completed, 1 aborted", "What left each building", "620.9 kB"):
         assert words in text
-    assert "How many values all sites together hold in each cell" in text  # Reveals, of the receipts
+    assert "How many values all sites together have in each interval" in text  # Reveals, of the receipts
     assert "Which genes each site measured" in text  # Reveals of a protocol on the way
     assert "my local quantiles, to coordinator" in text  # what the published mode opens
     assert "aborted at secure_sum L1" in text

@@ -49,3 +49,21 @@ def test_a_broken_link_fails(tmp_path):
 
     script["build"].__globals__.update(stage=stage)
     assert script["build"]() != 0
+
+
+def test_diagrams_are_drawn_with_every_step_and_nothing_unknown(site):
+    script = runpy.run_path(str(ROOT / "scripts" / "diagrams.py"))
+    told = "sequenceDiagram\nparticipant u as every <site>\nparticipant S as hub\nu->>S: L1 a\nloop n\nS->>u: L2\nend\n"
+    drawn = script["draw"](told + "Note over u,S: both\n")
+    assert drawn.count('class="wire"') == 2
+    assert "every &lt;site&gt; to hub: L1 a; repeated, n; hub to every &lt;site&gt;: L2; end of n" in drawn
+    assert "\n\n" not in drawn
+    assert script["draw"]("flowchart LR\nA[one] --> B[two]").count('class="wire"') == 1
+    for wrong in ("pie", "sequenceDiagram\nalt x", "flowchart LR\nA[one] --- B[two]"):
+        with pytest.raises(ValueError, match="not drawn"):
+            script["draw"](wrong)
+    for page in ROOT.glob("docs/*.md"):
+        wanted = page.read_text(encoding="utf-8").count("```mermaid")
+        text = (site / f"{page.stem}.html").read_text(encoding="utf-8")
+        assert text.count('<div class="diagram">') == wanted, page.name
+        assert "sequenceDiagram" not in text
