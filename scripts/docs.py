@@ -38,7 +38,7 @@ KINDS = {  # of public names, in the order of the page
 }
 MADE_HERE = "[Python](reference.md), [the command line](commands.md)"
 CSS = """\
-.content { width: 52em; max-width: 100% }
+@media (min-width: 74em) and (max-width: 82em), (min-width: 90em) { .content { width: 52em } }
 .diagram { overflow-x: auto; margin: 1em 0 }
 .diagram svg { min-width: 36em; width: 100%; height: auto; font-size: 13px }
 .diagram text { fill: currentColor }
