@@ -35,9 +35,10 @@ from dataclasses import dataclass, field
 
 from cloister import wire
 from cloister.channel import Channel
-from cloister.crypto.agreement import Identity, agree, bind, check_signature, hkdf, key_pair, seal, unseal
+from cloister.crypto.agreement import Identity, agree, bind, hkdf, key_pair, seal, unseal
 from cloister.crypto.entropy import Entropy
 from cloister.errors import CloisterError, ParameterError, ProtocolAbort
+from cloister.protocols.signed import check_signed
 from cloister.study import Party
 from cloister.wire import message
 
@@ -119,12 +120,7 @@ def check_roster(params: Params, ch: Channel, roster: Mapping[Party, Key], mine:
     if len({k.pk for k in roster.values()}) != len(roster):
         raise ProtocolAbort(NAME, "L2", "roster", "the same key stands there twice")
     for v, key in roster.items():
-        if v not in ch.study.keys:
-            raise ProtocolAbort(NAME, "L2", "no-key", f"the study names no key of '{v}'; add it under [keys]")
-        try:
-            check_signature(ch.study.keys[v], NAME, wire.canonical([ch.run_id, v, key.pk]), key.signature)
-        except CloisterError:
-            raise ProtocolAbort(NAME, "L2", "signature", f"'{v}' did not sign the key it is said to have") from None
+        check_signed(ch, v, NAME, wire.canonical([ch.run_id, v, key.pk]), key.signature, protocol=NAME, line="L2")
 
 
 async def site(ch: Channel, params: Params, *, entropy: Entropy, identity: Identity) -> Seed:

@@ -34,11 +34,12 @@ import numpy as np
 from cloister import wire
 from cloister.channel import Channel
 from cloister.crypto import ckks
-from cloister.crypto.agreement import Identity, check_signature
+from cloister.crypto.agreement import Identity
 from cloister.crypto.entropy import Entropy
-from cloister.errors import CloisterError, ParameterError, ProtocolAbort
+from cloister.errors import ParameterError
 from cloister.protocols.collective_key import check_holders, read
 from cloister.protocols.collective_refresh import Ledger
+from cloister.protocols.signed import check_signed
 from cloister.protocols.threshold_decrypt import check_flood
 from cloister.study import Party
 from cloister.wire import F64, message
@@ -148,10 +149,8 @@ async def holder(ch: Channel, params: Params, secret: ckks.Secret, ledger: Ledge
     c, S, k = ckks.context(params.ckks), params.aggregator, params.primes
     request = await ch.recv(S, Request)  # L2
     key = request.key
-    try:
-        check_signature(ch.study.keys[params.querier], f"{NAME}/key", signed(ch.run_id, key.b, key.seed), key.signature)
-    except (CloisterError, KeyError):
-        raise ProtocolAbort(NAME, "L2", "signature", f"'{params.querier}' did not sign this key") from None
+    data = signed(ch.run_id, key.b, key.seed)
+    check_signed(ch, params.querier, f"{NAME}/key", data, key.signature, protocol=NAME, line="L2")
     ledger.check_known(request.c1, NAME, "L2")
     ledger.spend(request.c1, NAME, "L2")
     prg, r = entropy.prg(), c.ring

@@ -50,7 +50,7 @@ import numpy as np
 from cloister import wire
 from cloister.channel import Channel
 from cloister.crypto import packed_product as he
-from cloister.crypto.agreement import Identity, check_signature
+from cloister.crypto.agreement import Identity
 from cloister.crypto.entropy import Entropy
 from cloister.errors import CloisterError, ProtocolAbort
 from cloister.models import graph
@@ -72,6 +72,7 @@ from cloister.protocols.propagation_terms import (
     unpack_mask,
 )
 from cloister.protocols.shared_codes import offsets
+from cloister.protocols.signed import check_signed
 from cloister.study import Party
 from cloister.wire import F64, I64, U8, message
 
@@ -150,12 +151,7 @@ def check_recipients(
     for v, r in given.items():
         if not 1 <= r.cut <= SCHEME.degree // n_classes:
             raise ProtocolAbort(NAME, "L11", "malformed", "a product that cannot be cut as the server says")
-        if v not in ch.study.keys:
-            raise ProtocolAbort(NAME, "L11", "no-key", f"the study names no key of '{v}'; add it under [keys]")
-        try:
-            check_signature(ch.study.keys[v], NAME, _signed(ch.run_id, v, r.pk), r.signature)
-        except CloisterError:
-            raise ProtocolAbort(NAME, "L11", "signature", f"'{v}' did not sign the key it is said to have") from None
+        check_signed(ch, v, NAME, _signed(ch.run_id, v, r.pk), r.signature, protocol=NAME, line="L11")
 
 
 def _graph(params: Params, roster: Roster, sites: tuple[Party, ...]) -> private_graph.Params:

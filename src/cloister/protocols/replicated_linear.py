@@ -12,11 +12,12 @@ import numpy as np
 from cloister import wire
 from cloister.channel import Channel
 from cloister.crypto import replicated as local
-from cloister.crypto.agreement import Identity, agree, check_signature, key_pair
+from cloister.crypto.agreement import Identity, agree, key_pair
 from cloister.crypto.entropy import Entropy
 from cloister.crypto.prg import Prg
 from cloister.crypto.replicated import U8, Ring, Words
-from cloister.errors import CloisterError, ParameterError, ProtocolAbort
+from cloister.errors import ParameterError
+from cloister.protocols.signed import check_signed
 from cloister.study import Party
 from cloister.wire import I64, message
 
@@ -177,7 +178,8 @@ class Linear:
         mine = Key(keys.public, identity.sign(f"{NAME}/key", signed_key(ch.run_id, ch.me, keys.public)))
         await ch.scatter(peers, mine)  # R1
         for p, theirs in (await ch.gather(peers, Key)).items():
-            _check_key(ch, p, theirs)
+            data = signed_key(ch.run_id, p, theirs.pk)
+            check_signed(ch, p, f"{NAME}/key", data, theirs.signature, protocol=NAME, line="R1")
             trio._out[p] = Prg(agree(keys, theirs.pk, link_context(ch.run_id, "link", ch.me, p)))
             trio._in[p] = Prg(agree(keys, theirs.pk, link_context(ch.run_id, "link", p, ch.me)))
             for i in range(3):  # k_i belongs to i and i - 1
@@ -381,12 +383,3 @@ class Linear:
         await self._send_words(peer, Pair, ring, mine)
         third = mine + await self._recv_words(peer, Pair, ring, shape)
         return Shared(ring, one, third) if self._i == 1 else Shared(ring, third, one)
-
-
-def _check_key(ch: Channel, p: Party, key: Key) -> None:
-    if p not in ch.study.keys:
-        raise ProtocolAbort(NAME, "R1", "no-key", f"the study names no key of '{p}'; add it under [keys]")
-    try:
-        check_signature(ch.study.keys[p], f"{NAME}/key", signed_key(ch.run_id, p, key.pk), key.signature)
-    except CloisterError:
-        raise ProtocolAbort(NAME, "R1", "signature", f"'{p}' did not sign the key that came in its name") from None

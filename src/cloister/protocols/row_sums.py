@@ -39,10 +39,11 @@ import numpy as np
 
 from cloister import wire
 from cloister.channel import Channel
-from cloister.crypto.agreement import Identity, agree, check_signature, key_pair
+from cloister.crypto.agreement import Identity, agree, key_pair
 from cloister.crypto.entropy import Entropy
 from cloister.crypto.prg import expand
-from cloister.errors import CloisterError, ParameterError, PeerLost, ProtocolAbort
+from cloister.errors import ParameterError, PeerLost, ProtocolAbort
+from cloister.protocols.signed import check_signed
 from cloister.study import Party
 from cloister.wire import U64, message
 
@@ -127,12 +128,7 @@ def check_keys(params: Params, ch: Channel, keys: Mapping[Party, Key], mine: byt
     if len({k.pk for k in keys.values()}) != len(keys):
         raise ProtocolAbort(NAME, "L2", "roster", "the same key stands there twice")
     for v, key in keys.items():
-        if v not in ch.study.keys:
-            raise ProtocolAbort(NAME, "L2", "no-key", f"the study names no key of '{v}'; add it under [keys]")
-        try:
-            check_signature(ch.study.keys[v], NAME, signed(ch.run_id, v, key.pk), key.signature)
-        except CloisterError:
-            raise ProtocolAbort(NAME, "L2", "signature", f"'{v}' did not sign the key it is said to have") from None
+        check_signed(ch, v, NAME, signed(ch.run_id, v, key.pk), key.signature, protocol=NAME, line="L2")
 
 
 def mask(u: Party, z: U64, seeds: Mapping[Party, bytes]) -> U64:

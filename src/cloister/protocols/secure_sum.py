@@ -46,10 +46,11 @@ import numpy as np
 from cloister import wire
 from cloister.channel import Channel
 from cloister.crypto import sharing
-from cloister.crypto.agreement import Identity, KeyPair, agree, check_signature, key_pair, seal, unseal
+from cloister.crypto.agreement import Identity, KeyPair, agree, key_pair, seal, unseal
 from cloister.crypto.entropy import Entropy
 from cloister.crypto.prg import expand
 from cloister.errors import CloisterError, ParameterError, ProtocolAbort
+from cloister.protocols.signed import check_signed
 from cloister.study import Party
 from cloister.wire import U64, message
 
@@ -183,16 +184,8 @@ def check_roster(params: Params, ch: Channel, roster: Mapping[Party, Keys], mine
     if len(set(publics)) != len(publics):
         raise ProtocolAbort(NAME, "L2", "roster", "the same key stands there twice")
     for v, keys in roster.items():
-        _check_signature(ch, v, "keys", signed_keys(ch.run_id, v, keys.c_pk, keys.s_pk), keys.signature, "L2")
-
-
-def _check_signature(ch: Channel, v: Party, context: str, data: bytes, signature: bytes, line: str) -> None:
-    if v not in ch.study.keys:
-        raise ProtocolAbort(NAME, line, "no-key", f"the study names no key of '{v}'; add it under [keys]")
-    try:
-        check_signature(ch.study.keys[v], f"{NAME}/{context}", data, signature)
-    except CloisterError:
-        raise ProtocolAbort(NAME, line, "signature", f"'{v}' did not sign what it is said to have signed") from None
+        data = signed_keys(ch.run_id, v, keys.c_pk, keys.s_pk)
+        check_signed(ch, v, f"{NAME}/keys", data, keys.signature, protocol=NAME, line="L2")
 
 
 def check_survivors(params: Params, me: Party, survivors: tuple[Party, ...], shared: Iterable[Party]) -> None:
@@ -282,7 +275,7 @@ async def contribute(ch: Channel, params: Params, x: U64, *, entropy: Entropy, i
     if not set(vouches) <= set(survivors) or len(vouches) < params.t:
         raise ProtocolAbort(NAME, "L8", "split-view", f"{len(vouches)} vouch for the survivors, {params.t} needed")
     for v, signature in vouches.items():
-        _check_signature(ch, v, "survivors", told, signature, "L8")
+        check_signed(ch, v, f"{NAME}/survivors", told, signature, protocol=NAME, line="L8")
     dropped = held.keys() - set(survivors)
     await ch.send(S, Unmask({v: held[v][1] for v in survivors}, {v: held[v][0] for v in dropped}))  # L9
     return survivors
