@@ -106,6 +106,7 @@ IN_SHORT: dict[tuple[str, str], Rows] = {
     ),
     ("train-cellcnn", "published"): (
         (STAYS, "every cell, donor, label and gradient."),
+        (HUB, "whether a guess of a site's whole batch is right, since gradients are not re-randomised."),
         (EVERYONE, "the final model; names of markers and classes; mean and spread of each marker over all sites."),
         (TOGETHER, "all sites have the key. The opening hides key shares by less than hardened mode does."),
     ),
