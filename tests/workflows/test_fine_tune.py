@@ -1,5 +1,7 @@
 import json
 import math
+import stat
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -138,6 +140,7 @@ def test_goes_on_after_the_coordinator_died(sites, run, tmp_path):
     fault = Fault("kill", "coordinator", "basel", "Task", nth=2)
     broken = rehearse("fine-tune", sites, faults=[fault], timeout=3.0, check=False, checkpoint=where, **SIZE)
     assert broken.outcomes == {}
+    assert stat.S_IMODE(Path(where).stat().st_mode) == 0o600  # a model may tell about the cells it was trained on
     resumed = rehearse("fine-tune", sites, checkpoint=where, **SIZE)
     assert resumed.results["coordinator"]["history"] == run.results["coordinator"]["history"]
     assert resumed.outcomes["basel"].model.to_bytes() == run.outcomes["basel"].model.to_bytes()

@@ -189,7 +189,8 @@ class Ledger:
         self.used[owner] = total
         if self.path is not None:
             beside = self.path.with_name(self.path.name + ".part")
-            beside.write_text(json.dumps(self.used))
+            with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as f:
+                f.write(json.dumps(self.used))
             os.replace(beside, self.path)
 
 

@@ -20,7 +20,7 @@ from cloister.seat import Outcome
 
 @dataclass(frozen=True)
 class FileStore:
-    """The coordinator's state in one `.npz`, replaced as a whole after every round."""
+    """The coordinator's state in one `.npz`, for its owner's eyes only, replaced as a whole after every round."""
 
     path: Path
 
@@ -34,7 +34,7 @@ class FileStore:
         }
         self.path.parent.mkdir(parents=True, exist_ok=True)
         beside = self.path.with_name(self.path.name + ".part")
-        with open(beside, "wb") as f:
+        with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as f:
             np.savez(f, meta=np.frombuffer(json.dumps(meta).encode(), np.uint8), theta=state.theta, best=state.best)
         os.replace(beside, self.path)
 
