@@ -16,7 +16,7 @@ from cloister.in_short import IN_SHORT, in_short
 from cloister.receipts import Entry, Receipt
 from cloister.rehearsal import Fault, Run, plan, rehearse
 from cloister.report import load_runs, save_run, write_report
-from cloister.report_parts import NUMBER, escape, sequence, size, tag, value
+from cloister.report_parts import NUMBER, escape, names, sequence, size, tag, value
 from cloister.report_sections import _members, _opened, result
 from cloister.run_facts import Flow
 from cloister.seat import Outcome
@@ -175,6 +175,20 @@ def test_results_are_told_in_words():
     assert result([[0.1, 0.2]] * 3, "filters") == "3 × 2 numbers"
     assert result({"up": 21960, "down": 20000.0}, "bytes_per_round") == "up: 22.0 kB; down: 20.0 kB"
     assert result([{EVIL: EVIL}] * 2, EVIL).count("&lt;script&gt;") > 2
+
+
+def test_an_abort_is_told_in_words(tmp_path):
+    sites = demo_data.demo_sites()
+    sites["basel"].X = np.log1p(sites["basel"].X)
+    run = rehearse("bin-values", sites, check=False)
+    text = write_report(tmp_path / "r.html", [run]).read_text()
+    assert "the sites hold different kinds of values" in text
+    assert text.index("This run was aborted") < text.index("In short: what a whole run tells")
+
+
+def test_very_many_parties_are_counted():
+    assert names(["a", "b", "c"]) == "a, b and c"
+    assert names(map(str, range(12))) == "0, 1, 2, 3, 4, 5 and 6 more"
 
 
 def test_roles_are_told_by_name(runs):

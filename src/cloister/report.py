@@ -18,8 +18,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from cloister import errors, workflows
 from cloister import report_sections as sections
-from cloister import workflows
 from cloister._version import __version__
 from cloister.errors import CloisterError, DataError
 from cloister.rehearsal import Run
@@ -154,9 +154,9 @@ def _run(run: Run, i: int, baselines: Mapping[str, Rows], *, unfold: bool) -> Ht
         "article",
         title,
         tag("p", _summary(study), class_="lead"),
+        _abort_box(abort, run) if abort is not None else _missing_box(run),
         sections.short(run),
         *(tag("div", tag("p", "Note: ", note, "."), class_="box warn") for note in workflows.warnings_of(study)),
-        _abort_box(abort, run) if abort is not None else _missing_box(run),
         _facts(run),
         tag("h3", "What left each building"),
         tag(
@@ -193,7 +193,8 @@ def _abort_box(abort: Abort, run: Run) -> Html:
     where = f"{abort.protocol} {abort.line}".removesuffix(" -")
     who = abort.party or "all parties"
     place = f"in the computation at {who}" if abort.protocol == "local" else f"at {where}"
-    why = CODES.get(abort.code, "see the error that was shown there" if abort.protocol == "local" else "a check failed")
+    unknown = "see the error that was shown there" if abort.protocol == "local" else "a check failed"
+    why = CODES.get(abort.code) or errors.CODES.get(abort.code, unknown)
     sent = sum(r["bytes"] for x in run.receipts.values() for r in rows_of(x) if r["kind"] == "sent")
     got = f"{names(sorted(run.outcomes))} had come to a result." if run.outcomes else "Nobody got a result."
     return tag(

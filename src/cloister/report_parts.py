@@ -17,6 +17,7 @@ from cloister.run_facts import Abort, Flow
 from cloister.study import Study
 
 NUMBER = re.compile(r"–|-?\d[\d.,]*(e[+-]?\d+)?( ?(%|[kMGT]?B|ms|s|min))?")
+MOST_NAMES = 8
 VOID = {"meta", "img", "br", "link"}
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff\u202a-\u202e\u2066-\u2069]")  # and texts turned backwards
 
@@ -70,7 +71,10 @@ def count(n: int, thing: str) -> str:
 
 
 def names(parties: Iterable[str]) -> str:
+    """`basel, lugano and vienna`; of very many the first, and how many more."""
     all_of_them = list(parties)
+    if len(all_of_them) > MOST_NAMES:
+        all_of_them = [*all_of_them[: MOST_NAMES - 2], f"{len(all_of_them) - MOST_NAMES + 2} more"]
     return " and ".join(filter(None, [", ".join(all_of_them[:-1]), *all_of_them[-1:]])) or "nobody"
 
 

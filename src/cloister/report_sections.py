@@ -46,7 +46,7 @@ def short(run: Run) -> Html | None:
     told = f"All sites together sent {size(sent)}. In full: what each party learned, below."
     return tag(
         "div",
-        tag("h3", "In short"),
+        tag("h3", "In short" if abort_of(run) is None else "In short: what a whole run tells"),
         tag("dl", *(join((tag("dt", who), tag("dd", _sentence(what)))) for who, what in rows), class_="meta"),
         tag("p", told, class_="quiet"),
         class_="box short",
