@@ -6,7 +6,7 @@ import pytest
 from anndata import AnnData
 from scipy import sparse
 
-from cloister import rehearsal
+from cloister import demo_data, rehearsal
 from cloister.errors import DataError, MissingExtra, ParameterError, PeerLost, ProtocolAbort, UsageError
 from cloister.rehearsal import Fault, Wires, play, rehearse
 from cloister.seat import Outcome
@@ -307,3 +307,29 @@ def test_a_server_that_the_workflow_does_not_need_is_no_hindrance():
     run = play(study, dict.fromkeys(parties, rehearsal.workflow_part), data)
     assert not run.errors
     assert run.outcomes.keys() == parties.keys()
+
+
+def test_sites_may_be_files_or_tables(tmp_path):
+    import pandas as pd
+
+    from cloister.cell_files import write_cells
+
+    rows = demo_data.demo_rows()
+    write_cells(rows["basel"], tmp_path / "basel.csv")
+    table = rows["lugano"].to_df().assign(ward="north")
+    run = rehearse(
+        "find-outliers", {"basel": tmp_path / "basel.csv", "lugano": table, "vienna": rows["vienna"]}, trees=5
+    )
+    assert "outlier" in run.data["lugano"].obs
+    assert list(run.data["lugano"].obs["ward"].unique()) == ["north"]
+    assert repr(run).startswith("<Run of find-outliers, hardened: 3 sites, done, ")
+    assert repr(run.receipts["basel"]).startswith("<Receipt of basel: ")
+    for wrong, says in (
+        ({"basel": rows["basel"].X}, "site 'basel': expected an AnnData, the path of a file or a pandas DataFrame"),
+        ({"basel": "nowhere.h5ad"}, "site 'basel': nowhere.h5ad does not exist"),
+        ({"basel": pd.DataFrame({"a": ["x"]})}, "no column of numbers"),
+    ):
+        with pytest.raises(DataError, match=says):
+            rehearse("find-outliers", rows | wrong)
+    with pytest.raises(ParameterError, match="a dictionary of site name"):
+        rehearse("find-outliers", [*rows.values()])

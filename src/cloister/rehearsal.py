@@ -22,7 +22,7 @@ from cloister import wire, workflows
 from cloister.channel import Event, harmless
 from cloister.crypto.agreement import Identity
 from cloister.crypto.entropy import Entropy
-from cloister.errors import CloisterError, ParameterError, WireError
+from cloister.errors import CloisterError, DataError, ParameterError, WireError
 from cloister.mailbox import Mailbox
 from cloister.receipts import Receipt
 from cloister.seat import Outcome, Seat, root_cause, take_part
@@ -130,6 +130,13 @@ class Run:
     receipts: dict[str, Receipt] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
 
+    def __repr__(self) -> str:
+        """One line, for who types `run` in a notebook."""
+        sent = sum(r["bytes"] for x in self.receipts.values() for r in x.summary() if r["kind"] == "sent")
+        ended = f"stopped at {', '.join(self.errors)}" if self.errors else "done"
+        who = f"{len(self.study.sites)} sites"
+        return f"<Run of {self.study.workflow}, {self.study.mode}: {who}, {ended}, {sent / 1e6:.2f} MB sent>"
+
     @property
     def data(self) -> dict[str, AnnData]:
         return {p: o.adata for p, o in self.outcomes.items() if o.adata is not None}
@@ -194,7 +201,7 @@ def _plain(x: Any) -> Any:
 
 def rehearse(
     workflow: str,
-    data: Mapping[str, AnnData],
+    data: Mapping[str, AnnData | str | Path | Any],
     *,
     mode: Mode = "hardened",
     seed: int = 0,
@@ -214,7 +221,8 @@ def rehearse(
     workflow
         Its name, as on the command line: `"bin-values"`.
     data
-        Site name → its `AnnData`. No party ever sees another's.
+        Site name → its cells: an `AnnData`, the path of a file, or a pandas table of numbers with a row per cell (or
+        patient). No party ever sees another's.
     mode
         `"hardened"` or `"published"`.
     processes
@@ -232,15 +240,19 @@ def rehearse(
     -------
     A `Run`: `data`, `receipts`, `cost`, `errors`, and `report(path)`.
     """
+    if not isinstance(data, Mapping):
+        raise ParameterError(f"data must be a dictionary of site name → cells, found a {type(data).__name__}")
     study = plan(workflow, data, mode=mode, seed=seed, timeout=timeout, options=options)
     found, chosen = workflows.check_plan(study)
-    for site, adata in data.items():
+    given = {}
+    for site, cells_or_file in data.items():
         with _named(site):
-            found.check(adata, chosen)
+            given[site] = _cells_of(cells_or_file)
+            found.check(given[site], chosen)
     if processes and on_frame is not None:
         raise ParameterError("on_frame hears only parties of this process; rehearse with processes=False")
     on_event = harmless(on_event)
-    cells = {Party(p): a if inplace else _copy(a) for p, a in data.items()}
+    cells = {Party(p): a if inplace else _copy(a) for p, a in given.items()}
     if processes:
         from cloister.processes import play_processes
 
@@ -250,10 +262,29 @@ def rehearse(
         run = play(study, parts, cells, faults=faults, on_event=on_event, on_frame=on_frame)
     if inplace and processes:
         for site, adata in run.data.items():
-            data[site]._init_as_actual(adata)
+            given[site]._init_as_actual(adata)
     if check and run.errors:
         raise root_cause({Party(p): e for p, e in run.errors.items()})
     return run
+
+
+def _cells_of(given: Any) -> AnnData:
+    """A site's cells: as they are, from a file, or from a pandas table, whose text columns go to `obs`."""
+    from anndata import AnnData
+
+    if isinstance(given, AnnData):
+        return given
+    if isinstance(given, str | Path):
+        from cloister.cell_files import read_cells
+
+        return read_cells(given)
+    if type(given).__name__ == "DataFrame" and hasattr(given, "select_dtypes"):
+        table = given.set_axis([str(x) for x in given.index], axis=0).set_axis([str(x) for x in given.columns], axis=1)
+        numbers = table.select_dtypes("number")
+        if not numbers.shape[1]:
+            raise DataError("the table has no column of numbers; expected one per gene or measurement")
+        return AnnData(numbers, obs=table.drop(columns=numbers.columns))
+    raise DataError(f"expected an AnnData, the path of a file or a pandas DataFrame, found a {type(given).__name__}")
 
 
 def _copy(adata: AnnData) -> AnnData:
