@@ -27,6 +27,8 @@ def test_rings_read_what_they_write(bits, seed):
     np.testing.assert_array_equal(ring.decode(w), x)
     np.testing.assert_array_equal(ring.decode(ring.from_bytes(ring.to_bytes(w), w.shape)), x)
     assert ring.to_bytes(w).size == 20 * -(-bits // 8)
+    spoilt = w | ring.dtype.type(((1 << 8 * ring.dtype.itemsize) - 1) ^ ((1 << bits) - 1))  # above the ring: not sent
+    np.testing.assert_array_equal(ring.to_bytes(spoilt), ring.to_bytes(ring.from_bytes(ring.to_bytes(w), w.shape)))
 
 
 def test_rings_refuse_what_does_not_fit():

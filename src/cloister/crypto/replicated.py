@@ -3,9 +3,9 @@
     x = x_0 + x_1 + x_2 mod 2^κ      party i holds (x_i, x_{i+1}); bits are shared alike, with ⊕ for +
     k_i                              a key that parties i and i - 1 have in common, and F(k_i) its stream
 
-A ring Z_{2^κ} lies in words of 32 bits (κ ≤ 32) or 64 bits; a word travels as ⌈κ/8⌉ bytes, since its upper bytes mean
-nothing modulo 2^κ. Bits are kept as *planes*: plane b holds bit b of eight values a byte, so that one XOR or AND works
-on as many comparisons as there are bits in a register.
+A ring Z_{2^κ} lies in words of 32 bits (κ ≤ 32) or 64 bits; a word travels modulo 2^κ, as ⌈κ/8⌉ bytes. Bits are kept as
+*planes*: plane b holds bit b of eight values a byte, so that one XOR or AND works on as many comparisons as there are
+bits in a register.
 
 The sum u + v of a word u that one party knows and a word v that the two others know overflows a digit of w bits
 where a polynomial in the bits of u says so, whose coefficients depend on v alone. Whoever shares the monomials of a
@@ -80,7 +80,9 @@ class Ring:
         return (wide << spare) >> spare
 
     def to_bytes(self, words: Words) -> U8:
-        raw = np.ascontiguousarray(words, self.dtype).reshape(-1).view(np.uint8)
+        """Modulo 2^bits: above it, words hold what products of shares left there, which is nobody's business."""
+        within = np.asarray(words, self.dtype) & self.dtype.type((1 << self.bits) - 1)
+        raw = np.ascontiguousarray(within).reshape(-1).view(np.uint8)
         return raw.reshape(-1, self.dtype.itemsize)[:, : self.size].reshape(-1).copy()
 
     def from_bytes(self, data: U8, shape: tuple[int, ...]) -> Words:
