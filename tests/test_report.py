@@ -16,8 +16,9 @@ from cloister.in_short import IN_SHORT, in_short
 from cloister.receipts import Entry, Receipt
 from cloister.rehearsal import Fault, Run, plan, rehearse
 from cloister.report import load_runs, save_run, write_report
+from cloister.report_learned import members_of
 from cloister.report_parts import NUMBER, escape, names, sequence, size, tag, value
-from cloister.report_sections import _members, _opened, result
+from cloister.report_sections import _opened, result
 from cloister.run_facts import Flow
 from cloister.seat import Outcome
 
@@ -193,10 +194,10 @@ def test_very_many_parties_are_counted():
 
 def test_roles_are_told_by_name(runs):
     study = dataclasses.replace(runs["hardened"].study, parameters={"query": "vienna"})
-    assert _members("aggregator, holder", study) == ["coordinator", "basel", "lugano", "vienna"]
-    assert _members("querier", study) == ["vienna"]
-    assert _members("site, computing party", study) == []
-    assert _members("coordinator with one site", study) == []
+    assert members_of("aggregator, holder", study) == ["coordinator", "basel", "lugano", "vienna"]
+    assert members_of("querier", study) == ["vienna"]
+    assert members_of("site, computing party", study) == []
+    assert members_of("coordinator with one site", study) == []
 
 
 def test_everything_is_escaped(runs, tmp_path):

@@ -23,6 +23,7 @@ from cloister import report_sections as sections
 from cloister._version import __version__
 from cloister.errors import CloisterError, DataError
 from cloister.rehearsal import Run
+from cloister.report_learned import learned, short
 from cloister.report_parts import Html, count, escape, join, names, size, table, tag, value
 from cloister.results import check_folder, load_runs, save_run
 from cloister.run_facts import Abort, abort_of, figures_of, plain, rows_of, started_of, status_of
@@ -155,7 +156,7 @@ def _run(run: Run, i: int, baselines: Mapping[str, Rows], *, unfold: bool) -> Ht
         title,
         tag("p", _summary(study), class_="lead"),
         _abort_box(abort, run) if abort is not None else _missing_box(run),
-        sections.short(run),
+        short(run),
         *(tag("div", tag("p", "Note: ", note, "."), class_="box warn") for note in workflows.warnings_of(study)),
         _facts(run),
         tag("h3", "What left each building"),
@@ -166,7 +167,7 @@ def _run(run: Run, i: int, baselines: Mapping[str, Rows], *, unfold: bool) -> Ht
         ),
         sections.purposes(run, unfold=unfold),
         tag("h3", "What each party learned"),
-        sections.learned(run),
+        learned(run),
         *((tag("h3", "Compared"), *against) if against else ()),
         *sections.figures(run, figures_of(run)),
         *sections.results(run),
