@@ -6,8 +6,7 @@ For every rotation by r slots (the automorphism φ: X → X^(3^r)) and every dat
     L1  i → S   b_i = -a_{r,d}·s_i + w_d·φ(s_i) + e_i
     L2  S → i   b = Σ b_i               the key is (b, a_{r,d})
 
-Keys are large (tens of megabytes each); only those who evaluate get them, and a rotation that only the aggregator
-uses stays there.
+Keys are large: tens of megabytes each.
 
 Reveals
 -------
@@ -19,8 +18,7 @@ As `collective_relin`. Every key has its own a: two keys under one a would diffe
 
 Cost
 ----
-Per holder, rotation and data prime: 1 message up, 1 down, one polynomial over all primes each; none down for those in
-`private`.
+Per holder, rotation and data prime: 1 message up, 1 down, one polynomial over all primes each.
 
 References
 ----------
@@ -49,8 +47,7 @@ class Params:  # public
     holders: tuple[Party, ...]
     aggregator: Party
     ckks: ckks.Parameters
-    steps: tuple[int, ...]  # keys that everyone gets
-    private: tuple[int, ...] = ()  # keys that only the aggregator gets
+    steps: tuple[int, ...]
 
     def __post_init__(self) -> None:
         check_holders(self.holders, self.aggregator)
@@ -79,8 +76,8 @@ def roles(params: Params) -> dict[Party, object]:
 def cost(params: Params) -> dict[Party, tuple[int, int]]:
     c = ckks.context(params.ckks)
     digits, one, n = params.ckks.top, c.packed(len(c.primes)), len(params.holders)
-    up, down = digits * (len(params.steps) + len(params.private)), digits * len(params.steps)
-    return {params.aggregator: (n * down, n * down * one)} | dict.fromkeys(params.holders, (up, up * one))
+    each = digits * len(params.steps)
+    return {params.aggregator: (n * each, n * each * one)} | dict.fromkeys(params.holders, (each, each * one))
 
 
 def label(steps: int, d: int) -> str:
@@ -91,7 +88,7 @@ async def holder(ch: Channel, params: Params, secret: ckks.Secret, *, entropy: E
     c, S = ckks.context(params.ckks), params.aggregator
     r, K, prg = c.ring, len(c.primes), entropy.prg()
     keys = {}
-    for steps in (*params.steps, *params.private):
+    for steps in params.steps:
         turned = r.forward(r.of_small(r.rotate_coefficients(secret.coefficients, c.galois(steps)), K))
         commons = []
         for d in range(params.ckks.top):
@@ -100,9 +97,8 @@ async def holder(ch: Channel, params: Params, secret: ckks.Secret, *, entropy: E
             r.add_multiple(b, turned, c.primes[-1], d)
             await ch.send(S, RotationShare(c.pack(b)))  # L1
             commons.append(a)
-        if steps in params.steps:
-            bs = [read(c, (await ch.recv(S, Rotation)).b, K, NAME, "L2", S) for _ in commons]  # L2
-            keys[steps] = ckks.SwitchingKey(np.stack(bs), np.stack(commons), c.galois(steps))
+        bs = [read(c, (await ch.recv(S, Rotation)).b, K, NAME, "L2", S) for _ in commons]  # L2
+        keys[steps] = ckks.SwitchingKey(np.stack(bs), np.stack(commons), c.galois(steps))
     return keys
 
 
@@ -110,14 +106,13 @@ async def aggregator(ch: Channel, params: Params) -> dict[int, ckks.SwitchingKey
     c = ckks.context(params.ckks)
     r, K = c.ring, len(c.primes)
     keys = {}
-    for steps in (*params.steps, *params.private):
+    for steps in params.steps:
         bs, commons = [], []
         for d in range(params.ckks.top):
             b = r.zeros(K)
             for i, share in (await ch.gather(params.holders, RotationShare)).items():  # L1
                 r.add(b, read(c, share.b, K, NAME, "L1", i))
-            if steps in params.steps:
-                await ch.scatter(params.holders, Rotation(c.pack(b)))  # L2
+            await ch.scatter(params.holders, Rotation(c.pack(b)))  # L2
             bs.append(b)
             commons.append(ckks.common(params.ckks, ch.run_id, label(steps, d), K))
         keys[steps] = ckks.SwitchingKey(np.stack(bs), np.stack(commons), c.galois(steps))
