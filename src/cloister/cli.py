@@ -33,13 +33,20 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+FLAG = " "  # an option that takes no value
 OPEN = {"allow_extra_args": True, "ignore_unknown_options": True}  # a workflow's own options follow the verb's
 WorkflowName = Annotated[str, typer.Argument(help="bin-values, find-outliers, ...: see `cloister explain`.")]
-DataFiles = Annotated[list[str] | None, typer.Option("--data", help="site=file, once per site.")]
-ModeName = Annotated[str | None, typer.Option(help="hardened (default), published, or plain where there is one.")]
-OutFolder = Annotated[Path | None, typer.Option("--out", help="Folder for results, receipts and the report.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bars.")]
+DataFiles = Annotated[
+    list[str] | None, typer.Option("--data", metavar="SITE=FILE", help="The cells of a site; once per site.")
+]
+ModeName = Annotated[
+    str | None, typer.Option(metavar="MODE", help="hardened (default), published, or plain where there is one.")
+]
+OutFolder = Annotated[
+    Path | None, typer.Option("--out", metavar="FOLDER", help="Folder for results, receipts and the report.")
+]
+AsJson = Annotated[bool, typer.Option("--json", metavar=FLAG, help="Print one JSON object instead of text.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", metavar=FLAG, help="No progress bars.")]
 
 
 def main() -> None:
@@ -78,7 +85,7 @@ def _version(value: bool) -> None:  # noqa: FBT001
 @app.callback()
 def _top(
     version: Annotated[  # noqa: FBT002
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+        bool, typer.Option("--version", callback=_version, is_eager=True, metavar=FLAG, help="Print the version.")
     ] = False,
 ) -> None:
     """Analyse single-cell data together while every cell stays at home."""
@@ -191,7 +198,7 @@ def rehearse(
     mode: ModeName = None,
     seed: Annotated[int | None, typer.Option(help="Of the statistical part.")] = None,
     folder: OutFolder = None,
-    processes: Annotated[bool, typer.Option("--processes", help="One process per party.")] = False,  # noqa: FBT002
+    processes: Annotated[bool, typer.Option("--processes", metavar=FLAG, help="One process per party.")] = False,  # noqa: FBT002
     timeout: Annotated[float | None, typer.Option(help="Seconds of silence before a party is given up.")] = None,
     as_json: AsJson = False,  # noqa: FBT002
     quiet: Quiet = False,  # noqa: FBT002
@@ -241,7 +248,7 @@ def rehearse(
 @app.command(epilog="Example:  cloister receipt results/basel.receipt.json --verify")
 def receipt(
     path: Annotated[Path, typer.Argument(help="A receipt.json, or an .h5ad that carries one.")],
-    verify: Annotated[bool, typer.Option("--verify", help="Check the chain and the signature.")] = False,  # noqa: FBT002
+    verify: Annotated[bool, typer.Option("--verify", metavar=FLAG, help="Check the chain and the signature.")] = False,  # noqa: FBT002
     study: Annotated[Path | None, typer.Option(help="With --verify: the key must be the one in this study.")] = None,
     as_json: AsJson = False,  # noqa: FBT002
 ) -> None:
@@ -309,7 +316,9 @@ def report(
 @app.command(epilog="Example:  cloister demo --out demo")
 def demo(
     folder: Annotated[Path, typer.Option("--out", help="Folder for the report.")] = Path("demo"),
-    only_cells: Annotated[bool, typer.Option("--cells", help="Only write the three sites' files.")] = False,  # noqa: FBT002
+    only_cells: Annotated[  # noqa: FBT002
+        bool, typer.Option("--cells", metavar=FLAG, help="Only write the three sites' files.")
+    ] = False,
     quiet: Quiet = False,  # noqa: FBT002
 ) -> None:
     """Run every workflow on small real data, in minutes, and write report.html."""
@@ -358,7 +367,9 @@ def provision(
 @app.command(epilog="Example:  cloister site kits/basel --approve   then   cloister site kits/basel")
 def site(
     kit: Annotated[Path, typer.Argument(help="This party's start-up kit.")],
-    approve: Annotated[bool, typer.Option("--approve", help="Approve the kit's study, and stop.")] = False,  # noqa: FBT002
+    approve: Annotated[  # noqa: FBT002
+        bool, typer.Option("--approve", metavar=FLAG, help="Approve the kit's study, and stop.")
+    ] = False,
 ) -> None:
     """Start a party (site, coordinator or auxiliary server) and wait for runs; Ctrl-C stops it."""
     if approve:
