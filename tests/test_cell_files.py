@@ -345,3 +345,14 @@ def test_what_cannot_be_written_is_said(tmp_path):
     with pytest.raises(DataError, match="X is missing"):
         write_cells(AnnData(obs=cells().obs), tmp_path / "a.csv")
     assert [file.name for file in tmp_path.iterdir()] == ["b.h5ad"]
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_a_column_without_a_single_label_can_be_written(tmp_path, view):
+    adata = AnnData(np.ones((4, 2)))
+    adata.obs["label"] = np.array([None] * 4, dtype=object)
+    adata.obs["some"] = np.array(["a", None, None, "b"], dtype=object)
+    write_cells(adata[:3] if view else adata, tmp_path / "a.h5ad")
+    back = read_cells(tmp_path / "a.h5ad").obs
+    assert back["label"].isna().all()
+    assert back["some"].isna().sum() == 2

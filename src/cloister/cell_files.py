@@ -313,6 +313,11 @@ def _read_fcs(path: Path) -> AnnData:
 def _write_h5ad(adata: AnnData, path: Path) -> None:
     from anndata.io import write_h5ad
 
+    empty = [name for name, column in adata.obs.items() if column.dtype == object and column.isna().all()]
+    if empty:  # a site without a single label; AnnData cannot tell what the column would hold
+        adata = adata.copy() if adata.is_view else adata
+        for name in empty:
+            adata.obs[name] = adata.obs[name].astype("category")
     write_h5ad(path, adata, compression="gzip")
 
 

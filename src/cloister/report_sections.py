@@ -135,7 +135,8 @@ def figures(run: Run, drawn: Drawn) -> list[Html]:
     for figure in drawn.figures:
         source = "data:image/png;base64," + base64.b64encode(figure["png"]).decode()
         picture = tag("img", src=source, alt=figure["alt"] or figure["title"])
-        wide = int.from_bytes(figure["png"][16:20]) > WIDE * int.from_bytes(figure["png"][20:24])
+        across, high = (int.from_bytes(figure["png"][i : i + 4]) for i in (16, 20))
+        wide = across > max(850, WIDE * high)
         if wide:  # stays readable on a phone
             picture = tag("div", picture, class_="scroll", role="region", aria_label=figure["title"], tabindex="0")
         shown.append(tag("figure", tag("figcaption", figure["title"]), picture, class_="wide" if wide else None))
