@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from cloister.crypto import paillier
+from cloister.crypto.entropy import Entropy
 from cloister.errors import ParameterError
 from cloister.protocols import masked_forest, private_slots
 from cloister.study import Party
@@ -93,6 +94,28 @@ def test_the_start_does_not_tell_the_offset(monkeypatch):
     assert len(starts) == len(keys) == 3
     assert {m % 15 for m in starts} == {values(run)[u].start for u in SITES}
     assert min(abs(a - b) for a in starts for b in starts if a != b) > 2**300
+
+
+def test_what_clients_know_of_the_seeds_does_not_tell_rows_before_them(monkeypatch):
+    """With J = all clients, H is the sum that every client decrypts; s_i - H would be the rows of those before i."""
+    monkeypatch.setattr(private_slots, "_shuffled", lambda clients, entropy: list(clients))
+    kept = Entropy.integer_below
+    monkeypatch.setattr(Entropy, "integer_below", lambda self, n: 1 if n == 2 else kept(self, n))  # J is everyone
+    seen: dict[int, list[int]] = {}
+    decrypt = paillier.SecretKey.decrypt
+
+    def note(self, c):
+        seen.setdefault(id(self), []).append(decrypt(self, c))
+        return seen[id(self)][-1]
+
+    monkeypatch.setattr(paillier.SecretKey, "decrypt", note)
+    rows = (500, 1000, 900)
+    run = run_protocol(private_slots, case(rows))
+    check_no_errors(run)
+    check_slots(case(rows), run)
+    told = {(s - total) % sum(rows) for total, _, s in seen.values()}  # what each client can compute
+    assert len(told) == 3
+    assert told != {0, 500, 1500}
 
 
 def test_view_and_cost():

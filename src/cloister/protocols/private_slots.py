@@ -7,12 +7,14 @@
     L5   i → A   [ξ_i]_j, [N_i]_j for all j        checked against L3
     L6   A → i   [Ξ]_i = ⊕_j [ξ_j]_i,  [N]_i = ⊕_j [N_j]_i                                      Algorithm 1, twice
     L7   i → A   N, D, HKDF(Ξ, "confirm")          must be the same at all clients
-    L8   A → i   [s_i]_i = ⊕_{j in J} [ξ_j]_i ⊕ ⊕_{j before i} [N_j]_i ⊕ [k_i N]_i               Algorithm 2
-                                                   J a random non-empty subset, a random order of clients, k_i random
+    L8   A → i   [s_i]_i = ⊕_{j in J} [ξ_j]_i ⊕ ⊕_{j before i} [N_j]_i ⊕ [h + k_i N]_i           Algorithm 2
+                                                   J a random non-empty subset, a random order of clients, k_i random,
+                                                   h uniform below N and the same for all
 
 Client i then owns places s_i, …, s_i + N_i - 1 (mod N) of a permutation that Ξ gives. Corrected from the paper as
 printed: the sum for s_i stops one client short there, so that slots collide; Ξ may be short enough to search.
-k_i N is ours: without it the integer s_i tells client i about H and the others' N_j.
+h and k_i N are ours. Without k_i N the integer s_i tells client i about H and the others' N_j. Without h, H is a sum of
+ξ_j that client i knows if J is all clients, itself or all others, and s_i - H mod N is then Σ N_j over those before it.
 
 Reveals
 -------
@@ -218,11 +220,11 @@ async def auxiliary(ch: Channel, params: Params, *, entropy: Entropy) -> Size:
     rows, width = agreed[clients[0]].rows, agreed[clients[0]].width
     order = _shuffled(clients, entropy)
     chosen = [j for j in clients if entropy.integer_below(2)] or [clients[entropy.integer_below(len(clients))]]
-    starts = {}
+    starts, h = {}, entropy.integer_below(rows)
     for at, i in enumerate(order):
         k = public[i]
         before = [count[j, i] for j in order[:at]]
-        offset = k.encrypt(rows * entropy.integer_below(1 << (SEED_BITS + 64)), entropy)  # also fresh randomness
+        offset = k.encrypt(h + rows * entropy.integer_below(1 << (SEED_BITS + 64)), entropy)  # also fresh randomness
         starts[i] = Start(k.to_bytes(k.add([*(xi[j, i] for j in chosen), *before, offset])))
     await ch.scatter({i: starts[i] for i in clients})  # L8, in an order that says nothing
     return Size(rows, width)
