@@ -103,3 +103,23 @@ def test_too_few_rows_and_values_that_are_no_numbers():
     for bad in (np.inf, 2.0**64):
         with pytest.raises(DataError, match="finite"):
             pooled_scaling.check_values(np.array([[1.0, bad]]))
+
+
+def test_who_drops_out_between_the_sums_shows_its_rows_as_reveals_says(monkeypatch):
+    """Two sums of rows are opened, over all sites and over those who are left."""
+    seen, kept = [], pooled_scaling._sums
+
+    async def note(ask, width, of):
+        found = await kept(ask, width, of)
+        if ask.ch.me == SITES[0]:
+            seen.append(found)
+        return found
+
+    monkeypatch.setattr(pooled_scaling, "_sums", note)
+    fault = Fault("kill", "site-2", "hub", "MaskedInput", nth=3)
+    run = run_protocol(pooled_scaling, case(awkward(rows=(30, 5, 12))), faults=[fault], timeout=3.0)
+    assert {HUB, *SITES[:2]} <= set(run.outcomes)
+    (before, entries, _), (after, fewer, _) = seen
+    assert before - after == 12
+    np.testing.assert_array_equal(entries - fewer, 12)
+    assert "If one drops out between L2 and L4, all\n    can subtract" in pooled_scaling.__doc__

@@ -23,7 +23,8 @@ Reveals
 site : the forest: axes, splits, which leaves hold fewer than t sampled rows, how many rows the larger leaves hold; mean
     and scale of every column, the power of two of its extremes, how many rows all sites hold together; with
     contamination, how many of all rows score above some cuts. Nothing that tells one other site from another, but
-    who dropped out. With n - 1 colluding sites: the same about the last site alone.
+    who dropped out, and of a site that does so between the sums of L3 its number of rows, and of entries per column.
+    With n - 1 colluding sites: the same about the last site alone.
 coordinator : the same bits and sums, but not Ξ, so neither axes nor splits. Which columns each site has, by name.
 coordinator with one site : also the small counts and the grid's pooled counts.
 

@@ -17,8 +17,9 @@ scores of a class are divided by the number of its labels, which the sites add u
 
 Reveals
 -------
-server : H, which points are labelled, how many points each site has and how many classes there are. From H it finds all
-    points up to a rotation, and with some 30 known points (one site that colludes) the vectors: cosine 0.99.
+server : H, which points are labelled, how many points each site has and how many classes there are; of a site that
+    drops out during L5, what was opened of its distances. From H it finds all points up to a rotation, and with some 30
+    known points (one site that colludes) the vectors: cosine 0.99.
 site : for each own point the scores Z of all classes; the columns of S of its labelled points, which say how near they
     are to everybody's points; the sizes and class names of the others. A site can solve S_L Y = Z for the labels of
     other sites' points, and with the server any site can: 76 to 100 % of them. Use `private_propagation`.

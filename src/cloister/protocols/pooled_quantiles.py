@@ -15,7 +15,8 @@ Reveals
 coordinator : how many values all sites together have in each interval of a grid, and in each part of the refined ones;
     the edges; who took part. With k colluding sites: the same counts over the other sites. If a site drops out between
     L1 and L3, the sums start over, and the coordinator can subtract: how many values of that site are in each interval.
-site : the edges, and who of the sites dropped out.
+site : the edges, the intervals of the grid that hold the values on both sides of each (C, again after a drop-out), and
+    who of the sites dropped out.
 
 Assumes
 -------

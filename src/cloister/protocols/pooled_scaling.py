@@ -12,7 +12,8 @@ Missing entries (NaN) do not count.
 Reveals
 -------
 all : rows of all sites together; per column the entries, the mean, the standard deviation, and the powers of two above
-    its largest size and its largest deviation; who of the sites dropped out.
+    its largest size and its largest deviation; who of the sites dropped out. If one drops out between L2 and L4, all
+    can subtract: its number of rows, and of entries per column.
 coordinator with one site : how many sites reach each power of two.
 
 Assumes

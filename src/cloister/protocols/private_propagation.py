@@ -15,9 +15,10 @@ The result is that of `label_propagation` to the last bit. Nobody receives S: it
 Reveals
 -------
 server : the graph: k neighbours of every point and their distances; which points are labelled; how many points each
-    site has and how many classes there are. Not H, and no label. With a site v: what v learns, and so the labels that
-    solve S[R_v] Y = Z[R_v]. A graph is itself a picture of the points: with the vectors of one site, shortest paths
-    give the directions of all others, roughly: median cosine 0.6 in 30 dimensions without clusters, 0.97 in 8.
+    site has and how many classes there are. Not H, and no label. If a site drops out during L5, also what was opened
+    before: the graph with that site's points. With a site v: what v learns, and so the labels that solve
+    S[R_v] Y = Z[R_v]. A graph is itself a picture of the points: with the vectors of one site, shortest paths give the
+    directions of all others, roughly: median cosine 0.6 in 30 dimensions without clusters, 0.97 in 8.
 site : for each own point the scores Z of all classes; the sizes and class names of the others, and how many points are
     labelled, roughly. Nothing about S or others' labels beyond its own scores.
 with `balance`, everyone : how many labels of each class all sites have together.

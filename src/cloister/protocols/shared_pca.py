@@ -15,10 +15,12 @@ Reveals
 -------
 coordinator : which genes each site measured; over all sites together, the number of cells, mean and variance of every
     common gene, and the covariance of the chosen genes; who took part. If a site drops out between L3 and L5, the
-    coordinator can subtract and learn about that site's mean and variance per chosen gene. With k colluding sites: the
-    same sums over the other sites, so with all but one the sums of the last site, never a cell of it.
+    coordinator can subtract: that site's number of cells, and about its mean and variance per chosen gene. With k
+    colluding sites: the same sums over the other sites, so with all but one the sums of the last site, never a cell of
+    it.
 site : the common and the chosen genes, their pooled mean and deviation, the components with their variances, and the
-    number of cells of all sites; with two sites, therefore, the other's mean and deviation.
+    number of cells of all sites; with two sites, therefore, the other's mean and deviation; of a site that drops out
+    between L3 and L5, by subtraction of N and of m, its number of cells and about its mean per chosen gene.
 
 Assumes
 -------
