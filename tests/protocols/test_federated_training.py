@@ -9,6 +9,7 @@ from cloister.protocols import federated_training
 from cloister.protocols.federated_training import Params
 from cloister.protocols.pseudo_labels import Pseudo
 from cloister.protocols.training_parts import Offer, State, better, metrics
+from cloister.protocols.training_terms import TAIL, choose_clients
 from cloister.rehearsal import Fault
 from cloister.study import Party
 from cloister.testing import Case, check_no_errors, check_vectors, check_view, run_protocol, transcript, values
@@ -457,3 +458,27 @@ def test_updates_are_clipped_to_their_norm_under_noise():
 def test_bad_parameters(options):
     with pytest.raises(ParameterError):
         case(**options)
+
+
+@pytest.mark.parametrize("weighting", ["cells", "plain"])
+def test_sums_of_weights_tell_the_size_of_sites_as_reveals_says(monkeypatch, weighting):
+    """With other sites in every round the coordinator solves for each one's cells; plain weights keep them hidden."""
+    seen, kept = [], federated_training.mean_update
+
+    def note(params, clients, size, words, survivors):
+        seen.append(TAIL.decode(words[-2:].copy())[0])
+        return kept(params, clients, size, words, survivors)
+
+    monkeypatch.setattr(federated_training, "mean_update", note)
+    c = case(n=4, clients=3, rounds=8, score_every=0, weighting=weighting)
+    check_no_errors(run_protocol(federated_training, c))
+    sites = c.params.sites
+    chosen = [choose_clients(c.params, sites, t, sites) for t in range(8)]
+    rounds = np.array([[u in clients for u in sites] for clients in chosen], float)
+    solved = np.linalg.lstsq(rounds, np.array(seen), rcond=None)[0]
+    cells = np.array([20, 27, 34, 41])
+    told = np.abs(solved * cells.sum() - cells).max() < 0.01
+    assert told == (weighting == "cells")
+    if weighting == "plain":
+        np.testing.assert_allclose(solved, 1)
+    assert "EACH SITE'S NUMBER OF TRAINING CELLS, unless weights are plain" in federated_training.__doc__

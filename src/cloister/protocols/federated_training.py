@@ -14,8 +14,9 @@
     L10  S → u   the best θ by the validation metric, or the last; the curves
 
 S never holds w_0, only what was learned on top of it. A site whose update is no number adds zeros with weight zero: it
-is told, and nobody else can tell. Two entries share a 64-bit word of the sum: 4 bytes per parameter, as much as sending
-them in the clear. With SCAFFOLD, θ and Δ_u have a second half, the common control variate and what u changes of it.
+is told, and S sees Σ a_u without it. Two entries share a 64-bit word of the sum: 4 bytes per parameter, as much as
+sending them in the clear. With SCAFFOLD, θ and Δ_u have a second half, the common control variate and what u changes of
+it.
 
 With differential privacy, ‖Δ_u‖ is clipped to C, all weights are 1, every site adds Gaussian noise of variance z²C²/m
 (m = the fewest survivors that finish a sum) before its vector is masked, and L4, L6 and the loss are left out.
@@ -23,17 +24,23 @@ With differential privacy, ‖Δ_u‖ is clipped to C, all weights are 1, every 
 Reveals
 -------
 coordinator : label names per site (unless the study lists them) and who has labels; the number of training cells of all
-    sites; after every round the weighted mean update of that round's sites, their mean training loss, and the pooled
-    validation counts (true by predicted label) of all sites; who dropped out. With k colluding sites: the same over the
-    other sites. With noise: only noisy mean updates, (ε, δ)-differentially private for a whole site's data.
-site : the model at the start of the rounds it takes part in, and in the end; the curves. A model may itself tell about
-    the cells it was trained on; only noise bounds that. With two sites, each learns the other's update by subtraction.
+    sites; after every round the weighted mean update of that round's sites, the sum of their weights, their mean
+    training loss, and the pooled validation counts (true by predicted label) of all sites; who dropped out. Where
+    rounds have different sites (`clients`, rounds on labels alone, a site that drops out), their sums of weights
+    subtract: EACH SITE'S NUMBER OF TRAINING CELLS, unless weights are plain; and of a site that drops out, the number
+    of its validation cells per label.
+    With k colluding sites: the same over the other sites. With noise: label names and who has labels, and else only
+    noisy mean updates, (ε, δ)-differentially private for a whole site's data.
+site : the model at the start of the rounds in which it trains or scores, and in the end; the curves. A model may itself
+    tell about the cells it was trained on; only noise bounds that. With two sites in a round, each learns the other's
+    update by subtraction.
 
 Assumes
 -------
 What the secure sum assumes. Semi-honest coordinator: it chooses who trains in a round; sites insist on at least
 `min_clients` and on more than half of all sites being there. Colluding sites know their own share of the noise, which
-then protects the others less: k of m colluders leave z√((m - k)/m).
+then protects the others less: k of m colluders leave z√((m - k)/m). ε is that of one run: a further run over the same
+cells spends as much again, and one without noise that differs by a site tells that site's update.
 
 Cost
 ----
