@@ -6,7 +6,7 @@ import pytest
 
 from cloister.crypto import paillier
 from cloister.crypto.entropy import Entropy
-from cloister.errors import ParameterError
+from cloister.errors import CloisterError, ParameterError
 from cloister.protocols import masked_forest, private_slots
 from cloister.study import Party
 from cloister.testing import (
@@ -116,6 +116,29 @@ def test_what_clients_know_of_the_seeds_does_not_tell_rows_before_them(monkeypat
     told = {(s - total) % sum(rows) for total, _, s in seen.values()}  # what each client can compute
     assert len(told) == 3
     assert told != {0, 500, 1500}
+
+
+def test_the_auxiliary_and_one_client_know_everybodys_slots_as_reveals_says(monkeypatch):
+    """Rows are encrypted under every client's key, and all ciphertexts go through A."""
+    keys, sent = [], []
+    make, kept = paillier.generate, private_slots.commitment
+    monkeypatch.setattr(paillier, "generate", lambda bits: keys.append(make(bits)) or keys[-1])
+    monkeypatch.setattr(private_slots, "commitment", lambda run, i, m: sent.append((i, m)) or kept(run, i, m))
+    check_no_errors(run_protocol(private_slots, case()))
+    secret, seen = keys[0], dict(sent)
+    known = [u for u in SITES if len(seen[SITES[0]].rows[u]) and _opens(secret, seen, u)]
+    assert len(known) == 1  # the client whose key it is
+    found = {j: secret.decrypt(secret.public.from_bytes(m.rows[known[0]])) for j, m in seen.items()}
+    assert found == dict(zip(SITES, (5, 1, 9), strict=True))
+    assert "of EVERY client N_j and its slots" in private_slots.__doc__
+    assert "which places of the shuffled table are whose" in masked_forest.__doc__
+
+
+def _opens(secret, seen, u):
+    try:
+        return sum(secret.decrypt(secret.public.from_bytes(m.rows[u])) for m in seen.values()) == 15
+    except CloisterError:
+        return False
 
 
 def test_view_and_cost():

@@ -21,7 +21,8 @@ principal : every masked row, in random order: with D known rows (of any client,
     client it solves for M and has EVERYBODY'S ROWS; from the masked rows alone, independent component analysis finds
     columns that are independent and not Gaussian; N, D, all scores; which masked row of one repeat is which of another
     (a row's leverage does not depend on M). Which columns each client has, by name.
-auxiliary : N, D. With one client: nothing more; with the principal: which rows belong to the same client.
+auxiliary : N, D. With one client: how many rows each client has, and which places of the shuffled table are whose. With
+    the principal: which rows belong to the same client.
 client : N, Ξ and M, which all clients share, and what P hands out: all scores (without their owners), all flags, or the
     regions. With m - 1 colluding clients: the scores of the last one's rows.
 

@@ -18,7 +18,8 @@ h and k_i N are ours. Without k_i N the integer s_i tells client i about H and t
 
 Reveals
 -------
-auxiliary : N and D, nothing of Ξ, N_i or s_i. With one client: Ξ, and where that client's own slots begin.
+auxiliary : N and D, nothing of Ξ, N_i or s_i. With one client: Ξ, and of EVERY client N_j and its slots, since all ξ_j
+    and N_j went to A under that client's key too.
 client : Ξ, N, its own start. With m - 1 colluding clients: N_i of the last one, and so its slots.
 
 Assumes
