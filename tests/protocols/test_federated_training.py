@@ -4,12 +4,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from cloister.crypto.entropy import Entropy
 from cloister.errors import DataError, ParameterError, ProtocolAbort
 from cloister.protocols import federated_training
 from cloister.protocols.federated_training import Params
 from cloister.protocols.pseudo_labels import Pseudo
 from cloister.protocols.training_parts import Offer, State, better, metrics
-from cloister.protocols.training_terms import TAIL, choose_clients
+from cloister.protocols.training_terms import TAIL, choose_clients, update_words
 from cloister.rehearsal import Fault
 from cloister.study import Party
 from cloister.testing import Case, check_no_errors, check_vectors, check_view, run_protocol, transcript, values
@@ -482,3 +483,13 @@ def test_sums_of_weights_tell_the_size_of_sites_as_reveals_says(monkeypatch, wei
     if weighting == "plain":
         np.testing.assert_allclose(solved, 1)
     assert "EACH SITE'S NUMBER OF TRAINING CELLS, unless weights are plain" in federated_training.__doc__
+
+
+def test_epsilon_compares_a_site_with_none_as_assumes_says():
+    """Clipped updates lie within C of zero, and up to 2C from each other."""
+    params = case(noise=1e-9, **PRIVATE).params
+    far = np.full(6, 5.0)
+    one, two = (params.code(3).decode(update_words(params, 3, x, 1.0, 0.0, Entropy())[0][:-2], 6) for x in (far, -far))
+    assert np.linalg.norm(one) == pytest.approx(params.clip, rel=1e-6)
+    assert np.linalg.norm(one - two) == pytest.approx(2 * params.clip, rel=1e-6)
+    assert "may be 2C away, for which ε is that of z/2" in federated_training.__doc__

@@ -39,8 +39,9 @@ Assumes
 -------
 What the secure sum assumes. Semi-honest coordinator: it chooses who trains in a round; sites insist on at least
 `min_clients` and on more than half of all sites being there. Colluding sites know their own share of the noise, which
-then protects the others less: k of m colluders leave z√((m - k)/m). ε is that of one run: a further run over the same
-cells spends as much again, and one without noise that differs by a site tells that site's update.
+then protects the others less: k of m colluders leave z√((m - k)/m). ε compares a site's data with none (an update of
+zeros, C away); any other data of that site may be 2C away, for which ε is that of z/2. It is that of one run: a further
+run over the same cells spends as much again, and one without noise that differs by a site tells that site's update.
 
 Cost
 ----

@@ -256,6 +256,7 @@ def pseudo_of(study: Seat, options: Options) -> Pseudo:
 def privacy_budget(options: Options) -> float:
     """Return ε of all rounds for the data of one site, by Opacus's accountant, rounded up to two digits.
 
+    A site's data are compared with none, an update of zeros, C away; against other data, 2C away, ε is that of z/2.
     Every site may take part in every round, and who does is no secret, so sampling counts for nothing.
     """
     if not options.dp_noise:
@@ -346,7 +347,11 @@ def summary(study: Seat, options: Options, trained: Trained) -> dict[str, Any]:
         "bytes_per_round": protocol.cost(params, len(trained.theta), len(trained.labels)),
     }
     if options.dp_noise:
-        found["privacy"] = {"epsilon": params.epsilon, "delta": params.delta, "protects": "all data of one site"}
+        found["privacy"] = {
+            "epsilon": params.epsilon,
+            "delta": params.delta,
+            "protects": "all data of one site, against none",
+        }
     if trained.notes:
         found["notes"] = list(trained.notes)
     return found
