@@ -45,10 +45,16 @@ def test_long_integers_against_python():
         exact = [sum(int(w) << (32 * m) for m, w in enumerate(column)) for column in words[:, :50].T]
         residues = r.add_words(r.constant(-5, k), words)
         assert [int(v) for v in residues[-1, :50]] == [(x - 5) % r.primes[-1] for x in exact]
-        back, top = r.to_words(r.add(residues, r.constant(5, k)))
+        back = r.to_words(r.add(residues, r.constant(5, k)))
         np.testing.assert_array_equal(back[: len(words)], words)
         assert not back[len(words) :].any()
-        assert top < Q
+        drawn = block.random_below(E.prg(), Q, params.degree)
+        largest = max(sum(int(w) << (32 * m) for m, w in enumerate(column)) for column in drawn.T)
+        assert 0.99 * Q < largest < Q
+        few = block.random_below(E.prg(), 3 << 40, 3000)  # a quarter is drawn again, some of it more than once
+        counts = np.bincount(few[1] >> np.uint32(8), minlength=3)
+        assert len(counts) == 3
+        assert counts.min() > 850
         for f in (2.0**-40, 0.3e-9, 2.0**-100, 7.3):
             factor, shift = block.fraction(f)
             assert abs(factor / 2.0**shift / f - 1) < 2**-31
@@ -92,19 +98,18 @@ def test_a_blinded_refresh_changes_nothing_but_the_scale(sides, polys):
     how = block.opening(P, "t", 2, polys, scale, 1.0, P.scale)
     seed, masks = E.bytes(32), E.bytes(32)
     sent = ev.blind(c[:, :, : how.primes].copy(), how, masks, E)
-    c0, inside = key.refresh(sent, how, seed, E)
-    assert inside
+    c0 = key.refresh(sent, how, seed, E)
     np.testing.assert_allclose(key.read(ev.unblind(c0, seed, how, masks), P.scale, P.slots), exact, atol=3e-3)
-    assert not key.refresh(ev.combine([(1 << 30, sent)]), how, seed, E)[1]  # far out of range: noticed
 
 
-def test_what_the_owner_opens_does_not_depend_on_the_message(sides):
-    """Coefficients under the mask, for messages of 0 and of the bound: the same distribution (KS at 1 %)."""
+@pytest.mark.parametrize("bits", [0, 50, 60])
+def test_what_the_owner_opens_does_not_depend_on_the_message(sides, bits):
+    """Coefficients under the mask, for 0, the bound, and far beyond it: the same distribution (KS at 1 in 10^4)."""
     key, ev = sides
     how = block.opening(P, "t", 1, 2, P.scale, 1.0, P.scale)
     views = []
     for value in (0.0, 1.0):
-        c = encrypted(key, np.full((1, P.slots), value))
+        c = ev.combine([(1 << bits, encrypted(key, value * np.random.default_rng(0).choice([-1, 1], (1, P.slots))))])
         views.append(
             np.sort(
                 np.concatenate(
@@ -114,7 +119,7 @@ def test_what_the_owner_opens_does_not_depend_on_the_message(sides):
         )
     grid = np.linspace(min(v[0] for v in views), max(v[-1] for v in views), 300)
     a, b = (np.searchsorted(v, grid) / len(v) for v in views)
-    assert np.abs(a - b).max() < 1.63 * np.sqrt(2 / len(views[0]))
+    assert np.abs(a - b).max() < 2.23 * np.sqrt(2 / len(views[0]))
     assert how.hiding >= 40
 
 

@@ -41,8 +41,8 @@ def listen(monkeypatch, change=None):
 
     def refresh(self, cts, how, seed, entropy):
         heard.extend((how, self.open(ct)[0]) for ct in cts)
-        answer = change and change(self, len(heard), cts, how, seed, entropy)
-        return answer or honest(self, cts, how, seed, entropy)
+        answer = None if change is None else change(self, len(heard), cts, how, seed, entropy)
+        return honest(self, cts, how, seed, entropy) if answer is None else answer
 
     monkeypatch.setattr(block.OwnerKey, "refresh", refresh)
     return heard
@@ -56,8 +56,8 @@ def encryptions(key, m, count, how, seed, entropy):
 
 
 def distance_from_uniform(heard):
-    """Kolmogorov-Smirnov of coefficients over the width of their masks; chance exceeds 1 once in a million."""
-    u = np.sort(np.concatenate([c * 2.0**-how.mask_bits for how, c in heard]))
+    """Kolmogorov-Smirnov of coefficients over the modulus; chance exceeds 1 once in a million."""
+    u = np.sort(np.concatenate([c / block.modulus(P, how.primes) % 1.0 for how, c in heard]))
     n = len(u)
     return float(np.abs(u - (np.arange(n) + 0.5) / n).max() * np.sqrt(n) / 2.69)
 
@@ -85,12 +85,12 @@ def test_all_that_is_opened_is_uniform_whatever_was_answered(monkeypatch, steere
     def shift(key, number, cts, how, seed, entropy):
         if not steered or how.label not in ("embed", "normed"):
             return None
-        c0, _ = honest(key, cts, how, seed, entropy)
+        c0 = honest(key, cts, how, seed, entropy)
         r = block.ring_of(P)
         m = block.encode(np.full(P.slots, 0.5), P.degree, P.scale)
         for c in c0:
             r.add(c, r.forward(r.wide.of_small(m, how.back).astype(np.uint32)))
-        return c0, True
+        return c0
 
     honest = block.OwnerKey.refresh
     heard = listen(monkeypatch, shift)
@@ -101,9 +101,28 @@ def test_all_that_is_opened_is_uniform_whatever_was_answered(monkeypatch, steere
     assert distance_from_uniform(heard) < 1.0
 
 
+@pytest.mark.parametrize("bits", [48, 56])
+def test_inputs_far_beyond_their_interval_show_nothing_of_the_weights(monkeypatch, bits):
+    """An owner that encrypts 2^48 times what it should hears uniform numbers: no leading bits of weights times that."""
+
+    def encrypt(self, x, seed, entropy):
+        r, mask, secret = block.ring_of(P), block.Prg(seed), entropy.prg()
+        q = r.wide.q[:, None]
+        far = np.array([[pow(2, bits, int(p))] for p in r.primes], np.uint64)
+        rows = [r.wide.of_small(block.encode(row, P.degree, P.scale), P.count) * far % q for row in x]
+        return np.stack([self.hide(m.astype(np.uint32), mask, secret) for m in rows])
+
+    monkeypatch.setattr(block.OwnerKey, "encrypt", encrypt)
+    heard = listen(monkeypatch)
+    run = run_protocol(inference, case(micro(), n=P.slots), timeout=60.0)
+    assert {e.code for e in run.errors.values()} == {"range"}  # all that it has in the end
+    assert distance_from_uniform([h for h in heard if h[0].label == "embed"]) < 1.0
+    assert distance_from_uniform(heard) < 1.0
+
+
 def test_the_test_of_uniformity_sees_masks_that_are_too_narrow(monkeypatch):
-    draw = block.random_words
-    monkeypatch.setattr(block, "random_words", lambda prg, bits, degree: draw(prg, bits, degree) >> np.uint32(1))
+    draw = block.random_below
+    monkeypatch.setattr(block, "random_below", lambda prg, bound, count: draw(prg, bound // 2, count))
     heard = listen(monkeypatch)
     run_protocol(inference, case(micro()), timeout=60.0)
     assert distance_from_uniform(heard) > 6
@@ -117,7 +136,7 @@ def test_a_steering_owner_gets_no_more_answers_than_its_budget(monkeypatch):
     def stop(key, number, cts, how, seed, entropy):
         if number > 4:
             raise RuntimeError("the owner goes away")
-        return encryptions(key, block.encode(np.ones(P.slots), P.degree, P.scale), len(cts), how, seed, entropy), True
+        return encryptions(key, block.encode(np.ones(P.slots), P.degree, P.scale), len(cts), how, seed, entropy)
 
     with monkeypatch.context() as m:
         listen(m, stop)

@@ -4,12 +4,14 @@ Slot = sample, one ciphertext per number of a sample. So nothing is rotated; and
 opens products of three polynomials, nothing is relinearised: there is no switching key at all. Nothing is rescaled
 either: a stretch of work ends before its scale fills the modulus, with a blinded refresh,
 
-    provider   c' = c + Enc(0) + M          M uniform on 2^b values, b = log2(largest message) + hiding
-    owner      x' = ⌊(m + M)·f⌋             re-encrypted; f = scale wanted / scale found, a 32-bit fraction
-    provider   c'' = x' - ⌊M·f⌋             an encryption of m·f ± 1
+    provider   c' = c + Enc(0) + M          M uniform modulo Q
+    owner      x' = ⌊(m + M mod Q)·f⌋       re-encrypted; f = scale wanted / scale found, a 32-bit fraction
+    provider   c'' = x' - ⌊M·f⌋             an encryption of m·f ± 1, unless m + M went round
 
-M hides m and the noise (2^-hiding per coefficient, statistically); Enc(0), with fresh randomness in every polynomial,
-hides c_1 and c_2, from which the owner, who knows its own randomness, would read the weights.
+M hides m and the noise perfectly, however large they are: a mask of fewer bits would show the leading ones of a message
+beyond its interval, and an owner can make messages as large as it likes. m is 2^hiding times smaller than Q, so a
+coefficient goes round once in 2^hiding. Enc(0), with fresh randomness in every polynomial, hides c_1 and c_2, from
+which the owner, who knows its own randomness, would read the weights.
 
 Primes have at most 28 bits: a linear layer is then a float64 matrix product over residues, exact as long as
 Σ|w|·q < 2^53, and tensor products add up in one word.
@@ -22,7 +24,6 @@ than its opening needs, and what an owner encrypts afresh has no more than the s
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any, TypeAlias, final
 
 import numpy as np
@@ -37,9 +38,11 @@ from cloister.crypto.block_ring import (
     Residues,
     fits,
     fraction,
+    modulus,
     opening,
     primes_for,
     primes_of,
+    random_below,
     random_words,
     ring_of,
     room,
@@ -131,17 +134,15 @@ class OwnerKey:
         """The same, centred, as double-doubles (2, N)."""
         return np.stack(ring_of(self.params).wide.lift(self._opened(ct).astype(np.uint64)))
 
-    def refresh(self, cts: Cts, how: Opening, seed: bytes, entropy: Entropy) -> tuple[U32, bool]:
-        """c_0 of fresh encryptions of what is under the masks, rescaled; and whether all lay where they must."""
+    def refresh(self, cts: Cts, how: Opening, seed: bytes, entropy: Entropy) -> U32:
+        """c_0 of fresh encryptions of what is under the masks, rescaled."""
         r = ring_of(self.params)
         mask, secret = Prg(seed), entropy.prg()
-        limit = math.ldexp(1.0, how.mask_bits) + math.ldexp(1.0, how.offset_bits + 1)
-        out, inside = np.zeros((len(cts), how.back, self.params.degree), np.uint32), True
+        out = np.zeros((len(cts), how.back, self.params.degree), np.uint32)
         for i, ct in enumerate(cts):
-            words, top = r.to_words(self._opened(ct))
-            inside = inside and top <= limit
+            words = r.to_words(self._opened(ct))
             self.hide(r.add_words(out[i], times_shift(words, how)), mask, secret)
-        return out, inside
+        return out
 
     def read(self, cts: Cts, scale: float, count: int) -> F64:
         """Slots of ciphertexts that were sent to be read, (n, count)."""
@@ -255,17 +256,17 @@ class Evaluator:
         if cts.shape[1:3] != (how.polys, k):
             raise ParameterError(f"{how.label}: planned for {how.polys} at {k} primes, found {cts.shape[1:3]}")
         sent = self.combine([(1 << how.lift, cts)]) if how.lift else cts.copy()
-        prg, masks = entropy.prg(), Prg(mask_key)
+        prg, masks, Q = entropy.prg(), Prg(mask_key), modulus(self.params, k)
         for ct in sent:
-            mask = r.add_words(r.constant(1 << how.offset_bits, k), random_words(masks, how.mask_bits, N))
+            mask = r.add_words(r.constant(1 << how.offset_bits, k), random_below(masks, Q, N))
             self.rerandomise(ct, prg, mask)
         return sent
 
     def unblind(self, c0: U32, seed: bytes, how: Opening, mask_key: bytes) -> Cts:
         r, out, masks = self.ring, expand(self.params, c0, seed), Prg(mask_key)
-        offset = (how.factor << how.offset_bits) >> how.shift
+        offset, Q = (how.factor << how.offset_bits) >> how.shift, modulus(self.params, how.primes)
         for ct in out:
-            words = times_shift(random_words(masks, how.mask_bits, self.params.degree), how)
+            words = times_shift(random_below(masks, Q, self.params.degree), how)
             r.subtract(ct[0], r.forward(r.add_words(r.constant(offset, len(ct[0])), words)))
         return out
 
@@ -289,5 +290,6 @@ def unpack(params: Parameters, x: U32) -> U32:
 
 __all__ = [
     "SMALL", "STANDARD", "Cts", "Evaluator", "Opening", "OwnerKey", "Parameters", "decode", "encode", "expand", "fits",
-    "fraction", "opening", "primes_for", "primes_of", "random_words", "ring_of", "room", "times_shift", "unpack",
+    "fraction", "modulus", "opening", "primes_for", "primes_of", "random_below", "random_words", "ring_of", "room",
+    "times_shift", "unpack",
 ]  # fmt: skip

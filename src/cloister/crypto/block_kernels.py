@@ -232,10 +232,9 @@ def add_words(words, powers, q, inv, acc):
 
 @jit
 def to_words(x, q, inverse, inverse_s, words):
-    """Residues (k, N), which are spoilt, to integers in [0, Q), by Garner; returns the largest."""
+    """Residues (k, N), which are spoilt, to integers in [0, Q), by Garner."""
     k, n = x.shape
-    carry, size = np.empty(STRIP, np.uint64), np.empty(STRIP)
-    top = 0.0
+    carry = np.empty(STRIP, np.uint64)
     for s in range(0, n, STRIP):
         for j in range(1, k):
             p, d = q[j], x[j, s : s + STRIP]
@@ -256,13 +255,6 @@ def to_words(x, q, inverse, inverse_s, words):
                     v = W(w[i]) * p + carry[i]
                     w[i] = U(v & LOW)
                     carry[i] = v >> SHIFT
-        size[:] = 0.0
-        for back in range(words.shape[0]):
-            w = words[words.shape[0] - 1 - back, s : s + STRIP]
-            for i in range(w.shape[0]):
-                size[i] = size[i] * 4294967296.0 + np.float64(w[i])
-        top = max(top, size.max())
-    return top
 
 
 @jit

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TypeAlias, final
 
 import numpy as np
+import numpy.typing as npt
 
 from cloister.crypto.lattice import SIGMA, Ring, check_secure, ring
 from cloister.crypto.prg import U32, Prg, gaussian_table
@@ -28,7 +29,7 @@ class Parameters:
     bits: int = 28  # of each
     scale_bits: int = 28  # Δ
     weight_bits: int = 13
-    hiding: int = 48  # statistical bits per coefficient of a blinded refresh
+    hiding: int = 48  # bits by which a mask is wider than the message, so that their sum does not go round
 
     def __post_init__(self) -> None:
         if not 20 <= self.bits <= 28 or self.count < 2 or self.hiding < 40:
@@ -60,7 +61,7 @@ class Opening:
     count: int
     polys: int  # p
     primes: int  # k, on the way down
-    mask_bits: int  # b
+    mask_bits: int  # of Q, below which a mask is drawn
     message_bits: float  # log2 of the largest coefficient
     lift: int  # bits by which the provider multiplies first
     factor: int  # f = factor / 2^shift
@@ -70,11 +71,12 @@ class Opening:
 
     @property
     def hiding(self) -> float:
-        return self.mask_bits - self.message_bits
+        """A coefficient goes round, and is lost, once in 2^this."""
+        return self.mask_bits - 1 - self.message_bits
 
     @property
     def offset_bits(self) -> int:
-        """2^this is added to every coefficient: what the owner opens is not negative."""
+        """2^this is added to every coefficient: what is masked is not negative."""
         return math.ceil(self.message_bits)
 
     @property
@@ -206,11 +208,12 @@ class Narrow:
         self.kernels.add_words(words, self._powers, self.q, self.inv, acc)
         return acc
 
-    def to_words(self, a: Residues) -> tuple[U32, float]:
-        """Coefficients in [0, Q) as rows of words, and the largest of them; spoils a."""
+    def to_words(self, a: Residues) -> U32:
+        """Coefficients in [0, Q) as rows of words; spoils a."""
         k = len(a)
         words = np.empty((-(-28 * k // 32), self.degree), np.uint32)
-        return words, float(self.kernels.to_words(a, self.q, self._inverse, self._inverse_s, words))
+        self.kernels.to_words(a, self.q, self._inverse, self._inverse_s, words)
+        return words
 
 
 def times_shift(words: U32, how: Opening) -> U32:
@@ -222,12 +225,38 @@ def times_shift(words: U32, how: Opening) -> U32:
     return out
 
 
-def random_words(prg: Prg, bits: int, degree: int) -> U32:
+def random_words(prg: Prg, bits: int, count: int) -> U32:
     """Uniform below 2^bits in every place."""
-    words = prg.uint32((-(-bits // 32), degree))
+    words = prg.uint32((-(-bits // 32), count))
     if bits % 32:
         words[-1] >>= np.uint32(32 - bits % 32)
     return words
+
+
+def random_below(prg: Prg, bound: int, count: int) -> U32:
+    """Uniform below `bound` in every place: what is not below it is drawn again."""
+    bits = bound.bit_length()
+    words = random_words(prg, bits, count)
+    again = _not_below(words, bound)
+    while again.size:
+        drawn = random_words(prg, bits, again.size)
+        words[:, again] = drawn
+        again = again[_not_below(drawn, bound)]
+    return words
+
+
+def _not_below(words: U32, bound: int) -> npt.NDArray[np.intp]:
+    above, equal = np.zeros(words.shape[1], bool), np.ones(words.shape[1], bool)
+    for m in range(len(words) - 1, -1, -1):
+        limit = np.uint32(bound >> (32 * m) & 0xFFFFFFFF)
+        above |= equal & (words[m] > limit)
+        equal &= words[m] == limit
+    return np.flatnonzero(above | equal)
+
+
+def modulus(params: Parameters, k: int) -> int:
+    """Q, the product of the first k primes."""
+    return math.prod(primes_of(params)[:k])
 
 
 @functools.lru_cache(maxsize=8)
@@ -236,7 +265,7 @@ def ring_of(params: Parameters) -> Narrow:
 
 
 def room(params: Parameters, k: int) -> int:
-    """Bits of a mask at k primes, so that mask and message stay below Q/4."""
+    """Bits of a message at k primes, with all that hides it: a quarter of Q."""
     return math.floor(sum(math.log2(q) for q in primes_of(params)[:k])) - 2
 
 
@@ -251,13 +280,13 @@ def opening(
     """How to refresh values up to ±bound from `scale` to the scale `want`; back at as few primes as can hold them."""
     lift = max(0, LIFT_BITS - math.floor(math.log2(scale)))
     message = math.log2(scale * bound) + lift
-    mask = math.ceil(message) + params.hiding
-    k = primes_for(params, mask)
+    k = primes_for(params, math.ceil(message) + params.hiding)
+    mask = modulus(params, k).bit_length()
     factor, shift = fraction(want / math.ldexp(scale, lift))
     back = primes_for(params, math.ceil(math.log2(want * bound)) + 1)  # the mask may go round: it is taken off again
     if not k or not back or fresh_bits(mask, factor, shift) > 32 * WORDS:
         raise ParameterError(
-            f"{label}: a message of {message:.0f} bits, hidden by {mask - message:.0f}, does not fit into "
+            f"{label}: a message of {message:.0f} bits, hidden by {params.hiding}, does not fit into "
             f"{room(params, params.count)} bits; use more primes, or smaller scales"
         )
     return Opening(label, count, polys, k, mask, message, lift, factor, shift, back, group)

@@ -4,30 +4,32 @@
     per batch (slot = sample):
     L2  u → P   [x]                     one ciphertext per input number
     per round of the plan (`block_circuit.plan`):
-    L3  P → u   [y + M]                 re-randomised in every polynomial, M uniform and wide: u sees no activation
-    L4  u → P   [⌊(y + M)·f⌋]           encrypted afresh; P subtracts ⌊M·f⌋
+    L3  P → u   [y + M]                 re-randomised in every polynomial, M uniform modulo Q: u sees no activation
+    L4  u → P   [⌊(y + M mod Q)·f⌋]     encrypted afresh; P subtracts ⌊M·f⌋
     after the tapped blocks, about a third of them and never two adjacent ones:
     L5  P → u   [R·b_cls - c]           r numbers per sample, re-randomised, flooded below their tenth bit
 
 Of the last block only the class token is computed. The taps are fixed in the plan, for every sample and for all time:
-asking again gives the same numbers again.
+asking again gives the same numbers again, with other noise: a sample that fills k slots or batches is read √k finer.
 
 Reveals
 -------
 owner : per sample and tap r numbers (the class token through a fixed projection of rank r < d), good to about 2^-10;
     the shape of the model and the intervals of its values (`Shape`). Nothing of any other activation. With enough
     samples, an owner can fit a model of its own to these features, as with any service that answers: the budget bounds
-    how many it gets. An owner that re-encrypts at L4 something else than it opened steers later values, and still gets
-    only taps: it counts against the same budget.
-provider : how many batches each owner brings (rounded up to whole batches of N/2 samples). Not the samples.
-    Owners learn nothing of each other; an owner and the provider together hold that owner's data and the model.
+    how many it gets. An owner that encrypts at L2 or L4 something else than it should, of whatever size, steers later
+    values, and still opens uniform numbers and taps: it counts against the same budget.
+provider : how many batches each owner brings (rounded up to whole batches of N/2 samples), and that it stopped at a tap
+    (L5, code `range`), if it did. Not the samples. Owners learn nothing of each other but that; an owner and the
+    provider together hold that owner's data and the model.
 
 Assumes
 -------
-Semi-honest parties; ring learning with errors at 128 bits. Statistical hiding of 2^-40 per coefficient or better at L3
-(`Opening.hiding`), of the last stretch's noise at L5. What earlier refreshes rounded off is part of the value that is
-read; the flooding at L5 is wider than it, but not by 40 bits.
-An owner notices values that left their intervals (L4, L5: code `range`) and stops.
+Semi-honest parties; ring learning with errors at 128 bits. Masks hide perfectly at L3; of a batch, a coefficient goes
+round and spoils the result once in 2^16 batches or less (`Opening.hiding`). Statistical hiding of 2^-40 per coefficient
+of the last stretch's noise at L5. What earlier refreshes rounded off is part of the value that is read; the flooding at
+L5 is wider than it, but not by 40 bits.
+Masks hide from the owner, too, that values left their intervals: it notices at the next tap (L5: code `range`).
 
 Cost
 ----
@@ -199,13 +201,6 @@ def fill(x: F64, count: int) -> F64:
     return np.resize(x, (count, *x.shape[1:]))
 
 
-def check_range(inside: bool, label: str) -> None:  # noqa: FBT001
-    if not inside:
-        raise ProtocolAbort(
-            NAME, "L4", "range", f"values left their interval at '{label}'; the samples are unlike the model's own"
-        )
-
-
 def read(params: Parameters, x: U32, line: str, who: Party) -> Any:
     try:
         return block.unpack(params, x)
@@ -242,9 +237,7 @@ class OwnerSide:
             c = await self.ch.recv(P, Blinded, c=(n, how.polys, how.primes, N))  # L3
             seed = self.entropy.bytes(32)
             cts = read(self.params.crypto, c.c, "L3", P)
-            c0, inside = self.key.refresh(cts, how, seed, self.entropy)
-            check_range(inside, how.label)
-            await self.ch.send(P, Fresh(c0, seed))  # L4
+            await self.ch.send(P, Fresh(self.key.refresh(cts, how, seed, self.entropy), seed))  # L4
 
     async def read_tap(self, tap: Tap, count: int) -> F64:
         P, N, s = self.params.provider, self.params.crypto.degree, self.params.shape
