@@ -88,7 +88,11 @@ IN_SHORT: dict[tuple[str, str], Rows] = {
     ),
     ("fine-tune", "hardened"): (
         (STAYS, "every cell and its label; every site's own update of the model."),
-        (HUB, "the mean update and loss of each round; how often held-out labels are right; each site's label names."),
+        (
+            HUB,
+            "each round's mean update and loss; how often held-out labels are right; label names and, if rounds differ in"
+            " sites, training cells of each.",
+        ),
         (SITES, "the common model, which may itself tell something about the cells it was trained on."),
         (TOGETHER, "the coordinator and some sites see the mean of the others; of two sites, each sees the other's."),
     ),
