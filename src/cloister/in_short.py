@@ -90,8 +90,8 @@ IN_SHORT: dict[tuple[str, str], Rows] = {
         (STAYS, "every cell and its label; every site's own update of the model."),
         (
             HUB,
-            "each round's mean update and loss; how often held-out labels are right; label names and, if rounds differ in"
-            " sites, training cells of each.",
+            "each round's mean update and loss; how often held-out labels are right; label names and, if rounds differ"
+            " in sites, training cells of each.",
         ),
         (SITES, "the common model, which may itself tell something about the cells it was trained on."),
         (TOGETHER, "the coordinator and some sites see the mean of the others; of two sites, each sees the other's."),
