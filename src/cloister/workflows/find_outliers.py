@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cloister import cells, genes
+from cloister.crypto.entropy import Entropy
 from cloister.errors import DataError, ParameterError
 from cloister.models.disguise import disguise
 from cloister.protocols import counted_forest, masked_forest
@@ -140,7 +141,8 @@ def _masked(
     study: Seat, options: Options, names: list[str], X: F64
 ) -> tuple[F64 | None, npt.NDArray[np.bool_], float | None, F64]:
     X = np.where(np.isfinite(X), X, np.nan_to_num(_column_means(X)))
-    sent, mine = disguise(X, options.thin, options.smote, study.rng("disguise"))
+    hidden = np.random.default_rng(list(Entropy().bytes(32)))  # all know the study's seed, and could tell made-up rows
+    sent, mine = disguise(X, options.thin, options.smote, hidden)
     found = study.run(masked_forest.client, published_params(study, options), names, sent)
     own = mine >= 0
     flags = np.zeros(len(X), bool)
