@@ -93,6 +93,18 @@ def test_a_class_that_no_site_has_is_named(model):
         rehearse("adapt-model", data, model=str(model), labels=("bright", "dark", "grey"), **OPTIONS)
 
 
+def test_listed_labels_are_asked_for_by_bits_and_not_by_how_many_sites_have_them(model):
+    data = {"basel": images(6, 0), "lugano": images(6, 1), "chur": images(6, 2)}
+    data["chur"].obs["kind"] = "dark"
+    options = OPTIONS | {"rounds": 1, "local_epochs": 1, "validation": 0.0}
+    run = rehearse("adapt-model", data, model=str(model), labels=("bright", "dark"), **options)
+    entries = [e for e, _ in run.receipts["coordinator"].entries]
+    before = entries[: next(i for i, e in enumerate(entries) if e.protocol == "encrypted_inference")]
+    opened = {(e.protocol, e.name) for e in before if e.kind == "opened" and e.to == "basel"}
+    assert opened == {("count_tests", "2 bits: pooled count at least 1")}
+    assert "secure_sum.Total" not in {e.name for e in before}  # the sum, which told how many sites have each
+
+
 def test_genes_are_a_fixed_panel():
     from cloister.workflows.adapt_model import inputs_of
 

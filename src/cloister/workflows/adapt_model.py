@@ -12,7 +12,14 @@ import numpy as np
 
 from cloister import cells
 from cloister.errors import DataError, ParameterError
-from cloister.protocols import encrypted_inference, federated_training, model_card, permuted_inference, secure_sum
+from cloister.protocols import (
+    common_seed,
+    count_tests,
+    encrypted_inference,
+    federated_training,
+    model_card,
+    permuted_inference,
+)
 from cloister.protocols.training_parts import Offer, Trained
 from cloister.seat import Outcome, Seat
 from cloister.workflows import Workflow, option
@@ -71,8 +78,9 @@ def adapt_model(
 
     Reveals
     -------
-    provider (coordinator) : how many batches you ask about; sums of updates; pooled validation counts. Not your
-        samples, and in hardened mode nothing about your labels.
+    provider (coordinator) : how many batches you ask about; sums of updates; how many samples train, over all sites;
+        pooled validation counts, true by predicted label. Without `labels`, the names of your labels; with them, which
+        no site has. Not your samples, nor their labels.
     you : a few projected features of your samples (hardened), or all activations of the model (published).
     """
     chosen = Options(label_key=label_key, key_added=key_added, **options)
@@ -174,17 +182,21 @@ def given(adata: AnnData, options: Options) -> list[str | None]:
 
 def present(adata: AnnData, options: Options) -> Any:
     found = set(given(adata, options))
-    return np.array([name in found for name in options.labels], np.uint64)
+    return np.array([name in found for name in options.labels], np.int64)
 
 
 def check_classes(study: Seat, options: Options, mine: Any) -> None:
     """With listed labels: raise at every party if no site has a sample of one of them."""
     if not options.labels:
         return
-    params = secure_sum.Params(study.study.sites, study.study.coordinator, len(options.labels), to_all=True)
-    role = secure_sum.aggregator if mine is None else secure_sum.contributor
-    total = study.run(role, params, *(() if mine is None else (mine,)))
-    lacking = [name for name, n in zip(options.labels, total.z, strict=True) if n == 0]
+    sites, hub = study.study.sites, study.study.coordinator
+    seed, tests = common_seed.Params(sites, hub), count_tests.Params(sites, hub, len(options.labels), 1, len(sites))
+    if mine is None:
+        there = study.run(count_tests.coordinator, tests, study.run(common_seed.coordinator, seed))
+    else:
+        common = study.run(common_seed.site, seed)
+        there = study.run(count_tests.site, tests, mine, common.secret, common.present)
+    lacking = [name for name, found in zip(options.labels, there.bits, strict=True) if not found]
     if lacking:
         raise ParameterError(f"no site has a sample labelled '{lacking[0]}'; take it off the list of labels")
 
