@@ -5,6 +5,7 @@ import pytest
 import scipy.sparse
 from scipy.linalg import subspace_angles
 
+from cloister.crypto.entropy import Entropy
 from cloister.errors import DataError, ParameterError
 from cloister.protocols import common_genes, shared_pca
 from cloister.protocols.shared_pca import Cells, Params
@@ -170,10 +171,10 @@ def test_scores_puts_later_cells_into_the_same_place():
 
 def test_large_sums_keep_their_small_digits():
     x = np.array([2.0**51 + 0.125, 3.0000000001, 0.0])
-    words = shared_pca.split_sum(x) + shared_pca.split_sum(x)
+    words = shared_pca.split_sum(x, 2, Entropy()) + shared_pca.split_sum(x, 2, Entropy())
     np.testing.assert_allclose(shared_pca.join_sum(words), 2 * x, rtol=1e-15, atol=1e-12)
     with pytest.raises(DataError, match="too large"):
-        shared_pca.split_sum(np.array([2.0**53]))
+        shared_pca.split_sum(np.array([2.0**53]), 2, Entropy())
 
 
 @pytest.mark.parametrize(
@@ -208,3 +209,19 @@ def test_no_gene_in_common_is_a_named_abort():
 def test_bad_parameters(options):
     with pytest.raises(ParameterError):
         case(**options)
+
+
+@pytest.mark.parametrize("sites", [2, 3, 1000])
+def test_sums_in_two_words_do_not_tell_how_often_fractions_passed_one(sites):
+    """1.5 is 0.75 twice, or 1.5 and nothing: only the first carries, and that must not show."""
+    m = 4000
+    both, one = np.full((sites, m), 0.0), np.full((sites, m), 0.0)
+    both[:2], one[0] = 0.75, 1.5
+    seen = []
+    for parts in (both, one):
+        words = sum(shared_pca.split_sum(part, sites, Entropy()) for part in parts)
+        np.testing.assert_array_equal(shared_pca.join_sum(words), 1.5)
+        seen.append((words[m:] >> np.uint64(40)).astype(np.float64))  # whole part of the sum of fractions
+    spread = np.sqrt(sites / 12) * 2.0 ** (23 - sites.bit_length())
+    assert min(s.std() for s in seen) > 0.9 * spread  # against a difference of 1
+    assert abs(seen[0].mean() - seen[1].mean()) < 6 * spread * np.sqrt(2 / m)

@@ -225,17 +225,26 @@ def moments(y: Any) -> F64:
     return np.concatenate([[float(y.shape[0])], *sums])
 
 
-def split_sum(x: F64) -> U64:
-    """Whole and fractional parts in words of their own, so that large sums keep their small digits."""
+def split_sum(x: F64, sites: int, entropy: Entropy) -> U64:
+    """Whole and fractional parts in words of their own, so that large sums keep their small digits.
+
+    A random whole number moves from one to the other: else the sum of fractions would say how often they pass 1, which
+    tells a gene that two sites express from one that a single site does.
+    """
     if not np.all(np.abs(x) < LARGEST_SUM):
         raise DataError("sums over this site's cells are too large; check that its values are counts or log values")
-    whole = np.floor(x)
-    return np.concatenate([whole.astype(np.int64).view(np.uint64), FRACTION.encode(x - whole)])
+    whole, point = np.floor(x), np.uint64(FRACTION.fraction_bits)
+    moved = entropy.uint64(len(x)) >> (point + np.uint64(1 + sites.bit_length()))  # so that the sum stays below 2^63
+    return np.concatenate(
+        [whole.astype(np.int64).view(np.uint64) - moved, FRACTION.encode(x - whole) + (moved << point)]
+    )
 
 
 def join_sum(words: U64) -> F64:
     whole, fraction = np.split(words, 2)
-    return whole.view(np.int64).astype(np.float64) + FRACTION.decode(fraction)
+    point = np.uint64(FRACTION.fraction_bits)
+    total = (whole + (fraction >> point)).view(np.int64).astype(np.float64)
+    return total + FRACTION.decode(fraction & np.uint64((1 << FRACTION.fraction_bits) - 1))
 
 
 def choose_genes(mean: F64, variance: F64, n_top: int) -> I64:
@@ -341,7 +350,7 @@ async def site(ch: Channel, params: Params, mine: Cells, *, entropy: Entropy, id
     agreement = common_genes.Params(params.sites, S)
     agreed = await common_genes.site(ch.sub("genes"), agreement, params.kind, list(mine.names))  # L1
     y = normalise(params, mine, agreed.names)  # L2
-    await add("moments", split_sum(moments(y)))  # L3
+    await add("moments", split_sum(moments(y), len(params.sites), entropy))  # L3
     chosen = await ch.recv(S, Chosen, at=(None,), mean=(None,), deviation=(None,))  # L4
     check_chosen(params, chosen, len(agreed.names))
     h, d = len(chosen.at), params.n_components
