@@ -7,6 +7,9 @@ Every frame that is sent and every value that is opened appends an entry; entry 
 and the party signs the last hash with its own key. The file on disk (`receipt.json`) keeps every entry; people, and
 `adata.uns["cloister"]`, get the entries summed up per message name. Pulses and farewells, which say only that a party
 is there or done, are not listed.
+
+Entries hold no value, but the hash of every frame: whoever is shown the whole file can check a guess at what was sent
+in the clear (names of genes or labels, numbers of rows). Frames with a key, a mask or a ciphertext cannot be guessed.
 """
 
 from __future__ import annotations
