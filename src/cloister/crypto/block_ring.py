@@ -246,12 +246,13 @@ def random_below(prg: Prg, bound: int, count: int) -> U32:
 
 
 def _not_below(words: U32, bound: int) -> npt.NDArray[np.intp]:
-    above, equal = np.zeros(words.shape[1], bool), np.ones(words.shape[1], bool)
+    few = np.flatnonzero(words[-1] >= np.uint32(bound >> (32 * (len(words) - 1))))  # or not far below
+    above, equal = np.zeros(few.size, bool), np.ones(few.size, bool)
     for m in range(len(words) - 1, -1, -1):
-        limit = np.uint32(bound >> (32 * m) & 0xFFFFFFFF)
-        above |= equal & (words[m] > limit)
-        equal &= words[m] == limit
-    return np.flatnonzero(above | equal)
+        limit, word = np.uint32(bound >> (32 * m) & 0xFFFFFFFF), words[m, few]
+        above |= equal & (word > limit)
+        equal &= word == limit
+    return few[above | equal]
 
 
 def modulus(params: Parameters, k: int) -> int:
