@@ -160,9 +160,16 @@ def test_every_opening_is_hidden_by_forty_bits_and_the_plan_depends_on_public_th
         assert used(shape, crypto)["largest_message_bits"] + crypto.hiding < crypto.count * crypto.bits
 
 
-def big():
+def test_a_mask_goes_round_in_one_batch_of_65536_at_most():
+    for crypto, shape in ((block.SMALL, tiny()[0].shape), (block.STANDARD, big()), (block.STANDARD, big(197, 12))):
+        lost = sum(h.count * crypto.degree * 2.0**-h.hiding for h in plan(shape, crypto).openings)
+        assert lost <= 2**-16
+
+
+def big(tokens=65, depth=1):
     """65 tokens x 192 features."""
-    return polynomial.Shape(65, 48, 192, 3, 768, 1, taps=(1,), rank=32, variances=(2.0,) * 2, means=(1.0,))
+    parts = {"variances": (2.0,) * (2 * depth), "means": (1.0,) * depth}
+    return polynomial.Shape(tokens, 48, 192, 3, 768, depth, taps=(1,), rank=32, **parts)
 
 
 # ---- the attack ------------------------------------------------------------------------------------------------------

@@ -4,9 +4,9 @@ A job of ours is a bell. It holds no code, no data and no parameters; it names t
 has installed and its kit's allow-list admits. `Hub` is the coordinator's process, `Guest` any other party's; each opens
 its own kit and takes its turn (`cloister.runtime.party`).
 
-Frames go from process to process as plain requests of FLARE's cells: 3 to 4 ms there and back through the coordinator's
-server on loopback, against 16 to 24 ms for a call of FLARE's Collab API, and a request to a dead process fails at once
-instead of waiting for a timeout (benchmarks/flare_link.py).
+Frames go from process to process as plain requests of FLARE's cells, through the coordinator's server
+(benchmarks/flare_link.py has the round trips); a request to a dead process fails at once instead of waiting for a
+timeout.
 """
 
 from __future__ import annotations
