@@ -34,10 +34,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from block_cost import PUBLISHED, encrypted_block, small_batches
 
-from cloister.crypto import block
+from cloister.crypto.owner_ckks import scheme as block
 from cloister.errors import ParameterError
 from cloister.models import polynomial
-from cloister.protocols import block_circuit as circuit
+from cloister.protocols.inference import block_circuit as circuit
 from cloister.study import Party
 
 
@@ -128,8 +128,8 @@ def federated(module_of, x, y, parts, test, rounds, rate, seed=0):
     import torch
 
     from cloister.models.learner import Learner, Recipe, Table
-    from cloister.protocols import federated_training as training
-    from cloister.protocols.training_parts import Offer
+    from cloister.protocols.fedavg import federated_training as training
+    from cloister.protocols.fedavg.training_parts import Offer
 
     names = tuple(sorted(set(y)))
     table = torch.as_tensor(x, dtype=torch.float32)

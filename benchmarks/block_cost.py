@@ -31,14 +31,14 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "protocols"))
 
 from encoders import one
 
-from cloister.crypto import block
 from cloister.crypto.entropy import Entropy
-from cloister.crypto.shelf import Pool
+from cloister.crypto.owner_ckks import scheme as block
+from cloister.crypto.owner_ckks.shelf import Pool
 from cloister.errors import ParameterError
 from cloister.models import polynomial
-from cloister.protocols import block_circuit as circuit
-from cloister.protocols.block_values import Values
-from cloister.protocols.encrypted_inference import parts
+from cloister.protocols.inference import block_circuit as circuit
+from cloister.protocols.inference.block_values import Values
+from cloister.protocols.inference.encrypted_inference import parts
 
 PUBLISHED = (
     136.0 / (197 * 12 * 768**2 + 2 * 197**2 * 768) * 1e9

@@ -18,9 +18,9 @@ class Bench:
     """One party's work, timed with a key that this process holds alone; the arithmetic is the same."""
 
     def __init__(self, config, parameters=None, parties=3):
-        from cloister.crypto import ckks
+        from cloister.crypto.ckks import scheme as ckks
         from cloister.crypto.entropy import Entropy
-        from cloister.protocols import cellcnn_circuit as circuit
+        from cloister.protocols.cellcnn import cellcnn_circuit as circuit
 
         self.config, self.ckks, self.circuit, self.entropy = config, ckks, circuit, Entropy()
         self.P = parameters or circuit.choose_ring(config, parties)
@@ -108,9 +108,9 @@ def parties(count):
 
 def refresh_cost(bench, count):
     """One step's three refreshes: seconds and megabytes of a site, seconds of the aggregator."""
-    from cloister.protocols import collective_refresh as cr
-    from cloister.protocols import encrypted_training as et
-    from cloister.protocols.training_refreshes import refreshes
+    from cloister.protocols.cellcnn import encrypted_training as et
+    from cloister.protocols.cellcnn.training_refreshes import refreshes
+    from cloister.protocols.ckks import collective_refresh as cr
 
     names, hub = parties(count)
     todo = refreshes(et.Params(names, hub, bench.P, bench.config))
@@ -125,8 +125,8 @@ def refresh_cost(bench, count):
 
 
 def key_cost(bench, count=3):
-    from cloister.protocols import collective_key, collective_relin, collective_rotation, key_switch
-    from cloister.protocols.collective_refresh import Ledger
+    from cloister.protocols.ckks import collective_key, collective_relin, collective_rotation, key_switch
+    from cloister.protocols.ckks.collective_refresh import Ledger
     from cloister.study import Party
 
     names, hub = parties(count)
@@ -189,7 +189,7 @@ def cost(args):
 
 def step_bytes(bench, count):
     """Megabytes that a site sends in a step, from the protocol's own account (the tests hold it to the receipts)."""
-    from cloister.protocols import encrypted_training as et
+    from cloister.protocols.cellcnn import encrypted_training as et
 
     names, hub = parties(count)
     sizes = [
@@ -203,8 +203,8 @@ def step_bytes(bench, count):
 
 def encrypted_training(config, batches, *, open_model=True):
     """One encrypted training among threads."""
-    from cloister.protocols import cellcnn_circuit
-    from cloister.protocols import encrypted_training as et
+    from cloister.protocols.cellcnn import cellcnn_circuit
+    from cloister.protocols.cellcnn import encrypted_training as et
 
     names, hub = parties(len(batches))
     ring = cellcnn_circuit.choose_ring(config, len(names))

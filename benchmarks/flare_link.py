@@ -24,10 +24,10 @@ from pathlib import Path
 import numpy as np
 
 from cloister import workflows
-from cloister.channel import Channel
-from cloister.seat import Outcome, Seat
+from cloister.net.channel import Channel
+from cloister.net.seat import Outcome, Seat
+from cloister.net.wire import U8, message
 from cloister.study import Party, Study
-from cloister.wire import U8, message
 
 SIZES = {100: 100, 100_000: 30, 10_000_000: 5}  # bytes → round trips
 LARGE = {100_000_000: 3}
@@ -104,7 +104,7 @@ def main() -> None:
 
     import anndata as ad
 
-    from cloister.cell_files import write_cells
+    from cloister.cells.files import write_cells
     from cloister.runtime.kit import Kit
     from cloister.runtime.party import Ended
     from cloister.runtime.provision import provision

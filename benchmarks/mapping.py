@@ -63,9 +63,9 @@ def child(rank, ends, path, params, out):
     from cloister.crypto.agreement import Identity
     from cloister.crypto.entropy import Entropy
     from cloister.crypto.prg import Prg
-    from cloister.mailbox import Mailbox
-    from cloister.protocols import private_knn
-    from cloister.seat import Outcome, take_part
+    from cloister.net.mailbox import Mailbox
+    from cloister.net.seat import Outcome, take_part
+    from cloister.protocols.knn import private_knn
     from cloister.study import Study
 
     me = PARTIES[rank]

@@ -30,7 +30,8 @@ import numpy as np  # noqa: E402
 
 from cloister.attacks import opened_forest  # noqa: E402
 from cloister.models import isolation_forest as iforest  # noqa: E402
-from cloister.protocols import counted_forest, masked_forest, pooled_scaling  # noqa: E402
+from cloister.protocols.forest import counted_forest, masked_forest  # noqa: E402
+from cloister.protocols.sums import pooled_scaling  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 SETS = (
@@ -133,7 +134,7 @@ def table(results):
 
 def box_plot(results, folder):
     """The paper's figure 2: one panel per set, one box per method."""
-    from cloister.figures import COLOURS, canvas
+    from cloister.report.figures import COLOURS, canvas
 
     names = [m for m in next(iter(results.values()))[0] if "standardised" not in m and "alone" not in m]
     names = sorted(names, key=lambda m: (m.split()[1], {"pooled": 0, "published": 1, "hardened": 2}[m.split()[0]]))
@@ -240,7 +241,7 @@ def run_price(folder, sets, seeds):
 def rehearsed(X, truth, part, **options):
     from anndata import AnnData
 
-    from cloister.rehearsal import rehearse
+    from cloister.run.rehearsal import rehearse
 
     data = {u: AnnData(X[part == i]) for i, u in enumerate(SITES)}
     began = time.perf_counter()

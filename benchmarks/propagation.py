@@ -396,7 +396,8 @@ def cross_validation(args, names):
 
 
 def cost(args, names):
-    from cloister.protocols import private_graph, secure_hamming
+    from cloister.protocols.hamming import secure_hamming
+    from cloister.protocols.propagation import private_graph
     from cloister.study import Party
     from cloister.testing import Case, check_no_errors, run_protocol, values
 

@@ -17,8 +17,8 @@ import numpy as np
 
 from cloister.crypto.entropy import Entropy
 from cloister.crypto.prg import expand
-from cloister.protocols import secure_sum
-from cloister.rehearsal import Fault
+from cloister.protocols.sums import secure_sum
+from cloister.run.rehearsal import Fault
 from cloister.study import Party
 from cloister.testing import Case, check_no_errors, run_protocol, values
 

@@ -27,8 +27,8 @@ from scipy.linalg import subspace_angles
 from sklearn.metrics import f1_score
 from sklearn.neighbors import NearestNeighbors
 
-from cloister.protocols import shared_pca
-from cloister.rehearsal import rehearse
+from cloister.protocols.sums import shared_pca
+from cloister.run.rehearsal import rehearse
 
 K = 10
 

@@ -34,9 +34,10 @@ from sklearn.metrics import f1_score
 
 from cloister.models.classifier import Blueprint, make
 from cloister.models.learner import Learner, Recipe, Table
-from cloister.protocols import federated_training, secure_sum
-from cloister.rehearsal import rehearse
-from cloister.wire import U64, message
+from cloister.net.wire import U64, message
+from cloister.protocols.fedavg import federated_training
+from cloister.protocols.sums import secure_sum
+from cloister.run.rehearsal import rehearse
 
 torch.set_num_threads(1)
 

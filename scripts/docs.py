@@ -163,7 +163,7 @@ def reference_page() -> str:
 
 def commands_page() -> str:
     """Help texts, as a terminal of 80 columns shows them."""
-    from cloister.cli import app
+    from cloister.cli.main import app
 
     verbs = [c.name or c.callback.__name__ for c in app.registered_commands if c.callback]
     env = {**os.environ, "COLUMNS": "80", "NO_COLOR": "1", "TERM": "dumb"}

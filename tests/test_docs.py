@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from cloister.cells.demo import demo_sites
 from cloister.demo import write_sites
-from cloister.demo_data import demo_sites
 from cloister.study import parse_study
 from cloister.workflows import check_plan
 

@@ -11,11 +11,14 @@ import time
 import numpy as np
 import pytest
 
-from cloister import cli, rehearsal, wire, workflows
-from cloister.cell_files import write_cells
-from cloister.demo_data import demo_sites
+from cloister import workflows
+from cloister.cells.demo import demo_sites
+from cloister.cells.files import write_cells
+from cloister.cli import main as cli
 from cloister.errors import CloisterError, WireError
-from cloister.mailbox import Mailbox
+from cloister.net import wire
+from cloister.net.mailbox import Mailbox
+from cloister.run import rehearsal
 from cloister.study import Study
 
 STUDY = """\
@@ -194,8 +197,8 @@ def test_five_hundred_mutated_files(tmp_path, shard):
 
 def test_a_file_on_which_hdf5_hangs_or_crashes_is_one_sentence(tmp_path, monkeypatch):
     """The child is made to crash and to hang here; which damage does that to the library depends on its version."""
-    from cloister import hdf5_probe
-    from cloister.cell_files import read_cells
+    from cloister.cells import probe as hdf5_probe
+    from cloister.cells.files import read_cells
     from cloister.errors import DataError
 
     make_files(tmp_path)
@@ -213,8 +216,8 @@ def test_a_file_on_which_hdf5_hangs_or_crashes_is_one_sentence(tmp_path, monkeyp
 
 
 def test_a_child_that_left_is_replaced(tmp_path, monkeypatch):
-    from cloister import hdf5_probe
-    from cloister.cell_files import read_cells
+    from cloister.cells import probe as hdf5_probe
+    from cloister.cells.files import read_cells
 
     make_files(tmp_path)
     hdf5_probe._end()
@@ -289,7 +292,7 @@ def try_frames(frames, count, seed):
 def message_classes():
     import sys
 
-    from cloister import channel  # noqa: F401
+    from cloister.net import channel  # noqa: F401
 
     return {
         x

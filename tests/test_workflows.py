@@ -6,7 +6,7 @@ import pytest
 
 from cloister import workflows
 from cloister.errors import ParameterError, UsageError
-from cloister.seat import Outcome
+from cloister.net.seat import Outcome
 from cloister.study import Study
 from cloister.workflows import Workflow, check_plan, get, options_of, section, warnings_of
 

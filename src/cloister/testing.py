@@ -25,9 +25,9 @@ import numpy as np
 
 from cloister.crypto.entropy import Entropy
 from cloister.errors import CloisterError, ProtocolAbort
-from cloister.receipts import Entry
-from cloister.rehearsal import Fault, Killed, Run, play
-from cloister.seat import Outcome, Seat
+from cloister.net.receipts import Entry
+from cloister.net.seat import Outcome, Seat
+from cloister.run.rehearsal import Fault, Killed, Run, play
 from cloister.study import Party, Role, Study
 
 FRAMING = 400  # bytes of header and field names that one message may add to its payload

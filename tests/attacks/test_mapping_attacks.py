@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 import cloister as cl
-from cloister import cells
 from cloister.attacks import trilateration
 from cloister.attacks.sent import Sent
+from cloister.cells import tables as cells
 from cloister.crypto.replicated import Ring
 from cloister.demo import attacks
-from cloister.protocols import plain_knn
-from cloister.rehearsal import rehearse
+from cloister.protocols.knn import plain_knn
+from cloister.run.rehearsal import rehearse
 
 
 def attacked(mode):

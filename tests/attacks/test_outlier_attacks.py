@@ -8,7 +8,8 @@ import pytest
 from cloister.attacks import masked_rows, opened_forest
 from cloister.crypto import paillier
 from cloister.crypto.prg import Prg
-from cloister.protocols import counted_forest, masked_forest, pooled_scaling, secure_sum
+from cloister.protocols.forest import counted_forest, masked_forest
+from cloister.protocols.sums import pooled_scaling, secure_sum
 from cloister.study import Party
 from cloister.testing import Case, check_no_errors, run_protocol, transcript, values
 

@@ -5,8 +5,8 @@ import pytest
 
 from cloister.attacks import propagation as attack
 from cloister.models import graph
-from cloister.protocols import label_propagation, private_propagation
-from cloister.protocols.propagation_terms import Params, label_codes
+from cloister.protocols.propagation import label_propagation, private_propagation
+from cloister.protocols.propagation.propagation_terms import Params, label_codes
 from cloister.study import Party
 from cloister.testing import Case, check_no_errors, fixed_entropy, run_protocol, values
 

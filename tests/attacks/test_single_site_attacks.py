@@ -9,12 +9,14 @@ import re
 import numpy as np
 import pytest
 
-from cloister import demo_data, wire
 from cloister.attacks import single_site
 from cloister.attacks.sent import Sent
+from cloister.cells import demo as demo_data
 from cloister.demo import attacks, models, statistics
 from cloister.models import cellcnn
-from cloister.protocols import clear_training, encrypted_training, secure_sum
+from cloister.net import wire
+from cloister.protocols.cellcnn import clear_training, encrypted_training
+from cloister.protocols.sums import secure_sum
 from cloister.study import Party
 
 SITES = ("basel", "lugano", "vienna")

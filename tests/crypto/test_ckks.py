@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from cloister.crypto import ckks
+from cloister.crypto.ckks import scheme as ckks
 from cloister.crypto.entropy import Entropy
 from cloister.errors import ParameterError, WireError
 

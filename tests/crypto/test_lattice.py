@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from cloister.crypto import lattice
 from cloister.crypto.entropy import Entropy
+from cloister.crypto.lattice import ring as lattice
 from cloister.crypto.prg import Prg
 from cloister.errors import ParameterError
 

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from cloister.crypto import slots
+from cloister.crypto.lattice import slots
 from cloister.crypto.prg import Prg
 from cloister.errors import ParameterError
 

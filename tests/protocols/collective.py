@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from cloister.crypto import ckks
+from cloister.crypto.ckks import scheme as ckks
 from cloister.crypto.entropy import Entropy
 from cloister.crypto.prg import Prg
 from cloister.study import Party

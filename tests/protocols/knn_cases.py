@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from cloister.protocols.private_knn import Params
+from cloister.protocols.knn.private_knn import Params
 from cloister.study import Party
 from cloister.testing import Case
 

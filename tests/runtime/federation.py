@@ -17,7 +17,7 @@ import anndata as ad
 import numpy as np
 import psutil
 
-from cloister.cell_files import write_cells
+from cloister.cells.files import write_cells
 from cloister.runtime.kit import Kit
 from cloister.runtime.party import Ended
 from cloister.runtime.provision import provision

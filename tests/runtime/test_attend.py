@@ -9,11 +9,11 @@ import sys
 import numpy as np
 import pytest
 
-from cloister.cell_files import read_cells
+from cloister.cells.demo import demo_sites
+from cloister.cells.files import read_cells
 from cloister.demo import write_sites
-from cloister.demo_data import demo_sites
 from cloister.errors import ParameterError, RefusedError, UsageError
-from cloister.rehearsal import rehearse
+from cloister.run.rehearsal import rehearse
 from cloister.runtime.attend import attend, check_same_study, conduct
 from cloister.runtime.kit import Kit
 from cloister.runtime.provision import provision
@@ -44,7 +44,7 @@ def test_bin_values_between_processes_equals_the_rehearsal(consortium):
         words = [
             sys.executable,
             "-m",
-            "cloister.cli",
+            "cloister.cli.main",
             "run",
             "bin-values",
             "study.toml",

@@ -18,11 +18,11 @@ from federation import PARTIES, Federation, cells
 
 from cloister.crypto.agreement import check_signature
 from cloister.errors import PeerLost, ProtocolAbort
-from cloister.rehearsal import rehearse
-from cloister.results import load_runs
+from cloister.net.seat import SIGNED
+from cloister.run.rehearsal import rehearse
+from cloister.run.results import load_runs
 from cloister.runtime import service
 from cloister.runtime.provision import provision
-from cloister.seat import SIGNED
 from cloister.study import format_study
 
 chat.register()
@@ -224,7 +224,7 @@ def test_what_else_can_end_a_run(another):
 
 @pytest.mark.slow
 def test_bin_values_on_flare_equals_its_rehearsal(another):
-    from cloister.cell_files import read_cells
+    from cloister.cells.files import read_cells
 
     parties = {p: role for p, role in PARTIES.items() if p != "helper"}
     keys = {p: k for p, k in another.study.keys.items() if p in parties}

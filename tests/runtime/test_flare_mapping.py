@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from federation import serving
 
-from cloister.cell_files import read_cells
-from cloister.demo_data import demo_sites
+from cloister.cells.demo import demo_sites
+from cloister.cells.files import read_cells
 from cloister.errors import PeerLost, ProtocolAbort
-from cloister.rehearsal import rehearse
+from cloister.run.rehearsal import rehearse
 
 pytestmark = [pytest.mark.xdist_group("flare"), pytest.mark.slow]
 SITES = ("basel", "lugano", "vienna")

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from federation import serving
 
-from cloister.cell_files import read_cells
-from cloister.demo_data import demo_sites
-from cloister.rehearsal import rehearse
+from cloister.cells.demo import demo_sites
+from cloister.cells.files import read_cells
+from cloister.run.rehearsal import rehearse
 
 pytest.importorskip("torch")
 pytestmark = [pytest.mark.xdist_group("flare"), pytest.mark.slow]

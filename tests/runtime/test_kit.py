@@ -337,7 +337,7 @@ def test_logs_rotate_and_old_runs_go(tmp_path):
 def test_doctor_looks_at_permissions_and_counts(limited, monkeypatch):
     from pathlib import Path
 
-    from cloister.doctor import examine
+    from cloister.cli.doctor import examine
 
     def said(name):
         return [(f.state, f.detail) for f in examine(limited.path) if f.name == name]

@@ -8,15 +8,15 @@ import time
 
 import pytest
 
-from cloister import wire
 from cloister.crypto.agreement import Identity
 from cloister.crypto.entropy import Entropy
 from cloister.errors import ParameterError
-from cloister.mailbox import Mailbox
+from cloister.net import wire
+from cloister.net.mailbox import Mailbox
+from cloister.net.wire import Frame
 from cloister.runtime import link as links
 from cloister.runtime.link import BATCH, REFUSED, Absent, SealedLink, Unreachable
 from cloister.study import Party, Study
-from cloister.wire import Frame
 
 A, B = Party("basel"), Party("hub")
 

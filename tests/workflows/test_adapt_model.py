@@ -17,7 +17,7 @@ from encoders import tiny
 from cloister.errors import DataError, ParameterError, ProtocolAbort
 from cloister.models import polynomial
 from cloister.models.adapter import Adapted
-from cloister.rehearsal import rehearse
+from cloister.run.rehearsal import rehearse
 from cloister.workflows import adapt_model
 
 torch.set_num_threads(1)

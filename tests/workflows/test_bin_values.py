@@ -5,11 +5,13 @@ import pytest
 from anndata import AnnData
 from scipy import sparse
 
-from cloister import cells, demo_data, workflows
-from cloister.cell_files import read_cells, write_cells
+from cloister import workflows
+from cloister.cells import demo as demo_data
+from cloister.cells import tables as cells
+from cloister.cells.files import read_cells, write_cells
 from cloister.errors import DataError, ParameterError, ProtocolAbort
-from cloister.rehearsal import Fault, plan, play, rehearse
-from cloister.seat import Outcome
+from cloister.net.seat import Outcome
+from cloister.run.rehearsal import Fault, plan, play, rehearse
 from cloister.workflows.bin_values import Options, bin_values, check, digitise, share_edges
 
 NAMES = ("basel", "lugano", "vienna", "bern", "zug")
@@ -283,7 +285,7 @@ def taken(data):
 @pytest.mark.parametrize("what", BAD)
 def test_bad_cells_are_refused_by_site_and_reason_before_anything_is_sent(what, monkeypatch):
     make, said = BAD[what]
-    monkeypatch.setattr("cloister.rehearsal.play", lambda *a, **k: pytest.fail("something was sent"))
+    monkeypatch.setattr("cloister.run.rehearsal.play", lambda *a, **k: pytest.fail("something was sent"))
     with pytest.raises(DataError, match=f"site 'lugano': .*{said}"):
         rehearse("bin-values", make(count_sites()))
 

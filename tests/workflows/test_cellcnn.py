@@ -6,7 +6,7 @@ import pytest
 
 from cloister.errors import DataError, ParameterError, ProtocolAbort, RefusedError
 from cloister.models import cellcnn
-from cloister.rehearsal import plan, play, rehearse, workflow_part
+from cloister.run.rehearsal import plan, play, rehearse, workflow_part
 from cloister.study import Party
 from cloister.workflows import cellcnn_report, train_cellcnn
 

@@ -5,7 +5,8 @@ import pytest
 
 pytest.importorskip("torch")
 
-from cloister import cells, demo_data
+from cloister.cells import demo as demo_data
+from cloister.cells import tables as cells
 from cloister.errors import DataError, ParameterError
 from cloister.models.scgpt import Config, ScGPT
 from cloister.workflows.embed import embed

@@ -9,12 +9,12 @@ from anndata import AnnData
 from scipy import sparse
 
 from cloister import workflows
-from cloister.cell_files import read_cells, write_cells
+from cloister.cells.files import read_cells, write_cells
 from cloister.crypto import paillier
 from cloister.errors import DataError, ParameterError
 from cloister.models import isolation_forest as iforest
-from cloister.protocols import masked_forest
-from cloister.rehearsal import Fault, rehearse
+from cloister.protocols.forest import masked_forest
+from cloister.run.rehearsal import Fault, rehearse
 from cloister.workflows import find_outliers
 
 NAMES = [f"v{i}" for i in range(5)]

@@ -9,15 +9,15 @@ from anndata import AnnData
 
 torch = pytest.importorskip("torch")
 
-from cloister import demo_data  # noqa: E402
+from cloister.cells import demo as demo_data  # noqa: E402
 from cloister.errors import DataError, ParameterError, ProtocolAbort  # noqa: E402
 from cloister.models.classifier import FineTuned, make  # noqa: E402
 from cloister.models.learner import Learner, Recipe, hold_out  # noqa: E402
 from cloister.models.scgpt import Config, ScGPT  # noqa: E402
-from cloister.protocols import federated_training  # noqa: E402
-from cloister.protocols.training_parts import Offer  # noqa: E402
-from cloister.rehearsal import Fault, rehearse  # noqa: E402
-from cloister.run_facts import figures_of  # noqa: E402
+from cloister.protocols.fedavg import federated_training  # noqa: E402
+from cloister.protocols.fedavg.training_parts import Offer  # noqa: E402
+from cloister.run.facts import figures_of  # noqa: E402
+from cloister.run.rehearsal import Fault, rehearse  # noqa: E402
 from cloister.workflows import fine_tune  # noqa: E402
 
 PLAIN = {"algorithm": "scaffold", "weighting": "plain", "optimizer": "sgd", "momentum": 0.0}

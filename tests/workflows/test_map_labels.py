@@ -4,7 +4,7 @@ import pytest
 
 import cloister as cl
 from cloister.errors import CloisterError, DataError, ParameterError, PeerLost, ProtocolAbort
-from cloister.rehearsal import Fault, plan
+from cloister.run.rehearsal import Fault, plan
 from cloister.workflows import map_labels as workflow
 from cloister.workflows.mapping_baselines import linear_label, nearest_label, scores
 

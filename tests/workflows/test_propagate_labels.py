@@ -4,10 +4,10 @@ import anndata as ad
 import numpy as np
 import pytest
 
-from cloister import demo_data
+from cloister.cells import demo as demo_data
 from cloister.errors import DataError, ParameterError, ProtocolAbort
 from cloister.models import graph
-from cloister.rehearsal import Fault, plan, rehearse
+from cloister.run.rehearsal import Fault, plan, rehearse
 from cloister.workflows import get, options_of
 from cloister.workflows.propagate_labels import Options, summary, who_computes
 

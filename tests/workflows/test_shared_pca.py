@@ -5,10 +5,11 @@ import numpy as np
 import pytest
 from scipy.linalg import subspace_angles
 
-from cloister import cells, demo_data
+from cloister.cells import demo as demo_data
+from cloister.cells import tables as cells
 from cloister.errors import DataError, ParameterError
-from cloister.rehearsal import rehearse
-from cloister.run_facts import figures_of
+from cloister.run.facts import figures_of
+from cloister.run.rehearsal import rehearse
 
 DATA = Path(__file__).parents[2].parent / "shared" / "data" / "scrna"
 SIZE = {"n_top_genes": 200, "n_components": 10}

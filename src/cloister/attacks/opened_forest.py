@@ -23,9 +23,9 @@ import numpy as np
 import numpy.typing as npt
 
 from cloister.models import isolation_forest as iforest
-from cloister.protocols import counted_forest
-from cloister.protocols.counted_forest import Grid, Outline
-from cloister.wire import F64, I64
+from cloister.net.wire import F64, I64
+from cloister.protocols.forest import counted_forest
+from cloister.protocols.forest.counted_forest import Grid, Outline
 
 Splits = list[tuple[I64, iforest.Axes, F64]]
 

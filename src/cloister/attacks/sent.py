@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from typing import Any, TypeVar
 
-from cloister import wire
+from cloister.net import wire
 from cloister.study import Party
 
 T = TypeVar("T")

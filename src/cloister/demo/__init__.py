@@ -12,13 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from cloister import demo_data
+from cloister.cells import demo as demo_data
 from cloister.demo.labels import map_labels, propagate_labels
 from cloister.demo.models import adapt_model, fine_tune, train_cellcnn
 from cloister.demo.rows import HEADER, Played, Tell, halves
 from cloister.demo.rows import auroc as auroc
 from cloister.demo.statistics import bin_values, find_outliers, shared_pca
-from cloister.rehearsal import Run
+from cloister.run.rehearsal import Run
 
 DEMOS: dict[str, Callable[[Tell], Played]] = {
     "bin-values": bin_values,
@@ -36,8 +36,8 @@ def run_demo(
     folder: Path, *, on_event: Tell = None, say: Callable[[str], None] = print
 ) -> tuple[list[tuple[Any, ...]], Path]:
     """Play every demo, save each run under `folder`, and write one report. Returns the table and the page."""
-    from cloister.report import write_report
-    from cloister.results import save_run
+    from cloister.report.page import write_report
+    from cloister.run.results import save_run
 
     rows: list[tuple[Any, ...]] = [HEADER]
     runs: list[Run] = []
@@ -55,7 +55,7 @@ def run_demo(
 
 def write_sites(folder: Path) -> list[Path]:
     """Write the demo's three sites as .h5ad files, to try the command line on."""
-    from cloister.cell_files import write_cells
+    from cloister.cells.files import write_cells
 
     folder.mkdir(parents=True, exist_ok=True)
     files = {folder / f"{site}.h5ad": adata for site, adata in demo_data.demo_sites().items()}

@@ -22,7 +22,7 @@ from cloister.errors import CloisterError
 
 def own_quantiles(sent: Sent, edges: Any, own: Mapping[str, Any], pooled: Any) -> str:
     """bin-values: the coordinator on each site's own quantiles, read off what the site sent, or the shared edges."""
-    from cloister.protocols import averaged_quantiles, pooled_quantiles, secure_sum
+    from cloister.protocols.sums import averaged_quantiles, pooled_quantiles, secure_sum
     from cloister.study import Party
 
     grid = pooled_quantiles.Params(tuple(map(Party, own)), Party("coordinator"), len(edges), whole=True).grid
@@ -46,7 +46,7 @@ def own_quantiles(sent: Sent, edges: Any, own: Mapping[str, Any], pooled: Any) -
 
 def own_means(sent: Sent, space: Mapping[str, Any], common: list[str], logs: Mapping[str, Any]) -> str:
     """shared-pca: one site on another's mean of the chosen genes: read off what it sent, or by taking one's own out."""
-    from cloister.protocols import secure_sum, shared_pca
+    from cloister.protocols.sums import secure_sum, shared_pca
     from cloister.study import Party
 
     me, *others = logs
@@ -70,7 +70,7 @@ def own_means(sent: Sent, space: Mapping[str, Any], common: list[str], logs: Map
 @contextlib.contextmanager
 def kept_shares(me: str) -> Iterator[dict[str, list[Any]]]:
     """A computing party that keeps the tables which others share with it, (rows, dims), each component as it stands."""
-    from cloister.protocols.replicated_linear import Linear
+    from cloister.protocols.sharing.replicated_linear import Linear
 
     kept: dict[str, list[Any]] = {}
     honest = Linear.input
@@ -95,7 +95,7 @@ def references_rebuilt(
     """map-labels: whoever was sent distances trilaterates; the querier reads its shares, and has its cells' labels."""
     from cloister.attacks import trilateration
     from cloister.attacks.opened_forest import lucky
-    from cloister.protocols import plain_knn
+    from cloister.protocols.knn import plain_knn
 
     others, rng = [p for p in x if p != query], np.random.default_rng(0)
     lists, asked = sent.by_sender(plain_knn.Nearest), [m.q.astype(np.float64) for m in sent.of(plain_knn.Queries)]
@@ -122,7 +122,7 @@ def markers_compared(sent: Sent, model: Any, donors: Mapping[str, Any]) -> str:
     the others' classes not to differ.
     """
     from cloister.models import cellcnn
-    from cloister.protocols import clear_training, encrypted_training
+    from cloister.protocols.cellcnn import clear_training, encrypted_training
 
     truth = {}
     for p, a in donors.items():
@@ -155,8 +155,9 @@ def labels_compared(sent: Sent, learners: Mapping[str, Any], truth: Mapping[str,
     guessing, it takes the others to have as many of each label. `learners` are the sites' own, averaged plainly beside
     the run. Returns the outcomes by mode, and where plain averaging ended: θ after the last round.
     """
-    from cloister.protocols import lanes, secure_sum
-    from cloister.protocols.training_terms import Task
+    from cloister.protocols.fedavg import packed_words as lanes
+    from cloister.protocols.fedavg.training_terms import Task
+    from cloister.protocols.sums import secure_sum
 
     first = next(iter(learners.values()))
     k, wide, code = first.labels, options.hidden[-1], lanes.Code(options.update_bound, len(learners))
@@ -209,7 +210,7 @@ def rows_unmasked(rows: Mapping[str, Any]) -> str:
     from cloister.attacks import masked_rows
     from cloister.attacks.opened_forest import lucky
     from cloister.crypto.entropy import Entropy
-    from cloister.protocols import masked_forest
+    from cloister.protocols.forest import masked_forest
 
     parts = [np.asarray(a.X, dtype=np.float64) for a in rows.values()]
     X = np.concatenate(parts)
@@ -225,7 +226,8 @@ def rows_unmasked(rows: Mapping[str, Any]) -> str:
 def rows_rebuilt(rows: Mapping[str, Any]) -> str:
     """Hardened find-outliers: a site with the forest it is handed, against as many blind guesses."""
     from cloister.attacks import opened_forest
-    from cloister.protocols import counted_forest, pooled_scaling
+    from cloister.protocols.forest import counted_forest
+    from cloister.protocols.sums import pooled_scaling
     from cloister.study import Party
 
     X = np.concatenate([np.asarray(a.X, dtype=np.float64) for a in rows.values()])
@@ -291,7 +293,7 @@ def points_and_labels(
 @contextlib.contextmanager
 def kept_refreshes() -> Iterator[dict[int, list[Any]]]:
     """Owners that keep what they open to refresh it: the outputs of blocks, (slots, numbers) each, per owner's key."""
-    from cloister.crypto import block
+    from cloister.crypto.owner_ckks import scheme as block
 
     kept: dict[int, list[Any]] = {}
     honest = block.OwnerKey.refresh
@@ -333,7 +335,7 @@ def shown_block(opened: Any, adata: Any) -> str:
     A run of two cells is too few to fit anything: they are compared with the encoder's own activations, and the fit
     takes 2000 mixtures of the site's cells, that it might have asked about.
     """
-    from cloister.demo_data import demo_encoder
+    from cloister.cells.demo import demo_encoder
     from cloister.models import polynomial
     from cloister.models.student import cell_inputs
     from cloister.workflows.adapt_model import inputs_of

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 
-from cloister import cells, demo_data
 from cloister.attacks.sent import Sent
+from cloister.cells import demo as demo_data
+from cloister.cells import tables as cells
 from cloister.demo import attacks
 from cloister.demo.rows import Played, Tell, cost_of
-from cloister.rehearsal import rehearse
+from cloister.run.rehearsal import rehearse
 
 
 def map_labels(tell: Tell) -> Played:
     """Accuracy of the labels that one site gets from the other two, against its own."""
-    from cloister.protocols import plain_knn
+    from cloister.protocols.knn import plain_knn
     from cloister.workflows.mapping_baselines import mapping_baselines
 
     sites, query = demo_data.demo_sites(), "vienna"

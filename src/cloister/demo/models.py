@@ -6,12 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from cloister import cells, demo_data
 from cloister.attacks.sent import Sent
+from cloister.cells import demo as demo_data
+from cloister.cells import tables as cells
 from cloister.demo import attacks
 from cloister.demo.rows import Played, Tell, cost_of, hide_labels, linear_figures
 from cloister.errors import CloisterError
-from cloister.rehearsal import rehearse
+from cloister.run.rehearsal import rehearse
 
 
 def train_cellcnn(tell: Tell) -> Played:
@@ -21,7 +22,7 @@ def train_cellcnn(tell: Tell) -> Played:
     opening the same model, so an attack would have the same kind of ciphertexts to read, and its circuit takes 6 GB for
     three sites and minutes for these four steps.
     """
-    from cloister.protocols import clear_training, encrypted_training
+    from cloister.protocols.cellcnn import clear_training, encrypted_training
     from cloister.workflows.cellcnn_report import accuracy
     from cloister.workflows.train_cellcnn import Options
 
@@ -55,7 +56,7 @@ def clear_cellcnn(sites: list[Any], config: Any, options: Any) -> Any:
     from dataclasses import replace
 
     from cloister.models import cellcnn
-    from cloister.protocols import pooled_scaling
+    from cloister.protocols.sums import pooled_scaling
 
     X = np.concatenate([cells.embedding(a, None) for a in sites])
     donors, label = (np.concatenate([a.obs[k].astype(str).to_numpy() for a in sites]) for k in ("donor", "condition"))
@@ -75,8 +76,8 @@ def fine_tune(tell: Tell) -> Played:
     No mode averages plainly. What that would show the coordinator is worked out beside the run, by the same learners in
     the clear, whose mean updates have to be those of the run; their model is the last one, the run's its best.
     """
-    from cloister.protocols import secure_sum
-    from cloister.protocols.training_terms import Task
+    from cloister.protocols.fedavg.training_terms import Task
+    from cloister.protocols.sums import secure_sum
     from cloister.workflows.fine_tune import Options
 
     sites, truth, held = hide_labels(0.2)

@@ -7,9 +7,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from cloister import demo_data
-from cloister.channel import Event
-from cloister.rehearsal import Run
+from cloister.cells import demo as demo_data
+from cloister.net.channel import Event
+from cloister.run.rehearsal import Run
 
 HEADER = ("workflow", "mode", "measure", "pooled", "federated", "alone", "attack", "sent", "seconds")
 Tell: TypeAlias = Callable[[Event], None] | None
@@ -27,7 +27,7 @@ def halves(rows: list[tuple[Any, ...]]) -> dict[str, list[tuple[Any, ...]]]:
 
 def cost_of(run: Run) -> tuple[str, str]:
     """What a site sent, on average, and the seconds of the whole run."""
-    from cloister.report_parts import size
+    from cloister.report.parts import size
 
     sites = [run.cost[p] for p in run.study.sites if p in run.cost]
     sent = float(np.mean([c["bytes"] for c in sites]))

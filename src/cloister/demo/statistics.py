@@ -7,16 +7,17 @@ from typing import Any
 
 import numpy as np
 
-from cloister import cells, demo_data
 from cloister.attacks.sent import Sent
+from cloister.cells import demo as demo_data
+from cloister.cells import tables as cells
 from cloister.demo import attacks
 from cloister.demo.rows import Played, Tell, auroc, cost_of
-from cloister.rehearsal import rehearse
+from cloister.run.rehearsal import rehearse
 
 
 def bin_values(tell: Tell) -> Played:
     """Share of values that get the bin which the pooled quantiles would give them."""
-    from cloister.protocols import averaged_quantiles, secure_sum
+    from cloister.protocols.sums import averaged_quantiles, secure_sum
     from cloister.workflows.bin_values import digitise
 
     sites = demo_data.demo_sites()
@@ -44,8 +45,8 @@ def bin_values(tell: Tell) -> Played:
 
 def shared_pca(tell: Tell) -> Played:
     """Smallest cosine between the space that was found and the one of all cells in one place."""
-    from cloister.genes import genes_in_common
-    from cloister.protocols import secure_sum
+    from cloister.cells.genes import genes_in_common
+    from cloister.protocols.sums import secure_sum
 
     sites, sent = demo_data.demo_sites(), Sent(secure_sum.MaskedInput)
     run = rehearse("shared-pca", sites, n_components=10, n_top_genes=300, on_event=tell, on_frame=sent)

@@ -123,7 +123,7 @@ def init_weights(model: nn.Module, seed: int, only: Callable[[str], bool] = lamb
 
 
 class Learner:
-    """See `cloister.protocols.training_parts.Learner`, which this is."""
+    """See `cloister.protocols.fedavg.training_parts.Learner`, which this is."""
 
     def __init__(
         self,

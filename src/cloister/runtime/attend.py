@@ -91,7 +91,7 @@ def conduct(kit_dir: str | Path, *, limit: float | None = None, say: Say = print
 def _service(kit: Kit, env: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
     if is_running(kit):
         raise UsageError(f"{kit.me} is running already from {kit.path}; it takes part in runs by itself")
-    command = [sys.executable, "-m", "cloister.cli", "site", str(kit.path)]
+    command = [sys.executable, "-m", "cloister.cli.main", "site", str(kit.path)]
     with open(kit.path / "service.out", "ab") as out:
         service = subprocess.Popen(command, env={**os.environ, **env}, stdout=out, stderr=out)
     try:

@@ -26,11 +26,11 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from cloister import wire
 from cloister.crypto.agreement import Identity, agree, bind, check_signature, key_pair, seal, unseal
 from cloister.crypto.entropy import Entropy
 from cloister.errors import ParameterError, ProtocolAbort
-from cloister.mailbox import Mailbox
+from cloister.net import wire
+from cloister.net.mailbox import Mailbox
 from cloister.study import Party, Study
 
 GREETING, BATCH, PING = b"G", b"B", b"P"
@@ -77,7 +77,7 @@ class _Peer:
 
 
 class SealedLink:
-    """One party's links to all others in one run; a `cloister.channel.Link`.
+    """One party's links to all others in one run; a `cloister.net.channel.Link`.
 
     Parameters
     ----------

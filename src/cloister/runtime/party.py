@@ -2,7 +2,7 @@
 
     results/20260131T120000Z-3f2a9c1e/
         outcome.json          done, or where and why not, in words
-        run.json, ...         the same files as of a rehearsal, for this party only (`cloister.results`)
+        run.json, ...         the same files as of a rehearsal, for this party only (`cloister.run.results`)
 
 The words of an error stay in that folder. The others hear `(protocol, line, code)` from the channel, FLARE the same.
 """
@@ -23,13 +23,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from cloister import errors
 from cloister.crypto.entropy import Entropy
 from cloister.errors import CloisterError, DataError, PeerLost, ProtocolAbort, RefusedError
-from cloister.mailbox import Mailbox
-from cloister.receipts import Receipt
-from cloister.rehearsal import Run, reveals_of, workflow_part
-from cloister.results import save_run
+from cloister.net.mailbox import Mailbox
+from cloister.net.receipts import Receipt
+from cloister.net.seat import Outcome, take_part
+from cloister.run.rehearsal import Run, reveals_of, workflow_part
+from cloister.run.results import save_run
 from cloister.runtime.kit import Kit, Policy
 from cloister.runtime.link import Ask, SealedLink
-from cloister.seat import Outcome, take_part
 
 if TYPE_CHECKING:
     from anndata import AnnData
@@ -164,7 +164,7 @@ def lost(party: str, run: str, why: str) -> Ended:
 
 def open_cells(policy: Policy) -> AnnData:
     """Read this site's cells, and give columns the names that the study uses."""
-    from cloister.cell_files import read_cells
+    from cloister.cells.files import read_cells
 
     if policy.data is None:
         raise DataError("local/site.toml: 'data' is missing; write where your cells are")

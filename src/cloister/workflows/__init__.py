@@ -18,13 +18,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from cloister import protocols
 from cloister.errors import ParameterError, UsageError
 from cloister.study import Study
 
 if TYPE_CHECKING:
     from anndata import AnnData
 
-    from cloister.seat import Outcome, Seat
+    from cloister.net.seat import Outcome, Seat
 
 SHIPPED = (
     "bin-values",
@@ -61,7 +62,7 @@ class Workflow:
         if mode not in self.protocols:
             known = " or ".join(self.protocols)
             raise ParameterError(f"'{self.name}' has no mode '{mode}'; use mode {known}")
-        return importlib.import_module(f"cloister.protocols.{self.protocols[mode]}")
+        return protocols.load(self.protocols[mode])
 
 
 def option(default: Any, help: str) -> Any:
@@ -170,14 +171,17 @@ def protocols_of(workflow: Workflow, mode: str) -> list[types.ModuleType]:
     """The protocol files that a mode runs: its own first, then those that it or the workflow calls."""
     main = workflow.protocol(mode)
     others = {name for one, name in workflow.protocols.items() if one != mode} | set(workflow.never)
-    others = {f"cloister.protocols.{name}" for name in others}
     found, queue = [main], [main, sys.modules[workflow.part.__module__]]
     while queue:
         for name in {_home_of(x) for x in vars(queue.pop(0)).values()}:
-            if name.startswith("cloister.protocols.") and name not in others and sys.modules[name] not in found:
+            if _is_protocol(name) and name.rpartition(".")[2] not in others and sys.modules[name] not in found:
                 found.append(sys.modules[name])
                 queue.append(sys.modules[name])
     return [main, *sorted(found[1:], key=lambda module: module.__name__)]
+
+
+def _is_protocol(name: str) -> bool:
+    return name.startswith("cloister.protocols.") and not hasattr(sys.modules[name], "__path__")
 
 
 def _home_of(x: Any) -> str:

@@ -10,18 +10,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from cloister import cells
+from cloister.cells import tables as cells
 from cloister.errors import DataError, ParameterError
-from cloister.protocols import (
-    common_seed,
-    count_tests,
-    encrypted_inference,
-    federated_training,
-    model_card,
-    permuted_inference,
-)
-from cloister.protocols.training_parts import Offer, Trained
-from cloister.seat import Outcome, Seat
+from cloister.net.seat import Outcome, Seat
+from cloister.protocols.fedavg import federated_training
+from cloister.protocols.fedavg.training_parts import Offer, Trained
+from cloister.protocols.inference import encrypted_inference, model_card, permuted_inference
+from cloister.protocols.sums import common_seed, count_tests
 from cloister.workflows import Workflow, option
 
 if TYPE_CHECKING:
@@ -114,7 +109,7 @@ def provide_model(study: Seat, options: Options) -> Trained:
 
 
 def load(path: str, ring: str) -> tuple[Any, model_card.Told]:
-    from cloister.crypto import block
+    from cloister.crypto.owner_ckks import scheme as block
     from cloister.models.polynomial import Encoder
 
     encoder = Encoder.load(path)
@@ -263,7 +258,7 @@ def write(adata: AnnData, key_added: str, adapted: Adapted, taps: Any) -> None:
 
 
 def summary(options: Options, told: model_card.Told, trained: Trained, parameters: int) -> dict[str, Any]:
-    from cloister.protocols.block_circuit import used
+    from cloister.protocols.inference.block_circuit import used
 
     found: dict[str, Any] = {
         "labels": list(trained.labels),
@@ -312,7 +307,7 @@ def files(outcome: Outcome) -> dict[str, bytes]:
 
 def figures(outcomes: Mapping[str, Outcome], options: Any) -> list[Any]:
     """Accuracy over the rounds."""
-    from cloister.figures import curves
+    from cloister.report.figures import curves
 
     found = next((o.result for o in outcomes.values() if o.result.get("history")), None)
     rows = [row for row in (found or {}).get("history", []) if "accuracy" in row]

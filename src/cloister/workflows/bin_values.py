@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cloister import cells
+from cloister.cells import tables as cells
 from cloister.errors import DataError, ParameterError
-from cloister.protocols import averaged_quantiles, common_genes, pooled_quantiles
-from cloister.seat import Outcome, Seat
+from cloister.net.seat import Outcome, Seat
+from cloister.protocols.sums import averaged_quantiles, common_genes, pooled_quantiles
 from cloister.workflows import Workflow
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ def part(study: Seat, adata: AnnData | None, options: Options) -> Outcome:
 
 def figures(outcomes: Mapping[str, Outcome], options: Options) -> list[Any]:
     """Values per bin, and the edges, at each site against all sites together (as far as their cells are here)."""
-    from cloister.figures import COLOURS, QUIET, STYLES, canvas, log_scale, shown
+    from cloister.report.figures import COLOURS, QUIET, STYLES, canvas, log_scale, shown
 
     sites = {p: o.adata for p, o in sorted(outcomes.items()) if o.adata is not None}
     if not sites:

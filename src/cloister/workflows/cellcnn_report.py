@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cloister import cells
+from cloister.cells import tables as cells
 from cloister.errors import DataError
 from cloister.models import cellcnn
-from cloister.protocols import secure_sum
-from cloister.protocols.columns import match_columns
-from cloister.seat import Outcome, Seat
+from cloister.net.seat import Outcome, Seat
+from cloister.protocols.sums import secure_sum
+from cloister.protocols.sums.columns import match_columns
 
 if TYPE_CHECKING:
     from anndata import AnnData
@@ -91,7 +91,7 @@ def consensus(models: Sequence[cellcnn.Model], scores: Sequence[float]) -> dict[
 
 def figures(outcomes: Mapping[str, Outcome], options: Options) -> list[Any]:
     """Filters by markers; how many cells each donor has that the positive filter selects; their markers."""
-    from cloister.figures import COLOURS, canvas, heatmap, histograms
+    from cloister.report.figures import COLOURS, canvas, heatmap, histograms
 
     opened = {p: o for p, o in sorted(outcomes.items()) if o.result.get("opened")}
     if not opened:
@@ -146,6 +146,6 @@ def figures(outcomes: Mapping[str, Outcome], options: Options) -> list[Any]:
 
 
 def _column(adata: AnnData, name: str) -> int:
-    from cloister import genes
+    from cloister.cells import genes
 
     return [genes.plain_name(str(v)) for v in adata.var_names].index(name)

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from cloister import cells, genes
+from cloister.cells import genes
+from cloister.cells import tables as cells
 from cloister.crypto.entropy import Entropy
 from cloister.errors import DataError, ParameterError
 from cloister.models.disguise import disguise
-from cloister.protocols import counted_forest, masked_forest
-from cloister.protocols.columns import match_columns
-from cloister.seat import Outcome, Seat
+from cloister.net.seat import Outcome, Seat
+from cloister.protocols.forest import counted_forest, masked_forest
+from cloister.protocols.sums.columns import match_columns
 from cloister.workflows import Workflow, section
 from cloister.workflows.outlier_figures import figures, plot_values
 

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from cloister import cells
+from cloister.cells import tables as cells
 from cloister.errors import DataError, MissingExtra, ParameterError
 from cloister.models import graph
-from cloister.protocols import federated_training as protocol
-from cloister.protocols.pseudo_labels import Pseudo
-from cloister.protocols.training_parts import Offer, Trained
-from cloister.seat import Outcome, Seat
+from cloister.net.seat import Outcome, Seat
+from cloister.protocols.fedavg import federated_training as protocol
+from cloister.protocols.fedavg.pseudo_labels import Pseudo
+from cloister.protocols.fedavg.training_parts import Offer, Trained
 from cloister.workflows import Workflow, option
 from cloister.workflows.fine_tune_parts import FileStore, figures
 

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from cloister.errors import DataError
-from cloister.protocols.training_parts import State
-from cloister.seat import Outcome
+from cloister.net.seat import Outcome
+from cloister.protocols.fedavg.training_parts import State
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class FileStore:
 
 def figures(outcomes: Mapping[str, Outcome], options: Any) -> list[Any]:
     """Loss and accuracy over the rounds; at every site that is here, its own labels against the model's."""
-    from cloister.figures import confusion, curves
+    from cloister.report.figures import confusion, curves
 
     rows: list[dict[str, Any]] = next((o.result["history"] for o in outcomes.values() if o.result.get("history")), [])
     made = []

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cloister import cells
+from cloister.cells import tables as cells
 from cloister.errors import DataError, ParameterError
-from cloister.protocols import mapping_terms, plain_knn, private_knn, published_knn
-from cloister.seat import Outcome, Seat
+from cloister.net.seat import Outcome, Seat
+from cloister.protocols.knn import mapping_terms, plain_knn, private_knn, published_knn
 from cloister.study import Party, Study
 from cloister.workflows import Workflow
 
@@ -361,7 +361,7 @@ def summary(adata: AnnData, options: Options) -> dict[str, Any]:
 
 
 def figures(outcomes: Mapping[str, Outcome], options: Options) -> list[Any]:
-    from cloister import figures as draw
+    from cloister.report import figures as draw
 
     adata = outcomes[options.query].adata if options.query in outcomes else None
     if adata is None or options.key_added not in adata.obs:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from cloister import cells
+from cloister.cells import tables as cells
 from cloister.errors import DataError, ParameterError
 
 if TYPE_CHECKING:

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from cloister.figures import COLOURS, QUIET, canvas, histograms
 from cloister.models import isolation_forest as iforest
+from cloister.report.figures import COLOURS, QUIET, canvas, histograms
 
 if TYPE_CHECKING:
-    from cloister.seat import Outcome
+    from cloister.net.seat import Outcome
 
 F64 = npt.NDArray[np.float64]
 POINTS = 2000  # rows that are drawn, at most

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cloister import cells
+from cloister.cells import tables as cells
 from cloister.errors import DataError, ParameterError
 from cloister.models import cellcnn
-from cloister.protocols import private_prediction
-from cloister.seat import Outcome, Seat
+from cloister.net.seat import Outcome, Seat
+from cloister.protocols.cellcnn import private_prediction
 from cloister.study import Party
 from cloister.workflows import Workflow
 from cloister.workflows.cellcnn_report import donor_means
@@ -21,7 +21,7 @@ from cloister.workflows.cellcnn_report import donor_means
 if TYPE_CHECKING:
     from anndata import AnnData
 
-    from cloister.protocols.encrypted_training import Trained
+    from cloister.protocols.cellcnn.encrypted_training import Trained
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,9 @@ def load_model(options: Options, me: Party) -> cellcnn.Model:
 
 
 def trained_of(options: Options, study: Seat, made: cellcnn.Model) -> Trained:
-    from cloister.protocols import encrypted_training, encrypted_validation
-    from cloister.protocols.cellcnn_circuit import choose_ring
-    from cloister.protocols.key_store import KeyStore
+    from cloister.protocols.cellcnn import encrypted_training, encrypted_validation
+    from cloister.protocols.cellcnn.cellcnn_circuit import choose_ring
+    from cloister.protocols.cellcnn.key_store import KeyStore
 
     sites, hub = study.study.sites, study.study.coordinator
     store = KeyStore(options.keep, study.me)
@@ -123,7 +123,7 @@ def ask(study: Seat, options: Options, made: cellcnn.Model, X: Any) -> Any:
         if made.weights is None:
             raise DataError("the model was not opened; train with open_model=true, or predict with opened=false")
         return study.run(private_prediction.server, p, made.weights.M)
-    from cloister.protocols import oblivious_prediction
+    from cloister.protocols.cellcnn import oblivious_prediction
 
     trained = trained_of(options, study, made)
     ring, n = trained.params.ckks, len(sites)
@@ -152,7 +152,7 @@ def part(study: Seat, adata: AnnData | None, options: Options) -> Outcome:
 
 def figures(outcomes: Mapping[str, Outcome], options: Options) -> list[Any]:
     """How sure the model is of every donor's class."""
-    from cloister.figures import COLOURS, canvas, shown
+    from cloister.report.figures import COLOURS, canvas, shown
 
     rows: list[dict[str, Any]] = next(
         (o.result["predictions"] for o in outcomes.values() if o.result.get("predictions")), []

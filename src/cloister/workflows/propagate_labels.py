@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from cloister import cells
+from cloister.cells import tables as cells
 from cloister.errors import DataError, ParameterError
 from cloister.models import graph
-from cloister.protocols import label_propagation, private_propagation, propagation_terms, shared_codes
-from cloister.seat import Outcome, Seat
+from cloister.net.seat import Outcome, Seat
+from cloister.protocols.hamming import shared_codes
+from cloister.protocols.propagation import label_propagation, private_propagation, propagation_terms
 from cloister.study import Study
 from cloister.workflows import Workflow
 
@@ -229,7 +230,7 @@ def summary(adata: AnnData, options: Options) -> dict[str, Any]:
 
 
 def figures(outcomes: Mapping[str, Outcome], options: Options) -> list[Any]:
-    from cloister import figures as draw
+    from cloister.report import figures as draw
 
     made: list[Any] = []
     confidence: dict[str, Any] = {}

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from cloister import cells
+from cloister.cells import tables as cells
 from cloister.errors import DataError, ParameterError
-from cloister.protocols import encrypted_inference, model_card, permuted_inference
-from cloister.seat import Outcome, Seat
+from cloister.net.seat import Outcome, Seat
+from cloister.protocols.inference import encrypted_inference, model_card, permuted_inference
 from cloister.workflows import Workflow, option
 from cloister.workflows.adapt_model import answer, ask, inputs_of, load, write
 
@@ -99,7 +99,7 @@ def part(study: Seat, adata: AnnData | None, options: Options) -> Outcome:
 
 def figures(outcomes: Mapping[str, Outcome], options: Options) -> list[Any]:
     """How sure the model is of its labels, at every site that is here."""
-    from cloister.figures import histograms
+    from cloister.report.figures import histograms
 
     key = f"{options.key_added}_confidence"
     here = {s: o.adata.obs[key] for s, o in outcomes.items() if o.adata is not None and key in o.adata.obs}

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from cloister import cells
+from cloister.cells import tables as cells
+from cloister.cells.genes import check_unique, gene_names, plain_name
 from cloister.errors import DataError, ParameterError
-from cloister.genes import check_unique, gene_names, plain_name
-from cloister.protocols import shared_pca as protocol
-from cloister.seat import Outcome, Seat
+from cloister.net.seat import Outcome, Seat
+from cloister.protocols.sums import shared_pca as protocol
 from cloister.workflows import Workflow
 
 if TYPE_CHECKING:
@@ -229,7 +229,7 @@ def _figures_of(found: Any) -> dict[str, Any]:
 
 def figures(outcomes: Mapping[str, Outcome], options: Options) -> list[Any]:
     """The cells that are here in the first two components, by site; how much each component explains."""
-    from cloister.figures import curves, embedding
+    from cloister.report.figures import curves, embedding
 
     here = {s: o.adata for s, o in outcomes.items() if o.adata is not None and options.key_added in o.adata.obsm}
     made: list[Any] = []

@@ -9,20 +9,21 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from cloister import cells
+from cloister.cells import tables as cells
 from cloister.errors import DataError, ParameterError, RefusedError
 from cloister.models import cellcnn
-from cloister.protocols import cellcnn_terms, clear_training, pooled_scaling
-from cloister.protocols.columns import match_columns
-from cloister.seat import Outcome, Seat
+from cloister.net.seat import Outcome, Seat
+from cloister.protocols.cellcnn import cellcnn_terms, clear_training
+from cloister.protocols.sums import pooled_scaling
+from cloister.protocols.sums.columns import match_columns
 from cloister.workflows import Workflow
 from cloister.workflows.cellcnn_report import accuracy, consensus, figures, pooled_hits, report
 
 if TYPE_CHECKING:
     from anndata import AnnData
 
-    from cloister.protocols.encrypted_training import Trained
-    from cloister.protocols.key_store import KeyStore
+    from cloister.protocols.cellcnn.encrypted_training import Trained
+    from cloister.protocols.cellcnn.key_store import KeyStore
 
 CONSENT = {  # what a site's own settings have to allow before it helps to decrypt
     "open-model": "opening the model",
@@ -305,15 +306,15 @@ def play(
             return replace(made, weights=study.run(clear_training.aggregator, clear))
         return replace(made, weights=study.run(clear_training.holder, clear, *inputs[:2]))
     if study.study.mode == "published":
-        from cloister.protocols import published_training
+        from cloister.protocols.cellcnn import published_training
 
         printed = published_training.choose_ring(len(sites))
         as_printed = published_training.Params(sites, hub, printed, made.config)
         if inputs is None:
             return replace(made, weights=study.run(published_training.aggregator, as_printed, store).weights)
         return replace(made, weights=study.run(published_training.holder, as_printed, *inputs[:2], store).weights)
-    from cloister.protocols import encrypted_training, encrypted_validation
-    from cloister.protocols.cellcnn_circuit import choose_ring
+    from cloister.protocols.cellcnn import encrypted_training, encrypted_validation
+    from cloister.protocols.cellcnn.cellcnn_circuit import choose_ring
 
     done: Trained
     every, size = options.validate_every, made.config.batch if options.validate_every else 0
@@ -328,7 +329,7 @@ def play(
 
 
 def store_of(options: Options, study: Seat, number: int = 0) -> KeyStore | None:
-    from cloister.protocols.key_store import KeyStore
+    from cloister.protocols.cellcnn.key_store import KeyStore
 
     if not options.keep:
         return None

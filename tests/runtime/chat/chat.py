@@ -18,10 +18,10 @@ from pathlib import Path
 import numpy as np
 
 from cloister import workflows
-from cloister.channel import Channel
-from cloister.seat import Outcome, Seat
+from cloister.net.channel import Channel
+from cloister.net.seat import Outcome, Seat
+from cloister.net.wire import F64, message
 from cloister.study import Party
-from cloister.wire import F64, message
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,82 @@
+"""The small public data sets that come with the package; NOTICE names their sources and licences."""
+
+from __future__ import annotations
+
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from cloister.cells.files import read_cells
+
+if TYPE_CHECKING:
+    from anndata import AnnData
+
+SITES = ("basel", "lugano", "vienna")
+
+
+def demo_sites() -> dict[str, AnnData]:
+    """Load the three small lung sites that come with the package: raw counts, `cell_type`, `X_pca`."""
+    sites = {}
+    for site in SITES:
+        with resources.as_file(resources.files("cloister") / "data" / f"lung_{site}.h5ad") as path:
+            sites[site] = read_cells(path, probe=False)  # our own file
+    return sites
+
+
+def demo_donors(
+    per_site: int = 8, n_cells: int = 500, planted: float = 0.12, *, seed: int = 2015
+) -> dict[str, AnnData]:
+    """Simulate three sites with donors of two conditions, from real mass-cytometry cells that come with the package.
+
+    A donor is `n_cells` cells drawn from one bone marrow; in the condition "case", a share `planted` of them are CD16+
+    NK cells, in "control" almost none. `obs` has `donor`, `condition`, `population`. Another seed draws other donors.
+    """
+    import pandas as pd
+    from anndata import AnnData
+
+    with resources.as_file(resources.files("cloister") / "data" / "levine_cells.npz") as path, np.load(path) as file:
+        X, label, populations, markers = (file[k] for k in ("X", "label", "populations", "markers"))
+    rng = np.random.default_rng(seed)
+    rare = label == int(np.flatnonzero(populations == "CD16+_NK_cells")[0])
+    sites = {}
+    for site in SITES:
+        rows, donors, conditions = [], [], []
+        for i in range(per_site):
+            case = i % 2 == 0
+            n_rare = rng.binomial(n_cells, planted if case else 0.01)
+            rows.append(rng.choice(np.flatnonzero(rare), n_rare))
+            rows.append(rng.choice(np.flatnonzero(~rare), n_cells - n_rare))
+            donors += [f"{site}-{i + 1}"] * n_cells
+            conditions += ["case" if case else "control"] * n_cells
+        drawn = np.concatenate(rows)
+        names = [f"{site}-cell-{i}" for i in range(len(drawn))]
+        obs = pd.DataFrame(
+            {"donor": donors, "condition": conditions, "population": populations[label[drawn]]}, index=names
+        )
+        sites[site] = AnnData(X[drawn].astype(np.float32), obs=obs, var=pd.DataFrame(index=[str(m) for m in markers]))
+    return sites
+
+
+def demo_encoder() -> Path:
+    """File of the small encoder that plays a provider's model; it was trained on the cells of the demo's site basel."""
+    with resources.as_file(resources.files("cloister") / "data" / "lung_encoder.npz") as path:
+        return path
+
+
+def demo_rows() -> dict[str, AnnData]:
+    """Load cardiotocograms of three sites, with `obs["outlier_truth"]`; one site holds most of the outliers."""
+    import pandas as pd
+    from anndata import AnnData
+
+    with resources.as_file(resources.files("cloister") / "data" / "cardio.npz") as path, np.load(path) as file:
+        X, y = file["X"], file["y"].astype(bool)
+    rng = np.random.default_rng(2016)
+    home = np.where(y, rng.choice(3, len(y), p=[0.15, 0.15, 0.7]), rng.choice(3, len(y), p=[0.4, 0.35, 0.25]))
+    sites = {}
+    for i, site in enumerate(SITES):
+        at = np.flatnonzero(home == i)
+        obs = pd.DataFrame({"outlier_truth": y[at]}, index=[f"{site}-{j}" for j in at])
+        sites[site] = AnnData(X[at], obs=obs, var=pd.DataFrame(index=[f"feature-{j + 1}" for j in range(X.shape[1])]))
+    return sites

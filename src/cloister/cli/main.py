@@ -1,0 +1,464 @@
+"""The command line: verbs, named options, files in and files out. Each verb is a thin coat on a public function.
+
+Exit codes: 0 done, 1 data or parameters, 2 usage, 3 a peer or the network, 4 a check failed and the run aborted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from cloister._version import __version__
+from cloister.cli.console import (
+    as_flags,
+    as_is,
+    err,
+    finish,
+    in_words,
+    out,
+    own_options,
+    progress,
+    show_receipt,
+    sites_of,
+)
+from cloister.errors import CloisterError, DataError, UsageError
+from cloister.report.parts import size
+
+if TYPE_CHECKING:
+    from cloister.net.receipts import Receipt
+
+app = typer.Typer(
+    name="cloister",
+    help="Analyse single-cell data together while every cell stays at home.",
+    epilog="Start with:  cloister demo   or   cloister explain bin-values",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+FLAG = " "  # an option that takes no value
+OPEN = {"allow_extra_args": True, "ignore_unknown_options": True}  # a workflow's own options follow the verb's
+WorkflowName = Annotated[str, typer.Argument(help="bin-values, find-outliers, ...: see `cloister explain`.")]
+DataFiles = Annotated[
+    list[str] | None, typer.Option("--data", metavar="SITE=FILE", help="The cells of a site; once per site.")
+]
+ModeName = Annotated[
+    str | None, typer.Option(metavar="MODE", help="hardened (default), published, or plain where there is one.")
+]
+OutFolder = Annotated[
+    Path | None, typer.Option("--out", metavar="FOLDER", help="Folder for results, receipts and the report.")
+]
+AsJson = Annotated[bool, typer.Option("--json", metavar=FLAG, help="Print one JSON object instead of text.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", metavar=FLAG, help="No progress bars.")]
+
+
+def main() -> None:
+    """Run the command line; every error is one sentence and an exit code."""
+    try:
+        code = app(standalone_mode=False)  # typer.Exit comes back as a number
+        sys.exit(code if isinstance(code, int) else 0)
+    except CloisterError as e:
+        err.print(f"{type(e).__name__}: {as_flags(str(e), sys.argv)}", style="red", markup=False)
+        sys.exit(e.exit_code)
+    except KeyboardInterrupt:
+        err.print("stopped")
+        sys.exit(130)
+    except Exception as e:
+        code = getattr(e, "exit_code", None)
+        if code is None:
+            err.print(f"this is a bug in Cloister: {type(e).__name__}; set CLOISTER_DEBUG=1 to see where")
+            if "CLOISTER_DEBUG" in os.environ:
+                raise
+            sys.exit(1)
+        text = e.format_message() if hasattr(e, "format_message") else str(e)
+        if text:
+            verb = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
+            known = verb in {c.name or getattr(c.callback, "__name__", "") for c in app.registered_commands}
+            more = f"; see cloister {verb} --help" if known and text.startswith("Missing") else ""
+            err.print(f"UsageError: {text.rstrip('.') if more else text}{more}", style="red", markup=False)
+        sys.exit(code)
+
+
+def _version(value: bool) -> None:  # noqa: FBT001
+    if value:
+        out.print(f"cloister {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _top(
+    version: Annotated[  # noqa: FBT002
+        bool, typer.Option("--version", callback=_version, is_eager=True, metavar=FLAG, help="Print the version.")
+    ] = False,
+) -> None:
+    """Analyse single-cell data together while every cell stays at home."""
+
+
+# ---- before anything runs --------------------------------------------------------------------------------------------
+
+
+@app.command(epilog="Example:  cloister explain bin-values --mode published")
+def explain(
+    workflow: Annotated[str | None, typer.Argument(help="Without one: the list of all workflows.")] = None,
+    mode: ModeName = None,
+) -> None:
+    """Say what a workflow computes, what each party learns, what it costs, and its options. Nothing is sent."""
+    import dataclasses
+
+    from cloister import workflows
+    from cloister.report.in_short import in_short
+
+    if workflow is None:
+        table = Table("workflow", "what it does", "modes", box=None)
+        for name in workflows.names():
+            found = workflows.get(name)
+            table.add_row(name, found.summary, ", ".join(found.protocols))
+        out.print(table)
+        return
+    found = workflows.get(workflow)
+    for one in [mode] if mode else found.protocols:
+        module = found.protocol(one)
+        head = (module.__doc__ or "").strip().split("\n\n")[0]
+        out.print(f"[bold]{workflow}[/bold] · mode [bold]{one}[/bold]\n")
+        out.print(head, markup=False)
+        if rows := in_short(workflow, one):
+            out.print("\n[bold]In short[/bold]")
+            for who, what in rows:
+                out.print(f"{who}: {what}", markup=False)
+        for title in ("Reveals", "Assumes", "Cost", "References"):
+            if text := workflows.section(module, title):
+                out.print(f"\n[bold]{title}[/bold]")
+                out.print(text, markup=False)
+        for name, text in list(workflows.reveals(found, one).items())[1:]:
+            out.print(f"\n[bold]{name}[/bold], on the way, reveals")
+            out.print(text, markup=False)
+        out.print()
+    table = Table("option", "default", "meaning", box=None)
+    for f in dataclasses.fields(found.options):
+        default = "required" if f.default is dataclasses.MISSING else str(f.default)
+        table.add_row("--" + f.name.replace("_", "-"), as_is(default), as_is(f.metadata.get("help", "")))
+    out.print(table)
+
+
+@app.command(context_settings=OPEN, epilog="Example:  cloister check cells.h5ad --for bin-values")
+def check(
+    context: typer.Context,
+    files: Annotated[list[Path], typer.Argument(help="Files of one or more sites.")],
+    workflow: Annotated[str | None, typer.Option("--for", help="Workflow to check for.")] = None,
+    as_json: AsJson = False,  # noqa: FBT002
+) -> None:
+    """Say whether a file is ready for a workflow, and whether several fit together. Nothing is sent."""
+    from cloister import workflows
+    from cloister.cells import tables as cells
+    from cloister.cells.files import read_cells
+    from cloister.cells.genes import genes_in_common
+
+    words = [*map(str, files), *context.args]
+    first = next((i for i, word in enumerate(words) if word.startswith("--")), len(words))
+    paths = [Path(word) for word in words[:first]]
+    found = workflows.get(workflow) if workflow else None
+    given = own_options(words[first:], found, context)
+    options = workflows.options_of(found, {**found.stand_in, **given}) if found else None
+    told: dict[str, Any] = {}
+    loaded = {}
+    for path in paths:
+        adata = loaded[str(path)] = read_cells(path)
+        told[str(path)] = cells.describe(adata)
+        if found is None:
+            cells.check_cells(adata)
+        else:
+            told[str(path)]["warnings"] = [*told[str(path)].get("warnings", []), *found.check(adata, options)]
+    if len(loaded) > 1:
+        kinds = {path: cells.expression_kind(a) for path, a in loaded.items()}
+        if len(set(kinds.values())) > 1:
+            listed = ", ".join(f"{p}: {k}" for p, k in kinds.items())
+            raise UsageError(f"all sites must hold the same kind of values, found {listed}")
+        told["genes_in_common"] = len(genes_in_common({p: list(a.var_names) for p, a in loaded.items()}))
+    if as_json:
+        out.print_json(json.dumps(told, default=str))
+        return
+    for name in map(str, paths):
+        table = Table(title=as_is(name), box=None, show_header=False, title_justify="left", title_style="bold")
+        for key, value in told[name].items():
+            table.add_row(key.replace("_", " "), as_is(in_words(value)))
+        out.print(table)
+    if "genes_in_common" in told:
+        out.print(f"{told['genes_in_common']} genes in common")
+    out.print("ready" + (f" for {workflow}" if workflow else ""), style="green")
+
+
+# ---- runs ------------------------------------------------------------------------------------------------------------
+
+
+@app.command(
+    context_settings=OPEN,
+    epilog="Example:  cloister rehearse bin-values --data a=a.h5ad --data b=b.h5ad --data c=c.h5ad --out results",
+)
+def rehearse(
+    context: typer.Context,
+    workflow: WorkflowName,
+    study: Annotated[Path | None, typer.Argument(help="study.toml with options and mode; optional.")] = None,
+    data: DataFiles = None,
+    mode: ModeName = None,
+    seed: Annotated[int | None, typer.Option(help="Of the statistical part.")] = None,
+    folder: OutFolder = None,
+    processes: Annotated[bool, typer.Option("--processes", metavar=FLAG, help="One process per party.")] = False,  # noqa: FBT002
+    timeout: Annotated[float | None, typer.Option(help="Seconds of silence before a party is given up.")] = None,
+    as_json: AsJson = False,  # noqa: FBT002
+    quiet: Quiet = False,  # noqa: FBT002
+) -> None:
+    """Play all parties of a study on this machine, each with its own file only.
+
+    The workflow's own options follow, as --n-bins 51; `cloister explain bin-values` lists them.
+    """
+    from cloister import workflows
+    from cloister.cells.files import read_cells
+    from cloister.run.rehearsal import plan as make_plan
+    from cloister.run.rehearsal import rehearse as play
+    from cloister.study import Study
+
+    found = workflows.get(workflow)
+    plan: dict[str, Any] = {"mode": "hardened", "seed": 0, "timeout": 60.0}
+    given: dict[str, Any] = {}
+    extra = list(context.args)
+    if study is not None and str(study).startswith("--"):
+        extra.insert(0, str(study))
+        study = None
+    if study is not None:
+        agreed = Study.load(study)
+        if agreed.workflow != workflow:
+            raise UsageError(f"{study} is a study of '{agreed.workflow}', not of '{workflow}'")
+        plan |= {"mode": agreed.mode, "seed": agreed.seed, "timeout": agreed.timeout}
+        given |= dict(agreed.parameters)
+    given |= own_options(extra, found, context)
+    plan |= {k: v for k, v in {"mode": mode, "seed": seed, "timeout": timeout}.items() if v is not None}
+    files = sites_of(data)
+    made = make_plan(workflow, files, options=given, **plan)
+    for note in workflows.warnings_of(made):
+        err.print(f"note: {note}", style="yellow", markup=False)
+    if folder is not None:
+        from cloister.run.results import check_folder
+
+        check_folder(folder, made)
+    cells = {site: read_cells(path) for site, path in files.items()}
+    with progress(quiet=quiet or as_json) as tell:
+        run = play(workflow, cells, processes=processes, on_event=tell, check=False, **plan, **given)
+    finish(run, folder, as_json=as_json)
+
+
+# ---- after a run -----------------------------------------------------------------------------------------------------
+
+
+@app.command(epilog="Example:  cloister receipt results/basel.receipt.json --verify")
+def receipt(
+    path: Annotated[Path, typer.Argument(help="A receipt.json, or an .h5ad that carries one.")],
+    verify: Annotated[bool, typer.Option("--verify", metavar=FLAG, help="Check the chain and the signature.")] = False,  # noqa: FBT002
+    study: Annotated[Path | None, typer.Option(help="With --verify: the key must be the one in this study.")] = None,
+    as_json: AsJson = False,  # noqa: FBT002
+) -> None:
+    """Say what was computed, with whom, what left this party and who learned what."""
+    from cloister.net.receipts import Receipt
+
+    if not path.exists():
+        raise DataError(f"{path} does not exist; a run leaves PARTY.receipt.json in its results folder")
+    if path.suffix == ".h5ad":
+        if verify:
+            raise UsageError("the .h5ad carries a summary; --verify needs the receipt.json beside it")
+        from cloister.cells.files import read_cells
+
+        notes = dict(read_cells(path).uns.get("cloister", {}))
+        briefs = [json.loads(v) for v in notes.values() if isinstance(v, str) and v.startswith("{")]
+        if not briefs:
+            raise UsageError(f"{path} carries no receipt; was it written by a Cloister run?")
+    else:
+        found = Receipt.load(path)
+        briefs = [json.loads(found.brief())]
+        if verify:
+            from cloister.crypto.agreement import check_signature
+            from cloister.net.seat import SIGNED
+
+            found.check(lambda public, head, signature: check_signature(public, SIGNED, head, signature))
+            if study is not None:
+                _check_key(found, study)
+    if as_json:
+        out.print_json(json.dumps(briefs))
+        return
+    for brief in briefs:
+        show_receipt(brief)
+    if verify:
+        out.print("the chain is whole, and signed by the key shown above", style="green")
+
+
+def _check_key(found: Receipt, study: Path) -> None:
+    """Raise unless the receipt is signed with the key that the study names for its party."""
+    from cloister.errors import ReceiptError
+    from cloister.study import Party, Study
+
+    party = str(found.header.get("party", ""))
+    pinned = Study.load(study).keys.get(Party(party))
+    if pinned is None:
+        raise UsageError(f"{study} names no key of '{party}' under [keys]; give the study.toml from a kit")
+    if found.signature.get("public") != pinned.hex():
+        raise ReceiptError(f"the receipt is signed with another key than {study} names for '{party}'")
+
+
+@app.command(epilog="Example:  cloister report results")
+def report(
+    folder: Annotated[Path, typer.Argument(help="A results folder.")],
+    path: Annotated[
+        Path | None, typer.Option("--out", help="Where to write; report.html in the folder by default.")
+    ] = None,
+) -> None:
+    """Make the page of a results folder again."""
+    from cloister.report.page import write_report
+    from cloister.run.results import load_runs
+
+    made = write_report(path or folder / "report.html", load_runs(folder))
+    out.print(str(made), markup=False)
+
+
+@app.command(epilog="Example:  cloister demo --out demo")
+def demo(
+    folder: Annotated[Path, typer.Option("--out", help="Folder for the report.")] = Path("demo"),
+    only_cells: Annotated[  # noqa: FBT002
+        bool, typer.Option("--cells", metavar=FLAG, help="Only write the three sites' files.")
+    ] = False,
+    quiet: Quiet = False,  # noqa: FBT002
+) -> None:
+    """Run every workflow on small real data, in minutes, and write report.html."""
+    from cloister.demo import halves, run_demo, write_sites
+
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"{folder} is a file; name a folder with --out")
+    if only_cells:
+        for file in write_sites(folder):
+            out.print(str(file), markup=False)
+        return
+
+    with progress(quiet=quiet) as tell:
+        table, path = run_demo(folder, on_event=tell, say=lambda text: err.print(text, markup=False))
+    for half in halves(table).values():
+        shown = Table(*half[0], box=None, pad_edge=False, collapse_padding=True)
+        for row in half[1:]:
+            shown.add_row(*map(as_is, row))
+        out.print(shown, "")
+    out.print("Attacks read what these runs sent and opened; in brackets, what guessing gives. Where no message")
+    out.print("holds what a mode opens, it is worked out in the clear by the functions of the protocol.")
+    out.print(f"open {path}", markup=False)
+
+
+# ---- between machines ------------------------------------------------------------------------------------------------
+
+
+@app.command(epilog="Example:  cloister provision study.toml --out kits")
+def provision(
+    study: Annotated[Path, typer.Argument(help="The study; it needs a host and a port for the coordinator.")],
+    folder: Annotated[Path, typer.Option("--out", help="Folder for the kits; one per party.")] = Path("kits"),
+) -> None:
+    """Make a start-up kit with certificates for every party of a study."""
+    from cloister import workflows
+    from cloister.runtime.provision import provision as make
+    from cloister.study import Study
+
+    agreed = Study.load(study)
+    workflows.check_plan(agreed)
+    for note in workflows.warnings_of(agreed):
+        err.print(f"note: {note}", style="yellow", markup=False)
+    for party, kit in make(agreed, folder).items():
+        out.print(f"{party}: {kit}", markup=False)
+
+
+@app.command(epilog="Example:  cloister site kits/basel --approve   then   cloister site kits/basel")
+def site(
+    kit: Annotated[Path, typer.Argument(help="This party's start-up kit.")],
+    approve: Annotated[  # noqa: FBT002
+        bool, typer.Option("--approve", metavar=FLAG, help="Approve the kit's study, and stop.")
+    ] = False,
+) -> None:
+    """Start a party (site, coordinator or auxiliary server) and wait for runs; Ctrl-C stops it."""
+    if approve:
+        from cloister.runtime.kit import Kit
+
+        out.print(f"approved: {Kit.open(kit).approve()}", markup=False)
+        return
+    from cloister.runtime.service import start_party
+
+    start_party(kit)
+
+
+@app.command(
+    epilog="Example:  cloister run bin-values study.toml --as basel --data a.h5ad --out a.binned.h5ad",
+)
+def run(
+    workflow: WorkflowName,
+    study: Annotated[Path, typer.Argument(help="The study that all parties agreed on.")],
+    me: Annotated[str, typer.Option("--as", help="Which party of the study this is.")],
+    data: Annotated[Path | None, typer.Option(help="This site's cells, for this run.")] = None,
+    path: Annotated[Path | None, typer.Option("--out", help="Where to write the cells with results.")] = None,
+    kit: Annotated[Path | None, typer.Option(help="This party's kit; kits/PARTY beside the study by default.")] = None,
+    as_json: AsJson = False,  # noqa: FBT002
+) -> None:
+    """Take part in one run between machines; as the coordinator, start it."""
+    import dataclasses
+
+    from cloister.runtime.attend import attend, check_same_study, conduct, take_away
+    from cloister.runtime.kit import Kit
+    from cloister.study import Study
+
+    agreed = Study.load(study)
+    if agreed.workflow != workflow:
+        raise UsageError(f"{study} is a study of '{agreed.workflow}', not of '{workflow}'")
+    home = kit or study.parent / "kits" / me
+    opened = Kit.open(home)
+    if opened.me != me:
+        raise UsageError(f"{home} is the kit of '{opened.me}', not of '{me}'")
+    check_same_study(opened, agreed)
+
+    def say(text: str) -> None:
+        err.print(text, markup=False)
+
+    ended = conduct(home, say=say) if opened.role == "coordinator" else attend(home, data, say=say)
+    if path is not None:
+        take_away(ended, path)
+    if as_json:
+        out.print_json(json.dumps(dataclasses.asdict(ended), default=str))
+        return
+    sent = size(ended.cost.get("bytes", 0))
+    out.print(f"{ended.status}: sent {sent} in {ended.cost.get('seconds', 0):.1f} s; see {ended.folder}", markup=False)
+    for party, word in ended.parties.items():
+        out.print(f"  {party}: {word}", markup=False)
+
+
+@app.command(epilog="Example:  cloister doctor --kit kits/basel")
+def doctor(
+    kit: Annotated[Path | None, typer.Option(help="Look at this start-up kit, too.")] = None,
+    as_json: AsJson = False,  # noqa: FBT002
+) -> None:
+    """Look whether this installation, and a kit, are ready for a run. Nothing is changed or sent."""
+    import dataclasses
+
+    from cloister.cli.doctor import examine
+
+    found = list(examine(kit))
+    if as_json:
+        out.print_json(json.dumps([dataclasses.asdict(f) for f in found]))
+    else:
+        table = Table(box=None, show_header=False)
+        colours = {"ok": "green", "note": "yellow", "wrong": "red"}
+        for f in found:
+            table.add_row(f.name, Text(f.state, style=colours[f.state]), as_is(f.detail))
+        out.print(table)
+    if any(f.state == "wrong" for f in found):
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,211 @@
+"""Rings for lattice encryption: which are safe, arithmetic on raw residues, and small noise.
+
+A polynomial of R_Q = Z_Q[X]/(X^N + 1), Q = q_0 ⋯ q_{k-1}, is a (k, N) array of residues. In *NTT form* it holds the
+values at the odd powers of a 2N-th root of unity, in the bit-reversed order and with the smallest primitive root that
+Microsoft SEAL uses, so arrays pass between this file and SEAL unchanged.
+
+    forward, backward    coefficients ⇄ NTT form, [LN16] with Shoup's precomputed quotients
+    secret               uniform ternary coefficients
+    error                discrete Gaussian of σ = 3.2
+    flood                uniform in (-2^b, 2^b), wide enough to hide what it covers
+    uniform              uniform residues from a public seed: the same at every party
+
+`SECURE_BITS` is the largest log2 Q for 128-bit classical security with a ternary secret and σ ≈ 3.2; nothing in
+Cloister makes lattice keys beyond it. A sum of several parties' ternary secrets is wider than the ternary one of the
+table and is no easier to find.
+
+References
+----------
+[HES18] Albrecht et al., Homomorphic Encryption Security Standard, 2018, table 1 (classical, (-1, 1), 128 bits).
+[LN16] Longa, Naehrig, CANS 2016, algorithms 1 and 2.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, TypeAlias, final
+
+import numpy as np
+import numpy.typing as npt
+
+from cloister.crypto.prg import I64, U64, Prg
+from cloister.errors import ParameterError
+
+SECURE_BITS = {1024: 27, 2048: 54, 4096: 109, 8192: 218, 16384: 438, 32768: 881}  # [HES18]
+SIGMA = 3.2
+Residues: TypeAlias = U64  # (k, N)
+
+
+def check_secure(degree: int, bits: int) -> None:
+    """Raise unless a modulus of `bits` bits keeps 128-bit security in the ring of that degree."""
+    if degree not in SECURE_BITS:
+        raise ParameterError(f"a ring degree must be one of {', '.join(map(str, SECURE_BITS))}, found {degree}")
+    if bits > SECURE_BITS[degree]:
+        fits = [n for n, most in SECURE_BITS.items() if bits <= most]
+        advice = f"degree {fits[0]} would do" if fits else "no ring offered here carries so many"
+        raise ParameterError(
+            f"a modulus of {bits} bits at ring degree {degree} is below 128-bit security, which allows"
+            f" {SECURE_BITS[degree]}; {advice}, or use fewer or smaller primes"
+        )
+
+
+@final
+class Ring:
+    """Arithmetic modulo the first k of `primes`, where k is the number of rows of the arrays given."""
+
+    def __init__(self, degree: int, primes: Sequence[int]) -> None:
+        from cloister.crypto.lattice import kernels
+
+        self._k = kernels
+        self.degree, self.primes = degree, tuple(int(q) for q in primes)
+        ratios = [(1 << 128) // q for q in self.primes]
+        self.q = np.array(self.primes, np.uint64)
+        self._r0 = np.array([r & (2**64 - 1) for r in ratios], np.uint64)
+        self._r1 = np.array([r >> 64 for r in ratios], np.uint64)
+        tables = [_tables(degree, q) for q in self.primes]
+        self._w, self._ws, self._v, self._vs = (np.stack([t[i] for t in tables]) for i in range(4))
+        self._n_inv = np.array([pow(degree, -1, q) for q in self.primes], np.uint64)
+        k = len(self.primes)
+        self._inverse = np.zeros((k, k), np.uint64)  # q_l^-1 mod q_j
+        for i in range(k):
+            for j in range(k):
+                if i != j:
+                    self._inverse[i, j] = pow(self.primes[i], -1, self.primes[j])
+
+    def forward(self, a: Residues) -> Residues:
+        """To NTT form, in place."""
+        self._k.forward(a, self._w, self._ws, self.q)
+        return a
+
+    def backward(self, a: Residues) -> Residues:
+        """To coefficients, in place."""
+        self._k.backward(a, self._v, self._vs, self.q, self._n_inv, self._r0, self._r1)
+        return a
+
+    def zeros(self, k: int) -> Residues:
+        return np.zeros((k, self.degree), np.uint64)
+
+    def of_small(self, v: I64, k: int) -> Residues:
+        """Residues of signed coefficients."""
+        out = np.empty((k, self.degree), np.uint64)
+        self._k.of_small(v, self.q, out)
+        return out
+
+    def multiply(self, a: Residues, b: Residues) -> Residues:
+        return self.add_product(np.zeros_like(a), a, b)
+
+    def add_product(self, acc: Residues, a: Residues, b: Residues, *, sign: int = 1) -> Residues:
+        """Add ± a·b to acc, in place; a and b may have more rows than acc."""
+        self._k.add_product(acc, a, b, sign, self.q, self._r0, self._r1)
+        return acc
+
+    def add_multiple(self, acc: Residues, a: Residues, factor: int, row: int) -> Residues:
+        """Add factor · a[row] to acc[row], in place: one residue of a scaled polynomial."""
+        self._k.add_multiple(acc[row], a[row], np.uint64(factor % self.primes[row]), *self._row(row))
+        return acc
+
+    def add(self, acc: Residues, a: Residues) -> Residues:
+        self._k.add(acc, a, self.q)
+        return acc
+
+    def subtract(self, acc: Residues, a: Residues) -> Residues:
+        self._k.subtract(acc, a, self.q)
+        return acc
+
+    def _row(self, j: int) -> tuple[np.uint64, np.uint64, np.uint64]:
+        return self.q[j], self._r0[j], self._r1[j]
+
+    def limbs_to_residues(self, limbs: I64, k: int) -> Residues:
+        """Residues of Σ limbs[l] · 2^(42 l), signed limbs."""
+        powers = np.array([[pow(2, 42 * i, q) for q in self.primes] for i in range(len(limbs))], np.uint64)
+        out = np.empty((k, self.degree), np.uint64)
+        self._k.of_limbs(limbs, powers, self.q, self._r0, self._r1, out)
+        return out
+
+    def lift(self, a: Residues) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+        """Coefficients in (-Q/2, Q/2) as double-doubles (high, low): exact up to 2^-104 of their size."""
+        k = a.shape[0]
+        digits = a.copy()
+        self._k.mixed_radix(digits, self.q, self._r0, self._r1, self._inverse)
+        radix = [math.prod(self.primes[:i]) for i in range(k)]
+        high = np.array([float(r) for r in radix])
+        low = np.array([float(r - int(float(r))) for r in radix])
+        out = np.empty((2, self.degree))
+        self._k.lift(digits, self.q, high, low, out)
+        return out[0], out[1]
+
+    def lift_exact(self, a: Residues) -> list[int]:
+        """The same as Python integers: the slow, direct way that tests compare with."""
+        Q = math.prod(self.primes[: a.shape[0]])
+        basis = [Q // q * pow(Q // q, -1, q) for q in self.primes[: a.shape[0]]]
+        found = [sum(int(x) * b for x, b in zip(col, basis, strict=True)) % Q for col in a.T]
+        return [x - Q if x > Q // 2 else x for x in found]
+
+    # ---- noise -------------------------------------------------------------------------------------------------------
+
+    def error(self, prg: Prg, k: int) -> Residues:
+        """A fresh Gaussian error, in NTT form."""
+        return self.forward(self.of_small(prg.gaussian(self.degree, SIGMA), k))
+
+    def flood(self, prg: Prg, bits: int, k: int) -> Residues:
+        """Uniform coefficients in [-2^bits, 2^bits), in NTT form."""
+        if not 0 < bits <= 124:
+            raise ParameterError(f"flooding noise has 1 to 124 bits, got {bits}")
+        limbs = np.zeros((3, self.degree), np.int64)
+        for m in range(3):
+            width = min(42, max(0, bits + 1 - 42 * m))
+            if width:
+                limbs[m] = (prg.uint64(self.degree) >> np.uint64(64 - width)).astype(np.int64)
+        limbs[bits // 42] -= 1 << (bits % 42)
+        return self.forward(self.limbs_to_residues(limbs, k))
+
+    def uniform(self, prg: Prg, k: int) -> Residues:
+        return np.stack([prg.below(q, self.degree) for q in self.primes[:k]])
+
+    def rotate_coefficients(self, v: I64, galois: int) -> I64:
+        """p(X) → p(X^galois) on signed coefficients."""
+        n = self.degree
+        to = np.arange(n) * galois % (2 * n)
+        out = np.zeros_like(v)
+        out[to % n] = np.where(to >= n, -v, v)
+        return out
+
+
+@functools.lru_cache(maxsize=8)
+def ring(degree: int, primes: tuple[int, ...]) -> Ring:
+    """The ring with its tables, which take a second to make and are kept."""
+    return Ring(degree, primes)
+
+
+@functools.lru_cache(maxsize=128)
+def _tables(n: int, q: int) -> tuple[U64, U64, U64, U64]:
+    """Powers of the smallest primitive 2n-th root of unity and of its inverse, bit reversed, with Shoup quotients."""
+    if (q - 1) % (2 * n):
+        raise ParameterError(f"the prime {q} has no {2 * n}-th root of unity")
+    base = 2
+    while pow(psi := pow(base, (q - 1) // (2 * n), q), n, q) != q - 1:
+        base += 1
+    square, power, least = psi * psi % q, psi, psi
+    for _ in range(n - 1):
+        power = power * square % q
+        least = min(least, power)
+    order = bit_reversed(n)
+
+    def table(root: int) -> tuple[Any, Any]:
+        powers = [1] * n
+        for i in range(1, n):
+            powers[i] = powers[i - 1] * root % q
+        shoup = [(w << 64) // q for w in powers]
+        return np.array(powers, np.uint64)[order], np.array(shoup, np.uint64)[order]
+
+    return (*table(least), *table(pow(least, -1, q)))
+
+
+def bit_reversed(n: int) -> npt.NDArray[np.int64]:
+    bits = n.bit_length() - 1
+    out = np.zeros(n, np.int64)
+    for i in range(bits):
+        out |= ((np.arange(n) >> i) & 1) << (bits - 1 - i)
+    return out

@@ -1,0 +1,295 @@
+"""Local arithmetic of encrypted inference: ciphertexts of one owner's key under a provider's plain weights.
+
+Slot = sample, one ciphertext per number of a sample. So nothing is rotated; and because the owner, who has the key,
+opens products of three polynomials, nothing is relinearised: there is no switching key at all. Nothing is rescaled
+either: a stretch of work ends before its scale fills the modulus, with a blinded refresh,
+
+    provider   c' = c + Enc(0) + M          M uniform modulo Q
+    owner      x' = ⌊(m + M mod Q)·f⌋       re-encrypted; f = scale wanted / scale found, a 32-bit fraction
+    provider   c'' = x' - ⌊M·f⌋             an encryption of m·f ± 1, unless m + M went round
+
+M hides m and the noise perfectly, however large they are: a mask of fewer bits would show the leading ones of a message
+beyond its interval, and an owner can make messages as large as it likes. m is 2^hiding times smaller than Q, so a
+coefficient goes round once in 2^hiding. Enc(0), with fresh randomness in every polynomial, hides c_1 and c_2, from
+which the owner, who knows its own randomness, would read the weights.
+
+Primes have at most 28 bits: a linear layer is then a float64 matrix product over residues, exact as long as
+Σ|w|·q < 2^53, and tensor products add up in one word.
+
+A ciphertext array is (n, p, k, N) in NTT form: n ciphertexts of p polynomials at k primes, in 32-bit words. Dropping
+primes from its end changes nothing as long as the message fits into the rest: a stretch is computed at no more primes
+than its opening needs, and what an owner encrypts afresh has no more than the stretches after it need.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, TypeAlias, final
+
+import numpy as np
+import numpy.typing as npt
+
+from cloister.crypto.entropy import Entropy, check_entropy
+from cloister.crypto.owner_ckks.ring import (
+    SMALL,
+    STANDARD,
+    Cts,
+    Opening,
+    Parameters,
+    Residues,
+    fits,
+    fraction,
+    modulus,
+    opening,
+    primes_for,
+    primes_of,
+    random_below,
+    random_words,
+    ring_of,
+    room,
+    times_shift,
+)
+from cloister.crypto.prg import I64, U32, Prg
+from cloister.errors import ParameterError
+
+F64: TypeAlias = npt.NDArray[np.float64]
+FLOOD_BITS = 40
+
+# ---- encoding: slot j is the value at ζ^(2j+1); nothing is rotated, so any order does -------------------------------
+
+
+@functools.lru_cache(maxsize=4)
+def _zeta(degree: int) -> npt.NDArray[np.complex128]:
+    return np.asarray(np.exp(1j * np.pi * np.arange(degree) / degree), np.complex128)
+
+
+def encode(x: F64, degree: int, scale: float) -> I64:
+    """Coefficients of up to N/2 real slots; the others are zero."""
+    z = np.zeros(degree)
+    z[: len(x)] = x
+    z[degree - len(x) :] = x[::-1]
+    return np.rint((np.fft.fft(z) / degree / _zeta(degree)).real * scale).astype(np.int64)
+
+
+def decode(m: F64, scale: float, count: int) -> F64:
+    z = np.fft.ifft(m * _zeta(len(m))) * len(m)
+    return np.asarray(z.real[:count] / scale)
+
+
+# ---- the owner -------------------------------------------------------------------------------------------------------
+
+
+@final
+class OwnerKey:
+    """Secret s, and what of it the provider gets: b = -a·s + e, with a from a public seed."""
+
+    __slots__ = ("_powers", "b", "params", "seed")
+
+    def __init__(self, params: Parameters, entropy: Entropy) -> None:
+        check_entropy(entropy)
+        r, K = ring_of(params), params.count
+        self.params, self.seed = params, entropy.bytes(32)
+        s = r.forward(r.ternary(entropy.prg(), K))
+        self._powers = [(s, r.quotients(s))]  # s, s², …, as far as they are asked for
+        self.b = r.forward(r.gaussian(entropy.prg(), K))
+        r.kernels.subtract_known(self.b, r.uniform(Prg(self.seed), K), *self._powers[0], r.q)
+
+    def __repr__(self) -> str:
+        return "OwnerKey(...)"
+
+    def _power(self, i: int) -> tuple[Residues, Residues]:
+        r = ring_of(self.params)
+        while len(self._powers) < i:
+            next_one = np.zeros_like(self._powers[0][0])
+            r.kernels.add_known(next_one, self._powers[-1][0], *self._powers[0], r.q)
+            self._powers.append((next_one, r.quotients(next_one)))
+        return self._powers[i - 1]
+
+    def hide(self, m: Residues, mask: Prg, secret: Prg) -> Residues:
+        """c_0 of a fresh encryption of coefficients m, in place; c_1 is the next uniform polynomial of `mask`."""
+        r, k = ring_of(self.params), len(m)
+        r.forward(r.add(m, r.gaussian(secret, k)))
+        r.kernels.subtract_known(m, r.uniform(mask, k), *self._powers[0], r.q)
+        return m
+
+    def encrypt(self, x: F64, seed: bytes, entropy: Entropy) -> U32:
+        """Values (n, samples) → c_0 of each, (n, K, N), at scale Δ."""
+        p, r = self.params, ring_of(self.params)
+        mask, secret = Prg(seed), entropy.prg()
+        out = np.empty((len(x), p.count, p.degree), np.uint32)
+        for i, row in enumerate(x):
+            m = r.wide.of_small(encode(row, p.degree, p.scale), p.count).astype(np.uint32)
+            out[i] = self.hide(m, mask, secret)
+        return out
+
+    def _opened(self, ct: U32) -> Residues:
+        """The message polynomial of one ciphertext (p, k, N), in coefficients."""
+        r = ring_of(self.params)
+        m = ct[0].copy()
+        for i in range(1, len(ct)):
+            r.kernels.add_known(m, ct[i], *self._power(i), r.q)
+        return r.backward(m)
+
+    def open(self, ct: U32) -> F64:
+        """The same, centred, as double-doubles (2, N)."""
+        return np.stack(ring_of(self.params).wide.lift(self._opened(ct).astype(np.uint64)))
+
+    def refresh(self, cts: Cts, how: Opening, seed: bytes, entropy: Entropy) -> U32:
+        """c_0 of fresh encryptions of what is under the masks, rescaled."""
+        r = ring_of(self.params)
+        mask, secret = Prg(seed), entropy.prg()
+        out = np.zeros((len(cts), how.back, self.params.degree), np.uint32)
+        for i, ct in enumerate(cts):
+            words = r.to_words(self._opened(ct))
+            self.hide(r.add_words(out[i], times_shift(words, how)), mask, secret)
+        return out
+
+    def read(self, cts: Cts, scale: float, count: int) -> F64:
+        """Slots of ciphertexts that were sent to be read, (n, count)."""
+        return np.stack([decode(self.open(ct)[0], scale, count) for ct in cts])
+
+
+def expand(params: Parameters, c0: U32, seed: bytes) -> Cts:
+    """The ciphertexts (n, 2, k, N) whose c_0 came with a seed."""
+    r, mask = ring_of(params), Prg(seed)
+    out = np.empty((len(c0), 2, *c0.shape[1:]), np.uint32)
+    for i, c in enumerate(c0):
+        out[i, 0], out[i, 1] = c, r.uniform(mask, len(c))
+    return out
+
+
+# ---- the provider ----------------------------------------------------------------------------------------------------
+
+
+@final
+class Evaluator:
+    """Arithmetic on ciphertexts of one owner. Results are new arrays unless said otherwise."""
+
+    def __init__(self, params: Parameters, b: Residues, seed: bytes) -> None:
+        self.params, self.ring = params, ring_of(params)
+        self._k, self._q, self._inv = self.ring.kernels, self.ring.q, self.ring.inv
+        a = self.ring.uniform(Prg(seed), params.count)
+        self._b, self._a = (b, self.ring.quotients(b)), (a, self.ring.quotients(a))
+
+    def linear(self, w: I64, x: Cts) -> Cts:
+        """Integer matrix (o, i) times ciphertexts (i, p, k, N)."""
+        q = float(self._q.max())
+        if w.shape[1] != len(x) or np.abs(w).sum(axis=1).max(initial=0) * q >= 2.0**53:
+            raise ParameterError("a linear layer does not fit its input, or its weights are too large to be exact")
+        p, k, N = x.shape[1:]
+        out = np.empty((len(w), p, k, N), np.uint32)
+        wf, step = w.astype(np.float64), min(N, 1024)
+        xf, yf = np.empty((len(x), step)), np.empty((len(w), step))
+        for r in range(p):
+            for j in range(k):
+                for s in range(0, N, step):
+                    xf[:] = x[:, r, j, s : s + step]
+                    np.matmul(wf, xf, out=yf)
+                    self._k.reduce_into(yf, out[:, r, j, s : s + step], float(self._q[j]), self._inv[j])
+        return out
+
+    def centre(self, x: Cts) -> Cts:
+        """n·x_i - Σ x for n ciphertexts: n times what lies above their mean."""
+        n, mean = len(x), self.total(x)
+        return self.combine([(n, x), (-1, np.broadcast_to(mean, x.shape))])
+
+    def total(self, x: Cts) -> Cts:
+        """Σ x, one ciphertext."""
+        out = np.empty((1, *x.shape[1:]), np.uint32)
+        self._k.total(x, self._q, self._inv, out[0])
+        return out
+
+    def rows(self, x: Cts, y: Cts, at: I64) -> Cts:
+        """Σ_f x[r, f] ⊗ y[at[m, f]] for x (r, f, 2, k, N) and y (n, 2, k, N): (r, m, 3, k, N)."""
+        out = np.empty((len(x), len(at), 3, *x.shape[3:]), np.uint32)
+        self._k.tensor_rows(x, y, at, self._q, self._inv, out)
+        return out
+
+    def dot(self, x: Cts, y: Cts) -> Any:
+        """Σ x_f ⊗ y_f, a ciphertext of three polynomials (3, k, N)."""
+        return self.rows(np.ascontiguousarray(x)[None], np.ascontiguousarray(y), np.arange(len(y))[None])[0, 0]
+
+    def products(self, x: Cts, y: Cts) -> Cts:
+        """x_i ⊗ y_i for every i, of any numbers of polynomials."""
+        out = np.empty((len(x), x.shape[1] + y.shape[1] - 1, *x.shape[2:]), np.uint32)
+        self._k.convolve(x, y, self._q, self._inv, out)
+        return out
+
+    def combine(self, parts: list[tuple[int | list[int], Cts]], constants: npt.ArrayLike | None = None) -> Cts:
+        """Σ factor·x, for arrays of any p and one factor or one per ciphertext, plus an integer in every slot."""
+        n, p, k = len(parts[0][1]), max(x.shape[1] for _, x in parts), min(x.shape[2] for _, x in parts)
+        out = np.zeros((n, p, k, parts[0][1].shape[3]), np.uint32)
+        primes = self.ring.primes[:k]
+        for factor, x in parts:
+            each = factor if isinstance(factor, list) else [factor]
+            w = np.array([[f % q for q in primes] for f in each], np.uint32)
+            ws = np.ascontiguousarray(self.ring.quotients(np.ascontiguousarray(w.T)).T)
+            w, ws = (np.ascontiguousarray(np.broadcast_to(a, (n, k))) for a in (w, ws))
+            self._k.add_multiple(out[:, : x.shape[1]], x[:, :, :k], w, ws, self._q)
+        if constants is not None:
+            self.add_constants(out, constants)
+        return out
+
+    def add_constants(self, x: Cts, constants: npt.ArrayLike) -> Cts:
+        """Add integers to every slot, in place: a constant is the same in NTT form."""
+        values = [round(float(c)) for c in np.broadcast_to(np.asarray(constants, np.float64), (len(x),))]
+        for j, q in enumerate(self.ring.primes[: x.shape[2]]):
+            column = np.array([c % q for c in values], np.uint32)[:, None]
+            x[:, 0, j] = (x[:, 0, j] + column) % self._q[j]
+        return x
+
+    def rerandomise(self, ct: U32, prg: Prg, extra: Residues | None = None) -> U32:
+        """Add fresh encryptions of zero to one ciphertext (p, k, N), in place, and `extra`, given in coefficients."""
+        r, (p, k, _) = self.ring, ct.shape
+        for i in range(p):
+            e = r.gaussian(prg, k)
+            r.add(ct[i], r.forward(e if extra is None or i else r.add(e, extra)))
+        for i in range(p - 1):
+            v = r.forward(r.ternary(prg, k))
+            self._k.add_known(ct[i], v, *self._b, self._q)
+            self._k.add_known(ct[i + 1], v, *self._a, self._q)
+        return ct
+
+    def blind(self, cts: Cts, how: Opening, mask_key: bytes, entropy: Entropy) -> U32:
+        """Masked ciphertexts (n, p, k, N); the masks are drawn from the key, and again by `unblind`."""
+        r, k, N = self.ring, how.primes, self.params.degree
+        if cts.shape[1:3] != (how.polys, k):
+            raise ParameterError(f"{how.label}: planned for {how.polys} at {k} primes, found {cts.shape[1:3]}")
+        sent = self.combine([(1 << how.lift, cts)]) if how.lift else cts.copy()
+        prg, masks, Q = entropy.prg(), Prg(mask_key), modulus(self.params, k)
+        for ct in sent:
+            mask = r.add_words(r.constant(1 << how.offset_bits, k), random_below(masks, Q, N))
+            self.rerandomise(ct, prg, mask)
+        return sent
+
+    def unblind(self, c0: U32, seed: bytes, how: Opening, mask_key: bytes) -> Cts:
+        r, out, masks = self.ring, expand(self.params, c0, seed), Prg(mask_key)
+        offset, Q = (how.factor << how.offset_bits) >> how.shift, modulus(self.params, how.primes)
+        for ct in out:
+            words = times_shift(random_below(masks, Q, self.params.degree), how)
+            r.subtract(ct[0], r.forward(r.add_words(r.constant(offset, len(ct[0])), words)))
+        return out
+
+    def flood(self, cts: Cts, bits: int, primes: int, entropy: Entropy) -> Cts:
+        """Ciphertexts to be read: re-randomised, and covered by noise uniform in [-2^bits, 2^bits)."""
+        r, prg = self.ring, entropy.prg()
+        out = np.ascontiguousarray(cts[:, :, :primes]).copy()
+        for ct in out:
+            noise = random_words(prg, bits + 1, self.params.degree)
+            self.rerandomise(ct, prg, r.add_words(r.constant(-(1 << bits), primes), noise))
+        return out
+
+
+def unpack(params: Parameters, x: U32) -> U32:
+    """Residues from the wire; raises unless they are below their primes."""
+    q: Any = np.array(primes_of(params)[: x.shape[-2]], np.uint32)[:, None]
+    if (x >= q).any():
+        raise ParameterError("numbers that are no residues of the agreed primes")
+    return np.ascontiguousarray(x, np.uint32)
+
+
+__all__ = [
+    "SMALL", "STANDARD", "Cts", "Evaluator", "Opening", "OwnerKey", "Parameters", "decode", "encode", "expand", "fits",
+    "fraction", "modulus", "opening", "primes_for", "primes_of", "random_below", "random_words", "ring_of", "room",
+    "times_shift", "unpack",
+]  # fmt: skip

@@ -1,0 +1,149 @@
+"""Mailbox: what arrived for one party and is not yet read, and what is known of who sent it.
+
+A transport puts frames in as they come, from any thread. Here they are unpacked and sorted by sender and scope; what
+is no frame, comes from somebody else than it says, out of order or in floods is refused, and the refusal ends the run
+at whoever reads next. Pulses, aborts and farewells are not kept: they change what is known of their sender.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable
+
+from cloister.errors import WireError, in_words
+from cloister.net import wire
+from cloister.net.wire import Frame
+from cloister.study import Party
+
+WAITING, PATIENT, COMPUTING = 0, 1, 2  # what a pulse says; patient: will go on without the missing
+MAX_WAITING = 1 << 16  # messages of one party that arrived and are not yet asked for
+MAX_WAITING_BYTES = 1 << 32  # the same in bytes, as they lie in memory
+MAX_WORD = 64  # letters of each part of an abort
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Failure:
+    """Why nothing more will come from a party."""
+
+    protocol: str
+    line: str
+    code: str
+    detail: str = ""
+
+
+class Mailbox:
+    """Frames that arrived for one party; filled by the transport's threads, emptied by the party's event loop."""
+
+    def __init__(self, me: Party) -> None:
+        self.me = me
+        self.failed: dict[Party, Failure] = {}
+        self.fatal: Failure | None = None
+        self.heard: dict[Party, int] = defaultdict(int)  # frames and pulses from a party
+        self.last: dict[Party, float] = {}  # when
+        self.busy = {WAITING: 0, PATIENT: 0, COMPUTING: 0}  # pulses of anyone, by what they said
+        self._queues: dict[tuple[Party, str], deque[tuple[Frame, int]]] = {}
+        self._waiting: dict[Party, tuple[int, int]] = defaultdict(lambda: (0, 0))  # messages and bytes in the queues
+        self._next: dict[tuple[Party, str], int] = defaultdict(int)
+        self._deaf: set[Party] = set()
+        self._lock = threading.Lock()
+        self._wake: Callable[[], None] = lambda: None
+
+    def put(self, sender: Party, data: bytes) -> None:
+        """Take a frame in; never raises. `sender` is who the transport authenticated, not who the frame says."""
+        if sender in self._deaf or sender in self.failed:
+            return
+        frame, wrong = None, None
+        try:
+            frame = wire.unpack(data)  # outside the lock: a large frame of one party holds up no other
+        except WireError as e:
+            wrong = Failure("channel", "-", "malformed", f"from '{sender}': {e}")
+        except MemoryError:
+            wrong = Failure("channel", "-", "memory", f"no memory for a frame of '{sender}'")
+        with self._lock:
+            if sender in self._deaf or sender in self.failed:
+                return
+            self.heard[sender] += 1
+            self.last[sender] = time.monotonic()
+            try:
+                if frame is not None:
+                    self._sort_in(sender, frame, len(data))
+            except WireError as e:
+                wrong = Failure("channel", "-", "malformed", f"from '{sender}': {e}")
+            self.fatal = self.fatal or wrong
+        self._wake()
+
+    def _sort_in(self, sender: Party, frame: Frame, size: int) -> None:
+        if frame.sender != sender or frame.to != self.me:
+            raise WireError(f"a frame of '{_word(frame.sender)}' to '{_word(frame.to)}' came from '{sender}'")
+        if frame.kind == "pulse":
+            if type(frame.body) is not int or frame.body not in self.busy:
+                raise WireError("a pulse that says nothing known")
+            self.busy[frame.body] += 1
+        elif frame.kind == "bye":
+            self.failed[sender] = Failure("channel", "-", "finished", f"'{sender}' finished and sends nothing more")
+        elif frame.kind == "abort":
+            if type(frame.body) is not list or [type(x) for x in frame.body] != [str] * 3:
+                raise WireError("an abort that is no (protocol, line, code)")
+            protocol, line, code = map(_word, frame.body)
+            self.failed[sender] = Failure(protocol, line, code, f"'{sender}' stopped ({in_words(code)})")
+        else:
+            key = (sender, frame.scope)
+            if frame.seq != self._next[key]:
+                self.fatal = self.fatal or Failure(
+                    _word(frame.name.partition(".")[0]),
+                    "-",
+                    "replay" if frame.seq < self._next[key] else "gap",
+                    f"message {frame.seq} of '{sender}' where {self._next[key]} was due: lost, replayed or reordered",
+                )
+                return
+            count, weight = self._waiting[sender]
+            if count >= MAX_WAITING or weight + frame.weight > MAX_WAITING_BYTES:
+                self.fatal = self.fatal or Failure(
+                    "channel", "-", "flood", f"'{sender}' sent {count} messages that nobody here asks for"
+                )
+                return
+            self._waiting[sender] = (count + 1, weight + frame.weight)
+            self._next[key] += 1
+            self._queues.setdefault(key, deque()).append((frame, size))
+
+    def take(self, sender: Party, scope: str) -> tuple[Frame, int] | None:
+        with self._lock:
+            queue = self._queues.get((sender, scope))
+            if queue is None:
+                return None
+            frame, size = queue.popleft()
+            if not queue:
+                del self._queues[sender, scope]
+            count, weight = self._waiting[sender]
+            self._waiting[sender] = (count - 1, weight - frame.weight)
+            return frame, size
+
+    def gone(self, party: Party, why: str) -> None:
+        """The transport knows that nothing more can come from `party`."""
+        with self._lock:
+            self.failed.setdefault(party, Failure("channel", "-", "lost", f"'{party}' is gone: {why}"))
+        self._wake()
+
+    def fading(self, now: float, after: float, until: float) -> bool:
+        """Whether some party has been silent for a while, and not for so long that all must have noticed."""
+        with self._lock:
+            return any(after < now - t < until for p, t in self.last.items() if p not in self.failed)
+
+    def ignore(self, party: Party) -> None:
+        """Read nothing more of `party`, not even what has already arrived."""
+        with self._lock:
+            self._deaf.add(party)
+            self._waiting.pop(party, None)
+            for key in [key for key in self._queues if key[0] == party]:
+                del self._queues[key]
+
+    def on_change(self, wake: Callable[[], None]) -> None:
+        self._wake = wake
+
+
+def _word(x: str) -> str:
+    """What a peer calls something, short enough to be shown."""
+    return "".join(c for c in x[:MAX_WORD] if c.isprintable()) or "-"

@@ -1,0 +1,446 @@
+"""Messages and their bytes: frozen dataclasses over msgpack, read back field by field, never pickled.
+
+A protocol declares what it sends:
+
+    @message("L4")
+    class MaskedInput:                # u → S
+        y: U64                        # (m,)
+
+and the annotation is the whole schema. Allowed are `int` (64 bit), `float`, `bool`, `str`, `bytes`, `Party`, the
+array types below, other messages, and `X | None`, `tuple[X, ...]`, `dict[str, X]` of these. Integers that may be
+larger than 64 bits travel as `bytes`. An array travels as `[dtype, shape, bytes]`, little endian, C order.
+
+A frame is one msgpack list:
+
+    [format, kind, run, scope, sender, to, seq, name, body]
+
+Everything that arrives is checked against the schema before anything is built from it, and whatever is wrong with
+it, random bytes included, raises `WireError` and nothing else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import math
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar, Literal, Protocol, TypeVar, dataclass_transform
+
+import msgpack
+import numpy as np
+import numpy.typing as npt
+
+from cloister.errors import WireError
+from cloister.study import Party
+
+U64 = npt.NDArray[np.uint64]
+U32 = npt.NDArray[np.uint32]
+U8 = npt.NDArray[np.uint8]
+I64 = npt.NDArray[np.int64]
+I32 = npt.NDArray[np.int32]
+F64 = npt.NDArray[np.float64]
+F32 = npt.NDArray[np.float32]
+
+FORMAT = 1
+MAX_FRAME = 1 << 31  # bytes of one frame
+MAX_ITEMS = 1 << 16  # entries of one list or map; the numbers of an array do not count
+MAX_TEXT = 1 << 16  # bytes of one string
+MAX_OBJECTS = 1 << 20  # values, lists and maps of one frame, all levels together
+MAX_DEPTH = 16  # lists and maps within each other
+MAX_DIMS = 4
+DTYPES = {"<u8": "uint64", "<u4": "uint32", "|u1": "uint8", "<i8": "int64", "<i4": "int32"} | {
+    "<f8": "float64",
+    "<f4": "float32",
+}
+
+Kind = Literal["data", "abort", "pulse", "bye"]
+KINDS: tuple[Kind, ...] = ("data", "abort", "pulse", "bye")
+Shape = tuple[int | None, ...]  # None: any length along that axis
+
+T = TypeVar("T")
+M = TypeVar("M", bound="Message")
+
+
+class Message(Protocol):
+    """What `@message` makes of a class."""
+
+    __message__: ClassVar[Spec]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Spec:
+    protocol: str  # the protocol file, `secure_sum`
+    name: str  # `secure_sum.MaskedInput`
+    line: str  # `L4`
+
+
+@dataclass_transform(frozen_default=True)
+def message(line: str, *, protocol: str | None = None) -> Callable[[type[T]], type[T]]:
+    """Make a class a message that belongs to `line` of the protocol file it stands in."""
+
+    def decorate(cls: type[T]) -> type[T]:
+        made = dataclasses.dataclass(frozen=True, slots=True, eq=False)(cls)
+        owner = protocol or cls.__module__.rpartition(".")[2]
+        made.__message__ = Spec(owner, f"{owner}.{cls.__name__}", line)  # type: ignore[attr-defined]
+        return made
+
+    return decorate
+
+
+# ---- values: one (write, read) pair per annotation ---------------------------------------------------------------
+
+Write = Callable[[Any], Any]
+Read = Callable[[Any, str], Any]
+
+
+def _exact(kind: type) -> tuple[Write, Read]:
+    def write(x: Any) -> Any:
+        if kind is int and isinstance(x, np.integer):
+            x = int(x)
+        if kind is float and isinstance(x, int | np.integer | np.floating) and not isinstance(x, bool):
+            try:
+                x = float(x)
+            except OverflowError:
+                raise WireError("a field of type float cannot carry a whole number that large") from None
+        if kind is bool and isinstance(x, np.bool_):
+            x = bool(x)
+        if type(x) is not kind:
+            raise WireError(f"a field of type {kind.__name__} cannot carry {type(x).__name__}")
+        return x
+
+    def read(x: Any, at: str) -> Any:
+        if type(x) is not kind:
+            raise WireError(f"{at}: expected {kind.__name__}, found {type(x).__name__}")
+        return x
+
+    return write, read
+
+
+def _array(dtype: np.dtype[Any]) -> tuple[Write, Read]:
+    code = dtype.newbyteorder("<").str
+    if code not in DTYPES:
+        raise TypeError(f"arrays of {dtype} do not travel; allowed: {', '.join(DTYPES.values())}")
+
+    def write(x: Any) -> Any:
+        if not isinstance(x, np.ndarray) or x.dtype != dtype:
+            raise WireError(f"a field of {dtype} cannot carry {getattr(x, 'dtype', type(x).__name__)}")
+        if x.ndim > MAX_DIMS:
+            raise WireError(f"an array of {x.ndim} axes cannot travel; at most {MAX_DIMS}")
+        return [code, list(x.shape), np.ascontiguousarray(x).astype(code, copy=False).tobytes()]
+
+    def read(x: Any, at: str) -> Any:
+        if type(x) is not list or len(x) != 3:
+            raise WireError(f"{at}: expected an array as [dtype, shape, bytes]")
+        found, shape, raw = x
+        if found != code:
+            raise WireError(f"{at}: expected dtype {code}, found another")
+        if type(shape) is not list or len(shape) > MAX_DIMS or type(raw) is not bytes:
+            raise WireError(f"{at}: expected a shape of at most {MAX_DIMS} axes, and bytes")
+        if any(type(n) is not int or n < 0 or n > MAX_FRAME for n in shape):
+            raise WireError(f"{at}: a length in the shape is no size")
+        if math.prod(shape) * dtype.itemsize != len(raw):
+            raise WireError(f"{at}: shape and bytes disagree")
+        try:
+            return np.frombuffer(raw, dtype=code).reshape(shape)
+        except ValueError:  # an empty array along one axis and beyond all bounds along another
+            raise WireError(f"{at}: a shape that no array has") from None
+
+    return write, read
+
+
+def _optional(inner: tuple[Write, Read]) -> tuple[Write, Read]:
+    write, read = inner
+    return lambda x: None if x is None else write(x), lambda x, at: None if x is None else read(x, at)
+
+
+def _tuple(inner: tuple[Write, Read]) -> tuple[Write, Read]:
+    write, read = inner
+
+    def write_all(xs: Any) -> Any:
+        if len(xs) > MAX_ITEMS:
+            raise WireError(f"{len(xs)} entries cannot travel in one list; at most {MAX_ITEMS}")
+        return [write(x) for x in xs]
+
+    def read_all(xs: Any, at: str) -> Any:
+        if type(xs) is not list:
+            raise WireError(f"{at}: expected a list, found {type(xs).__name__}")
+        return tuple(read(x, f"{at}[{i}]") for i, x in enumerate(xs))
+
+    return write_all, read_all
+
+
+def _dict(inner: tuple[Write, Read]) -> tuple[Write, Read]:
+    write, read = inner
+    key_write, _ = _exact(str)
+
+    def write_all(xs: Any) -> Any:
+        if len(xs) > MAX_ITEMS:
+            raise WireError(f"{len(xs)} entries cannot travel in one map; at most {MAX_ITEMS}")
+        return {key_write(k): write(x) for k, x in xs.items()}
+
+    def read_all(xs: Any, at: str) -> Any:
+        if type(xs) is not dict or any(type(k) is not str for k in xs):
+            raise WireError(f"{at}: expected a map with text keys")
+        return {k: read(x, f"{at}[...]") for k, x in xs.items()}
+
+    return write_all, read_all
+
+
+def _codec(annotation: Any) -> tuple[Write, Read]:
+    if isinstance(annotation, typing.NewType):
+        return _codec(annotation.__supertype__)
+    if annotation in (int, float, bool, str, bytes):
+        return _exact(annotation)
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is np.ndarray:
+        return _array(np.dtype(typing.get_args(args[1])[0]))
+    if origin in (typing.Union, types.UnionType) and type(None) in args and len(args) == 2:
+        return _optional(_codec(next(a for a in args if a is not type(None))))
+    if origin is tuple and len(args) == 2 and args[1] is Ellipsis:
+        return _tuple(_codec(args[0]))
+    if origin is dict and _plain(args[0]) is str:
+        return _dict(_codec(args[1]))
+    if hasattr(annotation, "__message__"):
+        return to_fields, functools.partial(from_fields, annotation)
+    raise TypeError(f"{annotation!r} cannot travel; see the list of types in cloister.net.wire")
+
+
+def _plain(annotation: Any) -> Any:
+    return annotation.__supertype__ if isinstance(annotation, typing.NewType) else annotation
+
+
+_SCHEMAS: dict[Any, dict[str, tuple[Write, Read]]] = {}  # per message class, built at first use
+
+
+def _codecs(cls: Any) -> dict[str, tuple[Write, Read]]:
+    if cls not in _SCHEMAS:
+        hints = typing.get_type_hints(cls)
+        _SCHEMAS[cls] = {f.name: _codec(hints[f.name]) for f in dataclasses.fields(cls)}
+    return _SCHEMAS[cls]
+
+
+def array_fields(cls: Any) -> frozenset[str]:
+    """Names of the fields of `cls` that are arrays: the ones whose shape a receiver has to state."""
+    return frozenset(name for name, (write, _) in _codecs(cls).items() if write.__qualname__.startswith("_array"))
+
+
+def to_fields(msg: Any) -> dict[str, Any]:
+    return {name: write(getattr(msg, name)) for name, (write, _) in _codecs(type(msg)).items()}
+
+
+def from_fields(cls: type[T], body: Any, at: str = "") -> T:
+    """Build a message from the map that arrived; unknown, missing or ill-typed fields raise `WireError`."""
+    at = at or cls.__name__
+    codecs = _codecs(cls)
+    if type(body) is not dict or any(type(k) is not str for k in body):
+        raise WireError(f"{at}: expected a map of fields")
+    if missing := codecs.keys() - body.keys():
+        raise WireError(f"{at}: field '{min(missing)}' is missing")
+    if len(body) > len(codecs):
+        raise WireError(f"{at}: {len(body) - len(codecs)} field(s) that {at} does not have")
+    return cls(**{name: read(body[name], f"{at}.{name}") for name, (_, read) in codecs.items()})
+
+
+def check_shapes(msg: Any, shapes: Mapping[str, Shape]) -> None:
+    """Raise unless every array of `msg` has the shape that the receiver states.
+
+    A field that is an array must be stated; optional arrays and tuples or maps of arrays may be, for each of them.
+    """
+    for name in sorted(array_fields(type(msg)) | shapes.keys()):
+        if name not in shapes:
+            raise TypeError(f"recv of {type(msg).__name__} must state the shape of '{name}'")
+        if not hasattr(msg, name):
+            raise TypeError(f"{type(msg).__name__} has no field '{name}' to have a shape")
+        want = shapes[name]
+        for found in _shapes(getattr(msg, name)):
+            if len(found) != len(want) or any(w is not None and w != f for f, w in zip(found, want, strict=True)):
+                raise WireError(f"{type(msg).__name__}.{name}: expected shape {want}, found {found}")
+
+
+def _shapes(x: Any) -> Iterator[tuple[int, ...]]:
+    """Of an array, or of all arrays in a tuple or map of them; none for a field that was left out."""
+    if isinstance(x, np.ndarray):
+        yield x.shape
+    elif x is not None:
+        for each in x.values() if isinstance(x, dict) else x:
+            yield from _shapes(each)
+
+
+# ---- frames --------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Frame:
+    kind: Kind
+    run: bytes  # first 16 bytes of the run id; zero before the parties have agreed on one
+    scope: str  # path of the sub-protocol within the run
+    sender: Party
+    to: Party
+    seq: int  # counts the data frames of (sender, to, scope)
+    name: str
+    body: Any
+    weight: int = 0  # of what arrived, once it is unpacked: about its bytes in memory
+
+
+_HEADER: tuple[tuple[str, type], ...] = (
+    ("run", bytes),
+    ("scope", str),
+    ("sender", str),
+    ("to", str),
+    ("seq", int),
+    ("name", str),
+)
+
+
+def pack(frame: Frame) -> bytes:
+    head = [FORMAT, KINDS.index(frame.kind), *(getattr(frame, name) for name, _ in _HEADER)]
+    try:
+        data: bytes = msgpack.packb([*head, frame.body], use_bin_type=True)
+    except (ValueError, OverflowError, TypeError) as e:
+        raise WireError(f"{frame.name} cannot be encoded: {type(e).__name__}") from None
+    if len(data) > MAX_FRAME:
+        raise WireError(f"{frame.name} has {len(data)} bytes; a frame holds at most {MAX_FRAME}: send it in parts")
+    return data
+
+
+# msgpack's first byte → bytes of the length that follows it, by what it starts; extension types are not in the list
+_BYTES_OF = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
+_ENTRIES_OF = {0xDC: 2, 0xDD: 4, 0xDE: 2, 0xDF: 4}
+_FIXED = {0xC0: 0, 0xC2: 0, 0xC3: 0, 0xCA: 4, 0xCB: 8, 0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8} | {
+    0xD0: 1,
+    0xD1: 2,
+    0xD2: 4,
+    0xD3: 8,
+}
+
+
+def check_structure(data: bytes) -> int:
+    """Walk over the bytes of a frame and build nothing; returns how many values, lists and maps are in it.
+
+    Raises unless lengths, depth and number stay within the limits, so that no few bytes claim much memory.
+    """
+    at, end, objects = 0, len(data), 1
+    left = [1]  # entries still to come, per open list or map
+    while left:
+        if not left[-1]:
+            left.pop()
+            continue
+        left[-1] -= 1
+        if at >= end:
+            raise WireError("a frame that ends too early")
+        first = data[at]
+        at += 1
+        if first < 0x80 or first >= 0xE0:  # a small number
+            continue
+        entries = -1
+        if first < 0xA0:
+            entries = (first & 15) * (2 if first < 0x90 else 1)
+        elif first < 0xC0:
+            at += first & 31
+        elif first in _FIXED:
+            at += _FIXED[first]
+        elif first in _BYTES_OF:
+            width = _BYTES_OF[first]
+            at += width + int.from_bytes(data[at : at + width], "big")
+        elif first in _ENTRIES_OF:
+            width = _ENTRIES_OF[first]
+            count = int.from_bytes(data[at : at + width], "big")
+            if count > MAX_ITEMS:
+                raise WireError(f"a list or map of {count} entries; at most {MAX_ITEMS}")
+            entries = count * (2 if first >= 0xDE else 1)
+            at += width
+        else:
+            raise WireError("a frame with a type that does not travel")
+        if entries >= 0:
+            objects += entries
+            if objects > MAX_OBJECTS or entries > end - at:
+                raise WireError("a frame that claims more entries than it holds, or than may travel")
+            if len(left) > MAX_DEPTH:
+                raise WireError(f"a frame of lists within lists; at most {MAX_DEPTH} levels")
+            left.append(entries)
+    if at != end:
+        raise WireError("a frame that is shorter or longer than it says")
+    return objects
+
+
+def unpack(data: bytes) -> Frame:
+    if len(data) > MAX_FRAME:
+        raise WireError(f"a frame of {len(data)} bytes; at most {MAX_FRAME}")
+    objects = check_structure(data)
+    try:
+        whole = msgpack.unpackb(
+            data,
+            raw=False,
+            strict_map_key=True,
+            max_str_len=MAX_TEXT,
+            max_bin_len=len(data),
+            max_array_len=MAX_ITEMS,
+            max_map_len=MAX_ITEMS,
+            max_ext_len=0,
+        )
+    except (ValueError, TypeError, RecursionError, msgpack.exceptions.UnpackException):
+        raise WireError("bytes that are no message") from None
+    if type(whole) is not list or len(whole) != 3 + len(_HEADER):
+        raise WireError("a frame that is no list of nine")
+    form, kind, *head, body = whole
+    if type(form) is not int or form != FORMAT:
+        raise WireError(f"a frame of another format; this is format {FORMAT}: do all sites run one version?")
+    if type(kind) is not int or not 0 <= kind < len(KINDS):
+        raise WireError("a frame of unknown kind")
+    for (name, want), value in zip(_HEADER, head, strict=True):
+        if type(value) is not want:
+            raise WireError(f"frame header: expected {want.__name__} in '{name}'")
+    run, scope, sender, to, seq, name = head
+    return Frame(KINDS[kind], run, scope, Party(sender), Party(to), seq, name, body, len(data) + 64 * objects)
+
+
+# ---- one encoding for hashing --------------------------------------------------------------------------------------
+
+
+def canonical(x: Any) -> bytes:
+    """Bytes that are equal exactly when two public values are: the input of every digest."""
+    return _packed(_canonical(x))
+
+
+def _packed(x: Any) -> bytes:
+    packed: bytes = msgpack.packb(x, use_bin_type=True)
+    return packed
+
+
+def _canonical(x: Any) -> Any:
+    if type(x) is int and not -(1 << 63) <= x < 1 << 64:
+        return ["int", [hex(x)]]
+    if x is None or type(x) in (bool, int, float, str, bytes):
+        return x
+    if isinstance(x, str):
+        return str(x)
+    if isinstance(x, np.generic):
+        return _canonical(x.item())
+    if isinstance(x, np.ndarray):
+        if x.dtype.kind not in "biufcSU":
+            raise TypeError(f"an array of {x.dtype} has no canonical form")
+        code = x.dtype.newbyteorder("<").str
+        return ["array", code, list(x.shape), np.ascontiguousarray(x).astype(code, copy=False).tobytes()]
+    if isinstance(x, list | tuple):
+        made = [_canonical(v) for v in x]
+        return ["list", made] if _looks_tagged(made) else made
+    if isinstance(x, Mapping):
+        return ["map", [[_canonical(k), _canonical(x[k])] for k in sorted(x)]]
+    if dataclasses.is_dataclass(x) and not isinstance(x, type):
+        fields = [[f.name, _canonical(getattr(x, f.name))] for f in dataclasses.fields(x)]
+        return [type(x).__name__, fields]
+    raise TypeError(f"{type(x).__name__} has no canonical form; public parameters are plain values")
+
+
+def _looks_tagged(x: list[Any]) -> bool:
+    """Whether a list could be taken for the form of a map, an array or a dataclass."""
+    pair = len(x) == 2 and type(x[0]) is str and type(x[1]) is list
+    return pair or (len(x) == 4 and x[0] == "array")
+
+
+def digest(*parts: Any) -> bytes:
+    """SHA-256 of the canonical forms."""
+    return hashlib.sha256(_packed([_canonical(part) for part in parts])).digest()

@@ -1,0 +1,246 @@
+"""Validation of an encrypted CellCnn: everyone learns one number, the squared error on inputs that no site trained on.
+
+Whether a class is right is no polynomial; the squared error of the fitted sigmoid is. With S' = (σ(U) - Y) / a3, slots
+and scales as in `cellcnn_circuit` and `cellcnn_ladder`:
+
+    L1  i → S   [S'²] = [(U³ + (a1/a3)·U + (a0 - Y)/a3)²] + [0]   from [M], held-out inputs X and labels Y; [0] is fresh
+        all     refresh (Σ_i [S'²]) → [loss], a3² times the mean over sites, inputs and classes, at every slot
+        all     `threshold_decrypt` → all sites and S
+
+Reveals
+-------
+aggregator, holder : the mean squared error over all sites' held-out inputs, to about four digits. Nothing of any single
+    site's error, of the model or of the inputs; n - 1 sites with the aggregator learn no more.
+
+Assumes
+-------
+As `encrypted_training`, whose keys and [M] it uses. Logits stay below 4: beyond, the masks of the refresh are narrower
+than 2^40 times the message. Only the scale 2^88 leaves room for that; others are refused.
+
+Cost
+----
+Per site: one local iteration, two ciphertexts up; one refresh and one opening.
+
+References
+----------
+None; lines numbered here. [SAV22] decrypts such a number after an epoch by agreement.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from cloister.crypto.ckks import scheme as ckks
+from cloister.crypto.entropy import Entropy
+from cloister.crypto.lattice.slots import SlotMap, make_map
+from cloister.errors import DataError, ParameterError, ProtocolAbort, RefusedError
+from cloister.models import cellcnn
+from cloister.net.channel import Channel
+from cloister.net.wire import F64, message
+from cloister.protocols.cellcnn.cellcnn_circuit import Layout, logits
+from cloister.protocols.cellcnn.cellcnn_ladder import chain
+from cloister.protocols.cellcnn.training_keys import Keys
+from cloister.protocols.ckks import collective_refresh, threshold_decrypt
+from cloister.protocols.ckks.collective_key import check_holders, read
+from cloister.protocols.ckks.collective_refresh import Ledger
+from cloister.study import Party
+
+NAME = "encrypted_validation"
+CUBED = 2  # primes that the cube spends
+LARGEST = 4.0  # logit
+
+
+@dataclass(frozen=True, slots=True)
+class Params:  # public
+    holders: tuple[Party, ...]
+    aggregator: Party
+    ckks: ckks.Parameters
+    config: cellcnn.Config
+    samples: int  # held-out inputs of each site
+
+    def __post_init__(self) -> None:
+        check_holders(self.holders, self.aggregator)
+        L = self.layout
+        if not 1 <= self.samples <= L.I or len(L.groups) > 1:
+            raise ParameterError(
+                f"validation takes 1 to {L.I} inputs of each site and all classes in one ciphertext, found"
+                f" {self.samples} inputs and {len(L.groups)} ciphertexts"
+            )
+        if self.error > 2e-3:
+            raise ParameterError(
+                f"the validation error would be exact to {self.error:.1g} only; use the ring of `ring_for`"
+            )
+        refresh(self)
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(self.config, self.ckks, len(self.holders))
+
+    @property
+    def squared(self) -> int:
+        """Primes that the square spends: all that are left."""
+        return self.layout.ladder.primes[1] - CUBED - self.ckks.base
+
+    @property
+    def scales(self) -> tuple[float, float]:
+        """Of S' and of S'²."""
+        c, ladder = ckks.context(self.ckks), self.layout.ladder
+        k_u, k_b, _, _ = ladder.primes
+        w = 2.0**ladder.square_bits
+        u = math.sqrt(w * c.dropped(k_u, ladder.spent[0]))
+        first = u * w / c.dropped(k_b, CUBED)
+        return first, first**2 / c.dropped(k_b - CUBED, self.squared)
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """Of |S'| and of its slope in U."""
+        a0, a1, a3 = cellcnn.sigmoid_fit(self.config.interval)
+        u = np.linspace(0, LARGEST, 101)
+        return np.abs(u**3 + a1 / a3 * u).max() + a0 / abs(a3), np.abs(3 * u * u + a1 / a3).max()
+
+    @property
+    def noise_bits(self) -> int:
+        """Of the opened number, which stands at every slot and so in one coefficient."""
+        _, _, a3 = cellcnn.sigmoid_fit(self.config.interval)
+        largest, slope = self.bounds
+        c, (first, second) = ckks.context(self.ckks), self.scales
+        one = ckks.rounding_noise(self.ckks, len(self.holders))
+        cubed = one * (1 + slope * self.layout.J * first / 2.0**self.layout.ladder.square_bits)
+        noise = one + 2 * largest * cubed * first / c.dropped(self.layout.ladder.primes[1] - CUBED, self.squared)
+        fresh = ckks.encryption_noise(self.ckks, len(self.holders))
+        spread = math.hypot(noise, fresh) * math.sqrt(self.ckks.degree) * a3 * a3 * self.ckks.scale / second
+        return math.ceil(math.log2(6 * math.hypot(spread, fresh)))
+
+    @property
+    def error(self) -> float:
+        """Standard deviation that the flooding leaves in the mean over all slots."""
+        flood = 2.0 ** (self.noise_bits + ckks.FLOOD_BITS) * math.sqrt(len(self.holders) / 3)
+        return flood * math.sqrt(self.ckks.degree / self.ckks.slots) / self.ckks.scale
+
+
+def ring_for(config: cellcnn.Config, parties: int) -> ckks.Parameters:
+    """The ring for a training with validation."""
+    params = chain(16384, scale_bits=88, parties=parties)
+    layout = Layout(config, params, parties)
+    if max(layout.opening_error, layout.answer_error) > 2e-4:
+        raise ParameterError(
+            f"{config.steps} steps at learning rate {config.learning_rate:g} need a ring on which validation does not"
+            " fit; train without it, or with fewer steps"
+        )
+    return params
+
+
+@message("L1")
+class Squares:  # i → S
+    c0: bytes
+    c1: bytes
+
+
+def ideal(params: Params, inputs: Mapping[Party, tuple[cellcnn.Weights, F64, F64]]) -> dict[Party, float]:
+    """The clear number; the test's inputs of a site carry the plain weights."""
+    found = [loss(params.config, *inputs[i]) for i in params.holders]
+    return dict.fromkeys((params.aggregator, *params.holders), float(np.mean(found)))
+
+
+def loss(config: cellcnn.Config, w: cellcnn.Weights, X: F64, Y: F64) -> float:
+    return float(((cellcnn.sigmoid(config, cellcnn.logits(w, X)) - Y) ** 2).mean())
+
+
+def roles(params: Params) -> dict[Party, object]:
+    return {params.aggregator: aggregator} | dict.fromkeys(params.holders, holder)
+
+
+def cost(params: Params) -> dict[Party, tuple[int, int]]:
+    c, sent = ckks.context(params.ckks), {p: (0, 0) for p in (params.aggregator, *params.holders)}
+    parts = [collective_refresh.cost(refresh(params)[0]), threshold_decrypt.cost(opening(params))]
+    parts.append(dict.fromkeys(params.holders, (1, 2 * c.packed(params.ckks.base))))
+    for part in parts:
+        sent |= {p: (sent[p][0] + a, sent[p][1] + b) for p, (a, b) in part.items()}
+    return sent
+
+
+def refresh(params: Params) -> tuple[collective_refresh.Params, list[SlotMap]]:
+    """All slots of samples and classes summed, and the mean put everywhere."""
+    L, P, n = params.layout, params.ckks, len(params.holders)
+    _, _, a3 = cellcnn.sigmoid_fit(params.config.interval)
+    at = [L.at(0, k, i) for k in range(params.config.classes) for i in range(params.samples)]
+    row = (np.arange(P.slots), np.array(at), a3 * a3 / (len(at) * n))
+    maps = [make_map([row], P.slots)]
+    digests = tuple(m.digest for m in maps)
+    value_bits = math.ceil(math.log2(n * params.bounds[0] ** 2))
+    who = (params.holders, params.aggregator, P)
+    return collective_refresh.Params(*who, (params.scales[1],), (P.base,), digests, value_bits), maps
+
+
+def opening(params: Params) -> threshold_decrypt.Params:
+    P = params.ckks
+    who = (params.holders, params.aggregator, P)
+    what = "the squared error on all sites' held-out inputs"
+    return threshold_decrypt.Params(*who, what, P.base, P.scale, params.noise_bits, params.holders)
+
+
+def squares(params: Params, M: ckks.Cipher, X: F64, Y: F64, keys: Keys) -> ckks.Cipher:
+    """[S'²] at the base primes."""
+    c, L = ckks.context(params.ckks), params.layout
+    ladder, (a0, a1, a3) = L.ladder, cellcnn.sigmoid_fit(params.config.interval)
+    k_b = ladder.primes[1]
+    U = logits(L, M, X, keys.rotation)
+    low = c.drop(U, k_b)
+    cubic = c.product(low, c.square(U, keys.relin, ladder.spent[0]), keys.relin)
+    linear = c.evaluator.multiply_plain(low, c.encode(a1 / a3, k_b, float(cubic.scale()) / float(low.scale())))
+    table = np.zeros((L.J, L.O, L.I))
+    table[:, : Y.shape[1], : len(Y)] = ((a0 - Y) / a3).T[None]
+    S = c.rescale(c.add_plain(c.add(cubic, linear), L.spread(table)), CUBED)
+    return c.square(S, keys.relin, params.squared)
+
+
+def check_samples(params: Params, X: F64, Y: F64) -> None:
+    shapes = (params.samples, params.config.markers), (params.samples, params.config.classes)
+    if (X.shape, Y.shape) != shapes or not np.isfinite(X).all() or np.abs(X).max() > 2.0**5:
+        raise DataError(
+            f"expected standardised held-out inputs and labels of shapes {shapes}, found {X.shape, Y.shape}"
+        )
+
+
+async def holder(
+    ch: Channel,
+    params: Params,
+    model: ckks.Cipher,
+    keys: Keys,
+    X: F64,
+    Y: F64,
+    *,
+    entropy: Entropy,
+    consent: bool = True,
+) -> float:
+    if not consent:
+        raise RefusedError("this site did not consent to validation during training; agree on validate_every=0")
+    check_samples(params, X, Y)
+    c, ledger = ckks.context(params.ckks), Ledger()
+    if keys.secret is None:
+        raise ProtocolAbort(NAME, "L1", "no-key", "this party holds no share of the key")
+    raw, _ = c.raw(c.rerandomise(keys.public, squares(params, model, X, Y, keys), entropy))
+    await ch.send(params.aggregator, Squares(c.pack(raw[0]), c.pack(raw[1])))  # L1
+    p, maps = refresh(params)
+    sub = ch.sub("refresh")
+    await collective_refresh.holder(sub, p, keys.secret, maps, ledger, entropy=entropy)
+    ledger.admit(c.pack(collective_refresh.common(sub, p, 0)))
+    found = await threshold_decrypt.holder(ch.sub("open"), opening(params), keys.secret, ledger, entropy=entropy)
+    assert found is not None
+    return float(found.mean())
+
+
+async def aggregator(ch: Channel, params: Params) -> float:
+    c, k = ckks.context(params.ckks), params.ckks.base
+    total = np.stack([c.ring.zeros(k)] * 2)
+    for i, got in (await ch.gather(params.holders, Squares)).items():  # L1
+        c.ring.add(total[0], read(c, got.c0, k, NAME, "L1", i))
+        c.ring.add(total[1], read(c, got.c1, k, NAME, "L1", i))
+    p, maps = refresh(params)
+    (ct,) = await collective_refresh.aggregator(ch.sub("refresh"), p, [c.cipher(total, params.scales[1])], maps)
+    found = await threshold_decrypt.aggregator(ch.sub("open"), opening(params), ct)
+    return float(found.mean())

@@ -1,0 +1,169 @@
+"""A party's own folder for a long training: its key share, the public keys, and the encrypted state after each step.
+
+    <folder>/public/<digest>.bin     switching keys, held once per machine: parties that share the folder share them
+    <folder>/<party>/keys.json       which keys belong together
+    <folder>/<party>/secret.bin      this party's share of the key; readable by its owner only
+    <folder>/<party>/state.bin       [M], [W], [V], [A] after the last finished step; ciphertexts
+
+Files are written whole or not at all, and every one is checked against its digest when it is read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import numpy as np
+
+from cloister.crypto.ckks import scheme as ckks
+from cloister.errors import DataError, WireError
+from cloister.study import Party
+
+
+class KeyStore:
+    def __init__(self, folder: Path | str, party: Party) -> None:
+        self._top, self._own = Path(folder), Path(folder) / party
+        (self._top / "public").mkdir(parents=True, exist_ok=True)
+        self._own.mkdir(mode=0o700, exist_ok=True)
+        self._pending: dict[str, str] = {}
+
+    def __repr__(self) -> str:
+        return f"KeyStore({str(self._own)!r})"
+
+    @property
+    def name(self) -> bytes:
+        """Which keys are complete here; empty if none."""
+        return bytes.fromhex(self._index().get("name", ""))
+
+    def _index(self) -> dict[str, str]:
+        path = self._own / "keys.json"
+        if not path.exists():
+            return {}
+        try:
+            found = json.loads(path.read_text())
+        except ValueError:
+            raise DataError(f"{path} is damaged; remove the folder and train anew") from None
+        return dict(found)
+
+    def _write(self, path: Path, data: bytes, *, private: bool = False) -> None:
+        part = self._own / f"{path.name}.part"  # a folder of its own: parties may write the same key at once
+        with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600 if private else 0o644), "wb") as f:
+            f.write(data)
+            f.flush()
+            os.fsync(f.fileno())
+        part.replace(path)
+
+    # ---- keys --------------------------------------------------------------------------------------------------------
+
+    def put_public(self, key: ckks.PublicKey, secret: ckks.Secret | None) -> None:
+        (self._own / "keys.json").unlink(missing_ok=True)
+        (self._own / "state.bin").unlink(missing_ok=True)
+        self._pending = {"public": self._put(np.stack([key.b, key.a]))}
+        if secret is not None:
+            self._write(self._own / "secret.bin", secret.to_bytes(), private=True)
+
+    def put_switching(self, label: str, key: ckks.SwitchingKey) -> None:
+        self._pending[label] = self._put(np.stack([key.b, key.a])) + f"/{key.galois}"
+
+    def _put(self, data: np.ndarray) -> str:
+        raw = data.tobytes()
+        digest = hashlib.sha256(raw).hexdigest()
+        path = self._top / "public" / f"{digest}.bin"
+        if not path.exists():
+            self._write(path, raw)
+        return digest
+
+    def finish(self, name: bytes) -> None:
+        self._write(self._own / "keys.json", json.dumps({"name": name.hex(), **self._pending}).encode())
+
+    def _get(self, entry: str, shape: tuple[int, ...]) -> np.ndarray:
+        digest = entry.partition("/")[0]
+        path = self._top / "public" / f"{digest}.bin"
+        try:
+            raw = path.read_bytes()
+        except OSError:
+            raise DataError(f"the key file {path} is missing; remove the folder and train anew") from None
+        if hashlib.sha256(raw).hexdigest() != digest or len(raw) != 8 * int(np.prod(shape)):
+            raise DataError(f"the key file {path} was altered; remove the folder and train anew")
+        return np.frombuffer(raw, np.uint64).reshape(shape)
+
+    def get_public(self, params: ckks.Parameters, *, secret: bool) -> tuple[ckks.PublicKey, ckks.Secret | None]:
+        b, a = self._get(self._index()["public"], (2, params.top, params.degree))
+        key = ckks.PublicKey(b, a)
+        if not secret:
+            return key, None
+        try:
+            return key, ckks.Secret.from_bytes(params, (self._own / "secret.bin").read_bytes())
+        except (OSError, WireError, ValueError):
+            raise DataError(f"the key share in {self._own} is missing or altered; train anew") from None
+
+    def get_switching(self, params: ckks.Parameters, label: str) -> ckks.SwitchingKey:
+        entry = self._index()[label]
+        K = len(params.bits)
+        b, a = self._get(entry, (2, params.top, K, params.degree))
+        return ckks.SwitchingKey(b, a, int(entry.partition("/")[2]))
+
+    # ---- the encrypted state -----------------------------------------------------------------------------------------
+
+    def has_state(self, tag: bytes) -> bool:
+        """Whether a training with these very parameters has left its state here."""
+        try:
+            return bool(self._read()["tag"] == tag)
+        except DataError:
+            return False
+
+    def put_state(self, c: ckks.Context, tag: bytes, step: int, state: Mapping[str, list[ckks.Cipher]]) -> None:
+        body = {}
+        for label, cts in state.items():
+            raws = [c.raw(ct) for ct in cts]
+            body[label] = [[scale, raw.shape[1], [c.pack(p) for p in raw]] for raw, scale in raws]
+        packed = msgpack.packb({"step": step, "tag": tag, "state": body})
+        self._write(self._own / "state.bin", hashlib.sha256(packed).digest() + packed)
+
+    def _read(self) -> dict[str, Any]:
+        path = self._own / "state.bin"
+        try:
+            raw = path.read_bytes()
+            found = msgpack.unpackb(raw[32:])
+        except (OSError, ValueError, TypeError, msgpack.exceptions.UnpackException):
+            raise DataError(f"there is no whole checkpoint at {path}; train anew") from None
+        if hashlib.sha256(raw[32:]).digest() != raw[:32] or type(found) is not dict:
+            raise DataError(f"the checkpoint {path} was altered; remove it and train anew")
+        return found
+
+    def get_state(self, c: ckks.Context, tag: bytes) -> tuple[int, dict[str, list[ckks.Cipher]]]:
+        """The step and its ciphertexts, checked residue by residue."""
+        found = self._read()
+        if found["tag"] != tag:
+            raise DataError(f"the checkpoint in {self._own} is of a training with other parameters")
+        try:
+            state = {
+                label: [c.cipher(np.stack([c.unpack(p, k) for p in parts]), scale) for scale, k, parts in cts]
+                for label, cts in found["state"].items()
+            }
+        except (WireError, ValueError, KeyError, TypeError):
+            raise DataError(f"the checkpoint in {self._own} was altered; remove it and train anew") from None
+        return int(found["step"]), state
+
+    # ---- what this party may open ------------------------------------------------------------------------------------
+
+    def put_known(self, step: int, polynomials: Sequence[bytes]) -> None:
+        """Remember which ciphertexts hold the weights after that step."""
+        known = {"step": step, "known": [hashlib.sha256(p).hexdigest() for p in polynomials]}
+        self._write(self._own / "known.json", json.dumps(known).encode())
+
+    def get_known(self, step: int) -> list[bytes]:
+        """Their digests, if that is the last step this party took part in; else nothing."""
+        path = self._own / "known.json"
+        if not path.exists():
+            return []
+        try:
+            found = json.loads(path.read_text())
+            return [bytes.fromhex(d) for d in found["known"]] if found["step"] == step else []
+        except (ValueError, KeyError, TypeError):
+            raise DataError(f"{path} is damaged; train anew") from None

@@ -1,0 +1,334 @@
+"""The CellCnn step as PriCell prints it (supplementary note 4, algorithm 1): packing, diagonals, repacking, rotations.
+
+Written over a handful of operations, so that the same lines run on ciphertexts (`SealOps`) and on plain vectors
+(`PlainOps`, for tests). n samples and h filters are padded to powers of two, m markers to an even number; o classes.
+
+    C       row r, filter f at r·h + f:  C[r mod m, f]             csize = (n + m - 1)·h slots, rows repeat
+    W, ∇W   (c, i, f) at (c·n + i)·h + f:  W[f, c]                 every class n times
+    P       (i, f) at i·h + f                                      convolution by complex diagonals
+    U       (c, i) at (c·n + i)·h                                  dense layer, inner sums over f
+    D       U ‖ P ‖ W ‖ ∇W ‖ ∇C     at multiples of o·n·h          packed by rotations, refreshed as one
+    D'      U by (i, c, f) ‖ U by (c, r, f) ‖ η·P ‖ η·W ‖ μ·∇W ‖ μ·∇C      the refresh's slot map
+
+Corrections to the print: line 14's rotations are multiples of o·n·h, as the text says; the inner sums' by-products are
+left where nothing is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cloister.crypto.ckks import scheme as ckks
+from cloister.crypto.lattice.slots import SlotMap, make_map
+from cloister.errors import ParameterError
+from cloister.models import cellcnn
+from cloister.net.wire import F64
+
+npt_complex = np.ndarray[Any, np.dtype[np.complex128]]
+LEVELS = 7  # two for the forward pass, five for the backward pass
+CONJUGATE = 0  # the step that stands for complex conjugation
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    config: cellcnn.Config
+    slots: int
+    parties: int
+
+    def __post_init__(self) -> None:
+        need = 3 * self.onh + (2 * self.config.classes + 1) * self.csize
+        if max(need, 4 * self.onh + self.csize) > self.slots:
+            raise ParameterError(
+                f"{self.config.batch} samples, {self.config.filters} filters and {self.config.classes} classes need"
+                f" {need} slots, the ring has {self.slots}; use a smaller batch, or fewer filters"
+            )
+
+    @property
+    def n(self) -> int:
+        return max(2, 1 << (self.config.batch - 1).bit_length())
+
+    @property
+    def h(self) -> int:
+        return 1 << (self.config.filters - 1).bit_length()
+
+    @property
+    def m(self) -> int:
+        return self.config.markers + self.config.markers % 2
+
+    @property
+    def onh(self) -> int:
+        return self.config.classes * self.n * self.h
+
+    @property
+    def csize(self) -> int:
+        return (self.n + self.m - 1) * self.h
+
+    @property
+    def access(self) -> int:
+        """Where η·P ‖ η·W begin in D'."""
+        return self.onh + self.config.classes * self.csize
+
+    @property
+    def copies(self) -> int:
+        """Of m rows in C."""
+        return -(-(self.n + self.m - 1) // self.m)
+
+    @property
+    def rotations(self) -> tuple[int, ...]:
+        """Every rotation that a site makes; CONJUGATE among them."""
+        n, h, o = self.n, self.h, self.config.classes
+        steps = {CONJUGATE, h, 2 * h, -self.onh, self.access, self.onh}
+        steps |= {1 << t for t in range(h.bit_length() - 1)}  # inner sums over filters
+        steps |= {o * h << t for t in range(n.bit_length() - 1)}  # and over samples
+        steps |= {-h << t for t in range(n.bit_length() - 1)}  # replication over samples
+        steps |= {-n * h * c for c in range(1, o)} | {self.csize * c for c in range(1, o)}
+        steps |= {-(n - 1) * h * c for c in range(1, o)}
+        steps |= {-self.m * h * t for t in range(1, self.copies)}
+        return tuple(sorted(steps))
+
+    # ---- plain vectors -----------------------------------------------------------------------------------------------
+
+    def _vector(self) -> F64:
+        return np.zeros(self.slots)
+
+    def conv_slots(self, C: F64) -> F64:
+        rows = np.zeros((self.m, self.h))
+        rows[: C.shape[0], : C.shape[1]] = C
+        out = self._vector()
+        out[: self.csize] = rows[np.arange(self.n + self.m - 1) % self.m].ravel()
+        return out
+
+    def dense_slots(self, W: F64) -> F64:
+        columns = np.zeros((self.config.classes, self.h))
+        columns[:, : W.shape[0]] = W.T
+        out = self._vector()
+        out[: self.onh] = np.repeat(columns[:, None, :], self.n, axis=1).ravel()
+        return out
+
+    def _batch(self, X: F64, Y: F64) -> tuple[F64, F64]:
+        L, labels = np.zeros((self.n, self.m)), np.zeros((self.n, self.config.classes))
+        L[: len(X), : X.shape[1]] = X
+        labels[: len(Y)] = Y
+        return L, labels
+
+    def forward_diagonals(self, X: F64) -> list[npt_complex]:
+        """½(L[i, j] - ι·L[i, j + 1]) at (i, f), j = i + 2k mod m."""
+        L, _ = self._batch(X, np.zeros((0, self.config.classes)))
+        i = np.arange(self.n)
+        found = []
+        for k in range(self.m // 2):
+            j = (i + 2 * k) % self.m
+            found.append(self._rows(L[i, j], L[i, (j + 1) % self.m]))
+        return found
+
+    def backward_diagonals(self, X: F64) -> list[npt_complex]:
+        """½(L[i, j] - ι·L[i + 1, j]) at (j, f), i = j + 2k mod n."""
+        L, _ = self._batch(X, np.zeros((0, self.config.classes)))
+        j = np.arange(self.m)
+        found = []
+        for k in range(self.n // 2):
+            i = (j + 2 * k) % self.n
+            found.append(self._rows(L[i, j], L[(i + 1) % self.n, j]))
+        return found
+
+    def _rows(self, a: F64, b: F64) -> npt_complex:
+        """½(a - ι·b), h times each."""
+        out = np.zeros(self.slots, complex)
+        size = len(a) * self.h
+        out[:size] = 0.5 * (np.repeat(a, self.h) - iota(self.slots)[:size] * np.repeat(b, self.h))
+        return out
+
+    def label_slots(self, Y: F64) -> tuple[F64, F64]:
+        """Y in both orders of U, and where it counts."""
+        _, labels = self._batch(np.zeros((0, self.m)), Y)
+        seen = np.zeros((self.n, self.config.classes))
+        seen[: len(Y)] = 1.0
+        return self._both(labels), self._both(seen)
+
+    def _both(self, table: F64) -> F64:
+        out = self._vector()
+        out[: self.onh] = np.repeat(table.ravel(), self.h)
+        rows = table[np.arange(self.n + self.m - 1) % self.n]
+        out[self.onh : self.access] = np.concatenate([np.repeat(rows[:, c], self.h) for c in range(table.shape[1])])
+        return out
+
+    def mask(self, start: int, stop: int) -> F64:
+        out = self._vector()
+        out[start:stop] = 1.0
+        return out
+
+    # ---- the refresh -------------------------------------------------------------------------------------------------
+
+    def repacking(self, u_ratio: float, source: int = 0) -> SlotMap:
+        """D → D'; `u_ratio` corrects the scale of U, `source` is the number of the input."""
+        n, h, o, q = self.n, self.h, self.config.classes, self.onh
+        eta = self.config.learning_rate / (self.config.batch * self.parties)
+        mu = self.config.momentum / self.parties
+        first = source * self.slots
+        rows: list[tuple[Any, Any, Any]] = []
+        f, r = np.arange(h), np.arange(n + self.m - 1)
+        for i in range(n):
+            for c in range(o):
+                by_sample = i * o * h + c * h + f
+                repeats = r[r % n == i]
+                by_class = self.onh + c * self.csize + (repeats[:, None] * h + f).ravel()
+                rows.append((np.concatenate([by_sample, by_class]), first + (c * n + i) * h, u_ratio))
+        for i in range(n):
+            for k in range(h):
+                to = self.access + i * o * h + np.arange(o) * h + k
+                rows.append((to, first + q + i * h + k, eta))
+        for c in range(o):
+            for k in range(h):
+                to = self.access + self.onh + c * self.csize + r * h + k
+                rows.append((to, first + 2 * q + c * n * h + k, eta))
+        for s in range(self.onh):
+            rows.append((2 * self.access + s, first + 3 * q + s, mu))
+        for s in range(self.csize):
+            rows.append((2 * self.access + self.onh + s, first + 4 * q + s, mu))
+        return make_map(rows, self.slots)
+
+
+def iota(slots: int) -> npt_complex:
+    """The root of -1 that is the monomial X^(N/2) in SEAL's order of slots, i, -i, i, ...: it costs no level."""
+    return np.asarray(1j * (-1.0) ** np.arange(slots), np.complex128)
+
+
+class PlainOps:
+    """The operations on plain complex vectors."""
+
+    def rotate(self, x: Any, steps: int) -> Any:
+        return np.conj(x) if steps == CONJUGATE else np.roll(x, -steps)
+
+    def add(self, x: Any, y: Any) -> Any:
+        return x + y
+
+    def times(self, x: Any, y: Any) -> Any:
+        return x * y
+
+    def times_i(self, x: Any) -> Any:
+        return iota(len(x)) * x
+
+    def times_plain(self, x: Any, v: Any, *, like: Any = None) -> Any:
+        return x * v
+
+    def add_plain(self, x: Any, v: Any) -> Any:
+        return x + v
+
+    def join(self, x: Any, y: Any) -> Any:
+        return x + y
+
+
+class SealOps:
+    """The operations on ciphertexts; plain factors bring results to Δ, or to the scale of `like`."""
+
+    def __init__(self, params: ckks.Parameters, relin: Any, rotation: Mapping[int, Any]) -> None:
+        self.c, self.relin, self.rotation = ckks.context(params), relin, rotation
+        i = self.c.encoder.encode_complex(iota(params.slots), 1.0)
+        self._i = {params.top: i}
+        for k in range(params.top - 1, 0, -1):
+            i = self.c.evaluator.mod_switch_to_next(i)
+            self._i[k] = i
+
+    def rotate(self, x: Any, steps: int) -> Any:
+        if steps == CONJUGATE:
+            return self.c.evaluator.complex_conjugate(x, self.rotation[steps].key)
+        return self.c.rotate(x, steps, self.rotation[steps])
+
+    def add(self, x: Any, y: Any) -> Any:
+        return self.c.add(x, y)
+
+    def times(self, x: Any, y: Any) -> Any:
+        return self.c.times(x, y, self.relin)
+
+    def times_i(self, x: Any) -> Any:
+        return self.c.evaluator.multiply_plain(x, self._i[x.coeff_modulus_size()])
+
+    def times_plain(self, x: Any, v: Any, *, like: Any = None) -> Any:
+        c, k = self.c, x.coeff_modulus_size()
+        target = c.params.scale if like is None else float(like.scale())
+        scale = target * c.dropped(k) / float(x.scale())
+        encode = c.encoder.encode_complex if np.iscomplexobj(v) else c.encoder.encode
+        plain = encode(np.ascontiguousarray(v), scale)
+        for _ in range(c.params.top - k):
+            plain = c.evaluator.mod_switch_to_next(plain)
+        return c.times_plain(x, plain)
+
+    def add_plain(self, x: Any, v: Any) -> Any:
+        return self.c.add_plain(x, v)
+
+    def join(self, x: Any, y: Any) -> Any:
+        """Add vectors that stand in different slots, whatever their scales; the repacking corrects the first's."""
+        k = min(x.coeff_modulus_size(), y.coeff_modulus_size())
+        x, y = self.c.drop(x, k), self.c.drop(y, k)
+        y = self.c.evaluator.mod_switch_to(y, y.parms_id())
+        x = self.c.evaluator.mod_switch_to(x, x.parms_id())
+        x.scale(y.scale())
+        return self.c.evaluator.add(x, y)
+
+
+def forward(ops: Any, L: Layout, C: Any, W: Any, gW: Any, gC: Any, X: F64) -> Any:
+    """Lines 9 to 14: from weights and a batch to D; before the first step there are no gradients (`None`)."""
+    packed = ops.add(C, ops.times_i(ops.rotate(C, L.h)))
+    P, turned = None, packed
+    for k, d in enumerate(L.forward_diagonals(X)):
+        turned = ops.rotate(turned, 2 * L.h) if k else turned
+        if k == 0 or np.any(d):  # padding leaves some diagonals empty, and a product with nothing is no ciphertext
+            term = ops.times_plain(turned, d)
+            P = term if P is None else ops.add(P, term)
+    P = ops.add(P, ops.rotate(P, CONJUGATE))
+    whole = P
+    for c in range(1, L.config.classes):
+        whole = ops.add(whole, ops.rotate(P, -L.n * L.h * c))
+    U = ops.times(whole, W)
+    for t in range(L.h.bit_length() - 1):
+        U = ops.add(U, ops.rotate(U, 1 << t))
+    D = ops.add(P, ops.rotate(W if gC is None else ops.add(W, _previous(ops, L, gW, gC)), -L.onh))
+    return ops.join(U, ops.rotate(D, -L.onh))
+
+
+def _previous(ops: Any, L: Layout, gW: Any, gC: Any) -> Any:
+    return ops.rotate(ops.add(gW, ops.rotate(gC, -L.onh)), -L.onh)
+
+
+def backward(ops: Any, L: Layout, D: Any, X: F64, Y: F64) -> tuple[Any, Any]:
+    """Lines 17 to 33: from D' to this party's ∇W and ∇C, its share of the momentum included."""
+    labels, seen = L.label_slots(Y)
+    c0, c1, c2, c3, c5 = cellcnn.error_polynomial(L.config.interval, labels)
+    U2 = ops.times(D, D)
+    inner = ops.times(ops.times_plain(D, c5 * seen), U2)
+    inner = ops.add_plain(ops.add(inner, ops.times_plain(D, c3 * seen, like=inner)), c2 * seen)
+    E = ops.times(inner, U2)
+    E = ops.add_plain(ops.add(E, ops.times_plain(D, c1 * seen, like=E)), c0 * seen)
+    PW = ops.rotate(D, L.access)
+    G = ops.times(E, PW)
+    E0 = ops.rotate(G, L.onh)
+    total = E0
+    for c in range(1, L.config.classes):
+        total = ops.add(total, ops.rotate(E0, L.csize * c))
+    for t in range(L.n.bit_length() - 1):
+        G = ops.add(G, ops.rotate(G, L.config.classes * L.h << t))
+    packed = ops.add(total, ops.times_i(ops.rotate(total, L.h)))
+    gC, turned = None, packed
+    for k, d in enumerate(L.backward_diagonals(X)):
+        turned = ops.rotate(turned, 2 * L.h) if k else turned
+        if k == 0 or np.any(d):  # padding leaves some diagonals empty, and a product with nothing is no ciphertext
+            term = ops.times_plain(turned, d)
+            gC = term if gC is None else ops.add(gC, term)
+    gC = ops.add(gC, ops.rotate(gC, CONJUGATE))
+    rows = gC
+    for t in range(1, L.copies):
+        rows = ops.add(rows, ops.rotate(gC, -L.m * L.h * t))
+    gW = None
+    for c in range(L.config.classes):
+        column = ops.times_plain(G, L.mask(c * L.h, (c + 1) * L.h))
+        column = ops.rotate(column, -(L.n - 1) * L.h * c) if c else column
+        gW = column if gW is None else ops.add(gW, column)
+    for t in range(L.n.bit_length() - 1):
+        gW = ops.add(gW, ops.rotate(gW, -L.h << t))
+    previous = ops.rotate(PW, L.access)
+    gW = ops.add(gW, ops.times_plain(previous, L.mask(0, L.onh)))
+    return gW, ops.add(rows, ops.times_plain(ops.rotate(previous, L.onh), L.mask(0, L.csize)))

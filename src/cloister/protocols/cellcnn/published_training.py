@@ -1,0 +1,352 @@
+"""Encrypted CellCnn training as published: PriCell's own circuit, every party's batch refreshed and repacked.
+
+    L0  i → S   which keys i holds from an earlier run, if any
+        S → i   whether to go on from a checkpoint, and at which step
+        all     otherwise: `collective_key`, `collective_relin`, `collective_rotation`
+    L1  S → i   [C], [W], and from a checkpoint [∇W], [∇C]; else initial weights of a public seed, encrypted
+
+and per step, slots as in `published_circuit`:
+
+    L2  i → S   [D_i] = [U ‖ P ‖ W ‖ ∇W ‖ ∇C]          forward pass on a batch, repacked into one ciphertext
+        all     refresh ([D_1], ..., [D_n]) → [D'_1], ..., [D'_n]
+    L3  S → i   [D'_i]
+    L4  i → S   [∇W_i], [∇C_i]                          backward pass, its share of the momentum included
+    L5  S → i   [∇W] = Σ [∇W_i], [∇C] = Σ [∇C_i]        everyone: C ← C - ∇C, W ← W - ∇W
+
+        all     `threshold_decrypt` of [C] and [W] at the end
+
+Reveals
+-------
+aggregator, holder : the final weights; nothing else about data, labels, gradients or the model. Opened weights are
+    flooded by 12 bits above their noise, since the paper's single-prime scale leaves no more: whoever knows the exact
+    result learns something about the noise, and with it about the key. `hardened` floods by 40 bits.
+aggregator : as published, L2 and L4 send what a circuit made of known ciphertexts and a plain batch, as it is: whoever
+    guesses a batch with its labels can compute the same ciphertext and see that the guess is right. `hardened` adds a
+    fresh encryption of zero.
+
+Assumes
+-------
+As `encrypted_training`. A site opens only weights that it has followed itself from the first step: after a
+restart, those that its own checkpoint names.
+
+Cost
+----
+Setup: about 30 switching keys. Per site and step: 3 messages up (one ciphertext, refresh shares for every site's
+ciphertext, two ciphertexts), about (markers + batch) / 2 rotations and as many plain products.
+
+References
+----------
+[SAV22] Sav et al., PriCell, Patterns 2022; supplementary note 4, algorithm 1; lines numbered here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from cloister.crypto.ckks import scheme as ckks
+from cloister.crypto.entropy import Entropy
+from cloister.crypto.lattice.slots import SlotMap
+from cloister.errors import ProtocolAbort, RefusedError
+from cloister.models import cellcnn
+from cloister.net import wire
+from cloister.net.channel import Channel
+from cloister.net.wire import F64, message
+from cloister.protocols.cellcnn.encrypted_training import check_batches
+from cloister.protocols.cellcnn.key_store import KeyStore
+from cloister.protocols.cellcnn.published_circuit import LEVELS, Layout, SealOps, backward, forward
+from cloister.protocols.cellcnn.training_keys import Keys, load_keys, make_keys
+from cloister.protocols.ckks import collective_refresh, threshold_decrypt
+from cloister.protocols.ckks.collective_key import check_holders, read
+from cloister.protocols.ckks.collective_refresh import Ledger
+from cloister.study import Party
+
+NAME = "published_training"
+MARGIN = 12  # bits of flooding at the opening
+START = 2  # levels of weights and gradients
+
+
+@dataclass(frozen=True, slots=True)
+class Params:  # public
+    holders: tuple[Party, ...]
+    aggregator: Party
+    ckks: ckks.Parameters
+    config: cellcnn.Config
+
+    def __post_init__(self) -> None:
+        check_holders(self.holders, self.aggregator)
+        self.layout  # noqa: B018 - raises where the slots do not suffice
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(self.config, self.ckks.slots, len(self.holders))
+
+    @property
+    def tag(self) -> bytes:
+        """What a checkpoint belongs to."""
+        return wire.digest(NAME, self.holders, self.aggregator, self.ckks, self.config)
+
+    @property
+    def noise_bits(self) -> int:
+        """Of [C] and [W] at the end: a rounding per step, summed over up to n rows, momentum and parties."""
+        one = ckks.rounding_noise(self.ckks, len(self.holders)) * math.sqrt(self.layout.n * len(self.holders))
+        total = one * math.sqrt(self.config.steps) / (1 - self.config.momentum)
+        return math.ceil(math.log2(6 * math.hypot(total, ckks.encryption_noise(self.ckks, len(self.holders)))))
+
+
+def choose_ring(parties: int) -> ckks.Parameters:
+    """One prime per level, as in the paper: scale 2^50."""
+    return ckks.choose(LEVELS, 16384, scale_bits=50, parties=parties)
+
+
+@message("L0")
+class Ready:  # i → S
+    keys: bytes  # name of the keys it holds; empty without
+
+
+@message("L0")
+class Start:  # S → i
+    step: int
+    resumed: bool
+
+
+@message("L1")
+class Initial:  # S → i
+    C: tuple[bytes, ...]  # two polynomials
+    W: tuple[bytes, ...]
+    gC: tuple[bytes, ...]  # none before the first step
+    gW: tuple[bytes, ...]
+
+
+@message("L2")
+class Packed:  # i → S
+    D: tuple[bytes, ...]
+
+
+@message("L3")
+class Repacked:  # S → i; the second polynomial is the refresh's public one
+    D: bytes
+
+
+@message("L4")
+class Gradients:  # i → S
+    W: tuple[bytes, ...]
+    C: tuple[bytes, ...]
+
+
+@message("L5")
+class Total:  # S → i
+    W: tuple[bytes, ...]
+    C: tuple[bytes, ...]
+
+
+@dataclass
+class Done:
+    params: Params
+    keys: Keys
+    weights: cellcnn.Weights
+
+
+def ideal(params: Params, inputs: Mapping[Party, tuple[F64, F64]]) -> dict[Party, cellcnn.Weights]:
+    w = cellcnn.train(params.config, [inputs[i][:2] for i in params.holders])
+    return dict.fromkeys((params.aggregator, *params.holders), w)
+
+
+def roles(params: Params) -> dict[Party, object]:
+    return {params.aggregator: aggregator} | dict.fromkeys(params.holders, holder)
+
+
+def cost(params: Params) -> dict[Party, tuple[int, int]]:
+    """Without a checkpoint."""
+    c, P, n, steps = ckks.context(params.ckks), params.ckks, len(params.holders), params.config.steps
+    base, low, top, whole = (c.packed(k) for k in (P.base, P.primes_at(START), P.top, len(c.primes)))
+    digits, keys = P.top, len(params.layout.rotations)
+    up_messages = 2 + 2 * digits + digits * keys + steps * 3 + 2
+    up = top + (3 + keys) * digits * whole + steps * (2 * base + n * (base + top) + 4 * low) + 2 * base
+    down_messages = 2 + 2 * digits + digits * keys + 1 + steps * 3 + 4
+    down = top + (3 + keys) * digits * whole + 4 * low + steps * (n * base + top + 4 * low) + 4 * base
+    return {params.aggregator: (n * down_messages, n * down)} | dict.fromkeys(params.holders, (up_messages, up))
+
+
+def refresh(params: Params) -> tuple[collective_refresh.Params, list[SlotMap]]:
+    c, P = ckks.context(params.ckks), params.ckks
+    ratio = c.dropped(P.primes_at(1)) / P.scale  # U stands at Δ²/dropped
+    n = len(params.holders)
+    maps = [params.layout.repacking(ratio, i) for i in range(n)]
+    digests = tuple(m.digest for m in maps)
+    top = P.primes_at(LEVELS)
+    return collective_refresh.Params(params.holders, params.aggregator, P, (P.scale,) * n, (top,) * n, digests), maps
+
+
+def opening(params: Params, what: str) -> threshold_decrypt.Params:
+    P = params.ckks
+    who = (params.holders, params.aggregator, P)
+    return threshold_decrypt.Params(*who, what, P.base, P.scale, params.noise_bits, params.holders, MARGIN)
+
+
+def pack(c: ckks.Context, ct: ckks.Cipher, k: int) -> tuple[bytes, ...]:
+    raw, _ = c.raw(c.drop(ct, k))
+    return c.pack(raw[0]), c.pack(raw[1])
+
+
+def unpack(params: Params, parts: tuple[bytes, ...], k: int, line: str, sender: Party) -> ckks.Cipher:
+    c = ckks.context(params.ckks)
+    if len(parts) != 2:
+        raise ProtocolAbort(NAME, line, "malformed", f"a ciphertext of {len(parts)} polynomials")
+    return c.cipher(np.stack([read(c, p, k, NAME, line, sender) for p in parts]), params.ckks.scale)
+
+
+def weights(params: Params, C: F64, W: F64) -> cellcnn.Weights:
+    """From opened slots: every row of C and every copy of W counts."""
+    L, config = params.layout, params.config
+    rows = C[: L.csize].reshape(-1, L.h)
+    mean = np.stack([rows[j :: L.m].mean(axis=0) for j in range(config.markers)])[:, : config.filters]
+    dense = W[: L.onh].reshape(config.classes, L.n, L.h).mean(axis=1)[:, : config.filters].T
+    return cellcnn.Weights(mean, dense, np.zeros_like(mean), np.zeros_like(dense))
+
+
+@dataclass
+class State:
+    """[C] and [W] after a step, and the last update, which is the momentum of the next."""
+
+    step: int
+    C: ckks.Cipher
+    W: ckks.Cipher
+    gC: ckks.Cipher | None = None  # none before the first step
+    gW: ckks.Cipher | None = None
+
+    def after(self, c: ckks.Context, gC: ckks.Cipher, gW: ckks.Cipher) -> State:
+        return State(self.step + 1, c.evaluator.sub(self.C, gC), c.evaluator.sub(self.W, gW), gC, gW)
+
+    def keep(self, params: Params, store: KeyStore | None) -> State:
+        if store is not None:
+            last = {"gC": [self.gC], "gW": [self.gW]} if self.step else {}
+            store.put_state(ckks.context(params.ckks), params.tag, self.step, {"C": [self.C], "W": [self.W], **last})
+        return self
+
+    @classmethod
+    def load(cls, params: Params, store: KeyStore) -> State:
+        step, found = store.get_state(ckks.context(params.ckks), params.tag)
+        return cls(step, **{label: cts[0] for label, cts in found.items()})
+
+
+def followed(params: Params, start: Start, first: Initial, store: KeyStore | None) -> State:
+    """Where a site begins: at the initial weights, or at those that it has come to itself."""
+    c, P, S = ckks.context(params.ckks), params.ckks, params.aggregator
+    low = P.primes_at(START)
+    if start.step == 0:
+        return State(0, unpack(params, first.C, low, "L1", S), unpack(params, first.W, low, "L1", S))
+    own = State.load(params, store) if store is not None and store.has_state(params.tag) else None
+    if own is not None and own.step == start.step - 1:  # this site missed the last update
+        gC, gW = unpack(params, first.gC, low, "L1", S), unpack(params, first.gW, low, "L1", S)
+        own = own.after(c, gC, gW)
+    if own is None or own.step != start.step:
+        raise ProtocolAbort(NAME, "L0", "checkpoint", "asked to go on from a step that this site has not come to")
+    return own
+
+
+async def holder(
+    ch: Channel,
+    params: Params,
+    X: F64,
+    Y: F64,
+    store: KeyStore | None = None,
+    *,
+    entropy: Entropy,
+    consent: bool = True,
+) -> Done:
+    """Play a site; as in `encrypted_training`."""
+    if not consent:
+        raise RefusedError("this site did not consent to opening the model, with which published training ends")
+    check_batches(params.config, X, Y)
+    c, P, L, S = ckks.context(params.ckks), params.ckks, params.layout, params.aggregator
+    await ch.send(S, Ready(store.name if store is not None else b""))  # L0
+    start = await ch.recv(S, Start)  # L0
+    if start.resumed and store is not None:
+        keys = load_keys(params, store, site=True)
+    elif start.resumed or start.step != 0:
+        raise ProtocolAbort(NAME, "L0", "checkpoint", "asked to go on from a checkpoint that this site does not have")
+    else:
+        keys = await make_keys(ch, params, entropy, ckks.Secret.draw(P, entropy), store)
+    secret, low = keys.secret, P.primes_at(START)
+    assert secret is not None
+    ops, ledger = SealOps(P, keys.relin, keys.rotation), Ledger()
+    state = followed(params, start, await ch.recv(S, Initial), store).keep(params, store)  # L1
+    shares, maps = refresh(params)
+    mine = params.holders.index(ch.me)
+    for t in range(state.step, params.config.steps):
+        ch.step(f"step {t + 1} of {params.config.steps}: forward pass", protocol=NAME, line="L2")
+        D = forward(ops, L, state.C, state.W, state.gW, state.gC, X[t])
+        await ch.send(S, Packed(pack(c, D, P.base)))  # L2
+        sub = ch.sub(f"{t}/refresh")
+        await collective_refresh.holder(sub, shares, secret, maps, ledger, entropy=entropy)
+        fresh = read(c, (await ch.recv(S, Repacked)).D, P.primes_at(LEVELS), NAME, "L3", S)  # L3
+        D = c.cipher(np.stack([fresh, collective_refresh.common(sub, shares, mine)]), P.scale)
+        ch.step(f"step {t + 1} of {params.config.steps}: backward pass", protocol=NAME, line="L4")
+        dW, dC = backward(ops, L, D, X[t], Y[t])
+        await ch.send(S, Gradients(pack(c, dW, low), pack(c, dC, low)))  # L4
+        total = await ch.recv(S, Total)  # L5
+        gC, gW = unpack(params, total.C, low, "L5", S), unpack(params, total.W, low, "L5", S)
+        state = state.after(c, gC, gW).keep(params, store)
+    opened = []
+    for name, ct in (("C", state.C), ("W", state.W)):
+        ledger.admit(pack(c, ct, P.base)[1])
+        found = await threshold_decrypt.holder(
+            ch.sub(f"open/{name}"), opening(params, f"the trained weights {name}"), secret, ledger, entropy=entropy
+        )
+        assert found is not None
+        opened.append(found)
+    return Done(params, keys, weights(params, *opened))
+
+
+async def aggregator(ch: Channel, params: Params, store: KeyStore | None = None, *, entropy: Entropy) -> Done:
+    """Play S: add, refresh, hand out."""
+    c, P, L = ckks.context(params.ckks), params.ckks, params.layout
+    low, w = P.primes_at(START), cellcnn.initial(params.config)
+    held = {r.keys for r in (await ch.gather(params.holders, Ready)).values()}  # L0
+    if store is not None and store.name and held == {store.name} and store.has_state(params.tag):
+        state = State.load(params, store)
+        await ch.scatter(params.holders, Start(state.step, resumed=True))  # L0
+        keys = load_keys(params, store, site=False)
+    else:
+        await ch.scatter(params.holders, Start(0, resumed=False))  # L0
+        keys = await make_keys(ch, params, entropy, None, store)
+        C = c.encrypt(keys.public, L.conv_slots(w.W), low, P.scale, entropy)
+        W = c.encrypt(keys.public, L.dense_slots(w.V), low, P.scale, entropy)
+        state = State(0, C, W).keep(params, store)
+    first = [pack(c, ct, low) if there else () for there, ct in _told(state)]
+    await ch.scatter(params.holders, Initial(*first))  # L1
+    shares, maps = refresh(params)
+    for t in range(state.step, params.config.steps):
+        ch.step(f"step {t + 1} of {params.config.steps}: refresh", protocol=NAME, line="L2")
+        packed = await ch.gather(params.holders, Packed)  # L2
+        cts = [unpack(params, packed[i].D, P.base, "L2", i) for i in params.holders]
+        fresh = await collective_refresh.aggregator(ch.sub(f"{t}/refresh"), shares, cts, maps)
+        await ch.scatter(
+            {i: Repacked(c.pack(c.raw(ct)[0][0])) for i, ct in zip(params.holders, fresh, strict=True)}
+        )  # L3
+        sums = None
+        for i, got in (await ch.gather(params.holders, Gradients)).items():  # L4
+            pair = [unpack(params, parts, low, "L4", i) for parts in (got.C, got.W)]
+            sums = pair if sums is None else [c.evaluator.add(a, b) for a, b in zip(sums, pair, strict=True)]
+        assert sums is not None
+        state = state.after(c, *sums).keep(params, store)
+        await ch.scatter(params.holders, Total(W=pack(c, sums[1], low), C=pack(c, sums[0], low)))  # L5
+    opened = [
+        await threshold_decrypt.aggregator(ch.sub(f"open/{n}"), opening(params, f"the trained weights {n}"), ct)
+        for n, ct in (("C", state.C), ("W", state.W))
+    ]
+    return Done(params, keys, weights(params, *opened))
+
+
+def _told(state: State) -> list[tuple[bool, ckks.Cipher]]:
+    """What sites need to begin: weights at the first step, the last update later (they have their own weights)."""
+    return [
+        (state.step == 0, state.C),
+        (state.step == 0, state.W),
+        (state.step > 0, state.gC),
+        (state.step > 0, state.gW),
+    ]

@@ -1,0 +1,91 @@
+"""All keys of an encrypted training: made together by everyone, kept as they come, or loaded again.
+
+    all     `collective_key` → public key
+    all     `collective_relin` → relinearisation key
+    all     `collective_rotation`, once per rotation → rotation keys
+
+Switching keys are large (tens of megabytes): each is written to the store as soon as it is made, and held once per
+process, however many parties are in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cloister.crypto.ckks import scheme as ckks
+from cloister.crypto.entropy import Entropy
+from cloister.net import wire
+from cloister.net.channel import Channel
+from cloister.protocols.cellcnn.key_store import KeyStore
+from cloister.protocols.ckks import collective_key, collective_relin, collective_rotation
+
+NAME = "encrypted_training"  # whose progress these steps are
+
+
+@dataclass
+class Keys:
+    """What a party holds of the collective key, loaded for evaluation."""
+
+    name: bytes
+    public: ckks.PublicKey
+    relin: Any
+    rotation: Mapping[int, Any]
+    secret: ckks.Secret | None = None  # sites only
+
+    def __repr__(self) -> str:
+        return f"Keys({self.name.hex()[:8]})"
+
+
+async def make_keys(
+    ch: Channel, params: Any, entropy: Entropy, secret: ckks.Secret | None, store: KeyStore | None
+) -> Keys:
+    """Both sides of the key generation; with a store, everything is kept as soon as it is there."""
+    c, who = ckks.context(params.ckks), (params.holders, params.aggregator, params.ckks)
+    step = "collective keys"
+    ch.step(f"{step}: public key", protocol=NAME, line="L2")
+    sub = ch.sub("public")
+    p = collective_key.Params(*who)
+    public = await (
+        collective_key.aggregator(sub, p) if secret is None else collective_key.holder(sub, p, secret, entropy=entropy)
+    )
+    ch.step(f"{step}: relinearisation", protocol=NAME, line="L2")
+    sub = ch.sub("relin")
+    pr = collective_relin.Params(*who)
+    made = await (
+        collective_relin.aggregator(sub, pr)
+        if secret is None
+        else collective_relin.holder(sub, pr, secret, entropy=entropy)
+    )
+    name = wire.digest("keys", ch.run_id, public.b)
+    if store is not None:
+        store.put_public(public, secret)
+        store.put_switching("relin", made)
+    relin = c.load_key(made)
+    rotation = {}
+    for i, steps in enumerate(params.layout.rotations):
+        ch.step(f"{step}: rotation {i + 1} of {len(params.layout.rotations)}", protocol=NAME, line="L2")
+        sub = ch.sub(f"rotation/{steps}")
+        pt = collective_rotation.Params(*who, steps=(steps,))
+        turned = await (
+            collective_rotation.aggregator(sub, pt)
+            if secret is None
+            else collective_rotation.holder(sub, pt, secret, entropy=entropy)
+        )
+        if store is not None:
+            store.put_switching(f"rotation-{steps}", turned[steps])
+        rotation[steps] = c.load_key(turned[steps])
+    if store is not None:
+        store.finish(name)
+    return Keys(name, public, relin, rotation, secret)
+
+
+def load_keys(params: Any, store: KeyStore, *, site: bool) -> Keys:
+    c = ckks.context(params.ckks)
+    public, secret = store.get_public(params.ckks, secret=site)
+    relin = c.load_key(store.get_switching(params.ckks, "relin"))
+    turned = {
+        steps: c.load_key(store.get_switching(params.ckks, f"rotation-{steps}")) for steps in params.layout.rotations
+    }
+    return Keys(store.name, public, relin, turned, secret)

@@ -1,0 +1,66 @@
+"""The refreshes of an encrypted training, by name, and what is opened at its end: public, the same at all parties.
+
+gradient   [Σ Z_i] → [Z]                        summed over samples and averaged
+update     [Z ⊙ W], [Z ⊙ V], [A] → [A'], [W'], [V']
+product    [W' ⊙ V'] → [M']
+opening    [A] → every weight several times
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from cloister.crypto.ckks import scheme as ckks
+from cloister.crypto.lattice.slots import SlotMap
+from cloister.protocols.cellcnn.cellcnn_circuit import all_maps, product_scale
+from cloister.protocols.ckks import collective_refresh, threshold_decrypt
+
+if TYPE_CHECKING:
+    from cloister.protocols.cellcnn.encrypted_training import Params
+
+
+@dataclass(frozen=True)
+class Refresh:
+    params: collective_refresh.Params
+    maps: list[SlotMap]
+
+
+def refreshes(params: Params) -> dict[str, Refresh]:
+    c, P, L = ckks.context(params.ckks), params.ckks, params.layout
+    G, one, product = len(L.groups), L.ladder.one, product_scale(c)
+    shapes: dict[str, tuple[list[float], list[int]]] = {
+        "gradient": ([P.scale] * G, [one] * G),
+        "update": ([product] * (2 * G) + [P.scale] * L.archives, [P.base] * L.archives + [one] * (1 + G)),
+        "product": ([product] * G, [P.top] * G),
+        "opening": ([P.scale] * L.archives, [P.base] * L.archives),
+    }
+    made = {}
+    for name, (scales, outputs) in shapes.items():
+        maps = all_maps(L)[name]
+        made[name] = Refresh(
+            collective_refresh.Params(
+                params.holders,
+                params.aggregator,
+                P,
+                tuple(scales),
+                tuple(outputs),
+                tuple(m.digest for m in maps),
+                params.value_bits,
+            ),
+            maps,
+        )
+    return made
+
+
+def opening(params: Params, part: int) -> threshold_decrypt.Params:
+    return threshold_decrypt.Params(
+        params.holders,
+        params.aggregator,
+        params.ckks,
+        f"the trained model (part {part + 1} of {params.layout.archives})",
+        params.ckks.base,
+        params.ckks.scale,
+        params.layout.noise_bits,
+        params.holders,
+    )

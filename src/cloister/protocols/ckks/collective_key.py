@@ -1,0 +1,111 @@
+"""Collective public key: everyone can encrypt, and only all holders together can decrypt.
+
+    L1  i → S   b_i = -a·s_i + e_i      s_i ternary, stays here; a public, expanded from the run id
+    L2  S → i   b = Σ b_i               so that b + a·Σ s_i = Σ e_i is small
+
+Reveals
+-------
+aggregator, holder : the public key (b, a). The secret Σ s_i exists nowhere; n - 1 holders and the aggregator together
+    see the last one's b_i, which is a ring-LWE sample.
+
+Assumes
+-------
+Semi-honest parties, who draw their secrets well. Ring-LWE at the parameters of `ckks.Parameters`. The run id mixes
+nonces of all parties, so nobody chooses a.
+
+Cost
+----
+Per holder: 1 message up, 1 down, one polynomial over the data primes each.
+
+References
+----------
+[MTBH21] Mouchet et al., PETS 2021, protocol 1 (EncKeyGen); lines numbered here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from cloister.crypto.ckks import scheme as ckks
+from cloister.crypto.entropy import Entropy
+from cloister.errors import ParameterError, ProtocolAbort, WireError
+from cloister.net.channel import Channel
+from cloister.net.wire import U64, message
+from cloister.study import Party
+
+NAME = "collective_key"
+
+
+@dataclass(frozen=True, slots=True)
+class Params:  # public; hashed into the run id
+    holders: tuple[Party, ...]
+    aggregator: Party  # S
+    ckks: ckks.Parameters
+
+    def __post_init__(self) -> None:
+        check_holders(self.holders, self.aggregator)
+
+
+def check_holders(holders: tuple[Party, ...], aggregator: Party) -> None:
+    if len(holders) < 2 or len(set(holders)) != len(holders) or aggregator in holders:
+        raise ParameterError(
+            f"a collective key needs at least two holders, all different and none the aggregator; found {len(holders)}"
+        )
+
+
+@message("L1")
+class KeyShare:  # i → S
+    b: bytes
+
+
+@message("L2")
+class Key:  # S → i
+    b: bytes
+
+
+def ideal(params: Params, secrets: Mapping[Party, ckks.Secret]) -> dict[Party, U64]:
+    """The sum of the secrets, in NTT form: (b, a) is right if b + a·s is small."""
+    c = ckks.context(params.ckks)
+    total = c.ring.zeros(params.ckks.top)
+    for s in secrets.values():
+        c.ring.add(total, s.ntt)
+    return dict.fromkeys((*params.holders, params.aggregator), total)
+
+
+def roles(params: Params) -> dict[Party, object]:
+    return {params.aggregator: aggregator} | dict.fromkeys(params.holders, holder)
+
+
+def cost(params: Params) -> dict[Party, tuple[int, int]]:
+    one = ckks.context(params.ckks).packed(params.ckks.top)
+    n = len(params.holders)
+    return {params.aggregator: (n, n * one)} | dict.fromkeys(params.holders, (1, one))
+
+
+def read(c: ckks.Context, data: bytes, k: int, protocol: str, line: str, sender: Party) -> U64:
+    """Residues from the wire; whatever is wrong with them aborts by name."""
+    try:
+        return c.unpack(data, k)
+    except WireError as e:
+        raise ProtocolAbort(protocol, line, "malformed", f"from '{sender}': {e}") from None
+
+
+async def holder(ch: Channel, params: Params, secret: ckks.Secret, *, entropy: Entropy) -> ckks.PublicKey:
+    c = ckks.context(params.ckks)
+    k = params.ckks.top
+    a = ckks.common(params.ckks, ch.run_id, "public", k)
+    b_i = c.ring.add_product(c.ring.error(entropy.prg(), k), a, secret.ntt, sign=-1)
+    await ch.send(params.aggregator, KeyShare(c.pack(b_i)))  # L1
+    b = (await ch.recv(params.aggregator, Key)).b  # L2
+    return ckks.PublicKey(read(c, b, k, NAME, "L2", params.aggregator), a)
+
+
+async def aggregator(ch: Channel, params: Params) -> ckks.PublicKey:
+    c = ckks.context(params.ckks)
+    k = params.ckks.top
+    b = c.ring.zeros(k)
+    for i, share in (await ch.gather(params.holders, KeyShare)).items():  # L1
+        c.ring.add(b, read(c, share.b, k, NAME, "L1", i))
+    await ch.scatter(params.holders, Key(c.pack(b)))  # L2
+    return ckks.PublicKey(b, ckks.common(params.ckks, ch.run_id, "public", k))

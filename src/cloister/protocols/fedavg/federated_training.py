@@ -1,0 +1,286 @@
+"""Federated training: sites fit one model together; the coordinator sees sums of updates, and no single one.
+
+    L1   u → S   what the model takes in, names of the labels    no names where the study lists them; has u labels?
+    L2   S → u   the label vocabulary
+    L3   u → S   digest of architecture and first weights w_0    S goes on only if all are the same
+    L4   u, S    secure sum of n_u           training cells; only if updates are weighted by them
+    for rounds t = 0, 1, …:
+    L5   S → u   t, who is there, who trains (C_t), θ_t = w_t - w_0
+    L6   u, S    secure sum of validation counts at w_t   over all who are there, every `score_every` rounds
+    L6b  u, S    pseudo-labels               for cells without a label, if asked for: see `pseudo_labels`
+    L7   u       Δ_u = train(w_t) - w_t      local epochs of SGD or Adam; FedProx adds μ/2 ‖w - w_t‖² to the loss
+    L8   u, S    secure sum of a_u Δ_u, a_u and the training loss   u in C_t; a_u = n_u / Σ n or 1; Δ_u clipped
+    L9   S       θ_{t+1} = θ_t + Σ a_u Δ_u / Σ a_u
+    L10  S → u   the best θ by the validation metric, or the last; the curves
+
+S never holds w_0, only what was learned on top of it. A site whose update is no number adds zeros with weight zero: it
+is told, and S sees Σ a_u without it. Two entries share a 64-bit word of the sum: 4 bytes per parameter, as much as
+sending them in the clear. With SCAFFOLD, θ and Δ_u have a second half, the common control variate and what u changes of
+it.
+
+With differential privacy, ‖Δ_u‖ is clipped to C, all weights are 1, every site adds Gaussian noise of variance z²C²/m
+(m = the fewest survivors that finish a sum) before its vector is masked, and L4, L6 and the loss are left out.
+
+Reveals
+-------
+coordinator : label names per site (unless the study lists them) and who has labels; the number of training cells of all
+    sites; after every round the weighted mean update of that round's sites, the sum of their weights, their mean
+    training loss, and the pooled validation counts (true by predicted label) of all sites; who dropped out. Where
+    rounds have different sites (`clients`, rounds on labels alone, a site that drops out), their sums of weights
+    subtract: EACH SITE'S NUMBER OF TRAINING CELLS, unless weights are plain; and of a site that drops out, the number
+    of its validation cells per label.
+    With k colluding sites: the same over the other sites. With noise: label names and who has labels, and else only
+    noisy mean updates, (ε, δ)-differentially private for a whole site's data.
+site : the model at the start of the rounds in which it trains or scores, and in the end; the curves. A model may itself
+    tell about the cells it was trained on; only noise bounds that. With two sites in a round, each learns the other's
+    update by subtraction.
+
+Assumes
+-------
+What the secure sum assumes. Semi-honest coordinator: it chooses who trains in a round; sites insist on at least
+`min_clients` and on more than half of all sites being there. Colluding sites know their own share of the noise, which
+then protects the others less: k of m colluders leave z√((m - k)/m). ε compares a site's data with none (an update of
+zeros, C away); any other data of that site may be 2C away, for which ε is that of z/2. It is that of one run: a further
+run over the same cells spends as much again, and one without noise that differs by a site tells that site's update.
+
+Cost
+----
+Per round and training site: 8⌈P/2⌉ bytes up and the secure sum's overhead, 4P bytes down; 8P up with noise.
+A score: K² + 2 words for K labels. Rounds: 4 messages up and 5 down per secure sum.
+
+References
+----------
+[MMR+17] McMahan et al., AISTATS 2017, algorithm 1 (FedAvg).  [LSZ+20] Li et al., MLSys 2020 (FedProx).
+[KKM+20] Karimireddy et al., ICML 2020 (SCAFFOLD, option II).
+[FedscGPT], [KAH+24]: federated fine-tuning and FedAvg+XCLP with plain means.  [MRTZ18] DP-FedAvg. Lines numbered here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from cloister.crypto.agreement import Identity
+from cloister.crypto.entropy import Entropy
+from cloister.errors import DataError, ParameterError, ProtocolAbort
+from cloister.net import wire
+from cloister.net.channel import Channel
+from cloister.net.wire import F64, U64
+from cloister.protocols.fedavg import pseudo_labels
+from cloister.protocols.fedavg.training_parts import (
+    CURVES,
+    Offer,
+    State,
+    Store,
+    Trained,
+    better,
+    from_curves,
+    metrics,
+    to_curves,
+)
+from cloister.protocols.fedavg.training_terms import (
+    COUNTS,
+    LARGEST_LOSS,
+    NAME,
+    Brings,
+    Model,
+    Params,
+    Ready,
+    Task,
+    Vocabulary,
+    check_same,
+    check_task,
+    choose_clients,
+    mean_update,
+    update_words,
+    vocabulary,
+)
+from cloister.protocols.sums import secure_sum
+from cloister.study import Party
+
+# ---- roles -----------------------------------------------------------------------------------------------------------
+
+
+async def site(ch: Channel, params: Params, offer: Offer, *, entropy: Entropy, identity: Identity) -> Trained:
+    """Play u. Returns what was learned, with the site's own learner to apply it to."""
+    S, notes = params.coordinator, []
+    unknown = sorted(set(offer.labels) - set(params.labels)) if params.labels else []
+    if unknown:
+        raise DataError(
+            f"{len(unknown)} label(s) here are not in the study's vocabulary (e.g. '{unknown[0]}'); rename or remove "
+            "them, or agree on a longer list of labels"
+        )
+    if not offer.labels and params.pseudo.source == "none":
+        raise DataError("no cell of this site has a label; fine-tuning learns from labelled cells")
+
+    async def add(label: str, who: tuple[Party, ...], x: U64) -> None:
+        sums = params.sum(who, len(x))
+        await secure_sum.contributor(ch.sub(label, sums), sums, x, entropy=entropy, identity=identity)
+
+    names = () if params.labels else tuple(sorted(set(offer.labels)))
+    await ch.send(S, Brings(offer.shape, names, labelled=bool(offer.labels)))  # L1
+    labels = (await ch.recv(S, Vocabulary)).labels  # L2
+    if not set(offer.labels) <= set(labels) or len(set(labels)) != len(labels):
+        raise ProtocolAbort(NAME, "L2", "labels", "the vocabulary lacks a label of this site, or has one twice")
+    learner = offer.build(labels)
+    await ch.send(S, Ready(learner.digest, learner.size))  # L3
+    if params.weighting == "cells":
+        await add("cells", params.sites, COUNTS.encode(np.array([float(learner.cells)])))  # L4
+    t = 0
+    while True:
+        task = await ch.recv(S, Task, theta=(None,))  # L5
+        check_task(params, ch, task, t, learner.size)
+        if task.end:
+            break
+        t = task.t
+        if params.scored(t):
+            counts, loss = learner.score(task.theta)
+            loss = min(loss, LARGEST_LOSS * counts.sum()) if math.isfinite(loss) else LARGEST_LOSS * counts.sum()
+            await add(f"score/{t}", task.live, COUNTS.encode(np.append(counts.ravel(), loss)))  # L6
+        if ch.me in task.clients:
+            if params.pseudo.at(t):
+                to = (params.pseudo, task.clients, S, labels, learner, task.theta)
+                await pseudo_labels.site(ch.sub(f"pseudo/{t}"), *to, entropy=entropy, identity=identity)  # L6b
+            ch.step(f"training, round {t + 1} of {params.rounds}", protocol=NAME, line="L7")
+            delta, loss = learner.train(task.theta, t, params.rate_at(t))  # L7
+            weight = 1.0 if params.weighting == "plain" else learner.cells / task.total
+            words, note = update_words(params, len(task.clients), delta, weight, loss, entropy)
+            if note:
+                notes.append(f"round {t + 1}: {note}")
+            await add(f"update/{t}", task.clients, words)  # L8
+        t += 1
+    told = await ch.recv(S, Model, theta=(learner.size,), curves=(None, len(CURVES)))  # L10
+    return Trained(told.theta, labels, from_curves(told.curves), told.best_round, learner, tuple(notes))
+
+
+async def coordinator(
+    ch: Channel, params: Params, store: Store | None = None, *, entropy: Entropy, identity: Identity
+) -> Trained:
+    """Play S. Sites that drop out are left out of later rounds, as long as more than half are there."""
+    sites, S = params.sites, params.coordinator
+    brought = await ch.gather(sites, Brings)  # L1
+    check_same({u: b.shape for u, b in brought.items()}, "kind of input", "L1")
+    labels = vocabulary(params, brought)
+    labelled = {u for u, b in brought.items() if b.labelled}
+    await ch.scatter(sites, Vocabulary(labels))  # L2
+    ready = await ch.gather(sites, Ready)  # L3
+    check_same({u: (r.digest, r.size) for u, r in ready.items()}, "architecture or first weights", "L3")
+    first = next(iter(ready.values()))
+    total = 1.0
+    if params.weighting == "cells":
+        cells = await secure_sum.aggregator(ch.sub("cells", params.sum(sites, 1)), params.sum(sites, 1))  # L4
+        total = max(1.0, float(COUNTS.decode(cells.z)[0]))
+    state = _begin(params, first, labels, store)
+    nothing, K = np.zeros(0, np.float32), len(labels)
+
+    def live() -> tuple[Party, ...]:
+        there = tuple(u for u in sites if not ch.lost(u))
+        if len(there) < params.majority:
+            raise ProtocolAbort(NAME, "L5", "too-few", f"{len(there)} sites are left, {params.majority} are needed")
+        return there
+
+    while True:
+        t, there = state.t, live()
+        stop = t >= params.rounds
+        clients = () if stop else choose_clients(params, there, t, labelled)
+        theta = state.theta.astype(np.float32)
+        scored = params.scored(t)
+        if stop and not scored:
+            break
+        asked = there if scored else clients
+        task = Task(t, there, clients, end=False, total=total, theta=theta)
+        empty = replace(task, theta=nothing)
+        ch.step(f"round {t + 1} of {params.rounds}" if not stop else "last score", protocol=NAME, line="L5")
+        await ch.scatter({u: task if u in asked else empty for u in there})  # L5
+        row: dict[str, Any] = {"round": t}
+        if scored:
+            sums = params.sum(there, K * K + 1)
+            counted = await secure_sum.aggregator(ch.sub(f"score/{t}", sums), sums)  # L6
+            counts = COUNTS.decode(counted.z)
+            row |= metrics(np.rint(counts[:-1]).reshape(K, K), float(counts[-1]))
+            if better(params.metric, row) > state.best_score:
+                state.best, state.best_at, state.best_score = state.theta.copy(), t, better(params.metric, row)
+        if stop:
+            state.history.append(row)
+            break
+        if params.pseudo.at(t):
+            scope = ch.sub(f"pseudo/{t}")
+            await pseudo_labels.serve(
+                scope, params.pseudo, clients, S, labels, entropy=entropy, identity=identity
+            )  # L6b
+        code = params.code(len(clients))
+        sums = params.sum(clients, code.words(first.size) + 2)
+        summed = await secure_sum.aggregator(ch.sub(f"update/{t}", sums), sums)  # L8
+        what = f"mean update of {len(summed.survivors)} sites" + _budget(params)
+        update, loss = mean_update(params, len(clients), first.size, summed.z, len(summed.survivors))
+        state.theta = state.theta + ch.reveal(update, to=(S, *there), line="L9", what=what, protocol=NAME)  # L9
+        row |= {"clients": len(summed.survivors)} | ({} if math.isnan(loss) or params.noise else {"train_loss": loss})
+        state.history.append(row)
+        state.t = t + 1
+        if store is not None:
+            store.save(state)
+        if params.patience and _stale(state) >= params.patience:
+            break
+    there = live()
+    await ch.scatter(there, Task(state.t, there, (), end=True, total=total, theta=nothing))
+    chosen, at = (state.best, state.best_at) if state.best_at >= 0 else (state.theta, state.t)
+    theta = chosen.astype(np.float32)
+    ch.reveal(theta, to=there, line="L10", what=f"the model after {at} rounds" + _budget(params), protocol=NAME)
+    await ch.scatter(there, Model(theta, at, to_curves(state.history)))  # L10
+    return Trained(theta, labels, state.history, at)
+
+
+def _budget(params: Params) -> str:
+    return f", ({params.epsilon:g}, {params.delta:g})-private per site over all rounds" if params.noise else ""
+
+
+def _stale(state: State) -> int:
+    """Scored rounds since the best one."""
+    return sum(1 for row in state.history if "accuracy" in row and row["round"] > state.best_at)
+
+
+def _begin(params: Params, first: Ready, labels: tuple[str, ...], store: Store | None) -> State:
+    """A new state, or the stored one if it belongs to the same training."""
+    fixed = (params.model, params.rounds, params.clients, params.rate, params.schedule, params.weighting, params.bound)
+    more = (params.noise, params.clip, params.seed, params.pseudo)
+    digest = wire.digest("training", fixed, more, first.digest, labels)
+    kept = store.load() if store is not None else None
+    if kept is not None and (kept.digest != digest or len(kept.theta) != first.size):
+        raise ParameterError("the checkpoint belongs to another training; remove it, or name another place for it")
+    zero = np.zeros(first.size)
+    return kept or State(digest, 0, zero, zero.copy())
+
+
+def roles(params: Params) -> dict[Party, object]:
+    return {params.coordinator: coordinator} | dict.fromkeys(params.sites, site)
+
+
+def ideal(params: Params, xs: Mapping[Party, Offer]) -> dict[Party, F64]:
+    """Plain FedAvg over the same learners: θ after all rounds, nothing encoded, nothing masked."""
+    shared = {name for offer in xs.values() for name in offer.labels}
+    labels = params.labels or tuple(sorted(shared))
+    learners = {u: offer.build(labels) for u, offer in xs.items()}
+    total = sum(learner.cells for learner in learners.values())
+    theta = np.zeros(next(iter(learners.values())).size)
+    for t in range(params.rounds):
+        clients = choose_clients(params, tuple(xs), t, [u for u, offer in xs.items() if offer.labels])
+        up, weight = np.zeros(len(theta)), 0.0
+        for u in clients:
+            delta, _ = learners[u].train(theta.astype(np.float32), t, params.rate_at(t))
+            a = 1.0 if params.weighting == "plain" else learners[u].cells / total
+            up, weight = up + a * np.clip(delta, -params.bound, params.bound), weight + a
+        theta = theta + up / weight
+    return dict.fromkeys((params.coordinator, *xs), theta)
+
+
+def cost(params: Params, size: int, labels: int) -> dict[str, float]:
+    """Bytes of one round per training site, nobody dropping: what the report's curve of bytes is drawn from."""
+    clients = tuple(params.sites[: params.clients or len(params.sites)])
+    words = params.code(len(clients)).words(size) + 2
+    up = secure_sum.cost(params.sum(clients, words))[clients[0]][1]
+    score = secure_sum.cost(params.sum(params.sites, labels**2 + 1))[params.sites[0]][1] if params.score_every else 0
+    return {"up": up + score / max(1, params.score_every), "down": 4.0 * size}

@@ -1,0 +1,236 @@
+"""Terms of federated training: parameters, messages and the steps that a party takes by itself.
+
+    vocabulary       L2   the study's labels, or all that the sites have
+    choose_clients   L5   who trains in a round, from the public seed
+    check_task       L5   what a site checks before it follows
+    update_words     L8   clip, weight, add noise, encode
+    mean_update      L9   decode, divide
+
+Lines are those of `federated_training`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cloister.crypto.entropy import Entropy
+from cloister.crypto.fixedpoint import FixedPoint
+from cloister.errors import ParameterError, ProtocolAbort
+from cloister.net.channel import Channel
+from cloister.net.wire import F32, F64, U64, message
+from cloister.protocols.fedavg import packed_words as lanes
+from cloister.protocols.fedavg.pseudo_labels import NO_PSEUDO, Pseudo
+from cloister.protocols.sums import secure_sum
+from cloister.study import Party
+
+NAME = "federated_training"
+TAIL = FixedPoint(32, 2.0**20, 1 << 10)  # weights and losses
+COUNTS = FixedPoint(12, 2.0**40, 1 << 10)  # cells and sums of losses
+LARGEST_LOSS = 1e4  # per cell; larger ones are told as this
+
+
+@dataclass(frozen=True, slots=True)
+class Params:
+    sites: tuple[Party, ...]
+    coordinator: Party
+    model: str  # architecture and local training, as text: the same at all parties, or the run does not start
+    rounds: int = 10
+    clients: int = 0  # |C_t|; 0: all
+    rate: float = 1e-3
+    schedule: str = "constant"  # or "cosine": of the learning rate over the rounds
+    weighting: str = "cells"  # or "plain"
+    bound: float = 4.0  # of one entry of an update
+    labels: tuple[str, ...] = ()  # the vocabulary; empty: the union of the sites' label names
+    score_every: int = 1  # 0: never
+    metric: str = "accuracy"  # or "macro_f1", "loss"
+    patience: int = 0  # scored rounds without a better one, after which training stops; 0: never
+    noise: float = 0.0  # z
+    clip: float = 1.0  # C, with noise
+    epsilon: float = 0.0  # what the accountant says of all rounds
+    delta: float = 0.0
+    seed: int = 0
+    pseudo: Pseudo = NO_PSEUDO
+
+    def __post_init__(self) -> None:
+        n = len(self.sites)
+        if self.rounds < 1 or self.score_every < 0 or self.patience < 0:
+            raise ParameterError(f"training needs at least one round, found {self.rounds}")
+        if self.clients and not 2 <= self.clients <= n:
+            raise ParameterError(f"expected between 2 and {n} clients a round (0 for all), found {self.clients}")
+        if self.weighting not in ("cells", "plain") or self.schedule not in ("constant", "cosine"):
+            raise ParameterError("weighting must be cells or plain, schedule constant or cosine")
+        if self.metric not in ("accuracy", "macro_f1", "loss"):
+            raise ParameterError(f"metric must be accuracy, macro_f1 or loss, found '{self.metric}'")
+        if not self.rate > 0 or not self.bound > 0 or self.noise < 0 or not self.clip > 0:
+            raise ParameterError("rate, bound and clip must be above 0, noise at least 0")
+        if self.noise and (self.weighting != "plain" or self.score_every or self.patience):
+            raise ParameterError(
+                "with noise, weighting must be plain and score_every and patience 0: counts of cells have no noise"
+            )
+        if self.noise and self.pseudo.source == "xclp":
+            raise ParameterError(
+                "the noise covers updates only; pseudo-labels from other sites' cells would go around it"
+            )
+        if self.patience and not self.score_every:
+            raise ParameterError("early stopping needs a score; set score_every")
+
+    @property
+    def min_clients(self) -> int:
+        return min(self.clients or self.majority, self.majority)
+
+    @property
+    def majority(self) -> int:
+        return len(self.sites) // 2 + 1
+
+    def rate_at(self, t: int) -> float:
+        share = 0.5 * (1 + math.cos(math.pi * t / self.rounds)) if self.schedule == "cosine" else 1.0
+        return self.rate * share
+
+    def scored(self, t: int) -> bool:
+        return bool(self.score_every) and (t % self.score_every == 0 or t == self.rounds)
+
+    def code(self, clients: int) -> lanes.Code:
+        """How an update is written; the same at all who add one up."""
+        if self.noise:
+            fewest = clients // 2 + 1
+            reach = self.clip + 40 * self.noise * self.clip / math.sqrt(fewest)
+            return lanes.Code(reach, clients, packed=False)
+        return lanes.Code(self.bound, clients)
+
+    def sum(self, contributors: tuple[Party, ...], length: int) -> secure_sum.Params:
+        return secure_sum.Params(contributors, self.coordinator, length)
+
+
+@message("L1", protocol=NAME)
+class Brings:  # u → S
+    shape: str
+    labels: tuple[str, ...]
+    labelled: bool
+
+
+@message("L2", protocol=NAME)
+class Vocabulary:  # S → u
+    labels: tuple[str, ...]
+
+
+@message("L3", protocol=NAME)
+class Ready:  # u → S
+    digest: bytes
+    size: int
+
+
+@message("L5", protocol=NAME)
+class Task:  # S → u
+    t: int
+    live: tuple[Party, ...]
+    clients: tuple[Party, ...]  # empty: nobody trains, the last score or the end
+    end: bool  # no further round; the model follows
+    total: float  # Σ n_u, of L4
+    theta: F32  # (P,), or nothing for who neither trains nor scores
+
+
+@message("L10", protocol=NAME)
+class Model:  # S → u
+    theta: F32  # (P,)
+    best_round: int
+    curves: F64  # (rows, 7), as CURVES; NaN where not measured
+
+
+# ---- local steps -----------------------------------------------------------------------------------------------------
+
+
+def vocabulary(params: Params, brought: Mapping[Party, Brings]) -> tuple[str, ...]:
+    """L2: the study's labels, or all that occur."""
+    if params.labels:
+        return params.labels
+    found = sorted({name for b in brought.values() for name in b.labels})
+    if len(found) < 2:
+        raise ProtocolAbort(NAME, "L1", "labels", f"the sites know {len(found)} label(s) together; two are needed")
+    return tuple(found)
+
+
+def check_same(seen: Mapping[Party, Any], what: str, line: str) -> None:
+    """Raise unless all sites said the same; the minority is named."""
+    values = list(seen.values())
+    common = max(set(values), key=values.count)
+    others = sorted(u for u, value in seen.items() if value != common)
+    if others:
+        raise ProtocolAbort(NAME, line, "mismatch", f"{', '.join(others)} came with another {what} than the others")
+
+
+def choose_clients(params: Params, live: tuple[Party, ...], t: int, labelled: Collection[Party]) -> tuple[Party, ...]:
+    """L5: who trains, drawn from the study's seed.
+
+    With labels at some sites only, a share of the round's sites has labels as of all sites, at least one; rounds on
+    labels alone are for sites that have some.
+    """
+    rng = np.random.default_rng([params.seed & 0xFFFFFFFF, 5, t])
+    have = tuple(u for u in live if u in labelled)
+    if not params.pseudo.at(t) and len(have) >= 2:
+        live = have
+    if not params.clients or params.clients >= len(live):
+        return live
+
+    def draw(some: tuple[Party, ...], count: int) -> list[Party]:
+        return [some[i] for i in rng.choice(len(some), count, replace=False)]
+
+    rest = tuple(u for u in live if u not in have)
+    if not rest or not have:
+        return tuple(sorted(draw(live, params.clients)))
+    share = params.clients * len(have) / len(live)
+    count = int(share) + (t % 2 if share % 1 else 0)  # 2.5 of 5: two and three in turn
+    count = min(max(1, params.clients - len(rest), count), len(have))
+    return tuple(sorted(draw(have, count) + draw(rest, params.clients - count)))
+
+
+def check_task(params: Params, ch: Channel, task: Task, t: int, size: int) -> None:
+    known = set(params.sites)
+    if (task.t < t and not task.end) or task.t > params.rounds or not set(task.clients) <= set(task.live) <= known:
+        raise ProtocolAbort(NAME, "L5", "task", "a round that is out of order, or names parties that are not there")
+    if ch.me not in task.live or len(set(task.live)) < params.majority:
+        raise ProtocolAbort(NAME, "L5", "task", f"{len(task.live)} sites are there, {params.majority} are needed")
+    if task.clients and len(set(task.clients)) < params.min_clients:
+        raise ProtocolAbort(NAME, "L5", "task", f"{len(task.clients)} sites train, {params.min_clients} are needed")
+    wanted = size if not task.end and (ch.me in task.clients or params.scored(task.t)) else 0
+    if len(task.theta) != wanted:
+        raise ProtocolAbort(NAME, "L5", "task", "a model of another size than was agreed")
+
+
+def update_words(
+    params: Params, clients: int, delta: F64, weight: float, loss: float, entropy: Entropy
+) -> tuple[U64, str]:
+    """L8: clip, weight, add noise, encode. Returns the words, and a note for the site if something was changed."""
+    note = ""
+    if not np.all(np.isfinite(delta)):
+        note = "your update was no number and was left out; lower the learning rate, or look at your cells"
+        delta, weight, loss = np.zeros(len(delta)), 0.0, 0.0
+    if params.noise:
+        norm = float(np.linalg.norm(delta))
+        delta = delta * min(1.0, params.clip / max(norm, 1e-300))
+        sigma = params.noise * params.clip / math.sqrt(clients // 2 + 1)
+        delta, loss = delta + lanes.gaussian(entropy, len(delta), sigma), 0.0
+        weight = 1.0  # who adds nothing must not be told apart
+    else:
+        beyond = int(np.count_nonzero(np.abs(delta) > params.bound))
+        if beyond:
+            note = f"{beyond} entries of your update were clipped to ±{params.bound:g}, the bound of this study"
+        delta = np.clip(delta, -params.bound, params.bound) * weight
+    body = params.code(clients).encode(delta)
+    loss = min(loss, LARGEST_LOSS) if math.isfinite(loss) else LARGEST_LOSS
+    return np.concatenate([body, TAIL.encode(np.array([weight, weight * loss]))]), note
+
+
+def mean_update(params: Params, clients: int, size: int, words: U64, survivors: int) -> tuple[F64, float]:
+    """L9: the weighted mean of the updates, and the mean training loss."""
+    weight, loss = (float(x) for x in TAIL.decode(words[-2:].copy()))
+    total = params.code(clients).decode(words[:-2], size)
+    if params.noise:
+        weight = float(survivors)
+    if weight <= 0:
+        return np.zeros(size), math.nan
+    return total / weight, loss / weight

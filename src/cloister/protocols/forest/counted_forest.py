@@ -1,0 +1,407 @@
+"""Counted forest: an isolation forest of all sites' rows that no row, no range and no small count leaves a site for.
+
+    L1   u, S    columns in common, by name                                        (common_genes)
+    L2   u       common seed Ξ, unknown to S                                       (common_seed)
+    L3   u, S    rows N; mean and scale σ of every column                          (pooled_scaling)
+    L4   u       sample of its own: each row of z = (x - mean)/σ is in each tree with probability ψ/N
+                 (with extended splits, 2/3 at most)
+         per level of the trees, for every node that may be split, from Ξ: a column or a unit normal, and f in (0, 1)
+    L5   u, S    first and last cell of a public grid along it that holds a row    (count_tests, k = 1, on
+                 prefixes and suffixes); another axis if both are one cell
+    L6   u       split at low + f (high - low); rows move to the children
+         u, S    which children hold at least t rows; the others are leaves        (count_tests, k = t)
+    L7   u, S    per tree: do its small leaves together hold at least t rows       (count_tests, k = t)
+         u, S    where they do: rows in each leaf of at least t rows               (secure_sum)
+    L8   u       path lengths; a small leaf adds the mean c(n) over n < t; scores of its own rows
+    L9   u, S    rows scored above 15 cuts, three times, to find the asked share   (secure_sum; with contamination only)
+
+What a level opens about a node of at least t rows is where its range begins and ends, on the grid; about smaller ones,
+that they are smaller. Trees of several repeats grow side by side. Sites that stop are left out of what follows.
+
+Reveals
+-------
+site : the forest: axes, splits, which leaves hold fewer than t sampled rows, how many rows the larger leaves hold; mean
+    and scale of every column, the power of two of its extremes, how many rows all sites hold together; with
+    contamination, how many of all rows score above some cuts. Nothing that tells one other site from another, but
+    who dropped out, and of a site that does so between the sums of L3 its number of rows, and of entries per column.
+    With n - 1 colluding sites: the same about the last site alone.
+coordinator : the same bits and sums, but not Ξ, so neither axes nor splits. Which columns each site has, by name.
+coordinator with one site : also the small counts and the grid's pooled counts.
+
+Assumes
+-------
+What secure sum, common seed and count tests assume. With two sites, each can subtract its own part from every sum.
+
+Cost
+----
+Per level two sums and one more per try of another axis; about 0.6 MB and 25 to 60 sums per site for 100 trees of 256.
+Local time is linear in the rows.
+
+References
+----------
+[LTZ08], [HKB19] as in cloister.models.isolation_forest. PROTOCOLS S4; lines numbered here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from cloister.crypto.agreement import Identity, bind, hkdf
+from cloister.crypto.entropy import Entropy
+from cloister.errors import DataError, ParameterError, ProtocolAbort
+from cloister.models import isolation_forest as iforest
+from cloister.models.isolation_forest import Axes, Forest, Sample
+from cloister.net.channel import Channel
+from cloister.net.wire import F64, I64
+from cloister.protocols.sums import common_genes, common_seed, pooled_scaling
+from cloister.protocols.sums.columns import match_columns
+from cloister.protocols.sums.pooled_scaling import Scaling
+from cloister.protocols.sums.tally import Asking, Bits, Plain, Tally, answer_plainly
+from cloister.study import Party
+
+NAME = "counted_forest"
+KNEE = 0.25  # the grid is linear around 0 and exponential beyond this many scales
+EXTENDED_SHARE = 2 / 3  # of all rows that a tree of extended splits may hold
+TRIES = 5  # axes tried at a node before it is called constant
+CUTS, ROUNDS = 16, 3  # of the search for the cut
+
+
+@dataclass(frozen=True, slots=True)
+class Params:
+    sites: tuple[Party, ...]
+    coordinator: Party
+    trees: int = 100
+    sample: int = 256  # ψ
+    forest: iforest.Kind = "standard"
+    extension: int | None = None  # entries of a normal that are not zero, less one; None: all
+    least: int = 8  # t: counts below are not opened; 1 opens all, for tests
+    repeats: int = 1  # forests
+    contamination: float | None = None  # share of all rows that is cut off; None: no cut is sought
+    cells: int = 0  # of the grid along an axis; 0: 64 for standard, 128 for extended splits
+    min_rows: int = 32  # of all sites together
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.trees * self.repeats <= 10_000:
+            raise ParameterError(f"trees times repeats must be from 1 to 10000, found {self.trees * self.repeats}")
+        if not 1 <= self.least <= 64:
+            raise ParameterError(f"the smallest count that is opened must be from 1 to 64, found {self.least}")
+        if not 4 * self.least <= self.sample <= 1 << 16:
+            raise ParameterError(
+                f"'sample' must be from four times the smallest opened count, {4 * self.least}, to 65536,"
+                f" found {self.sample}"
+            )
+        if self.contamination is not None and not 0 < self.contamination < 0.5:
+            raise ParameterError(f"'contamination' must lie between 0 and 0.5, found {self.contamination}")
+
+    @property
+    def all_trees(self) -> int:
+        return self.trees * self.repeats
+
+    @property
+    def grid_cells(self) -> int:
+        """Finer ones would tell lone rows from the ends of a range."""
+        return self.cells or (64 if self.forest == "standard" else 128)
+
+    def size(self, rows: int) -> int:
+        """Rows of a tree. Ranges along random normals outline the rows of a tree, so no tree has nearly all of them."""
+        return min(self.sample, int(rows * EXTENDED_SHARE)) if self.forest == "extended" else min(self.sample, rows)
+
+    @property
+    def needed(self) -> int:
+        return max(self.min_rows, 2 * self.least)
+
+
+@dataclass(frozen=True)
+class Outline:
+    """The opened forest without its geometry: what the coordinator learns."""
+
+    ranges: list[tuple[I64, I64, I64]]  # per step: nodes, first cell, last cell
+    small: I64  # leaves of fewer than t rows
+    large: I64  # other leaves
+    counts: I64  # rows in these; -1 where not opened
+    depth: int
+
+
+@dataclass(frozen=True)
+class Isolated:
+    """What a site takes away."""
+
+    columns: tuple[str, ...]
+    scaling: Scaling
+    forests: tuple[Forest, ...]  # one per repeat
+    outline: Outline
+    scores: F64  # (repeats, own rows)
+    cuts: F64 | None  # (repeats,)
+    present: tuple[Party, ...]
+    secret: bytes = field(repr=False)
+
+
+def roles(params: Params) -> dict[Party, object]:
+    return {params.coordinator: coordinator} | dict.fromkeys(params.sites, site)
+
+
+# ---- L4-L7: the forest -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Cells along an axis: even steps of asinh, so fine around 0 and wide enough for any row of N."""
+
+    cells: int
+    bound: float
+
+    @property
+    def step(self) -> float:
+        return float(2 * np.arcsinh(self.bound / KNEE) / self.cells)
+
+    def cell(self, along: F64) -> I64:
+        at = np.floor(np.arcsinh(along / KNEE) / self.step).astype(np.int64) + self.cells // 2
+        return np.clip(at, 0, self.cells - 1)
+
+    def edge(self, cell: I64) -> F64:
+        edge: F64 = KNEE * np.sinh((cell - self.cells // 2) * self.step)
+        return edge
+
+    def ends(self, which: I64, along: F64, nodes: int) -> I64:
+        """1 for every prefix and every suffix of cells in which this site has a row; (nodes · 2(cells - 1),)."""
+        first, last = np.full(nodes, self.cells), np.full(nodes, -1)
+        at = self.cell(along)
+        np.minimum.at(first, which, at)
+        np.maximum.at(last, which, at)
+        steps = np.arange(self.cells - 1)
+        reached = np.concatenate([first[:, None] <= steps, last[:, None] > steps], axis=1)
+        return reached.astype(np.int64).ravel()
+
+    def read(self, bits: Bits) -> tuple[I64, I64]:
+        """First and last cell of each node, from the pooled bits."""
+        both = bits.reshape(-1, 2, self.cells - 1)
+        return self.cells - 1 - both[:, 0].sum(axis=1), both[:, 1].sum(axis=1)
+
+
+@dataclass
+class Geometry:
+    """What only sites have: their sampled rows, and the axes that Ξ gives."""
+
+    sample: Sample
+    rng: np.random.Generator
+    usable: I64
+    splits: list[tuple[I64, Axes, F64]] = field(default_factory=list)
+    axes: list[Axes] = field(default_factory=list)  # per step, of all nodes that were asked about
+
+
+async def grow(params: Params, tally: Tally, rows: int, width: int, geometry: Geometry | None) -> Outline:
+    """L5 to L7, the same code at every party; without `geometry` at the coordinator."""
+    size, t = params.size(rows), params.least
+    depth, sites = iforest.depth_limit(size), len(params.sites)
+    per_tree, most = iforest.places(depth), 4 * max(params.sample, 64)
+    grid = Grid(params.grid_cells, float(np.sqrt(rows * (width if params.forest == "extended" else 1))))
+    nodes = np.arange(params.all_trees, dtype=np.int64) * per_tree
+    opened: list[tuple[I64, I64, I64]] = []
+    small, large = [nodes[:0]], [nodes[:0]]
+    for _ in range(depth):
+        pending, split = nodes, [nodes[:0]]
+        for _ in range(TRIES):
+            if not len(pending):
+                break
+            axes = f = None
+            if geometry is not None:
+                axes = iforest.draw_axes(
+                    geometry.rng, len(pending), geometry.usable, width, params.forest, params.extension
+                )
+                f = geometry.rng.random(len(pending))
+
+            def ends(pending: I64 = pending, axes: Axes | None = axes) -> I64:
+                assert geometry is not None
+                assert axes is not None
+                _, which, along = geometry.sample.values(pending, axes)
+                return grid.ends(which, along, len(pending))
+
+            first, last = grid.read(await tally.test(ends, len(pending) * 2 * (grid.cells - 1), 1, sites))  # L5
+            wide = first < last
+            opened.append((pending, first, last))
+            if geometry is not None and axes is not None and f is not None:
+                low, high = grid.edge(first[wide]), grid.edge(last[wide] + 1)
+                made = (pending[wide], axes.take(wide), low + f[wide] * (high - low))
+                geometry.splits.append(made)
+                geometry.axes.append(axes)
+                geometry.sample.descend(*made, per_tree)  # L6
+            split.append(pending[wide])
+            pending = pending[~wide]
+        large.append(pending)
+        tree, place = np.divmod(np.sort(np.concatenate(split)), per_tree)
+        if not len(tree):
+            nodes = nodes[:0]
+            break
+        children = np.sort(np.concatenate([tree * per_tree + 2 * place + 1, tree * per_tree + 2 * place + 2]))
+        enough = await tally.test(_counter(geometry, children), len(children), t, most)  # L6
+        small.append(children[~enough])
+        nodes = children[enough]
+    large.append(nodes)
+    return await _count_leaves(params, tally, geometry, np.concatenate(small), np.concatenate(large), opened, depth)
+
+
+def _counter(geometry: Geometry | None, nodes: I64) -> Callable[[], I64]:
+    def count() -> I64:
+        assert geometry is not None
+        return geometry.sample.count(nodes)
+
+    return count
+
+
+async def _count_leaves(
+    params: Params,
+    tally: Tally,
+    geometry: Geometry | None,
+    small: I64,
+    large: I64,
+    opened: list[tuple[I64, I64, I64]],
+    depth: int,
+) -> Outline:
+    """L7: rows in the larger leaves, but in no tree where the rest could be found by subtraction and is small."""
+    per_tree, trees = iforest.places(depth), params.all_trees
+    has_small = np.bincount(small // per_tree, minlength=trees) > 0
+
+    def rest() -> I64:
+        assert geometry is not None
+        rows = geometry.sample.count(small)
+        return np.bincount(small // per_tree, weights=rows, minlength=trees).astype(np.int64)
+
+    enough = await tally.test(rest, trees, params.least, 4 * max(params.sample, 64))
+    counts = np.full(len(large), -1, np.int64)
+    open_ = (enough | ~has_small)[large // per_tree]
+    if open_.any():
+        counts[open_] = await tally.total(_counter(geometry, large[open_]), int(open_.sum()))
+    return Outline(opened, small, large, counts, depth)
+
+
+def finish(params: Params, outline: Outline, geometry: Geometry, rows: int) -> tuple[Forest, ...]:
+    """L8: the forests of all repeats, from the opened counts."""
+    n = np.arange(1, params.least)
+    below = float((n * iforest.average_path(n)).sum() / max(1, n.sum()))  # of a row in a leaf of n < t, all n alike
+    guess = np.where(outline.counts >= 0, outline.counts, 2 * params.least)
+    per_tree = iforest.places(outline.depth)
+    made = []
+    for r in range(params.repeats):
+        first = r * params.trees * per_tree
+        last = first + params.trees * per_tree
+
+        def mine(nodes: I64, first: int = first, last: int = last) -> Bits:
+            return (nodes >= first) & (nodes < last)
+
+        splits = [(s[0][k] - first, s[1].take(k), s[2][k]) for s in geometry.splits if (k := mine(s[0])).any()]
+        leaves = [
+            (outline.small[mine(outline.small)] - first, np.full(int(mine(outline.small).sum()), below)),
+            (outline.large[mine(outline.large)] - first, iforest.average_path(guess[mine(outline.large)])),
+        ]
+        normal = float(iforest.average_path(params.size(rows)))
+        made.append(iforest.build(params.trees, outline.depth, splits, leaves, normal))
+    return tuple(made)
+
+
+def sample_rows(params: Params, Z: F64, rows: int, rng: np.random.Generator) -> Sample:
+    """L4: each row is in each tree with probability ψ/N; how many those are is nobody else's business."""
+    share = params.size(rows) / rows
+    sizes = rng.binomial(len(Z), share, size=params.all_trees)
+    picks = [rng.choice(len(Z), k, replace=False, shuffle=False) for k in sizes.tolist()]
+    return iforest.draw_sample(Z, picks, iforest.depth_limit(params.size(rows)))
+
+
+def forest_rng(secret: bytes) -> np.random.Generator:
+    """The shared generator of axes and splits: statistics, not secrets, though only sites can seed it."""
+    return np.random.default_rng(list(hkdf(secret, bind(NAME, b"forest"))))
+
+
+# ---- L9: the cut -----------------------------------------------------------------------------------------------------
+
+
+async def find_cuts(params: Params, tally: Tally, scores: F64 | None, rows: int) -> F64:
+    """Per repeat, the lowest cut on a grid of 16³ steps above which not more than the asked share of all rows lies."""
+    assert params.contamination is not None
+    allowed = int(np.floor(params.contamination * rows))
+    low, width = np.zeros(params.repeats), 1.0
+    for _ in range(ROUNDS):
+        cuts = low[:, None] + width * np.arange(1, CUTS) / CUTS
+
+        def above(cuts: F64 = cuts) -> I64:
+            assert scores is not None
+            ordered = np.sort(scores, axis=1)
+            found = [len(s) - np.searchsorted(s, c, side="left") for s, c in zip(ordered, cuts, strict=True)]
+            return np.concatenate(found).astype(np.int64)
+
+        counts = (await tally.total(above, cuts.size)).reshape(cuts.shape)
+        low += width / CUTS * (counts > allowed).sum(axis=1)
+        width /= CUTS
+    return low + width
+
+
+# ---- roles -----------------------------------------------------------------------------------------------------------
+
+
+async def site(
+    ch: Channel, params: Params, kind: str, names: list[str], X: F64, *, entropy: Entropy, identity: Identity
+) -> Isolated:
+    """Play u: X has one row per observation and one column per name; missing entries are NaN."""
+    check_rows(X, names)
+    common = common_genes.Params(params.sites, params.coordinator)
+    columns = await common_genes.site(ch.sub("columns"), common, kind, names)
+    order = match_columns(names, columns.names)  # L1
+    seed_params = common_seed.Params(params.sites, params.coordinator)
+    seed = await common_seed.site(ch.sub("seed"), seed_params, entropy=entropy, identity=identity)  # L2
+    ask = Asking(ch, params.sites, params.coordinator, seed.present, seed, entropy, identity)
+    X = X[:, order]
+    scaling = await pooled_scaling.find(ask, X, X.shape[1], params.needed)  # L3
+    if not len(scaling.usable):
+        raise DataError("every column has one value in all rows of all sites; nothing can be isolated in such data")
+    Z = scaling.apply(X)
+    own = np.random.default_rng(list(entropy.bytes(32)))  # which rows are sampled is not to be guessed by others
+    geometry = Geometry(sample_rows(params, Z, scaling.rows, own), forest_rng(seed.secret), scaling.usable)  # L4
+    ch.step("growing the forest", protocol=NAME, line="L5")
+    outline = await grow(params, ask, scaling.rows, X.shape[1], geometry)  # L5, L6, L7
+    forests = finish(params, outline, geometry, scaling.rows)
+    ch.step("scoring rows", protocol=NAME, line="L8")
+    scores = np.array([f.score(Z) for f in forests])  # L8
+    cuts = None if params.contamination is None else await find_cuts(params, ask, scores, scaling.rows)  # L9
+    return Isolated(columns.names, scaling, forests, outline, scores, cuts, ask.present, seed.secret)
+
+
+async def coordinator(ch: Channel, params: Params) -> Outline:
+    common = common_genes.Params(params.sites, params.coordinator)
+    columns = await common_genes.coordinator(ch.sub("columns"), common)  # L1
+    present = await common_seed.coordinator(ch.sub("seed"), common_seed.Params(params.sites, params.coordinator))  # L2
+    ask = Asking(ch, params.sites, params.coordinator, present)
+    width = len(columns.names)
+    scaling = await pooled_scaling.find(ask, None, width, params.needed)  # L3
+    if not len(scaling.usable):
+        raise ProtocolAbort(NAME, "L3", "constant", "every column has one value in all rows of all sites")
+    outline = await grow(params, ask, scaling.rows, width, None)  # L5, L6, L7
+    if params.contamination is not None:
+        await find_cuts(params, ask, None, scaling.rows)  # L9
+    return outline
+
+
+def check_rows(X: F64, names: list[str]) -> None:
+    if X.ndim != 2 or X.shape[1] != len(names) or 0 in X.shape:
+        raise DataError(f"expected rows and one name per column, found shape {X.shape} and {len(names)} names")
+    pooled_scaling.check_values(X)
+
+
+# ---- ideal -----------------------------------------------------------------------------------------------------------
+
+
+def ideal(params: Params, xs: Mapping[Party, F64], secret: bytes, *, rng: np.random.Generator) -> tuple[Forest, ...]:
+    """The forest that Ξ and the pooled rows give; `rng` picks the sample, of which all rows are part if N ≤ ψ."""
+    X = np.concatenate(list(xs.values()))
+    scaling = pooled_scaling.scaling_of(X)
+    _, geometry, outline = grow_plainly(params, scaling, scaling.apply(X), secret, rng)
+    return finish(params, outline, geometry, len(X))
+
+
+def grow_plainly(
+    params: Params, scaling: Scaling, Z: F64, secret: bytes, rng: np.random.Generator
+) -> tuple[Scaling, Geometry, Outline]:
+    """Grow over standardised rows in one place: what the sites' protocol opens, without the protocol."""
+    geometry = Geometry(sample_rows(params, Z, len(Z), rng), forest_rng(secret), scaling.usable)
+    return scaling, geometry, answer_plainly(grow(params, Plain(), len(Z), Z.shape[1], geometry))

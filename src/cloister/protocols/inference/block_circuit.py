@@ -1,0 +1,362 @@
+"""The circuit of an encrypted encoder, in stretches between refreshes. Local steps of `encrypted_inference`.
+
+    embed       linear                                              1 refresh of T·d
+    LayerNorm   centre, square and add; Newton; multiply            2 + 2·steps refreshes of T to T·d
+    attention   linear, scores; exp; weighted sums; Goldschmidt     2 to 4 of heads·T², 1 + steps of heads·T
+    projection  multiply, linear on four polynomials, residual      1
+    feed        linear, square, linear on three polynomials         1, or 2 where the modulus is short
+
+Values are recipes (`block_values`), so a block may be larger than memory. Run without an evaluator (`plan`), it only
+counts: the list of openings is the written depth budget, and both sides hold it before anything is sent.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cloister.crypto.owner_ckks import scheme as block
+from cloister.crypto.owner_ckks.scheme import Cts, Evaluator, Opening, Parameters, fits
+from cloister.crypto.owner_ckks.shelf import Pool
+from cloister.errors import ParameterError
+from cloister.models.polynomial import START, TAP_BOUND, Encoder, Shape
+from cloister.net.wire import F64
+from cloister.protocols.inference.block_values import Recipes, Refresh, Values, token
+
+TAP_BITS = 46  # the scale of what is read, above Δ
+TAP_PRECISION = 10  # bits of what is read; the flooding covers all below
+ROWS = 8  # of the attention matrix that are computed together
+EXP_BITS = 20.0  # the least scale of scores at which exp is one stretch
+
+
+@dataclass(frozen=True, slots=True)
+class Tap:
+    """How the owner reads one tap."""
+
+    block: int
+    primes: int
+    scale: float
+    flood_bits: int
+
+
+def quadratics(degree: int) -> list[tuple[float, float]]:
+    """(b, c) with Σ s^i / i! = Π (s² + b·s + c) / degree!: Taylor's exp of even degree has no real root."""
+    roots = np.roots([1 / math.factorial(i) for i in range(degree, -1, -1)])
+    return [(-2 * float(z.real), float(abs(z) ** 2)) for z in roots if z.imag > 0]
+
+
+class Circuit(Recipes):
+    """One pass of one batch; `encoder` is None where we only count."""
+
+    def __init__(
+        self,
+        shape: Shape,
+        params: Parameters,
+        refresh: Refresh,
+        encoder: Encoder | None = None,
+        ev: Evaluator | None = None,
+        openings: Sequence[Opening] = (),
+        pool: Pool | None = None,
+    ) -> None:
+        super().__init__(params, refresh, ev, openings, pool)
+        self.shape, self.encoder = shape, encoder
+
+    async def embed(self, inputs: Values) -> Values:
+        """(T - 1)·inputs ciphertexts at Δ → T·d at Δ."""
+        s, e = self.shape, self.encoder
+        scale = inputs.scale * self.w
+        w = None if e is None else np.rint(e.embed * self.w).astype(np.int64)
+
+        def make(t: int, k: int) -> Cts:
+            if t == 0:
+                y = np.zeros((s.width, 2, k, self.params.degree), np.uint32)
+            else:
+                y = self.ev.linear(w, inputs.get(token(t - 1, s.inputs), k))  # type: ignore[arg-type]
+            return self.ev.add_constants(y, e.positions[t] * scale)  # type: ignore[union-attr]
+
+        x = self.by_token(s.tokens * s.width, s.width, 2, scale, [inputs], make)
+        return (await self.refresh("embed", (x, s.x_bound)))[0]
+
+    async def layer_norm(
+        self, x: Values, layer: int, which: int, gain: F64 | None = None, shift: F64 | None = None
+    ) -> Values:
+        s, d, D = self.shape, self.shape.width, self.delta
+        T = x.n // d
+        V = s.variances[2 * layer + which]
+        c = self.by_token(T * d, d, 2, x.scale * d, [x], lambda t, k: self.ev.centre(x.get(token(t, d), k)))
+
+        def sum_of_squares(t: int, k: int) -> Cts:
+            row = c.get(token(t, d), k)
+            found: Cts = self.ev.dot(row, row)[None]
+            return found
+
+        squares = self.by_token(T, 1, 3, c.scale**2, [c], sum_of_squares)
+        (v,) = await self.refresh("variance", (squares.scaled(d * V), 2.0))
+        a, b, of = START
+        y = self.add([(b, v)], a / of, scale=of * D)
+        for _ in range(s.root_steps):
+            yy, vy = await self.refresh("root", (self.square(y), 64.0), (self.times(v, y), 8.0))
+            factor = round(3 * D * D / y.scale)
+            y = self.add([(-1, self.times(yy, vy)), (factor, y)], scale=2 * D * D)
+            (y,) = await self.refresh("root", (y, 8.0))
+        z = self.times(c, self.pick(y, [t for t in range(T) for _ in range(d)])).scaled(math.sqrt(V))
+        bound = math.sqrt(d)
+        if s.norm == "post":
+            plain, scale, bound = z, z.scale * self.w, s.x_bound
+            ints = [1] * d if gain is None else [int(g) for g in np.rint(gain * self.w)]
+
+            def weighted(ids: Sequence[int], k: int) -> Cts:
+                at = [i % d for i in ids]
+                return self.ev.combine([([ints[i] for i in at], plain.get(ids, k))], shift[at] * scale)  # type: ignore[index]
+
+            z = self.made(T * d, 3, scale, [plain], plain.group, weighted)
+        return (await self.refresh("normed", (z, bound)))[0]
+
+    async def attention(self, z: Values, layer: int, tokens: int) -> Values:
+        """Weighted values softmax(q·k)·v of the first tokens, over all: d for each, three polynomials or four."""
+        s, T, d, D, h = self.shape, self.shape.tokens, self.shape.width, self.delta, self.shape.head_width
+        b = None if self.encoder is None else self.encoder.blocks[layer]
+        S, H = s.means[layer], s.heads
+        whole = self.linear(None if b is None else b.qkv, None if b is None else b.qkv_bias, 3 * d, z, d)
+        stored = not fits(self.params, whole.scale**2, 4.0)
+        if stored:
+            (whole,) = await self.refresh("qkv", (whole, s.u_bound))
+
+        def some(part: int, a: int) -> Values:
+            """Queries, keys or values of one head: h for each token."""
+            rows = range(part * d + a * h, part * d + (a + 1) * h)
+            if stored:
+                return self.pick(whole, [t * 3 * d + r for t in range(T) for r in rows])
+            w, bias = (None, None) if b is None else (b.qkv[rows.start : rows.stop], b.qkv_bias[rows.start : rows.stop])
+            return self.linear(w, bias, h, z, d)
+
+        def all_of(part: int, a: int, k: int) -> Cts:
+            v, found = some(part, a), np.empty((T * h, 2, k, self.params.degree), np.uint32)
+            for t in range(T):
+                found[t * h : (t + 1) * h] = v.get(range(t * h, (t + 1) * h), k)
+            return found
+
+        kept: dict[int, Cts] = {}  # keys of the head at hand
+
+        def scores(ids: Sequence[int], k: int) -> Cts:
+            """Whole rows of the grid (head, i, j)."""
+            parts = []
+            for a, first, count in _rows_of(ids, tokens, T):
+                if a not in kept:
+                    kept.clear()
+                    kept[a] = all_of(1, a, k)
+                q = some(0, a).get(range(first * h, (first + count) * h), k)
+                q = q.reshape(count, h, *q.shape[1:])
+                y = self.ev.rows(q, kept[a], np.arange(T * h).reshape(T, h))
+                parts.append(y.reshape(count * T, *y.shape[2:]))
+            return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+        grid = self.made(H * tokens * T, 3, whole.scale**2, [whole], min(tokens, ROWS) * T, scores)
+        e = await self.exp(grid)
+        kept.clear()
+        # sums over j, token after token: (t, head, feature)
+        o = self.made(tokens * d, 3, e.scale * whole.scale, [e, whole], d, None).scaled(T * S)
+        den = self.made(tokens * H, 2, e.scale, [e], H, None)
+        if not self.counting:
+            sums, totals = self.shelf(tokens * d, 3, o.k), self.shelf(tokens * H, 2, den.k)
+            over = np.arange(T * h).reshape(T, h).T.copy()  # (feature, j)
+            for a in range(H):
+                v = all_of(2, a, o.k)
+                for first in range(0, tokens, ROWS):
+                    count, at = min(ROWS, tokens - first), a * tokens + first
+                    row = e.get(range(at * T, (at + count) * T), den.k)
+                    row = row.reshape(count, T, *row.shape[1:])
+                    y = self.ev.rows(np.ascontiguousarray(row[:, :, :, : o.k]), v, over)
+                    for i in range(count):
+                        sums.put((first + i) * d + a * h, y[i])
+                        totals.put((first + i) * H + a, self.ev.total(row[i]))
+                del v
+            o, den = dataclasses.replace(o, take=sums.take), dataclasses.replace(den, take=totals.take)
+        r = self.add([(-1, den)], 1.0, scale=den.scale * T * S)
+        grown = self.add([(1, r)], 1.0)
+        straight = fits(self.params, o.scale * self.thin * self.w, s.x_bound)
+        if straight:
+            (r,) = await self.refresh("division", (self.square(r), 1.0))
+        else:
+            o, r = await self.refresh("division", (o, 2 * s.u_bound), (self.square(r), 1.0))
+        for step in range(s.steps):
+            next_one = self.times(self.add([(1, r)], 1.0), grown)
+            if step == s.steps - 1:
+                (grown,) = await self.refresh("division", (next_one, 32.0), want=self.thin if straight else D)
+            else:
+                r, grown = await self.refresh("division", (self.square(r), 1.0), (next_one, 32.0))
+        per_head = self.pick(grown, [t * H + f // h for t in range(tokens) for f in range(d)])
+        return dataclasses.replace(self.times(o, per_head), group=d)
+
+    @property
+    def thin(self) -> float:
+        """The scale of factors in a long product."""
+        return self.delta / 8
+
+    async def exp(self, scores: Values) -> Values:
+        """Taylor's polynomial, refreshed: in one stretch as a product of quadratics, where the modulus is long."""
+        degree = self.shape.exp_degree
+        top = math.factorial(degree)
+        bits = (block.room(self.params, self.params.count) - self.params.hiding - 1 - math.log2(64.0 * top)) / degree
+        if bits < EXP_BITS:
+            (s1,) = await self.refresh("scores", (scores, 4.0))
+            return await self.exp_by_powers(s1)
+        (s,) = await self.refresh("scores", (scores, 4.0), want=2.0 ** min(bits, self.params.scale_bits))
+        factors = quadratics(degree)
+
+        def take(ids: Sequence[int], k: int) -> Cts:
+            ev, x = self.ev, s.get(ids, k)
+            square, product = ev.products(x, x), None
+            for b, c in factors:
+                q = ev.combine([(1, square), (round(b * s.scale), x)], c * s.scale**2)
+                product = q if product is None else ev.products(product, q)
+            return product  # type: ignore[return-value]
+
+        whole = self.made(s.n, degree + 1, s.scale**degree * top, [s], 8, take)
+        return (await self.refresh("exp", (whole, 64.0), want=self.thin))[0]
+
+    async def exp_by_powers(self, s1: Values) -> Values:
+        """A(s) + s^k·B(s) with k = degree / 2, every power refreshed."""
+        D, k = self.delta, self.shape.exp_degree // 2
+        grain = 2.0 ** next((g for g in (20, 16) if fits(self.params, D * D * 2.0**g, 64.0)), 12)  # of coefficients
+        powers = [s1]
+        for i in range(1, k):
+            (s,) = await self.refresh("exp", (self.times(s1, powers[-1]), 4.0 ** (i + 1)))
+            powers.append(s)
+        inner = [1 / math.factorial(k + i) for i in range(k + 1)]  # B = Σ inner_i s^i
+        B = self.add([(round(inner[i] * grain), powers[i - 1]) for i in range(1, k + 1)], inner[0], scale=D * grain)
+        outer = [(round(D * grain / math.factorial(i)), powers[i - 1]) for i in range(1, k)]
+        whole = self.add([(1, self.times(B, powers[k - 1])), *outer], 1.0)
+        return (await self.refresh("exp", (whole, 64.0)))[0]
+
+    async def close(self, name: str, product: Values, residual: Values, layer: int, wide: int) -> Values:
+        """Linear layer on three polynomials or four, plus the residual: one refresh."""
+        s, d = self.shape, self.shape.width
+        b = None if self.encoder is None else self.encoder.blocks[layer]
+        w, bias = (None, None) if b is None else (getattr(b, name), getattr(b, f"{name}_bias"))
+        y = self.linear(w, bias, d, product, wide)
+        y = self.add([(1, y), (round(y.scale / residual.scale), residual)])
+        return (await self.refresh(name, (y, s.x_bound)))[0]
+
+    async def feed(self, z: Values, residual: Values, layer: int) -> Values:
+        s, f = self.shape, self.shape.hidden
+        b = None if self.encoder is None else self.encoder.blocks[layer]
+        u = self.linear(None if b is None else b.up, None if b is None else b.up_bias, f, z, s.width)
+        if not fits(self.params, u.scale**2 * self.w, s.x_bound):
+            (u,) = await self.refresh("units", (u, s.u_bound))
+        return await self.close("down", dataclasses.replace(self.square(u), group=f), residual, layer, f)
+
+    async def block(self, x: Values, layer: int, tokens: int = 0) -> Values:
+        """One block; what comes out has all primes. With `tokens`, only the first so many of them come out."""
+        d, tokens = self.shape.width, tokens or self.shape.tokens
+        first = self.pick(x, range(tokens * d))
+        b = None if self.encoder is None else self.encoder.blocks[layer]
+        if self.shape.norm == "pre":
+            z = await self.layer_norm(x, layer, 0)
+            x = await self.close("out", await self.attention(z, layer, tokens), first, layer, d)
+            x = await self.feed(await self.layer_norm(x, layer, 1), x, layer)
+        else:
+            x = await self.close("out", await self.attention(x, layer, tokens), first, layer, d)
+            x = await self.layer_norm(x, layer, 0, *((None, None) if b is None else (b.gain1, b.shift1)))
+            x = await self.feed(x, x, layer)
+            x = await self.layer_norm(x, layer, 1, *((None, None) if b is None else (b.gain2, b.shift2)))
+        if self.counting:
+            self.require(x, self.params.count)
+        return x
+
+    async def tap(self, x: Values, which: int) -> Values:
+        """The class token through the projection, ready to be flooded and read."""
+        s, e = self.shape, self.encoder
+        cls = self.pick(x, token(0, s.width))
+        (cls,) = await self.refresh("tap", (cls, s.x_bound), want=self.delta * 2.0**TAP_BITS)
+        w, c = (None, None) if e is None else (e.projections[which], -e.centres[which])
+        return self.linear(w, c, s.rank, cls, s.width)
+
+
+def _rows_of(ids: Sequence[int], rows: int, length: int) -> Iterator[tuple[int, int, int]]:
+    """(head, first row, how many) of a run of whole rows of the grid (head, i, j), `rows` of them per head."""
+    row, last = ids[0] // length, ids[-1] // length
+    if ids[0] % length or (ids[-1] + 1) % length or len(ids) != (last + 1 - row) * length:
+        raise ParameterError("scores are made in whole rows")
+    while row <= last:
+        count = min(last + 1 - row, rows - row % rows, ROWS)
+        yield row // rows, row % rows, count
+        row += count
+
+
+# ---- the plan -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All round trips of one batch: per round the openings; after some, a tap."""
+
+    rounds: tuple[tuple[Opening, ...], ...]
+    taps: tuple[tuple[int, Tap], ...]  # (rounds done before it, how it is read)
+
+    @property
+    def openings(self) -> list[Opening]:
+        return [h for r in self.rounds for h in r]
+
+
+def tap_of(shape: Shape, params: Parameters, number: int) -> Tap:
+    scale = math.ldexp(params.scale * params.weight_scale, TAP_BITS)
+    noise = math.log2(6 * 3.2 * TAP_BOUND * params.weight_scale * math.sqrt(shape.width))
+    flood = math.floor(math.log2(scale)) - TAP_PRECISION - params.degree.bit_length() // 2
+    if flood < noise + block.FLOOD_BITS:
+        raise ParameterError("a tap cannot be flooded by 40 bits at this scale; use a smaller width or weight scale")
+    need = math.ceil(math.log2(scale * TAP_BOUND)) + 1
+    primes = block.primes_for(params, need)
+    if not primes:
+        raise ParameterError("a tap does not fit into the modulus; use more primes")
+    return Tap(shape.taps[number], primes, scale, flood)
+
+
+@functools.lru_cache(maxsize=32)
+def plan(shape: Shape, params: Parameters, last: int = 1) -> Plan:
+    """All round trips of one batch. Of the last block only the first `last` tokens come out: taps read no others."""
+    rounds: list[tuple[Opening, ...]] = []
+    taps: list[tuple[int, Tap]] = []
+
+    async def count(parts: list[tuple[Opening, Any]]) -> list[Any]:
+        rounds.append(tuple(h for h, _ in parts))
+        return [None] * len(parts)
+
+    c = Circuit(shape, params, count)
+
+    async def whole() -> None:
+        x = await c.embed(Values((shape.tokens - 1) * shape.inputs, 2, params.scale))
+        for layer in range(shape.depth):
+            x = await c.block(x, layer, last if layer + 1 == shape.depth else 0)
+            if layer + 1 in shape.taps:
+                number = shape.taps.index(layer + 1)
+                tap = tap_of(shape, params, number)
+                c.require(await c.tap(x, number), tap.primes)
+                taps.append((len(rounds), tap))
+
+    coroutine = whole()
+    try:
+        coroutine.send(None)
+    except StopIteration:
+        need = iter(c.need)
+        found = [tuple(dataclasses.replace(h, back=next(need)) for h in r) for r in rounds]
+        return Plan(tuple(found), tuple(taps))
+    raise RuntimeError("counting waits for nobody")
+
+
+def used(shape: Shape, params: Parameters, last: int = 1) -> dict[str, Any]:
+    """The depth budget in figures: openings, ciphertexts, and the least hiding."""
+    every = plan(shape, params, last).openings
+    return {
+        "rounds": len(plan(shape, params, last).rounds),
+        "ciphertexts": sum(h.count for h in every),
+        "hiding": min(h.hiding for h in every),
+        "largest_message_bits": max(h.message_bits for h in every),
+        "modulus_bits": params.count * params.bits,
+    }

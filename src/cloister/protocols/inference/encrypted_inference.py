@@ -1,0 +1,356 @@
+"""Encrypted inference: owners learn a few projected features of their samples under a model that stays unseen.
+
+    L1  u → P   b, seed, batches        u's public key (b, a), a from the seed
+    per batch (slot = sample):
+    L2  u → P   [x]                     one ciphertext per input number
+    per round of the plan (`block_circuit.plan`):
+    L3  P → u   [y + M]                 re-randomised in every polynomial, M uniform modulo Q: u sees no activation
+    L4  u → P   [⌊(y + M mod Q)·f⌋]     encrypted afresh; P subtracts ⌊M·f⌋
+    after the tapped blocks, about a third of them and never two adjacent ones:
+    L5  P → u   [R·b_cls - c]           r numbers per sample, re-randomised, flooded below their tenth bit
+
+Of the last block only the class token is computed. The taps are fixed in the plan, for every sample and for all time:
+asking again gives the same numbers again, with other noise: a sample that fills k slots or batches is read √k finer.
+
+Reveals
+-------
+owner : per sample and tap r numbers (the class token through a fixed projection of rank r < d), good to about 2^-10;
+    the shape of the model and the intervals of its values (`Shape`). Nothing of any other activation. With enough
+    samples, an owner can fit a model of its own to these features, as with any service that answers: the budget bounds
+    how many it gets. An owner that encrypts at L2 or L4 something else than it should, of whatever size, steers later
+    values, and still opens uniform numbers and taps: it counts against the same budget.
+provider : how many batches each owner brings (rounded up to whole batches of N/2 samples), and that it stopped at a tap
+    (L5, code `range`), if it did. Not the samples. Owners learn nothing of each other but that; an owner and the
+    provider together hold that owner's data and the model.
+
+Assumes
+-------
+Semi-honest parties; ring learning with errors at 128 bits. Masks hide perfectly at L3; of a batch, a coefficient goes
+round and spoils the result once in 2^16 batches or less (`Opening.hiding`). Statistical hiding of 2^-40 per coefficient
+of the last stretch's noise at L5. What earlier refreshes rounded off is part of the value that is read; the flooding at
+L5 is wider than it, but not by 40 bits.
+Masks hide from the owner, too, that values left their intervals: it notices at the next tap (L5: code `range`).
+
+Cost
+----
+See `cost`: per batch and round, p·k·N words of 4 bytes down and k'·N up for every refreshed ciphertext (`Opening`).
+Ciphertexts travel in messages of at most `CHUNK`, of which at most `AHEAD` are on the way: the owner holds one message
+at a time, the provider a share of a block that does not grow with the number of tokens (`crypto.shelf`).
+
+References
+----------
+[BlindFed] double-blind federated adaptation, section 3.2, with blinded refreshes instead of permuted openings.
+[GIL09] Gentry's thesis on re-randomisation and circuit privacy. Lines numbered here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cloister.crypto.entropy import Entropy
+from cloister.crypto.owner_ckks import scheme as block
+from cloister.crypto.owner_ckks.scheme import Evaluator, Opening, OwnerKey, Parameters
+from cloister.crypto.owner_ckks.shelf import Pool, Shelf
+from cloister.errors import CloisterError, DataError, ParameterError, ProtocolAbort
+from cloister.models.polynomial import TAP_BOUND, Encoder, Shape, check_inputs, hidden, taps_of
+from cloister.net.channel import Channel
+from cloister.net.wire import F64, U32, message
+from cloister.protocols.inference.block_circuit import Circuit, Tap, plan, tap_of
+from cloister.protocols.inference.block_values import Take, Values
+from cloister.study import Party
+
+NAME = "encrypted_inference"
+CHUNK = 32  # ciphertexts of one message
+AHEAD = 8  # messages that a provider sends before it waits for an answer
+
+
+@dataclass(frozen=True, slots=True)
+class Params:  # public
+    owners: tuple[Party, ...]
+    provider: Party
+    shape: Shape
+    crypto: Parameters
+    budget: int = 1 << 16  # samples per owner, over all runs that share a ledger
+
+    def __post_init__(self) -> None:
+        if not self.owners or self.provider in self.owners or len(set(self.owners)) != len(self.owners):
+            raise ParameterError("inference needs owners, all different, and a provider apart from them")
+        if not self.shape.taps or not self.shape.variances or not self.shape.means:
+            raise ParameterError("this model has no taps or was not calibrated; export it with both")
+
+
+@message("L1")
+class Key:  # u → P
+    b: U32  # (K, N)
+    seed: bytes
+    batches: int
+
+
+@message("L2")
+class Inputs:  # u → P
+    c0: U32  # (n, K, N)
+    seed: bytes
+
+
+@message("L3")
+class Blinded:  # P → u
+    c: U32  # (n, p, k, N)
+
+
+@message("L4")
+class Fresh:  # u → P
+    c0: U32  # (n, k', N)
+    seed: bytes
+
+
+@message("L5")
+class Features:  # P → u
+    c: U32  # (r, 2, k, N)
+
+
+def ideal(params: Params, inputs: Mapping[Party, Any]) -> dict[Party, F64 | None]:
+    """The taps of every sample, to its owner alone."""
+    encoder: Encoder = inputs[params.provider].rounded(params.crypto.weight_bits)
+    given: dict[Party, F64 | None] = {params.provider: None}
+    return given | {u: taps_of(encoder, hidden(encoder, inputs[u])) for u in params.owners}
+
+
+def roles(params: Params) -> dict[Party, object]:
+    return {params.provider: provider} | dict.fromkeys(params.owners, owner)
+
+
+def cost(params: Params) -> dict[Party, tuple[int, int]]:
+    """Messages and payload of one batch per owner."""
+    p, s = params.crypto, params.shape
+    whole, N = p.count * p.degree * 4, p.degree
+    inputs = (s.tokens - 1) * s.inputs
+    made = plan(s, p)
+    every = made.openings
+    trips = sum(len(chunks(h)) for h in every)
+    up = (
+        1 + len(parts(inputs)) + trips,
+        whole * (1 + inputs) + sum(h.count * h.back * N * 4 for h in every),
+    )
+    down = sum(h.count * h.polys * h.primes * N * 4 for h in every) + sum(
+        s.rank * 2 * t.primes * N * 4 for _, t in made.taps
+    )
+    n = len(params.owners)
+    return {params.provider: (n * (trips + len(made.taps)), n * down)} | dict.fromkeys(params.owners, up)
+
+
+# ---- local steps -----------------------------------------------------------------------------------------------------
+
+
+def parts(count: int) -> list[slice]:
+    return [slice(s, min(count, s + CHUNK)) for s in range(0, count, CHUNK)]
+
+
+def chunks(how: Opening) -> list[slice]:
+    """The messages of one opening."""
+    found = []
+    for lo in range(0, how.count, how.group):
+        found += [slice(lo + p.start, lo + p.stop) for p in parts(min(how.group, how.count - lo))]
+    return found
+
+
+def batches(params: Params, samples: int) -> int:
+    return -(-samples // params.crypto.slots)
+
+
+@dataclass
+class Ledger:
+    """How many samples each owner has had answered; kept in a file if there is a path."""
+
+    path: Path | None = None
+    used: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.path is not None and self.path.exists():
+            try:
+                self.used = {str(k): int(v) for k, v in json.loads(self.path.read_text()).items()}
+            except Exception:  # every way in which a file can be wrong
+                raise DataError(f"{self.path} is no ledger of queries; remove it, or name another") from None
+
+    def admit(self, owner: Party, samples: int, budget: int) -> None:
+        """Count a query before it is answered, or refuse it."""
+        total = self.used.get(owner, 0) + samples
+        if total > budget:
+            raise ProtocolAbort(
+                NAME, "L1", "budget", f"'{owner}' has asked for {total} samples, its budget is {budget}"
+            )
+        self.used[owner] = total
+        if self.path is not None:
+            beside = self.path.with_name(self.path.name + ".part")
+            with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as f:
+                f.write(json.dumps(self.used))
+            os.replace(beside, self.path)
+
+
+def fill(x: F64, count: int) -> F64:
+    """Repeat samples up to a whole batch: no slot holds a value that no sample has."""
+    return np.resize(x, (count, *x.shape[1:]))
+
+
+def read(params: Parameters, x: U32, line: str, who: Party) -> Any:
+    try:
+        return block.unpack(params, x)
+    except CloisterError as e:
+        raise ProtocolAbort(NAME, line, "malformed", f"from '{who}': {e}") from None
+
+
+def seed_of(seed: bytes, line: str, who: Party) -> bytes:
+    if len(seed) != 32:
+        raise ProtocolAbort(NAME, line, "malformed", f"'{who}' sent no seed of 32 bytes")
+    return seed
+
+
+# ---- roles -----------------------------------------------------------------------------------------------------------
+
+
+class OwnerSide:
+    """The owner's half of a batch: opens, rescales and encrypts what is masked; reads what is meant for it."""
+
+    def __init__(self, ch: Channel, params: Params, key: OwnerKey, entropy: Entropy) -> None:
+        self.ch, self.params, self.key, self.entropy = ch, params, key, entropy
+
+    async def send_inputs(self, x: F64) -> None:
+        """Encrypt x (n, T - 1, inputs), n samples that fill the slots."""
+        flat = x.reshape(len(x), -1).T
+        for part in parts(len(flat)):
+            seed = self.entropy.bytes(32)
+            await self.ch.send(self.params.provider, Inputs(self.key.encrypt(flat[part], seed, self.entropy), seed))
+
+    async def answer(self, how: Opening) -> None:
+        P, N = self.params.provider, self.params.crypto.degree
+        for part in chunks(how):
+            n = part.stop - part.start
+            c = await self.ch.recv(P, Blinded, c=(n, how.polys, how.primes, N))  # L3
+            seed = self.entropy.bytes(32)
+            cts = read(self.params.crypto, c.c, "L3", P)
+            await self.ch.send(P, Fresh(self.key.refresh(cts, how, seed, self.entropy), seed))  # L4
+
+    async def read_tap(self, tap: Tap, count: int) -> F64:
+        P, N, s = self.params.provider, self.params.crypto.degree, self.params.shape
+        c = await self.ch.recv(P, Features, c=(s.rank, 2, tap.primes, N))  # L5
+        found = self.key.read(read(self.params.crypto, c.c, "L5", P), tap.scale, count).T
+        if not float(np.abs(found).max()) <= TAP_BOUND:
+            raise ProtocolAbort(
+                NAME, "L5", "range", f"features beyond ±{TAP_BOUND:g}; the samples are unlike the model's own"
+            )
+        what = f"{s.rank} features of block {tap.block} for {count} samples"
+        return self.ch.reveal(found, to=self.ch.me, line="L5", what=what, protocol=NAME)
+
+
+async def owner(ch: Channel, params: Params, inputs: F64, *, entropy: Entropy) -> F64:
+    """Play u. Returns the taps of its samples, (n, taps, r)."""
+    check_inputs(params.shape, inputs)
+    if not len(inputs):
+        raise DataError("there is no sample to ask about")
+    key, slots, made = OwnerKey(params.crypto, entropy), params.crypto.slots, plan(params.shape, params.crypto)
+    side = OwnerSide(ch.sub(str(ch.me)), params, key, entropy)
+    await side.ch.send(params.provider, Key(key.b, key.seed, batches(params, len(inputs))))  # L1
+    found = []
+    for start in range(0, len(inputs), slots):
+        x = inputs[start : start + slots]
+        await side.send_inputs(fill(x, slots))  # L2
+        read_after, taps = dict(made.taps), []
+        for n, openings in enumerate(made.rounds):
+            for how in openings:
+                await side.answer(how)
+            if n + 1 in read_after:
+                taps.append(await side.read_tap(read_after[n + 1], len(x)))
+        found.append(np.stack(taps, axis=1))
+    return np.concatenate(found)
+
+
+class ProviderSide:
+    """The provider's half: masks, sends, and takes the masks off again."""
+
+    def __init__(self, ch: Channel, params: Params, who: Party, key: Key, entropy: Entropy) -> None:
+        b = read(params.crypto, key.b, "L1", who)
+        seed_of(key.seed, "L1", who)
+        self.ch, self.params, self.who, self.entropy = ch, params, who, entropy
+        self.ev, self.pool = Evaluator(params.crypto, b, key.seed), Pool()
+
+    async def inputs(self) -> Values:
+        p, s = self.params.crypto, self.params.shape
+        shelf = self.pool.shelf(n := (s.tokens - 1) * s.inputs, 2, p.count, p.degree)
+        for part in parts(n):
+            m = await self.ch.recv(self.who, Inputs, c0=(part.stop - part.start, p.count, p.degree))  # L2
+            shelf.put(part.start, block.expand(p, read(p, m.c0, "L2", self.who), seed_of(m.seed, "L2", self.who)))
+        return Values(n, 2, p.scale, shelf.take, p.count)
+
+    async def refresh(self, groups: list[tuple[Opening, Take]]) -> list[Take]:
+        p = self.params.crypto
+        back: list[Take] = []
+        ahead: deque[tuple[Opening, slice, bytes, Shelf]] = deque()
+
+        async def collect() -> None:
+            how, part, masks, shelf = ahead.popleft()
+            m = await self.ch.recv(self.who, Fresh, c0=(part.stop - part.start, how.back, p.degree))  # L4
+            seed = seed_of(m.seed, "L4", self.who)
+            shelf.put(part.start, self.ev.unblind(read(p, m.c0, "L4", self.who), seed, how, masks))
+
+        for how, take in groups:
+            shelf = self.pool.shelf(how.count, 2, how.back, p.degree)
+            back.append(shelf.take)
+            for lo in range(0, how.count, how.group):
+                some = take(range(lo, min(how.count, lo + how.group)), how.primes)
+                for part in parts(len(some)):
+                    masks = self.entropy.bytes(32)
+                    sent = self.ev.blind(some[part], how, masks, self.entropy)
+                    await self.ch.send(self.who, Blinded(sent))  # L3
+                    ahead.append((how, slice(lo + part.start, lo + part.stop), masks, shelf))
+                    if len(ahead) > AHEAD:
+                        await collect()
+        while ahead:
+            await collect()
+        return back
+
+    async def send_tap(self, y: Values, tap: Tap) -> None:
+        c = self.ev.flood(y.get(range(y.n), tap.primes), tap.flood_bits, tap.primes, self.entropy)
+        what = f"{y.n} features of block {tap.block} for a batch"
+        self.ch.reveal(y.n, to=self.who, line="L5", what=what, protocol=NAME)
+        await self.ch.send(self.who, Features(c))  # L5
+
+
+async def provider(
+    ch: Channel, params: Params, encoder: Encoder, ledger: Ledger | None = None, *, entropy: Entropy
+) -> dict[Party, int]:
+    """Play P, for all owners side by side. Returns how many batches each had."""
+    if encoder.shape != params.shape:
+        raise ParameterError("the model has another shape than was announced")
+    rounded, ledger = encoder.rounded(params.crypto.weight_bits), ledger or Ledger()
+
+    async def serve(u: Party) -> int:
+        mine, p, s = ch.sub(str(u)), params.crypto, params.shape
+        key = await mine.recv(u, Key, b=(p.count, p.degree))  # L1
+        if key.batches < 1:
+            raise ProtocolAbort(NAME, "L1", "malformed", f"'{u}' announces {key.batches} batches")
+        ledger.admit(u, key.batches * p.slots, math.ceil(params.budget / p.slots) * p.slots)
+        side = ProviderSide(mine, params, u, key, entropy)
+        for n in range(key.batches):
+            circuit = Circuit(s, p, side.refresh, rounded, side.ev, plan(s, p).openings, side.pool)
+            x = await circuit.embed(await side.inputs())
+            for layer in range(s.depth):
+                ch.step(
+                    f"{u}: batch {n + 1} of {key.batches}, block {layer + 1} of {s.depth}", protocol=NAME, line="L3"
+                )
+                x = await circuit.block(x, layer, 1 if layer + 1 == s.depth else 0)
+                if layer + 1 in s.taps:
+                    which = s.taps.index(layer + 1)
+                    await side.send_tap(await circuit.tap(x, which), tap_of(s, p, which))
+        return key.batches
+
+    counts = await asyncio.gather(*(serve(u) for u in params.owners))
+    return dict(zip(params.owners, counts, strict=True))

@@ -1,0 +1,257 @@
+"""Terms of a reference mapping: what everyone has to know before queries and references meet.
+
+    T1   u → S     width of u's rows, their number rounded up, and u's label names where no vocabulary is agreed
+    T2   S → u     widths and rounded numbers of all, and all label names, sorted
+    T3   three     unless a bound is agreed: e = max over u of ⌈4 log2 |longest row of u|⌉, opened to all; bound 2^{e/4}
+    T4   three     [Σ true numbers of references < k], opened to all; if so, everybody refuses
+
+Reveals
+-------
+coordinator : which label names each site has, if no vocabulary is agreed.
+everyone : the width, each party's number of rows rounded up, all label names; the largest norm over all parties to
+    within a quarter of a power of two, unless a bound is agreed; that there are at least k references.
+any two computing parties : each party's largest norm and true number of rows.
+
+Assumes
+-------
+As `replicated`. A study that wants to show less agrees on a vocabulary, a bound and a coarser rounding.
+
+Cost
+----
+Two messages and a few hundred bytes per party, and some forty rounds of a few bytes among the three.
+
+References
+----------
+Ours; the papers leave it open.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from cloister.crypto.agreement import Identity
+from cloister.crypto.entropy import Entropy
+from cloister.crypto.replicated import Ring
+from cloister.errors import DataError, ParameterError, ProtocolAbort
+from cloister.net.channel import Channel
+from cloister.net.wire import I64, message
+from cloister.protocols.sharing.replicated import Shared, Trio, join
+from cloister.protocols.sharing.replicated_cost import Bill
+from cloister.study import Party
+
+NAME = "mapping_terms"
+STEPS = 4  # per power of two
+REACH = 1000  # largest exponent, in steps
+EXPONENT = Ring.holding(2 * REACH + 1)
+COUNT = Ring(48)
+BIT = Ring(2)
+
+
+@dataclass(frozen=True, slots=True)
+class Params:  # public; hashed into the run id, so a mismatch aborts
+    coordinator: Party  # S
+    querier: Party
+    sites: tuple[Party, ...]
+    computing: tuple[Party, ...]
+    k: int
+    labels: tuple[str, ...] = ()  # the agreed vocabulary
+    bound: float = 0.0  # the agreed largest norm
+    listeners: tuple[Party, ...] = ()  # hold nothing and compute nothing, but must know the terms
+
+    def __post_init__(self) -> None:
+        if len(self.computing) != 3 or len(set(self.computing)) != 3:
+            raise ParameterError(f"three different computing parties are needed, found {', '.join(self.computing)}")
+        if not self.sites or self.querier in self.sites:
+            raise ParameterError("references come from one or more sites, and not from the querier")
+        if self.k < 1 or self.bound < 0:
+            raise ParameterError(f"expected at least one neighbour and a bound above 0, found {self.k}, {self.bound}")
+
+    @property
+    def owners(self) -> tuple[Party, ...]:
+        return (self.querier, *self.sites)
+
+    @property
+    def members(self) -> tuple[Party, ...]:
+        return tuple(dict.fromkeys((self.coordinator, *self.owners, *self.computing, *self.listeners)))
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """What one owner brings: private, but for the rounded number, the width and perhaps the names."""
+
+    width: int
+    rows: int  # true number
+    rounded: int
+    norm: float  # of the longest row
+    names: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    dims: int
+    queries: int
+    rows: tuple[int, ...]
+    labels: tuple[str, ...]
+    bound: float
+
+
+@message("T1")
+class Announcement:  # u → S
+    width: int
+    rows: int
+    names: tuple[str, ...]
+
+
+@message("T2")
+class Announced:  # S → u
+    widths: dict[Party, int]
+    rows: dict[Party, int]
+    names: tuple[str, ...]
+
+
+def ideal(params: Params, inputs: Mapping[Party, Holding]) -> dict[Party, Terms]:
+    """What a trusted party would hand to each party."""
+    widths = {p: h.width for p, h in inputs.items()}
+    names = sorted({n for p in params.sites for n in inputs[p].names})
+    said = Announced(widths, {p: h.rounded for p, h in inputs.items()}, tuple(names))
+    bound = params.bound or bound_of(max(exponent(inputs[p].norm) for p in params.owners))
+    return dict.fromkeys(params.members, terms(params, said, bound))
+
+
+def roles(params: Params) -> dict[Party, object]:
+    return {params.coordinator: coordinator} | {
+        p: owner if p in params.owners else helper for p in params.members if p != params.coordinator
+    }
+
+
+def cost(params: Params) -> dict[Party, tuple[int, int]]:
+    """Messages and payload bytes that each party sends, names not counted."""
+    bill = Bill(params.members, params.computing)
+    for p in params.owners:
+        bill.send(p, 2)
+    others = [p for p in params.members if p != params.coordinator]
+    bill.send(params.coordinator, 2 * len(params.owners), len(others))
+    bill.meet()
+    n = len(params.owners)
+    if not params.bound:
+        for p in params.owners:
+            bill.input(p, 1, EXPONENT)
+        bill.onehot(1, n, EXPONENT)
+        for p in params.members:
+            bill.open(p, 1, EXPONENT)
+    for p in params.sites:
+        bill.input(p, 1, COUNT)
+    bill.msb(1, COUNT)
+    bill.inject(1, 1, BIT)
+    for p in params.members:
+        bill.open(p, 1, BIT)
+    return bill.total()
+
+
+# ---- local steps -----------------------------------------------------------------------------------------------------
+
+
+def rounded(n: int, step: int = 0) -> int:
+    """Round up: to a multiple of `step`, or by default to the next eighth of its power of two, 64 at least."""
+    step = step or max(64, 1 << max(0, n.bit_length() - 3))
+    return -(-n // step) * step
+
+
+def exponent(norm: float) -> int:
+    """⌈4 log2 norm⌉, so that norm ≤ bound_of(exponent)."""
+    if not math.isfinite(norm):
+        raise DataError("the embedding has missing or infinite values; fill them or remove these cells")
+    e = -REACH if norm <= bound_of(-REACH) else math.ceil(STEPS * math.log2(norm))
+    e += norm > bound_of(e)
+    if e > REACH:
+        raise DataError(f"the embedding has rows longer than {bound_of(REACH):.0e}; scale it down at all sites")
+    return e
+
+
+def bound_of(e: int) -> float:
+    return math.pow(2.0, e / STEPS)
+
+
+def terms(params: Params, said: Announced, bound: float) -> Terms:
+    """T2: check what all announced, and order it."""
+    if set(said.widths) != set(params.owners) or set(said.rows) != set(params.owners):
+        raise ProtocolAbort(NAME, "T2", "roster", "the coordinator names other owners than the study")
+    if len(set(said.widths.values())) > 1:
+        found = ", ".join(f"{p} {w}" for p, w in sorted(said.widths.items()))
+        raise DataError(f"embeddings have different widths ({found}); all sites must use the same one: pass use_rep=")
+    labels = params.labels or said.names
+    if not labels:
+        raise DataError("no site has a label to offer; name the column with label_key=")
+    rows = tuple(said.rows[p] for p in params.sites)
+    return Terms(said.widths[params.querier], said.rows[params.querier], rows, labels, bound)
+
+
+# ---- roles -----------------------------------------------------------------------------------------------------------
+
+
+async def _computed(ch: Channel, params: Params, mine: Holding | None, entropy: Entropy, identity: Identity) -> float:
+    """T3, T4, at every member; returns the bound."""
+    p0, p1, p2 = params.computing
+    trio = await Trio.meet(ch, (p0, p1, p2), params.members, entropy=entropy, identity=identity)
+    bound = params.bound
+    if not bound:
+        largest = [await _scalar(trio, p, exponent(mine.norm) if mine else 0, EXPONENT) for p in params.owners]
+        best = None
+        if trio.rank is not None:
+            best, _ = await trio.onehot_max(join([x for x in largest if x is not None], axis=1))
+        bound = bound_of(await _to_all(trio, params, best, EXPONENT, "T3", "largest norm, to a quarter power of two"))
+    counts = [await _scalar(trio, p, mine.rows if mine else 0, COUNT) for p in params.sites]
+    few = None
+    if trio.rank is not None:
+        total = join([x for x in counts if x is not None], axis=1).sum(1)
+        few = await trio.inject(await trio.less(total, trio.constant(np.array([params.k]), COUNT)), (1,), BIT)
+    if await _to_all(trio, params, few, BIT, "T4", "whether there are fewer than k references"):
+        raise DataError(f"n_neighbors={params.k} is more than all sites have references together; lower it")
+    return bound
+
+
+async def _scalar(trio: Trio, owner: Party, value: int, ring: Ring) -> Shared | None:
+    own = ring.encode(np.array([[value]])) if trio.ch.me == owner else None
+    return await trio.input(owner, own, (1, 1), ring)
+
+
+async def _to_all(trio: Trio, params: Params, x: Shared | None, ring: Ring, line: str, what: str) -> int:
+    mine: I64 | None = None
+    for p in params.members:
+        got = await trio.open(x, (1,), ring, to=p, protocol=NAME, line=line, what=what)
+        mine = got if p == trio.ch.me else mine
+    if mine is None:
+        raise ParameterError(f"'{trio.ch.me}' takes no part in this mapping")
+    return int(mine[0]) & 1 if ring is BIT else int(mine[0])
+
+
+async def owner(ch: Channel, params: Params, mine: Holding, *, entropy: Entropy, identity: Identity) -> Terms:
+    """Hold queries or references."""
+    if mine.rounded < mine.rows or mine.rows < 1:
+        raise DataError(f"expected at least one cell and a number rounded up, found {mine.rows} and {mine.rounded}")
+    if not params.bound:
+        exponent(mine.norm)  # raises before anything is sent
+    await ch.send(params.coordinator, Announcement(mine.width, mine.rounded, mine.names))  # T1
+    said = await ch.recv(params.coordinator, Announced)  # T2
+    terms(params, said, 1.0)
+    return terms(params, said, await _computed(ch, params, mine, entropy, identity))
+
+
+async def coordinator(ch: Channel, params: Params, *, entropy: Entropy, identity: Identity) -> Terms:
+    """Play S; it may be one of the three."""
+    all_said = await ch.gather(params.owners, Announcement)  # T1
+    names = sorted({n for p in params.sites for n in all_said[p].names})
+    said = Announced({p: a.width for p, a in all_said.items()}, {p: a.rows for p, a in all_said.items()}, tuple(names))
+    await ch.scatter([p for p in params.members if p != ch.me], said)  # T2
+    terms(params, said, 1.0)
+    return terms(params, said, await _computed(ch, params, None, entropy, identity))
+
+
+async def helper(ch: Channel, params: Params, *, entropy: Entropy, identity: Identity) -> Terms:
+    """Compute without data, or only listen."""
+    said = await ch.recv(params.coordinator, Announced)  # T2
+    return terms(params, said, await _computed(ch, params, None, entropy, identity))

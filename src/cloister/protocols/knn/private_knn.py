@@ -1,0 +1,433 @@
+"""Private k-NN: the querier learns the majority label of the k nearest references of each of its cells.
+
+Nobody else learns anything, and nobody sees a cell, a distance, or who the neighbours are.
+
+    L1   all        keys of the three computing parties, and links of the others to them          (replicated R1)
+    L2   querier    shares q, its rows times the public scale, rounded; zero rows up to `queries`
+         site i     shares r, scaled alike, and w = |r|² 2^b + label; w = (3M² + 1) 2^b for rows that pad
+    L3   three      K = w - 2^{b+1} q rᵀ, so that K_j + |q|² 2^b = distance_j² 2^b + label_j; by batches of queries
+    L4   three      the k smallest of every row of K, ascending: all rows shuffled, comparisons opened (replicated R6)
+    L5   three      labels = the b bits above their column numbers; e_ij = [label_i = label_j], votes_i = 1 + Σ_j e_ij
+    L6   three      the smallest of label_i - votes_i 2^b: most votes, of equal ones the earlier label
+    L7   three      t = [nearest distance² ≤ threshold²], if there is a threshold
+    L8   → querier  the winning label (and its votes, if `share`); nothing but `unknown` where t = 0
+    L9   querier    tells everyone that it has its labels, so that nobody calls a run done that was not
+
+b bits hold a label, M is the largest norm of a row after scaling; 4M² + 2 ≤ 2^{κ-1-b} for a ring of κ bits, so that
+no difference wraps. L4 puts the number of its column below every key, and L6 that of its neighbour, so that keys of one
+row differ (rows that pad are all alike, and so are the keys of a unanimous vote) and their order shows nothing. Equally
+distant references count in the order of their labels in the vocabulary, hence the result does not depend on the order
+of rows or sites.
+
+Reveals
+-------
+querier : a label per cell, or `unknown`; its share of the votes if asked for; the padded sizes of all sites.
+site, computing party : padded sizes; the label names; nothing about any cell. The order in which a uniformly random
+    shuffle put the rows is opened among the three; it is independent of all data.
+any two computing parties together : everything. A site that only gives inputs adds nothing to a coalition.
+
+Assumes
+-------
+Semi-honest parties, no two of the three computing ones collude. Bounds are checked by every owner before it shares.
+A querier that may ask about cells of its own making learns the reference's labels at these points: limit the queries.
+
+Cost
+----
+Per pair of query and reference, the three together, with κ' = κ + log2 of all references: 4κ' bits for the shuffle and
+about 1.05 to 1.5 comparisons of 4κ' + 3 bits; κ = 40: 60 to 65 bytes. Inputs: κ bits (2κ from a site that does not
+compute) per number. Some 100 to 200 rounds a batch.
+
+References
+----------
+[000] FedscGPT, Algorithms 3-6, of which this is the ideal functionality; see `published_knn` for its steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from cloister.crypto.agreement import Identity
+from cloister.crypto.entropy import Entropy
+from cloister.crypto.replicated import Ring, Words, index_bits, numbered_ring
+from cloister.errors import DataError, ParameterError
+from cloister.net.channel import Channel
+from cloister.net.wire import F64, I64, message
+from cloister.protocols.sharing.replicated import Bits, Shared, Trio, join
+from cloister.protocols.sharing.replicated_cost import Bill
+from cloister.study import Party
+
+NAME = "private_knn"
+BATCH = 1 << 22  # pairs of query and reference at a time
+UNKNOWN = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Params:  # public; hashed into the run id, so a mismatch aborts
+    querier: Party
+    sites: tuple[Party, ...]  # owners of references
+    computing: tuple[Party, ...]  # three of all members; any other party of the study may be one
+    queries: int  # padded
+    rows: tuple[int, ...]  # padded, per site
+    dims: int
+    labels: tuple[str, ...]  # the vocabulary
+    bound: float  # largest Euclidean norm of any row
+    k: int = 10
+    bits: int = 40  # κ, as far as 64 bits hold it with the number of a reference
+    share: bool = False  # whether the querier learns how many voted for the label
+    threshold: float = 0.0  # farther than this from all references is `unknown`; 0: never
+    batch: int = BATCH
+
+    def __post_init__(self) -> None:
+        if len(set(self.computing)) != 3 or len(self.computing) != 3:
+            raise ParameterError(f"three different computing parties are needed, found {', '.join(self.computing)}")
+        if not self.sites or self.querier in self.sites or len(set(self.sites)) != len(self.sites):
+            raise ParameterError("references come from one or more sites, each named once, and not from the querier")
+        if len(self.rows) != len(self.sites) or min(self.rows) < 1 or self.queries < 1 or self.dims < 1:
+            raise ParameterError("every site needs at least one row, and rows at least one column")
+        if not 1 <= self.k <= sum(self.rows):
+            raise ParameterError(
+                f"n_neighbors={self.k} is more than the {sum(self.rows)} references there are; lower it"
+            )
+        if not self.labels or len(set(self.labels)) != len(self.labels):
+            raise ParameterError("the vocabulary needs at least one label, and each only once")
+        if not (math.isfinite(self.bound) and self.bound > 0 and math.isfinite(self.threshold) and self.threshold >= 0):
+            raise ParameterError("bound and threshold are distances: finite, bound above 0")
+        if not 16 <= self.bits <= 64 or self.ring.bits < 16 or self.norm < 2 * self.rounding + 16:
+            raise ParameterError(
+                f"{self.bits} bits do not resolve distances in {self.dims} dimensions with {len(self.labels)} labels; "
+                "use precision=40, or up to 64"
+            )
+
+    @property
+    def ring(self) -> Ring:
+        return Ring(min(self.bits, 64 - index_bits(sum(self.rows))))
+
+    @property
+    def label_bits(self) -> int:
+        return max(1, (len(self.labels) - 1).bit_length())
+
+    @property
+    def norm(self) -> int:
+        """M: 4M² + 2 ≤ 2^(κ-1-b)."""
+        return math.isqrt(((1 << (self.ring.bits - 1 - self.label_bits)) - 2) // 4)
+
+    @property
+    def rounding(self) -> int:
+        """How much the norm of a row of `dims` rounded numbers can grow."""
+        return math.isqrt(self.dims) // 2 + 1
+
+    @property
+    def scale(self) -> float:
+        return (self.norm - self.rounding) / self.bound
+
+    @property
+    def members(self) -> tuple[Party, ...]:
+        return tuple(dict.fromkeys((*self.computing, self.querier, *self.sites)))
+
+    @property
+    def vote_bits(self) -> int:
+        return self.k.bit_length()
+
+    @property
+    def step(self) -> int:
+        """Queries of one batch."""
+        return max(1, min(self.queries, self.batch // sum(self.rows)))
+
+
+@message("L9")
+class Done:  # querier → everyone
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Mapped:
+    """What the querier learns, one entry per cell."""
+
+    labels: I64  # place in the vocabulary, or UNKNOWN
+    votes: I64 | None  # of k, if asked for; 0 where unknown
+
+
+def ideal(params: Params, inputs: Mapping[Party, object]) -> dict[Party, Mapped | None]:
+    """What a trusted party would hand to each party."""
+    q = encode(params, _first(inputs[params.querier]))
+    parts = [inputs[p] for p in params.sites]
+    r = np.concatenate([encode(params, _first(part)) for part in parts])
+    y = np.concatenate([np.asarray(part[1]) for part in parts])  # type: ignore[index]
+    return dict.fromkeys(params.members) | {params.querier: plain_vote(params, q, r, y)}
+
+
+def _first(x: object) -> F64:
+    return np.asarray(x[0] if isinstance(x, tuple) else x)
+
+
+def plain_vote(params: Params, q: I64, r: I64, y: I64) -> Mapped:
+    """The same function in the clear, on scaled rows."""
+    b, found, nearest = params.label_bits, [], []
+    wide = np.float64 if params.norm**2 < 1 << 53 else np.int64  # exact: |q · r| ≤ M²
+    rr, rt = (r**2).sum(1), r.T.astype(wide)
+    for start in range(0, len(q), 256):
+        part = q[start : start + 256]
+        d = (part**2).sum(1)[:, None] + rr - 2 * (part.astype(wide) @ rt).astype(np.int64)
+        keys = np.partition((d << b) + y, params.k - 1, axis=1)[:, : params.k]
+        found.append(keys & ((1 << b) - 1))
+        nearest.append(keys.min(1) >> b)
+    near = np.concatenate(found)
+    votes = np.stack([(near == label).sum(1) for label in range(len(params.labels))], axis=1)
+    labels, top = votes.argmax(1), votes.max(1)
+    if params.threshold:
+        far = np.concatenate(nearest) > int(params.threshold**2 * params.scale**2)
+        labels, top = np.where(far, UNKNOWN, labels), np.where(far, 0, top)
+    return Mapped(labels, top if params.share else None)
+
+
+def roles(params: Params) -> dict[Party, object]:
+    return {p: querier if p == params.querier else holder if p in params.sites else helper for p in params.members}
+
+
+def cost(params: Params) -> dict[Party, tuple[int, int]]:
+    """Messages and payload bytes that each party sends; expected ones where rows are long (see `selection`)."""
+    bill = Bill(params.members, params.computing)
+    ring, m, k, b = params.ring, params.queries, params.k, params.label_bits
+    bill.meet()
+    bill.input(params.querier, m * params.dims, ring)
+    if params.threshold:
+        bill.input(params.querier, m, ring)
+    for site, n in zip(params.sites, params.rows, strict=True):
+        bill.input(site, n * params.dims, ring)
+        bill.input(site, n, ring)
+    for start in range(0, m, params.step):
+        bill.smallest_k(min(params.step, m - start), sum(params.rows), k, ring)
+    pairs = k * (k - 1) // 2
+    small = vote_ring(params)
+    bill.low_bits(m * k, index_bits(sum(params.rows)) + b)
+    if pairs:
+        for h in _halvings(b):
+            bill.ands(h, m * pairs)
+    bill.inject(b, m * k, small)
+    if pairs:
+        bill.inject(1, m * pairs, small)
+    bill.smallest_k(m, k, 1, small)
+    out = b + (params.vote_bits if params.share else 0)
+    bill.low_bits(m, index_bits(k) + out)
+    if params.threshold:
+        bill.msb(m, numbered_ring(ring, sum(params.rows)))
+        bill.ands(out, m)
+        out += 1
+    bill.inject(out, m, Ring(out + 1))
+    bill.open(params.querier, m, Ring(out + 1))
+    bill.send(params.querier, 0, len(params.members) - 1)
+    return bill.total()
+
+
+def _halvings(b: int) -> list[int]:
+    made = []
+    while b > 1:
+        made.append(b // 2)
+        b -= b // 2
+    return made
+
+
+# ---- local steps -----------------------------------------------------------------------------------------------------
+
+
+def encode(params: Params, x: npt.NDArray[np.floating]) -> I64:
+    """Rows times the public scale, rounded; rows beyond the bound raise before anything is sent."""
+    x = np.asarray(x, np.float64)
+    if x.ndim != 2 or x.shape[1] != params.dims:
+        raise DataError(
+            f"expected rows of {params.dims} numbers, found shape {x.shape}; do all sites use one embedding?"
+        )
+    length = np.linalg.norm(x, axis=1)
+    outside = int(np.count_nonzero(~(length <= params.bound)))
+    if outside:
+        raise DataError(
+            f"{outside} of {len(x)} cells are missing, infinite or farther from the origin than {params.bound:g}, the "
+            "bound agreed for this study; nothing was sent. Clean the data, or agree on a larger bound."
+        )
+    scaled: I64 = np.rint(x * params.scale).astype(np.int64)
+    return scaled
+
+
+def pad(x: I64, rows: int) -> I64:
+    if len(x) > rows:
+        raise DataError(f"{len(x)} cells do not fit the {rows} rows that were announced")
+    return np.concatenate([x, np.zeros((rows - len(x), *x.shape[1:]), x.dtype)])
+
+
+def weights(params: Params, r: I64, y: I64, rows: int) -> I64:
+    """L2: w = |r|² 2^b + label, and a weight above every distance for rows that pad."""
+    y = np.asarray(y, np.int64)
+    if y.shape != (len(r),) or (len(y) and not 0 <= int(y.min()) <= int(y.max()) < len(params.labels)):
+        raise DataError("every reference needs one label of the vocabulary")
+    w = np.full(rows, (3 * params.norm**2 + 1) << params.label_bits, np.int64)
+    w[: len(r)] = ((r**2).sum(1) << params.label_bits) + y
+    return w
+
+
+def vote_ring(params: Params) -> Ring:
+    """Holds differences of label - votes 2^b, and the bits that are opened."""
+    return Ring.holding((params.k + 2) << (params.label_bits + 1))
+
+
+def decode(params: Params, code: I64) -> Mapped:
+    b = params.label_bits
+    labels = code & ((1 << b) - 1)
+    votes = -(code >> b) & ((1 << params.vote_bits) - 1) if params.share else None
+    if params.threshold:
+        known = code >> (b + (params.vote_bits if params.share else 0)) & 1
+        labels = np.where(known == 1, labels, UNKNOWN)
+        votes = None if votes is None else np.where(known == 1, votes, 0)
+    return Mapped(labels, votes)
+
+
+# ---- the three -------------------------------------------------------------------------------------------------------
+
+
+async def neighbours(trio: Trio, params: Params, q: Shared, r: Sequence[Shared], w: Sequence[Shared]) -> Shared:
+    """L3, L4: keys (queries, k) of the nearest references, ascending, above their numbers."""
+    factor = -(2 << params.label_bits)
+    columns = [x.map(lambda words: words.T) for x in r]
+    found = []
+    for start in range(0, params.queries, params.step):
+        trio.ch.step(f"neighbours of queries from {start + 1}", protocol=NAME, line="L4")
+        part = q[start : start + params.step].times(factor)
+        keys = np.concatenate(
+            [trio.matmul_summand(part, x) + y.a[None] for x, y in zip(columns, w, strict=True)], axis=1
+        )  # L3
+        found.append(await trio.smallest_k(keys, params.ring, params.k))  # L4
+    return join(found, axis=0)
+
+
+async def vote(trio: Trio, params: Params, near: Shared) -> Shared:
+    """L5, L6: label - votes 2^b of the label with most votes, per query, above the number of a neighbour."""
+    m, k, b, ring = params.queries, params.k, params.label_bits, vote_ring(params)
+    planes = await _bits_above(trio, near.map(lambda words: words.T), params.ring, b)  # L5, entry (neighbour, query)
+    labels = (await trio.inject(planes, (b, k, m), ring)).times((1 << np.arange(b))[:, None, None]).sum(0)
+    votes = trio.constant(np.ones((k, m), np.int64), ring)
+    if k > 1:
+        i, j = np.triu_indices(k, 1)
+        same = _same(trio, planes, i, j, k, m)
+        while len(same.a) > 1:
+            h = len(same.a) // 2
+            made = await trio.both(same[:h], same[h : 2 * h])
+            same = Bits(same.n, *(np.concatenate(ws) for ws in ((made.a, same.a[2 * h :]), (made.b, same.b[2 * h :]))))
+        e = await trio.inject(same, (len(i), m), ring)
+        for half in (i, j):
+            votes = votes + e.map(lambda words, half=half: _gather(words, half, k))  # type: ignore[misc]
+    keys = labels - votes.times(1 << b)
+    zero = trio.product(keys.map(lambda words: words.T), trio.constant(np.ones((m, k), np.int64), ring))
+    return (await trio.smallest_k(zero, ring, 1)).reshape(m)  # L6
+
+
+async def _bits_above(trio: Trio, keys: Shared, ring: Ring, count: int) -> Bits:
+    """The lowest bits of what `smallest_k` found in `ring`, above the column numbers."""
+    low = keys.ring.bits - ring.bits
+    return (await trio.low_bits(keys, low + count))[low:]
+
+
+def _gather(words: Words, place: npt.NDArray[np.intp], k: int) -> Words:
+    out: Words = np.zeros((k, words.shape[1]), words.dtype)
+    np.add.at(out, place, words)
+    return out
+
+
+def _same(trio: Trio, planes: Bits, i: npt.NDArray[np.intp], j: npt.NDArray[np.intp], k: int, m: int) -> Bits:
+    """Per bit of a label, whether neighbours i and j agree in it; (b, pairs · queries)."""
+
+    def pairs(p: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+        bits = np.unpackbits(p, axis=1, count=k * m, bitorder="little").reshape(-1, k, m)
+        return np.packbits((bits[:, i] ^ bits[:, j]).reshape(len(p), -1), axis=1, bitorder="little")
+
+    return trio.flip(Bits(len(i) * m, pairs(planes.a), pairs(planes.b)))
+
+
+async def result(trio: Trio, params: Params, near: Shared, winner: Shared, square: Shared | None) -> Shared:
+    """L7, and the bits that L8 opens."""
+    m, b = params.queries, params.label_bits
+    count = b + (params.vote_bits if params.share else 0)
+    planes = await _bits_above(trio, winner, vote_ring(params), count)
+    if square is not None:
+        low = near.ring.bits - params.ring.bits
+        limit = min(int(params.threshold**2 * params.scale**2), 4 * params.norm**2) + 1
+        far = near[:, 0] + square.shifted(low) - trio.constant(np.full(m, limit << (b + low), np.int64), near.ring)
+        t = await trio.negative(far)  # L7
+        masks = Bits(m, *(np.broadcast_to(c, (count, c.size)) for c in (t.a, t.b)))
+        kept = await trio.both(planes, masks)
+        planes = Bits(m, np.concatenate([kept.a, t.a[None]]), np.concatenate([kept.b, t.b[None]]))
+        count += 1
+    bits = await trio.inject(planes, (count, m), Ring(count + 1))
+    return bits.times((1 << np.arange(count))[:, None]).sum(0)
+
+
+# ---- roles -----------------------------------------------------------------------------------------------------------
+
+
+async def _play(
+    ch: Channel, params: Params, q: I64 | None, r: I64 | None, w: I64 | None, entropy: Entropy, identity: Identity
+) -> I64 | None:
+    """Every role: share what is mine, compute if I am one of the three, get what is opened to me."""
+    p0, p1, p2 = params.computing
+    ring, b, m, d = params.ring, params.label_bits, params.queries, params.dims
+    trio = await Trio.meet(ch, (p0, p1, p2), params.members, entropy=entropy, identity=identity)  # L1
+    mine = None if q is None else ring.encode(q)
+    qs = await trio.input(params.querier, mine, (m, d), ring)  # L2
+    square = None
+    if params.threshold:
+        mine = None if q is None else ring.encode((q**2).sum(1) << b)
+        square = await trio.input(params.querier, mine, (m,), ring)
+    rs, ws = [], []
+    for site, n in zip(params.sites, params.rows, strict=True):
+        own = site == ch.me
+        rs.append(await trio.input(site, ring.encode(r) if own and r is not None else None, (n, d), ring))
+        ws.append(await trio.input(site, ring.encode(w) if own and w is not None else None, (n,), ring))
+    code = None
+    if qs is not None:
+        near = await neighbours(trio, params, qs, [x for x in rs if x is not None], [x for x in ws if x is not None])
+        winner = await vote(trio, params, near)
+        code = await result(trio, params, near, winner, square)
+    out = Ring(b + (params.vote_bits if params.share else 0) + bool(params.threshold) + 1)
+    what = f"label{' and votes' if params.share else ''} of {m} queries"
+    opened = await trio.open(code, (m,), out, to=params.querier, protocol=NAME, line="L8", what=what)  # L8
+    await finish(ch, params.querier)
+    return opened
+
+
+async def finish(ch: Channel, querier: Party) -> None:
+    """L9."""
+    if ch.me == querier:
+        await ch.scatter([p for p in ch.study.parties if p != ch.me], Done())
+    else:
+        await ch.recv(querier, Done)
+
+
+async def querier(
+    ch: Channel, params: Params, x: npt.NDArray[np.floating], *, entropy: Entropy, identity: Identity
+) -> Mapped:
+    """Hold the cells to be labelled, one row each."""
+    q = pad(encode(params, x), params.queries)
+    code = await _play(ch, params, q, None, None, entropy, identity)
+    assert code is not None
+    return decode(params, code[: len(x)])
+
+
+async def holder(
+    ch: Channel, params: Params, x: npt.NDArray[np.floating], labels: I64, *, entropy: Entropy, identity: Identity
+) -> None:
+    """Hold references: rows, and for each the place of its label in the vocabulary."""
+    rows = params.rows[params.sites.index(ch.me)]
+    r = encode(params, x)
+    w = weights(params, r, labels, rows)
+    await _play(ch, params, None, pad(r, rows), w, entropy, identity)
+
+
+async def helper(ch: Channel, params: Params, *, entropy: Entropy, identity: Identity) -> None:
+    """Compute without data, as the coordinator does where there are only two sites; or wait for the end."""
+    if ch.me in params.members:
+        await _play(ch, params, None, None, None, entropy, identity)
+    else:
+        await finish(ch, params.querier)

@@ -1,0 +1,241 @@
+"""Propagation terms: what both modes of label propagation have in common before, beside and after their graph.
+
+    L1    u ↔ u   a seed that S does not know (`common_seed`); how many points, which classes (`point_roster`)
+    L3    u       Π (L × d) standard normal, from the seed
+    L4    u       B_u = [V_u Πᵀ ≥ 0], packed
+    L12   u ↔ S   with `balance`: the number of labels of each class, over all sites (`secure_sum`)
+
+Groups: very many small sites are dealt into groups with a graph of their own, side by side at the server.
+
+Reveals
+-------
+with `balance`, everyone : how many labels of each class all sites have together.
+
+Assumes
+-------
+What the parts assume.
+
+References
+----------
+[SYL24] Scott, Yeo, Lampert, TMLR 2024, Algorithm 1; L numbers are its lines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import numpy as np
+
+from cloister.crypto.agreement import Identity
+from cloister.crypto.entropy import Entropy
+from cloister.errors import DataError, ParameterError, ProtocolAbort
+from cloister.models import graph
+from cloister.net.channel import Channel
+from cloister.net.wire import F64, I32, I64, U8
+from cloister.protocols.hamming.pair_distances import Engine, check_engine
+from cloister.protocols.hamming.shared_codes import offsets
+from cloister.protocols.propagation import point_roster
+from cloister.protocols.propagation.point_roster import Roster
+from cloister.protocols.sums import common_seed, secure_sum
+from cloister.study import Party
+
+NAME = "propagation_terms"
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Params:
+    sites: tuple[Party, ...]
+    server: Party
+    bits: int = 4096  # L
+    n_neighbors: int = 10  # k
+    alpha: float = 0.99
+    engine: Engine = "mpc"
+    classes: tuple[str, ...] = ()
+    balance: bool = False  # divide the score of a class by the number of its labels
+    groups: int = 1  # very many small sites are split, and each group has a graph of its own
+
+    def __post_init__(self) -> None:
+        point_roster.Params(self.sites, self.server, self.classes)
+        if not 1 <= self.groups <= len(self.sites) // 2:
+            raise ParameterError(
+                f"'groups' must leave at least two sites in each: at most {len(self.sites) // 2}, found {self.groups}"
+            )
+        graph.check_sizes(1 << 40, self.bits, self.n_neighbors, self.alpha)
+        check_engine(self.engine)
+
+    def group(self, i: int) -> Params:
+        """The i-th group: every `groups`-th site."""
+        return replace(self, sites=self.sites[i :: self.groups], groups=1)
+
+
+@dataclass(frozen=True)
+class Labels:
+    """What a site takes away."""
+
+    classes: tuple[str, ...]
+    label: I64  # (n_u,) index into classes, -1 where no label reaches
+    confidence: F64  # (n_u,)
+    scores: I64  # (n_u, C) Z[R_u], each row up to a factor
+    sites: tuple[Party, ...]  # whose points are in the graph
+
+    @property
+    def names(self) -> list[str | None]:
+        return [self.classes[i] if i >= 0 else None for i in self.label]
+
+
+@dataclass(frozen=True)
+class Served:
+    """What the server takes away."""
+
+    sites: tuple[Party, ...]
+    sizes: tuple[int, ...]
+    labelled: I64  # points, by their place in the graph
+    distances: I32 | None  # H, published only
+    keys: I64 | None  # the graph, hardened only
+    finished: tuple[Party, ...]  # who got their labels
+
+
+def ideal(
+    params: Params, xs: Mapping[Party, tuple[F64, Sequence[str | None]]], seed: bytes = bytes(32)
+) -> dict[Party, Labels | None]:
+    """What a trusted party would hand out, for a given seed of the hyperplanes (of each group the same)."""
+    given: dict[Party, Labels | None] = {}
+    if params.groups > 1:
+        parts = (params.group(i) for i in range(params.groups))
+        for part in parts:
+            given |= ideal(part, {u: x for u, x in xs.items() if u in part.sites}, seed)
+        return given
+    sites = tuple(u for u in params.sites if u in xs)
+    classes = params.classes or class_names([name for u in sites for name in xs[u][1]])
+    planes = graph.hyperplanes(seed, params.bits, xs[sites[0]][0].shape[1])
+    packed = np.concatenate([graph.codes(xs[u][0], planes) for u in sites])
+    y = np.concatenate([label_codes(xs[u][1], classes) for u in sites])
+    at = offsets(tuple(len(xs[u][0]) for u in sites))
+    owner = np.concatenate([np.full(len(xs[u][0]), i) for i, u in enumerate(sites)])
+    found = graph.propagate(
+        packed,
+        y,
+        n_classes=len(classes),
+        n_neighbors=params.n_neighbors,
+        alpha=params.alpha,
+        balance=params.balance,
+        sites=owner,
+    )
+    cuts = [slice(at[i], at[i + 1]) for i in range(len(sites))]
+    given = {
+        u: Labels(classes, found.label[c], found.confidence[c], found.scores[c], sites)
+        for u, c in zip(sites, cuts, strict=True)
+    }
+    return given | {params.server: None}
+
+
+# ---- local steps -----------------------------------------------------------------------------------------------------
+
+
+def class_names(labels: Sequence[str | None]) -> tuple[str, ...]:
+    return tuple(sorted({name for name in labels if name is not None}))
+
+
+def label_codes(labels: Sequence[str | None], classes: tuple[str, ...]) -> I64:
+    place = {name: i for i, name in enumerate(classes)}
+    return np.array([-1 if name is None else place[name] for name in labels], np.int64)
+
+
+def check_inputs(vectors: F64, labels: Sequence[str | None]) -> None:
+    if vectors.ndim != 2 or 0 in vectors.shape or vectors.dtype != np.float64:
+        raise DataError(f"expected a table of numbers, one row per point, found {vectors.dtype} of {vectors.shape}")
+    if not np.isfinite(vectors).all():
+        raise DataError("vectors have missing or infinite values; fill them, or remove these points")
+    if len(labels) != len(vectors):
+        raise DataError(f"expected one label (or None) per point, found {len(labels)} for {len(vectors)} points")
+
+
+def unpack_mask(mask: U8, n: int) -> I64:
+    return np.flatnonzero(np.unpackbits(mask, count=n)).astype(np.int64)
+
+
+# ---- what both modes have in common ----------------------------------------------------------------------------------
+
+
+async def begin(
+    ch: Channel, params: Params, vectors: F64, labels: Sequence[str | None], *, entropy: Entropy, identity: Identity
+) -> tuple[Roster, U8, I64]:
+    """L1 to L4 at a site: who takes part, this site's codes and classes."""
+    check_inputs(vectors, labels)
+    seeds = common_seed.Params(params.sites, params.server)
+    seed = await common_seed.site(ch.sub("seed"), seeds, entropy=entropy, identity=identity)  # L1
+    names = class_names(labels)
+    listed = point_roster.Params(params.sites, params.server, params.classes)
+    n, d = vectors.shape
+    roster = await point_roster.site(ch.sub("roster"), listed, n, d, names, seed.secret, entropy=entropy)
+    check_graph(params, roster.sizes)
+    planes = graph.hyperplanes(seed.secret, params.bits, d)  # L3
+    return roster, graph.codes(vectors, planes), label_codes(labels, roster.classes)  # L4
+
+
+async def open_study(ch: Channel, params: Params) -> Roster:
+    """L1 at the server."""
+    await common_seed.coordinator(ch.sub("seed"), common_seed.Params(params.sites, params.server))
+    listed = point_roster.Params(params.sites, params.server, params.classes)
+    roster = await point_roster.server(ch.sub("roster"), listed)
+    check_graph(params, roster.sizes)
+    return roster
+
+
+def check_graph(params: Params, sizes: Sequence[int]) -> None:
+    graph.check_sizes(sum(sizes), params.bits, params.n_neighbors, params.alpha)
+
+
+def same_classes(counts: set[int]) -> int:
+    if len(counts) != 1 or min(counts) < 2:
+        raise ProtocolAbort(NAME, "L12", "mismatch", "the sites do not agree on the classes")
+    return counts.pop()
+
+
+def check_labelled(labelled: I64) -> None:
+    if not len(labelled):
+        raise ProtocolAbort(NAME, "L12", "no-labels", "no point of the sites that are left has a label")
+
+
+async def class_counts(
+    ch: Channel, params: Params, sites: tuple[Party, ...], Y: I64, *, entropy: Entropy, identity: Identity
+) -> I64 | None:
+    """With `balance`: how many labels of each class all sites have together (`secure_sum`)."""
+    if not params.balance:
+        return None
+    sums = secure_sum.Params(sites, params.server, Y.shape[1], to_all=True)
+    mine = Y.sum(axis=0).astype(np.uint64)
+    found = await secure_sum.contributor(ch.sub("counts"), sums, mine, entropy=entropy, identity=identity)
+    assert found is not None
+    return found.z.astype(np.int64)
+
+
+async def sum_counts(ch: Channel, params: Params, sites: tuple[Party, ...], n_classes: int) -> None:
+    if params.balance:
+        sums = secure_sum.Params(sites, params.server, n_classes, to_all=True)
+        await secure_sum.aggregator(ch.sub("counts"), sums)
+
+
+async def in_group(ch: Channel, params: Params, role: Callable[[Channel, Params], Awaitable[T]]) -> T:
+    """A site: take part in its own group."""
+    i = params.sites.index(ch.me) % params.groups
+    return await role(ch.sub(f"group-{i}") if params.groups > 1 else ch, params.group(i))
+
+
+async def all_groups(
+    ch: Channel, params: Params, role: Callable[[Channel, Params], Coroutine[Any, Any, Served]]
+) -> tuple[Served, ...]:
+    """The server: all groups side by side. A group that fails ends by itself, as long as one is left."""
+    if params.groups == 1:
+        return (await role(ch, params.group(0)),)
+    parts = [role(ch.sub(f"group-{i}"), params.group(i)) for i in range(params.groups)]
+    found = await asyncio.gather(*parts, return_exceptions=True)
+    served = tuple(x for x in found if isinstance(x, Served))
+    for x in found:
+        if isinstance(x, BaseException) and not (isinstance(x, ProtocolAbort) and served):
+            raise x
+    return served

@@ -1,0 +1,227 @@
+"""Pooled quantiles: quantiles of all sites' positive values, as if they lay in one place; only counts are added up.
+
+    L1   u, S    secure sum of N_c        values per cell of a coarse grid, equal steps of log₂
+    L2   S → u   C                        the cells that hold an order statistic of a wanted quantile
+    L3   u, S    secure sum of n_c,g      values per part of each cell in C, equal steps
+    L4   S → u   edges                    q_j = x_(⌊r⌋) + (r - ⌊r⌋)(x_(⌊r⌋+1) - x_(⌊r⌋)), r = p_j (N - 1)
+                                          or `again`, where a site dropped out between L1 and L3
+
+An order statistic x_(i) is read as the lower end of its part, so that values tied with it stay on its side of the edge;
+where values are whole numbers it is the whole number in that part, and the result is exact (up to 2^18, where a part
+is as wide as one; beyond, as close as for other values).
+
+Reveals
+-------
+coordinator : how many values all sites together have in each interval of a grid, and in each part of the refined ones;
+    the edges; who took part. With k colluding sites: the same counts over the other sites. If a site drops out between
+    L1 and L3, the sums start over, and the coordinator can subtract: how many values of that site are in each interval.
+site : the edges, the intervals of the grid that hold the values on both sides of each (C, again after a drop-out), and
+    who of the sites dropped out.
+
+Assumes
+-------
+What the secure sum assumes. Values are positive (zeros are left out by the caller) and between 2^-24 and 2^24.
+
+Cost
+----
+Per site and attempt: two secure sums, of 48·R words and of |C|·G words; |C| ≤ 2(B - 1).
+
+References
+----------
+[FedscGPT] Algorithm 1 asks for shared bin edges and averages local ones; these are the edges it means.
+Lines numbered here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from cloister.crypto.agreement import Identity
+from cloister.crypto.entropy import Entropy
+from cloister.errors import DataError, ParameterError, ProtocolAbort
+from cloister.net.channel import Channel
+from cloister.net.wire import F64, I64, U64, message
+from cloister.protocols.sums import secure_sum
+from cloister.study import Party
+
+NAME = "pooled_quantiles"
+MOST = 1 << 48  # values that all sites together may hold in a cell
+LOWEST, HIGHEST = -24, 24  # log₂ of the ends of the grid
+
+
+@dataclass(frozen=True, slots=True)
+class Params:
+    sites: tuple[Party, ...]
+    coordinator: Party
+    n_quantiles: int  # B - 1, from the smallest value to the largest
+    whole: bool  # whether values are whole numbers
+    cells: int = 64  # R, coarse cells per doubling
+    parts: int = 4096  # G, parts of a refined cell
+
+    def __post_init__(self) -> None:
+        if self.n_quantiles < 2 or self.cells < 1 or self.parts < 1:
+            raise ParameterError(f"expected at least two quantiles, found {self.n_quantiles}")
+
+    @property
+    def grid(self) -> F64:
+        """Ends of the coarse cells, the same floats at every party."""
+        return np.exp2(np.arange(LOWEST * self.cells, HIGHEST * self.cells + 1) / self.cells)
+
+    def split(self, cell: int) -> F64:
+        """Ends of the parts of one coarse cell."""
+        low, high = self.grid[cell], self.grid[cell + 1]
+        return np.linspace(low, high, self.parts + 1)
+
+    def sum(self, length: int) -> secure_sum.Params:
+        return secure_sum.Params(self.sites, self.coordinator, length)
+
+
+@message("L2")
+class Refine:  # S → u
+    cells: I64  # (|C|,)
+
+
+@message("L4")
+class Edges:  # S → u
+    edges: F64  # (B - 1,)
+    again: bool  # start over without the dropped site; the edges are zero
+
+
+def ideal(params: Params, xs: Mapping[Party, F64]) -> dict[Party, F64]:
+    """The quantiles of the pooled values, by NumPy."""
+    pooled = np.concatenate(list(xs.values()))
+    edges = np.quantile(pooled, np.linspace(0, 1, params.n_quantiles))
+    return dict.fromkeys((params.coordinator, *xs), edges)
+
+
+def roles(params: Params) -> dict[Party, object]:
+    return {params.coordinator: coordinator} | dict.fromkeys(params.sites, site)
+
+
+def cost(params: Params, refined: int | None = None) -> dict[Party, tuple[int, int]]:
+    """What each party sends when nobody drops and |C| = `refined`; by default, the most there can be."""
+    size = 2 * params.n_quantiles if refined is None else refined
+    sums = [secure_sum.cost(params.sum(m)) for m in (len(params.grid) - 1, size * params.parts)]
+    total = {p: (sum(c[p][0] for c in sums), sum(c[p][1] for c in sums)) for p in sums[0]}
+    n, (messages, payload) = len(params.sites), total[params.coordinator]
+    return total | {params.coordinator: (messages + 2 * n, payload + n * (8 * size + 8 * params.n_quantiles + 1))}
+
+
+# ---- local steps -----------------------------------------------------------------------------------------------------
+
+
+def check_values(values: F64) -> None:
+    low, high = 2.0**LOWEST, 2.0**HIGHEST
+    if not np.all(np.isfinite(values)) or np.any(values < low) or np.any(values >= high):
+        raise DataError(f"values must lie between {low:.1e} and {high:.1e}; rescale them before the run")
+
+
+def count(ends: F64, values: F64) -> U64:
+    """How many of the sorted values lie in [ends_i, ends_{i+1})."""
+    return np.diff(np.searchsorted(values, ends, side="left")).astype(np.uint64)
+
+
+def ranks(params: Params, total: int) -> tuple[I64, F64]:
+    """Index of the lower order statistic of each quantile, and how far it is to the next."""
+    r = np.linspace(0, 1, params.n_quantiles) * (total - 1)
+    lower = np.floor(r).astype(np.int64)
+    return lower, r - lower
+
+
+def between(low: F64, high: F64, share: F64) -> F64:
+    """As NumPy interpolates, to the last bit: from the nearer end."""
+    return np.where(share < 0.5, low + (high - low) * share, high - (high - low) * (1 - share))
+
+
+def cells_of(counts: U64, wanted: I64) -> I64:
+    """The cell that holds each of the wanted order statistics."""
+    return np.searchsorted(np.cumsum(counts.astype(np.int64)), wanted, side="right")
+
+
+def order_statistics(params: Params, coarse: U64, chosen: I64, fine: U64, wanted: I64) -> F64:
+    """Read x_(i) off the refined cells."""
+    before = np.concatenate([[0], np.cumsum(coarse.astype(np.int64))])
+    value = np.empty(len(wanted))
+    cells = cells_of(coarse, wanted)
+    for j, (i, cell) in enumerate(zip(wanted, cells, strict=True)):
+        row = fine.reshape(len(chosen), params.parts)[np.searchsorted(chosen, cell)]
+        part = int(np.searchsorted(np.cumsum(row.astype(np.int64)), i - before[cell], side="right"))
+        low = params.split(int(cell))[part]
+        value[j] = np.ceil(low) if params.whole else low
+    return value
+
+
+def check_counts(z: U64, line: str) -> None:
+    """Raise if these cannot be counts: masks that did not cancel leave numbers all over 64 bits."""
+    if int(z.max(initial=0)) >= MOST:
+        raise ProtocolAbort(NAME, line, "damaged", "a sum that is no count: a site's message was damaged on its way")
+
+
+# ---- roles -----------------------------------------------------------------------------------------------------------
+
+
+async def site(ch: Channel, params: Params, values: F64, *, entropy: Entropy, identity: Identity) -> F64:
+    check_values(values)
+    S, values = params.coordinator, np.sort(values)
+
+    async def add(label: str, x: U64) -> None:
+        await secure_sum.contributor(ch.sub(label), params.sum(len(x)), x, entropy=entropy, identity=identity)
+
+    for attempt in range(len(params.sites)):
+        coarse = count(params.grid, values)
+        await add(f"coarse/{attempt}", coarse)  # L1
+        chosen = (await ch.recv(S, Refine, cells=(None,))).cells  # L2
+        check_cells(params, chosen)
+        fine = np.concatenate([count(params.split(int(c)), values) for c in chosen])
+        await add(f"fine/{attempt}", fine)  # L3
+        told = await ch.recv(S, Edges, edges=(params.n_quantiles,))  # L4
+        if not told.again:
+            check_edges(told.edges)
+            return told.edges
+    raise ProtocolAbort(NAME, "L4", "restarts", "more restarts than there are sites")
+
+
+def check_cells(params: Params, chosen: I64) -> None:
+    """L2: as many cells as quantiles need, inside the grid, each once."""
+    n_cells = len(params.grid) - 1
+    few = 0 < len(chosen) <= 2 * params.n_quantiles
+    if not few or np.any(np.diff(chosen) <= 0) or chosen[0] < 0 or chosen[-1] >= n_cells:
+        raise ProtocolAbort(NAME, "L2", "cells", "cells to refine that no set of quantiles needs")
+
+
+def check_edges(edges: F64) -> None:
+    """L4: numbers that rise."""
+    if not np.all(np.isfinite(edges)) or np.any(np.diff(edges) < 0):
+        raise ProtocolAbort(NAME, "L4", "edges", "edges that are no rising numbers")
+
+
+async def coordinator(ch: Channel, params: Params) -> F64:
+    present = params.sites
+    for attempt in range(len(params.sites)):
+        n_cells = len(params.grid) - 1
+        first = await secure_sum.aggregator(ch.sub(f"coarse/{attempt}"), params.sum(n_cells))  # L1
+        check_counts(first.z, "L1")
+        total = int(first.z.sum())
+        if total < params.n_quantiles:
+            raise ProtocolAbort(NAME, "L1", "too-few-values", f"{total} values at all sites, fewer than edges")
+        lower, share = ranks(params, total)
+        wanted = np.unique(np.concatenate([lower, np.minimum(lower + 1, total - 1)]))
+        chosen = np.unique(cells_of(first.z, wanted)).astype(np.int64)
+        await ch.scatter(first.survivors, Refine(chosen))  # L2
+        second = await secure_sum.aggregator(ch.sub(f"fine/{attempt}"), params.sum(len(chosen) * params.parts))  # L3
+        present = second.survivors
+        again = set(present) != set(first.survivors)
+        edges = np.zeros(params.n_quantiles)
+        if not again:
+            check_counts(second.z, "L3")
+            x = order_statistics(params, first.z, chosen, second.z, wanted)
+            low = x[np.searchsorted(wanted, lower)]
+            high = x[np.searchsorted(wanted, np.minimum(lower + 1, total - 1))]
+            edges = between(low, high, share)
+        await ch.scatter(present, Edges(edges, again))  # L4
+        if not again:
+            return edges
+    raise ProtocolAbort(NAME, "L4", "restarts", "more restarts than there are sites")

@@ -1,0 +1,177 @@
+"""Pooled scaling: mean and standard deviation of every column over all sites' rows, whatever its unit.
+
+    L1   u, S    per column: the power of two above every |x|                      (count_tests, k = 1)
+    L2   u, S    rows; per column entries and Σ x / 2^e                            (secure_sum)
+    L3   u, S    per column: the power of two above every |x - mean|               (count_tests, k = 1)
+    L4   u, S    rows; per column entries and Σ ((x - mean) / 2^e')²               (secure_sum)
+
+Numbers are scaled by L1 and L3 before they are written with a fixed point, so nobody has to know a bound in advance,
+and a column of 1000.001 … 1000.002 keeps its digits. A column whose spread is below 2^-40 of its size is constant.
+Missing entries (NaN) do not count.
+
+Reveals
+-------
+all : rows of all sites together; per column the entries, the mean, the standard deviation, and the powers of two above
+    its largest size and its largest deviation; who of the sites dropped out. If one drops out between L2 and L4, all
+    can subtract: its number of rows, and of entries per column.
+coordinator with one site : how many sites reach each power of two.
+
+Assumes
+-------
+What count tests and the secure sum assume; at most 2^31 rows; |x| below 2^64.
+
+Cost
+----
+Per site: two rounds of count tests of 128 D bits, two secure sums of 2 D + 1 words.
+
+References
+----------
+None; lines numbered here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from cloister.crypto.agreement import Identity
+from cloister.crypto.entropy import Entropy
+from cloister.crypto.fixedpoint import FixedPoint
+from cloister.errors import DataError, ProtocolAbort
+from cloister.net.channel import Channel
+from cloister.net.wire import F64, I64, U64
+from cloister.protocols.sums import common_seed, count_tests, secure_sum
+from cloister.protocols.sums.tally import Asking
+from cloister.study import Party
+
+NAME = "pooled_scaling"
+EXPONENTS = (-64, 64)  # powers of two that |x| may have
+FLAT = 40
+ROWS = 31  # bits of a number of rows
+
+
+@dataclass(frozen=True, slots=True)
+class Params:
+    sites: tuple[Party, ...]
+    coordinator: Party
+    width: int  # D, columns
+    least: int = 2  # rows of all sites together
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """The same at all parties."""
+
+    rows: int  # N
+    mean: F64  # (D,)
+    scale: F64  # (D,), 0 for constant columns
+
+    @property
+    def usable(self) -> I64:
+        return np.flatnonzero(self.scale > 0)
+
+    def apply(self, X: F64) -> F64:
+        """(x - mean) / scale; 0 in constant columns and where an entry is missing."""
+        Z = X - self.mean
+        Z /= np.where(self.scale > 0, self.scale, 1.0)
+        Z[:, self.scale == 0] = 0.0
+        return np.nan_to_num(Z, copy=False, nan=0.0)
+
+
+def ideal(params: Params, xs: Mapping[Party, F64]) -> dict[Party, Scaling]:
+    return dict.fromkeys((params.coordinator, *xs), scaling_of(np.concatenate(list(xs.values()))))
+
+
+def scaling_of(X: F64) -> Scaling:
+    """The same for rows in one place."""
+    there = np.maximum(np.isfinite(X).sum(axis=0), 1)
+    mean = np.nansum(X, axis=0) / there
+    away = X - mean
+    scale = np.sqrt(np.nansum(np.square(away), axis=0) / there)
+    flat = np.nan_to_num(np.abs(away)).max(axis=0) <= 2.0**-FLAT * np.nan_to_num(np.abs(X)).max(axis=0)
+    return Scaling(len(X), mean, np.where(flat, 0.0, scale))
+
+
+def roles(params: Params) -> dict[Party, object]:
+    return {params.coordinator: coordinator} | dict.fromkeys(params.sites, site)
+
+
+def cost(params: Params) -> dict[Party, tuple[int, int]]:
+    """Messages and payload bytes that each party sends when nobody drops."""
+    who, low, high = (params.sites, params.coordinator), *EXPONENTS
+    test = count_tests.cost(count_tests.Params(*who, params.width * (high - low), 1, len(params.sites)))
+    added = secure_sum.cost(secure_sum.Params(*who, 2 * params.width + 1, to_all=True))
+    parts = [common_seed.cost(common_seed.Params(*who)), test, added, test, added]
+    return {p: (sum(c[p][0] for c in parts), sum(c[p][1] for c in parts)) for p in test}
+
+
+def check_values(X: F64) -> None:
+    if np.isinf(X).any() or np.nanmax(np.abs(X), initial=0.0) >= 2.0 ** EXPONENTS[1]:
+        raise DataError(f"values must be finite and below 2^{EXPONENTS[1]}; clean or rescale them before the run")
+    if len(X) >= 1 << ROWS:
+        raise DataError(f"a site may bring at most 2^{ROWS} rows")
+
+
+# ---- steps -----------------------------------------------------------------------------------------------------------
+
+
+async def _exponents(ask: Asking, width: int, values: Callable[[], F64]) -> I64:
+    """L1, L3: e such that 2^e is above every |value|."""
+    low, high = EXPONENTS
+
+    def reach() -> I64:
+        largest = np.nan_to_num(np.abs(values())).max(axis=0, initial=0.0)
+        above: I64 = (largest[:, None] >= np.ldexp(1.0, np.arange(low, high))).astype(np.int64)
+        return above.ravel()
+
+    bits = await ask.test(reach, width * (high - low), 1, len(ask.sites))
+    found: I64 = low + bits.reshape(width, -1).sum(axis=1)
+    return found
+
+
+async def _sums(ask: Asking, width: int, values: Callable[[], F64]) -> tuple[int, I64, F64]:
+    """L2, L4: rows, entries and sums of values within ±1."""
+    n = len(ask.sites)
+    point = FixedPoint(62 - ROWS - n.bit_length(), float(1 << ROWS), n)
+
+    def local() -> U64:
+        part = values()
+        there = np.isfinite(part)
+        head = np.array([len(part), *there.sum(axis=0)], np.int64)
+        return np.concatenate([head.view(np.uint64), point.encode(np.where(there, part, 0.0).sum(axis=0))])
+
+    z = await ask.words(local, 2 * width + 1)
+    return int(z[0]), z[1 : width + 1].astype(np.int64), point.decode(z[width + 1 :])
+
+
+async def find(ask: Asking, X: F64 | None, width: int, least: int) -> Scaling:
+    """All lines, at any party; `X` is None at the coordinator."""
+    rows = X if X is not None else np.zeros((0, width))
+    up = await _exponents(ask, width, lambda: rows)  # L1
+    N, there, total = await _sums(ask, width, lambda: np.ldexp(rows, -up))  # L2
+    if least > N:
+        raise ProtocolAbort(NAME, "L2", "too-few-rows", f"all sites together hold {N} rows; {least} are needed")
+    mean = np.ldexp(total / np.maximum(there, 1), up)
+    around = await _exponents(ask, width, lambda: rows - mean)  # L3
+    N, there, total = await _sums(ask, width, lambda: np.square(np.ldexp(rows - mean, -around)))  # L4
+    scale = np.ldexp(np.sqrt(np.maximum(total, 0.0) / np.maximum(there, 1)), around)
+    flat = (around <= up - FLAT) | (around == EXPONENTS[0])
+    return Scaling(N, mean, np.where(flat, 0.0, scale))
+
+
+# ---- roles -----------------------------------------------------------------------------------------------------------
+
+
+async def site(ch: Channel, params: Params, X: F64, *, entropy: Entropy, identity: Identity) -> Scaling:
+    check_values(X)
+    seed_params = common_seed.Params(params.sites, params.coordinator)
+    seed = await common_seed.site(ch.sub("seed"), seed_params, entropy=entropy, identity=identity)
+    ask = Asking(ch, params.sites, params.coordinator, seed.present, seed, entropy, identity)
+    return await find(ask, X, params.width, params.least)
+
+
+async def coordinator(ch: Channel, params: Params) -> Scaling:
+    present = await common_seed.coordinator(ch.sub("seed"), common_seed.Params(params.sites, params.coordinator))
+    return await find(Asking(ch, params.sites, params.coordinator, present), None, params.width, params.least)

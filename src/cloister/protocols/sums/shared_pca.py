@@ -1,0 +1,413 @@
+"""Shared PCA: the principal components of all sites' cells together, from two secure sums and no cell.
+
+    L1   u, S    common genes              the genes every site measured, and whether they hold counts or log values
+    L2   u       y = target · x / Σ_g x    library-size normalisation of each cell over the common genes; l = log(1 + y)
+    L3   u, S    secure sum of n, Σy, Σy², Σl, Σl²    per gene
+    L4   S → u   H, μ, σ, N                the genes of largest normalised dispersion, pooled mean and deviation of l
+    L5   u, S    secure sum of n, Σz, Σzzᵀ     z = clip((l_H - μ) / σ, ±max)
+    L6   S → u   V, λ, m                   eigenvectors of the pooled covariance of z, eigenvalues, mean of z
+    L7   u       (z - m) V                 the cells of u in the shared space
+
+The steps and their order are scanpy's (`normalize_total`, `log1p`, `highly_variable_genes` of flavour seurat, `scale`,
+`pca`), so the result is that of the pooled cells, up to the signs of the components. It corrects no batch effect.
+
+Reveals
+-------
+coordinator : which genes each site measured; over all sites together, the number of cells, mean and variance of every
+    common gene, and the covariance of the chosen genes; who took part. If a site drops out between L3 and L5, the
+    coordinator can subtract: that site's number of cells, and about its mean and variance per chosen gene. With k
+    colluding sites: the same sums over the other sites, so with all but one the sums of the last site, never a cell of
+    it.
+site : the common and the chosen genes, their pooled mean and deviation, the components with their variances, and the
+    number of cells of all sites; with two sites, therefore, the other's mean and deviation; of a site that drops out
+    between L3 and L5, by subtraction of N and of m, its number of cells and about its mean per chosen gene.
+
+Assumes
+-------
+What the secure sum assumes. Every site holds at least `min_cells` cells, so that no sum is close to one cell.
+
+Cost
+----
+Per site: two secure sums, of 2 + 8g words for g common genes and of 1 + h + h(h + 1)/2 words for h chosen ones (16 MB
+at h = 2000); gene names up; 8h(d + 3) bytes down.
+
+References
+----------
+[SAT+15] Satija et al., Nature Biotechnology 2015: dispersions normalised within bins of the mean.
+Lines numbered here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import scipy.linalg
+import scipy.sparse
+
+from cloister.cells import genes
+from cloister.crypto.agreement import Identity
+from cloister.crypto.entropy import Entropy
+from cloister.crypto.fixedpoint import FixedPoint, check_range
+from cloister.errors import DataError, ParameterError, ProtocolAbort
+from cloister.net.channel import Channel
+from cloister.net.wire import F64, I64, U64, message
+from cloister.protocols.sums import common_genes, secure_sum
+from cloister.study import Party
+
+NAME = "shared_pca"
+BINS = 20  # of the mean expression, for dispersions
+LARGEST_LOG = 30.0  # of values that come as logarithms
+LARGEST_SUM = 2.0**52  # of one site; 2^10 of them stay below 2^63
+FRACTION = FixedPoint(40, 1.0, 1 << 20)  # of the fractional parts of sums
+BLOCK = 1 << 22  # entries that are made dense at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Params:
+    sites: tuple[Party, ...]
+    coordinator: Party
+    kind: str = "counts"  # or "log": what x is; log values skip the normalisation
+    n_top_genes: int = 2000
+    n_components: int = 50  # d
+    target_sum: float = 1e4
+    scale: bool = True  # divide by σ and clip; otherwise z = l - μ
+    max_value: float = 10.0
+    min_cells: int = 50
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("counts", "log"):
+            raise ParameterError(f"shared-pca needs counts or log values, found {self.kind} values")
+        if not 1 <= self.n_components < self.n_top_genes:
+            raise ParameterError(
+                f"expected fewer components than genes, found {self.n_components} of {self.n_top_genes} genes"
+            )
+        if not self.target_sum > 0 or not self.max_value > 0:
+            raise ParameterError("target_sum and max_value must be above 0")
+
+    @property
+    def largest_log(self) -> float:
+        return math.log1p(self.target_sum) if self.kind == "counts" else LARGEST_LOG
+
+    @property
+    def bound(self) -> float:
+        """The largest |z|."""
+        return self.max_value if self.scale else self.largest_log
+
+    def sum(self, length: int) -> secure_sum.Params:
+        return secure_sum.Params(self.sites, self.coordinator, length)
+
+    def covariance_code(self, cells: int) -> FixedPoint:
+        """As many fraction bits as sums of products over `cells` cells leave free, at most 40."""
+        reach, n = cells * self.bound**2, len(self.sites)
+        bits = min(40, 62 - math.ceil(math.log2(n * reach)))
+        check_range(bits, reach, n)
+        return FixedPoint(bits, reach, n)
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """A shared space, and all it takes to put further cells into it."""
+
+    genes: tuple[str, ...]  # (h,)
+    mean: F64  # μ, (h,)
+    deviation: F64  # σ, (h,)
+    center: F64  # m, (h,)
+    components: F64  # V, (h, d)
+    variance: F64  # λ, (d,)
+    total_variance: float
+    cells: int  # of those who took part in L5
+    common: tuple[str, ...]  # all genes that the sites have in common: cells are normalised over these
+
+
+@dataclass(frozen=True, slots=True)
+class Cells:
+    """What a site holds: names of its genes, values (n, genes), and the library sizes if they are not the sums of x."""
+
+    names: tuple[str, ...]
+    x: Any  # CSR or dense
+    library: F64 | None = None
+
+
+@message("L4")
+class Chosen:  # S → u
+    at: I64  # (h,), positions among the common genes
+    mean: F64  # (h,)
+    deviation: F64  # (h,)
+    cells: int  # N
+
+
+@message("L6")
+class Components:  # S → u
+    components: F64  # (h, d)
+    variance: F64  # (d,)
+    center: F64  # (h,)
+    total_variance: float
+    cells: int
+
+
+def ideal(params: Params, xs: Mapping[Party, Cells]) -> dict[Party, Any]:
+    """The PCA of the pooled cells, with nothing added up in parts; and every site's cells in it."""
+    common = genes.genes_in_common({u: c.names for u, c in xs.items()})
+    x = scipy.sparse.vstack([normalise(params, c, common) for c in xs.values()]).toarray()
+    logs = np.log1p(x)
+    at = choose_genes(x.mean(axis=0), x.var(axis=0, ddof=1), params.n_top_genes)
+    mean, deviation = logs[:, at].mean(axis=0), logs[:, at].std(axis=0, ddof=1)
+    deviation = deviation if params.scale else np.ones_like(deviation)
+    z = np.clip((logs[:, at] - mean) / deviation, -params.bound, params.bound)
+    variance, components = decompose(np.cov(z, rowvar=False), params.n_components)
+    chosen = tuple(common[i] for i in at)
+    total = float(z.var(axis=0, ddof=1).sum())
+    space = Space(chosen, mean, deviation, z.mean(axis=0), components, variance, total, len(x), tuple(common))
+    return {params.coordinator: space} | {u: (space, scores(params, space, mine)) for u, mine in xs.items()}
+
+
+def roles(params: Params) -> dict[Party, object]:
+    return {params.coordinator: coordinator} | dict.fromkeys(params.sites, site)
+
+
+def cost(params: Params, common: int, names: int) -> dict[Party, tuple[int, int]]:
+    """Messages and payload bytes, with so many common genes and bytes of their names, when nobody drops."""
+    n, h, d = len(params.sites), min(params.n_top_genes, common), params.n_components
+    sums = [secure_sum.cost(params.sum(m)) for m in (moments_length(common), products_length(h))]
+    hub, u = params.coordinator, params.sites[0]
+    up = (1 + sum(s[u][0] for s in sums), names + sum(s[u][1] for s in sums))
+    down = n * (names + 8 * (3 * h) + 8 * (h * d + d + h))
+    return {hub: (3 * n + sum(s[hub][0] for s in sums), down + sum(s[hub][1] for s in sums))} | dict.fromkeys(
+        params.sites, up
+    )
+
+
+# ---- local steps -----------------------------------------------------------------------------------------------------
+
+
+def check_site(params: Params, mine: Cells) -> None:
+    if mine.x.shape[0] < params.min_cells:
+        raise DataError(
+            f"{mine.x.shape[0]} cells, fewer than {params.min_cells}: sums over so few come close to single cells; "
+            "leave this site out, or lower min_cells= if all agree"
+        )
+    if mine.library is not None and (len(mine.library) != mine.x.shape[0] or not np.all(mine.library > 0)):
+        raise DataError("library sizes must be positive, one per cell; take them from the raw counts")
+
+
+def normalise(params: Params, mine: Cells, common: list[str] | tuple[str, ...]) -> Any:
+    """Return y of the common genes in the common order, sparse (L2). Cells without a count stay zero, as in scanpy."""
+    x = scipy.sparse.csr_matrix(mine.x[:, genes.match_genes(list(mine.names), common)], dtype=np.float64)
+    if params.kind == "log":
+        if x.nnz and x.data.max() > LARGEST_LOG:
+            raise DataError(f"log values above {LARGEST_LOG:g}; these are not logarithms: pass counts instead")
+        x.data = np.expm1(x.data)
+        return x
+    library = np.asarray(x.sum(axis=1)).ravel() if mine.library is None else mine.library
+    if mine.library is not None and np.any(np.asarray(x.sum(axis=1)).ravel() > library):
+        raise DataError("a cell has more counts than its library size; take the sizes from the raw counts")
+    per_cell = params.target_sum / np.where(library == 0, 1.0, library)
+    return scipy.sparse.csr_matrix(scipy.sparse.diags(per_cell) @ x)
+
+
+def moments_length(common: int) -> int:
+    return 2 + 8 * common
+
+
+def products_length(chosen: int) -> int:
+    return 1 + chosen + chosen * (chosen + 1) // 2
+
+
+def moments(y: Any) -> F64:
+    """n, Σy, Σy², Σl, Σl² as one vector."""
+    log = y.copy()
+    log.data = np.log1p(log.data)
+    sums = [np.asarray(part.sum(axis=0)).ravel() for part in (y, y.multiply(y), log, log.multiply(log))]
+    return np.concatenate([[float(y.shape[0])], *sums])
+
+
+def split_sum(x: F64, sites: int, entropy: Entropy) -> U64:
+    """Whole and fractional parts in words of their own, so that large sums keep their small digits.
+
+    A random whole number moves from one to the other: else the sum of fractions would say how often they pass 1, which
+    tells a gene that two sites express from one that a single site does.
+    """
+    if not np.all(np.abs(x) < LARGEST_SUM):
+        raise DataError("sums over this site's cells are too large; check that its values are counts or log values")
+    whole, point = np.floor(x), np.uint64(FRACTION.fraction_bits)
+    moved = entropy.uint64(len(x)) >> (point + np.uint64(1 + sites.bit_length()))  # so that the sum stays below 2^63
+    return np.concatenate(
+        [whole.astype(np.int64).view(np.uint64) - moved, FRACTION.encode(x - whole) + (moved << point)]
+    )
+
+
+def join_sum(words: U64) -> F64:
+    whole, fraction = np.split(words, 2)
+    point = np.uint64(FRACTION.fraction_bits)
+    total = (whole + (fraction >> point)).view(np.int64).astype(np.float64)
+    return total + FRACTION.decode(fraction & np.uint64((1 << FRACTION.fraction_bits) - 1))
+
+
+def choose_genes(mean: F64, variance: F64, n_top: int) -> I64:
+    """The genes whose log dispersion stands out most among those of similar mean, in their order."""
+    mean = np.where(mean == 0, 1e-12, mean)
+    dispersion = variance / mean
+    seen = dispersion > 0
+    log_mean, log_dispersion = np.log1p(mean), np.log(np.where(seen, dispersion, 1.0))
+    low, high = log_mean.min(), log_mean.max()
+    edges = np.linspace(low, high, BINS + 1)
+    edges[0] -= (high - low) * 0.001
+    bins = np.searchsorted(edges, log_mean, side="left")
+    score = np.full(len(mean), -np.inf)
+    for b in np.unique(bins[seen]):
+        of = np.flatnonzero((bins == b) & seen)
+        if len(of) == 1:
+            score[of] = 1.0
+        else:
+            score[of] = (log_dispersion[of] - log_dispersion[of].mean()) / max(log_dispersion[of].std(ddof=1), 1e-300)
+    n_top = min(n_top, int(seen.sum()))
+    order = np.argsort(-score, kind="stable")[:n_top]
+    return np.sort(order).astype(np.int64)
+
+
+def blocks(params: Params, y: Any, space: Chosen) -> Iterator[F64]:
+    """Yield z of the chosen genes, some cells at a time."""
+    step = max(1, BLOCK // len(space.at))
+    chosen = y[:, space.at]
+    for start in range(0, chosen.shape[0], step):
+        log = np.log1p(chosen[start : start + step].toarray())
+        yield standardise(params, log, space.mean, space.deviation)
+
+
+def standardise(params: Params, log: F64, mean: F64, deviation: F64) -> F64:
+    z: F64 = (log - mean) / deviation
+    return np.clip(z, -params.bound, params.bound)
+
+
+def products(params: Params, y: Any, space: Chosen) -> F64:
+    """n, Σz, Σzzᵀ (upper triangle) as one vector."""
+    h = len(space.at)
+    n, total, square = 0, np.zeros(h), np.zeros((h, h))
+    for z in blocks(params, y, space):
+        n, total, square = n + len(z), total + z.sum(axis=0), square + z.T @ z
+    return np.concatenate([[float(n)], total, square[np.triu_indices(h)]])
+
+
+def covariance(words: F64, h: int) -> tuple[int, F64, F64]:
+    """Cells, mean of z and its covariance, from their sums."""
+    n, total = round(words[0]), words[1 : 1 + h]
+    square = np.zeros((h, h))
+    square[np.triu_indices(h)] = words[1 + h :]
+    square += np.triu(square, 1).T
+    return n, total / n, (square - np.outer(total, total) / n) / (n - 1)
+
+
+def decompose(cov: F64, d: int) -> tuple[F64, F64]:
+    """The d largest eigenvalues and their vectors; in each, the largest entry is positive."""
+    h = len(cov)
+    values, vectors = scipy.linalg.eigh(cov, subset_by_index=(h - d, h - 1))
+    values, vectors = values[::-1].copy(), vectors[:, ::-1].copy()
+    vectors *= np.sign(vectors[np.abs(vectors).argmax(axis=0), np.arange(d)])
+    return values, vectors
+
+
+def place(params: Params, space: Space, y: Any) -> F64:
+    """L7: normalised cells of the chosen genes, put into the shared space: (n, d)."""
+    step = max(1, BLOCK // len(space.genes))
+    parts = []
+    for start in range(0, y.shape[0], step):
+        z = standardise(params, np.log1p(y[start : start + step].toarray()), space.mean, space.deviation)
+        parts.append((z - space.center) @ space.components)
+    return np.concatenate(parts)
+
+
+def scores(params: Params, space: Space, mine: Cells) -> F64:
+    """Put any cells that have the common genes into a space that was made earlier."""
+    y = normalise(params, mine, space.common)
+    at = {name: i for i, name in enumerate(space.common)}
+    return place(params, space, y[:, [at[name] for name in space.genes]])
+
+
+def check_chosen(params: Params, chosen: Chosen, common: int) -> None:
+    h = len(chosen.at)
+    whole = h > params.n_components and np.all(chosen.at[1:] > chosen.at[:-1])
+    if not whole or chosen.at[0] < 0 or chosen.at[-1] >= common or not chosen.mean.shape == chosen.deviation.shape:
+        raise ProtocolAbort(NAME, "L4", "genes", "the chosen genes are not some of the common ones, each once")
+    if not np.all(np.isfinite(chosen.mean)) or not np.all(chosen.deviation > 0) or chosen.cells < 2:
+        raise ProtocolAbort(NAME, "L4", "genes", "the pooled mean or deviation of a chosen gene is no number")
+
+
+# ---- roles -----------------------------------------------------------------------------------------------------------
+
+
+async def site(ch: Channel, params: Params, mine: Cells, *, entropy: Entropy, identity: Identity) -> tuple[Space, F64]:
+    """Play u. Returns the shared space, and the cells of u in it."""
+    check_site(params, mine)
+    S = params.coordinator
+
+    async def add(label: str, x: U64) -> None:
+        await secure_sum.contributor(ch.sub(label), params.sum(len(x)), x, entropy=entropy, identity=identity)
+
+    agreement = common_genes.Params(params.sites, S)
+    agreed = await common_genes.site(ch.sub("genes"), agreement, params.kind, list(mine.names))  # L1
+    y = normalise(params, mine, agreed.names)  # L2
+    await add("moments", split_sum(moments(y), len(params.sites), entropy))  # L3
+    chosen = await ch.recv(S, Chosen, at=(None,), mean=(None,), deviation=(None,))  # L4
+    check_chosen(params, chosen, len(agreed.names))
+    h, d = len(chosen.at), params.n_components
+    ch.step(f"covariance of {h} genes", protocol=NAME, line="L5")
+    await add("products", params.covariance_code(chosen.cells).encode(products(params, y, chosen)))  # L5
+    told = await ch.recv(S, Components, components=(h, d), variance=(d,), center=(h,))  # L6
+    space = _space(agreed.names, chosen, told)
+    return space, place(params, space, y[:, chosen.at])  # L7
+
+
+async def coordinator(ch: Channel, params: Params) -> Space:
+    """Play S. Sites that drop out are left out, as long as the secure sum goes on."""
+    agreement = common_genes.Params(params.sites, params.coordinator)
+    agreed = await common_genes.coordinator(ch.sub("genes"), agreement)  # L1
+    g = len(agreed.names)
+    summed = await secure_sum.aggregator(ch.sub("moments"), params.sum(moments_length(g)))  # L3
+    n, *rest = np.split(join_sum(summed.z), 1 + g * np.arange(4))
+    cells, (y, yy, log, loglog) = round(float(n[0])), rest
+    if cells <= params.n_components:
+        raise ProtocolAbort(
+            NAME, "L3", "too-few-cells", f"{cells} cells in all give no {params.n_components} components"
+        )
+    at = choose_genes(y / cells, _variance(y, yy, cells), params.n_top_genes)
+    if len(at) <= params.n_components:
+        raise ProtocolAbort(
+            NAME, "L4", "too-few-genes", f"{len(at)} common genes that vary give no {params.n_components} components"
+        )
+    mean, deviation = log[at] / cells, np.sqrt(_variance(log[at], loglog[at], cells))
+    deviation = np.where(deviation > 0, deviation, 1.0) if params.scale else np.ones(len(at))
+    chosen = Chosen(at, mean, deviation, cells)
+    live = summed.survivors
+    ch.reveal(chosen, to=live, line="L4", what=f"mean and deviation of {len(at)} genes", protocol=NAME)
+    await ch.scatter(live, chosen)  # L4
+    h = len(at)
+    summed = await secure_sum.aggregator(ch.sub("products"), params.sum(products_length(h)))  # L5
+    ch.step(f"{params.n_components} components of {h} genes", protocol=NAME, line="L6")
+    seen, center, cov = covariance(params.covariance_code(cells).decode(summed.z), h)
+    variance, components = decompose(cov, params.n_components)
+    told = Components(components, variance, center, float(np.trace(cov)), seen)
+    ch.reveal(told, to=summed.survivors, line="L6", what=f"{len(variance)} components", protocol=NAME)
+    await ch.scatter(summed.survivors, told)  # L6
+    return _space(agreed.names, chosen, told)
+
+
+def _variance(total: F64, square: F64, n: int) -> F64:
+    return np.maximum(square - total**2 / n, 0.0) / (n - 1)
+
+
+def _space(common: tuple[str, ...], chosen: Chosen, told: Components) -> Space:
+    return Space(
+        tuple(common[i] for i in chosen.at),
+        chosen.mean,
+        chosen.deviation,
+        told.center,
+        told.components,
+        told.variance,
+        told.total_variance,
+        told.cells,
+        common,
+    )

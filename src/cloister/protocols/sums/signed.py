@@ -1,0 +1,20 @@
+"""What a party signed, checked by the key that the study names: a local step of protocols that hand keys round."""
+
+from __future__ import annotations
+
+from cloister.crypto.agreement import check_signature
+from cloister.errors import CloisterError, ProtocolAbort
+from cloister.net.channel import Channel
+from cloister.study import Party
+
+
+def check_signed(
+    ch: Channel, v: Party, context: str, data: bytes, signature: bytes, *, protocol: str, line: str
+) -> None:
+    """Raise unless `v` signed `data` in this context; `data` has to name the run and the party."""
+    if v not in ch.study.keys:
+        raise ProtocolAbort(protocol, line, "no-key", f"the study names no key of '{v}'; add it under [keys]")
+    try:
+        check_signature(ch.study.keys[v], context, data, signature)
+    except CloisterError:
+        raise ProtocolAbort(protocol, line, "signature", f"'{v}' did not sign what it is said to have signed") from None

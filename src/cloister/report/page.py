@@ -1,0 +1,270 @@
+"""The report: what was computed, with whom, what left each building and what each party learned, on one page.
+
+    write_report("report.html", [run])          # or run.report("report.html"), or `cloister report results`
+
+The page needs nothing but itself: style and figures are inside, no script runs, and its Content-Security-Policy lets
+no request leave it. What it says about messages comes from the receipts, whose chains and signatures are checked while
+it is written; what they say about the protocols comes from the docstrings of the version that is installed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from cloister import errors, workflows
+from cloister._version import __version__
+from cloister.errors import CloisterError, DataError
+from cloister.report import sections
+from cloister.report.learned import learned, short
+from cloister.report.parts import Html, count, escape, join, names, size, table, tag, value
+from cloister.run.facts import Abort, abort_of, figures_of, plain, rows_of, started_of, status_of
+from cloister.run.rehearsal import Run
+from cloister.run.results import check_folder, load_runs, save_run
+from cloister.study import Study
+
+__all__ = ["check_folder", "load_runs", "save_run", "write_report"]
+
+POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+Rows = Sequence[Mapping[str, Any]] | Sequence[Sequence[Any]]  # dicts, or lists of which the first is the header
+
+MODES = {
+    "hardened": "hardened: the protocols that Cloister recommends",
+    "published": "published: as in the paper, with everything that this leaks; for comparison",
+    "plain": "plain: without protection; for comparison",
+}
+CODES = {
+    "timeout": "a party was silent for too long",
+    "lost": "the connection to a party was lost",
+    "finished": "a party had ended already",
+    "too-few": "too few parties were left to go on",
+    "malformed": "a message was damaged on its way, or was no message at all",
+    "mismatch": "the parties had not agreed on the same study, version or options",
+    "replay": "a message came twice",
+    "gap": "a message is missing",
+    "unexpected": "another message came than was due",
+    "dropped": "the others went on without this party",
+    "bad-signature": "a signature was not right",
+    "nothing-done": "no party came to a result",
+}
+
+
+def write_report(
+    path: str | Path,
+    runs: Sequence[Run],
+    *,
+    title: str = "Cloister report",
+    table: Rows | Mapping[str, Rows] | None = None,
+    baselines: Mapping[str, Rows] | None = None,
+) -> Path:
+    """Write one self-contained page about `runs`.
+
+    Parameters
+    ----------
+    path
+        The HTML file; it appears complete or not at all.
+    table
+        A comparison for the top of the page: dictionaries, or lists of which the first is the header; or several such
+        tables by their captions.
+    baselines
+        The same for single runs, by workflow (`"bin-values"`) or workflow and mode (`"bin-values/hardened"`).
+    """
+    path = Path(path)
+    text = _page(list(runs), title, table, baselines or {})
+    part = path.with_name(f".{path.name}.{uuid.uuid4().hex}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(text, encoding="utf-8")
+        os.replace(part, path)
+    except OSError as e:
+        raise DataError(f"{path} cannot be written ({e.strerror or type(e).__name__})") from None
+    finally:
+        part.unlink(missing_ok=True)
+    return path
+
+
+def _page(runs: list[Run], title: str, rows: Rows | Mapping[str, Rows] | None, baselines: Mapping[str, Rows]) -> str:
+    style = (resources.files("cloister") / "data" / "report.css").read_text(encoding="utf-8")
+    head = tag(
+        "head",
+        tag("meta", charset="utf-8"),
+        tag("meta", http_equiv="Content-Security-Policy", content=POLICY),
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        tag("meta", name="referrer", content="no-referrer"),
+        tag("title", title),
+        tag("style", Html(style)),
+    )
+    done = sum(abort_of(run) is None for run in runs)
+    told = f"{count(len(runs), 'run')}: {done} completed" + (
+        f", {len(runs) - done} aborted." if done < len(runs) else "."
+    )
+    header = tag("header", tag("h1", title), tag("p", told, class_="lead"))
+    links = [tag("a", "Comparison", href="#comparison")] if rows else []
+    links += [tag("a", _heading(run), href=f"#run-{i}") for i, run in enumerate(runs, 1)]
+    links.append(tag("a", "How to read this page", href="#how"))
+    nav = tag("nav", tag("ul", *(tag("li", link) for link in links)), aria_label="On this page")
+    compared = None
+    if rows:
+        tables = rows if isinstance(rows, Mapping) else {"All runs side by side": rows}
+        parts = [_rows(caption, some) for caption, some in tables.items()]
+        compared = tag("section", tag("h2", "Comparison", id="comparison"), *parts)
+    articles = [_run(run, i, baselines, unfold=len(runs) <= 2) for i, run in enumerate(runs, 1)]
+    main = tag("main", compared, *articles, _how(), id="main", tabindex="-1")
+    made = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
+    footer = tag(
+        "footer", tag("p", f"Written by Cloister {__version__} on {made}. This page loads nothing and runs nothing.")
+    )
+    skip = tag("a", "Skip to the results", href="#main", class_="skip")
+    body = tag("body", skip, header, nav, main, footer)
+    return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
+
+
+def _rows(caption: str, rows: Rows) -> Html:
+    first = rows[0]
+    if isinstance(first, Mapping):
+        columns = list(dict.fromkeys(str(k) for row in rows for k in row))
+        return table(caption, columns, [[plain(row.get(c)) for c in columns] for row in rows])  # type: ignore[union-attr]
+    return table(caption, [str(c) for c in first], [[plain(x) for x in row] for row in rows[1:]])
+
+
+def _heading(run: Run) -> str:
+    return f"{run.study.workflow}, {run.study.mode}" + (" (aborted)" if abort_of(run) is not None else "")
+
+
+# ---- one run ---------------------------------------------------------------------------------------------------------
+
+
+def _run(run: Run, i: int, baselines: Mapping[str, Rows], *, unfold: bool) -> Html:
+    study, abort = run.study, abort_of(run)
+    badge = (
+        tag("span", "completed", class_="badge good") if abort is None else tag("span", "aborted", class_="badge bad")
+    )
+    title = tag("div", tag("h2", f"{study.workflow}, {study.mode}", id=f"run-{i}"), badge, class_="title")
+    against = [
+        _rows(f"{study.workflow}, {study.mode}, compared", baselines[key])
+        for key in (study.workflow, f"{study.workflow}/{study.mode}")
+        if baselines.get(key)
+    ]
+    return tag(
+        "article",
+        title,
+        tag("p", _summary(study), class_="lead"),
+        _abort_box(abort, run) if abort is not None else _missing_box(run),
+        short(run),
+        *(tag("div", tag("p", "Note: ", note, "."), class_="box warn") for note in workflows.warnings_of(study)),
+        _facts(run),
+        tag("h3", "What left each building"),
+        tag(
+            "div",
+            *(sections.card(run, p) for p in (*study.sites, study.coordinator, *study.auxiliaries)),
+            class_="cards",
+        ),
+        sections.purposes(run, unfold=unfold),
+        tag("h3", "What each party learned"),
+        learned(run),
+        *((tag("h3", "Compared"), *against) if against else ()),
+        *sections.figures(run, figures_of(run)),
+        *sections.results(run),
+        tag("h3", "What it cost"),
+        sections.cost(run),
+        _folded("The messages, one by one", sections.messages(run, abort), unfold=unfold),
+        _folded("Receipts", sections.receipts(run), unfold=unfold),
+        aria_labelledby=f"run-{i}",
+    )
+
+
+def _folded(title: str, content: Html, *, unfold: bool) -> Html:
+    return tag("details", tag("summary", tag("h3", title)), content, class_="part", open=unfold)
+
+
+def _summary(study: Study) -> str:
+    try:
+        return workflows.get(study.workflow).summary
+    except CloisterError:
+        return f"A workflow that this version of Cloister ({__version__}) does not know."
+
+
+def _abort_box(abort: Abort, run: Run) -> Html:
+    where = f"{abort.protocol} {abort.line}".removesuffix(" -")
+    who = abort.party or "all parties"
+    place = f"in the computation at {who}" if abort.protocol == "local" else f"at {where}"
+    unknown = "see the error that was shown there" if abort.protocol == "local" else "a check failed"
+    why = CODES.get(abort.code) or errors.CODES.get(abort.code, unknown)
+    sent = sum(r["bytes"] for x in run.receipts.values() for r in rows_of(x) if r["kind"] == "sent")
+    got = f"{names(sorted(run.outcomes))} had come to a result." if run.outcomes else "Nobody got a result."
+    return tag(
+        "div",
+        tag(
+            "p",
+            tag("strong", f"This run was aborted {place}: "),
+            f"{why} (",
+            tag("code", abort.code),
+            f"), noticed by {who}.",
+        ),
+        tag("p", f"{got} Until then {size(sent)} had been sent; the receipts below list all of it."),
+        class_="box bad",
+    )
+
+
+def _missing_box(run: Run) -> Html | None:
+    gone = [p for p in run.study.parties if status_of(run, p).startswith("aborted")]
+    if not gone:
+        return None
+    text = f"{names(gone)} dropped out on the way; the others went on and completed the run without."
+    return tag("div", tag("p", text), class_="box warn")
+
+
+def _facts(run: Run) -> Html:
+    study = run.study
+    facts: list[tuple[str, object]] = [("Study", study.name), ("Mode", MODES.get(study.mode, study.mode))]
+    if began := started_of(run):
+        facts.append(("Started", tag("time", began.replace("T", " ").replace("Z", " UTC"), datetime=began)))
+    versions = sorted({str(r.header.get("version", "?")) for r in run.receipts.values()})
+    told = f"Cloister {', '.join(versions) or 'unknown'}"
+    if set(versions) - {__version__}:
+        told += f"; what is said here about its protocols comes from Cloister {__version__}"
+    facts.append(("Version", told))
+    for role, plural in {"site": "Sites", "coordinator": "Coordinator", "auxiliary": "Auxiliary servers"}.items():
+        if who := [p for p, r in study.parties.items() if r == role]:
+            facts.append((plural, names(sorted(who))))
+    facts.append(("Options", _options(study)))
+    return tag("dl", *(join((tag("dt", k), tag("dd", v))) for k, v in facts), class_="meta")
+
+
+def _options(study: Study) -> Html:
+    given = dict(study.parameters)
+    try:
+        known = {f.name: f for f in dataclasses.fields(workflows.get(study.workflow).options)}
+    except CloisterError:
+        known = {}
+    rows = {name: given.get(name, f.default) for name, f in known.items()} | given
+    rows = {k: v for k, v in rows.items() if v is not dataclasses.MISSING}
+    return (
+        join((tag("code", f"{k} = {'none' if v is None else value(plain(v))}") for k, v in rows.items()), ", ")
+        if rows
+        else escape("none")
+    )
+
+
+def _how() -> Html:
+    words = {
+        "Message": "What one party sends to another. The sender's receipt keeps its size and fingerprint only.",
+        "Protocol, protocol line": "The agreed procedure, one file each, and the numbered line of its description that"
+        " sends the message. Cryptographers check these lines against the published papers.",
+        "Opened": "A protected value (masked, encrypted or split) was made plain for somebody. The receipt keeps what"
+        " it was and for whom, never the value.",
+        "Learned": "Everything that a party can find out from a run by the description of its protocol, also if some"
+        " parties put together what they have.",
+        "Collude": "Parties put together, in secret, what each of them has seen.",
+        "Receipt": "Each party's own record of what it sent and opened, signed with its key.",
+        "Hardened, published": "The same analysis by the protocols that Cloister recommends, and as its paper has it."
+        " The second is here to compare with, and leaks more.",
+    }
+    rows = (join((tag("dt", k), tag("dd", v))) for k, v in words.items())
+    return tag("section", tag("h2", "How to read this page", id="how"), tag("dl", *rows, class_="learned"))

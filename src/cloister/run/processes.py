@@ -1,0 +1,226 @@
+"""Rehearsal with one process per party: the parent only carries frames between them.
+
+A party's cells and results pass through files in a private folder, frames through a socket pair as bytes. The child is
+`python -m cloister.run.processes FOLDER PARTY FD`, so nothing of the calling script is imported again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import queue
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cloister import errors
+from cloister.crypto.agreement import Identity
+from cloister.crypto.entropy import Entropy
+from cloister.errors import CloisterError
+from cloister.net.channel import Event
+from cloister.net.mailbox import Mailbox
+from cloister.net.receipts import Receipt
+from cloister.net.seat import Outcome, take_part
+from cloister.run.rehearsal import Fault, Killed, Run, Wires, reveals_of, workflow_part
+from cloister.study import Party, Study, format_study
+
+if TYPE_CHECKING:
+    from anndata import AnnData
+
+
+def play_processes(
+    study: Study,
+    data: Mapping[Party, AnnData],
+    *,
+    faults: Iterable[Fault] = (),
+    on_event: Callable[[Event], None] | None = None,
+) -> Run:
+    """Play the study's workflow with one process per party."""
+    from cloister.cells.files import read_cells, write_cells
+
+    identities = {p: Identity.create(Entropy()) for p in study.parties}
+    study = study.with_keys({p: i.public for p, i in identities.items()})
+    run = Run(study)
+    with tempfile.TemporaryDirectory(prefix="cloister-") as top:
+        folders = {p: Path(top) / p for p in study.parties}
+        pipes: dict[Party, Connection] = {}
+        children: dict[Party, subprocess.Popen[bytes]] = {}
+        try:
+            for p, folder in folders.items():
+                folder.mkdir(mode=0o700)
+                (folder / "study.toml").write_text(format_study(study))
+                identities[p].save(folder / "identity.key")
+                if p in data:
+                    write_cells(data[p], folder / "cells.h5ad")
+                ours, theirs = socket.socketpair()
+                with theirs:
+                    command = [sys.executable, "-m", "cloister.run.processes", str(folder), p, str(theirs.fileno())]
+                    children[p] = subprocess.Popen(command, pass_fds=[theirs.fileno()])
+                pipes[p] = Connection(ours.detach())
+            _route(pipes, children, run, faults, on_event)
+        except BaseException:
+            for child in children.values():
+                child.kill()
+            raise
+        finally:
+            for child in children.values():
+                try:
+                    child.wait(timeout=10)
+                except subprocess.TimeoutExpired:
+                    child.kill()
+                    child.wait()
+            for pipe in pipes.values():
+                pipe.close()
+        for p, folder in folders.items():
+            if (folder / "receipt.json").exists():
+                run.receipts[p] = Receipt.load(folder / "receipt.json")
+            if p in run.outcomes:
+                run.outcomes[p].receipt = run.receipts.get(p)
+                if (folder / "result.h5ad").exists():
+                    run.outcomes[p].adata = read_cells(folder / "result.h5ad")
+    return run
+
+
+def _route(
+    pipes: Mapping[Party, Connection],
+    children: Mapping[Party, subprocess.Popen[bytes]],
+    run: Run,
+    faults: Iterable[Fault],
+    on_event: Callable[[Event], None] | None,
+) -> None:
+    outbox: dict[Party, queue.SimpleQueue[bytes | None]] = {p: queue.SimpleQueue() for p in pipes}
+
+    def pump(p: Party) -> None:  # a full pipe at one party must not stop the others
+        with contextlib.suppress(OSError, ValueError):
+            while (item := outbox[p].get()) is not None:
+                pipes[p].send_bytes(item)
+
+    pumps = [threading.Thread(target=pump, args=(p,), daemon=True) for p in pipes]
+    for thread in pumps:
+        thread.start()
+    wires = Wires(lambda sender, to, frame: outbox[to].put(b"F" + sender.encode() + b"\0" + frame), faults)
+    open_ends: dict[Any, Party] = {pipe: p for p, pipe in pipes.items()}
+    while open_ends:
+        for pipe in wait(list(open_ends), timeout=1.0):
+            p = open_ends[pipe]
+            try:
+                item = pipes[p].recv_bytes()
+            except (EOFError, OSError):
+                del open_ends[pipe]
+                if p not in run.outcomes and p not in run.errors and p not in wires.dead:
+                    run.errors[p] = CloisterError(f"the process of '{p}' died")
+                for other in outbox:
+                    outbox[other].put(b"G" + p.encode())
+                continue
+            kind, rest = item[:1], item[1:]
+            if kind == b"F":
+                to, _, frame = rest.partition(b"\0")
+                try:
+                    wires.carry(p, Party(to.decode()), frame)
+                except Killed:
+                    children[p].kill()
+            elif kind == b"E":
+                event = Event(**json.loads(rest))
+                run.events.append(event)
+                if on_event is not None:
+                    on_event(event)
+            elif kind == b"R":
+                made = json.loads(rest)
+                run.outcomes[p] = Outcome(result=made["result"], cost=made["cost"])
+            elif kind == b"X" and p not in wires.dead:
+                run.errors[p] = _revive(json.loads(rest))
+    for box in outbox.values():
+        box.put(None)
+    for thread in pumps:
+        thread.join(timeout=5)
+
+
+def _revive(told: Mapping[str, Any]) -> BaseException:
+    """The error of a child, made again here from its class name and text."""
+    kind = getattr(errors, told["type"], None)
+    if not isinstance(kind, type) or not issubclass(kind, CloisterError):
+        kind = None  # a bug's class
+    if kind is not None and issubclass(kind, errors.ProtocolAbort):
+        made = kind(told["protocol"], told["line"], told["code"])
+        made.args = (told["text"],)
+        made.heard = bool(told["heard"])
+        return made  # type: ignore[no-any-return]
+    if kind in (None, errors.MissingExtra):
+        return CloisterError(f"{told['type']}: {told['text']}")
+    return kind(told["text"])  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class PipeLink:
+    pipe: Connection
+    lock: threading.Lock
+
+    def post(self, to: Party, frame: bytes) -> None:
+        self.tell(b"F" + to.encode() + b"\0" + frame)
+
+    def tell(self, item: bytes) -> None:
+        with self.lock, contextlib.suppress(OSError):
+            self.pipe.send_bytes(item)
+
+    def close(self) -> None:
+        """The process ends, and the pipe with it."""
+
+
+def child(folder: str, me: str, fd: str) -> None:
+    """One party's process."""
+    from cloister.cells.files import read_cells, write_cells
+
+    home, party = Path(folder), Party(me)
+    pipe = Connection(int(fd))
+    link, mailbox = PipeLink(pipe, threading.Lock()), Mailbox(party)
+
+    def listen() -> None:
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                item = pipe.recv_bytes()
+                if item[:1] == b"G":
+                    mailbox.gone(Party(item[1:].decode()), "its process ended")
+                else:
+                    sender, _, frame = item[1:].partition(b"\0")
+                    mailbox.put(Party(sender.decode()), frame)
+        for p in study.parties:
+            mailbox.gone(p, "the rehearsal ended")
+
+    def keep(receipt: Receipt) -> None:
+        receipt.save(home / "receipt.json")
+
+    try:
+        study = Study.load(home / "study.toml")
+        threading.Thread(target=listen, daemon=True).start()
+        cells = home / "cells.h5ad"
+        outcome = take_part(
+            study,
+            party,
+            link,
+            mailbox,
+            (lambda: read_cells(cells)) if cells.exists() else None,
+            part=workflow_part,
+            reveals=reveals_of(study),
+            identity=Identity.load(home / "identity.key"),
+            on_event=lambda event: link.tell(b"E" + json.dumps(dataclasses.asdict(event)).encode()),
+            on_receipt=keep,
+        )
+        if outcome.adata is not None:
+            write_cells(outcome.adata, home / "result.h5ad")
+        link.tell(b"R" + json.dumps({"result": outcome.result, "cost": outcome.cost}).encode())
+    except BaseException as e:
+        told = {"type": type(e).__name__, "text": str(e)}
+        told |= {k: getattr(e, k, "") for k in ("protocol", "line", "code", "heard")}
+        link.tell(b"X" + json.dumps(told).encode())
+
+
+if __name__ == "__main__":
+    child(*sys.argv[1:])

@@ -1,0 +1,378 @@
+"""Rehearsal: every party of a study on one machine, with real messages between them.
+
+    run = cl.rehearse("bin-values", data={"basel": a, "lugano": b, "vienna": c})
+
+Each party runs in a thread of its own with its own data and its own event loop; `processes=True` gives each a process.
+Frames go through the same encoding, checks and receipts as between machines, so bytes, rounds and receipts are real.
+Faults can be injected on the way: that is how the test kit asks what happens when a message is lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from cloister import workflows
+from cloister.crypto.agreement import Identity
+from cloister.crypto.entropy import Entropy
+from cloister.errors import CloisterError, DataError, ParameterError, WireError
+from cloister.net import wire
+from cloister.net.channel import Event, harmless
+from cloister.net.mailbox import Mailbox
+from cloister.net.receipts import Receipt
+from cloister.net.seat import Outcome, Seat, root_cause, take_part
+from cloister.study import Mode, Party, Role, Study
+
+if TYPE_CHECKING:
+    from anndata import AnnData
+
+
+class Killed(BaseException):
+    """An injected death: the party stops without a word."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens to the `nth` data message that fits: `name` is the message class, None fits any."""
+
+    kind: Literal["drop", "delay", "duplicate", "swap", "truncate", "kill"]
+    sender: str | None = None
+    to: str | None = None
+    name: str | None = None
+    nth: int = 0
+    seconds: float = 0.5  # of delay
+
+    def fits(self, frame: wire.Frame) -> bool:
+        return (
+            self.sender in (None, frame.sender)
+            and self.to in (None, frame.to)
+            and self.name in (None, frame.name, frame.name.rpartition(".")[2])
+        )
+
+
+class Wires:
+    """Carries frames between parties, and does to them what the faults say."""
+
+    def __init__(self, deliver: Callable[[Party, Party, bytes], None], faults: Iterable[Fault] = ()) -> None:
+        self._deliver = deliver
+        self._faults = {f: f.nth for f in faults}
+        self._held: dict[tuple[Party, Party], bytes] = {}
+        self._lock = threading.Lock()
+        self.dead: set[Party] = set()
+
+    def carry(self, sender: Party, to: Party, data: bytes) -> None:
+        """Deliver one frame; raises `Killed` in the sender if a fault says that it dies here."""
+        if sender in self.dead:
+            return
+        fault = self._match(data) if self._faults else None
+        late = None
+        if self._held and wire.unpack(data).kind == "data":
+            late = self._held.pop((sender, to), None)
+        if fault is None:
+            self._deliver(sender, to, data)
+        elif fault.kind == "kill":
+            self.dead.add(sender)
+            raise Killed
+        elif fault.kind == "delay":
+            timer = threading.Timer(fault.seconds, self._deliver, (sender, to, data))
+            timer.daemon = True
+            timer.start()
+        elif fault.kind == "swap":
+            self._held[sender, to] = data
+        elif fault.kind == "duplicate":
+            self._deliver(sender, to, data)
+            self._deliver(sender, to, data)
+        elif fault.kind == "truncate":
+            self._deliver(sender, to, data[: len(data) // 2])
+        if late is not None:
+            self._deliver(sender, to, late)
+
+    def _match(self, data: bytes) -> Fault | None:
+        try:
+            frame = wire.unpack(data)
+        except WireError:
+            return None
+        if frame.kind != "data":
+            return None
+        with self._lock:
+            for fault, left in self._faults.items():
+                if fault.fits(frame) and left >= 0:
+                    self._faults[fault] = left - 1
+                    if left == 0:
+                        return fault
+        return None
+
+
+@dataclass(frozen=True)
+class MemoryLink:
+    me: Party
+    wires: Wires
+
+    def post(self, to: Party, frame: bytes) -> None:
+        self.wires.carry(self.me, to, frame)
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+
+@dataclass
+class Run:
+    """What came of a rehearsal."""
+
+    study: Study
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
+    errors: dict[str, BaseException] = field(default_factory=dict)
+    receipts: dict[str, Receipt] = field(default_factory=dict)
+    events: list[Event] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        """One line, for who types `run` in a notebook."""
+        sent = sum(r["bytes"] for x in self.receipts.values() for r in x.summary() if r["kind"] == "sent")
+        ended = f"stopped at {', '.join(self.errors)}" if self.errors else "done"
+        who = f"{len(self.study.sites)} sites"
+        return f"<Run of {self.study.workflow}, {self.study.mode}: {who}, {ended}, {sent / 1e6:.2f} MB sent>"
+
+    @property
+    def data(self) -> dict[str, AnnData]:
+        return {p: o.adata for p, o in self.outcomes.items() if o.adata is not None}
+
+    @property
+    def cost(self) -> dict[str, dict[str, float]]:
+        return {p: o.cost for p, o in self.outcomes.items()}
+
+    @property
+    def results(self) -> dict[str, dict[str, Any]]:
+        return {p: o.result for p, o in self.outcomes.items()}
+
+    @property
+    def model(self) -> Any:
+        return next((o.model for o in self.outcomes.values() if o.model is not None), None)
+
+    def report(self, path: str | Path) -> Path:
+        """Write figures and receipts as one self-contained page."""
+        from cloister.report.page import write_report
+
+        return write_report(path, [self])
+
+
+def plan(
+    workflow: str,
+    sites: Iterable[str],
+    *,
+    mode: Mode = "hardened",
+    seed: int = 0,
+    timeout: float = 60.0,
+    coordinator: str = "coordinator",
+    options: Mapping[str, Any] | None = None,
+) -> Study:
+    """The study of a rehearsal: the named sites, a coordinator, and as many auxiliaries as the mode needs."""
+    found = workflows.get(workflow)
+    count = found.auxiliaries.get(mode, 0)
+    parties: dict[Party, Role] = {Party(coordinator): "coordinator"}
+    for site in sites:
+        if site in parties:
+            raise ParameterError(f"two parties are called '{site}'; every party needs a name of its own")
+        parties[Party(site)] = "site"
+    parties |= {Party(f"auxiliary-{i + 1}" if count > 1 else "auxiliary"): "auxiliary" for i in range(count)}
+    study = Study(
+        name="rehearsal",
+        workflow=workflow,
+        parties=parties,
+        mode=mode,
+        seed=seed,
+        timeout=timeout,
+        parameters={k: _plain(v) for k, v in (options or {}).items() if v is not None},
+    )
+    workflows.check_plan(study)
+    return study
+
+
+def _plain(x: Any) -> Any:
+    """An option as `study.toml` can hold it: lists, and Python's numbers instead of NumPy's."""
+    if isinstance(x, list | tuple):
+        return [_plain(v) for v in x]
+    return x.item() if isinstance(x, np.generic) else x
+
+
+def rehearse(
+    workflow: str,
+    data: Mapping[str, AnnData | str | Path | Any],
+    *,
+    mode: Mode = "hardened",
+    seed: int = 0,
+    timeout: float = 60.0,
+    processes: bool = False,
+    inplace: bool = False,
+    faults: Iterable[Fault] = (),
+    on_event: Callable[[Event], None] | None = None,
+    on_frame: Callable[[bytes], None] | None = None,
+    check: bool = True,
+    **options: Any,
+) -> Run:
+    """Run a workflow among all parties on this machine.
+
+    Parameters
+    ----------
+    workflow
+        Its name, as on the command line: `"bin-values"`.
+    data
+        Site name → its cells: an `AnnData`, the path of a file, or a pandas table of numbers with a row per cell (or
+        patient). No party ever sees another's.
+    mode
+        `"hardened"` or `"published"`.
+    processes
+        One process per party instead of one thread.
+    inplace
+        Write results into the given objects; by default into copies.
+    faults
+        What to do to messages on the way; for tests.
+    on_frame
+        Gets every frame as it is delivered; for attacks on what was sent (`cloister.attacks.sent`). Threads only.
+    check
+        Raise if a party failed. With `check=False`, look at `run.errors`.
+
+    Returns
+    -------
+    A `Run`: `data`, `receipts`, `cost`, `errors`, and `report(path)`.
+    """
+    if not isinstance(data, Mapping):
+        raise ParameterError(f"data must be a dictionary of site name → cells, found a {type(data).__name__}")
+    study = plan(workflow, data, mode=mode, seed=seed, timeout=timeout, options=options)
+    found, chosen = workflows.check_plan(study)
+    given = {}
+    for site, cells_or_file in data.items():
+        with _named(site):
+            given[site] = _cells_of(cells_or_file)
+            found.check(given[site], chosen)
+    if processes and on_frame is not None:
+        raise ParameterError("on_frame hears only parties of this process; rehearse with processes=False")
+    on_event = harmless(on_event)
+    cells = {Party(p): a if inplace else _copy(a) for p, a in given.items()}
+    if processes:
+        from cloister.run.processes import play_processes
+
+        run = play_processes(study, cells, faults=faults, on_event=on_event)
+    else:
+        parts = dict.fromkeys(study.parties, workflow_part)
+        run = play(study, parts, cells, faults=faults, on_event=on_event, on_frame=on_frame)
+    if inplace and processes:
+        for site, adata in run.data.items():
+            given[site]._init_as_actual(adata)
+    if check and run.errors:
+        raise root_cause({Party(p): e for p, e in run.errors.items()})
+    return run
+
+
+def _cells_of(given: Any) -> AnnData:
+    """A site's cells: as they are, from a file, or from a pandas table, whose text columns go to `obs`."""
+    from anndata import AnnData
+
+    if isinstance(given, AnnData):
+        return given
+    if isinstance(given, str | Path):
+        from cloister.cells.files import read_cells
+
+        return read_cells(given)
+    if type(given).__name__ == "DataFrame" and hasattr(given, "select_dtypes"):
+        table = given.set_axis([str(x) for x in given.index], axis=0).set_axis([str(x) for x in given.columns], axis=1)
+        numbers = table.select_dtypes("number")
+        if not numbers.shape[1]:
+            raise DataError("the table has no column of numbers; expected one per gene or measurement")
+        return AnnData(numbers, obs=table.drop(columns=numbers.columns))
+    raise DataError(f"expected an AnnData, the path of a file or a pandas DataFrame, found a {type(given).__name__}")
+
+
+def _copy(adata: AnnData) -> AnnData:
+    return adata.to_memory() if adata.isbacked else adata.copy()  # a backed one has no copy without a file
+
+
+@contextlib.contextmanager
+def _named(site: str) -> Iterator[None]:
+    try:
+        yield
+    except CloisterError as e:
+        e.args = (f"site '{site}': {e}",)  # not a new one: some kinds are made from other things than a text
+        raise
+
+
+def workflow_part(seat: Seat, adata: AnnData | None) -> Outcome:
+    found, chosen = workflows.check_plan(seat.study)
+    return found.part(seat, adata, chosen)
+
+
+def reveals_of(study: Study) -> dict[str, str]:
+    """Protocol → its `Reveals`, for every protocol of the study; nothing where the study is a test's own."""
+    try:
+        return workflows.reveals(workflows.get(study.workflow), study.mode)
+    except CloisterError:
+        return {}
+
+
+def play(
+    study: Study,
+    parts: Mapping[Party, Callable[[Seat, Any], Outcome]],
+    data: Mapping[Party, Any],
+    *,
+    faults: Iterable[Fault] = (),
+    on_event: Callable[[Event], None] | None = None,
+    on_frame: Callable[[bytes], None] | None = None,
+    entropy: Callable[[Party], Entropy] | None = None,
+    consent: Mapping[Party, frozenset[str]] | None = None,
+) -> Run:
+    """Play given parts in threads of this process; the base of `rehearse` and of the test kit."""
+    sources = {p: entropy(p) if entropy else Entropy() for p in study.parties}
+    identities = {p: Identity.create(sources[p]) for p in study.parties}
+    study = study.with_keys({p: i.public for p, i in identities.items()})
+    boxes = {p: Mailbox(p) for p in study.parties}
+
+    def deliver(sender: Party, to: Party, frame: bytes) -> None:
+        if on_frame is not None:
+            on_frame(frame)
+        boxes[to].put(sender, frame)
+
+    wires = Wires(deliver, faults)
+    run, lock = Run(study), threading.Lock()
+    reveals = reveals_of(study)
+
+    def note(event: Event) -> None:
+        with lock:
+            run.events.append(event)
+        if on_event is not None:
+            on_event(event)
+
+    def seat(p: Party) -> None:
+        try:
+            run.outcomes[p] = take_part(
+                study,
+                p,
+                MemoryLink(p, wires),
+                boxes[p],
+                data.get(p),
+                part=parts[p],
+                reveals=reveals,
+                identity=identities[p],
+                entropy=sources[p],
+                on_event=note,
+                on_receipt=lambda receipt: run.receipts.__setitem__(p, receipt),
+                consent=(consent or {}).get(p),
+            )
+        except BaseException as e:
+            run.errors[p] = e
+
+    threads = [threading.Thread(target=seat, args=(p,), name=p, daemon=True) for p in study.parties]
+    for t in threads:
+        t.start()
+    for t in threads:
+        while t.is_alive():  # in slices, so that Ctrl-C is heard
+            t.join(0.2)
+    run.errors = {p: e for p, e in run.errors.items() if not isinstance(e, Killed)}
+    run.outcomes, run.receipts = (
+        {p: found[p] for p in study.parties if p in found} for found in (run.outcomes, run.receipts)
+    )  # in the study's order, whoever was first
+    return run

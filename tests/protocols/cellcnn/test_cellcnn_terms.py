@@ -1,0 +1,67 @@
+"""Names of markers and classes, and the clear twin between parties."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from cloister.errors import ProtocolAbort
+from cloister.models import cellcnn
+from cloister.protocols.cellcnn import cellcnn_terms, clear_training
+from cloister.study import Party
+from cloister.testing import Case, check_abort, check_cost, check_ideal, check_vectors, check_view
+
+HUB, SITES = Party("hub"), tuple(Party(f"site-{i}") for i in range(3))
+VECTORS = Path(__file__).parents[2] / "vectors"
+CONFIG = cellcnn.Config(markers=4, filters=2, classes=2, batch=5, steps=3)
+
+
+def terms_case():
+    markers = ["CD3", "CD4", "CD57"]
+    given = {u: (markers[i:] + markers[:i], ["case"] if i else ["case", "control"]) for i, u in enumerate(SITES)}
+    return Case(cellcnn_terms.Params(SITES, HUB), given)
+
+
+def training_case(seed=0):
+    rng = np.random.default_rng(seed)
+    shape = (CONFIG.steps, CONFIG.batch)
+    given = {u: (rng.normal(size=(*shape, 4)), cellcnn.one_hot(rng.integers(0, 2, shape), 2)) for u in SITES}
+    return Case(clear_training.Params(SITES, HUB, CONFIG), given)
+
+
+def same_terms(found, ideal):
+    assert found == ideal
+
+
+def same_weights(found, ideal):
+    for name in ("W", "V", "vW", "vV"):
+        np.testing.assert_allclose(getattr(found, name), getattr(ideal, name), atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("module", "case", "agree"),
+    [(cellcnn_terms, terms_case, same_terms), (clear_training, training_case, same_weights)],
+    ids=["terms", "training"],
+)
+def test_ideal_vectors_and_abort(module, case, agree):
+    check_ideal(module, [case()], agree=agree)
+    check_vectors(module, case(), VECTORS / f"{module.NAME}.json")
+    name = "Names" if module is cellcnn_terms else "Gradient"
+    messages = [("site-1", "hub", f"{module.NAME}.{name}")]
+    assert check_abort(module, case(), survived=lambda run: None, messages=messages) == 6
+
+
+def test_view_and_cost():
+    check_view(clear_training, training_case(1), training_case(2))
+    check_cost(clear_training, training_case())
+
+
+def test_a_missing_marker_and_a_single_class_are_named():
+    told = {u: cellcnn_terms.Names(("CD3", "CD4"), ("case", "control")) for u in SITES}
+    with pytest.raises(ProtocolAbort, match=r"CD4.*site-2"):
+        cellcnn_terms.combine({**told, SITES[2]: cellcnn_terms.Names(("CD3",), ("case",))})
+    with pytest.raises(ProtocolAbort, match="two classes"):
+        cellcnn_terms.combine({u: cellcnn_terms.Names(("CD3",), ("case",)) for u in SITES})

@@ -1,0 +1,101 @@
+"""Validation under encryption: one number, the twin's own."""
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("seal")
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from collective import HUB, names
+
+from cloister.errors import DataError, ParameterError, ProtocolAbort, RefusedError
+from cloister.models import cellcnn
+from cloister.protocols.cellcnn import cellcnn_ladder, encrypted_training, encrypted_validation
+from cloister.protocols.cellcnn.encrypted_validation import Params, ring_for
+from cloister.run.rehearsal import Fault
+from cloister.testing import Case, check_cost, check_no_errors, check_view, run_protocol, values
+
+CONFIG = cellcnn.Config(markers=3, filters=2, classes=2, batch=12, steps=2, learning_rate=0.3, momentum=0.5)
+PARTIES = names(2)
+
+
+def data(seed=0, samples=9):
+    rng = np.random.default_rng(seed)
+    found = {}
+    for p in PARTIES:
+        y = rng.integers(0, 2, (3, CONFIG.batch))
+        X = rng.normal(0, 0.7, (3, CONFIG.batch, 3))
+        X[..., 0] += 1.5 * y - 0.7
+        Y = cellcnn.one_hot(y, 2)
+        found[p] = (X[:2], Y[:2], None, (X[2][:samples], Y[2][:samples]))
+    return found
+
+
+def params(**options):
+    given = {"open_model": False, "validate_every": 1, "held_out": 9, **options}
+    return encrypted_training.Params(PARTIES, HUB, ring_for(CONFIG, 2), CONFIG, **given)
+
+
+def test_only_rings_with_room_and_inputs_that_fit():
+    with pytest.raises(ParameterError, match="exact to"):
+        Params(PARTIES, HUB, cellcnn_ladder.chain(8192, scale_bits=68, value_bits=3), CONFIG, 9)
+    with pytest.raises(ParameterError, match="inputs"):
+        Params(PARTIES, HUB, ring_for(CONFIG, 2), CONFIG, 0)
+    with pytest.raises(ParameterError, match="fewer steps"):
+        ring_for(dataclasses.replace(CONFIG, steps=10**9, learning_rate=1.0, momentum=0.99), 2)
+    with pytest.raises(DataError, match="held-out"):
+        encrypted_validation.check_samples(params().validation, np.zeros((8, 3)), np.zeros((8, 2)))
+
+
+def test_the_ideal_is_the_mean_of_the_sites():
+    w, inputs = cellcnn.initial(CONFIG), data()
+    p = params().validation
+    found = encrypted_validation.ideal(p, {i: (w, *inputs[i][3]) for i in PARTIES})
+    X, Y = (np.concatenate([inputs[i][3][k] for i in PARTIES]) for k in (0, 1))
+    assert found[HUB] == pytest.approx(((cellcnn.sigmoid(CONFIG, X @ w.M) - Y) ** 2).mean())
+
+
+@pytest.mark.slow
+def test_losses_are_the_twins_and_nothing_else_is_opened():
+    p, inputs = params(), data()
+    case = Case(p, inputs)
+    run = run_protocol(encrypted_training, case, timeout=300)
+    check_no_errors(run)
+    for steps in (1, 2):
+        config = dataclasses.replace(CONFIG, steps=steps)
+        twin = cellcnn.train(config, [(inputs[i][0][:steps], inputs[i][1][:steps]) for i in PARTIES])
+        wanted = encrypted_validation.ideal(p.validation, {i: (twin, *inputs[i][3]) for i in PARTIES})[HUB]
+        for party in (HUB, *PARTIES):
+            assert values(run)[party].losses[steps] == pytest.approx(wanted, abs=6 * p.validation.error)
+    assert 6 * p.validation.error < 1e-3
+    opened = {e.name for r in run.receipts.values() for e, _ in r.entries if e.kind == "opened"}
+    assert opened == {"the squared error on all sites' held-out inputs"}
+    found = {party: len([e for e, _ in r.entries if e.kind == "sent"]) for party, r in run.receipts.items()}
+    assert found["site-0"] >= encrypted_training.cost(p)[PARTIES[0]][0]
+
+
+@pytest.mark.slow
+def test_cost_view_death_and_refusal():
+    trained = run_protocol(encrypted_training, Case(params(validate_every=0, held_out=0), data()), timeout=300)
+    check_no_errors(trained)
+    p, kept = params().validation, values(trained)
+
+    def case(seed=0):
+        return Case(p, {i: (kept[i].model[0], kept[i].keys, *data(seed)[i][3]) for i in PARTIES})
+
+    check_cost(encrypted_validation, case())
+    check_view(encrypted_validation, case(1), case(2))
+    fault = Fault("kill", "site-1", "hub", "encrypted_validation.Squares")
+    broken = run_protocol(encrypted_validation, case(), faults=[fault], timeout=8)
+    assert set(broken.errors) == {HUB, "site-0"}
+    assert all(isinstance(e, ProtocolAbort) for e in broken.errors.values())
+
+    async def refusing(ch, params, *inputs, entropy):
+        return await encrypted_validation.holder(ch, params, *inputs, entropy=entropy, consent=False)
+
+    refused = run_protocol(encrypted_validation, case(), roles={PARTIES[0]: refusing}, timeout=8)
+    assert isinstance(refused.errors[PARTIES[0]], RefusedError)

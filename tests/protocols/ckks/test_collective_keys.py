@@ -1,0 +1,137 @@
+"""Public, relinearisation and rotation keys: the five questions, and that no n - 1 of them decrypt."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("seal")
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from collective import HUB, SMALL, encrypt, faults_on, names, own, secrets, size, whole
+
+from cloister.crypto.ckks import scheme as ckks
+from cloister.crypto.entropy import Entropy
+from cloister.errors import ParameterError
+from cloister.protocols.ckks import collective_key, collective_relin, collective_rotation
+from cloister.study import Party
+from cloister.testing import (
+    Case,
+    check_cost,
+    check_ideal,
+    check_no_errors,
+    check_vectors,
+    check_view,
+    run_protocol,
+    values,
+)
+
+VECTORS = Path(__file__).parents[2] / "vectors"
+MODULES = [collective_key, collective_relin, collective_rotation]
+
+
+def case(module, n=3, seed="a"):
+    extra = {"steps": (1, 16)} if module is collective_rotation else {}
+    return Case(module.Params(names(n), HUB, SMALL, **extra), own(secrets(SMALL, n, seed)))
+
+
+def agree(found, s):
+    """The key fits the sum of the secrets: what is left over is small noise."""
+    c = ckks.context(SMALL)
+    r = c.ring
+    if isinstance(found, ckks.PublicKey):
+        assert size(r, r.add_product(found.b.copy(), found.a, s)) < 200  # n Gaussians of σ = 3.2
+        return
+    keys = {0: found} if isinstance(found, ckks.SwitchingKey) else found
+    for steps, key in keys.items():
+        if steps:
+            small = r.rotate_coefficients(s, c.galois(steps))
+            target = r.forward(r.of_small(small, len(c.primes)))
+            s_ntt = r.forward(r.of_small(s, len(c.primes)))
+        else:
+            target, s_ntt = r.multiply(s, s), s
+        for d in range(SMALL.top):
+            left = r.add_product(key.b[d].copy(), key.a[d], s_ntt)
+            r.subtract(left, r.add_multiple(np.zeros_like(left), target, c.primes[-1], d))
+            assert size(r, left) < 2**20  # products of errors and secrets; the special prime has 55 bits
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda m: m.NAME)
+def test_ideal(module):
+    check_ideal(module, [case(module), case(module, 2)], agree=agree, timeout=60)
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda m: m.NAME)
+def test_vectors_view_and_cost(module):
+    check_vectors(module, case(module), VECTORS / f"{module.NAME}.json")
+    check_view(module, case(module, seed="a"), case(module, seed="b"))
+    check_cost(module, case(module))
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda m: m.NAME)
+def test_abort(module):
+    assert faults_on(module, lambda: case(module)) >= 2
+
+
+@pytest.fixture(scope="module")
+def made():
+    shares = secrets(SMALL, 3, "made")
+    found = {}
+    for module in MODULES:
+        extra = {"steps": (16,)} if module is collective_rotation else {}
+        run = run_protocol(module, Case(module.Params(names(3), HUB, SMALL, **extra), own(shares)))
+        check_no_errors(run)
+        found[module] = values(run)[HUB]
+    return shares, found
+
+
+def test_seal_computes_with_the_collective_keys(made):
+    shares, found = made
+    c, s = ckks.context(SMALL), whole(SMALL, shares)
+    x = np.random.default_rng(0).normal(size=SMALL.slots)
+    ct = c.encrypt(found[collective_key], x, SMALL.top, SMALL.scale, Entropy())
+    product = c.square(ct, c.load_key(found[collective_relin]))
+    np.testing.assert_allclose(c.decrypt(s, product), x * x, atol=1e-4)
+    turned = c.rotate(ct, 16, c.load_key(found[collective_rotation][16]))
+    np.testing.assert_allclose(c.decrypt(s, turned), np.roll(x, -16), atol=1e-5)
+
+
+def test_n_minus_1_keys_do_not_decrypt(made):
+    shares, found = made
+    c = ckks.context(SMALL)
+    x = np.ones(SMALL.slots)
+    ct = c.encrypt(found[collective_key], x, SMALL.top, SMALL.scale, Entropy())
+    np.testing.assert_allclose(c.decrypt(whole(SMALL, shares), ct), x, atol=1e-5)
+    for left_out in shares:
+        colluding = whole(SMALL, {p: s for p, s in shares.items() if p != left_out})
+        seen = c.decrypt(colluding, ct)
+        assert np.abs(seen).min() > 1e3  # uniform modulo Q: not one slot is near its value
+        assert abs(np.corrcoef(seen, np.arange(len(seen)))[0, 1]) < 0.1
+
+
+def test_equal_keys_are_held_once_and_let_go():
+    shares = secrets(SMALL, 2)
+    made = values(run_protocol(collective_relin, Case(collective_relin.Params(names(2), HUB, SMALL), own(shares))))
+    c = ckks.context(SMALL)
+    first, second = c.load_key(made[HUB]), c.load_key(made["site-0"])
+    assert first is second
+    count = len(ckks._LOADED)
+    del first, second
+    assert len(ckks._LOADED) == count - 1
+
+
+def test_bad_committees_are_refused():
+    for holders in ((), names(1), (Party("a"), Party("a")), (Party("a"), HUB)):
+        with pytest.raises(ParameterError):
+            collective_key.Params(holders, HUB, SMALL)
+
+
+def test_encrypting_twice_differs():
+    shares = secrets(SMALL, 2)
+    c = ckks.context(SMALL)
+    first = c.raw(encrypt(SMALL, shares, [1.0]))[0]
+    key = ckks.own_key(SMALL, Entropy())[1]
+    again = [c.raw(c.encrypt(key, np.ones(SMALL.slots), 2, SMALL.scale, Entropy()))[0] for _ in range(2)]
+    assert (again[0] != again[1]).mean() > 0.99
+    assert first.shape == (2, SMALL.top, SMALL.degree)

@@ -1,0 +1,287 @@
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+pytest.importorskip("numba")
+from encoders import micro, shape_with, tiny
+
+from cloister.attacks.block_regression import fit_block
+from cloister.crypto.owner_ckks import scheme as block
+from cloister.errors import DataError, ParameterError, ProtocolAbort
+from cloister.models import polynomial
+from cloister.protocols.inference import encrypted_inference as inference
+from cloister.protocols.inference import encrypted_loss, model_card
+from cloister.protocols.inference import permuted_inference as permuted
+from cloister.protocols.inference.block_circuit import plan, used
+from cloister.run.rehearsal import Fault
+from cloister.study import Party
+from cloister.testing import (
+    Case,
+    check_cost,
+    check_ideal,
+    check_no_errors,
+    check_vectors,
+    check_view,
+    run_protocol,
+    values,
+)
+
+HUB, ANN, BEN = Party("hub"), Party("ann"), Party("ben")
+VECTORS = Path(__file__).parents[2] / "vectors" / "encrypted_inference.json"
+
+
+def case(encoder, owners=(ANN,), n=5, seed=1, budget=1 << 16, module=inference):
+    rng = np.random.default_rng(seed)
+    s = encoder.shape
+    data = {u: (rng.uniform(-1, 1, (n, s.tokens - 1, s.inputs)),) for u in owners}
+    return Case(module.Params(owners, HUB, s, block.SMALL, budget), {HUB: (encoder,), **data})
+
+
+def wanted(c):
+    return inference.ideal(c.params, {p: x[0] for p, x in c.inputs.items()})
+
+
+def close(found, exact):
+    """Noise of the smallest ring, and flooding; taps have unit variance."""
+    assert np.sqrt(((found - exact) ** 2).mean()) < 1e-2
+    assert np.abs(found - exact).max() < 5e-2
+
+
+def agree(found, exact):
+    if exact is not None:
+        close(found, exact)
+
+
+@pytest.mark.parametrize("norm", ["pre", "post"])
+def test_taps_are_those_of_the_plain_student(norm):
+    encoder, _ = tiny(norm)
+    check_ideal(inference, [case(encoder)], agree=agree, timeout=300.0)
+
+
+@pytest.mark.slow
+def test_predictions_of_a_whole_encoder_are_those_of_its_plain_student():
+    """Three blocks, 2048 samples: a linear head on the taps gives the same class on 99 % of them."""
+    encoder, _ = tiny(depth=3, taps=(1, 3), rank=4)
+    c = case(encoder, n=2048)
+    run = run_protocol(inference, c, timeout=600.0)
+    check_no_errors(run)
+    found, exact = values(run)[ANN], wanted(c)[ANN]
+    head = np.random.default_rng(0).normal(size=(8, 4))
+    same = (found.reshape(2048, -1) @ head).argmax(1) == (exact.reshape(2048, -1) @ head).argmax(1)
+    assert same.mean() >= 0.99
+
+
+def test_vectors():
+    check_vectors(inference, case(micro(), n=2), VECTORS, timeout=60.0)
+
+
+def test_view_and_cost():
+    encoder = micro()
+    check_view(inference, case(encoder, n=2, seed=1), case(encoder, n=9, seed=2))  # not even how many samples
+    check_cost(inference, case(encoder, owners=(ANN, BEN)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "sender", "name"),
+    [
+        ("truncate", HUB, "encrypted_inference.Blinded"),
+        ("swap", ANN, "encrypted_inference.Fresh"),
+        ("drop", ANN, "encrypted_inference.Inputs"),
+        ("kill", ANN, "encrypted_inference.Key"),
+        ("drop", HUB, "encrypted_inference.Features"),
+    ],
+)
+def test_abort(kind, sender, name):
+    c = case(micro(), n=2)
+    fault = Fault(kind, sender, ANN if sender == HUB else HUB, name)
+    run = run_protocol(inference, c, faults=[fault], timeout=4.0)
+    assert ANN in run.errors or HUB in run.errors
+    for e in run.errors.values():
+        assert isinstance(e, ProtocolAbort), e
+        assert e.line
+
+
+# ---- what must not happen --------------------------------------------------------------------------------------------
+
+
+def test_values_that_leave_their_interval_are_noticed_by_the_owner():
+    encoder = micro()
+    wild = [w * 60 for w in (encoder.blocks[0].up, encoder.blocks[0].qkv)]
+    changed = (polynomial.dataclasses.replace(encoder.blocks[0], up=wild[0], qkv=wild[1]),)
+    c = case(polynomial.dataclasses.replace(encoder, blocks=changed), n=2)
+    run = run_protocol(inference, c, timeout=120.0)
+    e = run.errors[ANN]
+    assert (e.protocol, e.line, e.code) == ("encrypted_inference", "L5", "range")
+    assert ANN not in run.outcomes
+
+
+def test_budget():
+    c = case(micro(), n=2, budget=2048)
+    ledger = inference.Ledger()
+
+    async def again(ch, params, encoder, *, entropy):
+        return await inference.provider(ch, params, encoder, ledger, entropy=entropy)
+
+    check_no_errors(run_protocol(inference, c, roles={HUB: again}))
+    run = run_protocol(inference, c, roles={HUB: again})
+    assert {e.code for e in run.errors.values()} == {"budget"}
+    assert ledger.used == {ANN: 2048}
+
+
+def test_a_ledger_outlives_the_process(tmp_path):
+    inference.Ledger(tmp_path / "l.json").admit(ANN, 5, 10)
+    with pytest.raises(ProtocolAbort):
+        inference.Ledger(tmp_path / "l.json").admit(ANN, 6, 10)
+    (tmp_path / "bad.json").write_text("[")
+    with pytest.raises(DataError, match="no ledger"):
+        inference.Ledger(tmp_path / "bad.json")
+
+
+def test_inputs_that_do_not_fit_are_refused():
+    encoder = micro()
+    s = encoder.shape
+    for bad in (np.zeros((2, s.tokens, s.inputs)), np.full((2, s.tokens - 1, s.inputs), 1e3)):
+        c = case(encoder)
+        run = run_protocol(inference, Case(c.params, {**c.inputs, ANN: (bad,)}), timeout=5.0)
+        assert isinstance(run.errors[ANN], DataError)
+    with pytest.raises(ParameterError, match="no taps"):
+        case(shape_with(encoder, taps=()))
+
+
+def test_every_opening_is_hidden_by_forty_bits_and_the_plan_depends_on_public_things_alone():
+    for crypto, shape in ((block.SMALL, tiny()[0].shape), (block.STANDARD, big())):
+        made = plan(shape, crypto)
+        assert min(h.hiding for r in made.rounds for h in r) >= crypto.hiding >= 40
+        assert {t.block for _, t in made.taps} == set(shape.taps)
+        assert used(shape, crypto)["largest_message_bits"] + crypto.hiding < crypto.count * crypto.bits
+
+
+def test_a_mask_goes_round_in_one_batch_of_65536_at_most():
+    for crypto, shape in ((block.SMALL, tiny()[0].shape), (block.STANDARD, big()), (block.STANDARD, big(197, 12))):
+        lost = sum(h.count * crypto.degree * 2.0**-h.hiding for h in plan(shape, crypto).openings)
+        assert lost <= 2**-16
+
+
+def big(tokens=65, depth=1):
+    """65 tokens x 192 features."""
+    parts = {"variances": (2.0,) * (2 * depth), "means": (1.0,) * depth}
+    return polynomial.Shape(tokens, 48, 192, 3, 768, depth, taps=(1,), rank=32, **parts)
+
+
+# ---- the attack ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def two_blocks():
+    return tiny(depth=2, taps=(2,), exp_degree=2, steps=2, root_steps=3)
+
+
+def test_regression_recovers_a_block_from_linked_activations(two_blocks):
+    """Published mode shows b_1 and b_2 of every sample; `test_permuted` below checks that it shows just these."""
+    encoder, _ = two_blocks
+    x = np.random.default_rng(5).uniform(-1, 1, (2000, 2, 2))
+    b = [v.reshape(2000, -1) for v in polynomial.hidden(encoder, x)]
+    assert fit_block(b[1], b[2]) > 0.98
+    noise = 1e-3 * np.random.default_rng(6).normal(size=b[1].shape)  # of encryption
+    assert fit_block(b[1] + noise, b[2]) > 0.95
+
+
+def test_the_same_regression_gets_nothing_from_blinded_refreshes(two_blocks, monkeypatch):
+    encoder, _ = two_blocks
+    seen, refresh = [], block.OwnerKey.refresh
+
+    def spy(self, cts, how, seed, entropy):
+        if how.label == "down":  # the output of a block
+            scale = self.params.scale * 2.0**how.shift / how.factor
+            seen.append(np.stack([block.decode(self.open(ct)[0], scale, self.params.slots) for ct in cts], axis=1))
+        return refresh(self, cts, how, seed, entropy)
+
+    monkeypatch.setattr(block.OwnerKey, "refresh", spy)
+    c = case(encoder, n=2048)
+    run = run_protocol(inference, c, timeout=300.0)
+    check_no_errors(run)
+    first, second = seen[0][:, :8], seen[1]  # of the last block, only the class token is computed
+    b = [v.reshape(2048, -1) for v in polynomial.hidden(encoder, c.inputs[ANN][0])]
+    assert fit_block(first, first + second) <= 0.1  # what it sees after the block, from what it saw before
+    true = b[2] - b[1]
+    assert fit_block(seen[0], seen[0] + true) <= 0.1  # even if somebody told it the increments
+    # and the taps, which it does get, are the same in every run: one block, r numbers
+    again = run_protocol(inference, case(encoder, n=2048), timeout=300.0)
+    np.testing.assert_allclose(values(run)[ANN], values(again)[ANN], atol=5e-2)
+    assert values(run)[ANN].shape == (2048, 1, 2)
+
+
+def test_c1_tells_the_weights_unless_it_is_randomised_again():
+    from cloister.crypto.entropy import Entropy
+
+    p, e = block.SMALL, Entropy()
+    key = block.OwnerKey(p, e)
+    ev = block.Evaluator(p, key.b, key.seed)
+    seed = e.bytes(32)
+    x = block.expand(p, key.encrypt(np.ones((3, 4)), seed, e), seed)
+    w = np.array([[5, -7, 300]])
+    y = ev.linear(w, x)
+    q = ev.ring.q[:, None].astype(object)
+    guess = sum(int(v) * x[i, 1].astype(object) for i, v in enumerate(w[0])) % q
+    assert (guess == y[0, 1].astype(object)).all()  # the owner knows every a_i: a right guess fits exactly
+    how = block.opening(p, "t", 1, 2, p.scale * 512, 1.0, p.scale)
+    sent = ev.blind(y[:, :, : how.primes].copy(), how, e.bytes(32), e)
+    guess = (guess[: how.primes] << how.lift) % q[: how.primes]
+    off = (sent[0, 1].astype(object) - guess) % q[: how.primes]
+    share = np.array(
+        [(min(int(v), int(m) - int(v)) < int(m) // 8) for v, m in zip(off[0], q[0].repeat(p.degree), strict=True)]
+    )
+    assert 0.2 < share.mean() < 0.3  # uniform: a quarter lies within an eighth of zero
+
+
+# ---- published -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_permuted_shows_all_activations_in_the_right_order(two_blocks):
+    encoder, _ = two_blocks
+    c = case(encoder, n=3, module=permuted)
+    run = run_protocol(permuted, c, timeout=300.0)
+    check_no_errors(run)
+    exact = permuted.ideal(c.params, {p: x[0] for p, x in c.inputs.items()})[ANN]
+    assert np.abs(values(run)[ANN] - exact).max() < 2e-2 * np.abs(exact).max()
+
+
+def test_permuted_refuses_one_sample():
+    run = run_protocol(permuted, case(micro(), n=1, module=permuted), timeout=5.0)
+    assert isinstance(run.errors[ANN], DataError)
+
+
+def test_relative_orders_link_the_blocks():
+    rng = np.random.default_rng(0)
+    rows = rng.normal(size=(3, 6, 2))  # blocks, samples, numbers
+    orders = [rng.permutation(6) for _ in range(3)]
+    relative = [np.argsort(a)[b] for a, b in pairwise(orders)]
+    seen = [r[o] for r, o in zip(rows, orders, strict=True)]
+    np.testing.assert_array_equal(permuted.linked(seen, relative, orders[-1]), rows.transpose(1, 0, 2))
+
+
+def test_card():
+    told = model_card.told_by(
+        polynomial.dataclasses.replace(micro(), card={"kind": "cells", "genes": ["A"]}), block.SMALL
+    )
+    params = model_card.Params((ANN, BEN), HUB)
+    run = run_protocol(model_card, Case(params, {HUB: (told,)}))
+    check_no_errors(run)
+    assert {v.digest for v in values(run).values()} == {told.digest}
+    with pytest.raises(ProtocolAbort):
+        model_card.read(b'{"shape": {}}')
+
+
+def test_encrypted_loss():
+    rng = np.random.default_rng(0)
+    p = rng.dirichlet([1, 1, 1], 4)
+    params = encrypted_loss.Params((ANN,), HUB, block.SMALL, 3)
+    c = Case(params, {ANN: (p, np.array([0, 2, 1, 0]))})
+    check_ideal(encrypted_loss, [c], agree=lambda found, exact: exact is None or abs(found - exact) < 1e-2)
+    bad = run_protocol(encrypted_loss, Case(params, {ANN: (p, np.array([0, 2, 1, 3]))}), timeout=5.0)
+    assert isinstance(bad.errors[ANN], DataError)

@@ -1,0 +1,213 @@
+"""An owner that does not follow the protocol, or asks again and again: what it gets, and what stops it."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+pytest.importorskip("numba")
+from encoders import micro, shape_with, tiny
+
+from cloister.attacks.block_regression import fit_block
+from cloister.crypto.entropy import Entropy
+from cloister.crypto.owner_ckks import scheme as block
+from cloister.models import polynomial
+from cloister.protocols.inference import encrypted_inference as inference
+from cloister.study import Party
+from cloister.testing import Case, check_no_errors, run_protocol, values
+
+HUB, ANN = Party("hub"), Party("ann")
+P, E = block.SMALL, Entropy()
+
+
+def case(encoder, n=2, budget=1 << 16, params=None):
+    s = encoder.shape
+    x = np.random.default_rng(1).uniform(-1, 1, (n, s.tokens - 1, s.inputs))
+    return Case(params or inference.Params((ANN,), HUB, s, P, budget), {HUB: (encoder,), ANN: (x,)})
+
+
+def counted_by(ledger):
+    async def role(ch, params, encoder, *, entropy):
+        return await inference.provider(ch, params, encoder, ledger, entropy=entropy)
+
+    return role
+
+
+def listen(monkeypatch, change=None):
+    """Hear all that the owner opens, (opening, coefficients); `change` may answer instead of the honest owner."""
+    heard, honest = [], block.OwnerKey.refresh
+
+    def refresh(self, cts, how, seed, entropy):
+        heard.extend((how, self.open(ct)[0]) for ct in cts)
+        answer = None if change is None else change(self, len(heard), cts, how, seed, entropy)
+        return honest(self, cts, how, seed, entropy) if answer is None else answer
+
+    monkeypatch.setattr(block.OwnerKey, "refresh", refresh)
+    return heard
+
+
+def encryptions(key, m, count, how, seed, entropy):
+    """Fresh encryptions of one polynomial, as an answer."""
+    r, mask, secret = block.ring_of(P), block.Prg(seed), entropy.prg()
+    one = r.wide.of_small(m, how.back).astype(np.uint32)
+    return np.stack([key.hide(one.copy(), mask, secret) for _ in range(count)])
+
+
+def distance_from_uniform(heard):
+    """Kolmogorov-Smirnov of coefficients over the modulus; chance exceeds 1 once in a million."""
+    u = np.sort(np.concatenate([c / block.modulus(P, how.primes) % 1.0 for how, c in heard]))
+    n = len(u)
+    return float(np.abs(u - (np.arange(n) + 0.5) / n).max() * np.sqrt(n) / 2.69)
+
+
+# ---- chosen answers --------------------------------------------------------------------------------------------------
+
+
+def test_a_chosen_answer_is_not_what_the_provider_goes_on_with():
+    """The mask is taken off whatever comes back: instead of v there is v - M·f, as wide as the mask."""
+    key = block.OwnerKey(P, E)
+    ev = block.Evaluator(P, key.b, key.seed)
+    how = block.opening(P, "t", 1, 2, P.scale, 1.0, P.scale)
+    m = block.encode(np.full(P.slots, 0.5), P.degree, P.scale)
+    seed = E.bytes(32)
+    c0 = encryptions(key, m, 1, how, seed, E)
+    assert np.abs(key.read(block.expand(P, c0, seed), P.scale, P.slots) - 0.5).max() < 1e-2  # what it encrypted
+    got = [key.read(ev.unblind(c0, seed, how, E.bytes(32)), P.scale, P.slots) for _ in range(2)]
+    assert np.median(np.abs(got[0] - got[1])) > 100  # another mask, another number, far outside of the bound, 1
+
+
+@pytest.mark.parametrize("steered", [False, True])
+def test_all_that_is_opened_is_uniform_whatever_was_answered(monkeypatch, steered):
+    """An owner that shifts every value it refreshes by half of its bound hears uniform numbers, as an honest one."""
+
+    def shift(key, number, cts, how, seed, entropy):
+        if not steered or how.label not in ("embed", "normed"):
+            return None
+        c0 = honest(key, cts, how, seed, entropy)
+        r = block.ring_of(P)
+        m = block.encode(np.full(P.slots, 0.5), P.degree, P.scale)
+        for c in c0:
+            r.add(c, r.forward(r.wide.of_small(m, how.back).astype(np.uint32)))
+        return c0
+
+    honest = block.OwnerKey.refresh
+    heard = listen(monkeypatch, shift)
+    run = run_protocol(inference, case(micro()), timeout=60.0)
+    if not steered:
+        check_no_errors(run)
+    assert len(heard) > 40
+    assert distance_from_uniform(heard) < 1.0
+
+
+@pytest.mark.parametrize("bits", [48, 56])
+def test_inputs_far_beyond_their_interval_show_nothing_of_the_weights(monkeypatch, bits):
+    """An owner that encrypts 2^48 times what it should hears uniform numbers: no leading bits of weights times that."""
+
+    def encrypt(self, x, seed, entropy):
+        r, mask, secret = block.ring_of(P), block.Prg(seed), entropy.prg()
+        q = r.wide.q[:, None]
+        far = np.array([[pow(2, bits, int(p))] for p in r.primes], np.uint64)
+        rows = [r.wide.of_small(block.encode(row, P.degree, P.scale), P.count) * far % q for row in x]
+        return np.stack([self.hide(m.astype(np.uint32), mask, secret) for m in rows])
+
+    monkeypatch.setattr(block.OwnerKey, "encrypt", encrypt)
+    heard = listen(monkeypatch)
+    run = run_protocol(inference, case(micro(), n=P.slots), timeout=60.0)
+    assert {e.code for e in run.errors.values()} == {"range"}  # all that it has in the end
+    assert distance_from_uniform([h for h in heard if h[0].label == "embed"]) < 1.0
+    assert distance_from_uniform(heard) < 1.0
+
+
+def test_the_test_of_uniformity_sees_masks_that_are_too_narrow(monkeypatch):
+    draw = block.random_below
+    monkeypatch.setattr(block, "random_below", lambda prg, bound, count: draw(prg, bound // 2, count))
+    heard = listen(monkeypatch)
+    run_protocol(inference, case(micro()), timeout=60.0)
+    assert distance_from_uniform(heard) > 6
+
+
+def test_a_steering_owner_gets_no_more_answers_than_its_budget(monkeypatch):
+    """Chosen answers, aborted runs, more batches than announced: each is paid before it is answered."""
+    ledger, encoder = inference.Ledger(), micro()
+    c = case(encoder, budget=2 * P.slots)
+
+    def stop(key, number, cts, how, seed, entropy):
+        if number > 4:
+            raise RuntimeError("the owner goes away")
+        return encryptions(key, block.encode(np.ones(P.slots), P.degree, P.scale), len(cts), how, seed, entropy)
+
+    with monkeypatch.context() as m:
+        listen(m, stop)
+        run = run_protocol(inference, c, roles={HUB: counted_by(ledger)}, timeout=10.0)
+        assert ANN in run.errors
+    assert ledger.used == {ANN: P.slots}  # a run that it broke off after four chosen answers
+    check_no_errors(run_protocol(inference, c, roles={HUB: counted_by(ledger)}, timeout=60.0))
+    run = run_protocol(inference, c, roles={HUB: counted_by(ledger)}, timeout=10.0)
+    assert {e.code for e in run.errors.values()} == {"budget"}
+    assert not run.outcomes
+    assert ledger.used == {ANN: 2 * P.slots}
+
+
+def test_more_samples_than_were_announced_are_not_answered():
+    encoder = micro()
+
+    async def greedy(ch, params, inputs, *, entropy):
+        """Announce one batch, bring two."""
+        announced = inference.batches
+        try:
+            inference.batches = lambda params, n: 1
+            return await inference.owner(ch, params, inputs, entropy=entropy)
+        finally:
+            inference.batches = announced
+
+    ledger = inference.Ledger()
+    c = case(encoder, n=P.slots + 1)
+    run = run_protocol(inference, c, roles={HUB: counted_by(ledger), ANN: greedy}, timeout=8.0)
+    assert ANN not in run.outcomes
+    assert ledger.used == {ANN: P.slots}
+
+
+# ---- asking again ----------------------------------------------------------------------------------------------------
+
+
+def test_asking_again_adds_no_block_to_what_an_owner_has(monkeypatch):
+    """Three runs on the same samples: the same taps of the same block; openings do not average to activations."""
+    encoder = tiny(depth=2, taps=(2,), tokens=2, inputs=1, width=4, heads=1, hidden=2, rank=1, exp_degree=2, steps=1,
+                   root_steps=1)[0]  # fmt: skip
+    c = case(encoder, n=P.slots)
+    taps, sums = [], []
+    for _ in range(3):
+        with monkeypatch.context() as m:
+            heard = listen(m)
+            run = run_protocol(inference, c, timeout=120.0)
+        check_no_errors(run)
+        taps.append(values(run)[ANN])
+        outputs = [x * how.factor * 2.0**-how.shift for how, x in heard if how.label == "down"]
+        sums.append(np.stack([block.decode(x, P.scale, P.slots) for x in outputs], axis=1))
+    for again in taps[1:]:
+        np.testing.assert_allclose(again, taps[0], atol=2e-2)
+    b = [v.reshape(P.slots, -1) for v in polynomial.hidden(encoder, c.inputs[ANN][0])]
+    mean = np.mean(sums, axis=0)[:, : b[1].shape[1]]
+    spread = np.std(sums, axis=0).mean()
+    assert spread > 1e6 * np.std(b[1])  # another mask each time
+    assert fit_block(mean, mean + b[1]) <= 0.1
+    assert fit_block(mean, mean + b[2] - b[1]) <= 0.1
+
+
+def test_an_owner_cannot_ask_for_other_taps():
+    encoder = tiny(depth=3, taps=(1, 3), tokens=2, inputs=1, width=4, heads=1, hidden=2, rank=1, exp_degree=2, steps=1,
+                   root_steps=1)[0]  # fmt: skip
+    other = shape_with(encoder, taps=(2,)).shape
+    c = case(encoder)
+    asked = inference.Params((ANN,), HUB, other, P)
+
+    async def curious(ch, params, inputs, *, entropy):
+        return await inference.owner(ch, asked, inputs, entropy=entropy)
+
+    run = run_protocol(inference, c, roles={ANN: curious}, timeout=10.0)
+    assert ANN not in run.outcomes
+    assert ANN in run.errors
+    run = run_protocol(inference, Case(asked, c.inputs), timeout=10.0)  # both told of other taps than the model has
+    assert not run.outcomes

@@ -1,0 +1,365 @@
+"""Both modes of label propagation: exactness, dropout at every stage, refusals. Attacks are in tests/attacks."""
+
+import numpy as np
+import pytest
+
+from cloister.errors import DataError, ParameterError, ProtocolAbort
+from cloister.models import graph
+from cloister.protocols.propagation import label_propagation, private_propagation
+from cloister.protocols.propagation.propagation_terms import Params
+from cloister.protocols.sums import common_seed
+from cloister.run.rehearsal import Fault
+from cloister.study import Party
+from cloister.testing import Case, check_no_errors, check_view, run_protocol, values
+
+HUB = Party("hub")
+MODES = [label_propagation, private_propagation]
+
+
+def case(sizes=(14, 12, 10, 9), classes=3, labelled=0.4, seed=0, d=5, **options):
+    """Sites with points around common centres; a random part is labelled. The last site has no labels at all."""
+    rng = np.random.default_rng(seed)
+    centres = 2.5 * rng.normal(size=(classes, d))
+    names = tuple(Party(f"site-{i}") for i in range(len(sizes)))
+    inputs = {}
+    for i, (u, n) in enumerate(zip(names, sizes, strict=True)):
+        y = rng.integers(0, classes, n)
+        share = 0 if i == len(sizes) - 1 else labelled
+        inputs[u] = (
+            centres[y] + rng.normal(size=(n, d)),
+            [f"type {c}" if rng.random() < share else None for c in y],
+        )
+    for u, c in zip(names[:1] * classes, range(classes), strict=True):  # every class has a label somewhere
+        inputs[u][1][c] = f"type {c}"
+    return Case(Params(names, HUB, **{"bits": 256, "n_neighbors": 4, **options}), inputs)
+
+
+@pytest.fixture
+def seeds(monkeypatch):
+    """Secret seeds of the hyperplanes, in the order in which they were used."""
+    seen = []
+    made = graph.hyperplanes
+    monkeypatch.setattr(graph, "hyperplanes", lambda seed, *a: (seen.append(seed), made(seed, *a))[1])
+    return seen
+
+
+def wanted(module, c, seed, *, without=(), unlabelled=()):
+    inputs = {
+        u: (v, [None] * len(v) if u in unlabelled else labels)
+        for u, (v, labels) in c.inputs.items()
+        if u not in without
+    }
+    return module.ideal(c.params, inputs, seed)
+
+
+def check_labels(found, ideal, *, exact=True):
+    assert found.classes == ideal.classes
+    np.testing.assert_array_equal(found.label, ideal.label)
+    if exact:
+        np.testing.assert_array_equal(found.scores, ideal.scores)
+        np.testing.assert_array_equal(found.confidence, ideal.confidence)
+    else:
+        np.testing.assert_allclose(found.confidence, ideal.confidence, atol=1e-5)
+
+
+# ---- exactness -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("module", MODES)
+@pytest.mark.parametrize("sizes", [(14, 12), (14, 12, 10), (14, 5, 1, 9)])
+def test_equals_the_clear_computation_to_the_last_bit(module, sizes, seeds):
+    c = case(sizes)
+    run = run_protocol(module, c)
+    check_no_errors(run)
+    ideal = wanted(module, c, seeds[0])
+    for u in c.params.sites:
+        check_labels(values(run)[u], ideal[u])
+
+
+@pytest.mark.parametrize("module", MODES)
+@pytest.mark.parametrize("engine", ["ot", "he"])
+def test_the_other_engines_too(module, engine, seeds):
+    c = case((6, 5, 4), engine=engine)
+    run = run_protocol(module, c)
+    check_no_errors(run)
+    ideal = wanted(module, c, seeds[0])
+    for u in c.params.sites:
+        check_labels(values(run)[u], ideal[u])
+
+
+def test_the_server_never_learns_the_seed_and_what_it_learns():
+    c = case()
+    for module in MODES:
+        run = run_protocol(module, c)
+        check_no_errors(run)
+        (served,) = values(run)[HUB]
+        assert (served.distances is None) == (module is private_propagation)
+        assert (served.keys is None) == (module is label_propagation)
+
+
+@pytest.mark.parametrize("module", MODES)
+def test_balanced(module, seeds):
+    c = case((14, 12, 10), balance=True)
+    run = run_protocol(module, c)
+    check_no_errors(run)
+    ideal = wanted(module, c, seeds[0])
+    for u in c.params.sites:
+        check_labels(values(run)[u], ideal[u])
+    found = values(run)[Party("site-0")]
+    assert (found.confidence != graph.decide(found.scores)[1]).any()
+    opened = {e.name for e, _ in run.receipts[HUB].entries if e.kind == "opened"}
+    assert "sum of 3 vectors of 3" in opened
+
+
+@pytest.mark.parametrize("module", MODES)
+def test_many_sites_in_groups(module, seeds, monkeypatch):
+    monkeypatch.setattr(common_seed, "hkdf", lambda *a, **k: bytes(range(32)))
+    c = case((6, 5, 7, 6, 5), groups=2, n_neighbors=3)
+    for u, (_, labels) in c.inputs.items():
+        labels[:2] = ["type 0", "type 1"] if u != "site-4" else [None, None]
+    run = run_protocol(module, c)
+    check_no_errors(run)
+    ideal = module.ideal(c.params, c.inputs, seeds[0])
+    for u in c.params.sites:
+        check_labels(values(run)[u], ideal[u])
+    assert values(run)[Party("site-0")].sites == ("site-0", "site-2", "site-4")
+    assert [s.sites for s in values(run)[HUB]] == [("site-0", "site-2", "site-4"), ("site-1", "site-3")]
+
+
+def test_agreed_classes_are_not_exchanged(seeds):
+    c = case(classes=3)
+    c = Case(Params(c.params.sites, HUB, 256, 4, classes=("type 2", "type 1", "type 0", "other")), c.inputs)
+    run = run_protocol(label_propagation, c)
+    check_no_errors(run)
+    assert values(run)[Party("site-0")].classes == ("type 2", "type 1", "type 0", "other")
+
+
+def test_view_of_the_published_protocol():
+    first, second = case(seed=1), case(seed=1)
+    for u, (v, labels) in second.inputs.items():
+        second.inputs[u] = (v[::-1] * -2, ["type 0" if n == "type 1" else n and "type 1" for n in labels])
+    for c in (first, second):
+        for _, labels in c.inputs.values():
+            labels[:] = [n and n.replace("2", "0") for n in labels]
+    check_view(label_propagation, first, second)
+
+
+# ---- dropout at each of the five stages ------------------------------------------------------------------------------
+
+EARLY = ["common_seed.Key", "common_seed.Confirm", "point_roster.Points"]
+DURING = ["replicated.Key", "replicated.Input", "replicated.Reshare"]
+
+
+def leaving():
+    """Who leaves at which message; site-0 is one of the three that compute, site-3 only gives its codes."""
+    fast = {(label_propagation, "point_roster.Points", "site-3"), (private_propagation, "replicated.Reshare", "site-0")}
+    for module in MODES:
+        for name in (*EARLY, *DURING):
+            for gone in ("site-0", "site-3"):
+                if (name, gone) != ("replicated.Reshare", "site-3"):
+                    marks = () if (module, name, gone) in fast else pytest.mark.slow
+                    yield pytest.param(module, name, gone, marks=marks)
+
+
+@pytest.mark.parametrize(("module", "name", "gone"), list(leaving()))
+def test_before_and_during_the_distances_it_is_as_if_absent(module, name, gone, seeds):
+    c = case()
+    c.inputs[Party("site-1")][1][:3] = ["type 0", "type 1", "type 2"]  # all classes, whoever leaves
+    run = run_protocol(module, c, faults=[Fault("kill", gone, None, name)], timeout=2.0)
+    check_no_errors(run)
+    ideal = wanted(module, c, seeds[-1], without=[gone])
+    for u, found in values(run).items():
+        if u not in (HUB, gone):
+            assert gone not in found.sites
+            check_labels(found, ideal[u])
+    assert set(values(run)) == {HUB, *c.params.sites} - {gone}
+
+
+@pytest.mark.slow
+def test_two_leave_one_after_the_other_and_the_server_becomes_third(seeds):
+    c = case((14, 12, 10, 9))
+    c.inputs[Party("site-2")][1][:3] = ["type 0", "type 1", "type 2"]
+    faults = [
+        Fault("kill", "site-0", None, "replicated.Reshare"),
+        Fault("kill", "site-1", None, "replicated.Key", nth=5),
+    ]
+    run = run_protocol(private_propagation, c, faults=faults, timeout=2.0)
+    check_no_errors(run)
+    ideal = wanted(private_propagation, c, seeds[-1], without=["site-0", "site-1"])
+    for u in ("site-2", "site-3"):
+        assert values(run)[u].sites == ("site-2", "site-3")
+        check_labels(values(run)[u], ideal[u])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["ot", "he"])
+def test_during_the_distances_of_two_sites(engine, seeds):
+    c = case((6, 5, 4), engine=engine)
+    c.inputs[Party("site-0")][1][:3] = ["type 0", "type 1", "type 2"]
+    name = {"ot": "Corrections", "he": "Masked"}[engine]
+    run = run_protocol(label_propagation, c, faults=[Fault("kill", "site-1", None, name)], timeout=3.0)
+    faults = [e for r in run.receipts.values() for e, _ in r.entries if e.name == "attempts.Go"]
+    check_no_errors(run)
+    assert len(faults) > 0
+    ideal = wanted(label_propagation, c, seeds[-1], without=["site-1"] if "site-1" not in values(run) else [])
+    for u, found in values(run).items():
+        if u != HUB:
+            check_labels(found, ideal[u])
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        (label_propagation, "label_propagation.Labelled"),
+        (private_propagation, "private_propagation.Labelled"),
+        (private_propagation, "private_propagation.EncryptedLabels"),
+    ],
+)
+def test_before_the_sums_it_counts_as_unlabelled(module, name, seeds):
+    c = case()
+    c.inputs[Party("site-0")][1][:3] = ["type 0", "type 1", "type 2"]
+    run = run_protocol(module, c, faults=[Fault("kill", "site-1", HUB, name)], timeout=2.0)
+    check_no_errors(run)
+    ideal = wanted(module, c, seeds[0], unlabelled=["site-1"])
+    for u in ("site-0", "site-2", "site-3"):
+        found = values(run)[u]
+        assert "site-1" in found.sites  # its points are in the graph
+        check_labels(found, ideal[u])
+
+
+@pytest.mark.parametrize("name", [pytest.param("row_sums.Key", marks=pytest.mark.slow), "row_sums.MaskedRows"])
+def test_within_the_sums_they_are_begun_again(name, seeds):
+    c = case()
+    c.inputs[Party("site-0")][1][:3] = ["type 0", "type 1", "type 2"]
+    run = run_protocol(label_propagation, c, faults=[Fault("kill", "site-1", HUB, name)], timeout=2.0)
+    check_no_errors(run)
+    ideal = wanted(label_propagation, c, seeds[0], unlabelled=["site-1"])
+    for u in ("site-0", "site-2", "site-3"):
+        check_labels(values(run)[u], ideal[u], exact=False)  # S was scaled for its labels, too
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), [(label_propagation, "row_sums.Sums"), (private_propagation, "private_propagation.Scores")]
+)
+def test_later_it_only_misses_its_own_labels(module, name, seeds):
+    c = case()
+    run = run_protocol(module, c, faults=[Fault("truncate", HUB, "site-1", name)], timeout=2.0)
+    assert set(run.errors) == {"site-1"}
+    ideal = wanted(module, c, seeds[0])
+    for u in ("site-0", "site-2", "site-3"):
+        check_labels(values(run)[u], ideal[u])
+
+
+@pytest.mark.parametrize("module", MODES)
+def test_one_site_left_is_a_named_abort(module):
+    c = case((9, 8))
+    run = run_protocol(module, c, faults=[Fault("kill", "site-1", None, "replicated.Reshare")], timeout=1.0)
+    assert set(run.errors) == {HUB, "site-0"}
+    assert run.errors[HUB].code == "too-few"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["replicated.Input", "attempts.Go", "attempts.Report", "row_sums.MaskedRows"])
+@pytest.mark.parametrize("kind", ["drop", "truncate", "duplicate"])
+def test_a_broken_link_ends_by_name_or_goes_on_without_the_party(kind, name, seeds):
+    c = case((9, 8, 7))
+    c.inputs[Party("site-0")][1][:3] = ["type 0", "type 1", "type 2"]
+    sender = HUB if name == "attempts.Go" else "site-1"
+    to = "site-1" if name == "attempts.Go" else None
+    run = run_protocol(label_propagation, c, faults=[Fault(kind, sender, to, name)], timeout=1.5)
+    for e in run.errors.values():
+        assert isinstance(e, ProtocolAbort)
+        assert all((e.protocol, e.line, e.code))
+    for u, found in values(run).items():
+        if u != HUB:
+            gone = set(c.params.sites) - set(found.sites)
+            ideals = [wanted(label_propagation, c, seeds[-1], without=gone, unlabelled=x) for x in ((), ["site-1"])]
+            assert any((i[u].label == found.label).all() for i in ideals)
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("module", MODES)
+def test_rows_of_different_width(module):
+    c = case((9, 8))
+    c.inputs[Party("site-1")] = (np.ones((8, 4)), [None] * 8)
+    run = run_protocol(module, c, timeout=3.0)
+    assert {e.code for e in run.errors.values()} == {"width"}
+    assert "5 at 'site-0', 4 at 'site-1'" in str(run.errors["site-0"])
+
+
+@pytest.mark.parametrize(("label", "code"), [(None, "no-labels"), ("only one", "one-class")])
+def test_no_labels_or_one_class(label, code):
+    c = case((9, 8))
+    for v, labels in c.inputs.values():
+        labels[:] = [label] * len(v)
+    run = run_protocol(label_propagation, c, timeout=3.0)
+    assert {run.errors[u].code for u in c.params.sites} == {code}
+
+
+@pytest.mark.parametrize("module", MODES)
+def test_no_labels_among_agreed_classes(module):
+    c = case((9, 8))
+    c = Case(Params(c.params.sites, HUB, 256, 4, classes=("a", "b")), c.inputs)
+    for v, labels in c.inputs.values():
+        labels[:] = [None] * len(v)
+    run = run_protocol(module, c, timeout=3.0)
+    assert run.errors[HUB].code == "no-labels"
+
+
+def test_more_neighbours_than_points():
+    run = run_protocol(label_propagation, case((5, 4), n_neighbors=9), timeout=3.0)
+    assert all(isinstance(e, ParameterError) for e in run.errors.values())
+    assert set(run.errors) == {HUB, "site-0", "site-1"}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda v, y: (v.astype(np.float32), y),
+        lambda v, y: (v[:, 0], y),
+        lambda v, y: (np.where(v > 1, np.nan, v), y),
+        lambda v, y: (v, y[:-1]),
+        lambda v, y: (v[:0], []),
+    ],
+)
+def test_bad_points_are_refused_before_anything_is_sent(change):
+    c = case((9, 8))
+    c.inputs[Party("site-0")] = change(*c.inputs[Party("site-0")])
+    run = run_protocol(label_propagation, c, timeout=1.0)
+    assert isinstance(run.errors["site-0"], DataError)
+    sent = [e.name for e, _ in run.receipts["site-0"].entries if e.kind == "sent"]
+    assert set(sent) == {"channel.Hello", "channel.Abort"}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"bits": 100},
+        {"n_neighbors": 0},
+        {"alpha": 1.0},
+        {"engine": "x"},
+        {"classes": ("a",)},
+        {"classes": ("a", "a")},
+        {"groups": 3},
+    ],
+)
+def test_bad_parameters(options):
+    with pytest.raises(ParameterError):
+        Params((Party("a"), Party("b"), Party("c"), Party("d")), HUB, **options)
+
+
+def test_a_swapped_encryption_key_is_refused(monkeypatch):
+    """A server that hands out a key of its own would read the labels."""
+    from cloister.crypto import bfv_matmul as he
+
+    own = he.Key(private_propagation.SCHEME).public
+    made = private_propagation.Recipient
+    monkeypatch.setattr(
+        private_propagation, "Recipient", lambda pk, signature, cut: made(own, signature, cut), raising=True
+    )
+    run = run_protocol(private_propagation, case((9, 8, 7)), timeout=2.0)
+    assert {run.errors[u].code for u in ("site-0", "site-1", "site-2")} <= {"roster", "signature"}
+    sent = [e.name for r in run.receipts.values() for e, _ in r.entries]
+    assert "private_propagation.EncryptedLabels" not in sent

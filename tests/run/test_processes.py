@@ -1,0 +1,168 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+
+import numpy as np
+import pytest
+from anndata import AnnData
+from scipy import sparse
+
+from cloister import errors
+from cloister.errors import CloisterError, DataError, MissingExtra, PeerLost, ProtocolAbort
+from cloister.run import processes
+from cloister.run.rehearsal import Fault, rehearse
+
+OPTIONS = {"n_bins": 8, "min_values": 50}
+LONG = 60.0  # seconds; processes take a while to come up on a busy machine
+
+
+def sites():
+    rng, made = np.random.default_rng(0), {}
+    for n, name in ((40, "basel"), (50, "lugano"), (60, "vienna")):
+        adata = AnnData(sparse.csr_matrix(rng.poisson(1.5, (n, 12)).astype(np.float32)))
+        adata.var_names = [f"g{i}" for i in range(12)]
+        adata.obs_names = [f"c{i}" for i in range(n)]
+        made[name] = adata
+    return made
+
+
+@pytest.fixture
+def children(tmp_path, monkeypatch):
+    """The party processes that are alive, found by the folder of this test that they were started in."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def alive():
+        found = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+        return [row for row in found.splitlines() if "-m cloister.run.processes" in row and str(tmp_path) in row]
+
+    return alive
+
+
+@pytest.fixture(scope="module")
+def both():
+    data = sites()
+    threads = rehearse("bin-values", data, **OPTIONS)
+    apart = rehearse("bin-values", data, processes=True, timeout=LONG, **OPTIONS)
+    return data, threads, apart
+
+
+def test_processes_give_the_same_results_as_threads(both):
+    data, threads, apart = both
+    assert apart.errors == {}
+    assert apart.results == threads.results
+    for site in data:
+        one, two = threads.data[site], apart.data[site]
+        assert (one.layers["binned"] != two.layers["binned"]).nnz == 0
+        np.testing.assert_array_equal(one.uns["cloister"]["bin_edges"], two.uns["cloister"]["bin_edges"])
+        assert two.layers["binned"].dtype == one.layers["binned"].dtype
+        assert "binned" not in data[site].layers
+
+
+def test_processes_send_the_same_messages_as_threads(both):
+    _, threads, apart = both
+
+    def sent(run):
+        return {
+            p: [(r["name"], r["to"], r["count"]) for r in x.summary() if r["kind"] == "sent"]
+            for p, x in run.receipts.items()
+        }
+
+    assert sent(apart) == sent(threads)
+    for p, receipt in apart.receipts.items():
+        receipt.check()
+        assert receipt.status == "done"
+        assert apart.cost[p]["messages"] == threads.cost[p]["messages"]
+        assert abs(apart.cost[p]["bytes"] - threads.cost[p]["bytes"]) < 50
+    assert {(e.party, e.kind) for e in apart.events} == {(e.party, e.kind) for e in threads.events}
+
+
+def test_the_receipt_travels_in_the_cells(both):
+    _, _, apart = both
+    brief = json.loads(apart.data["basel"].uns["cloister"]["bin-values"])
+    assert brief["head"] == apart.receipts["basel"].head
+
+
+@pytest.mark.parametrize("name", ["Keys", pytest.param("MaskedInput", marks=pytest.mark.slow)])
+def test_a_killed_process_is_left_out_at_once(name, children):
+    faults = [Fault("kill", "vienna", "coordinator", name)]
+    began = time.monotonic()
+    run = rehearse("bin-values", sites(), processes=True, faults=faults, check=False, timeout=LONG, **OPTIONS)
+    assert run.errors == {}
+    assert run.outcomes.keys() == {"coordinator", "basel", "lugano"}
+    assert time.monotonic() - began < LONG  # the others hear that it died; nobody waits for the timeout
+    assert children() == []
+
+
+@pytest.mark.slow
+def test_a_killed_coordinator_ends_everyone_by_name():
+    faults = [Fault("kill", "coordinator", "basel", "Refine")]
+    run = rehearse("bin-values", sites(), processes=True, faults=faults, check=False, timeout=LONG, **OPTIONS)
+    assert run.errors.keys() == {"basel", "lugano", "vienna"}
+    assert all(isinstance(e, ProtocolAbort) for e in run.errors.values())
+    assert "lost" in {e.code for e in run.errors.values()}
+    assert all(r.status.startswith("aborted") for p, r in run.receipts.items() if p != "coordinator")
+
+
+@pytest.mark.slow
+def test_a_fault_in_processes_is_raised_as_in_threads():
+    with pytest.raises(ProtocolAbort, match="from 'lugano'") as e:
+        rehearse(
+            "bin-values",
+            sites(),
+            processes=True,
+            faults=[Fault("truncate", "lugano", "coordinator", "Measured")],
+            timeout=LONG,
+            **OPTIONS,
+        )
+    assert e.value.code == "malformed"
+
+
+@pytest.mark.slow
+def test_inplace_writes_into_what_was_given():
+    data = sites()
+    rehearse("bin-values", data, processes=True, inplace=True, timeout=LONG, **OPTIONS)
+    assert all("binned" in a.layers for a in data.values())
+
+
+def test_when_the_parent_fails_no_child_is_left(children):
+    def stop(event):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        rehearse("bin-values", sites(), processes=True, on_event=stop, timeout=LONG, **OPTIONS)
+    assert children() == []
+
+
+@pytest.mark.slow
+def test_when_the_parent_is_killed_the_children_end(children, tmp_path):
+    code = (
+        "import os, runpy, signal, sys\n"
+        "from cloister.run.rehearsal import rehearse\n"
+        "test = runpy.run_path(sys.argv[1])\n"
+        "rehearse('bin-values', test['sites'](), processes=True, timeout=600.0, **test['OPTIONS'],\n"
+        "         on_event=lambda e: os.kill(os.getpid(), signal.SIGKILL))\n"
+    )
+    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code, __file__], env=env, timeout=200, check=False)
+    assert done.returncode == -signal.SIGKILL
+    end = time.monotonic() + 60
+    while children():
+        assert time.monotonic() < end, "a child outlives its parent"
+        time.sleep(0.2)
+
+
+def test_errors_of_a_child_are_made_again_here():
+    told = {"text": "what happened", "protocol": "p", "line": "L1", "code": "timeout", "heard": True}
+    e = processes._revive({"type": "PeerLost", **told})
+    assert isinstance(e, PeerLost)
+    assert (str(e), e.protocol, e.line, e.code, e.heard) == ("what happened", "p", "L1", "timeout", True)
+    assert isinstance(processes._revive({"type": "DataError", **told}), DataError)
+    for kind in ("MissingExtra", "ZeroDivisionError", "in_words", "annotations", "NoSuch"):
+        e = processes._revive({"type": kind, **told})
+        assert type(e) is CloisterError, kind
+        assert "what happened" in str(e)
+    assert issubclass(MissingExtra, errors.CloisterError)
