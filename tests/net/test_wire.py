@@ -228,8 +228,6 @@ def test_whole_numbers_beyond_64_bits_travel_as_bytes_only(value):
 @pytest.mark.parametrize(
     "annotation", ["object", "list[int]", "complex", "int | str", "dict[int, int]", "npt.NDArray[np.complex128]"]
 )
-    "annotation", ["object", "list[int]", "complex", "int | str", "dict[int, int]", "npt.NDArray[np.complex128]"]
-)
 def test_types_without_an_encoding_are_refused_when_the_message_is_first_used(annotation):
     import numpy.typing as npt
 
