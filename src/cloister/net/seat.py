@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cloister._version import __version__
+from cloister.cells.tables import attach_receipt
 from cloister.crypto.agreement import Identity
 from cloister.crypto.entropy import Entropy
 from cloister.errors import CloisterError, ProtocolAbort
@@ -182,8 +183,6 @@ def take_part(
         for place_written in sorted(_places(outcome.adata) - before):
             seat.receipt.add(Entry("written", study.workflow, "-", place_written, me, 0, ""))
     if outcome.adata is not None:
-        from cloister.cells.tables import attach_receipt
-
         attach_receipt(outcome.adata, study.workflow, outcome.receipt.brief())
     return outcome
 

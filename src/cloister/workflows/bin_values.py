@@ -12,6 +12,7 @@ from cloister.cells import tables as cells
 from cloister.errors import DataError, ParameterError
 from cloister.net.seat import Outcome, Seat
 from cloister.protocols.sums import averaged_quantiles, common_genes, pooled_quantiles
+from cloister.report.figures import COLOURS, QUIET, STYLES, canvas, log_scale, shown
 from cloister.workflows import Workflow
 from cloister.workflows.modes import modes_of
 from cloister.workflows.options import option
@@ -122,8 +123,6 @@ def check(adata: AnnData, options: Options) -> list[str]:
 
 def figures(outcomes: Mapping[str, Outcome], options: Options) -> list[Any]:
     """Values per bin, and the edges, at each site against all sites together (as far as their cells are here)."""
-    from cloister.report.figures import COLOURS, QUIET, STYLES, canvas, log_scale, shown
-
     sites = {p: o.adata for p, o in sorted(outcomes.items()) if o.adata is not None}
     if not sites:
         return []

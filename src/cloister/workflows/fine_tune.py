@@ -18,6 +18,7 @@ from cloister.protocols.fedavg import federated_training as protocol
 from cloister.protocols.fedavg.pseudo_labels import Pseudo
 from cloister.protocols.fedavg.training_parts import Offer, Trained
 from cloister.workflows import Workflow
+from cloister.workflows.embed import _csr, gene_tokens
 from cloister.workflows.fine_tune_parts import FileStore, figures
 from cloister.workflows.modes import modes_of
 from cloister.workflows.options import option
@@ -277,7 +278,6 @@ def examples_of(adata: AnnData, options: Options, *, seed: int = 0) -> tuple[Exa
         images = torch.from_numpy(x.reshape(-1, h, w, c)).permute(0, 3, 1, 2).contiguous()
         return Table(images, flip_and_shift), Blueprint(options.model, c, h, **shared), None
     from cloister.models.scgpt import ScGPT, tokenize
-    from cloister.workflows.embed import _csr, gene_tokens
 
     loaded = ScGPT.load(str(options.pretrained))
     ids = gene_tokens(adata, options.gene_key, loaded)

@@ -12,8 +12,10 @@ from cloister.cells import tables as cells
 from cloister.errors import DataError, ParameterError
 from cloister.net.seat import Outcome, Seat
 from cloister.protocols.knn import mapping_terms, plain_knn, private_knn, published_knn
+from cloister.report import figures as draw
 from cloister.study import Party, Study
 from cloister.workflows import Workflow
+from cloister.workflows.mapping_baselines import scores
 from cloister.workflows.modes import modes_of
 from cloister.workflows.options import option
 
@@ -258,16 +260,12 @@ def summary(adata: AnnData, options: Options) -> dict[str, Any]:
     made: dict[str, Any] = {"cells": len(found), "unknown": int((found == UNKNOWN).sum())}
     made["cells_per_label"] = {str(k): int(v) for k, v in found.value_counts().items()}
     if options.label_key in adata.obs and not adata.obs[options.label_key].isna().all():
-        from cloister.workflows.mapping_baselines import scores
-
         known = ~adata.obs[options.label_key].isna().to_numpy()
         made |= scores(adata.obs[options.label_key][known].astype(str).to_numpy(), found[known].to_numpy())
     return made
 
 
 def figures(outcomes: Mapping[str, Outcome], options: Options) -> list[Any]:
-    from cloister.report import figures as draw
-
     adata = outcomes[options.query].adata if options.query in outcomes else None
     if adata is None or options.key_added not in adata.obs:
         return []

@@ -14,6 +14,7 @@ from cloister.models import graph
 from cloister.net.seat import Outcome, Seat
 from cloister.protocols.hamming import shared_codes
 from cloister.protocols.propagation import label_propagation, private_propagation, propagation_terms
+from cloister.report import figures as draw
 from cloister.study import Study
 from cloister.workflows import Workflow
 from cloister.workflows.modes import modes_of
@@ -208,8 +209,6 @@ def summary(adata: AnnData, options: Options) -> dict[str, Any]:
 
 
 def figures(outcomes: Mapping[str, Outcome], options: Options) -> list[Any]:
-    from cloister.report import figures as draw
-
     made: list[Any] = []
     confidence: dict[str, Any] = {}
     here = {s: o.adata for s, o in outcomes.items() if o.adata is not None and options.key_added in o.adata.obs}

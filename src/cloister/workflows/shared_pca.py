@@ -13,6 +13,7 @@ from cloister.cells.genes import check_unique, gene_names, plain_name
 from cloister.errors import DataError, ParameterError
 from cloister.net.seat import Outcome, Seat
 from cloister.protocols.sums import shared_pca as protocol
+from cloister.report.figures import curves, embedding
 from cloister.workflows import Workflow
 from cloister.workflows.modes import modes_of
 from cloister.workflows.options import option
@@ -173,8 +174,6 @@ def check(adata: AnnData, options: Options) -> list[str]:
 
 def figures(outcomes: Mapping[str, Outcome], options: Options) -> list[Any]:
     """The cells that are here in the first two components, by site; how much each component explains."""
-    from cloister.report.figures import curves, embedding
-
     here = {s: o.adata for s, o in outcomes.items() if o.adata is not None and options.key_added in o.adata.obsm}
     made: list[Any] = []
     if here and options.n_components > 1:
