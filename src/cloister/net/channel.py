@@ -299,7 +299,7 @@ class Channel:
         """
         told = [self.transcript.digest] if self.transcript.digest else []
         run_id = wire.digest("sub", self.run_id, label, params, *told)
-        return Channel(self._session, f"{self.scope}/{label}", run_id, None if apart else self.transcript)
+        return type(self)(self._session, f"{self.scope}/{label}", run_id, None if apart else self.transcript)
 
     async def send(self, to: Party, msg: Any) -> None:
         self._session.post(to, self.scope, self.run_id, msg)
