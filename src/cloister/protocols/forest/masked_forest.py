@@ -29,7 +29,9 @@ client : N, Ξ and M, which all clients share, and what P hands out: all scores 
 Assumes
 -------
 A principal server that all trust with the data, a second one that does not collude with it, semi-honest clients.
-Paillier keys of 3072 bits. Nobody drops out: any loss aborts. The hardened mode needs no such trust.
+Paillier keys of 3072 bits. Nobody drops out: any loss aborts. The hardened mode needs no such trust. Lies that are not
+noticed: (a), (b), (c), (f) of the principal, other scores; (a), (b), (c), (f) of the auxiliary, slots or noise that are
+none; (b), (c), (f) of the client.
 
 Cost
 ----

@@ -189,12 +189,14 @@ async def server(ch: Channel, params: Params) -> tuple[Party, ...]:
             continue
         totals = {u: np.zeros((params.size(u), params.width), np.uint64) for u in sites}
         for v, m in masked.items():
+            others = [u for u in params.sites if u in keys and u != v]
+            due = sum(map(params.size, others))
+            if len(m.rows) != due:
+                raise ProtocolAbort(NAME, "L3", "malformed", f"'{v}' sent {len(m.rows)} rows, {due} were due")
             at = 0
-            for u in (u for u in params.sites if u in keys and u != v):
+            for u in others:
                 totals[u] += m.rows[at : at + params.size(u)]
                 at += params.size(u)
-            if at != len(m.rows):
-                raise ProtocolAbort(NAME, "L3", "malformed", f"'{v}' sent {len(m.rows)} rows, {at} were due")
         for u in sites:
             ch.reveal(None, to=u, line="L4", what=f"sum of {len(sites)} sites at its own rows", protocol=NAME)
         await turn.scatter({u: Sums(totals[u]) for u in sites})  # L4
