@@ -64,6 +64,11 @@ def right_sum(cases):
     return right
 
 
+def anything(cases):
+    """Where nothing is returned, or all that may be wrong is assumed: that everyone ends, by name, is enough."""
+    return lambda lie, found: None
+
+
 def same(part):
     return lambda lie, found: alike([v for p, v in found.items() if v is not None and p != HUB], part)
 
@@ -165,7 +170,7 @@ QUESTIONS = {
     "row_sums": (
         row_sums,
         [matrix(0), matrix(7)],
-        lambda c: lambda lie, found: None,
+        anything,
         {"server": "abcf", "site": "bcf"},
     ),
     "same_view": (same_view, [Case(same_view.Params(SITES, HUB), {})], lambda c: lambda lie, found: None, {}),
@@ -216,19 +221,19 @@ QUESTIONS = {
     "averaged_quantiles": (
         averaged_quantiles,
         [local_quantiles(0)],
-        lambda c: lambda lie, found: None,
+        anything,
         {"coordinator": "abcf", "site": "bcf"},
     ),
     "private_slots": (
         private_slots,
         [Case(private_slots.Params(SITES, HUB, key_bits=1024), {u: (10 + i, 3) for i, u in enumerate(SITES)})],
-        lambda c: lambda lie, found: None,
+        anything,
         {"auxiliary": "abcf", "client": "bcf"},
     ),
     "masked_forest": (
         masked_forest,
         [masked(0)],
-        lambda c: lambda lie, found: None,
+        anything,
         {"principal": "abcf", "auxiliary": "abcf", "client": "bcf"},
     ),
     "federated_training": (
