@@ -27,7 +27,7 @@ from cloister.errors import CloisterError
 from cloister.models import cellcnn, graph, polynomial
 from cloister.protocols.cellcnn import clear_training, encrypted_training
 from cloister.protocols.fedavg import packed_words as lanes
-from cloister.protocols.fedavg.training_terms import Task
+from cloister.protocols.fedavg.training_terms import Weights
 from cloister.protocols.forest import counted_forest, masked_forest
 from cloister.protocols.inference.block_circuit import plan
 from cloister.protocols.knn import plain_knn
@@ -152,7 +152,7 @@ def labels_compared(sent: Sent, learners: Mapping[str, Any], truth: Mapping[str,
     first = next(iter(learners.values()))
     k, wide, code = first.labels, options.hidden[-1], lanes.Code(options.update_bound, len(learners))
     total, theta = sum(learner.cells for learner in learners.values()), np.zeros(first.size)
-    told = [task.theta.astype(np.float64) for task in sent.of(Task, to=first.site)]
+    told = [model.theta.astype(np.float64) for model in sent.of(Weights, to=first.site)]
     right: dict[str, list[float]] = {"masked": [], "plain": [], "mine": []}
 
     def pulls(updates: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from cloister.demo.rows import Played, Tell, cost_of, hide_labels, linear_figure
 from cloister.errors import CloisterError
 from cloister.models import cellcnn, polynomial
 from cloister.protocols.cellcnn import clear_training, encrypted_training
-from cloister.protocols.fedavg.training_terms import Task
+from cloister.protocols.fedavg.training_terms import Weights
 from cloister.protocols.sums import pooled_scaling, secure_sum
 from cloister.run.rehearsal import rehearse
 from cloister.workflows import fine_tune as tuning
@@ -76,7 +76,7 @@ def fine_tune(tell: Tell) -> Played:
     """
     sites, truth, held = hide_labels(0.2)
     x = {p: cells.embedding(a, "X_pca") for p, a in sites.items()}
-    sent, options = Sent(secure_sum.MaskedInput, Task), {"rounds": 15, "local_epochs": 3, "lr": 3e-3}
+    sent, options = Sent(secure_sum.MaskedInput, Weights), {"rounds": 15, "local_epochs": 3, "lr": 3e-3}
     run = rehearse("fine-tune", sites, on_event=tell, on_frame=sent, **options)
     labels = tuple(run.results["basel"]["labels"])
     share = {p: np.array([np.mean(truth[p][~held[p]] == name) for name in labels]) for p in sites}
