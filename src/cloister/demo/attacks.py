@@ -86,7 +86,8 @@ def references_rebuilt(sent: Sent, x: Mapping[str, Any], query: str, labels: Any
     The run keeps no share: they are drawn here, as every mode under sharing draws them.
     """
     others, rng = [p for p in x if p != query], np.random.default_rng(0)
-    lists, asked = sent.by_sender(plain_knn.Nearest), [m.q.astype(np.float64) for m in sent.of(plain_knn.Queries)]
+    lists: dict[str, Any] = {str(p): m for p, m in sent.by_sender(plain_knn.Nearest).items()}
+    asked = [m.q.astype(np.float64) for m in sent.of(plain_knn.Queries)]
     numbers = np.unique(labels.astype(str), return_inverse=True)[1]
     hits = luck = 0
     for p in others:
@@ -164,7 +165,7 @@ def labels_compared(sent: Sent, learners: Mapping[str, Any], truth: Mapping[str,
             raise CloisterError("the clear twin's mean updates are not those of the run; please report this")
         plain = {p: learner.train(theta.astype(np.float32), t, options.lr)[0] for p, learner in learners.items()}
         words = sent.by_sender(secure_sum.MaskedInput, to="coordinator", scope=f"update/{t}")
-        masked = {p: code.decode(m.y[:-2], first.size) for p, m in words.items()}
+        masked: dict[str, Any] = {p: code.decode(m.y[:-2], first.size) for p, m in words.items()}
         for name, updates in (("masked", masked), ("plain", plain)):
             right[name].append(single_site.compare(pulls(updates), truth, least=0.01))
         mean = told[t + 1] - told[t]
@@ -246,8 +247,8 @@ def points_and_labels(
     S = np.concatenate([block for _, block in graph.influence(W, 0.99, labelled, labelled)], axis=1)
     scores = S.astype(np.int64) @ graph.one_hot(numbers[labelled], len(classes))
     at = {int(point): i for i, point in enumerate(labelled)}
-    columns = S[np.ix_(labelled, [at[int(i)] for i in mine])]
     places = np.array([at[int(i)] for i in mine]), np.array([at[int(i)] for i in others])
+    columns = S[np.ix_(labelled, places[0])]
     chance = np.bincount(numbers[others]).max() / len(others)
 
     def solved(seen: Any) -> float:

@@ -30,7 +30,7 @@ def train_cellcnn(tell: Tell) -> Played:
     three sites and minutes for these four steps.
     """
     donors, new = demo_data.demo_donors(), demo_data.demo_donors(per_site=20, seed=2016)
-    same = {"n_steps": 4, "n_filters": 4, "n_cells": 100, "learning_rate": 0.4, "open_model": True}
+    same: dict[str, Any] = {"n_steps": 4, "n_filters": 4, "n_cells": 100, "learning_rate": 0.4, "open_model": True}
     options = training.Options(**same)
 
     def score(model: Any) -> float:
@@ -76,7 +76,8 @@ def fine_tune(tell: Tell) -> Played:
     """
     sites, truth, held = hide_labels(0.2)
     x = {p: cells.embedding(a, "X_pca") for p, a in sites.items()}
-    sent, options = Sent(secure_sum.MaskedInput, Weights), {"rounds": 15, "local_epochs": 3, "lr": 3e-3}
+    sent = Sent(secure_sum.MaskedInput, Weights)
+    options: dict[str, Any] = {"rounds": 15, "local_epochs": 3, "lr": 3e-3}
     run = rehearse("fine-tune", sites, on_event=tell, on_frame=sent, **options)
     labels = tuple(run.results["basel"]["labels"])
     share = {p: np.array([np.mean(truth[p][~held[p]] == name) for name in labels]) for p in sites}
@@ -97,7 +98,7 @@ def adapt_model(tell: Tell) -> Played:
     each site, the fewest that it takes: enough to see what it opens, and too few for a figure of accuracy.
     """
     sites, truth, held = hide_labels(0.2, without="basel")  # the provider's encoder was trained on basel's
-    options = {"ring": "small", "rounds": 30, "local_epochs": 2, "lr": 0.02, "timeout": 300.0}
+    options: dict[str, Any] = {"ring": "small", "rounds": 30, "local_epochs": 2, "lr": 0.02, "timeout": 300.0}
     options |= {"model": str(demo_data.demo_encoder())}
     run = rehearse("adapt-model", sites, on_event=tell, **options)
     taps = {p: np.asarray(run.data[p].obsm["predicted_features"]) for p in sites}

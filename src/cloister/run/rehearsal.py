@@ -15,7 +15,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -43,7 +43,7 @@ def plan(
     workflow: str,
     sites: Iterable[str],
     *,
-    mode: Mode = "hardened",
+    mode: str = "hardened",
     seed: int = 0,
     timeout: float = 60.0,
     coordinator: str = "coordinator",
@@ -61,7 +61,7 @@ def plan(
         name="rehearsal",
         workflow=workflow,
         parties=parties,
-        mode=mode,
+        mode=cast(Mode, mode),
         seed=seed,
         timeout=timeout,
         parameters={k: _plain(v) for k, v in (options or {}).items() if v is not None},
@@ -79,7 +79,7 @@ def rehearse(
     workflow: str,
     data: Mapping[str, AnnData | str | Path | Any],
     *,
-    mode: Mode = "hardened",
+    mode: str = "hardened",
     seed: int = 0,
     timeout: float = 60.0,
     processes: bool = False,
@@ -250,7 +250,6 @@ def run_parties(
         while t.is_alive():  # in slices, so that Ctrl-C is heard
             t.join(0.2)
     run.errors = {p: e for p, e in run.errors.items() if not isinstance(e, Killed)}
-    run.outcomes, run.receipts = (
-        {p: found[p] for p in study.parties if p in found} for found in (run.outcomes, run.receipts)
-    )  # in the study's order, whoever was first
+    run.outcomes = {p: run.outcomes[p] for p in study.parties if p in run.outcomes}  # in the study's order,
+    run.receipts = {p: run.receipts[p] for p in study.parties if p in run.receipts}  # whoever was first
     return run

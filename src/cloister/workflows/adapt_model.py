@@ -17,6 +17,7 @@ from cloister.models.polynomial import Encoder
 from cloister.net.seat import Outcome, Seat
 from cloister.protocols.fedavg import federated_training
 from cloister.protocols.fedavg.training_parts import Offer, Trained
+from cloister.protocols.fedavg.training_terms import Params
 from cloister.protocols.inference import encrypted_inference, encrypted_loss, model_card, permuted_inference
 from cloister.protocols.inference.block_circuit import used
 from cloister.protocols.sums import common_seed, count_tests
@@ -216,9 +217,9 @@ def train(adata: AnnData, seat: Seat, options: Options, told: model_card.Told, t
     return trained, Adapted(trained.learner.model.eval(), trained.labels, told.digest)
 
 
-def training_params(seat: Seat, options: Options, told: model_card.Told) -> federated_training.Params:
+def training_params(seat: Seat, options: Options, told: model_card.Told) -> Params:
     local = {k: v for k, v in vars(options).items() if k not in ("model", "ledger", "key_added")}
-    return federated_training.Params(
+    return Params(
         seat.sites,
         seat.coordinator,
         json.dumps([local, told.digest], sort_keys=True),

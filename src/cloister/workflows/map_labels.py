@@ -205,7 +205,8 @@ def label_cells(seat: Seat, options: Options, x: Any, names: Any) -> tuple[Any, 
     )
     module, params = protocol_of(plan, core)
     if x is None and plan.mode == "plain" and seat.me != hub:
-        return seat.attend(params), terms.labels
+        seat.attend(params)
+        return None, terms.labels
     if x is None:
         return seat.run(module.coordinator if plan.mode == "plain" else module.helper, params), terms.labels
     if names is None:

@@ -239,7 +239,7 @@ def models_of(adata: AnnData, seat: Seat, options: Options) -> tuple[list[cellcn
     out = np.isin(names, held_out(donors, options.hold_out, seat))
     mean, scale = standard(seat, options, x.shape[1], x[~out])
     prepared = cellcnn.standardise(x, 0.0, mean, scale)
-    drawn = {"n_cells": options.n_cells, "per": options.per, "n_inputs": options.n_inputs}
+    drawn: dict[str, Any] = {"n_cells": options.n_cells, "per": options.per, "n_inputs": options.n_inputs}
     inputs, labels = cellcnn.draw_inputs(prepared[~out], names[~out], y[~out], **drawn, rng=seat.rng("inputs"))
     held = None
     if out.any():
@@ -247,7 +247,7 @@ def models_of(adata: AnnData, seat: Seat, options: Options) -> tuple[list[cellcn
     made: list[cellcnn.Model] = []
     for k in range(options.n_models):
         config = config_of(options, terms, seat.study.seed, k)
-        model = cellcnn.Model(config, *terms, options.cofactor, mean, scale)
+        model = cellcnn.Model(config, terms.markers, terms.classes, options.cofactor, mean, scale)
         batches = cellcnn.draw_batches(inputs, labels, config, seat.rng(f"batches/{k}" if k else "batches"))
         made.append(train(seat, options, model, (*batches, sampled(held, config, seat)), k))
     return made, prepared, held
@@ -345,7 +345,15 @@ def coordinator(seat: Seat, options: Options) -> Outcome:
     every: list[cellcnn.Model] = []
     for k in range(options.n_models):
         config = config_of(options, terms, seat.study.seed, k)
-        every.append(train(seat, options, cellcnn.Model(config, *terms, options.cofactor, mean, scale), None, k))
+        every.append(
+            train(
+                seat,
+                options,
+                cellcnn.Model(config, terms.markers, terms.classes, options.cofactor, mean, scale),
+                None,
+                k,
+            )
+        )
     best, agreed = best_of(seat, options, every, None)
     save(best, options, seat)
     return Outcome(None, summary(best) | agreed, model=best)
