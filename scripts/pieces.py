@@ -1,0 +1,150 @@
+"""Fill the pieces of kept pages that are made from the code: options, and who learns what.
+
+    python scripts/pieces.py            writes them; `make format` does it too
+    python scripts/pieces.py --check    fails if a page says something else than the code (tests/test_pages.py)
+
+A piece stands between `<!-- made: KIND WORDS -->` and `<!-- /made -->`:
+
+    options WORKFLOW [NAME ...]   its options, or only those named, with their defaults
+    parameters FUNCTION           the parameters of a public function, from its docstring
+    learns WORKFLOW               who learns what, in short, one column per mode
+    learns                        the same for every workflow and mode
+    workflows                     every workflow, what it does, and what others learn in mode hardened
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import cloister
+from cloister import workflows
+from cloister.report.in_short import STAYS, TOGETHER, in_short
+
+ROOT = Path(__file__).parents[1]
+PIECE = re.compile(r"^<!-- made: ([^>]*?) -->\n.*?^<!-- /made -->$", flags=re.DOTALL | re.MULTILINE)
+PAGE_OF = {"predict-cellcnn": "train-cellcnn", "serve-model": "adapt-model"}  # two workflows on one page
+
+
+def pages() -> list[Path]:
+    """Every page that is kept and may hold a piece."""
+    return [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def filled(text: str) -> str:
+    """A page with every piece as the code has it now."""
+
+    def piece(found: re.Match[str]) -> str:
+        kind, *words = found[1].split()
+        return f"<!-- made: {found[1]} -->\n{KINDS[kind](*words)}\n<!-- /made -->"
+
+    return PIECE.sub(piece, text)
+
+
+def learns(name: str, mode: str) -> list[tuple[str, str]]:
+    """Who learns what in one mode, in short."""
+    return [(who, what.rstrip(".")) for who, what in in_short(name, mode)]
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *([cell.replace("|", "\\|").replace("<", "&lt;") for cell in row] for row in rows)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines).replace("| --- ", "|---").replace("|--- |", "|---|")
+
+
+def shown(default: Any) -> str:
+    """A default as it is typed: on, off, none, a number, a word."""
+    if default is dataclasses.MISSING:
+        return "required"
+    if isinstance(default, bool):
+        return "on" if default else "off"
+    if default is None or default == () or default == "":
+        return "–"
+    if isinstance(default, tuple):
+        return ", ".join(map(str, default))
+    return f"{default:g}" if isinstance(default, float) else str(default)
+
+
+def options_table(name: str, *only: str) -> str:
+    fields = {f.name: f for f in dataclasses.fields(workflows.get(name).options)}
+    chosen = only or tuple(fields)
+    rows = [(f"`{key}`", shown(fields[key].default), fields[key].metadata["help"]) for key in chosen]
+    made = table(("option", "default", "meaning"), rows)
+    left = len(fields) - len(chosen)
+    return made + (f"\n\n{left} more: `cloister explain {name}`." if left else "")
+
+
+def parameters_table(name: str) -> str:
+    """What the docstring of a function of `cloister` says about its keywords."""
+    function = getattr(cloister, name)
+    section = (inspect.getdoc(function) or "").partition("Parameters\n----------\n")[2].partition("\n\n")[0]
+    rows = []
+    for key, text in re.findall(r"^(\w+)\n((?:    .*\n?)+)", section, flags=re.MULTILINE):
+        parameter = inspect.signature(function).parameters[key]
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
+            rows.append((f"`{key}`", shown(parameter.default), " ".join(text.split())))
+    return table(("option", "default", "meaning"), rows)
+
+
+def learns_table(*names: str) -> str:
+    return learns_of(*names) if names else learns_of_all()
+
+
+def learns_of(name: str) -> str:
+    """One workflow: a row per party, a column per mode."""
+    modes = {mode: dict(learns(name, mode)) for mode in workflows.get(name).protocols}
+    whos = sorted(dict.fromkeys(who for rows in modes.values() for who in rows), key=lambda who: who == TOGETHER)
+    rows = []
+    for who in whos:
+        first, *others = (rows_of.get(who, "–") for rows_of in modes.values())
+        rows.append((who, first, *("the same" if what == first != "–" else what for what in others)))
+    return table(("", *modes), rows)
+
+
+def learns_of_all() -> str:
+    """Every workflow and mode: what stays, what is learned, what comes of collusion."""
+    rows = []
+    for name in workflows.SHIPPED:
+        for mode in workflows.get(name).protocols:
+            pairs = learns(name, mode)
+            of = dict(pairs)
+            told = ". ".join(f"*{short(who)}*: {what}" for who, what in pairs if who not in (STAYS, TOGETHER))
+            rows.append((f"`{name}`", mode, of.get(STAYS, "–"), told, of.get(TOGETHER, "–")))
+    return table(("workflow", "mode", "stays at its site", "is learned by", "if parties pool what they have"), rows)
+
+
+def short(who: str) -> str:
+    return who.removesuffix(" learns").removeprefix("The ").lower() if who.endswith(" learns") else who.lower()
+
+
+def workflows_table() -> str:
+    rows = []
+    for name in workflows.SHIPPED:
+        told = "; ".join(f"{short(who)}: {what}" for who, what in learns(name, "hardened") if who not in (STAYS, TOGETHER))
+        page = PAGE_OF.get(name, name)
+        rows.append((f"[`{name}`](docs/{page}.md)", workflows.get(name).summary, told))
+    return table(("workflow", "what it does", "what others learn (hardened)"), rows)
+
+
+KINDS = {"options": options_table, "parameters": parameters_table, "learns": learns_table, "workflows": workflows_table}
+
+
+def main() -> int:
+    stale = []
+    for path in pages():
+        text = path.read_text(encoding="utf-8")
+        if filled(text) != text:
+            stale.append(path)
+            if "--check" not in sys.argv[1:]:
+                path.write_text(filled(text), encoding="utf-8")
+    if "--check" in sys.argv[1:] and stale:
+        sys.exit(f"{', '.join(p.name for p in stale)}: run python scripts/pieces.py")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
