@@ -144,7 +144,13 @@ def shared_pca() -> Figure:
     names = [str(name) for name in np.unique(kinds)[np.argsort(-np.unique(kinds, return_counts=True)[1])][:10]]
     with canvas(3, width=10.4, height=3.0) as c:
         for axis, (p, a) in zip(c.axes, run.data.items(), strict=True):
-            points(axis, a.obsm["X_shared_pca"][:, [0, 2]], a.obs["cell_type"].astype(str), names, title=f"{p}, {a.n_obs} cells")
+            points(
+                axis,
+                a.obsm["X_shared_pca"][:, [0, 2]],
+                a.obs["cell_type"].astype(str),
+                names,
+                title=f"{p}, {a.n_obs} cells",
+            )
         limits = [min(a.get_xlim()[0] for a in c.axes), max(a.get_xlim()[1] for a in c.axes)]
         heights = [min(a.get_ylim()[0] for a in c.axes), max(a.get_ylim()[1] for a in c.axes)]
         for axis in c.axes:
@@ -174,7 +180,9 @@ def embed() -> Figure:
             own.append(bin_cell(row[at], 51, np.random.default_rng(i)).mean())
             shared.append(binned[i][at].mean())
     with canvas(2, width=9.2, height=3.2) as c:
-        points(c.axes[0], u[:, :2] * s[:2], kinds, ["macrophage", "endothelial", "AT2", "T"], title="Vectors, three sites")
+        points(
+            c.axes[0], u[:, :2] * s[:2], kinds, ["macrophage", "endothelial", "AT2", "T"], title="Vectors, three sites"
+        )
         legend(c.axes[0])
         c.axes[1].scatter(depth, shared, s=5, c=COLOURS[1], lw=0, label="edges shared by all sites")
         c.axes[1].scatter(depth, own, s=5, c=COLOURS[0], lw=0, label="quantiles of the cell itself")
@@ -209,7 +217,9 @@ def find_outliers() -> Figure:
         for flag, colour, name in ((False, COLOURS[0], "normal"), (True, COLOURS[1], "pathological")):
             share = np.histogram(score[truth == flag], bins)[0] / (truth == flag).sum()
             c.axes[0].stairs(share, bins, lw=2, color=colour, label=f"{name} ({(truth == flag).sum()})")
-        c.axes[0].axvline(run.data["basel"].uns["cloister"]["outlier_cut"], color="k", lw=1, ls=":", label="flagged from here")
+        c.axes[0].axvline(
+            run.data["basel"].uns["cloister"]["outlier_cut"], color="k", lw=1, ls=":", label="flagged from here"
+        )
         c.axes[0].set(xlabel="outlier score", ylabel="share of the rows", title="Cardiotocograms of three sites")
         c.axes[0].legend()
         bars(c.axes[1], table, title="AUROC over all rows")
@@ -255,7 +265,9 @@ def propagate_labels() -> Figure:
             right = right[np.argsort(-obs["propagated_confidence"].to_numpy(), kind="stable")]
             n = np.arange(1, len(right) + 1)
             c.axes[2].plot(n / len(n), np.cumsum(right) / n, color=colour, label=f"{p}: {right.mean():.0%} of all")
-        c.axes[2].set(xlabel="share of the cells, surest first", ylabel="right", ylim=(0, 1.03), title="Without a label before")
+        c.axes[2].set(
+            xlabel="share of the cells, surest first", ylabel="right", ylim=(0, 1.03), title="Without a label before"
+        )
         c.axes[2].legend(loc="lower left")
         points(c.axes[0], a.obsm["X_pca"], a.obs["propagated"].astype(str), names, title="Vienna, propagated")
         points(c.axes[1], a.obsm["X_pca"], truth, names, title="Vienna, the truth")
@@ -303,7 +315,9 @@ def train_cellcnn() -> Figure:
         c.axis.set_title(f"Opened by consent; asked encrypted, it is right on {right} of Vienna's {len(obs)} donors")
         c.axis.grid(visible=False)
         c.paper.colorbar(image, ax=c.axis, label="weight")
-        return done(c, "train-cellcnn", f"Filters by markers of a model trained under encryption; {strongest} weighs most.")
+        return done(
+            c, "train-cellcnn", f"Filters by markers of a model trained under encryption; {strongest} weighs most."
+        )
 
 
 def adapt_model() -> Figure:

@@ -52,8 +52,9 @@ def learns(name: str, mode: str) -> list[tuple[str, str]]:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *([cell.replace("|", "\\|").replace("<", "&lt;") for cell in row] for row in rows)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines).replace("| --- ", "|---").replace("|--- |", "|---|")
+    lines = [head, *([cell.replace("|", "\\|").replace("<", "&lt;") for cell in row] for row in rows)]
+    first, *others = ("| " + " | ".join(line) + " |" for line in lines)
+    return "\n".join([first, "|" + "---|" * len(head), *others])
 
 
 def shown(default: Any) -> str:
@@ -112,9 +113,13 @@ def learns_of_all() -> str:
         for mode in workflows.get(name).protocols:
             pairs = learns(name, mode)
             of = dict(pairs)
-            told = ". ".join(f"*{short(who)}*: {what}" for who, what in pairs if who not in (STAYS, TOGETHER))
-            rows.append((f"`{name}`", mode, of.get(STAYS, "–"), told, of.get(TOGETHER, "–")))
+            rows.append((f"`{name}`", mode, of.get(STAYS, "–"), learned_by(pairs), of.get(TOGETHER, "–")))
     return table(("workflow", "mode", "stays at its site", "is learned by", "if parties pool what they have"), rows)
+
+
+def learned_by(pairs: Sequence[tuple[str, str]]) -> str:
+    """Who learns what beside what stays and what a collusion adds, in one cell."""
+    return ". ".join(f"*{short(who)}*: {what}" for who, what in pairs if who not in (STAYS, TOGETHER))
 
 
 def short(who: str) -> str:
@@ -124,10 +129,10 @@ def short(who: str) -> str:
 def workflows_table() -> str:
     rows = []
     for name in workflows.SHIPPED:
-        told = "; ".join(f"{short(who)}: {what}" for who, what in learns(name, "hardened") if who not in (STAYS, TOGETHER))
         page = PAGE_OF.get(name, name)
-        rows.append((f"[`{name}`](docs/{page}.md)", workflows.get(name).summary, told))
-    return table(("workflow", "what it does", "what others learn (hardened)"), rows)
+        learned = learned_by(learns(name, "hardened"))
+        rows.append((f"[`{name}`](docs/{page}.md)", workflows.get(name).summary, learned))
+    return table(("workflow", "what it does", "who learns what (hardened)"), rows)
 
 
 KINDS = {"options": options_table, "parameters": parameters_table, "learns": learns_table, "workflows": workflows_table}
