@@ -46,6 +46,15 @@ def filled(text: str) -> str:
     return PIECE.sub(piece, text)
 
 
+def modes(name: str) -> tuple[str, ...]:
+    return tuple(workflows.get(name).protocols)
+
+
+def may_run(name: str, mode: str) -> dict[str, str]:
+    """Protocols that a mode may run, its own first, each with its `Reveals`."""
+    return workflows.reveals(workflows.get(name), mode)
+
+
 def learns(name: str, mode: str) -> list[tuple[str, str]]:
     """Who learns what in one mode, in short."""
     return [(who, what.rstrip(".")) for who, what in in_short(name, mode)]
@@ -97,20 +106,20 @@ def learns_table(*names: str) -> str:
 
 def learns_of(name: str) -> str:
     """One workflow: a row per party, a column per mode."""
-    modes = {mode: dict(learns(name, mode)) for mode in workflows.get(name).protocols}
-    whos = sorted(dict.fromkeys(who for rows in modes.values() for who in rows), key=lambda who: who == TOGETHER)
+    told = {mode: dict(learns(name, mode)) for mode in modes(name)}
+    whos = sorted(dict.fromkeys(who for rows in told.values() for who in rows), key=lambda who: who == TOGETHER)
     rows = []
     for who in whos:
-        first, *others = (rows_of.get(who, "–") for rows_of in modes.values())
+        first, *others = (pairs.get(who, "–") for pairs in told.values())
         rows.append((who, first, *("the same" if what == first != "–" else what for what in others)))
-    return table(("", *modes), rows)
+    return table(("", *told), rows)
 
 
 def learns_of_all() -> str:
     """Every workflow and mode: what stays, what is learned, what comes of collusion."""
     rows = []
     for name in workflows.SHIPPED:
-        for mode in workflows.get(name).protocols:
+        for mode in modes(name):
             pairs = learns(name, mode)
             of = dict(pairs)
             rows.append((f"`{name}`", mode, of.get(STAYS, "–"), learned_by(pairs), of.get(TOGETHER, "–")))

@@ -17,7 +17,7 @@ from pathlib import Path
 from cloister import workflows
 
 sys.path.insert(0, str(Path(__file__).parent))
-from pieces import learns_of_all
+from pieces import learns_of_all, may_run, modes
 
 ROOT = Path(__file__).parents[1]
 PROTOCOLS = ROOT / "src" / "cloister" / "protocols"
@@ -76,9 +76,8 @@ def generated() -> str:
     lines += ["The first is the mode's own; the others run on the way, or under some of its options.", ""]
     lines += ["| workflow | mode | protocols |", "|---|---|---|"]
     for name in workflows.SHIPPED:
-        workflow = workflows.get(name)
-        for mode in workflow.protocols:
-            links = ", ".join(f"[`{m}`](#{m})" for m in workflows.reveals(workflow, mode))
+        for mode in modes(name):
+            links = ", ".join(f"[`{protocol}`](#{protocol})" for protocol in may_run(name, mode))
             lines.append(f"| `{name}` | {mode} | {links} |")
     lines += ["", "## Protocol by protocol", "", "In the words of the protocol files.", ""]
     for name, text in protocols().items():
