@@ -36,11 +36,11 @@ WAY: tuple[
             ("run.rehearsal.play", "a thread, a mailbox and a key for every party"),
         ),
         (
-            ("runtime.service.start_party", "kit, key and policy; one service a party"),
+            ("runtime.service.start_party", "opens the kit: key, study, policy"),
             ("runtime.carrier.serve", "FLARE, in a confined process without keys or cells"),
             ("runtime.invitation.Invitation.check", "signed by the coordinator, fresh, never seen before"),
             ("runtime.run.main", "a process for this run, if the policy allows it"),
-            ("runtime.party.open_cells", "cells.files.read_cells on the site's own file"),
+            ("runtime.party.Turn.take", "a key with every party; then cells.files.read_cells on its own file"),
         ),
     ),
     (
