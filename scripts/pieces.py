@@ -18,6 +18,7 @@ import dataclasses
 import inspect
 import re
 import sys
+import typing
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -79,10 +80,19 @@ def shown(default: Any) -> str:
     return f"{default:g}" if isinstance(default, float) else str(default)
 
 
+def choice(default: Any, hint: Any) -> str:
+    """A default, and after it what else may be chosen, where the choice is of words."""
+    ways = [hint, *typing.get_args(hint)]
+    words = next((typing.get_args(way) for way in ways if typing.get_origin(way) is typing.Literal), ())
+    others = [str(word) for word in words if word != default]
+    return f"{shown(default)}; or {', '.join(others)}" if others else shown(default)
+
+
 def options_table(name: str, *only: str) -> str:
-    fields = {f.name: f for f in dataclasses.fields(workflows.get(name).options)}
+    options = workflows.get(name).options
+    fields, hints = {f.name: f for f in dataclasses.fields(options)}, typing.get_type_hints(options)
     chosen = only or tuple(fields)
-    rows = [(f"`{key}`", shown(fields[key].default), fields[key].metadata["help"]) for key in chosen]
+    rows = [(f"`{key}`", choice(fields[key].default, hints[key]), fields[key].metadata["help"]) for key in chosen]
     made = table(("option", "default", "meaning"), rows)
     left = len(fields) - len(chosen)
     return made + (f"\n\n{left} more: `cloister explain {name}`." if left else "")
