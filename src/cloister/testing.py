@@ -41,6 +41,11 @@ class Case:
     inputs: Mapping[Party, tuple[Any, ...]]
 
 
+def name_of(module: Any) -> str:
+    """A protocol's name, which is its file's, in whichever folder."""
+    return str(module.__name__).rpartition(".")[2]
+
+
 def fixed_entropy(seed: str) -> Callable[[Party], Entropy]:
     """Entropy that repeats: only for vectors, and only here."""
 
@@ -69,7 +74,7 @@ def run_protocol(
     parts_by_party = {**module.roles(case.params), **(roles or {})}
     hub, *rest = parts_by_party
     parties: dict[Party, Role] = {hub: "coordinator"} | {p: "site" for p in rest}
-    study = Study(name="test", workflow=module.__name__, parties=parties, timeout=timeout)
+    study = Study(name="test", workflow=f"cloister.protocols.{name_of(module)}", parties=parties, timeout=timeout)
 
     def part_of(party: Party) -> Callable[[Seat, Any], Outcome]:
         role = parts_by_party[party]
