@@ -33,7 +33,7 @@ WAY: tuple[
             ("run.rehearsal.plan", "the study: these sites, a coordinator"),
             ("workflows.check_plan", "mode and options against the dataclass"),
             ("cells.files.read_cells", "each .h5ad; a child process tries it first"),
-            ("run.rehearsal.play", "a thread, a mailbox and a key for every party"),
+            ("run.rehearsal.run_parties", "a thread, a mailbox and a key for every party"),
         ),
         (
             ("runtime.service.start_party", "opens the kit: key, study, policy"),
@@ -47,7 +47,8 @@ WAY: tuple[
         "one party's turn",
         (
             ("net.seat.take_part", "a receipt begins; whatever happens, it is signed at the end"),
-            ("workflows.map_labels.part", "by role: map_labels at the asking site, offer_labels at the others, assist"),
+            ("workflows.Workflow.part", "by role; a site's cells are checked once, before anything is sent"),
+            ("workflows.map_labels.site", "asks, or offers its labelled cells; others assist"),
             ("cells.tables.embedding", "obsm[use_rep] as numbers; from here on no AnnData"),
             ("net.seat.Seat.run", "agree with everyone on the parameters' hash, then one role to its end"),
             ("protocols.knn.mapping_terms.owner", "sizes rounded up, label names, the largest norm under sharing"),
@@ -74,7 +75,7 @@ WAY: tuple[
             ("net.mailbox.Mailbox.put", "in order, within bounds; the peer's await goes on"),
             ("cells.tables.write_labels", "obs['mapped'] at the asking site, and nowhere else"),
             ("net.receipts.Receipt.close", "the chain is signed with the party's key"),
-            ("run.results.save_run", "cells, receipts and the report, whole or not at all"),
+            ("run.results.save_run", "cells, receipts and figures, whole or not at all"),
         ),
         (),
     ),

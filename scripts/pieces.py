@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import cloister
-from cloister import workflows
-from cloister.report.in_short import STAYS, TOGETHER, in_short
+from cloister import protocols, workflows
+from cloister.workflows.modes import STAYS, TOGETHER
 
 ROOT = Path(__file__).parents[1]
 PIECE = re.compile(r"^<!-- made: ([^>]*?) -->\n.*?^<!-- /made -->$", flags=re.DOTALL | re.MULTILINE)
@@ -48,17 +48,17 @@ def filled(text: str) -> str:
 
 
 def modes(name: str) -> tuple[str, ...]:
-    return tuple(workflows.get(name).protocols)
+    return tuple(workflows.get(name).modes)
 
 
 def may_run(name: str, mode: str) -> dict[str, str]:
     """Protocols that a mode may run, its own first, each with its `Reveals`."""
-    return workflows.reveals(workflows.get(name), mode)
+    return {name: protocols.section(name, "Reveals") for name in workflows.get(name).mode(mode).protocols}
 
 
 def learns(name: str, mode: str) -> list[tuple[str, str]]:
     """Who learns what in one mode, in short."""
-    return [(who, what.rstrip(".")) for who, what in in_short(name, mode)]
+    return [(who, " ".join(what.split()).rstrip(".")) for who, what in workflows.learns(name, mode)]
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -8,36 +8,24 @@ First every workflow and mode in short, then which protocols run, then one table
 
 from __future__ import annotations
 
-import ast
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from cloister import workflows
+from cloister import protocols, workflows
 
 sys.path.insert(0, str(Path(__file__).parent))
 from pieces import learns_of_all, may_run, modes
 
 ROOT = Path(__file__).parents[1]
-PROTOCOLS = ROOT / "src" / "cloister" / "protocols"
 PAGE = ROOT / "docs" / "threat-model.md"
 TOGETHER = re.compile(r"(?:Together with|With) ([^:;.]{1,60}): ")
 
 
-def docstring(path: Path) -> str:
-    return ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-
-
-def section(text: str, title: str) -> str:
-    found = re.search(rf"^{title}\n-+\n(.*?)(?=^\w+\n-+$|\Z)", text, flags=re.DOTALL | re.MULTILINE)
-    return found[1].strip() if found else ""
-
-
-def protocols() -> dict[str, str]:
-    """Name → docstring, of every file that says who learns what."""
-    texts = {p.stem: docstring(p) for p in sorted(PROTOCOLS.rglob("*.py"), key=lambda p: p.stem)}
-    return {name: text for name, text in texts.items() if section(text, "Reveals")}
+def telling() -> list[str]:
+    """The protocol files that say who learns what; others are local steps, or parts of another file."""
+    return [name for name in sorted(protocols.names()) if protocols.section(name, "Reveals")]
 
 
 def entries(reveals: str) -> Iterator[tuple[str, str]]:
@@ -80,10 +68,11 @@ def generated() -> str:
             links = ", ".join(f"[`{protocol}`](#{protocol})" for protocol in may_run(name, mode))
             lines.append(f"| `{name}` | {mode} | {links} |")
     lines += ["", "## Protocol by protocol", "", "In the words of the protocol files.", ""]
-    for name, text in protocols().items():
-        lines += [f"### {name}", "", " ".join(text.split("\n\n")[0].split()), "", "| who | learns |", "|---|---|"]
-        lines += [f"| {cell(who)} | {cell(what)} |" for who, what in entries(section(text, "Reveals"))]
-        lines += ["", f"*Assumes:* {' '.join(section(text, 'Assumes').split())}", ""]
+    for name in telling():
+        title = " ".join(protocols.docstring(name).split("\n\n")[0].split())
+        lines += [f"### {name}", "", title, "", "| who | learns |", "|---|---|"]
+        lines += [f"| {cell(who)} | {cell(what)} |" for who, what in entries(protocols.section(name, "Reveals"))]
+        lines += ["", f"*Assumes:* {' '.join(protocols.section(name, 'Assumes').split())}", ""]
     return "\n".join(lines)
 
 

@@ -27,7 +27,7 @@ def test_every_workflow_and_mode_has_one_full_row(page):
 
 
 def test_every_protocol_that_says_who_learns_what_is_on_the_page():
-    names = SCRIPT["protocols"]()
+    names = SCRIPT["telling"]()
     assert {"secure_sum", "private_knn", "encrypted_training"} <= set(names)
     for name in names:
         assert f"### {name}\n" in PAGE
