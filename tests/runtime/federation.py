@@ -22,14 +22,14 @@ from cloister.runtime.kit import Kit
 from cloister.runtime.order import run_study
 from cloister.runtime.party import Ended
 from cloister.runtime.provision import provision
-from cloister.runtime.service import is_running
+from cloister.runtime.ready import is_running
 from cloister.study import Study, format_study
 
 CHAT = Path(__file__).parent / "chat"
 SIZES = {"basel": 5, "lugano": 7, "vienna": 11}
 PARTIES = {"hub": "coordinator", **dict.fromkeys(SIZES, "site"), "helper": "auxiliary"}
 START = "import sys; from cloister.runtime.service import start_party; start_party(sys.argv[1])"
-UNCHECKED = "import cloister.runtime.service as s; s.check_certificate = lambda kit: None; " + START
+UNCHECKED = "import cloister.runtime.ready as s; s.check_certificate = lambda kit: None; " + START
 
 
 def cells() -> dict[str, ad.AnnData]:

@@ -10,7 +10,7 @@ from cloister.errors import DataError, MissingExtra, ParameterError, ProtocolAbo
 from cloister.runtime.kit import Kit
 from cloister.runtime.order import run_study
 from cloister.runtime.provision import adopt, make_identity, provision
-from cloister.runtime.service import check_certificate
+from cloister.runtime.ready import check_certificate
 from cloister.study import Study, format_study
 
 PARTIES = {"hub": "coordinator", "basel": "site", "lugano": "site", "helper": "auxiliary"}

@@ -15,16 +15,23 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from cloister.errors import CloisterError, PeerLost, UsageError
-from cloister.runtime.kit import Kit
-from cloister.runtime.party import Ended, error_of, raise_error
-from cloister.runtime.service import Service, is_running
+from cloister.crypto.entropy import Entropy
+from cloister.errors import CloisterError, PeerLost, ProtocolAbort, UsageError
+from cloister.runtime.invitation import COME, Invitation, read_word
+from cloister.runtime.kit import RUNS, Kit
+from cloister.runtime.party import Ended, error_of, lost, raise_error
+from cloister.runtime.pipe import HEARD, STOP, Packet
+from cloister.runtime.ready import is_running
+from cloister.runtime.service import HERE, INVITE, PING, RUNS_AT_ONCE, Running, Service
+from cloister.study import Party
 
 SOCKET = "service.sock"
+CONNECT = 60.0  # seconds that a run waits for parties that are not connected
 START = 60.0  # seconds until a service that is starting takes orders
 ORDERS = 8  # connections at a time
 
@@ -93,7 +100,7 @@ def _obey(client: socket.socket, service: Service, done: Callable[[], None]) -> 
                     client.sendall(json.dumps({"status": line}).encode() + b"\n")
 
             try:
-                last: dict[str, Any] = {"ended": asdict(service.order(tell, gone))}
+                last: dict[str, Any] = {"ended": asdict(conduct_run(service, tell, gone))}
             except CloisterError as e:
                 last = {"error": error_of(e)}
             with contextlib.suppress(OSError):
@@ -103,6 +110,70 @@ def _obey(client: socket.socket, service: Service, done: Callable[[], None]) -> 
         pass
     finally:
         done()
+
+
+# ---- the run ---------------------------------------------------------------------------------------------------------
+
+
+def conduct_run(service: Service, tell: Callable[[str], None], gone: Callable[[], bool]) -> Ended:
+    """Have the study in the kit run once by all parties; stops it when `gone`. Raises if it cannot begin."""
+    kit = Kit.open(service.kit.path)
+    guests = [p for p in kit.study.parties if p != kit.me]
+    _wait_for(service, guests, tell, gone)
+    if len(service.runs) >= RUNS_AT_ONCE:
+        raise UsageError(f"{len(service.runs)} runs are going on already; wait for one to end")
+    run = Entropy().bytes(16)
+    running = service.begin(run)
+    tell(f"run {run.hex()[:8]} submitted")
+    with ThreadPoolExecutor(len(guests)) as pool:
+        words = dict(zip(guests, pool.map(lambda p: _invite(service, kit, running, p), guests), strict=True))
+    for party, word in words.items():
+        if word != COME:
+            running.pipe.post(Packet(HEARD, party, run=run, data=word.encode()))
+    if all(word == COME for word in words.values()):
+        tell(f"run {run.hex()[:8]} running")
+    while not running.over.wait(0.2):
+        if gone():
+            running.pipe.post(Packet(STOP, data=b"the run was stopped"))
+            running.over.wait(30.0)
+            break
+    file = kit.path / RUNS / f"{run.hex()}.json"
+    try:
+        return Ended.load(file)
+    except OSError:
+        return lost(kit.me, run.hex(), f"the run's process at {kit.me} ended; see {kit.path / 'log.txt'}")
+    finally:
+        file.unlink(missing_ok=True)
+
+
+def _wait_for(service: Service, guests: list[Party], tell: Callable[[str], None], gone: Callable[[], bool]) -> None:
+    end, told = time.monotonic() + CONNECT, ""
+    while True:
+        with ThreadPoolExecutor(len(guests)) as pool:
+            here = dict(zip(guests, pool.map(lambda p: service.ask(p, PING, 3.0) == HERE, guests), strict=True))
+        names = ", ".join(sorted(p for p in guests if not here[p]))
+        if not names:
+            return
+        if time.monotonic() > end:
+            raise PeerLost("flare", "-", "lost", f"not connected: {names}; ask them to run: cloister site KIT")
+        if gone() or service.ending.is_set():
+            raise PeerLost("flare", "-", "lost", "the run was stopped")
+        if names != told:
+            tell(f"waiting for {names}")
+            told = names
+        time.sleep(0.5)
+
+
+def _invite(service: Service, kit: Kit, running: Running, party: Party) -> str:
+    """The party's word; an answer that is lost, or is not the party's own, is asked for again."""
+    request = INVITE + Invitation(running.run, kit.study.digest, party, int(time.time())).sign(kit.identity)
+    end = time.monotonic() + CONNECT / 2
+    while time.monotonic() < end and not running.over.is_set():
+        if answer := service.ask(party, request, 5.0):
+            with contextlib.suppress(ProtocolAbort):
+                return read_word(kit.study.keys[party], running.run, party, answer)
+        time.sleep(0.3)
+    return "aborted invitation I2 lost"
 
 
 # ---- the caller's side -----------------------------------------------------------------------------------------------

@@ -152,7 +152,8 @@ class Asker:
 
     def ask(self, to: str, data: bytes, seconds: float) -> Packet:
         """An ANSWER, NOBODY or ABSENT; `TimeoutError` without any."""
-        came, box = threading.Event(), []
+        came = threading.Event()
+        box: list[Packet] = []
         with self._lock:
             self._next += 1
             ticket = self._next

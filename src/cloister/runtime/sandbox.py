@@ -31,7 +31,7 @@ import struct
 import sys
 import sysconfig
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,7 @@ BENEATH, PORT = 1, 2  # kinds of rules
 
 def landlock_abi() -> int:
     """The kernel's version of Landlock; 0 if there is none."""
-    return max(0, _libc.syscall(CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint32(1)))
+    return max(0, int(_libc.syscall(CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint32(1))))
 
 
 def _landlock(readable: Iterable[Path], connect: int | None) -> None:
@@ -326,7 +326,7 @@ def check_confined(connect: int | None) -> None:
             s.connect(("127.0.0.1", port))
 
     other = 9 if connect != 9 else 7
-    tries = {
+    tries: dict[str, Callable[[], object]] = {
         "read /etc/passwd": lambda: open("/etc/passwd", "rb").close(),
         "list /": lambda: os.listdir("/"),
         "write a file": lambda: open(f"/tmp/cloister-{os.getpid()}", "wb").close(),

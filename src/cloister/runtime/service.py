@@ -12,8 +12,6 @@ carrier that ends, or says what is no packet, is replaced; runs that it carried 
 from __future__ import annotations
 
 import contextlib
-import datetime
-import fcntl
 import json
 import logging
 import os
@@ -23,26 +21,22 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from cloister.crypto.entropy import Entropy
-from cloister.errors import CloisterError, MissingExtra, ParameterError, PeerLost, ProtocolAbort, UsageError
-from cloister.runtime import sandbox
-from cloister.runtime.invitation import COME, Invitation, Seen, read_word, say_word
-from cloister.runtime.kit import RUNS, Kit, Refusal
+from cloister.errors import CloisterError, ProtocolAbort
+from cloister.runtime.invitation import COME, Invitation, Seen, say_word
+from cloister.runtime.kit import Kit, Refusal
 from cloister.runtime.logs import clean, log_to, rotate
-from cloister.runtime.party import Ended, failed, lost, results_folder
+from cloister.runtime.party import failed, results_folder
 from cloister.runtime.pipe import (
     ABSENT,
     ADDRESSES,
     ANSWER,
     CONNECTED,
     GONE,
-    HEARD,
     LOG,
     NOBODY,
     PLAN,
@@ -55,12 +49,12 @@ from cloister.runtime.pipe import (
     Packet,
     Pipe,
 )
+from cloister.runtime.ready import check_port, check_ready, only_one, tls_files
 from cloister.study import Party
 
 PROGRAM = "cloister.runtime.carrier"  # what runs in the sandbox
 PING, INVITE = b"P", b"I"  # what services ask each other
 HERE = b"+"
-CONNECT = 60.0  # seconds that a run waits for parties that are not connected
 RUNS_AT_ONCE = 4
 LINES = 100  # lines of a carrier that are logged in a minute
 RESTART, RESTART_MOST = 1.0, 30.0  # seconds before a carrier that ended is replaced
@@ -86,7 +80,7 @@ def start_party(kit_dir: str | Path) -> NoReturn:
     with only_one(kit):
         hub = kit.role == "coordinator"
         if hub:
-            _check_port(kit)
+            check_port(kit)
         rotate(kit.path / "service.out")
         log_to(kit.path)
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -107,27 +101,6 @@ def start_party(kit_dir: str | Path) -> NoReturn:
     os._exit(0)
 
 
-def check_ready(kit: Kit) -> None:
-    """Raise unless a service can be started from this kit on this machine."""
-    import importlib.util
-
-    policy = kit.policy()
-    check_certificate(kit)
-    if not kit.study.network.get("host") or not kit.study.network.get("port"):
-        raise ParameterError("study.toml: [network] must name host and port of the coordinator")
-    if importlib.util.find_spec("nvflare") is None:
-        raise MissingExtra("nvflare", "flare")
-    if policy.sandbox == "landlock":
-        if reason := sandbox.why_not():
-            raise UsageError(
-                f"{reason}, so FLARE cannot be kept away from this party's keys and cells. With the unit file of"
-                ' docs/deploy.md, systemd does it: then write sandbox = "systemd" in local/site.toml'
-            )
-        for path in (kit.path, policy.out, *([policy.data] if policy.data else [])):
-            if place := next((p for p in sandbox.readable_code() if path.resolve().is_relative_to(p.resolve())), None):
-                raise ParameterError(f"{path} lies in {place}, which the carrier may read; move it elsewhere")
-
-
 def _on_signal(*_: object) -> NoReturn:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
@@ -136,66 +109,6 @@ def _on_signal(*_: object) -> NoReturn:
 
 def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
-
-
-@contextlib.contextmanager
-def only_one(kit: Kit, tries: int = 10) -> Iterator[None]:
-    """Hold the kit's lock; `is_running` may have it for a moment, hence the tries."""
-    with open(kit.path / "running.lock", "w") as file:
-        for left in reversed(range(tries)):
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except OSError:
-                if not left:
-                    raise UsageError(f"{kit.me} is running already from {kit.path}; stop that process first") from None
-                time.sleep(0.1)
-        yield
-
-
-def is_running(kit: Kit) -> bool:
-    """Whether a service was started from this kit and has not ended."""
-    try:
-        with only_one(kit, tries=1):
-            return False
-    except UsageError:
-        return True
-
-
-def tls_files(kit: Kit) -> dict[str, str]:
-    folder, name = kit.path / "startup", "server" if kit.role == "coordinator" else "client"
-    files = {"authority": "rootCA.pem", "certificate": f"{name}.crt", "key": f"{name}.key"}
-    return {what: str(folder / file) for what, file in files.items()}
-
-
-def check_certificate(kit: Kit) -> None:
-    """Raise if the certificate in the kit cannot be accepted by anyone: the others only say that a handshake failed."""
-    from cryptography import x509
-    from cryptography.exceptions import InvalidSignature
-
-    files = tls_files(kit)
-    file = Path(files["certificate"])
-    try:
-        mine, root = (x509.load_pem_x509_certificate(Path(f).read_bytes()) for f in (file, files["authority"]))
-        mine.verify_directly_issued_by(root)
-    except FileNotFoundError as e:
-        raise ParameterError(f"{e.filename} is missing; ask for a new kit") from None
-    except (ValueError, TypeError, InvalidSignature):
-        raise ParameterError(f"{file} was not issued by the authority in rootCA.pem; ask for a new kit") from None
-    names = [a.value for a in mine.subject.get_attributes_for_oid(x509.NameOID.COMMON_NAME)]
-    due = str(kit.study.network.get("host"))[:64] if kit.role == "coordinator" else kit.me
-    if names != [due]:
-        raise ParameterError(f"{file} was issued to {', '.join(map(str, names))}, and this is the kit of {due}")
-    if mine.not_valid_after_utc < datetime.datetime.now(datetime.UTC):
-        raise ParameterError(f"{file} ended on {mine.not_valid_after_utc:%Y-%m-%d}; ask for a new kit")
-
-
-def _check_port(kit: Kit) -> None:
-    port = kit.study.network["port"]
-    try:
-        sandbox.open_listener(str(kit.study.network["host"]), port).close()
-    except OSError as e:
-        raise UsageError(f"port {port} cannot be opened ({e.strerror}); is another coordinator running?") from None
 
 
 # ---- the service -----------------------------------------------------------------------------------------------------
@@ -219,8 +132,8 @@ class Service:
         self.connected: set[str] = set()
         self._carrier: tuple[subprocess.Popen[bytes], Pipe] | None = None
         self._asker: Asker | None = None
-        self._runs: dict[bytes, Running] = {}
-        self._lock, self._ending = threading.Lock(), threading.Event()
+        self.runs: dict[bytes, Running] = {}
+        self._lock, self.ending = threading.Lock(), threading.Event()
         self._doors = ThreadPoolExecutor(2, "door")  # invitations are looked at here, a few at a time
         self._at_door = threading.BoundedSemaphore(8)
         self._lines = (0.0, 0)
@@ -230,9 +143,9 @@ class Service:
 
     def stop(self) -> None:
         """Have the processes of runs tell the others and end; then make sure."""
-        self._ending.set()
+        self.ending.set()
         with self._lock:
-            runs = [*self._runs.values()]
+            runs = [*self.runs.values()]
         for running in runs:
             running.pipe.post(Packet(STOP, data=b"this party's service was stopped"))
         end = time.monotonic() + 8.0
@@ -251,18 +164,18 @@ class Service:
 
     def _keep_carrier(self) -> None:
         pause = RESTART
-        while not self._ending.is_set():
+        while not self.ending.is_set():
             began = time.monotonic()
             try:
                 self._carry()
             except (OSError, CloisterError) as e:
                 log.error("the carrier could not be started: %s", e)
-            if self._ending.is_set():
+            if self.ending.is_set():
                 return
             self._tell_runs("this party's carrier ended")
             pause = RESTART if time.monotonic() - began > 60.0 else min(2 * pause, RESTART_MOST)
             log.error("the carrier ended; a new one starts in %g s", pause)
-            self._ending.wait(pause)
+            self.ending.wait(pause)
 
     def _carry(self) -> None:
         """One carrier's life."""
@@ -280,14 +193,14 @@ class Service:
             while True:
                 self._from_carrier(pipe, pipe.read())
         except BrokenPipe as e:
-            if not self._ending.is_set():
+            if not self.ending.is_set():
                 log.error("the carrier's pipe broke: %s", e)
         finally:
             with self._lock:
                 self._carrier = None
             self.connected.clear()
             pipe.close()
-            if not self._ending.is_set():
+            if not self.ending.is_set():
                 process.kill()
                 process.wait()
 
@@ -309,7 +222,7 @@ class Service:
     def _keep_address(self, pipe: Pipe) -> None:
         """While the coordinator is not reached, look its name up again: the carrier cannot."""
         host, port = str(self.kit.study.network["host"]), int(self.kit.study.network["port"])
-        while not self._ending.wait(RESOLVE):
+        while not self.ending.wait(RESOLVE):
             found = [] if self.connected else _addresses(host, port)
             if found and not pipe.post(Packet(ADDRESSES, data=json.dumps(found).encode())):
                 return  # another carrier has its own
@@ -325,7 +238,7 @@ class Service:
             self._connection(packet)
         elif packet.run != SERVICE:
             with self._lock:
-                running = self._runs.get(packet.run)
+                running = self.runs.get(packet.run)
             if running is not None:
                 running.pipe.post(packet)
             elif packet.kind == REQUEST:
@@ -369,7 +282,7 @@ class Service:
             )
         running = Running(run, process, Pipe(ours))
         with self._lock:
-            self._runs[run] = running
+            self.runs[run] = running
         threading.Thread(target=self._from_run, args=(running,), name=f"run-{run.hex()[:8]}", daemon=True).start()
         return running
 
@@ -393,13 +306,13 @@ class Service:
             running.process.kill()
             running.process.wait()
         with self._lock:
-            self._runs.pop(running.run, None)
+            self.runs.pop(running.run, None)
         running.pipe.close()
         running.over.set()
 
     def _tell_runs(self, why: str) -> None:
         with self._lock:
-            runs = [*self._runs.values()]
+            runs = [*self.runs.values()]
         for running in runs:
             running.pipe.post(Packet(STOP, data=why.encode()))
 
@@ -427,7 +340,7 @@ class Service:
             if kit.role == "coordinator":
                 raise ProtocolAbort("invitation", "I1", "unexpected", "a coordinator is not invited")
             invitation = Invitation.check(data, kit, now)
-            if run in self._runs:  # its answer was lost
+            if run in self.runs:  # its answer was lost
                 return run, COME
             Seen(kit.path / "local" / "invitations.json").admit(run, now)
         except ProtocolAbort as e:
@@ -444,9 +357,9 @@ class Service:
             policy = kit.policy()
             kit.check_approved(policy)
             kit.check_limits(policy)
-            if len(self._runs) >= RUNS_AT_ONCE:
-                raise Refusal(f"{len(self._runs)} runs are going on at '{kit.me}'")
-            if self._ending.is_set():
+            if len(self.runs) >= RUNS_AT_ONCE:
+                raise Refusal(f"{len(self.runs)} runs are going on at '{kit.me}'")
+            if self.ending.is_set():
                 raise Refusal(f"the service of '{kit.me}' stops")
         except CloisterError as e:
             ended = failed(kit, run.hex(), e, results_folder(kit, run.hex()))
@@ -466,66 +379,6 @@ class Service:
         except TimeoutError:
             return None
         return packet.data if packet.kind == ANSWER else None
-
-    # -- the coordinator's runs ------------------------------------------------------------------------------------
-
-    def order(self, tell: Callable[[str], None], gone: Callable[[], bool]) -> Ended:
-        """Have the study in the kit run once by all parties; stops it when `gone`. Raises if it cannot begin."""
-        kit = Kit.open(self.kit.path)
-        guests = [p for p in kit.study.parties if p != kit.me]
-        self._wait_for(guests, tell, gone)
-        if len(self._runs) >= RUNS_AT_ONCE:
-            raise UsageError(f"{len(self._runs)} runs are going on already; wait for one to end")
-        run = Entropy().bytes(16)
-        running = self.begin(run)
-        tell(f"run {run.hex()[:8]} submitted")
-        with ThreadPoolExecutor(len(guests)) as pool:
-            words = dict(zip(guests, pool.map(lambda p: self._invite(kit, running, p), guests), strict=True))
-        for party, word in words.items():
-            if word != COME:
-                running.pipe.post(Packet(HEARD, party, run=run, data=word.encode()))
-        if all(word == COME for word in words.values()):
-            tell(f"run {run.hex()[:8]} running")
-        while not running.over.wait(0.2):
-            if gone():
-                running.pipe.post(Packet(STOP, data=b"the run was stopped"))
-                running.over.wait(30.0)
-                break
-        file = kit.path / RUNS / f"{run.hex()}.json"
-        try:
-            return Ended.load(file)
-        except OSError:
-            return lost(kit.me, run.hex(), f"the run's process at {kit.me} ended; see {kit.path / 'log.txt'}")
-        finally:
-            file.unlink(missing_ok=True)
-
-    def _wait_for(self, guests: list[Party], tell: Callable[[str], None], gone: Callable[[], bool]) -> None:
-        end, told = time.monotonic() + CONNECT, ""
-        while True:
-            with ThreadPoolExecutor(len(guests)) as pool:
-                here = dict(zip(guests, pool.map(lambda p: self.ask(p, PING, 3.0) == HERE, guests), strict=True))
-            names = ", ".join(sorted(p for p in guests if not here[p]))
-            if not names:
-                return
-            if time.monotonic() > end:
-                raise PeerLost("flare", "-", "lost", f"not connected: {names}; ask them to run: cloister site KIT")
-            if gone() or self._ending.is_set():
-                raise PeerLost("flare", "-", "lost", "the run was stopped")
-            if names != told:
-                tell(f"waiting for {names}")
-                told = names
-            time.sleep(0.5)
-
-    def _invite(self, kit: Kit, running: Running, party: Party) -> str:
-        """The party's word; an answer that is lost, or is not the party's own, is asked for again."""
-        request = INVITE + Invitation(running.run, kit.study.digest, party, int(time.time())).sign(kit.identity)
-        end = time.monotonic() + CONNECT / 2
-        while time.monotonic() < end and not running.over.is_set():
-            if answer := self.ask(party, request, 5.0):
-                with contextlib.suppress(ProtocolAbort):
-                    return read_word(kit.study.keys[party], running.run, party, answer)
-            time.sleep(0.3)
-        return "aborted invitation I2 lost"
 
 
 def _addresses(host: str, port: int) -> list[tuple[str, int]]:
