@@ -14,6 +14,7 @@ import socket
 import ssl
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -29,7 +30,8 @@ from cloister.runtime.pipe import MOST
 MOST_FRAME = MOST + (1 << 12)
 AT_ONCE = 16
 HANDSHAKE, SENDING = 10.0, 30.0  # seconds
-HALF_OPEN = 64  # handshakes at a time
+HALF_OPEN, HALF_OPEN_EACH = 256, 16  # handshakes at a time, of all and of one address
+OPEN_EACH = 4  # connections of one party; FLARE keeps the last
 Address = tuple[str, int]  # an IP address and a port
 
 
@@ -56,7 +58,7 @@ class TlsConnection(Connection):
     def __init__(self, sock: ssl.SSLSocket, connector: ConnectorInfo, peer: str) -> None:
         super().__init__(connector)
         self._sock, self._turn = sock, threading.Lock()  # OpenSSL wants one thread at a time
-        self._closed = False
+        self._closed, self.peer = False, peer
         self.room = threading.BoundedSemaphore(AT_ONCE)
         sock.settimeout(0.0)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -143,7 +145,9 @@ class TlsDriver(BaseDriver):
     def __init__(self, tls: dict[str, str], peers: Iterable[str], tell: Callable[[str], None]) -> None:
         super().__init__()
         self._tls, self._peers, self._tell = tls, frozenset(peers), tell
-        self._shaking = threading.BoundedSemaphore(HALF_OPEN)
+        self._shaking: Counter[str] = Counter()  # handshakes by address
+        self._open: Counter[str] = Counter()  # connections by common name
+        self._lock = threading.Lock()
         self.listener: socket.socket | None = None  # the coordinator's
         self.addresses: list[Address] = []  # where a site finds the coordinator
         self.host = ""
@@ -164,13 +168,20 @@ class TlsDriver(BaseDriver):
         assert self.listener is not None
         context = tls_context(self._tls, server=True)
         while not connector.stopped.is_set():
-            sock, _ = self.listener.accept()
-            if not self._shaking.acquire(blocking=False):
-                sock.close()
+            try:
+                sock, (address, *_) = self.listener.accept()
+            except OSError:  # it was gone again, or there are too many descriptors
+                time.sleep(0.1)
                 continue
-            threading.Thread(target=self._admit, args=(sock, context, connector), daemon=True).start()
+            with self._lock:
+                fits = self._shaking.total() < HALF_OPEN and self._shaking[address] < HALF_OPEN_EACH
+                self._shaking[address] += fits
+            if fits:
+                threading.Thread(target=self._admit, args=(sock, address, context, connector), daemon=True).start()
+            else:
+                sock.close()
 
-    def _admit(self, sock: socket.socket, context: ssl.SSLContext, connector: ConnectorInfo) -> None:
+    def _admit(self, sock: socket.socket, address: str, context: ssl.SSLContext, connector: ConnectorInfo) -> None:
         try:
             connection = self._shake(sock, context, connector, server=True)
         except (OSError, ValueError) as e:
@@ -178,7 +189,8 @@ class TlsDriver(BaseDriver):
             sock.close()
             return
         finally:
-            self._shaking.release()
+            with self._lock:
+                self._shaking -= Counter([address])
         self._serve(connection)
 
     def connect(self, connector: ConnectorInfo) -> None:
@@ -217,9 +229,19 @@ class TlsDriver(BaseDriver):
         return TlsConnection(secure, connector, peer)
 
     def _serve(self, connection: TlsConnection) -> None:
-        self.add_connection(connection)
-        connection.read_frames()
-        self.close_connection(connection)
+        with self._lock:
+            fits = self._open[connection.peer] < OPEN_EACH
+            self._open[connection.peer] += fits
+        if not fits:
+            connection.close()
+            return
+        try:
+            self.add_connection(connection)
+            connection.read_frames()
+            self.close_connection(connection)
+        finally:
+            with self._lock:
+                self._open[connection.peer] -= 1
 
     def shutdown(self) -> None:
         self.close_all()
