@@ -14,13 +14,12 @@ from pathlib import Path
 
 import chat
 import pytest
-from federation import PARTIES, Federation, cells
+from federation import IMPATIENT, PARTIES, UNCHECKED, Federation, cells
 
 from cloister.crypto.agreement import check_signature
 from cloister.errors import PeerLost, ProtocolAbort
 from cloister.rehearsal import rehearse
 from cloister.results import load_runs
-from cloister.runtime import service
 from cloister.runtime.provision import provision
 from cloister.seat import SIGNED
 from cloister.study import format_study
@@ -162,7 +161,7 @@ def services_stop_at_once_and_leave_nothing(federation):
 
 
 @pytest.fixture
-def another(tmp_path, monkeypatch):
+def another(tmp_path):
     made = Federation(tmp_path, timeout=12.0)
     made.agree()
     try:
@@ -172,13 +171,13 @@ def another(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_certificate_of_another_party_is_refused(another, monkeypatch):
+def test_a_certificate_of_another_party_is_refused(another):
     """The certificate is good, but lugano's service says that it is basel."""
-    monkeypatch.setattr(service, "CONNECT", 20.0)
     for name in ("client.crt", "client.key"):
         shutil.copy(another.kits["basel"] / "startup" / name, another.kits["lugano"] / "startup" / name)
-    another.start("hub", "vienna", "helper")
-    another.start("lugano", check_certificate=False)
+    another.start("hub", patch=IMPATIENT)
+    another.start("vienna", "helper")
+    another.start("lugano", patch=UNCHECKED)
     with pytest.raises(PeerLost, match="not connected: basel, lugano;"):
         another.run()
     log = (another.kits["hub"] / "log.txt").read_text()
