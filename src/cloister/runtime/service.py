@@ -392,7 +392,10 @@ def _addresses(host: str, port: int) -> list[tuple[str, int]]:
 def _spawn_carrier(end: socket.socket) -> subprocess.Popen[bytes]:
     """A Python that takes nothing from its surroundings: no environment, no folder, no descriptor but one."""
     root = str(Path(__file__).resolve().parents[2])
-    code = "import sys; sys.path.append(sys.argv.pop(1)); from cloister.runtime.sandbox import main; main()"
+    code = (
+        "import sys; root = sys.argv.pop(1); root in sys.path or sys.path.insert(0, root);"  # the same code as here
+        "from cloister.runtime.sandbox import main; main()"
+    )
     return subprocess.Popen(
         [sys.executable, "-I", "-B", "-c", code, root, PROGRAM, str(end.fileno())],
         pass_fds=[end.fileno()],
