@@ -171,7 +171,7 @@ class Mailbox:
             self._deaf.add(party)
             self._waiting.pop(party, None)
             for key in [key for key in self._queues if key[0] == party]:
-                self._held[party] -= sum(frame.weight for frame, _ in self._queues.pop(key))
+                self._held[party] -= sum(frame.weight for frame, _, _ in self._queues.pop(key))
 
     def on_change(self, wake: Callable[[], None]) -> None:
         self._wake = wake
