@@ -62,7 +62,7 @@ def test_frames_go_through_and_the_absent_are_named(tmp_path):
         hub, basel = ends["hub"], ends["basel"]
         hub.wait_for(lambda p: p.kind == CONNECTED and p.name == "basel")
         basel.wait_for(lambda p: p.kind == CONNECTED and p.name == "hub")
-        run, large = bytes(range(16)), bytes(4 << 20)
+        run, large = bytes(range(16)), bytes(1 << 20)
         basel.pipe.post(Packet(REQUEST, "hub", 7, run, large))
         assert hub.wait_for(lambda p: p.kind == REQUEST) == Packet(REQUEST, "basel", 7, run, large)
         hub.pipe.post(Packet(ANSWER, "basel", 7, run, b"+"))

