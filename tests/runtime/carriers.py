@@ -17,7 +17,7 @@ from pathlib import Path
 import msgpack
 from federation import free_port
 
-from cloister.runtime import ready, service
+from cloister.runtime import launch, ready
 from cloister.runtime.kit import Kit
 from cloister.runtime.pipe import LOG, PLAN, BrokenPipe, Packet, Pipe
 from cloister.runtime.provision import provision
@@ -33,12 +33,12 @@ class End:
     def __init__(self, kit: Path, program: str, port: int) -> None:
         self.kit = Kit.open(kit)
         ours, theirs = socket.socketpair()
-        kept, service.PROGRAM = service.PROGRAM, program
+        kept, launch.PROGRAM = launch.PROGRAM, program
         try:
             with theirs:
-                self.process: subprocess.Popen[bytes] = service._spawn_carrier(theirs)
+                self.process: subprocess.Popen[bytes] = launch.spawn_carrier(theirs)
         finally:
-            service.PROGRAM = kept
+            launch.PROGRAM = kept
         self.pipe, self.came = Pipe(ours), queue.Queue[Packet]()
         self.kept: list[Packet] = []
         hub = self.kit.role == "coordinator"
