@@ -60,9 +60,7 @@ def _sandbox() -> Finding:
     from cloister.runtime.sandbox import landlock_abi, why_not
 
     if reason := why_not():
-        return Finding(
-            "sandbox", "note", f"{reason}; services need the two units of docs/deploy.md (systemd)"
-        )
+        return Finding("sandbox", "note", f"{reason}; services need the two units of docs/deploy.md (systemd)")
     return Finding("sandbox", "ok", f"Landlock {landlock_abi()} and seccomp")
 
 
