@@ -5,7 +5,7 @@
     python scripts/mutants.py --table                     what is known so far
 
 A mutant is either drawn from the code (a check that is no longer called, a condition that no longer aborts) or written
-down in `mutants_list.py` (a mask that is left out, a key that is used twice). For each, the tests that import the file
+down in `mutants.toml` (a mask that is left out, a key that is used twice). For each, the tests that import the file
 run against a copy of the package, with stored vectors switched off: a mutant that only other bytes give away counts as
 alive. The first test that fails is the behaviour that killed it. Results are kept in build/mutants.jsonl by what was
 tested, so that a run that was stopped goes on where it was, and a change runs only what it concerns.
@@ -26,6 +26,7 @@ import sys
 import tempfile
 import threading
 import time
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,10 +34,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "src" / "cloister"
 STORE = ROOT / "build" / "mutants.jsonl"
-sys.path.insert(0, str(Path(__file__).parent))
+LIST = tomllib.loads((Path(__file__).parent / "mutants.toml").read_text(encoding="utf-8"))
+ALSO, REASONS = LIST["also"], LIST["reasons"]
+WRITTEN = [(m["file"], m["name"], m["old"], m["new"]) for m in LIST["mutant"]]
 
-from mutants_list import ALSO, HARDENED, REASONS, WRITTEN  # noqa: E402
-
+FIRST = ("one_thing_wrong", "what_is_drawn", "one_liar_sums")
 LIAR = "test_one_liar.py"
 OUTSIDE = ("tests/runtime/test_flare", "tests/protocols/knn/test_oracle", "tests/protocols/ckks/test_oracle")
 SWITCH_OFF = """
@@ -117,12 +119,12 @@ def stale() -> list[str]:
     return [key for file, name, *_ in WRITTEN if (key := f"{file.rpartition('/')[2]}: {name}") not in known]
 
 
-def _several(text: str | tuple[str, ...]) -> tuple[str, ...]:
-    return (text,) if isinstance(text, str) else text
+def _several(text: str | list[str]) -> list[str]:
+    return [text] if isinstance(text, str) else text
 
 
 def all_mutants() -> list[Mutant]:
-    made = [m for file in HARDENED if (PACKAGE / f"{file}.py").exists() for m in drawn(file)] + list(written())
+    made = [m for file in LIST["files"] if (PACKAGE / f"{file}.py").exists() for m in drawn(file)] + list(written())
     keys = [m.key for m in made]
     if twice := {k for k in keys if keys.count(k) > 1}:
         raise SystemExit(f"two mutants have one name: {sorted(twice)[0]}")
@@ -133,7 +135,7 @@ def all_mutants() -> list[Mutant]:
 
 
 def tests_of(file: str) -> list[str]:
-    """Test files that import the module, its own first, then the small ones."""
+    """Test files that import the module: the quick ones about security alone, those of its name, its sixth question."""
     module = file.rpartition("/")[2]
     dotted = "cloister." + file.replace("/", ".")
     parent = dotted.rpartition(".")[0]
@@ -145,11 +147,10 @@ def tests_of(file: str) -> list[str]:
         if dotted in text or (block is not None and re.search(rf"\b{module}\b", block[1])):
             found.append(name)
     found = [n for n in [*found, *ALSO.get(file, ())] if not n.startswith(OUTSIDE)]
-    near = [n for n in dict.fromkeys(found) if file.split("/")[0] in n or module in n or "attacks" in n or n in ALSO.get(file, ())]
-    first = ("one_thing_wrong", "what_is_drawn", "one_liar_sums")  # quick, and about security alone
-    quick = [n for word in first for n in near if word in n]
-    rest = [n for n in near if n not in quick and "outlier" not in n and "single_site" not in n]
-    ordered = quick + sorted(rest, key=lambda n: (module not in n, LIAR in n, (ROOT / n).stat().st_size))
+    quick = [n for word in FIRST for n in found if word in n]
+    own = [n for n in dict.fromkeys(found) if module in n or n in ALSO.get(file, ())]
+    folder = [n for n in found if n.startswith(f"tests/{file.rpartition('/')[0]}/")]
+    ordered = dict.fromkeys([*quick, *(own or folder), *(n for n in found if n.endswith(LIAR))])
     return [one for name in ordered for one in (_questions(module) if name.endswith(LIAR) else [name])]
 
 
@@ -216,8 +217,8 @@ def table(mutants: list[Mutant], rows: dict[str, dict[str, str | float]]) -> int
     known = {m.key: rows[d] for m in mutants if (d := digest(m, tests_of(m.file))) in rows}
     killed = {k: r for k, r in known.items() if r["killed"]}
     for key, row in sorted(known.items()):
-        by = str(row["killed"]).rpartition("::")[2] if row["killed"] else f"ALIVE ({REASONS.get(key, 'no reason given')})"
-        print(f"{key:<90} {by}")
+        alive = f"ALIVE ({REASONS.get(key, 'no reason given')})"
+        print(f"{key:<90} {str(row['killed']).rpartition('::')[2] if row['killed'] else alive}")
     open_ = [k for k in known.keys() - killed.keys() if k not in REASONS]
     share = 100 * len(killed) / max(1, len(known))
     print(
@@ -225,7 +226,7 @@ def table(mutants: list[Mutant], rows: dict[str, dict[str, str | float]]) -> int
         f"{len(known) - len(killed) - len(open_)} alive for a reason, {len(open_)} alive"
     )
     for key in stale():
-        print(f"{key}: fits nowhere any more; bring mutants_list.py up to date")
+        print(f"{key}: fits nowhere any more; bring mutants.toml up to date")
     return len(open_) + len(stale())
 
 
