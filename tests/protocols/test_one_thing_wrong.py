@@ -294,6 +294,31 @@ def test_components_with_one_thing_wrong(change):
     refused("components", shared_pca.check_components, PCA, replace(SPACE, **change))
 
 
+@pytest.mark.parametrize("wrong", ["none", "cells", "many", "sign", "log", "square", "spread"])
+def test_moments_with_one_thing_wrong(wrong):
+    """Ten cells: sums of y, y², l, l² of two genes."""
+    sums = [np.array([20.0, 5.0]), np.array([50.0, 9.0]), np.array([8.0, 3.0]), np.array([9.0, 2.0])]
+    cells = {"cells": 0, "many": 1 << 60}.get(wrong, 10)
+    place, value = {"sign": (1, -5.0), "log": (2, 1e6), "square": (3, 1e6), "spread": (1, 30.0)}.get(wrong, (0, 20.0))
+    sums[place][0] = value
+    if wrong == "none":
+        shared_pca.check_moments(PCA, cells, *sums)
+    else:
+        refused("damaged", shared_pca.check_moments, PCA, cells, *sums)
+
+
+@pytest.mark.parametrize("wrong", ["none", "few", "many", "sum", "product"])
+def test_products_with_one_thing_wrong(wrong):
+    n = {"few": 1.0, "many": 51.0}.get(wrong, 40.0)
+    words = np.array([n, 401.5 if wrong == "sum" else 3.0, 1.0, 4002.0 if wrong == "product" else 20.0, 1.0, 9.0])
+    if wrong == "few":
+        words[1:] = 0.0
+    if wrong == "none":
+        shared_pca.check_products(PCA, 50, words, 2)
+    else:
+        refused("damaged", shared_pca.check_products, PCA, 50, words, 2)
+
+
 def test_leaves_that_hold_less_than_a_site_has_in_them():
     counted_forest.check_leaves(np.array([3, 4]), np.array([3, 0]))
     counted_forest.check_leaves(np.array([3, 4]), None)
