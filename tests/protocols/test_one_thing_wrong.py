@@ -404,6 +404,28 @@ def test_vocabularies_with_one_thing_wrong(labels, labelled, mine):
     refused("labels", check, some, C, training_terms.Vocabulary(("p", "q"), SITES), ())
 
 
+def test_sums_of_training_with_one_thing_wrong():
+    training_terms.check_total(90.0, "L4", 5)
+    for cells in (-1.0, 1e15, np.nan):
+        refused("damaged", training_terms.check_total, cells, "L4", 5)
+    good = np.array([[9.0, 1.0], [0.0, 5.0]])
+    training_terms.check_scores(good, 4.0, 5)
+    for counts, loss in ((good, -1.0), (good, 1e9), (good, np.nan), (-good, 4.0), (good * 1e14, 4.0)):
+        refused("damaged", training_terms.check_scores, counts, loss, 5)
+
+
+def test_a_mean_update_that_no_sites_have():
+    def words(delta, weight, loss):
+        code, tail = TRAINING.code(3), training_terms.TAIL
+        return np.concatenate([code.encode(np.array(delta)), tail.encode(np.array([weight, loss]))])
+
+    mean, _ = training_terms.mean_update(TRAINING, 3, 2, words([1.0, -2.0], 0.5, 0.2), 3)
+    np.testing.assert_allclose(mean, [2.0, -4.0], atol=1e-6)
+    assert training_terms.mean_update(TRAINING, 3, 2, words([0.0, 0.0], 0.0, 0.0), 3)[0].sum() == 0
+    for given in (([1.0, -2.2], 0.5, 0.2), ([1.0, 1.0], -0.5, 0.2), ([1.0, 1.0], 3.5, 0.2), ([1.0, 1.0], 1.0, -1.0)):
+        refused("damaged", training_terms.mean_update, TRAINING, 3, 2, words(*given), 3)
+
+
 # ---- the same view ---------------------------------------------------------------------------------------------------
 
 
