@@ -38,7 +38,7 @@ LIST = tomllib.loads((Path(__file__).parent / "mutants.toml").read_text(encoding
 ALSO, REASONS = LIST["also"], LIST["reasons"]
 WRITTEN = [(m["file"], m["name"], m["old"], m["new"]) for m in LIST["mutant"]]
 
-FIRST = ("one_thing_wrong", "what_is_drawn", "one_liar_sums")
+FIRST = ("one_thing_wrong", "roles_check", "what_is_drawn", "what_shares_hide", "one_liar_sums")
 LIAR = "test_one_liar.py"
 OUTSIDE = ("tests/runtime/test_flare", "tests/protocols/knn/test_oracle", "tests/protocols/ckks/test_oracle")
 SWITCH_OFF = """
@@ -246,7 +246,6 @@ def main() -> int:
     if asked.table:
         return min(1, table(mutants, rows))
     STORE.parent.mkdir(exist_ok=True)
-    os.nice(10)
     lock = threading.Lock()
     sound: dict[str, str] = {}
 
