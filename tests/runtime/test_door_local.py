@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 from federation import PARTIES, Federation, cells
 from plain_flare import requests
 
-from cloister.rehearsal import rehearse
+from cloister.run.rehearsal import rehearse
 from cloister.runtime import sandbox
 from cloister.runtime.pipe import REQUEST, SERVICE
 from cloister.runtime.service import INVITE

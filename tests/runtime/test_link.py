@@ -340,3 +340,22 @@ def test_a_study_without_keys_cannot_be_linked():
     study = Study("pair", "chat", {A: "site", B: "coordinator"})
     with pytest.raises(ParameterError, match="\\[keys\\] has none for basel, hub"):
         SealedLink(study, A, "r", Identity.create(Entropy()), Box(A), lambda *_: b"", Entropy())
+
+
+def test_a_batch_does_not_pass_under_another_number():
+    """Who stands in the middle keeps the first batch and sends it once more as the next one."""
+    requests = []
+
+    def meddle(to, request, forward):
+        requests.append((to, request))
+        return forward(request)
+
+    pair = Pair(meddle)
+    pair.links[A].post(B, b"a" * 300)
+    pair.boxes[B].wait_for(lambda: pair.boxes[B].got)
+    first = next(r for to, r in requests if to == B and r[:1] == BATCH)
+    due = pair.links[B]._peers[A].due
+    answer = pair.links[B].answer(A, BATCH + due.to_bytes(8, "big") + first[9:])
+    assert answer == REFUSED
+    assert [data for _, data in pair.boxes[B].got].count(b"a" * 300) == 1
+    pair.close()
