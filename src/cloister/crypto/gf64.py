@@ -65,4 +65,3 @@ fold_field = _fast.fold_field
 dot = _fast.dot
 weigh_rows = _fast.weigh_rows
 scatter_weights = _fast.scatter_weights
-

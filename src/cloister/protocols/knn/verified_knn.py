@@ -210,7 +210,9 @@ async def vote(trio: Verified, terms: private_knn.Params, labels: Sequence[Xored
         x, y = best[:, 0 : 2 * h : 2], best[:, 1 : 2 * h : 2]
         later = await trio.less(y, x, few_rounds=True)
         kept = await trio.choose(later, y, x)
-        best = Xored(*(np.concatenate([one, two[:, 2 * h :]], axis=1) for one, two in ((kept.a, best.a), (kept.b, best.b))))
+        best = Xored(
+            *(np.concatenate([one, two[:, 2 * h :]], axis=1) for one, two in ((kept.a, best.a), (kept.b, best.b)))
+        )
     return best[:, 0]
 
 

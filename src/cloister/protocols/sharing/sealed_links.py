@@ -60,10 +60,14 @@ class Box:
         return self._count.to_bytes(12, "big")
 
     def seal(self, data: U8, kind: str) -> U8:
-        return np.frombuffer(self._cipher.encrypt(self._nonce(), np.ascontiguousarray(data).data, kind.encode()), np.uint8)
+        return np.frombuffer(
+            self._cipher.encrypt(self._nonce(), np.ascontiguousarray(data).data, kind.encode()), np.uint8
+        )
 
     def unseal(self, box: U8, kind: str) -> U8:
-        return np.frombuffer(self._cipher.decrypt(self._nonce(), np.ascontiguousarray(box).data, kind.encode()), np.uint8)
+        return np.frombuffer(
+            self._cipher.decrypt(self._nonce(), np.ascontiguousarray(box).data, kind.encode()), np.uint8
+        )
 
 
 class Links:

@@ -7,7 +7,7 @@ key with A (k_j), one with B (k_{j+1}), and A one with B (k_{j+2}), from which t
     V8   A ↔ B       products: α q and r β of their own shares, masked by P's streams
          P → A, B    the hash of what the other one has to say there
     V9   P → B       coefficients of the product of two polynomials, masked; A has the mask from a key
-    V10  B → P       the point, which A draws alike. V9 and V10 again, 16 : 1, until 4096 elements are left
+    V10  B → P       the point, which A draws alike. V9 and V10 again, 16 : 1, until 2048 elements are left
     V11  A → B       its vector at the last point, under one more row that is random; its sums, and the hash of its
                      residue of V8
          P → B       the hash of A's vector
@@ -34,7 +34,7 @@ from cloister.errors import ProtocolAbort
 from cloister.net.wire import message
 from cloister.protocols.sharing.sealed_links import NAME, Links
 
-LAST = 1 << 12  # elements that A sends masked
+LAST = 1 << 11  # elements that A sends masked
 HASH = 32
 SEED = 16
 PENDING = 1 << 22  # elements of proofs that wait, from which they are proved without waiting for an opening
@@ -192,9 +192,7 @@ class Proofs:
         masks_left = Masks.draw(self._with_left[LEFT], d)
         sum_left = self._with_left[LEFT].uint64((ROWS, ROWS))
         masks_right = Masks.draw(self._with_right[RIGHT], d)
-        self._products.append(
-            Product(q.ring, q, r, left, right, own, masks_left, sum_left, masks_right, sum_right)
-        )
+        self._products.append(Product(q.ring, q, r, left, right, own, masks_left, sum_left, masks_right, sum_right))
 
     # -- V7 to V12 -----------------------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ a wrong comparison would tell something about what is compared.
     operation              bits sent per entry, all three                      rounds
     product                3κ                                                  1
     bits                   κ + 3 (κ - 1), or about κ + 3κ log2 κ               κ, or 2 + log2 κ
-    less                   3κ, or about 7κ                                     κ, or 4 + log2 (κ/3)
+    less                   3κ, or about 6κ                                     κ, or 6 + log2 (κ/6)
     shuffle                6κ                                                  3
     proof                  some 100 kB                                         5 to 11
     open                   3 to all                                            1
@@ -68,7 +68,7 @@ from cloister.study import Party
 
 DEEP = 1 << 16  # comparisons at once from which bytes count more than rounds
 WIDE = 1 << 12  # words at once up to which the bits of sums are found in few rounds
-DIGIT = 3  # bits of a digit in a comparison of few rounds
+DIGIT, LONG = 3, 6  # bits of a digit in a comparison of few rounds, of short and of long words
 SEED = 32
 
 
@@ -308,11 +308,11 @@ class Verified:
         z = self._summand(q, r, w) + own - following
         size = shape[0] * shape[1] * ring.size
         from_prev, from_next = await self.links.exchange(
-            Product, ring.to_bytes(z), raw(correction), 8 * ROWS * ROWS, size
+            Product, ring.to_bytes(z), ring.to_bytes(correction), ROWS * ROWS * ring.size, size
         )
         other = ring.from_bytes(from_next, shape)
         left = other - following if w is None else other - w.b[None] - following
-        self.proofs.add_product(q, r, left, own, masks, words(from_prev).reshape(ROWS, ROWS))
+        self.proofs.add_product(q, r, left, own, masks, ring.from_bytes(from_prev, (ROWS, ROWS)).astype(np.uint64))
         return Shared(ring, z, other)
 
     # -- V4: gates -----------------------------------------------------------------------------------------------------
@@ -391,7 +391,8 @@ class Verified:
 
     async def less(self, x: Xored, y: Xored, *, few_rounds: bool) -> Xored:
         """Whether x < y, of planes (κ, ...), as one plane: c' = c ⊕ d (c ⊕ y) from the lowest bit, d = x ⊕ y."""
-        d, digit = x ^ y, DIGIT if few_rounds else len(x)
+        d = x ^ y
+        digit = (LONG if len(d) > 24 else DIGIT) if few_rounds else len(d)
         starts = list(range(0, len(d), digit))
         c: list[Xored] = [zeros(d.shape[1:])] * len(starts)
         p: list[Xored] = [self.flip(d[start]) for start in starts]  # all bits of the digit are equal
