@@ -1,4 +1,4 @@
-"""The test kit: `check_protocol` asks every protocol file the same five questions.
+"""The test kit: `check_protocol` asks every protocol file the same five questions, and `check_lies` a sixth.
 
 1. *ideal*: what the roles return equals `ideal()`, for every case.
 2. *vectors*: with fixed entropy, the transcript equals the stored one; every stored `bad_*` fault aborts by its code.
@@ -6,6 +6,8 @@
 4. *abort*: drop, delay, swap, duplicate or truncate any message, or kill a party at any line, and every party stops
    in time, naming the line; or finishes with the right result, where the protocol survives that.
 5. *cost*: messages and bytes are what `cost()` says, up to framing.
+6. *lies*: one party, whichever, lies in one message, whichever; all others end with a right result or a named abort,
+   and whether they abort does not depend on their inputs.
 
 A protocol module offers `Params`, `ideal(params, inputs)`, `roles(params)` (party → coroutine function; the first
 party is the coordinator) and `cost(params)`.
@@ -25,6 +27,7 @@ import numpy as np
 
 from cloister.crypto.entropy import Entropy
 from cloister.errors import CloisterError, ProtocolAbort
+from cloister.lies import LETTERS, Lie, Said, Stage, all_lies, one_of_each
 from cloister.net.receipts import Entry
 from cloister.net.seat import Outcome, Seat
 from cloister.run.rehearsal import Fault, Killed, Run, play
@@ -39,6 +42,11 @@ class Case:
 
     params: Any
     inputs: Mapping[Party, tuple[Any, ...]]
+
+
+def name_of(module: Any) -> str:
+    """A protocol's name, which is its file's, in whichever folder."""
+    return str(module.__name__).rpartition(".")[2]
 
 
 def fixed_entropy(seed: str) -> Callable[[Party], Entropy]:
@@ -69,7 +77,7 @@ def run_protocol(
     parts_by_party = {**module.roles(case.params), **(roles or {})}
     hub, *rest = parts_by_party
     parties: dict[Party, Role] = {hub: "coordinator"} | {p: "site" for p in rest}
-    study = Study(name="test", workflow=module.__name__, parties=parties, timeout=timeout)
+    study = Study(name="test", workflow=f"cloister.protocols.{name_of(module)}", parties=parties, timeout=timeout)
 
     def part_of(party: Party) -> Callable[[Seat, Any], Outcome]:
         role = parts_by_party[party]
@@ -191,6 +199,101 @@ def check_cost(module: Any, case: Case) -> None:
         assert payload <= total <= payload + slack, f"'{party}' sent {total} bytes, cost() says {payload}"
 
 
+@dataclass(frozen=True)
+class Lies:
+    """What became of them."""
+
+    tried: int
+    aborted: int  # some honest party stopped by name
+    right: int  # all honest parties had a right result
+    assumed: int  # of a kind that the protocol says under Assumes not to withstand
+
+
+def check_lies(
+    module: Any,
+    cases: Sequence[Case],
+    *,
+    right: Callable[[Lie, dict[Party, Any]], None],
+    assumes: Mapping[str, str] | None = None,
+    liars: Iterable[Party] | None = None,
+    full: bool = False,
+    timeout: float = 2.0,
+    within: float = 20.0,
+    only: Callable[[Lie], bool] = lambda lie: True,
+) -> Lies:
+    """6: every role lies, one message at a time; returns how often who noticed.
+
+    Parameters
+    ----------
+    cases
+        The first is played; a second with the same parameters and other inputs, if there is one, has to end the same
+        way under the same lie.
+    right
+        `right(lie, values)` raises unless what the honest parties that finished returned is `ideal()` of *some* input
+        of the liar.
+    assumes
+        Letter → role function whose lies of that kind may give wrong results; the docstring's *Assumes* has to say so,
+        as "(b) of the coordinator". They must still end in time and without a crash.
+    liars
+        Who lies; by default one party per role function.
+    full
+        Every lie, instead of one per kind of message.
+    """
+    case, assumes = cases[0], assumes or {}
+    for letter, role in assumes.items():
+        wanted = f"({letter}) of the {role}"
+        assert wanted in " ".join((module.__doc__ or "").split()), (
+            f"{module.__name__} does not say under Assumes: {wanted}"
+        )
+    roles = module.roles(case.params)
+    by_role: dict[Any, Party] = {}
+    for party, role in roles.items():
+        by_role.setdefault(role, party)
+    chosen = {p: roles[p] for p in (liars or by_role.values())}
+    clean = Stage()
+    check_no_errors(_staged(module, case, clean, 30.0))
+    lies = [lie for lie in all_lies(clean.said, chosen) if only(lie)]
+    tried = aborted = fine = assumed = 0
+    for lie in lies if full else list(one_of_each(iter(lies))):
+        ends = [_one_lie(module, c, lie, clean.said, timeout, within) for c in cases[:2]]
+        if any(end is None for end in ends):
+            continue  # in this run there was nothing to change
+        tried += 1
+        stopped = [end[1] for end in ends if end is not None]
+        if assumes.get(lie.letter) == getattr(chosen[lie.liar], "__name__", ""):
+            assumed += 1
+            continue
+        assert len(set(stopped)) == 1, f"{lie}: whether the others abort depends on their inputs"
+        for end in ends:
+            assert end is not None
+            right(lie, end[0])
+        aborted, fine = aborted + stopped[0], fine + (not stopped[0])
+    return Lies(tried, aborted, fine, assumed)
+
+
+def _staged(module: Any, case: Case, stage: Stage, timeout: float) -> Run:
+    roles = {p: stage.role(p, role) for p, role in module.roles(case.params).items()}
+    return run_protocol(module, case, roles=roles, timeout=timeout)
+
+
+def _one_lie(
+    module: Any, case: Case, lie: Lie, earlier: Said, timeout: float, within: float
+) -> tuple[dict[Party, Any], bool] | None:
+    """What the honest parties returned, and whether one of them stopped; None if there was nothing to lie about."""
+    stage = Stage(lie, earlier)
+    began = time.monotonic()
+    run = _staged(module, case, stage, timeout)
+    took = time.monotonic() - began
+    assert took < within, f"{lie}: took {took:.1f} s"
+    if not stage.lied:
+        return None
+    honest = {p: e for p, e in run.errors.items() if p != lie.liar}
+    for party, e in honest.items():
+        assert isinstance(e, ProtocolAbort), f"{lie}: '{party}' raised {type(e).__name__}: {e}"
+        assert all((e.protocol, e.line, e.code)), f"{lie}: '{party}' does not say where it stopped"
+    return {p: v for p, v in values(run).items() if p != lie.liar}, bool(honest)
+
+
 def check_protocol(
     module: Any,
     cases: Sequence[Case],
@@ -217,4 +320,17 @@ def same_array(found: Any, ideal: Any) -> None:
         np.testing.assert_array_equal(found, ideal)
 
 
-__all__ = ["Case", "Fault", "Killed", "check_protocol", "fixed_entropy", "run_protocol", "same_array", "values"]
+__all__ = [
+    "LETTERS",
+    "Case",
+    "Fault",
+    "Killed",
+    "Lie",
+    "Lies",
+    "check_lies",
+    "check_protocol",
+    "fixed_entropy",
+    "run_protocol",
+    "same_array",
+    "values",
+]

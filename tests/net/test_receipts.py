@@ -73,7 +73,7 @@ def test_the_file_is_for_the_owner_only_and_whole(tmp_path):
     assert len(json.loads(path.read_text())["entries"]) == 4
 
 
-FIELDS = ["kind", "protocol", "line", "name", "to", "bytes", "sha256", "hash"]
+FIELDS = ["kind", "protocol", "line", "name", "to", "bytes", "sha256", "scope", "hash"]
 
 
 @pytest.mark.parametrize("at", [0, 2, 5, 6])

@@ -257,9 +257,11 @@ def rehearse(
 # ---- after a run -----------------------------------------------------------------------------------------------------
 
 
-@app.command(epilog="Example:  cloister receipt results/basel.receipt.json --verify")
+@app.command(epilog="Example:  cloister receipt basel.receipt.json --verify   or   A.json B.json --compare")
 def receipt(
     path: Annotated[Path, typer.Argument(help="A receipt.json, or an .h5ad that carries one.")],
+    other: Annotated[Path | None, typer.Argument(help="With --compare: the receipt.json of another party.")] = None,
+    compare: Annotated[bool, typer.Option("--compare", metavar=FLAG, help="Were both told the same?")] = False,  # noqa: FBT002
     verify: Annotated[bool, typer.Option("--verify", metavar=FLAG, help="Check the chain and the signature.")] = False,  # noqa: FBT002
     study: Annotated[Path | None, typer.Option(help="With --verify: the key must be the one in this study.")] = None,
     as_json: AsJson = False,  # noqa: FBT002
@@ -267,6 +269,9 @@ def receipt(
     """Say what was computed, with whom, what left this party and who learned what."""
     from cloister.net.receipts import Receipt
 
+    if compare or other is not None:
+        _compare_receipts(path, other, compare=compare, study=study)
+        return
     if not path.exists():
         raise DataError(f"{path} does not exist; a run leaves PARTY.receipt.json in its results folder")
     if path.suffix == ".h5ad":
@@ -295,6 +300,27 @@ def receipt(
         show_receipt(brief)
     if verify:
         out.print("the chain is whole, and signed by the key shown above", style="green")
+
+
+def _compare_receipts(path: Path, other: Path | None, *, compare: bool, study: Path | None) -> None:
+    from cloister.crypto.agreement import check_signature
+    from cloister.net import receipts
+    from cloister.net.seat import SIGNED
+
+    if other is None or not compare:
+        raise UsageError("two receipts are put side by side with --compare: cloister receipt A.json B.json --compare")
+    both = [receipts.Receipt.load(p) for p in (path, other)]
+    for one in both:
+        one.check(lambda public, head, signature: check_signature(public, SIGNED, head, signature))
+        if study is not None:
+            _check_key(one, study)
+    alike = receipts.compare(*both)
+    unread = f", {alike.unread} of them never read" if alike.unread else ""
+    out.print(
+        f"{alike.told} broadcasts were told alike; {alike.exchanged} messages between the two agree{unread}",
+        style="green",
+        markup=False,
+    )
 
 
 def _check_key(found: Receipt, study: Path) -> None:

@@ -4,7 +4,8 @@
         await ch.send(params.aggregator, Key(pk))
         keys = await ch.recv(params.aggregator, Keys)
 
-`send`, `recv`, `gather` and `scatter` move messages; `reveal` marks the places where a protected value becomes plain.
+`send`, `recv`, `gather` and `scatter` move messages; `broadcast` and `recv_broadcast` move what all recipients must be
+told alike; `reveal` marks the places where a protected value becomes plain.
 A transport (memory, processes, FLARE) only carries frames between parties it has authenticated: a `Link` to post to,
 and a `Mailbox` (in mailbox.py) that it fills. Everything else is here, the same for all of them:
 
@@ -13,6 +14,9 @@ and a `Mailbox` (in mailbox.py) that it fills. Everything else is here, the same
   nonce of every party, so no two runs have the same.
 - *Order.* Data frames carry the run id, the sub-protocol's scope and a sequence number. A replay, a swap or a
   duplicate aborts, as does a frame that is no message or comes from somebody else than it says.
+- *One view.* What is told by `broadcast` enters the transcript of the channel, and the transcript enters the id of
+  every later sub-channel (transcript.py): parties that were told different things cannot finish a later step together.
+  The receipt keeps the hash of every message received, and of every broadcast in a form that is the same for all.
 - *Time.* Every party sends a pulse every few seconds, from a thread, which says whether it is computing, waiting, or
   waiting but ready to go on without whoever is missing. A wait ends when the awaited party is silent for `timeout`
   seconds, when for `timeout` seconds nobody at all was computing (or about to go on), or after `patience` seconds
@@ -43,6 +47,7 @@ from cloister.errors import ParameterError, PeerLost, ProtocolAbort, WireError
 from cloister.net import wire
 from cloister.net.mailbox import COMPUTING, PATIENT, WAITING, Failure, Mailbox
 from cloister.net.receipts import Entry, Receipt
+from cloister.net.transcript import Transcript
 from cloister.net.wire import Frame, Shape, message
 from cloister.study import Party, Study
 
@@ -177,7 +182,7 @@ class Session:
         where = (e.protocol, e.line, e.code) if isinstance(e, ProtocolAbort) else ("local", "-", type(e).__name__)
         for p in self.peers:
             data = self._frame("abort", p, list(where))
-            self._record("sent", where[0], where[1], "channel.Abort", p, data)
+            self._record_sent(where[0], where[1], "channel.Abort", p, data)
             self._post(p, data)
 
     def close(self) -> None:
@@ -203,11 +208,11 @@ class Session:
             quorum = None if self.runs == 1 else 1
             hellos = {hub: hello, **await lobby.gather([p for p in self.peers if p not in spare], Hello, quorum=quorum)}
             hellos |= await lobby.gather([p for p in self.peers if p in spare], Hello, quorum=0)  # H1
-            await lobby.scatter([p for p in hellos if p != hub], Welcome(hellos))  # H2
+            await lobby.broadcast([p for p in hellos if p != hub], Welcome(hellos))  # H2
             check_hellos(hellos, hub)  # after it, so that everyone can say who differs
         else:
             await lobby.send(hub, hello)  # H1
-            hellos = {Party(p): h for p, h in (await lobby.recv(hub, Welcome)).hellos.items()}  # H2
+            hellos = {Party(p): h for p, h in (await lobby.recv_broadcast(hub, Welcome)).hellos.items()}  # H2
             known = {hub, self.me} <= hellos.keys() <= set(self.study.parties)
             if not known or hellos[self.me].nonce != hello.nonce:
                 raise ProtocolAbort("channel", "H2", "mismatch", "the coordinator repeats another hello than was sent")
@@ -224,15 +229,18 @@ class Session:
         seq = self._seq[to, scope]
         self._seq[to, scope] += 1
         data = wire.pack(Frame("data", run[:16], scope, self.me, to, seq, spec.name, wire.to_fields(msg)))
-        self._record("sent", spec.protocol, spec.line, spec.name, to, data)
+        self._record_sent(spec.protocol, spec.line, spec.name, to, data, scope)
         self._link.post(to, data)
 
-    def _record(self, kind: str, protocol: str, line: str, name: str, to: str, data: bytes) -> None:
-        self.receipt.add(Entry(kind, protocol, line, name, to, len(data), hashlib.sha256(data).hexdigest()))
-        if kind == "sent":
-            self.sent_bytes += len(data)
-            self.sent_messages += 1
-        self.tell(kind, protocol, line, name, to, len(data))
+    def _record_sent(self, protocol: str, line: str, name: str, to: str, data: bytes, scope: str = "") -> None:
+        self.receipt.add(Entry("sent", protocol, line, name, to, len(data), hashlib.sha256(data).hexdigest(), scope))
+        self.sent_bytes += len(data)
+        self.sent_messages += 1
+        self.tell("sent", protocol, line, name, to, len(data))
+
+    def record_told(self, spec: wire.Spec, sender: Party, scope: str, content: bytes) -> None:
+        """A broadcast: the hash of its content, which is the same in the receipts of all who were told the same."""
+        self.receipt.add(Entry("told", spec.protocol, spec.line, spec.name, sender, 0, content.hex(), scope))
 
     def tell(self, kind: str, protocol: str, line: str, name: str, peer: str = "", size: int = 0) -> None:
         self._on_event(Event(self.me, kind, protocol, line, name, peer, size, self.sent_bytes))
@@ -278,13 +286,20 @@ class _Clock:
 class Channel:
     """One party's end of one protocol run."""
 
-    def __init__(self, session: Session, scope: str, run_id: bytes) -> None:
+    def __init__(self, session: Session, scope: str, run_id: bytes, above: Transcript | None = None) -> None:
         self._session, self.scope, self.run_id = session, scope, run_id
         self.me, self.study = session.me, session.study
+        self.transcript = Transcript(run_id, above)
 
-    def sub(self, label: str, params: Any = None) -> Channel:
-        """A channel for a sub-protocol: its own run id, bound to its label and public parameters."""
-        return Channel(self._session, f"{self.scope}/{label}", wire.digest("sub", self.run_id, label, params))
+    def sub(self, label: str, params: Any = None, *, apart: bool = False) -> Channel:
+        """A channel for a sub-protocol: its own run id, bound to its label, public parameters and what was told so far.
+
+        What is told in it binds the later sub-channels of this one too, unless it stands `apart`: for a step in which
+        not all parties of this channel take part, or which may be given up and begun again.
+        """
+        told = [self.transcript.digest] if self.transcript.digest else []
+        run_id = wire.digest("sub", self.run_id, label, params, *told)
+        return type(self)(self._session, f"{self.scope}/{label}", run_id, None if apart else self.transcript)
 
     async def send(self, to: Party, msg: Any) -> None:
         self._session.post(to, self.scope, self.run_id, msg)
@@ -294,6 +309,23 @@ class Channel:
         each = to if msg is None and isinstance(to, Mapping) else dict.fromkeys(to, msg)
         for party, one in each.items():
             await self.send(party, one)
+
+    async def broadcast(self, to: Iterable[Party], msg: Any) -> None:
+        """One message to many, who must all be told the same: it enters the transcript."""
+        await self.scatter(to, msg)
+        self._absorb(self.me, msg)
+
+    async def recv_broadcast(self, sender: Party, kind: type[T], **shapes: Shape) -> T:
+        """The next message of `sender`, which it must have told all others alike: it enters the transcript."""
+        msg = await self.recv(sender, kind, **shapes)
+        self._absorb(sender, msg)
+        return msg
+
+    def _absorb(self, sender: Party, msg: Any) -> None:
+        spec = type(msg).__message__
+        content = wire.digest(spec.name, wire.to_fields(msg))
+        self.transcript.absorb(sender, content)
+        self._session.record_told(spec, sender, self.scope, content)
 
     async def recv(self, sender: Party, kind: type[T], **shapes: Shape) -> T:
         """The next message of `sender`, which must be a `kind`; every array in it has the stated shape."""
@@ -385,6 +417,7 @@ class Channel:
         party: Party,
         frame: Frame,
         size: int,
+        sha256: str,
         kind: type[T],
         spec: wire.Spec,
         shapes: Mapping[str, Shape],
@@ -405,6 +438,9 @@ class Channel:
             wire.check_shapes(msg, shapes)
         except WireError as e:
             raise ProtocolAbort(spec.protocol, spec.line, "malformed", f"from '{party}': {e}") from None
+        self._session.receipt.add(
+            Entry("received", spec.protocol, spec.line, spec.name, party, size, sha256, self.scope)
+        )
         self._session.tell("received", spec.protocol, spec.line, spec.name, party, size)
         return msg
 
@@ -415,7 +451,7 @@ class Channel:
         if party not in box.failed:
             box.gone(party, "left out of this run")
             data = self._session._frame("abort", party, ["channel", "-", "dropped"])
-            self._session._record("sent", "channel", "-", "channel.Abort", party, data)
+            self._session._record_sent("channel", "-", "channel.Abort", party, data)
             self._session._post(party, data)
 
     def lost(self, party: Party) -> bool:

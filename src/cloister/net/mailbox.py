@@ -8,6 +8,7 @@ at whoever reads next. Pulses, aborts and farewells are not kept: they change wh
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import threading
 import time
 from collections import defaultdict, deque
@@ -44,7 +45,7 @@ class Mailbox:
         self.heard: dict[Party, int] = defaultdict(int)  # frames and pulses from a party
         self.last: dict[Party, float] = {}  # when
         self.busy = {WAITING: 0, PATIENT: 0, COMPUTING: 0}  # pulses of anyone, by what they said
-        self._queues: dict[tuple[Party, str], deque[tuple[Frame, int]]] = {}
+        self._queues: dict[tuple[Party, str], deque[tuple[Frame, int, str]]] = {}
         self._waiting: dict[Party, tuple[int, int]] = defaultdict(lambda: (0, 0))  # messages and bytes in the queues
         self._next: dict[tuple[Party, str], int] = defaultdict(int)
         self._deaf: set[Party] = set()
@@ -55,9 +56,11 @@ class Mailbox:
         """Take a frame in; never raises. `sender` is who the transport authenticated, not who the frame says."""
         if sender in self._deaf or sender in self.failed:
             return
-        frame, wrong = None, None
+        frame, wrong, sha256 = None, None, ""
         try:
             frame = wire.unpack(data)  # outside the lock: a large frame of one party holds up no other
+            if frame.kind == "data":
+                sha256 = hashlib.sha256(data).hexdigest()
         except WireError as e:
             wrong = Failure("channel", "-", "malformed", f"from '{sender}': {e}")
         except MemoryError:
@@ -69,13 +72,13 @@ class Mailbox:
             self.last[sender] = time.monotonic()
             try:
                 if frame is not None:
-                    self._sort_in(sender, frame, len(data))
+                    self._sort_in(sender, frame, len(data), sha256)
             except WireError as e:
                 wrong = Failure("channel", "-", "malformed", f"from '{sender}': {e}")
             self.fatal = self.fatal or wrong
         self._wake()
 
-    def _sort_in(self, sender: Party, frame: Frame, size: int) -> None:
+    def _sort_in(self, sender: Party, frame: Frame, size: int, sha256: str) -> None:
         if frame.sender != sender or frame.to != self.me:
             raise WireError(f"a frame of '{_word(frame.sender)}' to '{_word(frame.to)}' came from '{sender}'")
         if frame.kind == "pulse":
@@ -107,19 +110,20 @@ class Mailbox:
                 return
             self._waiting[sender] = (count + 1, weight + frame.weight)
             self._next[key] += 1
-            self._queues.setdefault(key, deque()).append((frame, size))
+            self._queues.setdefault(key, deque()).append((frame, size, sha256))
 
-    def take(self, sender: Party, scope: str) -> tuple[Frame, int] | None:
+    def take(self, sender: Party, scope: str) -> tuple[Frame, int, str] | None:
+        """The next message of `sender` in this scope, its size and its SHA-256."""
         with self._lock:
             queue = self._queues.get((sender, scope))
             if queue is None:
                 return None
-            frame, size = queue.popleft()
+            frame, size, sha256 = queue.popleft()
             if not queue:
                 del self._queues[sender, scope]
             count, weight = self._waiting[sender]
             self._waiting[sender] = (count - 1, weight - frame.weight)
-            return frame, size
+            return frame, size, sha256
 
     def gone(self, party: Party, why: str) -> None:
         """The transport knows that nothing more can come from `party`."""

@@ -1,6 +1,6 @@
-"""Receipts: what left this party, to whom, and what was opened, in a chain that shows any later change.
+"""Receipts: what left and what reached this party, and what was opened, in a chain that shows any later change.
 
-Every frame that is sent and every value that is opened appends an entry; entry i carries
+Every frame that is sent or received and every value that is opened appends an entry; entry i carries
 
     hash_i = SHA-256(hash_{i-1} ‖ entry_i)          hash_{-1} = SHA-256(header)
 
@@ -8,8 +8,11 @@ and the party signs the last hash with its own key. The file on disk (`receipt.j
 `adata.uns["cloister"]`, get the entries summed up per message name. Pulses and farewells, which say only that a party
 is there or done, are not listed.
 
-Entries hold no value, but the hash of every frame: whoever is shown the whole file can check a guess at what was sent
+Entries hold no value, but the hash of every frame: whoever is shown the whole file can check a guess at what travelled
 in the clear (names of genes or labels, numbers of rows). Frames with a key, a mask or a ciphertext cannot be guessed.
+
+A broadcast has one more entry ("told"), with a hash of its content that is the same at all who were told the same.
+`compare` puts the receipts of two parties side by side and names the first message in which they differ.
 """
 
 from __future__ import annotations
@@ -25,19 +28,20 @@ from typing import Any
 
 from cloister.errors import ReceiptError
 
-FORMAT = "cloister-receipt/1"
+FORMAT = "cloister-receipt/2"
 PARTS = {"header", "entries", "head", "status", "public", "signature"}  # of the file
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    kind: str  # "sent" | "opened" | "written" | "result"
+    kind: str  # "sent" | "received" | "told" | "opened" | "written" | "result"
     protocol: str
     line: str
     name: str  # message name, what was opened, where a result was written, or how the run ended
-    to: str
+    to: str  # the other party: whom it went to, or whom it came from
     bytes: int
-    sha256: str  # of the frame; empty for what does not travel
+    sha256: str  # of the frame, or of what was told; empty for what does not travel
+    scope: str = ""  # of a message: the path of its sub-protocol
 
 
 def _json(x: Any) -> bytes:
@@ -53,6 +57,7 @@ def _row(e: Entry) -> dict[str, Any]:
         "to": e.to,
         "bytes": e.bytes,
         "sha256": e.sha256,
+        "scope": e.scope,
     }
 
 
@@ -190,3 +195,77 @@ class Receipt:
             except (KeyError, ValueError):
                 raise ReceiptError("the receipt's signature is damaged") from None
             check_signature(public, bytes.fromhex(self.head), signature)
+
+
+# ---- two receipts side by side ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    told: int  # broadcasts that both parties were told
+    exchanged: int  # messages between the two
+    unread: int  # of these, sent by one and never read by the other
+
+
+def compare(a: Receipt, b: Receipt) -> Comparison:
+    """Raise `ReceiptError` at the first message that the receipts of two parties of one run tell differently.
+
+    Broadcasts are matched by scope, name and number, messages between the two by scope and number. A difference is
+    named with who told it; the receipt of that party says which of the two is right.
+    """
+    us, them = (str(r.header.get("party", "?")) for r in (a, b))
+    if us == them:
+        raise ReceiptError(f"both receipts are of '{us}'; give those of two parties")
+    if a.header.get("study_digest") != b.header.get("study_digest"):
+        raise ReceiptError("the receipts are of two different studies")
+    theirs = _told(b)
+    told = 0
+    for key, entry in _told(a).items():
+        other = theirs.get(key)
+        if other is None:
+            continue
+        if (entry.to, entry.sha256) != (other.to, other.sha256):
+            if entry.name == "channel.Welcome":
+                raise ReceiptError(f"the receipts of '{us}' and '{them}' are of two different runs")
+            raise ReceiptError(
+                f"{entry.protocol} {entry.line}: '{us}' and '{them}' were told different things by '{entry.to}' "
+                f"({entry.name}, number {key[2] + 1} in {entry.scope})"
+            )
+        told += 1
+    if not told:
+        raise ReceiptError("the two parties were told nothing alike: the receipts are not of one run")
+    ways = [_matched(a, b, us, them), _matched(b, a, them, us)]
+    return Comparison(told, *(sum(counts) for counts in zip(*ways, strict=True)))
+
+
+def _told(receipt: Receipt) -> dict[tuple[str, str, int], Entry]:
+    """Scope, name and number → broadcast, in the order in which they were told."""
+    count: dict[tuple[str, str], int] = {}
+    rows: dict[tuple[str, str, int], Entry] = {}
+    for entry, _ in receipt.entries:
+        if entry.kind == "told":
+            at = count.get((entry.scope, entry.name), 0)
+            count[entry.scope, entry.name] = at + 1
+            rows[entry.scope, entry.name, at] = entry
+    return rows
+
+
+def _matched(sender: Receipt, receiver: Receipt, us: str, them: str) -> tuple[int, int]:
+    """Messages that both receipts know, and those that were sent and not read; in each scope they come in order."""
+    sent: dict[str, list[Entry]] = {}
+    for entry, _ in sender.entries:
+        if entry.kind == "sent" and entry.to == them and entry.name != "channel.Abort":
+            sent.setdefault(entry.scope, []).append(entry)
+    read: dict[str, int] = {}
+    for entry, _ in receiver.entries:
+        if entry.kind != "received" or entry.to != us:
+            continue
+        at = read[entry.scope] = read.get(entry.scope, -1) + 1
+        known = sent.get(entry.scope, [])
+        if at >= len(known) or known[at].sha256 != entry.sha256:
+            raise ReceiptError(
+                f"{entry.protocol} {entry.line}: '{them}' received another {entry.name} from '{us}' than '{us}' sent "
+                f"(number {at + 1} in {entry.scope})"
+            )
+    total, seen = sum(map(len, sent.values())), sum(at + 1 for at in read.values())
+    return total, total - seen

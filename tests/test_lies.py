@@ -1,0 +1,163 @@
+"""The sixth question: it has to find the holes that a toy protocol has, and none where there is none."""
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from cloister import lies
+from cloister.errors import DataError, ProtocolAbort
+from cloister.lies import Lie, Stage, all_lies, borrowed, changes, one_of_each
+from cloister.net.wire import F64, U64, message
+from cloister.protocols.sums import secure_sum
+from cloister.protocols.sums.signed import check_signed
+from cloister.study import Party
+from cloister.testing import Case, check_lies, run_protocol
+
+HUB, A, B, C = map(Party, ("hub", "a", "b", "c"))
+SITES = (A, B, C)
+
+
+@message("L1", protocol="toy")
+class Value:  # S → u
+    x: float
+    signature: bytes
+
+
+@message("L2", protocol="toy")
+class Echo:  # u → S, and S → u
+    x: float
+    signature: bytes
+
+
+@dataclass(frozen=True)
+class Params:
+    compared: bool = True
+
+
+async def hub(ch, params, x, *, identity):
+    """Tells all sites one number; they compare, by signatures that the hub hands round."""
+    await ch.scatter(SITES, Value(x, b"-"))
+    echoes = await ch.gather(SITES, Echo)
+    for u in SITES:
+        for v in SITES:
+            if v != u:
+                await ch.send(u, echoes[v])
+    return x
+
+
+async def site(ch, params, *, identity):
+    x = (await ch.recv(HUB, Value)).x
+    await ch.send(HUB, Echo(x, identity.sign("toy", repr((x, str(ch.me))).encode())))
+    for v in SITES:
+        if v != ch.me:
+            echo = await ch.recv(HUB, Echo)
+            if params.compared:
+                check_signed(ch, v, "toy", repr((x, str(v))).encode(), echo.signature, protocol="toy", line="L2")
+    return x
+
+
+def toy(doc=""):
+    roles = {HUB: hub} | dict.fromkeys(SITES, site)
+    return SimpleNamespace(__name__="toy", __doc__=doc, roles=lambda params: roles)
+
+
+def right(lie, values):
+    """All honest parties hold one number; it is the hub's, unless the hub lied."""
+    assert len(set(map(repr, values.values()))) <= 1
+    if lie.liar != HUB:
+        assert set(values.values()) <= {4.0}
+
+
+def test_a_protocol_that_compares_withstands_every_lie_about_its_value():
+    found = check_lies(toy(), [Case(Params(), {HUB: (4.0,)})], right=right, full=True)
+    assert found.tried > 15
+    assert found.aborted > 8
+    assert found.right > 1
+    assert found.tried == found.aborted + found.right
+
+
+def test_a_split_view_that_nobody_compares_is_found():
+    case = Case(Params(compared=False), {HUB: (4.0,)})
+    with pytest.raises(AssertionError):
+        check_lies(toy(), [case], right=right, full=True, only=lambda lie: lie.letter == "a")
+
+
+def test_an_assumption_must_stand_in_the_docstring_and_excuses_only_that_role():
+    case = Case(Params(compared=False), {HUB: (4.0,)})
+    with pytest.raises(AssertionError, match="does not say under Assumes"):
+        check_lies(toy(), [case], right=right, assumes={"a": "hub"})
+    said = toy("Lies that it does not withstand: (a) of the\n    hub.")
+    only = {"only": lambda lie: lie.letter == "a", "full": True}
+    assert check_lies(said, [case], right=right, assumes={"a": "hub"}, **only).assumed > 0
+
+
+def test_an_abort_that_depends_on_the_input_of_an_honest_party_is_found():
+    async def curious(ch, params, x):
+        await ch.scatter(SITES, Value(1.0, b"-"))
+        return [(await ch.recv(u, Echo)).x for u in SITES]
+
+    async def touchy(ch, params, limit):
+        told = (await ch.recv(HUB, Value)).x
+        if told > limit:
+            raise ProtocolAbort("toy", "L1", "too-large", "beyond what this site has")
+        await ch.send(HUB, Echo(0.0, b"-"))
+
+    roles = {HUB: curious} | dict.fromkeys(SITES, touchy)
+    module = SimpleNamespace(__name__="toy", __doc__="", roles=lambda params: roles)
+    cases = [Case(Params(), {HUB: (0,)} | dict.fromkeys(SITES, (limit,))) for limit in (1.5, 2.5)]
+    with pytest.raises(AssertionError, match="depends on their inputs"):
+        check_lies(module, cases, right=lambda lie, values: None, full=True)
+
+
+def test_an_error_without_a_place_is_found():
+    async def careless(ch, params, *, identity):
+        if (await ch.recv(HUB, Value)).x != 4.0:
+            raise DataError("something else was expected")
+        await ch.send(HUB, Echo(4.0, b"-"))
+        for _ in range(2):
+            await ch.recv(HUB, Echo)
+
+    module = SimpleNamespace(
+        __name__="toy", __doc__="", roles=lambda params: {HUB: hub} | dict.fromkeys(SITES, careless)
+    )
+    with pytest.raises(AssertionError, match="raised DataError"):
+        check_lies(module, [Case(Params(), {HUB: (4.0,)})], right=right, full=True)
+
+
+def test_every_kind_of_value_has_something_else_to_say():
+    key = secure_sum.Keys(b"1", b"2", b"3")
+    for value in (True, 3, 2.5, "x", b"x", (1, 2), {"a": 1}, key, np.arange(3.0), np.arange(3, dtype=np.uint64)):
+        for other in changes(value):
+            assert type(other) is type(value)
+            assert not lies._equal(other, value)
+        assert changes(value)
+    assert changes(None) == changes(()) == changes(b"") == changes({}) == changes(np.zeros(0)) == []
+    assert np.isnan(changes(np.arange(3.0))[1][0])
+    assert borrowed(key, []).c_pk == b"2"
+    assert borrowed(key, [key]).c_pk == b"2"
+    assert borrowed(Value(1.0, b""), []) is None
+
+
+def test_each_letter_occurs_and_a_short_list_has_every_message():
+    stage = Stage()
+    roles = {p: stage.role(p, r) for p, r in toy().roles(None).items()}
+    run_protocol(toy(), Case(Params(), {HUB: (4.0,)}), roles=roles)
+    whole = list(all_lies(stage.said, {HUB: hub, A: site}))
+    assert {lie.letter for lie in whole} == set(lies.LETTERS)
+    short = list(one_of_each(iter(whole)))
+    assert {(lie.liar, lie.name) for lie in short} == {(lie.liar, lie.name) for lie in whole}
+    assert len(short) < len(whole) / 2
+    assert str(Lie("d", HUB, "toy.Echo", A)) == "(d) 'hub' toy.Echo, number 0, a"
+
+
+def test_arrays_of_the_wire_can_be_compared():
+    @message("L9", protocol="toy")
+    class Arrays:
+        f: F64
+        u: U64
+
+    one = Arrays(np.zeros(2), np.zeros(2, np.uint64))
+    assert borrowed(one, [Arrays(np.zeros(2), np.zeros(2, np.uint64))]) is None
+    assert borrowed(one, [Arrays(np.ones(2), np.zeros(2, np.uint64))]).f[0] == 1
