@@ -6,7 +6,8 @@ each byte v of the word: where one e meets thousands of words, as in `gram_bits`
 Nothing here runs in constant time. The operands are shares and challenges, each uniform by itself.
 """
 
-# mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call"
+# mypy: ignore-errors
+# ruff: noqa: ANN001, ANN201
 from __future__ import annotations
 
 import numpy as np

@@ -4,7 +4,7 @@ A prover j shows the two others, A = j - 1 and B = j + 1, that what it sent foll
 is brought into the form Σ (known to A) · (known to B) = (known to A) + (known to B):
 
     bits        a_low & b_low ⊕ a_high & b_high = c_A ⊕ c_B                            one equation a bit
-    hops        Σ_ij α_i β_j y[i, j] = Σ_ij α_i β_j (x[i, π_i(j)] ⊕ ρ[i, j])            y, x known to one, π, ρ to the other
+    hops        Σ_ij α_i β_j y[i, j] = Σ_ij α_i β_j (x[i, π_i(j)] ⊕ ρ[i, j])       π, ρ known to one, x, y to the other
     products    α z β = (α q_A)(r_B β) + (α q_B)(r_A β) + ...                           modulo 2^κ, α and β binary
 
 Bits and hops become one inner product over GF(2^64). Bits are cut into 64 rows (32 blocks of equations, two products
@@ -214,4 +214,5 @@ class Mixture:
 
 def within(x: Words, ring: Ring) -> Words:
     """Modulo 2^κ: above it two holders of a word may differ."""
-    return x & x.dtype.type((1 << ring.bits) - 1)
+    out: Words = x & x.dtype.type((1 << ring.bits) - 1)
+    return out

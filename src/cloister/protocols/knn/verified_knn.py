@@ -16,8 +16,8 @@ Everything sent in L2 to L7 is proved before whatever depends on it is opened. L
 
 Reveals
 -------
-querier : a label per cell, or `unknown`; its share of the votes if asked for; the padded sizes of all sites. If it lies:
-    the same for other cells within the bound, since L3 lets no others pass.
+querier : a label per cell, or `unknown`; its share of the votes if asked for; the padded sizes of all sites. If it
+    lies: the same for other cells within the bound, since L3 lets no others pass.
 site, computing party : padded sizes; the label names; nothing about any cell, lying or not. The order in which a
     uniformly random shuffle put the rows is opened among the three; it is independent of all data.
 any two computing parties together : everything. A site that only gives inputs adds nothing to a coalition.
@@ -32,8 +32,8 @@ points: limit the queries.
 Cost
 ----
 Per pair of query and reference, the three together, with κ' = κ + log2 of all references: 3κ + κ + 3κ bits for product
-and bits, 6κ' for the shuffle and about 1.05 to 1.5 comparisons of 3κ' + 3 bits; κ = 40: 103 to 110 bytes, 1.7 times those
-of `private_knn`. Proofs: some 100 kB each. Rounds: about 2.5 times those of `private_knn`.
+and bits, 6κ' for the shuffle and about 1.05 to 1.5 comparisons of 3κ' + 3 bits; κ = 40: 103 to 116 bytes, 1.75 times
+those of `private_knn`. Proofs: some 100 kB each. Rounds: about 2.5 times those of `private_knn`.
 
 References
 ----------
@@ -140,15 +140,9 @@ async def check_bound(trio: Verified, params: Params, q: Shared) -> Shared:
     square = join(squares, axis=0)
     room = trio.constant(np.full(terms.queries, terms.norm**2, np.int64), WIDE) - square
     above = (await trio.bits(room))[(terms.norm**2).bit_length() :]
-    pads = [x.map(lambda w, n=n: _blank(w, n)) for x, n in ((high, mixed.a.size), (above, room.a.size))]
-    await trio.check_zero(together([x.reshape(-1) for x in pads]), "L3", "a query lies outside the bound, or")
+    over = together([high.reshape(-1), above.reshape(-1)])
+    await trio.check_zero(over, "L3", "a query lies outside the bound, or")
     return square
-
-
-def _blank(planes: U64, n: int) -> U64:
-    """Planes without what stands behind the n-th entry."""
-    keep = planes_of(np.ones(n, np.uint64), 1)[0]
-    return planes & keep
 
 
 # ---- L4 to L7: the three ---------------------------------------------------------------------------------------------
@@ -166,7 +160,7 @@ async def neighbours(trio: Verified, terms: private_knn.Params, q: Shared, r: Sh
 
 
 async def count_bits(trio: Verified, bits: Sequence[Xored], width: int) -> list[Xored]:
-    """Σ of shared bits as `width` planes, lowest first: full adders of three bits of one weight, all weights at once."""
+    """Σ of shared bits as `width` planes, lowest first: adders of three bits of one weight, all weights at once."""
     columns = [list(bits), *([] for _ in range(width - 1))]
     while any(len(c) > 1 for c in columns):
         triples = [(at, c[3 * i : 3 * i + 3]) for at, c in enumerate(columns) for i in range(-(-len(c) // 3))]
@@ -189,7 +183,7 @@ async def count_bits(trio: Verified, bits: Sequence[Xored], width: int) -> list[
 
 
 async def vote(trio: Verified, terms: private_knn.Params, labels: Sequence[Xored]) -> Xored:
-    """L6: planes of the winning label and, above them, of its votes turned over; `labels` are planes of k neighbours."""
+    """L6: planes of the winning label and, above them, of its votes turned over, from those of k neighbours."""
     k, b = terms.k, terms.label_bits
     rows = stacked(labels)  # (k, b, words)
     ones = trio.public(np.full(rows.shape[2:], ~np.uint64(0), np.uint64))
@@ -210,9 +204,7 @@ async def vote(trio: Verified, terms: private_knn.Params, labels: Sequence[Xored
         x, y = best[:, 0 : 2 * h : 2], best[:, 1 : 2 * h : 2]
         later = await trio.less(y, x, few_rounds=True)
         kept = await trio.choose(later, y, x)
-        best = Xored(
-            *(np.concatenate([one, two[:, 2 * h :]], axis=1) for one, two in ((kept.a, best.a), (kept.b, best.b)))
-        )
+        best = Xored(*(np.concatenate([w, rest[:, 2 * h :]], axis=1) for w, rest in zip(kept, best, strict=True)))
     return best[:, 0]
 
 

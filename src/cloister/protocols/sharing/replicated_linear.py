@@ -13,7 +13,7 @@ from cloister.crypto import replicated as local
 from cloister.crypto.agreement import Identity, agree, key_pair
 from cloister.crypto.entropy import Entropy
 from cloister.crypto.prg import Prg
-from cloister.crypto.replicated import U8, Ring, Shared, Words, join
+from cloister.crypto.replicated import U8, Ring, Shared, Words
 from cloister.errors import ParameterError
 from cloister.net import wire
 from cloister.net.channel import Channel
