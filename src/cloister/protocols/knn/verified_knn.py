@@ -61,6 +61,7 @@ from cloister.net.wire import I64, message
 from cloister.protocols.knn import private_knn
 from cloister.protocols.knn.private_knn import UNKNOWN, Mapped, encode, pad, weights
 from cloister.protocols.sharing.verified import Verified, Xored, planes_of, stacked, together, zeros
+from cloister.protocols.sharing.verified_cost import VerifiedBill, columns
 from cloister.study import Party
 
 NAME = "verified_knn"
@@ -107,6 +108,57 @@ def ideal(params: Params, inputs: Mapping[Party, object]) -> dict[Party, Mapped 
 def roles(params: Params) -> dict[Party, object]:
     core = params.core
     return {p: querier if p == core.querier else holder if p in core.sites else helper for p in core.members}
+
+
+def cost(params: Params) -> dict[Party, tuple[int, int]]:
+    """Messages and payload bytes that each party sends; expected ones where rows are long (see `selection`)."""
+    terms = params.terms
+    bill = VerifiedBill(terms.members, terms.computing)
+    m, d, n, b = terms.queries, terms.dims, sum(terms.rows), terms.label_bits
+    bill.meet()
+    bill.input(terms.querier, m * d, WIDE)
+    for site, rows in zip(terms.sites, terms.rows, strict=True):
+        bill.input(site, rows * d, terms.ring)
+        bill.input(site, rows, terms.ring)
+    bill.coin(terms.querier)  # L3
+    bill.bits(ROWS * -(-m // params.group), WIDE.bits)
+    for start in range(0, m, BLOCK):
+        bill.product(min(BLOCK, m - start), min(BLOCK, m - start), d, WIDE)
+    bill.bits(m, WIDE.bits)
+    bill.check_zero()
+    for start in range(0, m, terms.step):  # L4, L5
+        count = min(terms.step, m - start)
+        bill.product(count, n, d, terms.ring)
+        bill.smallest_k(count, n, terms.k, terms.ring)
+    _vote_cost(bill, terms)
+    if terms.threshold:  # L7
+        bill.bits(m, terms.ring.bits)
+        bill.less(columns(m), terms.ring.bits, few_rounds=True)
+        bill.gate(columns(m) * (b + (terms.vote_bits if terms.share else 0)))
+    rows = b + (terms.vote_bits if terms.share else 0) + bool(terms.threshold)
+    bill.open_to(terms.querier, rows * columns(m))
+    bill.send(terms.querier, 0, len(terms.members) - 1)
+    return bill.total()
+
+
+def _vote_cost(bill: VerifiedBill, terms: private_knn.Params) -> None:
+    """L6."""
+    width, k, b, high = columns(terms.queries), terms.k, terms.label_bits, terms.vote_bits
+    if k > 1:
+        left = b
+        while left > 1:
+            bill.gate(left // 2 * width * (k * (k - 1) // 2))
+            left -= left // 2
+        counts = [k, *[0] * (high - 1)]
+        while max(counts) > 1:
+            groups = [count // 3 + (count % 3 == 2) for count in counts]
+            if adding := sum(groups[:-1]):
+                bill.gate(adding * k * width)
+            counts = [groups[at] + (count % 3 == 1) + (groups[at - 1] if at else 0) for at, count in enumerate(counts)]
+    while k > 1:
+        bill.less(k // 2 * width, b + high, few_rounds=True)
+        bill.gate((b + high) * (k // 2) * width)
+        k -= k // 2
 
 
 # ---- L3: the querier's rows lie within the bound ---------------------------------------------------------------------
