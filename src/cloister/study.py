@@ -41,7 +41,7 @@ from cloister.errors import ParameterError
 
 Party = NewType("Party", str)
 Role = Literal["coordinator", "site", "auxiliary"]
-Mode = Literal["hardened", "published", "plain"]
+Mode = Literal["hardened", "semi-honest", "published", "plain"]
 
 BARE = re.compile(r"[A-Za-z0-9_-]+")  # keys that TOML wants no quotes around
 NAME = re.compile(r"[a-z][a-z0-9-]{0,31}")

@@ -131,8 +131,8 @@ def times(x, y):
 def forger(rank, levels, points=None):
     """Lies in its first gate, and mends the coefficient that is checked in so many folds, as well as can be done.
 
-    With `points`, all those that it will be given, the forgery has the true value there, and passes. Returns the engine,
-    the folding, and the list of lies; the folding collects honest points in `seen`.
+    With `points`, all those that it will be given, the forgery has the true value there, and passes. Returns the
+    engine, the folding, and the list of lies; the folding collects honest points in `seen`.
     """
     lied = []
 
@@ -147,7 +147,6 @@ def forger(rank, levels, points=None):
             return z
 
     class Folding(folding.Folding):
-        seen: list = []
         level = None  # how often this proof was mended
 
         async def _fold_bits(self, *, masked):

@@ -59,6 +59,12 @@ IN_SHORT: dict[tuple[str, str], Rows] = {
         (EVERYONE, "numbers of cells, rounded up; label names; roughly the longest vector, unless a bound is agreed."),
         (TOGETHER, f"{_TWO_OF_THREE}."),
     ),
+    ("map-labels", "semi-honest"): (
+        (STAYS, "every cell, every distance, every neighbour, if the three that compute follow the protocol."),
+        ("The asking site learns", "a label for each of its cells, and how the votes fell if that was agreed."),
+        (EVERYONE, "numbers of cells, rounded up; label names; roughly the longest vector, unless a bound is agreed."),
+        (TOGETHER, f"{_TWO_OF_THREE}; one of the three that lies can read labels and embeddings."),
+    ),
     ("map-labels", "published"): (
         (STAYS, "every cell, every distance, every neighbour."),
         ("The asking site learns", "a label for each of its cells."),

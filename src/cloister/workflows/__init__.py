@@ -218,7 +218,9 @@ def warnings_of(study: Study) -> list[str]:
     notes = []
     if len(study.sites) == 2:
         notes.append("two sites only: every opened sum tells each site the other's contribution by subtraction")
-    if study.mode != "hardened":
+    if study.mode == "semi-honest":
+        notes.append("mode 'semi-honest' is safe only if every party follows the protocol; mode 'hardened' checks it")
+    elif study.mode != "hardened":
         ask = f"cloister explain {study.workflow} --mode {study.mode}"
         notes.append(f"mode '{study.mode}' leaks what its paper leaks; see: {ask}")
     workflow = get(study.workflow) if study.workflow in NAMES else None

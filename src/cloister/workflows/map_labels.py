@@ -11,7 +11,7 @@ import numpy as np
 from cloister.cells import tables as cells
 from cloister.errors import DataError, ParameterError
 from cloister.net.seat import Outcome, Seat
-from cloister.protocols.knn import mapping_terms, plain_knn, private_knn, published_knn
+from cloister.protocols.knn import mapping_terms, plain_knn, private_knn, published_knn, verified_knn
 from cloister.study import Party, Study
 from cloister.workflows import Workflow
 
@@ -154,8 +154,10 @@ def map_labels(
 
     Reveals
     -------
-    hardened : you learn the labels, and rounded numbers of cells; nobody learns anything about a cell. Any two of the
-        three computing parties together could see everything.
+    hardened : you learn the labels, and rounded numbers of cells; nobody learns anything about a cell, even if one
+        party lies. Any two of the three computing parties together could see everything.
+    semi-honest : the same as long as all three computing parties follow the protocol; one that does not can read
+        labels and embeddings. It costs about half.
     published : the same, and everyone learns the true numbers of cells.
     plain : all sites and the coordinator see your embeddings; the coordinator can compute many references.
     """
@@ -259,7 +261,7 @@ def _play(study: Seat, options: Options, x: Any, names: Any) -> tuple[Any, tuple
         role = mapping_terms.coordinator if study.me == hub else mapping_terms.helper
         terms = study.run(role, agreed)
     else:
-        step = options.round_to if plan.mode == "hardened" else 1
+        step = options.round_to if plan.mode in ("hardened", "semi-honest") else 1
         own = () if names is None or options.labels else tuple(sorted({str(n) for n in names}))
         norm = float(np.sqrt((x**2).sum(1).max()))
         mine = mapping_terms.Holding(x.shape[1], len(x), mapping_terms.rounded(len(x), step), norm, own)
@@ -299,7 +301,9 @@ def protocol_of(study: Study, core: private_knn.Params) -> tuple[Any, Any]:
         return plain_knn, plain_knn.Params(core, study.coordinator)
     if study.mode == "published":
         return published_knn, published_knn.Params(core)
-    return private_knn, core
+    if study.mode == "semi-honest":
+        return private_knn, core
+    return verified_knn, verified_knn.Params(core)
 
 
 def _check_bound(norm: float, options: Options) -> None:
@@ -388,7 +392,12 @@ WORKFLOW = Workflow(
     name="map-labels",
     summary="Label one site's cells by the nearest references of all the others, which nobody shows.",
     options=Options,
-    protocols={"hardened": "private_knn", "published": "published_knn", "plain": "plain_knn"},
+    protocols={
+        "hardened": "verified_knn",
+        "semi-honest": "private_knn",
+        "published": "published_knn",
+        "plain": "plain_knn",
+    },
     part=part,
     check=check,
     figures=figures,

@@ -74,6 +74,9 @@ BLOCK = 128  # rows of q whose squares come from one product
 class Params:  # public; hashed into the run id, so a mismatch aborts
     core: private_knn.Params
 
+    def __post_init__(self) -> None:
+        _ = self.terms  # raises where no κ is left
+
     @property
     def terms(self) -> private_knn.Params:
         """The same with κ such that 16 d² M² < 2^62."""

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from cloister.crypto.gf64 import BLOCKS
 from cloister.crypto.replicated import Ring, index_bits
-from cloister.crypto.share_proofs import ALIGN, BLOCKS, FOLD, ROWS, folded_length
+from cloister.crypto.share_proofs import ALIGN, FOLD, ROWS, folded_length
 from cloister.protocols.sharing import selection, verification, verified
 from cloister.protocols.sharing.folding import HASH, LAST
 from cloister.protocols.sharing.replicated_cost import PK, SIGNATURE, Bill
