@@ -60,6 +60,7 @@ from cloister.protocols.sharing.folding import Hop
 from cloister.protocols.sharing.sealed_links import NAME
 from cloister.protocols.sharing.verification import PENDING
 from cloister.protocols.sharing.verified_linear import VerifiedLinear, Xored, planes_of, stacked, together, zeros
+from cloister.study import Party
 
 __all__ = ["Verified", "Xored", "planes_of", "stacked", "together", "zeros"]
 
@@ -108,6 +109,36 @@ class Verified(VerifiedLinear):
             self.proofs.add_carries(0, (m_0, k_b), None)
         carries = await (self._prefix(s, v) if n <= WIDE else self._ripple(s, v))
         return s ^ carries
+
+    async def check_small(self, x: Shared, owner: Party, count: int, *, line: str) -> None:
+        """Let the run go on only if all words of an input lie in [0, 2^count).
+
+        An owner that computes proves it by itself: it gives shares of the lowest bits, the others are 0, and these must
+        be the bits of x_i + x_{i+1}. Of any other owner the three find the bits.
+        """
+        if owner not in self.computing:
+            high = (await self.bits(x))[count:]
+            return await self.check_zero(high, line, f"'{owner}' gave words that are out of range, or")
+        i, o = self.links.i, self.computing.index(owner)
+        planes = tuple(planes_of(w, x.ring.bits) for w in (x.a, x.b))
+        shape = (count, planes[0].shape[1])
+
+        def filled(low: U64) -> U64:
+            out = np.zeros((x.ring.bits, shape[1]), np.uint64)
+            out[:count] = low
+            return out
+
+        if i == o:
+            first = self._own.uint64(shape)
+            second = planes_of(x.a + x.b, count) ^ first
+            await self.links.send(self.links.next, Sum, raw(second))  # V5
+            self.proofs.add_carries(o, (filled(first), planes[0]), (filled(second), planes[1]))
+        elif i == (o + 1) % 3:
+            data = (await self.links.gather(Sum, {owner: 8 * count * shape[1]}))[owner]
+            self.proofs.add_carries(o, None, (filled(words(data).reshape(shape)), planes[0]))
+        else:
+            self.proofs.add_carries(o, (filled(self._next.uint64(shape)), planes[1]), None)
+        return None
 
     async def _ripple(self, s: Xored, v: Xored) -> Xored:
         """Carries into every bit of u + v, s = u ⊕ v: c' = v ⊕ s (c ⊕ v); fewest bytes."""

@@ -86,6 +86,22 @@ class VerifiedBill(Bill):
                 self.gate(2 * width * sum(1 for b in range(count - 1) if b & reach))
                 reach *= 2
 
+    def check_small(self, owner: Party, n: int, count: int, ring: Ring) -> None:
+        if owner not in self.computing:
+            self.bits(n, ring.bits)
+            return self.check_zero()
+        o = self.computing.index(owner)
+        self.send(o, 8 * count * columns(n))
+        return self._equations(ring.bits * columns(n), [o])
+
+    def open(self, to: Party, n: int, ring: Ring) -> None:
+        self.verify()
+        if to not in self.computing:
+            return self.everyone(HASH + n * ring.size)
+        o = self.computing.index(to)
+        self.send((o + 2) % 3, n * ring.size)
+        return self.send((o + 1) % 3, HASH)
+
     def less(self, width: int, count: int, *, few_rounds: bool) -> None:
         """Comparisons of planes of so many words."""
         digit = (verified.LONG if count > 24 else verified.DIGIT) if few_rounds else count

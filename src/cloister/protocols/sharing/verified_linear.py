@@ -18,7 +18,7 @@ from cloister.crypto.replicated import Ring, Shared, Words
 from cloister.crypto.share_proofs import ROWS, digest, raw, words
 from cloister.errors import ParameterError
 from cloister.net.channel import Channel
-from cloister.net.wire import message
+from cloister.net.wire import I64, message
 from cloister.protocols.sharing.folding import HASH, reject
 from cloister.protocols.sharing.sealed_links import NAME, Links
 from cloister.protocols.sharing.verification import Proofs
@@ -295,46 +295,72 @@ class VerifiedLinear:
         if (theirs != digest(x.a ^ x.b)).any():
             reject(line, what)
 
+    async def check_equal(self, x: Shared, value: int, line: str, what: str) -> None:
+        """Reject unless all shared words are `value`; nothing else is shown."""
+        await self.proofs.verify()
+        theirs, _ = await self.links.exchange(Open, None, digest(x.ring.to_bytes(x.a)), HASH, None)
+        missing = x.ring.dtype.type(value) - x.a - x.b
+        if (theirs != digest(x.ring.to_bytes(missing))).any():
+            reject(line, what)
+
     async def open_all(self, x: Xored, *, line: str, what: str, protocol: str = NAME) -> U64:
         """Open planes to the three computing parties."""
         await self.proofs.verify()
         size = 8 * x.a.size
         missing, vouched = await self.links.exchange(Open, digest(x.b), raw(x.a), size, HASH)
-        plane = self._checked(words(missing).reshape(x.shape), vouched)
+        plane = words(self._checked(missing, vouched)).reshape(x.shape)
         return self.ch.reveal(x.a ^ x.b ^ plane, to=self.computing, line=line, what=what, protocol=protocol)
 
     async def open_to(
         self, x: Xored | None, shape: tuple[int, ...], *, to: Party, line: str, what: str, protocol: str
     ) -> U64 | None:
-        """Open planes to one member; everyone else gets None."""
-        if x is not None:
+        """Open planes, or other XOR-shared words, to one member; everyone else gets None."""
+        held = None if x is None else (raw(x.a), raw(x.b))
+        parts = await self._open(held, 8 * math.prod(shape), to=to, line=line, what=what, protocol=protocol)
+        if parts is None:
+            return None
+        out: U64 = np.bitwise_xor.reduce([words(part) for part in parts]).reshape(shape)
+        return out
+
+    async def open(
+        self, x: Shared | None, shape: tuple[int, ...], ring: Ring, *, to: Party, protocol: str, line: str, what: str
+    ) -> I64 | None:
+        """Open a shared array to one member, as signed integers; everyone else gets None."""
+        held = None if x is None else (ring.to_bytes(x.a), ring.to_bytes(x.b))
+        parts = await self._open(held, math.prod(shape) * ring.size, to=to, line=line, what=what, protocol=protocol)
+        if parts is None:
+            return None
+        first, second, third = (ring.from_bytes(part, shape) for part in parts)
+        return ring.decode(first + second + third)
+
+    async def _open(
+        self, held: tuple[U8, U8] | None, size: int, *, to: Party, line: str, what: str, protocol: str
+    ) -> list[U8] | None:
+        """The three components, at `to`: from a computing party the one that it lacks, and its hash from another."""
+        if held is not None:
             await self.proofs.verify()
         self.ch.reveal(None, to=to, line=line, what=what, protocol=protocol)
         if to not in self.computing:
-            return await self._open_outside(x, shape, to)
-        if x is None:
+            return await self._open_outside(held, size, to)
+        if held is None:
             return None
         if self.ch.me == to:
-            got = await self.links.gather(Open, {self.links.prev: 8 * math.prod(shape), self.links.next: HASH})
-            missing = self._checked(words(got[self.links.prev]).reshape(shape), got[self.links.next])
-            return x.a ^ x.b ^ missing
-        await self.links.send(to, Open, raw(x.a) if to == self.links.next else digest(x.b))
+            got = await self.links.gather(Open, {self.links.prev: size, self.links.next: HASH})
+            return [*held, self._checked(got[self.links.prev], got[self.links.next])]
+        await self.links.send(to, Open, held[0] if to == self.links.next else digest(held[1]))
         return None
 
-    async def _open_outside(self, x: Xored | None, shape: tuple[int, ...], to: Party) -> U64 | None:
+    async def _open_outside(self, held: tuple[U8, U8] | None, size: int, to: Party) -> list[U8] | None:
         """Component i from i, and its hash from i - 1."""
-        if x is not None:
-            await self.links.send(to, Open, np.concatenate([digest(x.b), raw(x.a)]))
+        if held is not None:
+            await self.links.send(to, Open, np.concatenate([digest(held[1]), held[0]]))
             return None
         if self.ch.me != to:
             return None
-        got = await self.links.gather(Open, dict.fromkeys(self.computing, HASH + 8 * math.prod(shape)))
-        parts = [words(got[p][HASH:]).reshape(shape) for p in self.computing]
-        for i in range(3):
-            self._checked(parts[i], got[self.computing[i - 1]][:HASH])
-        return parts[0] ^ parts[1] ^ parts[2]
+        got = await self.links.gather(Open, dict.fromkeys(self.computing, HASH + size))
+        return [self._checked(got[p][HASH:], got[self.computing[i - 1]][:HASH]) for i, p in enumerate(self.computing)]
 
-    def _checked(self, x: U64, vouched: U8) -> U64:
+    def _checked(self, x: U8, vouched: U8) -> U8:
         if (digest(x) != vouched).any():
             reject("V13", "an opened word differs between its two holders")
         return x
