@@ -18,13 +18,14 @@ from pathlib import Path
 from cloister import workflows
 
 ROOT = Path(__file__).parents[1]
+PROTOCOLS = ROOT / "src" / "cloister" / "protocols"
 PAGE = ROOT / "docs" / "threat-model.md"
 MARK = "<!-- from here on written by scripts/threat_model.py -->"
 TOGETHER = re.compile(r"(?:Together with|With) ([^:;.]{1,60}): ")
 
 
 def docstring(name: str) -> str:
-    path = ROOT / "src" / "cloister" / "protocols" / f"{name}.py"
+    (path,) = PROTOCOLS.rglob(f"{name}.py")
     return ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
 
 
@@ -34,8 +35,7 @@ def section(text: str, title: str) -> str:
 
 
 def protocol_names() -> list[str]:
-    folder = ROOT / "src" / "cloister" / "protocols"
-    return sorted(p.stem for p in folder.glob("*.py") if p.stem != "__init__")
+    return sorted(p.stem for p in PROTOCOLS.rglob("*.py") if p.stem != "__init__")
 
 
 def entries(reveals: str) -> Iterator[tuple[str, str]]:

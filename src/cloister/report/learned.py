@@ -11,6 +11,7 @@ from typing import Any
 
 from cloister import workflows
 from cloister.errors import CloisterError
+from cloister.protocols import FOLDERS
 from cloister.report.in_short import in_short
 from cloister.report.parts import Html, count, join, names, size, tag
 from cloister.run.facts import abort_of, receipts_of, rows_of
@@ -114,8 +115,8 @@ def doc_of(protocol: str) -> str:
     """Docstring of a protocol file, read without importing it: the name may come from a file."""
     if not re.fullmatch(r"[a-z][a-z0-9_]*", protocol):
         return ""
-    try:
-        source = (resources.files("cloister") / "protocols" / f"{protocol}.py").read_text(encoding="utf-8")
-        return ast.get_docstring(ast.parse(source)) or ""
-    except (OSError, SyntaxError):
-        return ""
+    for folder in FOLDERS:
+        source = resources.files("cloister") / "protocols" / folder / f"{protocol}.py"
+        if source.is_file():
+            return ast.get_docstring(ast.parse(source.read_text(encoding="utf-8"))) or ""
+    return ""
