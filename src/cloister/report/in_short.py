@@ -86,6 +86,16 @@ IN_SHORT: dict[tuple[str, str], Rows] = {
             " parties that compute see the codes of all cells.",
         ),
     ),
+    ("propagate-labels", "semi-honest"): (
+        (STAYS, "every vector, and the label of every single cell."),
+        (HUB, "which cells are neighbours and how near; which cells have a label; how many cells each site has."),
+        (SITES, "the scores of its own cells; numbers of cells and class names of the others."),
+        (
+            TOGETHER,
+            "the coordinator and a site find many labels and rough directions of others; any two of the three"
+            " parties that compute see the codes of all cells.",
+        ),
+    ),
     ("propagate-labels", "published"): (
         (STAYS, "the vectors themselves."),
         (HUB, "all distances between cells, so their positions up to a rotation; which cells have a label."),

@@ -13,7 +13,12 @@ from cloister.errors import DataError, ParameterError
 from cloister.models import graph
 from cloister.net.seat import Outcome, Seat
 from cloister.protocols.hamming import shared_codes
-from cloister.protocols.propagation import label_propagation, private_propagation, propagation_terms
+from cloister.protocols.propagation import (
+    label_propagation,
+    private_propagation,
+    propagation_terms,
+    verified_propagation,
+)
 from cloister.study import Study
 from cloister.workflows import Workflow
 
@@ -84,11 +89,13 @@ def propagate_labels(adata: AnnData, study: Seat, *, copy: bool = False, **optio
     Reveals
     -------
     hardened : the coordinator sees the graph (which cells are neighbours, and how near), which cells are labelled and
-        how many cells each site has, and no label. Sites learn their own labels, and each other's class names.
+        how many cells each site has, and no label. Sites learn their own labels, and each other's class names. One
+        party that lies learns no more.
+    semi-honest : the same as long as every party follows the protocol.
     published : the coordinator sees all distances, from which it can rebuild embeddings of cells with the help of one
         site; sites can solve for each other's labels.
     balance : everyone learns how many labels of each class all sites have together.
-    both : three parties compute (`mpc`, and the choice of neighbours); any two of them together could see the codes.
+    all : three parties compute; any two of them together could see the codes and, but for published, the labels.
     """
     chosen = Options(**options)
     adata = adata.copy() if copy else adata
@@ -113,7 +120,7 @@ def params_of(study: Study, options: Options) -> propagation_terms.Params:
 
 
 def _protocol(study: Study) -> Any:
-    return label_propagation if study.mode == "published" else private_propagation
+    return {"published": label_propagation, "semi-honest": private_propagation}.get(study.mode, verified_propagation)
 
 
 def labels_of(adata: AnnData, options: Options) -> list[str | None]:
@@ -164,7 +171,7 @@ def check(adata: AnnData, options: Options) -> list[str]:
 def who_computes(study: Study) -> str:
     """One sentence for the people behind the parties."""
     first, second, third = shared_codes.computing(study.sites, study.coordinator)
-    text = f"{first}, {second} and {third} compute; any two of them together could see the codes of all cells"
+    text = f"{first}, {second} and {third} compute; any two of them together could see codes and labels of all cells"
     if third == study.coordinator:
         text += f". {third} holds no cells and computes because there are only two sites"
     return text
@@ -258,7 +265,11 @@ WORKFLOW = Workflow(
     name="propagate-labels",
     summary="Label cells from the labels of some, at any site, over a graph of all sites' cells.",
     options=Options,
-    protocols={"hardened": "private_propagation", "published": "label_propagation"},
+    protocols={
+        "hardened": "verified_propagation",
+        "semi-honest": "private_propagation",
+        "published": "label_propagation",
+    },
     part=part,
     check=check,
     figures=figures,

@@ -297,6 +297,10 @@ class Linear:
     async def matmul(self, x: Shared, y: Shared) -> Shared:
         return await self.reshare(self.matmul_summand(x, y), x.ring)
 
+    async def times_transposed(self, q: Shared, r: Shared) -> Shared:
+        """Q rᵀ for shared q (m, d), r (n, d)."""
+        return await self.matmul(q, r.map(lambda w: np.ascontiguousarray(w.T)))
+
     async def _and(self, x: Bits, y: Bits, add: U8 | None = None) -> Bits:
         """AND, plus bits of which parties 1 and 2 hold XOR shares."""
         i = self._i

@@ -264,6 +264,9 @@ class VerifiedLinear:
         self.proofs.add_product(q, r, left, own, masks, ring.from_bytes(from_prev, (ROWS, ROWS)).astype(np.uint64))
         return Shared(ring, z, other)
 
+    async def times_transposed(self, q: Shared, r: Shared) -> Shared:
+        return await self.product(q, r)
+
     # -- V4: gates -----------------------------------------------------------------------------------------------------
 
     def _gate_summand(self, x: Xored, y: Xored, masks: U64) -> U64:
