@@ -11,14 +11,8 @@ Nothing here runs in constant time. The operands are shares and challenges, each
 from __future__ import annotations
 
 import numpy as np
-
-from cloister.errors import MissingExtra
-
-try:
-    from llvmlite import binding
-    from numba import njit
-except ImportError:  # pragma: no cover
-    raise MissingExtra("numba", "he") from None
+from llvmlite import binding
+from numba import njit
 
 jit = njit(cache=True, nogil=True)
 inline = njit(inline="always")
