@@ -26,9 +26,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from cloister.arrays import U8, U64
 from cloister.crypto import gf64
 from cloister.crypto.gf64 import BLOCKS
-from cloister.crypto.prg import U8, U64, Prg
+from cloister.crypto.prg import Prg
 from cloister.crypto.replicated import Ring, Words
 
 LIMB = 26  # bits that a float64 adds 2^27 times without rounding

@@ -50,14 +50,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from cloister.arrays import I64, U64
 from cloister.crypto import gf64
 from cloister.crypto.agreement import Identity
 from cloister.crypto.entropy import Entropy
-from cloister.crypto.prg import U64
 from cloister.crypto.replicated import Ring, Shared, index_bits, join
 from cloister.crypto.share_proofs import ROWS, mix_rows
 from cloister.net.channel import Channel
-from cloister.net.wire import I64, message
+from cloister.net.wire import message
 from cloister.protocols.knn import private_knn
 from cloister.protocols.knn.private_knn import UNKNOWN, Mapped, encode, pad, weights
 from cloister.protocols.sharing.verified import Verified, Xored, planes_of, stacked, together, zeros

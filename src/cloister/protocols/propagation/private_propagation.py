@@ -46,15 +46,16 @@ from types import ModuleType
 
 import numpy as np
 
+from cloister.arrays import F64, I32, I64
 from cloister.crypto.agreement import Identity
 from cloister.crypto.entropy import Entropy
 from cloister.models import graph
 from cloister.net.channel import Channel
-from cloister.net.wire import F64, I32, I64, U8, message
 from cloister.protocols.hamming.shared_codes import offsets
 from cloister.protocols.propagation import private_graph, propagation_terms, shared_scores
 from cloister.protocols.propagation.point_roster import Roster
 from cloister.protocols.propagation.propagation_terms import (
+    Labelled,
     Labels,
     Params,
     Served,
@@ -73,12 +74,6 @@ from cloister.protocols.sums import attempts
 from cloister.study import Party
 
 NAME = "private_propagation"
-
-
-@message("L10")
-class Labelled:  # u → S
-    mask: U8  # (⌈n_u / 8⌉,)
-    classes: int
 
 
 def ideal(
@@ -168,7 +163,6 @@ async def _site(
         return await shared_scores.site(c, terms, known, entropy=entropy, identity=identity)
 
     scores, _ = await attempts.follow(ch.sub("scores"), S, score)  # L12
-    ch.reveal(None, to=ch.me, line="L13", what="scores of its own points", protocol=NAME)
     return Labels(roster.classes, *graph.decide(scores, counts), scores, sites)
 
 

@@ -40,13 +40,14 @@ from typing import Any
 
 import numpy as np
 
+from cloister.arrays import I32, I64
 from cloister.crypto.agreement import Identity
 from cloister.crypto.entropy import Entropy
 from cloister.crypto.replicated import Ring, Shared, join
 from cloister.errors import ParameterError, ProtocolAbort
 from cloister.models import graph
 from cloister.net.channel import Channel
-from cloister.net.wire import I32, I64, message
+from cloister.net.wire import message
 from cloister.protocols.hamming.shared_codes import computing
 from cloister.protocols.sharing.replicated import Trio
 from cloister.protocols.sharing.replicated_cost import Bill

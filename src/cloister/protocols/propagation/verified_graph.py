@@ -36,16 +36,17 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from cloister.arrays import I64, U8
 from cloister.crypto.agreement import Identity
 from cloister.crypto.entropy import Entropy
 from cloister.crypto.replicated import Shared, Words, join
 from cloister.errors import DataError, ProtocolAbort
 from cloister.models import graph
 from cloister.net.channel import Channel
-from cloister.net.wire import I64, U8
 from cloister.protocols.hamming import pair_distances
 from cloister.protocols.hamming.shared_codes import check_codes, computing, offsets, ring_of
-from cloister.protocols.propagation.private_graph import BLOCK, Params, ideal
+from cloister.protocols.propagation import private_graph
+from cloister.protocols.propagation.private_graph import BLOCK, Params
 from cloister.protocols.sharing.verified import Verified
 from cloister.protocols.sharing.verified_cost import VerifiedBill
 from cloister.study import Party
@@ -53,6 +54,10 @@ from cloister.study import Party
 __all__ = ["Params", "cost", "ideal", "roles", "server", "site"]
 
 NAME = "verified_graph"
+
+
+def ideal(params: Params, xs: Mapping[Party, U8]) -> dict[Party, I64 | None]:
+    return private_graph.ideal(params, xs)
 
 
 def roles(params: Params) -> dict[Party, object]:

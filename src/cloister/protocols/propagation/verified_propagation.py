@@ -39,20 +39,27 @@ References
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from cloister.arrays import F64
 from cloister.crypto.agreement import Identity
 from cloister.crypto.entropy import Entropy
 from cloister.net.channel import Channel
-from cloister.net.wire import F64
-from cloister.protocols.propagation import verified_graph
-from cloister.protocols.propagation.private_propagation import ideal, server_by, site_by
+from cloister.protocols.propagation import propagation_terms, verified_graph
+from cloister.protocols.propagation.private_propagation import server_by, site_by
 from cloister.protocols.propagation.propagation_terms import Labels, Params, Served
 from cloister.study import Party
 
 __all__ = ["Params", "ideal", "roles", "server", "site"]
 
 NAME = "verified_propagation"
+
+
+def ideal(
+    params: Params, xs: Mapping[Party, tuple[F64, Sequence[str | None]]], seed: bytes = bytes(32)
+) -> dict[Party, Labels | None]:
+    """What a trusted party would hand out, for a given seed of the hyperplanes."""
+    return propagation_terms.ideal(params, xs, seed)
 
 
 def roles(params: Params) -> dict[Party, object]:

@@ -10,9 +10,10 @@ from typing import NoReturn
 
 import numpy as np
 
+from cloister.arrays import U8, U32, U64
 from cloister.crypto import gf64
 from cloister.crypto import share_proofs as local
-from cloister.crypto.prg import U8, U32, U64, Prg
+from cloister.crypto.prg import Prg
 from cloister.crypto.share_proofs import FOLD, Equations, Weights, digest, raw, words
 from cloister.errors import ProtocolAbort
 from cloister.net.wire import message

@@ -15,13 +15,14 @@ import numpy as np
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
+from cloister.arrays import U8
 from cloister.crypto.agreement import Identity, KeyPair, agree, bind, hkdf, key_pair
 from cloister.crypto.entropy import Entropy
 from cloister.crypto.prg import Prg
 from cloister.errors import ParameterError, ProtocolAbort
 from cloister.net import wire
 from cloister.net.channel import Channel
-from cloister.net.wire import U8, message
+from cloister.net.wire import message
 from cloister.protocols.sums.signed import check_signed
 from cloister.study import Party
 

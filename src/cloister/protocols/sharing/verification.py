@@ -24,7 +24,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cloister.crypto.prg import U8, U64, Prg
+from cloister.arrays import U8, U64
+from cloister.crypto.prg import Prg
 from cloister.crypto.replicated import Ring, Shared, Words
 from cloister.crypto.share_proofs import ROWS, Mixture, digest
 from cloister.net.wire import message

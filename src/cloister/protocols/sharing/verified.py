@@ -48,10 +48,10 @@ import math
 
 import numpy as np
 
+from cloister.arrays import U8, U64, Index
 from cloister.crypto import gf64
 from cloister.crypto import replicated as local
-from cloister.crypto.prg import U8, U64
-from cloister.crypto.replicated import Index, Ring, Shared, Words
+from cloister.crypto.replicated import Ring, Shared, Words
 from cloister.crypto.share_proofs import raw, words
 from cloister.errors import ParameterError
 from cloister.net.wire import message

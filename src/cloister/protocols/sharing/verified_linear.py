@@ -9,16 +9,17 @@ from typing import Any, Self
 
 import numpy as np
 
+from cloister.arrays import I64, U8, U64
 from cloister.crypto import gf64
 from cloister.crypto import replicated as local
 from cloister.crypto.agreement import Identity
 from cloister.crypto.entropy import Entropy
-from cloister.crypto.prg import U8, U64, Prg
+from cloister.crypto.prg import Prg
 from cloister.crypto.replicated import Ring, Shared, Words
 from cloister.crypto.share_proofs import ROWS, digest, raw, words
 from cloister.errors import ParameterError
 from cloister.net.channel import Channel
-from cloister.net.wire import I64, message
+from cloister.net.wire import message
 from cloister.protocols.sharing.folding import HASH, reject
 from cloister.protocols.sharing.sealed_links import NAME, Links
 from cloister.protocols.sharing.verification import Proofs
