@@ -83,6 +83,16 @@ def test_vectors():
     check_vectors(verified_knn, case(m=2, rows=(4, 3), pads=1, k=2), VECTORS)
 
 
+def test_the_portable_loops_send_the_same_bytes(monkeypatch):
+    """What a party with another processor says is the same, word for word."""
+    from cloister.crypto import gf64, gf64_portable
+
+    for name in ("gram_bits", "gram_field", "fold_bits", "fold_field", "dot", "weigh_rows", "scatter_weights"):
+        monkeypatch.setattr(gf64, name, getattr(gf64_portable, name))
+    check_vectors(verified_knn, case(m=2, rows=(4, 3), pads=1, k=2), VECTORS)
+    check_ideal(verified_knn, [case(m=12, rows=(50, 40))], agree=agree)
+
+
 def test_view_does_not_depend_on_the_inputs():
     check_view(verified_knn, case(rows=(9, 8), seed=1, threshold=1.0), case(rows=(9, 8), seed=2, threshold=1.0))
 

@@ -18,7 +18,7 @@ a wrong comparison would tell something about what is compared.
     operation              bits sent per entry, all three                      rounds
     product                3κ                                                  1
     bits                   κ + 3 (κ - 1), or about κ + 3κ log2 κ               κ, or 2 + log2 κ
-    less                   3κ, or about 6κ                                     κ, or 6 + log2 (κ/6)
+    less                   3κ, or about 6κ                                     κ, or 9 + log2 (κ/9)
     shuffle                6κ                                                  3
     proof                  some 100 kB                                         5 to 11
     open                   3 to all                                            1
@@ -32,7 +32,7 @@ owner of an input, who carries the frames : nothing.
 Assumes
 -------
 At most one party departs from the protocol, in any way; then the others end with the right result or with an abort that
-does not depend on anyone's values. A party that lies passes one proof with probability below 2^-56. No two of the three
+does not depend on anyone's values. A party that lies passes one proof with probability below 2^-55. No two of the three
 computing parties collude; AES, SHA-256 and X25519. An owner may give any value of the ring: ranges are checked by who
 needs them (`check_small`). Who lied is not said: a verifier that rejects for no reason looks the same.
 
@@ -66,7 +66,7 @@ __all__ = ["Verified", "Xored", "planes_of", "stacked", "together", "zeros"]
 
 DEEP = 1 << 16  # comparisons at once from which bytes count more than rounds
 WIDE = 1 << 12  # words at once up to which the bits of sums are found in few rounds
-DIGIT, LONG = 3, 6  # bits of a digit in a comparison of few rounds, of short and of long words
+DIGIT, LONG = 3, 9  # bits of a digit in a comparison of few rounds, of short and of long words
 
 
 @message("V5", protocol=NAME)
