@@ -209,8 +209,8 @@ async def neighbours(trio: Verified, terms: private_knn.Params, q: Shared, r: Sh
     nearest = []
     for start in range(0, terms.queries, terms.step):
         trio.ch.step(f"neighbours of queries from {start + 1}", protocol=NAME, line="L5")
-        keys = await trio.product(q[start : start + terms.step].times(factor), r, w)  # L4
-        nearest.append(await trio.smallest_k(keys, terms.k))  # L5
+        part = q[start : start + terms.step].times(factor)
+        nearest.append(await trio.smallest_k(await trio.product(part, r, w), terms.k))  # L4, L5
     return together(nearest)
 
 

@@ -93,7 +93,7 @@ class Folding:
     ) -> None:
         self.links, self.statement, self.challenge = links, statement, challenge
         self._masks, self._coins = masks, coins  # streams of P and A, and of A and B
-        sizes = {part: statement.length(part) for part in statement.prover_of}
+        sizes = {part: local.folded_length(statement.length(part)) * FOLD for part in statement.prover_of}
         self.left = {part: np.zeros(sizes[part], np.uint64) for part in (PROVER, LEFT)}
         self.right = {part: np.zeros(sizes[part], np.uint64) for part in (PROVER, RIGHT)}
         self.claim = {LEFT: np.uint64(0), RIGHT: np.uint64(0)}

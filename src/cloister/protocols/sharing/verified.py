@@ -58,7 +58,6 @@ from cloister.net.wire import message
 from cloister.protocols.sharing import selection
 from cloister.protocols.sharing.folding import Hop
 from cloister.protocols.sharing.sealed_links import NAME
-from cloister.protocols.sharing.verification import PENDING
 from cloister.protocols.sharing.verified_linear import VerifiedLinear, Xored, planes_of, stacked, together, zeros
 from cloister.study import Party
 
@@ -226,6 +225,7 @@ class Verified(VerifiedLinear):
             else:
                 self.proofs.add_hop(Hop(p, shape, small, None, held[t], None, rho))
             held = {q: common, mine: y}
+        await self.prove_large()
         return Xored(held[i], held[(i + 1) % 3])
 
     async def smallest_k(self, keys: Shared, k: int) -> Xored:
@@ -239,14 +239,14 @@ class Verified(VerifiedLinear):
         low, count = local.index_bits(n), keys.ring.bits
         wide = count + low
         planes = await self.bits(keys)
-        await self._prove_large()
+        del keys
         top = np.zeros(planes.shape, np.uint64)
         top[-1] = ~np.uint64(0)
         planes = planes ^ self.public(top)
         x = planes.map(lambda w: gf64.to_words(w)[: rows * n].reshape(rows, n) << np.uint64(low))
         numbers = np.broadcast_to(np.arange(n, dtype=np.uint64), (rows, n))
-        flat = (await self.shuffle(x ^ self.public(numbers), wide)).reshape(-1)
-        await self._prove_large()
+        x, planes = x ^ self.public(numbers), zeros((0,))
+        flat = (await self.shuffle(x, wide)).reshape(-1)
 
         async def less(i: Index, j: Index) -> U8:
             """Open whether entry i comes before entry j of its row."""
@@ -257,10 +257,6 @@ class Verified(VerifiedLinear):
 
         place = await selection.smallest(less, rows, n, k)
         return flat[place]
-
-    async def _prove_large(self) -> None:
-        if self.proofs.pending >= PENDING:
-            await self.proofs.verify()
 
 
 def _put(x: Xored, rows: Index, y: Xored) -> Xored:

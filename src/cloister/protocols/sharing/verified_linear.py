@@ -22,7 +22,7 @@ from cloister.net.channel import Channel
 from cloister.net.wire import message
 from cloister.protocols.sharing.folding import HASH, reject
 from cloister.protocols.sharing.sealed_links import NAME, Links
-from cloister.protocols.sharing.verification import Proofs
+from cloister.protocols.sharing.verification import PENDING, Proofs
 from cloister.study import Party
 
 SEED = 32
@@ -281,7 +281,13 @@ class VerifiedLinear:
         _, data = await self.links.exchange(Gate, raw(z), None, None, 8 * z.size)
         received = words(data).reshape(z.shape)
         self.proofs.add_gates((x.a, x.b), (y.a, y.b), received, own, following)
+        await self.prove_large()
         return Xored(z, received)
+
+    async def prove_large(self) -> None:
+        """Prove what waits, if it is much: it takes memory."""
+        if self.proofs.pending >= PENDING:
+            await self.proofs.verify()
 
     async def all_of(self, xs: Xored) -> Xored:
         """AND over the first axis, halves at a time."""
