@@ -36,6 +36,7 @@ def examine(kit: Path | None = None) -> Iterator[Finding]:
             yield Finding(extra, "note", f"{package} is not installed; if needed: pip install 'cloister[{extra}]'")
     yield _generator()
     yield _sandbox()
+    yield _proofs()
     if kit is not None:
         yield from _examine_kit(kit)
 
@@ -75,6 +76,15 @@ def _carrier(sandbox: str) -> Finding:
     if reason:
         return Finding("carrier", "wrong", f'{reason}; see docs/deploy.md, sandbox = "systemd"')
     return Finding("carrier", "ok", "the service confines it, by Landlock and seccomp")
+
+
+def _proofs() -> Finding:
+    from cloister.crypto import gf64
+
+    if gf64.LANES:
+        return Finding("proofs", "ok", f"GF(2^64) by {gf64.HOW}")
+    slow = "the proofs of hardened map-labels and propagate-labels take about ten times the CPU"
+    return Finding("proofs", "note", f"GF(2^64) without carry-less instructions: {slow}")
 
 
 def _examine_kit(path: Path) -> Iterator[Finding]:
