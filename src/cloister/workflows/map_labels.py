@@ -11,7 +11,7 @@ import numpy as np
 from cloister.cells import tables as cells
 from cloister.errors import DataError, ParameterError
 from cloister.net.seat import Outcome, Place, Seat
-from cloister.protocols.knn import mapping_terms, plain_knn, private_knn, published_knn
+from cloister.protocols.knn import mapping_terms, plain_knn, private_knn, published_knn, verified_knn
 from cloister.report import figures as draw
 from cloister.study import Party, Study
 from cloister.workflows import Workflow
@@ -183,7 +183,7 @@ def label_cells(seat: Seat, options: Options, x: Any, names: Any) -> tuple[Any, 
         role = mapping_terms.coordinator if seat.me == hub else mapping_terms.helper
         terms = seat.run(role, agreed)
     else:
-        step = options.round_to if plan.mode == "hardened" else 1
+        step = options.round_to if plan.mode in ("hardened", "semi-honest") else 1
         own = () if names is None or options.labels else tuple(sorted({str(n) for n in names}))
         norm = float(np.sqrt((x**2).sum(1).max()))
         mine = mapping_terms.Holding(x.shape[1], len(x), mapping_terms.rounded(len(x), step), norm, own)
@@ -220,7 +220,9 @@ def protocol_of(study: Study, core: private_knn.Params) -> tuple[Any, Any]:
         return plain_knn, plain_knn.Params(core, study.coordinator)
     if study.mode == "published":
         return published_knn, published_knn.Params(core)
-    return private_knn, core
+    if study.mode == "semi-honest":
+        return private_knn, core
+    return verified_knn, verified_knn.Params(core)
 
 
 def _check_bound(norm: float, options: Options) -> None:

@@ -13,7 +13,12 @@ from cloister.errors import DataError, ParameterError
 from cloister.models import graph
 from cloister.net.seat import Outcome, Place, Seat
 from cloister.protocols.hamming import shared_codes
-from cloister.protocols.propagation import label_propagation, private_propagation, propagation_terms
+from cloister.protocols.propagation import (
+    label_propagation,
+    private_propagation,
+    propagation_terms,
+    verified_propagation,
+)
 from cloister.report import figures as draw
 from cloister.study import Study
 from cloister.workflows import Workflow
@@ -111,7 +116,7 @@ def params_of(study: Study, options: Options) -> propagation_terms.Params:
 
 
 def _protocol(study: Study) -> Any:
-    return label_propagation if study.mode == "published" else private_propagation
+    return {"published": label_propagation, "semi-honest": private_propagation}.get(study.mode, verified_propagation)
 
 
 def labels_of(adata: AnnData, options: Options) -> list[str | None]:
@@ -162,7 +167,7 @@ def check(adata: AnnData, options: Options) -> list[str]:
 def who_computes(study: Study) -> str:
     """One sentence for the people behind the parties."""
     first, second, third = shared_codes.computing(study.sites, study.coordinator)
-    text = f"{first}, {second} and {third} compute; any two of them together could see the codes of all cells"
+    text = f"{first}, {second} and {third} compute; any two of them together could see codes and labels of all cells"
     if third == study.coordinator:
         text += f". {third} holds no cells and computes because there are only two sites"
     return text
