@@ -79,9 +79,9 @@ def _carrier(sandbox: str) -> Finding:
 
 
 def _proofs() -> Finding:
-    from cloister.crypto import gf64
+    from cloister.crypto import gf64, gf64_portable
 
-    if gf64.LANES:
+    if gf64_portable.LANES:
         return Finding("proofs", "ok", f"GF(2^64) by {gf64.HOW}")
     slow = "the proofs of hardened map-labels and propagate-labels take about ten times the CPU"
     return Finding("proofs", "note", f"GF(2^64) without carry-less instructions: {slow}")

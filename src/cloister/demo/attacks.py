@@ -60,7 +60,7 @@ def own_quantiles(sent: Sent, edges: Any, own: Mapping[str, Any], pooled: Any) -
 
 def own_means(sent: Sent, space: Mapping[str, Any], common: list[str], logs: Mapping[str, Any]) -> str:
     """shared-pca: one site on another's mean of the chosen genes: read off what it sent, or by taking one's own out."""
-    from cloister.protocols.sums import secure_sum, shared_pca
+    from cloister.protocols.sums import shared_pca
 
     me, *others = logs
     added = sent.by_sender(secure_sum.MaskedInput, to="coordinator", scope="moments")

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from cloister.errors import DataError, MissingExtra, ParameterError
+from cloister.models import cnn, mlp, vit
 from cloister.models.learner import Examples, Learner, init_weights
 from cloister.models.scgpt import Encoder, ScGPT, pad_batch
 
@@ -85,8 +86,6 @@ class Tokens:
 
 def make(blueprint: Blueprint, labels: tuple[str, ...], pretrained: ScGPT | None = None) -> nn.Module:
     """The network with its first weights: the same at every site that has the same description."""
-    from cloister.models import cnn, mlp, vit
-
     k = len(labels)
     model: nn.Module
     if blueprint.kind == "scgpt":

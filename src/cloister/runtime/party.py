@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from cloister import errors, files, workflows
+from cloister.cells.files import read_cells
 from cloister.crypto.entropy import Entropy
 from cloister.errors import CloisterError, DataError, PeerLost, RefusedError
 from cloister.net.mailbox import Mailbox
@@ -165,8 +166,6 @@ def lost(party: str, run: str, why: str) -> Ended:
 
 def open_cells(policy: Policy) -> AnnData:
     """Read this site's cells, and give columns the names that the study uses."""
-    from cloister.cells.files import read_cells
-
     if policy.data is None:
         raise DataError("local/site.toml: 'data' is missing; write where your cells are")
     adata = read_cells(policy.data)
