@@ -694,11 +694,11 @@ def test_r4_small_leaves_that_are_called_large_are_opened_unless_it_must_be_prov
     honest = count_tests.decode
 
     def all_large(p, z):
-        bits, proof = honest(p, z)
+        bits, ratios = honest(p, z)
         if p.least == 1:
-            return bits, proof
-        proof[~bits] = 17  # as good a guess as any
-        return np.ones_like(bits), proof
+            return bits, ratios
+        ratios[~bits] = 17  # as good a guess as any
+        return np.ones_like(bits), ratios
 
     monkeypatch.setattr(count_tests, "decode", all_large)
     monkeypatch.setattr(counted_forest, "PROOFS", proofs)
