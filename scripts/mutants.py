@@ -226,11 +226,15 @@ def start(mutant: Mutant | None, tests: list[str]) -> Trial:
 
 
 def digests(mutant: Mutant, tests: list[str]) -> tuple[str, str]:
-    """Of the weakened file, and of the tests that look at it."""
+    """Of the weakened place and the lines around it, and of the tests that look at it."""
     looks = hashlib.sha256()
     for name in dict.fromkeys(n.partition("::")[0] for n in tests):
         looks.update((ROOT / name).read_bytes())
-    return hashlib.sha256(mutant.source.encode()).hexdigest()[:16], looks.hexdigest()[:16]
+    old, new = (PACKAGE / f"{mutant.file}.py").read_text(encoding="utf-8").splitlines(), mutant.source.splitlines()
+    head = next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), 0)
+    tail = next((i for i, (a, b) in enumerate(zip(old[::-1], new[::-1], strict=False)) if a != b), 0)
+    around = "\n".join([mutant.key, *new[max(0, head - 8) : len(new) - tail + 8]])
+    return hashlib.sha256(around.encode()).hexdigest()[:16], looks.hexdigest()[:16]
 
 
 def known(mutant: Mutant, rows: Rows) -> Row | None:

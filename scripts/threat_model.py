@@ -1,41 +1,31 @@
-"""Write the generated half of docs/threat-model.md from the `Reveals` of the protocol files.
+"""The half of the threat-model page that is made from the code; `make docs` puts it below docs/threat-model.md.
 
-    python scripts/threat_model.py            writes it
-    python scripts/threat_model.py --check    says whether the page is what the code says (tests/test_threat_model.py)
+    python scripts/threat_model.py      prints it
 
-Above the mark the page is written by hand; below it stands one table per protocol: who, alone or together with whom,
-learns what. Nothing is shortened.
+First every workflow and mode in short, then which protocols run, then one table per protocol in the words of its
+`Reveals`: who, alone or together with whom, learns what. Nothing is shortened.
 """
 
 from __future__ import annotations
 
-import ast
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from cloister import workflows
+from cloister import protocols, workflows
+
+sys.path.insert(0, str(Path(__file__).parent))
+from pieces import learns_of_all, may_run, modes
 
 ROOT = Path(__file__).parents[1]
-PROTOCOLS = ROOT / "src" / "cloister" / "protocols"
 PAGE = ROOT / "docs" / "threat-model.md"
-MARK = "<!-- from here on written by scripts/threat_model.py -->"
 TOGETHER = re.compile(r"(?:Together with|With) ([^:;.]{1,60}): ")
 
 
-def docstring(name: str) -> str:
-    (path,) = PROTOCOLS.rglob(f"{name}.py")
-    return ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-
-
-def section(text: str, title: str) -> str:
-    found = re.search(rf"^{title}\n-+\n(.*?)(?=^\w+\n-+$|\Z)", text, flags=re.DOTALL | re.MULTILINE)
-    return found[1].strip() if found else ""
-
-
-def protocol_names() -> list[str]:
-    return sorted(p.stem for p in PROTOCOLS.rglob("*.py") if p.stem != "__init__")
+def telling() -> list[str]:
+    """The protocol files that say who learns what; others are local steps, or parts of another file."""
+    return [name for name in sorted(protocols.names()) if protocols.section(name, "Reveals")]
 
 
 def entries(reveals: str) -> Iterator[tuple[str, str]]:
@@ -68,33 +58,21 @@ def split(who: str, what: str) -> Iterator[tuple[str, str]]:
 
 
 def generated() -> str:
-    """Everything below the mark."""
-    lines = [
-        "",
-        "## Which protocols run",
-        "",
-        "The first is the mode's own; the others run on the way, or under some of its options.",
-        "",
-        "| workflow | mode | protocols |",
-        "|---|---|---|",
-    ]
-    silent = {name for name in protocol_names() if not section(docstring(name), "Reveals")}
+    """Everything below the page that is kept."""
+    lines = ["", "## Workflow by workflow", "", learns_of_all(), ""]
+    lines += ["`embed` sends nothing.", "", "## Which protocols run", ""]
+    lines += ["The first is the mode's own; the others run on the way, or under some of its options.", ""]
+    lines += ["| workflow | mode | protocols |", "|---|---|---|"]
     for name in workflows.SHIPPED:
-        found = workflows.get(name)
-        for mode in found.protocols:
-            modules = [m.__name__.rpartition(".")[2] for m in workflows.protocols_of(found, mode)]
-            links = ", ".join(f"[`{m}`](#{m})" for m in modules if m not in silent)
+        for mode in modes(name):
+            links = ", ".join(f"[`{protocol}`](#{protocol})" for protocol in may_run(name, mode))
             lines.append(f"| `{name}` | {mode} | {links} |")
-    listed = ", ".join(f"`{name}`" for name in sorted(silent))
-    lines += ["", f"Files without a `Reveals`, since they are local steps or parts of another file: {listed}.", ""]
-    lines += ["## Protocol by protocol", "", "In the words of the protocol files; a test holds the two together.", ""]
-    for name in protocol_names():
-        text = docstring(name)
-        if name in silent:
-            continue
-        lines += [f"### {name}", "", " ".join(text.split("\n\n")[0].split()), "", "| who | learns |", "|---|---|"]
-        lines += [f"| {cell(who)} | {cell(what)} |" for who, what in entries(section(text, "Reveals"))]
-        lines += ["", f"*Assumes:* {' '.join(section(text, 'Assumes').split())}", ""]
+    lines += ["", "## Protocol by protocol", "", "In the words of the protocol files.", ""]
+    for name in telling():
+        title = " ".join(protocols.docstring(name).split("\n\n")[0].split())
+        lines += [f"### {name}", "", title, "", "| who | learns |", "|---|---|"]
+        lines += [f"| {cell(who)} | {cell(what)} |" for who, what in entries(protocols.section(name, "Reveals"))]
+        lines += ["", f"*Assumes:* {' '.join(protocols.section(name, 'Assumes').split())}", ""]
     return "\n".join(lines)
 
 
@@ -103,12 +81,9 @@ def cell(text: str) -> str:
 
 
 def page() -> str:
-    """The page as it should be."""
-    head = PAGE.read_text(encoding="utf-8").partition(MARK)[0]
-    return head + MARK + "\n" + generated()
+    """The whole page, as `make docs` builds it."""
+    return PAGE.read_text(encoding="utf-8") + generated()
 
 
 if __name__ == "__main__":
-    if "--check" in sys.argv[1:]:
-        sys.exit(page() != PAGE.read_text(encoding="utf-8") and "run: python scripts/threat_model.py")
-    PAGE.write_text(page(), encoding="utf-8")
+    print(generated())

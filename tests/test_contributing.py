@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-import cloister.protocols
+import cloister.protocols.sums
 from cloister.testing import check_vectors
-from cloister.workflows import section
 
 PAGE = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text(encoding="utf-8")
 
@@ -30,20 +29,20 @@ def walked(tmp_path, monkeypatch):
     protocol, tests = (
         textwrap.dedent(b) for b in re.findall(r"^ *```python\n(.*?)^ *```", part, re.DOTALL | re.MULTILINE)
     )
-    (tmp_path / "protocols").mkdir()
+    (tmp_path / "protocols" / "sums").mkdir(parents=True)
     (tmp_path / "vectors").mkdir()
-    (tmp_path / "protocols" / "pooled_mean.py").write_text(protocol, encoding="utf-8")
-    (tmp_path / "protocols" / "test_pooled_mean.py").write_text(tests, encoding="utf-8")
-    module = load("cloister.protocols.pooled_mean", tmp_path / "protocols" / "pooled_mean.py")
-    monkeypatch.setattr(cloister.protocols, "pooled_mean", module, raising=False)
-    yield module, load("walked_test_pooled_mean", tmp_path / "protocols" / "test_pooled_mean.py")
-    for name in ("cloister.protocols.pooled_mean", "walked_test_pooled_mean"):
+    (tmp_path / "protocols" / "sums" / "pooled_mean.py").write_text(protocol, encoding="utf-8")
+    (tmp_path / "protocols" / "sums" / "test_pooled_mean.py").write_text(tests, encoding="utf-8")
+    module = load("cloister.protocols.sums.pooled_mean", tmp_path / "protocols" / "sums" / "pooled_mean.py")
+    monkeypatch.setattr(cloister.protocols.sums, "pooled_mean", module, raising=False)
+    yield module, load("walked_test_pooled_mean", tmp_path / "protocols" / "sums" / "test_pooled_mean.py")
+    for name in ("cloister.protocols.sums.pooled_mean", "walked_test_pooled_mean"):
         sys.modules.pop(name)
 
 
 def test_the_walk_through_works(walked):
     module, tests = walked
-    assert "mean over the sites" in section(module, "Reveals")
+    assert "mean over the sites" in cloister.protocols.cut_section(inspect.getdoc(module), "Reveals")
     check_vectors(module, tests.case(1.0, 2.0, 3.0), tests.VECTORS, write=True)
     names = [name for name, f in vars(tests).items() if name.startswith("test_") and inspect.isfunction(f)]
     assert names == ["test_ideal", "test_vectors", "test_view", "test_abort", "test_cost"]

@@ -8,13 +8,14 @@ import time
 import numpy as np
 import pytest
 
+from cloister.arrays import U64
 from cloister.errors import ParameterError, PeerLost, ProtocolAbort
 from cloister.net import channel, mailbox, wire
 from cloister.net.channel import NO_RUN, Channel, Hello, Session, Welcome
 from cloister.net.mailbox import COMPUTING, PATIENT, WAITING, Mailbox
 from cloister.net.receipts import Receipt
 from cloister.net.seat import Outcome, take_part
-from cloister.net.wire import U64, Frame, message
+from cloister.net.wire import Frame, message
 from cloister.run.rehearsal import Fault, MemoryLink, Wires
 from cloister.study import Party, Study
 
@@ -150,7 +151,7 @@ def test_a_frame_under_another_scope_waits_until_that_scope_is_read():
         first, second = session.drive(role())
         assert (first[0], second[0]) == (1, 9)
         assert not box._queues
-        assert box._waiting[A] == (0, 0)
+        assert (box._waiting[A], box._held[A]) == (0, 0)
 
 
 def test_what_nobody_asks_for_is_bounded_in_number(monkeypatch):
@@ -164,28 +165,26 @@ def test_what_nobody_asks_for_is_bounded_in_number(monkeypatch):
         assert e.value.code == "flood"
 
 
-def test_what_nobody_asks_for_is_bounded_in_bytes(monkeypatch):
-    monkeypatch.setattr(mailbox, "MAX_WAITING_BYTES", 10**6)
-    box = Mailbox(HUB)
+def test_what_nobody_asks_for_is_bounded_in_bytes():
+    box = Mailbox(HUB, room=2 * 10**6)  # one party may use half of it
     for i in range(1000):
         box.put(A, ping(i, scope="never", y=range(1000)))
     assert sum(size for q in box._queues.values() for _, size, _ in q) < 10**6
-    assert box.fatal.code == "flood"
+    assert box.failed[A].code == "flood"
 
 
-def test_frames_that_unfold_in_memory_count_as_what_they_become(monkeypatch):
-    monkeypatch.setattr(mailbox, "MAX_WAITING_BYTES", 10**6)
-    box = Mailbox(HUB)
+def test_frames_that_unfold_in_memory_count_as_what_they_become():
+    box = Mailbox(HUB, room=2 * 10**6)
     many = ping(0, scope="never", body={"x": [{}] * 60_000})
     assert len(many) < 70_000
     box.put(A, many)
-    assert box.fatal.code == "flood"
+    assert box.failed[A].code == "flood"
     assert not box._queues
 
 
 def test_the_limits_are_no_burden_to_an_honest_run():
     assert mailbox.MAX_WAITING >= 10_000
-    assert mailbox.MAX_WAITING_BYTES > wire.MAX_FRAME
+    assert mailbox.ROOM // 2 > wire.MAX_FRAME
 
 
 # ---- time ------------------------------------------------------------------------------------------------------------
@@ -361,9 +360,47 @@ def test_a_tolerant_gather_leaves_out_the_missing_tells_them_and_ignores_what_th
             box.put(who, ping(sender=who, scope="2"))
         assert list(gathered(session, 2, scope="2")) == [A, B]
         assert len(tape.of("abort")) == 1  # once is enough
-        assert box.fatal is None
+        assert box.failed.keys() == {C}
         assert Channel(session, "1", RUN).lost(C)
         assert not Channel(session, "1", RUN).lost(A)
+
+
+@pytest.mark.parametrize(
+    ("bad", "code"),
+    [
+        (b"no frame at all", "malformed"),
+        (ping(sender=C)[:-3], "malformed"),
+        (ping(sender=A), "malformed"),  # in somebody else's name
+        (ping(5, sender=C), "gap"),
+        (ping(sender=C, y=range(4)), "malformed"),  # of another shape
+        (ping(sender=C, body={"x": "text"}), "malformed"),
+    ],
+)
+def test_what_one_party_sends_wrongly_does_not_end_a_wait_that_a_quorum_survives(bad, code):
+    with seated(timeout=5.0) as (session, box, _):
+        box.put(C, bad)
+        for who in (A, B):
+            box.put(who, ping(sender=who))
+        assert list(gathered(session, 2)) == [A, B]
+        assert C in box.failed
+    with seated(timeout=5.0) as (session, box, _):
+        box.put(C, bad)
+        for who in (A, B):
+            box.put(who, ping(sender=who))
+        with pytest.raises(ProtocolAbort) as e:  # where all are needed, it ends by name
+            gathered(session, None)
+        assert e.value.code == code
+
+
+def test_parties_share_the_room_and_one_of_them_gets_half():
+    box = Mailbox(HUB, room=1000)
+    assert box.hold(A, 500)
+    assert not box.hold(A, 1)
+    assert box.failed[A].code == "flood"
+    assert box.hold(B, 400)
+    assert not box.hold(C, 200)  # together no more than the room
+    box.release(B, 400)
+    assert box.hold(B, 500)
 
 
 def test_a_tolerant_gather_needs_its_quorum():

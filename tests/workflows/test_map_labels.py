@@ -4,7 +4,8 @@ import pytest
 
 import cloister as cl
 from cloister.errors import CloisterError, DataError, ParameterError, PeerLost, ProtocolAbort
-from cloister.run.rehearsal import Fault, plan
+from cloister.net.seat import Outcome
+from cloister.run.rehearsal import Fault, plan, run_parties
 from cloister.workflows import map_labels as workflow
 from cloister.workflows.mapping_baselines import linear_label, nearest_label, scores
 
@@ -40,6 +41,15 @@ def test_published_equals_hardened(sites):
     few = {name: adata[:24].copy() for name, adata in sites.items()}
     found = [mapped(cl.rehearse("map-labels", data=few, mode=m, **OPTIONS)) for m in ("hardened", "published")]
     np.testing.assert_array_equal(*found)
+
+
+def test_semi_honest_equals_hardened_and_says_what_it_is(sites):
+    few = {name: adata[:40].copy() for name, adata in sites.items()}
+    runs = {m: cl.rehearse("map-labels", data=few, mode=m, **OPTIONS) for m in ("hardened", "semi-honest")}
+    np.testing.assert_array_equal(*map(mapped, runs.values()))
+    sent = {m: {e.protocol for e, _ in run.receipts["vienna"].entries if e.kind == "sent"} for m, run in runs.items()}
+    assert sent["hardened"] == {"mapping_terms", "verified", "verified_knn", "channel"}
+    assert "replicated" in sent["semi-honest"]
 
 
 @pytest.mark.slow
@@ -114,7 +124,7 @@ def test_prototypes_are_fewer_and_nearly_as_good(sites):
 def test_functions_at_a_site_and_receipts(sites):
     run = cl.rehearse("map-labels", data=sites, **OPTIONS)
     opened = {(e.protocol, e.line, e.to) for e, _ in run.receipts["vienna"].entries if e.kind == "opened"}
-    assert ("private_knn", "L8", "vienna") in opened
+    assert ("verified_knn", "L8", "vienna") in opened
     assert not [x for x in opened if x[0] == "private_knn" and x[2] != "vienna"]
     run.receipts["vienna"].check()
 
@@ -213,7 +223,7 @@ def test_a_site_named_twice_is_refused():
 def test_a_lost_site_is_named_and_nothing_is_written(sites):
     data = {name: adata.copy() for name, adata in sites.items()}
     run = cl.rehearse(
-        "map-labels", data=data, timeout=1.5, check=False, faults=[Fault("kill", "lugano", None, "Hop")], **OPTIONS
+        "map-labels", data=data, timeout=1.5, check=False, faults=[Fault("kill", "lugano", None, "Hopped")], **OPTIONS
     )
     assert not run.outcomes
     assert isinstance(run.errors["vienna"], PeerLost | ProtocolAbort)
@@ -222,15 +232,30 @@ def test_a_lost_site_is_named_and_nothing_is_written(sites):
     assert run.receipts["vienna"].status.startswith("aborted")
 
 
-def test_roles_are_not_swapped(sites):
-    class Seat:
-        me = "basel"
+def test_one_function_serves_the_site_that_asks_and_those_that_offer(sites):
+    study = plan("map-labels", sites, options=OPTIONS)
+    labelled = {}
 
-    with pytest.raises(ParameterError, match="use offer_labels"):
-        cl.map_labels(sites["basel"], Seat(), query="vienna")
-    Seat.me = "vienna"
-    with pytest.raises(ParameterError, match="use map_labels"):
-        cl.offer_labels(sites["vienna"], Seat(), query="vienna")
+    def part(seat, adata):
+        if seat.role != "site":
+            return workflow.assist(seat, workflow.Options(**OPTIONS))
+        labelled[seat.me] = cl.map_labels(adata, seat, copy=True)
+        return Outcome()
+
+    run = run_parties(study, dict.fromkeys(study.parties, part), sites)
+    assert run.errors == {}
+    assert [site for site, a in labelled.items() if "mapped" in a.obs] == [OPTIONS["query"]]
+    assert not any("mapped" in a.obs for a in sites.values())
+
+
+def test_a_seat_of_another_study_is_refused(sites):
+    study = plan("bin-values", sites)
+
+    def part(seat, adata):
+        cl.map_labels(adata, seat)
+
+    run = run_parties(study, dict.fromkeys(study.parties, part), sites)
+    assert "this is a study of 'bin-values', not of 'map-labels'" in str(run.errors["basel"])
 
 
 def test_figures(sites):

@@ -8,7 +8,7 @@ from cloister.cells import demo as demo_data
 from cloister.errors import DataError, ParameterError, ProtocolAbort
 from cloister.models import graph
 from cloister.run.rehearsal import Fault, plan, rehearse
-from cloister.workflows import get, options_of
+from cloister.workflows import check_plan, get, options_of
 from cloister.workflows.propagate_labels import Options, summary, who_computes
 
 SMALL = {"label_key": "some", "bits": 512, "timeout": 30.0}
@@ -114,7 +114,7 @@ def test_other_engines(sites, hamming):
 
 
 def test_a_site_that_leaves(sites):
-    fault = Fault("kill", "basel", None, "replicated.Reshare")
+    fault = Fault("kill", "basel", None, "verified.Hopped")
     found = rehearse("propagate-labels", sites, faults=[fault], **{**SMALL, "timeout": 3.0})
     assert set(found.data) == {"lugano", "vienna"}
     assert found.results["coordinator"]["sites"] == ["lugano", "vienna"]
@@ -195,7 +195,7 @@ def test_more_neighbours_than_cells():
 )
 def test_bad_options(options, said):
     with pytest.raises(ParameterError, match=said):
-        plan("propagate-labels", ["a", "b"], options=options)
+        check_plan(plan("propagate-labels", ["a", "b"], options=options))
 
 
 def test_a_label_outside_the_agreed_classes():

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from cloister.arrays import F64, Array
 from cloister.cells.files import layer_names, read_cells, write_cells
 from cloister.cells.genes import check_unique, gene_id_kind, gene_names, genes_in_common, match_genes
 from cloister.errors import DataError
@@ -39,7 +40,6 @@ __all__ = [
 ]
 
 ExpressionKind = Literal["counts", "log", "scaled"]
-F64 = npt.NDArray[np.float64]
 DENSE_LIMIT = 8 * 10**9  # bytes of a matrix that `embedding` is willing to make dense
 LOG_LIMIT = 30.0  # log2 of any count stays below; larger fractions are on a linear scale
 _BLOCK = 2**24  # matrix entries per block, zeros included
@@ -230,7 +230,7 @@ def describe(adata: AnnData) -> dict[str, Any]:
 def write_labels(
     adata: AnnData,
     key_added: str,
-    labels: Sequence[str | None] | npt.NDArray[Any],
+    labels: Sequence[str | None] | Array,
     share: npt.ArrayLike | None = None,
     *,
     share_name: str = "share",
@@ -242,9 +242,9 @@ def write_labels(
     import pandas as pd
 
     shares = None if share is None else np.asarray(share, dtype=np.float64)
-    for name, column in (("labels", labels), ("shares", shares)):
-        if column is not None and np.shape(column) != (adata.n_obs,):
-            raise DataError(f"Expected {adata.n_obs} {name}, one per cell, found shape {np.shape(column)}.")
+    for name, column in (("labels", np.asarray(labels, dtype=object)), ("shares", shares)):
+        if column is not None and column.shape != (adata.n_obs,):
+            raise DataError(f"Expected {adata.n_obs} {name}, one per cell, found shape {column.shape}.")
     adata.obs[key_added] = pd.Categorical(labels)
     if shares is not None:
         adata.obs[f"{key_added}_{share_name}"] = shares

@@ -21,19 +21,17 @@ References
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
+from cloister.arrays import F64, I64, U8, Array, Index
 from cloister.crypto.prg import Prg
 from cloister.errors import ParameterError
 
-Words: TypeAlias = npt.NDArray[Any]  # uint32 or uint64, as the ring says
-U8: TypeAlias = npt.NDArray[np.uint8]
-I64: TypeAlias = npt.NDArray[np.int64]
-Index: TypeAlias = npt.NDArray[np.intp]
+Words: TypeAlias = Array  # uint32 or uint64, as the ring says
 
 DIGIT = 3  # bits of one digit in a carry chain
 MANTISSA = 53  # bits that a float64 adds and multiplies exactly
@@ -63,7 +61,7 @@ class Ring:
         """Bytes of one word on the wire."""
         return -(-self.bits // 8)
 
-    def encode(self, x: npt.NDArray[Any]) -> Words:
+    def encode(self, x: Array) -> Words:
         """Signed integers as words; what does not fit raises."""
         x = np.asarray(x)
         if x.dtype.kind not in "iub":
@@ -96,6 +94,60 @@ class Ring:
         return out
 
 
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """One party's two components of a shared array: a = x_i, b = x_{i+1}. Sums need no other party."""
+
+    ring: Ring
+    a: Words
+    b: Words
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.a.shape)
+
+    def map(self, f: Callable[[Words], Words]) -> Shared:
+        """Apply a map that is linear in the components: an index, a reshape, a sum over an axis."""
+        return Shared(self.ring, f(self.a), f(self.b))
+
+    def __getitem__(self, index: Any) -> Shared:
+        return self.map(lambda w: w[index])
+
+    def __add__(self, other: Shared) -> Shared:
+        return Shared(self.ring, self.a + other.a, self.b + other.b)
+
+    def __sub__(self, other: Shared) -> Shared:
+        return Shared(self.ring, self.a - other.a, self.b - other.b)
+
+    def times(self, factor: int | np.ndarray[Any, Any]) -> Shared:
+        """Times public integers."""
+        words = np.asarray(factor).astype(np.int64).view(np.uint64).astype(self.ring.dtype)
+        return self.map(lambda w: w * words)
+
+    def reshape(self, *shape: int) -> Shared:
+        return self.map(lambda w: w.reshape(shape))
+
+    def sum(self, axis: int) -> Shared:
+        return self.map(lambda w: w.sum(axis=axis, dtype=self.ring.dtype))
+
+    def shifted(self, bits: int) -> Shared:
+        """The value times 2^bits, in a ring so much larger."""
+        ring = Ring(self.ring.bits + bits)
+        return Shared(ring, *(w.astype(ring.dtype) << ring.dtype.type(bits) for w in (self.a, self.b)))
+
+    def to(self, ring: Ring) -> Shared:
+        """The same value in a smaller ring, where it still fits."""
+        if ring.bits > self.ring.bits:
+            raise ParameterError(f"{self.ring.bits} bits cannot grow to {ring.bits} without another party")
+        return Shared(ring, self.a.astype(ring.dtype), self.b.astype(ring.dtype))
+
+
+def join(xs: Sequence[Shared], axis: int) -> Shared:
+    return Shared(
+        xs[0].ring, np.concatenate([x.a for x in xs], axis=axis), np.concatenate([x.b for x in xs], axis=axis)
+    )
+
+
 def index_bits(n: int) -> int:
     """Bits of a number below n."""
     return max(1, (n - 1).bit_length())
@@ -118,7 +170,7 @@ def limb_bits(inner: int, bits: int) -> int:
     raise ParameterError(f"a product over {inner} entries is too long for exact arithmetic")
 
 
-def limbs(x: Words, width: int, bits: int) -> list[npt.NDArray[np.float64]]:
+def limbs(x: Words, width: int, bits: int) -> list[F64]:
     mask = x.dtype.type((1 << width) - 1)
     return [((x >> x.dtype.type(width * i)) & mask).astype(np.float64) for i in range(-(-bits // width))]
 

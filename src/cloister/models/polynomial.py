@@ -22,11 +22,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 
+from cloister.arrays import F64
 from cloister.errors import DataError, ParameterError
 
-F64 = npt.NDArray[np.float64]
 GELU = (0.2125, 0.5, 0.0697)  # least squares on N(0, 1)
 RELU = (0.1995, 0.5, 0.1995)
 SCORES = 3.5  # Taylor's exp turns upward below -3.5
@@ -134,7 +133,7 @@ class Encoder:
             arrays |= {f"{i}.{f.name}": getattr(b, f.name) for f in dataclasses.fields(Block)}
         meta = {"format": FORMAT, "shape": dataclasses.asdict(self.shape), "card": self.card}
         out = io.BytesIO()
-        packed = {k: v.astype(np.float16 if half else np.float32) for k, v in arrays.items()}
+        packed: dict[str, Any] = {k: v.astype(np.float16 if half else np.float32) for k, v in arrays.items()}
         np.savez_compressed(out, meta=np.frombuffer(json.dumps(meta).encode(), np.uint8), **packed)
         return out.getvalue()
 
@@ -150,8 +149,8 @@ class Encoder:
             shape = shape_of(meta["shape"])
             names = [f.name for f in dataclasses.fields(Block)]
             blocks = tuple(Block(**{n: arrays[f"{i}.{n}"] for n in names}) for i in range(shape.depth))
-            found = cls(shape, *(arrays[n] for n in ("embed", "positions")), blocks, arrays["projections"],
-                        arrays["centres"], meta["card"])  # fmt: skip
+            projections, centres, card = arrays["projections"], arrays["centres"], meta["card"]
+            found = cls(shape, arrays["embed"], arrays["positions"], blocks, projections, centres, card)
         except FileNotFoundError:
             raise DataError(f"there is no model at {path}") from None
         except ParameterError:
@@ -163,7 +162,8 @@ class Encoder:
 
 def shape_of(raw: dict[str, Any]) -> Shape:
     """A shape from JSON, where tuples became lists."""
-    return Shape(**{k: tuple(v) if isinstance(v, list) else v for k, v in raw.items()})
+    fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in raw.items()}
+    return Shape(**fields)
 
 
 # ---- the three approximations ---------------------------------------------------------------------------------------

@@ -1,17 +1,18 @@
 """SealedLink: frames between two parties, over a relay that neither has to trust.
 
-FLARE carries what one site sends to another through the coordinator's server. So every pair of parties agrees on a key
-of its own for each run, signed with the identities in `study.toml`, and the relay only sees sizes and times:
+The carriers pass what one site sends to another through the coordinator's machine. So every pair of parties agrees on a
+key of its own for each run, signed with the identities in `study.toml`, and the relay only sees sizes and times:
 
     G1  u → v   pk_u, sign_u(run, u, pk_u)               pk_u fresh for this run
     G2  v → u   pk_v, sign_v(run, v, pk_v)               the answer to G1
     G3  both    k_uv = KA(sk_u, pk_v; run)
-    G4  u → v   i, seal(k_uv, batch_i; aad = (u, v, i))  i = 0, 1, 2, ...; answered, then batch i + 1
+    G4  u → v   i, seal(k_uv, batch_i; aad = (u, v, i))  i = 0, 1, 2, ...; answered, at most `WINDOW` on their way
 
-A batch whose answer is lost is sent again, byte for byte, and taken in once. Large frames travel in pieces, and pulses
-pass them on the way, so that a slow line is not taken for a dead party. A party is lost when the relay has had no
-connection to it for a while, or when it has not answered anything for the study's `timeout`. Before its greeting, its
-service counts too: a process may take `JOIN` seconds to come up, but not where nobody is left to start it.
+A batch whose answer is lost is sent again, byte for byte, and taken in once, in its turn. Large frames travel in
+pieces, and pulses pass them on the way, so that a slow line is not taken for a dead party. A party is lost when the
+relay has had no connection to it for a while, when its service says that the run's process is gone, or when it has not
+answered anything for the study's `timeout`. Before its greeting, its service counts too: a process may take `JOIN`
+seconds to come up, but not where nobody is left to start it.
 
 Reveals
 -------
@@ -24,20 +25,22 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from cloister.crypto.agreement import Identity, agree, bind, check_signature, key_pair, seal, unseal
 from cloister.crypto.entropy import Entropy
-from cloister.errors import ParameterError, ProtocolAbort
+from cloister.errors import ParameterError, ProtocolAbort, WireError
 from cloister.net import wire
-from cloister.net.mailbox import Mailbox
+from cloister.net.mailbox import Failure, Mailbox
 from cloister.study import Party, Study
 
 GREETING, BATCH, PING = b"G", b"B", b"P"
 WHOLE, PART, LAST = 0, 1, 2
 TAKEN, REFUSED = b"+", b"-"
 HEADER = 5  # bytes before each piece: kind, length
-LEAST, MOST = 1 << 16, 1 << 22  # bytes of a batch; it grows while the line is fast
+WINDOW = 8  # batches on their way to one party
+LEAST, MOST = 1 << 16, 1 << 19  # bytes of a batch; it grows while the line is fast
 JOIN = 120.0  # seconds that a party waits for the others' processes to come up
 PULSE = 256  # a pulse is shorter than this
 
@@ -50,6 +53,10 @@ class Unreachable(Exception):
 
 class Absent(Unreachable):
     """Nor to the service that would start it."""
+
+
+class Over(Unreachable):
+    """The service is there, and has no process for this run: not yet, or no longer."""
 
 
 class Lost(Exception):
@@ -71,7 +78,7 @@ class _Peer:
     pulse: bytes | None = None
     room: int = LEAST
     # incoming
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    lock: threading.Condition = field(default_factory=threading.Condition)
     due: int = 0  # the next batch
     parts: bytearray = field(default_factory=bytearray)
 
@@ -111,7 +118,9 @@ class SealedLink:
         """Wait until everyone is there, or `seconds`; returns who is missing, and gives these up."""
         end = time.monotonic() + seconds
         for peer in self._peers.values():
-            peer.ready.wait(max(0.0, end - time.monotonic()))
+            while not peer.ready.wait(min(0.5, max(0.0, end - time.monotonic()))):
+                if time.monotonic() > end or self._study.coordinator in self._mailbox.failed:
+                    break  # who is not here by then does not come; nor is there a run without the coordinator
         missing = tuple(p for p, peer in self._peers.items() if peer.key is None)
         for p in missing:
             self._lose(p, f"it did not come within {seconds:g} s")
@@ -142,6 +151,10 @@ class SealedLink:
         for p in self._peers:
             self._mailbox.gone(p, why)
 
+    def give_up(self, party: Party, why: str) -> None:
+        """Nothing will come from `party`, nor need anything go there."""
+        self._lose(party, why)
+
     def lost(self, party: Party) -> bool:
         return self._peers[party].lost
 
@@ -159,8 +172,7 @@ class SealedLink:
                 self._learn(sender, rest)  # G1
                 return self._greeting  # G2
             if kind == BATCH:
-                with peer.lock:
-                    return self._take_in(sender, peer, int.from_bytes(rest[:8], "big"), rest[8:])  # G4
+                return self._in_turn(sender, peer, int.from_bytes(rest[:8], "big"), rest[8:])  # G4
         except ProtocolAbort:  # forged or altered on the way; the honest sender tries again
             return REFUSED
         return REFUSED
@@ -179,24 +191,43 @@ class SealedLink:
         peer.ready.set()
         return peer.key
 
-    def _take_in(self, sender: Party, peer: _Peer, i: int, box: bytes) -> bytes:
-        if peer.key is None or i > peer.due:
+    def _in_turn(self, sender: Party, peer: _Peer, i: int, box: bytes) -> bytes:
+        if peer.key is None or i >= peer.due + WINDOW:
             return REFUSED
         if i < peer.due:
             return TAKEN  # its answer was lost
         batch = unseal(peer.key, box, self._aad(sender, self._me, i))
-        peer.due += 1
-        for kind, piece in _pieces(batch):
-            if kind == WHOLE:
-                self._mailbox.put(sender, piece)
-                continue
-            if len(peer.parts) + len(piece) > wire.MAX_FRAME:
-                raise ProtocolAbort("link", "G4", "malformed", f"a frame of '{sender}' is too long")
-            peer.parts += piece
-            if kind == LAST:
-                frame, peer.parts = bytes(peer.parts), bytearray()
-                self._mailbox.put(sender, frame)
+        with peer.lock:
+            if not peer.lock.wait_for(lambda: i <= peer.due, self._reply):
+                return REFUSED  # one before it is missing
+            if i == peer.due:
+                self._take_in(sender, peer, batch)
+                peer.due += 1
+                peer.lock.notify_all()
         return TAKEN
+
+    def _take_in(self, sender: Party, peer: _Peer, batch: bytes) -> None:
+        try:
+            for kind, piece in _pieces(batch):
+                if kind == WHOLE:
+                    self._mailbox.put(sender, piece)
+                elif self._mailbox.hold(sender, len(piece)):
+                    peer.parts += piece
+                    if len(peer.parts) > wire.MAX_FRAME:
+                        raise WireError("a frame that is too long")
+                    if kind == LAST:
+                        frame = self._all_parts(sender, peer)
+                        self._mailbox.put(sender, frame)
+                else:
+                    self._all_parts(sender, peer)
+        except WireError as e:  # the seal is its own, so this is what it wants to say
+            self._all_parts(sender, peer)
+            self._mailbox.fail(sender, Failure("link", "G4", "malformed", f"from '{sender}': {e}", own=True))
+
+    def _all_parts(self, sender: Party, peer: _Peer) -> bytes:
+        frame, peer.parts = bytes(peer.parts), bytearray()
+        self._mailbox.release(sender, len(frame))
+        return frame
 
     # -- outgoing --------------------------------------------------------------------------------------------------
 
@@ -205,29 +236,47 @@ class SealedLink:
         peer = self._peers[to]
         try:
             key = self._learn(to, self._insist(to, GREETING + self._greeting, JOIN, Absent))  # G1, G2
-            i = 0
-            while (batch := self._next(peer)) is not None:
-                box = seal(key, batch, self._aad(self._me, to, i), self._entropy)
-                began = time.monotonic()
-                self._insist(to, BATCH + i.to_bytes(8, "big") + box, self._study.timeout)  # G4
-                fast = time.monotonic() - began < self._reply / 4
-                peer.room = min(2 * peer.room, MOST) if fast else max(peer.room // 2, LEAST)
-                i += 1
         except Lost as e:
             self._lose(to, str(e))
+            return
         except ProtocolAbort as e:
             self._lose(to, f"its key is not the one in study.toml ({e.code})")
+            return
+        i, free = 0, threading.BoundedSemaphore(WINDOW)
+        with ThreadPoolExecutor(WINDOW, f"to-{to}") as others:
+            while not peer.lost and (batch := self._next(peer)) is not None:
+                request = BATCH + i.to_bytes(8, "big") + seal(key, batch, self._aad(self._me, to, i), self._entropy)
+                i += 1
+                if peer.frames:  # do not wait for its answer
+                    free.acquire()
+                    others.submit(self._carry, to, peer, request).add_done_callback(lambda _: free.release())
+                else:
+                    self._carry(to, peer, request)
+
+    def _carry(self, to: Party, peer: _Peer, request: bytes) -> None:
+        """One batch, until it is taken in."""
+        began = time.monotonic()
+        try:
+            self._insist(to, request, self._study.timeout)  # G4
+        except Lost as e:
+            self._lose(to, str(e))
+        fast = time.monotonic() - began < self._reply / 4
+        peer.room = min(2 * peer.room, MOST) if fast else max(peer.room // 2, LEAST)
 
     def _insist(self, to: Party, request: bytes, patience: float, fatal: type[Unreachable] = Unreachable) -> bytes:
         """Ask until there is an answer; `Lost` after `patience` seconds, or after `away` seconds of `fatal`."""
         began, gone = time.monotonic(), None
         while time.monotonic() < self._end and not self._peers[to].lost:
+            if self._closing and self._peers[to].key is None:
+                break  # it never came
             try:
                 answer = self._ask(to, request, self._reply)
                 if answer != REFUSED:
                     return answer
                 gone = None
             except Unreachable as e:
+                if isinstance(e, Over) and fatal is Unreachable:
+                    raise Lost("its process ended") from None
                 gone = (gone or time.monotonic()) if isinstance(e, fatal) else None
                 if gone and time.monotonic() - gone > self.away:
                     raise Lost("its process or its connection ended") from None
@@ -293,6 +342,6 @@ def _pieces(batch: bytes) -> Iterator[tuple[int, bytes]]:
         size = int.from_bytes(batch[at + 1 : at + HEADER], "big")
         end = at + HEADER + size
         if end > len(batch) or batch[at] > LAST:
-            raise ProtocolAbort("link", "G4", "malformed", "a batch that is no list of pieces")
+            raise WireError("a batch that is no list of pieces")
         yield batch[at], batch[at + HEADER : end]
         at = end

@@ -17,8 +17,12 @@ from cloister.net.seat import Outcome, Seat
 from cloister.protocols.fedavg import federated_training as protocol
 from cloister.protocols.fedavg.pseudo_labels import Pseudo
 from cloister.protocols.fedavg.training_parts import Offer, Trained
-from cloister.workflows import Workflow, option
+from cloister.protocols.fedavg.training_terms import Params
+from cloister.workflows import Workflow
+from cloister.workflows.embed import _csr, gene_tokens
 from cloister.workflows.fine_tune_parts import FileStore, figures
+from cloister.workflows.modes import modes_of
+from cloister.workflows.options import option
 
 if TYPE_CHECKING:
     from anndata import AnnData
@@ -111,28 +115,15 @@ class Options:
             raise ParameterError("dp_noise covers updates only; with xclp, labels of other sites would go around it")
 
 
-def fine_tune(
-    adata: AnnData,
-    study: Seat,
-    *,
-    label_key: str = "cell_type",
-    model: Literal["mlp", "scgpt", "cnn", "vit"] = "mlp",
-    key_added: str = "predicted",
-    copy: bool = False,
-    **options: Any,
-) -> Any:
+def fine_tune(adata: AnnData, seat: Seat, *, copy: bool = False) -> Any:
     """Train a classifier together with the other sites, by averaging updates that nobody sees alone.
 
     Parameters
     ----------
     adata
         Cells; those with a label train, all are labelled in the end.
-    label_key
-        Column of `adata.obs` with the labels, NaN where there is none.
-    model
-        An MLP on `adata.obsm[use_rep]`, an scGPT-compatible encoder with a head, or a CNN or ViT on images.
-    options
-        The other options of the workflow; `cloister explain fine-tune` lists them.
+    seat
+        This site's place in a study of `fine-tune`; the study says the options.
 
     Returns
     -------
@@ -142,29 +133,27 @@ def fine_tune(
         The model's label and its probability, for every cell.
     `adata.uns[key_added]` : :class:`str`
         JSON: curves, best round, label names, privacy budget, notes for this site.
-
-    Reveals
-    -------
-    coordinator : per round, the mean update of the sites that trained and their mean loss; pooled validation counts.
-    sites : the model of the rounds they train in and in the end, the curves.
     """
-    adata = adata.copy() if copy else adata
-    chosen = Options(label_key=label_key, model=model, key_added=key_added, **options)
-    check(adata, chosen)
-    trained, classifier, examples = train(adata, study, chosen)
+    adata, outcome = WORKFLOW.at_site(adata, seat, copy=copy)
+    return (adata, outcome.model) if copy else outcome.model
+
+
+def site(seat: Seat, adata: AnnData, options: Options) -> Outcome:
+    trained, classifier, examples = train(adata, seat, options)
     probabilities = classifier.probabilities(examples)
     names = np.array(trained.labels)[probabilities.argmax(axis=1)]
-    cells.write_labels(adata, key_added, names, probabilities.max(axis=1), share_name="confidence")
-    adata.uns[key_added] = json.dumps(summary(study, chosen, trained))
-    return (adata, classifier) if copy else classifier
+    cells.write_labels(adata, options.key_added, names, probabilities.max(axis=1), share_name="confidence")
+    result = summary(seat, options, trained)
+    adata.uns[options.key_added] = json.dumps(result)
+    return Outcome(adata, result, model=classifier)
 
 
-def train(adata: AnnData, study: Seat, options: Options) -> tuple[Trained, Any, Examples]:
+def train(adata: AnnData, seat: Seat, options: Options) -> tuple[Trained, Any, Examples]:
     from cloister.models.classifier import FineTuned, make
     from cloister.models.learner import GLOBAL_RNG, Learner, hold_out
     from cloister.models.scgpt import best_device
 
-    examples, blueprint, pretrained = examples_of(adata, options, seed=study.study.seed)
+    examples, blueprint, pretrained = examples_of(adata, options, seed=seat.study.seed)
     column = adata.obs[options.label_key]
     given = [None if missing else str(v) for v, missing in zip(column, column.isna(), strict=True)]
 
@@ -176,12 +165,12 @@ def train(adata: AnnData, study: Seat, options: Options) -> tuple[Trained, Any, 
         return Learner(
             module,
             len(labels),
-            recipe_of(options, study.study.seed, len(study.study.sites)),
+            recipe_of(options, seat.study.seed, len(seat.sites)),
             examples,
             codes,
-            hold_out(codes, options.validation, study.rng("validation")),
+            hold_out(codes, options.validation, seat.rng("validation")),
             describe=blueprint.describe(labels),
-            site=study.me,
+            site=seat.me,
             device=best_device(),
             global_rng=options.model == "scgpt",
             unlabelled=options.semi_supervised,
@@ -189,15 +178,15 @@ def train(adata: AnnData, study: Seat, options: Options) -> tuple[Trained, Any, 
 
     brought = tuple(sorted({name for name in given if name is not None}))
     shape = f"{blueprint.kind} of {blueprint.inputs} {blueprint.checkpoint}"
-    trained = study.run(protocol.site, params_of(study, options), Offer(shape, brought, build))
+    trained = seat.run(protocol.site, params_of(seat, options), Offer(shape, brought, build))
     return trained, FineTuned.of(trained.learner, trained.theta, blueprint, trained.labels), examples
 
 
-def coordinate(study: Seat, options: Options) -> Trained:
-    """The coordinator's half: draw who trains, average, score, keep the best."""
+def coordinator(seat: Seat, options: Options) -> Outcome:
+    """Draw who trains, average, score, keep the best."""
     store = None if options.checkpoint is None else FileStore(Path(options.checkpoint))
-    trained: Trained = study.run(protocol.coordinator, params_of(study, options), store)
-    return trained
+    trained = seat.run(protocol.coordinator, params_of(seat, options), store)
+    return Outcome(None, summary(seat, options, trained))
 
 
 def recipe_of(options: Options, seed: int, sites: int) -> Any:
@@ -215,12 +204,12 @@ def recipe_of(options: Options, seed: int, sites: int) -> Any:
     )
 
 
-def params_of(study: Seat, options: Options) -> protocol.Params:
+def params_of(seat: Seat, options: Options) -> Params:
     apart = ("checkpoint", "key_added", "pretrained")
     local = {k: v for k, v in vars(options).items() if k not in apart}
-    return protocol.Params(
-        study.study.sites,
-        study.study.coordinator,
+    return Params(
+        seat.sites,
+        seat.coordinator,
         json.dumps(local, sort_keys=True),
         options.rounds,
         options.clients_per_round,
@@ -236,12 +225,12 @@ def params_of(study: Seat, options: Options) -> protocol.Params:
         options.dp_clip,
         privacy_budget(options),
         options.dp_delta if options.dp_noise else 0.0,
-        study.study.seed,
-        pseudo_of(study, options),
+        seat.study.seed,
+        pseudo_of(seat, options),
     )
 
 
-def pseudo_of(study: Seat, options: Options) -> Pseudo:
+def pseudo_of(seat: Seat, options: Options) -> Pseudo:
     return Pseudo(
         options.pseudo_labels if options.semi_supervised else "none",
         options.warm_rounds,
@@ -249,7 +238,7 @@ def pseudo_of(study: Seat, options: Options) -> Pseudo:
         options.n_neighbors,
         options.alpha,
         options.hamming,
-        private=study.study.mode == "hardened",
+        private=seat.mode == "hardened",
     )
 
 
@@ -279,7 +268,7 @@ def examples_of(adata: AnnData, options: Options, *, seed: int = 0) -> tuple[Exa
     from cloister.models.classifier import Blueprint, Tokens
     from cloister.models.learner import Table, flip_and_shift
 
-    shared = {"dropout": options.dropout, "width": options.width, "seed": seed}
+    shared: dict[str, Any] = {"dropout": options.dropout, "width": options.width, "seed": seed}
     if options.model == "mlp":
         x = cells.embedding(adata, options.use_rep).astype(np.float32)
         return Table(torch.from_numpy(x)), Blueprint("mlp", x.shape[1], hidden=options.hidden, **shared), None
@@ -290,7 +279,6 @@ def examples_of(adata: AnnData, options: Options, *, seed: int = 0) -> tuple[Exa
         images = torch.from_numpy(x.reshape(-1, h, w, c)).permute(0, 3, 1, 2).contiguous()
         return Table(images, flip_and_shift), Blueprint(options.model, c, h, **shared), None
     from cloister.models.scgpt import ScGPT, tokenize
-    from cloister.workflows.embed import _csr, gene_tokens
 
     loaded = ScGPT.load(str(options.pretrained))
     ids = gene_tokens(adata, options.gene_key, loaded)
@@ -336,8 +324,8 @@ def check(adata: AnnData, options: Options) -> list[str]:
     return notes
 
 
-def summary(study: Seat, options: Options, trained: Trained) -> dict[str, Any]:
-    params = params_of(study, options)
+def summary(seat: Seat, options: Options, trained: Trained) -> dict[str, Any]:
+    params = params_of(seat, options)
     controls = len(trained.theta) // 2 if options.algorithm == "scaffold" else 0  # half of what travels
     found: dict[str, Any] = {
         "labels": list(trained.labels),
@@ -357,17 +345,6 @@ def summary(study: Seat, options: Options, trained: Trained) -> dict[str, Any]:
     return found
 
 
-def part(study: Seat, adata: AnnData | None, options: Options) -> Outcome:
-    if study.role == "site":
-        if adata is None:
-            raise DataError("a site needs cells; name them with --data")
-        classifier = fine_tune(adata, study, **vars(options))
-        return Outcome(adata, json.loads(adata.uns[options.key_added]), model=classifier)
-    if study.role == "coordinator":
-        return Outcome(None, summary(study, options, coordinate(study, options)))
-    return Outcome()
-
-
 def files(outcome: Outcome) -> dict[str, bytes]:
     return {} if outcome.model is None else {"model.npz": outcome.model.to_bytes()}
 
@@ -376,8 +353,9 @@ WORKFLOW = Workflow(
     name="fine-tune",
     summary="Train one classifier on all sites' labelled cells, averaging updates by secure sums.",
     options=Options,
-    protocols={"hardened": "federated_training", "published": "federated_training"},
-    part=part,
+    modes=modes_of("fine-tune"),
+    site=site,
+    coordinator=coordinator,
     check=check,
     files=files,
     figures=figures,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +12,11 @@ from typing import Any
 
 import numpy as np
 
+from cloister import files
 from cloister.errors import DataError
 from cloister.net.seat import Outcome
 from cloister.protocols.fedavg.training_parts import State
+from cloister.report.figures import confusion, curves
 
 
 @dataclass(frozen=True)
@@ -32,11 +33,10 @@ class FileStore:
             "best_score": state.best_score if math.isfinite(state.best_score) else None,
             "history": state.history,
         }
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        beside = self.path.with_name(self.path.name + ".part")
-        with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as f:
-            np.savez(f, meta=np.frombuffer(json.dumps(meta).encode(), np.uint8), theta=state.theta, best=state.best)
-        os.replace(beside, self.path)
+        content = io.BytesIO()
+        packed = np.frombuffer(json.dumps(meta).encode(), np.uint8)
+        np.savez(content, meta=packed, theta=state.theta, best=state.best)
+        files.write(self.path, content.getvalue())
 
     def load(self) -> State | None:
         if not self.path.exists():
@@ -54,8 +54,6 @@ class FileStore:
 
 def figures(outcomes: Mapping[str, Outcome], options: Any) -> list[Any]:
     """Loss and accuracy over the rounds; at every site that is here, its own labels against the model's."""
-    from cloister.report.figures import confusion, curves
-
     rows: list[dict[str, Any]] = next((o.result["history"] for o in outcomes.values() if o.result.get("history")), [])
     made = []
     for title, ylabel, keys in (

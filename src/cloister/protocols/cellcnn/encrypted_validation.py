@@ -34,13 +34,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cloister.arrays import F64
 from cloister.crypto.ckks import scheme as ckks
 from cloister.crypto.entropy import Entropy
 from cloister.crypto.lattice.slots import SlotMap, make_map
 from cloister.errors import DataError, ParameterError, ProtocolAbort, RefusedError
 from cloister.models import cellcnn
 from cloister.net.channel import Channel
-from cloister.net.wire import F64, message
+from cloister.net.wire import message
 from cloister.protocols.cellcnn.cellcnn_circuit import Layout, logits
 from cloister.protocols.cellcnn.cellcnn_ladder import chain
 from cloister.protocols.cellcnn.training_keys import Keys
@@ -215,9 +216,9 @@ async def holder(
     Y: F64,
     *,
     entropy: Entropy,
-    consent: bool = True,
+    consent: frozenset[str],
 ) -> float:
-    if not consent:
+    if "validation" not in consent:
         raise RefusedError("this site did not consent to validation during training; agree on validate_every=0")
     check_samples(params, X, Y)
     c, ledger = ckks.context(params.ckks), Ledger()
@@ -229,7 +230,9 @@ async def holder(
     sub = ch.sub("refresh")
     await collective_refresh.holder(sub, p, keys.secret, maps, ledger, entropy=entropy)
     ledger.admit(c.pack(collective_refresh.common(sub, p, 0)))
-    found = await threshold_decrypt.holder(ch.sub("open"), opening(params), keys.secret, ledger, entropy=entropy)
+    found = await threshold_decrypt.holder(
+        ch.sub("open"), opening(params), keys.secret, ledger, entropy=entropy, consent=consent, needed="validation"
+    )
     assert found is not None
     return float(found.mean())
 
