@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 import scipy.sparse
 
+from cloister.arrays import F32
 from cloister.crypto.agreement import KeyPair, agree, bind, hkdf, key_pair, seal, unseal
 from cloister.crypto.prg import expand
 from cloister.errors import ProtocolAbort
 from cloister.lies import Lie, Stage
 from cloister.net import wire
-from cloister.net.wire import F32, message
+from cloister.net.wire import message
 from cloister.protocols.fedavg import federated_training, training_terms
 from cloister.protocols.fedavg.training_parts import Offer
 from cloister.protocols.fedavg.training_terms import TAIL, Brings, Ready, Vocabulary, update_words
