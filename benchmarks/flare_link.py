@@ -24,9 +24,10 @@ from pathlib import Path
 import numpy as np
 
 from cloister import workflows
+from cloister.arrays import U8
 from cloister.net.channel import Channel
 from cloister.net.seat import Outcome, Seat
-from cloister.net.wire import U8, message
+from cloister.net.wire import message
 from cloister.study import Party, Study
 
 SIZES = {100: 100, 100_000: 30, 10_000_000: 5}  # bytes → round trips

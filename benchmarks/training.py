@@ -32,9 +32,10 @@ import numpy as np
 import torch
 from sklearn.metrics import f1_score
 
+from cloister.arrays import U64
 from cloister.models.classifier import Blueprint, make
 from cloister.models.learner import Learner, Recipe, Table
-from cloister.net.wire import U64, message
+from cloister.net.wire import message
 from cloister.protocols.fedavg import federated_training
 from cloister.protocols.sums import secure_sum
 from cloister.run.rehearsal import rehearse

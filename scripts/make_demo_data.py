@@ -16,10 +16,11 @@ import argparse
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 from anndata import AnnData
 from anndata.io import read_h5ad, write_h5ad
+
+from cloister.arrays import F64, Index
 
 SITES = {"basel": ("TSP1", "TSP2"), "lugano": ("LCA2",), "vienna": ("LCA1", "LCA3")}
 N_CELLS, N_GENES, N_COMPONENTS, SEED = 480, 600, 20, 7
@@ -48,11 +49,11 @@ def cut_sites(lung: AnnData, rng: np.random.Generator) -> dict[str, AnnData]:
     return sites
 
 
-def log_values(site: AnnData) -> npt.NDArray[np.float64]:
+def log_values(site: AnnData) -> F64:
     return np.log1p(1e4 * site.X.toarray() / site.obs["n_counts"].to_numpy(dtype=float)[:, None])
 
 
-def variability_rank(values: npt.NDArray[np.float64]) -> npt.NDArray[np.intp]:
+def variability_rank(values: F64) -> Index:
     """Rank genes by variance over mean, compared with genes of a similar mean (20 groups)."""
     mean = values.mean(axis=0)
     dispersion = values.var(axis=0) / np.maximum(mean, 1e-3)

@@ -12,25 +12,28 @@ ROOT = Path(__file__).parents[1] / "src" / "cloister"
 FILES = sorted(p.relative_to(ROOT).with_suffix("").as_posix() for p in ROOT.rglob("*.py"))
 
 WIRE = {"net.wire", "net.receipts", "net.channel"}  # how a protocol talks
-ALL = {"errors", "study", "net", "crypto", "models", "protocols", "cells", "workflows", "run", "report", "_version"}
+BASE = {"errors", "arrays", "files"}
+ALL = {*BASE, "study", "net", "crypto", "models", "protocols", "cells", "workflows", "run", "report", "_version"}
 MAY_IMPORT = {  # what of cloister; a name stands for the module or the whole package
     "__init__": {"_version"},
     "errors": set(),
+    "arrays": set(),
+    "files": set(),
     "_version": set(),
     "study": {"errors"},
-    "net": {"errors", "study", "crypto", "_version", "net", "cells"},
-    "net/wire": {"errors", "study"},
-    "net/receipts": {"errors", "study"},
-    "net/mailbox": {"errors", "study", "net.wire"},
+    "net": {*BASE, "study", "crypto", "_version", "net", "cells"},
+    "net/wire": {*BASE, "study"},
+    "net/receipts": {*BASE, "study"},
+    "net/mailbox": {*BASE, "study", "net.wire"},
     "net/transcript": {"net.wire"},
-    "net/channel": {"_version", "errors", "study", "net.wire", "net.receipts", "net.mailbox", "net.transcript"},
-    "cells": {"errors", "cells"},
-    "crypto": {"errors", "crypto"},
-    "models": {"errors", "crypto", "models", "cells.genes"},
-    "protocols": {"errors", "study", "crypto", "models", "cells.genes", "protocols", *WIRE},
-    "attacks": {"errors", "study", "net.wire", "crypto", "models", "protocols", "attacks"},
-    "workflows": {"errors", "study", "net", "cells", "crypto", "models", "protocols", "report.figures", "workflows"},
-    "report/figures": {"errors"},
+    "net/channel": {"_version", *BASE, "study", "net.wire", "net.receipts", "net.mailbox", "net.transcript"},
+    "cells": {*BASE, "cells"},
+    "crypto": {*BASE, "crypto"},
+    "models": {*BASE, "crypto", "models", "cells.genes"},
+    "protocols": {*BASE, "study", "crypto", "models", "cells.genes", "protocols", *WIRE},
+    "attacks": {*BASE, "study", "net.wire", "crypto", "models", "protocols", "attacks"},
+    "workflows": {*BASE, "study", "net", "cells", "crypto", "models", "protocols", "report.figures", "workflows"},
+    "report/figures": BASE,
     "report/in_short": set(),
     "run": ALL,
     "report": ALL,

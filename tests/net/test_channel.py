@@ -8,13 +8,14 @@ import time
 import numpy as np
 import pytest
 
+from cloister.arrays import U64
 from cloister.errors import ParameterError, PeerLost, ProtocolAbort
 from cloister.net import channel, mailbox, wire
 from cloister.net.channel import NO_RUN, Channel, Hello, Session, Welcome
 from cloister.net.mailbox import COMPUTING, PATIENT, WAITING, Mailbox
 from cloister.net.receipts import Receipt
 from cloister.net.seat import Outcome, take_part
-from cloister.net.wire import U64, Frame, message
+from cloister.net.wire import Frame, message
 from cloister.run.rehearsal import Fault, MemoryLink, Wires
 from cloister.study import Party, Study
 

@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from cloister.arrays import F32, F64, I32, I64, U8, U32, U64
 from cloister.errors import WireError
 from cloister.net import wire
 from cloister.net.mailbox import Mailbox
-from cloister.net.wire import F32, F64, I32, I64, U8, U32, U64, Frame, message
+from cloister.net.wire import Frame, message
 from cloister.study import Party
 
 A, B = Party("a"), Party("b")

@@ -11,14 +11,16 @@ torch = pytest.importorskip("torch")
 
 from cloister.cells import demo as demo_data  # noqa: E402
 from cloister.errors import DataError, ParameterError, ProtocolAbort  # noqa: E402
-from cloister.models.classifier import FineTuned, make  # noqa: E402
-from cloister.models.learner import Learner, Recipe, hold_out  # noqa: E402
+from cloister.models.classifier import make  # noqa: E402
+from cloister.models.learner import Learner, Recipe  # noqa: E402
 from cloister.models.scgpt import Config, ScGPT  # noqa: E402
+from cloister.models.splits import hold_out  # noqa: E402
 from cloister.protocols.fedavg import federated_training  # noqa: E402
 from cloister.protocols.fedavg.training_parts import Offer  # noqa: E402
 from cloister.run.facts import figures_of  # noqa: E402
 from cloister.run.rehearsal import Fault, rehearse  # noqa: E402
 from cloister.workflows import fine_tune  # noqa: E402
+from cloister.workflows.fine_tuned import FineTuned  # noqa: E402
 
 PLAIN = {"algorithm": "scaffold", "weighting": "plain", "optimizer": "sgd", "momentum": 0.0}
 SIZE = {"rounds": 4, "lr": 1e-2, "local_epochs": 3, "hidden": (16,), "batch_size": 32}
@@ -117,8 +119,7 @@ def test_model_file_and_figures(run, tmp_path):
     (content,) = fine_tune.files(run.outcomes["basel"]).values()
     (tmp_path / "model.npz").write_bytes(content)
     back = FineTuned.load(tmp_path / "model.npz")
-    examples, _, _ = fine_tune.examples_of(run.data["basel"], fine_tune.Options(**SIZE))
-    assert list(back.predict(examples)) == list(run.data["basel"].obs["predicted"].astype(str))
+    assert list(back.predict(run.data["basel"])) == list(run.data["basel"].obs["predicted"].astype(str))
     assert fine_tune.files(run.outcomes["coordinator"]) == {}
     pytest.importorskip("matplotlib")
     drawn = figures_of(run)  # as the report takes them

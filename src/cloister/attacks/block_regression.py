@@ -10,7 +10,7 @@ from itertools import combinations_with_replacement
 
 import numpy as np
 
-from cloister.net.wire import F64
+from cloister.arrays import F64
 
 
 def features(x: F64, axes: F64, centre: F64, spread: F64) -> F64:

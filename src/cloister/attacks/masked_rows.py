@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from cloister.net.wire import F64, I64, U64
+from cloister.arrays import F64, I64, U64
 
 
 def solve_mask(masked: F64, rows: F64) -> F64:

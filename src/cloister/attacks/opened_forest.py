@@ -20,10 +20,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from cloister.arrays import F64, I64, Bits
 from cloister.models import isolation_forest as iforest
-from cloister.net.wire import F64, I64
 from cloister.protocols.forest import counted_forest
 from cloister.protocols.forest.counted_forest import Grid, Outline
 
@@ -37,7 +36,7 @@ class View:
     column: I64  # -1 where nothing is split
     cut: F64
     ranges: dict[int, list[tuple[int, float, float]]]  # node → (column, from, to), one per axis that was tried
-    few: npt.NDArray[np.bool_]  # leaves of few rows
+    few: Bits  # leaves of few rows
     per_tree: int
     trees: int
     width: int

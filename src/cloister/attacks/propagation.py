@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from cloister.arrays import F64, I32, I64
 from cloister.models import graph
-from cloister.net.wire import F64, I32, I64
 
 
 def cosines(distances: I32, bits: int) -> F64:

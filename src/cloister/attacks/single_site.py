@@ -23,8 +23,8 @@ from itertools import combinations
 
 import numpy as np
 
+from cloister.arrays import F64, I64, U64
 from cloister.models.cellcnn import Weights
-from cloister.net.wire import F64, I64, U64
 
 
 def read_counts(words: U64, most: int) -> I64 | None:

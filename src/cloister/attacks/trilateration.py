@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cloister.net.wire import F64, I64
+from cloister.arrays import F64, I64
 
 
 @dataclass(frozen=True)

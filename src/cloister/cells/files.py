@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import csv
 import os
-import uuid
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ import numpy as np
 
 from cloister.cells import probe as hdf5_probe
 from cloister.errors import CloisterError, DataError, MissingExtra, ParameterError
+from cloister.files import replacing
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -77,8 +77,8 @@ def read_cells(path: str | os.PathLike[str], *, backed: bool = False, probe: boo
     return adata
 
 
-def write_cells(adata: AnnData, path: str | os.PathLike[str]) -> None:
-    """Write cells to `.h5ad`, `.csv` or `.npz`; the file appears complete or not at all."""
+def write_cells(adata: AnnData, path: str | os.PathLike[str], *, private: bool = False) -> None:
+    """Write cells to `.h5ad`, `.csv` or `.npz`; whole or not at all, and if private for the owner's eyes only."""
     path = Path(path)
     writer = _WRITERS.get(path.suffix.lower())
     if writer is None:
@@ -89,12 +89,9 @@ def write_cells(adata: AnnData, path: str | os.PathLike[str]) -> None:
         raise DataError(f"{path} is a folder; name a file.")
     if adata.X is None and path.suffix.lower() != ".h5ad":
         raise DataError(f"adata.X is missing, and {path.suffix} holds nothing else; write .h5ad.")
-    part = path.with_name(f".{path.name}.{uuid.uuid4().hex}.part")
     try:
-        writer(adata, part)
-        with part.open("rb+") as file:
-            os.fsync(file.fileno())
-        part.replace(path)
+        with replacing(path, private=private) as part:
+            writer(adata, part)
     except CloisterError:
         raise
     except OSError as error:
@@ -103,8 +100,6 @@ def write_cells(adata: AnnData, path: str | os.PathLike[str]) -> None:
         raise DataError(
             f"This AnnData cannot be stored as {path.suffix}; remove what is not text, numbers or tables from it."
         ) from error
-    finally:
-        part.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-import numpy.typing as npt
 
+from cloister.arrays import Index
 from cloister.errors import DataError
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def gene_names(var: pd.DataFrame | Sequence[str], kind: GeneIdKind) -> list[str]
     )
 
 
-def match_genes(var: pd.DataFrame | Sequence[str], agreed: Sequence[str]) -> npt.NDArray[np.intp]:
+def match_genes(var: pd.DataFrame | Sequence[str], agreed: Sequence[str]) -> Index:
     """Find the agreed genes among this site's, in the agreed order.
 
     Parameters

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from cloister.arrays import F64, Array
 from cloister.cells.files import read_cells, write_cells
 from cloister.cells.genes import check_unique, gene_id_kind, gene_names, genes_in_common, match_genes
 from cloister.errors import DataError
@@ -38,7 +39,6 @@ __all__ = [
 ]
 
 ExpressionKind = Literal["counts", "log", "scaled"]
-F64 = npt.NDArray[np.float64]
 DENSE_LIMIT = 8 * 10**9  # bytes of a matrix that `embedding` is willing to make dense
 LOG_LIMIT = 30.0  # log2 of any count stays below; larger fractions are on a linear scale
 _BLOCK = 2**24  # matrix entries per block, zeros included
@@ -229,7 +229,7 @@ def describe(adata: AnnData) -> dict[str, Any]:
 def write_labels(
     adata: AnnData,
     key_added: str,
-    labels: Sequence[str | None] | npt.NDArray[Any],
+    labels: Sequence[str | None] | Array,
     share: npt.ArrayLike | None = None,
     *,
     share_name: str = "share",

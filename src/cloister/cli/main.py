@@ -28,6 +28,7 @@ from cloister.cli.console import (
     show_receipt,
     sites_of,
 )
+from cloister.cli.predict import predict
 from cloister.errors import CloisterError, DataError, UsageError
 from cloister.report.parts import size
 
@@ -379,6 +380,9 @@ def demo(
     out.print("Attacks read what these runs sent and opened; in brackets, what guessing gives. Where no message")
     out.print("holds what a mode opens, it is worked out in the clear by the functions of the protocol.")
     out.print(f"open {path}", markup=False)
+
+
+app.command(epilog="Example:  cloister predict results/basel.model.npz new.h5ad --out labelled.h5ad")(predict)
 
 
 # ---- between machines ------------------------------------------------------------------------------------------------

@@ -29,11 +29,10 @@ from dataclasses import dataclass
 from typing import Any, final
 
 import numpy as np
-import numpy.typing as npt
 
+from cloister.arrays import I64, U64, Array, Index
 from cloister.crypto.entropy import Entropy, check_entropy
 from cloister.crypto.lattice.ring import SECURE_BITS
-from cloister.crypto.prg import I64, U64
 from cloister.errors import MissingExtra, ParameterError, WireError
 
 FLOOD_BITS = 40
@@ -230,13 +229,13 @@ def check_count(cts: Sequence[bytes], wanted: int) -> None:
         raise WireError(f"expected {wanted} ciphertexts, found {len(cts)}")
 
 
-def _places(plan: Plan, rows: slice, columns: slice) -> npt.NDArray[np.intp]:
+def _places(plan: Plan, rows: slice, columns: slice) -> Index:
     """Where the results of a block lie: j c + a."""
     j, a = np.arange(rows.stop - rows.start), np.arange(columns.stop - columns.start)
     return j[:, None] * plan.width + a[None, :]
 
 
-def encrypt(plan: Plan, public: bytes, y: npt.NDArray[Any]) -> list[bytes]:
+def encrypt(plan: Plan, public: bytes, y: Array) -> list[bytes]:
     """Encrypt Y (inner, columns), small integers of either sign, under somebody's public key."""
     if y.shape != (plan.inner, plan.columns) or y.dtype.kind not in "iu":
         raise ParameterError(f"expected integers of shape {(plan.inner, plan.columns)}, found {y.dtype} of {y.shape}")
@@ -253,7 +252,7 @@ def encrypt(plan: Plan, public: bytes, y: npt.NDArray[Any]) -> list[bytes]:
     return out
 
 
-def _factor(plan: Plan, s: npt.NDArray[Any]) -> U64 | None:
+def _factor(plan: Plan, s: Array) -> U64 | None:
     """Coefficients of s(X) for one block of S, (rows, inner); X^-e is -X^(N - e). None if all are zero."""
     if not s.any():
         return None
@@ -272,7 +271,7 @@ class Term:
 
     plan: Plan
     cts: Sequence[bytes]
-    s: npt.NDArray[Any]  # (rows, inner)
+    s: Array  # (rows, inner)
 
 
 def multiply(public: bytes, terms: Sequence[Term], entropy: Entropy, *, mask: bool = False) -> tuple[list[bytes], U64]:

@@ -13,7 +13,8 @@ from typing import TypeAlias, final
 
 import numpy as np
 
-from cloister.crypto.prg import KEY_BYTES, U64, Prg, Size
+from cloister.arrays import U64
+from cloister.crypto.prg import KEY_BYTES, Prg, Size
 from cloister.errors import ParameterError
 
 Raw: TypeAlias = bytes  # inside the class, `bytes` is the method

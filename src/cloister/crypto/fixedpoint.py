@@ -12,15 +12,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
-from cloister.crypto.prg import U64
+from cloister.arrays import F64, U64, Array
 from cloister.errors import DataError, ParameterError
 
-F64: TypeAlias = npt.NDArray[np.float64]
 LIMIT = 1 << 63
 
 
@@ -50,7 +47,7 @@ class FixedPoint:
         """The step between two neighbouring numbers, 2^-f."""
         return math.ldexp(1.0, -self.fraction_bits)
 
-    def encode(self, x: npt.NDArray[Any]) -> U64:
+    def encode(self, x: Array) -> U64:
         found = np.asarray(x)
         if found.dtype.kind not in "fiub":
             raise DataError(f"expected an array of real numbers, found dtype {found.dtype}")

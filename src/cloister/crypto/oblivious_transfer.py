@@ -26,9 +26,10 @@ import numpy as np
 import numpy.typing as npt
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
+from cloister.arrays import U8, U64, Array
 from cloister.crypto.agreement import bind
 from cloister.crypto.entropy import Entropy, check_entropy
-from cloister.crypto.prg import U8, U64, Prg
+from cloister.crypto.prg import Prg
 from cloister.errors import MissingExtra, ParameterError, ProtocolAbort
 
 BASE = 128  # base transfers: bits of s, and of security
@@ -167,7 +168,7 @@ class Pads:
             blocks.shape
         )
 
-    def pad(self, rows: U8, first: int, width: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    def pad(self, rows: U8, first: int, width: int, dtype: npt.DTypeLike) -> Array:
         """(m, width) words for rows numbered first, first + 1, ..."""
         item = np.dtype(dtype).itemsize
         count = -(-width * item // 16)

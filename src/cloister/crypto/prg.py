@@ -21,18 +21,14 @@ import functools
 import math
 import operator
 import sys
-from typing import Any, TypeAlias, final
+from typing import TypeAlias, final
 
 import numpy as np
-import numpy.typing as npt
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
+from cloister.arrays import I64, U8, U32, U64, Array
 from cloister.errors import ParameterError
 
-U64: TypeAlias = npt.NDArray[np.uint64]
-U32: TypeAlias = npt.NDArray[np.uint32]
-U8: TypeAlias = npt.NDArray[np.uint8]
-I64: TypeAlias = npt.NDArray[np.int64]
 Size: TypeAlias = int | tuple[int, ...]
 Raw: TypeAlias = bytes  # inside the class, `bytes` is the method
 
@@ -57,7 +53,7 @@ class Prg:
     def bytes(self, n: int) -> Raw:
         return self._stream.update(Raw(n))
 
-    def fill(self, out: npt.NDArray[Any]) -> None:
+    def fill(self, out: Array) -> None:
         """Overwrite a C-contiguous array of integers with the next bytes of the stream."""
         if out.dtype.kind not in "iu" or not out.flags.c_contiguous or not out.flags.writeable:
             raise ParameterError(f"fill needs a writeable C-contiguous array of integers, found {out.dtype}")

@@ -25,15 +25,12 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
+from cloister.arrays import F64, I64, U8, Array, Index
 from cloister.crypto.prg import Prg
 from cloister.errors import ParameterError
 
-Words: TypeAlias = npt.NDArray[Any]  # uint32 or uint64, as the ring says
-U8: TypeAlias = npt.NDArray[np.uint8]
-I64: TypeAlias = npt.NDArray[np.int64]
-Index: TypeAlias = npt.NDArray[np.intp]
+Words: TypeAlias = Array  # uint32 or uint64, as the ring says
 
 DIGIT = 3  # bits of one digit in a carry chain
 MANTISSA = 53  # bits that a float64 adds and multiplies exactly
@@ -63,7 +60,7 @@ class Ring:
         """Bytes of one word on the wire."""
         return -(-self.bits // 8)
 
-    def encode(self, x: npt.NDArray[Any]) -> Words:
+    def encode(self, x: Array) -> Words:
         """Signed integers as words; what does not fit raises."""
         x = np.asarray(x)
         if x.dtype.kind not in "iub":
@@ -118,7 +115,7 @@ def limb_bits(inner: int, bits: int) -> int:
     raise ParameterError(f"a product over {inner} entries is too long for exact arithmetic")
 
 
-def limbs(x: Words, width: int, bits: int) -> list[npt.NDArray[np.float64]]:
+def limbs(x: Words, width: int, bits: int) -> list[F64]:
     mask = x.dtype.type((1 << width) - 1)
     return [((x >> x.dtype.type(width * i)) & mask).astype(np.float64) for i in range(-(-bits // width))]
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from cloister.crypto.prg import U64, expand
+from cloister.arrays import U64
+from cloister.crypto.prg import expand
 
 PRIME = (1 << 61) - 1
 HALF = 31

@@ -192,7 +192,8 @@ def labels_compared(sent: Sent, learners: Mapping[str, Any], truth: Mapping[str,
 def plain_learners(sites: Mapping[str, Any], labels: tuple[str, ...], options: Any, seed: int) -> dict[str, Any]:
     """The sites' models and cells, as the workflow makes them."""
     from cloister.models.classifier import make
-    from cloister.models.learner import Learner, hold_out
+    from cloister.models.learner import Learner
+    from cloister.models.splits import hold_out
     from cloister.workflows import fine_tune
 
     made = {}

@@ -22,14 +22,13 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from cloister.arrays import F64, I64, Array
 from cloister.errors import ParameterError
-
-F64: TypeAlias = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +156,7 @@ def logits(w: Weights, X: F64) -> F64:
     return np.asarray(X @ w.M)
 
 
-def predict(U: F64) -> npt.NDArray[np.int64]:
+def predict(U: F64) -> I64:
     """The class with the largest logit; the sigmoid is increasing on its interval."""
     return np.asarray(U.argmax(axis=1), np.int64)
 
@@ -171,19 +170,19 @@ def one_hot(y: npt.ArrayLike, classes: int) -> F64:
 
 def draw_inputs(
     cells: F64,
-    donors: npt.NDArray[Any],
-    labels: npt.NDArray[np.int64],
+    donors: Array,
+    labels: I64,
     *,
     n_cells: int,
     per: str,
     n_inputs: int,
     rng: np.random.Generator,
-) -> tuple[F64, npt.NDArray[np.int64]]:
+) -> tuple[F64, I64]:
     """Mean-pooled multi-cell inputs: `n_inputs` of `n_cells` cells each, per class or per donor.
 
     Returns (inputs, m) and their classes. Cells are drawn with replacement.
     """
-    groups: list[tuple[int, npt.NDArray[np.int64]]] = []
+    groups: list[tuple[int, I64]] = []
     if per == "class":
         groups = [(int(k), np.flatnonzero(labels == k)) for k in np.unique(labels)]
     else:
@@ -196,7 +195,7 @@ def draw_inputs(
     return np.asarray(X, np.float64), np.asarray(y, np.int64)
 
 
-def draw_batches(X: F64, y: npt.NDArray[np.int64], config: Config, rng: np.random.Generator) -> tuple[F64, F64]:
+def draw_batches(X: F64, y: I64, config: Config, rng: np.random.Generator) -> tuple[F64, F64]:
     """Batches for every step, epoch after epoch in new order: (steps, n, m) and one-hot (steps, n, o)."""
     order: list[int] = []
     while len(order) < config.steps * config.batch:

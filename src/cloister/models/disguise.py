@@ -10,15 +10,14 @@ References
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
+from cloister.arrays import F64, I64, Index
 from cloister.models import isolation_forest as iforest
 
-F64 = npt.NDArray[np.float64]
 NEIGHBOURS = 5
 
 
-def disguise(X: F64, thin: float, smote: float, rng: np.random.Generator) -> tuple[F64, npt.NDArray[np.int64]]:
+def disguise(X: F64, thin: float, smote: float, rng: np.random.Generator) -> tuple[F64, I64]:
     """Rows to send, shuffled, and for each of them which row of X it is; -1 for a made-up one."""
     rows = np.arange(len(X))
     if (thin or smote) and len(X) > 2:
@@ -33,7 +32,7 @@ def disguise(X: F64, thin: float, smote: float, rng: np.random.Generator) -> tup
     return X, rows
 
 
-def _between(X: F64, inliers: npt.NDArray[np.intp], count: int, rng: np.random.Generator) -> F64:
+def _between(X: F64, inliers: Index, count: int, rng: np.random.Generator) -> F64:
     """SMOTE: a random point between an inlier and one of its nearest inliers."""
     from scipy.spatial import cKDTree
 

@@ -30,17 +30,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from cloister.arrays import F32, F64, I32, I64, U8
 from cloister.crypto.agreement import bind, hkdf
 from cloister.crypto.prg import Prg
 from cloister.crypto.replicated import index_bits as index_bits
 from cloister.errors import DataError, ParameterError
-
-U8 = npt.NDArray[np.uint8]
-I32 = npt.NDArray[np.int32]
-I64 = npt.NDArray[np.int64]
-F64 = npt.NDArray[np.float64]
 
 FRACTION = 28  # bits of the fixed point of S_L
 REACHED = 1e-9  # influence of all labels together below which a point counts as not reached
@@ -97,7 +92,7 @@ def codes(vectors: F64, planes: F64) -> U8:
     return out
 
 
-def signs(packed: U8) -> npt.NDArray[np.float32]:
+def signs(packed: U8) -> F32:
     """±1 for the bits of packed codes."""
     return np.unpackbits(packed, axis=1).astype(np.float32) * np.float32(2) - np.float32(1)
 

@@ -21,12 +21,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 
+from cloister.arrays import F64, I64, Array
 from cloister.errors import ParameterError
 
-F64 = npt.NDArray[np.float64]
-I64 = npt.NDArray[np.int64]
 Kind = Literal["standard", "extended"]
 
 TRIES = 12  # axes that are tried at a node before it is called constant
@@ -61,7 +59,7 @@ class Axes:
     columns: I64 | None  # (nodes,)
     normals: F64 | None  # (nodes, D)
 
-    def take(self, keep: npt.NDArray[Any]) -> Axes:
+    def take(self, keep: Array) -> Axes:
         return Axes(
             None if self.columns is None else self.columns[keep],
             None if self.normals is None else self.normals[keep],
@@ -117,7 +115,7 @@ class Sample:
         return np.bincount(self.at, minlength=self.ids)[nodes].astype(np.int64)
 
 
-def draw_sample(X: F64, picks: list[npt.NDArray[Any]], depth: int) -> Sample:
+def draw_sample(X: F64, picks: list[Array], depth: int) -> Sample:
     """Every tree's rows, one after the other, at the roots; `picks[k]` are the rows of tree k."""
     tree = np.repeat(np.arange(len(picks)), [len(p) for p in picks])
     rows = np.concatenate(picks).astype(np.int64)
@@ -277,5 +275,5 @@ def fit(
     return build(trees, depth, splits, leaves, float(average_path(size)))
 
 
-def _choose(rng: np.random.Generator, n: int, size: int) -> npt.NDArray[np.int64]:
+def _choose(rng: np.random.Generator, n: int, size: int) -> I64:
     return rng.choice(n, size, replace=False, shuffle=False).astype(np.int64)

@@ -17,16 +17,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import scipy.linalg
 
+from cloister.arrays import F64, I64
 from cloister.errors import ParameterError
-
-F64 = npt.NDArray[np.float64]
-I64 = npt.NDArray[np.int64]
 
 BLOCK = 1 << 22  # numbers of one intermediate result
 CURVATURE_CELLS = 20_000  # of a site; from more, every second, third, ... cell stands for all
+BEND_AGAIN = (3, 10, 25)  # steps after which the Hessian is looked at again
 MEMORY = 40  # pairs that L-BFGS keeps
 SUFFICIENT = 1e-4  # share of the expected decrease that a step must bring
 LARGEST = 1e6  # coefficient that a fit may reach
@@ -60,12 +58,14 @@ class Rows:
 
 def scores(x: Any, theta: F64, mean: F64) -> F64:
     """z, (n, K), of cells at θ = (W, b), (h + 1, K)."""
-    return np.asarray(x @ theta[:-1]) + (theta[-1] - mean @ theta[:-1])
+    z: F64 = np.asarray(x @ theta[:-1]) + (theta[-1] - mean @ theta[:-1])
+    return z
 
 
 def probabilities(z: F64) -> F64:
-    p = np.exp(z - z.max(axis=1, keepdims=True))
-    return p / p.sum(axis=1, keepdims=True)
+    p: F64 = np.exp(z - z.max(axis=1, keepdims=True))
+    p /= p.sum(axis=1, keepdims=True)
+    return p
 
 
 # ---- sums over cells -------------------------------------------------------------------------------------------------
@@ -209,12 +209,12 @@ class Problem:
 
 
 def minimise(
-    problem: Problem, theta: F64, memory: Memory, *, most: int, tolerance: float, again: int = 12
+    problem: Problem, theta: F64, memory: Memory, *, most: int, tolerance: float
 ) -> Generator[Ask, Any, tuple[F64, bool]]:
     """Minimise f from θ; returns the last point, and whether the next step would be below `tolerance` everywhere.
 
     Is sent `curvature_sums` or `gradient_sums` of all cells for each `Ask`, at most `most` of them. The Hessian is
-    asked for at the start, and once more after `again` steps.
+    asked for at the start, and again after so many steps as `BEND_AGAIN` says.
     """
     K = theta.shape[1]
     ridge = np.full((len(theta), 1), problem.penalty)
@@ -235,7 +235,7 @@ def minimise(
     loss, g = yield from look(theta)
     asked, steps = 2, 0
     while asked < most:
-        if steps == again and asked + 1 < most:
+        if steps in BEND_AGAIN and asked + 1 < most:
             metric, asked = (yield from bend(theta)), asked + 1
         full = g + ridge * theta
         d = memory.direction(full, metric, ridge)
@@ -265,10 +265,10 @@ def check_point(theta: F64) -> None:
 
 
 def minimise_here(
-    rows: Rows, mean: F64, problem: Problem, theta: F64, memory: Memory, **limits: Any
+    rows: Rows, mean: F64, problem: Problem, theta: F64, memory: Memory, *, most: int, tolerance: float
 ) -> tuple[F64, bool]:
     """`minimise` over cells that are all here."""
-    work = minimise(problem, theta, memory, **limits)
+    work = minimise(problem, theta, memory, most=most, tolerance=tolerance)
     answer: Any = None
     while True:
         try:

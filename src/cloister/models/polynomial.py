@@ -22,11 +22,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 
+from cloister.arrays import F64
 from cloister.errors import DataError, ParameterError
 
-F64 = npt.NDArray[np.float64]
 GELU = (0.2125, 0.5, 0.0697)  # least squares on N(0, 1)
 RELU = (0.1995, 0.5, 0.1995)
 SCORES = 3.5  # Taylor's exp turns upward below -3.5

@@ -10,11 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from cloister.models.isolation_forest import F64, I64, Forest
+from cloister.arrays import F64, I64, U8, Bits
+from cloister.models.isolation_forest import Forest
 
-Mask = npt.NDArray[np.bool_]
 WORK = 2 * 10**7  # numbers of one table of projections
 
 
@@ -24,10 +23,10 @@ class Regions:
 
     normals: F64  # (half-spaces, D)
     cut: F64
-    right: npt.NDArray[np.uint8]  # 1: x·normal ≥ cut, 0: below
+    right: U8  # 1: x·normal ≥ cut, 0: below
     region: I64
 
-    def inside(self, X: F64) -> Mask:
+    def inside(self, X: F64) -> Bits:
         """Whether each row lies in some region."""
         found = np.zeros(len(X), bool)
         step = max(1, WORK // max(1, len(self.cut)))
@@ -39,7 +38,7 @@ class Regions:
         return found
 
 
-def half_spaces(forest: Forest, x: F64, trees: npt.NDArray[np.int64]) -> tuple[F64, F64, Mask]:
+def half_spaces(forest: Forest, x: F64, trees: I64) -> tuple[F64, F64, Bits]:
     """The splits on the paths of x: normals, cuts, and whether x lies at or above the cut."""
     normals, cuts, right = [], [], []
     for k in trees.tolist():
@@ -55,10 +54,10 @@ def half_spaces(forest: Forest, x: F64, trees: npt.NDArray[np.int64]) -> tuple[F
     return np.array(normals).reshape(-1, len(x)), np.array(cuts), np.array(right, bool)
 
 
-def describe(forest: Forest, X: F64, flagged: Mask, *, rng: np.random.Generator) -> Regions:
+def describe(forest: Forest, X: F64, flagged: Bits, *, rng: np.random.Generator) -> Regions:
     """Regions that hold every flagged row and no other row of X. Rows of equal score must be flagged alike."""
     rows, todo = X[~flagged], X[flagged]
-    parts: list[tuple[F64, F64, Mask]] = []
+    parts: list[tuple[F64, F64, Bits]] = []
     while len(todo):
         parts.append(_region(forest, todo[0], rows, rng))
         normals, cut, right = parts[-1]
@@ -73,7 +72,7 @@ def describe(forest: Forest, X: F64, flagged: Mask, *, rng: np.random.Generator)
     )
 
 
-def _region(forest: Forest, x: F64, rows: F64, rng: np.random.Generator) -> tuple[F64, F64, Mask]:
+def _region(forest: Forest, x: F64, rows: F64, rng: np.random.Generator) -> tuple[F64, F64, Bits]:
     """A few half-spaces around x that leave all `rows` outside."""
     chosen: list[tuple[F64, float, bool]] = []
     some = max(1, min(forest.trees, WORK // (max(1, len(rows)) * forest.depth)))

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from cloister.errors import ReceiptError
+from cloister.files import replacing
 
 FORMAT = "cloister-receipt/2"
 PARTS = {"header", "entries", "head", "status", "public", "signature"}  # of the file
@@ -134,16 +134,13 @@ class Receipt:
         """Write `to_json` for the owner's eyes only, one entry a line; the file appears whole or not at all."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(path.name + ".part")
-        temporary.unlink(missing_ok=True)
-        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as f:
+        with replacing(path) as part, part.open("w", encoding="utf-8") as f:
             f.write(json.dumps(self._outside(), indent=1)[:-2] + ',\n "entries": [')
             comma = "\n  "
             for entry, link in list(self.entries):
                 f.write(comma + json.dumps({**_row(entry), "hash": link}))
                 comma = ",\n  "
             f.write("\n ]\n}\n")
-        os.replace(temporary, path)
         return path
 
     @classmethod

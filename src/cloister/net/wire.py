@@ -31,18 +31,9 @@ from typing import Any, ClassVar, Literal, Protocol, TypeVar, dataclass_transfor
 
 import msgpack
 import numpy as np
-import numpy.typing as npt
 
 from cloister.errors import WireError
 from cloister.study import Party
-
-U64 = npt.NDArray[np.uint64]
-U32 = npt.NDArray[np.uint32]
-U8 = npt.NDArray[np.uint8]
-I64 = npt.NDArray[np.int64]
-I32 = npt.NDArray[np.int32]
-F64 = npt.NDArray[np.float64]
-F32 = npt.NDArray[np.float32]
 
 FORMAT = 1
 MAX_FRAME = 1 << 31  # bytes of one frame

@@ -53,6 +53,16 @@ IN_SHORT: dict[tuple[str, str], Rows] = {
         (SITES, "the common components, means and deviations, and the number of all cells."),
         (TOGETHER, "the coordinator and all sites but one see these sums of the last site, never a cell."),
     ),
+    ("train-classifier", "hardened"): (
+        (STAYS, "every cell; which cell has which label."),
+        (
+            EVERYONE,
+            "over all sites: cells, mean and variance of genes, cells per label, and how the model's error changes"
+            " with its coefficients, at no more than 200 points that nobody can choose; the model.",
+        ),
+        (HUB, "which genes and which labels each site has."),
+        (TOGETHER, "the coordinator and all sites but one see these sums of the last site."),
+    ),
     ("map-labels", "hardened"): (
         (STAYS, "every cell, every distance, every neighbour; labels of single reference cells."),
         ("The asking site learns", "a label for each of its cells, and how the votes fell if that was agreed."),

@@ -10,15 +10,13 @@ it is written; what they say about the protocols comes from the docstrings of th
 from __future__ import annotations
 
 import dataclasses
-import os
 import time
-import uuid
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from cloister import errors, workflows
+from cloister import errors, files, workflows
 from cloister._version import __version__
 from cloister.errors import CloisterError, DataError
 from cloister.report import sections
@@ -77,16 +75,10 @@ def write_report(
     """
     path = Path(path)
     text = _page(list(runs), title, table, baselines or {})
-    part = path.with_name(f".{path.name}.{uuid.uuid4().hex}.part")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(text, encoding="utf-8")
-        os.replace(part, path)
+        return files.write(path, text, private=False)
     except OSError as e:
         raise DataError(f"{path} cannot be written ({e.strerror or type(e).__name__})") from None
-    finally:
-        part.unlink(missing_ok=True)
-    return path
 
 
 def _page(runs: list[Run], title: str, rows: Rows | Mapping[str, Rows] | None, baselines: Mapping[str, Rows]) -> str:

@@ -23,7 +23,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from cloister import workflows
+from cloister import files, workflows
 from cloister._version import __version__
 from cloister.errors import CloisterError, DataError, ProtocolAbort, ReceiptError
 from cloister.net.receipts import Receipt
@@ -120,7 +120,7 @@ def _fill(run: Run, staging: Path) -> list[str]:
     for i, figure in enumerate(drawn.figures, 1):
         slug = re.sub(r"[^a-z0-9]+", "-", figure["title"].lower()).strip("-")[:60] or "figure"
         row = {"file": f"figure-{i}-{slug}.png", "title": figure["title"], "alt": figure["alt"]}
-        _write(staging / row["file"], figure["png"])
+        files.write(staging / row["file"], figure["png"])
         figure_rows.append(row)
     if figure_rows or drawn.note:
         names += [row["file"] for row in figure_rows]
@@ -150,8 +150,7 @@ def _write_outcome(run: Run, party: str, outcome: Outcome, staging: Path) -> lis
         from cloister.cells.files import write_cells
 
         names.append(f"{party}.h5ad")
-        write_cells(outcome.adata, staging / names[-1])
-        os.chmod(staging / names[-1], 0o600)
+        write_cells(outcome.adata, staging / names[-1], private=True)
     try:
         further = workflows.get(run.study.workflow).files
     except CloisterError:
@@ -160,7 +159,7 @@ def _write_outcome(run: Run, party: str, outcome: Outcome, staging: Path) -> lis
         if not PLAIN_NAME.fullmatch(name):
             raise DataError(f"a workflow may not write a file called {name!r}; use letters, digits, '.', '-', '_'")
         names.append(f"{party}.{name}")
-        _write(staging / names[-1], content)
+        files.write(staging / names[-1], content)
     return names
 
 
@@ -179,15 +178,9 @@ def _named_files(folder: Path) -> list[str]:
         return []
 
 
-def _write(path: Path, content: bytes) -> None:
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def _write_json(path: Path, x: Any) -> None:
-    _write(path, (json.dumps(x, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode("utf-8", "replace"))
+    text = json.dumps(x, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    files.write(path, text.encode("utf-8", "replace"))
 
 
 # ---- from files ------------------------------------------------------------------------------------------------------

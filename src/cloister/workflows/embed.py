@@ -87,7 +87,7 @@ def embed(
     matrix = adata.X if layer is None else adata.layers[layer]
     parts = []
     for start in range(0, adata.n_obs, CHUNK):
-        rows = _csr(matrix[start : start + CHUNK])
+        rows = csr_rows(matrix[start : start + CHUNK])
         names = [str(name) for name in adata.obs_names[start : start + CHUNK]]
         tokens = scgpt.tokenize(rows, ids, names, loaded, binned=binning == "none", cls_value=cls_value, seed=seed)
         parts.append(scgpt.encode(loaded, tokens, batch_size=batch_size, device=device))
@@ -123,7 +123,8 @@ def gene_tokens(adata: AnnData, gene_key: str | None, model: ScGPT) -> Any:
     return ids
 
 
-def _csr(block: Any) -> Any:
+def csr_rows(block: Any) -> Any:
+    """Sparse rows without duplicates."""
     from scipy import sparse
 
     rows = sparse.csr_matrix(block)

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 
+from cloister.arrays import F64, Bits
 from cloister.cells import genes
 from cloister.cells import tables as cells
 from cloister.crypto.entropy import Entropy
@@ -23,7 +23,6 @@ from cloister.workflows.outlier_figures import figures, plot_values
 if TYPE_CHECKING:
     from anndata import AnnData
 
-F64 = npt.NDArray[np.float64]
 SHARE = 0.05  # contamination where neither it nor a threshold is given
 KEY = "outlier"
 _ANNOUNCED: set[bytes] = set()
@@ -130,7 +129,7 @@ def find_outliers(adata: AnnData, study: Seat, *, copy: bool = False, **options:
 
 def _counted(
     study: Seat, options: Options, adata: AnnData, names: list[str], X: F64
-) -> tuple[F64, npt.NDArray[np.bool_], float | None, F64]:
+) -> tuple[F64, Bits, float | None, F64]:
     found = study.run(counted_forest.site, hardened_params(study, options), _kind(adata, options), names, X)
     cuts = found.cuts if found.cuts is not None else np.full(options.repeats, float(options.threshold or 0.0))
     votes = (found.scores >= cuts[:, None]).sum(axis=0)
@@ -138,9 +137,7 @@ def _counted(
     return found.scores.mean(axis=0), 2 * votes > options.repeats, float(cuts.mean()), found.scaling.apply(X[:, order])
 
 
-def _masked(
-    study: Seat, options: Options, names: list[str], X: F64
-) -> tuple[F64 | None, npt.NDArray[np.bool_], float | None, F64]:
+def _masked(study: Seat, options: Options, names: list[str], X: F64) -> tuple[F64 | None, Bits, float | None, F64]:
     X = np.where(np.isfinite(X), X, np.nan_to_num(_column_means(X)))
     hidden = np.random.default_rng(list(Entropy().bytes(32)))  # all know the study's seed, and could tell made-up rows
     sent, mine = disguise(X, options.thin, options.smote, hidden)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from cloister import files
 from cloister.errors import DataError
 from cloister.net.seat import Outcome
 from cloister.protocols.fedavg.training_parts import State
@@ -32,11 +32,10 @@ class FileStore:
             "best_score": state.best_score if math.isfinite(state.best_score) else None,
             "history": state.history,
         }
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        beside = self.path.with_name(self.path.name + ".part")
-        with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as f:
-            np.savez(f, meta=np.frombuffer(json.dumps(meta).encode(), np.uint8), theta=state.theta, best=state.best)
-        os.replace(beside, self.path)
+        content = io.BytesIO()
+        packed = np.frombuffer(json.dumps(meta).encode(), np.uint8)
+        np.savez(content, meta=packed, theta=state.theta, best=state.best)
+        files.write(self.path, content.getvalue())
 
     def load(self) -> State | None:
         if not self.path.exists():
@@ -54,7 +53,7 @@ class FileStore:
 
 def figures(outcomes: Mapping[str, Outcome], options: Any) -> list[Any]:
     """Loss and accuracy over the rounds; at every site that is here, its own labels against the model's."""
-    from cloister.report.figures import confusion, curves
+    from cloister.report.figures import curves
 
     rows: list[dict[str, Any]] = next((o.result["history"] for o in outcomes.values() if o.result.get("history")), [])
     made = []
@@ -66,6 +65,14 @@ def figures(outcomes: Mapping[str, Outcome], options: Any) -> list[Any]:
         lines = {name: ys for name, ys in lines.items() if ys}
         if lines:
             made.append(curves(lines, title=title, xlabel="round", ylabel=ylabel, start=0))
+    return made + confusions(outcomes, options)
+
+
+def confusions(outcomes: Mapping[str, Outcome], options: Any) -> list[Any]:
+    """At every site that is here, its own labels against the model's."""
+    from cloister.report.figures import confusion
+
+    tables = []
     for site, outcome in outcomes.items():
         obs = None if outcome.adata is None else outcome.adata.obs
         if obs is None or not {options.label_key, options.key_added} <= set(obs.columns):
@@ -74,7 +81,7 @@ def figures(outcomes: Mapping[str, Outcome], options: Any) -> list[Any]:
         known = own.notna().to_numpy()
         if known.any():
             title = f"Labels of {site}, given and predicted (training cells included)"
-            found = obs[options.key_added].astype(str)[known].tolist()
-            truth = own.astype(str)[known].tolist()
-            made.append(confusion(truth, found, title=title, rows="given label", columns="predicted label"))
-    return made
+            predicted = obs[options.key_added].astype(str)[known].tolist()
+            given = own.astype(str)[known].tolist()
+            tables.append(confusion(given, predicted, title=title, rows="given label", columns="predicted label"))
+    return tables

@@ -12,16 +12,15 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
+from cloister.arrays import F64, Array, Bits
 from cloister.cells import tables as cells
 from cloister.errors import DataError, ParameterError
 
 if TYPE_CHECKING:
     from anndata import AnnData
 
-F64 = npt.NDArray[np.float64]
-Names = npt.NDArray[Any]
+Names = Array
 
 
 def scores(truth: Names, found: Names) -> dict[str, float]:
@@ -33,7 +32,7 @@ def scores(truth: Names, found: Names) -> dict[str, float]:
     return {"accuracy": float((truth == found).mean()), "macro_f1": float(np.mean(f1))}
 
 
-def nearest_label(q: F64, r: F64, names: Names, k: int) -> tuple[Names, npt.NDArray[np.bool_]]:
+def nearest_label(q: F64, r: F64, names: Names, k: int) -> tuple[Names, Bits]:
     """Majority label of the k nearest rows of r, of equal ones the first by name; and which votes were ties."""
     order = np.argsort(names, kind="stable")  # equally near ones count in the order of their labels
     r, labels, codes = r[order], *np.unique(names[order], return_inverse=True)

@@ -6,21 +6,18 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
+from cloister.arrays import F64, Bits
 from cloister.models import isolation_forest as iforest
 from cloister.report.figures import COLOURS, QUIET, canvas, histograms
 
 if TYPE_CHECKING:
     from cloister.net.seat import Outcome
 
-F64 = npt.NDArray[np.float64]
 POINTS = 2000  # rows that are drawn, at most
 
 
-def plot_values(
-    Z: F64, scores: F64 | None, flags: npt.NDArray[np.bool_], options: Any, rng: np.random.Generator
-) -> dict[str, Any]:
+def plot_values(Z: F64, scores: F64 | None, flags: Bits, options: Any, rng: np.random.Generator) -> dict[str, Any]:
     """Some rows on their two principal axes, with their scores and flags, and the flags of a forest of this site alone.
 
     The site's own forest has the same options; its cut flags the same share of its rows (or scores by the same

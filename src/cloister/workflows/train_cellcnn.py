@@ -11,6 +11,7 @@ import numpy as np
 
 from cloister.cells import tables as cells
 from cloister.errors import DataError, ParameterError, RefusedError
+from cloister.files import write as write_file
 from cloister.models import cellcnn
 from cloister.net.seat import Outcome, Seat
 from cloister.protocols.cellcnn import cellcnn_terms, clear_training
@@ -340,7 +341,7 @@ def save(made: cellcnn.Model, options: Options, study: Seat) -> None:
     if options.keep:
         folder = Path(options.keep) / study.me
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        (folder / "model.json").write_text(made.to_json(), encoding="utf-8")
+        write_file(folder / "model.json", made.to_json())
 
 
 def coordinate(study: Seat, options: Options) -> tuple[cellcnn.Model, dict[str, Any]]:

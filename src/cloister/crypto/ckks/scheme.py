@@ -17,16 +17,15 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias, final
 
 import numpy as np
-import numpy.typing as npt
 
+from cloister.arrays import F64, I64, U64
 from cloister.crypto.ckks.chain import FLOOD_BITS, Parameters, choose, encryption_noise, rounding_noise
 from cloister.crypto.entropy import Entropy, check_entropy
 from cloister.crypto.lattice import slots
 from cloister.crypto.lattice.ring import Residues, Ring, ring
-from cloister.crypto.prg import I64, Prg
+from cloister.crypto.prg import Prg
 from cloister.errors import MissingExtra, ParameterError, WireError
 
-F64: TypeAlias = npt.NDArray[np.float64]
 Cipher: TypeAlias = Any  # seal.Ciphertext
 
 
@@ -81,8 +80,8 @@ class PublicKey:
 class SwitchingKey:
     """Per data prime one pair (b_d, a_d) over all primes: what relinearisation and rotation need."""
 
-    b: npt.NDArray[np.uint64]  # (L, K, N)
-    a: npt.NDArray[np.uint64]  # (L, K, N)
+    b: U64  # (L, K, N)
+    a: U64  # (L, K, N)
     galois: int = 0  # the automorphism X → X^galois; 0 for relinearisation
 
 
@@ -168,7 +167,7 @@ class Context:
         zero = self._zero(key, ct.coeff_modulus_size(), entropy)
         return self.evaluator.add(ct, self.cipher(zero, float(ct.scale())))
 
-    def _zero(self, key: PublicKey, k: int, entropy: Entropy) -> npt.NDArray[np.uint64]:
+    def _zero(self, key: PublicKey, k: int, entropy: Entropy) -> U64:
         check_entropy(entropy)
         prg, r = entropy.prg(), self.ring
         u = r.forward(r.of_small(prg.ternary(self.params.degree), k))
@@ -182,14 +181,14 @@ class Context:
         raw, scale = self.raw(ct)
         return self.decode(self.ring.add_product(raw[0], raw[1], secret), scale)
 
-    def raw(self, ct: Cipher) -> tuple[npt.NDArray[np.uint64], float]:
+    def raw(self, ct: Cipher) -> tuple[U64, float]:
         """Residues (2, k, N) in NTT form, and the scale."""
         k, size = ct.coeff_modulus_size(), ct.size()
         blob = ct.to_string()
         data = np.frombuffer(blob, np.uint64, offset=len(blob) - size * k * self.params.degree * 8)
         return data.reshape(size, k, self.params.degree).copy(), float(ct.scale())
 
-    def cipher(self, raw: npt.NDArray[np.uint64], scale: float) -> Cipher:
+    def cipher(self, raw: U64, scale: float) -> Cipher:
         """A SEAL ciphertext from residues (2, k, N)."""
         ct = self.seal_context.from_cipher_str(self._heads[raw.shape[1]] + raw.tobytes())
         ct.scale(scale)

@@ -28,9 +28,9 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias, final
 
 import numpy as np
-import numpy.typing as npt
 
-from cloister.crypto.prg import I64, U64, Prg
+from cloister.arrays import F64, I64, U64
+from cloister.crypto.prg import Prg
 from cloister.errors import ParameterError
 
 SECURE_BITS = {1024: 27, 2048: 54, 4096: 109, 8192: 218, 16384: 438, 32768: 881}  # [HES18]
@@ -124,7 +124,7 @@ class Ring:
         self._k.of_limbs(limbs, powers, self.q, self._r0, self._r1, out)
         return out
 
-    def lift(self, a: Residues) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    def lift(self, a: Residues) -> tuple[F64, F64]:
         """Coefficients in (-Q/2, Q/2) as double-doubles (high, low): exact up to 2^-104 of their size."""
         k = a.shape[0]
         digits = a.copy()
@@ -203,7 +203,7 @@ def _tables(n: int, q: int) -> tuple[U64, U64, U64, U64]:
     return (*table(least), *table(pow(least, -1, q)))
 
 
-def bit_reversed(n: int) -> npt.NDArray[np.int64]:
+def bit_reversed(n: int) -> I64:
     bits = n.bit_length() - 1
     out = np.zeros(n, np.int64)
     for i in range(bits):

@@ -20,11 +20,10 @@ from typing import TypeAlias, final
 import numpy as np
 import numpy.typing as npt
 
+from cloister.arrays import C128, F64, I64, U64
 from cloister.crypto.lattice.ring import bit_reversed
-from cloister.crypto.prg import I64, U64
 from cloister.errors import ParameterError
 
-F64: TypeAlias = npt.NDArray[np.float64]
 Wide: TypeAlias = F64  # (2, N) high and low of real double-doubles
 WideSlots: TypeAlias = F64  # (4, S) high and low of real parts, then of imaginary ones
 LIMBS = 4  # of 42 bits: what a mask or a masked value is made of
@@ -62,7 +61,7 @@ class SlotMap:
         out = np.where(self.place >= 0, rows[:, np.maximum(self.place, 0)], 0.0)
         return np.ascontiguousarray(out)
 
-    def apply_plain(self, z: npt.NDArray[np.complex128] | F64) -> npt.NDArray[np.complex128] | F64:
+    def apply_plain(self, z: C128 | F64) -> C128 | F64:
         """The same in ordinary numbers."""
         entries = self.weight * z[self.source]
         rows = np.array([entries[a:b].sum() for a, b in zip(self.start, self.start[1:], strict=False)])

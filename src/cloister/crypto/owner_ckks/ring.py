@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import TypeAlias, final
 
 import numpy as np
-import numpy.typing as npt
 
+from cloister.arrays import U32, Index
 from cloister.crypto.lattice.ring import SIGMA, Ring, check_secure, ring
-from cloister.crypto.prg import U32, Prg, gaussian_table
+from cloister.crypto.prg import Prg, gaussian_table
 from cloister.errors import ParameterError
 
 Residues: TypeAlias = U32  # (k, N)
@@ -245,7 +245,7 @@ def random_below(prg: Prg, bound: int, count: int) -> U32:
     return words
 
 
-def _not_below(words: U32, bound: int) -> npt.NDArray[np.intp]:
+def _not_below(words: U32, bound: int) -> Index:
     few = np.flatnonzero(words[-1] >= np.uint32(bound >> (32 * (len(words) - 1))))  # or not far below
     above, equal = np.zeros(few.size, bool), np.ones(few.size, bool)
     for m in range(len(words) - 1, -1, -1):

@@ -24,11 +24,12 @@ than its opening needs, and what an owner encrypts afresh has no more than the s
 from __future__ import annotations
 
 import functools
-from typing import Any, TypeAlias, final
+from typing import Any, final
 
 import numpy as np
 import numpy.typing as npt
 
+from cloister.arrays import C128, F64, I64, U32
 from cloister.crypto.entropy import Entropy, check_entropy
 from cloister.crypto.owner_ckks.ring import (
     SMALL,
@@ -49,17 +50,16 @@ from cloister.crypto.owner_ckks.ring import (
     room,
     times_shift,
 )
-from cloister.crypto.prg import I64, U32, Prg
+from cloister.crypto.prg import Prg
 from cloister.errors import ParameterError
 
-F64: TypeAlias = npt.NDArray[np.float64]
 FLOOD_BITS = 40
 
 # ---- encoding: slot j is the value at ζ^(2j+1); nothing is rotated, so any order does -------------------------------
 
 
 @functools.lru_cache(maxsize=4)
-def _zeta(degree: int) -> npt.NDArray[np.complex128]:
+def _zeta(degree: int) -> C128:
     return np.asarray(np.exp(1j * np.pi * np.arange(degree) / degree), np.complex128)
 
 

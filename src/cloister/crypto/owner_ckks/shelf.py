@@ -15,7 +15,7 @@ from typing import Any, final
 
 import numpy as np
 
-from cloister.crypto.prg import U32
+from cloister.arrays import U32
 
 MEMORY = 1 << 30  # bytes of one pool
 

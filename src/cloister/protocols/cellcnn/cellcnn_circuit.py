@@ -26,11 +26,11 @@ from typing import Any
 
 import numpy as np
 
+from cloister.arrays import F64, I64
 from cloister.crypto.ckks import scheme as ckks
 from cloister.crypto.lattice.slots import SlotMap, make_map
 from cloister.errors import ParameterError
 from cloister.models import cellcnn
-from cloister.net.wire import F64, I64
 from cloister.protocols.cellcnn.cellcnn_ladder import PRODUCT, Ladder, chain
 
 VALUE_BITS = 6  # every slot that is refreshed stays below 64 in absolute value

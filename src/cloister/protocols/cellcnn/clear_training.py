@@ -28,9 +28,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cloister.arrays import F64
 from cloister.models import cellcnn
 from cloister.net.channel import Channel
-from cloister.net.wire import F64, message
+from cloister.net.wire import message
 from cloister.protocols.ckks.collective_key import check_holders
 from cloister.study import Party
 

@@ -50,13 +50,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from cloister.arrays import F64
 from cloister.crypto.ckks import scheme as ckks
 from cloister.crypto.entropy import Entropy
 from cloister.errors import DataError, ParameterError, ProtocolAbort, RefusedError
 from cloister.models import cellcnn
 from cloister.net import wire
 from cloister.net.channel import Channel
-from cloister.net.wire import F64, message
+from cloister.net.wire import message
 from cloister.protocols.cellcnn import encrypted_validation
 from cloister.protocols.cellcnn.cellcnn_circuit import VALUE_BITS, Layout, aggregated_product, gradient
 from cloister.protocols.cellcnn.key_store import KeyStore

@@ -34,13 +34,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cloister.arrays import F64
 from cloister.crypto.ckks import scheme as ckks
 from cloister.crypto.entropy import Entropy
 from cloister.crypto.lattice.slots import SlotMap, make_map
 from cloister.errors import DataError, ParameterError, ProtocolAbort, RefusedError
 from cloister.models import cellcnn
 from cloister.net.channel import Channel
-from cloister.net.wire import F64, message
+from cloister.net.wire import message
 from cloister.protocols.cellcnn.cellcnn_circuit import Layout, logits
 from cloister.protocols.cellcnn.cellcnn_ladder import chain
 from cloister.protocols.cellcnn.training_keys import Keys

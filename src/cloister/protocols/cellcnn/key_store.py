@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from typing import Any
 import msgpack
 import numpy as np
 
+from cloister import files
 from cloister.crypto.ckks import scheme as ckks
 from cloister.errors import DataError, WireError
 from cloister.study import Party
@@ -50,14 +50,6 @@ class KeyStore:
             raise DataError(f"{path} is damaged; remove the folder and train anew") from None
         return dict(found)
 
-    def _write(self, path: Path, data: bytes, *, private: bool = False) -> None:
-        part = self._own / f"{path.name}.part"  # a folder of its own: parties may write the same key at once
-        with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600 if private else 0o644), "wb") as f:
-            f.write(data)
-            f.flush()
-            os.fsync(f.fileno())
-        part.replace(path)
-
     # ---- keys --------------------------------------------------------------------------------------------------------
 
     def put_public(self, key: ckks.PublicKey, secret: ckks.Secret | None) -> None:
@@ -65,7 +57,7 @@ class KeyStore:
         (self._own / "state.bin").unlink(missing_ok=True)
         self._pending = {"public": self._put(np.stack([key.b, key.a]))}
         if secret is not None:
-            self._write(self._own / "secret.bin", secret.to_bytes(), private=True)
+            files.write(self._own / "secret.bin", secret.to_bytes())
 
     def put_switching(self, label: str, key: ckks.SwitchingKey) -> None:
         self._pending[label] = self._put(np.stack([key.b, key.a])) + f"/{key.galois}"
@@ -75,11 +67,11 @@ class KeyStore:
         digest = hashlib.sha256(raw).hexdigest()
         path = self._top / "public" / f"{digest}.bin"
         if not path.exists():
-            self._write(path, raw)
+            files.write(path, raw, private=False)
         return digest
 
     def finish(self, name: bytes) -> None:
-        self._write(self._own / "keys.json", json.dumps({"name": name.hex(), **self._pending}).encode())
+        files.write(self._own / "keys.json", json.dumps({"name": name.hex(), **self._pending}).encode())
 
     def _get(self, entry: str, shape: tuple[int, ...]) -> np.ndarray:
         digest = entry.partition("/")[0]
@@ -123,7 +115,7 @@ class KeyStore:
             raws = [c.raw(ct) for ct in cts]
             body[label] = [[scale, raw.shape[1], [c.pack(p) for p in raw]] for raw, scale in raws]
         packed = msgpack.packb({"step": step, "tag": tag, "state": body})
-        self._write(self._own / "state.bin", hashlib.sha256(packed).digest() + packed)
+        files.write(self._own / "state.bin", hashlib.sha256(packed).digest() + packed)
 
     def _read(self) -> dict[str, Any]:
         path = self._own / "state.bin"
@@ -155,7 +147,7 @@ class KeyStore:
     def put_known(self, step: int, polynomials: Sequence[bytes]) -> None:
         """Remember which ciphertexts hold the weights after that step."""
         known = {"step": step, "known": [hashlib.sha256(p).hexdigest() for p in polynomials]}
-        self._write(self._own / "known.json", json.dumps(known).encode())
+        files.write(self._own / "known.json", json.dumps(known).encode())
 
     def get_known(self, step: int) -> list[bytes]:
         """Their digests, if that is the last step this party took part in; else nothing."""

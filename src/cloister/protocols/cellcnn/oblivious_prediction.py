@@ -32,13 +32,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cloister.arrays import F64
 from cloister.crypto.agreement import Identity
 from cloister.crypto.ckks import scheme as ckks
 from cloister.crypto.entropy import Entropy
 from cloister.errors import DataError, ParameterError, ProtocolAbort
 from cloister.models import cellcnn
 from cloister.net.channel import Channel
-from cloister.net.wire import F64, message
+from cloister.net.wire import message
 from cloister.protocols.cellcnn.cellcnn_circuit import Layout, add_over_markers
 from cloister.protocols.cellcnn.cellcnn_ladder import PRODUCT
 from cloister.protocols.cellcnn.encrypted_training import Trained

@@ -22,11 +22,11 @@ from typing import Any
 
 import numpy as np
 
+from cloister.arrays import F64
 from cloister.crypto.ckks import scheme as ckks
 from cloister.crypto.lattice.slots import SlotMap, make_map
 from cloister.errors import ParameterError
 from cloister.models import cellcnn
-from cloister.net.wire import F64
 
 npt_complex = np.ndarray[Any, np.dtype[np.complex128]]
 LEVELS = 7  # two for the forward pass, five for the backward pass

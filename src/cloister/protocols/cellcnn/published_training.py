@@ -47,6 +47,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cloister.arrays import F64
 from cloister.crypto.ckks import scheme as ckks
 from cloister.crypto.entropy import Entropy
 from cloister.crypto.lattice.slots import SlotMap
@@ -54,7 +55,7 @@ from cloister.errors import ProtocolAbort, RefusedError
 from cloister.models import cellcnn
 from cloister.net import wire
 from cloister.net.channel import Channel
-from cloister.net.wire import F64, message
+from cloister.net.wire import message
 from cloister.protocols.cellcnn.encrypted_training import check_batches
 from cloister.protocols.cellcnn.key_store import KeyStore
 from cloister.protocols.cellcnn.published_circuit import LEVELS, Layout, SealOps, backward, forward

@@ -27,11 +27,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from cloister.arrays import U64
 from cloister.crypto.ckks import scheme as ckks
 from cloister.crypto.entropy import Entropy
 from cloister.errors import ParameterError, ProtocolAbort, WireError
 from cloister.net.channel import Channel
-from cloister.net.wire import U64, message
+from cloister.net.wire import message
 from cloister.study import Party
 
 NAME = "collective_key"

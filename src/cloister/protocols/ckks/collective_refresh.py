@@ -41,6 +41,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cloister.arrays import F64, U64
 from cloister.crypto.ckks import scheme as ckks
 from cloister.crypto.entropy import Entropy
 from cloister.crypto.lattice.slots import (
@@ -55,7 +56,7 @@ from cloister.crypto.lattice.slots import (
 )
 from cloister.errors import ParameterError, ProtocolAbort
 from cloister.net.channel import Channel
-from cloister.net.wire import F64, U64, message
+from cloister.net.wire import message
 from cloister.protocols.ckks.collective_key import check_holders, read
 from cloister.study import Party
 

@@ -32,10 +32,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cloister.arrays import U64
 from cloister.crypto.ckks import scheme as ckks
 from cloister.crypto.entropy import Entropy
 from cloister.net.channel import Channel
-from cloister.net.wire import U64, message
+from cloister.net.wire import message
 from cloister.protocols.ckks.collective_key import check_holders, read
 from cloister.study import Party
 

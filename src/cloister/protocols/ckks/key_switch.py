@@ -31,13 +31,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cloister.arrays import F64
 from cloister.crypto.agreement import Identity
 from cloister.crypto.ckks import scheme as ckks
 from cloister.crypto.entropy import Entropy
 from cloister.errors import ParameterError
 from cloister.net import wire
 from cloister.net.channel import Channel
-from cloister.net.wire import F64, message
+from cloister.net.wire import message
 from cloister.protocols.ckks.collective_key import check_holders, read
 from cloister.protocols.ckks.collective_refresh import Ledger
 from cloister.protocols.ckks.threshold_decrypt import check_flood

@@ -31,12 +31,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from cloister.arrays import F64
 from cloister.crypto.ckks import scheme as ckks
 from cloister.crypto.ckks.scheme import FLOOD_BITS
 from cloister.crypto.entropy import Entropy
 from cloister.errors import ParameterError, RefusedError
 from cloister.net.channel import Channel
-from cloister.net.wire import F64, message
+from cloister.net.wire import message
 from cloister.protocols.ckks.collective_key import check_holders, read
 from cloister.protocols.ckks.collective_refresh import Ledger
 from cloister.study import Party

@@ -64,12 +64,12 @@ from typing import Any
 
 import numpy as np
 
+from cloister.arrays import F64, U64
 from cloister.crypto.agreement import Identity
 from cloister.crypto.entropy import Entropy
 from cloister.errors import DataError, ParameterError, ProtocolAbort
 from cloister.net import wire
 from cloister.net.channel import Channel
-from cloister.net.wire import F64, U64
 from cloister.protocols.fedavg import pseudo_labels
 from cloister.protocols.fedavg.training_parts import (
     CURVES,

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cloister.arrays import F64, U64
 from cloister.crypto.entropy import Entropy, check_entropy
 from cloister.crypto.fixedpoint import FixedPoint
 from cloister.errors import DataError, ParameterError
-from cloister.net.wire import F64, U64
 
 HALF = 1 << 31
 

@@ -27,11 +27,11 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+from cloister.arrays import F32
 from cloister.crypto.agreement import Identity
 from cloister.crypto.entropy import Entropy
 from cloister.errors import ParameterError
 from cloister.net.channel import Channel
-from cloister.net.wire import F32
 from cloister.protocols.fedavg.training_parts import Learner
 from cloister.study import Party
 

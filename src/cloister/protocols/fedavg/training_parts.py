@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from cloister.net.wire import F32, F64, I64
+from cloister.arrays import F32, F64, I64
 
 CURVES = ("round", "accuracy", "macro_f1", "loss", "cells", "clients", "train_loss")
 WHOLE = ("round", "cells", "clients")

@@ -18,11 +18,12 @@ from typing import Any
 
 import numpy as np
 
+from cloister.arrays import F32, F64, U64
 from cloister.crypto.entropy import Entropy
 from cloister.crypto.fixedpoint import FixedPoint
 from cloister.errors import ParameterError, ProtocolAbort
 from cloister.net.channel import Channel
-from cloister.net.wire import F32, F64, U64, message
+from cloister.net.wire import message
 from cloister.protocols.fedavg import packed_words as lanes
 from cloister.protocols.fedavg.pseudo_labels import NO_PSEUDO, Pseudo
 from cloister.protocols.sums import secure_sum

@@ -49,17 +49,17 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from cloister.arrays import F64, I64, Bits
 from cloister.crypto.agreement import Identity, bind, hkdf
 from cloister.crypto.entropy import Entropy
 from cloister.errors import DataError, ParameterError, ProtocolAbort
 from cloister.models import isolation_forest as iforest
 from cloister.models.isolation_forest import Axes, Forest, Sample
 from cloister.net.channel import Channel
-from cloister.net.wire import F64, I64
 from cloister.protocols.sums import common_genes, common_seed, pooled_scaling
 from cloister.protocols.sums.columns import match_columns
 from cloister.protocols.sums.pooled_scaling import Scaling
-from cloister.protocols.sums.tally import Asking, Bits, Plain, Tally, answer_plainly
+from cloister.protocols.sums.tally import Asking, Plain, Tally, answer_plainly
 from cloister.study import Party
 
 NAME = "counted_forest"

@@ -49,6 +49,7 @@ from typing import Literal
 
 import numpy as np
 
+from cloister.arrays import F64, I64, U8, U64
 from cloister.crypto.agreement import bind, hkdf
 from cloister.crypto.entropy import Entropy
 from cloister.crypto.fixedpoint import FixedPoint
@@ -56,9 +57,8 @@ from cloister.crypto.prg import Prg
 from cloister.errors import DataError, ParameterError, ProtocolAbort
 from cloister.models import isolation_forest as iforest
 from cloister.models.regions import Regions, describe
-from cloister.net import wire
 from cloister.net.channel import Channel
-from cloister.net.wire import F64, I64, U8, U64, message
+from cloister.net.wire import message
 from cloister.protocols.forest import private_slots
 from cloister.protocols.sums import common_genes
 from cloister.protocols.sums.columns import match_columns
@@ -109,7 +109,7 @@ class Found:
     """What a client takes away, per repeat."""
 
     scores: F64 | None  # (repeats, own rows)
-    flags: wire.U8  # (repeats, own rows)
+    flags: U8  # (repeats, own rows)
     everyone: F64 | None  # (repeats, N): all scores, without their owners
     slots: I64  # (repeats, own rows)
     masked: F64 = field(repr=False)  # (own rows, D) of the first repeat: what P saw of them

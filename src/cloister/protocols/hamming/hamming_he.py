@@ -36,13 +36,14 @@ from typing import Any
 
 import numpy as np
 
+from cloister.arrays import U8
 from cloister.crypto import bfv_matmul as he
 from cloister.crypto.entropy import Entropy
 from cloister.crypto.replicated import Words
 from cloister.errors import CloisterError, ParameterError, ProtocolAbort
 from cloister.models import graph
 from cloister.net.channel import Channel
-from cloister.net.wire import U8, message
+from cloister.net.wire import message
 from cloister.protocols.hamming.shared_codes import Pair, ring_of
 from cloister.study import Party
 

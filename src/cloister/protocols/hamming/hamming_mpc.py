@@ -38,13 +38,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cloister.arrays import I32, U8
 from cloister.crypto.agreement import Identity
 from cloister.crypto.entropy import Entropy
 from cloister.crypto.replicated import Ring
 from cloister.errors import ProtocolAbort
 from cloister.models import graph
 from cloister.net.channel import Channel
-from cloister.net.wire import I32, U8, message
+from cloister.net.wire import message
 from cloister.protocols.hamming.shared_codes import (
     SharedCodes,
     check,

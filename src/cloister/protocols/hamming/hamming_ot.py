@@ -35,12 +35,12 @@ from typing import Any
 
 import numpy as np
 
+from cloister.arrays import U8
 from cloister.crypto.entropy import Entropy
 from cloister.crypto.replicated import Words
 from cloister.errors import ParameterError
 from cloister.models import graph
 from cloister.net.channel import Channel
-from cloister.net.wire import U8
 from cloister.protocols.hamming import oblivious_transfer
 from cloister.protocols.hamming.shared_codes import Pair, ring_of
 from cloister.study import Party

@@ -36,18 +36,18 @@ from dataclasses import dataclass
 from typing import Any, final
 
 import numpy as np
-import numpy.typing as npt
 
+from cloister.arrays import U8, Array
 from cloister.crypto import oblivious_transfer as local
 from cloister.crypto.entropy import Entropy
 from cloister.errors import ParameterError, ProtocolAbort
 from cloister.net import wire
 from cloister.net.channel import Channel
-from cloister.net.wire import U8, message
+from cloister.net.wire import message
 from cloister.study import Party
 
 NAME = "oblivious_transfer"
-Words = npt.NDArray[Any]  # uint16 or uint32
+Words = Array  # uint16 or uint32
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,11 +26,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from cloister.arrays import U8
 from cloister.crypto.entropy import Entropy
 from cloister.crypto.replicated import Words
 from cloister.errors import ParameterError
 from cloister.net.channel import Channel
-from cloister.net.wire import U8
 from cloister.protocols.hamming import hamming_he, hamming_ot
 from cloister.protocols.hamming.shared_codes import ring_of
 from cloister.study import Party

@@ -29,10 +29,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cloister.arrays import U8
 from cloister.crypto.replicated import Ring, Words
 from cloister.errors import ParameterError
 from cloister.models import graph
-from cloister.net.wire import U8
 from cloister.protocols.sharing.replicated import Shared, Trio, join
 from cloister.study import Party
 

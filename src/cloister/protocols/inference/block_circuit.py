@@ -21,12 +21,12 @@ from typing import Any
 
 import numpy as np
 
+from cloister.arrays import F64
 from cloister.crypto.owner_ckks import scheme as block
 from cloister.crypto.owner_ckks.scheme import Cts, Evaluator, Opening, Parameters, fits
 from cloister.crypto.owner_ckks.shelf import Pool
 from cloister.errors import ParameterError
 from cloister.models.polynomial import START, TAP_BOUND, Encoder, Shape
-from cloister.net.wire import F64
 from cloister.protocols.inference.block_values import Recipes, Refresh, Values, token
 
 TAP_BITS = 46  # the scale of what is read, above Δ

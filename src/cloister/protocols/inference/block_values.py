@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from cloister.arrays import F64
 from cloister.crypto.owner_ckks.scheme import Cts, Evaluator, Opening, Parameters, opening
 from cloister.crypto.owner_ckks.shelf import Pool, Shelf
 from cloister.errors import ParameterError
-from cloister.net.wire import F64
 
 AT_ONCE = 32  # ciphertexts that a refresh makes at once, at least
 

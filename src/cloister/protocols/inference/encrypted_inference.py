@@ -48,7 +48,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import os
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -57,6 +56,8 @@ from typing import Any
 
 import numpy as np
 
+from cloister import files
+from cloister.arrays import F64, U32
 from cloister.crypto.entropy import Entropy
 from cloister.crypto.owner_ckks import scheme as block
 from cloister.crypto.owner_ckks.scheme import Evaluator, Opening, OwnerKey, Parameters
@@ -64,7 +65,7 @@ from cloister.crypto.owner_ckks.shelf import Pool, Shelf
 from cloister.errors import CloisterError, DataError, ParameterError, ProtocolAbort
 from cloister.models.polynomial import TAP_BOUND, Encoder, Shape, check_inputs, hidden, taps_of
 from cloister.net.channel import Channel
-from cloister.net.wire import F64, U32, message
+from cloister.net.wire import message
 from cloister.protocols.inference.block_circuit import Circuit, Tap, plan, tap_of
 from cloister.protocols.inference.block_values import Take, Values
 from cloister.study import Party
@@ -190,10 +191,7 @@ class Ledger:
             )
         self.used[owner] = total
         if self.path is not None:
-            beside = self.path.with_name(self.path.name + ".part")
-            with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as f:
-                f.write(json.dumps(self.used))
-            os.replace(beside, self.path)
+            files.write(self.path, json.dumps(self.used))
 
 
 def fill(x: F64, count: int) -> F64:

@@ -35,12 +35,13 @@ from typing import Any
 
 import numpy as np
 
+from cloister.arrays import F64, U32
 from cloister.crypto.entropy import Entropy
 from cloister.crypto.owner_ckks import scheme as block
 from cloister.crypto.owner_ckks.scheme import Evaluator, OwnerKey, Parameters
 from cloister.errors import CloisterError, DataError, ProtocolAbort
 from cloister.net.channel import Channel
-from cloister.net.wire import F64, U32, message
+from cloister.net.wire import message
 from cloister.study import Party
 
 NAME = "encrypted_loss"

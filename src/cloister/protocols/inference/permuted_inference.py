@@ -43,13 +43,14 @@ from typing import Any
 
 import numpy as np
 
+from cloister.arrays import F64, I64, U32
 from cloister.crypto.entropy import Entropy
 from cloister.crypto.owner_ckks import scheme as block
 from cloister.crypto.owner_ckks.scheme import OwnerKey, Parameters
 from cloister.errors import DataError, ParameterError, ProtocolAbort
 from cloister.models.polynomial import Encoder, Shape, check_inputs, hidden
 from cloister.net.channel import Channel
-from cloister.net.wire import F64, I64, U32, message
+from cloister.net.wire import message
 from cloister.protocols.inference import (
     encrypted_inference,  # what this mode runs after training
 )

@@ -33,12 +33,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cloister.arrays import I64
 from cloister.crypto.agreement import Identity
 from cloister.crypto.entropy import Entropy
 from cloister.crypto.replicated import Ring
 from cloister.errors import DataError, ParameterError, ProtocolAbort
 from cloister.net.channel import Channel
-from cloister.net.wire import I64, message
+from cloister.net.wire import message
 from cloister.protocols.sharing.replicated import Shared, Trio, join
 from cloister.protocols.sharing.replicated_cost import Bill
 from cloister.study import Party

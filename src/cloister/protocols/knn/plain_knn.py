@@ -37,9 +37,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from cloister.arrays import I64, U8
 from cloister.errors import ParameterError
 from cloister.net.channel import Channel
-from cloister.net.wire import I64, U8, message
+from cloister.net.wire import message
 from cloister.protocols.knn import private_knn
 from cloister.protocols.knn.private_knn import UNKNOWN, Mapped, encode
 from cloister.study import Party

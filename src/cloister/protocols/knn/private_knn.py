@@ -51,12 +51,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from cloister.arrays import F64, I64, U8, Index
 from cloister.crypto.agreement import Identity
 from cloister.crypto.entropy import Entropy
 from cloister.crypto.replicated import Ring, Words, index_bits, numbered_ring
 from cloister.errors import DataError, ParameterError
 from cloister.net.channel import Channel
-from cloister.net.wire import F64, I64, message
+from cloister.net.wire import message
 from cloister.protocols.sharing.replicated import Bits, Shared, Trio, join
 from cloister.protocols.sharing.replicated_cost import Bill
 from cloister.study import Party
@@ -330,16 +331,16 @@ async def _bits_above(trio: Trio, keys: Shared, ring: Ring, count: int) -> Bits:
     return (await trio.low_bits(keys, low + count))[low:]
 
 
-def _gather(words: Words, place: npt.NDArray[np.intp], k: int) -> Words:
+def _gather(words: Words, place: Index, k: int) -> Words:
     out: Words = np.zeros((k, words.shape[1]), words.dtype)
     np.add.at(out, place, words)
     return out
 
 
-def _same(trio: Trio, planes: Bits, i: npt.NDArray[np.intp], j: npt.NDArray[np.intp], k: int, m: int) -> Bits:
+def _same(trio: Trio, planes: Bits, i: Index, j: Index, k: int, m: int) -> Bits:
     """Per bit of a label, whether neighbours i and j agree in it; (b, pairs · queries)."""
 
-    def pairs(p: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+    def pairs(p: U8) -> U8:
         bits = np.unpackbits(p, axis=1, count=k * m, bitorder="little").reshape(-1, k, m)
         return np.packbits((bits[:, i] ^ bits[:, j]).reshape(len(p), -1), axis=1, bitorder="little")
 

@@ -43,12 +43,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from cloister.arrays import I64
 from cloister.crypto.agreement import Identity
 from cloister.crypto.entropy import Entropy
 from cloister.crypto.replicated import Ring, Words
 from cloister.errors import DataError, ParameterError
 from cloister.net.channel import Channel
-from cloister.net.wire import I64
 from cloister.protocols.knn import private_knn
 from cloister.protocols.knn.private_knn import Mapped, encode
 from cloister.protocols.sharing.replicated import Shared, Trio, join

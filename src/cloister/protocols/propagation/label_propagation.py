@@ -47,11 +47,12 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from cloister.arrays import F64, I32, I64, U8
 from cloister.crypto.agreement import Identity
 from cloister.crypto.entropy import Entropy
 from cloister.models import graph
 from cloister.net.channel import Channel
-from cloister.net.wire import F64, I32, I64, U8, message
+from cloister.net.wire import message
 from cloister.protocols.hamming import secure_hamming
 from cloister.protocols.hamming.shared_codes import offsets
 from cloister.protocols.propagation import propagation_terms

@@ -38,13 +38,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cloister.arrays import I64, U8
 from cloister.crypto.agreement import Identity
 from cloister.crypto.entropy import Entropy
 from cloister.crypto.replicated import Ring, Words, numbered_ring
 from cloister.errors import DataError, ParameterError, ProtocolAbort
 from cloister.models import graph
 from cloister.net.channel import Channel
-from cloister.net.wire import I64, U8
 from cloister.protocols.hamming import pair_distances
 from cloister.protocols.hamming.pair_distances import Engine, check_engine
 from cloister.protocols.hamming.shared_codes import (

@@ -48,6 +48,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cloister.arrays import F64, I32, I64, U8
 from cloister.crypto import bfv_matmul as he
 from cloister.crypto.agreement import Identity
 from cloister.crypto.entropy import Entropy
@@ -55,7 +56,7 @@ from cloister.errors import CloisterError, ProtocolAbort
 from cloister.models import graph
 from cloister.net import wire
 from cloister.net.channel import Channel
-from cloister.net.wire import F64, I64, U8, message
+from cloister.net.wire import message
 from cloister.protocols.hamming.shared_codes import offsets
 from cloister.protocols.propagation import private_graph, propagation_terms
 from cloister.protocols.propagation.point_roster import Roster
@@ -243,10 +244,10 @@ async def _server(ch: Channel, params: Params, *, entropy: Entropy, identity: Id
     return Served(sites, sizes, labelled, None, keys, tuple(labels))
 
 
-def _columns(W: object, alpha: float, labelled: I64, own: Mapping[Party, I64]) -> dict[Party, wire.I32]:
+def _columns(W: object, alpha: float, labelled: I64, own: Mapping[Party, I64]) -> dict[Party, I32]:
     """S at the columns of every site's labelled points, (n, l_u) each."""
     total = graph.influence_sum(W, alpha, labelled)
-    out: dict[Party, wire.I32] = {}
+    out: dict[Party, I32] = {}
     for u, mine in own.items():
         blocks = [block for _, block in graph.influence(W, alpha, labelled, mine, total)]
         if blocks:

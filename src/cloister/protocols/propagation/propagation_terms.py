@@ -29,12 +29,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from cloister.arrays import F64, I32, I64, U8
 from cloister.crypto.agreement import Identity
 from cloister.crypto.entropy import Entropy
 from cloister.errors import DataError, ParameterError, ProtocolAbort
 from cloister.models import graph
 from cloister.net.channel import Channel
-from cloister.net.wire import F64, I32, I64, U8
 from cloister.protocols.hamming.pair_distances import Engine, check_engine
 from cloister.protocols.hamming.shared_codes import offsets
 from cloister.protocols.propagation import point_roster

@@ -58,9 +58,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from cloister.arrays import U8, Index
 from cloister.crypto import replicated as local
 from cloister.crypto.prg import Prg
-from cloister.crypto.replicated import U8, Index, Ring, Words
+from cloister.crypto.replicated import Ring, Words
 from cloister.errors import ParameterError
 from cloister.net.wire import message
 from cloister.protocols.sharing import selection

@@ -9,15 +9,16 @@ from typing import Any, Self
 
 import numpy as np
 
+from cloister.arrays import I64, U8
 from cloister.crypto import replicated as local
 from cloister.crypto.agreement import Identity, agree, key_pair
 from cloister.crypto.entropy import Entropy
 from cloister.crypto.prg import Prg
-from cloister.crypto.replicated import U8, Ring, Words
+from cloister.crypto.replicated import Ring, Words
 from cloister.errors import ParameterError
 from cloister.net import wire
 from cloister.net.channel import Channel
-from cloister.net.wire import I64, message
+from cloister.net.wire import message
 from cloister.protocols.sums.signed import check_signed
 from cloister.study import Party
 

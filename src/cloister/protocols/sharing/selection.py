@@ -25,9 +25,8 @@ from collections.abc import Awaitable, Callable, Generator, Sequence
 from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
-from cloister.crypto.replicated import I64, U8, Index
+from cloister.arrays import I64, U8, Bits, Index
 
 Less = Callable[[Index, Index], Awaitable[U8]]  # flat places i, j → 1 where i comes before j
 Pairs: TypeAlias = tuple[Index, Index]
@@ -141,13 +140,13 @@ def _select(cand: Index, count: I64, k: int) -> Search:
     return (yield from _settle(cand, count, k, s, t, below, number))
 
 
-def _split(cand: Index, count: I64, k: int, first: npt.NDArray[np.bool_]) -> Search:
+def _split(cand: Index, count: I64, k: int, first: Bits) -> Search:
     width = int(count[first].max())
     parts = [_select(cand[first, :width], count[first], k), _select(cand[~first], count[~first], k)]
     return _merge(first, *(yield from _together(parts)))
 
 
-def _merge(first: npt.NDArray[np.bool_], one: Index, two: Index) -> Index:
+def _merge(first: Bits, one: Index, two: Index) -> Index:
     out: Index = np.empty((len(first), one.shape[1]), np.intp)
     out[first], out[~first] = one, two
     return out

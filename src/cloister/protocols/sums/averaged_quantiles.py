@@ -31,9 +31,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cloister.arrays import F64
 from cloister.errors import ProtocolAbort
 from cloister.net.channel import Channel
-from cloister.net.wire import F64, message
+from cloister.net.wire import message
 from cloister.study import Party
 
 NAME = "averaged_quantiles"

@@ -32,12 +32,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cloister.arrays import U64
 from cloister.crypto.agreement import Identity, bind, hkdf
 from cloister.crypto.entropy import Entropy
 from cloister.crypto.sum_tags import check_tag, tag
 from cloister.errors import ProtocolAbort
 from cloister.net.channel import Channel
-from cloister.net.wire import U64
 from cloister.protocols.sums import secure_sum
 from cloister.study import Party
 
@@ -69,7 +69,7 @@ def cost(params: Params) -> dict[Party, tuple[int, int]]:
 
 
 async def site(ch: Channel, params: Params, x: U64, secret: bytes, *, entropy: Entropy, identity: Identity) -> U64:
-    """u; `secret` is known to all sites and to nobody else."""
+    """Be u; `secret` is known to all sites and to nobody else."""
     key = hkdf(secret, bind(NAME, ch.run_id))
     words = np.concatenate([x, tag(x, key)])  # L1
     opened = await secure_sum.contributor(ch, params.sum, words, entropy=entropy, identity=identity)  # L2
@@ -82,5 +82,5 @@ async def site(ch: Channel, params: Params, x: U64, secret: bytes, *, entropy: E
 
 
 async def coordinator(ch: Channel, params: Params) -> U64:
-    """S."""
+    """Be S."""
     return (await secure_sum.aggregator(ch, params.sum)).z[: params.length].copy()  # L2

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from cloister.arrays import I64
 from cloister.cells import genes
 from cloister.errors import DataError
-from cloister.net.wire import I64
 
 
 def match_columns(names: list[str], common: tuple[str, ...]) -> I64:

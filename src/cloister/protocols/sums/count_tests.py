@@ -44,19 +44,18 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from cloister.arrays import I64, U8, U64, Bits
 from cloister.crypto.agreement import Identity, bind, hkdf
 from cloister.crypto.entropy import Entropy
 from cloister.crypto.prg import Prg
 from cloister.errors import DataError, ParameterError
 from cloister.net.channel import Channel
-from cloister.net.wire import I64, U8, U64, message
+from cloister.net.wire import message
 from cloister.protocols.sums import secure_sum
 from cloister.study import Party
 
 NAME = "count_tests"
-Bits = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,11 +39,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cloister.arrays import F64, I64, U64
 from cloister.crypto.agreement import Identity
 from cloister.crypto.entropy import Entropy
 from cloister.errors import DataError, ParameterError, ProtocolAbort
 from cloister.net.channel import Channel
-from cloister.net.wire import F64, I64, U64, message
+from cloister.net.wire import message
 from cloister.protocols.sums import secure_sum
 from cloister.study import Party
 

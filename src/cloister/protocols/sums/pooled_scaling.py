@@ -36,12 +36,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cloister.arrays import F64, I64, U64
 from cloister.crypto.agreement import Identity
 from cloister.crypto.entropy import Entropy
 from cloister.crypto.fixedpoint import FixedPoint
 from cloister.errors import DataError, ProtocolAbort
 from cloister.net.channel import Channel
-from cloister.net.wire import F64, I64, U64
 from cloister.protocols.sums import common_seed, count_tests, secure_sum
 from cloister.protocols.sums.tally import Asking
 from cloister.study import Party

@@ -37,13 +37,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cloister.arrays import U64
 from cloister.crypto.agreement import Identity, agree, key_pair
 from cloister.crypto.entropy import Entropy
 from cloister.crypto.prg import expand
 from cloister.errors import ParameterError, PeerLost, ProtocolAbort
 from cloister.net import wire
 from cloister.net.channel import Channel
-from cloister.net.wire import U64, message
+from cloister.net.wire import message
 from cloister.protocols.sums.signed import check_signed
 from cloister.study import Party
 

@@ -43,6 +43,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cloister.arrays import U64
 from cloister.crypto import sharing
 from cloister.crypto.agreement import Identity, KeyPair, agree, key_pair, seal, unseal
 from cloister.crypto.entropy import Entropy
@@ -50,7 +51,7 @@ from cloister.crypto.prg import expand
 from cloister.errors import CloisterError, ParameterError, ProtocolAbort
 from cloister.net import wire
 from cloister.net.channel import Channel
-from cloister.net.wire import U64, message
+from cloister.net.wire import message
 from cloister.protocols.sums.signed import check_signed
 from cloister.study import Party
 

@@ -48,13 +48,14 @@ import numpy as np
 import scipy.linalg
 import scipy.sparse
 
+from cloister.arrays import F64, I64, U64
 from cloister.cells import genes
 from cloister.crypto.agreement import Identity
 from cloister.crypto.entropy import Entropy
 from cloister.crypto.fixedpoint import FixedPoint, check_range
 from cloister.errors import DataError, ParameterError, ProtocolAbort
 from cloister.net.channel import Channel
-from cloister.net.wire import F64, I64, U64, message
+from cloister.net.wire import message
 from cloister.protocols.sums import common_genes, secure_sum
 from cloister.study import Party
 

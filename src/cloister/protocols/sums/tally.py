@@ -11,16 +11,14 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
+from cloister.arrays import I64, U64, Bits
 from cloister.crypto.agreement import Identity
 from cloister.crypto.entropy import Entropy
 from cloister.net.channel import Channel
-from cloister.net.wire import I64, U64
 from cloister.protocols.sums import common_seed, count_tests, secure_sum
 from cloister.study import Party
 
-Bits = npt.NDArray[np.bool_]
 T = TypeVar("T")
 
 
