@@ -29,6 +29,7 @@ from cloister.net.channel import Channel
 from cloister.net.seat import Outcome, Seat
 from cloister.net.wire import message
 from cloister.study import Party, Study
+from cloister.workflows.modes import Mode
 
 SIZES = {100: 100, 100_000: 30, 10_000_000: 5}  # bytes → round trips
 LARGE = {100_000_000: 3}
@@ -71,9 +72,9 @@ async def play(ch: Channel, params: Params) -> list[float]:
     return times
 
 
-def part(seat: Seat, adata, options: Options) -> Outcome:
+def part(seat: Seat, options: Options) -> Outcome:
     began, rows = time.time(), []
-    hub, (a, b) = seat.study.coordinator, seat.study.sites
+    hub, (a, b) = seat.coordinator, seat.sites
     for size, rounds in (SIZES if options.quick else SIZES | LARGE).items():
         for one, other in ((hub, a), (a, b)):
             times = seat.run(play, Params(one, other, size, rounds))
@@ -86,8 +87,9 @@ WORKFLOW = workflows.Workflow(
     name="bench-link",
     summary="Time messages.",
     options=Options,
-    protocols={"hardened": "bench_link"},
-    part=part,
+    modes={"hardened": Mode(("bench_link",))},
+    site=lambda seat, adata, options: part(seat, options),
+    coordinator=part,
     check=lambda adata, options: [],
 )
 

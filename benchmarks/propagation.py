@@ -14,7 +14,8 @@
   cost       bytes, seconds and CPU seconds of the engines, real protocols between three parties of this process
   solve      conjugate gradients on the sparse graph against a dense inverse; growth with n; memory
 
-The accuracies use `graph.propagate`, which the protocols equal to the last bit (tests/protocols/test_propagation.py).
+The accuracies use `graph.propagate`, which the protocols equal to the last bit
+(tests/protocols/propagation/test_propagation.py).
 """
 
 from __future__ import annotations

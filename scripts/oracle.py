@@ -17,7 +17,7 @@ ORACLES = {  # variable of the tests: package, interpreters that have wheels of 
     "CLOISTER_SPU_PYTHON": ("spu==0.9.5", ("python3.11", "python3.10")),
     "CLOISTER_OPENFHE_PYTHON": ("openfhe", ("python3.10",)),
 }
-TESTS = ("tests/protocols/test_oracle_spu.py", "tests/protocols/test_oracle_openfhe.py")
+TESTS = ("tests/protocols/knn/test_oracle_spu.py", "tests/protocols/ckks/test_oracle_openfhe.py")
 
 
 def environment(package: str, interpreters: tuple[str, ...]) -> Path | None:

@@ -9,13 +9,12 @@ learns what. Nothing is shortened.
 
 from __future__ import annotations
 
-import ast
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from cloister import workflows
+from cloister import protocols, workflows
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "threat-model.md"
@@ -23,19 +22,8 @@ MARK = "<!-- from here on written by scripts/threat_model.py -->"
 TOGETHER = re.compile(r"(?:Together with|With) ([^:;.]{1,60}): ")
 
 
-def docstring(name: str) -> str:
-    path = ROOT / "src" / "cloister" / "protocols" / f"{name}.py"
-    return ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-
-
-def section(text: str, title: str) -> str:
-    found = re.search(rf"^{title}\n-+\n(.*?)(?=^\w+\n-+$|\Z)", text, flags=re.DOTALL | re.MULTILINE)
-    return found[1].strip() if found else ""
-
-
 def protocol_names() -> list[str]:
-    folder = ROOT / "src" / "cloister" / "protocols"
-    return sorted(p.stem for p in folder.glob("*.py") if p.stem != "__init__")
+    return sorted(protocols.names())
 
 
 def entries(reveals: str) -> Iterator[tuple[str, str]]:
@@ -78,23 +66,22 @@ def generated() -> str:
         "| workflow | mode | protocols |",
         "|---|---|---|",
     ]
-    silent = {name for name in protocol_names() if not section(docstring(name), "Reveals")}
+    silent = {name for name in protocol_names() if not protocols.section(name, "Reveals")}
     for name in workflows.SHIPPED:
         found = workflows.get(name)
-        for mode in found.protocols:
-            modules = [m.__name__.rpartition(".")[2] for m in workflows.protocols_of(found, mode)]
-            links = ", ".join(f"[`{m}`](#{m})" for m in modules if m not in silent)
+        for mode, declared in found.modes.items():
+            links = ", ".join(f"[`{p}`](#{p})" for p in declared.protocols)
             lines.append(f"| `{name}` | {mode} | {links} |")
     listed = ", ".join(f"`{name}`" for name in sorted(silent))
     lines += ["", f"Files without a `Reveals`, since they are local steps or parts of another file: {listed}.", ""]
     lines += ["## Protocol by protocol", "", "In the words of the protocol files; a test holds the two together.", ""]
     for name in protocol_names():
-        text = docstring(name)
         if name in silent:
             continue
-        lines += [f"### {name}", "", " ".join(text.split("\n\n")[0].split()), "", "| who | learns |", "|---|---|"]
-        lines += [f"| {cell(who)} | {cell(what)} |" for who, what in entries(section(text, "Reveals"))]
-        lines += ["", f"*Assumes:* {' '.join(section(text, 'Assumes').split())}", ""]
+        title = " ".join(protocols.docstring(name).split("\n\n")[0].split())
+        lines += [f"### {name}", "", title, "", "| who | learns |", "|---|---|"]
+        lines += [f"| {cell(who)} | {cell(what)} |" for who, what in entries(protocols.section(name, "Reveals"))]
+        lines += ["", f"*Assumes:* {' '.join(protocols.section(name, 'Assumes').split())}", ""]
     return "\n".join(lines)
 
 

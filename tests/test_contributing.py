@@ -11,7 +11,6 @@ import pytest
 
 import cloister.protocols
 from cloister.testing import check_vectors
-from cloister.workflows import section
 
 PAGE = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text(encoding="utf-8")
 
@@ -43,7 +42,7 @@ def walked(tmp_path, monkeypatch):
 
 def test_the_walk_through_works(walked):
     module, tests = walked
-    assert "mean over the sites" in section(module, "Reveals")
+    assert "mean over the sites" in cloister.protocols.cut_section(inspect.getdoc(module), "Reveals")
     check_vectors(module, tests.case(1.0, 2.0, 3.0), tests.VECTORS, write=True)
     names = [name for name, f in vars(tests).items() if name.startswith("test_") and inspect.isfunction(f)]
     assert names == ["test_ideal", "test_vectors", "test_view", "test_abort", "test_cost"]

@@ -1,4 +1,5 @@
 import inspect
+import json
 
 import pytest
 
@@ -45,3 +46,21 @@ def test_a_missing_extra_names_the_line_to_type():
 @pytest.mark.parametrize("kind", [k for k in CODES if k not in ("MissingExtra", "ProtocolAbort", "PeerLost")])
 def test_the_others_are_made_from_a_sentence(kind):
     assert str(getattr(errors, kind)("what to do")) == "what to do"
+
+
+def test_an_error_comes_back_from_json_as_it_was():
+    lost = errors.PeerLost("p", "L1", "timeout", "what happened")
+    lost.heard = True
+    for e in (lost, errors.DataError("no column 'x'"), errors.MissingExtra("torch", "models")):
+        again = errors.from_json(json.loads(json.dumps(errors.to_json(e))))
+        assert (type(again), str(again)) == (type(e), str(e))
+    assert (again.exit_code, lost.exit_code) == (1, 3)
+    again = errors.from_json(errors.to_json(lost))
+    assert (again.protocol, again.line, again.code, again.heard) == ("p", "L1", "timeout", True)
+
+
+@pytest.mark.parametrize("kind", ["ZeroDivisionError", "in_words", "annotations", "NoSuch", "__name__"])
+def test_what_is_no_error_of_ours_comes_back_as_a_plain_one(kind):
+    e = errors.from_json({"type": kind, "text": "what happened"})
+    assert type(e) is errors.CloisterError
+    assert "what happened" in str(e)

@@ -133,7 +133,7 @@ def test_five_hundred_mutated_studies(tmp_path, monkeypatch, capsys):
 
 READER = """
 import contextlib, io, sys
-from cloister import cli
+from cloister.cli import main as cli
 for path in sys.argv[1:]:
     told = io.StringIO()
     cli.err.file = cli.out.file = told

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from cloister import workflows
+from cloister import protocols, workflows
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "threat-model.md").read_text(encoding="utf-8")
 SCRIPT = runpy.run_path(str(ROOT / "scripts" / "threat_model.py"))
-MODES = [(name, mode) for name in workflows.SHIPPED for mode in workflows.get(name).protocols]
+MODES = [(name, mode) for name in workflows.SHIPPED for mode in workflows.get(name).modes]
 
 
 def test_the_generated_half_is_what_the_code_says():
@@ -32,7 +32,7 @@ def test_every_workflow_and_mode_has_one_full_row():
 
 @pytest.mark.parametrize(("name", "mode"), MODES)
 def test_every_protocol_that_a_workflow_runs_has_a_row_in_security(name, mode):
-    protocol = workflows.get(name).protocols[mode]
+    protocol = workflows.get(name).modes[mode].protocols[0]
     assert f"| `{protocol}`" in (ROOT / "SECURITY.md").read_text(encoding="utf-8")
 
 
@@ -44,7 +44,8 @@ def test_every_protocol_is_on_the_page(name):
 @pytest.mark.parametrize(("name", "mode"), MODES)
 def test_reveals_of_every_protocol_that_runs_are_there_word_for_word(name, mode):
     plain = " ".join(re.sub(r"\\\||[|:]", " ", PAGE).split())
-    for protocol, text in workflows.reveals(workflows.get(name), mode).items():
+    for protocol in workflows.get(name).modes[mode].protocols:
+        text = protocols.section(protocol, "Reveals")
         assert f"### {protocol}\n" in PAGE
         for who, what in SCRIPT["entries"](text):
             for part in (who, what):

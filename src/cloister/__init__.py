@@ -16,9 +16,22 @@ from typing import Any
 
 from cloister._version import __version__
 
+_WORKFLOWS = (  # each has a function of its name, the part of a site
+    "bin_values",
+    "find_outliers",
+    "shared_pca",
+    "train_classifier",
+    "map_labels",
+    "propagate_labels",
+    "fine_tune",
+    "train_cellcnn",
+    "predict_cellcnn",
+    "adapt_model",
+    "serve_model",
+)
 _PUBLIC = {
     "rehearse": "run.rehearsal",
-    "Run": "run.rehearsal",
+    "Run": "run.run",
     "Study": "study",
     "Party": "study",
     "Receipt": "net.receipts",
@@ -27,21 +40,12 @@ _PUBLIC = {
     "demo_sites": "cells.demo",
     "demo_donors": "cells.demo",
     "demo_rows": "cells.demo",
-    "bin_values": "workflows.bin_values",
-    "find_outliers": "workflows.find_outliers",
-    "shared_pca": "workflows.shared_pca",
     "embed": "workflows.embed",
-    "fine_tune": "workflows.fine_tune",
     "FineTuned": "workflows.fine_tuned",
     "load_model": "workflows.trained_models",
-    "train_classifier": "workflows.train_classifier",
     "CellClassifier": "workflows.cell_classifier",
-    "map_labels": "workflows.map_labels",
-    "offer_labels": "workflows.map_labels",
     "mapping_baselines": "workflows.mapping_baselines",
-    "adapt_model": "workflows.adapt_model",
-    "serve_model": "workflows.serve_model",
-}
+} | {name: f"workflows.{name}" for name in _WORKFLOWS}
 
 __all__ = ["__version__", *_PUBLIC]
 

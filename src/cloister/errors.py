@@ -17,6 +17,9 @@ parameters; it never carries a private value. Peers see only `(protocol, line, c
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 
 class CloisterError(Exception):
     exit_code = 1
@@ -78,6 +81,24 @@ class ProtocolAbort(CloisterError):
 
 class PeerLost(ProtocolAbort):
     exit_code = 3
+
+
+def to_json(e: BaseException) -> dict[str, Any]:
+    """An error as JSON holds it, for a process of the same user: the local sentence is in it."""
+    place = {k: getattr(e, k) for k in ("protocol", "line", "code", "heard")} if isinstance(e, ProtocolAbort) else {}
+    return {"type": type(e).__name__, "text": str(e), **place}
+
+
+def from_json(told: Mapping[str, Any]) -> CloisterError:
+    """The error again; one that is not of this module, a bug's, becomes a plain `CloisterError`."""
+    kind = globals().get(told["type"])
+    if not isinstance(kind, type) or not issubclass(kind, CloisterError):
+        return CloisterError(f"{told['type']}: {told['text']}")
+    error = kind.__new__(kind)  # some kinds are made from other things than a text
+    error.args = (told["text"],)
+    for key in ("protocol", "line", "code", "heard") if isinstance(error, ProtocolAbort) else ():
+        setattr(error, key, told.get(key, False if key == "heard" else ""))
+    return error
 
 
 CODES = {

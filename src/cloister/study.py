@@ -43,6 +43,10 @@ Party = NewType("Party", str)
 Role = Literal["coordinator", "site", "auxiliary"]
 Mode = Literal["hardened", "published", "plain"]
 
+CONSENTS = {  # what a party may be asked for beyond taking part; only its own settings give it
+    "open-model": "opening the model",
+    "validation": "opening the validation error during training",
+}
 BARE = re.compile(r"[A-Za-z0-9_-]+")  # keys that TOML wants no quotes around
 NAME = re.compile(r"[a-z][a-z0-9-]{0,31}")
 TOP = {"name", "workflow", "mode", "timeout", "patience", "seed", "parties", "parameters", "network", "keys"}

@@ -30,7 +30,8 @@ from cloister.errors import CloisterError, ProtocolAbort
 from cloister.lies import LETTERS, Lie, Said, Stage, all_lies, one_of_each
 from cloister.net.receipts import Entry
 from cloister.net.seat import Outcome, Seat
-from cloister.run.rehearsal import Fault, Killed, Run, play
+from cloister.run.rehearsal import Fault, Killed, run_parties
+from cloister.run.run import Run
 from cloister.study import Party, Role, Study
 
 FRAMING = 400  # bytes of header and field names that one message may add to its payload
@@ -83,7 +84,7 @@ def run_protocol(
         role = parts_by_party[party]
         return lambda seat, inputs: Outcome(result={"value": seat.run(role, case.params, *(inputs or ()))})
 
-    return play(study, {p: part_of(p) for p in parties}, case.inputs, faults=faults, entropy=entropy)
+    return run_parties(study, {p: part_of(p) for p in parties}, case.inputs, faults=faults, entropy=entropy)
 
 
 def transcript(run: Run, *, hashes: bool = False) -> dict[str, list[Any]]:

@@ -9,10 +9,11 @@ from cloister.crypto.agreement import Identity, check_signature
 from cloister.crypto.entropy import Entropy
 from cloister.errors import DataError, PeerLost, ProtocolAbort
 from cloister.net.mailbox import Mailbox
+from cloister.net.receipts import UNDECLARED
 from cloister.net.seat import SIGNED, Outcome, root_cause, take_part
 from cloister.net.wire import message
-from cloister.run.rehearsal import MemoryLink, Wires, play
-from cloister.study import Party, Study
+from cloister.run.rehearsal import MemoryLink, Wires, run_parties
+from cloister.study import CONSENTS, Party, Study
 
 HUB, A, B = map(Party, ("hub", "a", "b"))
 STUDY = Study(name="test", workflow="toy", parties={HUB: "coordinator", A: "site", B: "site"}, timeout=20.0, seed=5)
@@ -46,7 +47,7 @@ def test_a_role_gets_what_its_signature_names():
         seat.run(wants if seat.me == A else wants_nothing, "p", 7)
         return Outcome()
 
-    run = play(STUDY, every(part), {})
+    run = run_parties(STUDY, every(part), {})
     assert run.errors == {}
     x, entropy, identity, rng = seen[A]
     assert (x, seen[HUB], seen[B]) == (7, 7, 7)
@@ -63,7 +64,7 @@ def test_statistical_randomness_repeats_and_differs_by_party_label_and_seed():
             found.update({(seat.me, label): seat.rng(label).integers(2**62) for label in ("", "x")})
             return Outcome()
 
-        play(Study("test", "toy", STUDY.parties, seed=seed), every(part), {})
+        run_parties(Study("test", "toy", STUDY.parties, seed=seed), every(part), {})
         return found
 
     first = draws(5)
@@ -76,7 +77,7 @@ def test_a_seat_knows_its_place():
     def part(seat, data):
         return Outcome(result={"role": seat.role, "me": seat.me, "data": data})
 
-    run = play(STUDY, every(part), {A: 1, B: 2})
+    run = run_parties(STUDY, every(part), {A: 1, B: 2})
     assert run.results == {
         HUB: {"role": "coordinator", "me": HUB, "data": None},
         A: {"role": "site", "me": A, "data": 1},
@@ -91,13 +92,13 @@ def test_a_run_works_inside_a_running_loop_as_in_a_notebook():
 
         return Outcome(result=asyncio.run(cell()) if seat.me == A else seat.run(role, None))
 
-    run = play(STUDY, every(part), {})
+    run = run_parties(STUDY, every(part), {})
     assert run.errors == {}
     assert run.results[A] == {HUB: HUB, B: B}
 
 
 def test_a_finished_run_leaves_a_signed_receipt_with_the_terms():
-    run = play(STUDY, every(lambda seat, _: Outcome(result=seat.run(role, None))), {})
+    run = run_parties(STUDY, every(lambda seat, _: Outcome(result=seat.run(role, None))), {})
     for p, receipt in run.receipts.items():
         receipt.check(lambda public, head, signature: check_signature(public, SIGNED, head, signature))
         assert receipt.signature["public"] == run.study.keys[p].hex()
@@ -134,7 +135,7 @@ def test_a_failed_run_leaves_a_signed_receipt_too_and_no_thread(error, status):
         return Outcome(result=seat.run(role, None))
 
     before = threading.active_count()
-    run = play(STUDY, every(part), {})
+    run = run_parties(STUDY, every(part), {})
     assert run.errors[A] is error
     receipt = run.receipts[A]
     assert receipt.status == status
@@ -219,3 +220,36 @@ def test_the_root_cause_is_a_partys_own_error_before_one_it_heard_of(order):
     for i, first in enumerate(ranked):
         rest = ranked[i:][::order]
         assert root_cause({Party(f"p{k}"): e for k, e in enumerate(rest)}) is first
+
+
+def test_a_receipt_ends_with_the_protocols_that_ran_and_nothing_else():
+    """Declared and never run is left out; run and never declared is said. Before, the header told what was imported."""
+    declared = {"toy": "all : each other's notes", "never": "all : everything"}
+    run = run_parties(STUDY, every(lambda seat, _: Outcome(result=seat.run(role, "p"))), {}, reveals=declared)
+    assert run.errors == {}
+    ran = {"toy": declared["toy"], "test_seat": UNDECLARED}
+    for receipt in run.receipts.values():
+        assert receipt.reveals == ran
+        assert receipt.header["protocols"] == ["toy", "never"]
+        assert [e.kind for e, _ in receipt.entries][-3:] == ["ran", "ran", "result"]
+        assert json.loads(receipt.brief())["reveals"] == ran
+        assert "ran" not in {row["kind"] for row in receipt.summary()}
+
+
+def test_consent_comes_from_the_seat_and_is_nothing_unless_given():
+    seen = {}
+
+    async def asks(ch, params, *, consent):
+        seen[ch.me] = consent
+
+    def part(seat, data):
+        seat.run(asks, "p")
+        return Outcome()
+
+    run_parties(STUDY, every(part), {}, consent={A: frozenset({"open-model"}), B: frozenset()})
+    assert seen == {HUB: frozenset(CONSENTS), A: {"open-model"}, B: frozenset()}
+
+    def look(seat, data):
+        return Outcome(result={"consent": sorted(seat.consent)})
+
+    assert alone(look).result == {"consent": []}

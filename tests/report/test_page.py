@@ -2,12 +2,11 @@ import dataclasses
 import json
 import re
 from html.parser import HTMLParser
-from pathlib import Path
+from importlib import resources
 
 import numpy as np
 import pytest
 
-from cloister import workflows
 from cloister.cells import demo as demo_data
 from cloister.cells.files import read_cells
 from cloister.errors import DataError, MissingExtra, ProtocolAbort
@@ -15,15 +14,13 @@ from cloister.net.channel import Event
 from cloister.net.receipts import Entry, Receipt
 from cloister.net.seat import Outcome
 from cloister.report.figures import confusion, curves, embedding, heatmap, histograms
-from cloister.report.in_short import IN_SHORT, in_short
 from cloister.report.learned import members_of
-from cloister.report.page import load_runs, save_run, write_report
+from cloister.report.page import write_report
 from cloister.report.parts import NUMBER, escape, names, sequence, size, tag, value
 from cloister.report.sections import _opened, result
-from cloister.run import facts as run_facts
-from cloister.run import results
-from cloister.run.facts import Flow
-from cloister.run.rehearsal import Fault, Run, plan, rehearse
+from cloister.run.rehearsal import Fault, plan, rehearse
+from cloister.run.results import load_runs, save_run
+from cloister.run.run import PNG, Flow, Run, plain
 
 TABLE = [
     ("workflow", "mode", "pooled", "federated", "bytes"),
@@ -131,7 +128,7 @@ def test_page_is_accessible(page):
 @pytest.mark.parametrize("scheme", [0, 1])
 def test_contrast(scheme):
     """Every text colour on every ground it stands on has 4.5 to 1, in light and in dark."""
-    css = (Path(results.__file__).parent / "data" / "report.css").read_text()
+    css = (resources.files("cloister") / "data" / "report.css").read_text()
     colours = dict(re.findall(r"--([a-z-]+): (#[0-9a-f]{6})", re.findall(r":root \{(.*?)\}", css, re.S)[scheme]))
 
     def light(colour):
@@ -145,19 +142,6 @@ def test_contrast(scheme):
         for back in backs:
             high, low = sorted((light(text), light(back)), reverse=True)
             assert (high + 0.05) / (low + 0.05) >= 4.5, (text, back)
-
-
-def test_every_mode_is_told_in_short():
-    shipped = {(name, mode) for name in workflows.SHIPPED for mode in workflows.get(name).protocols}
-    assert shipped <= set(IN_SHORT)
-    assert {key for key in IN_SHORT if key not in shipped} == {("train-cellcnn", "clear")}
-    for rows in IN_SHORT.values():
-        assert rows[0][0] == "Stays at its site"
-        assert 3 <= len(rows) <= 4
-        assert all(what.endswith(".") and len(what) < 150 for _, what in rows)
-    clear = in_short("train-cellcnn", "hardened", {"encrypted": False})
-    assert "every site's gradient" in clear[1][1]
-    assert in_short("toy", "hardened") == ()
 
 
 def test_what_is_opened_is_told_once_for_all_who_learn_it():
@@ -206,7 +190,7 @@ def test_roles_are_told_by_name(runs):
 def test_everything_is_escaped(runs, tmp_path):
     run = rehearse("bin-values", demo_data.demo_sites(), mode="published", key_added=EVIL)
     run.outcomes["basel"].result[EVIL] = EVIL
-    run.receipts["basel"].header["reveals"] = f"{EVIL} : {EVIL}"
+    run.receipts["basel"].add(Entry("ran", EVIL, EVIL, f"{EVIL} : {EVIL}", EVIL, 3, ""))
     run.receipts["basel"].add(Entry("sent", EVIL, EVIL, EVIL, EVIL, 3, ""))
     run.receipts["basel"].add(Entry("opened", EVIL, EVIL, EVIL, EVIL, 3, ""))
     run.receipts["basel"].add(Entry("written", EVIL, EVIL, EVIL, EVIL, 3, ""))
@@ -240,7 +224,7 @@ def test_a_page_without_figures_says_what_is_missing(runs, tmp_path, monkeypatch
         raise MissingExtra("matplotlib", "report")
 
     monkeypatch.setattr("cloister.report.figures.canvas", missing)
-    run = Run(**{k: v for k, v in vars(runs["hardened"]).items() if k != "_drawn"})
+    run = Run(**{k: v for k, v in vars(runs["hardened"]).items() if k not in ("drawing", "_rows")})
     text = write_report(tmp_path / "r.html", [run]).read_text()
     assert "matplotlib is not installed; run: pip install" in text
     assert "What left each building" in text
@@ -251,7 +235,7 @@ def test_one_party_alone(runs, tmp_path):
     whole = runs["hardened"]
     own = [e for e in whole.events if e.party == "basel"]
     mine = Run(whole.study, {"basel": whole.outcomes["basel"]}, {}, {"basel": whole.receipts["basel"]}, own)
-    flows = {f.key: f for f in run_facts.flows_of(mine)}
+    flows = {f.key: f for f in mine.flows()}
     assert flows["channel", "H2", "channel.Welcome"].pairs["coordinator", "basel"][0] == 2  # received
     assert flows["secure_sum", "L5", "secure_sum.MaskedInput"].pairs["basel", "coordinator"][0] == 2
     save_run(mine, tmp_path / "basel")
@@ -264,7 +248,7 @@ def test_one_party_alone(runs, tmp_path):
 def test_messages_without_events_are_ordered_by_line(runs):
     whole = runs["hardened"]
     silent = Run(whole.study, whole.outcomes, {}, whole.receipts, [])
-    with_events, without = ([f.key for f in run_facts.flows_of(r)] for r in (whole, silent))
+    with_events, without = ([f.key for f in r.flows()] for r in (whole, silent))
     assert without == with_events
 
 
@@ -296,8 +280,8 @@ def test_saved_runs_come_back(runs, page, tmp_path):
         assert again[name].study == run.study
         assert again[name].results == ({} if run.errors else run.results)
         assert {p: r.head for p, r in again[name].receipts.items()} == {p: r.head for p, r in run.receipts.items()}
-        assert run_facts.figures_of(again[name]) == run_facts.figures_of(run)
-        assert [vars(f) for f in run_facts.flows_of(again[name])] == [vars(f) for f in run_facts.flows_of(run)]
+        assert again[name].draw() == run.draw()
+        assert [vars(f) for f in again[name].flows()] == [vars(f) for f in run.flows()]
     other = write_report(tmp_path / "again.html", [again[n] for n in runs], title="Three hospitals", table=TABLE)
     strip = re.compile(r"Written by Cloister .*? UTC")
     assert strip.sub("", other.read_text()) == strip.sub("", page.read_text())
@@ -333,7 +317,7 @@ def test_nothing_half_written_is_left(runs, tmp_path, monkeypatch):
         save_run(runs["hardened"], tmp_path / "new")
     assert {p.name: p.read_bytes() for p in folder.iterdir()} == before
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
-    monkeypatch.setattr("cloister.report.page.os.replace", full)
+    monkeypatch.setattr("cloister.files.os.replace", full)
     with pytest.raises(DataError, match="No space left"):
         write_report(tmp_path / "r.html", [])
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
@@ -396,7 +380,7 @@ def test_damaged_folders_are_refused(runs, tmp_path):
     save_run(runs["published"], folder)
     rows = json.loads((folder / "figures.json").read_text())
     (folder / rows["figures"][0]["file"]).write_bytes(b"no image")
-    assert "damaged: figure-1" in load_runs(folder)[0].drawn.note
+    assert "damaged: figure-1" in load_runs(folder)[0].draw().note
     rows["figures"][0]["file"] = "../../etc/figure-1.png"
     (folder / "figures.json").write_text(json.dumps(rows))
     with pytest.raises(DataError, match="no figure"):
@@ -405,7 +389,7 @@ def test_damaged_folders_are_refused(runs, tmp_path):
 
 def test_results_become_plain():
     odd = {"a": np.arange(3), "b": np.float32("nan"), 3: (np.int64(4), {1}), "c": b"x", "d": [np.array(1.5)]}
-    made = run_facts.plain(odd)
+    made = plain(odd)
     assert json.dumps(made, allow_nan=False)
     assert made["a"] == [0, 1, 2]
     assert made["b"] is None
@@ -437,7 +421,7 @@ def test_figures_take_any_label(tmp_path):
         curves({"a": [3, 2, 1.5], "b": list(range(30))}, title="Loss", xlabel="round", ylabel="loss"),
     ]
     for figure in drawn:
-        assert figure["png"].startswith(run_facts.PNG)
+        assert figure["png"].startswith(PNG)
         assert figure["alt"]
     same = confusion(["a", "b"], ["a", "b"], title="t", rows="r", columns="c")
     assert same["alt"] == "r against c for 2 cells; 100.0% agree."
@@ -445,7 +429,7 @@ def test_figures_take_any_label(tmp_path):
 
 def test_a_figure_that_fails_leaves_a_note(runs):
     run = Run(runs["hardened"].study, {"basel": Outcome(demo_data.demo_sites()["basel"])})
-    assert "drawing them failed (KeyError)" in run_facts.figures_of(run).note
+    assert "drawing them failed (KeyError)" in run.draw().note
 
 
 def test_another_version_is_named(runs, tmp_path, monkeypatch):

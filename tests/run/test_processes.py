@@ -11,9 +11,7 @@ import pytest
 from anndata import AnnData
 from scipy import sparse
 
-from cloister import errors
-from cloister.errors import CloisterError, DataError, MissingExtra, PeerLost, ProtocolAbort
-from cloister.run import processes
+from cloister.errors import ProtocolAbort
 from cloister.run.rehearsal import Fault, rehearse
 
 OPTIONS = {"n_bins": 8, "min_values": 50}
@@ -153,16 +151,3 @@ def test_when_the_parent_is_killed_the_children_end(children, tmp_path):
     while children():
         assert time.monotonic() < end, "a child outlives its parent"
         time.sleep(0.2)
-
-
-def test_errors_of_a_child_are_made_again_here():
-    told = {"text": "what happened", "protocol": "p", "line": "L1", "code": "timeout", "heard": True}
-    e = processes._revive({"type": "PeerLost", **told})
-    assert isinstance(e, PeerLost)
-    assert (str(e), e.protocol, e.line, e.code, e.heard) == ("what happened", "p", "L1", "timeout", True)
-    assert isinstance(processes._revive({"type": "DataError", **told}), DataError)
-    for kind in ("MissingExtra", "ZeroDivisionError", "in_words", "annotations", "NoSuch"):
-        e = processes._revive({"type": kind, **told})
-        assert type(e) is CloisterError, kind
-        assert "what happened" in str(e)
-    assert issubclass(MissingExtra, errors.CloisterError)

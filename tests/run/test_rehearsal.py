@@ -11,7 +11,8 @@ from cloister.errors import DataError, MissingExtra, ParameterError, PeerLost, P
 from cloister.net.seat import Outcome
 from cloister.net.wire import Frame, message, pack
 from cloister.run import rehearsal
-from cloister.run.rehearsal import Fault, Wires, play, rehearse
+from cloister.run.rehearsal import Fault, Wires, rehearse, run_parties
+from cloister.run.run import workflow_part
 from cloister.study import Party, Study
 
 HUB, A, B = map(Party, ("coordinator", "a", "b"))
@@ -145,7 +146,11 @@ def test_options_may_be_numpy_numbers_none_and_tuples():
         (lambda d: rehearse("bin-values", d, n_bin=3), ParameterError, "no option 'n_bin'; did you mean 'n_bins'"),
         (lambda d: rehearse("bin-values", d, n_bins="many"), ParameterError, "'n_bins' must be a whole number"),
         (lambda d: rehearse("bin-values", d, n_bins=2), ParameterError, "'n_bins' must be between"),
-        (lambda d: rehearse("bin-values", d, mode="soft"), ParameterError, "'mode' must be one of"),
+        (
+            lambda d: rehearse("bin-values", d, mode="soft"),
+            ParameterError,
+            "no mode 'soft'; use mode hardened or published",
+        ),
         (lambda d: rehearse("bin-values", d, mode="plain"), ParameterError, "has no mode 'plain'"),
         (lambda d: rehearse("bin-values", {"a": d["basel"]}), ParameterError, "at least 2 sites, found 1"),
         (lambda d: rehearse("bin-values", {}), ParameterError, "no site"),
@@ -157,7 +162,7 @@ def test_options_may_be_numpy_numbers_none_and_tuples():
     ],
 )
 def test_what_is_wrong_is_said_before_anything_runs(call, kind, said, monkeypatch):
-    monkeypatch.setattr(rehearsal, "play", lambda *a, **k: pytest.fail("it ran"))
+    monkeypatch.setattr(rehearsal, "run_parties", lambda *a, **k: pytest.fail("it ran"))
     with pytest.raises(kind, match=said):
         call(sites())
 
@@ -272,7 +277,7 @@ def test_a_part_gets_its_own_data_only():
         return Outcome(result={"value": seat.run(role, None)})
 
     mine, yours = [1, 2, 3], [4, 5]
-    run = play(study, dict.fromkeys(study.parties, part), {A: mine, B: yours})
+    run = run_parties(study, dict.fromkeys(study.parties, part), {A: mine, B: yours})
     assert run.results[HUB]["value"] == 5
     assert seen == {HUB: None, A: mine, B: yours}
 
@@ -305,7 +310,7 @@ def test_a_server_that_the_workflow_does_not_need_is_no_hindrance():
     data = {Party(p): a for p, a in sites().items()}
     parties = {HUB: "coordinator", **dict.fromkeys(data, "site"), Party("helper"): "auxiliary"}
     study = Study("spare", "bin-values", parties, timeout=30.0, parameters=OPTIONS)
-    run = play(study, dict.fromkeys(parties, rehearsal.workflow_part), data)
+    run = run_parties(study, dict.fromkeys(parties, workflow_part), data)
     assert not run.errors
     assert run.outcomes.keys() == parties.keys()
 

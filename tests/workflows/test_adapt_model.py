@@ -14,6 +14,7 @@ import anndata
 import torch
 from encoders import tiny
 
+from cloister import workflows
 from cloister.errors import DataError, ParameterError, ProtocolAbort
 from cloister.models import polynomial
 from cloister.models.adapter import Adapted
@@ -182,13 +183,11 @@ def test_published(model, tmp_path):
 
 
 def test_it_explains_only_what_it_runs():
-    from cloister import workflows
-
     for mode in ("hardened", "published"):
-        found = workflows.reveals(workflows.get("adapt-model"), mode)
-        assert {"federated_training", "model_card", "secure_sum"} < set(found)
-        assert "pseudo_labels" not in found
-    assert "pseudo_labels" in workflows.reveals(workflows.get("fine-tune"), "hardened")
-    seat = types.SimpleNamespace(study=types.SimpleNamespace(sites=("a", "b"), coordinator="hub", seed=0))
+        declared = workflows.get("adapt-model").mode(mode).protocols
+        assert {"federated_training", "model_card", "secure_sum"} < set(declared)
+        assert "pseudo_labels" not in declared
+    assert "pseudo_labels" in workflows.get("fine-tune").mode("hardened").protocols
+    seat = types.SimpleNamespace(sites=("a", "b"), coordinator="hub", study=types.SimpleNamespace(seed=0))
     params = adapt_model.training_params(seat, adapt_model.Options(), types.SimpleNamespace(digest=""))
     assert params.pseudo.source == "none"

@@ -11,8 +11,8 @@ from cloister.cells import tables as cells
 from cloister.cells.files import read_cells, write_cells
 from cloister.errors import DataError, ParameterError, ProtocolAbort
 from cloister.net.seat import Outcome
-from cloister.run.rehearsal import Fault, plan, play, rehearse
-from cloister.workflows.bin_values import Options, bin_values, check, digitise, share_edges
+from cloister.run.rehearsal import Fault, plan, rehearse, run_parties
+from cloister.workflows.bin_values import Options, bin_values, check, coordinator, digitise
 
 NAMES = ("basel", "lugano", "vienna", "bern", "zug")
 GENES = 60
@@ -229,11 +229,11 @@ def test_the_function_works_on_a_seat_and_can_copy():
 
     def part(seat, a):
         if seat.role == "coordinator":
-            return Outcome(result={"edges": len(share_edges(seat, Options(n_bins=9)))})
-        made[seat.me] = bin_values(a, seat, n_bins=9, copy=True)
+            return coordinator(seat, Options(n_bins=9))
+        made[seat.me] = bin_values(a, seat, copy=True)  # n_bins as the study says
         return Outcome()
 
-    run = play(study, dict.fromkeys(study.parties, part), data)
+    run = run_parties(study, dict.fromkeys(study.parties, part), data)
     assert run.errors == {}
     assert not any("binned" in a.layers for a in data.values())
     assert max(a.layers["binned"].max() for a in made.values()) == 8
@@ -285,7 +285,7 @@ def taken(data):
 @pytest.mark.parametrize("what", BAD)
 def test_bad_cells_are_refused_by_site_and_reason_before_anything_is_sent(what, monkeypatch):
     make, said = BAD[what]
-    monkeypatch.setattr("cloister.run.rehearsal.play", lambda *a, **k: pytest.fail("something was sent"))
+    monkeypatch.setattr("cloister.run.rehearsal.run_parties", lambda *a, **k: pytest.fail("something was sent"))
     with pytest.raises(DataError, match=f"site 'lugano': .*{said}"):
         rehearse("bin-values", make(count_sites()))
 

@@ -6,9 +6,10 @@ import pytest
 
 from cloister.errors import DataError, ParameterError, ProtocolAbort, RefusedError
 from cloister.models import cellcnn
-from cloister.run.rehearsal import plan, play, rehearse, workflow_part
+from cloister.run.rehearsal import plan, rehearse, run_parties
+from cloister.run.run import workflow_part
 from cloister.study import Party
-from cloister.workflows import cellcnn_report, train_cellcnn
+from cloister.workflows import cellcnn_report, check_plan, train_cellcnn
 
 ad = pytest.importorskip("anndata")
 SITES = ("basel", "lugano", "vienna")
@@ -39,7 +40,7 @@ COMMON = {"n_filters": 3, "n_cells": 40, "n_inputs": 30, "batch": 16, "learning_
 
 
 def test_the_clear_twin_learns_and_writes_its_results():
-    run = rehearse("train-cellcnn", data=sites(), encrypted=False, n_steps=40, **COMMON)
+    run = rehearse("train-cellcnn", data=sites(), mode="plain", n_steps=40, **COMMON)
     for name in SITES:
         assert run.results[name]["donor_accuracy"] == 1.0
         assert run.results[name]["logits_outside_interval"] <= run.results[name]["logits"]
@@ -58,13 +59,13 @@ def test_the_clear_twin_learns_and_writes_its_results():
 
 def test_figures_of_an_opened_model():
     pytest.importorskip("matplotlib")
-    run = rehearse("train-cellcnn", data=sites(), encrypted=False, n_steps=5, **COMMON)
-    drawn = cellcnn_report.figures(run.outcomes, train_cellcnn.Options(encrypted=False))
+    run = rehearse("train-cellcnn", data=sites(), mode="plain", n_steps=5, **COMMON)
+    drawn = cellcnn_report.figures(run.outcomes, train_cellcnn.Options())
     assert len(drawn) == 4
 
 
 def test_pooled_scaling_or_reference_values():
-    options = {"encrypted": False, "n_steps": 3, **COMMON}
+    options = {"mode": "plain", "n_steps": 3, **COMMON}
     pooled = rehearse("train-cellcnn", data=sites(), **options)
     every = np.concatenate([a.X for a in sites().values()])
     np.testing.assert_allclose(pooled.model.mean, every.mean(0), atol=1e-4)
@@ -92,18 +93,18 @@ def test_bad_input_is_refused_before_anything_is_sent(change, message):
     data = sites()
     data["vienna"] = change(data["vienna"])
     with pytest.raises(DataError, match=message):
-        rehearse("train-cellcnn", data=data, encrypted=False, n_steps=2, **COMMON)
+        rehearse("train-cellcnn", data=data, mode="plain", n_steps=2, **COMMON)
 
 
 def test_a_donor_of_two_classes_is_refused():
     a = site(0)
     a.obs["donor"] = "same"
     with pytest.raises(DataError, match="several classes"):
-        train_cellcnn.check(a, train_cellcnn.Options(encrypted=False))
+        train_cellcnn.check(a, train_cellcnn.Options())
 
 
 def test_one_donor_per_class_is_told():
-    notes = train_cellcnn.check(site(0, donors=2), train_cellcnn.Options(encrypted=False))
+    notes = train_cellcnn.check(site(0, donors=2), train_cellcnn.Options())
     assert sum("one donor" in n for n in notes) == 2
 
 
@@ -111,21 +112,40 @@ def test_a_marker_that_one_site_lacks_is_named():
     data = sites()
     data["vienna"] = site(2, drop="CD16")
     with pytest.raises(ProtocolAbort, match="CD16"):
-        rehearse("train-cellcnn", data=data, encrypted=False, n_steps=2, **COMMON)
+        rehearse("train-cellcnn", data=data, mode="plain", n_steps=2, **COMMON)
 
 
-def test_options():
-    with pytest.raises(ParameterError, match="lost"):
-        train_cellcnn.Options()
-    with pytest.raises(ParameterError, match="reference"):
-        train_cellcnn.Options(encrypted=False, scaling="reference")
-    preset = train_cellcnn.settled(train_cellcnn.Options(encrypted=False, preset="cmv"), 5)
+def planned(**options):
+    return check_plan(plan("train-cellcnn", SITES, mode=options.pop("mode", "hardened"), options=options))[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "lost"),
+        ({"mode": "published"}, "ends by opening"),
+        ({"keep": "x", "n_models": 3, "hold_out": 1}, "open_model"),
+        ({"mode": "plain", "n_models": 3}, "hold_out"),
+        ({"mode": "plain", "scaling": "reference"}, "reference"),
+        ({"mode": "plain", "validate_every": 2, "hold_out": 1}, "mode 'plain' has no validation"),
+        ({"keep": "x", "validate_every": 2}, "hold_out"),
+        ({"keep": "x", "hold_out": -1}, "at least 0"),
+        ({"mode": "plain", "encrypted": False}, "'encrypted' any more: training in the clear is mode 'plain'"),
+    ],
+)
+def test_options_that_do_not_go_together_or_with_the_mode(options, message):
+    with pytest.raises(ParameterError, match=message):
+        planned(**options)
+
+
+def test_a_preset_stands_for_the_papers_options():
+    preset = train_cellcnn.settled(planned(mode="plain", preset="cmv"), 5)
     assert (preset.n_cells, preset.n_inputs, preset.batch, preset.n_steps) == (200, 400, 40, 400)
 
 
 def test_best_of_several_models_and_their_consensus():
     options = {"n_models": 5, "hold_out": 1, "n_steps": 40, **COMMON}
-    run = rehearse("train-cellcnn", data=sites(), encrypted=False, **options)
+    run = rehearse("train-cellcnn", data=sites(), mode="plain", **options)
     found = run.results["basel"]
     assert len(found["validation_accuracy"]) == 5
     assert all(run.results[p]["validation_accuracy"] == found["validation_accuracy"] for p in ("coordinator", *SITES))
@@ -147,45 +167,25 @@ def test_held_out_donors_are_not_trained_on(monkeypatch):
     monkeypatch.setattr(
         cellcnn, "draw_inputs", lambda x, names, *a, **k: seen.append(set(names)) or drawn(x, names, *a, **k)
     )
-    run = rehearse("train-cellcnn", data=sites(), encrypted=False, n_steps=3, hold_out=1, **COMMON)
+    run = rehearse("train-cellcnn", data=sites(), mode="plain", n_steps=3, hold_out=1, **COMMON)
     assert len(run.results["basel"]["validation_accuracy"]) == 1
     assert len(seen) == 6  # twice at each site: for training, then for validation
     assert all(len(s) == 2 for s in seen)  # of four donors in two classes, one of each is held out
     assert len(set().union(*seen)) == 12
     with pytest.raises(DataError, match="hold out"):
-        rehearse("train-cellcnn", data=sites(), encrypted=False, n_steps=3, hold_out=2, **COMMON)
-
-
-def test_several_models_need_opening_and_held_out_donors():
-    with pytest.raises(ParameterError, match="hold_out"):
-        train_cellcnn.Options(encrypted=False, n_models=3)
-    with pytest.raises(ParameterError, match="open_model"):
-        train_cellcnn.Options(keep="x", n_models=3, hold_out=1)
+        rehearse("train-cellcnn", data=sites(), mode="plain", n_steps=3, hold_out=2, **COMMON)
 
 
 def test_a_site_whose_own_settings_do_not_consent_opens_nothing():
     study = plan("train-cellcnn", SITES, timeout=10, options={"n_steps": 2, "open_model": True, **COMMON})
     consent = {Party("basel"): frozenset({"open-model"}), Party("vienna"): frozenset({"validation"})}
     data = {Party(p): a for p, a in sites().items()}
-    run = play(study, dict.fromkeys(study.parties, workflow_part), data, consent=consent)
+    run = run_parties(study, dict.fromkeys(study.parties, workflow_part), data, consent=consent)
     assert isinstance(run.errors["vienna"], RefusedError)
     assert "open-model" in str(run.errors["vienna"])
     assert set(run.errors) == set(study.parties)
     sent = [e.name for e, _ in run.receipts["vienna"].entries if e.kind == "sent" and not e.name.startswith("channel.")]
     assert sent == []
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"encrypted": False, "validate_every": 2, "hold_out": 1}, "encrypted training"),
-        ({"keep": "x", "validate_every": 2}, "hold_out"),
-        ({"keep": "x", "hold_out": -1}, "at least 0"),
-    ],
-)
-def test_validation_needs_encryption_and_donors(options, message):
-    with pytest.raises(ParameterError, match=message):
-        train_cellcnn.Options(**options)
 
 
 @pytest.mark.slow
@@ -210,7 +210,7 @@ def test_published_training_as_a_workflow(tmp_path):
     two = {name: a for name, a in sites().items() if name != "vienna"}
     kept = {"mode": "published", "open_model": True, "keep": str(tmp_path), "timeout": 300}
     run = rehearse("train-cellcnn", data=two, **kept, **options)
-    twin = rehearse("train-cellcnn", data=two, encrypted=False, **options)
+    twin = rehearse("train-cellcnn", data=two, mode="plain", **options)
     np.testing.assert_allclose(run.model.weights.W, twin.model.weights.W, atol=1e-3)
     np.testing.assert_allclose(run.model.weights.V, twin.model.weights.V, atol=1e-3)
     again = rehearse("train-cellcnn", data=two, **kept, **options)  # finished: only opened once more
@@ -224,7 +224,7 @@ def test_encrypted_training_then_prediction_both_ways(tmp_path):
     pytest.importorskip("seal")
     options = {"n_steps": 4, "keep": str(tmp_path), "open_model": True, **COMMON}
     run = rehearse("train-cellcnn", data=sites(), timeout=300, **options)
-    twin = rehearse("train-cellcnn", data=sites(), encrypted=False, **{**options, "keep": "", "open_model": False})
+    twin = rehearse("train-cellcnn", data=sites(), mode="plain", **{**options, "keep": "", "open_model": False})
     np.testing.assert_allclose(run.model.weights.W, twin.model.weights.W, atol=1e-3)
     np.testing.assert_allclose(run.model.weights.V, twin.model.weights.V, atol=1e-3)
     wanted = {}

@@ -17,7 +17,6 @@ from cloister.models.scgpt import Config, ScGPT  # noqa: E402
 from cloister.models.splits import hold_out  # noqa: E402
 from cloister.protocols.fedavg import federated_training  # noqa: E402
 from cloister.protocols.fedavg.training_parts import Offer  # noqa: E402
-from cloister.run.facts import figures_of  # noqa: E402
 from cloister.run.rehearsal import Fault, rehearse  # noqa: E402
 from cloister.workflows import fine_tune  # noqa: E402
 from cloister.workflows.fine_tuned import FineTuned  # noqa: E402
@@ -122,9 +121,9 @@ def test_model_file_and_figures(run, tmp_path):
     assert list(back.predict(run.data["basel"])) == list(run.data["basel"].obs["predicted"].astype(str))
     assert fine_tune.files(run.outcomes["coordinator"]) == {}
     pytest.importorskip("matplotlib")
-    drawn = figures_of(run)  # as the report takes them
+    drawn = run.draw()  # as the report takes them
     assert not drawn.note
-    titles = [f["title"] for f in drawn.figures]
+    titles = [f.title for f in drawn.figures]
     assert titles[:2] == ["Loss over the rounds", "Held-out cells over the rounds"]
     assert [t.partition(",")[0] for t in titles[2:]] == [f"Labels of {s}" for s in ("basel", "lugano", "vienna")]
 

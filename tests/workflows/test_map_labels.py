@@ -4,7 +4,8 @@ import pytest
 
 import cloister as cl
 from cloister.errors import CloisterError, DataError, ParameterError, PeerLost, ProtocolAbort
-from cloister.run.rehearsal import Fault, plan
+from cloister.net.seat import Outcome
+from cloister.run.rehearsal import Fault, plan, run_parties
 from cloister.workflows import map_labels as workflow
 from cloister.workflows.mapping_baselines import linear_label, nearest_label, scores
 
@@ -222,15 +223,30 @@ def test_a_lost_site_is_named_and_nothing_is_written(sites):
     assert run.receipts["vienna"].status.startswith("aborted")
 
 
-def test_roles_are_not_swapped(sites):
-    class Seat:
-        me = "basel"
+def test_one_function_serves_the_site_that_asks_and_those_that_offer(sites):
+    study = plan("map-labels", sites, options=OPTIONS)
+    labelled = {}
 
-    with pytest.raises(ParameterError, match="use offer_labels"):
-        cl.map_labels(sites["basel"], Seat(), query="vienna")
-    Seat.me = "vienna"
-    with pytest.raises(ParameterError, match="use map_labels"):
-        cl.offer_labels(sites["vienna"], Seat(), query="vienna")
+    def part(seat, adata):
+        if seat.role != "site":
+            return workflow.assist(seat, workflow.Options(**OPTIONS))
+        labelled[seat.me] = cl.map_labels(adata, seat, copy=True)
+        return Outcome()
+
+    run = run_parties(study, dict.fromkeys(study.parties, part), sites)
+    assert run.errors == {}
+    assert [site for site, a in labelled.items() if "mapped" in a.obs] == [OPTIONS["query"]]
+    assert not any("mapped" in a.obs for a in sites.values())
+
+
+def test_a_seat_of_another_study_is_refused(sites):
+    study = plan("bin-values", sites)
+
+    def part(seat, adata):
+        cl.map_labels(adata, seat)
+
+    run = run_parties(study, dict.fromkeys(study.parties, part), sites)
+    assert "this is a study of 'bin-values', not of 'map-labels'" in str(run.errors["basel"])
 
 
 def test_figures(sites):

@@ -8,7 +8,7 @@ from cloister.cells import demo as demo_data
 from cloister.errors import DataError, ParameterError, ProtocolAbort
 from cloister.models import graph
 from cloister.run.rehearsal import Fault, plan, rehearse
-from cloister.workflows import get, options_of
+from cloister.workflows import check_plan, get, options_of
 from cloister.workflows.propagate_labels import Options, summary, who_computes
 
 SMALL = {"label_key": "some", "bits": 512, "timeout": 30.0}
@@ -195,7 +195,7 @@ def test_more_neighbours_than_cells():
 )
 def test_bad_options(options, said):
     with pytest.raises(ParameterError, match=said):
-        plan("propagate-labels", ["a", "b"], options=options)
+        check_plan(plan("propagate-labels", ["a", "b"], options=options))
 
 
 def test_a_label_outside_the_agreed_classes():

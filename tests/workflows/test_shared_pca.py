@@ -8,7 +8,6 @@ from scipy.linalg import subspace_angles
 from cloister.cells import demo as demo_data
 from cloister.cells import tables as cells
 from cloister.errors import DataError, ParameterError
-from cloister.run.facts import figures_of
 from cloister.run.rehearsal import rehearse
 
 DATA = Path(__file__).parents[2].parent / "shared" / "data" / "scrna"
@@ -86,10 +85,10 @@ def test_result_survives_a_file(run, tmp_path):
 
 def test_figures(run):
     pytest.importorskip("matplotlib")
-    drawn = figures_of(run)
+    drawn = run.draw()
     assert not drawn.note
-    assert [f["title"] for f in drawn.figures] == ["Cells in the shared space, by site", "Variance explained"]
-    assert "3 labels: basel" in drawn.figures[0]["alt"]
+    assert [f.title for f in drawn.figures] == ["Cells in the shared space, by site", "Variance explained"]
+    assert "3 labels: basel" in drawn.figures[0].alt
 
 
 def test_library_sizes_from_a_column(sites):

@@ -16,7 +16,9 @@ from cloister.errors import UsageError
 from cloister.report.parts import size
 
 if TYPE_CHECKING:
-    from cloister.run.rehearsal import Run
+    from cloister.run.run import Run
+    from cloister.study import Study
+    from cloister.workflows.modes import Mode
 
 out = Console(highlight=False, soft_wrap=True)
 err = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -125,6 +127,39 @@ def literal(text: str, hint: Any) -> Any:
     return text
 
 
+# ---- words out -------------------------------------------------------------------------------------------------------
+
+
+def show_warnings(study: Study) -> None:
+    """Check a study, and say what its parties should hear before they start."""
+    from cloister import workflows
+
+    for note in workflows.warnings_of(study):
+        err.print(f"note: {note}", style="yellow", markup=False)
+
+
+def explain_mode(workflow: str, name: str, mode: Mode) -> None:
+    """What a mode computes, who learns what in short and in full, and what else it may run on the way."""
+    from cloister import protocols
+
+    main, *others = mode.protocols
+    out.print(f"[bold]{workflow}[/bold] · mode [bold]{name}[/bold]\n")
+    out.print(protocols.docstring(main).partition("\n\n")[0], markup=False)
+    if mode.learns:
+        out.print("\n[bold]In short[/bold]")
+        for who, what in mode.learns:
+            out.print(f"{who}: {what}", markup=False)
+    for title in ("Reveals", "Assumes", "Cost", "References"):
+        if text := protocols.section(main, title):
+            out.print(f"\n[bold]{title}[/bold]")
+            out.print(text, markup=False)
+    for protocol in others:
+        options = " or ".join(mode.only_if.get(protocol, ()))
+        out.print(f"\n[bold]{protocol}[/bold], {f'only with {options}' if options else 'on the way'}, reveals")
+        out.print(protocols.section(protocol, "Reveals"), markup=False)
+    out.print()
+
+
 # ---- tables out ------------------------------------------------------------------------------------------------------
 
 
@@ -175,9 +210,6 @@ def progress(*, quiet: bool) -> Iterator[Any]:
 
 def finish(run: Run, folder: Path | None, *, as_json: bool) -> None:
     """Write what a run gave, say what it cost, and raise what went wrong."""
-    from cloister.net.seat import root_cause
-    from cloister.study import Party
-
     written: list[str] = []
     if folder is not None:
         from cloister.report.page import write_report
@@ -198,7 +230,7 @@ def finish(run: Run, folder: Path | None, *, as_json: bool) -> None:
     if run.errors:
         if folder is not None and not as_json:
             err.print(f"receipts of what was sent until then, and report.html, are in {folder}", markup=False)
-        raise root_cause({Party(p): e for p, e in run.errors.items()})
+        run.check()
     if as_json:
         return
     table = Table("party", "role", "messages", "sent", "rounds", "seconds", box=None)
@@ -216,7 +248,7 @@ def finish(run: Run, folder: Path | None, *, as_json: bool) -> None:
 def headlines(run: Run) -> list[str]:
     """What came out, a line for the parties that have the same: single numbers only, the rest is in the report."""
     from cloister.report.parts import names, value
-    from cloister.run.facts import plain
+    from cloister.run.run import plain
 
     lines: dict[str, list[str]] = {}
     for party, results in run.results.items():
@@ -244,11 +276,8 @@ def show_receipt(brief: dict[str, Any]) -> None:
         out.print(
             f"opened to {row['to']} ({row['protocol']} {row['line']}): {row['name']} × {row['count']}", markup=False
         )
-    if brief.get("reveals"):
-        out.print("\n[bold]Reveals[/bold]")
-        out.print(brief["reveals"], markup=False)
-    for name, text in brief.get("also_reveals", {}).items():
-        out.print(f"\n{name}, on the way", style="bold", markup=False)
+    for name, text in brief["reveals"].items():
+        out.print(f"\n{name} ran, and reveals", style="bold", markup=False)
         out.print(text, markup=False)
     out.print(
         f"\n{brief['entries']} entries, head {brief['head'][:16]}…, key {brief.get('public', '')[:16]}…", markup=False

@@ -20,12 +20,14 @@ from cloister.cli.console import (
     as_flags,
     as_is,
     err,
+    explain_mode,
     finish,
     in_words,
     out,
     own_options,
     progress,
     show_receipt,
+    show_warnings,
     sites_of,
 )
 from cloister.cli.predict import predict
@@ -115,35 +117,19 @@ def explain(
     import dataclasses
 
     from cloister import workflows
-    from cloister.report.in_short import in_short
 
     if workflow is None:
         table = Table("workflow", "what it does", "modes", box=None)
         for name in workflows.names():
-            found = workflows.get(name)
-            table.add_row(name, found.summary, ", ".join(found.protocols))
+            each = workflows.get(name)
+            table.add_row(name, each.summary, ", ".join(each.modes))
         out.print(table)
         return
-    found = workflows.get(workflow)
-    for one in [mode] if mode else found.protocols:
-        module = found.protocol(one)
-        head = (module.__doc__ or "").strip().split("\n\n")[0]
-        out.print(f"[bold]{workflow}[/bold] · mode [bold]{one}[/bold]\n")
-        out.print(head, markup=False)
-        if rows := in_short(workflow, one):
-            out.print("\n[bold]In short[/bold]")
-            for who, what in rows:
-                out.print(f"{who}: {what}", markup=False)
-        for title in ("Reveals", "Assumes", "Cost", "References"):
-            if text := workflows.section(module, title):
-                out.print(f"\n[bold]{title}[/bold]")
-                out.print(text, markup=False)
-        for name, text in list(workflows.reveals(found, one).items())[1:]:
-            out.print(f"\n[bold]{name}[/bold], on the way, reveals")
-            out.print(text, markup=False)
-        out.print()
+    chosen = workflows.get(workflow)
+    for one in [mode] if mode else chosen.modes:
+        explain_mode(workflow, one, chosen.mode(one))
     table = Table("option", "default", "meaning", box=None)
-    for f in dataclasses.fields(found.options):
+    for f in dataclasses.fields(chosen.options):
         default = "required" if f.default is dataclasses.MISSING else str(f.default)
         table.add_row("--" + f.name.replace("_", "-"), as_is(default), as_is(f.metadata.get("help", "")))
     out.print(table)
@@ -221,12 +207,10 @@ def rehearse(
     The workflow's own options follow, as --n-bins 51; `cloister explain bin-values` lists them.
     """
     from cloister import workflows
-    from cloister.cells.files import read_cells
-    from cloister.run.rehearsal import plan as make_plan
-    from cloister.run.rehearsal import rehearse as play
+    from cloister.run.rehearsal import plan as plan_study
+    from cloister.run.rehearsal import rehearse_study
     from cloister.study import Study
 
-    found = workflows.get(workflow)
     plan: dict[str, Any] = {"mode": "hardened", "seed": 0, "timeout": 60.0}
     given: dict[str, Any] = {}
     extra = list(context.args)
@@ -239,19 +223,17 @@ def rehearse(
             raise UsageError(f"{study} is a study of '{agreed.workflow}', not of '{workflow}'")
         plan |= {"mode": agreed.mode, "seed": agreed.seed, "timeout": agreed.timeout}
         given |= dict(agreed.parameters)
-    given |= own_options(extra, found, context)
+    given |= own_options(extra, workflows.get(workflow), context)
     plan |= {k: v for k, v in {"mode": mode, "seed": seed, "timeout": timeout}.items() if v is not None}
     files = sites_of(data)
-    made = make_plan(workflow, files, options=given, **plan)
-    for note in workflows.warnings_of(made):
-        err.print(f"note: {note}", style="yellow", markup=False)
+    planned = plan_study(workflow, files, options=given, **plan)
+    show_warnings(planned)
     if folder is not None:
         from cloister.run.results import check_folder
 
-        check_folder(folder, made)
-    cells = {site: read_cells(path) for site, path in files.items()}
+        check_folder(folder, planned)
     with progress(quiet=quiet or as_json) as tell:
-        run = play(workflow, cells, processes=processes, on_event=tell, check=False, **plan, **given)
+        run = rehearse_study(planned, files, processes=processes, inplace=True, on_event=tell)
     finish(run, folder, as_json=as_json)
 
 
@@ -394,14 +376,11 @@ def provision(
     folder: Annotated[Path, typer.Option("--out", help="Folder for the kits; one per party.")] = Path("kits"),
 ) -> None:
     """Make a start-up kit with certificates for every party of a study."""
-    from cloister import workflows
     from cloister.runtime.provision import provision as make
     from cloister.study import Study
 
     agreed = Study.load(study)
-    workflows.check_plan(agreed)
-    for note in workflows.warnings_of(agreed):
-        err.print(f"note: {note}", style="yellow", markup=False)
+    show_warnings(agreed)
     for party, kit in make(agreed, folder).items():
         out.print(f"{party}: {kit}", markup=False)
 

@@ -18,7 +18,7 @@ from cloister.demo.models import adapt_model, fine_tune, train_cellcnn
 from cloister.demo.rows import HEADER, Played, Tell, halves
 from cloister.demo.rows import auroc as auroc
 from cloister.demo.statistics import bin_values, find_outliers, shared_pca
-from cloister.run.rehearsal import Run
+from cloister.run.run import Run
 
 DEMOS: dict[str, Callable[[Tell], Played]] = {
     "bin-values": bin_values,

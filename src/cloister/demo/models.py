@@ -34,11 +34,9 @@ def train_cellcnn(tell: Tell) -> Played:
         return float(np.mean([accuracy(model, a, options)["donor_accuracy"] for a in new.values()]))
 
     runs, rows = [], []
-    for mode in ("hardened", "clear twin"):
+    for mode in ("hardened", "plain"):
         sent = Sent(encrypted_training.Gradient, clear_training.Gradient)
-        run = rehearse(
-            "train-cellcnn", donors, encrypted=mode == "hardened", on_event=tell, on_frame=sent, timeout=300.0, **same
-        )
+        run = rehearse("train-cellcnn", donors, mode=mode, on_event=tell, on_frame=sent, timeout=300.0, **same)
         runs.append(run)
         pooled = score(clear_cellcnn([*donors.values()], run.model.config, options))
         alone = np.mean([score(clear_cellcnn([a], run.model.config, options)) for a in donors.values()])

@@ -9,7 +9,7 @@ import numpy as np
 
 from cloister.cells import demo as demo_data
 from cloister.net.channel import Event
-from cloister.run.rehearsal import Run
+from cloister.run.run import Run
 
 HEADER = ("workflow", "mode", "measure", "pooled", "federated", "alone", "attack", "sent", "seconds")
 Tell: TypeAlias = Callable[[Event], None] | None

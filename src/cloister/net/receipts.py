@@ -4,7 +4,8 @@ Every frame that is sent or received and every value that is opened appends an e
 
     hash_i = SHA-256(hash_{i-1} ‖ entry_i)          hash_{-1} = SHA-256(header)
 
-and the party signs the last hash with its own key. The file on disk (`receipt.json`) keeps every entry; people, and
+The last entries name the protocols that ran, each with its `Reveals`, and how the run ended; the party signs the last
+hash with its own key. The file on disk (`receipt.json`) keeps every entry; people, and
 `adata.uns["cloister"]`, get the entries summed up per message name. Pulses and farewells, which say only that a party
 is there or done, are not listed.
 
@@ -20,7 +21,7 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,15 +30,16 @@ from cloister.errors import ReceiptError
 from cloister.files import replacing
 
 FORMAT = "cloister-receipt/2"
+UNDECLARED = "not among the protocols that are declared for this mode; see its file"
 PARTS = {"header", "entries", "head", "status", "public", "signature"}  # of the file
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    kind: str  # "sent" | "received" | "told" | "opened" | "written" | "result"
+    kind: str  # "sent" | "received" | "told" | "opened" | "written" | "ran" | "result"
     protocol: str
     line: str
-    name: str  # message name, what was opened, where a result was written, or how the run ended
+    name: str  # of the message; what was opened, where a result was written, what a protocol reveals, how it all ended
     to: str  # the other party: whom it went to, or whom it came from
     bytes: int
     sha256: str  # of the frame, or of what was told; empty for what does not travel
@@ -81,6 +83,23 @@ class Receipt:
             self.head = _link(self.head, entry)
             self.entries.append((entry, self.head))
 
+    @property
+    def protocols(self) -> tuple[str, ...]:
+        """The protocols under whose name something travelled or was opened here, in the order of their first entry."""
+        entries = [e for e, _ in self.entries if e.kind not in ("written", "ran", "result")]
+        return tuple(dict.fromkeys(e.protocol for e in entries if not e.name.startswith("channel.")))
+
+    def add_reveals(self, ran: Iterable[str], declared: Mapping[str, str]) -> None:
+        """Enter every protocol that ran, with its `Reveals`: the declared ones in the order of their declaration."""
+        ran = dict.fromkeys(ran)
+        for protocol in (*(p for p in declared if p in ran), *(p for p in ran if p not in declared)):
+            self.add(Entry("ran", protocol, "", declared.get(protocol, UNDECLARED), "", 0, ""))
+
+    @property
+    def reveals(self) -> dict[str, str]:
+        """Protocol that ran → what it reveals, in its own words; the mode's own first."""
+        return {e.protocol: e.name for e, _ in self.entries if e.kind == "ran"}
+
     def close(self, status: str, sign: Callable[[bytes], tuple[bytes, bytes]] | None = None) -> None:
         """End the record with what became of the run; `sign` maps the last hash to (public key, signature)."""
         if self.status != "running":
@@ -101,6 +120,8 @@ class Receipt:
         """One row per (kind, message, line, recipient): how many, how many bytes."""
         rows: dict[tuple[str, ...], dict[str, Any]] = {}
         for e, _ in list(self.entries):
+            if e.kind == "ran":
+                continue
             key = (e.kind, e.protocol, e.line, e.name, e.to)
             row = rows.setdefault(
                 key, dict(zip(("kind", "protocol", "line", "name", "to"), key, strict=True), count=0, bytes=0)
@@ -115,6 +136,7 @@ class Receipt:
             {
                 **self.header,
                 "status": self.status,
+                "reveals": self.reveals,
                 "summary": self.summary(),
                 "entries": len(self.entries),
                 "head": self.head,

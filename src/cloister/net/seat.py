@@ -1,15 +1,16 @@
-"""Seat: a study as one of its parties sees it. What every workflow is handed as `study`.
+"""Seat: a study as one of its parties sees it. What every workflow is handed, and roles are run from.
 
-`take_part` is the whole life of a party in one run, and the same in rehearsal, in a process of its own and on FLARE:
-sit down, do the workflow's part, and leave with a result and a receipt, or abort by name and leave with the receipt of
-what had been sent until then.
+`seated` is the whole life of a party in one run, and the same in rehearsal, in a process of its own and on FLARE: it
+leaves with a receipt of what was sent and of the protocols that ran, or aborts by name and leaves with the receipt of
+what had been sent until then. `take_part` does a workflow's part from such a seat.
 """
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -42,25 +43,18 @@ class Outcome:
 
 
 class Seat:
-    """One party's place in a study."""
+    """One party's place in a study: who it is, what was agreed, and the way to run a role of a protocol."""
 
-    def __init__(
-        self, session: Session, identity: Identity, entropy: Entropy, consent: frozenset[str] | None = None
-    ) -> None:
-        self._session, self._identity, self._entropy, self._consent = session, identity, entropy, consent
+    def __init__(self, session: Session, identity: Identity, entropy: Entropy, consent: frozenset[str]) -> None:
+        self._session, self._identity, self._entropy, self.consent = session, identity, entropy, consent
         self.study, self.me = session.study, session.me
-
-    @property
-    def role(self) -> Role:
-        return self.study.parties[self.me]
+        self.sites, self.coordinator, self.mode = self.study.sites, self.study.coordinator, self.study.mode
+        self.role: Role = self.study.parties[self.me]
+        self.protocols: dict[str, None] = {}  # whose roles this party ran, in their order
 
     @property
     def receipt(self) -> Receipt:
         return self._session.receipt
-
-    def consents(self, what: str) -> bool:
-        """Whether this party's own settings allow it; in a rehearsal everybody does unless it says otherwise."""
-        return self._consent is None or what in self._consent
 
     def rng(self, label: str = "") -> np.random.Generator:
         """Statistical randomness of this party, reproducible from the study's seed. Never for secrets."""
@@ -68,44 +62,54 @@ class Seat:
         return np.random.default_rng(words)
 
     def run(self, role: Callable[..., Any], params: Any, *inputs: Any) -> Any:
-        """Agree with everyone on `params`, then play `role` to its end and return what this party may learn.
+        """Agree with everyone on `params`, then run `role` to its end and return what this party may learn.
 
-        A role gets `entropy`, `identity` or `rng` if its signature names them.
+        A role gets `entropy`, `identity`, `rng` or `consent` if its signature names them.
         """
         wanted = inspect.signature(role).parameters
-        offered = {"entropy": self._entropy, "identity": self._identity, "rng": self.rng()}
+        offered = {"entropy": self._entropy, "identity": self._identity, "rng": self.rng(), "consent": self.consent}
         extras = {name: value for name, value in offered.items() if name in wanted}
+        self.protocols[role.__module__.rpartition(".")[2]] = None
 
         async def whole() -> Any:
-            ch = await self._session.open_run(type(params).__module__.rpartition(".")[2], params)
+            ch = await self._session.open_run(_protocol(params), params)
             return await role(ch, params, *inputs, **extras)
 
         return self._session.drive(whole())
 
+    def attend(self, params: Any) -> None:
+        """Agree with everyone on `params`, as a party that has no part in what follows."""
 
-def take_part(
+        async def greet() -> None:
+            await self._session.open_run(_protocol(params), params)
+
+        self._session.drive(greet())
+
+
+def _protocol(params: Any) -> str:
+    return type(params).__module__.rpartition(".")[2]
+
+
+@contextlib.contextmanager
+def seated(
     study: Study,
     me: Party,
     link: Link,
     mailbox: Mailbox,
-    adata: AnnData | Callable[[], AnnData] | None,
     *,
-    part: Callable[[Seat, AnnData | None], Outcome],
+    consent: frozenset[str] = frozenset(),
     reveals: Mapping[str, str] | None = None,
     identity: Identity | None = None,
     entropy: Entropy | None = None,
     on_event: Callable[[Event], None] | None = None,
     on_receipt: Callable[[Receipt], None] | None = None,
-    consent: frozenset[str] | None = None,
-) -> Outcome:
-    """Play one party's part in one run, whatever carries the frames.
+) -> Iterator[Seat]:
+    """A party's place in one run, whatever carries the frames; it ends with the block.
 
-    `adata` may be a function that reads the cells: then the others know meanwhile that this party is at work.
-    `part` is the workflow's code for a party; `reveals` the `Reveals` of its protocols, its own first, for the receipt.
-    `consent` names what this party's own settings allow beyond running; None stands for everything.
-    `on_receipt` gets the receipt however the run ends. Any error is told to the peers as an abort, and raised here.
+    `consent` names what this party's own settings allow beyond taking part. `reveals` holds the `Reveals` of every
+    protocol that the study may run; the receipt ends with those of the protocols that did. `on_receipt` gets it however
+    the run ends. Any error is told to the peers as an abort, and raised here.
     """
-    texts = (reveals or {}).values()
     entropy = entropy or Entropy()
     identity = identity or Identity.create(entropy)
     receipt = Receipt(
@@ -119,24 +123,55 @@ def take_part(
             "version": __version__,
             "parameters": dict(study.parameters),
             "parties": dict(study.parties),
-            "reveals": next(iter(texts), ""),
-            "also_reveals": dict(list((reveals or {}).items())[1:]),
+            "protocols": list(reveals or ()),  # that were declared; those that ran stand at the end
             "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         }
     )
     session = Session(study, me, link, mailbox, receipt, nonce=entropy.bytes, on_event=on_event)
-    wall, cpu = time.perf_counter(), time.thread_time()
+    seat = Seat(session, identity, entropy, consent)
 
     def end(status: str) -> None:
+        if reveals is not None:
+            receipt.add_reveals({**seat.protocols, **dict.fromkeys(receipt.protocols)}, reveals)
         receipt.close(status, lambda head: (identity.public, identity.sign(SIGNED, head)))
         session.close()
         if on_receipt is not None:
             on_receipt(receipt)
 
     try:
+        yield seat
+    except BaseException as e:
+        where = f"{e.protocol} {e.line} {e.code}" if isinstance(e, ProtocolAbort) else type(e).__name__
+        try:
+            session.abort(e)
+        finally:
+            end(f"aborted: {where}")
+        raise
+    end("done")
+
+
+def take_part(
+    study: Study,
+    me: Party,
+    link: Link,
+    mailbox: Mailbox,
+    adata: AnnData | Callable[[], AnnData] | None,
+    *,
+    part: Callable[[Seat, AnnData | None], Outcome],
+    consent: frozenset[str] = frozenset(),
+    **place: Any,
+) -> Outcome:
+    """One party's whole part in one run: sit down, do `part`, and leave with a result and a receipt.
+
+    `adata` may be a function that reads the cells: then the others know meanwhile that this party is at work.
+    `part` is the workflow's code for a party; for the other arguments see `seated`.
+    """
+    wall, cpu = time.perf_counter(), time.thread_time()
+    with seated(study, me, link, mailbox, consent=consent, **place) as seat:
         adata = adata() if callable(adata) else adata
         before = _places(adata)
-        outcome = part(Seat(session, identity, entropy, consent), adata)
+        outcome = part(seat, adata)
+        outcome.receipt, session = seat.receipt, seat._session
         outcome.cost = {
             "bytes": session.sent_bytes,
             "messages": session.sent_messages,
@@ -144,32 +179,23 @@ def take_part(
             "seconds": time.perf_counter() - wall,
             "cpu_seconds": time.thread_time() - cpu,
         }
-        for place in sorted(_places(outcome.adata) - before):
-            receipt.add(Entry("written", study.workflow, "-", place, me, 0, ""))
-    except BaseException as e:
-        named = f"{e.protocol} {e.line} {e.code}" if isinstance(e, ProtocolAbort) else type(e).__name__
-        try:
-            session.abort(e)
-        finally:
-            end(f"aborted: {named}")
-        raise
-    outcome.receipt = receipt
-    end("done")
+        for place_written in sorted(_places(outcome.adata) - before):
+            seat.receipt.add(Entry("written", study.workflow, "-", place_written, me, 0, ""))
     if outcome.adata is not None:
         from cloister.cells.tables import attach_receipt
 
-        attach_receipt(outcome.adata, study.workflow, receipt.brief())
+        attach_receipt(outcome.adata, study.workflow, outcome.receipt.brief())
     return outcome
 
 
 def _places(adata: Any) -> set[str]:
     """Where an AnnData holds something, by name: what is new after a run is the result that was written."""
-    found: set[str] = set()
+    places: set[str] = set()
     for slot in ("obs", "var", "obsm", "layers", "uns"):
         keys = {str(k) for k in getattr(adata, slot, ())} - {"cloister"}
-        found |= {f"{slot}[{k!r}]" for k in keys}
+        places |= {f"{slot}[{k!r}]" for k in keys}
     kept = getattr(adata, "uns", {}).get("cloister", {})
-    return found | {f"uns['cloister'][{k!r}]" for k in (kept if isinstance(kept, Mapping) else ())}
+    return places | {f"uns['cloister'][{k!r}]" for k in (kept if isinstance(kept, Mapping) else ())}
 
 
 def root_cause(errors: dict[Party, BaseException]) -> BaseException:

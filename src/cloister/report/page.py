@@ -22,12 +22,8 @@ from cloister.errors import CloisterError, DataError
 from cloister.report import sections
 from cloister.report.learned import learned, short
 from cloister.report.parts import Html, count, escape, join, names, size, table, tag, value
-from cloister.run.facts import Abort, abort_of, figures_of, plain, rows_of, started_of, status_of
-from cloister.run.rehearsal import Run
-from cloister.run.results import check_folder, load_runs, save_run
+from cloister.run.run import Abort, Run, plain
 from cloister.study import Study
-
-__all__ = ["check_folder", "load_runs", "save_run", "write_report"]
 
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 Rows = Sequence[Mapping[str, Any]] | Sequence[Sequence[Any]]  # dicts, or lists of which the first is the header
@@ -92,7 +88,7 @@ def _page(runs: list[Run], title: str, rows: Rows | Mapping[str, Rows] | None, b
         tag("title", title),
         tag("style", Html(style)),
     )
-    done = sum(abort_of(run) is None for run in runs)
+    done = sum(run.abort is None for run in runs)
     told = f"{count(len(runs), 'run')}: {done} completed" + (
         f", {len(runs) - done} aborted." if done < len(runs) else "."
     )
@@ -126,14 +122,14 @@ def _rows(caption: str, rows: Rows) -> Html:
 
 
 def _heading(run: Run) -> str:
-    return f"{run.study.workflow}, {run.study.mode}" + (" (aborted)" if abort_of(run) is not None else "")
+    return f"{run.study.workflow}, {run.study.mode}" + (" (aborted)" if run.abort is not None else "")
 
 
 # ---- one run ---------------------------------------------------------------------------------------------------------
 
 
 def _run(run: Run, i: int, baselines: Mapping[str, Rows], *, unfold: bool) -> Html:
-    study, abort = run.study, abort_of(run)
+    study, abort = run.study, run.abort
     badge = (
         tag("span", "completed", class_="badge good") if abort is None else tag("span", "aborted", class_="badge bad")
     )
@@ -161,7 +157,7 @@ def _run(run: Run, i: int, baselines: Mapping[str, Rows], *, unfold: bool) -> Ht
         tag("h3", "What each party learned"),
         learned(run),
         *((tag("h3", "Compared"), *against) if against else ()),
-        *sections.figures(run, figures_of(run)),
+        *sections.figures(run),
         *sections.results(run),
         tag("h3", "What it cost"),
         sections.cost(run),
@@ -188,7 +184,7 @@ def _abort_box(abort: Abort, run: Run) -> Html:
     place = f"in the computation at {who}" if abort.protocol == "local" else f"at {where}"
     unknown = "see the error that was shown there" if abort.protocol == "local" else "a check failed"
     why = CODES.get(abort.code) or errors.CODES.get(abort.code, unknown)
-    sent = sum(r["bytes"] for x in run.receipts.values() for r in rows_of(x) if r["kind"] == "sent")
+    sent = sum(r["bytes"] for p in run.receipts for r in run.rows(p) if r["kind"] == "sent")
     got = f"{names(sorted(run.outcomes))} had come to a result." if run.outcomes else "Nobody got a result."
     return tag(
         "div",
@@ -205,7 +201,7 @@ def _abort_box(abort: Abort, run: Run) -> Html:
 
 
 def _missing_box(run: Run) -> Html | None:
-    gone = [p for p in run.study.parties if status_of(run, p).startswith("aborted")]
+    gone = [p for p in run.study.parties if run.status(p).startswith("aborted")]
     if not gone:
         return None
     text = f"{names(gone)} dropped out on the way; the others went on and completed the run without."
@@ -215,7 +211,7 @@ def _missing_box(run: Run) -> Html | None:
 def _facts(run: Run) -> Html:
     study = run.study
     facts: list[tuple[str, object]] = [("Study", study.name), ("Mode", MODES.get(study.mode, study.mode))]
-    if began := started_of(run):
+    if began := run.started:
         facts.append(("Started", tag("time", began.replace("T", " ").replace("Z", " UTC"), datetime=began)))
     versions = sorted({str(r.header.get("version", "?")) for r in run.receipts.values()})
     told = f"Cloister {', '.join(versions) or 'unknown'}"

@@ -11,10 +11,12 @@ from __future__ import annotations
 import html
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from cloister.run.facts import Abort, Flow
 from cloister.study import Study
+
+if TYPE_CHECKING:
+    from cloister.run.run import Abort, Flow
 
 NUMBER = re.compile(r"–|-?\d[\d.,]*(e[+-]?\d+)?( ?(%|[kMGT]?B|ms|s|min))?")
 MOST_NAMES = 8

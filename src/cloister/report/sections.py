@@ -5,13 +5,13 @@ from __future__ import annotations
 import base64
 from typing import Any
 
+from cloister import protocols
 from cloister.errors import CloisterError, ReceiptError
 from cloister.net.receipts import Receipt
 from cloister.net.seat import SIGNED
-from cloister.report.learned import doc_of, sentence
+from cloister.report.learned import sentence
 from cloister.report.parts import Html, bars, count, escape, join, names, seconds, sequence, size, table, tag, value
-from cloister.run.facts import Abort, Drawn, flows_of, plain, receipts_of, rows_of, status_of
-from cloister.run.rehearsal import Run
+from cloister.run.run import Abort, Run, plain
 from cloister.study import Study
 
 ABORT = "channel.Abort"
@@ -33,7 +33,7 @@ ROLES = {
 
 def card(run: Run, party: str) -> Html:
     role = run.study.parties[party]  # type: ignore[index]
-    status, receipt = status_of(run, party), run.receipts.get(party)
+    status, receipt = run.status(party), run.receipts.get(party)
     badge = None
     if status != "done":
         badge = tag("span", "no result" if status == "unknown" else "stopped", class_="badge bad")
@@ -47,8 +47,7 @@ def card(run: Run, party: str) -> Html:
     )
     if receipt is None:
         return tag("div", head, tag("p", f"The receipt of {party} is not here; it stays with {party}."), class_="card")
-    sent = [r for r in rows_of(receipt) if r["kind"] == "sent"]
-    opened = [r for r in rows_of(receipt) if r["kind"] == "opened"]
+    sent, opened = ([r for r in run.rows(party) if r["kind"] == kind] for kind in ("sent", "opened"))
     number, total = sum(r["count"] for r in sent), sum(r["bytes"] for r in sent)
     to = names(dict.fromkeys(r["to"] for r in sent))
     told = f"Sent {count(number, 'message')}, {size(total)} in all, to {to}" + ("." if not sent else ":")
@@ -57,7 +56,7 @@ def card(run: Run, party: str) -> Html:
         tag("li", f"{_purpose(key)[0]}: {count(sum(r['count'] for r in rows), 'message')}, ", _bytes(rows))
         for key, rows in parts.items()
     ]
-    written = [r["name"] for r in rows_of(receipt) if r["kind"] == "written"]
+    written = [r["name"] for r in run.rows(party) if r["kind"] == "written"]
     return tag(
         "div",
         head,
@@ -98,7 +97,7 @@ def _opened(party: str, rows: list[dict[str, Any]]) -> list[Html]:
 
 def purposes(run: Run, *, unfold: bool) -> Html | None:
     """What the messages are for, once for all parties."""
-    sent = [r for x in receipts_of(run).values() for r in rows_of(x) if r["kind"] == "sent"]
+    sent = [r for p in run.parties for r in run.rows(p) if r["kind"] == "sent"]
     told = [(key, *_purpose(key)) for key in sorted(dict.fromkeys(map(_part, sent)), key=lambda key: key == "abort")]
     rows = [
         join(
@@ -121,25 +120,26 @@ def _purpose(part: str) -> tuple[str, str]:
     """Name and explanation of what a protocol is for, from the first sentence of its file, `Name: text`."""
     if part in FIXED:
         return FIXED[part]
-    name, colon, text = " ".join(doc_of(part).partition("\n\n")[0].split()).partition(": ")
+    name, colon, text = " ".join(protocols.docstring(part).partition("\n\n")[0].split()).partition(": ")
     return (name, text) if colon else (part, name)
 
 
 # ---- figures, results, messages, cost, receipts ----------------------------------------------------------------------
 
 
-def figures(run: Run, drawn: Drawn) -> list[Html]:
+def figures(run: Run) -> list[Html]:
+    drawn = run.draw()
     if not drawn.figures and not drawn.note:
         return []
     shown = []
     for figure in drawn.figures:
-        source = "data:image/png;base64," + base64.b64encode(figure["png"]).decode()
-        picture = tag("img", src=source, alt=figure["alt"] or figure["title"])
-        across, high = (int.from_bytes(figure["png"][i : i + 4]) for i in (16, 20))
+        source = "data:image/png;base64," + base64.b64encode(figure.png).decode()
+        picture = tag("img", src=source, alt=figure.alt or figure.title)
+        across, high = (int.from_bytes(figure.png[i : i + 4]) for i in (16, 20))
         wide = across > max(850, WIDE * high)
         if wide:  # stays readable on a phone
-            picture = tag("div", picture, class_="scroll", role="region", aria_label=figure["title"], tabindex="0")
-        shown.append(tag("figure", tag("figcaption", figure["title"]), picture, class_="wide" if wide else None))
+            picture = tag("div", picture, class_="scroll", role="region", aria_label=figure.title, tabindex="0")
+        shown.append(tag("figure", tag("figcaption", figure.title), picture, class_="wide" if wide else None))
     parts = [tag("h3", "Figures")]
     held = [p for p in run.study.sites if p in run.outcomes]
     if shown and held:
@@ -180,7 +180,7 @@ def result(x: Any, key: str) -> Html:
 
 
 def messages(run: Run, abort: Abort | None) -> Html:
-    flows = [f for f in flows_of(run) if f.name != ABORT]
+    flows = [f for f in run.flows() if f.name != ABORT]
     if not flows and abort is None:
         return tag("p", "No message was sent.")
     kinds = f"{count(len(flows), 'kind')} of messages between {count(len(run.study.parties), 'party')}".replace(
@@ -209,13 +209,12 @@ def messages(run: Run, abort: Abort | None) -> Html:
                 tag("summary", "The same as a table"),
                 table("All messages, summed up by name", columns, rows),
             ),
-            *(_party_table(p, run.receipts[p]) for p in run.study.parties if p in run.receipts),
+            *(_party_table(p, run.rows(p)) for p in run.study.parties if p in run.receipts),
         )
     )
 
 
-def _party_table(party: str, receipt: Receipt) -> Html:
-    rows = rows_of(receipt)
+def _party_table(party: str, rows: list[dict[str, Any]]) -> Html:
     sent = [
         (r["name"].rpartition(".")[2], f"{r['protocol']} {r['line']}", r["to"], r["count"], size(r["bytes"]))
         for r in rows
@@ -239,7 +238,7 @@ def _party_table(party: str, receipt: Receipt) -> Html:
 
 
 def cost(run: Run) -> Html:
-    sent = {p: float(sum(r["bytes"] for r in rows_of(x) if r["kind"] == "sent")) for p, x in run.receipts.items()} | {
+    sent = {p: float(sum(r["bytes"] for r in run.rows(p) if r["kind"] == "sent")) for p in run.receipts} | {
         p: c["bytes"] for p, c in run.cost.items() if "bytes" in c
     }
     order = [p for p in run.study.parties if p in sent]
@@ -278,7 +277,7 @@ def receipts(run: Run) -> Html:
             continue
         good, verdict = _check(run.study, party, receipt)
         badge = tag("span", verdict, class_=f"badge {'good' if good else 'bad'}")
-        rows.append((party, status_of(run, party), f"{len(receipt.entries):,}", badge, tag("code", receipt.head[:16])))
+        rows.append((party, run.status(party), f"{len(receipt.entries):,}", badge, tag("code", receipt.head[:16])))
     note = (
         "Each receipt is a chain in which every message that was sent and every value that was opened has its entry; a"
         " later change breaks the chain or the signature. `cloister receipt FILE --verify` checks the files themselves."

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import queue
 import socket
@@ -21,7 +22,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cloister import errors
+from cloister import errors, workflows
 from cloister.crypto.agreement import Identity
 from cloister.crypto.entropy import Entropy
 from cloister.errors import CloisterError
@@ -29,21 +30,22 @@ from cloister.net.channel import Event
 from cloister.net.mailbox import Mailbox
 from cloister.net.receipts import Receipt
 from cloister.net.seat import Outcome, take_part
-from cloister.run.rehearsal import Fault, Killed, Run, Wires, reveals_of, workflow_part
-from cloister.study import Party, Study, format_study
+from cloister.run.rehearsal import Fault, Killed, Wires
+from cloister.run.run import Run, workflow_part
+from cloister.study import CONSENTS, Party, Study, format_study
 
 if TYPE_CHECKING:
     from anndata import AnnData
 
 
-def play_processes(
+def run_processes(
     study: Study,
     data: Mapping[Party, AnnData],
     *,
     faults: Iterable[Fault] = (),
     on_event: Callable[[Event], None] | None = None,
 ) -> Run:
-    """Play the study's workflow with one process per party."""
+    """Run the study's workflow with one process per party."""
     from cloister.cells.files import read_cells, write_cells
 
     identities = {p: Identity.create(Entropy()) for p in study.parties}
@@ -133,29 +135,14 @@ def _route(
                 if on_event is not None:
                     on_event(event)
             elif kind == b"R":
-                made = json.loads(rest)
-                run.outcomes[p] = Outcome(result=made["result"], cost=made["cost"])
+                done = json.loads(rest)
+                run.outcomes[p] = Outcome(result=done["result"], cost=done["cost"])
             elif kind == b"X" and p not in wires.dead:
-                run.errors[p] = _revive(json.loads(rest))
+                run.errors[p] = errors.from_json(json.loads(rest))
     for box in outbox.values():
         box.put(None)
     for thread in pumps:
         thread.join(timeout=5)
-
-
-def _revive(told: Mapping[str, Any]) -> BaseException:
-    """The error of a child, made again here from its class name and text."""
-    kind = getattr(errors, told["type"], None)
-    if not isinstance(kind, type) or not issubclass(kind, CloisterError):
-        kind = None  # a bug's class
-    if kind is not None and issubclass(kind, errors.ProtocolAbort):
-        made = kind(told["protocol"], told["line"], told["code"])
-        made.args = (told["text"],)
-        made.heard = bool(told["heard"])
-        return made  # type: ignore[no-any-return]
-    if kind in (None, errors.MissingExtra):
-        return CloisterError(f"{told['type']}: {told['text']}")
-    return kind(told["text"])  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -207,8 +194,9 @@ def child(folder: str, me: str, fd: str) -> None:
             link,
             mailbox,
             (lambda: read_cells(cells)) if cells.exists() else None,
-            part=workflow_part,
-            reveals=reveals_of(study),
+            part=functools.partial(workflow_part, checked=True),
+            consent=frozenset(CONSENTS),
+            reveals=workflows.reveals(study),
             identity=Identity.load(home / "identity.key"),
             on_event=lambda event: link.tell(b"E" + json.dumps(dataclasses.asdict(event)).encode()),
             on_receipt=keep,
@@ -217,9 +205,7 @@ def child(folder: str, me: str, fd: str) -> None:
             write_cells(outcome.adata, home / "result.h5ad")
         link.tell(b"R" + json.dumps({"result": outcome.result, "cost": outcome.cost}).encode())
     except BaseException as e:
-        told = {"type": type(e).__name__, "text": str(e)}
-        told |= {k: getattr(e, k, "") for k in ("protocol", "line", "code", "heard")}
-        link.tell(b"X" + json.dumps(told).encode())
+        link.tell(b"X" + json.dumps(errors.to_json(e)).encode())
 
 
 if __name__ == "__main__":

@@ -10,9 +10,11 @@ Faults can be injected on the way: that is how the test kit asks what happens wh
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -25,12 +27,15 @@ from cloister.errors import CloisterError, DataError, ParameterError, WireError
 from cloister.net import wire
 from cloister.net.channel import Event, harmless
 from cloister.net.mailbox import Mailbox
-from cloister.net.receipts import Receipt
-from cloister.net.seat import Outcome, Seat, root_cause, take_part
-from cloister.study import Mode, Party, Role, Study
+from cloister.net.seat import Outcome, Seat, take_part
+from cloister.run.run import Run
+from cloister.study import CONSENTS, Mode, Party, Role, Study
 
 if TYPE_CHECKING:
     from anndata import AnnData
+
+
+LOG = logging.getLogger("cloister")
 
 
 class Killed(BaseException):
@@ -121,46 +126,6 @@ class MemoryLink:
         """Nothing is held open."""
 
 
-@dataclass
-class Run:
-    """What came of a rehearsal."""
-
-    study: Study
-    outcomes: dict[str, Outcome] = field(default_factory=dict)
-    errors: dict[str, BaseException] = field(default_factory=dict)
-    receipts: dict[str, Receipt] = field(default_factory=dict)
-    events: list[Event] = field(default_factory=list)
-
-    def __repr__(self) -> str:
-        """One line, for who types `run` in a notebook."""
-        sent = sum(r["bytes"] for x in self.receipts.values() for r in x.summary() if r["kind"] == "sent")
-        ended = f"stopped at {', '.join(self.errors)}" if self.errors else "done"
-        who = f"{len(self.study.sites)} sites"
-        return f"<Run of {self.study.workflow}, {self.study.mode}: {who}, {ended}, {sent / 1e6:.2f} MB sent>"
-
-    @property
-    def data(self) -> dict[str, AnnData]:
-        return {p: o.adata for p, o in self.outcomes.items() if o.adata is not None}
-
-    @property
-    def cost(self) -> dict[str, dict[str, float]]:
-        return {p: o.cost for p, o in self.outcomes.items()}
-
-    @property
-    def results(self) -> dict[str, dict[str, Any]]:
-        return {p: o.result for p, o in self.outcomes.items()}
-
-    @property
-    def model(self) -> Any:
-        return next((o.model for o in self.outcomes.values() if o.model is not None), None)
-
-    def report(self, path: str | Path) -> Path:
-        """Write figures and receipts as one self-contained page."""
-        from cloister.report.page import write_report
-
-        return write_report(path, [self])
-
-
 def plan(
     workflow: str,
     sites: Iterable[str],
@@ -172,15 +137,14 @@ def plan(
     options: Mapping[str, Any] | None = None,
 ) -> Study:
     """The study of a rehearsal: the named sites, a coordinator, and as many auxiliaries as the mode needs."""
-    found = workflows.get(workflow)
-    count = found.auxiliaries.get(mode, 0)
+    count = workflows.get(workflow).mode(mode).auxiliaries
     parties: dict[Party, Role] = {Party(coordinator): "coordinator"}
     for site in sites:
         if site in parties:
             raise ParameterError(f"two parties are called '{site}'; every party needs a name of its own")
         parties[Party(site)] = "site"
     parties |= {Party(f"auxiliary-{i + 1}" if count > 1 else "auxiliary"): "auxiliary" for i in range(count)}
-    study = Study(
+    return Study(
         name="rehearsal",
         workflow=workflow,
         parties=parties,
@@ -189,8 +153,6 @@ def plan(
         timeout=timeout,
         parameters={k: _plain(v) for k, v in (options or {}).items() if v is not None},
     )
-    workflows.check_plan(study)
-    return study
 
 
 def _plain(x: Any) -> Any:
@@ -215,7 +177,7 @@ def rehearse(
     check: bool = True,
     **options: Any,
 ) -> Run:
-    """Run a workflow among all parties on this machine.
+    """Run a workflow among all parties on this machine; warnings go to the log `cloister`.
 
     Parameters
     ----------
@@ -225,7 +187,7 @@ def rehearse(
         Site name → its cells: an `AnnData`, the path of a file, or a pandas table of numbers with a row per cell (or
         patient). No party ever sees another's.
     mode
-        `"hardened"` or `"published"`.
+        `"hardened"`, `"published"`, or `"plain"` where there is one.
     processes
         One process per party instead of one thread.
     inplace
@@ -244,28 +206,48 @@ def rehearse(
     if not isinstance(data, Mapping):
         raise ParameterError(f"data must be a dictionary of site name → cells, found a {type(data).__name__}")
     study = plan(workflow, data, mode=mode, seed=seed, timeout=timeout, options=options)
-    found, chosen = workflows.check_plan(study)
+    for note in workflows.warnings_of(study):
+        LOG.warning(note)
+    run = rehearse_study(
+        study, data, processes=processes, inplace=inplace, faults=faults, on_event=on_event, on_frame=on_frame
+    )
+    if check:
+        run.check()
+    return run
+
+
+def rehearse_study(
+    study: Study,
+    data: Mapping[str, AnnData | str | Path | Any],
+    *,
+    processes: bool = False,
+    inplace: bool = False,
+    faults: Iterable[Fault] = (),
+    on_event: Callable[[Event], None] | None = None,
+    on_frame: Callable[[bytes], None] | None = None,
+) -> Run:
+    """`rehearse` a study that is there already; errors of single parties stay in the run."""
+    workflow, options = workflows.check_plan(study)
     given = {}
     for site, cells_or_file in data.items():
         with _named(site):
             given[site] = _cells_of(cells_or_file)
-            found.check(given[site], chosen)
+            workflow.check(given[site], options)
     if processes and on_frame is not None:
         raise ParameterError("on_frame hears only parties of this process; rehearse with processes=False")
     on_event = harmless(on_event)
     cells = {Party(p): a if inplace else _copy(a) for p, a in given.items()}
     if processes:
-        from cloister.run.processes import play_processes
+        from cloister.run.processes import run_processes
 
-        run = play_processes(study, cells, faults=faults, on_event=on_event)
+        run = run_processes(study, cells, faults=faults, on_event=on_event)
     else:
-        parts = dict.fromkeys(study.parties, workflow_part)
-        run = play(study, parts, cells, faults=faults, on_event=on_event, on_frame=on_frame)
+        parts = dict.fromkeys(study.parties, functools.partial(workflow.part, options=options, checked=True))
+        reveals = workflows.reveals(study)
+        run = run_parties(study, parts, cells, faults=faults, on_event=on_event, on_frame=on_frame, reveals=reveals)
     if inplace and processes:
         for site, adata in run.data.items():
             given[site]._init_as_actual(adata)
-    if check and run.errors:
-        raise root_cause({Party(p): e for p, e in run.errors.items()})
     return run
 
 
@@ -301,20 +283,7 @@ def _named(site: str) -> Iterator[None]:
         raise
 
 
-def workflow_part(seat: Seat, adata: AnnData | None) -> Outcome:
-    found, chosen = workflows.check_plan(seat.study)
-    return found.part(seat, adata, chosen)
-
-
-def reveals_of(study: Study) -> dict[str, str]:
-    """Protocol → its `Reveals`, for every protocol of the study; nothing where the study is a test's own."""
-    try:
-        return workflows.reveals(workflows.get(study.workflow), study.mode)
-    except CloisterError:
-        return {}
-
-
-def play(
+def run_parties(
     study: Study,
     parts: Mapping[Party, Callable[[Seat, Any], Outcome]],
     data: Mapping[Party, Any],
@@ -324,8 +293,9 @@ def play(
     on_frame: Callable[[bytes], None] | None = None,
     entropy: Callable[[Party], Entropy] | None = None,
     consent: Mapping[Party, frozenset[str]] | None = None,
+    reveals: Mapping[str, str] | None = None,
 ) -> Run:
-    """Play given parts in threads of this process; the base of `rehearse` and of the test kit."""
+    """Run given parts in threads of this process; for `rehearse` and the test kit. All consent unless told."""
     sources = {p: entropy(p) if entropy else Entropy() for p in study.parties}
     identities = {p: Identity.create(sources[p]) for p in study.parties}
     study = study.with_keys({p: i.public for p, i in identities.items()})
@@ -338,7 +308,6 @@ def play(
 
     wires = Wires(deliver, faults)
     run, lock = Run(study), threading.Lock()
-    reveals = reveals_of(study)
 
     def note(event: Event) -> None:
         with lock:
@@ -360,7 +329,7 @@ def play(
                 entropy=sources[p],
                 on_event=note,
                 on_receipt=lambda receipt: run.receipts.__setitem__(p, receipt),
-                consent=(consent or {}).get(p),
+                consent=(consent or {}).get(p, frozenset(CONSENTS)),
             )
         except BaseException as e:
             run.errors[p] = e

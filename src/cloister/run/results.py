@@ -28,21 +28,7 @@ from cloister._version import __version__
 from cloister.errors import CloisterError, DataError, ProtocolAbort, ReceiptError
 from cloister.net.receipts import Receipt
 from cloister.net.seat import Outcome
-from cloister.report.figures import Figure
-from cloister.run.facts import (
-    PNG,
-    Abort,
-    Drawn,
-    Flow,
-    SavedRun,
-    abort_of,
-    figures_of,
-    flows_of,
-    plain,
-    started_of,
-    status_of,
-)
-from cloister.run.rehearsal import Run
+from cloister.run.run import PNG, Abort, Drawing, Figure, Flow, Run, plain
 from cloister.study import Study, format_study, parse_study
 
 FORMAT = "cloister-run/1"
@@ -99,28 +85,28 @@ def save_run(run: Run, folder: str | Path) -> list[Path]:
 
 def _fill(run: Run, staging: Path) -> list[str]:
     """Write everything into an empty folder; returns the names, `run.json` last."""
-    abort = abort_of(run)
+    abort = run.abort
     names: list[str] = []
     parties: dict[str, dict[str, Any]] = {}
     for party, role in run.study.parties.items():
         outcome, receipt = run.outcomes.get(party), run.receipts.get(party)
-        told = parties[party] = {"role": role, "status": status_of(run, party)}
+        entry = parties[party] = {"role": role, "status": run.status(party)}
         if receipt is not None:
-            told["receipt"] = f"{party}.receipt.json"
-            receipt.save(staging / told["receipt"])
-            names.append(told["receipt"])
+            entry["receipt"] = f"{party}.receipt.json"
+            receipt.save(staging / entry["receipt"])
+            names.append(entry["receipt"])
         if outcome is None or abort is not None:
             continue
-        told["cost"], told["result"] = plain(outcome.cost), plain(outcome.result)
+        entry["cost"], entry["result"] = plain(outcome.cost), plain(outcome.result)
         written = _write_outcome(run, party, outcome, staging)
-        told["files"] = written
+        entry["files"] = written
         names += written
-    drawn = figures_of(run)
+    drawn = run.draw()
     figure_rows = []
     for i, figure in enumerate(drawn.figures, 1):
-        slug = re.sub(r"[^a-z0-9]+", "-", figure["title"].lower()).strip("-")[:60] or "figure"
-        row = {"file": f"figure-{i}-{slug}.png", "title": figure["title"], "alt": figure["alt"]}
-        files.write(staging / row["file"], figure["png"])
+        slug = re.sub(r"[^a-z0-9]+", "-", figure.title.lower()).strip("-")[:60] or "figure"
+        row = {"file": f"figure-{i}-{slug}.png", "title": figure.title, "alt": figure.alt}
+        files.write(staging / row["file"], figure.png)
         figure_rows.append(row)
     if figure_rows or drawn.note:
         names += [row["file"] for row in figure_rows]
@@ -135,7 +121,7 @@ def _fill(run: Run, staging: Path) -> list[str]:
         "parties": parties,
         "messages": [
             {"protocol": f.protocol, "line": f.line, "name": f.name, "from": s, "to": t, "count": n, "bytes": b}
-            for f in flows_of(run)
+            for f in run.flows()
             for (s, t), (n, b) in f.pairs.items()
         ],
         "files": names,
@@ -164,8 +150,8 @@ def _write_outcome(run: Run, party: str, outcome: Outcome, staging: Path) -> lis
 
 
 def _version(run: Run) -> str:
-    told = {str(r.header.get("version", "")) for r in run.receipts.values()} - {""}
-    return min(told) if told else getattr(run, "version", "") or __version__
+    versions = {str(r.header.get("version", "")) for r in run.receipts.values()} - {""}
+    return min(versions) if versions else run.version or __version__
 
 
 def _named_files(folder: Path) -> list[str]:
@@ -186,7 +172,7 @@ def _write_json(path: Path, x: Any) -> None:
 # ---- from files ------------------------------------------------------------------------------------------------------
 
 
-def load_runs(folder: str | Path) -> list[SavedRun]:
+def load_runs(folder: str | Path) -> list[Run]:
     """Every run in `folder`: its own `run.json`, or those of its sub-folders, oldest first."""
     folder = Path(folder)
     if not folder.is_dir():
@@ -198,31 +184,31 @@ def load_runs(folder: str | Path) -> list[SavedRun]:
         raise DataError(
             f"{folder} holds no run.json, nor do its sub-folders; name a folder that a run wrote with --out"
         )
-    return sorted((load_run(p) for p in places), key=lambda run: started_of(run) or "")
+    return sorted((load_run(p) for p in places), key=lambda run: run.started or "")
 
 
-def load_run(folder: str | Path) -> SavedRun:
+def load_run(folder: str | Path) -> Run:
     """One run from the folder that `save_run` wrote."""
     folder = Path(folder)
     try:
         raw = json.loads((folder / "run.json").read_text(encoding="utf-8"))
         if raw["format"] != FORMAT:
             raise DataError(f"{folder / 'run.json'} is of another format; this version reads {FORMAT}")
-        run = SavedRun(parse_study(raw["study"], "the study in run.json"), version=str(raw["version"]), folder=folder)
-        for party, told in raw["parties"].items():
+        run = Run(parse_study(raw["study"], "the study in run.json"), version=str(raw["version"]))
+        for party, entry in raw["parties"].items():
             if party not in run.study.parties:
                 raise DataError(f"{folder / 'run.json'} tells of '{party}', who is not in its study")
-            if "receipt" in told:
+            if "receipt" in entry:
                 run.receipts[party] = _receipt(folder, party)
-            if "cost" in told:
-                cost = {str(k): float(v or 0) for k, v in told["cost"].items()}
-                run.outcomes[party] = Outcome(None, dict(told["result"]), run.receipts.get(party), cost)
+            if "cost" in entry:
+                cost = {str(k): float(v or 0) for k, v in entry["cost"].items()}
+                run.outcomes[party] = Outcome(None, dict(entry["result"]), run.receipts.get(party), cost)
         if raw["abort"] is not None:
             place = Abort(**{k: str(raw["abort"][k]) for k in ("party", "protocol", "line", "code")})
             run.outcomes = {}
             run.errors[place.party] = ProtocolAbort(place.protocol, place.line, place.code)
-        run.flows = _read_flows(raw["messages"])
-        run.drawn = _read_figures(folder)
+        run.saved_flows = _read_flows(raw["messages"])
+        run.drawing = _read_figures(folder)
     except OSError as e:
         raise DataError(f"{folder / 'run.json'} cannot be read ({e.strerror or type(e).__name__})") from None
     except (ValueError, KeyError, TypeError, AttributeError) as e:
@@ -250,10 +236,10 @@ def _read_flows(rows: list[dict[str, Any]]) -> list[Flow]:
     return list(flows.values())
 
 
-def _read_figures(folder: Path) -> Drawn:
+def _read_figures(folder: Path) -> Drawing:
     path = folder / "figures.json"
     if not path.exists():
-        return Drawn()
+        return Drawing()
     raw = json.loads(path.read_text(encoding="utf-8"))
     figures, missing = [], []
     for row in raw["figures"]:
@@ -262,10 +248,10 @@ def _read_figures(folder: Path) -> Drawn:
             raise DataError(f"{path} names {name!r}, which is no figure-*.png")
         png = (folder / name).read_bytes() if (folder / name).is_file() else b""
         if png.startswith(PNG):
-            figures.append(Figure(title=str(row["title"]), alt=str(row["alt"]), png=png))
+            figures.append(Figure(str(row["title"]), str(row["alt"]), png))
         else:
             missing.append(name)
     note = str(raw.get("note", ""))
     if missing:
         note = f"{note} Not in the folder any more, or damaged: {', '.join(missing)}.".strip()
-    return Drawn(tuple(figures), note)
+    return Drawing(tuple(figures), note)

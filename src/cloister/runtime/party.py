@@ -20,14 +20,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from cloister import errors
+from cloister import errors, workflows
 from cloister.crypto.entropy import Entropy
 from cloister.errors import CloisterError, DataError, PeerLost, ProtocolAbort, RefusedError
 from cloister.net.mailbox import Mailbox
 from cloister.net.receipts import Receipt
 from cloister.net.seat import Outcome, take_part
-from cloister.run.rehearsal import Run, reveals_of, workflow_part
 from cloister.run.results import save_run
+from cloister.run.run import Run, workflow_part
 from cloister.runtime.kit import Kit, Policy
 from cloister.runtime.link import Ask, SealedLink
 
@@ -140,7 +140,7 @@ class Turn:
             self.mailbox,
             cells,
             part=workflow_part,
-            reveals=reveals_of(kit.study),
+            reveals=workflows.reveals(kit.study),
             identity=kit.identity,
             entropy=self.entropy,
             on_receipt=keep,

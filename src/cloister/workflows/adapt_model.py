@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 
@@ -15,9 +15,11 @@ from cloister.errors import DataError, ParameterError
 from cloister.net.seat import Outcome, Seat
 from cloister.protocols.fedavg import federated_training
 from cloister.protocols.fedavg.training_parts import Offer, Trained
-from cloister.protocols.inference import encrypted_inference, model_card, permuted_inference
+from cloister.protocols.inference import encrypted_inference, encrypted_loss, model_card, permuted_inference
 from cloister.protocols.sums import common_seed, count_tests
-from cloister.workflows import Workflow, option
+from cloister.workflows import Workflow
+from cloister.workflows.modes import modes_of
+from cloister.workflows.options import option
 
 if TYPE_CHECKING:
     from anndata import AnnData
@@ -52,57 +54,49 @@ class Options:
             raise ParameterError("options 'budget' and 'bottleneck' cannot be negative, and 'budget' not 0")
 
 
-def adapt_model(
-    adata: AnnData, study: Seat, *, label_key: str = "cell_type", key_added: str = "predicted", **options: Any
-) -> Adapted:
+def adapt_model(adata: AnnData, seat: Seat) -> Adapted:
     """Train an adapter and a head on features of a model that its provider keeps, together with the other sites.
 
     Parameters
     ----------
     adata
         Images (rows of X) or cells; those with a label train, all are labelled in the end.
-    label_key
-        Column of `adata.obs` with the labels, NaN where there is none.
-    options
-        The other options of the workflow; `cloister explain adapt-model` lists them.
+    seat
+        This site's place in a study of `adapt-model`; the study says the options.
 
     Returns
     -------
     The adapter and head (`Adapted`). Sets `adata.obs[key_added]`, `adata.obs[f"{key_added}_confidence"]`,
     `adata.obsm[f"{key_added}_features"]` (what the model told of each sample) and `adata.uns[key_added]`.
-
-    Reveals
-    -------
-    provider (coordinator) : how many batches you ask about; sums of updates; how many samples train, over all sites;
-        pooled validation counts, true by predicted label. Without `labels`, the names of your labels; with them, which
-        no site has. Not your samples, nor their labels.
-    you : a few projected features of your samples (hardened), or all activations of the model (published).
     """
-    chosen = Options(label_key=label_key, key_added=key_added, **options)
-    check(adata, chosen)
-    told = study.run(model_card.owner, model_card.Params(study.study.sites, study.study.coordinator))
+    _, outcome = WORKFLOW.at_site(adata, seat)
+    return cast("Adapted", outcome.model)
+
+
+def site(seat: Seat, adata: AnnData, options: Options) -> Outcome:
+    told = seat.run(model_card.owner, model_card.Params(seat.sites, seat.coordinator))
     inputs = inputs_of(adata, told.card)
-    check_classes(study, chosen, present(adata, chosen))
-    taps = ask(study, chosen, told, inputs)
-    trained, adapted = train(adata, study, chosen, told, taps)
-    write(adata, chosen.key_added, adapted, taps)
-    found = summary(chosen, told, trained, adapted.parameters)
-    if study.study.mode == "published":
-        found["loss"] = loss_of(study, chosen, told, adapted, taps, given(adata, chosen))
-    adata.uns[key_added] = json.dumps(found)
-    return adapted  # type: ignore[no-any-return]
+    check_classes(seat, options, present(adata, options))
+    taps = ask(seat, options, told, inputs)
+    trained, adapted = train(adata, seat, options, told, taps)
+    write(adata, options.key_added, adapted, taps)
+    result = summary(options, told, trained, adapted.parameters)
+    if seat.mode == "published":
+        result["loss"] = loss_of(seat, options, told, adapted, taps, given(adata, options))
+    adata.uns[options.key_added] = json.dumps(result)
+    return Outcome(adata, result, model=adapted)
 
 
-def provide_model(study: Seat, options: Options) -> Trained:
-    """The provider's half: load the model, answer under encryption, average the updates."""
+def coordinator(seat: Seat, options: Options) -> Outcome:
+    """The provider: load the model, answer under encryption, average the updates."""
     encoder, told = load(options.model, options.ring)
-    study.run(model_card.provider, model_card.Params(study.study.sites, study.study.coordinator), told)
-    check_classes(study, options, None)
-    answer(study, options, told, encoder)
-    trained: Trained = study.run(federated_training.coordinator, training_params(study, options, told), None)
-    if study.study.mode == "published":
-        study.run(permuted_inference.encrypted_loss.provider, loss_params(study, told, len(trained.labels)))
-    return trained
+    seat.run(model_card.provider, model_card.Params(seat.sites, seat.coordinator), told)
+    check_classes(seat, options, None)
+    answer(seat, options, told, encoder)
+    trained: Trained = seat.run(federated_training.coordinator, training_params(seat, options, told), None)
+    if seat.mode == "published":
+        seat.run(encrypted_loss.provider, loss_params(seat, told, len(trained.labels)))
+    return Outcome(None, {"labels": list(trained.labels), "history": trained.history})
 
 
 # ---- inference -------------------------------------------------------------------------------------------------------
@@ -148,23 +142,23 @@ def inputs_of(adata: AnnData, card: Mapping[str, Any]) -> Any:
     return cell_inputs(x / float(card["unit"]))
 
 
-def ask(study: Seat, options: Any, told: model_card.Told, inputs: Any) -> Any:
+def ask(seat: Seat, options: Any, told: model_card.Told, inputs: Any) -> Any:
     """The taps of these samples, (n, taps, r)."""
-    params = inference_params(study, options, told)
-    if study.study.mode == "published":
-        return study.run(permuted_inference.owner, params, inputs)[:, :, 0]  # class tokens of all blocks
-    return study.run(encrypted_inference.owner, params, inputs)
+    params = inference_params(seat, options, told)
+    if seat.mode == "published":
+        return seat.run(permuted_inference.owner, params, inputs)[:, :, 0]  # class tokens of all blocks
+    return seat.run(encrypted_inference.owner, params, inputs)
 
 
-def answer(study: Seat, options: Any, told: model_card.Told, encoder: Any) -> Any:
+def answer(seat: Seat, options: Any, told: model_card.Told, encoder: Any) -> Any:
     ledger = encrypted_inference.Ledger(None if options.ledger is None else Path(options.ledger))
-    module = permuted_inference if study.study.mode == "published" else encrypted_inference
-    return study.run(module.provider, inference_params(study, options, told), encoder, ledger)
+    module = permuted_inference if seat.mode == "published" else encrypted_inference
+    return seat.run(module.provider, inference_params(seat, options, told), encoder, ledger)
 
 
-def inference_params(study: Seat, options: Any, told: model_card.Told) -> Any:
-    module = permuted_inference if study.study.mode == "published" else encrypted_inference
-    return module.Params(study.study.sites, study.study.coordinator, told.shape, told.crypto, options.budget)
+def inference_params(seat: Seat, options: Any, told: model_card.Told) -> Any:
+    module = permuted_inference if seat.mode == "published" else encrypted_inference
+    return module.Params(seat.sites, seat.coordinator, told.shape, told.crypto, options.budget)
 
 
 # ---- training --------------------------------------------------------------------------------------------------------
@@ -180,23 +174,23 @@ def present(adata: AnnData, options: Options) -> Any:
     return np.array([name in found for name in options.labels], np.int64)
 
 
-def check_classes(study: Seat, options: Options, mine: Any) -> None:
+def check_classes(seat: Seat, options: Options, mine: Any) -> None:
     """With listed labels: raise at every party if no site has a sample of one of them."""
     if not options.labels:
         return
-    sites, hub = study.study.sites, study.study.coordinator
+    sites, hub = seat.sites, seat.coordinator
     seed, tests = common_seed.Params(sites, hub), count_tests.Params(sites, hub, len(options.labels), 1, len(sites))
     if mine is None:
-        there = study.run(count_tests.coordinator, tests, study.run(common_seed.coordinator, seed))
+        there = seat.run(count_tests.coordinator, tests, seat.run(common_seed.coordinator, seed))
     else:
-        common = study.run(common_seed.site, seed)
-        there = study.run(count_tests.site, tests, mine, common.secret, common.present)
+        common = seat.run(common_seed.site, seed)
+        there = seat.run(count_tests.site, tests, mine, common.secret, common.present)
     lacking = [name for name, found in zip(options.labels, there.bits, strict=True) if not found]
     if lacking:
         raise ParameterError(f"no site has a sample labelled '{lacking[0]}'; take it off the list of labels")
 
 
-def train(adata: AnnData, study: Seat, options: Options, told: model_card.Told, taps: Any) -> tuple[Trained, Any]:
+def train(adata: AnnData, seat: Seat, options: Options, told: model_card.Told, taps: Any) -> tuple[Trained, Any]:
     import torch
 
     from cloister.models.adapter import Adapted, Config, make
@@ -204,48 +198,48 @@ def train(adata: AnnData, study: Seat, options: Options, told: model_card.Told, 
     from cloister.models.splits import hold_out
 
     names = given(adata, options)
-    seed = study.study.seed
+    seed = seat.study.seed
 
     def build(labels: tuple[str, ...]) -> Learner:
         at = {name: i for i, name in enumerate(labels)}
         codes = np.array([-1 if name is None else at[name] for name in names], np.int64)
         config = Config(taps.shape[1], taps.shape[2], len(labels), options.bottleneck, seed=seed)
         recipe = Recipe(options.local_epochs, options.batch_size, options.optimizer, seed=seed)
-        held = hold_out(codes, options.validation, study.rng("validation"))
+        held = hold_out(codes, options.validation, seat.rng("validation"))
         table = Table(torch.as_tensor(taps, dtype=torch.float32))
-        return Learner(make(config), len(labels), recipe, table, codes, held, describe=str(config), site=study.me)
+        return Learner(make(config), len(labels), recipe, table, codes, held, describe=str(config), site=seat.me)
 
     brought = tuple(sorted({name for name in names if name is not None}))
-    params = training_params(study, options, told)
-    trained = study.run(federated_training.site, params, Offer(f"taps of {told.digest}", brought, build))
+    params = training_params(seat, options, told)
+    trained = seat.run(federated_training.site, params, Offer(f"taps of {told.digest}", brought, build))
     trained.learner.place(trained.theta)
     return trained, Adapted(trained.learner.model.eval(), trained.labels, told.digest)
 
 
-def training_params(study: Seat, options: Options, told: model_card.Told) -> federated_training.Params:
+def training_params(seat: Seat, options: Options, told: model_card.Told) -> federated_training.Params:
     local = {k: v for k, v in vars(options).items() if k not in ("model", "ledger", "key_added")}
     return federated_training.Params(
-        study.study.sites,
-        study.study.coordinator,
+        seat.sites,
+        seat.coordinator,
         json.dumps([local, told.digest], sort_keys=True),
         options.rounds,
         rate=options.lr,
         labels=options.labels,
         metric=options.metric,
-        seed=study.study.seed,
+        seed=seat.study.seed,
     )
 
 
-def loss_params(study: Seat, told: model_card.Told, labels: int) -> Any:
-    return permuted_inference.encrypted_loss.Params(study.study.sites, study.study.coordinator, told.crypto, labels)
+def loss_params(seat: Seat, told: model_card.Told, labels: int) -> Any:
+    return encrypted_loss.Params(seat.sites, seat.coordinator, told.crypto, labels)
 
 
-def loss_of(study: Seat, options: Options, told: model_card.Told, adapted: Adapted, taps: Any, names: Any) -> float:
+def loss_of(seat: Seat, options: Options, told: model_card.Told, adapted: Adapted, taps: Any, names: Any) -> float:
     """Published mode: the mean loss by the provider's hand, on encrypted labels and predictions."""
     at = np.flatnonzero([name is not None for name in names])
     codes = np.array([adapted.labels.index(names[i]) for i in at])
-    params = loss_params(study, told, len(adapted.labels))
-    return float(study.run(permuted_inference.encrypted_loss.owner, params, adapted.probabilities(taps)[at], codes))
+    params = loss_params(seat, told, len(adapted.labels))
+    return float(seat.run(encrypted_loss.owner, params, adapted.probabilities(taps)[at], codes))
 
 
 # ---- results ---------------------------------------------------------------------------------------------------------
@@ -290,18 +284,6 @@ def check(adata: AnnData, options: Any) -> list[str]:
     return ["the model's owner bounds how many samples you may ask about; every sample asked counts"]
 
 
-def part(study: Seat, adata: AnnData | None, options: Options) -> Outcome:
-    if study.role == "site":
-        if adata is None:
-            raise DataError("a site needs samples; name them with --data")
-        adapted = adapt_model(adata, study, **vars(options))
-        return Outcome(adata, json.loads(adata.uns[options.key_added]), model=adapted)
-    if study.role == "coordinator":
-        trained = provide_model(study, options)
-        return Outcome(None, {"labels": list(trained.labels), "history": trained.history})
-    return Outcome()
-
-
 def files(outcome: Outcome) -> dict[str, bytes]:
     return {} if outcome.model is None else {"adapter.npz": outcome.model.to_bytes()}
 
@@ -324,10 +306,10 @@ WORKFLOW = Workflow(
     name="adapt-model",
     summary="Adapt a provider's encoder to the sites' labels; neither side sees the other's.",
     options=Options,
-    protocols={"hardened": "encrypted_inference", "published": "permuted_inference"},
-    part=part,
+    modes=modes_of("adapt-model"),
+    site=site,
+    coordinator=coordinator,
     check=check,
     files=files,
     figures=figures,
-    never=("pseudo_labels",),  # all that trains here has a label
 )

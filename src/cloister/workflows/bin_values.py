@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,6 +13,8 @@ from cloister.errors import DataError, ParameterError
 from cloister.net.seat import Outcome, Seat
 from cloister.protocols.sums import averaged_quantiles, common_genes, pooled_quantiles
 from cloister.workflows import Workflow
+from cloister.workflows.modes import modes_of
+from cloister.workflows.options import option
 
 if TYPE_CHECKING:
     from anndata import AnnData
@@ -22,10 +24,10 @@ MAX_BINS = 1024
 
 @dataclass(frozen=True)
 class Options:
-    n_bins: int = field(default=51, metadata={"help": "bins, the zero bin included (51 as in scGPT)"})
-    layer: str | None = field(default=None, metadata={"help": "layer to bin; X by default"})
-    key_added: str = field(default="binned", metadata={"help": "name of the layer that is written"})
-    min_values: int = field(default=200, metadata={"help": "least number of non-zero values a site must hold"})
+    n_bins: int = option(51, "bins, the zero bin included (51 as in scGPT)")
+    layer: str | None = option(None, "layer to bin; X by default")
+    key_added: str = option("binned", "name of the layer that is written")
+    min_values: int = option(200, "least number of non-zero values a site must hold")
 
     def __post_init__(self) -> None:
         if not 3 <= self.n_bins <= MAX_BINS:
@@ -38,78 +40,67 @@ class Options:
             )
 
 
-def bin_values(
-    adata: AnnData,
-    study: Seat,
-    *,
-    n_bins: int = 51,
-    layer: str | None = None,
-    key_added: str = "binned",
-    min_values: int = 200,
-    copy: bool = False,
-) -> AnnData | None:
+def bin_values(adata: AnnData, seat: Seat, *, copy: bool = False) -> AnnData | None:
     """Digitise expression values by bin edges that all sites of the study share.
 
     Parameters
     ----------
     adata
         Counts or log values, sparse or dense; zeros are kept as bin 0 and do not count.
-    n_bins
-        Bins, the zero bin included. The edges are `n_bins - 1` quantiles of the non-zero values.
-    layer
-        What to bin instead of `X`.
+    seat
+        This site's place in a study of `bin-values`; the study says the options.
 
     Returns
     -------
     `None`, or an annotated copy if `copy=True`. Sets the following fields:
 
     `adata.layers[key_added]` : integer matrix
-        0 for zeros, 1 … n_bins - 1 for the others; as sparse as the input.
+        0 for zeros, 1 … n_bins - 1 for the others; as sparse as the input. The edges are `n_bins - 1` quantiles of the
+        non-zero values of all sites.
     `adata.uns["cloister"]["bin_edges"]` : array
         The shared edges.
-    `adata.uns["cloister"]["bin-values"]` : :class:`str`
-        The receipt, one JSON string.
-
-    Reveals
-    -------
-    hardened : the coordinator sees pooled counts of values on a grid, never a site's own; sites get the edges.
-    published : the coordinator sees every site's own quantiles and number of cells; sites get the edges.
-    both : the coordinator sees which genes each site measured.
     """
-    adata = adata.copy() if copy else adata
-    options = Options(n_bins, layer, key_added, min_values)
-    check(adata, options)
-    sites, hub = study.study.sites, study.study.coordinator
-    values = np.concatenate([np.asarray(v, dtype=np.float64) for v in cells.nonzero_values(adata, layer)])
+    adata, _ = WORKFLOW.at_site(adata, seat, copy=copy)
+    return adata if copy else None
+
+
+def site(seat: Seat, adata: AnnData, options: Options) -> Outcome:
+    values = np.concatenate([np.asarray(v, dtype=np.float64) for v in cells.nonzero_values(adata, options.layer)])
     kind = "counts" if np.array_equal(values, np.rint(values)) else "log"
     names = [str(g) for g in adata.var_names]
-    agreed = study.run(common_genes.site, common_genes.Params(sites, hub), kind, names)
-    if study.study.mode == "published":
-        averaged = averaged_quantiles.Params(sites, hub, n_bins - 1)
-        edges = study.run(averaged_quantiles.site, averaged, values, int(adata.n_obs))
+    agreed = seat.run(common_genes.site, common_genes.Params(seat.sites, seat.coordinator), kind, names)
+    if seat.mode == "published":
+        edges = seat.run(averaged_quantiles.site, averaged(seat, options), values, int(adata.n_obs))
     else:
-        pooled = pooled_quantiles.Params(sites, hub, n_bins - 1, agreed.kind == "counts")
-        edges = study.run(pooled_quantiles.site, pooled, values)
-    adata.layers[key_added] = cells.map_values(adata, lambda v: digitise(v, edges), layer, np.int32)
+        edges = seat.run(pooled_quantiles.site, pooled(seat, options, agreed.kind), values)
+    adata.layers[options.key_added] = cells.map_values(adata, lambda v: digitise(v, edges), options.layer, np.int32)
     store = adata.uns.setdefault("cloister", {})
     store["bin_edges"] = edges
     store["genes_in_common"] = len(agreed.names)
-    return adata if copy else None
+    return Outcome(adata, {"bin_edges": [float(e) for e in edges]})
+
+
+def coordinator(seat: Seat, options: Options) -> Outcome:
+    """Add up what the sites send, and hand the edges out."""
+    agreed = seat.run(common_genes.coordinator, common_genes.Params(seat.sites, seat.coordinator))
+    if seat.mode == "published":
+        edges = seat.run(averaged_quantiles.coordinator, averaged(seat, options))
+    else:
+        edges = seat.run(pooled_quantiles.coordinator, pooled(seat, options, agreed.kind))
+    return Outcome(None, {"bin_edges": [float(e) for e in edges]})
+
+
+def averaged(seat: Seat, options: Options) -> averaged_quantiles.Params:
+    return averaged_quantiles.Params(seat.sites, seat.coordinator, options.n_bins - 1)
+
+
+def pooled(seat: Seat, options: Options, kind: str) -> pooled_quantiles.Params:
+    return pooled_quantiles.Params(seat.sites, seat.coordinator, options.n_bins - 1, kind == "counts")
 
 
 def digitise(values: Any, edges: Any) -> Any:
     """Bins of non-zero values: 1 … len(edges); what lies below the first edge counts as in the first bin."""
     return np.clip(np.digitize(values, edges), 1, len(edges))
-
-
-def share_edges(study: Seat, options: Options) -> Any:
-    """The coordinator's half: add up what the sites send, and hand the edges out."""
-    sites, hub, n = study.study.sites, study.study.coordinator, options.n_bins - 1
-    agreed = study.run(common_genes.coordinator, common_genes.Params(sites, hub))
-    if study.study.mode == "published":
-        return study.run(averaged_quantiles.coordinator, averaged_quantiles.Params(sites, hub, n))
-    pooled = pooled_quantiles.Params(sites, hub, n, agreed.kind == "counts")
-    return study.run(pooled_quantiles.coordinator, pooled)
 
 
 def check(adata: AnnData, options: Options) -> list[str]:
@@ -127,18 +118,6 @@ def check(adata: AnnData, options: Options) -> list[str]:
             " leave this site out, or lower min_values= if all agree"
         )
     return []
-
-
-def part(study: Seat, adata: AnnData | None, options: Options) -> Outcome:
-    if study.role == "site":
-        if adata is None:
-            raise DataError("a site needs cells; name them with --data")
-        bin_values(adata, study, **vars(options))
-        edges = adata.uns["cloister"]["bin_edges"]
-        return Outcome(adata, {"bin_edges": [float(e) for e in edges]})
-    if study.role == "coordinator":
-        return Outcome(None, {"bin_edges": [float(e) for e in share_edges(study, options)]})
-    return Outcome()
 
 
 def figures(outcomes: Mapping[str, Outcome], options: Options) -> list[Any]:
@@ -194,8 +173,9 @@ WORKFLOW = Workflow(
     name="bin-values",
     summary="Digitise expression values by bin edges that all sites share.",
     options=Options,
-    protocols={"hardened": "pooled_quantiles", "published": "averaged_quantiles"},
-    part=part,
+    modes=modes_of("bin-values"),
+    site=site,
+    coordinator=coordinator,
     check=check,
     figures=figures,
 )

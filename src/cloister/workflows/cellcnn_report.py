@@ -71,15 +71,15 @@ def donor_means(
     return X, donors, [str(classes[names == d][0]) for d in donors]
 
 
-def pooled_hits(study: Seat, models: Sequence[cellcnn.Model], held: tuple[Any, Any] | None) -> list[float]:
+def pooled_hits(seat: Seat, models: Sequence[cellcnn.Model], held: tuple[Any, Any] | None) -> list[float]:
     """Accuracy of every model on the held-out inputs of all sites together, by a secure sum of right answers."""
-    params = secure_sum.Params(study.study.sites, study.study.coordinator, len(models) + 1, to_all=True)
+    params = secure_sum.Params(seat.sites, seat.coordinator, len(models) + 1, to_all=True)
     if held is None:
-        z = study.run(secure_sum.aggregator, params).z
+        z = seat.run(secure_sum.aggregator, params).z
     else:
         X, y = held
         right = [int((cellcnn.predict(m.logits(X)) == y).sum()) for m in models]
-        z = study.run(secure_sum.contributor, params, np.array([*right, len(y)], np.uint64)).z
+        z = seat.run(secure_sum.contributor, params, np.array([*right, len(y)], np.uint64)).z
     return [float(k / max(1, z[-1])) for k in z[:-1]]
 
 

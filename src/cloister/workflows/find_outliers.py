@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -17,7 +16,9 @@ from cloister.models.disguise import disguise
 from cloister.net.seat import Outcome, Seat
 from cloister.protocols.forest import counted_forest, masked_forest
 from cloister.protocols.sums.columns import match_columns
-from cloister.workflows import Workflow, section
+from cloister.workflows import Workflow
+from cloister.workflows.modes import modes_of
+from cloister.workflows.options import option
 from cloister.workflows.outlier_figures import figures, plot_values
 
 if TYPE_CHECKING:
@@ -25,32 +26,29 @@ if TYPE_CHECKING:
 
 SHARE = 0.05  # contamination where neither it nor a threshold is given
 KEY = "outlier"
-_ANNOUNCED: set[bytes] = set()
-
-
-def _help(text: str, default: Any) -> Any:  # a field with its line in `cloister explain`
-    return field(default=default, metadata={"help": text})
 
 
 @dataclass(frozen=True)
 class Options:
-    use_rep: str | None = _help("key of obsm to use instead of X", None)
-    layer: str | None = _help("layer to use instead of X", None)
-    trees: int = _help("trees of a forest", 100)
-    sample: int = _help("rows that grow a tree (all rows, if there are fewer)", 256)
-    forest: Literal["standard", "extended"] = _help("splits along columns, or along random directions", "standard")
-    extension: int | None = _help("extended: columns in a direction, less one; all by default", None)
-    repeats: int = _help("forests that vote; the score is their mean", 1)
-    contamination: float | None = _help(f"share of all rows to flag; {SHARE} if no threshold is given", None)
-    threshold: float | None = _help("flag rows that score at least this, instead of a share", None)
-    impute: Literal["refuse", "mean"] = _help("what to do about missing values", "refuse")
-    drop: bool = _help("leave the flagged rows out of what is written", default=False)
-    min_count: int = _help("hardened: counts below are not opened; 1 opens all", 8)
-    give: Literal["scores", "flags", "regions"] = _help("published: what the principal server hands out", "scores")
-    stretch: float = _help("published: T, the largest stretch of an axis", 10.0)
-    standardise: bool = _help("published: bring columns to one scale first, as hardened always does", default=False)
-    thin: float = _help("published: share of plain inliers that is not sent at all", 0.0)
-    smote: float = _help("published: made-up inliers that are sent along, as a share of the rows", 0.0)
+    use_rep: str | None = option(None, "key of obsm to use instead of X")
+    layer: str | None = option(None, "layer to use instead of X")
+    trees: int = option(100, "trees of a forest")
+    sample: int = option(256, "rows that grow a tree (all rows, if there are fewer)")
+    forest: Literal["standard", "extended"] = option("standard", "splits along columns, or along random directions")
+    extension: int | None = option(None, "extended: columns in a direction, less one; all by default")
+    repeats: int = option(1, "forests that vote; the score is their mean")
+    contamination: float | None = option(None, f"share of all rows to flag; {SHARE} if no threshold is given")
+    threshold: float | None = option(None, "flag rows that score at least this, instead of a share")
+    impute: Literal["refuse", "mean"] = option("refuse", "what to do about missing values")
+    drop: bool = option(default=False, help="leave the flagged rows out of what is written")
+    min_count: int = option(8, "hardened: counts below are not opened; 1 opens all")
+    give: Literal["scores", "flags", "regions"] = option("scores", "published: what the principal server hands out")
+    stretch: float = option(10.0, "published: T, the largest stretch of an axis")
+    standardise: bool = option(
+        default=False, help="published: bring columns to one scale first, as hardened always does"
+    )
+    thin: float = option(0.0, "published: share of plain inliers that is not sent at all")
+    smote: float = option(0.0, "published: made-up inliers that are sent along, as a share of the rows")
 
     def __post_init__(self) -> None:
         if self.use_rep is not None and self.layer is not None:
@@ -76,15 +74,15 @@ class Options:
         return self.contamination if self.contamination is not None or self.threshold is not None else SHARE
 
 
-def find_outliers(adata: AnnData, study: Seat, *, copy: bool = False, **options: Any) -> AnnData | None:
+def find_outliers(adata: AnnData, seat: Seat, *, copy: bool = False) -> AnnData | None:
     """Score every row by how isolated it is among all sites' rows, and flag the outliers.
 
     Parameters
     ----------
     adata
         Rows (cells, samples) of numbers: `X`, a layer, or a key of `obsm`. Columns are matched by name.
-    options
-        See `Options`: `trees`, `sample`, `forest`, `repeats`, `contamination` or `threshold`, `drop`, ...
+    seat
+        This site's place in a study of `find-outliers`; the study says the options.
 
     Returns
     -------
@@ -97,51 +95,65 @@ def find_outliers(adata: AnnData, study: Seat, *, copy: bool = False, **options:
         Whether the row is flagged. With `drop=True` flagged rows are removed.
     `adata.uns["cloister"]["outlier_cut"]` : float
         The score from which rows are flagged (hardened; mean over repeats).
-
-    Reveals
-    -------
-    hardened : the sites learn the forest, without small counts; column means and scales; nobody sees a row.
-    published : the principal server sees all rows, rotated and stretched, and can undo that with a few known rows.
     """
-    adata = adata.copy() if copy else adata
-    chosen = Options(**options)
-    check(adata, chosen)
-    names, X = table(adata, chosen)
-    if study.study.mode == "published":
-        announce(study)
-        scores, flags, cut, plain = _masked(study, chosen, names, X)
+    adata, _ = WORKFLOW.at_site(adata, seat, copy=copy)
+    return adata if copy else None
+
+
+def site(seat: Seat, adata: AnnData, options: Options) -> Outcome:
+    names, X = table(adata, options)
+    if seat.mode == "published":
+        scores, flags, cut, plain = _masked(seat, options, names, X)
     else:
-        scores, flags, cut, plain = _counted(study, chosen, adata, names, X)
+        scores, flags, cut, plain = _counted(seat, options, adata, names, X)
     if scores is not None:
         adata.obs[f"{KEY}_score"] = scores
     adata.obs[KEY] = flags
     store = adata.uns.setdefault("cloister", {})
     if cut is not None:
         store[f"{KEY}_cut"] = float(cut)
-    store[f"{KEY}_plot"] = plot_values(plain, scores, flags, chosen, study.rng("alone"))
-    if chosen.drop:
+    store[f"{KEY}_plot"] = plot_values(plain, scores, flags, options, seat.rng("alone"))
+    result: dict[str, Any] = {"rows": len(flags), "flagged": int(flags.sum())}
+    result["flagged_alone"] = int(np.sum(store[f"{KEY}_plot"]["alone"]))
+    if cut is not None:
+        result["cut"] = float(cut)
+    if options.drop:
         store[f"{KEY}_dropped"] = int(flags.sum())
         if flags.all():
             raise DataError("every row is flagged, so nothing would be left; raise the threshold, or leave drop out")
         adata._inplace_subset_obs(~flags)
-    return adata if copy else None
+    return Outcome(adata, result)
+
+
+def coordinator(seat: Seat, options: Options) -> Outcome:
+    if seat.mode == "published":
+        seen = seat.run(masked_forest.principal, published_params(seat, options))
+        return Outcome(None, {"rows": int(seen.scores.shape[1]), "flagged": int(seen.flags[0].sum())})
+    outline = seat.run(counted_forest.coordinator, hardened_params(seat, options))
+    return Outcome(None, {"leaves_below_min_count": len(outline.small), "other_leaves": len(outline.large)})
+
+
+def auxiliary(seat: Seat, options: Options) -> Outcome:
+    if seat.mode != "published":
+        return Outcome()
+    return Outcome(None, {"rows": seat.run(masked_forest.auxiliary, published_params(seat, options))})
 
 
 def _counted(
-    study: Seat, options: Options, adata: AnnData, names: list[str], X: F64
+    seat: Seat, options: Options, adata: AnnData, names: list[str], X: F64
 ) -> tuple[F64, Bits, float | None, F64]:
-    found = study.run(counted_forest.site, hardened_params(study, options), _kind(adata, options), names, X)
+    found = seat.run(counted_forest.site, hardened_params(seat, options), _kind(adata, options), names, X)
     cuts = found.cuts if found.cuts is not None else np.full(options.repeats, float(options.threshold or 0.0))
     votes = (found.scores >= cuts[:, None]).sum(axis=0)
     order = match_columns(names, found.columns)
     return found.scores.mean(axis=0), 2 * votes > options.repeats, float(cuts.mean()), found.scaling.apply(X[:, order])
 
 
-def _masked(study: Seat, options: Options, names: list[str], X: F64) -> tuple[F64 | None, Bits, float | None, F64]:
+def _masked(seat: Seat, options: Options, names: list[str], X: F64) -> tuple[F64 | None, Bits, float | None, F64]:
     X = np.where(np.isfinite(X), X, np.nan_to_num(_column_means(X)))
     hidden = np.random.default_rng(list(Entropy().bytes(32)))  # all know the study's seed, and could tell made-up rows
     sent, mine = disguise(X, options.thin, options.smote, hidden)
-    found = study.run(masked_forest.client, published_params(study, options), names, sent)
+    found = seat.run(masked_forest.client, published_params(seat, options), names, sent)
     own = mine >= 0
     flags = np.zeros(len(X), bool)
     flags[mine[own]] = 2 * found.flags.sum(axis=0)[own] > options.repeats
@@ -160,10 +172,10 @@ def _column_means(X: F64) -> F64:
     return mean
 
 
-def hardened_params(study: Seat, options: Options) -> counted_forest.Params:
+def hardened_params(seat: Seat, options: Options) -> counted_forest.Params:
     return counted_forest.Params(
-        study.study.sites,
-        study.study.coordinator,
+        seat.sites,
+        seat.coordinator,
         trees=options.trees,
         sample=options.sample,
         forest=options.forest,
@@ -174,11 +186,11 @@ def hardened_params(study: Seat, options: Options) -> counted_forest.Params:
     )
 
 
-def published_params(study: Seat, options: Options) -> masked_forest.Params:
+def published_params(seat: Seat, options: Options) -> masked_forest.Params:
     return masked_forest.Params(
-        study.study.sites,
-        study.study.coordinator,
-        study.study.auxiliaries[0],
+        seat.sites,
+        seat.coordinator,
+        seat.study.auxiliaries[0],
         trees=options.trees,
         sample=options.sample,
         forest=options.forest,
@@ -258,52 +270,14 @@ def check(adata: AnnData, options: Options) -> list[str]:
     return notes
 
 
-def announce(study: Seat) -> None:
-    """Print what the published mode leaks, before anything is sent; once per process and study."""
-    if study.study.digest in _ANNOUNCED:
-        return
-    _ANNOUNCED.add(study.study.digest)
-    print(
-        f"find-outliers, mode published, as '{study.me}'. It reveals, by design of the paper:\n"
-        f"{section(masked_forest, 'Reveals')}\n",
-        file=sys.stderr,
-        flush=True,
-    )
-
-
-def part(study: Seat, adata: AnnData | None, options: Options) -> Outcome:
-    if study.role == "site":
-        if adata is None:
-            raise DataError("a site needs rows; name them with --data")
-        rows = adata.n_obs
-        find_outliers(adata, study, **vars(options))
-        store = adata.uns["cloister"]
-        flagged = int(store.get(f"{KEY}_dropped", adata.obs[KEY].sum()))
-        result: dict[str, Any] = {"rows": int(rows), "flagged": flagged}
-        result["flagged_alone"] = int(np.sum(store[f"{KEY}_plot"]["alone"]))
-        if f"{KEY}_cut" in store:
-            result["cut"] = store[f"{KEY}_cut"]
-        return Outcome(adata, result)
-    if study.study.mode != "published":
-        if study.role == "coordinator":
-            outline = study.run(counted_forest.coordinator, hardened_params(study, options))
-            return Outcome(None, {"leaves_below_min_count": len(outline.small), "other_leaves": len(outline.large)})
-        return Outcome()
-    params = published_params(study, options)
-    if study.role == "coordinator":
-        announce(study)
-        seen = study.run(masked_forest.principal, params)
-        return Outcome(None, {"rows": int(seen.scores.shape[1]), "flagged": int(seen.flags[0].sum())})
-    return Outcome(None, {"rows": study.run(masked_forest.auxiliary, params)})
-
-
 WORKFLOW = Workflow(
     name="find-outliers",
     summary="Score and flag rows that are isolated among all sites' rows.",
     options=Options,
-    protocols={"hardened": "counted_forest", "published": "masked_forest"},
-    part=part,
+    modes=modes_of("find-outliers"),
+    site=site,
+    coordinator=coordinator,
+    auxiliary=auxiliary,
     check=check,
-    auxiliaries={"published": 1},
     figures=figures,
 )

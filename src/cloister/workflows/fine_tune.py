@@ -17,8 +17,10 @@ from cloister.net.seat import Outcome, Seat
 from cloister.protocols.fedavg import federated_training as protocol
 from cloister.protocols.fedavg.pseudo_labels import Pseudo
 from cloister.protocols.fedavg.training_parts import Offer, Trained
-from cloister.workflows import Workflow, option
+from cloister.workflows import Workflow
 from cloister.workflows.fine_tune_parts import FileStore, figures
+from cloister.workflows.modes import modes_of
+from cloister.workflows.options import option
 
 if TYPE_CHECKING:
     from anndata import AnnData
@@ -115,28 +117,15 @@ class Options:
             raise ParameterError("dp_noise covers updates only; with xclp, labels of other sites would go around it")
 
 
-def fine_tune(
-    adata: AnnData,
-    study: Seat,
-    *,
-    label_key: str = "cell_type",
-    model: Literal["mlp", "scgpt", "cnn", "vit"] = "mlp",
-    key_added: str = "predicted",
-    copy: bool = False,
-    **options: Any,
-) -> Any:
+def fine_tune(adata: AnnData, seat: Seat, *, copy: bool = False) -> Any:
     """Train a classifier together with the other sites, by averaging updates that nobody sees alone.
 
     Parameters
     ----------
     adata
         Cells; those with a label train, all are labelled in the end.
-    label_key
-        Column of `adata.obs` with the labels, NaN where there is none.
-    model
-        An MLP on `adata.obsm[use_rep]`, an scGPT-compatible encoder with a head, or a CNN or ViT on images.
-    options
-        The other options of the workflow; `cloister explain fine-tune` lists them.
+    seat
+        This site's place in a study of `fine-tune`; the study says the options.
 
     Returns
     -------
@@ -146,31 +135,29 @@ def fine_tune(
         The model's label and its probability, for every cell.
     `adata.uns[key_added]` : :class:`str`
         JSON: curves, best round, label names, privacy budget, notes for this site.
-
-    Reveals
-    -------
-    coordinator : per round, the mean update of the sites that trained and their mean loss; pooled validation counts.
-    sites : the model of the rounds they train in and in the end, the curves.
     """
-    adata = adata.copy() if copy else adata
-    chosen = Options(label_key=label_key, model=model, key_added=key_added, **options)
-    check(adata, chosen)
-    trained, classifier = train(adata, study, chosen)
-    classifier.predict(adata, key_added=key_added)
-    if chosen.features_added is not None:
-        write_features(adata, classifier, chosen.features_added)
-    adata.uns[key_added] = json.dumps(summary(study, chosen, trained))
-    return (adata, classifier) if copy else classifier
+    adata, outcome = WORKFLOW.at_site(adata, seat, copy=copy)
+    return (adata, outcome.model) if copy else outcome.model
 
 
-def train(adata: AnnData, study: Seat, options: Options) -> tuple[Trained, FineTuned]:
+def site(seat: Seat, adata: AnnData, options: Options) -> Outcome:
+    trained, classifier = train(adata, seat, options)
+    classifier.predict(adata, key_added=options.key_added)
+    if options.features_added is not None:
+        write_features(adata, classifier, options.features_added)
+    result = summary(seat, options, trained)
+    adata.uns[options.key_added] = json.dumps(result)
+    return Outcome(adata, result, model=classifier)
+
+
+def train(adata: AnnData, seat: Seat, options: Options) -> tuple[Trained, FineTuned]:
     from cloister.models.classifier import Network, make
     from cloister.models.learner import GLOBAL_RNG, Learner
     from cloister.models.scgpt import best_device
     from cloister.models.splits import hold_out
     from cloister.workflows.fine_tuned import FineTuned
 
-    examples, blueprint, pretrained = examples_of(adata, options, seed=study.study.seed)
+    examples, blueprint, pretrained = examples_of(adata, options, seed=seat.study.seed)
     column = adata.obs[options.label_key]
     given = [None if missing else str(v) for v, missing in zip(column, column.isna(), strict=True)]
 
@@ -182,30 +169,30 @@ def train(adata: AnnData, study: Seat, options: Options) -> tuple[Trained, FineT
         return Learner(
             module,
             len(labels),
-            recipe_of(options, study.study.seed, len(study.study.sites)),
+            recipe_of(options, seat.study.seed, len(seat.sites)),
             examples,
             codes,
-            hold_out(codes, options.validation, study.rng("validation")),
+            hold_out(codes, options.validation, seat.rng("validation")),
             describe=blueprint.describe(labels),
-            site=study.me,
+            site=seat.me,
             device=best_device(),
             global_rng=options.model == "scgpt",
             unlabelled=options.semi_supervised,
         )
 
     brought = tuple(sorted({name for name in given if name is not None}))
-    inputs = inputs_of(adata, options, study.study.seed)
+    inputs = inputs_of(adata, options, seat.study.seed)
     shape = f"{blueprint.kind} of {blueprint.inputs} {blueprint.checkpoint} {inputs.space} {inputs.edges}"
-    trained = study.run(protocol.site, params_of(study, options), Offer(shape, brought, build))
+    trained = seat.run(protocol.site, params_of(seat, options), Offer(shape, brought, build))
     network = Network.of(trained.learner, trained.theta, blueprint, trained.labels)
     return trained, FineTuned(network, inputs, pretrained)
 
 
-def coordinate(study: Seat, options: Options) -> Trained:
-    """The coordinator's half: draw who trains, average, score, keep the best."""
+def coordinator(seat: Seat, options: Options) -> Outcome:
+    """Draw who trains, average, score, keep the best."""
     store = None if options.checkpoint is None else FileStore(Path(options.checkpoint))
-    trained: Trained = study.run(protocol.coordinator, params_of(study, options), store)
-    return trained
+    trained = seat.run(protocol.coordinator, params_of(seat, options), store)
+    return Outcome(None, summary(seat, options, trained))
 
 
 def recipe_of(options: Options, seed: int, sites: int) -> Any:
@@ -223,12 +210,12 @@ def recipe_of(options: Options, seed: int, sites: int) -> Any:
     )
 
 
-def params_of(study: Seat, options: Options) -> protocol.Params:
+def params_of(seat: Seat, options: Options) -> protocol.Params:
     apart = ("checkpoint", "key_added", "features_added", "pretrained")
     local = {k: v for k, v in vars(options).items() if k not in apart}
     return protocol.Params(
-        study.study.sites,
-        study.study.coordinator,
+        seat.sites,
+        seat.coordinator,
         json.dumps(local, sort_keys=True),
         options.rounds,
         options.clients_per_round,
@@ -244,12 +231,12 @@ def params_of(study: Seat, options: Options) -> protocol.Params:
         options.dp_clip,
         privacy_budget(options),
         options.dp_delta if options.dp_noise else 0.0,
-        study.study.seed,
-        pseudo_of(study, options),
+        seat.study.seed,
+        pseudo_of(seat, options),
     )
 
 
-def pseudo_of(study: Seat, options: Options) -> Pseudo:
+def pseudo_of(seat: Seat, options: Options) -> Pseudo:
     return Pseudo(
         options.pseudo_labels if options.semi_supervised else "none",
         options.warm_rounds,
@@ -257,7 +244,7 @@ def pseudo_of(study: Seat, options: Options) -> Pseudo:
         options.n_neighbors,
         options.alpha,
         options.hamming,
-        private=study.study.mode == "hardened",
+        private=seat.mode == "hardened",
     )
 
 
@@ -348,8 +335,8 @@ def check(adata: AnnData, options: Options) -> list[str]:
     return notes
 
 
-def summary(study: Seat, options: Options, trained: Trained) -> dict[str, Any]:
-    params = params_of(study, options)
+def summary(seat: Seat, options: Options, trained: Trained) -> dict[str, Any]:
+    params = params_of(seat, options)
     controls = len(trained.theta) // 2 if options.algorithm == "scaffold" else 0  # half of what travels
     found: dict[str, Any] = {
         "labels": list(trained.labels),
@@ -369,17 +356,6 @@ def summary(study: Seat, options: Options, trained: Trained) -> dict[str, Any]:
     return found
 
 
-def part(study: Seat, adata: AnnData | None, options: Options) -> Outcome:
-    if study.role == "site":
-        if adata is None:
-            raise DataError("a site needs cells; name them with --data")
-        classifier = fine_tune(adata, study, **vars(options))
-        return Outcome(adata, json.loads(adata.uns[options.key_added]), model=classifier)
-    if study.role == "coordinator":
-        return Outcome(None, summary(study, options, coordinate(study, options)))
-    return Outcome()
-
-
 def files(outcome: Outcome) -> dict[str, bytes]:
     return {} if outcome.model is None else {"model.npz": outcome.model.to_bytes()}
 
@@ -388,8 +364,9 @@ WORKFLOW = Workflow(
     name="fine-tune",
     summary="Train one classifier on all sites' labelled cells, averaging updates by secure sums.",
     options=Options,
-    protocols={"hardened": "federated_training", "published": "federated_training"},
-    part=part,
+    modes=modes_of("fine-tune"),
+    site=site,
+    coordinator=coordinator,
     check=check,
     files=files,
     figures=figures,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,6 +14,8 @@ from cloister.net.seat import Outcome, Seat
 from cloister.protocols.knn import mapping_terms, plain_knn, private_knn, published_knn
 from cloister.study import Party, Study
 from cloister.workflows import Workflow
+from cloister.workflows.modes import modes_of
+from cloister.workflows.options import option
 
 if TYPE_CHECKING:
     from anndata import AnnData
@@ -23,33 +25,19 @@ UNKNOWN = "unknown"
 
 @dataclass(frozen=True)
 class Options:
-    query: str = field(default="", metadata={"help": "the site whose cells are labelled; all others offer references"})
-    label_key: str = field(default="cell_type", metadata={"help": "column of obs with the references' labels"})
-    use_rep: str = field(default="X_pca", metadata={"help": "embedding in obsm, in one space at all sites"})
-    n_neighbors: int = field(default=10, metadata={"help": "neighbours that vote"})
-    key_added: str = field(default="mapped", metadata={"help": "name of the column that is written"})
-    share: bool = field(default=False, metadata={"help": "also tell the querier the share of votes of each label"})
-    max_distance: float | None = field(
-        default=None, metadata={"help": "cells farther than this from every reference are called unknown"}
-    )
-    labels: tuple[str, ...] = field(
-        default=(), metadata={"help": "the agreed vocabulary; by default all label names the sites announce"}
-    )
-    bound: float | None = field(
-        default=None, metadata={"help": "largest Euclidean norm of a cell; by default found under sharing"}
-    )
-    precision: int = field(
-        default=40, metadata={"help": "bits of a distance with its label under sharing; 32 is faster, 64 finer"}
-    )
-    prototypes: int = field(
-        default=0, metadata={"help": "replace each site's references by so many means per label; 0 keeps the cells"}
-    )
-    round_to: int = field(
-        default=0, metadata={"help": "announce cell numbers rounded up to a multiple of this; 0: to an eighth"}
-    )
-    computing: tuple[str, ...] = field(
-        default=(), metadata={"help": "the three parties that compute; by default the querier and two more"}
-    )
+    query: str = option("", "the site whose cells are labelled; all others offer references")
+    label_key: str = option("cell_type", "column of obs with the references' labels")
+    use_rep: str = option("X_pca", "embedding in obsm, in one space at all sites")
+    n_neighbors: int = option(10, "neighbours that vote")
+    key_added: str = option("mapped", "name of the column that is written")
+    share: bool = option(default=False, help="also tell the querier the share of votes of each label")
+    max_distance: float | None = option(None, "cells farther than this from every reference are called unknown")
+    labels: tuple[str, ...] = option((), "the agreed vocabulary; by default all label names the sites announce")
+    bound: float | None = option(None, "largest Euclidean norm of a cell; by default found under sharing")
+    precision: int = option(40, "bits of a distance with its label under sharing; 32 is faster, 64 finer")
+    prototypes: int = option(0, "replace each site's references by so many means per label; 0 keeps the cells")
+    round_to: int = option(0, "announce cell numbers rounded up to a multiple of this; 0: to an eighth")
+    computing: tuple[str, ...] = option((), "the three parties that compute; by default the querier and two more")
 
     def __post_init__(self) -> None:
         if self.n_neighbors < 1:
@@ -93,53 +81,18 @@ def who_computes(study: Study, computing: Sequence[Party]) -> str:
     return text
 
 
-def map_labels(
-    adata: AnnData,
-    study: Seat,
-    *,
-    query: str,
-    label_key: str = "cell_type",
-    use_rep: str = "X_pca",
-    n_neighbors: int = 10,
-    key_added: str = "mapped",
-    share: bool = False,
-    max_distance: float | None = None,
-    labels: Sequence[str] = (),
-    bound: float | None = None,
-    precision: int = 40,
-    prototypes: int = 0,
-    round_to: int = 0,
-    computing: Sequence[str] = (),
-    copy: bool = False,
-) -> AnnData | None:
+def map_labels(adata: AnnData, seat: Seat, *, copy: bool = False) -> AnnData | None:
     """Label cells by their nearest neighbours in references that stay at other sites.
+
+    At the site that the study names as `query`, its cells are labelled. At any other, its labelled cells serve as
+    references and stay there; nothing is written, and cells without a label are left out.
 
     Parameters
     ----------
     adata
-        Cells to label. `adata.obsm[use_rep]` must lie in the space of the references.
-    query
-        The site that asks; the same at all parties, as all options are.
-    label_key
-        Column of `obs` that holds the references' labels.
-    n_neighbors
-        Neighbours that vote.
-    share
-        Whether you also learn the share of votes that each label got.
-    max_distance
-        Cells farther than this from every reference are called ``unknown``.
-    labels
-        The vocabulary; by default all label names that the sites announce.
-    bound
-        Largest Euclidean norm of a cell; by default it is found under sharing, to a quarter of a power of two.
-    precision
-        Bits of a distance with its label under sharing; 32 is faster, 64 finer.
-    prototypes
-        Replace each site's references by at most so many means per label.
-    round_to
-        Announce numbers of cells rounded up to a multiple of this; by default to an eighth of their power of two.
-    computing
-        The three parties that compute; by default the querier and two more.
+        Cells to label, or references. `adata.obsm[use_rep]` must lie in one space at all sites.
+    seat
+        This site's place in a study of `map-labels`; the study says the options.
 
     Returns
     -------
@@ -149,60 +102,34 @@ def map_labels(
         The label most of the `n_neighbors` nearest references carry (``category``), or ``unknown``.
     `adata.obs[f"{key_added}_share"]` : :class:`pandas.Series`
         The share of neighbours that carry it (``float``), if `share`.
-    `adata.uns["cloister"]["map-labels"]` : :class:`str`
-        The receipt, one JSON string.
-
-    Reveals
-    -------
-    hardened : you learn the labels, and rounded numbers of cells; nobody learns anything about a cell. Any two of the
-        three computing parties together could see everything.
-    published : the same, and everyone learns the true numbers of cells.
-    plain : all sites and the coordinator see your embeddings; the coordinator can compute many references.
     """
-    chosen = Options(
-        query,
-        label_key,
-        use_rep,
-        n_neighbors,
-        key_added,
-        share,
-        max_distance,
-        tuple(labels),
-        bound,
-        precision,
-        prototypes,
-        round_to,
-        tuple(computing),
-    )
-    if study.me != chosen.query:
-        raise ParameterError(f"'{study.me}' offers references in this study, '{chosen.query}' asks: use offer_labels")
-    adata = adata.copy() if copy else adata
-    check(adata, chosen)
-    x = cells.embedding(adata, chosen.use_rep)
-    found, labels = _play(study, chosen, x, None)
-    names = np.array([*labels, UNKNOWN], dtype=object)
-    share = None if found.votes is None else found.votes / chosen.n_neighbors
-    cells.write_labels(adata, chosen.key_added, names[found.labels], share)
+    adata, _ = WORKFLOW.at_site(adata, seat, copy=copy)
     return adata if copy else None
 
 
-def offer_labels(adata: AnnData, study: Seat, **options: Any) -> None:
-    """Let another site's cells be labelled by the labelled cells of this one, which stay here.
+def site(seat: Seat, adata: AnnData, options: Options) -> Outcome:
+    if seat.me != options.query:
+        x, names = references(adata, options)
+        if options.prototypes:
+            x, names = metacells(x, names, options.prototypes, seat.rng("prototypes"))
+        label_cells(seat, options, x, names)
+        return Outcome(adata, computed_by(seat, options))
+    mapped, labels = label_cells(seat, options, cells.embedding(adata, options.use_rep), None)
+    names = np.array([*labels, UNKNOWN], dtype=object)
+    share = None if mapped.votes is None else mapped.votes / options.n_neighbors
+    cells.write_labels(adata, options.key_added, names[mapped.labels], share)
+    return Outcome(adata, computed_by(seat, options) | summary(adata, options))
 
-    Takes the same options as `map_labels`, and writes nothing. Cells without a label are left out.
 
-    Reveals
-    -------
-    As `map_labels`; of your cells, only their rounded number and, unless a vocabulary is agreed, your label names.
-    """
-    chosen = Options(**{name: tuple(x) if isinstance(x, list) else x for name, x in options.items()})
-    if study.me == chosen.query:
-        raise ParameterError(f"'{study.me}' asks in this study, it offers nothing: use map_labels")
-    check(adata, chosen)
-    x, names = references(adata, chosen)
-    if chosen.prototypes:
-        x, names = metacells(x, names, chosen.prototypes, study.rng("prototypes"))
-    _play(study, chosen, x, names)
+def assist(seat: Seat, options: Options) -> Outcome:
+    """The part of a party without cells."""
+    label_cells(seat, options, None, None)
+    return Outcome(None, computed_by(seat, options))
+
+
+def computed_by(seat: Seat, options: Options) -> dict[str, Any]:
+    computing = computing_parties(seat.study, Party(options.query), options.computing)
+    return {"computing": list(computing), "note": who_computes(seat.study, computing)}
 
 
 def references(adata: AnnData, options: Options) -> tuple[Any, Any]:
@@ -242,29 +169,24 @@ def metacells(x: Any, names: Any, per_label: int, rng: np.random.Generator) -> t
     return np.concatenate(rows), np.array(labels)
 
 
-def assist(study: Seat, options: Options) -> None:
-    """The part of a party without cells."""
-    _play(study, options, None, None)
-
-
-def _play(study: Seat, options: Options, x: Any, names: Any) -> tuple[Any, tuple[str, ...]]:
-    """All parties: agree on the terms, then on the labels."""
-    plan, query, hub = study.study, Party(options.query), study.study.coordinator
+def label_cells(seat: Seat, options: Options, x: Any, names: Any) -> tuple[Any, tuple[str, ...]]:
+    """All parties: agree on the terms, then on the labels. `x` are queries if there are no `names`."""
+    plan, query, hub = seat.study, Party(options.query), seat.coordinator
     computing = computing_parties(plan, query, options.computing)
     sites = tuple(p for p in plan.sites if p != query)
     agreed = mapping_terms.Params(
         hub, query, sites, computing, options.n_neighbors, options.labels, options.bound or 0.0, plan.auxiliaries
     )
     if x is None:
-        role = mapping_terms.coordinator if study.me == hub else mapping_terms.helper
-        terms = study.run(role, agreed)
+        role = mapping_terms.coordinator if seat.me == hub else mapping_terms.helper
+        terms = seat.run(role, agreed)
     else:
         step = options.round_to if plan.mode == "hardened" else 1
         own = () if names is None or options.labels else tuple(sorted({str(n) for n in names}))
         norm = float(np.sqrt((x**2).sum(1).max()))
         mine = mapping_terms.Holding(x.shape[1], len(x), mapping_terms.rounded(len(x), step), norm, own)
         _check_bound(norm, options)
-        terms = study.run(mapping_terms.owner, agreed, mine)
+        terms = seat.run(mapping_terms.owner, agreed, mine)
     core = private_knn.Params(
         query,
         sites,
@@ -280,18 +202,14 @@ def _play(study: Seat, options: Options, x: Any, names: Any) -> tuple[Any, tuple
         options.max_distance or 0.0,
     )
     module, params = protocol_of(plan, core)
+    if x is None and plan.mode == "plain" and seat.me != hub:
+        return seat.attend(params), terms.labels
     if x is None:
-        if plan.mode == "plain":
-            return study.run(module.coordinator if study.me == hub else _idle, params), terms.labels
-        return study.run(module.helper, params), terms.labels
+        return seat.run(module.coordinator if plan.mode == "plain" else module.helper, params), terms.labels
     if names is None:
-        return study.run(module.querier, params, x), terms.labels
+        return seat.run(module.querier, params, x), terms.labels
     order = {name: i for i, name in enumerate(terms.labels)}
-    return study.run(module.holder, params, x, np.array([order[n] for n in names])), terms.labels
-
-
-async def _idle(ch: Any, params: Any) -> None:
-    """A party that neither holds nor computes."""
+    return seat.run(module.holder, params, x, np.array([order[n] for n in names])), terms.labels
 
 
 def protocol_of(study: Study, core: private_knn.Params) -> tuple[Any, Any]:
@@ -323,25 +241,12 @@ def check(adata: AnnData, options: Options) -> list[str]:
 # ---- the workflow ----------------------------------------------------------------------------------------------------
 
 
-def part(study: Seat, adata: AnnData | None, options: Options) -> Outcome:
-    computing = computing_parties(study.study, Party(options.query), options.computing)
-    told: dict[str, Any] = {"computing": list(computing), "note": who_computes(study.study, computing)}
-    if study.role != "site":
-        assist(study, options)
-        return Outcome(None, told)
-    if adata is None:
-        raise DataError("a site needs cells; name them with --data")
-    if study.me != options.query:
-        offer_labels(adata, study, **vars(options))
-        return Outcome(adata, told)
-    map_labels(adata, study, **vars(options))
-    return Outcome(adata, told | summary(adata, options))
+def check_study(study: Study, options: Options) -> None:
+    computing_parties(study, Party(options.query), options.computing)
 
 
 def warnings(study: Study, options: Options) -> list[str]:
     """Who computes, before anything starts."""
-    if not options.query:
-        raise ParameterError("'map-labels' needs the option 'query': name the site whose cells are labelled")
     if study.mode == "plain":
         return []
     return [who_computes(study, computing_parties(study, Party(options.query), options.computing))]
@@ -388,9 +293,12 @@ WORKFLOW = Workflow(
     name="map-labels",
     summary="Label one site's cells by the nearest references of all the others, which nobody shows.",
     options=Options,
-    protocols={"hardened": "private_knn", "published": "published_knn", "plain": "plain_knn"},
-    part=part,
+    modes=modes_of("map-labels"),
+    site=site,
+    coordinator=assist,
+    auxiliary=assist,
     check=check,
+    check_study=check_study,
     figures=figures,
     warnings=warnings,
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +14,11 @@ from cloister.errors import DataError, ParameterError
 from cloister.models import cellcnn
 from cloister.net.seat import Outcome, Seat
 from cloister.protocols.cellcnn import private_prediction
-from cloister.study import Party
+from cloister.study import Party, Study
 from cloister.workflows import Workflow
 from cloister.workflows.cellcnn_report import donor_means
+from cloister.workflows.modes import modes_of
+from cloister.workflows.options import option
 
 if TYPE_CHECKING:
     from anndata import AnnData
@@ -26,12 +28,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Options:
-    query: str = field(metadata={"help": "the site whose donors are predicted"})
-    keep: str = field(metadata={"help": "folder of the training: train-cellcnn's keep"})
-    sample_key: str = field(default="donor", metadata={"help": "column of obs that names the donor of a cell"})
-    opened: bool = field(default=False, metadata={"help": "use the opened model, held by the coordinator"})
-    max_donors: int = field(default=64, metadata={"help": "most donors that a query may have; public"})
-    key_added: str = field(default="predicted", metadata={"help": "column of obs that is written"})
+    query: str = option(help="the site whose donors are predicted")
+    keep: str = option(help="folder of the training: train-cellcnn's keep")
+    sample_key: str = option("donor", "column of obs that names the donor of a cell")
+    opened: bool = option(default=False, help="use the opened model, held by the coordinator")
+    max_donors: int = option(64, "most donors that a query may have; public")
+    key_added: str = option("predicted", "column of obs that is written")
 
     def __post_init__(self) -> None:
         if self.max_donors < 1 or not self.key_added or not self.keep:
@@ -53,39 +55,37 @@ def load_model(options: Options, me: Party) -> cellcnn.Model:
         raise DataError(f"there is no model at {path}; run train-cellcnn with keep={options.keep!r} first") from None
 
 
-def trained_of(options: Options, study: Seat, made: cellcnn.Model) -> Trained:
+def trained_of(options: Options, seat: Seat, made: cellcnn.Model) -> Trained:
     from cloister.protocols.cellcnn import encrypted_training, encrypted_validation
     from cloister.protocols.cellcnn.cellcnn_circuit import choose_ring
     from cloister.protocols.cellcnn.key_store import KeyStore
 
-    sites, hub = study.study.sites, study.study.coordinator
-    store = KeyStore(options.keep, study.me)
+    sites, hub = seat.sites, seat.coordinator
+    store = KeyStore(options.keep, seat.me)
     params = encrypted_training.Params(sites, hub, choose_ring(made.config, len(sites)), made.config)
     if not store.has_state(params.tag):  # a training with validation has a ring of its own
         ring = encrypted_validation.ring_for(made.config, len(sites))
         params = encrypted_training.Params(sites, hub, ring, made.config)
-    return encrypted_training.load_trained(params, store, site=study.role == "site")
+    return encrypted_training.load_trained(params, store, site=seat.role == "site")
 
 
-def predict_cellcnn(adata: AnnData, study: Seat, **given: Any) -> list[tuple[str, str, float]]:
+def predict_cellcnn(adata: AnnData, seat: Seat, *, copy: bool = False) -> AnnData | None:
     """Predict the class of each of this site's donors, or help another site to.
 
     Returns
     -------
-    (donor, class, score) per donor at the querying site, else nothing. Sets there, per cell of the donor,
+    `None`, or an annotated copy if `copy=True`. At the site that the study names as `query`, sets per cell of a donor
 
     `adata.obs[key_added]`, `adata.obs[key_added + "_score"]` : :class:`pandas.Series`
         The class, and the fitted sigmoid of its logit.
-
-    Reveals
-    -------
-    querier : the logits of its donors.
-    coordinator, other sites : nothing of the data or the answer; with opened=true the coordinator holds the model.
     """
-    options = Options(**given)
-    check(adata, options)
-    made = load_model(options, study.me)
-    asking = study.me == options.query
+    adata, _ = WORKFLOW.at_site(adata, seat, copy=copy)
+    return adata if copy else None
+
+
+def site(seat: Seat, adata: AnnData, options: Options) -> Outcome:
+    made = load_model(options, seat.me)
+    asking = seat.me == options.query
     X: Any = np.zeros((0, made.config.markers))
     donors: list[str] = []
     if asking:
@@ -94,60 +94,53 @@ def predict_cellcnn(adata: AnnData, study: Seat, **given: Any) -> list[tuple[str
             raise DataError(
                 f"{len(donors)} donors, more than max_donors={options.max_donors}; agree on a larger number"
             )
-    U = ask(study, options, made, X)
+    U = ask(seat, options, made, X)
     if not asking:
-        return []
+        return Outcome(adata)
     found = [made.classes[k] for k in cellcnn.predict(U)]
     scores = cellcnn.sigmoid(made.config, U).max(axis=1)
     names = adata.obs[options.sample_key].astype(str).to_numpy()
     at = {d: i for i, d in enumerate(donors)}
-    rows = [at[n] for n in names]
-    cells.write_labels(
-        adata, options.key_added, [found[r] for r in rows], np.array([scores[r] for r in rows]), share_name="score"
-    )
-    return [(d, c, float(s)) for d, c, s in zip(donors, found, scores, strict=True)]
+    of = [at[n] for n in names]
+    cells.write_labels(adata, options.key_added, [found[i] for i in of], scores[of], share_name="score")
+    rows = [{"donor": d, "class": c, "score": float(s)} for d, c, s in zip(donors, found, scores, strict=True)]
+    return Outcome(adata, {"predictions": rows})
 
 
-def ask(study: Seat, options: Options, made: cellcnn.Model, X: Any) -> Any:
+def coordinator(seat: Seat, options: Options) -> Outcome:
+    ask(seat, options, load_model(options, seat.me), None)
+    return Outcome()
+
+
+def check_study(study: Study, options: Options) -> None:
+    if options.query not in study.sites:
+        raise ParameterError(f"option 'query' names '{options.query}', which is no site of the study")
+
+
+def ask(seat: Seat, options: Options, made: cellcnn.Model, X: Any) -> Any:
     """Play this party's role in the prediction; logits at the querier."""
-    sites, hub, query = study.study.sites, study.study.coordinator, Party(options.query)
-    if query not in sites:
-        raise ParameterError(f"option 'query' names '{query}', which is no site of the study")
+    sites, hub, query = seat.sites, seat.coordinator, Party(options.query)
     if options.opened:
         chunks = -(-options.max_donors // private_prediction.RING.slots)
         p = private_prediction.Params(query, hub, made.config.markers, made.config.classes, chunks)
-        if study.me == query:
-            return study.run(private_prediction.querier, p, X)
-        if study.me != hub:
-            return study.run(private_prediction.bystander, p)
+        if seat.me == query:
+            return seat.run(private_prediction.querier, p, X)
+        if seat.me != hub:
+            return seat.run(private_prediction.bystander, p)
         if made.weights is None:
             raise DataError("the model was not opened; train with open_model=true, or predict with opened=false")
-        return study.run(private_prediction.server, p, made.weights.M)
+        return seat.run(private_prediction.server, p, made.weights.M)
     from cloister.protocols.cellcnn import oblivious_prediction
 
-    trained = trained_of(options, study, made)
+    trained = trained_of(options, seat, made)
     ring, n = trained.params.ckks, len(sites)
     chunks = oblivious_prediction.chunks(made.config, ring, n, options.max_donors)
     q = oblivious_prediction.Params(sites, hub, query, ring, made.config, chunks)
-    if study.me == query:
-        return study.run(oblivious_prediction.querier, q, trained, X)
-    if study.me == hub:
-        return study.run(oblivious_prediction.aggregator, q, trained)
-    return study.run(oblivious_prediction.holder, q, trained)
-
-
-def part(study: Seat, adata: AnnData | None, options: Options) -> Outcome:
-    if study.role == "auxiliary":
-        return Outcome()
-    if study.role == "coordinator":
-        made = load_model(options, study.me)
-        ask(study, options, made, None)
-        return Outcome(None, {})
-    if adata is None:
-        raise DataError("a site needs cells; name them with --data")
-    rows = predict_cellcnn(adata, study, **vars(options))
-    table = [{"donor": d, "class": c, "score": s} for d, c, s in rows]
-    return Outcome(adata, {"predictions": table} if rows else {})
+    if seat.me == query:
+        return seat.run(oblivious_prediction.querier, q, trained, X)
+    if seat.me == hub:
+        return seat.run(oblivious_prediction.aggregator, q, trained)
+    return seat.run(oblivious_prediction.holder, q, trained)
 
 
 def figures(outcomes: Mapping[str, Outcome], options: Options) -> list[Any]:
@@ -179,9 +172,11 @@ WORKFLOW = Workflow(
     name="predict-cellcnn",
     summary="Predict the class of a site's donors with an encrypted or an opened CellCnn.",
     options=Options,
-    protocols={"hardened": "oblivious_prediction"},
-    part=part,
+    modes=modes_of("predict-cellcnn"),
+    site=site,
+    coordinator=coordinator,
     check=check,
+    check_study=check_study,
     figures=figures,
     stand_in={"query": "any", "keep": "any"},
 )

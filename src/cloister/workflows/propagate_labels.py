@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -16,6 +16,8 @@ from cloister.protocols.hamming import shared_codes
 from cloister.protocols.propagation import label_propagation, private_propagation, propagation_terms
 from cloister.study import Study
 from cloister.workflows import Workflow
+from cloister.workflows.modes import modes_of
+from cloister.workflows.options import option
 
 if TYPE_CHECKING:
     from anndata import AnnData
@@ -23,27 +25,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Options:
-    label_key: str = field(
-        default="cell_type", metadata={"help": "column of obs with the labels; missing ones are NaN"}
+    label_key: str = option("cell_type", "column of obs with the labels; missing ones are NaN")
+    use_rep: str = option("X_pca", "embedding in obsm, in one space at all sites; X for X")
+    bits: int = option(4096, "bits of a cell's code: more bits, finer similarities")
+    n_neighbors: int = option(10, "neighbours of a cell in the graph")
+    alpha: float = option(0.99, "how far labels travel, between 0 and 1")
+    hamming: Literal["mpc", "ot", "he"] = option(
+        "mpc", "engine for distances: three-party sharing, oblivious transfer or encryption"
     )
-    use_rep: str = field(default="X_pca", metadata={"help": "embedding in obsm, in one space at all sites; X for X"})
-    bits: int = field(default=4096, metadata={"help": "bits of a cell's code: more bits, finer similarities"})
-    n_neighbors: int = field(default=10, metadata={"help": "neighbours of a cell in the graph"})
-    alpha: float = field(default=0.99, metadata={"help": "how far labels travel, between 0 and 1"})
-    hamming: Literal["mpc", "ot", "he"] = field(
-        default="mpc", metadata={"help": "engine for distances: three-party sharing, oblivious transfer or encryption"}
+    key_added: str = option("propagated", "name of the column that is written")
+    relabel: bool = option(default=False, help="overrule given labels, too, where the graph says otherwise")
+    classes: tuple[str, ...] = option(
+        (), "the agreed class names; by default all names the sites bring, unseen by the hub"
     )
-    key_added: str = field(default="propagated", metadata={"help": "name of the column that is written"})
-    relabel: bool = field(
-        default=False, metadata={"help": "overrule given labels, too, where the graph says otherwise"}
-    )
-    classes: tuple[str, ...] = field(
-        default=(), metadata={"help": "the agreed class names; by default all names the sites bring, unseen by the hub"}
-    )
-    balance: bool = field(
-        default=False, metadata={"help": "weigh rare classes up, by the pooled number of labels of each class"}
-    )
-    groups: int = field(default=1, metadata={"help": "split very many small sites into so many graphs"})
+    balance: bool = option(default=False, help="weigh rare classes up, by the pooled number of labels of each class")
+    groups: int = option(1, "split very many small sites into so many graphs")
 
     def __post_init__(self) -> None:
         try:
@@ -58,7 +54,7 @@ class Options:
             raise ParameterError("option 'key_added' must be a name of its own, so that given labels are kept")
 
 
-def propagate_labels(adata: AnnData, study: Seat, *, copy: bool = False, **options: Any) -> AnnData | None:
+def propagate_labels(adata: AnnData, seat: Seat, *, copy: bool = False) -> AnnData | None:
     """Label the cells without a label from those that have one, at any site, over a graph of all sites' cells.
 
     Parameters
@@ -66,8 +62,8 @@ def propagate_labels(adata: AnnData, study: Seat, *, copy: bool = False, **optio
     adata
         Cells, all, some or none of them labelled: `adata.obs[label_key]`, where NaN means no label. The embedding
         `adata.obsm[use_rep]` must be one space for all sites. The column may be missing at a site without labels.
-    label_key, use_rep, bits, n_neighbors, alpha, hamming, key_added, relabel, classes, balance, groups
-        As in `Options`; the same at all parties.
+    seat
+        This site's place in a study of `propagate-labels`; the study says the options.
 
     Returns
     -------
@@ -78,24 +74,25 @@ def propagate_labels(adata: AnnData, study: Seat, *, copy: bool = False, **optio
         the propagated one for all cells.
     `adata.obs[f"{key_added}_confidence"]` : :class:`pandas.Series`
         1 - entropy / log C of the class scores (``float``); 1 for given labels, 0 for cells that no label reaches.
-    `adata.uns["cloister"]["propagate-labels"]` : :class:`str`
-        The receipt, one JSON string.
-
-    Reveals
-    -------
-    hardened : the coordinator sees the graph (which cells are neighbours, and how near), which cells are labelled and
-        how many cells each site has, and no label. Sites learn their own labels, and each other's class names.
-    published : the coordinator sees all distances, from which it can rebuild embeddings of cells with the help of one
-        site; sites can solve for each other's labels.
-    balance : everyone learns how many labels of each class all sites have together.
-    both : three parties compute (`mpc`, and the choice of neighbours); any two of them together could see the codes.
     """
-    chosen = Options(**options)
-    adata = adata.copy() if copy else adata
-    check(adata, chosen)
-    found = study.run(_protocol(study.study).site, params_of(study.study, chosen), *_inputs(adata, chosen))
-    write(adata, chosen, found)
+    adata, _ = WORKFLOW.at_site(adata, seat, copy=copy)
     return adata if copy else None
+
+
+def site(seat: Seat, adata: AnnData, options: Options) -> Outcome:
+    inputs = _inputs(adata, options)
+    write(adata, options, seat.run(_protocol(seat.study).site, params_of(seat.study, options), *inputs))
+    return Outcome(adata, computed_by(seat.study, options) | summary(adata, options))
+
+
+def coordinator(seat: Seat, options: Options) -> Outcome:
+    served = seat.run(_protocol(seat.study).server, params_of(seat.study, options))
+    return Outcome(None, computed_by(seat.study, options) | _counts(served))
+
+
+def auxiliary(seat: Seat, options: Options) -> Outcome:
+    seat.attend(params_of(seat.study, options))
+    return Outcome(None, computed_by(seat.study, options))
 
 
 def params_of(study: Study, options: Options) -> propagation_terms.Params:
@@ -170,30 +167,11 @@ def who_computes(study: Study) -> str:
     return text
 
 
-# ---- the workflow ----------------------------------------------------------------------------------------------------
-
-
-def part(study: Seat, adata: AnnData | None, options: Options) -> Outcome:
-    params = params_of(study.study, options)
-    told: dict[str, Any] = {}
-    if options.hamming == "mpc" or study.study.mode != "published":
-        told["note"] = (
-            "each group has its own three computing parties" if options.groups > 1 else who_computes(study.study)
-        )
-    if study.role == "site":
-        if adata is None:
-            raise DataError("a site needs cells; name them with --data")
-        propagate_labels(adata, study, **vars(options))
-        return Outcome(adata, told | summary(adata, options))
-    if study.role == "coordinator":
-        served = study.run(_protocol(study.study).server, params)
-        return Outcome(None, told | _counts(served))
-    study.run(_idle, params)
-    return Outcome(None, told)
-
-
-async def _idle(ch: Any, params: Any) -> None:
-    """A party that neither holds nor computes."""
+def computed_by(study: Study, options: Options) -> dict[str, Any]:
+    if options.hamming != "mpc" and study.mode == "published":
+        return {}
+    note = "each group has its own three computing parties" if options.groups > 1 else who_computes(study)
+    return {"note": note}
 
 
 def _counts(served: tuple[propagation_terms.Served, ...]) -> dict[str, Any]:
@@ -258,8 +236,10 @@ WORKFLOW = Workflow(
     name="propagate-labels",
     summary="Label cells from the labels of some, at any site, over a graph of all sites' cells.",
     options=Options,
-    protocols={"hardened": "private_propagation", "published": "label_propagation"},
-    part=part,
+    modes=modes_of("propagate-labels"),
+    site=site,
+    coordinator=coordinator,
+    auxiliary=auxiliary,
     check=check,
     figures=figures,
 )

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any, Literal
 from cloister.cells import tables as cells
 from cloister.errors import DataError, ParameterError
 from cloister.net.seat import Outcome, Seat
-from cloister.protocols.inference import encrypted_inference, model_card, permuted_inference
-from cloister.workflows import Workflow, option
+from cloister.protocols.inference import model_card
+from cloister.workflows import Workflow
 from cloister.workflows.adapt_model import answer, ask, inputs_of, load, write
+from cloister.workflows.modes import modes_of
+from cloister.workflows.options import option
 
 if TYPE_CHECKING:
     from anndata import AnnData
-
-USED = (encrypted_inference, permuted_inference)  # what `ask` and `answer` run
 
 
 @dataclass(frozen=True)
@@ -34,67 +34,53 @@ class Options:
             raise ParameterError(f"option 'budget' must be at least 1, found {self.budget}")
 
 
-def serve_model(adata: AnnData, study: Seat, *, adapter: str, key_added: str = "predicted", **options: Any) -> Any:
+def serve_model(adata: AnnData, seat: Seat, *, copy: bool = False) -> AnnData | None:
     """Label samples by a model that stays with its provider, and an adapter that stays here.
 
     Parameters
     ----------
     adata
         Images (rows of X) or cells.
-    adapter
-        File that `adapt-model` wrote.
-    options
-        The other options of the workflow.
+    seat
+        This site's place in a study of `serve-model`; the study says the options.
 
     Returns
     -------
-    The adapter. Sets `adata.obs[key_added]`, `adata.obs[f"{key_added}_confidence"]` and
+    `None`, or a labelled copy if `copy=True`. Sets `adata.obs[key_added]`, `adata.obs[f"{key_added}_confidence"]` and
     `adata.obsm[f"{key_added}_features"]`.
-
-    Reveals
-    -------
-    provider (coordinator) : how many batches of samples you ask about.
-    you : what `adapt-model` reveals of the model, for these samples.
     """
+    adata, _ = WORKFLOW.at_site(adata, seat, copy=copy)
+    return adata if copy else None
+
+
+def site(seat: Seat, adata: AnnData, options: Options) -> Outcome:
     from cloister.models.adapter import Adapted
 
-    chosen = Options(adapter=adapter, key_added=key_added, **options)
-    check(adata, chosen)
-    adapted = Adapted.load(adapter)
-    told = study.run(model_card.owner, model_card.Params(study.study.sites, study.study.coordinator))
+    adapted = Adapted.load(options.adapter)
+    told = seat.run(model_card.owner, model_card.Params(seat.sites, seat.coordinator))
     if adapted.model != told.digest:
         raise DataError("this adapter was trained with another model than the provider's; run adapt-model again")
-    taps = ask(study, chosen, told, inputs_of(adata, told.card))
+    taps = ask(seat, options, told, inputs_of(adata, told.card))
     expected = (adapted.module.config.taps, adapted.module.config.rank)
     if taps.shape[1:] != expected:
         raise DataError("this adapter was trained in another mode; serve in the mode it was adapted in")
-    write(adata, key_added, adapted, taps)
-    return adapted
+    write(adata, options.key_added, adapted, taps)
+    counts = adata.obs[options.key_added].value_counts()
+    return Outcome(adata, {"predicted": {str(k): int(v) for k, v in counts.items()}}, model=adapted)
 
 
-def serve(study: Seat, options: Options) -> Any:
-    """The provider's half."""
+def coordinator(seat: Seat, options: Options) -> Outcome:
+    """The provider: answer what the sites ask."""
     encoder, told = load(options.model, options.ring)
-    study.run(model_card.provider, model_card.Params(study.study.sites, study.study.coordinator), told)
-    return answer(study, options, told, encoder)
+    seat.run(model_card.provider, model_card.Params(seat.sites, seat.coordinator), told)
+    answered = answer(seat, options, told, encoder)
+    return Outcome(None, {"answered": json.loads(json.dumps(answered))})
 
 
 def check(adata: AnnData, options: Any) -> list[str]:
     """Raise `DataError` if these samples cannot be labelled; return what the user should know."""
     cells.check_cells(adata, need_names=False)
     return ["every sample asked counts against the provider's budget"]
-
-
-def part(study: Seat, adata: AnnData | None, options: Options) -> Outcome:
-    if study.role == "site":
-        if adata is None:
-            raise DataError("a site needs samples; name them with --data")
-        adapted = serve_model(adata, study, **vars(options))
-        counts = adata.obs[options.key_added].value_counts()
-        return Outcome(adata, {"predicted": {str(k): int(v) for k, v in counts.items()}}, model=adapted)
-    if study.role == "coordinator":
-        return Outcome(None, {"answered": json.loads(json.dumps(serve(study, options)))})
-    return Outcome()
 
 
 def figures(outcomes: Mapping[str, Outcome], options: Options) -> list[Any]:
@@ -111,8 +97,9 @@ WORKFLOW = Workflow(
     name="serve-model",
     summary="Label samples with a provider's encoder and an adapter; neither side sees the other's.",
     options=Options,
-    protocols={"hardened": "encrypted_inference", "published": "permuted_inference"},
-    part=part,
+    modes=modes_of("serve-model"),
+    site=site,
+    coordinator=coordinator,
     check=check,
     min_sites=1,
     figures=figures,

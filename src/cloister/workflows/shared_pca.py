@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -15,6 +15,8 @@ from cloister.errors import DataError, ParameterError
 from cloister.net.seat import Outcome, Seat
 from cloister.protocols.sums import shared_pca as protocol
 from cloister.workflows import Workflow
+from cloister.workflows.modes import modes_of
+from cloister.workflows.options import option
 
 if TYPE_CHECKING:
     from anndata import AnnData
@@ -22,21 +24,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Options:
-    n_components: int = field(default=50, metadata={"help": "components of the shared space"})
-    n_top_genes: int = field(default=2000, metadata={"help": "highly variable genes it is made of"})
-    layer: str | None = field(default=None, metadata={"help": "layer that holds the values; X by default"})
-    kind: Literal["counts", "log"] = field(default="counts", metadata={"help": "what every site holds"})
-    names: Literal["index", "symbol", "ensembl"] = field(
-        default="index", metadata={"help": "gene names to match by: as they stand, or symbols or Ensembl ids from var"}
+    n_components: int = option(50, "components of the shared space")
+    n_top_genes: int = option(2000, "highly variable genes it is made of")
+    layer: str | None = option(None, "layer that holds the values; X by default")
+    kind: Literal["counts", "log"] = option("counts", "what every site holds")
+    names: Literal["index", "symbol", "ensembl"] = option(
+        "index", "gene names to match by: as they stand, or symbols or Ensembl ids from var"
     )
-    library_key: str | None = field(
-        default=None, metadata={"help": "column of obs with each cell's library size; the sum of common genes if none"}
+    library_key: str | None = option(
+        None, "column of obs with each cell's library size; the sum of common genes if none"
     )
-    target_sum: float = field(default=1e4, metadata={"help": "counts per cell after normalisation"})
-    scale: bool = field(default=True, metadata={"help": "divide genes by their pooled deviation"})
-    max_value: float = field(default=10.0, metadata={"help": "clip scaled values here"})
-    min_cells: int = field(default=50, metadata={"help": "least number of cells a site must hold"})
-    key_added: str = field(default="X_shared_pca", metadata={"help": "name in obsm"})
+    target_sum: float = option(1e4, "counts per cell after normalisation")
+    scale: bool = option(default=True, help="divide genes by their pooled deviation")
+    max_value: float = option(10.0, "clip scaled values here")
+    min_cells: int = option(50, "least number of cells a site must hold")
+    key_added: str = option("X_shared_pca", "name in obsm")
 
     def __post_init__(self) -> None:
         if not 1 <= self.n_components < self.n_top_genes:
@@ -50,23 +52,7 @@ class Options:
             raise ParameterError("options 'target_sum' and 'max_value' must be above 0, 'min_cells' at least 2")
 
 
-def shared_pca(
-    adata: AnnData,
-    study: Seat,
-    *,
-    n_components: int = 50,
-    n_top_genes: int = 2000,
-    layer: str | None = None,
-    kind: Literal["counts", "log"] = "counts",
-    names: Literal["index", "symbol", "ensembl"] = "index",
-    library_key: str | None = None,
-    target_sum: float = 1e4,
-    scale: bool = True,
-    max_value: float = 10.0,
-    min_cells: int = 50,
-    key_added: str = "X_shared_pca",
-    copy: bool = False,
-) -> AnnData | None:
+def shared_pca(adata: AnnData, seat: Seat, *, copy: bool = False) -> AnnData | None:
     """Put cells into the principal components of all sites' cells together.
 
     Normalisation, choice of genes, scaling and components are those that scanpy computes on the pooled cells. It
@@ -77,8 +63,8 @@ def shared_pca(
     ----------
     adata
         Raw counts (or log values with `kind="log"`, at every site alike), sparse or dense.
-    library_key
-        A column of `adata.obs` with each cell's library size, for files cut to some genes.
+    seat
+        This site's place in a study of `shared-pca`; the study says the options.
 
     Returns
     -------
@@ -90,44 +76,32 @@ def shared_pca(
         The components; zero for genes that were not chosen.
     `adata.uns[key_added]` : dict
         `variance`, `variance_ratio`, and `genes`, `mean`, `deviation`, `center` in the components' order.
-
-    Reveals
-    -------
-    coordinator : over all sites together, cells, mean and variance per gene, covariance of the chosen genes; which
-        genes each site measured.
-    sites : chosen genes with pooled mean and deviation, the components, the number of cells in all.
     """
-    adata = adata.copy() if copy else adata
-    options = Options(
-        n_components,
-        n_top_genes,
-        layer,
-        kind,
-        names,
-        library_key,
-        target_sum,
-        scale,
-        max_value,
-        min_cells,
-        key_added,
-    )
-    check(adata, options)
-    space, scores = study.run(protocol.site, params_of(study, options), cells_of(adata, options))
-    scaling = [kind, target_sum, scale, max_value]
-    write_space(adata, key_added, space, scores, own_names(adata, options), scaling)
+    adata, _ = WORKFLOW.at_site(adata, seat, copy=copy)
     return adata if copy else None
 
 
-def offer_shared_pca(study: Seat, options: Options) -> protocol.Space:
-    """The coordinator's half: add up what the sites send and hand the components out."""
-    space: protocol.Space = study.run(protocol.coordinator, params_of(study, options))
-    return space
+def site(seat: Seat, adata: AnnData, options: Options) -> Outcome:
+    space, scores = seat.run(protocol.site, params_of(seat, options), cells_of(adata, options))
+    scaling = [options.kind, options.target_sum, options.scale, options.max_value]
+    write_space(adata, options.key_added, space, scores, own_names(adata, options), scaling)
+    return Outcome(adata, summary(space))
 
 
-def params_of(study: Seat, options: Options) -> protocol.Params:
+def coordinator(seat: Seat, options: Options) -> Outcome:
+    """Add up what the sites send, and hand the components out."""
+    return Outcome(None, summary(seat.run(protocol.coordinator, params_of(seat, options))))
+
+
+def summary(space: protocol.Space) -> dict[str, Any]:
+    ratio = space.variance / space.total_variance
+    return {"cells": int(space.cells), "genes": len(space.genes), "variance_ratio": [float(v) for v in ratio]}
+
+
+def params_of(seat: Seat, options: Options) -> protocol.Params:
     return protocol.Params(
-        study.study.sites,
-        study.study.coordinator,
+        seat.sites,
+        seat.coordinator,
         options.kind,
         options.n_top_genes,
         options.n_components,
@@ -202,36 +176,6 @@ def check(adata: AnnData, options: Options) -> list[str]:
     return notes
 
 
-def part(study: Seat, adata: AnnData | None, options: Options) -> Outcome:
-    if study.role == "site":
-        if adata is None:
-            raise DataError("a site needs cells; name them with --data")
-        shared_pca(adata, study, **vars(options))
-        return Outcome(adata, _figures_of(adata.uns[options.key_added]))
-    if study.role == "coordinator":
-        space = offer_shared_pca(study, options)
-        return Outcome(
-            None,
-            _figures_of(
-                {
-                    "variance": space.variance,
-                    "variance_ratio": space.variance / space.total_variance,
-                    "genes": space.genes,
-                    "cells": space.cells,
-                }
-            ),
-        )
-    return Outcome()
-
-
-def _figures_of(found: Any) -> dict[str, Any]:
-    return {
-        "cells": int(found["cells"]),
-        "genes": len(found["genes"]),
-        "variance_ratio": [float(v) for v in found["variance_ratio"]],
-    }
-
-
 def figures(outcomes: Mapping[str, Outcome], options: Options) -> list[Any]:
     """The cells that are here in the first two components, by site; how much each component explains."""
     from cloister.report.figures import curves, embedding
@@ -255,8 +199,9 @@ WORKFLOW = Workflow(
     name="shared-pca",
     summary="Put all sites' cells into one space: the PCA of all of them together, from secure sums.",
     options=Options,
-    protocols={"hardened": "shared_pca"},
-    part=part,
+    modes=modes_of("shared-pca"),
+    site=site,
+    coordinator=coordinator,
     check=check,
     figures=figures,
 )

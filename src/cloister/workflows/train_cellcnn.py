@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 
@@ -17,8 +17,11 @@ from cloister.net.seat import Outcome, Seat
 from cloister.protocols.cellcnn import cellcnn_terms, clear_training
 from cloister.protocols.sums import pooled_scaling
 from cloister.protocols.sums.columns import match_columns
+from cloister.study import CONSENTS, Study
 from cloister.workflows import Workflow
 from cloister.workflows.cellcnn_report import accuracy, consensus, figures, pooled_hits, report
+from cloister.workflows.modes import modes_of
+from cloister.workflows.options import option
 
 if TYPE_CHECKING:
     from anndata import AnnData
@@ -26,10 +29,6 @@ if TYPE_CHECKING:
     from cloister.protocols.cellcnn.encrypted_training import Trained
     from cloister.protocols.cellcnn.key_store import KeyStore
 
-CONSENT = {  # what a site's own settings have to allow before it helps to decrypt
-    "open-model": "opening the model",
-    "validation": "opening the validation error during training",
-}
 PRESETS: dict[str, dict[str, Any]] = {  # [SAV22] supplementary note 3; rates are ours, chosen on the clear twin
     "cmv": {"n_cells": 200, "n_inputs": 2000, "per": "class", "total_batch": 200, "interval": 3.0, "epochs": 20},
     "aml": {"n_cells": 200, "n_inputs": 1000, "per": "class", "total_batch": 200, "interval": 3.0, "epochs": 20},
@@ -40,37 +39,33 @@ PRESETS: dict[str, dict[str, Any]] = {  # [SAV22] supplementary note 3; rates ar
 
 @dataclass(frozen=True)
 class Options:
-    sample_key: str = field(default="donor", metadata={"help": "column of obs that names the donor of a cell"})
-    target_key: str = field(default="condition", metadata={"help": "column of obs with the class of its donor"})
-    n_filters: int = field(default=8, metadata={"help": "filters (h)"})
-    n_cells: int = field(default=200, metadata={"help": "cells per multi-cell input (c)"})
-    n_inputs: int = field(default=200, metadata={"help": "multi-cell inputs per class or donor at each site (z)"})
-    per: Literal["class", "donor"] = field(default="class", metadata={"help": "draw inputs per class or per donor"})
-    n_steps: int = field(default=20, metadata={"help": "training steps; each is one aggregation"})
-    batch: int = field(default=0, metadata={"help": "inputs per site and step; 0 means 200 over the number of sites"})
-    learning_rate: float = field(default=0.2, metadata={"help": "step size (eta)"})
-    momentum: float = field(default=0.9, metadata={"help": "share of the last update that goes on (mu)"})
-    interval: float = field(default=3.0, metadata={"help": "the sigmoid is fitted on [-interval, interval]"})
-    preset: Literal["cmv", "aml", "rrms-class", "rrms-donor"] | None = field(
-        default=None, metadata={"help": "settings of the paper: cells, inputs, batch, interval and steps"}
+    sample_key: str = option("donor", "column of obs that names the donor of a cell")
+    target_key: str = option("condition", "column of obs with the class of its donor")
+    n_filters: int = option(8, "filters (h)")
+    n_cells: int = option(200, "cells per multi-cell input (c)")
+    n_inputs: int = option(200, "multi-cell inputs per class or donor at each site (z)")
+    per: Literal["class", "donor"] = option("class", "draw inputs per class or per donor")
+    n_steps: int = option(20, "training steps; each is one aggregation")
+    batch: int = option(0, "inputs per site and step; 0 means 200 over the number of sites")
+    learning_rate: float = option(0.2, "step size (eta)")
+    momentum: float = option(0.9, "share of the last update that goes on (mu)")
+    interval: float = option(3.0, "the sigmoid is fitted on [-interval, interval]")
+    preset: Literal["cmv", "aml", "rrms-class", "rrms-donor"] | None = option(
+        None, "settings of the paper: cells, inputs, batch, interval and steps"
     )
-    cofactor: float = field(default=0.0, metadata={"help": "arcsinh(x / cofactor) first; 5 for mass cytometry, 0: no"})
-    scaling: Literal["pooled", "reference", "none"] = field(
-        default="pooled", metadata={"help": "standardise by secure sums, by public reference values, or not"}
+    cofactor: float = option(0.0, "arcsinh(x / cofactor) first; 5 for mass cytometry, 0: no")
+    scaling: Literal["pooled", "reference", "none"] = option(
+        "pooled", "standardise by secure sums, by public reference values, or not"
     )
-    reference_mean: tuple[float, ...] = field(default=(), metadata={"help": "one per marker, in the agreed order"})
-    reference_scale: tuple[float, ...] = field(default=(), metadata={"help": "one per marker, in the agreed order"})
-    encrypted: bool = field(default=True, metadata={"help": "false: the clear twin, gradients in plain sight"})
-    open_model: bool = field(default=False, metadata={"help": "decrypt the final model, if every site consents"})
-    n_models: int = field(
-        default=1, metadata={"help": "train so many, with 3 to 9 filters, and take the best by held-out donors"}
-    )
-    hold_out: int = field(default=0, metadata={"help": "donors per class at each site that are kept for validation"})
-    keep: str = field(default="", metadata={"help": "folder for keys, checkpoints and the encrypted model"})
+    reference_mean: tuple[float, ...] = option((), "one per marker, in the agreed order")
+    reference_scale: tuple[float, ...] = option((), "one per marker, in the agreed order")
+    open_model: bool = option(default=False, help="decrypt the final model, if every site consents")
+    n_models: int = option(1, "train so many, with 3 to 9 filters, and take the best by held-out donors")
+    hold_out: int = option(0, "donors per class at each site that are kept for validation")
+    keep: str = option("", "folder for keys, checkpoints and the encrypted model")
 
-    validate_every: int = field(
-        default=0,
-        metadata={"help": "open the squared error on held-out inputs after so many steps each, if every site consents"},
+    validate_every: int = option(
+        0, "open the squared error on held-out inputs after so many steps each, if every site consents"
     )
 
     def __post_init__(self) -> None:
@@ -85,17 +80,26 @@ class Options:
             raise ParameterError("scaling='reference' needs reference_mean and reference_scale, and only then")
         if min(self.hold_out, self.validate_every) < 0:
             raise ParameterError("options 'hold_out' and 'validate_every' must be at least 0")
-        if self.validate_every and (self.hold_out < 1 or not self.encrypted):
-            raise ParameterError("validate_every is for encrypted training and needs donors: set hold_out=1 or more")
-        if self.n_models > 1 and (self.hold_out < 1 or (self.encrypted and not self.open_model)):
-            raise ParameterError(
-                "several models are compared after opening, on donors that were held out: set open_model=true and"
-                " hold_out=1 or more"
-            )
-        if self.encrypted and not self.open_model and not self.keep:
-            raise ParameterError(
-                "the encrypted model would be lost: name a folder with keep=, or let all agree to open_model=true"
-            )
+        if self.validate_every and self.hold_out < 1:
+            raise ParameterError("validate_every needs donors to validate on: set hold_out=1 or more")
+        if self.n_models > 1 and self.hold_out < 1:
+            raise ParameterError("several models are compared on donors that were held out: set hold_out=1 or more")
+
+
+def check_study(study: Study, options: Options) -> None:
+    """Raise `ParameterError` where the options do not go with the study's mode."""
+    if options.validate_every and study.mode != "hardened":
+        raise ParameterError(f"mode '{study.mode}' has no validation during training; use 'hardened'")
+    if study.mode == "plain" or options.open_model:
+        return
+    if study.mode == "published":
+        raise ParameterError("mode 'published' ends by opening the model; agree to open_model=true, or use 'hardened'")
+    if options.n_models > 1:
+        raise ParameterError("several models are compared after opening: set open_model=true")
+    if not options.keep:
+        raise ParameterError(
+            "the encrypted model would be lost: name a folder with keep=, or let all agree to open_model=true"
+        )
 
 
 def settled(options: Options, sites: int) -> Options:
@@ -161,20 +165,18 @@ def check(adata: AnnData, options: Options) -> list[str]:
     least = min(adata.obs[options.sample_key].astype(str).value_counts())
     if least < options.n_cells:
         notes.append(f"a donor has {least} cells, fewer than n_cells={options.n_cells}; cells are drawn repeatedly")
-    if not options.encrypted:
-        notes.append("encrypted=false: every site's gradients go to the coordinator in plain sight")
     return notes
 
 
-def train_cellcnn(adata: AnnData, study: Seat, **given: Any) -> cellcnn.Model:
+def train_cellcnn(adata: AnnData, seat: Seat) -> cellcnn.Model:
     """Train a CellCnn together with the other sites of the study; nothing of it is decrypted unless all agreed.
 
     Parameters
     ----------
     adata
         Cells of the donors here: `obs[sample_key]` names the donor, `obs[target_key]` its class; markers are columns.
-    given
-        See `Options`.
+    seat
+        This site's place in a study of `train-cellcnn`; the study says the options.
 
     Returns
     -------
@@ -184,43 +186,38 @@ def train_cellcnn(adata: AnnData, study: Seat, **given: Any) -> cellcnn.Model:
         Response of every cell to the filter that speaks most for the last class.
     `adata.uns["cloister"]["cellcnn"]` : :class:`dict`
         Filters by markers, dense weights, markers and classes.
-
-    Reveals
-    -------
-    coordinator, site : names of markers and classes; pooled mean and spread of every marker (not with
-        scaling="reference"); if open_model, the final weights. Nothing else: see `encrypted_training`.
-    with validate_every : also, to all, the squared error on all sites' held-out inputs, after so many steps each.
-    with hold_out : also, to all, how many held-out inputs of all sites together an opened model gets right.
-    with encrypted=false : every site's gradients, to the coordinator.
     """
-    return trained(adata, study, Options(**given))[0]
+    _, outcome = WORKFLOW.at_site(adata, seat)
+    return cast(cellcnn.Model, outcome.model)
 
 
-def trained(adata: AnnData, study: Seat, options: Options) -> tuple[cellcnn.Model, dict[str, Any]]:
-    """`train_cellcnn`, and the consensus of several models if there are."""
-    options = settled(options, len(study.study.sites))
-    check(adata, options)
-    check_mode(study, options)
+def site(seat: Seat, adata: AnnData, options: Options) -> Outcome:
+    options = settled(options, len(seat.sites))
+    check_consent(seat, options)
+    every, prepared, held = models_of(adata, seat, options)
+    model, agreed = best_of(seat, options, every, held)
+    save(model, options, seat)
+    if model.weights is not None:
+        report(adata, model, prepared)
+    return Outcome(adata, summary(model) | agreed | accuracy(model, adata, options), model=model)
+
+
+def check_consent(seat: Seat, options: Options) -> None:
+    """Raise `RefusedError` before anything is sent, if this site's own settings do not allow what the study opens."""
     asked = {"open-model": options.open_model, "validation": options.validate_every > 0}
-    for what, wanted in asked.items() if options.encrypted else ():
-        if wanted and not study.consents(what):
+    for what, wanted in asked.items() if seat.mode != "plain" else ():
+        if wanted and what not in seat.consent:
             raise RefusedError(
-                f"'{study.me}' does not consent to {CONSENT[what]}; add \"{what}\" to [approve] consent in"
+                f"'{seat.me}' does not consent to {CONSENTS[what]}; add \"{what}\" to [approve] consent in"
                 " local/site.toml, or agree on a study without"
             )
-    every, prepared, held = models_of(adata, study, options)
-    made, agreed = best_of(study, options, every, held)
-    save(made, options, study)
-    if made.weights is not None:
-        report(adata, made, prepared)
-    return made, agreed
 
 
-def models_of(adata: AnnData, study: Seat, options: Options) -> tuple[list[cellcnn.Model], Any, tuple[Any, Any] | None]:
+def models_of(adata: AnnData, seat: Seat, options: Options) -> tuple[list[cellcnn.Model], Any, tuple[Any, Any] | None]:
     """Every model that was trained, this site's cells in their units, and the inputs that none of them saw."""
-    sites, hub = study.study.sites, study.study.coordinator
+    sites, hub = seat.sites, seat.coordinator
     donors = donor_classes(adata, options)
-    terms = study.run(
+    terms = seat.run(
         cellcnn_terms.site,
         cellcnn_terms.Params(sites, hub),
         [str(v) for v in adata.var_names],
@@ -230,64 +227,56 @@ def models_of(adata: AnnData, study: Seat, options: Options) -> tuple[list[cellc
     x = np.arcsinh(X / options.cofactor) if options.cofactor else X
     names = adata.obs[options.sample_key].astype(str).to_numpy()
     y = np.array([terms.classes.index(c) for c in adata.obs[options.target_key].astype(str)])
-    out = np.isin(names, held_out(donors, options.hold_out, study))
-    mean, scale = standard(study, options, x[~out])
+    out = np.isin(names, held_out(donors, options.hold_out, seat))
+    mean, scale = standard(seat, options, x.shape[1], x[~out])
     prepared = cellcnn.standardise(x, 0.0, mean, scale)
     drawn = {"n_cells": options.n_cells, "per": options.per, "n_inputs": options.n_inputs}
-    inputs, labels = cellcnn.draw_inputs(prepared[~out], names[~out], y[~out], **drawn, rng=study.rng("inputs"))
+    inputs, labels = cellcnn.draw_inputs(prepared[~out], names[~out], y[~out], **drawn, rng=seat.rng("inputs"))
     held = None
     if out.any():
-        held = cellcnn.draw_inputs(prepared[out], names[out], y[out], **drawn, rng=study.rng("held out"))
+        held = cellcnn.draw_inputs(prepared[out], names[out], y[out], **drawn, rng=seat.rng("held out"))
     made: list[cellcnn.Model] = []
     for k in range(options.n_models):
-        config = config_of(options, terms, study.study.seed, k)
+        config = config_of(options, terms, seat.study.seed, k)
         model = cellcnn.Model(config, *terms, options.cofactor, mean, scale)
-        batches = cellcnn.draw_batches(inputs, labels, config, study.rng(f"batches/{k}" if k else "batches"))
-        made.append(play(study, options, model, (*batches, sampled(held, config, study)), k))
+        batches = cellcnn.draw_batches(inputs, labels, config, seat.rng(f"batches/{k}" if k else "batches"))
+        made.append(train(seat, options, model, (*batches, sampled(held, config, seat)), k))
     return made, prepared, held
 
 
-def sampled(held: tuple[Any, Any] | None, config: cellcnn.Config, study: Seat) -> tuple[Any, Any] | None:
+def sampled(held: tuple[Any, Any] | None, config: cellcnn.Config, seat: Seat) -> tuple[Any, Any] | None:
     """As many held-out inputs as a batch has: the number is public, whatever a site has."""
     if held is None:
         return None
-    at = study.rng("validation").choice(len(held[0]), config.batch)
+    at = seat.rng("validation").choice(len(held[0]), config.batch)
     return held[0][at], cellcnn.one_hot(held[1][at], config.classes)
 
 
-def held_out(donors: Mapping[str, str], count: int, study: Seat) -> list[str]:
+def held_out(donors: Mapping[str, str], count: int, seat: Seat) -> list[str]:
     """Donors of each class that this site keeps for validation."""
-    rng, chosen = study.rng("hold out"), []
+    rng, chosen = seat.rng("hold out"), []
     for label in sorted(set(donors.values())) if count else []:
         chosen += rng.permutation(sorted(d for d, c in donors.items() if c == label))[:count].tolist()
     return chosen
 
 
 def best_of(
-    study: Seat, options: Options, made: list[cellcnn.Model], held: tuple[Any, Any] | None
+    seat: Seat, options: Options, made: list[cellcnn.Model], held: tuple[Any, Any] | None
 ) -> tuple[cellcnn.Model, dict[str, Any]]:
     """The opened model that does best on all sites' held-out donors, and the consensus of the best three."""
     if options.hold_out == 0 or made[0].weights is None:
         return made[0], {}
-    scores = pooled_hits(study, made, held)
+    scores = pooled_hits(seat, made, held)
     found: dict[str, Any] = {"validation_accuracy": scores}
     return made[int(np.argmax(scores))], found | (consensus(made, scores) if len(made) > 1 else {})
 
 
-def check_mode(study: Seat, options: Options) -> None:
-    if study.study.mode == "published" and options.validate_every:
-        raise ParameterError("mode 'published' has no validation during training; use 'hardened'")
-    if study.study.mode == "published" and options.encrypted and not options.open_model:
-        raise ParameterError("mode 'published' ends by opening the model; agree to open_model=true, or use 'hardened'")
-
-
-def standard(study: Seat, options: Options, x: Any) -> tuple[Any, Any]:
-    """Mean and scale of every marker: by secure sums, agreed on beforehand, or 0 and 1."""
-    width = x.shape[1]
+def standard(seat: Seat, options: Options, width: int, x: Any) -> tuple[Any, Any]:
+    """Mean and scale of every marker: by secure sums over the sites' `x`, agreed on beforehand, or 0 and 1."""
     if options.scaling == "pooled":
-        params = pooled_scaling.Params(study.study.sites, study.study.coordinator, width)
-        found = study.run(pooled_scaling.site, params, x)
-        return found.mean, found.scale
+        params = pooled_scaling.Params(seat.sites, seat.coordinator, width)
+        pooled = seat.run(pooled_scaling.coordinator, params) if x is None else seat.run(pooled_scaling.site, params, x)
+        return pooled.mean, pooled.scale
     if options.scaling == "reference":
         if len(options.reference_mean) != width:
             raise ParameterError(f"{width} markers are in common, the reference has {len(options.reference_mean)}")
@@ -295,87 +284,64 @@ def standard(study: Seat, options: Options, x: Any) -> tuple[Any, Any]:
     return np.zeros(width), np.ones(width)
 
 
-def play(
-    study: Seat, options: Options, made: cellcnn.Model, inputs: tuple[Any, Any, Any] | None, number: int = 0
+def train(
+    seat: Seat, options: Options, model: cellcnn.Model, inputs: tuple[Any, Any, Any] | None, number: int = 0
 ) -> cellcnn.Model:
     """The training itself, for a site (with batches, labels and held-out inputs) or the coordinator (without)."""
-    sites, hub = study.study.sites, study.study.coordinator
-    store = store_of(options, study, number)
-    if not options.encrypted:
-        clear = clear_training.Params(sites, hub, made.config)
+    sites, hub, store = seat.sites, seat.coordinator, store_of(options, seat, number)
+    if seat.mode == "plain":
+        clear = clear_training.Params(sites, hub, model.config)
         if inputs is None:
-            return replace(made, weights=study.run(clear_training.aggregator, clear))
-        return replace(made, weights=study.run(clear_training.holder, clear, *inputs[:2]))
-    if study.study.mode == "published":
+            return replace(model, weights=seat.run(clear_training.aggregator, clear))
+        return replace(model, weights=seat.run(clear_training.holder, clear, *inputs[:2]))
+    if seat.mode == "published":
         from cloister.protocols.cellcnn import published_training
 
-        printed = published_training.choose_ring(len(sites))
-        as_printed = published_training.Params(sites, hub, printed, made.config)
+        as_printed = published_training.Params(sites, hub, published_training.choose_ring(len(sites)), model.config)
         if inputs is None:
-            return replace(made, weights=study.run(published_training.aggregator, as_printed, store).weights)
-        return replace(made, weights=study.run(published_training.holder, as_printed, *inputs[:2], store).weights)
+            return replace(model, weights=seat.run(published_training.aggregator, as_printed, store).weights)
+        return replace(model, weights=seat.run(published_training.holder, as_printed, *inputs[:2], store).weights)
     from cloister.protocols.cellcnn import encrypted_training, encrypted_validation
     from cloister.protocols.cellcnn.cellcnn_circuit import choose_ring
 
     done: Trained
-    every, size = options.validate_every, made.config.batch if options.validate_every else 0
-    ring = (encrypted_validation.ring_for if every else choose_ring)(made.config, len(sites))
-    params = encrypted_training.Params(sites, hub, ring, made.config, options.open_model, every, size)
+    every, size = options.validate_every, model.config.batch if options.validate_every else 0
+    ring = (encrypted_validation.ring_for if every else choose_ring)(model.config, len(sites))
+    params = encrypted_training.Params(sites, hub, ring, model.config, options.open_model, every, size)
     if inputs is None:
-        done = study.run(encrypted_training.aggregator, params, store)
+        done = seat.run(encrypted_training.aggregator, params, store)
     else:
         X, Y, held = inputs
-        done = study.run(encrypted_training.holder, params, X, Y, store, held if every else None)
-    return replace(made, weights=done.weights, losses=done.losses)
+        done = seat.run(encrypted_training.holder, params, X, Y, store, held if every else None)
+    return replace(model, weights=done.weights, losses=done.losses)
 
 
-def store_of(options: Options, study: Seat, number: int = 0) -> KeyStore | None:
+def store_of(options: Options, seat: Seat, number: int = 0) -> KeyStore | None:
     from cloister.protocols.cellcnn.key_store import KeyStore
 
     if not options.keep:
         return None
-    return KeyStore(Path(options.keep) / f"model-{number + 1}" if options.n_models > 1 else options.keep, study.me)
+    return KeyStore(Path(options.keep) / f"model-{number + 1}" if options.n_models > 1 else options.keep, seat.me)
 
 
-def save(made: cellcnn.Model, options: Options, study: Seat) -> None:
+def save(made: cellcnn.Model, options: Options, seat: Seat) -> None:
     if options.keep:
-        folder = Path(options.keep) / study.me
+        folder = Path(options.keep) / seat.me
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_file(folder / "model.json", made.to_json())
 
 
-def coordinate(study: Seat, options: Options) -> tuple[cellcnn.Model, dict[str, Any]]:
-    """The coordinator's half."""
-    options = settled(options, len(study.study.sites))
-    check_mode(study, options)
-    sites, hub = study.study.sites, study.study.coordinator
-    terms = study.run(cellcnn_terms.coordinator, cellcnn_terms.Params(sites, hub))
-    width = len(terms.markers)
-    if options.scaling == "pooled":
-        found = study.run(pooled_scaling.coordinator, pooled_scaling.Params(sites, hub, width))
-        mean, scale = found.mean, found.scale
-    else:
-        mean, scale = standard(study, options, np.zeros((0, width)))
+def coordinator(seat: Seat, options: Options) -> Outcome:
+    options = settled(options, len(seat.sites))
+    terms = seat.run(cellcnn_terms.coordinator, cellcnn_terms.Params(seat.sites, seat.coordinator))
+    mean, scale = standard(seat, options, len(terms.markers), None)
     every: list[cellcnn.Model] = []
     for k in range(options.n_models):
-        config = config_of(options, terms, study.study.seed, k)
-        made = cellcnn.Model(config, *terms, options.cofactor, mean, scale)
-        every.append(play(study, options, made, None, k))
-    best, agreed = best_of(study, options, every, None)
-    save(best, options, study)
-    return best, agreed
-
-
-def part(study: Seat, adata: AnnData | None, options: Options) -> Outcome:
-    if study.role == "auxiliary":
-        return Outcome()
-    if study.role == "coordinator":
-        made, agreed = coordinate(study, options)
-        return Outcome(None, summary(made) | agreed, model=made)
-    if adata is None:
-        raise DataError("a site needs cells; name them with --data")
-    made, agreed = trained(adata, study, options)
-    return Outcome(adata, summary(made) | agreed | accuracy(made, adata, options), model=made)
+        config = config_of(options, terms, seat.study.seed, k)
+        every.append(train(seat, options, cellcnn.Model(config, *terms, options.cofactor, mean, scale), None, k))
+    best, agreed = best_of(seat, options, every, None)
+    save(best, options, seat)
+    return Outcome(None, summary(best) | agreed, model=best)
 
 
 def summary(made: cellcnn.Model) -> dict[str, Any]:
@@ -400,10 +366,13 @@ WORKFLOW = Workflow(
     name="train-cellcnn",
     summary="Train one CellCnn on donors of several sites, encrypted from the first step to the last.",
     options=Options,
-    protocols={"hardened": "encrypted_training", "published": "published_training"},
-    part=part,
+    modes=modes_of("train-cellcnn"),
+    site=site,
+    coordinator=coordinator,
     check=check,
+    check_study=check_study,
     files=files,
     figures=figures,
     stand_in={"open_model": True},
+    retired={"encrypted": "training in the clear is mode 'plain', and the other modes are encrypted"},
 )

@@ -18,9 +18,11 @@ from cloister.models.splits import hold_out
 from cloister.net.seat import Outcome, Seat
 from cloister.protocols.sums import pooled_logistic as protocol
 from cloister.protocols.sums.logistic_terms import Labelled, Params, label_codes
-from cloister.workflows import Workflow, option
+from cloister.workflows import Workflow
 from cloister.workflows.cell_classifier import CellClassifier
 from cloister.workflows.fine_tune_parts import confusions
+from cloister.workflows.modes import modes_of
+from cloister.workflows.options import option
 
 if TYPE_CHECKING:
     from anndata import AnnData
@@ -64,9 +66,7 @@ class Options:
             raise ParameterError("option 'target_sum' must be above 0, 'min_cells' at least 2")
 
 
-def train_classifier(
-    adata: AnnData, study: Seat, *, label_key: str = "cell_type", key_added: str = "predicted", **options: Any
-) -> CellClassifier:
+def train_classifier(adata: AnnData, seat: Seat, *, copy: bool = False) -> Any:
     """Train a logistic regression together with the other sites, and label all cells here with it.
 
     The model is that of the pooled cells: counts are normalised and logged as in `shared_pca`, genes chosen by their
@@ -75,39 +75,44 @@ def train_classifier(
     Parameters
     ----------
     adata
-        Raw counts, log values, or an embedding with `use_rep=`; at every site alike.
-    label_key
-        Column of `adata.obs` with the labels. Without it, or without a label in it, this site only gets labels.
-    options
-        The other options of the workflow; `cloister explain train-classifier` lists them.
+        Raw counts, log values, or an embedding with `use_rep=`; at every site alike. Without a label in
+        `adata.obs[label_key]`, this site adds nothing to the model and gets labels.
+    seat
+        This site's place in a study of `train-classifier`; the study says the options.
 
     Returns
     -------
-    The classifier, with `predict`, `predict_proba` and `save`. Sets:
+    The classifier (`CellClassifier`), with `predict`, `predict_proba` and `save`; or `(adata, classifier)` if
+    `copy=True`. Sets:
 
     `adata.obs[key_added]`, `adata.obs[f"{key_added}_confidence"]` : :class:`pandas.Series`
         The model's label for every cell, and its probability.
     `adata.uns[key_added]` : :class:`str`
         JSON: labels and their cells, penalties with their scores, level of `unknown`, openings.
-
-    Reveals
-    -------
-    coordinator, sites : over all sites together, cells, mean and variance per gene, cells per label, and loss and
-        gradient at no more than `max_openings` points, which nobody can choose; the model.
     """
-    chosen = Options(label_key=label_key, key_added=key_added, **options)
-    check(adata, chosen)
-    fitted: protocol.Fitted = study.run(protocol.site, params_of(study, chosen), cells_of(adata, study, chosen))
-    classifier = classifier_of(study, chosen, fitted, space_of(adata, chosen.use_rep))
-    classifier.predict(adata, layer=chosen.layer, library_key=chosen.library_key, unknown=False, key_added=key_added)
-    adata.uns[key_added] = json.dumps(summary(fitted))
-    return classifier
+    adata, outcome = WORKFLOW.at_site(adata, seat, copy=copy)
+    return (adata, outcome.model) if copy else outcome.model
 
 
-def params_of(study: Seat, options: Options) -> Params:
+def site(seat: Seat, adata: AnnData, options: Options) -> Outcome:
+    fitted: protocol.Fitted = seat.run(protocol.site, params_of(seat, options), cells_of(adata, seat, options))
+    classifier = classifier_of(seat, options, fitted, space_of(adata, options.use_rep))
+    read = {"layer": options.layer, "library_key": options.library_key}
+    classifier.predict(adata, unknown=False, key_added=options.key_added, **read)
+    result = summary(fitted)
+    adata.uns[options.key_added] = json.dumps(result)
+    return Outcome(adata, result, model=classifier)
+
+
+def coordinator(seat: Seat, options: Options) -> Outcome:
+    """Add up what the sites send, and follow the fit."""
+    return Outcome(None, summary(seat.run(protocol.coordinator, params_of(seat, options))))
+
+
+def params_of(seat: Seat, options: Options) -> Params:
     return Params(
-        study.study.sites,
-        study.study.coordinator,
+        seat.sites,
+        seat.coordinator,
         embedding=options.use_rep or "",
         kind=options.kind,
         n_top_genes=options.n_top_genes,
@@ -121,7 +126,7 @@ def params_of(study: Seat, options: Options) -> Params:
         openings=options.max_openings,
         min_cells=options.min_cells,
         min_label_cells=options.min_label_cells,
-        seed=study.study.seed,
+        seed=seat.study.seed,
     )
 
 
@@ -138,11 +143,11 @@ def own_names(adata: AnnData, options: Options) -> list[str]:
     return gene_names(adata.var, options.names)
 
 
-def cells_of(adata: AnnData, study: Seat, options: Options) -> Labelled:
+def cells_of(adata: AnnData, seat: Seat, options: Options) -> Labelled:
     labels = own_labels(adata, options)
     known = tuple(sorted({name for name in labels if name is not None}))
     held = np.zeros(adata.n_obs, dtype=bool)
-    held[hold_out(label_codes(labels, known), options.validation, study.rng("validation"))] = True
+    held[hold_out(label_codes(labels, known), options.validation, seat.rng("validation"))] = True
     if options.use_rep is not None:
         x = cells.embedding(adata, options.use_rep)
         return Labelled((), x, labels, held, space=space_of(adata, options.use_rep))
@@ -153,11 +158,11 @@ def cells_of(adata: AnnData, study: Seat, options: Options) -> Labelled:
     return Labelled(tuple(own_names(adata, options)), matrix[:] if adata.isbacked else matrix, labels, held, library)
 
 
-def classifier_of(study: Seat, options: Options, fitted: protocol.Fitted, space: str) -> CellClassifier:
+def classifier_of(seat: Seat, options: Options, fitted: protocol.Fitted, space: str) -> CellClassifier:
     origin = {
-        "study": study.study.name,
-        "study_digest": study.study.digest.hex(),
-        "sites": list(study.study.sites),
+        "study": seat.study.name,
+        "study_digest": seat.study.digest.hex(),
+        "sites": list(seat.sites),
         "penalty": fitted.penalty,
         "openings": fitted.openings,
         "cells": fitted.cells,
@@ -228,17 +233,6 @@ def summary(fitted: protocol.Fitted) -> dict[str, Any]:
     }
 
 
-def part(study: Seat, adata: AnnData | None, options: Options) -> Outcome:
-    if study.role == "site":
-        if adata is None:
-            raise DataError("a site needs cells; name them with --data")
-        classifier = train_classifier(adata, study, **vars(options))
-        return Outcome(adata, json.loads(adata.uns[options.key_added]), model=classifier)
-    if study.role == "coordinator":
-        return Outcome(None, summary(study.run(protocol.coordinator, params_of(study, options))))
-    return Outcome()
-
-
 def files(outcome: Outcome) -> dict[str, bytes]:
     return {} if outcome.model is None else {"model.npz": outcome.model.to_bytes()}
 
@@ -260,8 +254,9 @@ WORKFLOW = Workflow(
     name="train-classifier",
     summary="Train one linear classifier on all sites' labelled cells, as if they were pooled.",
     options=Options,
-    protocols={"hardened": "pooled_logistic"},
-    part=part,
+    modes=modes_of("train-classifier"),
+    site=site,
+    coordinator=coordinator,
     check=check,
     files=files,
     figures=figures,

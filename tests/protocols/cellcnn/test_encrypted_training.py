@@ -315,7 +315,7 @@ def test_consent_and_batches_are_checked_before_anything_is_sent():
     p = params(open_model=True)
 
     async def refusing(ch, params, X, Y, *, entropy):
-        return await encrypted_training.holder(ch, params, X, Y, entropy=entropy, consent=False)
+        return await encrypted_training.holder(ch, params, X, Y, entropy=entropy, consent=frozenset())
 
     data = batches(CONFIG)
     run = run_protocol(encrypted_training, Case(p, data), roles={PARTIES[0]: refusing}, timeout=5)

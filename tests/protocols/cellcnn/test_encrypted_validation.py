@@ -95,7 +95,7 @@ def test_cost_view_death_and_refusal():
     assert all(isinstance(e, ProtocolAbort) for e in broken.errors.values())
 
     async def refusing(ch, params, *inputs, entropy):
-        return await encrypted_validation.holder(ch, params, *inputs, entropy=entropy, consent=False)
+        return await encrypted_validation.holder(ch, params, *inputs, entropy=entropy, consent=frozenset())
 
     refused = run_protocol(encrypted_validation, case(), roles={PARTIES[0]: refusing}, timeout=8)
     assert isinstance(refused.errors[PARTIES[0]], RefusedError)

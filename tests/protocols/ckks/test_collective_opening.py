@@ -199,7 +199,7 @@ def test_without_consent_nothing_is_opened():
     case = decrypt_case()
 
     async def refusing(ch, params, secret, ledger, *, entropy):
-        return await threshold_decrypt.holder(ch, params, secret, ledger, entropy=entropy, consent=False)
+        return await threshold_decrypt.holder(ch, params, secret, ledger, entropy=entropy, consent=frozenset())
 
     run = run_protocol(threshold_decrypt, case, roles={names(3)[1]: refusing}, timeout=5)
     assert isinstance(run.errors[names(3)[1]], RefusedError)

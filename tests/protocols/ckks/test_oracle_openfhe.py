@@ -24,7 +24,7 @@ from cloister.protocols.ckks.collective_refresh import Ledger
 from cloister.testing import Case, check_no_errors, run_protocol, values
 
 OPENFHE = os.environ.get("CLOISTER_OPENFHE_PYTHON", "")
-PEER = Path(__file__).parent / "openfhe_peer.py"
+PEER = Path(__file__).parents[1] / "openfhe_peer.py"
 RING = chain(16384, scale_bits=80, parties=3)
 STEPS, WIDTH = 5, 64
 

@@ -18,10 +18,12 @@ from pathlib import Path
 import numpy as np
 
 from cloister import workflows
+from cloister.arrays import F64
 from cloister.net.channel import Channel
 from cloister.net.seat import Outcome, Seat
-from cloister.net.wire import F64, message
+from cloister.net.wire import message
 from cloister.study import Party
+from cloister.workflows.modes import Mode
 
 
 @dataclass(frozen=True)
@@ -77,25 +79,30 @@ async def coordinator(ch: Channel, params: Params) -> F64:
     return total
 
 
-def part(seat: Seat, adata, options: Options) -> Outcome:
-    params = Params(seat.study.sites, options.rounds)
-    if seat.role == "site":
-        x = np.full(options.length, float(adata.n_obs))
-        return Outcome(adata, {"total": float(seat.run(site, params, x, options.pause)[0])})
-    if seat.role == "auxiliary":
-        seat.run(auxiliary, params)
-        return Outcome()
-    return Outcome(None, {"total": float(seat.run(coordinator, params)[0])})
+def site_part(seat: Seat, adata, options: Options) -> Outcome:
+    x = np.full(options.length, float(adata.n_obs))
+    total = seat.run(site, Params(seat.sites, options.rounds), x, options.pause)
+    return Outcome(adata, {"total": float(total[0])})
+
+
+def coordinator_part(seat: Seat, options: Options) -> Outcome:
+    return Outcome(None, {"total": float(seat.run(coordinator, Params(seat.sites, options.rounds))[0])})
+
+
+def auxiliary_part(seat: Seat, options: Options) -> Outcome:
+    seat.run(auxiliary, Params(seat.sites, options.rounds))
+    return Outcome()
 
 
 WORKFLOW = workflows.Workflow(
     name="chat",
     summary="Talk.",
     options=Options,
-    protocols={"hardened": "chat"},
-    part=part,
+    modes={"hardened": Mode(("chat",), auxiliaries=1)},
+    site=site_part,
+    coordinator=coordinator_part,
+    auxiliary=auxiliary_part,
     check=lambda adata, options: [],
-    auxiliaries={"hardened": 1},
 )
 
 

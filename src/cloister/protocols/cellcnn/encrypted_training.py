@@ -229,13 +229,13 @@ async def holder(
     held: tuple[F64, F64] | None = None,
     *,
     entropy: Entropy,
-    consent: bool = True,
+    consent: frozenset[str],
 ) -> Trained:
     """Play a site. X (steps, n, m) and one-hot Y (steps, n, o) are its batches; they never leave it.
 
     `held` are inputs and labels for validation, if the parties agreed on it.
     """
-    if params.open_model and not consent:
+    if params.open_model and "open-model" not in consent:
         raise RefusedError("this site did not consent to opening the model; allow it, or train with open_model=False")
     check_batches(params.config, X, Y)
     if params.validate_every:
@@ -285,7 +285,7 @@ async def holder(
         if params.validates(t + 1) and held is not None:
             sub = ch.sub(f"{t}/validation")
             losses[t + 1] = await encrypted_validation.holder(
-                sub, params.validation, model[0], keys, *held, entropy=entropy
+                sub, params.validation, model[0], keys, *held, entropy=entropy, consent=consent
             )
     done = Trained(params, keys, model, losses=losses)
     if store is not None:

@@ -216,9 +216,9 @@ async def holder(
     Y: F64,
     *,
     entropy: Entropy,
-    consent: bool = True,
+    consent: frozenset[str],
 ) -> float:
-    if not consent:
+    if "validation" not in consent:
         raise RefusedError("this site did not consent to validation during training; agree on validate_every=0")
     check_samples(params, X, Y)
     c, ledger = ckks.context(params.ckks), Ledger()
@@ -230,7 +230,9 @@ async def holder(
     sub = ch.sub("refresh")
     await collective_refresh.holder(sub, p, keys.secret, maps, ledger, entropy=entropy)
     ledger.admit(c.pack(collective_refresh.common(sub, p, 0)))
-    found = await threshold_decrypt.holder(ch.sub("open"), opening(params), keys.secret, ledger, entropy=entropy)
+    found = await threshold_decrypt.holder(
+        ch.sub("open"), opening(params), keys.secret, ledger, entropy=entropy, consent=consent, needed="validation"
+    )
     assert found is not None
     return float(found.mean())
 

@@ -257,10 +257,10 @@ async def holder(
     store: KeyStore | None = None,
     *,
     entropy: Entropy,
-    consent: bool = True,
+    consent: frozenset[str],
 ) -> Done:
     """Play a site; as in `encrypted_training`."""
-    if not consent:
+    if "open-model" not in consent:
         raise RefusedError("this site did not consent to opening the model, with which published training ends")
     check_batches(params.config, X, Y)
     c, P, L, S = ckks.context(params.ckks), params.ckks, params.layout, params.aggregator
@@ -295,8 +295,9 @@ async def holder(
     opened = []
     for name, ct in (("C", state.C), ("W", state.W)):
         ledger.admit(pack(c, ct, P.base)[1])
+        what = opening(params, f"the trained weights {name}")
         found = await threshold_decrypt.holder(
-            ch.sub(f"open/{name}"), opening(params, f"the trained weights {name}"), secret, ledger, entropy=entropy
+            ch.sub(f"open/{name}"), what, secret, ledger, entropy=entropy, consent=consent
         )
         assert found is not None
         opened.append(found)

@@ -115,9 +115,16 @@ def share(params: Params, secret: ckks.Secret, c1: bytes, entropy: Entropy) -> b
 
 
 async def holder(
-    ch: Channel, params: Params, secret: ckks.Secret, ledger: Ledger, *, entropy: Entropy, consent: bool = True
+    ch: Channel,
+    params: Params,
+    secret: ckks.Secret,
+    ledger: Ledger,
+    *,
+    entropy: Entropy,
+    consent: frozenset[str],
+    needed: str = "open-model",
 ) -> F64 | None:
-    if not consent:
+    if needed not in consent:
         raise RefusedError(f"this site did not consent to opening {params.what}; nothing was decrypted")
     c = ckks.context(params.ckks)
     request = await ch.recv(params.aggregator, Request)  # L1

@@ -51,9 +51,7 @@ from cloister.errors import DataError, ParameterError, ProtocolAbort
 from cloister.models.polynomial import Encoder, Shape, check_inputs, hidden
 from cloister.net.channel import Channel
 from cloister.net.wire import message
-from cloister.protocols.inference import (
-    encrypted_inference,  # what this mode runs after training
-)
+from cloister.protocols.inference import encrypted_inference
 from cloister.protocols.inference.block_circuit import Circuit, Plan, plan
 from cloister.protocols.inference.block_values import Values
 from cloister.protocols.inference.encrypted_inference import (

@@ -1,0 +1,81 @@
+"""Options of a workflow: a frozen dataclass, the same names in Python, on the command line and under `[parameters]`."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+from cloister.errors import ParameterError
+
+WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
+
+
+def option(default: Any = dataclasses.MISSING, help: str = "") -> Any:
+    """A field of a workflow's options, with the line that `cloister explain` prints about it."""
+    return dataclasses.field(default=default, metadata={"help": help})
+
+
+def read_options(kind: type[Any], given: Mapping[str, Any], workflow: str) -> Any:
+    """An instance of the options' dataclass from plain values; the error names the key."""
+    known = {f.name: f for f in dataclasses.fields(kind)}
+    hints = typing.get_type_hints(kind)
+    for key, value in given.items():
+        if key not in known:
+            close = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean '{close[0]}'?" if close else f"it has {', '.join(known)}"
+            raise ParameterError(f"'{workflow}' has no option '{key}'; {hint}")
+        if not _fits(value, hints[key]):
+            raise ParameterError(f"option '{key}' must be {_name(hints[key])}, found {value!r}")
+    missing = [name for name, f in known.items() if name not in given and f.default is dataclasses.MISSING]
+    if missing:
+        raise ParameterError(f"'{workflow}' needs the option '{missing[0]}'")
+    return kind(**{k: _coerce(v, hints[k]) for k, v in given.items()})
+
+
+def alternatives(hint: Any) -> tuple[Any, ...]:
+    """The types of a union, or the one that is there."""
+    return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    for one in alternatives(hint):
+        origin = typing.get_origin(one)
+        if origin is typing.Literal:
+            if value in typing.get_args(one):
+                return True
+        elif origin is tuple:
+            if isinstance(value, list | tuple) and all(_fits(v, typing.get_args(one)[0]) for v in value):
+                return True
+        elif one is float:
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                return True
+        elif one is int:
+            if isinstance(value, int) and not isinstance(value, bool):
+                return True
+        elif value is None if one is type(None) else isinstance(value, one):
+            return True
+    return False
+
+
+def _coerce(value: Any, hint: Any) -> Any:
+    if isinstance(value, list):
+        return tuple(value)
+    if isinstance(value, int) and not isinstance(value, bool) and float in alternatives(hint):
+        return value if int in alternatives(hint) else float(value)
+    return value
+
+
+def _name(hint: Any) -> str:
+    words = []
+    for one in alternatives(hint):
+        if typing.get_origin(one) is typing.Literal:
+            words.append("one of " + ", ".join(map(repr, typing.get_args(one))))
+        elif typing.get_origin(one) is tuple:
+            words.append("a list of " + _name(typing.get_args(one)[0]))
+        else:
+            words.append(WORDS.get(one, "none"))
+    return " or ".join(words)

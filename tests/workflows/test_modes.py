@@ -1,0 +1,193 @@
+"""What is declared about every mode is true: it runs no protocol that `data/modes.toml` does not name.
+
+Each workflow is rehearsed in each mode here; conftest.py asks the same of every other run under this folder.
+"""
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from cloister import protocols, workflows
+from cloister.net.receipts import UNDECLARED
+from cloister.run.rehearsal import plan, rehearse, run_parties
+from cloister.study import Study
+from cloister.workflows.modes import STAYS, Mode
+
+ad = pytest.importorskip("anndata")
+sys.path.insert(0, str(Path(__file__).parents[1] / "protocols"))
+
+SITES = ("basel", "lugano", "vienna")
+SLOW = pytest.mark.slow
+
+
+def cells(seed, n=60, genes=6):
+    """Counts, an embedding in one space, cell types, donors of two classes."""
+    rng = np.random.default_rng(seed)
+    kind = np.arange(n) % 2
+    a = ad.AnnData(rng.poisson(3 + 2 * kind[:, None], (n, genes)).astype(np.float32))
+    a.var_names = [f"G{i}" for i in range(genes)]
+    a.obs_names = [f"{seed}-{i}" for i in range(n)]
+    a.obsm["X_pca"] = rng.normal(3 * kind[:, None], 1, (n, 4))
+    a.obs["cell_type"] = np.where(kind, "T", "B")
+    a.obs["donor"] = [f"d{seed}-{i % 4}" for i in range(n)]
+    a.obs["condition"] = np.where(kind, "case", "control")
+    return a
+
+
+def sites(names=SITES):
+    return {name: cells(i) for i, name in enumerate(names)}
+
+
+def partly_labelled():
+    data = sites()
+    for a in data.values():
+        a.obs["cell_type"] = pd.Series(a.obs["cell_type"]).where(np.arange(a.n_obs) % 3 == 0)
+    return data
+
+
+def provider(folder):
+    pytest.importorskip("torch")
+    pytest.importorskip("numba")
+    from encoders import tiny
+
+    encoder, _ = tiny(tokens=3, inputs=4, depth=1, taps=(1,), rank=4, exp_degree=2, steps=2, root_steps=3)
+    card = {"kind": "images", "height": 2, "width": 4, "channels": 1, "patch": 2, "mean": 0.5, "std": 0.5}
+    dataclasses.replace(encoder, card=card).save(folder / "model.npz")
+    return {"model": str(folder / "model.npz"), "ring": "small", "timeout": 300.0}
+
+
+def images():
+    data = {}
+    for i, name in enumerate(("basel", "lugano")):
+        rng = np.random.default_rng(i)
+        data[name] = ad.AnnData(rng.uniform(0, 1, (8, 8)).astype(np.float32))
+        data[name].obs["cell_type"] = ["bright", "dark"] * 4
+    return data
+
+
+TRAINING = {"n_filters": 2, "n_cells": 10, "n_inputs": 8, "batch": 4, "n_steps": 1, "timeout": 300.0}
+XCLP = {"semi_supervised": True, "rounds": 2, "bits": 256, "n_neighbors": 3, "hidden": (4,)}
+CASES = [
+    ("bin-values", "hardened", {"n_bins": 5}),
+    ("bin-values", "published", {"n_bins": 5}),
+    ("find-outliers", "hardened", {"trees": 2, "sample": 32}),
+    pytest.param("find-outliers", "published", {"trees": 2, "sample": 32, "standardise": True}, marks=SLOW),
+    ("shared-pca", "hardened", {"n_components": 2, "n_top_genes": 5}),
+    ("map-labels", "hardened", {"query": "basel", "n_neighbors": 3}),
+    ("map-labels", "published", {"query": "basel", "n_neighbors": 3}),
+    ("map-labels", "plain", {"query": "basel", "n_neighbors": 3}),
+    *(
+        ("propagate-labels", mode, {"bits": 256, "n_neighbors": 3, "hamming": engine, "balance": True})
+        for mode in ("hardened", "published")
+        for engine in ("mpc", "ot", "he")
+    ),
+    ("fine-tune", "hardened", XCLP),
+    ("fine-tune", "published", XCLP),
+    ("train-cellcnn", "plain", {**TRAINING, "hold_out": 1}),
+    pytest.param("train-cellcnn", "hardened", {**TRAINING, "open_model": True}, marks=SLOW),
+    pytest.param("train-cellcnn", "published", {**TRAINING, "open_model": True}, marks=SLOW),
+    pytest.param("predict-cellcnn", "hardened", {"query": "basel"}, marks=SLOW),
+    ("adapt-model", "hardened", {"rounds": 1, "labels": ("bright", "dark")}),
+    pytest.param("adapt-model", "published", {"rounds": 1}, marks=SLOW),
+    ("serve-model", "hardened", {}),
+    pytest.param("serve-model", "published", {}, marks=SLOW),
+]
+
+
+def rehearsed(name, mode, options, folder):
+    if name in ("adapt-model", "serve-model"):
+        options = options | provider(folder)
+        adapted = rehearse(
+            "adapt-model", images(), mode=mode, **(options if name == "adapt-model" else options | {"rounds": 1})
+        )
+        if name == "adapt-model":
+            return adapted
+        adapted.model.save(folder / "adapter.npz")
+        return rehearse(name, images(), mode=mode, adapter=str(folder / "adapter.npz"), **options)
+    if name in ("train-cellcnn", "predict-cellcnn"):
+        pytest.importorskip("seal")
+    if name == "predict-cellcnn":
+        rehearse("train-cellcnn", sites(SITES[:2]), **TRAINING, keep=str(folder))
+        return rehearse(name, sites(SITES[:2]), keep=str(folder), timeout=300.0, **options)
+    if name == "train-cellcnn":
+        return rehearse(name, sites(SITES[:2]), mode=mode, keep=str(folder) if mode != "plain" else "", **options)
+    data = partly_labelled() if name in ("propagate-labels", "fine-tune") else sites()
+    return rehearse(name, data, mode=mode, timeout=300.0, **options)
+
+
+@pytest.mark.parametrize(("name", "mode", "options"), CASES)
+def test_what_runs_was_declared_and_stands_in_every_receipt(name, mode, options, tmp_path):
+    run = rehearsed(name, mode, options, tmp_path)
+    declared = workflows.reveals(run.study)
+    assert set(declared) <= set(workflows.get(name).mode(mode).protocols)
+    ran = {p for receipt in run.receipts.values() for p in receipt.reveals}
+    assert ran <= set(declared)
+    assert next(iter(declared)) in ran
+    for party, receipt in run.receipts.items():
+        assert UNDECLARED not in receipt.reveals.values(), party
+        assert set(receipt.protocols) <= set(receipt.reveals)
+        assert receipt.header["protocols"] == list(declared)
+        assert receipt.reveals == {p: protocols.section(p, "Reveals") for p in receipt.reveals}
+        assert all(receipt.reveals.values()), f"{party}: a protocol that ran does not say what it reveals"
+
+
+def test_every_workflow_and_mode_is_rehearsed_here():
+    tried = {tuple(getattr(case, "values", case)[:2]) for case in CASES}
+    assert tried == {(name, mode) for name in workflows.SHIPPED for mode in workflows.get(name).modes}
+
+
+def test_every_mode_says_who_learns_what_and_names_protocols_that_exist():
+    for name in workflows.SHIPPED:
+        for mode, declared in workflows.get(name).modes.items():
+            assert declared.learns[0][0] == STAYS, (name, mode)
+            assert len(declared.learns) > 1
+            assert all(what.endswith(".") and len(what) < 200 for _, what in declared.learns)
+            assert all(protocols.section(p, "Reveals") for p in declared.protocols), (name, mode)
+            assert set(declared.only_if) <= set(declared.protocols)
+            known = {f.name for f in dataclasses.fields(workflows.get(name).options)}
+            assert {o.partition("=")[0] for options in declared.only_if.values() for o in options} <= known
+
+
+def test_options_narrow_what_may_run():
+    mode = Mode(("a", "b", "c"), only_if={"b": ("flag",), "c": ("kind=x", "flag")})
+    options = dataclasses.make_dataclass("Options", ["flag", "kind"])
+    assert mode.may_run(options(False, "y")) == ("a",)
+    assert mode.may_run(options(False, "x")) == ("a", "c")
+    assert mode.may_run(options(True, "y")) == ("a", "b", "c")
+
+
+def test_an_aborted_run_tells_of_the_protocols_until_then():
+    from cloister.run.rehearsal import Fault
+
+    run = rehearse("bin-values", sites(), n_bins=5, timeout=3, faults=[Fault("truncate", name="Common")], check=False)
+    assert run.errors
+    assert list(run.receipts["basel"].reveals) == ["common_genes"]
+
+
+def test_a_study_of_a_test_leaves_no_reveals():
+    study = Study("n", "none", {"hub": "coordinator", "a": "site", "b": "site"})
+    from cloister.net.seat import Outcome
+
+    run = run_parties(study, dict.fromkeys(study.parties, lambda seat, adata: Outcome()), {})
+    assert all(r.reveals == {} for r in run.receipts.values())
+
+
+def test_plain_training_says_so_before_it_starts_and_in_its_receipt(caplog):
+    run = rehearse("train-cellcnn", sites(), mode="plain", **TRAINING)
+    assert "every site's gradient" in caplog.text
+    assert "mode 'plain'" in caplog.text
+    header, reveals = run.receipts["basel"].header, run.receipts["basel"].reveals
+    assert header["mode"] == "plain"
+    assert "every site's gradient in every step" in reveals["clear_training"]
+    assert "encrypted_training" not in reveals
+    with pytest.raises(Exception, match="no option 'encrypted' any more: training in the clear is mode 'plain'"):
+        rehearse("train-cellcnn", sites(), encrypted=False, **TRAINING)
+
+
+def test_a_plan_has_the_servers_that_its_mode_needs():
+    assert plan("find-outliers", SITES, mode="published").auxiliaries == ("auxiliary",)
+    assert plan("find-outliers", SITES).auxiliaries == ()
