@@ -42,8 +42,8 @@ bench: $(STAMP)         ## every benchmark, quick form, collected into docs/benc
 tables: $(STAMP)        ## the papers' tables with our column
 	$(BIN)/python scripts/tables.py
 
-wheel: $(STAMP)         ## build the wheel, and try it in a fresh environment outside the repository
-	$(BIN)/python scripts/wheel.py
+wheel: $(STAMP)         ## build the wheel, and try it outside the repository on Python 3.11, 3.12, 3.13 (or PYTHONS="...")
+	$(BIN)/python scripts/wheel.py $(addprefix --python ,$(PYTHONS))
 
 sbom: $(STAMP)          ## what is installed, as CycloneDX, in build/sbom.json
 	$(BIN)/python scripts/sbom.py

@@ -1,4 +1,4 @@
-"""The scripts behind `make bench`, `make tables` and `make sbom`, on small things."""
+"""The scripts behind `make bench`, `make tables` and `make wheel`, on small things."""
 
 import json
 import runpy
@@ -100,3 +100,77 @@ def test_tables_find_cells_by_row_and_column(tmp_path, monkeypatch):
     assert script["find"]("p.md", "one", "a") == "1"
     assert script["find"]("p.md", "more", "non-a") == "4"
     assert script["find"]("p.md", "two", "a") is None
+
+
+@pytest.fixture
+def wheel(monkeypatch, tmp_path):
+    """The script with an empty path and home; `put` makes a program that says it has a version, or fails."""
+    script = runpy.run_path(str(ROOT / "scripts" / "wheel.py"))
+    spoken = script["main"].__globals__
+    monkeypatch.setenv("PATH", f"{tmp_path}/shims:{tmp_path}/bin")
+    monkeypatch.setenv("PYENV_ROOT", f"{tmp_path}/pyenv")
+    monkeypatch.setenv("UV_PYTHON_INSTALL_DIR", f"{tmp_path}/uv")
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "nowhere"))
+
+    def put(name, says):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"#!/bin/sh\n{f'echo {says}' if says else 'exit 127'}\n")
+        (tmp_path / name).chmod(0o755)
+        return str(tmp_path / name)
+
+    return spoken, put
+
+
+def test_wheel_finds_interpreters_that_run_and_are_what_their_name_says(wheel):
+    script, put = wheel
+    put("shims/python3.11", None)  # a shim of pyenv without that version
+    put("bin/python3.12", "3.11")  # a link to another
+    assert [script["find"](v) for v in script["PYTHONS"]] == [None] * 3
+    kept = put("pyenv/versions/3.11.7/bin/python3.11", "3.11")
+    right = put("uv/cpython-3.12.4-linux/bin/python3.12", "3.12")
+    assert [script["find"](v) for v in script["PYTHONS"]] == [kept, right, None]
+    first = put("bin/python3.11", "3.11")
+    assert script["find"]("3.11") == first
+
+
+def test_wheel_tries_both_sets_of_versions_and_names_what_it_did_not_find(wheel, monkeypatch, capsys, tmp_path):
+    script, put = wheel
+    old, new = put("bin/python3.11", "3.11"), put("bin/python3.13", "3.13")
+    tried = []
+
+    def attempt(made, python, versions, extras):
+        tried.append((python, versions))
+        if broken == (python, versions):
+            raise script["Failed"]("pytest: exit code 1")
+        return "9 passed"
+
+    (tmp_path / "cloister.whl").write_bytes(b"")
+    monkeypatch.setitem(script, "build", lambda: tmp_path / "cloister.whl")
+    monkeypatch.setitem(script, "attempt", attempt)
+    monkeypatch.setattr(sys, "argv", ["wheel.py"])
+    broken = None
+    script["main"]()
+    assert tried == [(p, v) for p in (old, new) for v in ("constraints", "newest")]
+    said = capsys.readouterr().out
+    assert "Python 3.12  not found, so not tried" in said
+    assert "works outside the repository" in said
+    broken = (new, "newest")
+    with pytest.raises(SystemExit, match="does not work everywhere"):
+        script["main"]()
+    assert "Python 3.13  newest       FAILED" in capsys.readouterr().out
+    tried.clear()
+    monkeypatch.setattr(sys, "argv", ["wheel.py", "--python", old, "--versions", "newest"])
+    script["main"]()
+    assert tried == [(old, "newest")]
+    monkeypatch.setattr(sys, "argv", ["wheel.py", "--python", str(tmp_path / "no")])
+    with pytest.raises(SystemExit, match="no Python that can make environments"):
+        script["main"]()
+
+
+def test_wheel_lets_no_other_versions_in(wheel, monkeypatch):
+    script, _ = wheel
+    for name in ("PIP_CONSTRAINT", "PYTHONPATH", "VIRTUAL_ENV", "PYTEST_ADDOPTS"):
+        monkeypatch.setenv(name, "/elsewhere")
+    kept = script["clean_environment"]()
+    assert "/elsewhere" not in kept.values()
+    assert "PATH" in kept

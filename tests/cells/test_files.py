@@ -260,7 +260,8 @@ def test_h5ad_with_a_damaged_piece_of_any_array(tmp_path, backed):
             for name, item in pieces.items()
             if item.chunks and name.startswith(("X", "obs/", "var/", "layers"))
         }
-    assert {"X/data", "X/indices", "obs/cell_type/codes", "var/_index", "layers/log/data"} <= set(pieces)
+    names = "var/_index" if "var/_index" in pieces else "var/_index/values"  # as pandas 3 stores text
+    assert {"X/data", "X/indices", "obs/cell_type/codes", names, "layers/log/data"} <= set(pieces)
     for piece in pieces.values():
         damaged = bytearray(whole.read_bytes())
         middle = piece.byte_offset + piece.size // 2

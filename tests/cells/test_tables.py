@@ -1,6 +1,7 @@
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -73,6 +74,14 @@ def test_check_cells_looks_at_the_layer_only(stored):
     cells.check_cells(adata, layer="counts")
     with pytest.raises(DataError, match=r"layers\['raw'\] is missing; there is 'counts'"):
         cells.check_cells(adata, layer="raw")
+
+
+def test_x_is_no_layer_even_where_anndata_lists_it_as_one(stored):
+    adata = stored(COUNTS, "csr")
+    assert cells.layer_names(adata) == cells.describe(adata)["layers"] == []
+    adata.layers["counts"] = adata.X
+    assert cells.layer_names(adata) == cells.describe(adata)["layers"] == ["counts"]
+    assert cells.layer_names(SimpleNamespace(layers={None: COUNTS, "counts": COUNTS})) == ["counts"]  # anndata 0.13
 
 
 def test_check_cells_names_repeated_genes(stored):

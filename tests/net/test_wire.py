@@ -3,6 +3,7 @@ import dataclasses
 import random
 import string
 import tracemalloc
+from typing import Any, TypeVar
 
 import msgpack
 import numpy as np
@@ -17,6 +18,11 @@ from cloister.net import wire
 from cloister.net.mailbox import Mailbox
 from cloister.net.wire import Frame, message
 from cloister.study import Party
+
+try:
+    from typing import TypeAliasType  # Python 3.12
+except ImportError:
+    from typing_extensions import TypeAliasType
 
 A, B = Party("a"), Party("b")
 
@@ -234,6 +240,37 @@ def test_types_without_an_encoding_are_refused_when_the_message_is_first_used(an
     kind = eval(annotation, {"np": np, "npt": npt})  # noqa: S307
     with pytest.raises(TypeError, match=r"travel"):
         wire._codec(kind)
+
+
+def test_alias_types_are_written_out():
+    ScalarT, Key = TypeVar("ScalarT", bound=np.generic), TypeVar("Key")
+    array = TypeAliasType(
+        "array", np.ndarray[tuple[Any, ...], np.dtype[ScalarT]], type_params=(ScalarT,)
+    )  # NumPy 2.5's
+    words = TypeAliasType("words", array[np.uint64])
+    name = TypeAliasType("name", Party)
+    turned = TypeAliasType("turned", dict[Key, ScalarT], type_params=(ScalarT, Key))
+
+    @message("L1", protocol="toy")
+    class Aliased:
+        direct: array[np.float32]
+        named: words
+        perhaps: words | None
+        many: tuple[array[np.uint8], ...]
+        table: dict[name, words]
+        other: turned[words, name]
+
+    ones = np.ones(2, np.uint64)
+    fields = {"many": (np.uint8([1]),), "table": {A: ones}, "other": {B: ones}}
+    for perhaps in (None, ones):
+        sent = Aliased(direct=np.float32([0.5]), named=ones, perhaps=perhaps, **fields)
+        same(sent, through(sent))
+    assert wire.array_fields(Aliased) == {"direct", "named"}
+    with pytest.raises(WireError, match="a field of uint64 cannot carry float64"):
+        wire.to_fields(Aliased(np.float32([0.5]), np.ones(2), None, **fields))
+    for alias in (array[np.complex128], TypeAliasType("anything", object), turned[int, int]):
+        with pytest.raises(TypeError, match="travel"):
+            wire._codec(alias)
 
 
 # ---- what is wrong has a name ----------------------------------------------------------------------------------------

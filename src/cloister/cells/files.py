@@ -150,11 +150,16 @@ def _read_h5ad(path: Path, *, backed: bool = False) -> AnnData:
         raise DataError(f"{path} is HDF5 but holds no AnnData ({missing[0]} is missing); convert it with scanpy.")
     adata = read_h5ad(path, backed="r" if backed else None)
     in_memory = () if backed else (adata.X,)
-    for matrix in (*in_memory, *adata.layers.values(), *adata.obsm.values()):
+    for matrix in (*in_memory, *(adata.layers[key] for key in layer_names(adata)), *adata.obsm.values()):
         if sparse.issparse(matrix):
             matrix.check_format(full_check=True)  # an index out of range would crash compiled code later
             matrix.sum_duplicates()
     return adata
+
+
+def layer_names(adata: AnnData) -> list[str]:
+    """Names of the layers beside X, which anndata 0.13 lists among them as `None`."""
+    return [key for key in adata.layers if key is not None]
 
 
 def _check_declared_size(name: str, item: Any) -> None:
@@ -172,7 +177,8 @@ def _read_csv(path: Path) -> AnnData:
             header = next(csv.reader(file))
         if len(header) < 2:
             raise DataError(f"{path} must be separated by commas, and its first line has none; export it again.")
-        table = pd.read_csv(path, header=None, skiprows=1, converters={0: str}, low_memory=False)
+        marked = {0: "={}".format}  # so that pandas does not take a cell named NA for one without a name
+        table = pd.read_csv(path, header=None, skiprows=1, converters=marked, low_memory=False)
     except UnicodeDecodeError as error:
         raise DataError(f"{path} must be text in UTF-8, and some of it is not; export it as UTF-8.") from error
     except pd.errors.EmptyDataError:
@@ -182,7 +188,7 @@ def _read_csv(path: Path) -> AnnData:
         raise DataError(
             f"{path} names {len(header)} columns but has {table.shape[1]}; the first line must name every column."
         )
-    cells, genes = table[0], header[1 - surplus :]  # R leaves the corner out
+    cells, genes = table[0].str[1:], header[1 - surplus :]  # R leaves the corner out
     if _are_values(genes):
         raise DataError(f"{path} must name the genes in its first line, which holds numbers; add a header.")
     if _are_values(cells):

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cloister.arrays import F64, Array
-from cloister.cells.files import read_cells, write_cells
+from cloister.cells.files import layer_names, read_cells, write_cells
 from cloister.cells.genes import check_unique, gene_id_kind, gene_names, genes_in_common, match_genes
 from cloister.errors import DataError
 
@@ -30,6 +30,7 @@ __all__ = [
     "gene_id_kind",
     "gene_names",
     "genes_in_common",
+    "layer_names",
     "map_values",
     "match_genes",
     "nonzero_values",
@@ -219,7 +220,7 @@ def describe(adata: AnnData) -> dict[str, Any]:
         "gene_ids": ids,
         "expression": kind,
         "zeros": zeros,
-        "layers": list(adata.layers),
+        "layers": layer_names(adata),
         "obsm": {key: int(matrix.shape[1]) for key, matrix in adata.obsm.items()},
         "obs": {str(key): _n_categories(adata.obs[key]) for key in adata.obs},
         "warnings": warnings,
@@ -266,7 +267,7 @@ def _where(layer: str | None) -> str:
 
 def _matrix(adata: AnnData, layer: str | None) -> Any:
     if layer is not None and layer not in adata.layers:
-        raise DataError(f"{_where(layer)} is missing; there is {_names(adata.layers)}. Name another with layer=.")
+        raise DataError(f"{_where(layer)} is missing; there is {_names(layer_names(adata))}. Name another with layer=.")
     matrix = _x(adata) if layer is None else adata.layers[layer]
     if matrix is None:
         raise DataError("adata.X is missing; put the expression there, or pass layer=.")

@@ -192,7 +192,7 @@ def _places(adata: Any) -> set[str]:
     """Where an AnnData holds something, by name: what is new after a run is the result that was written."""
     places: set[str] = set()
     for slot in ("obs", "var", "obsm", "layers", "uns"):
-        keys = {str(k) for k in getattr(adata, slot, ())} - {"cloister"}
+        keys = {str(k) for k in getattr(adata, slot, ()) if k is not None} - {"cloister"}  # None: X, since anndata 0.13
         places |= {f"{slot}[{k!r}]" for k in keys}
     kept = getattr(adata, "uns", {}).get("cloister", {})
     return places | {f"uns['cloister'][{k!r}]" for k in (kept if isinstance(kept, Mapping) else ())}

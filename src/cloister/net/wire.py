@@ -181,6 +181,7 @@ def _dict(inner: tuple[Write, Read]) -> tuple[Write, Read]:
 
 
 def _codec(annotation: Any) -> tuple[Write, Read]:
+    annotation = _written_out(annotation)
     if isinstance(annotation, typing.NewType):
         return _codec(annotation.__supertype__)
     if annotation in (int, float, bool, str, bytes):
@@ -192,11 +193,23 @@ def _codec(annotation: Any) -> tuple[Write, Read]:
         return _optional(_codec(next(a for a in args if a is not type(None))))
     if origin is tuple and len(args) == 2 and args[1] is Ellipsis:
         return _tuple(_codec(args[0]))
-    if origin is dict and _plain(args[0]) is str:
+    if origin is dict and _plain(_written_out(args[0])) is str:
         return _dict(_codec(args[1]))
     if hasattr(annotation, "__message__"):
         return to_fields, functools.partial(from_fields, annotation)
     raise TypeError(f"{annotation!r} cannot travel; see the list of types in cloister.net.wire")
+
+
+def _written_out(annotation: Any) -> Any:
+    """What an alias type stands for: `type Words = U64`, and `NDArray` itself since NumPy 2.5."""
+    alias = typing.get_origin(annotation) or annotation
+    if not hasattr(alias, "__value__"):
+        return annotation
+    meant = alias.__value__
+    if alias is not annotation:  # NDArray[np.uint64]: each parameter by its name, wherever it stands in the value
+        given = dict(zip(alias.__type_params__, typing.get_args(annotation), strict=True))
+        meant = meant[tuple(given[p] for p in meant.__parameters__)]
+    return _written_out(meant)
 
 
 def _plain(annotation: Any) -> Any:

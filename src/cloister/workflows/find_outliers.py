@@ -216,9 +216,8 @@ def table(adata: AnnData, options: Options) -> tuple[list[str], F64]:
         names = [f"{options.use_rep}:{i + 1}" for i in range(found.shape[1])] if np.ndim(found) == 2 else []
     else:
         if options.layer is not None and options.layer not in adata.layers:
-            raise DataError(
-                f"adata.layers[{options.layer!r}] is missing; there is {', '.join(map(repr, adata.layers)) or 'none'}"
-            )
+            there = ", ".join(map(repr, cells.layer_names(adata))) or "none"
+            raise DataError(f"adata.layers[{options.layer!r}] is missing; there is {there}")
         found = adata.X if options.layer is None else adata.layers[options.layer]
         names = [str(n) for n in adata.var_names]
         if found is None:
