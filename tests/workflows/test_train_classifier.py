@@ -10,7 +10,6 @@ from cloister.cells import demo as demo_data
 from cloister.cells import tables as cells
 from cloister.errors import DataError, ParameterError, ProtocolAbort
 from cloister.models.linear import LinearModel
-from cloister.run.facts import figures_of
 from cloister.run.rehearsal import rehearse
 from cloister.workflows.cell_classifier import CellClassifier, majority
 from cloister.workflows.trained_models import load_model
@@ -198,9 +197,9 @@ def test_result_survives_a_file(run, tmp_path):
 
 def test_figures(run):
     pytest.importorskip("matplotlib")
-    drawn = figures_of(run)
+    drawn = run.draw()
     assert not drawn.note
-    assert [f["title"].partition(",")[0] for f in drawn.figures] == [f"Labels of {s}" for s in run.data]
+    assert [f.title.partition(",")[0] for f in drawn.figures] == [f"Labels of {s}" for s in run.data]
 
 
 @pytest.mark.parametrize(
