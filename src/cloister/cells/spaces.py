@@ -43,6 +43,12 @@ def space_of(adata: AnnData, use_rep: str | None) -> str:
     return ""
 
 
+def edges_of(adata: AnnData) -> str:
+    """The digest of the bin edges that these cells were digitised by; empty where there are none."""
+    edges = dict(adata.uns.get("cloister", {})).get("bin_edges")
+    return "" if edges is None else digest_of(np.asarray(edges, dtype=np.float64))
+
+
 def check_space(adata: AnnData, use_rep: str, wanted: str) -> None:
     """Raise unless the embedding was made by what `wanted` is the digest of; an empty one fits any."""
     found = space_of(adata, use_rep)

@@ -30,7 +30,7 @@ from cloister.cli.console import (
     show_warnings,
     sites_of,
 )
-from cloister.cli.predict import predict
+from cloister.cli.predict import embed, predict
 from cloister.errors import CloisterError, DataError, UsageError
 from cloister.report.parts import size
 
@@ -365,6 +365,7 @@ def demo(
 
 
 app.command(epilog="Example:  cloister predict results/basel.model.npz new.h5ad --out labelled.h5ad")(predict)
+app.command(epilog="Example:  cloister embed checkpoint/ cells.h5ad --out embedded.h5ad")(embed)
 
 
 # ---- between machines ------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""`cloister predict`: label new cells with a model that was trained together. Nothing is sent."""
+"""Verbs for models that were trained together: label new cells, embed them. Nothing is sent."""
 
 from __future__ import annotations
 
@@ -60,3 +60,35 @@ def predict(
     out.print(table)
     if path is not None:
         out.print(f"written: {path}, obs['{key_added}'] and obs['{key_added}_confidence']", markup=False)
+
+
+def embed(
+    model: Annotated[Path, typer.Argument(help="A model.npz of fine-tune, or the folder of a checkpoint.")],
+    data: Annotated[Path, typer.Argument(metavar="CELLS", help="The cells to embed.")],
+    path: Annotated[Path, typer.Option("--out", help="Where to write the cells with their embedding.")],
+    layer: Annotated[str | None, typer.Option(help="Layer that holds the values; X by default.")] = None,
+    gene_key: Annotated[str | None, typer.Option(help="Column of var with gene symbols.")] = None,
+    binned: Annotated[bool, typer.Option("--binned", metavar=FLAG, help="The values are bins already.")] = False,  # noqa: FBT002
+    pretrained: Annotated[Path | None, typer.Option(help="Folder of the checkpoint under a tuned scGPT.")] = None,
+    key_added: Annotated[str, typer.Option(help="Name in obsm.")] = "X_embedded",
+) -> None:
+    """Embed cells with a model: adds an embedding, and what made it. Nothing is sent."""
+    from cloister.cells.files import read_cells, write_cells
+    from cloister.workflows.embed import embed as embed_cells
+
+    if path.exists() and path.samefile(data):
+        raise UsageError(f"--out {path} is the file of the cells; name another")
+    if not model.exists():
+        raise UsageError(f"there is no model at {model}")
+    adata = read_cells(data)
+    embed_cells(
+        adata,
+        model,
+        layer=layer,
+        gene_key=gene_key,
+        binning="none" if binned else "cell",
+        pretrained=pretrained,
+        key_added=key_added,
+    )
+    write_cells(adata, path)
+    out.print(f"written: {path}, obsm['{key_added}'] of {adata.obsm[key_added].shape[1]} columns", markup=False)

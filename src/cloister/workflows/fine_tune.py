@@ -144,6 +144,8 @@ def site(seat: Seat, adata: AnnData, options: Options) -> Outcome:
     trained, classifier = train(adata, seat, options)
     classifier.predict(adata, key_added=options.key_added)
     if options.features_added is not None:
+        from cloister.workflows.embed import write_features
+
         write_features(adata, classifier, options.features_added)
     result = summary(seat, options, trained)
     adata.uns[options.key_added] = json.dumps(result)
@@ -299,12 +301,6 @@ def examples_of(adata: AnnData, options: Options, *, seed: int = 0) -> tuple[Exa
         return examples, Blueprint("mlp", examples.x.shape[1], hidden=options.hidden, **shared), None
     side, _, channels = options.image_shape
     return examples, Blueprint(options.model, channels, side, **shared), None
-
-
-def write_features(adata: AnnData, classifier: FineTuned, key: str) -> None:
-    """What the last layer sees, and which model that was."""
-    adata.obsm[key] = classifier.features(adata).astype(np.float32)
-    adata.uns[key] = {"space": classifier.digest}
 
 
 def check(adata: AnnData, options: Options) -> list[str]:

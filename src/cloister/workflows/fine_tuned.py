@@ -13,7 +13,7 @@ import numpy as np
 from cloister import files
 from cloister.arrays import F64, Array
 from cloister.cells import tables as cells
-from cloister.cells.spaces import check_space, digest_of, space_of
+from cloister.cells.spaces import check_space, edges_of, space_of
 from cloister.errors import DataError, MissingExtra
 from cloister.workflows.cell_classifier import label_cells, majority
 from cloister.workflows.embed import csr_rows, gene_tokens
@@ -90,12 +90,6 @@ class Inputs:
         return Tokens(
             tokenize(csr_rows(matrix), ids, names, loaded, binned=self.binned, cls_value=0.0, seed=self.seed), loaded
         )
-
-
-def edges_of(adata: AnnData) -> str:
-    """The digest of the bin edges that these cells were digitised by; empty where there are none."""
-    edges = dict(adata.uns.get("cloister", {})).get("bin_edges")
-    return "" if edges is None else digest_of(np.asarray(edges, dtype=np.float64))
 
 
 @dataclass(frozen=True)

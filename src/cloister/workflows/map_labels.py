@@ -15,6 +15,7 @@ from cloister.protocols.knn import mapping_terms, plain_knn, private_knn, publis
 from cloister.study import Party, Study
 from cloister.workflows import Workflow
 from cloister.workflows.modes import modes_of
+from cloister.workflows.one_space import agree_on_space
 from cloister.workflows.options import option
 
 if TYPE_CHECKING:
@@ -108,6 +109,7 @@ def map_labels(adata: AnnData, seat: Seat, *, copy: bool = False) -> AnnData | N
 
 
 def site(seat: Seat, adata: AnnData, options: Options) -> Outcome:
+    agree_on_space(seat, options.use_rep, adata)
     if seat.me != options.query:
         x, names = references(adata, options)
         if options.prototypes:
@@ -123,6 +125,7 @@ def site(seat: Seat, adata: AnnData, options: Options) -> Outcome:
 
 def assist(seat: Seat, options: Options) -> Outcome:
     """The part of a party without cells."""
+    agree_on_space(seat, options.use_rep)
     label_cells(seat, options, None, None)
     return Outcome(None, computed_by(seat, options))
 
