@@ -7,7 +7,7 @@ export OPENBLAS_NUM_THREADS ?= 1
 export MKL_NUM_THREADS ?= 1
 export NUMBA_NUM_THREADS ?= 1
 
-.PHONY: help demo test test-all oracle docs notebooks bench tables wheel sbom lint format clean
+.PHONY: help demo test test-all oracle docs notebooks figures bench tables wheel sbom lint format clean
 
 help:                   ## this list
 	@grep -hE "^[a-z-]+:.*##" $(MAKEFILE_LIST) | sed -E "s/:[^#]*##/\t/" | expand -t 12
@@ -36,7 +36,10 @@ docs: $(STAMP)          ## the documentation as web pages, in build/site; broken
 notebooks: $(STAMP)     ## run the notebooks and keep their outputs
 	$(BIN)/python scripts/notebooks.py
 
-bench: $(STAMP)         ## every benchmark, quick form, collected into docs/benchmarks.md
+figures: $(STAMP)       ## the pictures of the workflow pages, from rehearsals
+	$(BIN)/python scripts/figures.py
+
+bench: $(STAMP)         ## every benchmark, quick form, kept in benchmarks/logs/quick.json
 	$(BIN)/python scripts/bench.py
 
 tables: $(STAMP)        ## the papers' tables with our column
@@ -56,7 +59,7 @@ lint: $(STAMP)          ## style and types
 format: $(STAMP)        ## tidy the code, and the pages that are made from it
 	$(BIN)/ruff check --fix src tests benchmarks scripts
 	$(BIN)/ruff format src tests benchmarks scripts
-	$(BIN)/python scripts/threat_model.py
+	$(BIN)/python scripts/pieces.py
 
 clean:
 	rm -rf $(VENV) demo build dist *.egg-info src/*.egg-info

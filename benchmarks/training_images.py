@@ -6,8 +6,8 @@
 
 100 clients, 1000 labels, 5 clients a round, the 13-layer CNN, five local epochs, |B_U| = |B_L| = min(50, labels), plain
 SGD with weight decay 2e-4, cosine decay that would end after 4/3 of the rounds, plain mean: algorithm 2 and appendix
-A.2 of the XCLP paper, and what its authors' program does where the paper is silent (docs/fine-tune.md lists it), on a
-subset of the images and with a narrower network (`--width`). Two stages:
+A.2 of the XCLP paper, and what its authors' program does where the paper is silent (docs/measured/fine-tune.md lists
+it), on a subset of the images and with a narrower network (`--width`). Two stages:
 
   1  `--first` rounds on labels alone, an epoch being one pass over a client's labelled images
   2  `--rounds` rounds in every arm, each from the model of stage 1, an epoch being one pass over the unlabelled ones:

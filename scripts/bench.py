@@ -1,11 +1,11 @@
-"""Run every benchmark in its quick form and collect what they print in docs/benchmarks.md: `make bench`.
+"""Run every benchmark in its quick form and keep what they print in benchmarks/logs/quick.json: `make bench`.
 
     python scripts/bench.py                      all of them, one after the other
     python scripts/bench.py secure_sum mapping   these; the others keep what was collected last
 
 A benchmark is a file under benchmarks/ with an option `--quick`; it names its machine, sizes, threads and peers, and
-prints its figures last. Here the command, the date, the load of the machine before and after, and the seconds are put
-beside it. One that fails, or takes longer than the limit, is on the page as that.
+prints its figures last. Here the command, the machine, the date, the load before and after, and the seconds are put
+beside it. `make docs` makes a page of it. One that fails, or takes longer than the limit, is on the page as that.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ def benchmarks(folder: Path) -> dict[str, Path]:
 def run(path: Path, limit: float) -> dict[str, Any]:
     """One benchmark: what it printed, how long it took, how busy the machine was."""
     env = {**os.environ, **{f"{k}_NUM_THREADS": v for k, v in THREADS.items()}}
-    told = {"date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()), "load": [round(os.getloadavg()[0], 1)]}
+    told: dict[str, Any] = {"date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()), "machine": machine()}
+    told["load"] = [round(os.getloadavg()[0], 1)]
     began = time.perf_counter()
     with subprocess.Popen(
         [sys.executable, str(path), "--quick"],
@@ -83,12 +84,12 @@ def page(told: dict[str, dict[str, Any]], folder: Path) -> str:
     lines = [
         "# Benchmarks",
         "",
-        "`make bench` runs every benchmark in its quick form and writes this page. Figures of the whole forms, and how",
-        "to read them, stand on the pages of the workflows. One thread per process unless a benchmark says otherwise;",
-        "seconds depend on what else the machine was doing: the load before and after is given (one per core is",
-        "a busy machine).",
+        "`make bench` runs every benchmark in its quick form; this page is made from what it kept. Figures of the",
+        "whole forms, and how to read them, stand on the pages under *measured*. One thread per process unless a",
+        "benchmark says otherwise; seconds depend on what else the machine was doing: the load before and after is",
+        "given (one per core is a busy machine).",
         "",
-        f"Machine: {machine()}.",
+        *(f"Machine: {name}." for name in dict.fromkeys(t["machine"] for t in told.values())),
         "",
         "| benchmark | seconds | load before, after | date | ended |",
         "|---|---|---|---|---|",
@@ -112,7 +113,7 @@ def page(told: dict[str, dict[str, Any]], folder: Path) -> str:
             "",
             f"## {name}",
             "",
-            f"`python benchmarks/{name}.py --quick`",
+            f"`python benchmarks/{name}.py --quick` on {t['machine']}",
             "",
             "```text",
             text or "(nothing)",
@@ -125,7 +126,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*")
     parser.add_argument("--folder", type=Path, default=ROOT / "benchmarks")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "benchmarks.md")
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "benchmarks.md")
     parser.add_argument("--kept", type=Path, default=ROOT / "benchmarks" / "logs" / "quick.json")
     parser.add_argument("--limit", type=float, default=900.0, help="seconds that one benchmark may take")
     args = parser.parse_args()
@@ -140,6 +141,7 @@ def main() -> int:
         print(f"{name}: {ended} after {told[name]['seconds']} s", flush=True)
         told = {n: told[n] for n in known if n in told}
         args.kept.parent.mkdir(exist_ok=True)
+        args.out.parent.mkdir(exist_ok=True)
         args.kept.write_text(json.dumps(told, indent=1, ensure_ascii=False) + "\n")
         args.out.write_text(page(told, args.folder), encoding="utf-8")  # what there is, should the rest be stopped
     return int(any(told[n]["code"] != 0 for n in args.names or known))

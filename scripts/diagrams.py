@@ -1,10 +1,14 @@
-"""Mermaid diagrams as SVG, for pages that load no script: the little of Mermaid that our pages use.
+"""Drawings as SVG, for pages that load no script: the little of Mermaid that our pages use, and a picture of the code.
 
     sequenceDiagram   participant x as name, x->>y: text, Note over x,y: text, loop text … end
     flowchart LR      A[text] --> B[text] --> …
 
 A line that is none of these is an error, so a page cannot lose a step. Lines and letters take the colour of the text
 around them, in light and in dark; a reader hears all steps in order.
+
+    python scripts/diagrams.py      draws docs/figures/architecture.svg from `WAY`, function by function
+
+Every function in `WAY` must exist (tests/test_architecture.py).
 """
 
 from __future__ import annotations
@@ -12,8 +16,70 @@ from __future__ import annotations
 import html
 import re
 import textwrap
+from pathlib import Path
 
 WIDTH, LETTER, LINE = 760, 6.4, 16  # pixels: of a drawing, of a letter, of a line of text
+PICTURE = Path(__file__).parents[1] / "docs" / "figures" / "architecture.svg"
+
+Step = tuple[str, str]  # a function under `cloister`, and what it does
+REHEARSAL, SITE = "cloister rehearse map-labels", "cloister site KIT, on FLARE"
+WAY: tuple[
+    tuple[str, tuple[Step, ...], tuple[Step, ...]], ...
+] = (  # title; left and right, or both where right is empty
+    (
+        "start",
+        (
+            ("cli.main.rehearse", "options, files, notes about who learns what"),
+            ("run.rehearsal.plan", "the study: these sites, a coordinator"),
+            ("workflows.check_plan", "mode and options against the dataclass"),
+            ("cells.files.read_cells", "each .h5ad; a child process tries it first"),
+            ("run.rehearsal.run_parties", "a thread, a mailbox and a key for every party"),
+        ),
+        (
+            ("runtime.service.start_party", "opens the kit: key, study, policy"),
+            ("runtime.carrier.serve", "FLARE, in a confined process without keys or cells"),
+            ("runtime.invitation.Invitation.check", "signed by the coordinator, fresh, never seen before"),
+            ("runtime.run.main", "a process for this run, if the policy allows it"),
+            ("runtime.party.Turn.take", "a key with every party; then cells.files.read_cells on its own file"),
+        ),
+    ),
+    (
+        "one party's turn",
+        (
+            ("net.seat.take_part", "a receipt begins; whatever happens, it is signed at the end"),
+            ("workflows.Workflow.part", "by role; a site's cells are checked once, before anything is sent"),
+            ("workflows.map_labels.site", "asks, or offers its labelled cells; others assist"),
+            ("cells.tables.embedding", "obsm[use_rep] as numbers; from here on no AnnData"),
+            ("net.seat.Seat.run", "agree with everyone on the parameters' hash, then one role to its end"),
+            ("protocols.knn.mapping_terms.owner", "sizes rounded up, label names, the largest norm under sharing"),
+            ("protocols.knn.private_knn.querier", "and holder, helper: shares, distances, k nearest, votes, the label"),
+            ("net.channel.Channel.send", "net.wire packs the frame, net.receipts notes its name, size and hash"),
+        ),
+        (),
+    ),
+    (
+        "carried",
+        (
+            ("run.rehearsal.MemoryLink.post", "the frame as it is"),
+            ("run.rehearsal.Wires.carry", "to the other thread; tests lose and cut frames here"),
+        ),
+        (
+            ("runtime.link.SealedLink.post", "sealed for the one party it is for"),
+            ("runtime.pipe.Pipe.post", "to the service, and on to the carrier"),
+            ("runtime.relay.Relay.work", "over mutual TLS to the coordinator, which passes it on"),
+        ),
+    ),
+    (
+        "received, and written",
+        (
+            ("net.mailbox.Mailbox.put", "in order, within bounds; the peer's await goes on"),
+            ("cells.tables.write_labels", "obs['mapped'] at the asking site, and nowhere else"),
+            ("net.receipts.Receipt.close", "the chain is signed with the party's key"),
+            ("run.results.save_run", "cells, receipts and figures, whole or not at all"),
+        ),
+        (),
+    ),
+)
 
 
 def draw(source: str) -> str:
@@ -125,3 +191,73 @@ def _flow(lines: list[str]) -> tuple[list[str], float, list[str]]:
             parts.append(f'<path d="M{end - 19:g} {4 + high / 2:g}H{end:g}" class="wire"/>')
             parts.append(f'<path d="M{end:g} {4 + high / 2:g}l-8 -5v10z" class="tip"/>')
     return parts, high + 8, labels
+
+
+# ---- the picture of the code -----------------------------------------------------------------------------------------
+
+STYLE = """\
+text { font: 13px system-ui, sans-serif; fill: #1d2329 }
+.name { font: 600 13px ui-monospace, monospace }
+.lane { font-weight: 600; font-size: 15px }
+.stage { fill: #6b747c; font-style: italic }
+.box { fill: #f4f6f6; stroke: #c3c9cb }
+.both { fill: #e7f0f7; stroke: #9fbdd3 }
+.wire { fill: none; stroke: #535c66 }
+.tip { fill: #535c66 }
+"""
+BOARD, BOX, GAP, EDGE = 980, 46, 16, 16  # pixels: width, height of a step, between two steps, at the sides
+
+
+def way() -> str:
+    """The picture of `WAY`: one file in, one result out, on two ways that share their middle."""
+    half = (BOARD - 3 * EDGE) / 2
+    left, right, middle = EDGE, 2 * EDGE + half, (BOARD - half - 160) / 2
+    parts = [_label(left + half / 2, 24, REHEARSAL, "lane"), _label(right + half / 2, 24, SITE, "lane")]
+    ends: list[tuple[float, float]] = []  # where the arrows into the next stage begin
+    y = 40.0
+    for title, first, second in WAY:
+        parts.append(_label(EDGE, y + 12, title, "stage", anchor="start"))
+        y += 20
+        lanes = [(left, half, first, "box"), (right, half, second, "box")] if second else []
+        lanes = lanes or [(middle, half + 160, first, "both")]
+        parts += [_arrow(x, y_end, x, y) for x, y_end in ends]
+        ends = []
+        bottom = y
+        for at, wide, steps, kind in lanes:
+            below = y
+            for i, (name, what) in enumerate(steps):
+                if i:
+                    parts.append(_arrow(at + wide / 2, below - GAP, at + wide / 2, below))
+                parts += [_step(at, below, wide, name, what, kind)]
+                below += BOX + GAP
+            bottom = max(bottom, below)
+            ends.append((at + wide / 2, below - GAP))
+        if not second:  # the next stage has two lanes again, or none
+            ends = [(x, ends[0][1]) for x in (left + half / 2, right + half / 2)]
+        y = bottom
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {BOARD} {y:g}" role="img">'
+    spoken = "; ".join(f"{name}: {what}" for _, a, b in WAY for name, what in (*a, *b))
+    frame = f'<rect width="{BOARD}" height="{y:g}" fill="white"/>'
+    return "\n".join(
+        [head, f"<title>{html.escape(spoken)}</title>", f"<style>{STYLE}</style>", frame, *parts, "</svg>", ""]
+    )
+
+
+def _label(x: float, y: float, words: str, kind: str, anchor: str = "middle") -> str:
+    return f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}" class="{kind}">{html.escape(words)}</text>'
+
+
+def _step(x: float, y: float, wide: float, name: str, what: str, kind: str) -> str:
+    box = f'<rect x="{x:g}" y="{y:g}" width="{wide:g}" height="{BOX}" rx="6" class="{kind}"/>'
+    return box + _label(x + wide / 2, y + 19, name, "name") + _label(x + wide / 2, y + 37, what, "")
+
+
+def _arrow(x: float, y: float, to_x: float, to_y: float) -> str:
+    return (
+        f'<path d="M{x:g} {y:g}L{to_x:g} {to_y - 6:g}" class="wire"/>'
+        f'<path d="M{to_x:g} {to_y:g}l-5 -8h10z" class="tip"/>'
+    )
+
+
+if __name__ == "__main__":
+    PICTURE.write_text(way(), encoding="utf-8")

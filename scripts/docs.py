@@ -6,6 +6,9 @@ The pages are docs/*.md. Beside them stand
     notebooks/*.md         from the notebooks, with the outputs they keep
     reference.md           every public name of `cloister`
     commands.md            what `cloister VERB --help` prints
+    options.md             every option of every workflow
+    benchmarks.md          what `make bench` kept
+    threat-model.md        the kept page, and below it what every protocol says under `Reveals`
 
 Everything is laid out in build/docs first, where links that are right on GitHub are made right for the site, and
 diagrams in Mermaid become drawings (scripts/diagrams.py): Mermaid itself would need a script from elsewhere.
@@ -23,7 +26,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from cloister import workflows
+
 sys.path.insert(0, str(Path(__file__).parent))
+import bench
+import pieces
+import threat_model
 from diagrams import draw
 
 ROOT = Path(__file__).parents[1]
@@ -33,13 +41,18 @@ HOW_TO = (
     *("deploy", "bin-values", "shared-pca", "embed", "find-outliers", "train-classifier", "map-labels"),
     *("propagate-labels", "fine-tune"),
 )
-REFERENCE = ("reference", "commands", "threat-model", "benchmarks", "CHANGELOG")
-EXPLANATION = ("SECURITY", "papers", "CONTRIBUTING")
+REFERENCE = ("reference", "commands", "options", "threat-model", "benchmarks", "CHANGELOG")
+EXPLANATION = ("SECURITY", "architecture", "papers", "CONTRIBUTING")
 KINDS = {  # of public names, in the order of the page
     "Run a workflow": ("rehearse", "Run", "Study", "Receipt"),
     "Files and demo data": ("read_cells", "write_cells", "demo_sites", "demo_donors", "demo_rows"),
 }
-MADE_HERE = "[Python](reference.md), [the command line](commands.md)"
+MADE_HERE = {  # words of kept pages about what is only on the site, and the links that they become
+    "Python, the command line, all options, and the quick benchmarks (pages that `make docs` makes)": (
+        "[Python](reference.md), [the command line](commands.md), [all options](options.md), and the"
+        " [quick benchmarks](benchmarks.md)"
+    ),
+}
 CSS = """\
 @media (min-width: 74em) and (max-width: 82em), (min-width: 90em) { .content { width: 52em } }
 .diagram { overflow-x: auto; margin: 1em 0 }
@@ -73,16 +86,18 @@ def stage() -> None:
     """Lay out everything that Sphinx reads."""
     shutil.rmtree(STAGE, ignore_errors=True)
     pages = {name: (ROOT / name).read_text(encoding="utf-8") for name in TOP}
-    for path in sorted([*DOCS.glob("*.md"), *DOCS.glob("decisions/*.md")]):
+    for path in sorted([*DOCS.glob("*.md"), *DOCS.glob("measured/*.md"), *DOCS.glob("decisions/*.md")]):
         pages[path.relative_to(DOCS).as_posix()] = path.read_text(encoding="utf-8")
     for path in sorted(DOCS.glob("notebooks/*.ipynb")):
         pages[f"notebooks/{path.stem}.md"] = notebook_page(path)
-    pages["reference.md"], pages["commands.md"] = reference_page(), commands_page()
+    pages |= {"reference.md": reference_page(), "commands.md": commands_page(), "options.md": options_page()}
+    pages |= {"benchmarks.md": benchmarks_page(), "threat-model.md": threat_model.page()}
     pages["index.md"] += contents([name.removesuffix(".md") for name in pages])
     for name, text in pages.items():
         path = STAGE / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(for_the_site(name, text), encoding="utf-8")
+    shutil.copytree(DOCS / "figures", STAGE / "figures")
     (STAGE / "_static").mkdir()
     (STAGE / "_static" / "pages.css").write_text(CSS, encoding="utf-8")
     for path in DOCS.glob("notebooks/*.ipynb"):
@@ -96,7 +111,8 @@ def for_the_site(name: str, text: str) -> str:
         text = re.sub(r"\]\(docs/", "](", text)
     text = re.sub(rf"\]\((?:\.\./)+({names})", rf"]({up}\1", text)
     text = re.sub(r"(\]\([\w./-]*)\.ipynb\)", r"\1.md)", text)
-    text = text.replace("Python and the command line (`make docs` makes both pages from the code)", MADE_HERE)
+    for words, links in MADE_HERE.items():
+        text = text.replace(words, links)
     return re.sub(r"^```mermaid\n(.*?)^```$", lambda m: draw(m[1]), text, flags=re.DOTALL | re.MULTILINE)
 
 
@@ -104,11 +120,13 @@ def contents(pages: list[str]) -> str:
     """The side bar: tutorial, how-to, reference, explanation. A page that nobody put anywhere is a how-to."""
     notebooks = [p for p in pages if p.startswith("notebooks/")]
     decisions = [p for p in pages if p.startswith("decisions/")]
-    named = {"index", "tutorial", *HOW_TO, *REFERENCE, *EXPLANATION, *notebooks, *decisions}
+    measured = [p for p in pages if p.startswith("measured/")]
+    named = {"index", "tutorial", *HOW_TO, *REFERENCE, *EXPLANATION, *notebooks, *decisions, *measured}
     parts = {
         "Tutorial": ["tutorial", *notebooks],
         "How-to": [*HOW_TO, *(p for p in pages if p not in named)],
         "Reference": [*REFERENCE],
+        "Measured": measured,
         "Explanation": [*EXPLANATION, *decisions],
     }
     return "".join(
@@ -162,6 +180,18 @@ def reference_page() -> str:
             lines += ["   :members:", "   :undoc-members:", ""] if what == "class" else [""]
         lines += ["```", ""]
     return "\n".join(lines)
+
+
+def options_page() -> str:
+    lines = ["# Options", "", "The same names in Python, on the command line (`--n-bins 51`) and in `study.toml`.", ""]
+    for name in workflows.SHIPPED:
+        lines += [f"## {name}", "", workflows.get(name).summary, "", pieces.options_table(name), ""]
+    return "\n".join(lines)
+
+
+def benchmarks_page() -> str:
+    kept = ROOT / "benchmarks" / "logs" / "quick.json"
+    return bench.page(json.loads(kept.read_text(encoding="utf-8")), ROOT / "benchmarks")
 
 
 def commands_page() -> str:

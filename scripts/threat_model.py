@@ -1,10 +1,9 @@
-"""Write the generated half of docs/threat-model.md from the `Reveals` of the protocol files.
+"""The half of the threat-model page that is made from the code; `make docs` puts it below docs/threat-model.md.
 
-    python scripts/threat_model.py            writes it
-    python scripts/threat_model.py --check    says whether the page is what the code says (tests/test_threat_model.py)
+    python scripts/threat_model.py      prints it
 
-Above the mark the page is written by hand; below it stands one table per protocol: who, alone or together with whom,
-learns what. Nothing is shortened.
+First every workflow and mode in short, then which protocols run, then one table per protocol in the words of its
+`Reveals`: who, alone or together with whom, learns what. Nothing is shortened.
 """
 
 from __future__ import annotations
@@ -16,14 +15,17 @@ from pathlib import Path
 
 from cloister import protocols, workflows
 
+sys.path.insert(0, str(Path(__file__).parent))
+from pieces import learns_of_all, may_run, modes
+
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "threat-model.md"
-MARK = "<!-- from here on written by scripts/threat_model.py -->"
 TOGETHER = re.compile(r"(?:Together with|With) ([^:;.]{1,60}): ")
 
 
-def protocol_names() -> list[str]:
-    return sorted(protocols.names())
+def telling() -> list[str]:
+    """The protocol files that say who learns what; others are local steps, or parts of another file."""
+    return [name for name in sorted(protocols.names()) if protocols.section(name, "Reveals")]
 
 
 def entries(reveals: str) -> Iterator[tuple[str, str]]:
@@ -56,28 +58,17 @@ def split(who: str, what: str) -> Iterator[tuple[str, str]]:
 
 
 def generated() -> str:
-    """Everything below the mark."""
-    lines = [
-        "",
-        "## Which protocols run",
-        "",
-        "The first is the mode's own; the others run on the way, or under some of its options.",
-        "",
-        "| workflow | mode | protocols |",
-        "|---|---|---|",
-    ]
-    silent = {name for name in protocol_names() if not protocols.section(name, "Reveals")}
+    """Everything below the page that is kept."""
+    lines = ["", "## Workflow by workflow", "", learns_of_all(), ""]
+    lines += ["`embed` sends nothing.", "", "## Which protocols run", ""]
+    lines += ["The first is the mode's own; the others run on the way, or under some of its options.", ""]
+    lines += ["| workflow | mode | protocols |", "|---|---|---|"]
     for name in workflows.SHIPPED:
-        found = workflows.get(name)
-        for mode, declared in found.modes.items():
-            links = ", ".join(f"[`{p}`](#{p})" for p in declared.protocols)
+        for mode in modes(name):
+            links = ", ".join(f"[`{protocol}`](#{protocol})" for protocol in may_run(name, mode))
             lines.append(f"| `{name}` | {mode} | {links} |")
-    listed = ", ".join(f"`{name}`" for name in sorted(silent))
-    lines += ["", f"Files without a `Reveals`, since they are local steps or parts of another file: {listed}.", ""]
-    lines += ["## Protocol by protocol", "", "In the words of the protocol files; a test holds the two together.", ""]
-    for name in protocol_names():
-        if name in silent:
-            continue
+    lines += ["", "## Protocol by protocol", "", "In the words of the protocol files.", ""]
+    for name in telling():
         title = " ".join(protocols.docstring(name).split("\n\n")[0].split())
         lines += [f"### {name}", "", title, "", "| who | learns |", "|---|---|"]
         lines += [f"| {cell(who)} | {cell(what)} |" for who, what in entries(protocols.section(name, "Reveals"))]
@@ -90,12 +81,9 @@ def cell(text: str) -> str:
 
 
 def page() -> str:
-    """The page as it should be."""
-    head = PAGE.read_text(encoding="utf-8").partition(MARK)[0]
-    return head + MARK + "\n" + generated()
+    """The whole page, as `make docs` builds it."""
+    return PAGE.read_text(encoding="utf-8") + generated()
 
 
 if __name__ == "__main__":
-    if "--check" in sys.argv[1:]:
-        sys.exit(page() != PAGE.read_text(encoding="utf-8") and "run: python scripts/threat_model.py")
-    PAGE.write_text(page(), encoding="utf-8")
+    print(generated())

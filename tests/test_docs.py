@@ -19,15 +19,19 @@ from cloister.study import parse_study
 from cloister.workflows import check_plan
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "measured").glob("*.md"))]
 RUN = [p for p in PAGES if p.name != "deploy.md"]  # its commands need several machines; tests/runtime plays them
+
+
+def named(page):
+    return page.relative_to(ROOT).as_posix()
 
 
 def blocks(page, kind):
     return re.findall(rf"^```{kind}\n(.*?)^```", page.read_text(), flags=re.DOTALL | re.MULTILINE)
 
 
-@pytest.mark.parametrize("page", RUN, ids=lambda p: p.name)
+@pytest.mark.parametrize("page", RUN, ids=named)
 def test_commands_and_python_run_as_printed(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = {"__name__": "__docs__", "sites": demo_sites()}
@@ -45,14 +49,14 @@ def test_commands_and_python_run_as_printed(page, tmp_path, monkeypatch):
             assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+@pytest.mark.parametrize("page", PAGES, ids=named)
 def test_toml_blocks_are_valid(page):
     for text in blocks(page, "toml"):
         if "workflow" in tomllib.loads(text):
             check_plan(parse_study(text, page.name))
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "SECURITY.md", ROOT / "CONTRIBUTING.md"], ids=lambda p: p.name)
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "SECURITY.md", ROOT / "CONTRIBUTING.md"], ids=named)
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
         if "://" not in target:

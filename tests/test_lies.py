@@ -87,10 +87,10 @@ def test_a_split_view_that_nobody_compares_is_found():
 def test_an_assumption_must_stand_in_the_docstring_and_excuses_only_that_role():
     case = Case(Params(compared=False), {HUB: (4.0,)})
     with pytest.raises(AssertionError, match="does not say under Assumes"):
-        check_lies(toy(), [case], right=right, assumes={"a": "hub"})
+        check_lies(toy(), [case], right=right, assumes={"hub": "a"})
     said = toy("Lies that it does not withstand: (a) of the\n    hub.")
     only = {"only": lambda lie: lie.letter == "a", "full": True}
-    assert check_lies(said, [case], right=right, assumes={"a": "hub"}, **only).assumed > 0
+    assert check_lies(said, [case], right=right, assumes={"hub": "a"}, **only).assumed > 0
 
 
 def test_an_abort_that_depends_on_the_input_of_an_honest_party_is_found():

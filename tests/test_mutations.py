@@ -274,8 +274,8 @@ def try_frames(frames, count, seed):
         box = Mailbox(to)
         data = mutated_bytes(data, rng)
         box.put(sender, data)
-        if box.fatal is not None:
-            assert box.fatal.code
+        if sender in box.failed:
+            assert box.failed[sender].code
             refused += 1
             continue
         try:

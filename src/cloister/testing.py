@@ -233,19 +233,18 @@ def check_lies(
         `right(lie, values)` raises unless what the honest parties that finished returned is `ideal()` of *some* input
         of the liar.
     assumes
-        Letter → role function whose lies of that kind may give wrong results; the docstring's *Assumes* has to say so,
-        as "(b) of the coordinator". They must still end in time and without a crash.
+        Role function → letters of its lies that may give wrong results: `{"coordinator": "ab"}`. The docstring's
+        *Assumes* has to say so, as "(a), (b) of the coordinator". They must still end in time and without a crash.
     liars
         Who lies; by default one party per role function.
     full
         Every lie, instead of one per kind of message.
     """
     case, assumes = cases[0], assumes or {}
-    for letter, role in assumes.items():
-        wanted = f"({letter}) of the {role}"
-        assert wanted in " ".join((module.__doc__ or "").split()), (
-            f"{module.__name__} does not say under Assumes: {wanted}"
-        )
+    for role, letters in assumes.items():
+        wanted = f"{', '.join(f'({x})' for x in letters)} of the {role}"
+        text = " ".join((module.__doc__ or "").split())
+        assert wanted in text, f"{module.__name__} does not say under Assumes: {wanted}"
     roles = module.roles(case.params)
     by_role: dict[Any, Party] = {}
     for party, role in roles.items():
@@ -261,7 +260,7 @@ def check_lies(
             continue  # in this run there was nothing to change
         tried += 1
         stopped = [end[1] for end in ends if end is not None]
-        if assumes.get(lie.letter) == getattr(chosen[lie.liar], "__name__", ""):
+        if lie.letter in assumes.get(getattr(chosen[lie.liar], "__name__", ""), ""):
             assumed += 1
             continue
         assert len(set(stopped)) == 1, f"{lie}: whether the others abort depends on their inputs"

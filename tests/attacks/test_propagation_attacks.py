@@ -47,7 +47,7 @@ def spied(module, columns):
 
 @pytest.mark.parametrize(("module", "bites"), [(label_propagation, True), (private_propagation, False)])
 def test_vectors_from_what_the_server_sees_and_one_sites_points(module, bites):
-    """Thirty dimensions and no clusters; how much a graph tells in fewer dimensions is in docs/propagate-labels.md."""
+    """Thirty dimensions, no clusters; how much a graph tells in fewer is in docs/measured/propagate-labels.md."""
     c = case(30, spread=0.0)
     run = run_protocol(module, c, entropy=fixed_entropy("attack"))
     check_no_errors(run)

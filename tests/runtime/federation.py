@@ -19,16 +19,18 @@ import psutil
 
 from cloister.cells.files import write_cells
 from cloister.runtime.kit import Kit
+from cloister.runtime.order import run_study
 from cloister.runtime.party import Ended
 from cloister.runtime.provision import provision
-from cloister.runtime.service import is_running, run_study
+from cloister.runtime.ready import is_running
 from cloister.study import Study, format_study
 
 CHAT = Path(__file__).parent / "chat"
 SIZES = {"basel": 5, "lugano": 7, "vienna": 11}
 PARTIES = {"hub": "coordinator", **dict.fromkeys(SIZES, "site"), "helper": "auxiliary"}
 START = "import sys; from cloister.runtime.service import start_party; start_party(sys.argv[1])"
-UNCHECKED = "import cloister.runtime.service as s; s._check_certificate = lambda kit: None; " + START
+UNCHECKED = "import cloister.runtime.ready as r; r.check_certificate = lambda kit: None; "
+IMPATIENT = "import cloister.runtime.order as o; o.CONNECT = 6.0; "
 
 
 def cells() -> dict[str, ad.AnnData]:
@@ -90,8 +92,11 @@ class Federation:
         if study.parties[party] != "coordinator":
             Kit.open(self.kits[party]).approve()
 
-    def start(self, *parties: str, check_certificate: bool = True) -> None:
-        code = START if check_certificate else UNCHECKED
+    def start(self, *parties: str, patch: str = "", carrier: Path | None = None) -> None:
+        """Start services; `patch` is code to run first, `carrier` a program to run in the carrier's place."""
+        if carrier is not None:
+            patch += f"import cloister.runtime.service as s; s.PROGRAM = {str(carrier)!r}; "
+        code = patch + START
         for p in parties:
             self.services[p] = self.spawn(self.kits[p], self.folder / f"{p}.out", code)
         for p in parties:

@@ -13,7 +13,7 @@ from federation import PARTIES, Federation
 
 from cloister.errors import CloisterError
 from cloister.runtime.kit import Kit
-from cloister.runtime.service import is_running
+from cloister.runtime.ready import is_running
 
 chat.register()
 SITES = [p for p, role in PARTIES.items() if role == "site"]

@@ -8,9 +8,9 @@ import pytest
 from cloister.crypto.agreement import Identity
 from cloister.errors import DataError, MissingExtra, ParameterError, ProtocolAbort, RefusedError, UsageError
 from cloister.runtime.kit import Kit
+from cloister.runtime.order import run_study
 from cloister.runtime.provision import adopt, make_identity, provision
-from cloister.runtime.service import _check_certificate, run_study
-from cloister.runtime.settings import settle
+from cloister.runtime.ready import check_certificate
 from cloister.study import Study, format_study
 
 PARTIES = {"hub": "coordinator", "basel": "site", "lugano": "site", "helper": "auxiliary"}
@@ -42,13 +42,13 @@ def test_every_party_gets_a_kit_of_its_own(kits):
     assert len({kit.study.digest for kit in opened.values()}) == 1
     assert opened["hub"].study.keys.keys() == PARTIES.keys()
     for kit in opened.values():
-        _check_certificate(kit)
+        check_certificate(kit)
 
 
 def test_private_keys_are_for_the_owner_only(kits):
     top = kits["hub"].parent
     keys = [*top.rglob("*.key"), top / "authority" / "cert.json"]
-    assert len(keys) == 2 * len(PARTIES) + 2  # TLS and identity each, the coordinator's user, the authority
+    assert len(keys) == 2 * len(PARTIES) + 1  # TLS and identity each, the authority
     for key in keys:
         assert stat.S_IMODE(key.stat().st_mode) == 0o600, key
     for folder in (*kits.values(), top / "authority"):
@@ -223,10 +223,10 @@ def test_a_certificate_of_somebody_else_is_noticed_at_home(kits, basel):
     try:
         file.write_bytes((kits["lugano"] / "startup" / "client.crt").read_bytes())
         with pytest.raises(ParameterError, match="issued to lugano, and this is the kit of basel"):
-            _check_certificate(basel)
+            check_certificate(basel)
         file.write_bytes(b"nonsense")
         with pytest.raises(ParameterError, match="not issued by the authority"):
-            _check_certificate(basel)
+            check_certificate(basel)
     finally:
         file.write_bytes(own)
 
@@ -236,16 +236,18 @@ def test_only_the_coordinator_starts_runs(basel):
         run_study(basel.path)
 
 
-def test_a_kit_cannot_loosen_flares_settings(basel):
-    local = basel.path / "local"
-    (local / "resources.json").write_text('{"class_allow_list": ["*"]}')
-    (local / "authorization.json").write_text('{"permissions": {"project_admin": "any"}}')
-    settle(basel)
-    assert '"*"' not in (local / "resources.json").read_text()
-    rights = (local / "authorization.json").read_text()
-    assert "project_admin" not in rights
-    assert '"byoc": "none"' in rights
-    assert '"shell_commands": "none"' in rights
+def test_a_kit_holds_certificates_and_nothing_of_flare_besides(kits):
+    for p, kit in kits.items():
+        name = "server" if p == "hub" else "client"
+        assert {f.name for f in (kit / "startup").iterdir()} == {"rootCA.pem", f"{name}.crt", f"{name}.key"}
+        assert {f.name for f in (kit / "local").iterdir()} <= {"site.toml", "runs.json.lock"}
+        assert not (kit / "admin").exists()
+
+
+def test_adopting_again_forgets_no_run(limited):
+    limited.count_run(limited.policy())
+    adopt(limited.path, limited.study, limited.me)
+    assert limited.runs_so_far()["study"] == 1
 
 
 def test_identities_sign_as_the_study_says(kits):
@@ -261,7 +263,7 @@ def test_identities_sign_as_the_study_says(kits):
 def limited(basel):
     """Basel's kit, which allows its study, and two runs of it."""
     basel.approve()
-    basel.policy_file.write_text(basel.policy_file.read_text().replace("# study = 20", "study = 2"))
+    basel.policy_file.write_text(basel.policy_file.read_text().replace("study = 20", "study = 2"))
     yield basel
     (basel.path / "local" / "runs.json").unlink(missing_ok=True)
 
@@ -280,7 +282,7 @@ def test_runs_are_counted_and_the_third_is_refused_by_name(limited):
 def test_a_workflow_is_limited_over_all_studies(limited):
     limited.count_run(limited.policy())
     text = limited.policy_file.read_text()
-    limited.policy_file.write_text(text.replace("study = 2", "bin-values = 1"))
+    limited.policy_file.write_text(text.replace("study = 2\nbin-values = 100", "bin-values = 1"))
     limited.path.joinpath("study.toml").write_text(
         limited.path.joinpath("study.toml").read_text().replace('"pair"', '"another"')
     )
@@ -305,7 +307,7 @@ def test_a_run_is_refused_before_the_cells_are_opened(limited):
     ("studies = 3", "unknown key 'studies'"),
 ])  # fmt: skip
 def test_wrong_limits_are_named(basel, line, says):
-    basel.policy_file.write_text(basel.policy_file.read_text().replace("# study = 20", line))
+    basel.policy_file.write_text(basel.policy_file.read_text().replace("study = 20", line))
     with pytest.raises(ParameterError, match=says):
         basel.policy()
 
@@ -316,22 +318,33 @@ def test_a_damaged_count_allows_nothing(limited):
         limited.count_run(limited.policy())
 
 
-def test_logs_rotate_and_old_runs_go(tmp_path):
-    from cloister.runtime.settings import tidy
+def test_what_only_grows_is_moved_out_of_the_way(tmp_path, monkeypatch):
+    from cloister.runtime import logs
 
+    monkeypatch.setattr(logs, "MOST", 50)
     for i in range(7):
-        (tmp_path / "audit.log").write_text(f"{i}" * 100)
-        tidy(tmp_path, most=50)
-    assert sorted(p.name for p in tmp_path.glob("audit*")) == [f"audit.log.{i}" for i in range(1, 6)]
-    assert (tmp_path / "audit.log.1").read_text()[0] == "6"
-    (tmp_path / "audit.log").write_text("short")
-    for i in range(5):
-        (tmp_path / f"{i:08x}-0000-4000-8000-{i:012x}").mkdir()
-    (tmp_path / "results").mkdir()
-    tidy(tmp_path, most=50, runs=3)
-    assert len([p for p in tmp_path.iterdir() if p.is_dir()]) == 4
-    assert (tmp_path / "results").exists()
-    assert (tmp_path / "audit.log").exists()
+        (tmp_path / "service.out").write_text(f"{i}" * 100)
+        logs.rotate(tmp_path / "service.out")
+    assert sorted(p.name for p in tmp_path.iterdir()) == [f"service.out.{i}" for i in range(1, 6)]
+    assert (tmp_path / "service.out.1").read_text()[0] == "6"
+    (tmp_path / "service.out").write_text("short")
+    logs.rotate(tmp_path / "service.out")
+    assert (tmp_path / "service.out").exists()
+
+
+def test_runs_are_limited_where_the_owner_says_nothing(basel):
+    basel.policy_file.write_text('data = "cells.h5ad"\n')
+    assert dict(basel.policy().limits) == {"study": 20, "bin-values": 100}
+
+
+@pytest.mark.parametrize("name", ["landlock", "systemd"])
+def test_who_confines_the_carrier_is_one_of_two(basel, name):
+    text = basel.policy_file.read_text()
+    basel.policy_file.write_text(text.replace('sandbox = "landlock"', f'sandbox = "{name}"'))
+    assert basel.policy().sandbox == name
+    basel.policy_file.write_text(text.replace('sandbox = "landlock"', 'sandbox = "none"'))
+    with pytest.raises(ParameterError, match="'sandbox' must be one of landlock, systemd"):
+        basel.policy()
 
 
 def test_doctor_looks_at_permissions_and_counts(limited, monkeypatch):
@@ -343,7 +356,7 @@ def test_doctor_looks_at_permissions_and_counts(limited, monkeypatch):
         return [(f.state, f.detail) for f in examine(limited.path) if f.name == name]
 
     assert said("files")[0][0] == "ok"
-    assert said("limits") == [("ok", "runs begun: 0 of this study (at most 2), 0 of 'bin-values' (no limit)")]
+    assert said("limits") == [("ok", "runs begun: 0 of this study (at most 2), 0 of 'bin-values' (at most 100)")]
     key = limited.path / "startup" / "client.key"
     key.chmod(0o640)
     assert said("keys")[0][0] == "wrong"

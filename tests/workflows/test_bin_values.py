@@ -214,6 +214,7 @@ def test_what_left_a_site_is_masked_and_what_was_written_is_noted():
     sent = {r["name"] for r in rows if r["kind"] == "sent" and not r["name"].startswith("channel.")}
     assert sent == {
         "common_genes.Measured",
+        "same_view.Signature",
         *(f"secure_sum.{n}" for n in ("Keys", "Shares", "MaskedInput", "Vouch", "Unmask")),
     }
     written = {r["name"] for r in rows if r["kind"] == "written"}

@@ -175,13 +175,13 @@ def labels_compared(sent: Sent, learners: Mapping[str, Any], truth: Mapping[str,
     the run. Returns the outcomes by mode, and where plain averaging ended: θ after the last round.
     """
     from cloister.protocols.fedavg import packed_words as lanes
-    from cloister.protocols.fedavg.training_terms import Task
+    from cloister.protocols.fedavg.training_terms import Weights
     from cloister.protocols.sums import secure_sum
 
     first = next(iter(learners.values()))
     k, wide, code = first.labels, options.hidden[-1], lanes.Code(options.update_bound, len(learners))
     total, theta = sum(learner.cells for learner in learners.values()), np.zeros(first.size)
-    told = [task.theta.astype(np.float64) for task in sent.of(Task, to=first.site)]
+    told = [model.theta.astype(np.float64) for model in sent.of(Weights, to=first.site)]
     right: dict[str, list[float]] = {"masked": [], "plain": [], "mine": []}
 
     def pulls(updates: Mapping[str, Any]) -> dict[str, Any]:

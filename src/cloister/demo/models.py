@@ -98,13 +98,13 @@ def fine_tune(tell: Tell) -> Played:
     No mode averages plainly. What that would show the coordinator is worked out beside the run, by the same learners in
     the clear, whose mean updates have to be those of the run; their model is the last one, the run's its best.
     """
-    from cloister.protocols.fedavg.training_terms import Task
+    from cloister.protocols.fedavg.training_terms import Weights
     from cloister.protocols.sums import secure_sum
     from cloister.workflows.fine_tune import Options
 
     sites, truth, held = hide_labels(0.2)
     x = {p: cells.embedding(a, "X_pca") for p, a in sites.items()}
-    sent, options = Sent(secure_sum.MaskedInput, Task), {"rounds": 15, "local_epochs": 3, "lr": 3e-3}
+    sent, options = Sent(secure_sum.MaskedInput, Weights), {"rounds": 15, "local_epochs": 3, "lr": 3e-3}
     run = rehearse("fine-tune", sites, on_event=tell, on_frame=sent, **options)
     labels = tuple(run.results["basel"]["labels"])
     share = {p: np.array([np.mean(truth[p][~held[p]] == name) for name in labels]) for p in sites}

@@ -357,12 +357,15 @@ class Channel:
                 for party in tuple(pending):
                     failures[party] = box.failed.get(party)  # first: what it sent before that is in the queue by now
                     if (item := box.take(party, self.scope)) is not None:
-                        got[party] = self._open(party, *item, kind, spec, shapes)
                         del pending[party]
                         idle = 0.0
-                if box.fatal is not None:
-                    raise ProtocolAbort(spec.protocol, spec.line, box.fatal.code, box.fatal.detail)
-                if not pending:
+                        try:
+                            got[party] = self._open(party, *item, kind, spec, shapes)
+                        except ProtocolAbort:
+                            if quorum is None:
+                                raise
+                            self.dismiss(party)
+                if not pending and (quorum is None or len(got) >= quorum):
                     break
                 now = time.monotonic()
                 tick, last = min(now - last, 2 * poll), now  # a frozen process counts as one poll, not as silence
@@ -397,6 +400,8 @@ class Channel:
     ) -> ProtocolAbort | None:
         timeout, patience = self.study.timeout, self.study.patience
         if failure is not None:
+            if failure.own:
+                return ProtocolAbort(spec.protocol, spec.line, failure.code, failure.detail)
             if failure.code in ("lost", "finished"):
                 return PeerLost(spec.protocol, spec.line, failure.code, failure.detail)
             told = ProtocolAbort(failure.protocol, failure.line, failure.code, failure.detail)

@@ -1,8 +1,9 @@
 """Mailbox: what arrived for one party and is not yet read, and what is known of who sent it.
 
 A transport puts frames in as they come, from any thread. Here they are unpacked and sorted by sender and scope; what
-is no frame, comes from somebody else than it says, out of order or in floods is refused, and the refusal ends the run
-at whoever reads next. Pulses, aborts and farewells are not kept: they change what is known of their sender.
+is no frame, comes from somebody else than it says, out of order or in floods is refused, and nothing more is read of
+its sender: whoever waits for that party stops, or goes on without it where a quorum is enough. Pulses, aborts and
+farewells are not kept: they change what is known of their sender.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from cloister.study import Party
 
 WAITING, PATIENT, COMPUTING = 0, 1, 2  # what a pulse says; patient: will go on without the missing
 MAX_WAITING = 1 << 16  # messages of one party that arrived and are not yet asked for
-MAX_WAITING_BYTES = 1 << 32  # the same in bytes, as they lie in memory
+ROOM = 1 << 33  # bytes that all parties together may make this one hold, as they lie in memory; one of them half of it
 MAX_WORD = 64  # letters of each part of an abort
 
 
@@ -33,20 +34,21 @@ class Failure:
     line: str
     code: str
     detail: str = ""
+    own: bool = False  # this party's own finding, and nothing that it was told
 
 
 class Mailbox:
     """Frames that arrived for one party; filled by the transport's threads, emptied by the party's event loop."""
 
-    def __init__(self, me: Party) -> None:
-        self.me = me
+    def __init__(self, me: Party, room: int = ROOM) -> None:
+        self.me, self.room = me, room
         self.failed: dict[Party, Failure] = {}
-        self.fatal: Failure | None = None
         self.heard: dict[Party, int] = defaultdict(int)  # frames and pulses from a party
         self.last: dict[Party, float] = {}  # when
         self.busy = {WAITING: 0, PATIENT: 0, COMPUTING: 0}  # pulses of anyone, by what they said
         self._queues: dict[tuple[Party, str], deque[tuple[Frame, int, str]]] = {}
-        self._waiting: dict[Party, tuple[int, int]] = defaultdict(lambda: (0, 0))  # messages and bytes in the queues
+        self._waiting: dict[Party, int] = defaultdict(int)  # messages in the queues
+        self._held: dict[Party, int] = defaultdict(int)  # bytes in the queues, and of what has not come whole
         self._next: dict[tuple[Party, str], int] = defaultdict(int)
         self._deaf: set[Party] = set()
         self._lock = threading.Lock()
@@ -75,8 +77,38 @@ class Mailbox:
                     self._sort_in(sender, frame, len(data), sha256)
             except WireError as e:
                 wrong = Failure("channel", "-", "malformed", f"from '{sender}': {e}")
-            self.fatal = self.fatal or wrong
+            if wrong is not None:
+                self._spoil(sender, wrong)
         self._wake()
+
+    def _spoil(self, sender: Party, failure: Failure) -> None:
+        """Nothing more is read of `sender`, who sent what no honest party sends."""
+        self.failed.setdefault(sender, dataclasses.replace(failure, own=True))
+
+    def fail(self, party: Party, failure: Failure) -> None:
+        """The transport knows why nothing more will come from `party`."""
+        with self._lock:
+            self.failed.setdefault(party, failure)
+        self._wake()
+
+    def hold(self, sender: Party, size: int) -> bool:
+        """Count `size` bytes of a frame that is not yet whole; False, and its sender fails, if there is no room."""
+        with self._lock:
+            if not (fits := self._fits(sender, size)):
+                self._spoil(sender, Failure("channel", "-", "flood", f"'{sender}' sends more than there is room for"))
+            else:
+                self._held[sender] += size
+        if not fits:
+            self._wake()
+        return fits
+
+    def release(self, sender: Party, size: int) -> None:
+        """The frame is whole, or its sender has failed."""
+        with self._lock:
+            self._held[sender] -= size
+
+    def _fits(self, sender: Party, size: int) -> bool:
+        return self._held[sender] + size <= self.room // 2 and sum(self._held.values()) + size <= self.room
 
     def _sort_in(self, sender: Party, frame: Frame, size: int, sha256: str) -> None:
         if frame.sender != sender or frame.to != self.me:
@@ -95,20 +127,17 @@ class Mailbox:
         else:
             key = (sender, frame.scope)
             if frame.seq != self._next[key]:
-                self.fatal = self.fatal or Failure(
-                    _word(frame.name.partition(".")[0]),
-                    "-",
-                    "replay" if frame.seq < self._next[key] else "gap",
-                    f"message {frame.seq} of '{sender}' where {self._next[key]} was due: lost, replayed or reordered",
-                )
+                code = "replay" if frame.seq < self._next[key] else "gap"
+                why = f"message {frame.seq} of '{sender}' where {self._next[key]} was due: lost, replayed or reordered"
+                self._spoil(sender, Failure(_word(frame.name.partition(".")[0]), "-", code, why))
                 return
-            count, weight = self._waiting[sender]
-            if count >= MAX_WAITING or weight + frame.weight > MAX_WAITING_BYTES:
-                self.fatal = self.fatal or Failure(
-                    "channel", "-", "flood", f"'{sender}' sent {count} messages that nobody here asks for"
-                )
+            count = self._waiting[sender]
+            if count >= MAX_WAITING or not self._fits(sender, frame.weight):
+                why = f"'{sender}' sent {count} messages that nobody here asks for"
+                self._spoil(sender, Failure("channel", "-", "flood", why))
                 return
-            self._waiting[sender] = (count + 1, weight + frame.weight)
+            self._waiting[sender] = count + 1
+            self._held[sender] += frame.weight
             self._next[key] += 1
             self._queues.setdefault(key, deque()).append((frame, size, sha256))
 
@@ -121,8 +150,8 @@ class Mailbox:
             frame, size, sha256 = queue.popleft()
             if not queue:
                 del self._queues[sender, scope]
-            count, weight = self._waiting[sender]
-            self._waiting[sender] = (count - 1, weight - frame.weight)
+            self._waiting[sender] -= 1
+            self._held[sender] -= frame.weight
             return frame, size, sha256
 
     def gone(self, party: Party, why: str) -> None:
@@ -142,7 +171,7 @@ class Mailbox:
             self._deaf.add(party)
             self._waiting.pop(party, None)
             for key in [key for key in self._queues if key[0] == party]:
-                del self._queues[key]
+                self._held[party] -= sum(frame.weight for frame, _, _ in self._queues.pop(key))
 
     def on_change(self, wake: Callable[[], None]) -> None:
         self._wake = wake

@@ -21,8 +21,9 @@ from pathlib import Path
 from cloister import workflows
 from cloister.errors import DataError, ParameterError, PeerLost, UsageError
 from cloister.runtime.kit import DATA, Kit
+from cloister.runtime.order import run_study
 from cloister.runtime.party import Ended, open_cells
-from cloister.runtime.service import is_running, run_study
+from cloister.runtime.ready import is_running
 from cloister.study import Study
 
 Say = Callable[[str], None]

@@ -5,11 +5,12 @@
         identity.key          this party's Ed25519 key (0600)
         local/site.toml       this party's own: where the cells are, what may run here, and how often
         local/runs.json       how many runs were begun
-        startup/              certificate and key for TLS, and where the coordinator is
+        local/invitations.json   invitations of the last minutes, which are not answered twice
+        startup/              certificate and key for TLS
         results/              one folder per run: outcome.json, receipt.json, cells with results
 
-A run takes nothing from outside but a bell to start it: study, data path and approval are read from this folder, every
-time a run starts. What is not approved in `local/site.toml` is refused, before the cells are opened.
+A run takes nothing from outside but the coordinator's signed invitation: study, data path and approval are read from
+this folder, every time a run starts. What is not approved in `local/site.toml` is refused, before a process is started.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from cloister.crypto.agreement import Identity
 from cloister.errors import ParameterError, ProtocolAbort, RefusedError
 from cloister.study import Party, Role, Study
 
-TASK = "take-turn"  # what FLARE calls a run's only task
-RUNS = "runs"  # folder of a coordinator's kit: how each run ended
-STOPPING = "stopping"  # file that is there while the service stops
+RUNS = "runs"  # folder of a coordinator's kit: how a run ended, until its service has read it
 DATA = "CLOISTER_DATA"  # a service that is started for one run finds its cells here
-TOP = {"data", "out", "approve", "limits", "obs", "obsm"}
+TOP = {"data", "out", "sandbox", "approve", "limits", "obs", "obsm"}
+SANDBOXES = ("landlock", "systemd")  # who confines the carrier: the service itself, or the unit file
+STUDY_RUNS, WORKFLOW_RUNS = 20, 100  # runs that may be begun where [limits] says nothing
 COUNTS = "runs.json"  # in `local`: how many runs were begun, by study and by workflow
 APPROVE = ("workflows", "modes", "studies", "consent")
 
@@ -54,6 +55,7 @@ class Policy:
     workflows: tuple[str, ...] = ()
     modes: tuple[str, ...] = ()
     studies: tuple[str, ...] = ()  # digests, as `cloister site KIT --approve` writes them
+    sandbox: str = "landlock"
     consent: tuple[str, ...] = ()  # what a study may do here beyond running: "open-model"; --approve adds none
     limits: Mapping[str, int] = field(default_factory=dict)  # "study" or a workflow's name → runs it may have here
     obs: Mapping[str, str] = field(default_factory=dict)  # name in the study → name in this site's file
@@ -109,6 +111,8 @@ class Kit:
         for key in ("data", "out"):
             if not isinstance(raw.get(key, ""), str):
                 raise ParameterError(f"{where.name}: '{key}' must be a path in quotes")
+        if raw.get("sandbox", SANDBOXES[0]) not in SANDBOXES:
+            raise ParameterError(f"{where.name}: 'sandbox' must be one of {', '.join(SANDBOXES)}")
         for key in APPROVE:
             found = approve.get(key, [])
             if not isinstance(found, list) or not all(isinstance(x, str) for x in found):
@@ -126,7 +130,8 @@ class Kit:
             data=self.path / data if data else None,
             out=self.path / raw.get("out", "results"),
             **{key: tuple(approve.get(key, ())) for key in APPROVE},
-            limits=limits,
+            limits={"study": STUDY_RUNS, self.study.workflow: WORKFLOW_RUNS} | dict(limits),
+            sandbox=raw.get("sandbox", SANDBOXES[0]),
             **names,
         )
 
@@ -245,16 +250,18 @@ studies = []
 # "validation": and one number, the error on held-out donors, while it trains.
 consent = []
 
-# How many runs may be begun here, of one study file and of a workflow under any study; no line: no limit.
-# Every answer tells a little; `local/runs.json` keeps the count.
+# How many runs may be begun here, of one study file and of a workflow under any study. Every answer tells a little;
+# `local/runs.json` keeps the count.
 [limits]
-# study = 20
-# {study.workflow} = 100
+study = {STUDY_RUNS}
+{study.workflow} = {WORKFLOW_RUNS}
 """
     return (
         "# Read each time a run starts; no restart is needed after a change.\n\n"
         + (cells if role == "site" else "")
         + '# Results and receipts, one folder per run.\nout = "results"\n'
+        + '\n# Who keeps the process that talks to the network away from all this: "landlock", or "systemd" where the\n'
+        + '# kernel is too old for it (docs/deploy.md).\nsandbox = "landlock"\n'
         + (approval if role != "coordinator" else "")
         + (names if role == "site" else "")
     )

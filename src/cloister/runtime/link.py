@@ -1,7 +1,7 @@
 """SealedLink: frames between two parties, over a relay that neither has to trust.
 
-FLARE carries what one site sends to another through the coordinator's server. So every pair of parties agrees on a key
-of its own for each run, signed with the identities in `study.toml`, and the relay only sees sizes and times:
+The carriers pass what one site sends to another through the coordinator's machine. So every pair of parties agrees on a
+key of its own for each run, signed with the identities in `study.toml`, and the relay only sees sizes and times:
 
     G1  u → v   pk_u, sign_u(run, u, pk_u)               pk_u fresh for this run
     G2  v → u   pk_v, sign_v(run, v, pk_v)               the answer to G1
@@ -28,9 +28,9 @@ from dataclasses import dataclass, field
 
 from cloister.crypto.agreement import Identity, agree, bind, check_signature, key_pair, seal, unseal
 from cloister.crypto.entropy import Entropy
-from cloister.errors import ParameterError, ProtocolAbort
+from cloister.errors import ParameterError, ProtocolAbort, WireError
 from cloister.net import wire
-from cloister.net.mailbox import Mailbox
+from cloister.net.mailbox import Failure, Mailbox
 from cloister.study import Party, Study
 
 GREETING, BATCH, PING = b"G", b"B", b"P"
@@ -50,6 +50,10 @@ class Unreachable(Exception):
 
 class Absent(Unreachable):
     """Nor to the service that would start it."""
+
+
+class Over(Unreachable):
+    """The service is there, and has no process for this run: not yet, or no longer."""
 
 
 class Lost(Exception):
@@ -111,7 +115,9 @@ class SealedLink:
         """Wait until everyone is there, or `seconds`; returns who is missing, and gives these up."""
         end = time.monotonic() + seconds
         for peer in self._peers.values():
-            peer.ready.wait(max(0.0, end - time.monotonic()))
+            while not peer.ready.wait(min(0.5, max(0.0, end - time.monotonic()))):
+                if time.monotonic() > end or self._study.coordinator in self._mailbox.failed:
+                    break  # who is not here by then does not come; nor is there a run without the coordinator
         missing = tuple(p for p, peer in self._peers.items() if peer.key is None)
         for p in missing:
             self._lose(p, f"it did not come within {seconds:g} s")
@@ -141,6 +147,10 @@ class SealedLink:
         self._end = time.monotonic() + seconds
         for p in self._peers:
             self._mailbox.gone(p, why)
+
+    def give_up(self, party: Party, why: str) -> None:
+        """Nothing will come from `party`, nor need anything go there."""
+        self._lose(party, why)
 
     def lost(self, party: Party) -> bool:
         return self._peers[party].lost
@@ -186,17 +196,28 @@ class SealedLink:
             return TAKEN  # its answer was lost
         batch = unseal(peer.key, box, self._aad(sender, self._me, i))
         peer.due += 1
-        for kind, piece in _pieces(batch):
-            if kind == WHOLE:
-                self._mailbox.put(sender, piece)
-                continue
-            if len(peer.parts) + len(piece) > wire.MAX_FRAME:
-                raise ProtocolAbort("link", "G4", "malformed", f"a frame of '{sender}' is too long")
-            peer.parts += piece
-            if kind == LAST:
-                frame, peer.parts = bytes(peer.parts), bytearray()
-                self._mailbox.put(sender, frame)
+        try:
+            for kind, piece in _pieces(batch):
+                if kind == WHOLE:
+                    self._mailbox.put(sender, piece)
+                elif self._mailbox.hold(sender, len(piece)):
+                    peer.parts += piece
+                    if len(peer.parts) > wire.MAX_FRAME:
+                        raise WireError("a frame that is too long")
+                    if kind == LAST:
+                        frame = self._all_parts(sender, peer)
+                        self._mailbox.put(sender, frame)
+                else:
+                    self._all_parts(sender, peer)
+        except WireError as e:  # the seal is its own, so this is what it wants to say
+            self._all_parts(sender, peer)
+            self._mailbox.fail(sender, Failure("link", "G4", "malformed", f"from '{sender}': {e}", own=True))
         return TAKEN
+
+    def _all_parts(self, sender: Party, peer: _Peer) -> bytes:
+        frame, peer.parts = bytes(peer.parts), bytearray()
+        self._mailbox.release(sender, len(frame))
+        return frame
 
     # -- outgoing --------------------------------------------------------------------------------------------------
 
@@ -222,12 +243,16 @@ class SealedLink:
         """Ask until there is an answer; `Lost` after `patience` seconds, or after `away` seconds of `fatal`."""
         began, gone = time.monotonic(), None
         while time.monotonic() < self._end and not self._peers[to].lost:
+            if self._closing and self._peers[to].key is None:
+                break  # it never came
             try:
                 answer = self._ask(to, request, self._reply)
                 if answer != REFUSED:
                     return answer
                 gone = None
             except Unreachable as e:
+                if isinstance(e, Over) and fatal is Unreachable:
+                    raise Lost("its process ended") from None
                 gone = (gone or time.monotonic()) if isinstance(e, fatal) else None
                 if gone and time.monotonic() - gone > self.away:
                     raise Lost("its process or its connection ended") from None
@@ -293,6 +318,6 @@ def _pieces(batch: bytes) -> Iterator[tuple[int, bytes]]:
         size = int.from_bytes(batch[at + 1 : at + HEADER], "big")
         end = at + HEADER + size
         if end > len(batch) or batch[at] > LAST:
-            raise ProtocolAbort("link", "G4", "malformed", "a batch that is no list of pieces")
+            raise WireError("a batch that is no list of pieces")
         yield batch[at], batch[at + HEADER : end]
         at = end

@@ -4,7 +4,8 @@
         outcome.json          done, or where and why not, in words
         run.json, ...         the same files as of a rehearsal, for this party only (`cloister.run.results`)
 
-The words of an error stay in that folder. The others hear `(protocol, line, code)` from the channel, FLARE the same.
+The words of an error stay in that folder. The others hear `(protocol, line, code)` from the channel; so does the
+coordinator once more at the end, in a signed word.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from cloister import errors, workflows
 from cloister.crypto.entropy import Entropy
@@ -52,7 +53,7 @@ class Ended:
 
     @property
     def word(self) -> str:
-        """What FLARE may hear of it."""
+        """What the coordinator may hear of it."""
         where = [self.error[k] for k in ("protocol", "line", "code") if self.error.get(k)]
         return " ".join([self.status, *where])
 
@@ -64,23 +65,38 @@ class Ended:
             json.dump(asdict(self), f, indent=1, default=_plain)
         part.replace(path)
 
+    def keep(self) -> None:
+        """Write it into its folder; a disk that is full is no reason to end a service."""
+        try:
+            self.save(Path(self.folder) / "outcome.json")
+        except OSError as e:
+            log.error("%s cannot be written: %s", self.folder, e)
+
     @classmethod
     def load(cls, path: Path) -> Ended:
         return cls(**json.loads(path.read_text()))
 
     def check(self) -> None:
         """Raise the error that the run ended with, if it did."""
-        if self.status == "done":
-            return
-        told = self.error
-        kind = getattr(errors, told["type"], CloisterError)
-        if kind is errors.MissingExtra:
-            kind = CloisterError
-        if issubclass(kind, ProtocolAbort):
-            made = kind(told["protocol"], told["line"], told["code"])
-            made.args = (told["text"],)
-            raise made
-        raise (RefusedError if told["type"] == "Refusal" else kind)(told["text"])
+        if self.status != "done":
+            raise_error(self.error)
+
+
+def error_of(e: BaseException) -> dict[str, str]:
+    """An error in words that can be kept, and raised again by `raise_error`."""
+    told = {"type": type(e).__name__, "text": str(e) or type(e).__name__}
+    return told | {k: str(getattr(e, k, "")) for k in ("protocol", "line", "code")}
+
+
+def raise_error(told: Mapping[str, str]) -> NoReturn:
+    kind = getattr(errors, told["type"], CloisterError)
+    if kind is errors.MissingExtra:
+        kind = CloisterError
+    if issubclass(kind, ProtocolAbort):
+        made = kind(told["protocol"], told["line"], told["code"])
+        made.args = (told["text"],)
+        raise made
+    raise (RefusedError if told["type"] == "Refusal" else kind)(told["text"])
 
 
 def _plain(x: Any) -> Any:
@@ -92,16 +108,15 @@ class Turn:
 
     def __init__(self, kit: Kit, run: str, ask: Ask) -> None:
         self.kit, self.run = kit, run
-        self.mailbox, self.entropy, self.over = Mailbox(kit.me), Entropy(), threading.Event()
+        self.mailbox, self.entropy, self.over = Mailbox(kit.me, room()), Entropy(), threading.Event()
         self.link = SealedLink(kit.study, kit.me, run, kit.identity, self.mailbox, ask, self.entropy)
 
     def take(self) -> Ended:
         """Play this party's part to its end, and write what came of it. Never raises."""
         kit, run = self.kit, Run(self.kit.study)
-        folder = kit.path / "results" / f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{self.run[:8]}"
+        folder = results_folder(kit, self.run)
         try:
             policy = kit.policy()
-            folder = policy.out / folder.name
             run.outcomes[kit.me] = outcome = self._play(policy, run)
             save_run(run, folder)
             ended = Ended(self.run, kit.me, "done", str(folder), {}, outcome.result, outcome.cost)
@@ -109,10 +124,7 @@ class Turn:
             ended = failed(kit, self.run, e, folder)
             with contextlib.suppress(CloisterError):
                 save_run(Run(kit.study, errors={kit.me: e}, receipts=run.receipts), folder)
-        try:
-            ended.save(folder / "outcome.json")
-        except OSError as e:
-            log.error("%s cannot be written: %s", folder, e)
+        ended.keep()
         log.info("run %s %s; see %s", self.run[:8], ended.error.get("text") or ended.status, folder)
         self.over.set()
         return ended
@@ -148,18 +160,28 @@ class Turn:
         )
 
 
+def room() -> int:
+    """Bytes that the other parties together may make this one hold: 4 GiB, or half of the machine's memory."""
+    return min(1 << 32, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2)
+
+
 def failed(kit: Kit, run: str, e: BaseException, folder: Path) -> Ended:
     """An ending from an error."""
-    told = {"type": type(e).__name__, "text": str(e) or type(e).__name__}
-    told |= {k: str(getattr(e, k, "")) for k in ("protocol", "line", "code")}
-    return Ended(run, kit.me, "refused" if isinstance(e, RefusedError) else "aborted", str(folder), told)
+    return Ended(run, kit.me, "refused" if isinstance(e, RefusedError) else "aborted", str(folder), error_of(e))
+
+
+def results_folder(kit: Kit, run: str) -> Path:
+    """Where a run that begins now leaves what comes of it."""
+    try:
+        out = kit.policy().out
+    except CloisterError:  # its error is what will be written there
+        out = kit.path / "results"
+    return out / f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{run[:8]}"
 
 
 def lost(party: str, run: str, why: str) -> Ended:
     """An ending for a run whose process cannot tell it any more."""
-    e = PeerLost("flare", "-", "lost", why)
-    told = {"type": "PeerLost", "text": str(e), "protocol": e.protocol, "line": e.line, "code": e.code}
-    return Ended(run, party, "aborted", "", told)
+    return Ended(run, party, "aborted", "", error_of(PeerLost("flare", "-", "lost", why)))
 
 
 def open_cells(policy: Policy) -> AnnData:

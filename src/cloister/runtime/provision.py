@@ -32,10 +32,11 @@ from cloister.runtime.kit import format_policy
 from cloister.study import Party, Study, format_study
 
 ORGANISATION = "cloister"
-USER = "coordinator@cloister.local"  # who submits jobs at FLARE's server: the coordinator, nobody else
 PORT = 8002
 DAYS = 3650  # of the authority; certificates last 360, as FLARE sets it
-RESERVED = ("server", "authority", "admin")  # FLARE's name for the coordinator, and folders of ours
+RESERVED = ("server", "authority")  # FLARE's name for the coordinator, and a folder of ours
+STARTUP = ("rootCA.pem", "client.crt", "client.key", "server.crt", "server.key")  # what we keep of FLARE's kits
+LOCAL = ("site.toml", "runs.json", "invitations.json")
 AUTHORITY = "authority"
 
 
@@ -85,22 +86,19 @@ def make_identity(folder: str | Path) -> str:
 
 
 def adopt(folder: str | Path, study: Study, me: Party) -> None:
-    """Turn a FLARE start-up kit into a Cloister kit: study, own settings, tight permissions, no FLARE scripts."""
+    """Turn a FLARE start-up kit into a Cloister kit: certificates, study, own settings, tight permissions."""
     folder = Path(folder)
     if not (folder / "startup" / "rootCA.pem").exists():
         raise ParameterError(f"{folder} is no FLARE start-up kit: there is no startup/rootCA.pem")
     if me not in study.parties:
         raise ParameterError(f"'{me}' is not among the parties of the study")
-    for pattern in (
-        "startup/*.sh",
-        "startup/*.ipynb",
-        "readme.txt",
-        "startup/readme.txt",
-        "local/*.default",
-        "*.sample",
-    ):
-        for file in folder.rglob(pattern):
-            file.unlink()
+    for part, kept in {"startup": STARTUP, "local": LOCAL}.items():  # FLARE's scripts and settings are of no use here
+        for file in (folder / part).rglob("*"):
+            if file.is_file() and file.name not in kept:
+                file.unlink()
+    (folder / "readme.txt").unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        (folder / "transfer").rmdir()
     (folder / "study.toml").write_text(format_study(study), encoding="utf-8")
     (folder / "local").mkdir(exist_ok=True)
     policy = folder / "local" / "site.toml"
@@ -122,7 +120,7 @@ def _with_network(study: Study, host: str | None, port: int | None) -> Study:
 
 
 def _flare_kits(study: Study, work: Path, authority: Path) -> dict[Party, Path]:
-    """FLARE's own kits for all parties, with the coordinator's user inside the coordinator's."""
+    """FLARE's own kits for all parties; nobody administers anything."""
     try:
         from nvflare.lighter.constants import CtxKey
         from nvflare.lighter.entity import Project
@@ -147,7 +145,6 @@ def _flare_kits(study: Study, work: Path, authority: Path) -> dict[Party, Path]:
         for p in study.parties:
             if p != hub:
                 project.add_client(p, ORGANISATION, {})
-        project.add_admin(USER, ORGANISATION, {"role": "lead", "connect_to": {"host": "localhost"}})
         state = work / project.name / "state"
         state.mkdir(parents=True)
         if authority.exists():
@@ -169,7 +166,6 @@ def _flare_kits(study: Study, work: Path, authority: Path) -> dict[Party, Path]:
         file.write(kept)
     made = Path(ctx[CtxKey.CURRENT_PROD_DIR])
     kits = {p: made / (project.get_server().name if p == hub else p) for p in study.parties}
-    shutil.move(made / USER, kits[hub] / "admin")
     return kits
 
 

@@ -1,96 +1,104 @@
-"""A party's service, and a coordinator's order to run.
+"""A party's service: holds the kit, starts the carrier and the processes of runs, and passes packets between them.
 
-`start_party` is FLARE's process of one party, in the foreground: it connects to the coordinator and waits for runs.
-`run_study` is what the coordinator calls, beside its own service, to have one run done; it returns how that ended, or
-raises the named error that ended it.
+            cloister run ── Unix socket ──┐                     (coordinator only)
+    run's process ── pipe ── service ── pipe ── carrier ── TLS ── the coordinator's carrier
+    keys, cells, protocol    kit, policy        FLARE, confined
 
-Both leave FLARE's settings to `cloister.runtime.settings`, which writes them anew before every start.
+A run begins with the coordinator's signed invitation (`cloister.runtime.invitation`), and only if this party's own
+policy allows it. Nothing else that comes from the network makes the service do anything but pass it on or drop it. A
+carrier that ends, or says what is no packet, is replaced; runs that it carried end by name.
 """
 
 from __future__ import annotations
 
 import contextlib
-import datetime
-import fcntl
-import io
+import json
 import logging
 import os
 import signal
 import socket
+import subprocess
 import sys
-import tempfile
+import threading
 import time
-from argparse import Namespace
-from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import Any, NoReturn
 
-from cloister.errors import MissingExtra, ParameterError, PeerLost, UsageError
-from cloister.runtime.kit import RUNS, STOPPING, TASK, Kit
-from cloister.runtime.party import Ended
-from cloister.runtime.provision import ORGANISATION, USER
-from cloister.runtime.settings import BEAT, GUEST, HUB, settle, tidy, write
+from cloister.errors import CloisterError, ProtocolAbort
+from cloister.runtime.invitation import COME, Invitation, Seen, say_word
+from cloister.runtime.kit import Kit, Refusal
+from cloister.runtime.logs import clean, log_to, rotate
+from cloister.runtime.party import failed, results_folder
+from cloister.runtime.pipe import (
+    ABSENT,
+    ADDRESSES,
+    ANSWER,
+    CONNECTED,
+    GONE,
+    LOG,
+    NOBODY,
+    PLAN,
+    READY,
+    REQUEST,
+    SERVICE,
+    STOP,
+    Asker,
+    BrokenPipe,
+    Packet,
+    Pipe,
+)
+from cloister.runtime.ready import check_port, check_ready, only_one, tls_files
+from cloister.study import Party
 
-CONNECT, SCHEDULE = 60.0, 120.0  # seconds that `run_study` waits for answers, and for FLARE to start the job
+PROGRAM = "cloister.runtime.carrier"  # what runs in the sandbox
+PING, INVITE = b"P", b"I"  # what services ask each other
+HERE = b"+"
+RUNS_AT_ONCE = 4
+LINES = 100  # lines of a carrier that are logged in a minute
+RESTART, RESTART_MOST = 1.0, 30.0  # seconds before a carrier that ended is replaced
+RESOLVE = 60.0  # seconds after which a coordinator that is not reached is looked up again
+
+log = logging.getLogger("cloister.runtime")
 
 
 class _Stop(Exception):
     """SIGTERM or Ctrl-C."""
 
 
-# ---- a party ---------------------------------------------------------------------------------------------------------
+# ---- starting --------------------------------------------------------------------------------------------------------
 
 
 def start_party(kit_dir: str | Path) -> NoReturn:
     """Run a party's service until SIGTERM or Ctrl-C; must be called in the main thread, and ends the process."""
+    from cloister.runtime.order import take_orders
+
     kit = Kit.open(kit_dir)
-    kit.policy()
-    _check_certificate(kit)
-    client, server, monitor = _flare_mains()
-    os.umask(0o077)  # logs, results and what FLARE writes are for their owner
-    with _only_one(kit):
-        (kit.path / STOPPING).unlink(missing_ok=True)
-        settle(kit)
-        tidy(kit.path)
-        os.environ["NVFLARE_SECURE_LOGGING"] = "true"
+    check_ready(kit)
+    os.umask(0o077)  # logs and results are for their owner
+    with only_one(kit):
         hub = kit.role == "coordinator"
-        options = ["secure_train=true", f"org={ORGANISATION}", "config_folder=config"]
-        args = Namespace(workspace=str(kit.path), set=options, local_rank=0)
         if hub:
-            _check_port(kit)
-            args.fed_server, main = "fed_server.json", server
-        else:
-            args.fed_client, main = "fed_client.json", client
-            args.set = [f"uid={kit.me}", f"heart_beat_interval={BEAT}", *options]
+            check_port(kit)
+        rotate(kit.path / "service.out")
+        log_to(kit.path)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, _on_signal)
+        service = Service(kit)
+        orders = take_orders(service) if hub else contextlib.nullcontext()
         network = f"{kit.study.network.get('host')}:{kit.study.network.get('port')}"
         say(f"{kit.me} ({kit.role}) {'listens at' if hub else 'connects to'} {network}; Ctrl-C stops it")
         say(f"log: {kit.path / 'log.txt'}")
-
-        def run() -> int:
-            try:
-                main(args)
-            except _Stop:
-                say(f"{kit.me} stops")
-                _end_runs(kit)
-            except Exception as e:
-                say(f"{kit.me}: FLARE gave up ({type(e).__name__}); the coordinator may not know it. See the log.")
-                return PeerLost.exit_code
-            return 0
-
-        code = monitor.run(main_func=run, run_dir=str(kit.path), shutdown_grace_time=0, cleanup_grace_time=5)
-        os._exit(code or 0)  # FLARE leaves threads behind that would keep the process
-
-
-def _flare_mains() -> tuple[Callable[..., Any], Callable[..., Any], Any]:
-    try:
-        from nvflare.fuel.f3.mpm import MainProcessMonitor
-        from nvflare.private.fed.app.client.client_train import main as client
-        from nvflare.private.fed.app.server.server_train import main as server
-    except ImportError:
-        raise MissingExtra("nvflare", "flare") from None
-    return client, server, MainProcessMonitor
+        try:
+            with orders:
+                service.start()
+                while True:
+                    signal.pause()
+        except _Stop:
+            say(f"{kit.me} stops")
+            service.stop()
+    os._exit(0)
 
 
 def _on_signal(*_: object) -> NoReturn:
@@ -99,228 +107,304 @@ def _on_signal(*_: object) -> NoReturn:
     raise _Stop
 
 
-def _end_runs(kit: Kit) -> None:
-    """Have the processes of runs tell the others and end; then make sure."""
-    import psutil  # comes with nvflare
-
-    (kit.path / STOPPING).touch()
-    _, alive = psutil.wait_procs(psutil.Process().children(recursive=True), timeout=8.0)
-    for process in alive:
-        with contextlib.suppress(psutil.Error):
-            process.kill()
-
-
 def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-@contextlib.contextmanager
-def _only_one(kit: Kit, tries: int = 10) -> Iterator[None]:
-    """Hold the kit's lock; `is_running` may have it for a moment, hence the tries."""
-    with open(kit.path / "running.lock", "w") as file:
-        for left in reversed(range(tries)):
+# ---- the service -----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Running:
+    """A run's process, and this end of its pipe."""
+
+    run: bytes
+    process: subprocess.Popen[bytes]
+    pipe: Pipe
+    over: threading.Event = field(default_factory=threading.Event)
+
+
+class Service:
+    """What a party does while it waits for runs, and during them."""
+
+    def __init__(self, kit: Kit) -> None:
+        self.kit = kit
+        self.connected: set[str] = set()
+        self._carrier: tuple[subprocess.Popen[bytes], Pipe] | None = None
+        self._asker: Asker | None = None
+        self.runs: dict[bytes, Running] = {}
+        self._lock, self.ending = threading.Lock(), threading.Event()
+        self._doors = ThreadPoolExecutor(2, "door")  # invitations are looked at here, a few at a time
+        self._at_door = threading.BoundedSemaphore(8)
+        self._lines = (0.0, 0)
+
+    def start(self) -> None:
+        threading.Thread(target=self._keep_carrier, name="carrier", daemon=True).start()
+
+    def stop(self) -> None:
+        """Have the processes of runs tell the others and end; then make sure."""
+        self.ending.set()
+        with self._lock:
+            runs = [*self.runs.values()]
+        for running in runs:
+            running.pipe.post(Packet(STOP, data=b"this party's service was stopped"))
+        end = time.monotonic() + 8.0
+        for running in runs:
+            if not running.over.wait(max(0.0, end - time.monotonic())):
+                running.process.kill()
+        if self._carrier is not None:
+            process, pipe = self._carrier
+            pipe.close()
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except OSError:
-                if not left:
-                    raise UsageError(f"{kit.me} is running already from {kit.path}; stop that process first") from None
-                time.sleep(0.1)
-        yield
+                process.wait(2.0)
+            except subprocess.TimeoutExpired:
+                process.kill()
 
+    # -- the carrier -----------------------------------------------------------------------------------------------
 
-def _check_certificate(kit: Kit) -> None:
-    """Raise if the certificate in the kit cannot be accepted by anyone: the others only say that a handshake failed."""
-    from cryptography import x509
-    from cryptography.exceptions import InvalidSignature
-
-    folder = kit.path / "startup"
-    file = folder / ("server.crt" if kit.role == "coordinator" else "client.crt")
-    try:
-        mine, root = (x509.load_pem_x509_certificate(f.read_bytes()) for f in (file, folder / "rootCA.pem"))
-        mine.verify_directly_issued_by(root)
-    except FileNotFoundError as e:
-        raise ParameterError(f"{e.filename} is missing; ask for a new kit") from None
-    except (ValueError, TypeError, InvalidSignature):
-        raise ParameterError(f"{file} was not issued by the authority in rootCA.pem; ask for a new kit") from None
-    names = [a.value for a in mine.subject.get_attributes_for_oid(x509.NameOID.COMMON_NAME)]
-    due = str(kit.study.network.get("host"))[:64] if kit.role == "coordinator" else kit.me
-    if names != [due]:
-        raise ParameterError(f"{file} was issued to {', '.join(map(str, names))}, and this is the kit of {due}")
-    if mine.not_valid_after_utc < datetime.datetime.now(datetime.UTC):
-        raise ParameterError(f"{file} ended on {mine.not_valid_after_utc:%Y-%m-%d}; ask for a new kit")
-
-
-def is_running(kit: Kit) -> bool:
-    """Whether a service was started from this kit and has not ended."""
-    try:
-        with _only_one(kit, tries=1):
-            return False
-    except UsageError:
-        return True
-
-
-def _check_port(kit: Kit) -> None:
-    port = kit.study.network["port"]
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-        except OSError as e:
-            raise UsageError(f"port {port} cannot be opened ({e.strerror}); is another coordinator running?") from None
-
-
-# ---- a run -----------------------------------------------------------------------------------------------------------
-
-
-def run_study(
-    kit_dir: str | Path, *, limit: float | None = None, on_status: Callable[[str], None] | None = None
-) -> Ended:
-    """Have the study in a coordinator's kit run once, by all parties; the coordinator's service must be running.
-
-    Parameters
-    ----------
-    limit
-        Seconds after which the run is stopped, whatever its state; by default the study's `patience`.
-    on_status
-        Gets a line of text when something changes.
-
-    Returns
-    -------
-    How it ended at the coordinator, with one word for each other party in `parties`. Raises the `ProtocolAbort`,
-    `PeerLost` or other error by which it ended otherwise.
-    """
-    kit = Kit.open(kit_dir)
-    if kit.role != "coordinator":
-        raise UsageError(f"{kit.me} is a {kit.role}; the coordinator {kit.study.coordinator} starts runs")
-    tell = on_status or (lambda _: None)
-    end = time.monotonic() + (limit or kit.study.patience)
-    with _session(kit) as session:
-        _wait_for_parties(kit, session, tell)
-        with tempfile.TemporaryDirectory(prefix="cloister-") as work:
-            job = _write_job(Path(work), kit)
+    def _keep_carrier(self) -> None:
+        pause = RESTART
+        while not self.ending.is_set():
+            began = time.monotonic()
             try:
-                run = session.submit_job(str(job))
-            except Exception as e:
-                raise _silent(kit, e) from None
-        tell(f"run {run[:8]} submitted")
+                self._carry()
+            except (OSError, CloisterError) as e:
+                log.error("the carrier could not be started: %s", e)
+            if self.ending.is_set():
+                return
+            self._tell_runs("this party's carrier ended")
+            pause = RESTART if time.monotonic() - began > 60.0 else min(2 * pause, RESTART_MOST)
+            log.error("the carrier ended; a new one starts in %g s", pause)
+            self.ending.wait(pause)
+
+    def _carry(self) -> None:
+        """One carrier's life."""
+        kit = Kit.open(self.kit.path)  # parties may have joined
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = _spawn_carrier(theirs)
+        pipe = Pipe(ours)
+        pipe.post(Packet(PLAN, data=json.dumps(self._plan(kit)).encode()))
+        with self._lock:
+            self._carrier, self._asker = (process, pipe), Asker(pipe, SERVICE)
+        if kit.role != "coordinator":
+            threading.Thread(target=self._keep_address, args=(pipe,), name="address", daemon=True).start()
         try:
-            ended = _follow(kit, session, run, end, tell)
-        except BaseException:
-            with contextlib.suppress(Exception):
-                session.abort_job(run)
-            raise
-    ended.check()
-    return ended
+            while True:
+                self._from_carrier(pipe, pipe.read())
+        except BrokenPipe as e:
+            if not self.ending.is_set():
+                log.error("the carrier's pipe broke: %s", e)
+        finally:
+            with self._lock:
+                self._carrier = None
+            self.connected.clear()
+            pipe.close()
+            if not self.ending.is_set():
+                process.kill()
+                process.wait()
 
+    def _plan(self, kit: Kit) -> dict[str, Any]:
+        host, port = str(kit.study.network["host"]), int(kit.study.network["port"])
+        hub = kit.role == "coordinator"
+        return {
+            "me": kit.me,
+            "hub": kit.study.coordinator,
+            "parties": [*kit.study.parties],
+            "host": host,
+            "port": port,
+            "listen": hub,
+            "addresses": [] if hub else _addresses(host, port),
+            "tls": tls_files(kit),
+            "sandbox": kit.policy().sandbox,
+        }
 
-@contextlib.contextmanager
-def _session(kit: Kit) -> Iterator[Any]:
-    try:
-        from nvflare.fuel.flare_api.flare_api import new_secure_session
-    except ImportError:
-        raise MissingExtra("nvflare", "flare") from None
-    logging.getLogger("nvflare").addHandler(logging.NullHandler())
-    end = time.monotonic() + CONNECT
-    while True:
-        try:
-            with _quiet():
-                session = new_secure_session(USER, str(kit.path / "admin"), timeout=10.0)
-            break
-        except Exception as e:  # no connection, or a login that took too long
-            if not is_running(kit) or time.monotonic() > end:
-                raise _silent(kit, e) from None
-            time.sleep(0.5)
-    try:
-        yield session
-    finally:
-        with contextlib.suppress(Exception), _quiet():
-            session.close()
+    def _keep_address(self, pipe: Pipe) -> None:
+        """While the coordinator is not reached, look its name up again: the carrier cannot."""
+        host, port = str(self.kit.study.network["host"]), int(self.kit.study.network["port"])
+        while not self.ending.wait(RESOLVE):
+            found = [] if self.connected else _addresses(host, port)
+            if found and not pipe.post(Packet(ADDRESSES, data=json.dumps(found).encode())):
+                return  # another carrier has its own
 
-
-def _silent(kit: Kit, e: Exception) -> PeerLost:
-    why = f"the coordinator's service does not answer ({type(e).__name__}); start it: cloister site {kit.path}"
-    return PeerLost("flare", "-", "lost", why)
-
-
-def _quiet() -> contextlib.AbstractContextManager[IO[str]]:
-    return contextlib.redirect_stdout(io.StringIO())  # FLARE prints what it does
-
-
-def _wait_for_parties(kit: Kit, session: Any, tell: Callable[[str], None]) -> None:
-    wanted = set(kit.study.parties) - {kit.me}
-    end, told = time.monotonic() + CONNECT, ""
-    while True:
-        missing = sorted(wanted - _answering(session))
-        if not missing:
+    def _from_carrier(self, pipe: Pipe, packet: Packet) -> None:
+        if packet.kind == LOG:
+            self._log_line(packet.data)
+        elif packet.kind == READY:
+            log.info("the carrier is confined and ready" if self.confined else "the carrier is ready")
+        elif packet.name not in self.kit.study.parties or packet.name == self.kit.me:
             return
-        names = ", ".join(missing)
-        if time.monotonic() > end:
-            raise PeerLost("flare", "-", "lost", f"not connected: {names}; ask them to run: cloister site KIT")
-        if names != told:
-            tell(f"waiting for {names}")
-            told = names
-        time.sleep(1.0)
+        elif packet.kind in (CONNECTED, GONE):
+            self._connection(packet)
+        elif packet.run != SERVICE:
+            with self._lock:
+                running = self.runs.get(packet.run)
+            if running is not None:
+                running.pipe.post(packet)
+            elif packet.kind == REQUEST:
+                pipe.post(Packet(NOBODY, packet.name, packet.ticket, packet.run))
+        elif packet.kind == REQUEST:
+            if packet.data == PING:
+                pipe.post(Packet(ANSWER, packet.name, packet.ticket, SERVICE, HERE))
+            elif packet.data[:1] == INVITE and packet.name == self.kit.study.coordinator:
+                self._knock(pipe, packet)
+        elif packet.kind in (ANSWER, NOBODY, ABSENT) and self._asker is not None:
+            self._asker.settle(packet)
 
+    @property
+    def confined(self) -> bool:
+        return self.kit.policy().sandbox == "landlock"
 
-def _answering(session: Any) -> set[str]:
-    """Who answers now; the server's own list still has parties that died less than half a minute ago."""
-    try:
-        rows = session.get_client_job_status() or []
-    except Exception:  # nobody is connected
-        return set()
-    return {row["client_name"] for row in rows if row.get("status") not in ("no_reply", "error")}
+    def _connection(self, packet: Packet) -> None:
+        hub = self.kit.role == "coordinator"
+        if packet.kind == CONNECTED:
+            self.connected.add(packet.name)
+            log.info(f"{packet.name} is connected" if hub else "connected to the coordinator")
+        elif packet.name in self.connected:
+            self.connected.discard(packet.name)
+            log.info(f"{packet.name} is no longer connected" if hub else "the connection to the coordinator ended")
 
+    def _log_line(self, data: bytes) -> None:
+        since, lines = self._lines
+        self._lines = (since, lines + 1) if time.monotonic() - since < 60.0 else (time.monotonic(), 1)
+        if self._lines[1] <= LINES:
+            log.info("carrier: %s", clean(data.decode(errors="replace")))
 
-def _write_job(folder: Path, kit: Kit) -> Path:
-    """FLARE's job: names of our classes and of the parties, nothing else."""
-    job = folder / "cloister"
-    config = job / "app" / "config"
-    config.mkdir(parents=True)
-    common = {"format_version": 2, "task_data_filters": [], "task_result_filters": [], "components": []}
-    guests = [p for p in kit.study.parties if p != kit.me]
-    write(
-        job / "meta.json",
-        {"name": "cloister", "resource_spec": {}, "min_clients": 1, "deploy_map": {"app": ["server", *guests]}},
-    )
-    write(
-        config / "config_fed_server.json",
-        {**common, "server": {"task_request_interval": 1}, "workflows": [{"id": "hub", "path": HUB, "args": {}}]},
-    )
-    write(
-        config / "config_fed_client.json",
-        {**common, "executors": [{"tasks": [TASK], "executor": {"path": GUEST, "args": {}}}]},
-    )
-    return job
+    # -- runs ------------------------------------------------------------------------------------------------------
 
+    def begin(self, run: bytes) -> Running:
+        """Start a run's process."""
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, "-m", "cloister.runtime.run", str(self.kit.path), run.hex()]
+        with theirs:
+            process = subprocess.Popen(
+                [*command, str(theirs.fileno())], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
+            )
+        running = Running(run, process, Pipe(ours))
+        with self._lock:
+            self.runs[run] = running
+        threading.Thread(target=self._from_run, args=(running,), name=f"run-{run.hex()[:8]}", daemon=True).start()
+        return running
 
-def _follow(kit: Kit, session: Any, run: str, end: float, tell: Callable[[str], None]) -> Ended:
-    file, told = kit.path / RUNS / f"{run}.json", "SUBMITTED"
-    heard = time.monotonic()
-    starts = heard + SCHEDULE
-    while True:
-        if file.exists():
-            return Ended.load(file)
+    def _from_run(self, running: Running) -> None:
+        """Pass on what a run's process sends, until it ends."""
         try:
-            status = str(session.get_job_meta(run).get("status", ""))
-            heard = time.monotonic()
-        except Exception as e:  # whatever FLARE makes of a server that is away
-            if not is_running(kit) or time.monotonic() - heard > CONNECT:
-                raise _silent(kit, e) from None
-            status = told
-        if status != told:
-            tell(f"run {run[:8]} {status.lower()}")
-            told = status
-        if status.startswith("FINISHED"):
-            time.sleep(0.5)
-            if file.exists():
-                continue
-            raise PeerLost("flare", "-", "lost", f"FLARE ended the run ({status}); see {kit.path / 'log.txt'}")
-        if status == "RUNNING":
-            starts = end
-        if time.monotonic() > min(end, starts):
-            raise PeerLost("flare", "-", "timeout", f"the run did not {'end' if starts == end else 'start'} in time")
-        time.sleep(0.5)
+            while True:
+                packet = running.pipe.read()
+                carrier = self._carrier
+                if packet.kind not in (REQUEST, ANSWER):
+                    continue
+                if carrier is not None:
+                    carrier[1].post(Packet(packet.kind, packet.name, packet.ticket, running.run, packet.data))
+                elif packet.kind == REQUEST:
+                    running.pipe.post(Packet(ABSENT, packet.name, packet.ticket, running.run))
+        except BrokenPipe:
+            pass
+        try:
+            running.process.wait(10.0)
+        except subprocess.TimeoutExpired:
+            running.process.kill()
+            running.process.wait()
+        with self._lock:
+            self.runs.pop(running.run, None)
+        running.pipe.close()
+        running.over.set()
+
+    def _tell_runs(self, why: str) -> None:
+        with self._lock:
+            runs = [*self.runs.values()]
+        for running in runs:
+            running.pipe.post(Packet(STOP, data=why.encode()))
+
+    # -- invitations -----------------------------------------------------------------------------------------------
+
+    def _knock(self, pipe: Pipe, packet: Packet) -> None:
+        if self._at_door.acquire(blocking=False):  # or else it is dropped, and comes again
+            self._doors.submit(self._at_the_door, pipe, packet)
+
+    def _at_the_door(self, pipe: Pipe, packet: Packet) -> None:
+        """Answer an invitation: come, or say why not."""
+        try:
+            kit = Kit.open(self.kit.path)
+            run, word = self._consider(kit, packet.data[1:])
+            answer = say_word(kit.identity, run, kit.me, word)
+            pipe.post(Packet(ANSWER, packet.name, packet.ticket, SERVICE, answer))
+        except CloisterError as e:
+            log.error("an invitation could not be considered: %s", e)
+        finally:
+            self._at_door.release()
+
+    def _consider(self, kit: Kit, data: bytes) -> tuple[bytes, str]:
+        now, run = time.time(), data[:16]
+        try:
+            if kit.role == "coordinator":
+                raise ProtocolAbort("invitation", "I1", "unexpected", "a coordinator is not invited")
+            invitation = Invitation.check(data, kit, now)
+            if run in self.runs:  # its answer was lost
+                return run, COME
+            Seen(kit.path / "local" / "invitations.json").admit(run, now)
+        except ProtocolAbort as e:
+            log.warning("an invitation was refused: %s", e)
+            return run, f"refused {e.protocol} {e.line} {e.code}"
+        try:
+            if invitation.study != kit.study.digest:
+                raise ProtocolAbort(
+                    "channel",
+                    "H2",
+                    "mismatch",
+                    f"{kit.study.coordinator} came with another study file than {kit.me}; nothing was sent",
+                )
+            policy = kit.policy()
+            kit.check_approved(policy)
+            kit.check_limits(policy)
+            if len(self.runs) >= RUNS_AT_ONCE:
+                raise Refusal(f"{len(self.runs)} runs are going on at '{kit.me}'")
+            if self.ending.is_set():
+                raise Refusal(f"the service of '{kit.me}' stops")
+        except CloisterError as e:
+            ended = failed(kit, run.hex(), e, results_folder(kit, run.hex()))
+            ended.keep()
+            log.warning("run %s: %s", run.hex()[:8], e)
+            return run, ended.word
+        self.begin(run)
+        return run, COME
+
+    def ask(self, to: Party, request: bytes, seconds: float) -> bytes | None:
+        """Ask another party's service; None if it is not reached."""
+        asker = self._asker
+        if asker is None or self._carrier is None:
+            return None
+        try:
+            packet = asker.ask(to, request, seconds)
+        except TimeoutError:
+            return None
+        return packet.data if packet.kind == ANSWER else None
 
 
-__all__ = ["run_study", "start_party"]
+def _addresses(host: str, port: int) -> list[tuple[str, int]]:
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError:
+        return []
+    return list(dict.fromkeys((str(sockaddr[0]), port) for *_, sockaddr in found))
+
+
+def _spawn_carrier(end: socket.socket) -> subprocess.Popen[bytes]:
+    """A Python that takes nothing from its surroundings: no environment, no folder, no descriptor but one."""
+    root = str(Path(__file__).resolve().parents[2])
+    code = (
+        "import sys; root = sys.argv.pop(1); root in sys.path or sys.path.insert(0, root);"  # the same code as here
+        "from cloister.runtime.sandbox import main; main()"
+    )
+    return subprocess.Popen(
+        [sys.executable, "-I", "-B", "-c", code, root, PROGRAM, str(end.fileno())],
+        pass_fds=[end.fileno()],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env={},
+        cwd="/",
+    )
+
+
+__all__ = ["Service", "start_party"]

@@ -196,6 +196,7 @@ def test_only_sums_and_public_things_leave_a_site():
         "channel.Hello",
         "federated_training.Brings",
         "federated_training.Ready",
+        "same_view.Signature",
         *(f"secure_sum.{m}" for m in ("Keys", "Shares", "MaskedInput", "Vouch", "Unmask")),
     }
 
@@ -386,7 +387,7 @@ def test_other_sources_send_nothing(source):
     check_no_errors(run)
     assert all(len(one.taught) == 2 for one in built.values())
     sent = {row[0].partition(".")[0] for rows in transcript(run).values() for row in rows}
-    assert sent == {"channel", "federated_training", "secure_sum"}
+    assert sent == {"channel", "federated_training", "same_view", "secure_sum"}
 
 
 def test_warm_rounds_are_for_sites_with_labels():

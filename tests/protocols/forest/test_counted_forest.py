@@ -9,7 +9,7 @@ from cloister.errors import ParameterError
 from cloister.models import isolation_forest as iforest
 from cloister.protocols.forest import counted_forest
 from cloister.protocols.forest.counted_forest import Grid, Params
-from cloister.protocols.sums import common_genes, common_seed, count_tests, secure_sum
+from cloister.protocols.sums import common_genes, common_seed, count_tests, same_view, secure_sum
 from cloister.run.rehearsal import Fault
 from cloister.study import Party
 from cloister.testing import (
@@ -160,7 +160,8 @@ def questions(params, outline, width):
     """What the tests and sums cost that the opened forest asks for, in order: what `Cost` says."""
 
     def ask(length, least, most):
-        return count_tests.cost(count_tests.Params(SITES, HUB, length, least, most))
+        proofs = counted_forest.PROOFS if least > 1 else 0
+        return count_tests.cost(count_tests.Params(SITES, HUB, length, least, most, proofs))
 
     def add(length):
         return secure_sum.cost(secure_sum.Params(SITES, HUB, length, to_all=True))
@@ -174,7 +175,7 @@ def questions(params, outline, width):
     asked.append(ask(params.all_trees, params.least, most))
     if (outline.counts >= 0).any():
         asked.append(add(int((outline.counts >= 0).sum())))
-    return asked
+    return [*asked, same_view.cost(same_view.Params(SITES, HUB))]
 
 
 def test_cost():

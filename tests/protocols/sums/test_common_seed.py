@@ -76,14 +76,14 @@ def test_a_site_that_dies_is_left_out():
 async def splits_the_list(ch, params):
     """Tells one site that another shared nothing, so that they would hold different seeds."""
     keys = await ch.gather(params.sites, common_seed.Key)
-    await ch.scatter(keys, common_seed.Roster(keys))
+    await ch.broadcast(keys, common_seed.Roster(keys))
     parts = await ch.gather(params.sites, common_seed.Parts)
     first = params.sites[0]
     others = {u: {v: parts[v].sealed[u] for v in parts if v != u} for u in parts}
     others[first].pop(params.sites[-1])
     await ch.scatter({u: common_seed.PartsFor(m) for u, m in others.items()})
-    tags = await ch.gather(params.sites, common_seed.Confirm)
-    await ch.scatter(tags, common_seed.Confirms({v: m.tag for v, m in tags.items()}))
+    confirms = await ch.gather(params.sites, common_seed.Confirm)
+    await ch.broadcast(confirms, common_seed.Confirms(confirms))
 
 
 async def swaps_a_key(ch, params):

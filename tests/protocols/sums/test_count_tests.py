@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cloister.errors import DataError, ParameterError
+from cloister.errors import DataError, ParameterError, ProtocolAbort
 from cloister.protocols.sums import count_tests
 from cloister.protocols.sums.count_tests import Params
 from cloister.run.rehearsal import Fault
@@ -27,11 +27,11 @@ HUB = Party("hub")
 SECRET = bytes(range(32))
 
 
-def case(n=3, length=20, least=4, most=60, seed=0):
+def case(n=3, length=20, least=4, most=60, seed=0, proofs=0):
     rng = np.random.default_rng(seed)
     names = tuple(Party(f"site-{i}") for i in range(n))
     inputs = {u: (rng.integers(0, least + 1, length), SECRET) for u in names}
-    return Case(Params(names, HUB, length, least, most), inputs)
+    return Case(Params(names, HUB, length, least, most, proofs), inputs)
 
 
 def wanted(c, present):
@@ -50,16 +50,42 @@ def check_bits(c, run):
     least=st.integers(1, 12),
     extra=st.integers(0, 2000),
     seed=st.integers(0, 2**20),
+    proofs=st.integers(0, 3),
 )
-def test_the_encoding_says_exactly_whether_the_sum_is_large_enough(n, length, least, extra, seed):
+def test_the_encoding_says_exactly_whether_the_sum_is_large_enough_and_proves_it(n, length, least, extra, seed, proofs):
     rng = np.random.default_rng(seed)
     most = 2 * least * n + extra
-    p = Params(tuple(Party(f"s{i}") for i in range(n)), HUB, length, least, most)
+    p = Params(tuple(Party(f"s{i}") for i in range(n)), HUB, length, least, most, proofs)
     xs = {u: rng.integers(0, 2 * least + 1, length) for u in p.sites}
     z = np.zeros(p.words, np.uint64)
     for u, x in xs.items():
-        z += count_tests.encode(p, x, u, p.sites, bytes(32))
-    np.testing.assert_array_equal(count_tests.decode(p, z), sum(xs.values()) >= least)
+        words, rho = count_tests.encode(p, x, u, p.sites, bytes(32))
+        z += words
+    bits, proof = count_tests.decode(p, z)
+    np.testing.assert_array_equal(bits, sum(xs.values()) >= least)
+    count_tests.check_proof(p, bits, proof, rho)
+    assert not proof[~bits].any()
+
+
+def test_a_count_that_is_too_small_cannot_be_proved_large():
+    """Whatever is said of ρ_1/ρ_0 where z < k is right as often as any guess; where z ≥ k it is always right."""
+    sites = tuple(map(Party, ("a", "b", "c")))
+    p = Params(sites, HUB, 4000, 3, 30, 1)
+    xs = dict(zip(sites, (np.arange(4000) % 2, np.zeros(4000, int), np.ones(4000, int)), strict=True))  # 1 or 2
+    z, rho = np.zeros(p.words, np.uint64), None
+    for u, x in xs.items():
+        words, rho = count_tests.encode(p, x, u, sites, SECRET)
+        z += words
+    bits, proof = count_tests.decode(p, z)
+    assert not bits.any()
+    for guess in (proof, np.ones_like(proof), np.full_like(proof, 17)):
+        with pytest.raises(ProtocolAbort) as e:
+            count_tests.check_proof(p, ~bits, guess, rho)
+        assert e.value.code == "proof"
+    right = rho[:, 1] * count_tests._inverse(rho[:, 0], p.p) % p.p
+    assert np.bincount(right, minlength=p.p)[1:].min() > 80  # 4000/30 = 133 each: no value is likelier
+    for i in np.flatnonzero(right == 17)[:3]:
+        count_tests.check_proof(p, np.arange(4000) == i, np.full_like(proof, 17), rho)
 
 
 @pytest.mark.parametrize(("n", "least", "most"), [(3, 1, 3), (3, 8, 1024), (5, 4, 60)])
@@ -74,14 +100,14 @@ def test_ideal(n, least, most):
 
 
 def test_vectors():
-    check_vectors(count_tests, case(length=5), Path(__file__).parents[2] / "vectors" / "count_tests.json")
+    check_vectors(count_tests, case(length=5, proofs=1), Path(__file__).parents[2] / "vectors" / "count_tests.json")
 
 
 def opened(p, xs, key=SECRET):
     """What the coordinator sees of many tests of the same counts: the sums, unpacked, before they are reduced."""
     z = np.zeros(p.words, np.uint64)
     for u, x in zip(p.sites, xs, strict=True):
-        z += count_tests.encode(p, np.full(p.length, x), u, p.sites, key)
+        z += count_tests.encode(p, np.full(p.length, x), u, p.sites, key)[0]
     shifts = np.arange(p.lanes, dtype=np.uint64) * np.uint64(p.bits)
     lanes = (z[:, None] >> shifts) & np.uint64((1 << p.bits) - 1)
     return lanes.ravel()[: p.length * p.entries].reshape(p.length, p.entries).astype(int)
@@ -90,8 +116,9 @@ def opened(p, xs, key=SECRET):
 def laws(p, xs, key):
     """Frequencies of the whole reduced E, and of each sum before it is reduced."""
     seen = opened(p, xs, key)
-    whole = np.bincount((seen % 7) @ [49, 7, 1], minlength=343)
-    return whole, *(np.bincount(seen[:, i], minlength=13) for i in range(3))
+    place = p.p ** np.arange(p.entries)
+    whole = np.bincount((seen % p.p) @ place, minlength=p.p**p.entries)
+    return whole, *(np.bincount(seen[:, i], minlength=2 * p.p - 1) for i in range(p.entries))
 
 
 def distance(one, two):
@@ -101,11 +128,12 @@ def distance(one, two):
     return float(((one - two)[used] ** 2 / both[used]).sum()), int(used.sum()) - 1
 
 
-def test_what_is_opened_depends_on_the_bit_alone():
-    """k = 2, p = 7, two sites: counts on the same side look alike, however they are split; sides do not."""
-    p = Params((Party("a"), Party("b")), HUB, 60_000, 2, 6)
+@pytest.mark.parametrize("proofs", [0, 1])
+def test_what_is_opened_depends_on_the_bit_alone(proofs):
+    """k = 2, two sites: counts on the same side look alike, however they are split; sides do not."""
+    p = Params((Party("a"), Party("b")), HUB, 60_000, 2, 4 if proofs else 6, proofs)  # p = 5 or 7
     keys = iter(bytes([i]) * 32 for i in range(1, 100))
-    below, above = [(0, 0), (0, 1), (1, 0)], [(2, 0), (2, 3), (0, 5), (3, 3)]
+    below, above = [(0, 0), (0, 1), (1, 0)], [(2, 0), (2, 2), (0, 3), (1, 3)] if proofs else [(2, 0), (2, 3), (0, 5)]
     for side in (below, above):
         first = laws(p, side[0], next(keys))
         for xs in side[1:]:
@@ -123,13 +151,13 @@ def test_a_site_would_read_the_count_from_the_sum_and_does_not_get_it():
     zs = np.arange(p.length) % (p.least + 1)
 
     def entries(z):
-        sums = sum(count_tests.encode(p, z if u == p.sites[0] else 0 * z, u, p.sites, key) for u in p.sites)
+        sums = sum(count_tests.encode(p, z if u == p.sites[0] else 0 * z, u, p.sites, key)[0] for u in p.sites)
         shifts = np.arange(p.lanes, dtype=np.uint64) * np.uint64(p.bits)
         lanes = (sums[:, None] >> shifts) & np.uint64((1 << p.bits) - 1)
         return lanes.ravel()[: p.length * p.entries].astype(int).reshape(p.length, p.entries) % p.p
 
     seen, none, one = entries(zs), entries(0 * zs), entries(0 * zs + 1)
-    slope = [pow(int(a), -1, p.p) for a in (one - none)[:, 0] % p.p]  # ρ times a one on the diagonal of R₁
+    slope = [pow(int(a), -1, p.p) for a in (one - none)[:, 0] % p.p]  # a one on the diagonal of R₁
     np.testing.assert_array_equal((seen - none)[:, 0] * slope % p.p, zs)
     run = run_protocol(count_tests, c)
     sent = {name for name, to, _ in transcript(run)["hub"] if to == p.sites[0]}
@@ -149,7 +177,7 @@ def test_a_missing_site_leaves_only_noise():
     """What is opened when a site's part is missing is uniform, whatever the counts."""
     p = Params((Party("a"), Party("b")), HUB, 3000, 2, 6)
     for x in (0, 3):
-        z = count_tests.encode(p, np.full(3000, x), Party("a"), p.sites, SECRET)
+        z, _ = count_tests.encode(p, np.full(3000, x), Party("a"), p.sites, SECRET)
         shifts = np.arange(p.lanes, dtype=np.uint64) * np.uint64(p.bits)
         values_ = ((z[:, None] >> shifts) & np.uint64((1 << p.bits) - 1)).ravel()[: 3000 * 3].astype(int)
         counts = np.bincount(values_ % 7, minlength=7)
@@ -159,6 +187,7 @@ def test_a_missing_site_leaves_only_noise():
 def test_view_and_cost():
     check_view(count_tests, case(seed=1), case(seed=2))
     check_cost(count_tests, case(length=500))
+    check_cost(count_tests, case(length=500, proofs=2))
 
 
 @pytest.mark.parametrize(

@@ -228,7 +228,7 @@ def asks_for(cells):
     async def hub(ch, params):
         n_cells = len(params.grid) - 1
         await secure_sum.aggregator(ch.sub("coarse/0"), params.sum(n_cells))
-        await ch.scatter(params.sites, Refine(np.array(cells, dtype=np.int64)))
+        await ch.broadcast(params.sites, Refine(np.array(cells, dtype=np.int64)))
         await secure_sum.aggregator(ch.sub("fine/0"), params.sum(len(cells) * params.parts))
 
     return hub
@@ -248,9 +248,9 @@ def answers(edges, again):
     async def hub(ch, params):
         for attempt in range(len(params.sites) if again else 1):
             await secure_sum.aggregator(ch.sub(f"coarse/{attempt}"), params.sum(len(params.grid) - 1))
-            await ch.scatter(params.sites, Refine(np.array([50], dtype=np.int64)))
+            await ch.broadcast(params.sites, Refine(np.array([50], dtype=np.int64)))
             await secure_sum.aggregator(ch.sub(f"fine/{attempt}"), params.sum(params.parts))
-            await ch.scatter(params.sites, Edges(np.array(edges, dtype=float), again))
+            await ch.broadcast(params.sites, Edges(np.array(edges, dtype=float), again))
         return None
 
     return hub
@@ -258,7 +258,12 @@ def answers(edges, again):
 
 @pytest.mark.parametrize(
     ("edges", "again", "code"),
-    [([1, 2, np.nan, 4], False, "edges"), ([1, 3, 2, 4], False, "edges"), ([0, 0, 0, 0], True, "restarts")],
+    [
+        ([1, 2, np.nan, 4], False, "edges"),
+        ([1, 3, 2, 4], False, "edges"),
+        ([1, 2, 3, 2e8], False, "edges"),
+        ([0, 0, 0, 0], True, "restarts"),
+    ],
 )
 def test_a_coordinator_that_answers_nonsense_is_refused(edges, again, code):
     run = run_protocol(pooled_quantiles, small(), roles={HUB: answers(edges, again)}, timeout=10.0)

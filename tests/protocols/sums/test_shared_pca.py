@@ -119,6 +119,7 @@ def test_no_value_leaves_but_masked_or_pooled():
     assert sent == {
         "channel.Hello",
         "common_genes.Measured",
+        "same_view.Signature",
         *(f"secure_sum.{m}" for m in ("Keys", "Shares", "MaskedInput", "Vouch", "Unmask")),
     }
 

@@ -1,17 +1,23 @@
 """Federated training: sites fit one model together; the coordinator sees sums of updates, and no single one.
 
     L1   u → S   what the model takes in, names of the labels    no names where the study lists them; has u labels?
-    L2   S → u   the label vocabulary
+    L2   S ⇒ u   the label vocabulary, and who has labels
     L3   u → S   digest of architecture and first weights w_0    S goes on only if all are the same
     L4   u, S    secure sum of n_u           training cells; only if updates are weighted by them
     for rounds t = 0, 1, …:
-    L5   S → u   t, who is there, who trains (C_t), θ_t = w_t - w_0
+    L5   S ⇒ u   t, who is there, who trains (C_t), Σ n_u, a hash of θ_t = w_t - w_0
+         S → u   θ_t                         to those who train or score
     L6   u, S    secure sum of validation counts at w_t   over all who are there, every `score_every` rounds
     L6b  u, S    pseudo-labels               for cells without a label, if asked for: see `pseudo_labels`
     L7   u       Δ_u = train(w_t) - w_t      local epochs of SGD or Adam; FedProx adds μ/2 ‖w - w_t‖² to the loss
     L8   u, S    secure sum of a_u Δ_u, a_u and the training loss   u in C_t; a_u = n_u / Σ n or 1; Δ_u clipped
     L9   S       θ_{t+1} = θ_t + Σ a_u Δ_u / Σ a_u
-    L10  S → u   the best θ by the validation metric, or the last; the curves
+    L10  S ⇒ u   the best θ by the validation metric, or the last; the curves
+    L11  u, S    all were told the same      (same_view)
+
+⇒ is a broadcast: sites that were told something else, another model or another Σ n_u, cannot finish the next sum, or
+L11. C_t follows from the study's seed, from who is there and from who has labels; sites work it out themselves. They
+refuse a model that is no number, or further from w_0 than the rounds so far can have moved it.
 
 S never holds w_0, only what was learned on top of it. A site whose update is no number adds zeros with weight zero: it
 is told, and S sees Σ a_u without it. Two entries share a 64-bit word of the sum: 4 bytes per parameter, as much as
@@ -33,12 +39,16 @@ coordinator : label names per site (unless the study lists them) and who has lab
     noisy mean updates, (ε, δ)-differentially private for a whole site's data.
 site : the model at the start of the rounds in which it trains or scores, and in the end; the curves. A model may itself
     tell about the cells it was trained on; only noise bounds that. With two sites in a round, each learns the other's
-    update by subtraction.
+    update by subtraction. Who has labels, where labels are spread.
+lying coordinator : sums of the updates of a round's sites, as above, at models of its choice that the rounds so far
+    could have given. It may call a site dropped that is there: then sums without it, and more than half must be left.
+one lying site : nothing more. Its update is what it says, each entry within the agreed bound.
 
 Assumes
 -------
-What the secure sum assumes. Semi-honest coordinator: it chooses who trains in a round; sites insist on at least
-`min_clients` and on more than half of all sites being there. Colluding sites know their own share of the noise, which
+What the secure sum assumes. Sites insist on more than half of all sites being there. Lies that are not noticed: (b),
+(c), (f) of the coordinator, a model that is the same for all, possible, and not the mean; (b), (c), (f) of the site.
+Colluding sites know their own share of the noise, which
 then protects the others less: k of m colluders leave z√((m - k)/m). ε compares a site's data with none (an update of
 zeros, C away); any other data of that site may be 2C away, for which ε is that of z/2. It is that of one run: a further
 run over the same cells spends as much again, and one without noise that differs by a site tells that site's update.
@@ -46,7 +56,7 @@ run over the same cells spends as much again, and one without noise that differs
 Cost
 ----
 Per round and training site: 8⌈P/2⌉ bytes up and the secure sum's overhead, 4P bytes down; 8P up with noise.
-A score: K² + 2 words for K labels. Rounds: 4 messages up and 5 down per secure sum.
+A score: K² + 2 words for K labels. Rounds: 4 messages up and 5 down per secure sum. One signature at the end.
 
 References
 ----------
@@ -59,7 +69,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -92,14 +101,17 @@ from cloister.protocols.fedavg.training_terms import (
     Ready,
     Task,
     Vocabulary,
+    Weights,
     check_same,
     check_task,
+    check_vocabulary,
+    check_weights,
     choose_clients,
     mean_update,
     update_words,
     vocabulary,
 )
-from cloister.protocols.sums import secure_sum
+from cloister.protocols.sums import same_view, secure_sum
 from cloister.study import Party
 
 # ---- roles -----------------------------------------------------------------------------------------------------------
@@ -117,44 +129,50 @@ async def site(ch: Channel, params: Params, offer: Offer, *, entropy: Entropy, i
     if not offer.labels and params.pseudo.source == "none":
         raise DataError("no cell of this site has a label; fine-tuning learns from labelled cells")
 
-    async def add(label: str, who: tuple[Party, ...], x: U64) -> None:
+    async def add(label: str, who: tuple[Party, ...], x: U64, *, apart: bool = False) -> None:
         sums = params.sum(who, len(x))
-        await secure_sum.contributor(ch.sub(label, sums), sums, x, entropy=entropy, identity=identity)
+        step = ch.sub(label, sums, apart=apart)
+        await secure_sum.contributor(step, sums, x, entropy=entropy, identity=identity)
 
     names = () if params.labels else tuple(sorted(set(offer.labels)))
     await ch.send(S, Brings(offer.shape, names, labelled=bool(offer.labels)))  # L1
-    labels = (await ch.recv(S, Vocabulary)).labels  # L2
-    if not set(offer.labels) <= set(labels) or len(set(labels)) != len(labels):
-        raise ProtocolAbort(NAME, "L2", "labels", "the vocabulary lacks a label of this site, or has one twice")
+    agreed = await ch.recv_broadcast(S, Vocabulary)  # L2
+    labels = agreed.labels
+    check_vocabulary(params, ch.me, agreed, offer.labels)
     learner = offer.build(labels)
     await ch.send(S, Ready(learner.digest, learner.size))  # L3
     if params.weighting == "cells":
         await add("cells", params.sites, COUNTS.encode(np.array([float(learner.cells)])))  # L4
-    t = 0
+    before: Task | None = None
     while True:
-        task = await ch.recv(S, Task, theta=(None,))  # L5
-        check_task(params, ch, task, t, learner.size)
+        task = await ch.recv_broadcast(S, Task)  # L5
+        check_task(params, ch.me, task, before, learner.cells, agreed.labelled)
         if task.end:
             break
-        t = task.t
+        before, t = task, task.t
+        if ch.me in task.clients or params.scored(t):
+            theta = (await ch.recv(S, Weights, theta=(learner.size,))).theta
+            check_weights(params, theta, task.theta, t, learner.size, "L5")
         if params.scored(t):
-            counts, loss = learner.score(task.theta)
+            counts, loss = learner.score(theta)
             loss = min(loss, LARGEST_LOSS * counts.sum()) if math.isfinite(loss) else LARGEST_LOSS * counts.sum()
             await add(f"score/{t}", task.live, COUNTS.encode(np.append(counts.ravel(), loss)))  # L6
         if ch.me in task.clients:
             if params.pseudo.at(t):
-                to = (params.pseudo, task.clients, S, labels, learner, task.theta)
-                await pseudo_labels.site(ch.sub(f"pseudo/{t}"), *to, entropy=entropy, identity=identity)  # L6b
+                to = (params.pseudo, task.clients, S, labels, learner, theta)
+                step = ch.sub(f"pseudo/{t}", apart=True)
+                await pseudo_labels.site(step, *to, entropy=entropy, identity=identity)  # L6b
             ch.step(f"training, round {t + 1} of {params.rounds}", protocol=NAME, line="L7")
-            delta, loss = learner.train(task.theta, t, params.rate_at(t))  # L7
+            delta, loss = learner.train(theta, t, params.rate_at(t))  # L7
             weight = 1.0 if params.weighting == "plain" else learner.cells / task.total
             words, note = update_words(params, len(task.clients), delta, weight, loss, entropy)
             if note:
                 notes.append(f"round {t + 1}: {note}")
-            await add(f"update/{t}", task.clients, words)  # L8
-        t += 1
-    told = await ch.recv(S, Model, theta=(learner.size,), curves=(None, len(CURVES)))  # L10
-    return Trained(told.theta, labels, from_curves(told.curves), told.best_round, learner, tuple(notes))
+            await add(f"update/{t}", task.clients, words, apart=True)  # L8
+    model = await ch.recv_broadcast(S, Model, theta=(learner.size,), curves=(None, len(CURVES)))  # L10
+    check_weights(params, model.theta, wire.digest("theta", model.theta), task.t, learner.size, "L10")
+    await same_view.site(ch, params.view, identity=identity)  # L11
+    return Trained(model.theta, labels, from_curves(model.curves), model.best_round, learner, tuple(notes))
 
 
 async def coordinator(
@@ -166,7 +184,7 @@ async def coordinator(
     check_same({u: b.shape for u, b in brought.items()}, "kind of input", "L1")
     labels = vocabulary(params, brought)
     labelled = {u for u, b in brought.items() if b.labelled}
-    await ch.scatter(sites, Vocabulary(labels))  # L2
+    await ch.broadcast(sites, Vocabulary(labels, tuple(u for u in sites if u in labelled)))  # L2
     ready = await ch.gather(sites, Ready)  # L3
     check_same({u: (r.digest, r.size) for u, r in ready.items()}, "architecture or first weights", "L3")
     first = next(iter(ready.values()))
@@ -175,7 +193,7 @@ async def coordinator(
         cells = await secure_sum.aggregator(ch.sub("cells", params.sum(sites, 1)), params.sum(sites, 1))  # L4
         total = max(1.0, float(COUNTS.decode(cells.z)[0]))
     state = _begin(params, first, labels, store)
-    nothing, K = np.zeros(0, np.float32), len(labels)
+    K = len(labels)
 
     def live() -> tuple[Party, ...]:
         there = tuple(u for u in sites if not ch.lost(u))
@@ -192,10 +210,10 @@ async def coordinator(
         if stop and not scored:
             break
         asked = there if scored else clients
-        task = Task(t, there, clients, end=False, total=total, theta=theta)
-        empty = replace(task, theta=nothing)
+        task = Task(t, there, clients, end=False, total=total, theta=wire.digest("theta", theta))
         ch.step(f"round {t + 1} of {params.rounds}" if not stop else "last score", protocol=NAME, line="L5")
-        await ch.scatter({u: task if u in asked else empty for u in there})  # L5
+        await ch.broadcast(there, task)  # L5
+        await ch.scatter(asked, Weights(theta))
         row: dict[str, Any] = {"round": t}
         if scored:
             sums = params.sum(there, K * K + 1)
@@ -208,13 +226,13 @@ async def coordinator(
             state.history.append(row)
             break
         if params.pseudo.at(t):
-            scope = ch.sub(f"pseudo/{t}")
+            scope = ch.sub(f"pseudo/{t}", apart=True)
             await pseudo_labels.serve(
                 scope, params.pseudo, clients, S, labels, entropy=entropy, identity=identity
             )  # L6b
         code = params.code(len(clients))
         sums = params.sum(clients, code.words(first.size) + 2)
-        summed = await secure_sum.aggregator(ch.sub(f"update/{t}", sums), sums)  # L8
+        summed = await secure_sum.aggregator(ch.sub(f"update/{t}", sums, apart=True), sums)  # L8
         what = f"mean update of {len(summed.survivors)} sites" + _budget(params)
         update, loss = mean_update(params, len(clients), first.size, summed.z, len(summed.survivors))
         state.theta = state.theta + ch.reveal(update, to=(S, *there), line="L9", what=what, protocol=NAME)  # L9
@@ -226,11 +244,12 @@ async def coordinator(
         if params.patience and _stale(state) >= params.patience:
             break
     there = live()
-    await ch.scatter(there, Task(state.t, there, (), end=True, total=total, theta=nothing))
+    await ch.broadcast(there, Task(state.t, there, (), end=True, total=total, theta=b""))
     chosen, at = (state.best, state.best_at) if state.best_at >= 0 else (state.theta, state.t)
     theta = chosen.astype(np.float32)
     ch.reveal(theta, to=there, line="L10", what=f"the model after {at} rounds" + _budget(params), protocol=NAME)
-    await ch.scatter(there, Model(theta, at, to_curves(state.history)))  # L10
+    await ch.broadcast(there, Model(theta, at, to_curves(state.history)))  # L10
+    await same_view.coordinator(ch, params.view)  # L11
     return Trained(theta, labels, state.history, at)
 
 

@@ -2,7 +2,7 @@
 
     vocabulary       L2   the study's labels, or all that the sites have
     choose_clients   L5   who trains in a round, from the public seed
-    check_task       L5   what a site checks before it follows
+    check_task, check_weights   L5   what a site checks before it follows
     update_words     L8   clip, weight, add noise, encode
     mean_update      L9   decode, divide
 
@@ -22,17 +22,18 @@ from cloister.arrays import F32, F64, U64
 from cloister.crypto.entropy import Entropy
 from cloister.crypto.fixedpoint import FixedPoint
 from cloister.errors import ParameterError, ProtocolAbort
-from cloister.net.channel import Channel
+from cloister.net import wire
 from cloister.net.wire import message
 from cloister.protocols.fedavg import packed_words as lanes
 from cloister.protocols.fedavg.pseudo_labels import NO_PSEUDO, Pseudo
-from cloister.protocols.sums import secure_sum
+from cloister.protocols.sums import same_view, secure_sum
 from cloister.study import Party
 
 NAME = "federated_training"
 TAIL = FixedPoint(32, 2.0**20, 1 << 10)  # weights and losses
 COUNTS = FixedPoint(12, 2.0**40, 1 << 10)  # cells and sums of losses
 LARGEST_LOSS = 1e4  # per cell; larger ones are told as this
+MOST_CELLS = 2.0**40  # of one site
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +107,10 @@ class Params:
     def sum(self, contributors: tuple[Party, ...], length: int) -> secure_sum.Params:
         return secure_sum.Params(contributors, self.coordinator, length)
 
+    @property
+    def view(self) -> same_view.Params:
+        return same_view.Params(self.sites, self.coordinator)
+
 
 @message("L1", protocol=NAME)
 class Brings:  # u → S
@@ -117,6 +122,7 @@ class Brings:  # u → S
 @message("L2", protocol=NAME)
 class Vocabulary:  # S → u
     labels: tuple[str, ...]
+    labelled: tuple[Party, ...]  # sites that have labels
 
 
 @message("L3", protocol=NAME)
@@ -132,7 +138,12 @@ class Task:  # S → u
     clients: tuple[Party, ...]  # empty: nobody trains, the last score or the end
     end: bool  # no further round; the model follows
     total: float  # Σ n_u, of L4
-    theta: F32  # (P,), or nothing for who neither trains nor scores
+    theta: bytes  # SHA-256 of θ_t, the same for all
+
+
+@message("L5", protocol=NAME)
+class Weights:  # S → u, who trains or scores
+    theta: F32  # (P,)
 
 
 @message("L10", protocol=NAME)
@@ -153,6 +164,17 @@ def vocabulary(params: Params, brought: Mapping[Party, Brings]) -> tuple[str, ..
     if len(found) < 2:
         raise ProtocolAbort(NAME, "L1", "labels", f"the sites know {len(found)} label(s) together; two are needed")
     return tuple(found)
+
+
+def check_vocabulary(params: Params, me: Party, agreed: Vocabulary, mine: Collection[str]) -> None:
+    """L2: the study's labels, or all of mine, each once; who has labels, me among them if I have."""
+    labels = agreed.labels
+    if not set(mine) <= set(labels) or len(set(labels)) != len(labels) or (params.labels and labels != params.labels):
+        raise ProtocolAbort(NAME, "L2", "labels", "the vocabulary lacks a label of this site, or has one twice")
+    everyone = params.pseudo.source == "none"  # a site without labels then takes no part
+    has = set(agreed.labelled)
+    if not has <= set(params.sites) or (me in has) != bool(mine) or (everyone and has != set(params.sites)):
+        raise ProtocolAbort(NAME, "L2", "labels", "the list of sites that have labels is wrong")
 
 
 def check_same(seen: Mapping[Party, Any], what: str, line: str) -> None:
@@ -189,17 +211,33 @@ def choose_clients(params: Params, live: tuple[Party, ...], t: int, labelled: Co
     return tuple(sorted(draw(have, count) + draw(rest, params.clients - count)))
 
 
-def check_task(params: Params, ch: Channel, task: Task, t: int, size: int) -> None:
-    known = set(params.sites)
-    if (task.t < t and not task.end) or task.t > params.rounds or not set(task.clients) <= set(task.live) <= known:
+def check_task(
+    params: Params, me: Party, task: Task, before: Task | None, cells: int, labelled: Collection[Party]
+) -> None:
+    """L5: the next round, among those left, with the clients that the study's seed gives, and always the same Σ n_u."""
+    allowed = set(before.live if before else params.sites)
+    late = task.t < before.t + (not task.end) if before else task.t < 0
+    if late or task.t > params.rounds or not set(task.clients) <= set(task.live) <= allowed:
         raise ProtocolAbort(NAME, "L5", "task", "a round that is out of order, or names parties that are not there")
-    if ch.me not in task.live or len(set(task.live)) < params.majority:
+    if me not in task.live or len(set(task.live)) != len(task.live) or len(task.live) < params.majority:
         raise ProtocolAbort(NAME, "L5", "task", f"{len(task.live)} sites are there, {params.majority} are needed")
     if task.clients and len(set(task.clients)) < params.min_clients:
         raise ProtocolAbort(NAME, "L5", "task", f"{len(task.clients)} sites train, {params.min_clients} are needed")
-    wanted = size if not task.end and (ch.me in task.clients or params.scored(task.t)) else 0
-    if len(task.theta) != wanted:
-        raise ProtocolAbort(NAME, "L5", "task", "a model of another size than was agreed")
+    over = task.end or task.t == params.rounds
+    if task.clients != (() if over else choose_clients(params, task.live, task.t, labelled)):
+        raise ProtocolAbort(NAME, "L5", "task", "other sites train than the study's seed says")
+    least = cells if params.weighting == "cells" else 1
+    if not least <= task.total <= len(params.sites) * MOST_CELLS or (before and task.total != before.total):
+        raise ProtocolAbort(NAME, "L5", "task", f"{task.total:g} training cells in all, which cannot be, or not before")
+
+
+def check_weights(params: Params, theta: F32, digest: bytes, t: int, size: int, line: str) -> None:
+    """L5, L10: the θ that all were told of, of the agreed size, and no further away than t updates reach."""
+    if len(theta) != size or wire.digest("theta", theta) != digest:
+        raise ProtocolAbort(NAME, line, "weights", "another model than the one that all sites were told of")
+    reach = (t + 1e-3) * params.code(params.min_clients).bound
+    if not np.all(np.abs(theta) <= reach):  # nor is NaN
+        raise ProtocolAbort(NAME, line, "weights", f"a model that {t} rounds of updates cannot have made")
 
 
 def update_words(

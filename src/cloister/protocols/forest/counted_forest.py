@@ -9,11 +9,12 @@
     L5   u, S    first and last cell of a public grid along it that holds a row    (count_tests, k = 1, on
                  prefixes and suffixes); another axis if both are one cell
     L6   u       split at low + f (high - low); rows move to the children
-         u, S    which children hold at least t rows; the others are leaves        (count_tests, k = t)
-    L7   u, S    per tree: do its small leaves together hold at least t rows       (count_tests, k = t)
+         u, S    which children hold at least t rows; the others are leaves        (count_tests, k = t, proved)
+    L7   u, S    per tree: do its small leaves together hold at least t rows       (count_tests, k = t, proved)
          u, S    where they do: rows in each leaf of at least t rows               (secure_sum)
     L8   u       path lengths; a small leaf adds the mean c(n) over n < t; scores of its own rows
     L9   u, S    rows scored above 15 cuts, three times, to find the asked share   (secure_sum; with contamination only)
+    L10  u, S    all were told the same                                            (same_view)
 
 What a level opens about a node of at least t rows is where its range begins and ends, on the grid; about smaller ones,
 that they are smaller. Trees of several repeats grow side by side. Sites that stop are left out of what follows.
@@ -26,11 +27,17 @@ site : the forest: axes, splits, which leaves hold fewer than t sampled rows, ho
     who dropped out, and of a site that does so between the sums of L3 its number of rows, and of entries per column.
     With n - 1 colluding sites: the same about the last site alone.
 coordinator : the same bits and sums, but not Ξ, so neither axes nor splits. Which columns each site has, by name.
+lying coordinator : the same. It may call large counts small, and then learns less; a small count it can call large only
+    by guessing a proof, right with probability 1/(p - 1), p above 4ψ, which otherwise ends the run. It may call a site
+    dropped that is there, of which it then learns what all learn of one that drops out.
+one lying site : nothing more. Its rows are what it says.
 coordinator with one site : also the small counts and the grid's pooled counts.
 
 Assumes
 -------
-What secure sum, common seed and count tests assume. With two sites, each can subtract its own part from every sum.
+What secure sum, common seed and count tests assume. With two sites, each can subtract its own part from every sum. Lies
+that are not noticed: (b), (c), (f) of the coordinator, a forest that is the same for all and wrong; (b), (c), (f) of
+the site.
 
 Cost
 ----
@@ -56,7 +63,7 @@ from cloister.errors import DataError, ParameterError, ProtocolAbort
 from cloister.models import isolation_forest as iforest
 from cloister.models.isolation_forest import Axes, Forest, Sample
 from cloister.net.channel import Channel
-from cloister.protocols.sums import common_genes, common_seed, pooled_scaling
+from cloister.protocols.sums import common_genes, common_seed, pooled_scaling, same_view
 from cloister.protocols.sums.columns import match_columns
 from cloister.protocols.sums.pooled_scaling import Scaling
 from cloister.protocols.sums.tally import Asking, Plain, Tally, answer_plainly
@@ -66,6 +73,7 @@ NAME = "counted_forest"
 KNEE = 0.25  # the grid is linear around 0 and exponential beyond this many scales
 EXTENDED_SHARE = 2 / 3  # of all rows that a tree of extended splits may hold
 TRIES = 5  # axes tried at a node before it is called constant
+PROOFS = 1  # numbers that prove a count large enough to be opened
 CUTS, ROUNDS = 16, 3  # of the search for the cut
 
 
@@ -236,7 +244,7 @@ async def grow(params: Params, tally: Tally, rows: int, width: int, geometry: Ge
             nodes = nodes[:0]
             break
         children = np.sort(np.concatenate([tree * per_tree + 2 * place + 1, tree * per_tree + 2 * place + 2]))
-        enough = await tally.test(_counter(geometry, children), len(children), t, most)  # L6
+        enough = await tally.test(_counter(geometry, children), len(children), t, most, PROOFS)  # L6
         small.append(children[~enough])
         nodes = children[enough]
     large.append(nodes)
@@ -269,12 +277,19 @@ async def _count_leaves(
         rows = geometry.sample.count(small)
         return np.bincount(small // per_tree, weights=rows, minlength=trees).astype(np.int64)
 
-    enough = await tally.test(rest, trees, params.least, 4 * max(params.sample, 64))
+    enough = await tally.test(rest, trees, params.least, 4 * max(params.sample, 64), PROOFS)
     counts = np.full(len(large), -1, np.int64)
     open_ = (enough | ~has_small)[large // per_tree]
     if open_.any():
         counts[open_] = await tally.total(_counter(geometry, large[open_]), int(open_.sum()))
+        check_leaves(counts[open_], geometry.sample.count(large[open_]) if geometry is not None else None)
     return Outline(opened, small, large, counts, depth)
+
+
+def check_leaves(counts: I64, mine: I64 | None) -> None:
+    """L7: no leaf holds fewer rows than this site alone has in it."""
+    if np.any(counts < (0 if mine is None else mine)):
+        raise ProtocolAbort(NAME, "L7", "damaged", "counts of rows that no leaf has")
 
 
 def finish(params: Params, outline: Outline, geometry: Geometry, rows: int) -> tuple[Forest, ...]:
@@ -364,6 +379,7 @@ async def site(
     ch.step("scoring rows", protocol=NAME, line="L8")
     scores = np.array([f.score(Z) for f in forests])  # L8
     cuts = None if params.contamination is None else await find_cuts(params, ask, scores, scaling.rows)  # L9
+    await same_view.site(ch, same_view.Params(params.sites, params.coordinator), identity=identity)  # L10
     return Isolated(columns.names, scaling, forests, outline, scores, cuts, ask.present, seed.secret)
 
 
@@ -379,6 +395,7 @@ async def coordinator(ch: Channel, params: Params) -> Outline:
     outline = await grow(params, ask, scaling.rows, width, None)  # L5, L6, L7
     if params.contamination is not None:
         await find_cuts(params, ask, None, scaling.rows)  # L9
+    await same_view.coordinator(ch, same_view.Params(params.sites, params.coordinator))  # L10
     return outline
 
 

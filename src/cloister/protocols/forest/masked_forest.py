@@ -29,7 +29,9 @@ client : N, Ξ and M, which all clients share, and what P hands out: all scores 
 Assumes
 -------
 A principal server that all trust with the data, a second one that does not collude with it, semi-honest clients.
-Paillier keys of 3072 bits. Nobody drops out: any loss aborts. The hardened mode needs no such trust.
+Paillier keys of 3072 bits. Nobody drops out: any loss aborts. The hardened mode needs no such trust. Lies that are not
+noticed: (a), (b), (c), (f) of the principal, other scores; (a), (b), (c), (f) of the auxiliary, slots or noise that are
+none; (b), (c), (f) of the client.
 
 Cost
 ----
@@ -248,7 +250,9 @@ async def client(ch: Channel, params: Params, names: list[str], X: F64, *, entro
     if not np.isfinite(X).all() or X.ndim != 2 or 0 in X.shape:
         raise DataError("a masked forest needs rows without missing or infinite values; clean them before the run")
     P, A = params.principal, params.auxiliary
-    columns = await common_genes.site(ch.sub("columns"), common_genes.Params(params.sites, P), "table", names)
+    columns = await common_genes.site(
+        ch.sub("columns", apart=True), common_genes.Params(params.sites, P), "table", names
+    )
     X = X[:, match_columns(names, columns.names)]
     own, width = X.shape
     agreed = await private_slots.client(ch.sub("slots"), params.slots, own, width, entropy=entropy)  # L1
@@ -339,7 +343,7 @@ async def principal(ch: Channel, params: Params, *, rng: np.random.Generator) ->
     """Play P."""
     clients = params.sites
     common = common_genes.Params(clients, params.principal)
-    width = len((await common_genes.coordinator(ch.sub("columns"), common)).names)
+    width = len((await common_genes.coordinator(ch.sub("columns", apart=True), common)).names)
     for _ in range(2 if params.standardise else 0):
         sums = await ch.gather(clients, NoisySums, y=(width,))  # L2
         noise = await ch.recv(params.auxiliary, Noise, r=(1, width))

@@ -25,6 +25,7 @@ client : Ξ, N, its own start. With m - 1 colluding clients: N_i of the last one
 Assumes
 -------
 Paillier keys of at least 3072 bits; semi-honest parties; authenticated channels. Nobody drops out: any loss aborts.
+Lies that are not noticed: (a), (b), (c), (f) of the auxiliary, slots that collide; (b), (c), (f) of the client.
 
 Cost
 ----

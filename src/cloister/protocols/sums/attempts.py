@@ -1,16 +1,20 @@
 """Attempts: a step that needs all of its parties is begun again without those who stopped.
 
-    A1   S → u   who takes part, and which attempt this is
+    A1   S ⇒ u   who takes part: fewer in every attempt, and never somebody who was left out before
     A2   u → S   whether the step came to its end here
-    A3   S → u   the step counts, with these parties; or A1 again, without those who stopped
+    A3   S ⇒ u   the step counts, with these parties; or A1 again, without those who stopped
 
 Parties of such a step wait for each other, so when one stops, some of the others notice and some wait for those who
 did. The coordinator therefore tells everyone at once: whatever an attempt was waiting for is dropped, and the next one
-has a channel, a run id, keys and masks of its own. Nothing of an attempt that failed is used again.
+has a channel, a run id, keys and masks of its own. Nothing of an attempt that failed is used again. ⇒ is a broadcast:
+the id of an attempt depends on every list so far, so that sites with different lists cannot do the step together.
 
 Reveals
 -------
 every party : who takes part in which attempt.
+lying coordinator : it may begin again without a site that is there, and sees what the step reveals once per list. The
+    lists shrink, so these are at most as many as there are sites.
+one lying site : nothing more.
 
 Assumes
 -------
@@ -47,7 +51,17 @@ class Report:  # u → S
 
 
 def _scopes(ch: Channel, attempt: int, sites: tuple[Party, ...]) -> tuple[Channel, Channel]:
-    return ch.sub(f"try-{attempt}", sites), ch.sub(f"report-{attempt}")
+    return ch.sub(f"try-{attempt}", sites, apart=True), ch.sub(f"report-{attempt}", apart=True)
+
+
+def check_list(me: Party, sites: tuple[Party, ...], before: tuple[Party, ...] | None) -> None:
+    """A1: each once, me among them, and fewer than in the attempt before, all of whom were in that."""
+    if len(set(sites)) != len(sites):
+        raise ProtocolAbort(NAME, "A1", "restart", "the list of sites names one of them twice")
+    if me not in sites:
+        raise ProtocolAbort(NAME, "A1", "dropped", "the coordinator went on without this party")
+    if before is not None and not set(sites) < set(before):
+        raise ProtocolAbort(NAME, "A1", "restart", "begun again with others than those left, or though nobody is gone")
 
 
 async def lead(ch: Channel, sites: tuple[Party, ...], least: int, step: Step[T]) -> tuple[T, tuple[Party, ...]]:
@@ -56,13 +70,13 @@ async def lead(ch: Channel, sites: tuple[Party, ...], least: int, step: Step[T])
     while True:
         if len(sites) < least:
             raise PeerLost(NAME, "A1", "too-few", f"{len(sites)} sites are left, {least} are needed. Start a new run.")
-        await ch.scatter(sites, Go(sites, done=False))  # A1
+        await ch.broadcast(sites, Go(sites, done=False))  # A1
         inner, control = _scopes(ch, attempt, sites)
         mine = asyncio.ensure_future(step(inner, sites))
         reports = {u: asyncio.ensure_future(control.gather((u,), Report, quorum=0)) for u in sites}  # A2
         try:
             if not await _first_failure(mine, reports):
-                await ch.scatter(sites, Go(sites, done=True))  # A3
+                await ch.broadcast(sites, Go(sites, done=True))  # A3
                 return mine.result(), sites
         finally:
             await _cancel(mine, *reports.values())
@@ -90,14 +104,14 @@ async def _first_failure(mine: asyncio.Future[T], reports: Mapping[Party, asynci
 
 async def follow(ch: Channel, server: Party, step: Step[T]) -> tuple[T, tuple[Party, ...]]:
     """Play u: take part in every attempt until one counts."""
-    attempt, result = 0, None
-    go = await ch.recv(server, Go)  # A1
+    attempt, before, result = 0, None, None
+    go = await ch.recv_broadcast(server, Go)  # A1
     while not go.done:
-        if ch.me not in go.sites:
-            raise ProtocolAbort(NAME, "A1", "dropped", "the coordinator went on without this party")
+        check_list(ch.me, go.sites, before)
+        before, result = go.sites, None
         inner, control = _scopes(ch, attempt, go.sites)
         mine = asyncio.ensure_future(step(inner, go.sites))
-        news = asyncio.ensure_future(ch.recv(server, Go))  # A3, or A1
+        news = asyncio.ensure_future(ch.recv_broadcast(server, Go))  # A3, or A1
         try:
             await asyncio.wait({mine, news}, return_when=asyncio.FIRST_COMPLETED)
             if mine.done():
@@ -108,7 +122,7 @@ async def follow(ch: Channel, server: Party, step: Step[T]) -> tuple[T, tuple[Pa
         finally:
             await _cancel(mine, news)
         attempt += 1
-    if result is None:
+    if result is None or go.sites != before:
         raise ProtocolAbort(NAME, "A3", "unexpected", "the coordinator calls a step done that was not")
     return result[0], go.sites
 

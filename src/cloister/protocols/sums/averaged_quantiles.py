@@ -13,7 +13,8 @@ site : the averaged edges. With two sites: each can work out the other's quantil
 
 Assumes
 -------
-A coordinator that every site trusts with its quantiles; authenticated channels.
+A coordinator that every site trusts with its quantiles; authenticated channels. Lies that are not noticed: (a), (b),
+(c), (f) of the coordinator, other edges for each site; (b), (c), (f) of the site.
 
 Cost
 ----

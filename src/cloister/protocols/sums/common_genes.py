@@ -1,16 +1,19 @@
 """Common genes: the sites learn which genes all of them measured, and that their values are of one kind.
 
     L1   u → S   kind of values, gene names
-    L2   S → u   the kind, genes in common   of those who answered, more than half
+    L2   S ⇒ u   the kind, genes in common   of those who answered, more than half
 
 Reveals
 -------
 coordinator : which genes each site measured, how it names them, and whether it holds counts, log or scaled values.
 site : the genes in common, and the kind of values, which is its own.
+lying coordinator, one lying site : nothing more.
 
 Assumes
 -------
-Gene names and the kind of values are public. Nothing here is hidden, and no value is sent.
+Gene names and the kind of values are public. Nothing here is hidden, and no value is sent. ⇒ is a broadcast: sites that
+were told different genes cannot finish the next step. Lies that are not noticed here: (a), (b), (c), (d) of the
+coordinator, who may leave out a gene or a site, and (b) of the site, whose genes are what it says.
 
 Cost
 ----
@@ -89,22 +92,31 @@ async def site(ch: Channel, params: Params, kind: str, names: list[str]) -> Agre
     if any("\n" in name for name in names):
         raise DataError("a gene name contains a line break; rename it before the run")
     await ch.send(params.coordinator, Measured(kind, join(names)))  # L1
-    told = await ch.recv(params.coordinator, Common)  # L2
-    if told.kind != kind:
+    common = await ch.recv_broadcast(params.coordinator, Common)  # L2
+    if common.kind != kind:
         raise ProtocolAbort(NAME, "L2", "mixed-values", "the coordinator names another kind of values than mine")
-    return Agreed(told.kind, tuple(split(told.names, "L2")))
+    agreed = Agreed(common.kind, tuple(split(common.names, "L2")))
+    check_common(agreed.names, names)
+    return agreed
+
+
+def check_common(common: tuple[str, ...], mine: list[str]) -> None:
+    """L2: some of my genes, each once."""
+    known = {genes.plain_name(name) for name in mine}
+    if not common or len(set(common)) != len(common) or not set(common) <= known:
+        raise ProtocolAbort(NAME, "L2", "genes", "genes in common that this site does not have, or one of them twice")
 
 
 async def coordinator(ch: Channel, params: Params) -> Agreed:
-    told = await ch.gather(params.sites, Measured, quorum=len(params.sites) // 2 + 1)  # L1
-    kinds = {u: m.kind for u, m in told.items()}
+    measured = await ch.gather(params.sites, Measured, quorum=len(params.sites) // 2 + 1)  # L1
+    kinds = {u: m.kind for u, m in measured.items()}
     if len(set(kinds.values())) > 1:
         found = ", ".join(f"{u}: {kind}" for u, kind in kinds.items())
         raise ProtocolAbort(NAME, "L1", "mixed-values", f"all sites must hold the same kind of values, found {found}")
     try:
-        common = tuple(genes.genes_in_common({u: split(m.names, "L1") for u, m in told.items()}))
+        common = tuple(genes.genes_in_common({u: split(m.names, "L1") for u, m in measured.items()}))
     except DataError as e:
         raise ProtocolAbort(NAME, "L1", "no-common-genes", str(e)) from None
     (kind,) = set(kinds.values())
-    await ch.scatter(told, Common(kind, join(common)))  # L2
+    await ch.broadcast(measured, Common(kind, join(common)))  # L2
     return Agreed(kind, common)

@@ -1,26 +1,28 @@
 """Common seed: the sites agree on 32 secret bytes that the coordinator, who carries the messages, does not learn.
 
     L1   u → S   pk_u, σ_u              a fresh X25519 key; σ_u signs (run, pk_u)
-    L2   S → u   {v: keys of v}         who answered, at least t; every signature and key is checked
+    L2   S ⇒ u   {v: keys of v}         who answered, at least t; every signature and key is checked
     L3   u → S   {v: e_uv}              e_uv = AE(KA(sk_u, pk_v); a_u), a_u 32 fresh bytes
     L4   S → u   {v: e_vu}              V = who answered, at least t
     L5   u       Ξ = HKDF(a_v for v in V, in order of names)
-         u → S   h_u = HKDF(Ξ, "confirm")
-    L6   S → u   {v: h_v}               at least t of them, all the same
+         u → S   h_u = HKDF(Ξ, "confirm"), σ'_u signs (run, u, h_u)
+    L6   S ⇒ u   {v: h_v, σ'_v}         at least t of them, all the same, every signature checked
 
 Reveals
 -------
 coordinator : who takes part. Together with one site: Ξ.
 site : Ξ, and who takes part. Ξ is uniform as long as one site in V draws its part honestly.
+lying coordinator : nothing more. It may leave sites out, as long as t remain; two sites that finish hold the same Ξ.
+one lying site : nothing more. It may choose its part after it has seen those of the others, and so some bits of Ξ.
 
 Assumes
 -------
-Sites know each other's Ed25519 keys (`[keys]` of the study). Semi-honest parties; a coordinator that swaps keys or
-splits the list of participants is caught at L2 or L6. Sites that stop are left out, as long as t, a majority, remain.
+Sites know each other's Ed25519 keys (`[keys]` of the study). Sites that stop are left out, as long as t, a majority,
+remain. ⇒ is a broadcast: who confirmed is compared by the next step of the run, whose id depends on it.
 
 Cost
 ----
-Per site: 3 messages up, 3 down; up 96 + 60(n - 1) + 32 bytes and framing; n - 1 key agreements.
+Per site: 3 messages up, 3 down; up 96 + 60(n - 1) + 96 bytes and framing; n - 1 key agreements, 2n signatures checked.
 
 References
 ----------
@@ -90,11 +92,12 @@ class PartsFor:  # S → u
 @message("L5")
 class Confirm:  # u → S
     tag: bytes
+    signature: bytes
 
 
 @message("L6")
 class Confirms:  # S → u
-    tags: dict[Party, bytes]
+    confirms: dict[Party, Confirm]
 
 
 def ideal(params: Params, xs: Mapping[Party, None]) -> dict[Party, str | None]:
@@ -108,8 +111,8 @@ def roles(params: Params) -> dict[Party, object]:
 
 def cost(params: Params) -> dict[Party, tuple[int, int]]:
     n = len(params.sites)
-    up = (3, 96 + BOX * (n - 1) + 32)
-    return {params.coordinator: (3 * n, n * (96 * n + BOX * (n - 1) + 32 * n))} | dict.fromkeys(params.sites, up)
+    up = (3, 96 + BOX * (n - 1) + 96)
+    return {params.coordinator: (3 * n, n * (96 * n + BOX * (n - 1) + 96 * n))} | dict.fromkeys(params.sites, up)
 
 
 def check_roster(params: Params, ch: Channel, roster: Mapping[Party, Key], mine: bytes) -> None:
@@ -123,11 +126,25 @@ def check_roster(params: Params, ch: Channel, roster: Mapping[Party, Key], mine:
         check_signed(ch, v, NAME, wire.canonical([ch.run_id, v, key.pk]), key.signature, protocol=NAME, line="L2")
 
 
+def signed_tag(run_id: bytes, u: Party, tag: bytes) -> bytes:
+    return wire.canonical([run_id, u, tag])
+
+
+def check_confirms(params: Params, ch: Channel, confirms: Mapping[Party, Confirm], mine: Confirm) -> None:
+    """L6: at least t, me among them, all with my tag, and each signed by the site itself."""
+    tags = {c.tag for c in confirms.values()}
+    if len(confirms) < params.t or ch.me not in confirms or tags != {mine.tag}:
+        raise ProtocolAbort(NAME, "L6", "split-view", "the sites were told different lists, and hold different seeds")
+    for v, confirm in confirms.items():
+        data = signed_tag(ch.run_id, v, confirm.tag)
+        check_signed(ch, v, f"{NAME}/confirm", data, confirm.signature, protocol=NAME, line="L6")
+
+
 async def site(ch: Channel, params: Params, *, entropy: Entropy, identity: Identity) -> Seed:
     S = params.coordinator
     keys = key_pair(entropy)
     await ch.send(S, Key(keys.public, identity.sign(NAME, wire.canonical([ch.run_id, ch.me, keys.public]))))  # L1
-    roster = (await ch.recv(S, Roster)).keys  # L2
+    roster = (await ch.recv_broadcast(S, Roster)).keys  # L2
     check_roster(params, ch, roster, keys.public)
     others = [v for v in sorted(roster) if v != ch.me]
     boxes = {v: agree(keys, roster[v].pk, wire.canonical([NAME, ch.run_id])) for v in others}
@@ -149,21 +166,23 @@ async def site(ch: Channel, params: Params, *, entropy: Entropy, identity: Ident
         b"".join(parts[v] for v in sorted(parts)), bind(NAME, ch.run_id, *(v.encode() for v in sorted(parts)))
     )
     tag = hkdf(secret, bind(NAME, b"confirm", ch.run_id))
-    await ch.send(S, Confirm(tag))  # L5
-    tags = (await ch.recv(S, Confirms)).tags  # L6
-    if len(tags) < params.t or ch.me not in tags or not set(tags) <= set(parts) or set(tags.values()) != {tag}:
-        raise ProtocolAbort(NAME, "L6", "split-view", "the sites were told different lists, and hold different seeds")
-    return Seed(secret, tuple(v for v in params.sites if v in tags))
+    confirm = Confirm(tag, identity.sign(f"{NAME}/confirm", signed_tag(ch.run_id, ch.me, tag)))
+    await ch.send(S, confirm)  # L5
+    confirms = (await ch.recv_broadcast(S, Confirms)).confirms  # L6
+    if not set(confirms) <= set(parts):
+        raise ProtocolAbort(NAME, "L6", "split-view", "a site confirms that has no part in the seed")
+    check_confirms(params, ch, confirms, confirm)
+    return Seed(secret, tuple(v for v in params.sites if v in confirms))
 
 
 async def coordinator(ch: Channel, params: Params) -> tuple[Party, ...]:
     keys = await ch.gather(params.sites, Key, quorum=params.t)  # L1
-    await ch.scatter(keys, Roster(keys))  # L2
+    await ch.broadcast(keys, Roster(keys))  # L2
     parts = await ch.gather(keys, Parts, quorum=params.t)  # L3
     for v, m in parts.items():
         if set(m.sealed) != set(keys) - {v}:
             raise ProtocolAbort(NAME, "L3", "parts", f"'{v}' did not share with everyone on the list")
     await ch.scatter({u: PartsFor({v: parts[v].sealed[u] for v in parts if v != u}) for u in parts})  # L4
-    tags = await ch.gather(parts, Confirm, quorum=params.t)  # L5
-    await ch.scatter(tags, Confirms({v: m.tag for v, m in tags.items()}))  # L6
-    return tuple(tags)
+    confirms = await ch.gather(parts, Confirm, quorum=params.t)  # L5
+    await ch.broadcast(confirms, Confirms(confirms))  # L6
+    return tuple(confirms)

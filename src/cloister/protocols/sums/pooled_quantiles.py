@@ -1,10 +1,14 @@
 """Pooled quantiles: quantiles of all sites' positive values, as if they lay in one place; only counts are added up.
 
     L1   u, S    secure sum of N_c        values per cell of a coarse grid, equal steps of log₂
-    L2   S → u   C                        the cells that hold an order statistic of a wanted quantile
+    L2   S ⇒ u   C                        the cells that hold an order statistic of a wanted quantile
     L3   u, S    secure sum of n_c,g      values per part of each cell in C, equal steps
-    L4   S → u   edges                    q_j = x_(⌊r⌋) + (r - ⌊r⌋)(x_(⌊r⌋+1) - x_(⌊r⌋)), r = p_j (N - 1)
+    L4   S ⇒ u   edges                    q_j = x_(⌊r⌋) + (r - ⌊r⌋)(x_(⌊r⌋+1) - x_(⌊r⌋)), r = p_j (N - 1)
                                           or `again`, where a site dropped out between L1 and L3
+    L5   u, S    all were told the same   (same_view)
+
+⇒ is a broadcast: sites that were given different cells or edges cannot finish the next sum, or L5. All sums go on with
+the sites that are left of the one before; `again` is refused where nobody dropped out.
 
 An order statistic x_(i) is read as the lower end of its part, so that values tied with it stay on its side of the edge;
 where values are whole numbers it is the whole number in that part, and the result is exact (up to 2^18, where a part
@@ -17,14 +21,19 @@ coordinator : how many values all sites together have in each interval of a grid
     L1 and L3, the sums start over, and the coordinator can subtract: how many values of that site are in each interval.
 site : the edges, the intervals of the grid that hold the values on both sides of each (C, again after a drop-out), and
     who of the sites dropped out.
+lying coordinator : the same about any 2(B - 1) intervals of its choice, always of all sites that are left together. It
+    may call a site dropped that is there, and subtract as above: at most n - t sites, each once, who then abort.
+one lying site : nothing more. Its values are what it says.
 
 Assumes
 -------
 What the secure sum assumes. Values are positive (zeros are left out by the caller) and between 2^-24 and 2^24.
+Lies that are not noticed: (b), (c), (f) of the coordinator, edges that are the same for all, rising, and wrong; (b),
+(c), (f) of the site.
 
 Cost
 ----
-Per site and attempt: two secure sums, of 48·R words and of |C|·G words; |C| ≤ 2(B - 1).
+Per site and attempt: two secure sums, of 48·R words and of |C|·G words; |C| ≤ 2(B - 1). One signature at the end.
 
 References
 ----------
@@ -45,7 +54,7 @@ from cloister.crypto.entropy import Entropy
 from cloister.errors import DataError, ParameterError, ProtocolAbort
 from cloister.net.channel import Channel
 from cloister.net.wire import message
-from cloister.protocols.sums import secure_sum
+from cloister.protocols.sums import same_view, secure_sum
 from cloister.study import Party
 
 NAME = "pooled_quantiles"
@@ -79,6 +88,10 @@ class Params:
     def sum(self, length: int) -> secure_sum.Params:
         return secure_sum.Params(self.sites, self.coordinator, length)
 
+    @property
+    def view(self) -> same_view.Params:
+        return same_view.Params(self.sites, self.coordinator)
+
 
 @message("L2")
 class Refine:  # S → u
@@ -108,7 +121,9 @@ def cost(params: Params, refined: int | None = None) -> dict[Party, tuple[int, i
     sums = [secure_sum.cost(params.sum(m)) for m in (len(params.grid) - 1, size * params.parts)]
     total = {p: (sum(c[p][0] for c in sums), sum(c[p][1] for c in sums)) for p in sums[0]}
     n, (messages, payload) = len(params.sites), total[params.coordinator]
-    return total | {params.coordinator: (messages + 2 * n, payload + n * (8 * size + 8 * params.n_quantiles + 1))}
+    total[params.coordinator] = (messages + 2 * n, payload + n * (8 * size + 8 * params.n_quantiles + 1))
+    view = same_view.cost(params.view)
+    return {p: (total[p][0] + view[p][0], total[p][1] + view[p][1]) for p in total}
 
 
 # ---- local steps -----------------------------------------------------------------------------------------------------
@@ -166,22 +181,26 @@ def check_counts(z: U64, line: str) -> None:
 
 async def site(ch: Channel, params: Params, values: F64, *, entropy: Entropy, identity: Identity) -> F64:
     check_values(values)
-    S, values = params.coordinator, np.sort(values)
+    S, values, present = params.coordinator, np.sort(values), params.sites
 
-    async def add(label: str, x: U64) -> None:
-        await secure_sum.contributor(ch.sub(label), params.sum(len(x)), x, entropy=entropy, identity=identity)
+    async def add(label: str, x: U64, among: tuple[Party, ...]) -> tuple[Party, ...]:
+        sums = params.sum(len(x))
+        return await secure_sum.contribute(ch.sub(label), sums, x, among, entropy=entropy, identity=identity)
 
     for attempt in range(len(params.sites)):
         coarse = count(params.grid, values)
-        await add(f"coarse/{attempt}", coarse)  # L1
-        chosen = (await ch.recv(S, Refine, cells=(None,))).cells  # L2
+        first = await add(f"coarse/{attempt}", coarse, present)  # L1
+        chosen = (await ch.recv_broadcast(S, Refine, cells=(None,))).cells  # L2
         check_cells(params, chosen)
         fine = np.concatenate([count(params.split(int(c)), values) for c in chosen])
-        await add(f"fine/{attempt}", fine)  # L3
-        told = await ch.recv(S, Edges, edges=(params.n_quantiles,))  # L4
-        if not told.again:
-            check_edges(told.edges)
-            return told.edges
+        present = await add(f"fine/{attempt}", fine, first)  # L3
+        result = await ch.recv_broadcast(S, Edges, edges=(params.n_quantiles,))  # L4
+        if result.again != (set(present) != set(first)):
+            raise ProtocolAbort(NAME, "L4", "restarts", "begun again though nobody dropped out, or not though one did")
+        if not result.again:
+            check_edges(result.edges)
+            await same_view.site(ch, params.view, identity=identity)  # L5
+            return result.edges
     raise ProtocolAbort(NAME, "L4", "restarts", "more restarts than there are sites")
 
 
@@ -194,16 +213,18 @@ def check_cells(params: Params, chosen: I64) -> None:
 
 
 def check_edges(edges: F64) -> None:
-    """L4: numbers that rise."""
+    """L4: numbers of the grid that rise."""
     if not np.all(np.isfinite(edges)) or np.any(np.diff(edges) < 0):
         raise ProtocolAbort(NAME, "L4", "edges", "edges that are no rising numbers")
+    if np.any(edges < 2.0**LOWEST) or np.any(edges > 2.0**HIGHEST):
+        raise ProtocolAbort(NAME, "L4", "edges", "edges where no value can be")
 
 
 async def coordinator(ch: Channel, params: Params) -> F64:
     present = params.sites
     for attempt in range(len(params.sites)):
         n_cells = len(params.grid) - 1
-        first = await secure_sum.aggregator(ch.sub(f"coarse/{attempt}"), params.sum(n_cells))  # L1
+        first = await secure_sum.aggregator(ch.sub(f"coarse/{attempt}"), params.sum(n_cells), present)  # L1
         check_counts(first.z, "L1")
         total = int(first.z.sum())
         if total < params.n_quantiles:
@@ -211,8 +232,9 @@ async def coordinator(ch: Channel, params: Params) -> F64:
         lower, share = ranks(params, total)
         wanted = np.unique(np.concatenate([lower, np.minimum(lower + 1, total - 1)]))
         chosen = np.unique(cells_of(first.z, wanted)).astype(np.int64)
-        await ch.scatter(first.survivors, Refine(chosen))  # L2
-        second = await secure_sum.aggregator(ch.sub(f"fine/{attempt}"), params.sum(len(chosen) * params.parts))  # L3
+        await ch.broadcast(first.survivors, Refine(chosen))  # L2
+        words = params.sum(len(chosen) * params.parts)
+        second = await secure_sum.aggregator(ch.sub(f"fine/{attempt}"), words, first.survivors)  # L3
         present = second.survivors
         again = set(present) != set(first.survivors)
         edges = np.zeros(params.n_quantiles)
@@ -222,7 +244,8 @@ async def coordinator(ch: Channel, params: Params) -> F64:
             low = x[np.searchsorted(wanted, lower)]
             high = x[np.searchsorted(wanted, np.minimum(lower + 1, total - 1))]
             edges = between(low, high, share)
-        await ch.scatter(present, Edges(edges, again))  # L4
+        await ch.broadcast(present, Edges(edges, again))  # L4
         if not again:
+            await same_view.coordinator(ch, params.view)  # L5
             return edges
     raise ProtocolAbort(NAME, "L4", "restarts", "more restarts than there are sites")

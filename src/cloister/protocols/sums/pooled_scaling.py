@@ -14,15 +14,19 @@ Reveals
 all : rows of all sites together; per column the entries, the mean, the standard deviation, and the powers of two above
     its largest size and its largest deviation; who of the sites dropped out. If one drops out between L2 and L4, all
     can subtract: its number of rows, and of entries per column.
+lying coordinator : the same. It may call a site dropped that is there, of which it then learns what all learn of one
+    that drops out. Sites that finish have the same result.
+one lying site : nothing more. Its rows are what it says.
 coordinator with one site : how many sites reach each power of two.
 
 Assumes
 -------
-What count tests and the secure sum assume; at most 2^31 rows; |x| below 2^64.
+What count tests and the secure sum assume; at most 2^31 rows; |x| below 2^64. Lies that are not noticed: (b), (c), (f)
+of the coordinator, sums and bits that are the same for all, possible, and wrong; (b), (c), (f) of the site.
 
 Cost
 ----
-Per site: two rounds of count tests of 128 D bits, two secure sums of 2 D + 1 words.
+Per site: two rounds of count tests of 128 D bits, two secure sums of 2 D + 1 words, one signature.
 
 References
 ----------
@@ -42,7 +46,7 @@ from cloister.crypto.entropy import Entropy
 from cloister.crypto.fixedpoint import FixedPoint
 from cloister.errors import DataError, ProtocolAbort
 from cloister.net.channel import Channel
-from cloister.protocols.sums import common_seed, count_tests, secure_sum
+from cloister.protocols.sums import common_seed, count_tests, same_view, secure_sum
 from cloister.protocols.sums.tally import Asking
 from cloister.study import Party
 
@@ -103,7 +107,8 @@ def cost(params: Params) -> dict[Party, tuple[int, int]]:
     who, low, high = (params.sites, params.coordinator), *EXPONENTS
     test = count_tests.cost(count_tests.Params(*who, params.width * (high - low), 1, len(params.sites)))
     added = secure_sum.cost(secure_sum.Params(*who, 2 * params.width + 1, to_all=True))
-    parts = [common_seed.cost(common_seed.Params(*who)), test, added, test, added]
+    view = same_view.cost(same_view.Params(*who))
+    parts = [common_seed.cost(common_seed.Params(*who)), test, added, test, added, view]
     return {p: (sum(c[p][0] for c in parts), sum(c[p][1] for c in parts)) for p in test}
 
 
@@ -127,8 +132,11 @@ async def _exponents(ask: Asking, width: int, values: Callable[[], F64]) -> I64:
         return above.ravel()
 
     bits = await ask.test(reach, width * (high - low), 1, len(ask.sites))
-    found: I64 = low + bits.reshape(width, -1).sum(axis=1)
-    return found
+    reached = bits.reshape(width, -1)
+    if np.any(reached[:, 1:] > reached[:, :-1]):
+        raise ProtocolAbort(NAME, "L1", "damaged", "a column reaches a power of two, and not a smaller one")
+    exponents: I64 = low + reached.sum(axis=1)
+    return exponents
 
 
 async def _sums(ask: Asking, width: int, values: Callable[[], F64]) -> tuple[int, I64, F64]:
@@ -140,10 +148,20 @@ async def _sums(ask: Asking, width: int, values: Callable[[], F64]) -> tuple[int
         part = values()
         there = np.isfinite(part)
         head = np.array([len(part), *there.sum(axis=0)], np.int64)
-        return np.concatenate([head.view(np.uint64), point.encode(np.where(there, part, 0.0).sum(axis=0))])
+        sums = np.clip(np.where(there, part, 0.0).sum(axis=0), -point.bound, point.bound)  # beyond only if L1 lied
+        return np.concatenate([head.view(np.uint64), point.encode(sums)])
 
     z = await ask.words(local, 2 * width + 1)
-    return int(z[0]), z[1 : width + 1].astype(np.int64), point.decode(z[width + 1 :])
+    rows, there, total = int(z[0]), z[1 : width + 1].astype(np.int64), point.decode(z[width + 1 :])
+    check_sums(len(values()), rows, there, total, n)
+    return rows, there, total
+
+
+def check_sums(mine: int, rows: int, there: I64, total: F64, sites: int) -> None:
+    """L2, L4: at least my rows, at most what sites may bring, no more entries than rows, means within ±1."""
+    possible = mine <= rows <= sites << ROWS and np.all((there >= 0) & (there <= rows))
+    if not possible or not np.all(np.abs(total) <= there + 1e-3):
+        raise ProtocolAbort(NAME, "L2", "damaged", "sums that no rows have: a message was damaged, or somebody lies")
 
 
 async def find(ask: Asking, X: F64 | None, width: int, least: int) -> Scaling:
@@ -169,9 +187,14 @@ async def site(ch: Channel, params: Params, X: F64, *, entropy: Entropy, identit
     seed_params = common_seed.Params(params.sites, params.coordinator)
     seed = await common_seed.site(ch.sub("seed"), seed_params, entropy=entropy, identity=identity)
     ask = Asking(ch, params.sites, params.coordinator, seed.present, seed, entropy, identity)
-    return await find(ask, X, params.width, params.least)
+    scaling = await find(ask, X, params.width, params.least)
+    await same_view.site(ch, same_view.Params(params.sites, params.coordinator), identity=identity)
+    return scaling
 
 
 async def coordinator(ch: Channel, params: Params) -> Scaling:
     present = await common_seed.coordinator(ch.sub("seed"), common_seed.Params(params.sites, params.coordinator))
-    return await find(Asking(ch, params.sites, params.coordinator, present), None, params.width, params.least)
+    ask = Asking(ch, params.sites, params.coordinator, present)
+    scaling = await find(ask, None, params.width, params.least)
+    await same_view.coordinator(ch, same_view.Params(params.sites, params.coordinator))
+    return scaling

@@ -1,10 +1,11 @@
 """Secure row sums: each site learns the sum of everybody's matrices at its own rows, and the server learns nothing.
 
     L1   u → S   pk_u, σ_u                    a fresh X25519 key, signed with the run and the attempt
-    L2   S → u   {v: pk_v, σ_v}               P = who answered
+    L2   S ⇒ u   {v: pk_v, σ_v}               P = who answered
     L3   u       Z̃_u = Z_u + Σ_{v<u} PRG(s_uv) - Σ_{v>u} PRG(s_uv)   mod 2^64, v in P, s_uv = KA(sk_u, pk_v)
          u → S   Z̃_u[R_v] for every v in P, v ≠ u
-    L4   S → u   Ẑ[R_u] = Σ_{v≠u} Z̃_v[R_u]   if all of P answered; else again from L1 without those missing
+    L4   S → u   Ẑ[R_u] = Σ_{v≠u} Z̃_v[R_u]   if all of P answered; else again from L1 without those missing,
+                                              at most once per site
     L5   u       Z[R_u] = Ẑ[R_u] + Z̃_u[R_u]
 
 The paper lets a client send all rows but its own. After a restart that would open the rows of a client that left:
@@ -14,11 +15,14 @@ Reveals
 -------
 server : who takes part. With k of the sites: the sums at their rows, and so the sum of the others' at those.
 site : Z[R_u]. If only two take part: the other's Z at its rows, by subtraction.
+lying server : the same. It may leave sites out; P then only shrinks, and no site sends rows of its own.
+one lying site : Z[R_u] of every attempt that reaches L4, of which there is one.
 
 Assumes
 -------
-Sites know each other's Ed25519 keys. Semi-honest parties. A restart draws new keys, so that what was sent before is
-under masks that are never used again; Z_u itself must be the same in every attempt.
+Sites know each other's Ed25519 keys. A restart draws new keys, so that what was sent before is under masks that are
+never used again; Z_u itself must be the same in every attempt. Lies that are not noticed: (a), (b), (c), (f) of the
+server, and (b), (c), (f) of the site, sums that are not the sums.
 
 Cost
 ----
@@ -32,7 +36,7 @@ References
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -122,8 +126,12 @@ def signed(run_id: bytes, u: Party, pk: bytes) -> bytes:
     return wire.canonical([run_id, u, pk])
 
 
-def check_keys(params: Params, ch: Channel, keys: Mapping[Party, Key], mine: bytes) -> None:
-    """L2: known, all signed by their owners, all different, mine unchanged, and somebody besides me."""
+def check_keys(
+    params: Params, ch: Channel, keys: Mapping[Party, Key], mine: bytes, before: Collection[Party] | None
+) -> None:
+    """L2: known, all signed by their owners, all different, mine unchanged, somebody besides me; fewer each time."""
+    if before is not None and not set(keys) < set(before):
+        raise ProtocolAbort(NAME, "L2", "restart", "begun again with others than those left, or though nobody is gone")
     if not set(keys) <= set(params.sites) or len(keys) < 2 or ch.me not in keys or keys[ch.me].pk != mine:
         raise ProtocolAbort(NAME, "L2", "roster", f"{len(keys)} sites on the list, which must be two or more, and me")
     if len({k.pk for k in keys.values()}) != len(keys):
@@ -147,13 +155,13 @@ def mask(u: Party, z: U64, seeds: Mapping[Party, bytes]) -> U64:
 async def site(ch: Channel, params: Params, z: U64, *, entropy: Entropy, identity: Identity) -> U64:
     if z.shape != (params.n, params.width) or z.dtype != np.uint64:
         raise ParameterError(f"expected uint64 of shape {(params.n, params.width)}, found {z.dtype} of {z.shape}")
-    S, attempt = params.server, 0
-    while True:
+    S, before = params.server, None
+    for attempt in range(len(params.sites)):
         turn = ch.sub(f"attempt-{attempt}")
         own = key_pair(entropy)
         await turn.send(S, Key(own.public, identity.sign(NAME, signed(turn.run_id, ch.me, own.public))))  # L1
-        keys = (await turn.recv(S, Keys)).keys  # L2
-        check_keys(params, turn, keys, own.public)
+        keys = (await turn.recv_broadcast(S, Keys)).keys  # L2
+        check_keys(params, turn, keys, own.public, before)
         others = [v for v in params.sites if v in keys and v != ch.me]
         context = wire.canonical([NAME, turn.run_id, sorted(keys)])
         z_masked = mask(ch.me, z, {v: agree(own, keys[v].pk, context) for v in others})
@@ -161,34 +169,37 @@ async def site(ch: Channel, params: Params, z: U64, *, entropy: Entropy, identit
         sums = (await turn.recv(S, Sums, rows=(params.size(ch.me), params.width))).rows  # L4
         if sums is not None:
             return sums + z_masked[params.rows(ch.me)]  # L5
-        attempt += 1
+        before = set(keys)
+    raise ProtocolAbort(NAME, "L4", "restart", "more restarts than there are sites")
 
 
 async def server(ch: Channel, params: Params) -> tuple[Party, ...]:
     """Play S. Returns who took part to the end."""
-    sites, attempt = params.sites, 0
-    while True:
+    sites = params.sites
+    for attempt in range(len(params.sites)):
         turn = ch.sub(f"attempt-{attempt}")
         sites = tuple(u for u in sites if not ch.lost(u))
         if len(sites) < 2:
             raise PeerLost(NAME, "L1", "too-few", f"{len(sites)} sites are left, 2 are needed. Start a new run.")
         keys = await turn.gather(sites, Key, quorum=2)  # L1
-        await turn.scatter(keys, Keys(keys))  # L2
+        await turn.broadcast(keys, Keys(keys))  # L2
         masked = await turn.gather(keys, MaskedRows, quorum=2, rows=(None, params.width))  # L3
         sites = tuple(masked)
         if len(masked) < len(keys):
             await turn.scatter(sites, Sums(None))  # L4, again
-            attempt += 1
             continue
         totals = {u: np.zeros((params.size(u), params.width), np.uint64) for u in sites}
         for v, m in masked.items():
+            others = [u for u in params.sites if u in keys and u != v]
+            due = sum(map(params.size, others))
+            if len(m.rows) != due:
+                raise ProtocolAbort(NAME, "L3", "malformed", f"'{v}' sent {len(m.rows)} rows, {due} were due")
             at = 0
-            for u in (u for u in params.sites if u in keys and u != v):
+            for u in others:
                 totals[u] += m.rows[at : at + params.size(u)]
                 at += params.size(u)
-            if at != len(m.rows):
-                raise ProtocolAbort(NAME, "L3", "malformed", f"'{v}' sent {len(m.rows)} rows, {at} were due")
         for u in sites:
             ch.reveal(None, to=u, line="L4", what=f"sum of {len(sites)} sites at its own rows", protocol=NAME)
         await turn.scatter({u: Sums(totals[u]) for u in sites})  # L4
         return sites
+    raise ProtocolAbort(NAME, "L4", "restart", "more restarts than there are sites")

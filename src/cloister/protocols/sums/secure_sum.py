@@ -1,29 +1,39 @@
 """Secure sum with dropout: the aggregator learns the sum of the vectors of those who stayed, and no single one.
 
     L1   u → S   c_pk_u, s_pk_u, σ_u       two fresh X25519 keys; σ_u signs (run, c_pk_u, s_pk_u)
-    L2   S → u   {v: keys of v}            U1 = who answered, |U1| ≥ t; every signature and key is checked
+    L2   S ⇒ u   {v: keys of v}            U1 = who answered, |U1| ≥ t; every signature and key is checked
     L3   u → S   {v: e_uv}                 e_uv = AE(KA(c_sk_u, c_pk_v); share_v(s_sk_u) ‖ share_v(b_u)), b_u fresh
     L4   S → u   {v: e_vu}                 U2 = who answered, |U2| ≥ t
     L5   u → S   y_u = x_u + PRG(b_u) + Σ_{v<u} PRG(s_uv) - Σ_{v>u} PRG(s_uv)    mod 2^64
                                            v in U2, s_uv = KA(s_sk_u, s_pk_v)
-    L6   S → u   U3                        who answered, |U3| ≥ t
+    L6   S ⇒ u   U3                        who answered, |U3| ≥ t
     L7   u → S   σ'_u                      signs (run, U3): what u was told about the survivors
-    L8   S → u   {v: σ'_v}                 at least t of them, all on the same U3: no split view
+    L8   S ⇒ u   {v: σ'_v}                 at least t of them, all on the same U3: no split view
     L9   u → S   shares of b_v for v in U3, shares of s_sk_v for v in U2 ∖ U3; once, never both for one v
-    L10  S       z = Σ_{u in U3} y_u - Σ_{u in U3} PRG(b_u) ± the pairwise masks that the dropped ones left over
-    L11  S → u   z                         only if `to_all`
+    L10  S       z = Σ_{u in U3} y_u - Σ_{u in U3} PRG(b_u) ± the pairwise masks that the dropped ones left over;
+                 all shares that came must lie on one polynomial
+    L11  S ⇒ u   z                         only if `to_all`
+
+⇒ is a broadcast: it enters the transcript, and with it the ids of all later sums of the run. So the survivors of
+one sum, and their signatures, are compared by the next; and who is given the survivors of a sum before (`among`)
+goes on with no others. The set can only shrink.
 
 Reveals
 -------
-aggregator : z, the sum over the survivors, and who they are. With k colluding contributors: the sum over the others,
-    so with n - 1 of them the last one's input. Fewer than t contributors and the aggregator learn nothing more.
+aggregator : z, the sum over the survivors, and who they are.
 contributor : who takes part and who survived; z if `to_all` (with two contributors: the other's input, by subtraction).
+lying aggregator : the same, over survivors that it chose: at least t, and the same for all of them. It may call a
+    contributor dropped that is there; if those inputs were summed before, the difference is that one's input.
+one lying contributor : nothing more. The sum holds whatever it put in.
+aggregator with k contributors : the sum over the other survivors, at least t - k, as long as t > (n + k)/2. With a
+    smaller t, contributors that vouch twice at L7 get it two answers, and so single inputs. The default, the smallest
+    t > n/2, is for k = 0; `threshold` raises it. With t = n no drop-out is tolerated, and only the sum of all opens.
 
 Assumes
 -------
-Contributors know each other's Ed25519 keys (`[keys]` of the study). Semi-honest contributors; the aggregator may lie
-about who dropped: signatures on keys (L1) and on the survivors (L7) and t > n/2 stop it from getting two answers.
-A contributor that lies about its own input is not detected. At least two contributors; with two, see above.
+Contributors know each other's Ed25519 keys (`[keys]` of the study). At least two contributors; with two, see above.
+Lies that are not noticed here, with `to_all`: (a), (b), (c), (f) of the aggregator, another z; who is told another than
+the others notices at the next step of the run, whose id depends on it.
 
 Cost
 ----
@@ -38,7 +48,7 @@ ConsistencyCheck L7-8, Unmasking L9-10; lines numbered here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -80,6 +90,11 @@ class Params:  # public; hashed into the run id, so a mismatch aborts
     @property
     def t(self) -> int:
         return self.threshold or len(self.contributors) // 2 + 1
+
+    @property
+    def colluders(self) -> int:
+        """k: contributors that may help a lying aggregator, and it still gets one answer only; t > (n + k)/2."""
+        return 2 * self.t - len(self.contributors) - 1
 
     def point(self, u: Party) -> int:
         return self.contributors.index(u) + 1
@@ -174,10 +189,14 @@ def signed_survivors(run_id: bytes, survivors: Iterable[Party]) -> bytes:
     return wire.canonical([run_id, sorted(survivors)])
 
 
-def check_roster(params: Params, ch: Channel, roster: Mapping[Party, Keys], mine: Keys) -> None:
-    """L2: a majority, known, all signed by their owners, all different, mine unchanged."""
+def check_roster(
+    params: Params, ch: Channel, roster: Mapping[Party, Keys], mine: Keys, among: Collection[Party]
+) -> None:
+    """L2: at least t, known and not dropped before, all signed by their owners, all different, mine unchanged."""
     if not set(roster) <= set(params.contributors) or len(roster) < params.t:
         raise ProtocolAbort(NAME, "L2", "roster", f"{len(roster)} contributors on the list, {params.t} needed")
+    if not set(roster) <= set(among):
+        raise ProtocolAbort(NAME, "L2", "roster", "a contributor that dropped out of an earlier sum is on the list")
     me = roster.get(ch.me)
     if me is None or (me.c_pk, me.s_pk) != (mine.c_pk, mine.s_pk):
         raise ProtocolAbort(NAME, "L2", "roster", "my own keys came back changed")
@@ -216,17 +235,33 @@ def add_pads(y: U64, u: Party, seeds: Mapping[Party, bytes]) -> None:
 # ---- roles -----------------------------------------------------------------------------------------------------------
 
 
-async def contributor(ch: Channel, params: Params, x: U64, *, entropy: Entropy, identity: Identity) -> Sum | None:
+async def contributor(
+    ch: Channel,
+    params: Params,
+    x: U64,
+    among: tuple[Party, ...] = (),
+    *,
+    entropy: Entropy,
+    identity: Identity,
+) -> Sum | None:
     """Play u. Returns z and the survivors if `to_all`, else nothing."""
-    survivors = await contribute(ch, params, x, entropy=entropy, identity=identity)
+    survivors = await contribute(ch, params, x, among, entropy=entropy, identity=identity)
     if not params.to_all:
         return None
-    total = await ch.recv(params.aggregator, Total, z=(params.length,))  # L11
+    total = await ch.recv_broadcast(params.aggregator, Total, z=(params.length,))  # L11
     return Sum(total.z, survivors)
 
 
-async def contribute(ch: Channel, params: Params, x: U64, *, entropy: Entropy, identity: Identity) -> tuple[Party, ...]:
-    """L1 to L9 of u. Returns the survivors, as all of them vouched for them."""
+async def contribute(
+    ch: Channel,
+    params: Params,
+    x: U64,
+    among: tuple[Party, ...] = (),
+    *,
+    entropy: Entropy,
+    identity: Identity,
+) -> tuple[Party, ...]:
+    """L1 to L9 of u. Returns the survivors, as t of them vouched for them; all are `among` those of an earlier sum."""
     if x.shape != (params.length,) or x.dtype != np.uint64:
         raise ParameterError(f"expected {params.length} words of uint64, found {x.dtype} of shape {x.shape}")
     S = params.aggregator
@@ -234,8 +269,8 @@ async def contribute(ch: Channel, params: Params, x: U64, *, entropy: Entropy, i
     signature = identity.sign(f"{NAME}/keys", signed_keys(ch.run_id, ch.me, c.public, s.public))
     mine = Keys(c.public, s.public, signature)
     await ch.send(S, mine)  # L1
-    roster = (await ch.recv(S, Roster)).keys  # L2
-    check_roster(params, ch, roster, mine)
+    roster = (await ch.recv_broadcast(S, Roster)).keys  # L2
+    check_roster(params, ch, roster, mine, among or params.contributors)
 
     others = [v for v in sorted(roster) if v != ch.me]
     boxes = {v: agree(c, roster[v].c_pk, pair_context(ch.run_id, "box")) for v in others}
@@ -268,11 +303,11 @@ async def contribute(ch: Channel, params: Params, x: U64, *, entropy: Entropy, i
     add_pads(y, ch.me, {v: agree(s, roster[v].s_pk, pair_context(ch.run_id, "pad")) for v in received})
     await ch.send(S, MaskedInput(y))  # L5
 
-    survivors = (await ch.recv(S, Survivors)).parties  # L6
+    survivors = (await ch.recv_broadcast(S, Survivors)).parties  # L6
     check_survivors(params, ch.me, survivors, held)
     told = signed_survivors(ch.run_id, survivors)
     await ch.send(S, Vouch(identity.sign(f"{NAME}/survivors", told)))  # L7
-    vouches = (await ch.recv(S, Vouches)).signatures  # L8
+    vouches = (await ch.recv_broadcast(S, Vouches)).signatures  # L8
     if not set(vouches) <= set(survivors) or len(vouches) < params.t:
         raise ProtocolAbort(NAME, "L8", "split-view", f"{len(vouches)} vouch for the survivors, {params.t} needed")
     for v, signature in vouches.items():
@@ -282,11 +317,11 @@ async def contribute(ch: Channel, params: Params, x: U64, *, entropy: Entropy, i
     return survivors
 
 
-async def aggregator(ch: Channel, params: Params) -> Sum:
+async def aggregator(ch: Channel, params: Params, among: tuple[Party, ...] = ()) -> Sum:
     """Play S. Contributors that stop or stay silent are left out, as long as t remain."""
     t = params.t
-    keys = await ch.gather(params.contributors, Keys, quorum=t)  # L1
-    await ch.scatter(keys, Roster(keys))  # L2, to U1
+    keys = await ch.gather(among or params.contributors, Keys, quorum=t)  # L1
+    await ch.broadcast(keys, Roster(keys))  # L2, to U1
     shares = await ch.gather(keys, Shares, quorum=t)  # L3
     U2 = list(shares)
     for v in U2:
@@ -295,9 +330,9 @@ async def aggregator(ch: Channel, params: Params) -> Sum:
     await ch.scatter({u: SharesFor({v: shares[v].sealed[u] for v in U2 if v != u}) for u in U2})  # L4
     masked = await ch.gather(U2, MaskedInput, quorum=t, y=(params.length,))  # L5
     U3 = tuple(masked)
-    await ch.scatter(U3, Survivors(U3))  # L6
+    await ch.broadcast(U3, Survivors(U3))  # L6
     vouches = await ch.gather(U3, Vouch, quorum=t)  # L7
-    await ch.scatter(vouches, Vouches({v: m.signature for v, m in vouches.items()}))  # L8
+    await ch.broadcast(vouches, Vouches({v: m.signature for v, m in vouches.items()}))  # L8
     answers = await ch.gather(vouches, Unmask, quorum=t)  # L9
 
     z = np.zeros(params.length, dtype=np.uint64)
@@ -314,7 +349,7 @@ async def aggregator(ch: Channel, params: Params) -> Sum:
     to = (ch.me, *U3) if params.to_all else ch.me
     z = ch.reveal(z, to=to, line="L10", what=f"sum of {len(U3)} vectors of {params.length}", protocol=NAME)
     if params.to_all:
-        await ch.scatter(answers, Total(z))  # L11
+        await ch.broadcast(answers, Total(z))  # L11
     return Sum(z, U3)
 
 
@@ -322,5 +357,7 @@ def _combine(params: Params, answers: Mapping[Party, Unmask], v: Party, field: s
     shares = {params.point(u): getattr(m, field)[v] for u, m in answers.items() if v in getattr(m, field)}
     if len(shares) < params.t:
         raise ProtocolAbort(NAME, "L9", "shares", f"{len(shares)} shares for '{v}', {params.t} needed")
-    chosen = dict(sorted(shares.items())[: params.t])
-    return sharing.combine(chosen, params.t, 32)
+    try:
+        return sharing.combine(shares, params.t, 32)
+    except ProtocolAbort as e:
+        raise ProtocolAbort(NAME, "L10", "shares", f"the shares for '{v}' do not belong together: {e}") from None

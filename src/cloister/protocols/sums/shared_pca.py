@@ -3,10 +3,13 @@
     L1   u, S    common genes              the genes every site measured, and whether they hold counts or log values
     L2   u       y = target · x / Σ_g x    library-size normalisation of each cell over the common genes; l = log(1 + y)
     L3   u, S    secure sum of n, Σy, Σy², Σl, Σl²    per gene
-    L4   S → u   H, μ, σ, N                the genes of largest normalised dispersion, pooled mean and deviation of l
+    L4   S ⇒ u   H, μ, σ, N                the genes of largest normalised dispersion, pooled mean and deviation of l
     L5   u, S    secure sum of n, Σz, Σzzᵀ     z = clip((l_H - μ) / σ, ±max)
-    L6   S → u   V, λ, m                   eigenvectors of the pooled covariance of z, eigenvalues, mean of z
-    L7   u       (z - m) V                 the cells of u in the shared space
+    L6   S ⇒ u   V, λ, m                   eigenvectors of the pooled covariance of z, eigenvalues, mean of z
+    L7   u, S    all were told the same    (same_view)
+         u       (z - m) V                 the cells of u in the shared space
+
+⇒ is a broadcast: sites that were told different genes, means or components cannot finish the next sum, or L7.
 
 The steps and their order are scanpy's (`normalize_total`, `log1p`, `highly_variable_genes` of flavour seurat, `scale`,
 `pca`), so the result is that of the pooled cells, up to the signs of the components. It corrects no batch effect.
@@ -21,15 +24,20 @@ coordinator : which genes each site measured; over all sites together, the numbe
 site : the common and the chosen genes, their pooled mean and deviation, the components with their variances, and the
     number of cells of all sites; with two sites, therefore, the other's mean and deviation; of a site that drops out
     between L3 and L5, by subtraction of N and of m, its number of cells and about its mean per chosen gene.
+lying coordinator : the same sums, of all sites together, about genes, means and deviations of its choice: with a tiny
+    deviation, how many cells lie above a mean. It may call a site dropped that is there, and subtract as above.
+one lying site : nothing more. Its cells are what it says.
 
 Assumes
 -------
-What the secure sum assumes. Every site holds at least `min_cells` cells, so that no sum is close to one cell.
+What the secure sum assumes. Every site holds at least `min_cells` cells, so that no sum is close to one cell. Lies that
+are not noticed: (b), (c), (f) of the coordinator, a space that is the same for all, orthonormal, and wrong; (b), (c),
+(f) of the site.
 
 Cost
 ----
 Per site: two secure sums, of 2 + 8g words for g common genes and of 1 + h + h(h + 1)/2 words for h chosen ones (16 MB
-at h = 2000); gene names up; 8h(d + 3) bytes down.
+at h = 2000); gene names up; 8h(d + 3) bytes down; one signature.
 
 References
 ----------
@@ -56,7 +64,7 @@ from cloister.crypto.fixedpoint import FixedPoint, check_range
 from cloister.errors import DataError, ParameterError, ProtocolAbort
 from cloister.net.channel import Channel
 from cloister.net.wire import message
-from cloister.protocols.sums import common_genes, secure_sum
+from cloister.protocols.sums import common_genes, same_view, secure_sum
 from cloister.study import Party
 
 NAME = "shared_pca"
@@ -100,6 +108,10 @@ class Params:
 
     def sum(self, length: int) -> secure_sum.Params:
         return secure_sum.Params(self.sites, self.coordinator, length)
+
+    @property
+    def view(self) -> same_view.Params:
+        return same_view.Params(self.sites, self.coordinator)
 
     def covariance_code(self, cells: int) -> FixedPoint:
         """As many fraction bits as sums of products over `cells` cells leave free, at most 40."""
@@ -174,6 +186,7 @@ def cost(params: Params, common: int, names: int) -> dict[Party, tuple[int, int]
     """Messages and payload bytes, with so many common genes and bytes of their names, when nobody drops."""
     n, h, d = len(params.sites), min(params.n_top_genes, common), params.n_components
     sums = [secure_sum.cost(params.sum(m)) for m in (moments_length(common), products_length(h))]
+    sums.append(same_view.cost(params.view))
     hub, u = params.coordinator, params.sites[0]
     up = (1 + sum(s[u][0] for s in sums), names + sum(s[u][1] for s in sums))
     down = n * (names + 8 * (3 * h) + 8 * (h * d + d + h))
@@ -328,13 +341,29 @@ def scores(params: Params, space: Space, mine: Cells) -> F64:
     return place(params, space, y[:, [at[name] for name in space.genes]])
 
 
-def check_chosen(params: Params, chosen: Chosen, common: int) -> None:
+def check_chosen(params: Params, chosen: Chosen, common: int, mine: int) -> None:
     h = len(chosen.at)
     whole = h > params.n_components and np.all(chosen.at[1:] > chosen.at[:-1])
     if not whole or chosen.at[0] < 0 or chosen.at[-1] >= common or not chosen.mean.shape == chosen.deviation.shape:
         raise ProtocolAbort(NAME, "L4", "genes", "the chosen genes are not some of the common ones, each once")
-    if not np.all(np.isfinite(chosen.mean)) or not np.all(chosen.deviation > 0) or chosen.cells < 2:
-        raise ProtocolAbort(NAME, "L4", "genes", "the pooled mean or deviation of a chosen gene is no number")
+    if not np.all((chosen.mean >= 0) & (chosen.mean <= params.largest_log)) or not np.all(chosen.deviation > 0):
+        raise ProtocolAbort(NAME, "L4", "genes", "the pooled mean or deviation of a chosen gene is no number of theirs")
+    if not np.all(chosen.deviation <= max(1.0, params.largest_log)):
+        raise ProtocolAbort(NAME, "L4", "genes", "the pooled deviation of a chosen gene is larger than any can be")
+    if not max(2, mine) <= chosen.cells <= len(params.sites) << 40:
+        raise ProtocolAbort(NAME, "L4", "genes", f"{chosen.cells} cells in all, which cannot be")
+
+
+def check_components(params: Params, space: Components) -> None:
+    """L6: orthonormal, of variances that fall, around a mean within the bound."""
+    numbers = (space.components, space.variance, space.center, np.array([space.total_variance]))
+    if not all(np.all(np.isfinite(x)) for x in numbers) or space.cells < 2:
+        raise ProtocolAbort(NAME, "L6", "components", "components that are no numbers")
+    V, slack = space.components, 1e-6 * max(1.0, abs(space.total_variance))
+    falling = np.all(np.diff(space.variance) <= slack) and space.variance[-1] >= -slack
+    inside = np.all(np.abs(space.center) <= params.bound) and space.variance.sum() <= space.total_variance + slack
+    if not falling or not inside or np.abs(V.T @ V - np.eye(V.shape[1])).max() > 1e-6:
+        raise ProtocolAbort(NAME, "L6", "components", "components that are none: not orthonormal, or larger than all")
 
 
 # ---- roles -----------------------------------------------------------------------------------------------------------
@@ -345,20 +374,24 @@ async def site(ch: Channel, params: Params, mine: Cells, *, entropy: Entropy, id
     check_site(params, mine)
     S = params.coordinator
 
-    async def add(label: str, x: U64) -> None:
-        await secure_sum.contributor(ch.sub(label), params.sum(len(x)), x, entropy=entropy, identity=identity)
+    async def add(label: str, x: U64, among: tuple[Party, ...]) -> tuple[Party, ...]:
+        sums = params.sum(len(x))
+        return await secure_sum.contribute(ch.sub(label), sums, x, among, entropy=entropy, identity=identity)
 
     agreement = common_genes.Params(params.sites, S)
     agreed = await common_genes.site(ch.sub("genes"), agreement, params.kind, list(mine.names))  # L1
     y = normalise(params, mine, agreed.names)  # L2
-    await add("moments", split_sum(moments(y), len(params.sites), entropy))  # L3
-    chosen = await ch.recv(S, Chosen, at=(None,), mean=(None,), deviation=(None,))  # L4
-    check_chosen(params, chosen, len(agreed.names))
+    present = await add("moments", split_sum(moments(y), len(params.sites), entropy), params.sites)  # L3
+    chosen = await ch.recv_broadcast(S, Chosen, at=(None,), mean=(None,), deviation=(None,))  # L4
+    check_chosen(params, chosen, len(agreed.names), y.shape[0])
     h, d = len(chosen.at), params.n_components
     ch.step(f"covariance of {h} genes", protocol=NAME, line="L5")
-    await add("products", params.covariance_code(chosen.cells).encode(products(params, y, chosen)))  # L5
-    told = await ch.recv(S, Components, components=(h, d), variance=(d,), center=(h,))  # L6
-    space = _space(agreed.names, chosen, told)
+    words = params.covariance_code(chosen.cells).encode(products(params, y, chosen))
+    await add("products", words, present)  # L5
+    result = await ch.recv_broadcast(S, Components, components=(h, d), variance=(d,), center=(h,))  # L6
+    check_components(params, result)
+    await same_view.site(ch, params.view, identity=identity)  # L7
+    space = _space(agreed.names, chosen, result)
     return space, place(params, space, y[:, chosen.at])  # L7
 
 
@@ -384,31 +417,32 @@ async def coordinator(ch: Channel, params: Params) -> Space:
     chosen = Chosen(at, mean, deviation, cells)
     live = summed.survivors
     ch.reveal(chosen, to=live, line="L4", what=f"mean and deviation of {len(at)} genes", protocol=NAME)
-    await ch.scatter(live, chosen)  # L4
+    await ch.broadcast(live, chosen)  # L4
     h = len(at)
-    summed = await secure_sum.aggregator(ch.sub("products"), params.sum(products_length(h)))  # L5
+    summed = await secure_sum.aggregator(ch.sub("products"), params.sum(products_length(h)), live)  # L5
     ch.step(f"{params.n_components} components of {h} genes", protocol=NAME, line="L6")
     seen, center, cov = covariance(params.covariance_code(cells).decode(summed.z), h)
     variance, components = decompose(cov, params.n_components)
-    told = Components(components, variance, center, float(np.trace(cov)), seen)
-    ch.reveal(told, to=summed.survivors, line="L6", what=f"{len(variance)} components", protocol=NAME)
-    await ch.scatter(summed.survivors, told)  # L6
-    return _space(agreed.names, chosen, told)
+    result = Components(components, variance, center, float(np.trace(cov)), seen)
+    ch.reveal(result, to=summed.survivors, line="L6", what=f"{len(variance)} components", protocol=NAME)
+    await ch.broadcast(summed.survivors, result)  # L6
+    await same_view.coordinator(ch, params.view)  # L7
+    return _space(agreed.names, chosen, result)
 
 
 def _variance(total: F64, square: F64, n: int) -> F64:
     return np.maximum(square - total**2 / n, 0.0) / (n - 1)
 
 
-def _space(common: tuple[str, ...], chosen: Chosen, told: Components) -> Space:
+def _space(common: tuple[str, ...], chosen: Chosen, result: Components) -> Space:
     return Space(
         tuple(common[i] for i in chosen.at),
         chosen.mean,
         chosen.deviation,
-        told.center,
-        told.components,
-        told.variance,
-        told.total_variance,
-        told.cells,
+        result.center,
+        result.components,
+        result.variance,
+        result.total_variance,
+        result.cells,
         common,
     )

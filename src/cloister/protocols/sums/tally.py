@@ -25,8 +25,8 @@ T = TypeVar("T")
 class Tally(Protocol):
     """How all sites are asked; `count` is evaluated where there are rows to count."""
 
-    async def test(self, count: Callable[[], I64], length: int, least: int, most: int) -> Bits:
-        """Whether each pooled count is at least `least`."""
+    async def test(self, count: Callable[[], I64], length: int, least: int, most: int, proofs: int = 0) -> Bits:
+        """Whether each pooled count is at least `least`; proved, where the outcome opens something."""
 
     async def total(self, count: Callable[[], I64], length: int) -> I64:
         """The pooled counts."""
@@ -49,8 +49,8 @@ class Asking:
         self.asked += 1
         return self.ch.sub(f"ask/{self.asked}")
 
-    async def test(self, count: Callable[[], I64], length: int, least: int, most: int) -> Bits:
-        p = count_tests.Params(self.sites, self.coordinator, length, least, most)
+    async def test(self, count: Callable[[], I64], length: int, least: int, most: int, proofs: int = 0) -> Bits:
+        p = count_tests.Params(self.sites, self.coordinator, length, least, most, proofs)
         ch = self._next()
         if self.seed is None:
             answer = await count_tests.coordinator(ch, p, self.present)
@@ -68,14 +68,16 @@ class Asking:
         p = secure_sum.Params(self.sites, self.coordinator, length, to_all=True)
         ch = self._next()
         if self.seed is None:
-            found: secure_sum.Sum | None = await secure_sum.aggregator(ch, p)
+            total: secure_sum.Sum | None = await secure_sum.aggregator(ch, p, self.present)
         else:
             assert self.entropy is not None
             assert self.identity is not None
-            found = await secure_sum.contributor(ch, p, count(), entropy=self.entropy, identity=self.identity)
-        assert found is not None
-        self.present = tuple(u for u in self.sites if u in found.survivors)
-        return found.z
+            total = await secure_sum.contributor(
+                ch, p, count(), self.present, entropy=self.entropy, identity=self.identity
+            )
+        assert total is not None
+        self.present = tuple(u for u in self.sites if u in total.survivors)
+        return total.z
 
     async def total(self, count: Callable[[], I64], length: int) -> I64:
         return (await self.words(lambda: count().view(np.uint64), length)).view(np.int64)
@@ -85,9 +87,9 @@ class Asking:
 class Plain:
     """A `Tally` over rows in one place."""
 
-    async def test(self, count: Callable[[], I64], length: int, least: int, most: int) -> Bits:
-        found: Bits = count() >= least
-        return found
+    async def test(self, count: Callable[[], I64], length: int, least: int, most: int, proofs: int = 0) -> Bits:
+        enough: Bits = count() >= least
+        return enough
 
     async def total(self, count: Callable[[], I64], length: int) -> I64:
         return count()
@@ -98,6 +100,6 @@ def answer_plainly(work: Coroutine[Any, Any, T]) -> T:
     try:
         work.send(None)
     except StopIteration as end:
-        made: T = end.value
-        return made
+        result: T = end.value
+        return result
     raise AssertionError("a plain tally never waits")

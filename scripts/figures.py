@@ -1,0 +1,356 @@
+"""Draw the picture at the head of each workflow's page from a rehearsal on the demo data: docs/figures/*.png.
+
+    python scripts/figures.py                 all of them, some three minutes
+    python scripts/figures.py map-labels      this one
+
+Every number in a picture is computed by the run that it shows, or by a baseline on the same cells.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import cloister as cl
+from cloister.report.figures import COLOURS, Canvas, Figure, canvas, log_scale
+
+FOLDER = Path(__file__).parents[1] / "docs" / "figures"
+DPI, MOST = 100, 120_000  # dots per inch; bytes of a picture
+GREY = "#9aa3a5"
+
+
+def main() -> int:
+    for name in sys.argv[1:] or PICTURES:
+        began = time.perf_counter()
+        figure = PICTURES[name]()
+        if len(figure["png"]) > MOST:
+            sys.exit(f"{name}: {len(figure['png'])} bytes; a picture may have {MOST}")
+        FOLDER.mkdir(exist_ok=True)
+        (FOLDER / f"{name}.png").write_bytes(figure["png"])
+        print(f"{name}: {time.perf_counter() - began:.1f} s, {len(figure['png'])} bytes. {figure['alt']}", flush=True)
+    return 0
+
+
+# ---- parts of pictures -----------------------------------------------------------------------------------------------
+
+
+def bars(axis: Any, values: Mapping[str, float], *, title: str, form: str = "{:.3f}") -> None:
+    """One horizontal bar per name, the first on top, with its number beside it."""
+    names = [*values]
+    colours = [COLOURS[0] if "cloister" in name else GREY for name in names]
+    axis.barh(range(len(names)), [*values.values()], color=colours, height=0.6)
+    for i, value in enumerate(values.values()):
+        axis.text(value, i, " " + form.format(value), va="center", fontsize=9)
+    axis.set_yticks(range(len(names)), names)
+    axis.set_xlim(0, 1.25 * max(values.values()) or 1)
+    axis.set(title=title, xticks=[])
+    axis.invert_yaxis()
+    axis.grid(visible=False)
+
+
+def points(axis: Any, xy: Any, labels: Any, names: Sequence[str], *, title: str) -> None:
+    """Cells in two dimensions; those of other labels than `names` in grey."""
+    labels = np.asarray(labels)
+    others = ~np.isin(labels, names)
+    axis.scatter(*np.asarray(xy)[others, :2].T, s=4, c="#d5d8d8", lw=0)
+    for name, colour in zip(names, COLOURS, strict=False):
+        axis.scatter(*np.asarray(xy)[labels == name, :2].T, s=8, c=colour, lw=0, label=name)
+    axis.set(title=title, xticks=[], yticks=[])
+    axis.grid(visible=False)
+
+
+def legend(axis: Any) -> None:
+    axis.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), borderaxespad=0.0, markerscale=2.5)
+
+
+def done(c: Canvas, title: str, alt: str) -> Figure:
+    return c.done(title, alt, dpi=DPI)
+
+
+def hidden_labels(share: float, without: str = "") -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """The demo's cells with a share of their labels in `known` taken off; all labels; which were taken off."""
+    rng = np.random.default_rng(0)
+    sites = {p: a for p, a in cl.demo_sites().items() if p != without}
+    truth = {p: a.obs["cell_type"].astype(str).to_numpy() for p, a in sites.items()}
+    held = {p: rng.random(a.n_obs) < share for p, a in sites.items()}
+    for p, a in sites.items():
+        a.obs["known"] = a.obs["cell_type"].astype(object).where(~held[p])
+    return sites, truth, held
+
+
+def linear_accuracy(x: Mapping[str, Any], truth: Any, held: Any) -> dict[str, float]:
+    """Logistic regression on the same features, on hidden labels: trained on all sites' cells, and on each alone."""
+    from cloister.workflows.mapping_baselines import linear_label
+
+    def right(seen_by: Callable[[str], list[str]]) -> float:
+        hits = []
+        for p in x:
+            seen = seen_by(p)
+            cells = np.concatenate([x[q][~held[q]] for q in seen])
+            names = np.concatenate([truth[q][~held[q]] for q in seen])
+            hits.append(linear_label(x[p][held[p]], cells, names) == truth[p][held[p]])
+        return float(np.mean(np.concatenate(hits)))
+
+    return {"pooled, logistic regression": right(lambda _: [*x]), "alone, logistic regression": right(lambda p: [p])}
+
+
+def hit_rate(run: Any, truth: Any, held: Any) -> float:
+    """How many of the hidden labels the run got right."""
+    hits = [(run.data[p].obs["predicted"].astype(str).to_numpy() == truth[p])[held[p]] for p in truth]
+    return float(np.mean(np.concatenate(hits)))
+
+
+# ---- one picture per page --------------------------------------------------------------------------------------------
+
+
+def bin_values() -> Figure:
+    sites = cl.demo_sites()
+    values = {p: np.asarray(a.X[a.X.nonzero()]).ravel() for p, a in sites.items()}
+    levels = np.linspace(0, 1, 50)
+    pooled = np.quantile(np.concatenate([*values.values()]), levels)
+
+    def moved(edges: Callable[[str], Any]) -> float:
+        other = [np.digitize(v, edges(p)) != np.digitize(v, pooled) for p, v in values.items()]
+        return 100 * float(np.mean(np.concatenate(other)))
+
+    runs = {m: cl.rehearse("bin-values", data=sites, mode=m) for m in ("hardened", "published")}
+    edges = {m: np.asarray(run.data["basel"].uns["cloister"]["bin_edges"]) for m, run in runs.items()}
+    shares = {
+        "cloister, hardened": moved(lambda _: edges["hardened"]),
+        "averaged quantiles (published)": moved(lambda _: edges["published"]),
+        "each site's own edges": moved(lambda p: np.quantile(values[p], levels)),
+    }
+    with canvas(2, width=9.2, height=3.0) as c:
+        c.axes[0].axhline(1, color=GREY, lw=6, label="all values in one place")
+        c.axes[0].plot(edges["hardened"] / pooled, color=COLOURS[0], lw=1.5, label="hardened")
+        c.axes[0].plot(edges["published"] / pooled, color=COLOURS[1], ls="--", label="published")
+        c.axes[0].set(xlabel="edge", ylabel="edge / pooled quantile", title="The 50 bin edges of three sites")
+        c.axes[0].legend()
+        bars(c.axes[1], shares, title="Values in a wrong bin", form="{:.1f} %")
+        told = ", ".join(f"{k} {v:.1f} %" for k, v in shares.items())
+        return done(c, "bin-values", f"Bin edges by mode beside pooled quantiles; values in another bin: {told}.")
+
+
+def shared_pca() -> Figure:
+    sites = cl.demo_sites()
+    run = cl.rehearse("shared-pca", data=sites, n_components=20, n_top_genes=300)
+    kinds = np.concatenate([a.obs["cell_type"].astype(str) for a in sites.values()])
+    names = [str(name) for name in np.unique(kinds)[np.argsort(-np.unique(kinds, return_counts=True)[1])][:10]]
+    with canvas(3, width=10.4, height=3.0) as c:
+        for axis, (p, a) in zip(c.axes, run.data.items(), strict=True):
+            points(
+                axis,
+                a.obsm["X_shared_pca"][:, [0, 2]],
+                a.obs["cell_type"].astype(str),
+                names,
+                title=f"{p}, {a.n_obs} cells",
+            )
+        limits = [min(a.get_xlim()[0] for a in c.axes), max(a.get_xlim()[1] for a in c.axes)]
+        heights = [min(a.get_ylim()[0] for a in c.axes), max(a.get_ylim()[1] for a in c.axes)]
+        for axis in c.axes:
+            axis.set(xlim=limits, ylim=heights)
+        c.axes[0].set(xlabel="component 1", ylabel="component 3")
+        legend(c.axes[-1])
+        return done(c, "shared-pca", "Cells of three sites in one space; the same cell types lie in the same places.")
+
+
+def embed() -> Figure:
+    from cloister.models.scgpt import Config, ScGPT, bin_cell
+
+    sites = {p: a[::3].copy() for p, a in cl.demo_sites().items()}
+    model = ScGPT.random(list(sites["basel"].var_names), Config(width=64, heads=4, hidden=64, layers=2, max_length=120))
+    for adata in sites.values():
+        cl.embed(adata, model, allow_random=True, device="cpu")
+    x = np.concatenate([a.obsm["X_scGPT"] for a in sites.values()])
+    kinds = np.concatenate([a.obs["cell_type"].astype(str) for a in sites.values()])
+    u, s, _ = np.linalg.svd(x - x.mean(axis=0), full_matrices=False)
+    run = cl.rehearse("bin-values", data=sites)
+    depth, own, shared = [], [], []
+    for p, a in sites.items():
+        counts, binned = a.X.toarray(), run.data[p].layers["binned"].toarray()
+        for i, row in enumerate(counts):
+            at = row > 0
+            depth.append(row.sum())
+            own.append(bin_cell(row[at], 51, np.random.default_rng(i)).mean())
+            shared.append(binned[i][at].mean())
+    with canvas(2, width=9.2, height=3.2) as c:
+        points(
+            c.axes[0], u[:, :2] * s[:2], kinds, ["macrophage", "endothelial", "AT2", "T"], title="Vectors, three sites"
+        )
+        legend(c.axes[0])
+        c.axes[1].scatter(depth, shared, s=5, c=COLOURS[1], lw=0, label="edges shared by all sites")
+        c.axes[1].scatter(depth, own, s=5, c=COLOURS[0], lw=0, label="quantiles of the cell itself")
+        log_scale(c.axes[1], "x")
+        c.axes[1].set(xlabel="counts of the cell", ylabel="mean bin of its genes", title="Two ways to bin")
+        c.axes[1].legend(markerscale=2.5)
+        both = [np.corrcoef(np.log(depth), y)[0, 1] for y in (own, shared)]
+        told = f"correlation of a cell's mean bin with its log depth: {both[0]:.2f} by its own quantiles, {both[1]:.2f}"
+        return done(c, "embed", f"Cells as vectors of an encoder with random weights; {told} by shared edges.")
+
+
+def find_outliers() -> Figure:
+    from cloister.demo.rows import auroc
+    from cloister.models import isolation_forest
+
+    sites = cl.demo_rows()
+    run = cl.rehearse("find-outliers", data=sites, contamination=0.1)
+    truth = np.concatenate([a.obs["outlier_truth"].to_numpy() for a in sites.values()])
+    rows = [np.asarray(a.X, dtype=float) for a in sites.values()]
+
+    def forest(x: Any) -> Any:
+        return isolation_forest.fit(x, rng=np.random.default_rng(0)).score(x)
+
+    score = np.concatenate([run.data[p].obs["outlier_score"].to_numpy() for p in sites])
+    table = {
+        "pooled forest": auroc(forest(np.concatenate(rows)), truth),
+        "cloister, hardened": auroc(score, truth),
+        "each site alone": auroc(np.concatenate([forest(x) for x in rows]), truth),
+    }
+    with canvas(2, width=9.2, height=3.0) as c:
+        bins = np.linspace(score.min(), score.max(), 40)
+        for flag, colour, name in ((False, COLOURS[0], "normal"), (True, COLOURS[1], "pathological")):
+            share = np.histogram(score[truth == flag], bins)[0] / (truth == flag).sum()
+            c.axes[0].stairs(share, bins, lw=2, color=colour, label=f"{name} ({(truth == flag).sum()})")
+        c.axes[0].axvline(
+            run.data["basel"].uns["cloister"]["outlier_cut"], color="k", lw=1, ls=":", label="flagged from here"
+        )
+        c.axes[0].set(xlabel="outlier score", ylabel="share of the rows", title="Cardiotocograms of three sites")
+        c.axes[0].legend()
+        bars(c.axes[1], table, title="AUROC over all rows")
+        told = ", ".join(f"{k} {v:.3f}" for k, v in table.items())
+        return done(c, "find-outliers", f"Scores of normal and pathological rows, and AUROC: {told}.")
+
+
+def map_labels() -> Figure:
+    sites = cl.demo_sites()
+    run = cl.rehearse("map-labels", data=sites, query="vienna")
+    table = cl.mapping_baselines(sites, query="vienna")
+    accuracy = {
+        "pooled k-NN": table["pooled k-NN"]["accuracy"],
+        "cloister, hardened": run.results["vienna"]["accuracy"],
+        **{f"{p} alone": table[f"{p} alone"]["accuracy"] for p in ("basel", "lugano")},
+    }
+    a = run.data["vienna"]
+    own, mapped = a.obs["cell_type"].astype(str), a.obs["mapped"].astype(str)
+    names = own.value_counts().index[:6].tolist()
+    with canvas(3, width=10.4, height=3.0) as c:
+        points(c.axes[0], a.obsm["X_pca"], own, names, title="Vienna, its own labels")
+        points(c.axes[1], a.obsm["X_pca"], mapped, names, title="Vienna, mapped labels")
+        legend(c.axes[1])
+        bars(c.axes[2], accuracy, title="Accuracy at Vienna")
+        told = ", ".join(f"{k} {v:.3f}" for k, v in accuracy.items())
+        return done(c, "map-labels", f"Vienna's cells by own and by mapped label. Accuracy: {told}.")
+
+
+def propagate_labels() -> Figure:
+    rng = np.random.default_rng(0)
+    sites = {p: a[rng.permutation(a.n_obs)[:200]].copy() for p, a in cl.demo_sites().items()}
+    for p, a in sites.items():
+        keep = rng.random(a.n_obs) < (0 if p == "vienna" else 0.2)
+        a.obs["some"] = a.obs["cell_type"].astype(object).where(keep)
+    run = cl.rehearse("propagate-labels", data=sites, label_key="some", bits=1024, timeout=600.0)
+    a = run.data["vienna"]
+    truth = a.obs["cell_type"].astype(str)
+    names = truth.value_counts().index[:6].tolist()
+    with canvas(3, width=10.4, height=3.0) as c:
+        for p, colour in zip(sites, (COLOURS[0], COLOURS[2], COLOURS[1]), strict=True):
+            obs = run.data[p].obs[sites[p].obs["some"].isna()]
+            right = (obs["propagated"].astype(str) == obs["cell_type"].astype(str)).to_numpy()
+            right = right[np.argsort(-obs["propagated_confidence"].to_numpy(), kind="stable")]
+            n = np.arange(1, len(right) + 1)
+            c.axes[2].plot(n / len(n), np.cumsum(right) / n, color=colour, label=f"{p}: {right.mean():.0%} of all")
+        c.axes[2].set(
+            xlabel="share of the cells, surest first", ylabel="right", ylim=(0, 1.03), title="Without a label before"
+        )
+        c.axes[2].legend(loc="lower left")
+        points(c.axes[0], a.obsm["X_pca"], a.obs["propagated"].astype(str), names, title="Vienna, propagated")
+        points(c.axes[1], a.obsm["X_pca"], truth, names, title="Vienna, the truth")
+        legend(c.axes[1])
+        given = {p: int(x.obs["some"].notna().sum()) for p, x in sites.items()}
+        return done(c, "propagate-labels", f"Labels given: {given}; Vienna's propagated labels beside the truth.")
+
+
+def fine_tune() -> Figure:
+    from cloister.cells import tables
+
+    sites, truth, held = hidden_labels(0.2)
+    run = cl.rehearse("fine-tune", data=sites, label_key="known", rounds=15, local_epochs=3, lr=3e-3)
+    baseline = linear_accuracy({p: tables.embedding(a, "X_pca") for p, a in sites.items()}, truth, held)
+    pooled, alone = baseline.items()
+    table = dict([pooled, ("cloister, hardened", hit_rate(run, truth, held)), alone])
+    history = run.results["basel"]["history"]
+    with canvas(2, width=9.2, height=3.0) as c:
+        for key, name, colour, style in (("accuracy", "accuracy", 0, "o-"), ("macro_f1", "macro F1", 1, "^--")):
+            c.axes[0].plot([h[key] for h in history], style, ms=4, color=COLOURS[colour], label=name)
+        c.axes[0].set(xlabel="round", xticks=range(0, 16, 3), ylim=(0, 1.03), title="All sites' validation cells")
+        c.axes[0].legend(loc="lower right")
+        bars(c.axes[1], table, title="Accuracy on labels that were hidden")
+        told = ", ".join(f"{k} {v:.3f}" for k, v in table.items())
+        return done(c, "fine-tune", f"Validation by round, and accuracy on hidden labels: {told}.")
+
+
+def train_cellcnn() -> Figure:
+    sites = cl.demo_donors()
+    options = {"n_steps": 4, "n_filters": 4, "n_cells": 100, "learning_rate": 0.4, "open_model": True}
+    with tempfile.TemporaryDirectory() as keep:
+        run = cl.rehearse("train-cellcnn", data=sites, keep=keep, timeout=600.0, **options)
+        asked = cl.rehearse("predict-cellcnn", data=sites, query="vienna", keep=keep, timeout=600.0)
+    markers = [str(m) for m in sites["basel"].var_names]
+    filters = np.asarray(run.results["basel"]["filters"])
+    filters = filters if filters.shape[-1] == len(markers) else filters.T
+    obs = asked.data["vienna"].obs.groupby("donor", observed=True).first()
+    right = int((obs["condition"].astype(str) == obs["predicted"].astype(str)).sum())
+    strongest = markers[int(np.abs(filters).max(axis=0).argmax())]
+    with canvas(1, width=9.2, height=2.8) as c:
+        reach = float(np.abs(filters).max())
+        image = c.axis.imshow(filters, cmap="RdBu_r", vmin=-reach, vmax=reach, aspect="auto")
+        c.axis.set_yticks(range(len(filters)), [f"filter {i + 1}" for i in range(len(filters))])
+        c.axis.set_xticks(range(len(markers)), markers, rotation=90, fontsize=8)
+        c.axis.set_title(f"Opened by consent; asked encrypted, it is right on {right} of Vienna's {len(obs)} donors")
+        c.axis.grid(visible=False)
+        c.paper.colorbar(image, ax=c.axis, label="weight")
+        return done(
+            c, "train-cellcnn", f"Filters by markers of a model trained under encryption; {strongest} weighs most."
+        )
+
+
+def adapt_model() -> Figure:
+    from cloister.cells.demo import demo_encoder
+
+    sites, truth, held = hidden_labels(0.2, without="basel")  # the provider's encoder was trained on basel's cells
+    options = {"ring": "small", "rounds": 30, "local_epochs": 2, "lr": 0.02, "timeout": 600.0}
+    run = cl.rehearse("adapt-model", data=sites, model=str(demo_encoder()), label_key="known", **options)
+    taps = {p: np.asarray(run.data[p].obsm["predicted_features"]) for p in sites}
+    pooled, alone = linear_accuracy(taps, truth, held).items()
+    table = dict([pooled, ("cloister, hardened", hit_rate(run, truth, held)), alone])
+    names = ["macrophage", "endothelial", "T", "AT2"]
+    with canvas(2, width=9.2, height=3.2) as c:
+        both = np.concatenate([*taps.values()]), np.concatenate([truth[p] for p in taps])
+        points(c.axes[0], *both, names, title="Two of a site's taps")
+        c.axes[0].set(xlabel="tap 1", ylabel="tap 2")
+        legend(c.axes[0])
+        bars(c.axes[1], table, title="Accuracy on labels that were hidden")
+        told = ", ".join(f"{k} {v:.3f}" for k, v in table.items())
+        return done(c, "adapt-model", f"Two taps of {len(both[0])} cells by type. Accuracy: {told}.")
+
+
+PICTURES: dict[str, Callable[[], Figure]] = {
+    "bin-values": bin_values,
+    "shared-pca": shared_pca,
+    "embed": embed,
+    "find-outliers": find_outliers,
+    "map-labels": map_labels,
+    "propagate-labels": propagate_labels,
+    "fine-tune": fine_tune,
+    "train-cellcnn": train_cellcnn,
+    "adapt-model": adapt_model,
+}
+
+if __name__ == "__main__":
+    sys.exit(main())

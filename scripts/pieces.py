@@ -1,0 +1,174 @@
+"""Fill the pieces of kept pages that are made from the code: options, and who learns what.
+
+    python scripts/pieces.py            writes them; `make format` does it too
+    python scripts/pieces.py --check    fails if a page says something else than the code (tests/test_pages.py)
+
+A piece stands between `<!-- made: KIND WORDS -->` and `<!-- /made -->`:
+
+    options WORKFLOW [NAME ...]   its options, or only those named, with their defaults
+    parameters FUNCTION           the parameters of a public function, from its docstring
+    learns WORKFLOW               who learns what, in short, one column per mode
+    learns                        the same for every workflow and mode
+    workflows                     every workflow, what it does, and what others learn in mode hardened
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+import sys
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import cloister
+from cloister import protocols, workflows
+from cloister.workflows.modes import STAYS, TOGETHER
+
+ROOT = Path(__file__).parents[1]
+PIECE = re.compile(r"^<!-- made: ([^>]*?) -->\n.*?^<!-- /made -->$", flags=re.DOTALL | re.MULTILINE)
+PAGE_OF = {"predict-cellcnn": "train-cellcnn", "serve-model": "adapt-model"}  # two workflows on one page
+
+
+def pages() -> list[Path]:
+    """Every page that is kept and may hold a piece."""
+    return [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def filled(text: str) -> str:
+    """A page with every piece as the code has it now."""
+
+    def piece(found: re.Match[str]) -> str:
+        kind, *words = found[1].split()
+        return f"<!-- made: {found[1]} -->\n{KINDS[kind](*words)}\n<!-- /made -->"
+
+    return PIECE.sub(piece, text)
+
+
+def modes(name: str) -> tuple[str, ...]:
+    return tuple(workflows.get(name).modes)
+
+
+def may_run(name: str, mode: str) -> dict[str, str]:
+    """Protocols that a mode may run, its own first, each with its `Reveals`."""
+    return {name: protocols.section(name, "Reveals") for name in workflows.get(name).mode(mode).protocols}
+
+
+def learns(name: str, mode: str) -> list[tuple[str, str]]:
+    """Who learns what in one mode, in short."""
+    return [(who, " ".join(what.split()).rstrip(".")) for who, what in workflows.learns(name, mode)]
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, *([cell.replace("|", "\\|").replace("<", "&lt;") for cell in row] for row in rows)]
+    first, *others = ("| " + " | ".join(line) + " |" for line in lines)
+    return "\n".join([first, "|" + "---|" * len(head), *others])
+
+
+def shown(default: Any) -> str:
+    """A default as it is typed: on, off, none, a number, a word."""
+    if default is dataclasses.MISSING:
+        return "required"
+    if isinstance(default, bool):
+        return "on" if default else "off"
+    if default is None or default == () or default == "":
+        return "–"
+    if isinstance(default, tuple):
+        return ", ".join(map(str, default))
+    return f"{default:g}" if isinstance(default, float) else str(default)
+
+
+def choice(default: Any, hint: Any) -> str:
+    """A default, and after it what else may be chosen, where the choice is of words."""
+    ways = [hint, *typing.get_args(hint)]
+    words = next((typing.get_args(way) for way in ways if typing.get_origin(way) is typing.Literal), ())
+    others = [str(word) for word in words if word != default]
+    return f"{shown(default)}; or {', '.join(others)}" if others else shown(default)
+
+
+def options_table(name: str, *only: str) -> str:
+    options = workflows.get(name).options
+    fields, hints = {f.name: f for f in dataclasses.fields(options)}, typing.get_type_hints(options)
+    chosen = only or tuple(fields)
+    rows = [(f"`{key}`", choice(fields[key].default, hints[key]), fields[key].metadata["help"]) for key in chosen]
+    made = table(("option", "default", "meaning"), rows)
+    left = len(fields) - len(chosen)
+    return made + (f"\n\n{left} more: `cloister explain {name}`." if left else "")
+
+
+def parameters_table(name: str) -> str:
+    """What the docstring of a function of `cloister` says about its keywords."""
+    function = getattr(cloister, name)
+    section = (inspect.getdoc(function) or "").partition("Parameters\n----------\n")[2].partition("\n\n")[0]
+    rows = []
+    for key, text in re.findall(r"^(\w+)\n((?:    .*\n?)+)", section, flags=re.MULTILINE):
+        parameter = inspect.signature(function).parameters[key]
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
+            rows.append((f"`{key}`", shown(parameter.default), " ".join(text.split())))
+    return table(("option", "default", "meaning"), rows)
+
+
+def learns_table(*names: str) -> str:
+    return learns_of(*names) if names else learns_of_all()
+
+
+def learns_of(name: str) -> str:
+    """One workflow: a row per party, a column per mode."""
+    told = {mode: dict(learns(name, mode)) for mode in modes(name)}
+    whos = sorted(dict.fromkeys(who for rows in told.values() for who in rows), key=lambda who: who == TOGETHER)
+    rows = []
+    for who in whos:
+        first, *others = (pairs.get(who, "–") for pairs in told.values())
+        rows.append((who, first, *("the same" if what == first != "–" else what for what in others)))
+    return table(("", *told), rows)
+
+
+def learns_of_all() -> str:
+    """Every workflow and mode: what stays, what is learned, what comes of collusion."""
+    rows = []
+    for name in workflows.SHIPPED:
+        for mode in modes(name):
+            pairs = learns(name, mode)
+            of = dict(pairs)
+            rows.append((f"`{name}`", mode, of.get(STAYS, "–"), learned_by(pairs), of.get(TOGETHER, "–")))
+    return table(("workflow", "mode", "stays at its site", "is learned by", "if parties pool what they have"), rows)
+
+
+def learned_by(pairs: Sequence[tuple[str, str]]) -> str:
+    """Who learns what beside what stays and what a collusion adds, in one cell."""
+    return ". ".join(f"*{short(who)}*: {what}" for who, what in pairs if who not in (STAYS, TOGETHER))
+
+
+def short(who: str) -> str:
+    return who.removesuffix(" learns").removeprefix("The ").lower() if who.endswith(" learns") else who.lower()
+
+
+def workflows_table() -> str:
+    rows = []
+    for name in workflows.SHIPPED:
+        page = PAGE_OF.get(name, name)
+        learned = learned_by(learns(name, "hardened"))
+        rows.append((f"[`{name}`](docs/{page}.md)", workflows.get(name).summary, learned))
+    return table(("workflow", "what it does", "who learns what (hardened)"), rows)
+
+
+KINDS = {"options": options_table, "parameters": parameters_table, "learns": learns_table, "workflows": workflows_table}
+
+
+def main() -> int:
+    stale = []
+    for path in pages():
+        text = path.read_text(encoding="utf-8")
+        if filled(text) != text:
+            stale.append(path)
+            if "--check" not in sys.argv[1:]:
+                path.write_text(filled(text), encoding="utf-8")
+    if "--check" in sys.argv[1:] and stale:
+        sys.exit(f"{', '.join(p.name for p in stale)}: run python scripts/pieces.py")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,389 @@
+"""Sandbox: a process that gives up what it does not need, before it loads a line of FLARE.
+
+    python -I -B -c "..." PROGRAM FD     confine this process, then run PROGRAM in it      (see `main`)
+
+The carrier talks to the network, so it is the process that somebody may take over. It may then do what this page leaves
+it, whatever program it runs:
+
+- *Landlock* (ABI 6 or newer): read the interpreter, the installed packages and its three TLS files; write nothing;
+  connect to one TCP port (a site) or none (the coordinator, whose listening socket is opened here first); trace,
+  signal or address by an abstract socket nobody outside.
+- *seccomp*: no program is started, no process, no socket but a TCP one; nothing that reads another process or makes a
+  descriptor out of memory. Landlock cannot say these.
+- `no_new_privs`, no core file, no file grows, and a bound on memory.
+
+`confine` tries what must not work, and raises if it does. What it cannot say: *which host* has the port (the unit file
+in docs/deploy.md can), and that a path that is known exists.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import importlib
+import json
+import os
+import platform
+import resource
+import runpy
+import socket
+import struct
+import sys
+import sysconfig
+import threading
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from cloister.runtime.pipe import LOG, PLAN, BrokenPipe, Packet, Pipe
+
+LEAST_ABI = 6
+MEMORY = 4 << 30  # bytes of address space; a hundred threads take one of them
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class SandboxError(Exception):
+    """The kernel cannot confine the carrier, or did not."""
+
+
+# ---- Landlock --------------------------------------------------------------------------------------------------------
+
+CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446  # the same numbers on every architecture
+ALL_FILES, READ_FILE, READ_DIR = (1 << 16) - 1, 1 << 2, 1 << 3  # all rights of ABI 6: execute ... ioctl
+BIND, CONNECT = 1, 2
+ABSTRACT_SOCKETS, SIGNALS = 1, 2
+BENEATH, PORT = 1, 2  # kinds of rules
+
+
+def landlock_abi() -> int:
+    """The kernel's version of Landlock; 0 if there is none."""
+    return max(0, int(_libc.syscall(CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint32(1))))
+
+
+def _landlock(readable: Iterable[Path], connect: int | None) -> None:
+    """Give up all files but `readable` (to read), and all TCP ports but `connect` (to connect to)."""
+    rules = struct.pack("=QQQ", ALL_FILES, BIND | CONNECT, ABSTRACT_SOCKETS | SIGNALS)
+    ruleset = _call(CREATE_RULESET, rules, len(rules), 0)
+    try:
+        for path in readable:
+            try:
+                fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            except OSError:  # not on this machine
+                continue
+            rights = READ_FILE | READ_DIR if path.is_dir() else READ_FILE
+            try:
+                _call(ADD_RULE, ruleset, BENEATH, struct.pack("=Qi", rights, fd), 0)
+            finally:
+                os.close(fd)
+        if connect is not None:
+            _call(ADD_RULE, ruleset, PORT, struct.pack("=QQ", CONNECT, connect), 0)
+        _call(RESTRICT_SELF, ruleset, 0)
+    finally:
+        os.close(ruleset)
+
+
+def _call(number: int, *args: Any) -> int:
+    """A system call; raises `SandboxError` where it fails."""
+    given = [ctypes.c_char_p(a) if isinstance(a, bytes) else ctypes.c_long(a) for a in args]
+    result = int(_libc.syscall(ctypes.c_long(number), *given))
+    if result < 0:
+        raise SandboxError(f"system call {number}: {os.strerror(ctypes.get_errno())}")
+    return result
+
+
+def readable_code() -> list[Path]:
+    """Where the interpreter, the installed packages and the system's libraries are."""
+    ours = Path(__file__).resolve().parents[1]
+    places = [sysconfig.get_paths()[k] for k in ("stdlib", "platstdlib", "purelib", "platlib")]
+    places += [sysconfig.get_config_var("LIBDIR") or "", sysconfig.get_config_var("DESTSHARED") or ""]
+    libraries = ["/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", "/etc/ssl/openssl.cnf"]
+    small = ["/dev/null", "/dev/urandom", "/etc/localtime", "/usr/share/zoneinfo"]
+    return [ours, *(Path(p) for p in dict.fromkeys([*places, *libraries, *small]) if p)]
+
+
+# ---- seccomp ---------------------------------------------------------------------------------------------------------
+
+# Numbers of system calls: x86-64, aarch64 (None: it has none). What they would open is said beside them.
+REFUSED: dict[str, tuple[int | None, int | None]] = {
+    # another program, another process
+    "execve": (59, 221),
+    "execveat": (322, 281),
+    "fork": (57, None),
+    "vfork": (58, None),
+    # another process's memory, descriptors, life
+    "ptrace": (101, 117),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "process_madvise": (440, 440),
+    "process_mrelease": (448, 448),
+    "kcmp": (312, 272),
+    "pidfd_open": (434, 434),
+    "pidfd_getfd": (438, 438),
+    "pidfd_send_signal": (424, 424),
+    "kill": (62, 129),
+    "tkill": (200, 130),
+    "rt_sigqueueinfo": (129, 138),
+    "rt_tgsigqueueinfo": (297, 240),
+    "setpriority": (141, 140),
+    "migrate_pages": (256, 238),
+    "move_pages": (279, 239),
+    # files out of memory, and files by number, which Landlock's rules about paths do not see
+    "memfd_create": (319, 279),
+    "memfd_secret": (447, 447),
+    "name_to_handle_at": (303, 264),
+    "open_by_handle_at": (304, 265),
+    # large and often broken parts of the kernel
+    "io_uring_setup": (425, 425),
+    "io_uring_enter": (426, 426),
+    "io_uring_register": (427, 427),
+    "bpf": (321, 280),
+    "userfaultfd": (323, 282),
+    "perf_event_open": (298, 241),
+    "fanotify_init": (300, 262),
+    "lookup_dcookie": (212, 18),
+    "add_key": (248, 217),
+    "request_key": (249, 218),
+    "keyctl": (250, 219),
+    # memory and messages shared with other processes
+    "socketpair": (53, 199),
+    "shmget": (29, 194),
+    "shmat": (30, 196),
+    "shmctl": (31, 195),
+    "semget": (64, 190),
+    "semop": (65, 193),
+    "semctl": (66, 191),
+    "semtimedop": (220, 192),
+    "msgget": (68, 186),
+    "msgsnd": (69, 189),
+    "msgrcv": (70, 188),
+    "msgctl": (71, 187),
+    "mq_open": (240, 180),
+    # another view of the system
+    "unshare": (272, 97),
+    "setns": (308, 268),
+    "mount": (165, 40),
+    "umount2": (166, 39),
+    "pivot_root": (155, 41),
+    "chroot": (161, 51),
+    "open_tree": (428, 428),
+    "move_mount": (429, 429),
+    "fsopen": (430, 430),
+    "fsconfig": (431, 431),
+    "fsmount": (432, 432),
+    "fspick": (433, 433),
+    "mount_setattr": (442, 442),
+    "personality": (135, 92),
+    # the machine itself, where the service runs as root
+    "init_module": (175, 105),
+    "finit_module": (313, 273),
+    "delete_module": (176, 106),
+    "kexec_load": (246, 104),
+    "kexec_file_load": (320, 294),
+    "reboot": (169, 142),
+    "swapon": (167, 224),
+    "swapoff": (168, 225),
+    "settimeofday": (164, 170),
+    "clock_settime": (227, 112),
+    "adjtimex": (159, 171),
+    "sethostname": (170, 161),
+    "setdomainname": (171, 162),
+    "acct": (163, 89),
+    "quotactl": (179, 60),
+    "syslog": (103, 116),
+    "iopl": (172, None),
+    "ioperm": (173, None),
+    "modify_ldt": (154, None),
+    "uselib": (134, None),
+    "vhangup": (153, 58),
+    # a datagram or a pathname socket cannot be made; a socket is not bound either
+    "bind": (49, 200),
+    "listen": (50, 201),
+}
+NO_SOCKET = {"socket": (41, 198), "connect": (42, 203)}  # the coordinator has its listener already
+NO_ACCEPT = {"accept": (43, 202), "accept4": (288, 242)}  # nobody connects to a site
+SOCKET, CLONE, CLONE3, PRLIMIT = (41, 198), (56, 220), (435, 435), (302, 261)
+SENDING = {(44, 206): 3, (46, 211): 2, (307, 269): 3}  # sendto, sendmsg, sendmmsg: which argument has the flags
+LAST_KNOWN = 461  # newer calls, which nobody has looked at, do not exist here
+ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
+
+SECCOMP, SET_FILTER, ALL_THREADS = {"x86_64": 317, "aarch64": 277}, 1, 1
+ALLOW, ERROR, KILL = 0x7FFF0000, 0x00050000, 0x80000000
+LOAD, EQUAL, ABOVE, MASKED, AND, END = 0x20, 0x15, 0x25, 0x45, 0x54, 0x06  # classic BPF
+NUMBER, ARCHITECTURE, ARGUMENTS = 0, 4, 16  # offsets in `struct seccomp_data`
+X32 = 0x40000000
+CLONE_THREAD, MSG_FASTOPEN = 0x00010000, 0x20000000
+
+
+def _filter(machine: str, *, may_connect: bool) -> bytes:
+    """The program that looks at every system call: instructions of 8 bytes."""
+    which, architecture = ARCHITECTURES[machine]
+    refused = REFUSED | (NO_ACCEPT if may_connect else NO_SOCKET)
+    code: list[tuple[int, int, int, int]] = []
+
+    def low(argument: int) -> None:
+        code.append((LOAD, 0, 0, ARGUMENTS + 8 * argument))
+
+    def answer(error: int) -> tuple[int, int, int, int]:
+        return (END, 0, 0, ERROR | error)
+
+    code += [(LOAD, 0, 0, ARCHITECTURE), (EQUAL, 1, 0, architecture), (END, 0, 0, KILL), (LOAD, 0, 0, NUMBER)]
+    if machine == "x86_64":
+        code += [(MASKED, 0, 1, X32), (END, 0, 0, KILL)]
+    code += [(ABOVE, 0, 1, LAST_KNOWN), answer(errno.ENOSYS)]
+    code += [(EQUAL, 0, 1, CLONE3[which]), answer(errno.ENOSYS)]  # its flags lie in memory; libc then uses clone
+    for numbers in refused.values():
+        if (number := numbers[which]) is not None:
+            code += [(EQUAL, 0, 1, number), answer(errno.EPERM)]
+    # a new thread, but no new process
+    code += [(EQUAL, 0, 4, CLONE[which])]
+    low(0)
+    code += [(MASKED, 1, 0, CLONE_THREAD), answer(errno.EPERM), (END, 0, 0, ALLOW)]
+    # one's own limits only: pid 0
+    code += [(EQUAL, 0, 4, PRLIMIT[which])]
+    low(0)
+    code += [(EQUAL, 1, 0, 0), answer(errno.EPERM), (END, 0, 0, ALLOW)]
+    # data with the first packet would connect past Landlock
+    for numbers, argument in SENDING.items():
+        code += [(EQUAL, 0, 4, numbers[which])]
+        low(argument)
+        code += [(MASKED, 0, 1, MSG_FASTOPEN), answer(errno.EPERM), (END, 0, 0, ALLOW)]
+    # TCP over IPv4 or IPv6 and nothing else; Landlock's ports are TCP's, and not those of MPTCP or SCTP
+    code += [(EQUAL, 1, 0, SOCKET[which]), (END, 0, 0, ALLOW)]
+    low(0)
+    code += [(EQUAL, 2, 0, socket.AF_INET), (EQUAL, 1, 0, socket.AF_INET6), answer(errno.EPERM)]
+    low(1)
+    code += [(AND, 0, 0, 0xF), (EQUAL, 1, 0, socket.SOCK_STREAM), answer(errno.EPERM)]
+    low(2)
+    code += [(EQUAL, 2, 0, 0), (EQUAL, 1, 0, socket.IPPROTO_TCP), answer(errno.EPERM), (END, 0, 0, ALLOW)]
+    return b"".join(struct.pack("=HBBI", *each) for each in code)
+
+
+def _seccomp(*, may_connect: bool) -> None:
+    machine = platform.machine()
+    if machine not in ARCHITECTURES:
+        raise SandboxError(f"there is no seccomp filter for {machine}")
+    program = ctypes.create_string_buffer(_filter(machine, may_connect=may_connect))
+    header = struct.pack("@HP", (len(program) - 1) // 8, ctypes.addressof(program))
+    if _libc.syscall(ctypes.c_long(SECCOMP[machine]), SET_FILTER, ALL_THREADS, ctypes.c_char_p(header)) != 0:
+        raise SandboxError(f"seccomp: {os.strerror(ctypes.get_errno())}")
+
+
+# ---- all of it -------------------------------------------------------------------------------------------------------
+
+NO_NEW_PRIVS, DUMPABLE = 38, 4  # of prctl
+
+
+def why_not() -> str | None:
+    """What this machine lacks to confine a carrier, in words; None if nothing."""
+    if sys.platform != "linux" or platform.machine() not in ARCHITECTURES:
+        return f"the sandbox is for Linux on {' and '.join(ARCHITECTURES)}, and this is {platform.machine()}"
+    if (abi := landlock_abi()) < LEAST_ABI:
+        return f"this kernel has {f'Landlock {abi}' if abi else 'no Landlock'}, and Landlock {LEAST_ABI} is needed"
+    if not os.path.exists("/proc/sys/kernel/seccomp/actions_avail"):
+        return "this kernel has no seccomp filters"
+    return None
+
+
+def limit() -> None:
+    """What needs no newer kernel: no privileges to be gained, no core file, nothing written, a bound on memory."""
+    for option, value in ((NO_NEW_PRIVS, 1), (DUMPABLE, 0)):
+        if _libc.prctl(option, ctypes.c_ulong(value), ctypes.c_ulong(0), ctypes.c_ulong(0), ctypes.c_ulong(0)) != 0:
+            raise SandboxError(f"prctl {option}: {os.strerror(ctypes.get_errno())}")
+    limits = {resource.RLIMIT_CORE: 0, resource.RLIMIT_FSIZE: 0, resource.RLIMIT_AS: MEMORY}
+    for which, most in limits.items():
+        hard = resource.getrlimit(which)[1]
+        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(which, (most, most))
+
+
+def confine(readable: Iterable[str | Path], connect: int | None) -> None:
+    """Confine this process for good, and make sure of it.
+
+    Parameters
+    ----------
+    readable
+        Files and folders to read, besides the interpreter and the packages.
+    connect
+        The one TCP port to connect to, on whatever host; None: no new socket at all.
+    """
+    if reason := why_not():
+        raise SandboxError(reason)
+    if threading.active_count() > 1 or len(os.listdir("/proc/self/task")) > 1:
+        raise SandboxError("Landlock confines one thread, and there are several")
+    limit()
+    _landlock([*readable_code(), *map(Path, readable)], connect)
+    _seccomp(may_connect=connect is not None)
+    check_confined(connect)
+
+
+def check_confined(connect: int | None) -> None:
+    """Try what must not work; raise `SandboxError` if any of it does."""
+
+    def socket_to(port: int) -> None:
+        with socket.socket() as s:
+            s.settimeout(1.0)
+            s.connect(("127.0.0.1", port))
+
+    other = 9 if connect != 9 else 7
+    tries: dict[str, Callable[[], object]] = {
+        "read /etc/passwd": lambda: open("/etc/passwd", "rb").close(),
+        "list /": lambda: os.listdir("/"),
+        "write a file": lambda: open(f"/tmp/cloister-{os.getpid()}", "wb").close(),
+        "start a program": lambda: os.execv("/cloister-no-such-program", ["none"]),
+        "start a process": _fork,
+        "open a Unix socket": lambda: socket.socket(socket.AF_UNIX).close(),
+        "open a datagram socket": lambda: socket.socket(type=socket.SOCK_DGRAM).close(),
+        "connect to another port": lambda: socket_to(other),
+    }
+    for what, attempt in tries.items():
+        try:
+            attempt()
+        except PermissionError:
+            continue
+        except OSError as e:
+            raise SandboxError(
+                f"the sandbox does not hold: to {what} failed by {errno.errorcode.get(e.errno or 0)}"
+            ) from None
+        raise SandboxError(f"the sandbox does not hold: to {what} worked")
+
+
+def _fork() -> None:
+    if os.fork() == 0:
+        os._exit(0)
+
+
+# ---- the process -----------------------------------------------------------------------------------------------------
+
+
+def open_listener(host: str, port: int) -> socket.socket:
+    """The coordinator's one listening socket; a loopback name: there only."""
+    loopback = host == "localhost" or host.startswith("127.")
+    if loopback or not socket.has_dualstack_ipv6():
+        return socket.create_server(("127.0.0.1" if loopback else "", port), backlog=128)
+    return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=128)
+
+
+def main() -> None:
+    """Read the plan from the inherited socket, confine, and run the program named in the command line."""
+    program, fd = sys.argv[1:3]
+    pipe = Pipe(socket.socket(fileno=int(fd)))
+    try:
+        packet = pipe.read()
+        if packet.kind != PLAN:
+            raise BrokenPipe("a plan comes first")
+        plan = json.loads(packet.data)
+        listener = open_listener(plan["host"], plan["port"]) if plan["listen"] else None
+        own = [program] if program.endswith(".py") else []
+        if plan["sandbox"] == "landlock":
+            confine([*plan["tls"].values(), *own], None if listener else plan["port"])
+        else:
+            limit()
+        start = runpy.run_path(program)["serve"] if own else importlib.import_module(program).serve
+        start(pipe, plan, listener)
+    except BrokenPipe:
+        pass
+    except BaseException as e:
+        pipe.post(Packet(LOG, data=f"the carrier failed: {type(e).__name__}: {e}".encode()[:500]))
+        pipe.flush(1.0)
+    os._exit(0)

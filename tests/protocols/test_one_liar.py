@@ -1,0 +1,273 @@
+"""The sixth question to every hardened protocol of sums, forests and training: one liar, one message at a time."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from cloister.crypto import paillier
+from cloister.protocols.fedavg import federated_training
+from cloister.protocols.fedavg.training_parts import Offer
+from cloister.protocols.forest import counted_forest, masked_forest, private_slots
+from cloister.protocols.sums import (
+    attempts,
+    averaged_quantiles,
+    common_genes,
+    common_seed,
+    count_tests,
+    pooled_quantiles,
+    pooled_scaling,
+    row_sums,
+    same_view,
+    secure_sum,
+    shared_pca,
+)
+from cloister.study import Party
+from cloister.testing import Case, check_lies
+
+HUB, AUX = Party("hub"), Party("aux")
+SITES = tuple(map(Party, ("a", "b", "c")))
+SECRET = bytes(range(32))
+
+
+def alike(found, part=lambda value: value):
+    """Everyone honest who finished has the same."""
+    rows = [np.asarray(part(v), dtype=object if isinstance(part(v), bytes | tuple | str) else None) for v in found]
+    for row in rows[1:]:
+        np.testing.assert_array_equal(row, rows[0])
+
+
+def random(shape=(), seed=0, low=0, high=100):
+    return np.random.default_rng(seed).integers(low, high, shape)
+
+
+# ---- what each protocol is given, and what is right ------------------------------------------------------------------
+
+
+def sum_case(seed, **options):
+    xs = {u: (random(4, seed + i).astype(np.uint64),) for i, u in enumerate(SITES)}
+    return Case(secure_sum.Params(SITES, HUB, 4, **options), xs)
+
+
+def right_sum(cases):
+    def right(lie, found):
+        for who, value in found.items():
+            if value is None or who != HUB:
+                continue
+            assert len(value.survivors) >= 2
+            if lie.liar not in value.survivors:
+                possible = [np.sum([c.inputs[u][0] for u in value.survivors], axis=0) for c in cases]
+                assert any(np.array_equal(value.z, z) for z in possible)
+        if cases[0].params.to_all:
+            alike([v for v in found.values() if v is not None], lambda v: v.z)
+
+    return right
+
+
+def anything(cases):
+    """Where nothing is returned, or all that may be wrong is assumed: that everyone ends, by name, is enough."""
+    return lambda lie, found: None
+
+
+def same(part):
+    return lambda lie, found: alike([v for p, v in found.items() if v is not None and p != HUB], part)
+
+
+class Pupil:
+    size, digest, cells = 4, bytes(32), 30
+
+    def __init__(self, seed):
+        self.delta = np.random.default_rng(seed).normal(0, 0.3, 4)
+
+    def train(self, theta, t, rate):
+        return self.delta + 0.0 * theta, 0.5
+
+    def score(self, theta):
+        return np.array([[9.0, 1.0], [2.0, 8.0]]), 4.0
+
+
+def training(seed):
+    inputs = {u: (Offer("x", ("p", "q"), lambda labels, k=seed + i: Pupil(k)),) for i, u in enumerate(SITES)}
+    return Case(federated_training.Params(SITES, HUB, "pupil", rounds=2), inputs)
+
+
+def cells(seed):
+    rng = np.random.default_rng(9)
+    weights = rng.gamma(1.0, 3.0, 12)
+    names = tuple(f"G{i:02d}" for i in range(12))
+    rng = np.random.default_rng(seed)
+    xs = {u: (shared_pca.Cells(names, rng.poisson(weights, (60, 12)).astype(float)),) for u in SITES}
+    return Case(shared_pca.Params(SITES, HUB, n_top_genes=6, n_components=2), xs)
+
+
+def table(seed, **options):
+    rng = np.random.default_rng(seed)
+    params = counted_forest.Params(SITES, HUB, trees=2, sample=32, least=4, **options)
+    return Case(params, {u: ("table", ["x", "y"], rng.normal(size=(20, 2))) for u in SITES})
+
+
+def masked(seed):
+    rng = np.random.default_rng(seed)
+    params = masked_forest.Params(SITES, HUB, AUX, trees=2, sample=16, key_bits=1024, contamination=0.1)
+    return Case(params, {u: (["x", "y"], rng.normal(size=(20, 2))) for u in SITES})
+
+
+def values_of(seed):
+    rng = np.random.default_rng(seed)
+    params = pooled_quantiles.Params(SITES, HUB, 4, True, cells=2, parts=64)
+    return Case(params, {u: (rng.integers(1, 60, 30).astype(float),) for u in SITES})
+
+
+def rows_of(seed):
+    rng = np.random.default_rng(seed)
+    return Case(pooled_scaling.Params(SITES, HUB, 2), {u: (rng.normal(3, 1, (20, 2)),) for u in SITES})
+
+
+def counts_case(seed, proofs):
+    xs = {u: (random(12, seed + i, 0, 4), SECRET) for i, u in enumerate(SITES)}
+    return Case(count_tests.Params(SITES, HUB, 12, 4, 60, proofs), xs)
+
+
+def matrix(seed):
+    xs = {u: (random((6, 2), seed + i).astype(np.uint64),) for i, u in enumerate(SITES)}
+    return Case(row_sums.Params(SITES, (1, 2, 3), HUB, 2), xs)
+
+
+def local_quantiles(seed):
+    rng = np.random.default_rng(seed)
+    params = averaged_quantiles.Params(SITES, HUB, 4)
+    return Case(params, {u: (rng.integers(1, 60, 30).astype(float), 30) for u in SITES})
+
+
+async def lead(ch, params):
+    async def step(inner, sites):
+        return sites
+
+    return (await attempts.lead(ch, SITES, 2, step))[1]
+
+
+async def follow(ch, params):
+    async def step(inner, sites):
+        return sites
+
+    return (await attempts.follow(ch, HUB, step))[1]
+
+
+ATTEMPTS = SimpleNamespace(
+    __name__="attempts", __doc__=attempts.__doc__, roles=lambda params: {HUB: lead} | dict.fromkeys(SITES, follow)
+)
+
+names = [f"G{i}" for i in range(6)]
+genes = Case(common_genes.Params(SITES, HUB), {u: ("counts", names[: 6 - i]) for i, u in enumerate(SITES)})
+QUESTIONS = {
+    "secure_sum": (secure_sum, [sum_case(0), sum_case(7)], right_sum, {}),
+    "secure_sum to all": (
+        secure_sum,
+        [sum_case(0, to_all=True), sum_case(7, to_all=True)],
+        right_sum,
+        {"aggregator": "abcf"},
+    ),
+    "row_sums": (
+        row_sums,
+        [matrix(0), matrix(7)],
+        anything,
+        {"server": "abcf", "site": "bcf"},
+    ),
+    "same_view": (same_view, [Case(same_view.Params(SITES, HUB), {})], lambda c: lambda lie, found: None, {}),
+    "attempts": (ATTEMPTS, [Case((), {})], lambda c: same(tuple), {}),
+    "common_seed": (common_seed, [Case(common_seed.Params(SITES, HUB), {})], lambda c: same(lambda v: v.secret), {}),
+    "common_genes": (
+        common_genes,
+        [genes],
+        lambda c: same(lambda v: v.names),
+        {"coordinator": "abcd", "site": "b"},
+    ),
+    "count_tests": (
+        count_tests,
+        [counts_case(0, 0), counts_case(7, 0)],
+        lambda c: same(lambda v: v.bits),
+        {"coordinator": "abcf", "site": "bcf"},
+    ),
+    "count_tests proved": (
+        count_tests,
+        [counts_case(0, 1), counts_case(7, 1)],
+        lambda c: same(lambda v: v.bits),
+        {"coordinator": "abcf", "site": "bcf"},
+    ),
+    "pooled_scaling": (
+        pooled_scaling,
+        [rows_of(0)],
+        lambda c: same(lambda v: v.mean),
+        {"coordinator": "bcf", "site": "bcf"},
+    ),
+    "pooled_quantiles": (
+        pooled_quantiles,
+        [values_of(0)],
+        lambda c: same(np.asarray),
+        {"coordinator": "bcf", "site": "bcf"},
+    ),
+    "shared_pca": (
+        shared_pca,
+        [cells(0)],
+        lambda c: same(lambda v: v[0].components),
+        {"coordinator": "bcf", "site": "bcf"},
+    ),
+    "counted_forest": (
+        counted_forest,
+        [table(0)],
+        lambda c: same(lambda v: v.outline.counts),
+        {"coordinator": "bcf", "site": "bcf"},
+    ),
+    "averaged_quantiles": (
+        averaged_quantiles,
+        [local_quantiles(0)],
+        anything,
+        {"coordinator": "abcf", "site": "bcf"},
+    ),
+    "private_slots": (
+        private_slots,
+        [Case(private_slots.Params(SITES, HUB, key_bits=1024), {u: (10 + i, 3) for i, u in enumerate(SITES)})],
+        anything,
+        {"auxiliary": "abcf", "client": "bcf"},
+    ),
+    "masked_forest": (
+        masked_forest,
+        [masked(0)],
+        anything,
+        {"principal": "abcf", "auxiliary": "abcf", "client": "bcf"},
+    ),
+    "federated_training": (
+        federated_training,
+        [training(0)],
+        lambda c: same(lambda v: v.theta),
+        {"coordinator": "bcf", "site": "bcf"},
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def _short_keys(monkeypatch):
+    monkeypatch.setattr(paillier, "LEAST_BITS", 1024)
+
+
+def ask(name, **options):
+    module, cases, right, assumes = QUESTIONS[name]
+    return check_lies(module, cases, right=right(cases), assumes=assumes, **options)
+
+
+LONG = {"private_slots", "masked_forest"}  # published modes, with Paillier keys
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in LONG)) for n in QUESTIONS])
+def test_one_lie_per_kind_of_message(name):
+    found = ask(name, timeout=3.0)
+    assert found.tried >= 2
+    assert found.aborted + found.right + found.assumed == found.tried
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_every_lie(name):
+    found = ask(name, full=True, timeout=4.0, within=40.0)
+    print(f"\n{name}: {found}")
+    assert found.tried >= 4

@@ -1,0 +1,253 @@
+"""The sandbox: a program in the carrier's place tries everything it should not be able to do."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import platform
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from cloister.errors import ParameterError, UsageError
+from cloister.runtime import ready, sandbox, service
+from cloister.runtime.kit import Kit
+from cloister.runtime.pipe import LOG, PLAN, BrokenPipe, Packet, Pipe
+from cloister.runtime.provision import provision
+from cloister.study import Study
+
+THIEF = Path(__file__).parent / "hostile" / "thief.py"
+needs_kernel = pytest.mark.skipif(sandbox.why_not() is not None, reason=str(sandbox.why_not()))
+STUDY = Study("s", "bin-values", {"hub": "coordinator", "basel": "site"}, network={"host": "localhost", "port": 18779})
+
+
+@pytest.fixture
+def goods(tmp_path):
+    """A kit with everything in it, a service on another port, and one on a Unix socket."""
+    kit = provision(STUDY, tmp_path / "kits")["basel"]
+    (kit / "cells.h5ad").write_bytes(b"cells")
+    (kit / "results").mkdir()
+    (kit / "results" / "outcome.json").write_text("{}")
+    with (
+        socket.create_server(("127.0.0.1", 0)) as other,
+        socket.socket(socket.AF_UNIX) as unix,
+        socket.socket(socket.AF_UNIX) as abstract,
+    ):
+        path, name = str(tmp_path / "s"), f"cloister-test-{os.getpid()}"
+        unix.bind(path)
+        unix.listen()
+        abstract.bind("\0" + name)
+        abstract.listen()
+        yield {
+            "kit": kit,
+            "files": [str(kit / "identity.key"), str(kit / "cells.h5ad"), str(kit / "study.toml"), "/etc/shadow"],
+            "folders": ["/", str(kit)],
+            "result": str(kit / "results" / "outcome.json"),
+            "new": str(kit / "new"),
+            "other_port": other.getsockname()[1],
+            "unix": path,
+            "abstract": name,
+        }
+
+
+def steal(goods, monkeypatch, *, listen, confined=True) -> dict[str, str]:
+    """Put the thief into the carrier's place; returns what it could do."""
+    monkeypatch.setattr(service, "PROGRAM", str(THIEF))
+    kit = Kit.open(goods["kit"])
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    plan = {
+        "host": "localhost",
+        "port": port,
+        "listen": listen,
+        "tls": ready.tls_files(kit),
+        "sandbox": "landlock" if confined else "systemd",
+        "goods": {k: v for k, v in goods.items() if k != "kit"},
+    }
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = service._spawn_carrier(theirs)
+    pipe, said = Pipe(ours), {}
+    pipe.post(Packet(PLAN, data=json.dumps(plan).encode()))
+    try:
+        while True:
+            packet = pipe.read()
+            assert packet.kind == LOG
+            line = packet.data.decode()
+            assert line.startswith("["), line
+            what, outcome = json.loads(line)
+            said[what] = outcome
+    except BrokenPipe:
+        pass
+    finally:
+        pipe.close()
+        process.wait(10)
+    return said
+
+
+@needs_kernel
+@pytest.mark.parametrize("listen", [False, True], ids=["site", "coordinator"])
+def test_a_program_in_the_carriers_place_gets_nothing(goods, monkeypatch, listen):
+    said = steal(goods, monkeypatch, listen=listen)
+    assert said.pop("a thread") == "ran"  # it is not merely dead
+    assert len(said) > 25
+    assert {what: x for what, x in said.items() if not x.startswith("refused")} == {}
+    assert (goods["kit"] / "results" / "outcome.json").exists()
+
+
+@needs_kernel
+def test_without_the_sandbox_the_same_program_gets_most_of_it(goods, monkeypatch):
+    """The control: the tries are good ones."""
+    said = steal(goods, monkeypatch, listen=False, confined=False)
+    key, cells = (f"read {goods['kit'] / name}" for name in ("identity.key", "cells.h5ad"))
+    for what in (key, cells, "list /", "delete the results", "connect to another port", "connect to a Unix socket"):
+        assert said[what].startswith("WORKED"), (what, said[what])
+    for what in ("connect to an abstract socket", "send a datagram", "listen", "execute a program", "fork"):
+        assert said[what].startswith("WORKED"), (what, said[what])
+    if os.geteuid() == 0:
+        assert said["read /etc/shadow"].startswith("WORKED")
+        assert said["open the party's memory"].startswith("WORKED")
+
+
+@needs_kernel
+def test_the_carrier_reads_its_own_tls_files_and_no_other_key(goods, monkeypatch):
+    startup = goods["kit"] / "startup"
+    goods["files"] = [str(startup / "client.key"), str(startup / "rootCA.pem"), str(goods["kit"] / "identity.key")]
+    said = steal(goods, monkeypatch, listen=False)
+    assert [said[f"read {f}"].partition(":")[0] for f in goods["files"]] == ["WORKED", "WORKED", "refused"]
+
+
+@needs_kernel
+@pytest.mark.parametrize("missing", ["_landlock", "_seccomp"])
+def test_half_a_sandbox_is_noticed(missing):
+    """`confine` tries what must not work; with a part of it left out, it says so."""
+    code = f"""
+import sys
+from cloister.runtime import sandbox
+sandbox.{missing} = lambda *a, **k: None
+try:
+    sandbox.confine([], 8002)
+except sandbox.SandboxError as e:
+    print(e)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert "the sandbox does not hold" in done.stdout, done.stderr
+
+
+@needs_kernel
+def test_a_process_with_threads_is_not_confined_by_halves(tmp_path):
+    wait = threading.Event()
+    thread = threading.Thread(target=wait.wait)
+    thread.start()
+    try:
+        with pytest.raises(sandbox.SandboxError, match="several"):
+            sandbox.confine([], None)
+    finally:
+        wait.set()
+        thread.join()
+
+
+# -- the filter, on both architectures ---------------------------------------------------------------------------------
+
+
+def judge(machine: str, number: int, *args: int, may_connect: bool = True, architecture: int | None = None) -> object:
+    """What the filter says to a system call: an interpreter of its few instructions."""
+    code = [*struct.iter_unpack("=HBBI", sandbox._filter(machine, may_connect=may_connect))]
+    arch = architecture or sandbox.ARCHITECTURES[machine][1]
+    data = struct.pack("=iIQ6Q", number, arch, 0, *args, *[0] * (6 - len(args)))
+    at = value = 0
+    for _ in range(10_000):
+        op, yes, no, k = code[at]
+        at += 1
+        if op == sandbox.LOAD:
+            (value,) = struct.unpack_from("=I", data, k)
+        elif op == sandbox.AND:
+            value &= k
+        elif op == sandbox.END:
+            kind, error = k & 0xFFFF0000, k & 0xFFFF
+            return "allow" if kind == sandbox.ALLOW else "kill" if kind == sandbox.KILL else errno.errorcode[error]
+        else:
+            holds = {sandbox.EQUAL: value == k, sandbox.ABOVE: value > k, sandbox.MASKED: bool(value & k)}[op]
+            at += yes if holds else no
+    raise AssertionError("the filter does not end")
+
+
+@pytest.mark.parametrize("machine", sandbox.ARCHITECTURES)
+def test_what_the_filter_says(machine):
+    which = sandbox.ARCHITECTURES[machine][0]
+    for numbers in sandbox.REFUSED.values():
+        if numbers[which] is not None:
+            assert judge(machine, numbers[which]) == "EPERM"
+    socket_, clone, prlimit = (x[which] for x in (sandbox.SOCKET, sandbox.CLONE, sandbox.PRLIMIT))
+    tcp = socket.SOCK_STREAM | socket.SOCK_CLOEXEC
+    assert judge(machine, socket_, socket.AF_INET, tcp, 0) == "allow"
+    assert judge(machine, socket_, socket.AF_INET6, tcp, 6) == "allow"
+    for family, kind, protocol in (
+        (socket.AF_UNIX, tcp, 0),
+        (socket.AF_INET, socket.SOCK_DGRAM, 0),
+        (socket.AF_INET, socket.SOCK_RAW, 6),
+        (socket.AF_INET, tcp, 262),
+        (socket.AF_INET, tcp, 132),
+        (16, socket.SOCK_RAW, 0),
+    ):
+        assert judge(machine, socket_, family, kind, protocol) == "EPERM"
+    assert judge(machine, socket_, socket.AF_INET, tcp, 0, may_connect=False) == "EPERM"
+    assert judge(machine, clone, 0x00010000 | 0x100) == "allow"
+    assert judge(machine, clone, 17) == "EPERM"
+    assert judge(machine, sandbox.CLONE3[which]) == "ENOSYS"
+    assert judge(machine, 462) == "ENOSYS"
+    assert judge(machine, prlimit, 0) == "allow"
+    assert judge(machine, prlimit, 1) == "EPERM"
+    for numbers, argument in sandbox.SENDING.items():
+        assert judge(machine, numbers[which], *[0] * argument, 0x20000000) == "EPERM"
+        assert judge(machine, numbers[which], *[0] * argument, 0x4000) == "allow"
+    for numbers in sandbox.NO_ACCEPT.values():
+        assert judge(machine, numbers[which]) == "EPERM"
+        assert judge(machine, numbers[which], may_connect=False) == "allow"
+    read, write = {"x86_64": (0, 1), "aarch64": (63, 64)}[machine]
+    assert judge(machine, read) == judge(machine, write) == "allow"
+    assert judge(machine, read, architecture=0x40000003) == "kill"  # the same numbers, called as another machine
+    if machine == "x86_64":
+        assert judge(machine, 0x40000000 | 59) == "kill"
+
+
+def test_numbers_of_system_calls_are_those_of_this_kernel():
+    """The tables, against the system's own headers, where these are installed."""
+    place = {"x86_64": "asm/unistd_64.h", "aarch64": "asm-generic/unistd.h"}[platform.machine()]
+    found = [p for p in Path("/usr/include").rglob(place)]
+    if not found:
+        pytest.skip("no kernel headers here")
+    words = (line.split() for line in found[0].read_text().splitlines() if line.startswith("#define __NR"))
+    known = {w[1].removeprefix("__NR_").removeprefix("__NR3264_"): w[2] for w in words if len(w) == 3}
+    which = sandbox.ARCHITECTURES[platform.machine()][0]
+    for name, numbers in (sandbox.REFUSED | sandbox.NO_SOCKET | sandbox.NO_ACCEPT).items():
+        if numbers[which] is not None and name in known and known[name].isdigit():
+            assert int(known[name]) == numbers[which], name
+
+
+# -- before a service starts -------------------------------------------------------------------------------------------
+
+
+def test_an_old_kernel_is_refused_unless_systemd_confines(goods, monkeypatch):
+    kit = Kit.open(goods["kit"])
+    monkeypatch.setattr(sandbox, "landlock_abi", lambda: 4)
+    with pytest.raises(UsageError, match='Landlock 4.*sandbox = "systemd"'):
+        ready.check_ready(kit)
+    text = kit.policy_file.read_text()
+    kit.policy_file.write_text(text.replace('sandbox = "landlock"', 'sandbox = "systemd"'))
+    ready.check_ready(kit)
+
+
+@needs_kernel
+def test_cells_must_not_lie_where_the_carrier_may_read(goods, monkeypatch):
+    kit = Kit.open(goods["kit"])
+    ready.check_ready(kit)
+    monkeypatch.setattr(sandbox, "readable_code", lambda: [kit.path.parent])
+    with pytest.raises(ParameterError, match="which the carrier may read"):
+        ready.check_ready(kit)
