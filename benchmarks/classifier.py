@@ -100,7 +100,7 @@ class Task:
         bare = {s: a.copy() for s, a in self.sites.items()}
         for s, at in asked.items():
             column = bare[s].obs[self.label].astype(object)
-            column[at] = np.nan
+            column.iloc[at] = np.nan
             bare[s].obs[self.label] = column
         return bare
 
@@ -123,6 +123,10 @@ class Task:
         questions = scipy.sparse.vstack([scipy.sparse.csr_matrix(x[s][at]) for s, at in asked.items()])
         called = np.concatenate([run.data[s].obs["predicted"].astype(str).to_numpy()[at] for s, at in asked.items()])
         rows = {"ours": scores(truth, called)}
+        if set(asked) != set(bare):
+            read = {"library_key": self.options.get("library_key"), "unknown": False, "adapt": True}
+            adapted = np.concatenate([model.predict(self.sites[s][at].copy(), **read) for s, at in asked.items()])
+            rows["ours, adapted"] = scores(truth, adapted)
         train = [s for s in bare if known[s].any()]
         pool_x = scipy.sparse.vstack([scipy.sparse.csr_matrix(x[s][known[s]]) for s in train]).tocsr()
         pool_y = np.concatenate([self.truth[s][known[s]] for s in train])

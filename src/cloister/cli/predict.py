@@ -23,6 +23,9 @@ def predict(
     layer: Annotated[str | None, typer.Option(help="Layer that holds the values, as in training.")] = None,
     library_key: Annotated[str | None, typer.Option(help="Column of obs with library sizes.")] = None,
     majority_over: Annotated[str | None, typer.Option(help="Column of obs with clusters, to vote in.")] = None,
+    adapt: Annotated[  # noqa: FBT002
+        bool, typer.Option("--adapt", metavar=FLAG, help="Align these cells with those of training first.")
+    ] = False,
     no_unknown: Annotated[  # noqa: FBT002
         bool, typer.Option("--no-unknown", metavar=FLAG, help="Label every cell, however unsure.")
     ] = False,
@@ -43,9 +46,9 @@ def predict(
     adata = read_cells(data)
     given: dict[str, Any] = {"layer": layer, "majority_over": majority_over, "unknown": not no_unknown}
     if isinstance(trained, CellClassifier):
-        given["library_key"] = library_key
-    elif library_key is not None:
-        raise UsageError("--library-key is for models of train-classifier")
+        given |= {"library_key": library_key, "adapt": adapt}
+    elif library_key is not None or adapt:
+        raise UsageError("--library-key and --adapt are for models of train-classifier")
     labels = trained.predict(adata, key_added=key_added, **given)
     if path is not None:
         write_cells(adata, path)

@@ -33,28 +33,36 @@ class LinearModel:
     use_rep: str | None = None  # the embedding
     space: str = ""  # digest of what made it
     level: float = 0.0  # below it a label is `unknown`
+    centers: F64 | None = None  # (K, K): mean score of each label's cells in training
     origin: dict[str, Any] = field(default_factory=dict)  # study, sites, penalty, openings, ε, ...
 
     def __post_init__(self) -> None:
         h, K = self.coefficients.shape
         if len(self.labels) != K or self.intercept.shape != (K,) or (self.genes and len(self.genes) != h):
             raise DataError("coefficients, labels and genes of this classifier do not fit together")
+        if self.centers is not None and self.centers.shape != (K, K):
+            raise DataError("labels and their centers in this classifier do not fit together")
         if not (np.all(np.isfinite(self.coefficients)) and np.all(np.isfinite(self.intercept))):
             raise DataError("a coefficient of this classifier is no number")
 
-    def probabilities(self, x: Any) -> F64:
-        """(n, K) of cells (n, h), CSR or dense."""
+    def probabilities(self, x: Any, *, adapt: bool = False) -> F64:
+        """(n, K) of cells (n, h), CSR or dense; with `adapt`, aligned with the cells of training as a whole."""
         parts = [
-            logistic.probabilities(np.asarray(x[start : start + STEP] @ self.coefficients) + self.intercept)
+            np.asarray(x[start : start + STEP] @ self.coefficients) + self.intercept
             for start in range(0, x.shape[0], STEP)
         ]
-        return np.concatenate(parts) if parts else np.zeros((0, len(self.labels)))
+        z = np.concatenate(parts) if parts else np.zeros((0, len(self.labels)))
+        if adapt:
+            if self.centers is None:
+                raise DataError("this model does not say where its labels lie, so cells cannot be aligned with them")
+            z = logistic.align(z, self.centers)
+        return logistic.probabilities(z)
 
     @property
     def digest(self) -> str:
         """Of everything that decides a label."""
         h = hashlib.sha256(json.dumps(self._meta(), sort_keys=True).encode())
-        for array in (self.coefficients, self.intercept):
+        for array in (self.coefficients, self.intercept, *([] if self.centers is None else [self.centers])):
             h.update(np.ascontiguousarray(array, dtype="<f8").tobytes())
         return h.hexdigest()
 
@@ -67,22 +75,23 @@ class LinearModel:
         meta = self._meta() | {"origin": self.origin, "digest": self.digest}
         out = io.BytesIO()
         text = np.frombuffer(json.dumps(meta).encode(), np.uint8)
-        np.savez_compressed(out, meta=text, coefficients=self.coefficients, intercept=self.intercept)
+        more = {} if self.centers is None else {"centers": self.centers}
+        np.savez_compressed(out, meta=text, coefficients=self.coefficients, intercept=self.intercept, **more)
         return out.getvalue()
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> LinearModel:
         try:
             with np.load(io.BytesIO(data), allow_pickle=False) as kept:
-                arrays = {name: kept[name] for name in ("meta", "coefficients", "intercept")}
+                arrays = {name: kept[name] for name in kept.files}
             meta = json.loads(arrays["meta"].tobytes())
             if meta.pop("format") != FORMAT:
                 raise DataError(f"{where} is of another version of Cloister")
             digest = meta.pop("digest")
             for name in ("labels", "genes", "common"):
                 meta[name] = tuple(str(x) for x in meta[name])
-            floats = (np.asarray(arrays[name], dtype=np.float64) for name in ("coefficients", "intercept"))
-            model = cls(coefficients=next(floats), intercept=next(floats), **meta)
+            floats = {name: np.asarray(a, dtype=np.float64) for name, a in arrays.items() if name != "meta"}
+            model = cls(**floats, **meta)
         except DataError:
             raise
         except Exception as e:  # every way in which a file can be wrong

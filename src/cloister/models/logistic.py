@@ -27,6 +27,7 @@ CURVATURE_CELLS = 20_000  # of a site; from more, every second, third, ... cell 
 BEND_AGAIN = (3, 10, 25)  # steps after which the Hessian is looked at again
 MEMORY = 40  # pairs that L-BFGS keeps
 SUFFICIENT = 1e-4  # share of the expected decrease that a step must bring
+ALIGN_CELLS, ALIGN_SHARE = 10, 0.005  # of a label, to count in `align`
 LARGEST = 1e6  # coefficient that a fit may reach
 
 
@@ -66,6 +67,23 @@ def probabilities(z: F64) -> F64:
     p: F64 = np.exp(z - z.max(axis=1, keepdims=True))
     p /= p.sum(axis=1, keepdims=True)
     return p
+
+
+def align(z: F64, centers: F64, steps: int = 6) -> F64:
+    """Scores of cells from elsewhere, moved so that the labels they get have their usual mean scores.
+
+    Cells that were measured otherwise are shifted along some genes, and so are their scores. The shift is the mean over
+    labels of how far the cells that get them are from the label's center; labels and shift are found in turn.
+    """
+    shift = np.zeros(z.shape[1])
+    for _ in range(steps):
+        p = probabilities(z - shift)
+        count = p.sum(axis=0)
+        often = count >= max(ALIGN_CELLS, ALIGN_SHARE * len(z))
+        if not often.any():
+            break
+        shift = ((p.T @ z)[often] / count[often, None] - centers[often]).mean(axis=0)
+    return z - shift
 
 
 # ---- sums over cells -------------------------------------------------------------------------------------------------

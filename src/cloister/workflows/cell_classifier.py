@@ -46,9 +46,11 @@ class CellClassifier:
     def digest(self) -> str:
         return self.model.digest
 
-    def predict_proba(self, adata: AnnData, *, layer: str | None = None, library_key: str | None = None) -> F64:
+    def predict_proba(
+        self, adata: AnnData, *, layer: str | None = None, library_key: str | None = None, adapt: bool = False
+    ) -> F64:
         """The probability of every label for every cell, (n_cells, n_labels)."""
-        return self.model.probabilities(self.inputs(adata, layer=layer, library_key=library_key))
+        return self.model.probabilities(self.inputs(adata, layer=layer, library_key=library_key), adapt=adapt)
 
     def predict(
         self,
@@ -56,6 +58,7 @@ class CellClassifier:
         *,
         layer: str | None = None,
         library_key: str | None = None,
+        adapt: bool = False,
         unknown: bool = True,
         majority_over: str | None = None,
         key_added: str | None = None,
@@ -68,6 +71,9 @@ class CellClassifier:
             Cells with the genes (or the embedding) that the model was trained on, in any order.
         layer, library_key
             The layer that holds counts, and a column of `obs` with library sizes, as in training.
+        adapt
+            Align all these cells together with those of training first. Helps where they were measured otherwise, and
+            makes a cell's label depend on the others beside it; for some hundred cells or more.
         unknown
             Call cells `unknown` whose most probable label is below the level that held-out cells gave.
         majority_over
@@ -77,7 +83,7 @@ class CellClassifier:
         """
         if majority_over is not None and majority_over not in adata.obs:
             raise DataError(f"adata.obs[{majority_over!r}] is missing; cluster the cells first, or name another column")
-        p = self.predict_proba(adata, layer=layer, library_key=library_key)
+        p = self.predict_proba(adata, layer=layer, library_key=library_key, adapt=adapt)
         labels = label_cells(p, self.labels, self.model.level if unknown else 0.0)
         if majority_over is not None:
             labels = majority(labels, adata.obs[majority_over])

@@ -51,6 +51,7 @@ class Options:
     max_openings: int = option(200, "sums over all sites that may be opened in all")
     min_cells: int = option(50, "least number of cells a site must hold")
     min_label_cells: int = option(5, "least number of cells of a label over all sites; labels with fewer are left out")
+    adapt: bool = option(default=False, help="align the cells of a site without labels with those of training")
     key_added: str = option("predicted", "column of obs with the model's labels")
 
     def __post_init__(self) -> None:
@@ -97,7 +98,8 @@ def train_classifier(adata: AnnData, seat: Seat, *, copy: bool = False) -> Any:
 def site(seat: Seat, adata: AnnData, options: Options) -> Outcome:
     fitted: protocol.Fitted = seat.run(protocol.site, params_of(seat, options), cells_of(adata, seat, options))
     classifier = classifier_of(seat, options, fitted, space_of(adata, options.use_rep))
-    read = {"layer": options.layer, "library_key": options.library_key}
+    bare = all(name is None for name in own_labels(adata, options))
+    read = {"layer": options.layer, "library_key": options.library_key, "adapt": options.adapt and bare}
     classifier.predict(adata, unknown=False, key_added=options.key_added, **read)
     result = summary(fitted)
     adata.uns[options.key_added] = json.dumps(result)
@@ -180,6 +182,7 @@ def classifier_of(seat: Seat, options: Options, fitted: protocol.Fitted, space: 
         options.use_rep,
         space,
         fitted.level,
+        fitted.centers,
         origin,
     )
     return CellClassifier(model)

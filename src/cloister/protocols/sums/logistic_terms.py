@@ -11,7 +11,6 @@ Lines are those of `pooled_logistic`.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,7 +63,7 @@ class Params:
 
     @property
     def least_openings(self) -> int:
-        return 3 + (2 + PATH_ASKS * (1 + len(self.penalties)) if self.held_out else 0) + 10
+        return 4 + (2 + PATH_ASKS * (1 + len(self.penalties)) if self.held_out else 0) + 10
 
     @property
     def cells(self) -> shared_pca.Params:
@@ -199,11 +198,9 @@ def _variance(total: F64, square: F64, n: int) -> F64:
     return np.maximum(square - total**2 / n, 0.0) / (n - 1)
 
 
-def choose_penalty(path: list[tuple[float, float, float]], cells: int) -> int:
-    """The largest penalty that is not worse on the held-out cells than the best by more than its standard error."""
-    accuracy = np.array([row[1] for row in path])
-    best = float(accuracy.max())
-    return int(np.argmax(accuracy >= best - math.sqrt(best * (1 - best) / max(1, cells))))
+def choose_penalty(path: list[tuple[float, float, float]]) -> int:
+    """The penalty of the best mean of accuracy and balanced accuracy on the held-out cells; of equals the largest."""
+    return int(np.argmax([accuracy + balanced for _, accuracy, balanced in path]))
 
 
 def path_of(penalties: tuple[float, ...], hits: I64, held: I64) -> list[tuple[float, float, float]]:
@@ -237,6 +234,14 @@ class Cells:
         """Of the held-out cells, and their labels."""
         at = np.flatnonzero((self.codes >= 0) & self.held)
         return logistic.scores(self.x[at], theta, terms.mean), self.codes[at]
+
+    def score_sums(self, terms: Terms, theta: F64) -> F64:
+        """Σ of the scores of each label's cells, (K, K)."""
+        rows = self.rows(terms, everything=True)
+        z = logistic.scores(rows.x, theta, terms.mean)
+        sums = np.zeros((len(terms.labels), len(terms.labels)))
+        np.add.at(sums, rows.codes, z)
+        return sums
 
     def right_answers(self, terms: Terms, points: list[F64]) -> I64:
         """(penalties, K)."""

@@ -14,6 +14,7 @@
          u, S    θ ← the next point of L-BFGS, until the next step is below `tolerance` everywhere
     L9   u, S    checked sum of right answers per λ and label on the held-out cells: λ
     L10  u, S    checked sum of right and wrong answers by the highest probability: the level of `unknown`
+    L11  u, S    checked sum of the scores Wᵀx + b of each label's cells, with which cells of a new site can be aligned
 
 Every party computes every point itself from the opened sums, which the coordinator cannot change: nobody can be sent a
 point that somebody chose. The result is the minimum for the pooled cells, as it would be found in one place. A site
@@ -111,6 +112,7 @@ class Fitted:
     cells: dict[str, int]  # labelled cells of each label, held-out ones included
     left_out: tuple[str, ...]  # labels with too few cells
     path: tuple[tuple[float, float, float], ...]  # λ, accuracy, balanced accuracy on held-out cells
+    centers: F64  # (K, K): mean score of each label's cells
 
 
 @message("L2")
@@ -154,10 +156,11 @@ def ideal(params: Params, xs: Mapping[Party, Labelled]) -> dict[Party, Fitted]:
     if params.held_out:
         points = [fit_pooled(penalty, everything=False) for penalty in params.penalties]
         path = path_of(params.penalties, cells.right_answers(terms, points), terms.held)
-        at = choose_penalty(path, int(terms.held.sum()))
+        at = choose_penalty(path)
         level = unknown_level(cells.answers_by_probability(terms, points[at]), params.unknown_share)
     theta = fit_pooled(params.penalties[at], everything=True)
     rest = {"penalty": params.penalties[at], "level": level, "path": tuple(path), "converged": True}
+    rest["centers"] = cells.score_sums(terms, theta) / terms.counts(everything=True)[:, None]
     return dict.fromkeys((params.coordinator, *xs), model_of(terms, common, theta, 0, rest))
 
 
@@ -256,9 +259,11 @@ async def fit(openings: Openings, terms: Terms, cells: Cells) -> tuple[F64, dict
         at, path, level = await validate(openings, terms, cells, points)
         theta, memory = points[at], Memory()  # other cells bend otherwise
     theta, converged = await descend_to(
-        params.penalties[at], everything=True, most=openings.left, tolerance=params.tolerance
+        params.penalties[at], everything=True, most=openings.left - 1, tolerance=params.tolerance
     )
-    return theta, {"penalty": params.penalties[at], "level": level, "path": tuple(path), "converged": converged}
+    centers = await label_centers(openings, terms, cells, theta)
+    rest = {"penalty": params.penalties[at], "level": level, "path": tuple(path), "converged": converged}
+    return theta, rest | {"centers": centers}
 
 
 async def principal(openings: Openings, terms: Terms, rows: Rows) -> tuple[F64, float]:
@@ -338,7 +343,7 @@ async def validate(
     if np.any(right < 0) or np.any(right > terms.held):
         raise ProtocolAbort(NAME, "L9", "absurd", "more right answers than held-out cells")
     path = path_of(openings.params.penalties, right, terms.held)
-    at = choose_penalty(path, int(terms.held.sum()))
+    at = choose_penalty(path)
 
     def answers() -> U64:
         return cells.answers_by_probability(terms, points[at]).astype(np.uint64)
@@ -347,6 +352,19 @@ async def validate(
     if np.any(counts < 0) or counts.sum() != terms.held.sum():
         raise ProtocolAbort(NAME, "L10", "absurd", "other answers than held-out cells")
     return at, path, unknown_level(counts, openings.params.unknown_share)
+
+
+async def label_centers(openings: Openings, terms: Terms, cells: Cells, theta: F64) -> F64:
+    """L11."""
+    K = len(terms.labels)
+    reach = math.sqrt(terms.cells * terms.energy) * float(np.linalg.norm(theta[:-1], axis=0).max())
+    code = code_for(openings.params, reach + terms.cells * float(np.abs(theta[-1]).max()))
+
+    def words() -> U64:
+        return code.encode(cells.score_sums(terms, theta).ravel())
+
+    sums = decode(code, await openings.open("L11", "scores of each label's cells", K * K, words), "L11")
+    return sums.reshape(K, K) / terms.counts(everything=True)[:, None]
 
 
 def model_of(terms: Terms, common: tuple[str, ...], theta: F64, openings: int, rest: Mapping[str, Any]) -> Fitted:
