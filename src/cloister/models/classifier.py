@@ -92,7 +92,9 @@ def make(blueprint: Blueprint, labels: tuple[str, ...], pretrained: ScGPT | None
     k = len(labels)
     model: nn.Module
     if blueprint.kind == "scgpt":
-        if pretrained is None or pretrained.digest != blueprint.checkpoint:
+        if pretrained is None:
+            raise ParameterError("this classifier stands on an scGPT checkpoint; pass pretrained= with its folder")
+        if pretrained.digest != blueprint.checkpoint:
             raise ParameterError("this classifier stands on another checkpoint; load the one it was trained with")
         return _tuned(blueprint, pretrained, k)
     if blueprint.kind == "mlp":
