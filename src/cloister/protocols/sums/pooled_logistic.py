@@ -251,7 +251,7 @@ async def fit(openings: Openings, terms: Terms, cells: Cells) -> tuple[F64, dict
 
     at, level, path = 0, 0.0, list[tuple[float, float, float]]()
     if params.held_out:
-        points = []
+        points = list[F64]()
         for penalty in params.penalties:
             asks = PATH_ASKS if points else 2 * PATH_ASKS
             theta, _ = await descend_to(penalty, everything=False, most=asks, tolerance=PATH_STEP)
