@@ -64,3 +64,23 @@ def test_errors_are_one_sentence(trained, monkeypatch, capsys, words, code, mess
     found, said = run_cli(monkeypatch, capsys, "predict", *words)
     assert found == code
     assert message in " ".join(said.err.split())
+
+
+def test_embeds_a_file_with_a_fine_tuned_model(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("torch")
+    sites = {s: a[:60].copy() for s, a in demo_data.demo_sites().items()}
+    run = rehearse("fine-tune", sites, rounds=1, hidden=(8,))
+    run.model.save(tmp_path / "model.npz")
+    write_cells(sites["vienna"], tmp_path / "new.h5ad")
+    words = ("embed", tmp_path / "model.npz", tmp_path / "new.h5ad", "--out", tmp_path / "out.h5ad")
+    code, said = run_cli(monkeypatch, capsys, *words)
+    assert code == 0, said.err
+    out = read_cells(tmp_path / "out.h5ad")
+    assert out.obsm["X_embedded"].shape == (60, 8)
+    assert out.uns["X_embedded"]["space"] == run.model.digest
+    code, said = run_cli(monkeypatch, capsys, "predict", tmp_path / "model.npz", tmp_path / "new.h5ad", "--json")
+    assert code == 0, said.err
+    assert json.loads(said.out)["cells"] == 60
+    code, said = run_cli(monkeypatch, capsys, "predict", tmp_path / "model.npz", tmp_path / "new.h5ad", "--adapt")
+    assert code == 2
+    assert "train-classifier" in said.err

@@ -242,9 +242,9 @@ def write_labels(
     import pandas as pd
 
     shares = None if share is None else np.asarray(share, dtype=np.float64)
-    for name, column in (("labels", labels), ("shares", shares)):
-        if column is not None and np.shape(column) != (adata.n_obs,):
-            raise DataError(f"Expected {adata.n_obs} {name}, one per cell, found shape {np.shape(column)}.")
+    for name, column in (("labels", np.asarray(labels, dtype=object)), ("shares", shares)):
+        if column is not None and column.shape != (adata.n_obs,):
+            raise DataError(f"Expected {adata.n_obs} {name}, one per cell, found shape {column.shape}.")
     adata.obs[key_added] = pd.Categorical(labels)
     if shares is not None:
         adata.obs[f"{key_added}_{share_name}"] = shares

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cloister import errors, workflows
+from cloister.cells.files import read_cells, write_cells
 from cloister.crypto.agreement import Identity
 from cloister.crypto.entropy import Entropy
 from cloister.errors import CloisterError
@@ -30,8 +31,8 @@ from cloister.net.channel import Event
 from cloister.net.mailbox import Mailbox
 from cloister.net.receipts import Receipt
 from cloister.net.seat import Outcome, take_part
-from cloister.run.rehearsal import Fault, Killed, Wires
 from cloister.run.run import Run, workflow_part
+from cloister.run.wires import Fault, Killed, Wires
 from cloister.study import CONSENTS, Party, Study, format_study
 
 if TYPE_CHECKING:
@@ -46,8 +47,6 @@ def run_processes(
     on_event: Callable[[Event], None] | None = None,
 ) -> Run:
     """Run the study's workflow with one process per party."""
-    from cloister.cells.files import read_cells, write_cells
-
     identities = {p: Identity.create(Entropy()) for p in study.parties}
     study = study.with_keys({p: i.public for p, i in identities.items()})
     run = Run(study)
@@ -163,8 +162,6 @@ class PipeLink:
 
 def child(folder: str, me: str, fd: str) -> None:
     """One party's process."""
-    from cloister.cells.files import read_cells, write_cells
-
     home, party = Path(folder), Party(me)
     pipe = Connection(int(fd))
     link, mailbox = PipeLink(pipe, threading.Lock()), Mailbox(party)

@@ -10,8 +10,9 @@ import numpy as np
 
 from cloister.cells import tables as cells
 from cloister.errors import DataError, ParameterError
-from cloister.net.seat import Outcome, Seat
+from cloister.net.seat import Outcome, Place, Seat
 from cloister.protocols.sums import averaged_quantiles, common_genes, pooled_quantiles
+from cloister.report.figures import COLOURS, QUIET, STYLES, canvas, log_scale, shown
 from cloister.workflows import Workflow
 from cloister.workflows.modes import modes_of
 from cloister.workflows.options import option
@@ -40,7 +41,7 @@ class Options:
             )
 
 
-def bin_values(adata: AnnData, seat: Seat, *, copy: bool = False) -> AnnData | None:
+def bin_values(adata: AnnData, seat: Seat | Place, *, copy: bool = False) -> AnnData | None:
     """Digitise expression values by bin edges that all sites of the study share.
 
     Parameters
@@ -48,7 +49,7 @@ def bin_values(adata: AnnData, seat: Seat, *, copy: bool = False) -> AnnData | N
     adata
         Counts or log values, sparse or dense; zeros are kept as bin 0 and do not count.
     seat
-        This site's place in a study of `bin-values`; the study says the options.
+        This site's place in a study of `bin-values`, from `cl.join(kit)`; the study says the options.
 
     Returns
     -------
@@ -122,8 +123,6 @@ def check(adata: AnnData, options: Options) -> list[str]:
 
 def figures(outcomes: Mapping[str, Outcome], options: Options) -> list[Any]:
     """Values per bin, and the edges, at each site against all sites together (as far as their cells are here)."""
-    from cloister.report.figures import COLOURS, QUIET, STYLES, canvas, log_scale, shown
-
     sites = {p: o.adata for p, o in sorted(outcomes.items()) if o.adata is not None}
     if not sites:
         return []

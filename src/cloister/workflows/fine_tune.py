@@ -13,10 +13,11 @@ import numpy as np
 from cloister.cells import tables as cells
 from cloister.errors import DataError, MissingExtra, ParameterError
 from cloister.models import graph
-from cloister.net.seat import Outcome, Seat
+from cloister.net.seat import Outcome, Place, Seat
 from cloister.protocols.fedavg import federated_training as protocol
 from cloister.protocols.fedavg.pseudo_labels import Pseudo
 from cloister.protocols.fedavg.training_parts import Offer, Trained
+from cloister.protocols.fedavg.training_terms import Params
 from cloister.workflows import Workflow
 from cloister.workflows.fine_tune_parts import FileStore, figures
 from cloister.workflows.modes import modes_of
@@ -117,7 +118,7 @@ class Options:
             raise ParameterError("dp_noise covers updates only; with xclp, labels of other sites would go around it")
 
 
-def fine_tune(adata: AnnData, seat: Seat, *, copy: bool = False) -> Any:
+def fine_tune(adata: AnnData, seat: Seat | Place, *, copy: bool = False) -> Any:
     """Train a classifier together with the other sites, by averaging updates that nobody sees alone.
 
     Parameters
@@ -125,7 +126,7 @@ def fine_tune(adata: AnnData, seat: Seat, *, copy: bool = False) -> Any:
     adata
         Cells; those with a label train, all are labelled in the end.
     seat
-        This site's place in a study of `fine-tune`; the study says the options.
+        This site's place in a study of `fine-tune`, from `cl.join(kit)`; the study says the options.
 
     Returns
     -------
@@ -212,10 +213,10 @@ def recipe_of(options: Options, seed: int, sites: int) -> Any:
     )
 
 
-def params_of(seat: Seat, options: Options) -> protocol.Params:
+def params_of(seat: Seat, options: Options) -> Params:
     apart = ("checkpoint", "key_added", "features_added", "pretrained")
     local = {k: v for k, v in vars(options).items() if k not in apart}
-    return protocol.Params(
+    return Params(
         seat.sites,
         seat.coordinator,
         json.dumps(local, sort_keys=True),
@@ -290,11 +291,15 @@ def examples_of(adata: AnnData, options: Options, *, seed: int = 0) -> tuple[Exa
     from cloister.models.learner import Table
     from cloister.models.scgpt import ScGPT
 
-    shared = {"dropout": options.dropout, "width": options.width, "seed": seed}
+    shared: dict[str, Any] = {"dropout": options.dropout, "width": options.width, "seed": seed}
     loaded = ScGPT.load(str(options.pretrained)) if options.model == "scgpt" else None
     examples = inputs_of(adata, options, seed).examples(adata, loaded)
     if loaded is not None:
-        tuned = {"tune": options.tune, "last_layers": options.last_layers, "lora_rank": options.lora_rank}
+        tuned: dict[str, Any] = {
+            "tune": options.tune,
+            "last_layers": options.last_layers,
+            "lora_rank": options.lora_rank,
+        }
         return examples, Blueprint("scgpt", len(loaded.vocab), checkpoint=loaded.digest, **tuned, **shared), loaded
     assert isinstance(examples, Table)
     if options.model == "mlp":
@@ -356,6 +361,13 @@ def files(outcome: Outcome) -> dict[str, bytes]:
     return {} if outcome.model is None else {"model.npz": outcome.model.to_bytes()}
 
 
+def read_model(path: Path, options: Options) -> Any:
+    from cloister.models.classifier import FineTuned
+    from cloister.models.scgpt import ScGPT
+
+    return FineTuned.load(path, ScGPT.load(options.pretrained) if options.pretrained is not None else None)
+
+
 WORKFLOW = Workflow(
     name="fine-tune",
     summary="Train one classifier on all sites' labelled cells, averaging updates by secure sums.",
@@ -365,5 +377,6 @@ WORKFLOW = Workflow(
     coordinator=coordinator,
     check=check,
     files=files,
+    model=("model.npz", read_model),
     figures=figures,
 )

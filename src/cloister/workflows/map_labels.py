@@ -10,10 +10,12 @@ import numpy as np
 
 from cloister.cells import tables as cells
 from cloister.errors import DataError, ParameterError
-from cloister.net.seat import Outcome, Seat
-from cloister.protocols.knn import mapping_terms, plain_knn, private_knn, published_knn
+from cloister.net.seat import Outcome, Place, Seat
+from cloister.protocols.knn import mapping_terms, plain_knn, private_knn, published_knn, verified_knn
+from cloister.report import figures as draw
 from cloister.study import Party, Study
 from cloister.workflows import Workflow
+from cloister.workflows.mapping_baselines import scores
 from cloister.workflows.modes import modes_of
 from cloister.workflows.one_space import agree_on_space
 from cloister.workflows.options import option
@@ -82,7 +84,7 @@ def who_computes(study: Study, computing: Sequence[Party]) -> str:
     return text
 
 
-def map_labels(adata: AnnData, seat: Seat, *, copy: bool = False) -> AnnData | None:
+def map_labels(adata: AnnData, seat: Seat | Place, *, copy: bool = False) -> AnnData | None:
     """Label cells by their nearest neighbours in references that stay at other sites.
 
     At the site that the study names as `query`, its cells are labelled. At any other, its labelled cells serve as
@@ -93,7 +95,7 @@ def map_labels(adata: AnnData, seat: Seat, *, copy: bool = False) -> AnnData | N
     adata
         Cells to label, or references. `adata.obsm[use_rep]` must lie in one space at all sites.
     seat
-        This site's place in a study of `map-labels`; the study says the options.
+        This site's place in a study of `map-labels`, from `cl.join(kit)`; the study says the options.
 
     Returns
     -------
@@ -184,7 +186,7 @@ def label_cells(seat: Seat, options: Options, x: Any, names: Any) -> tuple[Any, 
         role = mapping_terms.coordinator if seat.me == hub else mapping_terms.helper
         terms = seat.run(role, agreed)
     else:
-        step = options.round_to if plan.mode == "hardened" else 1
+        step = options.round_to if plan.mode in ("hardened", "semi-honest") else 1
         own = () if names is None or options.labels else tuple(sorted({str(n) for n in names}))
         norm = float(np.sqrt((x**2).sum(1).max()))
         mine = mapping_terms.Holding(x.shape[1], len(x), mapping_terms.rounded(len(x), step), norm, own)
@@ -206,7 +208,8 @@ def label_cells(seat: Seat, options: Options, x: Any, names: Any) -> tuple[Any, 
     )
     module, params = protocol_of(plan, core)
     if x is None and plan.mode == "plain" and seat.me != hub:
-        return seat.attend(params), terms.labels
+        seat.attend(params)
+        return None, terms.labels
     if x is None:
         return seat.run(module.coordinator if plan.mode == "plain" else module.helper, params), terms.labels
     if names is None:
@@ -220,7 +223,9 @@ def protocol_of(study: Study, core: private_knn.Params) -> tuple[Any, Any]:
         return plain_knn, plain_knn.Params(core, study.coordinator)
     if study.mode == "published":
         return published_knn, published_knn.Params(core)
-    return private_knn, core
+    if study.mode == "semi-honest":
+        return private_knn, core
+    return verified_knn, verified_knn.Params(core)
 
 
 def _check_bound(norm: float, options: Options) -> None:
@@ -261,16 +266,12 @@ def summary(adata: AnnData, options: Options) -> dict[str, Any]:
     made: dict[str, Any] = {"cells": len(found), "unknown": int((found == UNKNOWN).sum())}
     made["cells_per_label"] = {str(k): int(v) for k, v in found.value_counts().items()}
     if options.label_key in adata.obs and not adata.obs[options.label_key].isna().all():
-        from cloister.workflows.mapping_baselines import scores
-
         known = ~adata.obs[options.label_key].isna().to_numpy()
         made |= scores(adata.obs[options.label_key][known].astype(str).to_numpy(), found[known].to_numpy())
     return made
 
 
 def figures(outcomes: Mapping[str, Outcome], options: Options) -> list[Any]:
-    from cloister.report import figures as draw
-
     adata = outcomes[options.query].adata if options.query in outcomes else None
     if adata is None or options.key_added not in adata.obs:
         return []

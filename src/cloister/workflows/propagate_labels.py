@@ -11,9 +11,15 @@ import numpy as np
 from cloister.cells import tables as cells
 from cloister.errors import DataError, ParameterError
 from cloister.models import graph
-from cloister.net.seat import Outcome, Seat
+from cloister.net.seat import Outcome, Place, Seat
 from cloister.protocols.hamming import shared_codes
-from cloister.protocols.propagation import label_propagation, private_propagation, propagation_terms
+from cloister.protocols.propagation import (
+    label_propagation,
+    private_propagation,
+    propagation_terms,
+    verified_propagation,
+)
+from cloister.report import figures as draw
 from cloister.study import Study
 from cloister.workflows import Workflow
 from cloister.workflows.modes import modes_of
@@ -55,7 +61,7 @@ class Options:
             raise ParameterError("option 'key_added' must be a name of its own, so that given labels are kept")
 
 
-def propagate_labels(adata: AnnData, seat: Seat, *, copy: bool = False) -> AnnData | None:
+def propagate_labels(adata: AnnData, seat: Seat | Place, *, copy: bool = False) -> AnnData | None:
     """Label the cells without a label from those that have one, at any site, over a graph of all sites' cells.
 
     Parameters
@@ -64,7 +70,7 @@ def propagate_labels(adata: AnnData, seat: Seat, *, copy: bool = False) -> AnnDa
         Cells, all, some or none of them labelled: `adata.obs[label_key]`, where NaN means no label. The embedding
         `adata.obsm[use_rep]` must be one space for all sites. The column may be missing at a site without labels.
     seat
-        This site's place in a study of `propagate-labels`; the study says the options.
+        This site's place in a study of `propagate-labels`, from `cl.join(kit)`; the study says the options.
 
     Returns
     -------
@@ -114,7 +120,7 @@ def params_of(study: Study, options: Options) -> propagation_terms.Params:
 
 
 def _protocol(study: Study) -> Any:
-    return label_propagation if study.mode == "published" else private_propagation
+    return {"published": label_propagation, "semi-honest": private_propagation}.get(study.mode, verified_propagation)
 
 
 def labels_of(adata: AnnData, options: Options) -> list[str | None]:
@@ -165,7 +171,7 @@ def check(adata: AnnData, options: Options) -> list[str]:
 def who_computes(study: Study) -> str:
     """One sentence for the people behind the parties."""
     first, second, third = shared_codes.computing(study.sites, study.coordinator)
-    text = f"{first}, {second} and {third} compute; any two of them together could see the codes of all cells"
+    text = f"{first}, {second} and {third} compute; any two of them together could see codes and labels of all cells"
     if third == study.coordinator:
         text += f". {third} holds no cells and computes because there are only two sites"
     return text
@@ -212,8 +218,6 @@ def summary(adata: AnnData, options: Options) -> dict[str, Any]:
 
 
 def figures(outcomes: Mapping[str, Outcome], options: Options) -> list[Any]:
-    from cloister.report import figures as draw
-
     made: list[Any] = []
     confidence: dict[str, Any] = {}
     here = {s: o.adata for s, o in outcomes.items() if o.adata is not None and options.key_added in o.adata.obs}

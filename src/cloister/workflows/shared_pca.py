@@ -12,8 +12,9 @@ from cloister.cells import tables as cells
 from cloister.cells.genes import check_unique, gene_names, plain_name
 from cloister.cells.spaces import digest_of
 from cloister.errors import DataError, ParameterError
-from cloister.net.seat import Outcome, Seat
+from cloister.net.seat import Outcome, Place, Seat
 from cloister.protocols.sums import shared_pca as protocol
+from cloister.report.figures import curves, embedding
 from cloister.workflows import Workflow
 from cloister.workflows.modes import modes_of
 from cloister.workflows.options import option
@@ -52,7 +53,7 @@ class Options:
             raise ParameterError("options 'target_sum' and 'max_value' must be above 0, 'min_cells' at least 2")
 
 
-def shared_pca(adata: AnnData, seat: Seat, *, copy: bool = False) -> AnnData | None:
+def shared_pca(adata: AnnData, seat: Seat | Place, *, copy: bool = False) -> AnnData | None:
     """Put cells into the principal components of all sites' cells together.
 
     Normalisation, choice of genes, scaling and components are those that scanpy computes on the pooled cells. It
@@ -64,7 +65,7 @@ def shared_pca(adata: AnnData, seat: Seat, *, copy: bool = False) -> AnnData | N
     adata
         Raw counts (or log values with `kind="log"`, at every site alike), sparse or dense.
     seat
-        This site's place in a study of `shared-pca`; the study says the options.
+        This site's place in a study of `shared-pca`, from `cl.join(kit)`; the study says the options.
 
     Returns
     -------
@@ -178,8 +179,6 @@ def check(adata: AnnData, options: Options) -> list[str]:
 
 def figures(outcomes: Mapping[str, Outcome], options: Options) -> list[Any]:
     """The cells that are here in the first two components, by site; how much each component explains."""
-    from cloister.report.figures import curves, embedding
-
     here = {s: o.adata for s, o in outcomes.items() if o.adata is not None and options.key_added in o.adata.obsm}
     made: list[Any] = []
     if here and options.n_components > 1:
