@@ -72,6 +72,18 @@ def test_an_embedding_instead_of_genes():
     check_ideal(pooled_logistic, [embedded()], agree=agree)
 
 
+def test_log_values_to_any_base():
+    """Logarithms to base 2 of deep libraries: undone, their squares would not fit into a sum."""
+    c = case(kind="log")
+    inputs = {}
+    for u, (mine,) in c.inputs.items():
+        x = mine.x.copy()
+        x.data = np.log2(1 + 4000 * x.data)
+        inputs[u] = (dataclasses.replace(mine, x=x),)
+    assert max(m.x.max() for (m,) in inputs.values()) > 14
+    check_ideal(pooled_logistic, [Case(c.params, inputs)], agree=agree)
+
+
 def test_every_party_has_the_same_model_and_counts_the_openings():
     run = run_protocol(pooled_logistic, case())
     check_no_errors(run)

@@ -15,8 +15,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import scipy.sparse
 
 from cloister.arrays import F64, I64
+from cloister.cells import genes
 from cloister.errors import DataError, ParameterError, ProtocolAbort
 from cloister.models import logistic
 from cloister.models.logistic import Rows
@@ -108,6 +110,14 @@ def values(params: Params, mine: Labelled, common: tuple[str, ...]) -> tuple[Any
     if params.embedding:
         x = np.asarray(mine.x, dtype=np.float64)
         return x, np.concatenate([[float(len(x))], x.sum(axis=0), (x**2).sum(axis=0)])
+    if params.kind == "log":  # to any base, so genes are chosen by the dispersion of the logarithms themselves
+        log = scipy.sparse.csr_matrix(mine.x[:, genes.match_genes(list(mine.names), list(common))], dtype=np.float64)
+        if log.nnz and log.data.max() > shared_pca.LARGEST_LOG:
+            raise DataError(
+                f"log values above {shared_pca.LARGEST_LOG:g}; these are not logarithms: pass counts instead"
+            )
+        both = [np.asarray(part.sum(axis=0)).ravel() for part in (log, log.multiply(log))]
+        return log, np.concatenate([[float(log.shape[0])], *both, *both])
     y = shared_pca.normalise(params.cells, shared_pca.Cells(mine.names, mine.x, mine.library), common)
     sums = shared_pca.moments(y)
     y.data = np.log1p(y.data)
