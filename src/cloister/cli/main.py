@@ -144,7 +144,7 @@ def check(
     """Say whether a file is ready for a workflow, and whether several fit together. Nothing is sent."""
     from cloister import workflows
     from cloister.cells import tables as cells
-    from cloister.cells.files import read_cells
+    from cloister.cells.files import open_cells
     from cloister.cells.genes import genes_in_common
 
     words = [*map(str, files), *context.args]
@@ -156,7 +156,7 @@ def check(
     told: dict[str, Any] = {}
     loaded = {}
     for path in paths:
-        adata = loaded[str(path)] = read_cells(path)
+        adata = loaded[str(path)] = open_cells(path)
         told[str(path)] = cells.describe(adata)
         if found is None:
             cells.check_cells(adata)
@@ -259,9 +259,9 @@ def receipt(
     if path.suffix == ".h5ad":
         if verify:
             raise UsageError("the .h5ad carries a summary; --verify needs the receipt.json beside it")
-        from cloister.cells.files import read_cells
+        from cloister.cells.files import open_cells
 
-        notes = dict(read_cells(path).uns.get("cloister", {}))
+        notes = dict(open_cells(path).uns.get("cloister", {}))
         briefs = [json.loads(v) for v in notes.values() if isinstance(v, str) and v.startswith("{")]
         if not briefs:
             raise UsageError(f"{path} carries no receipt; was it written by a Cloister run?")

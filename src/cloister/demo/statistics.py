@@ -18,7 +18,7 @@ from cloister.run.rehearsal import rehearse
 def bin_values(tell: Tell) -> Played:
     """Share of values that get the bin which the pooled quantiles would give them."""
     from cloister.protocols.sums import averaged_quantiles, secure_sum
-    from cloister.workflows.bin_values import digitise
+    from cloister.workflows.bin_values import digitise, spread
 
     sites = demo_data.demo_sites()
     values = {p: np.concatenate([*cells.nonzero_values(a)]) for p, a in sites.items()}
@@ -26,7 +26,8 @@ def bin_values(tell: Tell) -> Played:
     pooled = np.quantile(np.concatenate([*values.values()]), levels)
 
     def right(edges: Callable[[str], Any]) -> float:
-        hits = [digitise(v, edges(p)) == digitise(v, pooled) for p, v in values.items()]
+        shares = {p: spread(np.arange(len(v), dtype=np.uint64), 0) for p, v in values.items()}
+        hits = [digitise(v, edges(p), shares[p]) == digitise(v, pooled, shares[p]) for p, v in values.items()]
         return float(np.mean(np.concatenate(hits)))
 
     alone = right(lambda p: np.quantile(values[p], levels))

@@ -186,11 +186,11 @@ def lost(party: str, run: str, why: str) -> Ended:
 
 def open_cells(policy: Policy) -> AnnData:
     """Read this site's cells, and give columns the names that the study uses."""
-    from cloister.cells.files import read_cells
+    from cloister.cells import files
 
     if policy.data is None:
         raise DataError("local/site.toml: 'data' is missing; write where your cells are")
-    adata = read_cells(policy.data)
+    adata = files.open_cells(policy.data)
     for name, table, renames in (("obs", adata.obs, policy.obs), ("obsm", adata.obsm, policy.obsm)):
         for theirs, ours in renames.items():
             if ours not in table:

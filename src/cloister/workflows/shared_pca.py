@@ -20,6 +20,8 @@ from cloister.workflows.options import option
 if TYPE_CHECKING:
     from anndata import AnnData
 
+POINTS = 20_000  # cells of a site that are drawn, at most
+
 
 @dataclass(frozen=True)
 class Options:
@@ -117,13 +119,10 @@ def own_names(adata: AnnData, options: Options) -> list[str]:
 
 
 def cells_of(adata: AnnData, options: Options) -> protocol.Cells:
-    matrix = adata.X if options.layer is None else adata.layers[options.layer]
-    if adata.isbacked:
-        matrix = matrix[:]
     library = None
     if options.library_key is not None:
         library = np.asarray(adata.obs[options.library_key], dtype=np.float64)
-    return protocol.Cells(tuple(own_names(adata, options)), matrix, library)
+    return protocol.Cells(tuple(own_names(adata, options)), cells.rows_of(adata, options.layer), library)
 
 
 def write_space(adata: AnnData, key: str, space: protocol.Space, scores: Any, names: list[str]) -> None:
@@ -145,8 +144,9 @@ def write_space(adata: AnnData, key: str, space: protocol.Space, scores: Any, na
 
 def check(adata: AnnData, options: Options) -> list[str]:
     """Raise `DataError` if these cells cannot take part; return what the user should know."""
-    cells.check_cells(adata, layer=options.layer)
-    found = cells.expression_kind(adata, options.layer)
+    seen = cells.check_cells(adata, layer=options.layer)
+    assert seen is not None
+    found = seen.kind
     if found != options.kind:
         fix = "pass layer= with raw counts, or kind='log' at every site" if options.kind == "counts" else "pass layer="
         raise DataError(f"expected {options.kind} values, found {found} values; {fix}")
@@ -178,8 +178,9 @@ def figures(outcomes: Mapping[str, Outcome], options: Options) -> list[Any]:
     here = {s: o.adata for s, o in outcomes.items() if o.adata is not None and options.key_added in o.adata.obsm}
     made: list[Any] = []
     if here and options.n_components > 1:
-        points = np.concatenate([a.obsm[options.key_added][:, :2] for a in here.values()])
-        of = [site for site, a in here.items() for _ in range(a.n_obs)]
+        some = {s: np.linspace(0, a.n_obs - 1, min(a.n_obs, POINTS)).astype(int) for s, a in here.items()}
+        points = np.concatenate([a.obsm[options.key_added][some[s], :2] for s, a in here.items()])
+        of = [site for site in here for _ in some[site]]
         made.append(embedding(points, of, title="Cells in the shared space, by site", order=list(here)))
     ratio: list[float] = next(
         (o.result["variance_ratio"] for o in outcomes.values() if "variance_ratio" in o.result), []
