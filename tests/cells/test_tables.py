@@ -11,6 +11,7 @@ from scipy import sparse
 
 from cloister.cells import demo as demo_data
 from cloister.cells import tables as cells
+from cloister.cells import values as cell_values
 from cloister.errors import DataError
 
 COUNTS = np.array([[0, 3, 0], [1, 0, 0], [0, 0, 2], [5, 1, 0]], dtype=np.float32)
@@ -32,10 +33,10 @@ def stored(tmp_path):
     return make
 
 
-@pytest.fixture(params=[cells._BLOCK, 4])
+@pytest.fixture(params=[cell_values._BLOCK, 4])
 def small_blocks(request, monkeypatch):
     """Run with one block, and with blocks of a row or so."""
-    default = cells._blocks.__kwdefaults__
+    default = cell_values.blocks.__kwdefaults__
     monkeypatch.setitem(default, "entries", request.param)
 
 
@@ -134,10 +135,10 @@ def test_expression_kind(stored, storage):
 
 
 def test_expression_kind_reads_a_bounded_sample(stored, monkeypatch):
-    monkeypatch.setattr(cells, "_SAMPLE", 10)
+    monkeypatch.setattr(cell_values, "_SAMPLE", 10)
     adata = stored(np.ones((500, 10)), "csr")
     seen = []
-    monkeypatch.setattr(cells, "_stored", lambda block: seen.append(block.shape) or block.data)
+    monkeypatch.setattr(cell_values, "_stored", lambda block: seen.append(block.shape) or block.data)
     assert cells.expression_kind(adata) == "counts"
     assert seen == [(1, 10)] * 16
 

@@ -8,6 +8,7 @@ from scipy import sparse
 from cloister import workflows
 from cloister.cells import demo as demo_data
 from cloister.cells import tables as cells
+from cloister.cells import values as cell_values
 from cloister.cells.files import read_cells, write_cells
 from cloister.errors import DataError, ParameterError, ProtocolAbort
 from cloister.net.seat import Outcome
@@ -198,7 +199,7 @@ def test_another_layer_and_another_name():
         a.layers["log"] = sparse.csr_matrix(log_values(dense(a.X)))
     run = rehearse("bin-values", data, layer="log", key_added="bins", n_bins=21)
     bins = pooled_bins(data, 21, "log")[1]
-    for site, a in run.data.items():
+    for a in run.data.values():
         assert "binned" not in a.layers
     assert share_equal(run, bins, "bins") >= 0.999
 
@@ -292,7 +293,7 @@ def test_streamed_from_disk_the_result_is_the_same_and_nothing_is_loaded(form, p
     if processes and form is not sparse.csr_matrix:
         pytest.skip("once is enough")
     data = count_sites(form=form)
-    monkeypatch.setattr(cells._blocks, "__kwdefaults__", cells._blocks.__kwdefaults__ | {"entries": 700})
+    monkeypatch.setitem(cell_values.blocks.__kwdefaults__, "entries", 700)
     paths = {}
     for site, a in data.items():
         a.layers["kept"] = a.X.copy()

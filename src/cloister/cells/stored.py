@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 from anndata import AnnData
 
-from cloister.cells.tables import Mapping, is_on_disk, map_block
+from cloister.cells.values import Mapping, is_on_disk, map_block
 from cloister.errors import DataError
 
 _ROWS = 2**22  # stored entries that are written at a time
@@ -66,7 +66,7 @@ def stamp_of(path: Path) -> tuple[Any, ...]:
         return ()
 
 
-class StoredCells(AnnData):
+class StoredCells(AnnData):  # type: ignore[misc]
     """An `AnnData` whose `X` and layers are on disk, and that knows the file they are in."""
 
     origin: Origin
@@ -205,7 +205,7 @@ def mapped_layer(matrix: Any, fn: Mapping, dtype: npt.DTypeLike) -> Any:
 
 
 def _mapped_type(base: type) -> Any:
-    class MappedDataset(base):  # type: ignore[misc, valid-type]
+    class MappedDataset(base):  # type: ignore[misc]
         """As sparse as what it is made from; anndata takes it for a dataset on disk."""
 
         def __init__(self, matrix: Any, fn: Mapping, dtype: np.dtype[Any]) -> None:

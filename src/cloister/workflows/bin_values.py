@@ -132,7 +132,7 @@ def digitise(values: F64, edges: F64, shares: F64) -> I64:
 
 
 def spread(at: U64, seed: int) -> F64:
-    """A number in [0, 1) for every place in a matrix, the same however the matrix is cut: splitmix64 of place and seed."""
+    """A number in [0, 1) for every place in a matrix, however the matrix is cut: splitmix64 of place and seed."""
     z = (at + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -156,7 +156,7 @@ def check(adata: AnnData, options: Options) -> list[str]:
 
 
 def figures(outcomes: Mapping[str, Outcome], options: Options) -> list[Any]:
-    """Values per bin, and the edges, at each site against all sites together, from a sample of the cells that are here."""
+    """Values per bin, and the edges, at each site against all sites together, from a sample of the cells here."""
     from cloister.report.figures import COLOURS, QUIET, STYLES, canvas, log_scale, shown
 
     sites = {p: o.adata for p, o in sorted(outcomes.items()) if o.adata is not None}

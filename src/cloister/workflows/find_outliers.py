@@ -227,7 +227,7 @@ def table(adata: AnnData, options: Options) -> tuple[list[str], F64]:
             f"{found.shape[0]} rows x {len(names)} columns are too many to be made dense; "
             "reduce them to some components (`shared-pca`) and pass use_rep="
         )
-    found = found[:] if adata.isbacked and options.use_rep in (None, "X") else found
+    found = found[:] if adata.isbacked or cells.is_on_disk(found) else found
     dense = np.asarray(found.toarray() if hasattr(found, "toarray") else found)
     if dense.ndim != 2 or 0 in dense.shape or dense.dtype.kind not in "biuf":
         raise DataError(f"expected a table of numbers, one row each, found shape {dense.shape} of {dense.dtype}")

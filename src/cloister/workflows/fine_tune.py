@@ -282,7 +282,7 @@ def examples_of(adata: AnnData, options: Options, *, seed: int = 0) -> tuple[Exa
     loaded = ScGPT.load(str(options.pretrained))
     ids = gene_tokens(adata, options.gene_key, loaded)
     names = [str(name) for name in adata.obs_names]
-    tokens = tokenize(_csr(adata.X), ids, names, loaded, cls_value=0.0, seed=seed)
+    tokens = tokenize(_csr(adata.X[:]), ids, names, loaded, cls_value=0.0, seed=seed)
     blueprint = Blueprint(
         "scgpt",
         len(loaded.vocab),
