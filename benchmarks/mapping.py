@@ -3,6 +3,7 @@
     python benchmarks/mapping.py --quick                      real sets cut short, one small size, a few minutes
     python benchmarks/mapping.py                              everything
     python benchmarks/mapping.py --spu PYTHON --crypten PYTHON      interpreters that have the peers installed
+    python benchmarks/mapping.py --only modes                 hardened beside semi-honest, also with late messages
 
 Peers live in environments of their own (`python -m venv`, `pip install spu==0.9.5`; CrypTen: `pip install --no-deps
 crypten` beside torch, onnx, omegaconf, pyyaml). Where an interpreter is not given, that peer is left out and the table
@@ -59,13 +60,38 @@ class Wires:
             w.join(timeout=10)
 
 
-def child(rank, ends, path, params, out):
+def protocol(params, mode):
+    """The protocol file of a mode, and its parameters."""
+    from cloister.protocols.knn import private_knn, verified_knn
+
+    core = private_knn.Params(**params)
+    return (private_knn, core) if mode == "semi-honest" else (verified_knn, verified_knn.Params(core))
+
+
+def warm_up():
+    """Load the compiled loops before the clock starts."""
+    from cloister.crypto import gf64
+
+    def some(*shape):
+        return np.ones(shape, np.uint64)
+
+    half = some(32, 8)
+    gf64.gram_bits(half, half, half, half, some(8))
+    gf64.fold_bits(half, half, some(64), some(8), some(8, 64))
+    gf64.sum_where(some(8, 64), half, half, some(64))
+    gf64.product_coefficients(gf64.gram_field(some(16, 8), some(16, 8)), gf64.powers(np.uint64(3), 16))
+    gf64.fold_field(some(16, 8), gf64.times(some(16), some(16)))
+    gf64.weigh_rows(half, some(32), some(8)), gf64.dot(some(8), some(8))
+    gf64.scatter_weights(np.zeros((1, 8), np.uint32), some(1), some(8), some(1, 8))
+    gf64.to_words(gf64.to_planes(some(64), 3))
+
+
+def child(rank, ends, path, params, out, mode, late):
     from cloister.crypto.agreement import Identity
     from cloister.crypto.entropy import Entropy
     from cloister.crypto.prg import Prg
     from cloister.net.mailbox import Mailbox
     from cloister.net.seat import Outcome, take_part
-    from cloister.protocols.knn import private_knn
     from cloister.study import Study
 
     me = PARTIES[rank]
@@ -79,15 +105,30 @@ def child(rank, ends, path, params, out):
         timeout=600.0,
     )
     given = np.load(path)
-    params = private_knn.Params(**params)
+    module, params = protocol(params, mode)
     inputs = (given["q"],) if rank == 0 else (given[f"r{rank}"], given[f"y{rank}"])
-    role = private_knn.roles(params)[me]
+    role = module.roles(params)[me]
+    warm_up()
     box = Mailbox(me)
 
     def listen(peer):
+        held = queue.SimpleQueue()  # frames that are late, each by `late` seconds
+
+        def hand_over():
+            while True:
+                at, frame = held.get()
+                time.sleep(max(0.0, at - time.perf_counter()))
+                box.put(peer, frame)
+
+        if late:
+            threading.Thread(target=hand_over, daemon=True).start()
         try:
             while True:
-                box.put(peer, ends[peer].recv_bytes())
+                frame = ends[peer].recv_bytes()
+                if late:
+                    held.put((time.perf_counter() + late, frame))
+                else:
+                    box.put(peer, frame)
         except (EOFError, OSError):
             pass
 
@@ -125,14 +166,14 @@ def child(rank, ends, path, params, out):
     out.join_thread()
 
 
-def ours(path, params):
+def ours(path, params, mode="hardened", late=0.0):
     context = mp.get_context("spawn")
     pipes = {frozenset((i, j)): context.Pipe() for i in range(3) for j in range(i)}
     out = context.Queue()
     children = []
     for i in range(3):
         ends = {PARTIES[j]: pipes[frozenset((i, j))][int(i < j)] for j in range(3) if j != i}
-        children.append(context.Process(target=child, args=(i, ends, path, params, out)))
+        children.append(context.Process(target=child, args=(i, ends, path, params, out, mode, late)))
     for c in children:
         c.start()
     rows = {}
@@ -273,26 +314,59 @@ def side_by_side(m, n, d, k, args, limit):
     return rows
 
 
+def modes(sizes):
+    """Hardened (one party may lie) beside semi-honest, in one run; then with every message late."""
+    print("\nhardened beside semi-honest, 40 bits, 16 labels, three processes each")
+    print(
+        f"{'':34}{'seconds':>9}{'CPU-s':>9}{'MB':>10}{'B/pair':>9}{'rounds':>8}{'peak GB':>9}  agrees with pooled k-NN"
+    )
+    for (m, n, d, k), late in sizes:
+        with tempfile.TemporaryDirectory() as folder:
+            params, (q, r, y) = write_case(folder, m, n, d, k, 40)
+            truth, ties = pooled(q, r, y, k)
+            rows = {mode: ours(f"{folder}/ours.npz", params, mode, late) for mode in ("semi-honest", "hardened")}
+        for mode, row in rows.items():
+            name = f"{m} x {n}, d={d}, k={k}, {f'{1000 * late:.0f} ms late, ' if late else ''}{mode}"
+            agree = float((np.array(row["labels"]) == truth)[~ties].mean())
+            print(
+                f"{name:50}{row['seconds']:9.2f}{row['cpu']:9.2f}{row['bytes'] / 1e6:10.1f}{row['bytes'] / m / n:9.1f}"
+                f"{row['rounds']:8d}{row['peak'] / 1e9:9.2f}  {agree:.4f} of {int((~ties).sum())}"
+            )
+        one, two = rows["semi-honest"], rows["hardened"]
+        print(
+            "  ratio: " + ", ".join(f"{x} {two[x] / one[x]:.2f}" for x in ("seconds", "cpu", "bytes", "rounds", "peak"))
+        )
+        parts = sorted(two["kinds"].items(), key=lambda x: -x[1])
+        print(
+            "  bytes per pair: " + ", ".join(f"{kind} {size / m / n:.2f}" for kind, size in parts if size > m * n / 100)
+        )
+
+
+MODES = [((100, 2000, 64, 5), 0.0), ((500, 6000, 128, 10), 0.0), ((100, 2000, 64, 5), 0.03)]
+LARGE = [((1000, 20_000, 128, 10), 0.0)]
+
+
 def floor(m, n, row, bits):
     """Where the bytes go, and what the least is that this way of computing could send."""
     print(f"\nwhere the bytes go, {m} x {n}, {bits} bits (bytes per pair of query and reference)")
     names = {
-        "Hop": "shuffle: 4 words",
-        "Digits": "monomials of digits, bits as numbers",
-        "Pair": "generate and propagate, made replicated",
-        "Reshare": "one AND per digit and party",
-        "OpenAll": "outcomes of comparisons",
+        "Hopped": "shuffle: 6 words",
+        "Gate": "one AND per bit of a key and of a comparison",
+        "Product": "keys: 3 words",
+        "Sum": "bits of the sum that party 0 knows",
+        "Halves": "proofs of products",
+        "Folded": "proofs of gates, carries and hops",
+        "Open": "outcomes of comparisons",
         "Input": "inputs",
     }
     for kind, size in sorted(row["kinds"].items(), key=lambda x: -x[1]):
         if kind in names:
             print(f"  {size / m / n:7.2f}  {kind:8} {names[kind]}")
-    bits += (n - 1).bit_length()  # the number of a reference stands below every key
-    words = 4 * bits / 8
-    digits = -(-(bits - 1) // 3)
-    compare = ((bits - 1) // 3 * 7 + (2 ** ((bits - 1) % 3) - 1) + 1 + 2 * digits + 3 * (digits - 1) + 3) / 8
-    least = words + compare
-    print(f"  floor of this method: {words:.1f} (shuffle) + {compare:.1f} (one comparison per pair) = {least:.1f}")
+    wide = bits + (n - 1).bit_length()  # the number of a reference stands below every key
+    size = [-(-x // 8) for x in (bits, wide)]
+    words, gates = 3 * size[0] + 6 * size[1], (bits + 3 * (bits - 1) + 3 * wide + 3) / 8
+    least = words + gates
+    print(f"  floor of this method: {words:.1f} (words) + {gates:.1f} (bits, one comparison per pair) = {least:.1f}")
     print(f"  sent: {row['bytes'] / m / n:.1f}, {row['bytes'] / m / n / least:.2f} of the floor")
 
 
@@ -412,7 +486,7 @@ def main():
     parser.add_argument("--crypten-pairs", type=int, default=200_000, help="CrypTen runs so many; the rest is by rule")
     parser.add_argument("--limit", type=int, default=1200, help="seconds a peer may take")
     parser.add_argument("--budget", type=float, default=300.0, help="seconds a row of the scale table may take")
-    parser.add_argument("--only", choices=("real", "peers", "scale"), help="one part only")
+    parser.add_argument("--only", choices=("real", "peers", "scale", "modes"), help="one part only")
     parser.add_argument("--report", help="write the report of the real runs to this folder")
     args = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -435,6 +509,8 @@ def main():
         for m, n, d, k in sizes:
             rows = side_by_side(m, n, d, k, args, args.limit)
         floor(m, n, rows["ours, 40 bits"], 40)
+    if args.only in (None, "modes"):
+        modes(MODES[:1] if args.quick else MODES + LARGE)
     if args.only in (None, "scale"):
         sizes = [(200, 2000), (500, 6000)]
         sizes += [] if args.quick else [(1000, 20_000), (1000, 150_000), (5000, 150_000)]

@@ -41,7 +41,7 @@ from cloister.errors import ParameterError
 
 Party = NewType("Party", str)
 Role = Literal["coordinator", "site", "auxiliary"]
-Mode = Literal["hardened", "published", "plain"]
+Mode = Literal["hardened", "semi-honest", "published", "plain"]
 
 CONSENTS = {  # what a party may be asked for beyond taking part; only its own settings give it
     "open-model": "opening the model",

@@ -46,16 +46,72 @@ def test_extension(base):
     receiver, sender = ot.ExtensionReceiver(first, second), ot.ExtensionSender(s, chosen)
     for m in (8, 4096 * 8 + 64):  # two batches of one pair of streams
         x = Prg(bytes(range(32))).bits(m)
-        u, t = receiver.extend(x)
-        q = sender.extend(u)
+        u, t = receiver.extend(x, E)
+        q = sender.extend(u, m)
         np.testing.assert_array_equal(q, t ^ (x[:, None] * sender.s))
+        sender.check(b"\x07" * 32, receiver.answer(b"\x07" * 32))
     with pytest.raises(ParameterError):
-        receiver.extend(x[:7])
+        receiver.extend(x[:7], E)
+
+
+def test_a_receiver_with_other_choices_in_every_column_reads_everything_without_the_check(base):
+    """S3: row i has another choice in column i. Who then sees m_i, by its distances, knows bit i of s, and all δ."""
+    s, chosen, first, second = base
+    receiver, sender, pads = ot.ExtensionReceiver(first, second), ot.ExtensionSender(s, chosen), ot.Pads(b"run")
+    m = 256
+    u, t = receiver.extend(np.zeros(m, np.uint8), E)
+    for i in range(ot.BASE):
+        u[i, i // 8] ^= 1 << i % 8
+    q = sender.extend(u, m)
+    secret = np.random.default_rng(1).integers(0, 1 << 16, (m, 2)).astype(np.uint16)
+    base_words = pads.pad(q, 0, 2, np.uint16)
+    corrections = base_words + secret - pads.pad(q ^ sender.s, 0, 2, np.uint16)
+    guessed = np.zeros(ot.BASE, np.uint8)
+    for i in range(ot.BASE):  # what follows from the first 128 of m, say because their distances are opened
+        other = t[i : i + 1].copy()
+        other[0, i // 8] ^= 1 << i % 8
+        guessed[i] = (pads.pad(other, i, 2, np.uint16) == base_words[i]).all()
+    np.testing.assert_array_equal(guessed, s)
+    key = np.packbits(guessed, bitorder="little")
+    rest = slice(ot.BASE, m)
+    read = corrections[rest] - pads.pad(t[rest], ot.BASE, 2, np.uint16) + pads.pad(t[rest] ^ key, ot.BASE, 2, np.uint16)
+    np.testing.assert_array_equal(read, secret[rest])
+    with pytest.raises(ProtocolAbort, match="differ between columns"):
+        sender.check(b"\x07" * 32, receiver.answer(b"\x07" * 32))
+
+
+@pytest.mark.parametrize("column", [0, 77, 127])
+def test_one_wrong_column_is_a_guess_at_one_bit(base, column):
+    s, chosen, first, second = base
+    receiver, sender = ot.ExtensionReceiver(first, second), ot.ExtensionSender(s, chosen)
+    u, _ = receiver.extend(np.zeros(64, np.uint8), E)
+    u[column, 3] ^= 4
+    sender.extend(u, 64)
+    answer = receiver.answer(b"\x07" * 32)
+    if s[column]:
+        with pytest.raises(ProtocolAbort, match="differ between columns"):
+            sender.check(b"\x07" * 32, answer)
+    else:
+        sender.check(b"\x07" * 32, answer)
+
+
+def test_the_answer_hides_the_choices(base):
+    """X̃ for all zeros and for all ones is uniform alike: over many batches every bit is set half of the time."""
+    _, _, first, second = base
+    for x in (0, 1):
+        receiver = ot.ExtensionReceiver(first, second)
+        sums = []
+        for _ in range(400):
+            receiver.extend(np.full(8, x, np.uint8), E)
+            sums.append(receiver.answer(b"\x07" * 32)[0])
+        bits = np.unpackbits(np.array(sums).view(np.uint8).reshape(400, 8), axis=1)
+        assert abs(bits.mean() - 0.5) < 0.02
+        assert (abs(bits.mean(axis=0) - 0.5) < 0.13).all()
 
 
 def test_what_the_sender_sees_does_not_depend_on_the_choices(base):
     _, _, first, second = base
-    seen = [ot.ExtensionReceiver(first, second).extend(np.full(8000, x, np.uint8))[0] for x in (0, 1)]
+    seen = [ot.ExtensionReceiver(first, second).extend(np.full(8000, x, np.uint8), E)[0] for x in (0, 1)]
     for u in seen:
         assert abs(np.unpackbits(u).mean() - 0.5) < 0.005  # 128 000 bits: 3.5 standard deviations
 

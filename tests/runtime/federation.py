@@ -95,7 +95,7 @@ class Federation:
     def start(self, *parties: str, patch: str = "", carrier: Path | None = None) -> None:
         """Start services; `patch` is code to run first, `carrier` a program to run in the carrier's place."""
         if carrier is not None:
-            patch += f"import cloister.runtime.service as s; s.PROGRAM = {str(carrier)!r}; "
+            patch += f"import cloister.runtime.launch as s; s.PROGRAM = {str(carrier)!r}; "
         code = patch + START
         for p in parties:
             self.services[p] = self.spawn(self.kits[p], self.folder / f"{p}.out", code)

@@ -43,6 +43,15 @@ def test_published_equals_hardened(sites):
     np.testing.assert_array_equal(*found)
 
 
+def test_semi_honest_equals_hardened_and_says_what_it_is(sites):
+    few = {name: adata[:40].copy() for name, adata in sites.items()}
+    runs = {m: cl.rehearse("map-labels", data=few, mode=m, **OPTIONS) for m in ("hardened", "semi-honest")}
+    np.testing.assert_array_equal(*map(mapped, runs.values()))
+    sent = {m: {e.protocol for e, _ in run.receipts["vienna"].entries if e.kind == "sent"} for m, run in runs.items()}
+    assert sent["hardened"] == {"mapping_terms", "verified", "verified_knn", "channel"}
+    assert "replicated" in sent["semi-honest"]
+
+
 @pytest.mark.slow
 def test_processes_give_the_same(sites):
     few = {name: adata[:40].copy() for name, adata in sites.items()}
@@ -115,7 +124,7 @@ def test_prototypes_are_fewer_and_nearly_as_good(sites):
 def test_functions_at_a_site_and_receipts(sites):
     run = cl.rehearse("map-labels", data=sites, **OPTIONS)
     opened = {(e.protocol, e.line, e.to) for e, _ in run.receipts["vienna"].entries if e.kind == "opened"}
-    assert ("private_knn", "L8", "vienna") in opened
+    assert ("verified_knn", "L8", "vienna") in opened
     assert not [x for x in opened if x[0] == "private_knn" and x[2] != "vienna"]
     run.receipts["vienna"].check()
 
@@ -214,7 +223,7 @@ def test_a_site_named_twice_is_refused():
 def test_a_lost_site_is_named_and_nothing_is_written(sites):
     data = {name: adata.copy() for name, adata in sites.items()}
     run = cl.rehearse(
-        "map-labels", data=data, timeout=1.5, check=False, faults=[Fault("kill", "lugano", None, "Hop")], **OPTIONS
+        "map-labels", data=data, timeout=1.5, check=False, faults=[Fault("kill", "lugano", None, "Hopped")], **OPTIONS
     )
     assert not run.outcomes
     assert isinstance(run.errors["vienna"], PeerLost | ProtocolAbort)

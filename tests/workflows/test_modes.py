@@ -78,11 +78,12 @@ CASES = [
     pytest.param("find-outliers", "published", {"trees": 2, "sample": 32, "standardise": True}, marks=SLOW),
     ("shared-pca", "hardened", {"n_components": 2, "n_top_genes": 5}),
     ("map-labels", "hardened", {"query": "basel", "n_neighbors": 3}),
+    ("map-labels", "semi-honest", {"query": "basel", "n_neighbors": 3}),
     ("map-labels", "published", {"query": "basel", "n_neighbors": 3}),
     ("map-labels", "plain", {"query": "basel", "n_neighbors": 3}),
     *(
         ("propagate-labels", mode, {"bits": 256, "n_neighbors": 3, "hamming": engine, "balance": True})
-        for mode in ("hardened", "published")
+        for mode in ("hardened", "semi-honest", "published")
         for engine in ("mpc", "ot", "he")
     ),
     ("fine-tune", "hardened", XCLP),

@@ -114,7 +114,7 @@ def test_other_engines(sites, hamming):
 
 
 def test_a_site_that_leaves(sites):
-    fault = Fault("kill", "basel", None, "replicated.Reshare")
+    fault = Fault("kill", "basel", None, "verified.Hopped")
     found = rehearse("propagate-labels", sites, faults=[fault], **{**SMALL, "timeout": 3.0})
     assert set(found.data) == {"lugano", "vienna"}
     assert found.results["coordinator"]["sites"] == ["lugano", "vienna"]

@@ -298,7 +298,8 @@ def _write_new(adata: StoredCells, origin: Origin, file: Any) -> None:
         for key in [k for k in file[slot] if k not in now]:
             del file[slot][key]
         for key, value in now.items():
-            same = origin.loaded.get((slot, key)) is value if slot != "layers" else _is_of(value, origin)
+            own = is_on_disk(value) and not hasattr(value, "fn")  # of the file, and not computed from it
+            same = own if slot == "layers" else origin.loaded.get((slot, key)) is value
             if same and key != "cloister":
                 continue
             if key in file[slot]:
@@ -307,11 +308,6 @@ def _write_new(adata: StoredCells, origin: Origin, file: Any) -> None:
                 write_matrix(file[slot], key, value)
             else:
                 write_elem(file[slot], key, value)
-
-
-def _is_of(matrix: Any, origin: Origin) -> bool:
-    """Whether a layer is the file's own, and not computed from it."""
-    return is_on_disk(matrix) and not hasattr(matrix, "fn")
 
 
 def write_matrix(group: Any, key: str, matrix: Any) -> None:

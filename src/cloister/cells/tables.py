@@ -48,6 +48,7 @@ __all__ = [
     "Survey",
     "attach_receipt",
     "check_cells",
+    "check_donors",
     "chunks",
     "describe",
     "donors",
@@ -209,9 +210,9 @@ def write_labels(
     import pandas as pd
 
     shares = None if share is None else np.asarray(share, dtype=np.float64)
-    for name, column in (("labels", labels), ("shares", shares)):
-        if column is not None and np.shape(column) != (adata.n_obs,):
-            raise DataError(f"Expected {adata.n_obs} {name}, one per cell, found shape {np.shape(column)}.")
+    for name, column in (("labels", np.asarray(labels, dtype=object)), ("shares", shares)):
+        if column is not None and column.shape != (adata.n_obs,):
+            raise DataError(f"Expected {adata.n_obs} {name}, one per cell, found shape {column.shape}.")
     adata.obs[key_added] = pd.Categorical(labels)
     if shares is not None:
         adata.obs[f"{key_added}_{share_name}"] = shares
@@ -250,6 +251,15 @@ def donors(adata: AnnData, donor_key: str) -> int:
     if (unnamed := int(column.isna().sum())) > 0:
         raise DataError(f"adata.obs[{donor_key!r}] names no donor for {unnamed} cells; fill it or remove these cells.")
     return int(column.nunique())
+
+
+def check_donors(adata: AnnData, donor_key: str | None, least: int) -> None:
+    """Raise a `DataError` if the cells are of fewer persons than a sum needs; without a key none are counted."""
+    if donor_key is not None and (here := donors(adata, donor_key)) < least:
+        raise DataError(
+            f"{here} donors, fewer than {least}: sums over so few persons come close to one of them; "
+            "leave this site out, or lower min_donors= if all agree"
+        )
 
 
 def _n_categories(column: Any) -> int | None:

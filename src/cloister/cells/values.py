@@ -60,7 +60,8 @@ class Survey:
 
 def survey(adata: AnnData, layer: str | None = None) -> Survey:
     """Look at every value once; of a file, what was seen is kept as long as the file stays as it is."""
-    matrix, kept = matrix_of(adata, layer), _kept_surveys(adata)
+    matrix = matrix_of(adata, layer)
+    kept = _kept_surveys(adata, matrix)
     if layer in kept:
         return kept[layer]
     nonzero, whole, finite, low, high = 0, True, True, np.inf, -np.inf
@@ -78,9 +79,11 @@ def survey(adata: AnnData, layer: str | None = None) -> Survey:
     return seen
 
 
-def _kept_surveys(adata: AnnData) -> dict[str | None, Survey]:
+def _kept_surveys(adata: AnnData, matrix: Any) -> dict[str | None, Survey]:
+    """What was seen of the matrices of a file; of others, which may change, nothing is kept."""
     origin = getattr(adata, "origin", None)
-    return {} if origin is None else origin.surveys
+    own = is_on_disk(matrix) and not hasattr(matrix, "fn")
+    return origin.surveys if origin is not None and own else {}
 
 
 def expression_kind(adata: AnnData, layer: str | None = None) -> ExpressionKind:
@@ -89,10 +92,11 @@ def expression_kind(adata: AnnData, layer: str | None = None) -> ExpressionKind:
     Looks at a bounded sample of the cells. Fractions on a linear scale, such as CP10k without a logarithm,
     are called `log` here, and `describe` warns of them.
     """
-    if (seen := _kept_surveys(adata).get(layer)) is not None:
+    matrix = matrix_of(adata, layer)
+    if (seen := _kept_surveys(adata, matrix).get(layer)) is not None:
         return seen.kind
     whole = True
-    for _, block in blocks(matrix_of(adata, layer), where_is(layer), entries=_SAMPLE, most=_SAMPLE_BLOCKS):
+    for _, block in blocks(matrix, where_is(layer), entries=_SAMPLE, most=_SAMPLE_BLOCKS):
         values = _stored(block).astype(np.float64)
         values = values[np.isfinite(values)]
         if values.size and values.min() < 0:

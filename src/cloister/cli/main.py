@@ -342,7 +342,8 @@ def demo(
     quiet: Quiet = False,  # noqa: FBT002
 ) -> None:
     """Run every workflow on small real data, in minutes, and write report.html."""
-    from cloister.demo import halves, run_demo, write_sites
+    from cloister.demo import run_demo, write_sites
+    from cloister.demo.rows import halves
 
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"{folder} is a file; name a folder with --out")

@@ -5,16 +5,21 @@
     extension   128 base transfers with the roles turned round: the receiver holds k0_i, k1_i, the sender s and k_{s_i};
                 u_i = G(k0_i) ⊕ G(k1_i) ⊕ x goes to the sender, and row t of the transposed streams is, at the receiver,
                 t_t, and at the sender q_t = t_t ⊕ x_t s [IKNP03]
+    check       the receiver adds at least 128 random choices. The sender draws weights ε for the words of a column,
+                after u; the receiver says x̃ = Σ ε_w x_w and t̃_i = Σ ε_w t_{i,w} over GF(2^64) for all columns i, and
+                the sender checks t̃_i ⊕ s_i x̃ = Σ ε_w q_{i,w}: for all i only if one x went into all u_i
     pads        F(t, y) for y = q_t, q_t ⊕ s at the sender and t_t at the receiver: as long as asked for
 
 F is the hash π(π(y) ⊕ (t, block)) ⊕ π(y), TMMO of [GKWY20], with π = AES-128 under a public key that is bound to the
 run: correlation robust if π is an ideal permutation. The group is that of Ed25519, through libsodium (PyNaCl); G is
-AES-256 in counter mode (`prg`). Secure against semi-honest parties: neither side proves that it keeps to the rules.
+AES-256 in counter mode (`prg`). A receiver that uses different choices in c columns passes the check with probability
+2^-c (it has to guess c bits of s) and 2^-64; what it says in the check is hidden by the random choices.
 
 References
 ----------
 [CO15] Chou, Orlandi, LATINCRYPT 2015.  [IKNP03] Ishai, Kilian, Nissim, Petrank, CRYPTO 2003.
-[GKWY20] Guo, Katz, Wang, Yu, IEEE S&P 2020, section 7.4.
+[GKWY20] Guo, Katz, Wang, Yu, IEEE S&P 2020, section 7.4.  [KOS15] Keller, Orsini, Scholl, CRYPTO 2015: the check.
+[Roy22] Roy, CRYPTO 2022, section 4: the check by columns and a universal hash, which is the one used here.
 """
 
 from __future__ import annotations
@@ -27,6 +32,7 @@ import numpy.typing as npt
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
 from cloister.arrays import U8, U64, Array
+from cloister.crypto import gf64
 from cloister.crypto.agreement import bind
 from cloister.crypto.entropy import Entropy, check_entropy
 from cloister.crypto.prg import Prg
@@ -34,6 +40,7 @@ from cloister.errors import MissingExtra, ParameterError, ProtocolAbort
 
 BASE = 128  # base transfers: bits of s, and of security
 POINT = 32  # bytes
+EXTRA = 128  # random choices that hide the others in the check
 NAME = "oblivious_transfer"
 
 
@@ -120,37 +127,63 @@ def check_count(m: int) -> None:
         raise ParameterError(f"transfers come in multiples of 8, found {m}")
 
 
+def extended(m: int) -> int:
+    """Choices of one batch with those that hide them, in whole words."""
+    return -(-m // 64) * 64 + EXTRA
+
+
+def weigh(columns: U8, seed: bytes) -> U64:
+    """Σ ε_w c_w of every column, over GF(2^64)."""
+    words = np.ascontiguousarray(columns).view(np.uint64)
+    eps = Prg(seed).uint64(words.shape[1])
+    return np.array([gf64.dot(column, eps) for column in words], np.uint64)
+
+
 @final
 class ExtensionReceiver:
-    __slots__ = ("_first", "_second")
+    __slots__ = ("_columns", "_first", "_second")
 
     def __init__(self, first: list[bytes], second: list[bytes]) -> None:
         self._first, self._second = [Prg(k) for k in first], [Prg(k) for k in second]
 
-    def extend(self, choices: U8) -> tuple[U8, U8]:
-        """U (128, m/8) for the sender, and rows t_t (m, 16)."""
-        check_count(len(choices))
-        x = np.packbits(choices, bitorder="little")
+    def extend(self, choices: U8, entropy: Entropy) -> tuple[U8, U8]:
+        """U (128, m'/8) for the sender, and rows t_t (m, 16)."""
+        m = len(choices)
+        check_count(m)
+        extra = entropy.prg().bits(extended(m) - m)
+        x = np.packbits(np.concatenate([choices, extra]), bitorder="little")
         t = np.stack([p.uint8(len(x)) for p in self._first])
         u = np.stack([p.uint8(len(x)) for p in self._second])
         u ^= t
         u ^= x
-        return u, transpose(t)
+        self._columns = np.vstack([x[None], t])
+        return u, transpose(t)[:m]
+
+    def answer(self, seed: bytes) -> U64:
+        """X̃, and t̃ of all columns, of the last batch."""
+        return weigh(self._columns, seed)
 
 
 @final
 class ExtensionSender:
-    __slots__ = ("_chosen", "_s", "s")
+    __slots__ = ("_chosen", "_columns", "_s", "s")
 
     def __init__(self, s: U8, chosen: list[bytes]) -> None:
         self._s, self._chosen = s, [Prg(k) for k in chosen]
         self.s: U8 = np.packbits(s, bitorder="little")  # (16,)
 
-    def extend(self, u: U8) -> U8:
+    def extend(self, u: U8, m: int) -> U8:
         """Rows q_t (m, 16) from the receiver's u."""
         q = np.stack([p.uint8(u.shape[1]) for p in self._chosen])
         q ^= u * self._s[:, None]
-        return transpose(q)
+        self._columns = q
+        return transpose(q)[:m]
+
+    def check(self, seed: bytes, answer: U64) -> None:
+        """Raise unless the receiver used the same choices in all columns of the last batch."""
+        x, t = answer[0], answer[1:]
+        if (t ^ x * self._s.astype(np.uint64) != weigh(self._columns, seed)).any():
+            raise ProtocolAbort(NAME, "O3", "mismatch", "the receiver's choices differ between columns")
 
 
 @final

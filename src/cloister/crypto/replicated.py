@@ -21,6 +21,7 @@ References
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -91,6 +92,60 @@ class Ring:
         out: Words = np.empty(shape, self.dtype)
         prg.fill(out)
         return out
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """One party's two components of a shared array: a = x_i, b = x_{i+1}. Sums need no other party."""
+
+    ring: Ring
+    a: Words
+    b: Words
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.a.shape)
+
+    def map(self, f: Callable[[Words], Words]) -> Shared:
+        """Apply a map that is linear in the components: an index, a reshape, a sum over an axis."""
+        return Shared(self.ring, f(self.a), f(self.b))
+
+    def __getitem__(self, index: Any) -> Shared:
+        return self.map(lambda w: w[index])
+
+    def __add__(self, other: Shared) -> Shared:
+        return Shared(self.ring, self.a + other.a, self.b + other.b)
+
+    def __sub__(self, other: Shared) -> Shared:
+        return Shared(self.ring, self.a - other.a, self.b - other.b)
+
+    def times(self, factor: int | np.ndarray[Any, Any]) -> Shared:
+        """Times public integers."""
+        words = np.asarray(factor).astype(np.int64).view(np.uint64).astype(self.ring.dtype)
+        return self.map(lambda w: w * words)
+
+    def reshape(self, *shape: int) -> Shared:
+        return self.map(lambda w: w.reshape(shape))
+
+    def sum(self, axis: int) -> Shared:
+        return self.map(lambda w: w.sum(axis=axis, dtype=self.ring.dtype))
+
+    def shifted(self, bits: int) -> Shared:
+        """The value times 2^bits, in a ring so much larger."""
+        ring = Ring(self.ring.bits + bits)
+        return Shared(ring, *(w.astype(ring.dtype) << ring.dtype.type(bits) for w in (self.a, self.b)))
+
+    def to(self, ring: Ring) -> Shared:
+        """The same value in a smaller ring, where it still fits."""
+        if ring.bits > self.ring.bits:
+            raise ParameterError(f"{self.ring.bits} bits cannot grow to {ring.bits} without another party")
+        return Shared(ring, self.a.astype(ring.dtype), self.b.astype(ring.dtype))
+
+
+def join(xs: Sequence[Shared], axis: int) -> Shared:
+    return Shared(
+        xs[0].ring, np.concatenate([x.a for x in xs], axis=axis), np.concatenate([x.b for x in xs], axis=axis)
+    )
 
 
 def index_bits(n: int) -> int:

@@ -163,10 +163,10 @@ class FineTuned:
 
     def to_bytes(self) -> bytes:
         """One `.npz`: description, label names and the weights that were trained; nothing that could run code."""
-        trained = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
+        trained: dict[str, Any] = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
         trained |= {n: b for n, b in self.module.named_buffers() if b.dtype.is_floating_point}
         meta = {"format": FORMAT, "blueprint": dataclasses.asdict(self.blueprint), "labels": self.labels}
-        arrays = {f"w:{n}": t.detach().cpu().numpy() for n, t in trained.items()}
+        arrays: dict[str, Any] = {f"w:{n}": t.detach().cpu().numpy() for n, t in trained.items()}
         out = io.BytesIO()
         np.savez(out, meta=np.frombuffer(json.dumps(meta).encode(), np.uint8), **arrays)
         return out.getvalue()

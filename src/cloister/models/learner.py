@@ -38,7 +38,8 @@ class Dropout(nn.Module):
 
     def __init__(self, p: float) -> None:
         super().__init__()
-        self.p, self.generator = p, None
+        self.p = p
+        self.generator: torch.Generator | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.p == 0:
@@ -251,9 +252,9 @@ class Learner:
                 yield at, own[:0]
             return
         size = min(size, len(own)) if len(own) else size
-        own = _cycle(own, rng)
+        cycle = _cycle(own, rng)
         for at in _cut(rng.permutation(taught), size):
-            yield np.array([next(own) for _ in range(len(at))], dtype=np.int64) if len(self.training) else at[:0], at
+            yield np.array([next(cycle) for _ in range(len(at))], dtype=np.int64) if len(self.training) else at[:0], at
 
     def loss(self, own: Any, taught: Any, rng: np.random.Generator) -> Tensor:
         """Mean over the batch of the cross-entropy, weighted by confidence where a label was not given but found."""
@@ -314,7 +315,8 @@ class Learner:
     @torch.no_grad()
     def features(self, theta: Any, at: Any = None) -> Any:
         """What the last layer sees, (n, d)."""
-        return self._forward(theta, at, self.model.features)
+        features: Any = self.model.features
+        return self._forward(theta, at, features)
 
     def _forward(self, theta: Any, at: Any, run: Callable[..., Tensor]) -> Any:
         self.place(theta)

@@ -133,7 +133,7 @@ class Encoder:
             arrays |= {f"{i}.{f.name}": getattr(b, f.name) for f in dataclasses.fields(Block)}
         meta = {"format": FORMAT, "shape": dataclasses.asdict(self.shape), "card": self.card}
         out = io.BytesIO()
-        packed = {k: v.astype(np.float16 if half else np.float32) for k, v in arrays.items()}
+        packed: dict[str, Any] = {k: v.astype(np.float16 if half else np.float32) for k, v in arrays.items()}
         np.savez_compressed(out, meta=np.frombuffer(json.dumps(meta).encode(), np.uint8), **packed)
         return out.getvalue()
 
@@ -149,8 +149,8 @@ class Encoder:
             shape = shape_of(meta["shape"])
             names = [f.name for f in dataclasses.fields(Block)]
             blocks = tuple(Block(**{n: arrays[f"{i}.{n}"] for n in names}) for i in range(shape.depth))
-            found = cls(shape, *(arrays[n] for n in ("embed", "positions")), blocks, arrays["projections"],
-                        arrays["centres"], meta["card"])  # fmt: skip
+            projections, centres, card = arrays["projections"], arrays["centres"], meta["card"]
+            found = cls(shape, arrays["embed"], arrays["positions"], blocks, projections, centres, card)
         except FileNotFoundError:
             raise DataError(f"there is no model at {path}") from None
         except ParameterError:
@@ -162,7 +162,8 @@ class Encoder:
 
 def shape_of(raw: dict[str, Any]) -> Shape:
     """A shape from JSON, where tuples became lists."""
-    return Shape(**{k: tuple(v) if isinstance(v, list) else v for k, v in raw.items()})
+    fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in raw.items()}
+    return Shape(**fields)
 
 
 # ---- the three approximations ---------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ Rows = Sequence[Mapping[str, Any]] | Sequence[Sequence[Any]]  # dicts, or lists 
 
 MODES = {
     "hardened": "hardened: the protocols that Cloister recommends",
+    "semi-honest": "semi-honest: cheaper, and safe only if no party departs from the protocol",
     "published": "published: as in the paper, with everything that this leaks; for comparison",
     "plain": "plain: without protection; for comparison",
 }

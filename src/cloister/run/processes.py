@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cloister import errors, workflows
+from cloister.cells.files import open_cells, write_cells
 from cloister.crypto.agreement import Identity
 from cloister.crypto.entropy import Entropy
 from cloister.errors import CloisterError
@@ -34,8 +35,8 @@ from cloister.net.channel import Event
 from cloister.net.mailbox import Mailbox
 from cloister.net.receipts import Receipt
 from cloister.net.seat import Outcome, take_part
-from cloister.run.rehearsal import Fault, Killed, Wires
 from cloister.run.run import Run, workflow_part
+from cloister.run.wires import Fault, Killed, Wires
 from cloister.study import CONSENTS, Party, Study, format_study
 
 if TYPE_CHECKING:
@@ -50,8 +51,6 @@ def run_processes(
     on_event: Callable[[Event], None] | None = None,
 ) -> Run:
     """Run the study's workflow with one process per party."""
-    from cloister.cells.files import open_cells
-
     identities = {p: Identity.create(Entropy()) for p in study.parties}
     study = study.with_keys({p: i.public for p, i in identities.items()})
     run = Run(study)
@@ -98,11 +97,8 @@ def run_processes(
 
 def _hand_over(cells: AnnData | str | Path, folder: Path) -> None:
     """Leave a party's cells in its folder, or the name of the file they are in."""
-    from cloister.cells.files import write_cells
-
     if isinstance(cells, str | Path):
-        name = os.fspath(cells)
-        (folder / "cells.txt").write_text(os.path.abspath(name))
+        (folder / "cells.txt").write_text(os.path.abspath(cells))
     else:
         write_cells(cells, folder / "cells.h5ad")
 
@@ -199,8 +195,6 @@ class PipeLink:
 
 def child(folder: str, me: str, fd: str) -> None:
     """One party's process."""
-    from cloister.cells.files import open_cells, write_cells
-
     home, party = Path(folder), Party(me)
     pipe = Connection(int(fd))
     link, mailbox = PipeLink(pipe, threading.Lock()), Mailbox(party)

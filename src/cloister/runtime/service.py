@@ -29,6 +29,7 @@ from typing import Any, NoReturn
 from cloister.errors import CloisterError, ProtocolAbort
 from cloister.runtime.invitation import COME, Invitation, Seen, say_word
 from cloister.runtime.kit import Kit, Refusal
+from cloister.runtime.launch import find_addresses, open_carrier
 from cloister.runtime.logs import clean, log_to, rotate
 from cloister.runtime.party import failed, results_folder
 from cloister.runtime.pipe import (
@@ -52,7 +53,6 @@ from cloister.runtime.pipe import (
 from cloister.runtime.ready import check_port, check_ready, only_one, tls_files
 from cloister.study import Party
 
-PROGRAM = "cloister.runtime.carrier"  # what runs in the sandbox
 PING, INVITE = b"P", b"I"  # what services ask each other
 HERE = b"+"
 RUNS_AT_ONCE = 4
@@ -130,7 +130,7 @@ class Service:
     def __init__(self, kit: Kit) -> None:
         self.kit = kit
         self.connected: set[str] = set()
-        self._carrier: tuple[subprocess.Popen[bytes], Pipe] | None = None
+        self._carrier: tuple[subprocess.Popen[bytes] | None, Pipe] | None = None
         self._asker: Asker | None = None
         self.runs: dict[bytes, Running] = {}
         self._lock, self.ending = threading.Lock(), threading.Event()
@@ -155,6 +155,8 @@ class Service:
         if self._carrier is not None:
             process, pipe = self._carrier
             pipe.close()
+            if process is None:
+                return
             try:
                 process.wait(2.0)
             except subprocess.TimeoutExpired:
@@ -180,9 +182,7 @@ class Service:
     def _carry(self) -> None:
         """One carrier's life."""
         kit = Kit.open(self.kit.path)  # parties may have joined
-        ours, theirs = socket.socketpair()
-        with theirs:
-            process = _spawn_carrier(theirs)
+        process, ours = open_carrier(kit, self.ending)
         pipe = Pipe(ours)
         pipe.post(Packet(PLAN, data=json.dumps(self._plan(kit)).encode()))
         with self._lock:
@@ -200,7 +200,7 @@ class Service:
                 self._carrier = None
             self.connected.clear()
             pipe.close()
-            if not self.ending.is_set():
+            if process is not None and not self.ending.is_set():
                 process.kill()
                 process.wait()
 
@@ -214,7 +214,7 @@ class Service:
             "host": host,
             "port": port,
             "listen": hub,
-            "addresses": [] if hub else _addresses(host, port),
+            "addresses": [] if hub else find_addresses(host, port),
             "tls": tls_files(kit),
             "sandbox": kit.policy().sandbox,
         }
@@ -223,7 +223,7 @@ class Service:
         """While the coordinator is not reached, look its name up again: the carrier cannot."""
         host, port = str(self.kit.study.network["host"]), int(self.kit.study.network["port"])
         while not self.ending.wait(RESOLVE):
-            found = [] if self.connected else _addresses(host, port)
+            found = [] if self.connected else find_addresses(host, port)
             if found and not pipe.post(Packet(ADDRESSES, data=json.dumps(found).encode())):
                 return  # another carrier has its own
 
@@ -379,32 +379,6 @@ class Service:
         except TimeoutError:
             return None
         return packet.data if packet.kind == ANSWER else None
-
-
-def _addresses(host: str, port: int) -> list[tuple[str, int]]:
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except OSError:
-        return []
-    return list(dict.fromkeys((str(sockaddr[0]), port) for *_, sockaddr in found))
-
-
-def _spawn_carrier(end: socket.socket) -> subprocess.Popen[bytes]:
-    """A Python that takes nothing from its surroundings: no environment, no folder, no descriptor but one."""
-    root = str(Path(__file__).resolve().parents[2])
-    code = (
-        "import sys; root = sys.argv.pop(1); root in sys.path or sys.path.insert(0, root);"  # the same code as here
-        "from cloister.runtime.sandbox import main; main()"
-    )
-    return subprocess.Popen(
-        [sys.executable, "-I", "-B", "-c", code, root, PROGRAM, str(end.fileno())],
-        pass_fds=[end.fileno()],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        env={},
-        cwd="/",
-    )
 
 
 __all__ = ["Service", "start_party"]

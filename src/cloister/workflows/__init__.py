@@ -153,5 +153,6 @@ def warnings_of(study: Study) -> list[str]:
         rows = [row for row in workflow.mode(study.mode).learns if row[0] not in (STAYS, TOGETHER)]
         leaks = "; ".join(f"{who[:1].lower()}{who[1:]} {what.rstrip('.')}" for who, what in rows)
         ask = f"cloister explain {study.workflow} --mode {study.mode}"
-        notes.append(f"mode '{study.mode}' is for comparison: {leaks}. See: {ask}")
+        kind = "trusts every party to keep to the protocol" if study.mode == "semi-honest" else "is for comparison"
+        notes.append(f"mode '{study.mode}' {kind}: {leaks}. See: {ask}")
     return notes + (workflow.warnings(study, options) if workflow.warnings is not None else [])

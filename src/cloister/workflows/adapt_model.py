@@ -11,12 +11,17 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import numpy as np
 
 from cloister.cells import tables as cells
+from cloister.crypto.owner_ckks import scheme as block
 from cloister.errors import DataError, ParameterError
+from cloister.models.polynomial import Encoder
 from cloister.net.seat import Outcome, Seat
 from cloister.protocols.fedavg import federated_training
 from cloister.protocols.fedavg.training_parts import Offer, Trained
+from cloister.protocols.fedavg.training_terms import Params
 from cloister.protocols.inference import encrypted_inference, encrypted_loss, model_card, permuted_inference
+from cloister.protocols.inference.block_circuit import used
 from cloister.protocols.sums import common_seed, count_tests
+from cloister.report.figures import curves
 from cloister.workflows import Workflow
 from cloister.workflows.modes import modes_of
 from cloister.workflows.options import option
@@ -103,9 +108,6 @@ def coordinator(seat: Seat, options: Options) -> Outcome:
 
 
 def load(path: str, ring: str) -> tuple[Any, model_card.Told]:
-    from cloister.crypto.owner_ckks import scheme as block
-    from cloister.models.polynomial import Encoder
-
     encoder = Encoder.load(path)
     return encoder, model_card.told_by(encoder, block.SMALL if ring == "small" else block.STANDARD)
 
@@ -215,9 +217,9 @@ def train(adata: AnnData, seat: Seat, options: Options, told: model_card.Told, t
     return trained, Adapted(trained.learner.model.eval(), trained.labels, told.digest)
 
 
-def training_params(seat: Seat, options: Options, told: model_card.Told) -> federated_training.Params:
+def training_params(seat: Seat, options: Options, told: model_card.Told) -> Params:
     local = {k: v for k, v in vars(options).items() if k not in ("model", "ledger", "key_added")}
-    return federated_training.Params(
+    return Params(
         seat.sites,
         seat.coordinator,
         json.dumps([local, told.digest], sort_keys=True),
@@ -252,8 +254,6 @@ def write(adata: AnnData, key_added: str, adapted: Adapted, taps: Any) -> None:
 
 
 def summary(options: Options, told: model_card.Told, trained: Trained, parameters: int) -> dict[str, Any]:
-    from cloister.protocols.inference.block_circuit import used
-
     found: dict[str, Any] = {
         "labels": list(trained.labels),
         "parameters": parameters,
@@ -289,8 +289,6 @@ def files(outcome: Outcome) -> dict[str, bytes]:
 
 def figures(outcomes: Mapping[str, Outcome], options: Any) -> list[Any]:
     """Accuracy over the rounds."""
-    from cloister.report.figures import curves
-
     found = next((o.result for o in outcomes.values() if o.result.get("history")), None)
     rows = [row for row in (found or {}).get("history", []) if "accuracy" in row]
     if not rows:

@@ -13,9 +13,10 @@ from cloister.cells import tables as cells
 from cloister.errors import DataError, ParameterError
 from cloister.net.seat import Outcome, Seat
 from cloister.protocols.sums import averaged_quantiles, common_genes, pooled_quantiles
+from cloister.report.figures import COLOURS, QUIET, STYLES, canvas, log_scale, shown
 from cloister.workflows import Workflow
 from cloister.workflows.modes import modes_of
-from cloister.workflows.options import option
+from cloister.workflows.options import check_min_donors, option
 
 if TYPE_CHECKING:
     from anndata import AnnData
@@ -29,6 +30,8 @@ class Options:
     layer: str | None = option(None, "layer to bin; X by default")
     key_added: str = option("binned", "name of the layer that is written")
     min_values: int = option(200, "least number of non-zero values a site must hold")
+    donor_key: str | None = option(None, "column of obs that names each cell's donor; without it, cells are counted")
+    min_donors: int = option(3, "least number of donors a site must hold, where donor_key is given")
     min_count: int = option(10, "hardened: values that lie at or beyond every edge, on either side")
 
     def __post_init__(self) -> None:
@@ -38,6 +41,7 @@ class Options:
             raise ParameterError(f"option 'min_values' must be at least 1, found {self.min_values}")
         if self.min_count < 2:
             raise ParameterError(f"option 'min_count' must be at least 2, found {self.min_count}")
+        check_min_donors(self.min_donors)
         if not self.key_added or self.key_added == self.layer:
             raise ParameterError(
                 f"option 'key_added' must name another layer than the one to bin, found {self.layer!r}"
@@ -142,6 +146,7 @@ def spread(at: U64, seed: int) -> F64:
 
 def check(adata: AnnData, options: Options) -> list[str]:
     """Raise `DataError` if these cells cannot be binned; return what the user should know."""
+    cells.check_donors(adata, options.donor_key, options.min_donors)
     seen = cells.check_cells(adata, layer=options.layer)
     assert seen is not None
     if not isinstance(adata.uns.get("cloister", {}), MutableMapping):
@@ -157,8 +162,6 @@ def check(adata: AnnData, options: Options) -> list[str]:
 
 def figures(outcomes: Mapping[str, Outcome], options: Options) -> list[Any]:
     """Values per bin, and the edges, at each site against all sites together, from a sample of the cells here."""
-    from cloister.report.figures import COLOURS, QUIET, STYLES, canvas, log_scale, shown
-
     sites = {p: o.adata for p, o in sorted(outcomes.items()) if o.adata is not None}
     if not sites:
         return []

@@ -18,7 +18,7 @@ from cloister.protocols.forest import counted_forest, masked_forest
 from cloister.protocols.sums.columns import match_columns
 from cloister.workflows import Workflow
 from cloister.workflows.modes import modes_of
-from cloister.workflows.options import option
+from cloister.workflows.options import check_min_donors, option
 from cloister.workflows.outlier_figures import figures, plot_values
 
 if TYPE_CHECKING:
@@ -42,6 +42,8 @@ class Options:
     impute: Literal["refuse", "mean"] = option("refuse", "what to do about missing values")
     drop: bool = option(default=False, help="leave the flagged rows out of what is written")
     min_count: int = option(8, "hardened: counts below are not opened; 1 opens all")
+    donor_key: str | None = option(None, "column of obs that names each cell's donor; without it, cells are counted")
+    min_donors: int = option(3, "least number of donors a site must hold, where donor_key is given")
     give: Literal["scores", "flags", "regions"] = option("scores", "published: what the principal server hands out")
     stretch: float = option(10.0, "published: T, the largest stretch of an axis")
     standardise: bool = option(
@@ -66,6 +68,7 @@ class Options:
             raise ParameterError(f"option 'extension' must be at least 1, found {self.extension}")
         if not self.stretch > 1:
             raise ParameterError(f"option 'stretch' must be above 1, found {self.stretch}")
+        check_min_donors(self.min_donors)
         if not 0 <= self.thin < 1 or not 0 <= self.smote <= 10:
             raise ParameterError("option 'thin' must be from 0 to 1, 'smote' from 0 to 10")
 
@@ -242,6 +245,7 @@ def _kind(adata: AnnData, options: Options) -> str:
 
 def check(adata: AnnData, options: Options) -> list[str]:
     """Raise `DataError` if these rows cannot be scored; return what the user should know."""
+    cells.check_donors(adata, options.donor_key, options.min_donors)
     names, X = table(adata, options)
     genes.check_unique(names, "Column names")
     missing = int(np.isnan(X).sum())

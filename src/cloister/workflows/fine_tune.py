@@ -17,7 +17,9 @@ from cloister.net.seat import Outcome, Seat
 from cloister.protocols.fedavg import federated_training as protocol
 from cloister.protocols.fedavg.pseudo_labels import Pseudo
 from cloister.protocols.fedavg.training_parts import Offer, Trained
+from cloister.protocols.fedavg.training_terms import Params
 from cloister.workflows import Workflow
+from cloister.workflows.embed import _csr, gene_tokens
 from cloister.workflows.fine_tune_parts import FileStore, figures
 from cloister.workflows.modes import modes_of
 from cloister.workflows.options import option
@@ -202,10 +204,10 @@ def recipe_of(options: Options, seed: int, sites: int) -> Any:
     )
 
 
-def params_of(seat: Seat, options: Options) -> protocol.Params:
+def params_of(seat: Seat, options: Options) -> Params:
     apart = ("checkpoint", "key_added", "pretrained")
     local = {k: v for k, v in vars(options).items() if k not in apart}
-    return protocol.Params(
+    return Params(
         seat.sites,
         seat.coordinator,
         json.dumps(local, sort_keys=True),
@@ -266,7 +268,7 @@ def examples_of(adata: AnnData, options: Options, *, seed: int = 0) -> tuple[Exa
     from cloister.models.classifier import Blueprint, Tokens
     from cloister.models.learner import Table, flip_and_shift
 
-    shared = {"dropout": options.dropout, "width": options.width, "seed": seed}
+    shared: dict[str, Any] = {"dropout": options.dropout, "width": options.width, "seed": seed}
     if options.model == "mlp":
         x = cells.embedding(adata, options.use_rep).astype(np.float32)
         return Table(torch.from_numpy(x)), Blueprint("mlp", x.shape[1], hidden=options.hidden, **shared), None
@@ -277,7 +279,6 @@ def examples_of(adata: AnnData, options: Options, *, seed: int = 0) -> tuple[Exa
         images = torch.from_numpy(x.reshape(-1, h, w, c)).permute(0, 3, 1, 2).contiguous()
         return Table(images, flip_and_shift), Blueprint(options.model, c, h, **shared), None
     from cloister.models.scgpt import ScGPT, tokenize
-    from cloister.workflows.embed import _csr, gene_tokens
 
     loaded = ScGPT.load(str(options.pretrained))
     ids = gene_tokens(adata, options.gene_key, loaded)

@@ -16,6 +16,7 @@ from cloister import files
 from cloister.errors import DataError
 from cloister.net.seat import Outcome
 from cloister.protocols.fedavg.training_parts import State
+from cloister.report.figures import confusion, curves
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,6 @@ class FileStore:
 
 def figures(outcomes: Mapping[str, Outcome], options: Any) -> list[Any]:
     """Loss and accuracy over the rounds; at every site that is here, its own labels against the model's."""
-    from cloister.report.figures import confusion, curves
-
     rows: list[dict[str, Any]] = next((o.result["history"] for o in outcomes.values() if o.result.get("history")), [])
     made = []
     for title, ylabel, keys in (

@@ -11,9 +11,11 @@ import numpy as np
 from cloister.cells import tables as cells
 from cloister.errors import DataError, ParameterError
 from cloister.net.seat import Outcome, Seat
-from cloister.protocols.knn import mapping_terms, plain_knn, private_knn, published_knn
+from cloister.protocols.knn import mapping_terms, plain_knn, private_knn, published_knn, verified_knn
+from cloister.report import figures as draw
 from cloister.study import Party, Study
 from cloister.workflows import Workflow
+from cloister.workflows.mapping_baselines import scores
 from cloister.workflows.modes import modes_of
 from cloister.workflows.options import option
 
@@ -181,7 +183,7 @@ def label_cells(seat: Seat, options: Options, x: Any, names: Any) -> tuple[Any, 
         role = mapping_terms.coordinator if seat.me == hub else mapping_terms.helper
         terms = seat.run(role, agreed)
     else:
-        step = options.round_to if plan.mode == "hardened" else 1
+        step = options.round_to if plan.mode in ("hardened", "semi-honest") else 1
         own = () if names is None or options.labels else tuple(sorted({str(n) for n in names}))
         norm = float(np.sqrt((x**2).sum(1).max()))
         mine = mapping_terms.Holding(x.shape[1], len(x), mapping_terms.rounded(len(x), step), norm, own)
@@ -203,7 +205,8 @@ def label_cells(seat: Seat, options: Options, x: Any, names: Any) -> tuple[Any, 
     )
     module, params = protocol_of(plan, core)
     if x is None and plan.mode == "plain" and seat.me != hub:
-        return seat.attend(params), terms.labels
+        seat.attend(params)
+        return None, terms.labels
     if x is None:
         return seat.run(module.coordinator if plan.mode == "plain" else module.helper, params), terms.labels
     if names is None:
@@ -217,7 +220,9 @@ def protocol_of(study: Study, core: private_knn.Params) -> tuple[Any, Any]:
         return plain_knn, plain_knn.Params(core, study.coordinator)
     if study.mode == "published":
         return published_knn, published_knn.Params(core)
-    return private_knn, core
+    if study.mode == "semi-honest":
+        return private_knn, core
+    return verified_knn, verified_knn.Params(core)
 
 
 def _check_bound(norm: float, options: Options) -> None:
@@ -258,16 +263,12 @@ def summary(adata: AnnData, options: Options) -> dict[str, Any]:
     made: dict[str, Any] = {"cells": len(found), "unknown": int((found == UNKNOWN).sum())}
     made["cells_per_label"] = {str(k): int(v) for k, v in found.value_counts().items()}
     if options.label_key in adata.obs and not adata.obs[options.label_key].isna().all():
-        from cloister.workflows.mapping_baselines import scores
-
         known = ~adata.obs[options.label_key].isna().to_numpy()
         made |= scores(adata.obs[options.label_key][known].astype(str).to_numpy(), found[known].to_numpy())
     return made
 
 
 def figures(outcomes: Mapping[str, Outcome], options: Options) -> list[Any]:
-    from cloister.report import figures as draw
-
     adata = outcomes[options.query].adata if options.query in outcomes else None
     if adata is None or options.key_added not in adata.obs:
         return []

@@ -71,7 +71,7 @@ def linear_label(q: F64, r: F64, names: Names, penalty: float = 1.0) -> Names:
 
     fit = minimize(loss, np.zeros(x.shape[1] * len(labels)), jac=True, method="L-BFGS-B", options={"maxiter": 300})
     w = fit.x.reshape(x.shape[1], -1)
-    return labels[(np.column_stack([(q - mean) / deviation, np.ones(len(q))]) @ w).argmax(1)]
+    return np.asarray(labels[(np.column_stack([(q - mean) / deviation, np.ones(len(q))]) @ w).argmax(1)])
 
 
 def mapping_baselines(

@@ -13,7 +13,13 @@ from cloister.errors import DataError, ParameterError
 from cloister.models import graph
 from cloister.net.seat import Outcome, Seat
 from cloister.protocols.hamming import shared_codes
-from cloister.protocols.propagation import label_propagation, private_propagation, propagation_terms
+from cloister.protocols.propagation import (
+    label_propagation,
+    private_propagation,
+    propagation_terms,
+    verified_propagation,
+)
+from cloister.report import figures as draw
 from cloister.study import Study
 from cloister.workflows import Workflow
 from cloister.workflows.modes import modes_of
@@ -110,7 +116,7 @@ def params_of(study: Study, options: Options) -> propagation_terms.Params:
 
 
 def _protocol(study: Study) -> Any:
-    return label_propagation if study.mode == "published" else private_propagation
+    return {"published": label_propagation, "semi-honest": private_propagation}.get(study.mode, verified_propagation)
 
 
 def labels_of(adata: AnnData, options: Options) -> list[str | None]:
@@ -161,7 +167,7 @@ def check(adata: AnnData, options: Options) -> list[str]:
 def who_computes(study: Study) -> str:
     """One sentence for the people behind the parties."""
     first, second, third = shared_codes.computing(study.sites, study.coordinator)
-    text = f"{first}, {second} and {third} compute; any two of them together could see the codes of all cells"
+    text = f"{first}, {second} and {third} compute; any two of them together could see codes and labels of all cells"
     if third == study.coordinator:
         text += f". {third} holds no cells and computes because there are only two sites"
     return text
@@ -208,8 +214,6 @@ def summary(adata: AnnData, options: Options) -> dict[str, Any]:
 
 
 def figures(outcomes: Mapping[str, Outcome], options: Options) -> list[Any]:
-    from cloister.report import figures as draw
-
     made: list[Any] = []
     confidence: dict[str, Any] = {}
     here = {s: o.adata for s, o in outcomes.items() if o.adata is not None and options.key_added in o.adata.obs}

@@ -11,6 +11,7 @@ from cloister.cells import tables as cells
 from cloister.errors import DataError, ParameterError
 from cloister.net.seat import Outcome, Seat
 from cloister.protocols.inference import model_card
+from cloister.report.figures import histograms
 from cloister.workflows import Workflow
 from cloister.workflows.adapt_model import answer, ask, inputs_of, load, write
 from cloister.workflows.modes import modes_of
@@ -85,8 +86,6 @@ def check(adata: AnnData, options: Any) -> list[str]:
 
 def figures(outcomes: Mapping[str, Outcome], options: Options) -> list[Any]:
     """How sure the model is of its labels, at every site that is here."""
-    from cloister.report.figures import histograms
-
     key = f"{options.key_added}_confidence"
     here = {s: o.adata.obs[key] for s, o in outcomes.items() if o.adata is not None and key in o.adata.obs}
     title = "Confidence of the predicted labels"

@@ -13,9 +13,10 @@ from cloister.cells.genes import check_unique, gene_names, plain_name
 from cloister.errors import DataError, ParameterError
 from cloister.net.seat import Outcome, Seat
 from cloister.protocols.sums import shared_pca as protocol
+from cloister.report.figures import curves, embedding
 from cloister.workflows import Workflow
 from cloister.workflows.modes import modes_of
-from cloister.workflows.options import option
+from cloister.workflows.options import check_min_donors, option
 
 if TYPE_CHECKING:
     from anndata import AnnData
@@ -39,6 +40,8 @@ class Options:
     scale: bool = option(default=True, help="divide genes by their pooled deviation")
     max_value: float = option(10.0, "clip scaled values here")
     min_cells: int = option(50, "least number of cells a site must hold")
+    donor_key: str | None = option(None, "column of obs that names each cell's donor; without it, cells are counted")
+    min_donors: int = option(3, "least number of donors a site must hold, where donor_key is given")
     key_added: str = option("X_shared_pca", "name in obsm")
 
     def __post_init__(self) -> None:
@@ -51,6 +54,7 @@ class Options:
             raise ParameterError(f"option 'n_top_genes' must be at most 10000, found {self.n_top_genes}")
         if not self.target_sum > 0 or not self.max_value > 0 or self.min_cells < 2:
             raise ParameterError("options 'target_sum' and 'max_value' must be above 0, 'min_cells' at least 2")
+        check_min_donors(self.min_donors)
 
 
 def shared_pca(adata: AnnData, seat: Seat, *, copy: bool = False) -> AnnData | None:
@@ -144,6 +148,7 @@ def write_space(adata: AnnData, key: str, space: protocol.Space, scores: Any, na
 
 def check(adata: AnnData, options: Options) -> list[str]:
     """Raise `DataError` if these cells cannot take part; return what the user should know."""
+    cells.check_donors(adata, options.donor_key, options.min_donors)
     seen = cells.check_cells(adata, layer=options.layer)
     assert seen is not None
     found = seen.kind
@@ -173,8 +178,6 @@ def check(adata: AnnData, options: Options) -> list[str]:
 
 def figures(outcomes: Mapping[str, Outcome], options: Options) -> list[Any]:
     """The cells that are here in the first two components, by site; how much each component explains."""
-    from cloister.report.figures import curves, embedding
-
     here = {s: o.adata for s, o in outcomes.items() if o.adata is not None and options.key_added in o.adata.obsm}
     made: list[Any] = []
     if here and options.n_components > 1:

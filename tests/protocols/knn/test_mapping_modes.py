@@ -17,6 +17,7 @@ from cloister.testing import (
     check_abort,
     check_cost,
     check_ideal,
+    check_lies,
     check_no_errors,
     check_vectors,
     check_view,
@@ -101,7 +102,7 @@ def test_published_view_cost_and_vectors():
 @pytest.mark.parametrize("kind", ["drop", "truncate", "kill"])
 def test_published_abort(kind):
     c = published(m=1, rows=(2, 2), k=1, labels=2)
-    messages = [("basel", "ask", "replicated.Reshare"), ("lugano", "ask", "replicated.Open")]
+    messages = [("basel", "ask", "verified.Gate"), ("lugano", "ask", "replicated.Open")]
     check_abort(published_knn, c, survived=lambda run: None, kinds=[kind], messages=messages)
 
 
@@ -248,8 +249,55 @@ def test_terms_view_and_vectors():
 @pytest.mark.parametrize("kind", ["drop", "truncate", "kill"])
 def test_terms_abort(kind):
     messages = [("basel", "hub", "mapping_terms.Announcement"), ("hub", "ask", "mapping_terms.Announced")]
-    messages += [("basel", "ask", "replicated.Reshare")]
+    messages += [("basel", "ask", "verified.Gate")]
     check_abort(mapping_terms, term_case(), survived=lambda run: None, kinds=[kind], messages=messages)
+
+
+def test_terms_lies():
+    """A liar in one message: the terms are right for what it may say of itself, or everyone stops."""
+    c = term_case()
+    wanted = mapping_terms.ideal(c.params, {p: x[0] for p, x in c.inputs.items()})[HUB]
+
+    def right(lie, found):
+        for p, terms in found.items():
+            assert terms == wanted or lie.name == "mapping_terms.Announcement", f"{p}: {terms}"
+        assert len(set(map(str, found.values()))) <= 1, "the honest parties go on with different terms"
+
+    lies = check_lies(mapping_terms, [c], right=right, timeout=1.0)
+    assert lies.tried > 10
+
+
+def test_terms_that_differ_end_the_run():
+    """A coordinator that tells one site of fewer references: the keys of the three do not fit together."""
+
+    async def equivocal(ch, params, *, entropy, identity):
+        broadcast = ch.broadcast
+
+        async def tell(to, said):
+            first, *rest = to
+            other = dataclasses.replace(said, rows={p: n + 64 * (p != first) for p, n in said.rows.items()})
+            await broadcast(rest, said)
+            await ch.send(first, other)
+
+        ch.broadcast = tell
+        return await mapping_terms.coordinator(ch, params, entropy=entropy, identity=identity)
+
+    run = run_protocol(mapping_terms, term_case(), roles={HUB: equivocal}, timeout=2.0)
+    assert not set(run.outcomes) - {HUB}
+
+
+def test_a_coordinator_that_changes_an_announcement_is_noticed():
+    async def bent(ch, params, *, entropy, identity):
+        broadcast = ch.broadcast
+
+        async def tell(to, said):
+            await broadcast(to, dataclasses.replace(said, rows={p: n + 64 for p, n in said.rows.items()}))
+
+        ch.broadcast = tell
+        return await mapping_terms.coordinator(ch, params, entropy=entropy, identity=identity)
+
+    run = run_protocol(mapping_terms, term_case(), roles={HUB: bent}, timeout=2.0)
+    assert ("mapping_terms", "T2") in {(e.protocol, e.line) for p, e in run.errors.items() if p != HUB}
 
 
 def test_too_few_references_are_refused_by_all():

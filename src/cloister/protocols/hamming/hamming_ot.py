@@ -16,7 +16,7 @@ who carries the frames : nothing.
 
 Assumes
 -------
-Semi-honest sites; what `oblivious_transfer` assumes.
+What `oblivious_transfer` assumes. A site that lies changes its own summand, which is its word, and learns nothing.
 
 Cost
 ----
@@ -36,6 +36,7 @@ from typing import Any
 import numpy as np
 
 from cloister.arrays import U8
+from cloister.crypto import oblivious_transfer as transfer
 from cloister.crypto.entropy import Entropy
 from cloister.crypto.replicated import Words
 from cloister.errors import ParameterError
@@ -81,10 +82,12 @@ def roles(params: Params) -> dict[Party, Any]:
 
 def cost(params: Params) -> dict[Party, tuple[int, int]]:
     n_r, n_s, L = params.size(params.receiver), params.size(params.sender), params.bits
-    batches = -(-n_r // params.step)
+    batches = [min(params.step, n_r - start) for start in range(0, n_r, params.step)]
+    up = sum(16 * transfer.extended(count * L) + 8 * (transfer.BASE + 1) for count in batches)
+    down = n_r * n_s * L * params.dtype.itemsize + oblivious_transfer.SEED * len(batches)
     return {
-        params.sender: (1 + batches, 4096 + n_r * n_s * L * params.dtype.itemsize),
-        params.receiver: (1 + batches, 32 + 16 * n_r * L),
+        params.sender: (1 + 2 * len(batches), 4096 + down),
+        params.receiver: (1 + 2 * len(batches), 32 + up),
     }
 
 

@@ -1,7 +1,8 @@
 """Terms of a reference mapping: what everyone has to know before queries and references meet.
 
     T1   u → S     width of u's rows, their number rounded up, and u's label names where no vocabulary is agreed
-    T2   S → u     widths and rounded numbers of all, and all label names, sorted
+    T2   S → all   widths and rounded numbers of all, and all label names, sorted; u finds its own among them, and what
+                   was told enters the keys of T3
     T3   three     unless a bound is agreed: e = max over u of ⌈4 log2 |longest row of u|⌉, opened to all; bound 2^{e/4}
     T4   three     [Σ true numbers of references < k], opened to all; if so, everybody refuses
 
@@ -9,16 +10,18 @@ Reveals
 -------
 coordinator : which label names each site has, if no vocabulary is agreed.
 everyone : the width, each party's number of rows rounded up, all label names; the largest norm over all parties to
-    within a quarter of a power of two, unless a bound is agreed; that there are at least k references.
+    within a quarter of a power of two, unless a bound is agreed; that there are at least k references. A party that
+    lies learns no more; what it says of itself is its word.
 any two computing parties : each party's largest norm and true number of rows.
 
 Assumes
 -------
-As `replicated`. A study that wants to show less agrees on a vocabulary, a bound and a coarser rounding.
+At most one party lies, the coordinator included (`verified`, and the channel's transcript for T2). A study that wants
+to show less agrees on a vocabulary, a bound and a coarser rounding.
 
 Cost
 ----
-Two messages and a few hundred bytes per party, and some forty rounds of a few bytes among the three.
+Two messages and a few hundred bytes per party, and some sixty rounds of a few kilobytes among the three.
 
 References
 ----------
@@ -28,20 +31,20 @@ Ours; the papers leave it open.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from cloister.arrays import I64
+from cloister.crypto import gf64
 from cloister.crypto.agreement import Identity
 from cloister.crypto.entropy import Entropy
-from cloister.crypto.replicated import Ring
+from cloister.crypto.replicated import Ring, Shared, join
 from cloister.errors import DataError, ParameterError, ProtocolAbort
 from cloister.net.channel import Channel
 from cloister.net.wire import message
-from cloister.protocols.sharing.replicated import Shared, Trio, join
-from cloister.protocols.sharing.replicated_cost import Bill
+from cloister.protocols.sharing.verified import Verified, Xored, planes_of, together
+from cloister.protocols.sharing.verified_cost import VerifiedBill
 from cloister.study import Party
 
 NAME = "mapping_terms"
@@ -49,7 +52,7 @@ STEPS = 4  # per power of two
 REACH = 1000  # largest exponent, in steps
 EXPONENT = Ring.holding(2 * REACH + 1)
 COUNT = Ring(48)
-BIT = Ring(2)
+COUNT_BITS = 40  # of one site's true number of rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,25 +134,30 @@ def roles(params: Params) -> dict[Party, object]:
 
 def cost(params: Params) -> dict[Party, tuple[int, int]]:
     """Messages and payload bytes that each party sends, names not counted."""
-    bill = Bill(params.members, params.computing)
+    bill = VerifiedBill(params.members, params.computing)
     for p in params.owners:
         bill.send(p, 2)
     others = [p for p in params.members if p != params.coordinator]
     bill.send(params.coordinator, 2 * len(params.owners), len(others))
     bill.meet()
-    n = len(params.owners)
     if not params.bound:
         for p in params.owners:
             bill.input(p, 1, EXPONENT)
-        bill.onehot(1, n, EXPONENT)
+        left = len(params.owners)
+        bill.bits(left, EXPONENT.bits)
+        while left > 1:
+            bill.less(-(-(left // 2) // 64), EXPONENT.bits, few_rounds=True)
+            bill.gate(-(-(left // 2) // 64) * EXPONENT.bits)
+            left -= left // 2
         for p in params.members:
-            bill.open(p, 1, EXPONENT)
+            bill.open_to(p, EXPONENT.bits)
     for p in params.sites:
         bill.input(p, 1, COUNT)
-    bill.msb(1, COUNT)
-    bill.inject(1, 1, BIT)
+    bill.bits(len(params.sites), COUNT.bits)
+    bill.check_zero()
+    bill.bits(1, COUNT.bits)
     for p in params.members:
-        bill.open(p, 1, BIT)
+        bill.open_to(p, 1)
     return bill.total()
 
 
@@ -197,37 +205,67 @@ def terms(params: Params, said: Announced, bound: float) -> Terms:
 async def _computed(ch: Channel, params: Params, mine: Holding | None, entropy: Entropy, identity: Identity) -> float:
     """T3, T4, at every member; returns the bound."""
     p0, p1, p2 = params.computing
-    trio = await Trio.meet(ch, (p0, p1, p2), params.members, entropy=entropy, identity=identity)
+    trio = await Verified.meet(ch.sub("three"), (p0, p1, p2), params.members, entropy=entropy, identity=identity)
     bound = params.bound
     if not bound:
-        largest = [await _scalar(trio, p, exponent(mine.norm) if mine else 0, EXPONENT) for p in params.owners]
-        best = None
-        if trio.rank is not None:
-            best, _ = await trio.onehot_max(join([x for x in largest if x is not None], axis=1))
-        bound = bound_of(await _to_all(trio, params, best, EXPONENT, "T3", "largest norm, to a quarter power of two"))
+        exponents = [await _scalar(trio, p, exponent(mine.norm) if mine else 0, EXPONENT) for p in params.owners]
+        best = await largest(trio, _joined(exponents)) if trio.rank is not None else None
+        what = "largest norm, to a quarter power of two"
+        turned = await _to_all(trio, params, best, EXPONENT.bits, "T3", what)
+        bound = bound_of(turned - (1 << (EXPONENT.bits - 1)))
     counts = [await _scalar(trio, p, mine.rows if mine else 0, COUNT) for p in params.sites]
-    few = None
-    if trio.rank is not None:
-        total = join([x for x in counts if x is not None], axis=1).sum(1)
-        few = await trio.inject(await trio.less(total, trio.constant(np.array([params.k]), COUNT)), (1,), BIT)
-    if await _to_all(trio, params, few, BIT, "T4", "whether there are fewer than k references"):
+    few = await too_few(trio, _joined(counts), params.k) if trio.rank is not None else None
+    if await _to_all(trio, params, few, 1, "T4", "whether there are fewer than k references"):
         raise DataError(f"n_neighbors={params.k} is more than all sites have references together; lower it")
     return bound
 
 
-async def _scalar(trio: Trio, owner: Party, value: int, ring: Ring) -> Shared | None:
-    own = ring.encode(np.array([[value]])) if trio.ch.me == owner else None
-    return await trio.input(owner, own, (1, 1), ring)
+def _joined(xs: Sequence[Shared | None]) -> Shared:
+    return join([x for x in xs if x is not None], axis=0)
 
 
-async def _to_all(trio: Trio, params: Params, x: Shared | None, ring: Ring, line: str, what: str) -> int:
-    mine: I64 | None = None
+async def largest(trio: Verified, x: Shared) -> Xored:
+    """T3: the largest of n signed words, as planes with the highest bit turned over: a tournament under sharing."""
+    count, planes = x.ring.bits, await trio.bits(x)
+    top = np.zeros(planes.shape, np.uint64)
+    top[-1] = ~np.uint64(0)
+    words = (planes ^ trio.public(top)).map(lambda w: gf64.to_words(w)[: x.a.size])
+    while len(words) > 1:
+        h = len(words) // 2
+        one, two = (words[cut].map(lambda w: planes_of(w, count)) for cut in (slice(h), slice(h, 2 * h)))
+        best = await trio.choose(await trio.less(one, two, few_rounds=True), two, one)
+        words = together([best.map(lambda w, h=h: gf64.to_words(w)[:h]), words[2 * h :]])  # type: ignore[misc]
+    return words.map(lambda w: planes_of(w, count))
+
+
+async def too_few(trio: Verified, counts: Shared, k: int) -> Xored:
+    """T4: whether the sum of all counts is below k; each is a number of rows."""
+    high = (await trio.bits(counts))[COUNT_BITS:]
+    await trio.check_zero(high, "T4", "a site counts its references as no number of rows, or")
+    rest = counts.map(lambda w: w.sum(keepdims=True)) - trio.constant(np.array([k]), COUNT)
+    return (await trio.bits(rest))[-1:]
+
+
+async def _scalar(trio: Verified, owner: Party, value: int, ring: Ring) -> Shared | None:
+    own = ring.encode(np.array([value])) if trio.ch.me == owner else None
+    return await trio.input(owner, own, (1,), ring)
+
+
+async def _to_all(trio: Verified, params: Params, x: Xored | None, rows: int, line: str, what: str) -> int:
+    mine = None
     for p in params.members:
-        got = await trio.open(x, (1,), ring, to=p, protocol=NAME, line=line, what=what)
-        mine = got if p == trio.ch.me else mine
+        planes = await trio.open_to(x, (rows, 1), to=p, protocol=NAME, line=line, what=what)
+        mine = planes if p == trio.ch.me else mine
     if mine is None:
         raise ParameterError(f"'{trio.ch.me}' takes no part in this mapping")
-    return int(mine[0]) & 1 if ring is BIT else int(mine[0])
+    return int(gf64.to_words(mine)[0])
+
+
+def check_told(said: Announced, me: Party, mine: Holding) -> None:
+    """T2: the coordinator repeats what this owner announced."""
+    told = (said.widths.get(me), said.rows.get(me), set(mine.names) <= set(said.names))
+    if told != (mine.width, mine.rounded, True):
+        raise ProtocolAbort(NAME, "T2", "mismatch", "the coordinator repeats another announcement than was sent")
 
 
 async def owner(ch: Channel, params: Params, mine: Holding, *, entropy: Entropy, identity: Identity) -> Terms:
@@ -237,7 +275,8 @@ async def owner(ch: Channel, params: Params, mine: Holding, *, entropy: Entropy,
     if not params.bound:
         exponent(mine.norm)  # raises before anything is sent
     await ch.send(params.coordinator, Announcement(mine.width, mine.rounded, mine.names))  # T1
-    said = await ch.recv(params.coordinator, Announced)  # T2
+    said = await ch.recv_broadcast(params.coordinator, Announced)  # T2
+    check_told(said, ch.me, mine)
     terms(params, said, 1.0)
     return terms(params, said, await _computed(ch, params, mine, entropy, identity))
 
@@ -247,12 +286,12 @@ async def coordinator(ch: Channel, params: Params, *, entropy: Entropy, identity
     all_said = await ch.gather(params.owners, Announcement)  # T1
     names = sorted({n for p in params.sites for n in all_said[p].names})
     said = Announced({p: a.width for p, a in all_said.items()}, {p: a.rows for p, a in all_said.items()}, tuple(names))
-    await ch.scatter([p for p in params.members if p != ch.me], said)  # T2
+    await ch.broadcast([p for p in params.members if p != ch.me], said)  # T2
     terms(params, said, 1.0)
     return terms(params, said, await _computed(ch, params, None, entropy, identity))
 
 
 async def helper(ch: Channel, params: Params, *, entropy: Entropy, identity: Identity) -> Terms:
     """Compute without data, or only listen."""
-    said = await ch.recv(params.coordinator, Announced)  # T2
+    said = await ch.recv_broadcast(params.coordinator, Announced)  # T2
     return terms(params, said, await _computed(ch, params, None, entropy, identity))

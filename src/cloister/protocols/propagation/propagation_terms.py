@@ -3,12 +3,14 @@
     L1    u ↔ u   a seed that S does not know (`common_seed`); how many points, which classes (`point_roster`)
     L3    u       Π (L × d) standard normal, from the seed
     L4    u       B_u = [V_u Πᵀ ≥ 0], packed
+    L10   u → S   which of its points are labelled (but for the published mode, where L12 says it)
     L12   u ↔ S   with `balance`: the number of labels of each class, over all sites (`secure_sum`)
 
 Groups: very many small sites are dealt into groups with a graph of their own, side by side at the server.
 
 Reveals
 -------
+server : which points are labelled, and how many classes there are.
 with `balance`, everyone : how many labels of each class all sites have together.
 
 Assumes
@@ -35,6 +37,7 @@ from cloister.crypto.entropy import Entropy
 from cloister.errors import DataError, ParameterError, ProtocolAbort
 from cloister.models import graph
 from cloister.net.channel import Channel
+from cloister.net.wire import message
 from cloister.protocols.hamming.pair_distances import Engine, check_engine
 from cloister.protocols.hamming.shared_codes import offsets
 from cloister.protocols.propagation import point_roster
@@ -70,6 +73,12 @@ class Params:
     def group(self, i: int) -> Params:
         """The i-th group: every `groups`-th site."""
         return replace(self, sites=self.sites[i :: self.groups], groups=1)
+
+
+@message("L10")
+class Labelled:  # u → S
+    mask: U8  # (⌈n_u / 8⌉,), which points are labelled
+    classes: int
 
 
 @dataclass(frozen=True)

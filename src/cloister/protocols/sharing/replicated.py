@@ -61,7 +61,7 @@ import numpy as np
 from cloister.arrays import U8, Index
 from cloister.crypto import replicated as local
 from cloister.crypto.prg import Prg
-from cloister.crypto.replicated import Ring, Words
+from cloister.crypto.replicated import Ring, Shared, Words, join
 from cloister.errors import ParameterError
 from cloister.net.wire import message
 from cloister.protocols.sharing import selection
@@ -75,9 +75,7 @@ from cloister.protocols.sharing.replicated_linear import (
     OpenAll,
     Pair,
     Reshare,
-    Shared,
     Split,
-    join,
 )
 
 __all__ = [

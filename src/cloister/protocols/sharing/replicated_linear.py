@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -14,7 +14,7 @@ from cloister.crypto import replicated as local
 from cloister.crypto.agreement import Identity, agree, key_pair
 from cloister.crypto.entropy import Entropy
 from cloister.crypto.prg import Prg
-from cloister.crypto.replicated import Ring, Words
+from cloister.crypto.replicated import Ring, Shared, Words
 from cloister.errors import ParameterError
 from cloister.net import wire
 from cloister.net.channel import Channel
@@ -56,60 +56,6 @@ class Open:
 @message("R8", protocol=NAME)
 class OpenAll:
     data: U8
-
-
-@dataclass(frozen=True, slots=True)
-class Shared:
-    """One party's two components of a shared array: a = x_i, b = x_{i+1}. Sums need no other party."""
-
-    ring: Ring
-    a: Words
-    b: Words
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.a.shape)
-
-    def map(self, f: Callable[[Words], Words]) -> Shared:
-        """Apply a map that is linear in the components: an index, a reshape, a sum over an axis."""
-        return Shared(self.ring, f(self.a), f(self.b))
-
-    def __getitem__(self, index: Any) -> Shared:
-        return self.map(lambda w: w[index])
-
-    def __add__(self, other: Shared) -> Shared:
-        return Shared(self.ring, self.a + other.a, self.b + other.b)
-
-    def __sub__(self, other: Shared) -> Shared:
-        return Shared(self.ring, self.a - other.a, self.b - other.b)
-
-    def times(self, factor: int | np.ndarray[Any, Any]) -> Shared:
-        """Times public integers."""
-        words = np.asarray(factor).astype(np.int64).view(np.uint64).astype(self.ring.dtype)
-        return self.map(lambda w: w * words)
-
-    def reshape(self, *shape: int) -> Shared:
-        return self.map(lambda w: w.reshape(shape))
-
-    def sum(self, axis: int) -> Shared:
-        return self.map(lambda w: w.sum(axis=axis, dtype=self.ring.dtype))
-
-    def shifted(self, bits: int) -> Shared:
-        """The value times 2^bits, in a ring so much larger."""
-        ring = Ring(self.ring.bits + bits)
-        return Shared(ring, *(w.astype(ring.dtype) << ring.dtype.type(bits) for w in (self.a, self.b)))
-
-    def to(self, ring: Ring) -> Shared:
-        """The same value in a smaller ring, where it still fits."""
-        if ring.bits > self.ring.bits:
-            raise ParameterError(f"{self.ring.bits} bits cannot grow to {ring.bits} without another party")
-        return Shared(ring, self.a.astype(ring.dtype), self.b.astype(ring.dtype))
-
-
-def join(xs: Sequence[Shared], axis: int) -> Shared:
-    return Shared(
-        xs[0].ring, np.concatenate([x.a for x in xs], axis=axis), np.concatenate([x.b for x in xs], axis=axis)
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,6 +297,10 @@ class Linear:
 
     async def matmul(self, x: Shared, y: Shared) -> Shared:
         return await self.reshare(self.matmul_summand(x, y), x.ring)
+
+    async def times_transposed(self, q: Shared, r: Shared) -> Shared:
+        """Q rᵀ for shared q (m, d), r (n, d)."""
+        return await self.matmul(q, r.map(lambda w: np.ascontiguousarray(w.T)))
 
     async def _and(self, x: Bits, y: Bits, add: U8 | None = None) -> Bits:
         """AND, plus bits of which parties 1 and 2 hold XOR shares."""

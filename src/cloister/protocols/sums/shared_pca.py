@@ -347,6 +347,30 @@ def place(params: Params, space: Space, mine: Cells) -> F64:
     return np.concatenate(parts)
 
 
+def check_moments(params: Params, cells: int, *sums: F64) -> None:
+    """L3: sums that cells can have; masks that did not cancel leave numbers all over 64 bits."""
+    total, square, log, log_square = sums
+    possible = 0 < cells <= len(params.sites) << 40 and all(np.all(s >= -1) for s in sums)
+    if possible:
+        most = cells * params.largest_log
+        possible = bool(np.all(log <= most + 1) and np.all(log_square <= most * params.largest_log + 1))
+        possible = possible and bool(np.all(total**2 <= cells * square * (1 + 1e-6) + 1))
+    if not possible:
+        raise ProtocolAbort(NAME, "L3", "damaged", "sums that no cells have: a message was damaged, or somebody lies")
+
+
+def check_products(params: Params, cells: int, words: F64, h: int) -> None:
+    """L5: the same of the sums of z and of its products."""
+    n, square = round(words[0]), words[1 + h :]
+    most = n * params.bound
+    if (
+        not 2 <= n <= cells
+        or np.any(np.abs(words[1 : 1 + h]) > most + 1)
+        or np.any(np.abs(square) > most * params.bound + 1)
+    ):
+        raise ProtocolAbort(NAME, "L5", "damaged", "sums that no cells have: a message was damaged, or somebody lies")
+
+
 def check_chosen(params: Params, chosen: Chosen, common: int, mine: int) -> None:
     h = len(chosen.at)
     whole = h > params.n_components and np.all(chosen.at[1:] > chosen.at[:-1])
@@ -409,6 +433,7 @@ async def coordinator(ch: Channel, params: Params) -> Space:
     summed = await secure_sum.aggregator(ch.sub("moments"), params.sum(moments_length(g)))  # L3
     n, *rest = np.split(join_sum(summed.z), 1 + g * np.arange(4))
     cells, (y, yy, log, loglog) = round(float(n[0])), rest
+    check_moments(params, cells, y, yy, log, loglog)
     if cells <= params.n_components:
         raise ProtocolAbort(
             NAME, "L3", "too-few-cells", f"{cells} cells in all give no {params.n_components} components"
@@ -427,7 +452,9 @@ async def coordinator(ch: Channel, params: Params) -> Space:
     h = len(at)
     summed = await secure_sum.aggregator(ch.sub("products"), params.sum(products_length(h)), live)  # L5
     ch.step(f"{params.n_components} components of {h} genes", protocol=NAME, line="L6")
-    seen, center, cov = covariance(params.covariance_code(cells).decode(summed.z), h)
+    words = params.covariance_code(cells).decode(summed.z)
+    check_products(params, cells, words, h)
+    seen, center, cov = covariance(words, h)
     variance, components = decompose(cov, params.n_components)
     result = Components(components, variance, center, float(np.trace(cov)), seen)
     ch.reveal(result, to=summed.survivors, line="L6", what=f"{len(variance)} components", protocol=NAME)
