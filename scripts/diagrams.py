@@ -60,8 +60,8 @@ WAY: tuple[
     (
         "carried",
         (
-            ("run.rehearsal.MemoryLink.post", "the frame as it is"),
-            ("run.rehearsal.Wires.carry", "to the other thread; tests lose and cut frames here"),
+            ("run.wires.MemoryLink.post", "the frame as it is"),
+            ("run.wires.Wires.carry", "to the other thread; tests lose and cut frames here"),
         ),
         (
             ("runtime.link.SealedLink.post", "sealed for the one party it is for"),

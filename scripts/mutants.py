@@ -8,25 +8,26 @@ A mutant is either drawn from the code (a check that is no longer called, a cond
 down in `mutants.toml` (a mask that is left out, a key that is used twice). For each, the tests that import the file
 run against a copy of the package, with stored vectors switched off: a mutant that only other bytes give away counts as
 alive. The first test that fails is the behaviour that killed it. Results are kept in build/mutants.jsonl by what was
-tested, so that a run that was stopped goes on where it was, and a change runs only what it concerns.
+tested, so that a run that was stopped goes on where it was, and a change runs only what it concerns. (Children are
+forked: Linux and macOS.)
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
-import concurrent.futures
 import hashlib
+import importlib
 import json
 import os
 import re
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
-import threading
 import time
 import tomllib
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,12 +40,11 @@ ALSO, REASONS = LIST["also"], LIST["reasons"]
 WRITTEN = [(m["file"], m["name"], m["old"], m["new"]) for m in LIST["mutant"]]
 
 FIRST = ("one_thing_wrong", "roles_check", "what_is_drawn", "what_shares_hide", "one_liar_sums")
+BROKEN = "could not run"
 LIAR = "test_one_liar.py"
 OUTSIDE = ("tests/runtime/test_flare", "tests/protocols/knn/test_oracle", "tests/protocols/ckks/test_oracle")
-SWITCH_OFF = """
-import cloister.testing as kit
-kit.check_vectors = lambda *args, **kwargs: None
-"""
+Row = dict[str, str | float]
+Rows = dict[str, Row]  # by the weakened file
 
 
 @dataclass(frozen=True)
@@ -161,69 +161,106 @@ def _questions(module: str) -> list[str]:
     return [f"tests/protocols/{LIAR}::test_one_lie_per_kind_of_message[{n}]" for n in names]
 
 
-def run_tests(source: Path, tests: list[str], limit: float) -> tuple[str, float]:
-    """'' if all pass; else the first test that failed, or 'time'."""
-    plugin = source.parent / "no_stored_bytes.py"
-    plugin.write_text(SWITCH_OFF, encoding="utf-8")
-    env = os.environ | {"PYTHONPATH": f"{source}{os.pathsep}{source.parent}", "PYTHONDONTWRITEBYTECODE": "1"}
-    env |= {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")}
-    words = [sys.executable, "-m", "pytest", "-p", "no_stored_bytes", "-p", "no:cacheprovider", "-n", "0", "-x", "-q"]
+@dataclass
+class Trial:
+    """One run of tests in a child process, against a copy of the package."""
+
+    mutant: Mutant | None
+    tests: list[str]
+    folder: tempfile.TemporaryDirectory[str]
+    pid: int
+    began: float
+
+    def outcome(self, limit: float) -> str | None:
+        """None while it runs; '' if all passed; else the first test that failed, or 'time'."""
+        done, status = os.waitpid(self.pid, os.WNOHANG)
+        if not done and time.monotonic() - self.began < limit:
+            return None
+        if not done:
+            os.killpg(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+            return "time"
+        text = (Path(self.folder.name) / "log").read_text(encoding="utf-8", errors="replace")
+        if os.waitstatus_to_exitcode(status) == 0:
+            return ""
+        first = re.search(r"^(?:FAILED|ERROR) (\S+)", text, flags=re.MULTILINE)
+        return first[1] if first else BROKEN
+
+
+def start(mutant: Mutant | None, tests: list[str]) -> Trial:
+    """Fork a child that has the libraries loaded already, and the package not."""
+    folder = tempfile.TemporaryDirectory()
+    source = Path(folder.name) / "src"
+    shutil.copytree(PACKAGE, source / "cloister", ignore=shutil.ignore_patterns("__pycache__"))
+    if mutant is not None:
+        (source / "cloister" / f"{mutant.file}.py").write_text(mutant.source, encoding="utf-8")
     began = time.monotonic()
+    if pid := os.fork():
+        return Trial(mutant, tests, folder, pid, began)
+    os.setsid()
+    code = 70
     try:
-        done = subprocess.run(
-            [*words, "-m", "not slow", "--no-header", *tests],
-            cwd=ROOT,
-            env=env,
-            capture_output=True,
-            text=True,
-            timeout=limit,
-        )
-    except subprocess.TimeoutExpired:
-        return "time", limit
-    took = time.monotonic() - began
-    if done.returncode == 0:
-        return "", took
-    first = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, flags=re.MULTILINE)
-    return (first[1] if first else "could not run"), took
+        log = os.open(Path(folder.name) / "log", os.O_WRONLY | os.O_CREAT)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.environ |= {"PYTHONPATH": str(source), "PYTHONDONTWRITEBYTECODE": "1"}
+        sys.dont_write_bytecode = True
+        sys.path.insert(0, str(source))
+        os.chdir(ROOT)
+        import pytest
 
+        import cloister.testing as kit
 
-def try_one(mutant: Mutant | None, tests: list[str], limit: float) -> tuple[str, float]:
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder) / "src"
-        shutil.copytree(PACKAGE, source / "cloister", ignore=shutil.ignore_patterns("__pycache__"))
-        if mutant is not None:
-            (source / "cloister" / f"{mutant.file}.py").write_text(mutant.source, encoding="utf-8")
-        return run_tests(source, tests, limit)
+        kit.check_vectors = lambda *args, **kwargs: None
+        words = ["-p", "no:cacheprovider", "-n", "0", "-x", "-q", "--no-header", "-m", "not slow", "--tb", "no"]
+        code = int(pytest.main([*words, *tests]))
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 # ---- results ---------------------------------------------------------------------------------------------------------
 
 
-def digest(mutant: Mutant, tests: list[str]) -> str:
-    """Of the weakened file and of the tests that look at it."""
-    h = hashlib.sha256(mutant.source.encode())
-    for name in tests:
-        h.update((ROOT / name.partition("::")[0]).read_bytes())
-    return h.hexdigest()[:16]
+def digests(mutant: Mutant, tests: list[str]) -> tuple[str, str]:
+    """Of the weakened place and the lines around it, and of the tests that look at it."""
+    looks = hashlib.sha256()
+    for name in dict.fromkeys(n.partition("::")[0] for n in tests):
+        looks.update((ROOT / name).read_bytes())
+    old, new = (PACKAGE / f"{mutant.file}.py").read_text(encoding="utf-8").splitlines(), mutant.source.splitlines()
+    head = next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), 0)
+    tail = next((i for i, (a, b) in enumerate(zip(old[::-1], new[::-1], strict=False)) if a != b), 0)
+    around = "\n".join([mutant.key, *new[max(0, head - 8) : len(new) - tail + 8]])
+    return hashlib.sha256(around.encode()).hexdigest()[:16], looks.hexdigest()[:16]
 
 
-def kept() -> dict[str, dict[str, str | float]]:
+def known(mutant: Mutant, rows: Rows) -> Row | None:
+    """What is known of a mutant: a killed one stays so, a living one until its tests change."""
+    source, looks = digests(mutant, tests_of(mutant.file))
+    row = rows.get(source)
+    return row if row is not None and (row["killed"] or row["tests"] == looks) else None
+
+
+def kept() -> Rows:
     rows = STORE.read_text(encoding="utf-8").splitlines() if STORE.exists() else []
     return {row["id"]: row for row in map(json.loads, rows)}
 
 
-def table(mutants: list[Mutant], rows: dict[str, dict[str, str | float]]) -> int:
+def table(mutants: list[Mutant], rows: Rows) -> int:
     """Print what killed what; returns how many live without a reason."""
-    known = {m.key: rows[d] for m in mutants if (d := digest(m, tests_of(m.file))) in rows}
-    killed = {k: r for k, r in known.items() if r["killed"]}
-    for key, row in sorted(known.items()):
+    run = {m.key: row for m in mutants if (row := known(m, rows)) is not None}
+    killed = {k: r for k, r in run.items() if r["killed"]}
+    for key, row in sorted(run.items()):
         alive = f"ALIVE ({REASONS.get(key, 'no reason given')})"
         print(f"{key:<90} {str(row['killed']).rpartition('::')[2] if row['killed'] else alive}")
-    open_ = [k for k in known.keys() - killed.keys() if k not in REASONS]
-    share = 100 * len(killed) / max(1, len(known))
+    open_ = [k for k in run.keys() - killed.keys() if k not in REASONS]
+    share = 100 * len(killed) / max(1, len(run))
     print(
-        f"\n{len(mutants)} mutants, {len(known)} run, {len(killed)} killed by behaviour ({share:.1f} %), "
-        f"{len(known) - len(killed) - len(open_)} alive for a reason, {len(open_)} alive"
+        f"\n{len(mutants)} mutants, {len(run)} run, {len(killed)} killed by behaviour ({share:.1f} %), "
+        f"{len(run) - len(killed) - len(open_)} alive for a reason, {len(open_)} alive"
     )
     for key in stale():
         print(f"{key}: fits nowhere any more; bring mutants.toml up to date")
@@ -246,31 +283,54 @@ def main() -> int:
     if asked.table:
         return min(1, table(mutants, rows))
     STORE.parent.mkdir(exist_ok=True)
-    lock = threading.Lock()
-    sound: dict[str, str] = {}
-
-    def work(mutant: Mutant) -> None:
-        tests = tests_of(mutant.file)
-        name = digest(mutant, tests)
-        if name in rows:
-            return
-        with lock:
-            if mutant.file not in sound:
-                sound[mutant.file] = try_one(None, tests, 4 * asked.limit)[0]
-        if sound[mutant.file]:
-            print(f"{mutant.key}: not run, since {sound[mutant.file]} fails without it", flush=True)
-            return
-        killed, took = try_one(mutant, tests, asked.limit)
-        row = {"id": name, "mutant": mutant.key, "killed": killed, "seconds": round(took, 1)}
-        with lock:
-            rows[name] = row
-            with STORE.open("a", encoding="utf-8") as f:
-                f.write(json.dumps(row) + "\n")
-        print(f"{mutant.key}: {killed or 'ALIVE'} ({took:.0f} s)", flush=True)
-
-    with concurrent.futures.ThreadPoolExecutor(asked.jobs) as pool:
-        list(pool.map(work, mutants))
+    preload()
+    run_all([m for m in mutants if known(m, rows) is None], rows, asked.jobs, asked.limit)
     return min(1, table(mutants, rows))
+
+
+def preload() -> None:
+    """Libraries that most tests need: forked children have them at once."""
+    for name in ("pytest", "numpy", "scipy.sparse", "scipy.linalg", "msgpack", "cryptography"):
+        importlib.import_module(name)
+    importlib.import_module("cryptography.hazmat.primitives.ciphers.aead")
+
+
+def run_all(mutants: list[Mutant], rows: Rows, jobs: int, limit: float) -> None:
+    """Each file's tests once without a mutant, then its mutants; as many at a time as there are jobs."""
+    todo = [(None, file) for file in dict.fromkeys(m.file for m in mutants)]
+    queue: list[tuple[Mutant | None, str]] = []
+    for _, file in todo:
+        queue += [(None, file), *((m, m.file) for m in mutants if m.file == file)]
+    broken: set[str] = set()
+    going: list[tuple[Trial, str]] = []
+    while queue or going:
+        while queue and len(going) < jobs:
+            mutant, file = queue.pop(0)
+            if file not in broken:
+                going.append((start(mutant, tests_of(file)), file))
+        time.sleep(0.1)
+        for trial, file in list(going):
+            ended = trial.outcome(limit if trial.mutant else 4 * limit)
+            if ended is None:
+                continue
+            going.remove((trial, file))
+            trial.folder.cleanup()
+            took = time.monotonic() - trial.began
+            if trial.mutant is None:
+                if ended:
+                    broken.add(file)
+                    print(f"{file}: its mutants are not run, since {ended} fails without them", flush=True)
+                continue
+            note(trial.mutant, trial.tests, ended, took, rows)
+
+
+def note(mutant: Mutant, tests: list[str], killed: str, took: float, rows: Rows) -> None:
+    source, looks = digests(mutant, tests)
+    row = {"id": source, "tests": looks, "mutant": mutant.key, "killed": killed, "seconds": round(took, 1)}
+    rows[source] = row
+    with STORE.open("a", encoding="utf-8") as f:
+        f.write(json.dumps(row) + "\n")
+    print(f"{mutant.key}: {killed or 'ALIVE'} ({took:.0f} s)", flush=True)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ _WORKFLOWS = (  # each has a function of its name, the part of a site
 _PUBLIC = {
     "rehearse": "run.rehearsal",
     "Run": "run.run",
+    "join": "runtime.join",
     "Study": "study",
     "Party": "study",
     "Receipt": "net.receipts",

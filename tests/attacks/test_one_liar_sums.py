@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 import scipy.sparse
 
+from cloister.arrays import F32
 from cloister.crypto.agreement import KeyPair, agree, bind, hkdf, key_pair, seal, unseal
 from cloister.crypto.prg import expand
 from cloister.errors import ProtocolAbort
 from cloister.lies import Lie, Stage
 from cloister.net import wire
-from cloister.net.wire import F32, message
+from cloister.net.wire import message
 from cloister.protocols.fedavg import federated_training, training_terms
 from cloister.protocols.fedavg.training_parts import Offer
 from cloister.protocols.fedavg.training_terms import TAIL, Brings, Ready, Vocabulary, update_words
@@ -696,11 +697,11 @@ def test_r4_small_leaves_that_are_called_large_are_opened_unless_it_must_be_prov
     honest = count_tests.decode
 
     def all_large(p, z):
-        bits, proof = honest(p, z)
+        bits, ratios = honest(p, z)
         if p.least == 1:
-            return bits, proof
-        proof[~bits] = 17  # as good a guess as any
-        return np.ones_like(bits), proof
+            return bits, ratios
+        ratios[~bits] = 17  # as good a guess as any
+        return np.ones_like(bits), ratios
 
     monkeypatch.setattr(count_tests, "decode", all_large)
     monkeypatch.setattr(counted_forest, "PROOFS", proofs)

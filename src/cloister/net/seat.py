@@ -12,7 +12,8 @@ import inspect
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -41,6 +42,16 @@ class Outcome:
     receipt: Receipt | None = None
     cost: dict[str, float] = field(default_factory=dict)
     model: Any = None
+
+
+class Place(Protocol):
+    """A site's place in a study whose runs happen in another process, which holds its keys (`cl.join`)."""
+
+    study: Study
+    me: Party
+
+    def take_part(self, adata: AnnData) -> tuple[Outcome, Path]:
+        """Bring these cells to the study's next run; what came of it, and the folder that holds its files."""
 
 
 class Seat:

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cloister import workflows
+from cloister import files, workflows
 from cloister.crypto.agreement import Identity
 from cloister.errors import ParameterError, ProtocolAbort, RefusedError
 from cloister.study import Party, Role, Study
@@ -134,14 +134,16 @@ class Kit:
         if not all(isinstance(x, str) for table in names.values() for x in table.values()):
             raise ParameterError(f'{where.name}: [obs] and [obsm] hold lines as: cell_type = "your_column"')
         data = os.environ.get(DATA) or raw.get("data")
+        allowed: dict[str, Any] = {key: tuple(approve.get(key, ())) for key in APPROVE}
         return Policy(
             data=self.path / data if data else None,
             out=self.path / raw.get("out", "results"),
-            **{key: tuple(approve.get(key, ())) for key in APPROVE},
+            **allowed,
             limits={"study": STUDY_RUNS, self.study.workflow: WORKFLOW_RUNS} | dict(limits),
             sandbox=raw.get("sandbox", SANDBOXES[0]),
             floors=dict(floors),
-            **names,
+            obs=names["obs"],
+            obsm=names["obsm"],
         )
 
     def check_approved(self, policy: Policy) -> None:
@@ -185,10 +187,7 @@ class Kit:
             counts = self._counts()
             for key in (self.study.digest.hex(), self.study.workflow):
                 counts[key] = counts.get(key, 0) + 1
-            part = self.path / "local" / f"{COUNTS}.part"
-            with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-                json.dump(counts, file, indent=1)
-            part.replace(self.path / "local" / COUNTS)
+            files.write(self.path / "local" / COUNTS, json.dumps(counts, indent=1))
 
     def _counts(self) -> dict[str, int]:
         path = self.path / "local" / COUNTS

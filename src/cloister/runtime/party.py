@@ -19,13 +19,13 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal
 
-from cloister import errors, workflows
+from cloister import errors, files, workflows
 from cloister.cells import files as cell_files
 from cloister.cells.tables import donors
 from cloister.crypto.entropy import Entropy
-from cloister.errors import CloisterError, DataError, PeerLost, ProtocolAbort, RefusedError
+from cloister.errors import CloisterError, DataError, PeerLost, RefusedError
 from cloister.net.mailbox import Mailbox
 from cloister.net.receipts import Receipt
 from cloister.net.seat import Outcome, take_part
@@ -48,7 +48,7 @@ class Ended:
     party: str
     status: Literal["done", "refused", "aborted"]
     folder: str = ""
-    error: Mapping[str, str] = field(default_factory=dict)  # type, text, protocol, line, code
+    error: Mapping[str, Any] = field(default_factory=dict)  # type, text, protocol, line, code
     result: Mapping[str, Any] = field(default_factory=dict)
     cost: Mapping[str, float] = field(default_factory=dict)
     parties: Mapping[str, str] = field(default_factory=dict)  # at the coordinator: how it ended at the others
@@ -61,11 +61,7 @@ class Ended:
 
     def save(self, path: Path) -> None:
         """Write it whole or not at all, for the owner only."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(path.name + ".part")
-        with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as f:
-            json.dump(asdict(self), f, indent=1, default=_plain)
-        part.replace(path)
+        files.write(path, json.dumps(asdict(self), indent=1, default=_plain))
 
     def keep(self) -> None:
         """Write it into its folder; a disk that is full is no reason to end a service."""
@@ -81,24 +77,7 @@ class Ended:
     def check(self) -> None:
         """Raise the error that the run ended with, if it did."""
         if self.status != "done":
-            raise_error(self.error)
-
-
-def error_of(e: BaseException) -> dict[str, str]:
-    """An error in words that can be kept, and raised again by `raise_error`."""
-    told = {"type": type(e).__name__, "text": str(e) or type(e).__name__}
-    return told | {k: str(getattr(e, k, "")) for k in ("protocol", "line", "code")}
-
-
-def raise_error(told: Mapping[str, str]) -> NoReturn:
-    kind = getattr(errors, told["type"], CloisterError)
-    if kind is errors.MissingExtra:
-        kind = CloisterError
-    if issubclass(kind, ProtocolAbort):
-        made = kind(told["protocol"], told["line"], told["code"])
-        made.args = (told["text"],)
-        raise made
-    raise (RefusedError if told["type"] == "Refusal" else kind)(told["text"])
+            raise errors.from_json(self.error)
 
 
 def _plain(x: Any) -> Any:
@@ -169,7 +148,7 @@ def room() -> int:
 
 def failed(kit: Kit, run: str, e: BaseException, folder: Path) -> Ended:
     """An ending from an error."""
-    return Ended(run, kit.me, "refused" if isinstance(e, RefusedError) else "aborted", str(folder), error_of(e))
+    return Ended(run, kit.me, "refused" if isinstance(e, RefusedError) else "aborted", str(folder), errors.to_json(e))
 
 
 def results_folder(kit: Kit, run: str) -> Path:
@@ -183,7 +162,7 @@ def results_folder(kit: Kit, run: str) -> Path:
 
 def lost(party: str, run: str, why: str) -> Ended:
     """An ending for a run whose process cannot tell it any more."""
-    return Ended(run, party, "aborted", "", error_of(PeerLost("flare", "-", "lost", why)))
+    return Ended(run, party, "aborted", "", errors.to_json(PeerLost("flare", "-", "lost", why)))
 
 
 def open_cells(kit: Kit, policy: Policy) -> AnnData:

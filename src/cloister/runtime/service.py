@@ -56,9 +56,10 @@ from cloister.study import Party
 PING, INVITE = b"P", b"I"  # what services ask each other
 HERE = b"+"
 RUNS_AT_ONCE = 4
+REFUSALS = 20  # runs that did not begin, whose outcome is kept
 LINES = 100  # lines of a carrier that are logged in a minute
 RESTART, RESTART_MOST = 1.0, 30.0  # seconds before a carrier that ended is replaced
-RESOLVE = 60.0  # seconds after which a coordinator that is not reached is looked up again
+RESOLVE = 20.0  # seconds after which a coordinator that is not reached is looked up again
 
 log = logging.getLogger("cloister.runtime")
 
@@ -364,6 +365,7 @@ class Service:
         except CloisterError as e:
             ended = failed(kit, run.hex(), e, results_folder(kit, run.hex()))
             ended.keep()
+            forget_refusals(Path(ended.folder).parent)
             log.warning("run %s: %s", run.hex()[:8], e)
             return run, ended.word
         self.begin(run)
@@ -379,6 +381,14 @@ class Service:
         except TimeoutError:
             return None
         return packet.data if packet.kind == ANSWER else None
+
+
+def forget_refusals(results: Path, most: int = REFUSALS) -> None:
+    """Keep the latest runs that did not begin: a coordinator that asks for ever must not fill the disk."""
+    found = [f for f in results.iterdir() if f.is_dir() and [x.name for x in f.iterdir()] == ["outcome.json"]]
+    for folder in sorted(found)[: max(0, len(found) - most)]:  # their names begin with the time
+        (folder / "outcome.json").unlink()
+        folder.rmdir()
 
 
 __all__ = ["Service", "start_party"]

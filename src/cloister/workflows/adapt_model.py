@@ -14,7 +14,7 @@ from cloister.cells import tables as cells
 from cloister.crypto.owner_ckks import scheme as block
 from cloister.errors import DataError, ParameterError
 from cloister.models.polynomial import Encoder
-from cloister.net.seat import Outcome, Seat
+from cloister.net.seat import Outcome, Place, Seat
 from cloister.protocols.fedavg import federated_training
 from cloister.protocols.fedavg.training_parts import Offer, Trained
 from cloister.protocols.fedavg.training_terms import Params
@@ -59,7 +59,7 @@ class Options:
             raise ParameterError("options 'budget' and 'bottleneck' cannot be negative, and 'budget' not 0")
 
 
-def adapt_model(adata: AnnData, seat: Seat) -> Adapted:
+def adapt_model(adata: AnnData, seat: Seat | Place) -> Adapted:
     """Train an adapter and a head on features of a model that its provider keeps, together with the other sites.
 
     Parameters
@@ -67,7 +67,7 @@ def adapt_model(adata: AnnData, seat: Seat) -> Adapted:
     adata
         Images (rows of X) or cells; those with a label train, all are labelled in the end.
     seat
-        This site's place in a study of `adapt-model`; the study says the options.
+        This site's place in a study of `adapt-model`, from `cl.join(kit)`; the study says the options.
 
     Returns
     -------
@@ -287,6 +287,12 @@ def files(outcome: Outcome) -> dict[str, bytes]:
     return {} if outcome.model is None else {"adapter.npz": outcome.model.to_bytes()}
 
 
+def read_model(path: Path, options: Options) -> Any:
+    from cloister.models.adapter import Adapted
+
+    return Adapted.load(path)
+
+
 def figures(outcomes: Mapping[str, Outcome], options: Any) -> list[Any]:
     """Accuracy over the rounds."""
     found = next((o.result for o in outcomes.values() if o.result.get("history")), None)
@@ -308,5 +314,6 @@ WORKFLOW = Workflow(
     coordinator=coordinator,
     check=check,
     files=files,
+    model=("adapter.npz", read_model),
     figures=figures,
 )

@@ -11,7 +11,7 @@ import numpy as np
 from cloister.arrays import F64, I64, U64
 from cloister.cells import tables as cells
 from cloister.errors import DataError, ParameterError
-from cloister.net.seat import Outcome, Seat
+from cloister.net.seat import Outcome, Place, Seat
 from cloister.protocols.sums import averaged_quantiles, common_genes, pooled_quantiles
 from cloister.report.figures import COLOURS, QUIET, STYLES, canvas, log_scale, shown
 from cloister.workflows import Workflow
@@ -48,7 +48,7 @@ class Options:
             )
 
 
-def bin_values(adata: AnnData, seat: Seat, *, copy: bool = False) -> AnnData | None:
+def bin_values(adata: AnnData, seat: Seat | Place, *, copy: bool = False) -> AnnData | None:
     """Digitise expression values by bin edges that all sites of the study share.
 
     Parameters
@@ -56,7 +56,7 @@ def bin_values(adata: AnnData, seat: Seat, *, copy: bool = False) -> AnnData | N
     adata
         Counts or log values, sparse or dense; zeros are kept as bin 0 and do not count.
     seat
-        This site's place in a study of `bin-values`; the study says the options.
+        This site's place in a study of `bin-values`, from `cl.join(kit)`; the study says the options.
 
     Returns
     -------

@@ -13,7 +13,7 @@ from cloister.cells import tables as cells
 from cloister.crypto.entropy import Entropy
 from cloister.errors import DataError, ParameterError
 from cloister.models.disguise import disguise
-from cloister.net.seat import Outcome, Seat
+from cloister.net.seat import Outcome, Place, Seat
 from cloister.protocols.forest import counted_forest, masked_forest
 from cloister.protocols.sums.columns import match_columns
 from cloister.workflows import Workflow
@@ -77,7 +77,7 @@ class Options:
         return self.contamination if self.contamination is not None or self.threshold is not None else SHARE
 
 
-def find_outliers(adata: AnnData, seat: Seat, *, copy: bool = False) -> AnnData | None:
+def find_outliers(adata: AnnData, seat: Seat | Place, *, copy: bool = False) -> AnnData | None:
     """Score every row by how isolated it is among all sites' rows, and flag the outliers.
 
     Parameters
@@ -85,7 +85,7 @@ def find_outliers(adata: AnnData, seat: Seat, *, copy: bool = False) -> AnnData 
     adata
         Rows (cells, samples) of numbers: `X`, a layer, or a key of `obsm`. Columns are matched by name.
     seat
-        This site's place in a study of `find-outliers`; the study says the options.
+        This site's place in a study of `find-outliers`, from `cl.join(kit)`; the study says the options.
 
     Returns
     -------

@@ -13,7 +13,7 @@ import numpy as np
 from cloister.cells import tables as cells
 from cloister.errors import DataError, MissingExtra, ParameterError
 from cloister.models import graph
-from cloister.net.seat import Outcome, Seat
+from cloister.net.seat import Outcome, Place, Seat
 from cloister.protocols.fedavg import federated_training as protocol
 from cloister.protocols.fedavg.pseudo_labels import Pseudo
 from cloister.protocols.fedavg.training_parts import Offer, Trained
@@ -115,7 +115,7 @@ class Options:
             raise ParameterError("dp_noise covers updates only; with xclp, labels of other sites would go around it")
 
 
-def fine_tune(adata: AnnData, seat: Seat, *, copy: bool = False) -> Any:
+def fine_tune(adata: AnnData, seat: Seat | Place, *, copy: bool = False) -> Any:
     """Train a classifier together with the other sites, by averaging updates that nobody sees alone.
 
     Parameters
@@ -123,7 +123,7 @@ def fine_tune(adata: AnnData, seat: Seat, *, copy: bool = False) -> Any:
     adata
         Cells; those with a label train, all are labelled in the end.
     seat
-        This site's place in a study of `fine-tune`; the study says the options.
+        This site's place in a study of `fine-tune`, from `cl.join(kit)`; the study says the options.
 
     Returns
     -------
@@ -349,6 +349,13 @@ def files(outcome: Outcome) -> dict[str, bytes]:
     return {} if outcome.model is None else {"model.npz": outcome.model.to_bytes()}
 
 
+def read_model(path: Path, options: Options) -> Any:
+    from cloister.models.classifier import FineTuned
+    from cloister.models.scgpt import ScGPT
+
+    return FineTuned.load(path, ScGPT.load(options.pretrained) if options.pretrained is not None else None)
+
+
 WORKFLOW = Workflow(
     name="fine-tune",
     summary="Train one classifier on all sites' labelled cells, averaging updates by secure sums.",
@@ -358,5 +365,6 @@ WORKFLOW = Workflow(
     coordinator=coordinator,
     check=check,
     files=files,
+    model=("model.npz", read_model),
     figures=figures,
 )

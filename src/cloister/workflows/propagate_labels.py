@@ -11,7 +11,7 @@ import numpy as np
 from cloister.cells import tables as cells
 from cloister.errors import DataError, ParameterError
 from cloister.models import graph
-from cloister.net.seat import Outcome, Seat
+from cloister.net.seat import Outcome, Place, Seat
 from cloister.protocols.hamming import shared_codes
 from cloister.protocols.propagation import (
     label_propagation,
@@ -60,7 +60,7 @@ class Options:
             raise ParameterError("option 'key_added' must be a name of its own, so that given labels are kept")
 
 
-def propagate_labels(adata: AnnData, seat: Seat, *, copy: bool = False) -> AnnData | None:
+def propagate_labels(adata: AnnData, seat: Seat | Place, *, copy: bool = False) -> AnnData | None:
     """Label the cells without a label from those that have one, at any site, over a graph of all sites' cells.
 
     Parameters
@@ -69,7 +69,7 @@ def propagate_labels(adata: AnnData, seat: Seat, *, copy: bool = False) -> AnnDa
         Cells, all, some or none of them labelled: `adata.obs[label_key]`, where NaN means no label. The embedding
         `adata.obsm[use_rep]` must be one space for all sites. The column may be missing at a site without labels.
     seat
-        This site's place in a study of `propagate-labels`; the study says the options.
+        This site's place in a study of `propagate-labels`, from `cl.join(kit)`; the study says the options.
 
     Returns
     -------

@@ -11,7 +11,7 @@ import numpy as np
 from cloister.cells import tables as cells
 from cloister.cells.genes import check_unique, gene_names, plain_name
 from cloister.errors import DataError, ParameterError
-from cloister.net.seat import Outcome, Seat
+from cloister.net.seat import Outcome, Place, Seat
 from cloister.protocols.sums import shared_pca as protocol
 from cloister.report.figures import curves, embedding
 from cloister.workflows import Workflow
@@ -57,7 +57,7 @@ class Options:
         check_min_donors(self.min_donors)
 
 
-def shared_pca(adata: AnnData, seat: Seat, *, copy: bool = False) -> AnnData | None:
+def shared_pca(adata: AnnData, seat: Seat | Place, *, copy: bool = False) -> AnnData | None:
     """Put cells into the principal components of all sites' cells together.
 
     Normalisation, choice of genes, scaling and components are those that scanpy computes on the pooled cells. It
@@ -69,7 +69,7 @@ def shared_pca(adata: AnnData, seat: Seat, *, copy: bool = False) -> AnnData | N
     adata
         Raw counts (or log values with `kind="log"`, at every site alike), sparse or dense.
     seat
-        This site's place in a study of `shared-pca`; the study says the options.
+        This site's place in a study of `shared-pca`, from `cl.join(kit)`; the study says the options.
 
     Returns
     -------
