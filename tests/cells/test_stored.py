@@ -86,8 +86,11 @@ def test_on_disk_loaded_and_copied_are_the_same(name, tmp_path):
     assert sparse.issparse(loaded.X)
     for adata in (on_disk, loaded, on_disk.to_memory(), on_disk.copy()):
         same(adata, made())
+    np.testing.assert_array_equal(dense(loaded.raw.X), dense(made().raw.X))
     write_cells(on_disk, tmp_path / "copy.h5ad")
-    same(read_cells(tmp_path / "copy.h5ad"), made())
+    back = read_cells(tmp_path / "copy.h5ad")
+    same(back, made())
+    np.testing.assert_array_equal(dense(back.raw.X), dense(made().raw.X))
 
 
 def test_results_go_into_the_copy_and_the_file_stays_as_it_is(name, tmp_path):

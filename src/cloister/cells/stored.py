@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from anndata import AnnData
+from anndata.io import read_elem, sparse_dataset, write_elem
 
 from cloister.cells.values import Mapping, is_on_disk, map_block
 from cloister.errors import DataError
@@ -40,6 +41,15 @@ class Origin:
     loaded: dict[tuple[str, str], Any] = field(default_factory=dict)  # (slot, key) → as it was read
     folder: Any = None  # a temporary one that the file is in, and that goes away with this
     surveys: dict[str | None, Any] = field(default_factory=dict)  # what `tables.survey` saw, by layer
+
+    @property
+    def is_raw(self) -> bool:
+        return self.part == "raw" and self.path.suffix.lower() != ".h5mu"
+
+    @property
+    def measured(self) -> Any:
+        """The group that holds `X` and `var`."""
+        return self.group["raw"] if self.is_raw else self.group
 
     @property
     def whole_file(self) -> bool:
@@ -82,7 +92,9 @@ class StoredCells(AnnData):  # type: ignore[misc]
         slots = {slot: _copied(getattr(self, slot)) for slot in _SLOTS}
         for slot in ("layers", "obsp", "varp"):
             slots[slot] = {k: _in_memory(v) for k, v in slots[slot].items()}
-        return AnnData(X=_in_memory(self.X), **slots)
+        group = self.origin.group
+        raw = read_elem(group["raw"]) if "raw" in group and not self.origin.is_raw else None
+        return AnnData(X=_in_memory(self.X), raw=raw, **slots)
 
 
 _SLOTS = ("obs", "var", "obsm", "varm", "uns", "layers", "obsp", "varp")
@@ -99,15 +111,11 @@ def _in_memory(x: Any) -> Any:
 
 
 def _assemble(origin: Origin, slots: dict[str, Any]) -> StoredCells:
-    x = _lazy(origin.group["raw/X" if origin.part == "raw" else "X"]) if _has_x(origin) else None
+    x = _lazy(origin.measured["X"]) if "X" in origin.measured else None
     shape = None if x is not None else origin.shape
     adata = StoredCells(X=x, shape=shape, **slots)
     adata.origin = origin
     return adata
-
-
-def _has_x(origin: Origin) -> bool:
-    return "raw" in origin.group if origin.part == "raw" else "X" in origin.group
 
 
 # ---- opening ---------------------------------------------------------------------------------------------------------
@@ -124,8 +132,6 @@ def open_stored(path: Path, part: str | None) -> StoredCells:
     if missing:
         raise DataError(f"{path} holds no AnnData ({missing[0]} is missing); convert it with scanpy.")
     source = group["raw"] if raw else group
-    from anndata.io import read_elem
-
     obs, var = read_elem(group["obs"]), read_elem(source["var"])
     slots: dict[str, Any] = {"obs": obs, "var": var, "uns": read_elem(group["uns"]) if "uns" in group else {}}
     slots["obsm"] = read_elem(group["obsm"]) if "obsm" in group else {}
@@ -166,20 +172,23 @@ def _find_part(path: Path, part: str | None, file: Any) -> Any:
 
 def _lazy(element: Any) -> Any:
     """A matrix of a file without its values."""
-    from anndata.io import sparse_dataset
-
     kind = element.attrs.get("encoding-type", "")
     if kind in ("csr_matrix", "csc_matrix") or "h5sparse_format" in element.attrs:
         return sparse_dataset(element)
     if kind in ("array", "") and hasattr(element, "shape"):
         return element
-    from anndata.io import read_elem
-
     return read_elem(element)
 
 
 def _check_stored(path: Path, adata: StoredCells) -> None:
-    """Raise if a matrix on disk is cut short; single values are checked when they are read."""
+    """Raise if names or a matrix on disk are cut short; single values are checked when they are read.
+
+    Zarr reads a piece that is missing as zeros or empty names, and leaves pieces out that hold nothing else: names and
+    stored values never do.
+    """
+    for table in (adata.origin.group["obs"], adata.origin.measured["var"]):
+        index = table[table.attrs["_index"]] if "_index" in table.attrs else None
+        _check_pieces(path, index["values"] if hasattr(index, "keys") else index)
     for matrix in (adata.X, *(v for k, v in adata.layers.items() if k is not None)):
         group = getattr(matrix, "group", None)
         if group is None:
@@ -192,8 +201,12 @@ def _check_stored(path: Path, adata: StoredCells) -> None:
             if short or indptr[-1] != group["data"].shape[0] or group["indices"].shape != group["data"].shape:
                 raise DataError(f"{path} is damaged or cut short: its rows do not fit its values; copy it again.")
         for array in arrays:
-            if getattr(array, "nchunks_initialized", 0) < getattr(array, "nchunks", 0):
-                raise DataError(f"{path} is damaged or cut short: pieces of {array.name} are missing; copy it again.")
+            _check_pieces(path, array)
+
+
+def _check_pieces(path: Path, array: Any) -> None:
+    if getattr(array, "nchunks_initialized", 0) < getattr(array, "nchunks", 0):
+        raise DataError(f"{path} is damaged or cut short: pieces of {array.name} are missing; copy it again.")
 
 
 # ---- layers that are computed when they are read ---------------------------------------------------------------------
@@ -255,8 +268,7 @@ def _copy_elements(origin: Origin, file: Any) -> None:
 
     file.attrs.update({"encoding-type": "anndata", "encoding-version": "0.1.0"})
     source = origin.group
-    raw = origin.part == "raw" and "raw" in source and origin.path.suffix.lower() != ".h5mu"
-    names = {"X": "raw/X", "obsm": "obsm", "uns": "uns"} if raw else {n: n for n in source}
+    names = {"X": "raw/X", "obsm": "obsm", "uns": "uns"} if origin.is_raw else {n: n for n in source}
     for name, at in names.items():
         if at not in source or name in ("obs", "var"):
             continue
@@ -267,8 +279,6 @@ def _copy_elements(origin: Origin, file: Any) -> None:
 
 
 def _copy_element(element: Any, file: Any, name: str) -> None:
-    from anndata.io import read_elem, write_elem
-
     kind = element.attrs.get("encoding-type", "")
     if kind in ("csr_matrix", "csc_matrix"):
         write_matrix(file, name, _lazy(element))
@@ -284,8 +294,6 @@ def _copy_element(element: Any, file: Any, name: str) -> None:
 
 
 def _write_new(adata: StoredCells, origin: Origin, file: Any) -> None:
-    from anndata.io import write_elem
-
     adata.strings_to_categoricals()
     for slot in ("obs", "var"):
         if slot in file:
