@@ -127,7 +127,7 @@ def _examine_kit(path: Path) -> Iterator[Finding]:
         from cloister.runtime.party import open_cells
 
         try:
-            adata = open_cells(policy)
+            adata = open_cells(kit, policy)
             notes = workflow.check(adata, options)
             yield Finding("cells", "ok", f"{adata.n_obs} cells, {adata.n_vars} genes in {policy.data}")
             yield from (Finding("cells", "note", note) for note in notes)

@@ -128,7 +128,7 @@ def check(
     """Say whether a file is ready for a workflow, and whether several fit together. Nothing is sent."""
     from cloister import workflows
     from cloister.cells import tables as cells
-    from cloister.cells.files import read_cells
+    from cloister.cells.files import open_cells
     from cloister.cells.genes import genes_in_common
 
     words = [*map(str, files), *context.args]
@@ -140,7 +140,7 @@ def check(
     told: dict[str, Any] = {}
     loaded = {}
     for path in paths:
-        adata = loaded[str(path)] = read_cells(path)
+        adata = loaded[str(path)] = open_cells(path)
         told[str(path)] = cells.describe(adata)
         if found is None:
             cells.check_cells(adata)

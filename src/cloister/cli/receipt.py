@@ -25,7 +25,7 @@ def receipt(
     as_json: AsJson = False,  # noqa: FBT002
 ) -> None:
     """Say what was computed, with whom, what left this party and who learned what."""
-    from cloister.cells.files import read_cells
+    from cloister.cells.files import open_cells
     from cloister.net.receipts import Receipt
 
     if compare or other is not None:
@@ -36,7 +36,7 @@ def receipt(
     if path.suffix == ".h5ad":
         if verify:
             raise UsageError("the .h5ad carries a summary; --verify needs the receipt.json beside it")
-        notes = dict(read_cells(path).uns.get("cloister", {}))
+        notes = dict(open_cells(path).uns.get("cloister", {}))
         briefs = [json.loads(v) for v in notes.values() if isinstance(v, str) and v.startswith("{")]
         if not briefs:
             raise UsageError(f"{path} carries no receipt; was it written by a Cloister run?")

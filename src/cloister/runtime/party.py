@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from cloister import errors, files, workflows
-from cloister.cells.files import read_cells
+from cloister.cells import files as cell_files
+from cloister.cells.tables import donors
 from cloister.crypto.entropy import Entropy
 from cloister.errors import CloisterError, DataError, PeerLost, RefusedError
 from cloister.net.mailbox import Mailbox
@@ -30,7 +31,7 @@ from cloister.net.receipts import Receipt
 from cloister.net.seat import Outcome, take_part
 from cloister.run.results import save_run
 from cloister.run.run import Run, workflow_part
-from cloister.runtime.kit import Kit, Policy
+from cloister.runtime.kit import Kit, Policy, Refusal
 from cloister.runtime.link import Ask, SealedLink
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ class Turn:
             kit.check_approved(policy)
             if kit.role != "coordinator":
                 kit.count_run(policy)
-            return open_cells(policy) if kit.role == "site" else None
+            return open_cells(kit, policy) if kit.role == "site" else None
 
         def keep(receipt: Receipt) -> None:
             run.receipts[kit.me] = receipt
@@ -164,14 +165,26 @@ def lost(party: str, run: str, why: str) -> Ended:
     return Ended(run, party, "aborted", "", errors.to_json(PeerLost("flare", "-", "lost", why)))
 
 
-def open_cells(policy: Policy) -> AnnData:
-    """Read this site's cells, and give columns the names that the study uses."""
+def open_cells(kit: Kit, policy: Policy) -> AnnData:
+    """Open this site's cells, give columns the names that the study uses, and hold them to this site's own floors."""
     if policy.data is None:
         raise DataError("local/site.toml: 'data' is missing; write where your cells are")
-    adata = read_cells(policy.data)
+    adata = cell_files.open_cells(policy.data)
     for name, table, renames in (("obs", adata.obs, policy.obs), ("obsm", adata.obsm, policy.obsm)):
         for theirs, ours in renames.items():
             if ours not in table:
                 raise DataError(f"local/site.toml: [{name}] {theirs} = {ours!r}, but adata.{name}[{ours!r}] is missing")
             table[theirs] = table[ours]
+    check_floors(kit, policy, adata)
     return adata
+
+
+def check_floors(kit: Kit, policy: Policy, adata: AnnData) -> None:
+    """Raise `Refusal` if the cells are of fewer donors than this site's policy asks for, whatever the study says."""
+    if (least := policy.floors.get("min_donors")) is None:
+        return
+    key = kit.study.parameters.get("donor_key")
+    if key is None:
+        raise Refusal(f"'{kit.me}' answers about at least {least} donors ([floors]), and the study has no donor_key")
+    if (here := donors(adata, str(key))) < least:
+        raise Refusal(f"{here} donors, fewer than the {least} that [floors] in local/site.toml asks for")

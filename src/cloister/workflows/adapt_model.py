@@ -135,7 +135,7 @@ def inputs_of(adata: AnnData, card: Mapping[str, Any]) -> Any:
             f"{len(missing)} of the model's {len(genes)} genes are not in adata.var_names (e.g. '{missing[0]}'); the "
             "panel is fixed: add them, with zeros if they were not measured"
         )
-    x = adata.X[:, [at[g] for g in genes]]
+    x = cells.loaded(adata)[:, [at[g] for g in genes]]
     x = np.asarray(x.toarray() if hasattr(x, "toarray") else x, np.float64)
     if cells.expression_kind(adata) == "counts":
         x = np.log1p(x / np.maximum(x.sum(axis=1, keepdims=True), 1.0) * float(card["target"]))

@@ -124,15 +124,14 @@ class CellClassifier:
                 f"{len(missing)} of the {len(needed)} genes that the model knows are not here ({listed}): cells would "
                 f"be normalised otherwise than in training. Use the same genes{hint}"
             )
-        matrix = adata.X if layer is None else adata.layers[layer]
-        matrix = matrix[:] if adata.isbacked else matrix
+        matrix = cells.loaded(adata, layer)
         library = None
         if library_key is not None:
             if library_key not in adata.obs:
                 raise DataError(f"adata.obs[{library_key!r}] is missing; pass the column with the library sizes")
             library = np.asarray(adata.obs[library_key], dtype=np.float64)
         like = shared_pca.Params((), "", model.kind, 2, 1, model.target_sum)  # type: ignore[arg-type]
-        y = shared_pca.normalise(like, shared_pca.Cells(tuple(names), matrix, library), needed)
+        y = shared_pca.all_normalised(like, shared_pca.Cells(tuple(names), matrix, library), needed)
         y = y[:, match_genes(list(needed), list(model.genes))]
         y.data = np.log1p(y.data)
         return y

@@ -94,7 +94,7 @@ def embed(
             "pass allow_random=True"
         )
     ids = gene_tokens(adata, gene_key, loaded)
-    matrix = adata.X if layer is None else adata.layers[layer]
+    matrix = cells.matrix_of(adata, layer)
     parts = []
     for start in range(0, adata.n_obs, CHUNK):
         rows = csr_rows(matrix[start : start + CHUNK])

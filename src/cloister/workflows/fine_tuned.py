@@ -85,7 +85,7 @@ class Inputs:
         if loaded is None:
             raise DataError("this model stands on an scGPT checkpoint; pass pretrained= with its folder")
         cells.check_cells(adata, layer=self.layer, need_names=self.gene_key is None)
-        matrix = adata.X if self.layer is None else adata.layers[self.layer]
+        matrix = cells.loaded(adata, self.layer)
         ids, names = gene_tokens(adata, self.gene_key, loaded), [str(name) for name in adata.obs_names]
         return Tokens(
             tokenize(csr_rows(matrix), ids, names, loaded, binned=self.binned, cls_value=0.0, seed=self.seed), loaded

@@ -153,11 +153,10 @@ def cells_of(adata: AnnData, seat: Seat, options: Options) -> Labelled:
     if options.use_rep is not None:
         x = cells.embedding(adata, options.use_rep)
         return Labelled((), x, labels, held, space=space_of(adata, options.use_rep))
-    matrix = adata.X if options.layer is None else adata.layers[options.layer]
     library = None
     if options.library_key is not None:
         library = np.asarray(adata.obs[options.library_key], dtype=np.float64)
-    return Labelled(tuple(own_names(adata, options)), matrix[:] if adata.isbacked else matrix, labels, held, library)
+    return Labelled(tuple(own_names(adata, options)), cells.loaded(adata, options.layer), labels, held, library)
 
 
 def classifier_of(seat: Seat, options: Options, fitted: protocol.Fitted, space: str) -> CellClassifier:

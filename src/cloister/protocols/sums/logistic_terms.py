@@ -118,7 +118,7 @@ def values(params: Params, mine: Labelled, common: tuple[str, ...]) -> tuple[Any
             )
         both = [np.asarray(part.sum(axis=0)).ravel() for part in (log, log.multiply(log))]
         return log, np.concatenate([[float(log.shape[0])], *both, *both])
-    y = shared_pca.normalise(params.cells, shared_pca.Cells(mine.names, mine.x, mine.library), common)
+    y = shared_pca.all_normalised(params.cells, shared_pca.Cells(mine.names, mine.x, mine.library), common)
     sums = shared_pca.moments(y)
     y.data = np.log1p(y.data)
     return y, sums
