@@ -10,6 +10,7 @@ import numpy as np
 
 from cloister.cells import tables as cells
 from cloister.cells.spaces import digest_of, edges_of
+from cloister.cells.values import matrix_of
 from cloister.errors import DataError, ParameterError
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ def embed(
             "pass allow_random=True"
         )
     ids = gene_tokens(adata, gene_key, loaded)
-    matrix = cells.matrix_of(adata, layer)
+    matrix = matrix_of(adata, layer)
     parts = []
     for start in range(0, adata.n_obs, CHUNK):
         rows = csr_rows(matrix[start : start + CHUNK])
