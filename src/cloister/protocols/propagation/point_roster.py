@@ -139,18 +139,18 @@ async def site(
     if ch.me not in points or not set(points) <= set(params.sites) or len(points) < 2 or points[ch.me].count != count:
         raise ProtocolAbort(NAME, "L2", "roster", f"{len(points)} sites on the list, which must be two or more, and me")
     check_widths(points)
-    found: set[str] = set()
+    all_names: set[str] = set()
     for v, p in points.items():
         try:
             raw = unseal(key, p.names, owner(v))
         except CloisterError:
             raise ProtocolAbort(NAME, "L2", "names", f"the names of '{v}' were altered on the way") from None
-        found |= set(unpack_names(raw, v))
-    if not params.classes and len(found) < 2:  # L3
-        code, said = ("no-labels", "no site has a label") if not found else ("one-class", "all labels are the same")
+        all_names |= set(unpack_names(raw, v))
+    if not params.classes and len(all_names) < 2:  # L3
+        code, said = ("no-labels", "no site has a label") if not all_names else ("one-class", "all labels are the same")
         raise ProtocolAbort(NAME, "L3", code, f"{said}, so there is nothing to tell apart; bring labels of two classes")
     sites = tuple(v for v in params.sites if v in points)
-    return Roster(sites, tuple(points[v].count for v in sites), params.classes or tuple(sorted(found)))
+    return Roster(sites, tuple(points[v].count for v in sites), params.classes or tuple(sorted(all_names)))
 
 
 async def server(ch: Channel, params: Params) -> Roster:

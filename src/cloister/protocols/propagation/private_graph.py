@@ -115,11 +115,11 @@ def cost(params: Params) -> dict[Party, tuple[int, int]]:
         count = min(step, n - start)
         bill.smallest_k(count, n, params.n_neighbors, ring)
         bill.open(params.server, count * params.n_neighbors, params.key_ring)
-    found = bill.total()
+    total = bill.total()
     if params.engine != "mpc":
         sent = pair_distances.cost(params.between).items()
-        found |= {u: (found[u][0] + messages, found[u][1] + size) for u, (messages, size) in sent}
-    return found
+        total |= {u: (total[u][0] + messages, total[u][1] + size) for u, (messages, size) in sent}
+    return total
 
 
 class SharedDistances:
