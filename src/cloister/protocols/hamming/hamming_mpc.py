@@ -18,7 +18,8 @@ computing party : nothing else; two of them together learn all codes. With two s
 
 Assumes
 -------
-Semi-honest parties; no two of the three computing parties collude; `replicated`'s links.
+Semi-honest parties; no two of the three computing parties collude; `replicated`'s links. Lies that are not noticed:
+(a), (b), (c), (f) of the site and (a), (b), (c), (f) of the server, where they compute: other distances.
 
 Cost
 ----

@@ -18,7 +18,8 @@ querier : a label and its votes per cell.
 
 Assumes
 -------
-Everybody trusts everybody with embeddings. Authenticated links.
+Everybody trusts everybody with embeddings. Authenticated links. Lies that are not noticed: (a), (b), (c), (f) of the
+querier, (a), (b), (c), (f) of the holder and (a), (b), (c), (f) of the coordinator.
 
 Cost
 ----

@@ -28,8 +28,10 @@ any two computing parties together : everything. A site that only gives inputs a
 
 Assumes
 -------
-Semi-honest parties, no two of the three computing ones collude. Bounds are checked by every owner before it shares.
-A querier that may ask about cells of its own making learns the reference's labels at these points: limit the queries.
+Semi-honest parties, no two of the three computing ones collude. Lies that are not noticed: (a), (b), (c), (f) of the
+querier, (a), (b), (c), (f) of the holder and (a), (b), (c), (f) of the helper, where they compute: a querier reads
+labels of references of its choice (`verified_knn` closes it). Bounds are checked by every owner before it shares. A
+querier that may ask about cells of its own making learns the reference's labels at these points: limit the queries.
 
 Cost
 ----

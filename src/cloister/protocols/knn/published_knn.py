@@ -23,7 +23,9 @@ any two computing parties together : everything.
 
 Assumes
 -------
-Semi-honest parties, no two of the three computing ones collude.
+Semi-honest parties, no two of the three computing ones collude. Lies that are not noticed: (a), (b), (c), (f) of the
+querier, (a), (b), (c), (f) of the holder and (a), (b), (c), (f) of the helper, where they compute: labels are then
+wrong, and may tell the liar what it must not know.
 
 Cost
 ----
