@@ -151,6 +151,16 @@ def test_an_export_leaves_room_at_both_ends(distilled):
     assert np.log(b / high) == pytest.approx(3 * np.log(low / a), rel=1e-3)
 
 
+@pytest.mark.parametrize("degree", [2, 4, 6])
+def test_exp_falls_to_its_minimum_and_no_further(degree):
+    """The allowed scores begin where the polynomial turns upwards: below, a smaller score would weigh more."""
+    low, high = polynomial.limits(polynomial.Shape(3, 2, 8, 2, 8, 1, exp_degree=degree))["scores"]
+    assert low == pytest.approx(polynomial.turning(degree), abs=1e-3)
+    rising = polynomial.taylor(np.linspace(low + 2e-3, high, 1000), degree)
+    assert (np.diff(rising) > 0).all()
+    assert polynomial.taylor(low - 0.1, degree) > polynomial.taylor(low, degree)
+
+
 @pytest.mark.parametrize(("degree", "within"), [(2, 0.4), (4, 0.03), (6, 0.001)])
 def test_taylor(degree, within):
     s = np.linspace(-1, 1, 99)

@@ -29,7 +29,8 @@ from cloister.errors import DataError, ParameterError
 F64 = npt.NDArray[np.float64]
 GELU = (0.2125, 0.5, 0.0697)  # least squares on N(0, 1)
 RELU = (0.1995, 0.5, 0.1995)
-SCORES = 3.5  # Taylor's exp turns upward below -3.5
+TURNING = {2: -1.0, 4: -1.596, 6: -2.180}  # below it, Taylor's exp of that degree turns upwards; see `turning`
+TOP_SCORE = 3.5  # above, it lacks more than a seventh of exp at degree 6
 DIVISION = (0.05, 1.95)  # where Goldschmidt converges
 ROOT = (0.05, 1.4)
 START = (35, -21, 16)  # 1/√v ≈ (35 - 21 v) / 16 to begin with
@@ -177,6 +178,12 @@ def taylor(s: Any, degree: int) -> Any:
     return total
 
 
+def turning(degree: int) -> float:
+    """Where Taylor's exp of even degree has its minimum: its derivative, of one degree less, has one real root."""
+    roots = np.roots([1 / math.factorial(i) for i in range(degree - 1, -1, -1)])
+    return float(min(z.real for z in roots if abs(z.imag) < 1e-9))
+
+
 def inverse(D: Any, steps: int) -> Any:
     """1/D for D in (0, 2): (1 + r)(1 + r²)(1 + r⁴)…, r = 1 - D."""
     r = 1 - D
@@ -291,7 +298,7 @@ class Ranges:
 
 def limits(shape: Shape) -> dict[str, tuple[float, float]]:
     return {
-        "scores": (-SCORES, SCORES),
+        "scores": (TURNING[shape.exp_degree], TOP_SCORE),
         "division": DIVISION,
         "root": ROOT,
         "units": (-shape.u_bound, shape.u_bound),

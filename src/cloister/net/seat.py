@@ -70,10 +70,11 @@ class Seat:
     def run(self, role: Callable[..., Any], params: Any, *inputs: Any) -> Any:
         """Agree with everyone on `params`, then play `role` to its end and return what this party may learn.
 
-        A role gets `entropy`, `identity` or `rng` if its signature names them.
+        A role gets `entropy`, `identity`, `rng` or `consent` if its signature names them.
         """
         wanted = inspect.signature(role).parameters
-        offered = {"entropy": self._entropy, "identity": self._identity, "rng": self.rng()}
+        consent = frozenset(("open-model", "validation")) if self._consent is None else self._consent
+        offered = {"entropy": self._entropy, "identity": self._identity, "rng": self.rng(), "consent": consent}
         extras = {name: value for name, value in offered.items() if name in wanted}
 
         async def whole() -> Any:

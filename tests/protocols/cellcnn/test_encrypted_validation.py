@@ -42,7 +42,7 @@ def params(**options):
 
 def test_only_rings_with_room_and_inputs_that_fit():
     with pytest.raises(ParameterError, match="exact to"):
-        Params(PARTIES, HUB, cellcnn_ladder.chain(8192, scale_bits=68, value_bits=3), CONFIG, 9)
+        Params(PARTIES, HUB, cellcnn_ladder.chain(8192, scale_bits=56, value_bits=3), CONFIG, 9)
     with pytest.raises(ParameterError, match="inputs"):
         Params(PARTIES, HUB, ring_for(CONFIG, 2), CONFIG, 0)
     with pytest.raises(ParameterError, match="fewer steps"):
@@ -95,7 +95,7 @@ def test_cost_view_death_and_refusal():
     assert all(isinstance(e, ProtocolAbort) for e in broken.errors.values())
 
     async def refusing(ch, params, *inputs, entropy):
-        return await encrypted_validation.holder(ch, params, *inputs, entropy=entropy, consent=False)
+        return await encrypted_validation.holder(ch, params, *inputs, entropy=entropy, consent=frozenset())
 
     refused = run_protocol(encrypted_validation, case(), roles={PARTIES[0]: refusing}, timeout=8)
     assert isinstance(refused.errors[PARTIES[0]], RefusedError)

@@ -96,7 +96,7 @@ def test_without_consent_nothing_starts():
     p = published_training.Params(names(2), HUB, published_training.choose_ring(2), config)
 
     async def refusing(ch, params, X, Y, *, entropy):
-        return await published_training.holder(ch, params, X, Y, entropy=entropy, consent=False)
+        return await published_training.holder(ch, params, X, Y, entropy=entropy, consent=frozenset())
 
     run = run_protocol(published_training, Case(p, data_for(config, 2)), roles={names(2)[0]: refusing}, timeout=5)
     assert isinstance(run.errors[names(2)[0]], RefusedError)

@@ -49,7 +49,7 @@ class Parameters:
         return math.ldexp(1.0, self.weight_bits)
 
 
-SMALL = Parameters(4096, 4, 27, 22, 9, 40)  # the smallest ring that carries a block; for tests and small models
+SMALL = Parameters(4096, 4, 26, 21, 9, 40)  # the smallest ring that carries a block; for tests and small models
 STANDARD = Parameters()
 
 

@@ -31,7 +31,7 @@ import numpy as np
 from cloister.models import cellcnn
 from cloister.net.channel import Channel
 from cloister.net.wire import F64, message
-from cloister.protocols.ckks.collective_key import check_holders
+from cloister.protocols.ckks.collective_audit import check_holders
 from cloister.study import Party
 
 NAME = "clear_training"
