@@ -59,7 +59,7 @@ def test_adapt_and_serve(model, tmp_path):
         from cloister.workflows.adapt_model import inputs_of
 
         b = polynomial.hidden(encoder, inputs_of(given, IMAGES))
-        np.testing.assert_allclose(found.obsm["predicted_features"], polynomial.taps_of(encoder, b)[:, 0], atol=3e-2)
+        np.testing.assert_allclose(found.obsm["predicted_features"], polynomial.taps_of(encoder, b)[:, 0], atol=6e-2)
     opened = [e for e, _ in run.receipts["basel"].entries if e.kind == "opened" and e.protocol == "encrypted_inference"]
     assert [e.name for e in opened] == ["4 features of block 1 for 24 samples"]
     run.model.save(tmp_path / "adapter.npz")

@@ -30,7 +30,7 @@ except ImportError:
     raise MissingExtra("torch", "models") from None
 
 SAFE_SCORE, SAFE_RATIO = 3.0, 12.0
-SAFE_SHARE = 0.85  # of the way down to where exp turns upwards
+SAFE_SHARE = 0.95  # of the way down to where exp turns upwards
 
 
 @dataclass

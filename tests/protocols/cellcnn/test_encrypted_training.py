@@ -512,3 +512,36 @@ def test_a_party_that_dies_anywhere_aborts_by_name_and_the_run_resumes(name, tmp
     check_no_errors(again)
     twin = cellcnn.train(p.config, [data[i] for i in PARTIES])
     np.testing.assert_allclose(decrypted_model(again, p), twin.M, atol=1e-5)
+
+
+def plain_polynomials(folder, p, data):
+    """The decrypted integer polynomials of the auditor's state after a training, and of the logits of a query."""
+    case = case_with_stores(folder, p, data)
+    run = run_protocol(encrypted_training, case, timeout=600)
+    check_no_errors(run)
+    found, c = values(run), ckks.context(p.ckks)
+    s, r = whole(p.ckks, {i: found[i].keys.secret for i in PARTIES}), c.ring
+
+    def opened(ct):
+        raw, _ = c.raw(ct)
+        return r.lift(r.backward(r.add_product(raw[0][:3].copy(), raw[1][:3], s[:3])))
+
+    state = KeyStore(folder, PARTIES[0]).get_state(c, p.tag, p.config.steps)
+    return {name: opened(cts[0]) for name, cts in state.items()}
+
+
+@pytest.mark.slow
+def test_k7_the_noise_of_a_training_stays_below_what_the_floods_cover(tmp_path):
+    """Two trainings on the same batches under other keys differ by noise alone."""
+    config = dataclasses.replace(CONFIG, steps=3, momentum=0.9)
+    p = params(config, dataclasses.replace(RING))
+    first, second = (plain_polynomials(tmp_path / k, p, batches(config)) for k in ("one", "two"))
+
+    def noise(name):
+        (a, a_low), (b, b_low) = first[name], second[name]
+        return float(((a - b) + (a_low - b_low)).std() / np.sqrt(2))
+
+    for name in ("archive", "W", "V"):
+        assert 1 < noise(name) < p.layout.noise
+    sealed = 2.0 ** (ckks.flood_bits(p.ckks, p.layout.factor_noise) - 1)  # of one holder, in the last [M]
+    assert noise("model") > sealed  # nothing of what was gathered is left to see

@@ -158,6 +158,29 @@ def test_flooding_hides_the_noise_of_the_ciphertext():
     assert spread(total) > 2**40 * np.sqrt(SMALL.degree * 64) / 2 * spread(noise)
 
 
+def noise_of(ct, k, wanted, scale):
+    """What decrypts beyond the wanted slots, per coefficient."""
+    c = ckks.context(SMALL)
+    raw, _ = c.raw(ct)
+    m = c.ring.add_product(raw[0][:k].copy(), raw[1][:k], whole(SMALL, SHARES)[:k])
+    return c.ring.lift(c.ring.backward(c.ring.subtract(m, c.exact_residues(wanted, k, scale))))[0]
+
+
+def test_k7_a_refresh_adds_the_holders_errors_and_nothing_else():
+    """Before, the transform of masks of 138 bits in double-doubles left errors of 2^37; the flooding stood on 2^20."""
+    grid = np.rint(plain(0) * 2**20) / 2**20
+    ct = encrypt(SMALL, SHARES, grid, k=K)
+    maps = [slots.identity_map(S)]
+    params = collective_refresh.Params(names(3), HUB, SMALL, (SMALL.scale,), (K,), (maps[0].digest,))
+    inputs = {HUB: ([ct], maps), FIRST: (SHARES[FIRST], maps, [ct])} | {p: (SHARES[p], maps) for p in (SECOND, THIRD)}
+    run = run_protocol(collective_refresh, Case(params, inputs))
+    check_no_errors(run)
+    before, after = noise_of(ct, K, grid, SMALL.scale), noise_of(values(run)[HUB][0], K, grid, SMALL.scale)
+    added = after - before
+    assert added.std() < 1.5 * np.sqrt(2 * 3) * 3.2  # six Gaussians of σ = 3.2, and roundings
+    assert np.abs(added).max() < 64
+
+
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 
