@@ -192,3 +192,19 @@ def test_it_explains_only_what_it_runs():
     seat = types.SimpleNamespace(study=types.SimpleNamespace(sites=("a", "b"), coordinator="hub", seed=0))
     params = adapt_model.training_params(seat, adapt_model.Options(), types.SimpleNamespace(digest=""))
     assert params.pseudo.source == "none"
+
+
+def test_budgets_are_counted_in_a_file_unless_the_model_is_the_demo(tmp_path):
+    from types import SimpleNamespace
+
+    from cloister.cells.demo import demo_encoder
+    from cloister.workflows.adapt_model import ledger_of
+
+    def options(model, ledger=None):
+        return SimpleNamespace(model=str(model), ledger=ledger)
+
+    ledger_of(options(tmp_path / "m.npz")).admit("basel", 5, 10)
+    assert ledger_of(options(tmp_path / "m.npz")).used == {"basel": 5}  # the next run counts on
+    assert (tmp_path / "m.npz.ledger.json").exists()
+    assert ledger_of(options(tmp_path / "m.npz", str(tmp_path / "other.json"))).used == {}
+    assert ledger_of(options(demo_encoder())).path is None

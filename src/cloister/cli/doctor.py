@@ -35,6 +35,7 @@ def examine(kit: Path | None = None) -> Iterator[Finding]:
         except importlib.metadata.PackageNotFoundError:
             yield Finding(extra, "note", f"{package} is not installed; if needed: pip install 'cloister[{extra}]'")
     yield _generator()
+    yield _rings()
     if kit is not None:
         yield from _examine_kit(kit)
 
@@ -53,6 +54,16 @@ def _generator() -> Finding:
             "generator", "note", f"AES-CTR at {speed:.2f} GB/s: slow, does this machine lack AES instructions?"
         )
     return Finding("generator", "ok", f"AES-CTR at {speed:.1f} GB/s")
+
+
+def _rings() -> Finding:
+    """The lattices that encrypted inference uses; a training's own stands in its report."""
+    from cloister.crypto.lattice.ring import SECURE_BITS
+    from cloister.crypto.owner_ckks.ring import SMALL, STANDARD
+
+    most = max(SECURE_BITS)
+    trained = f"training: up to log N {most.bit_length() - 1}, log Q {SECURE_BITS[most]}"
+    return Finding("rings", "ok", f"inference, small: {SMALL.about}; standard: {STANDARD.about}; {trained}")
 
 
 def _examine_kit(path: Path) -> Iterator[Finding]:

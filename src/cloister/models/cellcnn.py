@@ -234,6 +234,7 @@ class Model:
     scale: F64  # (m,)
     weights: Weights | None = None
     losses: Mapping[int, float] = dataclasses.field(default_factory=dict)  # of validation, step → squared error
+    ring: str = ""  # under which it was trained, in words
 
     def prepare(self, cells: F64) -> F64:
         return standardise(cells, self.cofactor, self.mean, self.scale)

@@ -157,9 +157,18 @@ def ask(study: Seat, options: Any, told: model_card.Told, inputs: Any) -> Any:
 
 
 def answer(study: Seat, options: Any, told: model_card.Told, encoder: Any) -> Any:
-    ledger = encrypted_inference.Ledger(Path(options.ledger or f"{options.model}.ledger.json"))
+    ledger = ledger_of(options)
     module = permuted_inference if study.study.mode == "published" else encrypted_inference
     return study.run(module.provider, inference_params(study, options, told), encoder, ledger)
+
+
+def ledger_of(options: Any) -> encrypted_inference.Ledger:
+    """Counts over all runs, in a file beside the model; only the demo's model, which everybody has, needs none."""
+    from cloister.cells.demo import demo_encoder
+
+    if options.ledger is None and Path(options.model).resolve() == demo_encoder().resolve():
+        return encrypted_inference.Ledger()
+    return encrypted_inference.Ledger(Path(options.ledger or f"{options.model}.ledger.json"))
 
 
 def inference_params(study: Seat, options: Any, told: model_card.Told) -> Any:

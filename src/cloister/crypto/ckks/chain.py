@@ -74,6 +74,14 @@ class Parameters:
         return (*data, self.special_bits)
 
     @property
+    def about(self) -> str:
+        """In words, for reports."""
+        return (
+            f"log N {self.degree.bit_length() - 1}, log Q {sum(self.bits)} of {SECURE_BITS[self.degree]} at 128 bits,"
+            f" scale 2^{self.scale_bits}, {self.levels} levels, {OPENINGS} openings per key"
+        )
+
+    @property
     def slots(self) -> int:
         return self.degree // 2
 

@@ -10,7 +10,7 @@ from typing import TypeAlias, final
 import numpy as np
 import numpy.typing as npt
 
-from cloister.crypto.lattice.ring import SIGMA, Ring, check_secure, ring
+from cloister.crypto.lattice.ring import SECURE_BITS, SIGMA, Ring, check_secure, ring
 from cloister.crypto.prg import U32, Prg, gaussian_table
 from cloister.errors import ParameterError
 
@@ -35,6 +35,12 @@ class Parameters:
         if not 20 <= self.bits <= 28 or self.count < 2 or self.hiding < 40:
             raise ParameterError("encrypted blocks need primes of 20 to 28 bits, two or more, and 40 bits of hiding")
         check_secure(self.degree, self.count * self.bits)
+
+    @property
+    def about(self) -> str:
+        """In words, for reports."""
+        size, most = self.count * self.bits, SECURE_BITS[self.degree]
+        return f"log N {self.degree.bit_length() - 1}, log Q {size} of {most} at 128 bits, scale 2^{self.scale_bits}"
 
     @property
     def slots(self) -> int:

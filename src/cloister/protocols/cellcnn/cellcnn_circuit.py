@@ -294,14 +294,14 @@ def slots_missing(config: cellcnn.Config, slots: int) -> str:
 
 
 def choose_ring(config: cellcnn.Config, parties: int) -> ckks.Parameters:
-    """The smallest secure ring that opens weights to 2e-4 and answers queries to 4e-3 (one standard deviation)."""
+    """The smallest secure ring that opens weights to 2e-6 and answers queries to 4e-3 (one standard deviation)."""
     need = config.filters << (config.markers - 1).bit_length()
     if need > 16384:
         raise ParameterError(slots_missing(config, 16384))
-    for scale_bits in (80, 84, 88, 92, 96, 100, 104):
+    for scale_bits in (84, 88, 92, 96, 100, 104):
         params = chain(16384, scale_bits=scale_bits, value_bits=VALUE_BITS, parties=parties)
         layout = Layout(config, params, parties)
-        if layout.opening_error < 2e-4 and layout.answer_error < 4e-3:
+        if layout.opening_error < 2e-6 and layout.answer_error < 4e-3:
             return params
     raise ParameterError(
         f"{config.steps} steps at learning rate {config.learning_rate:g} and momentum {config.momentum:g} gather more"
