@@ -93,7 +93,7 @@ class LinearModel:
             floats: dict[str, Any] = {
                 name: np.asarray(a, dtype=np.float64) for name, a in arrays.items() if name != "meta"
             }
-            model = cls(**floats, **meta)
+            model = cls(**meta)
         except DataError:
             raise
         except Exception as e:  # every way in which a file can be wrong
