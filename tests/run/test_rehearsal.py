@@ -176,14 +176,20 @@ def test_an_error_keeps_its_kind_when_the_site_is_named():
 
 
 def test_a_failed_rehearsal_raises_the_cause_or_hands_out_all_errors():
-    faults = [Fault("truncate", "lugano", "coordinator", "Measured")]
+    faults = [Fault("truncate", "coordinator", s, "Common") for s in sites()]
     run = rehearse("bin-values", sites(), faults=faults, check=False, timeout=10.0, **OPTIONS)
     assert run.errors.keys() == run.receipts.keys() == {"coordinator", "basel", "lugano", "vienna"}
-    assert run.errors["coordinator"].code == "malformed"
-    assert not run.errors["coordinator"].heard
-    assert all(run.errors[s].heard for s in sites())
-    with pytest.raises(ProtocolAbort, match="from 'lugano'"):
+    assert {run.errors[s].code for s in sites()} == {"malformed"}
+    assert run.abort.code == "malformed"
+    with pytest.raises(ProtocolAbort, match="from 'coordinator'"):
         rehearse("bin-values", sites(), faults=faults, timeout=10.0, **OPTIONS)
+
+
+def test_who_sends_what_is_no_message_is_left_out():
+    faults = [Fault("truncate", "lugano", "coordinator", "Measured")]
+    run = rehearse("bin-values", sites(), faults=faults, check=False, timeout=10.0, **OPTIONS)
+    assert run.errors.keys() == {"lugano"}
+    assert run.outcomes.keys() == {"coordinator", "basel", "vienna"}
 
 
 def test_a_killed_site_is_left_out():
