@@ -31,6 +31,7 @@ from cloister.cli.options import (
     own_options,
     sites_of,
 )
+from cloister.cli.predict import embed, predict
 from cloister.cli.receipt import receipt
 from cloister.errors import CloisterError, UsageError
 
@@ -268,6 +269,10 @@ def demo(
     out.print("Attacks read what these runs sent and opened; in brackets, what guessing gives. Where no message")
     out.print("holds what a mode opens, it is worked out in the clear by the functions of the protocol.")
     out.print(f"open {path}", markup=False)
+
+
+app.command(epilog="Example:  cloister predict results/basel.model.npz new.h5ad --out labelled.h5ad")(predict)
+app.command(epilog="Example:  cloister embed checkpoint/ cells.h5ad --out embedded.h5ad")(embed)
 
 
 # ---- between machines ------------------------------------------------------------------------------------------------

@@ -339,13 +339,3 @@ def _cycle(order: Any, rng: np.random.Generator) -> Iterator[Any]:
     while len(order):
         yield from order
         order = rng.permutation(order)
-
-
-def hold_out(codes: Any, share: float, rng: np.random.Generator) -> Any:
-    """Positions of the validation cells: a share of every label's cells, none of a label with a single cell."""
-    held = []
-    for code in np.unique(codes[codes >= 0]):
-        at = np.flatnonzero(codes == code)
-        count = min(math.ceil(share * len(at)), len(at) - 1) if share > 0 else 0
-        held.append(rng.permutation(at)[:count])
-    return np.sort(np.concatenate(held)) if held else np.zeros(0, np.int64)

@@ -196,7 +196,8 @@ def train(adata: AnnData, seat: Seat, options: Options, told: model_card.Told, t
     import torch
 
     from cloister.models.adapter import Adapted, Config, make
-    from cloister.models.learner import Learner, Recipe, Table, hold_out
+    from cloister.models.learner import Learner, Recipe, Table
+    from cloister.models.splits import hold_out
 
     names = given(adata, options)
     seed = seat.study.seed
