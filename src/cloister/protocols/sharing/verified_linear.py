@@ -349,7 +349,7 @@ class VerifiedLinear:
         """The three components, at `to`: from a computing party the one that it lacks, and its hash from another."""
         if held is not None:
             await self.proofs.verify()
-        self.ch.reveal(None, to=to, line=line, what=what, protocol=protocol)
+        self.ch.record_opening(to=to, line=line, what=what, protocol=protocol)
         if to not in self.computing:
             return await self._open_outside(held, size, to)
         if held is None:
