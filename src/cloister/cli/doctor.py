@@ -79,9 +79,9 @@ def _carrier(sandbox: str) -> Finding:
 
 
 def _proofs() -> Finding:
-    from cloister.crypto import gf64
+    from cloister.crypto import gf64, gf64_portable
 
-    if gf64.LANES:
+    if gf64_portable.LANES:
         return Finding("proofs", "ok", f"GF(2^64) by {gf64.HOW}")
     slow = "the proofs of hardened map-labels and propagate-labels take about ten times the CPU"
     return Finding("proofs", "note", f"GF(2^64) without carry-less instructions: {slow}")
@@ -127,7 +127,7 @@ def _examine_kit(path: Path) -> Iterator[Finding]:
         from cloister.runtime.party import open_cells
 
         try:
-            adata = open_cells(policy)
+            adata = open_cells(kit, policy)
             notes = workflow.check(adata, options)
             yield Finding("cells", "ok", f"{adata.n_obs} cells, {adata.n_vars} genes in {policy.data}")
             yield from (Finding("cells", "note", note) for note in notes)

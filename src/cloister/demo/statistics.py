@@ -16,7 +16,7 @@ from cloister.demo.rows import Played, Tell, auroc, cost_of
 from cloister.models import isolation_forest
 from cloister.protocols.sums import averaged_quantiles, secure_sum
 from cloister.run.rehearsal import rehearse
-from cloister.workflows.bin_values import digitise
+from cloister.workflows.bin_values import digitise, spread
 
 
 def bin_values(tell: Tell) -> Played:
@@ -27,7 +27,8 @@ def bin_values(tell: Tell) -> Played:
     pooled = np.quantile(np.concatenate([*values.values()]), levels)
 
     def right(edges: Callable[[str], Any]) -> float:
-        hits = [digitise(v, edges(p)) == digitise(v, pooled) for p, v in values.items()]
+        shares = {p: spread(np.arange(len(v), dtype=np.uint64), 0) for p, v in values.items()}
+        hits = [digitise(v, edges(p), shares[p]) == digitise(v, pooled, shares[p]) for p, v in values.items()]
         return float(np.mean(np.concatenate(hits)))
 
     alone = right(lambda p: np.quantile(values[p], levels))

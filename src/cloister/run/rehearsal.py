@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from cloister import workflows
-from cloister.cells.files import read_cells
+from cloister.cells.files import open_cells
 from cloister.crypto.agreement import Identity
 from cloister.crypto.entropy import Entropy
 from cloister.errors import CloisterError, DataError, ParameterError
@@ -151,7 +151,8 @@ def rehearse_study(
     on_event = harmless(on_event)
     cells = {Party(p): a if inplace else _copy(a) for p, a in given.items()}
     if processes:
-        run = run_processes(study, cells, faults=faults, on_event=on_event)
+        files = {Party(p): x for p, x in data.items() if isinstance(x, str | Path)}
+        run = run_processes(study, {**cells, **files}, faults=faults, on_event=on_event)
     else:
         parts = dict.fromkeys(study.parties, functools.partial(workflow.part, options=options, checked=True))
         reveals = workflows.reveals(study)
@@ -169,7 +170,7 @@ def _cells_of(given: Any) -> AnnData:
     if isinstance(given, AnnData):
         return given
     if isinstance(given, str | Path):
-        return read_cells(given)
+        return open_cells(given)
     if type(given).__name__ == "DataFrame" and hasattr(given, "select_dtypes"):
         table = given.set_axis([str(x) for x in given.index], axis=0).set_axis([str(x) for x in given.columns], axis=1)
         numbers = table.select_dtypes("number")

@@ -14,7 +14,7 @@ from cloister.cells import tables as cells
 from cloister.crypto.owner_ckks import scheme as block
 from cloister.errors import DataError, ParameterError
 from cloister.models.polynomial import Encoder
-from cloister.net.seat import Outcome, Seat
+from cloister.net.seat import Outcome, Place, Seat
 from cloister.protocols.fedavg import federated_training
 from cloister.protocols.fedavg.training_parts import Offer, Trained
 from cloister.protocols.fedavg.training_terms import Params
@@ -59,7 +59,7 @@ class Options:
             raise ParameterError("options 'budget' and 'bottleneck' cannot be negative, and 'budget' not 0")
 
 
-def adapt_model(adata: AnnData, seat: Seat) -> Adapted:
+def adapt_model(adata: AnnData, seat: Seat | Place) -> Adapted:
     """Train an adapter and a head on features of a model that its provider keeps, together with the other sites.
 
     Parameters
@@ -67,7 +67,7 @@ def adapt_model(adata: AnnData, seat: Seat) -> Adapted:
     adata
         Images (rows of X) or cells; those with a label train, all are labelled in the end.
     seat
-        This site's place in a study of `adapt-model`; the study says the options.
+        This site's place in a study of `adapt-model`, from `cl.join(kit)`; the study says the options.
 
     Returns
     -------
@@ -135,7 +135,7 @@ def inputs_of(adata: AnnData, card: Mapping[str, Any]) -> Any:
             f"{len(missing)} of the model's {len(genes)} genes are not in adata.var_names (e.g. '{missing[0]}'); the "
             "panel is fixed: add them, with zeros if they were not measured"
         )
-    x = adata.X[:, [at[g] for g in genes]]
+    x = cells.loaded(adata)[:, [at[g] for g in genes]]
     x = np.asarray(x.toarray() if hasattr(x, "toarray") else x, np.float64)
     if cells.expression_kind(adata) == "counts":
         x = np.log1p(x / np.maximum(x.sum(axis=1, keepdims=True), 1.0) * float(card["target"]))
@@ -196,7 +196,8 @@ def train(adata: AnnData, seat: Seat, options: Options, told: model_card.Told, t
     import torch
 
     from cloister.models.adapter import Adapted, Config, make
-    from cloister.models.learner import Learner, Recipe, Table, hold_out
+    from cloister.models.learner import Learner, Recipe, Table
+    from cloister.models.splits import hold_out
 
     names = given(adata, options)
     seed = seat.study.seed
@@ -287,6 +288,12 @@ def files(outcome: Outcome) -> dict[str, bytes]:
     return {} if outcome.model is None else {"adapter.npz": outcome.model.to_bytes()}
 
 
+def read_model(path: Path, options: Options) -> Any:
+    from cloister.models.adapter import Adapted
+
+    return Adapted.load(path)
+
+
 def figures(outcomes: Mapping[str, Outcome], options: Any) -> list[Any]:
     """Accuracy over the rounds."""
     found = next((o.result for o in outcomes.values() if o.result.get("history")), None)
@@ -308,5 +315,6 @@ WORKFLOW = Workflow(
     coordinator=coordinator,
     check=check,
     files=files,
+    model=("adapter.npz", read_model),
     figures=figures,
 )

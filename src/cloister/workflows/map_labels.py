@@ -10,13 +10,14 @@ import numpy as np
 
 from cloister.cells import tables as cells
 from cloister.errors import DataError, ParameterError
-from cloister.net.seat import Outcome, Seat
+from cloister.net.seat import Outcome, Place, Seat
 from cloister.protocols.knn import mapping_terms, plain_knn, private_knn, published_knn, verified_knn
 from cloister.report import figures as draw
 from cloister.study import Party, Study
 from cloister.workflows import Workflow
 from cloister.workflows.mapping_baselines import scores
 from cloister.workflows.modes import modes_of
+from cloister.workflows.one_space import agree_on_space
 from cloister.workflows.options import option
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ def who_computes(study: Study, computing: Sequence[Party]) -> str:
     return text
 
 
-def map_labels(adata: AnnData, seat: Seat, *, copy: bool = False) -> AnnData | None:
+def map_labels(adata: AnnData, seat: Seat | Place, *, copy: bool = False) -> AnnData | None:
     """Label cells by their nearest neighbours in references that stay at other sites.
 
     At the site that the study names as `query`, its cells are labelled. At any other, its labelled cells serve as
@@ -94,7 +95,7 @@ def map_labels(adata: AnnData, seat: Seat, *, copy: bool = False) -> AnnData | N
     adata
         Cells to label, or references. `adata.obsm[use_rep]` must lie in one space at all sites.
     seat
-        This site's place in a study of `map-labels`; the study says the options.
+        This site's place in a study of `map-labels`, from `cl.join(kit)`; the study says the options.
 
     Returns
     -------
@@ -110,6 +111,7 @@ def map_labels(adata: AnnData, seat: Seat, *, copy: bool = False) -> AnnData | N
 
 
 def site(seat: Seat, adata: AnnData, options: Options) -> Outcome:
+    agree_on_space(seat, options.use_rep, adata)
     if seat.me != options.query:
         x, names = references(adata, options)
         if options.prototypes:
@@ -125,6 +127,7 @@ def site(seat: Seat, adata: AnnData, options: Options) -> Outcome:
 
 def assist(seat: Seat, options: Options) -> Outcome:
     """The part of a party without cells."""
+    agree_on_space(seat, options.use_rep)
     label_cells(seat, options, None, None)
     return Outcome(None, computed_by(seat, options))
 

@@ -12,7 +12,7 @@ import numpy as np
 from cloister.cells import tables as cells
 from cloister.errors import DataError, ParameterError
 from cloister.models import cellcnn
-from cloister.net.seat import Outcome, Seat
+from cloister.net.seat import Outcome, Place, Seat
 from cloister.protocols.cellcnn import (
     encrypted_training,
     encrypted_validation,
@@ -73,7 +73,7 @@ def trained_of(options: Options, seat: Seat, made: cellcnn.Model) -> Trained:
     return encrypted_training.load_trained(params, store, site=seat.role == "site")
 
 
-def predict_cellcnn(adata: AnnData, seat: Seat, *, copy: bool = False) -> AnnData | None:
+def predict_cellcnn(adata: AnnData, seat: Seat | Place, *, copy: bool = False) -> AnnData | None:
     """Predict the class of each of this site's donors, or help another site to.
 
     Returns

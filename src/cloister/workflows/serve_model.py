@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from cloister.cells import tables as cells
 from cloister.errors import DataError, ParameterError
-from cloister.net.seat import Outcome, Seat
+from cloister.net.seat import Outcome, Place, Seat
 from cloister.protocols.inference import model_card
 from cloister.report.figures import histograms
 from cloister.workflows import Workflow
@@ -35,7 +35,7 @@ class Options:
             raise ParameterError(f"option 'budget' must be at least 1, found {self.budget}")
 
 
-def serve_model(adata: AnnData, seat: Seat, *, copy: bool = False) -> AnnData | None:
+def serve_model(adata: AnnData, seat: Seat | Place, *, copy: bool = False) -> AnnData | None:
     """Label samples by a model that stays with its provider, and an adapter that stays here.
 
     Parameters
@@ -43,7 +43,7 @@ def serve_model(adata: AnnData, seat: Seat, *, copy: bool = False) -> AnnData | 
     adata
         Images (rows of X) or cells.
     seat
-        This site's place in a study of `serve-model`; the study says the options.
+        This site's place in a study of `serve-model`, from `cl.join(kit)`; the study says the options.
 
     Returns
     -------

@@ -13,7 +13,7 @@ from cloister.cells import tables as cells
 from cloister.errors import DataError, ParameterError, RefusedError
 from cloister.files import write as write_file
 from cloister.models import cellcnn
-from cloister.net.seat import Outcome, Seat
+from cloister.net.seat import Outcome, Place, Seat
 from cloister.protocols.cellcnn import (
     cellcnn_terms,
     clear_training,
@@ -177,7 +177,7 @@ def check(adata: AnnData, options: Options) -> list[str]:
     return notes
 
 
-def train_cellcnn(adata: AnnData, seat: Seat) -> cellcnn.Model:
+def train_cellcnn(adata: AnnData, seat: Seat | Place) -> cellcnn.Model:
     """Train a CellCnn together with the other sites of the study; nothing of it is decrypted unless all agreed.
 
     Parameters
@@ -185,7 +185,7 @@ def train_cellcnn(adata: AnnData, seat: Seat) -> cellcnn.Model:
     adata
         Cells of the donors here: `obs[sample_key]` names the donor, `obs[target_key]` its class; markers are columns.
     seat
-        This site's place in a study of `train-cellcnn`; the study says the options.
+        This site's place in a study of `train-cellcnn`, from `cl.join(kit)`; the study says the options.
 
     Returns
     -------
@@ -387,6 +387,7 @@ WORKFLOW = Workflow(
     check=check,
     check_study=check_study,
     files=files,
+    model=("model.json", lambda path, options: cellcnn.Model.from_json(path.read_text(encoding="utf-8"))),
     figures=figures,
     stand_in={"open_model": True},
     retired={"encrypted": "training in the clear is mode 'plain', and the other modes are encrypted"},
