@@ -7,7 +7,7 @@ export OPENBLAS_NUM_THREADS ?= 1
 export MKL_NUM_THREADS ?= 1
 export NUMBA_NUM_THREADS ?= 1
 
-.PHONY: help demo test test-all oracle docs notebooks figures bench tables wheel sbom lint format clean
+.PHONY: help demo test test-all mutants oracle docs notebooks figures bench tables wheel sbom lint format clean
 
 help:                   ## this list
 	@grep -hE "^[a-z-]+:.*##" $(MAKEFILE_LIST) | sed -E "s/:[^#]*##/\t/" | expand -t 12
@@ -26,6 +26,9 @@ test: $(STAMP) lint     ## what CI runs
 
 test-all: $(STAMP) lint ## with the long tests
 	$(BIN)/python -m pytest -n 2
+
+mutants: $(STAMP)       ## weaken every protocol in one place at a time, and say which behaviour notices; long, resumable
+	$(BIN)/python scripts/mutants.py
 
 oracle: $(STAMP)        ## compare with SPU and OpenFHE, in environments of their own
 	$(BIN)/python scripts/oracle.py

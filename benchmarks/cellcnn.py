@@ -43,7 +43,7 @@ def ours(split, n, repeats=donors.REPEATS):
 
 
 def baseline(X, y, seed, batch, epochs=20):
-    from cloister.models import cellcnn_baseline
+    import cellcnn_baseline
 
     made = cellcnn_baseline.Config(classes=int(y.max()) + 1, epochs=epochs, batch=max(1, batch), seed=seed)
     return cellcnn_baseline.train(X, y, made)

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from cloister import lies
+from cloister.arrays import F64, U64
 from cloister.errors import DataError, ProtocolAbort
 from cloister.lies import Lie, Stage, all_lies, borrowed, changes, one_of_each
-from cloister.net.wire import F64, U64, message
+from cloister.net.wire import message
 from cloister.protocols.sums import secure_sum
 from cloister.protocols.sums.signed import check_signed
 from cloister.study import Party

@@ -85,8 +85,9 @@ class PeerLost(ProtocolAbort):
 
 def to_json(e: BaseException) -> dict[str, Any]:
     """An error as JSON holds it, for a process of the same user: the local sentence is in it."""
+    kind = next((k for k in type(e).__mro__ if k.__module__ == __name__), type(e))  # the class here that it is
     place = {k: getattr(e, k) for k in ("protocol", "line", "code", "heard")} if isinstance(e, ProtocolAbort) else {}
-    return {"type": type(e).__name__, "text": str(e), **place}
+    return {"type": kind.__name__, "text": str(e) or type(e).__name__, **place}
 
 
 def from_json(told: Mapping[str, Any]) -> CloisterError:

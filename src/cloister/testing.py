@@ -30,8 +30,9 @@ from cloister.errors import CloisterError, ProtocolAbort
 from cloister.lies import LETTERS, Lie, Said, Stage, all_lies, one_of_each
 from cloister.net.receipts import Entry
 from cloister.net.seat import Outcome, Seat
-from cloister.run.rehearsal import Fault, Killed, run_parties
+from cloister.run.rehearsal import run_parties
 from cloister.run.run import Run
+from cloister.run.wires import Fault, Killed
 from cloister.study import Party, Role, Study
 
 FRAMING = 400  # bytes of header and field names that one message may add to its payload

@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 import scipy.sparse
 
+from cloister.arrays import F32
 from cloister.crypto.agreement import KeyPair, agree, bind, hkdf, key_pair, seal, unseal
 from cloister.crypto.prg import expand
 from cloister.errors import ProtocolAbort
 from cloister.lies import Lie, Stage
 from cloister.net import wire
-from cloister.net.wire import F32, message
+from cloister.net.wire import message
 from cloister.protocols.fedavg import federated_training, training_terms
 from cloister.protocols.fedavg.training_parts import Offer
 from cloister.protocols.fedavg.training_terms import TAIL, Brings, Ready, Vocabulary, update_words
@@ -307,12 +308,13 @@ async def old_pca_site(ch, params, mine, *, entropy, identity):
 
     agreement = common_genes.Params(params.sites, S)
     agreed = await common_genes.site(ch.sub("genes"), agreement, params.kind, list(mine.names))
-    y = shared_pca.normalise(params, mine, agreed.names)
-    await add("moments", shared_pca.split_sum(shared_pca.moments(y), len(params.sites), entropy))
+    moments = shared_pca.moments(params, mine, agreed.names)
+    await add("moments", shared_pca.split_sum(moments, len(params.sites), entropy))
     chosen = await ch.recv(S, shared_pca.Chosen, at=(None,), mean=(None,), deviation=(None,))
     assert np.all(np.isfinite(chosen.mean))  # all that was checked
     assert np.all(chosen.deviation > 0)
-    await add("products", params.covariance_code(chosen.cells).encode(shared_pca.products(params, y, chosen)))
+    products = shared_pca.products(params, mine, agreed.names, chosen)
+    await add("products", params.covariance_code(chosen.cells).encode(products))
 
 
 def shifts_means(deviation):
@@ -352,7 +354,8 @@ def test_e3_shifted_means_to_all_but_one_read_that_ones_cells_means_and_covarian
     n, means, products = values(run)[HUB]
     mine = case.inputs[B][0]
     common = sorted(mine.names)
-    log = np.log1p(shared_pca.normalise(case.params, mine, common).toarray())[:, :8]
+    (y,) = shared_pca.normalised(case.params, mine, common, len(common))
+    log = np.log1p(y.toarray())[:, :8]
     z = np.clip(log - 1.0, -10, 10)
     assert n == len(log) == 80
     np.testing.assert_allclose(means, z[:, 1:].mean(axis=0), atol=1e-9)
@@ -694,11 +697,11 @@ def test_r4_small_leaves_that_are_called_large_are_opened_unless_it_must_be_prov
     honest = count_tests.decode
 
     def all_large(p, z):
-        bits, proof = honest(p, z)
+        bits, ratios = honest(p, z)
         if p.least == 1:
-            return bits, proof
-        proof[~bits] = 17  # as good a guess as any
-        return np.ones_like(bits), proof
+            return bits, ratios
+        ratios[~bits] = 17  # as good a guess as any
+        return np.ones_like(bits), ratios
 
     monkeypatch.setattr(count_tests, "decode", all_large)
     monkeypatch.setattr(counted_forest, "PROOFS", proofs)

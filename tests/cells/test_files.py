@@ -8,7 +8,7 @@ from anndata.io import write_h5ad
 from scipy import sparse
 
 from cloister.cells import files as cell_files
-from cloister.cells.tables import check_cells, read_cells, write_cells
+from cloister.cells.tables import check_cells, is_on_disk, read_cells, write_cells
 from cloister.errors import CloisterError, DataError, MissingExtra, ParameterError
 
 COUNTS = np.array([[0, 3, 0], [1, 0, 0], [0, 0, 2], [5, 1, 0]], dtype=np.float32)
@@ -50,7 +50,8 @@ def test_what_is_written_comes_back(tmp_path, suffix, storage):
 def test_a_backed_file_is_read_and_written(tmp_path):
     write_cells(cells(), tmp_path / "a.h5ad")
     backed = read_cells(tmp_path / "a.h5ad", backed=True)
-    assert backed.isbacked
+    assert is_on_disk(backed.X)
+    assert is_on_disk(backed.layers["log"])
     for name in ("b.h5ad", "b.csv", "b.npz", "a.h5ad"):  # the last one is the file it is backed by
         write_cells(backed, tmp_path / name)
         np.testing.assert_array_equal(dense(read_cells(tmp_path / name).X), COUNTS)
@@ -189,7 +190,7 @@ def test_fcs_without_the_extra(tmp_path, monkeypatch):
 def test_a_file_that_is_not_there_or_not_what_it_says(tmp_path):
     with pytest.raises(DataError, match="does not exist"):
         read_cells(tmp_path / "none.h5ad")
-    with pytest.raises(DataError, match="must be one of .h5ad, .csv, .npz, .fcs"):
+    with pytest.raises(DataError, match="must be one of .h5ad, .h5mu, .zarr, .csv, .npz, .fcs"):
         read_cells(tmp_path / "cells.loom")
     (tmp_path / "folder.h5ad").mkdir()
     with pytest.raises(DataError, match="not a file"):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cloister.errors import ParameterError
-from cloister.models import cellcnn, cellcnn_baseline
+from cloister.models import cellcnn
 
 CONFIG = cellcnn.Config(markers=5, filters=3, classes=2, batch=40, steps=30, learning_rate=0.3)
 
@@ -122,14 +122,3 @@ def test_constant_markers_become_zero():
 def test_bad_configurations(bad):
     with pytest.raises(ParameterError):
         cellcnn.Config(**{"markers": 5, **bad})
-
-
-def test_the_torch_baseline_learns_from_rare_cells():
-    pytest.importorskip("torch")
-    rng = np.random.default_rng(0)
-    y = rng.integers(0, 2, 300)
-    X = rng.normal(0, 1, (300, 30, 4))
-    X[y == 1, :2, 0] += 5  # two of thirty cells
-    config = cellcnn_baseline.Config(filters=3, epochs=30, batch=30, learning_rate=0.02)
-    predict = cellcnn_baseline.train(X[:200], y[:200], config)
-    assert (predict(X[200:]) == y[200:]).mean() > 0.9

@@ -365,6 +365,55 @@ def test_a_tolerant_gather_leaves_out_the_missing_tells_them_and_ignores_what_th
         assert not Channel(session, "1", RUN).lost(A)
 
 
+@pytest.mark.parametrize(
+    ("bad", "code"),
+    [
+        (b"no frame at all", "malformed"),
+        (ping(sender=C)[:-3], "malformed"),
+        (ping(sender=A), "malformed"),  # in somebody else's name
+        (ping(sender=C, y=range(4)), "malformed"),  # of another shape
+        (ping(sender=C, body={"x": "text"}), "malformed"),
+    ],
+)
+def test_what_one_party_sends_wrongly_does_not_end_a_wait_that_a_quorum_survives(bad, code):
+    with seated(timeout=5.0) as (session, box, tape):
+        box.put(C, bad)
+        for who in (A, B):
+            box.put(who, ping(sender=who))
+        assert list(gathered(session, 2)) == [A, B]
+        assert C in box.failed
+        assert [(to, f.body) for to, f in tape.of("abort")] == [(C, ["channel", "-", code])]  # and C hears why
+    with seated(timeout=5.0) as (session, box, _):
+        box.put(C, bad)
+        for who in (A, B):
+            box.put(who, ping(sender=who))
+        with pytest.raises(ProtocolAbort) as e:  # where all are needed, it ends by name
+            gathered(session, None)
+        assert e.value.code == code
+
+
+@pytest.mark.parametrize(("number", "code"), [(5, "gap"), (0, "replay")])
+def test_what_comes_twice_or_out_of_order_ends_the_run_even_where_a_quorum_is_there(number, code):
+    with seated(timeout=5.0) as (session, box, _):
+        for who in (A, B, C):
+            box.put(who, ping(sender=who))
+        box.put(C, ping(number, sender=C))
+        with pytest.raises(ProtocolAbort) as e:
+            gathered(session, 2)
+        assert e.value.code == code
+
+
+def test_parties_share_the_room_and_one_of_them_gets_half():
+    box = Mailbox(HUB, room=1000)
+    assert box.hold(A, 500)
+    assert not box.hold(A, 1)
+    assert box.failed[A].code == "flood"
+    assert box.hold(B, 400)
+    assert not box.hold(C, 200)  # together no more than the room
+    box.release(B, 400)
+    assert box.hold(B, 500)
+
+
 def test_a_tolerant_gather_needs_its_quorum():
     with seated(timeout=0.5) as (session, box, _):
         box.put(A, ping())

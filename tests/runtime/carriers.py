@@ -6,6 +6,7 @@ import contextlib
 import json
 import queue
 import socket
+import ssl
 import struct
 import subprocess
 import threading
@@ -16,7 +17,7 @@ from pathlib import Path
 import msgpack
 from federation import free_port
 
-from cloister.runtime import ready, service
+from cloister.runtime import launch, ready
 from cloister.runtime.kit import Kit
 from cloister.runtime.pipe import LOG, PLAN, BrokenPipe, Packet, Pipe
 from cloister.runtime.provision import provision
@@ -32,12 +33,12 @@ class End:
     def __init__(self, kit: Path, program: str, port: int) -> None:
         self.kit = Kit.open(kit)
         ours, theirs = socket.socketpair()
-        kept, service.PROGRAM = service.PROGRAM, program
+        kept, launch.PROGRAM = launch.PROGRAM, program
         try:
             with theirs:
-                self.process: subprocess.Popen[bytes] = service._spawn_carrier(theirs)
+                self.process: subprocess.Popen[bytes] = launch.spawn_carrier(theirs)
         finally:
-            service.PROGRAM = kept
+            launch.PROGRAM = kept
         self.pipe, self.came = Pipe(ours), queue.Queue[Packet]()
         self.kept: list[Packet] = []
         hub = self.kit.role == "coordinator"
@@ -103,3 +104,34 @@ def frame(kind: int, headers: dict | None = None, payload: bytes = b"", app: int
     """A frame as FLARE's communicator sends it."""
     head = msgpack.packb(headers) if headers else b""
     return PREFIX.pack(PREFIX.size + len(head) + len(payload), len(head), kind, 0, 0, app, 17, 1) + head + payload
+
+
+def context(kit: Path | None, trust: Path) -> ssl.SSLContext:
+    made = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    made.check_hostname = False
+    made.load_verify_locations(trust / "startup" / "rootCA.pem")
+    if kit is not None:
+        made.load_cert_chain(kit / "startup" / "client.crt", kit / "startup" / "client.key")
+    return made
+
+
+def call(port: int, tls: ssl.SSLContext, *frames: bytes, seconds: float = 3.0) -> bytes:
+    """What a coordinator says to these frames, until it hangs up or stays silent."""
+    got = b""
+    try:
+        with socket.create_connection(("127.0.0.1", port), timeout=seconds) as plain, tls.wrap_socket(plain) as s:
+            for i, each in enumerate(frames):
+                s.sendall(each)
+                if i == 0 and len(frames) > 1:
+                    got += s.recv(1 << 16)  # the greeting is answered before anything else is said
+            while more := s.recv(1 << 16):
+                got += more
+    except TimeoutError:
+        return got + b" ..."
+    except OSError:
+        pass
+    return got
+
+
+def hello(name: str) -> bytes:
+    return frame(HELLO, None, msgpack.packb({"endpoint_name": name, "timestamp": time.time()}), app=0)

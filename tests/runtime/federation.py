@@ -28,7 +28,7 @@ from cloister.study import Study, format_study
 CHAT = Path(__file__).parent / "chat"
 SIZES = {"basel": 5, "lugano": 7, "vienna": 11}
 PARTIES = {"hub": "coordinator", **dict.fromkeys(SIZES, "site"), "helper": "auxiliary"}
-START = "import sys; from cloister.runtime.service import start_party; start_party(sys.argv[1])"
+START = "import sys; from cloister.runtime.start import start_party; start_party(sys.argv[1])"
 UNCHECKED = "import cloister.runtime.ready as r; r.check_certificate = lambda kit: None; "
 IMPATIENT = "import cloister.runtime.order as o; o.CONNECT = 6.0; "
 
@@ -95,7 +95,7 @@ class Federation:
     def start(self, *parties: str, patch: str = "", carrier: Path | None = None) -> None:
         """Start services; `patch` is code to run first, `carrier` a program to run in the carrier's place."""
         if carrier is not None:
-            patch += f"import cloister.runtime.service as s; s.PROGRAM = {str(carrier)!r}; "
+            patch += f"import cloister.runtime.launch as s; s.PROGRAM = {str(carrier)!r}; "
         code = patch + START
         for p in parties:
             self.services[p] = self.spawn(self.kits[p], self.folder / f"{p}.out", code)

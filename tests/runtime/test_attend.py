@@ -9,10 +9,11 @@ import sys
 import numpy as np
 import pytest
 
+import cloister as cl
 from cloister.cells.demo import demo_sites
 from cloister.cells.files import read_cells
 from cloister.demo import write_sites
-from cloister.errors import ParameterError, RefusedError, UsageError
+from cloister.errors import DataError, ParameterError, RefusedError, UsageError
 from cloister.run.rehearsal import rehearse
 from cloister.runtime.attend import attend, check_same_study, conduct
 from cloister.runtime.kit import Kit
@@ -56,7 +57,24 @@ def test_bin_values_between_processes_equals_the_rehearsal(consortium):
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
         return subprocess.Popen(words, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
-    running = {p: start(p, "--data", f"sites/{p}.h5ad", "--out", f"{p}.h5ad") for p in study.sites}
+    def from_python(party):
+        """The same from a script of the site: `cl.join` gives the seat, the workflow's function the results."""
+        code = (
+            "import json, cloister as cl\n"
+            f"adata, seat = cl.read_cells('sites/{party}.h5ad'), cl.join('kits/{party}', say=lambda text: None)\n"
+            f"done = cl.bin_values(adata, seat, copy=True)\n"
+            f"assert 'binned' not in adata.layers\n"
+            f"cl.write_cells(done, '{party}.h5ad')\n"
+            "print(json.dumps({'status': 'done'}))"
+        )
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        return subprocess.Popen(
+            [sys.executable, "-c", code], cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+
+    last = study.sites[-1]
+    running = {p: start(p, "--data", f"sites/{p}.h5ad", "--out", f"{p}.h5ad") for p in study.sites if p != last}
+    running[last] = from_python(last)
     running["hub"] = start("hub")
     told = {}
     try:
@@ -84,6 +102,14 @@ def test_who_may_do_what(consortium):
         attend(kits["basel"], folder / "sites" / "basel.h5ad")
     with pytest.raises(UsageError, match="coordinator"):
         attend(kits["hub"])
+    with pytest.raises(UsageError, match="hub is the study's coordinator and brings no cells"):
+        cl.join(kits["hub"])
+    with pytest.raises(UsageError, match="this is a study of 'bin-values', not of 'map-labels'"):
+        cl.map_labels(demo_sites()["basel"], cl.join(kits["basel"]))
+    with pytest.raises(RefusedError, match="has not approved the workflow"):
+        cl.bin_values(demo_sites()["basel"], cl.join(kits["basel"]))
+    with pytest.raises(DataError, match="non-zero values, fewer than"):  # before anything is started
+        cl.bin_values(demo_sites()["basel"][:1].copy(), cl.join(kits["basel"]))
     with pytest.raises(UsageError, match="the coordinator hub starts runs"):
         conduct(kits["basel"])
     other = Study("demo", "bin-values", study.parties, timeout=40.0, parameters={"n_bins": 7})

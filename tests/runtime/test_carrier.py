@@ -8,10 +8,9 @@ import ssl
 import time
 from pathlib import Path
 
-import msgpack
 import psutil
 import pytest
-from carriers import DATA, HELLO, PREFIX, carriers, frame
+from carriers import DATA, PREFIX, End, call, carriers, context, frame, hello
 
 from cloister.runtime import sandbox
 from cloister.runtime.carrier import NEEDED
@@ -63,7 +62,7 @@ def test_frames_go_through_and_the_absent_are_named(tmp_path):
         hub, basel = ends["hub"], ends["basel"]
         hub.wait_for(lambda p: p.kind == CONNECTED and p.name == "basel")
         basel.wait_for(lambda p: p.kind == CONNECTED and p.name == "hub")
-        run, large = bytes(range(16)), bytes(4 << 20)
+        run, large = bytes(range(16)), bytes(1 << 20)
         basel.pipe.post(Packet(REQUEST, "hub", 7, run, large))
         assert hub.wait_for(lambda p: p.kind == REQUEST) == Packet(REQUEST, "basel", 7, run, large)
         hub.pipe.post(Packet(ANSWER, "basel", 7, run, b"+"))
@@ -75,37 +74,6 @@ def test_frames_go_through_and_the_absent_are_named(tmp_path):
         hub.wait_for(lambda p: p.name == "basel" and p.kind != CONNECTED)
         hub.pipe.post(Packet(REQUEST, "basel", 9, run, b"?"))
         assert hub.wait_for(lambda p: p.kind == ABSENT) == Packet(ABSENT, "basel", 9, run)
-
-
-def context(kit: Path | None, trust: Path) -> ssl.SSLContext:
-    made = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    made.check_hostname = False
-    made.load_verify_locations(trust / "startup" / "rootCA.pem")
-    if kit is not None:
-        made.load_cert_chain(kit / "startup" / "client.crt", kit / "startup" / "client.key")
-    return made
-
-
-def call(port: int, tls: ssl.SSLContext, *frames: bytes, seconds: float = 3.0) -> bytes:
-    """What a coordinator says to these frames, until it hangs up or stays silent."""
-    got = b""
-    try:
-        with socket.create_connection(("127.0.0.1", port), timeout=seconds) as plain, tls.wrap_socket(plain) as s:
-            for i, each in enumerate(frames):
-                s.sendall(each)
-                if i == 0 and len(frames) > 1:
-                    got += s.recv(1 << 16)  # the greeting is answered before anything else is said
-            while more := s.recv(1 << 16):
-                got += more
-    except TimeoutError:
-        return got + b" ..."
-    except OSError:
-        pass
-    return got
-
-
-def hello(name: str) -> bytes:
-    return frame(HELLO, None, msgpack.packb({"endpoint_name": name, "timestamp": time.time()}), app=0)
 
 
 def test_strangers_and_false_names_do_not_get_in(tmp_path):
@@ -193,8 +161,6 @@ def test_who_connects_and_says_nothing_holds_up_nobody(tmp_path):
 
 def test_a_site_takes_no_other_for_the_coordinator(tmp_path):
     """Lugano has a certificate of the same authority, and answers at the coordinator's address."""
-    from carriers import End
-
     with carriers(tmp_path) as (_, _, kits), socket.create_server(("127.0.0.1", 0)) as false:
         tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         tls.load_cert_chain(kits["lugano"] / "startup" / "client.crt", kits["lugano"] / "startup" / "client.key")

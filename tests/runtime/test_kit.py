@@ -332,6 +332,22 @@ def test_what_only_grows_is_moved_out_of_the_way(tmp_path, monkeypatch):
     assert (tmp_path / "service.out").exists()
 
 
+def test_refusals_do_not_fill_the_disk(tmp_path):
+    from cloister.runtime.service import forget_refusals
+
+    for i in range(30):
+        (tmp_path / f"20260131T1000{i:02d}Z-0").mkdir()
+        (tmp_path / f"20260131T1000{i:02d}Z-0" / "outcome.json").touch()
+    (tmp_path / "20250131T100000Z-1").mkdir()  # a run that took place is never touched
+    for name in ("outcome.json", "basel.receipt.json"):
+        (tmp_path / "20250131T100000Z-1" / name).touch()
+    forget_refusals(tmp_path, 20)
+    left = sorted(f.name for f in tmp_path.iterdir())
+    assert len(left) == 21
+    assert left[0] == "20250131T100000Z-1"
+    assert left[1] == "20260131T100010Z-0"
+
+
 def test_runs_are_limited_where_the_owner_says_nothing(basel):
     basel.policy_file.write_text('data = "cells.h5ad"\n')
     assert dict(basel.policy().limits) == {"study": 20, "bin-values": 100}

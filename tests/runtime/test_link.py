@@ -295,7 +295,67 @@ def test_random_requests_are_refused_and_break_nothing():
     pair.close()
 
 
+def test_a_frame_that_never_ends_is_bounded(monkeypatch):
+    """A peer sends pieces of one frame for ever: the receiver stops at its room, and names the sender."""
+    pair = Pair()
+    pair.boxes[B].room = 1 << 20
+    pair.links[A].meet(5)
+    pair.links[A].post(B, bytes(4 << 20))
+    pair.boxes[B].wait_for(lambda: A in pair.boxes[B].failed)
+    assert pair.boxes[B].failed[A].code == "flood"
+    assert len(pair.links[B]._peers[A].parts) == 0
+    assert pair.boxes[B]._held[A] == 0
+    pair.close()
+
+
+def test_a_batch_that_is_no_list_of_pieces_is_its_senders_failure(monkeypatch):
+    pair = Pair()
+    pair.links[A].meet(5)
+    monkeypatch.setattr(links, "_piece", lambda kind, data: (bytes((kind,)) + (1 << 30).to_bytes(4, "big"), data))
+    pair.links[A].post(B, b"x" * 300)
+    pair.boxes[B].wait_for(lambda: A in pair.boxes[B].failed)
+    assert pair.boxes[B].failed[A].code == "malformed"
+    pair.close()
+
+
+def test_whose_process_has_ended_is_lost_at_once():
+    ended = threading.Event()
+
+    def meddle(to, request, forward):
+        if ended.is_set():
+            raise links.Over
+        return forward(request)
+
+    pair = Pair(meddle, timeout=60.0)
+    pair.links[A].meet(5)
+    ended.set()
+    began = time.monotonic()
+    pair.links[A].post(B, b"q" * 300)
+    pair.boxes[A].wait_for(lambda: B in pair.boxes[A].lost)
+    assert time.monotonic() - began < 2.0
+    pair.close()
+
+
 def test_a_study_without_keys_cannot_be_linked():
     study = Study("pair", "chat", {A: "site", B: "coordinator"})
     with pytest.raises(ParameterError, match="\\[keys\\] has none for basel, hub"):
         SealedLink(study, A, "r", Identity.create(Entropy()), Box(A), lambda *_: b"", Entropy())
+
+
+def test_a_batch_does_not_pass_under_another_number():
+    """Who stands in the middle keeps the first batch and sends it once more as the next one."""
+    requests = []
+
+    def meddle(to, request, forward):
+        requests.append((to, request))
+        return forward(request)
+
+    pair = Pair(meddle)
+    pair.links[A].post(B, b"a" * 300)
+    pair.boxes[B].wait_for(lambda: pair.boxes[B].got)
+    first = next(r for to, r in requests if to == B and r[:1] == BATCH)
+    due = pair.links[B]._peers[A].due
+    answer = pair.links[B].answer(A, BATCH + due.to_bytes(8, "big") + first[9:])
+    assert answer == REFUSED
+    assert [data for _, data in pair.boxes[B].got].count(b"a" * 300) == 1
+    pair.close()

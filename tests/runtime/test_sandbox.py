@@ -11,14 +11,15 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from cloister.errors import ParameterError, UsageError
-from cloister.runtime import ready, sandbox, service
+from cloister.runtime import launch, ready, sandbox
 from cloister.runtime.kit import Kit
-from cloister.runtime.pipe import LOG, PLAN, BrokenPipe, Packet, Pipe
+from cloister.runtime.pipe import LOG, PLAN, READY, BrokenPipe, Packet, Pipe
 from cloister.runtime.provision import provision
 from cloister.study import Study
 
@@ -58,7 +59,7 @@ def goods(tmp_path):
 
 def steal(goods, monkeypatch, *, listen, confined=True) -> dict[str, str]:
     """Put the thief into the carrier's place; returns what it could do."""
-    monkeypatch.setattr(service, "PROGRAM", str(THIEF))
+    monkeypatch.setattr(launch, "PROGRAM", str(THIEF))
     kit = Kit.open(goods["kit"])
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
@@ -72,7 +73,7 @@ def steal(goods, monkeypatch, *, listen, confined=True) -> dict[str, str]:
     }
     ours, theirs = socket.socketpair()
     with theirs:
-        process = service._spawn_carrier(theirs)
+        process = launch.spawn_carrier(theirs)
     pipe, said = Pipe(ours), {}
     pipe.post(Packet(PLAN, data=json.dumps(plan).encode()))
     try:
@@ -241,7 +242,47 @@ def test_an_old_kernel_is_refused_unless_systemd_confines(goods, monkeypatch):
         ready.check_ready(kit)
     text = kit.policy_file.read_text()
     kit.policy_file.write_text(text.replace('sandbox = "landlock"', 'sandbox = "systemd"'))
+    with pytest.raises(ParameterError, match="start the service by the unit file"):
+        ready.check_ready(kit)
+    monkeypatch.setenv("RUNTIME_DIRECTORY", str(kit.path.parent))
     ready.check_ready(kit)
+
+
+def test_a_carrier_of_systemd_comes_by_itself_and_needs_no_kit(goods, monkeypatch, tmp_path):
+    """What the carrier's unit does: it starts the program with a path and its own copy of the TLS files."""
+    kit = Kit.open(goods["kit"])
+    text = kit.policy_file.read_text()
+    kit.policy_file.write_text(text.replace('sandbox = "landlock"', 'sandbox = "systemd"'))
+    monkeypatch.setenv("RUNTIME_DIRECTORY", str(tmp_path))
+    own = tmp_path / "credentials"
+    own.mkdir()
+    for what, file in ready.tls_files(kit).items():
+        (own / what).write_bytes(Path(file).read_bytes())
+    said: list = []
+    waiting = threading.Thread(target=lambda: said.append(launch.open_carrier(kit, threading.Event())))
+    waiting.start()
+    shown, end = tmp_path / "carrier.sock", time.monotonic() + 20
+    while not shown.exists() or shown.stat().st_mode & 0o777 != 0o660:  # for its owner and its group
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    time.sleep(0.2)
+    words = [sys.executable, "-I", "-B", "-m", "cloister.runtime.sandbox", "cloister.runtime.carrier"]
+    process = subprocess.Popen([*words, str(tmp_path / "carrier.sock")], env={"CREDENTIALS_DIRECTORY": str(own)})
+    try:
+        waiting.join(20)
+        (child, ours) = said[0]
+        assert child is None
+        pipe = Pipe(ours)
+        plan = {"me": "basel", "hub": "hub", "parties": ["hub", "basel"], "host": "localhost", "port": 1}
+        plan |= {"listen": False, "addresses": [], "sandbox": "systemd"}
+        plan["tls"] = dict.fromkeys(ready.tls_files(kit), "/nowhere")
+        pipe.post(Packet(PLAN, data=json.dumps(plan).encode()))
+        assert pipe.read().kind == READY
+        pipe.close()
+        assert process.wait(10) == 0
+    finally:
+        process.kill()
+        process.wait()
 
 
 @needs_kernel

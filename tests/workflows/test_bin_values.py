@@ -8,11 +8,13 @@ from scipy import sparse
 from cloister import workflows
 from cloister.cells import demo as demo_data
 from cloister.cells import tables as cells
+from cloister.cells import values as cell_values
 from cloister.cells.files import read_cells, write_cells
 from cloister.errors import DataError, ParameterError, ProtocolAbort
 from cloister.net.seat import Outcome
 from cloister.run.rehearsal import Fault, plan, rehearse, run_parties
-from cloister.workflows.bin_values import Options, bin_values, check, coordinator, digitise
+from cloister.run.results import save_run
+from cloister.workflows.bin_values import Options, bin_values, check, coordinator, digitise, spread
 
 NAMES = ("basel", "lugano", "vienna", "bern", "zug")
 GENES = 60
@@ -49,24 +51,31 @@ def dense(M):
     return M.toarray() if sparse.issparse(M) else np.asarray(M)
 
 
-def pooled_bins(data, n_bins, layer=None):
-    """What one would do with all cells in one place: zeros stay 0, others by the quantiles of all non-zero values."""
-    everything = np.concatenate([values_of(a, layer) for a in data.values()])
+def pooled_bins(data, n_bins, layer=None, min_count=10):
+    """What one would do with all cells in one place: zeros stay 0, others by the quantiles of all non-zero values.
+
+    The outermost quantiles are the `min_count`-th smallest and largest value. Bins are a range: where several edges are
+    equal, a value may be in any bin between them.
+    """
+    everything = np.sort(np.concatenate([values_of(a, layer) for a in data.values()]))
     edges = np.quantile(everything, np.linspace(0, 1, n_bins - 1))
+    edges = np.clip(edges, everything[min_count - 1], everything[-min_count])
     bins = {}
     for site, a in data.items():
         X = dense(a.X if layer is None else a.layers[layer]).astype(np.float64)
-        bins[site] = np.where(X == 0, 0, np.clip(np.digitize(X, edges), 1, n_bins - 1))
+        last = np.clip(np.digitize(X, edges), 1, n_bins - 1)
+        first = np.minimum(np.digitize(X, edges, right=True) + 1, last)
+        bins[site] = np.where(X == 0, 0, first), np.where(X == 0, 0, last)
     return edges, bins
 
 
-def share_equal(run, bins):
+def share_equal(run, bins, key="binned"):
     same = total = 0
-    for site, wanted in bins.items():
-        found = dense(run.data[site].layers["binned"])
-        same += int(np.sum((found == wanted) & (wanted > 0)))
-        total += int(np.sum(wanted > 0))
-        assert np.array_equal(found == 0, wanted == 0)
+    for site, (first, last) in bins.items():
+        found = dense(run.data[site].layers[key][:])
+        same += int(np.sum((first <= found) & (found <= last) & (last > 0)))
+        total += int(np.sum(last > 0))
+        assert np.array_equal(found == 0, last == 0)
     return same / total
 
 
@@ -139,8 +148,10 @@ def test_published_is_its_formula_to_the_last_bit():
     for site, a in data.items():
         np.testing.assert_array_equal(run.data[site].uns["cloister"]["bin_edges"], edges)
         X = dense(a.X)
-        wanted = np.where(X == 0, 0, np.clip(np.digitize(X, edges), 1, 10))
-        np.testing.assert_array_equal(dense(run.data[site].layers["binned"]), wanted)
+        last = np.where(X == 0, 0, np.clip(np.digitize(X, edges), 1, 10))
+        first = np.minimum(np.digitize(X, edges, right=True) + 1, last)
+        found = dense(run.data[site].layers["binned"])
+        assert np.all((first <= found) & (found <= last))
 
 
 # ---- what is written -------------------------------------------------------------------------------------------------
@@ -188,9 +199,9 @@ def test_another_layer_and_another_name():
         a.layers["log"] = sparse.csr_matrix(log_values(dense(a.X)))
     run = rehearse("bin-values", data, layer="log", key_added="bins", n_bins=21)
     bins = pooled_bins(data, 21, "log")[1]
-    for site, a in run.data.items():
+    for a in run.data.values():
         assert "binned" not in a.layers
-        assert np.mean(dense(a.layers["bins"]) == bins[site]) >= 0.999
+    assert share_equal(run, bins, "bins") >= 0.999
 
 
 def test_uns_survives_a_file(tmp_path):
@@ -242,7 +253,64 @@ def test_the_function_works_on_a_seat_and_can_copy():
 
 def test_digitise_by_hand():
     edges = np.array([1.0, 2.0, 2.0, 5.0])
-    np.testing.assert_array_equal(digitise(np.array([0.5, 1, 1.9, 2, 4.9, 5, 9]), edges), [1, 1, 1, 3, 3, 4, 4])
+    values = np.array([0.5, 1, 1.9, 2, 4.9, 5, 9])
+    np.testing.assert_array_equal(digitise(values, edges, np.full(7, 0.99)), [1, 1, 1, 3, 3, 4, 4])
+    np.testing.assert_array_equal(digitise(values, edges, np.zeros(7)), [1, 1, 1, 2, 3, 4, 4])
+
+
+def test_ties_are_spread_over_their_bins_as_in_scgpt():
+    """scGPT draws a bin for a value that equals several edges, between the first and the last of their bins."""
+    edges = np.array([1.0, 1.0, 1.0, 1.0, 3.0])
+    values = np.repeat([1.0, 2.0, 3.0], 8000)
+    found = digitise(values, edges, spread(np.arange(24_000, dtype=np.uint64), 5))
+    low, high = np.digitize(values, edges, right=True), np.digitize(values, edges)
+    drawn = np.ceil(np.random.default_rng(0).random(len(values)) * (low - high) + high).astype(int)  # its formula
+    for value in (1.0, 2.0, 3.0):
+        ours, theirs = (np.bincount(x[values == value], minlength=6) for x in (found, drawn))
+        np.testing.assert_allclose(ours, theirs, atol=250)
+        assert np.array_equal(ours > 0, theirs > 0)
+
+
+def test_no_edge_is_the_smallest_or_largest_value_of_all():
+    """One cell with a value of its own at either end: its values were the outermost edges, and are no edge any more."""
+    data = {s: adata(log_values(counts(n, seed=i, depth=i + 1))) for i, (s, n) in SIZES[:3]}
+    data["lugano"].X[7, 3], data["lugano"].X[7, 4] = 1234.5, 1.2345e-3
+    everything = np.sort(np.concatenate([values_of(a) for a in data.values()]))
+    old = np.quantile(everything, [0, 1])
+    assert old.tolist() == [np.float32(1.2345e-3), 1234.5]  # what everybody was told
+    for k in (2, 10, 25):
+        edges = np.array(rehearse("bin-values", data, min_count=k).results["coordinator"]["bin_edges"])
+        assert np.sum(everything >= edges[-1]) >= k
+        assert np.sum(everything <= edges[0] * (1 + 1e-5)) >= k
+        np.testing.assert_allclose(edges[[0, -1]], everything[[k - 1, -k]], rtol=1e-5)
+    with pytest.raises(ParameterError, match="'min_count' must be at least 2"):
+        rehearse("bin-values", data, min_count=1)
+
+
+@pytest.mark.parametrize("form", [sparse.csr_matrix, sparse.csc_matrix, np.asarray])
+@pytest.mark.parametrize("processes", [False, True])
+def test_streamed_from_disk_the_result_is_the_same_and_nothing_is_loaded(form, processes, tmp_path, monkeypatch):
+    if processes and form is not sparse.csr_matrix:
+        pytest.skip("once is enough")
+    data = count_sites(form=form)
+    monkeypatch.setitem(cell_values.blocks.__kwdefaults__, "entries", 700)
+    paths = {}
+    for site, a in data.items():
+        a.layers["kept"] = a.X.copy()
+        write_cells(a, paths.setdefault(site, tmp_path / f"{site}.h5ad"))
+    monkeypatch.setattr("cloister.cells.files.IN_MEMORY", 0)
+    run, loaded = rehearse("bin-values", paths, processes=processes), rehearse("bin-values", data)
+    save_run(run, tmp_path / "out")
+    for site, a in loaded.data.items():
+        here = run.data[site]
+        assert cells.is_on_disk(here.X)
+        back = read_cells(tmp_path / "out" / f"{site}.h5ad")
+        for layers in (here.layers, back.layers):
+            np.testing.assert_array_equal(dense(layers["binned"][:]), dense(a.layers["binned"]))
+            np.testing.assert_array_equal(dense(layers["kept"][:]), dense(a.X))
+        assert back.layers["binned"].dtype == a.layers["binned"].dtype
+        np.testing.assert_array_equal(back.uns["cloister"]["bin_edges"], a.uns["cloister"]["bin_edges"])
+        np.testing.assert_array_equal(dense(back.X), dense(a.X))
 
 
 # ---- bad input -------------------------------------------------------------------------------------------------------

@@ -17,13 +17,11 @@ from cloister.arrays import F64, I64, U64
 
 def solve_mask(masked: F64, rows: F64) -> F64:
     """M from as many known rows as columns, or more."""
-    found: F64 = np.linalg.lstsq(rows, masked, rcond=None)[0]
-    return found
+    return np.asarray(np.linalg.lstsq(rows, masked, rcond=None)[0], np.float64)
 
 
 def unmask(masked: F64, M: F64) -> F64:
-    found: F64 = np.linalg.solve(M.T, masked.T).T
-    return found
+    return np.asarray(np.linalg.solve(M.T, masked.T).T, np.float64)
 
 
 def independent_columns(masked: F64, *, rng: np.random.Generator, steps: int = 300) -> F64:

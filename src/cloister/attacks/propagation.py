@@ -30,7 +30,7 @@ def paths(keys: I64, bits: int) -> F64:
     angle = np.pi * np.maximum(distance, 0.5).reshape(-1) / bits
     edges = sparse.csr_array((angle, (np.repeat(np.arange(n), k), index.reshape(-1))), shape=(n, n))
     far = sparse.csgraph.shortest_path(edges, directed=False)
-    return np.cos(np.clip(np.where(np.isfinite(far), far, np.pi / 2), 0, np.pi))
+    return np.asarray(np.cos(np.clip(np.where(np.isfinite(far), far, np.pi / 2), 0, np.pi)))
 
 
 def rebuild_vectors(similar: F64, known: I64, vectors: F64) -> F64:
@@ -41,12 +41,12 @@ def rebuild_vectors(similar: F64, known: I64, vectors: F64) -> F64:
     truth = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
     u, _, v = np.linalg.svd(points[known].T @ truth)
     found = points @ (u @ v)
-    return found / np.maximum(np.linalg.norm(found, axis=1, keepdims=True), 1e-12)
+    return np.asarray(found / np.maximum(np.linalg.norm(found, axis=1, keepdims=True), 1e-12))
 
 
 def hits(guess: F64, truth: F64) -> F64:
     """Cosine of every guess with the truth."""
-    return np.sum(guess * truth, axis=1) / np.maximum(np.linalg.norm(truth, axis=1), 1e-300)
+    return np.asarray(np.sum(guess * truth, axis=1) / np.maximum(np.linalg.norm(truth, axis=1), 1e-300))
 
 
 def solve_labels(columns: I32 | None, scores: I64, mine: I64, labels: I64, others: I64) -> I64:
@@ -77,4 +77,4 @@ def _potentials(own: F64) -> F64:
     rows = np.zeros((len(i) + 1, len(own)))
     rows[np.arange(len(i)), i], rows[np.arange(len(i)), j], rows[-1, 0] = 1, -1, 1
     right = np.append(np.log(own[j, i]) - np.log(own[i, j]), 0.0)
-    return np.linalg.lstsq(rows, right, rcond=None)[0]
+    return np.asarray(np.linalg.lstsq(rows, right, rcond=None)[0], np.float64)

@@ -35,22 +35,22 @@ def read_counts(words: U64, most: int) -> I64 | None:
 def quantiles_of(counts: I64, ends: F64, levels: F64) -> F64:
     """Quantiles of values of which only the cells are known: the upper end of the cell that holds each."""
     rank = levels * max(int(counts.sum()) - 1, 0)
-    return ends[1 + np.searchsorted(np.cumsum(counts), rank, side="right").clip(max=len(ends) - 2)]
+    return np.asarray(ends[1 + np.searchsorted(np.cumsum(counts), rank, side="right").clip(max=len(ends) - 2)])
 
 
 def subtract(total: F64, cells: int, mine: F64, my_cells: int) -> F64:
     """The mean over everybody else, from the mean over all and one's own."""
-    return (total * cells - mine * my_cells) / (cells - my_cells)
+    return np.asarray((total * cells - mine * my_cells) / (cells - my_cells))
 
 
 def label_pull(head: F64) -> F64:
     """How far a site's update pulled each label: sums over the rows of its last layer, (K, h) → (K,)."""
-    return head.sum(axis=1)
+    return np.asarray(head.sum(axis=1))
 
 
 def class_pull(gradients: F64) -> F64:
     """What the first class has more of than the second: gradients of some steps, (..., steps, m, 2) → (..., m)."""
-    return (gradients[..., 1] - gradients[..., 0]).sum(axis=-2)
+    return np.asarray((gradients[..., 1] - gradients[..., 0]).sum(axis=-2))
 
 
 def gradients_in(first: Weights, last: Weights) -> F64:

@@ -1,4 +1,6 @@
-"""Files of cells: `.h5ad`, and plain matrices as `.csv`, `.npz` and `.fcs`.
+"""Files of cells: `.h5ad`, `.zarr`, `.h5mu`, and plain matrices as `.csv`, `.npz` and `.fcs`.
+
+`read_cells` loads a file; `open_cells` leaves a large one on disk (`cloister.cells.stored`).
 
 A file that is not what its suffix says, is damaged or cut short is a `DataError` in one sentence. The HDF5 library
 itself may crash or hang on a damaged file, so a child process tries it first (`hdf5_probe`). Nothing is ever
@@ -30,7 +32,15 @@ if TYPE_CHECKING:
 
 GENE_KEYS = ("var_names", "genes", "gene_names", "markers", "columns", "features", "channels")
 CELL_KEYS = ("obs_names", "cells", "cell_names", "barcodes")
+IN_MEMORY = 1 << 27  # bytes of a file that `open_cells` still loads
 SPARSE_KEYS = ("format", "shape", "data", "indices", "indptr", "row", "col", "offsets", "_is_array")  # scipy's
+
+
+def open_cells(path: str | os.PathLike[str]) -> AnnData:
+    """Cells of a file: loaded if it is small, else with `X` and layers left on disk, where its format allows."""
+    path, part = split_name(path)
+    stored = path.suffix.lower() in STORED
+    return read_cells(f"{path}:{part}" if part else path, backed=stored and _size(path) > IN_MEMORY)
 
 
 def read_cells(path: str | os.PathLike[str], *, backed: bool = False, probe: bool = True) -> AnnData:
@@ -39,27 +49,35 @@ def read_cells(path: str | os.PathLike[str], *, backed: bool = False, probe: boo
     Parameters
     ----------
     path
-        `.h5ad`; `.csv` with cell names in the first column and gene names in the first line (numbers go to
+        `.h5ad` or `.zarr`, with `:raw` behind it for the values and genes of `adata.raw`; `.h5mu:NAME` for a modality;
+        `.csv` with cell names in the first column and gene names in the first line (numbers go to
         `X`, other columns to `obs`); `.npz` with an array `X`, dense or as `scipy.sparse.save_npz` writes
         it, and arrays per cell or gene beside it; `.fcs` with the extra `fcs`.
     backed
-        Leave `X` of an `.h5ad` file on disk and read it in pieces.
+        Leave `X` and layers of an `.h5ad`, `.h5mu` or `.zarr` file on disk, and read them in pieces.
     probe
-        Have a child process parse an `.h5ad` file first, so that damage cannot crash this one.
+        Have a child process parse an HDF5 file first, so that damage cannot crash this one.
     """
-    path = Path(path)
+    path, part = split_name(path)
     suffix = path.suffix.lower()
     if suffix not in _READERS:
         raise DataError(f"{path} must be one of {', '.join(_READERS)}; convert it or correct its suffix.")
-    if backed and suffix != ".h5ad":
-        raise ParameterError(f"Only .h5ad can be read with backed=True, got {suffix}; leave it out.")
+    if backed and suffix not in STORED:
+        raise ParameterError(f"Only {', '.join(STORED)} can be read with backed=True, got {suffix}; leave it out.")
     kind, reader = _READERS[suffix]
     try:
         _check_file(path, kind)
-        if suffix == ".h5ad" and probe and not hdf5_probe.check(path):
-            raise DataError(f"{path} cannot be read as {kind}: it is damaged or cut short; copy it or write it again.")
+        if kind == "HDF5":
+            if probe and not hdf5_probe.check(path):
+                raise DataError(_damaged(path, kind))
+            _check_declared(path)
         with _known_warnings():
-            adata = _read_h5ad(path, backed=backed) if suffix == ".h5ad" else reader(path)
+            if backed:
+                from cloister.cells.stored import open_stored
+
+                adata = open_stored(path, part)
+            else:
+                adata = _read_stored(path, part) if part else reader(path)
     except CloisterError:
         raise
     except (PermissionError, BlockingIOError) as error:
@@ -69,12 +87,33 @@ def read_cells(path: str | os.PathLike[str], *, backed: bool = False, probe: boo
     except MemoryError as error:
         raise DataError(f"{path} does not fit into memory; use an .h5ad file with backed=True.") from error
     except Exception as error:  # on damaged bytes the libraries raise anything
-        raise DataError(
-            f"{path} cannot be read as {kind}: it is damaged or cut short; copy it or write it again."
-        ) from error
+        raise DataError(_damaged(path, kind)) from error
     if 0 in adata.shape:
         raise DataError(f"{path} holds {adata.n_obs} cells and {adata.n_vars} genes; at least one of each is needed.")
     return adata
+
+
+def _damaged(path: Path, kind: str) -> str:
+    return f"{path} cannot be read as {kind}: it is damaged or cut short; copy it or write it again."
+
+
+def split_name(path: str | os.PathLike[str]) -> tuple[Path, str | None]:
+    """File and part of a name such as `cohort.h5mu:rna`; a file that is there under the whole name wins."""
+    text = os.fspath(path)
+    head, colon, part = text.rpartition(":")
+    if colon and not Path(text).exists() and Path(head).suffix.lower() in STORED:
+        return Path(head), part
+    return Path(text), None
+
+
+def _size(path: Path) -> int:
+    """Bytes of a file, or of all files in a folder."""
+    try:
+        if not path.is_dir():
+            return path.stat().st_size
+        return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    except OSError:
+        return 0  # reading it says what is wrong
 
 
 def write_cells(adata: AnnData, path: str | os.PathLike[str], *, private: bool = False) -> None:
@@ -114,6 +153,10 @@ def _known_warnings() -> Iterator[None]:
 def _check_file(path: Path, kind: str) -> None:
     if not path.exists():
         raise DataError(f"{path} does not exist; check the name.")
+    if kind == ZARR:
+        if not any((path / name).is_file() for name in (".zgroup", "zarr.json")):
+            raise DataError(f"{path} is no folder of Zarr, or was not copied whole; copy it or write it again.")
+        return
     if not path.is_file():
         raise DataError(f"{path} is not a file; name a file.")
     with path.open("rb") as file:
@@ -138,23 +181,39 @@ def _kind_of(head: bytes) -> str:
     return "something binary" if b"\0" in head else "text"
 
 
-def _read_h5ad(path: Path, *, backed: bool = False) -> AnnData:
+def _check_declared(path: Path) -> None:
     import h5py
-    from anndata.io import read_h5ad
-    from scipy import sparse
 
     with h5py.File(path, "r") as file:
         missing = [key for key in ("obs", "var") if key not in file]
         file.visititems(_check_declared_size)
     if missing:
         raise DataError(f"{path} is HDF5 but holds no AnnData ({missing[0]} is missing); convert it with scanpy.")
-    adata = read_h5ad(path, backed="r" if backed else None)
-    in_memory = () if backed else (adata.X,)
-    for matrix in (*in_memory, *(adata.layers[key] for key in layer_names(adata)), *adata.obsm.values()):
+
+
+def _read_h5ad(path: Path) -> AnnData:
+    from anndata.io import read_h5ad
+
+    adata = read_h5ad(path)
+    _check_loaded(adata)
+    return adata
+
+
+def _read_stored(path: Path, part: str | None = None) -> AnnData:
+    from cloister.cells.stored import open_stored
+
+    adata = open_stored(path, part).to_memory()
+    _check_loaded(adata)
+    return adata
+
+
+def _check_loaded(adata: AnnData) -> None:
+    from scipy import sparse
+
+    for matrix in (adata.X, *(adata.layers[key] for key in layer_names(adata)), *adata.obsm.values()):
         if sparse.issparse(matrix):
             matrix.check_format(full_check=True)  # an index out of range would crash compiled code later
             matrix.sum_duplicates()
-    return adata
 
 
 def layer_names(adata: AnnData) -> list[str]:
@@ -314,12 +373,17 @@ def _read_fcs(path: Path) -> AnnData:
 def _write_h5ad(adata: AnnData, path: Path) -> None:
     from anndata.io import write_h5ad
 
+    from cloister.cells.stored import StoredCells, write_stored
+
     empty = [name for name, column in adata.obs.items() if column.dtype == object and column.isna().all()]
     if empty:  # a site without a single label; AnnData cannot tell what the column would hold
         adata = adata.copy() if adata.is_view else adata
         for name in empty:
             adata.obs[name] = adata.obs[name].astype("category")
-    write_h5ad(path, adata, compression="gzip")
+    if isinstance(adata, StoredCells) and not adata.is_view and adata.shape == adata.origin.shape:
+        write_stored(adata, path)
+    else:
+        write_h5ad(path, adata, compression="gzip", compression_opts=1)
 
 
 def _write_csv(adata: AnnData, path: Path) -> None:
@@ -336,7 +400,7 @@ def _write_csv(adata: AnnData, path: Path) -> None:
 
 
 def _write_npz(adata: AnnData, path: Path) -> None:
-    X = adata.to_memory().X if adata.isbacked else adata.X
+    X = adata.X if isinstance(adata.X, np.ndarray) or hasattr(adata.X, "nnz") else adata.X[:]
     arrays: dict[str, Any] = {
         "obs_names": adata.obs_names.to_numpy(dtype=str),
         "var_names": adata.var_names.to_numpy(dtype=str),
@@ -357,8 +421,12 @@ def _write_npz(adata: AnnData, path: Path) -> None:
         np.savez_compressed(file, **arrays)
 
 
+STORED = (".h5ad", ".h5mu", ".zarr")  # whose matrices can stay on disk
+ZARR = "Zarr"
 _READERS: dict[str, tuple[str, Callable[[Path], AnnData]]] = {
     ".h5ad": ("HDF5", _read_h5ad),
+    ".h5mu": ("HDF5", _read_stored),
+    ".zarr": (ZARR, _read_stored),
     ".csv": ("text", _read_csv),
     ".npz": ("a zip archive", _read_npz),
     ".fcs": ("FCS", _read_fcs),

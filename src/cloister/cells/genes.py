@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -83,7 +83,7 @@ def match_genes(var: pd.DataFrame | Sequence[str], agreed: Sequence[str]) -> Ind
     check_unique(wanted, "The agreed gene names")
     columns = _name_columns(var)
     lookups = [_positions(names) for _, names in columns]
-    found = [next((lookup[name] for lookup in lookups if name in lookup), ()) for name in wanted]
+    found: list[Sequence[int]] = [next((lookup[name] for lookup in lookups if name in lookup), ()) for name in wanted]
     missing = [name for name, at in zip(wanted, found, strict=True) if not at]
     if missing:
         here, there = gene_id_kind(filter(None, columns[0][1])), gene_id_kind(wanted)
@@ -147,7 +147,8 @@ def _name_columns(var: pd.DataFrame | Sequence[str]) -> list[tuple[str, list[str
     """List the places where this site keeps gene names, `var_names` first; `None` is a missing name."""
     if not hasattr(var, "columns"):
         return [("var_names", [str(name) for name in var])]
-    series = {"var_names": var.index} | {name: var[name] for name in NAME_COLUMNS if name in var.columns}
+    table: Any = var  # a DataFrame
+    series = {"var_names": table.index} | {name: table[name] for name in NAME_COLUMNS if name in table.columns}
     return [(name, [x if isinstance(x, str) else None for x in column]) for name, column in series.items()]
 
 

@@ -35,7 +35,9 @@ def examine(kit: Path | None = None) -> Iterator[Finding]:
         except importlib.metadata.PackageNotFoundError:
             yield Finding(extra, "note", f"{package} is not installed; if needed: pip install 'cloister[{extra}]'")
     yield _generator()
+    yield _sandbox()
     yield _proofs()
+    yield _rings()
     if kit is not None:
         yield from _examine_kit(kit)
 
@@ -56,13 +58,44 @@ def _generator() -> Finding:
     return Finding("generator", "ok", f"AES-CTR at {speed:.1f} GB/s")
 
 
-def _proofs() -> Finding:
-    from cloister.crypto import gf64
+def _sandbox() -> Finding:
+    from cloister.runtime.sandbox import landlock_abi, why_not
 
-    if gf64.LANES:
+    if reason := why_not():
+        return Finding("sandbox", "note", f"{reason}; services need the two units of docs/deploy.md (systemd)")
+    return Finding("sandbox", "ok", f"Landlock {landlock_abi()} and seccomp")
+
+
+def _carrier(sandbox: str) -> Finding:
+    """Who keeps the process that talks to the network away from this kit."""
+    from cloister.runtime.sandbox import why_not
+
+    reason = why_not()
+    if sandbox == "systemd":
+        more = "" if reason else '; this kernel could: sandbox = "landlock"'
+        return Finding("carrier", "note", f"confined by systemd, if started by the unit files of docs/deploy.md{more}")
+    if reason:
+        return Finding("carrier", "wrong", f'{reason}; see docs/deploy.md, sandbox = "systemd"')
+    return Finding("carrier", "ok", "the service confines it, by Landlock and seccomp")
+
+
+def _proofs() -> Finding:
+    from cloister.crypto import gf64, gf64_portable
+
+    if gf64_portable.LANES:
         return Finding("proofs", "ok", f"GF(2^64) by {gf64.HOW}")
     slow = "the proofs of hardened map-labels and propagate-labels take about ten times the CPU"
     return Finding("proofs", "note", f"GF(2^64) without carry-less instructions: {slow}")
+
+
+def _rings() -> Finding:
+    """The lattices that encrypted inference uses; a training's own stands in its report."""
+    from cloister.crypto.lattice.ring import SECURE_BITS
+    from cloister.crypto.owner_ckks.ring import SMALL, STANDARD
+
+    most = max(SECURE_BITS)
+    trained = f"training: up to log N {most.bit_length() - 1}, log Q {SECURE_BITS[most]}"
+    return Finding("rings", "ok", f"inference, small: {SMALL.about}; standard: {STANDARD.about}; {trained}")
 
 
 def _examine_kit(path: Path) -> Iterator[Finding]:
@@ -78,6 +111,7 @@ def _examine_kit(path: Path) -> Iterator[Finding]:
     yield Finding("kit", "ok", f"{kit.me}, {kit.role} of '{kit.study.name}'")
     yield from _permissions(path, policy.out)
     yield from _certificates(path)
+    yield _carrier(policy.sandbox)
     try:
         workflow, options = workflows.check_plan(kit.study)
         yield Finding("study", "ok", f"{kit.study.workflow}, mode {kit.study.mode}, {len(kit.study.sites)} sites")
@@ -104,7 +138,7 @@ def _examine_kit(path: Path) -> Iterator[Finding]:
         from cloister.runtime.party import open_cells
 
         try:
-            adata = open_cells(policy)
+            adata = open_cells(kit, policy)
             notes = workflow.check(adata, options)
             yield Finding("cells", "ok", f"{adata.n_obs} cells, {adata.n_vars} genes in {policy.data}")
             yield from (Finding("cells", "note", note) for note in notes)

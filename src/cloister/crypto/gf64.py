@@ -37,6 +37,7 @@ from cloister.crypto.gf64_portable import (
 __all__ = [
     "BLOCKS",
     "HOW",
+    "LANES",
     "dot",
     "fold_bits",
     "fold_field",

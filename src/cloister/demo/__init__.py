@@ -13,11 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from cloister.cells import demo as demo_data
+from cloister.cells.files import write_cells
 from cloister.demo.labels import map_labels, propagate_labels
-from cloister.demo.models import adapt_model, fine_tune, train_cellcnn
+from cloister.demo.models import adapt_model, fine_tune, train_cellcnn, train_classifier
 from cloister.demo.rows import HEADER, Played, Tell, halves
 from cloister.demo.rows import auroc as auroc
 from cloister.demo.statistics import bin_values, find_outliers, shared_pca
+from cloister.report.page import write_report
+from cloister.run.results import save_run
 from cloister.run.run import Run
 
 DEMOS: dict[str, Callable[[Tell], Played]] = {
@@ -27,6 +30,7 @@ DEMOS: dict[str, Callable[[Tell], Played]] = {
     "map-labels": map_labels,
     "propagate-labels": propagate_labels,
     "train-cellcnn": train_cellcnn,
+    "train-classifier": train_classifier,
     "fine-tune": fine_tune,
     "adapt-model": adapt_model,
 }
@@ -36,9 +40,6 @@ def run_demo(
     folder: Path, *, on_event: Tell = None, say: Callable[[str], None] = print
 ) -> tuple[list[tuple[Any, ...]], Path]:
     """Play every demo, save each run under `folder`, and write one report. Returns the table and the page."""
-    from cloister.report.page import write_report
-    from cloister.run.results import save_run
-
     rows: list[tuple[Any, ...]] = [HEADER]
     runs: list[Run] = []
     for name, play in DEMOS.items():
@@ -55,8 +56,6 @@ def run_demo(
 
 def write_sites(folder: Path) -> list[Path]:
     """Write the demo's three sites as .h5ad files, to try the command line on."""
-    from cloister.cells.files import write_cells
-
     folder.mkdir(parents=True, exist_ok=True)
     files = {folder / f"{site}.h5ad": adata for site, adata in demo_data.demo_sites().items()}
     for path, adata in files.items():

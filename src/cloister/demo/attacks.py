@@ -3,28 +3,42 @@
 An attack reads the messages of the run (`attacks.sent`) and its results, as the party that it plays got them, and says
 beside its outcome what guessing gives. A vector that is masked, or a ciphertext, is read as if it were not: the same
 attack on the same place in the conversation, whose outcome would change if the protection were missing. Where a mode
-opens a value that neither messages nor files hold (masked rows, a forest, a graph), it is computed here in the clear
-by the functions that the protocol itself uses; the tests of the protocols hold the two equal.
+opens a value that neither messages nor files hold (masked rows, shares, a forest, a graph), it is computed here by the
+functions that the protocol itself uses; the tests of the protocols hold the two equal.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from cloister.attacks import single_site
+from cloister.attacks import masked_rows, opened_forest, single_site, trilateration
+from cloister.attacks import propagation as attack
+from cloister.attacks.block_regression import fit_block
+from cloister.attacks.opened_forest import lucky
 from cloister.attacks.sent import Sent
+from cloister.crypto.entropy import Entropy
+from cloister.crypto.owner_ckks import scheme as block
+from cloister.crypto.replicated import Ring
 from cloister.errors import CloisterError
+from cloister.models import cellcnn, graph, polynomial
+from cloister.protocols.cellcnn import clear_training, encrypted_training
+from cloister.protocols.fedavg import packed_words as lanes
+from cloister.protocols.fedavg.training_terms import Weights
+from cloister.protocols.forest import counted_forest, masked_forest
+from cloister.protocols.inference.block_circuit import plan
+from cloister.protocols.knn import plain_knn
+from cloister.protocols.sums import averaged_quantiles, pooled_quantiles, pooled_scaling, secure_sum
+from cloister.study import Party
+from cloister.workflows import fine_tune
+from cloister.workflows.adapt_model import inputs_of
 
 
 def own_quantiles(sent: Sent, edges: Any, own: Mapping[str, Any], pooled: Any) -> str:
     """bin-values: the coordinator on each site's own quantiles, read off what the site sent, or the shared edges."""
-    from cloister.protocols.sums import averaged_quantiles, pooled_quantiles, secure_sum
-    from cloister.study import Party
-
     grid = pooled_quantiles.Params(tuple(map(Party, own)), Party("coordinator"), len(edges), whole=True).grid
     told = sent.by_sender(averaged_quantiles.Local, to="coordinator")
     added = sent.by_sender(secure_sum.MaskedInput, to="coordinator", scope="coarse/0")
@@ -46,8 +60,7 @@ def own_quantiles(sent: Sent, edges: Any, own: Mapping[str, Any], pooled: Any) -
 
 def own_means(sent: Sent, space: Mapping[str, Any], common: list[str], logs: Mapping[str, Any]) -> str:
     """shared-pca: one site on another's mean of the chosen genes: read off what it sent, or by taking one's own out."""
-    from cloister.protocols.sums import secure_sum, shared_pca
-    from cloister.study import Party
+    from cloister.protocols.sums import shared_pca
 
     me, *others = logs
     added = sent.by_sender(secure_sum.MaskedInput, to="coordinator", scope="moments")
@@ -67,52 +80,56 @@ def own_means(sent: Sent, space: Mapping[str, Any], common: list[str], logs: Map
     return f"others' means, off by {miss:.2f} sd (guessing: {blind:.2f})"
 
 
-@contextlib.contextmanager
-def kept_shares(me: str) -> Iterator[dict[str, list[Any]]]:
-    """A computing party that keeps the tables which others share with it, (rows, dims), each component as it stands."""
-    from cloister.protocols.sharing.replicated_linear import Linear
+def own_label_sums(sent: Sent, model: Any, x: Mapping[str, Any], truth: Mapping[str, Any], sites: list[str]) -> str:
+    """train-classifier: the coordinator on a site's own first gradient, which is its sum of expression per label."""
+    from cloister.protocols.sums import secure_sum
+    from cloister.study import Party
 
-    kept: dict[str, list[Any]] = {}
-    honest = Linear.input
-
-    async def keeping(self: Any, owner: Any, x: Any, shape: Any, ring: Any) -> Any:
-        found = await honest(self, owner, x, shape, ring)
-        if self.ch.me == me and found is not None and len(shape) == 2:
-            words = (x,) if x is not None else (found.a, found.b)
-            kept.setdefault(owner, []).extend(ring.decode(w).astype(np.float64) for w in words)
-        return found
-
-    Linear.input = keeping  # type: ignore[method-assign]
-    try:
-        yield kept
-    finally:
-        Linear.input = honest  # type: ignore[method-assign]
+    mean = np.concatenate([*x.values()]).mean(axis=0)
+    labels = list(model.labels)
+    first = sent.by_sender(secure_sum.MaskedInput, to="coordinator", scope="sum/5")  # after moments, V twice, Hessian
+    cosines = []
+    for p in sites:
+        at = np.flatnonzero(np.isin(truth[p], labels))
+        residual = np.full((len(at), len(labels)), 1 / len(labels))
+        residual[np.arange(len(at)), [labels.index(name) for name in truth[p][at]]] -= 1
+        own = ((x[p][at] - mean).T @ residual).ravel()
+        read = first[Party(p)].y[1 : 1 + own.size].view(np.int64).astype(np.float64)
+        cosines.append(float(abs(own @ read) / (np.linalg.norm(own) * np.linalg.norm(read))))
+    return f"a site's own sums per label, cosine {np.mean(cosines):.2f} (guessing: 0.00)"
 
 
-def references_rebuilt(
-    sent: Sent, shares: Mapping[str, list[Any]], x: Mapping[str, Any], query: str, labels: Any
-) -> str:
-    """map-labels: whoever was sent distances trilaterates; the querier reads its shares, and has its cells' labels."""
-    from cloister.attacks import trilateration
-    from cloister.attacks.opened_forest import lucky
-    from cloister.protocols.knn import plain_knn
+def references_rebuilt(sent: Sent, x: Mapping[str, Any], query: str, labels: Any) -> str:
+    """map-labels: whoever was sent distances trilaterates; the querier reads its shares, and has its cells' labels.
 
+    The run keeps no share: they are drawn here, as every mode under sharing draws them.
+    """
     others, rng = [p for p in x if p != query], np.random.default_rng(0)
-    lists, asked = sent.by_sender(plain_knn.Nearest), [m.q.astype(np.float64) for m in sent.of(plain_knn.Queries)]
-    tables = {p: [w for w in words if w.shape[1] == x[p].shape[1]] for p, words in shares.items()}
-    own = (asked or tables[query])[0]  # the queries, in the units of the run
-    scale = float((own[: len(x[query])] * x[query]).sum() / (x[query] ** 2).sum())
+    lists: dict[str, Any] = {str(p): m for p, m in sent.by_sender(plain_knn.Nearest).items()}
+    asked = [m.q.astype(np.float64) for m in sent.of(plain_knn.Queries)]
     numbers = np.unique(labels.astype(str), return_inverse=True)[1]
     hits = luck = 0
     for p in others:
-        guesses = [trilateration.among_labels(x[query], numbers)] + [words / scale for words in tables.get(p, [])]
+        guesses = [trilateration.among_labels(x[query], numbers)]
         if p in lists:
+            own = asked[0]  # the queries, in the units of the run
+            scale = float((own[: len(x[query])] * x[query]).sum() / (x[query] ** 2).sum())
             view = trilateration.View(own, lists[p].rows, lists[p].d2.astype(np.float64))
             guesses += [guess[None] / scale for guess in trilateration.rebuild(view).values()]
-        found = np.concatenate(guesses)
-        hits += trilateration.hits(found, x[p], within=0.01)
-        luck += trilateration.hits(lucky(x[query], len(found), rng), x[p], within=0.01)
+        else:
+            guesses += shares_read(x[p])
+        guess = np.concatenate(guesses)
+        hits += trilateration.hits(guess, x[p], within=0.01)
+        luck += trilateration.hits(lucky(x[query], len(guess), rng), x[p], within=0.01)
     return f"{hits} of {sum(len(x[p]) for p in others)} references rebuilt (guessing: {luck})"
+
+
+def shares_read(x: Any, bits: int = 16) -> list[Any]:
+    """The two shares of a table that one computing party holds, each read as if it were the table."""
+    ring = Ring(40)
+    words = ring.encode(np.rint(np.ldexp(x, bits)).astype(np.int64))
+    first = ring.draw(Entropy().prg(), words.shape)
+    return [np.ldexp(ring.decode(share).astype(np.float64), -bits) for share in (first, words - first)]
 
 
 def markers_compared(sent: Sent, model: Any, donors: Mapping[str, Any]) -> str:
@@ -121,9 +138,6 @@ def markers_compared(sent: Sent, model: Any, donors: Mapping[str, Any]) -> str:
     Where these are encrypted, a site asks the opened model too, about itself and each other one; by guessing, it takes
     the others' classes not to differ.
     """
-    from cloister.models import cellcnn
-    from cloister.protocols.cellcnn import clear_training, encrypted_training
-
     truth = {}
     for p, a in donors.items():
         z, first = model.prepare(np.asarray(a.X, np.float64)), (a.obs["condition"] == model.classes[0]).to_numpy()
@@ -155,10 +169,6 @@ def labels_compared(sent: Sent, learners: Mapping[str, Any], truth: Mapping[str,
     guessing, it takes the others to have as many of each label. `learners` are the sites' own, averaged plainly beside
     the run. Returns the outcomes by mode, and where plain averaging ended: θ after the last round.
     """
-    from cloister.protocols.fedavg import packed_words as lanes
-    from cloister.protocols.fedavg.training_terms import Weights
-    from cloister.protocols.sums import secure_sum
-
     first = next(iter(learners.values()))
     k, wide, code = first.labels, options.hidden[-1], lanes.Code(options.update_bound, len(learners))
     total, theta = sum(learner.cells for learner in learners.values()), np.zeros(first.size)
@@ -174,7 +184,7 @@ def labels_compared(sent: Sent, learners: Mapping[str, Any], truth: Mapping[str,
             raise CloisterError("the clear twin's mean updates are not those of the run; please report this")
         plain = {p: learner.train(theta.astype(np.float32), t, options.lr)[0] for p, learner in learners.items()}
         words = sent.by_sender(secure_sum.MaskedInput, to="coordinator", scope=f"update/{t}")
-        masked = {p: code.decode(m.y[:-2], first.size) for p, m in words.items()}
+        masked: dict[str, Any] = {p: code.decode(m.y[:-2], first.size) for p, m in words.items()}
         for name, updates in (("masked", masked), ("plain", plain)):
             right[name].append(single_site.compare(pulls(updates), truth, least=0.01))
         mean = told[t + 1] - told[t]
@@ -192,8 +202,8 @@ def labels_compared(sent: Sent, learners: Mapping[str, Any], truth: Mapping[str,
 def plain_learners(sites: Mapping[str, Any], labels: tuple[str, ...], options: Any, seed: int) -> dict[str, Any]:
     """The sites' models and cells, as the workflow makes them."""
     from cloister.models.classifier import make
-    from cloister.models.learner import Learner, hold_out
-    from cloister.workflows import fine_tune
+    from cloister.models.learner import Learner
+    from cloister.models.splits import hold_out
 
     made = {}
     for p, a in sites.items():
@@ -207,11 +217,6 @@ def plain_learners(sites: Mapping[str, Any], labels: tuple[str, ...], options: A
 
 def rows_unmasked(rows: Mapping[str, Any]) -> str:
     """Published find-outliers: the principal server with a few rows of one client."""
-    from cloister.attacks import masked_rows
-    from cloister.attacks.opened_forest import lucky
-    from cloister.crypto.entropy import Entropy
-    from cloister.protocols.forest import masked_forest
-
     parts = [np.asarray(a.X, dtype=np.float64) for a in rows.values()]
     X = np.concatenate(parts)
     known = X.shape[1] + 1
@@ -225,11 +230,6 @@ def rows_unmasked(rows: Mapping[str, Any]) -> str:
 
 def rows_rebuilt(rows: Mapping[str, Any]) -> str:
     """Hardened find-outliers: a site with the forest it is handed, against as many blind guesses."""
-    from cloister.attacks import opened_forest
-    from cloister.protocols.forest import counted_forest
-    from cloister.protocols.sums import pooled_scaling
-    from cloister.study import Party
-
     X = np.concatenate([np.asarray(a.X, dtype=np.float64) for a in rows.values()])
     rng = np.random.default_rng(0)
     scaling = pooled_scaling.scaling_of(X)
@@ -247,9 +247,6 @@ def points_and_labels(
     vectors: Mapping[str, Any], given: Mapping[str, Any], bits: int, neighbours: int = 10
 ) -> dict[str, str]:
     """propagate-labels: vectors that server and first site rebuild together, labels that the first site solves for."""
-    from cloister.attacks import propagation as attack
-    from cloister.models import graph
-
     names = [*vectors]
     V = np.concatenate([vectors[p] for p in names])
     labels = np.concatenate([np.asarray(given[p], dtype=object) for p in names])
@@ -270,8 +267,8 @@ def points_and_labels(
     S = np.concatenate([block for _, block in graph.influence(W, 0.99, labelled, labelled)], axis=1)
     scores = S.astype(np.int64) @ graph.one_hot(numbers[labelled], len(classes))
     at = {int(point): i for i, point in enumerate(labelled)}
-    columns = S[np.ix_(labelled, [at[int(i)] for i in mine])]
     places = np.array([at[int(i)] for i in mine]), np.array([at[int(i)] for i in others])
+    columns = S[np.ix_(labelled, places[0])]
     chance = np.bincount(numbers[others]).max() / len(others)
 
     def solved(seen: Any) -> float:
@@ -290,64 +287,55 @@ def points_and_labels(
     }
 
 
-@contextlib.contextmanager
-def kept_refreshes() -> Iterator[dict[int, list[Any]]]:
-    """Owners that keep what they open to refresh it: the outputs of blocks, (slots, numbers) each, per owner's key."""
-    from cloister.crypto.owner_ckks import scheme as block
-
-    kept: dict[int, list[Any]] = {}
-    honest = block.OwnerKey.refresh
-
-    def refresh(self: Any, cts: Any, how: Any, seed: Any, entropy: Any) -> Any:
-        if how.label == "down":  # the output of a block
-            scale = self.params.scale * 2.0**how.shift / how.factor
-            opened = [block.decode(self.open(ct)[0], scale, self.params.slots) for ct in cts]
-            kept.setdefault(id(self), []).append(np.stack(opened, axis=1))
-        return honest(self, cts, how, seed, entropy)
-
-    block.OwnerKey.refresh = refresh  # type: ignore[method-assign]
-    try:
-        yield kept
-    finally:
-        block.OwnerKey.refresh = honest  # type: ignore[method-assign]
-
-
-def block_fitted(before: Any, after: Any, components: int = 6) -> str:
+def block_fitted(before: Any, after: Any, components: int) -> str:
     """How well the second block is fitted on samples that were kept out, and with the samples in another order."""
-    from cloister.attacks.block_regression import fit_block
-
     order = np.random.default_rng(0).permutation(len(before))
     fits = (fit_block(before, before + (after - before)[at], components=components) for at in (slice(None), order))
     found, blind = (max(r, 0.0) for r in fits)
     return f"block 2 of the model, R² {found:.2f} (shuffled: {blind:.2f})"
 
 
-def blinded_block(kept: Mapping[int, list[Any]], samples: int, width: int) -> str:
-    """Hardened adapt-model: a site fits the second block from what it opened after it, and after the first."""
-    whole = np.concatenate(next(iter(kept.values())), axis=1)[:samples]  # of one site, whichever came first
-    first, second = whole[:, :width], whole[:, -width:]  # of the class token
-    return block_fitted(first, first + second)
+def mixed_activations(encoder: polynomial.Encoder, adata: Any, n: int = 2000) -> tuple[Any, Any]:
+    """Outputs of the first two blocks for mixtures of a site's cells, that it might have asked about, (n, numbers)."""
+    from cloister.models.student import cell_inputs
+
+    own, rng = inputs_of(adata, encoder.card)[..., 0], np.random.default_rng(0)
+    i, j = rng.integers(0, len(own), (2, n))
+    w = rng.random((n, 1))
+    before, after = polynomial.hidden(encoder, cell_inputs(w * own[i] + (1 - w) * own[j]))[1:3]
+    return np.asarray(before).reshape(n, -1), np.asarray(after).reshape(n, -1)
 
 
-def shown_block(opened: Any, adata: Any) -> str:
+def blinded_block(encoder: polynomial.Encoder, adata: Any) -> str:
+    """Hardened adapt-model: a site fits the second block from what it opens after it, and after the first.
+
+    The run keeps nothing of what is refreshed: activations are blinded and opened here, by the functions of both sides.
+    """
+    before, after = mixed_activations(encoder, adata)
+    down = next(how for how in plan(encoder.shape, block.SMALL).openings if how.label == "down")
+    return block_fitted(opened_blind(before, down), opened_blind(after, down), components=10)
+
+
+def opened_blind(x: Any, how: block.Opening) -> Any:
+    """Activations (samples, numbers) as their owner opens them for a refresh."""
+    entropy, crypto = Entropy(), block.SMALL
+    key, seed = block.OwnerKey(crypto, entropy), entropy.bytes(32)
+    provider = block.Evaluator(crypto, key.b, key.seed)
+    batches = []
+    for some in np.split(x, range(crypto.slots, len(x), crypto.slots)):
+        cts = block.expand(crypto, key.encrypt(some.T, seed, entropy), seed)[:, :, : how.primes]
+        blind = provider.blind(cts, replace(how, polys=2, lift=0), entropy.bytes(32), entropy)
+        batches.append(key.read(blind, crypto.scale, len(some)).T)
+    return np.concatenate(batches)
+
+
+def shown_block(encoder: polynomial.Encoder, opened: Any, adata: Any) -> str:
     """Published adapt-model: the same fit, from activations that the run has shown to be opened as they are.
 
-    A run of two cells is too few to fit anything: they are compared with the encoder's own activations, and the fit
-    takes 2000 mixtures of the site's cells, that it might have asked about.
+    A run of two cells is too few to fit anything: they are compared with the encoder's own activations.
     """
-    from cloister.cells.demo import demo_encoder
-    from cloister.models import polynomial
-    from cloister.models.student import cell_inputs
-    from cloister.workflows.adapt_model import inputs_of
-
-    encoder = polynomial.Encoder.load(demo_encoder())
     true = np.stack(polynomial.hidden(encoder, inputs_of(opened, encoder.card))[1:], axis=1)[:, :, 0]
     off = float(np.abs(opened.obsm["predicted_features"] - true.reshape(len(true), -1)).max())
     if off > 0.05:
         raise CloisterError("the published mode opened other activations than the model's; please report this")
-    own, rng, n = inputs_of(adata, encoder.card)[..., 0], np.random.default_rng(0), 2000
-    i, j = rng.integers(0, len(own), (2, n))
-    w = rng.random((n, 1))
-    mixed = cell_inputs(w * own[i] + (1 - w) * own[j])
-    before, after = (np.asarray(b).reshape(n, -1) for b in polynomial.hidden(encoder, mixed)[1:3])
-    return block_fitted(before, after, components=10)
+    return block_fitted(*mixed_activations(encoder, adata), components=10)

@@ -9,14 +9,14 @@ from cloister.cells import demo as demo_data
 from cloister.cells import tables as cells
 from cloister.demo import attacks
 from cloister.demo.rows import Played, Tell, cost_of
+from cloister.models import graph
+from cloister.protocols.knn import plain_knn
 from cloister.run.rehearsal import rehearse
+from cloister.workflows.mapping_baselines import mapping_baselines
 
 
 def map_labels(tell: Tell) -> Played:
     """Accuracy of the labels that one site gets from the other two, against its own."""
-    from cloister.protocols.knn import plain_knn
-    from cloister.workflows.mapping_baselines import mapping_baselines
-
     sites, query = demo_data.demo_sites(), "vienna"
     few = {p: a[::4].copy() for p, a in sites.items()}  # published takes many more rounds
     runs, rows = [], []
@@ -24,15 +24,14 @@ def map_labels(tell: Tell) -> Played:
         data = few if mode == "published" else sites
         table = mapping_baselines(data, query=query)
         sent = Sent(plain_knn.Queries, plain_knn.Nearest)
-        with attacks.kept_shares(query) as shares:
-            run = rehearse("map-labels", data, mode=mode, query=query, on_event=tell, on_frame=sent)
+        run = rehearse("map-labels", data, mode=mode, query=query, on_event=tell, on_frame=sent)
         pooled, alone = (
             table["pooled k-NN"]["accuracy"],
             max(table[f"{p} alone"]["accuracy"] for p in data if p != query),
         )
         found = run.results[query]["accuracy"]
         x = {p: cells.embedding(a, "X_pca") for p, a in data.items()}
-        leak = attacks.references_rebuilt(sent, shares, x, query, run.data[query].obs["mapped"].to_numpy())
+        leak = attacks.references_rebuilt(sent, x, query, run.data[query].obs["mapped"].to_numpy())
         runs.append(run)
         figures = (f"{pooled:.1%}", f"{found:.1%}", f"{alone:.1%}")
         rows.append(("map-labels", mode, "accuracy", *figures, leak, *cost_of(run)))
@@ -42,8 +41,6 @@ def map_labels(tell: Tell) -> Played:
 def propagate_labels(tell: Tell) -> Played:
     """Accuracy on cells whose label was hidden: one in ten is kept at two sites, none at the third."""
     import pandas as pd
-
-    from cloister.models import graph
 
     rng = np.random.default_rng(0)
     sites, hidden = {}, {}

@@ -12,7 +12,14 @@ from cloister.cells import tables as cells
 from cloister.demo import attacks
 from cloister.demo.rows import Played, Tell, cost_of, hide_labels, linear_figures
 from cloister.errors import CloisterError
+from cloister.models import cellcnn, polynomial
+from cloister.protocols.cellcnn import clear_training, encrypted_training
+from cloister.protocols.fedavg.training_terms import Weights
+from cloister.protocols.sums import pooled_scaling, secure_sum
 from cloister.run.rehearsal import rehearse
+from cloister.workflows import fine_tune as tuning
+from cloister.workflows import train_cellcnn as training
+from cloister.workflows.cellcnn_report import accuracy
 
 
 def train_cellcnn(tell: Tell) -> Played:
@@ -22,13 +29,9 @@ def train_cellcnn(tell: Tell) -> Played:
     opening the same model, so an attack would have the same kind of ciphertexts to read, and its circuit takes 6 GB for
     three sites and minutes for these four steps.
     """
-    from cloister.protocols.cellcnn import clear_training, encrypted_training
-    from cloister.workflows.cellcnn_report import accuracy
-    from cloister.workflows.train_cellcnn import Options
-
     donors, new = demo_data.demo_donors(), demo_data.demo_donors(per_site=20, seed=2016)
-    same = {"n_steps": 4, "n_filters": 4, "n_cells": 100, "learning_rate": 0.4, "open_model": True}
-    options = Options(**same)
+    same: dict[str, Any] = {"n_steps": 4, "n_filters": 4, "n_cells": 100, "learning_rate": 0.4, "open_model": True}
+    options = training.Options(**same)
 
     def score(model: Any) -> float:
         return float(np.mean([accuracy(model, a, options)["donor_accuracy"] for a in new.values()]))
@@ -49,12 +52,33 @@ def train_cellcnn(tell: Tell) -> Played:
     return runs[:1], rows
 
 
+def train_classifier(tell: Tell) -> Played:
+    """Accuracy at a site without labels, of a classifier that the other two train."""
+    from cloister.protocols.sums import secure_sum
+    from cloister.workflows.mapping_baselines import linear_label
+
+    sites, asking, sent = demo_data.demo_sites(), "vienna", Sent(secure_sum.MaskedInput)
+    truth = {p: a.obs["cell_type"].astype(str).to_numpy() for p, a in sites.items()}
+    bare = {p: a.copy() for p, a in sites.items()}
+    del bare[asking].obs["cell_type"]
+    size = {"n_top_genes": 200, "l2": 0.01, "validation": 0.0, "min_label_cells": 3}
+    run = rehearse("train-classifier", bare, on_event=tell, on_frame=sent, **size)
+    x = {p: np.asarray(run.model.inputs(a).todense()) for p, a in sites.items()}
+    others = [p for p in sites if p != asking]
+
+    def right(names: list[str]) -> float:
+        seen = np.concatenate([x[p] for p in names]), np.concatenate([truth[p] for p in names])
+        return float(np.mean(linear_label(x[asking], *seen, penalty=size["l2"] * len(seen[0])) == truth[asking]))
+
+    federated = float(np.mean(run.data[asking].obs["predicted"].astype(str).to_numpy() == truth[asking]))
+    figures = (f"{v:.1%}" for v in (right(others), federated, max(right([p]) for p in others)))
+    leak = attacks.own_label_sums(sent, run.model, x, truth, others)
+    return [run], [("train-classifier", "hardened", "accuracy", *figures, leak, *cost_of(run))]
+
+
 def clear_cellcnn(sites: list[Any], config: Any, options: Any) -> Any:
     """The same CellCnn on these sites' donors in one place: as many inputs of each site a step, scaled by all cells."""
     from dataclasses import replace
-
-    from cloister.models import cellcnn
-    from cloister.protocols.sums import pooled_scaling
 
     X = np.concatenate([cells.embedding(a, None) for a in sites])
     donors, label = (np.concatenate([a.obs[k].astype(str).to_numpy() for a in sites]) for k in ("donor", "condition"))
@@ -74,18 +98,15 @@ def fine_tune(tell: Tell) -> Played:
     No mode averages plainly. What that would show the coordinator is worked out beside the run, by the same learners in
     the clear, whose mean updates have to be those of the run; their model is the last one, the run's its best.
     """
-    from cloister.protocols.fedavg.training_terms import Weights
-    from cloister.protocols.sums import secure_sum
-    from cloister.workflows.fine_tune import Options
-
     sites, truth, held = hide_labels(0.2)
     x = {p: cells.embedding(a, "X_pca") for p, a in sites.items()}
-    sent, options = Sent(secure_sum.MaskedInput, Weights), {"rounds": 15, "local_epochs": 3, "lr": 3e-3}
+    sent = Sent(secure_sum.MaskedInput, Weights)
+    options: dict[str, Any] = {"rounds": 15, "local_epochs": 3, "lr": 3e-3}
     run = rehearse("fine-tune", sites, on_event=tell, on_frame=sent, **options)
     labels = tuple(run.results["basel"]["labels"])
     share = {p: np.array([np.mean(truth[p][~held[p]] == name) for name in labels]) for p in sites}
-    learners = attacks.plain_learners(sites, labels, Options(**options), run.study.seed)
-    leak, theta = attacks.labels_compared(sent, learners, share, Options(**options))
+    learners = attacks.plain_learners(sites, labels, tuning.Options(**options), run.study.seed)
+    leak, theta = attacks.labels_compared(sent, learners, share, tuning.Options(**options))
     ours = {p: run.data[p].obs["predicted"].astype(str).to_numpy() for p in sites}
     twins = {p: np.array(labels)[learner.logits(theta).argmax(axis=1)] for p, learner in learners.items()}
     return [run], [
@@ -100,21 +121,19 @@ def adapt_model(tell: Tell) -> Played:
     The published mode takes as long for one cell as the hardened one for a thousand. It is played with two cells at
     each site, the fewest that it takes: enough to see what it opens, and too few for a figure of accuracy.
     """
-    from cloister.models import polynomial
-
     sites, truth, held = hide_labels(0.2, without="basel")  # the provider's encoder was trained on basel's
-    options = {"ring": "small", "rounds": 30, "local_epochs": 2, "lr": 0.02, "timeout": 300.0}
+    options: dict[str, Any] = {"ring": "small", "rounds": 30, "local_epochs": 2, "lr": 0.02, "timeout": 300.0}
     options |= {"model": str(demo_data.demo_encoder())}
-    with attacks.kept_refreshes() as opened:
-        run = rehearse("adapt-model", sites, on_event=tell, **options)
+    run = rehearse("adapt-model", sites, on_event=tell, **options)
     taps = {p: np.asarray(run.data[p].obsm["predicted_features"]) for p in sites}
     found = {p: run.data[p].obs["predicted"].astype(str).to_numpy() for p in sites}
     figures = linear_figures(taps, truth, held, found)
-    width = polynomial.Encoder.load(demo_data.demo_encoder()).shape.width
-    blinded = attacks.blinded_block(opened, min(a.n_obs for a in sites.values()), width)
+    encoder = polynomial.Encoder.load(demo_data.demo_encoder())
+    asking = demo_data.demo_sites()["vienna"]
+    blinded = attacks.blinded_block(encoder, asking)
     few = {p: a[np.flatnonzero(~held[p])[:2]].copy() for p, a in sites.items()}
     second = rehearse("adapt-model", few, mode="published", on_event=tell, **options)
-    shown = attacks.shown_block(second.data["vienna"], demo_data.demo_sites()["vienna"])
+    shown = attacks.shown_block(encoder, second.data["vienna"], asking)
     return [run, second], [
         ("adapt-model", "hardened", "accuracy", *figures, blinded, *cost_of(run)),
         ("adapt-model", "published", "2 cells", "–", "–", "–", shown, *cost_of(second)),

@@ -9,7 +9,9 @@ import numpy as np
 
 from cloister.cells import demo as demo_data
 from cloister.net.channel import Event
+from cloister.report.parts import size
 from cloister.run.run import Run
+from cloister.workflows.mapping_baselines import linear_label
 
 HEADER = ("workflow", "mode", "measure", "pooled", "federated", "alone", "attack", "sent", "seconds")
 Tell: TypeAlias = Callable[[Event], None] | None
@@ -27,8 +29,6 @@ def halves(rows: list[tuple[Any, ...]]) -> dict[str, list[tuple[Any, ...]]]:
 
 def cost_of(run: Run) -> tuple[str, str]:
     """What a site sent, on average, and the seconds of the whole run."""
-    from cloister.report.parts import size
-
     sites = [run.cost[p] for p in run.study.sites if p in run.cost]
     sent = float(np.mean([c["bytes"] for c in sites]))
     return size(sent), f"{max(c['seconds'] for c in run.cost.values()):.1f}"
@@ -61,7 +61,6 @@ def hide_labels(share: float, without: str = "") -> tuple[dict[str, Any], dict[s
 
 def linear_figures(x: dict[str, Any], truth: dict[str, Any], held: dict[str, Any], found: dict[str, Any]) -> list[str]:
     """Accuracy on the hidden labels: logistic regression on all sites' cells, what was found, on each site's own."""
-    from cloister.workflows.mapping_baselines import linear_label
 
     def linear(names: list[str], p: str) -> Any:
         seen = np.concatenate([x[q][~held[q]] for q in names]), np.concatenate([truth[q][~held[q]] for q in names])

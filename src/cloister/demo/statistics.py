@@ -10,23 +10,25 @@ import numpy as np
 from cloister.attacks.sent import Sent
 from cloister.cells import demo as demo_data
 from cloister.cells import tables as cells
+from cloister.cells.genes import genes_in_common
 from cloister.demo import attacks
 from cloister.demo.rows import Played, Tell, auroc, cost_of
+from cloister.models import isolation_forest
+from cloister.protocols.sums import averaged_quantiles, secure_sum
 from cloister.run.rehearsal import rehearse
+from cloister.workflows.bin_values import digitise, spread
 
 
 def bin_values(tell: Tell) -> Played:
     """Share of values that get the bin which the pooled quantiles would give them."""
-    from cloister.protocols.sums import averaged_quantiles, secure_sum
-    from cloister.workflows.bin_values import digitise
-
     sites = demo_data.demo_sites()
     values = {p: np.concatenate([*cells.nonzero_values(a)]) for p, a in sites.items()}
     levels = np.linspace(0, 1, 50)
     pooled = np.quantile(np.concatenate([*values.values()]), levels)
 
     def right(edges: Callable[[str], Any]) -> float:
-        hits = [digitise(v, edges(p)) == digitise(v, pooled) for p, v in values.items()]
+        shares = {p: spread(np.arange(len(v), dtype=np.uint64), 0) for p, v in values.items()}
+        hits = [digitise(v, edges(p), shares[p]) == digitise(v, pooled, shares[p]) for p, v in values.items()]
         return float(np.mean(np.concatenate(hits)))
 
     alone = right(lambda p: np.quantile(values[p], levels))
@@ -36,7 +38,7 @@ def bin_values(tell: Tell) -> Played:
         sent = Sent(secure_sum.MaskedInput, averaged_quantiles.Local)
         run = rehearse("bin-values", sites, mode=mode, on_event=tell, on_frame=sent)
         edges = {p: run.data[p].uns["cloister"]["bin_edges"] for p in sites}
-        found = right(lambda p, edges=edges: edges[p])
+        found = right(edges.__getitem__)
         leak = attacks.own_quantiles(sent, edges["basel"], own, pooled)
         runs.append(run)
         rows.append(("bin-values", mode, "same bin", "100.0%", f"{found:.1%}", f"{alone:.1%}", leak, *cost_of(run)))
@@ -45,9 +47,6 @@ def bin_values(tell: Tell) -> Played:
 
 def shared_pca(tell: Tell) -> Played:
     """Smallest cosine between the space that was found and the one of all cells in one place."""
-    from cloister.cells.genes import genes_in_common
-    from cloister.protocols.sums import secure_sum
-
     sites, sent = demo_data.demo_sites(), Sent(secure_sum.MaskedInput)
     run = rehearse("shared-pca", sites, n_components=10, n_top_genes=300, on_event=tell, on_frame=sent)
     genes = [str(g) for g in run.data["basel"].uns["X_shared_pca"]["genes"]]
@@ -77,8 +76,6 @@ def shared_pca(tell: Tell) -> Played:
 
 def find_outliers(tell: Tell) -> Played:
     """Area under the ROC curve of the scores, one site holding most of the outliers."""
-    from cloister.models import isolation_forest
-
     sites = demo_data.demo_rows()
     truth = {p: a.obs["outlier_truth"].to_numpy() for p, a in sites.items()}
     pooled = _forest_auroc(isolation_forest, np.concatenate([a.X for a in sites.values()]), [*truth.values()])

@@ -70,9 +70,8 @@ def make(config: Config) -> Adapter:
     module = Adapter(config)
     init_weights(module, config.seed)
     with torch.no_grad():
-        for up in module.ups:
-            up.weight.zero_()
-            up.bias.zero_()
+        for weight in module.ups.parameters():
+            weight.zero_()
     return module
 
 
@@ -99,7 +98,7 @@ class Adapted:
     def to_bytes(self) -> bytes:
         config = dataclasses.asdict(self.module.config)
         meta = {"format": FORMAT, "config": config, "labels": self.labels, "model": self.model}
-        arrays = {f"w:{n}": p.detach().numpy() for n, p in self.module.named_parameters()}
+        arrays: dict[str, Any] = {f"w:{n}": p.detach().numpy() for n, p in self.module.named_parameters()}
         out = io.BytesIO()
         np.savez(out, meta=np.frombuffer(json.dumps(meta).encode(), np.uint8), **arrays)
         return out.getvalue()

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from cloister.errors import MissingExtra, ParameterError
+from cloister.models import graph
 
 try:
     import torch
@@ -38,7 +39,8 @@ class Dropout(nn.Module):
 
     def __init__(self, p: float) -> None:
         super().__init__()
-        self.p, self.generator = p, None
+        self.p = p
+        self.generator: torch.Generator | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.p == 0:
@@ -251,9 +253,9 @@ class Learner:
                 yield at, own[:0]
             return
         size = min(size, len(own)) if len(own) else size
-        own = _cycle(own, rng)
+        cycle = _cycle(own, rng)
         for at in _cut(rng.permutation(taught), size):
-            yield np.array([next(own) for _ in range(len(at))], dtype=np.int64) if len(self.training) else at[:0], at
+            yield np.array([next(cycle) for _ in range(len(at))], dtype=np.int64) if len(self.training) else at[:0], at
 
     def loss(self, own: Any, taught: Any, rng: np.random.Generator) -> Tensor:
         """Mean over the batch of the cross-entropy, weighted by confidence where a label was not given but found."""
@@ -284,8 +286,6 @@ class Learner:
             sure = 1 + (p * np.log(np.maximum(p, 1e-300))).sum(axis=1) / math.log(self.labels)
             self.teach(p.argmax(axis=1), np.clip(sure, 0.0, 1.0))
         elif len(known) > n_neighbors and np.any(known >= 0):
-            from cloister.models import graph  # and with it cryptography, which training alone does not need
-
             planes = graph.hyperplanes(hashlib.sha256(self.site.encode()).digest(), 4096, vectors.shape[1])
             found = graph.propagate(
                 graph.codes(vectors, planes), known, n_classes=self.labels, n_neighbors=n_neighbors, alpha=alpha
@@ -314,7 +314,8 @@ class Learner:
     @torch.no_grad()
     def features(self, theta: Any, at: Any = None) -> Any:
         """What the last layer sees, (n, d)."""
-        return self._forward(theta, at, self.model.features)
+        features: Any = self.model.features
+        return self._forward(theta, at, features)
 
     def _forward(self, theta: Any, at: Any, run: Callable[..., Tensor]) -> Any:
         self.place(theta)
@@ -338,13 +339,3 @@ def _cycle(order: Any, rng: np.random.Generator) -> Iterator[Any]:
     while len(order):
         yield from order
         order = rng.permutation(order)
-
-
-def hold_out(codes: Any, share: float, rng: np.random.Generator) -> Any:
-    """Positions of the validation cells: a share of every label's cells, none of a label with a single cell."""
-    held = []
-    for code in np.unique(codes[codes >= 0]):
-        at = np.flatnonzero(codes == code)
-        count = min(math.ceil(share * len(at)), len(at) - 1) if share > 0 else 0
-        held.append(rng.permutation(at)[:count])
-    return np.sort(np.concatenate(held)) if held else np.zeros(0, np.int64)

@@ -266,8 +266,9 @@ def read_config(args: Mapping[str, Any]) -> Config:
             continue
         if isinstance(args[key], bool) or not isinstance(args[key], int | float):
             raise DataError(f"args.json: '{key}' must be a number, found {args[key]!r}")
-        found[field.name] = type(field.default)(args[key])
-    return Config(**found)
+        found[field.name] = float(args[key]) if isinstance(field.default, float) else int(args[key])
+    fields: dict[str, Any] = found
+    return Config(**fields)
 
 
 def read_vocab(raw: Mapping[str, Any]) -> dict[str, int]:

@@ -30,6 +30,7 @@ except ImportError:
     raise MissingExtra("torch", "models") from None
 
 SAFE_SCORE, SAFE_RATIO = 3.0, 12.0
+SAFE_SHARE = 0.95  # of the way down to where exp turns upwards
 
 
 @dataclass
@@ -56,7 +57,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, *, exact: bool, degree: int) -> tuple[Tensor, Tensor, Tensor]:
         """X → (x', scores, penalty)."""
-        penalty = x.new_zeros(())
+        penalty = scores = x.new_zeros(())
 
         def normed(z: Tensor, layer: nn.LayerNorm) -> Tensor:
             nonlocal penalty
@@ -69,7 +70,8 @@ class Block(nn.Module):
             q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(z).chunk(3, -1))
             scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
             e = polynomial.taylor(scores.clamp(-12, 12), degree)
-            penalty = penalty + _worst(F.relu(scores.abs() - SAFE_SCORE)) + _spread(e.mean(-1))
+            low = F.relu(SAFE_SHARE * polynomial.TURNING[degree] - scores)
+            penalty = penalty + _worst(F.relu(scores - SAFE_SCORE) + low) + _spread(e.mean(-1))
             weights = scores.softmax(-1) if exact else e / e.sum(-1, keepdim=True)
             return self.out((weights @ v).transpose(1, 2).flatten(2))
 
@@ -190,6 +192,7 @@ def from_scgpt(model: Any, genes: list[str], values: Any, labels: int, degree: i
     p[0] += encoder.value_encoder(torch.zeros(1, 1))[0, 0]
     p[1:] += fit[0]
     made.positions.copy_(p)
+    own: Any
     for own, source in zip(made.blocks, encoder.transformer_encoder.layers, strict=True):
         own.qkv.weight.copy_(source.self_attn.in_proj_weight)
         own.qkv.bias.copy_(source.self_attn.in_proj_bias)
@@ -248,7 +251,7 @@ def distil(
         with torch.no_grad():
             wanted = teacher.trace(inputs[at])
         found = student.trace(inputs[at])
-        loss = sum(F.mse_loss(a, b) for a, b in zip(found.hidden, wanted.hidden, strict=True))
+        loss: Any = sum(F.mse_loss(a, b) for a, b in zip(found.hidden, wanted.hidden, strict=True))
         loss = loss + sum(F.mse_loss(a, b) for a, b in zip(found.scores, wanted.scores, strict=True))
         return loss + recipe.penalty * found.penalty
 
@@ -292,17 +295,19 @@ def export(
     steps: int = 7, root_steps: int = 5,
 ) -> polynomial.Encoder:  # fmt: skip
     """Fold, calibrate on auxiliary inputs, fix the projections, and refuse a student that leaves its intervals."""
-    first, depth = student.blocks[0], len(student.blocks)
+    blocks_of: list[Any] = list(student.blocks)
+    first, depth = blocks_of[0], len(blocks_of)
     d = student.embed.out_features
     shape = polynomial.Shape(
-        len(student.positions), student.embed.in_features, d, first.heads, first.up.out_features, depth, student.norm,
-        student.degree, steps, root_steps, taps or polynomial.default_taps(depth), min(rank, d),
+        len(student.positions), student.embed.in_features, d, first.heads, first.up.out_features, depth,
+        "pre" if student.norm == "pre" else "post", student.degree,
+        steps, root_steps, taps or polynomial.default_taps(depth), min(rank, d),
     )  # fmt: skip
 
     def array(t: Tensor) -> Any:
         return t.detach().cpu().double().numpy()
 
-    blocks = tuple(_folded(b, array) for b in student.blocks)
+    blocks = tuple(_folded(b, array) for b in blocks_of)
     none = np.zeros((len(shape.taps), shape.rank, d)), np.zeros((len(shape.taps), shape.rank))
     x = np.asarray(inputs, np.float64)
     made = polynomial.Encoder(shape, array(student.embed.weight), array(student.positions), blocks, *none, card)

@@ -12,11 +12,13 @@ import inspect
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from cloister._version import __version__
+from cloister.cells.tables import attach_receipt, reading_told_to
 from cloister.crypto.agreement import Identity
 from cloister.crypto.entropy import Entropy
 from cloister.errors import CloisterError, ProtocolAbort
@@ -40,6 +42,16 @@ class Outcome:
     receipt: Receipt | None = None
     cost: dict[str, float] = field(default_factory=dict)
     model: Any = None
+
+
+class Place(Protocol):
+    """A site's place in a study whose runs happen in another process, which holds its keys (`cl.join`)."""
+
+    study: Study
+    me: Party
+
+    def take_part(self, adata: AnnData) -> tuple[Outcome, Path]:
+        """Bring these cells to the study's next run; what came of it, and the folder that holds its files."""
 
 
 class Seat:
@@ -122,6 +134,7 @@ def seated(
             "mode": study.mode,
             "version": __version__,
             "parameters": dict(study.parameters),
+            "counted": "donors" if "donor_key" in study.parameters else "cells",  # what floors and limits are about
             "parties": dict(study.parties),
             "protocols": list(reveals or ()),  # that were declared; those that ran stand at the end
             "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -168,10 +181,12 @@ def take_part(
     """
     wall, cpu = time.perf_counter(), time.thread_time()
     with seated(study, me, link, mailbox, consent=consent, **place) as seat:
-        adata = adata() if callable(adata) else adata
-        before = _places(adata)
-        outcome = part(seat, adata)
-        outcome.receipt, session = seat.receipt, seat._session
+        session = seat._session
+        with reading_told_to(lambda text: session.tell("step", "reading", "-", text)):
+            adata = adata() if callable(adata) else adata
+            before = _places(adata)
+            outcome = part(seat, adata)
+        outcome.receipt = seat.receipt
         outcome.cost = {
             "bytes": session.sent_bytes,
             "messages": session.sent_messages,
@@ -182,8 +197,6 @@ def take_part(
         for place_written in sorted(_places(outcome.adata) - before):
             seat.receipt.add(Entry("written", study.workflow, "-", place_written, me, 0, ""))
     if outcome.adata is not None:
-        from cloister.cells.tables import attach_receipt
-
         attach_receipt(outcome.adata, study.workflow, outcome.receipt.brief())
     return outcome
 

@@ -6,6 +6,7 @@ import base64
 from typing import Any
 
 from cloister import protocols
+from cloister.crypto.agreement import check_signature
 from cloister.errors import CloisterError, ReceiptError
 from cloister.net.receipts import Receipt
 from cloister.net.seat import SIGNED
@@ -288,8 +289,6 @@ def receipts(run: Run) -> Html:
 
 def _check(study: Study, party: str, receipt: Receipt) -> tuple[bool, str]:
     """Whether the chain holds, belongs to this study, and was signed with the key that the study names."""
-    from cloister.crypto.agreement import check_signature
-
     public = study.keys.get(party)  # type: ignore[call-overload]
 
     def signed(claimed: bytes, head: bytes, signature: bytes) -> None:

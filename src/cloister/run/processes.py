@@ -1,6 +1,7 @@
 """Rehearsal with one process per party: the parent only carries frames between them.
 
-A party's cells and results pass through files in a private folder, frames through a socket pair as bytes. The child is
+A party's cells and results pass through files in a private folder (cells that come as a file are read where they are),
+frames through a socket pair as bytes. The child is
 `python -m cloister.run.processes FOLDER PARTY FD`, so nothing of the calling script is imported again.
 """
 
@@ -10,19 +11,23 @@ import contextlib
 import dataclasses
 import functools
 import json
+import os
 import queue
+import shutil
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cloister import errors, workflows
+from cloister.cells.files import open_cells, write_cells
 from cloister.crypto.agreement import Identity
 from cloister.crypto.entropy import Entropy
 from cloister.errors import CloisterError
@@ -30,8 +35,8 @@ from cloister.net.channel import Event
 from cloister.net.mailbox import Mailbox
 from cloister.net.receipts import Receipt
 from cloister.net.seat import Outcome, take_part
-from cloister.run.rehearsal import Fault, Killed, Wires
 from cloister.run.run import Run, workflow_part
+from cloister.run.wires import Fault, Killed, Wires
 from cloister.study import CONSENTS, Party, Study, format_study
 
 if TYPE_CHECKING:
@@ -40,19 +45,18 @@ if TYPE_CHECKING:
 
 def run_processes(
     study: Study,
-    data: Mapping[Party, AnnData],
+    data: Mapping[Party, AnnData | str | Path],
     *,
     faults: Iterable[Fault] = (),
     on_event: Callable[[Event], None] | None = None,
 ) -> Run:
     """Run the study's workflow with one process per party."""
-    from cloister.cells.files import read_cells, write_cells
-
     identities = {p: Identity.create(Entropy()) for p in study.parties}
     study = study.with_keys({p: i.public for p, i in identities.items()})
     run = Run(study)
-    with tempfile.TemporaryDirectory(prefix="cloister-") as top:
-        folders = {p: Path(top) / p for p in study.parties}
+    top = Folder()
+    with top.kept_by(run):
+        folders = {p: top.path / p for p in study.parties}
         pipes: dict[Party, Connection] = {}
         children: dict[Party, subprocess.Popen[bytes]] = {}
         try:
@@ -61,7 +65,7 @@ def run_processes(
                 (folder / "study.toml").write_text(format_study(study))
                 identities[p].save(folder / "identity.key")
                 if p in data:
-                    write_cells(data[p], folder / "cells.h5ad")
+                    _hand_over(data[p], folder)
                 ours, theirs = socket.socketpair()
                 with theirs:
                     command = [sys.executable, "-m", "cloister.run.processes", str(folder), p, str(theirs.fileno())]
@@ -87,8 +91,36 @@ def run_processes(
             if p in run.outcomes:
                 run.outcomes[p].receipt = run.receipts.get(p)
                 if (folder / "result.h5ad").exists():
-                    run.outcomes[p].adata = read_cells(folder / "result.h5ad")
+                    run.outcomes[p].adata = open_cells(folder / "result.h5ad")
     return run
+
+
+def _hand_over(cells: AnnData | str | Path, folder: Path) -> None:
+    """Leave a party's cells in its folder, or the name of the file they are in."""
+    if isinstance(cells, str | Path):
+        (folder / "cells.txt").write_text(os.path.abspath(cells))
+    else:
+        write_cells(cells, folder / "cells.h5ad")
+
+
+class Folder:
+    """A temporary folder that lasts as long as somebody reads results from it."""
+
+    def __init__(self) -> None:
+        self.path = Path(tempfile.mkdtemp(prefix="cloister-"))
+        self.remove = weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
+
+    @contextlib.contextmanager
+    def kept_by(self, run: Run) -> Iterator[None]:
+        """Leave the folder to the results of the run that stayed on disk; remove it now if there are none."""
+        try:
+            yield
+        finally:
+            origins = [adata.origin for adata in run.data.values() if hasattr(adata, "origin")]
+            for origin in origins:
+                origin.folder = self
+            if not origins:
+                self.remove()
 
 
 def _route(
@@ -163,8 +195,6 @@ class PipeLink:
 
 def child(folder: str, me: str, fd: str) -> None:
     """One party's process."""
-    from cloister.cells.files import read_cells, write_cells
-
     home, party = Path(folder), Party(me)
     pipe = Connection(int(fd))
     link, mailbox = PipeLink(pipe, threading.Lock()), Mailbox(party)
@@ -187,13 +217,14 @@ def child(folder: str, me: str, fd: str) -> None:
     try:
         study = Study.load(home / "study.toml")
         threading.Thread(target=listen, daemon=True).start()
-        cells = home / "cells.h5ad"
+        name = home / "cells.txt"
+        cells = name.read_text() if name.exists() else home / "cells.h5ad"
         outcome = take_part(
             study,
             party,
             link,
             mailbox,
-            (lambda: read_cells(cells)) if cells.exists() else None,
+            (lambda: open_cells(cells)) if study.parties[party] == "site" else None,
             part=functools.partial(workflow_part, checked=True),
             consent=frozenset(CONSENTS),
             reveals=workflows.reveals(study),

@@ -14,21 +14,22 @@ import functools
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from cloister import workflows
+from cloister.cells.files import open_cells
 from cloister.crypto.agreement import Identity
 from cloister.crypto.entropy import Entropy
-from cloister.errors import CloisterError, DataError, ParameterError, WireError
-from cloister.net import wire
+from cloister.errors import CloisterError, DataError, ParameterError
 from cloister.net.channel import Event, harmless
 from cloister.net.mailbox import Mailbox
 from cloister.net.seat import Outcome, Seat, take_part
+from cloister.run.processes import run_processes
 from cloister.run.run import Run
+from cloister.run.wires import Fault, Killed, MemoryLink, Wires
 from cloister.study import CONSENTS, Mode, Party, Role, Study
 
 if TYPE_CHECKING:
@@ -38,99 +39,11 @@ if TYPE_CHECKING:
 LOG = logging.getLogger("cloister")
 
 
-class Killed(BaseException):
-    """An injected death: the party stops without a word."""
-
-
-@dataclass(frozen=True)
-class Fault:
-    """What happens to the `nth` data message that fits: `name` is the message class, None fits any."""
-
-    kind: Literal["drop", "delay", "duplicate", "swap", "truncate", "kill"]
-    sender: str | None = None
-    to: str | None = None
-    name: str | None = None
-    nth: int = 0
-    seconds: float = 0.5  # of delay
-
-    def fits(self, frame: wire.Frame) -> bool:
-        return (
-            self.sender in (None, frame.sender)
-            and self.to in (None, frame.to)
-            and self.name in (None, frame.name, frame.name.rpartition(".")[2])
-        )
-
-
-class Wires:
-    """Carries frames between parties, and does to them what the faults say."""
-
-    def __init__(self, deliver: Callable[[Party, Party, bytes], None], faults: Iterable[Fault] = ()) -> None:
-        self._deliver = deliver
-        self._faults = {f: f.nth for f in faults}
-        self._held: dict[tuple[Party, Party], bytes] = {}
-        self._lock = threading.Lock()
-        self.dead: set[Party] = set()
-
-    def carry(self, sender: Party, to: Party, data: bytes) -> None:
-        """Deliver one frame; raises `Killed` in the sender if a fault says that it dies here."""
-        if sender in self.dead:
-            return
-        fault = self._match(data) if self._faults else None
-        late = None
-        if self._held and wire.unpack(data).kind == "data":
-            late = self._held.pop((sender, to), None)
-        if fault is None:
-            self._deliver(sender, to, data)
-        elif fault.kind == "kill":
-            self.dead.add(sender)
-            raise Killed
-        elif fault.kind == "delay":
-            timer = threading.Timer(fault.seconds, self._deliver, (sender, to, data))
-            timer.daemon = True
-            timer.start()
-        elif fault.kind == "swap":
-            self._held[sender, to] = data
-        elif fault.kind == "duplicate":
-            self._deliver(sender, to, data)
-            self._deliver(sender, to, data)
-        elif fault.kind == "truncate":
-            self._deliver(sender, to, data[: len(data) // 2])
-        if late is not None:
-            self._deliver(sender, to, late)
-
-    def _match(self, data: bytes) -> Fault | None:
-        try:
-            frame = wire.unpack(data)
-        except WireError:
-            return None
-        if frame.kind != "data":
-            return None
-        with self._lock:
-            for fault, left in self._faults.items():
-                if fault.fits(frame) and left >= 0:
-                    self._faults[fault] = left - 1
-                    if left == 0:
-                        return fault
-        return None
-
-
-@dataclass(frozen=True)
-class MemoryLink:
-    me: Party
-    wires: Wires
-
-    def post(self, to: Party, frame: bytes) -> None:
-        self.wires.carry(self.me, to, frame)
-
-    def close(self) -> None:
-        """Nothing is held open."""
-
-
 def plan(
     workflow: str,
     sites: Iterable[str],
     *,
-    mode: Mode = "hardened",
+    mode: str = "hardened",
     seed: int = 0,
     timeout: float = 60.0,
     coordinator: str = "coordinator",
@@ -148,7 +61,7 @@ def plan(
         name="rehearsal",
         workflow=workflow,
         parties=parties,
-        mode=mode,
+        mode=cast(Mode, mode),
         seed=seed,
         timeout=timeout,
         parameters={k: _plain(v) for k, v in (options or {}).items() if v is not None},
@@ -166,7 +79,7 @@ def rehearse(
     workflow: str,
     data: Mapping[str, AnnData | str | Path | Any],
     *,
-    mode: Mode = "hardened",
+    mode: str = "hardened",
     seed: int = 0,
     timeout: float = 60.0,
     processes: bool = False,
@@ -238,9 +151,8 @@ def rehearse_study(
     on_event = harmless(on_event)
     cells = {Party(p): a if inplace else _copy(a) for p, a in given.items()}
     if processes:
-        from cloister.run.processes import run_processes
-
-        run = run_processes(study, cells, faults=faults, on_event=on_event)
+        files = {Party(p): x for p, x in data.items() if isinstance(x, str | Path)}
+        run = run_processes(study, {**cells, **files}, faults=faults, on_event=on_event)
     else:
         parts = dict.fromkeys(study.parties, functools.partial(workflow.part, options=options, checked=True))
         reveals = workflows.reveals(study)
@@ -258,9 +170,7 @@ def _cells_of(given: Any) -> AnnData:
     if isinstance(given, AnnData):
         return given
     if isinstance(given, str | Path):
-        from cloister.cells.files import read_cells
-
-        return read_cells(given)
+        return open_cells(given)
     if type(given).__name__ == "DataFrame" and hasattr(given, "select_dtypes"):
         table = given.set_axis([str(x) for x in given.index], axis=0).set_axis([str(x) for x in given.columns], axis=1)
         numbers = table.select_dtypes("number")
@@ -341,7 +251,6 @@ def run_parties(
         while t.is_alive():  # in slices, so that Ctrl-C is heard
             t.join(0.2)
     run.errors = {p: e for p, e in run.errors.items() if not isinstance(e, Killed)}
-    run.outcomes, run.receipts = (
-        {p: found[p] for p in study.parties if p in found} for found in (run.outcomes, run.receipts)
-    )  # in the study's order, whoever was first
+    run.outcomes = {p: run.outcomes[p] for p in study.parties if p in run.outcomes}  # in the study's order,
+    run.receipts = {p: run.receipts[p] for p in study.parties if p in run.receipts}  # whoever was first
     return run

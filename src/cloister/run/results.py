@@ -25,6 +25,7 @@ from typing import Any
 
 from cloister import files, workflows
 from cloister._version import __version__
+from cloister.cells.files import write_cells
 from cloister.errors import CloisterError, DataError, ProtocolAbort, ReceiptError
 from cloister.net.receipts import Receipt
 from cloister.net.seat import Outcome
@@ -133,8 +134,6 @@ def _fill(run: Run, staging: Path) -> list[str]:
 def _write_outcome(run: Run, party: str, outcome: Outcome, staging: Path) -> list[str]:
     names = []
     if outcome.adata is not None:
-        from cloister.cells.files import write_cells
-
         names.append(f"{party}.h5ad")
         write_cells(outcome.adata, staging / names[-1], private=True)
     try:

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from cloister import workflows
 from cloister.errors import DataError, ParameterError, PeerLost, UsageError
+from cloister.files import replacing
 from cloister.runtime.kit import DATA, Kit
 from cloister.runtime.order import run_study
 from cloister.runtime.party import Ended, open_cells
@@ -53,7 +54,7 @@ def attend(
     kit.check_limits(policy)
     if kit.role == "site":
         workflow, options = workflows.check_plan(kit.study)
-        workflow.check(open_cells(policy), options)  # the clear sentence, before anybody is bothered
+        workflow.check(open_cells(kit, policy), options)  # the clear sentence, before anybody is bothered
     seen = set(policy.out.glob("*/outcome.json"))
     end = time.monotonic() + (limit or kit.study.patience)
     with _service(kit, {DATA: str(policy.data)} if policy.data else {}) as service:
@@ -119,12 +120,9 @@ def take_away(ended: Ended, path: str | Path) -> Path:
     source, path = Path(ended.folder) / f"{ended.party}.h5ad", Path(path)
     if not source.exists():
         raise UsageError(f"this run gave no cells; see {ended.folder}")
-    part = path.with_name(path.name + ".part")
     try:
-        os.close(os.open(part, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600))
-        shutil.copyfile(source, part)
-        os.replace(part, path)
+        with replacing(path) as part:
+            shutil.copyfile(source, part)
     except OSError as e:
-        part.unlink(missing_ok=True)
         raise DataError(f"{path} cannot be written ({e.strerror}); the cells are in {source}") from None
     return path

@@ -12,10 +12,10 @@ cannot make, change or repeat one; nor can it say a party's word for it.
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from cloister import files
 from cloister.crypto.agreement import Identity, bind, check_signature
 from cloister.errors import ParameterError, ProtocolAbort
 from cloister.runtime.kit import Kit
@@ -73,10 +73,7 @@ class Seen:
         if len(seen) >= MOST_SEEN:
             raise ProtocolAbort("invitation", "I1", "flood", f"{len(seen)} invitations within minutes")
         seen[run.hex()] = now
-        part = self._path.with_name(self._path.name + ".part")
-        with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-            json.dump(seen, file)
-        part.replace(self._path)
+        files.write(self._path, json.dumps(seen))
 
     def _load(self) -> dict[str, float]:
         try:

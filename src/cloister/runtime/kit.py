@@ -25,14 +25,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cloister import workflows
+from cloister import files, workflows
 from cloister.crypto.agreement import Identity
 from cloister.errors import ParameterError, ProtocolAbort, RefusedError
 from cloister.study import Party, Role, Study
 
 RUNS = "runs"  # folder of a coordinator's kit: how a run ended, until its service has read it
 DATA = "CLOISTER_DATA"  # a service that is started for one run finds its cells here
-TOP = {"data", "out", "sandbox", "approve", "limits", "obs", "obsm"}
+TOP = {"data", "out", "sandbox", "approve", "limits", "floors", "obs", "obsm"}
 SANDBOXES = ("landlock", "systemd")  # who confines the carrier: the service itself, or the unit file
 STUDY_RUNS, WORKFLOW_RUNS = 20, 100  # runs that may be begun where [limits] says nothing
 COUNTS = "runs.json"  # in `local`: how many runs were begun, by study and by workflow
@@ -58,6 +58,9 @@ class Policy:
     sandbox: str = "landlock"
     consent: tuple[str, ...] = ()  # what a study may do here beyond running: "open-model"; --approve adds none
     limits: Mapping[str, int] = field(default_factory=dict)  # "study" or a workflow's name → runs it may have here
+    floors: Mapping[str, int] = field(
+        default_factory=dict
+    )  # "min_donors": raises what the study agreed on, never lowers
     obs: Mapping[str, str] = field(default_factory=dict)  # name in the study → name in this site's file
     obsm: Mapping[str, str] = field(default_factory=dict)
 
@@ -122,17 +125,25 @@ class Kit:
         for key, most in limits.items():
             if not isinstance(most, int) or isinstance(most, bool) or most < 0:
                 raise ParameterError(f"{where.name} [limits]: '{key}' must be a number of runs, found {most!r}")
+        floors = _table(raw, "floors")
+        _check_keys(floors, {"min_donors"}, f"{where.name} [floors]")
+        for key, least in floors.items():
+            if not isinstance(least, int) or isinstance(least, bool) or least < 1:
+                raise ParameterError(f"{where.name} [floors]: '{key}' must be a number of donors, found {least!r}")
         names = {key: _table(raw, key) for key in ("obs", "obsm")}
         if not all(isinstance(x, str) for table in names.values() for x in table.values()):
             raise ParameterError(f'{where.name}: [obs] and [obsm] hold lines as: cell_type = "your_column"')
         data = os.environ.get(DATA) or raw.get("data")
+        allowed: dict[str, Any] = {key: tuple(approve.get(key, ())) for key in APPROVE}
         return Policy(
             data=self.path / data if data else None,
             out=self.path / raw.get("out", "results"),
-            **{key: tuple(approve.get(key, ())) for key in APPROVE},
+            **allowed,
             limits={"study": STUDY_RUNS, self.study.workflow: WORKFLOW_RUNS} | dict(limits),
             sandbox=raw.get("sandbox", SANDBOXES[0]),
-            **names,
+            floors=dict(floors),
+            obs=names["obs"],
+            obsm=names["obsm"],
         )
 
     def check_approved(self, policy: Policy) -> None:
@@ -176,10 +187,7 @@ class Kit:
             counts = self._counts()
             for key in (self.study.digest.hex(), self.study.workflow):
                 counts[key] = counts.get(key, 0) + 1
-            part = self.path / "local" / f"{COUNTS}.part"
-            with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-                json.dump(counts, file, indent=1)
-            part.replace(self.path / "local" / COUNTS)
+            files.write(self.path / "local" / COUNTS, json.dumps(counts, indent=1))
 
     def _counts(self) -> dict[str, int]:
         path = self.path / "local" / COUNTS

@@ -6,12 +6,13 @@ key of its own for each run, signed with the identities in `study.toml`, and the
     G1  u → v   pk_u, sign_u(run, u, pk_u)               pk_u fresh for this run
     G2  v → u   pk_v, sign_v(run, v, pk_v)               the answer to G1
     G3  both    k_uv = KA(sk_u, pk_v; run)
-    G4  u → v   i, seal(k_uv, batch_i; aad = (u, v, i))  i = 0, 1, 2, ...; answered, then batch i + 1
+    G4  u → v   i, seal(k_uv, batch_i; aad = (u, v, i))  i = 0, 1, 2, ...; answered, at most `WINDOW` on their way
 
-A batch whose answer is lost is sent again, byte for byte, and taken in once. Large frames travel in pieces, and pulses
-pass them on the way, so that a slow line is not taken for a dead party. A party is lost when the relay has had no
-connection to it for a while, or when it has not answered anything for the study's `timeout`. Before its greeting, its
-service counts too: a process may take `JOIN` seconds to come up, but not where nobody is left to start it.
+A batch whose answer is lost is sent again, byte for byte, and taken in once, in its turn. Large frames travel in
+pieces, and pulses pass them on the way, so that a slow line is not taken for a dead party. A party is lost when the
+relay has had no connection to it for a while, when its service says that the run's process is gone, or when it has not
+answered anything for the study's `timeout`. Before its greeting, its service counts too: a process may take `JOIN`
+seconds to come up, but not where nobody is left to start it.
 
 Reveals
 -------
@@ -24,6 +25,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from cloister.crypto.agreement import Identity, agree, bind, check_signature, key_pair, seal, unseal
@@ -37,7 +39,8 @@ GREETING, BATCH, PING = b"G", b"B", b"P"
 WHOLE, PART, LAST = 0, 1, 2
 TAKEN, REFUSED = b"+", b"-"
 HEADER = 5  # bytes before each piece: kind, length
-LEAST, MOST = 1 << 16, 1 << 22  # bytes of a batch; it grows while the line is fast
+WINDOW = 8  # batches on their way to one party
+LEAST, MOST = 1 << 16, 1 << 19  # bytes of a batch; it grows while the line is fast
 JOIN = 120.0  # seconds that a party waits for the others' processes to come up
 PULSE = 256  # a pulse is shorter than this
 
@@ -75,7 +78,7 @@ class _Peer:
     pulse: bytes | None = None
     room: int = LEAST
     # incoming
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    lock: threading.Condition = field(default_factory=threading.Condition)
     due: int = 0  # the next batch
     parts: bytearray = field(default_factory=bytearray)
 
@@ -169,8 +172,7 @@ class SealedLink:
                 self._learn(sender, rest)  # G1
                 return self._greeting  # G2
             if kind == BATCH:
-                with peer.lock:
-                    return self._take_in(sender, peer, int.from_bytes(rest[:8], "big"), rest[8:])  # G4
+                return self._in_turn(sender, peer, int.from_bytes(rest[:8], "big"), rest[8:])  # G4
         except ProtocolAbort:  # forged or altered on the way; the honest sender tries again
             return REFUSED
         return REFUSED
@@ -189,13 +191,22 @@ class SealedLink:
         peer.ready.set()
         return peer.key
 
-    def _take_in(self, sender: Party, peer: _Peer, i: int, box: bytes) -> bytes:
-        if peer.key is None or i > peer.due:
+    def _in_turn(self, sender: Party, peer: _Peer, i: int, box: bytes) -> bytes:
+        if peer.key is None or i >= peer.due + WINDOW:
             return REFUSED
         if i < peer.due:
             return TAKEN  # its answer was lost
         batch = unseal(peer.key, box, self._aad(sender, self._me, i))
-        peer.due += 1
+        with peer.lock:
+            if not peer.lock.wait_for(lambda: i <= peer.due, self._reply):
+                return REFUSED  # one before it is missing
+            if i == peer.due:
+                self._take_in(sender, peer, batch)
+                peer.due += 1
+                peer.lock.notify_all()
+        return TAKEN
+
+    def _take_in(self, sender: Party, peer: _Peer, batch: bytes) -> None:
         try:
             for kind, piece in _pieces(batch):
                 if kind == WHOLE:
@@ -212,7 +223,6 @@ class SealedLink:
         except WireError as e:  # the seal is its own, so this is what it wants to say
             self._all_parts(sender, peer)
             self._mailbox.fail(sender, Failure("link", "G4", "malformed", f"from '{sender}': {e}", own=True))
-        return TAKEN
 
     def _all_parts(self, sender: Party, peer: _Peer) -> bytes:
         frame, peer.parts = bytes(peer.parts), bytearray()
@@ -226,18 +236,32 @@ class SealedLink:
         peer = self._peers[to]
         try:
             key = self._learn(to, self._insist(to, GREETING + self._greeting, JOIN, Absent))  # G1, G2
-            i = 0
-            while (batch := self._next(peer)) is not None:
-                box = seal(key, batch, self._aad(self._me, to, i), self._entropy)
-                began = time.monotonic()
-                self._insist(to, BATCH + i.to_bytes(8, "big") + box, self._study.timeout)  # G4
-                fast = time.monotonic() - began < self._reply / 4
-                peer.room = min(2 * peer.room, MOST) if fast else max(peer.room // 2, LEAST)
-                i += 1
         except Lost as e:
             self._lose(to, str(e))
+            return
         except ProtocolAbort as e:
             self._lose(to, f"its key is not the one in study.toml ({e.code})")
+            return
+        i, free = 0, threading.BoundedSemaphore(WINDOW)
+        with ThreadPoolExecutor(WINDOW, f"to-{to}") as others:
+            while not peer.lost and (batch := self._next(peer)) is not None:
+                request = BATCH + i.to_bytes(8, "big") + seal(key, batch, self._aad(self._me, to, i), self._entropy)
+                i += 1
+                if peer.frames:  # do not wait for its answer
+                    free.acquire()
+                    others.submit(self._carry, to, peer, request).add_done_callback(lambda _: free.release())
+                else:
+                    self._carry(to, peer, request)
+
+    def _carry(self, to: Party, peer: _Peer, request: bytes) -> None:
+        """One batch, until it is taken in."""
+        began = time.monotonic()
+        try:
+            self._insist(to, request, self._study.timeout)  # G4
+        except Lost as e:
+            self._lose(to, str(e))
+        fast = time.monotonic() - began < self._reply / 4
+        peer.room = min(2 * peer.room, MOST) if fast else max(peer.room // 2, LEAST)
 
     def _insist(self, to: Party, request: bytes, patience: float, fatal: type[Unreachable] = Unreachable) -> bytes:
         """Ask until there is an answer; `Lost` after `patience` seconds, or after `away` seconds of `fatal`."""

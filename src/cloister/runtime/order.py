@@ -20,11 +20,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from cloister import errors
 from cloister.crypto.entropy import Entropy
 from cloister.errors import CloisterError, PeerLost, ProtocolAbort, UsageError
 from cloister.runtime.invitation import COME, Invitation, read_word
 from cloister.runtime.kit import RUNS, Kit
-from cloister.runtime.party import Ended, error_of, lost, raise_error
+from cloister.runtime.party import Ended, lost
 from cloister.runtime.pipe import HEARD, STOP, Packet
 from cloister.runtime.ready import is_running
 from cloister.runtime.service import HERE, INVITE, PING, RUNS_AT_ONCE, Running, Service
@@ -102,7 +103,7 @@ def _obey(client: socket.socket, service: Service, done: Callable[[], None]) -> 
             try:
                 last: dict[str, Any] = {"ended": asdict(conduct_run(service, tell, gone))}
             except CloisterError as e:
-                last = {"error": error_of(e)}
+                last = {"error": errors.to_json(e)}
             with contextlib.suppress(OSError):
                 client.settimeout(60.0)
                 client.sendall(json.dumps(last).encode() + b"\n")
@@ -246,7 +247,7 @@ def _follow(kit: Kit, server: socket.socket, end: float, tell: Callable[[str], N
                 started = started or line["status"].endswith("running")
                 tell(line["status"])
             elif "error" in line:
-                raise_error(line["error"])
+                raise errors.from_json(line["error"])
             else:
                 return Ended(**line["ended"])
 

@@ -19,17 +19,19 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal
 
-from cloister import errors, workflows
+from cloister import errors, files, workflows
+from cloister.cells import files as cell_files
+from cloister.cells.tables import donors
 from cloister.crypto.entropy import Entropy
-from cloister.errors import CloisterError, DataError, PeerLost, ProtocolAbort, RefusedError
+from cloister.errors import CloisterError, DataError, PeerLost, RefusedError
 from cloister.net.mailbox import Mailbox
 from cloister.net.receipts import Receipt
 from cloister.net.seat import Outcome, take_part
 from cloister.run.results import save_run
 from cloister.run.run import Run, workflow_part
-from cloister.runtime.kit import Kit, Policy
+from cloister.runtime.kit import Kit, Policy, Refusal
 from cloister.runtime.link import Ask, SealedLink
 
 if TYPE_CHECKING:
@@ -46,7 +48,7 @@ class Ended:
     party: str
     status: Literal["done", "refused", "aborted"]
     folder: str = ""
-    error: Mapping[str, str] = field(default_factory=dict)  # type, text, protocol, line, code
+    error: Mapping[str, Any] = field(default_factory=dict)  # type, text, protocol, line, code
     result: Mapping[str, Any] = field(default_factory=dict)
     cost: Mapping[str, float] = field(default_factory=dict)
     parties: Mapping[str, str] = field(default_factory=dict)  # at the coordinator: how it ended at the others
@@ -59,11 +61,7 @@ class Ended:
 
     def save(self, path: Path) -> None:
         """Write it whole or not at all, for the owner only."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(path.name + ".part")
-        with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as f:
-            json.dump(asdict(self), f, indent=1, default=_plain)
-        part.replace(path)
+        files.write(path, json.dumps(asdict(self), indent=1, default=_plain))
 
     def keep(self) -> None:
         """Write it into its folder; a disk that is full is no reason to end a service."""
@@ -79,24 +77,7 @@ class Ended:
     def check(self) -> None:
         """Raise the error that the run ended with, if it did."""
         if self.status != "done":
-            raise_error(self.error)
-
-
-def error_of(e: BaseException) -> dict[str, str]:
-    """An error in words that can be kept, and raised again by `raise_error`."""
-    told = {"type": type(e).__name__, "text": str(e) or type(e).__name__}
-    return told | {k: str(getattr(e, k, "")) for k in ("protocol", "line", "code")}
-
-
-def raise_error(told: Mapping[str, str]) -> NoReturn:
-    kind = getattr(errors, told["type"], CloisterError)
-    if kind is errors.MissingExtra:
-        kind = CloisterError
-    if issubclass(kind, ProtocolAbort):
-        made = kind(told["protocol"], told["line"], told["code"])
-        made.args = (told["text"],)
-        raise made
-    raise (RefusedError if told["type"] == "Refusal" else kind)(told["text"])
+            raise errors.from_json(self.error)
 
 
 def _plain(x: Any) -> Any:
@@ -140,7 +121,7 @@ class Turn:
             kit.check_approved(policy)
             if kit.role != "coordinator":
                 kit.count_run(policy)
-            return open_cells(policy) if kit.role == "site" else None
+            return open_cells(kit, policy) if kit.role == "site" else None
 
         def keep(receipt: Receipt) -> None:
             run.receipts[kit.me] = receipt
@@ -167,7 +148,7 @@ def room() -> int:
 
 def failed(kit: Kit, run: str, e: BaseException, folder: Path) -> Ended:
     """An ending from an error."""
-    return Ended(run, kit.me, "refused" if isinstance(e, RefusedError) else "aborted", str(folder), error_of(e))
+    return Ended(run, kit.me, "refused" if isinstance(e, RefusedError) else "aborted", str(folder), errors.to_json(e))
 
 
 def results_folder(kit: Kit, run: str) -> Path:
@@ -181,19 +162,29 @@ def results_folder(kit: Kit, run: str) -> Path:
 
 def lost(party: str, run: str, why: str) -> Ended:
     """An ending for a run whose process cannot tell it any more."""
-    return Ended(run, party, "aborted", "", error_of(PeerLost("flare", "-", "lost", why)))
+    return Ended(run, party, "aborted", "", errors.to_json(PeerLost("flare", "-", "lost", why)))
 
 
-def open_cells(policy: Policy) -> AnnData:
-    """Read this site's cells, and give columns the names that the study uses."""
-    from cloister.cells.files import read_cells
-
+def open_cells(kit: Kit, policy: Policy) -> AnnData:
+    """Open this site's cells, give columns the names that the study uses, and hold them to this site's own floors."""
     if policy.data is None:
         raise DataError("local/site.toml: 'data' is missing; write where your cells are")
-    adata = read_cells(policy.data)
+    adata = cell_files.open_cells(policy.data)
     for name, table, renames in (("obs", adata.obs, policy.obs), ("obsm", adata.obsm, policy.obsm)):
         for theirs, ours in renames.items():
             if ours not in table:
                 raise DataError(f"local/site.toml: [{name}] {theirs} = {ours!r}, but adata.{name}[{ours!r}] is missing")
             table[theirs] = table[ours]
+    check_floors(kit, policy, adata)
     return adata
+
+
+def check_floors(kit: Kit, policy: Policy, adata: AnnData) -> None:
+    """Raise `Refusal` if the cells are of fewer donors than this site's policy asks for, whatever the study says."""
+    if (least := policy.floors.get("min_donors")) is None:
+        return
+    key = kit.study.parameters.get("donor_key")
+    if key is None:
+        raise Refusal(f"'{kit.me}' answers about at least {least} donors ([floors]), and the study has no donor_key")
+    if (here := donors(adata, str(key))) < least:
+        raise Refusal(f"{here} donors, fewer than the {least} that [floors] in local/site.toml asks for")

@@ -27,7 +27,7 @@ KINDS = range(REQUEST, HEARD + 1)
 
 SERVICE = bytes(16)  # the run of what services say to each other
 HEAD = struct.Struct(">IBQ16sB")
-MOST = (1 << 22) + (1 << 16)  # bytes of a packet's data: a batch of `cloister.runtime.link`, and its frame
+MOST = 1 << 20  # bytes of a packet's data; a batch of `cloister.runtime.link` has half of that
 ROOM = 1 << 26  # bytes that may wait for the other end
 
 
@@ -49,6 +49,7 @@ class Pipe:
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * MOST)  # as far as the system allows: fewer switches
         self._news = threading.Condition()
         self._waiting: deque[memoryview] = deque()
         self._bytes, self._closed = 0, False

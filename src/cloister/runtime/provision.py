@@ -25,6 +25,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from cloister import files
 from cloister.crypto.agreement import Identity
 from cloister.crypto.entropy import Entropy
 from cloister.errors import CloisterError, DataError, MissingExtra, ParameterError
@@ -162,8 +163,7 @@ def _flare_kits(study: Study, work: Path, authority: Path) -> dict[Party, Path]:
     authority.mkdir(mode=0o700, exist_ok=True)
     known = json.loads((state / "cert.json").read_text())
     kept = json.dumps({k: known[k] for k in (CtxKey.ROOT_CERT, CtxKey.ROOT_PRI_KEY)})  # no party's key
-    with os.fdopen(os.open(authority / "cert.json", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-        file.write(kept)
+    files.write(authority / "cert.json", kept)
     made = Path(ctx[CtxKey.CURRENT_PROD_DIR])
     kits = {p: made / (project.get_server().name if p == hub else p) for p in study.parties}
     return kits

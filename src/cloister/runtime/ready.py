@@ -13,6 +13,7 @@ from pathlib import Path
 from cloister.errors import MissingExtra, ParameterError, UsageError
 from cloister.runtime import sandbox
 from cloister.runtime.kit import Kit
+from cloister.runtime.launch import carrier_socket
 
 
 def check_ready(kit: Kit) -> None:
@@ -23,7 +24,9 @@ def check_ready(kit: Kit) -> None:
         raise ParameterError("study.toml: [network] must name host and port of the coordinator")
     if importlib.util.find_spec("nvflare") is None:
         raise MissingExtra("nvflare", "flare")
-    if policy.sandbox == "landlock":
+    if policy.sandbox == "systemd":
+        carrier_socket().close()
+    else:
         if reason := sandbox.why_not():
             raise UsageError(
                 f"{reason}, so FLARE cannot be kept away from this party's keys and cells. With the unit file of"

@@ -24,14 +24,14 @@ from cloister.errors import CloisterError, ProtocolAbort
 from cloister.net.mailbox import Failure
 from cloister.runtime.invitation import DONE, read_word, say_word
 from cloister.runtime.kit import RUNS, Kit
-from cloister.runtime.link import PING, REFUSED, TAKEN, Absent, Over, Unreachable
+from cloister.runtime.link import PING, REFUSED, TAKEN, WINDOW, Absent, Over, Unreachable
 from cloister.runtime.logs import log_beside
 from cloister.runtime.party import Ended, Turn, lost
 from cloister.runtime.pipe import ABSENT, ANSWER, HEARD, NOBODY, REQUEST, STOP, Asker, BrokenPipe, Packet, Pipe
 from cloister.study import Party
 
 WORD = b"W"  # a request: how it ended there
-AT_ONCE = 4  # requests of one party that wait here; an honest one has one on its way
+AT_ONCE = 2 * WINDOW  # requests of one party that are taken in at a time
 GRACE = 5.0  # seconds to tell the others, once the service is gone
 
 log = logging.getLogger("cloister.runtime")
@@ -48,7 +48,7 @@ class Attendee:
         self.peers = [p for p in kit.study.parties if p != kit.me]
         self._waiting: dict[str, int] = defaultdict(int)
         self._lock = threading.Lock()
-        self._workers = ThreadPoolExecutor(len(self.peers), "answer")  # a large frame of one holds up no other
+        self._workers = ThreadPoolExecutor(AT_ONCE * len(self.peers), "answer")  # one party holds up no other
 
     def ask(self, to: Party, request: bytes, seconds: float) -> bytes:
         packet = self._asker.ask(to, request, seconds)

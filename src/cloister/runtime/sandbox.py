@@ -1,6 +1,7 @@
 """Sandbox: a process that gives up what it does not need, before it loads a line of FLARE.
 
-    python -I -B -c "..." PROGRAM FD     confine this process, then run PROGRAM in it      (see `main`)
+    python -I -B -c "..." PROGRAM FD                        confine this process, then run PROGRAM in it
+    python -I -B -m cloister.runtime.sandbox PROGRAM PATH   the same, where a unit of systemd confines it
 
 The carrier talks to the network, so it is the process that somebody may take over. It may then do what this page leaves
 it, whatever program it runs:
@@ -364,15 +365,26 @@ def open_listener(host: str, port: int) -> socket.socket:
     return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=128)
 
 
+def _open_pipe(where: str) -> Pipe:
+    """The inherited socket, by its number; or the service's, by its path."""
+    if where.isdigit():
+        return Pipe(socket.socket(fileno=int(where)))
+    sock = socket.socket(socket.AF_UNIX)
+    sock.connect(where)
+    return Pipe(sock)
+
+
 def main() -> None:
-    """Read the plan from the inherited socket, confine, and run the program named in the command line."""
-    program, fd = sys.argv[1:3]
-    pipe = Pipe(socket.socket(fileno=int(fd)))
+    """Read the plan from the service, confine, and run the program named in the command line."""
+    program, where = sys.argv[1:3]
+    pipe = _open_pipe(where)
     try:
         packet = pipe.read()
         if packet.kind != PLAN:
             raise BrokenPipe("a plan comes first")
         plan = json.loads(packet.data)
+        if folder := os.environ.get("CREDENTIALS_DIRECTORY"):  # of systemd: this process may not even see the kit
+            plan["tls"] = {what: os.path.join(folder, what) for what in plan["tls"]}
         listener = open_listener(plan["host"], plan["port"]) if plan["listen"] else None
         own = [program] if program.endswith(".py") else []
         if plan["sandbox"] == "landlock":
@@ -387,3 +399,7 @@ def main() -> None:
         pipe.post(Packet(LOG, data=f"the carrier failed: {type(e).__name__}: {e}".encode()[:500]))
         pipe.flush(1.0)
     os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

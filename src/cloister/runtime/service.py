@@ -11,11 +11,8 @@ carrier that ends, or says what is no packet, is replaced; runs that it carried 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
-import os
-import signal
 import socket
 import subprocess
 import sys
@@ -24,12 +21,13 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from cloister.errors import CloisterError, ProtocolAbort
 from cloister.runtime.invitation import COME, Invitation, Seen, say_word
 from cloister.runtime.kit import Kit, Refusal
-from cloister.runtime.logs import clean, log_to, rotate
+from cloister.runtime.launch import find_addresses, open_carrier
+from cloister.runtime.logs import clean
 from cloister.runtime.party import failed, results_folder
 from cloister.runtime.pipe import (
     ABSENT,
@@ -49,69 +47,18 @@ from cloister.runtime.pipe import (
     Packet,
     Pipe,
 )
-from cloister.runtime.ready import check_port, check_ready, only_one, tls_files
+from cloister.runtime.ready import tls_files
 from cloister.study import Party
 
-PROGRAM = "cloister.runtime.carrier"  # what runs in the sandbox
 PING, INVITE = b"P", b"I"  # what services ask each other
 HERE = b"+"
 RUNS_AT_ONCE = 4
+REFUSALS = 20  # runs that did not begin, whose outcome is kept
 LINES = 100  # lines of a carrier that are logged in a minute
 RESTART, RESTART_MOST = 1.0, 30.0  # seconds before a carrier that ended is replaced
-RESOLVE = 60.0  # seconds after which a coordinator that is not reached is looked up again
+RESOLVE = 20.0  # seconds after which a coordinator that is not reached is looked up again
 
 log = logging.getLogger("cloister.runtime")
-
-
-class _Stop(Exception):
-    """SIGTERM or Ctrl-C."""
-
-
-# ---- starting --------------------------------------------------------------------------------------------------------
-
-
-def start_party(kit_dir: str | Path) -> NoReturn:
-    """Run a party's service until SIGTERM or Ctrl-C; must be called in the main thread, and ends the process."""
-    from cloister.runtime.order import take_orders
-
-    kit = Kit.open(kit_dir)
-    check_ready(kit)
-    os.umask(0o077)  # logs and results are for their owner
-    with only_one(kit):
-        hub = kit.role == "coordinator"
-        if hub:
-            check_port(kit)
-        rotate(kit.path / "service.out")
-        log_to(kit.path)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, _on_signal)
-        service = Service(kit)
-        orders = take_orders(service) if hub else contextlib.nullcontext()
-        network = f"{kit.study.network.get('host')}:{kit.study.network.get('port')}"
-        say(f"{kit.me} ({kit.role}) {'listens at' if hub else 'connects to'} {network}; Ctrl-C stops it")
-        say(f"log: {kit.path / 'log.txt'}")
-        try:
-            with orders:
-                service.start()
-                while True:
-                    signal.pause()
-        except _Stop:
-            say(f"{kit.me} stops")
-            service.stop()
-    os._exit(0)
-
-
-def _on_signal(*_: object) -> NoReturn:
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
-    raise _Stop
-
-
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-# ---- the service -----------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -130,7 +77,7 @@ class Service:
     def __init__(self, kit: Kit) -> None:
         self.kit = kit
         self.connected: set[str] = set()
-        self._carrier: tuple[subprocess.Popen[bytes], Pipe] | None = None
+        self._carrier: tuple[subprocess.Popen[bytes] | None, Pipe] | None = None
         self._asker: Asker | None = None
         self.runs: dict[bytes, Running] = {}
         self._lock, self.ending = threading.Lock(), threading.Event()
@@ -155,6 +102,8 @@ class Service:
         if self._carrier is not None:
             process, pipe = self._carrier
             pipe.close()
+            if process is None:
+                return
             try:
                 process.wait(2.0)
             except subprocess.TimeoutExpired:
@@ -180,9 +129,7 @@ class Service:
     def _carry(self) -> None:
         """One carrier's life."""
         kit = Kit.open(self.kit.path)  # parties may have joined
-        ours, theirs = socket.socketpair()
-        with theirs:
-            process = _spawn_carrier(theirs)
+        process, ours = open_carrier(kit, self.ending)
         pipe = Pipe(ours)
         pipe.post(Packet(PLAN, data=json.dumps(self._plan(kit)).encode()))
         with self._lock:
@@ -200,7 +147,7 @@ class Service:
                 self._carrier = None
             self.connected.clear()
             pipe.close()
-            if not self.ending.is_set():
+            if process is not None and not self.ending.is_set():
                 process.kill()
                 process.wait()
 
@@ -214,7 +161,7 @@ class Service:
             "host": host,
             "port": port,
             "listen": hub,
-            "addresses": [] if hub else _addresses(host, port),
+            "addresses": [] if hub else find_addresses(host, port),
             "tls": tls_files(kit),
             "sandbox": kit.policy().sandbox,
         }
@@ -223,7 +170,7 @@ class Service:
         """While the coordinator is not reached, look its name up again: the carrier cannot."""
         host, port = str(self.kit.study.network["host"]), int(self.kit.study.network["port"])
         while not self.ending.wait(RESOLVE):
-            found = [] if self.connected else _addresses(host, port)
+            found = [] if self.connected else find_addresses(host, port)
             if found and not pipe.post(Packet(ADDRESSES, data=json.dumps(found).encode())):
                 return  # another carrier has its own
 
@@ -364,6 +311,7 @@ class Service:
         except CloisterError as e:
             ended = failed(kit, run.hex(), e, results_folder(kit, run.hex()))
             ended.keep()
+            forget_refusals(Path(ended.folder).parent)
             log.warning("run %s: %s", run.hex()[:8], e)
             return run, ended.word
         self.begin(run)
@@ -381,30 +329,9 @@ class Service:
         return packet.data if packet.kind == ANSWER else None
 
 
-def _addresses(host: str, port: int) -> list[tuple[str, int]]:
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except OSError:
-        return []
-    return list(dict.fromkeys((str(sockaddr[0]), port) for *_, sockaddr in found))
-
-
-def _spawn_carrier(end: socket.socket) -> subprocess.Popen[bytes]:
-    """A Python that takes nothing from its surroundings: no environment, no folder, no descriptor but one."""
-    root = str(Path(__file__).resolve().parents[2])
-    code = (
-        "import sys; root = sys.argv.pop(1); root in sys.path or sys.path.insert(0, root);"  # the same code as here
-        "from cloister.runtime.sandbox import main; main()"
-    )
-    return subprocess.Popen(
-        [sys.executable, "-I", "-B", "-c", code, root, PROGRAM, str(end.fileno())],
-        pass_fds=[end.fileno()],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        env={},
-        cwd="/",
-    )
-
-
-__all__ = ["Service", "start_party"]
+def forget_refusals(results: Path, most: int = REFUSALS) -> None:
+    """Keep the latest runs that did not begin: a coordinator that asks for ever must not fill the disk."""
+    found = [f for f in results.iterdir() if f.is_dir() and [x.name for x in f.iterdir()] == ["outcome.json"]]
+    for folder in sorted(found)[: max(0, len(found) - most)]:  # their names begin with the time
+        (folder / "outcome.json").unlink()
+        folder.rmdir()

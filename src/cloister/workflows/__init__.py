@@ -11,11 +11,12 @@ import difflib
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from cloister import protocols
 from cloister.errors import DataError, ParameterError, UsageError
-from cloister.net.seat import Outcome, Seat
+from cloister.net.seat import Outcome, Place, Seat
 from cloister.study import Study
 from cloister.workflows.modes import STAYS, TOGETHER, Mode, Rows
 from cloister.workflows.options import read_options
@@ -27,6 +28,7 @@ SHIPPED = (
     "bin-values",
     "find-outliers",
     "shared-pca",
+    "train-classifier",
     "map-labels",
     "propagate-labels",
     "fine-tune",
@@ -56,6 +58,7 @@ class Workflow:
     check_study: Callable[[Study, Any], None] | None = None  # raises ParameterError where options and study do not fit
     warnings: Callable[[Study, Any], list[str]] | None = None  # what the parties should hear before they start
     files: Callable[[Outcome], dict[str, bytes]] | None = None  # further files to write at a party
+    model: tuple[str, Callable[[Path, Any], Any]] | None = None  # which of them is the model, and how to read it
     figures: Callable[[Mapping[str, Outcome], Any], list[Any]] | None = None  # for the report
     stand_in: Mapping[str, Any] = field(default_factory=dict)  # options that say nothing about a file
     retired: Mapping[str, str] = field(default_factory=dict)  # option of earlier versions → what to do instead
@@ -75,13 +78,20 @@ class Workflow:
             self.check(adata, options)
         return self.site(seat, adata, options)
 
-    def at_site(self, adata: AnnData, seat: Seat, *, copy: bool = False) -> tuple[AnnData, Outcome]:
+    def at_site(self, adata: AnnData, seat: Seat | Place, *, copy: bool = False) -> tuple[AnnData, Outcome]:
         """The site's part with the options that the study agreed on, for the public function of the workflow."""
         workflow, options = check_plan(seat.study)
         if workflow.name != self.name:
             raise UsageError(f"this is a study of '{workflow.name}', not of '{self.name}'")
         adata = adata.copy() if copy else adata
-        return adata, self.part(seat, adata, options)
+        if isinstance(seat, Seat):
+            return adata, self.part(seat, adata, options)
+        self.check(adata, options)
+        outcome, folder = seat.take_part(adata)
+        adata._init_as_actual(outcome.adata)
+        if self.model is not None and (path := folder / f"{seat.me}.{self.model[0]}").exists():
+            outcome.model = self.model[1](path, options)
+        return adata, outcome
 
 
 def names() -> tuple[str, ...]:

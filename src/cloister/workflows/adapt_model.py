@@ -11,12 +11,17 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import numpy as np
 
 from cloister.cells import tables as cells
+from cloister.crypto.owner_ckks import scheme as block
 from cloister.errors import DataError, ParameterError
-from cloister.net.seat import Outcome, Seat
+from cloister.models.polynomial import Encoder
+from cloister.net.seat import Outcome, Place, Seat
 from cloister.protocols.fedavg import federated_training
 from cloister.protocols.fedavg.training_parts import Offer, Trained
+from cloister.protocols.fedavg.training_terms import Params
 from cloister.protocols.inference import encrypted_inference, encrypted_loss, model_card, permuted_inference
+from cloister.protocols.inference.block_circuit import used
 from cloister.protocols.sums import common_seed, count_tests
+from cloister.report.figures import curves
 from cloister.workflows import Workflow
 from cloister.workflows.modes import modes_of
 from cloister.workflows.options import option
@@ -33,8 +38,8 @@ class Options:
     label_key: str = option("cell_type", "column of obs with the labels; NaN where there is none")
     labels: tuple[str, ...] = option((), "all label names; if none, the sites' names are collected")
     ring: Literal["small", "standard"] = option("standard", "lattice: small models only, or any")
-    budget: int = option(65536, "samples that a site may ask about, over all runs with the same ledger")
-    ledger: str | None = option(None, "file in which the provider counts them")
+    budget: int = option(65536, "samples that a site may ask about, over all runs")
+    ledger: str | None = option(None, "file in which the provider counts them; if none, beside the model's")
     bottleneck: int = option(8, "width of the adapter; 0 for linear probing")
     rounds: int = option(20, "rounds of averaging")
     local_epochs: int = option(1, "passes over a site's samples in a round")
@@ -54,7 +59,7 @@ class Options:
             raise ParameterError("options 'budget' and 'bottleneck' cannot be negative, and 'budget' not 0")
 
 
-def adapt_model(adata: AnnData, seat: Seat) -> Adapted:
+def adapt_model(adata: AnnData, seat: Seat | Place) -> Adapted:
     """Train an adapter and a head on features of a model that its provider keeps, together with the other sites.
 
     Parameters
@@ -62,7 +67,7 @@ def adapt_model(adata: AnnData, seat: Seat) -> Adapted:
     adata
         Images (rows of X) or cells; those with a label train, all are labelled in the end.
     seat
-        This site's place in a study of `adapt-model`; the study says the options.
+        This site's place in a study of `adapt-model`, from `cl.join(kit)`; the study says the options.
 
     Returns
     -------
@@ -103,9 +108,6 @@ def coordinator(seat: Seat, options: Options) -> Outcome:
 
 
 def load(path: str, ring: str) -> tuple[Any, model_card.Told]:
-    from cloister.crypto.owner_ckks import scheme as block
-    from cloister.models.polynomial import Encoder
-
     encoder = Encoder.load(path)
     return encoder, model_card.told_by(encoder, block.SMALL if ring == "small" else block.STANDARD)
 
@@ -133,7 +135,7 @@ def inputs_of(adata: AnnData, card: Mapping[str, Any]) -> Any:
             f"{len(missing)} of the model's {len(genes)} genes are not in adata.var_names (e.g. '{missing[0]}'); the "
             "panel is fixed: add them, with zeros if they were not measured"
         )
-    x = adata.X[:, [at[g] for g in genes]]
+    x = cells.loaded(adata)[:, [at[g] for g in genes]]
     x = np.asarray(x.toarray() if hasattr(x, "toarray") else x, np.float64)
     if cells.expression_kind(adata) == "counts":
         x = np.log1p(x / np.maximum(x.sum(axis=1, keepdims=True), 1.0) * float(card["target"]))
@@ -151,9 +153,18 @@ def ask(seat: Seat, options: Any, told: model_card.Told, inputs: Any) -> Any:
 
 
 def answer(seat: Seat, options: Any, told: model_card.Told, encoder: Any) -> Any:
-    ledger = encrypted_inference.Ledger(None if options.ledger is None else Path(options.ledger))
+    ledger = ledger_of(options)
     module = permuted_inference if seat.mode == "published" else encrypted_inference
     return seat.run(module.provider, inference_params(seat, options, told), encoder, ledger)
+
+
+def ledger_of(options: Any) -> encrypted_inference.Ledger:
+    """Counts over all runs, in a file beside the model; only the demo's model, which everybody has, needs none."""
+    from cloister.cells.demo import demo_encoder
+
+    if options.ledger is None and Path(options.model).resolve() == demo_encoder().resolve():
+        return encrypted_inference.Ledger()
+    return encrypted_inference.Ledger(Path(options.ledger or f"{options.model}.ledger.json"))
 
 
 def inference_params(seat: Seat, options: Any, told: model_card.Told) -> Any:
@@ -194,7 +205,8 @@ def train(adata: AnnData, seat: Seat, options: Options, told: model_card.Told, t
     import torch
 
     from cloister.models.adapter import Adapted, Config, make
-    from cloister.models.learner import Learner, Recipe, Table, hold_out
+    from cloister.models.learner import Learner, Recipe, Table
+    from cloister.models.splits import hold_out
 
     names = given(adata, options)
     seed = seat.study.seed
@@ -215,9 +227,9 @@ def train(adata: AnnData, seat: Seat, options: Options, told: model_card.Told, t
     return trained, Adapted(trained.learner.model.eval(), trained.labels, told.digest)
 
 
-def training_params(seat: Seat, options: Options, told: model_card.Told) -> federated_training.Params:
+def training_params(seat: Seat, options: Options, told: model_card.Told) -> Params:
     local = {k: v for k, v in vars(options).items() if k not in ("model", "ledger", "key_added")}
-    return federated_training.Params(
+    return Params(
         seat.sites,
         seat.coordinator,
         json.dumps([local, told.digest], sort_keys=True),
@@ -252,8 +264,6 @@ def write(adata: AnnData, key_added: str, adapted: Adapted, taps: Any) -> None:
 
 
 def summary(options: Options, told: model_card.Told, trained: Trained, parameters: int) -> dict[str, Any]:
-    from cloister.protocols.inference.block_circuit import used
-
     found: dict[str, Any] = {
         "labels": list(trained.labels),
         "parameters": parameters,
@@ -287,10 +297,14 @@ def files(outcome: Outcome) -> dict[str, bytes]:
     return {} if outcome.model is None else {"adapter.npz": outcome.model.to_bytes()}
 
 
+def read_model(path: Path, options: Options) -> Any:
+    from cloister.models.adapter import Adapted
+
+    return Adapted.load(path)
+
+
 def figures(outcomes: Mapping[str, Outcome], options: Any) -> list[Any]:
     """Accuracy over the rounds."""
-    from cloister.report.figures import curves
-
     found = next((o.result for o in outcomes.values() if o.result.get("history")), None)
     rows = [row for row in (found or {}).get("history", []) if "accuracy" in row]
     if not rows:
@@ -310,5 +324,6 @@ WORKFLOW = Workflow(
     coordinator=coordinator,
     check=check,
     files=files,
+    model=("adapter.npz", read_model),
     figures=figures,
 )

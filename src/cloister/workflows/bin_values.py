@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from cloister.arrays import F64, I64, U64
 from cloister.cells import tables as cells
 from cloister.errors import DataError, ParameterError
-from cloister.net.seat import Outcome, Seat
+from cloister.net.seat import Outcome, Place, Seat
 from cloister.protocols.sums import averaged_quantiles, common_genes, pooled_quantiles
+from cloister.report.figures import COLOURS, QUIET, STYLES, canvas, log_scale, shown
 from cloister.workflows import Workflow
 from cloister.workflows.modes import modes_of
-from cloister.workflows.options import option
+from cloister.workflows.options import check_min_donors, option
 
 if TYPE_CHECKING:
     from anndata import AnnData
@@ -28,19 +30,25 @@ class Options:
     layer: str | None = option(None, "layer to bin; X by default")
     key_added: str = option("binned", "name of the layer that is written")
     min_values: int = option(200, "least number of non-zero values a site must hold")
+    donor_key: str | None = option(None, "column of obs that names each cell's donor; without it, cells are counted")
+    min_donors: int = option(3, "least number of donors a site must hold, where donor_key is given")
+    min_count: int = option(10, "hardened: values that lie at or beyond every edge, on either side")
 
     def __post_init__(self) -> None:
         if not 3 <= self.n_bins <= MAX_BINS:
             raise ParameterError(f"option 'n_bins' must be between 3 and {MAX_BINS}, found {self.n_bins}")
         if self.min_values < 1:
             raise ParameterError(f"option 'min_values' must be at least 1, found {self.min_values}")
+        if self.min_count < 2:
+            raise ParameterError(f"option 'min_count' must be at least 2, found {self.min_count}")
+        check_min_donors(self.min_donors)
         if not self.key_added or self.key_added == self.layer:
             raise ParameterError(
                 f"option 'key_added' must name another layer than the one to bin, found {self.layer!r}"
             )
 
 
-def bin_values(adata: AnnData, seat: Seat, *, copy: bool = False) -> AnnData | None:
+def bin_values(adata: AnnData, seat: Seat | Place, *, copy: bool = False) -> AnnData | None:
     """Digitise expression values by bin edges that all sites of the study share.
 
     Parameters
@@ -48,7 +56,7 @@ def bin_values(adata: AnnData, seat: Seat, *, copy: bool = False) -> AnnData | N
     adata
         Counts or log values, sparse or dense; zeros are kept as bin 0 and do not count.
     seat
-        This site's place in a study of `bin-values`; the study says the options.
+        This site's place in a study of `bin-values`, from `cl.join(kit)`; the study says the options.
 
     Returns
     -------
@@ -56,7 +64,8 @@ def bin_values(adata: AnnData, seat: Seat, *, copy: bool = False) -> AnnData | N
 
     `adata.layers[key_added]` : integer matrix
         0 for zeros, 1 … n_bins - 1 for the others; as sparse as the input. The edges are `n_bins - 1` quantiles of the
-        non-zero values of all sites.
+        non-zero values of all sites; the outermost are the `min_count`-th smallest and largest. A value that several
+        edges are equal to goes to one of their bins at random, as in scGPT.
     `adata.uns["cloister"]["bin_edges"]` : array
         The shared edges.
     """
@@ -65,19 +74,34 @@ def bin_values(adata: AnnData, seat: Seat, *, copy: bool = False) -> AnnData | N
 
 
 def site(seat: Seat, adata: AnnData, options: Options) -> Outcome:
-    values = np.concatenate([np.asarray(v, dtype=np.float64) for v in cells.nonzero_values(adata, options.layer)])
-    kind = "counts" if np.array_equal(values, np.rint(values)) else "log"
+    kind = cells.survey(adata, options.layer).kind
     names = [str(g) for g in adata.var_names]
     agreed = seat.run(common_genes.site, common_genes.Params(seat.sites, seat.coordinator), kind, names)
+    values = Values(adata, options.layer)
     if seat.mode == "published":
-        edges = seat.run(averaged_quantiles.site, averaged(seat, options), values, int(adata.n_obs))
+        own = np.concatenate([*values])
+        edges = seat.run(averaged_quantiles.site, averaged(seat, options), own, int(adata.n_obs))
     else:
         edges = seat.run(pooled_quantiles.site, pooled(seat, options, agreed.kind), values)
-    adata.layers[options.key_added] = cells.map_values(adata, lambda v: digitise(v, edges), options.layer, np.int32)
+    ties = int(seat.rng("ties").integers(1 << 63))
+    adata.layers[options.key_added] = cells.map_values(
+        adata, lambda v, at: digitise(v, edges, spread(at, ties)), options.layer, np.int16
+    )
     store = adata.uns.setdefault("cloister", {})
     store["bin_edges"] = edges
     store["genes_in_common"] = len(agreed.names)
     return Outcome(adata, {"bin_edges": [float(e) for e in edges]})
+
+
+@dataclass(frozen=True)
+class Values:
+    """The non-zero values of some cells at a time, as often as they are asked for."""
+
+    adata: AnnData
+    layer: str | None
+
+    def __iter__(self) -> Iterator[F64]:
+        return cells.nonzero_values(self.adata, self.layer)
 
 
 def coordinator(seat: Seat, options: Options) -> Outcome:
@@ -95,23 +119,39 @@ def averaged(seat: Seat, options: Options) -> averaged_quantiles.Params:
 
 
 def pooled(seat: Seat, options: Options, kind: str) -> pooled_quantiles.Params:
-    return pooled_quantiles.Params(seat.sites, seat.coordinator, options.n_bins - 1, kind == "counts")
+    whole = kind == "counts"
+    return pooled_quantiles.Params(seat.sites, seat.coordinator, options.n_bins - 1, whole, options.min_count)
 
 
-def digitise(values: Any, edges: Any) -> Any:
-    """Bins of non-zero values: 1 … len(edges); what lies below the first edge counts as in the first bin."""
-    return np.clip(np.digitize(values, edges), 1, len(edges))
+def digitise(values: F64, edges: F64, shares: F64) -> I64:
+    """Bins of non-zero values: 1 … len(edges); what lies below the first edge counts as in the first bin.
+
+    Where several edges are equal, as on counts, a value that equals them belongs to all of their bins. It goes to the
+    one that its share in [0, 1) points at, so that bins are filled evenly; scGPT's `binning` draws it in the same way.
+    """
+    last = np.searchsorted(edges, values, side="right")
+    first = np.searchsorted(edges, values, side="left") + 1
+    bins = np.where(first < last, first + np.floor(shares * (last - first + 1)).astype(np.int64), last)
+    return np.clip(bins, 1, len(edges))
+
+
+def spread(at: U64, seed: int) -> F64:
+    """A number in [0, 1) for every place in a matrix, however the matrix is cut: splitmix64 of place and seed."""
+    z = (at + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    shares: F64 = ((z ^ (z >> np.uint64(31))) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return shares
 
 
 def check(adata: AnnData, options: Options) -> list[str]:
     """Raise `DataError` if these cells cannot be binned; return what the user should know."""
-    cells.check_cells(adata, layer=options.layer)
+    cells.check_donors(adata, options.donor_key, options.min_donors)
+    seen = cells.check_cells(adata, layer=options.layer)
+    assert seen is not None
     if not isinstance(adata.uns.get("cloister", {}), MutableMapping):
         raise DataError("adata.uns['cloister'] is taken by something else; rename or remove it")
-    kind = cells.expression_kind(adata, options.layer)
-    if kind == "scaled":
-        raise DataError("expression has negative values, so it was scaled; bin counts or log values: pass layer=")
-    stored = sum(len(v) for v in cells.nonzero_values(adata, options.layer))
+    stored = seen.nonzero
     if stored < options.min_values:
         raise DataError(
             f"{stored} non-zero values, fewer than {options.min_values}: quantiles of so few give them away;"
@@ -121,19 +161,19 @@ def check(adata: AnnData, options: Options) -> list[str]:
 
 
 def figures(outcomes: Mapping[str, Outcome], options: Options) -> list[Any]:
-    """Values per bin, and the edges, at each site against all sites together (as far as their cells are here)."""
-    from cloister.report.figures import COLOURS, QUIET, STYLES, canvas, log_scale, shown
-
+    """Values per bin, and the edges, at each site against all sites together, from a sample of the cells here."""
     sites = {p: o.adata for p, o in sorted(outcomes.items()) if o.adata is not None}
     if not sites:
         return []
-    values = {p: np.concatenate([*cells.nonzero_values(a, options.layer)]) for p, a in sites.items()}
+    values = {p: cells.sample_values(a, options.layer) for p, a in sites.items()}
     edges = np.asarray(next(iter(sites.values())).uns["cloister"]["bin_edges"])
     together = np.concatenate([*values.values()])
     n = len(edges)
 
     def share(v: Any) -> Any:
-        return np.bincount(digitise(v, edges), minlength=n + 1)[1:] / len(v)
+        return np.bincount(digitise(v, edges, spread(np.arange(len(v), dtype=np.uint64), 0)), minlength=n + 1)[
+            1:
+        ] / len(v)
 
     with canvas() as c:
         c.axis.bar(np.arange(1, n + 1), share(together), width=0.9, color=QUIET, label="all sites")

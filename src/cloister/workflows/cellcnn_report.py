@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from cloister.cells import genes
 from cloister.cells import tables as cells
 from cloister.errors import DataError
 from cloister.models import cellcnn
-from cloister.net.seat import Outcome, Seat
-from cloister.protocols.sums import secure_sum
+from cloister.net.seat import Outcome
 from cloister.protocols.sums.columns import match_columns
+from cloister.report.figures import COLOURS, canvas, heatmap, histograms
 
 if TYPE_CHECKING:
     from anndata import AnnData
@@ -71,18 +72,6 @@ def donor_means(
     return X, donors, [str(classes[names == d][0]) for d in donors]
 
 
-def pooled_hits(seat: Seat, models: Sequence[cellcnn.Model], held: tuple[Any, Any] | None) -> list[float]:
-    """Accuracy of every model on the held-out inputs of all sites together, by a secure sum of right answers."""
-    params = secure_sum.Params(seat.sites, seat.coordinator, len(models) + 1, to_all=True)
-    if held is None:
-        z = seat.run(secure_sum.aggregator, params).z
-    else:
-        X, y = held
-        right = [int((cellcnn.predict(m.logits(X)) == y).sum()) for m in models]
-        z = seat.run(secure_sum.contributor, params, np.array([*right, len(y)], np.uint64)).z
-    return [float(k / max(1, z[-1])) for k in z[:-1]]
-
-
 def consensus(models: Sequence[cellcnn.Model], scores: Sequence[float]) -> dict[str, Any]:
     """One filter for each cluster among the filters of the best three models."""
     W, V = cellcnn.consensus_filters([m.weights for m in models if m.weights is not None], scores)
@@ -91,8 +80,6 @@ def consensus(models: Sequence[cellcnn.Model], scores: Sequence[float]) -> dict[
 
 def figures(outcomes: Mapping[str, Outcome], options: Options) -> list[Any]:
     """Filters by markers; how many cells each donor has that the positive filter selects; their markers."""
-    from cloister.report.figures import COLOURS, canvas, heatmap, histograms
-
     opened = {p: o for p, o in sorted(outcomes.items()) if o.result.get("opened")}
     if not opened:
         return []
@@ -146,6 +133,4 @@ def figures(outcomes: Mapping[str, Outcome], options: Options) -> list[Any]:
 
 
 def _column(adata: AnnData, name: str) -> int:
-    from cloister.cells import genes
-
     return [genes.plain_name(str(v)) for v in adata.var_names].index(name)

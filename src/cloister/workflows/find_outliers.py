@@ -13,12 +13,13 @@ from cloister.cells import tables as cells
 from cloister.crypto.entropy import Entropy
 from cloister.errors import DataError, ParameterError
 from cloister.models.disguise import disguise
-from cloister.net.seat import Outcome, Seat
+from cloister.net.seat import Outcome, Place, Seat
 from cloister.protocols.forest import counted_forest, masked_forest
 from cloister.protocols.sums.columns import match_columns
 from cloister.workflows import Workflow
 from cloister.workflows.modes import modes_of
-from cloister.workflows.options import option
+from cloister.workflows.one_space import agree_on_space
+from cloister.workflows.options import check_min_donors, option
 from cloister.workflows.outlier_figures import figures, plot_values
 
 if TYPE_CHECKING:
@@ -42,6 +43,8 @@ class Options:
     impute: Literal["refuse", "mean"] = option("refuse", "what to do about missing values")
     drop: bool = option(default=False, help="leave the flagged rows out of what is written")
     min_count: int = option(8, "hardened: counts below are not opened; 1 opens all")
+    donor_key: str | None = option(None, "column of obs that names each cell's donor; without it, cells are counted")
+    min_donors: int = option(3, "least number of donors a site must hold, where donor_key is given")
     give: Literal["scores", "flags", "regions"] = option("scores", "published: what the principal server hands out")
     stretch: float = option(10.0, "published: T, the largest stretch of an axis")
     standardise: bool = option(
@@ -66,6 +69,7 @@ class Options:
             raise ParameterError(f"option 'extension' must be at least 1, found {self.extension}")
         if not self.stretch > 1:
             raise ParameterError(f"option 'stretch' must be above 1, found {self.stretch}")
+        check_min_donors(self.min_donors)
         if not 0 <= self.thin < 1 or not 0 <= self.smote <= 10:
             raise ParameterError("option 'thin' must be from 0 to 1, 'smote' from 0 to 10")
 
@@ -74,7 +78,7 @@ class Options:
         return self.contamination if self.contamination is not None or self.threshold is not None else SHARE
 
 
-def find_outliers(adata: AnnData, seat: Seat, *, copy: bool = False) -> AnnData | None:
+def find_outliers(adata: AnnData, seat: Seat | Place, *, copy: bool = False) -> AnnData | None:
     """Score every row by how isolated it is among all sites' rows, and flag the outliers.
 
     Parameters
@@ -82,7 +86,7 @@ def find_outliers(adata: AnnData, seat: Seat, *, copy: bool = False) -> AnnData 
     adata
         Rows (cells, samples) of numbers: `X`, a layer, or a key of `obsm`. Columns are matched by name.
     seat
-        This site's place in a study of `find-outliers`; the study says the options.
+        This site's place in a study of `find-outliers`, from `cl.join(kit)`; the study says the options.
 
     Returns
     -------
@@ -101,6 +105,7 @@ def find_outliers(adata: AnnData, seat: Seat, *, copy: bool = False) -> AnnData 
 
 
 def site(seat: Seat, adata: AnnData, options: Options) -> Outcome:
+    agree_on_space(seat, options.use_rep, adata)
     names, X = table(adata, options)
     if seat.mode == "published":
         scores, flags, cut, plain = _masked(seat, options, names, X)
@@ -126,6 +131,7 @@ def site(seat: Seat, adata: AnnData, options: Options) -> Outcome:
 
 
 def coordinator(seat: Seat, options: Options) -> Outcome:
+    agree_on_space(seat, options.use_rep)
     if seat.mode == "published":
         seen = seat.run(masked_forest.principal, published_params(seat, options))
         return Outcome(None, {"rows": int(seen.scores.shape[1]), "flagged": int(seen.flags[0].sum())})
@@ -136,6 +142,7 @@ def coordinator(seat: Seat, options: Options) -> Outcome:
 def auxiliary(seat: Seat, options: Options) -> Outcome:
     if seat.mode != "published":
         return Outcome()
+    agree_on_space(seat, options.use_rep)
     return Outcome(None, {"rows": seat.run(masked_forest.auxiliary, published_params(seat, options))})
 
 
@@ -227,7 +234,7 @@ def table(adata: AnnData, options: Options) -> tuple[list[str], F64]:
             f"{found.shape[0]} rows x {len(names)} columns are too many to be made dense; "
             "reduce them to some components (`shared-pca`) and pass use_rep="
         )
-    found = found[:] if adata.isbacked and options.use_rep in (None, "X") else found
+    found = found[:] if adata.isbacked or cells.is_on_disk(found) else found
     dense = np.asarray(found.toarray() if hasattr(found, "toarray") else found)
     if dense.ndim != 2 or 0 in dense.shape or dense.dtype.kind not in "biuf":
         raise DataError(f"expected a table of numbers, one row each, found shape {dense.shape} of {dense.dtype}")
@@ -242,6 +249,7 @@ def _kind(adata: AnnData, options: Options) -> str:
 
 def check(adata: AnnData, options: Options) -> list[str]:
     """Raise `DataError` if these rows cannot be scored; return what the user should know."""
+    cells.check_donors(adata, options.donor_key, options.min_donors)
     names, X = table(adata, options)
     genes.check_unique(names, "Column names")
     missing = int(np.isnan(X).sum())

@@ -10,11 +10,14 @@ import numpy as np
 
 from cloister.cells import tables as cells
 from cloister.errors import DataError, ParameterError
-from cloister.net.seat import Outcome, Seat
+from cloister.net.seat import Outcome, Place, Seat
 from cloister.protocols.knn import mapping_terms, plain_knn, private_knn, published_knn, verified_knn
+from cloister.report import figures as draw
 from cloister.study import Party, Study
 from cloister.workflows import Workflow
+from cloister.workflows.mapping_baselines import scores
 from cloister.workflows.modes import modes_of
+from cloister.workflows.one_space import agree_on_space
 from cloister.workflows.options import option
 
 if TYPE_CHECKING:
@@ -81,7 +84,7 @@ def who_computes(study: Study, computing: Sequence[Party]) -> str:
     return text
 
 
-def map_labels(adata: AnnData, seat: Seat, *, copy: bool = False) -> AnnData | None:
+def map_labels(adata: AnnData, seat: Seat | Place, *, copy: bool = False) -> AnnData | None:
     """Label cells by their nearest neighbours in references that stay at other sites.
 
     At the site that the study names as `query`, its cells are labelled. At any other, its labelled cells serve as
@@ -92,7 +95,7 @@ def map_labels(adata: AnnData, seat: Seat, *, copy: bool = False) -> AnnData | N
     adata
         Cells to label, or references. `adata.obsm[use_rep]` must lie in one space at all sites.
     seat
-        This site's place in a study of `map-labels`; the study says the options.
+        This site's place in a study of `map-labels`, from `cl.join(kit)`; the study says the options.
 
     Returns
     -------
@@ -108,6 +111,7 @@ def map_labels(adata: AnnData, seat: Seat, *, copy: bool = False) -> AnnData | N
 
 
 def site(seat: Seat, adata: AnnData, options: Options) -> Outcome:
+    agree_on_space(seat, options.use_rep, adata)
     if seat.me != options.query:
         x, names = references(adata, options)
         if options.prototypes:
@@ -123,6 +127,7 @@ def site(seat: Seat, adata: AnnData, options: Options) -> Outcome:
 
 def assist(seat: Seat, options: Options) -> Outcome:
     """The part of a party without cells."""
+    agree_on_space(seat, options.use_rep)
     label_cells(seat, options, None, None)
     return Outcome(None, computed_by(seat, options))
 
@@ -203,7 +208,8 @@ def label_cells(seat: Seat, options: Options, x: Any, names: Any) -> tuple[Any, 
     )
     module, params = protocol_of(plan, core)
     if x is None and plan.mode == "plain" and seat.me != hub:
-        return seat.attend(params), terms.labels
+        seat.attend(params)
+        return None, terms.labels
     if x is None:
         return seat.run(module.coordinator if plan.mode == "plain" else module.helper, params), terms.labels
     if names is None:
@@ -260,16 +266,12 @@ def summary(adata: AnnData, options: Options) -> dict[str, Any]:
     made: dict[str, Any] = {"cells": len(found), "unknown": int((found == UNKNOWN).sum())}
     made["cells_per_label"] = {str(k): int(v) for k, v in found.value_counts().items()}
     if options.label_key in adata.obs and not adata.obs[options.label_key].isna().all():
-        from cloister.workflows.mapping_baselines import scores
-
         known = ~adata.obs[options.label_key].isna().to_numpy()
         made |= scores(adata.obs[options.label_key][known].astype(str).to_numpy(), found[known].to_numpy())
     return made
 
 
 def figures(outcomes: Mapping[str, Outcome], options: Options) -> list[Any]:
-    from cloister.report import figures as draw
-
     adata = outcomes[options.query].adata if options.query in outcomes else None
     if adata is None or options.key_added not in adata.obs:
         return []

@@ -19,6 +19,12 @@ def option(default: Any = dataclasses.MISSING, help: str = "") -> Any:
     return dataclasses.field(default=default, metadata={"help": help})
 
 
+def check_min_donors(least: int) -> None:
+    """Raise `ParameterError` for a floor that lets one person's cells through as a sum."""
+    if least < 2:
+        raise ParameterError(f"option 'min_donors' must be at least 2, found {least}")
+
+
 def read_options(kind: type[Any], given: Mapping[str, Any], workflow: str) -> Any:
     """An instance of the options' dataclass from plain values; the error names the key."""
     known = {f.name: f for f in dataclasses.fields(kind)}

@@ -12,8 +12,16 @@ import numpy as np
 from cloister.cells import tables as cells
 from cloister.errors import DataError, ParameterError
 from cloister.models import cellcnn
-from cloister.net.seat import Outcome, Seat
-from cloister.protocols.cellcnn import private_prediction
+from cloister.net.seat import Outcome, Place, Seat
+from cloister.protocols.cellcnn import (
+    encrypted_training,
+    encrypted_validation,
+    oblivious_prediction,
+    private_prediction,
+)
+from cloister.protocols.cellcnn.cellcnn_circuit import choose_ring
+from cloister.protocols.cellcnn.key_store import KeyStore
+from cloister.report.figures import COLOURS, canvas, shown
 from cloister.study import Party, Study
 from cloister.workflows import Workflow
 from cloister.workflows.cellcnn_report import donor_means
@@ -56,20 +64,16 @@ def load_model(options: Options, me: Party) -> cellcnn.Model:
 
 
 def trained_of(options: Options, seat: Seat, made: cellcnn.Model) -> Trained:
-    from cloister.protocols.cellcnn import encrypted_training, encrypted_validation
-    from cloister.protocols.cellcnn.cellcnn_circuit import choose_ring
-    from cloister.protocols.cellcnn.key_store import KeyStore
-
     sites, hub = seat.sites, seat.coordinator
     store = KeyStore(options.keep, seat.me)
     params = encrypted_training.Params(sites, hub, choose_ring(made.config, len(sites)), made.config)
-    if not store.has_state(params.tag):  # a training with validation has a ring of its own
+    if not store.steps(params.tag):  # a training with validation has a ring of its own
         ring = encrypted_validation.ring_for(made.config, len(sites))
         params = encrypted_training.Params(sites, hub, ring, made.config)
     return encrypted_training.load_trained(params, store, site=seat.role == "site")
 
 
-def predict_cellcnn(adata: AnnData, seat: Seat, *, copy: bool = False) -> AnnData | None:
+def predict_cellcnn(adata: AnnData, seat: Seat | Place, *, copy: bool = False) -> AnnData | None:
     """Predict the class of each of this site's donors, or help another site to.
 
     Returns
@@ -130,8 +134,6 @@ def ask(seat: Seat, options: Options, made: cellcnn.Model, X: Any) -> Any:
         if made.weights is None:
             raise DataError("the model was not opened; train with open_model=true, or predict with opened=false")
         return seat.run(private_prediction.server, p, made.weights.M)
-    from cloister.protocols.cellcnn import oblivious_prediction
-
     trained = trained_of(options, seat, made)
     ring, n = trained.params.ckks, len(sites)
     chunks = oblivious_prediction.chunks(made.config, ring, n, options.max_donors)
@@ -145,8 +147,6 @@ def ask(seat: Seat, options: Options, made: cellcnn.Model, X: Any) -> Any:
 
 def figures(outcomes: Mapping[str, Outcome], options: Options) -> list[Any]:
     """How sure the model is of every donor's class."""
-    from cloister.report.figures import COLOURS, canvas, shown
-
     rows: list[dict[str, Any]] = next(
         (o.result["predictions"] for o in outcomes.values() if o.result.get("predictions")), []
     )

@@ -11,7 +11,7 @@ import numpy as np
 from cloister.cells import tables as cells
 from cloister.errors import DataError, ParameterError
 from cloister.models import graph
-from cloister.net.seat import Outcome, Seat
+from cloister.net.seat import Outcome, Place, Seat
 from cloister.protocols.hamming import shared_codes
 from cloister.protocols.propagation import (
     label_propagation,
@@ -19,9 +19,11 @@ from cloister.protocols.propagation import (
     propagation_terms,
     verified_propagation,
 )
+from cloister.report import figures as draw
 from cloister.study import Study
 from cloister.workflows import Workflow
 from cloister.workflows.modes import modes_of
+from cloister.workflows.one_space import agree_on_space
 from cloister.workflows.options import option
 
 if TYPE_CHECKING:
@@ -59,7 +61,7 @@ class Options:
             raise ParameterError("option 'key_added' must be a name of its own, so that given labels are kept")
 
 
-def propagate_labels(adata: AnnData, seat: Seat, *, copy: bool = False) -> AnnData | None:
+def propagate_labels(adata: AnnData, seat: Seat | Place, *, copy: bool = False) -> AnnData | None:
     """Label the cells without a label from those that have one, at any site, over a graph of all sites' cells.
 
     Parameters
@@ -68,7 +70,7 @@ def propagate_labels(adata: AnnData, seat: Seat, *, copy: bool = False) -> AnnDa
         Cells, all, some or none of them labelled: `adata.obs[label_key]`, where NaN means no label. The embedding
         `adata.obsm[use_rep]` must be one space for all sites. The column may be missing at a site without labels.
     seat
-        This site's place in a study of `propagate-labels`; the study says the options.
+        This site's place in a study of `propagate-labels`, from `cl.join(kit)`; the study says the options.
 
     Returns
     -------
@@ -85,17 +87,20 @@ def propagate_labels(adata: AnnData, seat: Seat, *, copy: bool = False) -> AnnDa
 
 
 def site(seat: Seat, adata: AnnData, options: Options) -> Outcome:
+    agree_on_space(seat, options.use_rep, adata)
     inputs = _inputs(adata, options)
     write(adata, options, seat.run(_protocol(seat.study).site, params_of(seat.study, options), *inputs))
     return Outcome(adata, computed_by(seat.study, options) | summary(adata, options))
 
 
 def coordinator(seat: Seat, options: Options) -> Outcome:
+    agree_on_space(seat, options.use_rep)
     served = seat.run(_protocol(seat.study).server, params_of(seat.study, options))
     return Outcome(None, computed_by(seat.study, options) | _counts(served))
 
 
 def auxiliary(seat: Seat, options: Options) -> Outcome:
+    agree_on_space(seat, options.use_rep)
     seat.attend(params_of(seat.study, options))
     return Outcome(None, computed_by(seat.study, options))
 
@@ -213,8 +218,6 @@ def summary(adata: AnnData, options: Options) -> dict[str, Any]:
 
 
 def figures(outcomes: Mapping[str, Outcome], options: Options) -> list[Any]:
-    from cloister.report import figures as draw
-
     made: list[Any] = []
     confidence: dict[str, Any] = {}
     here = {s: o.adata for s, o in outcomes.items() if o.adata is not None and options.key_added in o.adata.obs}

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from cloister.cells import tables as cells
 from cloister.errors import DataError, ParameterError
-from cloister.net.seat import Outcome, Seat
+from cloister.net.seat import Outcome, Place, Seat
 from cloister.protocols.inference import model_card
+from cloister.report.figures import histograms
 from cloister.workflows import Workflow
 from cloister.workflows.adapt_model import answer, ask, inputs_of, load, write
 from cloister.workflows.modes import modes_of
@@ -25,8 +26,8 @@ class Options:
     model: str = option("model.npz", "file of the provider's model, at the coordinator")
     adapter: str = option("adapter.npz", "file that adapt-model wrote, at every site")
     ring: Literal["small", "standard"] = option("standard", "lattice; as in adapt-model")
-    budget: int = option(65536, "samples that a site may ask about, over all runs with the same ledger")
-    ledger: str | None = option(None, "file in which the provider counts them")
+    budget: int = option(65536, "samples that a site may ask about, over all runs")
+    ledger: str | None = option(None, "file in which the provider counts them; if none, beside the model's")
     key_added: str = option("predicted", "column of obs with the model's labels")
 
     def __post_init__(self) -> None:
@@ -34,7 +35,7 @@ class Options:
             raise ParameterError(f"option 'budget' must be at least 1, found {self.budget}")
 
 
-def serve_model(adata: AnnData, seat: Seat, *, copy: bool = False) -> AnnData | None:
+def serve_model(adata: AnnData, seat: Seat | Place, *, copy: bool = False) -> AnnData | None:
     """Label samples by a model that stays with its provider, and an adapter that stays here.
 
     Parameters
@@ -42,7 +43,7 @@ def serve_model(adata: AnnData, seat: Seat, *, copy: bool = False) -> AnnData | 
     adata
         Images (rows of X) or cells.
     seat
-        This site's place in a study of `serve-model`; the study says the options.
+        This site's place in a study of `serve-model`, from `cl.join(kit)`; the study says the options.
 
     Returns
     -------
@@ -85,8 +86,6 @@ def check(adata: AnnData, options: Any) -> list[str]:
 
 def figures(outcomes: Mapping[str, Outcome], options: Options) -> list[Any]:
     """How sure the model is of its labels, at every site that is here."""
-    from cloister.report.figures import histograms
-
     key = f"{options.key_added}_confidence"
     here = {s: o.adata.obs[key] for s, o in outcomes.items() if o.adata is not None and key in o.adata.obs}
     title = "Confidence of the predicted labels"

@@ -10,15 +10,19 @@ import numpy as np
 
 from cloister.cells import tables as cells
 from cloister.cells.genes import check_unique, gene_names, plain_name
+from cloister.cells.spaces import digest_of
 from cloister.errors import DataError, ParameterError
-from cloister.net.seat import Outcome, Seat
+from cloister.net.seat import Outcome, Place, Seat
 from cloister.protocols.sums import shared_pca as protocol
+from cloister.report.figures import curves, embedding
 from cloister.workflows import Workflow
 from cloister.workflows.modes import modes_of
-from cloister.workflows.options import option
+from cloister.workflows.options import check_min_donors, option
 
 if TYPE_CHECKING:
     from anndata import AnnData
+
+POINTS = 20_000  # cells of a site that are drawn, at most
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,8 @@ class Options:
     scale: bool = option(default=True, help="divide genes by their pooled deviation")
     max_value: float = option(10.0, "clip scaled values here")
     min_cells: int = option(50, "least number of cells a site must hold")
+    donor_key: str | None = option(None, "column of obs that names each cell's donor; without it, cells are counted")
+    min_donors: int = option(3, "least number of donors a site must hold, where donor_key is given")
     key_added: str = option("X_shared_pca", "name in obsm")
 
     def __post_init__(self) -> None:
@@ -49,9 +55,10 @@ class Options:
             raise ParameterError(f"option 'n_top_genes' must be at most 10000, found {self.n_top_genes}")
         if not self.target_sum > 0 or not self.max_value > 0 or self.min_cells < 2:
             raise ParameterError("options 'target_sum' and 'max_value' must be above 0, 'min_cells' at least 2")
+        check_min_donors(self.min_donors)
 
 
-def shared_pca(adata: AnnData, seat: Seat, *, copy: bool = False) -> AnnData | None:
+def shared_pca(adata: AnnData, seat: Seat | Place, *, copy: bool = False) -> AnnData | None:
     """Put cells into the principal components of all sites' cells together.
 
     Normalisation, choice of genes, scaling and components are those that scanpy computes on the pooled cells. It
@@ -63,7 +70,7 @@ def shared_pca(adata: AnnData, seat: Seat, *, copy: bool = False) -> AnnData | N
     adata
         Raw counts (or log values with `kind="log"`, at every site alike), sparse or dense.
     seat
-        This site's place in a study of `shared-pca`; the study says the options.
+        This site's place in a study of `shared-pca`, from `cl.join(kit)`; the study says the options.
 
     Returns
     -------
@@ -82,7 +89,8 @@ def shared_pca(adata: AnnData, seat: Seat, *, copy: bool = False) -> AnnData | N
 
 def site(seat: Seat, adata: AnnData, options: Options) -> Outcome:
     space, scores = seat.run(protocol.site, params_of(seat, options), cells_of(adata, options))
-    write_space(adata, options.key_added, space, scores, own_names(adata, options))
+    scaling = [options.kind, options.target_sum, options.scale, options.max_value]
+    write_space(adata, options.key_added, space, scores, own_names(adata, options), scaling)
     return Outcome(adata, summary(space))
 
 
@@ -117,16 +125,15 @@ def own_names(adata: AnnData, options: Options) -> list[str]:
 
 
 def cells_of(adata: AnnData, options: Options) -> protocol.Cells:
-    matrix = adata.X if options.layer is None else adata.layers[options.layer]
-    if adata.isbacked:
-        matrix = matrix[:]
     library = None
     if options.library_key is not None:
         library = np.asarray(adata.obs[options.library_key], dtype=np.float64)
-    return protocol.Cells(tuple(own_names(adata, options)), matrix, library)
+    return protocol.Cells(tuple(own_names(adata, options)), cells.rows_of(adata, options.layer), library)
 
 
-def write_space(adata: AnnData, key: str, space: protocol.Space, scores: Any, names: list[str]) -> None:
+def write_space(
+    adata: AnnData, key: str, space: protocol.Space, scores: Any, names: list[str], scaling: list[Any]
+) -> None:
     at = {name: i for i, name in enumerate(names)}
     components = np.zeros((adata.n_vars, space.components.shape[1]))
     components[[at[name] for name in space.genes]] = space.components
@@ -140,13 +147,16 @@ def write_space(adata: AnnData, key: str, space: protocol.Space, scores: Any, na
         "deviation": space.deviation,
         "center": space.center,
         "cells": space.cells,
+        "space": digest_of(list(space.genes), space.mean, space.deviation, space.center, space.components, scaling),
     }
 
 
 def check(adata: AnnData, options: Options) -> list[str]:
     """Raise `DataError` if these cells cannot take part; return what the user should know."""
-    cells.check_cells(adata, layer=options.layer)
-    found = cells.expression_kind(adata, options.layer)
+    cells.check_donors(adata, options.donor_key, options.min_donors)
+    seen = cells.check_cells(adata, layer=options.layer)
+    assert seen is not None
+    found = seen.kind
     if found != options.kind:
         fix = "pass layer= with raw counts, or kind='log' at every site" if options.kind == "counts" else "pass layer="
         raise DataError(f"expected {options.kind} values, found {found} values; {fix}")
@@ -173,13 +183,12 @@ def check(adata: AnnData, options: Options) -> list[str]:
 
 def figures(outcomes: Mapping[str, Outcome], options: Options) -> list[Any]:
     """The cells that are here in the first two components, by site; how much each component explains."""
-    from cloister.report.figures import curves, embedding
-
     here = {s: o.adata for s, o in outcomes.items() if o.adata is not None and options.key_added in o.adata.obsm}
     made: list[Any] = []
     if here and options.n_components > 1:
-        points = np.concatenate([a.obsm[options.key_added][:, :2] for a in here.values()])
-        of = [site for site, a in here.items() for _ in range(a.n_obs)]
+        some = {s: np.linspace(0, a.n_obs - 1, min(a.n_obs, POINTS)).astype(int) for s, a in here.items()}
+        points = np.concatenate([a.obsm[options.key_added][some[s], :2] for s, a in here.items()])
+        of = [site for site in here for _ in some[site]]
         made.append(embedding(points, of, title="Cells in the shared space, by site", order=list(here)))
     ratio: list[float] = next(
         (o.result["variance_ratio"] for o in outcomes.values() if "variance_ratio" in o.result), []

@@ -13,13 +13,22 @@ from cloister.cells import tables as cells
 from cloister.errors import DataError, ParameterError, RefusedError
 from cloister.files import write as write_file
 from cloister.models import cellcnn
-from cloister.net.seat import Outcome, Seat
-from cloister.protocols.cellcnn import cellcnn_terms, clear_training
+from cloister.net.seat import Outcome, Place, Seat
+from cloister.protocols.cellcnn import (
+    cellcnn_terms,
+    clear_training,
+    encrypted_training,
+    encrypted_validation,
+    pooled_accuracy,
+    published_training,
+)
+from cloister.protocols.cellcnn.cellcnn_circuit import choose_ring
+from cloister.protocols.cellcnn.key_store import KeyStore
 from cloister.protocols.sums import pooled_scaling
 from cloister.protocols.sums.columns import match_columns
 from cloister.study import CONSENTS, Study
 from cloister.workflows import Workflow
-from cloister.workflows.cellcnn_report import accuracy, consensus, figures, pooled_hits, report
+from cloister.workflows.cellcnn_report import accuracy, consensus, figures, report
 from cloister.workflows.modes import modes_of
 from cloister.workflows.options import option
 
@@ -168,7 +177,7 @@ def check(adata: AnnData, options: Options) -> list[str]:
     return notes
 
 
-def train_cellcnn(adata: AnnData, seat: Seat) -> cellcnn.Model:
+def train_cellcnn(adata: AnnData, seat: Seat | Place) -> cellcnn.Model:
     """Train a CellCnn together with the other sites of the study; nothing of it is decrypted unless all agreed.
 
     Parameters
@@ -176,7 +185,7 @@ def train_cellcnn(adata: AnnData, seat: Seat) -> cellcnn.Model:
     adata
         Cells of the donors here: `obs[sample_key]` names the donor, `obs[target_key]` its class; markers are columns.
     seat
-        This site's place in a study of `train-cellcnn`; the study says the options.
+        This site's place in a study of `train-cellcnn`, from `cl.join(kit)`; the study says the options.
 
     Returns
     -------
@@ -230,7 +239,7 @@ def models_of(adata: AnnData, seat: Seat, options: Options) -> tuple[list[cellcn
     out = np.isin(names, held_out(donors, options.hold_out, seat))
     mean, scale = standard(seat, options, x.shape[1], x[~out])
     prepared = cellcnn.standardise(x, 0.0, mean, scale)
-    drawn = {"n_cells": options.n_cells, "per": options.per, "n_inputs": options.n_inputs}
+    drawn: dict[str, Any] = {"n_cells": options.n_cells, "per": options.per, "n_inputs": options.n_inputs}
     inputs, labels = cellcnn.draw_inputs(prepared[~out], names[~out], y[~out], **drawn, rng=seat.rng("inputs"))
     held = None
     if out.any():
@@ -238,7 +247,7 @@ def models_of(adata: AnnData, seat: Seat, options: Options) -> tuple[list[cellcn
     made: list[cellcnn.Model] = []
     for k in range(options.n_models):
         config = config_of(options, terms, seat.study.seed, k)
-        model = cellcnn.Model(config, *terms, options.cofactor, mean, scale)
+        model = cellcnn.Model(config, terms.markers, terms.classes, options.cofactor, mean, scale)
         batches = cellcnn.draw_batches(inputs, labels, config, seat.rng(f"batches/{k}" if k else "batches"))
         made.append(train(seat, options, model, (*batches, sampled(held, config, seat)), k))
     return made, prepared, held
@@ -266,7 +275,12 @@ def best_of(
     """The opened model that does best on all sites' held-out donors, and the consensus of the best three."""
     if options.hold_out == 0 or made[0].weights is None:
         return made[0], {}
-    scores = pooled_hits(seat, made, held)
+    params = pooled_accuracy.Params(seat.sites, seat.coordinator, len(made))
+    if held is None:
+        scores = seat.run(pooled_accuracy.coordinator, params).tolist()
+    else:
+        right = [int((cellcnn.predict(m.logits(held[0])) == held[1]).sum()) for m in made]
+        scores = seat.run(pooled_accuracy.site, params, np.array([*right, len(held[1])])).tolist()
     found: dict[str, Any] = {"validation_accuracy": scores}
     return made[int(np.argmax(scores))], found | (consensus(made, scores) if len(made) > 1 else {})
 
@@ -295,15 +309,10 @@ def train(
             return replace(model, weights=seat.run(clear_training.aggregator, clear))
         return replace(model, weights=seat.run(clear_training.holder, clear, *inputs[:2]))
     if seat.mode == "published":
-        from cloister.protocols.cellcnn import published_training
-
         as_printed = published_training.Params(sites, hub, published_training.choose_ring(len(sites)), model.config)
         if inputs is None:
             return replace(model, weights=seat.run(published_training.aggregator, as_printed, store).weights)
         return replace(model, weights=seat.run(published_training.holder, as_printed, *inputs[:2], store).weights)
-    from cloister.protocols.cellcnn import encrypted_training, encrypted_validation
-    from cloister.protocols.cellcnn.cellcnn_circuit import choose_ring
-
     done: Trained
     every, size = options.validate_every, model.config.batch if options.validate_every else 0
     ring = (encrypted_validation.ring_for if every else choose_ring)(model.config, len(sites))
@@ -313,12 +322,10 @@ def train(
     else:
         X, Y, held = inputs
         done = seat.run(encrypted_training.holder, params, X, Y, store, held if every else None)
-    return replace(model, weights=done.weights, losses=done.losses)
+    return replace(model, weights=done.weights, losses=done.losses, ring=ring.about)
 
 
 def store_of(options: Options, seat: Seat, number: int = 0) -> KeyStore | None:
-    from cloister.protocols.cellcnn.key_store import KeyStore
-
     if not options.keep:
         return None
     return KeyStore(Path(options.keep) / f"model-{number + 1}" if options.n_models > 1 else options.keep, seat.me)
@@ -338,7 +345,15 @@ def coordinator(seat: Seat, options: Options) -> Outcome:
     every: list[cellcnn.Model] = []
     for k in range(options.n_models):
         config = config_of(options, terms, seat.study.seed, k)
-        every.append(train(seat, options, cellcnn.Model(config, *terms, options.cofactor, mean, scale), None, k))
+        every.append(
+            train(
+                seat,
+                options,
+                cellcnn.Model(config, terms.markers, terms.classes, options.cofactor, mean, scale),
+                None,
+                k,
+            )
+        )
     best, agreed = best_of(seat, options, every, None)
     save(best, options, seat)
     return Outcome(None, summary(best) | agreed, model=best)
@@ -353,6 +368,8 @@ def summary(made: cellcnn.Model) -> dict[str, Any]:
     }
     if made.weights is not None:
         known |= {"filters": made.weights.W.T.tolist(), "dense": made.weights.V.tolist()}
+    if made.ring:
+        known["ring"] = made.ring
     if made.losses:
         known["validation_loss"] = {str(step): loss for step, loss in made.losses.items()}
     return known
@@ -372,6 +389,7 @@ WORKFLOW = Workflow(
     check=check,
     check_study=check_study,
     files=files,
+    model=("model.json", lambda path, options: cellcnn.Model.from_json(path.read_text(encoding="utf-8"))),
     figures=figures,
     stand_in={"open_model": True},
     retired={"encrypted": "training in the clear is mode 'plain', and the other modes are encrypted"},

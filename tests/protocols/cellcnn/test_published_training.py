@@ -21,10 +21,35 @@ from cloister.run.rehearsal import Fault
 from cloister.testing import Case, check_no_errors, run_protocol, values
 
 
+class PlainOps:
+    """The operations on plain complex vectors."""
+
+    def rotate(self, x, steps):
+        return np.conj(x) if steps == published_circuit.CONJUGATE else np.roll(x, -steps)
+
+    def add(self, x, y):
+        return x + y
+
+    def times(self, x, y):
+        return x * y
+
+    def times_i(self, x):
+        return published_circuit.iota(len(x)) * x
+
+    def times_plain(self, x, v, *, like=None):
+        return x * v
+
+    def add_plain(self, x, v):
+        return x + v
+
+    def join(self, x, y):
+        return x + y
+
+
 @pytest.mark.parametrize(("m", "h", "o", "n"), [(5, 2, 2, 6), (38, 8, 2, 100), (16, 8, 3, 50), (7, 3, 3, 9)])
 def test_the_circuit_on_plain_vectors_is_the_twin(m, h, o, n):
     config = cellcnn.Config(m, h, o, n, steps=3, learning_rate=0.2)
-    L, ops, rng = published_circuit.Layout(config, 16384, 2), published_circuit.PlainOps(), np.random.default_rng(0)
+    L, ops, rng = published_circuit.Layout(config, 16384, 2), PlainOps(), np.random.default_rng(0)
     repack = L.repacking(1.0)
     w = cellcnn.initial(config)
     C, W, gC, gW = L.conv_slots(w.W) + 0j, L.dense_slots(w.V) + 0j, None, None
@@ -45,7 +70,7 @@ def test_every_rotation_that_is_made_has_a_key():
     config = cellcnn.Config(9, 3, 3, 11, steps=1)
     L = published_circuit.Layout(config, 16384, 2)
 
-    class Spy(published_circuit.PlainOps):
+    class Spy(PlainOps):
         def __init__(self):
             self.seen = set()
 
@@ -64,7 +89,7 @@ def test_a_batch_far_below_a_power_of_two_leaves_no_product_with_zero(m, n):
     """SEAL refuses such products, and padding would make some."""
     L = published_circuit.Layout(cellcnn.Config(m, 2, 2, n, steps=1), 16384, 2)
 
-    class Strict(published_circuit.PlainOps):
+    class Strict(PlainOps):
         def times_plain(self, x, v, *, like=None):
             assert np.any(v)
             return super().times_plain(x, v, like=like)

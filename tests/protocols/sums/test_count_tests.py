@@ -61,10 +61,10 @@ def test_the_encoding_says_exactly_whether_the_sum_is_large_enough_and_proves_it
     for u, x in xs.items():
         words, rho = count_tests.encode(p, x, u, p.sites, bytes(32))
         z += words
-    bits, proof = count_tests.decode(p, z)
+    bits, ratios = count_tests.decode(p, z)
     np.testing.assert_array_equal(bits, sum(xs.values()) >= least)
-    count_tests.check_proof(p, bits, proof, rho)
-    assert not proof[~bits].any()
+    count_tests.check_proof(p, bits, count_tests.proof_of(bits, ratios), rho)
+    assert not ratios[~bits].any()
 
 
 def test_a_count_that_is_too_small_cannot_be_proved_large():
@@ -76,16 +76,18 @@ def test_a_count_that_is_too_small_cannot_be_proved_large():
     for u, x in xs.items():
         words, rho = count_tests.encode(p, x, u, sites, SECRET)
         z += words
-    bits, proof = count_tests.decode(p, z)
+    bits, ratios = count_tests.decode(p, z)
     assert not bits.any()
-    for guess in (proof, np.ones_like(proof), np.full_like(proof, 17)):
-        with pytest.raises(ProtocolAbort) as e:
-            count_tests.check_proof(p, ~bits, guess, rho)
-        assert e.value.code == "proof"
+    for guess in (ratios, np.ones_like(ratios), np.full_like(ratios, 17)):
+        for said in (~bits, np.arange(4000) < 3):
+            with pytest.raises(ProtocolAbort) as e:
+                count_tests.check_proof(p, said, count_tests.proof_of(said, guess), rho)
+            assert e.value.code == "proof"
     right = rho[:, 1] * count_tests._inverse(rho[:, 0], p.p) % p.p
     assert np.bincount(right, minlength=p.p)[1:].min() > 80  # 4000/30 = 133 each: no value is likelier
     for i in np.flatnonzero(right == 17)[:3]:
-        count_tests.check_proof(p, np.arange(4000) == i, np.full_like(proof, 17), rho)
+        said = np.arange(4000) == i
+        count_tests.check_proof(p, said, count_tests.proof_of(said, np.full_like(ratios, 17)), rho)
 
 
 @pytest.mark.parametrize(("n", "least", "most"), [(3, 1, 3), (3, 8, 1024), (5, 4, 60)])

@@ -23,10 +23,10 @@ def sites(n):
     return tuple(Party(f"site-{i}") for i in range(n))
 
 
-def case(arrays, B=10, whole=False, **options):
+def case(arrays, B=10, whole=False, least=1, **options):
     names = sites(len(arrays))
     return Case(
-        Params(names, HUB, B, whole, **options),
+        Params(names, HUB, B, whole, least, **options),
         {u: (np.asarray(x, dtype=np.float64),) for u, x in zip(names, arrays, strict=True)},
     )
 
@@ -46,7 +46,8 @@ def pooled(c, of=None):
 
 
 def wanted(c, of=None):
-    return np.quantile(pooled(c, of), np.linspace(0, 1, c.params.n_quantiles))
+    x, k = np.sort(pooled(c, of)), c.params.least
+    return np.clip(np.quantile(x, np.linspace(0, 1, c.params.n_quantiles)), x[k - 1], x[-k])
 
 
 def exactly(found, ideal):
@@ -62,15 +63,30 @@ def nearly(found, ideal):
 
 
 @settings(max_examples=8, deadline=None)
-@given(n=st.integers(2, 4), B=st.integers(2, 50), seed=st.integers(0, 2**20))
-def test_ideal_for_whole_numbers_is_met_to_the_last_bit(n, B, seed):
-    check_ideal(pooled_quantiles, [poisson(n, seed, B=B)], agree=exactly)
+@given(n=st.integers(2, 4), B=st.integers(2, 50), seed=st.integers(0, 2**20), least=st.sampled_from([1, 2, 10, 40]))
+def test_ideal_for_whole_numbers_is_met_to_the_last_bit(n, B, seed, least):
+    check_ideal(pooled_quantiles, [poisson(n, seed, B=B, least=least)], agree=exactly)
 
 
 @settings(max_examples=8, deadline=None)
-@given(n=st.integers(2, 4), B=st.integers(2, 50), seed=st.integers(0, 2**20))
-def test_ideal_for_other_numbers_is_met_within_one_part(n, B, seed):
-    check_ideal(pooled_quantiles, [lognormal(n, seed, B=B)], agree=nearly)
+@given(n=st.integers(2, 4), B=st.integers(2, 50), seed=st.integers(0, 2**20), least=st.sampled_from([1, 2, 10, 40]))
+def test_ideal_for_other_numbers_is_met_within_one_part(n, B, seed, least):
+    check_ideal(pooled_quantiles, [lognormal(n, seed, B=B, least=least)], agree=nearly)
+
+
+def test_the_ideal_is_numpys_but_for_the_outermost_edges():
+    c = lognormal(B=20, least=10)
+    edges = pooled_quantiles.ideal(c.params, {u: x for u, (x,) in c.inputs.items()})[HUB]
+    x = np.sort(pooled(c))
+    np.testing.assert_array_equal(edges[1:-1], np.quantile(x, np.linspace(0, 1, 20))[1:-1])
+    assert edges[[0, -1]].tolist() == [x[9], x[-10]]
+
+
+def test_values_in_pieces_give_the_same_as_all_at_once():
+    whole = lognormal(B=20, least=3)
+    pieces = Case(whole.params, {u: (np.array_split(x, 7),) for u, (x,) in whole.inputs.items()})
+    one, many = (values(run_protocol(pooled_quantiles, c)) for c in (whole, pieces))
+    np.testing.assert_array_equal(one[HUB], many[HUB])
 
 
 def test_vectors():
@@ -194,8 +210,9 @@ def test_values_out_of_range_are_refused_before_anything_is_sent(value):
 
 
 def test_fewer_values_than_edges_is_a_named_abort():
-    run = run_protocol(pooled_quantiles, case([[1, 2], [3], [4]], B=10, whole=True))
-    assert {e.code for e in run.errors.values()} == {"too-few-values"}
+    for options in ({"B": 10}, {"B": 2, "least": 3}):
+        run = run_protocol(pooled_quantiles, case([[1, 2], [3], [4]], whole=True, **options))
+        assert {e.code for e in run.errors.values()} == {"too-few-values"}
 
 
 def test_counting_agrees_with_numpy():
@@ -207,7 +224,7 @@ def test_counting_agrees_with_numpy():
         np.testing.assert_array_equal(count(ends, x), np.histogram(inside, ends)[0])
 
 
-@pytest.mark.parametrize("options", [{"n_quantiles": 1}, {"cells": 0}, {"parts": 0}])
+@pytest.mark.parametrize("options", [{"n_quantiles": 1}, {"cells": 0}, {"parts": 0}, {"least": 0}])
 def test_bad_parameters(options):
     with pytest.raises(ParameterError):
         dataclasses.replace(Params(sites(2), HUB, 5, True), **options)

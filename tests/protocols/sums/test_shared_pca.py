@@ -167,7 +167,7 @@ def test_scores_puts_later_cells_into_the_same_place():
     c = case()
     run = run_protocol(shared_pca, c)
     for u, (space, placed) in ((u, v) for u, v in values(run).items() if u != HUB):
-        np.testing.assert_allclose(shared_pca.scores(c.params, space, c.inputs[u][0]), placed, atol=1e-12)
+        np.testing.assert_allclose(shared_pca.place(c.params, space, c.inputs[u][0]), placed, atol=1e-12)
 
 
 def test_large_sums_keep_their_small_digits():

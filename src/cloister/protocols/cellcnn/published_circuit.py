@@ -1,7 +1,7 @@
 """The CellCnn step as PriCell prints it (supplementary note 4, algorithm 1): packing, diagonals, repacking, rotations.
 
-Written over a handful of operations, so that the same lines run on ciphertexts (`SealOps`) and on plain vectors
-(`PlainOps`, for tests). n samples and h filters are padded to powers of two, m markers to an even number; o classes.
+Written over a handful of operations, so that the same lines run on ciphertexts (`SealOps`) and, in the tests,
+on plain vectors. n samples and h filters are padded to powers of two, m markers to an even number; o classes.
 
     C       row r, filter f at r·h + f:  C[r mod m, f]             csize = (n + m - 1)·h slots, rows repeat
     W, ∇W   (c, i, f) at (c·n + i)·h + f:  W[f, c]                 every class n times
@@ -195,31 +195,6 @@ class Layout:
 def iota(slots: int) -> npt_complex:
     """The root of -1 that is the monomial X^(N/2) in SEAL's order of slots, i, -i, i, ...: it costs no level."""
     return np.asarray(1j * (-1.0) ** np.arange(slots), np.complex128)
-
-
-class PlainOps:
-    """The operations on plain complex vectors."""
-
-    def rotate(self, x: Any, steps: int) -> Any:
-        return np.conj(x) if steps == CONJUGATE else np.roll(x, -steps)
-
-    def add(self, x: Any, y: Any) -> Any:
-        return x + y
-
-    def times(self, x: Any, y: Any) -> Any:
-        return x * y
-
-    def times_i(self, x: Any) -> Any:
-        return iota(len(x)) * x
-
-    def times_plain(self, x: Any, v: Any, *, like: Any = None) -> Any:
-        return x * v
-
-    def add_plain(self, x: Any, v: Any) -> Any:
-        return x + v
-
-    def join(self, x: Any, y: Any) -> Any:
-        return x + y
 
 
 class SealOps:

@@ -103,7 +103,9 @@ from cloister.protocols.fedavg.training_terms import (
     Vocabulary,
     Weights,
     check_same,
+    check_scores,
     check_task,
+    check_total,
     check_vocabulary,
     check_weights,
     choose_clients,
@@ -191,7 +193,9 @@ async def coordinator(
     total = 1.0
     if params.weighting == "cells":
         cells = await secure_sum.aggregator(ch.sub("cells", params.sum(sites, 1)), params.sum(sites, 1))  # L4
-        total = max(1.0, float(COUNTS.decode(cells.z)[0]))
+        total = float(COUNTS.decode(cells.z)[0])
+        check_total(total, "L4", len(sites))
+        total = max(1.0, total)
     state = _begin(params, first, labels, store)
     K = len(labels)
 
@@ -219,7 +223,9 @@ async def coordinator(
             sums = params.sum(there, K * K + 1)
             counted = await secure_sum.aggregator(ch.sub(f"score/{t}", sums), sums)  # L6
             counts = COUNTS.decode(counted.z)
-            row |= metrics(np.rint(counts[:-1]).reshape(K, K), float(counts[-1]))
+            confusion = np.rint(counts[:-1]).reshape(K, K)
+            check_scores(confusion, float(counts[-1]), len(there))
+            row |= metrics(confusion, float(counts[-1]))
             if better(params.metric, row) > state.best_score:
                 state.best, state.best_at, state.best_score = state.theta.copy(), t, better(params.metric, row)
         if stop:

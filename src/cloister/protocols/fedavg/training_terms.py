@@ -270,6 +270,22 @@ def mean_update(params: Params, clients: int, size: int, words: U64, survivors: 
     total = params.code(clients).decode(words[:-2], size)
     if params.noise:
         weight = float(survivors)
-    if weight <= 0:
+    if weight == 0:
         return np.zeros(size), math.nan
+    reach = weight * params.code(clients).bound + clients * params.code(clients).resolution
+    if not 0 < weight <= survivors + 1e-6 or not 0 <= loss <= survivors * LARGEST_LOSS or np.any(np.abs(total) > reach):
+        raise ProtocolAbort(NAME, "L9", "damaged", "a sum that no updates have: a message was damaged, or a site lies")
     return total / weight, loss / weight
+
+
+def check_total(cells: float, line: str, sites: int) -> None:
+    """L4, L6: a number of cells, and not what masks that did not cancel leave."""
+    if not 0 <= cells <= sites * MOST_CELLS:
+        raise ProtocolAbort(NAME, line, "damaged", "a sum that counts no cells: a message was damaged, or a site lies")
+
+
+def check_scores(confusion: F64, loss: float, sites: int) -> None:
+    """L6: counts of cells, and the sum of their losses."""
+    check_total(float(np.abs(confusion).max(initial=0.0)), "L6", sites)
+    if np.any(confusion < 0) or not 0 <= loss <= LARGEST_LOSS * confusion.sum() + 1:
+        raise ProtocolAbort(NAME, "L6", "damaged", "scores that no cells have: a message was damaged, or a site lies")

@@ -8,8 +8,8 @@ The sites hold a common seed Ξ that the coordinator does not know, and draw fro
     L1   u       E_u = its part of the upper triangle of R₁ M(z) and of q + 1 last columns, + r_u    mod p
     L2   u, S    secure sum of the E_u over the integers, several per word, to S alone
     L3   S       d_s = det (R₁ m_1, …, R₁ m_{k-1}, last column s) = ρ_s · z (z - 1) ⋯ (z - k + 1),  z = Σ x_u
-         S ⇒ u   z ≥ k, which is so exactly if d_0 ≠ 0; and then, as a proof, d_s / d_0 for s = 1 … q
-         u       checks that the proofs are ρ_s / ρ_0
+         S ⇒ u   z ≥ k, which is so exactly if d_0 ≠ 0; as a proof, a hash of d_s / d_0, s = 1 … q, of all such tests
+         u       checks that it is the hash of ρ_s / ρ_0
 
 M(z) has z, z - 1, …, z - k + 1 on its diagonal and -1 below it; m_j are its columns, and last column s is
 R₁ (ρ_s m_k + Σ_{j<k} c_sj m_j). By rows from below (R₁) and by the first columns (c_s), all of this goes over into a
@@ -39,7 +39,7 @@ run, whose id depends on it; (b), (c), (f) of the site, whose words may be those
 Cost
 ----
 Per site: one secure sum of ⌈length · (k(k + 1)/2 + qk) / lanes⌉ words, lanes = ⌊64 / log2(n(p - 1) + 1)⌋; again for
-every site that drops out at this point. One bit per test comes back, and with proofs 4q bytes.
+every site that drops out at this point. One bit per test comes back, and a hash.
 
 References
 ----------
@@ -54,11 +54,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cloister.arrays import I64, U8, U32, U64, Bits
+from cloister.arrays import I64, U8, U64, Bits
 from cloister.crypto.agreement import Identity, bind, hkdf
 from cloister.crypto.entropy import Entropy
 from cloister.crypto.prg import Prg
 from cloister.errors import DataError, ParameterError, ProtocolAbort
+from cloister.net import wire
 from cloister.net.channel import Channel
 from cloister.net.wire import message
 from cloister.protocols.sums import secure_sum
@@ -121,7 +122,7 @@ class Params:
 @message("L3")
 class Outcome:  # S → u
     bits: U8  # (⌈length / 8⌉,)
-    proof: U32  # (length, q); zero where the bit is
+    proof: bytes  # SHA-256 of all d_s / d_0 where the bit is set; empty if q = 0
 
 
 class Answer(NamedTuple):
@@ -141,7 +142,7 @@ def roles(params: Params) -> dict[Party, object]:
 def cost(params: Params) -> dict[Party, tuple[int, int]]:
     parties, n = secure_sum.cost(params.sum), len(params.sites)
     messages, payload = parties[params.coordinator]
-    down = params.told + 4 * params.proofs * params.length
+    down = params.told + (32 if params.proofs else 0)
     return parties | {params.coordinator: (messages + n, payload + n * down)}
 
 
@@ -191,7 +192,7 @@ def pack(params: Params, values: I64) -> U64:
     return packed
 
 
-def decode(params: Params, z: U64) -> tuple[Bits, U32]:
+def decode(params: Params, z: U64) -> tuple[Bits, I64]:
     """L3: unpack, reduce, expand determinants of matrices with -1 below the diagonal column by column; the proofs."""
     n, k, p = params.length, params.least, params.p
     shifts = np.arange(params.lanes, dtype=np.uint64) * np.uint64(params.bits)
@@ -205,8 +206,7 @@ def decode(params: Params, z: U64) -> tuple[Bits, U32]:
     for j in range(k - 1):
         minors[:, j + 1] = np.einsum("ni,ni->n", E[:, : j + 1, j], minors[:, : j + 1]) % p
     d = np.einsum("nis,ni->ns", last, minors) % p
-    ratio = d[:, 1:] * _inverse(d[:, 0], p)[:, None] % p
-    return d[:, 0] != 0, ratio.astype(np.uint32)
+    return d[:, 0] != 0, d[:, 1:] * _inverse(d[:, 0], p)[:, None] % p
 
 
 def _inverse(x: I64, p: int) -> I64:
@@ -218,10 +218,15 @@ def _inverse(x: I64, p: int) -> I64:
     return np.where(x % p == 0, 0, power)
 
 
-def check_proof(params: Params, bits: Bits, proof: U32, rho: I64) -> None:
+def proof_of(bits: Bits, ratios: I64) -> bytes:
+    """L3: one hash for all tests that came out "at least"."""
+    return wire.digest(NAME, ratios[bits]) if ratios.shape[1] else b""
+
+
+def check_proof(params: Params, bits: Bits, proof: bytes, rho: I64) -> None:
     """L3: whoever says "at least" has to know ρ_s / ρ_0."""
-    wanted = rho[:, 1:] * _inverse(rho[:, 0], params.p)[:, None] % params.p
-    if np.any(proof[bits] != wanted[bits]):
+    ratios = rho[:, 1:] * _inverse(rho[:, 0], params.p)[:, None] % params.p
+    if proof != proof_of(bits, ratios):
         raise ProtocolAbort(NAME, "L3", "proof", "the coordinator calls a pooled count large and cannot prove it")
 
 
@@ -253,8 +258,7 @@ async def site(
         y, rho = encode(params, x, ch.me, present, hkdf(secret, bind(NAME, sub.run_id)))  # L1
         survivors = await secure_sum.contribute(sub, params.sum, y, present, entropy=entropy, identity=identity)  # L2
         if set(survivors) == set(present):
-            shapes = {"bits": (params.told,), "proof": (params.length, params.proofs)}
-            outcome = await sub.recv_broadcast(params.coordinator, Outcome, **shapes)  # L3
+            outcome = await sub.recv_broadcast(params.coordinator, Outcome, bits=(params.told,))  # L3
             bits = np.unpackbits(outcome.bits, count=params.length).astype(bool)
             check_proof(params, bits, outcome.proof, rho)
             return Answer(bits, present)
@@ -268,14 +272,14 @@ async def coordinator(ch: Channel, params: Params, present: tuple[Party, ...] = 
         sub = ch.sub(f"try/{attempt}", present)
         total = await secure_sum.aggregator(sub, params.sum, present)  # L2
         if set(total.survivors) == set(present):
-            bits, proof = ch.reveal(
+            bits, ratios = ch.reveal(
                 decode(params, total.z),
                 to=(ch.me, *present),
                 line="L3",
                 what=f"{params.length} bits: pooled count at least {params.least}",
                 protocol=NAME,
             )
-            outcome = Outcome(np.packbits(bits), proof)
+            outcome = Outcome(np.packbits(bits), proof_of(bits, ratios))
             await sub.broadcast([u for u in present if not ch.lost(u)], outcome)  # L3
             return Answer(bits, present)
         present = _ordered(params, total.survivors)

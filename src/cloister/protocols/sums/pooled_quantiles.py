@@ -4,8 +4,12 @@
     L2   S ⇒ u   C                        the cells that hold an order statistic of a wanted quantile
     L3   u, S    secure sum of n_c,g      values per part of each cell in C, equal steps
     L4   S ⇒ u   edges                    q_j = x_(⌊r⌋) + (r - ⌊r⌋)(x_(⌊r⌋+1) - x_(⌊r⌋)), r = p_j (N - 1)
-                                          or `again`, where a site dropped out between L1 and L3
+                                          with r held between k - 1 and N - k, so that the outermost edges
+                                          are the k-th smallest and the k-th largest value; or `again`, where a
+                                          site dropped out between L1 and L3
     L5   u, S    all were told the same   (same_view)
+
+Values may come in pieces that are read again for L3, so a site need not hold them all at once.
 
 ⇒ is a broadcast: sites that were given different cells or edges cannot finish the next sum, or L5. All sums go on with
 the sites that are left of the one before; `again` is refused where nobody dropped out.
@@ -20,7 +24,8 @@ coordinator : how many values all sites together have in each interval of a grid
     the edges; who took part. With k colluding sites: the same counts over the other sites. If a site drops out between
     L1 and L3, the sums start over, and the coordinator can subtract: how many values of that site are in each interval.
 site : the edges, the intervals of the grid that hold the values on both sides of each (C, again after a drop-out), and
-    who of the sites dropped out.
+    who of the sites dropped out. At least k values lie at or beyond every edge on either side, so no edge is the
+    smallest or the largest value of all.
 lying coordinator : the same about any 2(B - 1) intervals of its choice, always of all sites that are left together. It
     may call a site dropped that is there, and subtract as above: at most n - t sites, each once, who then abort.
 one lying site : nothing more. Its values are what it says.
@@ -43,8 +48,9 @@ Lines numbered here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 
@@ -62,18 +68,24 @@ MOST = 1 << 48  # values that all sites together may hold in a cell
 LOWEST, HIGHEST = -24, 24  # log₂ of the ends of the grid
 
 
+Values: TypeAlias = F64 | Iterable[F64]  # all at once, or in pieces; pieces are asked for more than once
+
+
 @dataclass(frozen=True, slots=True)
 class Params:
     sites: tuple[Party, ...]
     coordinator: Party
     n_quantiles: int  # B - 1, from the smallest value to the largest
     whole: bool  # whether values are whole numbers
+    least: int = 10  # k, values at or beyond an edge on either side; 1 opens the smallest and the largest of all
     cells: int = 64  # R, coarse cells per doubling
     parts: int = 4096  # G, parts of a refined cell
 
     def __post_init__(self) -> None:
         if self.n_quantiles < 2 or self.cells < 1 or self.parts < 1:
             raise ParameterError(f"expected at least two quantiles, found {self.n_quantiles}")
+        if self.least < 1:
+            raise ParameterError(f"at least one value must lie at an edge, found {self.least}")
 
     @property
     def grid(self) -> F64:
@@ -104,10 +116,11 @@ class Edges:  # S → u
     again: bool  # start over without the dropped site; the edges are zero
 
 
-def ideal(params: Params, xs: Mapping[Party, F64]) -> dict[Party, F64]:
-    """The quantiles of the pooled values, by NumPy."""
-    pooled = np.concatenate(list(xs.values()))
-    edges = np.quantile(pooled, np.linspace(0, 1, params.n_quantiles))
+def ideal(params: Params, xs: Mapping[Party, Values]) -> dict[Party, F64]:
+    """The quantiles of the pooled values as NumPy has them, the outermost moved inwards to the k-th value."""
+    pooled = np.sort(np.concatenate([piece for values in xs.values() for piece in pieces(values)]))
+    lower, share = ranks(params, len(pooled))
+    edges = between(pooled[lower], pooled[np.minimum(lower + 1, len(pooled) - 1)], share)
     return dict.fromkeys((params.coordinator, *xs), edges)
 
 
@@ -129,20 +142,50 @@ def cost(params: Params, refined: int | None = None) -> dict[Party, tuple[int, i
 # ---- local steps -----------------------------------------------------------------------------------------------------
 
 
+def pieces(values: Values) -> Iterable[F64]:
+    return (values,) if isinstance(values, np.ndarray) else values
+
+
+def distinct(values: Values) -> Iterator[tuple[F64, I64]]:
+    """The values of each piece in rising order, each once, and how often it occurs."""
+    for piece in pieces(values):
+        check_values(piece)
+        yield np.unique(piece, return_counts=True)
+
+
 def check_values(values: F64) -> None:
     low, high = 2.0**LOWEST, 2.0**HIGHEST
     if not np.all(np.isfinite(values)) or np.any(values < low) or np.any(values >= high):
         raise DataError(f"values must lie between {low:.1e} and {high:.1e}; rescale them before the run")
 
 
-def count(ends: F64, values: F64) -> U64:
-    """How many of the sorted values lie in [ends_i, ends_{i+1})."""
-    return np.diff(np.searchsorted(values, ends, side="left")).astype(np.uint64)
+def count(ends: F64, values: F64, times: I64 | None = None) -> U64:
+    """How many of the sorted values lie in [ends_i, ends_{i+1}), each as often as it occurs."""
+    first, last = np.searchsorted(values, (ends[0], ends[-1]), side="left")
+    at = np.searchsorted(ends, values[first:last], side="right") - 1
+    weights = None if times is None else times[first:last]
+    return np.bincount(at, weights, minlength=len(ends) - 1).astype(np.uint64)
+
+
+def count_coarse(params: Params, values: Values) -> U64:
+    total = np.zeros(len(params.grid) - 1, np.uint64)
+    for piece, times in distinct(values):
+        total += count(params.grid, piece, times)
+    return total
+
+
+def count_fine(params: Params, chosen: I64, values: Values) -> U64:
+    splits = [params.split(int(cell)) for cell in chosen]
+    total = np.zeros((len(chosen), params.parts), np.uint64)
+    for piece, times in distinct(values):
+        for row, ends in zip(total, splits, strict=True):
+            row += count(ends, piece, times)
+    return total.ravel()
 
 
 def ranks(params: Params, total: int) -> tuple[I64, F64]:
     """Index of the lower order statistic of each quantile, and how far it is to the next."""
-    r = np.linspace(0, 1, params.n_quantiles) * (total - 1)
+    r = np.clip(np.linspace(0, 1, params.n_quantiles) * (total - 1), params.least - 1, total - params.least)
     lower = np.floor(r).astype(np.int64)
     return lower, r - lower
 
@@ -179,20 +222,19 @@ def check_counts(z: U64, line: str) -> None:
 # ---- roles -----------------------------------------------------------------------------------------------------------
 
 
-async def site(ch: Channel, params: Params, values: F64, *, entropy: Entropy, identity: Identity) -> F64:
-    check_values(values)
-    S, values, present = params.coordinator, np.sort(values), params.sites
+async def site(ch: Channel, params: Params, values: Values, *, entropy: Entropy, identity: Identity) -> F64:
+    S, present = params.coordinator, params.sites
+    coarse = count_coarse(params, values)
 
     async def add(label: str, x: U64, among: tuple[Party, ...]) -> tuple[Party, ...]:
         sums = params.sum(len(x))
         return await secure_sum.contribute(ch.sub(label), sums, x, among, entropy=entropy, identity=identity)
 
     for attempt in range(len(params.sites)):
-        coarse = count(params.grid, values)
         first = await add(f"coarse/{attempt}", coarse, present)  # L1
         chosen = (await ch.recv_broadcast(S, Refine, cells=(None,))).cells  # L2
         check_cells(params, chosen)
-        fine = np.concatenate([count(params.split(int(c)), values) for c in chosen])
+        fine = count_fine(params, chosen, values)
         present = await add(f"fine/{attempt}", fine, first)  # L3
         result = await ch.recv_broadcast(S, Edges, edges=(params.n_quantiles,))  # L4
         if result.again != (set(present) != set(first)):
@@ -227,8 +269,8 @@ async def coordinator(ch: Channel, params: Params) -> F64:
         first = await secure_sum.aggregator(ch.sub(f"coarse/{attempt}"), params.sum(n_cells), present)  # L1
         check_counts(first.z, "L1")
         total = int(first.z.sum())
-        if total < params.n_quantiles:
-            raise ProtocolAbort(NAME, "L1", "too-few-values", f"{total} values at all sites, fewer than edges")
+        if total < max(params.n_quantiles, 2 * params.least):
+            raise ProtocolAbort(NAME, "L1", "too-few-values", f"{total} values at all sites give no such edges")
         lower, share = ranks(params, total)
         wanted = np.unique(np.concatenate([lower, np.minimum(lower + 1, total - 1)]))
         chosen = np.unique(cells_of(first.z, wanted)).astype(np.int64)

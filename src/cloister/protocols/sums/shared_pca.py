@@ -141,7 +141,7 @@ class Cells:
     """What a site holds: names of its genes, values (n, genes), and the library sizes if they are not the sums of x."""
 
     names: tuple[str, ...]
-    x: Any  # CSR or dense
+    x: Any  # CSR or dense; or anything with a shape that gives rows for a slice, such as a matrix on disk
     library: F64 | None = None
 
 
@@ -165,7 +165,7 @@ class Components:  # S → u
 def ideal(params: Params, xs: Mapping[Party, Cells]) -> dict[Party, Any]:
     """The PCA of the pooled cells, with nothing added up in parts; and every site's cells in it."""
     common = genes.genes_in_common({u: c.names for u, c in xs.items()})
-    x = scipy.sparse.vstack([normalise(params, c, common) for c in xs.values()]).toarray()
+    x = scipy.sparse.vstack([y for c in xs.values() for y in normalised(params, c, common, len(common))]).toarray()
     logs = np.log1p(x)
     at = choose_genes(x.mean(axis=0), x.var(axis=0, ddof=1), params.n_top_genes)
     mean, deviation = logs[:, at].mean(axis=0), logs[:, at].std(axis=0, ddof=1)
@@ -175,7 +175,7 @@ def ideal(params: Params, xs: Mapping[Party, Cells]) -> dict[Party, Any]:
     chosen = tuple(common[i] for i in at)
     total = float(z.var(axis=0, ddof=1).sum())
     space = Space(chosen, mean, deviation, z.mean(axis=0), components, variance, total, len(x), tuple(common))
-    return {params.coordinator: space} | {u: (space, scores(params, space, mine)) for u, mine in xs.items()}
+    return {params.coordinator: space} | {u: (space, place(params, space, mine)) for u, mine in xs.items()}
 
 
 def roles(params: Params) -> dict[Party, object]:
@@ -208,19 +208,35 @@ def check_site(params: Params, mine: Cells) -> None:
         raise DataError("library sizes must be positive, one per cell; take them from the raw counts")
 
 
-def normalise(params: Params, mine: Cells, common: list[str] | tuple[str, ...]) -> Any:
+def normalised(params: Params, mine: Cells, common: list[str] | tuple[str, ...], width: int) -> Iterator[Any]:
+    """Yield y (L2) of some cells at a time, as many as `BLOCK` dense entries of that width allow."""
+    at = genes.match_genes(list(mine.names), common)
+    step = max(1, BLOCK // max(1, width))
+    for start in range(0, mine.x.shape[0], step):
+        part = slice(start, min(start + step, mine.x.shape[0]))
+        library = None if mine.library is None else mine.library[part]
+        yield normalise(params, scipy.sparse.csr_matrix(mine.x[part], dtype=np.float64)[:, at], library)
+
+
+def all_normalised(params: Params, mine: Cells, common: list[str] | tuple[str, ...]) -> Any:
+    """Return y (L2) of all cells at once."""
+    return scipy.sparse.vstack(list(normalised(params, mine, common, len(common))), format="csr")
+
+
+def normalise(params: Params, x: Any, library: F64 | None) -> Any:
     """Return y of the common genes in the common order, sparse (L2). Cells without a count stay zero, as in scanpy."""
-    x = scipy.sparse.csr_matrix(mine.x[:, genes.match_genes(list(mine.names), common)], dtype=np.float64)
     if params.kind == "log":
         if x.nnz and x.data.max() > LARGEST_LOG:
             raise DataError(f"log values above {LARGEST_LOG:g}; these are not logarithms: pass counts instead")
         x.data = np.expm1(x.data)
         return x
-    library = np.asarray(x.sum(axis=1)).ravel() if mine.library is None else mine.library
-    if mine.library is not None and np.any(np.asarray(x.sum(axis=1)).ravel() > library):
+    total = np.asarray(x.sum(axis=1)).ravel()
+    if library is not None and np.any(total > library):
         raise DataError("a cell has more counts than its library size; take the sizes from the raw counts")
+    library = total if library is None else library
     per_cell = params.target_sum / np.where(library == 0, 1.0, library)
-    return scipy.sparse.csr_matrix(scipy.sparse.diags(per_cell) @ x)
+    x.data *= np.repeat(per_cell, np.diff(x.indptr))
+    return x
 
 
 def moments_length(common: int) -> int:
@@ -231,12 +247,15 @@ def products_length(chosen: int) -> int:
     return 1 + chosen + chosen * (chosen + 1) // 2
 
 
-def moments(y: Any) -> F64:
+def moments(params: Params, mine: Cells, common: tuple[str, ...]) -> F64:
     """n, Σy, Σy², Σl, Σl² as one vector."""
-    log = y.copy()
-    log.data = np.log1p(log.data)
-    sums = [np.asarray(part.sum(axis=0)).ravel() for part in (y, y.multiply(y), log, log.multiply(log))]
-    return np.concatenate([[float(y.shape[0])], *sums])
+    g = len(common)
+    sums = np.zeros((4, g))
+    for y in normalised(params, mine, common, g):
+        log = np.log1p(y.data)
+        for row, values in zip(sums, (y.data, y.data**2, log, log**2), strict=True):
+            row += np.bincount(y.indices, values, minlength=g)
+    return np.concatenate([[float(mine.x.shape[0])], sums.ravel()])
 
 
 def split_sum(x: F64, sites: int, entropy: Entropy) -> U64:
@@ -283,13 +302,10 @@ def choose_genes(mean: F64, variance: F64, n_top: int) -> I64:
     return np.sort(order).astype(np.int64)
 
 
-def blocks(params: Params, y: Any, space: Chosen) -> Iterator[F64]:
+def blocks(params: Params, mine: Cells, common: tuple[str, ...], space: Chosen) -> Iterator[F64]:
     """Yield z of the chosen genes, some cells at a time."""
-    step = max(1, BLOCK // len(space.at))
-    chosen = y[:, space.at]
-    for start in range(0, chosen.shape[0], step):
-        log = np.log1p(chosen[start : start + step].toarray())
-        yield standardise(params, log, space.mean, space.deviation)
+    for y in normalised(params, mine, common, len(space.at)):
+        yield standardise(params, np.log1p(y[:, space.at].toarray()), space.mean, space.deviation)
 
 
 def standardise(params: Params, log: F64, mean: F64, deviation: F64) -> F64:
@@ -297,12 +313,13 @@ def standardise(params: Params, log: F64, mean: F64, deviation: F64) -> F64:
     return np.clip(z, -params.bound, params.bound)
 
 
-def products(params: Params, y: Any, space: Chosen) -> F64:
+def products(params: Params, mine: Cells, common: tuple[str, ...], space: Chosen) -> F64:
     """n, Σz, Σzzᵀ (upper triangle) as one vector."""
     h = len(space.at)
     n, total, square = 0, np.zeros(h), np.zeros((h, h))
-    for z in blocks(params, y, space):
-        n, total, square = n + len(z), total + z.sum(axis=0), square + z.T @ z
+    for z in blocks(params, mine, common, space):
+        n, total = n + len(z), total + z.sum(axis=0)
+        square += z.T @ z
     return np.concatenate([[float(n)], total, square[np.triu_indices(h)]])
 
 
@@ -324,21 +341,39 @@ def decompose(cov: F64, d: int) -> tuple[F64, F64]:
     return values, vectors
 
 
-def place(params: Params, space: Space, y: Any) -> F64:
-    """L7: normalised cells of the chosen genes, put into the shared space: (n, d)."""
-    step = max(1, BLOCK // len(space.genes))
+def place(params: Params, space: Space, mine: Cells) -> F64:
+    """L7: cells that have the common genes, put into a space, (n, d); also one that was made earlier."""
+    at = {name: i for i, name in enumerate(space.common)}
+    chosen = np.array([at[name] for name in space.genes])
     parts = []
-    for start in range(0, y.shape[0], step):
-        z = standardise(params, np.log1p(y[start : start + step].toarray()), space.mean, space.deviation)
+    for y in normalised(params, mine, space.common, len(chosen)):
+        z = standardise(params, np.log1p(y[:, chosen].toarray()), space.mean, space.deviation)
         parts.append((z - space.center) @ space.components)
     return np.concatenate(parts)
 
 
-def scores(params: Params, space: Space, mine: Cells) -> F64:
-    """Put any cells that have the common genes into a space that was made earlier."""
-    y = normalise(params, mine, space.common)
-    at = {name: i for i, name in enumerate(space.common)}
-    return place(params, space, y[:, [at[name] for name in space.genes]])
+def check_moments(params: Params, cells: int, *sums: F64) -> None:
+    """L3: sums that cells can have; masks that did not cancel leave numbers all over 64 bits."""
+    total, square, log, log_square = sums
+    possible = 0 < cells <= len(params.sites) << 40 and all(np.all(s >= -1) for s in sums)
+    if possible:
+        most = cells * params.largest_log
+        possible = bool(np.all(log <= most + 1) and np.all(log_square <= most * params.largest_log + 1))
+        possible = possible and bool(np.all(total**2 <= cells * square * (1 + 1e-6) + 1))
+    if not possible:
+        raise ProtocolAbort(NAME, "L3", "damaged", "sums that no cells have: a message was damaged, or somebody lies")
+
+
+def check_products(params: Params, cells: int, words: F64, h: int) -> None:
+    """L5: the same of the sums of z and of its products."""
+    n, square = round(words[0]), words[1 + h :]
+    most = n * params.bound
+    if (
+        not 2 <= n <= cells
+        or np.any(np.abs(words[1 : 1 + h]) > most + 1)
+        or np.any(np.abs(square) > most * params.bound + 1)
+    ):
+        raise ProtocolAbort(NAME, "L5", "damaged", "sums that no cells have: a message was damaged, or somebody lies")
 
 
 def check_chosen(params: Params, chosen: Chosen, common: int, mine: int) -> None:
@@ -380,19 +415,19 @@ async def site(ch: Channel, params: Params, mine: Cells, *, entropy: Entropy, id
 
     agreement = common_genes.Params(params.sites, S)
     agreed = await common_genes.site(ch.sub("genes"), agreement, params.kind, list(mine.names))  # L1
-    y = normalise(params, mine, agreed.names)  # L2
-    present = await add("moments", split_sum(moments(y), len(params.sites), entropy), params.sites)  # L3
+    sums = moments(params, mine, agreed.names)  # L2
+    present = await add("moments", split_sum(sums, len(params.sites), entropy), params.sites)  # L3
     chosen = await ch.recv_broadcast(S, Chosen, at=(None,), mean=(None,), deviation=(None,))  # L4
-    check_chosen(params, chosen, len(agreed.names), y.shape[0])
+    check_chosen(params, chosen, len(agreed.names), mine.x.shape[0])
     h, d = len(chosen.at), params.n_components
     ch.step(f"covariance of {h} genes", protocol=NAME, line="L5")
-    words = params.covariance_code(chosen.cells).encode(products(params, y, chosen))
+    words = params.covariance_code(chosen.cells).encode(products(params, mine, agreed.names, chosen))
     await add("products", words, present)  # L5
     result = await ch.recv_broadcast(S, Components, components=(h, d), variance=(d,), center=(h,))  # L6
     check_components(params, result)
     await same_view.site(ch, params.view, identity=identity)  # L7
     space = _space(agreed.names, chosen, result)
-    return space, place(params, space, y[:, chosen.at])  # L7
+    return space, place(params, space, mine)  # L7
 
 
 async def coordinator(ch: Channel, params: Params) -> Space:
@@ -403,6 +438,7 @@ async def coordinator(ch: Channel, params: Params) -> Space:
     summed = await secure_sum.aggregator(ch.sub("moments"), params.sum(moments_length(g)))  # L3
     n, *rest = np.split(join_sum(summed.z), 1 + g * np.arange(4))
     cells, (y, yy, log, loglog) = round(float(n[0])), rest
+    check_moments(params, cells, y, yy, log, loglog)
     if cells <= params.n_components:
         raise ProtocolAbort(
             NAME, "L3", "too-few-cells", f"{cells} cells in all give no {params.n_components} components"
@@ -421,7 +457,9 @@ async def coordinator(ch: Channel, params: Params) -> Space:
     h = len(at)
     summed = await secure_sum.aggregator(ch.sub("products"), params.sum(products_length(h)), live)  # L5
     ch.step(f"{params.n_components} components of {h} genes", protocol=NAME, line="L6")
-    seen, center, cov = covariance(params.covariance_code(cells).decode(summed.z), h)
+    words = params.covariance_code(cells).decode(summed.z)
+    check_products(params, cells, words, h)
+    seen, center, cov = covariance(words, h)
     variance, components = decompose(cov, params.n_components)
     result = Components(components, variance, center, float(np.trace(cov)), seen)
     ch.reveal(result, to=summed.survivors, line="L6", what=f"{len(variance)} components", protocol=NAME)

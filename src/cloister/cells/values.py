@@ -1,0 +1,321 @@
+"""The values of cells, wherever they are: read in blocks of bounded size, as often as an analysis needs them.
+
+Matrices stay as they are: sparse ones are never made dense. `blocks` cuts along the axis in which a matrix is stored;
+`chunks` gives cells. A matrix on disk (`cloister.cells.stored`) is checked block by block as it is read, and a listener
+hears how far a pass has come.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from cloister.arrays import F64, U64, Array
+from cloister.cells.files import layer_names
+from cloister.errors import DataError
+
+if TYPE_CHECKING:
+    from anndata import AnnData
+
+ExpressionKind = Literal["counts", "log", "scaled"]
+_BLOCK = 2**24  # matrix entries per block, zeros included
+_SAMPLE, _SAMPLE_BLOCKS = 2**18, 16  # the same for a sample, and how many of them
+_TELL = 0.5  # seconds between two words about how far a pass over the cells has come
+
+Mapping = Callable[[F64, U64], npt.ArrayLike]  # non-zero values and their places row · n_vars + column → new values
+_listener: ContextVar[Callable[[str], None] | None] = ContextVar("listener", default=None)
+
+
+@contextmanager
+def reading_told_to(listener: Callable[[str], None]) -> Iterator[None]:
+    """Have a listener hear how far a pass over cells on disk has come, in this thread."""
+    token = _listener.set(listener)
+    try:
+        yield
+    finally:
+        _listener.reset(token)
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What one pass over all values says about them."""
+
+    nonzero: int
+    whole: bool  # all are whole numbers
+    finite: bool
+    smallest: float  # of the finite non-zero values; 0 if there are none
+    largest: float
+
+    @property
+    def kind(self) -> ExpressionKind:
+        return "scaled" if self.smallest < 0 else "counts" if self.whole else "log"
+
+
+def survey(adata: AnnData, layer: str | None = None) -> Survey:
+    """Look at every value once; of a file, what was seen is kept as long as the file stays as it is."""
+    matrix = matrix_of(adata, layer)
+    kept = _kept_surveys(adata, matrix)
+    if layer in kept:
+        return kept[layer]
+    nonzero, whole, finite, low, high = 0, True, True, np.inf, -np.inf
+    for _, block in blocks(matrix, where_is(layer)):
+        values = _stored(block)
+        values = values[values != 0]
+        nonzero += values.size
+        if values.dtype.kind == "f" and not np.isfinite(values).all():
+            finite, values = False, values[np.isfinite(values)]
+        if values.size:
+            low, high = min(low, float(values.min())), max(high, float(values.max()))
+            whole = whole and (values.dtype.kind != "f" or bool((values == np.rint(values)).all()))
+    seen = Survey(nonzero, whole, finite, low if nonzero else 0.0, high if nonzero else 0.0)
+    kept[layer] = seen
+    return seen
+
+
+def _kept_surveys(adata: AnnData, matrix: Any) -> dict[str | None, Survey]:
+    """What was seen of the matrices of a file; of others, which may change, nothing is kept."""
+    origin = getattr(adata, "origin", None)
+    own = is_on_disk(matrix) and not hasattr(matrix, "fn")
+    return origin.surveys if origin is not None and own else {}
+
+
+def expression_kind(adata: AnnData, layer: str | None = None) -> ExpressionKind:
+    """Tell raw counts (whole numbers) from log values (fractions) and scaled values (some negative).
+
+    Looks at a bounded sample of the cells. Fractions on a linear scale, such as CP10k without a logarithm,
+    are called `log` here, and `describe` warns of them.
+    """
+    matrix = matrix_of(adata, layer)
+    if (seen := _kept_surveys(adata, matrix).get(layer)) is not None:
+        return seen.kind
+    whole = True
+    for _, block in blocks(matrix, where_is(layer), entries=_SAMPLE, most=_SAMPLE_BLOCKS):
+        values = _stored(block).astype(np.float64)
+        values = values[np.isfinite(values)]
+        if values.size and values.min() < 0:
+            return "scaled"
+        whole = whole and bool((values == np.rint(values)).all())
+    return "counts" if whole else "log"
+
+
+def nonzero_values(adata: AnnData, layer: str | None = None) -> Iterator[F64]:
+    """Yield the non-zero values, block by block, in no promised order."""
+    for _, block in blocks(matrix_of(adata, layer), where_is(layer)):
+        values = _stored(block)
+        yield values[values != 0].astype(np.float64)
+
+
+def sample_values(adata: AnnData, layer: str | None = None) -> F64:
+    """Non-zero values of some cells, evenly spread over all: enough to draw, few enough to hold."""
+    some = blocks(matrix_of(adata, layer), where_is(layer), entries=_SAMPLE, most=_SAMPLE_BLOCKS)
+    values = [_stored(block) for _, block in some]
+    return np.concatenate([v[v != 0].astype(np.float64) for v in values])
+
+
+def chunks(adata: AnnData, layer: str | None = None, *, entries: int = _BLOCK) -> Iterator[tuple[slice, Any]]:
+    """Yield some cells at a time, in their order: which rows, and their values as a CSR matrix.
+
+    Memory is bounded by `entries` (zeros included), wherever the matrix is; one that is stored by gene is turned first.
+    """
+    from scipy import sparse
+
+    rows = rows_of(adata, layer)
+    step = max(1, entries // max(1, rows.shape[1]))
+    for start in range(0, rows.shape[0], step):
+        part = slice(start, min(start + step, rows.shape[0]))
+        yield part, sparse.csr_matrix(rows[part])
+
+
+def loaded(adata: AnnData, layer: str | None = None) -> Any:
+    """The whole matrix of an analysis, in memory."""
+    matrix = matrix_of(adata, layer)
+    return matrix[:] if is_on_disk(matrix) else matrix
+
+
+def rows_of(adata: AnnData, layer: str | None = None) -> Rows:
+    """The matrix of an analysis, to be read by ranges of cells, as often as needed."""
+    matrix = matrix_of(adata, layer)
+    if getattr(matrix, "format", None) == "csc":
+        try:
+            matrix = (matrix[:] if is_on_disk(matrix) else matrix).tocsr()
+        except MemoryError as error:
+            raise DataError(
+                f"{where_is(layer)} is stored by gene and does not fit into memory; write it as a CSR matrix."
+            ) from error
+    return Rows(matrix, where_is(layer))
+
+
+class Rows:
+    """Rows of a matrix in memory or on disk; every range that is read has been checked."""
+
+    def __init__(self, matrix: Any, where: str) -> None:
+        self._matrix, self._where, self._clock = matrix, where, _Clock(where)
+        self.shape: tuple[int, int] = matrix.shape
+
+    def __getitem__(self, rows: slice) -> Any:
+        self._clock.tell(rows.stop or self.shape[0], self.shape[0], again=not rows.start)
+        return _read(self._matrix, (rows, slice(None)), self._where)
+
+
+class _Clock:
+    """Says now and then how far a pass has come, and how long the rest will take."""
+
+    def __init__(self, what: str) -> None:
+        self._what, self._listener, self._began, self._said = what, _listener.get(), time.monotonic(), 0.0
+
+    def tell(self, done: int, of: int, *, again: bool = False) -> None:
+        if self._listener is None:
+            return
+        now = time.monotonic()
+        if again:
+            self._began = now
+        if now - self._said >= _TELL and now > self._began:
+            self._said, share = now, min(done, of) / max(1, of)
+            self._listener(f"{self._what} {share:.0%}, {(now - self._began) * (1 - share) / share:.0f} s left")
+
+
+def map_values(adata: AnnData, fn: Mapping, layer: str | None = None, dtype: npt.DTypeLike = np.float32) -> Any:
+    """Apply a function to the non-zero values and leave every zero at zero.
+
+    Parameters
+    ----------
+    adata, layer
+        The cells, and the layer to read instead of `X`.
+    fn
+        Takes a vector of non-zero values and one of their places (row · n_vars + column), and returns a vector of the
+        same length. It is called once per block, so it must not depend on what else is in the vector.
+    dtype
+        Type of the result, wide enough for what `fn` returns.
+
+    Returns
+    -------
+    A matrix of the same shape and storage (dense, CSR or CSC), with zeros stored where they were. Of a sparse matrix on
+    disk, one whose values are computed when they are read or written.
+    """
+    from scipy import sparse
+
+    matrix = matrix_of(adata, layer)
+    rows, columns = np.arange(matrix.shape[0]), np.arange(matrix.shape[1])
+    if is_sparse(matrix) and is_on_disk(matrix):
+        from cloister.cells.stored import mapped_layer
+
+        return mapped_layer(matrix, fn, dtype)
+    if not is_sparse(matrix):
+        dense = np.zeros(matrix.shape, dtype)
+        for part, block in blocks(matrix, where_is(layer)):
+            dense[part] = map_block(block, fn, dtype, rows[part[0]], columns, matrix.shape[1])
+        return dense
+    mapped = [
+        map_block(block, fn, dtype, rows[part[0]], columns[part[1]], matrix.shape[1])
+        for part, block in blocks(matrix, where_is(layer))
+    ]
+    return (sparse.hstack if matrix.format == "csc" else sparse.vstack)(mapped, format=matrix.format)
+
+
+def map_block(block: Any, fn: Mapping, dtype: npt.DTypeLike, rows: Array, columns: Array, width: int) -> Any:
+    """`fn` of the non-zero values of a block that holds these rows and columns of a matrix of that width."""
+    sparse = is_sparse(block)
+    if sparse:
+        block.sum_duplicates()
+    values = block.data if sparse else np.asarray(block)
+    out, keep = np.zeros(values.shape, dtype), values != 0
+    if sparse:
+        major = np.repeat(np.arange(len(block.indptr) - 1), np.diff(block.indptr))
+        r, c = (major, block.indices) if block.format == "csr" else (block.indices, major)
+        r, c = r[keep], c[keep]
+    else:
+        r, c = np.nonzero(keep)
+    if len(r):
+        at = rows[r].astype(np.uint64) * np.uint64(width) + columns[c].astype(np.uint64)
+        out[keep] = fn(values[keep].astype(np.float64), at)
+    return type(block)((out, block.indices, block.indptr), shape=block.shape) if sparse else out
+
+
+def where_is(layer: str | None) -> str:
+    return "adata.X" if layer is None else f"adata.layers[{layer!r}]"
+
+
+def matrix_of(adata: AnnData, layer: str | None) -> Any:
+    if layer is not None and layer not in adata.layers:
+        raise DataError(
+            f"{where_is(layer)} is missing; there is {listed(layer_names(adata))}. Name another with layer=."
+        )
+    if (origin := getattr(adata, "origin", None)) is not None:
+        origin.check_unchanged()
+    matrix = x_of(adata) if layer is None else adata.layers[layer]
+    if matrix is None:
+        raise DataError("adata.X is missing; put the expression there, or pass layer=.")
+    if matrix.dtype.kind not in "biuf":
+        raise DataError(f"{where_is(layer)} must hold numbers, found {matrix.dtype}.")
+    return matrix
+
+
+def x_of(adata: AnnData) -> Any:
+    try:
+        if adata.isbacked:  # its arrays are opened only when asked for
+            _ = adata.X.dtype, adata.X.shape
+        return adata.X
+    except Exception as error:  # on a damaged file the libraries raise anything
+        raise DataError(_damaged("adata.X")) from error
+
+
+def _damaged(where: str) -> str:
+    return f"{where} cannot be read: it is damaged or its file is gone; copy the file or write it again."
+
+
+def is_sparse(matrix: Any) -> bool:
+    return getattr(matrix, "format", None) in ("csr", "csc")  # scipy's, and those of anndata on disk
+
+
+def is_on_disk(matrix: Any) -> bool:
+    """Whether a matrix is a dataset of h5py or zarr, or anndata's sparse one of these."""
+    dense = type(matrix).__module__.partition(".")[0] in ("h5py", "zarr")
+    return (dense and hasattr(matrix, "shape")) or (is_sparse(matrix) and hasattr(matrix, "group"))
+
+
+def blocks(
+    matrix: Any, where: str, *, entries: int = _BLOCK, most: int | None = None
+) -> Iterator[tuple[tuple[slice, slice], Any]]:
+    """Cut a matrix along the axis in which it is stored; with `most`, only so many blocks, evenly spread."""
+    by_column = getattr(matrix, "format", None) == "csc"
+    length, width = matrix.shape[::-1] if by_column else matrix.shape
+    step = max(1, entries // max(1, width))
+    starts = np.arange(0, length, step)
+    if most is not None and len(starts) > most:
+        starts = starts[np.linspace(0, len(starts) - 1, most).astype(int)]
+    clock = _Clock(where)
+    for start in starts.tolist():
+        cut = slice(start, min(start + step, length))
+        part = (slice(None), cut) if by_column else (cut, slice(None))
+        clock.tell(cut.stop, length)
+        yield part, _read(matrix, part, where)
+
+
+def _read(matrix: Any, part: tuple[slice, slice], where: str) -> Any:
+    try:
+        block = matrix[part]
+        if is_sparse(block):
+            block.check_format(full_check=True)  # a matrix on disk has not been checked on opening
+            block.sum_duplicates()
+        return block
+    except Exception as error:  # as above
+        raise DataError(_damaged(where)) from error
+
+
+def _stored(block: Any) -> np.ndarray:
+    return block.data if is_sparse(block) else np.asarray(block).ravel()
+
+
+def not_finite(where: str) -> str:
+    return f"{where} has missing or infinite values; fill them or remove these cells or genes."
+
+
+def listed(keys: Any) -> str:
+    return ", ".join(repr(str(key)) for key in keys) or "none"

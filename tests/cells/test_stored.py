@@ -1,0 +1,297 @@
+"""Cells that stay on disk are what they would be in memory; what is written is a copy with the result in it."""
+
+import shutil
+import warnings
+
+import anndata as ad
+import h5py
+import numpy as np
+import pandas as pd
+import pytest
+from anndata import AnnData
+from scipy import sparse
+
+from cloister.cells import tables as cells
+from cloister.cells import values as cell_values
+from cloister.cells.demo import demo_sites
+from cloister.cells.files import open_cells, read_cells, write_cells
+from cloister.cells.stored import StoredCells
+from cloister.errors import DataError
+from cloister.run.rehearsal import rehearse
+from cloister.run.results import save_run
+
+N, GENES = 60, 40
+
+
+def made(seed=0, n=N, form=sparse.csr_matrix):
+    rng = np.random.default_rng(seed)
+    X = rng.poisson(0.4, (n, GENES)).astype(np.float32)
+    obs = pd.DataFrame({"cell_type": pd.Categorical(rng.choice(["T", "B"], n))}, index=[f"c{i}" for i in range(n)])
+    adata = AnnData(form(X), obs=obs, var=pd.DataFrame(index=[f"g{i}" for i in range(GENES)]))
+    adata.layers["log"] = form(np.log1p(X))
+    adata.obsm["X_pca"] = rng.normal(size=(n, 3))
+    adata.uns["note"] = {"by": "hand"}
+    adata.raw = adata[:, :30].copy()
+    return adata
+
+
+def dense(X):
+    X = X[:] if cells.is_on_disk(X) else X
+    return X.toarray() if sparse.issparse(X) else np.asarray(X)
+
+
+def write_mudata(path, **modalities):
+    """A file as mudata writes it: every modality is an AnnData below `mod`."""
+    with h5py.File(path, "w") as file:
+        for name in ("obs", "var"):
+            ad.io.write_elem(file, name, pd.DataFrame(index=["a"]))
+        for name, adata in modalities.items():
+            ad.io.write_elem(file, f"mod/{name}", adata)
+
+
+def write_zarr(path, version=3):
+    with ad.settings.override(zarr_write_format=version), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that format 2 is not for ever
+        made().write_zarr(path)
+
+
+@pytest.fixture(params=["a.h5ad", "a.zarr", "old.zarr", "a.h5mu", "a.h5mu:rna"])
+def name(request, tmp_path):
+    path = tmp_path / request.param.split(":")[0]
+    if path.suffix == ".h5mu":
+        others = {"prot": made(1)} if ":" in request.param else {}
+        write_mudata(path, rna=made(), **others)
+    elif path.suffix == ".zarr":
+        write_zarr(path, 2 if path.stem == "old" else 3)
+    else:
+        write_cells(made(), path)
+    return str(tmp_path / request.param)
+
+
+def same(found, wanted):
+    np.testing.assert_array_equal(dense(found.X), dense(wanted.X))
+    assert found.obs_names.tolist() == wanted.obs_names.tolist()
+    assert found.var_names.tolist() == wanted.var_names.tolist()
+    pd.testing.assert_frame_equal(found.obs, wanted.obs, check_categorical=False, check_dtype=False)
+    np.testing.assert_array_equal(dense(found.layers["log"]), dense(wanted.layers["log"]))
+    np.testing.assert_array_equal(found.obsm["X_pca"], wanted.obsm["X_pca"])
+    assert found.uns["note"] == {"by": "hand"}
+
+
+def test_on_disk_loaded_and_copied_are_the_same(name, tmp_path):
+    on_disk, loaded = read_cells(name, backed=True), read_cells(name)
+    assert isinstance(on_disk, StoredCells)
+    assert cells.is_on_disk(on_disk.X)
+    assert cells.is_on_disk(on_disk.layers["log"])
+    assert sparse.issparse(loaded.X)
+    for adata in (on_disk, loaded, on_disk.to_memory(), on_disk.copy()):
+        same(adata, made())
+    np.testing.assert_array_equal(dense(loaded.raw.X), dense(made().raw.X))
+    write_cells(on_disk, tmp_path / "copy.h5ad")
+    back = read_cells(tmp_path / "copy.h5ad")
+    same(back, made())
+    np.testing.assert_array_equal(dense(back.raw.X), dense(made().raw.X))
+
+
+def test_results_go_into_the_copy_and_the_file_stays_as_it_is(name, tmp_path):
+    before = made()
+    adata = read_cells(name, backed=True)
+    adata.obs["score"] = np.arange(N) / 7
+    adata.obsm["X_new"] = np.ones((N, 2))
+    adata.varm["loadings"] = np.ones((GENES, 2))
+    adata.uns["cloister"] = {"edges": np.arange(3.0)}
+    adata.layers["twice"] = cells.map_values(adata, lambda v, at: 2 * v)
+    del adata.obsm["X_pca"]
+    write_cells(adata, tmp_path / "out.h5ad")
+    found = ad.read_h5ad(tmp_path / "out.h5ad")  # anndata's own reader
+    np.testing.assert_array_equal(dense(found.layers["twice"]), 2 * dense(before.X))
+    np.testing.assert_array_equal(found.obs["score"], np.arange(N) / 7)
+    assert found.obs["cell_type"].tolist() == before.obs["cell_type"].tolist()
+    assert set(found.obsm) == {"X_new"}
+    assert set(found.varm) == {"loadings"}
+    assert found.uns["cloister"]["edges"].tolist() == [0, 1, 2]
+    assert found.uns["note"] == {"by": "hand"}
+    same(read_cells(name), before)
+
+
+def test_raw_is_a_part(tmp_path):
+    write_cells(made(), tmp_path / "a.h5ad")
+    raw = read_cells(tmp_path / "a.h5ad:raw", backed=True)
+    assert raw.shape == (N, 30)
+    np.testing.assert_array_equal(dense(raw.X), dense(made().X)[:, :30])
+    raw.obs["score"] = 1.0
+    write_cells(raw, tmp_path / "b.h5ad")
+    again = read_cells(tmp_path / "b.h5ad")
+    assert again.shape == (N, 30)
+    assert again.obs["score"].tolist() == [1.0] * N
+    np.testing.assert_array_equal(dense(again.X), dense(raw.X))
+
+
+def test_small_files_are_loaded_and_large_ones_stay_on_disk(tmp_path, monkeypatch):
+    write_cells(made(), tmp_path / "a.h5ad")
+    assert sparse.issparse(open_cells(tmp_path / "a.h5ad").X)
+    monkeypatch.setattr("cloister.cells.files.IN_MEMORY", 1000)
+    assert cells.is_on_disk(open_cells(tmp_path / "a.h5ad").X)
+
+
+@pytest.mark.parametrize("form", [sparse.csr_matrix, sparse.csc_matrix, np.asarray])
+@pytest.mark.parametrize("backed", [False, True])
+def test_chunks_are_all_cells_in_their_order(form, backed, tmp_path):
+    write_cells(made(form=form), tmp_path / "a.h5ad")
+    adata = read_cells(tmp_path / "a.h5ad", backed=backed)
+    seen = list(cells.chunks(adata, "log", entries=7 * GENES))
+    assert [rows.stop - rows.start for rows, _ in seen] == [7] * 8 + [4]
+    assert all(block.format == "csr" for _, block in seen)
+    np.testing.assert_array_equal(sparse.vstack([b for _, b in seen]).toarray(), dense(made().layers["log"]))
+
+
+# ---- workflows from disk, as from memory -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def paths(tmp_path, monkeypatch):
+    sites = demo_sites()
+    for site, adata in sites.items():
+        write_cells(adata, tmp_path / f"{site}.h5ad")
+    monkeypatch.setattr("cloister.cells.files.IN_MEMORY", 0)
+    monkeypatch.setitem(cell_values.blocks.__kwdefaults__, "entries", 50_000)
+    monkeypatch.setattr("cloister.protocols.sums.shared_pca.BLOCK", 20_000)
+    return {site: tmp_path / f"{site}.h5ad" for site in sites}
+
+
+OPTIONS = {
+    "bin-values": {},
+    "shared-pca": {"n_components": 10, "n_top_genes": 200},
+    "find-outliers": {"use_rep": "X_pca", "trees": 20},
+}
+
+
+@pytest.mark.parametrize("workflow", OPTIONS)
+def test_the_shipped_cells_streamed_give_what_they_give_loaded(workflow, paths, tmp_path):
+    loaded = rehearse(workflow, demo_sites(), **OPTIONS[workflow])
+    run = rehearse(workflow, paths, **OPTIONS[workflow])
+    save_run(run, tmp_path / "out")
+    for site, wanted in loaded.data.items():
+        assert cells.is_on_disk(run.data[site].X)
+        found = read_cells(tmp_path / "out" / f"{site}.h5ad")
+        for slot in ("obs", "obsm", "varm", "layers"):
+            assert set(getattr(found, slot)) == set(getattr(wanted, slot))
+        for key in wanted.layers:
+            np.testing.assert_array_equal(dense(found.layers[key]), dense(wanted.layers[key]))
+        for key in wanted.obsm:
+            np.testing.assert_allclose(found.obsm[key], wanted.obsm[key], atol=1e-6)
+        if workflow == "find-outliers":
+            assert found.obs["outlier"].mean() == pytest.approx(0.05, abs=0.05)  # forests are drawn anew in each run
+        np.testing.assert_array_equal(dense(found.X), dense(wanted.X))
+
+
+def test_reading_is_told_to_the_progress_bar(paths, monkeypatch):
+    monkeypatch.setattr("cloister.cells.values._TELL", 0.0)
+    events = []
+    rehearse("bin-values", paths, on_event=events.append)
+    told = [e for e in events if e.protocol == "reading"]
+    assert {e.party for e in told} == set(paths)
+    assert any(e.name.endswith("100%, 0 s left") for e in told)
+
+
+# ---- bad input -------------------------------------------------------------------------------------------------------
+
+
+def test_a_modality_that_is_not_there(tmp_path):
+    write_mudata(tmp_path / "a.h5mu", rna=made(), prot=made(1))
+    with pytest.raises(DataError, match=r"names no modality; there is 'prot', 'rna': write a.h5mu:NAME"):
+        read_cells(tmp_path / "a.h5mu")
+    with pytest.raises(DataError, match=r"has no modality 'atac'; there is 'prot', 'rna'"):
+        read_cells(tmp_path / "a.h5mu:atac")
+    write_cells(made(), tmp_path / "a.h5ad")
+    with pytest.raises(DataError, match="has no part 'rna'"):
+        read_cells(tmp_path / "a.h5ad:rna")
+    bare = made()
+    del bare.raw
+    write_cells(bare, tmp_path / "b.h5ad")
+    with pytest.raises(DataError, match=r"holds no adata.raw"):
+        read_cells(tmp_path / "b.h5ad:raw")
+
+
+def pieces(folder):
+    return sorted(p for p in folder.rglob("*") if p.is_file() and not p.name.startswith((".z", "zarr")))
+
+
+@pytest.mark.parametrize("array", ["X/data", "X/indices", "X/indptr", "layers/log/data"])
+@pytest.mark.parametrize("how", ["gone", "cut"])
+def test_a_truncated_zarr(tmp_path, array, how):
+    path = tmp_path / "a.zarr"
+    write_zarr(path)
+    piece = pieces(path / array)[-1]
+    if how == "gone":
+        piece.unlink()
+    else:
+        piece.write_bytes(piece.read_bytes()[: piece.stat().st_size // 2])
+
+    def opened_and_checked():
+        cells.check_cells(read_cells(path, backed=True), layer="log" if "log" in array else None)
+
+    with pytest.raises(DataError, match="damaged"):
+        opened_and_checked()
+    with pytest.raises(DataError, match="damaged"):
+        read_cells(path)
+
+
+def test_a_folder_that_is_no_zarr(tmp_path):
+    (tmp_path / "a.zarr").mkdir()
+    with pytest.raises(DataError, match="no folder of Zarr"):
+        read_cells(tmp_path / "a.zarr")
+    write_zarr(tmp_path / "b.zarr")
+    shutil.rmtree(tmp_path / "b.zarr" / "var")
+    with pytest.raises(DataError, match="damaged|holds no AnnData"):
+        read_cells(tmp_path / "b.zarr")
+
+
+def test_a_chunk_with_genes_that_are_not_there(tmp_path):
+    path = tmp_path / "a.h5ad"
+    write_cells(made(), path)
+    with h5py.File(path, "r+") as file:
+        file["X/indices"][-1] = GENES + 3
+    with pytest.raises(DataError, match="adata.X cannot be read: it is damaged"):
+        cells.check_cells(read_cells(path, backed=True))
+
+
+def test_a_file_that_changes_during_a_run_ends_it_and_leaves_nothing(paths, tmp_path):
+    changed = []
+
+    def change(event):
+        if event.name.endswith("MaskedInput") and event.party == "basel" and not changed:
+            changed.append(event)
+            with h5py.File(paths["basel"].with_name("new.h5ad"), "w") as file:
+                file["x"] = [1]
+            paths["basel"].with_name("new.h5ad").replace(paths["basel"])
+
+    run = rehearse("bin-values", paths, on_event=change, check=False, timeout=20.0)
+    assert changed
+    assert isinstance(run.errors["basel"], DataError)
+    assert "changed while it was in use" in str(run.errors["basel"])
+    save_run(run, tmp_path / "out")
+    assert not list((tmp_path / "out").glob("*.h5ad"))
+
+
+# ---- donors ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workflow", OPTIONS)
+def test_a_site_with_too_few_donors_is_refused_before_anything_is_sent(workflow, monkeypatch):
+    sites = demo_sites()
+    for adata in sites.values():
+        adata.obs["donor"] = np.resize(["a", "b", "c", "d"], adata.n_obs)
+    options = OPTIONS[workflow] | {"donor_key": "donor"}
+    run = rehearse(workflow, sites, **options)
+    assert run.receipts["basel"].header["counted"] == "donors"
+    assert rehearse(workflow, sites, **OPTIONS[workflow]).receipts["basel"].header["counted"] == "cells"
+    monkeypatch.setattr("cloister.run.rehearsal.run_parties", lambda *a, **k: pytest.fail("something was sent"))
+    sites["lugano"].obs["donor"] = np.resize(["a", "b"], sites["lugano"].n_obs)
+    with pytest.raises(DataError, match="site 'lugano': 2 donors, fewer than 3"):
+        rehearse(workflow, sites, **options)
+    sites["lugano"].obs["donor"] = pd.Categorical([None, *["a", "b", "c"] * 1000][: sites["lugano"].n_obs])
+    with pytest.raises(DataError, match="names no donor for 1 cells"):
+        rehearse(workflow, sites, **options)
+    with pytest.raises(DataError, match=r"obs\['patient'\] is missing"):
+        rehearse(workflow, sites, **OPTIONS[workflow], donor_key="patient")

@@ -1,0 +1,452 @@
+"""Every check of a site, with exactly one thing wrong: each condition has to stop what no other one stops."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from cloister.crypto.agreement import Identity, key_pair
+from cloister.crypto.entropy import Entropy
+from cloister.errors import ProtocolAbort
+from cloister.net import wire
+from cloister.protocols.fedavg import training_terms
+from cloister.protocols.fedavg.pseudo_labels import Pseudo
+from cloister.protocols.forest import counted_forest
+from cloister.protocols.sums import (
+    attempts,
+    common_genes,
+    common_seed,
+    pooled_quantiles,
+    pooled_scaling,
+    row_sums,
+    same_view,
+    secure_sum,
+    shared_pca,
+)
+from cloister.study import Party
+
+HUB = Party("hub")
+SITES = A, B, C, D, E = tuple(map(Party, "abcde"))
+PEOPLE = {u: Identity.create(Entropy()) for u in SITES}
+CH = SimpleNamespace(
+    me=A, run_id=bytes(range(32)), study=SimpleNamespace(keys={u: p.public for u, p in PEOPLE.items()})
+)
+
+
+def refused(code, check, *args):
+    with pytest.raises(ProtocolAbort) as e:
+        check(*args)
+    assert e.value.code == code
+    assert e.value.line
+
+
+# ---- secure sum ------------------------------------------------------------------------------------------------------
+
+SUM = secure_sum.Params(SITES, HUB, 3)
+
+
+def sum_keys(u, signer=None, run_id=CH.run_id, c=None, s=None):
+    c, s = c or key_pair(Entropy()).public, s or key_pair(Entropy()).public
+    signature = PEOPLE[signer or u].sign("secure_sum/keys", secure_sum.signed_keys(run_id, u, c, s))
+    return secure_sum.Keys(c, s, signature)
+
+
+ROSTER = {u: sum_keys(u) for u in SITES}
+
+
+def test_a_good_roster_passes():
+    secure_sum.check_roster(SUM, CH, ROSTER, ROSTER[A], SITES)
+    secure_sum.check_roster(SUM, CH, {u: ROSTER[u] for u in (A, B, C)}, ROSTER[A], (A, B, C))
+
+
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        ({Party("x"): ROSTER[B]}, "roster"),
+        ({B: replace(ROSTER[B], c_pk=ROSTER[C].c_pk)}, "roster"),
+        ({B: sum_keys(B, c=ROSTER[C].c_pk)}, "roster"),  # signed by itself, but another's key
+        ({B: sum_keys(B, s=ROSTER[C].s_pk)}, "roster"),
+        ({A: sum_keys(A)}, "roster"),
+        ({B: sum_keys(B, signer=C)}, "signature"),  # nothing else is wrong with it
+        ({B: sum_keys(B, run_id=bytes(32))}, "signature"),
+    ],
+)
+def test_a_roster_with_one_thing_wrong(change, code):
+    refused(code, secure_sum.check_roster, SUM, CH, ROSTER | change, ROSTER[A], SITES)
+
+
+def test_a_roster_that_is_short_or_calls_back_who_was_left_out():
+    refused("roster", secure_sum.check_roster, SUM, CH, {u: ROSTER[u] for u in (A, B)}, ROSTER[A], SITES)
+    refused("roster", secure_sum.check_roster, SUM, CH, ROSTER, ROSTER[A], (A, B, C, D))
+    refused("roster", secure_sum.check_roster, SUM, CH, {u: ROSTER[u] for u in (B, C, D)}, ROSTER[A], SITES)
+
+
+@pytest.mark.parametrize("survivors", [(A, B, C, E), (A, B, C, C), (A, B), (B, C, D)])
+def test_survivors_with_one_thing_wrong(survivors):
+    secure_sum.check_survivors(SUM, A, (A, B, C), (A, B, C, D))
+    refused("survivors", secure_sum.check_survivors, SUM, A, survivors, (A, B, C, D))
+
+
+# ---- row sums --------------------------------------------------------------------------------------------------------
+
+ROWS = row_sums.Params(SITES, (1,) * 5, HUB, 1)
+
+
+def row_key(u, signer=None, run_id=CH.run_id, pk=None):
+    pk = pk or key_pair(Entropy()).public
+    return row_sums.Key(pk, PEOPLE[signer or u].sign("row_sums", row_sums.signed(run_id, u, pk)))
+
+
+KEYS = {u: row_key(u) for u in SITES}
+
+
+@pytest.mark.parametrize(
+    ("keys", "before", "code"),
+    [
+        (KEYS | {Party("x"): KEYS[B]}, None, "roster"),
+        ({A: KEYS[A]}, None, "roster"),
+        ({u: KEYS[u] for u in (B, C)}, None, "roster"),
+        (KEYS | {A: row_key(A)}, None, "roster"),
+        (KEYS | {B: row_key(B, pk=KEYS[C].pk)}, None, "roster"),
+        (KEYS | {B: row_key(B, signer=C)}, None, "signature"),
+        (KEYS | {B: row_key(B, run_id=bytes(32))}, None, "signature"),
+        (KEYS, set(SITES), "restart"),
+        ({u: KEYS[u] for u in (A, B, C)}, {A, B, D, E}, "restart"),
+    ],
+)
+def test_row_keys_with_one_thing_wrong(keys, before, code):
+    row_sums.check_keys(ROWS, CH, KEYS, KEYS[A].pk, None)
+    row_sums.check_keys(ROWS, CH, {u: KEYS[u] for u in (A, B)}, KEYS[A].pk, {A, B, C})
+    refused(code, row_sums.check_keys, ROWS, CH, keys, KEYS[A].pk, before)
+
+
+# ---- common seed -----------------------------------------------------------------------------------------------------
+
+SEED = common_seed.Params(SITES, HUB)
+
+
+def seed_key(u, signer=None, run_id=CH.run_id, pk=None):
+    pk = pk or key_pair(Entropy()).public
+    return common_seed.Key(pk, PEOPLE[signer or u].sign("common_seed", wire.canonical([run_id, u, pk])))
+
+
+SEED_KEYS = {u: seed_key(u) for u in SITES}
+
+
+@pytest.mark.parametrize(
+    ("keys", "code"),
+    [
+        (SEED_KEYS | {Party("x"): SEED_KEYS[B]}, "roster"),
+        ({u: SEED_KEYS[u] for u in (A, B)}, "roster"),
+        ({u: SEED_KEYS[u] for u in (B, C, D)}, "roster"),
+        (SEED_KEYS | {A: seed_key(A)}, "roster"),
+        (SEED_KEYS | {B: seed_key(B, pk=SEED_KEYS[C].pk)}, "roster"),
+        (SEED_KEYS | {B: seed_key(B, signer=C)}, "signature"),
+        (SEED_KEYS | {B: seed_key(B, run_id=bytes(32))}, "signature"),
+    ],
+)
+def test_seed_keys_with_one_thing_wrong(keys, code):
+    common_seed.check_roster(SEED, CH, SEED_KEYS, SEED_KEYS[A].pk)
+    refused(code, common_seed.check_roster, SEED, CH, keys, SEED_KEYS[A].pk)
+
+
+def confirm(u, tag=b"tag", signer=None, run_id=CH.run_id):
+    data = common_seed.signed_tag(run_id, u, tag)
+    return common_seed.Confirm(tag, PEOPLE[signer or u].sign("common_seed/confirm", data))
+
+
+CONFIRMS = {u: confirm(u) for u in SITES}
+
+
+@pytest.mark.parametrize(
+    ("confirms", "code"),
+    [
+        ({u: CONFIRMS[u] for u in (A, B)}, "split-view"),
+        ({u: CONFIRMS[u] for u in (B, C, D)}, "split-view"),
+        (CONFIRMS | {B: confirm(B, tag=b"other")}, "split-view"),
+        (CONFIRMS | {B: confirm(B, signer=C)}, "signature"),
+        (CONFIRMS | {B: confirm(B, run_id=bytes(32))}, "signature"),
+        (CONFIRMS | {B: replace(confirm(B, tag=b"other"), tag=b"tag")}, "signature"),
+    ],
+)
+def test_confirmations_with_one_thing_wrong(confirms, code):
+    common_seed.check_confirms(SEED, CH, CONFIRMS, CONFIRMS[A])
+    refused(code, common_seed.check_confirms, SEED, CH, confirms, CONFIRMS[A])
+
+
+# ---- attempts, genes, quantiles --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sites", "before", "code"),
+    [
+        ((A, B, B), None, "restart"),
+        ((B, C), None, "dropped"),
+        ((A, B, C), (A, B, C), "restart"),
+        ((A, B, D), (A, B, C, E), "restart"),
+        ((A, B, C, D), (A, B), "restart"),
+    ],
+)
+def test_lists_of_attempts_with_one_thing_wrong(sites, before, code):
+    attempts.check_list(A, SITES, None)
+    attempts.check_list(A, (A, B), SITES)
+    refused(code, attempts.check_list, A, sites, before)
+
+
+@pytest.mark.parametrize("common", [(), ("g1", "g1"), ("g1", "g9")])
+def test_common_genes_with_one_thing_wrong(common):
+    common_genes.check_common(("g1", "g2"), ["g1", "g2", "g3"])
+    refused("genes", common_genes.check_common, common, ["g1", "g2", "g3"])
+
+
+QUANTILES = pooled_quantiles.Params(SITES, HUB, 3, False, cells=1)
+
+
+@pytest.mark.parametrize("cells", [[], [-1], [48], [3, 3], [5, 4], list(range(7))])
+def test_cells_with_one_thing_wrong(cells):
+    pooled_quantiles.check_cells(QUANTILES, np.arange(6))
+    refused("cells", pooled_quantiles.check_cells, QUANTILES, np.array(cells, np.int64))
+
+
+@pytest.mark.parametrize(
+    "edges", [[1, np.nan, 2], [1, np.inf, np.inf], [2, 1, 3], [-1, 1, 2], [1e-9, 1, 2], [1, 2, 2e8]]
+)
+def test_edges_with_one_thing_wrong(edges):
+    pooled_quantiles.check_edges(np.array([1.0, 1.0, 2.0]))
+    refused("edges", pooled_quantiles.check_edges, np.array(edges, float))
+
+
+def test_counts_that_are_none():
+    pooled_quantiles.check_counts(np.array([3, 2**47], np.uint64), "L1")
+    refused("damaged", pooled_quantiles.check_counts, np.array([3, 2**48], np.uint64), "L1")
+
+
+# ---- scaling, components, leaves -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rows", "there", "total"),
+    [
+        (9, [9, 9], [1.0, 1.0]),  # fewer than mine
+        (3 << 32, [9, 9], [1.0, 1.0]),
+        (20, [-1, 9], [0.0, 1.0]),
+        (20, [21, 9], [1.0, 1.0]),
+        (20, [20, 9], [1.0, 9.5]),
+        (20, [20, 9], [-21.0, 1.0]),
+        (20, [20, 9], [np.nan, 1.0]),
+    ],
+)
+def test_sums_of_scaling_with_one_thing_wrong(rows, there, total):
+    pooled_scaling.check_sums(10, 20, np.array([20, 9]), np.array([-20.0, 9.0]), 5)
+    refused("damaged", pooled_scaling.check_sums, 10, rows, np.array(there), np.array(total), 5)
+
+
+PCA = shared_pca.Params(SITES, HUB, n_top_genes=6, n_components=2)
+CHOSEN = shared_pca.Chosen(np.arange(4), np.ones(4), np.ones(4), 50)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"at": np.array([0, 2, 1, 3])},
+        {"at": np.array([0, 1, 1, 3])},
+        {"at": np.array([-1, 1, 2, 3])},
+        {"at": np.array([0, 1, 2, 9])},
+        {"at": np.arange(2), "mean": np.ones(2), "deviation": np.ones(2)},
+        {"mean": np.ones(5)},
+        {"mean": np.array([1, np.nan, 1, 1])},
+        {"mean": np.array([1, -0.5, 1, 1])},
+        {"mean": np.array([1, 99.0, 1, 1])},
+        {"deviation": np.array([1, 0.0, 1, 1])},
+        {"deviation": np.array([1, np.nan, 1, 1])},
+        {"deviation": np.array([1, 1e300, 1, 1])},
+        {"cells": 29},
+        {"cells": 1 << 60},
+    ],
+)
+def test_chosen_genes_with_one_thing_wrong(change):
+    shared_pca.check_chosen(PCA, CHOSEN, 8, 30)
+    refused("genes", shared_pca.check_chosen, PCA, replace(CHOSEN, **change), 8, 30)
+
+
+SPACE = shared_pca.Components(np.eye(4)[:, :2], np.array([2.0, 1.0]), np.zeros(4), 5.0, 50)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"components": np.eye(4)[:, :2] * 1.1},
+        {"components": np.eye(4)[:, [0, 0]]},
+        {"components": np.full((4, 2), np.nan)},
+        {"variance": np.array([1.0, 2.0])},
+        {"variance": np.array([2.0, -1.0])},
+        {"variance": np.array([4.0, 3.0])},
+        {"variance": np.array([np.inf, 1.0])},
+        {"center": np.full(4, 11.0)},
+        {"center": np.full(4, np.nan)},
+        {"total_variance": np.nan},
+        {"cells": 1},
+    ],
+)
+def test_components_with_one_thing_wrong(change):
+    shared_pca.check_components(PCA, SPACE)
+    refused("components", shared_pca.check_components, PCA, replace(SPACE, **change))
+
+
+@pytest.mark.parametrize("wrong", ["none", "cells", "many", "sign", "log", "square", "spread"])
+def test_moments_with_one_thing_wrong(wrong):
+    """Ten cells: sums of y, y², l, l² of two genes."""
+    sums = [np.array([20.0, 5.0]), np.array([50.0, 9.0]), np.array([8.0, 3.0]), np.array([9.0, 2.0])]
+    cells = {"cells": 0, "many": 1 << 60}.get(wrong, 10)
+    place, value = {"sign": (1, -5.0), "log": (2, 1e6), "square": (3, 1e6), "spread": (1, 30.0)}.get(wrong, (0, 20.0))
+    sums[place][0] = value
+    if wrong == "none":
+        shared_pca.check_moments(PCA, cells, *sums)
+    else:
+        refused("damaged", shared_pca.check_moments, PCA, cells, *sums)
+
+
+@pytest.mark.parametrize("wrong", ["none", "few", "many", "sum", "product"])
+def test_products_with_one_thing_wrong(wrong):
+    n = {"few": 1.0, "many": 51.0}.get(wrong, 40.0)
+    words = np.array([n, 401.5 if wrong == "sum" else 3.0, 1.0, 4002.0 if wrong == "product" else 20.0, 1.0, 9.0])
+    if wrong == "few":
+        words[1:] = 0.0
+    if wrong == "none":
+        shared_pca.check_products(PCA, 50, words, 2)
+    else:
+        refused("damaged", shared_pca.check_products, PCA, 50, words, 2)
+
+
+def test_leaves_that_hold_less_than_a_site_has_in_them():
+    counted_forest.check_leaves(np.array([3, 4]), np.array([3, 0]))
+    counted_forest.check_leaves(np.array([3, 4]), None)
+    refused("damaged", counted_forest.check_leaves, np.array([3, 4]), np.array([4, 0]))
+    refused("damaged", counted_forest.check_leaves, np.array([-1, 4]), None)
+
+
+# ---- training --------------------------------------------------------------------------------------------------------
+
+TRAINING = training_terms.Params(SITES, HUB, "model", rounds=5)
+BEFORE = training_terms.Task(1, (A, B, C, D), (A, B, C, D), False, 200.0, b"")
+TASK = training_terms.Task(2, (A, B, C), (A, B, C), False, 200.0, b"")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"t": 1},
+        {"t": 6},
+        {"live": (A, B, C, E), "clients": (A, B, C, E)},  # e was gone
+        {"live": (A, B, C, Party("x")), "clients": (A, B, C, Party("x"))},
+        {"live": (A, B), "clients": (A, B)},
+        {"live": (A, B, B), "clients": (A, B, B)},
+        {"live": (B, C, D), "clients": (B, C, D)},
+        {"clients": (A, B)},
+        {"clients": (A, B, C, D)},
+        {"clients": ()},
+        {"total": 29.0},
+        {"total": np.nan},
+        {"total": 1e15},
+        {"total": 201.0},
+        {"end": True},  # with clients
+    ],
+)
+def test_tasks_with_one_thing_wrong(change):
+    check = training_terms.check_task
+    check(TRAINING, A, TASK, BEFORE, 30, SITES)
+    check(TRAINING, A, replace(TASK, end=True, clients=()), BEFORE, 30, SITES)
+    check(TRAINING, A, replace(TASK, t=5, clients=()), BEFORE, 30, SITES)
+    refused("task", check, TRAINING, A, replace(TASK, **change), BEFORE, 30, SITES)
+
+
+def test_the_clients_of_a_round_are_those_of_the_seed_and_of_who_has_labels():
+    params = replace(TRAINING, clients=2, pseudo=Pseudo("network", warm=1))
+    chosen = training_terms.choose_clients(params, SITES, 3, (A, B))
+    task = training_terms.Task(3, SITES, chosen, False, 200.0, b"")
+    training_terms.check_task(params, A, task, None, 30, (A, B))
+    for other in ((A, B), (A, C), (B, C), (C, D)):
+        if other != chosen:
+            refused("task", training_terms.check_task, params, A, replace(task, clients=other), None, 30, (A, B))
+    few = replace(TRAINING, clients=4)
+    assert few.min_clients == 3
+
+
+@pytest.mark.parametrize("theta", [np.zeros(3), np.full(4, np.nan), np.full(4, 9.0), np.full(4, -9.0), np.ones(4)])
+def test_weights_with_one_thing_wrong(theta):
+    good = np.full(4, 7.9, np.float32)
+    training_terms.check_weights(TRAINING, good, wire.digest("theta", good), 2, 4, "L5")  # two rounds of ±4
+    theta = theta.astype(np.float32)
+    told = good if theta[0] == 1 else theta  # the last one is sound, but not what was told
+    refused("weights", training_terms.check_weights, TRAINING, theta, wire.digest("theta", told), 2, 4, "L5")
+
+
+@pytest.mark.parametrize(
+    ("labels", "labelled", "mine"),
+    [
+        (("p",), SITES, ("p", "q")),
+        (("p", "q", "q"), SITES, ("p", "q")),
+        (("p", "q"), (A, B), ("p", "q")),  # everybody has labels
+        (("p", "q"), (*SITES, Party("x")), ("p", "q")),
+    ],
+)
+def test_vocabularies_with_one_thing_wrong(labels, labelled, mine):
+    check, agreed = training_terms.check_vocabulary, training_terms.Vocabulary(("p", "q"), SITES)
+    check(TRAINING, A, agreed, ("p", "q"))
+    refused("labels", check, TRAINING, A, training_terms.Vocabulary(labels, labelled), mine)
+    fixed = replace(TRAINING, labels=("p", "q"))
+    refused("labels", check, fixed, A, training_terms.Vocabulary(("q", "p"), SITES), mine)
+    some = replace(TRAINING, pseudo=Pseudo("network"))
+    check(some, A, training_terms.Vocabulary(("p", "q"), (A, B)), ("p", "q"))
+    check(some, C, training_terms.Vocabulary(("p", "q"), (A, B)), ())
+    refused("labels", check, some, A, training_terms.Vocabulary(("p", "q"), (B,)), ("p", "q"))
+    refused("labels", check, some, C, training_terms.Vocabulary(("p", "q"), SITES), ())
+
+
+def test_sums_of_training_with_one_thing_wrong():
+    training_terms.check_total(90.0, "L4", 5)
+    for cells in (-1.0, 1e15, np.nan):
+        refused("damaged", training_terms.check_total, cells, "L4", 5)
+    good = np.array([[9.0, 1.0], [0.0, 5.0]])
+    training_terms.check_scores(good, 4.0, 5)
+    for counts, loss in ((good, -1.0), (good, 1e9), (good, np.nan), (-good, 4.0), (good * 1e14, 4.0)):
+        refused("damaged", training_terms.check_scores, counts, loss, 5)
+
+
+def test_a_mean_update_that_no_sites_have():
+    def words(delta, weight, loss):
+        code, tail = TRAINING.code(3), training_terms.TAIL
+        return np.concatenate([code.encode(np.array(delta)), tail.encode(np.array([weight, loss]))])
+
+    mean, _ = training_terms.mean_update(TRAINING, 3, 2, words([1.0, -2.0], 0.5, 0.2), 3)
+    np.testing.assert_allclose(mean, [2.0, -4.0], atol=1e-6)
+    assert training_terms.mean_update(TRAINING, 3, 2, words([0.0, 0.0], 0.0, 0.0), 3)[0].sum() == 0
+    for given in (([1.0, -2.2], 0.5, 0.2), ([1.0, 1.0], -0.5, 0.2), ([1.0, 1.0], 3.5, 0.2), ([1.0, 1.0], 1.0, -1.0)):
+        refused("damaged", training_terms.mean_update, TRAINING, 3, 2, words(*given), 3)
+
+
+# ---- the same view ---------------------------------------------------------------------------------------------------
+
+
+def test_too_few_signatures_do_not_make_one_view():
+    """Each signature fits; there are only not enough of them, or mine is missing, or one is of a stranger."""
+    from cloister.lies import Lie, Stage
+    from cloister.testing import Case, run_protocol
+
+    def hub(pick):
+        async def liar(ch, params):
+            step = ch.sub("same-view")
+            got = await step.gather(params.sites, same_view.Signature)
+            for u in params.sites:
+                chosen = {v: got[v].signature for v in params.sites if pick(u, v)}
+                await step.send(u, same_view.Signatures(chosen))
+
+        return liar
+
+    case = Case(same_view.Params(SITES, HUB), {})
+    for pick in (lambda u, v: v in (A, u), lambda u, v: v != u):
+        stage = Stage(Lie("-", HUB, "-"))
+        roles = same_view.roles(case.params) | {HUB: hub(pick)}
+        run = run_protocol(same_view, case, roles={p: stage.role(p, r) for p, r in roles.items()}, timeout=2.0)
+        assert {run.errors[u].code for u in SITES} == {"split-view"}
