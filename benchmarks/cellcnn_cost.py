@@ -119,15 +119,14 @@ def refresh_cost(bench, count):
     for name in ("gradient", "update", "product"):
         r = todo[name]
         cts = [bench.c.encrypt(bench.public, zero, bench.P.base, s, bench.entropy) for s in r.params.scales]
-        inputs = {hub: (cts, r.maps)} | {p: (s, r.maps, cr.Ledger()) for p, s in secrets.items()}
+        inputs = {hub: (cts, r.maps)} | {p: (s, r.maps) for p, s in secrets.items()}
+        inputs[names[0]] = (*inputs[names[0]], cts)
         found.append(Played(cr, r.params, inputs).site())
     return np.sum(found, axis=0)
 
 
 def key_cost(bench, count=3):
     from cloister.protocols.ckks import collective_key, collective_relin, collective_rotation, key_switch
-    from cloister.protocols.ckks.collective_refresh import Ledger
-    from cloister.study import Party
 
     names, hub = parties(count)
     secrets = {p: bench.ckks.Secret.draw(bench.P, bench.entropy) for p in names}
@@ -137,13 +136,11 @@ def key_cost(bench, count=3):
         found[module.NAME] = Played(module, module.Params(names, hub, bench.P, **extra), own).site()
     c, P = bench.c, bench.P
     ct = c.encrypt(bench.public, np.zeros(P.slots), P.base, P.scale, bench.entropy)
-    ledgers = {p: Ledger() for p in names}
-    for one in ledgers.values():
-        one.admit(c.pack(c.raw(ct)[0][1]))
-    params = key_switch.Params(names, hub, Party("querier"), P, P.base, P.scale, bench.L.query_noise_bits)
-    inputs = {hub: (ct,)} | {p: (s, ledgers[p]) for p, s in secrets.items()}
+    (c0, c1), _ = c.raw(ct)
+    params = key_switch.Params(names, names[0], P, P.base, P.scale, bench.L.query_noise)
+    inputs = {p: (s, c1) for p, s in secrets.items()} | {names[0]: (secrets[names[0]], c1, c0)}
     played = Played(key_switch, params, inputs)
-    found[key_switch.NAME] = (played.cpu[names[0]], played.sent[names[0]], played.cpu[hub])
+    found[key_switch.NAME] = (played.cpu[names[1]], played.sent[names[1]], 0.0)
     return found
 
 

@@ -115,7 +115,7 @@ def measure(*, quick: bool) -> dict:
     try:
         from cloister.runtime.order import run_study
     except ImportError:  # before there was a carrier
-        from cloister.runtime.service import run_study
+        from cloister.runtime.order import run_study
 
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
@@ -131,7 +131,7 @@ def measure(*, quick: bool) -> dict:
             write_cells(ad.AnnData(np.ones((2, 2), np.float32)), kits[p] / "cells.h5ad")
             Kit.open(kits[p]).approve()
         path = os.pathsep.join([work, str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-        command = "import sys; from cloister.runtime.service import start_party; start_party(sys.argv[1])"
+        command = "import sys; from cloister.runtime.start import start_party; start_party(sys.argv[1])"
         services = [
             subprocess.Popen(
                 [sys.executable, "-c", command, str(kit)],

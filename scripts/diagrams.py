@@ -36,7 +36,7 @@ WAY: tuple[
             ("run.rehearsal.run_parties", "a thread, a mailbox and a key for every party"),
         ),
         (
-            ("runtime.service.start_party", "opens the kit: key, study, policy"),
+            ("runtime.start.start_party", "opens the kit: key, study, policy"),
             ("runtime.carrier.serve", "FLARE, in a confined process without keys or cells"),
             ("runtime.invitation.Invitation.check", "signed by the coordinator, fresh, never seen before"),
             ("runtime.run.main", "a process for this run, if the policy allows it"),

@@ -37,7 +37,10 @@ from diagrams import draw
 ROOT = Path(__file__).parents[1]
 DOCS, STAGE, SITE = ROOT / "docs", ROOT / "build" / "docs", ROOT / "build" / "site"
 TOP = ("SECURITY.md", "CONTRIBUTING.md", "CHANGELOG.md")
-HOW_TO = ("deploy", "bin-values", "shared-pca", "embed", "find-outliers", "map-labels", "propagate-labels", "fine-tune")
+HOW_TO = (
+    *("deploy", "bin-values", "shared-pca", "embed", "find-outliers", "train-classifier", "map-labels"),
+    *("propagate-labels", "fine-tune"),
+)
 REFERENCE = ("reference", "commands", "options", "threat-model", "benchmarks", "CHANGELOG")
 EXPLANATION = ("SECURITY", "architecture", "papers", "CONTRIBUTING")
 KINDS = {  # of public names, in the order of the page

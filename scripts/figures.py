@@ -320,6 +320,34 @@ def train_cellcnn() -> Figure:
         )
 
 
+def train_classifier() -> Figure:
+    from sklearn.linear_model import LogisticRegression
+
+    sites = cl.demo_sites()
+    truth = {p: a.obs["cell_type"].astype(str).to_numpy() for p, a in sites.items()}
+    del sites["vienna"].obs["cell_type"]
+    run = cl.rehearse("train-classifier", data=sites, n_top_genes=300, l2=0.01, min_label_cells=3)
+    x = {p: run.model.inputs(a).toarray() for p, a in sites.items()}
+
+    def right(*who: str) -> tuple[float, Any]:
+        rows, names = np.vstack([x[p] for p in who]), np.concatenate([truth[p] for p in who])
+        kept = np.isin(names, run.model.labels)
+        fit = LogisticRegression(C=1 / (0.01 * kept.sum()), tol=1e-8, max_iter=10_000).fit(rows[kept], names[kept])
+        return float(np.mean(fit.predict(x["vienna"]) == truth["vienna"])), fit
+
+    pooled, fit = right("basel", "lugano")
+    ours = float(np.mean(run.data["vienna"].obs["predicted"].astype(str).to_numpy() == truth["vienna"]))
+    table = {"pooled": pooled, "cloister, hardened": ours, "basel alone": right("basel")[0]}
+    table["lugano alone"] = right("lugano")[0]
+    with canvas(2, width=9.2, height=3.2) as c:
+        c.axes[0].scatter(fit.coef_, run.model.model.coefficients.T, s=3, c=COLOURS[0], lw=0)
+        c.axes[0].set(title="Coefficients", xlabel="pooled, scikit-learn", ylabel="federated")
+        bars(c.axes[1], table, title="Accuracy at Vienna, which has no label")
+        apart = float(np.abs(fit.coef_ - run.model.model.coefficients.T).max())
+        told = ", ".join(f"{k} {v:.3f}" for k, v in table.items())
+        return done(c, "train-classifier", f"Coefficients equal the pooled ones to {apart:.0e}. Accuracy: {told}.")
+
+
 def adapt_model() -> Figure:
     from cloister.cells.demo import demo_encoder
 
@@ -347,6 +375,7 @@ PICTURES: dict[str, Callable[[], Figure]] = {
     "find-outliers": find_outliers,
     "map-labels": map_labels,
     "propagate-labels": propagate_labels,
+    "train-classifier": train_classifier,
     "fine-tune": fine_tune,
     "train-cellcnn": train_cellcnn,
     "adapt-model": adapt_model,

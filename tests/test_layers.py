@@ -13,7 +13,8 @@ FILES = sorted(p.relative_to(ROOT).with_suffix("").as_posix() for p in ROOT.rglo
 
 WIRE = {"net.wire", "net.receipts", "net.channel"}  # how a protocol talks
 BASE = {"errors", "arrays", "files"}
-ALL = {*BASE, "study", "net", "crypto", "models", "protocols", "cells", "workflows", "run", "report", "_version"}
+BELOW = {*BASE, "study", "net", "crypto", "models", "protocols", "cells", "workflows", "_version"}
+ALL = BELOW | {"run", "report"}
 MAY_IMPORT = {  # what of cloister; a name stands for the module or the whole package
     "__init__": {"_version"},
     "errors": set(),
@@ -34,10 +35,10 @@ MAY_IMPORT = {  # what of cloister; a name stands for the module or the whole pa
     "attacks": {*BASE, "study", "net.wire", "crypto", "models", "protocols", "attacks"},
     "workflows": {*BASE, "study", "net", "cells", "crypto", "models", "protocols", "report.figures", "workflows"},
     "report/figures": BASE,
-    "report/in_short": set(),
-    "run": ALL,
-    "report": ALL,
-    "runtime": ALL | {"runtime"},
+    "run": BELOW | {"run"},
+    "run/run": BELOW | {"report.page"},  # Run.report, and nothing else of the report
+    "report": BELOW | {"run.run", "report"},
+    "runtime": BELOW | {"run.run", "run.results", "runtime"},  # no rehearsal
     "lies": {"net.channel", "net.transcript", "study"},
     "testing": ALL | {"lies"},
     "demo": ALL | {"attacks", "demo"},
@@ -59,6 +60,7 @@ TRANSPORT = {
 }
 STATISTICAL = {  # protocols that draw with NumPy, and what: never a mask, a key or a share
     "protocols/fedavg/training_terms": "which sites take part in a round, from the public seed",
+    "protocols/sums/pooled_logistic": "directions in which covariance is looked at, from the public seed",
     "protocols/forest/counted_forest": "rows and axes of a forest, from a secret of the sites",
 }
 
@@ -71,16 +73,18 @@ def tree(name):
 @functools.cache
 def imports(name):
     """Every module that a file imports, at any depth, as full names."""
-    found = set()
+    nodes = [node for node in ast.walk(tree(name)) if isinstance(node, ast.Import | ast.ImportFrom)]
+    return frozenset(module for node in nodes for module in named(name, node))
+
+
+def named(name, node):
+    """The modules that one import in the file `name` names, in full."""
+    if isinstance(node, ast.Import):
+        return {alias.name for alias in node.names}
     package = ["cloister", *name.split("/")[:-1]]
-    for node in ast.walk(tree(name)):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            stem = ".".join([*package[: len(package) + 1 - node.level], *filter(None, [node.module])])
-            base = stem if node.level else node.module
-            found |= {f"{base}.{alias.name}" for alias in node.names} if is_package(base) else {base}
-    return frozenset(found)
+    stem = ".".join([*package[: len(package) + 1 - node.level], *filter(None, [node.module])])
+    base = stem if node.level else node.module
+    return {f"{base}.{alias.name}" for alias in node.names} if is_package(base) else {base}
 
 
 def is_package(module):
@@ -114,6 +118,75 @@ def test_imports_follow_the_arrows(name):
     allowed = MAY_IMPORT[name if name in MAY_IMPORT else layer(name)]
     wrong = {m for m in ours(name) if not below(m, allowed)}
     assert not wrong, f"{name} imports {', '.join(sorted(wrong))}; it may import {', '.join(sorted(allowed))}"
+
+
+def module_graph():
+    """File → the files of ours that it imports when it is imported itself, and those it imports later."""
+    graph = {}
+    for name in FILES:
+        early, late = set(), set()
+        for node, inside, typing_only in walk_imports(tree(name)):
+            for module in set() if typing_only else named(name, node):
+                stem = module[9:].replace(".", "/")
+                file = stem if stem in FILES else f"{stem}/__init__" if f"{stem}/__init__" in FILES else None
+                if module.startswith("cloister.") and file not in (None, name):
+                    (late if inside else early).add(file)
+        graph[name] = early, late
+    return graph
+
+
+def walk_imports(node, inside=False, typing_only=False):
+    """Every import, whether it stands in a function, and whether it is for type checkers only."""
+    for child in ast.iter_child_nodes(node):
+        hidden = typing_only or (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+        deep = inside or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        if isinstance(child, ast.Import | ast.ImportFrom):
+            yield child, deep, hidden
+        yield from walk_imports(child, deep, hidden)
+
+
+def circles(edges):
+    """Sets of files that import each other, by removing what imports nothing that is left."""
+    left = {name: set(targets) for name, targets in edges.items()}
+    while done := [name for name, targets in left.items() if not targets & left.keys()]:
+        for name in done:
+            del left[name]
+    while done := [name for name in left if not any(name in targets for targets in left.values())]:
+        for name in done:
+            del left[name]
+    return set(left)
+
+
+def test_no_file_imports_itself_by_way_of_others():
+    """Not even later, but for the one method that writes a run's page."""
+    edges = {name: early | late for name, (early, late) in module_graph().items()}
+    edges["run/run"] = edges["run/run"] - {"report/page"}
+    assert circles(edges) == set()
+    assert circles({"a": {"b"}, "b": {"a"}, "c": {"a"}}) == {"a", "b"}
+
+
+HEAVY = {"torch", "anndata", "pandas", "scipy", "sklearn", "seal", "nvflare", "matplotlib", "numba", "opacus", "peft"}
+LATE = ("cli", "protocols/fedavg/pseudo_labels", "run/run")  # verbs, so that help is quick; what its options ask for
+
+
+def test_imports_stand_at_the_top_unless_they_bring_a_heavy_engine():
+    graph = module_graph()
+
+    @functools.cache
+    def engines(name):
+        seen, queue, found = {name}, [name], set()
+        while queue:
+            here = queue.pop()
+            early = [n for n, deep, hidden in walk_imports(tree(here)) if not deep and not hidden]
+            found |= {m.split(".")[0] for n in early for m in named(here, n)} & HEAVY
+            for other in graph[here][0] - seen:
+                seen.add(other)
+                queue.append(other)
+        return frozenset(found)
+
+    late = {(a, b) for a, (_, later) in graph.items() for b in later if not engines(b) - engines(a)}
+    wrong = {(a, b) for a, b in late if not below(a, {x.replace("/", ".") for x in LATE})}
+    assert not wrong, f"nothing heavy is in them, so import them at the top: {sorted(wrong)}"
 
 
 @pytest.mark.parametrize("name", [n for n in FILES if layer(n) in NEVER])

@@ -274,8 +274,8 @@ def try_frames(frames, count, seed):
         box = Mailbox(to)
         data = mutated_bytes(data, rng)
         box.put(sender, data)
-        if sender in box.failed:
-            assert box.failed[sender].code
+        if wrong := box.fatal or box.failed.get(sender):
+            assert wrong.code
             refused += 1
             continue
         try:

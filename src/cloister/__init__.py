@@ -20,6 +20,7 @@ _WORKFLOWS = (  # each has a function of its name, the part of a site
     "bin_values",
     "find_outliers",
     "shared_pca",
+    "train_classifier",
     "map_labels",
     "propagate_labels",
     "fine_tune",
@@ -41,6 +42,9 @@ _PUBLIC = {
     "demo_donors": "cells.demo",
     "demo_rows": "cells.demo",
     "embed": "workflows.embed",
+    "FineTuned": "workflows.fine_tuned",
+    "load_model": "workflows.trained_models",
+    "CellClassifier": "workflows.cell_classifier",
     "mapping_baselines": "workflows.mapping_baselines",
 } | {name: f"workflows.{name}" for name in _WORKFLOWS}
 

@@ -10,7 +10,7 @@ from cloister.cells import demo as demo_data
 from cloister.cells import tables as cells
 from cloister.cells.files import read_cells, write_cells
 from cloister.cli import main as cli
-from cloister.cli.console import as_flags
+from cloister.cli.options import as_flags
 
 
 @pytest.fixture(scope="module")

@@ -371,24 +371,35 @@ def test_a_tolerant_gather_leaves_out_the_missing_tells_them_and_ignores_what_th
         (b"no frame at all", "malformed"),
         (ping(sender=C)[:-3], "malformed"),
         (ping(sender=A), "malformed"),  # in somebody else's name
-        (ping(5, sender=C), "gap"),
         (ping(sender=C, y=range(4)), "malformed"),  # of another shape
         (ping(sender=C, body={"x": "text"}), "malformed"),
     ],
 )
 def test_what_one_party_sends_wrongly_does_not_end_a_wait_that_a_quorum_survives(bad, code):
-    with seated(timeout=5.0) as (session, box, _):
+    with seated(timeout=5.0) as (session, box, tape):
         box.put(C, bad)
         for who in (A, B):
             box.put(who, ping(sender=who))
         assert list(gathered(session, 2)) == [A, B]
         assert C in box.failed
+        assert [(to, f.body) for to, f in tape.of("abort")] == [(C, ["channel", "-", code])]  # and C hears why
     with seated(timeout=5.0) as (session, box, _):
         box.put(C, bad)
         for who in (A, B):
             box.put(who, ping(sender=who))
         with pytest.raises(ProtocolAbort) as e:  # where all are needed, it ends by name
             gathered(session, None)
+        assert e.value.code == code
+
+
+@pytest.mark.parametrize(("number", "code"), [(5, "gap"), (0, "replay")])
+def test_what_comes_twice_or_out_of_order_ends_the_run_even_where_a_quorum_is_there(number, code):
+    with seated(timeout=5.0) as (session, box, _):
+        for who in (A, B, C):
+            box.put(who, ping(sender=who))
+        box.put(C, ping(number, sender=C))
+        with pytest.raises(ProtocolAbort) as e:
+            gathered(session, 2)
         assert e.value.code == code
 
 

@@ -49,6 +49,7 @@ def tiny(*args, seed=0, **options):
 
 
 def shape_with(encoder, **changes):
+    changes = ({"tap_bounds": ()} if "taps" in changes else {}) | changes
     return dataclasses.replace(encoder, shape=dataclasses.replace(encoder.shape, **changes))
 
 

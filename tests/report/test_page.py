@@ -33,7 +33,7 @@ EVIL = "<script>document.title='evil'</script><img src=x onerror=\"document.titl
 @pytest.fixture(scope="module")
 def runs():
     sites = demo_data.demo_sites()
-    cut = Fault("truncate", sender="basel", name="Keys")
+    cut = Fault("truncate", sender="basel", name="Hello")
     return {
         "hardened": rehearse("bin-values", sites),
         "published": rehearse("bin-values", sites, mode="published"),
@@ -85,7 +85,7 @@ def test_page_says_what_left_and_what_was_learned(page, runs):
     assert "How many values all sites together have in each interval" in text  # Reveals, of the receipts
     assert "Which genes each site measured" in text  # Reveals of a protocol on the way
     assert "my local quantiles, to coordinator" in text  # what the published mode opens
-    assert "aborted at secure_sum L1" in text
+    assert "aborted at channel H1" in text
     assert "NOT GENUINE" not in text
     assert text.count("intact and signed") == 12
     sent = sum(r["bytes"] for r in hardened.receipts["basel"].summary() if r["kind"] == "sent")
@@ -296,7 +296,7 @@ def test_an_aborted_run_leaves_receipts_and_its_name(runs, tmp_path):
     assert {p.name for p in folder.iterdir()} == {*(f"{p}.receipt.json" for p in parties), "run.json"}
     told = json.loads((folder / "run.json").read_text())
     assert told["status"] == "aborted"
-    assert told["abort"] == {"party": "coordinator", "protocol": "secure_sum", "line": "L1", "code": "malformed"}
+    assert told["abort"] == {"party": "coordinator", "protocol": "channel", "line": "H1", "code": "malformed"}
     (loaded,) = load_runs(folder)
     assert isinstance(loaded.errors["coordinator"], ProtocolAbort)
     assert not loaded.outcomes

@@ -176,14 +176,22 @@ def test_an_error_keeps_its_kind_when_the_site_is_named():
 
 
 def test_a_failed_rehearsal_raises_the_cause_or_hands_out_all_errors():
-    faults = [Fault("truncate", "lugano", "coordinator", "Measured")]
+    faults = [Fault("duplicate", "lugano", "coordinator", "Measured")]
     run = rehearse("bin-values", sites(), faults=faults, check=False, timeout=10.0, **OPTIONS)
     assert run.errors.keys() == run.receipts.keys() == {"coordinator", "basel", "lugano", "vienna"}
-    assert run.errors["coordinator"].code == "malformed"
+    assert run.errors["coordinator"].code == "replay"
     assert not run.errors["coordinator"].heard
     assert all(run.errors[s].heard for s in sites())
-    with pytest.raises(ProtocolAbort, match="from 'lugano'"):
+    with pytest.raises(ProtocolAbort, match="of 'lugano'"):
         rehearse("bin-values", sites(), faults=faults, timeout=10.0, **OPTIONS)
+
+
+def test_a_site_that_sends_no_message_is_left_out_and_hears_why():
+    faults = [Fault("truncate", "lugano", "coordinator", "Measured")]
+    run = rehearse("bin-values", sites(), faults=faults, check=False, timeout=10.0, **OPTIONS)
+    assert run.outcomes.keys() == {"coordinator", "basel", "vienna"}
+    assert run.errors.keys() == {"lugano"}
+    assert (run.errors["lugano"].code, run.errors["lugano"].heard) == ("malformed", True)
 
 
 def test_a_killed_site_is_left_out():

@@ -28,7 +28,7 @@ from cloister.study import Study, format_study
 CHAT = Path(__file__).parent / "chat"
 SIZES = {"basel": 5, "lugano": 7, "vienna": 11}
 PARTIES = {"hub": "coordinator", **dict.fromkeys(SIZES, "site"), "helper": "auxiliary"}
-START = "import sys; from cloister.runtime.service import start_party; start_party(sys.argv[1])"
+START = "import sys; from cloister.runtime.start import start_party; start_party(sys.argv[1])"
 UNCHECKED = "import cloister.runtime.ready as r; r.check_certificate = lambda kit: None; "
 IMPATIENT = "import cloister.runtime.order as o; o.CONNECT = 6.0; "
 

@@ -60,7 +60,7 @@ def test_adapt_and_serve(model, tmp_path):
         from cloister.workflows.adapt_model import inputs_of
 
         b = polynomial.hidden(encoder, inputs_of(given, IMAGES))
-        np.testing.assert_allclose(found.obsm["predicted_features"], polynomial.taps_of(encoder, b)[:, 0], atol=3e-2)
+        np.testing.assert_allclose(found.obsm["predicted_features"], polynomial.taps_of(encoder, b)[:, 0], atol=6e-2)
     opened = [e for e, _ in run.receipts["basel"].entries if e.kind == "opened" and e.protocol == "encrypted_inference"]
     assert [e.name for e in opened] == ["4 features of block 1 for 24 samples"]
     run.model.save(tmp_path / "adapter.npz")
@@ -191,3 +191,19 @@ def test_it_explains_only_what_it_runs():
     seat = types.SimpleNamespace(sites=("a", "b"), coordinator="hub", study=types.SimpleNamespace(seed=0))
     params = adapt_model.training_params(seat, adapt_model.Options(), types.SimpleNamespace(digest=""))
     assert params.pseudo.source == "none"
+
+
+def test_budgets_are_counted_in_a_file_unless_the_model_is_the_demo(tmp_path):
+    from types import SimpleNamespace
+
+    from cloister.cells.demo import demo_encoder
+    from cloister.workflows.adapt_model import ledger_of
+
+    def options(model, ledger=None):
+        return SimpleNamespace(model=str(model), ledger=ledger)
+
+    ledger_of(options(tmp_path / "m.npz")).admit("basel", 5, 10)
+    assert ledger_of(options(tmp_path / "m.npz")).used == {"basel": 5}  # the next run counts on
+    assert (tmp_path / "m.npz.ledger.json").exists()
+    assert ledger_of(options(tmp_path / "m.npz", str(tmp_path / "other.json"))).used == {}
+    assert ledger_of(options(demo_encoder())).path is None

@@ -94,3 +94,39 @@ def test_a_symbol_that_stands_twice(adata, folder):
     twice.var["symbol"] = [twice.var_names[0]] * 2 + list(twice.var_names[2:])
     with pytest.raises(DataError, match="same gene symbol"):
         embed(twice, folder, gene_key="symbol")
+
+
+# ---- one space for all -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def spaces():
+    """Sites in one shared PCA, but for basel, whose cells lie in another: turned by a run with two of the sites."""
+    from cloister.run.rehearsal import rehearse
+
+    sites = {s: a[:120].copy() for s, a in demo_data.demo_sites().items()}
+    one = rehearse("shared-pca", sites, n_top_genes=100, n_components=5).data
+    other = rehearse("shared-pca", {s: sites[s] for s in ("basel", "lugano")}, n_top_genes=90, n_components=5).data
+    return {**one, "basel": other["basel"]}
+
+
+@pytest.mark.parametrize(
+    ("workflow", "options"),
+    [
+        ("map-labels", {"query": "vienna", "mode": "plain"}),
+        ("propagate-labels", {"bits": 256}),
+        ("find-outliers", {"trees": 2, "sample": 32}),
+        ("fine-tune", {"rounds": 1, "hidden": (4,)}),
+        ("train-classifier", {"l2": 0.1}),
+    ],
+)
+def test_two_spaces_abort_by_name(spaces, workflow, options):
+    """Before, cells of two spaces were compared without a word."""
+    from cloister.errors import ProtocolAbort
+    from cloister.run.rehearsal import rehearse
+
+    mixed = spaces
+    with pytest.raises(ProtocolAbort) as stop:
+        rehearse(workflow, mixed, use_rep="X_shared_pca", **options)
+    assert "basel" in str(stop.value)
+    assert stop.value.code in ("other-space", "mismatch")

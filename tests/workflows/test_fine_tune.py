@@ -11,13 +11,17 @@ torch = pytest.importorskip("torch")
 
 from cloister.cells import demo as demo_data  # noqa: E402
 from cloister.errors import DataError, ParameterError, ProtocolAbort  # noqa: E402
-from cloister.models.classifier import FineTuned, make  # noqa: E402
-from cloister.models.learner import Learner, Recipe, hold_out  # noqa: E402
+from cloister.models.classifier import make  # noqa: E402
+from cloister.models.learner import Learner, Recipe  # noqa: E402
 from cloister.models.scgpt import Config, ScGPT  # noqa: E402
+from cloister.models.splits import hold_out  # noqa: E402
 from cloister.protocols.fedavg import federated_training  # noqa: E402
 from cloister.protocols.fedavg.training_parts import Offer  # noqa: E402
 from cloister.run.rehearsal import Fault, rehearse  # noqa: E402
 from cloister.workflows import fine_tune  # noqa: E402
+from cloister.workflows.embed import embed  # noqa: E402
+from cloister.workflows.fine_tuned import FineTuned  # noqa: E402
+from cloister.workflows.trained_models import load_model  # noqa: E402
 
 PLAIN = {"algorithm": "scaffold", "weighting": "plain", "optimizer": "sgd", "momentum": 0.0}
 SIZE = {"rounds": 4, "lr": 1e-2, "local_epochs": 3, "hidden": (16,), "batch_size": 32}
@@ -116,8 +120,7 @@ def test_model_file_and_figures(run, tmp_path):
     (content,) = fine_tune.files(run.outcomes["basel"]).values()
     (tmp_path / "model.npz").write_bytes(content)
     back = FineTuned.load(tmp_path / "model.npz")
-    examples, _, _ = fine_tune.examples_of(run.data["basel"], fine_tune.Options(**SIZE))
-    assert list(back.predict(examples)) == list(run.data["basel"].obs["predicted"].astype(str))
+    assert list(back.predict(run.data["basel"])) == list(run.data["basel"].obs["predicted"].astype(str))
     assert fine_tune.files(run.outcomes["coordinator"]) == {}
     pytest.importorskip("matplotlib")
     drawn = run.draw()  # as the report takes them
@@ -285,3 +288,71 @@ def test_embeddings_of_different_width_are_named(sites):
     run = rehearse("fine-tune", bad, timeout=5.0, check=False, **SIZE)
     assert isinstance(run.errors["coordinator"], ProtocolAbort)
     assert "lugano came with another kind of input" in str(run.errors["coordinator"])
+
+
+# ---- new cells -------------------------------------------------------------------------------------------------------
+
+
+def test_a_trained_model_labels_and_embeds_new_cells(sites, tmp_path):
+    """fine-tune on two sites, then labels and features for a third that took no part, from the model's file."""
+    two = {s: sites[s] for s in ("basel", "lugano")}
+    run = rehearse("fine-tune", two, features_added="X_tuned", **SIZE)
+    model = load_model(run.model.save(tmp_path / "model.npz"))
+    assert isinstance(model, FineTuned)
+    assert model.digest == run.model.digest
+    new = sites["vienna"].copy()
+    labels = model.predict(new, key_added="called")
+    assert np.mean(labels == new.obs["cell_type"].astype(str).to_numpy()) > 0.6
+    np.testing.assert_allclose(model.predict_proba(new).sum(axis=1), 1, atol=1e-5)
+    embed(new, tmp_path / "model.npz", key_added="X_tuned")
+    assert new.obsm["X_tuned"].shape == (new.n_obs, 16)
+    assert new.uns["X_tuned"]["space"] == run.data["basel"].uns["X_tuned"]["space"] == model.digest
+    np.testing.assert_allclose(run.data["basel"].obsm["X_tuned"], model.features(sites["basel"]), atol=1e-5)
+    mapped = rehearse(
+        "map-labels", {**run.data, "vienna": new}, mode="plain", query="vienna", use_rep="X_tuned", n_neighbors=5
+    )
+    assert mapped.results["vienna"]["accuracy"] > 0.6
+    narrow = new.copy()
+    narrow.obsm["X_pca"] = narrow.obsm["X_pca"][:, :5]
+    with pytest.raises(DataError, match="columns"):
+        model.predict(narrow)
+
+
+def test_bins_feed_training_and_prediction(sites, tmp_path):
+    """The story of FedscGPT: shared bins, a shared model on them, labels for cells in the same bins only."""
+    binned = rehearse("bin-values", sites, n_bins=21).data
+    first = next(iter(binned.values()))
+    ScGPT.random([str(g) for g in first.var_names], Config(16, 2, 16, 1, max_length=40, n_bins=21)).save(tmp_path / "c")
+    two = {s: binned[s][:60].copy() for s in ("basel", "lugano")}
+    options = {"model": "scgpt", "pretrained": str(tmp_path / "c"), "tune": "head", "rounds": 2, "local_epochs": 1}
+    run = rehearse("fine-tune", two, layer="binned", binning="none", **options)
+    path = run.model.save(tmp_path / "model.npz")
+    model = load_model(path, tmp_path / "c")
+    new = binned["vienna"][:40].copy()
+    assert set(model.predict(new)) <= set(run.model.labels)
+    other = rehearse("bin-values", sites, n_bins=11).data["vienna"][:40].copy()
+    with pytest.raises(DataError, match="other bin edges than those of training"):
+        model.predict(other)
+    with pytest.raises(ParameterError, match="pretrained="):
+        load_model(path)
+    mixed = {"basel": two["basel"], "lugano": rehearse("bin-values", sites, n_bins=11).data["lugano"][:60].copy()}
+    with pytest.raises(ProtocolAbort, match="another kind of input"):
+        rehearse("fine-tune", mixed, layer="binned", binning="none", **options)
+
+
+def test_few_labels_are_learned_from_with_the_defaults(sites):
+    """A few labels and no option. The defaults before, one epoch a round at a third of the rate, hardly moved."""
+    rng = np.random.default_rng(0)
+    hidden, hits = {}, {}
+    for s, a in sites.items():
+        hidden[s] = a.copy()
+        hidden[s].obs["cell_type"] = a.obs["cell_type"].astype(object).where(rng.random(a.n_obs) < 0.15)
+    for name, options in {"now": {}, "before": {"local_epochs": 1, "lr": 1e-3}}.items():
+        run = rehearse("fine-tune", hidden, **options)
+        right = [
+            (run.data[s].obs["predicted"].astype(str) == sites[s].obs["cell_type"])[hidden[s].obs["cell_type"].isna()]
+            for s in sites
+        ]
+        hits[name] = float(np.mean(np.concatenate(right)))
+    assert hits["now"] > 0.7
+    assert hits["now"] > hits["before"] + 0.1

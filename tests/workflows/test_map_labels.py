@@ -138,6 +138,22 @@ def test_baselines(sites, pooled):
     assert pooled["pooled k-NN"]["accuracy"] >= min(pooled[f"{s} alone"]["accuracy"] for s in ("basel", "lugano"))
 
 
+def test_the_linear_baseline_leaves_components_their_weight():
+    """Components of a PCA whose last ones are noise: scaled to unit variance, as once here, they drown the first."""
+    from sklearn.linear_model import LogisticRegression
+
+    rng = np.random.default_rng(1)
+    centres = np.zeros((4, 60))
+    centres[:, :3] = rng.normal(0, 2, (4, 3))
+    noise = np.r_[np.ones(3), np.full(57, 0.05)]
+    y, z = rng.integers(0, 4, 80), rng.integers(0, 4, 1000)
+    x, q = (centres[k] + rng.normal(0, 1, (len(k), 60)) * noise for k in (y, z))
+    ours = np.mean(linear_label(q, x, y) == z)
+    assert ours == pytest.approx(LogisticRegression(max_iter=5000).fit(x, y).score(q, z), abs=0.005)
+    scaled = linear_label((q - x.mean(0)) / x.std(0), (x - x.mean(0)) / x.std(0), y)
+    assert ours > np.mean(scaled == z) + 0.02
+
+
 def test_baselines_against_scikit_learn():
     from sklearn.linear_model import LogisticRegression
     from sklearn.metrics import f1_score
@@ -151,9 +167,8 @@ def test_baselines_against_scikit_learn():
     found, ties = nearest_label(q, x, names, 7)
     wanted = KNeighborsClassifier(7).fit(x, names).predict(q)
     np.testing.assert_array_equal(found[~ties], wanted[~ties])
-    mean, deviation = x.mean(0), x.std(0)
-    model = LogisticRegression(C=1.0, max_iter=2000).fit((x - mean) / deviation, names)
-    assert (linear_label(q, x, names) == model.predict((q - mean) / deviation)).mean() > 0.99
+    model = LogisticRegression(C=1.0, max_iter=2000).fit(x, names)
+    assert (linear_label(q, x, names) == model.predict(q)).mean() > 0.99
     assert scores(truth, found)["macro_f1"] == pytest.approx(f1_score(truth, found, average="macro"))
 
 

@@ -133,6 +133,12 @@ def chunks(adata: AnnData, layer: str | None = None, *, entries: int = _BLOCK) -
         yield part, sparse.csr_matrix(rows[part])
 
 
+def loaded(adata: AnnData, layer: str | None = None) -> Any:
+    """The whole matrix of an analysis, in memory."""
+    matrix = matrix_of(adata, layer)
+    return matrix[:] if is_on_disk(matrix) else matrix
+
+
 def rows_of(adata: AnnData, layer: str | None = None) -> Rows:
     """The matrix of an analysis, to be read by ranges of cells, as often as needed."""
     matrix = matrix_of(adata, layer)

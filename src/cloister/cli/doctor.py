@@ -37,6 +37,7 @@ def examine(kit: Path | None = None) -> Iterator[Finding]:
     yield _generator()
     yield _sandbox()
     yield _proofs()
+    yield _rings()
     if kit is not None:
         yield from _examine_kit(kit)
 
@@ -79,12 +80,22 @@ def _carrier(sandbox: str) -> Finding:
 
 
 def _proofs() -> Finding:
-    from cloister.crypto import gf64
+    from cloister.crypto import gf64, gf64_portable
 
-    if gf64.LANES:
+    if gf64_portable.LANES:
         return Finding("proofs", "ok", f"GF(2^64) by {gf64.HOW}")
     slow = "the proofs of hardened map-labels and propagate-labels take about ten times the CPU"
     return Finding("proofs", "note", f"GF(2^64) without carry-less instructions: {slow}")
+
+
+def _rings() -> Finding:
+    """The lattices that encrypted inference uses; a training's own stands in its report."""
+    from cloister.crypto.lattice.ring import SECURE_BITS
+    from cloister.crypto.owner_ckks.ring import SMALL, STANDARD
+
+    most = max(SECURE_BITS)
+    trained = f"training: up to log N {most.bit_length() - 1}, log Q {SECURE_BITS[most]}"
+    return Finding("rings", "ok", f"inference, small: {SMALL.about}; standard: {STANDARD.about}; {trained}")
 
 
 def _examine_kit(path: Path) -> Iterator[Finding]:

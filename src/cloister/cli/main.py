@@ -9,32 +9,31 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 from rich.text import Text
 
 from cloister._version import __version__
-from cloister.cli.console import (
+from cloister.cli import machines
+from cloister.cli.console import as_is, err, explain_mode, finish, in_words, out, progress, show_warnings
+from cloister.cli.options import (
+    FLAG,
+    OPEN,
+    AsJson,
+    DataFiles,
+    ModeName,
+    OutFolder,
+    Quiet,
+    WorkflowName,
     as_flags,
-    as_is,
-    err,
-    explain_mode,
-    finish,
-    in_words,
-    out,
     own_options,
-    progress,
-    show_receipt,
-    show_warnings,
     sites_of,
 )
-from cloister.errors import CloisterError, DataError, UsageError
-from cloister.report.parts import size
-
-if TYPE_CHECKING:
-    from cloister.net.receipts import Receipt
+from cloister.cli.predict import embed, predict
+from cloister.cli.receipt import receipt
+from cloister.errors import CloisterError, UsageError
 
 app = typer.Typer(
     name="cloister",
@@ -45,21 +44,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-FLAG = " "  # an option that takes no value
-OPEN = {"allow_extra_args": True, "ignore_unknown_options": True}  # a workflow's own options follow the verb's
-WorkflowName = Annotated[str, typer.Argument(help="bin-values, find-outliers, ...: see `cloister explain`.")]
-DataFiles = Annotated[
-    list[str] | None, typer.Option("--data", metavar="SITE=FILE", help="The cells of a site; once per site.")
-]
-ModeName = Annotated[
-    str | None, typer.Option(metavar="MODE", help="hardened (default), published, or plain where there is one.")
-]
-OutFolder = Annotated[
-    Path | None, typer.Option("--out", metavar="FOLDER", help="Folder for results, receipts and the report.")
-]
-AsJson = Annotated[bool, typer.Option("--json", metavar=FLAG, help="Print one JSON object instead of text.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", metavar=FLAG, help="No progress bars.")]
 
 
 def main() -> None:
@@ -238,84 +222,7 @@ def rehearse(
 
 # ---- after a run -----------------------------------------------------------------------------------------------------
 
-
-@app.command(epilog="Example:  cloister receipt basel.receipt.json --verify   or   A.json B.json --compare")
-def receipt(
-    path: Annotated[Path, typer.Argument(help="A receipt.json, or an .h5ad that carries one.")],
-    other: Annotated[Path | None, typer.Argument(help="With --compare: the receipt.json of another party.")] = None,
-    compare: Annotated[bool, typer.Option("--compare", metavar=FLAG, help="Were both told the same?")] = False,  # noqa: FBT002
-    verify: Annotated[bool, typer.Option("--verify", metavar=FLAG, help="Check the chain and the signature.")] = False,  # noqa: FBT002
-    study: Annotated[Path | None, typer.Option(help="With --verify: the key must be the one in this study.")] = None,
-    as_json: AsJson = False,  # noqa: FBT002
-) -> None:
-    """Say what was computed, with whom, what left this party and who learned what."""
-    from cloister.net.receipts import Receipt
-
-    if compare or other is not None:
-        _compare_receipts(path, other, compare=compare, study=study)
-        return
-    if not path.exists():
-        raise DataError(f"{path} does not exist; a run leaves PARTY.receipt.json in its results folder")
-    if path.suffix == ".h5ad":
-        if verify:
-            raise UsageError("the .h5ad carries a summary; --verify needs the receipt.json beside it")
-        from cloister.cells.files import open_cells
-
-        notes = dict(open_cells(path).uns.get("cloister", {}))
-        briefs = [json.loads(v) for v in notes.values() if isinstance(v, str) and v.startswith("{")]
-        if not briefs:
-            raise UsageError(f"{path} carries no receipt; was it written by a Cloister run?")
-    else:
-        found = Receipt.load(path)
-        briefs = [json.loads(found.brief())]
-        if verify:
-            from cloister.crypto.agreement import check_signature
-            from cloister.net.seat import SIGNED
-
-            found.check(lambda public, head, signature: check_signature(public, SIGNED, head, signature))
-            if study is not None:
-                _check_key(found, study)
-    if as_json:
-        out.print_json(json.dumps(briefs))
-        return
-    for brief in briefs:
-        show_receipt(brief)
-    if verify:
-        out.print("the chain is whole, and signed by the key shown above", style="green")
-
-
-def _compare_receipts(path: Path, other: Path | None, *, compare: bool, study: Path | None) -> None:
-    from cloister.crypto.agreement import check_signature
-    from cloister.net import receipts
-    from cloister.net.seat import SIGNED
-
-    if other is None or not compare:
-        raise UsageError("two receipts are put side by side with --compare: cloister receipt A.json B.json --compare")
-    both = [receipts.Receipt.load(p) for p in (path, other)]
-    for one in both:
-        one.check(lambda public, head, signature: check_signature(public, SIGNED, head, signature))
-        if study is not None:
-            _check_key(one, study)
-    alike = receipts.compare(*both)
-    unread = f", {alike.unread} of them never read" if alike.unread else ""
-    out.print(
-        f"{alike.told} broadcasts were told alike; {alike.exchanged} messages between the two agree{unread}",
-        style="green",
-        markup=False,
-    )
-
-
-def _check_key(found: Receipt, study: Path) -> None:
-    """Raise unless the receipt is signed with the key that the study names for its party."""
-    from cloister.errors import ReceiptError
-    from cloister.study import Party, Study
-
-    party = str(found.header.get("party", ""))
-    pinned = Study.load(study).keys.get(Party(party))
-    if pinned is None:
-        raise UsageError(f"{study} names no key of '{party}' under [keys]; give the study.toml from a kit")
-    if found.signature.get("public") != pinned.hex():
-        raise ReceiptError(f"the receipt is signed with another key than {study} names for '{party}'")
+app.command(epilog="Example:  cloister receipt basel.receipt.json --verify   or   A.json B.json --compare")(receipt)
 
 
 @app.command(epilog="Example:  cloister report results")
@@ -364,83 +271,17 @@ def demo(
     out.print(f"open {path}", markup=False)
 
 
+app.command(epilog="Example:  cloister predict results/basel.model.npz new.h5ad --out labelled.h5ad")(predict)
+app.command(epilog="Example:  cloister embed checkpoint/ cells.h5ad --out embedded.h5ad")(embed)
+
+
 # ---- between machines ------------------------------------------------------------------------------------------------
 
-
-@app.command(epilog="Example:  cloister provision study.toml --out kits")
-def provision(
-    study: Annotated[Path, typer.Argument(help="The study; it needs a host and a port for the coordinator.")],
-    folder: Annotated[Path, typer.Option("--out", help="Folder for the kits; one per party.")] = Path("kits"),
-) -> None:
-    """Make a start-up kit with certificates for every party of a study."""
-    from cloister.runtime.provision import provision as make
-    from cloister.study import Study
-
-    agreed = Study.load(study)
-    show_warnings(agreed)
-    for party, kit in make(agreed, folder).items():
-        out.print(f"{party}: {kit}", markup=False)
-
-
-@app.command(epilog="Example:  cloister site kits/basel --approve   then   cloister site kits/basel")
-def site(
-    kit: Annotated[Path, typer.Argument(help="This party's start-up kit.")],
-    approve: Annotated[  # noqa: FBT002
-        bool, typer.Option("--approve", metavar=FLAG, help="Approve the kit's study, and stop.")
-    ] = False,
-) -> None:
-    """Start a party (site, coordinator or auxiliary server) and wait for runs; Ctrl-C stops it."""
-    if approve:
-        from cloister.runtime.kit import Kit
-
-        out.print(f"approved: {Kit.open(kit).approve()}", markup=False)
-        return
-    from cloister.runtime.service import start_party
-
-    start_party(kit)
-
-
-@app.command(
-    epilog="Example:  cloister run bin-values study.toml --as basel --data a.h5ad --out a.binned.h5ad",
+app.command(epilog="Example:  cloister provision study.toml --out kits")(machines.provision)
+app.command(epilog="Example:  cloister site kits/basel --approve   then   cloister site kits/basel")(machines.site)
+app.command(epilog="Example:  cloister run bin-values study.toml --as basel --data a.h5ad --out a.binned.h5ad")(
+    machines.run
 )
-def run(
-    workflow: WorkflowName,
-    study: Annotated[Path, typer.Argument(help="The study that all parties agreed on.")],
-    me: Annotated[str, typer.Option("--as", help="Which party of the study this is.")],
-    data: Annotated[Path | None, typer.Option(help="This site's cells, for this run.")] = None,
-    path: Annotated[Path | None, typer.Option("--out", help="Where to write the cells with results.")] = None,
-    kit: Annotated[Path | None, typer.Option(help="This party's kit; kits/PARTY beside the study by default.")] = None,
-    as_json: AsJson = False,  # noqa: FBT002
-) -> None:
-    """Take part in one run between machines; as the coordinator, start it."""
-    import dataclasses
-
-    from cloister.runtime.attend import attend, check_same_study, conduct, take_away
-    from cloister.runtime.kit import Kit
-    from cloister.study import Study
-
-    agreed = Study.load(study)
-    if agreed.workflow != workflow:
-        raise UsageError(f"{study} is a study of '{agreed.workflow}', not of '{workflow}'")
-    home = kit or study.parent / "kits" / me
-    opened = Kit.open(home)
-    if opened.me != me:
-        raise UsageError(f"{home} is the kit of '{opened.me}', not of '{me}'")
-    check_same_study(opened, agreed)
-
-    def say(text: str) -> None:
-        err.print(text, markup=False)
-
-    ended = conduct(home, say=say) if opened.role == "coordinator" else attend(home, data, say=say)
-    if path is not None:
-        take_away(ended, path)
-    if as_json:
-        out.print_json(json.dumps(dataclasses.asdict(ended), default=str))
-        return
-    sent = size(ended.cost.get("bytes", 0))
-    out.print(f"{ended.status}: sent {sent} in {ended.cost.get('seconds', 0):.1f} s; see {ended.folder}", markup=False)
-    for party, word in ended.parties.items():
-        out.print(f"  {party}: {word}", markup=False)
 
 
 @app.command(epilog="Example:  cloister doctor --kit kits/basel")

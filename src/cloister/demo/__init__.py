@@ -15,7 +15,7 @@ from typing import Any
 from cloister.cells import demo as demo_data
 from cloister.cells.files import write_cells
 from cloister.demo.labels import map_labels, propagate_labels
-from cloister.demo.models import adapt_model, fine_tune, train_cellcnn
+from cloister.demo.models import adapt_model, fine_tune, train_cellcnn, train_classifier
 from cloister.demo.rows import HEADER, Played, Tell, halves
 from cloister.demo.rows import auroc as auroc
 from cloister.demo.statistics import bin_values, find_outliers, shared_pca
@@ -30,6 +30,7 @@ DEMOS: dict[str, Callable[[Tell], Played]] = {
     "map-labels": map_labels,
     "propagate-labels": propagate_labels,
     "train-cellcnn": train_cellcnn,
+    "train-classifier": train_classifier,
     "fine-tune": fine_tune,
     "adapt-model": adapt_model,
 }

@@ -60,7 +60,7 @@ def own_quantiles(sent: Sent, edges: Any, own: Mapping[str, Any], pooled: Any) -
 
 def own_means(sent: Sent, space: Mapping[str, Any], common: list[str], logs: Mapping[str, Any]) -> str:
     """shared-pca: one site on another's mean of the chosen genes: read off what it sent, or by taking one's own out."""
-    from cloister.protocols.sums import secure_sum, shared_pca
+    from cloister.protocols.sums import shared_pca
 
     me, *others = logs
     added = sent.by_sender(secure_sum.MaskedInput, to="coordinator", scope="moments")
@@ -78,6 +78,25 @@ def own_means(sent: Sent, space: Mapping[str, Any], common: list[str], logs: Map
 
     miss, blind = (np.mean([off(f(p), p) for p in others]) for f in (guess, lambda p: mean))
     return f"others' means, off by {miss:.2f} sd (guessing: {blind:.2f})"
+
+
+def own_label_sums(sent: Sent, model: Any, x: Mapping[str, Any], truth: Mapping[str, Any], sites: list[str]) -> str:
+    """train-classifier: the coordinator on a site's own first gradient, which is its sum of expression per label."""
+    from cloister.protocols.sums import secure_sum
+    from cloister.study import Party
+
+    mean = np.concatenate([*x.values()]).mean(axis=0)
+    labels = list(model.labels)
+    first = sent.by_sender(secure_sum.MaskedInput, to="coordinator", scope="sum/5")  # after moments, V twice, Hessian
+    cosines = []
+    for p in sites:
+        at = np.flatnonzero(np.isin(truth[p], labels))
+        residual = np.full((len(at), len(labels)), 1 / len(labels))
+        residual[np.arange(len(at)), [labels.index(name) for name in truth[p][at]]] -= 1
+        own = ((x[p][at] - mean).T @ residual).ravel()
+        read = first[Party(p)].y[1 : 1 + own.size].view(np.int64).astype(np.float64)
+        cosines.append(float(abs(own @ read) / (np.linalg.norm(own) * np.linalg.norm(read))))
+    return f"a site's own sums per label, cosine {np.mean(cosines):.2f} (guessing: 0.00)"
 
 
 def references_rebuilt(sent: Sent, x: Mapping[str, Any], query: str, labels: Any) -> str:
@@ -183,7 +202,8 @@ def labels_compared(sent: Sent, learners: Mapping[str, Any], truth: Mapping[str,
 def plain_learners(sites: Mapping[str, Any], labels: tuple[str, ...], options: Any, seed: int) -> dict[str, Any]:
     """The sites' models and cells, as the workflow makes them."""
     from cloister.models.classifier import make
-    from cloister.models.learner import Learner, hold_out
+    from cloister.models.learner import Learner
+    from cloister.models.splits import hold_out
 
     made = {}
     for p, a in sites.items():

@@ -52,6 +52,30 @@ def train_cellcnn(tell: Tell) -> Played:
     return runs[:1], rows
 
 
+def train_classifier(tell: Tell) -> Played:
+    """Accuracy at a site without labels, of a classifier that the other two train."""
+    from cloister.protocols.sums import secure_sum
+    from cloister.workflows.mapping_baselines import linear_label
+
+    sites, asking, sent = demo_data.demo_sites(), "vienna", Sent(secure_sum.MaskedInput)
+    truth = {p: a.obs["cell_type"].astype(str).to_numpy() for p, a in sites.items()}
+    bare = {p: a.copy() for p, a in sites.items()}
+    del bare[asking].obs["cell_type"]
+    size = {"n_top_genes": 200, "l2": 0.01, "validation": 0.0, "min_label_cells": 3}
+    run = rehearse("train-classifier", bare, on_event=tell, on_frame=sent, **size)
+    x = {p: np.asarray(run.model.inputs(a).todense()) for p, a in sites.items()}
+    others = [p for p in sites if p != asking]
+
+    def right(names: list[str]) -> float:
+        seen = np.concatenate([x[p] for p in names]), np.concatenate([truth[p] for p in names])
+        return float(np.mean(linear_label(x[asking], *seen, penalty=size["l2"] * len(seen[0])) == truth[asking]))
+
+    federated = float(np.mean(run.data[asking].obs["predicted"].astype(str).to_numpy() == truth[asking]))
+    figures = (f"{v:.1%}" for v in (right(others), federated, max(right([p]) for p in others)))
+    leak = attacks.own_label_sums(sent, run.model, x, truth, others)
+    return [run], [("train-classifier", "hardened", "accuracy", *figures, leak, *cost_of(run))]
+
+
 def clear_cellcnn(sites: list[Any], config: Any, options: Any) -> Any:
     """The same CellCnn on these sites' donors in one place: as many inputs of each site a step, scaled by all cells."""
     from dataclasses import replace

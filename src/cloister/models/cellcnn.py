@@ -95,11 +95,11 @@ def error_polynomial(interval: float, Y: F64) -> tuple[F64, float, F64, float, f
 
 
 def initial(config: Config) -> Weights:
-    """Glorot-normal weights from the public seed."""
+    """Glorot-normal weights from the public seed, on a grid on which their products are exact on every machine."""
     rng = np.random.default_rng([config.seed & 0xFFFFFFFF, 0xCE11])
     m, h, o = config.markers, config.filters, config.classes
-    W = rng.normal(0, math.sqrt(2 / (m + h)), (m, h))
-    V = rng.normal(0, math.sqrt(2 / (h + o)), (h, o))
+    W = np.rint(rng.normal(0, math.sqrt(2 / (m + h)), (m, h)) * 2**15) / 2**15
+    V = np.rint(rng.normal(0, math.sqrt(2 / (h + o)), (h, o)) * 2**15) / 2**15
     return Weights(W, V, np.zeros((m, h)), np.zeros((h, o)))
 
 
@@ -145,6 +145,20 @@ def train(
                 )
             )
     return w
+
+
+def largest(config: Config, X: F64, Y: F64) -> tuple[float, float]:
+    """The largest weight or momentum and the largest logit of one party's training alone; ∞ if it diverges."""
+    w, weight, logit = initial(config), 0.0, 0.0
+    with np.errstate(all="ignore"):
+        for t in range(config.steps):
+            U = X[t] @ w.M
+            w = update(config, w, gradient(config, w.M, X[t], Y[t]))
+            if not all(np.isfinite(a).all() for a in (U, w.W, w.V, w.vW, w.vV)):
+                return math.inf, math.inf
+            logit = max(logit, float(np.abs(U).max()))
+            weight = max(weight, *(float(np.abs(a).max()) for a in (w.W, w.V, w.vW, w.vV)))
+    return weight, logit
 
 
 def sigmoid(config: Config, U: F64) -> F64:
@@ -219,6 +233,7 @@ class Model:
     scale: F64  # (m,)
     weights: Weights | None = None
     losses: Mapping[int, float] = dataclasses.field(default_factory=dict)  # of validation, step → squared error
+    ring: str = ""  # under which it was trained, in words
 
     def prepare(self, cells: F64) -> F64:
         return standardise(cells, self.cofactor, self.mean, self.scale)

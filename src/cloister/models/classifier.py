@@ -7,9 +7,11 @@ encoder with a head, of which all, the last layers, the head alone, or LoRA adap
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import io
 import json
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from cloister.errors import DataError, MissingExtra, ParameterError
+from cloister.models import cnn, mlp, vit
 from cloister.models.learner import Examples, Learner, init_weights
 from cloister.models.scgpt import Encoder, ScGPT, pad_batch
 
@@ -26,7 +29,7 @@ try:
 except ImportError:
     raise MissingExtra("torch", "models") from None
 
-FORMAT = 1
+FORMAT = "cloister-network/2"
 ADAPTED = r".*transformer_encoder\.layers\.\d+\.(linear1|linear2|self_attn\.out_proj)"
 
 
@@ -85,12 +88,12 @@ class Tokens:
 
 def make(blueprint: Blueprint, labels: tuple[str, ...], pretrained: ScGPT | None = None) -> nn.Module:
     """The network with its first weights: the same at every site that has the same description."""
-    from cloister.models import cnn, mlp, vit
-
     k = len(labels)
     model: nn.Module
     if blueprint.kind == "scgpt":
-        if pretrained is None or pretrained.digest != blueprint.checkpoint:
+        if pretrained is None:
+            raise ParameterError("this classifier stands on an scGPT checkpoint; pass pretrained= with its folder")
+        if pretrained.digest != blueprint.checkpoint:
             raise ParameterError("this classifier stands on another checkpoint; load the one it was trained with")
         return _tuned(blueprint, pretrained, k)
     if blueprint.kind == "mlp":
@@ -136,50 +139,73 @@ def _tuned(blueprint: Blueprint, pretrained: ScGPT, labels: int) -> nn.Module:
 
 
 @dataclass
-class FineTuned:
-    """A trained classifier."""
+class Network:
+    """A trained classifier of what its blueprint takes in."""
 
     blueprint: Blueprint
     labels: tuple[str, ...]
     module: nn.Module
 
     @classmethod
-    def of(cls, learner: Learner, theta: Any, blueprint: Blueprint, labels: tuple[str, ...]) -> FineTuned:
+    def of(cls, learner: Learner, theta: Any, blueprint: Blueprint, labels: tuple[str, ...]) -> Network:
         learner.place(theta)
         return cls(blueprint, labels, learner.model.eval().cpu())
 
     @torch.no_grad()
     def probabilities(self, examples: Examples, batch_size: int = 256) -> Any:
         """(n, K)."""
+        return self._forward(examples, lambda *x: torch.softmax(self.module(*x).float(), dim=1), batch_size)
+
+    @torch.no_grad()
+    def features(self, examples: Examples, batch_size: int = 256) -> Any:
+        """What the last layer sees, (n, d)."""
+        return self._forward(examples, self.module.features, batch_size)
+
+    def _forward(self, examples: Examples, run: Callable[..., Tensor], batch_size: int) -> Any:
         self.module.eval()
-        out = []
+        parts = []
         for start in range(0, len(examples), batch_size):
             at = np.arange(start, min(start + batch_size, len(examples)))
-            out.append(torch.softmax(self.module(*examples.batch(at, None)).float(), dim=1).numpy())
-        return np.concatenate(out)
+            parts.append(run(*examples.batch(at, None)).float().numpy())
+        return np.concatenate(parts).astype(np.float64)
 
-    def predict(self, examples: Examples) -> Any:
-        return np.array(self.labels)[self.probabilities(examples).argmax(axis=1)]
+    @property
+    def digest(self) -> str:
+        """Of architecture, labels and weights."""
+        h = hashlib.sha256(self.blueprint.describe(self.labels).encode())
+        for name, weights in self._trained().items():
+            h.update(name.encode() + weights.tobytes())
+        return h.hexdigest()
 
-    def to_bytes(self) -> bytes:
-        """One `.npz`: description, label names and the weights that were trained; nothing that could run code."""
-        trained: dict[str, Any] = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
+    def _trained(self) -> dict[str, Any]:
+        trained = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
         trained |= {n: b for n, b in self.module.named_buffers() if b.dtype.is_floating_point}
-        meta = {"format": FORMAT, "blueprint": dataclasses.asdict(self.blueprint), "labels": self.labels}
-        arrays: dict[str, Any] = {f"w:{n}": t.detach().cpu().numpy() for n, t in trained.items()}
+        return {n: np.ascontiguousarray(t.detach().cpu().numpy()) for n, t in trained.items()}
+
+    def to_bytes(self, inputs: Mapping[str, Any] | None = None) -> bytes:
+        """One `.npz`: description, label names and the weights that were trained; nothing that could run code."""
+        meta = {
+            "format": FORMAT,
+            "blueprint": dataclasses.asdict(self.blueprint),
+            "labels": self.labels,
+            "inputs": dict(inputs or {}),
+            "digest": self.digest,
+        }
+        arrays = {f"w:{n}": weights for n, weights in self._trained().items()}
         out = io.BytesIO()
         np.savez(out, meta=np.frombuffer(json.dumps(meta).encode(), np.uint8), **arrays)
         return out.getvalue()
 
-    def save(self, path: str | Path) -> None:
-        Path(path).write_bytes(self.to_bytes())
-
     @classmethod
-    def load(cls, path: str | Path, pretrained: ScGPT | None = None) -> FineTuned:
+    def load(cls, path: str | Path, pretrained: ScGPT | None = None) -> tuple[Network, dict[str, Any]]:
+        """A network, and what its file says about its inputs."""
         try:
             with np.load(io.BytesIO(Path(path).read_bytes()), allow_pickle=False) as kept:
                 arrays = {name: kept[name] for name in kept.files}
             meta = json.loads(arrays.pop("meta").tobytes())
+            if meta["format"] != FORMAT:
+                raise ValueError
+            inputs = dict(meta["inputs"])
             blueprint = Blueprint(**{**meta["blueprint"], "hidden": tuple(meta["blueprint"]["hidden"])})
             labels = tuple(str(x) for x in meta["labels"])
         except FileNotFoundError:
@@ -194,4 +220,7 @@ class FineTuned:
                 if target is None or tuple(target.shape) != value.shape:
                     raise DataError(f"{path} holds weights that do not fit its description, e.g. '{name[2:]}'")
                 target.copy_(torch.from_numpy(value))
-        return cls(blueprint, labels, module.eval())
+        network = cls(blueprint, labels, module.eval())
+        if network.digest != meta.get("digest"):
+            raise DataError(f"{path} was changed after it was written: its digest does not fit")
+        return network, inputs

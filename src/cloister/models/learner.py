@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from cloister.errors import MissingExtra, ParameterError
+from cloister.models import graph
 
 try:
     import torch
@@ -285,8 +286,6 @@ class Learner:
             sure = 1 + (p * np.log(np.maximum(p, 1e-300))).sum(axis=1) / math.log(self.labels)
             self.teach(p.argmax(axis=1), np.clip(sure, 0.0, 1.0))
         elif len(known) > n_neighbors and np.any(known >= 0):
-            from cloister.models import graph  # and with it cryptography, which training alone does not need
-
             planes = graph.hyperplanes(hashlib.sha256(self.site.encode()).digest(), 4096, vectors.shape[1])
             found = graph.propagate(
                 graph.codes(vectors, planes), known, n_classes=self.labels, n_neighbors=n_neighbors, alpha=alpha
@@ -340,13 +339,3 @@ def _cycle(order: Any, rng: np.random.Generator) -> Iterator[Any]:
     while len(order):
         yield from order
         order = rng.permutation(order)
-
-
-def hold_out(codes: Any, share: float, rng: np.random.Generator) -> Any:
-    """Positions of the validation cells: a share of every label's cells, none of a label with a single cell."""
-    held = []
-    for code in np.unique(codes[codes >= 0]):
-        at = np.flatnonzero(codes == code)
-        count = min(math.ceil(share * len(at)), len(at) - 1) if share > 0 else 0
-        held.append(rng.permutation(at)[:count])
-    return np.sort(np.concatenate(held)) if held else np.zeros(0, np.int64)

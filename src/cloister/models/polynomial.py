@@ -28,7 +28,8 @@ from cloister.errors import DataError, ParameterError
 
 GELU = (0.2125, 0.5, 0.0697)  # least squares on N(0, 1)
 RELU = (0.1995, 0.5, 0.1995)
-SCORES = 3.5  # Taylor's exp turns upward below -3.5
+TURNING = {2: -1.0, 4: -1.596, 6: -2.180}  # below it, Taylor's exp of that degree turns upwards; see `turning`
+TOP_SCORE = 3.5  # above, it lacks more than a seventh of exp at degree 6
 DIVISION = (0.05, 1.95)  # where Goldschmidt converges
 ROOT = (0.05, 1.4)
 START = (35, -21, 16)  # 1/√v ≈ (35 - 21 v) / 16 to begin with
@@ -56,6 +57,8 @@ class Shape:
     means: tuple[float, ...] = ()  # S, one per block
     x_bound: float = 16.0  # of activations between blocks, and of inputs
     u_bound: float = 16.0  # of queries, keys, values and hidden units
+    input_bound: float = 0.0  # of what an owner brings; 0: as x_bound
+    tap_bounds: tuple[float, ...] = ()  # of what an owner reads, tap by tap; none: TAP_BOUND
 
     def __post_init__(self) -> None:
         if self.width % self.heads or min(self.tokens, self.inputs, self.hidden, self.depth, self.rank) < 1:
@@ -64,12 +67,18 @@ class Shape:
             raise ParameterError("exp has degree 2, 4 or 6, and division and root take at least one step")
         if list(self.taps) != sorted(set(self.taps)) or any(not 1 <= t <= self.depth for t in self.taps):
             raise ParameterError(f"taps must be blocks 1 to {self.depth}, in order")
+        if self.tap_bounds and (len(self.tap_bounds) != len(self.taps) or not 0 < max(self.tap_bounds) <= TAP_BOUND):
+            raise ParameterError(f"a model with {len(self.taps)} taps needs as many bounds, none above {TAP_BOUND:g}")
         if any(b - a < 2 for a, b in zip(self.taps, self.taps[1:], strict=False)):
             raise ParameterError("two taps are adjacent; the increment of a block would be seen")
 
     @property
     def head_width(self) -> int:
         return self.width // self.heads
+
+    def tap_bound(self, number: int) -> float:
+        """How large a feature of that tap may be; beyond, the sample is unlike those of the calibration."""
+        return self.tap_bounds[number] if self.tap_bounds else TAP_BOUND
 
 
 def default_taps(depth: int) -> tuple[int, ...]:
@@ -177,6 +186,12 @@ def taylor(s: Any, degree: int) -> Any:
     return total
 
 
+def turning(degree: int) -> float:
+    """Where Taylor's exp of even degree has its minimum: its derivative, of one degree less, has one real root."""
+    roots = np.roots([1 / math.factorial(i) for i in range(degree - 1, -1, -1)])
+    return float(min(z.real for z in roots if abs(z.imag) < 1e-9))
+
+
 def inverse(D: Any, steps: int) -> Any:
     """1/D for D in (0, 2): (1 + r)(1 + r²)(1 + r⁴)…, r = 1 - D."""
     r = 1 - D
@@ -271,8 +286,9 @@ def check_inputs(shape: Shape, inputs: F64) -> None:
         raise DataError(
             f"the model takes {shape.tokens - 1} tokens of {shape.inputs} numbers, found {inputs.shape[1:]}"
         )
-    if len(inputs) and not (np.isfinite(inputs).all() and float(np.abs(inputs).max()) <= shape.x_bound):
-        raise DataError(f"inputs are missing or beyond ±{shape.x_bound:g}; normalise them as the model's card says")
+    bound = shape.input_bound or shape.x_bound
+    if len(inputs) and not (np.isfinite(inputs).all() and float(np.abs(inputs).max()) <= bound):
+        raise DataError(f"inputs are missing or beyond ±{bound:g}; normalise them as the model's card says")
 
 
 # ---- ranges ---------------------------------------------------------------------------------------------------------
@@ -291,7 +307,7 @@ class Ranges:
 
 def limits(shape: Shape) -> dict[str, tuple[float, float]]:
     return {
-        "scores": (-SCORES, SCORES),
+        "scores": (TURNING[shape.exp_degree], TOP_SCORE),
         "division": DIVISION,
         "root": ROOT,
         "units": (-shape.u_bound, shape.u_bound),
@@ -354,7 +370,8 @@ def calibrate(encoder: Encoder, inputs: F64, *, centred: bool = False) -> Encode
         top = max(max(abs(a), abs(b)) for (w, _), (a, b) in found.seen.items() if w == what)
         return 2.0 ** math.ceil(math.log2(max(1.5 * top, float(np.abs(inputs).max()), 1.0)))
 
-    shape = dataclasses.replace(shape, x_bound=bound("activations"), u_bound=bound("units"))
+    widest = 1.25 * float(np.abs(inputs).max())
+    shape = dataclasses.replace(shape, x_bound=bound("activations"), u_bound=bound("units"), input_bound=widest)
     return dataclasses.replace(encoder, shape=shape)
 
 
@@ -370,4 +387,7 @@ def fit_projections(encoder: Encoder, inputs: F64) -> Encoder:
         rows = V[: shape.rank] / spread[:, None]
         P.append(rows)
         c.append(rows @ x.mean(axis=0))
-    return dataclasses.replace(encoder, projections=np.stack(P), centres=np.stack(c))
+    made = dataclasses.replace(encoder, projections=np.stack(P), centres=np.stack(c))
+    largest = np.abs(taps_of(made, b)).max(axis=(0, 2))  # by tap
+    bounds = tuple(min(TAP_BOUND, 2.0 * float(x)) for x in largest)
+    return dataclasses.replace(made, shape=dataclasses.replace(shape, tap_bounds=bounds))

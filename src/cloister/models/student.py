@@ -30,6 +30,7 @@ except ImportError:
     raise MissingExtra("torch", "models") from None
 
 SAFE_SCORE, SAFE_RATIO = 3.0, 12.0
+SAFE_SHARE = 0.95  # of the way down to where exp turns upwards
 
 
 @dataclass
@@ -69,7 +70,8 @@ class Block(nn.Module):
             q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(z).chunk(3, -1))
             scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
             e = polynomial.taylor(scores.clamp(-12, 12), degree)
-            penalty = penalty + _worst(F.relu(scores.abs() - SAFE_SCORE)) + _spread(e.mean(-1))
+            low = F.relu(SAFE_SHARE * polynomial.TURNING[degree] - scores)
+            penalty = penalty + _worst(F.relu(scores - SAFE_SCORE) + low) + _spread(e.mean(-1))
             weights = scores.softmax(-1) if exact else e / e.sum(-1, keepdim=True)
             return self.out((weights @ v).transpose(1, 2).flatten(2))
 

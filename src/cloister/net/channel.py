@@ -361,10 +361,12 @@ class Channel:
                         idle = 0.0
                         try:
                             got[party] = self._open(party, *item, kind, spec, shapes)
-                        except ProtocolAbort:
+                        except ProtocolAbort as e:
                             if quorum is None:
                                 raise
-                            self.dismiss(party)
+                            self.dismiss(party, e.code)
+                if box.fatal is not None:
+                    raise ProtocolAbort(spec.protocol, spec.line, box.fatal.code, box.fatal.detail)
                 if not pending and (quorum is None or len(got) >= quorum):
                     break
                 now = time.monotonic()
@@ -449,13 +451,13 @@ class Channel:
         self._session.tell("received", spec.protocol, spec.line, spec.name, party, size)
         return msg
 
-    def dismiss(self, party: Party) -> None:
-        """Go on without `party`: tell it so, and read nothing more from it."""
+    def dismiss(self, party: Party, code: str = "dropped") -> None:
+        """Go on without `party`: tell it so, or what was wrong with what it sent, and read nothing more from it."""
         box = self._session.mailbox
-        box.ignore(party)
-        if party not in box.failed:
+        failure, first = box.failed.get(party), box.ignore(party)
+        if failure is None or (failure.own and first):
             box.gone(party, "left out of this run")
-            data = self._session._frame("abort", party, ["channel", "-", "dropped"])
+            data = self._session._frame("abort", party, ["channel", "-", failure.code if failure else code])
             self._session._record_sent("channel", "-", "channel.Abort", party, data)
             self._session._post(party, data)
 

@@ -1,9 +1,10 @@
 """Mailbox: what arrived for one party and is not yet read, and what is known of who sent it.
 
 A transport puts frames in as they come, from any thread. Here they are unpacked and sorted by sender and scope; what
-is no frame, comes from somebody else than it says, out of order or in floods is refused, and nothing more is read of
-its sender: whoever waits for that party stops, or goes on without it where a quorum is enough. Pulses, aborts and
-farewells are not kept: they change what is known of their sender.
+is no frame, comes from somebody else than it says or in floods is refused, and nothing more is read of its sender:
+whoever waits for that party stops, or goes on without it where a quorum is enough. What comes twice or out of order
+ends the run at whoever reads next, since a protocol may have spent something on the first of the two. Pulses, aborts
+and farewells are not kept: they change what is known of their sender.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ class Mailbox:
     def __init__(self, me: Party, room: int = ROOM) -> None:
         self.me, self.room = me, room
         self.failed: dict[Party, Failure] = {}
+        self.fatal: Failure | None = None
         self.heard: dict[Party, int] = defaultdict(int)  # frames and pulses from a party
         self.last: dict[Party, float] = {}  # when
         self.busy = {WAITING: 0, PATIENT: 0, COMPUTING: 0}  # pulses of anyone, by what they said
@@ -129,7 +131,7 @@ class Mailbox:
             if frame.seq != self._next[key]:
                 code = "replay" if frame.seq < self._next[key] else "gap"
                 why = f"message {frame.seq} of '{sender}' where {self._next[key]} was due: lost, replayed or reordered"
-                self._spoil(sender, Failure(_word(frame.name.partition(".")[0]), "-", code, why))
+                self.fatal = self.fatal or Failure(_word(frame.name.partition(".")[0]), "-", code, why)
                 return
             count = self._waiting[sender]
             if count >= MAX_WAITING or not self._fits(sender, frame.weight):
@@ -165,13 +167,15 @@ class Mailbox:
         with self._lock:
             return any(after < now - t < until for p, t in self.last.items() if p not in self.failed)
 
-    def ignore(self, party: Party) -> None:
-        """Read nothing more of `party`, not even what has already arrived."""
+    def ignore(self, party: Party) -> bool:
+        """Read nothing more of `party`, not even what has already arrived; whether that is new."""
         with self._lock:
+            first = party not in self._deaf
             self._deaf.add(party)
             self._waiting.pop(party, None)
             for key in [key for key in self._queues if key[0] == party]:
                 self._held[party] -= sum(frame.weight for frame, _, _ in self._queues.pop(key))
+            return first
 
     def on_change(self, wake: Callable[[], None]) -> None:
         self._wake = wake

@@ -11,11 +11,8 @@ carrier that ends, or says what is no packet, is replaced; runs that it carried 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
-import os
-import signal
 import socket
 import subprocess
 import sys
@@ -24,13 +21,13 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from cloister.errors import CloisterError, ProtocolAbort
 from cloister.runtime.invitation import COME, Invitation, Seen, say_word
 from cloister.runtime.kit import Kit, Refusal
 from cloister.runtime.launch import find_addresses, open_carrier
-from cloister.runtime.logs import clean, log_to, rotate
+from cloister.runtime.logs import clean
 from cloister.runtime.party import failed, results_folder
 from cloister.runtime.pipe import (
     ABSENT,
@@ -50,7 +47,7 @@ from cloister.runtime.pipe import (
     Packet,
     Pipe,
 )
-from cloister.runtime.ready import check_port, check_ready, only_one, tls_files
+from cloister.runtime.ready import tls_files
 from cloister.study import Party
 
 PING, INVITE = b"P", b"I"  # what services ask each other
@@ -62,57 +59,6 @@ RESTART, RESTART_MOST = 1.0, 30.0  # seconds before a carrier that ended is repl
 RESOLVE = 20.0  # seconds after which a coordinator that is not reached is looked up again
 
 log = logging.getLogger("cloister.runtime")
-
-
-class _Stop(Exception):
-    """SIGTERM or Ctrl-C."""
-
-
-# ---- starting --------------------------------------------------------------------------------------------------------
-
-
-def start_party(kit_dir: str | Path) -> NoReturn:
-    """Run a party's service until SIGTERM or Ctrl-C; must be called in the main thread, and ends the process."""
-    from cloister.runtime.order import take_orders
-
-    kit = Kit.open(kit_dir)
-    check_ready(kit)
-    os.umask(0o077)  # logs and results are for their owner
-    with only_one(kit):
-        hub = kit.role == "coordinator"
-        if hub:
-            check_port(kit)
-        rotate(kit.path / "service.out")
-        log_to(kit.path)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, _on_signal)
-        service = Service(kit)
-        orders = take_orders(service) if hub else contextlib.nullcontext()
-        network = f"{kit.study.network.get('host')}:{kit.study.network.get('port')}"
-        say(f"{kit.me} ({kit.role}) {'listens at' if hub else 'connects to'} {network}; Ctrl-C stops it")
-        say(f"log: {kit.path / 'log.txt'}")
-        try:
-            with orders:
-                service.start()
-                while True:
-                    signal.pause()
-        except _Stop:
-            say(f"{kit.me} stops")
-            service.stop()
-    os._exit(0)
-
-
-def _on_signal(*_: object) -> NoReturn:
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
-    raise _Stop
-
-
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-# ---- the service -----------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -389,6 +335,3 @@ def forget_refusals(results: Path, most: int = REFUSALS) -> None:
     for folder in sorted(found)[: max(0, len(found) - most)]:  # their names begin with the time
         (folder / "outcome.json").unlink()
         folder.rmdir()
-
-
-__all__ = ["Service", "start_party"]

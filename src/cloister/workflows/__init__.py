@@ -28,6 +28,7 @@ SHIPPED = (
     "bin-values",
     "find-outliers",
     "shared-pca",
+    "train-classifier",
     "map-labels",
     "propagate-labels",
     "fine-tune",

@@ -38,8 +38,8 @@ class Options:
     label_key: str = option("cell_type", "column of obs with the labels; NaN where there is none")
     labels: tuple[str, ...] = option((), "all label names; if none, the sites' names are collected")
     ring: Literal["small", "standard"] = option("standard", "lattice: small models only, or any")
-    budget: int = option(65536, "samples that a site may ask about, over all runs with the same ledger")
-    ledger: str | None = option(None, "file in which the provider counts them")
+    budget: int = option(65536, "samples that a site may ask about, over all runs")
+    ledger: str | None = option(None, "file in which the provider counts them; if none, beside the model's")
     bottleneck: int = option(8, "width of the adapter; 0 for linear probing")
     rounds: int = option(20, "rounds of averaging")
     local_epochs: int = option(1, "passes over a site's samples in a round")
@@ -135,7 +135,7 @@ def inputs_of(adata: AnnData, card: Mapping[str, Any]) -> Any:
             f"{len(missing)} of the model's {len(genes)} genes are not in adata.var_names (e.g. '{missing[0]}'); the "
             "panel is fixed: add them, with zeros if they were not measured"
         )
-    x = adata.X[:, [at[g] for g in genes]]
+    x = cells.loaded(adata)[:, [at[g] for g in genes]]
     x = np.asarray(x.toarray() if hasattr(x, "toarray") else x, np.float64)
     if cells.expression_kind(adata) == "counts":
         x = np.log1p(x / np.maximum(x.sum(axis=1, keepdims=True), 1.0) * float(card["target"]))
@@ -153,9 +153,18 @@ def ask(seat: Seat, options: Any, told: model_card.Told, inputs: Any) -> Any:
 
 
 def answer(seat: Seat, options: Any, told: model_card.Told, encoder: Any) -> Any:
-    ledger = encrypted_inference.Ledger(None if options.ledger is None else Path(options.ledger))
+    ledger = ledger_of(options)
     module = permuted_inference if seat.mode == "published" else encrypted_inference
     return seat.run(module.provider, inference_params(seat, options, told), encoder, ledger)
+
+
+def ledger_of(options: Any) -> encrypted_inference.Ledger:
+    """Counts over all runs, in a file beside the model; only the demo's model, which everybody has, needs none."""
+    from cloister.cells.demo import demo_encoder
+
+    if options.ledger is None and Path(options.model).resolve() == demo_encoder().resolve():
+        return encrypted_inference.Ledger()
+    return encrypted_inference.Ledger(Path(options.ledger or f"{options.model}.ledger.json"))
 
 
 def inference_params(seat: Seat, options: Any, told: model_card.Told) -> Any:
@@ -196,7 +205,8 @@ def train(adata: AnnData, seat: Seat, options: Options, told: model_card.Told, t
     import torch
 
     from cloister.models.adapter import Adapted, Config, make
-    from cloister.models.learner import Learner, Recipe, Table, hold_out
+    from cloister.models.learner import Learner, Recipe, Table
+    from cloister.models.splits import hold_out
 
     names = given(adata, options)
     seed = seat.study.seed

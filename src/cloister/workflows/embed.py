@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from cloister.cells import tables as cells
+from cloister.cells.spaces import digest_of, edges_of
+from cloister.cells.values import matrix_of
 from cloister.errors import DataError, ParameterError
 
 if TYPE_CHECKING:
     from anndata import AnnData
 
     from cloister.models.scgpt import ScGPT
+    from cloister.workflows.fine_tuned import FineTuned
 
 CHUNK = 4096  # cells that are tokens at a time
 LEAST_SHARE = 0.05  # of the genes that the vocabulary has to know
@@ -32,6 +35,7 @@ def embed(
     device: str | None = None,
     seed: int = 0,
     allow_random: bool = False,
+    pretrained: str | Path | None = None,
     key_added: str = "X_scGPT",
     copy: bool = False,
 ) -> AnnData | None:
@@ -45,7 +49,9 @@ def embed(
     adata
         Counts or log values; only their order within a cell matters. Genes are matched by exact symbol.
     model
-        A folder with an official checkpoint (`args.json`, `vocab.json`, `best_model.pt`), or a loaded `ScGPT`.
+        A folder with an official checkpoint (`args.json`, `vocab.json`, `best_model.pt`), or a loaded `ScGPT`. Or the
+        file of a model that `fine-tune` trained: then the cells get what its last layer sees, and the options on genes
+        and bins are those of its training.
     gene_key
         A column of `adata.var` with gene symbols; `adata.var_names` if None.
     binning
@@ -59,6 +65,8 @@ def embed(
         Of the random spread of ties, together with each cell's name: runs repeat, whatever the order of cells.
     allow_random
         Accept an encoder with random weights.
+    pretrained
+        The folder of the checkpoint that a fine-tuned scGPT stands on.
 
     Returns
     -------
@@ -76,6 +84,9 @@ def embed(
     if batch_size < 1:
         raise ParameterError(f"batch_size must be at least 1, found {batch_size}")
     adata = adata.copy() if copy else adata
+    if not isinstance(model, scgpt.ScGPT) and Path(model).is_file():
+        write_features(adata, load_tuned(model, pretrained), key_added)
+        return adata if copy else None
     cells.check_cells(adata, layer=layer, need_names=gene_key is None)
     loaded = model if isinstance(model, scgpt.ScGPT) else scgpt.ScGPT.load(model)
     if not loaded.trained and not allow_random:
@@ -84,26 +95,44 @@ def embed(
             "pass allow_random=True"
         )
     ids = gene_tokens(adata, gene_key, loaded)
-    matrix = adata.X if layer is None else adata.layers[layer]
+    matrix = matrix_of(adata, layer)
     parts = []
     for start in range(0, adata.n_obs, CHUNK):
-        rows = _csr(matrix[start : start + CHUNK])
+        rows = csr_rows(matrix[start : start + CHUNK])
         names = [str(name) for name in adata.obs_names[start : start + CHUNK]]
         tokens = scgpt.tokenize(rows, ids, names, loaded, binned=binning == "none", cls_value=cls_value, seed=seed)
         parts.append(scgpt.encode(loaded, tokens, batch_size=batch_size, device=device))
     adata.obsm[key_added] = np.concatenate(parts)
+    head = loaded.config.pad_value if cls_value is None else cls_value
     adata.uns[key_added] = json.dumps(
         {
             "digest": loaded.digest,
+            "space": digest_of(loaded.digest, binning, edges_of(adata) if binning == "none" else "", head, seed),
             "trained": loaded.trained,
             "genes_known": int((ids >= 0).sum()),
             "genes": adata.n_vars,
             "binning": binning,
-            "cls_value": loaded.config.pad_value if cls_value is None else cls_value,
+            "cls_value": head,
             "seed": seed,
         }
     )
     return adata if copy else None
+
+
+def load_tuned(path: str | Path, pretrained: str | Path | None) -> FineTuned:
+    from cloister.workflows.fine_tuned import FineTuned
+    from cloister.workflows.trained_models import load_model
+
+    tuned = load_model(path, pretrained)
+    if not isinstance(tuned, FineTuned):
+        raise DataError(f"{path} is a linear classifier, which has no features; embed with a model of fine-tune")
+    return tuned
+
+
+def write_features(adata: AnnData, tuned: FineTuned, key: str) -> None:
+    """What the last layer sees of every cell, and which model that was."""
+    adata.obsm[key] = tuned.features(adata).astype(np.float32)
+    adata.uns[key] = {"space": tuned.digest}
 
 
 def gene_tokens(adata: AnnData, gene_key: str | None, model: ScGPT) -> Any:
@@ -123,7 +152,8 @@ def gene_tokens(adata: AnnData, gene_key: str | None, model: ScGPT) -> Any:
     return ids
 
 
-def _csr(block: Any) -> Any:
+def csr_rows(block: Any) -> Any:
+    """Sparse rows without duplicates."""
     from scipy import sparse
 
     rows = sparse.csr_matrix(block)

@@ -18,6 +18,7 @@ from cloister.protocols.forest import counted_forest, masked_forest
 from cloister.protocols.sums.columns import match_columns
 from cloister.workflows import Workflow
 from cloister.workflows.modes import modes_of
+from cloister.workflows.one_space import agree_on_space
 from cloister.workflows.options import check_min_donors, option
 from cloister.workflows.outlier_figures import figures, plot_values
 
@@ -104,6 +105,7 @@ def find_outliers(adata: AnnData, seat: Seat | Place, *, copy: bool = False) -> 
 
 
 def site(seat: Seat, adata: AnnData, options: Options) -> Outcome:
+    agree_on_space(seat, options.use_rep, adata)
     names, X = table(adata, options)
     if seat.mode == "published":
         scores, flags, cut, plain = _masked(seat, options, names, X)
@@ -129,6 +131,7 @@ def site(seat: Seat, adata: AnnData, options: Options) -> Outcome:
 
 
 def coordinator(seat: Seat, options: Options) -> Outcome:
+    agree_on_space(seat, options.use_rep)
     if seat.mode == "published":
         seen = seat.run(masked_forest.principal, published_params(seat, options))
         return Outcome(None, {"rows": int(seen.scores.shape[1]), "flagged": int(seen.flags[0].sum())})
@@ -139,6 +142,7 @@ def coordinator(seat: Seat, options: Options) -> Outcome:
 def auxiliary(seat: Seat, options: Options) -> Outcome:
     if seat.mode != "published":
         return Outcome()
+    agree_on_space(seat, options.use_rep)
     return Outcome(None, {"rows": seat.run(masked_forest.auxiliary, published_params(seat, options))})
 
 

@@ -19,7 +19,6 @@ from cloister.protocols.fedavg.pseudo_labels import Pseudo
 from cloister.protocols.fedavg.training_parts import Offer, Trained
 from cloister.protocols.fedavg.training_terms import Params
 from cloister.workflows import Workflow
-from cloister.workflows.embed import _csr, gene_tokens
 from cloister.workflows.fine_tune_parts import FileStore, figures
 from cloister.workflows.modes import modes_of
 from cloister.workflows.options import option
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
 
     from cloister.models.classifier import Blueprint
     from cloister.models.learner import Examples
+    from cloister.workflows.fine_tuned import FineTuned, Inputs
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ class Options:
     labels: tuple[str, ...] = option((), "all label names; if none, the sites' names are collected")
     rounds: int = option(20, "rounds of averaging")
     clients_per_round: int = option(0, "sites that train in a round; 0 for all")
-    local_epochs: int = option(1, "passes over a site's cells in a round")
+    local_epochs: int = option(5, "passes over a site's cells in a round")
     batch_size: int = option(64, "cells a step")
-    lr: float = option(1e-3, "learning rate")
+    lr: float = option(3e-3, "learning rate")
     schedule: Literal["constant", "cosine"] = option("constant", "of the learning rate over the rounds")
     optimizer: Literal["adam", "sgd"] = option("adam", "local optimiser, begun anew in every round")
     momentum: float = option(0.9, "of sgd")
@@ -60,6 +60,8 @@ class Options:
     last_layers: int = option(2, "how many, with tune=last")
     lora_rank: int = option(8, "with tune=lora")
     gene_key: str | None = option(None, "column of var with gene symbols, for scgpt")
+    layer: str | None = option(None, "layer with the values, for scgpt; X by default")
+    binning: Literal["cell", "none"] = option("cell", "for scgpt: bin by each cell's own quantiles; none: bins already")
     validation: float = option(0.1, "share of each label's cells kept for validation")
     score_every: int = option(1, "rounds between scores on the validation cells of all sites; 0 for never")
     metric: Literal["accuracy", "macro_f1", "loss"] = option("accuracy", "that chooses the best round")
@@ -79,6 +81,7 @@ class Options:
     hamming: Literal["mpc", "ot", "he"] = option("mpc", "how codes are compared, for xclp")
     checkpoint: str | None = option(None, "file in which the coordinator keeps its state, to go on from")
     key_added: str = option("predicted", "column of obs with the model's labels")
+    features_added: str | None = option(None, "name in obsm for what the last layer sees of every cell")
 
     def __post_init__(self) -> None:
         if not 0 <= self.validation < 1:
@@ -139,19 +142,23 @@ def fine_tune(adata: AnnData, seat: Seat | Place, *, copy: bool = False) -> Any:
 
 
 def site(seat: Seat, adata: AnnData, options: Options) -> Outcome:
-    trained, classifier, examples = train(adata, seat, options)
-    probabilities = classifier.probabilities(examples)
-    names = np.array(trained.labels)[probabilities.argmax(axis=1)]
-    cells.write_labels(adata, options.key_added, names, probabilities.max(axis=1), share_name="confidence")
+    trained, classifier = train(adata, seat, options)
+    classifier.predict(adata, key_added=options.key_added)
+    if options.features_added is not None:
+        from cloister.workflows.embed import write_features
+
+        write_features(adata, classifier, options.features_added)
     result = summary(seat, options, trained)
     adata.uns[options.key_added] = json.dumps(result)
     return Outcome(adata, result, model=classifier)
 
 
-def train(adata: AnnData, seat: Seat, options: Options) -> tuple[Trained, Any, Examples]:
-    from cloister.models.classifier import FineTuned, make
-    from cloister.models.learner import GLOBAL_RNG, Learner, hold_out
+def train(adata: AnnData, seat: Seat, options: Options) -> tuple[Trained, FineTuned]:
+    from cloister.models.classifier import Network, make
+    from cloister.models.learner import GLOBAL_RNG, Learner
     from cloister.models.scgpt import best_device
+    from cloister.models.splits import hold_out
+    from cloister.workflows.fine_tuned import FineTuned
 
     examples, blueprint, pretrained = examples_of(adata, options, seed=seat.study.seed)
     column = adata.obs[options.label_key]
@@ -177,9 +184,11 @@ def train(adata: AnnData, seat: Seat, options: Options) -> tuple[Trained, Any, E
         )
 
     brought = tuple(sorted({name for name in given if name is not None}))
-    shape = f"{blueprint.kind} of {blueprint.inputs} {blueprint.checkpoint}"
+    inputs = inputs_of(adata, options, seat.study.seed)
+    shape = f"{blueprint.kind} of {blueprint.inputs} {blueprint.checkpoint} {inputs.space} {inputs.edges}"
     trained = seat.run(protocol.site, params_of(seat, options), Offer(shape, brought, build))
-    return trained, FineTuned.of(trained.learner, trained.theta, blueprint, trained.labels), examples
+    network = Network.of(trained.learner, trained.theta, blueprint, trained.labels)
+    return trained, FineTuned(network, inputs, pretrained)
 
 
 def coordinator(seat: Seat, options: Options) -> Outcome:
@@ -205,7 +214,7 @@ def recipe_of(options: Options, seed: int, sites: int) -> Any:
 
 
 def params_of(seat: Seat, options: Options) -> Params:
-    apart = ("checkpoint", "key_added", "pretrained")
+    apart = ("checkpoint", "key_added", "features_added", "pretrained")
     local = {k: v for k, v in vars(options).items() if k not in apart}
     return Params(
         seat.sites,
@@ -261,39 +270,42 @@ def privacy_budget(options: Options) -> float:
     return math.ceil(epsilon * 100) / 100
 
 
+def inputs_of(adata: AnnData, options: Options, seed: int) -> Inputs:
+    from cloister.workflows.fine_tuned import Inputs
+
+    return Inputs.of(
+        adata,
+        model=options.model,
+        use_rep=options.use_rep if options.model == "mlp" else None,
+        layer=options.layer if options.model == "scgpt" else None,
+        binning=options.binning,
+        gene_key=options.gene_key,
+        image_shape=options.image_shape,
+        seed=seed,
+    )
+
+
 def examples_of(adata: AnnData, options: Options, *, seed: int = 0) -> tuple[Examples, Blueprint, Any]:
     """The cells as the model takes them in, and the description of the model that fits them."""
-    import torch
-
-    from cloister.models.classifier import Blueprint, Tokens
-    from cloister.models.learner import Table, flip_and_shift
+    from cloister.models.classifier import Blueprint
+    from cloister.models.learner import Table
+    from cloister.models.scgpt import ScGPT
 
     shared: dict[str, Any] = {"dropout": options.dropout, "width": options.width, "seed": seed}
+    loaded = ScGPT.load(str(options.pretrained)) if options.model == "scgpt" else None
+    examples = inputs_of(adata, options, seed).examples(adata, loaded)
+    if loaded is not None:
+        tuned: dict[str, Any] = {
+            "tune": options.tune,
+            "last_layers": options.last_layers,
+            "lora_rank": options.lora_rank,
+        }
+        return examples, Blueprint("scgpt", len(loaded.vocab), checkpoint=loaded.digest, **tuned, **shared), loaded
+    assert isinstance(examples, Table)
     if options.model == "mlp":
-        x = cells.embedding(adata, options.use_rep).astype(np.float32)
-        return Table(torch.from_numpy(x)), Blueprint("mlp", x.shape[1], hidden=options.hidden, **shared), None
-    if options.model in ("cnn", "vit"):
-        h, w, c = options.image_shape
-        x = cells.embedding(adata, None).astype(np.float32)
-        x = x / (255.0 if x.max() > 1.5 else 1.0) - 0.5
-        images = torch.from_numpy(x.reshape(-1, h, w, c)).permute(0, 3, 1, 2).contiguous()
-        return Table(images, flip_and_shift), Blueprint(options.model, c, h, **shared), None
-    from cloister.models.scgpt import ScGPT, tokenize
-
-    loaded = ScGPT.load(str(options.pretrained))
-    ids = gene_tokens(adata, options.gene_key, loaded)
-    names = [str(name) for name in adata.obs_names]
-    tokens = tokenize(_csr(adata.X[:]), ids, names, loaded, cls_value=0.0, seed=seed)
-    blueprint = Blueprint(
-        "scgpt",
-        len(loaded.vocab),
-        tune=options.tune,
-        last_layers=options.last_layers,
-        lora_rank=options.lora_rank,
-        checkpoint=loaded.digest,
-        **shared,
-    )
-    return Tokens(tokens, loaded), blueprint, loaded
+        return examples, Blueprint("mlp", examples.x.shape[1], hidden=options.hidden, **shared), None
+    side, _, channels = options.image_shape
+    return examples, Blueprint(options.model, channels, side, **shared), None
 
 
 def check(adata: AnnData, options: Options) -> list[str]:

@@ -64,6 +64,12 @@ def figures(outcomes: Mapping[str, Outcome], options: Any) -> list[Any]:
         lines = {name: ys for name, ys in lines.items() if ys}
         if lines:
             made.append(curves(lines, title=title, xlabel="round", ylabel=ylabel, start=0))
+    return made + confusions(outcomes, options)
+
+
+def confusions(outcomes: Mapping[str, Outcome], options: Any) -> list[Any]:
+    """At every site that is here, its own labels against the model's."""
+    tables = []
     for site, outcome in outcomes.items():
         obs = None if outcome.adata is None else outcome.adata.obs
         if obs is None or not {options.label_key, options.key_added} <= set(obs.columns):
@@ -72,7 +78,7 @@ def figures(outcomes: Mapping[str, Outcome], options: Any) -> list[Any]:
         known = own.notna().to_numpy()
         if known.any():
             title = f"Labels of {site}, given and predicted (training cells included)"
-            found = obs[options.key_added].astype(str)[known].tolist()
-            truth = own.astype(str)[known].tolist()
-            made.append(confusion(truth, found, title=title, rows="given label", columns="predicted label"))
-    return made
+            predicted = obs[options.key_added].astype(str)[known].tolist()
+            given = own.astype(str)[known].tolist()
+            tables.append(confusion(given, predicted, title=title, rows="given label", columns="predicted label"))
+    return tables

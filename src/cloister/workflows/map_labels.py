@@ -17,6 +17,7 @@ from cloister.study import Party, Study
 from cloister.workflows import Workflow
 from cloister.workflows.mapping_baselines import scores
 from cloister.workflows.modes import modes_of
+from cloister.workflows.one_space import agree_on_space
 from cloister.workflows.options import option
 
 if TYPE_CHECKING:
@@ -110,6 +111,7 @@ def map_labels(adata: AnnData, seat: Seat | Place, *, copy: bool = False) -> Ann
 
 
 def site(seat: Seat, adata: AnnData, options: Options) -> Outcome:
+    agree_on_space(seat, options.use_rep, adata)
     if seat.me != options.query:
         x, names = references(adata, options)
         if options.prototypes:
@@ -125,6 +127,7 @@ def site(seat: Seat, adata: AnnData, options: Options) -> Outcome:
 
 def assist(seat: Seat, options: Options) -> Outcome:
     """The part of a party without cells."""
+    agree_on_space(seat, options.use_rep)
     label_cells(seat, options, None, None)
     return Outcome(None, computed_by(seat, options))
 

@@ -16,6 +16,7 @@ import numpy as np
 from cloister.arrays import F64, Array, Bits
 from cloister.cells import tables as cells
 from cloister.errors import DataError, ParameterError
+from cloister.models import logistic
 
 if TYPE_CHECKING:
     from anndata import AnnData
@@ -49,29 +50,22 @@ def nearest_label(q: F64, r: F64, names: Names, k: int) -> tuple[Names, Bits]:
 
 
 def linear_label(q: F64, r: F64, names: Names, penalty: float = 1.0) -> Names:
-    """Multinomial logistic regression with a squared penalty, by L-BFGS on standardised columns."""
-    from scipy.optimize import minimize
+    """Multinomial logistic regression with a squared penalty, on the columns as they are.
 
+    Components of a PCA carry their weight in their variance: scaled to unit variance, the last ones would count as much
+    as the first, and the model would be weak.
+    """
     labels, codes = np.unique(names, return_inverse=True)
     if len(labels) == 1:
         return np.repeat(labels, len(q))
-    mean, deviation = r.mean(0), r.std(0) + 1e-12
-    x = np.column_stack([(r - mean) / deviation, np.ones(len(r))])
-    hot = np.eye(len(labels))[codes]
-
-    def loss(flat: F64) -> tuple[float, F64]:
-        w = flat.reshape(x.shape[1], -1)
-        z = x @ w
-        z -= z.max(1, keepdims=True)
-        e = np.exp(z)
-        p = e / e.sum(1, keepdims=True)
-        ridge = w * (np.arange(len(w)) < len(w) - 1)[:, None]
-        value = -np.log(np.maximum(p[np.arange(len(p)), codes], 1e-300)).sum() + penalty / 2 * (ridge**2).sum()
-        return float(value), (x.T @ (p - hot) + penalty * ridge).ravel()
-
-    fit = minimize(loss, np.zeros(x.shape[1] * len(labels)), jac=True, method="L-BFGS-B", options={"maxiter": 300})
-    w = fit.x.reshape(x.shape[1], -1)
-    return np.asarray(labels[(np.column_stack([(q - mean) / deviation, np.ones(len(q))]) @ w).argmax(1)])
+    rows, mean = logistic.Rows(r, codes, np.ones(len(r))), r.mean(0)
+    columns, rank = r.shape[1], max(1, min(r.shape[1], 50, 700 // len(labels)))
+    basis = np.eye(columns) if columns <= rank else np.linalg.svd(r - mean, full_matrices=False)[2][:rank].T
+    left_over = max(0.0, float(r.var(0).sum() - ((r - mean) @ basis).var(0).sum())) / max(1, columns - rank)
+    problem = logistic.Problem(penalty / len(r), float(len(r)), basis, left_over)
+    start = np.zeros((columns + 1, len(labels)))
+    theta, _ = logistic.minimise_here(rows, mean, problem, start, logistic.Memory(), most=200, tolerance=1e-3)
+    return labels[logistic.scores(q, theta, mean).argmax(1)]
 
 
 def mapping_baselines(

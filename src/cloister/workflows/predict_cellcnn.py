@@ -67,7 +67,7 @@ def trained_of(options: Options, seat: Seat, made: cellcnn.Model) -> Trained:
     sites, hub = seat.sites, seat.coordinator
     store = KeyStore(options.keep, seat.me)
     params = encrypted_training.Params(sites, hub, choose_ring(made.config, len(sites)), made.config)
-    if not store.has_state(params.tag):  # a training with validation has a ring of its own
+    if not store.steps(params.tag):  # a training with validation has a ring of its own
         ring = encrypted_validation.ring_for(made.config, len(sites))
         params = encrypted_training.Params(sites, hub, ring, made.config)
     return encrypted_training.load_trained(params, store, site=seat.role == "site")

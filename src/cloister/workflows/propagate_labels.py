@@ -23,6 +23,7 @@ from cloister.report import figures as draw
 from cloister.study import Study
 from cloister.workflows import Workflow
 from cloister.workflows.modes import modes_of
+from cloister.workflows.one_space import agree_on_space
 from cloister.workflows.options import option
 
 if TYPE_CHECKING:
@@ -86,17 +87,20 @@ def propagate_labels(adata: AnnData, seat: Seat | Place, *, copy: bool = False) 
 
 
 def site(seat: Seat, adata: AnnData, options: Options) -> Outcome:
+    agree_on_space(seat, options.use_rep, adata)
     inputs = _inputs(adata, options)
     write(adata, options, seat.run(_protocol(seat.study).site, params_of(seat.study, options), *inputs))
     return Outcome(adata, computed_by(seat.study, options) | summary(adata, options))
 
 
 def coordinator(seat: Seat, options: Options) -> Outcome:
+    agree_on_space(seat, options.use_rep)
     served = seat.run(_protocol(seat.study).server, params_of(seat.study, options))
     return Outcome(None, computed_by(seat.study, options) | _counts(served))
 
 
 def auxiliary(seat: Seat, options: Options) -> Outcome:
+    agree_on_space(seat, options.use_rep)
     seat.attend(params_of(seat.study, options))
     return Outcome(None, computed_by(seat.study, options))
 

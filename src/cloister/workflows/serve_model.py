@@ -26,8 +26,8 @@ class Options:
     model: str = option("model.npz", "file of the provider's model, at the coordinator")
     adapter: str = option("adapter.npz", "file that adapt-model wrote, at every site")
     ring: Literal["small", "standard"] = option("standard", "lattice; as in adapt-model")
-    budget: int = option(65536, "samples that a site may ask about, over all runs with the same ledger")
-    ledger: str | None = option(None, "file in which the provider counts them")
+    budget: int = option(65536, "samples that a site may ask about, over all runs")
+    ledger: str | None = option(None, "file in which the provider counts them; if none, beside the model's")
     key_added: str = option("predicted", "column of obs with the model's labels")
 
     def __post_init__(self) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 
 from cloister.cells import tables as cells
 from cloister.cells.genes import check_unique, gene_names, plain_name
+from cloister.cells.spaces import digest_of
 from cloister.errors import DataError, ParameterError
 from cloister.net.seat import Outcome, Place, Seat
 from cloister.protocols.sums import shared_pca as protocol
@@ -88,7 +89,8 @@ def shared_pca(adata: AnnData, seat: Seat | Place, *, copy: bool = False) -> Ann
 
 def site(seat: Seat, adata: AnnData, options: Options) -> Outcome:
     space, scores = seat.run(protocol.site, params_of(seat, options), cells_of(adata, options))
-    write_space(adata, options.key_added, space, scores, own_names(adata, options))
+    scaling = [options.kind, options.target_sum, options.scale, options.max_value]
+    write_space(adata, options.key_added, space, scores, own_names(adata, options), scaling)
     return Outcome(adata, summary(space))
 
 
@@ -129,7 +131,9 @@ def cells_of(adata: AnnData, options: Options) -> protocol.Cells:
     return protocol.Cells(tuple(own_names(adata, options)), cells.rows_of(adata, options.layer), library)
 
 
-def write_space(adata: AnnData, key: str, space: protocol.Space, scores: Any, names: list[str]) -> None:
+def write_space(
+    adata: AnnData, key: str, space: protocol.Space, scores: Any, names: list[str], scaling: list[Any]
+) -> None:
     at = {name: i for i, name in enumerate(names)}
     components = np.zeros((adata.n_vars, space.components.shape[1]))
     components[[at[name] for name in space.genes]] = space.components
@@ -143,6 +147,7 @@ def write_space(adata: AnnData, key: str, space: protocol.Space, scores: Any, na
         "deviation": space.deviation,
         "center": space.center,
         "cells": space.cells,
+        "space": digest_of(list(space.genes), space.mean, space.deviation, space.center, space.components, scaling),
     }
 
 

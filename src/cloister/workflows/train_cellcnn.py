@@ -322,7 +322,7 @@ def train(
     else:
         X, Y, held = inputs
         done = seat.run(encrypted_training.holder, params, X, Y, store, held if every else None)
-    return replace(model, weights=done.weights, losses=done.losses)
+    return replace(model, weights=done.weights, losses=done.losses, ring=ring.about)
 
 
 def store_of(options: Options, seat: Seat, number: int = 0) -> KeyStore | None:
@@ -368,6 +368,8 @@ def summary(made: cellcnn.Model) -> dict[str, Any]:
     }
     if made.weights is not None:
         known |= {"filters": made.weights.W.T.tolist(), "dense": made.weights.V.tolist()}
+    if made.ring:
+        known["ring"] = made.ring
     if made.losses:
         known["validation_loss"] = {str(step): loss for step, loss in made.losses.items()}
     return known

@@ -16,7 +16,7 @@ from cloister.models import cellcnn
 from cloister.protocols.cellcnn import cellcnn_circuit
 from cloister.protocols.cellcnn.cellcnn_ladder import Ladder, chain
 
-SMALL = chain(8192, scale_bits=68, value_bits=3, parties=3)
+SMALL = chain(8192, scale_bits=56, value_bits=3, parties=3)
 LARGE = [chain(16384, scale_bits=bits, parties=3) for bits in (80, 88, 96, 104)]
 
 
@@ -45,7 +45,7 @@ def test_the_quintic_is_the_error_of_the_twin(interval):
 
 def test_other_chains_are_refused():
     with pytest.raises(ParameterError, match="level primes"):
-        Ladder(ckks.choose(4, 8192, scale_bits=68, value_bits=3, parties=3), 3.0)
+        Ladder(ckks.choose(4, 8192, scale_bits=50, value_bits=3, parties=3), 3.0)
     with pytest.raises(ParameterError, match="no room"):
         chain(8192, scale_bits=80, parties=3)
 

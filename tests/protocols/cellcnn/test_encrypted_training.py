@@ -26,6 +26,7 @@ from cloister.protocols.cellcnn import (
 )
 from cloister.protocols.cellcnn.encrypted_training import Params
 from cloister.protocols.cellcnn.key_store import KeyStore
+from cloister.protocols.ckks import key_switch
 from cloister.run.rehearsal import Fault
 from cloister.study import Party
 from cloister.testing import (
@@ -42,7 +43,8 @@ from cloister.testing import (
 )
 
 CONFIG = cellcnn.Config(markers=3, filters=2, classes=2, batch=12, steps=2, learning_rate=0.1, momentum=0.5)
-RING = cellcnn_ladder.chain(8192, scale_bits=68, value_bits=3, parties=3)  # the smallest ring that carries a step
+RING = cellcnn_ladder.chain(8192, scale_bits=56, value_bits=3, parties=3)  # the smallest ring that carries a step
+LARGE = cellcnn_ladder.chain(16384, scale_bits=88, parties=3)  # the smallest one that leaves something to open
 PARTIES = names(3)
 VECTORS = Path(__file__).parents[2] / "vectors"
 
@@ -83,7 +85,7 @@ def decrypted_model(run, p):
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """A site dies in the second step; the run that follows goes on from the checkpoint."""
-    folder, p, data = tmp_path_factory.mktemp("keys"), params(open_model=True), batches(CONFIG)
+    folder, p, data = tmp_path_factory.mktemp("keys"), params(ring=LARGE, open_model=True), batches(CONFIG)
     fault = Fault("kill", "site-1", "hub", "encrypted_training.Gradient", nth=1)
     first, second = fixed_entropy("first"), fixed_entropy("second")  # what follows has stored vectors
     case = case_with_stores(folder, p, data)
@@ -99,7 +101,7 @@ def test_a_death_ends_the_run_by_name_and_the_next_run_resumes(trained):
     assert set(broken.errors) == {HUB, "site-0", "site-2"}
     assert all(isinstance(e, ProtocolAbort) for e in broken.errors.values())
     lines = {(e.protocol, e.line) for e in broken.errors.values()}
-    assert ("encrypted_training", "L4") in lines
+    assert ("encrypted_training", "L3") in lines
     made = [e.name for e, _ in again.receipts["site-0"].entries if e.kind == "sent"]
     assert "collective_key.KeyShare" not in made  # keys were kept
     assert made.count("encrypted_training.Gradient") == 1  # and the first step too
@@ -110,17 +112,17 @@ def test_a_guess_of_a_batch_cannot_be_checked(trained):
     p, data, *_, run = trained
     site = values(run)[PARTIES[0]]
     c, (X, Y) = ckks.context(p.ckks), data[PARTIES[0]]
-    made = [
-        encrypted_training.gradient_message(c, p.layout, site.model, X[0], Y[0], site.keys, Entropy()) for _ in range(2)
-    ]
-    assert made[0].c0 != made[1].c0
-    assert made[0].c1 != made[1].c1
+    first, second = (
+        encrypted_training.gradient_ciphers(c, p.layout, site.model, X[0], Y[0], site.keys, Entropy())[0]
+        for _ in range(2)
+    )
+    assert (first != second).mean(axis=(1, 2)).min() > 0.99
 
 
 def test_weights_equal_the_clear_twin(trained):
     p, data, _, _, run = trained
     twin = cellcnn.train(p.config, [data[i] for i in PARTIES])
-    np.testing.assert_allclose(decrypted_model(run, p), twin.M, atol=1e-9)  # scale 2^68, so far below 1e-3
+    np.testing.assert_allclose(decrypted_model(run, p), twin.M, atol=1e-5)  # what sealing leaves of 2^-88
     for party in (HUB, *PARTIES):
         w = values(run)[party].weights
         for name in ("W", "V", "vW", "vV"):  # what was opened is flooded: six standard deviations
@@ -145,70 +147,142 @@ def test_key_files_are_held_once_and_the_share_is_private(trained):
 
 def test_an_altered_checkpoint_is_refused(trained, tmp_path):
     p, _, folder, _, _ = trained
-    c = ckks.context(p.ckks)
+    c, steps = ckks.context(p.ckks), p.config.steps
     path = folder / HUB / "state.bin"
     kept = path.read_bytes()
     try:
         path.write_bytes(kept[:200] + bytes([kept[200] ^ 1]) + kept[201:])
         with pytest.raises(DataError, match="altered"):
-            KeyStore(folder, HUB).get_state(c, p.tag)
+            KeyStore(folder, HUB).get_state(c, p.tag, steps)
     finally:
         path.write_bytes(kept)
-    step, state = KeyStore(folder, HUB).get_state(c, p.tag)
-    assert step == p.config.steps
+    assert KeyStore(folder, HUB).steps(p.tag) == (steps, steps - 1)
     with pytest.raises(DataError, match="other parameters"):
-        KeyStore(folder, HUB).get_state(c, b"another training")
-    assert set(state) == {"model", "W", "V", "archive"}
+        KeyStore(folder, HUB).get_state(c, b"another training", steps)
+    with pytest.raises(DataError, match="did not come to step"):
+        KeyStore(folder, HUB).get_state(c, p.tag, steps + 1)
+    for party in (HUB, PARTIES[0]):  # the auditor follows everything, the others the model
+        assert set(KeyStore(folder, party).get_state(c, p.tag, steps)) == {"model", "W", "V", "archive"}
+    assert set(KeyStore(folder, PARTIES[1]).get_state(c, p.tag, steps)) == {"model"}
+    assert KeyStore(folder, PARTIES[1]).openings == 1  # the model
+    assert KeyStore(folder, HUB).openings == 0
+
+
+def query_case(trained, X, querier=1):
+    p, *_, run = trained
+    found, q = values(run), PARTIES[querier]
+    params = oblivious_prediction.Params(PARTIES, HUB, q, p.ckks, p.config, 1)
+    return Case(params, {i: (found[i],) for i in (HUB, *PARTIES)} | {q: (found[q], X)})
 
 
 def test_prediction_with_the_encrypted_model(trained):
-    p, data, _, _, run = trained
-    found = values(run)
-    X = np.random.default_rng(3).normal(size=(20, p.config.markers))
-    n = oblivious_prediction.chunks(p.config, p.ckks, 3, len(X))
-    q = oblivious_prediction.Params(PARTIES, HUB, PARTIES[1], p.ckks, p.config, n)
-    inputs = {i: (found[i],) for i in (HUB, *PARTIES)} | {PARTIES[1]: (found[PARTIES[1]], X)}
-    case = Case(q, inputs)
+    p, data, *_ = trained
+    X = np.random.default_rng(3).uniform(-3, 3, (20, p.config.markers))
+    case = query_case(trained, X)
     asked = run_protocol(oblivious_prediction, case, timeout=60)
     check_no_errors(asked)
     answers = values(asked)
     twin = cellcnn.train(p.config, [data[i] for i in PARTIES])
-    # the small ring leaves two digits above the flooding; the long test below has the ring that leaves four
-    np.testing.assert_allclose(answers.pop(PARTIES[1]), X @ twin.M, atol=6 * p.layout.answer_error)
-    assert p.layout.answer_error < 0.1
+    np.testing.assert_allclose(answers.pop(PARTIES[1]), X @ twin.M, atol=18 * p.layout.answer_error)  # |X| ≤ 3
+    assert p.layout.answer_error < 1e-3
     assert set(answers.values()) == {None}
     check_cost(oblivious_prediction, case)
     check_vectors(oblivious_prediction, case, VECTORS / "oblivious_prediction.json")
 
 
+# ---- a querier that lies ---------------------------------------------------------------------------------------------
+
+
+def test_k4_chosen_ciphertexts_read_the_key_before_queries_were_masked(trained):
+    """The old query was any ciphertext: of (0, K) the sites opened Σ M·slots(K·s), a function of the secret key."""
+    p, *_, run = trained
+    found, c, L = values(run), ckks.context(p.ckks), p.layout
+    s = whole(p.ckks, {i: found[i].keys.secret for i in PARTIES})
+    params = oblivious_prediction.Params(PARTIES, HUB, PARTIES[1], p.ckks, p.config, 1)
+    k, r = L.ladder.one, c.ring
+    raw = np.stack([r.zeros(k), r.of_small(np.eye(1, p.ckks.degree, dtype=np.int64)[0] << 50, k)])
+    r.forward(raw[1])
+    chosen = c.cipher(raw, oblivious_prediction.sample_scale(params))
+    (U,) = oblivious_prediction.evaluate(params, found[PARTIES[1]].model, chosen, found[PARTIES[1]].keys)
+    read = c.decrypt(s, U)  # what the key switch handed to the querier, but for its flood of 2^-20
+    from cloister.crypto.lattice import slots
+
+    key = slots.to_real(slots.embedding(p.ckks.degree).to_slots(r.integers(r.backward(s[:3].copy()))), 1.0)
+    M = c.decrypt(s, c.drop(found[HUB].model[0], p.ckks.base))
+    expected = M * key * 2.0**50 / oblivious_prediction.sample_scale(params)
+    summed = sum(np.roll(expected, -L.R * j) for j in range(L.J))
+    assert np.corrcoef(read, summed)[0, 1] > 0.999
+
+
+def test_k4_a_query_is_numbers_in_the_clear_and_those_that_no_sample_has_are_refused(trained):
+    p, *_ = trained
+
+    async def greedy(ch, params, trained, X, *, entropy):
+        """Follows L1 and asks about 2^40 instead of a sample."""
+        got = await ch.gather(params.maskers, oblivious_prediction.Seed)
+        query = oblivious_prediction.masked(params, X, {i: m.seed for i, m in got.items()})
+        huge = oblivious_prediction.Query(query.k, query.d + (1 << 62))
+        await ch.broadcast([HUB, *(i for i in PARTIES if i != ch.me)], huge)
+        return await ch.gather([i for i in PARTIES if i != ch.me], key_switch.Share)
+
+    case = query_case(trained, np.zeros((5, p.config.markers)))
+    run = run_protocol(oblivious_prediction, case, roles={PARTIES[1]: greedy}, timeout=20)
+    assert {run.errors[i].code for i in (HUB, PARTIES[0], PARTIES[2])} == {"range"}
+    assert PARTIES[1] not in run.outcomes
+
+
+def test_k4_telling_sites_different_samples_is_noticed(trained):
+    p, *_ = trained
+
+    async def two_faced(ch, params, trained, X, *, entropy):
+        scatter = ch.scatter
+
+        async def different(to, msg=None):
+            if isinstance(msg, oblivious_prediction.Query):
+                other = oblivious_prediction.Query(msg.k, msg.d + 1)
+                return await scatter({i: other if i == PARTIES[2] else msg for i in to})
+            return await scatter(to, msg)
+
+        ch.scatter = different
+        return await oblivious_prediction.querier(ch, params, trained, X, entropy=entropy)
+
+    case = query_case(trained, np.zeros((5, p.config.markers)))
+    run = run_protocol(oblivious_prediction, case, roles={PARTIES[1]: two_faced}, timeout=8)
+    assert {PARTIES[0], PARTIES[2]} <= set(run.errors)
+
+
+def test_what_a_query_shows_does_not_depend_on_the_samples():
+    """d and the candidates, of the largest sample and of none: both uniform, given one masker's seed."""
+    params = oblivious_prediction.Params(PARTIES, HUB, PARTIES[1], LARGE, CONFIG, 1)
+    seeds = {i: bytes([7 * n] * 32) for n, i in enumerate(params.maskers)}
+    shown = []
+    for x in (8.0, 0.0, -8.0):
+        query = oblivious_prediction.masked(params, np.full((params.layout.I, CONFIG.markers), x), seeds)
+        known = oblivious_prediction.chosen(params, seeds[params.maskers[0]], query.k)
+        left = (query.d + known) / 2.0**30  # X - r of the other masker
+        assert np.abs(left).max() <= 8
+        shown.append((np.sort(left.ravel()) / 16 + 0.5, query.k.mean()))
+    n = len(shown[0][0])
+    for u, tries in shown:
+        assert np.abs(u - (np.arange(n) + 0.5) / n).max() * np.sqrt(n) < 2.69  # chance exceeds it once in a million
+        assert abs(tries - 3) < 0.5  # a quarter of the candidates suit, whatever X is
+    assert params.maskers == (PARTIES[0], PARTIES[2])
+    two = oblivious_prediction.Params(PARTIES[:2], HUB, PARTIES[1], LARGE, CONFIG, 1)
+    assert two.maskers == (PARTIES[0], HUB)
+
+
+def test_openings_under_one_key_are_counted(trained):
+    *_, run = trained
+    keys = dataclasses.replace(values(run)[PARTIES[0]].keys, store=None, openings=60)
+    keys.spend(4)
+    with pytest.raises(ParameterError, match="train anew"):
+        keys.spend(1)
+
+
 def test_vectors_of_a_training_step():
     config = dataclasses.replace(CONFIG, steps=1)
-    case = Case(params(config, open_model=True), batches(config))
+    case = Case(params(config), batches(config))
     check_vectors(encrypted_training, case, VECTORS / "encrypted_training.json")
-
-
-def test_a_site_does_not_switch_what_it_did_not_compute(trained):
-    """An aggregator that has the model itself switched to a friend's key is refused."""
-    p, _, _, _, run = trained
-    found = values(run)
-    q = oblivious_prediction.Params(PARTIES, HUB, PARTIES[1], p.ckks, p.config, 1)
-
-    async def greedy(ch, params, trained):
-        from cloister.protocols.ckks import key_switch
-
-        got = await ch.recv(params.querier, oblivious_prediction.Query)
-        await ch.scatter([PARTIES[0], PARTIES[2]], oblivious_prediction.Forwarded(got.c0, got.c1))
-        c = ckks.context(params.ckks)
-        model = c.drop(trained.model[0], params.ckks.base)
-        raw, _ = c.raw(model)
-        await key_switch.aggregator(
-            ch.sub("0/0"), oblivious_prediction.switch(params), c.cipher(raw, oblivious_prediction.switch(params).scale)
-        )
-
-    X = np.zeros((5, p.config.markers))
-    inputs = {i: (found[i],) for i in (HUB, *PARTIES)} | {PARTIES[1]: (found[PARTIES[1]], X)}
-    asked = run_protocol(oblivious_prediction, Case(q, inputs), roles={HUB: greedy}, timeout=20)
-    assert {asked.errors[i].code for i in (PARTIES[0], PARTIES[2])} == {"foreign"}
 
 
 def prediction_case(seed=0, samples=7):
@@ -306,13 +380,13 @@ def test_layouts_and_maps_are_the_step_of_the_twin(config, groups, chunks, archi
 
 def test_too_many_filters_say_which_ring_would_do():
     with pytest.raises(ParameterError, match="ring degree 32768 would do"):
-        cellcnn_circuit.Layout(cellcnn.Config(128, 100), cellcnn_ladder.chain(8192, scale_bits=68, value_bits=3), 3)
+        cellcnn_circuit.Layout(cellcnn.Config(128, 100), cellcnn_ladder.chain(8192, scale_bits=56, value_bits=3), 3)
     with pytest.raises(ParameterError, match="no ring"):
         cellcnn_circuit.choose_ring(cellcnn.Config(200, 100), 3)
 
 
 def test_consent_and_batches_are_checked_before_anything_is_sent():
-    p = params(open_model=True)
+    p = params(ring=LARGE, open_model=True)
 
     async def refusing(ch, params, X, Y, *, entropy):
         return await encrypted_training.holder(ch, params, X, Y, entropy=entropy, consent=frozenset())
@@ -323,6 +397,50 @@ def test_consent_and_batches_are_checked_before_anything_is_sent():
     for bad in (data[PARTIES[0]][0][:1], 100 + data[PARTIES[0]][0], data[PARTIES[0]][0] * np.nan):
         with pytest.raises(DataError):
             encrypted_training.check_batches(p.config, bad, data[PARTIES[0]][1])
+
+
+def test_k6_a_rate_at_which_training_diverges_is_refused_before_anything_is_sent():
+    config = dataclasses.replace(CONFIG, steps=4, learning_rate=60.0)
+    data = batches(config)
+    with np.errstate(all="ignore"):
+        before = cellcnn.train(config, [data[i] for i in PARTIES])
+    assert not np.abs(before.W).max() < 1e6  # what came back as a model
+    run = run_protocol(encrypted_training, Case(params(config), data), timeout=5)
+    assert all(isinstance(run.errors[i], ParameterError) for i in PARTIES)
+    sent = {e.name for i in PARTIES for e, _ in run.receipts[i].entries if e.kind == "sent"}
+    assert sent <= {"channel.Hello", "channel.Abort"}
+    nan = cellcnn.Weights(*(np.full((2, 2), np.nan) for _ in range(4)))
+    for bad in (nan, before):
+        with pytest.raises(ProtocolAbort, match="diverged"):
+            encrypted_training.check_weights(bad)
+
+
+@pytest.mark.parametrize(("kind", "code"), [pytest.param("model", "told", marks=pytest.mark.slow), ("gradient", "sum")])
+def test_k2_an_aggregator_that_feeds_the_circuit_something_else_is_caught(kind, code):
+    """Another model than [W' ⊙ V'] gives; and gradients of one site, counted three times."""
+    config = dataclasses.replace(CONFIG, steps=1)
+
+    async def liar(ch, params, *, entropy):
+        scatter, gather = ch.scatter, ch.gather
+
+        async def scattered(to, msg=None):
+            if kind == "model" and isinstance(msg, encrypted_training.NewModel):
+                c = ckks.context(params.ckks)
+                first = c.unpack(msg.c0[0], params.ckks.top)
+                c.ring.add(first, c.plain_residues(np.ones(params.ckks.slots), params.ckks.top, params.ckks.scale))
+                msg = encrypted_training.NewModel((c.pack(first),))
+            await scatter(to, msg)
+
+        async def gathered(senders, cls, **options):
+            got = await gather(senders, cls, **options)
+            one = kind == "gradient" and cls is encrypted_training.Gradient
+            return dict.fromkeys(got, got[PARTIES[1]]) if one else got
+
+        ch.scatter, ch.gather = scattered, gathered
+        return await encrypted_training.aggregator(ch, params, entropy=entropy)
+
+    run = run_protocol(encrypted_training, Case(params(config), batches(config)), roles={HUB: liar}, timeout=20)
+    assert {(run.errors[i].protocol, run.errors[i].code) for i in PARTIES} == {("collective_audit", code)}
 
 
 def test_many_steps_that_would_gather_too_much_noise_are_refused():
@@ -345,12 +463,12 @@ def test_twenty_steps_with_three_parties_equal_the_twin_to_1e_3():
         for name in ("W", "V", "vW", "vV"):
             np.testing.assert_allclose(getattr(values(run)[party].weights, name), getattr(twin, name), atol=1e-3)
     found = values(run)
-    X = np.random.default_rng(3).normal(size=(150, 38))
+    X = np.clip(np.random.default_rng(3).normal(size=(150, 38)), -3, 3)
     q = oblivious_prediction.Params(PARTIES, HUB, PARTIES[0], p.ckks, config, 2)
     inputs = {i: (found[i],) for i in (HUB, *PARTIES)} | {PARTIES[0]: (found[PARTIES[0]], X)}
     asked = run_protocol(oblivious_prediction, Case(q, inputs), timeout=600)
     check_no_errors(asked)
-    np.testing.assert_allclose(values(asked)[PARTIES[0]], X @ twin.M, atol=1e-3)
+    np.testing.assert_allclose(values(asked)[PARTIES[0]], X @ twin.M, atol=6 * 3 * p.layout.answer_error)
 
 
 @pytest.mark.slow
@@ -361,7 +479,7 @@ def test_three_classes_in_groups_and_chunks():
     run = run_protocol(encrypted_training, Case(p, data), timeout=300)
     check_no_errors(run)
     twin = cellcnn.train(config, [data[i] for i in PARTIES])
-    np.testing.assert_allclose(decrypted_model(run, p), twin.M, atol=1e-9)
+    np.testing.assert_allclose(decrypted_model(run, p), twin.M, atol=5e-2)  # sealed at a scale of 2^56
 
 
 @pytest.mark.slow
@@ -385,7 +503,7 @@ def test_cost_and_view():
     ],
 )
 def test_a_party_that_dies_anywhere_aborts_by_name_and_the_run_resumes(name, tmp_path):
-    p, data = params(open_model=True), batches(CONFIG)
+    p, data = params(ring=LARGE, open_model=True), batches(CONFIG)
     fault = Fault("kill", "site-2", "hub", name)
     broken = run_protocol(encrypted_training, case_with_stores(tmp_path, p, data), faults=[fault], timeout=8)
     assert set(broken.errors) == {HUB, "site-0", "site-1"}
@@ -393,4 +511,37 @@ def test_a_party_that_dies_anywhere_aborts_by_name_and_the_run_resumes(name, tmp
     again = run_protocol(encrypted_training, case_with_stores(tmp_path, p, data), timeout=120)
     check_no_errors(again)
     twin = cellcnn.train(p.config, [data[i] for i in PARTIES])
-    np.testing.assert_allclose(decrypted_model(again, p), twin.M, atol=1e-9)
+    np.testing.assert_allclose(decrypted_model(again, p), twin.M, atol=1e-5)
+
+
+def plain_polynomials(folder, p, data):
+    """The decrypted integer polynomials of the auditor's state after a training, and of the logits of a query."""
+    case = case_with_stores(folder, p, data)
+    run = run_protocol(encrypted_training, case, timeout=600)
+    check_no_errors(run)
+    found, c = values(run), ckks.context(p.ckks)
+    s, r = whole(p.ckks, {i: found[i].keys.secret for i in PARTIES}), c.ring
+
+    def opened(ct):
+        raw, _ = c.raw(ct)
+        return r.lift(r.backward(r.add_product(raw[0][:3].copy(), raw[1][:3], s[:3])))
+
+    state = KeyStore(folder, PARTIES[0]).get_state(c, p.tag, p.config.steps)
+    return {name: opened(cts[0]) for name, cts in state.items()}
+
+
+@pytest.mark.slow
+def test_k7_the_noise_of_a_training_stays_below_what_the_floods_cover(tmp_path):
+    """Two trainings on the same batches under other keys differ by noise alone."""
+    config = dataclasses.replace(CONFIG, steps=3, momentum=0.9)
+    p = params(config, dataclasses.replace(RING))
+    first, second = (plain_polynomials(tmp_path / k, p, batches(config)) for k in ("one", "two"))
+
+    def noise(name):
+        (a, a_low), (b, b_low) = first[name], second[name]
+        return float(((a - b) + (a_low - b_low)).std() / np.sqrt(2))
+
+    for name in ("archive", "W", "V"):
+        assert 1 < noise(name) < p.layout.noise
+    sealed = 2.0 ** (ckks.flood_bits(p.ckks, p.layout.factor_noise) - 1)  # of one holder, in the last [M]
+    assert noise("model") > sealed  # nothing of what was gathered is left to see

@@ -42,7 +42,7 @@ def params(**options):
 
 def test_only_rings_with_room_and_inputs_that_fit():
     with pytest.raises(ParameterError, match="exact to"):
-        Params(PARTIES, HUB, cellcnn_ladder.chain(8192, scale_bits=68, value_bits=3), CONFIG, 9)
+        Params(PARTIES, HUB, cellcnn_ladder.chain(8192, scale_bits=56, value_bits=3), CONFIG, 9)
     with pytest.raises(ParameterError, match="inputs"):
         Params(PARTIES, HUB, ring_for(CONFIG, 2), CONFIG, 0)
     with pytest.raises(ParameterError, match="fewer steps"):

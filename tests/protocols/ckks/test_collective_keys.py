@@ -71,7 +71,8 @@ def test_vectors_view_and_cost(module):
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda m: m.NAME)
 def test_abort(module):
-    assert faults_on(module, lambda: case(module)) >= 2
+    kinds = ("drop", "duplicate", "truncate", "kill") if module is collective_key else ("truncate", "kill")
+    assert faults_on(module, lambda: case(module), kinds) >= 2
 
 
 @pytest.fixture(scope="module")
@@ -92,9 +93,9 @@ def test_seal_computes_with_the_collective_keys(made):
     x = np.random.default_rng(0).normal(size=SMALL.slots)
     ct = c.encrypt(found[collective_key], x, SMALL.top, SMALL.scale, Entropy())
     product = c.square(ct, c.load_key(found[collective_relin]))
-    np.testing.assert_allclose(c.decrypt(s, product), x * x, atol=1e-4)
+    np.testing.assert_allclose(c.decrypt(s, product), x * x, atol=2e-2)
     turned = c.rotate(ct, 16, c.load_key(found[collective_rotation][16]))
-    np.testing.assert_allclose(c.decrypt(s, turned), np.roll(x, -16), atol=1e-5)
+    np.testing.assert_allclose(c.decrypt(s, turned), np.roll(x, -16), atol=1e-3)
 
 
 def test_n_minus_1_keys_do_not_decrypt(made):
@@ -102,12 +103,111 @@ def test_n_minus_1_keys_do_not_decrypt(made):
     c = ckks.context(SMALL)
     x = np.ones(SMALL.slots)
     ct = c.encrypt(found[collective_key], x, SMALL.top, SMALL.scale, Entropy())
-    np.testing.assert_allclose(c.decrypt(whole(SMALL, shares), ct), x, atol=1e-5)
+    np.testing.assert_allclose(c.decrypt(whole(SMALL, shares), ct), x, atol=1e-3)
     for left_out in shares:
         colluding = whole(SMALL, {p: s for p, s in shares.items() if p != left_out})
         seen = c.decrypt(colluding, ct)
         assert np.abs(seen).min() > 1e3  # uniform modulo Q: not one slot is near its value
         assert abs(np.corrcoef(seen, np.arange(len(seen)))[0, 1]) < 0.1
+
+
+# ---- an aggregator that lies -----------------------------------------------------------------------------------------
+
+
+async def old_relin_answer(ch, params, secret, *, entropy):
+    """The holder of `collective_relin` before it audited: L1, L2 and L3 for the first data prime."""
+    c, hub = ckks.context(params.ckks), params.aggregator
+    r, K, s, prg = c.ring, len(c.primes), secret.ntt, entropy.prg()
+    u = r.forward(r.of_small(prg.ternary(params.ckks.degree), K))
+    a = ckks.common(params.ckks, ch.run_id, "relin/0", K)
+    h = r.add_multiple(r.add_product(r.error(prg, K), u, a, sign=-1), s, c.primes[-1], 0)
+    g = r.add_product(r.error(prg, K), s, a)
+    await ch.send(hub, collective_relin.First(c.pack(h), c.pack(g)))
+    firsts = await ch.recv(hub, collective_relin.Firsts)
+    h, g = (c.unpack(x, K) for x in (firsts.h, firsts.g))
+    f = r.add_product(r.add(r.error(prg, K), r.error(prg, K)), s, h)
+    r.add_product(f, r.subtract(u, s), g)
+    await ch.send(hub, collective_relin.Second(c.pack(f)))
+
+
+def asking_for_shares(count):
+    """K1: h = 2^20 and g = 0, so that f_i = 2^20·s_i + e."""
+
+    async def role(ch, params):
+        c = ckks.context(params.ckks)
+        for _ in range(count):
+            await ch.gather(params.holders, collective_relin.First)
+        h = c.ring.forward(c.ring.of_small(np.eye(1, params.ckks.degree, dtype=np.int64)[0] << 20, len(c.primes)))
+        for _ in range(count):
+            await ch.scatter(params.holders, collective_relin.Firsts(c.pack(h), c.pack(c.ring.zeros(len(c.primes)))))
+        got = await ch.gather(params.holders, collective_relin.Second)
+        return {i: c.unpack(m.f, len(c.primes)) for i, m in got.items()}
+
+    return role
+
+
+def test_k1_chosen_sums_read_every_share_before_they_were_audited():
+    c, old = ckks.context(SMALL), case(collective_relin)
+    roles = {HUB: asking_for_shares(1)} | dict.fromkeys(names(3), old_relin_answer)
+    run = run_protocol(collective_relin, old, roles=roles)
+    check_no_errors(run)
+    for i, f in values(run)[HUB].items():
+        read = np.rint(c.ring.lift(c.ring.backward(f))[0] / 2**20)
+        np.testing.assert_array_equal(read, old.inputs[i][0].coefficients)
+    run = run_protocol(collective_relin, old, roles={HUB: asking_for_shares(SMALL.top)}, timeout=5)
+    assert {(run.errors[p].protocol, run.errors[p].code) for p in names(3)} == {("collective_audit", "sum")}
+    assert HUB not in run.outcomes  # it got no second share
+
+
+async def old_key_holder(ch, params, secret, *, entropy):
+    """The holder of `collective_key` before it audited."""
+    c, k = ckks.context(params.ckks), params.ckks.top
+    a = ckks.common(params.ckks, ch.run_id, "public", k)
+    b = c.ring.add_product(c.ring.error(entropy.prg(), k), a, secret.ntt, sign=-1)
+    await ch.send(params.aggregator, collective_key.KeyShare(c.pack(b)))
+    return ckks.PublicKey(c.unpack((await ch.recv(params.aggregator, collective_key.Key)).b, k), a)
+
+
+def handing_out(own, only=()):
+    """K3: instead of the sum, a key of its own, to everyone or to some."""
+
+    async def role(ch, params):
+        c, k = ckks.context(params.ckks), params.ckks.top
+        a = ckks.common(params.ckks, ch.run_id, "public", k)
+        total = c.ring.zeros(k)
+        for m in (await ch.gather(params.holders, collective_key.KeyShare)).values():
+            c.ring.add(total, c.unpack(m.b, k))
+        b = c.ring.add_product(c.ring.error(Entropy().prg(), k), a, own.ntt, sign=-1)
+        for i in params.holders:
+            await ch.send(i, collective_key.Key(c.pack(b if not only or i in only else total)))
+
+    return role
+
+
+def test_k3_a_key_of_its_own_opened_everything_before_keys_were_audited():
+    c, own = ckks.context(SMALL), ckks.Secret.draw(SMALL, Entropy())
+    roles = {HUB: handing_out(own)} | dict.fromkeys(names(3), old_key_holder)
+    run = run_protocol(collective_key, case(collective_key), roles=roles)
+    check_no_errors(run)
+    x = np.random.default_rng(1).normal(size=SMALL.slots)
+    sent = c.encrypt(values(run)["site-0"], x, SMALL.top, SMALL.scale, Entropy())
+    np.testing.assert_allclose(c.decrypt(own.ntt, sent), x, atol=1e-3)  # the aggregator reads what a site encrypts
+    for only, code in (((), "sum"), (("site-1",), "told")):
+        run = run_protocol(collective_key, case(collective_key), roles={HUB: handing_out(own, only)}, timeout=5)
+        assert {run.errors[p].code for p in names(3)} == {code}
+
+
+def test_k3_rotation_keys_too():
+    async def liar(ch, params):
+        c, K = ckks.context(params.ckks), len(ckks.context(params.ckks).primes)
+        for _ in range(params.ckks.top):
+            await ch.gather(params.holders, collective_rotation.RotationShare)
+            noise = c.ring.uniform(Entropy().prg(), K)
+            await ch.scatter(params.holders, collective_rotation.Rotation(c.pack(noise)))
+        return None
+
+    run = run_protocol(collective_rotation, case(collective_rotation), roles={HUB: liar}, timeout=5)
+    assert {run.errors[p].code for p in names(3)} == {"sum"}
 
 
 def test_equal_keys_are_held_once_and_let_go():

@@ -20,12 +20,11 @@ from collective import HUB, entropy, names, secrets
 from cloister.crypto.ckks import scheme as ckks
 from cloister.protocols.cellcnn.cellcnn_ladder import PRODUCT, chain
 from cloister.protocols.ckks import collective_key, collective_relin, collective_rotation, threshold_decrypt
-from cloister.protocols.ckks.collective_refresh import Ledger
 from cloister.testing import Case, check_no_errors, run_protocol, values
 
 OPENFHE = os.environ.get("CLOISTER_OPENFHE_PYTHON", "")
 PEER = Path(__file__).parents[1] / "openfhe_peer.py"
-RING = chain(16384, scale_bits=80, parties=3)
+RING = chain(16384, scale_bits=88, parties=3)
 STEPS, WIDTH = 5, 64
 
 
@@ -39,11 +38,9 @@ def made(module, shares, **extra):
 def opened(shares, ct, holders):
     """Threshold decryption by these holders."""
     c = ckks.context(RING)
-    params = threshold_decrypt.Params(holders, HUB, RING, "a product", RING.base, RING.scale, 18, holders)
-    ledgers = {p: Ledger() for p in holders}
-    for one in ledgers.values():
-        one.admit(c.pack(c.raw(c.drop(ct, RING.base))[0][1]))
-    case = Case(params, {HUB: (ct,)} | {p: (shares[p], ledgers[p]) for p in holders})
+    params = threshold_decrypt.Params(holders, HUB, RING, "a product", RING.base, RING.scale, 2.0**13)
+    (c0, c1), _ = c.raw(c.drop(ct, RING.base))
+    case = Case(params, {HUB: (ct,)} | {p: (shares[p], c1, *([c0] if p == holders[0] else [])) for p in holders})
     run = run_protocol(threshold_decrypt, case, timeout=60)
     check_no_errors(run)
     return values(run)[HUB][:WIDTH]

@@ -211,3 +211,36 @@ def test_an_owner_cannot_ask_for_other_taps():
     assert ANN in run.errors
     run = run_protocol(inference, Case(asked, c.inputs), timeout=10.0)  # both told of other taps than the model has
     assert not run.outcomes
+
+
+# ---- what a lying owner still gets -----------------------------------------------------------------------------------
+
+
+def test_k5_an_owner_that_shifts_its_answer_reads_the_projection(monkeypatch):
+    """The limit that `Reveals` states: 8·X^3 added to what goes back at the last refresh comes out times R."""
+    encoder, at, read = micro(), 3, []
+
+    def change(key, heard, cts, how, seed, entropy):
+        if how.label != "tap":
+            return None
+        r, mask, secret, out = block.ring_of(P), block.Prg(seed), entropy.prg(), []
+        words = np.zeros((3, P.degree), np.uint32)
+        words[2, at] = 1 << (3 + P.scale_bits + 46 - 64)  # 8 at the scale of a tap
+        for i, ct in enumerate(cts):
+            answer = block.times_shift(r.to_words(key._opened(ct)), how)
+            m = r.add_words(np.zeros((how.back, P.degree), np.uint32), answer)
+            out.append(key.hide(r.add_words(m, words) if i == 1 else m, mask, secret))
+        return np.stack(out)
+
+    def spy(self, cts, scale, count):
+        read.extend(self.open(ct)[0] / scale for ct in cts)
+        return honest(self, cts, scale, count)
+
+    listen(monkeypatch, change)
+    honest = block.OwnerKey.read
+    monkeypatch.setattr(block.OwnerKey, "read", spy)
+    run_protocol(inference, case(encoder), timeout=60.0)
+    weights = encoder.rounded(P.weight_bits).projections[0][:, 1]
+    np.testing.assert_allclose([c[at] / 8 for c in read], weights, atol=0.1)
+    others = np.delete(read[0], [0, at])
+    assert np.abs(others).max() < 0.2 * np.abs(8 * weights).max()  # what the samples themselves put there

@@ -6,8 +6,9 @@ A ciphertext is at *k primes* of the L data primes. `Parameters` lays the primes
     level primes         `per_level` of them are spent by each rescaling, and make up the scale Δ
     one special prime    for switching keys only
 
-A result that is opened is flooded 40 bits above its noise, and noise is about 2^12 to 2^20 at any scale. Opening to
-three digits therefore needs Δ near 2^75, more than one 60-bit prime: two primes per level give it.
+What hides something statistically hides it to 2^-SECURITY for a whole run: all coefficients of up to MASKED
+polynomials, or of OPENINGS openings under one key, together (`Ring.spread` says why that costs square roots). Noise is
+about 2^12 at any scale, so that opening to three digits needs Δ near 2^84, more than one 60-bit prime.
 """
 
 from __future__ import annotations
@@ -18,7 +19,21 @@ from dataclasses import dataclass
 from cloister.crypto.lattice.ring import SECURE_BITS, SIGMA, check_secure
 from cloister.errors import ParameterError
 
-FLOOD_BITS = 40
+SECURITY = 40  # bits, of everything that hides statistically
+MASKED = 1 << 12  # polynomials that are refreshed in one run, at most
+OPENINGS = 64  # under one key, at most
+HIDING_BITS = SECURITY + MASKED.bit_length() // 2  # of a mask over the message
+WRAP_BITS = 36  # a coefficient of a refresh goes round, and spoils the result, once in 2^this
+
+
+def flood_bits(params: Parameters, noise: float) -> int:
+    """Bits of the flood (`Ring.spread`) over noise of that standard deviation per coefficient."""
+    return math.ceil(math.log2(noise) + SECURITY + math.log2(params.degree * OPENINGS) / 2)
+
+
+def base_bits(scale_bits: int, value_bits: int, parties: int) -> int:
+    """Bits of the base primes together: one mask uniform modulo their product, the others, and the message."""
+    return scale_bits + value_bits + HIDING_BITS + (parties - 1).bit_length() // 2 + 1 + WRAP_BITS + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +74,14 @@ class Parameters:
         return (*data, self.special_bits)
 
     @property
+    def about(self) -> str:
+        """In words, for reports."""
+        return (
+            f"log N {self.degree.bit_length() - 1}, log Q {sum(self.bits)} of {SECURE_BITS[self.degree]} at 128 bits,"
+            f" scale 2^{self.scale_bits}, {self.levels} levels, {OPENINGS} openings per key"
+        )
+
+    @property
     def slots(self) -> int:
         return self.degree // 2
 
@@ -86,15 +109,13 @@ def choose(
     """The smallest secure ring that carries so many levels at that scale, with room for refreshes between them."""
     per_level = -(-scale_bits // 59)
     level_bits = -(-scale_bits // per_level)
-    need = per_level * level_bits + value_bits + FLOOD_BITS + (parties - 1).bit_length() + 4
-    base = -(-need // 59)
-    while -(-need // base) > max(45, level_bits + 6) and base < 4:
-        base += 1
-    base_bits = -(-need // base)
+    need = base_bits(per_level * level_bits, value_bits, parties)
+    base = -(-need // 60)
+    each = -(-need // base)
     for degree, most in SECURE_BITS.items():
-        left = most - base * base_bits - levels * per_level * level_bits
-        if degree // 2 >= slots_needed and left >= base_bits - 2:
-            return Parameters(degree, base, base_bits, levels, per_level, level_bits, min(60, left))
+        left = most - base * each - levels * per_level * level_bits
+        if degree // 2 >= slots_needed and left >= min(60, each, level_bits) - 2:
+            return Parameters(degree, base, each, levels, per_level, level_bits, min(60, left))
     raise ParameterError(
         f"no ring of 128-bit security holds {slots_needed} slots, {levels} levels and a scale of 2^{scale_bits};"
         " use fewer filters, markers or classes, or a smaller scale"
@@ -108,8 +129,8 @@ def encryption_noise(params: Parameters, parties: int) -> float:
 
 def rounding_noise(params: Parameters, parties: int) -> float:
     """Standard deviation of a rescaled ciphertext's noise, per coefficient: rounding times the sum of secrets."""
-    n, K = params.degree, len(params.bits)
+    n = params.degree
     rounding = n * (2 / 3) * parties / 12 + 1 / 12
-    widest = 2.0 ** (max(params.bits[:-1]) - params.special_bits)
-    switching = K * n / 12 * SIGMA**2 * parties * widest**2
+    digits = sum(4.0 ** (bits - params.special_bits) for bits in params.bits[:-1])
+    switching = n / 12 * SIGMA**2 * parties * digits
     return math.sqrt(rounding + switching)

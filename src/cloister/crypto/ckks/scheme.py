@@ -19,7 +19,15 @@ from typing import Any, TypeAlias, final
 import numpy as np
 
 from cloister.arrays import F64, I64, U64
-from cloister.crypto.ckks.chain import FLOOD_BITS, Parameters, choose, encryption_noise, rounding_noise
+from cloister.crypto.ckks.chain import (
+    HIDING_BITS,
+    Parameters,
+    base_bits,
+    choose,
+    encryption_noise,
+    flood_bits,
+    rounding_noise,
+)
 from cloister.crypto.entropy import Entropy, check_entropy
 from cloister.crypto.lattice import slots
 from cloister.crypto.lattice.ring import Residues, Ring, ring
@@ -27,6 +35,7 @@ from cloister.crypto.prg import Prg
 from cloister.errors import MissingExtra, ParameterError, WireError
 
 Cipher: TypeAlias = Any  # seal.Ciphertext
+GRID = 30  # bits after the point of values that everybody encodes for itself
 
 
 @final
@@ -128,6 +137,11 @@ class Context:
         keys = maker.create_relin_keys().to_string()
         self._keys_head = keys[:48]  # SEAL header and parms id
 
+    @property
+    def readable(self) -> int:
+        """The most primes whose product is an integer of `slots.WIDEST` bits."""
+        return max(k for k in range(1, len(self.primes) + 1) if math.prod(self.primes[:k]).bit_length() <= slots.WIDEST)
+
     # ---- encoding ----------------------------------------------------------------------------------------------------
 
     def encode(self, values: F64 | float, k: int, scale: float) -> Any:
@@ -145,17 +159,35 @@ class Context:
         blob = self.encode(values, k, scale).to_bytes()
         return np.frombuffer(blob[-k * self.params.degree * 8 :], np.uint64).reshape(k, -1).copy()
 
+    def exact_residues(self, values: F64, k: int, scale: float) -> Residues:
+        """The plaintext polynomial of values on the grid of 2^-GRID, in integers: the same on every machine."""
+        return slots.encode_exact(self.ring, np.rint(np.ldexp(values, GRID)).astype(np.int64), scale / 2.0**GRID, k)
+
+    def add_exact(self, ct: Cipher, values: F64) -> Cipher:
+        """Add a vector on that grid."""
+        raw, scale = self.raw(ct)
+        self.ring.add(raw[0], self.exact_residues(values, raw.shape[1], scale))
+        return self.cipher(raw, scale)
+
     def decode(self, m: Residues, scale: float) -> F64:
         """Real slots of a plaintext polynomial given in NTT form."""
-        high, low = self.ring.lift(self.ring.backward(m.copy()))
-        return slots.to_real(slots.embedding(self.params.degree).to_slots(np.stack([high, low])), scale)
+        rows = m[: self.readable].copy()  # a message that can be read is far below their product
+        z = slots.embedding(self.params.degree).to_slots(self.ring.integers(self.ring.backward(rows)))
+        return slots.to_real(z, scale)
 
     # ---- ciphertexts -------------------------------------------------------------------------------------------------
 
     def encrypt(self, key: PublicKey, values: F64, k: int, scale: float, entropy: Entropy) -> Cipher:
         """(b·u + e0 + m, a·u + e1) at k primes, u ternary."""
-        made = self._zero(key, k, entropy)
+        check_entropy(entropy)
+        made = self._zero(key, k, entropy.prg())
         self.ring.add(made[0], self.plain_residues(values, k, scale))
+        return self.cipher(made, scale)
+
+    def encrypt_public(self, key: PublicKey, values: F64, k: int, scale: float) -> Cipher:
+        """(b + m, a): values that everybody knows, in a ciphertext that everybody makes alike. It hides nothing."""
+        made = np.stack([key.b[:k], key.a[:k]])
+        self.ring.add(made[0], self.exact_residues(values, k, scale))
         return self.cipher(made, scale)
 
     def rerandomise(self, key: PublicKey, ct: Cipher, entropy: Entropy) -> Cipher:
@@ -164,12 +196,12 @@ class Context:
         Evaluation is deterministic. Who knows the inputs of a circuit but for some plain factors could try values for
         these until the same ciphertext comes out.
         """
-        zero = self._zero(key, ct.coeff_modulus_size(), entropy)
+        check_entropy(entropy)
+        zero = self._zero(key, ct.coeff_modulus_size(), entropy.prg())
         return self.evaluator.add(ct, self.cipher(zero, float(ct.scale())))
 
-    def _zero(self, key: PublicKey, k: int, entropy: Entropy) -> U64:
-        check_entropy(entropy)
-        prg, r = entropy.prg(), self.ring
+    def _zero(self, key: PublicKey, k: int, prg: Prg) -> U64:
+        r = self.ring
         u = r.forward(r.of_small(prg.ternary(self.params.degree), k))
         c0, c1 = r.error(prg, k), r.error(prg, k)
         r.add_product(c0, key.b, u)
@@ -356,6 +388,6 @@ def own_key(params: Parameters, entropy: Entropy) -> tuple[Secret, PublicKey]:
 
 
 __all__ = [
-    "FLOOD_BITS", "Cipher", "Context", "Parameters", "PublicKey", "Secret", "SwitchingKey", "choose", "common",
-    "context", "encryption_noise", "own_key", "rounding_noise",
+    "HIDING_BITS", "Cipher", "Context", "Parameters", "PublicKey", "Secret", "SwitchingKey", "base_bits", "choose",
+    "common", "context", "encryption_noise", "flood_bits", "own_key", "rounding_noise",
 ]  # fmt: skip

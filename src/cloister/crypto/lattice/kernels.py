@@ -1,4 +1,4 @@
-"""The inner loops of lattice arithmetic, compiled by numba: modular products, NTT, and double-double FFT.
+"""The inner loops of lattice arithmetic, compiled by numba: modular products, NTT, and inner products.
 
 Nothing here knows what it computes for; `lattice` and `slots` are the readable side. The loops release Python's lock,
 so parties in threads overlap. A modulus q has at most 61 bits and comes with ⌊2^128 / q⌋ as two words (Barrett).
@@ -10,7 +10,7 @@ References
 [Dek71] Dekker, Numerische Mathematik 18, 1971.
 """
 # mypy: ignore-errors
-# ruff: noqa: ANN001, ANN201, ANN202, D403
+# ruff: noqa: ANN001, ANN201, ANN202
 
 from __future__ import annotations
 
@@ -119,6 +119,18 @@ def add_product(acc, a, b, sign, q, r0, r1):
 
 
 @jit
+def inner(a, b, q, r0, r1, out):
+    """out[j] = Σ_i a[j, i] · b[j, i] modulo q[j]."""
+    k, n = a.shape
+    for j in range(k):
+        p, total = q[j], ZERO
+        for i in range(n):
+            s = total + times(a[j, i], b[j, i], p, r0[j], r1[j])
+            total = s - p if s >= p else s
+        out[j] = total
+
+
+@jit
 def add_multiple(acc, a, factor, q, r0, r1):
     for i in range(len(acc)):
         s = acc[i] + times(a[i], factor, q, r0, r1)
@@ -160,20 +172,6 @@ def of_small(v, q, out):
         p = q[j]
         for i in range(n):
             out[j, i] = signed_residue(v[i], p)
-
-
-@jit
-def of_limbs(limbs, powers, q, r0, r1, out):
-    k, n = out.shape
-    for j in range(k):
-        p = q[j]
-        for i in range(n):
-            acc = ZERO
-            for m in range(limbs.shape[0]):
-                acc += times(signed_residue(limbs[m, i], p), powers[m, j], p, r0[j], r1[j])
-                if acc >= p:
-                    acc -= p
-            out[j, i] = acc
 
 
 @jit
@@ -270,90 +268,3 @@ def lift(digits, q, radix_high, radix_low, out):
             h, low = dd_add(h, low, ph, pl)
         out[0, i] = -h if negative else h
         out[1, i] = -low if negative else low
-
-
-@jit
-def limbs_to_dd(limbs, out):
-    n = limbs.shape[1]
-    for i in range(n):
-        h, low = 0.0, 0.0
-        scale = 1.0
-        for m in range(limbs.shape[0]):
-            h, low = dd_add(np.float64(limbs[m, i]) * scale, 0.0, h, low)
-            scale *= 4398046511104.0
-        out[0, i], out[1, i] = h, low
-
-
-@jit
-def dd_to_limbs(x, out):
-    """Nearest integer of a double-double, as signed limbs of 42 bits, lowest first."""
-    limbs, n = out.shape
-    top = 1.0
-    for _ in range(limbs - 1):
-        top *= 4398046511104.0
-    for i in range(n):
-        h, low = fast_sum(x[0, i], x[1, i])
-        scale = top
-        for m in range(limbs - 1, 0, -1):
-            t = np.rint(h / scale)
-            h, low = two_sum(h - t * scale, low)
-            out[m, i] = np.int64(t)
-            scale /= 4398046511104.0
-        out[0, i] = np.int64(np.rint(h)) + np.int64(np.rint(low))
-
-
-@jit
-def dd_fft(z, w, inverse):
-    """In place, decimation in time on bit-reversed input. z, w: rows re_high, re_low, im_high, im_low."""
-    n = z.shape[1]
-    sign = -1.0 if inverse else 1.0
-    half = 1
-    while half < n:
-        stride = n // (2 * half)
-        for start in range(0, n, 2 * half):
-            for j in range(half):
-                wr, wrl = w[0, j * stride], w[1, j * stride]
-                wi, wil = sign * w[2, j * stride], sign * w[3, j * stride]
-                a, b = start + j, start + j + half
-                xr, xrl, xi, xil = z[0, b], z[1, b], z[2, b], z[3, b]
-                p, pl = dd_mul(xr, xrl, wr, wrl)
-                q, ql = dd_mul(xi, xil, wi, wil)
-                tr, trl = dd_add(p, pl, -q, -ql)
-                p, pl = dd_mul(xr, xrl, wi, wil)
-                q, ql = dd_mul(xi, xil, wr, wrl)
-                ti, til = dd_add(p, pl, q, ql)
-                ur, url, ui, uil = z[0, a], z[1, a], z[2, a], z[3, a]
-                z[0, a], z[1, a] = dd_add(ur, url, tr, trl)
-                z[2, a], z[3, a] = dd_add(ui, uil, ti, til)
-                z[0, b], z[1, b] = dd_add(ur, url, -tr, -trl)
-                z[2, b], z[3, b] = dd_add(ui, uil, -ti, -til)
-        half *= 2
-
-
-@jit
-def dd_times(z, w, conjugate):
-    """z · w or z · conj(w), slot by slot, in place."""
-    sign = -1.0 if conjugate else 1.0
-    for i in range(z.shape[1]):
-        xr, xrl, xi, xil = z[0, i], z[1, i], z[2, i], z[3, i]
-        wr, wrl, wi, wil = w[0, i], w[1, i], sign * w[2, i], sign * w[3, i]
-        p, pl = dd_mul(xr, xrl, wr, wrl)
-        q, ql = dd_mul(xi, xil, wi, wil)
-        z[0, i], z[1, i] = dd_add(p, pl, -q, -ql)
-        p, pl = dd_mul(xr, xrl, wi, wil)
-        q, ql = dd_mul(xi, xil, wr, wrl)
-        z[2, i], z[3, i] = dd_add(p, pl, q, ql)
-
-
-@jit
-def dd_rows(start, source, weight, z, out):
-    """out[:, r] = Σ weight · z[:, source] over the entries start[r] ... start[r + 1] of a sparse matrix."""
-    for r in range(len(start) - 1):
-        rh, rl, ih, il = 0.0, 0.0, 0.0, 0.0
-        for e in range(start[r], start[r + 1]):
-            c, x = source[e], weight[e]
-            p, pl = dd_mul(z[0, c], z[1, c], x, 0.0)
-            rh, rl = dd_add(rh, rl, p, pl)
-            p, pl = dd_mul(z[2, c], z[3, c], x, 0.0)
-            ih, il = dd_add(ih, il, p, pl)
-        out[0, r], out[1, r], out[2, r], out[3, r] = rh, rl, ih, il

@@ -7,7 +7,7 @@ Microsoft SEAL uses, so arrays pass between this file and SEAL unchanged.
     forward, backward    coefficients ⇄ NTT form, [LN16] with Shoup's precomputed quotients
     secret               uniform ternary coefficients
     error                discrete Gaussian of σ = 3.2
-    flood                uniform in (-2^b, 2^b), wide enough to hide what it covers
+    flood                a sum of three uniform numbers of b bits, wide enough to hide what it covers
     uniform              uniform residues from a public seed: the same at every party
 
 `SECURE_BITS` is the largest log2 Q for 128-bit classical security with a ternary secret and σ ≈ 3.2; nothing in
@@ -16,7 +16,8 @@ table and is no easier to find.
 
 References
 ----------
-[HES18] Albrecht et al., Homomorphic Encryption Security Standard, 2018, table 1 (classical, (-1, 1), 128 bits).
+[BCC24] Bossuat, Cammarota, Cheon et al., Security Guidelines for Implementing Homomorphic Encryption, IACR ePrint
+    2024/463 (uniform ternary secrets, classical attacks, 128 bits); a few bits below the standard of 2018.
 [LN16] Longa, Naehrig, CANS 2016, algorithms 1 and 2.
 """
 
@@ -33,7 +34,7 @@ from cloister.arrays import F64, I64, U64
 from cloister.crypto.prg import Prg
 from cloister.errors import ParameterError
 
-SECURE_BITS = {1024: 27, 2048: 54, 4096: 109, 8192: 218, 16384: 438, 32768: 881}  # [HES18]
+SECURE_BITS = {1024: 26, 2048: 53, 4096: 106, 8192: 214, 16384: 430, 32768: 868}  # [BCC24]
 SIGMA = 3.2
 Residues: TypeAlias = U64  # (k, N)
 
@@ -101,6 +102,12 @@ class Ring:
         self._k.add_product(acc, a, b, sign, self.q, self._r0, self._r1)
         return acc
 
+    def inner(self, a: Residues, b: Residues) -> U64:
+        """⟨a, b⟩ modulo each prime, (k,); a may have more rows than b."""
+        out = np.empty(len(b), np.uint64)
+        self._k.inner(a[: len(b)], b, self.q, self._r0, self._r1, out)
+        return out
+
     def add_multiple(self, acc: Residues, a: Residues, factor: int, row: int) -> Residues:
         """Add factor · a[row] to acc[row], in place: one residue of a scaled polynomial."""
         self._k.add_multiple(acc[row], a[row], np.uint64(factor % self.primes[row]), *self._row(row))
@@ -117,11 +124,27 @@ class Ring:
     def _row(self, j: int) -> tuple[np.uint64, np.uint64, np.uint64]:
         return self.q[j], self._r0[j], self._r1[j]
 
-    def limbs_to_residues(self, limbs: I64, k: int) -> Residues:
-        """Residues of Σ limbs[l] · 2^(42 l), signed limbs."""
-        powers = np.array([[pow(2, 42 * i, q) for q in self.primes] for i in range(len(limbs))], np.uint64)
+    def integers(self, a: Residues) -> U64:
+        """Coefficients in (-Q/2, Q/2) as integers of four words, (N, 4); see `fixed_kernels`."""
+        from cloister.crypto.lattice import fixed_kernels as fixed
+
+        k = a.shape[0]
+        digits, Q = a.copy(), math.prod(self.primes[:k])
+        if Q.bit_length() > 192:
+            raise ParameterError(f"a modulus of {Q.bit_length()} bits has no room in integers of four words")
+        self._k.mixed_radix(digits, self.q, self._r0, self._r1, self._inverse)
+        modulus = np.array([Q >> (64 * m) & (2**64 - 1) for m in range(4)], np.uint64)
+        out = np.empty((self.degree, 4), np.uint64)
+        fixed.of_digits(digits, self.q, modulus, out)
+        return out
+
+    def of_integers(self, a: U64, k: int) -> Residues:
+        """Residues of integers of four words."""
+        from cloister.crypto.lattice import fixed_kernels as fixed
+
+        powers = np.array([[pow(2, 64 * m, q) for q in self.primes] for m in range(5)], np.uint64)
         out = np.empty((k, self.degree), np.uint64)
-        self._k.of_limbs(limbs, powers, self.q, self._r0, self._r1, out)
+        fixed.to_residues(a, powers, self.q, self._r0, self._r1, out)
         return out
 
     def lift(self, a: Residues) -> tuple[F64, F64]:
@@ -149,17 +172,38 @@ class Ring:
         """A fresh Gaussian error, in NTT form."""
         return self.forward(self.of_small(prg.gaussian(self.degree, SIGMA), k))
 
+    def spread(self, prg: Prg, bits: int) -> U64:
+        """Sums of three uniform numbers of `bits` bits, centred, as integers of four words, (N, 4).
+
+        Its density has no steps, so that hiding e takes 2^bits ≥ 2^40·‖e‖ (Euclidean, all coefficients together):
+        a shift by e is within KL 2.3·(‖e‖ / 2^bits)². Noise that is uniform itself would need √N times more.
+        """
+        from cloister.crypto.lattice import fixed_kernels as fixed
+
+        if not 0 < bits <= 190:
+            raise ParameterError(f"flooding noise has 1 to 190 bits, got {bits}")
+        total = np.zeros((self.degree, 4), np.uint64)
+        middle = 3 << (bits - 1)
+        total[:] = np.array([-middle >> (64 * m) & (2**64 - 1) for m in range(4)], np.uint64)
+        for _ in range(3):
+            words = np.zeros((self.degree, 4), np.uint64)
+            count = -(-bits // 64)
+            words[:, :count] = prg.uint64((self.degree, count))
+            words[:, count - 1] >>= np.uint64(64 * count - bits)
+            fixed.add(total, words)
+        return total
+
+    def sum_of(self, a: U64, b: U64) -> U64:
+        """Of integers of four words."""
+        from cloister.crypto.lattice import fixed_kernels as fixed
+
+        out = a.copy()
+        fixed.add(out, b)
+        return out
+
     def flood(self, prg: Prg, bits: int, k: int) -> Residues:
-        """Uniform coefficients in [-2^bits, 2^bits), in NTT form."""
-        if not 0 < bits <= 124:
-            raise ParameterError(f"flooding noise has 1 to 124 bits, got {bits}")
-        limbs = np.zeros((3, self.degree), np.int64)
-        for m in range(3):
-            width = min(42, max(0, bits + 1 - 42 * m))
-            if width:
-                limbs[m] = (prg.uint64(self.degree) >> np.uint64(64 - width)).astype(np.int64)
-        limbs[bits // 42] -= 1 << (bits % 42)
-        return self.forward(self.limbs_to_residues(limbs, k))
+        """The same as residues, in NTT form."""
+        return self.forward(self.of_integers(self.spread(prg, bits), k))
 
     def uniform(self, prg: Prg, k: int) -> Residues:
         return np.stack([prg.below(q, self.degree) for q in self.primes[:k]])

@@ -1,8 +1,11 @@
-"""Slots and coefficients of a CKKS plaintext, to 104 bits, and the linear maps that a refresh applies for free.
+"""Slots and coefficients of a CKKS plaintext, exactly, and the linear maps that a refresh applies for free.
 
 A plaintext polynomial p of degree N holds N/2 complex slots, z_j = p(ζ^(3^j)), ζ = exp(iπ/N): SEAL's order. A mask that
-hides a 60-bit message by 40 bits is a hundred bits wide, so that doubles would lose the message when a masked value
-passes through this transform; double-doubles keep it (`kernels`).
+is uniform modulo a modulus of 180 bits passes through this transform, and the message under it must not notice: all is
+computed in fixed point of 256 bits (`fixed_kernels`), POINT of them after the point.
+
+p has real coefficients, so half of the roots suffice: with c_k = p_k + i·p_{k + N/2}, p(ζ^(4j + 1)) = Σ c_k ζ^k
+(ζ^4)^jk is a transform of N/2 points; the other roots give the conjugates.
 
 A `SlotMap` says how output slots come from input slots: sparse weighted sums, each placed at any number of slots. It
 is linear, so it may act on a masked value and on the masks apart.
@@ -21,14 +24,15 @@ import numpy as np
 import numpy.typing as npt
 
 from cloister.arrays import C128, F64, I64, U64
-from cloister.crypto.lattice.ring import bit_reversed
+from cloister.crypto.lattice.ring import Residues, Ring, bit_reversed
 from cloister.errors import ParameterError
 
-Wide: TypeAlias = F64  # (2, N) high and low of real double-doubles
-WideSlots: TypeAlias = F64  # (4, S) high and low of real parts, then of imaginary ones
-LIMBS = 4  # of 42 bits: what a mask or a masked value is made of
-MASK_BITS = 156  # the widest mask: sums over slots must still fit into the limbs
-_PRECISION = 180
+Words: TypeAlias = U64  # (N, 4) signed integers of 256 bits, lowest word first
+Slots: TypeAlias = U64  # (S, 2, 4) real and imaginary parts, in fixed point
+POINT = 40  # bits after the point
+WIDEST = 192  # bits of the largest coefficient: sums over N of them, and over a map's sources, still fit
+_PRECISION = 224
+_WEIGHT_BITS = 10  # weights of a map lie below 2^this
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,13 +57,17 @@ class SlotMap:
     def scaled(self, factor: float) -> SlotMap:
         return SlotMap(self.start, self.source, self.weight * factor, self.place)
 
-    def apply(self, z: WideSlots) -> WideSlots:
-        from cloister.crypto.lattice import kernels
+    def apply(self, z: Slots, ratio: F64) -> Slots:
+        """The map on slots of several ciphertexts, those of the c-th times ratio[c]."""
+        from cloister.crypto.lattice import fixed_kernels as fixed
 
-        rows = np.empty((4, len(self.start) - 1))
-        kernels.dd_rows(self.start, self.source, self.weight, np.ascontiguousarray(z), rows)
-        out = np.where(self.place >= 0, rows[:, np.maximum(self.place, 0)], 0.0)
-        return np.ascontiguousarray(out)
+        weights = self.weight * ratio[self.source // len(self.place)]
+        factor, sign = fractions(weights)
+        rows = np.empty((len(self.start) - 1, 2, 4), np.uint64)
+        fixed.rows(self.start, self.source, factor, sign, _WEIGHT_BITS, z, rows)
+        out = rows[np.maximum(self.place, 0)]
+        out[self.place < 0] = 0
+        return out
 
     def apply_plain(self, z: C128 | F64) -> C128 | F64:
         """The same in ordinary numbers."""
@@ -101,44 +109,64 @@ def permutation_map(source: npt.ArrayLike) -> SlotMap:
     return SlotMap(np.arange(len(at) + 1), at, np.ones(len(at)), np.arange(len(at)))
 
 
+def fractions(weights: F64) -> tuple[U64, U64]:
+    """Weights below 2^10 as fractions of 2^10 in three words (n, 3), exactly, and their signs."""
+    if not np.abs(weights).max(initial=0) < 1 << _WEIGHT_BITS:
+        raise ParameterError(f"weights of a slot map must lie below {1 << _WEIGHT_BITS}")
+    rest, words = np.abs(weights) / (1 << _WEIGHT_BITS), np.empty((len(weights), 3), np.uint64)
+    for m in (2, 1, 0):
+        rest = np.ldexp(rest, 64)
+        whole = np.floor(rest)
+        words[:, m] = whole.astype(np.uint64)
+        rest = rest - whole
+    return words, (weights < 0).astype(np.uint64)
+
+
 @final
 class Embedding:
     """The transform between coefficients and slots for one ring degree."""
 
     def __init__(self, degree: int) -> None:
         self.degree, self.slots = degree, degree // 2
-        cos, sin = _roots(degree)
-        self._twist = np.stack([*_wide(cos), *_wide(sin)])  # ζ^n
-        self._twiddle = np.ascontiguousarray(self._twist[:, ::2])  # ω^j = ζ^2j, j < N/2
-        self._order = bit_reversed(degree)
-        powers = np.empty(self.slots, np.int64)
+        self._roots, self._signs = _roots(degree)
+        self._order = bit_reversed(self.slots)
+        at = np.empty(self.slots, np.int64)
         e = 1
         for j in range(self.slots):
-            powers[j] = e
+            at[j] = e
             e = e * 3 % (2 * degree)
-        self._at = (powers - 1) // 2
+        self._mirrored = at % 4 == 3  # the conjugate stands at the opposite root
+        self._at = (np.where(self._mirrored, 2 * degree - at, at) - 1) // 4
 
-    def to_slots(self, a: Wide) -> WideSlots:
-        from cloister.crypto.lattice import kernels
+    def to_slots(self, a: Words) -> Slots:
+        from cloister.crypto.lattice import fixed_kernels as fixed
 
-        z = np.zeros((4, self.degree))
-        z[0], z[1] = a[0], a[1]
-        kernels.dd_times(z, self._twist, False)  # noqa: FBT003
-        z = np.ascontiguousarray(z[:, self._order])
-        kernels.dd_fft(z, self._twiddle, False)  # noqa: FBT003
-        return np.ascontiguousarray(z[:, self._at])
+        z, shifted = np.empty((self.slots, 2, 4), np.uint64), np.empty((self.degree, 4), np.uint64)
+        fixed.shift_up(np.ascontiguousarray(a), POINT, shifted)
+        z[:, 0], z[:, 1] = shifted[: self.slots], shifted[self.slots :]
+        fixed.twist(z, self._roots, self._signs, np.uint64(0))
+        z = np.ascontiguousarray(z[self._order])
+        fixed.fft(z, self._roots, self._signs, 4, np.uint64(0))
+        return self._conjugated(z[self._at])
 
-    def to_coefficients(self, z: WideSlots) -> Wide:
-        from cloister.crypto.lattice import kernels
+    def to_coefficients(self, slots: Slots) -> Words:
+        """The nearest integers."""
+        from cloister.crypto.lattice import fixed_kernels as fixed
 
-        full = np.empty((4, self.degree))
-        full[:, self._at] = z
-        full[:2, self.degree - 1 - self._at] = z[:2]
-        full[2:, self.degree - 1 - self._at] = -z[2:]
-        full = np.ascontiguousarray(full[:, self._order])
-        kernels.dd_fft(full, self._twiddle, True)  # noqa: FBT003
-        kernels.dd_times(full, self._twist, True)  # noqa: FBT003
-        return np.ascontiguousarray(full[:2] / self.degree)
+        z = np.empty((self.slots, 2, 4), np.uint64)
+        z[self._at] = self._conjugated(slots.copy())
+        z = np.ascontiguousarray(z[self._order])
+        fixed.fft(z, self._roots, self._signs, 4, np.uint64(1))
+        fixed.twist(z, self._roots, self._signs, np.uint64(1))
+        out = np.empty((self.degree, 4), np.uint64)
+        both = np.ascontiguousarray(np.concatenate([z[:, 0], z[:, 1]]))
+        fixed.shift_down(both, POINT + self.slots.bit_length() - 1, out)
+        return out
+
+    def _conjugated(self, z: Slots) -> Slots:
+        """Change the sign of imaginary parts where a slot stands at the opposite root, in place, to the last bit."""
+        z[self._mirrored, 1] = ~z[self._mirrored, 1]
+        return z
 
 
 @functools.lru_cache(maxsize=8)
@@ -146,42 +174,33 @@ def embedding(degree: int) -> Embedding:
     return Embedding(degree)
 
 
-def to_real(z: WideSlots, scale: float) -> F64:
+def to_real(z: Slots, scale: float) -> F64:
     """Real parts as ordinary numbers."""
-    return np.asarray((z[0] + z[1]) / scale)
+    a, negative = z[:, 0], z[:, 0, 3] >> np.uint64(63) == 1
+    size = np.where(negative[:, None], ~a, a).astype(np.float64) @ 2.0 ** (64 * np.arange(4))
+    return np.asarray(np.ldexp(np.where(negative, -size, size), -POINT) / scale)
 
 
-def random_limbs(words: U64, bits: int) -> I64:
-    """Uniform integers below 2^bits as (4, N) limbs of 42 bits, from (4, N) random words."""
-    if not 0 < bits <= MASK_BITS:
-        raise ParameterError(f"a mask has 1 to {MASK_BITS} bits, got {bits}")
-    out = np.zeros(words.shape, np.int64)
-    for m in range(LIMBS):
-        width = min(42, max(0, bits - 42 * m))
-        if width:
-            out[m] = (words[m] >> np.uint64(64 - width)).astype(np.int64)
-    return out
+def encode_exact(ring: Ring, values: I64, factor: float, k: int) -> Residues:
+    """The polynomial whose slots are values · factor, to the nearest integers, in NTT form."""
+    from cloister.crypto.lattice import fixed_kernels as fixed
+
+    mantissa, exponent = math.frexp(factor)  # factor = mantissa · 2^exponent, 1/2 ≤ mantissa < 1
+    z = np.zeros((len(values), 2, 4), np.uint64)
+    z[:, 0, 0], z[:, 0, 1:] = values.astype(np.uint64), (values >> 63).astype(np.uint64)[:, None]
+    for bits in _shifts(POINT + exponent):
+        fixed.shift_up(z[:, 0].copy(), bits, z[:, 0])
+    z = identity_map(len(values)).apply(z, np.array([mantissa]))
+    return ring.forward(ring.of_integers(embedding(ring.degree).to_coefficients(z), k))
 
 
-def limbs_to_wide(limbs: I64) -> Wide:
-    from cloister.crypto.lattice import kernels
-
-    out = np.empty((2, limbs.shape[1]))
-    kernels.limbs_to_dd(limbs, out)
-    return out
+def _shifts(bits: int) -> list[int]:
+    """A shift in parts of less than a word."""
+    return [48] * (bits // 48) + ([bits % 48] if bits % 48 else [])
 
 
-def wide_to_limbs(x: Wide) -> I64:
-    """The nearest integers."""
-    from cloister.crypto.lattice import kernels
-
-    out = np.empty((LIMBS, x.shape[1]), np.int64)
-    kernels.dd_to_limbs(x, out)
-    return out
-
-
-def _roots(degree: int) -> tuple[list[int], list[int]]:
-    """Fixed-point cos and sin of πn/N for n < N: half angles by integer square roots, then powers by doubling."""
+def _roots(degree: int) -> tuple[U64, U64]:
+    """ζ^n for n < N: cosines and sines as fractions (2, N, 3) and signs (2, N). Half angles by integer square roots."""
     one = 1 << _PRECISION
     c, s, angle = 0, one, 2
     while angle < degree:  # π/angle → π/(2 angle)
@@ -198,11 +217,10 @@ def _roots(degree: int) -> tuple[list[int], list[int]]:
             np.concatenate([re, (re * x - im * y) >> _PRECISION]),
             np.concatenate([im, (re * y + im * x) >> _PRECISION]),
         )
-    return list(re), list(im)
-
-
-def _wide(xs: list[int]) -> tuple[F64, F64]:
-    one = float(1 << _PRECISION)
-    high = [float(x) for x in xs]
-    low = [float(x - int(h)) for x, h in zip(xs, high, strict=True)]
-    return np.array(high) / one, np.array(low) / one
+    words, signs = np.empty((2, degree, 3), np.uint64), np.empty((2, degree), np.uint64)
+    for part, values in enumerate((np.asarray(re, object), np.asarray(im, object))):
+        signs[part] = values < 0
+        size = np.minimum(np.abs(values) // (1 << (_PRECISION - 192)), (1 << 192) - 1)
+        for m in range(3):
+            words[part, :, m] = ((size >> (64 * m)) & ((1 << 64) - 1)).astype(np.uint64)
+    return words, signs

@@ -10,7 +10,7 @@ from typing import TypeAlias, final
 import numpy as np
 
 from cloister.arrays import U32, Index
-from cloister.crypto.lattice.ring import SIGMA, Ring, check_secure, ring
+from cloister.crypto.lattice.ring import SECURE_BITS, SIGMA, Ring, check_secure, ring
 from cloister.crypto.prg import Prg, gaussian_table
 from cloister.errors import ParameterError
 
@@ -37,6 +37,12 @@ class Parameters:
         check_secure(self.degree, self.count * self.bits)
 
     @property
+    def about(self) -> str:
+        """In words, for reports."""
+        size, most = self.count * self.bits, SECURE_BITS[self.degree]
+        return f"log N {self.degree.bit_length() - 1}, log Q {size} of {most} at 128 bits, scale 2^{self.scale_bits}"
+
+    @property
     def slots(self) -> int:
         return self.degree // 2
 
@@ -49,7 +55,7 @@ class Parameters:
         return math.ldexp(1.0, self.weight_bits)
 
 
-SMALL = Parameters(4096, 4, 27, 22, 9, 40)  # the smallest ring that carries a block; for tests and small models
+SMALL = Parameters(4096, 4, 26, 21, 9, 40)  # the smallest ring that carries a block; for tests and small models
 STANDARD = Parameters()
 
 

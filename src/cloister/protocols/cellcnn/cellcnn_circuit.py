@@ -28,12 +28,14 @@ import numpy as np
 
 from cloister.arrays import F64, I64
 from cloister.crypto.ckks import scheme as ckks
+from cloister.crypto.lattice.ring import SIGMA
 from cloister.crypto.lattice.slots import SlotMap, make_map
 from cloister.errors import ParameterError
 from cloister.models import cellcnn
 from cloister.protocols.cellcnn.cellcnn_ladder import PRODUCT, Ladder, chain
 
 VALUE_BITS = 6  # every slot that is refreshed stays below 64 in absolute value
+QUERY_BOUND = 56.0  # no entry of an encrypted query is larger, whatever the querier does (`oblivious_prediction`)
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,38 +239,48 @@ class Layout:
     # ---- noise -------------------------------------------------------------------------------------------------------
 
     @property
-    def noise_bits(self) -> int:
-        """log2 of six standard deviations of the noise that W, V and the momenta carry at the end, per coefficient.
+    def noise(self) -> float:
+        """Standard deviation of the noise that W, V and the momenta carry at the end, per coefficient.
 
         Each step adds η times the noise of a product summed over markers, to which Z brings its own and that of a fresh
         encryption of zero; momentum adds steps up to 1/(1 - μ), and steps are independent. The start carries the noise
-        of an encryption.
+        of the public key; a refresh adds every holder's errors, and roundings.
         """
         c, n = self.config, self.parties * self.config.batch
         one, fresh = ckks.rounding_noise(self.ckks, self.parties), ckks.encryption_noise(self.ckks, self.parties)
         z = math.hypot(self.ladder.z_noise * one, fresh) / math.sqrt(min(n, self.parties * self.I))
         step = c.learning_rate * math.sqrt(max(self.J, c.classes)) * (one + z)
-        total = math.hypot(step * math.sqrt(c.steps) / (1 - c.momentum), fresh)
-        return math.ceil(math.log2(6 * total))
+        refresh = math.sqrt(c.steps * self.parties) * 3 * SIGMA / (1 - c.momentum)
+        return math.hypot(step * math.sqrt(c.steps) / (1 - c.momentum), refresh)
 
     @property
-    def query_noise_bits(self) -> int:
-        """The same for the logits of a query: [M]·[X] added over markers, |M| and |X| below 2^3."""
-        fresh = ckks.encryption_noise(self.ckks, self.parties)
-        model = 2.0**self.noise_bits / 6 * math.sqrt(self.config.filters)
-        return math.ceil(math.log2(6 * math.sqrt(self.J) * 8 * math.hypot(fresh, model)))
+    def factor_noise(self) -> float:
+        """The same for [W ⊙ V], of which [M] is made."""
+        return math.hypot(math.sqrt(2) * self.noise, ckks.rounding_noise(self.ckks, self.parties))
+
+    @property
+    def query_noise(self) -> float:
+        """The same for the logits of a query: [M]·[X] added over markers, |X| below `QUERY_BOUND`.
+
+        The model of a prediction is sealed (`encrypted_training`): it carries the noise of one refresh alone.
+        """
+        fresh = 3 * SIGMA * math.sqrt(self.parties)
+        return math.sqrt(self.J) * math.hypot(QUERY_BOUND * fresh, 2 * ckks.rounding_noise(self.ckks, self.parties))
 
     @property
     def opening_error(self) -> float:
         """Standard deviation that the flooding leaves in an opened weight."""
-        flood = 2.0 ** (self.noise_bits + ckks.FLOOD_BITS) * math.sqrt(self.parties / 3)
-        return flood * math.sqrt(self.ckks.degree) / self.ckks.scale / math.sqrt(self.copies)
+        return self._flood_error(self.noise) / math.sqrt(self.copies)
 
     @property
     def answer_error(self) -> float:
-        """The same for a logit of an encrypted query, which stands J times in its ciphertext."""
-        flood = 2.0 ** (self.query_noise_bits + ckks.FLOOD_BITS) * math.sqrt(self.parties / 3)
-        return flood * math.sqrt(self.ckks.degree) / self.ckks.scale / math.sqrt(self.J)
+        """The same for a logit of an encrypted query of ones, which stands J times in its ciphertext; M was sealed."""
+        sealed = self._flood_error(self.factor_noise) * math.sqrt(self.config.filters * self.config.markers)
+        return math.hypot(self._flood_error(self.query_noise) / math.sqrt(self.J), sealed)
+
+    def _flood_error(self, noise: float) -> float:
+        flood = 2.0 ** (ckks.flood_bits(self.ckks, noise) - 1) * math.sqrt(self.parties)
+        return flood * math.sqrt(self.ckks.degree) / self.ckks.scale
 
 
 def slots_missing(config: cellcnn.Config, slots: int) -> str:
@@ -282,17 +294,14 @@ def slots_missing(config: cellcnn.Config, slots: int) -> str:
 
 
 def choose_ring(config: cellcnn.Config, parties: int) -> ckks.Parameters:
-    """The smallest secure ring that opens weights and answers queries to 2e-4 (one standard deviation)."""
+    """The smallest secure ring that opens weights to 2e-6 and answers queries to 4e-3 (one standard deviation)."""
     need = config.filters << (config.markers - 1).bit_length()
     if need > 16384:
         raise ParameterError(slots_missing(config, 16384))
-    for slots, scale_bits, value_bits in ((8192, 68, 3), *((16384, bits, VALUE_BITS) for bits in (80, 88, 96, 104))):
-        if need > slots:
-            continue
-        params = chain(slots, scale_bits=scale_bits, value_bits=value_bits, parties=parties)
+    for scale_bits in (84, 88, 92, 96, 100, 104):
+        params = chain(16384, scale_bits=scale_bits, value_bits=VALUE_BITS, parties=parties)
         layout = Layout(config, params, parties)
-        cheap = len(layout.groups) * layout.chunks == 1 or slots == 16384
-        if max(layout.opening_error, layout.answer_error) < 2e-4 and cheap:
+        if layout.opening_error < 2e-6 and layout.answer_error < 4e-3:
             return params
     raise ParameterError(
         f"{config.steps} steps at learning rate {config.learning_rate:g} and momentum {config.momentum:g} gather more"

@@ -112,9 +112,10 @@ def chain(slots: int, *, scale_bits: int, value_bits: int = 6, parties: int = 16
     levels = 6
     if level_bits > 58:
         level_bits, levels = scale_bits // 2 + 5, 7
-    need = scale_bits + value_bits + ckks.FLOOD_BITS + (parties - 1).bit_length() + 4
-    base_bits = math.ceil(need / 3)
-    left = SECURE_BITS[2 * slots] - 3 * base_bits - levels * level_bits
-    if left < level_bits - 2:
+    need = ckks.base_bits(scale_bits, value_bits, parties)
+    base = 3 if need <= 180 else 4
+    each = math.ceil(need / base)
+    left = SECURE_BITS[2 * slots] - base * each - levels * level_bits
+    if left < max(each, level_bits) - 2:
         raise ParameterError(f"a scale of 2^{scale_bits} leaves no room for switching keys in a ring of {slots} slots")
-    return ckks.Parameters(2 * slots, 3, base_bits, levels, 1, level_bits, min(60, left), scale_bits)
+    return ckks.Parameters(2 * slots, base, each, levels, 1, level_bits, min(60, left), scale_bits)

@@ -32,7 +32,7 @@ from cloister.arrays import F64
 from cloister.models import cellcnn
 from cloister.net.channel import Channel
 from cloister.net.wire import message
-from cloister.protocols.ckks.collective_key import check_holders
+from cloister.protocols.ckks.collective_audit import check_holders
 from cloister.study import Party
 
 NAME = "clear_training"

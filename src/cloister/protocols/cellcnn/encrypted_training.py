@@ -1,21 +1,24 @@
 """Encrypted CellCnn training: model, updates and everything between stay encrypted from the first step to the last.
 
-S aggregates and evaluates on ciphertexts; sites hold data, labels and one share each of the key. Per run:
+S aggregates and evaluates on ciphertexts; sites hold data, labels and one share each of the key. The first site, v, is
+the auditor: it does S's work again, from what S hands it, and vouches for it to the others. Per run:
 
-    L1  i → S   which keys i holds from an earlier run, if any
-    L2  S → i   whether to go on from a checkpoint, and at which step
+    L1  i → S   which keys i holds from an earlier run, and after which steps it has a checkpoint
+    L2  S → i   whether to go on from one, and at which step
         all     otherwise: `collective_key`, `collective_relin`, `collective_rotation`
-    L3  S → i   [M]                         the initial model, W₀·V₀ of a public seed, encrypted
+        all     [M], [W], [V], [A] of a public seed, which everybody makes alike (`encrypt_public`)
 
 and per step, [·] encrypted under the collective key, slots and maps as in `cellcnn_circuit`:
 
-    L4  i → S   [Z_i] = [XᵀE] + [0]         from [M], a batch X and its labels, in the clear at i only; [0] is fresh
-        all     refresh ([Σ Z_i]) → [Z], summed over samples and averaged
-        S       [Z ⊙ W], [Z ⊙ V]
+    L3  i → S   [Z_i] = [XᵀE] + [0]         from [M], a batch X and its labels, in the clear at i only; [0] is fresh
+    L4  S → v   Σ [Z_i]
+        all     refresh (Σ [Z_i]) → [Z], summed over samples and averaged
+        S, v    [Z ⊙ W], [Z ⊙ V]
         all     refresh (these, [A]) → [A'], [W'], [V']     gradient, momentum and update are linear
-        S       [W' ⊙ V']
-        all     refresh → [M']
+        S, v    [W' ⊙ V']
+        all     refresh → [M']               after the last step with floods: [M'] is sealed
     L5  S → i   [M']
+        i       `collective_audit` of the sums, the refreshes and [M'], before anybody uses it
         all     every `validate_every` steps: `encrypted_validation` → one number to all
 
 and at the end, only if all agreed to open the model:
@@ -27,16 +30,23 @@ Reveals
 aggregator, holder : nothing about data, labels, gradients or the model beyond `Params`; and if `open_model`: the final
     weights and momenta, to the precision that the flooding leaves; and if `validate_every`: the squared error on all
     sites' held-out inputs together, after so many steps each. n - 1 sites with the aggregator learn no more.
+lying aggregator : no more: every share it gets is masked uniformly, whatever it asks for (`collective_refresh`), and
+    what it hands out is audited before it is used or opened.
+one lying site : no more. It can steer the model, as it could by its data.
+A training that diverges shows nothing either; that it did shows where something is opened, and before the start where
+    a site's own data would diverge: it stops then, and the others see who.
 
 Assumes
 -------
-Semi-honest parties; all n sites stay to the end (a site that is lost ends the run by name; the run goes on from its
-checkpoint, if one was kept). Weights, gradients and logits stay below 2^6, else results are wrong (not revealed).
-A site opens only what the last refresh made from the archive that it knows, once, and only with its own consent.
+Any one party may lie. An aggregator together with a site that lies for it is not caught; if both only share what they
+see, they learn nothing. All n sites stay to the end (a site that is lost ends the run by name; the run goes on
+from its checkpoint, if one was kept). Weights, gradients and logits stay below 2^6, else results are wrong: a site
+whose own data diverge in the clear refuses to begin, and weights beyond ±64 are no result.
 
 Cost
 ----
-Setup: log2(markers) + 1 switching keys. Per site and step: 4 messages up; one ciphertext and three refresh shares.
+Setup: log2(markers) + 1 switching keys. Per site and step: one ciphertext and three refresh shares up. The auditor does
+the aggregator's work, too.
 
 References
 ----------
@@ -50,8 +60,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from cloister.arrays import F64
+from cloister.arrays import F64, U64
 from cloister.crypto.ckks import scheme as ckks
+from cloister.crypto.ckks.chain import MASKED, OPENINGS
 from cloister.crypto.entropy import Entropy
 from cloister.errors import DataError, ParameterError, ProtocolAbort, RefusedError
 from cloister.models import cellcnn
@@ -62,13 +73,21 @@ from cloister.protocols.cellcnn import encrypted_validation
 from cloister.protocols.cellcnn.cellcnn_circuit import VALUE_BITS, Layout, aggregated_product, gradient
 from cloister.protocols.cellcnn.key_store import KeyStore
 from cloister.protocols.cellcnn.training_keys import Keys, load_keys, make_keys
-from cloister.protocols.cellcnn.training_refreshes import opening, refreshes
-from cloister.protocols.ckks import collective_refresh, threshold_decrypt
-from cloister.protocols.ckks.collective_key import check_holders, read
-from cloister.protocols.ckks.collective_refresh import Ledger
+from cloister.protocols.cellcnn.training_refreshes import STAGES, opening, refreshes
+from cloister.protocols.ckks import (
+    collective_audit,
+    collective_key,
+    collective_refresh,
+    collective_relin,
+    collective_rotation,
+    threshold_decrypt,
+)
+from cloister.protocols.ckks.collective_audit import Book, check_holders
+from cloister.protocols.ckks.collective_key import added, read
 from cloister.study import Party
 
 NAME = "encrypted_training"
+LARGEST_WEIGHT, LARGEST_LOGIT = 32.0, 16.0  # at a site that trains alone in the clear
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +102,28 @@ class Params:  # public
 
     def __post_init__(self) -> None:
         check_holders(self.holders, self.aggregator)
-        if self.open_model and self.layout.opening_error > 1e-3:
+        L = self.layout
+        if self.open_model and L.opening_error > 1e-3:
             raise ParameterError(
-                f"opening would be exact to {self.layout.opening_error:.1g} only; use a larger scale or fewer steps"
+                f"opening would be exact to {L.opening_error:.1g} only; use a larger scale or fewer steps"
             )
-
         if self.validate_every:
             self.validation  # noqa: B018 - raises where it does not fit
+        masked = self.config.steps * (4 * len(L.groups) + L.archives + (1 if self.validate_every else 0)) + L.archives
+        opened = (self.config.steps // self.validate_every if self.validate_every else 0) + L.archives
+        if masked > MASKED or opened > OPENINGS:
+            raise ParameterError(
+                f"{self.config.steps} steps refresh {masked} polynomials and open {opened}; masks and floods hide"
+                f" {MASKED} and {OPENINGS} to 2^-40. Use fewer steps, or validate less often"
+            )
+
+    @property
+    def auditor(self) -> Party:
+        return self.holders[0]
+
+    @property
+    def audit(self) -> collective_audit.Params:
+        return collective_audit.Params(self.holders, self.aggregator, self.ckks)
 
     @property
     def layout(self) -> Layout:
@@ -104,6 +138,10 @@ class Params:  # public
         """Whether the model after that many steps is validated."""
         return self.validate_every > 0 and step % self.validate_every == 0
 
+    def last_stage(self, step: int) -> str:
+        """How [M'] is made in that step."""
+        return "sealed" if step + 1 == self.config.steps else "product"
+
     @property
     def tag(self) -> bytes:
         """What a checkpoint belongs to."""
@@ -117,6 +155,7 @@ class Params:  # public
 @message("L1")
 class Ready:  # i → S
     keys: bytes  # name of the keys it holds; empty without
+    steps: tuple[int, ...]  # after which it has a checkpoint
 
 
 @message("L2")
@@ -126,13 +165,13 @@ class Start:  # S → i
 
 
 @message("L3")
-class Model:  # S → i
-    c0: tuple[bytes, ...]  # one per class group
+class Gradient:  # i → S
+    c0: tuple[bytes, ...]
     c1: tuple[bytes, ...]
 
 
 @message("L4")
-class Gradient:  # i → S
+class Summed:  # S → v
     c0: tuple[bytes, ...]
     c1: tuple[bytes, ...]
 
@@ -165,30 +204,25 @@ def roles(params: Params) -> dict[Party, object]:
 
 def cost(params: Params) -> dict[Party, tuple[int, int]]:
     """Without a checkpoint."""
-    c, P, n, L = ckks.context(params.ckks), params.ckks, len(params.holders), params.layout
-    G, steps, base, one = len(L.groups), params.config.steps, c.packed(P.base), c.packed(L.ladder.one)
-    top = c.packed(P.top)
-    up, down = [(1, 0), (1, top)], [(1, 0), (1, top), (1, 2 * G * top)]
-    digits, whole = P.top, c.packed(len(c.primes))
-    for sent in (up, down):
-        sent.append((2 * digits, 3 * digits * whole))
-        sent.append((digits * len(L.rotations), digits * len(L.rotations) * whole))
-    inputs = G + (2 * G + L.archives) + G
-    outputs = G * one + L.archives * base + (1 + G) * one + G * top
-    up.append((steps * 4, steps * (2 * G * base + inputs * base + outputs)))
-    down.append((steps * 4 - 1, steps * inputs * base + (steps - 1) * G * top))
-    down.append((1, G * top))
+    c, P, n, L, todo = ckks.context(params.ckks), params.ckks, len(params.holders), params.layout, refreshes(params)
+    G, steps = len(L.groups), params.config.steps
+    parts = [dict.fromkeys(params.holders, (1, 0)) | {params.aggregator: (n, 0)}]
+    who = (params.holders, params.aggregator, P)
+    parts.append(collective_key.cost(collective_key.Params(*who)))
+    parts.append(collective_relin.cost(collective_relin.Params(*who)))
+    parts += [collective_rotation.cost(collective_rotation.Params(*who, steps=(s,))) for s in L.rotations]
+    step = [collective_refresh.cost(todo[name].params, audited=False) for name in STAGES]
+    sums = 2 * G * c.packed(P.base)
+    step.append(dict.fromkeys(params.holders, (1, sums)))
+    step.append({params.aggregator: (1 + n - 1, sums + (n - 1) * G * c.packed(P.top))})
+    step.append(collective_audit.cost(params.audit, P.top))
+    parts += step * steps
     if params.open_model:
-        up.append((1 + L.archives, L.archives * base * 3))
-        down.append((1 + 2 * L.archives, L.archives * base * 3))
-    for p, sent in ((params.holders[0], up), (params.aggregator, down)) if params.validate_every else ():
-        messages, size = encrypted_validation.cost(params.validation)[p]
-        each, times = 1 if sent is up else n, steps // params.validate_every
-        sent.append((times * messages // each, times * size // each))
-    total = {True: tuple(map(sum, zip(*up, strict=True))), False: tuple(map(sum, zip(*down, strict=True)))}
-    return {params.aggregator: (n * total[False][0], n * total[False][1])} | dict.fromkeys(
-        params.holders, (total[True][0], total[True][1])
-    )
+        parts.append(collective_refresh.cost(todo["opening"].params))
+        parts += [threshold_decrypt.cost(opening(params, a)) for a in range(L.archives)]
+    if params.validate_every:
+        parts += [encrypted_validation.cost(params.validation)] * (steps // params.validate_every)
+    return added(*parts)
 
 
 def check_batches(c: cellcnn.Config, X: F64, Y: F64) -> None:
@@ -201,9 +235,24 @@ def check_batches(c: cellcnn.Config, X: F64, Y: F64) -> None:
         raise DataError("a marker's mean lies beyond ±32 or is missing; standardise the markers first")
 
 
-def check_parts(found: int, wanted: int, line: str) -> None:
-    if found != wanted:
-        raise ProtocolAbort(NAME, line, "malformed", f"a model of {found} parts, expected {wanted}")
+def check_rate(c: cellcnn.Config, X: F64, Y: F64) -> None:
+    """Refuse to begin where this site's own data, trained alone in the clear, would diverge."""
+    weight, logit = cellcnn.largest(c, X, Y)
+    if not (weight <= LARGEST_WEIGHT and logit <= LARGEST_LOGIT):
+        raise ParameterError(
+            f"with learning rate {c.learning_rate:g} and momentum {c.momentum:g} the training diverges on this site's"
+            " own data; agree on a smaller learning rate. Nothing was sent"
+        )
+
+
+def check_weights(w: cellcnn.Weights) -> cellcnn.Weights:
+    """Raise unless these are the weights of a training that converged: W, V, M and momenta within their bounds."""
+    largest = max(float(np.abs(x).max()) for x in (w.W, w.V, w.vW, w.vV))
+    if not largest <= 2.0**VALUE_BITS:
+        raise ProtocolAbort(
+            NAME, "L5", "diverged", "the opened weights are beyond ±64: the training diverged, or was spoilt"
+        )
+    return w
 
 
 # ---- what was kept ---------------------------------------------------------------------------------------------------
@@ -211,10 +260,73 @@ def check_parts(found: int, wanted: int, line: str) -> None:
 
 def load_trained(params: Params, store: KeyStore, *, site: bool) -> Trained:
     """An encrypted model from a party's folder, for prediction."""
-    step, state = store.get_state(ckks.context(params.ckks), params.tag)
-    if step != params.config.steps:
-        raise DataError(f"the training in {store!r} stopped after step {step} of {params.config.steps}; let it finish")
+    state = store.get_state(ckks.context(params.ckks), params.tag, params.config.steps)
     return Trained(params, load_keys(params, store, site=site), state["model"])
+
+
+# ---- what the aggregator computes, and the auditor after it ----------------------------------------------------------
+
+
+@dataclass
+class State:
+    """[M], [W], [V] and [A] after a step."""
+
+    model: list[ckks.Cipher]
+    W: list[ckks.Cipher]
+    V: list[ckks.Cipher]
+    archive: list[ckks.Cipher]
+
+    @classmethod
+    def initial(cls, params: Params, keys: Keys) -> State:
+        """The public initial weights, in ciphertexts that everybody makes alike."""
+        c, L, P, w = ckks.context(params.ckks), params.layout, params.ckks, cellcnn.initial(params.config)
+
+        def encrypt(values: F64, k: int) -> ckks.Cipher:
+            return c.encrypt_public(keys.public, values, k, P.scale)
+
+        return cls(
+            [encrypt(L.model_slots(w.M, g), P.top) for g in L.groups],
+            [encrypt(L.filter_slots(w.W), L.ladder.one)],
+            [encrypt(L.dense_slots(w.V, g), L.ladder.one) for g in L.groups],
+            [encrypt(values, P.base) for values in L.archive(w)],
+        )
+
+    def products(self, c: ckks.Context, Z: Sequence[ckks.Cipher], relin: object) -> list[ckks.Cipher]:
+        """[Z ⊙ W], [Z ⊙ V] and [A]: what the update is made of."""
+        by_W = [aggregated_product(c, z, self.W[0], relin) for z in Z]
+        by_V = [aggregated_product(c, z, v, relin) for z, v in zip(Z, self.V, strict=True)]
+        return [*by_W, *by_V, *self.archive]
+
+    def updated(self, new: Sequence[ckks.Cipher]) -> State:
+        """After the second refresh; [M] still is the old one."""
+        at = len(self.archive)
+        return State(self.model, [new[at]], list(new[at + 1 :]), list(new[:at]))
+
+    def factors(self, c: ckks.Context, relin: object) -> list[ckks.Cipher]:
+        """[W' ⊙ V'], of which [M'] is made."""
+        return [aggregated_product(c, self.W[0], v, relin) for v in self.V]
+
+
+def gradient_ciphers(
+    c: ckks.Context, L: Layout, model: Sequence[ckks.Cipher], X: F64, Y: F64, keys: Keys, entropy: Entropy
+) -> list[U64]:
+    """[Z] of every class group, added over the chunks of the batch; no two calls give the same polynomials."""
+    found = []
+    for M, group in zip(model, L.groups, strict=True):
+        total = None
+        for at in range(0, len(X), L.I):
+            Z = gradient(L, M, X[at : at + L.I], Y[at : at + L.I, list(group)], keys.relin, keys.rotation)
+            total = Z if total is None else c.evaluator.add(total, Z)
+        found.append(c.raw(c.rerandomise(keys.public, total, entropy))[0])
+    return found
+
+
+def read_ciphers(params: Params, got: Gradient | Summed, line: str, sender: Party) -> list[U64]:
+    c, G = ckks.context(params.ckks), len(params.layout.groups)
+    if len(got.c0) != G or len(got.c1) != G:
+        raise ProtocolAbort(NAME, line, "malformed", f"'{sender}' sent another number of class groups")
+    pairs = zip(got.c0, got.c1, strict=True)
+    return [np.stack([read(c, x, params.ckks.base, NAME, line, sender) for x in pair]) for pair in pairs]
 
 
 # ---- roles -----------------------------------------------------------------------------------------------------------
@@ -238,158 +350,177 @@ async def holder(
     if params.open_model and "open-model" not in consent:
         raise RefusedError("this site did not consent to opening the model; allow it, or train with open_model=False")
     check_batches(params.config, X, Y)
+    check_rate(params.config, X, Y)
     if params.validate_every:
+        encrypted_validation.check_consent(consent)
         if held is None:
             raise DataError("validation needs held-out inputs; hold some out, or agree on validate_every=0")
         encrypted_validation.check_samples(params.validation, *held)
-    c, P, L, S = ckks.context(params.ckks), params.ckks, params.layout, params.aggregator
-    G, top, ledger, todo = len(L.groups), P.top, Ledger(), refreshes(params)
-    await ch.send(S, Ready(store.name if store is not None else b""))  # L1
-    start = await ch.recv(S, Start)  # L2
-    if start.resumed and store is not None:
-        keys = load_keys(params, store, site=True)
-    elif start.resumed or start.step != 0:
-        raise ProtocolAbort(NAME, "L2", "checkpoint", "asked to go on from a checkpoint that this site does not have")
-    else:
-        keys = await make_keys(ch, params, entropy, ckks.Secret.draw(P, entropy), store)
-    secret = keys.secret
-    assert secret is not None
-    first = await ch.recv(S, Model)  # L3
-    check_parts(len(first.c0), G, "L3")
-    check_parts(len(first.c1), G, "L3")
-    model = [
-        c.cipher(np.stack([read(c, c0, top, NAME, "L3", S), read(c, c1, top, NAME, "L3", S)]), P.scale)
-        for c0, c1 in zip(first.c0, first.c1, strict=True)
-    ]
-    archive: list[bytes] = []
+    keys, step = await begin(ch, params, store, entropy)
+    site = Site(ch, params, keys, entropy, state_at(params, keys, store, step))
     losses: dict[int, float] = {}
-    for t in range(start.step, params.config.steps):
-        ch.step(f"step {t + 1} of {params.config.steps}: gradient, {top} primes", protocol=NAME, line="L4")
-        await ch.send(S, gradient_message(c, L, model, X[t], Y[t], keys, entropy))  # L4
-        for name in ("gradient", "update", "product"):
-            sub = ch.sub(f"{t}/{name}")
-            await collective_refresh.holder(sub, todo[name].params, secret, todo[name].maps, ledger, entropy=entropy)
-            if name == "update":
-                archive = [c.pack(collective_refresh.common(sub, todo[name].params, a)) for a in range(L.archives)]
-                if store is not None:
-                    store.put_known(t + 1, archive)
-        fresh = await ch.recv(S, NewModel)  # L5
-        check_parts(len(fresh.c0), G, "L5")
-        model = [
-            c.cipher(
-                np.stack([read(c, c0, top, NAME, "L5", S), collective_refresh.common(sub, todo["product"].params, g)]),
-                P.scale,
-            )
-            for g, c0 in enumerate(fresh.c0)
-        ]
+    for t in range(step, params.config.steps):
+        ch.step(f"step {t + 1} of {params.config.steps}: gradient", protocol=NAME, line="L3")
+        await site.train(t, X[t], Y[t])
+        if store is not None:
+            store.put_state(ckks.context(params.ckks), params.tag, t + 1, site.kept)
         if params.validates(t + 1) and held is not None:
             sub = ch.sub(f"{t}/validation")
             losses[t + 1] = await encrypted_validation.holder(
-                sub, params.validation, model[0], keys, *held, entropy=entropy, consent=consent
+                sub, params.validation, site.state.model[0], keys, *held, entropy=entropy, consent=consent
             )
-    done = Trained(params, keys, model, losses=losses)
-    if store is not None:
-        store.put_state(c, params.tag, params.config.steps, {"model": model})
+    done = Trained(params, keys, site.state.model, losses=losses)
     if params.open_model:
-        for packed in archive:
-            ledger.admit(packed)
-        if not archive and store is not None:  # resumed after the last step
-            for digest in store.get_known(params.config.steps):
-                ledger.admit_digest(digest)
-        sub = ch.sub("opening")
-        r = todo["opening"]
-        await collective_refresh.holder(sub, r.params, secret, r.maps, ledger, entropy=entropy, known=True)
-        opened = []
-        for a in range(L.archives):
-            ledger.admit(c.pack(collective_refresh.common(sub, r.params, a)))
-            got = await threshold_decrypt.holder(
-                ch.sub(f"open/{a}"), opening(params, a), secret, ledger, entropy=entropy, consent=consent
-            )
-            assert got is not None
-            opened.append(got)
-        done.weights = L.unarchive(L.mean_of_copies(opened))
+        done.weights = check_weights(await site.open(consent=consent))
     return done
 
 
-def gradient_message(
-    c: ckks.Context, L: Layout, model: Sequence[ckks.Cipher], X: F64, Y: F64, keys: Keys, entropy: Entropy
-) -> Gradient:
-    """Z of every class group, added over the chunks of the batch; no two calls give the same polynomials."""
-    c0, c1 = [], []
-    for M, group in zip(model, L.groups, strict=True):
-        total = None
-        for at in range(0, len(X), L.I):
-            Z = gradient(L, M, X[at : at + L.I], Y[at : at + L.I, list(group)], keys.relin, keys.rotation)
-            total = Z if total is None else c.evaluator.add(total, Z)
-        raw, _ = c.raw(c.rerandomise(keys.public, total, entropy))
-        c0.append(c.pack(raw[0]))
-        c1.append(c.pack(raw[1]))
-    return Gradient(tuple(c0), tuple(c1))
+async def begin(ch: Channel, params: Params, store: KeyStore | None, entropy: Entropy) -> tuple[Keys, int]:
+    """L1, L2: keys, and after which step to go on."""
+    S = params.aggregator
+    steps = store.steps(params.tag) if store is not None and store.name else ()
+    await ch.send(S, Ready(store.name if steps and store is not None else b"", steps))  # L1
+    start = await ch.recv_broadcast(S, Start)  # L2
+    if not start.resumed and start.step == 0:
+        return await make_keys(ch, params, entropy, ckks.Secret.draw(params.ckks, entropy), store), 0
+    if store is None or not start.resumed or start.step not in steps:
+        raise ProtocolAbort(NAME, "L2", "checkpoint", "asked to go on from a checkpoint that this site does not have")
+    return load_keys(params, store, site=True), start.step
+
+
+def state_at(params: Params, keys: Keys, store: KeyStore | None, step: int) -> State:
+    if step == 0 or store is None:
+        return State.initial(params, keys)
+    kept = store.get_state(ckks.context(params.ckks), params.tag, step)
+    return State(kept["model"], *(kept.get(name, []) for name in ("W", "V", "archive")))
+
+
+class Site:
+    """One site's part in the steps; the auditor's does the aggregator's work again."""
+
+    def __init__(self, ch: Channel, params: Params, keys: Keys, entropy: Entropy, state: State) -> None:
+        self.ch, self.params, self.keys, self.entropy, self.state = ch, params, keys, entropy, state
+        self.c, self.todo, self.book = ckks.context(params.ckks), refreshes(params), Book()
+        self.audits = ch.me == params.auditor
+
+    @property
+    def kept(self) -> dict[str, list[ckks.Cipher]]:
+        """What goes into a checkpoint."""
+        s = self.state
+        return {"model": s.model} | ({"W": s.W, "V": s.V, "archive": s.archive} if self.audits else {})
+
+    async def train(self, t: int, X: F64, Y: F64) -> None:
+        """One step: my gradient, three refreshes, the audit of all of it."""
+        c, P, S, relin = self.c, self.params.ckks, self.params.aggregator, self.keys.relin
+        mine = gradient_ciphers(c, self.params.layout, self.state.model, X, Y, self.keys, self.entropy)
+        c0, c1 = (tuple(c.pack(raw[part]) for raw in mine) for part in (0, 1))
+        await self.ch.send(S, Gradient(c0, c1))  # L3
+        self.book.sent(*(p for raw in mine for p in raw))
+        last, stage = self.ch.sub(f"{t}/product"), self.params.last_stage(t)
+        if self.audits:
+            sums = read_ciphers(self.params, await self.ch.recv(S, Summed), "L4", S)  # L4
+            self.book.total(*(p for raw in sums for p in raw))
+            Z = await self.refresh(self.ch.sub(f"{t}/gradient"), "gradient", [c.cipher(x, P.scale) for x in sums])
+            new = await self.refresh(self.ch.sub(f"{t}/update"), "update", self.state.products(c, Z, relin))
+            self.state = self.state.updated(new)
+            self.state.model = await self.refresh(last, stage, self.state.factors(c, relin))
+            told = tuple(c.pack(c.raw(ct)[0][0]) for ct in self.state.model)
+        else:
+            for name in STAGES[:-1]:
+                await self.refresh(self.ch.sub(f"{t}/{name}"), name, None)
+            await self.refresh(last, stage, None)
+            told = (await self.ch.recv(S, NewModel)).c0  # L5
+            self.state.model = self.new_model(last, told)
+        self.book.heard(*told)
+        await collective_audit.holder(self.ch.sub(f"{t}/audit"), self.params.audit, self.book, entropy=self.entropy)
+
+    async def refresh(self, ch: Channel, name: str, cts: list[ckks.Cipher] | None) -> list[ckks.Cipher]:
+        r = self.todo[name]
+        outputs = await collective_refresh.contribute(
+            ch, r.params, self.keys.share, r.maps, cts, self.book, entropy=self.entropy
+        )
+        return outputs or []
+
+    def new_model(self, ch: Channel, told: tuple[bytes, ...]) -> list[ckks.Cipher]:
+        c, P, S, r = self.c, self.params.ckks, self.params.aggregator, self.todo["product"].params
+        if len(told) != len(self.params.layout.groups):
+            raise ProtocolAbort(NAME, "L5", "malformed", f"a model of {len(told)} parts")
+        second = [collective_refresh.common(ch, r, g) for g in range(len(told))]
+        pairs = zip(told, second, strict=True)
+        return [c.cipher(np.stack([read(c, c0, P.top, NAME, "L5", S), c1]), P.scale) for c0, c1 in pairs]
+
+    async def open(self, *, consent: frozenset[str]) -> cellcnn.Weights:
+        """Every weight several times, audited, and then opened."""
+        L, r, sub = self.params.layout, self.todo["opening"], self.ch.sub("opening")
+        self.keys.spend(L.archives)
+        cts = self.state.archive if self.audits else None
+        made = await collective_refresh.holder(sub, r.params, self.keys.share, r.maps, cts, entropy=self.entropy)
+        opened = []
+        for a in range(L.archives):
+            c1, c0 = collective_refresh.common(sub, r.params, a), None if made is None else self.c.raw(made[a])[0][0]
+            what, ch = opening(self.params, a), self.ch.sub(f"open/{a}")
+            opened.append(
+                await threshold_decrypt.holder(ch, what, self.keys.share, c1, c0, entropy=self.entropy, consent=consent)
+            )
+        return L.unarchive(L.mean_of_copies(opened))
 
 
 async def aggregator(ch: Channel, params: Params, store: KeyStore | None = None, *, entropy: Entropy) -> Trained:
     """Play S."""
-    c, P, L = ckks.context(params.ckks), params.ckks, params.layout
-    G, top, one, todo = len(L.groups), P.top, L.ladder.one, refreshes(params)
-    held = {r.keys for r in (await ch.gather(params.holders, Ready)).values()}  # L1
-    resumed = store is not None and store.name != b"" and held == {store.name} and store.has_state(params.tag)
-    keys: Keys
-    if resumed:
-        assert store is not None
-        step, state = store.get_state(c, params.tag)
-        await ch.scatter(params.holders, Start(step, resumed=True))  # L2
-        keys = load_keys(params, store, site=False)
-    else:
-        step = 0
-        await ch.scatter(params.holders, Start(0, resumed=False))  # L2
-        keys = await make_keys(ch, params, entropy, None, store)
-        w = cellcnn.initial(params.config)
-
-        def encrypt(values: F64, k: int) -> ckks.Cipher:
-            return c.encrypt(keys.public, values, k, P.scale, entropy)
-
-        state = {
-            "model": [encrypt(L.model_slots(w.M, g), top) for g in L.groups],
-            "W": [encrypt(L.filter_slots(w.W), one)],
-            "V": [encrypt(L.dense_slots(w.V, g), one) for g in L.groups],
-            "archive": [encrypt(a, P.base) for a in L.archive(w)],
-        }
-    raws = [c.raw(ct)[0] for ct in state["model"]]
-    await ch.scatter(params.holders, Model(tuple(c.pack(r[0]) for r in raws), tuple(c.pack(r[1]) for r in raws)))  # L3
+    c, L, todo = ckks.context(params.ckks), params.layout, refreshes(params)
+    keys, step = await begin_all(ch, params, store, entropy)
+    state, losses = state_at(params, keys, store, step), {}
 
     async def refresh(label: str, name: str, cts: list[ckks.Cipher]) -> list[ckks.Cipher]:
         return await collective_refresh.aggregator(ch.sub(label), todo[name].params, cts, todo[name].maps)
 
-    losses: dict[int, float] = {}
     for t in range(step, params.config.steps):
-        ch.step(f"step {t + 1} of {params.config.steps}: {P.base} primes left, refresh", protocol=NAME, line="L4")
-        sums = [np.stack([c.ring.zeros(P.base)] * 2) for _ in L.groups]
-        for i, got in (await ch.gather(params.holders, Gradient)).items():  # L4
-            if len(got.c0) != G or len(got.c1) != G:
-                raise ProtocolAbort(NAME, "L4", "malformed", f"'{i}' sent another number of class groups")
-            for total, c0, c1 in zip(sums, got.c0, got.c1, strict=True):
-                c.ring.add(total[0], read(c, c0, P.base, NAME, "L4", i))
-                c.ring.add(total[1], read(c, c1, P.base, NAME, "L4", i))
-        Z = await refresh(f"{t}/gradient", "gradient", [c.cipher(x, P.scale) for x in sums])
-        T1 = [aggregated_product(c, z, state["W"][0], keys.relin) for z in Z]
-        T2 = [aggregated_product(c, z, v, keys.relin) for z, v in zip(Z, state["V"], strict=True)]
-        new = await refresh(f"{t}/update", "update", [*T1, *T2, *state["archive"]])
-        archive, W, V = new[: L.archives], new[L.archives], new[L.archives + 1 :]
-        product = [aggregated_product(c, W, v, keys.relin) for v in V]
-        model = await refresh(f"{t}/product", "product", product)
-        state = {"model": model, "W": [W], "V": V, "archive": archive}
+        ch.step(f"step {t + 1} of {params.config.steps}: refreshes", protocol=NAME, line="L4")
+        Z = await refresh(f"{t}/gradient", "gradient", await sum_gradients(ch, params))
+        state = state.updated(await refresh(f"{t}/update", "update", state.products(c, Z, keys.relin)))
+        state.model = await refresh(f"{t}/product", params.last_stage(t), state.factors(c, keys.relin))
+        await ch.scatter(params.holders[1:], NewModel(tuple(c.pack(c.raw(ct)[0][0]) for ct in state.model)))  # L5
         if store is not None:
-            store.put_state(c, params.tag, t + 1, state)
-        await ch.scatter(params.holders, NewModel(tuple(c.pack(c.raw(ct)[0][0]) for ct in model)))  # L5
+            kept = {"model": state.model, "W": state.W, "V": state.V, "archive": state.archive}
+            store.put_state(c, params.tag, t + 1, kept)
         if params.validates(t + 1):
             losses[t + 1] = await encrypted_validation.aggregator(ch.sub(f"{t}/validation"), params.validation)
             ch.step(f"step {t + 1}: squared error {losses[t + 1]:.4f} on held-out inputs", protocol=NAME, line="L5")
-    done = Trained(params, keys, state["model"], losses=losses)
+    done = Trained(params, keys, state.model, losses=losses)
     if params.open_model:
-        replicated = await refresh("opening", "opening", state["archive"])
+        replicated = await refresh("opening", "opening", state.archive)
         opened = [
             await threshold_decrypt.aggregator(ch.sub(f"open/{a}"), opening(params, a), ct)
             for a, ct in enumerate(replicated)
         ]
-        done.weights = L.unarchive(L.mean_of_copies(opened))
+        done.weights = check_weights(L.unarchive(L.mean_of_copies(opened)))
     return done
+
+
+async def begin_all(ch: Channel, params: Params, store: KeyStore | None, entropy: Entropy) -> tuple[Keys, int]:
+    """L1, L2 at S: go on from the last step that everyone has, if all hold the same keys."""
+    ready = (await ch.gather(params.holders, Ready)).values()  # L1
+    common = set(store.steps(params.tag)) if store is not None and store.name else set()
+    if store is not None and {r.keys for r in ready} == {store.name}:
+        for r in ready:
+            common &= set(r.steps)
+    else:
+        common = set()
+    if common and store is not None:
+        await ch.broadcast(params.holders, Start(max(common), resumed=True))  # L2
+        return load_keys(params, store, site=False), max(common)
+    await ch.broadcast(params.holders, Start(0, resumed=False))  # L2
+    return await make_keys(ch, params, entropy, None, store), 0
+
+
+async def sum_gradients(ch: Channel, params: Params) -> list[ckks.Cipher]:
+    """L3, L4: Σ [Z_i], for S and for the auditor."""
+    c, P = ckks.context(params.ckks), params.ckks
+    sums = [np.stack([c.ring.zeros(P.base)] * 2) for _ in params.layout.groups]
+    for i, got in (await ch.gather(params.holders, Gradient)).items():  # L3
+        for total, raw in zip(sums, read_ciphers(params, got, "L3", i), strict=True):
+            for part in (0, 1):
+                c.ring.add(total[part], raw[part])
+    c0, c1 = (tuple(c.pack(total[part]) for total in sums) for part in (0, 1))
+    await ch.send(params.auditor, Summed(c0, c1))  # L4
+    return [c.cipher(total, P.scale) for total in sums]

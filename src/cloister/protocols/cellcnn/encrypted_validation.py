@@ -4,7 +4,9 @@ Whether a class is right is no polynomial; the squared error of the fitted sigmo
 and scales as in `cellcnn_circuit` and `cellcnn_ladder`:
 
     L1  i → S   [S'²] = [(U³ + (a1/a3)·U + (a0 - Y)/a3)²] + [0]   from [M], held-out inputs X and labels Y; [0] is fresh
+    L2  S → v   Σ_i [S'²]
         all     refresh (Σ_i [S'²]) → [loss], a3² times the mean over sites, inputs and classes, at every slot
+        i       `collective_audit` of the sum and the refresh
         all     `threshold_decrypt` → all sites and S
 
 Reveals
@@ -14,8 +16,9 @@ aggregator, holder : the mean squared error over all sites' held-out inputs, to 
 
 Assumes
 -------
-As `encrypted_training`, whose keys and [M] it uses. Logits stay below 4: beyond, the masks of the refresh are narrower
-than 2^40 times the message. Only the scale 2^88 leaves room for that; others are refused.
+As `encrypted_training`, whose keys, auditor and [M] it uses. Logits stay below 4; beyond, the number is wrong, and
+refused where it is more than any logit below 4 could make. Only scales from 2^92 on leave room for that; others are
+refused.
 
 Cost
 ----
@@ -45,9 +48,9 @@ from cloister.net.wire import message
 from cloister.protocols.cellcnn.cellcnn_circuit import Layout, logits
 from cloister.protocols.cellcnn.cellcnn_ladder import chain
 from cloister.protocols.cellcnn.training_keys import Keys
-from cloister.protocols.ckks import collective_refresh, threshold_decrypt
-from cloister.protocols.ckks.collective_key import check_holders, read
-from cloister.protocols.ckks.collective_refresh import Ledger
+from cloister.protocols.ckks import collective_audit, collective_refresh, threshold_decrypt
+from cloister.protocols.ckks.collective_audit import Book, check_holders
+from cloister.protocols.ckks.collective_key import added, read
 from cloister.study import Party
 
 NAME = "encrypted_validation"
@@ -104,8 +107,8 @@ class Params:  # public
         return np.abs(u**3 + a1 / a3 * u).max() + a0 / abs(a3), np.abs(3 * u * u + a1 / a3).max()
 
     @property
-    def noise_bits(self) -> int:
-        """Of the opened number, which stands at every slot and so in one coefficient."""
+    def noise(self) -> float:
+        """Standard deviation of the opened number's noise, which stands at every slot and so in one coefficient."""
         _, _, a3 = cellcnn.sigmoid_fit(self.config.interval)
         largest, slope = self.bounds
         c, (first, second) = ckks.context(self.ckks), self.scales
@@ -114,20 +117,24 @@ class Params:  # public
         noise = one + 2 * largest * cubed * first / c.dropped(self.layout.ladder.primes[1] - CUBED, self.squared)
         fresh = ckks.encryption_noise(self.ckks, len(self.holders))
         spread = math.hypot(noise, fresh) * math.sqrt(self.ckks.degree) * a3 * a3 * self.ckks.scale / second
-        return math.ceil(math.log2(6 * math.hypot(spread, fresh)))
+        return math.hypot(spread, fresh)
 
     @property
     def error(self) -> float:
         """Standard deviation that the flooding leaves in the mean over all slots."""
-        flood = 2.0 ** (self.noise_bits + ckks.FLOOD_BITS) * math.sqrt(len(self.holders) / 3)
+        flood = 2.0 ** (ckks.flood_bits(self.ckks, self.noise) - 1) * math.sqrt(len(self.holders))
         return flood * math.sqrt(self.ckks.degree / self.ckks.slots) / self.ckks.scale
+
+    @property
+    def audit(self) -> collective_audit.Params:
+        return collective_audit.Params(self.holders, self.aggregator, self.ckks)
 
 
 def ring_for(config: cellcnn.Config, parties: int) -> ckks.Parameters:
     """The ring for a training with validation."""
-    params = chain(16384, scale_bits=88, parties=parties)
+    params = chain(16384, scale_bits=92, value_bits=10, parties=parties)
     layout = Layout(config, params, parties)
-    if max(layout.opening_error, layout.answer_error) > 2e-4:
+    if layout.opening_error > 2e-4 or layout.answer_error > 4e-3:
         raise ParameterError(
             f"{config.steps} steps at learning rate {config.learning_rate:g} need a ring on which validation does not"
             " fit; train without it, or with fewer steps"
@@ -137,6 +144,12 @@ def ring_for(config: cellcnn.Config, parties: int) -> ckks.Parameters:
 
 @message("L1")
 class Squares:  # i → S
+    c0: bytes
+    c1: bytes
+
+
+@message("L2")
+class Summed:  # S → v
     c0: bytes
     c1: bytes
 
@@ -156,12 +169,9 @@ def roles(params: Params) -> dict[Party, object]:
 
 
 def cost(params: Params) -> dict[Party, tuple[int, int]]:
-    c, sent = ckks.context(params.ckks), {p: (0, 0) for p in (params.aggregator, *params.holders)}
-    parts = [collective_refresh.cost(refresh(params)[0]), threshold_decrypt.cost(opening(params))]
-    parts.append(dict.fromkeys(params.holders, (1, 2 * c.packed(params.ckks.base))))
-    for part in parts:
-        sent |= {p: (sent[p][0] + a, sent[p][1] + b) for p, (a, b) in part.items()}
-    return sent
+    two = 2 * ckks.context(params.ckks).packed(params.ckks.base)
+    sent = dict.fromkeys(params.holders, (1, two)) | {params.aggregator: (1, two)}
+    return added(sent, collective_refresh.cost(refresh(params)[0]), threshold_decrypt.cost(opening(params)))
 
 
 def refresh(params: Params) -> tuple[collective_refresh.Params, list[SlotMap]]:
@@ -181,7 +191,7 @@ def opening(params: Params) -> threshold_decrypt.Params:
     P = params.ckks
     who = (params.holders, params.aggregator, P)
     what = "the squared error on all sites' held-out inputs"
-    return threshold_decrypt.Params(*who, what, P.base, P.scale, params.noise_bits, params.holders)
+    return threshold_decrypt.Params(*who, what, P.base, P.scale, params.noise)
 
 
 def squares(params: Params, M: ckks.Cipher, X: F64, Y: F64, keys: Keys) -> ckks.Cipher:
@@ -207,6 +217,20 @@ def check_samples(params: Params, X: F64, Y: F64) -> None:
         )
 
 
+def check_consent(consent: frozenset[str]) -> None:
+    if "validation" not in consent:
+        raise RefusedError("this site did not consent to validation during training; agree on validate_every=0")
+
+
+def check_loss(params: Params, found: F64) -> float:
+    """The mean over the slots, unless no logits below `LARGEST` could have made it."""
+    _, _, a3 = cellcnn.sigmoid_fit(params.config.interval)
+    loss = float(found.mean())
+    if not -1 < loss <= 1 + (params.bounds[0] * a3) ** 2:
+        raise ProtocolAbort(NAME, "L2", "diverged", "the squared error is beyond what logits within ±4 can make")
+    return loss
+
+
 async def holder(
     ch: Channel,
     params: Params,
@@ -218,23 +242,27 @@ async def holder(
     entropy: Entropy,
     consent: frozenset[str],
 ) -> float:
-    if "validation" not in consent:
-        raise RefusedError("this site did not consent to validation during training; agree on validate_every=0")
+    check_consent(consent)
     check_samples(params, X, Y)
-    c, ledger = ckks.context(params.ckks), Ledger()
-    if keys.secret is None:
-        raise ProtocolAbort(NAME, "L1", "no-key", "this party holds no share of the key")
+    keys.spend(1)
+    c, S, book, sub = ckks.context(params.ckks), params.aggregator, Book(), ch.sub("refresh")
     raw, _ = c.raw(c.rerandomise(keys.public, squares(params, model, X, Y, keys), entropy))
-    await ch.send(params.aggregator, Squares(c.pack(raw[0]), c.pack(raw[1])))  # L1
+    await ch.send(S, Squares(c.pack(raw[0]), c.pack(raw[1])))  # L1
+    book.sent(*raw)
     p, maps = refresh(params)
-    sub = ch.sub("refresh")
-    await collective_refresh.holder(sub, p, keys.secret, maps, ledger, entropy=entropy)
-    ledger.admit(c.pack(collective_refresh.common(sub, p, 0)))
+    cts = None
+    if ch.me == p.auditor:
+        got = await ch.recv(S, Summed)  # L2
+        sums = np.stack([read(c, x, params.ckks.base, NAME, "L2", S) for x in (got.c0, got.c1)])
+        book.total(*sums)
+        cts = [c.cipher(sums, params.scales[1])]
+    made = await collective_refresh.contribute(sub, p, keys.share, maps, cts, book, entropy=entropy)
+    await collective_audit.holder(ch.sub("audit"), params.audit, book, entropy=entropy)
+    c1, c0 = collective_refresh.common(sub, p, 0), None if made is None else c.raw(made[0])[0][0]
     found = await threshold_decrypt.holder(
-        ch.sub("open"), opening(params), keys.secret, ledger, entropy=entropy, consent=consent, needed="validation"
+        ch.sub("open"), opening(params), keys.share, c1, c0, entropy=entropy, consent=consent, needed="validation"
     )
-    assert found is not None
-    return float(found.mean())
+    return check_loss(params, found)
 
 
 async def aggregator(ch: Channel, params: Params) -> float:
@@ -244,6 +272,6 @@ async def aggregator(ch: Channel, params: Params) -> float:
         c.ring.add(total[0], read(c, got.c0, k, NAME, "L1", i))
         c.ring.add(total[1], read(c, got.c1, k, NAME, "L1", i))
     p, maps = refresh(params)
+    await ch.send(p.auditor, Summed(c.pack(total[0]), c.pack(total[1])))  # L2
     (ct,) = await collective_refresh.aggregator(ch.sub("refresh"), p, [c.cipher(total, params.scales[1])], maps)
-    found = await threshold_decrypt.aggregator(ch.sub("open"), opening(params), ct)
-    return float(found.mean())
+    return check_loss(params, await threshold_decrypt.aggregator(ch.sub("open"), opening(params), ct))

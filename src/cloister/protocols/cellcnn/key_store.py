@@ -3,7 +3,9 @@
     <folder>/public/<digest>.bin     switching keys, held once per machine: parties that share the folder share them
     <folder>/<party>/keys.json       which keys belong together
     <folder>/<party>/secret.bin      this party's share of the key; readable by its owner only
-    <folder>/<party>/state.bin       [M], [W], [V], [A] after the last finished step; ciphertexts
+    <folder>/<party>/state.bin       [M], and [W], [V], [A] at those who follow them, after the last finished step
+    <folder>/<party>/before.bin      the same after the step before it: parties may be one step apart when a run ends
+    <folder>/<party>/openings        how many results were opened with these keys
 
 Files are written whole or not at all, and every one is checked against its digest when it is read.
 """
@@ -12,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +55,8 @@ class KeyStore:
     # ---- keys --------------------------------------------------------------------------------------------------------
 
     def put_public(self, key: ckks.PublicKey, secret: ckks.Secret | None) -> None:
-        (self._own / "keys.json").unlink(missing_ok=True)
-        (self._own / "state.bin").unlink(missing_ok=True)
+        for name in ("keys.json", "state.bin", "before.bin", "openings"):
+            (self._own / name).unlink(missing_ok=True)
         self._pending = {"public": self._put(np.stack([key.b, key.a]))}
         if secret is not None:
             files.write(self._own / "secret.bin", secret.to_bytes())
@@ -102,12 +104,17 @@ class KeyStore:
 
     # ---- the encrypted state -----------------------------------------------------------------------------------------
 
-    def has_state(self, tag: bytes) -> bool:
-        """Whether a training with these very parameters has left its state here."""
-        try:
-            return bool(self._read()["tag"] == tag)
-        except DataError:
-            return False
+    def steps(self, tag: bytes) -> tuple[int, ...]:
+        """After which steps of a training with these very parameters a state is kept here, the last one first."""
+        found = []
+        for name in ("state.bin", "before.bin"):
+            try:
+                kept = self._read(name)
+            except DataError:
+                continue
+            if kept["tag"] == tag:
+                found.append(int(kept["step"]))
+        return tuple(found)
 
     def put_state(self, c: ckks.Context, tag: bytes, step: int, state: Mapping[str, list[ckks.Cipher]]) -> None:
         body = {}
@@ -115,10 +122,13 @@ class KeyStore:
             raws = [c.raw(ct) for ct in cts]
             body[label] = [[scale, raw.shape[1], [c.pack(p) for p in raw]] for raw, scale in raws]
         packed = msgpack.packb({"step": step, "tag": tag, "state": body})
+        last = self.steps(tag)
+        if last and last[0] == step - 1 and (self._own / "state.bin").exists():
+            (self._own / "state.bin").replace(self._own / "before.bin")
         files.write(self._own / "state.bin", hashlib.sha256(packed).digest() + packed)
 
-    def _read(self) -> dict[str, Any]:
-        path = self._own / "state.bin"
+    def _read(self, name: str) -> dict[str, Any]:
+        path = self._own / name
         try:
             raw = path.read_bytes()
             found = msgpack.unpackb(raw[32:])
@@ -128,34 +138,35 @@ class KeyStore:
             raise DataError(f"the checkpoint {path} was altered; remove it and train anew")
         return found
 
-    def get_state(self, c: ckks.Context, tag: bytes) -> tuple[int, dict[str, list[ckks.Cipher]]]:
-        """The step and its ciphertexts, checked residue by residue."""
-        found = self._read()
-        if found["tag"] != tag:
-            raise DataError(f"the checkpoint in {self._own} is of a training with other parameters")
+    def get_state(self, c: ckks.Context, tag: bytes, step: int) -> dict[str, list[ckks.Cipher]]:
+        """The ciphertexts after that step, checked residue by residue."""
+        for name in ("state.bin", "before.bin"):
+            if name == "before.bin" and not (self._own / name).exists():
+                continue
+            found = self._read(name)
+            if found["tag"] != tag:
+                raise DataError(f"the checkpoint in {self._own} is of a training with other parameters")
+            if int(found["step"]) != step:
+                continue
+            try:
+                return {
+                    label: [c.cipher(np.stack([c.unpack(p, k) for p in parts]), scale) for scale, k, parts in cts]
+                    for label, cts in found["state"].items()
+                }
+            except (WireError, ValueError, KeyError, TypeError):
+                raise DataError(f"the checkpoint in {self._own} was altered; remove it and train anew") from None
+        raise DataError(f"the training in {self!r} did not come to step {step}; let it finish")
+
+    # ---- openings ----------------------------------------------------------------------------------------------------
+
+    @property
+    def openings(self) -> int:
+        """How many results were opened with these keys."""
+        path = self._own / "openings"
         try:
-            state = {
-                label: [c.cipher(np.stack([c.unpack(p, k) for p in parts]), scale) for scale, k, parts in cts]
-                for label, cts in found["state"].items()
-            }
-        except (WireError, ValueError, KeyError, TypeError):
-            raise DataError(f"the checkpoint in {self._own} was altered; remove it and train anew") from None
-        return int(found["step"]), state
-
-    # ---- what this party may open ------------------------------------------------------------------------------------
-
-    def put_known(self, step: int, polynomials: Sequence[bytes]) -> None:
-        """Remember which ciphertexts hold the weights after that step."""
-        known = {"step": step, "known": [hashlib.sha256(p).hexdigest() for p in polynomials]}
-        files.write(self._own / "known.json", json.dumps(known).encode())
-
-    def get_known(self, step: int) -> list[bytes]:
-        """Their digests, if that is the last step this party took part in; else nothing."""
-        path = self._own / "known.json"
-        if not path.exists():
-            return []
-        try:
-            found = json.loads(path.read_text())
-            return [bytes.fromhex(d) for d in found["known"]] if found["step"] == step else []
-        except (ValueError, KeyError, TypeError):
+            return int(path.read_text()) if path.exists() else 0
+        except ValueError:
             raise DataError(f"{path} is damaged; train anew") from None
+
+    def put_openings(self, count: int) -> None:
+        files.write(self._own / "openings", str(count).encode())

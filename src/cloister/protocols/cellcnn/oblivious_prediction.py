@@ -1,28 +1,44 @@
 """Oblivious prediction: a querier learns the logits of its samples under a model that stays encrypted.
 
-    L1  q → S   [X_c]               the querier's samples under the collective key, in chunks
-    L2  S → i   [X_c]
-        S, i    [U] = Σ_j [M]·[X]   every site computes it itself, so that it knows what it is asked to switch
+The querier encrypts nothing: what it might encrypt instead of samples would have the others decrypt it. Two parties p,
+the maskers, bring encrypted random numbers that only they and the querier know, and the querier says in the clear how
+its samples differ from them. X is on a grid, |X| ≤ 8; r_p of a masker uniform on it within ±16:
+
+    L1  p → q   ρ_p                 a seed of 256 candidates r_p for every entry
+    L2  q → all k, d = X - Σ_p r_p  for every entry the first candidate k at which all |X - r_p| ≤ 8
+    L3  p → S   [r_p]               per chunk of samples
+    L4  S → i   Σ_p [r_p]
+        i       `collective_audit` of the sum
+        i       [X] = Σ_p [r_p] + d,   [U] = Σ_j [M]·[X]     every site computes it itself
         all     `key_switch` of [U] to a key of the querier's own, for every chunk and class group
+
+Given the candidate, X - r_p is uniform within ±8 whatever X is, and so is the number of candidates that were passed
+over.
 
 Reveals
 -------
 querier : U = X·M for its samples, and nothing else (k ≥ markers well-chosen samples determine M: a model that answers
     is a model that can be learned).
 aggregator, holder : how many samples, rounded up to whole ciphertexts. Not the samples, not the answer, not the model.
+    Both maskers together see the samples: the first two other sites, or, with two sites, the other site and the
+    aggregator.
 
 Assumes
 -------
-As `encrypted_training`, whose keys and [M] it uses. Evaluation is deterministic, so all sites get the same [U].
+As `encrypted_training`, whose keys, auditor and [M] it uses. Any one party may lie. Whatever the querier says at L2,
+[X] is an encryption that others made, of numbers below 56. A masker or a site that lies shifts the querier's answer,
+and learns nothing; logits beyond ±64 are refused. Evaluation is deterministic, so all sites get the same [U].
 
 Cost
 ----
-Querier: one ciphertext up per chunk of I samples. Per site, chunk and class group: one product, log2(markers)
-rotations, one key-switch share.
+Querier: 9 bytes for every entry to everyone. Masker: one ciphertext up per chunk of I samples. Per site, chunk and
+class group: one product, log2(markers) rotations, one key-switch share.
 
 References
 ----------
-[SAV22] Sav et al., PriCell, Patterns 2022, oblivious inference; lines numbered here.
+[SAV22] Sav et al., PriCell, Patterns 2022, oblivious inference. Rejection as in [Lyu09] Lyubashevsky, Asiacrypt 2009.
+    Lines
+numbered here.
 """
 
 from __future__ import annotations
@@ -32,10 +48,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cloister.arrays import F64
-from cloister.crypto.agreement import Identity
+from cloister.arrays import F64, I64, U8, U64
 from cloister.crypto.ckks import scheme as ckks
+from cloister.crypto.ckks.scheme import GRID
 from cloister.crypto.entropy import Entropy
+from cloister.crypto.prg import Prg
 from cloister.errors import DataError, ParameterError, ProtocolAbort
 from cloister.models import cellcnn
 from cloister.net.channel import Channel
@@ -44,12 +61,14 @@ from cloister.protocols.cellcnn.cellcnn_circuit import Layout, add_over_markers
 from cloister.protocols.cellcnn.cellcnn_ladder import PRODUCT
 from cloister.protocols.cellcnn.encrypted_training import Trained
 from cloister.protocols.cellcnn.training_keys import Keys
-from cloister.protocols.ckks import key_switch
-from cloister.protocols.ckks.collective_key import check_holders, read
-from cloister.protocols.ckks.collective_refresh import Ledger
+from cloister.protocols.ckks import collective_audit, key_switch
+from cloister.protocols.ckks.collective_audit import Book, check_holders
+from cloister.protocols.ckks.collective_key import added, read
 from cloister.study import Party
 
 NAME = "oblivious_prediction"
+LARGEST_X, LARGEST_R, CANDIDATES = 8, 16, 256
+LARGEST_LOGIT = 64.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,15 +89,40 @@ class Params:  # public
     def layout(self) -> Layout:
         return Layout(self.config, self.ckks, len(self.holders))
 
+    @property
+    def audit(self) -> collective_audit.Params:
+        return collective_audit.Params(self.holders, self.aggregator, self.ckks)
+
+    @property
+    def maskers(self) -> tuple[Party, Party]:
+        first, second, *_ = (*(i for i in self.holders if i != self.querier), self.aggregator)
+        return first, second
+
+    @property
+    def entries(self) -> tuple[int, int, int]:
+        """Chunks, samples of one, markers."""
+        return self.chunks, self.layout.I, self.config.markers
+
 
 @message("L1")
-class Query:  # q → S
+class Seed:  # p → q
+    seed: bytes
+
+
+@message("L2")
+class Query:  # q → all
+    k: U8  # (chunks, I, m)
+    d: I64  # (chunks, I, m), on the grid
+
+
+@message("L3")
+class Mask:  # p → S
     c0: bytes
     c1: bytes
 
 
-@message("L2")
-class Forwarded:  # S → i
+@message("L4")
+class Masks:  # S → i
     c0: bytes
     c1: bytes
 
@@ -95,12 +139,19 @@ def roles(params: Params) -> dict[Party, object]:
 
 def cost(params: Params) -> dict[Party, tuple[int, int]]:
     c, n = ckks.context(params.ckks), len(params.holders)
-    k, G, size = params.chunks, len(params.layout.groups), 2 * c.packed(params.layout.ladder.one)
-    each = key_switch.cost(switch(params))
-    sent = {p: (k * G * messages, k * G * payload) for p, (messages, payload) in each.items()}
-    for p, copies in ((params.querier, 1), (params.aggregator, n - 1)):
-        sent[p] = (sent[p][0] + k * copies, sent[p][1] + k * copies * size)
-    return sent
+    k, G, one = params.chunks, len(params.layout.groups), params.layout.ladder.one
+    size, entries = 2 * c.packed(one), int(np.prod(params.entries))
+    parts: list[dict[Party, tuple[int, int]]] = [
+        dict.fromkeys(params.holders, (0, 0))
+        | {params.aggregator: (k * n, k * n * size), params.querier: (n, 9 * n * entries)}
+    ]
+    parts += [
+        {p: (1 + (k if p != params.aggregator else 0), 32 + (k * size if p != params.aggregator else 0))}
+        for p in params.maskers
+    ]
+    parts += [collective_audit.cost(params.audit, one)]
+    parts += [key_switch.cost(switch(params))] * (k * G)
+    return added(*parts)
 
 
 def chunks(config: cellcnn.Config, params: ckks.Parameters, parties: int, samples: int) -> int:
@@ -108,8 +159,8 @@ def chunks(config: cellcnn.Config, params: ckks.Parameters, parties: int, sample
 
 
 def switch(params: Params) -> key_switch.Params:
-    P, noise = params.ckks, params.layout.query_noise_bits
-    return key_switch.Params(params.holders, params.aggregator, params.querier, P, P.base, P.scale, noise)
+    P, noise = params.ckks, params.layout.query_noise
+    return key_switch.Params(params.holders, params.querier, P, P.base, P.scale, noise)
 
 
 def sample_scale(params: Params) -> float:
@@ -132,78 +183,146 @@ def check_samples(params: Params, X: F64) -> None:
         raise DataError(
             f"expected up to {params.chunks * L.I} samples of {params.config.markers} markers, found shape {X.shape}"
         )
-    if not np.isfinite(X).all() or np.abs(X).max() > 2.0**5:
-        raise DataError("a marker's mean lies beyond ±32 or is missing; standardise the markers as in training")
+    if not np.isfinite(X).all() or np.abs(X).max() > LARGEST_X:
+        raise DataError(
+            f"a marker's mean lies beyond ±{LARGEST_X} or is missing; standardise the markers as in training"
+        )
 
 
-async def querier(
-    ch: Channel, params: Params, trained: Trained, X: F64, *, entropy: Entropy, identity: Identity
-) -> F64:
+# ---- masks -----------------------------------------------------------------------------------------------------------
+
+
+class Candidates:
+    """r_p of one masker, candidate after candidate."""
+
+    def __init__(self, params: Params, seed: bytes) -> None:
+        self._shape, self._prg = params.entries, Prg(seed)
+
+    def draw(self) -> I64:
+        span = (2 * LARGEST_R << GRID) + 1
+        drawn = self._prg.below(span, self._shape).astype(np.int64)
+        return np.asarray(drawn - (LARGEST_R << GRID), np.int64)
+
+
+def masked(params: Params, X: F64, seeds: Mapping[Party, bytes]) -> Query:
+    """L2: for every entry the first candidates that X - r_p does not tell from others, and d."""
+    x = np.zeros((params.chunks * params.layout.I, params.config.markers))
+    x[: len(X)] = X
+    grid = np.rint(np.ldexp(x, GRID)).astype(np.int64).reshape(params.entries)
+    k, d = np.zeros(params.entries, np.uint8), np.zeros(params.entries, np.int64)
+    left, streams = np.ones(params.entries, bool), [Candidates(params, s) for s in seeds.values()]
+    for candidate in range(CANDIDATES):
+        drawn = [s.draw() for s in streams]
+        fits = left & np.all([np.abs(grid - r) <= LARGEST_X << GRID for r in drawn], axis=0)
+        k[fits], d[fits] = candidate, (grid - sum(drawn))[fits]
+        left &= ~fits
+        if not left.any():
+            return Query(k, d)
+    raise ProtocolAbort(NAME, "L2", "masks", "no candidate suited; start a new run")
+
+
+def chosen(params: Params, seed: bytes, k: U8) -> I64:
+    """The masker's own r_p at the candidates that were chosen."""
+    stream, found = Candidates(params, seed), np.zeros(params.entries, np.int64)
+    for candidate in range(int(k.max()) + 1):
+        drawn = stream.draw()
+        found[k == candidate] = drawn[k == candidate]
+    return found
+
+
+def check_query(params: Params, query: Query) -> Query:
+    if not np.abs(query.d).max() <= (LARGEST_X + LARGEST_R) << GRID:
+        raise ProtocolAbort(NAME, "L2", "range", f"'{params.querier}' asks about numbers that no sample has")
+    return query
+
+
+async def mask(ch: Channel, params: Params, trained: Trained, entropy: Entropy) -> tuple[Query, list[U64]]:
+    """L1 to L3 at a party that is not the querier: its encrypted masks, if it is a masker."""
+    c, L, q = ckks.context(params.ckks), params.layout, params.querier
+    seed = entropy.bytes(32)
+    if ch.me in params.maskers:
+        await ch.send(q, Seed(seed))  # L1
+    query = check_query(params, await ch.recv_broadcast(q, Query, k=params.entries, d=params.entries))  # L2
+    if ch.me not in params.maskers:
+        return query, []
+    made = []
+    for part in np.ldexp(chosen(params, seed, query.k).astype(np.float64), -GRID):
+        made.append(
+            c.raw(c.encrypt(trained.keys.public, L.input_slots(part), L.ladder.one, sample_scale(params), entropy))[0]
+        )
+    if ch.me != params.aggregator:
+        for raw in made:
+            await ch.send(params.aggregator, Mask(c.pack(raw[0]), c.pack(raw[1])))  # L3
+    return query, made
+
+
+async def inputs(ch: Channel, params: Params, query: Query, mine: list[U64], entropy: Entropy) -> list[ckks.Cipher]:
+    """L4 at a site: [X] of every chunk, audited."""
+    c, L, S, one, book = ckks.context(params.ckks), params.layout, params.aggregator, params.layout.ladder.one, Book()
+    sums = []
+    for part in range(params.chunks):
+        got = await ch.recv(S, Masks)  # L4
+        sums.append(np.stack([read(c, x, one, NAME, "L4", S) for x in (got.c0, got.c1)]))
+        book.heard(got.c0, got.c1)
+        book.sent(*(mine[part] if mine else np.zeros_like(sums[-1])))
+        book.total(*sums[-1])
+    if S not in params.maskers:  # else its own part is in the sum, and nobody else knows it
+        await collective_audit.holder(ch.sub("audit"), params.audit, book, entropy=entropy)
+    found = []
+    for raw, d in zip(sums, query.d, strict=True):
+        r = c.cipher(raw, sample_scale(params))
+        found.append(c.add_exact(r, L.input_slots(np.ldexp(d.astype(np.float64), -GRID))))
+    return found
+
+
+# ---- roles -----------------------------------------------------------------------------------------------------------
+
+
+async def querier(ch: Channel, params: Params, trained: Trained, X: F64, *, entropy: Entropy) -> F64:
     """Play a site that asks. X (samples, m) → logits (samples, o)."""
     check_samples(params, X)
-    c, L, k = ckks.context(params.ckks), params.layout, params.layout.ladder.one
-    queries = []
-    for part in range(params.chunks):
-        values = L.input_slots(X[part * L.I : (part + 1) * L.I])
-        x = c.encrypt(trained.keys.public, values, k, sample_scale(params), entropy)
-        raw, _ = c.raw(x)
-        await ch.send(params.aggregator, Query(c.pack(raw[0]), c.pack(raw[1])))  # L1
-        queries.append(x)
+    c, L, share = ckks.context(params.ckks), params.layout, trained.keys.share
+    trained.keys.spend(params.chunks * len(L.groups))
+    got = await ch.gather(params.maskers, Seed)  # L1
+    for p, m in got.items():
+        if len(m.seed) != 32:
+            raise ProtocolAbort(NAME, "L1", "malformed", f"'{p}' sent no seed of 32 bytes")
+    query = masked(params, X, {p: m.seed for p, m in got.items()})
+    await ch.broadcast([p for p in (params.aggregator, *params.holders) if p != ch.me], query)  # L2
     found = np.zeros((params.chunks * L.I, params.config.classes))
-    ledger = Ledger()
-    for part, x in enumerate(queries):
+    for part, x in enumerate(await inputs(ch, params, query, [], entropy)):
         for g, U in enumerate(evaluate(params, trained.model, x, trained.keys)):
-            slots = await _switch(ch, params, trained, U, ledger, part, g, entropy, identity)
-            assert slots is not None
+            (c0, c1), _ = c.raw(U)
+            slots = await key_switch.querier(ch.sub(f"{part}/{g}"), switch(params), share, c1, c0, entropy=entropy)
             table = slots.reshape(L.J, L.R)[:, : L.O * L.I].mean(axis=0).reshape(L.O, L.I)
             for at, label in enumerate(L.groups[g]):
                 found[part * L.I : (part + 1) * L.I, label] = table[at]
+    if not np.abs(found[: len(X)]).max() <= LARGEST_LOGIT:
+        raise ProtocolAbort(
+            NAME, "L4", "diverged", f"logits beyond ±{LARGEST_LOGIT:g}: a model that diverged, or a spoilt answer"
+        )
     return found[: len(X)]
 
 
 async def holder(ch: Channel, params: Params, trained: Trained, *, entropy: Entropy) -> None:
     """Play a site that helps to answer."""
-    c, S, k = ckks.context(params.ckks), params.aggregator, params.layout.ladder.one
-    ledger = Ledger()
-    for part in range(params.chunks):
-        got = await ch.recv(S, Forwarded)  # L2
-        x = c.cipher(np.stack([read(c, y, k, NAME, "L2", S) for y in (got.c0, got.c1)]), sample_scale(params))
+    c, share = ckks.context(params.ckks), trained.keys.share
+    trained.keys.spend(params.chunks * len(params.layout.groups))
+    query, mine = await mask(ch, params, trained, entropy)
+    for part, x in enumerate(await inputs(ch, params, query, mine, entropy)):
         for g, U in enumerate(evaluate(params, trained.model, x, trained.keys)):
-            await _switch(ch, params, trained, U, ledger, part, g, entropy, None)
+            await key_switch.holder(ch.sub(f"{part}/{g}"), switch(params), share, c.raw(U)[0][1], entropy=entropy)
 
 
-async def _switch(
-    ch: Channel,
-    params: Params,
-    trained: Trained,
-    U: ckks.Cipher,
-    ledger: Ledger,
-    part: int,
-    group: int,
-    entropy: Entropy,
-    identity: Identity | None,
-) -> F64 | None:
-    c, secret = ckks.context(params.ckks), trained.keys.secret
-    if secret is None:
-        raise ProtocolAbort(NAME, "L2", "no-key", "this party holds no share of the key")
-    ledger.admit(c.pack(c.raw(U)[0][1]))
-    sub = ch.sub(f"{part}/{group}")
-    if identity is not None:
-        return await key_switch.querying_holder(sub, switch(params), secret, ledger, entropy=entropy, identity=identity)
-    await key_switch.holder(sub, switch(params), secret, ledger, entropy=entropy)
-    return None
-
-
-async def aggregator(ch: Channel, params: Params, trained: Trained) -> None:
-    """Play S."""
-    c, q, k = ckks.context(params.ckks), params.querier, params.layout.ladder.one
-    others = [i for i in params.holders if i != q]
+async def aggregator(ch: Channel, params: Params, trained: Trained, *, entropy: Entropy) -> None:
+    """Play S: it adds up the masks."""
+    c, S, one = ckks.context(params.ckks), params.aggregator, params.layout.ladder.one
+    _, mine = await mask(ch, params, trained, entropy)
+    others = [p for p in params.maskers if p != S]
     for part in range(params.chunks):
-        got = await ch.recv(q, Query)  # L1
-        x = c.cipher(
-            np.stack([read(c, got.c0, k, NAME, "L1", q), read(c, got.c1, k, NAME, "L1", q)]), sample_scale(params)
-        )
-        await ch.scatter(others, Forwarded(got.c0, got.c1))  # L2
-        ch.step(f"prediction: part {part + 1} of {params.chunks}", protocol=NAME, line="L2")
-        for g, U in enumerate(evaluate(params, trained.model, x, trained.keys)):
-            await key_switch.aggregator(ch.sub(f"{part}/{g}"), switch(params), U)
+        total = mine[part] if mine else np.stack([c.ring.zeros(one)] * 2)
+        for p, got in (await ch.gather(others, Mask)).items():  # L3
+            c.ring.add(total[0], read(c, got.c0, one, NAME, "L3", p))
+            c.ring.add(total[1], read(c, got.c1, one, NAME, "L3", p))
+        ch.step(f"prediction: part {part + 1} of {params.chunks}", protocol=NAME, line="L4")
+        await ch.scatter(params.holders, Masks(c.pack(total[0]), c.pack(total[1])))  # L4

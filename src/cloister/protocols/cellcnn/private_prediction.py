@@ -1,7 +1,7 @@
 """Private prediction: a querier learns the logits of its samples; the owner of an opened model does not see them.
 
     L1  q → S   b, seeds, c0_j for every marker j     samples as slots, under the querier's own key
-    L2  S → q   [U_k] = Σ_j M[j, k]·[x_j] + [0] + ε    for every class k; [0] fresh, ε uniform and 2^40 above the noise
+    L2  S → q   [U_k] = Σ_j M[j, k]·[x_j] + [0] + ε    for every class k; [0] fresh, ε floods the noise to 2^-40
 
 The querier encrypts with its secret key, so the second polynomials come from a seed and do not travel.
 
@@ -35,6 +35,7 @@ import numpy as np
 from cloister.arrays import F64
 from cloister.crypto.ckks import scheme as ckks
 from cloister.crypto.entropy import Entropy
+from cloister.crypto.lattice.ring import SIGMA
 from cloister.errors import DataError, ParameterError, ProtocolAbort
 from cloister.net.channel import Channel
 from cloister.net.wire import message
@@ -43,7 +44,7 @@ from cloister.study import Party
 
 NAME = "private_prediction"
 RING = ckks.Parameters(8192, base=2, base_bits=58, levels=1, per_level=1, level_bits=30, special_bits=58)
-SCALE = 2.0**76  # of the samples
+SCALE = 2.0**84  # of the samples
 WEIGHT = 1 << 20  # weights become integers: exact to 5e-7
 MAX_WEIGHT = 2.0**6
 
@@ -63,9 +64,9 @@ class Params:  # public
             raise ParameterError(f"{self.markers} markers are too many for the noise; at most 4096")
 
     @property
-    def noise_bits(self) -> int:
-        """Fresh noise of 2^5 per ciphertext, times integer weights, over all markers; and the noise of [0]."""
-        return math.ceil(math.log2(6 * 3.2 * WEIGHT * MAX_WEIGHT * math.sqrt(self.markers))) + 1
+    def noise(self) -> float:
+        """Standard deviation of fresh noise times integer weights, over all markers."""
+        return SIGMA * WEIGHT * MAX_WEIGHT * math.sqrt(self.markers)
 
 
 @message("L1")
@@ -149,7 +150,7 @@ async def server(ch: Channel, params: Params, M: F64, *, entropy: Entropy) -> No
             xs.append((c0, ckks.common(RING, query.seed, f"{part}/{j}", k)))
         for label in range(params.classes):
             u = r.forward(r.of_small(prg.ternary(RING.degree), k))
-            y0 = r.add_product(r.flood(prg, params.noise_bits + ckks.FLOOD_BITS, k), b, u)
+            y0 = r.add_product(r.flood(prg, ckks.flood_bits(RING, params.noise), k), b, u)
             y1 = r.add_product(r.error(prg, k), a, u)
             for (c0, c1), w in zip(xs, weights[:, label], strict=True):
                 for row in range(k):

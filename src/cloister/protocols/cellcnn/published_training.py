@@ -18,16 +18,16 @@ and per step, slots as in `published_circuit`:
 Reveals
 -------
 aggregator, holder : the final weights; nothing else about data, labels, gradients or the model. Opened weights are
-    flooded by 12 bits above their noise, since the paper's single-prime scale leaves no more: whoever knows the exact
-    result learns something about the noise, and with it about the key. `hardened` floods by 40 bits.
+    flooded by 36 bits less than `hardened` floods, since the paper's single-prime scale leaves no more: whoever knows
+    the exact result learns something about the noise, and with it about the key.
 aggregator : as published, L2 and L4 send what a circuit made of known ciphertexts and a plain batch, as it is: whoever
     guesses a batch with its labels can compute the same ciphertext and see that the guess is right. `hardened` adds a
     fresh encryption of zero.
 
 Assumes
 -------
-As `encrypted_training`. A site opens only weights that it has followed itself from the first step: after a
-restart, those that its own checkpoint names.
+Semi-honest parties: nobody audits the refreshes and sums of a step. A site opens only weights that it has followed
+itself from the first step: after a restart, those that its own checkpoint names.
 
 Cost
 ----
@@ -60,13 +60,19 @@ from cloister.protocols.cellcnn.encrypted_training import check_batches
 from cloister.protocols.cellcnn.key_store import KeyStore
 from cloister.protocols.cellcnn.published_circuit import LEVELS, Layout, SealOps, backward, forward
 from cloister.protocols.cellcnn.training_keys import Keys, load_keys, make_keys
-from cloister.protocols.ckks import collective_refresh, threshold_decrypt
-from cloister.protocols.ckks.collective_key import check_holders, read
-from cloister.protocols.ckks.collective_refresh import Ledger
+from cloister.protocols.ckks import (
+    collective_key,
+    collective_refresh,
+    collective_relin,
+    collective_rotation,
+    threshold_decrypt,
+)
+from cloister.protocols.ckks.collective_audit import Book, check_holders
+from cloister.protocols.ckks.collective_key import added, read
 from cloister.study import Party
 
 NAME = "published_training"
-MARGIN = 12  # bits of flooding at the opening
+WEAKER = 36  # bits of flooding that the opening lacks
 START = 2  # levels of weights and gradients
 
 
@@ -91,11 +97,11 @@ class Params:  # public
         return wire.digest(NAME, self.holders, self.aggregator, self.ckks, self.config)
 
     @property
-    def noise_bits(self) -> int:
+    def noise(self) -> float:
         """Of [C] and [W] at the end: a rounding per step, summed over up to n rows, momentum and parties."""
         one = ckks.rounding_noise(self.ckks, len(self.holders)) * math.sqrt(self.layout.n * len(self.holders))
         total = one * math.sqrt(self.config.steps) / (1 - self.config.momentum)
-        return math.ceil(math.log2(6 * math.hypot(total, ckks.encryption_noise(self.ckks, len(self.holders)))))
+        return math.hypot(total, ckks.encryption_noise(self.ckks, len(self.holders)))
 
 
 def choose_ring(parties: int) -> ckks.Parameters:
@@ -163,13 +169,16 @@ def roles(params: Params) -> dict[Party, object]:
 def cost(params: Params) -> dict[Party, tuple[int, int]]:
     """Without a checkpoint."""
     c, P, n, steps = ckks.context(params.ckks), params.ckks, len(params.holders), params.config.steps
-    base, low, top, whole = (c.packed(k) for k in (P.base, P.primes_at(START), P.top, len(c.primes)))
-    digits, keys = P.top, len(params.layout.rotations)
-    up_messages = 2 + 2 * digits + digits * keys + steps * 3 + 2
-    up = top + (3 + keys) * digits * whole + steps * (2 * base + n * (base + top) + 4 * low) + 2 * base
-    down_messages = 2 + 2 * digits + digits * keys + 1 + steps * 3 + 4
-    down = top + (3 + keys) * digits * whole + 4 * low + steps * (n * base + top + 4 * low) + 4 * base
-    return {params.aggregator: (n * down_messages, n * down)} | dict.fromkeys(params.holders, (up_messages, up))
+    base, low, top = (c.packed(k) for k in (P.base, P.primes_at(START), P.primes_at(LEVELS)))
+    who = (params.holders, params.aggregator, P)
+    parts = [dict.fromkeys(params.holders, (1 + 2 * steps, steps * (2 * base + 4 * low)))]
+    parts[0] |= {params.aggregator: (n * (2 + 2 * steps), n * (4 * low + steps * (top + 4 * low)))}
+    parts.append(collective_key.cost(collective_key.Params(*who)))
+    parts.append(collective_relin.cost(collective_relin.Params(*who)))
+    parts += [collective_rotation.cost(collective_rotation.Params(*who, steps=(s,))) for s in params.layout.rotations]
+    parts += [collective_refresh.cost(refresh(params)[0], audited=False)] * steps
+    parts += [threshold_decrypt.cost(opening(params, name)) for name in ("C", "W")]
+    return added(*parts)
 
 
 def refresh(params: Params) -> tuple[collective_refresh.Params, list[SlotMap]]:
@@ -179,13 +188,14 @@ def refresh(params: Params) -> tuple[collective_refresh.Params, list[SlotMap]]:
     maps = [params.layout.repacking(ratio, i) for i in range(n)]
     digests = tuple(m.digest for m in maps)
     top = P.primes_at(LEVELS)
-    return collective_refresh.Params(params.holders, params.aggregator, P, (P.scale,) * n, (top,) * n, digests), maps
+    who = (params.holders, params.aggregator, P)
+    return collective_refresh.Params(*who, (P.scale,) * n, (top,) * n, digests, audited=False), maps
 
 
 def opening(params: Params, what: str) -> threshold_decrypt.Params:
     P = params.ckks
     who = (params.holders, params.aggregator, P)
-    return threshold_decrypt.Params(*who, what, P.base, P.scale, params.noise_bits, params.holders, MARGIN)
+    return threshold_decrypt.Params(*who, what, P.base, P.scale, params.noise, WEAKER)
 
 
 def pack(c: ckks.Context, ct: ckks.Cipher, k: int) -> tuple[bytes, ...]:
@@ -230,7 +240,8 @@ class State:
 
     @classmethod
     def load(cls, params: Params, store: KeyStore) -> State:
-        step, found = store.get_state(ckks.context(params.ckks), params.tag)
+        step = store.steps(params.tag)[0]
+        found = store.get_state(ckks.context(params.ckks), params.tag, step)
         return cls(step, **{label: cts[0] for label, cts in found.items()})
 
 
@@ -240,7 +251,7 @@ def followed(params: Params, start: Start, first: Initial, store: KeyStore | Non
     low = P.primes_at(START)
     if start.step == 0:
         return State(0, unpack(params, first.C, low, "L1", S), unpack(params, first.W, low, "L1", S))
-    own = State.load(params, store) if store is not None and store.has_state(params.tag) else None
+    own = State.load(params, store) if store is not None and store.steps(params.tag) else None
     if own is not None and own.step == start.step - 1:  # this site missed the last update
         gC, gW = unpack(params, first.gC, low, "L1", S), unpack(params, first.gW, low, "L1", S)
         own = own.after(c, gC, gW)
@@ -272,9 +283,7 @@ async def holder(
         raise ProtocolAbort(NAME, "L0", "checkpoint", "asked to go on from a checkpoint that this site does not have")
     else:
         keys = await make_keys(ch, params, entropy, ckks.Secret.draw(P, entropy), store)
-    secret, low = keys.secret, P.primes_at(START)
-    assert secret is not None
-    ops, ledger = SealOps(P, keys.relin, keys.rotation), Ledger()
+    secret, low, ops = keys.share, P.primes_at(START), SealOps(P, keys.relin, keys.rotation)
     state = followed(params, start, await ch.recv(S, Initial), store).keep(params, store)  # L1
     shares, maps = refresh(params)
     mine = params.holders.index(ch.me)
@@ -283,7 +292,7 @@ async def holder(
         D = forward(ops, L, state.C, state.W, state.gW, state.gC, X[t])
         await ch.send(S, Packed(pack(c, D, P.base)))  # L2
         sub = ch.sub(f"{t}/refresh")
-        await collective_refresh.holder(sub, shares, secret, maps, ledger, entropy=entropy)
+        await collective_refresh.contribute(sub, shares, secret, maps, None, Book(), entropy=entropy)
         fresh = read(c, (await ch.recv(S, Repacked)).D, P.primes_at(LEVELS), NAME, "L3", S)  # L3
         D = c.cipher(np.stack([fresh, collective_refresh.common(sub, shares, mine)]), P.scale)
         ch.step(f"step {t + 1} of {params.config.steps}: backward pass", protocol=NAME, line="L4")
@@ -292,15 +301,13 @@ async def holder(
         total = await ch.recv(S, Total)  # L5
         gC, gW = unpack(params, total.C, low, "L5", S), unpack(params, total.W, low, "L5", S)
         state = state.after(c, gC, gW).keep(params, store)
+    keys.spend(2)
     opened = []
     for name, ct in (("C", state.C), ("W", state.W)):
-        ledger.admit(pack(c, ct, P.base)[1])
-        what = opening(params, f"the trained weights {name}")
-        found = await threshold_decrypt.holder(
-            ch.sub(f"open/{name}"), what, secret, ledger, entropy=entropy, consent=consent
-        )
-        assert found is not None
-        opened.append(found)
+        (c0, c1), _ = c.raw(c.drop(ct, P.base))
+        what, sub = opening(params, f"the trained weights {name}"), ch.sub(f"open/{name}")
+        first = c0 if mine == 0 else None
+        opened.append(await threshold_decrypt.holder(sub, what, secret, c1, first, entropy=entropy, consent=consent))
     return Done(params, keys, weights(params, *opened))
 
 
@@ -309,7 +316,7 @@ async def aggregator(ch: Channel, params: Params, store: KeyStore | None = None,
     c, P, L = ckks.context(params.ckks), params.ckks, params.layout
     low, w = P.primes_at(START), cellcnn.initial(params.config)
     held = {r.keys for r in (await ch.gather(params.holders, Ready)).values()}  # L0
-    if store is not None and store.name and held == {store.name} and store.has_state(params.tag):
+    if store is not None and store.name and held == {store.name} and store.steps(params.tag):
         state = State.load(params, store)
         await ch.scatter(params.holders, Start(state.step, resumed=True))  # L0
         keys = load_keys(params, store, site=False)

@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from cloister.crypto.ckks import scheme as ckks
+from cloister.crypto.ckks.chain import OPENINGS
 from cloister.crypto.entropy import Entropy
+from cloister.errors import ParameterError
 from cloister.net import wire
 from cloister.net.channel import Channel
 from cloister.protocols.cellcnn.key_store import KeyStore
@@ -33,9 +35,29 @@ class Keys:
     relin: Any
     rotation: Mapping[int, Any]
     secret: ckks.Secret | None = None  # sites only
+    store: KeyStore | None = None
+    openings: int = 0  # results opened with them so far
 
     def __repr__(self) -> str:
         return f"Keys({self.name.hex()[:8]})"
+
+    @property
+    def share(self) -> ckks.Secret:
+        """One party's share of the secret key."""
+        if self.secret is None:
+            raise ParameterError("this party holds no share of the key")
+        return self.secret
+
+    def spend(self, openings: int) -> None:
+        """Count openings before they happen: floods hide the noise of `OPENINGS` of them, and no more."""
+        if self.openings + openings > OPENINGS:
+            raise ParameterError(
+                f"{self.openings} results were opened with these keys, {openings} more would be beyond {OPENINGS};"
+                " train anew"
+            )
+        self.openings += openings
+        if self.store is not None:
+            self.store.put_openings(self.openings)
 
 
 async def make_keys(
@@ -78,7 +100,7 @@ async def make_keys(
         rotation[steps] = c.load_key(turned[steps])
     if store is not None:
         store.finish(name)
-    return Keys(name, public, relin, rotation, secret)
+    return Keys(name, public, relin, rotation, secret, store)
 
 
 def load_keys(params: Any, store: KeyStore, *, site: bool) -> Keys:
@@ -88,4 +110,4 @@ def load_keys(params: Any, store: KeyStore, *, site: bool) -> Keys:
     turned = {
         steps: c.load_key(store.get_switching(params.ckks, f"rotation-{steps}")) for steps in params.layout.rotations
     }
-    return Keys(store.name, public, relin, turned, secret)
+    return Keys(store.name, public, relin, turned, secret, store, store.openings)

@@ -3,6 +3,7 @@
 gradient   [Σ Z_i] → [Z]                        summed over samples and averaged
 update     [Z ⊙ W], [Z ⊙ V], [A] → [A'], [W'], [V']
 product    [W' ⊙ V'] → [M']
+sealed     the same after the last step, flooded: [M'] answers queries, and keeps nothing of the noise of its making
 opening    [A] → every weight several times
 """
 
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from cloister.protocols.cellcnn.encrypted_training import Params
 
 
+STAGES = ("gradient", "update", "product")  # of one step
+
+
 @dataclass(frozen=True)
 class Refresh:
     params: collective_refresh.Params
@@ -33,11 +37,12 @@ def refreshes(params: Params) -> dict[str, Refresh]:
         "gradient": ([P.scale] * G, [one] * G),
         "update": ([product] * (2 * G) + [P.scale] * L.archives, [P.base] * L.archives + [one] * (1 + G)),
         "product": ([product] * G, [P.top] * G),
+        "sealed": ([product] * G, [P.top] * G),
         "opening": ([P.scale] * L.archives, [P.base] * L.archives),
     }
     made = {}
     for name, (scales, outputs) in shapes.items():
-        maps = all_maps(L)[name]
+        maps = all_maps(L)["product" if name == "sealed" else name]
         made[name] = Refresh(
             collective_refresh.Params(
                 params.holders,
@@ -47,6 +52,7 @@ def refreshes(params: Params) -> dict[str, Refresh]:
                 tuple(outputs),
                 tuple(m.digest for m in maps),
                 params.value_bits,
+                ckks.flood_bits(P, L.factor_noise) if name == "sealed" else 0,
             ),
             maps,
         )
@@ -61,6 +67,5 @@ def opening(params: Params, part: int) -> threshold_decrypt.Params:
         f"the trained model (part {part + 1} of {params.layout.archives})",
         params.ckks.base,
         params.ckks.scale,
-        params.layout.noise_bits,
-        params.holders,
+        params.layout.noise,
     )

@@ -2,6 +2,7 @@
 
     L1  i → S   b_i = -a·s_i + e_i      s_i ternary, stays here; a public, expanded from the run id
     L2  S → i   b = Σ b_i               so that b + a·Σ s_i = Σ e_i is small
+        i       `collective_audit` of b: nobody uses a key that is not the sum of all shares
 
 Reveals
 -------
@@ -10,12 +11,13 @@ aggregator, holder : the public key (b, a). The secret Σ s_i exists nowhere; n 
 
 Assumes
 -------
-Semi-honest parties, who draw their secrets well. Ring-LWE at the parameters of `ckks.Parameters`. The run id mixes
-nonces of all parties, so nobody chooses a.
+The aggregator may lie; it is caught before the key is used (`collective_audit`). A holder that sends another share than
+b_i has the key that this share belongs to, or makes all that is encrypted unreadable. Ring-LWE at the parameters of
+`ckks.Parameters`. The run id mixes nonces of all parties, so nobody chooses a.
 
 Cost
 ----
-Per holder: 1 message up, 1 down, one polynomial over the data primes each.
+Per holder: 1 message up, 1 down, one polynomial over the data primes each, and one audit.
 
 References
 ----------
@@ -30,9 +32,11 @@ from dataclasses import dataclass
 from cloister.arrays import U64
 from cloister.crypto.ckks import scheme as ckks
 from cloister.crypto.entropy import Entropy
-from cloister.errors import ParameterError, ProtocolAbort, WireError
+from cloister.errors import ProtocolAbort, WireError
 from cloister.net.channel import Channel
 from cloister.net.wire import message
+from cloister.protocols.ckks import collective_audit
+from cloister.protocols.ckks.collective_audit import Book, check_holders
 from cloister.study import Party
 
 NAME = "collective_key"
@@ -47,12 +51,9 @@ class Params:  # public; hashed into the run id
     def __post_init__(self) -> None:
         check_holders(self.holders, self.aggregator)
 
-
-def check_holders(holders: tuple[Party, ...], aggregator: Party) -> None:
-    if len(holders) < 2 or len(set(holders)) != len(holders) or aggregator in holders:
-        raise ParameterError(
-            f"a collective key needs at least two holders, all different and none the aggregator; found {len(holders)}"
-        )
+    @property
+    def audit(self) -> collective_audit.Params:
+        return collective_audit.Params(self.holders, self.aggregator, self.ckks)
 
 
 @message("L1")
@@ -81,7 +82,13 @@ def roles(params: Params) -> dict[Party, object]:
 def cost(params: Params) -> dict[Party, tuple[int, int]]:
     one = ckks.context(params.ckks).packed(params.ckks.top)
     n = len(params.holders)
-    return {params.aggregator: (n, n * one)} | dict.fromkeys(params.holders, (1, one))
+    sent = {params.aggregator: (n, n * one)} | dict.fromkeys(params.holders, (1, one))
+    return added(sent, collective_audit.cost(params.audit, params.ckks.top))
+
+
+def added(*costs: Mapping[Party, tuple[int, int]]) -> dict[Party, tuple[int, int]]:
+    """Messages and payload of several parts together."""
+    return {p: (sum(c.get(p, (0, 0))[0] for c in costs), sum(c.get(p, (0, 0))[1] for c in costs)) for p in costs[0]}
 
 
 def read(c: ckks.Context, data: bytes, k: int, protocol: str, line: str, sender: Party) -> U64:
@@ -98,8 +105,13 @@ async def holder(ch: Channel, params: Params, secret: ckks.Secret, *, entropy: E
     a = ckks.common(params.ckks, ch.run_id, "public", k)
     b_i = c.ring.add_product(c.ring.error(entropy.prg(), k), a, secret.ntt, sign=-1)
     await ch.send(params.aggregator, KeyShare(c.pack(b_i)))  # L1
-    b = (await ch.recv(params.aggregator, Key)).b  # L2
-    return ckks.PublicKey(read(c, b, k, NAME, "L2", params.aggregator), a)
+    told = (await ch.recv(params.aggregator, Key)).b  # L2
+    b, book = read(c, told, k, NAME, "L2", params.aggregator), Book()
+    book.sent(b_i)
+    book.heard(told)
+    book.total(b)
+    await collective_audit.holder(ch.sub("audit"), params.audit, book, entropy=entropy)
+    return ckks.PublicKey(b, a)
 
 
 async def aggregator(ch: Channel, params: Params) -> ckks.PublicKey:

@@ -5,8 +5,10 @@ public, u_i ternary and fresh, all e fresh and small:
 
     L1  i → S   h_i = -u_i·a_d + w_d·s_i + e,   g_i = s_i·a_d + e'
     L2  S → i   h = Σ h_i,   g = Σ g_i
+        i       `collective_audit` of all h and g: h of another making would have s_i answer for it at L3
     L3  i → S   f_i = s_i·h + (u_i - s_i)·g + e''
     L4  S → i   f = Σ f_i               the key is (f, g): f + g·s ≈ w_d·s², s = Σ s_i
+        i       `collective_audit` of all f
 
 Reveals
 -------
@@ -18,7 +20,7 @@ As `collective_key`; and that an encryption of w_d·s² under s itself is safe (
 
 Cost
 ----
-Per holder and data prime: 2 messages up, 2 down; three polynomials over all primes up, three down.
+Per holder and data prime: 2 messages up, 2 down; three polynomials over all primes up, three down. Two audits.
 
 References
 ----------
@@ -37,7 +39,9 @@ from cloister.crypto.ckks import scheme as ckks
 from cloister.crypto.entropy import Entropy
 from cloister.net.channel import Channel
 from cloister.net.wire import message
-from cloister.protocols.ckks.collective_key import check_holders, read
+from cloister.protocols.ckks import collective_audit
+from cloister.protocols.ckks.collective_audit import Book, check_holders
+from cloister.protocols.ckks.collective_key import added, read
 from cloister.study import Party
 
 NAME = "collective_relin"
@@ -51,6 +55,10 @@ class Params:  # public
 
     def __post_init__(self) -> None:
         check_holders(self.holders, self.aggregator)
+
+    @property
+    def audit(self) -> collective_audit.Params:
+        return collective_audit.Params(self.holders, self.aggregator, self.ckks)
 
 
 @message("L1")
@@ -92,12 +100,14 @@ def cost(params: Params) -> dict[Party, tuple[int, int]]:
     c = ckks.context(params.ckks)
     digits, one, n = params.ckks.top, c.packed(len(c.primes)), len(params.holders)
     each = (2 * digits, 3 * digits * one)
-    return {params.aggregator: (n * each[0], n * each[1])} | dict.fromkeys(params.holders, each)
+    sent = {params.aggregator: (n * each[0], n * each[1])} | dict.fromkeys(params.holders, each)
+    audit = collective_audit.cost(params.audit, len(c.primes))
+    return added(sent, audit, audit)
 
 
 async def holder(ch: Channel, params: Params, secret: ckks.Secret, *, entropy: Entropy) -> ckks.SwitchingKey:
     c, S = ckks.context(params.ckks), params.aggregator
-    r, K, s, prg = c.ring, len(c.primes), secret.ntt, entropy.prg()
+    r, K, s, prg, book = c.ring, len(c.primes), secret.ntt, entropy.prg(), Book()
     u = r.forward(r.of_small(prg.ternary(params.ckks.degree), K))
     for d in range(params.ckks.top):
         a = ckks.common(params.ckks, ch.run_id, f"relin/{d}", K)
@@ -105,18 +115,28 @@ async def holder(ch: Channel, params: Params, secret: ckks.Secret, *, entropy: E
         r.add_multiple(h, s, c.primes[-1], d)
         g = r.add_product(r.error(prg, K), s, a)
         await ch.send(S, First(c.pack(h), c.pack(g)))  # L1
-    difference = r.subtract(u, s)
-    gs, fs = [], []
+        book.sent(h, g)
+    sums = []
     for _ in range(params.ckks.top):
         firsts = await ch.recv(S, Firsts)  # L2
-        h, g = (read(c, x, K, NAME, "L2", S) for x in (firsts.h, firsts.g))
+        sums.append([read(c, x, K, NAME, "L2", S) for x in (firsts.h, firsts.g)])
+        book.heard(firsts.h, firsts.g)
+        book.total(*sums[-1])
+    await collective_audit.holder(ch.sub("firsts"), params.audit, book, entropy=entropy)
+    difference = r.subtract(u, s)
+    for h, g in sums:
         f = r.add_product(r.add(r.error(prg, K), r.error(prg, K)), s, h)
         r.add_product(f, difference, g)
         await ch.send(S, Second(c.pack(f)))  # L3
-        gs.append(g)
+        book.sent(f)
+    fs = []
     for _ in range(params.ckks.top):
-        fs.append(read(c, (await ch.recv(S, Seconds)).f, K, NAME, "L4", S))  # L4
-    return ckks.SwitchingKey(np.stack(fs), np.stack(gs))
+        told = (await ch.recv(S, Seconds)).f  # L4
+        fs.append(read(c, told, K, NAME, "L4", S))
+        book.heard(told)
+        book.total(fs[-1])
+    await collective_audit.holder(ch.sub("seconds"), params.audit, book, entropy=entropy)
+    return ckks.SwitchingKey(np.stack(fs), np.stack([g for _, g in sums]))
 
 
 async def aggregator(ch: Channel, params: Params) -> ckks.SwitchingKey:

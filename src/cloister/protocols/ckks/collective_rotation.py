@@ -5,6 +5,7 @@ For every rotation by r slots (the automorphism φ: X → X^(3^r)) and every dat
 
     L1  i → S   b_i = -a_{r,d}·s_i + w_d·φ(s_i) + e_i
     L2  S → i   b = Σ b_i               the key is (b, a_{r,d})
+        i       `collective_audit` of all b of a rotation
 
 Keys are large: tens of megabytes each.
 
@@ -18,7 +19,7 @@ As `collective_relin`. Every key has its own a: two keys under one a would diffe
 
 Cost
 ----
-Per holder, rotation and data prime: 1 message up, 1 down, one polynomial over all primes each.
+Per holder, rotation and data prime: 1 message up, 1 down, one polynomial over all primes each. One audit per rotation.
 
 References
 ----------
@@ -37,7 +38,9 @@ from cloister.crypto.ckks import scheme as ckks
 from cloister.crypto.entropy import Entropy
 from cloister.net.channel import Channel
 from cloister.net.wire import message
-from cloister.protocols.ckks.collective_key import check_holders, read
+from cloister.protocols.ckks import collective_audit
+from cloister.protocols.ckks.collective_audit import Book, check_holders
+from cloister.protocols.ckks.collective_key import added, read
 from cloister.study import Party
 
 NAME = "collective_rotation"
@@ -52,6 +55,10 @@ class Params:  # public
 
     def __post_init__(self) -> None:
         check_holders(self.holders, self.aggregator)
+
+    @property
+    def audit(self) -> collective_audit.Params:
+        return collective_audit.Params(self.holders, self.aggregator, self.ckks)
 
 
 @message("L1")
@@ -78,7 +85,8 @@ def cost(params: Params) -> dict[Party, tuple[int, int]]:
     c = ckks.context(params.ckks)
     digits, one, n = params.ckks.top, c.packed(len(c.primes)), len(params.holders)
     each = digits * len(params.steps)
-    return {params.aggregator: (n * each, n * each * one)} | dict.fromkeys(params.holders, (each, each * one))
+    sent = {params.aggregator: (n * each, n * each * one)} | dict.fromkeys(params.holders, (each, each * one))
+    return added(sent, *[collective_audit.cost(params.audit, len(c.primes))] * len(params.steps))
 
 
 def label(steps: int, d: int) -> str:
@@ -91,14 +99,20 @@ async def holder(ch: Channel, params: Params, secret: ckks.Secret, *, entropy: E
     keys = {}
     for steps in params.steps:
         turned = r.forward(r.of_small(r.rotate_coefficients(secret.coefficients, c.galois(steps)), K))
-        commons = []
+        commons, bs, book = [], [], Book()
         for d in range(params.ckks.top):
             a = ckks.common(params.ckks, ch.run_id, label(steps, d), K)
             b = r.add_product(r.error(prg, K), a, secret.ntt, sign=-1)
             r.add_multiple(b, turned, c.primes[-1], d)
             await ch.send(S, RotationShare(c.pack(b)))  # L1
+            book.sent(b)
             commons.append(a)
-        bs = [read(c, (await ch.recv(S, Rotation)).b, K, NAME, "L2", S) for _ in commons]  # L2
+        for _ in commons:
+            told = (await ch.recv(S, Rotation)).b  # L2
+            bs.append(read(c, told, K, NAME, "L2", S))
+            book.heard(told)
+            book.total(bs[-1])
+        await collective_audit.holder(ch.sub(f"audit/{steps}"), params.audit, book, entropy=entropy)
         keys[steps] = ckks.SwitchingKey(np.stack(bs), np.stack(commons), c.galois(steps))
     return keys
 

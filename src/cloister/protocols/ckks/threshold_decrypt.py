@@ -1,24 +1,24 @@
-"""Threshold decryption: all holders together open one ciphertext of the agreed circuit.
+"""Threshold decryption: all holders together open one ciphertext that each of them knows to be the circuit's.
 
-    L1  S → i   c1
-    L2  i → S   h_i = c1·s_i + ε_i      ε_i uniform in ±2^flood, flood ≥ 40 bits above the noise of the ciphertext
-    L3  S → v   m = c0 + Σ h_i          for every party v that may read it
+    L1  i → S   h_i = c1·s_i + ε_i      ε_i as wide as hides the noise of the ciphertext to 2^-40 (`chain.flood_bits`)
+    L2  S → i   m = c0 + Σ h_i
+        i       `collective_audit`: Σ h_i = m - c0, and everyone was told the same m
+
+The holders bring c1 themselves: the aggregator has no say in what is opened. The auditor, their first, brings c0, too.
 
 Reveals
 -------
-everyone in `to` : the slots, to the precision that the flooding leaves. The noise of the ciphertext, which depends on
-    all secrets, stays hidden behind every single holder's ε_i.
-aggregator : the same.
-holder : nothing, unless it is in `to`.
+aggregator, holder : the slots, to the precision that the flooding leaves. The noise of the ciphertext, which depends on
+    all secrets, stays hidden behind every single holder's ε_i, over 64 openings under one key.
 
 Assumes
 -------
-Semi-honest aggregator; a holder refuses ciphertexts that it did not admit to its ledger as the circuit's own, answers
-once for each, and refuses altogether without its own consent.
+Any one party may lie. An aggregator that tells something else than m is caught at the audit. A holder that lies shifts
+what is opened by what it likes; it learns no more by it. A holder refuses altogether without its own consent.
 
 Cost
 ----
-Per holder: one message up, one polynomial; one down, and one more if it may read.
+Per holder: one message up, one down, one polynomial each; one audit.
 
 References
 ----------
@@ -33,13 +33,14 @@ from dataclasses import dataclass
 
 from cloister.arrays import F64
 from cloister.crypto.ckks import scheme as ckks
-from cloister.crypto.ckks.scheme import FLOOD_BITS
 from cloister.crypto.entropy import Entropy
+from cloister.crypto.lattice.ring import Residues
 from cloister.errors import ParameterError, RefusedError
 from cloister.net.channel import Channel
 from cloister.net.wire import message
-from cloister.protocols.ckks.collective_key import check_holders, read
-from cloister.protocols.ckks.collective_refresh import Ledger
+from cloister.protocols.ckks import collective_audit
+from cloister.protocols.ckks.collective_audit import Book, check_holders
+from cloister.protocols.ckks.collective_key import added, read
 from cloister.study import Party
 
 NAME = "threshold_decrypt"
@@ -53,9 +54,8 @@ class Params:  # public
     what: str  # in words, for the receipt
     primes: int  # of the ciphertext
     scale: float
-    noise_bits: int  # |noise| < 2^noise_bits, by the circuit
-    to: tuple[Party, ...]  # holders who may read; the aggregator reads in any case
-    margin: int = FLOOD_BITS  # bits of flooding above the noise; less only where `published` says so
+    noise: float  # standard deviation per coefficient, by the circuit
+    weaker: int = 0  # bits of flooding that are missing; more than 0 only where `published` says so
 
     def __post_init__(self) -> None:
         check_holders(self.holders, self.aggregator)
@@ -63,7 +63,11 @@ class Params:  # public
 
     @property
     def flood_bits(self) -> int:
-        return self.noise_bits + self.margin
+        return ckks.flood_bits(self.ckks, self.noise) - self.weaker
+
+    @property
+    def audit(self) -> collective_audit.Params:
+        return collective_audit.Params(self.holders, self.aggregator, self.ckks)
 
 
 def check_flood(params: ckks.Parameters, primes: int, scale: float, flood_bits: int) -> None:
@@ -77,24 +81,18 @@ def check_flood(params: ckks.Parameters, primes: int, scale: float, flood_bits: 
 
 
 @message("L1")
-class Request:  # S → i
-    c1: bytes
-
-
-@message("L2")
 class Share:  # i → S
     h: bytes
 
 
-@message("L3")
-class Opened:  # S → v
+@message("L2")
+class Opened:  # S → i
     m: bytes
 
 
-def ideal(params: Params, inputs: Mapping[Party, tuple[F64, ...]]) -> dict[Party, F64 | None]:
-    """The slots, to those who may read; the test's aggregator inputs start with the plain slots."""
-    plain = inputs[params.aggregator][0]
-    return {params.aggregator: plain} | {i: plain if i in params.to else None for i in params.holders}
+def ideal(params: Params, inputs: Mapping[Party, tuple[F64, ...]]) -> dict[Party, F64]:
+    """The slots; the test's aggregator inputs start with the plain slots."""
+    return dict.fromkeys((params.aggregator, *params.holders), inputs[params.aggregator][0])
 
 
 def roles(params: Params) -> dict[Party, object]:
@@ -103,38 +101,41 @@ def roles(params: Params) -> dict[Party, object]:
 
 def cost(params: Params) -> dict[Party, tuple[int, int]]:
     one, n = ckks.context(params.ckks).packed(params.primes), len(params.holders)
-    down = (n + len(params.to), (n + len(params.to)) * one)
-    return {params.aggregator: down} | dict.fromkeys(params.holders, (1, one))
+    sent = {params.aggregator: (n, n * one)} | dict.fromkeys(params.holders, (1, one))
+    return added(sent, collective_audit.cost(params.audit, params.primes))
 
 
-def share(params: Params, secret: ckks.Secret, c1: bytes, entropy: Entropy) -> bytes:
-    """L2: c1·s_i and a flood."""
-    c = ckks.context(params.ckks)
-    h = c.ring.flood(entropy.prg(), params.flood_bits, params.primes)
-    return c.pack(c.ring.add_product(h, read(c, c1, params.primes, NAME, "L1", params.aggregator), secret.ntt))
+def share(params: Params, secret: ckks.Secret, c1: Residues, entropy: Entropy) -> Residues:
+    """L1: c1·s_i and a flood."""
+    r = ckks.context(params.ckks).ring
+    return r.add_product(r.flood(entropy.prg(), params.flood_bits, params.primes), c1, secret.ntt)
 
 
 async def holder(
     ch: Channel,
     params: Params,
     secret: ckks.Secret,
-    ledger: Ledger,
+    c1: Residues,
+    c0: Residues | None = None,
     *,
     entropy: Entropy,
     consent: frozenset[str],
     needed: str = "open-model",
-) -> F64 | None:
+) -> F64:
+    """Open a ciphertext whose second polynomial is c1; the auditor brings the first one, too."""
     if needed not in consent:
         raise RefusedError(f"this site did not consent to opening {params.what}; nothing was decrypted")
-    c = ckks.context(params.ckks)
-    request = await ch.recv(params.aggregator, Request)  # L1
-    ledger.check_known(request.c1, NAME, "L1")
-    ledger.spend(request.c1, NAME, "L1")
-    await ch.send(params.aggregator, Share(share(params, secret, request.c1, entropy)))  # L2
-    if ch.me not in params.to:
-        return None
-    opened = await ch.recv(params.aggregator, Opened)  # L3
-    return c.decode(read(c, opened.m, params.primes, NAME, "L3", params.aggregator), params.scale)
+    c, S, book = ckks.context(params.ckks), params.aggregator, Book()
+    h = share(params, secret, c1, entropy)
+    await ch.send(S, Share(c.pack(h)))  # L1
+    told = (await ch.recv(S, Opened)).m  # L2
+    m = read(c, told, params.primes, NAME, "L2", S)
+    book.sent(h)
+    book.heard(told)
+    if c0 is not None:
+        book.total(c.ring.subtract(m.copy(), c0))
+    await collective_audit.holder(ch.sub("audit"), params.audit, book, entropy=entropy)
+    return c.decode(m, params.scale)
 
 
 async def aggregator(ch: Channel, params: Params, ct: ckks.Cipher) -> F64:
@@ -142,10 +143,9 @@ async def aggregator(ch: Channel, params: Params, ct: ckks.Cipher) -> F64:
     raw, scale = c.raw(c.drop(ct, params.primes))
     if abs(scale / params.scale - 1) > 1e-9:
         raise ParameterError(f"decryption refused: a ciphertext at scale {scale:g}, agreed was {params.scale:g}")
-    await ch.scatter(params.holders, Request(c.pack(raw[1])))  # L1
     m = raw[0]
-    for i, got in (await ch.gather(params.holders, Share)).items():  # L2
-        c.ring.add(m, read(c, got.h, params.primes, NAME, "L2", i))
-    m = ch.reveal(m, to=(ch.me, *params.to), line="L3", what=params.what, protocol=NAME)
-    await ch.scatter(params.to, Opened(c.pack(m)))  # L3
+    for i, got in (await ch.gather(params.holders, Share)).items():  # L1
+        c.ring.add(m, read(c, got.h, params.primes, NAME, "L1", i))
+    m = ch.reveal(m, to=(ch.me, *params.holders), line="L2", what=params.what, protocol=NAME)
+    await ch.scatter(params.holders, Opened(c.pack(m)))  # L2
     return c.decode(m, params.scale)

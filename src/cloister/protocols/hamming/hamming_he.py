@@ -16,7 +16,9 @@ who carries the frames : nothing.
 
 Assumes
 -------
-Semi-honest sites; BFV at 128-bit security; results hidden by 40 bits of flooding (`packed_product`).
+Semi-honest sites; BFV at 128-bit security; results hidden by 40 bits of flooding (`bfv_matmul`). Lies that are not
+noticed: (b), (c), (f) of both sites, which change shares; a ciphertext that is none of a code may tell the one who made
+it more than a distance.
 
 Cost
 ----

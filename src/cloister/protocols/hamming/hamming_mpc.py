@@ -18,7 +18,8 @@ computing party : nothing else; two of them together learn all codes. With two s
 
 Assumes
 -------
-Semi-honest parties; no two of the three computing parties collude; `replicated`'s links.
+Semi-honest parties; no two of the three computing parties collude; `replicated`'s links. Lies that are not noticed:
+(a), (b), (c), (f) of the site and (a), (b), (c), (f) of the server, where they compute: other distances.
 
 Cost
 ----
@@ -97,7 +98,7 @@ def cost(params: Params) -> dict[Party, tuple[int, int]]:
     members = (*params.sites, params.server)
     cuts = list(blocks(params))
     cross = sum((r.stop - r.start) * (c.stop - c.start) for r, c in cuts)
-    found: dict[Party, tuple[int, int]] = {}
+    sent: dict[Party, tuple[int, int]] = {}
     for u in members:
         n = params.sizes[params.sites.index(u)] if u in params.sites else 0
         if u in three:
@@ -109,8 +110,8 @@ def cost(params: Params) -> dict[Party, tuple[int, int]]:
         else:  # its key, its seeds, and its codes to two of the three
             messages = 3 + 3 + 2 * (n > 0)
             size = 96 * 3 + 128 + 2 * w * n * params.bits
-        found[u] = (messages + (u in params.sites), size + w * n * n)
-    return found
+        sent[u] = (messages + (u in params.sites), size + w * n * n)
+    return sent
 
 
 # ---- local steps -----------------------------------------------------------------------------------------------------

@@ -65,21 +65,21 @@ def pairs(sites: tuple[Party, ...]) -> list[tuple[Party, Party]]:
 
 def cost(params: Params) -> dict[Party, tuple[int, int]]:
     """Messages and payload bytes that each site sends, to all others together."""
-    found = dict.fromkeys(params.sites, (0, 0))
+    total = dict.fromkeys(params.sites, (0, 0))
     for u, v in pairs(params.sites):
         sizes = (params.size(u), params.size(v))
         if params.engine == "ot":
             sent = hamming_ot.cost(hamming_ot.Params(u, v, *sizes, params.bits))
         else:
             sent = hamming_he.cost(hamming_he.Params(u, v, *sizes, params.bits))
-        found |= {p: (found[p][0] + n, found[p][1] + size) for p, (n, size) in sent.items()}
-    return found
+        total |= {p: (total[p][0] + n, total[p][1] + size) for p, (n, size) in sent.items()}
+    return total
 
 
 async def pair_shares(ch: Channel, params: Params, packed: U8, *, entropy: Entropy) -> dict[Party, Words]:
     """D1: per other site, this one's summand (n_me, n_v) of the distances modulo 2^κ."""
     ring = ring_of(params.bits)
-    found: dict[Party, Words] = {}
+    shares: dict[Party, Words] = {}
     for u, v in pairs(params.sites):  # the same order everywhere, so nobody waits in a circle
         if ch.me not in (u, v):
             continue
@@ -87,10 +87,10 @@ async def pair_shares(ch: Channel, params: Params, packed: U8, *, entropy: Entro
         sizes = (params.size(u), params.size(v))
         if params.engine == "ot":
             ot = hamming_ot.Params(u, v, *sizes, params.bits)
-            found[peer] = await hamming_ot.share(inner, ot, packed, entropy=entropy)
+            shares[peer] = await hamming_ot.share(inner, ot, packed, entropy=entropy)
         else:
             he = hamming_he.Params(u, v, *sizes, params.bits)
-            found[peer] = await hamming_he.share(inner, he, packed, entropy=entropy)
-        if found[peer].shape != (params.size(ch.me), params.size(peer)) or found[peer].dtype != ring.dtype:
+            shares[peer] = await hamming_he.share(inner, he, packed, entropy=entropy)
+        if shares[peer].shape != (params.size(ch.me), params.size(peer)) or shares[peer].dtype != ring.dtype:
             raise ParameterError("an engine returned shares of another shape than was agreed on")
-    return found
+    return shares

@@ -136,9 +136,9 @@ async def server(ch: Channel, params: Params, *, entropy: Entropy, identity: Ide
                 sums[cuts[v], cuts[u]] += words.T
         own = (await ch.recv(u, OwnDistances, data=(params.size(u) ** 2 * ring.size,))).data
         H[cuts[u], cuts[u]] = own_distances(ring, own, params.size(u), params.bits, "H3", NAME)
-    found = ch.reveal(_decoded(ring, sums), to=ch.me, line="H4", what=f"distances of {n} points", protocol=NAME)
+    distances = ch.reveal(_decoded(ring, sums), to=ch.me, line="H4", what=f"distances of {n} points", protocol=NAME)
     for u, v in pair_distances.pairs(params.sites):
-        block = found[cuts[u], cuts[v]]
+        block = distances[cuts[u], cuts[v]]
         if (block < 0).any() or (block > params.bits).any():
             raise ProtocolAbort(NAME, "H4", "malformed", f"the shares of '{u}' and '{v}' give no distances")
         H[cuts[u], cuts[v]] = block

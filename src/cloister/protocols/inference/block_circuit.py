@@ -26,7 +26,7 @@ from cloister.crypto.owner_ckks import scheme as block
 from cloister.crypto.owner_ckks.scheme import Cts, Evaluator, Opening, Parameters, fits
 from cloister.crypto.owner_ckks.shelf import Pool
 from cloister.errors import ParameterError
-from cloister.models.polynomial import START, TAP_BOUND, Encoder, Shape
+from cloister.models.polynomial import START, Encoder, Shape
 from cloister.protocols.inference.block_values import Recipes, Refresh, Values, token
 
 TAP_BITS = 46  # the scale of what is read, above Δ
@@ -43,6 +43,7 @@ class Tap:
     primes: int
     scale: float
     flood_bits: int
+    bound: float  # of a feature, from the calibration
 
 
 def quadratics(degree: int) -> list[tuple[float, float]]:
@@ -307,15 +308,16 @@ class Plan:
 
 def tap_of(shape: Shape, params: Parameters, number: int) -> Tap:
     scale = math.ldexp(params.scale * params.weight_scale, TAP_BITS)
-    noise = math.log2(6 * 3.2 * TAP_BOUND * params.weight_scale * math.sqrt(shape.width))
+    bound = shape.tap_bound(number)
+    noise = math.log2(6 * 3.2 * bound * params.weight_scale * math.sqrt(shape.width))
     flood = math.floor(math.log2(scale)) - TAP_PRECISION - params.degree.bit_length() // 2
     if flood < noise + block.FLOOD_BITS:
         raise ParameterError("a tap cannot be flooded by 40 bits at this scale; use a smaller width or weight scale")
-    need = math.ceil(math.log2(scale * TAP_BOUND)) + 1
+    need = math.ceil(math.log2(scale * bound)) + 2  # what lies beyond the bound shows, up to four times
     primes = block.primes_for(params, need)
     if not primes:
         raise ParameterError("a tap does not fit into the modulus; use more primes")
-    return Tap(shape.taps[number], primes, scale, flood)
+    return Tap(shape.taps[number], primes, scale, flood, bound)
 
 
 @functools.lru_cache(maxsize=32)

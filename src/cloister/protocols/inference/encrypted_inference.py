@@ -17,19 +17,26 @@ Reveals
 owner : per sample and tap r numbers (the class token through a fixed projection of rank r < d), good to about 2^-10;
     the shape of the model and the intervals of its values (`Shape`). Nothing of any other activation. With enough
     samples, an owner can fit a model of its own to these features, as with any service that answers: the budget bounds
-    how many it gets. An owner that encrypts at L2 or L4 something else than it should, of whatever size, steers later
-    values, and still opens uniform numbers and taps: it counts against the same budget.
-provider : how many batches each owner brings (rounded up to whole batches of N/2 samples), and that it stopped at a tap
-    (L5, code `range`), if it did. Not the samples. Owners learn nothing of each other but that; an owner and the
-    provider together hold that owner's data and the model.
+    how many it gets.
+lying owner : more. What it encrypts at L2 or L4 instead of what it should, it finds again at the next tap, times
+    weights of its choice: a few batches read a layer (`test_inference_attacks`). It counts against the same budget,
+    which a provider sets with that in mind.
+provider : how many batches each owner brings (rounded up to whole batches of N/2 samples), and that it stopped after
+    the last tap (L5, code `range`), if a feature of any of its samples left its bound. Not the samples. Owners learn
+    nothing of each other but that; an owner and the provider together hold that owner's data and the model.
 
 Assumes
 -------
-Semi-honest parties; ring learning with errors at 128 bits. Masks hide perfectly at L3; of a batch, a coefficient goes
+An owner's samples stay hidden from a provider that lies, which can give wrong features and learns whether an owner
+stopped. The model is kept from owners that follow the protocol: (b) of the owner, at L2 or L4, is not noticed. Nothing
+ties its answers to what it was sent; they carry rounding and fresh noise of 2^-20, and a lie of 2^-8 in one coefficient
+shows at a tap already, so that noise by which a difference is scaled up into the tap would drown honest answers
+before it hid lies. Ring learning with errors at 128 bits. Masks hide perfectly at L3; of a batch, a coefficient goes
 round and spoils the result once in 2^16 batches or less (`Opening.hiding`). Statistical hiding of 2^-40 per coefficient
 of the last stretch's noise at L5. What earlier refreshes rounded off is part of the value that is read; the flooding at
 L5 is wider than it, but not by 40 bits.
-Masks hide from the owner, too, that values left their intervals: it notices at the next tap (L5: code `range`).
+Masks hide from the owner, too, that values left their intervals: it notices at the taps, whose bounds come from the
+calibration (L5: code `range`).
 
 Cost
 ----
@@ -63,7 +70,7 @@ from cloister.crypto.owner_ckks import scheme as block
 from cloister.crypto.owner_ckks.scheme import Evaluator, Opening, OwnerKey, Parameters
 from cloister.crypto.owner_ckks.shelf import Pool, Shelf
 from cloister.errors import CloisterError, DataError, ParameterError, ProtocolAbort
-from cloister.models.polynomial import TAP_BOUND, Encoder, Shape, check_inputs, hidden, taps_of
+from cloister.models.polynomial import Encoder, Shape, check_inputs, hidden, taps_of
 from cloister.net.channel import Channel
 from cloister.net.wire import message
 from cloister.protocols.inference.block_circuit import Circuit, Tap, plan, tap_of
@@ -220,6 +227,7 @@ class OwnerSide:
 
     def __init__(self, ch: Channel, params: Params, key: OwnerKey, entropy: Entropy) -> None:
         self.ch, self.params, self.key, self.entropy = ch, params, key, entropy
+        self.beyond = False  # whether a feature left its bound
 
     async def send_inputs(self, x: F64) -> None:
         """Encrypt x (n, T - 1, inputs), n samples that fill the slots."""
@@ -241,10 +249,7 @@ class OwnerSide:
         P, N, s = self.params.provider, self.params.crypto.degree, self.params.shape
         c = await self.ch.recv(P, Features, c=(s.rank, 2, tap.primes, N))  # L5
         found = self.key.read(read(self.params.crypto, c.c, "L5", P), tap.scale, count).T
-        if not float(np.abs(found).max()) <= TAP_BOUND:
-            raise ProtocolAbort(
-                NAME, "L5", "range", f"features beyond ±{TAP_BOUND:g}; the samples are unlike the model's own"
-            )
+        self.beyond = self.beyond or not float(np.abs(found).max()) <= tap.bound
         what = f"{s.rank} features of block {tap.block} for {count} samples"
         return self.ch.reveal(found, to=self.ch.me, line="L5", what=what, protocol=NAME)
 
@@ -268,6 +273,8 @@ async def owner(ch: Channel, params: Params, inputs: F64, *, entropy: Entropy) -
             if n + 1 in read_after:
                 taps.append(await side.read_tap(read_after[n + 1], len(x)))
         found.append(np.stack(taps, axis=1))
+    if side.beyond:  # only now: where it happened is nobody else's business
+        raise ProtocolAbort(NAME, "L5", "range", "features beyond their bounds; samples are unlike the model's own")
     return np.concatenate(found)
 
 

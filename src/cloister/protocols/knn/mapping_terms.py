@@ -190,8 +190,8 @@ def terms(params: Params, said: Announced, bound: float) -> Terms:
     if set(said.widths) != set(params.owners) or set(said.rows) != set(params.owners):
         raise ProtocolAbort(NAME, "T2", "roster", "the coordinator names other owners than the study")
     if len(set(said.widths.values())) > 1:
-        found = ", ".join(f"{p} {w}" for p, w in sorted(said.widths.items()))
-        raise DataError(f"embeddings have different widths ({found}); all sites must use the same one: pass use_rep=")
+        widths = ", ".join(f"{p} {w}" for p, w in sorted(said.widths.items()))
+        raise DataError(f"embeddings have different widths ({widths}); all sites must use the same one: pass use_rep=")
     labels = params.labels or said.names
     if not labels:
         raise DataError("no site has a label to offer; name the column with label_key=")
@@ -263,8 +263,8 @@ async def _to_all(trio: Verified, params: Params, x: Xored | None, rows: int, li
 
 def check_told(said: Announced, me: Party, mine: Holding) -> None:
     """T2: the coordinator repeats what this owner announced."""
-    told = (said.widths.get(me), said.rows.get(me), set(mine.names) <= set(said.names))
-    if told != (mine.width, mine.rounded, True):
+    repeated = (said.widths.get(me), said.rows.get(me), set(mine.names) <= set(said.names))
+    if repeated != (mine.width, mine.rounded, True):
         raise ProtocolAbort(NAME, "T2", "mismatch", "the coordinator repeats another announcement than was sent")
 
 

@@ -6,7 +6,7 @@
     P4   i → S              votes per label over the ones that are
     P5   S → querier        the label with most votes, of equal ones the earlier; its votes
 
-Rows are scaled and rounded as in `private_knn`, so that all modes decide on the same numbers. Equally distant
+Rows are scaled and rounded as in `nearest_labels`, so that all modes decide on the same numbers. Equally distant
 references of one site count in the order of their labels, those of different sites in the order of the sites.
 
 Reveals
@@ -18,7 +18,8 @@ querier : a label and its votes per cell.
 
 Assumes
 -------
-Everybody trusts everybody with embeddings. Authenticated links.
+Everybody trusts everybody with embeddings. Authenticated links. Lies that are not noticed: (a), (b), (c), (f) of the
+querier, (a), (b), (c), (f) of the holder and (a), (b), (c), (f) of the coordinator.
 
 Cost
 ----
@@ -41,8 +42,8 @@ from cloister.arrays import I64, U8
 from cloister.errors import ParameterError
 from cloister.net.channel import Channel
 from cloister.net.wire import message
-from cloister.protocols.knn import private_knn
-from cloister.protocols.knn.private_knn import UNKNOWN, Mapped, encode
+from cloister.protocols.knn import nearest_labels
+from cloister.protocols.knn.nearest_labels import UNKNOWN, Mapped, encode
 from cloister.study import Party
 
 NAME = "plain_knn"
@@ -51,7 +52,7 @@ FAR = np.int64(1 << 62)  # pads a site's list where it has fewer than k referenc
 
 @dataclass(frozen=True, slots=True)
 class Params:  # public; hashed into the run id, so a mismatch aborts
-    core: private_knn.Params
+    core: nearest_labels.Params
     coordinator: Party  # S
 
     def __post_init__(self) -> None:
@@ -88,7 +89,7 @@ class Result:  # S → querier
 
 def ideal(params: Params, inputs: Mapping[Party, object]) -> dict[Party, Mapped | None]:
     """What a trusted party would hand to each party, up to ties in distance between sites."""
-    return private_knn.ideal(params.core, inputs)
+    return nearest_labels.ideal(params.core, inputs)
 
 
 def roles(params: Params) -> dict[Party, object]:
@@ -144,7 +145,7 @@ def choose(lists: list[I64], k: int) -> list[U8]:
 
 async def querier(ch: Channel, params: Params, x: npt.NDArray[np.floating]) -> Mapped:
     core = params.core
-    q = private_knn.pad(encode(core, x), core.queries)
+    q = nearest_labels.pad(encode(core, x), core.queries)
     await ch.send(params.coordinator, Queries(q))  # P1
     got = await ch.recv(params.coordinator, Result, labels=(core.queries,), votes=(core.queries,))  # P5
     labels, votes = got.labels[: len(x)], got.votes[: len(x)]
@@ -155,7 +156,7 @@ async def holder(ch: Channel, params: Params, x: npt.NDArray[np.floating], label
     core = params.core
     m, k = core.queries, core.k
     r, y = encode(core, x), np.asarray(labels, np.int64)
-    private_knn.weights(core, r, y, core.rows[core.sites.index(ch.me)])  # checks the labels
+    nearest_labels.weights(core, r, y, core.rows[core.sites.index(ch.me)])  # checks the labels
     q = (await ch.recv(params.coordinator, Queries, q=(m, core.dims))).q  # P1
     d2, rows = nearest(q, r, y, k)
     to = params.coordinator

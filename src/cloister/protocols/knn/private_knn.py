@@ -28,8 +28,10 @@ any two computing parties together : everything. A site that only gives inputs a
 
 Assumes
 -------
-Semi-honest parties, no two of the three computing ones collude. Bounds are checked by every owner before it shares.
-A querier that may ask about cells of its own making learns the reference's labels at these points: limit the queries.
+Semi-honest parties, no two of the three computing ones collude. Lies that are not noticed: (a), (b), (c), (f) of the
+querier, (a), (b), (c), (f) of the holder and (a), (b), (c), (f) of the helper, where they compute: a querier reads
+labels of references of its choice (`verified_knn` closes it). Bounds are checked by every owner before it shares. A
+querier that may ask about cells of its own making learns the reference's labels at these points: limit the queries.
 
 Cost
 ----
@@ -44,100 +46,32 @@ References
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from cloister.arrays import F64, I64, U8, Index
+from cloister.arrays import I64, U8, Index
 from cloister.crypto.agreement import Identity
 from cloister.crypto.entropy import Entropy
 from cloister.crypto.replicated import Ring, Words, index_bits, numbered_ring
-from cloister.errors import DataError, ParameterError
 from cloister.net.channel import Channel
 from cloister.net.wire import message
+from cloister.protocols.knn import nearest_labels
+from cloister.protocols.knn.nearest_labels import UNKNOWN, Mapped, encode, pad, weights
 from cloister.protocols.sharing.replicated import Bits, Shared, Trio, join
 from cloister.protocols.sharing.replicated_cost import Bill
 from cloister.study import Party
 
+__all__ = ["UNKNOWN", "Mapped", "Params", "encode", "helper", "holder", "ideal", "pad", "querier", "roles", "weights"]
+
 NAME = "private_knn"
-BATCH = 1 << 22  # pairs of query and reference at a time
-UNKNOWN = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Params:  # public; hashed into the run id, so a mismatch aborts
-    querier: Party
-    sites: tuple[Party, ...]  # owners of references
-    computing: tuple[Party, ...]  # three of all members; any other party of the study may be one
-    queries: int  # padded
-    rows: tuple[int, ...]  # padded, per site
-    dims: int
-    labels: tuple[str, ...]  # the vocabulary
-    bound: float  # largest Euclidean norm of any row
-    k: int = 10
-    bits: int = 40  # κ, as far as 64 bits hold it with the number of a reference
-    share: bool = False  # whether the querier learns how many voted for the label
-    threshold: float = 0.0  # farther than this from all references is `unknown`; 0: never
-    batch: int = BATCH
-
-    def __post_init__(self) -> None:
-        if len(set(self.computing)) != 3 or len(self.computing) != 3:
-            raise ParameterError(f"three different computing parties are needed, found {', '.join(self.computing)}")
-        if not self.sites or self.querier in self.sites or len(set(self.sites)) != len(self.sites):
-            raise ParameterError("references come from one or more sites, each named once, and not from the querier")
-        if len(self.rows) != len(self.sites) or min(self.rows) < 1 or self.queries < 1 or self.dims < 1:
-            raise ParameterError("every site needs at least one row, and rows at least one column")
-        if not 1 <= self.k <= sum(self.rows):
-            raise ParameterError(
-                f"n_neighbors={self.k} is more than the {sum(self.rows)} references there are; lower it"
-            )
-        if not self.labels or len(set(self.labels)) != len(self.labels):
-            raise ParameterError("the vocabulary needs at least one label, and each only once")
-        if not (math.isfinite(self.bound) and self.bound > 0 and math.isfinite(self.threshold) and self.threshold >= 0):
-            raise ParameterError("bound and threshold are distances: finite, bound above 0")
-        if not 16 <= self.bits <= 64 or self.ring.bits < 16 or self.norm < 2 * self.rounding + 16:
-            raise ParameterError(
-                f"{self.bits} bits do not resolve distances in {self.dims} dimensions with {len(self.labels)} labels; "
-                "use precision=40, or up to 64"
-            )
-
-    @property
-    def ring(self) -> Ring:
-        return Ring(min(self.bits, 64 - index_bits(sum(self.rows))))
-
-    @property
-    def label_bits(self) -> int:
-        return max(1, (len(self.labels) - 1).bit_length())
-
-    @property
-    def norm(self) -> int:
-        """M: 4M² + 2 ≤ 2^(κ-1-b)."""
-        return math.isqrt(((1 << (self.ring.bits - 1 - self.label_bits)) - 2) // 4)
-
-    @property
-    def rounding(self) -> int:
-        """How much the norm of a row of `dims` rounded numbers can grow."""
-        return math.isqrt(self.dims) // 2 + 1
-
-    @property
-    def scale(self) -> float:
-        return (self.norm - self.rounding) / self.bound
-
-    @property
-    def members(self) -> tuple[Party, ...]:
-        return tuple(dict.fromkeys((*self.computing, self.querier, *self.sites)))
-
-    @property
-    def vote_bits(self) -> int:
-        return self.k.bit_length()
-
-    @property
-    def step(self) -> int:
-        """Queries of one batch."""
-        return max(1, min(self.queries, self.batch // sum(self.rows)))
+class Params(nearest_labels.Params):
+    """Those of every k-NN, under this protocol's name in the run id."""
 
 
 @message("L9")
@@ -145,45 +79,9 @@ class Done:  # querier → everyone
     pass
 
 
-@dataclass(frozen=True, slots=True)
-class Mapped:
-    """What the querier learns, one entry per cell."""
-
-    labels: I64  # place in the vocabulary, or UNKNOWN
-    votes: I64 | None  # of k, if asked for; 0 where unknown
-
-
 def ideal(params: Params, inputs: Mapping[Party, object]) -> dict[Party, Mapped | None]:
     """What a trusted party would hand to each party."""
-    q = encode(params, _first(inputs[params.querier]))
-    parts = [inputs[p] for p in params.sites]
-    r = np.concatenate([encode(params, _first(part)) for part in parts])
-    y = np.concatenate([np.asarray(part[1]) for part in parts])  # type: ignore[index]
-    return dict.fromkeys(params.members) | {params.querier: plain_vote(params, q, r, y)}
-
-
-def _first(x: object) -> F64:
-    return np.asarray(x[0] if isinstance(x, tuple) else x)
-
-
-def plain_vote(params: Params, q: I64, r: I64, y: I64) -> Mapped:
-    """The same function in the clear, on scaled rows."""
-    b, found, nearest = params.label_bits, [], []
-    wide = np.float64 if params.norm**2 < 1 << 53 else np.int64  # exact: |q · r| ≤ M²
-    rr, rt = (r**2).sum(1), r.T.astype(wide)
-    for start in range(0, len(q), 256):
-        part = q[start : start + 256]
-        d = (part**2).sum(1)[:, None] + rr - 2 * (part.astype(wide) @ rt).astype(np.int64)
-        keys = np.partition((d << b) + y, params.k - 1, axis=1)[:, : params.k]
-        found.append(keys & ((1 << b) - 1))
-        nearest.append(keys.min(1) >> b)
-    near = np.concatenate(found)
-    votes = np.stack([(near == label).sum(1) for label in range(len(params.labels))], axis=1)
-    labels, top = votes.argmax(1), votes.max(1)
-    if params.threshold:
-        far = np.concatenate(nearest) > int(params.threshold**2 * params.scale**2)
-        labels, top = np.where(far, UNKNOWN, labels), np.where(far, 0, top)
-    return Mapped(labels, top if params.share else None)
+    return nearest_labels.ideal(params, inputs)
 
 
 def roles(params: Params) -> dict[Party, object]:
@@ -226,48 +124,14 @@ def cost(params: Params) -> dict[Party, tuple[int, int]]:
 
 
 def _halvings(b: int) -> list[int]:
-    made = []
+    halves = []
     while b > 1:
-        made.append(b // 2)
+        halves.append(b // 2)
         b -= b // 2
-    return made
+    return halves
 
 
 # ---- local steps -----------------------------------------------------------------------------------------------------
-
-
-def encode(params: Params, x: npt.NDArray[np.floating]) -> I64:
-    """Rows times the public scale, rounded; rows beyond the bound raise before anything is sent."""
-    x = np.asarray(x, np.float64)
-    if x.ndim != 2 or x.shape[1] != params.dims:
-        raise DataError(
-            f"expected rows of {params.dims} numbers, found shape {x.shape}; do all sites use one embedding?"
-        )
-    length = np.linalg.norm(x, axis=1)
-    outside = int(np.count_nonzero(~(length <= params.bound)))
-    if outside:
-        raise DataError(
-            f"{outside} of {len(x)} cells are missing, infinite or farther from the origin than {params.bound:g}, the "
-            "bound agreed for this study; nothing was sent. Clean the data, or agree on a larger bound."
-        )
-    scaled: I64 = np.rint(x * params.scale).astype(np.int64)
-    return scaled
-
-
-def pad(x: I64, rows: int) -> I64:
-    if len(x) > rows:
-        raise DataError(f"{len(x)} cells do not fit the {rows} rows that were announced")
-    return np.concatenate([x, np.zeros((rows - len(x), *x.shape[1:]), x.dtype)])
-
-
-def weights(params: Params, r: I64, y: I64, rows: int) -> I64:
-    """L2: w = |r|² 2^b + label, and a weight above every distance for rows that pad."""
-    y = np.asarray(y, np.int64)
-    if y.shape != (len(r),) or (len(y) and not 0 <= int(y.min()) <= int(y.max()) < len(params.labels)):
-        raise DataError("every reference needs one label of the vocabulary")
-    w = np.full(rows, (3 * params.norm**2 + 1) << params.label_bits, np.int64)
-    w[: len(r)] = ((r**2).sum(1) << params.label_bits) + y
-    return w
 
 
 def vote_ring(params: Params) -> Ring:
@@ -293,15 +157,15 @@ async def neighbours(trio: Trio, params: Params, q: Shared, r: Sequence[Shared],
     """L3, L4: keys (queries, k) of the nearest references, ascending, above their numbers."""
     factor = -(2 << params.label_bits)
     columns = [x.map(lambda words: words.T) for x in r]
-    found = []
+    nearest = []
     for start in range(0, params.queries, params.step):
         trio.ch.step(f"neighbours of queries from {start + 1}", protocol=NAME, line="L4")
         part = q[start : start + params.step].times(factor)
         keys = np.concatenate(
             [trio.matmul_summand(part, x) + y.a[None] for x, y in zip(columns, w, strict=True)], axis=1
         )  # L3
-        found.append(await trio.smallest_k(keys, params.ring, params.k))  # L4
-    return join(found, axis=0)
+        nearest.append(await trio.smallest_k(keys, params.ring, params.k))  # L4
+    return join(nearest, axis=0)
 
 
 async def vote(trio: Trio, params: Params, near: Shared) -> Shared:
@@ -315,8 +179,10 @@ async def vote(trio: Trio, params: Params, near: Shared) -> Shared:
         same = _same(trio, planes, i, j, k, m)
         while len(same.a) > 1:
             h = len(same.a) // 2
-            made = await trio.both(same[:h], same[h : 2 * h])
-            same = Bits(same.n, *(np.concatenate(ws) for ws in ((made.a, same.a[2 * h :]), (made.b, same.b[2 * h :]))))
+            equal = await trio.both(same[:h], same[h : 2 * h])
+            same = Bits(
+                same.n, *(np.concatenate(ws) for ws in ((equal.a, same.a[2 * h :]), (equal.b, same.b[2 * h :])))
+            )
         e = await trio.inject(same, (len(i), m), ring)
         for half in (i, j):
             votes = votes + e.map(lambda words, half=half: _gather(words, half, k))  # type: ignore[misc]
@@ -368,7 +234,7 @@ async def result(trio: Trio, params: Params, near: Shared, winner: Shared, squar
 # ---- roles -----------------------------------------------------------------------------------------------------------
 
 
-async def _play(
+async def _compute(
     ch: Channel, params: Params, q: I64 | None, r: I64 | None, w: I64 | None, entropy: Entropy, identity: Identity
 ) -> I64 | None:
     """Every role: share what is mine, compute if I am one of the three, get what is opened to me."""
@@ -411,7 +277,7 @@ async def querier(
 ) -> Mapped:
     """Hold the cells to be labelled, one row each."""
     q = pad(encode(params, x), params.queries)
-    code = await _play(ch, params, q, None, None, entropy, identity)
+    code = await _compute(ch, params, q, None, None, entropy, identity)
     assert code is not None
     return decode(params, code[: len(x)])
 
@@ -423,12 +289,12 @@ async def holder(
     rows = params.rows[params.sites.index(ch.me)]
     r = encode(params, x)
     w = weights(params, r, labels, rows)
-    await _play(ch, params, None, pad(r, rows), w, entropy, identity)
+    await _compute(ch, params, None, pad(r, rows), w, entropy, identity)
 
 
 async def helper(ch: Channel, params: Params, *, entropy: Entropy, identity: Identity) -> None:
     """Compute without data, as the coordinator does where there are only two sites; or wait for the end."""
     if ch.me in params.members:
-        await _play(ch, params, None, None, None, entropy, identity)
+        await _compute(ch, params, None, None, None, entropy, identity)
     else:
         await finish(ch, params.querier)

@@ -23,7 +23,9 @@ any two computing parties together : everything.
 
 Assumes
 -------
-Semi-honest parties, no two of the three computing ones collude.
+Semi-honest parties, no two of the three computing ones collude. Lies that are not noticed: (a), (b), (c), (f) of the
+querier, (a), (b), (c), (f) of the holder and (a), (b), (c), (f) of the helper, where they compute: labels are then
+wrong, and may tell the liar what it must not know.
 
 Cost
 ----
@@ -49,8 +51,8 @@ from cloister.crypto.entropy import Entropy
 from cloister.crypto.replicated import Ring, Words
 from cloister.errors import DataError, ParameterError
 from cloister.net.channel import Channel
-from cloister.protocols.knn import private_knn
-from cloister.protocols.knn.private_knn import Mapped, encode
+from cloister.protocols.knn import nearest_labels, private_knn
+from cloister.protocols.knn.nearest_labels import Mapped, encode
 from cloister.protocols.sharing.replicated import Shared, Trio, join
 from cloister.protocols.sharing.replicated_cost import Bill
 from cloister.study import Party
@@ -61,7 +63,7 @@ BATCH = 1 << 19  # pairs of query and reference at a time
 
 @dataclass(frozen=True, slots=True)
 class Params:  # public; hashed into the run id, so a mismatch aborts
-    core: private_knn.Params
+    core: nearest_labels.Params
 
     def __post_init__(self) -> None:
         if self.core.share or self.core.threshold:
@@ -95,16 +97,16 @@ class Params:  # public; hashed into the run id, so a mismatch aborts
     def step(self) -> int:
         return max(1, min(self.core.queries, BATCH // max(self.core.rows)))
 
-    def take(self, site: int) -> int:
+    def candidates(self, site: int) -> int:
         return min(self.core.k, self.core.rows[site])
 
 
 def ideal(params: Params, inputs: Mapping[Party, object]) -> dict[Party, Mapped | None]:
     """What a trusted party would hand to each party: distance ties in the order of sites and rows."""
     core = params.core
-    q = encode(core, private_knn._first(inputs[core.querier]))
+    q = encode(core, nearest_labels.first(inputs[core.querier]))
     parts = [inputs[p] for p in core.sites]
-    r = np.concatenate([encode(core, private_knn._first(part)) for part in parts])
+    r = np.concatenate([encode(core, nearest_labels.first(part)) for part in parts])
     y = np.concatenate([np.asarray(part[1]) for part in parts])  # type: ignore[index]
     d = (q**2).sum(1)[:, None] + (r**2).sum(1) - 2 * (q @ r.T)
     near = y[np.argsort(d, axis=1, kind="stable")[:, : core.k]]
@@ -133,10 +135,10 @@ def cost(params: Params) -> dict[Party, tuple[int, int]]:
             bill.reshare(m, ring)
             bill.reshare(n, ring)
             bill.reshare(m * n, ring)
-            for _ in range(params.take(i)):
+            for _ in range(params.candidates(i)):
                 bill.onehot(m, n, ring)
                 bill.reshare(m, params.numbers)
-        wide = sum(params.take(i) for i in range(len(core.rows)))
+        wide = sum(params.candidates(i) for i in range(len(core.rows)))
         for _ in range(core.k):
             bill.onehot(m, wide, ring)
             bill.reshare(m, params.numbers)
@@ -155,8 +157,8 @@ def cost(params: Params) -> dict[Party, tuple[int, int]]:
 
 def _rows(x: Words, y: Words) -> Words:
     """Row-wise inner product."""
-    made: Words = (x * y).sum(axis=-1, dtype=x.dtype)
-    return made
+    products: Words = (x * y).sum(axis=-1, dtype=x.dtype)
+    return products
 
 
 # ---- the algorithms, at the three ------------------------------------------------------------------------------------
@@ -213,8 +215,8 @@ async def secure_vote(trio: Trio, params: Params, near: Shared, site: Setup) -> 
 async def mapping(trio: Trio, params: Params, q: Shared, sites: list[Setup]) -> Shared:
     """Algorithm 3, for one batch of queries: label numbers, from 1."""
     m = q.shape[0]
-    found = [await secure_knn(trio, params, q, site, params.take(i)) for i, site in enumerate(sites)]
-    d, numbers = (join([pair[i] for pair in found], axis=1) for i in (0, 1))  # A3.3
+    nearest = [await secure_knn(trio, params, q, site, params.candidates(i)) for i, site in enumerate(sites)]
+    d, numbers = (join([pair[i] for pair in nearest], axis=1) for i in (0, 1))  # A3.3
     near = []
     for _ in range(params.core.k):  # A3.4
         _, mask = await trio.onehot_min(d)
@@ -230,7 +232,7 @@ async def mapping(trio: Trio, params: Params, q: Shared, sites: list[Setup]) -> 
 # ---- roles -----------------------------------------------------------------------------------------------------------
 
 
-async def _play(
+async def _compute(
     ch: Channel, params: Params, q: I64 | None, r: I64 | None, y: I64 | None, entropy: Entropy, identity: Identity
 ) -> I64 | None:
     core, ring = params.core, params.distances
@@ -254,11 +256,11 @@ async def _play(
             setups.append(Setup(*shared))
     label = None
     if qs is not None:
-        found = []
+        labels = []
         for start_row in range(0, m, params.step):
             ch.step(f"neighbours of queries from {start_row + 1}", protocol=NAME, line="A5")
-            found.append(await mapping(trio, params, qs[start_row : start_row + params.step], setups))
-        label = join(found, axis=0)
+            labels.append(await mapping(trio, params, qs[start_row : start_row + params.step], setups))
+        label = join(labels, axis=0)
     what = f"label of {m} queries"
     opened = await trio.open(label, (m,), params.votes, to=core.querier, protocol=NAME, line="A3.5", what=what)
     await private_knn.finish(ch, core.querier)
@@ -272,7 +274,7 @@ async def querier(
     q = encode(params.core, x)
     if len(q) != params.core.queries:
         raise DataError(f"{len(q)} cells, but {params.core.queries} were announced")
-    label = await _play(ch, params, q, None, None, entropy, identity)
+    label = await _compute(ch, params, q, None, None, entropy, identity)
     assert label is not None
     return Mapped(label - 1, None)
 
@@ -283,15 +285,15 @@ async def holder(
     """Hold references: rows, and for each the place of its label in the vocabulary."""
     core = params.core
     r, y = encode(core, x), np.asarray(labels, np.int64)
-    private_knn.weights(core, r, y, len(r))  # checks the labels
+    nearest_labels.weights(core, r, y, len(r))  # checks the labels
     if len(r) != core.rows[core.sites.index(ch.me)]:
         raise DataError(f"{len(r)} references, but {core.rows[core.sites.index(ch.me)]} were announced")
-    await _play(ch, params, None, r, y, entropy, identity)
+    await _compute(ch, params, None, r, y, entropy, identity)
 
 
 async def helper(ch: Channel, params: Params, *, entropy: Entropy, identity: Identity) -> None:
     """Compute without data, or wait for the end."""
     if ch.me in params.core.members:
-        await _play(ch, params, None, None, None, entropy, identity)
+        await _compute(ch, params, None, None, None, entropy, identity)
     else:
         await private_knn.finish(ch, params.core.querier)

@@ -58,8 +58,8 @@ from cloister.crypto.replicated import Ring, Shared, index_bits, join
 from cloister.crypto.share_proofs import ROWS, mix_rows
 from cloister.net.channel import Channel
 from cloister.net.wire import message
-from cloister.protocols.knn import private_knn
-from cloister.protocols.knn.private_knn import UNKNOWN, Mapped, encode, pad, weights
+from cloister.protocols.knn import nearest_labels
+from cloister.protocols.knn.nearest_labels import UNKNOWN, Mapped, encode, pad, weights
 from cloister.protocols.sharing.verified import Verified, Xored, planes_of, stacked, together, zeros
 from cloister.protocols.sharing.verified_cost import VerifiedBill, columns
 from cloister.study import Party
@@ -72,13 +72,13 @@ BLOCK = 128  # rows of q whose squares come from one product
 
 @dataclass(frozen=True, slots=True)
 class Params:  # public; hashed into the run id, so a mismatch aborts
-    core: private_knn.Params
+    core: nearest_labels.Params
 
     def __post_init__(self) -> None:
         _ = self.terms  # raises where no κ is left
 
     @property
-    def terms(self) -> private_knn.Params:
+    def terms(self) -> nearest_labels.Params:
         """The same with κ such that 16 d² M² < 2^62."""
         most = 61 + self.core.label_bits - 2 * (self.core.dims - 1).bit_length()
         return replace(self.core, bits=min(self.core.bits, most))
@@ -105,7 +105,7 @@ class Done:  # querier → everyone
 
 def ideal(params: Params, inputs: Mapping[Party, object]) -> dict[Party, Mapped | None]:
     """What a trusted party would hand to each party."""
-    return private_knn.ideal(params.terms, inputs)
+    return nearest_labels.ideal(params.terms, inputs)
 
 
 def roles(params: Params) -> dict[Party, object]:
@@ -144,7 +144,7 @@ def cost(params: Params) -> dict[Party, tuple[int, int]]:
     return bill.total()
 
 
-def _vote_cost(bill: VerifiedBill, terms: private_knn.Params) -> None:
+def _vote_cost(bill: VerifiedBill, terms: nearest_labels.Params) -> None:
     """L6."""
     width, k, b, high = columns(terms.queries), terms.k, terms.label_bits, terms.vote_bits
     if k > 1:
@@ -203,7 +203,7 @@ async def check_bound(trio: Verified, params: Params, q: Shared) -> Shared:
 # ---- L4 to L7: the three ---------------------------------------------------------------------------------------------
 
 
-async def neighbours(trio: Verified, terms: private_knn.Params, q: Shared, r: Shared, w: Shared) -> Xored:
+async def neighbours(trio: Verified, terms: nearest_labels.Params, q: Shared, r: Shared, w: Shared) -> Xored:
     """L4, L5: words (queries, k) of the nearest references, ascending, above their numbers."""
     factor = -(2 << terms.label_bits)
     nearest = []
@@ -237,7 +237,7 @@ async def count_bits(trio: Verified, bits: Sequence[Xored], width: int) -> list[
     return [c[0] if c else zeros(bits[0].shape) for c in columns]
 
 
-async def vote(trio: Verified, terms: private_knn.Params, labels: Sequence[Xored]) -> Xored:
+async def vote(trio: Verified, terms: nearest_labels.Params, labels: Sequence[Xored]) -> Xored:
     """L6: planes of the winning label and, above them, of its votes turned over, from those of k neighbours."""
     k, b = terms.k, terms.label_bits
     rows = stacked(labels)  # (k, b, words)
@@ -263,7 +263,7 @@ async def vote(trio: Verified, terms: private_knn.Params, labels: Sequence[Xored
     return best[:, 0]
 
 
-async def result(trio: Verified, terms: private_knn.Params, near: Xored, square: Shared) -> Xored:
+async def result(trio: Verified, terms: nearest_labels.Params, near: Xored, square: Shared) -> Xored:
     """L6, L7: the planes that L8 opens."""
     b, low = terms.label_bits, np.uint64(index_bits(sum(terms.rows)))
     labels = [near[:, j].map(lambda w: planes_of(w >> low, b)) for j in range(terms.k)]
@@ -283,7 +283,7 @@ async def result(trio: Verified, terms: private_knn.Params, near: Xored, square:
     return together([kept, known[None]])
 
 
-def decode(terms: private_knn.Params, planes: U64, count: int) -> Mapped:
+def decode(terms: nearest_labels.Params, planes: U64, count: int) -> Mapped:
     """What was opened, for the first `count` cells; a label outside the vocabulary is nobody's."""
     b = terms.label_bits
     code = gf64.to_words(planes)[:count].astype(np.int64)

@@ -28,9 +28,10 @@ engine `mpc` : the first three sites compute (with two sites, the server is thir
 
 Assumes
 -------
-Semi-honest parties; the server does not collude with a site; what the parts assume. A site that stops before L5 is as
-if absent; during L5, L5 is begun again without it; before L14 it counts as unlabelled; within L14, L14 is begun again
-with fresh masks; later it only misses its labels. At least two sites must stay.
+Semi-honest parties; the server does not collude with a site; what the parts assume. Lies that are not noticed: (a),
+(b), (c), (f) of the server (another S) and (a), (b), (c), (f) of the site. A site that stops before L5 is as if absent;
+during L5, L5 is begun again without it; before L14 it counts as unlabelled; within L14, L14 is begun again with fresh
+masks; later it only misses its labels. At least two sites must stay.
 
 Cost
 ----

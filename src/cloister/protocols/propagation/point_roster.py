@@ -1,7 +1,7 @@
 """Point roster: who takes part, how many points of which width everyone holds, and the class names, sealed.
 
     L1   u → S   n_u, d_u, box_u = AE(k; class names of u)    k from the sites' common seed, which S does not know
-    L2   S → u   {v: n_v, d_v, box_v}                         who answered, at least two
+    L2   S ⇒ u   {v: n_v, d_v, box_v}                         who answered, at least two; told to all alike
     L3   u       the classes: all names, in order
 
 Reveals
@@ -12,7 +12,8 @@ site : the same of the others, and which class names each of them brings. No nam
 
 Assumes
 -------
-A common seed (`common_seed`). Semi-honest parties.
+A common seed (`common_seed`). One party may lie: names are sealed, L2 is a broadcast that binds what follows, and what
+a site says of its points is its word.
 
 Cost
 ----
@@ -135,27 +136,27 @@ async def site(
 
     box = seal(key, pack_names(() if params.classes else names), owner(ch.me), entropy)
     await ch.send(params.server, Points(count, width, box))  # L1
-    points = {Party(v): p for v, p in (await ch.recv(params.server, AllPoints)).points.items()}  # L2
+    points = {Party(v): p for v, p in (await ch.recv_broadcast(params.server, AllPoints)).points.items()}  # L2
     if ch.me not in points or not set(points) <= set(params.sites) or len(points) < 2 or points[ch.me].count != count:
         raise ProtocolAbort(NAME, "L2", "roster", f"{len(points)} sites on the list, which must be two or more, and me")
     check_widths(points)
-    found: set[str] = set()
+    all_names: set[str] = set()
     for v, p in points.items():
         try:
             raw = unseal(key, p.names, owner(v))
         except CloisterError:
             raise ProtocolAbort(NAME, "L2", "names", f"the names of '{v}' were altered on the way") from None
-        found |= set(unpack_names(raw, v))
-    if not params.classes and len(found) < 2:  # L3
-        code, said = ("no-labels", "no site has a label") if not found else ("one-class", "all labels are the same")
+        all_names |= set(unpack_names(raw, v))
+    if not params.classes and len(all_names) < 2:  # L3
+        code, said = ("no-labels", "no site has a label") if not all_names else ("one-class", "all labels are the same")
         raise ProtocolAbort(NAME, "L3", code, f"{said}, so there is nothing to tell apart; bring labels of two classes")
     sites = tuple(v for v in params.sites if v in points)
-    return Roster(sites, tuple(points[v].count for v in sites), params.classes or tuple(sorted(found)))
+    return Roster(sites, tuple(points[v].count for v in sites), params.classes or tuple(sorted(all_names)))
 
 
 async def server(ch: Channel, params: Params) -> Roster:
     here = tuple(u for u in params.sites if not ch.lost(u))
     points = await ch.gather(here, Points, quorum=2)  # L1
-    await ch.scatter(points, AllPoints(points))  # L2
+    await ch.broadcast(points, AllPoints(points))  # L2
     check_widths(points)
     return Roster(tuple(points), tuple(p.count for p in points.values()), ())

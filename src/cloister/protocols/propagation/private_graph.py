@@ -19,7 +19,9 @@ computing party : nothing else; two of the three together learn all codes (`mpc`
 
 Assumes
 -------
-Semi-honest parties; no two of the three computing parties collude; what `replicated` and the engine assume.
+Semi-honest parties; no two of the three computing parties collude; what `replicated` and the engine assume. Lies that
+are not noticed: (a), (b), (c), (f) of the site and (a), (b), (c), (f) of the server, where they compute: a liar and the
+server choose which distances are opened (`verified_graph` closes it).
 
 Cost
 ----
@@ -115,11 +117,11 @@ def cost(params: Params) -> dict[Party, tuple[int, int]]:
         count = min(step, n - start)
         bill.smallest_k(count, n, params.n_neighbors, ring)
         bill.open(params.server, count * params.n_neighbors, params.key_ring)
-    found = bill.total()
+    total = bill.total()
     if params.engine != "mpc":
         sent = pair_distances.cost(params.between).items()
-        found |= {u: (found[u][0] + messages, found[u][1] + size) for u, (messages, size) in sent}
-    return found
+        total |= {u: (total[u][0] + messages, total[u][1] + size) for u, (messages, size) in sent}
+    return total
 
 
 class SharedDistances:

@@ -125,7 +125,7 @@ def ideal(
     y = np.concatenate([label_codes(xs[u][1], classes) for u in sites])
     at = offsets(tuple(len(xs[u][0]) for u in sites))
     owner = np.concatenate([np.full(len(xs[u][0]), i) for i, u in enumerate(sites)])
-    found = graph.propagate(
+    propagated = graph.propagate(
         packed,
         y,
         n_classes=len(classes),
@@ -136,7 +136,7 @@ def ideal(
     )
     cuts = [slice(at[i], at[i + 1]) for i in range(len(sites))]
     given = {
-        u: Labels(classes, found.label[c], found.confidence[c], found.scores[c], sites)
+        u: Labels(classes, propagated.label[c], propagated.confidence[c], propagated.scores[c], sites)
         for u, c in zip(sites, cuts, strict=True)
     }
     return given | {params.server: None}
@@ -218,9 +218,9 @@ async def class_counts(
         return None
     sums = secure_sum.Params(sites, params.server, Y.shape[1], to_all=True)
     mine = Y.sum(axis=0).astype(np.uint64)
-    found = await secure_sum.contributor(ch.sub("counts"), sums, mine, entropy=entropy, identity=identity)
-    assert found is not None
-    return found.z.astype(np.int64)
+    total = await secure_sum.contributor(ch.sub("counts"), sums, mine, entropy=entropy, identity=identity)
+    assert total is not None
+    return total.z.astype(np.int64)
 
 
 async def sum_counts(ch: Channel, params: Params, sites: tuple[Party, ...], n_classes: int) -> None:
@@ -242,9 +242,9 @@ async def all_groups(
     if params.groups == 1:
         return (await role(ch, params.group(0)),)
     parts = [role(ch.sub(f"group-{i}"), params.group(i)) for i in range(params.groups)]
-    found = await asyncio.gather(*parts, return_exceptions=True)
-    served = tuple(x for x in found if isinstance(x, Served))
-    for x in found:
+    ended = await asyncio.gather(*parts, return_exceptions=True)
+    served = tuple(x for x in ended if isinstance(x, Served))
+    for x in ended:
         if isinstance(x, BaseException) and not (isinstance(x, ProtocolAbort) and served):
             raise x
     return served

@@ -42,7 +42,8 @@ owner of an input, who carries the frames : nothing; every word is under a key o
 
 Assumes
 -------
-Semi-honest parties; no two of the three computing parties collude; Ed25519 keys of all members in the study.
+Semi-honest parties; no two of the three computing parties collude; Ed25519 keys of all members in the study. A
+computing party that lies is not noticed, and can read what is shared (`verified` closes it).
 
 References
 ----------
@@ -186,9 +187,9 @@ class Trio(Linear):
                 n,
                 *(np.concatenate([c[low], w[low][1:]]) for c, w in ((carry.a, pass_on.a), (carry.b, pass_on.b))),
             )
-            made = await self._and(left, right)
-            merged = carry[high] ^ made[:h]
-            kept = [np.concatenate([w[:1] * 0, w[h:]]) for w in (made.a, made.b)]
+            joined = await self._and(left, right)
+            merged = carry[high] ^ joined[:h]
+            kept = [np.concatenate([w[:1] * 0, w[h:]]) for w in (joined.a, joined.b)]
             tops = [w[2 * h :] if odd else w[:0] for w in (carry.a, carry.b, pass_on.a, pass_on.b)]
             carry = Bits(n, np.concatenate([merged.a, tops[0]]), np.concatenate([merged.b, tops[1]]))
             pass_on = Bits(n, np.concatenate([kept[0], tops[2]]), np.concatenate([kept[1], tops[3]]))
@@ -218,8 +219,8 @@ class Trio(Linear):
         p = await self._pair_bits(rows, (len(widths), local.plane_bytes(n)), n)
         while len(p.a) > 1:
             h = len(p.a) // 2
-            made = await self._and(p[:h], p[h : 2 * h])
-            p = Bits(n, *(np.concatenate([c, w[2 * h :]]) for c, w in ((made.a, p.a), (made.b, p.b))))
+            halves = await self._and(p[:h], p[h : 2 * h])
+            p = Bits(n, *(np.concatenate([c, w[2 * h :]]) for c, w in ((halves.a, p.a), (halves.b, p.b))))
         return p[0]
 
     async def low_bits(self, x: Shared, count: int) -> Bits:
@@ -296,8 +297,8 @@ class Trio(Linear):
             left = await self.mul(c, place[..., :h])
             right = place[..., :h] - left
             mixed = left.map(lambda w: np.empty((*w.shape[:-1], 2 * w.shape[-1]), w.dtype))
-            for made, one, two in ((mixed.a, left.a, right.a), (mixed.b, left.b, right.b)):
-                made[..., 0::2], made[..., 1::2] = one, two
+            for out, one, two in ((mixed.a, left.a, right.a), (mixed.b, left.b, right.b)):
+                out[..., 0::2], out[..., 1::2] = one, two
             place = join([mixed, place[..., h:]], axis=-1)
         return x[..., 0], place
 

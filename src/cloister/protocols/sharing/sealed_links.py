@@ -96,7 +96,7 @@ class Links:
     ) -> Self:
         """V1: agree on all keys; `others` give inputs or get results without computing."""
         if len(set(computing)) != 3:
-            raise ParameterError(f"three different computing parties are needed, found {', '.join(computing)}")
+            raise ParameterError(f"three different computing parties are needed, sizes_differ {', '.join(computing)}")
         links = cls(ch, computing, entropy)
         peers = [p for p in (*computing, *(() if links.rank is None else others)) if p != ch.me]
         keys = key_pair(entropy)
@@ -149,8 +149,8 @@ class Links:
             for p, boxed in (await self.ch.gather(list(left), kind, data=(None,))).items():
                 size = left[p].pop(0)
                 if boxed.data.size != size + TAG:
-                    found = f"{boxed.data.size - TAG} bytes from '{p}', expected {size}"
-                    raise ProtocolAbort(NAME, spec.line, "malformed", found)
+                    sizes_differ = f"{boxed.data.size - TAG} bytes from '{p}', expected {size}"
+                    raise ProtocolAbort(NAME, spec.line, "malformed", sizes_differ)
                 try:
                     pieces[p].append(self._in[p].unseal(boxed.data, spec.name))
                 except InvalidTag:

@@ -95,8 +95,8 @@ async def smallest(less: Less, rows: int, n: int, k: int) -> Index:
             i, j = search.send(answer)  # type: ignore[arg-type]
             answer = await less(i, j)
     except StopIteration as end:
-        found: Index = end.value
-        return found
+        places: Index = end.value
+        return places
 
 
 def _together(searches: Sequence[Search]) -> Generator[Pairs, U8, list[Index]]:

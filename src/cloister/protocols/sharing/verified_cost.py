@@ -53,8 +53,8 @@ class VerifiedBill(Bill):
         return self.everyone(HASH)
 
     def coin(self, owner: Party) -> None:
-        told = self.computing.index(owner) if owner in self.computing else 1
-        for i in {0, 1, 2} - {told}:
+        rank = self.computing.index(owner) if owner in self.computing else 1
+        for i in {0, 1, 2} - {rank}:
             self.send(i, SEED)
 
     def product(self, m: int, n: int, d: int, ring: Ring) -> None:

@@ -1,0 +1,88 @@
+"""`cloister receipt`: what a receipt says, whether it is genuine, and whether two parties were told the same."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cloister.cli.console import out, show_receipt
+from cloister.cli.options import FLAG, AsJson
+from cloister.errors import DataError, ReceiptError, UsageError
+
+if TYPE_CHECKING:
+    from cloister.net.receipts import Receipt
+
+
+def receipt(
+    path: Annotated[Path, typer.Argument(help="A receipt.json, or an .h5ad that carries one.")],
+    other: Annotated[Path | None, typer.Argument(help="With --compare: the receipt.json of another party.")] = None,
+    compare: Annotated[bool, typer.Option("--compare", metavar=FLAG, help="Were both told the same?")] = False,  # noqa: FBT002
+    verify: Annotated[bool, typer.Option("--verify", metavar=FLAG, help="Check the chain and the signature.")] = False,  # noqa: FBT002
+    study: Annotated[Path | None, typer.Option(help="With --verify: the key must be the one in this study.")] = None,
+    as_json: AsJson = False,  # noqa: FBT002
+) -> None:
+    """Say what was computed, with whom, what left this party and who learned what."""
+    from cloister.cells.files import open_cells
+    from cloister.net.receipts import Receipt
+
+    if compare or other is not None:
+        _compare_receipts(path, other, compare=compare, study=study)
+        return
+    if not path.exists():
+        raise DataError(f"{path} does not exist; a run leaves PARTY.receipt.json in its results folder")
+    if path.suffix == ".h5ad":
+        if verify:
+            raise UsageError("the .h5ad carries a summary; --verify needs the receipt.json beside it")
+        notes = dict(open_cells(path).uns.get("cloister", {}))
+        briefs = [json.loads(v) for v in notes.values() if isinstance(v, str) and v.startswith("{")]
+        if not briefs:
+            raise UsageError(f"{path} carries no receipt; was it written by a Cloister run?")
+    else:
+        found = Receipt.load(path)
+        briefs = [json.loads(found.brief())]
+        if verify:
+            _check_genuine(found, study)
+    if as_json:
+        out.print_json(json.dumps(briefs))
+        return
+    for brief in briefs:
+        show_receipt(brief)
+    if verify:
+        out.print("the chain is whole, and signed by the key shown above", style="green")
+
+
+def _compare_receipts(path: Path, other: Path | None, *, compare: bool, study: Path | None) -> None:
+    from cloister.net import receipts
+
+    if other is None or not compare:
+        raise UsageError("two receipts are put side by side with --compare: cloister receipt A.json B.json --compare")
+    both = [receipts.Receipt.load(p) for p in (path, other)]
+    for one in both:
+        _check_genuine(one, study)
+    alike = receipts.compare(*both)
+    unread = f", {alike.unread} of them never read" if alike.unread else ""
+    out.print(
+        f"{alike.told} broadcasts were told alike; {alike.exchanged} messages between the two agree{unread}",
+        style="green",
+        markup=False,
+    )
+
+
+def _check_genuine(receipt: Receipt, study: Path | None) -> None:
+    """Raise unless the chain holds and is signed, with the key that the study names for its party if there is one."""
+    from cloister.crypto.agreement import check_signature
+    from cloister.net.seat import SIGNED
+    from cloister.study import Party, Study
+
+    receipt.check(lambda public, head, signature: check_signature(public, SIGNED, head, signature))
+    if study is None:
+        return
+    party = str(receipt.header.get("party", ""))
+    pinned = Study.load(study).keys.get(Party(party))
+    if pinned is None:
+        raise UsageError(f"{study} names no key of '{party}' under [keys]; give the study.toml from a kit")
+    if receipt.signature.get("public") != pinned.hex():
+        raise ReceiptError(f"the receipt is signed with another key than {study} names for '{party}'")

@@ -1,0 +1,19 @@
+"""Which cells are held out of training."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from cloister.arrays import I64
+
+
+def hold_out(codes: I64, share: float, rng: np.random.Generator) -> I64:
+    """Positions of the validation cells: a share of every label's cells, none of a label with a single cell."""
+    held = []
+    for code in np.unique(codes[codes >= 0]):
+        at = np.flatnonzero(codes == code)
+        count = min(math.ceil(share * len(at)), len(at) - 1) if share > 0 else 0
+        held.append(rng.permutation(at)[:count])
+    return np.sort(np.concatenate(held)) if held else np.zeros(0, np.int64)

@@ -1,0 +1,270 @@
+"""Terms of pooled logistic regression: parameters, what follows from the pooled sums, and what a site's cells answer.
+
+    values           L4    cells as the model takes them in
+    terms_of         L5    genes, moments, labels and weights, the same at every party
+    Cells            L8    a site's cells of the chosen genes, for training and held out
+    choose_penalty   L9    λ by the held-out cells
+    unknown_level    L10   below which a label is `unknown`
+
+Lines are those of `pooled_logistic`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import scipy.sparse
+
+from cloister.arrays import F64, I64
+from cloister.cells import genes
+from cloister.errors import DataError, ParameterError, ProtocolAbort
+from cloister.models import logistic
+from cloister.models.logistic import Rows
+from cloister.protocols.sums import shared_pca
+from cloister.study import Party
+
+NAME = "pooled_logistic"
+RANK = 50  # directions of V
+CURVED = 700  # directions times labels, at most
+PATH_ASKS = 6  # openings for one penalty of the path, twice as many for the first
+GRID = 100  # steps of the highest probability
+
+
+@dataclass(frozen=True, slots=True)
+class Params:
+    sites: tuple[Party, ...]
+    coordinator: Party
+    embedding: str = ""  # name of the embedding that goes in; empty: genes
+    kind: str = "counts"  # or "log"
+    n_top_genes: int = 2000
+    target_sum: float = 1e4
+    labels: tuple[str, ...] = ()  # the vocabulary; empty: all that the sites have
+    penalties: tuple[float, ...] = (1e-1, 3e-2, 1e-2, 3e-3, 1e-3, 3e-4, 1e-4)  # λ, from the largest
+    held_out: bool = True  # whether sites hold cells out, to choose λ and the level of `unknown`
+    balanced: bool = False  # weigh labels alike
+    unknown_share: float = 0.01  # of right answers that may fall below the level
+    tolerance: float = 1e-5  # of a coefficient
+    openings: int = 200
+    min_cells: int = 50
+    min_label_cells: int = 5
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.penalties or any(not 0 < p <= 1e3 for p in self.penalties):
+            raise ParameterError(f"penalties must lie between 0 and 1000, found {self.penalties}")
+        if list(self.penalties) != sorted(set(self.penalties), reverse=True):
+            raise ParameterError(f"penalties must fall, each once, found {self.penalties}")
+        if len(self.penalties) > 1 and not self.held_out:
+            raise ParameterError("several penalties need held-out cells to choose by; hold cells out, or pass one")
+        if self.openings < self.least_openings:
+            raise ParameterError(f"{len(self.penalties)} penalties need {self.least_openings} openings or more")
+        if not self.tolerance > 0 or not 0 <= self.unknown_share < 1 or self.min_label_cells < 2:
+            raise ParameterError("tolerance must be above 0, unknown_share in [0, 1), min_label_cells at least 2")
+
+    @property
+    def least_openings(self) -> int:
+        return 4 + (2 + PATH_ASKS * (1 + len(self.penalties)) if self.held_out else 0) + 10
+
+    @property
+    def cells(self) -> shared_pca.Params:
+        """How cells are normalised, as in shared PCA."""
+        return shared_pca.Params(
+            self.sites, self.coordinator, self.kind, max(2, self.n_top_genes), 1, self.target_sum,
+            scale=False, min_cells=self.min_cells,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Labelled:
+    """What a site holds."""
+
+    names: tuple[str, ...]  # of the genes; empty for an embedding
+    x: Any  # CSR or dense, (n, genes)
+    labels: tuple[str | None, ...]  # (n,)
+    held: Any  # bool, (n,): held-out cells
+    library: F64 | None = None
+    space: str = ""  # digest of what made the embedding
+
+
+def check_site(params: Params, mine: Labelled) -> None:
+    n = mine.x.shape[0]
+    if n < params.min_cells:
+        raise DataError(
+            f"{n} cells, fewer than {params.min_cells}: sums over so few come close to single cells; leave this site "
+            "out, or lower min_cells= if all agree"
+        )
+    if len(mine.labels) != n or len(mine.held) != n:
+        raise DataError(f"expected {n} labels, one per cell, found {len(mine.labels)}")
+    unknown = sorted({name for name in mine.labels if name is not None} - set(params.labels)) if params.labels else []
+    if unknown:
+        raise DataError(
+            f"{len(unknown)} label(s) here are not in the study's vocabulary (e.g. '{unknown[0]}'); rename or remove "
+            "them, or agree on a longer list of labels"
+        )
+
+
+def values(params: Params, mine: Labelled, common: tuple[str, ...]) -> tuple[Any, F64]:
+    """L4: what the model takes in, before genes are chosen, and this site's sums for L5."""
+    if params.embedding:
+        x = np.asarray(mine.x, dtype=np.float64)
+        return x, np.concatenate([[float(len(x))], x.sum(axis=0), (x**2).sum(axis=0)])
+    if params.kind == "log":  # to any base, so genes are chosen by the dispersion of the logarithms themselves
+        log = scipy.sparse.csr_matrix(mine.x[:, genes.match_genes(list(mine.names), list(common))], dtype=np.float64)
+        if log.nnz and log.data.max() > shared_pca.LARGEST_LOG:
+            raise DataError(
+                f"log values above {shared_pca.LARGEST_LOG:g}; these are not logarithms: pass counts instead"
+            )
+        both = [np.asarray(part.sum(axis=0)).ravel() for part in (log, log.multiply(log))]
+        return log, np.concatenate([[float(log.shape[0])], *both, *both])
+    y = shared_pca.all_normalised(params.cells, shared_pca.Cells(mine.names, mine.x, mine.library), common)
+    sums = shared_pca.moments(y)
+    y.data = np.log1p(y.data)
+    return y, sums
+
+
+def label_codes(labels: tuple[str | None, ...], vocabulary: tuple[str, ...]) -> I64:
+    at = {name: i for i, name in enumerate(vocabulary)}
+    return np.array([-1 if name is None else at.get(name, -1) for name in labels], dtype=np.int64)
+
+
+def label_counts(codes: I64, held: Any, labels: int) -> I64:
+    """Training, then held-out cells of each label."""
+    known = codes >= 0
+    return np.concatenate([np.bincount(codes[known & side], minlength=labels) for side in (~held, held)])
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """All that follows from L5; the same at every party."""
+
+    at: I64  # chosen columns
+    mean: F64  # μ, (h,)
+    variance: F64  # σ², (h,)
+    cells: int
+    labels: tuple[str, ...]  # with enough cells
+    left_out: tuple[str, ...]
+    training: I64  # cells per label
+    held: I64
+    balanced: bool
+
+    def counts(self, *, everything: bool) -> I64:
+        return self.training + self.held if everything else self.training
+
+    def weights(self, *, everything: bool) -> F64:
+        """What a cell of each label counts; 1 on average."""
+        counts = self.counts(everything=everything)
+        if not self.balanced:
+            return np.ones(len(counts))
+        return np.where(counts > 0, counts.sum() / (np.count_nonzero(counts) * np.maximum(counts, 1)), 0.0)
+
+    def total(self, *, everything: bool) -> float:
+        """A."""
+        return float(self.weights(everything=everything) @ self.counts(everything=everything))
+
+    @property
+    def rank(self) -> int:
+        return max(1, min(RANK, len(self.mean), CURVED // len(self.labels) - 1))
+
+    @property
+    def heaviest(self) -> float:
+        return max(float(self.weights(everything=e).max()) for e in (False, True))
+
+    @property
+    def energy(self) -> float:
+        """Σ ‖x - μ‖² over all cells."""
+        return self.cells * float(self.variance.sum())
+
+
+def terms_of(params: Params, sums: F64, counts: I64, vocabulary: tuple[str, ...]) -> Terms:
+    """L5: genes, moments and labels, from the opened sums."""
+    n = round(float(sums[0]))
+    if n < 2 or np.any(counts < 0) or counts.sum() > n or not np.all(np.isfinite(sums)):
+        raise ProtocolAbort(NAME, "L5", "absurd", "the sums of all sites are those of no cells")
+    training, held = counts.reshape(2, -1)
+    enough = np.flatnonzero(training + held >= params.min_label_cells)
+    if len(enough) < 2:
+        raise ProtocolAbort(
+            NAME, "L5", "labels", f"{len(enough)} label(s) have {params.min_label_cells} cells or more; two are needed"
+        )
+    if params.embedding:
+        first, second = np.split(sums[1:], 2)
+        at = np.arange(len(first))
+    else:
+        y, yy, first, second = np.split(sums[1:], 4)
+        at = shared_pca.choose_genes(y / n, _variance(y, yy, n), params.n_top_genes)
+        first, second = first[at], second[at]
+    mean = first / n
+    variance = np.maximum(second / n - mean**2, 0.0)
+    if not variance.sum() > 0:
+        raise ProtocolAbort(NAME, "L5", "absurd", "no gene varies over all sites")
+    few = tuple(vocabulary[i] for i in np.flatnonzero(training + held > 0) if i not in set(enough))
+    kept = tuple(vocabulary[i] for i in enough)
+    return Terms(at.astype(np.int64), mean, variance, n, kept, few, training[enough], held[enough], params.balanced)
+
+
+def _variance(total: F64, square: F64, n: int) -> F64:
+    return np.maximum(square - total**2 / n, 0.0) / (n - 1)
+
+
+def choose_penalty(path: list[tuple[float, float, float]]) -> int:
+    """The penalty of the best mean of accuracy and balanced accuracy on the held-out cells; of equals the largest."""
+    return int(np.argmax([accuracy + balanced for _, accuracy, balanced in path]))
+
+
+def path_of(penalties: tuple[float, ...], hits: I64, held: I64) -> list[tuple[float, float, float]]:
+    there = held > 0
+    rows = []
+    for penalty, right in zip(penalties, hits, strict=True):
+        share = right[there] / held[there]
+        rows.append((penalty, float(right.sum() / max(1, held.sum())), float(share.mean()) if there.any() else 0.0))
+    return rows
+
+
+def unknown_level(counts: I64, share: float) -> float:
+    """The highest level below which at most `share` of the right answers lie."""
+    below = np.cumsum(counts[:GRID])
+    return float(np.count_nonzero(below <= share * below[-1])) / GRID if below[-1] else 0.0
+
+
+@dataclass
+class Cells:
+    """A site's cells of the chosen columns; none at S."""
+
+    x: Any
+    codes: I64  # -1 without a label
+    held: Any
+
+    def rows(self, terms: Terms, *, everything: bool) -> Rows:
+        at = np.flatnonzero((self.codes >= 0) & (everything | ~self.held))
+        return Rows(self.x[at], self.codes[at], terms.weights(everything=everything)[self.codes[at]])
+
+    def scores(self, terms: Terms, theta: F64) -> tuple[F64, I64]:
+        """Of the held-out cells, and their labels."""
+        at = np.flatnonzero((self.codes >= 0) & self.held)
+        return logistic.scores(self.x[at], theta, terms.mean), self.codes[at]
+
+    def score_sums(self, terms: Terms, theta: F64) -> F64:
+        """Σ of the scores of each label's cells, (K, K)."""
+        rows = self.rows(terms, everything=True)
+        z = logistic.scores(rows.x, theta, terms.mean)
+        sums = np.zeros((len(terms.labels), len(terms.labels)))
+        np.add.at(sums, rows.codes, z)
+        return sums
+
+    def right_answers(self, terms: Terms, points: list[F64]) -> I64:
+        """(penalties, K)."""
+        rows = []
+        for theta in points:
+            z, truth = self.scores(terms, theta)
+            rows.append(np.bincount(truth[z.argmax(axis=1) == truth], minlength=len(terms.labels)))
+        return np.array(rows)
+
+    def answers_by_probability(self, terms: Terms, theta: F64) -> I64:
+        """Right, then wrong answers on a grid of the highest probability."""
+        z, truth = self.scores(terms, theta)
+        p = logistic.probabilities(z)
+        at = np.minimum((p.max(axis=1) * GRID).astype(np.int64), GRID - 1)
+        right = p.argmax(axis=1) == truth
+        return np.concatenate([np.bincount(at[right], minlength=GRID), np.bincount(at[~right], minlength=GRID)])

@@ -1,0 +1,25 @@
+"""One space: whether the cells of all sites may be compared, asked before they are."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cloister.cells.spaces import space_of
+from cloister.net.seat import Seat
+from cloister.protocols.sums import common_space
+
+if TYPE_CHECKING:
+    from anndata import AnnData
+
+
+def agree_on_space(seat: Seat, use_rep: str | None, adata: AnnData | None = None) -> None:
+    """Every party calls this first, a site with its cells; embeddings of different models end the run by name."""
+    if use_rep in (None, "X"):
+        return
+    params = common_space.Params(seat.sites, seat.coordinator, str(use_rep))
+    if adata is not None:
+        seat.run(common_space.site, params, space_of(adata, use_rep))
+    elif seat.role == "coordinator":
+        seat.run(common_space.coordinator, params)
+    else:
+        seat.attend(params)

@@ -1,0 +1,265 @@
+"""Train one classifier of cell types on the labelled cells of all sites (`train-classifier`)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from cloister.cells import tables as cells
+from cloister.cells.genes import check_unique, gene_names, plain_name
+from cloister.cells.spaces import space_of
+from cloister.errors import DataError, ParameterError
+from cloister.models.linear import LinearModel
+from cloister.models.splits import hold_out
+from cloister.net.seat import Outcome, Seat
+from cloister.protocols.sums import pooled_logistic as protocol
+from cloister.protocols.sums.logistic_terms import Labelled, Params, label_codes
+from cloister.workflows import Workflow
+from cloister.workflows.cell_classifier import CellClassifier
+from cloister.workflows.fine_tune_parts import confusions
+from cloister.workflows.modes import modes_of
+from cloister.workflows.options import option
+
+if TYPE_CHECKING:
+    from anndata import AnnData
+
+PENALTIES = (1e-1, 3e-2, 1e-2, 3e-3, 1e-3, 3e-4, 1e-4)
+
+
+@dataclass(frozen=True)
+class Options:
+    label_key: str = option("cell_type", "column of obs with the labels; NaN where there is none")
+    use_rep: str | None = option(None, "embedding in obsm to train on; genes if none")
+    n_top_genes: int = option(2000, "highly variable genes that the model looks at")
+    layer: str | None = option(None, "layer that holds the values; X by default")
+    kind: Literal["counts", "log"] = option("counts", "what every site holds")
+    names: Literal["index", "symbol", "ensembl"] = option(
+        "index", "gene names to match by: as they stand, or symbols or Ensembl ids from var"
+    )
+    library_key: str | None = option(None, "column of obs with library sizes; the sum of common genes if none")
+    target_sum: float = option(1e4, "counts per cell after normalisation")
+    labels: tuple[str, ...] = option((), "all label names; if none, the sites' names are collected")
+    l2: float | None = option(None, "penalty λ of λ/2 ‖W‖² beside the mean loss; chosen on held-out cells if none")
+    class_weight: Literal["none", "balanced"] = option("none", "count all cells alike, or all labels alike")
+    validation: float = option(0.2, "share of each label's cells held out, for the penalty and the level of unknown")
+    unknown_share: float = option(0.01, "share of right labels that may be called unknown")
+    tolerance: float = option(1e-5, "of a coefficient, at which the fit stops")
+    max_openings: int = option(200, "sums over all sites that may be opened in all")
+    min_cells: int = option(50, "least number of cells a site must hold")
+    min_label_cells: int = option(5, "least number of cells of a label over all sites; labels with fewer are left out")
+    adapt: bool = option(default=False, help="align the cells of a site without labels with those of training")
+    key_added: str = option("predicted", "column of obs with the model's labels")
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.validation < 1:
+            raise ParameterError(f"option 'validation' must be in [0, 1), found {self.validation}")
+        if self.l2 is None and not self.validation:
+            raise ParameterError("without held-out cells no penalty can be chosen; pass l2=, or validation= above 0")
+        if not 2 <= self.n_top_genes <= 50_000:
+            raise ParameterError(f"option 'n_top_genes' must be between 2 and 50000, found {self.n_top_genes}")
+        if self.labels and (len(set(self.labels)) != len(self.labels) or len(self.labels) < 2):
+            raise ParameterError("option 'labels' needs at least two names, each once")
+        if not self.target_sum > 0 or self.min_cells < 2:
+            raise ParameterError("option 'target_sum' must be above 0, 'min_cells' at least 2")
+
+
+def train_classifier(adata: AnnData, seat: Seat, *, copy: bool = False) -> Any:
+    """Train a logistic regression together with the other sites, and label all cells here with it.
+
+    The model is that of the pooled cells: counts are normalised and logged as in `shared_pca`, genes chosen by their
+    pooled dispersion, the penalty on held-out cells of all sites.
+
+    Parameters
+    ----------
+    adata
+        Raw counts, log values, or an embedding with `use_rep=`; at every site alike. Without a label in
+        `adata.obs[label_key]`, this site adds nothing to the model and gets labels.
+    seat
+        This site's place in a study of `train-classifier`; the study says the options.
+
+    Returns
+    -------
+    The classifier (`CellClassifier`), with `predict`, `predict_proba` and `save`; or `(adata, classifier)` if
+    `copy=True`. Sets:
+
+    `adata.obs[key_added]`, `adata.obs[f"{key_added}_confidence"]` : :class:`pandas.Series`
+        The model's label for every cell, and its probability.
+    `adata.uns[key_added]` : :class:`str`
+        JSON: labels and their cells, penalties with their scores, level of `unknown`, openings.
+    """
+    adata, outcome = WORKFLOW.at_site(adata, seat, copy=copy)
+    return (adata, outcome.model) if copy else outcome.model
+
+
+def site(seat: Seat, adata: AnnData, options: Options) -> Outcome:
+    fitted: protocol.Fitted = seat.run(protocol.site, params_of(seat, options), cells_of(adata, seat, options))
+    classifier = classifier_of(seat, options, fitted, space_of(adata, options.use_rep))
+    bare = all(name is None for name in own_labels(adata, options))
+    read = {"layer": options.layer, "library_key": options.library_key, "adapt": options.adapt and bare}
+    classifier.predict(adata, unknown=False, key_added=options.key_added, **read)
+    result = summary(fitted)
+    adata.uns[options.key_added] = json.dumps(result)
+    return Outcome(adata, result, model=classifier)
+
+
+def coordinator(seat: Seat, options: Options) -> Outcome:
+    """Add up what the sites send, and follow the fit."""
+    return Outcome(None, summary(seat.run(protocol.coordinator, params_of(seat, options))))
+
+
+def params_of(seat: Seat, options: Options) -> Params:
+    return Params(
+        seat.sites,
+        seat.coordinator,
+        embedding=options.use_rep or "",
+        kind=options.kind,
+        n_top_genes=options.n_top_genes,
+        target_sum=options.target_sum,
+        labels=options.labels,
+        penalties=PENALTIES if options.l2 is None else (options.l2,),
+        held_out=options.validation > 0,
+        balanced=options.class_weight == "balanced",
+        unknown_share=options.unknown_share,
+        tolerance=options.tolerance,
+        openings=options.max_openings,
+        min_cells=options.min_cells,
+        min_label_cells=options.min_label_cells,
+        seed=seat.study.seed,
+    )
+
+
+def own_labels(adata: AnnData, options: Options) -> tuple[str | None, ...]:
+    if options.label_key not in adata.obs:
+        return (None,) * adata.n_obs
+    column = adata.obs[options.label_key]
+    return tuple(None if missing else str(v) for v, missing in zip(column, column.isna(), strict=True))
+
+
+def own_names(adata: AnnData, options: Options) -> list[str]:
+    if options.names == "index":
+        return [plain_name(str(name)) for name in adata.var_names]
+    return gene_names(adata.var, options.names)
+
+
+def cells_of(adata: AnnData, seat: Seat, options: Options) -> Labelled:
+    labels = own_labels(adata, options)
+    known = tuple(sorted({name for name in labels if name is not None}))
+    held = np.zeros(adata.n_obs, dtype=bool)
+    held[hold_out(label_codes(labels, known), options.validation, seat.rng("validation"))] = True
+    if options.use_rep is not None:
+        x = cells.embedding(adata, options.use_rep)
+        return Labelled((), x, labels, held, space=space_of(adata, options.use_rep))
+    library = None
+    if options.library_key is not None:
+        library = np.asarray(adata.obs[options.library_key], dtype=np.float64)
+    return Labelled(tuple(own_names(adata, options)), cells.loaded(adata, options.layer), labels, held, library)
+
+
+def classifier_of(seat: Seat, options: Options, fitted: protocol.Fitted, space: str) -> CellClassifier:
+    origin = {
+        "study": seat.study.name,
+        "study_digest": seat.study.digest.hex(),
+        "sites": list(seat.sites),
+        "penalty": fitted.penalty,
+        "openings": fitted.openings,
+        "cells": fitted.cells,
+        "epsilon": None,
+    }
+    model = LinearModel(
+        fitted.labels,
+        fitted.coefficients,
+        fitted.intercept,
+        fitted.genes,
+        fitted.common,
+        options.kind,
+        options.names,
+        options.target_sum,
+        options.use_rep,
+        space,
+        fitted.level,
+        fitted.centers,
+        origin,
+    )
+    return CellClassifier(model)
+
+
+def check(adata: AnnData, options: Options) -> list[str]:
+    """Raise `DataError` if these cells cannot take part; return what the user should know."""
+    cells.check_cells(adata, layer=options.layer, use_rep=options.use_rep)
+    if options.use_rep is None:
+        found = cells.expression_kind(adata, options.layer)
+        if found != options.kind:
+            fix = "pass layer= with raw counts, or kind='log' at every site"
+            raise DataError(f"expected {options.kind} values, found {found} values; {fix}")
+        check_unique(own_names(adata, options), "Gene names")
+    if adata.n_obs < options.min_cells:
+        raise DataError(
+            f"{adata.n_obs} cells, fewer than {options.min_cells}: sums over so few come close to single cells; "
+            "leave this site out, or lower min_cells= if all agree"
+        )
+    if options.library_key is not None:
+        if options.library_key not in adata.obs:
+            raise DataError(f"adata.obs[{options.library_key!r}] is missing; pass the column with the library sizes")
+        if not np.all(np.asarray(adata.obs[options.library_key], dtype=np.float64) > 0):  # NaN is not above 0
+            raise DataError(f"adata.obs[{options.library_key!r}] must be above 0 for every cell")
+    names = {name for name in own_labels(adata, options) if name is not None}
+    if options.labels and (unknown := sorted(names - set(options.labels))):
+        raise DataError(
+            f"{len(unknown)} label(s) in adata.obs[{options.label_key!r}] are not in the study's vocabulary (e.g. "
+            f"'{unknown[0]}'); rename or remove them, or agree on a longer list of labels"
+        )
+    if not names:
+        return [f"no label in adata.obs[{options.label_key!r}]: this site adds nothing to the model, and gets labels"]
+    return []
+
+
+def summary(fitted: protocol.Fitted) -> dict[str, Any]:
+    best = next((row for row in fitted.path if row[0] == fitted.penalty), None)
+    scores = {} if best is None else {"accuracy": best[1], "balanced_accuracy": best[2]}
+    return {
+        "labels": list(fitted.labels),
+        "cells": sum(fitted.cells.values()),
+        "cells_per_label": fitted.cells,
+        "left_out": list(fitted.left_out),
+        "genes": len(fitted.genes),
+        "penalty": fitted.penalty,
+        **scores,
+        "level": fitted.level,
+        "openings": fitted.openings,
+        "converged": fitted.converged,
+        "path": [list(row) for row in fitted.path],
+    }
+
+
+def files(outcome: Outcome) -> dict[str, bytes]:
+    return {} if outcome.model is None else {"model.npz": outcome.model.to_bytes()}
+
+
+def figures(outcomes: Mapping[str, Outcome], options: Options) -> list[Any]:
+    """Held-out cells along the penalties; at every site that is here, its own labels against the model's."""
+    from cloister.report.figures import curves
+
+    drawn = []
+    rows: list[list[float]] = next((o.result["path"] for o in outcomes.values() if o.result.get("path")), [])
+    if len(rows) > 1:
+        lines = {"accuracy": [row[1] for row in rows], "balanced accuracy": [row[2] for row in rows]}
+        title = "Held-out cells, from the strongest penalty to the weakest"
+        drawn.append(curves(lines, title=title, xlabel="penalty", ylabel="score"))
+    return drawn + confusions(outcomes, options)
+
+
+WORKFLOW = Workflow(
+    name="train-classifier",
+    summary="Train one linear classifier on all sites' labelled cells, as if they were pooled.",
+    options=Options,
+    modes=modes_of("train-classifier"),
+    site=site,
+    coordinator=coordinator,
+    check=check,
+    files=files,
+    figures=figures,
+)

@@ -1,0 +1,37 @@
+"""Model files of Cloister, whatever trained them: read by one function, used by one verb."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from cloister.errors import DataError
+from cloister.models.linear import FORMAT
+from cloister.workflows.cell_classifier import CellClassifier
+
+if TYPE_CHECKING:
+    from cloister.workflows.fine_tuned import FineTuned
+
+
+def load_model(path: str | Path, pretrained: str | Path | None = None) -> CellClassifier | FineTuned:
+    """The model in a file that `train-classifier` or `fine-tune` wrote.
+
+    `pretrained` is the folder of the checkpoint that a fine-tuned scGPT stands on.
+    """
+    try:
+        with np.load(io.BytesIO(Path(path).read_bytes()), allow_pickle=False) as kept:
+            meta = json.loads(kept["meta"].tobytes())
+        kind = meta["format"]
+    except OSError:
+        raise DataError(f"there is no model file at {path}") from None
+    except Exception as e:  # every way in which a file can be wrong
+        raise DataError(f"{path} is no model file of Cloister ({type(e).__name__})") from None
+    if kind == FORMAT:
+        return CellClassifier.load(path)
+    from cloister.workflows.fine_tuned import FineTuned
+
+    return FineTuned.load(path, pretrained)

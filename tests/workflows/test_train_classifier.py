@@ -1,0 +1,244 @@
+import io
+import json
+
+import anndata as ad
+import numpy as np
+import pytest
+from sklearn.linear_model import LogisticRegression
+
+from cloister.cells import demo as demo_data
+from cloister.cells import tables as cells
+from cloister.errors import DataError, ParameterError, ProtocolAbort
+from cloister.models.linear import LinearModel
+from cloister.run.rehearsal import rehearse
+from cloister.workflows.cell_classifier import CellClassifier, majority
+from cloister.workflows.trained_models import load_model
+
+SIZE = {"n_top_genes": 150, "l2": 1e-2}
+
+
+@pytest.fixture(scope="module")
+def sites():
+    """Six types, which all sites have: fewer coefficients, faster tests."""
+    out = {}
+    for name, a in demo_data.demo_sites().items():
+        common = ["macrophage", "endothelial", "T", "AT2", "monocyte", "NK/NKT"]
+        out[name] = a[a.obs["cell_type"].isin(common)].copy()
+    return out
+
+
+@pytest.fixture(scope="module")
+def run(sites):
+    return rehearse("train-classifier", sites, **SIZE)
+
+
+def pooled(sites, genes):
+    x = ad.concat(list(sites.values())).to_df().astype(np.float64)
+    x = np.log1p(1e4 * x.div(x.sum(axis=1), axis=0))[list(genes)].to_numpy()
+    y = np.concatenate([a.obs["cell_type"].astype(str) for a in sites.values()])
+    return x, y
+
+
+def accuracy(adata, truth, key="predicted"):
+    return float(np.mean(adata.obs[key].astype(str).to_numpy() == truth.obs["cell_type"].astype(str).to_numpy()))
+
+
+def test_equals_scikit_learn_on_the_pooled_cells(sites, run):
+    model = run.model
+    x, y = pooled(sites, model.genes)
+    oracle = LogisticRegression(C=1 / (SIZE["l2"] * len(y)), tol=1e-10, max_iter=100_000).fit(x, y)
+    assert list(oracle.classes_) == list(model.labels)
+    np.testing.assert_allclose(model.model.coefficients.T, oracle.coef_, atol=1e-4)  # the issue's figure
+    everyone = np.concatenate([run.data[s].obs["predicted"].astype(str) for s in sites])
+    assert np.mean(everyone == oracle.predict(x)) > 0.998
+    np.testing.assert_allclose(
+        np.vstack([model.predict_proba(a) for a in sites.values()]), oracle.predict_proba(x), atol=1e-3
+    )
+
+
+def test_writes_labels_and_says_how_it_went(sites, run):
+    a = run.data["basel"]
+    assert accuracy(a, sites["basel"]) > 0.97
+    assert a.obs["predicted_confidence"].between(0, 1).all()
+    said = json.loads(a.uns["predicted"])
+    assert said == run.results["coordinator"]
+    assert said["openings"] <= 200
+    assert said["converged"]
+    assert said["accuracy"] > 0.9
+
+
+def test_the_path_chooses_a_penalty_on_held_out_cells(sites):
+    run = rehearse("train-classifier", sites, n_top_genes=100)
+    said = run.results["coordinator"]
+    assert len(said["path"]) == 7
+    assert said["penalty"] in [row[0] for row in said["path"]]
+    assert said["openings"] <= 200
+    assert said["converged"]
+    assert 0 < said["level"] < 1
+
+
+@pytest.mark.parametrize("missing", ["column", "values"])
+def test_a_site_without_labels_gets_labels(sites, missing):
+    bare = {s: a.copy() for s, a in sites.items()}
+    if missing == "column":
+        del bare["vienna"].obs["cell_type"]
+    else:
+        bare["vienna"].obs["cell_type"] = np.nan
+    run = rehearse("train-classifier", bare, **SIZE)
+    assert accuracy(run.data["vienna"], sites["vienna"]) > 0.9
+    two = {s: sites[s] for s in ("basel", "lugano")}
+    assert run.results["vienna"]["cells"] == sum(a.n_obs for a in two.values())
+    x, y = pooled(two, run.model.genes)
+    oracle = LogisticRegression(C=1 / (SIZE["l2"] * len(y)), tol=1e-10, max_iter=100_000).fit(x, y)
+    np.testing.assert_allclose(run.model.model.coefficients.T, oracle.coef_, atol=1e-4)
+
+
+def test_a_model_file_labels_new_cells(sites, run, tmp_path):
+    path = run.model.save(tmp_path / "model.npz")
+    back = load_model(path)
+    assert isinstance(back, CellClassifier)
+    assert back.digest == run.model.digest
+    assert back.model.origin["sites"] == ["basel", "lugano", "vienna"]
+    assert "epsilon" in back.model.origin
+    shuffled = sites["vienna"][:, np.random.default_rng(0).permutation(sites["vienna"].n_vars)].copy()
+    labels = back.predict(shuffled, unknown=False, key_added="called")
+    assert list(labels) == list(run.data["vienna"].obs["predicted"].astype(str))
+    assert {"called", "called_confidence"} <= set(shuffled.obs)
+
+
+def test_unsure_cells_are_unknown(sites, run):
+    model = run.model
+    confidence = model.predict_proba(sites["vienna"]).max(axis=1)
+    labels = model.predict(sites["vienna"])
+    np.testing.assert_array_equal(labels == "unknown", confidence < model.model.level)
+    noise = sites["vienna"].copy()
+    noise.X = np.random.default_rng(0).poisson(0.2, noise.shape).astype(np.float32)
+    assert np.mean(model.predict(noise) == "unknown") > 3 * np.mean(labels == "unknown")
+
+
+def test_cells_that_were_measured_otherwise_are_aligned(sites, run):
+    """A site whose counts of some genes are systematically lower: alignment wins back most of what that costs."""
+    rng = np.random.default_rng(0)
+    biased, model = sites["vienna"].copy(), run.model
+    loss = np.where(np.isin(biased.var_names, rng.choice(model.genes, 60, replace=False)), 0.15, 1.0)
+    biased.X = rng.binomial(np.asarray(biased.X.todense()).astype(int), loss).astype(np.float32)
+    truth = biased.obs["cell_type"].astype(str).to_numpy()
+    plain, aligned = (np.mean(model.predict(biased, unknown=False, adapt=a) == truth) for a in (False, True))
+    assert aligned >= plain
+    own, same = (np.mean(model.predict(sites["basel"], unknown=False, adapt=a) == sites["basel"].obs["cell_type"])
+                 for a in (False, True))  # fmt: skip
+    assert same > own - 0.02
+
+
+def test_clusters_vote(sites, run):
+    a = sites["vienna"].copy()
+    a.obs["cluster"] = a.obs["cell_type"].astype(str).to_numpy()
+    a.obs.iloc[:3, a.obs.columns.get_loc("cluster")] = np.nan
+    single = run.model.predict(a, unknown=False)
+    voted = run.model.predict(a, majority_over="cluster", unknown=False)
+    for cluster in a.obs["cluster"].dropna().unique():
+        at = (a.obs["cluster"] == cluster).to_numpy()
+        names, counts = np.unique(single[at], return_counts=True)
+        assert set(voted[at]) == {names[counts.argmax()]}
+    np.testing.assert_array_equal(voted[:3], single[:3])
+    assert list(majority(np.array(["b", "a"], dtype=object), a.obs["cluster"].iloc[3:5].replace(".*", "x", regex=True)))
+    with pytest.raises(DataError, match="'leiden'] is missing"):
+        run.model.predict(a, majority_over="leiden")
+
+
+def test_other_genes_values_and_files_are_refused_by_name(sites, run, tmp_path):
+    a = sites["vienna"]
+    gene = run.model.genes[0]
+    with pytest.raises(DataError, match=f"1 of the 600 genes .* are not here \\('{gene}'\\)"):
+        run.model.predict(a[:, a.var_names != gene].copy())
+    logged = a.copy()
+    logged.X = np.log1p(logged.X.toarray() if hasattr(logged.X, "toarray") else logged.X)
+    with pytest.raises(DataError, match="trained on counts values, found log values"):
+        run.model.predict(logged)
+    with pytest.raises(DataError, match="there is no model file"):
+        load_model(tmp_path / "none.npz")
+    (tmp_path / "rubbish.npz").write_bytes(b"PK rubbish")
+    with pytest.raises(DataError, match="no model file of Cloister"):
+        load_model(tmp_path / "rubbish.npz")
+    content = run.model.to_bytes()
+    changed = LinearModel.from_bytes(content, "here")
+    changed.coefficients[0, 0] += 1e-3
+    forged = changed.to_bytes()
+    with np.load(io.BytesIO(content)) as old, np.load(io.BytesIO(forged)) as new:
+        arrays = {name: new[name] for name in ("coefficients", "intercept")}
+        np.savez(tmp_path / "forged.npz", meta=old["meta"], **arrays)
+    with pytest.raises(DataError, match="changed after it was written"):
+        load_model(tmp_path / "forged.npz")
+
+
+def test_library_sizes_from_a_column(sites):
+    sized = {s: a.copy() for s, a in sites.items()}
+    for a in sized.values():
+        a.obs["size"] = np.asarray(a.X.sum(axis=1)).ravel() * 2.0
+    run = rehearse("train-classifier", sized, library_key="size", **SIZE)
+    few = sized["vienna"][:, list(run.model.genes)].copy()  # the other genes are not needed then
+    labels = run.model.predict(few, library_key="size", unknown=False)
+    assert list(labels) == list(run.data["vienna"].obs["predicted"].astype(str))
+
+
+def test_an_embedding_and_its_space(sites):
+    shared = rehearse("shared-pca", sites, n_top_genes=200, n_components=12).data
+    run = rehearse("train-classifier", shared, use_rep="X_shared_pca", l2=1e-2)
+    assert accuracy(run.data["vienna"], sites["vienna"]) > 0.9
+    other = rehearse("shared-pca", {s: sites[s] for s in ("basel", "lugano")}, n_top_genes=180, n_components=12).data
+    assert run.model.predict(shared["basel"]).shape == (shared["basel"].n_obs,)
+    with pytest.raises(DataError, match="comes from another model"):
+        run.model.predict(other["basel"])
+    mixed = {"basel": other["basel"], "lugano": shared["lugano"], "vienna": shared["vienna"]}
+    with pytest.raises(ProtocolAbort, match="basel came with 'X_shared_pca' of another model"):
+        rehearse("train-classifier", mixed, use_rep="X_shared_pca", l2=1e-2)
+
+
+def test_class_weights_count_labels_alike(sites):
+    run = rehearse("train-classifier", sites, class_weight="balanced", **SIZE)
+    x, y = pooled(sites, run.model.genes)
+    oracle = LogisticRegression(C=1 / (SIZE["l2"] * len(y)), tol=1e-10, max_iter=100_000, class_weight="balanced").fit(
+        x, y
+    )
+    np.testing.assert_allclose(run.model.model.coefficients.T, oracle.coef_, atol=1e-4)
+
+
+def test_result_survives_a_file(run, tmp_path):
+    cells.write_cells(run.data["lugano"], tmp_path / "a.h5ad")
+    back = cells.read_cells(tmp_path / "a.h5ad")
+    assert json.loads(back.uns["predicted"])["labels"] == list(run.model.labels)
+
+
+def test_figures(run):
+    pytest.importorskip("matplotlib")
+    drawn = run.draw()
+    assert not drawn.note
+    assert [f.title.partition(",")[0] for f in drawn.figures] == [f"Labels of {s}" for s in run.data]
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "kind", "message"),
+    [
+        (lambda a: setattr(a, "X", a.X.astype(np.float64) * 0.5), {}, DataError, "expected counts values, found log"),
+        (lambda a: None, {"kind": "log"}, DataError, "expected log values, found counts"),
+        (lambda a: None, {"library_key": "depth"}, DataError, "'depth'] is missing"),
+        (lambda a: None, {"use_rep": "X_none"}, DataError, "'X_none'"),
+        (lambda a: None, {"labels": ("T", "AT2")}, DataError, "not in the study's vocabulary"),
+        (lambda a: None, {"min_cells": 10_000}, DataError, "fewer than 10000"),
+        (lambda a: None, {"l2": None, "validation": 0.0}, ParameterError, "pass l2="),
+        (lambda a: None, {"validation": 1.0}, ParameterError, "validation"),
+        (lambda a: None, {"n_top_genes": 1}, ParameterError, "n_top_genes"),
+        (lambda a: None, {"max_openings": 5}, ParameterError, "openings"),
+        (lambda a: a._inplace_subset_obs(np.arange(10)), {}, DataError, "site 'basel'"),
+    ],
+)
+def test_bad_input(sites, change, options, kind, message):
+    bad = {p: a.copy() for p, a in sites.items()}
+    change(bad["basel"])
+    with pytest.raises(kind, match=message):
+        rehearse("train-classifier", bad, **{**SIZE, **options})
+
+
+def test_nobody_has_labels(sites):
+    with pytest.raises(ProtocolAbort, match="two are needed"):
+        rehearse("train-classifier", sites, label_key="none", **SIZE)
