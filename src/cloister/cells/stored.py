@@ -187,7 +187,7 @@ def _check_stored(path: Path, adata: StoredCells) -> None:
     stored values never do.
     """
     for table in (adata.origin.group["obs"], adata.origin.measured["var"]):
-        index = table[table.attrs["_index"]] if "_index" in table.attrs else None
+        index: Any = table[table.attrs["_index"]] if "_index" in table.attrs else None
         _check_pieces(path, index["values"] if hasattr(index, "keys") else index)
     for matrix in (adata.X, *(v for k, v in adata.layers.items() if k is not None)):
         group = getattr(matrix, "group", None)

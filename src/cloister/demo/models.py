@@ -61,7 +61,7 @@ def train_classifier(tell: Tell) -> Played:
     truth = {p: a.obs["cell_type"].astype(str).to_numpy() for p, a in sites.items()}
     bare = {p: a.copy() for p, a in sites.items()}
     del bare[asking].obs["cell_type"]
-    size = {"n_top_genes": 200, "l2": 0.01, "validation": 0.0, "min_label_cells": 3}
+    size: dict[str, Any] = {"n_top_genes": 200, "l2": 0.01, "validation": 0.0, "min_label_cells": 3}
     run = rehearse("train-classifier", bare, on_event=tell, on_frame=sent, **size)
     x = {p: np.asarray(run.model.inputs(a).todense()) for p, a in sites.items()}
     others = [p for p in sites if p != asking]

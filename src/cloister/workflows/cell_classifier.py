@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from cloister import files
 from cloister.arrays import F64, Array
 from cloister.cells import tables as cells
-from cloister.cells.genes import check_unique, gene_names, match_genes, plain_name
+from cloister.cells.genes import GeneIdKind, check_unique, gene_names, match_genes, plain_name
 from cloister.cells.spaces import check_space
 from cloister.errors import DataError
 from cloister.models.linear import LinearModel
@@ -114,7 +114,7 @@ class CellClassifier:
         if model.names == "index":
             names = [plain_name(str(name)) for name in adata.var_names]
         else:
-            names = gene_names(adata.var, model.names)
+            names = gene_names(adata.var, cast(GeneIdKind, model.names))
         check_unique(names, "Gene names")
         needed = model.common if model.kind == "counts" and library_key is None else model.genes
         if missing := sorted(set(needed) - set(names)):

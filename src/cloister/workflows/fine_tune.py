@@ -362,10 +362,9 @@ def files(outcome: Outcome) -> dict[str, bytes]:
 
 
 def read_model(path: Path, options: Options) -> Any:
-    from cloister.models.classifier import FineTuned
-    from cloister.models.scgpt import ScGPT
+    from cloister.workflows.trained_models import load_model
 
-    return FineTuned.load(path, ScGPT.load(options.pretrained) if options.pretrained is not None else None)
+    return load_model(path, options.pretrained)
 
 
 WORKFLOW = Workflow(

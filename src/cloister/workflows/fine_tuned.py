@@ -118,7 +118,7 @@ class FineTuned:
 
     def predict_proba(self, adata: AnnData) -> F64:
         """The probability of every label for every cell, (n_cells, n_labels)."""
-        return self.network.probabilities(self._examples(adata))
+        return np.asarray(self.network.probabilities(self._examples(adata)))
 
     def predict(
         self,
@@ -144,7 +144,7 @@ class FineTuned:
 
     def features(self, adata: AnnData) -> F64:
         """What the last layer sees of every cell, (n_cells, width): an embedding that all sites share."""
-        return self.network.features(self._examples(adata))
+        return np.asarray(self.network.features(self._examples(adata)))
 
     def _examples(self, adata: AnnData) -> Examples:
         self.inputs.check(adata)

@@ -99,7 +99,7 @@ def site(seat: Seat, adata: AnnData, options: Options) -> Outcome:
     fitted: protocol.Fitted = seat.run(protocol.site, params_of(seat, options), cells_of(adata, seat, options))
     classifier = classifier_of(seat, options, fitted, space_of(adata, options.use_rep))
     bare = all(name is None for name in own_labels(adata, options))
-    read = {"layer": options.layer, "library_key": options.library_key, "adapt": options.adapt and bare}
+    read: dict[str, Any] = {"layer": options.layer, "library_key": options.library_key, "adapt": options.adapt and bare}
     classifier.predict(adata, unknown=False, key_added=options.key_added, **read)
     result = summary(fitted)
     adata.uns[options.key_added] = json.dumps(result)
@@ -134,9 +134,10 @@ def params_of(seat: Seat, options: Options) -> Params:
 
 def own_labels(adata: AnnData, options: Options) -> tuple[str | None, ...]:
     if options.label_key not in adata.obs:
-        return (None,) * adata.n_obs
+        return (None,) * int(adata.n_obs)
     column = adata.obs[options.label_key]
-    return tuple(None if missing else str(v) for v, missing in zip(column, column.isna(), strict=True))
+    known: list[str | None] = [None if missing else str(v) for v, missing in zip(column, column.isna(), strict=True)]
+    return tuple(known)
 
 
 def own_names(adata: AnnData, options: Options) -> list[str]:
@@ -261,5 +262,6 @@ WORKFLOW = Workflow(
     coordinator=coordinator,
     check=check,
     files=files,
+    model=("model.npz", lambda path, options: CellClassifier.load(path)),
     figures=figures,
 )

@@ -39,13 +39,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cloister.arrays import U64
 from cloister.crypto.ckks import scheme as ckks
 from cloister.crypto.entropy import Entropy
 from cloister.crypto.lattice.ring import Residues
 from cloister.crypto.prg import Prg
 from cloister.errors import ParameterError, ProtocolAbort
 from cloister.net.channel import Channel
-from cloister.net.wire import U64, message
+from cloister.net.wire import message
 from cloister.study import Party
 
 NAME = "collective_audit"

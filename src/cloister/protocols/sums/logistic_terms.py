@@ -118,8 +118,8 @@ def values(params: Params, mine: Labelled, common: tuple[str, ...]) -> tuple[Any
             )
         both = [np.asarray(part.sum(axis=0)).ravel() for part in (log, log.multiply(log))]
         return log, np.concatenate([[float(log.shape[0])], *both, *both])
-    y = shared_pca.all_normalised(params.cells, shared_pca.Cells(mine.names, mine.x, mine.library), common)
-    sums = shared_pca.moments(y)
+    cells = shared_pca.Cells(mine.names, mine.x, mine.library)
+    y, sums = shared_pca.all_normalised(params.cells, cells, common), shared_pca.moments(params.cells, cells, common)
     y.data = np.log1p(y.data)
     return y, sums
 
