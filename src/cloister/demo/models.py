@@ -20,6 +20,7 @@ from cloister.run.rehearsal import rehearse
 from cloister.workflows import fine_tune as tuning
 from cloister.workflows import train_cellcnn as training
 from cloister.workflows.cellcnn_report import accuracy
+from cloister.workflows.mapping_baselines import linear_label
 
 
 def train_cellcnn(tell: Tell) -> Played:
@@ -54,14 +55,11 @@ def train_cellcnn(tell: Tell) -> Played:
 
 def train_classifier(tell: Tell) -> Played:
     """Accuracy at a site without labels, of a classifier that the other two train."""
-    from cloister.protocols.sums import secure_sum
-    from cloister.workflows.mapping_baselines import linear_label
-
     sites, asking, sent = demo_data.demo_sites(), "vienna", Sent(secure_sum.MaskedInput)
     truth = {p: a.obs["cell_type"].astype(str).to_numpy() for p, a in sites.items()}
     bare = {p: a.copy() for p, a in sites.items()}
     del bare[asking].obs["cell_type"]
-    size = {"n_top_genes": 200, "l2": 0.01, "validation": 0.0, "min_label_cells": 3}
+    size: dict[str, Any] = {"n_top_genes": 200, "l2": 0.01, "validation": 0.0, "min_label_cells": 3}
     run = rehearse("train-classifier", bare, on_event=tell, on_frame=sent, **size)
     x = {p: np.asarray(run.model.inputs(a).todense()) for p, a in sites.items()}
     others = [p for p in sites if p != asking]

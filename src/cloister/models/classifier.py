@@ -159,7 +159,8 @@ class Network:
     @torch.no_grad()
     def features(self, examples: Examples, batch_size: int = 256) -> Any:
         """What the last layer sees, (n, d)."""
-        return self._forward(examples, self.module.features, batch_size)
+        features: Any = self.module.features
+        return self._forward(examples, features, batch_size)
 
     def _forward(self, examples: Examples, run: Callable[..., Tensor], batch_size: int) -> Any:
         self.module.eval()
@@ -178,7 +179,7 @@ class Network:
         return h.hexdigest()
 
     def _trained(self) -> dict[str, Any]:
-        trained = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
+        trained: dict[str, Any] = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
         trained |= {n: b for n, b in self.module.named_buffers() if b.dtype.is_floating_point}
         return {n: np.ascontiguousarray(t.detach().cpu().numpy()) for n, t in trained.items()}
 

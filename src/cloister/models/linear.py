@@ -75,7 +75,7 @@ class LinearModel:
         meta = self._meta() | {"origin": self.origin, "digest": self.digest}
         out = io.BytesIO()
         text = np.frombuffer(json.dumps(meta).encode(), np.uint8)
-        more = {} if self.centers is None else {"centers": self.centers}
+        more: dict[str, Any] = {} if self.centers is None else {"centers": self.centers}
         np.savez_compressed(out, meta=text, coefficients=self.coefficients, intercept=self.intercept, **more)
         return out.getvalue()
 
@@ -90,7 +90,9 @@ class LinearModel:
             digest = meta.pop("digest")
             for name in ("labels", "genes", "common"):
                 meta[name] = tuple(str(x) for x in meta[name])
-            floats = {name: np.asarray(a, dtype=np.float64) for name, a in arrays.items() if name != "meta"}
+            floats: dict[str, Any] = {
+                name: np.asarray(a, dtype=np.float64) for name, a in arrays.items() if name != "meta"
+            }
             model = cls(**floats, **meta)
         except DataError:
             raise

@@ -114,7 +114,7 @@ class CellClassifier:
         if model.names == "index":
             names = [plain_name(str(name)) for name in adata.var_names]
         else:
-            names = gene_names(adata.var, model.names)
+            names = gene_names(adata.var, "ensembl" if model.names == "ensembl" else "symbol")
         check_unique(names, "Gene names")
         needed = model.common if model.kind == "counts" and library_key is None else model.genes
         if missing := sorted(set(needed) - set(names)):

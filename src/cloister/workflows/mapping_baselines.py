@@ -65,7 +65,7 @@ def linear_label(q: F64, r: F64, names: Names, penalty: float = 1.0) -> Names:
     problem = logistic.Problem(penalty / len(r), float(len(r)), basis, left_over)
     start = np.zeros((columns + 1, len(labels)))
     theta, _ = logistic.minimise_here(rows, mean, problem, start, logistic.Memory(), most=200, tolerance=1e-3)
-    return labels[logistic.scores(q, theta, mean).argmax(1)]
+    return np.asarray(labels[logistic.scores(q, theta, mean).argmax(1)])
 
 
 def mapping_baselines(
