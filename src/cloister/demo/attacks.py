@@ -25,13 +25,14 @@ from cloister.crypto.owner_ckks import scheme as block
 from cloister.crypto.replicated import Ring
 from cloister.errors import CloisterError
 from cloister.models import cellcnn, graph, polynomial
+from cloister.models.splits import hold_out
 from cloister.protocols.cellcnn import clear_training, encrypted_training
 from cloister.protocols.fedavg import packed_words as lanes
 from cloister.protocols.fedavg.training_terms import Weights
 from cloister.protocols.forest import counted_forest, masked_forest
 from cloister.protocols.inference.block_circuit import plan
 from cloister.protocols.knn import plain_knn
-from cloister.protocols.sums import averaged_quantiles, pooled_quantiles, pooled_scaling, secure_sum
+from cloister.protocols.sums import averaged_quantiles, pooled_quantiles, pooled_scaling, secure_sum, shared_pca
 from cloister.study import Party
 from cloister.workflows import fine_tune
 from cloister.workflows.adapt_model import inputs_of
@@ -60,8 +61,6 @@ def own_quantiles(sent: Sent, edges: Any, own: Mapping[str, Any], pooled: Any) -
 
 def own_means(sent: Sent, space: Mapping[str, Any], common: list[str], logs: Mapping[str, Any]) -> str:
     """shared-pca: one site on another's mean of the chosen genes: read off what it sent, or by taking one's own out."""
-    from cloister.protocols.sums import shared_pca
-
     me, *others = logs
     added = sent.by_sender(secure_sum.MaskedInput, to="coordinator", scope="moments")
     true = {p: np.mean(x, axis=0) for p, x in logs.items()}
@@ -82,9 +81,6 @@ def own_means(sent: Sent, space: Mapping[str, Any], common: list[str], logs: Map
 
 def own_label_sums(sent: Sent, model: Any, x: Mapping[str, Any], truth: Mapping[str, Any], sites: list[str]) -> str:
     """train-classifier: the coordinator on a site's own first gradient, which is its sum of expression per label."""
-    from cloister.protocols.sums import secure_sum
-    from cloister.study import Party
-
     mean = np.concatenate([*x.values()]).mean(axis=0)
     labels = list(model.labels)
     first = sent.by_sender(secure_sum.MaskedInput, to="coordinator", scope="sum/5")  # after moments, V twice, Hessian
@@ -203,7 +199,6 @@ def plain_learners(sites: Mapping[str, Any], labels: tuple[str, ...], options: A
     """The sites' models and cells, as the workflow makes them."""
     from cloister.models.classifier import make
     from cloister.models.learner import Learner
-    from cloister.models.splits import hold_out
 
     made = {}
     for p, a in sites.items():

@@ -20,6 +20,7 @@ from cloister.run.rehearsal import rehearse
 from cloister.workflows import fine_tune as tuning
 from cloister.workflows import train_cellcnn as training
 from cloister.workflows.cellcnn_report import accuracy
+from cloister.workflows.mapping_baselines import linear_label
 
 
 def train_cellcnn(tell: Tell) -> Played:
@@ -54,9 +55,6 @@ def train_cellcnn(tell: Tell) -> Played:
 
 def train_classifier(tell: Tell) -> Played:
     """Accuracy at a site without labels, of a classifier that the other two train."""
-    from cloister.protocols.sums import secure_sum
-    from cloister.workflows.mapping_baselines import linear_label
-
     sites, asking, sent = demo_data.demo_sites(), "vienna", Sent(secure_sum.MaskedInput)
     truth = {p: a.obs["cell_type"].astype(str).to_numpy() for p, a in sites.items()}
     bare = {p: a.copy() for p, a in sites.items()}

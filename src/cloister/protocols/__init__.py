@@ -5,14 +5,17 @@ semi-honest, p published, plain; `data/modes.toml` says which workflow runs it i
 
     sums/           what is added up over sites
       secure_sum            [BIK+17] fig. 4                              h s p plain
+      checked_sum           [BIK+17], [BDOZ11] linear tags               h
       same_view             ours                                         h p plain
       common_seed           [MA24] algorithm 1, without its server       h s p plain
+      common_space          ours                                         h s p plain
       common_genes          ours                                         h p
       count_tests           [IK02] section 3                             h p plain
       pooled_scaling        ours                                         h p plain
       pooled_quantiles      [FedscGPT] algorithm 1, as it is meant       h
       averaged_quantiles    [FedscGPT] algorithm 1, lines 2-9            p
       shared_pca            [SAT+15] genes; sums ours                    h
+      pooled_logistic       [LN89], [FTU23]; sums ours                   h
       row_sums              [SYL24] section 3.2, SecureRowSums           p
     sharing/        three parties that compute
       replicated            [AFL+16], [MR18], [AHI+22]                   s p

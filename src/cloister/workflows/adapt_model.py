@@ -14,6 +14,7 @@ from cloister.cells import tables as cells
 from cloister.crypto.owner_ckks import scheme as block
 from cloister.errors import DataError, ParameterError
 from cloister.models.polynomial import Encoder
+from cloister.models.splits import hold_out
 from cloister.net.seat import Outcome, Place, Seat
 from cloister.protocols.fedavg import federated_training
 from cloister.protocols.fedavg.training_parts import Offer, Trained
@@ -206,7 +207,6 @@ def train(adata: AnnData, seat: Seat, options: Options, told: model_card.Told, t
 
     from cloister.models.adapter import Adapted, Config, make
     from cloister.models.learner import Learner, Recipe, Table
-    from cloister.models.splits import hold_out
 
     names = given(adata, options)
     seed = seat.study.seed

@@ -12,6 +12,7 @@ from cloister.cells import tables as cells
 from cloister.cells.spaces import digest_of, edges_of
 from cloister.cells.values import matrix_of
 from cloister.errors import DataError, ParameterError
+from cloister.workflows.gene_tokens import csr_rows, gene_tokens
 
 if TYPE_CHECKING:
     from anndata import AnnData
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from cloister.workflows.fine_tuned import FineTuned
 
 CHUNK = 4096  # cells that are tokens at a time
-LEAST_SHARE = 0.05  # of the genes that the vocabulary has to know
 
 
 def embed(
@@ -134,29 +134,3 @@ def write_features(adata: AnnData, tuned: FineTuned, key: str) -> None:
     """What the last layer sees of every cell, and which model that was."""
     adata.obsm[key] = tuned.features(adata).astype(np.float32)
     adata.uns[key] = {"space": tuned.digest}
-
-
-def gene_tokens(adata: AnnData, gene_key: str | None, model: ScGPT) -> Any:
-    """The token of every gene, -1 where the vocabulary does not know it."""
-    if gene_key is not None and gene_key not in adata.var:
-        raise DataError(f"adata.var[{gene_key!r}] is missing; pass the column with gene symbols as gene_key=")
-    names = adata.var_names if gene_key is None else adata.var[gene_key]
-    ids = np.array([model.vocab.get(str(name), -1) for name in names], dtype=np.int64)
-    known = ids[ids >= 0]
-    if len(known) < max(1, LEAST_SHARE * len(ids)):
-        raise DataError(
-            f"the checkpoint's vocabulary knows {len(known)} of {len(ids)} genes; it names genes by symbol as in "
-            f"'CD3E': pass gene_key= with the column of adata.var that holds symbols"
-        )
-    if len(np.unique(known)) < len(known):
-        raise DataError("two columns carry the same gene symbol; merge them or keep one of each")
-    return ids
-
-
-def csr_rows(block: Any) -> Any:
-    """Sparse rows without duplicates."""
-    from scipy import sparse
-
-    rows = sparse.csr_matrix(block)
-    rows.sum_duplicates()
-    return rows

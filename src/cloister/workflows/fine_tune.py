@@ -13,15 +13,18 @@ import numpy as np
 from cloister.cells import tables as cells
 from cloister.errors import DataError, MissingExtra, ParameterError
 from cloister.models import graph
+from cloister.models.splits import hold_out
 from cloister.net.seat import Outcome, Place, Seat
 from cloister.protocols.fedavg import federated_training as protocol
 from cloister.protocols.fedavg.pseudo_labels import Pseudo
 from cloister.protocols.fedavg.training_parts import Offer, Trained
 from cloister.protocols.fedavg.training_terms import Params
 from cloister.workflows import Workflow
+from cloister.workflows.embed import write_features
 from cloister.workflows.fine_tune_parts import FileStore, figures
 from cloister.workflows.modes import modes_of
 from cloister.workflows.options import option
+from cloister.workflows.trained_models import load_model
 
 if TYPE_CHECKING:
     from anndata import AnnData
@@ -145,8 +148,6 @@ def site(seat: Seat, adata: AnnData, options: Options) -> Outcome:
     trained, classifier = train(adata, seat, options)
     classifier.predict(adata, key_added=options.key_added)
     if options.features_added is not None:
-        from cloister.workflows.embed import write_features
-
         write_features(adata, classifier, options.features_added)
     result = summary(seat, options, trained)
     adata.uns[options.key_added] = json.dumps(result)
@@ -157,7 +158,6 @@ def train(adata: AnnData, seat: Seat, options: Options) -> tuple[Trained, FineTu
     from cloister.models.classifier import Network, make
     from cloister.models.learner import GLOBAL_RNG, Learner
     from cloister.models.scgpt import best_device
-    from cloister.models.splits import hold_out
     from cloister.workflows.fine_tuned import FineTuned
 
     examples, blueprint, pretrained = examples_of(adata, options, seed=seat.study.seed)
@@ -376,6 +376,6 @@ WORKFLOW = Workflow(
     coordinator=coordinator,
     check=check,
     files=files,
-    model=("model.npz", read_model),
+    model=("model.npz", lambda path, options: load_model(path, options.pretrained)),
     figures=figures,
 )

@@ -15,8 +15,11 @@ from cloister.arrays import F64, Array
 from cloister.cells import tables as cells
 from cloister.cells.spaces import check_space, edges_of, space_of
 from cloister.errors import DataError, MissingExtra
+from cloister.models.classifier import Tokens
+from cloister.models.learner import Table, flip_and_shift
+from cloister.models.scgpt import ScGPT, tokenize
 from cloister.workflows.cell_classifier import label_cells, majority
-from cloister.workflows.embed import csr_rows, gene_tokens
+from cloister.workflows.gene_tokens import csr_rows, gene_tokens
 
 if TYPE_CHECKING:
     from anndata import AnnData
@@ -68,9 +71,6 @@ class Inputs:
     def examples(self, adata: AnnData, loaded: ScGPT | None = None) -> Examples:
         import torch
 
-        from cloister.models.classifier import Tokens
-        from cloister.models.learner import Table, flip_and_shift
-
         if self.model == "mlp":
             return Table(torch.from_numpy(cells.embedding(adata, self.use_rep).astype(np.float32)))
         if self.model in ("cnn", "vit"):
@@ -80,8 +80,6 @@ class Inputs:
             x = cells.embedding(adata, None).astype(np.float32)
             x = x / (255.0 if x.max() > 1.5 else 1.0) - 0.5
             return Table(torch.from_numpy(x.reshape(-1, h, w, c)).permute(0, 3, 1, 2).contiguous(), flip_and_shift)
-        from cloister.models.scgpt import tokenize
-
         if loaded is None:
             raise DataError("this model stands on an scGPT checkpoint; pass pretrained= with its folder")
         cells.check_cells(adata, layer=self.layer, need_names=self.gene_key is None)
@@ -165,8 +163,6 @@ class FineTuned:
     @classmethod
     def load(cls, path: str | Path, pretrained: ScGPT | str | Path | None = None) -> FineTuned:
         """Read a model file; `pretrained` is the checkpoint, or its folder, that a tuned scGPT stands on."""
-        from cloister.models.scgpt import ScGPT
-
         loaded = ScGPT.load(pretrained) if isinstance(pretrained, str | Path) else pretrained
         network, fields = Network.load(path, loaded)
         try:

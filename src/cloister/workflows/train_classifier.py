@@ -15,9 +15,10 @@ from cloister.cells.spaces import space_of
 from cloister.errors import DataError, ParameterError
 from cloister.models.linear import LinearModel
 from cloister.models.splits import hold_out
-from cloister.net.seat import Outcome, Seat
+from cloister.net.seat import Outcome, Place, Seat
 from cloister.protocols.sums import pooled_logistic as protocol
 from cloister.protocols.sums.logistic_terms import Labelled, Params, label_codes
+from cloister.report.figures import curves
 from cloister.workflows import Workflow
 from cloister.workflows.cell_classifier import CellClassifier
 from cloister.workflows.fine_tune_parts import confusions
@@ -67,7 +68,7 @@ class Options:
             raise ParameterError("option 'target_sum' must be above 0, 'min_cells' at least 2")
 
 
-def train_classifier(adata: AnnData, seat: Seat, *, copy: bool = False) -> Any:
+def train_classifier(adata: AnnData, seat: Seat | Place, *, copy: bool = False) -> Any:
     """Train a logistic regression together with the other sites, and label all cells here with it.
 
     The model is that of the pooled cells: counts are normalised and logged as in `shared_pca`, genes chosen by their
@@ -242,8 +243,6 @@ def files(outcome: Outcome) -> dict[str, bytes]:
 
 def figures(outcomes: Mapping[str, Outcome], options: Options) -> list[Any]:
     """Held-out cells along the penalties; at every site that is here, its own labels against the model's."""
-    from cloister.report.figures import curves
-
     drawn = []
     rows: list[list[float]] = next((o.result["path"] for o in outcomes.values() if o.result.get("path")), [])
     if len(rows) > 1:
