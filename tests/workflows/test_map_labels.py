@@ -125,7 +125,7 @@ def test_functions_at_a_site_and_receipts(sites):
     run = cl.rehearse("map-labels", data=sites, **OPTIONS)
     opened = {(e.protocol, e.line, e.to) for e, _ in run.receipts["vienna"].entries if e.kind == "opened"}
     assert ("verified_knn", "L8", "vienna") in opened
-    assert not [x for x in opened if x[0] == "private_knn" and x[2] != "vienna"]
+    assert not [x for x in opened if x[0] == "verified_knn" and x[2] != "vienna"]
     run.receipts["vienna"].check()
 
 
