@@ -52,7 +52,7 @@ WAY: tuple[
             ("cells.tables.embedding", "obsm[use_rep] as numbers; from here on no AnnData"),
             ("net.seat.Seat.run", "agree with everyone on the parameters' hash, then one role to its end"),
             ("protocols.knn.mapping_terms.owner", "sizes rounded up, label names, the largest norm under sharing"),
-            ("protocols.knn.private_knn.querier", "and holder, helper: shares, distances, k nearest, votes, the label"),
+            ("protocols.knn.verified_knn.querier", "and holder, helper: shares, distances, k nearest, votes, the label"),
             ("net.channel.Channel.send", "net.wire packs the frame, net.receipts notes its name, size and hash"),
         ),
         (),

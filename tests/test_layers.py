@@ -2,11 +2,14 @@
 
 import ast
 import functools
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from cloister import workflows
 
 ROOT = Path(__file__).parents[1] / "src" / "cloister"
 FILES = sorted(p.relative_to(ROOT).with_suffix("").as_posix() for p in ROOT.rglob("*.py"))
@@ -255,6 +258,26 @@ def test_only_protocols_that_say_what_they_reveal_are_run(name):
     for title in ("Reveals", "Assumes", "Cost"):
         assert f"{title}\n{'-' * len(title)}" in text, f"{name} has no section {title}"
     assert "ideal" in {n.name for n in tree(name).body if isinstance(n, ast.FunctionDef)}
+
+
+def test_every_protocol_is_in_the_index_with_its_modes():
+    """`protocols/__init__` has a line for each file with roles: paper, section, and the modes as they are declared."""
+    index = {}
+    for line in (ast.get_docstring(tree("protocols/__init__")) or "").splitlines():
+        if found := re.fullmatch(r"  ( *)(\w+)  +(\S.*?)  +([a-z ]+)", line):
+            index[found[2]] = set(found[4].split())
+    letters = {"hardened": "h", "semi-honest": "s", "published": "p", "plain": "plain"}
+    declared = {}
+    for name in workflows.SHIPPED:
+        for mode, what in workflows.get(name).modes.items():
+            for protocol in what.protocols:
+                declared.setdefault(protocol, set()).add(letters[mode])
+    for name in FILES:
+        with_roles = any(isinstance(n, ast.FunctionDef) and n.name == "roles" for n in tree(name).body)
+        if layer(name) == "protocols" and with_roles:
+            protocol = name.rpartition("/")[2]
+            assert protocol in index, f"{protocol} has no line in protocols/__init__"
+            assert index[protocol] == declared.get(protocol, set()), protocol
 
 
 def test_the_package_itself_is_light():

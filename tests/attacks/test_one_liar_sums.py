@@ -688,7 +688,7 @@ def test_r3_attempts_on_chosen_subsets_open_more_than_one_list():
 # ---- R4: "at least t" is the coordinator's word ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("proofs", [0, 1])
+@pytest.mark.parametrize("proofs", [0, counted_forest.PROOFS])
 def test_r4_small_leaves_that_are_called_large_are_opened_unless_it_must_be_proved(monkeypatch, proofs):
     """0 proofs is the old step: the coordinator says which counts are large enough to be opened."""
     rng = np.random.default_rng(0)

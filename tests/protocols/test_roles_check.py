@@ -59,6 +59,11 @@ def table():
     return Case(params, {u: ("table", ["x", "y"], rng.normal(size=(20, 2))) for u in SITES})
 
 
+def tests():
+    params = count_tests.Params(SITES, HUB, 3, 4, 60)
+    return Case(params, dict.fromkeys(SITES, (np.ones(3, np.int64), bytes(32))))
+
+
 def rows():
     rng = np.random.default_rng(0)
     return Case(pooled_scaling.Params(SITES, HUB, 2), {u: (rng.normal(3, 1, (20, 2)),) for u in SITES})
@@ -353,6 +358,7 @@ def test_a_site_checks_its_own_before_anything_is_sent():
     bad = [
         (pooled_quantiles, quantiles(), (np.array([-1.0]),)),
         (pooled_scaling, rows(), (np.full((3, 2), np.inf),)),
+        (count_tests, tests(), (np.full(3, 61), bytes(32))),
         (counted_forest, table(), ("table", ["x"], np.zeros((3, 2)))),
         (shared_pca, cells(), (shared_pca.Cells(("G00",), np.ones((3, 1))),)),
     ]

@@ -90,9 +90,7 @@ class LinearModel:
             digest = meta.pop("digest")
             for name in ("labels", "genes", "common"):
                 meta[name] = tuple(str(x) for x in meta[name])
-            floats: dict[str, Any] = {
-                name: np.asarray(a, dtype=np.float64) for name, a in arrays.items() if name != "meta"
-            }
+            meta |= {name: np.asarray(a, dtype=np.float64) for name, a in arrays.items() if name != "meta"}
             model = cls(**meta)
         except DataError:
             raise

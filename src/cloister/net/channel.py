@@ -467,10 +467,14 @@ class Channel:
 
     def reveal(self, x: T, *, to: Party | Iterable[Party], line: str, what: str, protocol: str) -> T:
         """Mark that a protected value becomes plain here; the receipt keeps what and for whom, never the value."""
+        self.record_opening(to=to, line=line, what=what, protocol=protocol)
+        return x
+
+    def record_opening(self, *, to: Party | Iterable[Party], line: str, what: str, protocol: str) -> None:
+        """Keep that a value becomes plain for somebody by what this party does, where it is not plain here itself."""
         for party in (to,) if isinstance(to, str) else tuple(to):
             self._session.receipt.add(Entry("opened", protocol, line, what, party, 0, ""))
             self._session.tell("opened", protocol, line, what, party)
-        return x
 
     def step(self, name: str, *, protocol: str, line: str) -> None:
         """Tell the progress bar what is being computed here."""

@@ -113,8 +113,10 @@ class Receipt:
     def __repr__(self) -> str:
         rows = self.summary()
         sent, opened = ([r for r in rows if r["kind"] == kind] for kind in ("sent", "opened"))
-        told = f"{sum(r['count'] for r in sent)} messages, {sum(r['bytes'] for r in sent)} bytes sent"
-        return f"<Receipt of {self.header.get('party', '?')}: {told}, {sum(r['count'] for r in opened)} values opened>"
+        traffic = f"{sum(r['count'] for r in sent)} messages, {sum(r['bytes'] for r in sent)} bytes sent"
+        return (
+            f"<Receipt of {self.header.get('party', '?')}: {traffic}, {sum(r['count'] for r in opened)} values opened>"
+        )
 
     def summary(self) -> list[dict[str, Any]]:
         """One row per (kind, message, line, recipient): how many, how many bytes."""

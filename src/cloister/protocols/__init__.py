@@ -1,6 +1,72 @@
 """The protocols: one file each, with every role in it, in folders by what they are for.
 
-A protocol is called by its file everywhere: on the wire, in receipts, in `cloister explain`.
+A protocol is called by its file everywhere: on the wire, in receipts, in `cloister explain`. Modes: h hardened, s
+semi-honest, p published, plain; `data/modes.toml` says which workflow runs it in which.
+
+    sums/           what is added up over sites
+      secure_sum            [BIK+17] fig. 4                              h s p plain
+      same_view             ours                                         h p plain
+      common_seed           [MA24] algorithm 1, without its server       h s p plain
+      common_genes          ours                                         h p
+      count_tests           [IK02] section 3                             h p plain
+      pooled_scaling        ours                                         h p plain
+      pooled_quantiles      [FedscGPT] algorithm 1, as it is meant       h
+      averaged_quantiles    [FedscGPT] algorithm 1, lines 2-9            p
+      shared_pca            [SAT+15] genes; sums ours                    h
+      row_sums              [SYL24] section 3.2, SecureRowSums           p
+    sharing/        three parties that compute
+      replicated            [AFL+16], [MR18], [AHI+22]                   s p
+      verified              [BBC+19], [BGIN20], [LN17]                   h s p plain
+    knn/            map-labels
+      mapping_terms         ours                                         h s p plain
+      verified_knn          [FedscGPT] algorithms 3-6, their function    h
+      private_knn           the same                                     s p
+      published_knn         [FedscGPT] algorithms 3-6, step by step      p
+      plain_knn             [FedscGPT] algorithm 2                       plain
+    hamming/        distances between codes
+      secure_hamming        [SYL24] section 3.2, SecureHamming           p
+      hamming_mpc           [SYL24] section 3.2; [AFL+16]                p
+      hamming_ot            [SYL24] section 3.2; [BCP13]                 h s p
+      hamming_he            [SYL24] section 3.2, PHE-based               h s p
+      oblivious_transfer    [CO15], [IKNP03], [KOS15], [ALSZ13]          h s p
+    propagation/    propagate-labels
+      point_roster          [SYL24] algorithm 1, line 1                  h s p
+      verified_graph        [SYL24] algorithm 1, lines 5-7               h
+      private_graph         the same                                     s
+      verified_propagation  [SYL24] algorithm 1, its result              h
+      private_propagation   the same                                     s
+      shared_scores         [AFL+16]                                     h s
+      label_propagation     [SYL24] algorithm 1, step by step            p
+    fedavg/         fine-tune
+      federated_training    [MMR+17] algorithm 1; [LSZ+20], [KKM+20]     h p
+    ckks/           keys that all sites hold together
+      collective_key        [MTBH21] protocol 1                          h p
+      collective_relin      [MTBH21] protocol 2                          h p
+      collective_rotation   [MTBH21] section 4.3                         h p
+      collective_refresh    [MTBH21] protocol 4; [SAV22] note 4          h p
+      threshold_decrypt     [MTBH21] section 4.4; [LM21]                 h p
+      key_switch            [MTBH21] protocol 3                          h
+      collective_audit      ours                                         h p
+    cellcnn/        train-cellcnn, predict-cellcnn
+      cellcnn_terms         ours                                         h p plain
+      encrypted_training    [SAV22] note 4, factored                     h
+      encrypted_validation  ours; [SAV22] after an epoch                 h
+      published_training    [SAV22] note 4, algorithm 1                  p
+      clear_training        [SAV22] note 4, in plain numbers             plain
+      pooled_accuracy       [AC17] the best of several                   h p plain
+      oblivious_prediction  [SAV22] oblivious inference                  h
+      private_prediction    [SAV22] with an opened model                 h
+    inference/      adapt-model, serve-model
+      model_card            ours                                         h p
+      encrypted_inference   [BlindFed] section 3.2, blinded              h p
+      permuted_inference    [BlindFed] section 3.2, equations 3-7        p
+      encrypted_loss        [BlindFed] section 3.3                       p
+    forest/         find-outliers
+      counted_forest        [LTZ08], [HKB19]; counts ours                h
+      masked_forest         [MA24] algorithm 3                           p
+      private_slots         [MA24] algorithm 1, algorithm 2 L8           p
+
+The other files hold circuits, parameters and local steps that several of these share.
 """
 
 from __future__ import annotations

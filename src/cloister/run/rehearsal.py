@@ -244,13 +244,17 @@ def run_parties(
         except BaseException as e:
             run.errors[p] = e
 
-    threads = [threading.Thread(target=seat, args=(p,), name=p, daemon=True) for p in study.parties]
-    for t in threads:
-        t.start()
-    for t in threads:
-        while t.is_alive():  # in slices, so that Ctrl-C is heard
-            t.join(0.2)
+    _in_threads(seat, study.parties)
     run.errors = {p: e for p, e in run.errors.items() if not isinstance(e, Killed)}
     run.outcomes = {p: run.outcomes[p] for p in study.parties if p in run.outcomes}  # in the study's order,
     run.receipts = {p: run.receipts[p] for p in study.parties if p in run.receipts}  # whoever was first
     return run
+
+
+def _in_threads(work: Callable[[Party], None], parties: Iterable[Party]) -> None:
+    threads = [threading.Thread(target=work, args=(p,), name=p, daemon=True) for p in parties]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        while thread.is_alive():  # in slices, so that Ctrl-C is heard
+            thread.join(0.2)

@@ -95,28 +95,29 @@ def embed(
             "pass allow_random=True"
         )
     ids = gene_tokens(adata, gene_key, loaded)
+    cls_value = loaded.config.pad_value if cls_value is None else cls_value
+    tokens = {"binned": binning == "none", "cls_value": cls_value, "seed": seed}
+    adata.obsm[key_added] = vectors(adata, layer, loaded, ids, tokens, batch_size, device)
+    space = digest_of(loaded.digest, binning, edges_of(adata) if binning == "none" else "", cls_value, seed)
+    told = {"digest": loaded.digest, "space": space, "trained": loaded.trained, "genes_known": int((ids >= 0).sum())}
+    told |= {"genes": adata.n_vars, "binning": binning, "cls_value": cls_value, "seed": seed}
+    adata.uns[key_added] = json.dumps(told)
+    return adata if copy else None
+
+
+def vectors(
+    adata: AnnData, layer: str | None, model: ScGPT, ids: Any, tokens: dict[str, Any], batch_size: int, device: Any
+) -> Any:
+    """One vector per cell; only some cells are tokens at a time."""
+    from cloister.models import scgpt
+
     matrix = matrix_of(adata, layer)
     parts = []
     for start in range(0, adata.n_obs, CHUNK):
-        rows = csr_rows(matrix[start : start + CHUNK])
         names = [str(name) for name in adata.obs_names[start : start + CHUNK]]
-        tokens = scgpt.tokenize(rows, ids, names, loaded, binned=binning == "none", cls_value=cls_value, seed=seed)
-        parts.append(scgpt.encode(loaded, tokens, batch_size=batch_size, device=device))
-    adata.obsm[key_added] = np.concatenate(parts)
-    head = loaded.config.pad_value if cls_value is None else cls_value
-    adata.uns[key_added] = json.dumps(
-        {
-            "digest": loaded.digest,
-            "space": digest_of(loaded.digest, binning, edges_of(adata) if binning == "none" else "", head, seed),
-            "trained": loaded.trained,
-            "genes_known": int((ids >= 0).sum()),
-            "genes": adata.n_vars,
-            "binning": binning,
-            "cls_value": head,
-            "seed": seed,
-        }
-    )
-    return adata if copy else None
+        some = scgpt.tokenize(csr_rows(matrix[start : start + CHUNK]), ids, names, model, **tokens)
+        parts.append(scgpt.encode(model, some, batch_size=batch_size, device=device))
+    return np.concatenate(parts)
 
 
 def load_tuned(path: str | Path, pretrained: str | Path | None) -> FineTuned:

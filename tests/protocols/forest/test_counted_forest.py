@@ -166,7 +166,7 @@ def questions(params, outline, width):
     def add(length):
         return secure_sum.cost(secure_sum.Params(SITES, HUB, length, to_all=True))
 
-    most = 4 * max(params.sample, 64)
+    most = params.most
     asked = [ask(width * 128, 1, 3), add(2 * width + 1)] * 2
     for nodes, first, last in outline.ranges:  # one per level, since no axis is tried twice
         assert (first < last).all()

@@ -28,8 +28,8 @@ site : the forest: axes, splits, which leaves hold fewer than t sampled rows, ho
     With n - 1 colluding sites: the same about the last site alone.
 coordinator : the same bits and sums, but not Ξ, so neither axes nor splits. Which columns each site has, by name.
 lying coordinator : the same. It may call large counts small, and then learns less; a small count it can call large only
-    by guessing a proof, right with probability 1/(p - 1), p above 4ψ, which otherwise ends the run. It may call a site
-    dropped that is there, of which it then learns what all learn of one that drops out.
+    by guessing a proof, right with probability 1/(p - 1)², p above ψ: about 10⁻⁵; a wrong one ends the run. It may call
+    a site dropped that is there, of which it then learns what all learn of one that drops out.
 one lying site : nothing more. Its rows are what it says.
 coordinator with one site : also the small counts and the grid's pooled counts.
 
@@ -51,6 +51,7 @@ References
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -73,7 +74,7 @@ NAME = "counted_forest"
 KNEE = 0.25  # the grid is linear around 0 and exponential beyond this many scales
 EXTENDED_SHARE = 2 / 3  # of all rows that a tree of extended splits may hold
 TRIES = 5  # axes tried at a node before it is called constant
-PROOFS = 1  # numbers that prove a count large enough to be opened
+PROOFS = 2  # numbers that prove a count large enough to be opened
 CUTS, ROUNDS = 16, 3  # of the search for the cut
 
 
@@ -116,6 +117,11 @@ class Params:
     def size(self, rows: int) -> int:
         """Rows of a tree. Ranges along random normals outline the rows of a tree, so no tree has nearly all of them."""
         return min(self.sample, int(rows * EXTENDED_SHARE)) if self.forest == "extended" else min(self.sample, rows)
+
+    @property
+    def most(self) -> int:
+        """Rows that a node may hold: ψ and five standard deviations, beyond which counts would wrap."""
+        return self.sample + 5 * math.isqrt(max(self.sample, 64))
 
     @property
     def needed(self) -> int:
@@ -204,7 +210,7 @@ async def grow(params: Params, tally: Tally, rows: int, width: int, geometry: Ge
     """L5 to L7, the same code at every party; without `geometry` at the coordinator."""
     size, t = params.size(rows), params.least
     depth, sites = iforest.depth_limit(size), len(params.sites)
-    per_tree, most = iforest.places(depth), 4 * max(params.sample, 64)
+    per_tree, most = iforest.places(depth), params.most
     grid = Grid(params.grid_cells, float(np.sqrt(rows * (width if params.forest == "extended" else 1))))
     nodes = np.arange(params.all_trees, dtype=np.int64) * per_tree
     opened: list[tuple[I64, I64, I64]] = []
@@ -277,7 +283,7 @@ async def _count_leaves(
         rows = geometry.sample.count(small)
         return np.bincount(small // per_tree, weights=rows, minlength=trees).astype(np.int64)
 
-    enough = await tally.test(rest, trees, params.least, 4 * max(params.sample, 64), PROOFS)
+    enough = await tally.test(rest, trees, params.least, params.most, PROOFS)
     counts = np.full(len(large), -1, np.int64)
     open_ = (enough | ~has_small)[large // per_tree]
     if open_.any():

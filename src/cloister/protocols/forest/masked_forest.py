@@ -321,8 +321,8 @@ async def _standardise(ch: Channel, params: Params, X: F64, seed: bytes, rows: i
 async def auxiliary(ch: Channel, params: Params, *, entropy: Entropy) -> int:
     """Play A. Returns N."""
     clients = params.sites
-    told = await private_slots.auxiliary(ch.sub("slots"), params.slots, entropy=entropy)  # L1
-    rows, width = told.rows, told.width
+    size = await private_slots.auxiliary(ch.sub("slots"), params.slots, entropy=entropy)  # L1
+    rows, width = size.rows, size.width
     for _ in range(2 if params.standardise else 0):
         noise = await ch.gather(clients, NoiseKey)  # L2
         await ch.send(params.principal, Noise(_added([Prg(m.key).uint64((1, width)) for m in noise.values()])))

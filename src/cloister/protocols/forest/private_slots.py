@@ -175,8 +175,12 @@ async def client(ch: Channel, params: Params, own: int, width: int, *, entropy: 
     )
     mine = commitment(ch.run_id, ch.me, msg)
     await ch.send(A, Commitment(mine))  # L3
-    told = (await ch.recv(A, Commitments)).digests  # L4
-    if told.keys() != set(params.sites) or told[ch.me] != mine or len(set(told.values())) != len(told):
+    commitments = (await ch.recv(A, Commitments)).digests  # L4
+    if (
+        commitments.keys() != set(params.sites)
+        or commitments[ch.me] != mine
+        or len(set(commitments.values())) != len(commitments)
+    ):
         raise ProtocolAbort(NAME, "L4", "commitment", "a commitment is missing, changed or there twice")
     await ch.send(A, msg)  # L5
     totals = await ch.recv(A, Totals)  # L6

@@ -325,7 +325,7 @@ class ProviderSide:
     async def send_tap(self, y: Values, tap: Tap) -> None:
         c = self.ev.flood(y.get(range(y.n), tap.primes), tap.flood_bits, tap.primes, self.entropy)
         what = f"{y.n} features of block {tap.block} for a batch"
-        self.ch.reveal(y.n, to=self.who, line="L5", what=what, protocol=NAME)
+        self.ch.record_opening(to=self.who, line="L5", what=what, protocol=NAME)
         await self.ch.send(self.who, Features(c))  # L5
 
 

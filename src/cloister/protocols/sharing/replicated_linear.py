@@ -244,7 +244,7 @@ class Linear:
     ) -> I64 | None:
         """Open a shared array to one member, as signed integers; everyone else gets None."""
         size = math.prod(shape) * ring.size
-        self.ch.reveal(None, to=to, line=line, what=what, protocol=protocol)
+        self.ch.record_opening(to=to, line=line, what=what, protocol=protocol)
         if to in self.computing:
             if x is None:
                 return None

@@ -33,7 +33,7 @@ from cloister.protocols.sharing.folding import HASH, LEFT, PROVER, RIGHT, Foldin
 from cloister.protocols.sharing.sealed_links import NAME, Links
 
 SEED = 16
-PENDING = 1 << 22  # elements of proofs that wait, from which they are proved without waiting for an opening
+PENDING = 1 << 21  # elements of proofs that wait, from which they are proved without waiting for an opening
 
 
 @message("V7", protocol=NAME)

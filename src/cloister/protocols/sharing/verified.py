@@ -18,7 +18,7 @@ a wrong comparison would tell something about what is compared.
     operation              bits sent per entry, all three                      rounds
     product                3κ                                                  1
     bits                   κ + 3 (κ - 1), or about κ + 3κ log2 κ               κ, or 2 + log2 κ
-    less                   3κ, or about 6κ                                     κ, or 9 + log2 (κ/9)
+    less                   3κ, or about 6κ                                     κ, or 8 + log2 (κ/8)
     shuffle                6κ                                                  3
     proof                  some 100 kB                                         5 to 11
     open                   3 to all                                            1
@@ -65,7 +65,7 @@ __all__ = ["Verified", "Xored", "planes_of", "stacked", "together", "zeros"]
 
 DEEP = 1 << 16  # comparisons at once from which bytes count more than rounds
 WIDE = 1 << 12  # words at once up to which the bits of sums are found in few rounds
-DIGIT, LONG = 3, 9  # bits of a digit in a comparison of few rounds, of short and of long words
+DIGIT, LONG = 3, 8  # bits of a digit in a comparison of few rounds, of short and of long words
 
 
 @message("V5", protocol=NAME)
@@ -201,32 +201,40 @@ class Verified(VerifiedLinear):
 
     async def shuffle(self, x: Xored, bits: int) -> Xored:
         """Permute every row of a matrix of words so that nobody knows how."""
-        i, ring, shape = self.links.i, Ring(bits), (x.shape[0], x.shape[1])
-        mask, size = np.uint64((1 << bits) - 1), math.prod(shape) * Ring(bits).size
+        i, shape = self.links.i, (x.shape[0], x.shape[1])
         held: dict[int, U64] = {i: x.a, (i + 1) % 3: x.b}
+        del x
         for p in range(3):
-            q, t = (p + 1) % 3, (p + 2) % 3
-            if i == t:
-                data = await self.links.gather(Hopped, {self.computing[p]: size, self.computing[q]: size})
-                y_p, y_t = (ring.from_bytes(data[self.computing[k]], shape).astype(np.uint64) for k in (p, q))
-                self.proofs.add_hop(Hop(p, shape, None, held[p], held[t], y_p, y_t))
-                held = {p: y_p, t: y_t}
-                continue
-            key = self._next if i == p else self._own  # k_q
-            perm = local.permutations(key, *shape)
-            rho, other_rho = key.uint64(shape) & mask, key.uint64(shape) & mask
-            common = np.take_along_axis(held[q], perm, axis=1) ^ rho ^ other_rho
-            mine, moved = (p, rho) if i == p else (t, other_rho)
-            y = self._hop(held[mine], perm, moved)
-            await self.links.send(self.computing[t], Hopped, ring.to_bytes(y))
-            small = perm.astype(np.uint32)
-            if i == p:
-                self.proofs.add_hop(Hop(p, shape, small, held[p], None, other_rho, None))
-            else:
-                self.proofs.add_hop(Hop(p, shape, small, None, held[t], None, rho))
-            held = {q: common, mine: y}
-        await self.prove_large()
+            held = await (self._receive_hop if i == (p + 2) % 3 else self._make_hop)(p, held, shape, Ring(bits))
+            await self.prove_large()  # what a hop leaves to be proved takes as much memory as the words
         return Xored(held[i], held[(i + 1) % 3])
+
+    async def _make_hop(self, p: int, held: dict[int, U64], shape: tuple[int, int], ring: Ring) -> dict[int, U64]:
+        """At p and q."""
+        i, q, t = self.links.i, (p + 1) % 3, (p + 2) % 3
+        mask = np.uint64((1 << ring.bits) - 1)
+        key = self._next if i == p else self._own  # k_q
+        perm = local.permutations(key, *shape)
+        rho, other_rho = key.uint64(shape) & mask, key.uint64(shape) & mask
+        common = np.take_along_axis(held[q], perm, axis=1) ^ rho ^ other_rho
+        mine, moved = (p, rho) if i == p else (t, other_rho)
+        y = self._hop(held[mine], perm, moved)
+        await self.links.send(self.computing[t], Hopped, ring.to_bytes(y))
+        small = perm.astype(np.uint32)
+        if i == p:
+            self.proofs.add_hop(Hop(p, shape, small, held[p], None, other_rho, None))
+        else:
+            self.proofs.add_hop(Hop(p, shape, small, None, held[t], None, rho))
+        return {q: common, mine: y}
+
+    async def _receive_hop(self, p: int, held: dict[int, U64], shape: tuple[int, int], ring: Ring) -> dict[int, U64]:
+        """At t."""
+        q, t = (p + 1) % 3, (p + 2) % 3
+        size = math.prod(shape) * ring.size
+        data = await self.links.gather(Hopped, {self.computing[p]: size, self.computing[q]: size})
+        y_p, y_t = (ring.from_bytes(data[self.computing[k]], shape).astype(np.uint64) for k in (p, q))
+        self.proofs.add_hop(Hop(p, shape, None, held[p], held[t], y_p, y_t))
+        return {p: y_p, t: y_t}
 
     async def smallest_k(self, keys: Shared, k: int) -> Xored:
         """The k smallest entries of every row, ascending, of equal ones the earlier, as XOR-shared words.
@@ -240,13 +248,16 @@ class Verified(VerifiedLinear):
         wide = count + low
         planes = await self.bits(keys)
         del keys
+        await self.prove_large()
         top = np.zeros(planes.shape, np.uint64)
         top[-1] = ~np.uint64(0)
         planes = planes ^ self.public(top)
         x = planes.map(lambda w: gf64.to_words(w)[: rows * n].reshape(rows, n) << np.uint64(low))
         numbers = np.broadcast_to(np.arange(n, dtype=np.uint64), (rows, n))
         x, planes = x ^ self.public(numbers), zeros((0,))
-        flat = (await self.shuffle(x, wide)).reshape(-1)
+        held = [x]
+        del x
+        flat = (await self.shuffle(held.pop(), wide)).reshape(-1)
 
         async def less(i: Index, j: Index) -> U8:
             """Open whether entry i comes before entry j of its row."""

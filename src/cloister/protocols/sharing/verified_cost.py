@@ -71,7 +71,6 @@ class VerifiedBill(Bill):
     def gate(self, words: int) -> None:
         self.everyone(8 * words)
         self._equations(words, range(3))
-        self.prove_large()
 
     def bits(self, n: int, count: int) -> None:
         width = columns(n)
@@ -120,11 +119,12 @@ class VerifiedBill(Bill):
             for i in (p, (p + 1) % 3):
                 self.send(i, rows * n * Ring(bits).size)
                 self._hops[i] += rows * n
-        self.prove_large()
+            self.prove_large()
 
     def smallest_k(self, rows: int, n: int, k: int, ring: Ring) -> None:
         wide = ring.bits + index_bits(n)
         self.bits(rows * n, ring.bits)
+        self.prove_large()
         self.shuffle(rows, n, wide)
         for pairs in selection.expected(rows, n, k):
             self.less(columns(pairs), wide, few_rounds=pairs < verified.DEEP)

@@ -281,7 +281,6 @@ class VerifiedLinear:
         _, data = await self.links.exchange(Gate, raw(z), None, None, 8 * z.size)
         received = words(data).reshape(z.shape)
         self.proofs.add_gates((x.a, x.b), (y.a, y.b), received, own, following)
-        await self.prove_large()
         return Xored(z, received)
 
     async def prove_large(self) -> None:
@@ -349,7 +348,7 @@ class VerifiedLinear:
         """The three components, at `to`: from a computing party the one that it lacks, and its hash from another."""
         if held is not None:
             await self.proofs.verify()
-        self.ch.reveal(None, to=to, line=line, what=what, protocol=protocol)
+        self.ch.record_opening(to=to, line=line, what=what, protocol=protocol)
         if to not in self.computing:
             return await self._open_outside(held, size, to)
         if held is None:

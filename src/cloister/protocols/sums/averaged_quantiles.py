@@ -89,10 +89,10 @@ async def site(ch: Channel, params: Params, values: F64, n_cells: int) -> F64:
 
 
 async def coordinator(ch: Channel, params: Params) -> F64:
-    told = await ch.gather(params.sites, Local, edges=(params.n_quantiles,))  # L1
-    total = sum(m.n_cells for m in told.values())
-    if total <= 0 or any(m.n_cells < 1 or not np.all(np.isfinite(m.edges)) for m in told.values()):
+    local = await ch.gather(params.sites, Local, edges=(params.n_quantiles,))  # L1
+    total = sum(m.n_cells for m in local.values())
+    if total <= 0 or any(m.n_cells < 1 or not np.all(np.isfinite(m.edges)) for m in local.values()):
         raise ProtocolAbort(NAME, "L1", "malformed", "a site without cells, or edges that are no numbers")
-    edges = np.sum([m.n_cells * m.edges for m in told.values()], axis=0) / total
+    edges = np.sum([m.n_cells * m.edges for m in local.values()], axis=0) / total
     await ch.scatter(params.sites, Averaged(edges))  # L2
     return np.asarray(edges)

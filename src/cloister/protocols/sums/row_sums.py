@@ -199,7 +199,7 @@ async def server(ch: Channel, params: Params) -> tuple[Party, ...]:
                 totals[u] += m.rows[at : at + params.size(u)]
                 at += params.size(u)
         for u in sites:
-            ch.reveal(None, to=u, line="L4", what=f"sum of {len(sites)} sites at its own rows", protocol=NAME)
+            ch.record_opening(to=u, line="L4", what=f"sum of {len(sites)} sites at its own rows", protocol=NAME)
         await turn.scatter({u: Sums(totals[u]) for u in sites})  # L4
         return sites
     raise ProtocolAbort(NAME, "L4", "restart", "more restarts than there are sites")
