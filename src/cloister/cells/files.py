@@ -36,11 +36,11 @@ IN_MEMORY = 1 << 27  # bytes of a file that `open_cells` still loads
 SPARSE_KEYS = ("format", "shape", "data", "indices", "indptr", "row", "col", "offsets", "_is_array")  # scipy's
 
 
-def open_cells(path: str | os.PathLike[str]) -> AnnData:
+def open_cells(path: str | os.PathLike[str], *, probe: bool = True) -> AnnData:
     """Cells of a file: loaded if it is small, else with `X` and layers left on disk, where its format allows."""
     path, part = split_name(path)
-    stored = path.suffix.lower() in STORED
-    return read_cells(f"{path}:{part}" if part else path, backed=stored and _size(path) > IN_MEMORY)
+    large = path.suffix.lower() in STORED and _size(path) > IN_MEMORY
+    return read_cells(f"{path}:{part}" if part else path, backed=large, probe=probe)
 
 
 def read_cells(path: str | os.PathLike[str], *, backed: bool = False, probe: bool = True) -> AnnData:

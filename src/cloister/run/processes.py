@@ -91,7 +91,7 @@ def run_processes(
             if p in run.outcomes:
                 run.outcomes[p].receipt = run.receipts.get(p)
                 if (folder / "result.h5ad").exists():
-                    run.outcomes[p].adata = open_cells(folder / "result.h5ad")
+                    run.outcomes[p].adata = open_cells(folder / "result.h5ad", probe=False)  # our own file
     return run
 
 
