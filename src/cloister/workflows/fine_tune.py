@@ -362,8 +362,6 @@ def files(outcome: Outcome) -> dict[str, bytes]:
 
 
 def read_model(path: Path, options: Options) -> Any:
-    from cloister.workflows.trained_models import load_model
-
     return load_model(path, options.pretrained)
 
 
