@@ -223,7 +223,7 @@ def test_a_page_without_figures_says_what_is_missing(runs, tmp_path, monkeypatch
     def missing(*_):
         raise MissingExtra("matplotlib", "report")
 
-    monkeypatch.setattr("cloister.report.figures.canvas", missing)
+    monkeypatch.setattr("cloister.workflows.bin_values.canvas", missing)
     run = Run(**{k: v for k, v in vars(runs["hardened"]).items() if k not in ("drawing", "_rows")})
     text = write_report(tmp_path / "r.html", [run]).read_text()
     assert "matplotlib is not installed; run: pip install" in text

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import numpy as np
 
 from cloister.cells import tables as cells
+from cloister.cells.demo import demo_encoder
 from cloister.crypto.owner_ckks import scheme as block
 from cloister.errors import DataError, ParameterError
 from cloister.models.polynomial import Encoder
@@ -161,8 +162,6 @@ def answer(seat: Seat, options: Any, told: model_card.Told, encoder: Any) -> Any
 
 def ledger_of(options: Any) -> encrypted_inference.Ledger:
     """Counts over all runs, in a file beside the model; only the demo's model, which everybody has, needs none."""
-    from cloister.cells.demo import demo_encoder
-
     if options.ledger is None and Path(options.model).resolve() == demo_encoder().resolve():
         return encrypted_inference.Ledger()
     return encrypted_inference.Ledger(Path(options.ledger or f"{options.model}.ledger.json"))
