@@ -59,7 +59,7 @@ def table():
     return Case(params, {u: ("table", ["x", "y"], rng.normal(size=(20, 2))) for u in SITES})
 
 
-def tests():
+def count_case():
     params = count_tests.Params(SITES, HUB, 3, 4, 60)
     return Case(params, dict.fromkeys(SITES, (np.ones(3, np.int64), bytes(32))))
 
@@ -358,7 +358,7 @@ def test_a_site_checks_its_own_before_anything_is_sent():
     bad = [
         (pooled_quantiles, quantiles(), (np.array([-1.0]),)),
         (pooled_scaling, rows(), (np.full((3, 2), np.inf),)),
-        (count_tests, tests(), (np.full(3, 61), bytes(32))),
+        (count_tests, count_case(), (np.full(3, 61), bytes(32))),
         (counted_forest, table(), ("table", ["x"], np.zeros((3, 2)))),
         (shared_pca, cells(), (shared_pca.Cells(("G00",), np.ones((3, 1))),)),
     ]

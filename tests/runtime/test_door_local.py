@@ -209,7 +209,7 @@ def test_nobody_listens_on_loopback_while_a_run_is_on(tmp_path):
         for party, service in federation.services.items():
             family = [psutil.Process(service.pid), *psutil.Process(service.pid).children(recursive=True)]
             family = [p for p in family if p.status() != psutil.STATUS_ZOMBIE]
-            assert len(family) == 3, party  # service, carrier, run
+            assert len(family) >= 3, party  # service, carrier, run; and perhaps the process that tries .h5ad files
             found = {c.laddr.port for p in family for c in p.net_connections() if c.status == "LISTEN"}
             assert found == ({federation.port} if party == "hub" else set()), party
             kinds = {c.type for p in family for c in p.net_connections()}

@@ -60,7 +60,7 @@ def test_dense_sparse_and_symbols_in_a_column(adata, folder):
 
 def test_shared_bins(adata, folder):
     with_bins = adata.copy()
-    with_bins.layers["binned"] = cells.map_values(adata, lambda v: np.clip(v, 1, 50), None, np.int32)
+    with_bins.layers["binned"] = cells.map_values(adata, lambda v, _: np.clip(v, 1, 50), None, np.int32)
     out = embed(with_bins, folder, layer="binned", binning="none", copy=True)
     assert json.loads(out.uns["X_scGPT"])["binning"] == "none"
     assert np.isfinite(out.obsm["X_scGPT"]).all()

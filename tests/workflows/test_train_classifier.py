@@ -120,11 +120,11 @@ def test_cells_that_were_measured_otherwise_are_aligned(sites, run):
     """A site whose counts of some genes are systematically lower: alignment wins back most of what that costs."""
     rng = np.random.default_rng(0)
     biased, model = sites["vienna"].copy(), run.model
-    loss = np.where(np.isin(biased.var_names, rng.choice(model.genes, 60, replace=False)), 0.15, 1.0)
+    loss = np.where(np.isin(biased.var_names, rng.choice(model.genes, 120, replace=False)), 0.1, 1.0)
     biased.X = rng.binomial(np.asarray(biased.X.todense()).astype(int), loss).astype(np.float32)
     truth = biased.obs["cell_type"].astype(str).to_numpy()
     plain, aligned = (np.mean(model.predict(biased, unknown=False, adapt=a) == truth) for a in (False, True))
-    assert aligned >= plain
+    assert aligned > plain + 0.05
     own, same = (np.mean(model.predict(sites["basel"], unknown=False, adapt=a) == sites["basel"].obs["cell_type"])
                  for a in (False, True))  # fmt: skip
     assert same > own - 0.02

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cloister.cells import probe as hdf5_probe
+from cloister.cells.values import layer_names
 from cloister.errors import CloisterError, DataError, MissingExtra, ParameterError
 from cloister.files import replacing
 
@@ -214,11 +215,6 @@ def _check_loaded(adata: AnnData) -> None:
         if sparse.issparse(matrix):
             matrix.check_format(full_check=True)  # an index out of range would crash compiled code later
             matrix.sum_duplicates()
-
-
-def layer_names(adata: AnnData) -> list[str]:
-    """Names of the layers beside X, which anndata 0.13 lists among them as `None`."""
-    return [key for key in adata.layers if key is not None]
 
 
 def _check_declared_size(name: str, item: Any) -> None:

@@ -19,11 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from anndata import AnnData
 from anndata.io import read_elem, sparse_dataset, write_elem
 
-from cloister.cells.values import Mapping, is_on_disk, map_block
+from cloister.cells.values import is_on_disk
 from cloister.errors import DataError
 
 _ROWS = 2**22  # stored entries that are written at a time
@@ -210,38 +209,6 @@ def _check_pieces(path: Path, array: Any) -> None:
 
 
 # ---- layers that are computed when they are read ---------------------------------------------------------------------
-
-
-def mapped_layer(matrix: Any, fn: Mapping, dtype: npt.DTypeLike) -> Any:
-    """A sparse dataset whose values are `fn` of those of `matrix`, computed for the rows that are asked for."""
-    return _mapped_type(type(matrix))(matrix, fn, np.dtype(dtype))
-
-
-def _mapped_type(base: type) -> Any:
-    class MappedDataset(base):  # type: ignore[misc]
-        """As sparse as what it is made from; anndata takes it for a dataset on disk."""
-
-        def __init__(self, matrix: Any, fn: Mapping, dtype: np.dtype[Any]) -> None:
-            super().__init__(matrix.group)
-            self.matrix, self.fn, self._dtype = matrix, fn, dtype
-
-        @property
-        def dtype(self) -> np.dtype[Any]:
-            return self._dtype
-
-        def __getitem__(self, index: Any) -> Any:
-            rows, columns = (np.ravel(x) if not isinstance(x, slice) else x for x in self._normalize_index(index))
-            block = self.matrix[index]
-            row, column = np.arange(self.shape[0])[rows], np.arange(self.shape[1])[columns]
-            return map_block(block, self.fn, self._dtype, np.atleast_1d(row), np.atleast_1d(column), self.shape[1])
-
-        def to_memory(self) -> Any:
-            return self[:]
-
-        def _to_backed(self) -> Any:
-            return self[:]
-
-    return MappedDataset
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------

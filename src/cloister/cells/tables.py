@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cloister.arrays import F64, Array
-from cloister.cells.files import layer_names, open_cells, read_cells, write_cells
+from cloister.cells.files import open_cells, read_cells, write_cells
 from cloister.cells.genes import check_unique, gene_id_kind, gene_names, genes_in_common, match_genes
 from cloister.cells.values import (
     ExpressionKind,
@@ -25,6 +25,7 @@ from cloister.cells.values import (
     expression_kind,
     is_on_disk,
     is_sparse,
+    layer_names,
     listed,
     loaded,
     map_values,

@@ -18,7 +18,6 @@ import numpy as np
 import numpy.typing as npt
 
 from cloister.arrays import F64, U64, Array
-from cloister.cells.files import layer_names
 from cloister.errors import DataError
 
 if TYPE_CHECKING:
@@ -204,8 +203,6 @@ def map_values(adata: AnnData, fn: Mapping, layer: str | None = None, dtype: npt
     matrix = matrix_of(adata, layer)
     rows, columns = np.arange(matrix.shape[0]), np.arange(matrix.shape[1])
     if is_sparse(matrix) and is_on_disk(matrix):
-        from cloister.cells.stored import mapped_layer
-
         return mapped_layer(matrix, fn, dtype)
     if not is_sparse(matrix):
         dense = np.zeros(matrix.shape, dtype)
@@ -236,6 +233,43 @@ def map_block(block: Any, fn: Mapping, dtype: npt.DTypeLike, rows: Array, column
         at = rows[r].astype(np.uint64) * np.uint64(width) + columns[c].astype(np.uint64)
         out[keep] = fn(values[keep].astype(np.float64), at)
     return type(block)((out, block.indices, block.indptr), shape=block.shape) if sparse else out
+
+
+def mapped_layer(matrix: Any, fn: Mapping, dtype: npt.DTypeLike) -> Any:
+    """A sparse dataset whose values are `fn` of those of `matrix`, computed for the rows that are asked for."""
+    return _mapped_type(type(matrix))(matrix, fn, np.dtype(dtype))
+
+
+def _mapped_type(base: type) -> Any:
+    class MappedDataset(base):  # type: ignore[misc]
+        """As sparse as what it is made from; anndata takes it for a dataset on disk."""
+
+        def __init__(self, matrix: Any, fn: Mapping, dtype: np.dtype[Any]) -> None:
+            super().__init__(matrix.group)
+            self.matrix, self.fn, self._dtype = matrix, fn, dtype
+
+        @property
+        def dtype(self) -> np.dtype[Any]:
+            return self._dtype
+
+        def __getitem__(self, index: Any) -> Any:
+            rows, columns = (np.ravel(x) if not isinstance(x, slice) else x for x in self._normalize_index(index))
+            block = self.matrix[index]
+            row, column = np.arange(self.shape[0])[rows], np.arange(self.shape[1])[columns]
+            return map_block(block, self.fn, self._dtype, np.atleast_1d(row), np.atleast_1d(column), self.shape[1])
+
+        def to_memory(self) -> Any:
+            return self[:]
+
+        def _to_backed(self) -> Any:
+            return self[:]
+
+    return MappedDataset
+
+
+def layer_names(adata: AnnData) -> list[str]:
+    """Names of the layers beside X, which anndata 0.13 lists among them as `None`."""
+    return [key for key in adata.layers if key is not None]
 
 
 def where_is(layer: str | None) -> str:

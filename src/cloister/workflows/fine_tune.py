@@ -361,10 +361,6 @@ def files(outcome: Outcome) -> dict[str, bytes]:
     return {} if outcome.model is None else {"model.npz": outcome.model.to_bytes()}
 
 
-def read_model(path: Path, options: Options) -> Any:
-    return load_model(path, options.pretrained)
-
-
 WORKFLOW = Workflow(
     name="fine-tune",
     summary="Train one classifier on all sites' labelled cells, averaging updates by secure sums.",

@@ -212,7 +212,7 @@ def test_during_the_distances_of_two_sites(engine, seeds):
     ("module", "name"),
     [
         (label_propagation, "label_propagation.Labelled"),
-        (verified_propagation, "private_propagation.Labelled"),
+        (verified_propagation, "propagation_terms.Labelled"),
     ],
 )
 def test_before_the_sums_it_counts_as_unlabelled(module, name, seeds):

@@ -36,6 +36,7 @@ from cloister.protocols.ckks.collective_audit import check_holders
 from cloister.study import Party
 
 NAME = "clear_training"
+GRID = 2.0**40  # gradients are rounded to it, so that processors that add in another order send the same bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,8 @@ def cost(params: Params) -> dict[Party, tuple[int, int]]:
 async def holder(ch: Channel, params: Params, X: F64, Y: F64) -> cellcnn.Weights:
     w, shape = cellcnn.initial(params.config), (params.config.markers, params.config.classes)
     for t in range(params.config.steps):
-        await ch.send(params.aggregator, Gradient(cellcnn.gradient(params.config, w.M, X[t], Y[t])))  # L1
+        z = cellcnn.gradient(params.config, w.M, X[t], Y[t])
+        await ch.send(params.aggregator, Gradient(np.rint(z * GRID) / GRID))  # L1
         w = cellcnn.update(params.config, w, (await ch.recv(params.aggregator, Mean, z=shape)).z)  # L2
     return w
 
