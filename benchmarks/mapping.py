@@ -266,7 +266,7 @@ def peer(python, name, folder, limit, part, m):
 
 
 def pooled(q, r, y, k):
-    from cloister.workflows.mapping_baselines import nearest_label
+    from cloister.workflows.baselines.mapping import nearest_label
 
     names = np.array([f"{label:03d}" for label in y])
     found, ties = nearest_label(q, r, names, k)

@@ -42,10 +42,10 @@ _PUBLIC = {
     "demo_donors": "cells.demo",
     "demo_rows": "cells.demo",
     "embed": "workflows.embed",
-    "FineTuned": "workflows.fine_tuned",
-    "load_model": "workflows.trained_models",
-    "CellClassifier": "workflows.cell_classifier",
-    "mapping_baselines": "workflows.mapping_baselines",
+    "FineTuned": "workflows.trained.fine_tuned",
+    "load_model": "workflows.trained",
+    "CellClassifier": "workflows.trained.cell_classifier",
+    "mapping_baselines": "workflows.baselines.mapping",
 } | {name: f"workflows.{name}" for name in _WORKFLOWS}
 
 __all__ = ["__version__", *_PUBLIC]

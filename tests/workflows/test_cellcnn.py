@@ -9,7 +9,8 @@ from cloister.models import cellcnn
 from cloister.run.rehearsal import plan, rehearse, run_parties
 from cloister.run.run import workflow_part
 from cloister.study import Party
-from cloister.workflows import cellcnn_report, check_plan, train_cellcnn
+from cloister.workflows import check_plan, train_cellcnn
+from cloister.workflows.figures import cellcnn as cellcnn_report
 
 ad = pytest.importorskip("anndata")
 SITES = ("basel", "lugano", "vienna")

@@ -20,8 +20,8 @@ from cloister.protocols.fedavg.training_parts import Offer  # noqa: E402
 from cloister.run.rehearsal import Fault, rehearse  # noqa: E402
 from cloister.workflows import fine_tune  # noqa: E402
 from cloister.workflows.embed import embed  # noqa: E402
-from cloister.workflows.fine_tuned import FineTuned  # noqa: E402
-from cloister.workflows.trained_models import load_model  # noqa: E402
+from cloister.workflows.trained import load_model  # noqa: E402
+from cloister.workflows.trained.fine_tuned import FineTuned  # noqa: E402
 
 PLAIN = {"algorithm": "scaffold", "weighting": "plain", "optimizer": "sgd", "momentum": 0.0}
 SIZE = {"rounds": 4, "lr": 1e-2, "local_epochs": 3, "hidden": (16,), "batch_size": 32}

@@ -7,7 +7,7 @@ from cloister.errors import CloisterError, DataError, ParameterError, PeerLost, 
 from cloister.net.seat import Outcome
 from cloister.run.rehearsal import Fault, plan, run_parties
 from cloister.workflows import map_labels as workflow
-from cloister.workflows.mapping_baselines import linear_label, nearest_label, scores
+from cloister.workflows.baselines.mapping import linear_label, nearest_label, scores
 
 OPTIONS = {"query": "vienna", "label_key": "cell_type", "use_rep": "X_pca", "n_neighbors": 10}
 

@@ -11,8 +11,8 @@ from cloister.cells import tables as cells
 from cloister.errors import DataError, ParameterError, ProtocolAbort
 from cloister.models.linear import LinearModel
 from cloister.run.rehearsal import rehearse
-from cloister.workflows.cell_classifier import CellClassifier, majority
-from cloister.workflows.trained_models import load_model
+from cloister.workflows.trained import load_model
+from cloister.workflows.trained.cell_classifier import CellClassifier, majority
 
 SIZE = {"n_top_genes": 150, "l2": 1e-2}
 

@@ -12,7 +12,7 @@ from cloister.demo.rows import Played, Tell, cost_of
 from cloister.models import graph
 from cloister.protocols.knn import plain_knn
 from cloister.run.rehearsal import rehearse
-from cloister.workflows.mapping_baselines import mapping_baselines
+from cloister.workflows.baselines.mapping import mapping_baselines
 
 
 def map_labels(tell: Tell) -> Played:

@@ -19,8 +19,8 @@ from cloister.protocols.sums import pooled_scaling, secure_sum
 from cloister.run.rehearsal import rehearse
 from cloister.workflows import fine_tune as tuning
 from cloister.workflows import train_cellcnn as training
-from cloister.workflows.cellcnn_report import accuracy
-from cloister.workflows.mapping_baselines import linear_label
+from cloister.workflows.baselines.mapping import linear_label
+from cloister.workflows.figures.cellcnn import accuracy
 
 
 def train_cellcnn(tell: Tell) -> Played:

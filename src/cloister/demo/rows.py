@@ -11,7 +11,7 @@ from cloister.cells import demo as demo_data
 from cloister.net.channel import Event
 from cloister.report.parts import size
 from cloister.run.run import Run
-from cloister.workflows.mapping_baselines import linear_label
+from cloister.workflows.baselines.mapping import linear_label
 
 HEADER = ("workflow", "mode", "measure", "pooled", "federated", "alone", "attack", "sent", "seconds")
 Tell: TypeAlias = Callable[[Event], None] | None

@@ -17,10 +17,10 @@ from cloister.net.seat import Outcome, Place, Seat
 from cloister.protocols.forest import counted_forest, masked_forest
 from cloister.protocols.sums.columns import match_columns
 from cloister.workflows import Workflow
+from cloister.workflows.figures.outliers import figures, plot_values
 from cloister.workflows.modes import modes_of
 from cloister.workflows.one_space import agree_on_space
 from cloister.workflows.options import check_min_donors, option
-from cloister.workflows.outlier_figures import figures, plot_values
 
 if TYPE_CHECKING:
     from anndata import AnnData

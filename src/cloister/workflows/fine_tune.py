@@ -24,14 +24,14 @@ from cloister.workflows.embed import write_features
 from cloister.workflows.fine_tune_parts import FileStore, figures
 from cloister.workflows.modes import modes_of
 from cloister.workflows.options import option
-from cloister.workflows.trained_models import load_model
+from cloister.workflows.trained import load_model
 
 if TYPE_CHECKING:
     from anndata import AnnData
 
     from cloister.models.classifier import Blueprint
     from cloister.models.learner import Examples
-    from cloister.workflows.fine_tuned import FineTuned, Inputs
+    from cloister.workflows.trained.fine_tuned import FineTuned, Inputs
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ def train(adata: AnnData, seat: Seat, options: Options) -> tuple[Trained, FineTu
     from cloister.models.classifier import Network, make
     from cloister.models.learner import GLOBAL_RNG, Learner
     from cloister.models.scgpt import best_device
-    from cloister.workflows.fine_tuned import FineTuned
+    from cloister.workflows.trained.fine_tuned import FineTuned
 
     examples, blueprint, pretrained = examples_of(adata, options, seed=seat.study.seed)
     column = adata.obs[options.label_key]
@@ -271,7 +271,7 @@ def privacy_budget(options: Options) -> float:
 
 
 def inputs_of(adata: AnnData, options: Options, seed: int) -> Inputs:
-    from cloister.workflows.fine_tuned import Inputs
+    from cloister.workflows.trained.fine_tuned import Inputs
 
     return Inputs.of(
         adata,

@@ -15,7 +15,7 @@ from cloister.protocols.knn import mapping_terms, plain_knn, private_knn, publis
 from cloister.report import figures as draw
 from cloister.study import Party, Study
 from cloister.workflows import Workflow
-from cloister.workflows.mapping_baselines import scores
+from cloister.workflows.baselines.mapping import scores
 from cloister.workflows.modes import modes_of
 from cloister.workflows.one_space import agree_on_space
 from cloister.workflows.options import option

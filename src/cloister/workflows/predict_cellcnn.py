@@ -24,7 +24,7 @@ from cloister.protocols.cellcnn.key_store import KeyStore
 from cloister.report.figures import COLOURS, canvas, shown
 from cloister.study import Party, Study
 from cloister.workflows import Workflow
-from cloister.workflows.cellcnn_report import donor_means
+from cloister.workflows.figures.cellcnn import donor_means
 from cloister.workflows.modes import modes_of
 from cloister.workflows.options import option
 

@@ -28,7 +28,7 @@ from cloister.protocols.sums import pooled_scaling
 from cloister.protocols.sums.columns import match_columns
 from cloister.study import CONSENTS, Study
 from cloister.workflows import Workflow
-from cloister.workflows.cellcnn_report import accuracy, consensus, figures, report
+from cloister.workflows.figures.cellcnn import accuracy, consensus, figures, report
 from cloister.workflows.modes import modes_of
 from cloister.workflows.options import option
 

@@ -20,10 +20,10 @@ from cloister.protocols.sums import pooled_logistic as protocol
 from cloister.protocols.sums.logistic_terms import Labelled, Params, label_codes
 from cloister.report.figures import curves
 from cloister.workflows import Workflow
-from cloister.workflows.cell_classifier import CellClassifier
 from cloister.workflows.fine_tune_parts import confusions
 from cloister.workflows.modes import modes_of
 from cloister.workflows.options import option
+from cloister.workflows.trained.cell_classifier import CellClassifier
 
 if TYPE_CHECKING:
     from anndata import AnnData

@@ -18,8 +18,8 @@ from cloister.errors import DataError, MissingExtra
 from cloister.models.classifier import Tokens
 from cloister.models.learner import Table, flip_and_shift
 from cloister.models.scgpt import ScGPT, tokenize
-from cloister.workflows.cell_classifier import label_cells, majority
-from cloister.workflows.gene_tokens import csr_rows, gene_tokens
+from cloister.workflows.trained.cell_classifier import label_cells, majority
+from cloister.workflows.trained.gene_tokens import csr_rows, gene_tokens
 
 if TYPE_CHECKING:
     from anndata import AnnData

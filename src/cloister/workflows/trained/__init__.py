@@ -11,10 +11,10 @@ import numpy as np
 
 from cloister.errors import DataError
 from cloister.models.linear import FORMAT
-from cloister.workflows.cell_classifier import CellClassifier
+from cloister.workflows.trained.cell_classifier import CellClassifier
 
 if TYPE_CHECKING:
-    from cloister.workflows.fine_tuned import FineTuned
+    from cloister.workflows.trained.fine_tuned import FineTuned
 
 
 def load_model(path: str | Path, pretrained: str | Path | None = None) -> CellClassifier | FineTuned:
@@ -32,6 +32,6 @@ def load_model(path: str | Path, pretrained: str | Path | None = None) -> CellCl
         raise DataError(f"{path} is no model file of Cloister ({type(e).__name__})") from None
     if kind == FORMAT:
         return CellClassifier.load(path)
-    from cloister.workflows.fine_tuned import FineTuned
+    from cloister.workflows.trained.fine_tuned import FineTuned
 
     return FineTuned.load(path, pretrained)
