@@ -120,6 +120,12 @@ def expand(key: bytes, length: int) -> U64:
     return Prg(key).uint64(length)
 
 
+def block_of(key: bytes, counter: int) -> bytes:
+    """One block of the stream of `key`, by its 128-bit counter."""
+    check_key(key)
+    return Cipher(algorithms.AES(key), modes.CTR(counter.to_bytes(16, "big"))).encryptor().update(bytes(16))
+
+
 def check_key(key: bytes) -> None:
     if not isinstance(key, bytes) or len(key) != KEY_BYTES:
         found = f"{len(key)} bytes" if isinstance(key, bytes) else type(key).__name__

@@ -50,7 +50,7 @@ def listen(monkeypatch, change=None):
 
 def encryptions(key, m, count, how, seed, entropy):
     """Fresh encryptions of one polynomial, as an answer."""
-    r, mask, secret = block.ring_of(P), block.Prg(seed), entropy.prg()
+    r, mask, secret = block.ring_of(P), block.Halves(seed), entropy.prg()
     one = r.wide.of_small(m, how.back).astype(np.uint32)
     return np.stack([key.hide(one.copy(), mask, secret) for _ in range(count)])
 
@@ -106,7 +106,7 @@ def test_inputs_far_beyond_their_interval_show_nothing_of_the_weights(monkeypatc
     """An owner that encrypts 2^48 times what it should hears uniform numbers: no leading bits of weights times that."""
 
     def encrypt(self, x, seed, entropy):
-        r, mask, secret = block.ring_of(P), block.Prg(seed), entropy.prg()
+        r, mask, secret = block.ring_of(P), block.Halves(seed), entropy.prg()
         q = r.wide.q[:, None]
         far = np.array([[pow(2, bits, int(p))] for p in r.primes], np.uint64)
         rows = [r.wide.of_small(block.encode(row, P.degree, P.scale), P.count) * far % q for row in x]
@@ -223,7 +223,7 @@ def test_k5_an_owner_that_shifts_its_answer_reads_the_projection(monkeypatch):
     def change(key, heard, cts, how, seed, entropy):
         if how.label != "tap":
             return None
-        r, mask, secret, out = block.ring_of(P), block.Prg(seed), entropy.prg(), []
+        r, mask, secret, out = block.ring_of(P), block.Halves(seed), entropy.prg(), []
         words = np.zeros((3, P.degree), np.uint32)
         words[2, at] = 1 << (3 + P.scale_bits + 46 - 64)  # 8 at the scale of a tap
         for i, ct in enumerate(cts):

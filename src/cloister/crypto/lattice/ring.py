@@ -26,7 +26,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, TypeAlias, final
+from typing import TypeAlias, final
 
 import numpy as np
 
@@ -224,8 +224,8 @@ def ring(degree: int, primes: tuple[int, ...]) -> Ring:
 
 
 @functools.lru_cache(maxsize=128)
-def _tables(n: int, q: int) -> tuple[U64, U64, U64, U64]:
-    """Powers of the smallest primitive 2n-th root of unity and of its inverse, bit reversed, with Shoup quotients."""
+def root_tables(n: int, q: int) -> tuple[U64, U64]:
+    """Powers of the smallest primitive 2n-th root of unity and of its inverse, bit reversed."""
     if (q - 1) % (2 * n):
         raise ParameterError(f"the prime {q} has no {2 * n}-th root of unity")
     base = 2
@@ -237,14 +237,21 @@ def _tables(n: int, q: int) -> tuple[U64, U64, U64, U64]:
         least = min(least, power)
     order = bit_reversed(n)
 
-    def table(root: int) -> tuple[Any, Any]:
+    def table(root: int) -> U64:
         powers = [1] * n
         for i in range(1, n):
             powers[i] = powers[i - 1] * root % q
-        shoup = [(w << 64) // q for w in powers]
-        return np.array(powers, np.uint64)[order], np.array(shoup, np.uint64)[order]
+        return np.array(powers, np.uint64)[order]
 
-    return (*table(least), *table(pow(least, -1, q)))
+    return table(least), table(pow(least, -1, q))
+
+
+@functools.lru_cache(maxsize=128)
+def _tables(n: int, q: int) -> tuple[U64, U64, U64, U64]:
+    """The same, each with its Shoup quotients."""
+    w, v = root_tables(n, q)
+    ws, vs = (np.array([(int(x) << 64) // q for x in t], np.uint64) for t in (w, v))
+    return w, ws, v, vs
 
 
 def bit_reversed(n: int) -> I64:

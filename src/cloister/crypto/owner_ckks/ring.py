@@ -9,9 +9,9 @@ from typing import TypeAlias, final
 
 import numpy as np
 
-from cloister.arrays import U32, Index
+from cloister.arrays import U32, U64, Index
 from cloister.crypto.lattice.ring import SECURE_BITS, SIGMA, Ring, check_secure, ring
-from cloister.crypto.prg import Prg, gaussian_table
+from cloister.crypto.prg import Prg, block_of, gaussian_table
 from cloister.errors import ParameterError
 
 Residues: TypeAlias = U32  # (k, N)
@@ -121,6 +121,37 @@ def _is_prime(n: int) -> bool:
     return all(n % p for p in range(3, math.isqrt(n) + 1, 2))
 
 
+def last_word(q: int) -> int:
+    """The largest 64-bit word that is taken modulo q: beyond it small residues would be favoured."""
+    return (1 << 64) - (1 << 64) % q - 1
+
+
+@final
+class Halves:
+    """What a public seed stands for: uniform words, one for every coefficient, drawn alike by whatever draws them.
+
+    Word w is the w-th of the seed's AES stream (`prg`). Where it is too large, it becomes the first word of the block
+    with the counter t·2^64 + w, t = 1, 2, …: a redraw moves no other word, so that words can be drawn in any order.
+    """
+
+    __slots__ = ("_at", "_seed", "_stream")
+
+    def __init__(self, seed: bytes) -> None:
+        self._stream, self._seed, self._at = Prg(seed), seed, 0
+
+    def words(self, count: int, last: int) -> U64:
+        """The next words, none above `last`."""
+        words = self._stream.uint64(count)
+        for i in np.flatnonzero(words > np.uint64(last)):
+            again, word = 0, last + 1
+            while word > last:
+                again += 1
+                word = int.from_bytes(block_of(self._seed, again << 64 | self._at + int(i))[:8], "little")
+            words[i] = word
+        self._at += count
+        return words
+
+
 @final
 class Narrow:
     """Arithmetic of the ring in 32-bit words, for primes of at most 28 bits; the same order of values as `Ring`."""
@@ -196,16 +227,11 @@ class Narrow:
         self.kernels.of_small(small, self.q, out)
         return out
 
-    def uniform(self, prg: Prg, k: int) -> Residues:
-        """The same draws as `Prg.below`."""
+    def uniform(self, halves: Halves, k: int) -> Residues:
+        """The next uniform polynomial of a public seed."""
         out = np.empty((k, self.degree), np.uint32)
         for j, q in enumerate(self.primes[:k]):
-            words = prg.uint64(self.degree)
-            last = np.uint64((1 << 64) - (1 << 64) % q - 1)
-            again = np.flatnonzero(words > last)
-            while again.size:
-                words[again] = prg.uint64(again.size)
-                again = again[words[again] > last]
+            words = halves.words(self.degree, last_word(q))
             self.kernels.of_uniform(words, self.q[j], self.inv[j], np.uint64((1 << 32) % q), out[j])
         return out
 

@@ -35,6 +35,7 @@ from cloister.crypto.owner_ckks.ring import (
     SMALL,
     STANDARD,
     Cts,
+    Halves,
     Opening,
     Parameters,
     Residues,
@@ -50,6 +51,7 @@ from cloister.crypto.owner_ckks.ring import (
     room,
     times_shift,
 )
+from cloister.crypto.owner_ckks.shelf import Pool
 from cloister.crypto.prg import Prg
 from cloister.errors import ParameterError
 
@@ -92,7 +94,7 @@ class OwnerKey:
         s = r.forward(r.ternary(entropy.prg(), K))
         self._powers = [(s, r.quotients(s))]  # s, s², …, as far as they are asked for
         self.b = r.forward(r.gaussian(entropy.prg(), K))
-        r.kernels.subtract_known(self.b, r.uniform(Prg(self.seed), K), *self._powers[0], r.q)
+        r.kernels.subtract_known(self.b, r.uniform(Halves(self.seed), K), *self._powers[0], r.q)
 
     def __repr__(self) -> str:
         return "OwnerKey(...)"
@@ -105,8 +107,8 @@ class OwnerKey:
             self._powers.append((next_one, r.quotients(next_one)))
         return self._powers[i - 1]
 
-    def hide(self, m: Residues, mask: Prg, secret: Prg) -> Residues:
-        """c_0 of a fresh encryption of coefficients m, in place; c_1 is the next uniform polynomial of `mask`."""
+    def hide(self, m: Residues, mask: Halves, secret: Prg) -> Residues:
+        """c_0 of a fresh encryption of coefficients m, in place; c_1 is the next one of `mask`."""
         r, k = ring_of(self.params), len(m)
         r.forward(r.add(m, r.gaussian(secret, k)))
         r.kernels.subtract_known(m, r.uniform(mask, k), *self._powers[0], r.q)
@@ -115,7 +117,7 @@ class OwnerKey:
     def encrypt(self, x: F64, seed: bytes, entropy: Entropy) -> U32:
         """Values (n, samples) → c_0 of each, (n, K, N), at scale Δ."""
         p, r = self.params, ring_of(self.params)
-        mask, secret = Prg(seed), entropy.prg()
+        mask, secret = Halves(seed), entropy.prg()
         out = np.empty((len(x), p.count, p.degree), np.uint32)
         for i, row in enumerate(x):
             m = r.wide.of_small(encode(row, p.degree, p.scale), p.count).astype(np.uint32)
@@ -137,7 +139,7 @@ class OwnerKey:
     def refresh(self, cts: Cts, how: Opening, seed: bytes, entropy: Entropy) -> U32:
         """c_0 of fresh encryptions of what is under the masks, rescaled."""
         r = ring_of(self.params)
-        mask, secret = Prg(seed), entropy.prg()
+        mask, secret = Halves(seed), entropy.prg()
         out = np.zeros((len(cts), how.back, self.params.degree), np.uint32)
         for i, ct in enumerate(cts):
             words = r.to_words(self._opened(ct))
@@ -151,7 +153,7 @@ class OwnerKey:
 
 def expand(params: Parameters, c0: U32, seed: bytes) -> Cts:
     """The ciphertexts (n, 2, k, N) whose c_0 came with a seed."""
-    r, mask = ring_of(params), Prg(seed)
+    r, mask = ring_of(params), Halves(seed)
     out = np.empty((len(c0), 2, *c0.shape[1:]), np.uint32)
     for i, c in enumerate(c0):
         out[i, 0], out[i, 1] = c, r.uniform(mask, len(c))
@@ -168,10 +170,42 @@ class Evaluator:
     def __init__(self, params: Parameters, b: Residues, seed: bytes) -> None:
         self.params, self.ring = params, ring_of(params)
         self._k, self._q, self._inv = self.ring.kernels, self.ring.q, self.ring.inv
-        a = self.ring.uniform(Prg(seed), params.count)
+        a = self.ring.uniform(Halves(seed), params.count)
         self._b, self._a = (b, self.ring.quotients(b)), (a, self.ring.quotients(a))
 
-    def linear(self, w: I64, x: Cts) -> Cts:
+    # what a circuit does with arrays besides, so that they may lie elsewhere (`gpu.Evaluator`)
+
+    at_once = 0  # ciphertexts below which it does not pay to compute fewer together
+
+    def pool(self) -> Pool:
+        return Pool()
+
+    def put(self, x: U32) -> Cts:
+        """From the wire."""
+        return x
+
+    def host(self, x: Cts) -> U32:
+        """For the wire."""
+        return x
+
+    def expand(self, c0: U32, seed: bytes) -> Cts:
+        return expand(self.params, c0, seed)
+
+    def zeros(self, n: int, p: int, k: int) -> Cts:
+        return np.zeros((n, p, k, self.params.degree), np.uint32)
+
+    def join(self, parts: list[Cts]) -> Cts:
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def cut(self, x: Cts, k: int) -> Cts:
+        """The first k primes of ciphertexts (…, p, k', N)."""
+        return np.ascontiguousarray(x[..., :k, :])
+
+    def weights(self, w: I64) -> Any:
+        """A matrix, ready for `linear`."""
+        return w
+
+    def linear(self, w: Any, x: Cts) -> Cts:
         """Integer matrix (o, i) times ciphertexts (i, p, k, N)."""
         q = float(self._q.max())
         if w.shape[1] != len(x) or np.abs(w).sum(axis=1).max(initial=0) * q >= 2.0**53:
@@ -289,7 +323,7 @@ def unpack(params: Parameters, x: U32) -> U32:
 
 
 __all__ = [
-    "SMALL", "STANDARD", "Cts", "Evaluator", "Opening", "OwnerKey", "Parameters", "decode", "encode", "expand", "fits",
-    "fraction", "modulus", "opening", "primes_for", "primes_of", "random_below", "random_words", "ring_of", "room",
-    "times_shift", "unpack",
+    "SMALL", "STANDARD", "Cts", "Evaluator", "Halves", "Opening", "OwnerKey", "Parameters", "decode", "encode",
+    "expand", "fits", "fraction", "modulus", "opening", "primes_for", "primes_of", "random_below", "random_words",
+    "ring_of", "room", "times_shift", "unpack",
 ]  # fmt: skip

@@ -1,0 +1,348 @@
+"""Encrypted inference on a graphics card: `scheme.Evaluator` and `scheme.OwnerKey` once more, on tensors.
+
+The same ciphertexts, byte for byte, wherever nothing is drawn at random; what is drawn from a public seed is the same,
+too. Masks and noise come from other streams than on a CPU (`gpu_ring`): they never leave the side that draws them. So
+a provider with a card and an owner without one understand each other.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any, final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from cloister.arrays import F64, I64, U32
+from cloister.crypto.entropy import Entropy, check_entropy
+from cloister.crypto.owner_ckks import card
+from cloister.crypto.owner_ckks.card import Tensor, wide
+from cloister.crypto.owner_ckks.gpu_ring import ring_on_card
+from cloister.crypto.owner_ckks.ring import Opening, Parameters, modulus, primes_of
+from cloister.crypto.owner_ckks.scheme import decode
+from cloister.errors import ParameterError
+
+SHARE = 0.7  # of the card's free memory that shelves may take; the rest is for what is computed at the time
+TENSORS = {(2, 2), (2, 3), (2, 4), (2, 5), (3, 2), (3, 3), (3, 4), (3, 5), (4, 2), (4, 3), (4, 4), (5, 2), (5, 3)}
+
+
+def expand(params: Parameters, c0: Tensor, seed: bytes) -> Tensor:
+    """The ciphertexts (n, 2, k, N) whose c_0 came with a seed."""
+    n, k, degree = c0.shape
+    out = card.empty(n, 2, k, degree)
+    out[:, 0] = c0
+    return ring_on_card(params).uniform(seed, n, k, out)
+
+
+# ---- the provider ----------------------------------------------------------------------------------------------------
+
+
+@final
+class Evaluator:
+    """Arithmetic on ciphertexts of one owner, tensors (n, p, k, N). Results are new unless said otherwise."""
+
+    at_once = 1024  # a card is idle with fewer
+
+    def __init__(self, params: Parameters, b: U32, seed: bytes) -> None:
+        self.params, self.ring = params, ring_on_card(params)
+        self._kernels, self._known = self.ring.kernels, self.ring.known
+        self._b = card.upload(self.ring.factors(b))
+        self._a = card.upload(self.ring.factors(card.host(self.ring.uniform(seed, 1, params.count))[0]))
+
+    # arrays
+
+    def pool(self) -> CardPool:
+        return CardPool()
+
+    def put(self, x: U32) -> Tensor:
+        return card.put(x)
+
+    def host(self, x: Tensor) -> U32:
+        return card.host(x)
+
+    def expand(self, c0: Tensor, seed: bytes) -> Tensor:
+        return expand(self.params, c0, seed)
+
+    def zeros(self, n: int, p: int, k: int) -> Tensor:
+        return card.empty(n, p, k, self.params.degree).zero_()
+
+    def join(self, parts: list[Tensor]) -> Tensor:
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def cut(self, x: Tensor, k: int) -> Tensor:
+        return x[..., :k, :].contiguous()
+
+    # sums and products
+
+    def weights(self, w: I64) -> Tensor:
+        """A matrix on the card, ready for `linear`."""
+        if np.abs(w).sum(axis=1).max(initial=0) * float(self.ring.primes[0]) >= 2.0**53:
+            raise ParameterError("a linear layer's weights are too large to be exact")
+        return torch.from_numpy(w.astype(np.float64)).to(card.DEVICE)
+
+    def linear(self, w: Any, x: Tensor) -> Tensor:
+        """Integer matrix (o, i) times ciphertexts (i, p, k, N)."""
+        w = self.weights(w) if isinstance(w, np.ndarray) else w
+        if w.shape[1] != len(x):
+            raise ParameterError(f"a linear layer of {w.shape[1]} inputs does not fit {len(x)} ciphertexts")
+        n, p, k, degree = x.shape
+        columns = torch.empty((n, p * k * degree), dtype=torch.float64, device=card.DEVICE)
+        self._kernels.each("to_double", columns.numel() // 4, columns, x, wide(columns.numel()))
+        sums = torch.mm(w, columns)
+        del columns
+        out = card.empty(len(w), p, k, degree)
+        self._kernels.each("from_double", sums.numel() // 4, out, sums, self._known, k, wide(sums.numel()))
+        return out
+
+    def total(self, x: Tensor) -> Tensor:
+        """Σ x, one ciphertext."""
+        n, p, k, degree = x.shape
+        out = card.empty(1, p, k, degree)
+        self._kernels.each("total", out.numel(), out, x, self._known, n, k, wide(out.numel()))
+        return out
+
+    def centre(self, x: Tensor) -> Tensor:
+        """n·x_i - Σ x for n ciphertexts: n times what lies above their mean."""
+        n, k = len(x), x.shape[2]
+        total, out, factor = self.total(x), card.empty(*x.shape), self.ring.multipliers([n], k)
+        one, count = wide(total.numel()), wide(out.numel())
+        self._kernels.each("centre", out.numel(), out, x, total, factor, self._known, k, one, count)
+        return out
+
+    def rows(self, x: Tensor, y: Tensor, at: I64) -> Tensor:
+        """Σ_f x[r, f] ⊗ y[at[m, f]] for x (r, f, 2, k, N) and y (n, 2, k, N): (r, m, 3, k, N)."""
+        rows, terms, _, k, degree = x.shape
+        many, tile = len(at), 4
+        if at.shape[1] != terms or at.min() < 0 or at.max() >= len(y):
+            raise ParameterError("sums of products ask for ciphertexts that there are not")
+        index = at.astype(np.int32)
+        places = self.ring.kept(("places", index.shape, index.tobytes()), lambda: index)
+        out = card.empty(rows, many, 3, k, degree)
+        tiles = -(-rows // tile) * -(-many // tile)
+        grid = (tiles * (degree // 128), k)
+        self._kernels.blocks("tensor_rows", grid, 128, out, x, y, places, self._known, rows, many, terms, k)
+        return out
+
+    def dot(self, x: Tensor, y: Tensor) -> Tensor:
+        """Σ x_f ⊗ y_f, a ciphertext of three polynomials (3, k, N)."""
+        terms, _, k, degree = x.shape
+        out = card.empty(3, k, degree)
+        self._kernels.each("dot", k * degree, out, x.contiguous(), y.contiguous(), self._known, terms, k)
+        return out
+
+    def products(self, x: Tensor, y: Tensor) -> Tensor:
+        """x_i ⊗ y_i for every i."""
+        n, px, k, degree = x.shape
+        py = y.shape[1]
+        if (px, py) not in TENSORS or y.shape != (n, py, k, degree):
+            raise ParameterError(f"there is no product of {tuple(x.shape)} and {tuple(y.shape)} on a card")
+        out, count = card.empty(n, px + py - 1, k, degree), n * k * degree
+        self._kernels.each(f"tensor_{px}_{py}", count, out, x, y, self._known, k, wide(count))
+        return out
+
+    def combine(self, parts: list[tuple[int | list[int], Tensor]], constants: npt.ArrayLike | None = None) -> Tensor:
+        """Σ factor·x, for arrays of any p and one factor or one per ciphertext, plus an integer in every slot."""
+        n, p, k = len(parts[0][1]), max(x.shape[1] for _, x in parts), min(x.shape[2] for _, x in parts)
+        out = card.empty(n, p, k, self.params.degree)
+        count = out.numel()
+        for number, (factor, x) in enumerate(parts):
+            fixed = None if constants is None or number else np.atleast_1d(np.asarray(constants, np.float64))
+            factors = factor if isinstance(factor, list) else [factor]
+            self._kernels.each(
+                "add_multiple", count, out, x, self.ring.multipliers(factors, k), int(len(factors) > 1),
+                None if fixed is None else self.ring.constants(fixed, k), int(fixed is not None and len(fixed) > 1),
+                self._known, p, x.shape[1], k, x.shape[2], int(number == 0), wide(count),
+            )  # fmt: skip
+        return out
+
+    def add_constants(self, x: Tensor, constants: npt.ArrayLike) -> Tensor:
+        """Add integers to every slot, in place."""
+        n, p, k, degree = x.shape
+        values = np.broadcast_to(np.asarray(constants, np.float64), (n,))
+        count = n * k * degree
+        self._kernels.each("add_constants", count, x, self.ring.constants(values, k), self._known, p, k, wide(count))
+        return x
+
+    # refreshes
+
+    def covered(self, cts: Tensor, small: Tensor, extra: Tensor, lift: int = 0) -> Tensor:
+        """2^lift·c + Enc(0) + extra: `small` (n, 2p - 1, N) holds errors, then ternary ones; extra (n, k, N)."""
+        _, p, k, _ = cts.shape
+        noise, out = self.ring.forward_small(small, k, extra), card.empty(*cts.shape)
+        by = self.ring.multipliers([1 << lift], k)
+        count = wide(out.numel())
+        self._kernels.each("rerandomise", out.numel(), out, cts, noise, self._b, self._a, by, self._known, p, k, count)
+        return out
+
+    def blind(self, cts: Tensor, how: Opening, mask_key: bytes, entropy: Entropy) -> Tensor:
+        """Masked ciphertexts (n, p, k, N); the masks are drawn from the key, and again by `unblind`."""
+        check_entropy(entropy)
+        n, p, k, _ = cts.shape
+        if (p, k) != (how.polys, how.primes):
+            raise ParameterError(f"{how.label}: planned for {how.polys} at {how.primes} primes, found {(p, k)}")
+        mask = self.ring.masks(mask_key, n, modulus(self.params, k), k, 1 << how.offset_bits)
+        return self.covered(cts, self.ring.noise(entropy.bytes(32), n, 2 * p - 1, p), mask, how.lift)
+
+    def unblind(self, c0: Tensor, seed: bytes, how: Opening, mask_key: bytes | Tensor) -> Tensor:
+        n, k, degree = c0.shape
+        offset = (how.factor << how.offset_bits) >> how.shift
+        mask = self.ring.forward(self.ring.masks(mask_key, n, modulus(self.params, how.primes), k, offset, how))
+        out = self.ring.uniform(seed, n, k, card.empty(n, 2, k, degree))
+        self._kernels.each("subtract_into", c0.numel(), out, c0, mask, self._known, k, wide(c0.numel()))
+        return out
+
+    def flood(self, cts: Tensor, bits: int, primes: int, entropy: Entropy) -> Tensor:
+        """Ciphertexts to be read: re-randomised, and covered by noise uniform in [-2^bits, 2^bits)."""
+        check_entropy(entropy)
+        x = self.cut(cts, primes)
+        n, p = x.shape[:2]
+        noise = self.ring.masks(entropy.bytes(32), n, 2 << bits, primes, -(1 << bits))
+        return self.covered(x, self.ring.noise(entropy.bytes(32), n, 2 * p - 1, p), noise)
+
+
+# ---- the owner -------------------------------------------------------------------------------------------------------
+
+
+@final
+class OwnerKey:
+    """Secret s on the card, and what of it the provider gets: b = -a·s + e, with a from a public seed."""
+
+    __slots__ = ("_powers", "_s", "_stack", "b", "params", "seed")
+
+    def __init__(self, params: Parameters, entropy: Entropy) -> None:
+        check_entropy(entropy)
+        ring = ring_on_card(params)
+        drawn = ring.forward_small(ring.noise(entropy.bytes(32), 1, 2, 1), params.count)
+        self._hold(params, entropy.bytes(32), drawn[0, 1])
+        b = drawn[:, 0].contiguous()
+        self.b = card.host(self._less_product(b, self.seed))[0]
+
+    @classmethod
+    def of(cls, params: Parameters, s: U32, b: U32, seed: bytes) -> OwnerKey:
+        """A key that there is already, s in NTT form (K, N)."""
+        made = cls.__new__(cls)
+        made._hold(params, seed, card.put(s))
+        made.b = b
+        return made
+
+    def _hold(self, params: Parameters, seed: bytes, s: Tensor) -> None:
+        self.params, self.seed, self._s = params, seed, s.long()
+        self._powers, self._stack = [s.long()], {1: _factors(params, s.long()[None])}
+
+    def __repr__(self) -> str:
+        return "OwnerKey(...)"
+
+    def _power(self, most: int) -> Tensor:
+        """s, s², …, s^most as factors (most, K, N, 2)."""
+        if most not in self._stack:
+            q = torch.tensor(primes_of(self.params), device=card.DEVICE)[:, None]
+            while len(self._powers) < most:
+                self._powers.append(self._powers[-1] * self._s % q)
+            self._stack[most] = _factors(self.params, torch.stack(self._powers[:most]))
+        return self._stack[most]
+
+    def _less_product(self, m: Tensor, seed: bytes) -> Tensor:
+        """Subtract a·s in place from (n, k, N) in NTT form, with the uniform halves a of a seed."""
+        ring, (n, k, _) = ring_on_card(self.params), m.shape
+        a = ring.uniform(seed, n, k)
+        ring.kernels.each("subtract_known", m.numel(), m, a, self._power(1), ring.known, k, wide(m.numel()))
+        return m
+
+    def hide(self, m: Tensor, seed: bytes) -> Tensor:
+        """c_0 of encryptions of coefficients m (n, k, N) that carry their error, in place."""
+        return self._less_product(ring_on_card(self.params).forward(m), seed)
+
+    def encrypt(self, x: F64 | Tensor, seed: bytes, entropy: Entropy) -> Tensor:
+        """Values (n, samples) → c_0 of each, (n, K, N), at scale Δ."""
+        check_entropy(entropy)
+        p, ring = self.params, ring_on_card(self.params)
+        values = torch.as_tensor(x, dtype=torch.float64, device=card.DEVICE)
+        n, samples = values.shape
+        slots = torch.zeros((n, p.degree), dtype=torch.complex128, device=card.DEVICE)
+        slots[:, :samples], slots[:, p.degree - samples :] = values, values.flip(-1)
+        turn = torch.arange(p.degree, dtype=torch.float64, device=card.DEVICE) * (-torch.pi / p.degree)
+        m = torch.round((torch.fft.fft(slots) / p.degree * torch.exp(1j * turn)).real * p.scale).long()
+        m += ring.noise(entropy.bytes(32), n, 1, 1)[:, 0]
+        residues = torch.stack([torch.remainder(m, q) for q in ring.primes], dim=1).int()
+        return self.hide(residues, seed)
+
+    def opened(self, cts: Tensor) -> Tensor:
+        """The message polynomials of ciphertexts (n, p, k, N), in coefficients (n, k, N)."""
+        return ring_on_card(self.params).opened(cts, self._power(cts.shape[1] - 1))
+
+    def refresh(self, cts: Tensor, how: Opening, seed: bytes, entropy: Entropy) -> Tensor:
+        """c_0 of fresh encryptions of what is under the masks, rescaled."""
+        check_entropy(entropy)
+        return self.refreshed(cts, how, seed, ring_on_card(self.params).noise(entropy.bytes(32), len(cts), 1, 1))
+
+    def refreshed(self, cts: Tensor, how: Opening, seed: bytes, errors: Tensor) -> Tensor:
+        """The same with errors (n, 1, N) that are given."""
+        return self.hide(ring_on_card(self.params).rescaled(self.opened(cts), errors, how), seed)
+
+    def read(self, cts: Tensor, scale: float, count: int) -> F64:
+        """Slots of ciphertexts that were sent to be read, (n, count)."""
+        return np.stack([decode(centred(self.params, m), scale, count) for m in card.host(self.opened(cts))])
+
+
+def _factors(params: Parameters, w: Tensor) -> Tensor:
+    """64-bit residues (m, K, N) with their quotients, as bytes of the kernels' factors."""
+    q = torch.tensor(primes_of(params), device=card.DEVICE)[:, None]
+    return torch.stack([w, (w << 32) // q], dim=-1).int()
+
+
+def centred(params: Parameters, residues: U32) -> F64:
+    """Coefficients (k, N) in (-Q/2, Q/2), rounded to float64."""
+    k = len(residues)
+    Q = modulus(params, k)
+    whole = np.zeros(residues.shape[1], object)
+    for row, q in zip(residues, primes_of(params)[:k], strict=True):
+        whole = whole + row.astype(object) * (Q // q * pow(Q // q, -1, q))
+    whole %= Q
+    return np.array([float(x - Q if x > Q // 2 else x) for x in whole])
+
+
+# ---- where ciphertexts lie between two stretches ---------------------------------------------------------------------
+
+
+@final
+class CardPool:
+    """Shelves on the card up to a limit, in the host's memory beyond."""
+
+    def __init__(self, memory: int = 0) -> None:
+        self.memory, self.used = memory or int(SHARE * card.free_memory()), 0
+
+    def shelf(self, n: int, p: int, k: int, degree: int) -> CardShelf:
+        size = n * p * k * degree * 4
+        inside = self.used + size <= self.memory
+        made = CardShelf((n, p, k, degree), inside=inside)
+        if inside:
+            self.used += size
+            weakref.finalize(made, self._free, size)
+        return made
+
+    def _free(self, size: int) -> None:
+        self.used -= size
+
+
+@final
+class CardShelf:
+    """n ciphertexts (p, k, N), written once and read by number; they come out on the card."""
+
+    def __init__(self, shape: tuple[int, int, int, int], *, inside: bool) -> None:
+        pinned = not inside and card.DEVICE == "cuda"
+        where = card.DEVICE if inside else "cpu"
+        self.shape, self._rows = shape, torch.empty(shape, dtype=torch.int32, device=where, pin_memory=pinned)
+
+    def put(self, start: int, cts: Tensor) -> None:
+        self._rows[start : start + len(cts)].copy_(cts)
+
+    def take(self, which: Sequence[int], k: int) -> Tensor:
+        """Ciphertexts (len(which), p, k, N) at their first k primes."""
+        at = np.asarray(which, np.int64)
+        if len(at) and (np.diff(at) == 1).all():
+            found = self._rows[int(at[0]) : int(at[-1]) + 1, :, :k]
+        else:
+            found = self._rows[torch.from_numpy(at).to(self._rows.device)][:, :, :k]
+        return found.contiguous().to(card.DEVICE)

@@ -1,0 +1,282 @@
+"""Every operation of encrypted inference on given inputs, by the CPU's path or a card's: name → SHA-256 of the result.
+
+Inputs come from seeds by `Prg`, which needs no compiled loops: a machine with a card computes only its own side and
+compares with the vectors (`tests/vectors/owner_ckks.json`), which the CPU's path wrote (`scripts/gpu_parity.py`).
+"""
+
+import hashlib
+import itertools
+
+import numpy as np
+
+from cloister.crypto.entropy import Entropy
+from cloister.crypto.owner_ckks import ring as rings
+from cloister.crypto.prg import Prg
+
+RINGS = {"small": rings.SMALL, "standard": rings.STANDARD}
+OFTEN = 1 << 63  # a last word at which every second one is drawn again
+
+
+def seed(number):
+    return bytes([number] * 32)
+
+
+def repeated(number):
+    return Entropy(Prg(seed(number)).bytes)
+
+
+def hashed(x):
+    return hashlib.sha256(np.ascontiguousarray(x, np.uint32).tobytes()).hexdigest()
+
+
+class Cpu:
+    """`scheme`, as it is."""
+
+    def __init__(self, params):
+        from cloister.crypto.owner_ckks import scheme
+
+        self.params, self.scheme, self.ring = params, scheme, scheme.ring_of(params)
+        self.key = scheme.OwnerKey(params, repeated(1))
+        self.ev = scheme.Evaluator(params, self.key.b, self.key.seed)
+        self.b = self.key.b
+
+    def put(self, x):
+        return x
+
+    def host(self, x):
+        return x
+
+    def uniform(self, number, n, k):
+        halves = self.scheme.Halves(seed(number))
+        return np.stack([self.ring.uniform(halves, k) for _ in range(n)])
+
+    def uniform_again(self, number):
+        """One polynomial of one prime, where words are drawn again often."""
+        words = self.scheme.Halves(seed(number)).words(self.params.degree, OFTEN)
+        return words % np.uint64(self.ring.primes[0])
+
+    def forward(self, x):
+        return self.ring.forward(x.copy())
+
+    def opened(self, cts):
+        return np.stack([self.key._opened(c) for c in cts])
+
+    def blind(self, cts, how):
+        return self.ev.blind(cts, how, seed(11), repeated(12))
+
+    def refresh(self, cts, how):
+        return self.key.refresh(cts, how, seed(13), repeated(14))
+
+    def unblind(self, c0, how):
+        return self.ev.unblind(c0, seed(13), how, seed(11))
+
+    def flood(self, cts, bits, primes):
+        return self.ev.flood(cts, bits, primes, repeated(15))
+
+
+class Card:
+    """`gpu`, with the noise that the CPU's path would draw."""
+
+    def __init__(self, params):
+        import torch
+
+        from cloister.crypto.owner_ckks import card, gpu, gpu_ring
+
+        self.params, self.torch, self.card = params, torch, card
+        self.ring, self.prime = gpu_ring.ring_on_card(params), gpu_ring.PRIME
+        entropy = repeated(1)
+        public = entropy.bytes(32)
+        s, e = entropy.prg().ternary(params.degree), entropy.prg().gaussian(params.degree)
+        drawn = self.ring.forward_small(self.small(np.stack([e, s])[None]), params.count)
+        self.key = gpu.OwnerKey.of(params, card.host(drawn[0, 1]), np.zeros(0, np.uint32), public)
+        self.b = card.host(self.key._less_product(drawn[:, 0].contiguous(), public))[0]
+        self.ev = gpu.Evaluator(params, self.b, public)
+        self.put, self.host = card.put, card.host
+
+    def small(self, x):
+        return self.torch.from_numpy(np.ascontiguousarray(x, np.int8)).to(self.card.DEVICE)
+
+    def uniform(self, number, n, k):
+        return self.ring.uniform(seed(number), n, k)
+
+    def uniform_again(self, number):
+        known = self.ring.known
+        often = known.cpu().numpy().view(self.prime).copy()
+        often["last"] = OFTEN
+        self.ring.known = self.card.upload(often)
+        try:
+            return self.ring.uniform(seed(number), 1, 1)[0, 0]
+        finally:
+            self.ring.known = known
+
+    def forward(self, x):
+        return self.ring.forward(x.clone())
+
+    def opened(self, cts):
+        return self.key.opened(cts)
+
+    def noise(self, prg, polys):
+        """For one ciphertext, in the order of `scheme.Evaluator.rerandomise`."""
+        n = self.params.degree
+        return [prg.gaussian(n) for _ in range(polys)] + [prg.ternary(n) for _ in range(polys - 1)]
+
+    def masks(self, how, n):
+        prg, Q = Prg(seed(11)), rings.modulus(self.params, how.primes)
+        return self.put(np.stack([rings.random_below(prg, Q, self.params.degree) for _ in range(n)]))
+
+    def blind(self, cts, how):
+        prg, n = repeated(12).prg(), len(cts)
+        small = self.small(np.stack([self.noise(prg, how.polys) for _ in range(n)]))
+        Q = rings.modulus(self.params, how.primes)
+        mask = self.ring.masks(self.masks(how, n), n, Q, how.primes, 1 << how.offset_bits)
+        return self.ev.covered(cts, small, mask, how.lift)
+
+    def refresh(self, cts, how):
+        secret = repeated(14).prg()
+        errors = self.small(np.stack([[secret.gaussian(self.params.degree)] for _ in range(len(cts))]))
+        return self.key.refreshed(cts, how, seed(13), errors)
+
+    def unblind(self, c0, how):
+        return self.ev.unblind(c0, seed(13), how, self.masks(how, len(c0)))
+
+    def flood(self, cts, bits, primes):
+        prg, n, N = repeated(15).prg(), len(cts), self.params.degree
+        words, small = np.zeros((n, -(-(bits + 2) // 32), N), np.uint32), []
+        for i in range(n):
+            drawn = rings.random_words(prg, bits + 1, N)
+            words[i, : len(drawn)] = drawn
+            small.append(self.noise(prg, cts.shape[1]))
+        extra = self.ring.masks(self.put(words), n, 2 << bits, primes, -(1 << bits))
+        return self.ev.covered(self.ev.cut(cts, primes), self.small(np.stack(small)), extra)
+
+
+def results(side):
+    """Yield (name, result) of every operation."""
+    params, N, K = side.params, side.params.degree, side.params.count
+    q = np.array(rings.primes_of(params), np.uint64)[:, None]
+    drawn = Prg(seed(2))
+
+    def cts(n, p, k):
+        return side.put((drawn.uint64((n, p, k, N)) % q[:k]).astype(np.uint32))
+
+    ev = side.ev
+    yield "key", side.put(side.b)
+    yield "uniform", side.uniform(3, 3, K)
+    yield "uniform, fewer primes", side.uniform(3, 2, 2)
+    yield "uniform, drawn again", side.uniform_again(3)
+    x, y = cts(12, 2, K), cts(12, 2, K)
+    yield "forward", side.forward(x[0])
+    yield "expand", ev.expand(side.put(side.host(x[:3, 0])), seed(4))
+    for p in (2, 3, 4):
+        yield f"open {p}", side.opened(cts(2, p, K))
+    rng = np.random.default_rng(5)
+    w = rng.integers(-9000, 9000, (10, 12))
+    yield "linear", ev.linear(w, x)
+    yield "linear, prepared", ev.linear(ev.weights(37 * w), x)
+    yield "linear, four polynomials", ev.linear(w[:, :3], cts(3, 4, 3))
+    yield "constants", ev.add_constants(ev.linear(w, x), np.arange(-5, 5) * 2.0**41 + 3)
+    yield "centre", ev.centre(x)
+    yield "total", ev.total(x)
+    rows = x.reshape(3, 4, 2, K, N)
+    yield "rows, scores", ev.rows(rows, y, np.arange(12).reshape(3, 4))
+    yield "rows, sums", ev.rows(rows, y, np.arange(12).reshape(4, 3).T.copy())
+    many = cts(70, 2, 2), cts(70, 2, 2)
+    yield "rows, many terms", ev.rows(many[0].reshape(1, 70, 2, 2, N), many[1], np.arange(70)[None])
+    yield "dot", ev.dot(*many)
+    two = ev.products(x, y)
+    three, four = ev.products(two[:4], two[:4]), ev.products(two[:4], x[:4])
+    yield "products 2 2", two
+    yield "products 3 3", three
+    yield "products 3 2", four
+    yield "products 5 3", ev.products(three, two[:4])
+    yield "products 4 2", ev.products(four, y[:4])
+    yield "combine", ev.combine([(1, two), (-(1 << 45) - 12345, x)], 7.25 * 2.0**55)
+    yield "combine, one factor each", ev.combine([(list(range(-6, 6)), two), (3, x)], np.arange(12) * 1e9)
+    yield "combine, fewer primes", ev.combine([(5, cts(3, 2, 2)), (-7, cts(3, 3, 3))])
+    wide = params.count > 4
+    for polys, scale in itertools.chain([(3, 2.0**60 if wide else 2.0**30), (2, 2.0**30)], [(4, 2.0**98)] * wide):
+        how = rings.opening(params, f"p{polys}", 3, polys, scale, 4.0, params.scale)
+        sent = side.blind(cts(3, polys, how.primes), how)
+        yield f"blind {polys}", sent
+        c0 = side.refresh(sent, how)
+        yield f"refresh {polys}", c0
+        yield f"unblind {polys}", side.unblind(c0, how)
+    yield "flood", side.flood(cts(2, 2, K), 40 if wide else 30, K - 1)
+
+
+def hashes(side):
+    return {name: hashed(side.host(x)) for name, x in results(side)}
+
+
+# ---- what is drawn on the card itself --------------------------------------------------------------------------------
+
+
+def noise_found(params):
+    """(what, found, least, most) of noise on the card: samplers, fresh, blinded and refreshed ciphertexts."""
+    from cloister.crypto.owner_ckks import card, gpu, gpu_ring
+
+    entropy, ring, N = Entropy(), gpu_ring.ring_on_card(params), params.degree
+    small = ring.noise(entropy.bytes(32), 16, 3, 1).cpu().numpy().astype(float)
+    yield "error, standard deviation", small[:, 0].std(), 3.15, 3.25
+    yield "error, mean", small[:, 0].mean(), -0.1, 0.1
+    for value in (-1, 0, 1):
+        yield f"ternary, share of {value}", (small[:, 1:] == value).mean(), 0.325, 0.342
+    again = [ring.noise(seed(9), 2, 3, 1).cpu().numpy() for _ in range(2)]
+    yield "the same key, the same noise", float((again[0] != again[1]).sum()), 0, 0
+    other = ring.noise(seed(8), 2, 3, 1).cpu().numpy()
+    yield "another key, the same noise", (again[0] == other).mean(), 0.0, 0.3
+
+    key = gpu.OwnerKey(params, entropy)
+    ev = gpu.Evaluator(params, key.b, key.seed)
+    public = entropy.bytes(32)
+    fresh = ev.expand(key.encrypt(np.zeros((4, params.slots)), public, entropy), public)
+    yield "fresh, standard deviation", of(params, key, fresh).std(), 3.1, 3.3
+
+    how = rings.opening(params, "noise", 4, 2, params.scale, 1.0, params.scale)
+    k, mask_key = how.primes, entropy.bytes(32)
+    sent = ev.blind(ev.cut(fresh, k), how, mask_key, entropy)
+    Q = rings.modulus(params, k)
+    masks = whole(params, card.host(ring.masks(mask_key, 4, Q, k, 1 << how.offset_bits)))
+    yield "masks, largest of Q", float(max(masks.reshape(-1)) / Q), 0.99, 1.0
+    yield "masks, mean of Q", float(sum(masks.reshape(-1)) / Q / masks.size), 0.47, 0.53
+    under = (whole(params, card.host(key.opened(sent))) - masks) % Q
+    noise = np.array([float(x - Q if x > Q // 2 else x) for x in under.reshape(-1)])
+    lifted = 3.2 * 2.0**how.lift
+    added = 3.2 * np.sqrt(1 + 4 * N / 3)  # e_0 + e_1·s + v·e, ternary of variance 2/3
+    expected = np.hypot(lifted, added)
+    yield "blinded, against expected", noise.std() / expected, 0.95, 1.05
+    c0 = key.refresh(sent, how, public, entropy)
+    back = of(params, key, ev.unblind(c0, public, how, mask_key))
+    most = 3.2 + expected * how.factor / 2.0**how.shift + 1
+    yield "refreshed, standard deviation", back.std(), 3.0, most
+
+
+def whole(params, residues):
+    """Coefficients (n, k, N) in [0, Q) as Python's integers."""
+    k = residues.shape[1]
+    Q, out = rings.modulus(params, k), 0
+    for j, q in enumerate(rings.primes_of(params)[:k]):
+        out = out + residues[:, j].astype(object) * (Q // q * pow(Q // q, -1, q))
+    return out % Q
+
+
+def of(params, key, cts):
+    from cloister.crypto.owner_ckks import card, gpu
+
+    return np.stack([gpu.centred(params, m) for m in card.host(key.opened(cts))])
+
+
+def streams():
+    """(what, whether it holds) of the two ciphers, by the vectors of their standards."""
+    from cloister.crypto.owner_ckks import card, gpu_ring
+
+    ring = gpu_ring.ring_on_card(rings.SMALL)
+    key = card.upload(np.arange(32, dtype=np.uint8))
+    out = card.empty(2, 16)
+    nonce = [np.uint32(x) for x in (0x09000000, 0x4A000000, 0)]
+    ring.kernels.each("chacha_stream", 2, out, key, np.uint32(1), *nonce, np.int64(2))
+    yield "ChaCha20 (RFC 8439, 2.3.2)", card.host(out)[0].tobytes().hex().startswith("10f1e7e4d13b5915500fdd1fa32071c4")
+    out = card.empty(64, 4)
+    args = (out, ring._aes, key, np.int64(64))
+    ring.kernels.blocks("aes_stream", (2,), 64, *args, shared=gpu_ring.AES_SHARED)
+    yield "AES-256-CTR (as Prg)", card.host(out).tobytes() == Prg(bytes(range(32))).bytes(1024)

@@ -1,0 +1,111 @@
+"""The card's path: the same results as the CPU's, byte for byte; by the kernels' source on a CPU where there is no card."""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+pytest.importorskip("numba")
+pytest.importorskip("torch")
+import emulated
+import parity
+
+from cloister.crypto.owner_ckks import card, scheme
+from cloister.crypto.owner_ckks.ring import Halves
+from cloister.crypto.prg import Prg
+from cloister.errors import ParameterError
+
+VECTORS = json.loads((Path(__file__).parents[2] / "vectors" / "owner_ckks.json").read_text())
+SMALL = scheme.SMALL
+
+
+@pytest.fixture(params=["emulated", pytest.param("card", marks=pytest.mark.gpu)])
+def where(request, monkeypatch):
+    """The kernels, by a C++ compiler or on a card."""
+    if request.param == "emulated":
+        if emulated.COMPILER is None:
+            pytest.skip("there is no C++ compiler")
+        emulated.use(monkeypatch)
+        yield
+        from cloister.crypto.owner_ckks.gpu_ring import ring_on_card
+
+        ring_on_card.cache_clear()
+        return
+    if reason := card.why_not():
+        pytest.skip(reason)
+    yield
+
+
+@pytest.mark.parametrize("ring", [pytest.param("small"), pytest.param("standard", marks=pytest.mark.slow)])
+def test_the_cpu_gives_the_vectors(ring):
+    assert parity.hashes(parity.Cpu(parity.RINGS[ring])) == VECTORS[ring]
+
+
+@pytest.mark.parametrize("ring", [pytest.param("small"), pytest.param("standard", marks=pytest.mark.slow)])
+def test_the_card_gives_the_same(where, ring):
+    assert parity.hashes(parity.Card(parity.RINGS[ring])) == VECTORS[ring]
+
+
+def test_ciphers_are_those_of_their_standards(where):
+    for name, held in parity.streams():
+        assert held, name
+
+
+def test_noise_is_what_it_should_be(where):
+    for what, found, least, most in parity.noise_found(SMALL):
+        assert least <= found <= most, what
+
+
+def test_words_drawn_again_move_no_other():
+    """Every second word is drawn again; those that are not stay those of the stream, and each has its own counter."""
+    seed, last = bytes(range(32)), parity.OFTEN
+    plain, found = Prg(seed).uint64(256), Halves(seed).words(256, last)
+    kept = plain <= last
+    assert 80 < kept.sum() < 176
+    np.testing.assert_array_equal(found[kept], plain[kept])
+    assert (found <= last).all()
+    halves = Halves(seed)
+    np.testing.assert_array_equal(np.concatenate([halves.words(100, last), halves.words(156, last)]), found)
+
+
+def test_a_card_that_is_not_there_is_one_sentence(monkeypatch):
+    monkeypatch.setattr(card, "why_not", lambda: "PyTorch finds no NVIDIA card on this machine")
+    with pytest.raises(ParameterError, match="a graphics card was asked for, but PyTorch finds no NVIDIA card"):
+        card.check()
+    with pytest.raises(ParameterError, match="graphics card was asked for"):
+        card.Kernels(4096)
+
+
+def test_what_a_card_cannot_do_is_refused(where):
+    from cloister.crypto.owner_ckks import gpu
+
+    side = parity.Card(SMALL)
+    ev, x = side.ev, side.put(np.zeros((2, 6, 2, SMALL.degree), np.uint32))
+    with pytest.raises(ParameterError, match="no product of"):
+        ev.products(x, x)
+    with pytest.raises(ParameterError, match="too large to be exact"):
+        ev.linear(np.full((1, 2), 1 << 26), x)
+    with pytest.raises(ParameterError, match="does not fit 2 ciphertexts"):
+        ev.linear(np.ones((1, 3), np.int64), x)
+    with pytest.raises(ParameterError, match="rings of 4096"):
+        card.Kernels(2048)
+    assert repr(gpu.OwnerKey(SMALL, parity.Entropy())) == "OwnerKey(...)"
+
+
+def test_shelves_beyond_the_card_lie_in_the_hosts_memory(where):
+    from cloister.crypto.owner_ckks import gpu
+
+    N = SMALL.degree
+    pool, x = gpu.CardPool(3 * 2 * 2 * N * 4), np.arange(3 * 2 * 2 * N, dtype=np.uint32).reshape(3, 2, 2, N)
+    inside, outside = pool.shelf(3, 2, 2, N), pool.shelf(3, 2, 2, N)
+    assert outside._rows.device.type == "cpu"
+    for shelf in (inside, outside):
+        shelf.put(0, card.put(x[:2]))
+        shelf.put(2, card.put(x[2:]))
+        np.testing.assert_array_equal(card.host(shelf.take([1, 2], 2)), x[1:])
+        np.testing.assert_array_equal(card.host(shelf.take([2, 0, 2], 1)), x[[2, 0, 2], :, :1])
+    del inside, shelf
+    assert pool.used == 0
