@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests" / "crypto" / "owner_ckks")]
 
-import parity
+import parity  # noqa: E402
 
 VECTORS = ROOT / "tests" / "vectors" / "owner_ckks.json"
 
@@ -36,7 +36,10 @@ def compare() -> bool:
         wrong = [name for name in stored[ring] if found.get(name) != stored[ring][name]]
         good = good and not wrong and set(found) == set(stored[ring])
         took = time.monotonic() - began
-        print(f"{ring}: {len(found) - len(wrong)} of {len(stored[ring])} results equal the CPU's, {took:.1f} s", flush=True)
+        print(
+            f"{ring}: {len(found) - len(wrong)} of {len(stored[ring])} results equal the CPU's, {took:.1f} s",
+            flush=True,
+        )
         for name in wrong:
             print(f"  WRONG {name}")
         for what, value, least, most in parity.noise_found(params):

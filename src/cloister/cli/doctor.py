@@ -38,6 +38,7 @@ def examine(kit: Path | None = None) -> Iterator[Finding]:
     yield _sandbox()
     yield _proofs()
     yield _rings()
+    yield _card()
     if kit is not None:
         yield from _examine_kit(kit)
 
@@ -96,6 +97,15 @@ def _rings() -> Finding:
     most = max(SECURE_BITS)
     trained = f"training: up to log N {most.bit_length() - 1}, log Q {SECURE_BITS[most]}"
     return Finding("rings", "ok", f"inference, small: {SMALL.about}; standard: {STANDARD.about}; {trained}")
+
+
+def _card() -> Finding:
+    """A card that a provider of `adapt-model` could compute on."""
+    from cloister.crypto.owner_ckks import card
+
+    if reason := card.why_not():
+        return Finding("gpu", "note", f"{reason}; a model's provider computes on its CPU")
+    return Finding("gpu", "ok", card.name())
 
 
 def _examine_kit(path: Path) -> Iterator[Finding]:

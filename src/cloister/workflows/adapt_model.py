@@ -12,6 +12,7 @@ import numpy as np
 
 from cloister.cells import tables as cells
 from cloister.cells.demo import demo_encoder
+from cloister.crypto.owner_ckks import devices
 from cloister.crypto.owner_ckks import scheme as block
 from cloister.errors import DataError, ParameterError
 from cloister.models.polynomial import Encoder
@@ -42,6 +43,7 @@ class Options:
     ring: Literal["small", "standard"] = option("standard", "lattice: small models only, or any")
     budget: int = option(65536, "samples that a site may ask about, over all runs")
     ledger: str | None = option(None, "file in which the provider counts them; if none, beside the model's")
+    device: Literal["cpu", "gpu"] = option("cpu", "where the provider computes: its CPU, or its NVIDIA card")
     bottleneck: int = option(8, "width of the adapter; 0 for linear probing")
     rounds: int = option(20, "rounds of averaging")
     local_epochs: int = option(1, "passes over a site's samples in a round")
@@ -96,7 +98,7 @@ def site(seat: Seat, adata: AnnData, options: Options) -> Outcome:
 
 def coordinator(seat: Seat, options: Options) -> Outcome:
     """The provider: load the model, answer under encryption, average the updates."""
-    encoder, told = load(options.model, options.ring)
+    encoder, told = load(options)
     seat.run(model_card.provider, model_card.Params(seat.sites, seat.coordinator), told)
     check_classes(seat, options, None)
     answer(seat, options, told, encoder)
@@ -109,9 +111,11 @@ def coordinator(seat: Seat, options: Options) -> Outcome:
 # ---- inference -------------------------------------------------------------------------------------------------------
 
 
-def load(path: str, ring: str) -> tuple[Any, model_card.Told]:
-    encoder = Encoder.load(path)
-    return encoder, model_card.told_by(encoder, block.SMALL if ring == "small" else block.STANDARD)
+def load(options: Any) -> tuple[Any, model_card.Told]:
+    """The provider's model and what it tells of it; raises if it cannot compute where it is meant to."""
+    devices.check(options.device)
+    encoder = Encoder.load(options.model)
+    return encoder, model_card.told_by(encoder, block.SMALL if options.ring == "small" else block.STANDARD)
 
 
 def inputs_of(adata: AnnData, card: Mapping[str, Any]) -> Any:
@@ -155,9 +159,10 @@ def ask(seat: Seat, options: Any, told: model_card.Told, inputs: Any) -> Any:
 
 
 def answer(seat: Seat, options: Any, told: model_card.Told, encoder: Any) -> Any:
-    ledger = ledger_of(options)
-    module = permuted_inference if seat.mode == "published" else encrypted_inference
-    return seat.run(module.provider, inference_params(seat, options, told), encoder, ledger)
+    ledger, params = ledger_of(options), inference_params(seat, options, told)
+    if seat.mode == "published":  # on a CPU always
+        return seat.run(permuted_inference.provider, params, encoder, ledger)
+    return seat.run(encrypted_inference.provider, params, encoder, ledger, options.device)
 
 
 def ledger_of(options: Any) -> encrypted_inference.Ledger:
@@ -227,7 +232,7 @@ def train(adata: AnnData, seat: Seat, options: Options, told: model_card.Told, t
 
 
 def training_params(seat: Seat, options: Options, told: model_card.Told) -> Params:
-    local = {k: v for k, v in vars(options).items() if k not in ("model", "ledger", "key_added")}
+    local = {k: v for k, v in vars(options).items() if k not in ("model", "ledger", "device", "key_added")}
     return Params(
         seat.sites,
         seat.coordinator,

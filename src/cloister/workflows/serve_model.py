@@ -28,6 +28,7 @@ class Options:
     ring: Literal["small", "standard"] = option("standard", "lattice; as in adapt-model")
     budget: int = option(65536, "samples that a site may ask about, over all runs")
     ledger: str | None = option(None, "file in which the provider counts them; if none, beside the model's")
+    device: Literal["cpu", "gpu"] = option("cpu", "where the provider computes: its CPU, or its NVIDIA card")
     key_added: str = option("predicted", "column of obs with the model's labels")
 
     def __post_init__(self) -> None:
@@ -72,7 +73,7 @@ def site(seat: Seat, adata: AnnData, options: Options) -> Outcome:
 
 def coordinator(seat: Seat, options: Options) -> Outcome:
     """The provider: answer what the sites ask."""
-    encoder, told = load(options.model, options.ring)
+    encoder, told = load(options)
     seat.run(model_card.provider, model_card.Params(seat.sites, seat.coordinator), told)
     answered = answer(seat, options, told, encoder)
     return Outcome(None, {"answered": json.loads(json.dumps(answered))})

@@ -165,12 +165,11 @@ def results(side):
     yield "uniform, fewer primes", side.uniform(3, 2, 2)
     yield "uniform, drawn again", side.uniform_again(3)
     x, y = cts(12, 2, K), cts(12, 2, K)
-    yield "forward", side.forward(x[0])
+    yield "forward", side.forward(x[0, 0])
     yield "expand", ev.expand(side.put(side.host(x[:3, 0])), seed(4))
     for p in (2, 3, 4):
         yield f"open {p}", side.opened(cts(2, p, K))
-    rng = np.random.default_rng(5)
-    w = rng.integers(-9000, 9000, (10, 12))
+    w = (drawn.uint64((10, 12)) % np.uint64(18000)).astype(np.int64) - 9000
     yield "linear", ev.linear(w, x)
     yield "linear, prepared", ev.linear(ev.weights(37 * w), x)
     yield "linear, four polynomials", ev.linear(w[:, :3], cts(3, 4, 3))

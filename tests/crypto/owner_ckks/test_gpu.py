@@ -1,4 +1,4 @@
-"""The card's path: the same results as the CPU's, byte for byte; by the kernels' source on a CPU where there is no card."""
+"""A card computes what a CPU does, byte for byte; where there is none, a C++ compiler takes the kernels' source."""
 
 import json
 import sys
@@ -87,7 +87,7 @@ def test_what_a_card_cannot_do_is_refused(where):
     with pytest.raises(ParameterError, match="no product of"):
         ev.products(x, x)
     with pytest.raises(ParameterError, match="too large to be exact"):
-        ev.linear(np.full((1, 2), 1 << 26), x)
+        ev.linear(np.full((1, 2), 1 << 27), x)
     with pytest.raises(ParameterError, match="does not fit 2 ciphertexts"):
         ev.linear(np.ones((1, 3), np.int64), x)
     with pytest.raises(ParameterError, match="rings of 4096"):

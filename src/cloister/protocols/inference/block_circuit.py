@@ -23,8 +23,7 @@ import numpy as np
 
 from cloister.arrays import F64
 from cloister.crypto.owner_ckks import scheme as block
-from cloister.crypto.owner_ckks.scheme import Cts, Evaluator, Opening, Parameters, fits
-from cloister.crypto.owner_ckks.shelf import Pool
+from cloister.crypto.owner_ckks.scheme import Cts, Opening, Parameters, fits
 from cloister.errors import ParameterError
 from cloister.models.polynomial import START, Encoder, Shape
 from cloister.protocols.inference.block_values import Recipes, Refresh, Values, token
@@ -61,9 +60,9 @@ class Circuit(Recipes):
         params: Parameters,
         refresh: Refresh,
         encoder: Encoder | None = None,
-        ev: Evaluator | None = None,
+        ev: Any = None,
         openings: Sequence[Opening] = (),
-        pool: Pool | None = None,
+        pool: Any = None,
     ) -> None:
         super().__init__(params, refresh, ev, openings, pool)
         self.shape, self.encoder = shape, encoder
@@ -72,13 +71,10 @@ class Circuit(Recipes):
         """(T - 1)·inputs ciphertexts at Δ → T·d at Δ."""
         s, e = self.shape, self.encoder
         scale = inputs.scale * self.w
-        w = None if e is None else np.rint(e.embed * self.w).astype(np.int64)
+        w = None if e is None else self.ev.weights(np.rint(e.embed * self.w).astype(np.int64))
 
         def make(t: int, k: int) -> Cts:
-            if t == 0:
-                y = np.zeros((s.width, 2, k, self.params.degree), np.uint32)
-            else:
-                y = self.ev.linear(w, inputs.get(token(t - 1, s.inputs), k))  # type: ignore[arg-type]
+            y = self.ev.linear(w, inputs.get(token(t - 1, s.inputs), k)) if t else self.ev.zeros(s.width, 2, k)
             return self.ev.add_constants(y, e.positions[t] * scale)  # type: ignore[union-attr]
 
         x = self.by_token(s.tokens * s.width, s.width, 2, scale, [inputs], make)
@@ -138,7 +134,7 @@ class Circuit(Recipes):
             return self.linear(w, bias, h, z, d)
 
         def all_of(part: int, a: int, k: int) -> Cts:
-            v, found = some(part, a), np.empty((T * h, 2, k, self.params.degree), np.uint32)
+            v, found = some(part, a), self.ev.zeros(T * h, 2, k)
             for t in range(T):
                 found[t * h : (t + 1) * h] = v.get(range(t * h, (t + 1) * h), k)
             return found
@@ -156,7 +152,7 @@ class Circuit(Recipes):
                 q = q.reshape(count, h, *q.shape[1:])
                 y = self.ev.rows(q, kept[a], np.arange(T * h).reshape(T, h))
                 parts.append(y.reshape(count * T, *y.shape[2:]))
-            return parts[0] if len(parts) == 1 else np.concatenate(parts)
+            return self.ev.join(parts)
 
         grid = self.made(H * tokens * T, 3, whole.scale**2, [whole], min(tokens, ROWS) * T, scores)
         e = await self.exp(grid)
@@ -173,7 +169,7 @@ class Circuit(Recipes):
                     count, at = min(ROWS, tokens - first), a * tokens + first
                     row = e.get(range(at * T, (at + count) * T), den.k)
                     row = row.reshape(count, T, *row.shape[1:])
-                    y = self.ev.rows(np.ascontiguousarray(row[:, :, :, : o.k]), v, over)
+                    y = self.ev.rows(self.ev.cut(row, o.k), v, over)
                     for i in range(count):
                         sums.put((first + i) * d + a * h, y[i])
                         totals.put((first + i) * H + a, self.ev.total(row[i]))

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from cloister.arrays import F64
-from cloister.crypto.owner_ckks.scheme import Cts, Evaluator, Opening, Parameters, opening
-from cloister.crypto.owner_ckks.shelf import Pool, Shelf
+from cloister.crypto.owner_ckks.scheme import Cts, Opening, Parameters, opening
+from cloister.crypto.owner_ckks.shelf import Pool
 from cloister.errors import ParameterError
 
 AT_ONCE = 32  # ciphertexts that a refresh makes at once, at least
@@ -59,9 +59,9 @@ class Recipes:
         self,
         params: Parameters,
         refresh: Refresh,
-        ev: Evaluator | None = None,
+        ev: Any = None,
         openings: Sequence[Opening] = (),
-        pool: Pool | None = None,
+        pool: Any = None,
     ) -> None:
         self.params, self._refresh = params, refresh
         self._ev, self.pool = ev, pool or Pool()
@@ -78,7 +78,7 @@ class Recipes:
         return self._ev is None
 
     @property
-    def ev(self) -> Evaluator:
+    def ev(self) -> Any:  # scheme.Evaluator, or its like on a card
         if self._ev is None:
             raise ParameterError("there is nothing to compute where we only count")
         return self._ev
@@ -115,7 +115,7 @@ class Recipes:
             return Values(n, p, scale, None, 0, group, origins)
         return Values(n, p, scale, take, min(v.k for v in parents), group, origins)
 
-    def shelf(self, n: int, p: int, k: int) -> Shelf:
+    def shelf(self, n: int, p: int, k: int) -> Any:
         return self.pool.shelf(n, p, k, self.params.degree)
 
     def pick(self, x: Values, which: Sequence[int]) -> Values:
@@ -159,17 +159,17 @@ class Recipes:
             for t in np.unique(at // outs):  # sorted, as the ids are
                 found, mine = make(int(t), k), at[at // outs == t] % outs
                 parts.append(found if len(mine) == outs else found[mine])
-            return parts[0] if len(parts) == 1 else np.concatenate(parts)
+            return self.ev.join(parts)
 
         return self.made(n, p, scale, parents, outs, take)
 
     def linear(self, w: F64 | None, bias: F64 | None, outs: int, x: Values, wide: int) -> Values:
         """The weights times the `wide` values of each token, plus a bias."""
-        ints = None if w is None else np.rint(w * self.w).astype(np.int64)
+        ints = None if w is None else self.ev.weights(np.rint(w * self.w).astype(np.int64))
         scale = x.scale * self.w
 
         def make(t: int, k: int) -> Cts:
-            y = self.ev.linear(ints, x.get(token(t, wide), k))  # type: ignore[arg-type]
+            y = self.ev.linear(ints, x.get(token(t, wide), k))
             return y if bias is None else self.ev.add_constants(y, bias * scale)
 
         return self.by_token(x.n // wide * outs, outs, x.p, scale, [x], make)

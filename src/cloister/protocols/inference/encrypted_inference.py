@@ -42,7 +42,8 @@ Cost
 ----
 See `cost`: per batch and round, p·k·N words of 4 bytes down and k'·N up for every refreshed ciphertext (`Opening`).
 Ciphertexts travel in messages of at most `CHUNK`, of which at most `AHEAD` are on the way: the owner holds one message
-at a time, the provider a share of a block that does not grow with the number of tokens (`crypto.shelf`).
+at a time, the provider a share of a block that does not grow with the number of tokens (`owner_ckks.shelf`). With
+`device="gpu"` the provider computes on a graphics card (`owner_ckks.gpu`): the same messages, so owners do not notice.
 
 References
 ----------
@@ -66,9 +67,10 @@ import numpy as np
 from cloister import files
 from cloister.arrays import F64, U32
 from cloister.crypto.entropy import Entropy
+from cloister.crypto.owner_ckks import devices
 from cloister.crypto.owner_ckks import scheme as block
-from cloister.crypto.owner_ckks.scheme import Evaluator, Opening, OwnerKey, Parameters
-from cloister.crypto.owner_ckks.shelf import Pool, Shelf
+from cloister.crypto.owner_ckks.devices import Device
+from cloister.crypto.owner_ckks.scheme import Opening, OwnerKey, Parameters
 from cloister.errors import CloisterError, DataError, ParameterError, ProtocolAbort
 from cloister.models.polynomial import Encoder, Shape, check_inputs, hidden, taps_of
 from cloister.net.channel import Channel
@@ -169,6 +171,11 @@ def chunks(how: Opening) -> list[slice]:
     for lo in range(0, how.count, how.group):
         found += [slice(lo + p.start, lo + p.stop) for p in parts(min(how.group, how.count - lo))]
     return found
+
+
+def together(how: Opening, most: int) -> int:
+    """How many ciphertexts of an opening are made at once: whole groups, about `most`."""
+    return how.group * max(1, most // how.group)
 
 
 def batches(params: Params, samples: int) -> int:
@@ -281,43 +288,50 @@ async def owner(ch: Channel, params: Params, inputs: F64, *, entropy: Entropy) -
 class ProviderSide:
     """The provider's half: masks, sends, and takes the masks off again."""
 
-    def __init__(self, ch: Channel, params: Params, who: Party, key: Key, entropy: Entropy) -> None:
+    def __init__(
+        self, ch: Channel, params: Params, who: Party, key: Key, entropy: Entropy, device: Device = "cpu"
+    ) -> None:
         b = read(params.crypto, key.b, "L1", who)
         seed_of(key.seed, "L1", who)
         self.ch, self.params, self.who, self.entropy = ch, params, who, entropy
-        self.ev, self.pool = Evaluator(params.crypto, b, key.seed), Pool()
+        self.ev = devices.evaluator(device, params.crypto, b, key.seed)
+        self.pool = self.ev.pool()
 
     async def inputs(self) -> Values:
         p, s = self.params.crypto, self.params.shape
         shelf = self.pool.shelf(n := (s.tokens - 1) * s.inputs, 2, p.count, p.degree)
         for part in parts(n):
             m = await self.ch.recv(self.who, Inputs, c0=(part.stop - part.start, p.count, p.degree))  # L2
-            shelf.put(part.start, block.expand(p, read(p, m.c0, "L2", self.who), seed_of(m.seed, "L2", self.who)))
+            c0 = self.ev.put(read(p, m.c0, "L2", self.who))
+            shelf.put(part.start, self.ev.expand(c0, seed_of(m.seed, "L2", self.who)))
         return Values(n, 2, p.scale, shelf.take, p.count)
 
     async def refresh(self, groups: list[tuple[Opening, Take]]) -> list[Take]:
         p = self.params.crypto
         back: list[Take] = []
-        ahead: deque[tuple[Opening, slice, bytes, Shelf]] = deque()
+        ahead: deque[tuple[Opening, slice, bytes, Any]] = deque()
 
         async def collect() -> None:
             how, part, masks, shelf = ahead.popleft()
             m = await self.ch.recv(self.who, Fresh, c0=(part.stop - part.start, how.back, p.degree))  # L4
             seed = seed_of(m.seed, "L4", self.who)
-            shelf.put(part.start, self.ev.unblind(read(p, m.c0, "L4", self.who), seed, how, masks))
+            c0 = self.ev.put(read(p, m.c0, "L4", self.who))
+            shelf.put(part.start, self.ev.unblind(c0, seed, how, masks))
 
         for how, take in groups:
             shelf = self.pool.shelf(how.count, 2, how.back, p.degree)
             back.append(shelf.take)
-            for lo in range(0, how.count, how.group):
-                some = take(range(lo, min(how.count, lo + how.group)), how.primes)
-                for part in parts(len(some)):
-                    masks = self.entropy.bytes(32)
-                    sent = self.ev.blind(some[part], how, masks, self.entropy)
-                    await self.ch.send(self.who, Blinded(sent))  # L3
-                    ahead.append((how, slice(lo + part.start, lo + part.stop), masks, shelf))
-                    if len(ahead) > AHEAD:
-                        await collect()
+            step, some, lo = together(how, self.ev.at_once), None, 0
+            for part in chunks(how):
+                if some is None or part.start == lo + step:
+                    lo = part.start
+                    some = take(range(lo, min(how.count, lo + step)), how.primes)
+                masks = self.entropy.bytes(32)
+                sent = self.ev.blind(some[part.start - lo : part.stop - lo], how, masks, self.entropy)
+                await self.ch.send(self.who, Blinded(self.ev.host(sent)))  # L3
+                ahead.append((how, part, masks, shelf))
+                if len(ahead) > AHEAD:
+                    await collect()
         while ahead:
             await collect()
         return back
@@ -326,13 +340,20 @@ class ProviderSide:
         c = self.ev.flood(y.get(range(y.n), tap.primes), tap.flood_bits, tap.primes, self.entropy)
         what = f"{y.n} features of block {tap.block} for a batch"
         self.ch.record_opening(to=self.who, line="L5", what=what, protocol=NAME)
-        await self.ch.send(self.who, Features(c))  # L5
+        await self.ch.send(self.who, Features(self.ev.host(c)))  # L5
 
 
 async def provider(
-    ch: Channel, params: Params, encoder: Encoder, ledger: Ledger | None = None, *, entropy: Entropy
+    ch: Channel,
+    params: Params,
+    encoder: Encoder,
+    ledger: Ledger | None = None,
+    device: Device = "cpu",
+    *,
+    entropy: Entropy,
 ) -> dict[Party, int]:
     """Play P, for all owners side by side. Returns how many batches each had."""
+    devices.check(device)
     if encoder.shape != params.shape:
         raise ParameterError("the model has another shape than was announced")
     rounded, ledger = encoder.rounded(params.crypto.weight_bits), ledger or Ledger()
@@ -343,7 +364,7 @@ async def provider(
         if key.batches < 1:
             raise ProtocolAbort(NAME, "L1", "malformed", f"'{u}' announces {key.batches} batches")
         ledger.admit(u, key.batches * p.slots, math.ceil(params.budget / p.slots) * p.slots)
-        side = ProviderSide(mine, params, u, key, entropy)
+        side = ProviderSide(mine, params, u, key, entropy, device)
         for n in range(key.batches):
             circuit = Circuit(s, p, side.refresh, rounded, side.ev, plan(s, p).openings, side.pool)
             x = await circuit.embed(await side.inputs())

@@ -1,0 +1,233 @@
+"""A whole encrypted block on a graphics card, both roles on it: time, traffic, memory, error, and where the time goes.
+
+    python benchmarks/block_gpu.py                       65 x 192, ring 8192, 4096 samples, on a card
+    python benchmarks/block_gpu.py --quick               17 x 64 on a card; without one, a tiny block on the CPU
+    python benchmarks/block_gpu.py --device cpu          the same code on the CPU
+
+Random weights; a full batch of activations, encrypted by the owner at the block's door. Messages are handed over as
+they are and counted. The first run warms the card up, the second is reported; the result is compared with the plain
+student on some tokens, features and samples. Needs NumPy, and on a card PyTorch and CuPy; not numba.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import collections
+import contextlib
+import json
+import math
+import os
+import platform
+import resource
+import sys
+import time
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count()))
+
+import numpy as np
+
+sys.path[:0] = [str(Path(__file__).parents[1] / "src"), str(Path(__file__).parent)]
+
+from block_cost import encoder_of
+
+from cloister.crypto.entropy import Entropy
+from cloister.crypto.owner_ckks import card, devices, scheme
+from cloister.models import polynomial
+from cloister.protocols.inference import block_circuit as circuit
+from cloister.protocols.inference.block_values import Values
+from cloister.protocols.inference.encrypted_inference import together
+
+SAMPLES = 32  # that are compared with the plain student
+
+
+class Clock:
+    """Seconds by what was done: of the card by its own events, of a CPU by the wall."""
+
+    def __init__(self, device):
+        self.spent, self.marks, self.on_card = collections.Counter(), [], device == "gpu"
+
+    @contextlib.contextmanager
+    def __call__(self, what):
+        before = self.now()
+        yield
+        self.marks.append((what, before, self.now()))
+
+    def now(self):
+        if not self.on_card:
+            return time.monotonic()
+        import torch
+
+        mark = torch.cuda.Event(enable_timing=True)
+        mark.record()
+        return mark
+
+    def settle(self):
+        """Wait for the card, and add up."""
+        if self.on_card:
+            import torch
+
+            torch.cuda.synchronize()
+        for what, a, b in self.marks:
+            self.spent[what] += a.elapsed_time(b) / 1e3 if self.on_card else b - a
+        self.marks.clear()
+        return time.monotonic()
+
+
+class Sides:
+    """A provider and an owner on one device; arrays are handed over, and counted as messages."""
+
+    def __init__(self, crypto, device, at_once=0):
+        self.crypto, self.entropy, self.device = crypto, Entropy(), device
+        self.key = owner_key(crypto, device, self.entropy)
+        self.ev = devices.evaluator(device, crypto, self.key.b, self.key.seed)
+        self.at_once = at_once or self.ev.at_once
+        self.pool, self.clock, self.traffic = self.ev.pool(), Clock(device), collections.Counter()
+
+    def encrypted(self, x):
+        """Values (n, samples) on a shelf."""
+        p, step = self.crypto, max(32, self.at_once // 2)
+        shelf = self.pool.shelf(len(x), 2, p.count, p.degree)
+        for lo in range(0, len(x), step):
+            seed = self.entropy.bytes(32)
+            shelf.put(lo, self.ev.expand(self.key.encrypt(x[lo : lo + step], seed, self.entropy), seed))
+        return Values(len(x), 2, p.scale, shelf.take, p.count)
+
+    async def refresh(self, groups):
+        e, back, clock = self.entropy, [], self.clock
+        for how, take in groups:
+            shelf = self.pool.shelf(how.count, 2, how.back, self.crypto.degree)
+            back.append(shelf.take)
+            step = together(how, self.at_once)
+            for lo in range(0, how.count, step):
+                with clock(f"provider: {how.label}"):
+                    some = take(range(lo, min(how.count, lo + step)), how.primes)
+                masks, seed = e.bytes(32), e.bytes(32)
+                with clock("provider: blind"):
+                    sent = self.ev.blind(some, how, masks, e)
+                del some
+                with clock("owner: refresh"):
+                    c0 = self.key.refresh(sent, how, seed, e)
+                with clock("provider: unblind"):
+                    shelf.put(lo, self.ev.unblind(c0, seed, how, masks))
+                self.traffic.update(down=sent.nbytes, up=c0.nbytes + 32, opened=len(sent))
+                del sent, c0
+        return back
+
+
+def owner_key(crypto, device, entropy):
+    if device == "cpu":
+        return scheme.OwnerKey(crypto, entropy)
+    from cloister.crypto.owner_ckks import gpu
+
+    return gpu.OwnerKey(crypto, entropy)
+
+
+def memory(device, *, reset=False):
+    """Peak GiB: of the card's, or of this process."""
+    if device == "cpu":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    import torch
+
+    if reset:
+        torch.cuda.reset_peak_memory_stats()
+    return torch.cuda.max_memory_allocated() / 2**30
+
+
+def one_block(sides, encoder, flat):
+    """The block on values (T·d, samples): its result, and the seconds of the whole."""
+    s, crypto = encoder.shape, sides.crypto
+    sides.clock.spent.clear()
+    sides.traffic.clear()
+    x = sides.encrypted(flat)
+    planned = circuit.plan(s, crypto, 0).openings[1:-1]  # without the embedding and the tap
+    run = circuit.Circuit(s, crypto, sides.refresh, encoder, sides.ev, planned, sides.pool)
+    began = sides.clock.settle()
+    memory(sides.device, reset=True)
+    out = asyncio.run(run.block(x, 0))
+    return out, sides.clock.settle() - began
+
+
+def measure(crypto, device, tokens, width, heads, repeats, at_once=0):
+    encoder = encoder_of(tokens, width, heads).rounded(crypto.weight_bits)
+    s, n = encoder.shape, crypto.slots
+    x = np.random.default_rng(1).uniform(-1, 1, (n, tokens - 1, s.inputs))
+    for start in range(0, n, 256):
+        polynomial.check_ranges(encoder, x[start : start + 256])
+    b0 = polynomial.embed(encoder, x)
+    exact = polynomial.run_block(s, encoder.blocks[0], b0[:SAMPLES], 0)
+    flat = np.ascontiguousarray(b0.reshape(n, -1).T)
+    sides = Sides(crypto, device, at_once)
+    for _ in range(repeats):
+        out, wall = one_block(sides, encoder, flat)
+        print(f"  {wall:.2f} s", file=sys.stderr, flush=True)
+    peak, error, size = memory(device), 0.0, 0.0
+    for t in sorted({0, tokens // 2, tokens - 1}):
+        some = range(0, width, max(1, width // 16))
+        found = sides.key.read(out.get([t * width + f for f in some], out.k), out.scale, SAMPLES).T
+        error += float(((found - exact[:, t, list(some)]) ** 2).sum())
+        size += float((exact[:, t, list(some)] ** 2).sum())
+    down, up = sides.traffic["down"] / n / 1e6, sides.traffic["up"] / n / 1e6
+    return {
+        "tokens": tokens, "width": width, "heads": heads, "ring": crypto.degree, "batch": n, "device": device,
+        "s": round(wall, 3), "ms_per_sample": round(wall / n * 1e3, 4), "MB_down_per_sample": round(down, 3),
+        "MB_up_per_sample": round(up, 3), "MB_per_sample": round(down + up, 3), "openings": sides.traffic["opened"],
+        "peak_GiB": round(peak, 1), "relative_error": float(f"{math.sqrt(error / size):.2e}"),
+        "seconds_by_step": {k: round(v, 4) for k, v in sides.clock.spent.most_common()},
+    }  # fmt: skip
+
+
+def rates():
+    """Millions of transforms a second, and GB/s of the two streams, on the card."""
+    import torch
+
+    from cloister.crypto.owner_ckks import gpu_ring
+
+    ring, n = gpu_ring.ring_on_card(scheme.STANDARD), 2048
+    k, degree, found = scheme.STANDARD.count, scheme.STANDARD.degree, {}
+    x = ring.uniform(bytes(32), n, k)
+    cases = {
+        "forward_M_per_s": (lambda: ring.forward(x), n * k / 1e6),
+        "opened_M_per_s": (lambda: ring.opened(x.view(n, 1, k, degree), None), n * k / 1e6),
+        "uniform_GB_per_s": (lambda: ring.uniform(bytes(32), n, k), n * k * degree * 8 / 1e9),
+        "noise_GB_per_s": (lambda: ring.noise(bytes(32), n, k, 1), n * k * degree * 8 / 1e9),
+    }
+    for name, (work, amount) in cases.items():
+        work()
+        torch.cuda.synchronize()
+        began = time.monotonic()
+        for _ in range(5):
+            work()
+        torch.cuda.synchronize()
+        found[name] = round(5 * amount / (time.monotonic() - began), 1)
+    return found
+
+
+def machine(device):
+    return card.name() if device == "gpu" else f"{platform.machine()}, {os.cpu_count()} cores"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=("gpu", "cpu"), help="default: a card if there is one")
+    parser.add_argument("--quick", action="store_true", help="a smaller block")
+    parser.add_argument("--tokens", type=int, default=0)
+    parser.add_argument("--width", type=int, default=0)
+    parser.add_argument("--heads", type=int, default=0)
+    parser.add_argument("--at-once", type=int, default=0, help="ciphertexts that are computed together")
+    args = parser.parse_args()
+    device = args.device or ("cpu" if card.why_not() else "gpu")
+    devices.check(device)
+    small = device == "cpu" and args.quick
+    shape = (3, 8, 2) if small else (17, 64, 1) if args.quick else (65, 192, 3)
+    tokens, width, heads = (given or own for given, own in zip((args.tokens, args.width, args.heads), shape, strict=True))
+    crypto = scheme.SMALL if small else scheme.STANDARD
+    print(f"machine: {machine(device)}", flush=True)
+    if device == "gpu":
+        print(json.dumps(rates()), flush=True)
+    print(json.dumps(measure(crypto, device, tokens, width, heads, 1 if device == "cpu" else 2, args.at_once), indent=1))
+
+
+if __name__ == "__main__":
+    main()

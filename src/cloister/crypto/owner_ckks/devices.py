@@ -1,0 +1,27 @@
+"""Where a provider computes: on its CPU, or on a graphics card if there is one and it is asked for."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeAlias
+
+from cloister.arrays import U32
+from cloister.crypto.owner_ckks import card, scheme
+from cloister.crypto.owner_ckks.ring import Parameters
+
+Device: TypeAlias = Literal["cpu", "gpu"]
+
+
+def check(device: Device) -> None:
+    """Raise unless one can compute there."""
+    if device == "gpu":
+        card.check()
+
+
+def evaluator(device: Device, params: Parameters, b: U32, seed: bytes) -> Any:
+    """A `scheme.Evaluator`, or its like on a card."""
+    check(device)
+    if device == "cpu":
+        return scheme.Evaluator(params, b, seed)
+    from cloister.crypto.owner_ckks import gpu
+
+    return gpu.Evaluator(params, b, seed)

@@ -1,0 +1,57 @@
+"""A provider that computes on a card, and owners that do not: nobody notices."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "crypto" / "owner_ckks")]
+pytest.importorskip("numba")
+pytest.importorskip("torch")
+import emulated
+from encoders import micro
+
+from cloister.crypto.owner_ckks import card, scheme
+from cloister.errors import ParameterError
+from cloister.protocols.inference import encrypted_inference as inference
+from cloister.study import Party
+from cloister.testing import Case, check_no_errors, run_protocol, values
+
+HUB, ANN = Party("hub"), Party("ann")
+
+
+def case(device):
+    encoder = micro()
+    s = encoder.shape
+    x = np.random.default_rng(1).uniform(-1, 1, (2, s.tokens - 1, s.inputs))
+    return Case(inference.Params((ANN,), HUB, s, scheme.SMALL), {HUB: (encoder, None, device), ANN: (x,)})
+
+
+@pytest.mark.parametrize("kernels", ["emulated", pytest.param("card", marks=pytest.mark.gpu)])
+def test_owners_get_their_taps_in_the_same_messages(kernels, monkeypatch):
+    if kernels == "emulated":
+        if emulated.COMPILER is None:
+            pytest.skip("there is no C++ compiler")
+        emulated.use(monkeypatch)
+    elif reason := card.why_not():
+        pytest.skip(reason)
+    found = run_protocol(inference, case("gpu"), timeout=120.0)
+    check_no_errors(found)
+    c = case("cpu")
+    exact = inference.ideal(c.params, {p: x[0] for p, x in c.inputs.items()})[ANN]
+    assert np.abs(values(found)[ANN] - exact).max() < 5e-2
+    plain = run_protocol(inference, c, timeout=120.0)
+    check_no_errors(plain)
+
+    def told(run):
+        return [(e.name, e.bytes) for e in run.receipts[ANN].entries if e.kind in ("sent", "received")]
+
+    assert told(found) == told(plain)
+
+
+def test_a_card_that_is_not_there_ends_it_before_anything_is_sent(monkeypatch):
+    monkeypatch.setattr(card, "why_not", lambda: "PyTorch finds no NVIDIA card on this machine")
+    run = run_protocol(inference, case("gpu"), timeout=4.0)
+    assert isinstance(run.errors[HUB], ParameterError)
+    assert "a graphics card was asked for" in str(run.errors[HUB])
