@@ -28,7 +28,8 @@ os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count()))
 
 import numpy as np
 
-sys.path[:0] = [str(Path(__file__).parents[1] / "src"), str(Path(__file__).parent)]
+sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
+sys.path.insert(0, str(Path(__file__).parent))
 
 from block_cost import encoder_of
 
@@ -221,12 +222,16 @@ def main() -> None:
     devices.check(device)
     small = device == "cpu" and args.quick
     shape = (3, 8, 2) if small else (17, 64, 1) if args.quick else (65, 192, 3)
-    tokens, width, heads = (given or own for given, own in zip((args.tokens, args.width, args.heads), shape, strict=True))
+    tokens, width, heads = (
+        given or own for given, own in zip((args.tokens, args.width, args.heads), shape, strict=True)
+    )
     crypto = scheme.SMALL if small else scheme.STANDARD
     print(f"machine: {machine(device)}", flush=True)
     if device == "gpu":
         print(json.dumps(rates()), flush=True)
-    print(json.dumps(measure(crypto, device, tokens, width, heads, 1 if device == "cpu" else 2, args.at_once), indent=1))
+    print(
+        json.dumps(measure(crypto, device, tokens, width, heads, 1 if device == "cpu" else 2, args.at_once), indent=1)
+    )
 
 
 if __name__ == "__main__":

@@ -12,12 +12,12 @@ import sys
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests" / "crypto" / "owner_ckks")]
+sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "crypto" / "owner_ckks"))
 
-import parity  # noqa: E402
+import parity
 
-VECTORS = ROOT / "tests" / "vectors" / "owner_ckks.json"
+VECTORS = Path(__file__).parents[1] / "tests" / "vectors" / "owner_ckks.json"
 
 
 def compare() -> bool:

@@ -11,5 +11,5 @@ replicated           three-party sharing: rings, bit planes, permutations
 lattice, kernels     rings that are safe, residues, NTT and noise
 ckks, ckks_chain, slots     real vectors under encryption, on SEAL
 packed_product       products of matrices, one of them under BFV
-block, block_ring, block_kernels, shelf     an encoder on ciphertexts of its user's key
+owner_ckks           an encoder on ciphertexts of its user's key, on a CPU or a graphics card
 """

@@ -1,4 +1,5 @@
 // What CUDA's compiler knows and a C++ compiler does not, for kernels that run on a CPU, one thread after another.
+#include <setjmp.h>
 #include <ucontext.h>
 #include <cmath>
 #include <cstdlib>
@@ -37,20 +38,29 @@ static inline unsigned __byte_perm(unsigned x, unsigned, unsigned) { return __bu
 template <class T> static inline T __ldg(const T* p) { return *p; }
 template <class T> static inline T min(T a, T b) { return a < b ? a : b; }
 
-// Threads of a block are fibres: each runs to its next barrier, then the next one does.
-static ucontext_t scheduler;
-static std::vector<ucontext_t> fibres;
-static std::vector<char> ended;
-static unsigned current;
+// Threads of a block are fibres: each runs to its next barrier, then the next one does. A fibre that has ended waits for
+// the next block, so that it is made only once.
+struct Fibre {
+  ucontext_t made;
+  jmp_buf at;
+  bool started, ended;
+};
+static std::vector<Fibre*> fibres;
+static jmp_buf scheduler;
+static unsigned current, left;
 static void (*body)(void**);
 static void** arguments;
 
-static void __syncthreads() {
-  swapcontext(&fibres[current], &scheduler);
+static void leave() {
+  if (!_setjmp(fibres[current]->at)) _longjmp(scheduler, 1);
 }
-static void start() {
-  body(arguments);
-  ended[current] = 1;
+static void __syncthreads() { leave(); }
+static void live() {
+  for (;;) {
+    body(arguments);
+    fibres[current]->ended = true;
+    leave();
+  }
 }
 
 static void run_block(unsigned threads, bool barriers) {
@@ -61,28 +71,29 @@ static void run_block(unsigned threads, bool barriers) {
     }
     return;
   }
-  const size_t size = 1 << 15;
-  static std::vector<char> stacks;
-  stacks.resize(size * threads);
-  fibres.assign(threads, ucontext_t());
-  ended.assign(threads, 0);
-  for (unsigned t = 0; t < threads; t++) {
-    getcontext(&fibres[t]);
-    fibres[t].uc_stack.ss_sp = stacks.data() + size * t;
-    fibres[t].uc_stack.ss_size = size;
-    fibres[t].uc_link = &scheduler;
-    makecontext(&fibres[t], start, 0);
+  const size_t size = 1 << 16;
+  while (fibres.size() < threads) {
+    Fibre* f = new Fibre();
+    getcontext(&f->made);
+    f->made.uc_stack.ss_sp = std::malloc(size);
+    f->made.uc_stack.ss_size = size;
+    makecontext(&f->made, live, 0);
+    fibres.push_back(f);
   }
-  for (bool left = true; left;) {
-    left = false;
-    for (unsigned t = 0; t < threads; t++) {
-      if (ended[t]) continue;
-      current = t;
-      threadIdx = {t, 0, 0};
-      swapcontext(&scheduler, &fibres[t]);
-      left = left || !ended[t];
+  for (unsigned t = 0; t < threads; t++) fibres[t]->ended = false;
+  do {
+    left = 0;
+    for (current = 0; current < threads; current++) {
+      if (fibres[current]->ended) continue;
+      threadIdx = {current, 0, 0};
+      if (!_setjmp(scheduler)) {
+        if (fibres[current]->started) _longjmp(fibres[current]->at, 1);
+        fibres[current]->started = true;
+        setcontext(&fibres[current]->made);
+      }
+      left += !fibres[current]->ended;
     }
-  }
+  } while (left);
 }
 
 static void launch(void (*kernel)(void**), unsigned gx, unsigned gy, unsigned threads, unsigned shared, void** args,
@@ -92,10 +103,7 @@ static void launch(void (*kernel)(void**), unsigned gx, unsigned gy, unsigned th
   gridDim = {gx, gy, 1};
   blockDim = {threads, 1, 1};
   dynamic_shared = (unsigned*)std::malloc(shared + 16);
-  for (unsigned y = 0; y < gy; y++)
-    for (unsigned x = 0; x < gx; x++) {
-      blockIdx = {x, y, 0};
-      run_block(threads, barriers);
-    }
+  for (blockIdx.y = 0; blockIdx.y < gy; blockIdx.y++)
+    for (blockIdx.x = 0; blockIdx.x < gx; blockIdx.x++) run_block(threads, barriers);
   std::free(dynamic_shared);
 }

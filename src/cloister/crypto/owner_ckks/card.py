@@ -114,7 +114,7 @@ def upload(x: Array) -> Tensor:
 def put(x: U32) -> Tensor:
     import torch
 
-    return torch.from_numpy(np.ascontiguousarray(x, np.uint32).view(np.int32)).to(DEVICE)
+    return torch.from_numpy(np.require(x, np.uint32, ["C", "W"]).view(np.int32)).to(DEVICE)
 
 
 def host(x: Tensor) -> U32:

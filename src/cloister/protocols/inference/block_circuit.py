@@ -23,10 +23,10 @@ import numpy as np
 
 from cloister.arrays import F64
 from cloister.crypto.owner_ckks import scheme as block
-from cloister.crypto.owner_ckks.scheme import Cts, Opening, Parameters, fits
+from cloister.crypto.owner_ckks.scheme import Opening, Parameters, fits
 from cloister.errors import ParameterError
 from cloister.models.polynomial import START, Encoder, Shape
-from cloister.protocols.inference.block_values import Recipes, Refresh, Values, token
+from cloister.protocols.inference.block_values import Cts, Recipes, Refresh, Values, token
 
 TAP_BITS = 46  # the scale of what is read, above Δ
 TAP_PRECISION = 10  # bits of what is read; the flooding covers all below
@@ -213,7 +213,7 @@ class Circuit(Recipes):
             for b, c in factors:
                 q = ev.combine([(1, square), (round(b * s.scale), x)], c * s.scale**2)
                 product = q if product is None else ev.products(product, q)
-            return product  # type: ignore[return-value]
+            return product
 
         whole = self.made(s.n, degree + 1, s.scale**degree * top, [s], 8, take)
         return (await self.refresh("exp", (whole, 64.0), want=self.thin))[0]

@@ -10,17 +10,18 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from cloister.arrays import F64
-from cloister.crypto.owner_ckks.scheme import Cts, Opening, Parameters, opening
+from cloister.crypto.owner_ckks.scheme import Opening, Parameters, opening
 from cloister.crypto.owner_ckks.shelf import Pool
 from cloister.errors import ParameterError
 
 AT_ONCE = 32  # ciphertexts that a refresh makes at once, at least
 
+Cts: TypeAlias = Any  # `scheme.Cts`, or their like on a card
 Take = Callable[[Sequence[int], int], Cts]  # numbers of ciphertexts, primes
 Refresh = Callable[[list[tuple[Opening, Any]]], Awaitable[list[Any]]]  # openings with their recipes → recipes
 
