@@ -98,8 +98,8 @@ def test_what_a_card_cannot_do_is_refused(where):
 def test_shelves_beyond_the_card_lie_in_the_hosts_memory(where):
     from cloister.crypto.owner_ckks import gpu
 
-    N = SMALL.degree
-    pool, x = gpu.CardPool(3 * 2 * 2 * N * 4), np.arange(3 * 2 * 2 * N, dtype=np.uint32).reshape(3, 2, 2, N)
+    N, before = SMALL.degree, gpu.CardPool.taken
+    pool, x = gpu.CardPool(before + 3 * 2 * 2 * N * 4), np.arange(3 * 2 * 2 * N, dtype=np.uint32).reshape(3, 2, 2, N)
     inside, outside = pool.shelf(3, 2, 2, N), pool.shelf(3, 2, 2, N)
     assert outside._rows.device.type == "cpu"
     for shelf in (inside, outside):
@@ -108,4 +108,36 @@ def test_shelves_beyond_the_card_lie_in_the_hosts_memory(where):
         np.testing.assert_array_equal(card.host(shelf.take([1, 2], 2)), x[1:])
         np.testing.assert_array_equal(card.host(shelf.take([2, 0, 2], 1)), x[[2, 0, 2], :, :1])
     del inside, shelf
-    assert pool.used == 0
+    assert gpu.CardPool.taken == before
+
+
+def test_every_polynomial_is_hidden_anew_each_time(where):
+    """Two blinds of the same ciphertexts under the same masks share no polynomial: c_1 would tell the weights."""
+    side = parity.Card(SMALL)
+    how = scheme.opening(SMALL, "t", 2, 3, SMALL.scale**2, 1.0, SMALL.scale)
+    x = side.put(np.zeros((2, 3, how.primes, SMALL.degree), np.uint32))
+    first, second = (card.host(side.ev.blind(x, how, bytes(32), parity.Entropy())) for _ in range(2))
+    same = (first == second).mean(axis=-1)
+    assert same.max() < 0.01  # of a polynomial's values, any of them
+    first, second = (card.host(side.ev.flood(x, 30, 2, parity.Entropy())) for _ in range(2))
+    assert (first == second).mean(axis=-1).max() < 0.01
+    with pytest.raises(ParameterError, match="drawn from an Entropy"):
+        side.ev.blind(x, how, bytes(32), np.random.default_rng(0))
+
+
+def test_what_the_owner_opens_does_not_depend_on_the_message(where):
+    """Coefficients under the mask, for 0 and for the bound: the same distribution (KS at 1 in 10^4)."""
+    from cloister.crypto.owner_ckks import gpu
+
+    entropy = parity.Entropy()
+    key = gpu.OwnerKey(SMALL, entropy)
+    ev = gpu.Evaluator(SMALL, key.b, key.seed)
+    how, views = scheme.opening(SMALL, "t", 2, 2, SMALL.scale, 1.0, SMALL.scale), []
+    for value in (0.0, 1.0):
+        seed = entropy.bytes(32)
+        c = ev.expand(key.encrypt(np.full((2, SMALL.slots), value), seed, entropy), seed)
+        sent = ev.blind(ev.cut(c, how.primes), how, entropy.bytes(32), entropy)
+        views.append(np.sort(np.concatenate([gpu.centred(SMALL, m) for m in card.host(key.opened(sent))])))
+    grid = np.linspace(min(v[0] for v in views), max(v[-1] for v in views), 300)
+    a, b = (np.searchsorted(v, grid) / len(v) for v in views)
+    assert np.abs(a - b).max() < 2.23 * np.sqrt(2 / len(views[0]))

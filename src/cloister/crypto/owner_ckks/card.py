@@ -50,9 +50,10 @@ def name() -> str:
 
 
 def free_memory() -> int:
+    """Bytes that could still be had, with those that PyTorch holds without using them."""
     import torch
 
-    return int(torch.cuda.mem_get_info()[0])
+    return int(torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated())
 
 
 def source() -> str:
@@ -125,4 +126,8 @@ def host(x: Tensor) -> U32:
 def empty(*shape: int) -> Tensor:
     import torch
 
-    return torch.empty(shape, dtype=torch.int32, device=DEVICE)
+    try:
+        return torch.empty(shape, dtype=torch.int32, device=DEVICE)
+    except torch.OutOfMemoryError:
+        full = "the graphics card's memory is full; use device = 'cpu', or let fewer owners ask at a time"
+        raise ParameterError(full) from None

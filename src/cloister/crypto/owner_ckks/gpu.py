@@ -308,22 +308,25 @@ def centred(params: Parameters, residues: U32) -> F64:
 
 @final
 class CardPool:
-    """Shelves on the card up to a limit, in the host's memory beyond."""
+    """Shelves on the card up to a limit that all pools share, in the host's memory beyond."""
+
+    taken = 0  # bytes on the card, by the shelves of all pools
 
     def __init__(self, memory: int = 0) -> None:
-        self.memory, self.used = memory or int(SHARE * card.free_memory()), 0
+        self.memory = memory or int(SHARE * (card.free_memory() + CardPool.taken))
 
     def shelf(self, n: int, p: int, k: int, degree: int) -> CardShelf:
         size = n * p * k * degree * 4
-        inside = self.used + size <= self.memory
+        inside = CardPool.taken + size <= self.memory
         made = CardShelf((n, p, k, degree), inside=inside)
         if inside:
-            self.used += size
-            weakref.finalize(made, self._free, size)
+            CardPool.taken += size
+            weakref.finalize(made, CardPool._free, size)
         return made
 
-    def _free(self, size: int) -> None:
-        self.used -= size
+    @staticmethod
+    def _free(size: int) -> None:
+        CardPool.taken -= size
 
 
 @final

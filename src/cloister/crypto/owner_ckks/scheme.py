@@ -175,7 +175,7 @@ class Evaluator:
 
     # what a circuit does with arrays besides, so that they may lie elsewhere (`gpu.Evaluator`)
 
-    at_once = 0  # ciphertexts below which it does not pay to compute fewer together
+    at_once = 0  # ciphertexts that are best made together; 0: one group of an opening at a time
 
     def pool(self) -> Pool:
         return Pool()
