@@ -29,18 +29,30 @@ os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count()))
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "protocols"))
 sys.path.insert(0, str(Path(__file__).parent))
 
-from block_cost import encoder_of
+from block_cost import macs
+from encoders import one
 
 from cloister.crypto.entropy import Entropy
 from cloister.crypto.owner_ckks import card, devices, scheme
+from cloister.errors import ParameterError
 from cloister.models import polynomial
 from cloister.protocols.inference import block_circuit as circuit
 from cloister.protocols.inference.block_values import Values
 from cloister.protocols.inference.encrypted_inference import together
 
 SAMPLES = 32  # that are compared with the plain student
+
+
+def encoder_of(tokens, width, heads):
+    """Random weights of that shape; scores small enough that the first or second seed keeps its intervals."""
+    for seed in range(20):
+        with contextlib.suppress(ParameterError):
+            return one(tokens=tokens, inputs=2, width=width, heads=heads, hidden=4 * width, seed=seed, steps=7,
+                       root_steps=5, rank=min(8, width), query=0.3 * (width // heads) ** -0.5)[0]  # fmt: skip
+    raise SystemExit("no random encoder of that shape keeps its intervals")
 
 
 class Clock:
@@ -152,6 +164,7 @@ def one_block(sides, encoder, flat):
 
 def measure(crypto, device, tokens, width, heads, repeats, at_once=0):
     encoder = encoder_of(tokens, width, heads).rounded(crypto.weight_bits)
+    print("  the random model keeps its intervals", file=sys.stderr, flush=True)
     s, n = encoder.shape, crypto.slots
     x = np.random.default_rng(1).uniform(-1, 1, (n, tokens - 1, s.inputs))
     for start in range(0, n, 256):
@@ -172,7 +185,8 @@ def measure(crypto, device, tokens, width, heads, repeats, at_once=0):
     down, up = sides.traffic["down"] / n / 1e6, sides.traffic["up"] / n / 1e6
     return {
         "tokens": tokens, "width": width, "heads": heads, "ring": crypto.degree, "batch": n, "device": device,
-        "s": round(wall, 3), "ms_per_sample": round(wall / n * 1e3, 4), "MB_down_per_sample": round(down, 3),
+        "s": round(wall, 3), "ms_per_sample": round(wall / n * 1e3, 4),
+        "ns_per_mac": round(wall / n / macs(s) * 1e9, 4), "MB_down_per_sample": round(down, 3),
         "MB_up_per_sample": round(up, 3), "MB_per_sample": round(down + up, 3), "openings": sides.traffic["opened"],
         "peak_GiB": round(peak, 1), "relative_error": float(f"{math.sqrt(error / size):.2e}"),
         "seconds_by_step": {k: round(v, 4) for k, v in sides.clock.spent.most_common()},
