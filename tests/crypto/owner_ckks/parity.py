@@ -246,8 +246,8 @@ def noise_found(params):
     yield "blinded, against expected", noise.std() / expected, 0.95, 1.05
     c0 = key.refresh(sent, how, public, entropy)
     back = of(params, key, ev.unblind(c0, public, how, mask_key))
-    most = 3.2 + expected * how.factor / 2.0**how.shift + 1
-    yield "refreshed, standard deviation", back.std(), 3.0, most
+    rescaled = expected * how.factor / 2.0**how.shift
+    yield "refreshed, against expected", back.std() / np.sqrt(3.2**2 + rescaled**2 + 1 / 6), 0.95, 1.05
 
 
 def whole(params, residues):
