@@ -22,6 +22,7 @@ from cloister.net import wire
 from cloister.net.channel import Channel
 from cloister.protocols.cellcnn.key_store import KeyStore
 from cloister.protocols.ckks import collective_key, collective_relin, collective_rotation
+from cloister.study import Party
 
 NAME = "encrypted_training"  # whose progress these steps are
 
@@ -58,6 +59,17 @@ class Keys:
         self.openings += openings
         if self.store is not None:
             self.store.put_openings(self.openings)
+
+
+def key_costs(params: Any) -> list[dict[Party, tuple[int, int]]]:
+    """Messages and bytes of each key generation, by party."""
+    who = (params.holders, params.aggregator, params.ckks)
+    rotations = [collective_rotation.Params(*who, steps=(steps,)) for steps in params.layout.rotations]
+    return [
+        collective_key.cost(collective_key.Params(*who)),
+        collective_relin.cost(collective_relin.Params(*who)),
+        *(collective_rotation.cost(p) for p in rotations),
+    ]
 
 
 async def make_keys(
