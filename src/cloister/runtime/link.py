@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from cloister.crypto.agreement import Identity, agree, bind, check_signature, key_pair, seal, unseal
 from cloister.crypto.entropy import Entropy
 from cloister.errors import ParameterError, ProtocolAbort, WireError
-from cloister.net import wire
+from cloister.net import values, wire
 from cloister.net.mailbox import Failure, Mailbox
 from cloister.study import Party, Study
 
@@ -213,7 +213,7 @@ class SealedLink:
                     self._mailbox.put(sender, piece)
                 elif self._mailbox.hold(sender, len(piece)):
                     peer.parts += piece
-                    if len(peer.parts) > wire.MAX_FRAME:
+                    if len(peer.parts) > values.MAX_FRAME:
                         raise WireError("a frame that is too long")
                     if kind == LAST:
                         frame = self._all_parts(sender, peer)
