@@ -142,6 +142,21 @@ class Shared:
         return Shared(ring, self.a.astype(ring.dtype), self.b.astype(ring.dtype))
 
 
+def check_input(x: Words | None, shape: tuple[int, ...], ring: Ring, owner: str, *, mine: bool) -> None:
+    """Raise unless x is there at its owner only, and is what was agreed on."""
+    if (x is not None) != mine:
+        raise ParameterError(f"the values of an input belong to its owner '{owner}' and to nobody else")
+    if x is not None and (x.shape != shape or x.dtype != ring.dtype):
+        raise ParameterError(f"expected an input of shape {shape} in {ring.dtype}, found {x.shape} in {x.dtype}")
+
+
+def constant(values: Array, ring: Ring, party: int) -> Shared:
+    """Public integers in shares: component 0, held by parties 0 and 2."""
+    words = np.asarray(values).astype(np.int64).view(np.uint64).astype(ring.dtype)
+    zero = np.zeros_like(words)
+    return Shared(ring, words if party == 0 else zero, words if party == 2 else zero)
+
+
 def join(xs: Sequence[Shared], axis: int) -> Shared:
     return Shared(
         xs[0].ring, np.concatenate([x.a for x in xs], axis=axis), np.concatenate([x.b for x in xs], axis=axis)
