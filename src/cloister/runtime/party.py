@@ -113,6 +113,8 @@ class Turn:
     def _play(self, policy: Policy, run: Run) -> Outcome:
         kit = self.kit
         log.info("run %s of study %r begins: %s, %s", self.run[:8], kit.study.name, kit.study.workflow, kit.study.mode)
+        for note in workflows.warnings_of(kit.study):
+            log.warning(note)
         self.link.start()
         if missing := self.link.meet():
             log.warning("%s did not come", ", ".join(missing))
