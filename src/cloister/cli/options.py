@@ -96,10 +96,10 @@ def as_flags(text: str, words: Sequence[str]) -> str:
     named = next((word for word in words if word in workflows.names()), None)
     known = {f.name for f in dataclasses.fields(workflows.get(named).options)} if named else set()
 
-    def flag(found: re.Match[str]) -> str:
-        name, value = found[1], found[2]
+    def flag(match: re.Match[str]) -> str:
+        name, value = match[1], match[2]
         if name not in known:
-            return found[0]
+            return match[0]
         return f"--{name.replace('_', '-')}" + (f" {value}" if value not in ("", "true") else "")
 
     return re.sub(r"(?<![\w'-])([a-z]\w*)=('[^']*'|[\w.]*\w|)", flag, text)

@@ -78,7 +78,7 @@ class Ring:
         return (wide << spare) >> spare
 
     def to_bytes(self, words: Words) -> U8:
-        """Modulo 2^bits: above it, words hold what products of shares left there, which is nobody's business."""
+        """Modulo 2^bits: the bits above hold parts of products of shares, which must not be sent."""
         within = np.asarray(words, self.dtype) & self.dtype.type((1 << self.bits) - 1)
         raw = np.ascontiguousarray(within).reshape(-1).view(np.uint8)
         return raw.reshape(-1, self.dtype.itemsize)[:, : self.size].reshape(-1).copy()

@@ -67,10 +67,10 @@ def message(line: str, *, protocol: str | None = None) -> Callable[[type[T]], ty
     """Make a class a message that belongs to `line` of the protocol file it stands in."""
 
     def decorate(cls: type[T]) -> type[T]:
-        made = dataclasses.dataclass(frozen=True, slots=True, eq=False)(cls)
+        new = dataclasses.dataclass(frozen=True, slots=True, eq=False)(cls)
         owner = protocol or cls.__module__.rpartition(".")[2]
-        made.__message__ = Spec(owner, f"{owner}.{cls.__name__}", line)  # type: ignore[attr-defined]
-        return made
+        new.__message__ = Spec(owner, f"{owner}.{cls.__name__}", line)  # type: ignore[attr-defined]
+        return new
 
     return decorate
 
@@ -157,9 +157,9 @@ def check_shapes(msg: Any, shapes: Mapping[str, Shape]) -> None:
         if not hasattr(msg, name):
             raise TypeError(f"{type(msg).__name__} has no field '{name}' to have a shape")
         want = shapes[name]
-        for found in _shapes(getattr(msg, name)):
-            if len(found) != len(want) or any(w is not None and w != f for f, w in zip(found, want, strict=True)):
-                raise WireError(f"{type(msg).__name__}.{name}: expected shape {want}, found {found}")
+        for shape in _shapes(getattr(msg, name)):
+            if len(shape) != len(want) or any(w is not None and w != f for f, w in zip(shape, want, strict=True)):
+                raise WireError(f"{type(msg).__name__}.{name}: expected shape {want}, found {shape}")
 
 
 def _shapes(x: Any) -> Iterator[tuple[int, ...]]:
@@ -327,8 +327,8 @@ def _canonical(x: Any) -> Any:
         code = x.dtype.newbyteorder("<").str
         return ["array", code, list(x.shape), np.ascontiguousarray(x).astype(code, copy=False).tobytes()]
     if isinstance(x, list | tuple):
-        made = [_canonical(v) for v in x]
-        return ["list", made] if _looks_tagged(made) else made
+        items = [_canonical(v) for v in x]
+        return ["list", items] if _looks_tagged(items) else items
     if isinstance(x, Mapping):
         return ["map", [[_canonical(k), _canonical(x[k])] for k in sorted(x)]]
     if dataclasses.is_dataclass(x) and not isinstance(x, type):

@@ -294,9 +294,9 @@ class SealedLink:
                 if self._closing or peer.lost:
                     return None
                 peer.turn.wait()
-            made: list[bytes] = []
+            parts: list[bytes] = []
             if peer.pulse is not None:
-                made += _piece(WHOLE, peer.pulse)
+                parts += _piece(WHOLE, peer.pulse)
                 peer.pulse = None
             room = peer.room
             while peer.frames and room > 0:
@@ -305,11 +305,11 @@ class SealedLink:
                 peer.at += len(part)
                 room -= len(part) + HEADER
                 last = peer.at == len(frame)
-                made += _piece(LAST if last else PART, part)
+                parts += _piece(LAST if last else PART, part)
                 if last:
                     peer.frames.popleft()
                     peer.at = 0
-            return b"".join(made)
+            return b"".join(parts)
 
     def _lose(self, party: Party, why: str) -> None:
         peer = self._peers[party]

@@ -77,7 +77,7 @@ class Opening:
 
     @property
     def hiding(self) -> float:
-        """A coefficient goes round, and is lost, once in 2^this."""
+        """-log2 of the probability that a coefficient wraps modulo Q, and is lost."""
         return self.mask_bits - 1 - self.message_bits
 
     @property
@@ -107,14 +107,14 @@ def fraction(f: float) -> tuple[int, int]:
 def primes_of(params: Parameters) -> tuple[int, ...]:
     step = 2 * params.degree
     q = (1 << params.bits) // step * step + 1
-    found: list[int] = []
-    while len(found) < params.count:
+    primes: list[int] = []
+    while len(primes) < params.count:
         q -= step
         if q < 1 << (params.bits - 1):
             raise ParameterError(f"there are not {params.count} primes of {params.bits} bits for this ring")
         if _is_prime(q):
-            found.append(q)
-    return tuple(found)
+            primes.append(q)
+    return tuple(primes)
 
 
 def _is_prime(n: int) -> bool:

@@ -30,11 +30,11 @@ class Pool:
     def shelf(self, n: int, p: int, k: int, degree: int) -> Shelf:
         size = n * p * k * degree * 4
         inside = self.used + size <= self.memory
-        made = Shelf((n, p, k, degree), inside=inside)
+        shelf = Shelf((n, p, k, degree), inside=inside)
         if inside:
             self.used += size
-            weakref.finalize(made, self._free, size)
-        return made
+            weakref.finalize(shelf, self._free, size)
+        return shelf
 
     def _free(self, size: int) -> None:
         self.used -= size

@@ -177,7 +177,7 @@ class NewModel:  # S → i; the second polynomials are the refresh's public ones
 
 @dataclass
 class Trained:
-    """What a party takes away."""
+    """What a party has at the end."""
 
     params: Params
     keys: Keys
@@ -243,7 +243,7 @@ async def holder(
     entropy: Entropy,
     consent: frozenset[str],
 ) -> Trained:
-    """Play a site. X (steps, n, m) and one-hot Y (steps, n, o) are its batches; they never leave it.
+    """A site's part. X (steps, n, m) and one-hot Y (steps, n, o) are its batches; they never leave it.
 
     `held` are inputs and labels for validation, if the parties agreed on it.
     """
@@ -338,7 +338,7 @@ class Site:
 
 
 async def aggregator(ch: Channel, params: Params, store: KeyStore | None = None, *, entropy: Entropy) -> Trained:
-    """Play S."""
+    """S's part."""
     c, todo = ckks.context(params.ckks), refreshes(params)
     keys, step = await begin_all(ch, params, store, entropy)
     state, losses = State.after(step, params, keys, store), {}

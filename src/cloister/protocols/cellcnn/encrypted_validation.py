@@ -156,8 +156,8 @@ class Summed:  # S → v
 
 def ideal(params: Params, inputs: Mapping[Party, tuple[cellcnn.Weights, F64, F64]]) -> dict[Party, float]:
     """The clear number; the test's inputs of a site carry the plain weights."""
-    found = [loss(params.config, *inputs[i]) for i in params.holders]
-    return dict.fromkeys((params.aggregator, *params.holders), float(np.mean(found)))
+    losses = [loss(params.config, *inputs[i]) for i in params.holders]
+    return dict.fromkeys((params.aggregator, *params.holders), float(np.mean(losses)))
 
 
 def loss(config: cellcnn.Config, w: cellcnn.Weights, X: F64, Y: F64) -> float:
@@ -222,10 +222,10 @@ def check_consent(consent: frozenset[str]) -> None:
         raise RefusedError("this site did not consent to validation during training; agree on validate_every=0")
 
 
-def check_loss(params: Params, found: F64) -> float:
+def check_loss(params: Params, slots: F64) -> float:
     """The mean over the slots, unless no logits below `LARGEST` could have made it."""
     _, _, a3 = cellcnn.sigmoid_fit(params.config.interval)
-    loss = float(found.mean())
+    loss = float(slots.mean())
     if not -1 < loss <= 1 + (params.bounds[0] * a3) ** 2:
         raise ProtocolAbort(NAME, "L2", "diverged", "the squared error is beyond what logits within ±4 can make")
     return loss
@@ -256,13 +256,13 @@ async def holder(
         sums = np.stack([read(c, x, params.ckks.base, NAME, "L2", S) for x in (got.c0, got.c1)])
         book.total(*sums)
         cts = [c.cipher(sums, params.scales[1])]
-    made = await collective_refresh.contribute(sub, p, keys.share, maps, cts, book, entropy=entropy)
+    refreshed = await collective_refresh.contribute(sub, p, keys.share, maps, cts, book, entropy=entropy)
     await collective_audit.holder(ch.sub("audit"), params.audit, book, entropy=entropy)
-    c1, c0 = collective_refresh.common(sub, p, 0), None if made is None else c.raw(made[0])[0][0]
-    found = await threshold_decrypt.holder(
+    c1, c0 = collective_refresh.common(sub, p, 0), None if refreshed is None else c.raw(refreshed[0])[0][0]
+    slots = await threshold_decrypt.holder(
         ch.sub("open"), opening(params), keys.share, c1, c0, entropy=entropy, consent=consent, needed="validation"
     )
-    return check_loss(params, found)
+    return check_loss(params, slots)
 
 
 async def aggregator(ch: Channel, params: Params) -> float:

@@ -119,21 +119,21 @@ class Layout:
         """½(L[i, j] - ι·L[i, j + 1]) at (i, f), j = i + 2k mod m."""
         L, _ = self._batch(X, np.zeros((0, self.config.classes)))
         i = np.arange(self.n)
-        found = []
+        diagonals = []
         for k in range(self.m // 2):
             j = (i + 2 * k) % self.m
-            found.append(self._rows(L[i, j], L[i, (j + 1) % self.m]))
-        return found
+            diagonals.append(self._rows(L[i, j], L[i, (j + 1) % self.m]))
+        return diagonals
 
     def backward_diagonals(self, X: F64) -> list[npt_complex]:
         """½(L[i, j] - ι·L[i + 1, j]) at (j, f), i = j + 2k mod n."""
         L, _ = self._batch(X, np.zeros((0, self.config.classes)))
         j = np.arange(self.m)
-        found = []
+        diagonals = []
         for k in range(self.n // 2):
             i = (j + 2 * k) % self.n
-            found.append(self._rows(L[i, j], L[(i + 1) % self.n, j]))
-        return found
+            diagonals.append(self._rows(L[i, j], L[(i + 1) % self.n, j]))
+        return diagonals
 
     def _rows(self, a: F64, b: F64) -> npt_complex:
         """½(a - ι·b), h times each."""

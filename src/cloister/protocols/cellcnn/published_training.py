@@ -231,8 +231,8 @@ class State:
     @classmethod
     def load(cls, params: Params, store: KeyStore) -> State:
         step = store.steps(params.tag)[0]
-        found = store.get_state(ckks.context(params.ckks), params.tag, step)
-        return cls(step, **{label: cts[0] for label, cts in found.items()})
+        kept = store.get_state(ckks.context(params.ckks), params.tag, step)
+        return cls(step, **{label: cts[0] for label, cts in kept.items()})
 
 
 def followed(params: Params, start: Start, first: Initial, store: KeyStore | None) -> State:
@@ -260,7 +260,7 @@ async def holder(
     entropy: Entropy,
     consent: frozenset[str],
 ) -> Done:
-    """Play a site; as in `encrypted_training`."""
+    """A site's part; as in `encrypted_training`."""
     if "open-model" not in consent:
         raise RefusedError("this site did not consent to opening the model, with which published training ends")
     cellcnn.check_batches(params.config, X, Y)
@@ -302,7 +302,7 @@ async def holder(
 
 
 async def aggregator(ch: Channel, params: Params, store: KeyStore | None = None, *, entropy: Entropy) -> Done:
-    """Play S: add, refresh, hand out."""
+    """S's part: add, refresh, hand out."""
     c, P, L = ckks.context(params.ckks), params.ckks, params.layout
     low, w = P.primes_at(START), cellcnn.initial(params.config)
     held = {r.keys for r in (await ch.gather(params.holders, Ready)).values()}  # L0

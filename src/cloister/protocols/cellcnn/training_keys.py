@@ -87,7 +87,7 @@ async def make_keys(
     ch.step(f"{step}: relinearisation", protocol=NAME, line="L2")
     sub = ch.sub("relin")
     pr = collective_relin.Params(*who)
-    made = await (
+    switching = await (
         collective_relin.aggregator(sub, pr)
         if secret is None
         else collective_relin.holder(sub, pr, secret, entropy=entropy)
@@ -95,8 +95,8 @@ async def make_keys(
     name = wire.digest("keys", ch.run_id, public.b)
     if store is not None:
         store.put_public(public, secret)
-        store.put_switching("relin", made)
-    relin = c.load_key(made)
+        store.put_switching("relin", switching)
+    relin = c.load_key(switching)
     rotation = {}
     for i, steps in enumerate(params.layout.rotations):
         ch.step(f"{step}: rotation {i + 1} of {len(params.layout.rotations)}", protocol=NAME, line="L2")

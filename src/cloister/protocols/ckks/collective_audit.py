@@ -85,8 +85,8 @@ class Book:
     def sent(self, *shares: Residues) -> None:
         self.shares.extend(shares)
 
-    def heard(self, *told: bytes) -> None:
-        for data in told:
+    def heard(self, *parts: bytes) -> None:
+        for data in parts:
             self._heard.update(len(data).to_bytes(8, "big") + data)
 
     def total(self, *sums: Residues) -> None:
@@ -132,18 +132,18 @@ def point(params: Params, seed: bytes, polynomials: list[Residues]) -> U64:
     """Σ_p α_p·⟨r, p⟩ modulo every prime, (2, k): linear in the polynomials."""
     c = ckks.context(params.ckks)
     k, prg = max(len(p) for p in polynomials), Prg(seed)
-    found = np.zeros((REPEATS, k), np.uint64)
+    hashes = np.zeros((REPEATS, k), np.uint64)
     for repeat in range(REPEATS):
         r = c.ring.uniform(prg, k)
         for p in polynomials:
             alpha = [int(prg.below(q, 1)[0]) for q in c.primes[: len(p)]]
             for j, x in enumerate(c.ring.inner(r, p)):
-                found[repeat, j] = (int(found[repeat, j]) + alpha[j] * int(x)) % c.primes[j]
-    return found
+                hashes[repeat, j] = (int(hashes[repeat, j]) + alpha[j] * int(x)) % c.primes[j]
+    return hashes
 
 
 async def holder(ch: Channel, params: Params, book: Book, *, entropy: Entropy) -> None:
-    """Play one holder; raises at all of them if a sum is wrong. The book is empty afterwards."""
+    """One holder's part; raises at all of them if a sum is wrong. The book is empty afterwards."""
     k = max(len(p) for p in book.shares)
     if ch.me == params.auditor:
         await _auditor(ch, params, book, k, entropy)
@@ -177,4 +177,4 @@ async def _auditor(ch: Channel, params: Params, book: Book, k: int, entropy: Ent
 
 
 async def bystander(ch: Channel, params: Params) -> None:
-    """Play the aggregator, who has no part in it."""
+    """The aggregator, who sends nothing."""

@@ -105,10 +105,10 @@ async def holder(ch: Channel, params: Params, secret: ckks.Secret, *, entropy: E
     a = ckks.common(params.ckks, ch.run_id, "public", k)
     b_i = c.ring.add_product(c.ring.error(entropy.prg(), k), a, secret.ntt, sign=-1)
     await ch.send(params.aggregator, KeyShare(c.pack(b_i)))  # L1
-    told = (await ch.recv(params.aggregator, Key)).b  # L2
-    b, book = read(c, told, k, NAME, "L2", params.aggregator), Book()
+    packed = (await ch.recv(params.aggregator, Key)).b  # L2
+    b, book = read(c, packed, k, NAME, "L2", params.aggregator), Book()
     book.sent(b_i)
-    book.heard(told)
+    book.heard(packed)
     book.total(b)
     await collective_audit.holder(ch.sub("audit"), params.audit, book, entropy=entropy)
     return ckks.PublicKey(b, a)

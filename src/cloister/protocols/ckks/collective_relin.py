@@ -131,9 +131,9 @@ async def holder(ch: Channel, params: Params, secret: ckks.Secret, *, entropy: E
         book.sent(f)
     fs = []
     for _ in range(params.ckks.top):
-        told = (await ch.recv(S, Seconds)).f  # L4
-        fs.append(read(c, told, K, NAME, "L4", S))
-        book.heard(told)
+        packed = (await ch.recv(S, Seconds)).f  # L4
+        fs.append(read(c, packed, K, NAME, "L4", S))
+        book.heard(packed)
         book.total(fs[-1])
     await collective_audit.holder(ch.sub("seconds"), params.audit, book, entropy=entropy)
     return ckks.SwitchingKey(np.stack(fs), np.stack([g for _, g in sums]))

@@ -108,9 +108,9 @@ async def holder(ch: Channel, params: Params, secret: ckks.Secret, *, entropy: E
             book.sent(b)
             commons.append(a)
         for _ in commons:
-            told = (await ch.recv(S, Rotation)).b  # L2
-            bs.append(read(c, told, K, NAME, "L2", S))
-            book.heard(told)
+            packed = (await ch.recv(S, Rotation)).b  # L2
+            bs.append(read(c, packed, K, NAME, "L2", S))
+            book.heard(packed)
             book.total(bs[-1])
         await collective_audit.holder(ch.sub(f"audit/{steps}"), params.audit, book, entropy=entropy)
         keys[steps] = ckks.SwitchingKey(np.stack(bs), np.stack(commons), c.galois(steps))

@@ -128,10 +128,10 @@ async def holder(
     c, S, book = ckks.context(params.ckks), params.aggregator, Book()
     h = share(params, secret, c1, entropy)
     await ch.send(S, Share(c.pack(h)))  # L1
-    told = (await ch.recv(S, Opened)).m  # L2
-    m = read(c, told, params.primes, NAME, "L2", S)
+    opened = (await ch.recv(S, Opened)).m  # L2
+    m = read(c, opened, params.primes, NAME, "L2", S)
     book.sent(h)
-    book.heard(told)
+    book.heard(opened)
     if c0 is not None:
         book.total(c.ring.subtract(m.copy(), c0))
     await collective_audit.holder(ch.sub("audit"), params.audit, book, entropy=entropy)

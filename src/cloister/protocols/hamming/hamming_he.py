@@ -116,7 +116,7 @@ async def _recv(ch: Channel, sender: Party, kind: type[Any], count: int) -> list
 
 
 async def share(ch: Channel, params: Params, packed: U8, *, entropy: Entropy) -> Words:
-    """Play either part: this site's summand (n_me, n_other) of the distances modulo 2^κ."""
+    """Either part; returns this site's summand (n_me, n_other) of the distances modulo 2^κ."""
     if packed.shape != (params.size(ch.me), params.bits // 8):
         raise ParameterError(f"expected codes {(params.size(ch.me), params.bits // 8)}, found {packed.shape}")
     return await (_encrypt if ch.me == params.owner else _multiply)(ch, params, packed, entropy)
@@ -142,9 +142,9 @@ async def _multiply(ch: Channel, params: Params, packed: U8, entropy: Entropy) -
     cts = await _recv(ch, K, Codes, plan.sent)
     x = np.unpackbits(packed, axis=1).astype(np.int64)
     try:
-        made, r = he.multiply(public, [he.Term(plan, cts, 1 - 2 * x)], entropy, mask=True)  # L2
+        products, r = he.multiply(public, [he.Term(plan, cts, 1 - 2 * x)], entropy, mask=True)  # L2
     except CloisterError as e:
         raise ProtocolAbort(NAME, "L1", "malformed", str(e)) from None
-    await _send(ch, K, Masked, made)
+    await _send(ch, K, Masked, products)
     mine: Words = (x.sum(axis=1).astype(np.uint64)[:, None] - r).astype(ring.dtype)
     return mine  # L3

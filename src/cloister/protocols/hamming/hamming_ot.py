@@ -92,7 +92,7 @@ def cost(params: Params) -> dict[Party, tuple[int, int]]:
 
 
 async def share(ch: Channel, params: Params, packed: U8, *, entropy: Entropy) -> Words:
-    """Play either part: this site's summand (n_me, n_other) of the distances modulo 2^κ."""
+    """Either part; returns this site's summand (n_me, n_other) of the distances modulo 2^κ."""
     if packed.shape != (params.size(ch.me), params.bits // 8):
         raise ParameterError(f"expected codes {(params.size(ch.me), params.bits // 8)}, found {packed.shape}")
     return await (_receive if ch.me == params.receiver else _send)(ch, params, packed, entropy)

@@ -374,8 +374,8 @@ def plan(shape: Shape, params: Parameters, last: int = 1) -> Plan:
         coroutine.send(None)
     except StopIteration:
         need = iter(c.need)
-        found = [tuple(dataclasses.replace(h, back=next(need)) for h in r) for r in rounds]
-        return Plan(tuple(found), tuple(taps))
+        planned = [tuple(dataclasses.replace(h, back=next(need)) for h in r) for r in rounds]
+        return Plan(tuple(planned), tuple(taps))
     raise RuntimeError("counting waits for nobody")
 
 

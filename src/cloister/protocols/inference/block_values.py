@@ -157,8 +157,8 @@ class Recipes:
         def take(ids: Sequence[int], k: int) -> Cts:
             parts, at = [], np.asarray(ids)
             for t in np.unique(at // outs):  # sorted, as the ids are
-                found, mine = make(int(t), k), at[at // outs == t] % outs
-                parts.append(found if len(mine) == outs else found[mine])
+                cts, mine = make(int(t), k), at[at // outs == t] % outs
+                parts.append(cts if len(mine) == outs else cts[mine])
             return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
         return self.made(n, p, scale, parents, outs, take)

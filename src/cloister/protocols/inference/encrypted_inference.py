@@ -142,18 +142,18 @@ def cost(params: Params) -> dict[Party, tuple[int, int]]:
     p, s = params.crypto, params.shape
     whole, N = p.count * p.degree * 4, p.degree
     inputs = (s.tokens - 1) * s.inputs
-    made = plan(s, p)
-    every = made.openings
+    planned = plan(s, p)
+    every = planned.openings
     trips = sum(len(chunks(h)) for h in every)
     up = (
         1 + len(parts(inputs)) + trips,
         whole * (1 + inputs) + sum(h.count * h.back * N * 4 for h in every),
     )
     down = sum(h.count * h.polys * h.primes * N * 4 for h in every) + sum(
-        s.rank * 2 * t.primes * N * 4 for _, t in made.taps
+        s.rank * 2 * t.primes * N * 4 for _, t in planned.taps
     )
     n = len(params.owners)
-    return {params.provider: (n * (trips + len(made.taps)), n * down)} | dict.fromkeys(params.owners, up)
+    return {params.provider: (n * (trips + len(planned.taps)), n * down)} | dict.fromkeys(params.owners, up)
 
 
 # ---- local steps -----------------------------------------------------------------------------------------------------
@@ -165,10 +165,10 @@ def parts(count: int) -> list[slice]:
 
 def chunks(how: Opening) -> list[slice]:
     """The messages of one opening."""
-    found = []
+    pieces = []
     for lo in range(0, how.count, how.group):
-        found += [slice(lo + p.start, lo + p.stop) for p in parts(min(how.group, how.count - lo))]
-    return found
+        pieces += [slice(lo + p.start, lo + p.stop) for p in parts(min(how.group, how.count - lo))]
+    return pieces
 
 
 def batches(params: Params, samples: int) -> int:
@@ -248,34 +248,34 @@ class OwnerSide:
     async def read_tap(self, tap: Tap, count: int) -> F64:
         P, N, s = self.params.provider, self.params.crypto.degree, self.params.shape
         c = await self.ch.recv(P, Features, c=(s.rank, 2, tap.primes, N))  # L5
-        found = self.key.read(read(self.params.crypto, c.c, "L5", P), tap.scale, count).T
-        self.beyond = self.beyond or not float(np.abs(found).max()) <= tap.bound
+        features = self.key.read(read(self.params.crypto, c.c, "L5", P), tap.scale, count).T
+        self.beyond = self.beyond or not float(np.abs(features).max()) <= tap.bound
         what = f"{s.rank} features of block {tap.block} for {count} samples"
-        return self.ch.reveal(found, to=self.ch.me, line="L5", what=what, protocol=NAME)
+        return self.ch.reveal(features, to=self.ch.me, line="L5", what=what, protocol=NAME)
 
 
 async def owner(ch: Channel, params: Params, inputs: F64, *, entropy: Entropy) -> F64:
-    """Play u. Returns the taps of its samples, (n, taps, r)."""
+    """The part of u. Returns the taps of its samples, (n, taps, r)."""
     check_inputs(params.shape, inputs)
     if not len(inputs):
         raise DataError("there is no sample to ask about")
-    key, slots, made = OwnerKey(params.crypto, entropy), params.crypto.slots, plan(params.shape, params.crypto)
+    key, slots, planned = OwnerKey(params.crypto, entropy), params.crypto.slots, plan(params.shape, params.crypto)
     side = OwnerSide(ch.sub(str(ch.me)), params, key, entropy)
     await side.ch.send(params.provider, Key(key.b, key.seed, batches(params, len(inputs))))  # L1
-    found = []
+    features = []
     for start in range(0, len(inputs), slots):
         x = inputs[start : start + slots]
         await side.send_inputs(fill(x, slots))  # L2
-        read_after, taps = dict(made.taps), []
-        for n, openings in enumerate(made.rounds):
+        read_after, taps = dict(planned.taps), []
+        for n, openings in enumerate(planned.rounds):
             for how in openings:
                 await side.answer(how)
             if n + 1 in read_after:
                 taps.append(await side.read_tap(read_after[n + 1], len(x)))
-        found.append(np.stack(taps, axis=1))
+        features.append(np.stack(taps, axis=1))
     if side.beyond:  # only now: where it happened is nobody else's business
         raise ProtocolAbort(NAME, "L5", "range", "features beyond their bounds; samples are unlike the model's own")
-    return np.concatenate(found)
+    return np.concatenate(features)
 
 
 class ProviderSide:
@@ -332,7 +332,7 @@ class ProviderSide:
 async def provider(
     ch: Channel, params: Params, encoder: Encoder, ledger: Ledger | None = None, *, entropy: Entropy
 ) -> dict[Party, int]:
-    """Play P, for all owners side by side. Returns how many batches each had."""
+    """The part of P, for all owners side by side. Returns how many batches each had."""
     if encoder.shape != params.shape:
         raise ParameterError("the model has another shape than was announced")
     rounded, ledger = encoder.rounded(params.crypto.weight_bits), ledger or Ledger()

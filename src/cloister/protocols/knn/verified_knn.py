@@ -291,7 +291,7 @@ async def result(trio: Verified, terms: nearest_labels.Params, near: Xored, squa
 
 
 def decode(terms: nearest_labels.Params, planes: U64, count: int) -> Mapped:
-    """What was opened, for the first `count` cells; a label outside the vocabulary is nobody's."""
+    """What was opened, for the first `count` cells; a label outside the vocabulary is `unknown`."""
     b = terms.label_bits
     code = gf64.to_words(planes)[:count].astype(np.int64)
     labels = code & ((1 << b) - 1)

@@ -122,7 +122,7 @@ async def site(
 
 
 async def server(ch: Channel, params: Params, *, entropy: Entropy, identity: Identity) -> tuple[Served, ...]:
-    """Play S; one `Served` per group."""
+    """S's part; returns one `Served` per group."""
     return await all_groups(ch, params, lambda c, p: _server(c, p, entropy=entropy, identity=identity))
 
 

@@ -3,7 +3,7 @@
     G1   mpc          the codes of all sites, shared among three computing parties; H from them (`shared_codes`)
          ot, he       every two sites hold H_jk = T - R (`pair_distances`), and share T and R
     G2   0, 1, 2      keys H_ij · 2^b + j, with L + 1 in place of H_ii, in blocks of rows
-    G3   0, 1, 2      the k smallest of every row: shuffled by nobody's permutation, then compared in the open
+    G3   0, 1, 2      the k smallest of every row: shuffled by a permutation nobody knows, then compared in the open
     G4   0, 1 → S     the k keys of every row, ascending
 
 Since the column stands in the low bits of a key, the same sharing that holds H modulo 2^κ holds the key modulo

@@ -110,7 +110,7 @@ async def site(
 
 
 async def server(ch: Channel, params: Params, *, entropy: Entropy, identity: Identity) -> tuple[Served, ...]:
-    """Play S; one `Served` per group."""
+    """S's part; returns one `Served` per group."""
     return await server_by(private_graph, ch, params, entropy=entropy, identity=identity)
 
 

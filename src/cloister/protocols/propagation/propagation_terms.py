@@ -83,7 +83,7 @@ class Labelled:  # u → S
 
 @dataclass(frozen=True)
 class Labels:
-    """What a site takes away."""
+    """What a site has at the end."""
 
     classes: tuple[str, ...]
     label: I64  # (n_u,) index into classes, -1 where no label reaches
@@ -98,7 +98,7 @@ class Labels:
 
 @dataclass(frozen=True)
 class Served:
-    """What the server takes away."""
+    """What the server has at the end."""
 
     sites: tuple[Party, ...]
     sizes: tuple[int, ...]

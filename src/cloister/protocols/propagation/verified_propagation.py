@@ -73,5 +73,5 @@ async def site(
 
 
 async def server(ch: Channel, params: Params, *, entropy: Entropy, identity: Identity) -> tuple[Served, ...]:
-    """Play S; one `Served` per group."""
+    """S's part; returns one `Served` per group."""
     return await server_by(verified_graph, ch, params, entropy=entropy, identity=identity)
