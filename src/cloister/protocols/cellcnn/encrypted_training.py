@@ -77,7 +77,7 @@ from cloister.protocols.cellcnn.training_opening import open_at_aggregator, open
 from cloister.protocols.cellcnn.training_refreshes import STAGES, refreshes
 from cloister.protocols.cellcnn.training_state import State, gradient_ciphers
 from cloister.protocols.ckks import collective_audit, collective_refresh, threshold_decrypt
-from cloister.protocols.ckks.collective_audit import Book, check_holders
+from cloister.protocols.ckks.collective_audit import Book, Collective
 from cloister.protocols.ckks.collective_key import added, read
 from cloister.study import Party
 
@@ -85,17 +85,14 @@ NAME = "encrypted_training"
 
 
 @dataclass(frozen=True, slots=True)
-class Params:  # public
-    holders: tuple[Party, ...]
-    aggregator: Party  # S
-    ckks: ckks.Parameters
+class Params(Collective):  # public
     config: cellcnn.Config
     open_model: bool = False
     validate_every: int = 0  # steps; 0: never
     held_out: int = 0  # inputs of each site that validation uses
 
     def __post_init__(self) -> None:
-        check_holders(self.holders, self.aggregator)
+        Collective.__post_init__(self)
         L = self.layout
         if self.open_model and L.opening_error > 1e-3:
             raise ParameterError(
@@ -110,14 +107,6 @@ class Params:  # public
                 f"{self.config.steps} steps refresh {masked} polynomials and open {opened}; masks and floods hide"
                 f" {MASKED} and {OPENINGS} to 2^-40. Use fewer steps, or validate less often"
             )
-
-    @property
-    def auditor(self) -> Party:
-        return self.holders[0]
-
-    @property
-    def audit(self) -> collective_audit.Params:
-        return collective_audit.Params(self.holders, self.aggregator, self.ckks)
 
     @property
     def layout(self) -> Layout:

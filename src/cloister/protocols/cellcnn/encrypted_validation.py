@@ -49,7 +49,7 @@ from cloister.protocols.cellcnn.cellcnn_circuit import Layout, logits
 from cloister.protocols.cellcnn.cellcnn_ladder import chain
 from cloister.protocols.cellcnn.training_keys import Keys
 from cloister.protocols.ckks import collective_audit, collective_refresh, threshold_decrypt
-from cloister.protocols.ckks.collective_audit import Book, check_holders
+from cloister.protocols.ckks.collective_audit import Book, Collective
 from cloister.protocols.ckks.collective_key import added, read
 from cloister.study import Party
 
@@ -59,15 +59,12 @@ LARGEST = 4.0  # logit
 
 
 @dataclass(frozen=True, slots=True)
-class Params:  # public
-    holders: tuple[Party, ...]
-    aggregator: Party
-    ckks: ckks.Parameters
+class Params(Collective):  # public
     config: cellcnn.Config
     samples: int  # held-out inputs of each site
 
     def __post_init__(self) -> None:
-        check_holders(self.holders, self.aggregator)
+        Collective.__post_init__(self)
         L = self.layout
         if not 1 <= self.samples <= L.I or len(L.groups) > 1:
             raise ParameterError(
@@ -124,10 +121,6 @@ class Params:  # public
         """Standard deviation that the flooding leaves in the mean over all slots."""
         flood = 2.0 ** (ckks.flood_bits(self.ckks, self.noise) - 1) * math.sqrt(len(self.holders))
         return flood * math.sqrt(self.ckks.degree / self.ckks.slots) / self.ckks.scale
-
-    @property
-    def audit(self) -> collective_audit.Params:
-        return collective_audit.Params(self.holders, self.aggregator, self.ckks)
 
 
 def ring_for(config: cellcnn.Config, parties: int) -> ckks.Parameters:

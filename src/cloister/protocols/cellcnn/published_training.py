@@ -60,7 +60,7 @@ from cloister.protocols.cellcnn.key_store import KeyStore
 from cloister.protocols.cellcnn.published_circuit import LEVELS, Layout, SealOps, backward, forward
 from cloister.protocols.cellcnn.training_keys import Keys, key_costs, load_keys, make_keys
 from cloister.protocols.ckks import collective_refresh, threshold_decrypt
-from cloister.protocols.ckks.collective_audit import Book, check_holders
+from cloister.protocols.ckks.collective_audit import Book, Collective
 from cloister.protocols.ckks.collective_key import added, read
 from cloister.study import Party
 
@@ -70,14 +70,11 @@ START = 2  # levels of weights and gradients
 
 
 @dataclass(frozen=True, slots=True)
-class Params:  # public
-    holders: tuple[Party, ...]
-    aggregator: Party
-    ckks: ckks.Parameters
+class Params(Collective):  # public
     config: cellcnn.Config
 
     def __post_init__(self) -> None:
-        check_holders(self.holders, self.aggregator)
+        Collective.__post_init__(self)
         self.layout  # noqa: B018 - raises where the slots do not suffice
 
     @property

@@ -61,9 +61,11 @@ def check_holders(holders: tuple[Party, ...], aggregator: Party) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Params:  # public
+class Collective:
+    """What every protocol under a collective key agrees on: who holds a share, who aggregates, the scheme."""
+
     holders: tuple[Party, ...]
-    aggregator: Party
+    aggregator: Party  # S
     ckks: ckks.Parameters
 
     def __post_init__(self) -> None:
@@ -72,6 +74,15 @@ class Params:  # public
     @property
     def auditor(self) -> Party:
         return self.holders[0]
+
+    @property
+    def audit(self) -> Params:
+        return Params(self.holders, self.aggregator, self.ckks)
+
+
+@dataclass(frozen=True, slots=True)
+class Params(Collective):  # public; hashed into the run id, as those of all that follow
+    pass
 
 
 class Book:

@@ -36,24 +36,15 @@ from cloister.errors import ProtocolAbort, WireError
 from cloister.net.channel import Channel
 from cloister.net.wire import message
 from cloister.protocols.ckks import collective_audit
-from cloister.protocols.ckks.collective_audit import Book, check_holders
+from cloister.protocols.ckks.collective_audit import Book, Collective
 from cloister.study import Party
 
 NAME = "collective_key"
 
 
 @dataclass(frozen=True, slots=True)
-class Params:  # public; hashed into the run id
-    holders: tuple[Party, ...]
-    aggregator: Party  # S
-    ckks: ckks.Parameters
-
-    def __post_init__(self) -> None:
-        check_holders(self.holders, self.aggregator)
-
-    @property
-    def audit(self) -> collective_audit.Params:
-        return collective_audit.Params(self.holders, self.aggregator, self.ckks)
+class Params(Collective):
+    pass
 
 
 @message("L1")

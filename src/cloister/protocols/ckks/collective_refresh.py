@@ -60,7 +60,7 @@ from cloister.errors import ParameterError, ProtocolAbort
 from cloister.net.channel import Channel
 from cloister.net.wire import message
 from cloister.protocols.ckks import collective_audit
-from cloister.protocols.ckks.collective_audit import Book, check_holders
+from cloister.protocols.ckks.collective_audit import Book, Collective
 from cloister.protocols.ckks.collective_key import added, read
 from cloister.study import Party
 
@@ -69,10 +69,7 @@ LEAST_WRAP_BITS = 34
 
 
 @dataclass(frozen=True, slots=True)
-class Params:  # public
-    holders: tuple[Party, ...]
-    aggregator: Party
-    ckks: ckks.Parameters
+class Params(Collective):  # public
     scales: tuple[float, ...]  # of the inputs
     outputs: tuple[int, ...]  # primes of the outputs
     maps: tuple[bytes, ...]  # digests of the slot maps, one per output
@@ -81,27 +78,19 @@ class Params:  # public
     audited: bool = True  # False only where `published` says so: no L4, no audit
 
     def __post_init__(self) -> None:
-        check_holders(self.holders, self.aggregator)
+        Collective.__post_init__(self)
         if len(self.maps) != len(self.outputs) or not all(1 <= k <= self.ckks.top for k in self.outputs):
             raise ParameterError("a refresh needs one slot map per output, at 1 to L primes")
         if self.wrap_bits < LEAST_WRAP_BITS:
             raise ParameterError(
                 f"refresh refused: masks of {self.mask_bits} bits hide these messages, and one coefficient in"
-                f" 2^{self.wrap_bits:.0f} would go round; use more or larger base primes"
+                f" 2^{self.wrap_bits:.0f} would wrap; use more or larger base primes"
             )
-
-    @property
-    def auditor(self) -> Party:
-        return self.holders[0]
 
     @property
     def masker(self) -> Party:
         """Whose mask is uniform; it must not see x."""
         return self.holders[1]
-
-    @property
-    def audit(self) -> collective_audit.Params:
-        return collective_audit.Params(self.holders, self.aggregator, self.ckks)
 
     @property
     def mask_bits(self) -> int:

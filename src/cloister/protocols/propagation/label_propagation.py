@@ -44,7 +44,7 @@ References
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -90,11 +90,7 @@ class Columns:  # S → u
     s: I32  # (n, block)
 
 
-def ideal(
-    params: Params, xs: Mapping[Party, tuple[F64, Sequence[str | None]]], seed: bytes = bytes(32)
-) -> dict[Party, Labels | None]:
-    """What a trusted party would hand out, for a given seed of the hyperplanes."""
-    return propagation_terms.ideal(params, xs, seed)
+ideal = propagation_terms.ideal
 
 
 def roles(params: Params) -> dict[Party, object]:

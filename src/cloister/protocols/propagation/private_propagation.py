@@ -76,11 +76,7 @@ from cloister.study import Party
 NAME = "private_propagation"
 
 
-def ideal(
-    params: Params, xs: Mapping[Party, tuple[F64, Sequence[str | None]]], seed: bytes = bytes(32)
-) -> dict[Party, Labels | None]:
-    """What a trusted party would hand out, for a given seed of the hyperplanes."""
-    return propagation_terms.ideal(params, xs, seed)
+ideal = propagation_terms.ideal
 
 
 def roles(params: Params) -> dict[Party, object]:

@@ -53,8 +53,7 @@ __all__ = ["Params", "cost", "ideal", "roles", "server", "site"]
 NAME = "verified_graph"
 
 
-def ideal(params: Params, xs: Mapping[Party, U8]) -> dict[Party, I64 | None]:
-    return private_graph.ideal(params, xs)
+ideal = private_graph.ideal
 
 
 def roles(params: Params) -> dict[Party, object]:
