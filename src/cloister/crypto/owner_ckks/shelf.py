@@ -59,7 +59,7 @@ class Shelf:
         while done < len(raw):
             done += os.pwrite(self._file.fileno(), raw[done:], at + done)
 
-    def take(self, which: Sequence[int], k: int) -> U32:
+    def read(self, which: Sequence[int], k: int) -> U32:
         """Ciphertexts (len(which), p, k, N) at their first k primes."""
         at = np.asarray(which, np.int64)
         if self._rows is not None:

@@ -116,7 +116,7 @@ class Circuit(Recipes):
                 at = [i % d for i in ids]
                 return self.ev.combine([([ints[i] for i in at], plain.get(ids, k))], shift[at] * scale)  # type: ignore[index]
 
-            z = self.made(T * d, 3, scale, [plain], plain.group, weighted)
+            z = self.derive(T * d, 3, scale, [plain], plain.group, weighted)
         return (await self.refresh("normed", (z, bound)))[0]
 
     def weights(self, layer: int, *names: str) -> tuple[F64 | None, ...]:
@@ -174,7 +174,7 @@ class Circuit(Recipes):
         (s,) = await self.refresh("scores", (scores, 4.0), want=2.0 ** min(bits, self.params.scale_bits))
         factors = quadratics(degree)
 
-        def take(ids: Sequence[int], k: int) -> Cts:
+        def compute(ids: Sequence[int], k: int) -> Cts:
             ev, x = self.ev, s.get(ids, k)
             square, product = ev.products(x, x), None
             for b, c in factors:
@@ -182,7 +182,7 @@ class Circuit(Recipes):
                 product = q if product is None else ev.products(product, q)
             return product  # type: ignore[return-value]
 
-        whole = self.made(s.n, degree + 1, s.scale**degree * top, [s], 8, take)
+        whole = self.derive(s.n, degree + 1, s.scale**degree * top, [s], 8, compute)
         return (await self.refresh("exp", (whole, 64.0), want=self.thin))[0]
 
     async def exp_by_powers(self, s1: Values) -> Values:
@@ -269,7 +269,7 @@ class Heads:
         """q·k on the grid (head, i, j), for the first tokens i and all j."""
         T, h = self.tokens, self.size
 
-        def take(ids: Sequence[int], k: int) -> Cts:
+        def compute(ids: Sequence[int], k: int) -> Cts:
             parts = []
             for head, first, count in _rows_of(ids, tokens, T):
                 if head not in self.keys:
@@ -282,13 +282,13 @@ class Heads:
             return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
         n, group = self.circuit.shape.heads * tokens * T, min(tokens, ROWS) * T
-        return self.circuit.made(n, 3, self.whole.scale**2, [self.whole], group, take)
+        return self.circuit.derive(n, 3, self.whole.scale**2, [self.whole], group, compute)
 
     def weigh(self, e: Values, tokens: int) -> tuple[Values, Values]:
         """Sums over j of e·v, in the order (token, head, feature), and of e, (token, head)."""
         c, T, d, h, H = self.circuit, self.tokens, self.width, self.size, self.circuit.shape.heads
-        weighted = c.made(tokens * d, 3, e.scale * self.whole.scale, [e, self.whole], d, None)
-        plain = c.made(tokens * H, 2, e.scale, [e], H, None)
+        weighted = c.derive(tokens * d, 3, e.scale * self.whole.scale, [e, self.whole], d, None)
+        plain = c.derive(tokens * H, 2, e.scale, [e], H, None)
         if c.counting:
             return weighted, plain
         sums, totals = c.shelf(tokens * d, 3, weighted.k), c.shelf(tokens * H, 2, plain.k)
@@ -304,7 +304,7 @@ class Heads:
                     sums.put((first + i) * d + head * h, y[i])
                     totals.put((first + i) * H + head, c.ev.total(row[i]))
             del v
-        return dataclasses.replace(weighted, take=sums.take), dataclasses.replace(plain, take=totals.take)
+        return dataclasses.replace(weighted, recipe=sums.read), dataclasses.replace(plain, recipe=totals.read)
 
 
 def _rows_of(ids: Sequence[int], rows: int, length: int) -> Iterator[tuple[int, int, int]]:

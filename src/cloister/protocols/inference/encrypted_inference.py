@@ -74,7 +74,7 @@ from cloister.models.polynomial import Encoder, Shape, check_inputs, hidden, tap
 from cloister.net.channel import Channel
 from cloister.net.wire import message
 from cloister.protocols.inference.block_circuit import Circuit, Tap, plan, tap_of
-from cloister.protocols.inference.block_values import Take, Values
+from cloister.protocols.inference.block_values import Recipe, Values
 from cloister.study import Party
 
 NAME = "encrypted_inference"
@@ -293,11 +293,11 @@ class ProviderSide:
         for part in parts(n):
             m = await self.ch.recv(self.who, Inputs, c0=(part.stop - part.start, p.count, p.degree))  # L2
             shelf.put(part.start, block.expand(p, read(p, m.c0, "L2", self.who), seed_of(m.seed, "L2", self.who)))
-        return Values(n, 2, p.scale, shelf.take, p.count)
+        return Values(n, 2, p.scale, shelf.read, p.count)
 
-    async def refresh(self, groups: list[tuple[Opening, Take]]) -> list[Take]:
+    async def refresh(self, groups: list[tuple[Opening, Recipe]]) -> list[Recipe]:
         p = self.params.crypto
-        back: list[Take] = []
+        back: list[Recipe] = []
         ahead: deque[tuple[Opening, slice, bytes, Shelf]] = deque()
 
         async def collect() -> None:
@@ -306,11 +306,11 @@ class ProviderSide:
             seed = seed_of(m.seed, "L4", self.who)
             shelf.put(part.start, self.ev.unblind(read(p, m.c0, "L4", self.who), seed, how, masks))
 
-        for how, take in groups:
+        for how, recipe in groups:
             shelf = self.pool.shelf(how.count, 2, how.back, p.degree)
-            back.append(shelf.take)
+            back.append(shelf.read)
             for lo in range(0, how.count, how.group):
-                some = take(range(lo, min(how.count, lo + how.group)), how.primes)
+                some = recipe(range(lo, min(how.count, lo + how.group)), how.primes)
                 for part in parts(len(some)):
                     masks = self.entropy.bytes(32)
                     sent = self.ev.blind(some[part], how, masks, self.entropy)

@@ -262,7 +262,7 @@ async def provider(
                 for part in parts(xs[i].n):
                     m = await mine.recv(u, Again, c0=(part.stop - part.start, p.count, p.degree))  # L4
                     shelf.put(part.start, block.expand(p, read(p, m.c0, "L4", u), seed_of(m.seed, "L4", u)))
-                xs[i] = Values(xs[i].n, 2, p.scale, shelf.take, p.count)
+                xs[i] = Values(xs[i].n, 2, p.scale, shelf.read, p.count)
             mine.record_opening(to=u, line="L3", what=f"all activations of block {layer + 1}", protocol=NAME)
             if before is not None:
                 at = np.empty_like(before)
