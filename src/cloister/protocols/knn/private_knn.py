@@ -59,15 +59,7 @@ from cloister.crypto.replicated import Ring, Words, index_bits, numbered_ring
 from cloister.net.channel import Channel
 from cloister.net.wire import message
 from cloister.protocols.knn import nearest_labels
-from cloister.protocols.knn.nearest_labels import (
-    UNKNOWN,
-    Mapped,
-    encode,
-    finish,
-    pad,
-    padded_references,
-    share_references,
-)
+from cloister.protocols.knn.nearest_labels import UNKNOWN, Mapped, encode, pad
 from cloister.protocols.sharing.replicated import Bits, Shared, Trio, join
 from cloister.protocols.sharing.replicated_cost import Bill
 from cloister.study import Party
@@ -249,7 +241,7 @@ async def _compute(
     if params.threshold:
         mine = None if q is None else ring.encode((q**2).sum(1) << b)
         square = await trio.input(params.querier, mine, (m,), ring)
-    references, added = await share_references(trio, params, r, w)
+    references, added = await nearest_labels.share_references(trio, params, r, w)
     code = None
     if qs is not None:
         near = await neighbours(trio, params, qs, references, added)
@@ -257,7 +249,7 @@ async def _compute(
         code = await result(trio, params, near, winner, square)
     out = Ring(params.opened_bits + 1)
     labels = await trio.open(code, (m,), out, to=params.querier, protocol=NAME, line="L8", what=params.opened)  # L8
-    await finish(ch, params.querier, Done())  # L9
+    await nearest_labels.finish(ch, params.querier, Done())  # L9
     return labels
 
 
@@ -275,7 +267,7 @@ async def holder(
     ch: Channel, params: Params, x: npt.NDArray[np.floating], labels: I64, *, entropy: Entropy, identity: Identity
 ) -> None:
     """Hold references: rows, and for each the place of its label in the vocabulary."""
-    await _compute(ch, params, None, *padded_references(params, ch.me, x, labels), entropy, identity)
+    await _compute(ch, params, None, *nearest_labels.padded_references(params, ch.me, x, labels), entropy, identity)
 
 
 async def helper(ch: Channel, params: Params, *, entropy: Entropy, identity: Identity) -> None:
@@ -283,4 +275,4 @@ async def helper(ch: Channel, params: Params, *, entropy: Entropy, identity: Ide
     if ch.me in params.members:
         await _compute(ch, params, None, None, None, entropy, identity)
     else:
-        await finish(ch, params.querier, Done())  # L9
+        await nearest_labels.finish(ch, params.querier, Done())  # L9

@@ -59,15 +59,7 @@ from cloister.crypto.share_proofs import ROWS, mix_rows
 from cloister.net.channel import Channel
 from cloister.net.wire import message
 from cloister.protocols.knn import nearest_labels
-from cloister.protocols.knn.nearest_labels import (
-    UNKNOWN,
-    Mapped,
-    encode,
-    finish,
-    pad,
-    padded_references,
-    share_references,
-)
+from cloister.protocols.knn.nearest_labels import UNKNOWN, Mapped, encode, pad
 from cloister.protocols.sharing.verified import Verified, Xored, planes_of, stacked, together, zeros
 from cloister.protocols.sharing.verified_cost import VerifiedBill, columns
 from cloister.study import Party
@@ -314,7 +306,7 @@ async def _compute(
     m, d = terms.queries, terms.dims
     trio = await Verified.meet(ch, (p0, p1, p2), terms.members, entropy=entropy, identity=identity)  # L1
     qs = await trio.input(terms.querier, None if q is None else WIDE.encode(q), (m, d), WIDE)  # L2
-    references, added = await share_references(trio, terms, r, w)
+    references, added = await nearest_labels.share_references(trio, terms, r, w)
     planes = None
     if qs is not None:
         square = await check_bound(trio, params, qs)  # L3
@@ -322,7 +314,7 @@ async def _compute(
         planes = await result(trio, terms, near, square)
     shape = (terms.opened_bits, -(-m // 64))
     labels = await trio.open_to(planes, shape, to=terms.querier, protocol=NAME, line="L8", what=terms.opened)  # L8
-    await finish(ch, terms.querier, Done())  # L9
+    await nearest_labels.finish(ch, terms.querier, Done())  # L9
     return labels
 
 
@@ -340,7 +332,9 @@ async def holder(
     ch: Channel, params: Params, x: npt.NDArray[np.floating], labels: I64, *, entropy: Entropy, identity: Identity
 ) -> None:
     """Hold references: rows, and for each the place of its label in the vocabulary."""
-    await _compute(ch, params, None, *padded_references(params.terms, ch.me, x, labels), entropy, identity)
+    await _compute(
+        ch, params, None, *nearest_labels.padded_references(params.terms, ch.me, x, labels), entropy, identity
+    )
 
 
 async def helper(ch: Channel, params: Params, *, entropy: Entropy, identity: Identity) -> None:
@@ -348,4 +342,4 @@ async def helper(ch: Channel, params: Params, *, entropy: Entropy, identity: Ide
     if ch.me in params.core.members:
         await _compute(ch, params, None, None, None, entropy, identity)
     else:
-        await finish(ch, params.core.querier, Done())  # L9
+        await nearest_labels.finish(ch, params.core.querier, Done())  # L9
