@@ -332,9 +332,8 @@ async def holder(
     ch: Channel, params: Params, x: npt.NDArray[np.floating], labels: I64, *, entropy: Entropy, identity: Identity
 ) -> None:
     """Hold references: rows, and for each the place of its label in the vocabulary."""
-    await _compute(
-        ch, params, None, *nearest_labels.padded_references(params.terms, ch.me, x, labels), entropy, identity
-    )
+    r, w = nearest_labels.padded_references(params.terms, ch.me, x, labels)
+    await _compute(ch, params, None, r, w, entropy, identity)
 
 
 async def helper(ch: Channel, params: Params, *, entropy: Entropy, identity: Identity) -> None:
