@@ -119,11 +119,12 @@ class Circuit(Recipes):
             z = self.derive(T * d, 3, scale, [plain], plain.group, weighted)
         return (await self.refresh("normed", (z, bound)))[0]
 
-    def weights(self, layer: int, *names: str) -> tuple[F64 | None, ...]:
-        """Weights of one block, by name; None where we only count."""
+    def weights(self, layer: int, first: str, second: str) -> tuple[F64 | None, F64 | None]:
+        """Two weights of one block, by name; None where we only count."""
         if self.encoder is None:
-            return (None,) * len(names)
-        return tuple(getattr(self.encoder.blocks[layer], name) for name in names)
+            return None, None
+        block = self.encoder.blocks[layer]
+        return getattr(block, first), getattr(block, second)
 
     async def attention(self, z: Values, layer: int, tokens: int) -> Values:
         """Weighted values softmax(q·k)·v of the first tokens, over all: d for each, three polynomials or four."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +19,6 @@ from cloister.arrays import F64, I64
 from cloister.crypto.replicated import Ring, Shared, index_bits
 from cloister.errors import DataError, ParameterError
 from cloister.net.channel import Channel
-from cloister.net.wire import Message
 from cloister.protocols.sharing.replicated_linear import Linear
 from cloister.protocols.sharing.verified_linear import VerifiedLinear
 from cloister.study import Party
@@ -208,7 +208,7 @@ async def share_references(
     return [x for x in shared_r if x is not None], [x for x in shared_w if x is not None]
 
 
-async def finish(ch: Channel, querier: Party, done: Message) -> None:
+async def finish(ch: Channel, querier: Party, done: Any) -> None:
     """L9: the querier tells everyone that it has its labels."""
     if ch.me == querier:
         await ch.scatter([p for p in ch.study.parties if p != ch.me], done)
