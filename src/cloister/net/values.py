@@ -17,10 +17,8 @@ from cloister.errors import WireError
 MAX_FRAME = 1 << 31  # bytes of one frame
 MAX_ITEMS = 1 << 16  # entries of one list or map; the numbers of an array do not count
 MAX_DIMS = 4
-DTYPES = {"<u8": "uint64", "<u4": "uint32", "|u1": "uint8", "<i8": "int64", "<i4": "int32"} | {
-    "<f8": "float64",
-    "<f4": "float32",
-}
+_KINDS = ("uint64", "uint32", "uint8", "int64", "int32", "float64", "float32")
+DTYPES = {np.dtype(name).newbyteorder("<").str: name for name in _KINDS}
 
 Write = Callable[[Any], Any]
 Read = Callable[[Any, str], Any]
