@@ -86,14 +86,14 @@ class Sides:
             seed = self.entropy.bytes(32)
             c0 = self.clock("owner: first encryption", self.key.encrypt, x[part], seed, self.entropy)
             shelf.put(part.start, block.expand(p, c0, seed))
-        return Values(len(x), 2, p.scale, shelf.take, p.count)
+        return Values(len(x), 2, p.scale, shelf.read, p.count)
 
     async def refresh(self, groups):
         e, back = self.entropy, []
         for how, take in groups:
             began = time.monotonic()
             shelf = self.pool.shelf(how.count, 2, how.back, self.crypto.degree)
-            back.append(shelf.take)
+            back.append(shelf.read)
             for lo in range(0, how.count, how.group):
                 ids = range(lo, min(how.count, lo + how.group))
                 some = self.clock(f"compute for {how.label}", take, ids, how.primes)

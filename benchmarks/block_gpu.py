@@ -105,13 +105,13 @@ class Sides:
         for lo in range(0, len(x), step):
             seed = self.entropy.bytes(32)
             shelf.put(lo, self.ev.expand(self.key.encrypt(x[lo : lo + step], seed, self.entropy), seed))
-        return Values(len(x), 2, p.scale, shelf.take, p.count)
+        return Values(len(x), 2, p.scale, shelf.read, p.count)
 
     async def refresh(self, groups):
         e, back, clock = self.entropy, [], self.clock
         for how, take in groups:
             shelf = self.pool.shelf(how.count, 2, how.back, self.crypto.degree)
-            back.append(shelf.take)
+            back.append(shelf.read)
             step = together(how, self.at_once)
             for lo in range(0, how.count, step):
                 with clock(f"provider: {how.label}"):

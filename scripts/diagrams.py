@@ -32,7 +32,7 @@ WAY: tuple[
             ("cli.main.rehearse", "options, files, notes about who learns what"),
             ("run.rehearsal.plan", "the study: these sites, a coordinator"),
             ("workflows.check_plan", "mode and options against the dataclass"),
-            ("cells.files.read_cells", "each .h5ad; a child process tries it first"),
+            ("cells.files.open_cells", "each .h5ad, a large one left on disk; a child process tries it first"),
             ("run.rehearsal.run_parties", "a thread, a mailbox and a key for every party"),
         ),
         (
@@ -40,7 +40,7 @@ WAY: tuple[
             ("runtime.carrier.serve", "FLARE, in a confined process without keys or cells"),
             ("runtime.invitation.Invitation.check", "signed by the coordinator, fresh, never seen before"),
             ("runtime.run.main", "a process for this run, if the policy allows it"),
-            ("runtime.party.Turn.take", "a key with every party; then cells.files.read_cells on its own file"),
+            ("runtime.party.Turn.take", "a key with every party; then cells.files.open_cells on its own file"),
         ),
     ),
     (

@@ -161,7 +161,8 @@ def shared_pca() -> Figure:
 
 
 def embed() -> Figure:
-    from cloister.models.scgpt import Config, ScGPT, bin_cell
+    from cloister.models.cell_bins import bin_cell
+    from cloister.models.scgpt import Config, ScGPT
 
     sites = {p: a[::3].copy() for p, a in cl.demo_sites().items()}
     model = ScGPT.random(list(sites["basel"].var_names), Config(width=64, heads=4, hidden=64, layers=2, max_length=120))

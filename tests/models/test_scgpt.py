@@ -8,6 +8,7 @@ torch = pytest.importorskip("torch")
 
 from cloister.errors import DataError, ParameterError  # noqa: E402
 from cloister.models import scgpt  # noqa: E402
+from cloister.models.cell_bins import bin_cell  # noqa: E402
 from cloister.models.scgpt import Config, ScGPT  # noqa: E402
 
 SMALL = Config(width=32, heads=4, hidden=48, layers=3, dropout=0.1, n_bins=11, max_length=20)
@@ -172,13 +173,13 @@ def test_padding_and_order_of_genes_change_nothing(model):
 def test_bins_are_those_of_scgpt():
     values = np.array([1.0, 2, 3, 4, 5, 6, 7, 8, 9, 10])
     edges = np.quantile(values, np.linspace(0, 1, 10))
-    np.testing.assert_array_equal(scgpt.bin_cell(values, 11, None), np.digitize(values, edges))
+    np.testing.assert_array_equal(bin_cell(values, 11, None), np.digitize(values, edges))
     ties = np.array([1.0] * 50 + [7.0])
-    spread = scgpt.bin_cell(ties, 51, np.random.default_rng(0))
+    spread = bin_cell(ties, 51, np.random.default_rng(0))
     assert spread[:-1].min() >= 0
     assert spread[:-1].max() <= 49
     assert len(set(spread[:-1].tolist())) > 10  # the ties lie on all but the last edge
-    assert scgpt.bin_cell(ties[:0], 51, None).size == 0
+    assert bin_cell(ties[:0], 51, None).size == 0
 
 
 def test_tokens_depend_on_the_cells_name_and_not_on_its_place(model):

@@ -2,11 +2,14 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 
 import cloister as cl
@@ -94,6 +97,44 @@ def test_bin_values_between_processes_equals_the_rehearsal(consortium):
             found.uns["cloister"]["bin_edges"], rehearsed.data[site].uns["cloister"]["bin_edges"]
         )
         assert json.loads(found.uns["cloister"]["bin-values"])["status"] == "done"
+
+
+@pytest.mark.slow
+def test_the_tutorial_s_study_runs_as_printed(tmp_path):
+    """Its study.toml, its kits, and at Vienna the lines of its last section; the others by `cloister run`."""
+    page = (Path(__file__).parents[2] / "docs" / "tutorial.md").read_text()
+    (toml,) = re.findall(r"^```toml\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE)
+    (script,) = re.findall(r"^```py\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE)
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        toml = toml.replace("8102", str(s.getsockname()[1]))
+    (tmp_path / "study.toml").write_text(toml)
+    study = Study.load(tmp_path / "study.toml")
+    space = rehearse("shared-pca", demo_sites(), n_components=30)
+    (tmp_path / "space").mkdir()
+    for site, cells in space.data.items():
+        cl.write_cells(cells, tmp_path / "space" / f"{site}.h5ad")
+    for site, kit in provision(study, tmp_path / "kits").items():
+        if study.parties[site] == "site":
+            Kit.open(kit).approve()
+    run = [sys.executable, "-m", "cloister.cli.main", "run", "map-labels", "study.toml", "--json", "--as"]
+    others = {p: [*run, p, "--data", f"space/{p}.h5ad"] for p in study.sites if p != "vienna"} | {"hub": [*run, "hub"]}
+    at_vienna = script + "\nadata.obs['mapped'].to_csv('mapped.csv')"
+    words = {"vienna": [sys.executable, "-c", at_vienna], **others}
+    running = {
+        p: subprocess.Popen(w, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) for p, w in words.items()
+    }
+    try:
+        for p, process in running.items():
+            out, _ = process.communicate(timeout=400)
+            assert process.returncode == 0, f"{p}: {out.decode()}"
+    finally:
+        for process in running.values():
+            process.kill()
+    options = {"query": "vienna", "use_rep": "X_shared_pca"}
+    rehearsed = rehearse("map-labels", space.data, **options).data["vienna"].obs["mapped"]
+    mapped = pd.read_csv(tmp_path / "mapped.csv", index_col=0)["mapped"]
+    assert list(mapped) == list(rehearsed.astype(str))
 
 
 def test_who_may_do_what(consortium):

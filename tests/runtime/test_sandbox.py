@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from cloister.errors import ParameterError, UsageError
-from cloister.runtime import launch, ready, sandbox
+from cloister.runtime import launch, ready, sandbox, seccomp
 from cloister.runtime.kit import Kit
 from cloister.runtime.pipe import LOG, PLAN, READY, BrokenPipe, Packet, Pipe
 from cloister.runtime.provision import provision
@@ -159,33 +159,33 @@ def test_a_process_with_threads_is_not_confined_by_halves(tmp_path):
 
 def judge(machine: str, number: int, *args: int, may_connect: bool = True, architecture: int | None = None) -> object:
     """What the filter says to a system call: an interpreter of its few instructions."""
-    code = [*struct.iter_unpack("=HBBI", sandbox._filter(machine, may_connect=may_connect))]
-    arch = architecture or sandbox.ARCHITECTURES[machine][1]
+    code = [*struct.iter_unpack("=HBBI", seccomp.build_filter(machine, may_connect=may_connect))]
+    arch = architecture or seccomp.ARCHITECTURES[machine][1]
     data = struct.pack("=iIQ6Q", number, arch, 0, *args, *[0] * (6 - len(args)))
     at = value = 0
     for _ in range(10_000):
         op, yes, no, k = code[at]
         at += 1
-        if op == sandbox.LOAD:
+        if op == seccomp.LOAD:
             (value,) = struct.unpack_from("=I", data, k)
-        elif op == sandbox.AND:
+        elif op == seccomp.AND:
             value &= k
-        elif op == sandbox.END:
+        elif op == seccomp.END:
             kind, error = k & 0xFFFF0000, k & 0xFFFF
-            return "allow" if kind == sandbox.ALLOW else "kill" if kind == sandbox.KILL else errno.errorcode[error]
+            return "allow" if kind == seccomp.ALLOW else "kill" if kind == seccomp.KILL else errno.errorcode[error]
         else:
-            holds = {sandbox.EQUAL: value == k, sandbox.ABOVE: value > k, sandbox.MASKED: bool(value & k)}[op]
+            holds = {seccomp.EQUAL: value == k, seccomp.ABOVE: value > k, seccomp.MASKED: bool(value & k)}[op]
             at += yes if holds else no
     raise AssertionError("the filter does not end")
 
 
-@pytest.mark.parametrize("machine", sandbox.ARCHITECTURES)
+@pytest.mark.parametrize("machine", seccomp.ARCHITECTURES)
 def test_what_the_filter_says(machine):
-    which = sandbox.ARCHITECTURES[machine][0]
-    for numbers in sandbox.REFUSED.values():
+    which = seccomp.ARCHITECTURES[machine][0]
+    for numbers in seccomp.REFUSED.values():
         if numbers[which] is not None:
             assert judge(machine, numbers[which]) == "EPERM"
-    socket_, clone, prlimit = (x[which] for x in (sandbox.SOCKET, sandbox.CLONE, sandbox.PRLIMIT))
+    socket_, clone, prlimit = (x[which] for x in (seccomp.SOCKET, seccomp.CLONE, seccomp.PRLIMIT))
     tcp = socket.SOCK_STREAM | socket.SOCK_CLOEXEC
     assert judge(machine, socket_, socket.AF_INET, tcp, 0) == "allow"
     assert judge(machine, socket_, socket.AF_INET6, tcp, 6) == "allow"
@@ -201,14 +201,14 @@ def test_what_the_filter_says(machine):
     assert judge(machine, socket_, socket.AF_INET, tcp, 0, may_connect=False) == "EPERM"
     assert judge(machine, clone, 0x00010000 | 0x100) == "allow"
     assert judge(machine, clone, 17) == "EPERM"
-    assert judge(machine, sandbox.CLONE3[which]) == "ENOSYS"
+    assert judge(machine, seccomp.CLONE3[which]) == "ENOSYS"
     assert judge(machine, 462) == "ENOSYS"
     assert judge(machine, prlimit, 0) == "allow"
     assert judge(machine, prlimit, 1) == "EPERM"
-    for numbers, argument in sandbox.SENDING.items():
+    for numbers, argument in seccomp.SENDING.items():
         assert judge(machine, numbers[which], *[0] * argument, 0x20000000) == "EPERM"
         assert judge(machine, numbers[which], *[0] * argument, 0x4000) == "allow"
-    for numbers in sandbox.NO_ACCEPT.values():
+    for numbers in seccomp.NO_ACCEPT.values():
         assert judge(machine, numbers[which]) == "EPERM"
         assert judge(machine, numbers[which], may_connect=False) == "allow"
     read, write = {"x86_64": (0, 1), "aarch64": (63, 64)}[machine]
@@ -226,8 +226,8 @@ def test_numbers_of_system_calls_are_those_of_this_kernel():
         pytest.skip("no kernel headers here")
     words = (line.split() for line in found[0].read_text().splitlines() if line.startswith("#define __NR"))
     known = {w[1].removeprefix("__NR_").removeprefix("__NR3264_"): w[2] for w in words if len(w) == 3}
-    which = sandbox.ARCHITECTURES[platform.machine()][0]
-    for name, numbers in (sandbox.REFUSED | sandbox.NO_SOCKET | sandbox.NO_ACCEPT).items():
+    which = seccomp.ARCHITECTURES[platform.machine()][0]
+    for name, numbers in (seccomp.REFUSED | seccomp.NO_SOCKET | seccomp.NO_ACCEPT).items():
         if numbers[which] is not None and name in known and known[name].isdigit():
             assert int(known[name]) == numbers[which], name
 

@@ -1,5 +1,3 @@
-import json
-
 import numpy as np
 import pytest
 
@@ -31,7 +29,7 @@ def test_writes_unit_vectors_and_says_what_made_them(adata, folder):
     assert "X_scGPT" not in adata.obsm
     assert out.obsm["X_scGPT"].shape == (40, 32)
     np.testing.assert_allclose(np.linalg.norm(out.obsm["X_scGPT"], axis=1), 1, atol=1e-6)
-    said = json.loads(out.uns["X_scGPT"])
+    said = out.uns["X_scGPT"]
     assert said["genes_known"] == len(adata.var_names[::2])
     assert said["digest"] == ScGPT.load(folder).digest
     assert said["cls_value"] == -2.0
@@ -62,7 +60,7 @@ def test_shared_bins(adata, folder):
     with_bins = adata.copy()
     with_bins.layers["binned"] = cells.map_values(adata, lambda v, _: np.clip(v, 1, 50), None, np.int32)
     out = embed(with_bins, folder, layer="binned", binning="none", copy=True)
-    assert json.loads(out.uns["X_scGPT"])["binning"] == "none"
+    assert out.uns["X_scGPT"]["binning"] == "none"
     assert np.isfinite(out.obsm["X_scGPT"]).all()
 
 
@@ -71,7 +69,7 @@ def test_random_weights_only_if_asked_for(adata):
     with pytest.raises(ParameterError, match="random weights"):
         embed(adata, model)
     out = embed(adata, model, allow_random=True, copy=True)
-    assert json.loads(out.uns["X_scGPT"])["trained"] is False
+    assert out.uns["X_scGPT"]["trained"] is False
 
 
 @pytest.mark.parametrize(

@@ -39,21 +39,21 @@ def independent_columns(masked: F64, *, rng: np.random.Generator, steps: int = 3
         W = new
         if done:
             break
-    found: F64 = white @ W.T
-    return found
+    sources: F64 = white @ W.T
+    return sources
 
 
-def matched_columns(found: F64, truth: F64) -> F64:
+def matched_columns(columns: F64, truth: F64) -> F64:
     """For every true column, the correlation of the found one that is most like it."""
     n = truth.shape[1]
-    best: F64 = np.abs(np.corrcoef(truth.T, found.T)[:n, n:]).max(axis=1)
+    best: F64 = np.abs(np.corrcoef(truth.T, columns.T)[:n, n:]).max(axis=1)
     return best
 
 
 def leverage(rows: F64) -> F64:
     u, s, _ = np.linalg.svd(rows, full_matrices=False)
-    found: F64 = np.square(u[:, s > s.max() * 1e-10]).sum(axis=1)
-    return found
+    scores: F64 = np.square(u[:, s > s.max() * 1e-10]).sum(axis=1)
+    return scores
 
 
 def link(first: F64, second: F64) -> I64:

@@ -40,8 +40,8 @@ def rebuild_vectors(similar: F64, known: I64, vectors: F64) -> F64:
     points = basis[:, -dims:] * np.sqrt(np.maximum(values[-dims:], 0))
     truth = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
     u, _, v = np.linalg.svd(points[known].T @ truth)
-    found = points @ (u @ v)
-    return np.asarray(found / np.maximum(np.linalg.norm(found, axis=1, keepdims=True), 1e-12))
+    turned = points @ (u @ v)
+    return np.asarray(turned / np.maximum(np.linalg.norm(turned, axis=1, keepdims=True), 1e-12))
 
 
 def hits(guess: F64, truth: F64) -> F64:
@@ -65,8 +65,8 @@ def solve_labels(columns: I32 | None, scores: I64, mine: I64, labels: I64, other
     u = np.exp(_potentials(own))
     target = scores * u[:, None] - (own * u[:, None]).T @ graph.one_hot(labels, n_classes)
     left = s[others].T
-    found = np.stack([nnls(left, target[:, c], maxiter=50 * len(others))[0] for c in range(n_classes)], axis=1)
-    return np.where(found.max(axis=1) > 0, found.argmax(axis=1), -1)
+    weights = np.stack([nnls(left, target[:, c], maxiter=50 * len(others))[0] for c in range(n_classes)], axis=1)
+    return np.where(weights.max(axis=1) > 0, weights.argmax(axis=1), -1)
 
 
 def _potentials(own: F64) -> F64:

@@ -43,11 +43,11 @@ class Sent:
 
     def by_sender(self, kind: type[T], *, to: str = "", scope: str = "") -> dict[Party, T]:
         """The first message of that kind from every party that sent one, as it came to `to`."""
-        found: dict[Party, T] = {}
+        latest: dict[Party, T] = {}
         for f, m in self._of(kind):
             if to in ("", f.to) and _ends(f, scope):
-                found.setdefault(f.sender, m)
-        return found
+                latest.setdefault(f.sender, m)
+        return latest
 
     def _of(self, kind: type[Any]) -> list[tuple[wire.Frame, Any]]:
         with self._lock:

@@ -57,8 +57,8 @@ def gradients_in(first: Weights, last: Weights) -> F64:
     """The sum of mean gradients, up to a factor, that led from the first weights of a CellCnn to its last."""
     from scipy.linalg import solve_sylvester
 
-    found: F64 = solve_sylvester(first.W @ first.W.T, first.V.T @ first.V, first.M - last.M)
-    return found
+    difference: F64 = solve_sylvester(first.W @ first.W.T, first.V.T @ first.V, first.M - last.M)
+    return difference
 
 
 def numbers_in(sent: Sequence[bytes], count: int, most: int = 1024) -> F64:
@@ -74,9 +74,9 @@ def compare(guess: Mapping[str, F64], truth: Mapping[str, F64], *, least: float 
     """
     right, asked = 0.0, 0
     for p, q in combinations(sorted(truth), 2):
-        told, true = np.sign(guess[p] - guess[q]), truth[p] - truth[q]
+        guessed, true = np.sign(guess[p] - guess[q]), truth[p] - truth[q]
         there = np.abs(true) > least
-        right += float(np.sum(told[there] == np.sign(true[there])) + 0.5 * np.sum(told[there] == 0))
+        right += float(np.sum(guessed[there] == np.sign(true[there])) + 0.5 * np.sum(guessed[there] == 0))
         asked += int(there.sum())
     return right / max(asked, 1)
 

@@ -31,7 +31,7 @@ class View:
 def rebuild(view: View) -> dict[int, F64]:
     """Guess every reference that occurs with more queries than there are dimensions."""
     q = view.queries
-    found: dict[int, F64] = {}
+    placed: dict[int, F64] = {}
     for number in np.unique(view.rows[view.rows >= 0]):
         at, column = np.nonzero(view.rows == number)
         if len(at) <= q.shape[1]:
@@ -42,8 +42,8 @@ def rebuild(view: View) -> dict[int, F64]:
         right = (points[1:] ** 2).sum(1) - (points[0] ** 2).sum() - d[1:] + d[0]
         guess, _, rank, _ = np.linalg.lstsq(left, right, rcond=None)
         if rank == q.shape[1]:
-            found[int(number)] = guess
-    return found
+            placed[int(number)] = guess
+    return placed
 
 
 def rebuilt(view: View, truth: F64, within: float) -> int:

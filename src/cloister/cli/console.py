@@ -114,7 +114,7 @@ def finish(run: Run, folder: Path | None, *, as_json: bool) -> None:
         written = [str(p) for p in save_run(run, folder)]
         written.append(str(write_report(folder / "report.html", [run])))
     if as_json:
-        told = {
+        summary = {
             "workflow": run.study.workflow,
             "mode": run.study.mode,
             "cost": run.cost,
@@ -122,7 +122,7 @@ def finish(run: Run, folder: Path | None, *, as_json: bool) -> None:
             "errors": {p: str(e) for p, e in run.errors.items()},
             "files": written,
         }
-        out.print_json(json.dumps(told, default=str))
+        out.print_json(json.dumps(summary, default=str))
     if run.errors:
         if folder is not None and not as_json:
             err.print(f"receipts of what was sent until then, and report.html, are in {folder}", markup=False)
@@ -149,10 +149,10 @@ def headlines(run: Run) -> list[str]:
     lines: dict[str, list[str]] = {}
     for party, results in run.results.items():
         numbers = {k: plain(v) for k, v in results.items()}
-        told = [f"{k} {value(v, k)}" for k, v in numbers.items() if isinstance(v, int | float)]
-        if told:
-            lines.setdefault(", ".join(told), []).append(party)
-    return [f" {names(who)}: {told}" for told, who in lines.items()]
+        parts = [f"{k} {value(v, k)}" for k, v in numbers.items() if isinstance(v, int | float)]
+        if parts:
+            lines.setdefault(", ".join(parts), []).append(party)
+    return [f" {names(who)}: {parts}" for parts, who in lines.items()]
 
 
 def show_receipt(brief: dict[str, Any]) -> None:

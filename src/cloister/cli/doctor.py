@@ -138,8 +138,8 @@ def _examine_kit(path: Path) -> Iterator[Finding]:
             yield Finding("approval", "note", str(e))
         try:
             kit.check_limits(policy)
-            told = [(f"of '{k}'" if k != "study" else "of this study", k, n) for k, n in kit.runs_so_far().items()]
-            counts = ", ".join(f"{n} {what} ({_limit(policy.limits.get(k))})" for what, k, n in told)
+            so_far = [(f"of '{k}'" if k != "study" else "of this study", k, n) for k, n in kit.runs_so_far().items()]
+            counts = ", ".join(f"{n} {what} ({_limit(policy.limits.get(k))})" for what, k, n in so_far)
             yield Finding("limits", "ok", f"runs begun: {counts}")
         except CloisterError as e:
             yield Finding("limits", "note", str(e))

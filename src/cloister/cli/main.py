@@ -134,34 +134,34 @@ def check(
     words = [*map(str, files), *context.args]
     first = next((i for i, word in enumerate(words) if word.startswith("--")), len(words))
     paths = [Path(word) for word in words[:first]]
-    found = workflows.get(workflow) if workflow else None
-    given = own_options(words[first:], found, context)
-    options = workflows.options_of(found, {**found.stand_in, **given}) if found else None
-    told: dict[str, Any] = {}
+    chosen = workflows.get(workflow) if workflow else None
+    given = own_options(words[first:], chosen, context)
+    options = workflows.options_of(chosen, {**chosen.stand_in, **given}) if chosen else None
+    summary: dict[str, Any] = {}
     loaded = {}
     for path in paths:
         adata = loaded[str(path)] = open_cells(path)
-        told[str(path)] = cells.describe(adata)
-        if found is None:
+        summary[str(path)] = cells.describe(adata)
+        if chosen is None:
             cells.check_cells(adata)
         else:
-            told[str(path)]["warnings"] = [*told[str(path)].get("warnings", []), *found.check(adata, options)]
+            summary[str(path)]["warnings"] = [*summary[str(path)].get("warnings", []), *chosen.check(adata, options)]
     if len(loaded) > 1:
         kinds = {path: cells.expression_kind(a) for path, a in loaded.items()}
         if len(set(kinds.values())) > 1:
             listed = ", ".join(f"{p}: {k}" for p, k in kinds.items())
             raise UsageError(f"all sites must hold the same kind of values, found {listed}")
-        told["genes_in_common"] = len(genes_in_common({p: list(a.var_names) for p, a in loaded.items()}))
+        summary["genes_in_common"] = len(genes_in_common({p: list(a.var_names) for p, a in loaded.items()}))
     if as_json:
-        out.print_json(json.dumps(told, default=str))
+        out.print_json(json.dumps(summary, default=str))
         return
     for name in map(str, paths):
         table = Table(title=as_is(name), box=None, show_header=False, title_justify="left", title_style="bold")
-        for key, value in told[name].items():
+        for key, value in summary[name].items():
             table.add_row(key.replace("_", " "), as_is(in_words(value)))
         out.print(table)
-    if "genes_in_common" in told:
-        out.print(f"{told['genes_in_common']} genes in common")
+    if "genes_in_common" in summary:
+        out.print(f"{summary['genes_in_common']} genes in common")
     out.print("ready" + (f" for {workflow}" if workflow else ""), style="green")
 
 
@@ -185,7 +185,7 @@ def rehearse(
     as_json: AsJson = False,  # noqa: FBT002
     quiet: Quiet = False,  # noqa: FBT002
 ) -> None:
-    """Play all parties of a study on this machine, each with its own file only.
+    """Run all parties of a study on this machine, each with its own file only.
 
     The workflow's own options follow, as --n-bins 51; `cloister explain bin-values` lists them.
     """
@@ -236,8 +236,8 @@ def report(
     from cloister.report.page import write_report
     from cloister.run.results import load_runs
 
-    made = write_report(path or folder / "report.html", load_runs(folder))
-    out.print(str(made), markup=False)
+    written = write_report(path or folder / "report.html", load_runs(folder))
+    out.print(str(written), markup=False)
 
 
 @app.command(epilog="Example:  cloister demo --out demo")
@@ -294,16 +294,16 @@ def doctor(
 
     from cloister.cli.doctor import examine
 
-    found = list(examine(kit))
+    findings = list(examine(kit))
     if as_json:
-        out.print_json(json.dumps([dataclasses.asdict(f) for f in found]))
+        out.print_json(json.dumps([dataclasses.asdict(f) for f in findings]))
     else:
         table = Table(box=None, show_header=False)
         colours = {"ok": "green", "note": "yellow", "wrong": "red"}
-        for f in found:
+        for f in findings:
             table.add_row(f.name, Text(f.state, style=colours[f.state]), as_is(f.detail))
         out.print(table)
-    if any(f.state == "wrong" for f in found):
+    if any(f.state == "wrong" for f in findings):
         raise typer.Exit(1)
 
 

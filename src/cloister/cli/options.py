@@ -49,7 +49,7 @@ def sites_of(data: list[str] | None) -> dict[str, Path]:
 
 
 def own_options(args: list[str], workflow: Any, context: Any = None) -> dict[str, Any]:
-    """Read `--n-bins 51` and the like into the workflow's options; a slip in one of the verb's own is told as that."""
+    """Read `--n-bins 51` and the like into the workflow's options; names a misspelt option of the verb itself."""
     hints = typing.get_type_hints(workflow.options) if workflow is not None else {}
     known = {f.name for f in dataclasses.fields(workflow.options)} if workflow is not None else set()
     check_flags(args, known, context)
@@ -90,16 +90,16 @@ def check_flags(args: list[str], known: set[str], context: Any) -> None:
 
 
 def as_flags(text: str, words: Sequence[str]) -> str:
-    """A sentence that names options as Python has them (`use_rep=`), for who typed `words`: `--use-rep`."""
+    """A sentence about options in Python's spelling (`use_rep=`), in that of the command line: `--use-rep`."""
     from cloister import workflows
 
     named = next((word for word in words if word in workflows.names()), None)
     known = {f.name for f in dataclasses.fields(workflows.get(named).options)} if named else set()
 
-    def flag(found: re.Match[str]) -> str:
-        name, value = found[1], found[2]
+    def flag(match: re.Match[str]) -> str:
+        name, value = match[1], match[2]
         if name not in known:
-            return found[0]
+            return match[0]
         return f"--{name.replace('_', '-')}" + (f" {value}" if value not in ("", "true") else "")
 
     return re.sub(r"(?<![\w'-])([a-z]\w*)=('[^']*'|[\w.]*\w|)", flag, text)

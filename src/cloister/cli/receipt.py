@@ -41,10 +41,10 @@ def receipt(
         if not briefs:
             raise UsageError(f"{path} carries no receipt; was it written by a Cloister run?")
     else:
-        found = Receipt.load(path)
-        briefs = [json.loads(found.brief())]
+        loaded = Receipt.load(path)
+        briefs = [json.loads(loaded.brief())]
         if verify:
-            _check_genuine(found, study)
+            _check_genuine(loaded, study)
     if as_json:
         out.print_json(json.dumps(briefs))
         return

@@ -178,12 +178,12 @@ def load(scheme: Scheme, ct: bytes) -> Any:
     """A SEAL ciphertext from bytes, checked against the scheme; anything else raises `WireError`."""
     _, context, _ = _engine(scheme)
     try:
-        found = context.from_cipher_str(ct)
+        cipher = context.from_cipher_str(ct)
     except (RuntimeError, ValueError, IndexError):
         raise WireError("bytes that are no ciphertext under the agreed parameters") from None
-    if found.size() != 2 or found.is_ntt_form() or found.is_transparent():
+    if cipher.size() != 2 or cipher.is_ntt_form() or cipher.is_transparent():
         raise WireError("expected a ciphertext of two polynomials that hides something")
-    return found
+    return cipher
 
 
 def _encryptor(scheme: Scheme, public: bytes) -> Any:
@@ -219,8 +219,8 @@ class Key:
                 loaded = load(self._scheme, next(at))
                 if self._decryptor.invariant_noise_budget(loaded) <= 0:
                     raise WireError("a ciphertext without noise budget left; it does not hold what was computed")
-                found = _coefficients(self._scheme, self._decryptor.decrypt(loaded))
-                out[rows, columns] = found[_places(plan, rows, columns)]
+                values = _coefficients(self._scheme, self._decryptor.decrypt(loaded))
+                out[rows, columns] = values[_places(plan, rows, columns)]
         return out
 
 
@@ -360,8 +360,8 @@ def _hide(scheme: Scheme, encryptor: Any, ct: Any, mask: U64, entropy: Entropy) 
     for j, q in enumerate(primes):
         signed = np.where(negative & (noise[j] > 0), np.uint64(q) - noise[j], noise[j])
         body[j] = (body[j] + signed) % np.uint64(q)
-    made: bytes = context.from_cipher_str(bytes(blob)).to_string()
-    return made
+    packed: bytes = context.from_cipher_str(bytes(blob)).to_string()
+    return packed
 
 
 def signed(scheme: Scheme, words: U64) -> I64:

@@ -48,10 +48,10 @@ class FixedPoint:
         return math.ldexp(1.0, -self.fraction_bits)
 
     def encode(self, x: Array) -> U64:
-        found = np.asarray(x)
-        if found.dtype.kind not in "fiub":
-            raise DataError(f"expected an array of real numbers, found dtype {found.dtype}")
-        real = found.astype(np.float64)  # a copy, rounded in place below
+        values = np.asarray(x)
+        if values.dtype.kind not in "fiub":
+            raise DataError(f"expected an array of real numbers, found dtype {values.dtype}")
+        real = values.astype(np.float64)  # a copy, rounded in place below
         outside = int(np.count_nonzero(~(np.abs(real) <= self.bound)))  # NaN is not <= anything
         if outside:
             raise DataError(

@@ -111,8 +111,8 @@ class Prg:
     def gaussian(self, shape: Size, sigma: float = 3.2) -> I64:
         """Discrete Gaussian, P(k) ∝ exp(-k² / 2σ²) on the integers, by inversion of a 64-bit table [DDLL13]."""
         table = gaussian_table(sigma)
-        found = np.searchsorted(table, self.uint64(_count(shape)), side="right")
-        return (found.astype(np.int64) - table.size // 2).reshape(shape)
+        reached = np.searchsorted(table, self.uint64(_count(shape)), side="right")
+        return (reached.astype(np.int64) - table.size // 2).reshape(shape)
 
 
 def expand(key: bytes, length: int) -> U64:
@@ -150,9 +150,9 @@ def gaussian_table(sigma: float) -> U64:
         for k in range(-tail, tail):
             mass += half[abs(k)]
             table.append(int(mass / total * (1 << 64)))
-    made = np.array(table, np.uint64)
-    made.flags.writeable = False
-    return made
+    table_of_words = np.array(table, np.uint64)
+    table_of_words.flags.writeable = False
+    return table_of_words
 
 
 def _count(shape: Size) -> int:

@@ -78,7 +78,7 @@ class Ring:
         return (wide << spare) >> spare
 
     def to_bytes(self, words: Words) -> U8:
-        """Modulo 2^bits: above it, words hold what products of shares left there, which is nobody's business."""
+        """Modulo 2^bits: the bits above hold parts of products of shares, which must not be sent."""
         within = np.asarray(words, self.dtype) & self.dtype.type((1 << self.bits) - 1)
         raw = np.ascontiguousarray(within).reshape(-1).view(np.uint8)
         return raw.reshape(-1, self.dtype.itemsize)[:, : self.size].reshape(-1).copy()
@@ -140,6 +140,21 @@ class Shared:
         if ring.bits > self.ring.bits:
             raise ParameterError(f"{self.ring.bits} bits cannot grow to {ring.bits} without another party")
         return Shared(ring, self.a.astype(ring.dtype), self.b.astype(ring.dtype))
+
+
+def check_input(x: Words | None, shape: tuple[int, ...], ring: Ring, owner: str, *, mine: bool) -> None:
+    """Raise unless x is there at its owner only, and is what was agreed on."""
+    if (x is not None) != mine:
+        raise ParameterError(f"the values of an input belong to its owner '{owner}' and to nobody else")
+    if x is not None and (x.shape != shape or x.dtype != ring.dtype):
+        raise ParameterError(f"expected an input of shape {shape} in {ring.dtype}, found {x.shape} in {x.dtype}")
+
+
+def constant(values: Array, ring: Ring, party: int) -> Shared:
+    """Public integers in shares: component 0, held by parties 0 and 2."""
+    words = np.asarray(values).astype(np.int64).view(np.uint64).astype(ring.dtype)
+    zero = np.zeros_like(words)
+    return Shared(ring, words if party == 0 else zero, words if party == 2 else zero)
 
 
 def join(xs: Sequence[Shared], axis: int) -> Shared:

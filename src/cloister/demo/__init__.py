@@ -39,7 +39,7 @@ DEMOS: dict[str, Callable[[Tell], Played]] = {
 def run_demo(
     folder: Path, *, on_event: Tell = None, say: Callable[[str], None] = print
 ) -> tuple[list[tuple[Any, ...]], Path]:
-    """Play every demo, save each run under `folder`, and write one report. Returns the table and the page."""
+    """Run every demo, save each run under `folder`, and write one report. Returns the table and the page."""
     rows: list[tuple[Any, ...]] = [HEADER]
     runs: list[Run] = []
     for name, play in DEMOS.items():

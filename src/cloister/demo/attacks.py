@@ -41,19 +41,19 @@ from cloister.workflows.adapt_model import inputs_of
 def own_quantiles(sent: Sent, edges: Any, own: Mapping[str, Any], pooled: Any) -> str:
     """bin-values: the coordinator on each site's own quantiles, read off what the site sent, or the shared edges."""
     grid = pooled_quantiles.Params(tuple(map(Party, own)), Party("coordinator"), len(edges), whole=True).grid
-    told = sent.by_sender(averaged_quantiles.Local, to="coordinator")
+    sent_quantiles = sent.by_sender(averaged_quantiles.Local, to="coordinator")
     added = sent.by_sender(secure_sum.MaskedInput, to="coordinator", scope="coarse/0")
 
     def guess(p: str) -> Any:
-        if p in told:
-            return told[Party(p)].edges
+        if p in sent_quantiles:
+            return sent_quantiles[Party(p)].edges
         counts = single_site.read_counts(added[Party(p)].y, pooled_quantiles.MOST)
         if counts is None:
             return edges
         return single_site.quantiles_of(counts, grid, np.linspace(0, 1, len(edges)))
 
-    def off(found: Any, p: str) -> float:
-        return float(np.mean(np.abs(found / own[p] - 1)))
+    def off(value: Any, p: str) -> float:
+        return float(np.mean(np.abs(value / own[p] - 1)))
 
     miss, blind = (np.mean([off(f(p), p) for p in own]) for f in (guess, lambda p: pooled))
     return f"a site's own quantiles, off by {miss:.0%} (guessing: {blind:.0%})"
@@ -72,8 +72,8 @@ def own_means(sent: Sent, space: Mapping[str, Any], common: list[str], logs: Map
         n, *sums = np.split(shared_pca.join_sum(added[Party(p)].y), 1 + len(common) * np.arange(4))
         return sums[2][at] / n[0] if n[0] == round(n[0]) and 1 <= n[0] < space["cells"] else rest
 
-    def off(found: Any, p: str) -> float:
-        return float(np.sqrt(np.mean(((found - true[p]) / deviation) ** 2)))
+    def off(value: Any, p: str) -> float:
+        return float(np.sqrt(np.mean(((value - true[p]) / deviation) ** 2)))
 
     miss, blind = (np.mean([off(f(p), p) for p in others]) for f in (guess, lambda p: mean))
     return f"others' means, off by {miss:.2f} sd (guessing: {blind:.2f})"
@@ -151,11 +151,11 @@ def markers_compared(sent: Sent, model: Any, donors: Mapping[str, Any]) -> str:
         return text
     pull = single_site.class_pull(single_site.gradients_in(cellcnn.initial(model.config), model.weights)[None])
     pulls = {p: pull * (pull @ d) / (pull @ pull) for p, d in truth.items()}  # in the units of this site's own
-    found, blind = (
+    attacked, blind = (
         np.mean([single_site.mine(p, d, rest[p], truth) for p, d in truth.items()])
         for rest in (pulls, {p: np.zeros(m) for p in truth})
     )
-    return f"{text}; by a site, from the opened model: {found:.0%} (guessing: {blind:.0%})"
+    return f"{text}; by a site, from the opened model: {attacked:.0%} (guessing: {blind:.0%})"
 
 
 def labels_compared(sent: Sent, learners: Mapping[str, Any], truth: Mapping[str, Any], options: Any) -> tuple[Any, Any]:
@@ -168,7 +168,7 @@ def labels_compared(sent: Sent, learners: Mapping[str, Any], truth: Mapping[str,
     first = next(iter(learners.values()))
     k, wide, code = first.labels, options.hidden[-1], lanes.Code(options.update_bound, len(learners))
     total, theta = sum(learner.cells for learner in learners.values()), np.zeros(first.size)
-    told = [model.theta.astype(np.float64) for model in sent.of(Weights, to=first.site)]
+    models = [model.theta.astype(np.float64) for model in sent.of(Weights, to=first.site)]
     right: dict[str, list[float]] = {"masked": [], "plain": [], "mine": []}
 
     def pulls(updates: Mapping[str, Any]) -> dict[str, Any]:
@@ -176,14 +176,14 @@ def labels_compared(sent: Sent, learners: Mapping[str, Any], truth: Mapping[str,
         return {p: single_site.label_pull(head) for p, head in heads.items()}
 
     for t in range(options.rounds):
-        if t < 3 and not np.allclose(theta, told[t], atol=1e-4):
+        if t < 3 and not np.allclose(theta, models[t], atol=1e-4):
             raise CloisterError("the clear twin's mean updates are not those of the run; please report this")
         plain = {p: learner.train(theta.astype(np.float32), t, options.lr)[0] for p, learner in learners.items()}
         words = sent.by_sender(secure_sum.MaskedInput, to="coordinator", scope=f"update/{t}")
         masked: dict[str, Any] = {p: code.decode(m.y[:-2], first.size) for p, m in words.items()}
         for name, updates in (("masked", masked), ("plain", plain)):
             right[name].append(single_site.compare(pulls(updates), truth, least=0.01))
-        mean = told[t + 1] - told[t]
+        mean = models[t + 1] - models[t]
         rest = {p: single_site.subtract(mean, total, u, learners[p].cells) for p, u in plain.items()}
         own, others = pulls(plain), pulls(rest)
         right["mine"] += [single_site.mine(p, own[p], others[p], truth, least=0.01) for p in own]
@@ -200,14 +200,14 @@ def plain_learners(sites: Mapping[str, Any], labels: tuple[str, ...], options: A
     from cloister.models.classifier import make
     from cloister.models.learner import Learner
 
-    made = {}
+    learners = {}
     for p, a in sites.items():
         examples, blueprint, _ = fine_tune.examples_of(a, options, seed=seed)
         codes = a.obs["cell_type"].astype(object).map({n: i for i, n in enumerate(labels)}).fillna(-1).to_numpy(int)
         held = hold_out(codes, options.validation, np.random.default_rng([seed, *f"{p}/validation".encode()]))
         recipe = fine_tune.recipe_of(options, seed, len(sites))
-        made[p] = Learner(make(blueprint, labels), len(labels), recipe, examples, codes, held, describe="", site=p)
-    return made
+        learners[p] = Learner(make(blueprint, labels), len(labels), recipe, examples, codes, held, describe="", site=p)
+    return learners
 
 
 def rows_unmasked(rows: Mapping[str, Any]) -> str:
@@ -216,10 +216,10 @@ def rows_unmasked(rows: Mapping[str, Any]) -> str:
     X = np.concatenate(parts)
     known = X.shape[1] + 1
     masked = np.rint(X @ masked_forest.masking_matrix(Entropy().bytes(32), X.shape[1], 10.0) * 2**20) / 2**20
-    found = masked_rows.unmask(masked, masked_rows.solve_mask(masked[:known], X[:known]))
+    rebuilt = masked_rows.unmask(masked, masked_rows.solve_mask(masked[:known], X[:known]))
     others = slice(len(parts[0]), None)
     guess = lucky(parts[0], len(X), np.random.default_rng(0))
-    right, luck = ((np.abs(rows - X)[others].max(axis=1) < 0.01).mean() for rows in (found, guess))
+    right, luck = ((np.abs(rows - X)[others].max(axis=1) < 0.01).mean() for rows in (rebuilt, guess))
     return f"{right:.0%} of others' rows, {known} rows known (guessing: {luck:.0%})"
 
 
@@ -286,8 +286,8 @@ def block_fitted(before: Any, after: Any, components: int) -> str:
     """How well the second block is fitted on samples that were kept out, and with the samples in another order."""
     order = np.random.default_rng(0).permutation(len(before))
     fits = (fit_block(before, before + (after - before)[at], components=components) for at in (slice(None), order))
-    found, blind = (max(r, 0.0) for r in fits)
-    return f"block 2 of the model, R² {found:.2f} (shuffled: {blind:.2f})"
+    attacked, blind = (max(r, 0.0) for r in fits)
+    return f"block 2 of the model, R² {attacked:.2f} (shuffled: {blind:.2f})"
 
 
 def mixed_activations(encoder: polynomial.Encoder, adata: Any, n: int = 2000) -> tuple[Any, Any]:

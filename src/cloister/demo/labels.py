@@ -29,11 +29,11 @@ def map_labels(tell: Tell) -> Played:
             table["pooled k-NN"]["accuracy"],
             max(table[f"{p} alone"]["accuracy"] for p in data if p != query),
         )
-        found = run.results[query]["accuracy"]
+        accuracy = run.results[query]["accuracy"]
         x = {p: cells.embedding(a, "X_pca") for p, a in data.items()}
         leak = attacks.references_rebuilt(sent, x, query, run.data[query].obs["mapped"].to_numpy())
         runs.append(run)
-        figures = (f"{pooled:.1%}", f"{found:.1%}", f"{alone:.1%}")
+        figures = (f"{pooled:.1%}", f"{accuracy:.1%}", f"{alone:.1%}")
         rows.append(("map-labels", mode, "accuracy", *figures, leak, *cost_of(run)))
     return runs, rows
 
@@ -60,8 +60,8 @@ def propagate_labels(tell: Tell) -> Played:
         classes = sorted({x for x in labels if x is not None})
         numbers = np.array([-1 if x is None else classes.index(x) for x in labels])
         codes = graph.codes(V, graph.hyperplanes(bytes(32), 1024, V.shape[1]))
-        found = graph.propagate(codes, numbers, n_classes=len(classes), exact=False)
-        named = np.array([classes[i] if i >= 0 else "" for i in found.label])
+        in_clear = graph.propagate(codes, numbers, n_classes=len(classes), exact=False)
+        named = np.array([classes[i] if i >= 0 else "" for i in in_clear.label])
         return float(np.mean(named[numbers < 0] == truth[numbers < 0]))
 
     pooled, alone = clear([*sites]), float(np.mean([clear([p]) for p in ("basel", "lugano")] + [0.0]))
@@ -73,8 +73,8 @@ def propagate_labels(tell: Tell) -> Played:
             (run.data[p].obs["propagated"].astype(str).to_numpy() == hidden[p])[np.array([x is None for x in given[p]])]
             for p in sites
         ]
-        found = float(np.mean(np.concatenate(hits)))
+        in_clear = float(np.mean(np.concatenate(hits)))
         runs.append(run)
-        figures = (f"{pooled:.1%}", f"{found:.1%}", f"{alone:.1%}")
+        figures = (f"{pooled:.1%}", f"{in_clear:.1%}", f"{alone:.1%}")
         rows.append(("propagate-labels", mode, "accuracy", *figures, leak, *cost_of(run)))
     return runs, rows

@@ -124,8 +124,8 @@ def adapt_model(tell: Tell) -> Played:
     options |= {"model": str(demo_data.demo_encoder())}
     run = rehearse("adapt-model", sites, on_event=tell, **options)
     taps = {p: np.asarray(run.data[p].obsm["predicted_features"]) for p in sites}
-    found = {p: run.data[p].obs["predicted"].astype(str).to_numpy() for p in sites}
-    figures = linear_figures(taps, truth, held, found)
+    predicted = {p: run.data[p].obs["predicted"].astype(str).to_numpy() for p in sites}
+    figures = linear_figures(taps, truth, held, predicted)
     encoder = polynomial.Encoder.load(demo_data.demo_encoder())
     asking = demo_data.demo_sites()["vienna"]
     blinded = attacks.blinded_block(encoder, asking)

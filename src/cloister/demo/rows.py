@@ -59,7 +59,9 @@ def hide_labels(share: float, without: str = "") -> tuple[dict[str, Any], dict[s
     return sites, truth, held
 
 
-def linear_figures(x: dict[str, Any], truth: dict[str, Any], held: dict[str, Any], found: dict[str, Any]) -> list[str]:
+def linear_figures(
+    x: dict[str, Any], truth: dict[str, Any], held: dict[str, Any], predicted: dict[str, Any]
+) -> list[str]:
     """Accuracy on the hidden labels: logistic regression on all sites' cells, what was found, on each site's own."""
 
     def linear(names: list[str], p: str) -> Any:
@@ -69,4 +71,4 @@ def linear_figures(x: dict[str, Any], truth: dict[str, Any], held: dict[str, Any
     def right(labels: Callable[[str], Any]) -> str:
         return f"{np.mean(np.concatenate([labels(p) == truth[p][held[p]] for p in x])):.1%}"
 
-    return [right(lambda p: linear([*x], p)), right(lambda p: found[p][held[p]]), right(lambda p: linear([p], p))]
+    return [right(lambda p: linear([*x], p)), right(lambda p: predicted[p][held[p]]), right(lambda p: linear([p], p))]

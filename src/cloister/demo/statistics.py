@@ -38,10 +38,10 @@ def bin_values(tell: Tell) -> Played:
         sent = Sent(secure_sum.MaskedInput, averaged_quantiles.Local)
         run = rehearse("bin-values", sites, mode=mode, on_event=tell, on_frame=sent)
         edges = {p: run.data[p].uns["cloister"]["bin_edges"] for p in sites}
-        found = right(edges.__getitem__)
+        share = right(edges.__getitem__)
         leak = attacks.own_quantiles(sent, edges["basel"], own, pooled)
         runs.append(run)
-        rows.append(("bin-values", mode, "same bin", "100.0%", f"{found:.1%}", f"{alone:.1%}", leak, *cost_of(run)))
+        rows.append(("bin-values", mode, "same bin", "100.0%", f"{share:.1%}", f"{alone:.1%}", leak, *cost_of(run)))
     return runs, rows
 
 
@@ -66,11 +66,11 @@ def shared_pca(tell: Tell) -> Played:
 
     pooled = axes(np.concatenate([*logs.values()]))
     place = {str(g): i for i, g in enumerate(run.data["basel"].var_names)}
-    found = np.asarray(run.data["basel"].varm["X_shared_pca"])[[place[g] for g in genes]]
+    loadings = np.asarray(run.data["basel"].varm["X_shared_pca"])[[place[g] for g in genes]]
     alone = float(np.mean([nearness(axes(y), pooled) for y in logs.values()]))
     common = genes_in_common({p: [str(g) for g in a.var_names] for p, a in sites.items()})
     leak = attacks.own_means(sent, run.data["basel"].uns["X_shared_pca"], common, logs)
-    figures = ("1.000", f"{nearness(found, pooled):.3f}", f"{alone:.3f}")
+    figures = ("1.000", f"{nearness(loadings, pooled):.3f}", f"{alone:.3f}")
     return [run], [("shared-pca", "hardened", "cosine", *figures, leak, *cost_of(run))]
 
 
@@ -85,10 +85,10 @@ def find_outliers(tell: Tell) -> Played:
         run = rehearse("find-outliers", sites, mode=mode, contamination=0.1, on_event=tell)
         leak = attack(sites)
         scores = [run.data[p].obs["outlier_score"].to_numpy() for p in sites]
-        found = auroc(np.concatenate(scores), np.concatenate([*truth.values()]))
+        federated = auroc(np.concatenate(scores), np.concatenate([*truth.values()]))
         runs.append(run)
         rows.append(
-            ("find-outliers", mode, "AUROC", f"{pooled:.3f}", f"{found:.3f}", f"{alone:.3f}", leak, *cost_of(run))
+            ("find-outliers", mode, "AUROC", f"{pooled:.3f}", f"{federated:.3f}", f"{alone:.3f}", leak, *cost_of(run))
         )
     return runs, rows
 

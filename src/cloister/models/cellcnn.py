@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cloister.arrays import F64, I64, Array
-from cloister.errors import ParameterError
+from cloister.errors import DataError, ParameterError
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +159,29 @@ def largest(config: Config, X: F64, Y: F64) -> tuple[float, float]:
             logit = max(logit, float(np.abs(U).max()))
             weight = max(weight, *(float(np.abs(a).max()) for a in (w.W, w.V, w.vW, w.vV)))
     return weight, logit
+
+
+LARGEST_WEIGHT, LARGEST_LOGIT = 32.0, 16.0  # at a site that trains alone in the clear
+
+
+def check_batches(c: Config, X: F64, Y: F64) -> None:
+    if X.shape != (c.steps, c.batch, c.markers) or Y.shape != (c.steps, c.batch, c.classes):
+        raise DataError(
+            f"expected batches of shape {(c.steps, c.batch, c.markers)} and labels {(c.steps, c.batch, c.classes)},"
+            f" found {X.shape} and {Y.shape}"
+        )
+    if not np.isfinite(X).all() or np.abs(X).max() > 2.0**5:
+        raise DataError("a marker's mean lies beyond ±32 or is missing; standardise the markers first")
+
+
+def check_rate(c: Config, X: F64, Y: F64) -> None:
+    """Refuse to begin where this site's own data, trained alone in the clear, would diverge."""
+    weight, logit = largest(c, X, Y)
+    if not (weight <= LARGEST_WEIGHT and logit <= LARGEST_LOGIT):
+        raise ParameterError(
+            f"with learning rate {c.learning_rate:g} and momentum {c.momentum:g} the training diverges on this site's"
+            " own data; agree on a smaller learning rate. Nothing was sent"
+        )
 
 
 def sigmoid(config: Config, U: F64) -> F64:

@@ -25,8 +25,8 @@ def disguise(X: F64, thin: float, smote: float, rng: np.random.Generator) -> tup
         inliers = np.flatnonzero(scores <= np.median(scores))
         gone = rng.permutation(inliers)[: int(thin * len(inliers))]
         rows = np.setdiff1d(rows, gone)
-        made = _between(X, inliers, int(smote * len(X)), rng)
-        X, rows = np.concatenate([X[rows], made]), np.concatenate([rows, np.full(len(made), -1)])
+        between = _between(X, inliers, int(smote * len(X)), rng)
+        X, rows = np.concatenate([X[rows], between]), np.concatenate([rows, np.full(len(between), -1)])
         order = rng.permutation(len(X))
         return X[order], rows[order]
     return X, rows
@@ -43,5 +43,5 @@ def _between(X: F64, inliers: Index, count: int, rng: np.random.Generator) -> F6
     near = cKDTree(scaled).query(scaled, k=min(NEIGHBOURS + 1, len(inliers)))[1]
     at = rng.integers(len(inliers), size=count)
     other = near[at, rng.integers(1, near.shape[1], size=count)]
-    made: F64 = X[inliers[at]] + rng.random((count, 1)) * (X[inliers[other]] - X[inliers[at]])
-    return made
+    points: F64 = X[inliers[at]] + rng.random((count, 1)) * (X[inliers[other]] - X[inliers[at]])
+    return points

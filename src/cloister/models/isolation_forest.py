@@ -36,8 +36,8 @@ def average_path(n: Any) -> F64:
     n = np.asarray(n, dtype=np.float64)
     whole = np.maximum(np.ceil(n), 2).astype(np.int64)
     harmonic = np.concatenate([[0.0], np.cumsum(1.0 / np.arange(1, int(whole.max(initial=2)) + 1))])
-    made = 2.0 * harmonic[whole - 1] - 2.0 * (whole - 1) / whole
-    return np.where(n > 1, made, 0.0)
+    length = 2.0 * harmonic[whole - 1] - 2.0 * (whole - 1) / whole
+    return np.where(n > 1, length, 0.0)
 
 
 def depth_limit(sample: int) -> int:

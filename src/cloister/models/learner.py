@@ -287,10 +287,10 @@ class Learner:
             self.teach(p.argmax(axis=1), np.clip(sure, 0.0, 1.0))
         elif len(known) > n_neighbors and np.any(known >= 0):
             planes = graph.hyperplanes(hashlib.sha256(self.site.encode()).digest(), 4096, vectors.shape[1])
-            found = graph.propagate(
+            spread = graph.propagate(
                 graph.codes(vectors, planes), known, n_classes=self.labels, n_neighbors=n_neighbors, alpha=alpha
             )
-            self.teach(found.label, found.confidence)
+            self.teach(spread.label, spread.confidence)
 
     def _move(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return tuple(x.to(self.device) for x in inputs)

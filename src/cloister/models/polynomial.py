@@ -159,14 +159,14 @@ class Encoder:
             names = [f.name for f in dataclasses.fields(Block)]
             blocks = tuple(Block(**{n: arrays[f"{i}.{n}"] for n in names}) for i in range(shape.depth))
             projections, centres, card = arrays["projections"], arrays["centres"], meta["card"]
-            found = cls(shape, arrays["embed"], arrays["positions"], blocks, projections, centres, card)
+            encoder = cls(shape, arrays["embed"], arrays["positions"], blocks, projections, centres, card)
         except FileNotFoundError:
             raise DataError(f"there is no model at {path}") from None
         except ParameterError:
             raise
         except Exception as e:  # every way in which a file can be wrong
             raise DataError(f"{path} is no provider's model of Cloister ({type(e).__name__})") from None
-        return found
+        return encoder
 
 
 def shape_of(raw: dict[str, Any]) -> Shape:
@@ -317,17 +317,17 @@ def limits(shape: Shape) -> dict[str, tuple[float, float]]:
 
 def check_ranges(encoder: Encoder, inputs: F64) -> Ranges:
     """Refuse a model whose values leave the intervals of its approximations on these inputs."""
-    found = Ranges()
-    hidden(encoder, inputs, found)
+    ranges = Ranges()
+    hidden(encoder, inputs, ranges)
     allowed = limits(encoder.shape)
-    for (what, block), (low, high) in sorted(found.seen.items(), key=lambda kv: (kv[0][1], kv[0][0])):
+    for (what, block), (low, high) in sorted(ranges.seen.items(), key=lambda kv: (kv[0][1], kv[0][0])):
         a, b = allowed[what]
         if not (a <= low and high <= b):  # NaN is not <= anything
             raise ParameterError(
                 f"block {block + 1}: {what} reach [{low:.3g}, {high:.3g}], the approximation holds on [{a:g}, {b:g}]; "
                 "distil longer with the range penalty, or on data more like the owners'"
             )
-    return found
+    return ranges
 
 
 def calibrate(encoder: Encoder, inputs: F64, *, centred: bool = False) -> Encoder:
@@ -340,8 +340,8 @@ def calibrate(encoder: Encoder, inputs: F64, *, centred: bool = False) -> Encode
     shape = dataclasses.replace(encoder.shape, variances=(1.0,) * (2 * depth), means=(1.0,) * depth)
     pre = (("root", 0), ("division", 0), ("root", 1))
     post = (("division", 0), ("root", 0), ("root", 1))
-    found, x = Ranges(), embed(encoder, inputs)
-    found("activations", 0, x)
+    ranges, x = Ranges(), embed(encoder, inputs)
+    ranges("activations", 0, x)
     for layer, block in enumerate(encoder.blocks):
         for kind, which in pre if shape.norm == "pre" else post:  # each is met before the ones after it
             seen: list[tuple[float, float]] = []
@@ -364,10 +364,10 @@ def calibrate(encoder: Encoder, inputs: F64, *, centred: bool = False) -> Encode
             else:
                 means[layer] = unit
             shape = dataclasses.replace(shape, variances=tuple(variances), means=tuple(means))
-        x = run_block(shape, block, x, layer, found)
+        x = run_block(shape, block, x, layer, ranges)
 
     def bound(what: str) -> float:
-        top = max(max(abs(a), abs(b)) for (w, _), (a, b) in found.seen.items() if w == what)
+        top = max(max(abs(a), abs(b)) for (w, _), (a, b) in ranges.seen.items() if w == what)
         return 2.0 ** math.ceil(math.log2(max(1.5 * top, float(np.abs(inputs).max()), 1.0)))
 
     widest = 1.25 * float(np.abs(inputs).max())
@@ -387,7 +387,7 @@ def fit_projections(encoder: Encoder, inputs: F64) -> Encoder:
         rows = V[: shape.rank] / spread[:, None]
         P.append(rows)
         c.append(rows @ x.mean(axis=0))
-    made = dataclasses.replace(encoder, projections=np.stack(P), centres=np.stack(c))
-    largest = np.abs(taps_of(made, b)).max(axis=(0, 2))  # by tap
+    projected = dataclasses.replace(encoder, projections=np.stack(P), centres=np.stack(c))
+    largest = np.abs(taps_of(projected, b)).max(axis=(0, 2))  # by tap
     bounds = tuple(min(TAP_BOUND, 2.0 * float(x)) for x in largest)
-    return dataclasses.replace(made, shape=dataclasses.replace(shape, tap_bounds=bounds))
+    return dataclasses.replace(projected, shape=dataclasses.replace(shape, tap_bounds=bounds))

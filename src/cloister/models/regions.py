@@ -28,14 +28,14 @@ class Regions:
 
     def inside(self, X: F64) -> Bits:
         """Whether each row lies in some region."""
-        found = np.zeros(len(X), bool)
+        inside = np.zeros(len(X), bool)
         step = max(1, WORK // max(1, len(self.cut)))
         for start in range(0, len(X), step):
             part = slice(start, start + step)
             ok = (X[part] @ self.normals.T >= self.cut) == self.right.astype(bool)
             for k in np.unique(self.region):
-                found[part] |= ok[:, self.region == k].all(axis=1)
-        return found
+                inside[part] |= ok[:, self.region == k].all(axis=1)
+        return inside
 
 
 def half_spaces(forest: Forest, x: F64, trees: I64) -> tuple[F64, F64, Bits]:

@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 
 from cloister.errors import DataError, MissingExtra, ParameterError
+from cloister.models.cell_bins import bin_cell, cell_rng
 
 try:
     import torch
@@ -240,12 +241,12 @@ class ScGPT:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as e:
         raise DataError(f"{path} is not JSON ({type(e).__name__}); download it again") from None
-    if not isinstance(found, dict):
-        raise DataError(f"{path} must hold names and values, found {type(found).__name__}")
-    return found
+    if not isinstance(content, dict):
+        raise DataError(f"{path} must hold names and values, found {type(content).__name__}")
+    return content
 
 
 def read_config(args: Mapping[str, Any]) -> Config:
@@ -257,7 +258,7 @@ def read_config(args: Mapping[str, Any]) -> Config:
         raise DataError("args.json asks for pre_norm; only post-norm encoders are supported")
     if args.get("pad_token", "<pad>") != "<pad>":
         raise DataError(f"args.json calls the padding {args['pad_token']!r}; expected '<pad>'")
-    found = {}
+    values = {}
     for field in dataclasses.fields(Config):
         key = NAMES[field.name]
         if key not in args or args[key] is None:
@@ -266,8 +267,8 @@ def read_config(args: Mapping[str, Any]) -> Config:
             continue
         if isinstance(args[key], bool) or not isinstance(args[key], int | float):
             raise DataError(f"args.json: '{key}' must be a number, found {args[key]!r}")
-        found[field.name] = float(args[key]) if isinstance(field.default, float) else int(args[key])
-    fields: dict[str, Any] = found
+        values[field.name] = float(args[key]) if isinstance(field.default, float) else int(args[key])
+    fields: dict[str, Any] = values
     return Config(**fields)
 
 
@@ -283,48 +284,26 @@ def read_vocab(raw: Mapping[str, Any]) -> dict[str, int]:
 
 def match_tensors(state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Rename the attention weights of a checkpoint, and refuse it unless every tensor is accounted for."""
-    found: dict[str, Tensor] = {}
+    renamed: dict[str, Tensor] = {}
     for name, tensor in state.items():
         plain = re.sub(r"\.self_attn\._impl\.", ".self_attn.", name.removeprefix("module."))
         plain = plain.replace(".self_attn.Wqkv.", ".self_attn.in_proj_")
-        if plain in found:
+        if plain in renamed:
             raise DataError(f"the checkpoint holds '{plain}' twice, under two names")
-        found[plain] = tensor
-    missing = sorted(own.keys() - found.keys())
-    unknown = sorted(name for name in found.keys() - own.keys() if not HEADS.fullmatch(name))
-    shapes = sorted(k for k in own.keys() & found.keys() if own[k].shape != found[k].shape)
+        renamed[plain] = tensor
+    missing = sorted(own.keys() - renamed.keys())
+    unknown = sorted(name for name in renamed.keys() - own.keys() if not HEADS.fullmatch(name))
+    shapes = sorted(k for k in own.keys() & renamed.keys() if own[k].shape != renamed[k].shape)
     for what, names in {"lacks": missing, "has unknown": unknown, "has misshapen": shapes}.items():
         if names:
             raise DataError(
                 f"the checkpoint {what} {len(names)} tensor(s), e.g. '{names[0]}'; nothing is left at random: use the "
                 "three files of one official checkpoint together"
             )
-    return {name: found[name].float() for name in own}
+    return {name: renamed[name].float() for name in own}
 
 
 # ---- cells as tokens -------------------------------------------------------------------------------------------------
-
-
-def bin_cell(values: Any, n_bins: int, rng: np.random.Generator | None) -> Any:
-    """Bins 1 … n_bins - 1 of one cell's non-zero values, by its own quantiles.
-
-    Values that lie on several edges at once (ties) are spread over those bins at random, as scGPT does; without `rng`
-    they take the highest.
-    """
-    if not len(values):
-        return np.zeros(0, np.int64)
-    edges = np.quantile(values, np.linspace(0, 1, n_bins - 1))
-    high = np.digitize(values, edges)
-    if rng is None:
-        return high
-    low = np.digitize(values, edges, right=True)
-    return np.ceil(rng.random(len(values)) * (low - high) + high).astype(np.int64)
-
-
-def cell_rng(cell: str, seed: int) -> np.random.Generator:
-    """Randomness of one cell, from its name: ties fall alike in every run and in any order of cells."""
-    words = np.frombuffer(hashlib.sha256(f"{seed}/{cell}".encode()).digest(), np.uint32)
-    return np.random.default_rng(words)
 
 
 def tokenize(

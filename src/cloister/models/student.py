@@ -154,20 +154,20 @@ def from_vit(vit: Any, degree: int = 6) -> Transformer:
     first, d = vit.blocks[0], kernel.shape[0]
     hidden, labels = first.up.out_features, vit.head.out_features
     tokens = vit.positions.shape[1]
-    made = Transformer(
+    student = Transformer(
         tokens, kernel[0].numel(), d, first.heads, hidden, len(vit.blocks), labels, "pre", "gelu", degree
     )
-    made.embed.weight.copy_(kernel.flatten(1))
+    student.embed.weight.copy_(kernel.flatten(1))
     p = vit.positions[0].clone()
     p[0] += vit.token[0, 0]
     p[1:] += vit.patches.bias
-    made.positions.copy_(p)
-    for own, source in zip(made.blocks, vit.blocks, strict=True):
+    student.positions.copy_(p)
+    for own, source in zip(student.blocks, vit.blocks, strict=True):
         for name in ("norm1", "norm2", "qkv", "out", "up", "down"):
             getattr(own, name).load_state_dict(getattr(source, name).state_dict())
-    made.final.load_state_dict(vit.norm.state_dict())
-    made.head.load_state_dict(vit.head.state_dict())
-    return made
+    student.final.load_state_dict(vit.norm.state_dict())
+    student.head.load_state_dict(vit.head.state_dict())
+    return student
 
 
 @torch.no_grad()
@@ -180,26 +180,26 @@ def from_scgpt(model: Any, genes: list[str], values: Any, labels: int, degree: i
     if missing:
         raise ParameterError(f"the encoder does not know {len(missing)} gene(s) of the panel, e.g. '{missing[0]}'")
     config, encoder = model.config, model.encoder.eval()
-    made = Transformer(
+    student = Transformer(
         len(genes) + 1, 2, config.width, config.heads, config.hidden, config.layers, labels, "post", "relu", degree
     )
     v = torch.as_tensor(np.asarray(values), dtype=torch.float32).flatten()
     design = torch.stack([torch.ones_like(v), v, v * v], 1)
     fit = torch.linalg.lstsq(design, encoder.value_encoder(v)).solution  # (3, d)
-    made.embed.weight.copy_(fit[1:].T)
+    student.embed.weight.copy_(fit[1:].T)
     ids = torch.tensor([model.vocab["<cls>"], *(model.vocab[g] for g in genes)])
     p = encoder.encoder(ids[None])[0].clone()
     p[0] += encoder.value_encoder(torch.zeros(1, 1))[0, 0]
     p[1:] += fit[0]
-    made.positions.copy_(p)
+    student.positions.copy_(p)
     own: Any
-    for own, source in zip(made.blocks, encoder.transformer_encoder.layers, strict=True):
+    for own, source in zip(student.blocks, encoder.transformer_encoder.layers, strict=True):
         own.qkv.weight.copy_(source.self_attn.in_proj_weight)
         own.qkv.bias.copy_(source.self_attn.in_proj_bias)
         pairs = ((own.out, source.self_attn.out_proj), (own.up, source.linear1), (own.down, source.linear2))
         for a, b in (*pairs, (own.norm1, source.norm1), (own.norm2, source.norm2)):
             a.load_state_dict(b.state_dict())
-    return made
+    return student
 
 
 def cell_inputs(values: Any) -> Any:
@@ -232,8 +232,8 @@ def tune_teacher(teacher: Transformer, inputs: Tensor, labels: Tensor, recipe: R
     """Fine-tune a teacher on the auxiliary set, within the intervals of its student; the mean loss per epoch."""
 
     def loss(at: Tensor) -> Tensor:
-        found = teacher.trace(inputs[at])
-        return F.cross_entropy(found.logits, labels[at]) + recipe.penalty * found.penalty
+        traced = teacher.trace(inputs[at])
+        return F.cross_entropy(traced.logits, labels[at]) + recipe.penalty * traced.penalty
 
     return _train(teacher, len(inputs), recipe, recipe.rate, loss)
 
@@ -250,20 +250,20 @@ def distil(
     def layers(at: Tensor) -> Tensor:
         with torch.no_grad():
             wanted = teacher.trace(inputs[at])
-        found = student.trace(inputs[at])
-        loss: Any = sum(F.mse_loss(a, b) for a, b in zip(found.hidden, wanted.hidden, strict=True))
-        loss = loss + sum(F.mse_loss(a, b) for a, b in zip(found.scores, wanted.scores, strict=True))
-        return loss + recipe.penalty * found.penalty
+        traced = student.trace(inputs[at])
+        loss: Any = sum(F.mse_loss(a, b) for a, b in zip(traced.hidden, wanted.hidden, strict=True))
+        loss = loss + sum(F.mse_loss(a, b) for a, b in zip(traced.scores, wanted.scores, strict=True))
+        return loss + recipe.penalty * traced.penalty
 
     def prediction(at: Tensor) -> Tensor:
         with torch.no_grad():
             wanted = teacher(inputs[at])
-        found, t = student.trace(inputs[at]), recipe.temperature
-        loss = t * t * F.kl_div((found.logits / t).log_softmax(-1), (wanted / t).log_softmax(-1), log_target=True,
+        traced, t = student.trace(inputs[at]), recipe.temperature
+        loss = t * t * F.kl_div((traced.logits / t).log_softmax(-1), (wanted / t).log_softmax(-1), log_target=True,
                                 reduction="batchmean")  # fmt: skip
         if labels is not None:
-            loss = loss + F.cross_entropy(found.logits, labels[at])
-        return loss + recipe.penalty * found.penalty
+            loss = loss + F.cross_entropy(traced.logits, labels[at])
+        return loss + recipe.penalty * traced.penalty
 
     first = _train(student, len(inputs), recipe, recipe.rate, layers)
     second = _train(student, len(inputs), recipe, recipe.last_rate, prediction)
@@ -310,10 +310,10 @@ def export(
     blocks = tuple(_folded(b, array) for b in blocks_of)
     none = np.zeros((len(shape.taps), shape.rank, d)), np.zeros((len(shape.taps), shape.rank))
     x = np.asarray(inputs, np.float64)
-    made = polynomial.Encoder(shape, array(student.embed.weight), array(student.positions), blocks, *none, card)
-    made = polynomial.fit_projections(polynomial.calibrate(made, x, centred=True), x)
-    polynomial.check_ranges(made, x)
-    return made
+    encoder = polynomial.Encoder(shape, array(student.embed.weight), array(student.positions), blocks, *none, card)
+    encoder = polynomial.fit_projections(polynomial.calibrate(encoder, x, centred=True), x)
+    polynomial.check_ranges(encoder, x)
+    return encoder
 
 
 def _folded(b: Block, array: Callable[[Tensor], Any]) -> polynomial.Block:

@@ -172,20 +172,20 @@ class Receipt:
         """Read a receipt without judging it; `check` does that."""
         try:
             raw = json.loads(Path(path).read_text(encoding="utf-8"))
-            made = cls.__new__(cls)
-            made.header, made.head, made.status = {**raw["header"]}, str(raw["head"]), str(raw["status"])
+            receipt = cls.__new__(cls)
+            receipt.header, receipt.head, receipt.status = {**raw["header"]}, str(raw["head"]), str(raw["status"])
             fields = Entry.__dataclass_fields__
-            made.entries = [(Entry(**{k: r[k] for k in fields}), str(r["hash"])) for r in raw["entries"]]
-            made.signature = {k: str(raw[k]) for k in ("public", "signature") if k in raw}
-            made._lock = threading.Lock()
+            receipt.entries = [(Entry(**{k: r[k] for k in fields}), str(r["hash"])) for r in raw["entries"]]
+            receipt.signature = {k: str(raw[k]) for k in ("public", "signature") if k in raw}
+            receipt._lock = threading.Lock()
             whole = set(raw) <= PARTS and all(len(r) == len(fields) + 1 for r in raw["entries"])
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
             raise ReceiptError(f"{path} is no Cloister receipt ({type(e).__name__}); give a receipt.json") from None
         if not whole:
             raise ReceiptError(f"{path} was altered: it holds fields that no receipt has")
-        if made.header.get("format") != FORMAT:
+        if receipt.header.get("format") != FORMAT:
             raise ReceiptError(f"{path} is a receipt of another format; this version reads {FORMAT}")
-        return made
+        return receipt
 
     def check(self, check_signature: Callable[[bytes, bytes, bytes], None] | None = None) -> None:
         """Raise `ReceiptError` at the first entry that does not follow from the one before.
@@ -240,7 +240,7 @@ def compare(a: Receipt, b: Receipt) -> Comparison:
     if a.header.get("study_digest") != b.header.get("study_digest"):
         raise ReceiptError("the receipts are of two different studies")
     theirs = _told(b)
-    told = 0
+    matched = 0
     for key, entry in _told(a).items():
         other = theirs.get(key)
         if other is None:
@@ -252,11 +252,11 @@ def compare(a: Receipt, b: Receipt) -> Comparison:
                 f"{entry.protocol} {entry.line}: '{us}' and '{them}' were told different things by '{entry.to}' "
                 f"({entry.name}, number {key[2] + 1} in {entry.scope})"
             )
-        told += 1
-    if not told:
+        matched += 1
+    if not matched:
         raise ReceiptError("the two parties were told nothing alike: the receipts are not of one run")
     ways = [_matched(a, b, us, them), _matched(b, a, them, us)]
-    return Comparison(told, *(sum(counts) for counts in zip(*ways, strict=True)))
+    return Comparison(matched, *(sum(counts) for counts in zip(*ways, strict=True)))
 
 
 def _told(receipt: Receipt) -> dict[tuple[str, str, int], Entry]:

@@ -35,7 +35,7 @@ SIGNED = "receipt"
 
 @dataclass
 class Outcome:
-    """What a party takes away."""
+    """What a party has at the end."""
 
     adata: AnnData | None = None
     result: dict[str, Any] = field(default_factory=dict)  # plain values for reports: edges, scores, counts

@@ -7,8 +7,8 @@ A protocol declares what it sends:
         y: U64                        # (m,)
 
 and the annotation is the whole schema. Allowed are `int` (64 bit), `float`, `bool`, `str`, `bytes`, `Party`, the
-array types below, other messages, and `X | None`, `tuple[X, ...]`, `dict[str, X]` of these. Integers that may be
-larger than 64 bits travel as `bytes`. An array travels as `[dtype, shape, bytes]`, little endian, C order.
+array types of `values.DTYPES`, other messages, and `X | None`, `tuple[X, ...]`, `dict[str, X]` of these. Integers
+that may be larger than 64 bits travel as `bytes`. An array travels as `[dtype, shape, bytes]`, little endian, C order.
 
 A frame is one msgpack list:
 
@@ -23,7 +23,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import math
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
@@ -33,19 +32,14 @@ import msgpack
 import numpy as np
 
 from cloister.errors import WireError
+from cloister.net import values
+from cloister.net.values import MAX_FRAME, MAX_ITEMS, Codec
 from cloister.study import Party
 
 FORMAT = 1
-MAX_FRAME = 1 << 31  # bytes of one frame
-MAX_ITEMS = 1 << 16  # entries of one list or map; the numbers of an array do not count
 MAX_TEXT = 1 << 16  # bytes of one string
 MAX_OBJECTS = 1 << 20  # values, lists and maps of one frame, all levels together
 MAX_DEPTH = 16  # lists and maps within each other
-MAX_DIMS = 4
-DTYPES = {"<u8": "uint64", "<u4": "uint32", "|u1": "uint8", "<i8": "int64", "<i4": "int32"} | {
-    "<f8": "float64",
-    "<f4": "float32",
-}
 
 Kind = Literal["data", "abort", "pulse", "bye"]
 KINDS: tuple[Kind, ...] = ("data", "abort", "pulse", "bye")
@@ -73,128 +67,32 @@ def message(line: str, *, protocol: str | None = None) -> Callable[[type[T]], ty
     """Make a class a message that belongs to `line` of the protocol file it stands in."""
 
     def decorate(cls: type[T]) -> type[T]:
-        made = dataclasses.dataclass(frozen=True, slots=True, eq=False)(cls)
+        new = dataclasses.dataclass(frozen=True, slots=True, eq=False)(cls)
         owner = protocol or cls.__module__.rpartition(".")[2]
-        made.__message__ = Spec(owner, f"{owner}.{cls.__name__}", line)  # type: ignore[attr-defined]
-        return made
+        new.__message__ = Spec(owner, f"{owner}.{cls.__name__}", line)  # type: ignore[attr-defined]
+        return new
 
     return decorate
 
 
-# ---- values: one (write, read) pair per annotation ---------------------------------------------------------------
-
-Write = Callable[[Any], Any]
-Read = Callable[[Any, str], Any]
+# ---- fields: one pair of `values` per annotation ---------------------------------------------------------------------
 
 
-def _exact(kind: type) -> tuple[Write, Read]:
-    def write(x: Any) -> Any:
-        if kind is int and isinstance(x, np.integer):
-            x = int(x)
-        if kind is float and isinstance(x, int | np.integer | np.floating) and not isinstance(x, bool):
-            try:
-                x = float(x)
-            except OverflowError:
-                raise WireError("a field of type float cannot carry a whole number that large") from None
-        if kind is bool and isinstance(x, np.bool_):
-            x = bool(x)
-        if type(x) is not kind:
-            raise WireError(f"a field of type {kind.__name__} cannot carry {type(x).__name__}")
-        return x
-
-    def read(x: Any, at: str) -> Any:
-        if type(x) is not kind:
-            raise WireError(f"{at}: expected {kind.__name__}, found {type(x).__name__}")
-        return x
-
-    return write, read
-
-
-def _array(dtype: np.dtype[Any]) -> tuple[Write, Read]:
-    code = dtype.newbyteorder("<").str
-    if code not in DTYPES:
-        raise TypeError(f"arrays of {dtype} do not travel; allowed: {', '.join(DTYPES.values())}")
-
-    def write(x: Any) -> Any:
-        if not isinstance(x, np.ndarray) or x.dtype != dtype:
-            raise WireError(f"a field of {dtype} cannot carry {getattr(x, 'dtype', type(x).__name__)}")
-        if x.ndim > MAX_DIMS:
-            raise WireError(f"an array of {x.ndim} axes cannot travel; at most {MAX_DIMS}")
-        return [code, list(x.shape), np.ascontiguousarray(x).astype(code, copy=False).tobytes()]
-
-    def read(x: Any, at: str) -> Any:
-        if type(x) is not list or len(x) != 3:
-            raise WireError(f"{at}: expected an array as [dtype, shape, bytes]")
-        found, shape, raw = x
-        if found != code:
-            raise WireError(f"{at}: expected dtype {code}, found another")
-        if type(shape) is not list or len(shape) > MAX_DIMS or type(raw) is not bytes:
-            raise WireError(f"{at}: expected a shape of at most {MAX_DIMS} axes, and bytes")
-        if any(type(n) is not int or n < 0 or n > MAX_FRAME for n in shape):
-            raise WireError(f"{at}: a length in the shape is no size")
-        if math.prod(shape) * dtype.itemsize != len(raw):
-            raise WireError(f"{at}: shape and bytes disagree")
-        try:
-            return np.frombuffer(raw, dtype=code).reshape(shape)
-        except ValueError:  # an empty array along one axis and beyond all bounds along another
-            raise WireError(f"{at}: a shape that no array has") from None
-
-    return write, read
-
-
-def _optional(inner: tuple[Write, Read]) -> tuple[Write, Read]:
-    write, read = inner
-    return lambda x: None if x is None else write(x), lambda x, at: None if x is None else read(x, at)
-
-
-def _tuple(inner: tuple[Write, Read]) -> tuple[Write, Read]:
-    write, read = inner
-
-    def write_all(xs: Any) -> Any:
-        if len(xs) > MAX_ITEMS:
-            raise WireError(f"{len(xs)} entries cannot travel in one list; at most {MAX_ITEMS}")
-        return [write(x) for x in xs]
-
-    def read_all(xs: Any, at: str) -> Any:
-        if type(xs) is not list:
-            raise WireError(f"{at}: expected a list, found {type(xs).__name__}")
-        return tuple(read(x, f"{at}[{i}]") for i, x in enumerate(xs))
-
-    return write_all, read_all
-
-
-def _dict(inner: tuple[Write, Read]) -> tuple[Write, Read]:
-    write, read = inner
-    key_write, _ = _exact(str)
-
-    def write_all(xs: Any) -> Any:
-        if len(xs) > MAX_ITEMS:
-            raise WireError(f"{len(xs)} entries cannot travel in one map; at most {MAX_ITEMS}")
-        return {key_write(k): write(x) for k, x in xs.items()}
-
-    def read_all(xs: Any, at: str) -> Any:
-        if type(xs) is not dict or any(type(k) is not str for k in xs):
-            raise WireError(f"{at}: expected a map with text keys")
-        return {k: read(x, f"{at}[...]") for k, x in xs.items()}
-
-    return write_all, read_all
-
-
-def _codec(annotation: Any) -> tuple[Write, Read]:
+def _codec(annotation: Any) -> Codec:
     annotation = _written_out(annotation)
     if isinstance(annotation, typing.NewType):
         return _codec(annotation.__supertype__)
     if annotation in (int, float, bool, str, bytes):
-        return _exact(annotation)
+        return values.exact(annotation)
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is np.ndarray:
-        return _array(np.dtype(typing.get_args(args[1])[0]))
+        return values.array(np.dtype(typing.get_args(args[1])[0]))
     if origin in (typing.Union, types.UnionType) and type(None) in args and len(args) == 2:
-        return _optional(_codec(next(a for a in args if a is not type(None))))
+        return values.optional(_codec(next(a for a in args if a is not type(None))))
     if origin is tuple and len(args) == 2 and args[1] is Ellipsis:
-        return _tuple(_codec(args[0]))
+        return values.sequence(_codec(args[0]))
     if origin is dict and _plain(_written_out(args[0])) is str:
-        return _dict(_codec(args[1]))
+        return values.mapping(_codec(args[1]))
     if hasattr(annotation, "__message__"):
         return to_fields, functools.partial(from_fields, annotation)
     raise TypeError(f"{annotation!r} cannot travel; see the list of types in cloister.net.wire")
@@ -216,10 +114,10 @@ def _plain(annotation: Any) -> Any:
     return annotation.__supertype__ if isinstance(annotation, typing.NewType) else annotation
 
 
-_SCHEMAS: dict[Any, dict[str, tuple[Write, Read]]] = {}  # per message class, built at first use
+_SCHEMAS: dict[Any, dict[str, Codec]] = {}  # per message class, built at first use
 
 
-def _codecs(cls: Any) -> dict[str, tuple[Write, Read]]:
+def _codecs(cls: Any) -> dict[str, Codec]:
     if cls not in _SCHEMAS:
         hints = typing.get_type_hints(cls)
         _SCHEMAS[cls] = {f.name: _codec(hints[f.name]) for f in dataclasses.fields(cls)}
@@ -228,7 +126,7 @@ def _codecs(cls: Any) -> dict[str, tuple[Write, Read]]:
 
 def array_fields(cls: Any) -> frozenset[str]:
     """Names of the fields of `cls` that are arrays: the ones whose shape a receiver has to state."""
-    return frozenset(name for name, (write, _) in _codecs(cls).items() if write.__qualname__.startswith("_array"))
+    return frozenset(name for name, (write, _) in _codecs(cls).items() if write.__qualname__.startswith("array."))
 
 
 def to_fields(msg: Any) -> dict[str, Any]:
@@ -259,9 +157,9 @@ def check_shapes(msg: Any, shapes: Mapping[str, Shape]) -> None:
         if not hasattr(msg, name):
             raise TypeError(f"{type(msg).__name__} has no field '{name}' to have a shape")
         want = shapes[name]
-        for found in _shapes(getattr(msg, name)):
-            if len(found) != len(want) or any(w is not None and w != f for f, w in zip(found, want, strict=True)):
-                raise WireError(f"{type(msg).__name__}.{name}: expected shape {want}, found {found}")
+        for shape in _shapes(getattr(msg, name)):
+            if len(shape) != len(want) or any(w is not None and w != f for f, w in zip(shape, want, strict=True)):
+                raise WireError(f"{type(msg).__name__}.{name}: expected shape {want}, found {shape}")
 
 
 def _shapes(x: Any) -> Iterator[tuple[int, ...]]:
@@ -313,12 +211,8 @@ def pack(frame: Frame) -> bytes:
 # msgpack's first byte → bytes of the length that follows it, by what it starts; extension types are not in the list
 _BYTES_OF = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
 _ENTRIES_OF = {0xDC: 2, 0xDD: 4, 0xDE: 2, 0xDF: 4}
-_FIXED = {0xC0: 0, 0xC2: 0, 0xC3: 0, 0xCA: 4, 0xCB: 8, 0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8} | {
-    0xD0: 1,
-    0xD1: 2,
-    0xD2: 4,
-    0xD3: 8,
-}
+_NUMBERS = {0xCA: 4, 0xCB: 8, 0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8}
+_FIXED = dict.fromkeys((0xC0, 0xC2, 0xC3), 0) | _NUMBERS  # none, false and true have no more bytes
 
 
 def check_structure(data: bytes) -> int:
@@ -429,8 +323,8 @@ def _canonical(x: Any) -> Any:
         code = x.dtype.newbyteorder("<").str
         return ["array", code, list(x.shape), np.ascontiguousarray(x).astype(code, copy=False).tobytes()]
     if isinstance(x, list | tuple):
-        made = [_canonical(v) for v in x]
-        return ["list", made] if _looks_tagged(made) else made
+        items = [_canonical(v) for v in x]
+        return ["list", items] if _looks_tagged(items) else items
     if isinstance(x, Mapping):
         return ["map", [[_canonical(k), _canonical(x[k])] for k in sorted(x)]]
     if dataclasses.is_dataclass(x) and not isinstance(x, type):

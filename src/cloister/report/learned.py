@@ -42,9 +42,9 @@ def learned(run: Run) -> Html:
     if inner := [join((tag("h4", tag("code", p)), _reveals(text, run.study))) for p, text in others if text]:
         one = len(inner) == 1
         more = f"On the way, {count(len(inner), 'more protocol')} ran."
-        told = f"{more} {'It reveals' if one else 'They reveal'} this, and nothing else:"
+        sentence = f"{more} {'It reveals' if one else 'They reveal'} this, and nothing else:"
         summary = f"What {names(p for p, t in others if t)} reveal{'s' if one else ''}"
-        parts += [tag("p", told), tag("details", tag("summary", summary), *inner)]
+        parts += [tag("p", sentence), tag("details", tag("summary", summary), *inner)]
     parts.append(
         tag("p", "Everybody, and who carries the messages, also sees their names, sizes and times.", class_="quiet")
     )

@@ -90,10 +90,10 @@ def _page(runs: list[Run], title: str, rows: Rows | Mapping[str, Rows] | None, b
         tag("style", Html(style)),
     )
     done = sum(run.abort is None for run in runs)
-    told = f"{count(len(runs), 'run')}: {done} completed" + (
+    summary = f"{count(len(runs), 'run')}: {done} completed" + (
         f", {len(runs) - done} aborted." if done < len(runs) else "."
     )
-    header = tag("header", tag("h1", title), tag("p", told, class_="lead"))
+    header = tag("header", tag("h1", title), tag("p", summary, class_="lead"))
     links = [tag("a", "Comparison", href="#comparison")] if rows else []
     links += [tag("a", _heading(run), href=f"#run-{i}") for i, run in enumerate(runs, 1)]
     links.append(tag("a", "How to read this page", href="#how"))
@@ -105,9 +105,9 @@ def _page(runs: list[Run], title: str, rows: Rows | Mapping[str, Rows] | None, b
         compared = tag("section", tag("h2", "Comparison", id="comparison"), *parts)
     articles = [_run(run, i, baselines, unfold=len(runs) <= 2) for i, run in enumerate(runs, 1)]
     main = tag("main", compared, *articles, _how(), id="main", tabindex="-1")
-    made = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
+    date = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
     footer = tag(
-        "footer", tag("p", f"Written by Cloister {__version__} on {made}. This page loads nothing and runs nothing.")
+        "footer", tag("p", f"Written by Cloister {__version__} on {date}. This page loads nothing and runs nothing.")
     )
     skip = tag("a", "Skip to the results", href="#main", class_="skip")
     body = tag("body", skip, header, nav, main, footer)
@@ -215,10 +215,10 @@ def _facts(run: Run) -> Html:
     if began := run.started:
         facts.append(("Started", tag("time", began.replace("T", " ").replace("Z", " UTC"), datetime=began)))
     versions = sorted({str(r.header.get("version", "?")) for r in run.receipts.values()})
-    told = f"Cloister {', '.join(versions) or 'unknown'}"
+    version = f"Cloister {', '.join(versions) or 'unknown'}"
     if set(versions) - {__version__}:
-        told += f"; what is said here about its protocols comes from Cloister {__version__}"
-    facts.append(("Version", told))
+        version += f"; what is said here about its protocols comes from Cloister {__version__}"
+    facts.append(("Version", version))
     for role, plural in {"site": "Sites", "coordinator": "Coordinator", "auxiliary": "Auxiliary servers"}.items():
         if who := [p for p, r in study.parties.items() if r == role]:
             facts.append((plural, names(sorted(who))))

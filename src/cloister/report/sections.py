@@ -51,7 +51,7 @@ def card(run: Run, party: str) -> Html:
     sent, opened = ([r for r in run.rows(party) if r["kind"] == kind] for kind in ("sent", "opened"))
     number, total = sum(r["count"] for r in sent), sum(r["bytes"] for r in sent)
     to = names(dict.fromkeys(r["to"] for r in sent))
-    told = f"Sent {count(number, 'message')}, {size(total)} in all, to {to}" + ("." if not sent else ":")
+    sentence = f"Sent {count(number, 'message')}, {size(total)} in all, to {to}" + ("." if not sent else ":")
     parts = {key: [r for r in sent if _part(r) == key] for key in dict.fromkeys(map(_part, sent))}
     items = [
         tag("li", f"{_purpose(key)[0]}: {count(sum(r['count'] for r in rows), 'message')}, ", _bytes(rows))
@@ -61,7 +61,7 @@ def card(run: Run, party: str) -> Html:
     return tag(
         "div",
         head,
-        tag("p", told if sent else "Sent nothing."),
+        tag("p", sentence if sent else "Sent nothing."),
         tag("ul", *items) if items else None,
         *_opened(party, opened),
         tag("p", tag("strong", "Written here: "), join((tag("code", w) for w in written), ", ")) if written else None,
@@ -88,9 +88,9 @@ def _opened(party: str, rows: list[dict[str, Any]]) -> list[Html]:
     for (name, protocol, line, times), to in list(values.items())[:MOST_OPENED]:
         others = [p for p in to if p != party]
         whom = " and ".join(("for itself",) * (party in to) + (f"to {names(others)}",) * bool(others))
-        told = f"{name}, {whom}" + (f", {times} times" if times > 1 else "")
+        text = f"{name}, {whom}" + (f", {times} times" if times > 1 else "")
         place = join((" (", tag("code", f"{protocol} {line}"), ")"))
-        parts.append(tag("li", tag("span", told, class_="flag warn" if others else None), place))
+        parts.append(tag("li", tag("span", text, class_="flag warn" if others else None), place))
     if len(values) > MOST_OPENED:
         parts.append(tag("li", f"and {len(values) - MOST_OPENED} more, in the tables below"))
     return [tag("p", tag("strong", "Opened:")), tag("ul", *parts)]
@@ -99,7 +99,7 @@ def _opened(party: str, rows: list[dict[str, Any]]) -> list[Html]:
 def purposes(run: Run, *, unfold: bool) -> Html | None:
     """What the messages are for, once for all parties."""
     sent = [r for p in run.parties for r in run.rows(p) if r["kind"] == "sent"]
-    told = [(key, *_purpose(key)) for key in sorted(dict.fromkeys(map(_part, sent)), key=lambda key: key == "abort")]
+    listed = [(key, *_purpose(key)) for key in sorted(dict.fromkeys(map(_part, sent)), key=lambda key: key == "abort")]
     rows = [
         join(
             (
@@ -107,7 +107,7 @@ def purposes(run: Run, *, unfold: bool) -> Html | None:
                 tag("dd", sentence(text)),
             )
         )
-        for key, name, text in told
+        for key, name, text in listed
         if text
     ]
     if not rows:
@@ -230,11 +230,11 @@ def _party_table(party: str, rows: list[dict[str, Any]]) -> Html:
     parts = [table(f"Messages that {party} sent, from its receipt", columns, sent)] if sent else []
     if opened:
         parts.append(table(f"What {party} opened", ("what", "protocol line", "for", "times"), opened))
-    told = (
+    note = (
         f"{party}: {count(sum(r[3] for r in sent), 'message')} sent, {count(sum(r[3] for r in opened), 'value')} opened"
     )
     return (
-        tag("details", tag("summary", told), *parts) if parts else tag("p", f"{party} sent nothing and opened nothing.")
+        tag("details", tag("summary", note), *parts) if parts else tag("p", f"{party} sent nothing and opened nothing.")
     )
 
 

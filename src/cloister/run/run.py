@@ -86,7 +86,7 @@ class Run:
     _rows: dict[str, tuple[int, list[dict[str, Any]]]] = field(default_factory=dict, repr=False)
 
     def __repr__(self) -> str:
-        """One line, for who types `run` in a notebook."""
+        """One line, as a notebook shows it."""
         sent = sum(r["bytes"] for p in self.receipts for r in self.rows(p) if r["kind"] == "sent")
         ended = f"stopped at {', '.join(self.errors)}" if self.errors else "done"
         who = f"{len(self.study.sites)} sites"

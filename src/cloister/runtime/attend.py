@@ -54,7 +54,7 @@ def attend(
     kit.check_limits(policy)
     if kit.role == "site":
         workflow, options = workflows.check_plan(kit.study)
-        workflow.check(open_cells(kit, policy), options)  # the clear sentence, before anybody is bothered
+        workflow.check(open_cells(kit, policy), options)  # bad cells raise here, before the others are contacted
     seen = set(policy.out.glob("*/outcome.json"))
     end = time.monotonic() + (limit or kit.study.patience)
     with _service(kit, {DATA: str(policy.data)} if policy.data else {}) as service:

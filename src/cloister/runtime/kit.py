@@ -117,8 +117,8 @@ class Kit:
         if raw.get("sandbox", SANDBOXES[0]) not in SANDBOXES:
             raise ParameterError(f"{where.name}: 'sandbox' must be one of {', '.join(SANDBOXES)}")
         for key in APPROVE:
-            found = approve.get(key, [])
-            if not isinstance(found, list) or not all(isinstance(x, str) for x in found):
+            approved = approve.get(key, [])
+            if not isinstance(approved, list) or not all(isinstance(x, str) for x in approved):
                 raise ParameterError(f"{where.name} [approve]: '{key}' must be a list of texts, as [\"bin-values\"]")
         limits = _table(raw, "limits")
         _check_keys(limits, {"study", *workflows.names()}, f"{where.name} [limits]")
@@ -170,12 +170,12 @@ class Kit:
 
     def check_limits(self, policy: Policy) -> None:
         """Raise `Refusal` if this party's runs of the study, or of the workflow, are used up."""
-        for key, made in self.runs_so_far().items():
+        for key, runs in self.runs_so_far().items():
             most = policy.limits.get(key)
-            if most is not None and made >= most:
+            if most is not None and runs >= most:
                 what = "of this study" if key == "study" else f"of '{key}'"
                 raise Refusal(
-                    f"'{self.me}' allows {most} runs {what}, and {made} were begun; to allow more, raise {key} under"
+                    f"'{self.me}' allows {most} runs {what}, and {runs} were begun; to allow more, raise {key} under"
                     " [limits] in local/site.toml"
                 )
 
@@ -209,8 +209,8 @@ class Kit:
         for key, value in asked.items():
             values = dict.fromkeys((*getattr(policy, key), value))
             line = f"{key} = {json.dumps([*values])}"
-            text, found = re.subn(rf"^{key} *=.*$", line, text, count=1, flags=re.MULTILINE)
-            if not found:
+            text, replaced = re.subn(rf"^{key} *=.*$", line, text, count=1, flags=re.MULTILINE)
+            if not replaced:
                 raise ParameterError(f"{self.policy_file}: there is no line '{key} = [...]' under [approve]; add it")
         self.policy_file.write_text(text, encoding="utf-8")
         return f"{study.workflow}, mode {study.mode}, study {study.name!r} ({study.digest.hex()})"
@@ -222,10 +222,10 @@ def _check_keys(table: Mapping[str, Any], known: set[str], where: str) -> None:
 
 
 def _table(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    found = raw.get(key, {})
-    if not isinstance(found, Mapping):
+    table = raw.get(key, {})
+    if not isinstance(table, Mapping):
         raise ParameterError(f"site.toml: [{key}] must be a table")
-    return found
+    return table
 
 
 def format_policy(study: Study, role: Role) -> str:

@@ -67,7 +67,7 @@ def spawn_carrier(end: socket.socket) -> subprocess.Popen[bytes]:
 
 def find_addresses(host: str, port: int) -> list[tuple[str, int]]:
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError:
         return []
-    return list(dict.fromkeys((str(sockaddr[0]), port) for *_, sockaddr in found))
+    return list(dict.fromkeys((str(sockaddr[0]), port) for *_, sockaddr in addresses))

@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from cloister.crypto.agreement import Identity, agree, bind, check_signature, key_pair, seal, unseal
 from cloister.crypto.entropy import Entropy
 from cloister.errors import ParameterError, ProtocolAbort, WireError
-from cloister.net import wire
+from cloister.net import values, wire
 from cloister.net.mailbox import Failure, Mailbox
 from cloister.study import Party, Study
 
@@ -213,7 +213,7 @@ class SealedLink:
                     self._mailbox.put(sender, piece)
                 elif self._mailbox.hold(sender, len(piece)):
                     peer.parts += piece
-                    if len(peer.parts) > wire.MAX_FRAME:
+                    if len(peer.parts) > values.MAX_FRAME:
                         raise WireError("a frame that is too long")
                     if kind == LAST:
                         frame = self._all_parts(sender, peer)
@@ -294,9 +294,9 @@ class SealedLink:
                 if self._closing or peer.lost:
                     return None
                 peer.turn.wait()
-            made: list[bytes] = []
+            parts: list[bytes] = []
             if peer.pulse is not None:
-                made += _piece(WHOLE, peer.pulse)
+                parts += _piece(WHOLE, peer.pulse)
                 peer.pulse = None
             room = peer.room
             while peer.frames and room > 0:
@@ -305,11 +305,11 @@ class SealedLink:
                 peer.at += len(part)
                 room -= len(part) + HEADER
                 last = peer.at == len(frame)
-                made += _piece(LAST if last else PART, part)
+                parts += _piece(LAST if last else PART, part)
                 if last:
                     peer.frames.popleft()
                     peer.at = 0
-            return b"".join(made)
+            return b"".join(parts)
 
     def _lose(self, party: Party, why: str) -> None:
         peer = self._peers[party]

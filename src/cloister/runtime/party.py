@@ -93,12 +93,12 @@ class Turn:
         self.link = SealedLink(kit.study, kit.me, run, kit.identity, self.mailbox, ask, self.entropy)
 
     def take(self) -> Ended:
-        """Play this party's part to its end, and write what came of it. Never raises."""
+        """Run this party's part to its end, and write the results or the error. Never raises."""
         kit, run = self.kit, Run(self.kit.study)
         folder = results_folder(kit, self.run)
         try:
             policy = kit.policy()
-            run.outcomes[kit.me] = outcome = self._play(policy, run)
+            run.outcomes[kit.me] = outcome = self._run_part(policy, run)
             save_run(run, folder)
             ended = Ended(self.run, kit.me, "done", str(folder), {}, outcome.result, outcome.cost)
         except BaseException as e:
@@ -110,9 +110,11 @@ class Turn:
         self.over.set()
         return ended
 
-    def _play(self, policy: Policy, run: Run) -> Outcome:
+    def _run_part(self, policy: Policy, run: Run) -> Outcome:
         kit = self.kit
         log.info("run %s of study %r begins: %s, %s", self.run[:8], kit.study.name, kit.study.workflow, kit.study.mode)
+        for note in workflows.warnings_of(kit.study):
+            log.warning(note)
         self.link.start()
         if missing := self.link.meet():
             log.warning("%s did not come", ", ".join(missing))

@@ -63,13 +63,13 @@ def provision(
     if clash := [p for p in study.parties if (out / p).exists()]:
         raise DataError(f"{out / clash[0]} exists already; move it away, or choose another folder with --out")
     out.mkdir(parents=True, exist_ok=True)
-    made = {p: Identity.create(Entropy()) for p in study.parties if p not in study.keys}
-    study = study.with_keys({**study.keys, **{p: i.public for p, i in made.items()}})
+    identities = {p: Identity.create(Entropy()) for p in study.parties if p not in study.keys}
+    study = study.with_keys({**study.keys, **{p: i.public for p, i in identities.items()}})
     with tempfile.TemporaryDirectory(prefix=".kits-", dir=out) as work:
         flare_kits = _flare_kits(study, Path(work), out / AUTHORITY)
         for p, folder in flare_kits.items():
-            if p in made:
-                made[p].save(folder / "identity.key")
+            if p in identities:
+                identities[p].save(folder / "identity.key")
             adopt(folder, study, p)
         for p, folder in flare_kits.items():
             shutil.move(folder, out / p)  # no kit is there before all are whole
@@ -164,8 +164,8 @@ def _flare_kits(study: Study, work: Path, authority: Path) -> dict[Party, Path]:
     known = json.loads((state / "cert.json").read_text())
     kept = json.dumps({k: known[k] for k in (CtxKey.ROOT_CERT, CtxKey.ROOT_PRI_KEY)})  # no party's key
     files.write(authority / "cert.json", kept)
-    made = Path(ctx[CtxKey.CURRENT_PROD_DIR])
-    kits = {p: made / (project.get_server().name if p == hub else p) for p in study.parties}
+    folder = Path(ctx[CtxKey.CURRENT_PROD_DIR])
+    kits = {p: folder / (project.get_server().name if p == hub else p) for p in study.parties}
     return kits
 
 

@@ -170,8 +170,8 @@ class Service:
         """While the coordinator is not reached, look its name up again: the carrier cannot."""
         host, port = str(self.kit.study.network["host"]), int(self.kit.study.network["port"])
         while not self.ending.wait(RESOLVE):
-            found = [] if self.connected else find_addresses(host, port)
-            if found and not pipe.post(Packet(ADDRESSES, data=json.dumps(found).encode())):
+            addresses = [] if self.connected else find_addresses(host, port)
+            if addresses and not pipe.post(Packet(ADDRESSES, data=json.dumps(addresses).encode())):
                 return  # another carrier has its own
 
     def _from_carrier(self, pipe: Pipe, packet: Packet) -> None:
@@ -331,7 +331,7 @@ class Service:
 
 def forget_refusals(results: Path, most: int = REFUSALS) -> None:
     """Keep the latest runs that did not begin: a coordinator that asks for ever must not fill the disk."""
-    found = [f for f in results.iterdir() if f.is_dir() and [x.name for x in f.iterdir()] == ["outcome.json"]]
-    for folder in sorted(found)[: max(0, len(found) - most)]:  # their names begin with the time
+    refused = [f for f in results.iterdir() if f.is_dir() and [x.name for x in f.iterdir()] == ["outcome.json"]]
+    for folder in sorted(refused)[: max(0, len(refused) - most)]:  # their names begin with the time
         (folder / "outcome.json").unlink()
         folder.rmdir()

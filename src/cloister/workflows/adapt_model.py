@@ -111,7 +111,7 @@ def coordinator(seat: Seat, options: Options) -> Outcome:
 # ---- inference -------------------------------------------------------------------------------------------------------
 
 
-def load(options: Any) -> tuple[Any, model_card.Told]:
+def load(options: Any) -> tuple[Any, model_card.Announcement]:
     """The provider's model and what it tells of it; raises if it cannot compute where it is meant to."""
     devices.check(options.device)
     encoder = Encoder.load(options.model)
@@ -150,7 +150,7 @@ def inputs_of(adata: AnnData, card: Mapping[str, Any]) -> Any:
     return cell_inputs(x / float(card["unit"]))
 
 
-def ask(seat: Seat, options: Any, told: model_card.Told, inputs: Any) -> Any:
+def ask(seat: Seat, options: Any, told: model_card.Announcement, inputs: Any) -> Any:
     """The taps of these samples, (n, taps, r)."""
     params = inference_params(seat, options, told)
     if seat.mode == "published":
@@ -158,7 +158,7 @@ def ask(seat: Seat, options: Any, told: model_card.Told, inputs: Any) -> Any:
     return seat.run(encrypted_inference.owner, params, inputs)
 
 
-def answer(seat: Seat, options: Any, told: model_card.Told, encoder: Any) -> Any:
+def answer(seat: Seat, options: Any, told: model_card.Announcement, encoder: Any) -> Any:
     ledger, params = ledger_of(options), inference_params(seat, options, told)
     if seat.mode == "published":  # on a CPU always
         return seat.run(permuted_inference.provider, params, encoder, ledger)
@@ -172,7 +172,7 @@ def ledger_of(options: Any) -> encrypted_inference.Ledger:
     return encrypted_inference.Ledger(Path(options.ledger or f"{options.model}.ledger.json"))
 
 
-def inference_params(seat: Seat, options: Any, told: model_card.Told) -> Any:
+def inference_params(seat: Seat, options: Any, told: model_card.Announcement) -> Any:
     module = permuted_inference if seat.mode == "published" else encrypted_inference
     return module.Params(seat.sites, seat.coordinator, told.shape, told.crypto, options.budget)
 
@@ -206,7 +206,9 @@ def check_classes(seat: Seat, options: Options, mine: Any) -> None:
         raise ParameterError(f"no site has a sample labelled '{lacking[0]}'; take it off the list of labels")
 
 
-def train(adata: AnnData, seat: Seat, options: Options, told: model_card.Told, taps: Any) -> tuple[Trained, Any]:
+def train(
+    adata: AnnData, seat: Seat, options: Options, told: model_card.Announcement, taps: Any
+) -> tuple[Trained, Any]:
     import torch
 
     from cloister.models.adapter import Adapted, Config, make
@@ -231,7 +233,7 @@ def train(adata: AnnData, seat: Seat, options: Options, told: model_card.Told, t
     return trained, Adapted(trained.learner.model.eval(), trained.labels, told.digest)
 
 
-def training_params(seat: Seat, options: Options, told: model_card.Told) -> Params:
+def training_params(seat: Seat, options: Options, told: model_card.Announcement) -> Params:
     local = {k: v for k, v in vars(options).items() if k not in ("model", "ledger", "device", "key_added")}
     return Params(
         seat.sites,
@@ -245,11 +247,13 @@ def training_params(seat: Seat, options: Options, told: model_card.Told) -> Para
     )
 
 
-def loss_params(seat: Seat, told: model_card.Told, labels: int) -> Any:
+def loss_params(seat: Seat, told: model_card.Announcement, labels: int) -> Any:
     return encrypted_loss.Params(seat.sites, seat.coordinator, told.crypto, labels)
 
 
-def loss_of(seat: Seat, options: Options, told: model_card.Told, adapted: Adapted, taps: Any, names: Any) -> float:
+def loss_of(
+    seat: Seat, options: Options, told: model_card.Announcement, adapted: Adapted, taps: Any, names: Any
+) -> float:
     """Published mode: the mean loss by the provider's hand, on encrypted labels and predictions."""
     at = np.flatnonzero([name is not None for name in names])
     codes = np.array([adapted.labels.index(names[i]) for i in at])
@@ -267,7 +271,7 @@ def write(adata: AnnData, key_added: str, adapted: Adapted, taps: Any) -> None:
     adata.obsm[f"{key_added}_features"] = np.asarray(taps).reshape(len(taps), -1)
 
 
-def summary(options: Options, told: model_card.Told, trained: Trained, parameters: int) -> dict[str, Any]:
+def summary(options: Options, told: model_card.Announcement, trained: Trained, parameters: int) -> dict[str, Any]:
     found: dict[str, Any] = {
         "labels": list(trained.labels),
         "parameters": parameters,

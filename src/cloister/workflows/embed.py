@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -74,8 +73,8 @@ def embed(
 
     `adata.obsm[key_added]` : array (n_cells, width) of float32
         One unit vector per cell.
-    `adata.uns[key_added]` : :class:`str`
-        JSON: digest of the checkpoint, how many genes the vocabulary knew, the options.
+    `adata.uns[key_added]` : :class:`dict`
+        Digest of the checkpoint, how many genes the vocabulary knew, the options.
     """
     from cloister.models import scgpt
 
@@ -99,9 +98,8 @@ def embed(
     tokens = {"binned": binning == "none", "cls_value": cls_value, "seed": seed}
     adata.obsm[key_added] = vectors(adata, layer, loaded, ids, tokens, batch_size, device)
     space = digest_of(loaded.digest, binning, edges_of(adata) if binning == "none" else "", cls_value, seed)
-    told = {"digest": loaded.digest, "space": space, "trained": loaded.trained, "genes_known": int((ids >= 0).sum())}
-    told |= {"genes": adata.n_vars, "binning": binning, "cls_value": cls_value, "seed": seed}
-    adata.uns[key_added] = json.dumps(told)
+    notes = {"digest": loaded.digest, "space": space, "trained": loaded.trained, "genes_known": int((ids >= 0).sum())}
+    adata.uns[key_added] = notes | {"genes": adata.n_vars, "binning": binning, "cls_value": cls_value, "seed": seed}
     return adata if copy else None
 
 

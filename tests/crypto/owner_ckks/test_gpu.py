@@ -105,8 +105,8 @@ def test_shelves_beyond_the_card_lie_in_the_hosts_memory(where):
     for shelf in (inside, outside):
         shelf.put(0, card.put(x[:2]))
         shelf.put(2, card.put(x[2:]))
-        np.testing.assert_array_equal(card.host(shelf.take([1, 2], 2)), x[1:])
-        np.testing.assert_array_equal(card.host(shelf.take([2, 0, 2], 1)), x[[2, 0, 2], :, :1])
+        np.testing.assert_array_equal(card.host(shelf.read([1, 2], 2)), x[1:])
+        np.testing.assert_array_equal(card.host(shelf.read([2, 0, 2], 1)), x[[2, 0, 2], :, :1])
     del inside, shelf
     assert gpu.CardPool.taken == before
 

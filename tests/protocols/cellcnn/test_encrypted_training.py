@@ -23,6 +23,8 @@ from cloister.protocols.cellcnn import (
     encrypted_training,
     oblivious_prediction,
     private_prediction,
+    training_opening,
+    training_state,
 )
 from cloister.protocols.cellcnn.encrypted_training import Params
 from cloister.protocols.cellcnn.key_store import KeyStore
@@ -113,8 +115,7 @@ def test_a_guess_of_a_batch_cannot_be_checked(trained):
     site = values(run)[PARTIES[0]]
     c, (X, Y) = ckks.context(p.ckks), data[PARTIES[0]]
     first, second = (
-        encrypted_training.gradient_ciphers(c, p.layout, site.model, X[0], Y[0], site.keys, Entropy())[0]
-        for _ in range(2)
+        training_state.gradient_ciphers(c, p.layout, site.model, X[0], Y[0], site.keys, Entropy())[0] for _ in range(2)
     )
     assert (first != second).mean(axis=(1, 2)).min() > 0.99
 
@@ -396,7 +397,7 @@ def test_consent_and_batches_are_checked_before_anything_is_sent():
     assert isinstance(run.errors[PARTIES[0]], RefusedError)
     for bad in (data[PARTIES[0]][0][:1], 100 + data[PARTIES[0]][0], data[PARTIES[0]][0] * np.nan):
         with pytest.raises(DataError):
-            encrypted_training.check_batches(p.config, bad, data[PARTIES[0]][1])
+            cellcnn.check_batches(p.config, bad, data[PARTIES[0]][1])
 
 
 def test_k6_a_rate_at_which_training_diverges_is_refused_before_anything_is_sent():
@@ -412,7 +413,7 @@ def test_k6_a_rate_at_which_training_diverges_is_refused_before_anything_is_sent
     nan = cellcnn.Weights(*(np.full((2, 2), np.nan) for _ in range(4)))
     for bad in (nan, before):
         with pytest.raises(ProtocolAbort, match="diverged"):
-            encrypted_training.check_weights(bad)
+            training_opening.check_weights(bad)
 
 
 @pytest.mark.parametrize(("kind", "code"), [pytest.param("model", "told", marks=pytest.mark.slow), ("gradient", "sum")])

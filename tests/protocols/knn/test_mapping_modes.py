@@ -9,7 +9,7 @@ import pytest
 
 from cloister.attacks import trilateration
 from cloister.errors import DataError, ParameterError
-from cloister.protocols.knn import mapping_terms, plain_knn, private_knn, published_knn
+from cloister.protocols.knn import mapping_terms, nearest_labels, plain_knn, private_knn, published_knn
 from cloister.protocols.sharing import replicated
 from cloister.study import Party
 from cloister.testing import (
@@ -184,8 +184,8 @@ def spied(module, c):
 def test_trilateration_works_on_plain_and_has_nothing_to_work_on_in_hardened():
     dims, n, m, k = 4, 60, 200, 10
     hardened = case(m=m, rows=(n,), dims=dims, k=k, pads=0, computing=(ASK, NAMES[0], HUB))
-    truth = private_knn.encode(hardened.params, hardened.inputs[NAMES[0]][0]).astype(float)
-    q = private_knn.encode(hardened.params, hardened.inputs[ASK][0]).astype(float)
+    truth = nearest_labels.encode(hardened.params, hardened.inputs[NAMES[0]][0]).astype(float)
+    q = nearest_labels.encode(hardened.params, hardened.inputs[ASK][0]).astype(float)
 
     seen = spied(plain_knn, Case(plain_knn.Params(hardened.params, HUB), hardened.inputs))
     queries = next(x.q for x in seen if isinstance(x, plain_knn.Queries))

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cloister.protocols.knn import private_knn
+from cloister.protocols.knn import nearest_labels, private_knn
 from cloister.testing import Case, run_protocol, values
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -26,8 +26,8 @@ PEERS = Path(__file__).parents[3] / "benchmarks" / "mapping_peers.py"
 @pytest.mark.skipif(not SPU, reason="CLOISTER_SPU_PYTHON names no interpreter that has SPU")
 def test_spu_gives_the_same_labels(tmp_path):
     c = case(m=20, rows=(60, 50), dims=5, labels=6, k=5, pads=0, bits=32, seed=7)
-    q = private_knn.encode(c.params, c.inputs[ASK][0])
-    r = np.concatenate([private_knn.encode(c.params, c.inputs[p][0]) for p in NAMES[:2]])
+    q = nearest_labels.encode(c.params, c.inputs[ASK][0])
+    r = np.concatenate([nearest_labels.encode(c.params, c.inputs[p][0]) for p in NAMES[:2]])
     y = np.concatenate([c.inputs[p][1] for p in NAMES[:2]])
     np.savez(tmp_path / "in.npz", q=q, r=r, labels=y, k=5, count=6)
     subprocess.run(

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cloister.errors import DataError, ParameterError
-from cloister.protocols.knn import private_knn
-from cloister.protocols.knn.private_knn import UNKNOWN
+from cloister.protocols.knn import nearest_labels, private_knn
+from cloister.protocols.knn.nearest_labels import UNKNOWN
 from cloister.protocols.sharing.replicated import Trio
 from cloister.run.rehearsal import Fault
 from cloister.study import Party
@@ -248,4 +248,4 @@ def test_the_scale_uses_the_ring_and_never_leaves_it():
         assert (4 * p.norm**2 + 2) << p.label_bits <= 1 << (p.ring.bits - 1)
         assert (4 * (p.norm + 2) ** 2 + 2) << p.label_bits > 1 << (p.ring.bits - 1)
         x = np.full((1, 3), p.bound / np.sqrt(3)) * (1 - 1e-12)
-        assert (private_knn.encode(p, x) ** 2).sum() <= p.norm**2
+        assert (nearest_labels.encode(p, x) ** 2).sum() <= p.norm**2

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from cloister.errors import DataError, ParameterError
 from cloister.protocols.knn import verified_knn
-from cloister.protocols.knn.private_knn import UNKNOWN
+from cloister.protocols.knn.nearest_labels import UNKNOWN
 from cloister.study import Party
 from cloister.testing import (
     Case,

@@ -48,7 +48,7 @@ def test_ideal(sizes, engine):
 
 
 def test_in_blocks_of_rows(monkeypatch):
-    monkeypatch.setattr(verified_graph, "BLOCK", 40)
+    monkeypatch.setattr(private_graph, "BLOCK", 40)
     check_ideal(verified_graph, [case()], agree=same_array)
 
 

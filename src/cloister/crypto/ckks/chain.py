@@ -23,7 +23,7 @@ SECURITY = 40  # bits, of everything that hides statistically
 MASKED = 1 << 12  # polynomials that are refreshed in one run, at most
 OPENINGS = 64  # under one key, at most
 HIDING_BITS = SECURITY + MASKED.bit_length() // 2  # of a mask over the message
-WRAP_BITS = 36  # a coefficient of a refresh goes round, and spoils the result, once in 2^this
+WRAP_BITS = 36  # a coefficient of a refresh wraps modulo Q, and spoils the result, with probability 2^-this
 
 
 def flood_bits(params: Parameters, noise: float) -> int:

@@ -110,8 +110,8 @@ class Context:
         self.seal_context = seal.SEALContext(p, expand_mod_chain=True, sec_level=seal.sec_level_type.tc128)
         if not self.seal_context.parameters_set():
             raise ParameterError(f"SEAL refuses these parameters: {self.seal_context.parameter_error_message()}")
-        found = self.seal_context.key_context_data().parms().coeff_modulus()
-        self.primes = tuple(int(m.value()) for m in found)
+        moduli = self.seal_context.key_context_data().parms().coeff_modulus()
+        self.primes = tuple(int(m.value()) for m in moduli)
         self.ring: Ring = ring(params.degree, self.primes)
         self.encoder = seal.CKKSEncoder(self.seal_context)
         self.evaluator = seal.Evaluator(self.seal_context)
@@ -180,15 +180,15 @@ class Context:
     def encrypt(self, key: PublicKey, values: F64, k: int, scale: float, entropy: Entropy) -> Cipher:
         """(b·u + e0 + m, a·u + e1) at k primes, u ternary."""
         check_entropy(entropy)
-        made = self._zero(key, k, entropy.prg())
-        self.ring.add(made[0], self.plain_residues(values, k, scale))
-        return self.cipher(made, scale)
+        polys = self._zero(key, k, entropy.prg())
+        self.ring.add(polys[0], self.plain_residues(values, k, scale))
+        return self.cipher(polys, scale)
 
     def encrypt_public(self, key: PublicKey, values: F64, k: int, scale: float) -> Cipher:
         """(b + m, a): values that everybody knows, in a ciphertext that everybody makes alike. It hides nothing."""
-        made = np.stack([key.b[:k], key.a[:k]])
-        self.ring.add(made[0], self.exact_residues(values, k, scale))
-        return self.cipher(made, scale)
+        polys = np.stack([key.b[:k], key.a[:k]])
+        self.ring.add(polys[0], self.exact_residues(values, k, scale))
+        return self.cipher(polys, scale)
 
     def rerandomise(self, key: PublicKey, ct: Cipher, entropy: Entropy) -> Cipher:
         """The same slots plus a fresh encryption of zero: what went into `ct` no longer shows in its polynomials.

@@ -341,7 +341,7 @@ class CardShelf:
     def put(self, start: int, cts: Tensor) -> None:
         self._rows[start : start + len(cts)].copy_(cts)
 
-    def take(self, which: Sequence[int], k: int) -> Tensor:
+    def read(self, which: Sequence[int], k: int) -> Tensor:
         """Ciphertexts (len(which), p, k, N) at their first k primes."""
         at = np.asarray(which, np.int64)
         if len(at) and (np.diff(at) == 1).all():

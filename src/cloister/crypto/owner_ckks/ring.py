@@ -77,7 +77,7 @@ class Opening:
 
     @property
     def hiding(self) -> float:
-        """A coefficient goes round, and is lost, once in 2^this."""
+        """-log2 of the probability that a coefficient wraps modulo Q, and is lost."""
         return self.mask_bits - 1 - self.message_bits
 
     @property
@@ -107,14 +107,14 @@ def fraction(f: float) -> tuple[int, int]:
 def primes_of(params: Parameters) -> tuple[int, ...]:
     step = 2 * params.degree
     q = (1 << params.bits) // step * step + 1
-    found: list[int] = []
-    while len(found) < params.count:
+    primes: list[int] = []
+    while len(primes) < params.count:
         q -= step
         if q < 1 << (params.bits - 1):
             raise ParameterError(f"there are not {params.count} primes of {params.bits} bits for this ring")
         if _is_prime(q):
-            found.append(q)
-    return tuple(found)
+            primes.append(q)
+    return tuple(primes)
 
 
 def _is_prime(n: int) -> bool:
@@ -157,9 +157,9 @@ class Narrow:
     """Arithmetic of the ring in 32-bit words, for primes of at most 28 bits; the same order of values as `Ring`."""
 
     def __init__(self, params: Parameters) -> None:
-        from cloister.crypto.owner_ckks import kernels as block_kernels
+        from cloister.crypto.owner_ckks import kernels, transforms
 
-        self.kernels, self.degree = block_kernels, params.degree
+        self.kernels, self._transforms, self.degree = kernels, transforms, params.degree
         self.wide: Ring = ring(params.degree, primes_of(params))
         self.primes = self.wide.primes
         self.q = self.wide.q.astype(np.uint32)
@@ -182,18 +182,20 @@ class Narrow:
 
     def _across(self, table: U32) -> U32:
         """Factors of the last butterflies, in rows that run across blocks."""
-        rows, size = [], self.kernels.LATE
+        rows, size = [], self._transforms.LATE
         blocks = self.degree // size
         for groups in (1 << i for i in range(size.bit_length() - 1)):
             rows += [table[:, blocks * groups + np.arange(blocks) * groups + b] for b in range(groups)]
         return np.ascontiguousarray(np.stack(rows, axis=1))
 
     def forward(self, a: Residues) -> Residues:
-        self.kernels.forward(a, self._w, self._ws, self._late[0], self._late[1], self.q)
+        self._transforms.forward(a, self._w, self._ws, self._late[0], self._late[1], self.q)
         return a
 
     def backward(self, a: Residues) -> Residues:
-        self.kernels.backward(a, self._v, self._vs, self._late[2], self._late[3], self.q, self._n_inv, self._n_inv_s)
+        self._transforms.backward(
+            a, self._v, self._vs, self._late[2], self._late[3], self.q, self._n_inv, self._n_inv_s
+        )
         return a
 
     def constant(self, c: int, k: int) -> Residues:
@@ -250,10 +252,10 @@ class Narrow:
 
 def times_shift(words: U32, how: Opening) -> U32:
     """⌊words·f⌋."""
-    from cloister.crypto.owner_ckks import kernels as block_kernels
+    from cloister.crypto.owner_ckks import kernels
 
     out = np.empty((-(-how.fresh_bits // 32), words.shape[1]), np.uint32)
-    block_kernels.times_shift(words, np.uint32(how.factor), how.shift, out)
+    kernels.times_shift(words, np.uint32(how.factor), how.shift, out)
     return out
 
 

@@ -8,10 +8,10 @@ either: a stretch of work ends before its scale fills the modulus, with a blinde
     owner      x' = ⌊(m + M mod Q)·f⌋       re-encrypted; f = scale wanted / scale found, a 32-bit fraction
     provider   c'' = x' - ⌊M·f⌋             an encryption of m·f ± 1, unless m + M went round
 
-M hides m and the noise perfectly, however large they are: a mask of fewer bits would show the leading ones of a message
-beyond its interval, and an owner can make messages as large as it likes. m is 2^hiding times smaller than Q, so a
-coefficient goes round once in 2^hiding. Enc(0), with fresh randomness in every polynomial, hides c_1 and c_2, from
-which the owner, who knows its own randomness, would read the weights.
+M hides m and the noise perfectly, however large they are: a mask of fewer bits would show the leading ones of a
+message beyond its interval, and an owner can make messages as large as it likes. m is 2^hiding times smaller than Q,
+so a coefficient wraps modulo Q with probability 2^-hiding. Enc(0), with fresh randomness in every polynomial, hides
+c_1 and c_2, from which the owner, who knows its own randomness, would read the weights.
 
 Primes have at most 28 bits: a linear layer is then a float64 matrix product over residues, exact as long as
 Σ|w|·q < 2^53, and tensor products add up in one word.

@@ -30,11 +30,11 @@ class Pool:
     def shelf(self, n: int, p: int, k: int, degree: int) -> Shelf:
         size = n * p * k * degree * 4
         inside = self.used + size <= self.memory
-        made = Shelf((n, p, k, degree), inside=inside)
+        shelf = Shelf((n, p, k, degree), inside=inside)
         if inside:
             self.used += size
-            weakref.finalize(made, self._free, size)
-        return made
+            weakref.finalize(shelf, self._free, size)
+        return shelf
 
     def _free(self, size: int) -> None:
         self.used -= size
@@ -59,7 +59,7 @@ class Shelf:
         while done < len(raw):
             done += os.pwrite(self._file.fileno(), raw[done:], at + done)
 
-    def take(self, which: Sequence[int], k: int) -> U32:
+    def read(self, which: Sequence[int], k: int) -> U32:
         """Ciphertexts (len(which), p, k, N) at their first k primes."""
         at = np.asarray(which, np.int64)
         if self._rows is not None:

@@ -40,8 +40,8 @@ class Ladder:
 
     def __post_init__(self) -> None:
         if self.ckks.per_level != 1 or self.ckks.levels not in SPENT:
-            found = f"{self.ckks.levels} levels of {self.ckks.per_level}"
-            raise ParameterError(f"training needs 6 or 7 level primes, one per level; these parameters have {found}")
+            there = f"{self.ckks.levels} levels of {self.ckks.per_level}"
+            raise ParameterError(f"training needs 6 or 7 level primes, one per level; these parameters have {there}")
 
     @property
     def spent(self) -> tuple[int, int, int]:

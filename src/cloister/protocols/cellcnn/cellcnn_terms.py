@@ -60,8 +60,8 @@ class Terms(NamedTuple):
 
 
 def ideal(params: Params, xs: Mapping[Party, tuple[list[str], list[str]]]) -> dict[Party, Terms]:
-    found = combine({u: Names(tuple(m), tuple(c)) for u, (m, c) in xs.items()})
-    return dict.fromkeys((params.coordinator, *params.sites), found)
+    terms = combine({u: Names(tuple(m), tuple(c)) for u, (m, c) in xs.items()})
+    return dict.fromkeys((params.coordinator, *params.sites), terms)
 
 
 def roles(params: Params) -> dict[Party, object]:
@@ -73,20 +73,20 @@ def cost(params: Params, names: int = 0) -> dict[Party, tuple[int, int]]:
     return {params.coordinator: (n, n * names)} | dict.fromkeys(params.sites, (1, names))
 
 
-def combine(told: Mapping[Party, Names]) -> Terms:
+def combine(names: Mapping[Party, Names]) -> Terms:
     """Raise unless all sites have the same markers, and there are two classes."""
-    common = tuple(genes.genes_in_common({u: list(m.markers) for u, m in told.items()}))
-    for u, m in told.items():
+    common = tuple(genes.genes_in_common({u: list(m.markers) for u, m in names.items()}))
+    for u, m in names.items():
         extra = sorted({genes.plain_name(x) for x in m.markers} - set(common))
         if extra:
-            lacking = sorted(v for v, o in told.items() if extra[0] not in {genes.plain_name(x) for x in o.markers})
+            lacking = sorted(v for v, o in names.items() if extra[0] not in {genes.plain_name(x) for x in o.markers})
             raise ProtocolAbort(
                 NAME,
                 "L1",
                 "marker-missing",
                 f"'{u}' has the marker '{extra[0]}', which {', '.join(lacking)} lack(s); drop or rename it everywhere",
             )
-    classes = tuple(sorted({c for m in told.values() for c in m.classes}))
+    classes = tuple(sorted({c for m in names.values() for c in m.classes}))
     if len(classes) < 2:
         raise ProtocolAbort(NAME, "L1", "one-class", f"all donors of all sites are '{classes[0]}'; two classes needed")
     return Terms(common, classes)
@@ -96,10 +96,10 @@ async def site(ch: Channel, params: Params, markers: list[str], classes: list[st
     if not markers or not classes:
         raise DataError("CellCnn needs at least one marker and one class at every site")
     await ch.send(params.coordinator, Names(tuple(markers), tuple(classes)))  # L1
-    told = await ch.recv(params.coordinator, Agreed)  # L2
-    if not set(classes) <= set(told.classes):
+    agreed = await ch.recv(params.coordinator, Agreed)  # L2
+    if not set(classes) <= set(agreed.classes):
         raise ProtocolAbort(NAME, "L2", "classes", "a class of this site is missing from the agreed ones")
-    return Terms(told.markers, told.classes)
+    return Terms(agreed.markers, agreed.classes)
 
 
 async def coordinator(ch: Channel, params: Params) -> Terms:

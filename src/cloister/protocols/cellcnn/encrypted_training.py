@@ -55,7 +55,7 @@ References
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -70,38 +70,29 @@ from cloister.net import wire
 from cloister.net.channel import Channel
 from cloister.net.wire import message
 from cloister.protocols.cellcnn import encrypted_validation
-from cloister.protocols.cellcnn.cellcnn_circuit import VALUE_BITS, Layout, aggregated_product, gradient
+from cloister.protocols.cellcnn.cellcnn_circuit import VALUE_BITS, Layout
 from cloister.protocols.cellcnn.key_store import KeyStore
-from cloister.protocols.cellcnn.training_keys import Keys, load_keys, make_keys
-from cloister.protocols.cellcnn.training_refreshes import STAGES, opening, refreshes
-from cloister.protocols.ckks import (
-    collective_audit,
-    collective_key,
-    collective_refresh,
-    collective_relin,
-    collective_rotation,
-    threshold_decrypt,
-)
-from cloister.protocols.ckks.collective_audit import Book, check_holders
+from cloister.protocols.cellcnn.training_keys import Keys, key_costs, load_keys, make_keys
+from cloister.protocols.cellcnn.training_opening import open_at_aggregator, open_at_site, part_params
+from cloister.protocols.cellcnn.training_refreshes import STAGES, refreshes
+from cloister.protocols.cellcnn.training_state import State, gradient_ciphers
+from cloister.protocols.ckks import collective_audit, collective_refresh, threshold_decrypt
+from cloister.protocols.ckks.collective_audit import Book, Collective
 from cloister.protocols.ckks.collective_key import added, read
 from cloister.study import Party
 
 NAME = "encrypted_training"
-LARGEST_WEIGHT, LARGEST_LOGIT = 32.0, 16.0  # at a site that trains alone in the clear
 
 
 @dataclass(frozen=True, slots=True)
-class Params:  # public
-    holders: tuple[Party, ...]
-    aggregator: Party  # S
-    ckks: ckks.Parameters
+class Params(Collective):  # public
     config: cellcnn.Config
     open_model: bool = False
     validate_every: int = 0  # steps; 0: never
     held_out: int = 0  # inputs of each site that validation uses
 
     def __post_init__(self) -> None:
-        check_holders(self.holders, self.aggregator)
+        Collective.__post_init__(self)
         L = self.layout
         if self.open_model and L.opening_error > 1e-3:
             raise ParameterError(
@@ -116,14 +107,6 @@ class Params:  # public
                 f"{self.config.steps} steps refresh {masked} polynomials and open {opened}; masks and floods hide"
                 f" {MASKED} and {OPENINGS} to 2^-40. Use fewer steps, or validate less often"
             )
-
-    @property
-    def auditor(self) -> Party:
-        return self.holders[0]
-
-    @property
-    def audit(self) -> collective_audit.Params:
-        return collective_audit.Params(self.holders, self.aggregator, self.ckks)
 
     @property
     def layout(self) -> Layout:
@@ -183,7 +166,7 @@ class NewModel:  # S → i; the second polynomials are the refresh's public ones
 
 @dataclass
 class Trained:
-    """What a party takes away."""
+    """What a party has at the end."""
 
     params: Params
     keys: Keys
@@ -206,11 +189,7 @@ def cost(params: Params) -> dict[Party, tuple[int, int]]:
     """Without a checkpoint."""
     c, P, n, L, todo = ckks.context(params.ckks), params.ckks, len(params.holders), params.layout, refreshes(params)
     G, steps = len(L.groups), params.config.steps
-    parts = [dict.fromkeys(params.holders, (1, 0)) | {params.aggregator: (n, 0)}]
-    who = (params.holders, params.aggregator, P)
-    parts.append(collective_key.cost(collective_key.Params(*who)))
-    parts.append(collective_relin.cost(collective_relin.Params(*who)))
-    parts += [collective_rotation.cost(collective_rotation.Params(*who, steps=(s,))) for s in L.rotations]
+    parts = [dict.fromkeys(params.holders, (1, 0)) | {params.aggregator: (n, 0)}, *key_costs(params)]
     step = [collective_refresh.cost(todo[name].params, audited=False) for name in STAGES]
     sums = 2 * G * c.packed(P.base)
     step.append(dict.fromkeys(params.holders, (1, sums)))
@@ -219,106 +198,16 @@ def cost(params: Params) -> dict[Party, tuple[int, int]]:
     parts += step * steps
     if params.open_model:
         parts.append(collective_refresh.cost(todo["opening"].params))
-        parts += [threshold_decrypt.cost(opening(params, a)) for a in range(L.archives)]
+        parts += [threshold_decrypt.cost(part_params(params, a)) for a in range(L.archives)]
     if params.validate_every:
         parts += [encrypted_validation.cost(params.validation)] * (steps // params.validate_every)
     return added(*parts)
-
-
-def check_batches(c: cellcnn.Config, X: F64, Y: F64) -> None:
-    if X.shape != (c.steps, c.batch, c.markers) or Y.shape != (c.steps, c.batch, c.classes):
-        raise DataError(
-            f"expected batches of shape {(c.steps, c.batch, c.markers)} and labels {(c.steps, c.batch, c.classes)},"
-            f" found {X.shape} and {Y.shape}"
-        )
-    if not np.isfinite(X).all() or np.abs(X).max() > 2.0**5:
-        raise DataError("a marker's mean lies beyond ±32 or is missing; standardise the markers first")
-
-
-def check_rate(c: cellcnn.Config, X: F64, Y: F64) -> None:
-    """Refuse to begin where this site's own data, trained alone in the clear, would diverge."""
-    weight, logit = cellcnn.largest(c, X, Y)
-    if not (weight <= LARGEST_WEIGHT and logit <= LARGEST_LOGIT):
-        raise ParameterError(
-            f"with learning rate {c.learning_rate:g} and momentum {c.momentum:g} the training diverges on this site's"
-            " own data; agree on a smaller learning rate. Nothing was sent"
-        )
-
-
-def check_weights(w: cellcnn.Weights) -> cellcnn.Weights:
-    """Raise unless these are the weights of a training that converged: W, V, M and momenta within their bounds."""
-    largest = max(float(np.abs(x).max()) for x in (w.W, w.V, w.vW, w.vV))
-    if not largest <= 2.0**VALUE_BITS:
-        raise ProtocolAbort(
-            NAME, "L5", "diverged", "the opened weights are beyond ±64: the training diverged, or was spoilt"
-        )
-    return w
-
-
-# ---- what was kept ---------------------------------------------------------------------------------------------------
 
 
 def load_trained(params: Params, store: KeyStore, *, site: bool) -> Trained:
     """An encrypted model from a party's folder, for prediction."""
     state = store.get_state(ckks.context(params.ckks), params.tag, params.config.steps)
     return Trained(params, load_keys(params, store, site=site), state["model"])
-
-
-# ---- what the aggregator computes, and the auditor after it ----------------------------------------------------------
-
-
-@dataclass
-class State:
-    """[M], [W], [V] and [A] after a step."""
-
-    model: list[ckks.Cipher]
-    W: list[ckks.Cipher]
-    V: list[ckks.Cipher]
-    archive: list[ckks.Cipher]
-
-    @classmethod
-    def initial(cls, params: Params, keys: Keys) -> State:
-        """The public initial weights, in ciphertexts that everybody makes alike."""
-        c, L, P, w = ckks.context(params.ckks), params.layout, params.ckks, cellcnn.initial(params.config)
-
-        def encrypt(values: F64, k: int) -> ckks.Cipher:
-            return c.encrypt_public(keys.public, values, k, P.scale)
-
-        return cls(
-            [encrypt(L.model_slots(w.M, g), P.top) for g in L.groups],
-            [encrypt(L.filter_slots(w.W), L.ladder.one)],
-            [encrypt(L.dense_slots(w.V, g), L.ladder.one) for g in L.groups],
-            [encrypt(values, P.base) for values in L.archive(w)],
-        )
-
-    def products(self, c: ckks.Context, Z: Sequence[ckks.Cipher], relin: object) -> list[ckks.Cipher]:
-        """[Z ⊙ W], [Z ⊙ V] and [A]: what the update is made of."""
-        by_W = [aggregated_product(c, z, self.W[0], relin) for z in Z]
-        by_V = [aggregated_product(c, z, v, relin) for z, v in zip(Z, self.V, strict=True)]
-        return [*by_W, *by_V, *self.archive]
-
-    def updated(self, new: Sequence[ckks.Cipher]) -> State:
-        """After the second refresh; [M] still is the old one."""
-        at = len(self.archive)
-        return State(self.model, [new[at]], list(new[at + 1 :]), list(new[:at]))
-
-    def factors(self, c: ckks.Context, relin: object) -> list[ckks.Cipher]:
-        """[W' ⊙ V'], of which [M'] is made."""
-        return [aggregated_product(c, self.W[0], v, relin) for v in self.V]
-
-
-def gradient_ciphers(
-    c: ckks.Context, L: Layout, model: Sequence[ckks.Cipher], X: F64, Y: F64, keys: Keys, entropy: Entropy
-) -> list[U64]:
-    """[Z] of every class group, added over the chunks of the batch; no two calls give the same polynomials."""
-    found = []
-    for M, group in zip(model, L.groups, strict=True):
-        total = None
-        for at in range(0, len(X), L.I):
-            Z = gradient(L, M, X[at : at + L.I], Y[at : at + L.I, list(group)], keys.relin, keys.rotation)
-            total = Z if total is None else c.evaluator.add(total, Z)
-        found.append(c.raw(c.rerandomise(keys.public, total, entropy))[0])
-    return found
 
 
 def read_ciphers(params: Params, got: Gradient | Summed, line: str, sender: Party) -> list[U64]:
@@ -343,27 +232,26 @@ async def holder(
     entropy: Entropy,
     consent: frozenset[str],
 ) -> Trained:
-    """Play a site. X (steps, n, m) and one-hot Y (steps, n, o) are its batches; they never leave it.
+    """A site's part. X (steps, n, m) and one-hot Y (steps, n, o) are its batches; they never leave it.
 
     `held` are inputs and labels for validation, if the parties agreed on it.
     """
     if params.open_model and "open-model" not in consent:
         raise RefusedError("this site did not consent to opening the model; allow it, or train with open_model=False")
-    check_batches(params.config, X, Y)
-    check_rate(params.config, X, Y)
+    cellcnn.check_batches(params.config, X, Y)
+    cellcnn.check_rate(params.config, X, Y)
     if params.validate_every:
         encrypted_validation.check_consent(consent)
         if held is None:
             raise DataError("validation needs held-out inputs; hold some out, or agree on validate_every=0")
         encrypted_validation.check_samples(params.validation, *held)
     keys, step = await begin(ch, params, store, entropy)
-    site = Site(ch, params, keys, entropy, state_at(params, keys, store, step))
+    site = Site(ch, params, keys, entropy, State.after(step, params, keys, store))
     losses: dict[int, float] = {}
     for t in range(step, params.config.steps):
         ch.step(f"step {t + 1} of {params.config.steps}: gradient", protocol=NAME, line="L3")
         await site.train(t, X[t], Y[t])
-        if store is not None:
-            store.put_state(ckks.context(params.ckks), params.tag, t + 1, site.kept)
+        site.state.keep(t + 1, params, store, model_only=not site.audits)
         if params.validates(t + 1) and held is not None:
             sub = ch.sub(f"{t}/validation")
             losses[t + 1] = await encrypted_validation.holder(
@@ -371,7 +259,8 @@ async def holder(
             )
     done = Trained(params, keys, site.state.model, losses=losses)
     if params.open_model:
-        done.weights = check_weights(await site.open(consent=consent))
+        archive = site.state.archive if site.audits else None
+        done.weights = await open_at_site(ch, params, keys, archive, entropy=entropy, consent=consent)
     return done
 
 
@@ -388,13 +277,6 @@ async def begin(ch: Channel, params: Params, store: KeyStore | None, entropy: En
     return load_keys(params, store, site=True), start.step
 
 
-def state_at(params: Params, keys: Keys, store: KeyStore | None, step: int) -> State:
-    if step == 0 or store is None:
-        return State.initial(params, keys)
-    kept = store.get_state(ckks.context(params.ckks), params.tag, step)
-    return State(kept["model"], *(kept.get(name, []) for name in ("W", "V", "archive")))
-
-
 class Site:
     """One site's part in the steps; the auditor's does the aggregator's work again."""
 
@@ -402,12 +284,6 @@ class Site:
         self.ch, self.params, self.keys, self.entropy, self.state = ch, params, keys, entropy, state
         self.c, self.todo, self.book = ckks.context(params.ckks), refreshes(params), Book()
         self.audits = ch.me == params.auditor
-
-    @property
-    def kept(self) -> dict[str, list[ckks.Cipher]]:
-        """What goes into a checkpoint."""
-        s = self.state
-        return {"model": s.model} | ({"W": s.W, "V": s.V, "archive": s.archive} if self.audits else {})
 
     async def train(self, t: int, X: F64, Y: F64) -> None:
         """One step: my gradient, three refreshes, the audit of all of it."""
@@ -424,14 +300,14 @@ class Site:
             new = await self.refresh(self.ch.sub(f"{t}/update"), "update", self.state.products(c, Z, relin))
             self.state = self.state.updated(new)
             self.state.model = await self.refresh(last, stage, self.state.factors(c, relin))
-            told = tuple(c.pack(c.raw(ct)[0][0]) for ct in self.state.model)
+            c0_parts = tuple(c.pack(c.raw(ct)[0][0]) for ct in self.state.model)
         else:
             for name in STAGES[:-1]:
                 await self.refresh(self.ch.sub(f"{t}/{name}"), name, None)
             await self.refresh(last, stage, None)
-            told = (await self.ch.recv(S, NewModel)).c0  # L5
-            self.state.model = self.new_model(last, told)
-        self.book.heard(*told)
+            c0_parts = (await self.ch.recv(S, NewModel)).c0  # L5
+            self.state.model = self.new_model(last, c0_parts)
+        self.book.heard(*c0_parts)
         await collective_audit.holder(self.ch.sub(f"{t}/audit"), self.params.audit, self.book, entropy=self.entropy)
 
     async def refresh(self, ch: Channel, name: str, cts: list[ckks.Cipher] | None) -> list[ckks.Cipher]:
@@ -441,35 +317,20 @@ class Site:
         )
         return outputs or []
 
-    def new_model(self, ch: Channel, told: tuple[bytes, ...]) -> list[ckks.Cipher]:
+    def new_model(self, ch: Channel, c0_parts: tuple[bytes, ...]) -> list[ckks.Cipher]:
         c, P, S, r = self.c, self.params.ckks, self.params.aggregator, self.todo["product"].params
-        if len(told) != len(self.params.layout.groups):
-            raise ProtocolAbort(NAME, "L5", "malformed", f"a model of {len(told)} parts")
-        second = [collective_refresh.common(ch, r, g) for g in range(len(told))]
-        pairs = zip(told, second, strict=True)
+        if len(c0_parts) != len(self.params.layout.groups):
+            raise ProtocolAbort(NAME, "L5", "malformed", f"a model of {len(c0_parts)} parts")
+        second = [collective_refresh.common(ch, r, g) for g in range(len(c0_parts))]
+        pairs = zip(c0_parts, second, strict=True)
         return [c.cipher(np.stack([read(c, c0, P.top, NAME, "L5", S), c1]), P.scale) for c0, c1 in pairs]
-
-    async def open(self, *, consent: frozenset[str]) -> cellcnn.Weights:
-        """Every weight several times, audited, and then opened."""
-        L, r, sub = self.params.layout, self.todo["opening"], self.ch.sub("opening")
-        self.keys.spend(L.archives)
-        cts = self.state.archive if self.audits else None
-        made = await collective_refresh.holder(sub, r.params, self.keys.share, r.maps, cts, entropy=self.entropy)
-        opened = []
-        for a in range(L.archives):
-            c1, c0 = collective_refresh.common(sub, r.params, a), None if made is None else self.c.raw(made[a])[0][0]
-            what, ch = opening(self.params, a), self.ch.sub(f"open/{a}")
-            opened.append(
-                await threshold_decrypt.holder(ch, what, self.keys.share, c1, c0, entropy=self.entropy, consent=consent)
-            )
-        return L.unarchive(L.mean_of_copies(opened))
 
 
 async def aggregator(ch: Channel, params: Params, store: KeyStore | None = None, *, entropy: Entropy) -> Trained:
-    """Play S."""
-    c, L, todo = ckks.context(params.ckks), params.layout, refreshes(params)
+    """S's part."""
+    c, todo = ckks.context(params.ckks), refreshes(params)
     keys, step = await begin_all(ch, params, store, entropy)
-    state, losses = state_at(params, keys, store, step), {}
+    state, losses = State.after(step, params, keys, store), {}
 
     async def refresh(label: str, name: str, cts: list[ckks.Cipher]) -> list[ckks.Cipher]:
         return await collective_refresh.aggregator(ch.sub(label), todo[name].params, cts, todo[name].maps)
@@ -480,20 +341,13 @@ async def aggregator(ch: Channel, params: Params, store: KeyStore | None = None,
         state = state.updated(await refresh(f"{t}/update", "update", state.products(c, Z, keys.relin)))
         state.model = await refresh(f"{t}/product", params.last_stage(t), state.factors(c, keys.relin))
         await ch.scatter(params.holders[1:], NewModel(tuple(c.pack(c.raw(ct)[0][0]) for ct in state.model)))  # L5
-        if store is not None:
-            kept = {"model": state.model, "W": state.W, "V": state.V, "archive": state.archive}
-            store.put_state(c, params.tag, t + 1, kept)
+        state.keep(t + 1, params, store)
         if params.validates(t + 1):
             losses[t + 1] = await encrypted_validation.aggregator(ch.sub(f"{t}/validation"), params.validation)
             ch.step(f"step {t + 1}: squared error {losses[t + 1]:.4f} on held-out inputs", protocol=NAME, line="L5")
     done = Trained(params, keys, state.model, losses=losses)
     if params.open_model:
-        replicated = await refresh("opening", "opening", state.archive)
-        opened = [
-            await threshold_decrypt.aggregator(ch.sub(f"open/{a}"), opening(params, a), ct)
-            for a, ct in enumerate(replicated)
-        ]
-        done.weights = check_weights(L.unarchive(L.mean_of_copies(opened)))
+        done.weights = await open_at_aggregator(ch, params, state.archive)
     return done
 
 

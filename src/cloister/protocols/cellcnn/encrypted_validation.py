@@ -49,7 +49,7 @@ from cloister.protocols.cellcnn.cellcnn_circuit import Layout, logits
 from cloister.protocols.cellcnn.cellcnn_ladder import chain
 from cloister.protocols.cellcnn.training_keys import Keys
 from cloister.protocols.ckks import collective_audit, collective_refresh, threshold_decrypt
-from cloister.protocols.ckks.collective_audit import Book, check_holders
+from cloister.protocols.ckks.collective_audit import Book, Collective
 from cloister.protocols.ckks.collective_key import added, read
 from cloister.study import Party
 
@@ -59,15 +59,12 @@ LARGEST = 4.0  # logit
 
 
 @dataclass(frozen=True, slots=True)
-class Params:  # public
-    holders: tuple[Party, ...]
-    aggregator: Party
-    ckks: ckks.Parameters
+class Params(Collective):  # public
     config: cellcnn.Config
     samples: int  # held-out inputs of each site
 
     def __post_init__(self) -> None:
-        check_holders(self.holders, self.aggregator)
+        Collective.__post_init__(self)
         L = self.layout
         if not 1 <= self.samples <= L.I or len(L.groups) > 1:
             raise ParameterError(
@@ -125,10 +122,6 @@ class Params:  # public
         flood = 2.0 ** (ckks.flood_bits(self.ckks, self.noise) - 1) * math.sqrt(len(self.holders))
         return flood * math.sqrt(self.ckks.degree / self.ckks.slots) / self.ckks.scale
 
-    @property
-    def audit(self) -> collective_audit.Params:
-        return collective_audit.Params(self.holders, self.aggregator, self.ckks)
-
 
 def ring_for(config: cellcnn.Config, parties: int) -> ckks.Parameters:
     """The ring for a training with validation."""
@@ -156,8 +149,8 @@ class Summed:  # S → v
 
 def ideal(params: Params, inputs: Mapping[Party, tuple[cellcnn.Weights, F64, F64]]) -> dict[Party, float]:
     """The clear number; the test's inputs of a site carry the plain weights."""
-    found = [loss(params.config, *inputs[i]) for i in params.holders]
-    return dict.fromkeys((params.aggregator, *params.holders), float(np.mean(found)))
+    losses = [loss(params.config, *inputs[i]) for i in params.holders]
+    return dict.fromkeys((params.aggregator, *params.holders), float(np.mean(losses)))
 
 
 def loss(config: cellcnn.Config, w: cellcnn.Weights, X: F64, Y: F64) -> float:
@@ -222,10 +215,10 @@ def check_consent(consent: frozenset[str]) -> None:
         raise RefusedError("this site did not consent to validation during training; agree on validate_every=0")
 
 
-def check_loss(params: Params, found: F64) -> float:
+def check_loss(params: Params, slots: F64) -> float:
     """The mean over the slots, unless no logits below `LARGEST` could have made it."""
     _, _, a3 = cellcnn.sigmoid_fit(params.config.interval)
-    loss = float(found.mean())
+    loss = float(slots.mean())
     if not -1 < loss <= 1 + (params.bounds[0] * a3) ** 2:
         raise ProtocolAbort(NAME, "L2", "diverged", "the squared error is beyond what logits within ±4 can make")
     return loss
@@ -256,13 +249,13 @@ async def holder(
         sums = np.stack([read(c, x, params.ckks.base, NAME, "L2", S) for x in (got.c0, got.c1)])
         book.total(*sums)
         cts = [c.cipher(sums, params.scales[1])]
-    made = await collective_refresh.contribute(sub, p, keys.share, maps, cts, book, entropy=entropy)
+    refreshed = await collective_refresh.contribute(sub, p, keys.share, maps, cts, book, entropy=entropy)
     await collective_audit.holder(ch.sub("audit"), params.audit, book, entropy=entropy)
-    c1, c0 = collective_refresh.common(sub, p, 0), None if made is None else c.raw(made[0])[0][0]
-    found = await threshold_decrypt.holder(
+    c1, c0 = collective_refresh.common(sub, p, 0), None if refreshed is None else c.raw(refreshed[0])[0][0]
+    slots = await threshold_decrypt.holder(
         ch.sub("open"), opening(params), keys.share, c1, c0, entropy=entropy, consent=consent, needed="validation"
     )
-    return check_loss(params, found)
+    return check_loss(params, slots)
 
 
 async def aggregator(ch: Channel, params: Params) -> float:

@@ -47,10 +47,10 @@ class KeyStore:
         if not path.exists():
             return {}
         try:
-            found = json.loads(path.read_text())
+            index = json.loads(path.read_text())
         except ValueError:
             raise DataError(f"{path} is damaged; remove the folder and train anew") from None
-        return dict(found)
+        return dict(index)
 
     # ---- keys --------------------------------------------------------------------------------------------------------
 
@@ -106,15 +106,15 @@ class KeyStore:
 
     def steps(self, tag: bytes) -> tuple[int, ...]:
         """After which steps of a training with these very parameters a state is kept here, the last one first."""
-        found = []
+        steps = []
         for name in ("state.bin", "before.bin"):
             try:
                 kept = self._read(name)
             except DataError:
                 continue
             if kept["tag"] == tag:
-                found.append(int(kept["step"]))
-        return tuple(found)
+                steps.append(int(kept["step"]))
+        return tuple(steps)
 
     def put_state(self, c: ckks.Context, tag: bytes, step: int, state: Mapping[str, list[ckks.Cipher]]) -> None:
         body = {}
@@ -131,27 +131,27 @@ class KeyStore:
         path = self._own / name
         try:
             raw = path.read_bytes()
-            found = msgpack.unpackb(raw[32:])
+            content = msgpack.unpackb(raw[32:])
         except (OSError, ValueError, TypeError, msgpack.exceptions.UnpackException):
             raise DataError(f"there is no whole checkpoint at {path}; train anew") from None
-        if hashlib.sha256(raw[32:]).digest() != raw[:32] or type(found) is not dict:
+        if hashlib.sha256(raw[32:]).digest() != raw[:32] or type(content) is not dict:
             raise DataError(f"the checkpoint {path} was altered; remove it and train anew")
-        return found
+        return content
 
     def get_state(self, c: ckks.Context, tag: bytes, step: int) -> dict[str, list[ckks.Cipher]]:
         """The ciphertexts after that step, checked residue by residue."""
         for name in ("state.bin", "before.bin"):
             if name == "before.bin" and not (self._own / name).exists():
                 continue
-            found = self._read(name)
-            if found["tag"] != tag:
+            kept = self._read(name)
+            if kept["tag"] != tag:
                 raise DataError(f"the checkpoint in {self._own} is of a training with other parameters")
-            if int(found["step"]) != step:
+            if int(kept["step"]) != step:
                 continue
             try:
                 return {
                     label: [c.cipher(np.stack([c.unpack(p, k) for p in parts]), scale) for scale, k, parts in cts]
-                    for label, cts in found["state"].items()
+                    for label, cts in kept["state"].items()
                 }
             except (WireError, ValueError, KeyError, TypeError):
                 raise DataError(f"the checkpoint in {self._own} was altered; remove it and train anew") from None

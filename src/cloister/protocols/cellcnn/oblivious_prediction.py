@@ -171,10 +171,10 @@ def sample_scale(params: Params) -> float:
 def evaluate(params: Params, model: list[ckks.Cipher], x: ckks.Cipher, keys: Keys) -> list[ckks.Cipher]:
     """[U] of one chunk, per class group, at the base primes."""
     c, L = ckks.context(params.ckks), params.layout
-    found = [add_over_markers(c, L, c.times(M, x, keys.relin, PRODUCT), keys.rotation) for M in model]
-    for U in found:
+    logits = [add_over_markers(c, L, c.times(M, x, keys.relin, PRODUCT), keys.rotation) for M in model]
+    for U in logits:
         U.scale(params.ckks.scale)
-    return found
+    return logits
 
 
 def check_samples(params: Params, X: F64) -> None:
@@ -223,11 +223,11 @@ def masked(params: Params, X: F64, seeds: Mapping[Party, bytes]) -> Query:
 
 def chosen(params: Params, seed: bytes, k: U8) -> I64:
     """The masker's own r_p at the candidates that were chosen."""
-    stream, found = Candidates(params, seed), np.zeros(params.entries, np.int64)
+    stream, places = Candidates(params, seed), np.zeros(params.entries, np.int64)
     for candidate in range(int(k.max()) + 1):
         drawn = stream.draw()
-        found[k == candidate] = drawn[k == candidate]
-    return found
+        places[k == candidate] = drawn[k == candidate]
+    return places
 
 
 def check_query(params: Params, query: Query) -> Query:
@@ -245,15 +245,15 @@ async def mask(ch: Channel, params: Params, trained: Trained, entropy: Entropy) 
     query = check_query(params, await ch.recv_broadcast(q, Query, k=params.entries, d=params.entries))  # L2
     if ch.me not in params.maskers:
         return query, []
-    made = []
+    masked = []
     for part in np.ldexp(chosen(params, seed, query.k).astype(np.float64), -GRID):
-        made.append(
+        masked.append(
             c.raw(c.encrypt(trained.keys.public, L.input_slots(part), L.ladder.one, sample_scale(params), entropy))[0]
         )
     if ch.me != params.aggregator:
-        for raw in made:
+        for raw in masked:
             await ch.send(params.aggregator, Mask(c.pack(raw[0]), c.pack(raw[1])))  # L3
-    return query, made
+    return query, masked
 
 
 async def inputs(ch: Channel, params: Params, query: Query, mine: list[U64], entropy: Entropy) -> list[ckks.Cipher]:
@@ -268,18 +268,18 @@ async def inputs(ch: Channel, params: Params, query: Query, mine: list[U64], ent
         book.total(*sums[-1])
     if S not in params.maskers:  # else its own part is in the sum, and nobody else knows it
         await collective_audit.holder(ch.sub("audit"), params.audit, book, entropy=entropy)
-    found = []
+    batches = []
     for raw, d in zip(sums, query.d, strict=True):
         r = c.cipher(raw, sample_scale(params))
-        found.append(c.add_exact(r, L.input_slots(np.ldexp(d.astype(np.float64), -GRID))))
-    return found
+        batches.append(c.add_exact(r, L.input_slots(np.ldexp(d.astype(np.float64), -GRID))))
+    return batches
 
 
 # ---- roles -----------------------------------------------------------------------------------------------------------
 
 
 async def querier(ch: Channel, params: Params, trained: Trained, X: F64, *, entropy: Entropy) -> F64:
-    """Play a site that asks. X (samples, m) → logits (samples, o)."""
+    """The part of the site that asks. X (samples, m) → logits (samples, o)."""
     check_samples(params, X)
     c, L, share = ckks.context(params.ckks), params.layout, trained.keys.share
     trained.keys.spend(params.chunks * len(L.groups))
@@ -289,23 +289,23 @@ async def querier(ch: Channel, params: Params, trained: Trained, X: F64, *, entr
             raise ProtocolAbort(NAME, "L1", "malformed", f"'{p}' sent no seed of 32 bytes")
     query = masked(params, X, {p: m.seed for p, m in got.items()})
     await ch.broadcast([p for p in (params.aggregator, *params.holders) if p != ch.me], query)  # L2
-    found = np.zeros((params.chunks * L.I, params.config.classes))
+    logits = np.zeros((params.chunks * L.I, params.config.classes))
     for part, x in enumerate(await inputs(ch, params, query, [], entropy)):
         for g, U in enumerate(evaluate(params, trained.model, x, trained.keys)):
             (c0, c1), _ = c.raw(U)
             slots = await key_switch.querier(ch.sub(f"{part}/{g}"), switch(params), share, c1, c0, entropy=entropy)
             table = slots.reshape(L.J, L.R)[:, : L.O * L.I].mean(axis=0).reshape(L.O, L.I)
             for at, label in enumerate(L.groups[g]):
-                found[part * L.I : (part + 1) * L.I, label] = table[at]
-    if not np.abs(found[: len(X)]).max() <= LARGEST_LOGIT:
+                logits[part * L.I : (part + 1) * L.I, label] = table[at]
+    if not np.abs(logits[: len(X)]).max() <= LARGEST_LOGIT:
         raise ProtocolAbort(
             NAME, "L4", "diverged", f"logits beyond ±{LARGEST_LOGIT:g}: a model that diverged, or a spoilt answer"
         )
-    return found[: len(X)]
+    return logits[: len(X)]
 
 
 async def holder(ch: Channel, params: Params, trained: Trained, *, entropy: Entropy) -> None:
-    """Play a site that helps to answer."""
+    """The part of a site that helps to answer."""
     c, share = ckks.context(params.ckks), trained.keys.share
     trained.keys.spend(params.chunks * len(params.layout.groups))
     query, mine = await mask(ch, params, trained, entropy)
@@ -315,7 +315,7 @@ async def holder(ch: Channel, params: Params, trained: Trained, *, entropy: Entr
 
 
 async def aggregator(ch: Channel, params: Params, trained: Trained, *, entropy: Entropy) -> None:
-    """Play S: it adds up the masks."""
+    """S's part: it adds up the masks."""
     c, S, one = ckks.context(params.ckks), params.aggregator, params.layout.ladder.one
     _, mine = await mask(ch, params, trained, entropy)
     others = [p for p in params.maskers if p != S]

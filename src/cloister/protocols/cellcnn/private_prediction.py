@@ -88,8 +88,8 @@ def ideal(params: Params, inputs: Mapping[Party, F64]) -> dict[Party, F64 | None
 
 
 def roles(params: Params) -> dict[Party, object]:
-    found: dict[Party, object] = {params.server: server, params.querier: querier}
-    return found
+    parts: dict[Party, object] = {params.server: server, params.querier: querier}
+    return parts
 
 
 def cost(params: Params) -> dict[Party, tuple[int, int]]:
@@ -121,18 +121,18 @@ async def querier(ch: Channel, params: Params, X: F64, *, entropy: Entropy) -> F
     answer = await ch.recv(params.server, Answer)  # L2
     if len(answer.c0) != params.chunks * params.classes or len(answer.c1) != len(answer.c0):
         raise ProtocolAbort(NAME, "L2", "malformed", "another number of ciphertexts than classes")
-    found = np.zeros((params.chunks * n, params.classes))
+    logits = np.zeros((params.chunks * n, params.classes))
     for at, (c0, c1) in enumerate(zip(answer.c0, answer.c1, strict=True)):
         part, label = divmod(at, params.classes)
         m = read(c, c0, k, NAME, "L2", params.server)
         r.add_product(m, read(c, c1, k, NAME, "L2", params.server), secret.ntt)
         opened = ch.reveal(m, to=ch.me, line="L2", what="the result of my query", protocol=NAME)
-        found[part * n : (part + 1) * n, label] = c.decode(opened, SCALE * WEIGHT)
-    return found[: len(X)]
+        logits[part * n : (part + 1) * n, label] = c.decode(opened, SCALE * WEIGHT)
+    return logits[: len(X)]
 
 
 async def server(ch: Channel, params: Params, M: F64, *, entropy: Entropy) -> None:
-    """Play the owner of the model M (m, o)."""
+    """The part of the model's owner, with M (m, o)."""
     c, k, q = ckks.context(RING), RING.base, params.querier
     if M.shape != (params.markers, params.classes) or not np.abs(M).max() < MAX_WEIGHT:
         raise DataError(f"expected a model of shape {(params.markers, params.classes)} with weights below 64")
@@ -162,4 +162,4 @@ async def server(ch: Channel, params: Params, M: F64, *, entropy: Entropy) -> No
 
 
 async def bystander(ch: Channel, params: Params) -> None:
-    """Play a party of the study that neither asks nor answers."""
+    """A party of the study that neither asks nor answers."""

@@ -119,21 +119,21 @@ class Layout:
         """½(L[i, j] - ι·L[i, j + 1]) at (i, f), j = i + 2k mod m."""
         L, _ = self._batch(X, np.zeros((0, self.config.classes)))
         i = np.arange(self.n)
-        found = []
+        diagonals = []
         for k in range(self.m // 2):
             j = (i + 2 * k) % self.m
-            found.append(self._rows(L[i, j], L[i, (j + 1) % self.m]))
-        return found
+            diagonals.append(self._rows(L[i, j], L[i, (j + 1) % self.m]))
+        return diagonals
 
     def backward_diagonals(self, X: F64) -> list[npt_complex]:
         """½(L[i, j] - ι·L[i + 1, j]) at (j, f), i = j + 2k mod n."""
         L, _ = self._batch(X, np.zeros((0, self.config.classes)))
         j = np.arange(self.m)
-        found = []
+        diagonals = []
         for k in range(self.n // 2):
             i = (j + 2 * k) % self.n
-            found.append(self._rows(L[i, j], L[(i + 1) % self.n, j]))
-        return found
+            diagonals.append(self._rows(L[i, j], L[(i + 1) % self.n, j]))
+        return diagonals
 
     def _rows(self, a: F64, b: F64) -> npt_complex:
         """½(a - ι·b), h times each."""
@@ -245,16 +245,21 @@ class SealOps:
         return self.c.evaluator.add(x, y)
 
 
-def forward(ops: Any, L: Layout, C: Any, W: Any, gW: Any, gC: Any, X: F64) -> Any:
-    """Lines 9 to 14: from weights and a batch to D; before the first step there are no gradients (`None`)."""
-    packed = ops.add(C, ops.times_i(ops.rotate(C, L.h)))
-    P, turned = None, packed
-    for k, d in enumerate(L.forward_diagonals(X)):
+def _by_diagonals(ops: Any, L: Layout, packed: Any, diagonals: list[npt_complex]) -> Any:
+    """A matrix, by its diagonals, times a packed ciphertext; the real part of the sum, twice."""
+    total, turned = None, packed
+    for k, d in enumerate(diagonals):
         turned = ops.rotate(turned, 2 * L.h) if k else turned
         if k == 0 or np.any(d):  # padding leaves some diagonals empty, and a product with nothing is no ciphertext
             term = ops.times_plain(turned, d)
-            P = term if P is None else ops.add(P, term)
-    P = ops.add(P, ops.rotate(P, CONJUGATE))
+            total = term if total is None else ops.add(total, term)
+    return ops.add(total, ops.rotate(total, CONJUGATE))
+
+
+def forward(ops: Any, L: Layout, C: Any, W: Any, gW: Any, gC: Any, X: F64) -> Any:
+    """Lines 9 to 14: from weights and a batch to D; before the first step there are no gradients (`None`)."""
+    packed = ops.add(C, ops.times_i(ops.rotate(C, L.h)))
+    P = _by_diagonals(ops, L, packed, L.forward_diagonals(X))
     whole = P
     for c in range(1, L.config.classes):
         whole = ops.add(whole, ops.rotate(P, -L.n * L.h * c))
@@ -287,13 +292,7 @@ def backward(ops: Any, L: Layout, D: Any, X: F64, Y: F64) -> tuple[Any, Any]:
     for t in range(L.n.bit_length() - 1):
         G = ops.add(G, ops.rotate(G, L.config.classes * L.h << t))
     packed = ops.add(total, ops.times_i(ops.rotate(total, L.h)))
-    gC, turned = None, packed
-    for k, d in enumerate(L.backward_diagonals(X)):
-        turned = ops.rotate(turned, 2 * L.h) if k else turned
-        if k == 0 or np.any(d):  # padding leaves some diagonals empty, and a product with nothing is no ciphertext
-            term = ops.times_plain(turned, d)
-            gC = term if gC is None else ops.add(gC, term)
-    gC = ops.add(gC, ops.rotate(gC, CONJUGATE))
+    gC = _by_diagonals(ops, L, packed, L.backward_diagonals(X))
     rows = gC
     for t in range(1, L.copies):
         rows = ops.add(rows, ops.rotate(gC, -L.m * L.h * t))

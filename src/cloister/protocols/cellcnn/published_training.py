@@ -56,18 +56,11 @@ from cloister.models import cellcnn
 from cloister.net import wire
 from cloister.net.channel import Channel
 from cloister.net.wire import message
-from cloister.protocols.cellcnn.encrypted_training import check_batches
 from cloister.protocols.cellcnn.key_store import KeyStore
 from cloister.protocols.cellcnn.published_circuit import LEVELS, Layout, SealOps, backward, forward
-from cloister.protocols.cellcnn.training_keys import Keys, load_keys, make_keys
-from cloister.protocols.ckks import (
-    collective_key,
-    collective_refresh,
-    collective_relin,
-    collective_rotation,
-    threshold_decrypt,
-)
-from cloister.protocols.ckks.collective_audit import Book, check_holders
+from cloister.protocols.cellcnn.training_keys import Keys, key_costs, load_keys, make_keys
+from cloister.protocols.ckks import collective_refresh, threshold_decrypt
+from cloister.protocols.ckks.collective_audit import Book, Collective
 from cloister.protocols.ckks.collective_key import added, read
 from cloister.study import Party
 
@@ -77,14 +70,11 @@ START = 2  # levels of weights and gradients
 
 
 @dataclass(frozen=True, slots=True)
-class Params:  # public
-    holders: tuple[Party, ...]
-    aggregator: Party
-    ckks: ckks.Parameters
+class Params(Collective):  # public
     config: cellcnn.Config
 
     def __post_init__(self) -> None:
-        check_holders(self.holders, self.aggregator)
+        Collective.__post_init__(self)
         self.layout  # noqa: B018 - raises where the slots do not suffice
 
     @property
@@ -170,12 +160,9 @@ def cost(params: Params) -> dict[Party, tuple[int, int]]:
     """Without a checkpoint."""
     c, P, n, steps = ckks.context(params.ckks), params.ckks, len(params.holders), params.config.steps
     base, low, top = (c.packed(k) for k in (P.base, P.primes_at(START), P.primes_at(LEVELS)))
-    who = (params.holders, params.aggregator, P)
     parts = [dict.fromkeys(params.holders, (1 + 2 * steps, steps * (2 * base + 4 * low)))]
     parts[0] |= {params.aggregator: (n * (2 + 2 * steps), n * (4 * low + steps * (top + 4 * low)))}
-    parts.append(collective_key.cost(collective_key.Params(*who)))
-    parts.append(collective_relin.cost(collective_relin.Params(*who)))
-    parts += [collective_rotation.cost(collective_rotation.Params(*who, steps=(s,))) for s in params.layout.rotations]
+    parts += key_costs(params)
     parts += [collective_refresh.cost(refresh(params)[0], audited=False)] * steps
     parts += [threshold_decrypt.cost(opening(params, name)) for name in ("C", "W")]
     return added(*parts)
@@ -241,8 +228,8 @@ class State:
     @classmethod
     def load(cls, params: Params, store: KeyStore) -> State:
         step = store.steps(params.tag)[0]
-        found = store.get_state(ckks.context(params.ckks), params.tag, step)
-        return cls(step, **{label: cts[0] for label, cts in found.items()})
+        kept = store.get_state(ckks.context(params.ckks), params.tag, step)
+        return cls(step, **{label: cts[0] for label, cts in kept.items()})
 
 
 def followed(params: Params, start: Start, first: Initial, store: KeyStore | None) -> State:
@@ -270,10 +257,10 @@ async def holder(
     entropy: Entropy,
     consent: frozenset[str],
 ) -> Done:
-    """Play a site; as in `encrypted_training`."""
+    """A site's part; as in `encrypted_training`."""
     if "open-model" not in consent:
         raise RefusedError("this site did not consent to opening the model, with which published training ends")
-    check_batches(params.config, X, Y)
+    cellcnn.check_batches(params.config, X, Y)
     c, P, L, S = ckks.context(params.ckks), params.ckks, params.layout, params.aggregator
     await ch.send(S, Ready(store.name if store is not None else b""))  # L0
     start = await ch.recv(S, Start)  # L0
@@ -312,7 +299,7 @@ async def holder(
 
 
 async def aggregator(ch: Channel, params: Params, store: KeyStore | None = None, *, entropy: Entropy) -> Done:
-    """Play S: add, refresh, hand out."""
+    """S's part: add, refresh, hand out."""
     c, P, L = ckks.context(params.ckks), params.ckks, params.layout
     low, w = P.primes_at(START), cellcnn.initial(params.config)
     held = {r.keys for r in (await ch.gather(params.holders, Ready)).values()}  # L0

@@ -22,6 +22,7 @@ from cloister.net import wire
 from cloister.net.channel import Channel
 from cloister.protocols.cellcnn.key_store import KeyStore
 from cloister.protocols.ckks import collective_key, collective_relin, collective_rotation
+from cloister.study import Party
 
 NAME = "encrypted_training"  # whose progress these steps are
 
@@ -60,41 +61,40 @@ class Keys:
             self.store.put_openings(self.openings)
 
 
+def key_costs(params: Any) -> list[dict[Party, tuple[int, int]]]:
+    """Messages and bytes of each key generation, by party."""
+    who = (params.holders, params.aggregator, params.ckks)
+    rotations = [collective_rotation.Params(*who, steps=(steps,)) for steps in params.layout.rotations]
+    return [
+        collective_key.cost(collective_key.Params(*who)),
+        collective_relin.cost(collective_relin.Params(*who)),
+        *(collective_rotation.cost(p) for p in rotations),
+    ]
+
+
 async def make_keys(
     ch: Channel, params: Any, entropy: Entropy, secret: ckks.Secret | None, store: KeyStore | None
 ) -> Keys:
     """Both sides of the key generation; with a store, everything is kept as soon as it is there."""
     c, who = ckks.context(params.ckks), (params.holders, params.aggregator, params.ckks)
-    step = "collective keys"
-    ch.step(f"{step}: public key", protocol=NAME, line="L2")
-    sub = ch.sub("public")
-    p = collective_key.Params(*who)
-    public = await (
-        collective_key.aggregator(sub, p) if secret is None else collective_key.holder(sub, p, secret, entropy=entropy)
-    )
-    ch.step(f"{step}: relinearisation", protocol=NAME, line="L2")
-    sub = ch.sub("relin")
-    pr = collective_relin.Params(*who)
-    made = await (
-        collective_relin.aggregator(sub, pr)
-        if secret is None
-        else collective_relin.holder(sub, pr, secret, entropy=entropy)
-    )
+
+    async def generate(protocol: Any, what: str, label: str, **more: Any) -> Any:
+        ch.step(f"collective keys: {what}", protocol=NAME, line="L2")
+        terms, sub = protocol.Params(*who, **more), ch.sub(label)
+        if secret is None:
+            return await protocol.aggregator(sub, terms)
+        return await protocol.holder(sub, terms, secret, entropy=entropy)
+
+    public = await generate(collective_key, "public key", "public")
+    switching = await generate(collective_relin, "relinearisation", "relin")
     name = wire.digest("keys", ch.run_id, public.b)
     if store is not None:
         store.put_public(public, secret)
-        store.put_switching("relin", made)
-    relin = c.load_key(made)
-    rotation = {}
+        store.put_switching("relin", switching)
+    relin, rotation = c.load_key(switching), {}
     for i, steps in enumerate(params.layout.rotations):
-        ch.step(f"{step}: rotation {i + 1} of {len(params.layout.rotations)}", protocol=NAME, line="L2")
-        sub = ch.sub(f"rotation/{steps}")
-        pt = collective_rotation.Params(*who, steps=(steps,))
-        turned = await (
-            collective_rotation.aggregator(sub, pt)
-            if secret is None
-            else collective_rotation.holder(sub, pt, secret, entropy=entropy)
-        )
+        what = f"rotation {i + 1} of {len(params.layout.rotations)}"
+        turned = await generate(collective_rotation, what, f"rotation/{steps}", steps=(steps,))
         if store is not None:
             store.put_switching(f"rotation-{steps}", turned[steps])
         rotation[steps] = c.load_key(turned[steps])

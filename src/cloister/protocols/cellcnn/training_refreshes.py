@@ -1,4 +1,4 @@
-"""The refreshes of an encrypted training, by name, and what is opened at its end: public, the same at all parties.
+"""The refreshes of an encrypted training, by name: public, the same at all parties.
 
 gradient   [Σ Z_i] → [Z]                        summed over samples and averaged
 update     [Z ⊙ W], [Z ⊙ V], [A] → [A'], [W'], [V']
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from cloister.crypto.ckks import scheme as ckks
 from cloister.crypto.lattice.slots import SlotMap
 from cloister.protocols.cellcnn.cellcnn_circuit import all_maps, product_scale
-from cloister.protocols.ckks import collective_refresh, threshold_decrypt
+from cloister.protocols.ckks import collective_refresh
 
 if TYPE_CHECKING:
     from cloister.protocols.cellcnn.encrypted_training import Params
@@ -40,10 +40,10 @@ def refreshes(params: Params) -> dict[str, Refresh]:
         "sealed": ([product] * G, [P.top] * G),
         "opening": ([P.scale] * L.archives, [P.base] * L.archives),
     }
-    made = {}
+    by_name = {}
     for name, (scales, outputs) in shapes.items():
         maps = all_maps(L)["product" if name == "sealed" else name]
-        made[name] = Refresh(
+        by_name[name] = Refresh(
             collective_refresh.Params(
                 params.holders,
                 params.aggregator,
@@ -56,16 +56,4 @@ def refreshes(params: Params) -> dict[str, Refresh]:
             ),
             maps,
         )
-    return made
-
-
-def opening(params: Params, part: int) -> threshold_decrypt.Params:
-    return threshold_decrypt.Params(
-        params.holders,
-        params.aggregator,
-        params.ckks,
-        f"the trained model (part {part + 1} of {params.layout.archives})",
-        params.ckks.base,
-        params.ckks.scale,
-        params.layout.noise,
-    )
+    return by_name

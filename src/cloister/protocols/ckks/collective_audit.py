@@ -61,9 +61,11 @@ def check_holders(holders: tuple[Party, ...], aggregator: Party) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Params:  # public
+class Collective:
+    """What every protocol under a collective key agrees on: who holds a share, who aggregates, the scheme."""
+
     holders: tuple[Party, ...]
-    aggregator: Party
+    aggregator: Party  # S
     ckks: ckks.Parameters
 
     def __post_init__(self) -> None:
@@ -72,6 +74,15 @@ class Params:  # public
     @property
     def auditor(self) -> Party:
         return self.holders[0]
+
+    @property
+    def audit(self) -> Params:
+        return Params(self.holders, self.aggregator, self.ckks)
+
+
+@dataclass(frozen=True, slots=True)
+class Params(Collective):  # public; hashed into the run id, as those of all that follow
+    pass
 
 
 class Book:
@@ -85,8 +96,8 @@ class Book:
     def sent(self, *shares: Residues) -> None:
         self.shares.extend(shares)
 
-    def heard(self, *told: bytes) -> None:
-        for data in told:
+    def heard(self, *parts: bytes) -> None:
+        for data in parts:
             self._heard.update(len(data).to_bytes(8, "big") + data)
 
     def total(self, *sums: Residues) -> None:
@@ -132,18 +143,18 @@ def point(params: Params, seed: bytes, polynomials: list[Residues]) -> U64:
     """Σ_p α_p·⟨r, p⟩ modulo every prime, (2, k): linear in the polynomials."""
     c = ckks.context(params.ckks)
     k, prg = max(len(p) for p in polynomials), Prg(seed)
-    found = np.zeros((REPEATS, k), np.uint64)
+    hashes = np.zeros((REPEATS, k), np.uint64)
     for repeat in range(REPEATS):
         r = c.ring.uniform(prg, k)
         for p in polynomials:
             alpha = [int(prg.below(q, 1)[0]) for q in c.primes[: len(p)]]
             for j, x in enumerate(c.ring.inner(r, p)):
-                found[repeat, j] = (int(found[repeat, j]) + alpha[j] * int(x)) % c.primes[j]
-    return found
+                hashes[repeat, j] = (int(hashes[repeat, j]) + alpha[j] * int(x)) % c.primes[j]
+    return hashes
 
 
 async def holder(ch: Channel, params: Params, book: Book, *, entropy: Entropy) -> None:
-    """Play one holder; raises at all of them if a sum is wrong. The book is empty afterwards."""
+    """One holder's part; raises at all of them if a sum is wrong. The book is empty afterwards."""
     k = max(len(p) for p in book.shares)
     if ch.me == params.auditor:
         await _auditor(ch, params, book, k, entropy)
@@ -177,4 +188,4 @@ async def _auditor(ch: Channel, params: Params, book: Book, k: int, entropy: Ent
 
 
 async def bystander(ch: Channel, params: Params) -> None:
-    """Play the aggregator, who has no part in it."""
+    """The aggregator, who sends nothing."""

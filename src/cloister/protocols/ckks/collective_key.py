@@ -36,24 +36,15 @@ from cloister.errors import ProtocolAbort, WireError
 from cloister.net.channel import Channel
 from cloister.net.wire import message
 from cloister.protocols.ckks import collective_audit
-from cloister.protocols.ckks.collective_audit import Book, check_holders
+from cloister.protocols.ckks.collective_audit import Book, Collective
 from cloister.study import Party
 
 NAME = "collective_key"
 
 
 @dataclass(frozen=True, slots=True)
-class Params:  # public; hashed into the run id
-    holders: tuple[Party, ...]
-    aggregator: Party  # S
-    ckks: ckks.Parameters
-
-    def __post_init__(self) -> None:
-        check_holders(self.holders, self.aggregator)
-
-    @property
-    def audit(self) -> collective_audit.Params:
-        return collective_audit.Params(self.holders, self.aggregator, self.ckks)
+class Params(Collective):
+    pass
 
 
 @message("L1")
@@ -105,10 +96,10 @@ async def holder(ch: Channel, params: Params, secret: ckks.Secret, *, entropy: E
     a = ckks.common(params.ckks, ch.run_id, "public", k)
     b_i = c.ring.add_product(c.ring.error(entropy.prg(), k), a, secret.ntt, sign=-1)
     await ch.send(params.aggregator, KeyShare(c.pack(b_i)))  # L1
-    told = (await ch.recv(params.aggregator, Key)).b  # L2
-    b, book = read(c, told, k, NAME, "L2", params.aggregator), Book()
+    packed = (await ch.recv(params.aggregator, Key)).b  # L2
+    b, book = read(c, packed, k, NAME, "L2", params.aggregator), Book()
     book.sent(b_i)
-    book.heard(told)
+    book.heard(packed)
     book.total(b)
     await collective_audit.holder(ch.sub("audit"), params.audit, book, entropy=entropy)
     return ckks.PublicKey(b, a)

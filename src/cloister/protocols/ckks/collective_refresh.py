@@ -28,7 +28,7 @@ Assumes
 -------
 Any one party may lie. An aggregator that makes other outputs is caught at the audit, before anybody uses them. A holder
 that lies shifts the slots of the outputs, as it could by its own input. √(mean of slots²) ≤ 2^value_bits, which the
-circuit has to keep: beyond it, collusions see more. A coefficient goes round once in 2^36, and spoils the result.
+circuit has to keep: beyond it, collusions see more. A coefficient wraps with probability 2^-36, and spoils the result.
 
 Cost
 ----
@@ -60,7 +60,7 @@ from cloister.errors import ParameterError, ProtocolAbort
 from cloister.net.channel import Channel
 from cloister.net.wire import message
 from cloister.protocols.ckks import collective_audit
-from cloister.protocols.ckks.collective_audit import Book, check_holders
+from cloister.protocols.ckks.collective_audit import Book, Collective
 from cloister.protocols.ckks.collective_key import added, read
 from cloister.study import Party
 
@@ -69,10 +69,7 @@ LEAST_WRAP_BITS = 34
 
 
 @dataclass(frozen=True, slots=True)
-class Params:  # public
-    holders: tuple[Party, ...]
-    aggregator: Party
-    ckks: ckks.Parameters
+class Params(Collective):  # public
     scales: tuple[float, ...]  # of the inputs
     outputs: tuple[int, ...]  # primes of the outputs
     maps: tuple[bytes, ...]  # digests of the slot maps, one per output
@@ -81,27 +78,19 @@ class Params:  # public
     audited: bool = True  # False only where `published` says so: no L4, no audit
 
     def __post_init__(self) -> None:
-        check_holders(self.holders, self.aggregator)
+        Collective.__post_init__(self)
         if len(self.maps) != len(self.outputs) or not all(1 <= k <= self.ckks.top for k in self.outputs):
             raise ParameterError("a refresh needs one slot map per output, at 1 to L primes")
         if self.wrap_bits < LEAST_WRAP_BITS:
             raise ParameterError(
                 f"refresh refused: masks of {self.mask_bits} bits hide these messages, and one coefficient in"
-                f" 2^{self.wrap_bits:.0f} would go round; use more or larger base primes"
+                f" 2^{self.wrap_bits:.0f} would wrap; use more or larger base primes"
             )
-
-    @property
-    def auditor(self) -> Party:
-        return self.holders[0]
 
     @property
     def masker(self) -> Party:
         """Whose mask is uniform; it must not see x."""
         return self.holders[1]
-
-    @property
-    def audit(self) -> collective_audit.Params:
-        return collective_audit.Params(self.holders, self.aggregator, self.ckks)
 
     @property
     def mask_bits(self) -> int:
@@ -110,7 +99,7 @@ class Params:  # public
 
     @property
     def wrap_bits(self) -> float:
-        """A coefficient goes round once in 2^this: what is under the uniform mask, against the modulus."""
+        """-log2 of the probability that a coefficient wraps: what is under the uniform mask, against the modulus."""
         return self.ckks.base * (self.ckks.base_bits - 1e-6) - self.mask_bits - math.log2(len(self.holders)) / 2
 
 
@@ -141,8 +130,8 @@ def ideal(
 ) -> dict[Party, list[F64] | None]:
     """Slots of the outputs; the test's aggregator inputs carry the plain slots."""
     values, maps = inputs[params.aggregator]
-    made = [np.real(m.apply_plain(np.concatenate(values))) for m in maps]
-    return {params.aggregator: made, params.auditor: made} | dict.fromkeys(params.holders[1:])
+    outputs = [np.real(m.apply_plain(np.concatenate(values))) for m in maps]
+    return {params.aggregator: outputs, params.auditor: outputs} | dict.fromkeys(params.holders[1:])
 
 
 def roles(params: Params) -> dict[Party, object]:
@@ -256,13 +245,13 @@ async def contribute(
     raws = None
     if cts is not None:
         raws = [raw_input(params, ct, scale) for ct, scale in zip(cts, params.scales, strict=True)]
-        told = tuple(c.pack(raw[1]) for raw in raws)
+        second = tuple(c.pack(raw[1]) for raw in raws)
     else:
-        told = (await ch.recv(S, Request)).c1  # L2
-        if len(told) != len(params.scales):
-            raise ProtocolAbort(NAME, "L2", "malformed", f"{len(told)} ciphertexts, expected {len(params.scales)}")
-    book.heard(*told)
-    c1s = [read(c, c1, params.ckks.base, NAME, "L2", S) for c1 in told]
+        second = (await ch.recv(S, Request)).c1  # L2
+        if len(second) != len(params.scales):
+            raise ProtocolAbort(NAME, "L2", "malformed", f"{len(second)} ciphertexts, expected {len(params.scales)}")
+    book.heard(*second)
+    c1s = [read(c, c1, params.ckks.base, NAME, "L2", S) for c1 in second]
     hs, gs = shares(ch, params, secret, maps, c1s, zero, entropy)
     book.sent(*hs, *gs)
     await ch.send(S, Share(tuple(map(c.pack, hs)), tuple(map(c.pack, gs))))  # L3
@@ -273,9 +262,9 @@ async def contribute(
 
 def raw_input(params: Params, ct: ckks.Cipher, scale: float) -> U64:
     c = ckks.context(params.ckks)
-    raw, found = c.raw(c.drop(ct, params.ckks.base))
-    if abs(found / scale - 1) > 1e-9 or raw.shape[:2] != (2, params.ckks.base):
-        raise ParameterError(f"refresh refused: a ciphertext at {raw.shape[1]} primes and scale {found:g}")
+    raw, own_scale = c.raw(c.drop(ct, params.ckks.base))
+    if abs(own_scale / scale - 1) > 1e-9 or raw.shape[:2] != (2, params.ckks.base):
+        raise ParameterError(f"refresh refused: a ciphertext at {raw.shape[1]} primes and scale {own_scale:g}")
     return raw
 
 
@@ -330,8 +319,8 @@ async def aggregator(
     c = ckks.context(params.ckks)
     r, base = c.ring, params.ckks.base
     raws = [raw_input(params, ct, scale) for ct, scale in zip(cts, params.scales, strict=True)]
-    told = params.holders[1:] if params.audited else params.holders
-    await ch.scatter(told, Request(tuple(c.pack(raw[1]) for raw in raws)))  # L2
+    recipients = params.holders[1:] if params.audited else params.holders
+    await ch.scatter(recipients, Request(tuple(c.pack(raw[1]) for raw in raws)))  # L2
     xs = [raw[0] for raw in raws]
     outs = [r.zeros(k) for k in params.outputs]
     for i, share in (await ch.gather(params.holders, Share)).items():  # L3

@@ -40,7 +40,7 @@ from cloister.crypto.entropy import Entropy
 from cloister.net.channel import Channel
 from cloister.net.wire import message
 from cloister.protocols.ckks import collective_audit
-from cloister.protocols.ckks.collective_audit import Book, check_holders
+from cloister.protocols.ckks.collective_audit import Book, Collective
 from cloister.protocols.ckks.collective_key import added, read
 from cloister.study import Party
 
@@ -48,17 +48,8 @@ NAME = "collective_relin"
 
 
 @dataclass(frozen=True, slots=True)
-class Params:  # public
-    holders: tuple[Party, ...]
-    aggregator: Party
-    ckks: ckks.Parameters
-
-    def __post_init__(self) -> None:
-        check_holders(self.holders, self.aggregator)
-
-    @property
-    def audit(self) -> collective_audit.Params:
-        return collective_audit.Params(self.holders, self.aggregator, self.ckks)
+class Params(Collective):
+    pass
 
 
 @message("L1")
@@ -131,9 +122,9 @@ async def holder(ch: Channel, params: Params, secret: ckks.Secret, *, entropy: E
         book.sent(f)
     fs = []
     for _ in range(params.ckks.top):
-        told = (await ch.recv(S, Seconds)).f  # L4
-        fs.append(read(c, told, K, NAME, "L4", S))
-        book.heard(told)
+        packed = (await ch.recv(S, Seconds)).f  # L4
+        fs.append(read(c, packed, K, NAME, "L4", S))
+        book.heard(packed)
         book.total(fs[-1])
     await collective_audit.holder(ch.sub("seconds"), params.audit, book, entropy=entropy)
     return ckks.SwitchingKey(np.stack(fs), np.stack([g for _, g in sums]))

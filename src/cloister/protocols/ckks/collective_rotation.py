@@ -39,7 +39,7 @@ from cloister.crypto.entropy import Entropy
 from cloister.net.channel import Channel
 from cloister.net.wire import message
 from cloister.protocols.ckks import collective_audit
-from cloister.protocols.ckks.collective_audit import Book, check_holders
+from cloister.protocols.ckks.collective_audit import Book, Collective
 from cloister.protocols.ckks.collective_key import added, read
 from cloister.study import Party
 
@@ -47,18 +47,8 @@ NAME = "collective_rotation"
 
 
 @dataclass(frozen=True, slots=True)
-class Params:  # public
-    holders: tuple[Party, ...]
-    aggregator: Party
-    ckks: ckks.Parameters
+class Params(Collective):
     steps: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        check_holders(self.holders, self.aggregator)
-
-    @property
-    def audit(self) -> collective_audit.Params:
-        return collective_audit.Params(self.holders, self.aggregator, self.ckks)
 
 
 @message("L1")
@@ -108,9 +98,9 @@ async def holder(ch: Channel, params: Params, secret: ckks.Secret, *, entropy: E
             book.sent(b)
             commons.append(a)
         for _ in commons:
-            told = (await ch.recv(S, Rotation)).b  # L2
-            bs.append(read(c, told, K, NAME, "L2", S))
-            book.heard(told)
+            packed = (await ch.recv(S, Rotation)).b  # L2
+            bs.append(read(c, packed, K, NAME, "L2", S))
+            book.heard(packed)
             book.total(bs[-1])
         await collective_audit.holder(ch.sub(f"audit/{steps}"), params.audit, book, entropy=entropy)
         keys[steps] = ckks.SwitchingKey(np.stack(bs), np.stack(commons), c.galois(steps))

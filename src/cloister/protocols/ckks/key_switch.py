@@ -113,7 +113,7 @@ def switched(
 async def querier(
     ch: Channel, params: Params, secret: ckks.Secret, c1: Residues, c0: Residues, *, entropy: Entropy
 ) -> F64:
-    """Play q, which holds a share of the collective key itself."""
+    """The part of q, which holds a share of the collective key itself."""
     c, k, seed = ckks.context(params.ckks), params.primes, entropy.bytes(32)
     zero = ZeroShares(params.ckks, ch.me, await pair_keys(ch, params.holders, entropy))  # L1
     own = ckks.Secret.draw(params.ckks, entropy)
@@ -132,9 +132,9 @@ async def querier(
 async def holder(ch: Channel, params: Params, secret: ckks.Secret, c1: Residues, *, entropy: Entropy) -> None:
     c, q, k = ckks.context(params.ckks), params.querier, params.primes
     zero = ZeroShares(params.ckks, ch.me, await pair_keys(ch, params.holders, entropy))  # L1
-    told = await ch.recv(q, OwnKey)  # L2
-    if len(told.seed) != 32:
+    own_key = await ch.recv(q, OwnKey)  # L2
+    if len(own_key.seed) != 32:
         raise ProtocolAbort(NAME, "L2", "malformed", f"'{q}' sent no seed of 32 bytes")
-    key = ckks.PublicKey(read(c, told.b, k, NAME, "L2", q), ckks.common(params.ckks, told.seed, "querier", k))
+    key = ckks.PublicKey(read(c, own_key.b, k, NAME, "L2", q), ckks.common(params.ckks, own_key.seed, "querier", k))
     h, g = switched(params, secret, c1, key, zero, entropy)
     await ch.send(q, Share(c.pack(h), c.pack(g)))  # L3

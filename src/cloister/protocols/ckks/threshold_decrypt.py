@@ -39,7 +39,7 @@ from cloister.errors import ParameterError, RefusedError
 from cloister.net.channel import Channel
 from cloister.net.wire import message
 from cloister.protocols.ckks import collective_audit
-from cloister.protocols.ckks.collective_audit import Book, check_holders
+from cloister.protocols.ckks.collective_audit import Book, Collective
 from cloister.protocols.ckks.collective_key import added, read
 from cloister.study import Party
 
@@ -47,10 +47,7 @@ NAME = "threshold_decrypt"
 
 
 @dataclass(frozen=True, slots=True)
-class Params:  # public
-    holders: tuple[Party, ...]
-    aggregator: Party
-    ckks: ckks.Parameters
+class Params(Collective):  # public
     what: str  # in words, for the receipt
     primes: int  # of the ciphertext
     scale: float
@@ -58,16 +55,12 @@ class Params:  # public
     weaker: int = 0  # bits of flooding that are missing; more than 0 only where `published` says so
 
     def __post_init__(self) -> None:
-        check_holders(self.holders, self.aggregator)
+        Collective.__post_init__(self)
         check_flood(self.ckks, self.primes, self.scale, self.flood_bits)
 
     @property
     def flood_bits(self) -> int:
         return ckks.flood_bits(self.ckks, self.noise) - self.weaker
-
-    @property
-    def audit(self) -> collective_audit.Params:
-        return collective_audit.Params(self.holders, self.aggregator, self.ckks)
 
 
 def check_flood(params: ckks.Parameters, primes: int, scale: float, flood_bits: int) -> None:
@@ -128,10 +121,10 @@ async def holder(
     c, S, book = ckks.context(params.ckks), params.aggregator, Book()
     h = share(params, secret, c1, entropy)
     await ch.send(S, Share(c.pack(h)))  # L1
-    told = (await ch.recv(S, Opened)).m  # L2
-    m = read(c, told, params.primes, NAME, "L2", S)
+    opened = (await ch.recv(S, Opened)).m  # L2
+    m = read(c, opened, params.primes, NAME, "L2", S)
     book.sent(h)
-    book.heard(told)
+    book.heard(opened)
     if c0 is not None:
         book.total(c.ring.subtract(m.copy(), c0))
     await collective_audit.holder(ch.sub("audit"), params.audit, book, entropy=entropy)

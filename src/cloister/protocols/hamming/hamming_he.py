@@ -32,7 +32,6 @@ References
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,10 +41,10 @@ from cloister.arrays import U8
 from cloister.crypto import bfv_matmul as he
 from cloister.crypto.entropy import Entropy
 from cloister.crypto.replicated import Words
-from cloister.errors import CloisterError, ParameterError, ProtocolAbort
-from cloister.models import graph
+from cloister.errors import CloisterError, ProtocolAbort
 from cloister.net.channel import Channel
 from cloister.net.wire import message
+from cloister.protocols.hamming import shared_codes
 from cloister.protocols.hamming.shared_codes import Pair, ring_of
 from cloister.study import Party
 
@@ -85,10 +84,7 @@ class Masked:  # M → K
     cts: tuple[bytes, ...]
 
 
-def ideal(params: Params, xs: Mapping[Party, U8]) -> dict[Party, Words]:
-    """The whole at one of them; the roles return two summands of it."""
-    H = graph.hamming(xs[params.first], xs[params.second]).astype(ring_of(params.bits).dtype)
-    return {params.first: H, params.second: np.zeros_like(H.T)}
+ideal = shared_codes.pair_ideal
 
 
 def roles(params: Params) -> dict[Party, Any]:
@@ -116,9 +112,8 @@ async def _recv(ch: Channel, sender: Party, kind: type[Any], count: int) -> list
 
 
 async def share(ch: Channel, params: Params, packed: U8, *, entropy: Entropy) -> Words:
-    """Play either part: this site's summand (n_me, n_other) of the distances modulo 2^κ."""
-    if packed.shape != (params.size(ch.me), params.bits // 8):
-        raise ParameterError(f"expected codes {(params.size(ch.me), params.bits // 8)}, found {packed.shape}")
+    """Either part; returns this site's summand (n_me, n_other) of the distances modulo 2^κ."""
+    params.check_codes(ch.me, packed)
     return await (_encrypt if ch.me == params.owner else _multiply)(ch, params, packed, entropy)
 
 
@@ -142,9 +137,9 @@ async def _multiply(ch: Channel, params: Params, packed: U8, entropy: Entropy) -
     cts = await _recv(ch, K, Codes, plan.sent)
     x = np.unpackbits(packed, axis=1).astype(np.int64)
     try:
-        made, r = he.multiply(public, [he.Term(plan, cts, 1 - 2 * x)], entropy, mask=True)  # L2
+        products, r = he.multiply(public, [he.Term(plan, cts, 1 - 2 * x)], entropy, mask=True)  # L2
     except CloisterError as e:
         raise ProtocolAbort(NAME, "L1", "malformed", str(e)) from None
-    await _send(ch, K, Masked, made)
+    await _send(ch, K, Masked, products)
     mine: Words = (x.sum(axis=1).astype(np.uint64)[:, None] - r).astype(ring.dtype)
     return mine  # L3

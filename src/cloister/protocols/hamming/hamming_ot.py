@@ -29,7 +29,6 @@ References
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,10 +38,8 @@ from cloister.arrays import U8
 from cloister.crypto import oblivious_transfer as transfer
 from cloister.crypto.entropy import Entropy
 from cloister.crypto.replicated import Words
-from cloister.errors import ParameterError
-from cloister.models import graph
 from cloister.net.channel import Channel
-from cloister.protocols.hamming import oblivious_transfer
+from cloister.protocols.hamming import oblivious_transfer, shared_codes
 from cloister.protocols.hamming.shared_codes import Pair, ring_of
 from cloister.study import Party
 
@@ -70,10 +67,7 @@ class Params(Pair):
         return max(1, BATCH // (self.bits * self.size(self.sender)))
 
 
-def ideal(params: Params, xs: Mapping[Party, U8]) -> dict[Party, Words]:
-    """The whole at one of them; the roles return two summands of it."""
-    H = graph.hamming(xs[params.first], xs[params.second]).astype(ring_of(params.bits).dtype)
-    return {params.first: H, params.second: np.zeros_like(H.T)}
+ideal = shared_codes.pair_ideal
 
 
 def roles(params: Params) -> dict[Party, Any]:
@@ -92,9 +86,8 @@ def cost(params: Params) -> dict[Party, tuple[int, int]]:
 
 
 async def share(ch: Channel, params: Params, packed: U8, *, entropy: Entropy) -> Words:
-    """Play either part: this site's summand (n_me, n_other) of the distances modulo 2^κ."""
-    if packed.shape != (params.size(ch.me), params.bits // 8):
-        raise ParameterError(f"expected codes {(params.size(ch.me), params.bits // 8)}, found {packed.shape}")
+    """Either part; returns this site's summand (n_me, n_other) of the distances modulo 2^κ."""
+    params.check_codes(ch.me, packed)
     return await (_receive if ch.me == params.receiver else _send)(ch, params, packed, entropy)
 
 

@@ -25,6 +25,7 @@ References
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -62,6 +63,16 @@ class Pair:
 
     def size(self, u: Party) -> int:
         return self.n_first if u == self.first else self.n_second
+
+    def check_codes(self, me: Party, packed: U8) -> None:
+        if packed.shape != (self.size(me), self.bits // 8):
+            raise ParameterError(f"expected codes {(self.size(me), self.bits // 8)}, found {packed.shape}")
+
+
+def pair_ideal(params: Pair, xs: Mapping[Party, U8]) -> dict[Party, Words]:
+    """The whole at one of them; the roles return two summands of it."""
+    H = graph.hamming(xs[params.first], xs[params.second]).astype(ring_of(params.bits).dtype)
+    return {params.first: H, params.second: np.zeros_like(H.T)}
 
 
 def check(sites: tuple[Party, ...], sizes: tuple[int, ...], bits: int, server: Party) -> None:

@@ -83,6 +83,7 @@ class Circuit(Recipes):
     async def layer_norm(
         self, x: Values, layer: int, which: int, gain: F64 | None = None, shift: F64 | None = None
     ) -> Values:
+        """Newton's steps for 1 / √v on v / V, where V is the variance that the calibration found."""
         s, d, D = self.shape, self.shape.width, self.delta
         T = x.n // d
         V = s.variances[2 * layer + which]
@@ -90,8 +91,7 @@ class Circuit(Recipes):
 
         def sum_of_squares(t: int, k: int) -> Cts:
             row = c.get(token(t, d), k)
-            found: Cts = self.ev.dot(row, row)[None]
-            return found
+            return self.ev.dot(row, row)[None]
 
         squares = self.by_token(T, 1, 3, c.scale**2, [c], sum_of_squares)
         (v,) = await self.refresh("variance", (squares.scaled(d * V), 2.0))
@@ -112,84 +112,48 @@ class Circuit(Recipes):
                 at = [i % d for i in ids]
                 return self.ev.combine([([ints[i] for i in at], plain.get(ids, k))], shift[at] * scale)  # type: ignore[index]
 
-            z = self.made(T * d, 3, scale, [plain], plain.group, weighted)
+            z = self.derive(T * d, 3, scale, [plain], plain.group, weighted)
         return (await self.refresh("normed", (z, bound)))[0]
+
+    def weights(self, layer: int, first: str, second: str) -> tuple[F64 | None, F64 | None]:
+        """Two weights of one block, by name; None where we only count."""
+        if self.encoder is None:
+            return None, None
+        block = self.encoder.blocks[layer]
+        return getattr(block, first), getattr(block, second)
 
     async def attention(self, z: Values, layer: int, tokens: int) -> Values:
         """Weighted values softmax(q·k)·v of the first tokens, over all: d for each, three polynomials or four."""
-        s, T, d, D, h = self.shape, self.shape.tokens, self.shape.width, self.delta, self.shape.head_width
-        b = None if self.encoder is None else self.encoder.blocks[layer]
-        S, H = s.means[layer], s.heads
-        whole = self.linear(None if b is None else b.qkv, None if b is None else b.qkv_bias, 3 * d, z, d)
+        s, w, bias = self.shape, *self.weights(layer, "qkv", "qkv_bias")
+        whole = self.linear(w, bias, 3 * s.width, z, s.width)
         stored = not fits(self.params, whole.scale**2, 4.0)
         if stored:
             (whole,) = await self.refresh("qkv", (whole, s.u_bound))
+        heads = Heads(self, whole, None if stored else z, w, bias)
+        e = await self.exp(heads.scores(tokens))
+        heads.keys.clear()
+        sums, totals = heads.weigh(e, tokens)
+        norm = s.tokens * s.means[layer]  # what a row of e adds up to, about
+        return await self.divide(sums.scaled(norm), totals, norm)
 
-        def some(part: int, a: int) -> Values:
-            """Queries, keys or values of one head: h for each token."""
-            rows = range(part * d + a * h, part * d + (a + 1) * h)
-            if stored:
-                return self.pick(whole, [t * 3 * d + r for t in range(T) for r in rows])
-            w, bias = (None, None) if b is None else (b.qkv[rows.start : rows.stop], b.qkv_bias[rows.start : rows.stop])
-            return self.linear(w, bias, h, z, d)
-
-        def all_of(part: int, a: int, k: int) -> Cts:
-            v, found = some(part, a), self.ev.zeros(T * h, 2, k)
-            for t in range(T):
-                found[t * h : (t + 1) * h] = v.get(range(t * h, (t + 1) * h), k)
-            return found
-
-        kept: dict[int, Cts] = {}  # keys of the head at hand
-
-        def scores(ids: Sequence[int], k: int) -> Cts:
-            """Whole rows of the grid (head, i, j)."""
-            parts = []
-            for a, first, count in _rows_of(ids, tokens, T):
-                if a not in kept:
-                    kept.clear()
-                    kept[a] = all_of(1, a, k)
-                q = some(0, a).get(range(first * h, (first + count) * h), k)
-                q = q.reshape(count, h, *q.shape[1:])
-                y = self.ev.rows(q, kept[a], np.arange(T * h).reshape(T, h))
-                parts.append(y.reshape(count * T, *y.shape[2:]))
-            return self.ev.join(parts)
-
-        grid = self.made(H * tokens * T, 3, whole.scale**2, [whole], min(tokens, ROWS) * T, scores)
-        e = await self.exp(grid)
-        kept.clear()
-        # sums over j, token after token: (t, head, feature)
-        o = self.made(tokens * d, 3, e.scale * whole.scale, [e, whole], d, None).scaled(T * S)
-        den = self.made(tokens * H, 2, e.scale, [e], H, None)
-        if not self.counting:
-            sums, totals = self.shelf(tokens * d, 3, o.k), self.shelf(tokens * H, 2, den.k)
-            over = np.arange(T * h).reshape(T, h).T.copy()  # (feature, j)
-            for a in range(H):
-                v = all_of(2, a, o.k)
-                for first in range(0, tokens, ROWS):
-                    count, at = min(ROWS, tokens - first), a * tokens + first
-                    row = e.get(range(at * T, (at + count) * T), den.k)
-                    row = row.reshape(count, T, *row.shape[1:])
-                    y = self.ev.rows(self.ev.cut(row, o.k), v, over)
-                    for i in range(count):
-                        sums.put((first + i) * d + a * h, y[i])
-                        totals.put((first + i) * H + a, self.ev.total(row[i]))
-                del v
-            o, den = dataclasses.replace(o, take=sums.take), dataclasses.replace(den, take=totals.take)
-        r = self.add([(-1, den)], 1.0, scale=den.scale * T * S)
-        grown = self.add([(1, r)], 1.0)
-        straight = fits(self.params, o.scale * self.thin * self.w, s.x_bound)
+    async def divide(self, sums: Values, totals: Values, norm: float) -> Values:
+        """Goldschmidt: each head's sums by its total, which is near `norm`; 1 / (1 - r) = Π (1 + r^(2^i))."""
+        s, d, h = self.shape, self.shape.width, self.shape.head_width
+        r = self.add([(-1, totals)], 1.0, scale=totals.scale * norm)
+        inverse = self.add([(1, r)], 1.0)
+        straight = fits(self.params, sums.scale * self.thin * self.w, s.x_bound)
         if straight:
             (r,) = await self.refresh("division", (self.square(r), 1.0))
         else:
-            o, r = await self.refresh("division", (o, 2 * s.u_bound), (self.square(r), 1.0))
+            sums, r = await self.refresh("division", (sums, 2 * s.u_bound), (self.square(r), 1.0))
         for step in range(s.steps):
-            next_one = self.times(self.add([(1, r)], 1.0), grown)
+            better = self.times(self.add([(1, r)], 1.0), inverse)
             if step == s.steps - 1:
-                (grown,) = await self.refresh("division", (next_one, 32.0), want=self.thin if straight else D)
+                (inverse,) = await self.refresh("division", (better, 32.0), want=self.thin if straight else self.delta)
             else:
-                r, grown = await self.refresh("division", (self.square(r), 1.0), (next_one, 32.0))
-        per_head = self.pick(grown, [t * H + f // h for t in range(tokens) for f in range(d)])
-        return dataclasses.replace(self.times(o, per_head), group=d)
+                r, inverse = await self.refresh("division", (self.square(r), 1.0), (better, 32.0))
+        per_head = self.pick(inverse, [t * s.heads + f // h for t in range(sums.n // d) for f in range(d)])
+        return dataclasses.replace(self.times(sums, per_head), group=d)
 
     @property
     def thin(self) -> float:
@@ -207,7 +171,7 @@ class Circuit(Recipes):
         (s,) = await self.refresh("scores", (scores, 4.0), want=2.0 ** min(bits, self.params.scale_bits))
         factors = quadratics(degree)
 
-        def take(ids: Sequence[int], k: int) -> Cts:
+        def compute(ids: Sequence[int], k: int) -> Cts:
             ev, x = self.ev, s.get(ids, k)
             square, product = ev.products(x, x), None
             for b, c in factors:
@@ -215,7 +179,7 @@ class Circuit(Recipes):
                 product = q if product is None else ev.products(product, q)
             return product
 
-        whole = self.made(s.n, degree + 1, s.scale**degree * top, [s], 8, take)
+        whole = self.derive(s.n, degree + 1, s.scale**degree * top, [s], 8, compute)
         return (await self.refresh("exp", (whole, 64.0), want=self.thin))[0]
 
     async def exp_by_powers(self, s1: Values) -> Values:
@@ -235,16 +199,13 @@ class Circuit(Recipes):
     async def close(self, name: str, product: Values, residual: Values, layer: int, wide: int) -> Values:
         """Linear layer on three polynomials or four, plus the residual: one refresh."""
         s, d = self.shape, self.shape.width
-        b = None if self.encoder is None else self.encoder.blocks[layer]
-        w, bias = (None, None) if b is None else (getattr(b, name), getattr(b, f"{name}_bias"))
-        y = self.linear(w, bias, d, product, wide)
+        y = self.linear(*self.weights(layer, name, f"{name}_bias"), d, product, wide)
         y = self.add([(1, y), (round(y.scale / residual.scale), residual)])
         return (await self.refresh(name, (y, s.x_bound)))[0]
 
     async def feed(self, z: Values, residual: Values, layer: int) -> Values:
         s, f = self.shape, self.shape.hidden
-        b = None if self.encoder is None else self.encoder.blocks[layer]
-        u = self.linear(None if b is None else b.up, None if b is None else b.up_bias, f, z, s.width)
+        u = self.linear(*self.weights(layer, "up", "up_bias"), f, z, s.width)
         if not fits(self.params, u.scale**2 * self.w, s.x_bound):
             (u,) = await self.refresh("units", (u, s.u_bound))
         return await self.close("down", dataclasses.replace(self.square(u), group=f), residual, layer, f)
@@ -253,16 +214,15 @@ class Circuit(Recipes):
         """One block; what comes out has all primes. With `tokens`, only the first so many of them come out."""
         d, tokens = self.shape.width, tokens or self.shape.tokens
         first = self.pick(x, range(tokens * d))
-        b = None if self.encoder is None else self.encoder.blocks[layer]
         if self.shape.norm == "pre":
             z = await self.layer_norm(x, layer, 0)
             x = await self.close("out", await self.attention(z, layer, tokens), first, layer, d)
             x = await self.feed(await self.layer_norm(x, layer, 1), x, layer)
         else:
             x = await self.close("out", await self.attention(x, layer, tokens), first, layer, d)
-            x = await self.layer_norm(x, layer, 0, *((None, None) if b is None else (b.gain1, b.shift1)))
+            x = await self.layer_norm(x, layer, 0, *self.weights(layer, "gain1", "shift1"))
             x = await self.feed(x, x, layer)
-            x = await self.layer_norm(x, layer, 1, *((None, None) if b is None else (b.gain2, b.shift2)))
+            x = await self.layer_norm(x, layer, 1, *self.weights(layer, "gain2", "shift2"))
         if self.counting:
             self.require(x, self.params.count)
         return x
@@ -274,6 +234,74 @@ class Circuit(Recipes):
         (cls,) = await self.refresh("tap", (cls, s.x_bound), want=self.delta * 2.0**TAP_BITS)
         w, c = (None, None) if e is None else (e.projections[which], -e.centres[which])
         return self.linear(w, c, s.rank, cls, s.width)
+
+
+class Heads:
+    """Queries, keys and values of one layer by head: out of `whole`, or made of z again wherever they are read."""
+
+    def __init__(self, circuit: Circuit, whole: Values, z: Values | None, w: F64 | None, bias: F64 | None) -> None:
+        self.circuit, self.whole, self.z, self.w, self.bias = circuit, whole, z, w, bias
+        self.tokens, self.width, self.size = circuit.shape.tokens, circuit.shape.width, circuit.shape.head_width
+        self.keys: dict[int, Cts] = {}  # of the head at hand
+
+    def part(self, part: int, head: int) -> Values:
+        """Queries (0), keys (1) or values (2) of one head: `size` for each token."""
+        first = part * self.width + head * self.size
+        rows = slice(first, first + self.size)
+        if self.z is None:
+            of_token = range(first, first + self.size)
+            return self.circuit.pick(self.whole, [t * 3 * self.width + r for t in range(self.tokens) for r in of_token])
+        w, bias = (None if x is None else x[rows] for x in (self.w, self.bias))
+        return self.circuit.linear(w, bias, self.size, self.z, self.width)
+
+    def all_of(self, part: int, head: int, k: int) -> Cts:
+        values, n = self.part(part, head), self.tokens * self.size
+        cts = self.circuit.ev.zeros(n, 2, k)
+        for t in range(self.tokens):
+            at = token(t, self.size)
+            cts[at.start : at.stop] = values.get(at, k)
+        return cts
+
+    def scores(self, tokens: int) -> Values:
+        """q·k on the grid (head, i, j), for the first tokens i and all j."""
+        T, h = self.tokens, self.size
+
+        def compute(ids: Sequence[int], k: int) -> Cts:
+            parts = []
+            for head, first, count in _rows_of(ids, tokens, T):
+                if head not in self.keys:
+                    self.keys.clear()
+                    self.keys[head] = self.all_of(1, head, k)
+                q = self.part(0, head).get(range(first * h, (first + count) * h), k)
+                q = q.reshape(count, h, *q.shape[1:])
+                y = self.circuit.ev.rows(q, self.keys[head], np.arange(T * h).reshape(T, h))
+                parts.append(y.reshape(count * T, *y.shape[2:]))
+            return self.circuit.ev.join(parts)
+
+        n, group = self.circuit.shape.heads * tokens * T, min(tokens, ROWS) * T
+        return self.circuit.derive(n, 3, self.whole.scale**2, [self.whole], group, compute)
+
+    def weigh(self, e: Values, tokens: int) -> tuple[Values, Values]:
+        """Sums over j of e·v, in the order (token, head, feature), and of e, (token, head)."""
+        c, T, d, h, H = self.circuit, self.tokens, self.width, self.size, self.circuit.shape.heads
+        weighted = c.derive(tokens * d, 3, e.scale * self.whole.scale, [e, self.whole], d, None)
+        plain = c.derive(tokens * H, 2, e.scale, [e], H, None)
+        if c.counting:
+            return weighted, plain
+        sums, totals = c.shelf(tokens * d, 3, weighted.k), c.shelf(tokens * H, 2, plain.k)
+        over = np.arange(T * h).reshape(T, h).T.copy()  # (feature, j)
+        for head in range(H):
+            v = self.all_of(2, head, weighted.k)
+            for first in range(0, tokens, ROWS):
+                count, at = min(ROWS, tokens - first), head * tokens + first
+                row = e.get(range(at * T, (at + count) * T), plain.k)
+                row = row.reshape(count, T, *row.shape[1:])
+                y = c.ev.rows(c.ev.cut(row, weighted.k), v, over)
+                for i in range(count):
+                    sums.put((first + i) * d + head * h, y[i])
+                    totals.put((first + i) * H + head, c.ev.total(row[i]))
+            del v
+        return dataclasses.replace(weighted, recipe=sums.read), dataclasses.replace(plain, recipe=totals.read)
 
 
 def _rows_of(ids: Sequence[int], rows: int, length: int) -> Iterator[tuple[int, int, int]]:
@@ -343,8 +371,8 @@ def plan(shape: Shape, params: Parameters, last: int = 1) -> Plan:
         coroutine.send(None)
     except StopIteration:
         need = iter(c.need)
-        found = [tuple(dataclasses.replace(h, back=next(need)) for h in r) for r in rounds]
-        return Plan(tuple(found), tuple(taps))
+        planned = [tuple(dataclasses.replace(h, back=next(need)) for h in r) for r in rounds]
+        return Plan(tuple(planned), tuple(taps))
     raise RuntimeError("counting waits for nobody")
 
 

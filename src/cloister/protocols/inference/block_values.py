@@ -22,7 +22,7 @@ from cloister.errors import ParameterError
 AT_ONCE = 32  # ciphertexts that a refresh makes at once, at least
 
 Cts: TypeAlias = Any  # `scheme.Cts`, or their like on a card
-Take = Callable[[Sequence[int], int], Cts]  # numbers of ciphertexts, primes
+Recipe = Callable[[Sequence[int], int], Cts]  # numbers of ciphertexts, primes
 Refresh = Callable[[list[tuple[Opening, Any]]], Awaitable[list[Any]]]  # openings with their recipes → recipes
 
 
@@ -33,7 +33,7 @@ class Values:
     n: int
     p: int
     scale: float
-    take: Take | None = None
+    recipe: Recipe | None = None
     k: int = 0  # primes there are; 0 where we only count
     group: int = 1  # how many are best made together
     origins: frozenset[int] = frozenset()  # the refreshes they come from
@@ -43,9 +43,9 @@ class Values:
         return dataclasses.replace(self, scale=self.scale * factor)
 
     def get(self, which: Sequence[int], k: int) -> Cts:
-        if self.take is None:
+        if self.recipe is None:
             raise ParameterError("there is nothing to compute where we only count")
-        return self.take(which, k)
+        return self.recipe(which, k)
 
 
 def token(t: int, width: int) -> range:
@@ -98,71 +98,73 @@ class Recipes:
             how = [next(self._planned) for _ in parts]
             if [(h.label, h.count, h.polys) for h in how] != [(label, v.n, v.p) for v, _ in parts]:
                 raise ParameterError(f"'{label}' was not planned here")
-        back = await self._refresh([(h, v.take) for h, (v, _) in zip(how, parts, strict=True)])
+        back = await self._refresh([(h, v.recipe) for h, (v, _) in zip(how, parts, strict=True)])
         first = len(self.need) - len(how)
         return [
-            Values(h.count, 2, want, take, h.back, origins=frozenset([first + i]) if self.counting else frozenset())
-            for i, (h, take) in enumerate(zip(how, back, strict=True))
+            Values(h.count, 2, want, recipe, h.back, origins=frozenset([first + i]) if self.counting else frozenset())
+            for i, (h, recipe) in enumerate(zip(how, back, strict=True))
         ]
 
     def require(self, v: Values, primes: int) -> None:
         for at in v.origins:
             self.need[at] = max(self.need[at], primes)
 
-    def made(self, n: int, p: int, scale: float, parents: Sequence[Values], group: int, take: Take | None) -> Values:
+    def derive(
+        self, n: int, p: int, scale: float, parents: Sequence[Values], group: int, recipe: Recipe | None
+    ) -> Values:
         """Values that a recipe makes of others."""
         origins = frozenset[int]().union(*(v.origins for v in parents))
         if self.counting:
             return Values(n, p, scale, None, 0, group, origins)
-        return Values(n, p, scale, take, min(v.k for v in parents), group, origins)
+        return Values(n, p, scale, recipe, min(v.k for v in parents), group, origins)
 
     def shelf(self, n: int, p: int, k: int) -> Any:
         return self.pool.shelf(n, p, k, self.params.degree)
 
     def pick(self, x: Values, which: Sequence[int]) -> Values:
-        def take(ids: Sequence[int], k: int) -> Cts:
+        def compute(ids: Sequence[int], k: int) -> Cts:
             return x.get([which[i] for i in ids], k)
 
-        return self.made(len(which), x.p, x.scale, [x], 1, take)
+        return self.derive(len(which), x.p, x.scale, [x], 1, compute)
 
     def add(self, parts: Sequence[tuple[int, Values]], constants: Any = None, scale: float = 0.0) -> Values:
         """Σ factor·x + constants, read at `scale` (that of the first part times its factor, unless given)."""
         first = parts[0][1]
         scale = scale or abs(parts[0][0]) * first.scale
 
-        def take(ids: Sequence[int], k: int) -> Cts:
+        def compute(ids: Sequence[int], k: int) -> Cts:
             fixed = None if constants is None else constants * scale
             return self.ev.combine([(f, v.get(ids, k)) for f, v in parts], fixed)
 
         values = [v for _, v in parts]
-        return self.made(first.n, max(v.p for v in values), scale, values, max(v.group for v in values), take)
+        return self.derive(first.n, max(v.p for v in values), scale, values, max(v.group for v in values), compute)
 
     def times(self, x: Values, y: Values) -> Values:
-        def take(ids: Sequence[int], k: int) -> Cts:
+        def compute(ids: Sequence[int], k: int) -> Cts:
             return self.ev.products(x.get(ids, k), y.get(ids, k))
 
-        return self.made(x.n, x.p + y.p - 1, x.scale * y.scale, [x, y], max(x.group, y.group), take)
+        return self.derive(x.n, x.p + y.p - 1, x.scale * y.scale, [x, y], max(x.group, y.group), compute)
 
     def square(self, x: Values) -> Values:
-        def take(ids: Sequence[int], k: int) -> Cts:
+        def compute(ids: Sequence[int], k: int) -> Cts:
             got = x.get(ids, k)
             return self.ev.products(got, got)
 
-        return self.made(x.n, 2 * x.p - 1, x.scale**2, [x], x.group, take)
+        return self.derive(x.n, 2 * x.p - 1, x.scale**2, [x], x.group, compute)
 
     def by_token(
         self, n: int, outs: int, p: int, scale: float, parents: Sequence[Values], make: Callable[[int, int], Cts]
     ) -> Values:
         """`outs` values for each token, made together by make(token, primes)."""
 
-        def take(ids: Sequence[int], k: int) -> Cts:
+        def compute(ids: Sequence[int], k: int) -> Cts:
             parts, at = [], np.asarray(ids)
             for t in np.unique(at // outs):  # sorted, as the ids are
-                found, mine = make(int(t), k), at[at // outs == t] % outs
-                parts.append(found if len(mine) == outs else found[mine])
+                cts, mine = make(int(t), k), at[at // outs == t] % outs
+                parts.append(cts if len(mine) == outs else cts[mine])
             return self.ev.join(parts)
 
-        return self.made(n, p, scale, parents, outs, take)
+        return self.derive(n, p, scale, parents, outs, compute)
 
     def linear(self, w: F64 | None, bias: F64 | None, outs: int, x: Values, wide: int) -> Values:
         """The weights times the `wide` values of each token, plus a bias."""

@@ -76,7 +76,7 @@ from cloister.models.polynomial import Encoder, Shape, check_inputs, hidden, tap
 from cloister.net.channel import Channel
 from cloister.net.wire import message
 from cloister.protocols.inference.block_circuit import Circuit, Tap, plan, tap_of
-from cloister.protocols.inference.block_values import Take, Values
+from cloister.protocols.inference.block_values import Recipe, Values
 from cloister.study import Party
 
 NAME = "encrypted_inference"
@@ -144,18 +144,18 @@ def cost(params: Params) -> dict[Party, tuple[int, int]]:
     p, s = params.crypto, params.shape
     whole, N = p.count * p.degree * 4, p.degree
     inputs = (s.tokens - 1) * s.inputs
-    made = plan(s, p)
-    every = made.openings
+    planned = plan(s, p)
+    every = planned.openings
     trips = sum(len(chunks(h)) for h in every)
     up = (
         1 + len(parts(inputs)) + trips,
         whole * (1 + inputs) + sum(h.count * h.back * N * 4 for h in every),
     )
     down = sum(h.count * h.polys * h.primes * N * 4 for h in every) + sum(
-        s.rank * 2 * t.primes * N * 4 for _, t in made.taps
+        s.rank * 2 * t.primes * N * 4 for _, t in planned.taps
     )
     n = len(params.owners)
-    return {params.provider: (n * (trips + len(made.taps)), n * down)} | dict.fromkeys(params.owners, up)
+    return {params.provider: (n * (trips + len(planned.taps)), n * down)} | dict.fromkeys(params.owners, up)
 
 
 # ---- local steps -----------------------------------------------------------------------------------------------------
@@ -167,10 +167,10 @@ def parts(count: int) -> list[slice]:
 
 def chunks(how: Opening) -> list[slice]:
     """The messages of one opening."""
-    found = []
+    pieces = []
     for lo in range(0, how.count, how.group):
-        found += [slice(lo + p.start, lo + p.stop) for p in parts(min(how.group, how.count - lo))]
-    return found
+        pieces += [slice(lo + p.start, lo + p.stop) for p in parts(min(how.group, how.count - lo))]
+    return pieces
 
 
 def together(how: Opening, most: int) -> int:
@@ -255,34 +255,34 @@ class OwnerSide:
     async def read_tap(self, tap: Tap, count: int) -> F64:
         P, N, s = self.params.provider, self.params.crypto.degree, self.params.shape
         c = await self.ch.recv(P, Features, c=(s.rank, 2, tap.primes, N))  # L5
-        found = self.key.read(read(self.params.crypto, c.c, "L5", P), tap.scale, count).T
-        self.beyond = self.beyond or not float(np.abs(found).max()) <= tap.bound
+        features = self.key.read(read(self.params.crypto, c.c, "L5", P), tap.scale, count).T
+        self.beyond = self.beyond or not float(np.abs(features).max()) <= tap.bound
         what = f"{s.rank} features of block {tap.block} for {count} samples"
-        return self.ch.reveal(found, to=self.ch.me, line="L5", what=what, protocol=NAME)
+        return self.ch.reveal(features, to=self.ch.me, line="L5", what=what, protocol=NAME)
 
 
 async def owner(ch: Channel, params: Params, inputs: F64, *, entropy: Entropy) -> F64:
-    """Play u. Returns the taps of its samples, (n, taps, r)."""
+    """The part of u. Returns the taps of its samples, (n, taps, r)."""
     check_inputs(params.shape, inputs)
     if not len(inputs):
         raise DataError("there is no sample to ask about")
-    key, slots, made = OwnerKey(params.crypto, entropy), params.crypto.slots, plan(params.shape, params.crypto)
+    key, slots, planned = OwnerKey(params.crypto, entropy), params.crypto.slots, plan(params.shape, params.crypto)
     side = OwnerSide(ch.sub(str(ch.me)), params, key, entropy)
     await side.ch.send(params.provider, Key(key.b, key.seed, batches(params, len(inputs))))  # L1
-    found = []
+    features = []
     for start in range(0, len(inputs), slots):
         x = inputs[start : start + slots]
         await side.send_inputs(fill(x, slots))  # L2
-        read_after, taps = dict(made.taps), []
-        for n, openings in enumerate(made.rounds):
+        read_after, taps = dict(planned.taps), []
+        for n, openings in enumerate(planned.rounds):
             for how in openings:
                 await side.answer(how)
             if n + 1 in read_after:
                 taps.append(await side.read_tap(read_after[n + 1], len(x)))
-        found.append(np.stack(taps, axis=1))
+        features.append(np.stack(taps, axis=1))
     if side.beyond:  # only now: where it happened is nobody else's business
         raise ProtocolAbort(NAME, "L5", "range", "features beyond their bounds; samples are unlike the model's own")
-    return np.concatenate(found)
+    return np.concatenate(features)
 
 
 class ProviderSide:
@@ -304,11 +304,11 @@ class ProviderSide:
             m = await self.ch.recv(self.who, Inputs, c0=(part.stop - part.start, p.count, p.degree))  # L2
             c0 = self.ev.put(read(p, m.c0, "L2", self.who))
             shelf.put(part.start, self.ev.expand(c0, seed_of(m.seed, "L2", self.who)))
-        return Values(n, 2, p.scale, shelf.take, p.count)
+        return Values(n, 2, p.scale, shelf.read, p.count)
 
-    async def refresh(self, groups: list[tuple[Opening, Take]]) -> list[Take]:
+    async def refresh(self, groups: list[tuple[Opening, Recipe]]) -> list[Recipe]:
         p = self.params.crypto
-        back: list[Take] = []
+        back: list[Recipe] = []
         ahead: deque[tuple[Opening, slice, bytes, Any]] = deque()
 
         async def collect() -> None:
@@ -318,14 +318,14 @@ class ProviderSide:
             c0 = self.ev.put(read(p, m.c0, "L4", self.who))
             shelf.put(part.start, self.ev.unblind(c0, seed, how, masks))
 
-        for how, take in groups:
+        for how, recipe in groups:
             shelf = self.pool.shelf(how.count, 2, how.back, p.degree)
-            back.append(shelf.take)
+            back.append(shelf.read)
             step, some, lo = together(how, self.ev.at_once), None, 0
             for part in chunks(how):
                 if some is None or part.start == lo + step:
                     lo = part.start
-                    some = take(range(lo, min(how.count, lo + step)), how.primes)
+                    some = recipe(range(lo, min(how.count, lo + step)), how.primes)
                 masks = self.entropy.bytes(32)
                 sent = self.ev.blind(some[part.start - lo : part.stop - lo], how, masks, self.entropy)
                 await self.ch.send(self.who, Blinded(self.ev.host(sent)))  # L3
@@ -352,7 +352,7 @@ async def provider(
     *,
     entropy: Entropy,
 ) -> dict[Party, int]:
-    """Play P, for all owners side by side. Returns how many batches each had."""
+    """The part of P, for all owners side by side. Returns how many batches each had."""
     devices.check(device)
     if encoder.shape != params.shape:
         raise ParameterError("the model has another shape than was announced")

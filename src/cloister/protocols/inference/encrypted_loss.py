@@ -97,7 +97,7 @@ def cost(params: Params, samples: int = 1) -> dict[Party, tuple[int, int]]:
 
 
 async def owner(ch: Channel, params: Params, p: F64, codes: Any, *, entropy: Entropy) -> float:
-    """Play u, with probabilities (n, K) and the codes of the true labels."""
+    """The part of u, with probabilities (n, K) and the codes of the true labels."""
     n, crypto, P = len(p), params.crypto, params.provider
     if (
         p.shape != (n, params.labels)
@@ -120,7 +120,7 @@ async def owner(ch: Channel, params: Params, p: F64, codes: Any, *, entropy: Ent
 
 
 async def provider(ch: Channel, params: Params, *, entropy: Entropy) -> None:
-    """Play P."""
+    """The part of P."""
     crypto, K = params.crypto, params.labels
 
     async def serve(u: Party) -> None:

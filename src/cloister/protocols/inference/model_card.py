@@ -53,7 +53,7 @@ class Card:  # P → u
 
 
 @dataclass(frozen=True)
-class Told:
+class Announcement:
     shape: Shape
     crypto: Parameters
     card: dict[str, Any]
@@ -63,25 +63,29 @@ class Told:
         return hashlib.sha256(write(self)).hexdigest()
 
 
-def write(told: Told) -> bytes:
-    plain = {"shape": dataclasses.asdict(told.shape), "crypto": dataclasses.asdict(told.crypto), "card": told.card}
+def write(announced: Announcement) -> bytes:
+    plain = {
+        "shape": dataclasses.asdict(announced.shape),
+        "crypto": dataclasses.asdict(announced.crypto),
+        "card": announced.card,
+    }
     return json.dumps(plain, sort_keys=True).encode()
 
 
-def read(text: bytes) -> Told:
+def read(text: bytes) -> Announcement:
     try:
         raw = json.loads(text)
-        told = Told(shape_of(raw["shape"]), Parameters(**raw["crypto"]), dict(raw["card"]))
-        if told.card.get("kind") not in KINDS:
+        announced = Announcement(shape_of(raw["shape"]), Parameters(**raw["crypto"]), dict(raw["card"]))
+        if announced.card.get("kind") not in KINDS:
             raise ParameterError("unknown kind of input")
     except (CloisterError, ValueError, TypeError, KeyError) as e:
         raise ProtocolAbort(NAME, "L1", "malformed", f"the card cannot be read ({type(e).__name__})") from None
-    return told
+    return announced
 
 
 def ideal(params: Params, inputs: Mapping[Party, Any]) -> dict[Party, Any]:
-    told: Told = inputs[params.provider]
-    return dict.fromkeys((params.provider, *params.owners), told)
+    announced: Announcement = inputs[params.provider]
+    return dict.fromkeys((params.provider, *params.owners), announced)
 
 
 def roles(params: Params) -> dict[Party, object]:
@@ -94,15 +98,15 @@ def cost(params: Params, size: int) -> dict[Party, tuple[int, int]]:
     return {params.provider: (n, n * size)} | dict.fromkeys(params.owners, (0, 0))
 
 
-def told_by(encoder: Encoder, crypto: Parameters) -> Told:
+def told_by(encoder: Encoder, crypto: Parameters) -> Announcement:
     """The card of a model, as it is after the way through JSON."""
-    return read(write(Told(encoder.shape, crypto, encoder.card)))
+    return read(write(Announcement(encoder.shape, crypto, encoder.card)))
 
 
-async def provider(ch: Channel, params: Params, told: Told) -> Told:
-    await ch.scatter(params.owners, Card(write(told)))  # L1
-    return told
+async def provider(ch: Channel, params: Params, announced: Announcement) -> Announcement:
+    await ch.scatter(params.owners, Card(write(announced)))  # L1
+    return announced
 
 
-async def owner(ch: Channel, params: Params) -> Told:
+async def owner(ch: Channel, params: Params) -> Announcement:
     return read((await ch.recv(params.provider, Card)).text)  # L1

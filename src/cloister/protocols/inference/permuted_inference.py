@@ -170,7 +170,7 @@ def check_order(order: Any, n: int, line: str) -> None:
 
 
 async def owner(ch: Channel, params: Params, inputs: F64, *, entropy: Entropy) -> F64:
-    """Play u. Returns what it sees, (n, L, T, d), in the order of its samples."""
+    """The part of u. Returns what it sees, (n, L, T, d), in the order of its samples."""
     check_inputs(params.shape, inputs)
     n, s, p = len(inputs), params.shape, params.crypto
     if n < 2:
@@ -187,7 +187,7 @@ async def owner(ch: Channel, params: Params, inputs: F64, *, entropy: Entropy) -
             for openings in rounds.rounds:
                 for how in openings:
                     await side.answer(how)
-        found = np.empty((n, s.tokens * s.width))
+        hidden = np.empty((n, s.tokens * s.width))
         for i in range(n):
             for part in parts(s.tokens * s.width):
                 count = part.stop - part.start
@@ -197,12 +197,12 @@ async def owner(ch: Channel, params: Params, inputs: F64, *, entropy: Entropy) -
                     raise ProtocolAbort(
                         NAME, "L3", "range", "activations left their interval; samples unlike the model's own"
                     )
-                found[i, part] = opened
+                hidden[i, part] = opened
                 seed = entropy.bytes(32)
                 again = key.encrypt(np.repeat(opened[:, None], p.slots, axis=1), seed, entropy)
                 await mine.send(P, Again(again, seed))  # L4
         what = f"all activations of block {number + 1} for {n} samples"
-        seen.append(mine.reveal(found, to=ch.me, line="L3", what=what, protocol=NAME))
+        seen.append(mine.reveal(hidden, to=ch.me, line="L3", what=what, protocol=NAME))
         if number:
             relative = (await mine.recv(P, Relative, order=(n,))).order  # L5
             check_order(relative, n, "L5")
@@ -229,7 +229,7 @@ def linked(seen: list[F64], relative: list[Any], last: Any) -> F64:
 async def provider(
     ch: Channel, params: Params, encoder: Encoder, ledger: Ledger | None = None, *, entropy: Entropy
 ) -> dict[Party, int]:
-    """Play P. Returns how many samples each owner brought."""
+    """The part of P. Returns how many samples each owner brought."""
     if encoder.shape != params.shape:
         raise ParameterError("the model has another shape than was announced")
     p, s, rounded, ledger = params.crypto, params.shape, encoder.rounded(params.crypto.weight_bits), ledger or Ledger()
@@ -262,7 +262,7 @@ async def provider(
                 for part in parts(xs[i].n):
                     m = await mine.recv(u, Again, c0=(part.stop - part.start, p.count, p.degree))  # L4
                     shelf.put(part.start, block.expand(p, read(p, m.c0, "L4", u), seed_of(m.seed, "L4", u)))
-                xs[i] = Values(xs[i].n, 2, p.scale, shelf.take, p.count)
+                xs[i] = Values(xs[i].n, 2, p.scale, shelf.read, p.count)
             mine.record_opening(to=u, line="L3", what=f"all activations of block {layer + 1}", protocol=NAME)
             if before is not None:
                 at = np.empty_like(before)

@@ -282,7 +282,7 @@ async def owner(ch: Channel, params: Params, mine: Holding, *, entropy: Entropy,
 
 
 async def coordinator(ch: Channel, params: Params, *, entropy: Entropy, identity: Identity) -> Terms:
-    """Play S; it may be one of the three."""
+    """S's part; it may be one of the three."""
     all_said = await ch.gather(params.owners, Announcement)  # T1
     names = sorted({n for p in params.sites for n in all_said[p].names})
     said = Announced({p: a.width for p, a in all_said.items()}, {p: a.rows for p, a in all_said.items()}, tuple(names))

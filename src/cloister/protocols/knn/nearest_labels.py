@@ -10,13 +10,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from cloister.arrays import F64, I64
-from cloister.crypto.replicated import Ring, index_bits
+from cloister.crypto.replicated import Ring, Shared, index_bits
 from cloister.errors import DataError, ParameterError
+from cloister.net.channel import Channel
+from cloister.protocols.sharing.replicated_linear import Linear
+from cloister.protocols.sharing.verified_linear import VerifiedLinear
 from cloister.study import Party
 
 BATCH = 1 << 22  # pairs of query and reference at a time
@@ -89,6 +93,21 @@ class Params:  # public; hashed into the run id, so a mismatch aborts
     @property
     def vote_bits(self) -> int:
         return self.k.bit_length()
+
+    @property
+    def answer_bits(self) -> int:
+        """Of a label, and of its votes if they are shown."""
+        return self.label_bits + (self.vote_bits if self.share else 0)
+
+    @property
+    def opened_bits(self) -> int:
+        """All that the querier gets of one query: with a threshold, whether the answer holds."""
+        return self.answer_bits + bool(self.threshold)
+
+    @property
+    def opened(self) -> str:
+        """What is opened, for receipts."""
+        return f"label{' and votes' if self.share else ''} of {self.queries} queries"
 
     @property
     def step(self) -> int:
@@ -169,3 +188,29 @@ def weights(params: Params, r: I64, y: I64, rows: int) -> I64:
     w = np.full(rows, (3 * params.norm**2 + 1) << params.label_bits, np.int64)
     w[: len(r)] = ((r**2).sum(1) << params.label_bits) + y
     return w
+
+
+def padded_references(params: Params, site: Party, x: npt.NDArray[np.floating], labels: I64) -> tuple[I64, I64]:
+    """What a site shares in L2: r and w, padded."""
+    rows, r = params.rows[params.sites.index(site)], encode(params, x)
+    return pad(r, rows), weights(params, r, labels, rows)
+
+
+async def share_references(
+    trio: Linear | VerifiedLinear, params: Params, r: I64 | None, w: I64 | None
+) -> tuple[list[Shared], list[Shared]]:
+    """L2: every site's r and w in shares; r and w are None at a member that is no site. Empty where nobody computes."""
+    ring, shared_r, shared_w = params.ring, [], []
+    for site, n in zip(params.sites, params.rows, strict=True):
+        mine, added = (None if site != trio.ch.me or x is None else ring.encode(x) for x in (r, w))
+        shared_r.append(await trio.input(site, mine, (n, params.dims), ring))
+        shared_w.append(await trio.input(site, added, (n,), ring))
+    return [x for x in shared_r if x is not None], [x for x in shared_w if x is not None]
+
+
+async def finish(ch: Channel, querier: Party, done: Any) -> None:
+    """L9: the querier tells everyone that it has its labels."""
+    if ch.me == querier:
+        await ch.scatter([p for p in ch.study.parties if p != ch.me], done)
+    else:
+        await ch.recv(querier, type(done))

@@ -46,7 +46,7 @@ References
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -59,12 +59,10 @@ from cloister.crypto.replicated import Ring, Words, index_bits, numbered_ring
 from cloister.net.channel import Channel
 from cloister.net.wire import message
 from cloister.protocols.knn import nearest_labels
-from cloister.protocols.knn.nearest_labels import UNKNOWN, Mapped, encode, pad, weights
+from cloister.protocols.knn.nearest_labels import UNKNOWN, Mapped, encode, pad
 from cloister.protocols.sharing.replicated import Bits, Shared, Trio, join
 from cloister.protocols.sharing.replicated_cost import Bill
 from cloister.study import Party
-
-__all__ = ["UNKNOWN", "Mapped", "Params", "encode", "helper", "holder", "ideal", "pad", "querier", "roles", "weights"]
 
 NAME = "private_knn"
 
@@ -79,9 +77,7 @@ class Done:  # querier → everyone
     pass
 
 
-def ideal(params: Params, inputs: Mapping[Party, object]) -> dict[Party, Mapped | None]:
-    """What a trusted party would hand to each party."""
-    return nearest_labels.ideal(params, inputs)
+ideal = nearest_labels.ideal
 
 
 def roles(params: Params) -> dict[Party, object]:
@@ -111,14 +107,13 @@ def cost(params: Params) -> dict[Party, tuple[int, int]]:
     if pairs:
         bill.inject(1, m * pairs, small)
     bill.smallest_k(m, k, 1, small)
-    out = b + (params.vote_bits if params.share else 0)
-    bill.low_bits(m, index_bits(k) + out)
+    bill.low_bits(m, index_bits(k) + params.answer_bits)
     if params.threshold:
         bill.msb(m, numbered_ring(ring, sum(params.rows)))
-        bill.ands(out, m)
-        out += 1
-    bill.inject(out, m, Ring(out + 1))
-    bill.open(params.querier, m, Ring(out + 1))
+        bill.ands(params.answer_bits, m)
+    out = Ring(params.opened_bits + 1)
+    bill.inject(params.opened_bits, m, out)
+    bill.open(params.querier, m, out)
     bill.send(params.querier, 0, len(params.members) - 1)
     return bill.total()
 
@@ -144,7 +139,7 @@ def decode(params: Params, code: I64) -> Mapped:
     labels = code & ((1 << b) - 1)
     votes = -(code >> b) & ((1 << params.vote_bits) - 1) if params.share else None
     if params.threshold:
-        known = code >> (b + (params.vote_bits if params.share else 0)) & 1
+        known = code >> params.answer_bits & 1
         labels = np.where(known == 1, labels, UNKNOWN)
         votes = None if votes is None else np.where(known == 1, votes, 0)
     return Mapped(labels, votes)
@@ -215,8 +210,7 @@ def _same(trio: Trio, planes: Bits, i: Index, j: Index, k: int, m: int) -> Bits:
 
 async def result(trio: Trio, params: Params, near: Shared, winner: Shared, square: Shared | None) -> Shared:
     """L7, and the bits that L8 opens."""
-    m, b = params.queries, params.label_bits
-    count = b + (params.vote_bits if params.share else 0)
+    m, b, count = params.queries, params.label_bits, params.answer_bits
     planes = await _bits_above(trio, winner, vote_ring(params), count)
     if square is not None:
         low = near.ring.bits - params.ring.bits
@@ -247,29 +241,16 @@ async def _compute(
     if params.threshold:
         mine = None if q is None else ring.encode((q**2).sum(1) << b)
         square = await trio.input(params.querier, mine, (m,), ring)
-    rs, ws = [], []
-    for site, n in zip(params.sites, params.rows, strict=True):
-        own = site == ch.me
-        rs.append(await trio.input(site, ring.encode(r) if own and r is not None else None, (n, d), ring))
-        ws.append(await trio.input(site, ring.encode(w) if own and w is not None else None, (n,), ring))
+    references, added = await nearest_labels.share_references(trio, params, r, w)
     code = None
     if qs is not None:
-        near = await neighbours(trio, params, qs, [x for x in rs if x is not None], [x for x in ws if x is not None])
+        near = await neighbours(trio, params, qs, references, added)
         winner = await vote(trio, params, near)
         code = await result(trio, params, near, winner, square)
-    out = Ring(b + (params.vote_bits if params.share else 0) + bool(params.threshold) + 1)
-    what = f"label{' and votes' if params.share else ''} of {m} queries"
-    opened = await trio.open(code, (m,), out, to=params.querier, protocol=NAME, line="L8", what=what)  # L8
-    await finish(ch, params.querier)
-    return opened
-
-
-async def finish(ch: Channel, querier: Party) -> None:
-    """L9."""
-    if ch.me == querier:
-        await ch.scatter([p for p in ch.study.parties if p != ch.me], Done())
-    else:
-        await ch.recv(querier, Done)
+    out = Ring(params.opened_bits + 1)
+    labels = await trio.open(code, (m,), out, to=params.querier, protocol=NAME, line="L8", what=params.opened)  # L8
+    await nearest_labels.finish(ch, params.querier, Done())  # L9
+    return labels
 
 
 async def querier(
@@ -286,10 +267,7 @@ async def holder(
     ch: Channel, params: Params, x: npt.NDArray[np.floating], labels: I64, *, entropy: Entropy, identity: Identity
 ) -> None:
     """Hold references: rows, and for each the place of its label in the vocabulary."""
-    rows = params.rows[params.sites.index(ch.me)]
-    r = encode(params, x)
-    w = weights(params, r, labels, rows)
-    await _compute(ch, params, None, pad(r, rows), w, entropy, identity)
+    await _compute(ch, params, None, *nearest_labels.padded_references(params, ch.me, x, labels), entropy, identity)
 
 
 async def helper(ch: Channel, params: Params, *, entropy: Entropy, identity: Identity) -> None:
@@ -297,4 +275,4 @@ async def helper(ch: Channel, params: Params, *, entropy: Entropy, identity: Ide
     if ch.me in params.members:
         await _compute(ch, params, None, None, None, entropy, identity)
     else:
-        await finish(ch, params.querier)
+        await nearest_labels.finish(ch, params.querier, Done())  # L9

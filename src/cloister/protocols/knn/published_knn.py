@@ -263,7 +263,7 @@ async def _compute(
         label = join(labels, axis=0)
     what = f"label of {m} queries"
     opened = await trio.open(label, (m,), params.votes, to=core.querier, protocol=NAME, line="A3.5", what=what)
-    await private_knn.finish(ch, core.querier)
+    await nearest_labels.finish(ch, core.querier, private_knn.Done())
     return opened
 
 
@@ -296,4 +296,4 @@ async def helper(ch: Channel, params: Params, *, entropy: Entropy, identity: Ide
     if ch.me in params.core.members:
         await _compute(ch, params, None, None, None, entropy, identity)
     else:
-        await private_knn.finish(ch, params.core.querier)
+        await nearest_labels.finish(ch, params.core.querier, private_knn.Done())

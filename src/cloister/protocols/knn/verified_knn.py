@@ -59,7 +59,7 @@ from cloister.crypto.share_proofs import ROWS, mix_rows
 from cloister.net.channel import Channel
 from cloister.net.wire import message
 from cloister.protocols.knn import nearest_labels
-from cloister.protocols.knn.nearest_labels import UNKNOWN, Mapped, encode, pad, weights
+from cloister.protocols.knn.nearest_labels import UNKNOWN, Mapped, encode, pad
 from cloister.protocols.sharing.verified import Verified, Xored, planes_of, stacked, together, zeros
 from cloister.protocols.sharing.verified_cost import VerifiedBill, columns
 from cloister.study import Party
@@ -117,7 +117,7 @@ def cost(params: Params) -> dict[Party, tuple[int, int]]:
     """Messages and payload bytes that each party sends; expected ones where rows are long (see `selection`)."""
     terms = params.terms
     bill = VerifiedBill(terms.members, terms.computing)
-    m, d, n, b = terms.queries, terms.dims, sum(terms.rows), terms.label_bits
+    m, d, n = terms.queries, terms.dims, sum(terms.rows)
     bill.meet()
     bill.input(terms.querier, m * d, WIDE)
     for site, rows in zip(terms.sites, terms.rows, strict=True):
@@ -137,9 +137,8 @@ def cost(params: Params) -> dict[Party, tuple[int, int]]:
     if terms.threshold:  # L7
         bill.bits(m, terms.ring.bits)
         bill.less(columns(m), terms.ring.bits, few_rounds=True)
-        bill.gate(columns(m) * (b + (terms.vote_bits if terms.share else 0)))
-    rows = b + (terms.vote_bits if terms.share else 0) + bool(terms.threshold)
-    bill.open_to(terms.querier, rows * columns(m))
+        bill.gate(columns(m) * terms.answer_bits)
+    bill.open_to(terms.querier, terms.opened_bits * columns(m))
     bill.send(terms.querier, 0, len(terms.members) - 1)
     return bill.total()
 
@@ -284,7 +283,7 @@ async def result(trio: Verified, terms: nearest_labels.Params, near: Xored, squa
 
 
 def decode(terms: nearest_labels.Params, planes: U64, count: int) -> Mapped:
-    """What was opened, for the first `count` cells; a label outside the vocabulary is nobody's."""
+    """What was opened, for the first `count` cells; a label outside the vocabulary is `unknown`."""
     b = terms.label_bits
     code = gf64.to_words(planes)[:count].astype(np.int64)
     labels = code & ((1 << b) - 1)
@@ -304,34 +303,19 @@ async def _compute(
     """Every role: share what is mine, compute if I am one of the three, get what is opened to me."""
     terms = params.terms
     p0, p1, p2 = terms.computing
-    ring, m, d = terms.ring, terms.queries, terms.dims
+    m, d = terms.queries, terms.dims
     trio = await Verified.meet(ch, (p0, p1, p2), terms.members, entropy=entropy, identity=identity)  # L1
     qs = await trio.input(terms.querier, None if q is None else WIDE.encode(q), (m, d), WIDE)  # L2
-    rs, ws = [], []
-    for site, n in zip(terms.sites, terms.rows, strict=True):
-        own = site == ch.me
-        rs.append(await trio.input(site, ring.encode(r) if own and r is not None else None, (n, d), ring))
-        ws.append(await trio.input(site, ring.encode(w) if own and w is not None else None, (n,), ring))
+    references, added = await nearest_labels.share_references(trio, terms, r, w)
     planes = None
     if qs is not None:
         square = await check_bound(trio, params, qs)  # L3
-        references, added = (join([x for x in xs if x is not None], axis=0) for xs in (rs, ws))
-        near = await neighbours(trio, terms, qs.to(ring), references, added)
+        near = await neighbours(trio, terms, qs.to(terms.ring), join(references, axis=0), join(added, axis=0))
         planes = await result(trio, terms, near, square)
-    rows = terms.label_bits + (terms.vote_bits if terms.share else 0) + bool(terms.threshold)
-    what = f"label{' and votes' if terms.share else ''} of {m} queries"
-    shape = (rows, -(-m // 64))
-    opened = await trio.open_to(planes, shape, to=terms.querier, protocol=NAME, line="L8", what=what)  # L8
-    await finish(ch, terms.querier)
-    return opened
-
-
-async def finish(ch: Channel, querier: Party) -> None:
-    """L9."""
-    if ch.me == querier:
-        await ch.scatter([p for p in ch.study.parties if p != ch.me], Done())
-    else:
-        await ch.recv(querier, Done)
+    shape = (terms.opened_bits, -(-m // 64))
+    labels = await trio.open_to(planes, shape, to=terms.querier, protocol=NAME, line="L8", what=terms.opened)  # L8
+    await nearest_labels.finish(ch, terms.querier, Done())  # L9
+    return labels
 
 
 async def querier(
@@ -348,11 +332,8 @@ async def holder(
     ch: Channel, params: Params, x: npt.NDArray[np.floating], labels: I64, *, entropy: Entropy, identity: Identity
 ) -> None:
     """Hold references: rows, and for each the place of its label in the vocabulary."""
-    terms = params.terms
-    rows = terms.rows[terms.sites.index(ch.me)]
-    r = encode(terms, x)
-    w = weights(terms, r, labels, rows)
-    await _compute(ch, params, None, pad(r, rows), w, entropy, identity)
+    r, w = nearest_labels.padded_references(params.terms, ch.me, x, labels)
+    await _compute(ch, params, None, r, w, entropy, identity)
 
 
 async def helper(ch: Channel, params: Params, *, entropy: Entropy, identity: Identity) -> None:
@@ -360,4 +341,4 @@ async def helper(ch: Channel, params: Params, *, entropy: Entropy, identity: Ide
     if ch.me in params.core.members:
         await _compute(ch, params, None, None, None, entropy, identity)
     else:
-        await finish(ch, params.core.querier)
+        await nearest_labels.finish(ch, params.core.querier, Done())  # L9

@@ -44,7 +44,7 @@ References
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -55,24 +55,9 @@ from cloister.models import graph
 from cloister.net.channel import Channel
 from cloister.net.wire import message
 from cloister.protocols.hamming import secure_hamming
-from cloister.protocols.hamming.shared_codes import offsets
 from cloister.protocols.propagation import propagation_terms
 from cloister.protocols.propagation.point_roster import Roster
-from cloister.protocols.propagation.propagation_terms import (
-    Labels,
-    Params,
-    Served,
-    all_groups,
-    begin,
-    check_graph,
-    check_labelled,
-    class_counts,
-    in_group,
-    open_study,
-    same_classes,
-    sum_counts,
-    unpack_mask,
-)
+from cloister.protocols.propagation.propagation_terms import Labels, Params, Served, all_groups, begin, in_group
 from cloister.protocols.sums import attempts, row_sums
 from cloister.study import Party
 
@@ -90,11 +75,7 @@ class Columns:  # S → u
     s: I32  # (n, block)
 
 
-def ideal(
-    params: Params, xs: Mapping[Party, tuple[F64, Sequence[str | None]]], seed: bytes = bytes(32)
-) -> dict[Party, Labels | None]:
-    """What a trusted party would hand out, for a given seed of the hyperplanes."""
-    return propagation_terms.ideal(params, xs, seed)
+ideal = propagation_terms.ideal
 
 
 def roles(params: Params) -> dict[Party, object]:
@@ -111,7 +92,7 @@ def column_blocks(labelled: int) -> list[int]:
 
 def _hamming(params: Params, roster: Roster, sites: tuple[Party, ...]) -> secure_hamming.Params:
     sizes = tuple(roster.size(u) for u in sites)
-    check_graph(params, sizes)
+    propagation_terms.check_graph(params, sizes)
     return secure_hamming.Params(sites, sizes, params.bits, params.server, params.engine)
 
 
@@ -122,7 +103,7 @@ async def site(
 
 
 async def server(ch: Channel, params: Params, *, entropy: Entropy, identity: Identity) -> tuple[Served, ...]:
-    """Play S; one `Served` per group."""
+    """S's part; returns one `Served` per group."""
     return await all_groups(ch, params, lambda c, p: _server(c, p, entropy=entropy, identity=identity))
 
 
@@ -140,7 +121,7 @@ async def _site(
     n, n_classes = sum(sizes), len(roster.classes)
     await ch.send(S, Labelled(np.packbits(y >= 0), n_classes))  # L12
     Y = graph.one_hot(y[y >= 0], n_classes)
-    counts = await class_counts(ch, params, sites, Y, entropy=entropy, identity=identity)
+    counts = await propagation_terms.class_counts(ch, params, sites, Y, entropy=entropy, identity=identity)
     z = np.zeros((n, n_classes), np.int64)
     at = 0
     for width in column_blocks(len(Y)):
@@ -154,7 +135,7 @@ async def _site(
 
 
 async def _server(ch: Channel, params: Params, *, entropy: Entropy, identity: Identity) -> Served:
-    roster = await open_study(ch, params)
+    roster = await propagation_terms.open_study(ch, params)
 
     async def step(c: Channel, sites: tuple[Party, ...]) -> I32:
         return await secure_hamming.server(c, _hamming(params, roster, sites), entropy=entropy, identity=identity)
@@ -163,13 +144,8 @@ async def _server(ch: Channel, params: Params, *, entropy: Entropy, identity: Id
     sizes = tuple(roster.size(u) for u in sites)
     ch.step("graph", protocol=NAME, line="L7")
     W = graph.adjacency(smallest_blocks(H, params.n_neighbors), params.bits)  # L6-9
-    at = dict(zip(sites, offsets(sizes), strict=False))
-    masks = await attempts.survivors(ch, sites, Labelled, 2, mask=(None,))  # L12
-    own = {u: at[u] + unpack_mask(m.mask, roster.size(u)) for u, m in masks.items()}
+    own, n_classes = await propagation_terms.labelled_points(ch, params, roster, sites, Labelled)  # L12
     labelled = np.sort(np.concatenate(list(own.values())))
-    check_labelled(labelled)
-    n_classes = same_classes({m.classes for m in masks.values()})
-    await sum_counts(ch, params, sites, n_classes)
     total = graph.influence_sum(W, params.alpha, labelled)
     for u, mine in own.items():  # L10, L12
         for _, block in graph.influence(W, params.alpha, labelled, mine, total):

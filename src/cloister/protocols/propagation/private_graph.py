@@ -3,7 +3,7 @@
     G1   mpc          the codes of all sites, shared among three computing parties; H from them (`shared_codes`)
          ot, he       every two sites hold H_jk = T - R (`pair_distances`), and share T and R
     G2   0, 1, 2      keys H_ij · 2^b + j, with L + 1 in place of H_ii, in blocks of rows
-    G3   0, 1, 2      the k smallest of every row: shuffled by nobody's permutation, then compared in the open
+    G3   0, 1, 2      the k smallest of every row: shuffled by a permutation nobody knows, then compared in the open
     G4   0, 1 → S     the k keys of every row, ascending
 
 Since the column stands in the low bits of a key, the same sharing that holds H modulo 2^κ holds the key modulo
@@ -35,7 +35,7 @@ References
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -60,6 +60,8 @@ from cloister.protocols.hamming.shared_codes import (
 )
 from cloister.protocols.sharing.replicated import Shared, Trio, join
 from cloister.protocols.sharing.replicated_cost import Bill
+from cloister.protocols.sharing.replicated_linear import Linear
+from cloister.protocols.sharing.verified_linear import VerifiedLinear
 from cloister.study import Party
 
 NAME = "private_graph"
@@ -112,20 +114,68 @@ def cost(params: Params) -> dict[Party, tuple[int, int]]:
         else:
             for other in params.sizes:
                 bill.input(u, own * other, ring)
-    step = max(1, BLOCK // n)
-    for start in range(0, n, step):
-        count = min(step, n - start)
+    for rows in blocks(n):
+        count = rows.stop - rows.start
         bill.smallest_k(count, n, params.n_neighbors, ring)
         bill.open(params.server, count * params.n_neighbors, params.key_ring)
-    total = bill.total()
-    if params.engine != "mpc":
-        sent = pair_distances.cost(params.between).items()
-        total |= {u: (total[u][0] + messages, total[u][1] + size) for u, (messages, size) in sent}
-    return total
+    return with_engine(params, bill.total())
+
+
+def blocks(n: int) -> Iterator[slice]:
+    """Rows of H that are worked on at once."""
+    step = max(1, BLOCK // n)
+    return (slice(start, min(start + step, n)) for start in range(0, n, step))
+
+
+def with_engine(params: Params, sent: dict[Party, tuple[int, int]]) -> dict[Party, tuple[int, int]]:
+    """The same cost with that of the distances between every two sites, where an engine computes them."""
+    between = {} if params.engine == "mpc" else pair_distances.cost(params.between)
+    return sent | {u: (sent[u][0] + messages, sent[u][1] + size) for u, (messages, size) in between.items()}
+
+
+def check_keys(params: Params, keys: I64 | None, protocol: str) -> I64:
+    """What was opened to the server, if it is a graph."""
+    assert keys is not None
+    try:
+        graph.check_keys(keys, sum(params.sizes), params.bits)
+    except DataError:
+        raise ProtocolAbort(protocol, "G4", "malformed", "what was opened is no graph") from None
+    return keys
+
+
+async def pair_shares(ch: Channel, params: Params, packed: U8, entropy: Entropy) -> dict[Party, Words]:
+    """G1 for `ot` and `he`: this site's summands of H, by the site whose points stand in the columns; its own too."""
+    check_codes(params.sites, params.sizes, params.bits, ch.me, packed)
+    if params.engine == "mpc":
+        return {}
+    shares = await pair_distances.pair_shares(ch, params.between, packed, entropy=entropy)
+    return shares | {ch.me: graph.hamming(packed, packed).astype(ring_of(params.bits).dtype)}
+
+
+async def share_distances(
+    trio: Linear | VerifiedLinear, params: Params, shares: Mapping[Party, Words]
+) -> Shared | None:
+    """G1 for `ot` and `he`: a shared H, where every site gives what `pair_shares` found."""
+    ring, rows = ring_of(params.bits), []
+    for u in params.sites:
+        parts = []
+        for v in params.sites:
+            mine = shares[v] if u == trio.ch.me else None
+            parts.append(await trio.input(u, mine, (params.between.size(u), params.between.size(v)), ring))
+        rows.append([part for part in parts if part is not None])
+    if trio.rank is None:
+        return None
+    half = join([join(parts, axis=1) for parts in rows], axis=0)
+    whole = half + half.map(lambda w: w.T)
+    at = offsets(params.sizes)
+    for i in range(len(params.sites)):  # the blocks on the diagonal were added to themselves
+        cut = slice(at[i], at[i + 1])
+        whole.a[cut, cut], whole.b[cut, cut] = half.a[cut, cut], half.b[cut, cut]
+    return whole
 
 
 class SharedDistances:
-    """A shared H at a computing party, from summands that the sites hold."""
+    """A shared H at a computing party."""
 
     def __init__(self, trio: Trio, h: Shared) -> None:
         self._trio, self._h = trio, h
@@ -135,44 +185,27 @@ class SharedDistances:
         return self._trio.product(self._h[rows, columns], self._one)
 
 
-async def share_distances(
-    trio: Trio, params: Params, shares: Mapping[Party, Words], own: Words | None
-) -> SharedDistances | None:
-    """G1 for `ot` and `he`: every site shares its summands of H, and the distances among its own points."""
-    ring, zero = ring_of(params.bits), None
-    rows: dict[Party, list[Shared | None]] = {u: [] for u in params.sites}
-    for u in params.sites:
-        for v in params.sites:
-            shape = (params.between.size(u), params.between.size(v))
-            mine = None
-            if u == trio.ch.me:
-                mine = own if u == v else shares[v]
-            rows[u].append(await trio.input(u, mine, shape, ring))
-    if trio.rank is None:
-        return zero
-    parts = [join([p for p in rows[u] if p is not None], axis=1) for u in params.sites]
-    half = join(parts, axis=0)
-    whole = half + half.map(lambda w: w.T)
-    at = offsets(params.sizes)
-    for i in range(len(params.sites)):  # the blocks on the diagonal were added to themselves
-        cut = slice(at[i], at[i + 1])
-        whole.a[cut, cut], whole.b[cut, cut] = half.a[cut, cut], half.b[cut, cut]
-    return SharedDistances(trio, whole)
+async def _share(
+    trio: Trio, params: Params, packed: U8 | None, shares: Mapping[Party, Words]
+) -> SharedCodes | SharedDistances | None:
+    """G1."""
+    if params.engine == "mpc":
+        return await share_codes(trio, params.sites, params.sizes, params.bits, packed)
+    h = await share_distances(trio, params, shares)
+    return None if h is None else SharedDistances(trio, h)
 
 
 async def _select(params: Params, trio: Trio, shared: SharedCodes | SharedDistances | None) -> I64 | None:
     """G2 to G4; returns the keys at the server."""
     n, k, ring = sum(params.sizes), params.n_neighbors, ring_of(params.bits)
     out = np.empty((n, k), np.int64) if trio.ch.me == params.server else None
-    step = max(1, BLOCK // n)
-    for start in range(0, n, step):
-        rows = slice(start, min(start + step, n))
+    for rows in blocks(n):
         count = rows.stop - rows.start
         best = None
         if shared is not None:
             z = shared.summand(rows, slice(0, n))
             if trio.rank == 0:
-                z[np.arange(count), np.arange(start, rows.stop)] += ring.dtype.type(params.bits + 1)
+                z[np.arange(count), np.arange(rows.start, rows.stop)] += ring.dtype.type(params.bits + 1)
             best = await trio.smallest_k(z, ring, k)  # G2, G3
         what = f"{k} nearest neighbours of {count} points"
         part = await trio.open(best, (count, k), params.key_ring, to=params.server, protocol=NAME, line="G4", what=what)
@@ -188,31 +221,11 @@ async def _meet(ch: Channel, params: Params, entropy: Entropy, identity: Identit
 
 
 async def site(ch: Channel, params: Params, packed: U8, *, entropy: Entropy, identity: Identity) -> None:
-    check_codes(params.sites, params.sizes, params.bits, ch.me, packed)
-    shares: dict[Party, Words] = {}
-    if params.engine != "mpc":
-        shares = await pair_distances.pair_shares(ch, params.between, packed, entropy=entropy)
+    shares = await pair_shares(ch, params, packed, entropy)
     trio = await _meet(ch, params, entropy, identity)
-    shared: SharedCodes | SharedDistances | None
-    if params.engine == "mpc":
-        shared = await share_codes(trio, params.sites, params.sizes, params.bits, packed)
-    else:
-        own = graph.hamming(packed, packed).astype(ring_of(params.bits).dtype)
-        shared = await share_distances(trio, params, shares, own)
-    await _select(params, trio, shared)
+    await _select(params, trio, await _share(trio, params, packed, shares))
 
 
 async def server(ch: Channel, params: Params, *, entropy: Entropy, identity: Identity) -> I64:
     trio = await _meet(ch, params, entropy, identity)
-    shared: SharedCodes | SharedDistances | None
-    if params.engine == "mpc":
-        shared = await share_codes(trio, params.sites, params.sizes, params.bits, None)
-    else:
-        shared = await share_distances(trio, params, {}, None)
-    keys = await _select(params, trio, shared)
-    assert keys is not None
-    try:
-        graph.check_keys(keys, sum(params.sizes), params.bits)
-    except DataError:
-        raise ProtocolAbort(NAME, "G4", "malformed", "what was opened is no graph") from None
-    return keys
+    return check_keys(params, await _select(params, trio, await _share(trio, params, None, {})), NAME)

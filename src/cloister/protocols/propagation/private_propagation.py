@@ -61,14 +61,7 @@ from cloister.protocols.propagation.propagation_terms import (
     Served,
     all_groups,
     begin,
-    check_graph,
-    check_labelled,
-    class_counts,
     in_group,
-    open_study,
-    same_classes,
-    sum_counts,
-    unpack_mask,
 )
 from cloister.protocols.sums import attempts
 from cloister.study import Party
@@ -76,11 +69,7 @@ from cloister.study import Party
 NAME = "private_propagation"
 
 
-def ideal(
-    params: Params, xs: Mapping[Party, tuple[F64, Sequence[str | None]]], seed: bytes = bytes(32)
-) -> dict[Party, Labels | None]:
-    """What a trusted party would hand out, for a given seed of the hyperplanes."""
-    return propagation_terms.ideal(params, xs, seed)
+ideal = propagation_terms.ideal
 
 
 def roles(params: Params) -> dict[Party, object]:
@@ -89,7 +78,7 @@ def roles(params: Params) -> dict[Party, object]:
 
 def _graph(params: Params, roster: Roster, sites: tuple[Party, ...]) -> private_graph.Params:
     sizes = tuple(roster.size(u) for u in sites)
-    check_graph(params, sizes)
+    propagation_terms.check_graph(params, sizes)
     return private_graph.Params(sites, sizes, params.bits, params.server, params.n_neighbors, params.engine)
 
 
@@ -110,7 +99,7 @@ async def site(
 
 
 async def server(ch: Channel, params: Params, *, entropy: Entropy, identity: Identity) -> tuple[Served, ...]:
-    """Play S; one `Served` per group."""
+    """S's part; returns one `Served` per group."""
     return await server_by(private_graph, ch, params, entropy=entropy, identity=identity)
 
 
@@ -156,7 +145,7 @@ async def _site(
     n_classes, known = len(roster.classes), y[y >= 0]
     await ch.send(S, Labelled(np.packbits(y >= 0), n_classes))  # L10
     Y = graph.one_hot(known, n_classes)
-    counts = await class_counts(ch, params, sites, Y, entropy=entropy, identity=identity)
+    counts = await propagation_terms.class_counts(ch, params, sites, Y, entropy=entropy, identity=identity)
 
     async def score(c: Channel, left: tuple[Party, ...]) -> I64:
         terms = _scores(params, roster, left, n_classes, graphs)
@@ -167,7 +156,7 @@ async def _site(
 
 
 async def _server(graphs: ModuleType, ch: Channel, params: Params, *, entropy: Entropy, identity: Identity) -> Served:
-    roster = await open_study(ch, params)
+    roster = await propagation_terms.open_study(ch, params)
 
     async def find_graph(c: Channel, sites: tuple[Party, ...]) -> I64:
         keys: I64 = await graphs.server(c, _graph(params, roster, sites), entropy=entropy, identity=identity)
@@ -177,23 +166,19 @@ async def _server(graphs: ModuleType, ch: Channel, params: Params, *, entropy: E
     sizes = tuple(roster.size(u) for u in sites)
     at = dict(zip(sites, offsets(sizes), strict=False))
     W = graph.adjacency(keys, params.bits)  # L6-9
-    masks = await attempts.survivors(ch, sites, Labelled, 2, mask=(None,))  # L10
-    own = {u: at[u] + unpack_mask(m.mask, roster.size(u)) for u, m in masks.items()}
-    check_labelled(np.concatenate(list(own.values())))
-    n_classes = same_classes({m.classes for m in masks.values()})
-    await sum_counts(ch, params, sites, n_classes)
+    own, n_classes = await propagation_terms.labelled_points(ch, params, roster, sites, Labelled)  # L10
     counted: list[I64] = []
 
     async def score(c: Channel, left: tuple[Party, ...]) -> None:
         labelled = np.sort(np.concatenate([own[u] for u in left]))
-        check_labelled(labelled)
+        propagation_terms.check_labelled(labelled)
         counted[:] = [labelled]
         rows = np.concatenate([at[u] + np.arange(roster.size(u)) for u in left])
         columns = _columns(W, params.alpha, labelled, {u: own[u] for u in left}, rows)  # L11
         terms = _scores(params, roster, left, n_classes, graphs)
         await shared_scores.server(c, terms, columns, entropy=entropy, identity=identity)  # L12
 
-    _, finished = await attempts.lead(ch.sub("scores"), tuple(masks), 2, score)
+    _, finished = await attempts.lead(ch.sub("scores"), tuple(own), 2, score)
     return Served(sites, sizes, counted[0], None, keys, finished)
 
 

@@ -42,7 +42,7 @@ from cloister.protocols.hamming.pair_distances import Engine, check_engine
 from cloister.protocols.hamming.shared_codes import offsets
 from cloister.protocols.propagation import point_roster
 from cloister.protocols.propagation.point_roster import Roster
-from cloister.protocols.sums import common_seed, secure_sum
+from cloister.protocols.sums import attempts, common_seed, secure_sum
 from cloister.study import Party
 
 NAME = "propagation_terms"
@@ -83,7 +83,7 @@ class Labelled:  # u → S
 
 @dataclass(frozen=True)
 class Labels:
-    """What a site takes away."""
+    """What a site has at the end."""
 
     classes: tuple[str, ...]
     label: I64  # (n_u,) index into classes, -1 where no label reaches
@@ -98,7 +98,7 @@ class Labels:
 
 @dataclass(frozen=True)
 class Served:
-    """What the server takes away."""
+    """What the server has at the end."""
 
     sites: tuple[Party, ...]
     sizes: tuple[int, ...]
@@ -199,10 +199,22 @@ def check_graph(params: Params, sizes: Sequence[int]) -> None:
     graph.check_sizes(sum(sizes), params.bits, params.n_neighbors, params.alpha)
 
 
-def same_classes(counts: set[int]) -> int:
+async def labelled_points(
+    ch: Channel, params: Params, roster: Roster, sites: tuple[Party, ...], kind: type[Any]
+) -> tuple[dict[Party, I64], int]:
+    """At the server: which points of the graph are labelled, by site (`kind` tells), and how many classes there are."""
+    masks = await attempts.survivors(ch, sites, kind, 2, mask=(None,))
+    at = dict(zip(sites, offsets(tuple(roster.size(u) for u in sites)), strict=False))
+    own = {u: at[u] + unpack_mask(m.mask, roster.size(u)) for u, m in masks.items()}
+    check_labelled(np.concatenate(list(own.values())))
+    counts = {m.classes for m in masks.values()}
     if len(counts) != 1 or min(counts) < 2:
         raise ProtocolAbort(NAME, "L12", "mismatch", "the sites do not agree on the classes")
-    return counts.pop()
+    n_classes = counts.pop()
+    if params.balance:
+        sums = secure_sum.Params(sites, params.server, n_classes, to_all=True)
+        await secure_sum.aggregator(ch.sub("counts"), sums)
+    return own, n_classes
 
 
 def check_labelled(labelled: I64) -> None:
@@ -221,12 +233,6 @@ async def class_counts(
     total = await secure_sum.contributor(ch.sub("counts"), sums, mine, entropy=entropy, identity=identity)
     assert total is not None
     return total.z.astype(np.int64)
-
-
-async def sum_counts(ch: Channel, params: Params, sites: tuple[Party, ...], n_classes: int) -> None:
-    if params.balance:
-        sums = secure_sum.Params(sites, params.server, n_classes, to_all=True)
-        await secure_sum.aggregator(ch.sub("counts"), sums)
 
 
 async def in_group(ch: Channel, params: Params, role: Callable[[Channel, Params], Awaitable[T]]) -> T:

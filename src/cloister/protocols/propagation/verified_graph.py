@@ -40,13 +40,10 @@ from cloister.arrays import I64, U8
 from cloister.crypto.agreement import Identity
 from cloister.crypto.entropy import Entropy
 from cloister.crypto.replicated import Shared, Words, join
-from cloister.errors import DataError, ProtocolAbort
-from cloister.models import graph
 from cloister.net.channel import Channel
-from cloister.protocols.hamming import pair_distances
-from cloister.protocols.hamming.shared_codes import check_codes, computing, offsets, ring_of
+from cloister.protocols.hamming.shared_codes import computing, ring_of
 from cloister.protocols.propagation import private_graph
-from cloister.protocols.propagation.private_graph import BLOCK, Params
+from cloister.protocols.propagation.private_graph import Params, blocks
 from cloister.protocols.sharing.verified import Verified
 from cloister.protocols.sharing.verified_cost import VerifiedBill
 from cloister.study import Party
@@ -56,8 +53,7 @@ __all__ = ["Params", "cost", "ideal", "roles", "server", "site"]
 NAME = "verified_graph"
 
 
-def ideal(params: Params, xs: Mapping[Party, U8]) -> dict[Party, I64 | None]:
-    return private_graph.ideal(params, xs)
+ideal = private_graph.ideal
 
 
 def roles(params: Params) -> dict[Party, object]:
@@ -76,18 +72,13 @@ def cost(params: Params) -> dict[Party, tuple[int, int]]:
         else:
             for other in params.sizes:
                 bill.input(u, own * other, ring)
-    step = max(1, BLOCK // n)
-    for start in range(0, n, step):
-        count = min(step, n - start)
+    for rows in blocks(n):
+        count = rows.stop - rows.start
         if params.engine == "mpc":
             bill.product(count, n, L, ring)
         bill.smallest_k(count, n, params.n_neighbors, ring)
         bill.open_to(params.server, count * params.n_neighbors)
-    sent = bill.total()
-    if params.engine != "mpc":
-        between = pair_distances.cost(params.between).items()
-        sent |= {u: (sent[u][0] + messages, sent[u][1] + size) for u, (messages, size) in between}
-    return sent
+    return private_graph.with_engine(params, bill.total())
 
 
 class SharedCodes:
@@ -124,26 +115,14 @@ async def share_codes(trio: Verified, params: Params, packed: U8 | None) -> Shar
     return SharedCodes(trio, join(parts, axis=0)) if trio.rank is not None else None
 
 
-async def share_distances(
-    trio: Verified, params: Params, shares: Mapping[Party, Words], own: Words | None
-) -> SharedDistances | None:
-    """G1 for `ot` and `he`: every site shares its summands of H, and the distances among its own points."""
-    ring, rows = ring_of(params.bits), []
-    for u in params.sites:
-        parts = []
-        for v in params.sites:
-            mine = None if u != trio.ch.me else own if u == v else shares[v]
-            parts.append(await trio.input(u, mine, (params.between.size(u), params.between.size(v)), ring))
-        rows.append([part for part in parts if part is not None])
-    if trio.rank is None:
-        return None
-    half = join([join(parts, axis=1) for parts in rows], axis=0)
-    whole = half + half.map(lambda w: w.T)
-    at = offsets(params.sizes)
-    for i in range(len(params.sites)):  # the blocks on the diagonal were added to themselves
-        cut = slice(at[i], at[i + 1])
-        whole.a[cut, cut], whole.b[cut, cut] = half.a[cut, cut], half.b[cut, cut]
-    return SharedDistances(whole)
+async def _share(
+    trio: Verified, params: Params, packed: U8 | None, shares: Mapping[Party, Words]
+) -> SharedCodes | SharedDistances | None:
+    """G1."""
+    if params.engine == "mpc":
+        return await share_codes(trio, params, packed)
+    h = await private_graph.share_distances(trio, params, shares)
+    return None if h is None else SharedDistances(h)
 
 
 async def _select(params: Params, trio: Verified, shared: SharedCodes | SharedDistances | None) -> I64 | None:
@@ -151,14 +130,12 @@ async def _select(params: Params, trio: Verified, shared: SharedCodes | SharedDi
     n, k, ring = sum(params.sizes), params.n_neighbors, ring_of(params.bits)
     out = np.empty((n, k), np.int64) if trio.ch.me == params.server else None
     turned = np.uint64(1 << (params.key_ring.bits - 1))  # the highest bit of a key, see `smallest_k`
-    step = max(1, BLOCK // n)
-    for start in range(0, n, step):
-        rows = slice(start, min(start + step, n))
+    for rows in blocks(n):
         count = rows.stop - rows.start
         best = None
         if shared is not None:
             itself = np.zeros((count, n), np.int64)
-            itself[np.arange(count), np.arange(start, rows.stop)] = params.bits + 1
+            itself[np.arange(count), np.arange(rows.start, rows.stop)] = params.bits + 1
             keys = await shared.rows(rows) + trio.constant(itself, ring)
             best = await trio.smallest_k(keys, k)  # G3
         what = f"{k} nearest neighbours of {count} points"
@@ -175,31 +152,11 @@ async def _meet(ch: Channel, params: Params, entropy: Entropy, identity: Identit
 
 
 async def site(ch: Channel, params: Params, packed: U8, *, entropy: Entropy, identity: Identity) -> None:
-    check_codes(params.sites, params.sizes, params.bits, ch.me, packed)
-    shares: dict[Party, Words] = {}
-    if params.engine != "mpc":
-        shares = await pair_distances.pair_shares(ch, params.between, packed, entropy=entropy)
+    shares = await private_graph.pair_shares(ch, params, packed, entropy)
     trio = await _meet(ch, params, entropy, identity)
-    shared: SharedCodes | SharedDistances | None
-    if params.engine == "mpc":
-        shared = await share_codes(trio, params, packed)
-    else:
-        own = graph.hamming(packed, packed).astype(ring_of(params.bits).dtype)
-        shared = await share_distances(trio, params, shares, own)
-    await _select(params, trio, shared)
+    await _select(params, trio, await _share(trio, params, packed, shares))
 
 
 async def server(ch: Channel, params: Params, *, entropy: Entropy, identity: Identity) -> I64:
     trio = await _meet(ch, params, entropy, identity)
-    shared: SharedCodes | SharedDistances | None
-    if params.engine == "mpc":
-        shared = await share_codes(trio, params, None)
-    else:
-        shared = await share_distances(trio, params, {}, None)
-    keys = await _select(params, trio, shared)
-    assert keys is not None
-    try:
-        graph.check_keys(keys, sum(params.sizes), params.bits)
-    except DataError:
-        raise ProtocolAbort(NAME, "G4", "malformed", "what was opened is no graph") from None
-    return keys
+    return private_graph.check_keys(params, await _select(params, trio, await _share(trio, params, None, {})), NAME)

@@ -39,7 +39,7 @@ References
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from cloister.arrays import F64
 from cloister.crypto.agreement import Identity
@@ -55,11 +55,7 @@ __all__ = ["Params", "ideal", "roles", "server", "site"]
 NAME = "verified_propagation"
 
 
-def ideal(
-    params: Params, xs: Mapping[Party, tuple[F64, Sequence[str | None]]], seed: bytes = bytes(32)
-) -> dict[Party, Labels | None]:
-    """What a trusted party would hand out, for a given seed of the hyperplanes."""
-    return propagation_terms.ideal(params, xs, seed)
+ideal = propagation_terms.ideal
 
 
 def roles(params: Params) -> dict[Party, object]:
@@ -73,5 +69,5 @@ async def site(
 
 
 async def server(ch: Channel, params: Params, *, entropy: Entropy, identity: Identity) -> tuple[Served, ...]:
-    """Play S; one `Served` per group."""
+    """S's part; returns one `Served` per group."""
     return await server_by(verified_graph, ch, params, entropy=entropy, identity=identity)

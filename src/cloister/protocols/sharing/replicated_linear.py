@@ -194,10 +194,7 @@ class Linear:
 
     async def input(self, owner: Party, x: Words | None, shape: tuple[int, ...], ring: Ring) -> Shared | None:
         """Share what `owner` holds; the others pass None. Members that do not compute get None back."""
-        if (x is not None) != (self.ch.me == owner):
-            raise ParameterError(f"the values of an input belong to its owner '{owner}' and to nobody else")
-        if x is not None and (x.shape != shape or x.dtype != ring.dtype):
-            raise ParameterError(f"expected an input of shape {shape} in {ring.dtype}, found {x.shape} in {x.dtype}")
+        local.check_input(x, shape, ring, owner, mine=self.ch.me == owner)
         if owner not in self.computing:
             return await self._input_from_outside(owner, x, shape, ring)
         if self.rank is None:
@@ -233,9 +230,7 @@ class Linear:
 
     def constant(self, values: np.ndarray[Any, Any], ring: Ring) -> Shared:
         """Share public integers: component 0, held by parties 0 and 2."""
-        words = np.asarray(values).astype(np.int64).view(np.uint64).astype(ring.dtype)
-        zero = np.zeros_like(words)
-        return Shared(ring, words if self._i == 0 else zero, words if self._i == 2 else zero)
+        return local.constant(values, ring, self._i)
 
     # -- R7, R8: opening ---------------------------------------------------------------------------------------------
 

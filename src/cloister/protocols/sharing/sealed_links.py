@@ -96,7 +96,7 @@ class Links:
     ) -> Self:
         """V1: agree on all keys; `others` give inputs or get results without computing."""
         if len(set(computing)) != 3:
-            raise ParameterError(f"three different computing parties are needed, sizes_differ {', '.join(computing)}")
+            raise ParameterError(f"three different computing parties are needed, found {', '.join(computing)}")
         links = cls(ch, computing, entropy)
         peers = [p for p in (*computing, *(() if links.rank is None else others)) if p != ch.me]
         keys = key_pair(entropy)

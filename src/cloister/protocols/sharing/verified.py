@@ -11,9 +11,9 @@
     V7-V12         everything sent so far is proved                                               (`verification`)
     V13  open      the word that a party lacks, from one holder; its hash from the other
 
-Component i of every value is at parties i and i - 1. What is opened, and when, is as in `replicated`: rows are shuffled
-by nobody's permutation, and the outcome of comparisons is opened. Each such step is proved *before* it is opened, since
-a wrong comparison would tell something about what is compared.
+Component i of every value is at parties i and i - 1. What is opened, and when, is as in `replicated`: rows are
+shuffled by a permutation that nobody knows, and the outcome of comparisons is opened. Each such step is proved
+*before* it is opened, since a wrong comparison would tell something about what is compared.
 
     operation              bits sent per entry, all three                      rounds
     product                3κ                                                  1

@@ -94,14 +94,6 @@ class VerifiedBill(Bill):
         self.send(o, 8 * count * columns(n))
         return self._equations(ring.bits * columns(n), [o])
 
-    def open(self, to: Party, n: int, ring: Ring) -> None:
-        self.verify()
-        if to not in self.computing:
-            return self.everyone(HASH + n * ring.size)
-        o = self.computing.index(to)
-        self.send((o + 2) % 3, n * ring.size)
-        return self.send((o + 1) % 3, HASH)
-
     def less(self, width: int, count: int, *, few_rounds: bool) -> None:
         """Comparisons of planes of so many words."""
         digit = (verified.LONG if count > 24 else verified.DIGIT) if few_rounds else count
@@ -179,9 +171,15 @@ class VerifiedBill(Bill):
         self.everyone(8 * words)
 
     def open_to(self, to: Party, words: int) -> None:
+        self._open(to, 8 * words)
+
+    def open(self, to: Party, n: int, ring: Ring) -> None:
+        self._open(to, n * ring.size)
+
+    def _open(self, to: Party, size: int) -> None:
         self.verify()
         if to not in self.computing:
-            return self.everyone(HASH + 8 * words)
+            return self.everyone(HASH + size)
         o = self.computing.index(to)
-        self.send((o + 2) % 3, 8 * words)
+        self.send((o + 2) % 3, size)
         return self.send((o + 1) % 3, HASH)

@@ -17,7 +17,6 @@ from cloister.crypto.entropy import Entropy
 from cloister.crypto.prg import Prg
 from cloister.crypto.replicated import Ring, Shared, Words
 from cloister.crypto.share_proofs import ROWS, digest, raw, words
-from cloister.errors import ParameterError
 from cloister.net.channel import Channel
 from cloister.net.wire import message
 from cloister.protocols.sharing.folding import HASH, reject
@@ -151,10 +150,7 @@ class VerifiedLinear:
 
     async def input(self, owner: Party, x: Words | None, shape: tuple[int, ...], ring: Ring) -> Shared | None:
         """Share what `owner` holds; the others pass None. Members that do not compute get None back."""
-        if (x is not None) != (self.ch.me == owner):
-            raise ParameterError(f"the values of an input belong to its owner '{owner}' and to nobody else")
-        if x is not None and (x.shape != shape or x.dtype != ring.dtype):
-            raise ParameterError(f"expected an input of shape {shape} in {ring.dtype}, found {x.shape} in {x.dtype}")
+        local.check_input(x, shape, ring, owner, mine=self.ch.me == owner)
         if owner not in self.computing:
             return await self._input_from_outside(owner, x, shape, ring)
         if self.rank is None:
@@ -230,9 +226,7 @@ class VerifiedLinear:
 
     def constant(self, values: np.ndarray[Any, Any], ring: Ring) -> Shared:
         """Share public integers: component 0, held by parties 0 and 2."""
-        encoded = np.asarray(values).astype(np.int64).view(np.uint64).astype(ring.dtype)
-        zero = np.zeros_like(encoded)
-        return Shared(ring, encoded if self.links.i == 0 else zero, encoded if self.links.i == 2 else zero)
+        return local.constant(values, ring, self.links.i)
 
     def public(self, x: U64) -> Xored:
         """Public words, XOR-shared alike."""
@@ -302,14 +296,6 @@ class VerifiedLinear:
         await self.proofs.verify()
         theirs, _ = await self.links.exchange(Open, None, digest(x.a), HASH, None)
         if (theirs != digest(x.a ^ x.b)).any():
-            reject(line, what)
-
-    async def check_equal(self, x: Shared, value: int, line: str, what: str) -> None:
-        """Reject unless all shared words are `value`; nothing else is shown."""
-        await self.proofs.verify()
-        theirs, _ = await self.links.exchange(Open, None, digest(x.ring.to_bytes(x.a)), HASH, None)
-        missing = x.ring.dtype.type(value) - x.a - x.b
-        if (theirs != digest(x.ring.to_bytes(missing))).any():
             reject(line, what)
 
     async def open_all(self, x: Xored, *, line: str, what: str, protocol: str = NAME) -> U64:

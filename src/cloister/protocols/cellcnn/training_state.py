@@ -1,0 +1,89 @@
+"""What one step of an encrypted training computes locally: a site's gradient, and the state at S and the auditor.
+
+The aggregator computes every `State`, and the auditor does it again; other sites hold [M] alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from cloister.arrays import F64, U64
+from cloister.crypto.ckks import scheme as ckks
+from cloister.crypto.entropy import Entropy
+from cloister.models import cellcnn
+from cloister.protocols.cellcnn.cellcnn_circuit import Layout, aggregated_product, gradient
+from cloister.protocols.cellcnn.key_store import KeyStore
+from cloister.protocols.cellcnn.training_keys import Keys
+
+if TYPE_CHECKING:
+    from cloister.protocols.cellcnn.encrypted_training import Params
+
+
+@dataclass
+class State:
+    """[M], [W], [V] and [A] after a step."""
+
+    model: list[ckks.Cipher]
+    W: list[ckks.Cipher]
+    V: list[ckks.Cipher]
+    archive: list[ckks.Cipher]
+
+    @classmethod
+    def initial(cls, params: Params, keys: Keys) -> State:
+        """The public initial weights, in ciphertexts that everybody makes alike."""
+        c, L, P, w = ckks.context(params.ckks), params.layout, params.ckks, cellcnn.initial(params.config)
+
+        def encrypt(values: F64, k: int) -> ckks.Cipher:
+            return c.encrypt_public(keys.public, values, k, P.scale)
+
+        return cls(
+            [encrypt(L.model_slots(w.M, g), P.top) for g in L.groups],
+            [encrypt(L.filter_slots(w.W), L.ladder.one)],
+            [encrypt(L.dense_slots(w.V, g), L.ladder.one) for g in L.groups],
+            [encrypt(values, P.base) for values in L.archive(w)],
+        )
+
+    @classmethod
+    def after(cls, step: int, params: Params, keys: Keys, store: KeyStore | None) -> State:
+        """The initial state, or that of a checkpoint."""
+        if step == 0 or store is None:
+            return cls.initial(params, keys)
+        kept = store.get_state(ckks.context(params.ckks), params.tag, step)
+        return cls(kept["model"], *(kept.get(name, []) for name in ("W", "V", "archive")))
+
+    def keep(self, step: int, params: Params, store: KeyStore | None, *, model_only: bool = False) -> None:
+        """Write a checkpoint, where there is a store."""
+        if store is not None:
+            rest = {} if model_only else {"W": self.W, "V": self.V, "archive": self.archive}
+            store.put_state(ckks.context(params.ckks), params.tag, step, {"model": self.model} | rest)
+
+    def products(self, c: ckks.Context, Z: Sequence[ckks.Cipher], relin: object) -> list[ckks.Cipher]:
+        """[Z ⊙ W], [Z ⊙ V] and [A]: what the update is made of."""
+        by_W = [aggregated_product(c, z, self.W[0], relin) for z in Z]
+        by_V = [aggregated_product(c, z, v, relin) for z, v in zip(Z, self.V, strict=True)]
+        return [*by_W, *by_V, *self.archive]
+
+    def updated(self, new: Sequence[ckks.Cipher]) -> State:
+        """After the second refresh; [M] still is the old one."""
+        at = len(self.archive)
+        return State(self.model, [new[at]], list(new[at + 1 :]), list(new[:at]))
+
+    def factors(self, c: ckks.Context, relin: object) -> list[ckks.Cipher]:
+        """[W' ⊙ V'], of which [M'] is made."""
+        return [aggregated_product(c, self.W[0], v, relin) for v in self.V]
+
+
+def gradient_ciphers(
+    c: ckks.Context, L: Layout, model: Sequence[ckks.Cipher], X: F64, Y: F64, keys: Keys, entropy: Entropy
+) -> list[U64]:
+    """[Z] of every class group, added over the chunks of the batch; no two calls give the same polynomials."""
+    ciphers = []
+    for M, group in zip(model, L.groups, strict=True):
+        total = None
+        for at in range(0, len(X), L.I):
+            Z = gradient(L, M, X[at : at + L.I], Y[at : at + L.I, list(group)], keys.relin, keys.rotation)
+            total = Z if total is None else c.evaluator.add(total, Z)
+        ciphers.append(c.raw(c.rerandomise(keys.public, total, entropy))[0])
+    return ciphers
