@@ -216,7 +216,7 @@ def root_cause(errors: dict[Party, BaseException]) -> BaseException:
 
     def order(e: BaseException) -> int:
         if isinstance(e, ProtocolAbort):
-            return (4 if e.code in ("finished", "lost", "timeout", "too-few") else 2) + e.heard
+            return (4 if e.code in LEFT else 2) + e.heard
         return 1 if isinstance(e, CloisterError) else 0
 
     return min(errors.values(), key=order)
