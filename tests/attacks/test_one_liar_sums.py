@@ -14,7 +14,7 @@ import scipy.sparse
 from cloister.arrays import F32
 from cloister.crypto.agreement import KeyPair, agree, bind, hkdf, key_pair, seal, unseal
 from cloister.crypto.prg import expand
-from cloister.errors import ProtocolAbort
+from cloister.errors import PeerLost, ProtocolAbort
 from cloister.lies import Lie, Stage
 from cloister.net import wire
 from cloister.net.wire import message
@@ -33,7 +33,7 @@ from cloister.protocols.sums import (
     shared_pca,
 )
 from cloister.study import Party
-from cloister.testing import Case, run_protocol, values
+from cloister.testing import Case, Fault, run_protocol, values
 
 HUB = Party("hub")
 SITES = tuple(map(Party, ("a", "b", "c")))
@@ -683,6 +683,100 @@ def test_r3_attempts_on_chosen_subsets_open_more_than_one_list():
     run = attack(toy, Case((), {}), subsets, also=also)
     stopped(run, "restart")
     assert opened(run, "toy") == 2  # all three, then two of them: a list that shrinks
+
+
+@message("X2", protocol="toy")
+class Word:  # u → v
+    value: int
+
+
+@message("X3", protocol="toy")
+class Opened:  # u → S
+    value: int
+
+
+SECRETS = {A: 100, B: 20, C: 3}
+
+
+def sums_words(code):
+    """A step in which sites tell each other a word, refuse a wrong one, and open the sum of their secrets to S."""
+
+    async def step(ch, sites):
+        others = [v for v in sites if v != ch.me]
+        await ch.scatter(others, Word(7))
+        if any(word.value != 7 for word in (await ch.gather(others, Word)).values()):
+            raise ProtocolAbort("toy", "X2", code, "a word that is wrong")
+        await ch.send(HUB, Opened(SECRETS[ch.me]))
+
+    return step
+
+
+def lies_to(victim):
+    """The same, but the victim gets a wrong word, and is to be left out for it."""
+
+    async def step(ch, sites):
+        others = [v for v in sites if v != ch.me]
+        await ch.scatter({v: Word(8 if v == victim else 7) for v in others})
+        await ch.gather(others, Word)
+        await ch.send(HUB, Opened(SECRETS[ch.me]))
+
+    return step
+
+
+async def add_opened(ch, sites):
+    return sum(m.value for m in (await ch.gather(sites, Opened)).values())
+
+
+def old_lost(done):
+    """As it was: whoever stopped, for whatever reason, is gone."""
+    e = done.exception()
+    if e is None:
+        return False
+    if isinstance(e, PeerLost) or (isinstance(e, ProtocolAbort) and e.heard):
+        return True
+    raise e
+
+
+@pytest.mark.parametrize("code", ["proof", "mismatch"])
+@pytest.mark.parametrize("old", [True, False])
+def test_r3_a_liar_does_not_get_honest_sites_left_out(monkeypatch, old, code):
+    """c sends b what b must refuse. Old: b counted as gone, and a's secret opened as the sum without b less c's own."""
+    if old:
+        monkeypatch.setattr(attempts, "_lost", old_lost)
+        monkeypatch.setattr(attempts, "still_there", lambda ch, sites: tuple(u for u in sites if not ch.lost(u)))
+
+    async def leads(ch, params):
+        return await attempts.lead(ch, SITES, 2, add_opened)
+
+    async def honest(ch, params):
+        return (await attempts.follow(ch, HUB, sums_words(code)))[1]
+
+    async def liar(ch, params):
+        return (await attempts.follow(ch, HUB, lies_to(B)))[1]
+
+    run = run_protocol(toy, Case((), {}), roles={HUB: leads, A: honest, B: honest, C: liar}, timeout=3.0)
+    assert (run.errors[B].code, run.errors[B].heard) == (code, False)
+    if old:
+        total, sites = values(run)[HUB]
+        assert sites == (A, C)
+        assert total - SECRETS[C] == SECRETS[A]
+    else:
+        assert not values(run)
+        for honest_one in (HUB, A):
+            error = run.errors[honest_one]
+            assert (error.protocol, error.line, error.code, error.heard) == ("toy", "X2", code, True)
+
+
+def test_r3_who_is_gone_is_left_out_as_before():
+    async def leads(ch, params):
+        return await attempts.lead(ch, SITES, 2, add_opened)
+
+    async def honest(ch, params):
+        return (await attempts.follow(ch, HUB, sums_words("proof")))[1]
+
+    faults = [Fault("kill", B, None, "toy.Word")]
+    run = run_protocol(toy, Case((), {}), roles={HUB: leads} | dict.fromkeys(SITES, honest), faults=faults, timeout=1.0)
+    assert values(run)[HUB] == (SECRETS[A] + SECRETS[C], (A, C))
 
 
 # ---- R4: "at least t" is the coordinator's word ----------------------------------------------------------------------

@@ -463,7 +463,11 @@ class Channel:
 
     def lost(self, party: Party) -> bool:
         """Whether `party` has stopped, as far as this one knows."""
-        return party in self._session.mailbox.failed
+        return self.stopped(party) is not None
+
+    def stopped(self, party: Party) -> Failure | None:
+        """Why `party` has stopped, as far as this one knows."""
+        return self._session.mailbox.failed.get(party)
 
     def reveal(self, x: T, *, to: Party | Iterable[Party], line: str, what: str, protocol: str) -> T:
         """Mark that a protected value becomes plain here; the receipt keeps what and for whom, never the value."""
