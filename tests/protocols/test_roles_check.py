@@ -17,6 +17,7 @@ from cloister.protocols.sums import (
     pooled_quantiles,
     pooled_scaling,
     row_sums,
+    same_view,
     secure_sum,
     shared_pca,
 )
@@ -116,6 +117,15 @@ def first(keys, **changes):
 
 noise = np.random.default_rng(1).integers(0, 2**64, 10_000, dtype=np.uint64)
 SAYS = [  # protocol, case, liar, message, change, nth, line and code that somebody must name
+    (
+        same_view,
+        lambda: Case(same_view.Params(SITES, HUB), {}),
+        HUB,
+        same_view.Signatures,
+        lambda m: replace(m, signatures=m.signatures | {B: m.signatures[A]}),  # A's in place of B's
+        None,
+        ("V2", "signature"),
+    ),
     (
         secure_sum,
         summed,
