@@ -7,11 +7,11 @@
 A mutant is either drawn from the code (a check that is no longer called, a condition that no longer aborts) or written
 down in `mutants.toml` (a mask that is left out, a key that is used twice). For each, the tests that import the file
 run with stored vectors switched off: a mutant that only other bytes give away counts as alive. The first test that
-fails is the behaviour that killed it. Tests that reach the weakened function come first, the quickest before the
-others; one run without any mutant tells which they are (build/mutants-reach.jsonl). Every mutant is judged in a forked
-child of one process that has all tests loaded, where the functions get the mutant's code. Results are kept in
-build/mutants.jsonl by what was tested, so that a run that was stopped goes on where it was, and a change runs only
-what it concerns. (Linux and macOS.)
+fails is the behaviour that killed it. Only tests that reach the weakened function are run, the quickest first; one run
+without any mutant tells which they are (build/mutants-reach.jsonl). Every mutant is judged in a forked child of one
+process that has all tests loaded, where the functions get the mutant's code. Results are kept in build/mutants.jsonl by
+what was tested, so that a run that was stopped goes on where it was, and a change runs only what it concerns. (Linux
+and macOS.)
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ WRITTEN = [(m["file"], m["name"], m["old"], m["new"]) for m in LIST["mutant"]]
 
 FIRST = ("one_thing_wrong", "roles_check", "what_is_drawn", "what_shares_hide", "one_liar_sums")
 BROKEN = "could not run"
+CHECKS, AUDIT = ("verify", "heard"), "collective_audit.holder"  # beside all that is called check_…
 LIAR = "test_one_liar.py"
 OUTSIDE = ("tests/runtime/test_flare", "tests/protocols/knn/test_oracle", "tests/protocols/ckks/test_oracle")
 Row = dict[str, Any]
@@ -93,10 +94,11 @@ def drawn(file: str) -> Iterator[Mutant]:
         seen[what] = seen.get(what, 0) + 1
         return what if seen[what] == 1 else f"{what} ({seen[what]})"
 
-    for function in (n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)):
+    functions = (n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
+    for function in (f for f in functions if f.name != "cost"):
         for node in ast.walk(function):
-            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and _called(node.value) != "":
-                yield Mutant(file, named(f"{function.name} without {_called(node.value)}"), _blank(lines, node, "pass"))
+            if isinstance(node, ast.Expr) and (called := _called(node.value)):
+                yield Mutant(file, named(f"{function.name} without {called}"), _blank(lines, node, "pass"))
             elif isinstance(node, ast.If) and (code := _abort(node)):
                 test = node.test
                 head = lines[test.lineno - 1][: test.col_offset]
@@ -105,16 +107,24 @@ def drawn(file: str) -> Iterator[Mutant]:
                 yield Mutant(file, named(f"{function.name} never aborts with '{code}'"), "".join(changed))
 
 
-def _called(call: ast.Call) -> str:
-    name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
-    return name if name.startswith("check") else ""
+def _called(call: ast.expr) -> str:
+    """The name of a check that is called for nothing but to raise, or to be part of one that follows."""
+    call = call.value if isinstance(call, ast.Await) else call
+    if not isinstance(call, ast.Call):
+        return ""
+    whole = ast.unparse(call.func)
+    name = whole.rpartition(".")[2]
+    return name if name.startswith("check") or name in CHECKS else "audit" if whole == AUDIT else ""
 
 
 def _abort(node: ast.If) -> str:
     """The code of the ProtocolAbort that is all this condition is for."""
-    if len(node.body) != 1 or not isinstance(node.body[0], ast.Raise) or node.orelse:
+    if len(node.body) != 1 or node.orelse:
         return ""
-    raised = node.body[0].exc
+    only = node.body[0]
+    if isinstance(only, ast.Expr) and isinstance(only.value, ast.Call) and ast.unparse(only.value.func) == "reject":
+        return "rejected"
+    raised = only.exc if isinstance(only, ast.Raise) else None
     if not isinstance(raised, ast.Call) or ast.unparse(raised.func) != "ProtocolAbort" or len(raised.args) < 3:
         return ""
     return str(raised.args[2].value) if isinstance(raised.args[2], ast.Constant) else ""
@@ -331,16 +341,15 @@ class Loop:
         return True
 
     def judge(self, mutant: Mutant, tests: list[str], items: list[pytest.Item], reach: Rows) -> None:
-        """Run the tests, those first that reach what is weakened, the quickest of them before the others."""
+        """Run the tests that reach what is weakened, the quickest before the others; all if none does."""
         where = functions_of(mutant)
-
-        def rank(item: pytest.Item) -> tuple[bool, float]:
-            row = reach[item.nodeid]
-            return not where & set(row["ran"]), row["seconds"]
-
-        ordered = sorted(items, key=rank)
-        began, usual = time.monotonic(), sum(reach[i.nodeid]["seconds"] for i in items)
-        found = in_child(lambda: first_failure(mutant, ordered), max(self.limit, 3 * usual))
+        reaching = {i.nodeid for i in items if where & set(reach[i.nodeid]["ran"])}
+        files = {n.partition("::")[0] for n in reaching}
+        files = {f for f in files if "scope=" in (ROOT / f).read_text(encoding="utf-8")}  # what one sets up, all use
+        chosen = [i for i in items if i.nodeid in reaching or i.nodeid.partition("::")[0] in files] or items
+        chosen.sort(key=lambda i: (i.nodeid not in reaching, reach[i.nodeid]["seconds"]))
+        began, usual = time.monotonic(), sum(reach[i.nodeid]["seconds"] for i in chosen)
+        found = in_child(lambda: first_failure(mutant, chosen), max(self.limit, 3 * usual))
         note(mutant, tests, found, time.monotonic() - began, self.rows)
 
 
