@@ -27,7 +27,8 @@ lying aggregator : the same, over survivors that it chose: at least t, and the s
 one lying contributor : nothing more. The sum holds whatever it put in.
 aggregator with k contributors : the sum over the other survivors, at least t - k, as long as t > (n + k)/2. With a
     smaller t, contributors that vouch twice at L7 get it two answers, and so single inputs. The default, the smallest
-    t > n/2, is for k = 0; `threshold` raises it. With t = n no drop-out is tolerated, and only the sum of all opens.
+    t > n/2, is for k = 0; `colluders` of the study raises it for all sums, `threshold` for one. With t = n no drop-out
+    is tolerated, and only the sum of all opens.
 
 Assumes
 -------
@@ -49,7 +50,7 @@ ConsistencyCheck L7-8, Unmasking L9-10; lines numbered here.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -63,7 +64,7 @@ from cloister.net import wire
 from cloister.net.channel import Channel
 from cloister.net.wire import message
 from cloister.protocols.sums.signed import check_signed
-from cloister.study import Party
+from cloister.study import Party, Study
 
 NAME = "secure_sum"
 SHARE = 66  # bytes of one Shamir share
@@ -95,6 +96,10 @@ class Params:  # public; hashed into the run id, so a mismatch aborts
     def colluders(self) -> int:
         """k: contributors that may help a lying aggregator, and it still gets one answer only; t > (n + k)/2."""
         return 2 * self.t - len(self.contributors) - 1
+
+    def raised(self, study: Study) -> Params:
+        """With the threshold that as many colluders need as the study names, if that is larger."""
+        return replace(self, threshold=max(self.t, study.quorum(len(self.contributors))))
 
     def point(self, u: Party) -> int:
         return self.contributors.index(u) + 1
@@ -264,7 +269,7 @@ async def contribute(
     """L1 to L9 of u. Returns the survivors, as t of them vouched for them; all are `among` those of an earlier sum."""
     if x.shape != (params.length,) or x.dtype != np.uint64:
         raise ParameterError(f"expected {params.length} words of uint64, found {x.dtype} of shape {x.shape}")
-    S = params.aggregator
+    params, S = params.raised(ch.study), params.aggregator
     c, s = key_pair(entropy), key_pair(entropy)
     signature = identity.sign(f"{NAME}/keys", signed_keys(ch.run_id, ch.me, c.public, s.public))
     mine = Keys(c.public, s.public, signature)
@@ -319,6 +324,7 @@ async def contribute(
 
 async def aggregator(ch: Channel, params: Params, among: tuple[Party, ...] = ()) -> Sum:
     """Play S. Contributors that stop or stay silent are left out, as long as t remain."""
+    params = params.raised(ch.study)
     t = params.t
     keys = await ch.gather(among or params.contributors, Keys, quorum=t)  # L1
     await ch.broadcast(keys, Roster(keys))  # L2, to U1
