@@ -330,7 +330,7 @@ class Loop:
             items = [i for i in session.items if i.nodeid.startswith(tuple(tests))]
             new = [i for i in items if i.nodeid not in reach]
             if new:
-                in_child(lambda new=new: reached(new), 8 * self.limit)
+                in_child(functools.partial(reached, new), 8 * self.limit)
                 reach = kept(REACH, "test")
             for item in items:
                 if not reach.get(item.nodeid, {"passed": False})["passed"]:
