@@ -13,6 +13,7 @@ from cloister.protocols.forest import counted_forest
 from cloister.protocols.sums import (
     common_genes,
     common_seed,
+    common_space,
     count_tests,
     pooled_quantiles,
     pooled_scaling,
@@ -117,6 +118,15 @@ def first(keys, **changes):
 
 noise = np.random.default_rng(1).integers(0, 2**64, 10_000, dtype=np.uint64)
 SAYS = [  # protocol, case, liar, message, change, nth, line and code that somebody must name
+    (
+        common_space,
+        lambda: Case(common_space.Params(SITES, HUB, "X_pca"), dict.fromkeys(SITES, ("12",))),
+        HUB,
+        common_space.Agreed,
+        lambda m: replace(m, digest="34"),
+        None,
+        ("L2", "other-space"),
+    ),
     (
         same_view,
         lambda: Case(same_view.Params(SITES, HUB), {}),

@@ -227,6 +227,20 @@ def pair_context(run_id: bytes, purpose: str) -> bytes:
     return wire.canonical([NAME, purpose, run_id])
 
 
+def direction(run_id: bytes, u: Party, v: Party) -> bytes:
+    """Binds a box of u to v."""
+    return wire.canonical([run_id, u, v])
+
+
+def open_shares(ch: Channel, v: Party, key: bytes, box: bytes) -> tuple[bytes, bytes]:
+    """L4: my shares of v's key and of its seed."""
+    try:
+        opened = unseal(key, box, direction(ch.run_id, v, ch.me))
+    except CloisterError:
+        raise ProtocolAbort(NAME, "L4", "shares", f"the shares of '{v}' were altered on the way") from None
+    return opened[:SHARE], opened[SHARE:]
+
+
 def add_pads(y: U64, u: Party, seeds: Mapping[Party, bytes]) -> None:
     """Add to y the pads that u shares with each v: + where v < u, - where v > u; in place, uint64 wraps."""
     for v, s_uv in seeds.items():
@@ -284,24 +298,13 @@ async def contribute(
     key_shares = sharing.share(s.private, params.t, points, entropy)
     seed_shares = sharing.share(b, params.t, points, entropy)
 
-    def between(u: Party, v: Party) -> bytes:  # binds a box to its direction
-        return wire.canonical([ch.run_id, u, v])
-
-    sealed = {
-        v: seal(boxes[v], key_shares[params.point(v)] + seed_shares[params.point(v)], between(ch.me, v), entropy)
-        for v in others
-    }
+    halves = {v: (key_shares[params.point(v)], seed_shares[params.point(v)]) for v in roster}
+    sealed = {v: seal(boxes[v], b"".join(halves[v]), direction(ch.run_id, ch.me, v), entropy) for v in others}
     await ch.send(S, Shares(sealed))  # L3
     received = (await ch.recv(S, SharesFor)).sealed  # L4
     if not set(received) <= set(others) or len(received) + 1 < params.t:
         raise ProtocolAbort(NAME, "L4", "shares", f"shares of {len(received) + 1} contributors, {params.t} needed")
-    held = {ch.me: (key_shares[params.point(ch.me)], seed_shares[params.point(ch.me)])}
-    for v, box in received.items():
-        try:
-            opened = unseal(boxes[v], box, between(v, ch.me))
-        except CloisterError:
-            raise ProtocolAbort(NAME, "L4", "shares", f"the shares of '{v}' were altered on the way") from None
-        held[v] = (opened[:SHARE], opened[SHARE:])
+    held = {ch.me: halves[ch.me]} | {v: open_shares(ch, v, boxes[v], box) for v, box in received.items()}
 
     y = x.copy()
     y += expand(b, params.length)
