@@ -64,6 +64,12 @@ def right_sum(cases):
     return right
 
 
+def lists(lie, found):
+    """Whose data may be in: that of all sites, or of all but one that lies, is said to be gone, or stopped by name."""
+    gone = {lie.liar, lie.to, *(set(SITES) - found.keys())} & set(SITES)
+    return [SITES, *(tuple(v for v in SITES if v != u) for u in sorted(gone))]
+
+
 def equal(found, wanted):
     return np.array_equal(found, wanted)
 
@@ -73,16 +79,17 @@ def close(found, wanted):
 
 
 def computed(module, part=lambda value: value, agree=equal, of=lambda inputs: inputs[0], mixed=None):
-    """What every honest site has is `ideal` of all sites, or of all but one that lies or is said to be gone.
+    """What every honest site has is `ideal` of all sites, or of all but one (`lists`).
 
     Where a site that goes between two sums is in the first only, `mixed` is the part that is of one set of sites.
     """
 
     def question(cases):
         def right(lie, found):
-            compared = mixed if mixed and lie.letter == "d" else part
+            stopped = set(SITES) - found.keys() - {lie.liar}
+            compared = mixed if mixed and (stopped or lie.letter == "d") else part
             have = {u: compared(v) for u, v in found.items() if u != HUB and v is not None}
-            sets = [SITES, *(tuple(v for v in SITES if v != u) for u in (lie.liar, lie.to) if u in SITES)]
+            sets = lists(lie, found)
             for u, value in have.items():
                 ideals = [
                     module.ideal(c.params, {v: of(c.inputs[v]) for v in s}) for c in cases for s in sets if u in s
@@ -94,13 +101,23 @@ def computed(module, part=lambda value: value, agree=equal, of=lambda inputs: in
     return question
 
 
+def right_list(cases):
+    """All take part, or all but one; the same for everyone."""
+
+    def right(lie, found):
+        sets = lists(lie, found)
+        assert all(tuple(sites) in sets for sites in found.values())
+        alike(list(found.values()))
+
+    return right
+
+
 def right_training(cases):
     """θ is the mean of the updates of all, round by round, or of those who were left."""
 
     def right(lie, found):
         pupils = {u: offer.build(()) for u, (offer,) in cases[0].inputs.items()}
-        sets = [SITES, *(tuple(v for v in SITES if v != u) for u in (lie.liar, lie.to) if u in SITES)]
-        means = [np.mean([pupils[u].delta for u in s], axis=0) for s in sets]
+        means = [np.mean([pupils[u].delta for u in s], axis=0) for s in lists(lie, found)]
         for u, value in found.items():
             assert value.best_round == 2, "the score grows with every round"
             possible = [first + second for first in means for second in means]
@@ -243,7 +260,7 @@ QUESTIONS = {
         {"server": "abcf", "site": "bcf"},
     ),
     "same_view": (same_view, [Case(same_view.Params(SITES, HUB), {})], lambda c: lambda lie, found: None, {}),
-    "attempts": (ATTEMPTS, [Case((), {})], lambda c: same(tuple), {}),
+    "attempts": (ATTEMPTS, [Case((), {})], right_list, {}),
     "common_seed": (common_seed, [Case(common_seed.Params(SITES, HUB), {})], lambda c: same(lambda v: v.secret), {}),
     "common_genes": (
         common_genes,
@@ -290,7 +307,7 @@ QUESTIONS = {
     "averaged_quantiles": (
         averaged_quantiles,
         [local_quantiles(0)],
-        anything,
+        computed(averaged_quantiles, agree=close, of=lambda inputs: inputs),
         {"coordinator": "abcf", "site": "bcf"},
     ),
     "private_slots": (

@@ -28,8 +28,9 @@ site : the forest: axes, splits, which leaves hold fewer than t sampled rows, ho
     With n - 1 colluding sites: the same about the last site alone.
 coordinator : the same bits and sums, but not Ξ, so neither axes nor splits. Which columns each site has, by name.
 lying coordinator : the same. It may call large counts small, and then learns less; a small count it can call large only
-    by guessing a proof, right with probability 1/(p - 1)², p above ψ: about 10⁻⁵; a wrong one ends the run. It may call
-    a site dropped that is there, of which it then learns what all learn of one that drops out.
+    by guessing a proof, right with probability 1/(p - 1)² a count, p the prime above `most`: 9·10⁻⁶ for ψ = 256; a
+    wrong one ends the run. It may call a site dropped that is there, of which it then learns what all learn of one that
+    drops out.
 one lying site : nothing more. Its rows are what it says.
 coordinator with one site : also the small counts and the grid's pooled counts.
 
@@ -41,7 +42,7 @@ the site.
 
 Cost
 ----
-Per level three sums and two more per try of another axis; about 0.5 MB and 30 to 90 sums per site for 100 trees of 256.
+Per level three sums and two more per try of another axis; about 0.5 MB and 30 to 60 sums per site for 100 trees of 256.
 Local time is linear in the rows.
 
 References
