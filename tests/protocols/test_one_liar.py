@@ -86,8 +86,8 @@ def computed(module, part=lambda value: value, agree=equal, of=lambda inputs: in
 
     def question(cases):
         def right(lie, found):
-            stopped = set(SITES) - found.keys() - {lie.liar}
-            compared = mixed if mixed and (stopped or lie.letter == "d") else part
+            between = lie.letter == "d" or set(SITES) - found.keys()  # somebody may have gone between two sums
+            compared = mixed if mixed and between else part
             have = {u: compared(v) for u, v in found.items() if u != HUB and v is not None}
             sets = lists(lie, found)
             for u, value in have.items():
