@@ -52,7 +52,7 @@ LIST = tomllib.loads((Path(__file__).parent / "mutants.toml").read_text(encoding
 ALSO, REASONS = LIST["also"], LIST["reasons"]
 WRITTEN = [(m["file"], m["name"], m["old"], m["new"]) for m in LIST["mutant"]]
 
-FIRST = ("one_thing_wrong", "roles_check", "what_is_drawn", "what_shares_hide", "one_liar_sums")
+QUICK = ("one_thing_wrong", "roles_check", "what_is_drawn", "what_shares_hide", "sealed_links")
 BROKEN = "could not run"
 CHECKS, AUDIT = ("verify", "heard"), "collective_audit.holder"  # beside all that is called check_…
 LIAR = "test_one_liar.py"
@@ -180,7 +180,7 @@ def tests_of(file: str) -> list[str]:
         if dotted in text or (block is not None and re.search(rf"\b{module}\b", block[1])):
             found.append(name)
     found = [n for n in [*found, *ALSO.get(file, ())] if not n.startswith(OUTSIDE)]
-    quick = [n for word in FIRST for n in found if word in n]
+    quick = [n for word in (*QUICK, "one_liar_sums") for n in found if word in n]
     own = [n for n in dict.fromkeys(found) if module in n or n in ALSO.get(file, ())]
     folder = [n for n in found if n.startswith(f"tests/{file.rpartition('/')[0]}/")]
     ordered = dict.fromkeys([*quick, *(own or folder), *(n for n in found if n.endswith(LIAR))])
@@ -324,33 +324,45 @@ class Loop:
         settings.load_profile("mutants")
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
-        reach = kept(REACH, "test")
         for file in dict.fromkeys(m.file for m in self.mutants):
             tests = tests_of(file)
             items = [i for i in session.items if i.nodeid.startswith(tuple(tests))]
-            new = [i for i in items if i.nodeid not in reach]
-            if new:
-                in_child(functools.partial(reached, new), 8 * self.limit)
-                reach = kept(REACH, "test")
-            for item in items:
-                if not reach.get(item.nodeid, {"passed": False})["passed"]:
-                    print(f"{item.nodeid} fails without any mutant, or takes too long; it is left out", flush=True)
-            items = [i for i in items if reach.get(i.nodeid, {"passed": False})["passed"]]
-            for mutant in (m for m in self.mutants if m.file == file):
-                self.judge(mutant, tests, items, reach)
+            quick = [i for i in items if any(word in i.nodeid for word in QUICK)]
+            alive = [m for m in self.mutants if m.file == file]
+            spent = dict.fromkeys(alive, 0.0)
+            for some in (quick, [i for i in items if i not in quick]):
+                reach = self.reach(some) if alive and some else {}
+                for mutant in list(alive):
+                    began = time.monotonic()
+                    found = self.judge(mutant, [i for i in some if i.nodeid in reach], reach)
+                    spent[mutant] += time.monotonic() - began
+                    if found:
+                        alive.remove(mutant)
+                        note(mutant, tests, found, spent[mutant], self.rows)
+            for mutant in alive:
+                note(mutant, tests, "", spent[mutant], self.rows)
         return True
 
-    def judge(self, mutant: Mutant, tests: list[str], items: list[pytest.Item], reach: Rows) -> None:
-        """Run the tests that reach what is weakened, the quickest before the others; all if none does."""
+    def reach(self, items: list[pytest.Item]) -> Rows:
+        """What is known of those of the tests that pass without a mutant."""
+        if new := [i for i in items if i.nodeid not in kept(REACH, "test")]:
+            in_child(functools.partial(reached, new), 8 * self.limit)
+        reach = kept(REACH, "test")
+        passed = {i.nodeid: reach[i.nodeid] for i in items if reach.get(i.nodeid, {}).get("passed")}
+        for name in (i.nodeid for i in items if i.nodeid not in passed):
+            print(f"{name} fails without any mutant, or takes too long; it is left out", flush=True)
+        return passed
+
+    def judge(self, mutant: Mutant, items: list[pytest.Item], reach: Rows) -> str:
+        """Run the tests that reach what is weakened, the quickest before the others; all if that is not known."""
         where = functions_of(mutant)
         reaching = {i.nodeid for i in items if where & set(reach[i.nodeid]["ran"])}
         files = {n.partition("::")[0] for n in reaching}
         files = {f for f in files if "scope=" in (ROOT / f).read_text(encoding="utf-8")}  # what one sets up, all use
-        chosen = [i for i in items if i.nodeid in reaching or i.nodeid.partition("::")[0] in files] or items
+        chosen = [i for i in items if i.nodeid in reaching or i.nodeid.partition("::")[0] in files or not where]
         chosen.sort(key=lambda i: (i.nodeid not in reaching, reach[i.nodeid]["seconds"]))
-        began, usual = time.monotonic(), sum(reach[i.nodeid]["seconds"] for i in chosen)
-        found = in_child(lambda: first_failure(mutant, chosen), max(self.limit, 3 * usual))
-        note(mutant, tests, found, time.monotonic() - began, self.rows)
+        usual = sum(reach[i.nodeid]["seconds"] for i in chosen)
+        return in_child(lambda: first_failure(mutant, chosen), max(self.limit, 3 * usual)) if chosen else ""
 
 
 def in_child(work: Callable[[], str], limit: float) -> str:
