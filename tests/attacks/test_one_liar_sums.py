@@ -781,6 +781,44 @@ def test_r3_who_is_gone_is_left_out_as_before():
     assert values(run)[HUB] == (SECRETS[A] + SECRETS[C], (A, C))
 
 
+class Spoils(Stage):
+    """One site sends another a box that it cannot open, and everything else as it should."""
+
+    def __init__(self, liar, victim, kind):
+        super().__init__(Lie("-", liar, "-"))
+        self.victim, self.kind = victim, kind
+
+    def instead(self, to, msg):
+        if not isinstance(msg, self.kind):
+            return [msg]
+        box = msg.sealed[self.victim]
+        return [self.kind(msg.sealed | {self.victim: box[:-1] + bytes([box[-1] ^ 1])})]
+
+
+@pytest.mark.parametrize("old", [True, False])
+@pytest.mark.parametrize("module", [secure_sum, common_seed])
+def test_r3_a_site_that_spoils_a_box_does_not_get_its_recipient_left_out(monkeypatch, module, old):
+    """Old: of three sites b was left out, and c had a's input as what it was told less its own."""
+    if old:
+        monkeypatch.setattr(module, "still_there", lambda ch, parties: None)
+    stage = Spoils(C, B, secure_sum.Shares if module is secure_sum else common_seed.Parts)
+    xs = {u: (np.arange(4, dtype=np.uint64) * 1000 + i,) for i, u in enumerate(SITES)}
+    if module is secure_sum:
+        case = Case(secure_sum.Params(SITES, HUB, 4, to_all=True), xs)
+    else:
+        case = Case(common_seed.Params(SITES, HUB), {})
+    roles = {p: stage.role(p, r) for p, r in module.roles(case.params).items()}
+    run = run_protocol(module, case, roles=roles, timeout=2.0)
+    assert (run.errors[B].line, run.errors[B].heard) == ("L4", False)
+    if not old:
+        assert not values(run).keys() - {C}
+        assert {(run.errors[p].line, run.errors[p].code) for p in (HUB, A)} == {("L4", run.errors[B].code)}
+    elif module is secure_sum:
+        np.testing.assert_array_equal(values(run)[C].z - xs[C][0], xs[A][0])
+    else:
+        assert values(run)[C].present == values(run)[A].present == (A, C)
+
+
 # ---- R4: "at least t" is the coordinator's word ----------------------------------------------------------------------
 
 

@@ -13,7 +13,8 @@ Reveals
 coordinator : who takes part. Together with one site: Ξ.
 site : Ξ, and who takes part. Ξ is uniform as long as one site in V draws its part honestly.
 lying coordinator : nothing more. It may leave sites out, as long as t remain; two sites that finish hold the same Ξ.
-one lying site : nothing more. It may choose its part after it has seen those of the others, and so some bits of Ξ.
+one lying site : nothing more. It may choose its part after it has seen those of the others, and so some bits of Ξ. It
+    cannot have another left out: who cannot open what it was sent at L4 is not gone, and ends the step for all.
 
 Assumes
 -------
@@ -42,6 +43,7 @@ from cloister.errors import CloisterError, ParameterError, ProtocolAbort
 from cloister.net import wire
 from cloister.net.channel import Channel
 from cloister.net.wire import message
+from cloister.protocols.sums.attempts import still_there
 from cloister.protocols.sums.signed import check_signed
 from cloister.study import Party
 
@@ -183,5 +185,6 @@ async def coordinator(ch: Channel, params: Params) -> tuple[Party, ...]:
             raise ProtocolAbort(NAME, "L3", "parts", f"'{v}' did not share with everyone on the list")
     await ch.scatter({u: PartsFor({v: parts[v].sealed[u] for v in parts if v != u}) for u in parts})  # L4
     confirms = await ch.gather(parts, Confirm, quorum=t)  # L5
+    still_there(ch, parts)
     await ch.broadcast(confirms, Confirms(confirms))  # L6
     return tuple(confirms)

@@ -24,7 +24,8 @@ aggregator : z, the sum over the survivors, and who they are.
 contributor : who takes part and who survived; z if `to_all` (with two contributors: the other's input, by subtraction).
 lying aggregator : the same, over survivors that it chose: at least t, and the same for all of them. It may call a
     contributor dropped that is there; if those inputs were summed before, the difference is that one's input.
-one lying contributor : nothing more. The sum holds whatever it put in.
+one lying contributor : nothing more. The sum holds whatever it put in. It may leave; it cannot have another left out:
+    who cannot open what it was sent at L4 is not gone, and ends the sum for all.
 aggregator with k contributors : the sum over the other survivors, at least t - k, as long as t > (n + k)/2. With a
     smaller t, contributors that vouch twice at L7 get it two answers, and so single inputs. The default, the smallest
     t > n/2, is for k = 0; `colluders` of the study raises it for all sums, `threshold` for one. With t = n no drop-out
@@ -63,6 +64,7 @@ from cloister.errors import CloisterError, ParameterError, ProtocolAbort
 from cloister.net import wire
 from cloister.net.channel import Channel
 from cloister.net.wire import message
+from cloister.protocols.sums.attempts import still_there
 from cloister.protocols.sums.signed import check_signed
 from cloister.study import Party, Study
 
@@ -338,6 +340,7 @@ async def aggregator(ch: Channel, params: Params, among: tuple[Party, ...] = ())
             raise ProtocolAbort(NAME, "L3", "shares", f"'{v}' did not share with everyone on the list")
     await ch.scatter({u: SharesFor({v: shares[v].sealed[u] for v in U2 if v != u}) for u in U2})  # L4
     masked = await ch.gather(U2, MaskedInput, quorum=t, y=(params.length,))  # L5
+    still_there(ch, U2)
     U3 = tuple(masked)
     await ch.broadcast(U3, Survivors(U3))  # L6
     vouches = await ch.gather(U3, Vouch, quorum=t)  # L7
