@@ -314,8 +314,8 @@ def table(mutants: list[Mutant], rows: Rows) -> int:
 class Loop:
     """In place of pytest's loop: for each file what its tests run, then its mutants, each in a forked child."""
 
-    def __init__(self, mutants: list[Mutant], rows: Rows, limit: float) -> None:
-        self.mutants, self.rows, self.limit = mutants, rows, limit
+    def __init__(self, mutants: list[Mutant], rows: Rows, limit: float, *, quick: bool) -> None:
+        self.mutants, self.rows, self.limit, self.quick = mutants, rows, limit, quick
 
     def pytest_configure(self) -> None:
         from hypothesis import Phase, settings  # one failing example is enough: it is not made smaller
@@ -330,7 +330,7 @@ class Loop:
             quick = [i for i in items if any(word in i.nodeid for word in QUICK)]
             alive = [m for m in self.mutants if m.file == file]
             spent = dict.fromkeys(alive, 0.0)
-            for some in (quick, [i for i in items if i not in quick]):
+            for some in (quick, [i for i in items if i not in quick and not self.quick]):
                 reach = self.reach(some) if alive and some else {}
                 for mutant in list(alive):
                     began = time.monotonic()
@@ -339,7 +339,7 @@ class Loop:
                     if found:
                         alive.remove(mutant)
                         note(mutant, tests, found, spent[mutant], self.rows)
-            for mutant in alive:
+            for mutant in alive if not self.quick else ():
                 note(mutant, tests, "", spent[mutant], self.rows)
         return True
 
@@ -443,7 +443,7 @@ def run_pytest(words: list[str], plugins: tuple[object, ...] = ()) -> int:
 
     kit.check_vectors = lambda *args, **kwargs: None
     os.chdir(ROOT)
-    plain = ["-p", "no:cacheprovider", "-n", "0", "-q", "--no-header", "-m", "not slow", "--tb", "no"]
+    plain = ["-p", "no:cacheprovider", "-n", "0", "-q", "-s", "--no-header", "-m", "not slow", "--tb", "no"]
     return int(pytest.main([*plain, *words], plugins=list(plugins)))
 
 
@@ -451,6 +451,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="mutants whose name or file contains this")
     parser.add_argument("--limit", type=float, default=300.0, help="seconds for one mutant, or thrice its tests'")
+    parser.add_argument("--quick", action="store_true", help="quick tests only; what they leave alive stays open")
     parser.add_argument("--list", action="store_true", help="names only")
     parser.add_argument("--table", action="store_true", help="what is known so far; run nothing")
     asked = parser.parse_args()
@@ -464,8 +465,9 @@ def main() -> int:
     todo = [m for m in mutants if known(m, rows) is None]
     if todo:
         STORE.parent.mkdir(exist_ok=True)
-        tests = dict.fromkeys(t for file in dict.fromkeys(m.file for m in todo) for t in tests_of(file))
-        run_pytest([*tests, "--continue-on-collection-errors"], (Loop(todo, rows, asked.limit),))
+        looking = dict.fromkeys(t for file in dict.fromkeys(m.file for m in todo) for t in tests_of(file))
+        tests = [t for t in looking if not asked.quick or any(word in t for word in QUICK)]
+        run_pytest([*tests, "--continue-on-collection-errors"], (Loop(todo, rows, asked.limit, quick=asked.quick),))
     return min(1, table(mutants, rows))
 
 
