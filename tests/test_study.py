@@ -78,6 +78,7 @@ def studies(draw):
         seed=draw(st.integers(-(2**40), 2**70)),
         timeout=draw(st.floats(1e-3, 1e8) | st.integers(1, 10**8)),
         patience=draw(st.floats(1e-3, 1e8)),
+        colluders=draw(st.integers(0, max(0, roles.count("site") - 2))),
         network=draw(TABLE),
         keys={p: draw(st.binary(min_size=32, max_size=32)) for p in parties if draw(st.booleans())},
     )
@@ -110,6 +111,10 @@ def test_any_study_survives_its_file(study):
         ({"seed": 1.0}, "'seed'"),
         ({"seed": True}, "'seed'"),
         ({"seed": "1"}, "'seed'"),
+        ({"colluders": -1}, "'colluders'"),
+        ({"colluders": True}, "'colluders'"),
+        ({"colluders": 1.0}, "'colluders'"),
+        ({"colluders": 2}, "'colluders' can be 1 at most with 3 sites, found 2"),
         ({"parties": {"Hub": "coordinator", "a": "site"}}, "'Hub'"),
         ({"parties": {"hub": "coordinator", "a b": "site"}}, "'a b'"),
         ({"parties": {"hub": "coordinator", "a" * 33: "site"}}, "a" * 33),
@@ -188,6 +193,7 @@ CHANGED = {
     "seed": 8,
     "timeout": 31,
     "patience": 1.0,
+    "colluders": 1,
     "keys": {**STUDY.keys, Party("basel"): bytes(32)},
 }
 
@@ -197,6 +203,16 @@ def test_the_digest_changes_with_every_field_but_the_network():
     digests = {STUDY.digest} | {dataclasses.replace(STUDY, **{k: v}).digest for k, v in CHANGED.items()}
     assert len(digests) == len(CHANGED) + 1
     assert dataclasses.replace(STUDY, network={"host": "elsewhere"}).digest == STUDY.digest
+
+
+@pytest.mark.parametrize(
+    ("n", "colluders", "needed"), [(3, 0, 2), (3, 1, 3), (4, 0, 3), (4, 1, 3), (5, 1, 4), (5, 3, 5)]
+)
+def test_a_quorum_is_more_than_half_of_all_and_of_the_colluders(n, colluders, needed):
+    study = Study("x", "bin-values", {"hub": "coordinator"} | {f"s{i}": "site" for i in range(5)}, colluders=colluders)
+    assert study.quorum(n) == needed
+    assert 2 * needed > n + colluders or needed == n
+    assert 2 * (needed - 1) <= n + colluders  # and no larger than that
 
 
 def test_the_digest_does_not_depend_on_how_the_same_is_written():

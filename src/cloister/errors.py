@@ -124,6 +124,10 @@ CODES = {
 }
 
 
+LEFT = frozenset({"dropped", "finished", "lost", "timeout", "too-few", "KeyboardInterrupt"})
+"""Codes of a party that is gone, or waited for one that is. All others say that it found something wrong."""
+
+
 def in_words(code: str) -> str:
     """What a peer's abort code means, as far as a code can tell."""
     return f"{code}: {CODES[code]}" if code in CODES else code

@@ -3,6 +3,7 @@
     name = "three-hospitals"
     workflow = "bin-values"
     mode = "hardened"                   # or "published"
+    colluders = 0                       # sites that may help a lying coordinator; each lets fewer drop out
 
     [parties]
     hub = "coordinator"                 # exactly one
@@ -49,7 +50,8 @@ CONSENTS = {  # what a party may be asked for beyond taking part; only its own s
 }
 BARE = re.compile(r"[A-Za-z0-9_-]+")  # keys that TOML wants no quotes around
 NAME = re.compile(r"[a-z][a-z0-9-]{0,31}")
-TOP = {"name", "workflow", "mode", "timeout", "patience", "seed", "parties", "parameters", "network", "keys"}
+TOP = {"name", "workflow", "mode", "timeout", "patience", "seed", "colluders"}
+TOP |= {"parties", "parameters", "network", "keys"}
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,7 @@ class Study:
     seed: int = 0  # of the statistical part; secrets never depend on it
     timeout: float = 60.0  # seconds of silence, or of nobody computing, after which a wait ends
     patience: float = 86_400.0  # seconds after which any wait ends, whoever is computing
+    colluders: int = 0  # k: sites that may help a lying coordinator, and sums still open once and whole
     network: Mapping[str, Any] = field(default_factory=dict)
     keys: Mapping[Party, bytes] = field(default_factory=dict)  # Ed25519 public keys
 
@@ -82,6 +85,10 @@ class Study:
     def auxiliaries(self) -> tuple[Party, ...]:
         return tuple(sorted(p for p, role in self.parties.items() if role == "auxiliary"))
 
+    def quorum(self, n: int) -> int:
+        """Of n parties, how many must be left at the end of a sum: the smallest t > (n + k)/2, at most all."""
+        return min(n, (n + self.colluders) // 2 + 1)
+
     @property
     def digest(self) -> bytes:
         """SHA-256 of all but `network`; equal at all parties, or the run does not start."""
@@ -95,7 +102,7 @@ class Study:
             "timeout": float(self.timeout),
             "patience": float(self.patience),
             "keys": {p: k.hex() for p, k in self.keys.items()},
-        }
+        } | ({"colluders": self.colluders} if self.colluders else {})
         return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).digest()
 
     def with_keys(self, keys: Mapping[Party, bytes]) -> Study:
@@ -164,6 +171,8 @@ def check_study(study: Study) -> None:
             raise ParameterError(f"'{key}' must be a number of seconds above 0, found {value!r}")
     if isinstance(study.seed, bool) or not isinstance(study.seed, int):
         raise ParameterError(f"'seed' must be a whole number, found {study.seed!r}")
+    if isinstance(study.colluders, bool) or not isinstance(study.colluders, int) or study.colluders < 0:
+        raise ParameterError(f"'colluders' must be a whole number of sites, 0 or more, found {study.colluders!r}")
     for party, role in study.parties.items():
         if not isinstance(party, str) or not NAME.fullmatch(party):
             raise ParameterError(
@@ -176,6 +185,11 @@ def check_study(study: Study) -> None:
         raise ParameterError(f"[parties] needs exactly one coordinator, found {len(hubs)}")
     if not study.sites:
         raise ParameterError("[parties] has no site; at least one party must hold data")
+    if study.colluders > (most := max(0, len(study.sites) - 2)):
+        raise ParameterError(
+            f"'colluders' can be {most} at most with {len(study.sites)} sites, found {study.colluders}; a sum hides"
+            " nothing unless two sites are honest"
+        )
     for party, public in study.keys.items():
         if party not in study.parties:
             raise ParameterError(f"[keys] {party} is not among the parties")
@@ -199,9 +213,8 @@ def _is_plain(x: Any) -> bool:
 
 def format_study(study: Study) -> str:
     """The study as TOML text, the inverse of `parse_study`."""
-    lines = [
-        f"{key} = {_toml(getattr(study, key))}" for key in ("name", "workflow", "mode", "seed", "timeout", "patience")
-    ]
+    keys = ["name", "workflow", "mode", "seed", "timeout", "patience", *(["colluders"] if study.colluders else [])]
+    lines = [f"{key} = {_toml(getattr(study, key))}" for key in keys]
     tables: dict[str, Mapping[str, Any]] = {
         "parties": cast(Mapping[str, Any], study.parties),
         "parameters": study.parameters,

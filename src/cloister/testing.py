@@ -72,6 +72,7 @@ def run_protocol(
     *,
     faults: Iterable[Fault] = (),
     timeout: float = 30.0,
+    colluders: int = 0,
     entropy: Callable[[Party], Entropy] | None = None,
     roles: Mapping[Party, Any] | None = None,
 ) -> Run:
@@ -79,7 +80,8 @@ def run_protocol(
     parts_by_party = {**module.roles(case.params), **(roles or {})}
     hub, *rest = parts_by_party
     parties: dict[Party, Role] = {hub: "coordinator"} | {p: "site" for p in rest}
-    study = Study(name="test", workflow=f"cloister.protocols.{name_of(module)}", parties=parties, timeout=timeout)
+    workflow = f"cloister.protocols.{name_of(module)}"
+    study = Study(name="test", workflow=workflow, parties=parties, timeout=timeout, colluders=colluders)
 
     def part_of(party: Party) -> Callable[[Seat, Any], Outcome]:
         role = parts_by_party[party]

@@ -144,6 +144,10 @@ def test_rehearse_from_a_study_file(run, files, tmp_path):
     code, _, err = run("rehearse", "bin-values", study, *data_of(files))
     assert code == 1
     assert "did you mean 'n_bins'?" in err
+    study.write_text("colluders = 2\n" + study.read_text().replace("bins = 11", "n_bins = 11"))
+    code, _, err = run("rehearse", "bin-values", study, *data_of(files))
+    assert code == 1
+    assert "'colluders' can be 1 at most with 3 sites" in err
 
 
 def test_two_sites_are_warned(run, files):

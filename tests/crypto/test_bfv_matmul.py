@@ -84,6 +84,18 @@ def test_the_noise_does_not_show_the_weights_and_unflooded_it_would(monkeypatch)
     assert min(budgets[0]) > 0
 
 
+def test_the_flood_is_forty_bits_above_the_noise_of_the_heaviest_weights(monkeypatch):
+    """Measured: what the flood takes of the budget, beyond what the heaviest product that is let through leaves."""
+    plan = he.Plan(SMALL, 1, 2, 3)
+    y, heaviest = np.full((2, 3), 2, np.int64), np.array([[4095, 4096]])
+    flooded = max(noise(product(plan, y, heaviest)[0][0]) for _ in range(4))
+    monkeypatch.setattr(he, "flood_bits", lambda scheme: scheme.noise_bits)
+    bound = min(noise(product(plan, y, heaviest)[0][0]) for _ in range(4))  # as if the noise were at its bound
+    assert 39 <= bound - flooded <= 41
+    monkeypatch.setattr(he, "flood_bits", lambda scheme: 0)
+    assert min(noise(product(plan, y, heaviest)[0][0]) for _ in range(4)) >= bound  # and it is not above it
+
+
 def test_a_result_is_never_the_same_twice():
     plan = he.Plan(SMALL, 1, 2, 3)
     cts = he.encrypt(plan, KEY.public, np.ones((2, 3), np.int64))

@@ -11,7 +11,8 @@ import pytest
 from cloister.arrays import U64
 from cloister.errors import ParameterError, PeerLost, ProtocolAbort
 from cloister.net import channel, mailbox, wire
-from cloister.net.channel import NO_RUN, Channel, Hello, Session, Welcome
+from cloister.net.channel import NO_RUN, Channel, Session
+from cloister.net.hello import Hello, Welcome
 from cloister.net.mailbox import COMPUTING, PATIENT, WAITING, Mailbox
 from cloister.net.receipts import Receipt
 from cloister.net.seat import Outcome, take_part

@@ -50,16 +50,95 @@ def sum_case(seed, **options):
 
 
 def right_sum(cases):
+    """The sum of whoever it is said to be of, at all who learn it; where the liar is in it, the rest plus something."""
+
     def right(lie, found):
-        for who, value in found.items():
-            if value is None or who != HUB:
-                continue
+        have = [v for v in found.values() if v is not None]
+        for value in have:
             assert len(value.survivors) >= 2
             if lie.liar not in value.survivors:
                 possible = [np.sum([c.inputs[u][0] for u in value.survivors], axis=0) for c in cases]
                 assert any(np.array_equal(value.z, z) for z in possible)
-        if cases[0].params.to_all:
-            alike([v for v in found.values() if v is not None], lambda v: v.z)
+        alike(have, lambda v: v.z)
+
+    return right
+
+
+def lists(lie, found):
+    """Whose data may be in: that of all sites, or of all but one that lies, is said to be gone, or stopped by name."""
+    gone = {lie.liar, lie.to, *(set(SITES) - found.keys())} & set(SITES)
+    return [SITES, *(tuple(v for v in SITES if v != u) for u in sorted(gone))]
+
+
+def equal(found, wanted):
+    return np.array_equal(found, wanted)
+
+
+def close(found, wanted):
+    return np.shape(found) == np.shape(wanted) and np.allclose(found, wanted, rtol=1e-5, atol=1e-7)
+
+
+def computed(module, part=lambda value: value, agree=equal, of=lambda inputs: inputs[0], mixed=None):
+    """What every honest site has is `ideal` of all sites, or of all but one (`lists`).
+
+    Where a site that goes between two sums is in the first only, `mixed` is the part that is of one set of sites.
+    """
+
+    def question(cases):
+        def right(lie, found):
+            between = lie.letter == "d" or set(SITES) - found.keys()  # somebody may have gone between two sums
+            compared = mixed if mixed and between else part
+            have = {u: compared(v) for u, v in found.items() if u != HUB and v is not None}
+            sets = lists(lie, found)
+            for u, value in have.items():
+                ideals = [
+                    module.ideal(c.params, {v: of(c.inputs[v]) for v in s}) for c in cases for s in sets if u in s
+                ]
+                assert any(agree(value, compared(ideal[u])) for ideal in ideals), f"{lie}: '{u}' has a wrong result"
+
+        return right
+
+    return question
+
+
+def right_list(cases):
+    """All take part, or all but one; the same for everyone."""
+
+    def right(lie, found):
+        sets = lists(lie, found)
+        assert all(tuple(sites) in sets for sites in found.values())
+        alike(list(found.values()))
+
+    return right
+
+
+def right_training(cases):
+    """θ is the mean of the updates of all, round by round, or of those who were left."""
+
+    def right(lie, found):
+        pupils = {u: offer.build(()) for u, (offer,) in cases[0].inputs.items()}
+        means = [np.mean([pupils[u].delta for u in s], axis=0) for s in lists(lie, found)]
+        for u, value in found.items():
+            assert value.best_round == 2, "the score grows with every round"
+            possible = [first + second for first in means for second in means]
+            assert any(np.allclose(value.theta, theta, atol=1e-4) for theta in possible), f"{lie}: '{u}'"
+
+    return right
+
+
+def right_forest(cases):
+    """The forest that the sites' seed and the rows of all give; if one dropped out on the way, the same for all."""
+
+    def right(lie, found):
+        have = [v for p, v in found.items() if p != HUB]
+        alike(have, lambda v: v.outline.counts)
+        xs = {u: x for u, (_, _, x) in cases[0].inputs.items()}
+        for value in have:
+            if value.present == SITES:
+                wanted = counted_forest.ideal(cases[0].params, xs, value.secret, rng=np.random.default_rng(0))
+                for one, other in zip(value.forests, wanted, strict=True):
+                    np.testing.assert_allclose(one.path, other.path)
+                    np.testing.assert_allclose(one.threshold, other.threshold, rtol=1e-6, atol=1e-9)
 
     return right
 
@@ -83,7 +162,8 @@ class Pupil:
         return self.delta + 0.0 * theta, 0.5
 
     def score(self, theta):
-        return np.array([[9.0, 1.0], [2.0, 8.0]]), 4.0
+        right = 10 * (1 - np.exp(-np.abs(theta).sum()))  # better with every round
+        return np.round(np.array([[100 * right, 1000 - 100 * right], [0, 1000.0]])), 4.0
 
 
 def training(seed):
@@ -102,7 +182,7 @@ def cells(seed):
 
 def table(seed, **options):
     rng = np.random.default_rng(seed)
-    params = counted_forest.Params(SITES, HUB, trees=2, sample=32, least=4, **options)
+    params = counted_forest.Params(SITES, HUB, trees=2, sample=64, least=4, **options)  # all rows in every tree
     return Case(params, {u: ("table", ["x", "y"], rng.normal(size=(20, 2))) for u in SITES})
 
 
@@ -157,6 +237,12 @@ ATTEMPTS = SimpleNamespace(
     __name__="attempts", __doc__=attempts.__doc__, roles=lambda params: {HUB: lead} | dict.fromkeys(SITES, follow)
 )
 
+
+def bits_of(value):
+    """Of an answer, or of `ideal`."""
+    return getattr(value, "bits", value)
+
+
 names = [f"G{i}" for i in range(6)]
 genes = Case(common_genes.Params(SITES, HUB), {u: ("counts", names[: 6 - i]) for i, u in enumerate(SITES)})
 QUESTIONS = {
@@ -170,58 +256,58 @@ QUESTIONS = {
     "row_sums": (
         row_sums,
         [matrix(0), matrix(7)],
-        anything,
+        computed(row_sums),
         {"server": "abcf", "site": "bcf"},
     ),
     "same_view": (same_view, [Case(same_view.Params(SITES, HUB), {})], lambda c: lambda lie, found: None, {}),
-    "attempts": (ATTEMPTS, [Case((), {})], lambda c: same(tuple), {}),
+    "attempts": (ATTEMPTS, [Case((), {})], right_list, {}),
     "common_seed": (common_seed, [Case(common_seed.Params(SITES, HUB), {})], lambda c: same(lambda v: v.secret), {}),
     "common_genes": (
         common_genes,
         [genes],
-        lambda c: same(lambda v: v.names),
+        computed(common_genes, lambda v: list(v.names), of=lambda inputs: inputs),
         {"coordinator": "abcd", "site": "b"},
     ),
     "count_tests": (
         count_tests,
         [counts_case(0, 0), counts_case(7, 0)],
-        lambda c: same(lambda v: v.bits),
+        computed(count_tests, bits_of),
         {"coordinator": "abcf", "site": "bcf"},
     ),
     "count_tests proved": (
         count_tests,
         [counts_case(0, 1), counts_case(7, 1)],
-        lambda c: same(lambda v: v.bits),
+        computed(count_tests, bits_of),
         {"coordinator": "abcf", "site": "bcf"},
     ),
     "pooled_scaling": (
         pooled_scaling,
         [rows_of(0)],
-        lambda c: same(lambda v: v.mean),
+        computed(pooled_scaling, lambda v: [*v.mean, *v.scale, v.rows], close, mixed=lambda v: v.mean),
         {"coordinator": "bcf", "site": "bcf"},
     ),
     "pooled_quantiles": (
         pooled_quantiles,
         [values_of(0)],
-        lambda c: same(np.asarray),
+        computed(pooled_quantiles, agree=close),
         {"coordinator": "bcf", "site": "bcf"},
     ),
     "shared_pca": (
         shared_pca,
         [cells(0)],
-        lambda c: same(lambda v: v[0].components),
+        computed(shared_pca, lambda v: [*v[0].variance, *v[0].mean], close, mixed=lambda v: v[0].mean),
         {"coordinator": "bcf", "site": "bcf"},
     ),
     "counted_forest": (
         counted_forest,
         [table(0)],
-        lambda c: same(lambda v: v.outline.counts),
+        right_forest,
         {"coordinator": "bcf", "site": "bcf"},
     ),
     "averaged_quantiles": (
         averaged_quantiles,
         [local_quantiles(0)],
-        anything,
+        computed(averaged_quantiles, agree=close, of=lambda inputs: inputs),
         {"coordinator": "abcf", "site": "bcf"},
     ),
     "private_slots": (
@@ -239,7 +325,7 @@ QUESTIONS = {
     "federated_training": (
         federated_training,
         [training(0)],
-        lambda c: same(lambda v: v.theta),
+        right_training,
         {"coordinator": "bcf", "site": "bcf"},
     ),
 }

@@ -30,7 +30,9 @@ HUB = Party("hub")
 SITES = A, B, C, D, E = tuple(map(Party, "abcde"))
 PEOPLE = {u: Identity.create(Entropy()) for u in SITES}
 CH = SimpleNamespace(
-    me=A, run_id=bytes(range(32)), study=SimpleNamespace(keys={u: p.public for u, p in PEOPLE.items()})
+    me=A,
+    run_id=bytes(range(32)),
+    study=SimpleNamespace(keys={u: p.public for u, p in PEOPLE.items()}, quorum=lambda n: n // 2 + 1),
 )
 
 

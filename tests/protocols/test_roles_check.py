@@ -13,10 +13,12 @@ from cloister.protocols.forest import counted_forest
 from cloister.protocols.sums import (
     common_genes,
     common_seed,
+    common_space,
     count_tests,
     pooled_quantiles,
     pooled_scaling,
     row_sums,
+    same_view,
     secure_sum,
     shared_pca,
 )
@@ -116,6 +118,24 @@ def first(keys, **changes):
 
 noise = np.random.default_rng(1).integers(0, 2**64, 10_000, dtype=np.uint64)
 SAYS = [  # protocol, case, liar, message, change, nth, line and code that somebody must name
+    (
+        common_space,
+        lambda: Case(common_space.Params(SITES, HUB, "X_pca"), dict.fromkeys(SITES, ("12",))),
+        HUB,
+        common_space.Agreed,
+        lambda m: replace(m, digest="34"),
+        None,
+        ("L2", "other-space"),
+    ),
+    (
+        same_view,
+        lambda: Case(same_view.Params(SITES, HUB), {}),
+        HUB,
+        same_view.Signatures,
+        lambda m: replace(m, signatures=m.signatures | {B: m.signatures[A]}),  # A's in place of B's
+        None,
+        ("V2", "signature"),
+    ),
     (
         secure_sum,
         summed,

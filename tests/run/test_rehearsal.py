@@ -33,6 +33,18 @@ def sites():
 OPTIONS = {"n_bins": 8, "min_values": 50}
 
 
+@pytest.mark.parametrize("colluders", [0, 1])
+def test_a_study_that_names_a_colluder_lets_fewer_drop_out(colluders):
+    """Three sites: two suffice for a sum by default, all three where one may help a lying coordinator."""
+    gone = [Fault("kill", "vienna", "coordinator", "secure_sum.MaskedInput")]
+    run = rehearse("bin-values", sites(), timeout=1.0, faults=gone, colluders=colluders, check=False, **OPTIONS)
+    if colluders:
+        assert {e.code for p, e in run.errors.items()} == {"too-few"}
+        assert not run.outcomes
+    else:
+        assert {"basel", "lugano"} <= run.outcomes.keys()
+
+
 # ---- the wires -------------------------------------------------------------------------------------------------------
 
 

@@ -182,6 +182,7 @@ def rehearse(
     folder: OutFolder = None,
     processes: Annotated[bool, typer.Option("--processes", metavar=FLAG, help="One process per party.")] = False,  # noqa: FBT002
     timeout: Annotated[float | None, typer.Option(help="Seconds of silence before a party is given up.")] = None,
+    colluders: Annotated[int | None, typer.Option(help="Sites that may help a lying coordinator.")] = None,
     as_json: AsJson = False,  # noqa: FBT002
     quiet: Quiet = False,  # noqa: FBT002
 ) -> None:
@@ -204,10 +205,11 @@ def rehearse(
         agreed = Study.load(study)
         if agreed.workflow != workflow:
             raise UsageError(f"{study} is a study of '{agreed.workflow}', not of '{workflow}'")
-        plan |= {"mode": agreed.mode, "seed": agreed.seed, "timeout": agreed.timeout}
+        plan |= {k: getattr(agreed, k) for k in ("mode", "seed", "timeout", "colluders")}
         given |= dict(agreed.parameters)
     given |= own_options(extra, workflows.get(workflow), context)
-    plan |= {k: v for k, v in {"mode": mode, "seed": seed, "timeout": timeout}.items() if v is not None}
+    asked = {"mode": mode, "seed": seed, "timeout": timeout, "colluders": colluders}
+    plan |= {k: v for k, v in asked.items() if v is not None}
     files = sites_of(data)
     planned = plan_study(workflow, files, options=given, **plan)
     show_warnings(planned)

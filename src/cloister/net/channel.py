@@ -10,7 +10,7 @@ A transport (memory, processes, FLARE) only carries frames between parties it ha
 and a `Mailbox` (in mailbox.py) that it fills. Everything else is here, the same for all of them:
 
 - *Agreement.* Before a run, every party tells the coordinator the digest of its study, of the protocol and of its
-  public parameters, and gets everyone's back (H1, H2). Any difference aborts. The run id hashes all of that and a
+  public parameters, and gets everyone's back (hello.py). Any difference aborts. The run id hashes all of that and a
   nonce of every party, so no two runs have the same.
 - *Order.* Data frames carry the run id, the sub-protocol's scope and a sequence number. A replay, a swap or a
   duplicate aborts, as does a frame that is no message or comes from somebody else than it says.
@@ -18,10 +18,7 @@ and a `Mailbox` (in mailbox.py) that it fills. Everything else is here, the same
   every later sub-channel (transcript.py): parties that were told different things cannot finish a later step together.
   The receipt keeps the hash of every message received, and of every broadcast in a form that is the same for all.
 - *Time.* Every party sends a pulse every few seconds, from a thread, which says whether it is computing, waiting, or
-  waiting but ready to go on without whoever is missing. A wait ends when the awaited party is silent for `timeout`
-  seconds, when for `timeout` seconds nobody at all was computing (or about to go on), or after `patience` seconds
-  whatever happens. A long computation at one party therefore trips nobody's timeout. While a party is falling silent,
-  idleness does not count: whoever waits for that party has to notice first, or the others would blame each other.
+  waiting but ready to go on without whoever is missing; waiting.py says when a wait has ended.
 - *Aborts.* A party that fails tells all others `(protocol, line, code)` and nothing else.
 
 Reveals
@@ -44,11 +41,12 @@ from typing import Any, Protocol, TypeVar
 
 from cloister._version import __version__
 from cloister.errors import ParameterError, PeerLost, ProtocolAbort, WireError
-from cloister.net import wire
+from cloister.net import hello, wire
 from cloister.net.mailbox import COMPUTING, PATIENT, WAITING, Failure, Mailbox
 from cloister.net.receipts import Entry, Receipt
 from cloister.net.transcript import Transcript
-from cloister.net.wire import Frame, Shape, message
+from cloister.net.waiting import Bell, Wait
+from cloister.net.wire import Frame, Shape
 from cloister.study import Party, Study
 
 T = TypeVar("T")
@@ -113,12 +111,12 @@ class Session:
         self.sent_bytes = self.sent_messages = self.rounds = 0
         self._link, self._nonce, self._on_event = link, nonce, harmless(on_event)
         self._seq: dict[tuple[Party, str], int] = defaultdict(int)
-        self.arrivals = 0  # how often something changed in the mailbox
-        self._waiters: set[asyncio.Future[None]] = set()
-        self._waits = {False: 0, True: 0}  # open waits, by whether they go on without the missing
+        self.bell = Bell()  # rings when something changed in the mailbox
+        self.waits = {False: 0, True: 0}  # open waits, by whether they go on without the missing
         self._ticked = time.monotonic()
         self._closing = threading.Event()
         self._beat = min(2.0, study.timeout / 8)
+        self.poll = self._beat / 2
         self._pulse = threading.Thread(target=self._keep_pulse, name=f"pulse-{me}", daemon=True)
         self._pulse.start()
 
@@ -127,7 +125,7 @@ class Session:
     def _keep_pulse(self) -> None:
         while not self._closing.wait(self._beat):
             stuck = time.monotonic() - self._ticked > 2 * self._beat  # the loop is blocked: local computation
-            waiting = PATIENT if self._waits[True] else WAITING if self._waits[False] else COMPUTING
+            waiting = PATIENT if self.waits[True] else WAITING if self.waits[False] else COMPUTING
             for p in self.peers:
                 self._post(p, self._frame("pulse", p, body=COMPUTING if stuck else waiting))
 
@@ -164,7 +162,7 @@ class Session:
 
     async def _watched(self, role: Coroutine[Any, Any, T]) -> T:
         loop = asyncio.get_running_loop()
-        self.mailbox.on_change(lambda: _call(loop, self._notice))
+        self.mailbox.on_change(lambda: self.bell.ring_from_a_thread(loop))
         ticker = asyncio.create_task(self._tick())
         try:
             return await role
@@ -175,7 +173,7 @@ class Session:
     async def _tick(self) -> None:
         while True:
             self._ticked = time.monotonic()
-            await asyncio.sleep(self._beat / 2)
+            await asyncio.sleep(self.poll)
 
     def abort(self, e: BaseException) -> None:
         """Tell every peer that this party stops, and where; nothing about why beyond one word."""
@@ -196,29 +194,11 @@ class Session:
     # -- runs ------------------------------------------------------------------------------------------------------
 
     async def open_run(self, protocol: str, params: Any) -> Channel:
-        """H1, H2: agree on study, version and parameters with everyone, and on a run id that is new."""
+        """Agree on study, version and parameters with everyone, and on a run id that is new."""
         self.runs += 1
-        hello = Hello(__version__, self.study.digest, wire.digest(protocol, params), self._nonce(16))
+        mine = hello.Hello(__version__, self.study.digest, wire.digest(protocol, params), self._nonce(16))
         lobby = Channel(self, f"hello/{self.runs}", NO_RUN)
-        hub = self.study.coordinator
-        if self.me == hub:
-            # the first time everyone must be there, but for servers that have no part in this workflow and leave at
-            # once; later on, who has dropped out since is left out
-            spare = set(self.study.auxiliaries) - {hub}
-            quorum = None if self.runs == 1 else 1
-            hellos = {hub: hello, **await lobby.gather([p for p in self.peers if p not in spare], Hello, quorum=quorum)}
-            hellos |= await lobby.gather([p for p in self.peers if p in spare], Hello, quorum=0)  # H1
-            await lobby.broadcast([p for p in hellos if p != hub], Welcome(hellos))  # H2
-            check_hellos(hellos, hub)  # after it, so that everyone can say who differs
-        else:
-            await lobby.send(hub, hello)  # H1
-            hellos = {Party(p): h for p, h in (await lobby.recv_broadcast(hub, Welcome)).hellos.items()}  # H2
-            known = {hub, self.me} <= hellos.keys() <= set(self.study.parties)
-            if not known or hellos[self.me].nonce != hello.nonce:
-                raise ProtocolAbort("channel", "H2", "mismatch", "the coordinator repeats another hello than was sent")
-            check_hellos(hellos, self.me)
-        nonces = {p: h.nonce for p, h in hellos.items()}
-        return Channel(self, str(self.runs), wire.digest("run", hello.study, hello.params, hello.version, nonces))
+        return Channel(self, str(self.runs), await hello.agree(lobby, mine, self.peers, first=self.runs == 1))
 
     # -- frames ----------------------------------------------------------------------------------------------------
 
@@ -244,43 +224,6 @@ class Session:
 
     def tell(self, kind: str, protocol: str, line: str, name: str, peer: str = "", size: int = 0) -> None:
         self._on_event(Event(self.me, kind, protocol, line, name, peer, size, self.sent_bytes))
-
-    def _notice(self) -> None:
-        self.arrivals += 1
-        for waiter in self._waiters:
-            _finish(waiter)
-
-    async def wait(self, seen: int, seconds: float) -> None:
-        """Until more has arrived than `seen`, or `seconds`."""
-        if self.arrivals != seen:
-            return
-        loop = asyncio.get_running_loop()
-        waiter = loop.create_future()
-        self._waiters.add(waiter)
-        alarm = loop.call_later(seconds, _finish, waiter)
-        try:
-            await waiter
-        finally:
-            alarm.cancel()
-            self._waiters.discard(waiter)
-
-
-def _finish(waiter: asyncio.Future[None]) -> None:
-    if not waiter.done():
-        waiter.set_result(None)
-
-
-def _call(loop: asyncio.AbstractEventLoop, f: Callable[[], None]) -> None:
-    with contextlib.suppress(RuntimeError):  # the loop has ended; nobody waits
-        loop.call_soon_threadsafe(f)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Clock:
-    """What was heard of a party when last looked, and for how long nothing new came."""
-
-    heard: int
-    silent: float
 
 
 class Channel:
@@ -343,103 +286,53 @@ class Channel:
         if strangers := [p for p in senders if p == self.me or p not in self.study.parties]:
             raise ParameterError(f"nothing can come from '{strangers[0]}': not another party of the study")
         got: dict[Party, T] = {}
-        pending = dict.fromkeys(senders, _Clock(-1, 0.0))
         session, box, spec = self._session, self._session.mailbox, kind.__message__  # type: ignore[attr-defined]
-        poll = session._beat / 2
-        waited = idle = 0.0
-        active = (COMPUTING,) if quorum is not None else (COMPUTING, PATIENT)
-        busy, last = -1, time.monotonic()
-        session._waits[quorum is not None] += 1
+        wait = Wait(self.study, box, senders, session.poll, quorum=quorum is not None)
+        session.waits[quorum is not None] += 1
         session.rounds += 1
         try:
             while True:
-                seen, failures = session.arrivals, {}
-                for party in tuple(pending):
+                seen, failures = session.bell.rung, {}
+                for party in tuple(wait.pending):
                     failures[party] = box.failed.get(party)  # first: what it sent before that is in the queue by now
                     if (item := box.take(party, self.scope)) is not None:
-                        del pending[party]
-                        idle = 0.0
+                        wait.arrived(party)
                         try:
-                            got[party] = self._open(party, *item, kind, spec, shapes)
+                            got[party] = self._open(party, *item, kind, shapes)
                         except ProtocolAbort as e:
                             if quorum is None:
                                 raise
                             self.dismiss(party, e.code)
                 if box.fatal is not None:
                     raise ProtocolAbort(spec.protocol, spec.line, box.fatal.code, box.fatal.detail)
-                if not pending and (quorum is None or len(got) >= quorum):
+                if not wait.pending and (quorum is None or len(got) >= quorum):
                     break
-                now = time.monotonic()
-                tick, last = min(now - last, 2 * poll), now  # a frozen process counts as one poll, not as silence
-                waited += tick
-                before, busy = busy, sum(box.busy[state] for state in active)
-                fading = box.fading(now, self.study.timeout / 2, 2 * self.study.timeout)
-                idle = 0.0 if busy != before else idle if fading else idle + tick
-                for party, clock in tuple(pending.items()):
-                    heard = box.heard[party]
-                    pending[party] = clock = _Clock(heard, 0.0 if heard != clock.heard else clock.silent + tick)
-                    if lost := self._lost(party, failures[party], clock, idle, waited, spec):
+                wait.tick()
+                for party in tuple(wait.pending):
+                    if lost := _lost(party, failures[party], wait.over(party), spec):
                         if quorum is None:
                             raise lost
-                        del pending[party]
+                        wait.pending.remove(party)
                         self.dismiss(party)
-                left = len(got) + len(pending)
-                if quorum is not None and left < quorum:
-                    raise PeerLost(
-                        spec.protocol,
-                        spec.line,
-                        "too-few",
-                        f"{left} of {len(senders)} parties are left, {quorum} are needed. Start a new run.",
-                    )
-                if pending:
-                    await session.wait(seen, poll)
+                if quorum is not None and (left := len(got) + len(wait.pending)) < quorum:
+                    why = f"{left} of {len(senders)} parties are left, {quorum} are needed. Start a new run."
+                    raise PeerLost(spec.protocol, spec.line, "too-few", why)
+                if wait.pending:
+                    await session.bell.wait(seen, session.poll)
         finally:
-            session._waits[quorum is not None] -= 1
+            session.waits[quorum is not None] -= 1
         return {p: got[p] for p in senders if p in got}
 
-    def _lost(
-        self, party: Party, failure: Failure | None, clock: _Clock, idle: float, waited: float, spec: wire.Spec
-    ) -> ProtocolAbort | None:
-        timeout, patience = self.study.timeout, self.study.patience
-        if failure is not None:
-            if failure.own:
-                return ProtocolAbort(spec.protocol, spec.line, failure.code, failure.detail)
-            if failure.code in ("lost", "finished"):
-                return PeerLost(spec.protocol, spec.line, failure.code, failure.detail)
-            told = ProtocolAbort(failure.protocol, failure.line, failure.code, failure.detail)
-            told.heard = True
-            return told
-        if clock.silent > timeout or idle > timeout or waited > patience:
-            limit = patience if waited > patience else timeout
-            return PeerLost(
-                spec.protocol,
-                spec.line,
-                "timeout",
-                f"nothing from '{party}' for {limit:g} s. Start a new run; the masks of this one are spent.",
-            )
-        return None
-
     def _open(
-        self,
-        party: Party,
-        frame: Frame,
-        size: int,
-        sha256: str,
-        kind: type[T],
-        spec: wire.Spec,
-        shapes: Mapping[str, Shape],
+        self, party: Party, frame: Frame, size: int, sha256: str, kind: type[T], shapes: Mapping[str, Shape]
     ) -> T:
+        spec = kind.__message__  # type: ignore[attr-defined]
         if frame.run != self.run_id[:16]:
-            raise ProtocolAbort(
-                spec.protocol, spec.line, "mismatch", f"'{party}' is in another run, or has other parameters"
-            )
+            why = f"'{party}' is in another run, or has other parameters"
+            raise ProtocolAbort(spec.protocol, spec.line, "mismatch", why)
         if frame.name != spec.name:
-            raise ProtocolAbort(
-                spec.protocol,
-                spec.line,
-                "unexpected",
-                f"expected {spec.name} from '{party}', found another message",
-            )
+            why = f"expected {spec.name} from '{party}', found another message"
+            raise ProtocolAbort(spec.protocol, spec.line, "unexpected", why)
         try:
             msg = wire.from_fields(kind, frame.body)
             wire.check_shapes(msg, shapes)
@@ -463,7 +356,11 @@ class Channel:
 
     def lost(self, party: Party) -> bool:
         """Whether `party` has stopped, as far as this one knows."""
-        return party in self._session.mailbox.failed
+        return self.stopped(party) is not None
+
+    def stopped(self, party: Party) -> Failure | None:
+        """Why `party` has stopped, as far as this one knows."""
+        return self._session.mailbox.failed.get(party)
 
     def reveal(self, x: T, *, to: Party | Iterable[Party], line: str, what: str, protocol: str) -> T:
         """Mark that a protected value becomes plain here; the receipt keeps what and for whom, never the value."""
@@ -481,37 +378,17 @@ class Channel:
         self._session.tell("step", protocol, line, name)
 
 
-# ---- the hello before every run --------------------------------------------------------------------------------------
-
-
-@message("H1")
-class Hello:  # every party → coordinator
-    version: str
-    study: bytes  # digest
-    params: bytes  # digest of protocol name and public parameters
-    nonce: bytes
-
-
-@message("H2")
-class Welcome:  # coordinator → every party
-    hellos: dict[Party, Hello]
-
-
-def check_hellos(hellos: Mapping[Party, Hello], me: Party) -> None:
-    """Raise unless all parties agreed on the same things as `me`."""
-    mine = hellos[me]
-    for field, what in {
-        "version": "another version of Cloister",
-        "study": "another study file",
-        "params": "other options for this workflow",
-    }.items():
-        others = [p for p, h in hellos.items() if getattr(h, field) != getattr(mine, field)]
-        if others:
-            raise ProtocolAbort(
-                "channel",
-                "H2",
-                "mismatch",
-                f"{', '.join(sorted(others))} came with {what} than {me}; nothing was sent",
-            )
-    if any(len(h.nonce) != 16 for h in hellos.values()):
-        raise ProtocolAbort("channel", "H2", "malformed", "a nonce that is not 16 bytes")
+def _lost(party: Party, failure: Failure | None, over: float, spec: wire.Spec) -> ProtocolAbort | None:
+    """Why nothing more is expected of `party`: it failed, or the wait for it is `over` after so many seconds."""
+    if failure is not None:
+        if failure.own:
+            return ProtocolAbort(spec.protocol, spec.line, failure.code, failure.detail)
+        if failure.code in ("lost", "finished"):
+            return PeerLost(spec.protocol, spec.line, failure.code, failure.detail)
+        told = ProtocolAbort(failure.protocol, failure.line, failure.code, failure.detail)
+        told.heard = True
+        return told
+    if over:
+        why = f"nothing from '{party}' for {over:g} s. Start a new run; the masks of this one are spent."
+        return PeerLost(spec.protocol, spec.line, "timeout", why)
+    return None

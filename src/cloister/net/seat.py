@@ -21,7 +21,7 @@ from cloister._version import __version__
 from cloister.cells.tables import attach_receipt, reading_told_to
 from cloister.crypto.agreement import Identity
 from cloister.crypto.entropy import Entropy
-from cloister.errors import CloisterError, ProtocolAbort
+from cloister.errors import LEFT, CloisterError, ProtocolAbort
 from cloister.net.channel import Event, Link, Session
 from cloister.net.mailbox import Mailbox
 from cloister.net.receipts import Entry, Receipt
@@ -216,7 +216,7 @@ def root_cause(errors: dict[Party, BaseException]) -> BaseException:
 
     def order(e: BaseException) -> int:
         if isinstance(e, ProtocolAbort):
-            return (4 if e.code in ("finished", "lost", "timeout", "too-few") else 2) + e.heard
+            return (4 if e.code in LEFT else 2) + e.heard
         return 1 if isinstance(e, CloisterError) else 0
 
     return min(errors.values(), key=order)

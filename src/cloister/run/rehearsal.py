@@ -46,6 +46,7 @@ def plan(
     mode: str = "hardened",
     seed: int = 0,
     timeout: float = 60.0,
+    colluders: int = 0,
     coordinator: str = "coordinator",
     options: Mapping[str, Any] | None = None,
 ) -> Study:
@@ -64,6 +65,7 @@ def plan(
         mode=cast(Mode, mode),
         seed=seed,
         timeout=timeout,
+        colluders=colluders,
         parameters={k: _plain(v) for k, v in (options or {}).items() if v is not None},
     )
 
@@ -82,6 +84,7 @@ def rehearse(
     mode: str = "hardened",
     seed: int = 0,
     timeout: float = 60.0,
+    colluders: int = 0,
     processes: bool = False,
     inplace: bool = False,
     faults: Iterable[Fault] = (),
@@ -101,6 +104,8 @@ def rehearse(
         patient). No party ever sees another's.
     mode
         `"hardened"`, `"published"`, or `"plain"` where there is one.
+    colluders
+        Sites that may help a lying coordinator: so many more must be left at the end of every sum.
     processes
         One process per party instead of one thread.
     inplace
@@ -118,7 +123,7 @@ def rehearse(
     """
     if not isinstance(data, Mapping):
         raise ParameterError(f"data must be a dictionary of site name → cells, found a {type(data).__name__}")
-    study = plan(workflow, data, mode=mode, seed=seed, timeout=timeout, options=options)
+    study = plan(workflow, data, mode=mode, seed=seed, timeout=timeout, colluders=colluders, options=options)
     for note in workflows.warnings_of(study):
         LOG.warning(note)
     run = rehearse_study(

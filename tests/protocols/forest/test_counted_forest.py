@@ -8,7 +8,8 @@ import pytest
 from cloister.errors import ParameterError
 from cloister.models import isolation_forest as iforest
 from cloister.protocols.forest import counted_forest
-from cloister.protocols.forest.counted_forest import Grid, Params
+from cloister.protocols.forest.counted_forest import Params
+from cloister.protocols.forest.node_ranges import Grid
 from cloister.protocols.sums import common_genes, common_seed, count_tests, same_view, secure_sum
 from cloister.run.rehearsal import Fault
 from cloister.study import Party
@@ -129,7 +130,7 @@ def test_grid_holds_every_row_and_reads_back_its_cells():
     cell = grid.cell(x)
     assert ((grid.edge(cell) <= x + 1e-12) & (x <= grid.edge(cell + 1) + 1e-12)).all()
     which = np.repeat([0, 1], 500)
-    first, last = grid.read(grid.ends(which, x, 2).astype(bool))
+    first, last = grid.ends(which, x, 2)
     assert first.tolist() == [cell[:500].min(), cell[500:].min()]
     assert last.tolist() == [cell[:500].max(), cell[500:].max()]
 
@@ -170,7 +171,9 @@ def questions(params, outline, width):
     asked = [ask(width * 128, 1, 3), add(2 * width + 1)] * 2
     for nodes, first, last in outline.ranges:  # one per level, since no axis is tried twice
         assert (first < last).all()
-        asked.append(ask(len(nodes) * 2 * (params.grid_cells - 1), 1, 3))
+        grid = Grid(params.grid_cells, 1.0)
+        asked.append(ask(len(nodes) * 2 * (grid.strides - 1), 1, 3))
+        asked.append(ask(len(nodes) * 2 * (grid.stride - 1), 1, 3))
         asked.append(ask(2 * len(nodes), params.least, most))
     asked.append(ask(params.all_trees, params.least, most))
     if (outline.counts >= 0).any():

@@ -1,6 +1,8 @@
+import math
 import sys
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,8 +15,8 @@ from cloister.attacks.block_regression import fit_block
 from cloister.crypto.owner_ckks import scheme as block
 from cloister.errors import DataError, ParameterError, ProtocolAbort
 from cloister.models import polynomial
+from cloister.protocols.inference import block_circuit, encrypted_loss, model_card
 from cloister.protocols.inference import encrypted_inference as inference
-from cloister.protocols.inference import encrypted_loss, model_card
 from cloister.protocols.inference import permuted_inference as permuted
 from cloister.protocols.inference.block_circuit import plan, used
 from cloister.run.rehearsal import Fault
@@ -158,6 +160,22 @@ def test_every_opening_is_hidden_by_forty_bits_and_the_plan_depends_on_public_th
         assert min(h.hiding for r in made.rounds for h in r) >= crypto.hiding >= 40
         assert {t.block for _, t in made.taps} == set(shape.taps)
         assert used(shape, crypto)["largest_message_bits"] + crypto.hiding < crypto.count * crypto.bits
+
+
+def test_a_tap_that_cannot_be_flooded_by_forty_bits_is_refused():
+    """A tap shows the provider's arithmetic in its noise: 40 bits of flood above it, or no tap."""
+    shape = big()
+    tap = block_circuit.tap_of(shape, block.STANDARD, 0)
+    at_most = math.log2(6 * 3.2 * tap.bound * block.STANDARD.weight_scale * math.sqrt(shape.width))
+    assert tap.flood_bits >= at_most + 40
+    room = tap.flood_bits - at_most - 40  # bits by which the bound may grow before the noise shows
+    for more, refused in ((room - 0.5, False), (room + 0.5, True)):
+        wider = SimpleNamespace(taps=shape.taps, width=shape.width, tap_bound=lambda n, m=more: tap.bound * 2**m)
+        if refused:
+            with pytest.raises(ParameterError, match="cannot be flooded by 40 bits"):
+                block_circuit.tap_of(wider, block.STANDARD, 0)
+        else:
+            assert block_circuit.tap_of(wider, block.STANDARD, 0).flood_bits == tap.flood_bits
 
 
 def test_a_mask_goes_round_in_one_batch_of_65536_at_most():

@@ -69,6 +69,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -177,86 +178,106 @@ async def site(ch: Channel, params: Params, offer: Offer, *, entropy: Entropy, i
     return Trained(model.theta, labels, from_curves(model.curves), model.best_round, learner, tuple(notes))
 
 
+@dataclass(frozen=True)
+class Meeting:
+    """What L1 to L4 found."""
+
+    labels: tuple[str, ...]
+    labelled: frozenset[Party]  # sites that have labels
+    first: Ready
+    total: float  # Σ n_u
+
+
 async def coordinator(
     ch: Channel, params: Params, store: Store | None = None, *, entropy: Entropy, identity: Identity
 ) -> Trained:
     """Play S. Sites that drop out are left out of later rounds, as long as more than half are there."""
-    sites, S = params.sites, params.coordinator
-    brought = await ch.gather(sites, Brings)  # L1
-    check_same({u: b.shape for u, b in brought.items()}, "kind of input", "L1")
-    labels = vocabulary(params, brought)
-    labelled = {u for u, b in brought.items() if b.labelled}
-    await ch.broadcast(sites, Vocabulary(labels, tuple(u for u in sites if u in labelled)))  # L2
-    ready = await ch.gather(sites, Ready)  # L3
-    check_same({u: (r.digest, r.size) for u, r in ready.items()}, "architecture or first weights", "L3")
-    first = next(iter(ready.values()))
-    total = 1.0
-    if params.weighting == "cells":
-        cells = await secure_sum.aggregator(ch.sub("cells", params.sum(sites, 1)), params.sum(sites, 1))  # L4
-        total = float(COUNTS.decode(cells.z)[0])
-        check_total(total, "L4", len(sites))
-        total = max(1.0, total)
-    state = _begin(params, first, labels, store)
-    K = len(labels)
-
-    def live() -> tuple[Party, ...]:
-        there = tuple(u for u in sites if not ch.lost(u))
-        if len(there) < params.majority:
-            raise ProtocolAbort(NAME, "L5", "too-few", f"{len(there)} sites are left, {params.majority} are needed")
-        return there
-
+    met, S = await _meet(ch, params), params.coordinator
+    state = _begin(params, met.first, met.labels, store)
     while True:
-        t, there = state.t, live()
-        stop = t >= params.rounds
-        clients = () if stop else choose_clients(params, there, t, labelled)
-        theta = state.theta.astype(np.float32)
-        scored = params.scored(t)
+        t, there = state.t, _live(ch, params)
+        stop, scored = t >= params.rounds, params.scored(t)
         if stop and not scored:
             break
-        asked = there if scored else clients
-        task = Task(t, there, clients, end=False, total=total, theta=wire.digest("theta", theta))
+        clients = () if stop else choose_clients(params, there, t, met.labelled)
+        theta = state.theta.astype(np.float32)
+        task = Task(t, there, clients, end=False, total=met.total, theta=wire.digest("theta", theta))
         ch.step(f"round {t + 1} of {params.rounds}" if not stop else "last score", protocol=NAME, line="L5")
         await ch.broadcast(there, task)  # L5
-        await ch.scatter(asked, Weights(theta))
+        await ch.scatter(there if scored else clients, Weights(theta))
         row: dict[str, Any] = {"round": t}
         if scored:
-            sums = params.sum(there, K * K + 1)
-            counted = await secure_sum.aggregator(ch.sub(f"score/{t}", sums), sums)  # L6
-            counts = COUNTS.decode(counted.z)
-            confusion = np.rint(counts[:-1]).reshape(K, K)
-            check_scores(confusion, float(counts[-1]), len(there))
-            row |= metrics(confusion, float(counts[-1]))
-            if better(params.metric, row) > state.best_score:
-                state.best, state.best_at, state.best_score = state.theta.copy(), t, better(params.metric, row)
+            row |= await _score(ch, params, state, there, len(met.labels))  # L6
         if stop:
             state.history.append(row)
             break
         if params.pseudo.at(t):
-            scope = ch.sub(f"pseudo/{t}", apart=True)
-            await pseudo_labels.serve(
-                scope, params.pseudo, clients, S, labels, entropy=entropy, identity=identity
-            )  # L6b
-        code = params.code(len(clients))
-        sums = params.sum(clients, code.words(first.size) + 2)
-        summed = await secure_sum.aggregator(ch.sub(f"update/{t}", sums, apart=True), sums)  # L8
-        what = f"mean update of {len(summed.survivors)} sites" + _budget(params)
-        update, loss = mean_update(params, len(clients), first.size, summed.z, len(summed.survivors))
-        state.theta = state.theta + ch.reveal(update, to=(S, *there), line="L9", what=what, protocol=NAME)  # L9
-        row |= {"clients": len(summed.survivors)} | ({} if math.isnan(loss) or params.noise else {"train_loss": loss})
-        state.history.append(row)
+            to = (params.pseudo, clients, S, met.labels)
+            await pseudo_labels.serve(ch.sub(f"pseudo/{t}", apart=True), *to, entropy=entropy, identity=identity)  # L6b
+        state.history.append(row | await _average(ch, params, state, task, met.first.size))  # L8, L9
         state.t = t + 1
         if store is not None:
             store.save(state)
         if params.patience and _stale(state) >= params.patience:
             break
-    there = live()
-    await ch.broadcast(there, Task(state.t, there, (), end=True, total=total, theta=b""))
+    there = _live(ch, params)
+    await ch.broadcast(there, Task(state.t, there, (), end=True, total=met.total, theta=b""))
     chosen, at = (state.best, state.best_at) if state.best_at >= 0 else (state.theta, state.t)
     theta = chosen.astype(np.float32)
     ch.reveal(theta, to=there, line="L10", what=f"the model after {at} rounds" + _budget(params), protocol=NAME)
     await ch.broadcast(there, Model(theta, at, to_curves(state.history)))  # L10
     await same_view.coordinator(ch, params.view)  # L11
-    return Trained(theta, labels, state.history, at)
+    return Trained(theta, met.labels, state.history, at)
+
+
+async def _meet(ch: Channel, params: Params) -> Meeting:
+    sites = params.sites
+    brought = await ch.gather(sites, Brings)  # L1
+    check_same({u: b.shape for u, b in brought.items()}, "kind of input", "L1")
+    labels = vocabulary(params, brought)
+    labelled = tuple(u for u in sites if brought[u].labelled)
+    await ch.broadcast(sites, Vocabulary(labels, labelled))  # L2
+    ready = await ch.gather(sites, Ready)  # L3
+    check_same({u: (r.digest, r.size) for u, r in ready.items()}, "architecture or first weights", "L3")
+    total = 1.0
+    if params.weighting == "cells":
+        cells = await secure_sum.aggregator(ch.sub("cells", params.sum(sites, 1)), params.sum(sites, 1))  # L4
+        total = float(COUNTS.decode(cells.z)[0])
+        check_total(total, "L4", len(sites))
+    return Meeting(labels, frozenset(labelled), ready[sites[0]], max(1.0, total))
+
+
+def _live(ch: Channel, params: Params) -> tuple[Party, ...]:
+    there = tuple(u for u in params.sites if not ch.lost(u))
+    if len(there) < params.majority:
+        raise ProtocolAbort(NAME, "L5", "too-few", f"{len(there)} sites are left, {params.majority} are needed")
+    return there
+
+
+async def _score(ch: Channel, params: Params, state: State, there: tuple[Party, ...], classes: int) -> dict[str, float]:
+    """L6: the metrics of θ_t over all sites; the best θ so far is kept."""
+    sums = params.sum(there, classes**2 + 1)
+    counted = await secure_sum.aggregator(ch.sub(f"score/{state.t}", sums), sums)
+    counts = COUNTS.decode(counted.z)
+    confusion = np.rint(counts[:-1]).reshape(classes, classes)
+    check_scores(confusion, float(counts[-1]), len(there))
+    found = metrics(confusion, float(counts[-1]))
+    if better(params.metric, found) > state.best_score:
+        state.best, state.best_at, state.best_score = state.theta.copy(), state.t, better(params.metric, found)
+    return found
+
+
+async def _average(ch: Channel, params: Params, state: State, task: Task, size: int) -> dict[str, float]:
+    """L8, L9: θ_{t+1}, and what the report says of the round."""
+    clients = task.clients
+    sums = params.sum(clients, params.code(len(clients)).words(size) + 2)
+    summed = await secure_sum.aggregator(ch.sub(f"update/{task.t}", sums, apart=True), sums)  # L8
+    left = len(summed.survivors)
+    update, loss = mean_update(params, len(clients), size, summed.z, left)
+    what = f"mean update of {left} sites" + _budget(params)
+    to = (params.coordinator, *task.live)
+    state.theta = state.theta + ch.reveal(update, to=to, line="L9", what=what, protocol=NAME)  # L9
+    return {"clients": left} | ({} if math.isnan(loss) or params.noise else {"train_loss": loss})
 
 
 def _budget(params: Params) -> str:

@@ -6,8 +6,8 @@
     L4   u       sample of its own: each row of z = (x - mean)/σ is in each tree with probability ψ/N
                  (with extended splits, 2/3 at most)
          per level of the trees, for every node that may be split, from Ξ: a column or a unit normal, and f in (0, 1)
-    L5   u, S    first and last cell of a public grid along it that holds a row    (count_tests, k = 1, on
-                 prefixes and suffixes); another axis if both are one cell
+    L5   u, S    first and last cell of a public grid along it that holds a row    (node_ranges); another axis if both
+                 are one cell
     L6   u       split at low + f (high - low); rows move to the children
          u, S    which children hold at least t rows; the others are leaves        (count_tests, k = t, proved)
     L7   u, S    per tree: do its small leaves together hold at least t rows       (count_tests, k = t, proved)
@@ -28,8 +28,9 @@ site : the forest: axes, splits, which leaves hold fewer than t sampled rows, ho
     With n - 1 colluding sites: the same about the last site alone.
 coordinator : the same bits and sums, but not Ξ, so neither axes nor splits. Which columns each site has, by name.
 lying coordinator : the same. It may call large counts small, and then learns less; a small count it can call large only
-    by guessing a proof, right with probability 1/(p - 1)², p above ψ: about 10⁻⁵; a wrong one ends the run. It may call
-    a site dropped that is there, of which it then learns what all learn of one that drops out.
+    by guessing a proof, right with probability 1/(p - 1)² a count, p the prime above `most`: 9·10⁻⁶ for ψ = 256; a
+    wrong one ends the run. It may call a site dropped that is there, of which it then learns what all learn of one that
+    drops out.
 one lying site : nothing more. Its rows are what it says.
 coordinator with one site : also the small counts and the grid's pooled counts.
 
@@ -41,7 +42,7 @@ the site.
 
 Cost
 ----
-Per level two sums and one more per try of another axis; about 0.6 MB and 25 to 60 sums per site for 100 trees of 256.
+Per level three sums and two more per try of another axis; about 0.5 MB and 30 to 60 sums per site for 100 trees of 256.
 Local time is linear in the rows.
 
 References
@@ -64,6 +65,7 @@ from cloister.errors import DataError, ParameterError, ProtocolAbort
 from cloister.models import isolation_forest as iforest
 from cloister.models.isolation_forest import Axes, Forest, Sample
 from cloister.net.channel import Channel
+from cloister.protocols.forest.node_ranges import Grid, find_ranges
 from cloister.protocols.sums import common_genes, common_seed, pooled_scaling, same_view
 from cloister.protocols.sums.columns import match_columns
 from cloister.protocols.sums.pooled_scaling import Scaling
@@ -71,7 +73,6 @@ from cloister.protocols.sums.tally import Asking, Plain, Tally, answer_plainly
 from cloister.study import Party
 
 NAME = "counted_forest"
-KNEE = 0.25  # the grid is linear around 0 and exponential beyond this many scales
 EXTENDED_SHARE = 2 / 3  # of all rows that a tree of extended splits may hold
 TRIES = 5  # axes tried at a node before it is called constant
 PROOFS = 2  # numbers that prove a count large enough to be opened
@@ -160,41 +161,6 @@ def roles(params: Params) -> dict[Party, object]:
 # ---- L4-L7: the forest -----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Grid:
-    """Cells along an axis: even steps of asinh, so fine around 0 and wide enough for any row of N."""
-
-    cells: int
-    bound: float
-
-    @property
-    def step(self) -> float:
-        return float(2 * np.arcsinh(self.bound / KNEE) / self.cells)
-
-    def cell(self, along: F64) -> I64:
-        at = np.floor(np.arcsinh(along / KNEE) / self.step).astype(np.int64) + self.cells // 2
-        return np.clip(at, 0, self.cells - 1)
-
-    def edge(self, cell: I64) -> F64:
-        edge: F64 = KNEE * np.sinh((cell - self.cells // 2) * self.step)
-        return edge
-
-    def ends(self, which: I64, along: F64, nodes: int) -> I64:
-        """1 for every prefix and every suffix of cells in which this site has a row; (nodes · 2(cells - 1),)."""
-        first, last = np.full(nodes, self.cells), np.full(nodes, -1)
-        at = self.cell(along)
-        np.minimum.at(first, which, at)
-        np.maximum.at(last, which, at)
-        steps = np.arange(self.cells - 1)
-        reached = np.concatenate([first[:, None] <= steps, last[:, None] > steps], axis=1)
-        return reached.astype(np.int64).ravel()
-
-    def read(self, bits: Bits) -> tuple[I64, I64]:
-        """First and last cell of each node, from the pooled bits."""
-        both = bits.reshape(-1, 2, self.cells - 1)
-        return self.cells - 1 - both[:, 0].sum(axis=1), both[:, 1].sum(axis=1)
-
-
 @dataclass
 class Geometry:
     """What only sites have: their sampled rows, and the axes that Ξ gives."""
@@ -227,13 +193,13 @@ async def grow(params: Params, tally: Tally, rows: int, width: int, geometry: Ge
                 )
                 f = geometry.rng.random(len(pending))
 
-            def ends(pending: I64 = pending, axes: Axes | None = axes) -> I64:
+            def ends(pending: I64 = pending, axes: Axes | None = axes) -> tuple[I64, I64]:
                 assert geometry is not None
                 assert axes is not None
                 _, which, along = geometry.sample.values(pending, axes)
                 return grid.ends(which, along, len(pending))
 
-            first, last = grid.read(await tally.test(ends, len(pending) * 2 * (grid.cells - 1), 1, sites))  # L5
+            first, last = await find_ranges(tally, grid, len(pending), sites, ends)  # L5
             wide = first < last
             opened.append((pending, first, last))
             if geometry is not None and axes is not None and f is not None:

@@ -14,12 +14,13 @@ Reveals
 every party : who takes part in which attempt.
 lying coordinator : it may begin again without a site that is there, and sees what the step reveals once per list. The
     lists shrink, so these are at most as many as there are sites.
-one lying site : nothing more.
+one lying site : nothing more. It may leave, and be left out; it cannot have another left out.
 
 Assumes
 -------
-The coordinator stays. A party that breaks a rule, instead of being lost, still ends its own run by name, and the
-others go on without it.
+The coordinator stays. Only who is gone is left out: a party that stops because it found something wrong (a proof that
+does not hold, a message of another run) ends the step for all, under the name of what it found. Otherwise a liar who
+sends one honest site after the other something wrong would be left with the list that it likes.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import contextlib
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any, TypeVar
 
-from cloister.errors import CloisterError, PeerLost, ProtocolAbort
+from cloister.errors import LEFT, CloisterError, PeerLost, ProtocolAbort
 from cloister.net.channel import Channel
 from cloister.net.wire import message
 from cloister.study import Party
@@ -80,7 +81,7 @@ async def lead(ch: Channel, sites: tuple[Party, ...], least: int, step: Step[T])
                 return mine.result(), sites
         finally:
             await _cancel(mine, *reports.values())
-        sites = tuple(u for u in sites if not ch.lost(u))
+        sites = still_there(ch, sites)
         attempt += 1
 
 
@@ -128,13 +129,27 @@ async def follow(ch: Channel, server: Party, step: Step[T]) -> tuple[T, tuple[Pa
 
 
 def _lost(done: asyncio.Future[Any]) -> bool:
-    """Whether a step ended because another party did; any other error is raised."""
+    """Whether a step ended because another party is gone; any other error, its own or heard of, is raised."""
     e = done.exception()
     if e is None:
         return False
-    if isinstance(e, PeerLost) or (isinstance(e, ProtocolAbort) and e.heard):
+    if isinstance(e, PeerLost) or (isinstance(e, ProtocolAbort) and e.heard and e.code in LEFT):
         return True
     raise e
+
+
+def still_there(ch: Channel, sites: Iterable[Party]) -> tuple[Party, ...]:
+    """A1: without those who are gone; if one of them stopped because it found something wrong, nobody goes on."""
+    left = []
+    for u in sites:
+        why = ch.stopped(u)
+        if why is None:
+            left.append(u)
+        elif not why.own and why.code not in LEFT:
+            found = ProtocolAbort(why.protocol, why.line, why.code, why.detail)
+            found.heard = True
+            raise found
+    return tuple(left)
 
 
 async def _cancel(*tasks: asyncio.Future[Any]) -> None:
@@ -147,7 +162,7 @@ async def _cancel(*tasks: asyncio.Future[Any]) -> None:
 
 async def survivors(ch: Channel, sites: Iterable[Party], kind: type[T], least: int, **shapes: Any) -> dict[Party, T]:
     """One message of every site that is still there."""
-    alive = tuple(u for u in sites if not ch.lost(u))
+    alive = still_there(ch, sites)
     if len(alive) < least:
         raise PeerLost(NAME, "A1", "too-few", f"{len(alive)} sites are left, {least} are needed. Start a new run.")
     return await ch.gather(alive, kind, quorum=least, **shapes)

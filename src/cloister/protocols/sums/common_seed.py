@@ -13,12 +13,14 @@ Reveals
 coordinator : who takes part. Together with one site: Ξ.
 site : Ξ, and who takes part. Ξ is uniform as long as one site in V draws its part honestly.
 lying coordinator : nothing more. It may leave sites out, as long as t remain; two sites that finish hold the same Ξ.
-one lying site : nothing more. It may choose its part after it has seen those of the others, and so some bits of Ξ.
+one lying site : nothing more. It may choose its part after it has seen those of the others, and so some bits of Ξ. It
+    cannot have another left out: who cannot open what it was sent at L4 is not gone, and ends the step for all.
 
 Assumes
 -------
-Sites know each other's Ed25519 keys (`[keys]` of the study). Sites that stop are left out, as long as t, a majority,
-remain. ⇒ is a broadcast: who confirmed is compared by the next step of the run, whose id depends on it.
+Sites know each other's Ed25519 keys (`[keys]` of the study). Sites that stop are left out, as long as t remain: a
+majority, and more if the study names `colluders`. ⇒ is a broadcast: who confirmed is compared by the next step of the
+run, whose id depends on it.
 
 Cost
 ----
@@ -41,6 +43,7 @@ from cloister.errors import CloisterError, ParameterError, ProtocolAbort
 from cloister.net import wire
 from cloister.net.channel import Channel
 from cloister.net.wire import message
+from cloister.protocols.sums.attempts import still_there
 from cloister.protocols.sums.signed import check_signed
 from cloister.study import Party
 
@@ -56,10 +59,6 @@ class Params:
     def __post_init__(self) -> None:
         if len(set(self.sites)) < 2 or len(set(self.sites)) != len(self.sites) or self.coordinator in self.sites:
             raise ParameterError(f"a common seed needs at least two sites, all different; found {len(self.sites)}")
-
-    @property
-    def t(self) -> int:
-        return len(self.sites) // 2 + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +115,9 @@ def cost(params: Params) -> dict[Party, tuple[int, int]]:
 
 
 def check_roster(params: Params, ch: Channel, roster: Mapping[Party, Key], mine: bytes) -> None:
-    if not set(roster) <= set(params.sites) or len(roster) < params.t:
-        raise ProtocolAbort(NAME, "L2", "roster", f"{len(roster)} sites on the list, {params.t} needed")
+    t = ch.study.quorum(len(params.sites))
+    if not set(roster) <= set(params.sites) or len(roster) < t:
+        raise ProtocolAbort(NAME, "L2", "roster", f"{len(roster)} sites on the list, {t} needed")
     if ch.me not in roster or roster[ch.me].pk != mine:
         raise ProtocolAbort(NAME, "L2", "roster", "my own key came back changed")
     if len({k.pk for k in roster.values()}) != len(roster):
@@ -133,7 +133,7 @@ def signed_tag(run_id: bytes, u: Party, tag: bytes) -> bytes:
 def check_confirms(params: Params, ch: Channel, confirms: Mapping[Party, Confirm], mine: Confirm) -> None:
     """L6: at least t, me among them, all with my tag, and each signed by the site itself."""
     tags = {c.tag for c in confirms.values()}
-    if len(confirms) < params.t or ch.me not in confirms or tags != {mine.tag}:
+    if len(confirms) < ch.study.quorum(len(params.sites)) or ch.me not in confirms or tags != {mine.tag}:
         raise ProtocolAbort(NAME, "L6", "split-view", "the sites were told different lists, and hold different seeds")
     for v, confirm in confirms.items():
         data = signed_tag(ch.run_id, v, confirm.tag)
@@ -141,7 +141,7 @@ def check_confirms(params: Params, ch: Channel, confirms: Mapping[Party, Confirm
 
 
 async def site(ch: Channel, params: Params, *, entropy: Entropy, identity: Identity) -> Seed:
-    S = params.coordinator
+    S, t = params.coordinator, ch.study.quorum(len(params.sites))
     keys = key_pair(entropy)
     await ch.send(S, Key(keys.public, identity.sign(NAME, wire.canonical([ch.run_id, ch.me, keys.public]))))  # L1
     roster = (await ch.recv_broadcast(S, Roster)).keys  # L2
@@ -152,8 +152,8 @@ async def site(ch: Channel, params: Params, *, entropy: Entropy, identity: Ident
     sealed = {v: seal(boxes[v], mine, wire.canonical([ch.run_id, ch.me, v]), entropy) for v in others}
     await ch.send(S, Parts(sealed))  # L3
     received = (await ch.recv(S, PartsFor)).sealed  # L4
-    if not set(received) <= set(others) or len(received) + 1 < params.t:
-        raise ProtocolAbort(NAME, "L4", "parts", f"parts of {len(received) + 1} sites, {params.t} needed")
+    if not set(received) <= set(others) or len(received) + 1 < t:
+        raise ProtocolAbort(NAME, "L4", "parts", f"parts of {len(received) + 1} sites, {t} needed")
     parts = {ch.me: mine}
     for v, box in received.items():
         try:
@@ -176,13 +176,15 @@ async def site(ch: Channel, params: Params, *, entropy: Entropy, identity: Ident
 
 
 async def coordinator(ch: Channel, params: Params) -> tuple[Party, ...]:
-    keys = await ch.gather(params.sites, Key, quorum=params.t)  # L1
+    t = ch.study.quorum(len(params.sites))
+    keys = await ch.gather(params.sites, Key, quorum=t)  # L1
     await ch.broadcast(keys, Roster(keys))  # L2
-    parts = await ch.gather(keys, Parts, quorum=params.t)  # L3
+    parts = await ch.gather(keys, Parts, quorum=t)  # L3
     for v, m in parts.items():
         if set(m.sealed) != set(keys) - {v}:
             raise ProtocolAbort(NAME, "L3", "parts", f"'{v}' did not share with everyone on the list")
     await ch.scatter({u: PartsFor({v: parts[v].sealed[u] for v in parts if v != u}) for u in parts})  # L4
-    confirms = await ch.gather(parts, Confirm, quorum=params.t)  # L5
+    confirms = await ch.gather(parts, Confirm, quorum=t)  # L5
+    still_there(ch, parts)
     await ch.broadcast(confirms, Confirms(confirms))  # L6
     return tuple(confirms)

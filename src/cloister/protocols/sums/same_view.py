@@ -44,10 +44,6 @@ class Params:
     sites: tuple[Party, ...]
     coordinator: Party
 
-    @property
-    def t(self) -> int:
-        return len(self.sites) // 2 + 1
-
 
 @message("V1")
 class Signature:  # u → S
@@ -77,8 +73,9 @@ async def site(ch: Channel, params: Params, *, identity: Identity) -> None:
     step = ch.sub("same-view")
     await step.send(params.coordinator, Signature(identity.sign(NAME, step.run_id)))  # V1
     signatures = (await step.recv(params.coordinator, Signatures)).signatures  # V2
-    if not set(signatures) <= set(params.sites) or len(signatures) < params.t or ch.me not in signatures:
-        raise ProtocolAbort(NAME, "V2", "split-view", f"{len(signatures)} sites signed, {params.t} needed, and mine")
+    t = ch.study.quorum(len(params.sites))
+    if not set(signatures) <= set(params.sites) or len(signatures) < t or ch.me not in signatures:
+        raise ProtocolAbort(NAME, "V2", "split-view", f"{len(signatures)} sites signed, {t} needed, and mine")
     for v, signature in signatures.items():
         check_signed(step, v, NAME, step.run_id, signature, protocol=NAME, line="V2")
 
@@ -87,6 +84,6 @@ async def coordinator(ch: Channel, params: Params) -> tuple[Party, ...]:
     """Play S. Returns who is still there; sites that stopped after their last sum are left out."""
     step = ch.sub("same-view")
     there = [u for u in params.sites if not ch.lost(u)]
-    signatures = await step.gather(there, Signature, quorum=params.t)  # V1
+    signatures = await step.gather(there, Signature, quorum=ch.study.quorum(len(params.sites)))  # V1
     await step.scatter(signatures, Signatures({v: m.signature for v, m in signatures.items()}))  # V2
     return tuple(signatures)

@@ -24,10 +24,12 @@ aggregator : z, the sum over the survivors, and who they are.
 contributor : who takes part and who survived; z if `to_all` (with two contributors: the other's input, by subtraction).
 lying aggregator : the same, over survivors that it chose: at least t, and the same for all of them. It may call a
     contributor dropped that is there; if those inputs were summed before, the difference is that one's input.
-one lying contributor : nothing more. The sum holds whatever it put in.
+one lying contributor : nothing more. The sum holds whatever it put in. It may leave; it cannot have another left out:
+    who cannot open what it was sent at L4 is not gone, and ends the sum for all.
 aggregator with k contributors : the sum over the other survivors, at least t - k, as long as t > (n + k)/2. With a
     smaller t, contributors that vouch twice at L7 get it two answers, and so single inputs. The default, the smallest
-    t > n/2, is for k = 0; `threshold` raises it. With t = n no drop-out is tolerated, and only the sum of all opens.
+    t > n/2, is for k = 0; `colluders` of the study raises it for all sums, `threshold` for one. With t = n no drop-out
+    is tolerated, and only the sum of all opens.
 
 Assumes
 -------
@@ -49,7 +51,7 @@ ConsistencyCheck L7-8, Unmasking L9-10; lines numbered here.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -62,8 +64,9 @@ from cloister.errors import CloisterError, ParameterError, ProtocolAbort
 from cloister.net import wire
 from cloister.net.channel import Channel
 from cloister.net.wire import message
+from cloister.protocols.sums.attempts import still_there
 from cloister.protocols.sums.signed import check_signed
-from cloister.study import Party
+from cloister.study import Party, Study
 
 NAME = "secure_sum"
 SHARE = 66  # bytes of one Shamir share
@@ -95,6 +98,10 @@ class Params:  # public; hashed into the run id, so a mismatch aborts
     def colluders(self) -> int:
         """k: contributors that may help a lying aggregator, and it still gets one answer only; t > (n + k)/2."""
         return 2 * self.t - len(self.contributors) - 1
+
+    def raised(self, study: Study) -> Params:
+        """With the threshold that as many colluders need as the study names, if that is larger."""
+        return replace(self, threshold=max(self.t, study.quorum(len(self.contributors))))
 
     def point(self, u: Party) -> int:
         return self.contributors.index(u) + 1
@@ -222,6 +229,20 @@ def pair_context(run_id: bytes, purpose: str) -> bytes:
     return wire.canonical([NAME, purpose, run_id])
 
 
+def direction(run_id: bytes, u: Party, v: Party) -> bytes:
+    """Binds a box of u to v."""
+    return wire.canonical([run_id, u, v])
+
+
+def open_shares(ch: Channel, v: Party, key: bytes, box: bytes) -> tuple[bytes, bytes]:
+    """L4: my shares of v's key and of its seed."""
+    try:
+        opened = unseal(key, box, direction(ch.run_id, v, ch.me))
+    except CloisterError:
+        raise ProtocolAbort(NAME, "L4", "shares", f"the shares of '{v}' were altered on the way") from None
+    return opened[:SHARE], opened[SHARE:]
+
+
 def add_pads(y: U64, u: Party, seeds: Mapping[Party, bytes]) -> None:
     """Add to y the pads that u shares with each v: + where v < u, - where v > u; in place, uint64 wraps."""
     for v, s_uv in seeds.items():
@@ -264,7 +285,7 @@ async def contribute(
     """L1 to L9 of u. Returns the survivors, as t of them vouched for them; all are `among` those of an earlier sum."""
     if x.shape != (params.length,) or x.dtype != np.uint64:
         raise ParameterError(f"expected {params.length} words of uint64, found {x.dtype} of shape {x.shape}")
-    S = params.aggregator
+    params, S = params.raised(ch.study), params.aggregator
     c, s = key_pair(entropy), key_pair(entropy)
     signature = identity.sign(f"{NAME}/keys", signed_keys(ch.run_id, ch.me, c.public, s.public))
     mine = Keys(c.public, s.public, signature)
@@ -279,24 +300,13 @@ async def contribute(
     key_shares = sharing.share(s.private, params.t, points, entropy)
     seed_shares = sharing.share(b, params.t, points, entropy)
 
-    def between(u: Party, v: Party) -> bytes:  # binds a box to its direction
-        return wire.canonical([ch.run_id, u, v])
-
-    sealed = {
-        v: seal(boxes[v], key_shares[params.point(v)] + seed_shares[params.point(v)], between(ch.me, v), entropy)
-        for v in others
-    }
+    halves = {v: (key_shares[params.point(v)], seed_shares[params.point(v)]) for v in roster}
+    sealed = {v: seal(boxes[v], b"".join(halves[v]), direction(ch.run_id, ch.me, v), entropy) for v in others}
     await ch.send(S, Shares(sealed))  # L3
     received = (await ch.recv(S, SharesFor)).sealed  # L4
     if not set(received) <= set(others) or len(received) + 1 < params.t:
         raise ProtocolAbort(NAME, "L4", "shares", f"shares of {len(received) + 1} contributors, {params.t} needed")
-    held = {ch.me: (key_shares[params.point(ch.me)], seed_shares[params.point(ch.me)])}
-    for v, box in received.items():
-        try:
-            opened = unseal(boxes[v], box, between(v, ch.me))
-        except CloisterError:
-            raise ProtocolAbort(NAME, "L4", "shares", f"the shares of '{v}' were altered on the way") from None
-        held[v] = (opened[:SHARE], opened[SHARE:])
+    held = {ch.me: halves[ch.me]} | {v: open_shares(ch, v, boxes[v], box) for v, box in received.items()}
 
     y = x.copy()
     y += expand(b, params.length)
@@ -319,6 +329,7 @@ async def contribute(
 
 async def aggregator(ch: Channel, params: Params, among: tuple[Party, ...] = ()) -> Sum:
     """Play S. Contributors that stop or stay silent are left out, as long as t remain."""
+    params = params.raised(ch.study)
     t = params.t
     keys = await ch.gather(among or params.contributors, Keys, quorum=t)  # L1
     await ch.broadcast(keys, Roster(keys))  # L2, to U1
@@ -329,6 +340,7 @@ async def aggregator(ch: Channel, params: Params, among: tuple[Party, ...] = ())
             raise ProtocolAbort(NAME, "L3", "shares", f"'{v}' did not share with everyone on the list")
     await ch.scatter({u: SharesFor({v: shares[v].sealed[u] for v in U2 if v != u}) for u in U2})  # L4
     masked = await ch.gather(U2, MaskedInput, quorum=t, y=(params.length,))  # L5
+    still_there(ch, U2)
     U3 = tuple(masked)
     await ch.broadcast(U3, Survivors(U3))  # L6
     vouches = await ch.gather(U3, Vouch, quorum=t)  # L7
