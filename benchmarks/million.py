@@ -5,7 +5,7 @@
     python benchmarks/million.py --growth 10000 100000       a large site of so many cells, one after the other
     python benchmarks/million.py --together 50000            three sites of so many cells, all in one process
 
-Files are made by scripts/make_cells.py: 20,000 genes, some 1,400 of them seen in a cell; 20,000 cells are drawn and then
+Files are made by scripts/make_cells.py: 20,000 genes, some 1,400 seen in a cell; 20,000 cells are drawn and then
 repeated. `check`, `bin-values`, `shared-pca`, and `find-outliers` on what shared-pca wrote: every site in a process of
 its own, which writes its result. Memory is the largest resident size of any party's process, and that of the process
 that checks the files and carries frames. The loop is NumPy in one process over the large site alone: the same sums, in
