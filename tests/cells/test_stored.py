@@ -248,12 +248,14 @@ def test_shared_data_streamed_gives_what_it_gives_loaded(name, tmp_path, monkeyp
 
 
 def test_reading_is_told_to_the_progress_bar(paths, monkeypatch):
-    monkeypatch.setattr("cloister.cells.values._TELL", 0.0)
+    monkeypatch.setattr("cloister.cells.pace._TELL", 0.0)
     events = []
     rehearse("bin-values", paths, on_event=events.append)
     told = [e for e in events if e.protocol == "reading"]
     assert {e.party for e in told} == set(paths)
-    assert any(e.name.endswith("100%, 0 s left") for e in told)
+    assert {(e.name, e.of) for e in told if e.party == "basel"} == {("adata.X", demo_sites()["basel"].n_obs)}
+    assert all(0 < e.done <= e.of for e in told)
+    assert any(e.done == e.of for e in told)
 
 
 # ---- bad input -------------------------------------------------------------------------------------------------------
