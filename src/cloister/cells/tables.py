@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cloister.arrays import F64, Array
+from cloister.cells.donors import check_donors, common_range, donors
 from cloister.cells.files import open_cells, read_cells, write_cells
 from cloister.cells.genes import check_unique, gene_id_kind, gene_names, genes_in_common, match_genes
 from cloister.cells.values import (
@@ -51,6 +52,7 @@ __all__ = [
     "check_cells",
     "check_donors",
     "chunks",
+    "common_range",
     "describe",
     "donors",
     "embedding",
@@ -242,25 +244,6 @@ def _check_labels(adata: AnnData, label_key: str) -> None:
         )
     if adata.obs[label_key].isna().all():
         raise DataError(f"adata.obs[{label_key!r}] holds no label; at least one cell needs one.")
-
-
-def donors(adata: AnnData, donor_key: str) -> int:
-    """How many persons the cells are of; every cell must say whose it is."""
-    if donor_key not in adata.obs:
-        raise DataError(f"adata.obs[{donor_key!r}] is missing; there is {listed(adata.obs)}. Pass one as donor_key=.")
-    column = adata.obs[donor_key]
-    if (unnamed := int(column.isna().sum())) > 0:
-        raise DataError(f"adata.obs[{donor_key!r}] names no donor for {unnamed} cells; fill it or remove these cells.")
-    return int(column.nunique())
-
-
-def check_donors(adata: AnnData, donor_key: str | None, least: int) -> None:
-    """Raise a `DataError` if the cells are of fewer persons than a sum needs; without a key none are counted."""
-    if donor_key is not None and (here := donors(adata, donor_key)) < least:
-        raise DataError(
-            f"{here} donors, fewer than {least}: sums over so few persons come close to one of them; "
-            "leave this site out, or lower min_donors= if all agree"
-        )
 
 
 def _n_categories(column: Any) -> int | None:
