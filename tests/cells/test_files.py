@@ -325,7 +325,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
         file.write(b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(cell_files.np, "savez_compressed", full_disk)
+    monkeypatch.setattr(np, "savez_compressed", full_disk)
     with pytest.raises(DataError, match=r"cannot be written \(No space left on device\)"):
         write_cells(cells(), path)
     assert path.read_bytes() == before

@@ -154,7 +154,7 @@ def stream_everything(monkeypatch):
     """Every file stays on disk, and is read in pieces that are small beside it."""
     monkeypatch.setattr("cloister.cells.files.IN_MEMORY", 0)
     monkeypatch.setitem(cell_values.blocks.__kwdefaults__, "entries", 50_000)
-    monkeypatch.setattr("cloister.protocols.sums.shared_pca.BLOCK", 20_000)
+    monkeypatch.setattr("cloister.protocols.sums.gene_moments.BLOCK", 20_000)
 
 
 @pytest.fixture
