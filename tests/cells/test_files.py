@@ -7,7 +7,6 @@ from anndata import AnnData
 from anndata.io import write_h5ad
 from scipy import sparse
 
-from cloister.cells import files as cell_files
 from cloister.cells.tables import check_cells, is_on_disk, read_cells, write_cells
 from cloister.errors import CloisterError, DataError, MissingExtra, ParameterError
 
