@@ -59,10 +59,11 @@ def rehearse_step(workflow: str, folder: Path, *, processes: bool) -> dict[str, 
     run.report(folder / workflow / "report.html")
     drawn = time.perf_counter() - began - ran
     for site, adata in run.data.items():
-        if not processes:
-            write_cells(adata, folder / workflow / f"{site}.h5ad")
+        path = folder / workflow / f"{site}.h5ad"
+        if not processes or not hasattr(adata, "origin"):  # a small file is loaded again
+            write_cells(adata, path)
         elif workflow == "shared-pca":  # what find-outliers goes on with; not copied, as only a rehearsal would
-            os.link(adata.origin.path, folder / workflow / f"{site}.h5ad")
+            os.link(adata.origin.path, path)
     cost = run.cost["large"]
     figures = {"large_s": cost["seconds"], "large_cpu": cost["cpu_seconds"], "sent_mb": cost["bytes"] / 1e6}
     return figures | {"run_s": ran, "report_s": drawn}
