@@ -4,6 +4,7 @@
     python benchmarks/million.py                             10^6 cells and twice 10^5: an hour or two, 45 GB of disk
     python benchmarks/million.py --growth 10000 100000       a large site of so many cells, one after the other
     python benchmarks/million.py --together 50000            three sites of so many cells, all in one process
+    python benchmarks/million.py --per-cell 20 --top 500     as many cells with few values: memory, in less time
 
 Files are made by scripts/make_cells.py: 20,000 genes, some 1,400 seen in a cell; 20,000 cells are drawn and then
 repeated. `check`, `bin-values`, `shared-pca`, and `find-outliers` on what shared-pca wrote: every site in a process of
@@ -114,7 +115,7 @@ def loop_histogram(path: Path) -> None:
 
 
 def loop_covariance(path: Path) -> None:
-    """Sums of 20,000 genes, products of 2,000, and the projection on 50 axes."""
+    """Sums of 20,000 genes, products of those that are chosen, and the projection on 50 axes."""
 
     def logs():
         for block in chunks(path):
@@ -129,7 +130,7 @@ def loop_covariance(path: Path) -> None:
         sums, n = np.array(parts) + (0 if sums is None else sums), n + block.shape[0]
     mean = sums[2] / n
     deviation = np.sqrt(np.maximum(sums[3] / n - mean**2, 1e-12))
-    at = np.sort(np.argsort(-deviation)[:2000])
+    at = np.sort(np.argsort(-deviation)[: OPTIONS["shared-pca"]["n_top_genes"]])
     square = np.zeros((len(at), len(at)))
     for block, log in logs():
         block.data = log
@@ -144,6 +145,7 @@ def loop_covariance(path: Path) -> None:
 def in_process(step: str, workflow: str, folder: Path) -> dict[str, float]:
     """One step in a child, with the largest resident size of the child and of its own children."""
     command = [sys.executable, __file__, "--step", step, workflow, "--folder", str(folder)]
+    command += ["--top", str(OPTIONS["shared-pca"]["n_top_genes"])]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=ONE_THREAD | os.environ)
     if done.returncode:
         raise SystemExit(f"{step} {workflow} failed:\n{done.stderr[-2000:]}")
@@ -163,14 +165,23 @@ def one_step(step: str, workflow: str, folder: Path) -> None:
 # ---- all of them -----------------------------------------------------------------------------------------------------
 
 
-def make_sites(sizes: tuple[int, ...], folder: Path, kept: Path) -> None:
+def make_sites(sizes: tuple[int, ...], folder: Path, kept: Path, per_cell: int) -> None:
     """A file per site, in `folder`; those that are kept are not made again."""
     for i, (site, cells) in enumerate(zip(SITES, sizes, strict=True)):
-        path = kept / f"{cells}-{i}.h5ad"
+        path = kept / f"{cells}-{per_cell}-{i}.h5ad"
         if not path.exists():
-            part = kept / f"{cells}-{i}.part.h5ad"
+            part = path.with_suffix(".part.h5ad")
             command = [sys.executable, str(ROOT / "scripts" / "make_cells.py"), str(part)]
-            sizes_of = ["--cells", str(cells), "--distinct", str(DISTINCT), "--seed", str(i)]
+            sizes_of = [
+                "--cells",
+                str(cells),
+                "--per-cell",
+                str(per_cell),
+                "--distinct",
+                str(DISTINCT),
+                "--seed",
+                str(i),
+            ]
             subprocess.run([*command, *sizes_of], check=True)
             part.rename(path)
         (folder / f"{site}.h5ad").symlink_to(path)
@@ -212,9 +223,12 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="10^5 cells at the large site")
     parser.add_argument("--growth", type=int, nargs="+", help="cells of the large site, one run for each")
     parser.add_argument("--together", type=int, help="cells of each of three sites, rehearsed in one process")
+    parser.add_argument("--per-cell", type=int, default=1400, help="genes that are seen in a cell")
+    parser.add_argument("--top", type=int, default=2000, help="genes that shared-pca chooses")
     parser.add_argument("--folder", type=Path, help="where files go and stay; a temporary folder if none is named")
     parser.add_argument("--step", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    OPTIONS["shared-pca"]["n_top_genes"] = args.top
     if args.step:
         one_step(*args.step, args.folder)
         return
@@ -223,10 +237,10 @@ def main() -> None:
         with tempfile.TemporaryDirectory(dir=args.folder) as folder:
             home, kept = Path(folder), args.folder or Path(folder)
             if args.together:
-                make_sites((cells, cells, cells), home, kept)
+                make_sites((cells, cells, cells), home, kept, args.per_cell)
                 measure_together(home)
             else:
-                make_sites((cells, cells // 10, cells // 10), home, kept)
+                make_sites((cells, cells // 10, cells // 10), home, kept, args.per_cell)
                 measure(home)
 
 
