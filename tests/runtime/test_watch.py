@@ -58,6 +58,7 @@ def test_of_two_runs_the_latest_is_followed_and_what_is_no_event_is_passed_over(
         Teller(kit, run)(replace(STEP, done=i))
         time.sleep(0.01)
     assert last_event(kit).done == 1
+    assert last_event(kit, time.time() + 10.0) is None  # of a run that was killed before
     (kit.path / RUNS / "bb.progress").write_text("{")
     assert last_event(kit) is None
 
@@ -103,10 +104,11 @@ def test_who_follows_an_order_hears_how_far_it_is(kit):
     import socket
 
     ours, theirs = socket.socketpair()
-    Teller(kit, "aa")(STEP)
     heard, said = [], []
 
     def service():
+        time.sleep(order.LOOK)
+        Teller(kit, "aa")(STEP)
         time.sleep(3 * order.LOOK)
         theirs.sendall(b'{"status": "run aa running"}\n')
         theirs.sendall(b'{"ended": {"run": "aa", "party": "hub", "status": "done"}}\n')

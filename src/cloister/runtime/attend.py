@@ -69,7 +69,7 @@ def attend(
         with told_to(passes_of(kit.me, on_event)):
             workflow.check(open_cells(kit, policy), options)  # the clear sentence, before anybody is bothered
     seen = set(policy.out.glob("*/outcome.json"))
-    end = time.monotonic() + (limit or kit.study.patience)
+    began, end = time.time(), time.monotonic() + (limit or kit.study.patience)
     with _service(kit, {DATA: str(policy.data)} if policy.data else {}) as service:
         say(f"{kit.me} waits for a run of '{kit.study.name}'")
         while not (new := set(policy.out.glob("*/outcome.json")) - seen):
@@ -77,7 +77,7 @@ def attend(
                 raise PeerLost("flare", "-", "lost", f"the service of {kit.me} stopped; see {kit.path / 'log.txt'}")
             if time.monotonic() > end:
                 raise PeerLost("flare", "-", "timeout", "no run was started in time")
-            if on_event is not None and (event := last_event(kit)) is not None:
+            if on_event is not None and (event := last_event(kit, began)) is not None:
                 on_event(event)
             time.sleep(0.3)
         ended = Ended.load(new.pop())

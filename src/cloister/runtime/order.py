@@ -244,13 +244,13 @@ def _follow(
     tell: Callable[[str], None],
     on_event: Callable[[Event], None] | None,
 ) -> Ended:
-    buffer, started = b"", False
+    buffer, started, began = b"", False, time.time()
     while True:
         server.settimeout(max(0.01, min(LOOK, end - time.monotonic())))
         try:
             more = server.recv(1 << 16)
         except TimeoutError:
-            if on_event is not None and (event := last_event(kit)) is not None:
+            if on_event is not None and (event := last_event(kit, began)) is not None:
                 on_event(event)
             if time.monotonic() < end:
                 continue

@@ -46,9 +46,10 @@ class Teller:
             self._path.unlink(missing_ok=True)
 
 
-def last_event(kit: Kit) -> Event | None:
-    """Where the latest run of this kit is; None if none is going on."""
+def last_event(kit: Kit, since: float = 0.0) -> Event | None:
+    """Where the latest run of this kit is; None if none told anything `since`, as one that was killed tells no more."""
     with contextlib.suppress(OSError, ValueError, TypeError):
-        newest = max((kit.path / RUNS).glob("*.progress"), key=lambda p: p.stat().st_mtime_ns, default=None)
-        return None if newest is None else Event(**json.loads(newest.read_text()))
+        times = {p: p.stat().st_mtime for p in (kit.path / RUNS).glob("*.progress")}
+        newest = max(times, key=lambda p: times[p], default=None)
+        return None if newest is None or times[newest] < since else Event(**json.loads(newest.read_text()))
     return None
