@@ -222,6 +222,7 @@ def test_the_comparison_would_notice_one_value(paths, tmp_path, monkeypatch):
 
 DATA = Path(__file__).parents[2].parent / "shared" / "data"
 SMALL = ("scrna/cellline_mixology_10x.h5ad", "scrna/pancreas_wang_lognorm.h5ad", "odds/vowels.npz")
+REFUSED = ("scrna/pancreas_xin_lognorm.h5ad", "shared-pca")  # logarithms to base 2, of values up to a million
 FILES = sorted(str(p.relative_to(DATA)) for kind in ("scrna/*.h5ad", "odds/*.npz") for p in DATA.glob(kind))
 
 
@@ -242,6 +243,11 @@ def test_shared_data_streamed_gives_what_it_gives_loaded(name, tmp_path, monkeyp
     if name.endswith("_lognorm.h5ad"):
         options["shared-pca"] = options["shared-pca"] | {"kind": "log"}
     for workflow, given in options.items():
+        if (name, workflow) == REFUSED:
+            for data in (sites, paths):
+                with pytest.raises(DataError, match="sums over this site's cells are too large"):
+                    rehearse(workflow, data, **given)
+            continue
         loaded = rehearse_same(workflow, sites, monkeypatch, **given)
         streamed = rehearse_same(workflow, paths, monkeypatch, **given)
         check_same_results(loaded, streamed, tmp_path / workflow)
