@@ -150,17 +150,19 @@ def rehearse_study(
             workflow.check(given[site], options)
     if processes and on_frame is not None:
         raise ParameterError("on_frame hears only parties of this process; rehearse with processes=False")
-    cells = {Party(p): a if inplace else _copy(a) for p, a in given.items()}
+    files = {Party(p): x for p, x in data.items() if isinstance(x, str | Path)}
     if processes:
-        files = {Party(p): x for p, x in data.items() if isinstance(x, str | Path)}
+        given = {p: a for p, a in given.items() if p not in files}  # a party's process reads its file itself
+    cells = {Party(p): a if inplace or p in files else _copy(a) for p, a in given.items()}
+    if processes:
         run = run_processes(study, {**cells, **files}, faults=faults, on_event=on_event)
     else:
         parts = dict.fromkeys(study.parties, functools.partial(workflow.part, options=options, checked=True))
         reveals = workflows.reveals(study)
         run = run_parties(study, parts, cells, faults=faults, on_event=on_event, on_frame=on_frame, reveals=reveals)
     if inplace and processes:
-        for site, adata in run.data.items():
-            given[site]._init_as_actual(adata)
+        for site in given.keys() & run.data.keys():
+            given[site]._init_as_actual(run.data[site])
     return run
 
 
