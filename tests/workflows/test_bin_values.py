@@ -303,7 +303,9 @@ def test_no_edge_is_a_value_of_fewer_donors_than_the_floor(form):
     data = one_person({s: adata(log_values(counts(n, seed=i, depth=i + 1))) for i, (s, n) in SIZES[:3]})
     for a in data.values():
         a.X = form(a.X)
-    by_cells = np.array(rehearse("bin-values", data).results["coordinator"]["bin_edges"])
+    counting_cells = rehearse("bin-values", data)
+    assert "values_of_too_few_donors" not in counting_cells.results["lugano"]  # not zero: nobody counted
+    by_cells = np.array(counting_cells.results["coordinator"]["bin_edges"])
     np.testing.assert_allclose(by_cells[[0, -1]], [1.2345e-3, 1234.5], rtol=1e-5)  # the attack: everybody knows them
     for floor in (2, 3, 6):
         run = rehearse("bin-values", data, donor_key="donor", min_donors=floor)
@@ -316,6 +318,11 @@ def test_no_edge_is_a_value_of_fewer_donors_than_the_floor(form):
         if floor <= 3:  # where one site's outermost values are in the midst of the others', an edge moves a little
             np.testing.assert_allclose(edges[5:-5], by_cells[5:-5], rtol=5e-3)
             assert np.mean(np.isclose(edges[5:-5], by_cells[5:-5], rtol=1e-5)) > 0.9
+        held = {s: run.results[s]["values_of_too_few_donors"] for s in data}
+        for s, per in behind.items():  # by hand: beyond the floor-th smallest and largest of the donors' extremes
+            low, high = np.sort([v.min() for v in per])[floor - 1], np.sort([v.max() for v in per])[-floor]
+            assert held[s] == sum(int(np.sum((v < low) | (v > high))) for v in per)
+        assert held["lugano"] >= 30
         top = dense(run.data["lugano"].layers["binned"])[dense(data["lugano"].X) > 1000]
         assert set(top) == {50}  # these values stay in the last bin
 

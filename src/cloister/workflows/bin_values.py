@@ -91,20 +91,30 @@ def site(seat: Seat, adata: AnnData, options: Options) -> Outcome:
     store = adata.uns.setdefault("cloister", {})
     store["bin_edges"] = edges
     store["genes_in_common"] = len(agreed.names)
-    return Outcome(adata, {"bin_edges": [float(e) for e in edges]})
+    result: dict[str, Any] = {"bin_edges": [float(e) for e in edges]}
+    if values.range is not None:
+        result["values_of_too_few_donors"] = values.held  # they count, at the end of the range that enough donors reach
+    return Outcome(adata, result)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Values:
     """The non-zero values of some cells at a time, held to a range, as often as they are asked for."""
 
     adata: AnnData
     layer: str | None
     range: tuple[float, float] | None = None
+    held: int = 0  # of the last pass: values beyond the range
 
     def __iter__(self) -> Iterator[F64]:
+        self.held = 0
         for values in cells.nonzero_values(self.adata, self.layer):
-            yield values if self.range is None else np.clip(values, *self.range)
+            if self.range is None:
+                yield values
+            else:
+                within = np.clip(values, *self.range)
+                self.held += int(np.count_nonzero(within != values))
+                yield within
 
 
 def _range(adata: AnnData, options: Options) -> tuple[float, float] | None:
