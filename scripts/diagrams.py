@@ -73,7 +73,7 @@ WAY: tuple[
         "received, and written",
         (
             ("net.mailbox.Mailbox.put", "in order, within bounds; the peer's await goes on"),
-            ("cells.tables.write_labels", "obs['mapped'] at the asking site, and nowhere else"),
+            ("cells.labels.write_labels", "obs['mapped'] at the asking site, and nowhere else"),
             ("net.receipts.Receipt.close", "the chain is signed with the party's key"),
             ("run.results.save_run", "cells, receipts and figures, whole or not at all"),
         ),

@@ -44,8 +44,9 @@ MAY_IMPORT = {  # what of cloister; a name stands for the module or the whole pa
     "report/figures": BASE,
     "run": BELOW | {"run"},
     "run/run": BELOW | {"report.page"},  # Run.report, and nothing else of the report
+    "run/progress": BELOW | {"report.parts"},  # how numbers are written for people
     "report": BELOW | {"run.run", "report"},
-    "runtime": BELOW | {"run.run", "run.results", "runtime"},  # no rehearsal
+    "runtime": BELOW | {"run.run", "run.results", "run.progress", "runtime"},  # no rehearsal
     "lies": {"net.channel", "net.transcript", "study"},
     "testing": ALL | {"lies"},
     "demo": ALL | {"attacks", "demo"},

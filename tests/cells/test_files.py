@@ -7,7 +7,6 @@ from anndata import AnnData
 from anndata.io import write_h5ad
 from scipy import sparse
 
-from cloister.cells import files as cell_files
 from cloister.cells.tables import check_cells, is_on_disk, read_cells, write_cells
 from cloister.errors import CloisterError, DataError, MissingExtra, ParameterError
 
@@ -325,7 +324,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
         file.write(b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(cell_files.np, "savez_compressed", full_disk)
+    monkeypatch.setattr(np, "savez_compressed", full_disk)
     with pytest.raises(DataError, match=r"cannot be written \(No space left on device\)"):
         write_cells(cells(), path)
     assert path.read_bytes() == before

@@ -2,6 +2,7 @@
 
 import shutil
 import warnings
+from pathlib import Path
 
 import anndata as ad
 import h5py
@@ -19,6 +20,7 @@ from cloister.cells.stored import StoredCells
 from cloister.errors import DataError
 from cloister.run.rehearsal import rehearse
 from cloister.run.results import save_run
+from cloister.testing import fixed_entropy
 
 N, GENES = 60, 40
 
@@ -148,14 +150,19 @@ def test_chunks_are_all_cells_in_their_order(form, backed, tmp_path):
 # ---- workflows from disk, as from memory -----------------------------------------------------------------------------
 
 
+def stream_everything(monkeypatch):
+    """Every file stays on disk, and is read in pieces that are small beside it."""
+    monkeypatch.setattr("cloister.cells.files.IN_MEMORY", 0)
+    monkeypatch.setitem(cell_values.blocks.__kwdefaults__, "entries", 50_000)
+    monkeypatch.setattr("cloister.protocols.sums.gene_moments.BLOCK", 20_000)
+
+
 @pytest.fixture
 def paths(tmp_path, monkeypatch):
     sites = demo_sites()
     for site, adata in sites.items():
         write_cells(adata, tmp_path / f"{site}.h5ad")
-    monkeypatch.setattr("cloister.cells.files.IN_MEMORY", 0)
-    monkeypatch.setitem(cell_values.blocks.__kwdefaults__, "entries", 50_000)
-    monkeypatch.setattr("cloister.protocols.sums.shared_pca.BLOCK", 20_000)
+    stream_everything(monkeypatch)
     return {site: tmp_path / f"{site}.h5ad" for site in sites}
 
 
@@ -166,32 +173,95 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("workflow", OPTIONS)
-def test_the_shipped_cells_streamed_give_what_they_give_loaded(workflow, paths, tmp_path):
-    loaded = rehearse(workflow, demo_sites(), **OPTIONS[workflow])
-    run = rehearse(workflow, paths, **OPTIONS[workflow])
-    save_run(run, tmp_path / "out")
+def rehearse_same(workflow, data, monkeypatch, **options):
+    """A run whose parties draw what they draw in every other such run: forests and masks are the same."""
+    with monkeypatch.context() as patch:
+        parties = iter(range(100))
+        patch.setattr("cloister.run.rehearsal.Entropy", lambda: fixed_entropy("streamed")(str(next(parties))))
+        return rehearse(workflow, data, **options)
+
+
+def check_same_results(loaded, streamed, folder):
+    """What was streamed and written is what was loaded and computed, to the last digits of sums in another order."""
+    save_run(streamed, folder)
     for site, wanted in loaded.data.items():
-        assert cells.is_on_disk(run.data[site].X)
-        found = read_cells(tmp_path / "out" / f"{site}.h5ad")
+        assert cells.is_on_disk(streamed.data[site].X)
+        assert not cells.is_on_disk(wanted.X)
+        found = read_cells(folder / f"{site}.h5ad")
         for slot in ("obs", "obsm", "varm", "layers"):
             assert set(getattr(found, slot)) == set(getattr(wanted, slot))
-        for key in wanted.layers:
+        for key in cells.layer_names(wanted):
             np.testing.assert_array_equal(dense(found.layers[key]), dense(wanted.layers[key]))
-        for key in wanted.obsm:
-            np.testing.assert_allclose(found.obsm[key], wanted.obsm[key], atol=1e-6)
-        if workflow == "find-outliers":
-            assert found.obs["outlier"].mean() == pytest.approx(0.05, abs=0.05)  # forests are drawn anew in each run
+        for slot in ("obsm", "varm"):
+            for key, matrix in getattr(wanted, slot).items():
+                np.testing.assert_allclose(getattr(found, slot)[key], matrix, atol=1e-6)
+        pd.testing.assert_frame_equal(found.obs, wanted.obs, check_dtype=False, check_categorical=False, rtol=1e-9)
         np.testing.assert_array_equal(dense(found.X), dense(wanted.X))
+    assert streamed.results.keys() == loaded.results.keys()
+    for party, result in loaded.results.items():
+        for key, value in result.items():
+            np.testing.assert_allclose(np.asarray(streamed.results[party][key]), np.asarray(value), rtol=1e-6)
+
+
+@pytest.mark.parametrize("workflow", OPTIONS)
+def test_the_shipped_cells_streamed_give_what_they_give_loaded(workflow, paths, tmp_path, monkeypatch):
+    loaded = rehearse_same(workflow, demo_sites(), monkeypatch, **OPTIONS[workflow])
+    streamed = rehearse_same(workflow, paths, monkeypatch, **OPTIONS[workflow])
+    check_same_results(loaded, streamed, tmp_path / "out")
+
+
+def test_the_comparison_would_notice_one_value(paths, tmp_path, monkeypatch):
+    loaded = rehearse_same("bin-values", demo_sites(), monkeypatch)
+    adata = read_cells(paths["basel"])
+    adata.X.data[0] += 1
+    write_cells(adata, paths["basel"])
+    streamed = rehearse_same("bin-values", paths, monkeypatch)
+    with pytest.raises(AssertionError):
+        check_same_results(loaded, streamed, tmp_path / "out")
+
+
+DATA = Path(__file__).parents[2].parent / "shared" / "data"
+SMALL = ("scrna/cellline_mixology_10x.h5ad", "scrna/pancreas_wang_lognorm.h5ad", "odds/vowels.npz")
+REFUSED = ("scrna/pancreas_xin_lognorm.h5ad", "shared-pca")  # logarithms to base 2, of values up to a million
+FILES = sorted(str(p.relative_to(DATA)) for kind in ("scrna/*.h5ad", "odds/*.npz") for p in DATA.glob(kind))
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in SMALL else pytest.mark.slow) for n in FILES or ["shared data"]]
+)
+def test_shared_data_streamed_gives_what_it_gives_loaded(name, tmp_path, monkeypatch):
+    if not (DATA / name).exists():
+        pytest.skip(f"{name} is not here")
+    whole = read_cells(DATA / name)
+    sites = {site: whole[i::3].copy() for i, site in enumerate(("basel", "lugano", "vienna"))}
+    paths = {site: tmp_path / f"{site}.h5ad" for site in sites}
+    for site, adata in sites.items():
+        write_cells(adata, paths[site])
+    stream_everything(monkeypatch)
+    table = name.endswith(".npz")
+    options = {"find-outliers": {"trees": 20}} if table else {w: OPTIONS[w] for w in ("bin-values", "shared-pca")}
+    if name.endswith("_lognorm.h5ad"):
+        options["shared-pca"] = options["shared-pca"] | {"kind": "log"}
+    for workflow, given in options.items():
+        if (name, workflow) == REFUSED:
+            for data in (sites, paths):
+                with pytest.raises(DataError, match="sums over this site's cells are too large"):
+                    rehearse(workflow, data, **given)
+            continue
+        loaded = rehearse_same(workflow, sites, monkeypatch, **given)
+        streamed = rehearse_same(workflow, paths, monkeypatch, **given)
+        check_same_results(loaded, streamed, tmp_path / workflow)
 
 
 def test_reading_is_told_to_the_progress_bar(paths, monkeypatch):
-    monkeypatch.setattr("cloister.cells.values._TELL", 0.0)
+    monkeypatch.setattr("cloister.cells.pace._TELL", 0.0)
     events = []
     rehearse("bin-values", paths, on_event=events.append)
     told = [e for e in events if e.protocol == "reading"]
     assert {e.party for e in told} == set(paths)
-    assert any(e.name.endswith("100%, 0 s left") for e in told)
+    assert {(e.name, e.of) for e in told if e.party == "basel"} == {("adata.X", demo_sites()["basel"].n_obs)}
+    assert all(0 < e.done <= e.of for e in told)
+    assert any(e.done == e.of for e in told)
 
 
 # ---- bad input -------------------------------------------------------------------------------------------------------

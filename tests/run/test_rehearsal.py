@@ -1,5 +1,8 @@
+import gc
+import subprocess
 import threading
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -7,6 +10,7 @@ from anndata import AnnData
 from scipy import sparse
 
 from cloister.cells import demo as demo_data
+from cloister.cells.files import write_cells
 from cloister.errors import DataError, MissingExtra, ParameterError, PeerLost, ProtocolAbort, UsageError
 from cloister.net.seat import Outcome
 from cloister.net.wire import Frame, message, pack
@@ -337,10 +341,40 @@ def test_a_server_that_the_workflow_does_not_need_is_no_hindrance():
     assert run.outcomes.keys() == parties.keys()
 
 
+@pytest.mark.parametrize("processes", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_cells_of_files_are_held_once_and_in_processes_not_at_all(processes, tmp_path, monkeypatch):
+    paths = {site: tmp_path / f"{site}.h5ad" for site in sites()}
+    for site, adata in sites().items():
+        write_cells(adata, paths[site])
+    monkeypatch.setattr("cloister.run.rehearsal._copy", lambda adata: pytest.fail("cells were copied"))
+    opened, real = [], rehearsal.open_cells
+
+    def noted(path):
+        opened.append(weakref.ref(adata := real(path)))
+        return adata
+
+    monkeypatch.setattr("cloister.run.rehearsal.open_cells", noted)
+    monkeypatch.setattr("cloister.run.processes.subprocess.Popen", watched := Watched(opened))
+    run = rehearse("bin-values", paths, processes=processes, inplace=processes, **OPTIONS)
+    assert watched.alive == ([0] * 4 if processes else [])
+    assert run.data.keys() == paths.keys()
+
+
+class Watched:
+    """Starts processes, and notes how many of some things are still held then."""
+
+    def __init__(self, things):
+        self.things, self.alive, self.start = things, [], subprocess.Popen
+
+    def __call__(self, *args, **kwargs):
+        if "cloister.run.processes" in args[0]:
+            gc.collect()
+            self.alive.append(sum(thing() is not None for thing in self.things))
+        return self.start(*args, **kwargs)
+
+
 def test_sites_may_be_files_or_tables(tmp_path):
     import pandas as pd
-
-    from cloister.cells.files import write_cells
 
     rows = demo_data.demo_rows()
     write_cells(rows["basel"], tmp_path / "basel.csv")

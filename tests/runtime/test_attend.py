@@ -1,11 +1,14 @@
 """`cloister run` at every party of a study, as real processes on loopback: the README, but between machines."""
 
+import contextlib
 import json
 import os
+import pty
 import re
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -39,26 +42,22 @@ def consortium(tmp_path):
     return tmp_path, study, provision(study, tmp_path / "kits")
 
 
+def read_all(screen, shown):
+    """What is written to a terminal, until it is closed."""
+    with contextlib.suppress(OSError):
+        while more := os.read(screen, 1 << 16):
+            shown.append(more)
+
+
 def test_bin_values_between_processes_equals_the_rehearsal(consortium):
     folder, study, kits = consortium
     for site in study.sites:
         Kit.open(kits[site]).approve()
 
-    def start(party, *more):
-        words = [
-            sys.executable,
-            "-m",
-            "cloister.cli.main",
-            "run",
-            "bin-values",
-            "study.toml",
-            "--as",
-            party,
-            "--json",
-            *more,
-        ]
-        env = {**os.environ, "OMP_NUM_THREADS": "1"}
-        return subprocess.Popen(words, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    def start(party, *more, said=subprocess.PIPE):
+        command = [sys.executable, "-m", "cloister.cli.main", "run", "bin-values", "study.toml", "--as", party, *more]
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "180", "TERM": "xterm-256color"}
+        return subprocess.Popen(command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=said, text=True)
 
     def from_python(party):
         """The same from a script of the site: `cl.join` gives the seat, the workflow's function the results."""
@@ -76,19 +75,33 @@ def test_bin_values_between_processes_equals_the_rehearsal(consortium):
         )
 
     last = study.sites[-1]
-    running = {p: start(p, "--data", f"sites/{p}.h5ad", "--out", f"{p}.h5ad") for p in study.sites if p != last}
+    first, *others = study.sites[:-1]
+    cells = {p: ("--data", f"sites/{p}.h5ad", "--out", f"{p}.h5ad") for p in study.sites}
+    running = {p: start(p, "--json", *cells[p]) for p in others}
+    screen, terminal = pty.openpty()
+    running[first] = start(first, *cells[first], said=terminal)  # a person looks at this one
+    os.close(terminal)
+    shown = []
+    watching = threading.Thread(target=read_all, args=(screen, shown))
+    watching.start()
     running[last] = from_python(last)
-    running["hub"] = start("hub")
+    running["hub"] = start("hub", "--json")
     told = {}
     try:
         for p, process in running.items():
             out, err = process.communicate(timeout=240)
             assert process.returncode == 0, f"{p}: {out}{err}"
-            told[p] = json.loads(out)
+            told[p] = {"status": out.partition(":")[0]} if p == first else json.loads(out)
+            assert "rounds" not in (err or "")  # no progress in a pipe
     finally:
         for process in running.values():
             process.kill()
     assert {p: t["status"] for p, t in told.items()} == dict.fromkeys(running, "done")
+    watching.join(30)
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", b"".join(shown).decode(errors="replace"))
+    assert f"{first} waits for a run" in plain
+    assert re.search(rf"{first} +\S+ .*\d+ rounds, [\d.]+ k?B", plain)  # what it does, rounds and bytes
+    assert not list(kits[first].glob("runs/*.progress"))
     rehearsed = rehearse("bin-values", demo_sites())
     for site in study.sites:
         found = read_cells(folder / f"{site}.h5ad")

@@ -287,6 +287,63 @@ def test_no_edge_is_the_smallest_or_largest_value_of_all():
         rehearse("bin-values", data, min_count=1)
 
 
+def one_person(data, site="lugano", cells_of=30):
+    """One donor of a site has more values of his own at either end than `min_count` asks for."""
+    for a in data.values():
+        a.obs["donor"] = [f"d{i % 6}" for i in range(a.n_obs)]
+    rows = np.flatnonzero(data[site].obs["donor"] == "d2")[:cells_of]
+    X = data[site].X
+    X[rows, 3], X[rows, 4] = 1234.5, 1.2345e-3
+    return data
+
+
+@pytest.mark.parametrize("form", [sparse.csr_matrix, sparse.csc_matrix, np.asarray])
+def test_no_edge_is_a_value_of_fewer_donors_than_the_floor(form):
+    """Counting values, thirty of one person make an edge, which is that person's value; counting donors, none is."""
+    data = one_person({s: adata(log_values(counts(n, seed=i, depth=i + 1))) for i, (s, n) in SIZES[:3]})
+    for a in data.values():
+        a.X = form(a.X)
+    counting_cells = rehearse("bin-values", data)
+    assert "values_of_too_few_donors" not in counting_cells.results["lugano"]  # not zero: nobody counted
+    by_cells = np.array(counting_cells.results["coordinator"]["bin_edges"])
+    np.testing.assert_allclose(by_cells[[0, -1]], [1.2345e-3, 1234.5], rtol=1e-5)  # the attack: everybody knows them
+    for floor in (2, 3, 6):
+        run = rehearse("bin-values", data, donor_key="donor", min_donors=floor)
+        edges = np.array(run.results["coordinator"]["bin_edges"])
+        behind = {s: [values_of(a[a.obs["donor"] == d]) for d in sorted(set(a.obs["donor"]))] for s, a in data.items()}
+        for edge in edges:
+            above = max(sum(v.max() >= edge * (1 - 1e-5) for v in per) for per in behind.values())
+            below = max(sum(v.min() <= edge * (1 + 1e-5) for v in per) for per in behind.values())
+            assert min(above, below) >= floor
+        if floor <= 3:  # where one site's outermost values are in the midst of the others', an edge moves a little
+            np.testing.assert_allclose(edges[5:-5], by_cells[5:-5], rtol=5e-3)
+            assert np.mean(np.isclose(edges[5:-5], by_cells[5:-5], rtol=1e-5)) > 0.9
+        held = {s: run.results[s]["values_of_too_few_donors"] for s in data}
+        for s, per in behind.items():  # by hand: beyond the floor-th smallest and largest of the donors' extremes
+            low, high = np.sort([v.min() for v in per])[floor - 1], np.sort([v.max() for v in per])[-floor]
+            assert held[s] == sum(int(np.sum((v < low) | (v > high))) for v in per)
+        assert held["lugano"] >= 30
+        top = dense(run.data["lugano"].layers["binned"])[dense(data["lugano"].X) > 1000]
+        assert set(top) == {50}  # these values stay in the last bin
+
+
+def test_values_of_donors_in_published_mode_are_held_to_the_floor_too():
+    data = one_person({s: adata(log_values(counts(n, seed=i, depth=i + 1))) for i, (s, n) in SIZES[:3]})
+    sent = [rehearse("bin-values", data, mode="published", **more) for more in ({}, {"donor_key": "donor"})]
+    tops = [run.results["coordinator"]["bin_edges"][-1] for run in sent]
+    assert tops[0] > 100 > tops[1]
+
+
+def test_a_site_whose_donors_have_no_values_is_refused():
+    data = count_sites()
+    for a in data.values():
+        a.obs["donor"] = np.resize(["a", "b", "c", "d"], a.n_obs)
+    silent = data["basel"].obs["donor"].isin(["b", "c", "d"]).to_numpy()
+    data["basel"].X = sparse.csr_matrix(dense(data["basel"].X) * ~silent[:, None])
+    with pytest.raises(DataError, match="fewer than 3 donors have a value that is not zero"):
+        rehearse("bin-values", data, donor_key="donor")
+
+
 @pytest.mark.parametrize("form", [sparse.csr_matrix, sparse.csc_matrix, np.asarray])
 @pytest.mark.parametrize("processes", [False, True])
 def test_streamed_from_disk_the_result_is_the_same_and_nothing_is_loaded(form, processes, tmp_path, monkeypatch):

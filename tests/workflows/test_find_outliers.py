@@ -83,7 +83,7 @@ def test_published_finds_them_too(options, caplog):
     assert "with a few known rows, everybody's rows" in caplog.text  # before anything is sent, in plain words
     obs = pd.concat([a.obs for a in run.data.values()])
     assert (obs["outlier"] & obs["truth"]).sum() >= (16 if options.get("standardise") else 8)
-    assert obs["outlier"].sum() <= 24
+    assert obs["outlier"].sum() <= (24 if options.get("repeats", 1) == 1 else 3 * 24 / 2)  # two of three must flag it
     assert ("outlier_score" in obs) == ("give" not in options)
     assert set(run.outcomes) == {"coordinator", "auxiliary", "basel", "lugano", "vienna"}
     if "give" not in options:

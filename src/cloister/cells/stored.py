@@ -12,7 +12,6 @@ A file that changes between opening and writing is a `DataError`.
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,10 +21,12 @@ import numpy as np
 from anndata import AnnData
 from anndata.io import read_elem, sparse_dataset, write_elem
 
+from cloister.cells.pace import Pace
 from cloister.cells.values import is_on_disk
 from cloister.errors import DataError
 
 _ROWS = 2**22  # stored entries that are written at a time
+_PIECE = 2**24  # bytes that are copied at a time
 
 
 @dataclass
@@ -208,9 +209,6 @@ def _check_pieces(path: Path, array: Any) -> None:
         raise DataError(f"{path} is damaged or cut short: pieces of {array.name} are missing; copy it again.")
 
 
-# ---- layers that are computed when they are read ---------------------------------------------------------------------
-
-
 # ---- writing ---------------------------------------------------------------------------------------------------------
 
 
@@ -221,12 +219,21 @@ def write_stored(adata: StoredCells, path: Path) -> None:
     origin = adata.origin
     origin.check_unchanged()
     if origin.whole_file:
-        shutil.copyfile(origin.path, path)
+        copy_file(origin.path, path)
     with h5py.File(path, "r+" if origin.whole_file else "w") as file:
         if not origin.whole_file:
             _copy_elements(origin, file)
         _write_new(adata, origin, file)
     origin.check_unchanged()
+
+
+def copy_file(source: Path, path: Path) -> None:
+    """Copy a file piece by piece, and say how far it is."""
+    size, pace = source.stat().st_size, Pace("writing", "copy of the file")
+    with source.open("rb") as old, path.open("wb") as new:
+        while piece := old.read(_PIECE):
+            new.write(piece)
+            pace.tell(old.tell(), size)
 
 
 def _copy_elements(origin: Origin, file: Any) -> None:
@@ -287,7 +294,7 @@ def _write_new(adata: StoredCells, origin: Origin, file: Any) -> None:
 
 def write_matrix(group: Any, key: str, matrix: Any) -> None:
     """Write a matrix on disk into a group of HDF5, some rows at a time; compressed if the original is."""
-    source = getattr(matrix, "group", None)
+    source, pace = getattr(matrix, "group", None), Pace("writing", key)
     like = matrix if source is None else source["data"]
     packed = bool(getattr(like, "compression", None) or getattr(like, "compressors", ()))
     packing = {"compression": "gzip", "compression_opts": 1, "shuffle": True} if packed else {}
@@ -297,6 +304,7 @@ def write_matrix(group: Any, key: str, matrix: Any) -> None:
         step = max(1, _ROWS // max(1, matrix.shape[1]))
         for start in range(0, matrix.shape[0], step):
             out[start : start + step] = matrix[start : start + step]
+            pace.tell(start + step, matrix.shape[0])
         return
     new = group.create_group(key)
     kind = f"{matrix.format}_matrix"
@@ -316,6 +324,7 @@ def write_matrix(group: Any, key: str, matrix: Any) -> None:
         arrays["indices"][at : at + block.nnz] = block.indices
         ends.append(block.indptr[1:].astype(np.int64) + at)
         at += block.nnz
+        pace.tell(last, len(indptr) - 1)
     for array in arrays.values():
         array.resize((at,))
     new.create_dataset("indptr", data=np.concatenate(ends))

@@ -7,15 +7,16 @@ Values are read by `cloister.cells.values`, whose names can be had from here too
 from __future__ import annotations
 
 import json
-from collections.abc import MutableMapping, Sequence
+from collections.abc import MutableMapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
-from cloister.arrays import F64, Array
+from cloister.arrays import F64
+from cloister.cells.donors import check_donors, common_range, donors
 from cloister.cells.files import open_cells, read_cells, write_cells
 from cloister.cells.genes import check_unique, gene_id_kind, gene_names, genes_in_common, match_genes
+from cloister.cells.labels import check_labels, labels_of, split_label, write_labels
 from cloister.cells.values import (
     ExpressionKind,
     Rows,
@@ -32,7 +33,6 @@ from cloister.cells.values import (
     matrix_of,
     nonzero_values,
     not_finite,
-    reading_told_to,
     rows_of,
     sample_values,
     survey,
@@ -52,6 +52,7 @@ __all__ = [
     "check_cells",
     "check_donors",
     "chunks",
+    "common_range",
     "describe",
     "donors",
     "embedding",
@@ -60,6 +61,7 @@ __all__ = [
     "gene_names",
     "genes_in_common",
     "is_on_disk",
+    "labels_of",
     "layer_names",
     "loaded",
     "map_values",
@@ -67,9 +69,9 @@ __all__ = [
     "nonzero_values",
     "open_cells",
     "read_cells",
-    "reading_told_to",
     "rows_of",
     "sample_values",
+    "split_label",
     "survey",
     "write_cells",
     "write_labels",
@@ -108,7 +110,7 @@ def check_cells(
     if 0 in adata.shape:
         raise DataError(f"Expected cells and genes, found {adata.n_obs} cells and {adata.n_vars} genes.")
     if label_key is not None:
-        _check_labels(adata, label_key)
+        check_labels(adata, label_key)
     if use_rep not in (None, "X"):
         embedding(adata, use_rep)
         return None
@@ -198,29 +200,6 @@ def describe(adata: AnnData) -> dict[str, Any]:
     }
 
 
-def write_labels(
-    adata: AnnData,
-    key_added: str,
-    labels: Sequence[str | None] | Array,
-    share: npt.ArrayLike | None = None,
-    *,
-    share_name: str = "share",
-) -> None:
-    """Write one label per cell to `adata.obs[key_added]`, missing ones as `None` or NaN.
-
-    `share`, how sure the label is, goes to `adata.obs[f"{key_added}_{share_name}"]`.
-    """
-    import pandas as pd
-
-    shares = None if share is None else np.asarray(share, dtype=np.float64)
-    for name, column in (("labels", np.asarray(labels, dtype=object)), ("shares", shares)):
-        if column is not None and column.shape != (adata.n_obs,):
-            raise DataError(f"Expected {adata.n_obs} {name}, one per cell, found shape {column.shape}.")
-    adata.obs[key_added] = pd.Categorical(labels)
-    if shares is not None:
-        adata.obs[f"{key_added}_{share_name}"] = shares
-
-
 def attach_receipt(adata: AnnData, key: str, receipt_json: str) -> None:
     """Store a receipt as one JSON string under `adata.uns["cloister"][key]`."""
     try:
@@ -235,34 +214,6 @@ def attach_receipt(adata: AnnData, key: str, receipt_json: str) -> None:
 def _check_finite(values: np.ndarray, where: str) -> None:
     if values.dtype.kind == "f" and not np.isfinite(values).all():
         raise DataError(not_finite(where))
-
-
-def _check_labels(adata: AnnData, label_key: str) -> None:
-    if label_key not in adata.obs:
-        raise DataError(
-            f"adata.obs[{label_key!r}] is missing; there is {listed(adata.obs)}. Pass one of these as label_key=."
-        )
-    if adata.obs[label_key].isna().all():
-        raise DataError(f"adata.obs[{label_key!r}] holds no label; at least one cell needs one.")
-
-
-def donors(adata: AnnData, donor_key: str) -> int:
-    """How many persons the cells are of; every cell must say whose it is."""
-    if donor_key not in adata.obs:
-        raise DataError(f"adata.obs[{donor_key!r}] is missing; there is {listed(adata.obs)}. Pass one as donor_key=.")
-    column = adata.obs[donor_key]
-    if (unnamed := int(column.isna().sum())) > 0:
-        raise DataError(f"adata.obs[{donor_key!r}] names no donor for {unnamed} cells; fill it or remove these cells.")
-    return int(column.nunique())
-
-
-def check_donors(adata: AnnData, donor_key: str | None, least: int) -> None:
-    """Raise a `DataError` if the cells are of fewer persons than a sum needs; without a key none are counted."""
-    if donor_key is not None and (here := donors(adata, donor_key)) < least:
-        raise DataError(
-            f"{here} donors, fewer than {least}: sums over so few persons come close to one of them; "
-            "leave this site out, or lower min_donors= if all agree"
-        )
 
 
 def _n_categories(column: Any) -> int | None:

@@ -7,10 +7,7 @@ hears how far a pass has come.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cloister.arrays import F64, U64, Array
+from cloister.cells.pace import Pace
 from cloister.errors import DataError
 
 if TYPE_CHECKING:
@@ -26,20 +24,8 @@ if TYPE_CHECKING:
 ExpressionKind = Literal["counts", "log", "scaled"]
 _BLOCK = 2**24  # matrix entries per block, zeros included
 _SAMPLE, _SAMPLE_BLOCKS = 2**18, 16  # the same for a sample, and how many of them
-_TELL = 0.5  # seconds between two words about how far a pass over the cells has come
 
 Mapping = Callable[[F64, U64], npt.ArrayLike]  # non-zero values and their places row · n_vars + column → new values
-_listener: ContextVar[Callable[[str], None] | None] = ContextVar("listener", default=None)
-
-
-@contextmanager
-def reading_told_to(listener: Callable[[str], None]) -> Iterator[None]:
-    """Have a listener hear how far a pass over cells on disk has come, in this thread."""
-    token = _listener.set(listener)
-    try:
-        yield
-    finally:
-        _listener.reset(token)
 
 
 @dataclass(frozen=True)
@@ -155,29 +141,13 @@ class Rows:
     """Rows of a matrix in memory or on disk; every range that is read has been checked."""
 
     def __init__(self, matrix: Any, where: str) -> None:
-        self._matrix, self._where, self._clock = matrix, where, _Clock(where)
+        self._matrix, self._where, self._pace = matrix, where, Pace("reading", where)
         self.shape: tuple[int, int] = matrix.shape
 
     def __getitem__(self, rows: slice) -> Any:
-        self._clock.tell(rows.stop or self.shape[0], self.shape[0], again=not rows.start)
-        return _read(self._matrix, (rows, slice(None)), self._where)
-
-
-class _Clock:
-    """Says now and then how far a pass has come, and how long the rest will take."""
-
-    def __init__(self, what: str) -> None:
-        self._what, self._listener, self._began, self._said = what, _listener.get(), time.monotonic(), 0.0
-
-    def tell(self, done: int, of: int, *, again: bool = False) -> None:
-        if self._listener is None:
-            return
-        now = time.monotonic()
-        if again:
-            self._began = now
-        if now - self._said >= _TELL and now > self._began:
-            self._said, share = now, min(done, of) / max(1, of)
-            self._listener(f"{self._what} {share:.0%}, {(now - self._began) * (1 - share) / share:.0f} s left")
+        block = _read(self._matrix, (rows, slice(None)), self._where)
+        self._pace.tell(rows.stop or self.shape[0], self.shape[0])
+        return block
 
 
 def map_values(adata: AnnData, fn: Mapping, layer: str | None = None, dtype: npt.DTypeLike = np.float32) -> Any:
@@ -324,12 +294,12 @@ def blocks(
     starts = np.arange(0, length, step)
     if most is not None and len(starts) > most:
         starts = starts[np.linspace(0, len(starts) - 1, most).astype(int)]
-    clock = _Clock(where)
+    pace = Pace("reading", where)
     for start in starts.tolist():
         cut = slice(start, min(start + step, length))
         part = (slice(None), cut) if by_column else (cut, slice(None))
-        clock.tell(cut.stop, length)
         yield part, _read(matrix, part, where)
+        pace.tell(cut.stop, length)
 
 
 def _read(matrix: Any, part: tuple[slice, slice], where: str) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from rich.text import Text
 from cloister.report.parts import size
 
 if TYPE_CHECKING:
+    from cloister.net.channel import Event
     from cloister.run.run import Run
     from cloister.study import Study
     from cloister.workflows.modes import Mode
@@ -78,41 +79,57 @@ def in_words(value: Any) -> str:
 
 
 @contextlib.contextmanager
-def progress(*, quiet: bool) -> Iterator[Any]:
-    """One line per party: where it is in the protocol, and how much it has sent."""
+def progress(*, quiet: bool = False) -> Iterator[Callable[[Event], None] | None]:
+    """One line per party: what it does, how far that is, rounds, bytes sent, time left. None in a pipe."""
     if quiet or not err.is_terminal:
         yield None
         return
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    from cloister.run.progress import Watch
 
     columns = (
         SpinnerColumn(),
-        TextColumn("{task.fields[party]:<14}"),
-        TextColumn("{task.description:<44}"),
-        TextColumn("{task.fields[size]:>10}"),
+        TextColumn("{task.fields[party]:<12}", markup=False),
+        TextColumn("{task.description:<36}", markup=False),
+        BarColumn(12),
+        TextColumn("{task.fields[count]:<12}", markup=False),
+        TextColumn("{task.fields[told]:<22}", markup=False),
+        TextColumn("{task.fields[left]:<20}", markup=False),
         TimeElapsedColumn(),
     )
     with Progress(*columns, console=err, transient=True) as bar:
         lines: dict[str, Any] = {}
+        watch = Watch()
 
-        def tell(event: Any) -> None:
+        def tell(event: Event) -> None:
             if event.party not in lines:
-                lines[event.party] = bar.add_task("", total=None, party=event.party, size="")
-            what = f"{event.protocol} {event.line} {event.name.rpartition('.')[2]}"
-            bar.update(lines[event.party], description=what[:44], size=size(event.total))
+                lines[event.party] = bar.add_task("", total=None, party=event.party, count="", told="", left="")
+            now = watch.hear(event)
+            told = f"{now.rounds} rounds, {size(now.sent)}" if now.rounds or now.sent else ""
+            words: dict[str, Any] = {"count": now.count, "told": told, "left": now.time_left}
+            line, doing = lines[event.party], now.doing[:36]
+            bar.update(line, total=now.of or None, completed=now.done, description=doing, **words)
 
         yield tell
 
 
-def finish(run: Run, folder: Path | None, *, as_json: bool) -> None:
-    """Write what a run gave, say what it cost, and raise what went wrong."""
-    written: list[str] = []
-    if folder is not None:
-        from cloister.report.page import write_report
-        from cloister.run.results import save_run
+def write_run(run: Run, folder: Path, on_event: Callable[[Event], None] | None = None) -> list[str]:
+    """Write what a run gave, and the page about it; returns the files."""
+    from cloister.report.page import write_report
+    from cloister.run.progress import passes_of
+    from cloister.run.results import save_run
 
-        written = [str(p) for p in save_run(run, folder)]
-        written.append(str(write_report(folder / "report.html", [run])))
+    written = [str(p) for p in save_run(run, folder, on_event=on_event)]
+    tell = passes_of("report", on_event) or (lambda *_: None)
+    tell("report", "page", 1, 2)
+    written.append(str(write_report(folder / "report.html", [run])))
+    tell("report", "page", 2, 2)
+    return written
+
+
+def finish(run: Run, folder: Path | None, written: list[str], *, as_json: bool) -> None:
+    """Say what a run gave and cost, and where it was written; raise what went wrong."""
     if as_json:
         summary = {
             "workflow": run.study.workflow,

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from cloister.cli.console import err, out, show_warnings
-from cloister.cli.options import FLAG, AsJson, WorkflowName
+from cloister.cli.console import err, out, progress, show_warnings
+from cloister.cli.options import FLAG, AsJson, Quiet, WorkflowName
 from cloister.errors import UsageError
 from cloister.report.parts import size
 
@@ -53,6 +53,7 @@ def run(
     path: Annotated[Path | None, typer.Option("--out", help="Where to write the cells with results.")] = None,
     kit: Annotated[Path | None, typer.Option(help="This party's kit; kits/PARTY beside the study by default.")] = None,
     as_json: AsJson = False,  # noqa: FBT002
+    quiet: Quiet = False,  # noqa: FBT002
 ) -> None:
     """Take part in one run between machines; as the coordinator, start it."""
     import dataclasses
@@ -73,7 +74,11 @@ def run(
     def say(text: str) -> None:
         err.print(text, markup=False)
 
-    ended = conduct(home, say=say) if opened.role == "coordinator" else attend(home, data, say=say)
+    with progress(quiet=quiet or as_json) as tell:
+        if opened.role == "coordinator":
+            ended = conduct(home, say=say, on_event=tell)
+        else:
+            ended = attend(home, data, say=say, on_event=tell)
     if path is not None:
         take_away(ended, path)
     if as_json:

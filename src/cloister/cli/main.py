@@ -17,7 +17,7 @@ from rich.text import Text
 
 from cloister._version import __version__
 from cloister.cli import machines
-from cloister.cli.console import as_is, err, explain_mode, finish, in_words, out, progress, show_warnings
+from cloister.cli.console import as_is, err, explain_mode, finish, in_words, out, progress, show_warnings, write_run
 from cloister.cli.options import (
     FLAG,
     OPEN,
@@ -130,6 +130,8 @@ def check(
     from cloister.cells import tables as cells
     from cloister.cells.files import open_cells
     from cloister.cells.genes import genes_in_common
+    from cloister.cells.pace import told_to
+    from cloister.run.progress import passes_of
 
     words = [*map(str, files), *context.args]
     first = next((i for i, word in enumerate(words) if word.startswith("--")), len(words))
@@ -139,13 +141,16 @@ def check(
     options = workflows.options_of(chosen, {**chosen.stand_in, **given}) if chosen else None
     summary: dict[str, Any] = {}
     loaded = {}
-    for path in paths:
-        adata = loaded[str(path)] = open_cells(path)
-        summary[str(path)] = cells.describe(adata)
-        if chosen is None:
-            cells.check_cells(adata)
-        else:
-            summary[str(path)]["warnings"] = [*summary[str(path)].get("warnings", []), *chosen.check(adata, options)]
+    with progress(quiet=as_json) as tell:
+        for path in paths:
+            with told_to(passes_of(path.name, tell)):
+                adata = loaded[str(path)] = open_cells(path)
+                summary[str(path)] = cells.describe(adata)
+                if chosen is None:
+                    cells.check_cells(adata)
+                else:
+                    notes = chosen.check(adata, options)
+                    summary[str(path)]["warnings"] = [*summary[str(path)].get("warnings", []), *notes]
     if len(loaded) > 1:
         kinds = {path: cells.expression_kind(a) for path, a in loaded.items()}
         if len(set(kinds.values())) > 1:
@@ -219,7 +224,8 @@ def rehearse(
         check_folder(folder, planned)
     with progress(quiet=quiet or as_json) as tell:
         run = rehearse_study(planned, files, processes=processes, inplace=True, on_event=tell)
-    finish(run, folder, as_json=as_json)
+        written = write_run(run, folder, tell) if folder is not None else []
+    finish(run, folder, written, as_json=as_json)
 
 
 # ---- after a run -----------------------------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ import contextlib
 import dataclasses
 import hashlib
 import logging
+import re
 import threading
 import time
 from collections import defaultdict
@@ -74,6 +75,9 @@ class Event:
     peer: str
     bytes: int
     total: int  # bytes this party has sent so far
+    rounds: int = 0  # how often it has waited for others
+    done: int = 0  # of a step that says how far it is
+    of: int = 0  # 0: it does not say
 
 
 def harmless(on_event: Callable[[Event], None] | None) -> Callable[[Event], None]:
@@ -222,8 +226,15 @@ class Session:
         """A broadcast: the hash of its content, which is the same in the receipts of all who were told the same."""
         self.receipt.add(Entry("told", spec.protocol, spec.line, spec.name, sender, 0, content.hex(), scope))
 
-    def tell(self, kind: str, protocol: str, line: str, name: str, peer: str = "", size: int = 0) -> None:
-        self._on_event(Event(self.me, kind, protocol, line, name, peer, size, self.sent_bytes))
+    def tell(
+        self, kind: str, protocol: str, line: str, name: str, peer: str = "", size: int = 0, done: int = 0, of: int = 0
+    ) -> None:
+        now = (self.sent_bytes, self.rounds, done, of)
+        self._on_event(Event(self.me, kind, protocol, line, name, peer, size, *now))
+
+    def tell_pass(self, stage: str, what: str, done: int, of: int) -> None:
+        """How far a pass over this party's cells is."""
+        self.tell("step", stage, "-", what, done=done, of=of)
 
 
 class Channel:
@@ -374,8 +385,10 @@ class Channel:
             self._session.tell("opened", protocol, line, what, party)
 
     def step(self, name: str, *, protocol: str, line: str) -> None:
-        """Tell the progress bar what is being computed here."""
-        self._session.tell("step", protocol, line, name)
+        """Tell the progress bar what is being computed here; "round 3 of 10" in the name is how far that is."""
+        counted = re.search(r"\b(\d+) of (\d+)\b", name)
+        done, of = map(int, counted.groups()) if counted else (0, 0)
+        self._session.tell("step", protocol, line, name, done=done, of=of)
 
 
 def _lost(party: Party, failure: Failure | None, over: float, spec: wire.Spec) -> ProtocolAbort | None:

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from cloister._version import __version__
-from cloister.cells.tables import attach_receipt, reading_told_to
+from cloister.cells.pace import told_to
+from cloister.cells.tables import attach_receipt
 from cloister.crypto.agreement import Identity
 from cloister.crypto.entropy import Entropy
 from cloister.errors import LEFT, CloisterError, ProtocolAbort
@@ -182,7 +183,7 @@ def take_part(
     wall, cpu = time.perf_counter(), time.thread_time()
     with seated(study, me, link, mailbox, consent=consent, **place) as seat:
         session = seat._session
-        with reading_told_to(lambda text: session.tell("step", "reading", "-", text)):
+        with told_to(session.tell_pass):
             adata = adata() if callable(adata) else adata
             before = _places(adata)
             outcome = part(seat, adata)

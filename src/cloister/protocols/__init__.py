@@ -109,6 +109,13 @@ def section(name: str, title: str) -> str:
     return cut_section(docstring(name), title)
 
 
+@functools.cache
+def lines(name: str) -> tuple[str, ...]:
+    """The labels of a protocol's lines (`L1`, `L2`, ...), as its docstring lists them, each once."""
+    head = docstring(name).partition("\nReveals\n")[0]
+    return tuple(dict.fromkeys(re.findall(r"^ {4}([A-Z]\d+)\b", head, flags=re.MULTILINE)))
+
+
 def cut_section(text: str, title: str) -> str:
     found = re.search(rf"^{title}\n-+\n(.*?)(?=^\S[^\n]*\n-+$|\Z)", text, flags=re.DOTALL | re.MULTILINE)
     return found[1].strip() if found else ""

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from cloister import errors, workflows
 from cloister.cells.files import open_cells, write_cells
+from cloister.cells.pace import told_to
 from cloister.crypto.agreement import Identity
 from cloister.crypto.entropy import Entropy
 from cloister.errors import CloisterError
@@ -35,6 +36,7 @@ from cloister.net.channel import Event
 from cloister.net.mailbox import Mailbox
 from cloister.net.receipts import Receipt
 from cloister.net.seat import Outcome, take_part
+from cloister.run.progress import passes_of
 from cloister.run.run import Run, workflow_part
 from cloister.run.wires import Fault, Killed, Wires
 from cloister.study import CONSENTS, Party, Study, format_study
@@ -211,6 +213,9 @@ def child(folder: str, me: str, fd: str) -> None:
         for p in study.parties:
             mailbox.gone(p, "the rehearsal ended")
 
+    def tell(event: Event) -> None:
+        link.tell(b"E" + json.dumps(dataclasses.asdict(event)).encode())
+
     def keep(receipt: Receipt) -> None:
         receipt.save(home / "receipt.json")
 
@@ -229,11 +234,12 @@ def child(folder: str, me: str, fd: str) -> None:
             consent=frozenset(CONSENTS),
             reveals=workflows.reveals(study),
             identity=Identity.load(home / "identity.key"),
-            on_event=lambda event: link.tell(b"E" + json.dumps(dataclasses.asdict(event)).encode()),
+            on_event=tell,
             on_receipt=keep,
         )
         if outcome.adata is not None:
-            write_cells(outcome.adata, home / "result.h5ad")
+            with told_to(passes_of(party, tell)):
+                write_cells(outcome.adata, home / "result.h5ad")
         link.tell(b"R" + json.dumps({"result": outcome.result, "cost": outcome.cost}).encode())
     except BaseException as e:
         link.tell(b"X" + json.dumps(errors.to_json(e)).encode())

@@ -21,6 +21,7 @@ import numpy as np
 
 from cloister import workflows
 from cloister.cells.files import open_cells
+from cloister.cells.pace import told_to
 from cloister.crypto.agreement import Identity
 from cloister.crypto.entropy import Entropy
 from cloister.errors import CloisterError, DataError, ParameterError
@@ -28,6 +29,7 @@ from cloister.net.channel import Event, harmless
 from cloister.net.mailbox import Mailbox
 from cloister.net.seat import Outcome, Seat, take_part
 from cloister.run.processes import run_processes
+from cloister.run.progress import passes_of
 from cloister.run.run import Run
 from cloister.run.wires import Fault, Killed, MemoryLink, Wires
 from cloister.study import CONSENTS, Mode, Party, Role, Study
@@ -146,25 +148,26 @@ def rehearse_study(
 ) -> Run:
     """`rehearse` a study that is there already; errors of single parties stay in the run."""
     workflow, options = workflows.check_plan(study)
-    given = {}
+    given, on_event = {}, harmless(on_event)
     for site, cells_or_file in data.items():
-        with _named(site):
+        with _named(site), told_to(passes_of(site, on_event)):
             given[site] = _cells_of(cells_or_file)
             workflow.check(given[site], options)
     if processes and on_frame is not None:
         raise ParameterError("on_frame hears only parties of this process; rehearse with processes=False")
-    on_event = harmless(on_event)
-    cells = {Party(p): a if inplace else _copy(a) for p, a in given.items()}
+    files = {Party(p): x for p, x in data.items() if isinstance(x, str | Path)}
     if processes:
-        files = {Party(p): x for p, x in data.items() if isinstance(x, str | Path)}
+        given = {p: a for p, a in given.items() if p not in files}  # a party's process reads its file itself
+    cells = {Party(p): a if inplace or p in files else _copy(a) for p, a in given.items()}
+    if processes:
         run = run_processes(study, {**cells, **files}, faults=faults, on_event=on_event)
     else:
         parts = dict.fromkeys(study.parties, functools.partial(workflow.part, options=options, checked=True))
         reveals = workflows.reveals(study)
         run = run_parties(study, parts, cells, faults=faults, on_event=on_event, on_frame=on_frame, reveals=reveals)
     if inplace and processes:
-        for site, adata in run.data.items():
-            given[site]._init_as_actual(adata)
+        for site in given.keys() & run.data.keys():
+            given[site]._init_as_actual(run.data[site])
     return run
 
 

@@ -19,6 +19,7 @@ import os
 import re
 import shutil
 import uuid
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,12 @@ from typing import Any
 from cloister import files, workflows
 from cloister._version import __version__
 from cloister.cells.files import write_cells
+from cloister.cells.pace import told_to
 from cloister.errors import CloisterError, DataError, ProtocolAbort, ReceiptError
+from cloister.net.channel import Event, harmless
 from cloister.net.receipts import Receipt
 from cloister.net.seat import Outcome
+from cloister.run.progress import passes_of
 from cloister.run.run import PNG, Abort, Drawing, Figure, Flow, Run, plain
 from cloister.study import Study, format_study, parse_study
 
@@ -56,18 +60,20 @@ def check_folder(folder: str | Path, study: Study) -> None:
             )
 
 
-def save_run(run: Run, folder: str | Path) -> list[Path]:
+def save_run(run: Run, folder: str | Path, *, on_event: Callable[[Event], None] | None = None) -> list[Path]:
     """Write a run's receipts, results, figures and `run.json` into `folder`; returns the files.
 
-    Files of an earlier run in the same folder are replaced. Nothing appears half-written.
+    Files of an earlier run in the same folder are replaced. Nothing appears half-written. `on_event` hears how far it
+    is.
     """
+    on_event = harmless(on_event)
     folder = Path(folder)
     check_folder(folder, run.study)
     new = not folder.exists()
     staging = (folder.parent if new else folder) / f".{folder.name}.{uuid.uuid4().hex}.part"
     try:
         staging.mkdir(parents=True)
-        names = _fill(run, staging)
+        names = _fill(run, staging, on_event)
         if new:
             os.rename(staging, folder)
         else:
@@ -84,7 +90,7 @@ def save_run(run: Run, folder: str | Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def _fill(run: Run, staging: Path) -> list[str]:
+def _fill(run: Run, staging: Path, on_event: Callable[[Event], None]) -> list[str]:
     """Write everything into an empty folder; returns the names, `run.json` last."""
     abort = run.abort
     names: list[str] = []
@@ -99,10 +105,12 @@ def _fill(run: Run, staging: Path) -> list[str]:
         if outcome is None or abort is not None:
             continue
         entry["cost"], entry["result"] = plain(outcome.cost), plain(outcome.result)
-        written = _write_outcome(run, party, outcome, staging)
+        with told_to(passes_of(party, on_event)):
+            written = _write_outcome(run, party, outcome, staging)
         entry["files"] = written
         names += written
-    drawn = run.draw()
+    with told_to(passes_of("report", on_event)):
+        drawn = run.draw()
     figure_rows = []
     for i, figure in enumerate(drawn.figures, 1):
         slug = re.sub(r"[^a-z0-9]+", "-", figure.title.lower()).strip("-")[:60] or "figure"

@@ -19,19 +19,29 @@ from dataclasses import replace
 from pathlib import Path
 
 from cloister import workflows
+from cloister.cells.pace import told_to
 from cloister.errors import DataError, ParameterError, PeerLost, UsageError
 from cloister.files import replacing
+from cloister.net.channel import Event
+from cloister.run.progress import passes_of
 from cloister.runtime.kit import DATA, Kit
 from cloister.runtime.order import run_study
 from cloister.runtime.party import Ended, open_cells
 from cloister.runtime.ready import is_running
+from cloister.runtime.watch import last_event
 from cloister.study import Study
 
 Say = Callable[[str], None]
+Tell = Callable[[Event], None]
 
 
 def attend(
-    kit_dir: str | Path, data: str | Path | None = None, *, limit: float | None = None, say: Say = print
+    kit_dir: str | Path,
+    data: str | Path | None = None,
+    *,
+    limit: float | None = None,
+    say: Say = print,
+    on_event: Tell | None = None,
 ) -> Ended:
     """Take part in the next run of the kit's study, and return how it ended here.
 
@@ -41,6 +51,8 @@ def attend(
         Cells for this run only, instead of those that `local/site.toml` names.
     limit
         Seconds to wait for a run to end; by default the study's `patience`.
+    on_event
+        Hears now and then how far the run is.
     """
     kit = Kit.open(kit_dir)
     if kit.role == "coordinator":
@@ -54,9 +66,10 @@ def attend(
     kit.check_limits(policy)
     if kit.role == "site":
         workflow, options = workflows.check_plan(kit.study)
-        workflow.check(open_cells(kit, policy), options)  # bad cells raise here, before the others are contacted
+        with told_to(passes_of(kit.me, on_event)):
+            workflow.check(open_cells(kit, policy), options)  # bad cells raise here, before the others are contacted
     seen = set(policy.out.glob("*/outcome.json"))
-    end = time.monotonic() + (limit or kit.study.patience)
+    began, end = time.time(), time.monotonic() + (limit or kit.study.patience)
     with _service(kit, {DATA: str(policy.data)} if policy.data else {}) as service:
         say(f"{kit.me} waits for a run of '{kit.study.name}'")
         while not (new := set(policy.out.glob("*/outcome.json")) - seen):
@@ -64,6 +77,8 @@ def attend(
                 raise PeerLost("flare", "-", "lost", f"the service of {kit.me} stopped; see {kit.path / 'log.txt'}")
             if time.monotonic() > end:
                 raise PeerLost("flare", "-", "timeout", "no run was started in time")
+            if on_event is not None and (event := last_event(kit, began)) is not None:
+                on_event(event)
             time.sleep(0.3)
         ended = Ended.load(new.pop())
         time.sleep(2.0)  # let the service tell the coordinator before it goes
@@ -71,18 +86,20 @@ def attend(
     return ended
 
 
-def conduct(kit_dir: str | Path, *, limit: float | None = None, say: Say = print) -> Ended:
+def conduct(
+    kit_dir: str | Path, *, limit: float | None = None, say: Say = print, on_event: Tell | None = None
+) -> Ended:
     """Start the coordinator's service unless it runs already, have one run done, and return how it ended."""
     kit = Kit.open(kit_dir)
     if kit.role != "coordinator":
         raise UsageError(f"{kit.me} is a {kit.role}; the coordinator {kit.study.coordinator} starts runs")
     if is_running(kit):
-        return run_study(kit_dir, limit=limit, on_status=say)
+        return run_study(kit_dir, limit=limit, on_status=say, on_event=on_event)
     with _service(kit, {}) as service:
         end = time.monotonic() + 60
         while True:
             try:
-                return run_study(kit_dir, limit=limit, on_status=say)
+                return run_study(kit_dir, limit=limit, on_status=say, on_event=on_event)
             except PeerLost as e:  # it takes some seconds until the service listens
                 if "does not answer" not in str(e) or time.monotonic() > end or service.poll() is not None:
                     raise

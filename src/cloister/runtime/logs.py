@@ -26,6 +26,8 @@ def log_beside(home: Path) -> None:
 
 def _log(file: logging.Handler) -> None:
     console = logging.StreamHandler(sys.stderr)
+    if not sys.stderr.isatty():  # a terminal is told how far runs are, a pipe only what happened
+        console.addFilter(lambda record: not hasattr(record, "progress"))
     for handler, form in ((file, FILE), (console, CONSOLE)):
         handler.setFormatter(form)
         logging.getLogger("cloister").addHandler(handler)

@@ -23,18 +23,21 @@ from typing import Any
 from cloister import errors
 from cloister.crypto.entropy import Entropy
 from cloister.errors import CloisterError, PeerLost, ProtocolAbort, UsageError
+from cloister.net.channel import Event
 from cloister.runtime.invitation import COME, Invitation, read_word
 from cloister.runtime.kit import RUNS, Kit
 from cloister.runtime.party import Ended, lost
 from cloister.runtime.pipe import HEARD, STOP, Packet
 from cloister.runtime.ready import is_running
 from cloister.runtime.service import HERE, INVITE, PING, RUNS_AT_ONCE, Running, Service
+from cloister.runtime.watch import last_event
 from cloister.study import Party
 
 SOCKET = "service.sock"
 CONNECT = 60.0  # seconds that a run waits for parties that are not connected
 START = 60.0  # seconds until a service that is starting takes orders
 ORDERS = 8  # connections at a time
+LOOK = 0.3  # seconds between two looks at how far a run is
 
 
 @contextlib.contextmanager
@@ -181,7 +184,11 @@ def _invite(service: Service, kit: Kit, running: Running, party: Party) -> str:
 
 
 def run_study(
-    kit_dir: str | Path, *, limit: float | None = None, on_status: Callable[[str], None] | None = None
+    kit_dir: str | Path,
+    *,
+    limit: float | None = None,
+    on_status: Callable[[str], None] | None = None,
+    on_event: Callable[[Event], None] | None = None,
 ) -> Ended:
     """Have the study in a coordinator's kit run once, by all parties; the coordinator's service must be running.
 
@@ -191,6 +198,8 @@ def run_study(
         Seconds after which the run is stopped, whatever its state; by default the study's `patience`.
     on_status
         Gets a line of text when something changes.
+    on_event
+        Hears now and then how far the run is at the coordinator.
 
     Returns
     -------
@@ -203,7 +212,7 @@ def run_study(
     end = time.monotonic() + (limit or kit.study.patience)
     with _connect(kit) as server:
         server.sendall(b"run\n")
-        ended = _follow(kit, server, end, on_status or (lambda _: None))
+        ended = _follow(kit, server, end, on_status or (lambda _: None), on_event)
     ended.check()
     return ended
 
@@ -228,13 +237,23 @@ def _silent(kit: Kit, what: str) -> PeerLost:
     return PeerLost("flare", "-", "lost", why)
 
 
-def _follow(kit: Kit, server: socket.socket, end: float, tell: Callable[[str], None]) -> Ended:
-    buffer, started = b"", False
+def _follow(
+    kit: Kit,
+    server: socket.socket,
+    end: float,
+    tell: Callable[[str], None],
+    on_event: Callable[[Event], None] | None,
+) -> Ended:
+    buffer, started, began = b"", False, time.time()
     while True:
-        server.settimeout(max(0.01, end - time.monotonic()))
+        server.settimeout(max(0.01, min(LOOK, end - time.monotonic())))
         try:
             more = server.recv(1 << 16)
         except TimeoutError:
+            if on_event is not None and (event := last_event(kit, began)) is not None:
+                on_event(event)
+            if time.monotonic() < end:
+                continue
             what = "end" if started else "start"
             raise PeerLost("flare", "-", "timeout", f"the run did not {what} in time") from None
         except OSError as e:

@@ -33,6 +33,7 @@ from cloister.run.results import save_run
 from cloister.run.run import Run, workflow_part
 from cloister.runtime.kit import Kit, Policy, Refusal
 from cloister.runtime.link import Ask, SealedLink
+from cloister.runtime.watch import Teller
 
 if TYPE_CHECKING:
     from anndata import AnnData
@@ -88,7 +89,7 @@ class Turn:
     """One party's turn in one run: the link, from the start; the part, in `take`."""
 
     def __init__(self, kit: Kit, run: str, ask: Ask) -> None:
-        self.kit, self.run = kit, run
+        self.kit, self.run, self.tell = kit, run, Teller(kit, run)
         self.mailbox, self.entropy, self.over = Mailbox(kit.me, room()), Entropy(), threading.Event()
         self.link = SealedLink(kit.study, kit.me, run, kit.identity, self.mailbox, ask, self.entropy)
 
@@ -99,12 +100,13 @@ class Turn:
         try:
             policy = kit.policy()
             run.outcomes[kit.me] = outcome = self._run_part(policy, run)
-            save_run(run, folder)
+            save_run(run, folder, on_event=self.tell)
             ended = Ended(self.run, kit.me, "done", str(folder), {}, outcome.result, outcome.cost)
         except BaseException as e:
             ended = failed(kit, self.run, e, folder)
             with contextlib.suppress(CloisterError):
                 save_run(Run(kit.study, errors={kit.me: e}, receipts=run.receipts), folder)
+        self.tell.end()
         ended.keep()
         log.info("run %s %s; see %s", self.run[:8], ended.error.get("text") or ended.status, folder)
         self.over.set()
@@ -138,6 +140,7 @@ class Turn:
             reveals=workflows.reveals(kit.study),
             identity=kit.identity,
             entropy=self.entropy,
+            on_event=self.tell,
             on_receipt=keep,
             consent=frozenset(policy.consent),
         )

@@ -31,7 +31,7 @@ class Options:
     key_added: str = option("binned", "name of the layer that is written")
     min_values: int = option(200, "least number of non-zero values a site must hold")
     donor_key: str | None = option(None, "column of obs that names each cell's donor; without it, cells are counted")
-    min_donors: int = option(3, "least number of donors a site must hold, where donor_key is given")
+    min_donors: int = option(3, "where donor_key is given: least number of donors at a site, and at or beyond an edge")
     min_count: int = option(10, "hardened: values that lie at or beyond every edge, on either side")
 
     def __post_init__(self) -> None:
@@ -64,8 +64,9 @@ def bin_values(adata: AnnData, seat: Seat | Place, *, copy: bool = False) -> Ann
 
     `adata.layers[key_added]` : integer matrix
         0 for zeros, 1 … n_bins - 1 for the others; as sparse as the input. The edges are `n_bins - 1` quantiles of the
-        non-zero values of all sites; the outermost are the `min_count`-th smallest and largest. A value that several
-        edges are equal to goes to one of their bins at random, as in scGPT.
+        non-zero values of all sites; the outermost are the `min_count`-th smallest and largest, and where donors are
+        named, values of `min_donors` of them lie there. A value that several edges are equal to goes to one of their
+        bins at random, as in scGPT.
     `adata.uns["cloister"]["bin_edges"]` : array
         The shared edges.
     """
@@ -77,7 +78,7 @@ def site(seat: Seat, adata: AnnData, options: Options) -> Outcome:
     kind = cells.survey(adata, options.layer).kind
     names = [str(g) for g in adata.var_names]
     agreed = seat.run(common_genes.site, common_genes.Params(seat.sites, seat.coordinator), kind, names)
-    values = Values(adata, options.layer)
+    values = Values(adata, options.layer, _range(adata, options))
     if seat.mode == "published":
         own = np.concatenate([*values])
         edges = seat.run(averaged_quantiles.site, averaged(seat, options), own, int(adata.n_obs))
@@ -90,18 +91,40 @@ def site(seat: Seat, adata: AnnData, options: Options) -> Outcome:
     store = adata.uns.setdefault("cloister", {})
     store["bin_edges"] = edges
     store["genes_in_common"] = len(agreed.names)
-    return Outcome(adata, {"bin_edges": [float(e) for e in edges]})
+    result: dict[str, Any] = {"bin_edges": [float(e) for e in edges]}
+    if values.range is not None:
+        result["values_of_too_few_donors"] = values.held  # they count, at the end of the range that enough donors reach
+    return Outcome(adata, result)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Values:
-    """The non-zero values of some cells at a time, as often as they are asked for."""
+    """The non-zero values of some cells at a time, held to a range, as often as they are asked for."""
 
     adata: AnnData
     layer: str | None
+    range: tuple[float, float] | None = None
+    held: int = 0  # of the last pass: values beyond the range
 
     def __iter__(self) -> Iterator[F64]:
-        return cells.nonzero_values(self.adata, self.layer)
+        self.held = 0
+        for values in cells.nonzero_values(self.adata, self.layer):
+            if self.range is None:
+                yield values
+            else:
+                within = np.clip(values, *self.range)
+                self.held += int(np.count_nonzero(within != values))
+                yield within
+
+
+def _range(adata: AnnData, options: Options) -> tuple[float, float] | None:
+    """Where donors are named: what lies beyond the values of `min_donors` of them counts as the last that does not.
+
+    So no edge is a value that fewer persons have: at or beyond every edge are values of that many donors of one site.
+    """
+    if options.donor_key is None:
+        return None
+    return cells.common_range(adata, options.donor_key, options.min_donors, options.layer)
 
 
 def coordinator(seat: Seat, options: Options) -> Outcome:

@@ -18,7 +18,7 @@ from cloister.workflows import Workflow
 from cloister.workflows.baselines.mapping import scores
 from cloister.workflows.modes import modes_of
 from cloister.workflows.one_space import agree_on_space
-from cloister.workflows.options import option
+from cloister.workflows.options import check_levels, option
 
 if TYPE_CHECKING:
     from anndata import AnnData
@@ -30,6 +30,7 @@ UNKNOWN = "unknown"
 class Options:
     query: str = option("", "the site whose cells are labelled; all others offer references")
     label_key: str = option("cell_type", "column of obs with the references' labels")
+    levels: tuple[str, ...] = option((), "columns of obs that go with a label: coarser levels, ontology ids")
     use_rep: str = option("X_pca", "embedding in obsm, in one space at all sites")
     n_neighbors: int = option(10, "neighbours that vote")
     key_added: str = option("mapped", "name of the column that is written")
@@ -55,6 +56,7 @@ class Options:
                 raise ParameterError(f"option '{key}' must be above 0, found {value}")
         if len(set(self.labels)) != len(self.labels):
             raise ParameterError("option 'labels' names a label twice")
+        check_levels(self.levels, self.label_key, self.labels)
         if self.computing and len(set(self.computing)) != 3:
             raise ParameterError(
                 f"option 'computing' must name three different parties, found {', '.join(self.computing)}"
@@ -105,6 +107,8 @@ def map_labels(adata: AnnData, seat: Seat | Place, *, copy: bool = False) -> Ann
         The label most of the `n_neighbors` nearest references carry (``category``), or ``unknown``.
     `adata.obs[f"{key_added}_share"]` : :class:`pandas.Series`
         The share of neighbours that carry it (``float``), if `share`.
+    `adata.obs[f"{key_added}_{level}"]` : :class:`pandas.Series`
+        What goes with the label, for every column of `levels`.
     """
     adata, _ = WORKFLOW.at_site(adata, seat, copy=copy)
     return adata if copy else None
@@ -140,9 +144,9 @@ def computed_by(seat: Seat, options: Options) -> dict[str, Any]:
 def references(adata: AnnData, options: Options) -> tuple[Any, Any]:
     """Rows and label names of the labelled cells."""
     cells.check_cells(adata, use_rep=options.use_rep, label_key=options.label_key)
-    column = adata.obs[options.label_key]
-    known = ~column.isna().to_numpy()
-    names = column[known].astype(str).to_numpy()
+    labels = cells.labels_of(adata, options.label_key, options.levels)
+    known = np.array([label is not None for label in labels])
+    names = np.array(labels, dtype=object)[known].astype(str)
     if options.labels:
         strange = ~np.isin(names, options.labels)
         if strange.any():

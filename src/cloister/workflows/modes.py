@@ -48,5 +48,11 @@ def modes_of(workflow: str) -> dict[str, Mode]:
 
 
 @functools.cache
+def leading() -> frozenset[str]:
+    """The protocols that give a mode of some workflow its name in `explain`: each holds the whole of its runs."""
+    return frozenset(one["protocols"][0] for modes in _declared().values() for one in modes.values())
+
+
+@functools.cache
 def _declared() -> dict[str, Any]:
     return tomllib.loads((resources.files("cloister") / "data" / "modes.toml").read_text(encoding="utf-8"))

@@ -25,6 +25,14 @@ def check_min_donors(least: int) -> None:
         raise ParameterError(f"option 'min_donors' must be at least 2, found {least}")
 
 
+def check_levels(levels: tuple[str, ...], label_key: str, labels: tuple[str, ...]) -> None:
+    """Raise `ParameterError` for columns beside the labels that cannot go with them."""
+    if len({*levels, label_key}) != len(levels) + 1:
+        raise ParameterError("option 'levels' names columns beside 'label_key', each once")
+    if levels and labels:
+        raise ParameterError("give either 'labels' or 'levels': names with their levels are collected from the sites")
+
+
 def read_options(kind: type[Any], given: Mapping[str, Any], workflow: str) -> Any:
     """An instance of the options' dataclass from plain values; the error names the key."""
     known = {f.name: f for f in dataclasses.fields(kind)}

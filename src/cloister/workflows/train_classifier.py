@@ -22,7 +22,7 @@ from cloister.report.figures import curves
 from cloister.workflows import Workflow
 from cloister.workflows.fine_tune_parts import confusions
 from cloister.workflows.modes import modes_of
-from cloister.workflows.options import option
+from cloister.workflows.options import check_levels, option
 from cloister.workflows.trained.cell_classifier import CellClassifier
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ PENALTIES = (1e-1, 3e-2, 1e-2, 3e-3, 1e-3, 3e-4, 1e-4)
 @dataclass(frozen=True)
 class Options:
     label_key: str = option("cell_type", "column of obs with the labels; NaN where there is none")
+    levels: tuple[str, ...] = option((), "columns of obs that go with a label: coarser levels, ontology ids")
     use_rep: str | None = option(None, "embedding in obsm to train on; genes if none")
     n_top_genes: int = option(2000, "highly variable genes that the model looks at")
     layer: str | None = option(None, "layer that holds the values; X by default")
@@ -64,6 +65,7 @@ class Options:
             raise ParameterError(f"option 'n_top_genes' must be between 2 and 50000, found {self.n_top_genes}")
         if self.labels and (len(set(self.labels)) != len(self.labels) or len(self.labels) < 2):
             raise ParameterError("option 'labels' needs at least two names, each once")
+        check_levels(self.levels, self.label_key, self.labels)
         if not self.target_sum > 0 or self.min_cells < 2:
             raise ParameterError("option 'target_sum' must be above 0, 'min_cells' at least 2")
 
@@ -134,11 +136,7 @@ def params_of(seat: Seat, options: Options) -> Params:
 
 
 def own_labels(adata: AnnData, options: Options) -> tuple[str | None, ...]:
-    if options.label_key not in adata.obs:
-        return (None,) * int(adata.n_obs)
-    column = adata.obs[options.label_key]
-    known: list[str | None] = [None if missing else str(v) for v, missing in zip(column, column.isna(), strict=True)]
-    return tuple(known)
+    return cells.labels_of(adata, options.label_key, options.levels)
 
 
 def own_names(adata: AnnData, options: Options) -> list[str]:

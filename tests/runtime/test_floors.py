@@ -1,0 +1,102 @@
+"""A site's own floors: they raise what the study agreed on, and never lower it."""
+
+import re
+
+import numpy as np
+import pytest
+
+from cloister.cells.demo import demo_sites
+from cloister.cells.files import write_cells
+from cloister.errors import DataError, ParameterError, RefusedError
+from cloister.runtime import attend as attending
+from cloister.runtime.attend import attend
+from cloister.runtime.kit import Kit
+from cloister.runtime.party import check_floors, open_cells
+from cloister.runtime.provision import provision
+from cloister.study import Study
+
+PARTIES = {"hub": "coordinator", "basel": "site", "lugano": "site", "vienna": "site"}
+NETWORK = {"host": "localhost", "port": 18778}
+
+
+def kit_of(folder, floor=None, *, donors=4, **parameters):
+    """Basel's kit of a study with these parameters, its cells of so many donors, and a floor in its policy."""
+    study = Study("floors", "bin-values", PARTIES, network=NETWORK, parameters=parameters)
+    kit = Kit.open(provision(study, folder / "kits")["basel"])
+    adata = demo_sites()["basel"]
+    adata.obs["donor"] = np.resize([f"d{i}" for i in range(donors)], adata.n_obs)
+    write_cells(adata, folder / "basel.h5ad")
+    kit.approve()
+    text, found = re.subn(r'(?m)^data = ".*"', f'data = "{folder / "basel.h5ad"}"', kit.policy_file.read_text())
+    assert found
+    if floor is not None:
+        text += f"\n[floors]\nmin_donors = {floor}\n"
+    kit.policy_file.write_text(text)
+    return kit
+
+
+@pytest.fixture
+def no_service(monkeypatch):
+    """Nothing is sent: the service would have to be started first."""
+    monkeypatch.setattr(attending, "_service", lambda *a: pytest.fail("the service was started"))
+
+
+pytest.importorskip("nvflare")
+
+
+@pytest.mark.parametrize(("agreed", "floor", "here", "refused"), [
+    (3, None, 3, None),                     # the study's own floor
+    (3, None, 2, "2 donors, fewer than 3"),
+    (3, 6, 5, "5 donors, fewer than the 6 that .floors. in local/site.toml asks for"),  # raised here
+    (3, 6, 6, None),
+    (5, 2, 4, "4 donors, fewer than 5"),    # a lower one lowers nothing
+    (5, 2, 5, None),
+])  # fmt: skip
+def test_the_larger_of_both_floors_holds(agreed, floor, here, refused, tmp_path, no_service):
+    kit = kit_of(tmp_path, floor, donors=here, donor_key="donor", min_donors=agreed)
+    if refused is None:
+        with pytest.raises(pytest.fail.Exception, match="the service was started"):  # all was well until then
+            attend(kit.path, tmp_path / "basel.h5ad", say=lambda _: None)
+    else:
+        with pytest.raises((DataError, RefusedError), match=refused):
+            attend(kit.path, tmp_path / "basel.h5ad", say=lambda _: None)
+
+
+def test_a_site_with_a_floor_refuses_a_study_that_counts_cells(tmp_path, no_service):
+    kit = kit_of(tmp_path, 3)
+    with pytest.raises(RefusedError, match="at least 3 donors .*and the study has no donor_key") as e:
+        attend(kit.path, tmp_path / "basel.h5ad", say=lambda _: None)
+    assert e.value.code == "refused"  # all that the others hear
+
+
+def test_in_a_run_the_floor_holds_before_anything_is_sent(tmp_path):
+    kit = kit_of(tmp_path, 6, donors=4, donor_key="donor")
+    with pytest.raises(RefusedError, match="4 donors, fewer than the 6"):
+        open_cells(kit, kit.policy())  # what `Turn` calls before the first frame
+    kit.policy_file.write_text(kit.policy_file.read_text().replace("min_donors = 6", "min_donors = 4"))
+    assert open_cells(kit, kit.policy()).n_obs == demo_sites()["basel"].n_obs
+
+
+def test_a_column_that_is_named_otherwise_here_is_counted(tmp_path):
+    kit = kit_of(tmp_path, 4, donors=4, donor_key="patient")
+    text = re.sub(r"(?m)^\[obs\].*", '[obs]\npatient = "donor"', kit.policy_file.read_text())
+    kit.policy_file.write_text(text if "patient" in text else text + '\n[obs]\npatient = "donor"\n')
+    adata = open_cells(kit, kit.policy())
+    check_floors(kit, kit.policy(), adata)
+    adata.obs["patient"] = "one"
+    with pytest.raises(RefusedError, match="1 donors, fewer than the 4"):
+        check_floors(kit, kit.policy(), adata)
+
+
+@pytest.mark.parametrize(("line", "says"), [
+    ("min_donors = 0", "number of donors"),
+    ("min_donors = 2.5", "number of donors"),
+    ("min_donors = true", "number of donors"),
+    ('min_donors = "3"', "number of donors"),
+    ("min_cells = 50", "unknown key 'min_cells'"),
+])  # fmt: skip
+def test_wrong_floors_are_named(line, says, tmp_path):
+    kit = kit_of(tmp_path)
+    kit.policy_file.write_text(kit.policy_file.read_text() + f"\n[floors]\n{line}\n")
+    with pytest.raises(ParameterError, match=says):
+        kit.policy()

@@ -1,0 +1,122 @@
+"""How far a run is: the log and the file of its process, and who is not told."""
+
+import io
+import logging
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from cloister.net.channel import Event
+from cloister.runtime import logs, order, watch
+from cloister.runtime.kit import RUNS
+from cloister.runtime.watch import PROGRESS, Teller, last_event
+from cloister.study import Party
+
+STEP = Event(Party("basel"), "step", "reading", "-", "adata.X", "", 0, 0, 0, 40, 100)
+
+
+@pytest.fixture
+def kit(tmp_path):
+    return SimpleNamespace(path=tmp_path)
+
+
+@pytest.fixture
+def lines(monkeypatch):
+    """What the runtime logs, and whether a pipe would get it."""
+    found = []
+    handler = logging.Handler()
+    handler.emit = lambda record: found.append((record.getMessage(), hasattr(record, "progress")))
+    logger = logging.getLogger("cloister.runtime")
+    monkeypatch.setattr(logger, "level", logging.INFO)
+    logger.addHandler(handler)
+    yield found
+    logger.removeHandler(handler)
+
+
+def test_the_last_event_is_there_for_who_waits_until_the_run_ends(kit):
+    assert last_event(kit) is None
+    tell = Teller(kit, "3f2a9c1e00")
+    tell(STEP)
+    assert last_event(kit) == STEP
+    tell(replace(STEP, done=50))  # too soon after the first
+    assert last_event(kit) == STEP
+    tell._filed -= 1.0
+    tell(replace(STEP, done=60))
+    assert last_event(kit).done == 60
+    tell.end()
+    assert last_event(kit) is None
+    assert list((kit.path / RUNS).iterdir()) == []
+
+
+def test_of_two_runs_the_latest_is_followed_and_what_is_no_event_is_passed_over(kit):
+    for i, run in enumerate(("aa", "bb")):
+        Teller(kit, run)(replace(STEP, done=i))
+        time.sleep(0.01)
+    assert last_event(kit).done == 1
+    assert last_event(kit, time.time() + 10.0) is None  # of a run that was killed before
+    (kit.path / RUNS / "bb.progress").write_text("{")
+    assert last_event(kit) is None
+
+
+def test_the_log_hears_of_a_long_run_every_ten_seconds(kit, lines):
+    tell = Teller(kit, "3f2a9c1e00")
+    for _ in range(5):
+        tell(STEP)
+    assert lines == []
+    tell._logged -= watch.LOG
+    tell(replace(STEP, done=50))
+    tell(replace(STEP, done=60))
+    assert lines == [("run 3f2a9c1e: reading adata.X, 50%", True)] or lines[0][0].startswith(
+        "run 3f2a9c1e: reading adata.X, 50%, about"
+    )
+    assert len(lines) == 1
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress_goes_to_a_terminal_and_to_the_log_but_to_no_pipe(terminal, tmp_path, monkeypatch):
+    stream = io.StringIO()
+    stream.isatty = lambda: terminal
+    monkeypatch.setattr(sys, "stderr", stream)
+    logger = logging.getLogger("cloister")
+    before, level = list(logger.handlers), logger.level
+    try:
+        logs.log_to(tmp_path)
+        logging.getLogger("cloister.runtime").info("a run begins")
+        logging.getLogger("cloister.runtime").info("reading, 50%%", extra=PROGRESS)
+    finally:
+        for handler in set(logger.handlers) - set(before):
+            logger.removeHandler(handler)
+            handler.close()
+        logger.setLevel(level)
+    kept = Path(tmp_path / "log.txt").read_text()
+    assert "a run begins" in kept
+    assert "reading, 50%" in kept
+    assert "a run begins" in stream.getvalue()
+    assert ("reading, 50%" in stream.getvalue()) == terminal
+
+
+def test_who_follows_an_order_hears_how_far_it_is(kit):
+    import socket
+
+    ours, theirs = socket.socketpair()
+    heard, said = [], []
+
+    def service():
+        time.sleep(order.LOOK)
+        Teller(kit, "aa")(STEP)
+        time.sleep(3 * order.LOOK)
+        theirs.sendall(b'{"status": "run aa running"}\n')
+        theirs.sendall(b'{"ended": {"run": "aa", "party": "hub", "status": "done"}}\n')
+
+    threading.Thread(target=service, daemon=True).start()
+    with ours, theirs:
+        ended = order._follow(kit, ours, time.monotonic() + 20.0, said.append, heard.append)
+    assert ended.status == "done"
+    assert said == ["run aa running"]
+    assert heard
+    assert set(heard) == {STEP}
