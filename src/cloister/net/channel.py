@@ -209,14 +209,14 @@ class Session:
             hellos = {hub: hello, **await lobby.gather([p for p in self.peers if p not in spare], Hello, quorum=quorum)}
             hellos |= await lobby.gather([p for p in self.peers if p in spare], Hello, quorum=0)  # H1
             await lobby.broadcast([p for p in hellos if p != hub], Welcome(hellos))  # H2
-            check_hellos(hellos, hub)  # after it, so that everyone can say who differs
+            check_hellos(hellos, hub, self.study)  # after it, so that everyone can say who differs
         else:
             await lobby.send(hub, hello)  # H1
             hellos = {Party(p): h for p, h in (await lobby.recv_broadcast(hub, Welcome)).hellos.items()}  # H2
             known = {hub, self.me} <= hellos.keys() <= set(self.study.parties)
             if not known or hellos[self.me].nonce != hello.nonce:
                 raise ProtocolAbort("channel", "H2", "mismatch", "the coordinator repeats another hello than was sent")
-            check_hellos(hellos, self.me)
+            check_hellos(hellos, self.me, self.study)
         nonces = {p: h.nonce for p, h in hellos.items()}
         return Channel(self, str(self.runs), wire.digest("run", hello.study, hello.params, hello.version, nonces))
 
@@ -497,9 +497,13 @@ class Welcome:  # coordinator → every party
     hellos: dict[Party, Hello]
 
 
-def check_hellos(hellos: Mapping[Party, Hello], me: Party) -> None:
-    """Raise unless all parties agreed on the same things as `me`."""
+def check_hellos(hellos: Mapping[Party, Hello], me: Party, study: Study | None = None) -> None:
+    """Raise unless all parties agreed on the same things as `me`; who is at another step of `study` is told so."""
     mine = hellos[me]
+    for p, h in hellos.items():
+        if study is not None and h.study != mine.study and (place := study.place_of(h.study)):
+            why = f"'{p}' is at {place}, and '{me}' at {study.place}; nothing was sent"
+            raise ProtocolAbort("channel", "H2", "order", why)
     for field, what in {
         "version": "another version of Cloister",
         "study": "another study file",

@@ -7,6 +7,8 @@
         basel.<name>             further files of the workflow        │ only of a run that was completed
         figure-1-<title>.png     figures, described in figures.json   ┘
 
+A study of several steps has a folder for each in it, `01-shared-pca`, `02-map-labels`, ..., and one page for all.
+
 Everything is written to a hidden folder first and moved to its place when it is whole; `run.json` goes away first
 and comes last, so a folder without it holds nothing to rely on. An aborted run leaves receipts, and `run.json` with the
 place of the abort. The files are for their owner's eyes (0600).
@@ -14,6 +16,7 @@ place of the abort. The files are for their owner's eyes (0600).
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -54,6 +57,20 @@ def check_folder(folder: str | Path, study: Study) -> None:
                 f"{folder / f'{party}.h5ad'} is there and is not of an earlier run; results would overwrite it:"
                 " choose another folder"
             )
+
+
+def step_folder(folder: Path, part: Study) -> Path:
+    """Where a part of a study goes: a step into a folder of its own."""
+    return folder / f"{part.at:02d}-{part.label}" if part.at else folder
+
+
+def clear_steps(folder: Path) -> None:
+    """Remove what the steps of an earlier run left in `folder`, by their own lists; anything else stays."""
+    for place in folder.glob("[0-9][0-9]-*/run.json") if folder.is_dir() else ():
+        for name in (*_named_files(place.parent), "run.json"):
+            (place.parent / name).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            place.parent.rmdir()
 
 
 def save_run(run: Run, folder: str | Path) -> list[Path]:

@@ -15,6 +15,7 @@ from cloister.net.channel import Event
 from cloister.net.receipts import Receipt
 from cloister.net.seat import Outcome, Seat, root_cause
 from cloister.study import Party, Study
+from cloister.workflows.steps import with_files
 
 if TYPE_CHECKING:
     from anndata import AnnData
@@ -22,10 +23,19 @@ if TYPE_CHECKING:
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
-def workflow_part(seat: Seat, adata: AnnData | None, *, checked: bool = False) -> Outcome:
-    """The part of a party in its study's workflow; its cells are checked first, unless they were already."""
+def workflow_part(
+    seat: Seat, adata: AnnData | None, *, checked: bool = False, folders: Mapping[str, Path] | None = None
+) -> Outcome:
+    """The part of a party in its study's workflow; its cells are checked first, unless they were already.
+
+    `folders` holds what earlier steps of the study wrote, by their names.
+    """
     workflow, options = workflows.check_plan(seat.study)
-    return workflow.part(seat, adata, options, checked=checked)
+    options = with_files(options, seat.me, folders or {})
+    outcome = workflow.part(seat, adata, options, checked=checked)
+    if outcome.adata is None and seat.study.at:
+        outcome.adata = adata  # a step that leaves the cells as they are hands them on
+    return outcome
 
 
 @dataclass(frozen=True)
@@ -90,7 +100,8 @@ class Run:
         sent = sum(r["bytes"] for p in self.receipts for r in self.rows(p) if r["kind"] == "sent")
         ended = f"stopped at {', '.join(self.errors)}" if self.errors else "done"
         who = f"{len(self.study.sites)} sites"
-        return f"<Run of {self.study.workflow}, {self.study.mode}: {who}, {ended}, {sent / 1e6:.2f} MB sent>"
+        what = f"{self.study.place}: " if self.study.at else ""
+        return f"<Run of {what}{self.study.workflow}, {self.study.mode}: {who}, {ended}, {sent / 1e6:.2f} MB sent>"
 
     @property
     def data(self) -> dict[str, AnnData]:

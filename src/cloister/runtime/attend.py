@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from cloister import workflows
 from cloister.errors import DataError, ParameterError, PeerLost, UsageError
 from cloister.files import replacing
 from cloister.runtime.kit import DATA, Kit
@@ -26,6 +25,7 @@ from cloister.runtime.order import run_study
 from cloister.runtime.party import Ended, open_cells
 from cloister.runtime.ready import is_running
 from cloister.study import Study
+from cloister.workflows import steps
 
 Say = Callable[[str], None]
 
@@ -52,9 +52,9 @@ def attend(
         policy = replace(policy, data=Path(data).absolute())
     kit.check_approved(policy)
     kit.check_limits(policy)
+    steps.check_steps(kit.study)
     if kit.role == "site":
-        workflow, options = workflows.check_plan(kit.study)
-        workflow.check(open_cells(kit, policy), options)  # the clear sentence, before anybody is bothered
+        steps.check_site(kit.study, kit.me, open_cells(kit, policy))  # the clear sentence, before anybody is bothered
     seen = set(policy.out.glob("*/outcome.json"))
     end = time.monotonic() + (limit or kit.study.patience)
     with _service(kit, {DATA: str(policy.data)} if policy.data else {}) as service:
@@ -117,7 +117,8 @@ def check_same_study(kit: Kit, study: Study) -> None:
 
 def take_away(ended: Ended, path: str | Path) -> Path:
     """Copy a finished run's cells to where the user wants them; whole, or not at all."""
-    source, path = Path(ended.folder) / f"{ended.party}.h5ad", Path(path)
+    made = sorted(Path(ended.folder).glob(f"[0-9][0-9]-*/{ended.party}.h5ad"))  # of several steps, the last
+    source, path = made[-1] if made else Path(ended.folder) / f"{ended.party}.h5ad", Path(path)
     if not source.exists():
         raise UsageError(f"this run gave no cells; see {ended.folder}")
     try:

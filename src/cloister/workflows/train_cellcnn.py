@@ -387,6 +387,8 @@ WORKFLOW = Workflow(
     site=site,
     coordinator=coordinator,
     check=check,
+    reads=lambda options, site: ("sample_key", "target_key"),
+    writes=("uns['cloister']['cellcnn']",),
     check_study=check_study,
     files=files,
     model=("model.json", lambda path, options: cellcnn.Model.from_json(path.read_text(encoding="utf-8"))),
