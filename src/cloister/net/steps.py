@@ -9,8 +9,8 @@ everyone must come; so nothing but a hello, and word that a party is there or ha
   read: whoever waits for that party here stops, and names it and both steps.
 - *Repeated.* So it is with a hello of a step that has ended here. Other late messages of such a step are dropped, as
   they would be at the end of a run.
-- *Pulses and aborts* of a step count for all later ones, too: who is busy with the last step is not silent, and who
-  stopped in it does not come to the next.
+- *Pulses and aborts* count for the later steps, too: who is busy with one is not silent, and who stopped in any, be
+  it one that this party has not come to, does not come to the others.
 
 The digests that the hellos compare (H1, H2) are of the whole study and of the step's place in it.
 """
@@ -83,8 +83,9 @@ class Mailboxes:
         if number > at and known is None:
             self._refuse(sender, number, at, "went on to")
             return
-        last = len(self.parts) if known is not None and known.kind in ("pulse", "abort") else number
-        for box in self._boxes[max(number, at) - 1 : last]:
+        kind = known.kind if known is not None else "data"
+        first = at if kind == "abort" else max(number, at)
+        for box in self._boxes[first - 1 : len(self.parts) if kind in ("pulse", "abort") else number]:
             box.put(sender, frame)
 
     def _out_of_turn(self, sender: Party, number: int, at: int, frame: wire.Frame) -> bool:

@@ -153,6 +153,13 @@ def _write_outcome(run: Run, party: str, outcome: Outcome, staging: Path) -> lis
     if outcome.adata is not None:
         names.append(f"{party}.h5ad")
         write_cells(outcome.adata, staging / names[-1], private=True)
+    return names + write_files(run, party, staging)
+
+
+def write_files(run: Run, party: str, folder: Path) -> list[str]:
+    """Write the further files of a party's result, its model for example; returns their names."""
+    names = []
+    outcome = run.outcomes[party]
     try:
         further = workflows.get(run.study.workflow).files
     except CloisterError:
@@ -161,7 +168,7 @@ def _write_outcome(run: Run, party: str, outcome: Outcome, staging: Path) -> lis
         if not PLAIN_NAME.fullmatch(name):
             raise DataError(f"a workflow may not write a file called {name!r}; use letters, digits, '.', '-', '_'")
         names.append(f"{party}.{name}")
-        files.write(staging / names[-1], content)
+        files.write(folder / names[-1], content)
     return names
 
 

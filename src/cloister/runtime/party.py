@@ -140,14 +140,16 @@ class Turn:
         def cells() -> AnnData | None:
             if done:
                 save_run(done[-1], step_folder(folder, done[-1].study))  # whole, whatever becomes of this step
-                adata = done[-1].outcomes[kit.me].adata
-                if adata is not None:
+                if (adata := done[-1].outcomes[kit.me].adata) is not None:
                     check_floors(kit.me, part, policy, adata)
                 return adata
             kit.check_approved(policy)
             if kit.role != "coordinator":
                 kit.count_run(policy)
-            return open_cells(kit, policy) if kit.role == "site" else None
+            adata = open_cells(kit, policy) if kit.role == "site" else None
+            if adata is not None and part.at:
+                steps.check_site(kit.study, kit.me, adata)
+            return adata
 
         def keep(receipt: Receipt) -> None:
             run.receipts[kit.me] = receipt
@@ -215,8 +217,6 @@ def open_cells(kit: Kit, policy: Policy) -> AnnData:
             table[theirs] = table[ours]
     for part in kit.study.parts:
         check_floors(kit.me, part, policy, adata)
-    if kit.study.steps:
-        steps.check_site(kit.study, kit.me, adata)
     return adata
 
 
