@@ -178,9 +178,7 @@ def rehearse_steps(
     """
     needs_files = steps.uses_files(study)
     if needs_files and processes:
-        raise ParameterError(
-            "a step takes a file of another, which is not handed between processes; leave processes out"
-        )
+        raise ParameterError("a step takes a file of another, which processes do not hand over; rehearse without them")
     identities = {p: Identity.create(Entropy()) for p in study.parties}
     study = study.with_keys({p: i.public for p, i in identities.items()})
     series, now = Series(study), dict(data)
