@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import chat
 import pytest
 from federation import PARTIES, SIZES, Federation, cells
 
@@ -15,6 +16,7 @@ from cloister.run.results import load_runs
 from cloister.runtime.attend import take_away
 from cloister.study import Step
 
+chat.register()  # the kits are made for it, and get their steps then
 pytestmark = [pytest.mark.xdist_group("flare"), pytest.mark.slow]
 FINE = Step("bin-values", options={"n_bins": 9, "min_values": 50}, name="fine")
 COARSE = Step(
