@@ -139,8 +139,8 @@ def report(
     from cloister.run.results import load_runs
 
     runs = load_runs(folder)
-    title = {"title": runs[0].study.name} if runs[0].study.at else {}
-    made = write_report(path or folder / "report.html", runs, **title)
+    title = runs[0].study.name if runs[0].study.at else "Cloister report"
+    made = write_report(path or folder / "report.html", runs, title=title)
     out.print(str(made), markup=False)
 
 
