@@ -135,23 +135,25 @@ def rehearse(
     if isinstance(workflow, str):
         study = plan(workflow, data, mode=mode, seed=seed, timeout=timeout, options=options)
     else:
-        study = workflow if isinstance(workflow, Study) else Study.load(workflow)
-        if options or (mode, seed, timeout) != ("hardened", 0, 60.0):
-            raise ParameterError(f"the study '{study.name}' says its mode, seed, timeout and options itself")
-        check_sites(study, data)
+        plain = not options and (mode, seed, timeout) == ("hardened", 0, 60.0)
+        study = _agreed(workflow, data, plain=plain)
     for note in workflows.warnings_of(study):
         LOG.warning(note)
-    how: dict[str, Any] = {
-        "processes": processes,
-        "inplace": inplace,
-        "faults": faults,
-        "on_event": on_event,
-        "on_frame": on_frame,
-    }
+    told = {"on_event": on_event, "on_frame": on_frame}
+    how: dict[str, Any] = {"processes": processes, "inplace": inplace, "faults": faults, **told}
     run: Run | Series = rehearse_steps(study, data, **how) if study.steps else rehearse_study(study, data, **how)
     if check:
         run.check()
     return run
+
+
+def _agreed(study: Study | Path, data: Mapping[str, Any], *, plain: bool) -> Study:
+    """A study as it stands; raises unless the call is `plain`, with nothing that the study says itself."""
+    study = study if isinstance(study, Study) else Study.load(study)
+    if not plain:
+        raise ParameterError(f"the study '{study.name}' says its mode, seed, timeout and options itself")
+    check_sites(study, data)
+    return study
 
 
 def check_sites(study: Study, data: Mapping[str, Any]) -> None:
