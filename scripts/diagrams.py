@@ -29,7 +29,7 @@ WAY: tuple[
     (
         "start",
         (
-            ("cli.main.rehearse", "options, files, notes about who learns what"),
+            ("cli.rehearse.rehearse", "options, files, notes about who learns what"),
             ("run.rehearsal.plan", "the study: these sites, a coordinator"),
             ("workflows.check_plan", "mode and options against the dataclass"),
             ("cells.files.open_cells", "each .h5ad, a large one left on disk; a child process tries it first"),

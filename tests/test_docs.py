@@ -16,7 +16,7 @@ import pytest
 from cloister.cells.demo import demo_sites
 from cloister.demo import write_sites
 from cloister.study import parse_study
-from cloister.workflows import check_plan
+from cloister.workflows.steps import check_steps
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "measured").glob("*.md"))]
@@ -36,6 +36,9 @@ def test_commands_and_python_run_as_printed(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = {"__name__": "__docs__", "sites": demo_sites()}
     write_sites(tmp_path / "sites")
+    for text in blocks(page, "toml"):
+        if name := re.match(r"# ([a-z]+\.toml)\n", text):  # a file that the commands take
+            (tmp_path / name[1]).write_text(text)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     for kind, text in re.findall(r"^```(console|python)\n(.*?)^```", page.read_text(), flags=re.DOTALL | re.MULTILINE):
         if kind == "python":
@@ -52,8 +55,8 @@ def test_commands_and_python_run_as_printed(page, tmp_path, monkeypatch):
 @pytest.mark.parametrize("page", PAGES, ids=named)
 def test_toml_blocks_are_valid(page):
     for text in blocks(page, "toml"):
-        if "workflow" in tomllib.loads(text):
-            check_plan(parse_study(text, page.name))
+        if tomllib.loads(text).keys() & {"workflow", "step"}:
+            check_steps(parse_study(text, page.name))
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "SECURITY.md", ROOT / "CONTRIBUTING.md"], ids=named)

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cloister.errors import ParameterError
-from cloister.study import Party, Study, check_study, format_study, parse_study
+from cloister.study import MOST_STEPS, Party, Step, Study, check_study, format_study, parse_study
 
 TEXT = """\
 name = "three-hospitals"
@@ -199,7 +199,7 @@ CHANGED = {
 
 
 def test_the_digest_changes_with_every_field_but_the_network():
-    assert CHANGED.keys() == {f.name for f in dataclasses.fields(Study)} - {"network"}
+    assert CHANGED.keys() == {f.name for f in dataclasses.fields(Study)} - {"network", "steps", "at"}
     digests = {STUDY.digest} | {dataclasses.replace(STUDY, **{k: v}).digest for k, v in CHANGED.items()}
     assert len(digests) == len(CHANGED) + 1
     assert dataclasses.replace(STUDY, network={"host": "elsewhere"}).digest == STUDY.digest
@@ -252,3 +252,104 @@ def test_mutated_files_are_read_or_refused_by_a_parameter_error():
         except ParameterError:
             refused += 1
     assert min(read, refused) > 20
+
+
+# ---- several steps ---------------------------------------------------------------------------------------------------
+
+STEPS = """\
+name = "story"
+seed = 3
+
+[parties]
+hub = "coordinator"
+basel = "site"
+lugano = "site"
+
+[[step]]
+workflow = "shared-pca"
+
+[[step]]
+name = "labels"
+workflow = "map-labels"
+mode = "published"
+options = { query = "basel", use_rep = "X_shared_pca" }
+"""
+STORY = parse_study(STEPS)
+
+
+def test_the_digest_of_one_workflow_is_the_one_that_was_approved_before_there_were_steps():
+    study = Study("n", "bin-values", {Party("h"): "coordinator", Party("a"): "site"}, parameters={"n_bins": 9})
+    assert study.digest.hex() == "f5f3f2a3520bd20f50c55d3a035b0638c78db771923710bbaf50f3384b3587e8"
+    assert study.parts == (study,)
+    assert study.whole is study
+    assert (study.label, study.place) == ("bin-values", "")
+
+
+def test_a_study_of_several_steps_is_read_and_each_step_is_a_study():
+    assert STORY.steps == (
+        Step("shared-pca", name="shared-pca"),
+        Step("map-labels", "published", {"query": "basel", "use_rep": "X_shared_pca"}, "labels"),
+    )
+    one, two = STORY.parts
+    assert (one.workflow, one.mode, one.parameters, one.seed) == ("shared-pca", "hardened", {}, 3)
+    assert (two.workflow, two.mode, two.label) == ("map-labels", "published", "labels")
+    assert two.parameters == {"query": "basel", "use_rep": "X_shared_pca"}
+    assert two.place == "step 2 of 2 (labels)"
+    assert one.whole == two.whole == STORY
+    assert two.parts == (two,)
+
+
+def test_steps_are_written_and_read_back_and_so_is_one_of_them():
+    for study in (STORY, *STORY.parts, STORY.with_keys({Party("basel"): bytes(32)})):
+        assert parse_study(format_study(study)) == study
+        assert parse_study(format_study(study)).digest == study.digest
+
+
+def test_one_digest_covers_all_steps_and_each_step_has_its_own():
+    first, second = STORY.steps
+    lists = [
+        (second, first),
+        (first,),
+        (first, second, dataclasses.replace(first, name="again")),
+        (dataclasses.replace(first, options={"n_components": 7}), second),
+        (dataclasses.replace(first, mode="plain"), second),
+        (dataclasses.replace(first, name="space"), second),
+    ]
+    others = [dataclasses.replace(STORY, steps=steps) for steps in lists]
+    everything = [x.digest for study in (STORY, *others) for x in (study, *study.parts)]
+    assert len(set(everything)) == len(everything)
+    assert STORY.place_of(STORY.parts[1].digest) == "step 2 of 2 (labels)"
+    assert STORY.parts[0].place_of(others[0].parts[0].digest) == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (STEPS.replace("seed = 3", 'workflow = "bin-values"'), "'workflow' and \\[\\[step\\]\\] exclude each other"),
+        (STEPS.replace("seed = 3", 'mode = "plain"'), "'mode' and"),
+        (STEPS + '[[step]]\nworkflow = "shared-pca"', "two steps are called 'shared-pca'"),
+        (STEPS + '[[step]]\nname = "x"', "step\\]\\] 3: 'workflow' is missing"),
+        (STEPS + '[[step]]\nworkflow = "bin-values"\nn_bins = 8', "3: unknown key 'n_bins'; known are mode, name"),
+        (STEPS + '[[step]]\nworkflow = "bin-values"\noptions = 8', "3: 'options' must be a table"),
+        (STEPS + '[[step]]\nworkflow = "bin-values"\nmode = "fast"', "3: 'mode' must be one of"),
+        (STEPS + '[[step]]\nworkflow = "bin-values"\nname = "A B"', "3: 'A B' is no name of a step"),
+        (STEPS + '[[step]]\nworkflow = "bin-values"\noptions = { x = nan }', "3: options: x must be a finite number"),
+        (STEPS + "[[step]]\nworkflow = 3", "3: 'workflow' must be a text"),
+        (STEPS.replace("[[step]]", "[step]", 1).replace("[[step]]", "[other]"), "unknown key 'other'"),
+        ("step = 3\n" + STEPS.partition("[[step]]")[0], "write \\[\\[step\\]\\] above each"),
+        ("step = []\n" + STEPS.partition("[[step]]")[0], "'workflow' must be a text"),
+        ("at = 3\n" + STEPS, "'at' must be the number of a step"),
+        ("at = true\n" + STEPS, "'at' must be the number of a step"),
+        (STEPS + "".join(f'[[step]]\nname = "s{i}"\nworkflow = "w"\n' for i in range(MOST_STEPS)), "at most 20 steps"),
+    ],
+)
+def test_what_is_wrong_in_a_step_is_said_by_its_number(text, says):
+    with pytest.raises(ParameterError, match=says):
+        parse_study(text)
+
+
+def test_a_step_may_not_differ_from_the_list_it_stands_in():
+    with pytest.raises(ParameterError, match="stand in its steps"):
+        dataclasses.replace(STORY.parts[0], mode="plain")
+    with pytest.raises(ParameterError, match="stand in its steps"):
+        dataclasses.replace(STORY, workflow="bin-values")

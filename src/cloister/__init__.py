@@ -32,8 +32,10 @@ _WORKFLOWS = (  # each has a function of its name, the part of a site
 _PUBLIC = {
     "rehearse": "run.rehearsal",
     "Run": "run.run",
+    "Series": "run.run",
     "join": "runtime.join",
     "Study": "study",
+    "Step": "study",
     "Party": "study",
     "Receipt": "net.receipts",
     "read_cells": "cells.files",

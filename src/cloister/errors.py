@@ -113,6 +113,7 @@ CODES = {
     "no-common-genes": "the sites have no gene in common",
     "no-labels": "no site has a label",
     "one-class": "all labels are of one class",
+    "order": "a party was at another step of the study than the others",
     "refused": "a party's own policy does not allow this run",
     "replay": "a message came twice, or out of order",
     "timeout": "a peer did not answer in time",

@@ -24,6 +24,20 @@
 
 Every party holds the same file; its digest is part of the run id, so a run between parties that agreed on different
 things stops before any data moves.
+
+A study of several steps has a table for each, in their order, instead of `workflow`, `mode` and `[parameters]`:
+
+    [[step]]
+    workflow = "shared-pca"
+
+    [[step]]
+    name = "labels"                     # the workflow's name by default; no two steps have the same
+    workflow = "map-labels"
+    mode = "hardened"
+    options = { query = "vienna", use_rep = "X_shared_pca" }
+
+One digest covers all of them. `study.parts` are the steps, each a study that knows its place: its own digest, which the
+parties compare before the step, is of the whole study and of that place.
 """
 
 from __future__ import annotations
@@ -50,8 +64,24 @@ CONSENTS = {  # what a party may be asked for beyond taking part; only its own s
 }
 BARE = re.compile(r"[A-Za-z0-9_-]+")  # keys that TOML wants no quotes around
 NAME = re.compile(r"[a-z][a-z0-9-]{0,31}")
-TOP = {"name", "workflow", "mode", "timeout", "patience", "seed", "colluders"}
-TOP |= {"parties", "parameters", "network", "keys"}
+COMMON = {"name", "timeout", "patience", "seed", "colluders", "parties", "network", "keys"}
+SINGLE = {"workflow", "mode", "parameters"}  # of a study of one workflow
+STEP = {"name", "workflow", "mode", "options"}
+MOST_STEPS = 20
+
+
+@dataclass(frozen=True)
+class Step:
+    """One workflow of a study of several."""
+
+    workflow: str
+    mode: Mode = "hardened"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    name: str = ""  # the workflow's by default
+
+    def __post_init__(self) -> None:
+        if self.name == "":
+            object.__setattr__(self, "name", self.workflow)
 
 
 @dataclass(frozen=True)
@@ -59,7 +89,7 @@ class Study:
     """What the parties agreed on; public, the same at all of them."""
 
     name: str
-    workflow: str
+    workflow: str  # empty for a study of several steps
     parties: Mapping[Party, Role]
     mode: Mode = "hardened"
     parameters: Mapping[str, Any] = field(default_factory=dict)
@@ -69,9 +99,41 @@ class Study:
     colluders: int = 0  # k: sites that may help a lying coordinator, and sums still open once and whole
     network: Mapping[str, Any] = field(default_factory=dict)
     keys: Mapping[Party, bytes] = field(default_factory=dict)  # Ed25519 public keys
+    steps: tuple[Step, ...] = ()
+    at: int = 0  # which of the steps this is about, from 1; 0 for the whole study
 
     def __post_init__(self) -> None:
         check_study(self)
+
+    @property
+    def parts(self) -> tuple[Study, ...]:
+        """What is run, one after the other: the steps, or the study itself if it has none."""
+        if not self.steps or self.at:
+            return (self,)
+        return tuple(
+            replace(self, workflow=step.workflow, mode=step.mode, parameters=dict(step.options), at=i)
+            for i, step in enumerate(self.steps, 1)
+        )
+
+    @property
+    def whole(self) -> Study:
+        """The study that this is a step of."""
+        return replace(self, workflow="", mode="hardened", parameters={}, at=0) if self.at else self
+
+    @property
+    def label(self) -> str:
+        """What this is called among other steps: the step's name, or the workflow's."""
+        return self.steps[self.at - 1].name if self.at else self.workflow
+
+    @property
+    def place(self) -> str:
+        """Which step this is, in words; empty for a study of one workflow."""
+        return f"step {self.at} of {len(self.steps)} ({self.label})" if self.at else ""
+
+    def place_of(self, digest: bytes) -> str:
+        """Which step of this very study the digest is of, in words; empty if it is of none."""
+        parts = self.whole.parts if self.steps else ()
+        return next((part.place for part in parts if part.digest == digest), "")
 
     @property
     def coordinator(self) -> Party:
@@ -94,15 +156,17 @@ class Study:
         """SHA-256 of all but `network`; equal at all parties, or the run does not start."""
         plain = {
             "name": self.name,
-            "workflow": self.workflow,
-            "mode": self.mode,
             "parties": dict(self.parties),
-            "parameters": dict(self.parameters),
             "seed": self.seed,
             "timeout": float(self.timeout),
             "patience": float(self.patience),
             "keys": {p: k.hex() for p, k in self.keys.items()},
         } | ({"colluders": self.colluders} if self.colluders else {})
+        if self.steps:
+            plain["steps"] = [[s.name, s.workflow, s.mode, dict(s.options)] for s in self.steps]
+            plain["at"] = self.at
+        else:
+            plain |= {"workflow": self.workflow, "mode": self.mode, "parameters": dict(self.parameters)}
         return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).digest()
 
     def with_keys(self, keys: Mapping[Party, bytes]) -> Study:
@@ -126,10 +190,13 @@ def parse_study(text: str, where: str = "study.toml") -> Study:
         raw = tomllib.loads(text)
     except (ValueError, RecursionError) as e:  # tomllib's own, a number of 5000 digits, a list within lists
         raise ParameterError(f"{where} is not valid TOML: {_explain(text, e)}") from None
-    if unknown := raw.keys() - TOP:
+    known = COMMON | SINGLE | {"step", "at"}
+    if unknown := raw.keys() - known:
         key = min(unknown)
-        raise ParameterError(f"{where}: unknown key '{key}'; known are {', '.join(sorted(TOP))}")
-    for key in ("name", "workflow", "parties"):
+        raise ParameterError(f"{where}: unknown key '{key}'; known are {', '.join(sorted(known - {'at'}))}")
+    if "step" in raw and (both := raw.keys() & SINGLE):
+        raise ParameterError(f"{where}: '{min(both)}' and [[step]] exclude each other; write it into the steps")
+    for key in ("name", "parties") if "step" in raw else ("name", "workflow", "parties"):
         if key not in raw:
             raise ParameterError(f"{where}: '{key}' is missing")
     for key, kind in {"parties": dict, "parameters": dict, "network": dict, "keys": dict}.items():
@@ -142,9 +209,29 @@ def parse_study(text: str, where: str = "study.toml") -> Study:
         except (ValueError, TypeError):
             raise ParameterError(f"{where}: [keys] {party} must be 64 hexadecimal digits") from None
     try:
-        return Study(**{**raw, "keys": keys})
+        if "step" not in raw:
+            return Study(**{**raw, "keys": keys})
+        common = {key: raw[key] for key in raw.keys() & COMMON}
+        whole = Study(**{**common, "workflow": "", "keys": keys, "steps": _read_steps(raw["step"])})
+        at = raw.get("at", 0)
+        if type(at) is not int or not 0 <= at <= len(whole.steps):
+            raise ParameterError(f"'at' must be the number of a step, found {at!r}")
+        return whole.parts[at - 1] if at else whole
     except ParameterError as e:
         raise ParameterError(f"{where}: {e}") from None
+
+
+def _read_steps(raw: Any) -> tuple[Step, ...]:
+    if not isinstance(raw, list) or not all(isinstance(one, dict) for one in raw):
+        raise ParameterError("steps are tables of their own; write [[step]] above each")
+    for i, one in enumerate(raw, 1):
+        if unknown := one.keys() - STEP:
+            raise ParameterError(f"[[step]] {i}: unknown key '{min(unknown)}'; known are {', '.join(sorted(STEP))}")
+        if "workflow" not in one:
+            raise ParameterError(f"[[step]] {i}: 'workflow' is missing")
+        if not isinstance(one.get("options", {}), dict):
+            raise ParameterError(f"[[step]] {i}: 'options' must be a table")
+    return tuple(Step(**one) for one in raw)
 
 
 def _explain(text: str, e: Exception) -> str:
@@ -159,12 +246,12 @@ def _explain(text: str, e: Exception) -> str:
 
 def check_study(study: Study) -> None:
     """Raise `ParameterError` unless the study is whole; the message names the key."""
-    for key in ("name", "workflow"):
-        value = getattr(study, key)
-        if not isinstance(value, str) or not value:
-            raise ParameterError(f"'{key}' must be a text, found {value!r}")
-    if study.mode not in get_args(Mode):
-        raise ParameterError(f"'mode' must be one of {', '.join(get_args(Mode))}, found {study.mode!r}")
+    if not isinstance(study.name, str) or not study.name:
+        raise ParameterError(f"'name' must be a text, found {study.name!r}")
+    if study.steps:
+        _check_steps(study)
+    else:
+        _check_part(study.workflow, study.mode, study.parameters, "")
     for key in ("timeout", "patience"):
         value = getattr(study, key)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e9:
@@ -195,12 +282,42 @@ def check_study(study: Study) -> None:
             raise ParameterError(f"[keys] {party} is not among the parties")
         if not isinstance(public, bytes) or len(public) != 32:
             raise ParameterError(f"[keys] {party} must be 64 hexadecimal digits")
-    for title in ("parameters", "network"):
-        for key, value in getattr(study, title).items():
-            if not isinstance(key, str) or not (value is None or _is_plain(value)):
-                raise ParameterError(
-                    f"[{title}] {key} must be a finite number, a text, true or false, or a list of these"
-                )
+    _check_table("[network]", study.network)
+
+
+def _check_part(workflow: Any, mode: Any, options: Mapping[str, Any], where: str) -> None:
+    if not isinstance(workflow, str) or not workflow:
+        raise ParameterError(f"{where}'workflow' must be a text, found {workflow!r}")
+    if mode not in get_args(Mode):
+        raise ParameterError(f"{where}'mode' must be one of {', '.join(get_args(Mode))}, found {mode!r}")
+    _check_table(f"{where}options:" if where else "[parameters]", options)
+
+
+def _check_table(title: str, table: Mapping[str, Any]) -> None:
+    for key, value in table.items():
+        if not isinstance(key, str) or not (value is None or _is_plain(value)):
+            raise ParameterError(f"{title} {key} must be a finite number, a text, true or false, or a list of these")
+
+
+def _check_steps(study: Study) -> None:
+    steps = study.steps
+    if len(steps) > MOST_STEPS:
+        raise ParameterError(f"at most {MOST_STEPS} steps make a study, found {len(steps)}")
+    names: set[str] = set()
+    for i, step in enumerate(steps, 1):
+        _check_part(step.workflow, step.mode, step.options, f"[[step]] {i}: ")
+        if not isinstance(step.name, str) or not NAME.fullmatch(step.name):
+            raise ParameterError(
+                f"[[step]] {i}: {step.name!r} is no name of a step; use small letters, digits and '-', at most 32"
+            )
+        if step.name in names:
+            raise ParameterError(f"two steps are called '{step.name}'; give one of them another name = ...")
+        names.add(step.name)
+    if not 0 <= study.at <= len(steps):
+        raise ParameterError(f"'at' must be the number of a step, found {study.at}")
+    here = steps[study.at - 1] if study.at else Step("")
+    if (study.workflow, study.mode, dict(study.parameters)) != (here.workflow, here.mode, dict(here.options)):
+        raise ParameterError("workflow, mode and parameters of a study of several steps stand in its steps")
 
 
 def _is_plain(x: Any) -> bool:
@@ -213,19 +330,27 @@ def _is_plain(x: Any) -> bool:
 
 def format_study(study: Study) -> str:
     """The study as TOML text, the inverse of `parse_study`."""
-    keys = ["name", "workflow", "mode", "seed", "timeout", "patience", *(["colluders"] if study.colluders else [])]
-    lines = [f"{key} = {_toml(getattr(study, key))}" for key in keys]
+    top = ["name", *(["at"] if study.at else []), *([] if study.steps else ["workflow", "mode"])]
+    top += ["seed", "timeout", "patience", *(["colluders"] if study.colluders else [])]
+    lines = [f"{key} = {_toml(getattr(study, key))}" for key in top]
     tables: dict[str, Mapping[str, Any]] = {
         "parties": cast(Mapping[str, Any], study.parties),
-        "parameters": study.parameters,
+        "parameters": {} if study.steps else study.parameters,
         "network": study.network,
         "keys": {p: k.hex() for p, k in study.keys.items()},
     }
     for title, table in tables.items():
         if table:
-            rows = (f"{k if BARE.fullmatch(k) else _toml(k)} = {_toml(v)}" for k, v in table.items() if v is not None)
-            lines += ["", f"[{title}]", *rows]
+            lines += ["", f"[{title}]", *_rows(table)]
+    for step in study.steps:
+        lines += ["", "[[step]]", *_rows({"name": step.name, "workflow": step.workflow, "mode": step.mode})]
+        if step.options:
+            lines += ["[step.options]", *_rows(step.options)]
     return "\n".join(lines) + "\n"
+
+
+def _rows(table: Mapping[str, Any]) -> list[str]:
+    return [f"{k if BARE.fullmatch(k) else _toml(k)} = {_toml(v)}" for k, v in table.items() if v is not None]
 
 
 def _toml(x: Any) -> str:

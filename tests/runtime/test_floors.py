@@ -82,10 +82,10 @@ def test_a_column_that_is_named_otherwise_here_is_counted(tmp_path):
     text = re.sub(r"(?m)^\[obs\].*", '[obs]\npatient = "donor"', kit.policy_file.read_text())
     kit.policy_file.write_text(text if "patient" in text else text + '\n[obs]\npatient = "donor"\n')
     adata = open_cells(kit, kit.policy())
-    check_floors(kit, kit.policy(), adata)
+    check_floors(kit.me, kit.study, kit.policy(), adata)
     adata.obs["patient"] = "one"
     with pytest.raises(RefusedError, match="1 donors, fewer than the 4"):
-        check_floors(kit, kit.policy(), adata)
+        check_floors(kit.me, kit.study, kit.policy(), adata)
 
 
 @pytest.mark.parametrize(("line", "says"), [

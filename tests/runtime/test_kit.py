@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import stat
 import sys
 
@@ -11,7 +12,7 @@ from cloister.runtime.kit import Kit
 from cloister.runtime.order import run_study
 from cloister.runtime.provision import adopt, make_identity, provision
 from cloister.runtime.ready import check_certificate
-from cloister.study import Study, format_study
+from cloister.study import Step, Study, format_study
 
 PARTIES = {"hub": "coordinator", "basel": "site", "lugano": "site", "helper": "auxiliary"}
 STUDY = Study("pair", "bin-values", PARTIES, network={"host": "localhost", "port": 18777})
@@ -402,3 +403,74 @@ def test_cells_are_taken_away_whole_and_for_their_owner_only(tmp_path):
     with pytest.raises(DataError, match="the cells are in"):
         take_away(ended, tmp_path / "nowhere" / "mine.h5ad")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["basel.h5ad", "mine.h5ad"]
+
+
+# -- several steps -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def stepwise(basel):
+    """A kit whose study has two steps."""
+    fields = {k: getattr(basel.study, k) for k in ("name", "parties", "keys", "network")}
+    space = Step("shared-pca", options={"n_components": 4, "n_top_genes": 20, "layer": "binned", "min_cells": 5})
+    steps = (Step("bin-values", "published", {"n_bins": 8, "min_values": 5}), space)
+    (basel.path / "study.toml").write_text(format_study(Study(**fields, workflow="", steps=steps)))
+    yield Kit.open(basel.path)
+    for name in ("local/runs.json", "cells.h5ad"):
+        (basel.path / name).unlink(missing_ok=True)
+
+
+def test_all_steps_are_approved_once_and_any_other_list_is_refused(stepwise):
+    with pytest.raises(RefusedError, match="has not approved the workflow 'bin-values'"):
+        stepwise.check_approved(stepwise.policy())
+    told = stepwise.approve()
+    assert told.startswith("bin-values, mode published, then shared-pca, mode hardened, study")
+    stepwise.check_approved(stepwise.policy())
+    first, second = stepwise.study.steps
+    changed = dataclasses.replace(second, options=dict(second.options) | {"n_components": 5})
+    for steps in ((second, first), (first,), (first, second, Step("bin-values", name="more")), (first, changed)):
+        (stepwise.path / "study.toml").write_text(format_study(dataclasses.replace(stepwise.study, steps=steps)))
+        other = Kit.open(stepwise.path)
+        with pytest.raises(RefusedError, match="has not approved the study"):
+            other.check_approved(other.policy())
+    part = dataclasses.replace(second, workflow="map-labels", options={"query": "basel"}, name="labels")
+    (stepwise.path / "study.toml").write_text(format_study(dataclasses.replace(stepwise.study, steps=(first, part))))
+    other = Kit.open(stepwise.path)
+    with pytest.raises(RefusedError, match="the workflow 'map-labels'; read: cloister explain map-labels"):
+        other.check_approved(other.policy())
+
+
+def test_a_run_of_several_steps_counts_for_each_of_their_workflows(stepwise):
+    stepwise.approve()
+    stepwise.count_run(stepwise.policy())
+    assert stepwise.runs_so_far() == {"study": 1, "bin-values": 1, "shared-pca": 1}
+    assert dict(stepwise.policy().limits) == {"study": 20, "bin-values": 100, "shared-pca": 100}
+
+
+def test_the_settings_of_a_kit_name_every_step(stepwise):
+    from cloister.runtime.kit import format_policy
+
+    text = format_policy(stepwise.study, "site")
+    assert "#   workflow 'bin-values' in mode 'published'\n#   workflow 'shared-pca' in mode 'hardened'\n" in text
+    assert "cloister explain study.toml" in text
+
+
+def test_doctor_knows_the_steps_and_what_they_lack(stepwise):
+    import anndata as ad
+    import numpy as np
+
+    from cloister.cells.files import write_cells
+    from cloister.cli.doctor import examine
+
+    adata = ad.AnnData(np.random.default_rng(0).poisson(2.0, (20, 30)).astype(np.float32))
+    adata.var_names = [f"g{i}" for i in range(30)]
+    write_cells(adata, stepwise.path / "cells.h5ad")
+    said = {f.name: f for f in examine(stepwise.path) if f.name in ("study", "cells") and f.state != "note"}
+    assert said["study"].detail.startswith("bin-values, mode published, then shared-pca, mode hardened,")
+    assert said["cells"].state == "ok"
+    first, second = stepwise.study.steps
+    lacking = dataclasses.replace(second, options=dict(second.options) | {"layer": "none-such"})
+    (stepwise.path / "study.toml").write_text(format_study(dataclasses.replace(stepwise.study, steps=(first, lacking))))
+    said = {f.name: f for f in examine(stepwise.path) if f.name == "cells"}
+    assert said["cells"].state == "wrong"
+    assert "step 2 of 2 (shared-pca): it needs adata.layers['none-such']" in said["cells"].detail

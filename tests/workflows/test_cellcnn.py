@@ -4,6 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from cloister.cells.demo import demo_donors
 from cloister.errors import DataError, ParameterError, ProtocolAbort, RefusedError
 from cloister.models import cellcnn
 from cloister.run.rehearsal import plan, rehearse, run_parties
@@ -62,7 +63,39 @@ def test_figures_of_an_opened_model():
     pytest.importorskip("matplotlib")
     run = rehearse("train-cellcnn", data=sites(), mode="plain", n_steps=5, **COMMON)
     drawn = cellcnn_report.figures(run.outcomes, train_cellcnn.Options())
-    assert len(drawn) == 4
+    assert [f["title"] for f in drawn[1:3]] == [f"Cells selected by the filter for {c}" for c in ("control", "case")]
+    assert len(drawn) == 5
+    first = cellcnn_report.figures(run.outcomes, train_cellcnn.Options(positive_class="case"))[1]
+    assert first["title"] == "Cells selected by the filter for case"
+
+
+def test_the_demo_finds_its_planted_cells_and_only_for_the_class_that_has_them():
+    """The alphabetically last class, `control`, has almost none of the planted cells: what was reported before."""
+    options = {"n_steps": 4, "n_filters": 4, "n_cells": 100, "learning_rate": 0.4, "positive_class": "case"}
+    run = rehearse("train-cellcnn", data=demo_donors(), mode="plain", **options)
+    tables = [*run.data.values()]
+    planted = np.concatenate([(a.obs["population"] == "CD16+_NK_cells").to_numpy() for a in tables])
+    found = {c: planted[np.concatenate(cellcnn_report.selected(tables, c))].mean() for c in ("case", "control")}
+    assert found["case"] > 5 * planted.mean()  # 0.45 where 0.065 of all cells are
+    assert found["control"] < planted.mean() / 2  # 0.01
+    for a in tables:
+        assert a.uns["cloister"]["cellcnn"]["positive_class"] == "case"
+        np.testing.assert_array_equal(a.obs["cellcnn_response"], a.obsm["cellcnn_responses"][:, 0])
+
+
+def test_a_positive_class_that_nobody_has_ends_before_any_training():
+    sent = []
+    with pytest.raises(ParameterError, match="'positive_class' must be one of case, control"):
+        rehearse(
+            "train-cellcnn",
+            data=sites(),
+            mode="plain",
+            n_steps=2,
+            positive_class="cases",
+            on_event=sent.append,
+            **COMMON,
+        )
+    assert not any(e.protocol == "clear_training" for e in sent)
 
 
 def test_pooled_scaling_or_reference_values():

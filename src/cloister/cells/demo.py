@@ -26,12 +26,14 @@ def demo_sites() -> dict[str, AnnData]:
 
 
 def demo_donors(
-    per_site: int = 8, n_cells: int = 500, planted: float = 0.12, *, seed: int = 2015
+    per_site: int = 8, n_cells: int = 500, planted: float = 0.12, *, variety: float = 0.0, seed: int = 2015
 ) -> dict[str, AnnData]:
     """Simulate three sites with donors of two conditions, from real mass-cytometry cells that come with the package.
 
     A donor is `n_cells` cells drawn from one bone marrow; in the condition "case", a share `planted` of them are CD16+
     NK cells, in "control" almost none. `obs` has `donor`, `condition`, `population`. Another seed draws other donors.
+    With `variety`, donors differ in the make-up of their other cells as well, as people do: each population is weighed
+    by a log-normal factor of that deviation.
     """
     import pandas as pd
     from anndata import AnnData
@@ -47,7 +49,11 @@ def demo_donors(
             case = i % 2 == 0
             n_rare = rng.binomial(n_cells, planted if case else 0.01)
             rows.append(rng.choice(np.flatnonzero(rare), n_rare))
-            rows.append(rng.choice(np.flatnonzero(~rare), n_cells - n_rare))
+            weigh = None
+            if variety:
+                weigh = np.exp(variety * rng.standard_normal(len(populations)))[label[~rare]]
+                weigh /= weigh.sum()
+            rows.append(rng.choice(np.flatnonzero(~rare), n_cells - n_rare, p=weigh))
             donors += [f"{site}-{i + 1}"] * n_cells
             conditions += ["case" if case else "control"] * n_cells
         drawn = np.concatenate(rows)

@@ -68,6 +68,7 @@ __all__ = [
     "match_genes",
     "nonzero_values",
     "open_cells",
+    "places",
     "read_cells",
     "rows_of",
     "sample_values",
@@ -209,6 +210,16 @@ def attach_receipt(adata: AnnData, key: str, receipt_json: str) -> None:
     if not isinstance(adata.uns.setdefault("cloister", {}), MutableMapping):
         raise DataError("adata.uns['cloister'] is taken by something else; rename or remove it.")
     adata.uns["cloister"][key] = receipt_json
+
+
+def places(adata: Any) -> set[str]:
+    """Where an AnnData holds something, by name: what is new after a run is the result that was written."""
+    found: set[str] = set()
+    for slot in ("obs", "var", "obsm", "layers", "uns"):
+        keys = {str(k) for k in getattr(adata, slot, ()) if k is not None} - {"cloister"}  # None: X, since anndata 0.13
+        found |= {f"{slot}[{k!r}]" for k in keys}
+    kept = getattr(adata, "uns", {}).get("cloister", {})
+    return found | {f"uns['cloister'][{k!r}]" for k in (kept if isinstance(kept, MutableMapping) else ())}
 
 
 def _check_finite(values: np.ndarray, where: str) -> None:

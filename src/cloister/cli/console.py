@@ -16,7 +16,7 @@ from cloister.report.parts import size
 
 if TYPE_CHECKING:
     from cloister.net.channel import Event
-    from cloister.run.run import Run
+    from cloister.run.run import Run, Series
     from cloister.study import Study
     from cloister.workflows.modes import Mode
 
@@ -55,6 +55,31 @@ def explain_mode(workflow: str, name: str, mode: Mode) -> None:
         out.print(f"\n[bold]{protocol}[/bold], {f'only with {options}' if options else 'on the way'}, reveals")
         out.print(protocols.section(protocol, "Reveals"), markup=False)
     out.print()
+
+
+def explain_study(path: str, mode: str | None) -> None:
+    """The steps of a study in their order, what each takes from earlier ones, and what its mode reveals."""
+    from cloister.errors import UsageError
+    from cloister.study import Study
+    from cloister.workflows.steps import check_steps, given, needed
+
+    if mode is not None:
+        raise UsageError(f"{path} says its modes itself; leave --mode out")
+    study = Study.load(path)
+    out.print(f"[bold]study[/bold] {study.name}, {len(study.parts)} step(s), digest {study.digest.hex()}\n")
+    checked, made = check_steps(study), dict[str, str]()
+    for part, workflow, options in checked:
+        wanted = {place for site in study.sites for place in needed(workflow, options, site)}
+        taken = [f"{place} from '{made[place]}'" for place in sorted(wanted) if place in made]
+        written = {place for site in study.sites for place in given(workflow, options, site)}
+        made |= dict.fromkeys(written, part.label)
+        out.print(f"{part.place or part.label}: {workflow.summary}", markup=False)
+        for what, places in {"takes": taken, "writes": sorted(written)}.items():
+            if places:
+                out.print(f"  {what} {', '.join(places)}", markup=False)
+    out.print()
+    for part, workflow, _ in checked:
+        explain_mode(part.workflow, part.mode, workflow.mode(part.mode))
 
 
 # ---- tables out ------------------------------------------------------------------------------------------------------
@@ -146,6 +171,13 @@ def finish(run: Run, folder: Path | None, written: list[str], *, as_json: bool) 
         run.check()
     if as_json:
         return
+    show_cost(run)
+    if folder is not None:
+        out.print(f"results, receipts and report.html are in {folder}", markup=False)
+
+
+def show_cost(run: Run) -> None:
+    """What a run cost each party, and what came out."""
     table = Table("party", "role", "messages", "sent", "rounds", "seconds", box=None)
     for party, role in run.study.parties.items():
         cost = run.cost[party]
@@ -154,8 +186,36 @@ def finish(run: Run, folder: Path | None, written: list[str], *, as_json: bool) 
     out.print(table)
     for line in headlines(run):
         out.print(line, markup=False)
+
+
+def finish_steps(series: Series, folder: Path | None, written: list[str], *, as_json: bool) -> None:
+    """Write the page of all steps, say what each cost, and raise what went wrong."""
     if folder is not None:
-        out.print(f"results, receipts and report.html are in {folder}", markup=False)
+        written = [*written, str(series.report(folder / "report.html"))]
+    if as_json:
+        steps = {
+            name: {
+                "workflow": run.study.workflow,
+                "mode": run.study.mode,
+                "cost": run.cost,
+                "results": run.results,
+                "errors": {p: str(e) for p, e in run.errors.items()},
+            }
+            for name, run in series.runs.items()
+        }
+        told = {"study": series.study.name, "steps": steps, "failed": series.failed, "files": written}
+        out.print_json(json.dumps(told, default=str))
+    else:
+        for run in series.runs.values():
+            if run.whole:
+                out.print(f"{run.study.place}: {run.study.workflow}, {run.study.mode}", style="bold", markup=False)
+                show_cost(run)
+        where = "" if folder is None else f" is in {folder}, a folder for each step, and report.html"
+        if series.failed and folder is not None:
+            err.print(f"what was done before '{series.failed}' failed{where}", markup=False)
+        elif folder is not None:
+            out.print(f"what each step gave{where}", markup=False)
+    series.check()
 
 
 def headlines(run: Run) -> list[str]:
@@ -173,7 +233,8 @@ def headlines(run: Run) -> list[str]:
 
 
 def show_receipt(brief: dict[str, Any]) -> None:
-    out.print(f"{brief['workflow']} ({brief['mode']}) in study {brief['study']}", style="bold", markup=False)
+    step = f", {brief['step']}, whole study {brief['whole_study'][:16]}…" if "step" in brief else ""
+    out.print(f"{brief['workflow']} ({brief['mode']}) in study {brief['study']}{step}", style="bold", markup=False)
     out.print(
         f"party {brief['party']} · {brief['started']} · Cloister {brief['version']} · {brief['status']}", markup=False
     )

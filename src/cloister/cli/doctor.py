@@ -111,6 +111,7 @@ def _card() -> Finding:
 def _examine_kit(path: Path) -> Iterator[Finding]:
     from cloister import workflows
     from cloister.runtime.kit import Kit
+    from cloister.workflows.steps import check_site, check_steps
 
     try:
         kit = Kit.open(path)
@@ -123,8 +124,8 @@ def _examine_kit(path: Path) -> Iterator[Finding]:
     yield from _certificates(path)
     yield _carrier(policy.sandbox)
     try:
-        workflow, options = workflows.check_plan(kit.study)
-        yield Finding("study", "ok", f"{kit.study.workflow}, mode {kit.study.mode}, {len(kit.study.sites)} sites")
+        parts = [f"{part.workflow}, mode {part.mode}" for part, _, _ in check_steps(kit.study)]
+        yield Finding("study", "ok", f"{', then '.join(parts)}, {len(kit.study.sites)} sites")
     except CloisterError as e:
         yield Finding("study", "wrong", str(e))
         return
@@ -149,7 +150,7 @@ def _examine_kit(path: Path) -> Iterator[Finding]:
 
         try:
             adata = open_cells(kit, policy)
-            notes = workflow.check(adata, options)
+            notes = check_site(kit.study, kit.me, adata)
             yield Finding("cells", "ok", f"{adata.n_obs} cells, {adata.n_vars} genes in {policy.data}")
             yield from (Finding("cells", "note", note) for note in notes)
         except CloisterError as e:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from cloister.cli.console import err, out, progress, show_warnings
-from cloister.cli.options import FLAG, AsJson, Quiet, WorkflowName
+from cloister.cli.options import FLAG, STUDY, AsJson, Quiet, WorkflowName
 from cloister.errors import UsageError
 from cloister.report.parts import size
 
@@ -21,8 +21,10 @@ def provision(
     """Make a start-up kit with certificates for every party of a study."""
     from cloister.runtime.provision import provision as make
     from cloister.study import Study
+    from cloister.workflows.steps import check_steps
 
     agreed = Study.load(study)
+    check_steps(agreed)
     show_warnings(agreed)
     for party, kit in make(agreed, folder).items():
         out.print(f"{party}: {kit}", markup=False)
@@ -47,8 +49,10 @@ def site(
 
 def run(
     workflow: WorkflowName,
-    study: Annotated[Path, typer.Argument(help="The study that all parties agreed on.")],
-    me: Annotated[str, typer.Option("--as", help="Which party of the study this is.")],
+    study: Annotated[
+        Path | None, typer.Argument(help="The study that all parties agreed on, after its workflow's name or alone.")
+    ] = None,
+    me: Annotated[str, typer.Option("--as", help="Which party of the study this is.")] = "",
     data: Annotated[Path | None, typer.Option(help="This site's cells, for this run.")] = None,
     path: Annotated[Path | None, typer.Option("--out", help="Where to write the cells with results.")] = None,
     kit: Annotated[Path | None, typer.Option(help="This party's kit; kits/PARTY beside the study by default.")] = None,
@@ -62,9 +66,18 @@ def run(
     from cloister.runtime.kit import Kit
     from cloister.study import Study
 
+    if study is None:
+        if not workflow.endswith(STUDY):
+            raise UsageError(f"which study? cloister run {workflow} study.toml --as PARTY")
+        study = Path(workflow)
+    elif workflow.endswith(STUDY):
+        raise UsageError(f"two studies, {workflow} and {study}; name one")
+    if not me:
+        raise UsageError("which party of the study is this? name it with --as")
     agreed = Study.load(study)
-    if agreed.workflow != workflow:
-        raise UsageError(f"{study} is a study of '{agreed.workflow}', not of '{workflow}'")
+    if not workflow.endswith(STUDY) and agreed.workflow != workflow:
+        what = f"{len(agreed.steps)} steps" if agreed.steps else f"'{agreed.workflow}'"
+        raise UsageError(f"{study} is a study of {what}, not of '{workflow}'")
     home = kit or study.parent / "kits" / me
     opened = Kit.open(home)
     if opened.me != me:

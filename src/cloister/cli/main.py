@@ -9,7 +9,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.table import Table
@@ -17,22 +17,11 @@ from rich.text import Text
 
 from cloister._version import __version__
 from cloister.cli import machines
-from cloister.cli.console import as_is, err, explain_mode, finish, in_words, out, progress, show_warnings, write_run
-from cloister.cli.options import (
-    FLAG,
-    OPEN,
-    AsJson,
-    DataFiles,
-    ModeName,
-    OutFolder,
-    Quiet,
-    WorkflowName,
-    as_flags,
-    own_options,
-    sites_of,
-)
+from cloister.cli.console import as_is, err, explain_mode, explain_study, out, progress
+from cloister.cli.options import FLAG, OPEN, STUDY, AsJson, ModeName, Quiet, as_flags
 from cloister.cli.predict import embed, predict
 from cloister.cli.receipt import receipt
+from cloister.cli.rehearse import check, rehearse
 from cloister.errors import CloisterError, UsageError
 
 app = typer.Typer(
@@ -93,7 +82,7 @@ def _top(
 
 @app.command(epilog="Example:  cloister explain bin-values --mode published")
 def explain(
-    workflow: Annotated[str | None, typer.Argument(help="Without one: the list of all workflows.")] = None,
+    workflow: Annotated[str | None, typer.Argument(help="Or a study.toml. Without one: all workflows.")] = None,
     mode: ModeName = None,
 ) -> None:
     """Say what a workflow computes, what each party learns, what it costs, and its options. Nothing is sent."""
@@ -108,6 +97,9 @@ def explain(
             table.add_row(name, each.summary, ", ".join(each.modes))
         out.print(table)
         return
+    if workflow.endswith(STUDY):
+        explain_study(workflow, mode)
+        return
     chosen = workflows.get(workflow)
     for one in [mode] if mode else chosen.modes:
         explain_mode(workflow, one, chosen.mode(one))
@@ -118,114 +110,16 @@ def explain(
     out.print(table)
 
 
-@app.command(context_settings=OPEN, epilog="Example:  cloister check cells.h5ad --for bin-values")
-def check(
-    context: typer.Context,
-    files: Annotated[list[Path], typer.Argument(help="Files of one or more sites.")],
-    workflow: Annotated[str | None, typer.Option("--for", help="Workflow to check for.")] = None,
-    as_json: AsJson = False,  # noqa: FBT002
-) -> None:
-    """Say whether a file is ready for a workflow, and whether several fit together. Nothing is sent."""
-    from cloister import workflows
-    from cloister.cells import tables as cells
-    from cloister.cells.files import open_cells
-    from cloister.cells.genes import genes_in_common
-    from cloister.cells.pace import told_to
-    from cloister.run.progress import passes_of
-
-    words = [*map(str, files), *context.args]
-    first = next((i for i, word in enumerate(words) if word.startswith("--")), len(words))
-    paths = [Path(word) for word in words[:first]]
-    chosen = workflows.get(workflow) if workflow else None
-    given = own_options(words[first:], chosen, context)
-    options = workflows.options_of(chosen, {**chosen.stand_in, **given}) if chosen else None
-    summary: dict[str, Any] = {}
-    loaded = {}
-    with progress(quiet=as_json) as tell:
-        for path in paths:
-            with told_to(passes_of(path.name, tell)):
-                adata = loaded[str(path)] = open_cells(path)
-                summary[str(path)] = cells.describe(adata)
-                if chosen is None:
-                    cells.check_cells(adata)
-                else:
-                    notes = chosen.check(adata, options)
-                    summary[str(path)]["warnings"] = [*summary[str(path)].get("warnings", []), *notes]
-    if len(loaded) > 1:
-        kinds = {path: cells.expression_kind(a) for path, a in loaded.items()}
-        if len(set(kinds.values())) > 1:
-            listed = ", ".join(f"{p}: {k}" for p, k in kinds.items())
-            raise UsageError(f"all sites must hold the same kind of values, found {listed}")
-        summary["genes_in_common"] = len(genes_in_common({p: list(a.var_names) for p, a in loaded.items()}))
-    if as_json:
-        out.print_json(json.dumps(summary, default=str))
-        return
-    for name in map(str, paths):
-        table = Table(title=as_is(name), box=None, show_header=False, title_justify="left", title_style="bold")
-        for key, value in summary[name].items():
-            table.add_row(key.replace("_", " "), as_is(in_words(value)))
-        out.print(table)
-    if "genes_in_common" in summary:
-        out.print(f"{summary['genes_in_common']} genes in common")
-    out.print("ready" + (f" for {workflow}" if workflow else ""), style="green")
+app.command(context_settings=OPEN, epilog="Example:  cloister check cells.h5ad --for bin-values")(check)
 
 
 # ---- runs ------------------------------------------------------------------------------------------------------------
 
 
-@app.command(
+app.command(
     context_settings=OPEN,
     epilog="Example:  cloister rehearse bin-values --data a=a.h5ad --data b=b.h5ad --data c=c.h5ad --out results",
-)
-def rehearse(
-    context: typer.Context,
-    workflow: WorkflowName,
-    study: Annotated[Path | None, typer.Argument(help="study.toml with options and mode; optional.")] = None,
-    data: DataFiles = None,
-    mode: ModeName = None,
-    seed: Annotated[int | None, typer.Option(help="Of the statistical part.")] = None,
-    folder: OutFolder = None,
-    processes: Annotated[bool, typer.Option("--processes", metavar=FLAG, help="One process per party.")] = False,  # noqa: FBT002
-    timeout: Annotated[float | None, typer.Option(help="Seconds of silence before a party is given up.")] = None,
-    colluders: Annotated[int | None, typer.Option(help="Sites that may help a lying coordinator.")] = None,
-    as_json: AsJson = False,  # noqa: FBT002
-    quiet: Quiet = False,  # noqa: FBT002
-) -> None:
-    """Run all parties of a study on this machine, each with its own file only.
-
-    The workflow's own options follow, as --n-bins 51; `cloister explain bin-values` lists them.
-    """
-    from cloister import workflows
-    from cloister.run.rehearsal import plan as plan_study
-    from cloister.run.rehearsal import rehearse_study
-    from cloister.study import Study
-
-    plan: dict[str, Any] = {"mode": "hardened", "seed": 0, "timeout": 60.0}
-    given: dict[str, Any] = {}
-    extra = list(context.args)
-    if study is not None and str(study).startswith("--"):
-        extra.insert(0, str(study))
-        study = None
-    if study is not None:
-        agreed = Study.load(study)
-        if agreed.workflow != workflow:
-            raise UsageError(f"{study} is a study of '{agreed.workflow}', not of '{workflow}'")
-        plan |= {k: getattr(agreed, k) for k in ("mode", "seed", "timeout", "colluders")}
-        given |= dict(agreed.parameters)
-    given |= own_options(extra, workflows.get(workflow), context)
-    asked = {"mode": mode, "seed": seed, "timeout": timeout, "colluders": colluders}
-    plan |= {k: v for k, v in asked.items() if v is not None}
-    files = sites_of(data)
-    planned = plan_study(workflow, files, options=given, **plan)
-    show_warnings(planned)
-    if folder is not None:
-        from cloister.run.results import check_folder
-
-        check_folder(folder, planned)
-    with progress(quiet=quiet or as_json) as tell:
-        run = rehearse_study(planned, files, processes=processes, inplace=True, on_event=tell)
-        written = write_run(run, folder, tell) if folder is not None else []
-    finish(run, folder, written, as_json=as_json)
+)(rehearse)
 
 
 # ---- after a run -----------------------------------------------------------------------------------------------------
@@ -244,7 +138,9 @@ def report(
     from cloister.report.page import write_report
     from cloister.run.results import load_runs
 
-    written = write_report(path or folder / "report.html", load_runs(folder))
+    runs = load_runs(folder)
+    title = runs[0].study.name if runs[0].study.at else "Cloister report"
+    written = write_report(path or folder / "report.html", runs, title=title)
     out.print(str(written), markup=False)
 
 

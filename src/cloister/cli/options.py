@@ -19,8 +19,11 @@ import typer
 from cloister.errors import UsageError
 
 FLAG = " "  # an option that takes no value
+STUDY = ".toml"  # what stands in place of a workflow's name ends so if it is a study
 OPEN = {"allow_extra_args": True, "ignore_unknown_options": True}  # a workflow's own options follow the verb's
-WorkflowName = Annotated[str, typer.Argument(help="bin-values, find-outliers, ...: see `cloister explain`.")]
+WorkflowName = Annotated[
+    str, typer.Argument(help="bin-values, find-outliers, ...: see `cloister explain`. Or a study.toml.")
+]
 DataFiles = Annotated[
     list[str] | None, typer.Option("--data", metavar="SITE=FILE", help="The cells of a site; once per site.")
 ]

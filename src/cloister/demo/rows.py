@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -14,6 +14,10 @@ from cloister.run.run import Run
 from cloister.workflows.baselines.mapping import linear_label
 
 HEADER = ("workflow", "mode", "measure", "pooled", "federated", "alone", "attack", "sent", "seconds")
+EPITHELIUM = ("AT1", "AT2", "basal", "ciliated", "secretory")
+STROMA = ("endothelial", "fibroblast", "pericyte", "smooth muscle")
+IMMUNE = ("B", "NK/NKT", "T", "basophil/mast", "dendritic", "macrophage", "monocyte", "plasma")
+KNOWN = {"basel": EPITHELIUM, "lugano": STROMA, "vienna": IMMUNE}  # which cells a site has labelled
 Tell: TypeAlias = Callable[[Event], None] | None
 Played: TypeAlias = tuple[list[Run], list[tuple[Any, ...]]]  # the runs, and their rows of the table
 
@@ -43,30 +47,37 @@ def auroc(scores: Any, truth: Any) -> float:
     return float((ranks[truth].sum() - n * (n + 1) / 2) / (n * (len(truth) - n)))
 
 
-def hide_labels(share: float, without: str = "") -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """The demo's cells with a share of their labels taken off; all labels; which were taken off. By site."""
+def hide_labels(share: float, known: Mapping[str, Collection[str]]) -> tuple[dict[str, Any], ...]:
+    """Cells of which each site has labelled the kinds that it knows, and of which a share of all is kept for scores.
+
+    Returns cells, all labels, which cells are kept for scores, and which have a label left. By site.
+    """
     import pandas as pd
 
     rng = np.random.default_rng(0)
-    sites, truth, held = {}, {}, {}
+    sites, truth, held, seen = {}, {}, {}, {}
     for p, a in demo_data.demo_sites().items():
-        if p == without:
+        if p not in known:
             continue
         truth[p] = a.obs["cell_type"].astype(str).to_numpy().copy()
         held[p] = rng.random(a.n_obs) < share
-        a.obs["cell_type"] = pd.Categorical(np.where(held[p], None, truth[p]))
+        seen[p] = np.isin(truth[p], [*known[p]]) & ~held[p]
+        a.obs["cell_type"] = pd.Categorical(np.where(seen[p], truth[p], None))
         sites[p] = a
-    return sites, truth, held
+    return sites, truth, held, seen
 
 
 def linear_figures(
-    x: dict[str, Any], truth: dict[str, Any], held: dict[str, Any], predicted: dict[str, Any]
+    x: dict[str, Any], truth: dict[str, Any], held: dict[str, Any], seen: dict[str, Any], predicted: dict[str, Any]
 ) -> list[str]:
-    """Accuracy on the hidden labels: logistic regression on all sites' cells, what was found, on each site's own."""
+    """Accuracy on the kept cells: logistic regression on all sites' labels, what was found, on each site's own."""
 
     def linear(names: list[str], p: str) -> Any:
-        seen = np.concatenate([x[q][~held[q]] for q in names]), np.concatenate([truth[q][~held[q]] for q in names])
-        return linear_label(x[p][held[p]], *seen)
+        return linear_label(
+            x[p][held[p]],
+            np.concatenate([x[q][seen[q]] for q in names]),
+            np.concatenate([truth[q][seen[q]] for q in names]),
+        )
 
     def right(labels: Callable[[str], Any]) -> str:
         return f"{np.mean(np.concatenate([labels(p) == truth[p][held[p]] for p in x])):.1%}"

@@ -19,7 +19,7 @@ import numpy as np
 
 from cloister._version import __version__
 from cloister.cells.pace import told_to
-from cloister.cells.tables import attach_receipt
+from cloister.cells.tables import attach_receipt, places
 from cloister.crypto.agreement import Identity
 from cloister.crypto.entropy import Entropy
 from cloister.errors import LEFT, CloisterError, ProtocolAbort
@@ -129,6 +129,7 @@ def seated(
         {
             "study": study.name,
             "study_digest": study.digest.hex(),
+            **({"step": study.place, "whole_study": study.whole.digest.hex()} if study.at else {}),
             "party": me,
             "role": study.parties[me],
             "workflow": study.workflow,
@@ -185,7 +186,7 @@ def take_part(
         session = seat._session
         with told_to(session.tell_pass):
             adata = adata() if callable(adata) else adata
-            before = _places(adata)
+            before = places(adata)
             outcome = part(seat, adata)
         outcome.receipt = seat.receipt
         outcome.cost = {
@@ -195,21 +196,11 @@ def take_part(
             "seconds": time.perf_counter() - wall,
             "cpu_seconds": time.thread_time() - cpu,
         }
-        for place_written in sorted(_places(outcome.adata) - before):
+        for place_written in sorted(places(outcome.adata) - before):
             seat.receipt.add(Entry("written", study.workflow, "-", place_written, me, 0, ""))
     if outcome.adata is not None:
-        attach_receipt(outcome.adata, study.workflow, outcome.receipt.brief())
+        attach_receipt(outcome.adata, study.label, outcome.receipt.brief())
     return outcome
-
-
-def _places(adata: Any) -> set[str]:
-    """Where an AnnData holds something, by name: what is new after a run is the result that was written."""
-    places: set[str] = set()
-    for slot in ("obs", "var", "obsm", "layers", "uns"):
-        keys = {str(k) for k in getattr(adata, slot, ()) if k is not None} - {"cloister"}  # None: X, since anndata 0.13
-        places |= {f"{slot}[{k!r}]" for k in keys}
-    kept = getattr(adata, "uns", {}).get("cloister", {})
-    return places | {f"uns['cloister'][{k!r}]" for k in (kept if isinstance(kept, Mapping) else ())}
 
 
 def root_cause(errors: dict[Party, BaseException]) -> BaseException:

@@ -93,7 +93,7 @@ def _page(runs: list[Run], title: str, rows: Rows | Mapping[str, Rows] | None, b
     summary = f"{count(len(runs), 'run')}: {done} completed" + (
         f", {len(runs) - done} aborted." if done < len(runs) else "."
     )
-    header = tag("header", tag("h1", title), tag("p", summary, class_="lead"))
+    header = tag("header", tag("h1", title), tag("p", summary + _not_begun(runs), class_="lead"))
     links = [tag("a", "Comparison", href="#comparison")] if rows else []
     links += [tag("a", _heading(run), href=f"#run-{i}") for i, run in enumerate(runs, 1)]
     links.append(tag("a", "How to read this page", href="#how"))
@@ -123,7 +123,22 @@ def _rows(caption: str, rows: Rows) -> Html:
 
 
 def _heading(run: Run) -> str:
-    return f"{run.study.workflow}, {run.study.mode}" + (" (aborted)" if run.abort is not None else "")
+    return _title(run.study) + (" (aborted)" if run.abort is not None else "")
+
+
+def _title(study: Study) -> str:
+    step = f"Step {study.at} of {len(study.steps)}: " if study.at else ""
+    name = f"{study.label}: " if study.label != study.workflow else ""
+    return f"{step}{name}{study.workflow}, {study.mode}"
+
+
+def _not_begun(runs: list[Run]) -> str:
+    """The steps that did not come to their turn, in words."""
+    study = runs[0].study if runs else None
+    if study is None or any(not run.study.at or run.study.whole.digest != study.whole.digest for run in runs):
+        return ""
+    missing = [part.label for part in study.whole.parts if part.label not in {run.study.label for run in runs}]
+    return f" Not begun: {names(missing)}." if missing else ""
 
 
 # ---- one run ---------------------------------------------------------------------------------------------------------
@@ -134,7 +149,7 @@ def _run(run: Run, i: int, baselines: Mapping[str, Rows], *, unfold: bool) -> Ht
     badge = (
         tag("span", "completed", class_="badge good") if abort is None else tag("span", "aborted", class_="badge bad")
     )
-    title = tag("div", tag("h2", f"{study.workflow}, {study.mode}", id=f"run-{i}"), badge, class_="title")
+    title = tag("div", tag("h2", _title(study), id=f"run-{i}"), badge, class_="title")
     against = [
         _rows(f"{study.workflow}, {study.mode}, compared", baselines[key])
         for key in (study.workflow, f"{study.workflow}/{study.mode}")

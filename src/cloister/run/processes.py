@@ -51,9 +51,10 @@ def run_processes(
     *,
     faults: Iterable[Fault] = (),
     on_event: Callable[[Event], None] | None = None,
+    identities: Mapping[Party, Identity] | None = None,
 ) -> Run:
     """Run the study's workflow with one process per party."""
-    identities = {p: Identity.create(Entropy()) for p in study.parties}
+    identities = identities or {p: Identity.create(Entropy()) for p in study.parties}
     study = study.with_keys({p: i.public for p, i in identities.items()})
     run = Run(study)
     top = Folder()

@@ -12,10 +12,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, cast, overload
 
 import numpy as np
 
@@ -30,9 +31,11 @@ from cloister.net.mailbox import Mailbox
 from cloister.net.seat import Outcome, Seat, take_part
 from cloister.run.processes import run_processes
 from cloister.run.progress import passes_of
-from cloister.run.run import Run
+from cloister.run.results import write_files
+from cloister.run.run import Run, Series, workflow_part
 from cloister.run.wires import Fault, Killed, MemoryLink, Wires
 from cloister.study import CONSENTS, Mode, Party, Role, Study
+from cloister.workflows import steps
 
 if TYPE_CHECKING:
     from anndata import AnnData
@@ -79,8 +82,18 @@ def _plain(x: Any) -> Any:
     return x.item() if isinstance(x, np.generic) else x
 
 
+@overload
 def rehearse(
-    workflow: str,
+    workflow: str, data: Mapping[str, Any], *, mode: str = ..., seed: int = ..., timeout: float = ..., **options: Any
+) -> Run: ...
+
+
+@overload
+def rehearse(workflow: Study | Path, data: Mapping[str, Any], **options: Any) -> Run | Series: ...
+
+
+def rehearse(
+    workflow: str | Study | Path,
     data: Mapping[str, AnnData | str | Path | Any],
     *,
     mode: str = "hardened",
@@ -94,13 +107,14 @@ def rehearse(
     on_frame: Callable[[bytes], None] | None = None,
     check: bool = True,
     **options: Any,
-) -> Run:
-    """Run a workflow among all parties on this machine; warnings go to the log `cloister`.
+) -> Run | Series:
+    """Run a workflow, or a study, among all parties on this machine; warnings go to the log `cloister`.
 
     Parameters
     ----------
     workflow
-        Its name, as on the command line: `"bin-values"`.
+        Its name, as on the command line: `"bin-values"`. Or a `Study` or the `Path` of its file, which says mode, seed
+        and options itself; the steps of one that has several run one after the other.
     data
         Site name → its cells: an `AnnData`, the path of a file, or a pandas table of numbers with a row per cell (or
         patient). No party ever sees another's.
@@ -121,19 +135,86 @@ def rehearse(
 
     Returns
     -------
-    A `Run`: `data`, `receipts`, `cost`, `errors`, and `report(path)`.
+    A `Run`: `data`, `receipts`, `cost`, `errors`, and `report(path)`; of a study of several steps, a `Series` of them.
     """
     if not isinstance(data, Mapping):
         raise ParameterError(f"data must be a dictionary of site name → cells, found a {type(data).__name__}")
-    study = plan(workflow, data, mode=mode, seed=seed, timeout=timeout, colluders=colluders, options=options)
+    if isinstance(workflow, str):
+        study = plan(workflow, data, mode=mode, seed=seed, timeout=timeout, colluders=colluders, options=options)
+    else:
+        plain = not options and (mode, seed, timeout, colluders) == ("hardened", 0, 60.0, 0)
+        study = _agreed(workflow, data, plain=plain)
     for note in workflows.warnings_of(study):
         LOG.warning(note)
-    run = rehearse_study(
-        study, data, processes=processes, inplace=inplace, faults=faults, on_event=on_event, on_frame=on_frame
-    )
+    told = {"on_event": on_event, "on_frame": on_frame}
+    how: dict[str, Any] = {"processes": processes, "inplace": inplace, "faults": faults, **told}
+    run: Run | Series = rehearse_steps(study, data, **how) if study.steps else rehearse_study(study, data, **how)
     if check:
         run.check()
     return run
+
+
+def _agreed(study: Study | Path, data: Mapping[str, Any], *, plain: bool) -> Study:
+    """A study as it stands; raises unless the call is `plain`, with nothing that the study says itself."""
+    study = study if isinstance(study, Study) else Study.load(study)
+    if not plain:
+        raise ParameterError(f"the study '{study.name}' says its mode, seed, timeout and options itself")
+    check_sites(study, data)
+    return study
+
+
+def check_sites(study: Study, data: Mapping[str, Any]) -> None:
+    """Raise `ParameterError` unless there are cells for each site of the study, and for nobody else."""
+    for site in (*study.sites, *data):
+        if site not in data:
+            raise ParameterError(f"no cells for '{site}', which is a site of the study '{study.name}'")
+        if site not in study.sites:
+            raise ParameterError(f"'{site}' is no site of the study '{study.name}'; it has {', '.join(study.sites)}")
+
+
+def rehearse_steps(
+    study: Study,
+    data: Mapping[str, AnnData | str | Path | Any],
+    *,
+    processes: bool = False,
+    inplace: bool = False,
+    on_step: Callable[[Run], None] | None = None,
+    **how: Any,
+) -> Series:
+    """Rehearse the steps of a study one after the other, each on what the one before gave; stops where one fails.
+
+    `on_step` gets the run of every step as it ends, before the next one goes on with its cells.
+    """
+    needs_files = steps.uses_files(study)
+    if needs_files and processes:
+        raise ParameterError("a step takes a file of another, which processes do not hand over; rehearse without them")
+    identities = {p: Identity.create(Entropy()) for p in study.parties}
+    study = study.with_keys({p: i.public for p, i in identities.items()})
+    series, now = Series(study), dict(data)
+    for site in study.sites:
+        with _named(site):
+            adata = _cells_of(data[site])
+            steps.check_site(study, site, adata)
+            now[site] = data[site] if processes else adata
+    with tempfile.TemporaryDirectory(prefix="cloister-") as folder:
+        folders: dict[str, Path] = {}
+        for part in study.parts:
+            with steps.named(part):
+                once: dict[str, Any] = {"identities": identities, "folders": folders}
+                run = rehearse_study(part, now, processes=processes, inplace=inplace, **once, **how)
+            series.runs[part.label] = run
+            run.draw()  # of the cells as they are now
+            if on_step is not None:
+                on_step(run)
+            if not run.whole:
+                break
+            now = dict(run.data)
+            if needs_files:
+                folders[part.label] = Path(folder) / part.label
+                folders[part.label].mkdir()
+                for party in run.outcomes:
+                    write_files(run, party, folders[part.label])
+    return series
 
 
 def rehearse_study(
@@ -145,8 +226,13 @@ def rehearse_study(
     faults: Iterable[Fault] = (),
     on_event: Callable[[Event], None] | None = None,
     on_frame: Callable[[bytes], None] | None = None,
+    identities: Mapping[Party, Identity] | None = None,
+    folders: Mapping[str, Path] | None = None,
 ) -> Run:
-    """`rehearse` a study that is there already; errors of single parties stay in the run."""
+    """`rehearse` a study of one workflow, or one step, that is there already; errors of single parties stay in the run.
+
+    `identities` are new ones unless given; `folders` holds what earlier steps wrote, by their names.
+    """
     workflow, options = workflows.check_plan(study)
     given, on_event = {}, harmless(on_event)
     for site, cells_or_file in data.items():
@@ -160,11 +246,12 @@ def rehearse_study(
         given = {p: a for p, a in given.items() if p not in files}  # a party's process reads its file itself
     cells = {Party(p): a if inplace or p in files else _copy(a) for p, a in given.items()}
     if processes:
-        run = run_processes(study, {**cells, **files}, faults=faults, on_event=on_event)
+        run = run_processes(study, {**cells, **files}, faults=faults, on_event=on_event, identities=identities)
     else:
-        parts = dict.fromkeys(study.parties, functools.partial(workflow.part, options=options, checked=True))
+        parts = dict.fromkeys(study.parties, functools.partial(workflow_part, checked=True, folders=folders))
         reveals = workflows.reveals(study)
-        run = run_parties(study, parts, cells, faults=faults, on_event=on_event, on_frame=on_frame, reveals=reveals)
+        told: dict[str, Any] = {"on_event": on_event, "on_frame": on_frame, "reveals": reveals}
+        run = run_parties(study, parts, cells, faults=faults, identities=identities, **told)
     if inplace and processes:
         for site in given.keys() & run.data.keys():
             given[site]._init_as_actual(run.data[site])
@@ -212,10 +299,11 @@ def run_parties(
     entropy: Callable[[Party], Entropy] | None = None,
     consent: Mapping[Party, frozenset[str]] | None = None,
     reveals: Mapping[str, str] | None = None,
+    identities: Mapping[Party, Identity] | None = None,
 ) -> Run:
     """Run given parts in threads of this process; for `rehearse` and the test kit. All consent unless told."""
     sources = {p: entropy(p) if entropy else Entropy() for p in study.parties}
-    identities = {p: Identity.create(sources[p]) for p in study.parties}
+    identities = identities or {p: Identity.create(sources[p]) for p in study.parties}
     study = study.with_keys({p: i.public for p, i in identities.items()})
     boxes = {p: Mailbox(p) for p in study.parties}
 

@@ -7,6 +7,8 @@
         basel.<name>             further files of the workflow        │ only of a run that was completed
         figure-1-<title>.png     figures, described in figures.json   ┘
 
+A study of several steps has a folder for each in it, `01-shared-pca`, `02-map-labels`, ..., and one page for all.
+
 Everything is written to a hidden folder first and moved to its place when it is whole; `run.json` goes away first
 and comes last, so a folder without it holds nothing to rely on. An aborted run leaves receipts, and `run.json` with the
 place of the abort. The files are for their owner's eyes (0600).
@@ -14,6 +16,7 @@ place of the abort. The files are for their owner's eyes (0600).
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -58,6 +61,20 @@ def check_folder(folder: str | Path, study: Study) -> None:
                 f"{folder / f'{party}.h5ad'} is there and is not of an earlier run; results would overwrite it:"
                 " choose another folder"
             )
+
+
+def step_folder(folder: Path, part: Study) -> Path:
+    """Where a part of a study goes: a step into a folder of its own."""
+    return folder / f"{part.at:02d}-{part.label}" if part.at else folder
+
+
+def clear_steps(folder: Path) -> None:
+    """Remove what the steps of an earlier run left in `folder`, by their own lists; anything else stays."""
+    for place in folder.glob("[0-9][0-9]-*/run.json") if folder.is_dir() else ():
+        for name in (*_named_files(place.parent), "run.json"):
+            (place.parent / name).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            place.parent.rmdir()
 
 
 def save_run(run: Run, folder: str | Path, *, on_event: Callable[[Event], None] | None = None) -> list[Path]:
@@ -144,6 +161,13 @@ def _write_outcome(run: Run, party: str, outcome: Outcome, staging: Path) -> lis
     if outcome.adata is not None:
         names.append(f"{party}.h5ad")
         write_cells(outcome.adata, staging / names[-1], private=True)
+    return names + write_files(run, party, staging)
+
+
+def write_files(run: Run, party: str, folder: Path) -> list[str]:
+    """Write the further files of a party's result, its model for example; returns their names."""
+    names = []
+    outcome = run.outcomes[party]
     try:
         further = workflows.get(run.study.workflow).files
     except CloisterError:
@@ -152,7 +176,7 @@ def _write_outcome(run: Run, party: str, outcome: Outcome, staging: Path) -> lis
         if not PLAIN_NAME.fullmatch(name):
             raise DataError(f"a workflow may not write a file called {name!r}; use letters, digits, '.', '-', '_'")
         names.append(f"{party}.{name}")
-        files.write(staging / names[-1], content)
+        files.write(folder / names[-1], content)
     return names
 
 

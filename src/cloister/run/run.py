@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cloister import workflows
-from cloister.errors import MissingExtra, ProtocolAbort
+from cloister.errors import MissingExtra, PeerLost, ProtocolAbort
 from cloister.net.channel import Event
 from cloister.net.receipts import Receipt
 from cloister.net.seat import Outcome, Seat, root_cause
 from cloister.study import Party, Study
+from cloister.workflows.steps import named, with_files
 
 if TYPE_CHECKING:
     from anndata import AnnData
@@ -22,10 +23,19 @@ if TYPE_CHECKING:
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
-def workflow_part(seat: Seat, adata: AnnData | None, *, checked: bool = False) -> Outcome:
-    """The part of a party in its study's workflow; its cells are checked first, unless they were already."""
+def workflow_part(
+    seat: Seat, adata: AnnData | None, *, checked: bool = False, folders: Mapping[str, Path] | None = None
+) -> Outcome:
+    """The part of a party in its study's workflow; its cells are checked first, unless they were already.
+
+    `folders` holds what earlier steps of the study wrote, by their names.
+    """
     workflow, options = workflows.check_plan(seat.study)
-    return workflow.part(seat, adata, options, checked=checked)
+    options = with_files(options, seat.me, folders or {})
+    outcome = workflow.part(seat, adata, options, checked=checked)
+    if outcome.adata is None and seat.study.at:
+        outcome.adata = adata  # a step that leaves the cells as they are hands them on
+    return outcome
 
 
 @dataclass(frozen=True)
@@ -90,7 +100,8 @@ class Run:
         sent = sum(r["bytes"] for p in self.receipts for r in self.rows(p) if r["kind"] == "sent")
         ended = f"stopped at {', '.join(self.errors)}" if self.errors else "done"
         who = f"{len(self.study.sites)} sites"
-        return f"<Run of {self.study.workflow}, {self.study.mode}: {who}, {ended}, {sent / 1e6:.2f} MB sent>"
+        what = f"{self.study.place}: " if self.study.at else ""
+        return f"<Run of {what}{self.study.workflow}, {self.study.mode}: {who}, {ended}, {sent / 1e6:.2f} MB sent>"
 
     @property
     def data(self) -> dict[str, AnnData]:
@@ -131,6 +142,11 @@ class Run:
         if isinstance(cause, ProtocolAbort):
             return Abort(party, cause.protocol, cause.line, cause.code)
         return Abort(party, "local", "-", type(cause).__name__)
+
+    @property
+    def whole(self) -> bool:
+        """Whether every party came to its end."""
+        return not self.errors and self.outcomes.keys() >= self.study.parties.keys()
 
     def status(self, party: str) -> str:
         """`done`, `aborted: where`, or `unknown` if neither a result nor a receipt of that party is here."""
@@ -221,6 +237,58 @@ class Run:
         if not all(f.png.startswith(PNG) for f in figures):
             return Drawing(note="The figures are missing: what was drawn is no PNG image.")
         return Drawing(figures)
+
+
+@dataclass
+class Series:
+    """What came of a study of several steps: a run for each that was begun, by the step's name and in their order."""
+
+    study: Study
+    runs: dict[str, Run] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        """One line, for who types `series` in a notebook."""
+        ended = f"stopped in {self.failed}" if self.failed else "done"
+        return f"<Series of {len(self.study.steps)} steps, {', '.join(self.runs)}: {ended}>"
+
+    @property
+    def failed(self) -> str:
+        """The step that failed; empty if all were completed."""
+        return next((name for name, run in self.runs.items() if not run.whole), "")
+
+    @property
+    def data(self) -> dict[str, AnnData]:
+        """The sites' cells after the last step that was completed."""
+        done = [run for run in self.runs.values() if run.whole]
+        return done[-1].data if done else {}
+
+    @property
+    def results(self) -> dict[str, dict[str, dict[str, Any]]]:
+        return {name: run.results for name, run in self.runs.items()}
+
+    @property
+    def receipts(self) -> dict[str, dict[str, Receipt]]:
+        """Step → party → receipt."""
+        return {name: run.receipts for name, run in self.runs.items()}
+
+    @property
+    def cost(self) -> dict[str, dict[str, dict[str, float]]]:
+        return {name: run.cost for name, run in self.runs.items()}
+
+    def check(self) -> None:
+        """Raise the error that made a step fail, if one did; it names the step."""
+        if self.failed:
+            run = self.runs[self.failed]
+            with named(run.study):
+                run.check()
+                gone = [p for p in run.study.parties if p not in run.outcomes]
+                raise PeerLost("channel", "-", "lost", f"nothing more came from {', '.join(gone)}")
+
+    def report(self, path: str | Path) -> Path:
+        """Write one self-contained page with a part for each step."""
+        from cloister.report.page import write_report
+
+        return write_report(path, [*self.runs.values()], title=self.study.name)
 
 
 def _flows_of_events(events: Iterable[Event]) -> list[Flow]:

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from cloister import workflows
 from cloister.cells.pace import told_to
 from cloister.errors import DataError, ParameterError, PeerLost, UsageError
 from cloister.files import replacing
@@ -30,6 +29,7 @@ from cloister.runtime.party import Ended, open_cells
 from cloister.runtime.ready import is_running
 from cloister.runtime.watch import last_event
 from cloister.study import Study
+from cloister.workflows import steps
 
 Say = Callable[[str], None]
 Tell = Callable[[Event], None]
@@ -64,10 +64,12 @@ def attend(
         policy = replace(policy, data=Path(data).absolute())
     kit.check_approved(policy)
     kit.check_limits(policy)
+    steps.check_steps(kit.study)
     if kit.role == "site":
-        workflow, options = workflows.check_plan(kit.study)
         with told_to(passes_of(kit.me, on_event)):
-            workflow.check(open_cells(kit, policy), options)  # bad cells raise here, before the others are contacted
+            steps.check_site(
+                kit.study, kit.me, open_cells(kit, policy)
+            )  # bad cells raise here, before others are asked
     seen = set(policy.out.glob("*/outcome.json"))
     began, end = time.time(), time.monotonic() + (limit or kit.study.patience)
     with _service(kit, {DATA: str(policy.data)} if policy.data else {}) as service:
@@ -134,7 +136,8 @@ def check_same_study(kit: Kit, study: Study) -> None:
 
 def take_away(ended: Ended, path: str | Path) -> Path:
     """Copy a finished run's cells to where the user wants them; whole, or not at all."""
-    source, path = Path(ended.folder) / f"{ended.party}.h5ad", Path(path)
+    made = sorted(Path(ended.folder).glob(f"[0-9][0-9]-*/{ended.party}.h5ad"))  # of several steps, the last
+    source, path = made[-1] if made else Path(ended.folder) / f"{ended.party}.h5ad", Path(path)
     if not source.exists():
         raise UsageError(f"this run gave no cells; see {ended.folder}")
     try:

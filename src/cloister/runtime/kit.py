@@ -139,33 +139,42 @@ class Kit:
             data=self.path / data if data else None,
             out=self.path / raw.get("out", "results"),
             **allowed,
-            limits={"study": STUDY_RUNS, self.study.workflow: WORKFLOW_RUNS} | dict(limits),
+            limits={"study": STUDY_RUNS} | dict.fromkeys(self._asked()["workflows"], WORKFLOW_RUNS) | dict(limits),
             sandbox=raw.get("sandbox", SANDBOXES[0]),
             floors=dict(floors),
             obs=names["obs"],
             obsm=names["obsm"],
         )
 
+    def _asked(self) -> dict[str, list[str]]:
+        """What the study wants approved; a study of several steps is one study, and all their workflows and modes."""
+        parts = self.study.parts
+        return {
+            "workflows": [*dict.fromkeys(part.workflow for part in parts)],
+            "modes": [*dict.fromkeys(part.mode for part in parts)],
+            "studies": [self.study.digest.hex()],
+        }
+
     def check_approved(self, policy: Policy) -> None:
-        """Raise `Refusal` unless this party allowed the workflow, the mode and this very study."""
+        """Raise `Refusal` unless this party allowed the workflows, the modes and this very study."""
         if self.role == "coordinator":
             return  # it is the one that asks
-        study, digest = self.study, self.study.digest.hex()
-        asked = {"workflows": study.workflow, "modes": study.mode, "studies": digest}
+        asked = self._asked()
         what = {"workflows": "the workflow", "modes": "the mode", "studies": "the study"}
-        for key, value in asked.items():
-            if value not in getattr(policy, key):
-                raise Refusal(
-                    f"'{self.me}' has not approved {what[key]} {value!r}; read: cloister explain {study.workflow},"
-                    f" then add it to [approve] {key} in local/site.toml"
-                )
+        for key, values in asked.items():
+            for value in values:
+                if value not in getattr(policy, key):
+                    read = value if key == "workflows" else _to_read(self.study)
+                    raise Refusal(
+                        f"'{self.me}' has not approved {what[key]} {value!r}; read: cloister explain {read},"
+                        f" then add it to [approve] {key} in local/site.toml"
+                    )
 
     def runs_so_far(self) -> dict[str, int]:
-        """How many runs were begun here: of this kit's study, and of its workflow under any study."""
+        """How many runs were begun here: of this kit's study, and of its workflows under any study."""
         counts = self._counts()
-        return {
-            "study": counts.get(self.study.digest.hex(), 0),
-            self.study.workflow: counts.get(self.study.workflow, 0),
+        return {"study": counts.get(self.study.digest.hex(), 0)} | {
+            name: counts.get(name, 0) for name in self._asked()["workflows"]
         }
 
     def check_limits(self, policy: Policy) -> None:
@@ -185,7 +194,7 @@ class Kit:
             fcntl.flock(lock, fcntl.LOCK_EX)
             self.check_limits(policy)
             counts = self._counts()
-            for key in (self.study.digest.hex(), self.study.workflow):
+            for key in (self.study.digest.hex(), *(part.workflow for part in self.study.parts)):
                 counts[key] = counts.get(key, 0) + 1
             files.write(self.path / "local" / COUNTS, json.dumps(counts, indent=1))
 
@@ -204,16 +213,20 @@ class Kit:
     def approve(self) -> str:
         """Add this kit's study to `local/site.toml`; returns what was approved, in words."""
         policy, text = self.policy(), self.policy_file.read_text(encoding="utf-8")
-        study = self.study
-        asked = {"workflows": study.workflow, "modes": study.mode, "studies": study.digest.hex()}
-        for key, value in asked.items():
-            values = dict.fromkeys((*getattr(policy, key), value))
+        for key, asked in self._asked().items():
+            values = dict.fromkeys((*getattr(policy, key), *asked))
             line = f"{key} = {json.dumps([*values])}"
             text, replaced = re.subn(rf"^{key} *=.*$", line, text, count=1, flags=re.MULTILINE)
             if not replaced:
                 raise ParameterError(f"{self.policy_file}: there is no line '{key} = [...]' under [approve]; add it")
         self.policy_file.write_text(text, encoding="utf-8")
-        return f"{study.workflow}, mode {study.mode}, study {study.name!r} ({study.digest.hex()})"
+        asked = [f"{part.workflow}, mode {part.mode}" for part in self.study.parts]
+        return f"{', then '.join(asked)}, study {self.study.name!r} ({self.study.digest.hex()})"
+
+
+def _to_read(study: Study) -> str:
+    """What `cloister explain` is asked for before somebody approves."""
+    return "study.toml" if study.steps else study.workflow
 
 
 def _check_keys(table: Mapping[str, Any], known: set[str], where: str) -> None:
@@ -244,11 +257,14 @@ data = "cells.h5ad"
 [obsm]
 # X_pca = "X_pca_harmony"
 """
+    asked = "\n".join(f"#   workflow {part.workflow!r} in mode {part.mode!r}" for part in study.parts)
+    explain = _to_read(study) + ("" if study.steps else f" --mode {study.mode}")
+    limits = "\n".join(f"{name} = {WORKFLOW_RUNS}" for name in dict.fromkeys(part.workflow for part in study.parts))
     approval = f"""\
 
 # What may run here. Empty lists: nothing. This kit's study asks for
-#   workflow {study.workflow!r} in mode {study.mode!r}
-# What these reveal: cloister explain {study.workflow} --mode {study.mode}
+{asked}
+# What these reveal: cloister explain {explain}
 # `cloister site KIT --approve` adds all three lines for the study.toml in this kit.
 [approve]
 workflows = []
@@ -262,7 +278,7 @@ consent = []
 # `local/runs.json` keeps the count.
 [limits]
 study = {STUDY_RUNS}
-{study.workflow} = {WORKFLOW_RUNS}
+{limits}
 """
     return (
         "# Read each time a run starts; no restart is needed after a change.\n\n"

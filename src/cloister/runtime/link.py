@@ -33,6 +33,7 @@ from cloister.crypto.entropy import Entropy
 from cloister.errors import ParameterError, ProtocolAbort, WireError
 from cloister.net import values, wire
 from cloister.net.mailbox import Failure, Mailbox
+from cloister.net.steps import Mailboxes
 from cloister.study import Party, Study
 
 GREETING, BATCH, PING = b"G", b"B", b"P"
@@ -96,7 +97,14 @@ class SealedLink:
     """
 
     def __init__(
-        self, study: Study, me: Party, run: str, identity: Identity, mailbox: Mailbox, ask: Ask, entropy: Entropy
+        self,
+        study: Study,
+        me: Party,
+        run: str,
+        identity: Identity,
+        mailbox: Mailbox | Mailboxes,
+        ask: Ask,
+        entropy: Entropy,
     ) -> None:
         if missing := [p for p in study.parties if p not in study.keys]:
             raise ParameterError(f"study.toml: [keys] has none for {', '.join(missing)}; run: cloister provision")
@@ -126,15 +134,16 @@ class SealedLink:
             self._lose(p, f"it did not come within {seconds:g} s")
         return missing
 
-    def post(self, to: Party, frame: bytes) -> None:
+    def post(self, to: Party, frame: bytes, tag: bytes = b"") -> None:
+        """Queue a frame, behind a `tag` that the other end's mailbox knows what to do with."""
         peer = self._peers[to]
         with peer.turn:
             if peer.lost or self._closing:
                 return
             if len(frame) < PULSE and wire.unpack(frame).kind == "pulse":
-                peer.pulse = frame  # a newer one says more than an older one
+                peer.pulse = tag + frame  # a newer one says more than an older one
             else:
-                peer.frames.append(frame)
+                peer.frames.append(tag + frame if tag else frame)
             peer.turn.notify()
 
     def close(self) -> None:

@@ -3,6 +3,7 @@
     results/20260131T120000Z-3f2a9c1e/
         outcome.json          done, or where and why not, in words
         run.json, ...         the same files as of a rehearsal, for this party only (`cloister.run.results`)
+        01-shared-pca/, ...   instead of those: one such folder for each step, where the study has several
 
 The words of an error stay in that folder. The others hear `(protocol, line, code)` from the channel; so does the
 coordinator once more at the end, in a signed word.
@@ -11,13 +12,15 @@ coordinator once more at the end, in a signed word.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -29,11 +32,14 @@ from cloister.errors import CloisterError, DataError, PeerLost, RefusedError
 from cloister.net.mailbox import Mailbox
 from cloister.net.receipts import Receipt
 from cloister.net.seat import Outcome, take_part
-from cloister.run.results import save_run
+from cloister.net.steps import Mailboxes, StepLink
+from cloister.run.results import save_run, step_folder
 from cloister.run.run import Run, workflow_part
 from cloister.runtime.kit import Kit, Policy, Refusal
 from cloister.runtime.link import Ask, SealedLink
 from cloister.runtime.watch import Teller
+from cloister.study import Party, Study
+from cloister.workflows import steps
 
 if TYPE_CHECKING:
     from anndata import AnnData
@@ -53,12 +59,13 @@ class Ended:
     result: Mapping[str, Any] = field(default_factory=dict)
     cost: Mapping[str, float] = field(default_factory=dict)
     parties: Mapping[str, str] = field(default_factory=dict)  # at the coordinator: how it ended at the others
+    step: str = ""  # the one that failed, in words, where the study has several
 
     @property
     def word(self) -> str:
         """What the coordinator may hear of it."""
         where = [self.error[k] for k in ("protocol", "line", "code") if self.error.get(k)]
-        return " ".join([self.status, *where])
+        return " ".join([self.status, *where, *([f"in {self.step}"] if self.step else [])])
 
     def save(self, path: Path) -> None:
         """Write it whole or not at all, for the owner only."""
@@ -86,64 +93,97 @@ def _plain(x: Any) -> Any:
 
 
 class Turn:
-    """One party's turn in one run: the link, from the start; the part, in `take`."""
+    """One party's turn in one run: the link, from the start; the part, or one after the other, in `take`."""
 
     def __init__(self, kit: Kit, run: str, ask: Ask) -> None:
         self.kit, self.run, self.tell = kit, run, Teller(kit, run)
-        self.mailbox, self.entropy, self.over = Mailbox(kit.me, room()), Entropy(), threading.Event()
+        self.mailbox = Mailboxes(kit.study, kit.me, room()) if kit.study.steps else Mailbox(kit.me, room())
+        self.entropy, self.over = Entropy(), threading.Event()
         self.link = SealedLink(kit.study, kit.me, run, kit.identity, self.mailbox, ask, self.entropy)
 
     def take(self) -> Ended:
         """Run this party's part to its end, and write the results or the error. Never raises."""
-        kit, run = self.kit, Run(self.kit.study)
-        folder = results_folder(kit, self.run)
+        kit, done = self.kit, list[Run]()
+        folder, run = results_folder(kit, self.run), Run(kit.study.parts[0])
         try:
             policy = kit.policy()
-            run.outcomes[kit.me] = outcome = self._run_part(policy, run)
-            save_run(run, folder, on_event=self.tell)
-            ended = Ended(self.run, kit.me, "done", str(folder), {}, outcome.result, outcome.cost)
+            self._meet()
+            for part in kit.study.parts:
+                run = Run(part)
+                with steps.named(part):
+                    run.outcomes[kit.me] = self._run_part(policy, run, done, folder)
+                done.append(run)
+            save_run(run, step_folder(folder, run.study), on_event=self.tell)
+            ended = _all_done(self.run, kit.me, folder, done)
         except BaseException as e:
-            ended = failed(kit, self.run, e, folder)
+            ended = replace(failed(kit, self.run, e, folder), step=run.study.place)
             with contextlib.suppress(CloisterError):
-                save_run(Run(kit.study, errors={kit.me: e}, receipts=run.receipts), folder)
+                save_run(Run(run.study, errors={kit.me: e}, receipts=run.receipts), step_folder(folder, run.study))
+        finally:
+            if kit.study.steps:
+                self.link.close()  # each step has left it open for the next
         self.tell.end()
         ended.keep()
         log.info("run %s %s; see %s", self.run[:8], ended.error.get("text") or ended.status, folder)
         self.over.set()
         return ended
 
-    def _run_part(self, policy: Policy, run: Run) -> Outcome:
-        kit = self.kit
-        log.info("run %s of study %r begins: %s, %s", self.run[:8], kit.study.name, kit.study.workflow, kit.study.mode)
-        for note in workflows.warnings_of(kit.study):
+    def _meet(self) -> None:
+        steps.check_steps(self.kit.study)
+        for note in workflows.warnings_of(self.kit.study):
             log.warning(note)
         self.link.start()
         if missing := self.link.meet():
             log.warning("%s did not come", ", ".join(missing))
 
+    def _run_part(self, policy: Policy, run: Run, done: list[Run], folder: Path) -> Outcome:
+        kit, part = self.kit, run.study
+        what = f"{part.place}: " if part.place else ""
+        log.info("run %s of study %r begins: %s%s, %s", self.run[:8], part.name, what, part.workflow, part.mode)
+
         def cells() -> AnnData | None:
+            if done:
+                save_run(done[-1], step_folder(folder, done[-1].study))  # whole, whatever becomes of this step
+                if (adata := done[-1].outcomes[kit.me].adata) is not None:
+                    check_floors(kit.me, part, policy, adata)
+                return adata
             kit.check_approved(policy)
             if kit.role != "coordinator":
                 kit.count_run(policy)
-            return open_cells(kit, policy) if kit.role == "site" else None
+            adata = open_cells(kit, policy) if kit.role == "site" else None
+            if adata is not None and part.at:
+                steps.check_site(kit.study, kit.me, adata)
+            return adata
 
         def keep(receipt: Receipt) -> None:
             run.receipts[kit.me] = receipt
 
+        folders = {one.study.label: step_folder(folder, one.study) for one in done}
         return take_part(
-            kit.study,
+            part,
             kit.me,
-            self.link,
-            self.mailbox,
+            StepLink(self.link, part.at) if part.at else self.link,
+            self.mailbox.begin(part.at) if isinstance(self.mailbox, Mailboxes) else self.mailbox,
             cells,
-            part=workflow_part,
-            reveals=workflows.reveals(kit.study),
+            part=functools.partial(workflow_part, folders=folders),
+            reveals=workflows.reveals(part),
             identity=kit.identity,
             entropy=self.entropy,
             on_event=self.tell,
             on_receipt=keep,
             consent=frozenset(policy.consent),
         )
+
+
+def _all_done(run: str, me: Party, folder: Path, done: list[Run]) -> Ended:
+    """An ending where everything was done: of several steps the results by step, and the costs together."""
+    outcomes = {one.study.label: one.outcomes[me] for one in done}
+    cost: Counter[str] = Counter()
+    for outcome in outcomes.values():
+        cost.update(outcome.cost)
+    results = {label: o.result for label, o in outcomes.items()}
+    result = results if done[0].study.steps else results[done[0].study.label]
+    return Ended(run, me, "done", str(folder), {}, result, dict(cost))
 
 
 def room() -> int:
@@ -180,16 +220,18 @@ def open_cells(kit: Kit, policy: Policy) -> AnnData:
             if ours not in table:
                 raise DataError(f"local/site.toml: [{name}] {theirs} = {ours!r}, but adata.{name}[{ours!r}] is missing")
             table[theirs] = table[ours]
-    check_floors(kit, policy, adata)
+    for part in kit.study.parts:
+        check_floors(kit.me, part, policy, adata)
     return adata
 
 
-def check_floors(kit: Kit, policy: Policy, adata: AnnData) -> None:
+def check_floors(me: Party, part: Study, policy: Policy, adata: AnnData) -> None:
     """Raise `Refusal` if the cells are of fewer donors than this site's policy asks for, whatever the study says."""
     if (least := policy.floors.get("min_donors")) is None:
         return
-    key = kit.study.parameters.get("donor_key")
+    what = part.place or "the study"
+    key = part.parameters.get("donor_key")
     if key is None:
-        raise Refusal(f"'{kit.me}' answers about at least {least} donors ([floors]), and the study has no donor_key")
+        raise Refusal(f"'{me}' answers about at least {least} donors ([floors]), and {what} has no donor_key")
     if (here := donors(adata, str(key))) < least:
         raise Refusal(f"{here} donors, fewer than the {least} that [floors] in local/site.toml asks for")

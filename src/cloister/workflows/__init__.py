@@ -44,6 +44,10 @@ def _no_part(seat: Seat, options: Any) -> Outcome:
     return Outcome()
 
 
+def _reads(options: Any, site: str) -> tuple[str, ...]:
+    return ("layer", "use_rep", "donor_key", "library_key")
+
+
 @dataclass(frozen=True)
 class Workflow:
     name: str
@@ -60,6 +64,8 @@ class Workflow:
     files: Callable[[Outcome], dict[str, bytes]] | None = None  # further files to write at a party
     model: tuple[str, Callable[[Path, Any], Any]] | None = None  # which of them is the model, and how to read it
     figures: Callable[[Mapping[str, Outcome], Any], list[Any]] | None = None  # for the report
+    reads: Callable[[Any, str], tuple[str, ...]] = _reads  # options that name what a site's cells must have
+    writes: tuple[str, ...] = ()  # where a site's results go, by options: "obsm[{key_added!r}]"
     stand_in: Mapping[str, Any] = field(default_factory=dict)  # options that say nothing about a file
     retired: Mapping[str, str] = field(default_factory=dict)  # option of earlier versions → what to do instead
 
@@ -116,7 +122,10 @@ def options_of(workflow: Workflow, given: Mapping[str, Any]) -> Any:
 
 
 def check_plan(study: Study) -> tuple[Workflow, Any]:
-    """Workflow and options of a study, or the error that names what is wrong in it."""
+    """Workflow and options of a study, or of one step of it, or the error that names what is wrong in it."""
+    if study.steps and not study.at:
+        names = ", ".join(step.name for step in study.steps)
+        raise UsageError(f"'{study.name}' is a study of several steps ({names}); run it whole")
     workflow = get(study.workflow)
     needed = workflow.mode(study.mode).auxiliaries
     if len(study.auxiliaries) < needed:
@@ -156,6 +165,8 @@ def warnings_of(study: Study) -> list[str]:
     notes = []
     if len(study.sites) == 2:
         notes.append("two sites only: every opened sum tells each site the other's contribution by subtraction")
+    if study.steps and not study.at:
+        return notes + [f"{part.place}: {x}" for part in study.parts for x in warnings_of(part) if x not in notes]
     if study.workflow not in NAMES:
         return notes
     workflow, options = check_plan(study)

@@ -240,5 +240,6 @@ WORKFLOW = Workflow(
     site=site,
     coordinator=coordinator,
     check=check,
+    writes=("layers[{key_added!r}]",),
     figures=figures,
 )

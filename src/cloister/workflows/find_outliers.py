@@ -286,5 +286,6 @@ WORKFLOW = Workflow(
     coordinator=coordinator,
     auxiliary=auxiliary,
     check=check,
+    writes=("obs['outlier']", "obs['outlier_score']"),
     figures=figures,
 )

@@ -369,6 +369,8 @@ WORKFLOW = Workflow(
     site=site,
     coordinator=coordinator,
     check=check,
+    reads=lambda options, site: ("label_key", "use_rep" if options.model == "mlp" else "layer"),
+    writes=("obs[{key_added!r}]", "uns[{key_added!r}]", "obsm[{features_added!r}]"),
     files=files,
     model=("model.npz", lambda path, options: load_model(path, options.pretrained)),
     figures=figures,

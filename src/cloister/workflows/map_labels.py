@@ -306,6 +306,8 @@ WORKFLOW = Workflow(
     coordinator=assist,
     auxiliary=assist,
     check=check,
+    reads=lambda options, site: ("use_rep",) if site == options.query else ("use_rep", "label_key"),
+    writes=("obs[{key_added!r}]",),
     check_study=check_study,
     figures=figures,
     warnings=warnings,

@@ -249,5 +249,6 @@ WORKFLOW = Workflow(
     coordinator=coordinator,
     auxiliary=auxiliary,
     check=check,
+    writes=("obs[{key_added!r}]",),
     figures=figures,
 )

@@ -101,6 +101,8 @@ WORKFLOW = Workflow(
     site=site,
     coordinator=coordinator,
     check=check,
+    reads=lambda options, site: (),
+    writes=("obs[{key_added!r}]", "obsm['{key_added}_features']"),
     min_sites=1,
     figures=figures,
 )

@@ -207,5 +207,6 @@ WORKFLOW = Workflow(
     site=site,
     coordinator=coordinator,
     check=check,
+    writes=("obsm[{key_added!r}]", "uns[{key_added!r}]"),
     figures=figures,
 )

@@ -28,7 +28,7 @@ from cloister.protocols.sums import pooled_scaling
 from cloister.protocols.sums.columns import match_columns
 from cloister.study import CONSENTS, Study
 from cloister.workflows import Workflow
-from cloister.workflows.figures.cellcnn import accuracy, consensus, figures, report
+from cloister.workflows.figures.cellcnn import accuracy, consensus, figures, positive, report
 from cloister.workflows.modes import modes_of
 from cloister.workflows.options import option
 
@@ -69,6 +69,7 @@ class Options:
     reference_mean: tuple[float, ...] = option((), "one per marker, in the agreed order")
     reference_scale: tuple[float, ...] = option((), "one per marker, in the agreed order")
     open_model: bool = option(default=False, help="decrypt the final model, if every site consents")
+    positive_class: str | None = option(None, "class whose cells reports select; the last by name if none")
     n_models: int = option(1, "train so many, with 3 to 9 filters, and take the best by held-out donors")
     hold_out: int = option(0, "donors per class at each site that are kept for validation")
     keep: str = option("", "folder for keys, checkpoints and the encrypted model")
@@ -125,6 +126,7 @@ def settled(options: Options, sites: int) -> Options:
 
 def config_of(options: Options, terms: cellcnn_terms.Terms, seed: int, model: int = 0) -> cellcnn.Config:
     """Of the model of that number: several differ in their start and their number of filters, as in [AC17]."""
+    positive(options, terms.classes)
     return cellcnn.Config(
         markers=len(terms.markers),
         filters=options.n_filters if options.n_models == 1 else 3 + model % 7,
@@ -192,7 +194,9 @@ def train_cellcnn(adata: AnnData, seat: Seat | Place) -> cellcnn.Model:
     The model; its `weights` are `None` if it stays encrypted (then the folder `keep` holds it). If opened, also sets
 
     `adata.obs["cellcnn_response"]` : :class:`pandas.Series`
-        Response of every cell to the filter that speaks most for the last class.
+        Response of every cell to the filter that speaks most for `positive_class`.
+    `adata.obsm["cellcnn_responses"]` : array (n_cells, n_classes)
+        The same for each class.
     `adata.uns["cloister"]["cellcnn"]` : :class:`dict`
         Filters by markers, dense weights, markers and classes.
     """
@@ -207,7 +211,7 @@ def site(seat: Seat, adata: AnnData, options: Options) -> Outcome:
     model, agreed = best_of(seat, options, every, held)
     save(model, options, seat)
     if model.weights is not None:
-        report(adata, model, prepared)
+        report(adata, model, prepared, positive(options, model.classes))
     return Outcome(adata, summary(model) | agreed | accuracy(model, adata, options), model=model)
 
 
@@ -345,15 +349,8 @@ def coordinator(seat: Seat, options: Options) -> Outcome:
     every: list[cellcnn.Model] = []
     for k in range(options.n_models):
         config = config_of(options, terms, seat.study.seed, k)
-        every.append(
-            train(
-                seat,
-                options,
-                cellcnn.Model(config, terms.markers, terms.classes, options.cofactor, mean, scale),
-                None,
-                k,
-            )
-        )
+        model = cellcnn.Model(config, terms.markers, terms.classes, options.cofactor, mean, scale)
+        every.append(train(seat, options, model, None, k))
     best, agreed = best_of(seat, options, every, None)
     save(best, options, seat)
     return Outcome(None, summary(best) | agreed, model=best)
@@ -387,6 +384,8 @@ WORKFLOW = Workflow(
     site=site,
     coordinator=coordinator,
     check=check,
+    reads=lambda options, site: ("sample_key", "target_key"),
+    writes=("uns['cloister']['cellcnn']",),
     check_study=check_study,
     files=files,
     model=("model.json", lambda path, options: cellcnn.Model.from_json(path.read_text(encoding="utf-8"))),

@@ -258,6 +258,7 @@ WORKFLOW = Workflow(
     site=site,
     coordinator=coordinator,
     check=check,
+    writes=("obs[{key_added!r}]", "uns[{key_added!r}]"),
     files=files,
     model=("model.npz", lambda path, options: CellClassifier.load(path)),
     figures=figures,

@@ -9,7 +9,7 @@ import numpy as np
 
 from cloister.cells import genes
 from cloister.cells import tables as cells
-from cloister.errors import DataError
+from cloister.errors import DataError, ParameterError
 from cloister.models import cellcnn
 from cloister.net.seat import Outcome
 from cloister.protocols.sums.columns import match_columns
@@ -21,15 +21,27 @@ if TYPE_CHECKING:
     from cloister.workflows.train_cellcnn import Options
 
 
-def report(adata: AnnData, made: cellcnn.Model, prepared: Any) -> None:
+def positive(options: Options, classes: Sequence[str]) -> str:
+    """The class whose cells a report looks for."""
+    if options.positive_class is None:
+        return classes[-1]
+    if options.positive_class not in classes:
+        raise ParameterError(f"option 'positive_class' must be one of {', '.join(classes)}; the sites have no other")
+    return options.positive_class
+
+
+def report(adata: AnnData, made: cellcnn.Model, prepared: Any, label: str) -> None:
     """What an opened model says about this site's own cells."""
     assert made.weights is not None
-    adata.obs["cellcnn_response"] = made.response(prepared, len(made.classes) - 1)
+    responses = np.column_stack([made.response(prepared, k) for k in range(len(made.classes))])
+    adata.obs["cellcnn_response"] = responses[:, made.classes.index(label)]
+    adata.obsm["cellcnn_responses"] = responses
     adata.uns.setdefault("cloister", {})["cellcnn"] = {
         "filters": made.weights.W.T,
         "dense": made.weights.V,
         "markers": list(made.markers),
         "classes": list(made.classes),
+        "positive_class": label,
     }
 
 
@@ -79,15 +91,17 @@ def consensus(models: Sequence[cellcnn.Model], scores: Sequence[float]) -> dict[
 
 
 def figures(outcomes: Mapping[str, Outcome], options: Options) -> list[Any]:
-    """Filters by markers; how many cells each donor has that the positive filter selects; their markers."""
+    """Filters by markers; how many cells of each donor the filter for each class selects; markers of those selected."""
     opened = {p: o for p, o in sorted(outcomes.items()) if o.result.get("opened")}
     if not opened:
         return []
     result = next(iter(opened.values())).result
-    label = result["classes"][-1]
+    classes = list(result["classes"])
+    label = positive(options, classes)
     V = np.array(result.get("consensus_dense", result["dense"]))
     W = np.array(result.get("consensus_filters", result["filters"]))
-    strength = V[:, -1] - V[:, :-1].mean(axis=1)
+    k = classes.index(label)
+    strength = V[:, k] - np.delete(V, k, axis=1).mean(axis=1)
     order = np.argsort(-strength)
     drawn = [
         heatmap(
@@ -100,14 +114,37 @@ def figures(outcomes: Mapping[str, Outcome], options: Options) -> list[Any]:
             alt=f"Weights of {len(V)} filters on {len(result['markers'])} markers, strongest for '{label}' first.",
         )
     ]
-    tables = {p: o.adata for p, o in opened.items() if o.adata is not None and "cellcnn_response" in o.adata.obs}
+    tables = [o.adata for o in opened.values() if o.adata is not None and "cellcnn_responses" in o.adata.obsm]
     if not tables:
         return drawn
-    responses = np.concatenate([a.obs["cellcnn_response"].to_numpy() for a in tables.values()])
-    bar = float(np.quantile(responses, 0.9))
+    for name in (label, *(c for c in classes if c != label)):
+        drawn.append(_selected_per_donor(tables, name, options))
+    chosen = np.concatenate(selected(tables, label))
+    for j in np.argsort(-np.abs(W[order[0]]))[:2]:
+        marker = result["markers"][j]
+        every = np.concatenate([np.asarray(cells.embedding(a, None))[:, _column(a, marker)] for a in tables])
+        drawn.append(
+            histograms(
+                {"all cells": every, "selected cells": every[chosen]},
+                title=f"{marker} in cells selected for {label}",
+                xlabel=marker,
+            )
+        )
+    return drawn
+
+
+def selected(tables: Sequence[AnnData], label: str, share: float = 0.1) -> list[Any]:
+    """At each site, the cells among the `share` of all that respond most to the filter for that class."""
+    at = [list(a.uns["cloister"]["cellcnn"]["classes"]).index(label) for a in tables]
+    responses = [np.asarray(a.obsm["cellcnn_responses"])[:, k] for a, k in zip(tables, at, strict=True)]
+    bar = float(np.quantile(np.concatenate(responses), 1 - share))
+    return [r > bar for r in responses]
+
+
+def _selected_per_donor(tables: Sequence[AnnData], label: str, options: Options) -> Any:
+    """A box for each class of donors: which share of a donor's cells is selected for `label`."""
     shares: dict[str, list[float]] = {}
-    for a in tables.values():
-        chosen = a.obs["cellcnn_response"].to_numpy() > bar
+    for a, chosen in zip(tables, selected(tables, label), strict=True):
         for donor in a.obs[options.sample_key].unique():
             of_donor = (a.obs[options.sample_key] == donor).to_numpy()
             kind = str(a.obs[options.target_key][of_donor].iloc[0])
@@ -117,19 +154,7 @@ def figures(outcomes: Mapping[str, Outcome], options: Options) -> list[Any]:
         c.axis.boxplot([shares[k] for k in kinds], tick_labels=kinds, medianprops={"color": COLOURS[0]})
         c.axis.set(ylabel="share of selected cells per donor")
         middle = ", ".join(f"{k}: {np.median(shares[k]):.3f}" for k in kinds)
-        drawn.append(c.done("Cells selected by the positive filter", f"Medians per donor: {middle}."))
-    top = np.argsort(-np.abs(W[order[0]]))[:2]
-    for j in top:
-        name = result["markers"][j]
-        every = np.concatenate([np.asarray(cells.embedding(a, None))[:, _column(a, name)] for a in tables.values()])
-        drawn.append(
-            histograms(
-                {"all cells": every, "selected cells": every[responses > bar]},
-                title=f"{name} in selected cells",
-                xlabel=name,
-            )
-        )
-    return drawn
+        return c.done(f"Cells selected by the filter for {label}", f"Medians per donor: {middle}.")
 
 
 def _column(adata: AnnData, name: str) -> int:
