@@ -11,7 +11,7 @@ from scipy import sparse
 from cloister.crypto.agreement import Identity
 from cloister.crypto.entropy import Entropy
 from cloister.errors import ProtocolAbort
-from cloister.net import channel, wire
+from cloister.net import wire
 from cloister.net.hello import Hello, Welcome
 from cloister.net.seat import take_part
 from cloister.net.steps import EARLY, Mailboxes, StepLink
@@ -252,7 +252,7 @@ def test_only_the_coordinator_gets_hellos_early_and_few_bytes_of_them():
 
 def test_a_site_that_sends_other_things_of_a_later_step_is_refused_and_the_others_are_still_heard():
     boxes = box_at(1, HUB)
-    boxes.put(A, b"\x02" + frame(channel.Welcome({}), sender=A, to=HUB, scope="1"))
+    boxes.put(A, b"\x02" + frame(Welcome({}), sender=A, to=HUB, scope="1"))
     boxes.put(A, b"\x02" + bytes(100_000))
     assert boxes.failed[A].code == "order"
     assert B not in boxes.failed
