@@ -20,6 +20,7 @@ _WORKFLOWS = (  # each has a function of its name, the part of a site
     "bin_values",
     "find_outliers",
     "shared_pca",
+    "integrate",
     "train_classifier",
     "map_labels",
     "propagate_labels",
@@ -45,6 +46,7 @@ _PUBLIC = {
     "FineTuned": "workflows.trained.fine_tuned",
     "load_model": "workflows.trained",
     "CellClassifier": "workflows.trained.cell_classifier",
+    "Integration": "workflows.trained.integration",
     "mapping_baselines": "workflows.baselines.mapping",
 } | {name: f"workflows.{name}" for name in _WORKFLOWS}
 

@@ -31,6 +31,7 @@ from cloister.cli.options import (
     own_options,
     sites_of,
 )
+from cloister.cli.place import place
 from cloister.cli.predict import embed, predict
 from cloister.cli.receipt import receipt
 from cloister.errors import CloisterError, UsageError
@@ -272,6 +273,7 @@ def demo(
 
 
 app.command(epilog="Example:  cloister predict results/basel.model.npz new.h5ad --out labelled.h5ad")(predict)
+app.command(epilog="Example:  cloister place results/basel.model.npz new.h5ad --out placed.h5ad")(place)
 app.command(epilog="Example:  cloister embed checkpoint/ cells.h5ad --out embedded.h5ad")(embed)
 
 

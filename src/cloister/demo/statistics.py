@@ -74,6 +74,34 @@ def shared_pca(tell: Tell) -> Played:
     return [run], [("shared-pca", "hardened", "cosine", *figures, leak, *cost_of(run))]
 
 
+def integrate(tell: Tell) -> Played:
+    """How much of a cell's neighbourhood is not of its own site, as a share of what it is where cells lie anywhere."""
+    sites = rehearse("shared-pca", demo_data.demo_sites(), n_components=10, n_top_genes=300).data
+    of = np.repeat(np.arange(len(sites)), [a.n_obs for a in sites.values()])
+    spread = 1 - float(np.square(np.bincount(of) / len(of)).sum())
+
+    def mixed(x: Any) -> str:
+        from scipy.spatial import cKDTree
+
+        near = cKDTree(x).query(x, 11)[1][:, 1:]
+        return f"{np.mean(of[near] != of[:, None]) / spread:.1%}"
+
+    x = {p: a.obsm["X_shared_pca"] for p, a in sites.items()}
+    whole = pooled_harmony.Params(tuple(map(Party, x)), Party("coordinator"), "X", Settings(least=0))
+    one_place = pooled_harmony.ideal(whole, {Party(p): pooled_harmony.cells_of_one_batch(y) for p, y in x.items()})
+    pooled = mixed(np.concatenate([one_place[Party(p)].moved for p in x]))
+    alone = mixed(np.concatenate([*x.values()]))
+    runs, rows = [], []
+    for mode in ("hardened", "published"):
+        sent = Sent(secure_sum.MaskedInput, federated_harmony.Mine)
+        run = rehearse("integrate", sites, mode=mode, on_event=tell, on_frame=sent)
+        found = mixed(np.concatenate([run.data[p].obsm["X_integrated"] for p in x]))
+        leak = attacks.own_clusters(sent, run.outcomes, x)
+        runs.append(run)
+        rows.append(("integrate", mode, "mixed", pooled, found, alone, leak, *cost_of(run)))
+    return runs, rows
+
+
 def find_outliers(tell: Tell) -> Played:
     """Area under the ROC curve of the scores, one site holding most of the outliers."""
     sites = demo_data.demo_rows()

@@ -175,8 +175,8 @@ def test_sites_are_mixed_afterwards():
     c = case(size=150, clusters=12, rounds=4, updates=3, least=5)
     found = pooled_harmony.ideal(c.params, plain_inputs(c))
     expected, before, after = found[HUB].mixing.pooled
-    assert before > 0.6  # batches are shifted by a third of the distance of kinds, in each of four columns
-    assert after < expected + 0.1
+    assert before > expected + 0.1
+    assert after < expected + 0.02
     for u in SITES:
         assert found[u].mixing.site[2] < found[u].mixing.site[1]
 

@@ -77,7 +77,8 @@ class Picture:
     center: F64  # (d,)
     axes: F64  # (d, 2)
     span: F64  # (2,): the grid goes so far to each side
-    counts: F64  # (GRID, GRID)
+    counts: F64  # (GRID, GRID), of all parties
+    own: F64  # (GRID, GRID), what this party added
 
     def along(self, x: F64) -> F64:
         return np.asarray((x - self.center) @ self.axes)
@@ -177,10 +178,8 @@ class Course:
         mine = np.array([len(x), np.square(x).sum()])
         cells, energy = yield from self.add("L2", "number of cells, and sum of their squares", mine)
         self.cells, self.energy = round(float(cells)), float(energy)
-        self.check(
-            "L2", (self.cells >= max(2, mine[0])) & (self.energy >= mine[1] * (1 - SLACK)), "fewer cells than mine"
-        )
-        self.check("L2", (self.energy > 0) & (self.cells < 1 << 40), "cells that are all zero, or too many")
+        more = (self.cells >= max(2, len(x))) & (self.energy >= mine[1] * (1 - SLACK)) & (self.energy > 0)
+        self.check("L2", more & (self.cells < 1 << 40), "a number of cells, or a sum of squares")
         self.part.start(self.s.n_clusters(self.cells))
 
     def masses(self, line: str, what: str, mine: F64) -> Sums:
@@ -270,11 +269,13 @@ class Course:
         axes = vectors[:, [-1, -2]]
         axes = axes * np.sign(axes[np.abs(axes).argmax(axis=0), [0, 1]])
         span = SPAN * np.sqrt(np.maximum(values[[-1, -2]], 1e-12))
-        drawn = Picture(center, axes, span, np.zeros((GRID, GRID)))
+        drawn = Picture(center, axes, span, np.zeros((GRID, GRID)), np.zeros((GRID, GRID)))
         cells, places = np.zeros((len(self.part.batch_of), GRID * GRID)), drawn.places(moved)
         np.add.at(cells, (self.part.group[places >= 0], places[places >= 0]), 1.0)
         counts = yield from self.masses("L11", f"cells in {GRID} x {GRID} places", cells)  # few cells are none here too
-        return replace(drawn, counts=np.rint(counts).reshape(GRID, GRID)), pooled / self.cells
+        own = np.where(self.part.shown(cells), cells.sum(axis=0), 0.0)
+        both = {"counts": np.rint(counts).reshape(GRID, GRID), "own": own.reshape(GRID, GRID)}
+        return replace(drawn, **both), pooled / self.cells
 
 
 def integrate(part: Part, name: str = "pooled_harmony") -> Generator[Ask, F64, Integrated]:
