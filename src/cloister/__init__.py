@@ -47,6 +47,7 @@ _PUBLIC = {
     "load_model": "workflows.trained",
     "CellClassifier": "workflows.trained.cell_classifier",
     "Integration": "workflows.trained.integration",
+    "place_in_space": "workflows.shared_pca",
     "mapping_baselines": "workflows.baselines.mapping",
 } | {name: f"workflows.{name}" for name in _WORKFLOWS}
 

@@ -87,7 +87,7 @@ def test_published_moves_cells_too(sites, run):
 
 def test_others_are_counts_in_places_and_never_few_of_a_site(sites, run):
     others = run.data["basel"].uns["X_integrated"]["others"]
-    assert others.shape == (32, 32)
+    assert others.shape == (24, 24)
     assert others.sum() <= 180
     assert others[others > 0].min() >= 5
 

@@ -59,7 +59,7 @@ def agree(found, ideal):
 
 
 def harmony(s, sites, seeds, lam_least=1e-3):
-    """Harmony of [KMF+19] over pooled cells, with one matrix R and ridge regressions as matrices; every site a batch."""
+    """Harmony of [KMF+19] over pooled cells: one matrix R, ridge regressions as matrices, every site a batch."""
     X = np.concatenate(sites)
     b = np.repeat(np.arange(len(sites)), [len(x) for x in sites])
     N, N_b, d = len(X), np.bincount(b), X.shape[1]

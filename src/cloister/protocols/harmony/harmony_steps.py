@@ -20,8 +20,8 @@ from cloister.models.harmony import SMALL, Part, Settings, Shifts, Trail, shifts
 from cloister.study import Party
 
 STARTS = 10  # rounds of soft k-means before the first correction
-GRID = 32  # places of the picture along each axis
-SPAN = 3.5  # deviations to each side that it shows
+GRID = 24  # places of the picture along each axis
+SPAN = 2.5  # deviations to each side that it shows
 WIDEST = 4096  # columns of an embedding
 SLACK = 1e-6  # of sums, for what fixed point rounds
 
@@ -72,7 +72,7 @@ class Mixing:
 
 @dataclass(frozen=True)
 class Picture:
-    """All parties' cells along the two axes in which they vary most, counted in the places of a grid."""
+    """Directions z of all parties' cells along the two axes in which they vary most, counted in places of a grid."""
 
     center: F64  # (d,)
     axes: F64  # (d, 2)
@@ -81,7 +81,7 @@ class Picture:
     own: F64  # (GRID, GRID), what this party added
 
     def along(self, x: F64) -> F64:
-        return np.asarray((x - self.center) @ self.axes)
+        return np.asarray((unit(x) - self.center) @ self.axes)
 
     def places(self, x: F64) -> I64:
         """The place of each cell, row · GRID + column, or -1 outside of the picture, (n,)."""
@@ -256,11 +256,10 @@ class Course:
 
     def picture(self, moved: F64, shares: F64) -> Generator[Ask, F64, tuple[Picture, F64]]:
         """L10, L11: where all cells lie in the two axes in which they vary most; and the pooled mixing."""
-        d = moved.shape[1]
+        d, z = moved.shape[1], unit(moved)
         upper = np.triu_indices(d)
-        mine = np.concatenate([shares, moved.sum(axis=0), (moved.T @ moved)[upper]])
-        reach = 9 * self.cells * self.energy + self.cells
-        total = yield from self.add("L10", "mixing and second moments of moved cells", mine, reach)
+        mine = np.concatenate([shares, z.sum(axis=0), (z.T @ z)[upper]])
+        total = yield from self.add("L10", "mixing, and moments of moved directions", mine, float(self.cells))
         pooled, center, products = np.split(total, [len(shares), len(shares) + d])
         center = center / self.cells
         moments = np.zeros((d, d))

@@ -11,8 +11,8 @@
     L8   u, S      Σ_b λ_b s_b / (n_b + λ_b), Σ_b λ_b n_b / (n_b + λ_b)     their ratio w_k is the anchor of cluster k
          u         x_i - Σ_k R_ik (s_b - n_b w_k) / (n_b + λ_b)             the cells of u are moved; z with them
     L9   u, S    O_k, R without θ               before the first round and after the last: how far sites are mixed
-    L10  u, S    Σ x, Σ xxᵀ of moved cells      the two axes in which all cells vary most; the pooled mixing
-    L11  u, S    cells in 32 x 32 places        of these axes: a picture in which nobody's cells are points
+    L10  u, S    Σ z, Σ zzᵀ of moved cells      the two axes in which they vary most; the pooled mixing
+    L11  u, S    cells in 24 x 24 places        of these axes: a picture in which nobody's cells are points
 
 What stands beside `u, S` is a checked sum over all sites. Every party computes everything else itself from the opened
 sums, which the coordinator cannot change. A site adds nothing to a cluster in which it holds fewer than `least` cells
@@ -22,9 +22,9 @@ with fewer joins the other small batches of its site at L8.
 Reveals
 -------
 coordinator, site : over all sites together: number of cells, and second moments of their directions; at every step the
-    masses and centroids of K clusters, and their anchors, means over all batches; second moments of moved cells along
-    the embedding, and how many lie in each place of a grid. With two sites: the other's sums, each over at least
-    `least` cells. Few cells, fewer than sums times clusters, are in principle determined by that many sums.
+    masses and centroids of K clusters, and their anchors, means over all batches; moments of the directions of moved
+    cells, and how many lie in each place of a grid. With two sites: the other's sums, each over at least `least` cells.
+    Few cells, fewer than sums times clusters, are in principle determined by that many sums.
 lying coordinator : the same. It cannot change a sum or leave out a site without an abort.
 one lying site : the same, at centroids that it can bend towards a cell, because its part of every sum is what it likes.
     What it opens that way is over at least `least` cells (and donors) of every site that adds to a cluster; sums that

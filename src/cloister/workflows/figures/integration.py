@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cloister.arrays import Array
+from cloister.models.harmony import unit
 from cloister.net.seat import Outcome
 from cloister.report.figures import COLOURS, MOST_LABELS, MOST_POINTS, Figure, canvas, shown
 
@@ -43,7 +44,7 @@ def joint_space(site: str, adata: AnnData, key: str, label_key: str, batch_key: 
     """A site's cells in the two axes in which all cells vary most; the others are counts in places, never points."""
     notes = adata.uns[key]
     span, others = np.asarray(notes["span"]), np.asarray(notes["others"])
-    points = (np.asarray(adata.obsm[key]) - np.asarray(notes["center"])) @ np.asarray(notes["axes"])
+    points = (unit(np.asarray(adata.obsm[key])) - np.asarray(notes["center"])) @ np.asarray(notes["axes"])
     labels = colours_of(adata, site, label_key, batch_key)
     keep = np.sort(np.random.default_rng(0).permutation(len(points))[:MOST_POINTS])
     kinds, sizes = np.unique(labels, return_counts=True)
