@@ -169,9 +169,9 @@ def place_in_space(
     at = {name: i for i, name in enumerate(own_names(like, str(told["names"])))}
     genes = tuple(map(str, told["genes"]))
     V = np.asarray(like.varm[key])[[at[name] for name in genes]]
-    numbers = (np.asarray(told[name], dtype=np.float64) for name in ("mean", "deviation", "center"))
+    mean, deviation, center, variance = (np.asarray(told[x]) for x in ("mean", "deviation", "center", "variance"))
     common = tuple(map(str, told["common"]))
-    space = protocol.Space(genes, *numbers, V, np.asarray(told["variance"]), 0.0, int(told["cells"]), common)
+    space = protocol.Space(genes, mean, deviation, center, V, variance, 0.0, int(told["cells"]), common)
     scaling = (float(told["target_sum"]), bool(told["scale"]), float(told["max_value"]))
     params = protocol.Params((), "", str(told["kind"]), len(genes), V.shape[1], *scaling)  # type: ignore[arg-type]
     adata.obsm[key] = protocol.place(params, space, mine)

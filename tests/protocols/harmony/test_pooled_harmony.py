@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cloister.errors import DataError, ParameterError
+from cloister.errors import DataError, ParameterError, ProtocolAbort
 from cloister.models.harmony import Settings, replay, replay_new_batch, unit
 from cloister.protocols.harmony import federated_harmony, harmony_steps, pooled_harmony
 from cloister.protocols.harmony.harmony_steps import GRID, STARTS, Cells, Params
@@ -243,6 +243,32 @@ def test_a_site_adds_nothing_to_a_cluster_that_it_has_few_cells_in():
     assert not part.anchor_sums(mass, part.regress(Y, np.ones((1, 4))), lam)[3].any()
 
 
+@pytest.mark.parametrize(("least", "read"), [(0, True), (5, False)])
+def test_a_site_that_bends_a_centroid_towards_a_cell_does_not_read_it(monkeypatch, least, read):
+    """Attack: site c pulls a cluster to where a cell may lie, and takes its own part out of the next sum."""
+    c, cell = odd_one_out(least=least, rounds=1, updates=3)
+    seen, real = [], harmony_steps.Course.add
+
+    def bent(self, line, what, mine, reach=0.0):
+        lies = line == "L5" and len(self.part.x) == 80
+        if lies:
+            mine = mine.copy()
+            mine[0] = 0.9 * reach * unit(cell[None])[0]
+        total = yield from real(self, line, what, mine, reach)
+        if lies:
+            seen.append(total[0] - mine[0])
+        return total
+
+    monkeypatch.setattr(harmony_steps.Course, "add", bent)
+    pooled_harmony.ideal(c.params, plain_inputs(c))
+    others = seen[-1]
+    if read:
+        assert closest([others[None]], cell) > 0.999
+        assert 0.3 < np.linalg.norm(others) < 1.1  # that cell alone, in one cluster or shared by two
+    else:
+        assert np.linalg.norm(others) < 1e-9
+
+
 def test_one_person_is_kept_back_however_many_cells_she_has():
     rng = np.random.default_rng(0)
     x = np.concatenate([rng.normal([5, 0], 0.1, (30, 2)), rng.normal([0, 5], 0.1, (30, 2))])
@@ -353,6 +379,7 @@ def test_a_coordinator_that_bends_centroids_is_found_out():
     ("line", "change", "who"),
     [
         ("L2", lambda x: -3 * np.abs(x) - 1000, "number of cells"),
+        ("L5", lambda x: x + 1e6, "larger than"),
         ("L6", lambda x: x - 500.0, "a mass"),
         ("L7", lambda x: x - 500.0, "a mass"),
         ("L8", lambda x: np.where(np.arange(x.size) % 5 == 4, -0.9 * x - 30, 50 * x + 1), "anchor"),
@@ -425,6 +452,12 @@ def test_bad_input_is_named_before_anything_is_sent(change, message):
     assert message in str(run.errors[A])
     sent = {e.name for e, _ in run.receipts[A].entries if e.kind == "sent"}
     assert {name for name in sent if not name.startswith("channel.")} == set()
+
+
+@pytest.mark.parametrize("agreed", ["", "ab12", "ab12/", "ab12/1", "ab12/99999", "ab12/-3", "ab12/1e3"])
+def test_columns_that_no_embedding_has(agreed):
+    with pytest.raises(ProtocolAbort, match="no embedding of 2 to 4096 columns"):
+        pooled_harmony.columns_in(agreed)
 
 
 def test_donors_are_asked_for_where_they_count():

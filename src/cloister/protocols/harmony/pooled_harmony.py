@@ -17,7 +17,8 @@
 What stands beside `u, S` is a checked sum over all sites. Every party computes everything else itself from the opened
 sums, which the coordinator cannot change. A site adds nothing to a cluster in which it holds fewer than `least` cells
 (and fewer than `least_donors` donors, where these are named), nor to a place of the picture with fewer cells; a batch
-with fewer joins the other small batches of its site at L8.
+with fewer joins the other small batches of its site at L8. As no cell weighs more than 1 in a cluster, none is more
+than 1/least of what its site adds there.
 
 Reveals
 -------
@@ -119,10 +120,7 @@ def code_of(params: Params, reach: float) -> FixedPoint:
 def encode(params: Params, ask: Ask, entropy: Entropy) -> U64:
     if not ask.reach:
         return shared_pca.split_sum(ask.mine, len(params.sites), entropy)
-    code = code_of(params, ask.reach)
-    if not np.all(np.abs(ask.mine) <= code.bound):
-        raise ProtocolAbort(NAME, ask.line, "absurd", "my part is larger than all cells together can give")
-    return code.encode(ask.mine)
+    return code_of(params, ask.reach).encode(ask.mine)
 
 
 def decode(params: Params, ask: Ask, words: U64) -> F64:
