@@ -2,6 +2,7 @@
 
     python benchmarks/integration.py --quick        every sixth cell of the blood cells
     python benchmarks/integration.py                all cells
+    python benchmarks/integration.py --scale 100000     one site of so many simulated cells, two of 5000
 
 Blood cells of four studies, each a site (`pbmc_federation.h5ad`); lung cells of two studies with two technologies each,
 two sites of two batches (`lung_ts_vs_hlca.h5ad`). Shared PCA of 30 components first, then `integrate` in each mode; the
@@ -19,6 +20,7 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import resource
 import time
 from pathlib import Path
 
@@ -146,14 +148,36 @@ def later(cells, batch_key, label):
     rows_of("those of the run", x, batch, labels, ~new)
 
 
+def scale(cells):
+    """Ten kinds of cells in 30 columns, a shift for every site."""
+    rng = np.random.default_rng(0)
+    kinds, sites = rng.normal(0, 4, (10, 30)), {}
+    for p, n in (("large", cells), ("small", 5000), ("other", 5000)):
+        a = ad.AnnData(np.zeros((n, 1), np.float32))
+        a.obs_names = [f"{p}{i}" for i in range(n)]
+        shift = rng.normal(0, 2, 30)
+        a.obsm["X_shared_pca"] = kinds[rng.integers(0, 10, n)] + shift + rng.normal(0, 1, (n, 30))
+        sites[p] = a
+    began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    run = rehearse("integrate", sites, timeout=600)
+    more = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - began) / 1e6
+    cost, said = run.cost["large"], run.results["coordinator"]
+    print(f"{cells} cells at one site: {cost['seconds']:.0f} s, {cost['cpu_seconds']:.0f} s of its CPU, "
+          f"{cost['bytes'] / 1e6:.1f} MB sent, {said['sums']} sums; {more:.2f} GB more for all sites")  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="every sixth blood cell, 500 genes")
+    parser.add_argument("--scale", type=int, default=0, help="simulated cells of one site, instead of real sets")
     parser.add_argument("--data", type=Path, default=Path(__file__).parents[2] / "shared" / "data")
     args = parser.parse_args()
     print(
         f"{platform.machine()}, {os.cpu_count()} cores, {os.environ['OMP_NUM_THREADS']} thread(s), all parties on one"
     )
+    if args.scale:
+        scale(args.scale)
+        return
     for name, sites, batch_key, label in studies(args.data, quick=args.quick):
         measure(name, sites, batch_key, label, quick=args.quick)
 
