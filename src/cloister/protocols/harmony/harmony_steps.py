@@ -92,7 +92,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Integrated:
-    """What a party takes away; all but `moved` and `own` is the same at every one (and `mixing` where it says own)."""
+    """What a party takes away; `trail`, `digest`, pooled mixing and counts of the picture are the same for all."""
 
     trail: Trail
     digest: str  # of all sums that were opened
@@ -190,13 +190,13 @@ class Course:
         self.check(line, (total >= shown - slack) & (total <= self.cells + slack), "a mass of a cluster")
         return np.maximum(total, 0.0)
 
-    def centroids(self, line: str, Y: F64 | None) -> Sums:
-        """The mean directions of clusters, one that nobody shows stays where it is, (K, d)."""
+    def centroids(self, line: str, Y: F64) -> Sums:
+        """The mean directions of clusters; one that nobody shows stays at its Y, (K, d)."""
         part = self.part
         near = part.near.sum(axis=0) * part.shown(part.mass_by_group())[:, None]
         total = yield from self.add(line, f"centroids of {len(near)} clusters", near, float(self.cells))
         length = np.linalg.norm(total, axis=1, keepdims=True)
-        return np.where(length > SLACK, unit(total), np.zeros_like(total) if Y is None else Y)
+        return np.where(length > SLACK, unit(total), Y)
 
     def first_centroids(self) -> Sums:
         """L3, L4: directions drawn from the second moments of all cells, then soft k-means."""

@@ -23,9 +23,10 @@ than 1/least of what its site adds there.
 Reveals
 -------
 coordinator, site : over all sites together: number of cells, and second moments of their directions; at every step the
-    masses and centroids of K clusters, and their anchors, means over all batches; moments of the directions of moved
-    cells, and how many lie in each place of a grid. With two sites: the other's sums, each over at least `least` cells.
-    Few cells, fewer than sums times clusters, are in principle determined by that many sums.
+    masses and centroids of K clusters, and their anchors, means over all batches; the sum of squared numbers of cells,
+    and the mixing; moments of directions of moved cells, and how many lie in each place of a grid. With two sites: the
+    other's sums, those of clusters and places over at least `least` cells. Few cells, fewer than sums times clusters,
+    are in principle determined by that many sums.
 lying coordinator : the same. It cannot change a sum or leave out a site without an abort.
 one lying site : the same, at centroids that it can bend towards a cell, because its part of every sum is what it likes.
     What it opens that way is over at least `least` cells (and donors) of every site that adds to a cluster; sums that
