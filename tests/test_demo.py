@@ -48,5 +48,5 @@ def test_the_whole_demo(tmp_path):
     said = []
     table, page = demo.run_demo(tmp_path, say=said.append)
     check_rows(table[1:])
-    assert len(table) - 1 == 18
+    assert len(table) - 1 == 19
     assert page.exists()
