@@ -160,6 +160,32 @@ def shared_pca() -> Figure:
         return done(c, "shared-pca", "Cells of three sites in one space; the same cell types lie in the same places.")
 
 
+def integrate() -> Figure:
+    from cloister.models.harmony import unit
+
+    sites = cl.rehearse("shared-pca", data=cl.demo_sites(), n_components=20, n_top_genes=300).data
+    run = cl.rehearse("integrate", data=sites)
+    kinds = np.concatenate([a.obs["cell_type"].astype(str) for a in sites.values()])
+    names = [str(name) for name in np.unique(kinds)[np.argsort(-np.unique(kinds, return_counts=True)[1])][:8]]
+    with canvas(3, width=10.4, height=3.0) as c:
+        for axis, (p, a) in zip(c.axes, run.data.items(), strict=True):
+            told = a.uns["X_integrated"]
+            (w, h), seen = told["span"], np.ma.masked_equal(np.log1p(told["others"].T), 0)
+            axis.imshow(seen, origin="lower", extent=(-w, w, -h, h), aspect="auto", cmap="Greys", alpha=0.7, zorder=0)
+            xy, of = (unit(a.obsm["X_integrated"]) - told["center"]) @ told["axes"], a.obs["cell_type"].astype(str)
+            for name, colour in zip(names, COLOURS, strict=False):
+                axis.scatter(*xy[of == name].T, s=5, c=colour, lw=0, label=name)
+            mixed = run.results[p]["own_site_here"]
+            title = f"{p}: own {mixed['before']:.2f} → {mixed['after']:.2f} (mixed: {mixed['if_mixed']:.2f})"
+            axis.set(title=title, xlim=(-w, w), ylim=(-h, h), xticks=[], yticks=[])
+            axis.grid(visible=False)
+        legend(c.axes[-1])
+        shares = "; ".join(f"{p} {run.results[p]['own_site_here']['after']:.2f}" for p in run.data)
+        return done(
+            c, "integrate", f"Each site's cells among the density of the others; own cells in clusters: {shares}."
+        )
+
+
 def embed() -> Figure:
     from cloister.models.cell_bins import bin_cell
     from cloister.models.scgpt import Config, ScGPT
@@ -372,6 +398,7 @@ def adapt_model() -> Figure:
 PICTURES: dict[str, Callable[[], Figure]] = {
     "bin-values": bin_values,
     "shared-pca": shared_pca,
+    "integrate": integrate,
     "embed": embed,
     "find-outliers": find_outliers,
     "map-labels": map_labels,

@@ -20,6 +20,7 @@ _WORKFLOWS = (  # each has a function of its name, the part of a site
     "bin_values",
     "find_outliers",
     "shared_pca",
+    "integrate",
     "train_classifier",
     "map_labels",
     "propagate_labels",
@@ -47,6 +48,8 @@ _PUBLIC = {
     "FineTuned": "workflows.trained.fine_tuned",
     "load_model": "workflows.trained",
     "CellClassifier": "workflows.trained.cell_classifier",
+    "Integration": "workflows.trained.integration",
+    "place_in_space": "workflows.shared_pca",
     "mapping_baselines": "workflows.baselines.mapping",
 } | {name: f"workflows.{name}" for name in _WORKFLOWS}
 

@@ -74,6 +74,19 @@ def test_own_quantiles_are_read_where_sums_are_not_masked():
     assert miss < guess / 2
 
 
+def test_what_a_site_differs_by_is_read_in_published_mode_only(monkeypatch):
+    """Of the words of the same sum, masked, nothing is read; without masks, everything."""
+
+    def cosines(played):
+        return {row[1]: float(re.search(r"cosine ([\d.]+)", row[6])[1]) for row in played[1]}
+
+    found = cosines(statistics.integrate(None))
+    assert found["published"] > 0.99
+    assert found["hardened"] < 0.5
+    monkeypatch.setattr(secure_sum, "expand", lambda seed, n: np.zeros(n, np.uint64))
+    assert cosines(statistics.integrate(None))["hardened"] > 0.99
+
+
 def test_one_of_three_sites_hardly_betters_its_guess_of_anothers_means():
     miss, guess = cells_of(statistics.shared_pca(None))["hardened"]
     assert 0.5 * guess < miss <= guess

@@ -9,6 +9,7 @@ from cloister.cells import demo as demo_data
 from cloister.cells import tables as cells
 from cloister.errors import DataError, ParameterError
 from cloister.run.rehearsal import rehearse
+from cloister.workflows.shared_pca import place_in_space
 
 DATA = Path(__file__).parents[2].parent / "shared" / "data" / "scrna"
 SIZE = {"n_top_genes": 200, "n_components": 10}
@@ -81,6 +82,19 @@ def test_result_survives_a_file(run, tmp_path):
     back = cells.read_cells(tmp_path / "a.h5ad")
     np.testing.assert_array_equal(back.obsm["X_shared_pca"], run.data["lugano"].obsm["X_shared_pca"])
     assert list(back.uns["X_shared_pca"]["genes"]) == list(run.data["lugano"].uns["X_shared_pca"]["genes"])
+
+
+def test_later_cells_are_placed_where_the_run_would_have_put_them(sites, run, tmp_path):
+    cells.write_cells(run.data["basel"], tmp_path / "run.h5ad")
+    for like in (run.data["basel"], cells.read_cells(tmp_path / "run.h5ad")):
+        later = sites["basel"][5:9, ::-1].copy()
+        place_in_space(later, like)
+        np.testing.assert_allclose(later.obsm["X_shared_pca"], like.obsm["X_shared_pca"][5:9], atol=1e-9)
+        assert later.uns["X_shared_pca"]["space"] == like.uns["X_shared_pca"]["space"]
+    with pytest.raises(DataError, match="genes of the space are not here"):
+        place_in_space(sites["basel"][:, 3:].copy(), like)
+    with pytest.raises(DataError, match="do not hold the space"):
+        place_in_space(sites["basel"].copy(), sites["basel"])
 
 
 def test_figures(run):

@@ -39,10 +39,13 @@ def predict(
     from cloister.cells.files import read_cells, write_cells
     from cloister.workflows.trained import load_model
     from cloister.workflows.trained.cell_classifier import CellClassifier
+    from cloister.workflows.trained.integration import Integration
 
     if path is not None and path.exists() and path.samefile(data):
         raise UsageError(f"--out {path} is the file of the cells; name another")
     trained = load_model(model, pretrained)
+    if isinstance(trained, Integration):
+        raise UsageError(f"{model} is a model of integrate, which labels nothing: use `cloister place`")
     adata = read_cells(data)
     given: dict[str, Any] = {"layer": layer, "majority_over": majority_over, "unknown": not no_unknown}
     if isinstance(trained, CellClassifier):

@@ -25,11 +25,13 @@ from cloister.crypto.owner_ckks import scheme as block
 from cloister.crypto.replicated import Ring
 from cloister.errors import CloisterError
 from cloister.models import cellcnn, graph, polynomial
+from cloister.models.harmony import unit
 from cloister.models.splits import hold_out
 from cloister.protocols.cellcnn import clear_training, encrypted_training
 from cloister.protocols.fedavg import packed_words as lanes
 from cloister.protocols.fedavg.training_terms import Weights
 from cloister.protocols.forest import counted_forest, masked_forest
+from cloister.protocols.harmony import federated_harmony
 from cloister.protocols.inference.block_circuit import plan
 from cloister.protocols.knn import plain_knn
 from cloister.protocols.sums import averaged_quantiles, pooled_quantiles, pooled_scaling, secure_sum, shared_pca
@@ -77,6 +79,22 @@ def own_means(sent: Sent, space: Mapping[str, Any], common: list[str], logs: Map
 
     miss, blind = (np.mean([off(f(p), p) for p in others]) for f in (guess, lambda p: mean))
     return f"others' means, off by {miss:.2f} sd (guessing: {blind:.2f})"
+
+
+def own_directions(sent: Sent, x: Mapping[str, Any]) -> str:
+    """integrate: the coordinator on how the cells of a site lie otherwise than all: second moments of directions."""
+    upper = np.triu_indices(next(iter(x.values())).shape[1])
+    true = {p: (unit(y).T @ unit(y))[upper] for p, y in x.items()}
+    pooled = np.sum([*true.values()], axis=0) / sum(map(len, x.values()))
+    added = sent.by_sender(secure_sum.MaskedInput, to="coordinator", scope="sum/2")
+    cosines = []
+    for p, y in x.items():
+        told = sent.of(federated_harmony.Mine, sender=p)
+        read = told[1].part if told else added[Party(p)].y[: pooled.size].view(np.int64).astype(np.float64)
+        size = read[upper[0] == upper[1]].sum()  # directions have length 1, so this is the number of cells
+        guess, own = read / size - pooled, true[p] / len(y) - pooled
+        cosines.append(float(abs(guess @ own) / (np.linalg.norm(guess) * np.linalg.norm(own))))
+    return f"how a site differs from all, cosine {np.mean(cosines):.2f} (guessing: 0.00)"
 
 
 def own_label_sums(sent: Sent, model: Any, x: Mapping[str, Any], truth: Mapping[str, Any], sites: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""Demos of statistics over all sites: shared bins, a shared space, outliers."""
+"""Demos of statistics over all sites: shared bins, a shared space, cells moved in it, outliers."""
 
 from __future__ import annotations
 
@@ -14,8 +14,12 @@ from cloister.cells.genes import genes_in_common
 from cloister.demo import attacks
 from cloister.demo.rows import Played, Tell, auroc, cost_of
 from cloister.models import isolation_forest
+from cloister.models.harmony import Settings
+from cloister.protocols.harmony import federated_harmony
+from cloister.protocols.harmony.harmony_steps import Cells, Params, together
 from cloister.protocols.sums import averaged_quantiles, secure_sum
 from cloister.run.rehearsal import rehearse
+from cloister.study import Party
 from cloister.workflows.bin_values import digitise, spread
 
 
@@ -72,6 +76,34 @@ def shared_pca(tell: Tell) -> Played:
     leak = attacks.own_means(sent, run.data["basel"].uns["X_shared_pca"], common, logs)
     figures = ("1.000", f"{nearness(loadings, pooled):.3f}", f"{alone:.3f}")
     return [run], [("shared-pca", "hardened", "cosine", *figures, leak, *cost_of(run))]
+
+
+def integrate(tell: Tell) -> Played:
+    """How much of a cell's neighbourhood is not of its own site, as a share of what it is where cells lie anywhere."""
+    sites = rehearse("shared-pca", demo_data.demo_sites(), n_components=10, n_top_genes=300).data
+    of = np.repeat(np.arange(len(sites)), [a.n_obs for a in sites.values()])
+    spread = 1 - float(np.square(np.bincount(of) / len(of)).sum())
+
+    def mixed(x: Any) -> str:
+        from scipy.spatial import cKDTree
+
+        near = cKDTree(x).query(x, 11)[1][:, 1:]
+        return f"{np.mean(of[near] != of[:, None]) / spread:.1%}"
+
+    x = {p: a.obsm["X_shared_pca"] for p, a in sites.items()}
+    whole = Params(tuple(map(Party, x)), Party("coordinator"), "X_shared_pca", Settings(rounds=2, least=0))
+    one_place = together(whole, {Party(p): Cells(y, np.zeros(len(y), np.int64)) for p, y in x.items()})
+    pooled = mixed(np.concatenate([one_place[Party(p)].moved for p in x]))
+    alone = mixed(np.concatenate([*x.values()]))
+    runs, rows = [], []
+    for mode in ("hardened", "published"):
+        sent = Sent(secure_sum.MaskedInput, federated_harmony.Mine)
+        run = rehearse("integrate", sites, mode=mode, rounds=2, on_event=tell, on_frame=sent)
+        found = mixed(np.concatenate([run.data[p].obsm["X_integrated"] for p in x]))
+        leak = attacks.own_directions(sent, x)
+        runs.append(run)
+        rows.append(("integrate", mode, "mixed", pooled, found, alone, leak, *cost_of(run)))
+    return runs, rows
 
 
 def find_outliers(tell: Tell) -> Played:

@@ -17,6 +17,9 @@ semi-honest, p published, plain; `data/modes.toml` says which workflow runs it i
       shared_pca            [SAT+15] genes; sums ours                    h
       pooled_logistic       [LN89], [FTU23]; sums ours                   h
       row_sums              [SYL24] section 3.2, SecureRowSums           p
+    harmony/        integrate
+      pooled_harmony        [KMF+19]; sums ours                          h
+      federated_harmony     [FH], as its code does it                    p
     sharing/        three parties that compute
       replicated            [AFL+16], [MR18], [AHI+22]                   s p
       verified              [BBC+19], [BGIN20], [LN17]                   h s p plain

@@ -28,6 +28,7 @@ SHIPPED = (
     "bin-values",
     "find-outliers",
     "shared-pca",
+    "integrate",
     "train-classifier",
     "map-labels",
     "propagate-labels",

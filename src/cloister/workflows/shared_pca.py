@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 
 from cloister.cells import tables as cells
-from cloister.cells.genes import check_unique, gene_names, plain_name
+from cloister.cells.genes import GeneIdKind, check_unique, gene_names, plain_name
 from cloister.cells.spaces import digest_of
 from cloister.errors import DataError, ParameterError
 from cloister.net.seat import Outcome, Place, Seat
@@ -81,16 +81,20 @@ def shared_pca(adata: AnnData, seat: Seat | Place, *, copy: bool = False) -> Ann
     `adata.varm[key_added]` : array (n_genes, n_components)
         The components; zero for genes that were not chosen.
     `adata.uns[key_added]` : dict
-        `variance`, `variance_ratio`, and `genes`, `mean`, `deviation`, `center` in the components' order.
+        `variance`, `variance_ratio`, and `genes`, `mean`, `deviation`, `center` in the components' order; and what
+        else `place_in_space` needs for cells that come later.
     """
     adata, _ = WORKFLOW.at_site(adata, seat, copy=copy)
     return adata if copy else None
 
 
 def site(seat: Seat, adata: AnnData, options: Options) -> Outcome:
-    space, scores = seat.run(protocol.site, params_of(seat, options), cells_of(adata, options))
+    mine = cells_of(adata, options.names, options.layer, options.library_key)
+    space, scores = seat.run(protocol.site, params_of(seat, options), mine)
     scaling = [options.kind, options.target_sum, options.scale, options.max_value]
-    write_space(adata, options.key_added, space, scores, own_names(adata, options), scaling)
+    write_space(adata, options.key_added, space, scores, own_names(adata, options.names), scaling)
+    read = dict(zip(("kind", "target_sum", "scale", "max_value"), scaling, strict=True))
+    adata.uns[options.key_added] |= {"common": np.array(space.common, dtype=object), "names": options.names, **read}
     return Outcome(adata, summary(space))
 
 
@@ -118,17 +122,60 @@ def params_of(seat: Seat, options: Options) -> protocol.Params:
     )
 
 
-def own_names(adata: AnnData, options: Options) -> list[str]:
-    if options.names == "index":
+def own_names(adata: AnnData, names: str) -> list[str]:
+    if names == "index":
         return [plain_name(str(name)) for name in adata.var_names]
-    return gene_names(adata.var, options.names)
+    return gene_names(adata.var, cast(GeneIdKind, names))
 
 
-def cells_of(adata: AnnData, options: Options) -> protocol.Cells:
-    library = None
-    if options.library_key is not None:
-        library = np.asarray(adata.obs[options.library_key], dtype=np.float64)
-    return protocol.Cells(tuple(own_names(adata, options)), cells.rows_of(adata, options.layer), library)
+def cells_of(adata: AnnData, names: str, layer: str | None, library_key: str | None) -> protocol.Cells:
+    library = None if library_key is None else np.asarray(adata.obs[library_key], dtype=np.float64)
+    return protocol.Cells(tuple(own_names(adata, names)), cells.rows_of(adata, layer), library)
+
+
+def place_in_space(
+    adata: AnnData,
+    like: AnnData,
+    *,
+    key: str = "X_shared_pca",
+    layer: str | None = None,
+    library_key: str | None = None,
+) -> None:
+    """Put cells that come later into the space that a run of `shared-pca` made. Nothing is sent, and nobody moves.
+
+    Parameters
+    ----------
+    adata
+        Counts or log values, as in the run, with all genes that the sites had in common.
+    like
+        This site's cells of the run, with the space in `varm[key]` and `uns[key]`.
+    layer, library_key
+        As in the run.
+
+    Returns
+    -------
+    Nothing. Sets `adata.obsm[key]`, and in `adata.uns[key]` the digest of the space.
+    """
+    told = like.uns.get(key, {})
+    if key not in like.varm or "common" not in told:
+        raise DataError(f"the cells of the run do not hold the space '{key}'; run shared-pca, and pass its result")
+    found = cells.expression_kind(adata, layer)
+    if found != told["kind"]:
+        raise DataError(f"the space was made of {told['kind']} values, found {found} values; pass layer=")
+    mine = cells_of(adata, str(told["names"]), layer, library_key)
+    check_unique(list(mine.names), "Gene names")
+    if missing := sorted(set(map(str, told["common"])) - set(mine.names)):
+        raise DataError(f"{len(missing)} genes of the space are not here (e.g. '{missing[0]}'); bring the same genes")
+    at = {name: i for i, name in enumerate(own_names(like, str(told["names"])))}
+    genes = tuple(map(str, told["genes"]))
+    V = np.asarray(like.varm[key])[[at[name] for name in genes]]
+    mean, deviation, center, variance = (np.asarray(told[x]) for x in ("mean", "deviation", "center", "variance"))
+    common = tuple(map(str, told["common"]))
+    space = protocol.Space(genes, mean, deviation, center, V, variance, 0.0, int(told["cells"]), common)
+    scaling = (float(told["target_sum"]), bool(told["scale"]), float(told["max_value"]))
+    params = protocol.Params((), "", str(told["kind"]), len(genes), V.shape[1], *scaling)  # type: ignore[arg-type]
+    adata.obsm[key] = protocol.place(params, space, mine)
+    adata.uns[key] = {"space": str(told["space"])}
 
 
 def write_space(
@@ -160,7 +207,7 @@ def check(adata: AnnData, options: Options) -> list[str]:
     if found != options.kind:
         fix = "pass layer= with raw counts, or kind='log' at every site" if options.kind == "counts" else "pass layer="
         raise DataError(f"expected {options.kind} values, found {found} values; {fix}")
-    names = own_names(adata, options)
+    names = own_names(adata, options.names)
     check_unique(names, "Gene names")
     if adata.n_vars <= options.n_components:
         raise DataError(f"{adata.n_vars} genes give no {options.n_components} components; pass a smaller n_components=")

@@ -11,14 +11,17 @@ import numpy as np
 
 from cloister.errors import DataError
 from cloister.models.linear import FORMAT
+from cloister.workflows.trained import integration
 from cloister.workflows.trained.cell_classifier import CellClassifier
 
 if TYPE_CHECKING:
     from cloister.workflows.trained.fine_tuned import FineTuned
 
 
-def load_model(path: str | Path, pretrained: str | Path | None = None) -> CellClassifier | FineTuned:
-    """The model in a file that `train-classifier` or `fine-tune` wrote.
+def load_model(
+    path: str | Path, pretrained: str | Path | None = None
+) -> CellClassifier | FineTuned | integration.Integration:
+    """The model in a file that `train-classifier`, `fine-tune` or `integrate` wrote.
 
     `pretrained` is the folder of the checkpoint that a fine-tuned scGPT stands on.
     """
@@ -32,6 +35,8 @@ def load_model(path: str | Path, pretrained: str | Path | None = None) -> CellCl
         raise DataError(f"{path} is no model file of Cloister ({type(e).__name__})") from None
     if kind == FORMAT:
         return CellClassifier.load(path)
+    if kind == integration.FORMAT:
+        return integration.Integration.load(path)
     from cloister.workflows.trained.fine_tuned import FineTuned
 
     return FineTuned.load(path, pretrained)

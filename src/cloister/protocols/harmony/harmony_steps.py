@@ -1,0 +1,310 @@
+"""Harmony step by step, as both its protocols run it: which sums over all parties are needed, and what follows.
+
+`integrate` is a generator. It yields the sums it needs, each with this party's part, and is sent those of all parties;
+every party runs it, the coordinator without cells. Lines are those of `pooled_harmony`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from cloister.arrays import F64, I64
+from cloister.errors import DataError, ParameterError, ProtocolAbort
+from cloister.models.harmony import SMALL, Part, Settings, Shifts, Trail, shifts_of, unit
+from cloister.study import Party
+
+STARTS = 10  # rounds of soft k-means before the first correction
+GRID = 24  # places of the picture along each axis
+SPAN = 2.5  # deviations to each side that it shows
+WIDEST = 4096  # columns of an embedding
+SLACK = 1e-6  # of sums, for what fixed point rounds
+
+
+@dataclass(frozen=True, slots=True)
+class Params:
+    sites: tuple[Party, ...]
+    coordinator: Party
+    embedding: str  # its name
+    settings: Settings = field(default_factory=Settings)
+    min_cells: int = 50
+
+    def __post_init__(self) -> None:
+        if len(set(self.sites)) < 2 or len(set(self.sites)) != len(self.sites) or self.coordinator in self.sites:
+            raise ParameterError(f"integration needs at least two sites, all different; found {len(self.sites)}")
+
+
+@dataclass(frozen=True, slots=True)
+class Cells:
+    """What a site holds: its cells in the embedding, the batch of each, the donor of each if these count."""
+
+    x: F64  # (n, d)
+    batch: I64  # (n,), codes from 0
+    donor: I64 | None = None  # (n,)
+    space: str = ""  # digest of what made the embedding
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A sum over all parties that is needed next."""
+
+    line: str
+    what: str
+    mine: F64  # this party's part, (m,)
+    reach: float = 0.0  # no sum is larger; 0 where nobody can know yet
+
+
+@dataclass(frozen=True)
+class Mixing:
+    """The share of a cell's own batch among the cells of its clusters, by batch of this party and over all."""
+
+    expected: F64  # (batches,): N_b / N, what cells have that lie anywhere
+    before: F64  # (batches,)
+    after: F64  # (batches,)
+    site: tuple[float, float, float]  # the same three for all own cells as one batch
+    pooled: tuple[float, float, float]  # and for the cells of all sites, by site
+
+
+@dataclass(frozen=True)
+class Picture:
+    """Directions z of all parties' cells along the two axes in which they vary most, counted in places of a grid."""
+
+    center: F64  # (d,)
+    axes: F64  # (d, 2)
+    span: F64  # (2,): the grid goes so far to each side
+    counts: F64  # (GRID, GRID), of all parties
+    own: F64  # (GRID, GRID), what this party added
+
+    def along(self, x: F64) -> F64:
+        return np.asarray((unit(x) - self.center) @ self.axes)
+
+    def places(self, x: F64) -> I64:
+        """The place of each cell, row · GRID + column, or -1 outside of the picture, (n,)."""
+        at = np.floor((self.along(x) / self.span + 1) / 2 * GRID)
+        inside = np.all((at >= 0) & (at < GRID), axis=1)
+        return np.where(inside, at[:, 0] * GRID + at[:, 1], -1).astype(np.int64)
+
+
+@dataclass(frozen=True)
+class Integrated:
+    """What a party takes away; `trail`, `digest`, pooled mixing and counts of the picture are the same for all."""
+
+    trail: Trail
+    digest: str  # of all sums that were opened
+    sums: int  # how many
+    moved: F64  # (n, d)
+    own: Shifts
+    mixing: Mixing
+    picture: Picture
+
+
+Sums = Generator[Ask, F64, F64]
+
+
+def check_site(params: Params, mine: Cells) -> None:
+    if (
+        mine.x.ndim != 2
+        or len(mine.batch) != len(mine.x)
+        or (mine.donor is not None and len(mine.donor) != len(mine.x))
+    ):
+        raise DataError("every cell needs one row of the embedding, one batch and one donor")
+    if len(mine.x) < params.min_cells:
+        raise DataError(
+            f"{len(mine.x)} cells, fewer than {params.min_cells}: sums over so few come close to single cells; "
+            "leave this site out, or lower min_cells= if all agree"
+        )
+    if mine.x.shape[1] < 2 or mine.x.shape[1] > WIDEST:
+        raise DataError(f"an embedding of 2 to {WIDEST} columns is needed, found {mine.x.shape[1]}")
+    if not np.all(np.isfinite(mine.x)):
+        raise DataError("the embedding has missing or infinite values; embed these cells anew or remove them")
+    if params.settings.least_donors and mine.donor is None:
+        raise DataError("this study counts donors; say whose each cell is")
+
+
+def part_of(params: Params, me: Party, mine: Cells | None, columns: int) -> Part:
+    """The cells of a party, ready to be assigned; none for the coordinator."""
+    none = np.zeros(0, np.int64)
+    if mine is None:
+        return Part(params.settings, np.zeros((0, columns)), none, 1, none)
+    batches = int(mine.batch.max(initial=0)) + 1
+    return Part(params.settings, mine.x, mine.batch, batches, mine.donor, tuple(me.encode()))
+
+
+def together(params: Params, xs: Mapping[Party, Cells]) -> dict[Party, Integrated]:
+    """Every party's steps in one place, with nothing encoded."""
+    columns = next(iter(xs.values())).x.shape[1]
+    parts = {p: part_of(params, p, xs.get(p), columns) for p in (params.coordinator, *params.sites)}
+    runs = {p: integrate(part) for p, part in parts.items()}
+    asks = {p: next(run) for p, run in runs.items()}
+    done: dict[Party, Integrated] = {}
+    while not done:
+        total = np.sum([ask.mine for ask in asks.values()], axis=0)
+        for p, run in runs.items():
+            try:
+                asks[p] = run.send(total)
+            except StopIteration as end:
+                done[p] = end.value
+    return done
+
+
+# ---- the steps -------------------------------------------------------------------------------------------------------
+
+
+class Course:
+    """Asks for sums, holds them against what cells can give, and keeps a digest of all."""
+
+    def __init__(self, name: str, part: Part) -> None:
+        self.name, self.part, self.s = name, part, part.s
+        self.hash, self.sums, self.cells, self.energy = hashlib.sha256(), 0, 0, 0.0
+
+    def add(self, line: str, what: str, mine: F64, reach: float = 0.0) -> Sums:
+        total = yield Ask(line, what, np.ravel(mine), reach)
+        self.hash.update(f"{line}{mine.shape}".encode() + np.ascontiguousarray(total, "<f8").tobytes())
+        self.sums += 1
+        return np.reshape(total, mine.shape)
+
+    def check(self, line: str, right: Any, what: str) -> None:
+        if not np.all(right):
+            raise ProtocolAbort(self.name, line, "absurd", f"{what}, which no cells have")
+
+    def size(self) -> Generator[Ask, F64, None]:
+        """L2: N, and how far all cells together reach."""
+        x = self.part.x
+        mine = np.array([len(x), np.square(x).sum()])
+        cells, energy = yield from self.add("L2", "number of cells, and sum of their squares", mine)
+        self.cells, self.energy = round(float(cells)), float(energy)
+        more = (self.cells >= max(2, len(x))) & (self.energy >= mine[1] * (1 - SLACK)) & (self.energy > 0)
+        self.check("L2", more & (self.cells < 1 << 40), "a number of cells, or a sum of squares")
+        self.part.start(self.s.n_clusters(self.cells))
+
+    def masses(self, line: str, what: str, mine: F64) -> Sums:
+        """Σ_b O_kb of the clusters in which a party may show its own (G, K), (K,)."""
+        shown = np.where(self.part.shown(mine), mine.sum(axis=0), 0.0)
+        total = yield from self.add(line, what, shown, float(self.cells))
+        slack = SLACK * self.cells
+        self.check(line, (total >= shown - slack) & (total <= self.cells + slack), "a mass of a cluster")
+        return np.maximum(total, 0.0)
+
+    def centroids(self, line: str, Y: F64) -> Sums:
+        """The mean directions of clusters; one that nobody shows stays at its Y, (K, d)."""
+        part = self.part
+        near = part.near.sum(axis=0) * part.shown(part.mass_by_group())[:, None]
+        total = yield from self.add(line, f"centroids of {len(near)} clusters", near, float(self.cells))
+        length = np.linalg.norm(total, axis=1, keepdims=True)
+        return np.where(length > SLACK, unit(total), Y)
+
+    def first_centroids(self) -> Sums:
+        """L3, L4: directions drawn from the second moments of all cells, then soft k-means."""
+        d, K = self.part.x.shape[1], self.s.n_clusters(self.cells)
+        z, upper = unit(self.part.x), np.triu_indices(self.part.x.shape[1])
+        total = yield from self.add("L3", "second moments of directions", (z.T @ z)[upper], float(self.cells))
+        moments = np.zeros((d, d))
+        moments[upper] = total / self.cells
+        values, vectors = np.linalg.eigh(moments.T)  # of the lower triangle
+        root = vectors * np.sqrt(np.maximum(values, 1e-9)) @ vectors.T  # whatever the signs of vectors
+        drawn = np.random.default_rng([self.s.seed & 0xFFFFFFFF, 20]).normal(size=(K, d))
+        Y = unit(drawn @ root)
+        for _ in range(STARTS):
+            self.part.assign(Y, None)
+            Y = yield from self.centroids("L4", Y)
+        self.part.assign(Y, None)
+        return Y
+
+    def cluster(self, Y: F64) -> Sums:
+        """L5, L6: one update of centroids, and of all assignments, a block at a time."""
+        Y = yield from self.centroids("L5", Y)
+        for j in range(self.s.blocks):
+            rest = self.part.mass_by_group(without=j)
+            total = yield from self.masses("L6", f"masses of clusters without block {j + 1}", rest)
+            self.part.assign(Y, self.part.penalty(self.cells, rest, total), [j])
+        return Y
+
+    def correct(self, Y: F64) -> Generator[Ask, F64, tuple[Any, ...]]:
+        """L7, L8: masses, anchors; and the cells of this party are moved. Returns what is kept of a round."""
+        part = self.part
+        masses = yield from self.masses("L7", "masses of clusters", part.mass_by_group())
+        penalty = part.penalty(self.cells, part.mass_by_group(), masses)
+        s = part.regress(Y, penalty)
+        mass = part.mass_by_group()
+        lam = self.s.lam(part.expected(self.cells, mass, masses))
+        reach = math.sqrt(self.cells * self.energy) + self.cells
+        total = yield from self.add("L8", f"anchors of {len(Y)} clusters", part.anchor_sums(mass, s, lam), reach)
+        top, weight = total[:, :-1], total[:, -1]
+        known = weight > SMALL
+        anchors = np.where(known[:, None], top, 0.0) / np.where(known, weight, 1.0)[:, None]
+        inside = np.linalg.norm(anchors, axis=1) <= math.sqrt(self.energy) * (1 + SLACK) + SLACK
+        self.check("L8", inside & (weight >= -SLACK * self.cells), "an anchor outside of all cells")
+        W = shifts_of(part.by_batch(mass), s, lam, anchors, known)
+        part.move(Y, penalty, W)
+        return masses, anchors, known, penalty, W
+
+    def mix(self, line: str, Y: F64) -> Generator[Ask, F64, tuple[F64, float]]:
+        """L9: the share of own cells in the clusters of own cells, by batch and as one; R without a penalty."""
+        part = self.part
+        part.assign(Y, None)
+        mass = part.mass_by_group()
+        total = yield from self.masses(line, "masses of clusters, for the mixing", mass)
+        all_cells = np.maximum(total + np.where(part.shown(mass), 0.0, mass.sum(axis=0)), 1e-12)
+        by_batch = part.by_batch(mass)
+        own = (by_batch**2 / all_cells).sum(axis=1) / np.maximum(part.sizes, 1)
+        return own, float((by_batch.sum(axis=0) ** 2 / all_cells).sum())
+
+    def picture(self, moved: F64, shares: F64) -> Generator[Ask, F64, tuple[Picture, F64]]:
+        """L10, L11: where all cells lie in the two axes in which they vary most; and the pooled mixing."""
+        d, z = moved.shape[1], unit(moved)
+        upper = np.triu_indices(d)
+        mine = np.concatenate([shares, z.sum(axis=0), (z.T @ z)[upper]])
+        total = yield from self.add("L10", "mixing, and moments of moved directions", mine, float(self.cells))
+        pooled, center, products = np.split(total, [len(shares), len(shares) + d])
+        center = center / self.cells
+        moments = np.zeros((d, d))
+        moments[upper] = products / self.cells
+        values, vectors = np.linalg.eigh(moments.T - np.tril(np.outer(center, center)))
+        axes = vectors[:, [-1, -2]]
+        axes = axes * np.sign(axes[np.abs(axes).argmax(axis=0), [0, 1]])
+        span = SPAN * np.sqrt(np.maximum(values[[-1, -2]], 1e-12))
+        drawn = Picture(center, axes, span, np.zeros((GRID, GRID)), np.zeros((GRID, GRID)))
+        cells, places = np.zeros((len(self.part.batch_of), GRID * GRID)), drawn.places(moved)
+        np.add.at(cells, (self.part.group[places >= 0], places[places >= 0]), 1.0)
+        counts = yield from self.masses("L11", f"cells in {GRID} x {GRID} places", cells)  # few cells are none here too
+        own = np.where(self.part.shown(cells), cells.sum(axis=0), 0.0)
+        both = {"counts": np.rint(counts).reshape(GRID, GRID), "own": own.reshape(GRID, GRID)}
+        return replace(drawn, **both), pooled / self.cells
+
+
+def integrate(part: Part, name: str = "pooled_harmony") -> Generator[Ask, F64, Integrated]:
+    """All steps, at any party."""
+    course, s = Course(name, part), part.s
+    yield from course.size()  # L2
+    Y = yield from course.first_centroids()  # L3, L4
+    before = yield from course.mix("L9", Y)
+    kept: list[tuple[Any, ...]] = []
+    for _ in range(s.rounds):
+        for _ in range(s.updates):
+            Y = yield from course.cluster(Y)  # L5, L6
+        kept.append((Y, *(yield from course.correct(Y))))  # L7, L8
+    after = yield from course.mix("L9", Y)
+    n = float(part.sizes.sum())
+    shares = np.array([n * n / course.cells, before[1], after[1]])
+    picture, pooled = yield from course.picture(part.moved, shares)  # L10, L11
+    centroids, masses, anchors, known, penalties, shifts = (np.stack(x) for x in zip(*kept, strict=True))
+    return Integrated(
+        Trail(course.cells, centroids, masses, anchors, known),
+        course.hash.hexdigest(),
+        course.sums,
+        part.moved,
+        Shifts(penalties, shifts),
+        Mixing(
+            part.sizes / course.cells,
+            before[0],
+            after[0],
+            (n / course.cells, before[1] / max(n, 1), after[1] / max(n, 1)),
+            (float(pooled[0]), float(pooled[1]), float(pooled[2])),
+        ),
+        picture,
+    )

@@ -1,0 +1,190 @@
+"""Pooled Harmony: cells of all sites are moved until clusters mix, from checked sums and no cell.
+
+    L1   u, S    common space, common seed      one embedding, of d columns; a secret of the sites, for checked sums
+    L2   u, S    n, Σ‖x‖²                       N cells; K clusters; how large any later sum can be
+    L3   u, S    Σ zzᵀ                          z = x / ‖x‖; K first centroids Y, drawn from it with the study's seed
+    L4   u, S    Σ R_ik z_i                     ten times: Y_k = unit of it; R_ik ∝ exp(-2 (1 - z_i·y_k) / σ)
+    `rounds` times:
+    L5   u, S      Σ R_ik z_i                   `updates` times: Y; and for one block of cells after the other
+    L6   u, S      O_k = Σ_b O_kb               mass without the block; R_ik ∝ exp(..) ((E_kb + 1) / (O_kb + 1))^θ
+    L7   u, S      O_k                          R of all cells, by the same formula
+    L8   u, S      Σ_b λ_b s_b / (n_b + λ_b), Σ_b λ_b n_b / (n_b + λ_b)     their ratio w_k is the anchor of cluster k
+         u         x_i - Σ_k R_ik (s_b - n_b w_k) / (n_b + λ_b)             the cells of u are moved; z with them
+    L9   u, S    O_k, R without θ               before the first round and after the last: how far sites are mixed
+    L10  u, S    Σ z, Σ zzᵀ of moved cells      the two axes in which they vary most; the pooled mixing
+    L11  u, S    cells in 24 x 24 places        of these axes: a picture in which nobody's cells are points
+
+What stands beside `u, S` is a checked sum over all sites. Every party computes everything else itself from the opened
+sums, which the coordinator cannot change. A site adds nothing to a cluster in which it holds fewer than `least` cells
+(and fewer than `least_donors` donors, where these are named), nor to a place of the picture with fewer cells; a batch
+with fewer joins the other small batches of its site at L8. As no cell weighs more than 1 in a cluster, none is more
+than 1/least of what its site adds there.
+
+Reveals
+-------
+coordinator, site : over all sites together: number of cells, and second moments of their directions; at every step the
+    masses and centroids of K clusters, and their anchors, means over all batches; the sum of squared numbers of cells,
+    and the mixing; moments of directions of moved cells, and how many lie in each place of a grid. With two sites: the
+    other's sums, those of clusters and places over at least `least` cells. Few cells, fewer than sums times clusters,
+    are in principle determined by that many sums.
+lying coordinator : the same. It cannot change a sum or leave out a site without an abort.
+one lying site : the same, at centroids that it can bend towards a cell, because its part of every sum is what it likes.
+    What it opens that way is over at least `least` cells (and donors) of every site that adds to a cluster; sums that
+    differ by one cell, taken one after the other, can tell of that cell.
+coordinator with k sites : these sums over the other sites, so with all but one those of the last site, each over at
+    least `least` of its cells; with any one site, at centroids that the two choose.
+
+Assumes
+-------
+What the checked sum assumes: every site stays to the end. Each site holds at least `min_cells` cells, in one embedding.
+
+Cost
+----
+Per site 16 + rounds · (updates · (1 + blocks) + 2) checked sums; of K d words at L4 and L5, K at L6, K (d + 1) at L8.
+
+References
+----------
+[KMF+19] Korsunsky et al., Nature Methods 2019: its equations for R, Y and W, the last solved batch by batch. Lines
+numbered here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from cloister.arrays import F64, U64
+from cloister.crypto.agreement import Identity
+from cloister.crypto.entropy import Entropy
+from cloister.crypto.fixedpoint import FixedPoint
+from cloister.errors import ProtocolAbort
+from cloister.net.channel import Channel
+from cloister.protocols.harmony.harmony_steps import (
+    GRID,
+    STARTS,
+    WIDEST,
+    Ask,
+    Cells,
+    Integrated,
+    Params,
+    check_site,
+    integrate,
+    part_of,
+    together,
+)
+from cloister.protocols.sums import checked_sum, common_seed, common_space, shared_pca
+from cloister.study import Party
+
+NAME = "pooled_harmony"
+BITS = 24  # of a fraction, at most: the same on every processor, and far below what moves a cell
+
+
+def ideal(params: Params, xs: Mapping[Party, Cells]) -> dict[Party, Integrated]:
+    """The same steps over all cells in one place, with nothing encoded."""
+    return together(params, xs)
+
+
+def roles(params: Params) -> dict[Party, object]:
+    return {params.coordinator: coordinator} | dict.fromkeys(params.sites, site)
+
+
+def lengths(params: Params, cells: int, columns: int) -> list[int]:
+    """Words of every sum, in their order."""
+    s, d = params.settings, columns
+    K = s.n_clusters(cells)
+    one = s.updates * [K * d, *s.blocks * [K]] + [K, K * (d + 1)]
+    half = d * (d + 1) // 2
+    return [4, half, *STARTS * [K * d], K, *s.rounds * one, K, 3 + d + half, GRID * GRID]
+
+
+def cost(params: Params, cells: int, columns: int, digest: int = 0) -> dict[Party, tuple[int, int]]:
+    """Messages and bytes, with so many cells in all in so many columns, and bytes of their space's digest."""
+    who = (params.sites, params.coordinator)
+    parts = [checked_sum.cost(checked_sum.Params(*who, length)) for length in lengths(params, cells, columns)]
+    parts.append(common_seed.cost(common_seed.Params(*who)))
+    parts.append(common_space.cost(common_space.Params(*who, params.embedding), digest + len(f"/{columns}")))
+    return {u: (sum(p[u][0] for p in parts), sum(p[u][1] for p in parts)) for u in (params.coordinator, *params.sites)}
+
+
+# ---- local steps -----------------------------------------------------------------------------------------------------
+
+
+def code_of(params: Params, reach: float) -> FixedPoint:
+    """As many fraction bits as sums up to `reach` leave free, at most `BITS`."""
+    n, reach = len(params.sites), max(reach, 1.0) * (1 + 1e-6)
+    return FixedPoint(max(0, min(BITS, 61 - math.ceil(math.log2(n * reach)))), reach, n)
+
+
+def encode(params: Params, ask: Ask, entropy: Entropy) -> U64:
+    if not ask.reach:
+        return shared_pca.split_sum(ask.mine, len(params.sites), entropy)
+    return code_of(params, ask.reach).encode(ask.mine)
+
+
+def decode(params: Params, ask: Ask, words: U64) -> F64:
+    """Back to reals; nothing beyond what all cells together can give."""
+    if not ask.reach:
+        return shared_pca.join_sum(words)
+    code = code_of(params, ask.reach)
+    total = code.decode(words)
+    if not np.all(np.abs(total) <= code.bound + code.resolution * code.parties):
+        raise ProtocolAbort(NAME, ask.line, "absurd", "a sum is larger than all cells together can give")
+    return total
+
+
+def columns_in(agreed: str) -> int:
+    """L1: the columns that all embeddings have, from what the sites agreed on."""
+    _, _, text = agreed.rpartition("/")
+    if not text.isdecimal() or not 2 <= int(text[:9]) <= WIDEST:
+        raise ProtocolAbort(NAME, "L1", "columns", f"no embedding of 2 to {WIDEST} columns")
+    return int(text)
+
+
+# ---- roles -----------------------------------------------------------------------------------------------------------
+
+
+async def drive(
+    ch: Channel, params: Params, mine: Cells | None, columns: int, secret: bytes, **keys: Any
+) -> Integrated:
+    """L2 to L11, at any party; S has no cells and no secret."""
+    steps = integrate(part_of(params, ch.me, mine, columns), NAME)
+    count, ask = 0, next(steps)
+    while True:
+        count += 1
+        length = len(ask.mine) if ask.reach else 2 * len(ask.mine)
+        p = checked_sum.Params(params.sites, params.coordinator, length)
+        step = ch.sub(f"sum/{count}", (p, ask.line))
+        if mine is None:
+            z = await checked_sum.coordinator(step, p)
+        else:
+            z = await checked_sum.site(step, p, encode(params, ask, keys["entropy"]), secret, **keys)
+        ch.step(ask.what, protocol=NAME, line=ask.line)
+        z = ch.reveal(z, to=ch.me, line=ask.line, what=ask.what, protocol=NAME)
+        try:
+            ask = steps.send(decode(params, ask, z))
+        except StopIteration as end:
+            done: Integrated = end.value
+            return done
+
+
+async def site(ch: Channel, params: Params, mine: Cells, *, entropy: Entropy, identity: Identity) -> Integrated:
+    """Be u. Returns the moved cells of u, and what it takes to place later ones."""
+    check_site(params, mine)
+    d = mine.x.shape[1]
+    space = common_space.Params(params.sites, params.coordinator, params.embedding)
+    await common_space.site(ch.sub("space"), space, f"{mine.space}/{d}")  # L1
+    pair = common_seed.Params(params.sites, params.coordinator)
+    seed = await common_seed.site(ch.sub("seed", pair), pair, entropy=entropy, identity=identity)  # L1
+    return await drive(ch, params, mine, d, seed.secret, entropy=entropy, identity=identity)
+
+
+async def coordinator(ch: Channel, params: Params) -> Integrated:
+    """Be S: add up, and follow the clusters."""
+    space = common_space.Params(params.sites, params.coordinator, params.embedding)
+    columns = columns_in(await common_space.coordinator(ch.sub("space"), space))  # L1
+    pair = common_seed.Params(params.sites, params.coordinator)
+    await common_seed.coordinator(ch.sub("seed", pair), pair)  # L1
+    return await drive(ch, params, None, columns, b"")
