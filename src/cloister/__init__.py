@@ -20,6 +20,7 @@ _WORKFLOWS = (  # each has a function of its name, the part of a site
     "bin_values",
     "find_outliers",
     "shared_pca",
+    "compare_groups",
     "train_classifier",
     "map_labels",
     "propagate_labels",
@@ -46,6 +47,7 @@ _PUBLIC = {
     "load_model": "workflows.trained",
     "CellClassifier": "workflows.trained.cell_classifier",
     "mapping_baselines": "workflows.baselines.mapping",
+    "group_baselines": "workflows.baselines.groups",
 } | {name: f"workflows.{name}" for name in _WORKFLOWS}
 
 __all__ = ["__version__", *_PUBLIC]

@@ -17,6 +17,8 @@ semi-honest, p published, plain; `data/modes.toml` says which workflow runs it i
       shared_pca            [SAT+15] genes; sums ours                    h
       pooled_logistic       [LN89], [FTU23]; sums ours                   h
       row_sums              [SYL24] section 3.2, SecureRowSums           p
+    groups/         compare-groups
+      pooled_contrasts      [LCSS14], [Smy04], [PSL+22]; sums ours       h
     sharing/        three parties that compute
       replicated            [AFL+16], [MR18], [AHI+22]                   s p
       verified              [BBC+19], [BGIN20], [LN17]                   h s p plain

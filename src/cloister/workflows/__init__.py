@@ -28,6 +28,7 @@ SHIPPED = (
     "bin-values",
     "find-outliers",
     "shared-pca",
+    "compare-groups",
     "train-classifier",
     "map-labels",
     "propagate-labels",

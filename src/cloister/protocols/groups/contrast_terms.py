@@ -104,14 +104,15 @@ class Part:
 
 def part_of(params: Params, mine: Donors, label: str, names: tuple[str, ...], *, composition: bool) -> Part:
     """L4: the samples of one table, without those of a group that fewer than `SITE_DONORS` donors here have."""
+    rows: I64 = np.arange(len(mine.group))
+    counts: F64 = np.zeros((0, len(names)))
     if composition:
-        nothing = np.zeros(len(mine.group))
-        rows, counts = np.arange(len(mine.group)), np.stack([mine.cells.get(k, nothing) for k in names], 1)
+        nothing = np.zeros(len(rows))
+        counts = np.stack([mine.cells.get(k, nothing) for k in names], axis=1).astype(np.float64)
     elif label in mine.bulks:
         rows, counts = mine.bulks[label].rows, mine.bulks[label].counts[:, match_genes(list(mine.names), names)]
     else:
-        rows, counts = np.zeros(0, np.int64), np.zeros((0, len(names)))
-    counts = counts.astype(np.float64)
+        rows = rows[:0]
     here = tuple(tuple(c[i] for i in rows) if isinstance(c, tuple) else c[rows] for c in mine.covariates)
     part = Part(mine.donor[rows], mine.group[rows], here, counts, counts.sum(axis=1))
     part = part.only(np.flatnonzero(part.library > 0))
@@ -229,7 +230,6 @@ class Table:
 
 def transformed(counts: F64, cells: F64, how: str) -> F64:
     """Shares of cell types, on a scale where they spread alike."""
-    if how == "asin":
-        return np.arcsin(np.sqrt(counts / cells[:, None]))
     share = (counts + 0.5) / (cells[:, None] + 0.5 * counts.shape[1])
-    return np.log(share / (1 - share))
+    y: F64 = np.arcsin(np.sqrt(counts / cells[:, None])) if how == "asin" else np.log(share / (1 - share))
+    return y

@@ -6,7 +6,7 @@
     L4   u       counts c of each sample (a donor's cells of a group) and cell type; library ℓ; shares of cell types.
                  A group with fewer than two donors here is left out here
     then for all tables at once, each line a checked sum over all donors of all sites:
-    L5   u, S    donors and sites per group, blocks, Σℓ, donors per level, Σz and Σz² of covariates; donors per cell type
+    L5   u, S    donors and sites per group, blocks, Σℓ, donors per level, Σz and Σz² of covariates; donors per type
     L6   u, S    donors with c/ℓ ≥ min_count / mean ℓ, per gene: genes that enough donors show are compared
     L7   u, S    donors with c = 0, per compared gene
     L8   u, S    Σ ln c of genes that no donor lacks; then Σ ln f, f a sample's median ratio to their geometric mean
@@ -16,10 +16,10 @@
     L10  u, S    XᵀWX, XᵀWr, rᵀWr                      r = y - fitted
          u, S    coefficients, prior variance, moderated t, p and false discovery rate
 
-The result is limma-voom's on the pooled samples. The trend needs no donor: a point of it is a gene, with its pooled mean
-and deviation. X has a column per group but the first, and the covariates. What belongs to a block (the site, or with
-`block="donor"` the donor) is taken out within the block, at its site, before anything is added up: X and y less their
-weighted means, which is what a column of X for each block would do. No sum of one site is opened that way.
+The result is limma-voom's on the pooled samples. The trend needs no donor: a point of it is a gene, with its pooled
+mean and deviation. X has a column per group but the first, and the covariates. What belongs to a block (the site, or
+with `block="donor"` the donor) is taken out within the block, at its site, before anything is added up: X and y less
+their weighted means, which is what a column of X for each block would do. No sum of one site is opened that way.
 
 Reveals
 -------

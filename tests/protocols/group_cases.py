@@ -1,4 +1,4 @@
-"""Donors for the tests of `pooled_contrasts`: counts with planted effects, over sites; and limma's own answer on them."""
+"""Donors for the tests of `pooled_contrasts`: counts with planted effects, over sites; limma's answer on them."""
 
 import csv
 import json
@@ -12,8 +12,8 @@ from cloister.study import Party
 from cloister.testing import Case
 
 HUB = Party("hub")
-VECTORS = Path(__file__).parents[2] / "vectors" / "limma.json"
-SCRIPT = Path(__file__).with_name("limma.R")
+VECTORS = Path(__file__).parents[1] / "vectors" / "limma.json"
+SCRIPT = Path(__file__).with_name("groups") / "limma.R"
 
 
 def bulk(rng, group, g, shift=0.0, depth=60.0):
@@ -40,7 +40,7 @@ def site(rng, i, g=80, per_group=(3, 3), labels=("B", "T"), covariates=False, pa
     return Donors(names, donor, group, extra, bulks, cells)
 
 
-def case(seed=0, sites=3, per_group=(3, 3), g=80, labels=("B", "T"), covariates=False, **options):
+def case(seed=0, sites=3, per_group=(3, 3), g=60, labels=("B", "T"), covariates=False, **options):
     rng = np.random.default_rng(seed)
     paired = options.get("block") == "donor"
     names = [Party(f"site-{i}") for i in range(sites)]
@@ -76,7 +76,7 @@ CASES = {
     },
     "sites, covariates, library sizes": {"seed": 3, "labels": (), "covariates": True, "normalise": "library"},
     "within donors": {"seed": 4, "labels": (), "block": "donor", "sites": 2, "per_group": (4, 4)},
-    "many donors": {"seed": 5, "labels": (), "per_group": (7, 7), "g": 60, "min_count": 25.0},
+    "many donors": {"seed": 5, "labels": (), "per_group": (6, 6), "g": 60, "min_count": 25.0},
     "shares": {"seed": 6, "labels": ("B", "T", "NK", "DC"), "g": 4, "expression": False},
     "shares, asin": {"seed": 7, "labels": ("B", "T", "NK", "DC"), "g": 4, "expression": False, "transform": "asin"},
 }
@@ -117,12 +117,36 @@ def ask_limma(c, folder):
     name = "values.csv" if params.composition else "counts.csv"
     np.savetxt(folder / name, values.T, delimiter=",", fmt="%.17g")
     subprocess.run(["Rscript", str(SCRIPT), str(folder)], check=True, capture_output=True)
-    read = [list(csv.DictReader((folder / n).open())) for n in ("result.csv", "prior.csv")]
+    read = [list(csv.DictReader((folder / n).read_text().splitlines())) for n in ("result.csv", "prior.csv")]
     return {"result": read[0], "prior": read[1][0]}
 
 
-def stored():
-    return json.loads(VECTORS.read_text())
+def written(c):
+    """The donors of a case as plain lists: random numbers need not be the same on every machine."""
+    return {
+        u: {
+            "donor": mine.donor.tolist(),
+            "group": mine.group.tolist(),
+            "covariates": [list(x) for x in mine.covariates],
+            "counts": {k: b.counts.astype(int).tolist() for k, b in mine.bulks.items()},
+            "cells": {k: n.tolist() for k, n in mine.cells.items()},
+        }
+        for u, mine in plain(c).items()
+    }
+
+
+def stored(name):
+    """A case as it is stored, and limma's answer."""
+    kept = json.loads(VECTORS.read_text())[name]
+    c = case(**CASES[name])
+    inputs = {}
+    for u, row in kept["donors"].items():
+        bulks = {k: Bulk(np.arange(len(x)), np.array(x, float)) for k, x in row["counts"].items()}
+        more = tuple(tuple(x) if isinstance(x[0], str) else np.array(x) for x in row["covariates"])
+        cells = {k: np.array(n) for k, n in row["cells"].items()}
+        names = plain(c)[u].names
+        inputs[u] = (Donors(names, np.array(row["donor"]), np.array(row["group"]), more, bulks, cells),)
+    return Case(c.params, inputs), kept["limma"]
 
 
 def same_as_limma(result, answer, params, rtol=1e-6):
