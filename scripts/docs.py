@@ -45,7 +45,7 @@ REFERENCE = ("reference", "commands", "options", "threat-model", "benchmarks", "
 EXPLANATION = ("SECURITY", "architecture", "papers", "CONTRIBUTING")
 KINDS = {  # of public names, in the order of the page
     "Run a workflow": ("rehearse", "Run", "Study", "Receipt"),
-    "Files and demo data": ("read_cells", "write_cells", "demo_sites", "demo_donors", "demo_rows"),
+    "Files and demo data": ("read_cells", "write_cells", "demo_sites", "demo_donors", "demo_rows", "demo_cohort"),
 }
 MADE_HERE = {  # words of kept pages about what is only on the site, and the links that they become
     "Python, the command line, all options, and the quick benchmarks (pages that `make docs` makes)": (

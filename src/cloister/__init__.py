@@ -42,6 +42,7 @@ _PUBLIC = {
     "demo_sites": "cells.demo",
     "demo_donors": "cells.demo",
     "demo_rows": "cells.demo",
+    "demo_cohort": "cells.demo",
     "embed": "workflows.embed",
     "FineTuned": "workflows.trained.fine_tuned",
     "load_model": "workflows.trained",

@@ -77,6 +77,7 @@ CASES = [
     ("find-outliers", "hardened", {"trees": 2, "sample": 32}),
     pytest.param("find-outliers", "published", {"trees": 2, "sample": 32, "standardise": True}, marks=SLOW),
     ("shared-pca", "hardened", {"n_components": 2, "n_top_genes": 5}),
+    ("compare-groups", "hardened", {"groups": ("control", "case"), "donor_key": "donor"}),
     ("train-classifier", "hardened", {"n_top_genes": 5, "l2": 0.1}),
     ("map-labels", "hardened", {"query": "basel", "n_neighbors": 3}),
     ("map-labels", "semi-honest", {"query": "basel", "n_neighbors": 3}),

@@ -19,6 +19,7 @@ from cloister.models import voom
 from cloister.protocols.groups.contrast_terms import NAME, SITE_DONORS, Params, Part, Result, Table
 
 MOST_DONORS = 1 << 20
+ONE_DONOR = 2 / 3  # share of a covariate's spread that one donor may have
 
 Shapes = list[tuple[int, ...]]
 
@@ -150,6 +151,7 @@ def plain_shapes(t: Table) -> Shapes:
 
 
 def plain(t: Table, part: Part) -> list[F64]:
+    check_one_donor(t, part)
     (y, library), groups = t.values(part), range(len(t.params.groups))
     s = voom.sums_of(t.design(part), y, part.blocks(t.params.block))
     share = (part.counts / part.library[:, None])[:, t.keep if t.composition else []]
@@ -161,6 +163,15 @@ def plain(t: Table, part: Part) -> list[F64]:
         np.log2(library + 1).sum(keepdims=True),
         np.stack([share[part.group == g].sum(axis=0) for g in groups]),
     ]
+
+
+def check_one_donor(t: Table, part: Part) -> None:
+    """L9: Xᵀy would be one donor's y if a covariate were 0 for all others."""
+    for i, center, scale in zip(t.numeric, t.center, t.scale, strict=True):
+        z = (np.asarray(part.covariates[i], np.float64) - center) / scale
+        if np.any(np.square(z) > ONE_DONOR * t.n):
+            text = f"one donor here has almost all of the spread of covariate '{t.params.covariates[i]}'; leave it out"
+            raise ProtocolAbort(NAME, "L9", "one-donor", text)
 
 
 def take_plain(t: Table, sums: list[F64]) -> None:

@@ -13,13 +13,12 @@ import numpy as np
 
 from cloister.arrays import F64, I64
 from cloister.cells.genes import match_genes
-from cloister.errors import DataError, ParameterError, ProtocolAbort
+from cloister.errors import DataError, ParameterError
 from cloister.models import voom
 from cloister.study import Party
 
 NAME = "pooled_contrasts"
 SITE_DONORS = 2  # of a group, at a site that adds anything about it
-ONE_DONOR = 2 / 3  # share of a covariate's spread that one donor may have
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,12 +204,7 @@ class Table:
         for values, names in zip(part.covariates, self.levels, strict=True):
             columns += [np.array([v == k for v in values], np.float64) for k in names[1:]]
         for i, center, scale in zip(self.numeric, self.center, self.scale, strict=True):
-            z = (np.asarray(part.covariates[i], np.float64) - center) / scale
-            if np.any(np.square(z) > ONE_DONOR * self.n):
-                raise ProtocolAbort(
-                    NAME, "L9", "one-donor", f"one donor here sets covariate '{self.params.covariates[i]}' almost alone"
-                )
-            columns.append(z)
+            columns.append((np.asarray(part.covariates[i], np.float64) - center) / scale)
         if self.params.block == "none":
             columns.append(np.ones(len(part.group)))
         return np.stack(columns, axis=1)
