@@ -38,8 +38,8 @@ ROOT = Path(__file__).parents[1]
 DOCS, STAGE, SITE = ROOT / "docs", ROOT / "build" / "docs", ROOT / "build" / "site"
 TOP = ("SECURITY.md", "CONTRIBUTING.md", "CHANGELOG.md")
 HOW_TO = (
-    *("deploy", "bin-values", "shared-pca", "embed", "find-outliers", "train-classifier", "map-labels"),
-    *("propagate-labels", "fine-tune"),
+    *("deploy", "bin-values", "shared-pca", "embed", "find-outliers", "compare-groups", "train-classifier"),
+    *("map-labels", "propagate-labels", "fine-tune"),
 )
 REFERENCE = ("reference", "commands", "options", "threat-model", "benchmarks", "CHANGELOG")
 EXPLANATION = ("SECURITY", "architecture", "papers", "CONTRIBUTING")

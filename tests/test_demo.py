@@ -48,5 +48,5 @@ def test_the_whole_demo(tmp_path):
     said = []
     table, page = demo.run_demo(tmp_path, say=said.append)
     check_rows(table[1:])
-    assert len(table) - 1 == 16
+    assert len(table) - 1 == 17
     assert page.exists()
