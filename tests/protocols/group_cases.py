@@ -17,9 +17,9 @@ SCRIPT = Path(__file__).with_name("groups") / "limma.R"
 
 
 def bulk(rng, group, g, shift=0.0, depth=60.0):
-    """Negative binomial counts of samples: the first tenth of the genes goes up with the group."""
+    """Negative binomial counts of samples: the first tenth of the genes goes up or down with the group."""
     base = np.exp(np.random.default_rng(1).normal(3.0, 1.5, g))  # the same genes at every site
-    up = np.where(np.arange(g) < g // 10, 1.0, 0.0)
+    up = np.where(np.arange(g) < g // 10, np.where(np.arange(g) % 2, -1.0, 1.0), 0.0)
     size = rng.uniform(0.5, 1.6, (len(group), 1))
     spread = np.exp(rng.normal(0, 0.25, (len(group), g)))
     mean = base * size * spread * 2.0 ** (np.asarray(group)[:, None] * up + shift) * depth / 60.0
