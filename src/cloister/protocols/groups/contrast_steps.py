@@ -193,6 +193,8 @@ def take_plain(t: Table, sums: list[F64]) -> None:
         t.shares = share / t.donors[:, None]
         t.result = result_of(t, fit)
         return
+    if t.n <= (opened := 6 + q * (q + 5) // 2):
+        t.notes.append(f"{opened} sums per gene over {t.n} samples: in principle these tell the counts of each")
     t.plain, t.trend = fit, voom.trend_of(t.average, np.sqrt(fit.variance), float(log_library[0]) / t.n)
     if not np.all(t.trend.y > 0):
         t.left_out = "the spread of these genes has no trend that could weigh them"

@@ -28,8 +28,8 @@ coordinator : which genes each site measured; names of cell types (unless the st
 coordinator, site : over the donors of all sites together, per cell type: donors and sites per group, donors per level,
     blocks, mean and spread of covariates, mean library; per gene in how many donors it is counted often, and if it is
     compared, not at all; per compared gene a mean log count, and the sums of L9 and L10; mean shares of cell types per
-    group; the result. A gene has about 5 + q(q + 5)/2 sums for q columns: so few donors that this is as many numbers as
-    they have are in principle determined by them. With two sites: the other's sums.
+    group; the result. A gene has at most 6 + q(q + 5)/2 sums for q columns: no more donors than that are in principle
+    determined by them, and a note in the result says so. With two sites: the other's sums.
 lying coordinator : the same. It cannot change a sum or leave out a site without an abort.
 one lying site : the same; its part of every sum is whatever it likes. It may invent donors, so that a table passes the
     floors over all sites; the floor at each honest site (two donors of a group, or none) holds all the same.
