@@ -8,7 +8,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from group_cases import CASES, HUB, case, plain, same_as_limma, stored
 
-from cloister.errors import DataError, ParameterError
+from cloister.errors import DataError, ParameterError, ProtocolAbort
 from cloister.models import voom
 from cloister.protocols.groups import contrast_steps, contrast_terms, pooled_contrasts
 from cloister.protocols.groups.contrast_terms import Bulk, Params, part_of
@@ -196,6 +196,9 @@ def test_a_covariate_that_marks_one_donor_is_refused():
     named = {v: (dataclasses.replace(d, covariates=(tuple(map(str, marks[v])),)),) for v, d in plain(c).items()}
     run = run_protocol(pooled_contrasts, Case(params, named), timeout=3.0)
     assert "fewer than 3 donors have '1.0' as their 'mark'" in str(run.errors[HUB])
+    inputs[u] = (dataclasses.replace(inputs[u][0], covariates=()),)
+    run = run_protocol(pooled_contrasts, Case(params, inputs), timeout=3.0)
+    assert isinstance(run.errors[u], DataError)
 
 
 def test_what_is_opened_is_the_sum_of_what_all_sites_have():
@@ -230,6 +233,60 @@ def test_one_liar():
     lies = check_lies(pooled_contrasts, [c, twin], right=right)
     assert lies.tried > 12
     assert lies.aborted > 8
+
+
+def before(c, name):
+    """The table as all know it before a step, the step, and what all sites together add in it."""
+    names = next(iter(plain(c).values())).names
+    brought = {u: pooled_contrasts.Brings((), d.levels()) for u, d in plain(c).items()}
+    (table,) = pooled_contrasts.tables_of(c.params, names, pooled_contrasts.agree(c.params, brought))
+    parts = [part_of(c.params, d, "", names, composition=False) for d in plain(c).values()]
+    for step in contrast_steps.STEPS:
+        sums = [np.sum(s, axis=0) for s in zip(*(step.local(table, p) for p in parts), strict=True)]
+        if step.take.__name__ == name:
+            return table, step, sums
+        step.take(table, sums)
+    raise AssertionError(name)
+
+
+ABSURD = {
+    "take_census": [(0, -1.0), (0, 1e9), (1, 0.5), (2, -3.0)],
+    "take_detected": [(0, -1.0), (0, 19.0), (0, 0.25)],
+    "take_zeros": [(0, -1.0), (0, 19.0)],
+    "take_logs": [(0, 1e5), (0, np.nan)],
+    "take_factors": [(0, -1e5), (0, np.inf)],
+    "take_plain": [(1, 1e15), (2, np.nan), (3, np.inf)],
+    "take_weighted": [(0, -1.0), (1, 1e17), (2, np.nan)],
+}
+
+
+@pytest.mark.parametrize(("name", "at", "value"), [(n, *row) for n, rows in ABSURD.items() for row in rows])
+def test_a_sum_that_no_donors_have_ends_the_run(name, at, value):
+    """What a site that lies about its part can make of a sum."""
+    table, step, sums = before(case(seed=1, labels=(), g=30), name)
+    wrong = [s.copy() for s in sums]
+    wrong[at].flat[0] = value
+    with pytest.raises(ProtocolAbort) as stopped:
+        step.take(table, wrong)
+    assert (stopped.value.line, stopped.value.code) == (step.line, "absurd")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda a: dataclasses.replace(a, labels=a.labels[1:]),
+        lambda a: dataclasses.replace(a, labels=a.labels[::-1]),
+        lambda a: dataclasses.replace(a, levels=(a.levels[0], a.levels[1][:1])),
+        lambda a: dataclasses.replace(a, levels=a.levels[:1]),
+    ],
+    ids=["a type less", "another order", "a level less", "a covariate less"],
+)
+def test_a_vocabulary_that_lacks_a_name_ends_the_run(change, monkeypatch):
+    look = pooled_contrasts.agree
+    monkeypatch.setattr(pooled_contrasts, "agree", lambda *args: change(look(*args)))
+    run = run_protocol(pooled_contrasts, case(covariates=True, g=20, per_group=(4, 4)), timeout=2.0)
+    assert not values(run)
+    assert {run.errors[u].code for u in run.study.sites} & {"names"}
 
 
 # ---- floors, and what cannot be compared -----------------------------------------------------------------------------
