@@ -345,6 +345,16 @@ def test_a_number_at_one_site_and_a_name_at_another():
     assert "is a number at one site and a name at another" in why(Case(params, inputs))
 
 
+def test_a_site_with_other_covariates_is_named():
+    params = case(covariates=True, g=20).params
+    brought = {u: pooled_contrasts.Brings((), ((), ("f", "m"))) for u in params.sites}
+    assert pooled_contrasts.agree(params, brought).levels == ((), ("f", "m"))
+    brought[params.sites[1]] = pooled_contrasts.Brings((), ((),))
+    with pytest.raises(ProtocolAbort, match="site-1 brings other covariates") as stopped:
+        pooled_contrasts.agree(params, brought)
+    assert stopped.value.code == "covariates"
+
+
 def test_a_cell_type_that_few_have_is_left_out_and_the_others_are_compared():
     c = case(seed=2)
     inputs = dict(c.inputs)
