@@ -10,6 +10,7 @@ import pytest
 import cloister as cl
 from cloister.cells import files
 from cloister.cells.bulks import add_up
+from cloister.cells.values import chunks, is_on_disk
 from cloister.errors import DataError, ParameterError, ProtocolAbort
 from cloister.run.rehearsal import rehearse
 from cloister.run.results import save_run
@@ -139,10 +140,12 @@ def test_three_groups_and_chosen_contrasts(sites):
 
 
 def test_cells_on_disk_give_the_same(sites, tmp_path, monkeypatch):
-    monkeypatch.setattr("cloister.cells.values._BLOCK", 20_000)
+    monkeypatch.setitem(chunks.__kwdefaults__, "entries", 20_000)
+    monkeypatch.setattr("cloister.cells.files.IN_MEMORY", 0)
     for site, adata in sites.items():
         files.write_cells(adata, tmp_path / f"{site}.h5ad")
     opened = {site: files.open_cells(tmp_path / f"{site}.h5ad") for site in sites}
+    assert all(is_on_disk(a.X) for a in opened.values())
     run = rehearse("compare-groups", opened, **TYPES)
     held = rehearse("compare-groups", sites, **TYPES)
     pd.testing.assert_frame_equal(*(r.data["basel"].uns["groups"]["expression"] for r in (run, held)))
@@ -153,7 +156,7 @@ def test_cells_are_added_up_in_chunks(sites, monkeypatch):
     codes = np.random.default_rng(0).integers(-1, 5, adata.n_obs)
     whole = np.stack([np.asarray(adata.X[codes == k].sum(axis=0)).ravel() for k in range(5)])
     np.testing.assert_array_equal(add_up(adata, codes, 5), whole)
-    monkeypatch.setattr("cloister.cells.values.chunks.__kwdefaults__", {"entries": 7 * adata.n_vars})
+    monkeypatch.setitem(chunks.__kwdefaults__, "entries", 7 * adata.n_vars)
     np.testing.assert_array_equal(add_up(adata, codes, 5), whole)
 
 
