@@ -30,7 +30,7 @@ test-all: $(STAMP) lint ## with the long tests
 mutants: $(STAMP)       ## weaken every protocol in one place at a time, and say which behaviour notices; long, resumable
 	$(BIN)/python scripts/mutants.py
 
-oracle: $(STAMP)        ## compare with SPU and OpenFHE, in environments of their own
+oracle: $(STAMP)        ## compare with SPU, OpenFHE and limma, in environments of their own
 	$(BIN)/python scripts/oracle.py
 
 docs: $(STAMP)          ## the documentation as web pages, in build/site; broken links fail

@@ -347,6 +347,36 @@ def train_cellcnn() -> Figure:
         )
 
 
+def compare_groups() -> Figure:
+    sites = cl.demo_cohort()
+    options: dict[str, Any] = {"groups": ("control", "case"), "donor_key": "donor", "label_key": "cell_type"}
+    run = cl.rehearse("compare-groups", data=sites, **options)
+    planted = set(sites["basel"].var_names[sites["basel"].var["planted"]])
+    beside = cl.group_baselines(sites, **options)
+
+    def rows(tables: Any) -> Any:
+        table = tables["expression"]
+        return table[table["cell_type"] == "macrophage"]
+
+    def hits(tables: Any) -> int:
+        return len(planted & set(rows(tables)[rows(tables)["fdr"] < 0.05]["gene"]))
+
+    found, pooled = rows(run.data["basel"].uns["groups"]), rows(beside["pooled"]).set_index("gene")
+    counts = {"pooled": hits(beside["pooled"]), "cloister, hardened": hits(run.data["basel"].uns["groups"])}
+    counts |= {f"{p} alone": hits(beside[f"{p} alone"]) for p in sites}
+    with canvas(2, width=9.2, height=3.2) as c:
+        own = found["gene"].isin(planted).to_numpy()
+        for which, colour, label in ((~own, GREY, "other genes"), (own, COLOURS[1], "planted")):
+            part = found[which]
+            c.axes[0].scatter(part["log_fold_change"], -np.log10(part["p"]), s=14, c=colour, lw=0, label=label)
+        c.axes[0].set(title="Macrophages, case against control", xlabel="log2 fold change", ylabel="-log10 p")
+        c.axes[0].legend(loc="upper left")
+        bars(c.axes[1], counts, title=f"Of {len(planted)} planted genes, found at 5 % FDR", form="{:.0f}")
+        apart = float(np.abs(np.log(found["p"]).to_numpy() - np.log(pooled.loc[found["gene"], "p"]).to_numpy()).max())
+        told = ", ".join(f"{k} {v}" for k, v in counts.items())
+        return done(c, "compare-groups", f"log p equals the pooled one to {apart:.0e}. Planted genes found: {told}.")
+
+
 def train_classifier() -> Figure:
     from sklearn.linear_model import LogisticRegression
 
@@ -403,6 +433,7 @@ PICTURES: dict[str, Callable[[], Figure]] = {
     "find-outliers": find_outliers,
     "map-labels": map_labels,
     "propagate-labels": propagate_labels,
+    "compare-groups": compare_groups,
     "train-classifier": train_classifier,
     "fine-tune": fine_tune,
     "train-cellcnn": train_cellcnn,

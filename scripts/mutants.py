@@ -56,7 +56,10 @@ QUICK = ("one_thing_wrong", "roles_check", "what_is_drawn", "what_shares_hide", 
 BROKEN = "could not run"
 CHECKS, AUDIT = ("verify", "heard", "still_there"), "collective_audit.holder"  # beside all that is called check_…
 LIAR = "test_one_liar.py"
-OUTSIDE = ("tests/runtime/test_flare", "tests/protocols/knn/test_oracle", "tests/protocols/ckks/test_oracle")
+OUTSIDE = (
+    "tests/runtime/test_flare",
+    *(f"tests/protocols/{folder}/test_oracle" for folder in ("knn", "ckks", "groups")),
+)
 Row = dict[str, Any]
 Rows = dict[str, Row]  # of mutants by `digests`, of tests by name
 

@@ -1,5 +1,7 @@
 """Compare with other people's engines, each in an environment of its own: `make oracle`.
 
+limma and edgeR are R's: Debian's r-bioc-limma and r-bioc-edger, used where they are installed.
+
 SecretFlow SPU pins NumPy < 2 and has no wheel beyond Python 3.11; OpenFHE's wheels want Python 3.10. Neither can be an
 extra of this package, so they live under build/oracle, where the tests find them through two variables.
 """
@@ -17,7 +19,11 @@ ORACLES = {  # variable of the tests: package, interpreters that have wheels of 
     "CLOISTER_SPU_PYTHON": ("spu==0.9.5", ("python3.11", "python3.10")),
     "CLOISTER_OPENFHE_PYTHON": ("openfhe", ("python3.10",)),
 }
-TESTS = ("tests/protocols/knn/test_oracle_spu.py", "tests/protocols/ckks/test_oracle_openfhe.py")
+TESTS = (
+    "tests/protocols/knn/test_oracle_spu.py",
+    "tests/protocols/ckks/test_oracle_openfhe.py",
+    "tests/protocols/groups/test_oracle_limma.py",
+)
 
 
 def environment(package: str, interpreters: tuple[str, ...]) -> Path | None:
@@ -40,9 +46,20 @@ def environment(package: str, interpreters: tuple[str, ...]) -> Path | None:
     return python
 
 
+def has_limma() -> bool:
+    """Whether R is here, with limma and edgeR."""
+    ask = ["Rscript", "-e", "library(limma); library(edgeR)"]
+    there = shutil.which("Rscript") is not None and not subprocess.run(ask, capture_output=True, check=False).returncode
+    if not there:
+        print("limma: no R with limma and edgeR (Debian: r-bioc-limma, r-bioc-edger); left out", flush=True)
+    return there
+
+
 def main() -> int:
     found = {name: environment(*what) for name, what in ORACLES.items()}
     variables = {name: str(python) for name, python in found.items() if python is not None}
+    if has_limma():
+        variables["CLOISTER_LIMMA"] = "1"
     if not variables:
         print("no oracle could be installed, nothing was compared")
         return 1

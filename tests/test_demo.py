@@ -73,5 +73,5 @@ def test_the_whole_demo(tmp_path):
     table, page = demo.run_demo(tmp_path, say=said.append)
     check_rows(table[1:])
     check_together_is_better(table[1:])
-    assert len(table) - 1 == 19
+    assert len(table) - 1 == 20
     assert page.exists()

@@ -21,6 +21,7 @@ _WORKFLOWS = (  # each has a function of its name, the part of a site
     "find_outliers",
     "shared_pca",
     "integrate",
+    "compare_groups",
     "train_classifier",
     "map_labels",
     "propagate_labels",
@@ -44,6 +45,7 @@ _PUBLIC = {
     "demo_sites": "cells.demo",
     "demo_donors": "cells.demo",
     "demo_rows": "cells.demo",
+    "demo_cohort": "cells.demo",
     "embed": "workflows.embed",
     "FineTuned": "workflows.trained.fine_tuned",
     "load_model": "workflows.trained",
@@ -51,6 +53,7 @@ _PUBLIC = {
     "Integration": "workflows.trained.integration",
     "place_in_space": "workflows.shared_pca",
     "mapping_baselines": "workflows.baselines.mapping",
+    "group_baselines": "workflows.baselines.groups",
 } | {name: f"workflows.{name}" for name in _WORKFLOWS}
 
 __all__ = ["__version__", *_PUBLIC]

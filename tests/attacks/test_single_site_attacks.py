@@ -98,6 +98,17 @@ def test_means_are_read_where_sums_are_not_masked():
     assert miss == 0 < guess
 
 
+def test_donors_of_a_site_are_not_read():
+    hit, guess = cells_of(statistics.compare_groups(None))["hardened"]
+    assert hit == guess < 100
+
+
+@pytest.mark.usefixtures("unmasked")
+def test_donors_of_a_site_are_read_where_sums_are_not_masked():
+    hit, guess = cells_of(statistics.compare_groups(None))["hardened"]
+    assert hit == 100 > guess
+
+
 def test_with_two_sites_subtraction_is_exact():
     rng = np.random.default_rng(0)
     a, b = rng.normal(size=(5, 4)), rng.normal(size=(7, 4))

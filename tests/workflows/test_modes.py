@@ -79,6 +79,7 @@ CASES = [
     ("shared-pca", "hardened", {"n_components": 2, "n_top_genes": 5}),
     ("integrate", "hardened", {"use_rep": "X_pca", "n_clusters": 3, "rounds": 1, "updates": 1, "blocks": 2}),
     ("integrate", "published", {"use_rep": "X_pca", "n_clusters": 3, "rounds": 1, "updates": 1, "blocks": 2}),
+    ("compare-groups", "hardened", {"groups": ("control", "case"), "donor_key": "donor"}),
     ("train-classifier", "hardened", {"n_top_genes": 5, "l2": 0.1}),
     ("map-labels", "hardened", {"query": "basel", "n_neighbors": 3}),
     ("map-labels", "semi-honest", {"query": "basel", "n_neighbors": 3}),

@@ -18,7 +18,7 @@ from cloister.demo.labels import map_labels, propagate_labels
 from cloister.demo.models import adapt_model, fine_tune, train_cellcnn, train_classifier
 from cloister.demo.rows import HEADER, Played, Tell, halves
 from cloister.demo.rows import auroc as auroc
-from cloister.demo.statistics import bin_values, find_outliers, integrate, shared_pca
+from cloister.demo.statistics import bin_values, compare_groups, find_outliers, integrate, shared_pca
 from cloister.report.page import write_report
 from cloister.run.results import save_run
 from cloister.run.run import Run
@@ -28,6 +28,7 @@ DEMOS: dict[str, Callable[[Tell], Played]] = {
     "shared-pca": shared_pca,
     "integrate": integrate,
     "find-outliers": find_outliers,
+    "compare-groups": compare_groups,
     "map-labels": map_labels,
     "propagate-labels": propagate_labels,
     "train-cellcnn": train_cellcnn,

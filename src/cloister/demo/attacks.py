@@ -31,12 +31,13 @@ from cloister.protocols.cellcnn import clear_training, encrypted_training
 from cloister.protocols.fedavg import packed_words as lanes
 from cloister.protocols.fedavg.training_terms import Weights
 from cloister.protocols.forest import counted_forest, masked_forest
+from cloister.protocols.groups.contrast_terms import part_of
 from cloister.protocols.harmony import federated_harmony
 from cloister.protocols.inference.block_circuit import plan
 from cloister.protocols.knn import plain_knn
 from cloister.protocols.sums import averaged_quantiles, pooled_quantiles, pooled_scaling, secure_sum, shared_pca
 from cloister.study import Party
-from cloister.workflows import fine_tune
+from cloister.workflows import compare_groups, fine_tune
 from cloister.workflows.adapt_model import inputs_of
 
 
@@ -95,6 +96,31 @@ def own_directions(sent: Sent, x: Mapping[str, Any]) -> str:
         guess, own = read / size - pooled, true[p] / len(y) - pooled
         cosines.append(float(abs(guess @ own) / (np.linalg.norm(guess) * np.linalg.norm(own))))
     return f"how a site differs from all, cosine {np.mean(cosines):.2f} (guessing: 0.00)"
+
+
+def own_donors(sent: Sent, sites: Mapping[str, Any], options: Mapping[str, Any]) -> str:
+    """compare-groups: the coordinator on how many donors of each group and cell type a site has, from its first sum."""
+    chosen = compare_groups.Options(**options)
+    held = {p: compare_groups.donors_of(a, chosen) for p, a in sites.items()}
+    params = compare_groups.params_of(tuple(map(Party, sites)), Party("coordinator"), chosen)
+    labels, width = sorted({k for mine in held.values() for k in mine.bulks}), 2 * len(chosen.groups) + 2
+    true = {}
+    for p, mine in held.items():
+        parts = [part_of(params, mine, k, mine.names, composition=False) for k in labels]
+        true[p] = np.stack([np.bincount(part.group, minlength=len(chosen.groups)) for part in parts])
+    total = np.sum([*true.values()], axis=0)
+    added = sent.by_sender(secure_sum.MaskedInput, to="coordinator", scope="sum/1")
+
+    def guess(p: str) -> Any:
+        read = shared_pca.join_sum(added[Party(p)].y[:-2])[: total.shape[0] * width].reshape(-1, width)
+        counts = read[:, : total.shape[1]]
+        return counts if np.all((counts >= 0) & (counts <= total)) else np.rint(total / len(sites))
+
+    def right(found: Any, p: str) -> float:
+        return float(np.mean((found == true[p])[total > 0]))
+
+    hit, blind = (np.mean([right(f(p), p) for p in sites]) for f in (guess, lambda _: np.rint(total / len(sites))))
+    return f"a site's donors per cell type, {hit:.0%} right (guessing: {blind:.0%})"
 
 
 def own_label_sums(sent: Sent, model: Any, x: Mapping[str, Any], truth: Mapping[str, Any], sites: list[str]) -> str:

@@ -20,6 +20,7 @@ from cloister.protocols.harmony.harmony_steps import Cells, Params, together
 from cloister.protocols.sums import averaged_quantiles, secure_sum
 from cloister.run.rehearsal import rehearse
 from cloister.study import Party
+from cloister.workflows.baselines.groups import group_baselines
 from cloister.workflows.bin_values import digitise, spread
 
 
@@ -104,6 +105,25 @@ def integrate(tell: Tell) -> Played:
         runs.append(run)
         rows.append(("integrate", mode, "mixed", pooled, found, alone, leak, *cost_of(run)))
     return runs, rows
+
+
+def compare_groups(tell: Tell) -> Played:
+    """Genes that were planted in macrophages of one group, found at a false discovery rate of 5 %."""
+    sites, sent = demo_data.demo_cohort(), Sent(secure_sum.MaskedInput)
+    options: dict[str, Any] = {"groups": ("control", "case"), "donor_key": "donor", "label_key": "cell_type"}
+    run = rehearse("compare-groups", sites, on_event=tell, on_frame=sent, **options)
+    var = sites["basel"].var
+    planted = set(var.index[var["planted"]])
+
+    def hits(tables: Any) -> int:
+        table = tables["expression"]
+        return len(planted & set(table[(table["cell_type"] == "macrophage") & (table["fdr"] < 0.05)]["gene"]))
+
+    beside = group_baselines(sites, **options)
+    alone = float(np.mean([hits(beside[f"{p} alone"]) for p in sites]))
+    leak = attacks.own_donors(sent, sites, options)
+    figures = (str(hits(beside["pooled"])), str(hits(run.data["basel"].uns["groups"])), f"{alone:.1f}")
+    return [run], [("compare-groups", "hardened", f"of {len(planted)} genes", *figures, leak, *cost_of(run))]
 
 
 def find_outliers(tell: Tell) -> Played:

@@ -20,6 +20,8 @@ semi-honest, p published, plain; `data/modes.toml` says which workflow runs it i
     harmony/        integrate
       pooled_harmony        [KMF+19]; sums ours                          h
       federated_harmony     [FH], as its code does it                    p
+    groups/         compare-groups
+      pooled_contrasts      [LCSS14], [Smy04], [PSL+22]; sums ours       h
     sharing/        three parties that compute
       replicated            [AFL+16], [MR18], [AHI+22]                   s p
       verified              [BBC+19], [BGIN20], [LN17]                   h s p plain

@@ -29,6 +29,7 @@ SHIPPED = (
     "find-outliers",
     "shared-pca",
     "integrate",
+    "compare-groups",
     "train-classifier",
     "map-labels",
     "propagate-labels",

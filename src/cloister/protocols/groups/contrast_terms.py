@@ -1,0 +1,229 @@
+"""Terms of `pooled_contrasts`: what is compared, what a site holds, and what all parties know of a table.
+
+Lines are those of `pooled_contrasts`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from cloister.arrays import F64, I64
+from cloister.cells.genes import match_genes
+from cloister.errors import DataError, ParameterError
+from cloister.models import voom
+from cloister.study import Party
+
+NAME = "pooled_contrasts"
+SITE_DONORS = 2  # of a group, at a site that adds anything about it
+
+
+@dataclass(frozen=True, slots=True)
+class Params:
+    sites: tuple[Party, ...]
+    coordinator: Party
+    groups: tuple[str, ...]  # the first is the reference
+    contrasts: tuple[tuple[int, int], ...] = ((1, 0),)  # which groups, the second taken from the first
+    covariates: tuple[str, ...] = ()
+    block: str = "site"  # or "donor", "none": what is taken out where it is
+    labels: tuple[str, ...] | None = None  # vocabulary of cell types; None: collected
+    expression: bool = True
+    composition: bool = False
+    normalise: str = "rle"  # or "library"
+    transform: str = "logit"  # or "asin"
+    min_donors: int = 3
+    min_count: float = 10.0
+
+    def __post_init__(self) -> None:
+        if len(self.groups) < 2 or len(set(self.groups)) != len(self.groups):
+            raise ParameterError(f"expected at least two groups, each once, found {', '.join(self.groups) or 'none'}")
+        if not self.contrasts or any(
+            a == b or not 0 <= min(a, b) <= max(a, b) < len(self.groups) for a, b in self.contrasts
+        ):
+            raise ParameterError("a contrast compares two of the groups")
+        if self.block not in ("site", "donor", "none"):
+            raise ParameterError(f"block must be site, donor or none, found {self.block!r}")
+        if self.min_donors < SITE_DONORS:
+            raise ParameterError(f"min_donors must be at least {SITE_DONORS}, found {self.min_donors}")
+
+    def vector(self, contrast: tuple[int, int], columns: int) -> F64:
+        """A contrast as weights of the design's columns, in which the reference has none."""
+        c = np.zeros(columns)
+        for group, sign in zip(contrast, (1.0, -1.0), strict=True):
+            if group:
+                c[group - 1] = sign
+        return c
+
+
+class Bulk(NamedTuple):
+    """Counts of one cell type, added up over the cells of each sample."""
+
+    rows: I64  # which samples
+    counts: F64  # (rows, genes)
+
+
+@dataclass(frozen=True, slots=True)
+class Donors:
+    """What a site holds. A sample is one donor's cells of one group."""
+
+    names: tuple[str, ...]  # of genes
+    donor: I64  # (n,), whose sample it is
+    group: I64  # (n,), position among the groups
+    covariates: tuple[F64 | tuple[str, ...], ...]  # (n,) each: numbers, or names
+    bulks: Mapping[str, Bulk]  # by cell type; "" for all cells
+    cells: Mapping[str, I64]  # cells of each type in each sample, (n,)
+
+    def levels(self) -> tuple[tuple[str, ...], ...]:
+        """Names that occur in each covariate; none where it is a number."""
+        return tuple(tuple(sorted(set(c))) if isinstance(c, tuple) else () for c in self.covariates)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A site's samples in one table, those alone left out that no sum may hold."""
+
+    donor: I64
+    group: I64
+    covariates: tuple[F64 | tuple[str, ...], ...]
+    counts: F64  # (n, genes or cell types)
+    library: F64  # (n,)
+
+    def blocks(self, block: str) -> I64:
+        if block == "none":
+            return np.full(len(self.group), -1)
+        return self.donor if block == "donor" else np.zeros(len(self.group), np.int64)
+
+    def only(self, keep: I64) -> Part:
+        mine = tuple(tuple(c[i] for i in keep) if isinstance(c, tuple) else c[keep] for c in self.covariates)
+        return Part(self.donor[keep], self.group[keep], mine, self.counts[keep], self.library[keep])
+
+
+def part_of(params: Params, mine: Donors, label: str, names: tuple[str, ...], *, composition: bool) -> Part:
+    """L4: the samples of one table, without those of a group that fewer than `SITE_DONORS` donors here have."""
+    rows: I64 = np.arange(len(mine.group))
+    counts: F64 = np.zeros((0, len(names)))
+    if composition:
+        nothing = np.zeros(len(rows))
+        counts = np.stack([mine.cells.get(k, nothing) for k in names], axis=1).astype(np.float64)
+    elif label in mine.bulks:
+        rows, counts = mine.bulks[label].rows, mine.bulks[label].counts[:, match_genes(list(mine.names), names)]
+    else:
+        rows = rows[:0]
+    here = tuple(tuple(c[i] for i in rows) if isinstance(c, tuple) else c[rows] for c in mine.covariates)
+    part = Part(mine.donor[rows], mine.group[rows], here, counts, counts.sum(axis=1))
+    part = part.only(np.flatnonzero(part.library > 0))
+    enough = [g for g in range(len(params.groups)) if len(set(part.donor[part.group == g])) >= SITE_DONORS]
+    return part.only(np.flatnonzero(np.isin(part.group, enough)))
+
+
+def check_site(params: Params, mine: Donors) -> None:
+    n = len(mine.group)
+    whole = len(mine.donor) == n and all(len(c) == n for c in mine.covariates)
+    if not whole or len(mine.covariates) != len(params.covariates):
+        raise DataError("donors, groups and covariates must have one entry per sample")
+    if n and not 0 <= mine.group.min() <= mine.group.max() < len(params.groups):
+        raise DataError("a sample belongs to none of the groups")
+    if len(set(zip(mine.donor.tolist(), mine.group.tolist(), strict=True))) != n:
+        raise DataError("a sample is one donor's cells of one group; add those of the same donor and group up")
+    if params.block != "donor" and len(set(mine.donor.tolist())) != n:
+        raise DataError(
+            "some donors have cells in several groups, which are no independent samples; "
+            "pass block='donor' to compare them within donors"
+        )
+    for bulk in mine.bulks.values():
+        if bulk.counts.shape != (len(bulk.rows), len(mine.names)) or not np.all(bulk.counts >= 0):
+            raise DataError("counts must be at least 0, one row per sample and one column per gene")
+
+
+# ---- tables ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What came of one table; the same at every party."""
+
+    label: str
+    composition: bool
+    names: tuple[str, ...]  # (g,), genes or cell types
+    average: F64  # (g,), mean of y over all donors
+    tested: tuple[voom.Tested, ...]  # one per contrast
+    donors: tuple[int, ...]  # per group
+    df: int
+    prior: voom.Prior
+    trend: voom.Trend | None
+    shares: F64 | None  # (groups, cell types), mean share of a donor's cells
+    notes: tuple[str, ...]
+
+
+@dataclass
+class Table:
+    """What all parties know of one table, step by step."""
+
+    params: Params
+    label: str
+    names: tuple[str, ...]
+    levels: tuple[tuple[str, ...], ...]  # of covariates that are names
+    composition: bool = False
+    left_out: str = ""  # why
+    notes: list[str] = field(default_factory=list)
+    donors: I64 = field(default_factory=lambda: np.zeros(0, np.int64))
+    blocks: int = 0
+    mean_library: float = 0.0
+    center: F64 = field(default_factory=lambda: np.zeros(0))  # of covariates that are numbers
+    scale: F64 = field(default_factory=lambda: np.zeros(0))
+    keep: I64 = field(default_factory=lambda: np.zeros(0, np.int64))  # genes or types that are compared
+    everywhere: I64 = field(default_factory=lambda: np.zeros(0, np.int64))  # among these, counted in every donor
+    mean_log: F64 = field(default_factory=lambda: np.zeros(0))
+    log_factor: float = 0.0
+    average: F64 = field(default_factory=lambda: np.zeros(0))
+    plain: voom.Fit | None = None
+    trend: voom.Trend | None = None
+    shares: F64 | None = None
+    result: Result | None = None
+
+    @property
+    def n(self) -> int:
+        return int(self.donors.sum())
+
+    @property
+    def numeric(self) -> list[int]:
+        return [i for i, names in enumerate(self.levels) if not names]
+
+    @property
+    def columns(self) -> list[str]:
+        """Of the design: groups but the first, covariates, and a constant where no block has its own."""
+        named = [f"{c}={k}" for c, ks in zip(self.params.covariates, self.levels, strict=True) for k in ks[1:]]
+        numbers = [self.params.covariates[i] for i in self.numeric]
+        return [*self.params.groups[1:], *named, *numbers, *(["1"] if self.params.block == "none" else [])]
+
+    def design(self, part: Part) -> F64:
+        columns = [(part.group == g).astype(np.float64) for g in range(1, len(self.params.groups))]
+        for values, names in zip(part.covariates, self.levels, strict=True):
+            columns += [np.array([v == k for v in values], np.float64) for k in names[1:]]
+        for i, center, scale in zip(self.numeric, self.center, self.scale, strict=True):
+            columns.append((np.asarray(part.covariates[i], np.float64) - center) / scale)
+        if self.params.block == "none":
+            columns.append(np.ones(len(part.group)))
+        return np.stack(columns, axis=1)
+
+    def values(self, part: Part) -> tuple[F64, F64]:
+        """y, and the effective library sizes."""
+        if self.composition:
+            return transformed(part.counts, part.library, self.params.transform)[:, self.keep], part.library
+        library = part.library
+        if len(self.everywhere):
+            library = library * self.factors(part) / np.exp(self.log_factor)
+        return voom.log_cpm(part.counts[:, self.keep], library), library
+
+    def factors(self, part: Part) -> F64:
+        return voom.size_factors(part.counts[:, self.keep[self.everywhere]], part.library, self.mean_log)
+
+
+def transformed(counts: F64, cells: F64, how: str) -> F64:
+    """Shares of cell types, on a scale where they spread alike."""
+    share = (counts + 0.5) / (cells[:, None] + 0.5 * counts.shape[1])
+    y: F64 = np.arcsin(np.sqrt(counts / cells[:, None])) if how == "asin" else np.log(share / (1 - share))
+    return y
