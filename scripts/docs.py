@@ -44,7 +44,7 @@ HOW_TO = (
 REFERENCE = ("reference", "commands", "options", "threat-model", "benchmarks", "CHANGELOG")
 EXPLANATION = ("SECURITY", "architecture", "papers", "CONTRIBUTING")
 KINDS = {  # of public names, in the order of the page
-    "Run a workflow": ("rehearse", "Run", "Study", "Receipt"),
+    "Run a workflow": ("rehearse", "Run", "Series", "Study", "Step", "Receipt"),
     "Files and demo data": ("read_cells", "write_cells", "demo_sites", "demo_donors", "demo_rows", "demo_cohort"),
 }
 MADE_HERE = {  # words of kept pages about what is only on the site, and the links that they become
