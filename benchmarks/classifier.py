@@ -3,6 +3,7 @@
     python benchmarks/classifier.py --quick                  real sets cut short, one small size; some minutes
     python benchmarks/classifier.py                          everything
     python benchmarks/classifier.py --scale 100000 5000      cost of one fit with so many cells and genes a site
+    python benchmarks/classifier.py --adapt                  whether to align a new site's cells, by sites held out
 
 Two questions on every set. *New cells*: all sites have labels, a fifth of their cells is held out, and the model labels
 those. *New site*: one site has no label, the others train, and the model labels all its cells; each site in turn.
@@ -13,6 +14,7 @@ Beside ours: pooled logistic regression of scikit-learn at our penalty and at it
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import platform
 import time
@@ -233,6 +235,37 @@ def conclude(summary):
     )
 
 
+# ---- alignment -------------------------------------------------------------------------------------------------------
+
+
+def adaptation(data, quick):
+    """Every pair of sites trains and the others are asked, so that a site's own labels never speak for its default.
+
+    For a site T without labels, the others know theirs: what alignment gains at each of them, when the other two train,
+    is all that anybody could know beforehand. Beside it what it then gains at T itself, when the other three train.
+    """
+    for name, sites, label, options in studies(data, quick):
+        if len(sites) < 4:
+            continue
+        print(f"\n{name}: accuracy of alignment less that without, in points")
+        gain, task = {}, Task(sites, label, options)
+        read = {"library_key": options.get("library_key"), "unknown": False}
+        for size in (2, 3):
+            for train in itertools.combinations(sites, size):
+                bring = {s: sites[s] for s in train}
+                run = cl.rehearse("train-classifier", bring, label_key=label, timeout=900, **options)
+                for asked in set(sites) - set(train):
+                    called = [run.model.predict(sites[asked].copy(), adapt=a, **read) for a in (False, True)]
+                    plain, aligned = (float(np.mean(task.truth[asked] == c)) for c in called)
+                    gain[train, asked] = 100 * (aligned - plain)
+                    print(f"  {' + '.join(train):34} -> {asked:14} {plain:.3f} {aligned:.3f}", flush=True)
+        for T in sites:
+            known = [g for (train, asked), g in gain.items() if len(train) == 2 and T not in (*train, asked)]
+            then = next(g for (train, asked), g in gain.items() if len(train) == 3 and asked == T)
+            seen = f"{np.mean(known):+.1f} ({min(known):+.1f} to {max(known):+.1f})"
+            print(f"  {T:14} at the others {seen}, then here {then:+.1f}")
+
+
 # ---- equality --------------------------------------------------------------------------------------------------------
 
 
@@ -293,6 +326,7 @@ def main():
     parser.add_argument(
         "--sets", nargs="*", default=[], help="only these sets: pbmc_federation, lung_ts_vs_hlca, pancreas"
     )
+    parser.add_argument("--adapt", action="store_true", help="only whether to align the cells of a new site")
     parser.add_argument("--no-peers", action="store_true", help="leave out k-NN and fine-tune")
     args = parser.parse_args()
     threads = os.environ.get("OMP_NUM_THREADS", "all")
@@ -303,6 +337,9 @@ def main():
     folder = args.data / "scrna"
     if not folder.exists():
         print(f"{folder} is not here; nothing measured on real cells")
+    elif args.adapt:
+        adaptation(folder, args.quick)
+        return
     else:
         if not args.sets:
             equality(folder, args.quick)

@@ -15,13 +15,17 @@ semi-honest, p published, plain; `data/modes.toml` says which workflow runs it i
       pooled_quantiles      [FedscGPT] algorithm 1, as it is meant       h
       averaged_quantiles    [FedscGPT] algorithm 1, lines 2-9            p
       shared_pca            [SAT+15] genes; sums ours                    h
-      pooled_logistic       [LN89], [FTU23]; sums ours                   h
       row_sums              [SYL24] section 3.2, SecureRowSums           p
+    logistic/       train-classifier
+      common_labels         ours                                         h
+      pooled_logistic       [LN89], [FTU23]; sums ours                   h
+      noisy_logistic        [MRTZ18], donors for users                   h
     sharing/        three parties that compute
       replicated            [AFL+16], [MR18], [AHI+22]                   s p
       verified              [BBC+19], [BGIN20], [LN17]                   h s p plain
     knn/            map-labels
       mapping_terms         ours                                         h s p plain
+      reference_distances   ours                                         h s
       verified_knn          [FedscGPT] algorithms 3-6, their function    h
       private_knn           the same                                     s p
       published_knn         [FedscGPT] algorithms 3-6, step by step      p

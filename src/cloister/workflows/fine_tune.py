@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from cloister.cells import tables as cells
-from cloister.errors import DataError, MissingExtra, ParameterError
+from cloister.errors import DataError, ParameterError
 from cloister.models import graph
 from cloister.models.splits import hold_out
 from cloister.net.seat import Outcome, Place, Seat
@@ -24,6 +24,7 @@ from cloister.workflows.embed import write_features
 from cloister.workflows.fine_tune_parts import FileStore, figures
 from cloister.workflows.modes import modes_of
 from cloister.workflows.options import option
+from cloister.workflows.privacy import privacy_budget
 from cloister.workflows.trained import load_model
 
 if TYPE_CHECKING:
@@ -232,7 +233,7 @@ def params_of(seat: Seat, options: Options) -> Params:
         options.patience,
         options.dp_noise,
         options.dp_clip,
-        privacy_budget(options),
+        privacy_budget(options.dp_noise, options.dp_delta, options.rounds),
         options.dp_delta if options.dp_noise else 0.0,
         seat.study.seed,
         pseudo_of(seat, options),
@@ -249,25 +250,6 @@ def pseudo_of(seat: Seat, options: Options) -> Pseudo:
         options.hamming,
         private=seat.mode == "hardened",
     )
-
-
-def privacy_budget(options: Options) -> float:
-    """Return ε of all rounds for the data of one site, by Opacus's accountant, rounded up to two digits.
-
-    A site's data are compared with none, an update of zeros, C away; against other data, 2C away, ε is that of z/2.
-    Every site may take part in every round, and who does is no secret, so sampling counts for nothing.
-    """
-    if not options.dp_noise:
-        return 0.0
-    try:
-        from opacus.accountants import RDPAccountant
-    except ImportError:
-        raise MissingExtra("opacus", "privacy") from None
-    accountant = RDPAccountant()
-    accountant.history = [(options.dp_noise, 1.0, options.rounds)]
-    alphas = [1 + x / 20 for x in range(1, 400)] + [float(x) for x in range(21, 512)]
-    epsilon = float(accountant.get_epsilon(options.dp_delta, alphas=alphas))
-    return math.ceil(epsilon * 100) / 100
 
 
 def inputs_of(adata: AnnData, options: Options, seed: int) -> Inputs:
