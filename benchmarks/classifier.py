@@ -17,6 +17,8 @@ import argparse
 import itertools
 import os
 import platform
+import resource
+import tempfile
 import time
 import warnings
 from pathlib import Path
@@ -297,25 +299,31 @@ def equality(data, quick):
 
 
 def at_scale(cells, genes, labels=20, sites=3):
-    """Cells that are drawn, as sparse as real ones."""
+    """Cells that are drawn, as sparse as real ones, in files that stay on disk; every party a process of its own."""
     rng = np.random.default_rng(0)
     kinds = rng.gamma(0.3, 1.0, genes) * np.exp(rng.normal(0, 0.8, (labels, genes)))
-    data = {}
-    for i in range(sites):
-        codes = rng.integers(0, labels, cells)
-        parts = [
-            scipy.sparse.csr_matrix(rng.poisson(kinds[codes[at : at + 2000]] * 0.3).astype(np.float32))
-            for at in range(0, cells, 2000)
-        ]
-        a = ad.AnnData(scipy.sparse.vstack(parts).tocsr())
-        a.var_names = [f"G{j}" for j in range(genes)]
-        a.obs["cell_type"] = np.array([f"type {k}" for k in codes])
-        data[f"site-{i + 1}"] = a
-    filled = data["site-1"].X.nnz / (cells * genes)
-    print(f"\n{sites} sites of {cells} cells x {genes} genes ({100 * filled:.0f} % not zero), {labels} labels")
-    began = time.perf_counter()
-    run = cl.rehearse("train-classifier", data, n_top_genes=genes, timeout=3600, inplace=True)
-    print(cost_line(run, time.perf_counter() - began), flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        data = {f"site-{i + 1}": Path(folder) / f"site-{i + 1}.h5ad" for i in range(sites)}
+        for path in data.values():
+            codes = rng.integers(0, labels, cells)
+            parts = [
+                scipy.sparse.csr_matrix(rng.poisson(kinds[codes[at : at + 2000]] * 0.3).astype(np.float32))
+                for at in range(0, cells, 2000)
+            ]
+            a = ad.AnnData(scipy.sparse.vstack(parts).tocsr())
+            a.var_names = [f"G{j}" for j in range(genes)]
+            a.obs["cell_type"] = np.array([f"type {k}" for k in codes])
+            filled = a.X.nnz / (cells * genes)
+            a.write_h5ad(path)
+            size = path.stat().st_size / 1e9
+            del a, parts
+        print(f"\n{sites} sites of {cells} cells x {genes} genes ({100 * filled:.0f} % not zero), {labels} labels,")
+        print(f"    {size:.2f} GB a file, every party a process of its own", flush=True)
+        began = time.perf_counter()
+        run = cl.rehearse("train-classifier", data, n_top_genes=genes, timeout=3600, processes=True)
+        print(cost_line(run, time.perf_counter() - began), flush=True)
+        peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20
+        print(f"    {peak:.1f} GB of memory at most in a party's process", flush=True)
 
 
 def main():

@@ -68,7 +68,9 @@ class Options:
     binning: Literal["cell", "none"] = option("cell", "for scgpt: bin by each cell's own quantiles; none: bins already")
     validation: float = option(0.1, "share of each label's cells kept for validation")
     score_every: int = option(1, "rounds between scores on the validation cells of all sites; 0 for never")
-    metric: Literal["accuracy", "macro_f1", "loss"] = option("accuracy", "that chooses the best round")
+    metric: Literal["accuracy", "balanced_accuracy", "macro_f1", "loss"] = option(
+        "accuracy", "that chooses the best round; balanced: every label counts alike"
+    )
     patience: int = option(0, "scored rounds without a better one, after which training stops; 0 for never")
     update_bound: float = option(4.0, "bound of one entry of an update")
     dp_noise: float = option(0.0, "noise multiplier of differential privacy for a site's data; 0 for none")

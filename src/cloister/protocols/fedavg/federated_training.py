@@ -10,8 +10,8 @@
     L6   u, S    secure sum of validation counts at w_t   over all who are there, every `score_every` rounds
     L6b  u, S    pseudo-labels               for cells without a label, if asked for: see `pseudo_labels`
     L7   u       Δ_u = train(w_t) - w_t      local epochs of SGD or Adam; FedProx adds μ/2 ‖w - w_t‖² to the loss
-    L8   u, S    secure sum of a_u Δ_u, a_u and the training loss   u in C_t; a_u = n_u / Σ n or 1; Δ_u clipped
-    L9   S       θ_{t+1} = θ_t + Σ a_u Δ_u / Σ a_u
+    L8   u, S    secure sum of a_u Δ_u, 1 and a_u times the training loss    u in C_t; a_u = n_u / Σ n or 1; Δ_u clipped
+    L9   S       θ_{t+1} = θ_t + c_t Σ a_u Δ_u   c_t = sites that may train / those that did; 1 / |C_t| with a_u = 1
     L10  S ⇒ u   the best θ by the validation metric, or the last; the curves
     L11  u, S    all were told the same      (same_view)
 
@@ -19,8 +19,10 @@
 L11. C_t follows from the study's seed, from who is there and from who has labels; sites work it out themselves. They
 refuse a model that is no number, or further from w_0 than the rounds so far can have moved it.
 
-S never holds w_0, only what was learned on top of it. A site whose update is no number adds zeros with weight zero: it
-is told, and S sees Σ a_u without it. Two entries share a 64-bit word of the sum: 4 bytes per parameter, as much as
+S never holds w_0, only what was learned on top of it. No sum of weights is opened: where rounds have different sites,
+these would subtract to each one's cells. Where all train, c_t = 1 and the mean is the weighted one; where some do, it
+is right on average, and no site counts for more than twice the mean. A site whose update is no number adds zeros: it is
+told, and S sees that one is missing. Two entries share a 64-bit word of the sum: 4 bytes per parameter, as much as
 sending them in the clear. With SCAFFOLD, θ and Δ_u have a second half, the common control variate and what u changes of
 it.
 
@@ -30,11 +32,9 @@ With differential privacy, ‖Δ_u‖ is clipped to C, all weights are 1, every 
 Reveals
 -------
 coordinator : label names per site (unless the study lists them) and who has labels; the number of training cells of all
-    sites; after every round the weighted mean update of that round's sites, the sum of their weights, their mean
-    training loss, and the pooled validation counts (true by predicted label) of all sites; who dropped out. Where
-    rounds have different sites (`clients`, rounds on labels alone, a site that drops out), their sums of weights
-    subtract: EACH SITE'S NUMBER OF TRAINING CELLS, unless weights are plain; and of a site that drops out, the number
-    of its validation cells per label.
+    sites; after every round the weighted mean update of that round's sites, how many it is of, their mean training
+    loss, and the pooled validation counts (true by predicted label) of all sites; who dropped out, and of such a site
+    the number of its validation cells per label. No other number of cells, wherever rounds have different sites.
     With k colluding sites: the same over the other sites. With noise: label names and who has labels, and else only
     noisy mean updates, (ε, δ)-differentially private for a whole site's data.
 site : the model at the start of the rounds in which it trains or scores, and in the end; the curves. A model may itself
@@ -110,8 +110,10 @@ from cloister.protocols.fedavg.training_terms import (
     check_weights,
     choose_clients,
     mean_update,
+    pool_of,
     update_words,
     vocabulary,
+    weight_of,
 )
 from cloister.protocols.sums import same_view, secure_sum
 from cloister.study import Party
@@ -166,7 +168,8 @@ async def site(ch: Channel, params: Params, offer: Offer, *, entropy: Entropy, i
                 await pseudo_labels.site(step, *to, entropy=entropy, identity=identity)  # L6b
             ch.step(f"training, round {t + 1} of {params.rounds}", protocol=NAME, line="L7")
             delta, loss = learner.train(theta, t, params.rate_at(t))  # L7
-            weight = 1.0 if params.weighting == "plain" else learner.cells / task.total
+            pool = pool_of(params, params.sites, t, agreed.labelled)
+            weight = weight_of(params, len(pool), len(task.clients), learner.cells, task.total)
             words, note = update_words(params, len(task.clients), delta, weight, loss, entropy)
             if note:
                 notes.append(f"round {t + 1}: {note}")
@@ -240,7 +243,8 @@ async def coordinator(
         sums = params.sum(clients, code.words(first.size) + 2)
         summed = await secure_sum.aggregator(ch.sub(f"update/{t}", sums, apart=True), sums)  # L8
         what = f"mean update of {len(summed.survivors)} sites" + _budget(params)
-        update, loss = mean_update(params, len(clients), first.size, summed.z, len(summed.survivors))
+        pool = len(pool_of(params, sites, t, labelled))
+        update, loss = mean_update(params, pool, len(clients), first.size, summed.z, len(summed.survivors))
         state.theta = state.theta + ch.reveal(update, to=(S, *there), line="L9", what=what, protocol=NAME)  # L9
         row |= {"clients": len(summed.survivors)} | ({} if math.isnan(loss) or params.noise else {"train_loss": loss})
         state.history.append(row)
@@ -292,13 +296,14 @@ def ideal(params: Params, xs: Mapping[Party, Offer]) -> dict[Party, F64]:
     total = sum(learner.cells for learner in learners.values())
     theta = np.zeros(next(iter(learners.values())).size)
     for t in range(params.rounds):
-        clients = choose_clients(params, tuple(xs), t, [u for u, offer in xs.items() if offer.labels])
-        up, weight = np.zeros(len(theta)), 0.0
+        labelled = [u for u, offer in xs.items() if offer.labels]
+        clients, pool = choose_clients(params, tuple(xs), t, labelled), len(pool_of(params, tuple(xs), t, labelled))
+        up = np.zeros(len(theta))
         for u in clients:
             delta, _ = learners[u].train(theta.astype(np.float32), t, params.rate_at(t))
-            a = 1.0 if params.weighting == "plain" else learners[u].cells / total
-            up, weight = up + a * np.clip(delta, -params.bound, params.bound), weight + a
-        theta = theta + up / weight
+            a = weight_of(params, pool, len(clients), learners[u].cells, total)
+            up = up + a * np.clip(delta, -params.bound, params.bound)
+        theta = theta + up * (1 if params.weighting == "plain" else pool) / len(clients)
     return dict.fromkeys((params.coordinator, *xs), theta)
 
 
