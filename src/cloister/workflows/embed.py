@@ -41,32 +41,24 @@ def embed(
 ) -> AnnData | None:
     """Embed cells with an scGPT-compatible encoder.
 
-    Nothing leaves the site. Sites that use the same checkpoint and the same options get vectors of one space:
-    `adata.uns[key_added]["digest"]` tells.
+    Nothing leaves the site. Sites with the same checkpoint and options get vectors of one space; `adata.uns` tells.
 
     Parameters
     ----------
     adata
         Counts or log values; only their order within a cell matters. Genes are matched by exact symbol.
-    model
+    model, pretrained
         A folder with an official checkpoint (`args.json`, `vocab.json`, `best_model.pt`), or a loaded `ScGPT`. Or the
-        file of a model that `fine-tune` trained: then the cells get what its last layer sees, and the options on genes
-        and bins are those of its training.
-    gene_key
-        A column of `adata.var` with gene symbols; `adata.var_names` if None.
-    binning
+        file of a model that `fine-tune` trained, with the checkpoint that it stands on if it is an scGPT: then the
+        cells get what its last layer sees, and the options on genes and bins are those of its training.
+    gene_key, binning
+        A column of `adata.var` with gene symbols, `adata.var_names` if None; and bins,
         `"cell"`: each cell by its own quantiles, as scGPT was trained. `"none"`: the values are bins already, such as
         `layer="binned"` of `bin-values`.
-    cls_value
-        The value that goes with <cls>. The checkpoint's padding value if None, as in scGPT's own embedding.
-    device
-        `"cpu"` or `"cuda"`; the GPU if there is one by default.
-    seed
-        Of the random spread of ties, together with each cell's name: runs repeat, whatever the order of cells.
-    allow_random
-        Accept an encoder with random weights.
-    pretrained
-        The folder of the checkpoint that a fine-tuned scGPT stands on.
+    cls_value, device
+        The value that goes with <cls> (None: the padding value, as in scGPT); `"cpu"` or `"cuda"` (None: a GPU if any).
+    seed, allow_random
+        Of the random spread of ties, together with each cell's name; whether to accept an encoder with random weights.
 
     Returns
     -------
@@ -77,32 +69,40 @@ def embed(
     `adata.uns[key_added]` : :class:`str`
         JSON: digest of the checkpoint, how many genes the vocabulary knew, the options.
     """
-    from cloister.models import scgpt
-
-    if binning not in ("cell", "none"):
-        raise ParameterError(f"binning must be 'cell' or 'none', found {binning!r}")
-    if batch_size < 1:
-        raise ParameterError(f"batch_size must be at least 1, found {batch_size}")
+    if binning not in ("cell", "none") or batch_size < 1:
+        raise ParameterError(f"binning must be 'cell' or 'none', batch_size above 0: found {binning!r}, {batch_size}")
     adata = adata.copy() if copy else adata
-    if not isinstance(model, scgpt.ScGPT) and Path(model).is_file():
+    if isinstance(model, str | Path) and Path(model).is_file():
         write_features(adata, load_tuned(model, pretrained), key_added)
         return adata if copy else None
     cells.check_cells(adata, layer=layer, need_names=gene_key is None)
-    loaded = model if isinstance(model, scgpt.ScGPT) else scgpt.ScGPT.load(model)
-    if not loaded.trained and not allow_random:
+    encoder = load_encoder(model, allow_random=allow_random)
+    ids = gene_tokens(adata, gene_key, encoder)
+    tokens = {"binned": binning == "none", "seed": seed}
+    tokens["cls_value"] = encoder.config.pad_value if cls_value is None else cls_value
+    adata.obsm[key_added] = vectors(adata, layer, encoder, ids, tokens, batch_size, device)
+    adata.uns[key_added] = json.dumps(origin_of(adata, encoder, ids, tokens))
+    return adata if copy else None
+
+
+def load_encoder(model: str | Path | ScGPT, *, allow_random: bool) -> ScGPT:
+    from cloister.models import scgpt
+
+    encoder = model if isinstance(model, scgpt.ScGPT) else scgpt.ScGPT.load(model)
+    if not encoder.trained and not allow_random:
         raise ParameterError(
             "this encoder has random weights, and its embeddings look plausible and mean little; load a checkpoint, or "
             "pass allow_random=True"
         )
-    ids = gene_tokens(adata, gene_key, loaded)
-    cls_value = loaded.config.pad_value if cls_value is None else cls_value
-    tokens = {"binned": binning == "none", "cls_value": cls_value, "seed": seed}
-    adata.obsm[key_added] = vectors(adata, layer, loaded, ids, tokens, batch_size, device)
-    space = digest_of(loaded.digest, binning, edges_of(adata) if binning == "none" else "", cls_value, seed)
-    told = {"digest": loaded.digest, "space": space, "trained": loaded.trained, "genes_known": int((ids >= 0).sum())}
-    told |= {"genes": adata.n_vars, "binning": binning, "cls_value": cls_value, "seed": seed}
-    adata.uns[key_added] = json.dumps(told)
-    return adata if copy else None
+    return encoder
+
+
+def origin_of(adata: AnnData, encoder: ScGPT, ids: Any, tokens: dict[str, Any]) -> dict[str, Any]:
+    """What made an embedding: checkpoint, options, and their digest."""
+    binning, cls_value, seed = "none" if tokens["binned"] else "cell", tokens["cls_value"], tokens["seed"]
+    space = digest_of(encoder.digest, binning, edges_of(adata) if tokens["binned"] else "", cls_value, seed)
+    told = {"digest": encoder.digest, "space": space, "trained": encoder.trained, "genes_known": int((ids >= 0).sum())}
+    return told | {"genes": adata.n_vars, "binning": binning, "cls_value": cls_value, "seed": seed}
 
 
 def vectors(
