@@ -39,35 +39,35 @@ def embed(
     key_added: str = "X_scGPT",
     copy: bool = False,
 ) -> AnnData | None:
-    """Embed cells with an scGPT-compatible encoder.
-
-    Nothing leaves the site. Sites with the same checkpoint and options get vectors of one space; `adata.uns` tells.
+    """Embed cells with an scGPT-compatible encoder. Nothing leaves the site.
 
     Parameters
     ----------
     adata
         Counts or log values; only their order within a cell matters. Genes are matched by exact symbol.
-    model, pretrained
+    model
         A folder with an official checkpoint (`args.json`, `vocab.json`, `best_model.pt`), or a loaded `ScGPT`. Or the
-        file of a model that `fine-tune` trained, with the checkpoint that it stands on if it is an scGPT: then the
-        cells get what its last layer sees, and the options on genes and bins are those of its training.
-    gene_key, binning
-        A column of `adata.var` with gene symbols, `adata.var_names` if None; and bins,
+        file of a model of `fine-tune`: cells get what its last layer sees, genes and bins are those of its training.
+    gene_key
+        A column of `adata.var` with gene symbols; `adata.var_names` if None.
+    binning
         `"cell"`: each cell by its own quantiles, as scGPT was trained. `"none"`: the values are bins already, such as
         `layer="binned"` of `bin-values`.
-    cls_value, device
-        The value that goes with <cls> (None: the padding value, as in scGPT); `"cpu"` or `"cuda"` (None: a GPU if any).
-    seed, allow_random
-        Of the random spread of ties, together with each cell's name; whether to accept an encoder with random weights.
+    cls_value
+        The value that goes with <cls>. The checkpoint's padding value if None, as in scGPT's own embedding.
+    device
+        `"cpu"` or `"cuda"`; the GPU if there is one by default.
+    seed
+        Of the random spread of ties, together with each cell's name: runs repeat, whatever the order of cells.
+    allow_random
+        Accept an encoder with random weights.
+    pretrained
+        The folder of the checkpoint that a fine-tuned scGPT stands on.
 
     Returns
     -------
-    `None`, or an annotated copy if `copy=True`. Sets the following fields:
-
-    `adata.obsm[key_added]` : array (n_cells, width) of float32
-        One unit vector per cell.
-    `adata.uns[key_added]` : :class:`str`
-        JSON: digest of the checkpoint, how many genes the vocabulary knew, the options.
+    `None`, or a copy if `copy=True`, with a unit vector per cell in `adata.obsm[key_added]` (float32), and in
+    `adata.uns[key_added]` as JSON what made them: sites with one checkpoint and the same options share a space.
     """
     if binning not in ("cell", "none") or batch_size < 1:
         raise ParameterError(f"binning must be 'cell' or 'none', batch_size above 0: found {binning!r}, {batch_size}")

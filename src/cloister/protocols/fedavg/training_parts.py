@@ -13,6 +13,7 @@ from cloister.arrays import F32, F64, I64
 
 CURVES = ("round", "accuracy", "balanced_accuracy", "macro_f1", "loss", "cells", "clients", "train_loss")
 WHOLE = ("round", "cells", "clients")
+TIE = 1e-9  # what a loss counts for beside a score: less than one cell of all there are
 
 
 class Learner(Protocol):
@@ -96,9 +97,11 @@ def metrics(confusion: F64, loss: float) -> dict[str, float]:
 
 
 def better(metric: str, scored: dict[str, Any]) -> float:
-    """The metric, so that more is better."""
-    value = float(scored[metric])
-    return -math.inf if math.isnan(value) else -value if metric == "loss" else value
+    """The metric, so that more is better; of equals the one of lower loss, since few validation cells often tie."""
+    value, loss = float(scored[metric]), float(scored["loss"])
+    if math.isnan(value):
+        return -math.inf
+    return -value if metric == "loss" else value - TIE * loss / (1 + loss)
 
 
 def to_curves(history: list[dict[str, Any]]) -> F64:
