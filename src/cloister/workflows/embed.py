@@ -78,7 +78,7 @@ def embed(
     cells.check_cells(adata, layer=layer, need_names=gene_key is None)
     encoder = load_encoder(model, allow_random=allow_random)
     ids = gene_tokens(adata, gene_key, encoder)
-    tokens = {"binned": binning == "none", "seed": seed}
+    tokens: dict[str, Any] = {"binned": binning == "none", "seed": seed}
     tokens["cls_value"] = encoder.config.pad_value if cls_value is None else cls_value
     adata.obsm[key_added] = vectors(adata, layer, encoder, ids, tokens, batch_size, device)
     adata.uns[key_added] = json.dumps(origin_of(adata, encoder, ids, tokens))

@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     from cloister.workflows.trained.fine_tuned import FineTuned, Inputs
 
 
+MIN_SCORED = 100  # validation cells: an accuracy of 0.9 is then known to 0.03; of fewer, chance would choose the round
+
+
 @dataclass(frozen=True)
 class Options:
     label_key: str = option("cell_type", "column of obs with the labels; NaN where there is none")
@@ -239,6 +242,7 @@ def params_of(seat: Seat, options: Options) -> Params:
         options.dp_delta if options.dp_noise else 0.0,
         seat.study.seed,
         pseudo_of(seat, options),
+        MIN_SCORED,
     )
 
 

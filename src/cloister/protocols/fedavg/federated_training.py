@@ -12,7 +12,7 @@
     L7   u       Δ_u = train(w_t) - w_t      local epochs of SGD or Adam; FedProx adds μ/2 ‖w - w_t‖² to the loss
     L8   u, S    secure sum of a_u Δ_u, 1 and a_u times the training loss    u in C_t; a_u = n_u / Σ n or 1; Δ_u clipped
     L9   S       θ_{t+1} = θ_t + c_t Σ a_u Δ_u   c_t = sites that may train / those that did; 1 / |C_t| with a_u = 1
-    L10  S ⇒ u   the best θ by the validation metric, or the last; the curves
+    L10  S ⇒ u   the best θ by the validation metric, or the last, if validation cells are few; the curves
     L11  u, S    all were told the same      (same_view)
 
 ⇒ is a broadcast: sites that were told something else, another model or another Σ n_u, cannot finish the next sum, or
@@ -229,7 +229,7 @@ async def coordinator(
             confusion = np.rint(counts[:-1]).reshape(K, K)
             check_scores(confusion, float(counts[-1]), len(there))
             row |= metrics(confusion, float(counts[-1]))
-            if better(params.metric, row) > state.best_score:
+            if row["cells"] >= params.min_scored and better(params.metric, row) > state.best_score:
                 state.best, state.best_at, state.best_score = state.theta.copy(), t, better(params.metric, row)
         if stop:
             state.history.append(row)
@@ -251,7 +251,7 @@ async def coordinator(
         state.t = t + 1
         if store is not None:
             store.save(state)
-        if params.patience and _stale(state) >= params.patience:
+        if params.patience and state.best_at >= 0 and _stale(state) >= params.patience:
             break
     there = live()
     await ch.broadcast(there, Task(state.t, there, (), end=True, total=total, theta=b""))

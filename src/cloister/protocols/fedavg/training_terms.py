@@ -59,6 +59,7 @@ class Params:
     delta: float = 0.0
     seed: int = 0
     pseudo: Pseudo = NO_PSEUDO
+    min_scored: int = 0  # validation cells of all sites below which no round is chosen by its score: the last is taken
 
     def __post_init__(self) -> None:
         n = len(self.sites)

@@ -98,8 +98,8 @@ def ideal(params: Params, xs: Mapping[Party, npt.NDArray[np.floating]]) -> dict[
 
 
 def roles(params: Params) -> dict[Party, object]:
-    others = dict.fromkeys(params.listeners, listener) | dict.fromkeys(params.sites, site)
-    return {params.coordinator: coordinator, params.querier: querier} | others
+    owners: dict[Party, object] = {params.querier: querier} | dict.fromkeys(params.sites, site)
+    return {params.coordinator: coordinator} | owners | dict.fromkeys(params.listeners, listener)
 
 
 def cost(params: Params) -> dict[Party, tuple[int, int]]:
@@ -124,7 +124,8 @@ def nearest_others(x: npt.NDArray[np.floating]) -> F64:
         apart = square[part, None] - 2 * rows[part] @ rows.T + square
         apart[np.arange(len(part)), part] = np.inf
         found.append(apart.min(axis=1))
-    return np.sqrt(np.maximum(np.concatenate(found), 0.0))
+    near: F64 = np.sqrt(np.maximum(np.concatenate(found), 0.0))
+    return near
 
 
 def curve(params: Params, x: npt.NDArray[np.floating]) -> I64:
