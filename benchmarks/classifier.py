@@ -3,6 +3,7 @@
     python benchmarks/classifier.py --quick                  real sets cut short, one small size; some minutes
     python benchmarks/classifier.py                          everything
     python benchmarks/classifier.py --scale 100000 5000      cost of one fit with so many cells and genes a site
+    python benchmarks/classifier.py --noise                  what hiding donors or sites costs, on the demo's cells
     python benchmarks/classifier.py --adapt                  whether to align a new site's cells, by sites held out
 
 Two questions on every set. *New cells*: all sites have labels, a fifth of their cells is held out, and the model labels
@@ -268,6 +269,28 @@ def adaptation(data, quick):
             print(f"  {T:14} at the others {seen}, then here {then:+.1f}")
 
 
+# ---- noise -----------------------------------------------------------------------------------------------------------
+
+
+def with_noise(donors=30):
+    """A fifth of the labels hidden; cells dealt to so many donors a site, since the demo has too few of its own."""
+    rng, sites, truth, held = np.random.default_rng(0), cl.demo_sites(), {}, {}
+    for s, a in sites.items():
+        truth[s] = a.obs["cell_type"].astype(str).to_numpy()
+        held[s] = rng.random(a.n_obs) < 0.2
+        a.obs["cell_type"] = np.where(held[s], np.nan, truth[s].astype(object))
+        a.obs["person"] = np.arange(a.n_obs) % donors
+    fixed = {"use_rep": "X_pca", "l2": 1e-2, "validation": 0.0}
+    cases = [{}] + [
+        {"dp_noise": z, "dp_rounds": 5, "donor_key": key} for key, z in (("person", 0.5), ("person", 1.0), (None, 1.0))
+    ]
+    for case in cases:
+        run = cl.rehearse("train-classifier", sites, timeout=600, **fixed, **case)
+        right = np.concatenate([(run.data[s].obs["predicted"].astype(str) == truth[s])[held[s]] for s in sites])
+        private = run.results["coordinator"].get("privacy", {})
+        print(f"  {case or 'no noise'}: accuracy {right.mean():.3f}, epsilon {private.get('epsilon', '-')}", flush=True)
+
+
 # ---- equality --------------------------------------------------------------------------------------------------------
 
 
@@ -334,13 +357,14 @@ def main():
     parser.add_argument(
         "--sets", nargs="*", default=[], help="only these sets: pbmc_federation, lung_ts_vs_hlca, pancreas"
     )
+    parser.add_argument("--noise", action="store_true", help="only what noise costs")
     parser.add_argument("--adapt", action="store_true", help="only whether to align the cells of a new site")
     parser.add_argument("--no-peers", action="store_true", help="leave out k-NN and fine-tune")
     args = parser.parse_args()
     threads = os.environ.get("OMP_NUM_THREADS", "all")
     print(f"machine: {platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, {threads} thread(s)")
-    if args.scale:
-        at_scale(*args.scale)
+    if args.scale or args.noise:
+        with_noise() if args.noise else at_scale(*args.scale)
         return
     folder = args.data / "scrna"
     if not folder.exists():

@@ -11,7 +11,7 @@ annotation  cell types of blood (four batches as sites) and lung (five donors as
 semi        the same cells with three labels per type at half of the sites: labels alone, and pseudo-labels from the
             network itself, from label propagation within each site, and across sites (XCLP)
 
-few         one cell in twenty has a label: `fine-tune` with its defaults beside logistic regression on pooled cells (its C
+few         one cell in twenty has a label: `fine-tune` with its defaults beside logistic regression on pooled cells (C
             picked with hindsight) and at each site alone; the demo's lung sites, and blood in a shared PCA
 
 Semi-supervised training on images is in `training_images.py`.
@@ -337,7 +337,8 @@ def few_labels(sites, use_rep, share, seed):
         seen = np.vstack([x[s][known[s]] for s in names]), np.concatenate([truth[s][known[s]] for s in names])
         return LogisticRegression(C=c, max_iter=3000).fit(*seen)
 
-    pooled = max(right(lambda s, m=linear(sites, c): m.predict(x[s])) for c in (10, 1, 0.1, 0.01))
+    fits = [linear(sites, c) for c in (10, 1, 0.1, 0.01)]
+    pooled = max(right(lambda s, m=m: m.predict(x[s])) for m in fits)
     alone = {s: linear([s], 0.1) for s in sites}
     run = cl.rehearse("fine-tune", bare, use_rep=use_rep, timeout=300)
     tuned = right(lambda s: run.data[s].obs["predicted"].astype(str).to_numpy())

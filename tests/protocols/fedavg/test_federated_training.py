@@ -512,8 +512,19 @@ def test_balanced_accuracy_counts_labels_alike():
     assert from_curves(to_curves([found]))[0]["balanced_accuracy"] == pytest.approx(0.65)
     run = run_protocol(federated_training, case(metric="balanced_accuracy", rounds=3))
     check_no_errors(run)
-    scores = [row["balanced_accuracy"] for row in values(run)[HUB].history if "balanced_accuracy" in row]
-    assert values(run)[HUB].best_round == int(np.argmax(scores))
+    rows = [row for row in values(run)[HUB].history if "balanced_accuracy" in row]
+    best = max(rows, key=lambda row: (row["balanced_accuracy"], -row["loss"]))  # of equals the lower loss
+    assert values(run)[HUB].best_round == best["round"]
+
+
+def test_few_validation_cells_choose_no_round_and_stop_nothing():
+    enough, few = (
+        values(run_protocol(federated_training, case(rounds=4, patience=1, min_scored=least)))[HUB]
+        for least in (0, 10**6)
+    )
+    assert enough.best_round == max(enough.history, key=lambda row: (row["accuracy"], -row["loss"]))["round"]
+    assert few.best_round == 4
+    assert len(few.history) == 5
 
 
 def test_epsilon_compares_a_site_with_none_as_assumes_says():
