@@ -3,6 +3,8 @@
     python benchmarks/classifier.py --quick                  real sets cut short, one small size; some minutes
     python benchmarks/classifier.py                          everything
     python benchmarks/classifier.py --scale 100000 5000      cost of one fit with so many cells and genes a site
+    python benchmarks/classifier.py --noise                  what hiding donors or sites costs, on the demo's cells
+    python benchmarks/classifier.py --adapt                  whether to align a new site's cells, by sites held out
 
 Two questions on every set. *New cells*: all sites have labels, a fifth of their cells is held out, and the model labels
 those. *New site*: one site has no label, the others train, and the model labels all its cells; each site in turn.
@@ -13,8 +15,11 @@ Beside ours: pooled logistic regression of scikit-learn at our penalty and at it
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import platform
+import resource
+import tempfile
 import time
 import warnings
 from pathlib import Path
@@ -125,9 +130,9 @@ class Task:
         called = np.concatenate([run.data[s].obs["predicted"].astype(str).to_numpy()[at] for s, at in asked.items()])
         rows = {"ours": scores(truth, called)}
         if set(asked) != set(bare):
-            read = {"library_key": self.options.get("library_key"), "unknown": False, "adapt": True}
-            adapted = np.concatenate([model.predict(self.sites[s][at].copy(), **read) for s, at in asked.items()])
-            rows["ours, adapted"] = scores(truth, adapted)
+            read = {"library_key": self.options.get("library_key"), "unknown": False}
+            plain = np.concatenate([model.predict(self.sites[s][at].copy(), **read) for s, at in asked.items()])
+            rows["ours, not aligned"] = scores(truth, plain)
         train = [s for s in bare if known[s].any()]
         pool_x = scipy.sparse.vstack([scipy.sparse.csr_matrix(x[s][known[s]]) for s in train]).tocsr()
         pool_y = np.concatenate([self.truth[s][known[s]] for s in train])
@@ -218,7 +223,7 @@ def conclude(summary):
     below_pooled, against_best = [], []
     for name, rows in summary:
         ours = rows["ours"][0]
-        pooled = 100 * (ours - rows["pooled, our penalty"][0])
+        pooled = 100 * (rows.get("ours, not aligned", rows["ours"])[0] - rows["pooled, our penalty"][0])
         hindsight = 100 * (ours - rows["pooled, best C"][0])
         below_pooled.append(pooled)
         alone = [accuracy for who, (accuracy, _) in rows.items() if who.endswith(" alone")]
@@ -231,6 +236,59 @@ def conclude(summary):
         f"  least against pooled {min(below_pooled):+.1f}; against the best single site:"
         f" mean {np.mean(against_best):+.1f}, least {min(against_best):+.1f}"
     )
+
+
+# ---- alignment -------------------------------------------------------------------------------------------------------
+
+
+def adaptation(data, quick):
+    """Every pair of sites trains and the others are asked, so that a site's own labels never speak for its default.
+
+    For a site T without labels, the others know theirs: what alignment gains at each of them, when the other two train,
+    is all that anybody could know beforehand. Beside it what it then gains at T itself, when the other three train.
+    """
+    for name, sites, label, options in studies(data, quick):
+        if len(sites) < 4:
+            continue
+        print(f"\n{name}: accuracy of alignment less that without, in points")
+        gain, task = {}, Task(sites, label, options)
+        read = {"library_key": options.get("library_key"), "unknown": False}
+        for size in (2, 3):
+            for train in itertools.combinations(sites, size):
+                bring = {s: sites[s] for s in train}
+                run = cl.rehearse("train-classifier", bring, label_key=label, timeout=900, **options)
+                for asked in set(sites) - set(train):
+                    called = [run.model.predict(sites[asked].copy(), adapt=a, **read) for a in (False, True)]
+                    plain, aligned = (float(np.mean(task.truth[asked] == c)) for c in called)
+                    gain[train, asked] = 100 * (aligned - plain)
+                    print(f"  {' + '.join(train):34} -> {asked:14} {plain:.3f} {aligned:.3f}", flush=True)
+        for T in sites:
+            known = [g for (train, asked), g in gain.items() if len(train) == 2 and T not in (*train, asked)]
+            then = next(g for (train, asked), g in gain.items() if len(train) == 3 and asked == T)
+            seen = f"{np.mean(known):+.1f} ({min(known):+.1f} to {max(known):+.1f})"
+            print(f"  {T:14} at the others {seen}, then here {then:+.1f}")
+
+
+# ---- noise -----------------------------------------------------------------------------------------------------------
+
+
+def with_noise(donors=30):
+    """A fifth of the labels hidden; cells dealt to so many donors a site, since the demo has too few of its own."""
+    rng, sites, truth, held = np.random.default_rng(0), cl.demo_sites(), {}, {}
+    for s, a in sites.items():
+        truth[s] = a.obs["cell_type"].astype(str).to_numpy()
+        held[s] = rng.random(a.n_obs) < 0.2
+        a.obs["cell_type"] = np.where(held[s], np.nan, truth[s].astype(object))
+        a.obs["person"] = np.arange(a.n_obs) % donors
+    fixed = {"use_rep": "X_pca", "l2": 1e-2, "validation": 0.0}
+    cases = [{}] + [
+        {"dp_noise": z, "dp_rounds": 5, "donor_key": key} for key, z in (("person", 0.5), ("person", 1.0), (None, 1.0))
+    ]
+    for case in cases:
+        run = cl.rehearse("train-classifier", sites, timeout=600, **fixed, **case)
+        right = np.concatenate([(run.data[s].obs["predicted"].astype(str) == truth[s])[held[s]] for s in sites])
+        private = run.results["coordinator"].get("privacy", {})
+        print(f"  {case or 'no noise'}: accuracy {right.mean():.3f}, epsilon {private.get('epsilon', '-')}", flush=True)
 
 
 # ---- equality --------------------------------------------------------------------------------------------------------
@@ -264,25 +322,31 @@ def equality(data, quick):
 
 
 def at_scale(cells, genes, labels=20, sites=3):
-    """Cells that are drawn, as sparse as real ones."""
+    """Cells that are drawn, as sparse as real ones, in files that stay on disk; every party a process of its own."""
     rng = np.random.default_rng(0)
     kinds = rng.gamma(0.3, 1.0, genes) * np.exp(rng.normal(0, 0.8, (labels, genes)))
-    data = {}
-    for i in range(sites):
-        codes = rng.integers(0, labels, cells)
-        parts = [
-            scipy.sparse.csr_matrix(rng.poisson(kinds[codes[at : at + 2000]] * 0.3).astype(np.float32))
-            for at in range(0, cells, 2000)
-        ]
-        a = ad.AnnData(scipy.sparse.vstack(parts).tocsr())
-        a.var_names = [f"G{j}" for j in range(genes)]
-        a.obs["cell_type"] = np.array([f"type {k}" for k in codes])
-        data[f"site-{i + 1}"] = a
-    filled = data["site-1"].X.nnz / (cells * genes)
-    print(f"\n{sites} sites of {cells} cells x {genes} genes ({100 * filled:.0f} % not zero), {labels} labels")
-    began = time.perf_counter()
-    run = cl.rehearse("train-classifier", data, n_top_genes=genes, timeout=3600, inplace=True)
-    print(cost_line(run, time.perf_counter() - began), flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        data = {f"site-{i + 1}": Path(folder) / f"site-{i + 1}.h5ad" for i in range(sites)}
+        for path in data.values():
+            codes = rng.integers(0, labels, cells)
+            parts = [
+                scipy.sparse.csr_matrix(rng.poisson(kinds[codes[at : at + 2000]] * 0.3).astype(np.float32))
+                for at in range(0, cells, 2000)
+            ]
+            a = ad.AnnData(scipy.sparse.vstack(parts).tocsr())
+            a.var_names = [f"G{j}" for j in range(genes)]
+            a.obs["cell_type"] = np.array([f"type {k}" for k in codes])
+            filled = a.X.nnz / (cells * genes)
+            a.write_h5ad(path)
+            size = path.stat().st_size / 1e9
+            del a, parts
+        print(f"\n{sites} sites of {cells} cells x {genes} genes ({100 * filled:.0f} % not zero), {labels} labels,")
+        print(f"    {size:.2f} GB a file, every party a process of its own", flush=True)
+        began = time.perf_counter()
+        run = cl.rehearse("train-classifier", data, n_top_genes=genes, timeout=3600, processes=True)
+        print(cost_line(run, time.perf_counter() - began), flush=True)
+        peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20
+        print(f"    {peak:.1f} GB of memory at most in a party's process", flush=True)
 
 
 def main():
@@ -293,16 +357,21 @@ def main():
     parser.add_argument(
         "--sets", nargs="*", default=[], help="only these sets: pbmc_federation, lung_ts_vs_hlca, pancreas"
     )
+    parser.add_argument("--noise", action="store_true", help="only what noise costs")
+    parser.add_argument("--adapt", action="store_true", help="only whether to align the cells of a new site")
     parser.add_argument("--no-peers", action="store_true", help="leave out k-NN and fine-tune")
     args = parser.parse_args()
     threads = os.environ.get("OMP_NUM_THREADS", "all")
     print(f"machine: {platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, {threads} thread(s)")
-    if args.scale:
-        at_scale(*args.scale)
+    if args.scale or args.noise:
+        with_noise() if args.noise else at_scale(*args.scale)
         return
     folder = args.data / "scrna"
     if not folder.exists():
         print(f"{folder} is not here; nothing measured on real cells")
+    elif args.adapt:
+        adaptation(folder, args.quick)
+        return
     else:
         if not args.sets:
             equality(folder, args.quick)

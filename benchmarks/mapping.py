@@ -455,6 +455,28 @@ def on_real_data(title, sites, query, label_key, quick):
 # ---- scale -----------------------------------------------------------------------------------------------------------
 
 
+def absent_types(sites, query, label_key, use_rep, least=15):
+    """Each type in turn is taken from the references: how many of its cells, and of the others, are then unknown."""
+    from cloister.protocols.knn.reference_distances import Params, curve, threshold
+
+    x = {s: np.asarray(a.obsm[use_rep], float) for s, a in sites.items()}
+    y = {s: a.obs[label_key].astype(str).to_numpy() for s, a in sites.items()}
+    others = tuple(s for s in sites if s != query)
+    bound = max(float(np.linalg.norm(v, axis=1).max()) for v in x.values())
+    params = Params(query, others, "coordinator", bound, 0.95)
+    print(f"\nknown_share=0.95, {query} asks: share of cells that are unknown")
+    for name in [n for n in np.unique(y[query]) if np.count_nonzero(y[query] == n) >= least]:
+        kept = {s: x[s][y[s] != name] for s in others}
+        tau = threshold(params, np.sum([curve(params, r) for r in kept.values()], axis=0))
+        r = np.concatenate(list(kept.values()))
+        near = np.sqrt(((x[query] ** 2).sum(1)[:, None] - 2 * x[query] @ r.T + (r**2).sum(1)).min(1).clip(0))
+        its = y[query] == name
+        far = near > tau
+        print(
+            f"  without {name:16} {its.sum():4} cells of it {far[its].mean():.2f}, of the others {far[~its].mean():.2f}"
+        )
+
+
 def scale(sizes, budget, d, k):
     print(f"\nscale, d={d}, k={k}, 40 bits, three processes (budget {budget} s a row; * extrapolated from its batches)")
     print(f"{'queries':>9}{'references':>12}{'seconds':>10}{'CPU-s':>10}{'GB':>9}{'rounds':>9}{'peak GB a party':>17}")
@@ -486,7 +508,7 @@ def main():
     parser.add_argument("--crypten-pairs", type=int, default=200_000, help="CrypTen runs so many; the rest is by rule")
     parser.add_argument("--limit", type=int, default=1200, help="seconds a peer may take")
     parser.add_argument("--budget", type=float, default=300.0, help="seconds a row of the scale table may take")
-    parser.add_argument("--only", choices=("real", "peers", "scale", "modes"), help="one part only")
+    parser.add_argument("--only", choices=("real", "peers", "scale", "modes", "unknown"), help="one part only")
     parser.add_argument("--report", help="write the report of the real runs to this folder")
     args = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -509,6 +531,10 @@ def main():
         for m, n, d, k in sizes:
             rows = side_by_side(m, n, d, k, args, args.limit)
         floor(m, n, rows["ours, 40 bits"], 40)
+    if args.only in (None, "unknown"):
+        import cloister as cl
+
+        absent_types(cl.demo_sites(), "vienna", "cell_type", "X_pca")
     if args.only in (None, "modes"):
         modes(MODES[:1] if args.quick else MODES + LARGE)
     if args.only in (None, "scale"):

@@ -2,8 +2,9 @@
 
 limma and edgeR are R's: Debian's r-bioc-limma and r-bioc-edger, used where they are installed.
 
-SecretFlow SPU pins NumPy < 2 and has no wheel beyond Python 3.11; OpenFHE's wheels want Python 3.10. Neither can be an
-extra of this package, so they live under build/oracle, where the tests find them through two variables.
+SecretFlow SPU pins NumPy < 2 and has no wheel beyond Python 3.11; OpenFHE's wheels want Python 3.10; CellTypist trains
+only with a scikit-learn before 1.8. None can be an extra of this package, so they live under build/oracle, where the
+tests find them through variables.
 """
 
 from __future__ import annotations
@@ -15,30 +16,37 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-ORACLES = {  # variable of the tests: package, interpreters that have wheels of it
+ORACLES = {  # variable of the tests: packages, the first of them its name; interpreters that have wheels of it
     "CLOISTER_SPU_PYTHON": ("spu==0.9.5", ("python3.11", "python3.10")),
     "CLOISTER_OPENFHE_PYTHON": ("openfhe", ("python3.10",)),
+    "CLOISTER_CELLTYPIST_PYTHON": ("celltypist scikit-learn<1.8", ("python3.11", "python3.12", "python3.13")),
 }
 TESTS = (
     "tests/protocols/knn/test_oracle_spu.py",
     "tests/protocols/ckks/test_oracle_openfhe.py",
     "tests/protocols/groups/test_oracle_limma.py",
+    "tests/protocols/logistic/test_oracle_celltypist.py",
 )
+
+
+def runs(python: str) -> bool:
+    """Whether it is an interpreter, and not a stand-in for one that is not installed."""
+    return subprocess.run([python, "--version"], capture_output=True, check=False).returncode == 0
 
 
 def environment(package: str, interpreters: tuple[str, ...]) -> Path | None:
     """The interpreter of an environment that has the package, made if needed."""
-    folder = ROOT / "build" / "oracle" / package.partition("=")[0]
+    folder = ROOT / "build" / "oracle" / package.split()[0].partition("=")[0]
     python = folder / "bin" / "python"
     if (folder / ".installed").exists():
         return python
-    found = next((path for name in interpreters if (path := shutil.which(name))), None)
+    found = next((path for name in interpreters if (path := shutil.which(name)) and runs(path)), None)
     if found is None:
         print(f"{package}: none of {', '.join(interpreters)} is on this machine; left out", flush=True)
         return None
     shutil.rmtree(folder, ignore_errors=True)
     done = subprocess.run([found, "-m", "venv", str(folder)], check=False).returncode
-    done = done or subprocess.run([str(python), "-m", "pip", "install", "-q", package], check=False).returncode
+    done = done or subprocess.run([str(python), "-m", "pip", "install", "-q", *package.split()], check=False).returncode
     if done:
         print(f"{package}: could not be installed with {found}; left out", flush=True)
         return None

@@ -68,7 +68,7 @@ TRANSPORT = {
 }
 STATISTICAL = {  # protocols that draw with NumPy, and what: never a mask, a key or a share
     "protocols/fedavg/training_terms": "which sites take part in a round, from the public seed",
-    "protocols/sums/pooled_logistic": "directions in which covariance is looked at, from the public seed",
+    "protocols/logistic/pooled_logistic": "directions in which covariance is looked at, from the public seed",
     "protocols/harmony/harmony_steps": "first directions of clusters, from the public seed",
     "protocols/forest/counted_forest": "rows and axes of a forest, from a secret of the sites",
 }

@@ -229,7 +229,9 @@ async def old_training_site(ch, params, offer, *, entropy, identity):
     await ch.send(S, Ready(learner.digest, learner.size))
     task = await ch.recv(S, Task, theta=(6,))
     delta, loss = learner.train(task.theta, task.t, 0.1)
-    words, _ = update_words(params, len(task.clients), delta, learner.cells / task.total, loss, entropy)
+    weight = learner.cells / task.total
+    words, _ = update_words(params, len(task.clients), delta, weight, loss, entropy)
+    words = np.concatenate([words[:-2], TAIL.encode(np.array([weight, weight * loss]))])  # weights were summed, too
     sums = params.sum(task.clients, len(words))
     await secure_sum.contributor(ch.sub("update/0", sums), sums, words, entropy=entropy, identity=identity)
 

@@ -72,13 +72,43 @@ def test_two_sites_compute_with_the_coordinator_and_are_told_so(sites):
     assert (run.data["vienna"].obs["mapped_share"] == 0).all()
 
 
+@pytest.mark.parametrize("mode", ["hardened", "semi-honest"])
+def test_cells_of_a_type_that_no_reference_has_are_unknown(mode):
+    """Attack on the labels: without a distance that fits, all of them are called something; with it, nearly none."""
+    few = {name: adata[::3].copy() for name, adata in cl.demo_sites().items()}
+    absent = (few["vienna"].obs["cell_type"] == "endothelial").to_numpy()
+    for name in ("basel", "lugano"):
+        few[name] = few[name][few[name].obs["cell_type"] != "endothelial"].copy()
+    before, after = (
+        mapped(cl.rehearse("map-labels", data=few, mode=mode, known_share=s, **OPTIONS)) for s in (0, 0.95)
+    )
+    assert absent.sum() >= 15
+    assert not np.any(before == "unknown")
+    assert np.mean(after[absent] == "unknown") > 0.9
+    assert np.mean(after[~absent] == "unknown") < 0.1
+    np.testing.assert_array_equal(after[after != "unknown"], before[after != "unknown"])
+
+
+def test_a_distance_is_found_or_given_and_the_user_hears_of_it(sites):
+    from cloister.workflows import warnings_of
+
+    with pytest.raises(ParameterError, match="pass one of them"):
+        cl.rehearse("map-labels", data=sites, known_share=0.9, max_distance=3.0, **OPTIONS)
+    with pytest.raises(ParameterError, match="mode 'plain' finds no max_distance"):
+        cl.rehearse("map-labels", data=sites, mode="plain", known_share=0.9, **OPTIONS)
+    told = warnings_of(plan("map-labels", ["basel", "vienna"], options={"query": "vienna"}))
+    assert any("known_share" in note for note in told)
+    told = warnings_of(plan("map-labels", ["basel", "vienna"], options={"query": "vienna", "known_share": 0.9}))
+    assert not any("no reference has" in note for note in told)
+
+
 def test_who_computes_is_said_before_the_start():
     from cloister.workflows import warnings_of
 
     (*_, note) = warnings_of(plan("map-labels", ["basel", "vienna"], options={"query": "vienna"}))
     assert "vienna, basel and coordinator compute" in note
     assert "only two sites" in note
-    (note,) = warnings_of(plan("map-labels", ["basel", "lugano", "vienna"], options={"query": "vienna"}))
+    (*_, note) = warnings_of(plan("map-labels", ["basel", "lugano", "vienna"], options={"query": "vienna"}))
     assert "any two of them together could see everything" in note
 
 

@@ -8,8 +8,10 @@ from sklearn.linear_model import LogisticRegression
 
 from cloister.cells import demo as demo_data
 from cloister.cells import tables as cells
+from cloister.cells.stored import open_stored
 from cloister.errors import DataError, ParameterError, ProtocolAbort
 from cloister.models.linear import LinearModel
+from cloister.protocols.sums import shared_pca
 from cloister.run.rehearsal import rehearse
 from cloister.workflows.trained import load_model
 from cloister.workflows.trained.cell_classifier import CellClassifier, majority
@@ -214,6 +216,66 @@ def test_figures(run):
     drawn = run.draw()
     assert not drawn.note
     assert [f.title.partition(",")[0] for f in drawn.figures] == [f"Labels of {s}" for s in run.data]
+
+
+def test_noise_for_donors_and_what_it_is_worth_in_model_and_receipt(sites, tmp_path):
+    held = {s: a.copy() for s, a in sites.items()}
+    for a in held.values():
+        a.obs["person"] = np.arange(a.n_obs) % 20
+    noise = {"use_rep": "X_pca", "l2": 1e-2, "validation": 0.0, "dp_noise": 1.0, "dp_rounds": 3}
+    run = rehearse("train-classifier", held, donor_key="person", **noise)
+    private = run.results["vienna"]["privacy"]
+    assert private["protects"] == "all cells of one donor, against none"
+    assert 5 < private["epsilon"] < 15  # four sums with noise 1: √(2·4·ln 1e5) + 2 and a little
+    assert run.model.model.origin["epsilon"] == private["epsilon"]
+    assert load_model(run.model.save(tmp_path / "m.npz")).model.origin["epsilon"] == private["epsilon"]
+    opened = [e.name for e, _ in run.receipts["basel"].entries if e.kind == "opened" and e.protocol == "noisy_logistic"]
+    assert len(opened) == 4
+    assert all(f"({private['epsilon']:g}, 1e-05)-private per donor" in name for name in opened)
+    assert accuracy(run.data["vienna"], sites["vienna"]) > 0.6
+    assert run.results["vienna"]["cells_per_label"] == {}
+    with pytest.raises(DataError, match="does not say where its labels lie"):
+        run.model.predict(held["vienna"], adapt=True)
+    whole = rehearse("train-classifier", held, **noise).results["basel"]["privacy"]
+    assert whole["protects"] == "all cells of one site, against none"
+    assert whole["epsilon"] < private["epsilon"]  # one sum less
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"validation": 0.2}, ParameterError, "set validation=0"),
+        ({"l2": None}, ParameterError, "without held-out cells|pass l2="),
+        ({"class_weight": "balanced"}, ParameterError, "class_weight='none'"),
+        ({"dp_delta": 1.0}, ParameterError, "dp_delta"),
+        ({"donor_key": "nobody"}, DataError, "'nobody'] is missing"),
+        ({"use_rep": None}, DataError, "no gene is chosen by its variance"),
+        ({"dp_noise": 0.0, "donor_key": "person"}, ParameterError, "set dp_noise= too"),
+    ],
+)
+def test_bad_input_with_noise(sites, options, kind, message):
+    noise = {"use_rep": "X_pca", "l2": 1e-2, "validation": 0.0, "dp_noise": 1.0, "n_top_genes": 150}
+    with pytest.raises(kind, match=message):
+        rehearse("train-classifier", sites, **{**noise, **options})
+
+
+def test_cells_on_disk_give_the_same_model(sites, run, tmp_path, monkeypatch):
+    """Files that stay on disk, read some cells at a time: nowhere is a whole matrix asked for."""
+    import cloister.cells.values as values
+
+    for name, a in sites.items():
+        cells.write_cells(a, tmp_path / f"{name}.h5ad")
+    stored = {name: open_stored(tmp_path / f"{name}.h5ad", None) for name in sites}
+    monkeypatch.setattr(shared_pca, "BLOCK", 30_000)  # fifty cells
+    monkeypatch.setattr(values, "loaded", lambda *_: pytest.fail("the whole matrix was loaded"))
+    monkeypatch.setattr(cells, "loaded", lambda *_: pytest.fail("the whole matrix was loaded"))
+    read = []
+    look = values.Rows.__getitem__
+    monkeypatch.setattr(values.Rows, "__getitem__", lambda rows, at: read.append(at.stop - at.start) or look(rows, at))
+    again = rehearse("train-classifier", stored, **SIZE)
+    assert max(read) <= 50
+    np.testing.assert_allclose(again.model.model.coefficients, run.model.model.coefficients, atol=1e-9)
+    assert list(again.data["vienna"].obs["predicted"]) == list(run.data["vienna"].obs["predicted"])
 
 
 @pytest.mark.parametrize(

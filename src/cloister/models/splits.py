@@ -10,10 +10,10 @@ from cloister.arrays import I64
 
 
 def hold_out(codes: I64, share: float, rng: np.random.Generator) -> I64:
-    """Positions of the validation cells: a share of every label's cells, none of a label with a single cell."""
+    """Positions of the validation cells: a share of every label's cells, rounded; few cells all train."""
     held = []
     for code in np.unique(codes[codes >= 0]):
         at = np.flatnonzero(codes == code)
-        count = min(math.ceil(share * len(at)), len(at) - 1) if share > 0 else 0
+        count = min(math.floor(share * len(at) + 0.5), len(at) - 1)
         held.append(rng.permutation(at)[:count])
     return np.sort(np.concatenate(held)) if held else np.zeros(0, np.int64)

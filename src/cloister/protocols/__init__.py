@@ -5,7 +5,7 @@ semi-honest, p published, plain; `data/modes.toml` says which workflow runs it i
 
     sums/           what is added up over sites
       secure_sum            [BIK+17] fig. 4                              h s p plain
-      checked_sum           [BIK+17], [BDOZ11] linear tags               h
+      checked_sum           [BIK+17], [BDOZ11] linear tags               h s
       same_view             ours                                         h p plain
       common_seed           [MA24] algorithm 1, without its server       h s p plain
       common_space          ours                                         h s p plain
@@ -15,18 +15,22 @@ semi-honest, p published, plain; `data/modes.toml` says which workflow runs it i
       pooled_quantiles      [FedscGPT] algorithm 1, as it is meant       h
       averaged_quantiles    [FedscGPT] algorithm 1, lines 2-9            p
       shared_pca            [SAT+15] genes; sums ours                    h
-      pooled_logistic       [LN89], [FTU23]; sums ours                   h
       row_sums              [SYL24] section 3.2, SecureRowSums           p
     harmony/        integrate
       pooled_harmony        [KMF+19]; sums ours                          h
       federated_harmony     [FH], as its code does it                    p
     groups/         compare-groups
       pooled_contrasts      [LCSS14], [Smy04], [PSL+22]; sums ours       h
+    logistic/       train-classifier
+      common_labels         ours                                         h
+      pooled_logistic       [LN89], [FTU23]; sums ours                   h
+      noisy_logistic        [MRTZ18], donors for users                   h
     sharing/        three parties that compute
       replicated            [AFL+16], [MR18], [AHI+22]                   s p
       verified              [BBC+19], [BGIN20], [LN17]                   h s p plain
     knn/            map-labels
       mapping_terms         ours                                         h s p plain
+      reference_distances   ours                                         h s
       verified_knn          [FedscGPT] algorithms 3-6, their function    h
       private_knn           the same                                     s p
       published_knn         [FedscGPT] algorithms 3-6, step by step      p

@@ -38,10 +38,7 @@ def embed(
     key_added: str = "X_scGPT",
     copy: bool = False,
 ) -> AnnData | None:
-    """Embed cells with an scGPT-compatible encoder.
-
-    Nothing leaves the site. Sites that use the same checkpoint and the same options get vectors of one space:
-    `adata.uns[key_added]["digest"]` tells.
+    """Embed cells with an scGPT-compatible encoder. Nothing leaves the site.
 
     Parameters
     ----------
@@ -49,8 +46,7 @@ def embed(
         Counts or log values; only their order within a cell matters. Genes are matched by exact symbol.
     model
         A folder with an official checkpoint (`args.json`, `vocab.json`, `best_model.pt`), or a loaded `ScGPT`. Or the
-        file of a model that `fine-tune` trained: then the cells get what its last layer sees, and the options on genes
-        and bins are those of its training.
+        file of a model of `fine-tune`: cells get what its last layer sees, genes and bins are those of its training.
     gene_key
         A column of `adata.var` with gene symbols; `adata.var_names` if None.
     binning
@@ -69,38 +65,43 @@ def embed(
 
     Returns
     -------
-    `None`, or an annotated copy if `copy=True`. Sets the following fields:
-
-    `adata.obsm[key_added]` : array (n_cells, width) of float32
-        One unit vector per cell.
-    `adata.uns[key_added]` : :class:`dict`
-        Digest of the checkpoint, how many genes the vocabulary knew, the options.
+    `None`, or a copy if `copy=True`, with a unit vector per cell in `adata.obsm[key_added]` (float32), and in
+    `adata.uns[key_added]` what made them: sites with one checkpoint and the same options share a space.
     """
-    from cloister.models import scgpt
-
-    if binning not in ("cell", "none"):
-        raise ParameterError(f"binning must be 'cell' or 'none', found {binning!r}")
-    if batch_size < 1:
-        raise ParameterError(f"batch_size must be at least 1, found {batch_size}")
+    if binning not in ("cell", "none") or batch_size < 1:
+        raise ParameterError(f"binning must be 'cell' or 'none', batch_size above 0: found {binning!r}, {batch_size}")
     adata = adata.copy() if copy else adata
-    if not isinstance(model, scgpt.ScGPT) and Path(model).is_file():
+    if isinstance(model, str | Path) and Path(model).is_file():
         write_features(adata, load_tuned(model, pretrained), key_added)
         return adata if copy else None
     cells.check_cells(adata, layer=layer, need_names=gene_key is None)
-    loaded = model if isinstance(model, scgpt.ScGPT) else scgpt.ScGPT.load(model)
-    if not loaded.trained and not allow_random:
+    encoder = load_encoder(model, allow_random=allow_random)
+    ids = gene_tokens(adata, gene_key, encoder)
+    tokens: dict[str, Any] = {"binned": binning == "none", "seed": seed}
+    tokens["cls_value"] = encoder.config.pad_value if cls_value is None else cls_value
+    adata.obsm[key_added] = vectors(adata, layer, encoder, ids, tokens, batch_size, device)
+    adata.uns[key_added] = origin_of(adata, encoder, ids, tokens)
+    return adata if copy else None
+
+
+def load_encoder(model: str | Path | ScGPT, *, allow_random: bool) -> ScGPT:
+    from cloister.models import scgpt
+
+    encoder = model if isinstance(model, scgpt.ScGPT) else scgpt.ScGPT.load(model)
+    if not encoder.trained and not allow_random:
         raise ParameterError(
             "this encoder has random weights, and its embeddings look plausible and mean little; load a checkpoint, or "
             "pass allow_random=True"
         )
-    ids = gene_tokens(adata, gene_key, loaded)
-    cls_value = loaded.config.pad_value if cls_value is None else cls_value
-    tokens = {"binned": binning == "none", "cls_value": cls_value, "seed": seed}
-    adata.obsm[key_added] = vectors(adata, layer, loaded, ids, tokens, batch_size, device)
-    space = digest_of(loaded.digest, binning, edges_of(adata) if binning == "none" else "", cls_value, seed)
-    notes = {"digest": loaded.digest, "space": space, "trained": loaded.trained, "genes_known": int((ids >= 0).sum())}
-    adata.uns[key_added] = notes | {"genes": adata.n_vars, "binning": binning, "cls_value": cls_value, "seed": seed}
-    return adata if copy else None
+    return encoder
+
+
+def origin_of(adata: AnnData, encoder: ScGPT, ids: Any, tokens: dict[str, Any]) -> dict[str, Any]:
+    """What made an embedding: checkpoint, options, and their digest."""
+    binning, cls_value, seed = "none" if tokens["binned"] else "cell", tokens["cls_value"], tokens["seed"]
+    space = digest_of(encoder.digest, binning, edges_of(adata) if tokens["binned"] else "", cls_value, seed)
+    told = {"digest": encoder.digest, "space": space, "trained": encoder.trained, "genes_known": int((ids >= 0).sum())}
+    return told | {"genes": adata.n_vars, "binning": binning, "cls_value": cls_value, "seed": seed}
 
 
 def vectors(

@@ -58,7 +58,11 @@ def figures(outcomes: Mapping[str, Outcome], options: Any) -> list[Any]:
     made = []
     for title, ylabel, keys in (
         ("Loss over the rounds", "loss", {"loss": "held-out cells", "train_loss": "training cells"}),
-        ("Held-out cells over the rounds", "score", {"accuracy": "accuracy", "macro_f1": "macro-F1"}),
+        (
+            "Held-out cells over the rounds",
+            "score",
+            {"accuracy": "accuracy", "balanced_accuracy": "balanced accuracy", "macro_f1": "macro-F1"},
+        ),
     ):
         lines = {name: [row[key] for row in rows if key in row] for key, name in keys.items()}
         lines = {name: ys for name, ys in lines.items() if ys}

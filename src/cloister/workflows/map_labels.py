@@ -11,7 +11,14 @@ import numpy as np
 from cloister.cells import tables as cells
 from cloister.errors import DataError, ParameterError
 from cloister.net.seat import Outcome, Place, Seat
-from cloister.protocols.knn import mapping_terms, plain_knn, private_knn, published_knn, verified_knn
+from cloister.protocols.knn import (
+    mapping_terms,
+    plain_knn,
+    private_knn,
+    published_knn,
+    reference_distances,
+    verified_knn,
+)
 from cloister.report import figures as draw
 from cloister.study import Party, Study
 from cloister.workflows import Workflow
@@ -36,6 +43,9 @@ class Options:
     key_added: str = option("mapped", "name of the column that is written")
     share: bool = option(default=False, help="also tell the querier the share of votes of each label")
     max_distance: float | None = option(None, "cells farther than this from every reference are called unknown")
+    known_share: float = option(
+        0.0, "find max_distance from the references: so many of 1 have another of their site nearer; 0: no"
+    )
     labels: tuple[str, ...] = option((), "the agreed vocabulary; by default all label names the sites announce")
     bound: float | None = option(None, "largest Euclidean norm of a cell; by default found under sharing")
     precision: int = option(40, "bits of a distance with its label under sharing; 32 is faster, 64 finer")
@@ -54,6 +64,8 @@ class Options:
             value = getattr(self, key)
             if value is not None and not value > 0:
                 raise ParameterError(f"option '{key}' must be above 0, found {value}")
+        if not 0 <= self.known_share < 1 or (self.known_share and self.max_distance is not None):
+            raise ParameterError("option 'known_share' must be in [0, 1), and finds max_distance: pass one of them")
         if len(set(self.labels)) != len(self.labels):
             raise ParameterError("option 'labels' names a label twice")
         check_levels(self.levels, self.label_key, self.labels)
@@ -208,7 +220,7 @@ def label_cells(seat: Seat, options: Options, x: Any, names: Any) -> tuple[Any, 
         options.n_neighbors,
         options.precision,
         options.share,
-        options.max_distance or 0.0,
+        farthest(seat, options, terms.bound, x, names),
     )
     module, params = protocol_of(plan, core)
     if x is None and plan.mode == "plain" and seat.me != hub:
@@ -220,6 +232,25 @@ def label_cells(seat: Seat, options: Options, x: Any, names: Any) -> tuple[Any, 
         return seat.run(module.querier, params, x), terms.labels
     order = {name: i for i, name in enumerate(terms.labels)}
     return seat.run(module.holder, params, x, np.array([order[n] for n in names])), terms.labels
+
+
+def farthest(seat: Seat, options: Options, bound: float, x: Any, names: Any) -> float:
+    """All parties: how far from every reference a cell may be; 0 for any distance."""
+    if not options.known_share:
+        return options.max_distance or 0.0
+    plan, query = seat.study, Party(options.query)
+    sites = tuple(p for p in plan.sites if p != query)
+    params = reference_distances.Params(
+        query, sites, seat.coordinator, bound, options.known_share, tuple(plan.auxiliaries)
+    )
+    if x is None:
+        role = reference_distances.coordinator if seat.me == seat.coordinator else reference_distances.listener
+        found = seat.run(role, params)
+    elif names is None:
+        found = seat.run(reference_distances.querier, params)
+    else:
+        found = seat.run(reference_distances.site, params, x)
+    return float(found)
 
 
 def protocol_of(study: Study, core: private_knn.Params) -> tuple[Any, Any]:
@@ -255,13 +286,18 @@ def check(adata: AnnData, options: Options) -> list[str]:
 
 def check_study(study: Study, options: Options) -> None:
     computing_parties(study, Party(options.query), options.computing)
+    if options.known_share and study.mode in ("published", "plain"):
+        raise ParameterError(f"mode '{study.mode}' finds no max_distance; pass max_distance=, or leave known_share out")
 
 
 def warnings(study: Study, options: Options) -> list[str]:
-    """Who computes, before anything starts."""
+    """Who computes, and what happens to cells that are like no reference, before anything starts."""
+    notes = []
+    if options.max_distance is None and not options.known_share:
+        notes.append("cells of a type that no reference has get a label too; known_share=0.95 calls most unknown")
     if study.mode == "plain":
-        return []
-    return [who_computes(study, computing_parties(study, Party(options.query), options.computing))]
+        return notes
+    return [*notes, who_computes(study, computing_parties(study, Party(options.query), options.computing))]
 
 
 def summary(adata: AnnData, options: Options) -> dict[str, Any]:

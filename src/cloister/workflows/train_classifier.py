@@ -16,13 +16,14 @@ from cloister.errors import DataError, ParameterError
 from cloister.models.linear import LinearModel
 from cloister.models.splits import hold_out
 from cloister.net.seat import Outcome, Place, Seat
-from cloister.protocols.sums import pooled_logistic as protocol
-from cloister.protocols.sums.logistic_terms import Labelled, Params, label_codes
+from cloister.protocols.logistic import noisy_logistic, pooled_logistic
+from cloister.protocols.logistic.logistic_terms import Fitted, Labelled, Params, label_codes
 from cloister.report.figures import curves
 from cloister.workflows import Workflow
 from cloister.workflows.fine_tune_parts import confusions
 from cloister.workflows.modes import modes_of
 from cloister.workflows.options import check_levels, option
+from cloister.workflows.privacy import privacy_budget
 from cloister.workflows.trained.cell_classifier import CellClassifier
 
 if TYPE_CHECKING:
@@ -53,7 +54,14 @@ class Options:
     max_openings: int = option(200, "sums over all sites that may be opened in all")
     min_cells: int = option(50, "least number of cells a site must hold")
     min_label_cells: int = option(5, "least number of cells of a label over all sites; labels with fewer are left out")
-    adapt: bool = option(default=False, help="align the cells of a site without labels with those of training")
+    adapt: bool = option(default=True, help="align the cells of a site without labels with those of training")
+    dp_noise: float = option(
+        0.0, "noise multiplier of differential privacy for a donor's or a site's cells; 0 for none"
+    )
+    dp_clip: float = option(1.0, "norm that the update of a donor or site is clipped to, with noise")
+    dp_delta: float = option(1e-5, "delta of differential privacy")
+    dp_rounds: int = option(10, "rounds of averaging, with noise")
+    donor_key: str | None = option(None, "column of obs with donors, each of whom the noise hides; whole sites if none")
     key_added: str = option("predicted", "column of obs with the model's labels")
 
     def __post_init__(self) -> None:
@@ -68,6 +76,21 @@ class Options:
         check_levels(self.levels, self.label_key, self.labels)
         if not self.target_sum > 0 or self.min_cells < 2:
             raise ParameterError("option 'target_sum' must be above 0, 'min_cells' at least 2")
+        if self.dp_noise:
+            self._check_noise()
+        elif self.donor_key is not None:
+            raise ParameterError("option 'donor_key' says whom noise hides; set dp_noise= too, or leave it out")
+
+    def _check_noise(self) -> None:
+        if self.validation or self.l2 is None or self.class_weight != "none":
+            raise ParameterError(
+                "with dp_noise, pass l2= and set validation=0 and class_weight='none': counts of cells and of right "
+                "answers carry no noise"
+            )
+        if self.dp_noise < 0 or not self.dp_clip > 0 or not 0 < self.dp_delta < 1 or self.dp_rounds < 1:
+            raise ParameterError(
+                "dp_noise and dp_clip must be above 0, dp_delta between 0 and 1, and dp_rounds at least 1"
+            )
 
 
 def train_classifier(adata: AnnData, seat: Seat | Place, *, copy: bool = False) -> Any:
@@ -99,19 +122,32 @@ def train_classifier(adata: AnnData, seat: Seat | Place, *, copy: bool = False) 
 
 
 def site(seat: Seat, adata: AnnData, options: Options) -> Outcome:
-    fitted: protocol.Fitted = seat.run(protocol.site, params_of(seat, options), cells_of(adata, seat, options))
+    mine = cells_of(adata, seat, options)
+    fitted: Fitted
+    if options.dp_noise:
+        fitted = seat.run(noisy_logistic.site, noisy_params(seat, options), mine)
+    else:
+        fitted = seat.run(pooled_logistic.site, params_of(seat, options), mine)
     classifier = classifier_of(seat, options, fitted, space_of(adata, options.use_rep))
     bare = all(name is None for name in own_labels(adata, options))
-    read: dict[str, Any] = {"layer": options.layer, "library_key": options.library_key, "adapt": options.adapt and bare}
+    read: dict[str, Any] = {
+        "layer": options.layer,
+        "library_key": options.library_key,
+        "adapt": options.adapt and bare and fitted.centers is not None,
+    }
     classifier.predict(adata, unknown=False, key_added=options.key_added, **read)
-    result = summary(fitted)
+    result = summary(fitted, options)
     adata.uns[options.key_added] = json.dumps(result)
     return Outcome(adata, result, model=classifier)
 
 
 def coordinator(seat: Seat, options: Options) -> Outcome:
     """Add up what the sites send, and follow the fit."""
-    return Outcome(None, summary(seat.run(protocol.coordinator, params_of(seat, options))))
+    if options.dp_noise:
+        fitted = seat.run(noisy_logistic.coordinator, noisy_params(seat, options))
+    else:
+        fitted = seat.run(pooled_logistic.coordinator, params_of(seat, options))
+    return Outcome(None, summary(fitted, options))
 
 
 def params_of(seat: Seat, options: Options) -> Params:
@@ -135,6 +171,32 @@ def params_of(seat: Seat, options: Options) -> Params:
     )
 
 
+def noisy_params(seat: Seat, options: Options) -> noisy_logistic.Params:
+    return noisy_logistic.Params(
+        params_of(seat, options),
+        options.dp_rounds,
+        options.dp_noise,
+        options.dp_clip,
+        epsilon_of(options),
+        options.dp_delta,
+        options.donor_key is not None,
+    )
+
+
+def epsilon_of(options: Options) -> float:
+    return privacy_budget(options.dp_noise, options.dp_delta, options.dp_rounds + (options.donor_key is not None))
+
+
+def privacy_of(options: Options) -> dict[str, Any]:
+    who = "donor" if options.donor_key is not None else "site"
+    said = {
+        "epsilon": epsilon_of(options),
+        "delta": options.dp_delta,
+        "protects": f"all cells of one {who}, against none",
+    }
+    return {"privacy": said} if options.dp_noise else {}
+
+
 def own_labels(adata: AnnData, options: Options) -> tuple[str | None, ...]:
     return cells.labels_of(adata, options.label_key, options.levels)
 
@@ -150,16 +212,18 @@ def cells_of(adata: AnnData, seat: Seat, options: Options) -> Labelled:
     known = tuple(sorted({name for name in labels if name is not None}))
     held = np.zeros(adata.n_obs, dtype=bool)
     held[hold_out(label_codes(labels, known), options.validation, seat.rng("validation"))] = True
+    donors = None if options.donor_key is None else adata.obs[options.donor_key].astype("category").cat.codes.to_numpy()
     if options.use_rep is not None:
         x = cells.embedding(adata, options.use_rep)
-        return Labelled((), x, labels, held, space=space_of(adata, options.use_rep))
+        return Labelled((), x, labels, held, None, space_of(adata, options.use_rep), donors)
     library = None
     if options.library_key is not None:
         library = np.asarray(adata.obs[options.library_key], dtype=np.float64)
-    return Labelled(tuple(own_names(adata, options)), cells.loaded(adata, options.layer), labels, held, library)
+    rows, names = cells.rows_of(adata, options.layer), tuple(own_names(adata, options))
+    return Labelled(names, rows, labels, held, library, "", donors)
 
 
-def classifier_of(seat: Seat, options: Options, fitted: protocol.Fitted, space: str) -> CellClassifier:
+def classifier_of(seat: Seat, options: Options, fitted: Fitted, space: str) -> CellClassifier:
     origin = {
         "study": seat.study.name,
         "study_digest": seat.study.digest.hex(),
@@ -168,7 +232,7 @@ def classifier_of(seat: Seat, options: Options, fitted: protocol.Fitted, space: 
         "openings": fitted.openings,
         "cells": fitted.cells,
         "epsilon": None,
-    }
+    } | privacy_of(options).get("privacy", {})
     model = LinearModel(
         fitted.labels,
         fitted.coefficients,
@@ -206,6 +270,7 @@ def check(adata: AnnData, options: Options) -> list[str]:
             raise DataError(f"adata.obs[{options.library_key!r}] is missing; pass the column with the library sizes")
         if not np.all(np.asarray(adata.obs[options.library_key], dtype=np.float64) > 0):  # NaN is not above 0
             raise DataError(f"adata.obs[{options.library_key!r}] must be above 0 for every cell")
+    notes = check_for_noise(adata, options) if options.dp_noise else []
     names = {name for name in own_labels(adata, options) if name is not None}
     if options.labels and (unknown := sorted(names - set(options.labels))):
         raise DataError(
@@ -213,11 +278,36 @@ def check(adata: AnnData, options: Options) -> list[str]:
             f"'{unknown[0]}'); rename or remove them, or agree on a longer list of labels"
         )
     if not names:
-        return [f"no label in adata.obs[{options.label_key!r}]: this site adds nothing to the model, and gets labels"]
-    return []
+        notes.append(
+            f"no label in adata.obs[{options.label_key!r}]: this site adds nothing to the model, and gets labels"
+        )
+    return notes
 
 
-def summary(fitted: protocol.Fitted) -> dict[str, Any]:
+def check_for_noise(adata: AnnData, options: Options) -> list[str]:
+    """Raise if these cells cannot take part under noise; return what that means."""
+    if options.use_rep is None and adata.n_vars > options.n_top_genes:
+        raise DataError(
+            f"{adata.n_vars} genes, more than n_top_genes={options.n_top_genes}: with dp_noise no gene is chosen by "
+            "its variance; keep an agreed panel of genes, or pass use_rep= with an embedding of a public model"
+        )
+    if options.donor_key is not None:
+        if options.donor_key not in adata.obs:
+            raise DataError(
+                f"adata.obs[{options.donor_key!r}] is missing; pass the column with the donors as donor_key="
+            )
+        if adata.obs[options.donor_key].isna().any():
+            raise DataError(
+                f"adata.obs[{options.donor_key!r}] lacks the donor of some cells; fill them in, or remove these"
+            )
+    who = "each donor" if options.donor_key is not None else "a whole site"
+    notes = [f"noise hides {who}; with few of them the model may learn little"]
+    if options.use_rep == "X_shared_pca":
+        notes.append("X_shared_pca was itself made from sums over all cells, without noise")
+    return notes
+
+
+def summary(fitted: Fitted, options: Options) -> dict[str, Any]:
     best = next((row for row in fitted.path if row[0] == fitted.penalty), None)
     scores = {} if best is None else {"accuracy": best[1], "balanced_accuracy": best[2]}
     return {
@@ -232,7 +322,7 @@ def summary(fitted: protocol.Fitted) -> dict[str, Any]:
         "openings": fitted.openings,
         "converged": fitted.converged,
         "path": [list(row) for row in fitted.path],
-    }
+    } | privacy_of(options)
 
 
 def files(outcome: Outcome) -> dict[str, bytes]:

@@ -1,4 +1,5 @@
 import hashlib
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -9,8 +10,8 @@ from cloister.errors import DataError, ParameterError, ProtocolAbort
 from cloister.protocols.fedavg import federated_training
 from cloister.protocols.fedavg.federated_training import Params
 from cloister.protocols.fedavg.pseudo_labels import Pseudo
-from cloister.protocols.fedavg.training_parts import Offer, State, better, metrics
-from cloister.protocols.fedavg.training_terms import TAIL, choose_clients, update_words
+from cloister.protocols.fedavg.training_parts import Offer, State, better, from_curves, metrics, to_curves
+from cloister.protocols.fedavg.training_terms import NAME, TAIL, choose_clients, update_words, weight_of
 from cloister.run.rehearsal import Fault
 from cloister.study import Party
 from cloister.testing import Case, check_no_errors, check_vectors, check_view, run_protocol, transcript, values
@@ -462,28 +463,68 @@ def test_bad_parameters(options):
         case(**options)
 
 
-@pytest.mark.parametrize("weighting", ["cells", "plain"])
-def test_sums_of_weights_tell_the_size_of_sites_as_reveals_says(monkeypatch, weighting):
-    """With other sites in every round the coordinator solves for each one's cells; plain weights keep them hidden."""
-    seen, kept = [], federated_training.mean_update
+@pytest.mark.parametrize("before", [True, False], ids=["with sums of weights", "now"])
+def test_a_coordinator_cannot_solve_for_the_cells_of_a_site(monkeypatch, before):
+    """Attack: with other sites in every round, sums of weights, as they were once opened, subtract to each one's."""
+    seen, kept, words_of = [], federated_training.mean_update, federated_training.update_words
 
-    def note(params, clients, size, words, survivors):
+    def note(params, pool, clients, size, words, survivors):
         seen.append(TAIL.decode(words[-2:].copy())[0])
-        return kept(params, clients, size, words, survivors)
+        return kept(params, pool, clients, size, words, survivors)
+
+    def with_weights(params, clients, delta, weight, loss, entropy):
+        words, told = words_of(params, clients, delta, weight, loss, entropy)
+        return np.concatenate([words[:-2], TAIL.encode(np.array([weight])), words[-1:]]), told
 
     monkeypatch.setattr(federated_training, "mean_update", note)
-    c = case(n=4, clients=3, rounds=8, score_every=0, weighting=weighting)
-    check_no_errors(run_protocol(federated_training, c))
+    if before:
+        monkeypatch.setattr(federated_training, "update_words", with_weights)
+    c = case(n=4, clients=3, rounds=8, score_every=0, weighting="cells")
+    run = run_protocol(federated_training, c)
+    check_no_errors(run)
     sites = c.params.sites
     chosen = [choose_clients(c.params, sites, t, sites) for t in range(8)]
     rounds = np.array([[u in clients for u in sites] for clients in chosen], float)
     solved = np.linalg.lstsq(rounds, np.array(seen), rcond=None)[0]
     cells = np.array([20, 27, 34, 41])
     told = np.abs(solved * cells.sum() - cells).max() < 0.01
-    assert told == (weighting == "cells")
-    if weighting == "plain":
-        np.testing.assert_allclose(solved, 1)
-    assert "EACH SITE'S NUMBER OF TRAINING CELLS, unless weights are plain" in federated_training.__doc__
+    assert told == before
+    if not before:
+        np.testing.assert_array_equal(seen, 3.0)  # the number of sites, which is public
+        opened = [e.name for e, _ in run.receipts[HUB].entries if e.kind == "opened" and e.protocol == NAME]
+        assert not any("weight" in name for name in opened)
+
+
+def test_where_some_train_no_site_counts_for_more_than_twice_the_mean():
+    params = case(n=4, clients=2).params
+    assert weight_of(params, 4, 4, 90, 100.0) == 0.9
+    assert weight_of(params, 4, 2, 90, 100.0) == 0.5
+    assert weight_of(params, 4, 2, 10, 100.0) == 0.1
+    everyone = np.mean([4 / 2 * sum(weight_of(params, 4, 2, n, 100.0) for n in pair)
+                        for pair in itertools.combinations((10, 20, 30, 40), 2)])  # fmt: skip
+    assert everyone == pytest.approx(1.0)  # right on average over the draws of sites
+
+
+def test_balanced_accuracy_counts_labels_alike():
+    found = metrics(np.array([[90.0, 10.0, 0.0], [6.0, 4.0, 0.0], [0.0, 0.0, 0.0]]), 11.0)
+    assert found["accuracy"] == pytest.approx(94 / 110)
+    assert found["balanced_accuracy"] == pytest.approx((0.9 + 0.4) / 2)
+    assert from_curves(to_curves([found]))[0]["balanced_accuracy"] == pytest.approx(0.65)
+    run = run_protocol(federated_training, case(metric="balanced_accuracy", rounds=3))
+    check_no_errors(run)
+    rows = [row for row in values(run)[HUB].history if "balanced_accuracy" in row]
+    best = max(rows, key=lambda row: (row["balanced_accuracy"], -row["loss"]))  # of equals the lower loss
+    assert values(run)[HUB].best_round == best["round"]
+
+
+def test_few_validation_cells_choose_no_round_and_stop_nothing():
+    enough, few = (
+        values(run_protocol(federated_training, case(rounds=4, patience=1, min_scored=least)))[HUB]
+        for least in (0, 10**6)
+    )
+    assert enough.best_round == max(enough.history, key=lambda row: (row["accuracy"], -row["loss"]))["round"]
+    assert few.best_round == 4
+    assert len(few.history) == 5
 
 
 def test_epsilon_compares_a_site_with_none_as_assumes_says():

@@ -10,17 +10,19 @@
     L6   u, S    secure sum of validation counts at w_t   over all who are there, every `score_every` rounds
     L6b  u, S    pseudo-labels               for cells without a label, if asked for: see `pseudo_labels`
     L7   u       Δ_u = train(w_t) - w_t      local epochs of SGD or Adam; FedProx adds μ/2 ‖w - w_t‖² to the loss
-    L8   u, S    secure sum of a_u Δ_u, a_u and the training loss   u in C_t; a_u = n_u / Σ n or 1; Δ_u clipped
-    L9   S       θ_{t+1} = θ_t + Σ a_u Δ_u / Σ a_u
-    L10  S ⇒ u   the best θ by the validation metric, or the last; the curves
+    L8   u, S    secure sum of a_u Δ_u, 1 and a_u times the training loss    u in C_t; a_u = n_u / Σ n or 1; Δ_u clipped
+    L9   S       θ_{t+1} = θ_t + c_t Σ a_u Δ_u   c_t = sites that may train / those that did; 1 / |C_t| with a_u = 1
+    L10  S ⇒ u   the best θ by the validation metric, or the last, if validation cells are few; the curves
     L11  u, S    all were told the same      (same_view)
 
 ⇒ is a broadcast: sites that were told something else, another model or another Σ n_u, cannot finish the next sum, or
 L11. C_t follows from the study's seed, from who is there and from who has labels; sites work it out themselves. They
 refuse a model that is no number, or further from w_0 than the rounds so far can have moved it.
 
-S never holds w_0, only what was learned on top of it. A site whose update is no number adds zeros with weight zero: it
-is told, and S sees Σ a_u without it. Two entries share a 64-bit word of the sum: 4 bytes per parameter, as much as
+S never holds w_0, only what was learned on top of it. No sum of weights is opened: where rounds have different sites,
+these would subtract to each one's cells. Where all train, c_t = 1 and the mean is the weighted one; where some do, it
+is right on average, and no site counts for more than twice the mean. A site whose update is no number adds zeros: it is
+told, and S sees that one is missing. Two entries share a 64-bit word of the sum: 4 bytes per parameter, as much as
 sending them in the clear. With SCAFFOLD, θ and Δ_u have a second half, the common control variate and what u changes of
 it.
 
@@ -30,11 +32,9 @@ With differential privacy, ‖Δ_u‖ is clipped to C, all weights are 1, every 
 Reveals
 -------
 coordinator : label names per site (unless the study lists them) and who has labels; the number of training cells of all
-    sites; after every round the weighted mean update of that round's sites, the sum of their weights, their mean
-    training loss, and the pooled validation counts (true by predicted label) of all sites; who dropped out. Where
-    rounds have different sites (`clients`, rounds on labels alone, a site that drops out), their sums of weights
-    subtract: EACH SITE'S NUMBER OF TRAINING CELLS, unless weights are plain; and of a site that drops out, the number
-    of its validation cells per label.
+    sites; after every round the weighted mean update of that round's sites, how many it is of, their mean training
+    loss, and the pooled validation counts (true by predicted label) of all sites; who dropped out, and of such a site
+    the number of its validation cells per label. No other number of cells, wherever rounds have different sites.
     With k colluding sites: the same over the other sites. With noise: label names and who has labels, and else only
     noisy mean updates, (ε, δ)-differentially private for a whole site's data.
 site : the model at the start of the rounds in which it trains or scores, and in the end; the curves. A model may itself
@@ -111,8 +111,10 @@ from cloister.protocols.fedavg.training_terms import (
     check_weights,
     choose_clients,
     mean_update,
+    pool_of,
     update_words,
     vocabulary,
+    weight_of,
 )
 from cloister.protocols.sums import same_view, secure_sum
 from cloister.study import Party
@@ -167,7 +169,8 @@ async def site(ch: Channel, params: Params, offer: Offer, *, entropy: Entropy, i
                 await pseudo_labels.site(step, *to, entropy=entropy, identity=identity)  # L6b
             ch.step(f"training, round {t + 1} of {params.rounds}", protocol=NAME, line="L7")
             delta, loss = learner.train(theta, t, params.rate_at(t))  # L7
-            weight = 1.0 if params.weighting == "plain" else learner.cells / task.total
+            pool = pool_of(params, params.sites, t, agreed.labelled)
+            weight = weight_of(params, len(pool), len(task.clients), learner.cells, task.total)
             words, note = update_words(params, len(task.clients), delta, weight, loss, entropy)
             if note:
                 notes.append(f"round {t + 1}: {note}")
@@ -214,11 +217,11 @@ async def coordinator(
         if params.pseudo.at(t):
             to = (params.pseudo, clients, S, met.labels)
             await pseudo_labels.serve(ch.sub(f"pseudo/{t}", apart=True), *to, entropy=entropy, identity=identity)  # L6b
-        state.history.append(row | await _average(ch, params, state, task, met.first.size))  # L8, L9
+        state.history.append(row | await _average(ch, params, state, task, met))  # L8, L9
         state.t = t + 1
         if store is not None:
             store.save(state)
-        if params.patience and _stale(state) >= params.patience:
+        if params.patience and state.best_at >= 0 and _stale(state) >= params.patience:
             break
     there = _live(ch, params)
     await ch.broadcast(there, Task(state.t, there, (), end=True, total=met.total, theta=b""))
@@ -262,18 +265,19 @@ async def _score(ch: Channel, params: Params, state: State, there: tuple[Party, 
     confusion = np.rint(counts[:-1]).reshape(classes, classes)
     check_scores(confusion, float(counts[-1]), len(there))
     found = metrics(confusion, float(counts[-1]))
-    if better(params.metric, found) > state.best_score:
+    if found["cells"] >= params.min_scored and better(params.metric, found) > state.best_score:
         state.best, state.best_at, state.best_score = state.theta.copy(), state.t, better(params.metric, found)
     return found
 
 
-async def _average(ch: Channel, params: Params, state: State, task: Task, size: int) -> dict[str, float]:
+async def _average(ch: Channel, params: Params, state: State, task: Task, met: Meeting) -> dict[str, float]:
     """L8, L9: θ_{t+1}, and what the report says of the round."""
-    clients = task.clients
+    clients, size = task.clients, met.first.size
     sums = params.sum(clients, params.code(len(clients)).words(size) + 2)
     summed = await secure_sum.aggregator(ch.sub(f"update/{task.t}", sums, apart=True), sums)  # L8
     left = len(summed.survivors)
-    update, loss = mean_update(params, len(clients), size, summed.z, left)
+    pool = len(pool_of(params, params.sites, task.t, met.labelled))
+    update, loss = mean_update(params, pool, len(clients), size, summed.z, left)
     what = f"mean update of {left} sites" + _budget(params)
     to = (params.coordinator, *task.live)
     state.theta = state.theta + ch.reveal(update, to=to, line="L9", what=what, protocol=NAME)  # L9
@@ -313,13 +317,14 @@ def ideal(params: Params, xs: Mapping[Party, Offer]) -> dict[Party, F64]:
     total = sum(learner.cells for learner in learners.values())
     theta = np.zeros(next(iter(learners.values())).size)
     for t in range(params.rounds):
-        clients = choose_clients(params, tuple(xs), t, [u for u, offer in xs.items() if offer.labels])
-        up, weight = np.zeros(len(theta)), 0.0
+        labelled = [u for u, offer in xs.items() if offer.labels]
+        clients, pool = choose_clients(params, tuple(xs), t, labelled), len(pool_of(params, tuple(xs), t, labelled))
+        up = np.zeros(len(theta))
         for u in clients:
             delta, _ = learners[u].train(theta.astype(np.float32), t, params.rate_at(t))
-            a = 1.0 if params.weighting == "plain" else learners[u].cells / total
-            up, weight = up + a * np.clip(delta, -params.bound, params.bound), weight + a
-        theta = theta + up / weight
+            a = weight_of(params, pool, len(clients), learners[u].cells, total)
+            up = up + a * np.clip(delta, -params.bound, params.bound)
+        theta = theta + up * (1 if params.weighting == "plain" else pool) / len(clients)
     return dict.fromkeys((params.coordinator, *xs), theta)
 
 

@@ -11,8 +11,9 @@ import numpy as np
 
 from cloister.arrays import F32, F64, I64
 
-CURVES = ("round", "accuracy", "macro_f1", "loss", "cells", "clients", "train_loss")
+CURVES = ("round", "accuracy", "balanced_accuracy", "macro_f1", "loss", "cells", "clients", "train_loss")
 WHOLE = ("round", "cells", "clients")
+TIE = 1e-9  # what a loss counts for beside a score: less than one cell of all there are
 
 
 class Learner(Protocol):
@@ -79,15 +80,16 @@ class Trained:
 
 
 def metrics(confusion: F64, loss: float) -> dict[str, float]:
-    """Accuracy, macro-F1 over the labels that occur, and mean loss, from pooled counts."""
+    """Accuracy of all cells and as a mean over labels (balanced), macro-F1 over labels that occur, mean loss."""
     n = confusion.sum()
     if n == 0:
-        return {"accuracy": math.nan, "macro_f1": math.nan, "loss": math.nan, "cells": 0}
+        return dict.fromkeys(("accuracy", "balanced_accuracy", "macro_f1", "loss"), math.nan) | {"cells": 0}
     right, true, called = np.diag(confusion), confusion.sum(axis=1), confusion.sum(axis=0)
     there = true > 0
     f1 = 2 * right[there] / np.maximum(true[there] + called[there], 1e-300)
     return {
         "accuracy": float(right.sum() / n),
+        "balanced_accuracy": float((right[there] / true[there]).mean()),
         "macro_f1": float(f1.mean()),
         "loss": float(loss / n),
         "cells": int(n),
@@ -95,9 +97,11 @@ def metrics(confusion: F64, loss: float) -> dict[str, float]:
 
 
 def better(metric: str, scored: dict[str, Any]) -> float:
-    """The metric, so that more is better."""
-    value = float(scored[metric])
-    return -math.inf if math.isnan(value) else -value if metric == "loss" else value
+    """The metric, so that more is better; of equals the one of lower loss, since few validation cells often tie."""
+    value, loss = float(scored[metric]), float(scored["loss"])
+    if math.isnan(value):
+        return -math.inf
+    return -value if metric == "loss" else value - TIE * loss / (1 + loss)
 
 
 def to_curves(history: list[dict[str, Any]]) -> F64:

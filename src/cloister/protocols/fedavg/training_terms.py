@@ -34,6 +34,8 @@ TAIL = FixedPoint(32, 2.0**20, 1 << 10)  # weights and losses
 COUNTS = FixedPoint(12, 2.0**40, 1 << 10)  # cells and sums of losses
 LARGEST_LOSS = 1e4  # per cell; larger ones are told as this
 MOST_CELLS = 2.0**40  # of one site
+MOST_SHARE = 2.0  # times the mean number of cells that a site can count for where not all train
+METRICS = ("accuracy", "balanced_accuracy", "macro_f1", "loss")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,7 @@ class Params:
     bound: float = 4.0  # of one entry of an update
     labels: tuple[str, ...] = ()  # the vocabulary; empty: the union of the sites' label names
     score_every: int = 1  # 0: never
-    metric: str = "accuracy"  # or "macro_f1", "loss"
+    metric: str = "accuracy"  # or another of METRICS
     patience: int = 0  # scored rounds without a better one, after which training stops; 0: never
     noise: float = 0.0  # z
     clip: float = 1.0  # C, with noise
@@ -57,6 +59,7 @@ class Params:
     delta: float = 0.0
     seed: int = 0
     pseudo: Pseudo = NO_PSEUDO
+    min_scored: int = 0  # validation cells of all sites below which no round is chosen by its score: the last is taken
 
     def __post_init__(self) -> None:
         n = len(self.sites)
@@ -66,8 +69,8 @@ class Params:
             raise ParameterError(f"expected between 2 and {n} clients a round (0 for all), found {self.clients}")
         if self.weighting not in ("cells", "plain") or self.schedule not in ("constant", "cosine"):
             raise ParameterError("weighting must be cells or plain, schedule constant or cosine")
-        if self.metric not in ("accuracy", "macro_f1", "loss"):
-            raise ParameterError(f"metric must be accuracy, macro_f1 or loss, found '{self.metric}'")
+        if self.metric not in METRICS:
+            raise ParameterError(f"metric must be one of {', '.join(METRICS)}, found '{self.metric}'")
         if not self.rate > 0 or not self.bound > 0 or self.noise < 0 or not self.clip > 0:
             raise ParameterError("rate, bound and clip must be above 0, noise at least 0")
         if self.noise and (self.weighting != "plain" or self.score_every or self.patience):
@@ -150,7 +153,7 @@ class Weights:  # S → u, who trains or scores
 class Model:  # S → u
     theta: F32  # (P,)
     best_round: int
-    curves: F64  # (rows, 7), as CURVES; NaN where not measured
+    curves: F64  # (rows, 8), as CURVES; NaN where not measured
 
 
 # ---- local steps -----------------------------------------------------------------------------------------------------
@@ -186,6 +189,20 @@ def check_same(seen: Mapping[Party, Any], what: str, line: str) -> None:
         raise ProtocolAbort(NAME, line, "mismatch", f"{', '.join(others)} came with another {what} than the others")
 
 
+def pool_of(params: Params, sites: tuple[Party, ...], t: int, labelled: Collection[Party]) -> tuple[Party, ...]:
+    """L5: those of these sites that may train in a round: in one on labels alone, those that have some."""
+    have = tuple(u for u in sites if u in labelled)
+    return have if not params.pseudo.at(t) and len(have) >= 2 else sites
+
+
+def weight_of(params: Params, pool: int, clients: int, cells: int, total: float) -> float:
+    """L8: a_u, the share of all training cells; held down where not all train, since nobody knows what is missing."""
+    if params.weighting == "plain":
+        return 1.0
+    share = cells / total
+    return share if clients == pool else min(share, MOST_SHARE / pool)
+
+
 def choose_clients(params: Params, live: tuple[Party, ...], t: int, labelled: Collection[Party]) -> tuple[Party, ...]:
     """L5: who trains, drawn from the study's seed.
 
@@ -194,8 +211,7 @@ def choose_clients(params: Params, live: tuple[Party, ...], t: int, labelled: Co
     """
     rng = np.random.default_rng([params.seed & 0xFFFFFFFF, 5, t])
     have = tuple(u for u in live if u in labelled)
-    if not params.pseudo.at(t) and len(have) >= 2:
-        live = have
+    live = pool_of(params, live, t, labelled)
     if not params.clients or params.clients >= len(live):
         return live
 
@@ -235,7 +251,8 @@ def check_weights(params: Params, theta: F32, digest: bytes, t: int, size: int, 
     """L5, L10: the θ that all were told of, of the agreed size, and no further away than t updates reach."""
     if len(theta) != size or wire.digest("theta", theta) != digest:
         raise ProtocolAbort(NAME, line, "weights", "another model than the one that all sites were told of")
-    reach = (t + 1e-3) * params.code(params.min_clients).bound
+    most = MOST_SHARE if params.weighting == "cells" else 1.0
+    reach = (t + 1e-3) * params.code(params.min_clients).bound * most
     if not np.all(np.abs(theta) <= reach):  # nor is NaN
         raise ProtocolAbort(NAME, line, "weights", f"a model that {t} rounds of updates cannot have made")
 
@@ -244,16 +261,16 @@ def update_words(
     params: Params, clients: int, delta: F64, weight: float, loss: float, entropy: Entropy
 ) -> tuple[U64, str]:
     """L8: clip, weight, add noise, encode. Returns the words, and a note for the site if something was changed."""
-    note = ""
+    note, counts = "", 1.0
     if not np.all(np.isfinite(delta)):
         note = "your update was no number and was left out; lower the learning rate, or look at your cells"
-        delta, weight, loss = np.zeros(len(delta)), 0.0, 0.0
+        delta, weight, loss, counts = np.zeros(len(delta)), 0.0, 0.0, 0.0
     if params.noise:
         norm = float(np.linalg.norm(delta))
         delta = delta * min(1.0, params.clip / max(norm, 1e-300))
         sigma = params.noise * params.clip / math.sqrt(clients // 2 + 1)
         delta, loss = delta + lanes.gaussian(entropy, len(delta), sigma), 0.0
-        weight = 1.0  # who adds nothing must not be told apart
+        weight = counts = 1.0  # who adds nothing must not be told apart
     else:
         beyond = int(np.count_nonzero(np.abs(delta) > params.bound))
         if beyond:
@@ -261,21 +278,22 @@ def update_words(
         delta = np.clip(delta, -params.bound, params.bound) * weight
     body = params.code(clients).encode(delta)
     loss = min(loss, LARGEST_LOSS) if math.isfinite(loss) else LARGEST_LOSS
-    return np.concatenate([body, TAIL.encode(np.array([weight, weight * loss]))]), note
+    return np.concatenate([body, TAIL.encode(np.array([counts, weight * loss]))]), note
 
 
-def mean_update(params: Params, clients: int, size: int, words: U64, survivors: int) -> tuple[F64, float]:
-    """L9: the weighted mean of the updates, and the mean training loss."""
-    weight, loss = (float(x) for x in TAIL.decode(words[-2:].copy()))
+def mean_update(params: Params, pool: int, clients: int, size: int, words: U64, survivors: int) -> tuple[F64, float]:
+    """L9: Σ a_u Δ_u in proportion to the sites that it is of, and the training loss likewise."""
+    count, loss = (float(x) for x in TAIL.decode(words[-2:].copy()))
     total = params.code(clients).decode(words[:-2], size)
     if params.noise:
-        weight = float(survivors)
-    if weight == 0:
+        count = float(survivors)
+    if count == 0:
         return np.zeros(size), math.nan
-    reach = weight * params.code(clients).bound + clients * params.code(clients).resolution
-    if not 0 < weight <= survivors + 1e-6 or not 0 <= loss <= survivors * LARGEST_LOSS or np.any(np.abs(total) > reach):
+    reach = count * params.code(clients).bound + clients * params.code(clients).resolution
+    if not 0 < count <= survivors + 1e-6 or not 0 <= loss <= survivors * LARGEST_LOSS or np.any(np.abs(total) > reach):
         raise ProtocolAbort(NAME, "L9", "damaged", "a sum that no updates have: a message was damaged, or a site lies")
-    return total / weight, loss / weight
+    scale = 1 / count if params.weighting == "plain" else pool / max(count, clients / 2)
+    return total * scale, loss * scale
 
 
 def check_total(cells: float, line: str, sites: int) -> None:

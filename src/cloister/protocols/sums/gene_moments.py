@@ -59,11 +59,6 @@ def normalised(params: Normalisation, mine: Cells, common: list[str] | tuple[str
         yield normalise(params, scipy.sparse.csr_matrix(mine.x[part], dtype=np.float64)[:, at], library)
 
 
-def all_normalised(params: Normalisation, mine: Cells, common: list[str] | tuple[str, ...]) -> Any:
-    """Return y (L2) of all cells at once."""
-    return scipy.sparse.vstack(list(normalised(params, mine, common, len(common))), format="csr")
-
-
 def normalise(params: Normalisation, x: Any, library: F64 | None) -> Any:
     """Return y of the common genes in the common order, sparse (L2). Cells without a count stay zero, as in scanpy."""
     if params.kind == "log":

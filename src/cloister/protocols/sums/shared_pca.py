@@ -68,7 +68,6 @@ from cloister.protocols.sums import common_genes, same_view, secure_sum
 from cloister.protocols.sums.gene_moments import (
     LARGEST_LOG,
     Cells,
-    all_normalised,
     choose_genes,
     join_sum,
     moments,
@@ -79,7 +78,7 @@ from cloister.protocols.sums.gene_moments import (
 from cloister.study import Party
 
 # steps that other files know by this name
-__all__ = ["LARGEST_LOG", "Cells", "all_normalised", "choose_genes", "join_sum", "moments", "normalised", "split_sum"]
+__all__ = ["LARGEST_LOG", "Cells", "choose_genes", "join_sum", "moments", "normalised", "split_sum"]
 
 NAME = "shared_pca"
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
+import scipy.sparse
 
 from cloister import files
 from cloister.arrays import F64, Array
@@ -124,15 +125,15 @@ class CellClassifier:
                 f"{len(missing)} of the {len(needed)} genes that the model knows are not here ({listed}): cells would "
                 f"be normalised otherwise than in training. Use the same genes{hint}"
             )
-        matrix = cells.loaded(adata, layer)
         library = None
         if library_key is not None:
             if library_key not in adata.obs:
                 raise DataError(f"adata.obs[{library_key!r}] is missing; pass the column with the library sizes")
             library = np.asarray(adata.obs[library_key], dtype=np.float64)
         like = shared_pca.Params((), "", model.kind, 2, 1, model.target_sum)  # type: ignore[arg-type]
-        y = shared_pca.all_normalised(like, shared_pca.Cells(tuple(names), matrix, library), needed)
-        y = y[:, match_genes(list(needed), list(model.genes))]
+        here = shared_pca.Cells(tuple(names), cells.rows_of(adata, layer), library)
+        chosen = match_genes(list(needed), list(model.genes))
+        y = scipy.sparse.vstack([y[:, chosen] for y in shared_pca.normalised(like, here, needed, len(needed))], "csr")
         y.data = np.log1p(y.data)
         return y
 

@@ -1,16 +1,18 @@
 """Terms of pooled logistic regression: parameters, what follows from the pooled sums, and what a site's cells answer.
 
-    values           L4    cells as the model takes them in
-    terms_of         L5    genes, moments, labels and weights, the same at every party
-    Cells            L8    a site's cells of the chosen genes, for training and held out
-    choose_penalty   L9    λ by the held-out cells
-    unknown_level    L10   below which a label is `unknown`
+    moments          L3    sums over a site's cells, some cells at a time
+    chosen_values    L3    cells as the model takes them in
+    terms_of         L4    genes, moments, labels and weights, the same at every party
+    Cells            L7    a site's cells of the chosen genes, for training and held out
+    choose_penalty   L8    λ by the held-out cells
+    unknown_level    L9   below which a label is `unknown`
 
 Lines are those of `pooled_logistic`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +24,8 @@ from cloister.cells import genes
 from cloister.errors import DataError, ParameterError, ProtocolAbort
 from cloister.models import logistic
 from cloister.models.logistic import Rows
-from cloister.protocols.sums import shared_pca
+from cloister.protocols.logistic import common_labels
+from cloister.protocols.sums import gene_moments, shared_pca
 from cloister.study import Party
 
 NAME = "pooled_logistic"
@@ -68,6 +71,10 @@ class Params:
         return 4 + (2 + PATH_ASKS * (1 + len(self.penalties)) if self.held_out else 0) + 10
 
     @property
+    def common_labels(self) -> common_labels.Params:
+        return common_labels.Params(self.sites, self.coordinator, self.embedding, self.labels)
+
+    @property
     def cells(self) -> shared_pca.Params:
         """How cells are normalised, as in shared PCA."""
         return shared_pca.Params(
@@ -81,11 +88,32 @@ class Labelled:
     """What a site holds."""
 
     names: tuple[str, ...]  # of the genes; empty for an embedding
-    x: Any  # CSR or dense, (n, genes)
+    x: Any  # CSR or dense, (n, genes); or anything with a shape that gives rows for a slice, such as a matrix on disk
     labels: tuple[str | None, ...]  # (n,)
     held: Any  # bool, (n,): held-out cells
     library: F64 | None = None
     space: str = ""  # digest of what made the embedding
+    donors: I64 | None = None  # (n,), whose cell it is; only with noise for donors
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """The classifier, and how it came about; the same at every party."""
+
+    genes: tuple[str, ...]  # (h,); empty for an embedding
+    common: tuple[str, ...]  # cells are normalised over these
+    labels: tuple[str, ...]  # (K,)
+    coefficients: F64  # W, (h, K)
+    intercept: F64  # (K,)
+    mean: F64  # μ, (h,)
+    penalty: float  # λ
+    level: float  # of `unknown`
+    converged: bool
+    openings: int
+    cells: dict[str, int]  # labelled cells of each label, held-out ones included; none with noise
+    left_out: tuple[str, ...]  # labels with too few cells
+    path: tuple[tuple[float, float, float], ...]  # λ, accuracy, balanced accuracy on held-out cells
+    centers: F64 | None  # (K, K): mean score of each label's cells
 
 
 def check_site(params: Params, mine: Labelled) -> None:
@@ -97,31 +125,45 @@ def check_site(params: Params, mine: Labelled) -> None:
         )
     if len(mine.labels) != n or len(mine.held) != n:
         raise DataError(f"expected {n} labels, one per cell, found {len(mine.labels)}")
-    unknown = sorted({name for name in mine.labels if name is not None} - set(params.labels)) if params.labels else []
-    if unknown:
-        raise DataError(
-            f"{len(unknown)} label(s) here are not in the study's vocabulary (e.g. '{unknown[0]}'); rename or remove "
-            "them, or agree on a longer list of labels"
-        )
 
 
-def values(params: Params, mine: Labelled, common: tuple[str, ...]) -> tuple[Any, F64]:
-    """L4: what the model takes in, before genes are chosen, and this site's sums for L5."""
+def moments(params: Params, mine: Labelled, common: tuple[str, ...]) -> F64:
+    """L3: this site's sums for L4."""
     if params.embedding:
         x = np.asarray(mine.x, dtype=np.float64)
-        return x, np.concatenate([[float(len(x))], x.sum(axis=0), (x**2).sum(axis=0)])
-    if params.kind == "log":  # to any base, so genes are chosen by the dispersion of the logarithms themselves
-        log = scipy.sparse.csr_matrix(mine.x[:, genes.match_genes(list(mine.names), list(common))], dtype=np.float64)
+        return np.concatenate([[float(len(x))], x.sum(axis=0), (x**2).sum(axis=0)])
+    if params.kind != "log":
+        return shared_pca.moments(params.cells, shared_pca.Cells(mine.names, mine.x, mine.library), common)
+    both = np.zeros((2, len(common)))  # to any base, so genes are chosen by the dispersion of the logarithms themselves
+    for log in log_values(params, mine, common):
+        both += [np.asarray(part.sum(axis=0)).ravel() for part in (log, log.multiply(log))]
+    return np.concatenate([[float(mine.x.shape[0])], *both, *both])
+
+
+def chosen_values(params: Params, mine: Labelled, common: tuple[str, ...], at: I64) -> Any:
+    """L3: what the model takes in, (n, h): an embedding as it is, of genes 8 bytes for each value that is not zero."""
+    if params.embedding:
+        return np.asarray(mine.x, dtype=np.float64)[:, at]
+    parts = [log[:, at].astype(np.float32) for log in log_values(params, mine, common)]
+    return scipy.sparse.vstack(parts, format="csr")
+
+
+def log_values(params: Params, mine: Labelled, common: tuple[str, ...]) -> Iterator[Any]:
+    """L3: l of the common genes, some cells at a time."""
+    if params.kind == "counts":
+        cells = shared_pca.Cells(mine.names, mine.x, mine.library)
+        for y in shared_pca.normalised(params.cells, cells, common, len(common)):
+            y.data = np.log1p(y.data)
+            yield y
+        return
+    columns, step = genes.match_genes(list(mine.names), list(common)), max(1, gene_moments.BLOCK // max(1, len(common)))
+    for start in range(0, mine.x.shape[0], step):
+        log = scipy.sparse.csr_matrix(mine.x[start : start + step], dtype=np.float64)[:, columns]
         if log.nnz and log.data.max() > shared_pca.LARGEST_LOG:
             raise DataError(
                 f"log values above {shared_pca.LARGEST_LOG:g}; these are not logarithms: pass counts instead"
             )
-        both = [np.asarray(part.sum(axis=0)).ravel() for part in (log, log.multiply(log))]
-        return log, np.concatenate([[float(log.shape[0])], *both, *both])
-    cells = shared_pca.Cells(mine.names, mine.x, mine.library)
-    y, sums = shared_pca.all_normalised(params.cells, cells, common), shared_pca.moments(params.cells, cells, common)
-    y.data = np.log1p(y.data)
-    return y, sums
+        yield log
 
 
 def label_codes(labels: tuple[str | None, ...], vocabulary: tuple[str, ...]) -> I64:
@@ -137,7 +179,7 @@ def label_counts(codes: I64, held: Any, labels: int) -> I64:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """All that follows from L5; the same at every party."""
+    """All that follows from L4; the same at every party."""
 
     at: I64  # chosen columns
     mean: F64  # μ, (h,)
@@ -178,15 +220,15 @@ class Terms:
 
 
 def terms_of(params: Params, sums: F64, counts: I64, vocabulary: tuple[str, ...]) -> Terms:
-    """L5: genes, moments and labels, from the opened sums."""
+    """L4: genes, moments and labels, from the opened sums."""
     n = round(float(sums[0]))
     if n < 2 or np.any(counts < 0) or counts.sum() > n or not np.all(np.isfinite(sums)):
-        raise ProtocolAbort(NAME, "L5", "absurd", "the sums of all sites are those of no cells")
+        raise ProtocolAbort(NAME, "L4", "absurd", "the sums of all sites are those of no cells")
     training, held = counts.reshape(2, -1)
     enough = np.flatnonzero(training + held >= params.min_label_cells)
     if len(enough) < 2:
         raise ProtocolAbort(
-            NAME, "L5", "labels", f"{len(enough)} label(s) have {params.min_label_cells} cells or more; two are needed"
+            NAME, "L4", "labels", f"{len(enough)} label(s) have {params.min_label_cells} cells or more; two are needed"
         )
     if params.embedding:
         first, second = np.split(sums[1:], 2)
@@ -198,7 +240,7 @@ def terms_of(params: Params, sums: F64, counts: I64, vocabulary: tuple[str, ...]
     mean = first / n
     variance = np.maximum(second / n - mean**2, 0.0)
     if not variance.sum() > 0:
-        raise ProtocolAbort(NAME, "L5", "absurd", "no gene varies over all sites")
+        raise ProtocolAbort(NAME, "L4", "absurd", "no gene varies over all sites")
     few = tuple(vocabulary[i] for i in np.flatnonzero(training + held > 0) if i not in set(enough))
     kept = tuple(vocabulary[i] for i in enough)
     return Terms(at.astype(np.int64), mean, variance, n, kept, few, training[enough], held[enough], params.balanced)

@@ -6,8 +6,9 @@ import scipy.sparse
 
 from cloister.errors import DataError, ParameterError
 from cloister.models import logistic
-from cloister.protocols.sums import checked_sum, logistic_terms, pooled_logistic, secure_sum
-from cloister.protocols.sums.logistic_terms import Labelled, Params, choose_penalty, unknown_level
+from cloister.protocols.logistic import logistic_terms, pooled_logistic
+from cloister.protocols.logistic.logistic_terms import Labelled, Params, choose_penalty, unknown_level
+from cloister.protocols.sums import checked_sum, secure_sum
 from cloister.run.rehearsal import Fault
 from cloister.study import Party
 from cloister.testing import Case, check_ideal, check_lies, check_no_errors, run_protocol, transcript, values
@@ -123,7 +124,7 @@ def test_no_value_leaves_but_masked_or_pooled():
     assert sent == {
         "channel.Hello",
         "common_genes.Measured",
-        "pooled_logistic.Brings",
+        "common_labels.Brings",
         *(f"common_seed.{m}" for m in ("Key", "Parts", "Confirm")),
         *(f"secure_sum.{m}" for m in ("Keys", "Shares", "MaskedInput", "Vouch", "Unmask")),
     }
@@ -170,14 +171,15 @@ def test_a_label_of_one_cell_would_be_read_from_the_first_gradient_and_is_left_o
         params = dataclasses.replace(c.params, min_label_cells=2)
         names = tuple(name for mine in pool.values() for name in mine.labels)
         vocabulary = tuple(sorted({n for n in names if n is not None}))
-        parts = [logistic_terms.values(params, mine, common) for mine in pool.values()]
+        sums = np.sum([logistic_terms.moments(params, mine, common) for mine in pool.values()], axis=0)
         counts = logistic_terms.label_counts(
             logistic_terms.label_codes(names, vocabulary), np.zeros(len(names), bool), len(vocabulary)
         )
         if least == 1:  # the step without the rule
             counts = counts + (counts == 1)
-        terms = logistic_terms.terms_of(params, np.sum([s for _, s in parts], axis=0), counts, vocabulary)
-        x = scipy.sparse.vstack([x for x, _ in parts]).toarray()[:, terms.at]
+        terms = logistic_terms.terms_of(params, sums, counts, vocabulary)
+        parts = [logistic_terms.chosen_values(params, mine, common, terms.at) for mine in pool.values()]
+        x = scipy.sparse.vstack(parts).toarray().astype(np.float64)
         cells = logistic_terms.Cells(x, logistic_terms.label_codes(names, terms.labels), np.zeros(len(names), bool))
         rows = cells.rows(terms, everything=True)
         zero = np.zeros((len(terms.at) + 1, len(terms.labels)))

@@ -1,0 +1,131 @@
+import dataclasses
+
+import numpy as np
+import pytest
+
+from cloister.errors import ParameterError
+from cloister.protocols.knn import reference_distances
+from cloister.protocols.knn.reference_distances import Params, Threshold, curve, nearest_others
+from cloister.protocols.sums import checked_sum
+from cloister.study import Party
+from cloister.testing import (
+    Case,
+    check_cost,
+    check_lies,
+    check_no_errors,
+    check_view,
+    run_protocol,
+    values,
+)
+
+HUB, ASKING, AUX = Party("hub"), Party("asking"), Party("aux")
+SITES = tuple(map(Party, ("a", "b")))
+
+
+def case(seed=0, sites=SITES, share=0.95, listeners=(), n=60):
+    rng = np.random.default_rng(seed)
+    params = Params(ASKING, sites, HUB, 8.0, share, listeners)
+    rows = {u: (rng.normal(0, 1, (n + 20 * i, 5)),) for i, u in enumerate(sites)}
+    return Case(params, {HUB: (), ASKING: (), **rows, **{p: () for p in listeners}})
+
+
+def rows(c):
+    return {u: x[0] for u, x in c.inputs.items() if x}
+
+
+def ideal_of(c):
+    return reference_distances.ideal(c.params, rows(c))[HUB]
+
+
+@pytest.mark.parametrize("options", [{}, {"sites": SITES[:1]}, {"share": 0.5}], ids=["two", "one-site", "half"])
+def test_every_party_finds_the_distance(options):
+    c = case(**options)
+    run = run_protocol(reference_distances, c)
+    check_no_errors(run)
+    assert set(values(run).values()) == {ideal_of(c)}
+    assert set(values(run)) == {HUB, ASKING, *c.params.sites}
+
+
+def test_a_party_without_cells_is_told():
+    c = case(listeners=(AUX,))
+    run = run_protocol(reference_distances, c)
+    check_no_errors(run)
+    assert values(run)[AUX] == ideal_of(c)
+
+
+def test_so_many_references_are_nearer_to_another_one():
+    c = case(n=400)
+    tau = ideal_of(c)
+    for x in rows(c).values():
+        apart = np.sqrt(((x[:, None] - x[None]) ** 2).sum(axis=2))
+        np.fill_diagonal(apart, np.inf)
+        np.testing.assert_allclose(np.sort(nearest_others(x)), np.sort(apart.min(axis=1)), atol=1e-9)
+        assert abs(np.mean(apart.min(axis=1) <= tau) - 0.95) < 0.04  # a step of the grid, 3.5 %, and two sites
+
+
+def test_copies_and_single_cells():
+    params = case().params
+    assert curve(params, np.zeros((4, 5)))[0] == 1000  # at distance 0
+    assert curve(params, np.ones((1, 5)))[-1] == 0  # no other one
+    many = np.random.default_rng(0).normal(size=(12_000, 2))
+    assert len(nearest_others(many)) <= reference_distances.MOST
+
+
+def test_cost_and_view():
+    check_cost(reference_distances, case())
+    check_view(reference_distances, case(1), case(2))
+
+
+def test_nothing_leaves_but_the_sum():
+    run = run_protocol(reference_distances, case())
+    for party, receipt in run.receipts.items():
+        opened = [e for e, _ in receipt.entries if e.kind == "opened" and e.protocol == "reference_distances"]
+        assert [e.line for e in opened] == ["L3"], party
+        sent = {e.protocol for e, _ in receipt.entries if e.kind == "sent"}
+        assert sent <= {"channel", "secure_sum", "common_seed", "reference_distances"}
+
+
+@pytest.mark.parametrize("only", [None, SITES[0]], ids=["told all", "told one"])
+def test_a_coordinator_cannot_move_the_distance(only):
+    """It would call every cell unknown, or none."""
+
+    async def coordinator(ch, params):
+        await reference_distances.common_seed.coordinator(ch.sub("seed", params.seed), params.seed)
+        z = await checked_sum.coordinator(ch.sub("curve", params.sum), params.sum)
+        right = reference_distances.threshold(params, z.view(np.int64))
+        told = {u: Threshold(right * 2 if only in (None, u) else right) for u in params.owners}
+        await ch.scatter(told)
+
+    c = case()
+    run = run_protocol(reference_distances, c, roles={HUB: coordinator}, timeout=3.0)
+    for u in c.params.owners if only is None else (only,):
+        assert run.errors[u].code == "changed"
+
+
+def test_one_liar():
+    c, twin = case(3), case(4)
+    found = {ideal_of(c), ideal_of(twin)}
+
+    def right(lie, ended):
+        for tau in ended.values():
+            assert tau in found if lie.liar == HUB else tau in c.params.grid
+
+    lies = check_lies(reference_distances, [c, twin], right=right)
+    assert lies.tried > 5
+    assert lies.aborted > 3
+
+
+def test_a_curve_that_is_none_is_absurd():
+    async def liar(ch, params, x, *, entropy, identity):
+        mine = np.zeros(params.sum.length, np.uint64)
+        mine[5] = 10**6
+        return await reference_distances._add(ch, params, mine, entropy, identity)
+
+    run = run_protocol(reference_distances, case(), roles={SITES[0]: liar}, timeout=3.0)
+    assert run.errors[ASKING].code == "absurd"
+
+
+@pytest.mark.parametrize("change", [{"share": 0.0}, {"share": 1.0}, {"bound": 0.0}])
+def test_bad_parameters(change):
+    with pytest.raises(ParameterError):
+        dataclasses.replace(case().params, **change)
