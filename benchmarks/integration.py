@@ -5,7 +5,8 @@
     python benchmarks/integration.py --scale 100000     one site of so many simulated cells, two of 5000
 
 Blood cells of four studies, each a site (`pbmc_federation.h5ad`); lung cells of two studies with two technologies each,
-two sites of two batches (`lung_ts_vs_hlca.h5ad`). Shared PCA of 30 components first, then `integrate` in each mode; the
+two sites of two batches (`lung_ts_vs_hlca.h5ad`); cell lines on five plates, each a site (`cellline_mixology.h5ad`, on
+which nothing was tuned). Shared PCA of 30 components first, then `integrate` in each mode; the
 same components of the pooled cells through harmonypy, with its own defaults. By batch, over all cells:
 
   own         share of a cell's 10 nearest cells, of all batches, that are of its own batch
@@ -40,6 +41,7 @@ def studies(data: Path, *, quick: bool):
     for name, key, label in (
         ("pbmc_federation", "batch", "cell_type"),
         ("lung_ts_vs_hlca", "study", "cell_type_coarse"),
+        ("cellline_mixology", "batch", "cell_type"),
     ):
         path = data / "scrna" / f"{name}.h5ad"
         if not path.exists():
@@ -170,6 +172,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="every sixth blood cell, 500 genes")
     parser.add_argument("--scale", type=int, default=0, help="simulated cells of one site, instead of real sets")
+    parser.add_argument("--only", default="", help="the set of that name")
     parser.add_argument("--data", type=Path, default=Path(__file__).parents[2] / "shared" / "data")
     args = parser.parse_args()
     print(
@@ -179,7 +182,8 @@ def main() -> None:
         scale(args.scale)
         return
     for name, sites, batch_key, label in studies(args.data, quick=args.quick):
-        measure(name, sites, batch_key, label, quick=args.quick)
+        if args.only in ("", name):
+            measure(name, sites, batch_key, label, quick=args.quick)
 
 
 if __name__ == "__main__":
