@@ -327,4 +327,6 @@ WORKFLOW = Workflow(
     check=check,
     files=files,
     figures=figures,
+    reads=lambda options, site: ("layer", "donor_key", "group_key", "label_key"),
+    writes=("uns[{key_added!r}]",),
 )

@@ -247,4 +247,5 @@ WORKFLOW = Workflow(
     files=files,
     model=("model.npz", lambda path, options: Integration.load(path)),
     figures=figures,
+    writes=("obsm[{key_added!r}]", "uns[{key_added!r}]"),
 )
