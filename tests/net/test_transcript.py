@@ -95,6 +95,21 @@ def test_the_order_in_which_parallel_steps_finish_does_not_matter_and_their_cont
     assert Transcript(b"top").digest == b""
 
 
+def test_what_was_told_first_counts_after_something_else_was_told():
+    """A coordinator that told two sites different things does not get them together by telling both the same after."""
+
+    def told(*news):
+        transcript = Transcript(b"run")
+        for one in news:
+            transcript.absorb(HUB, one)
+        return transcript.digest
+
+    assert told(b"one", b"same") != told(b"other", b"same")
+    assert told(b"one", b"same") != told(b"same")
+    assert told(b"one", b"same") != told(b"same", b"one")
+    assert told(b"one", b"same") == told(b"one", b"same")
+
+
 def test_two_receipts_agree_after_an_honest_run():
     _, run = ids("")
     found = compare(run.receipts[A], run.receipts[B])
