@@ -179,6 +179,14 @@ def fit_of(sums: Sums, df: int, size: F64 | None = None) -> Fit:
     return Fit(coefficients, np.moveaxis(inverse, 0, 2), rest / df, df)
 
 
+def within(X: F64, blocks: I64) -> F64:
+    """X less its mean in every block."""
+    X = X.copy()
+    for block in np.unique(blocks[blocks >= 0]):
+        X[blocks == block] -= X[blocks == block].mean(axis=0)
+    return X
+
+
 def rank_of(xx: F64) -> int:
     """Of a design, from its XᵀX; columns of any unit."""
     scale = np.sqrt(np.maximum(np.diag(xx), 0.0))

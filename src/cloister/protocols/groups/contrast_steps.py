@@ -19,7 +19,8 @@ from cloister.models import voom
 from cloister.protocols.groups.contrast_terms import NAME, SITE_DONORS, Params, Part, Result, Table
 
 MOST_DONORS = 1 << 20
-ONE_DONOR = 2 / 3  # share of a covariate's spread that one donor may have
+ONE_DONOR = 2 / 3  # share of a column's sum of squares that one donor may have
+VARIES = 1e-9  # sum of squares of a column that is not the same all over
 
 Shapes = list[tuple[int, ...]]
 
@@ -145,9 +146,43 @@ def take_factors(t: Table, sums: list[F64]) -> None:
     t.log_factor = float(sums[0][0]) / t.n
 
 
+def design_shapes(t: Table) -> Shapes:
+    return [(len(t.columns), len(t.columns)), (len(t.columns),)]
+
+
+def design(t: Table, part: Part) -> list[F64]:
+    X = voom.within(t.design(part), part.blocks(t.params.block))
+    return [X.T @ X, (np.square(X).sum(axis=0) > VARIES).astype(np.float64)]
+
+
+def take_design(t: Table, sums: list[F64]) -> None:
+    """L9: whether everything can be told apart, and from more than one site, before any y is added up."""
+    xx, sites = sums
+    check_real("L9", [xx], 2.0**45)
+    check_counts("L9", [sites], len(t.params.sites))
+    t.xx, df = xx, t.n - len(t.columns) - t.blocks
+    alone = [name for name, n in zip(t.columns, sites, strict=True) if n == 1]
+    if voom.rank_of(xx) < len(t.columns):
+        t.left_out = why_confounded(t, xx)
+    elif df < 1:
+        t.left_out = f"{t.n} samples are too few for a design of {len(t.columns) + t.blocks} columns"
+    elif alone:
+        t.left_out = f"'{alone[0]}' differs at one site only: its sums would be that site's own"
+
+
+def check_one_donor(t: Table, part: Part) -> None:
+    """L9: Xᵀy would be one donor's y if a column were 0 for all others."""
+    X = voom.within(t.design(part), part.blocks(t.params.block))
+    share = np.square(X) / np.diag(t.xx)
+    if np.any(share > ONE_DONOR):
+        name = t.columns[int(np.argmax(share.max(axis=0)))]
+        text = f"one donor here has almost all that differs in '{name}'; leave this covariate out"
+        raise ProtocolAbort(NAME, "L9", "one-donor", text)
+
+
 def plain_shapes(t: Table) -> Shapes:
-    q, g = len(t.columns), len(t.keep)
-    return [(q, q), (q, g), (g,), (g,), (1,), (len(t.params.groups), g if t.composition else 0)]
+    g = len(t.keep)
+    return [(len(t.columns), g), (g,), (g,), (1,), (len(t.params.groups), g if t.composition else 0)]
 
 
 def plain(t: Table, part: Part) -> list[F64]:
@@ -156,7 +191,6 @@ def plain(t: Table, part: Part) -> list[F64]:
     s = voom.sums_of(t.design(part), y, part.blocks(t.params.block))
     share = (part.counts / part.library[:, None])[:, t.keep if t.composition else []]
     return [
-        s.xx[:, :, 0],
         s.xy,
         s.yy,
         y.sum(axis=0),
@@ -165,28 +199,13 @@ def plain(t: Table, part: Part) -> list[F64]:
     ]
 
 
-def check_one_donor(t: Table, part: Part) -> None:
-    """L9: Xᵀy would be one donor's y if a covariate were 0 for all others."""
-    for i, center, scale in zip(t.numeric, t.center, t.scale, strict=True):
-        z = (np.asarray(part.covariates[i], np.float64) - center) / scale
-        if np.any(np.square(z) > ONE_DONOR * t.n):
-            text = f"one donor here has almost all of the spread of covariate '{t.params.covariates[i]}'; leave it out"
-            raise ProtocolAbort(NAME, "L9", "one-donor", text)
-
-
 def take_plain(t: Table, sums: list[F64]) -> None:
     """L9: the unweighted fit; for counts the trend, for shares the result."""
-    xx, xy, yy, total, log_library, share = sums
+    xy, yy, total, log_library, share = sums
     check_real("L9", sums, 2.0**45)
     q, df = len(t.columns), t.n - len(t.columns) - t.blocks
-    if voom.rank_of(xx) < q:
-        t.left_out = why_confounded(t, xx)
-        return
-    if df < 1:
-        t.left_out = f"{t.n} samples are too few for a design of {q + t.blocks} columns"
-        return
     t.average = total / t.n
-    fit = voom.fit_of(voom.Sums(xx[:, :, None], xy, yy), df, yy + np.square(total) / t.n)
+    fit = voom.fit_of(voom.Sums(t.xx[:, :, None], xy, yy), df, yy + np.square(total) / t.n)
     if flat := int((fit.variance == 0).sum()):
         t.notes.append(f"{flat} row(s) do not vary beyond the design: their spread is that of the others")
     if t.composition:
@@ -273,6 +292,7 @@ STEPS = (
     Step("L7", "donors in which a compared gene is not counted", zeros_shapes, zeros, take_zeros),
     Step("L8", "log counts of genes that all donors have", logs_shapes, logs, take_logs),
     Step("L8", "log size factors", factors_shapes, factors, take_factors),
+    Step("L9", "the design, and at how many sites it varies", design_shapes, design, take_design),
     Step("L9", "least squares", plain_shapes, plain, take_plain),
     Step("L10", "weighted least squares", weighted_shapes, weighted, take_weighted),
 )

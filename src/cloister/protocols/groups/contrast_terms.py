@@ -178,6 +178,7 @@ class Table:
     everywhere: I64 = field(default_factory=lambda: np.zeros(0, np.int64))  # among these, counted in every donor
     mean_log: F64 = field(default_factory=lambda: np.zeros(0))
     log_factor: float = 0.0
+    xx: F64 = field(default_factory=lambda: np.zeros((0, 0)))  # XᵀX
     average: F64 = field(default_factory=lambda: np.zeros(0))
     plain: voom.Fit | None = None
     trend: voom.Trend | None = None

@@ -10,7 +10,8 @@
     L6   u, S    donors with c/ℓ ≥ min_count / mean ℓ, per gene: genes that enough donors show are compared
     L7   u, S    donors with c = 0, per compared gene
     L8   u, S    Σ ln c of genes that no donor lacks; then Σ ln f, f a sample's median ratio to their geometric mean
-    L9   u, S    XᵀX, Xᵀy, yᵀy, Σy, Σ log2(ℓf + 1)     y = log2((c + ½) / (ℓf + 1) · 10^6), or transformed shares
+    L9   u, S    XᵀX, and at how many sites each column of X varies; nothing that varies at one site only goes on
+         u, S    Xᵀy, yᵀy, Σy, Σ log2(ℓf + 1)          y = log2((c + ½) / (ℓf + 1) · 10^6), or transformed shares
          u, S    coefficients, deviations, and from these the trend (lowess), at every party alike
          u       w = trend(fitted log count)^-4        of its own samples
     L10  u, S    XᵀWX, XᵀWr, rᵀWr                      r = y - fitted
@@ -26,10 +27,11 @@ Reveals
 coordinator : which genes each site measured; names of cell types (unless the study lists them) and of levels of
     covariates, per site. Beside these:
 coordinator, site : over the donors of all sites together, per cell type: donors and sites per group, donors per level,
-    blocks, mean and spread of covariates, mean library; per gene in how many donors it is counted often, and if it is
-    compared, not at all; per compared gene a mean log count, and the sums of L9 and L10; mean shares of cell types per
-    group; the result. A gene has at most 6 + q(q + 5)/2 sums for q columns: no more donors than that are in principle
-    determined by them, and a note in the result says so. With two sites: the other's sums.
+    sites at which each column varies, blocks, mean and spread of covariates, mean library; per gene in how many donors
+    it is counted often, and if it is compared, not at all; per compared gene a mean log count, and the sums of L9 and
+    L10; mean shares of cell types per group; the result. A gene has at most 6 + q(q + 5)/2 sums for q columns: no more
+    donors than that are in principle determined by them, and a note in the result says so. With two sites: the other's
+    sums.
 lying coordinator : the same. It cannot change a sum or leave out a site without an abort.
 one lying site : the same; its part of every sum is whatever it likes. It may invent donors, so that a table passes the
     floors over all sites; the floor at each honest site (two donors of a group, or none) holds all the same.
@@ -42,7 +44,7 @@ the same at all sites.
 
 Cost
 ----
-Per site seven checked sums; the largest, L10, of q(q + 5)/2 + 1 numbers of two words per compared gene and cell type.
+Per site eight checked sums; the largest, L10, of q(q + 5)/2 + 1 numbers of two words per compared gene and cell type.
 
 References
 ----------
@@ -68,7 +70,16 @@ from cloister.errors import ProtocolAbort
 from cloister.models import voom
 from cloister.net.channel import Channel
 from cloister.net.wire import message
-from cloister.protocols.groups.contrast_steps import STEPS, Step, census, result_of, take_census, take_detected
+from cloister.protocols.groups.contrast_steps import (
+    STEPS,
+    Step,
+    census,
+    design,
+    result_of,
+    take_census,
+    take_design,
+    take_detected,
+)
 from cloister.protocols.groups.contrast_terms import NAME, Donors, Params, Part, Result, Table, check_site, part_of
 from cloister.protocols.sums import checked_sum, common_genes, common_seed
 from cloister.protocols.sums.shared_pca import join_sum, split_sum
@@ -124,6 +135,8 @@ def ideal(params: Params, xs: Mapping[Party, Donors]) -> dict[Party, Compared]:
     for t in tables:
         parts = [part_of(params, mine, t.label, t.names, composition=t.composition) for mine in xs.values()]
         take_census(t, [np.sum(s, axis=0) for s in zip(*(census(t, part) for part in parts), strict=True)])
+        if not t.left_out:
+            take_design(t, [np.sum(s, axis=0) for s in zip(*(design(t, part) for part in parts), strict=True)])
         if not t.left_out:
             fit_pooled(t, parts)
     return dict.fromkeys((params.coordinator, *xs), compared(tables, 0))
