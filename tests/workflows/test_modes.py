@@ -78,8 +78,10 @@ CASES = [
     pytest.param("find-outliers", "published", {"trees": 2, "sample": 32, "standardise": True}, marks=SLOW),
     ("shared-pca", "hardened", {"n_components": 2, "n_top_genes": 5}),
     ("train-classifier", "hardened", {"n_top_genes": 5, "l2": 0.1}),
+    ("train-classifier", "hardened", {"l2": 0.1, "validation": 0.0, "dp_noise": 1.0, "dp_rounds": 1}),
     ("map-labels", "hardened", {"query": "basel", "n_neighbors": 3}),
-    ("map-labels", "semi-honest", {"query": "basel", "n_neighbors": 3}),
+    ("map-labels", "hardened", {"query": "basel", "n_neighbors": 3, "known_share": 0.9}),
+    ("map-labels", "semi-honest", {"query": "basel", "n_neighbors": 3, "known_share": 0.9}),
     ("map-labels", "published", {"query": "basel", "n_neighbors": 3}),
     ("map-labels", "plain", {"query": "basel", "n_neighbors": 3}),
     *(
