@@ -14,7 +14,7 @@ from cloister import workflows
 ROOT = Path(__file__).parents[1] / "src" / "cloister"
 FILES = sorted(p.relative_to(ROOT).with_suffix("").as_posix() for p in ROOT.rglob("*.py"))
 
-NET = ("wire", "receipts", "mailbox", "transcript", "waiting", "hello")  # what a channel is made of
+NET = ("wire", "receipts", "mailbox", "transcript", "waiting", "events", "hello")  # what a channel is made of
 WIRE = {"net.wire", "net.receipts", "net.channel"}  # how a protocol talks
 BASE = {"errors", "arrays", "files"}
 BELOW = {*BASE, "study", "net", "crypto", "models", "protocols", "cells", "workflows", "_version"}
@@ -33,6 +33,7 @@ MAY_IMPORT = {  # what of cloister; a name stands for the module or the whole pa
     "net/mailbox": {*BASE, "study", "net.wire"},
     "net/transcript": {"net.wire"},
     "net/waiting": {"study", "net.mailbox"},
+    "net/events": {"study"},
     "net/hello": {*BASE, "study", "net.wire", "net.channel"},
     "net/channel": {"_version", *BASE, "study", *(f"net.{n}" for n in NET)},
     "cells": {*BASE, "cells"},

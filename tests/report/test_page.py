@@ -10,7 +10,7 @@ import pytest
 from cloister.cells import demo as demo_data
 from cloister.cells.files import read_cells
 from cloister.errors import DataError, MissingExtra, ProtocolAbort
-from cloister.net.channel import Event
+from cloister.net.events import Event
 from cloister.net.receipts import Entry, Receipt
 from cloister.net.seat import Outcome
 from cloister.report.figures import confusion, curves, embedding, heatmap, histograms

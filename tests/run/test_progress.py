@@ -14,7 +14,7 @@ import pytest
 from cloister.cells.demo import demo_sites
 from cloister.cells.files import write_cells
 from cloister.cells.pace import Pace, told_to
-from cloister.net.channel import Event
+from cloister.net.events import Event
 from cloister.run.progress import Standing, Watch, passes_of
 from cloister.run.rehearsal import rehearse
 from cloister.run.results import save_run

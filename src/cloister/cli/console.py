@@ -15,7 +15,7 @@ from rich.text import Text
 from cloister.report.parts import size
 
 if TYPE_CHECKING:
-    from cloister.net.channel import Event
+    from cloister.net.events import Event
     from cloister.run.run import Run, Series
     from cloister.study import Study
     from cloister.workflows.modes import Mode

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from cloister.cells import demo as demo_data
-from cloister.net.channel import Event
+from cloister.net.events import Event
 from cloister.report.parts import size
 from cloister.run.run import Run
 from cloister.workflows.baselines.mapping import linear_label

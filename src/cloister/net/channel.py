@@ -30,9 +30,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import hashlib
-import logging
 import re
 import threading
 import time
@@ -43,6 +41,7 @@ from typing import Any, Protocol, TypeVar
 from cloister._version import __version__
 from cloister.errors import ParameterError, PeerLost, ProtocolAbort, WireError
 from cloister.net import hello, wire
+from cloister.net.events import Event, harmless
 from cloister.net.mailbox import COMPUTING, PATIENT, WAITING, Failure, Mailbox
 from cloister.net.receipts import Entry, Receipt
 from cloister.net.transcript import Transcript
@@ -61,38 +60,6 @@ class Link(Protocol):
         """Queue a frame and return at once. Thread-safe. Failures surface as `Mailbox.gone`."""
 
     def close(self) -> None: ...
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Event:
-    """Something a progress bar may show; all of it public."""
-
-    party: Party
-    kind: str  # "sent" | "received" | "opened" | "step"
-    protocol: str
-    line: str
-    name: str
-    peer: str
-    bytes: int
-    total: int  # bytes this party has sent so far
-    rounds: int = 0  # how often it has waited for others
-    done: int = 0  # of a step that says how far it is
-    of: int = 0  # 0: it does not say
-
-
-def harmless(on_event: Callable[[Event], None] | None) -> Callable[[Event], None]:
-    """A listener that stops listening at its first error: no progress bar ends a run between hospitals."""
-    listener = [on_event] if on_event is not None else []
-
-    def tell(event: Event) -> None:
-        try:
-            for each in listener:
-                each(event)
-        except Exception as e:
-            listener.clear()
-            logging.getLogger("cloister").warning("progress is no longer shown: %s", type(e).__name__)
-
-    return tell
 
 
 class Session:

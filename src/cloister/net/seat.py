@@ -23,7 +23,8 @@ from cloister.cells.tables import attach_receipt, places
 from cloister.crypto.agreement import Identity
 from cloister.crypto.entropy import Entropy
 from cloister.errors import LEFT, CloisterError, ProtocolAbort
-from cloister.net.channel import Event, Link, Session
+from cloister.net.channel import Link, Session
+from cloister.net.events import Event
 from cloister.net.mailbox import Mailbox
 from cloister.net.receipts import Entry, Receipt
 from cloister.study import Party, Role, Study

@@ -32,7 +32,7 @@ from cloister.cells.pace import told_to
 from cloister.crypto.agreement import Identity
 from cloister.crypto.entropy import Entropy
 from cloister.errors import CloisterError
-from cloister.net.channel import Event
+from cloister.net.events import Event
 from cloister.net.mailbox import Mailbox
 from cloister.net.receipts import Receipt
 from cloister.net.seat import Outcome, take_part

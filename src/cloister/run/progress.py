@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from cloister import protocols
 from cloister.cells.pace import Listener
-from cloister.net.channel import Event
+from cloister.net.events import Event
 from cloister.report.parts import size
 from cloister.study import Party
 from cloister.workflows.modes import leading

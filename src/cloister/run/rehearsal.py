@@ -26,7 +26,7 @@ from cloister.cells.pace import told_to
 from cloister.crypto.agreement import Identity
 from cloister.crypto.entropy import Entropy
 from cloister.errors import CloisterError, DataError, ParameterError
-from cloister.net.channel import Event, harmless
+from cloister.net.events import Event, harmless
 from cloister.net.mailbox import Mailbox
 from cloister.net.seat import Outcome, Seat, take_part
 from cloister.run.processes import run_processes

@@ -32,7 +32,7 @@ from cloister._version import __version__
 from cloister.cells.files import write_cells
 from cloister.cells.pace import told_to
 from cloister.errors import CloisterError, DataError, ProtocolAbort, ReceiptError
-from cloister.net.channel import Event, harmless
+from cloister.net.events import Event, harmless
 from cloister.net.receipts import Receipt
 from cloister.net.seat import Outcome
 from cloister.run.progress import passes_of

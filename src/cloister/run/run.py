@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from cloister import workflows
 from cloister.errors import MissingExtra, PeerLost, ProtocolAbort
-from cloister.net.channel import Event
+from cloister.net.events import Event
 from cloister.net.receipts import Receipt
 from cloister.net.seat import Outcome, Seat, root_cause
 from cloister.study import Party, Study

@@ -21,13 +21,13 @@ from pathlib import Path
 from cloister.cells.pace import told_to
 from cloister.errors import DataError, ParameterError, PeerLost, UsageError
 from cloister.files import replacing
-from cloister.net.channel import Event
+from cloister.net.events import Event
 from cloister.run.progress import passes_of
 from cloister.runtime.kit import DATA, Kit
+from cloister.runtime.logs import last_event
 from cloister.runtime.order import run_study
 from cloister.runtime.party import Ended, open_cells
 from cloister.runtime.ready import is_running
-from cloister.runtime.watch import last_event
 from cloister.study import Study
 from cloister.workflows import steps
 

@@ -23,14 +23,14 @@ from typing import Any
 from cloister import errors
 from cloister.crypto.entropy import Entropy
 from cloister.errors import CloisterError, PeerLost, ProtocolAbort, UsageError
-from cloister.net.channel import Event
+from cloister.net.events import Event
 from cloister.runtime.invitation import COME, Invitation, read_word
 from cloister.runtime.kit import RUNS, Kit
+from cloister.runtime.logs import last_event
 from cloister.runtime.party import Ended, lost
 from cloister.runtime.pipe import HEARD, STOP, Packet
 from cloister.runtime.ready import is_running
 from cloister.runtime.service import HERE, INVITE, PING, RUNS_AT_ONCE, Running, Service
-from cloister.runtime.watch import last_event
 from cloister.study import Party
 
 SOCKET = "service.sock"

@@ -37,7 +37,7 @@ from cloister.run.results import save_run, step_folder
 from cloister.run.run import Run, workflow_part
 from cloister.runtime.kit import Kit, Policy, Refusal
 from cloister.runtime.link import Ask, SealedLink
-from cloister.runtime.watch import Teller
+from cloister.runtime.logs import Teller
 from cloister.study import Party, Study
 from cloister.workflows import steps
 

@@ -11,10 +11,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from cloister.net.channel import Event
-from cloister.runtime import logs, order, watch
+from cloister.net.events import Event
+from cloister.runtime import logs, order
 from cloister.runtime.kit import RUNS
-from cloister.runtime.watch import PROGRESS, Teller, last_event
+from cloister.runtime.logs import PROGRESS, Teller, last_event
 from cloister.study import Party
 
 STEP = Event(Party("basel"), "step", "reading", "-", "adata.X", "", 0, 0, 0, 40, 100)
@@ -68,7 +68,7 @@ def test_the_log_hears_of_a_long_run_every_ten_seconds(kit, lines):
     for _ in range(5):
         tell(STEP)
     assert lines == []
-    tell._logged -= watch.LOG
+    tell._logged -= logs.EVERY_LINE
     tell(replace(STEP, done=50))
     tell(replace(STEP, done=60))
     assert lines == [("run 3f2a9c1e: reading adata.X, 50%", True)] or lines[0][0].startswith(
