@@ -319,8 +319,8 @@ def opened_blind(x: Any, how: block.Opening) -> Any:
     batches = []
     for some in np.split(x, range(crypto.slots, len(x), crypto.slots)):
         cts = block.expand(crypto, key.encrypt(some.T, seed, entropy), seed)[:, :, : how.primes]
-        blind = provider.blind(cts, replace(how, polys=2, lift=0), entropy.bytes(32), entropy)
-        batches.append(key.read(blind, crypto.scale, len(some)).T)
+        alone = [provider.blind(c[None], replace(how, polys=2), entropy.bytes(32), entropy) for c in cts]
+        batches.append(key.read(np.concatenate(alone), crypto.scale, len(some)).T)
     return np.concatenate(batches)
 
 
