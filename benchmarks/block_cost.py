@@ -37,8 +37,8 @@ from cloister.crypto.owner_ckks.shelf import Pool
 from cloister.errors import ParameterError
 from cloister.models import polynomial
 from cloister.protocols.inference import block_circuit as circuit
+from cloister.protocols.inference.block_messages import parts, powers
 from cloister.protocols.inference.block_values import Values
-from cloister.protocols.inference.encrypted_inference import parts
 
 PUBLISHED = (
     136.0 / (197 * 12 * 768**2 + 2 * 197**2 * 768) * 1e9
@@ -88,6 +88,11 @@ class Sides:
             shelf.put(part.start, block.expand(p, c0, seed))
         return Values(len(x), 2, p.scale, shelf.read, p.count)
 
+    def hand_keys(self, openings):
+        """Switching keys, as many as that plan needs."""
+        seed = self.entropy.bytes(32)
+        self.ev.accept(self.key.switching(powers(openings) + 2, seed, self.entropy), seed)
+
     async def refresh(self, groups):
         e, back = self.entropy, []
         for how, take in groups:
@@ -99,11 +104,13 @@ class Sides:
                 some = self.clock(f"compute for {how.label}", take, ids, how.primes)
                 for part in parts(len(some)):
                     masks, seed = e.bytes(32), e.bytes(32)
-                    sent = self.clock("blind", self.ev.blind, some[part], how, masks, e)
-                    c0 = self.clock("owner: refresh", self.key.refresh, sent, how, seed, e)
+                    count = part.stop - part.start
+                    sent = self.ev.host(self.clock("blind", self.ev.blind, some[part], how, masks, e))
+                    c0 = self.clock("owner: refresh", self.key.refresh, self.ev.put(sent), how, seed, e)
                     fresh = self.clock("unblind", self.ev.unblind, c0, seed, how, masks)
-                    self.clock("shelf", shelf.put, lo + part.start, fresh)
-                    self.traffic.update(down=sent.nbytes, up=c0.nbytes + 32, opened=len(sent))
+                    self.clock("shelf", shelf.put, lo + part.start, fresh[:count])
+                    c0 = self.ev.host(c0)
+                    self.traffic.update(down=sent.nbytes, up=c0.nbytes + 32, opened=count)
                     self.held = max(self.held, sent.nbytes + c0.nbytes)
             if time.monotonic() - began > 10:
                 done = {k: round(v, 1) for k, v in self.spent.items()} | dict(self.traffic)
@@ -128,6 +135,7 @@ def encrypted_block(crypto, tokens, width, heads=2, checked=(0,), samples=256, m
     b0 = polynomial.embed(encoder, x)
     exact = polynomial.run_block(s, encoder.blocks[0], b0[:samples], 0)
     sides = Sides(crypto, memory)
+    sides.hand_keys(circuit.plan(s, crypto, out).openings)
     planned = circuit.plan(s, crypto, out).openings[1:-1]  # without the embedding and the tap
     run = circuit.Circuit(s, crypto, sides.refresh, encoder, sides.ev, planned, sides.pool)
     v0 = sides.encrypted(np.ascontiguousarray(b0.reshape(n, -1).T))

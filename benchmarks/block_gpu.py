@@ -40,8 +40,8 @@ from cloister.crypto.owner_ckks import card, devices, scheme
 from cloister.errors import ParameterError
 from cloister.models import polynomial
 from cloister.protocols.inference import block_circuit as circuit
+from cloister.protocols.inference.block_messages import powers, together
 from cloister.protocols.inference.block_values import Values
-from cloister.protocols.inference.encrypted_inference import together
 
 SAMPLES = 32  # that are compared with the plain student
 
@@ -107,6 +107,13 @@ class Sides:
             shelf.put(lo, self.ev.expand(self.key.encrypt(x[lo : lo + step], seed, self.entropy), seed))
         return Values(len(x), 2, p.scale, shelf.read, p.count)
 
+    def hand_keys(self, openings):
+        """Switching keys, as many as that plan needs: their size in MB."""
+        seed = self.entropy.bytes(32)
+        keys = self.key.switching(powers(openings) + 2, seed, self.entropy)
+        self.ev.accept(keys, seed)
+        return keys.size * self.crypto.bits / 8e6
+
     async def refresh(self, groups):
         e, back, clock = self.entropy, [], self.clock
         for how, take in groups:
@@ -118,15 +125,23 @@ class Sides:
                     some = take(range(lo, min(how.count, lo + step)), how.primes)
                 masks, seed = e.bytes(32), e.bytes(32)
                 with clock("provider: blind"):
-                    sent = self.ev.blind(some, how, masks, e)
+                    sent = self.packed(self.ev.blind(some, how, masks, e))
+                count = len(some)
                 del some
                 with clock("owner: refresh"):
-                    c0 = self.key.refresh(sent, how, seed, e)
+                    c0 = self.packed(self.key.refresh(self.unpacked(sent), how, seed, e))
                 with clock("provider: unblind"):
-                    shelf.put(lo, self.ev.unblind(c0, seed, how, masks))
-                self.traffic.update(down=sent.nbytes, up=c0.nbytes + 32, opened=len(sent))
+                    shelf.put(lo, self.ev.unblind(self.unpacked(c0), seed, how, masks)[:count])
+                self.traffic.update(down=sent.nbytes, up=c0.nbytes + 32, opened=count)
                 del sent, c0
         return back
+
+    def packed(self, x):
+        """As on the wire, but where it lies."""
+        return self.ev.ring.tight(x) if self.device == "gpu" else self.ev.host(x)
+
+    def unpacked(self, words):
+        return self.ev.ring.loose(words) if self.device == "gpu" else self.ev.put(words)
 
 
 def owner_key(crypto, device, entropy):
@@ -173,6 +188,7 @@ def measure(crypto, device, tokens, width, heads, repeats, at_once=0):
     exact = polynomial.run_block(s, encoder.blocks[0], b0[:SAMPLES], 0)
     flat = np.ascontiguousarray(b0.reshape(n, -1).T)
     sides = Sides(crypto, device, at_once)
+    keys = sides.hand_keys(circuit.plan(s, crypto, 0).openings)
     for _ in range(repeats):
         out, wall = one_block(sides, encoder, flat)
         print(f"  {wall:.2f} s", file=sys.stderr, flush=True)
@@ -188,6 +204,7 @@ def measure(crypto, device, tokens, width, heads, repeats, at_once=0):
         "s": round(wall, 3), "ms_per_sample": round(wall / n * 1e3, 4),
         "ns_per_mac": round(wall / n / macs(s) * 1e9, 4), "MB_down_per_sample": round(down, 3),
         "MB_up_per_sample": round(up, 3), "MB_per_sample": round(down + up, 3), "openings": sides.traffic["opened"],
+        "MB_switching_keys": round(keys, 2), "modulus_bits": crypto.count * crypto.bits,
         "peak_GiB": round(peak, 1), "relative_error": float(f"{math.sqrt(error / size):.2e}"),
         "seconds_by_step": {k: round(v, 4) for k, v in sides.clock.spent.most_common()},
     }  # fmt: skip

@@ -125,6 +125,8 @@ def test_seal_opens_a_blinded_refresh(s, key, ev):
     theirs = s.ev.multiply(a, b)
     how = dataclasses.replace(block.opening(P, "t", 1, 3, SCALE**2, 1.0, SCALE), back=K)
     seed, masks = E.bytes(32), E.bytes(32)
+    keys = E.bytes(32)
+    ev.accept(key.switching(3, keys, E), keys)
     raw = np.ascontiguousarray(s.raw(theirs)[None, :, : how.primes])
     c0 = key.refresh(ev.blind(raw, how, masks, E), how, seed, E)
     fresh = ev.unblind(c0, seed, how, masks)[0]

@@ -10,7 +10,6 @@ functions that the protocol itself uses; the tests of the protocols hold the two
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -33,7 +32,6 @@ from cloister.protocols.fedavg.training_terms import Weights
 from cloister.protocols.forest import counted_forest, masked_forest
 from cloister.protocols.groups.contrast_terms import part_of
 from cloister.protocols.harmony import federated_harmony
-from cloister.protocols.inference.block_circuit import plan
 from cloister.protocols.knn import plain_knn
 from cloister.protocols.sums import averaged_quantiles, pooled_quantiles, pooled_scaling, secure_sum, shared_pca
 from cloister.study import Party
@@ -351,20 +349,22 @@ def blinded_block(encoder: polynomial.Encoder, adata: Any) -> str:
     The run keeps nothing of what is refreshed: activations are blinded and opened here, by the functions of both sides.
     """
     before, after = mixed_activations(encoder, adata)
-    down = next(how for how in plan(encoder.shape, block.SMALL).openings if how.label == "down")
-    return block_fitted(opened_blind(before, down), opened_blind(after, down), components=10)
+    bound = encoder.shape.x_bound
+    return block_fitted(opened_blind(before, bound), opened_blind(after, bound), components=10)
 
 
-def opened_blind(x: Any, how: block.Opening) -> Any:
-    """Activations (samples, numbers) as their owner opens them for a refresh."""
+def opened_blind(x: Any, bound: float) -> Any:
+    """Activations (samples, numbers) up to ±bound as their owner opens them for a refresh, one at a time."""
     entropy, crypto = Entropy(), block.SMALL
+    how = block.opening(crypto, "block", x.shape[1], 2, crypto.scale, bound, crypto.scale)
+    scale = crypto.scale * 2.0**how.shift / how.factor / 2
     key, seed = block.OwnerKey(crypto, entropy), entropy.bytes(32)
     provider = block.Evaluator(crypto, key.b, key.seed)
     batches = []
     for some in np.split(x, range(crypto.slots, len(x), crypto.slots)):
         cts = block.expand(crypto, key.encrypt(some.T, seed, entropy), seed)[:, :, : how.primes]
-        blind = provider.blind(cts, replace(how, polys=2, lift=0), entropy.bytes(32), entropy)
-        batches.append(key.read(blind, crypto.scale, len(some)).T)
+        alone = [provider.blind(c[None], how, entropy.bytes(32), entropy) for c in cts]
+        batches.append(key.read(np.concatenate(alone), scale, len(some)).T)
     return np.concatenate(batches)
 
 

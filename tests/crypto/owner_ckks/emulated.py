@@ -13,7 +13,9 @@ from cloister.crypto.owner_ckks import card
 
 COMPILER = shutil.which("g++")
 KERNEL = re.compile(r'extern "C"\s+void\s+(\w+)\(([^)]*)\)\s*\{')
-BARRIERS = {"forward", "forward_small", "opened", "small_noise", "aes_stream", "uniform"}
+BARRIERS = {
+    "forward", "forward_small", "opened", "backward", "switched", "small_noise", "aes_stream", "uniform",
+}  # fmt: skip
 
 
 def compiled(code, log_degree):

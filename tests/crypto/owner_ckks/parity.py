@@ -5,7 +5,6 @@ compares with the vectors (`tests/vectors/owner_ckks.json`), which the CPU's pat
 """
 
 import hashlib
-import itertools
 
 import numpy as np
 
@@ -40,11 +39,17 @@ class Cpu:
         self.ev = scheme.Evaluator(params, self.key.b, self.key.seed)
         self.b = self.key.b
 
+    def switching(self, polys):
+        return self.key.switching(polys, seed(16), repeated(17))
+
     def put(self, x):
         return x
 
     def host(self, x):
         return x
+
+    def wire(self, x):
+        return self.ev.host(x)
 
     def uniform(self, number, n, k):
         halves = self.scheme.Halves(seed(number))
@@ -120,24 +125,30 @@ class Card:
         n = self.params.degree
         return [prg.gaussian(n) for _ in range(polys)] + [prg.ternary(n) for _ in range(polys - 1)]
 
-    def masks(self, how, n):
-        prg, Q = Prg(seed(11)), rings.modulus(self.params, how.primes)
+    def switching(self, polys):
+        secret, n = repeated(17).prg(), (polys - 2) * self.params.count
+        errors = self.small(np.stack([[secret.gaussian(self.params.degree)] for _ in range(n)]))
+        return self.key.switching_with(errors, seed(16))
+
+    def wire(self, x):
+        return self.ring.tight(x)
+
+    def masks(self, n):
+        prg, Q = Prg(seed(11)), rings.modulus(self.params, rings.KEEP)
         return self.put(np.stack([rings.random_below(prg, Q, self.params.degree) for _ in range(n)]))
 
     def blind(self, cts, how):
-        prg, n = repeated(12).prg(), len(cts)
-        small = self.small(np.stack([self.noise(prg, how.polys) for _ in range(n)]))
-        Q = rings.modulus(self.params, how.primes)
-        mask = self.ring.masks(self.masks(how, n), n, Q, how.primes, 1 << how.offset_bits)
-        return self.ev.covered(cts, small, mask, how.lift)
+        prg, n = repeated(12).prg(), -(-len(cts) // 2)
+        small = self.small(np.stack([self.noise(prg, 2) for _ in range(n)]))
+        return self.ev.blinded(cts, how, small, self.masks(n))
 
     def refresh(self, cts, how):
         secret = repeated(14).prg()
-        errors = self.small(np.stack([[secret.gaussian(self.params.degree)] for _ in range(len(cts))]))
+        errors = self.small(np.stack([[secret.gaussian(self.params.degree)] for _ in range(2 * len(cts))]))
         return self.key.refreshed(cts, how, seed(13), errors)
 
     def unblind(self, c0, how):
-        return self.ev.unblind(c0, seed(13), how, self.masks(how, len(c0)))
+        return self.ev.unblind(c0, seed(13), how, self.masks(len(c0) // 2))
 
     def flood(self, cts, bits, primes):
         prg, n, N = repeated(15).prg(), len(cts), self.params.degree
@@ -146,7 +157,7 @@ class Card:
             drawn = rings.random_words(prg, bits + 1, N)
             words[i, : len(drawn)] = drawn
             small.append(self.noise(prg, cts.shape[1]))
-        extra = self.ring.masks(self.put(words), n, 2 << bits, primes, -(1 << bits))
+        extra = self.ring.residues(self.put(words), primes, -(1 << bits))
         return self.ev.covered(self.ev.cut(cts, primes), self.small(np.stack(small)), extra)
 
 
@@ -193,13 +204,23 @@ def results(side):
     yield "combine, one factor each", ev.combine([(list(range(-6, 6)), two), (3, x)], np.arange(12) * 1e9)
     yield "combine, fewer primes", ev.combine([(5, cts(3, 2, 2)), (-7, cts(3, 3, 3))])
     wide = params.count > 4
-    for polys, scale in itertools.chain([(3, 2.0**60 if wide else 2.0**30), (2, 2.0**30)], [(4, 2.0**98)] * wide):
-        how = rings.opening(params, f"p{polys}", 3, polys, scale, 4.0, params.scale)
-        sent = side.blind(cts(3, polys, how.primes), how)
+    keys = side.switching(7 if wide else 4)
+    yield "switching keys", side.put(keys)
+    ev.accept(keys, seed(16))
+    for polys, k in ((3, K), (4, K - 1)):
+        yield f"switched {polys}", ev.switched(cts(2, polys, k))
+    yield "wire", side.wire(x[:3])
+    yield "from the wire", ev.put(side.host(side.wire(x[:3])))
+    scales = [(2, 30, 3), (3, 60, 4), (5, 110, 2), (7, 140, 1)] if wide else [(2, 30, 3), (3, 42, 4), (4, 50, 1)]
+    for polys, bits, n in scales:
+        how = rings.opening(params, f"p{polys}", n, polys, 2.0**bits, 4.0, params.scale)
+        sent = side.blind(cts(n, polys, how.primes), how)
         yield f"blind {polys}", sent
         c0 = side.refresh(sent, how)
         yield f"refresh {polys}", c0
         yield f"unblind {polys}", side.unblind(c0, how)
+    how = rings.opening(params, "tap", 2, 2, params.scale, 4.0, params.scale * 2.0**46)
+    yield "refresh, upwards", side.refresh(cts(1, 2, rings.KEEP), how)
     yield "flood", side.flood(cts(2, 2, K), 40 if wide else 30, K - 1)
 
 
@@ -213,6 +234,7 @@ def hashes(side):
 def noise_found(params):
     """(what, found, least, most) of noise on the card: samplers, fresh, blinded and refreshed ciphertexts."""
     from cloister.crypto.owner_ckks import card, gpu, gpu_ring
+    from cloister.crypto.owner_ckks.pairs import dropped
 
     entropy, ring, N = Entropy(), gpu_ring.ring_on_card(params), params.degree
     small = ring.noise(entropy.bytes(32), 16, 3, 1).cpu().numpy().astype(float)
@@ -234,20 +256,31 @@ def noise_found(params):
     how = rings.opening(params, "noise", 4, 2, params.scale, 1.0, params.scale)
     k, mask_key = how.primes, entropy.bytes(32)
     sent = ev.blind(ev.cut(fresh, k), how, mask_key, entropy)
-    Q = rings.modulus(params, k)
-    masks = whole(params, card.host(ring.masks(mask_key, 4, Q, k, 1 << how.offset_bits)))
+    Q, D = rings.modulus(params, rings.KEEP), dropped(params, k)
+    masks = whole(params, card.host(ring.residues(ring.masks(mask_key, 2, Q), rings.KEEP)))
     yield "masks, largest of Q", float(max(masks.reshape(-1)) / Q), 0.99, 1.0
     yield "masks, mean of Q", float(sum(masks.reshape(-1)) / Q / masks.size), 0.47, 0.53
     under = (whole(params, card.host(key.opened(sent))) - masks) % Q
     noise = np.array([float(x - Q if x > Q // 2 else x) for x in under.reshape(-1)])
-    lifted = 3.2 * 2.0**how.lift
-    added = 3.2 * np.sqrt(1 + 4 * N / 3)  # e_0 + e_1·s + v·e, ternary of variance 2/3
-    expected = np.hypot(lifted, added)
+    lifted = 3.2 * np.sqrt(2) * 2.0**how.lift / D  # of a pair
+    added = 3.2 * np.sqrt(1 + 4 * N / 3) / D  # e_0 + e_1·s + v·e, ternary of variance 2/3
+    rounded = np.sqrt((1 + 2 * N / 3) / 12)  # of c_0, and of c_1 times s
+    expected = np.sqrt(lifted**2 + added**2 + rounded**2)
     yield "blinded, against expected", noise.std() / expected, 0.95, 1.05
     c0 = key.refresh(sent, how, public, entropy)
     back = of(params, key, ev.unblind(c0, public, how, mask_key))
-    rescaled = expected * how.factor / 2.0**how.shift
+    rescaled = expected * np.sqrt(2) * how.factor / 2.0**how.shift  # the sum of two coefficients
     yield "refreshed, against expected", back.std() / np.sqrt(3.2**2 + rescaled**2 + 1 / 6), 0.95, 1.05
+
+    seeds, most = entropy.bytes(32), 4
+    ev.accept(key.switching(most, seeds, entropy), seeds)
+    zero = ev.products(ev.products(fresh, fresh), fresh)  # of four polynomials
+    apart = whole(params, card.host(key.opened(ev.switched(zero)))) - whole(params, card.host(key.opened(zero)))
+    Q = rings.modulus(params, params.count)
+    noise = np.array([float((x + Q // 2) % Q - Q // 2) for x in apart.reshape(-1)])
+    digits = np.sqrt(sum(float(q) ** 2 for q in rings.primes_of(params)) / 3)  # uniform in [0, q)
+    # the digits' mean makes sums of errors, which hang together: they vary from key to key
+    yield "switched, against expected", noise.std() / (3.2 * digits * np.sqrt((most - 2) * N)), 0.4, 1.6
 
 
 def whole(params, residues):

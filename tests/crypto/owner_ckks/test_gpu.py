@@ -90,6 +90,10 @@ def test_what_a_card_cannot_do_is_refused(where):
         ev.linear(np.full((1, 2), 1 << 27), x)
     with pytest.raises(ParameterError, match="does not fit 2 ciphertexts"):
         ev.linear(np.ones((1, 3), np.int64), x)
+    with pytest.raises(ParameterError, match="no switching keys"):
+        ev.switched(x)
+    with pytest.raises(ParameterError, match="no residues"):
+        ev.put(np.full((2, 1, SMALL.tight), 2**32 - 1, np.uint32))
     with pytest.raises(ParameterError, match="rings of 4096"):
         card.Kernels(2048)
     assert repr(gpu.OwnerKey(SMALL, parity.Entropy())) == "OwnerKey(...)"
@@ -115,6 +119,7 @@ def test_every_polynomial_is_hidden_anew_each_time(where):
     """Two blinds of the same ciphertexts under the same masks share no polynomial: c_1 would tell the weights."""
     side = parity.Card(SMALL)
     how = scheme.opening(SMALL, "t", 2, 3, SMALL.scale**2, 1.0, SMALL.scale)
+    side.ev.accept(side.switching(3), parity.seed(16))
     x = side.put(np.zeros((2, 3, how.primes, SMALL.degree), np.uint32))
     first, second = (card.host(side.ev.blind(x, how, bytes(32), parity.Entropy())) for _ in range(2))
     same = (first == second).mean(axis=-1)

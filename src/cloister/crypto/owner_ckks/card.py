@@ -20,7 +20,7 @@ from cloister.errors import ParameterError
 Tensor: TypeAlias = Any  # torch has no type for "on the card"
 DEVICE = "cuda"
 DEGREES = (4096, 8192, 16384)
-SOURCES = ("arithmetic", "transforms", "randomness", "integers", "ciphertexts", "linear")
+SOURCES = ("arithmetic", "transforms", "randomness", "integers", "ciphertexts", "pairs", "linear")
 THREADS = 256  # of a block, where nothing else is asked for
 
 
@@ -78,7 +78,7 @@ class Kernels:
         check()
         self._get = compiled(source(), degree.bit_length() - 1)
         self.degree, self.exchange = degree, (degree + degree // 8) * 4  # bytes that a transform exchanges
-        for kernel in ("forward", "forward_small", "opened"):
+        for kernel in ("forward", "forward_small", "opened", "backward", "switched"):
             self._get(kernel).max_dynamic_shared_size_bytes = self.exchange
 
     def each(self, kernel: str, count: int, *args: Any) -> None:

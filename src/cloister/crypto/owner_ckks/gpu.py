@@ -20,7 +20,7 @@ from cloister.crypto.entropy import Entropy, check_entropy
 from cloister.crypto.owner_ckks import card
 from cloister.crypto.owner_ckks.card import Tensor, wide
 from cloister.crypto.owner_ckks.gpu_ring import ring_on_card
-from cloister.crypto.owner_ckks.ring import Opening, Parameters, modulus, primes_of
+from cloister.crypto.owner_ckks.ring import KEEP, Opening, Parameters, modulus, primes_of
 from cloister.crypto.owner_ckks.scheme import decode
 from cloister.errors import ParameterError
 
@@ -51,16 +51,25 @@ class Evaluator:
         self._b = card.upload(self.ring.factors(b))
         self._a = card.upload(self.ring.factors(card.host(self.ring.uniform(seed, 1, params.count))[0]))
 
+        self._switching: Tensor | None = None
+
+    def accept(self, c0: U32, seed: bytes) -> None:
+        """The owner's switching keys, c_0 of each (m, K, K, N)."""
+        m, K = c0.shape[:2]
+        self._switching = expand(self.params, card.put(c0.reshape(m * K, K, -1)), seed)
+
     # arrays
 
     def pool(self) -> CardPool:
         return CardPool()
 
-    def put(self, x: U32) -> Tensor:
-        return card.put(x)
+    def put(self, words: U32) -> Tensor:
+        """From the wire; raises unless they are residues."""
+        return self.ring.loose(card.put(words))
 
     def host(self, x: Tensor) -> U32:
-        return card.host(x)
+        """For the wire."""
+        return card.host(self.ring.tight(x))
 
     def expand(self, c0: Tensor, seed: bytes) -> Tensor:
         return expand(self.params, c0, seed)
@@ -167,28 +176,42 @@ class Evaluator:
 
     # refreshes
 
-    def covered(self, cts: Tensor, small: Tensor, extra: Tensor, lift: int = 0) -> Tensor:
-        """2^lift·c + Enc(0) + extra: `small` (n, 2p - 1, N) holds errors, then ternary ones; extra (n, k, N)."""
+    def covered(self, cts: Tensor, small: Tensor, extra: Tensor | None = None) -> Tensor:
+        """C + Enc(0) + extra: `small` (n, 2p - 1, N) holds errors, then ternary ones; extra (n, k, N)."""
         _, p, k, _ = cts.shape
         noise, out = self.ring.forward_small(small, k, extra), card.empty(*cts.shape)
-        by = self.ring.multipliers([1 << lift], k)
         count = wide(out.numel())
-        self._kernels.each("rerandomise", out.numel(), out, cts, noise, self._b, self._a, by, self._known, p, k, count)
+        self._kernels.each("rerandomise", out.numel(), out, cts, noise, self._b, self._a, self._known, p, k, count)
         return out
 
-    def blind(self, cts: Tensor, how: Opening, mask_key: bytes, entropy: Entropy) -> Tensor:
-        """Masked ciphertexts (n, p, k, N); the masks are drawn from the key, and again by `unblind`."""
-        check_entropy(entropy)
-        n, p, k, _ = cts.shape
-        if (p, k) != (how.polys, how.primes):
-            raise ParameterError(f"{how.label}: planned for {how.polys} at {how.primes} primes, found {(p, k)}")
-        mask = self.ring.masks(mask_key, n, modulus(self.params, k), k, 1 << how.offset_bits)
-        return self.covered(cts, self.ring.noise(entropy.bytes(32), n, 2 * p - 1, p), mask, how.lift)
+    def switched(self, cts: Tensor) -> Tensor:
+        """The same messages in two polynomials."""
+        p = cts.shape[1]
+        if p == 2:
+            return cts
+        if self._switching is None or len(self._switching) < (p - 2) * self.params.count:
+            raise ParameterError(f"there are no switching keys for ciphertexts of {p} polynomials")
+        return self.ring.switched(cts, self._switching)
 
-    def unblind(self, c0: Tensor, seed: bytes, how: Opening, mask_key: bytes | Tensor) -> Tensor:
+    def blind(self, cts: Tensor, how: Opening, mask_key: bytes, entropy: Entropy) -> Tensor:
+        """Masked pairs (⌈n/2⌉, 2, KEEP, N); the masks are drawn from the key, and again by `unblind`."""
+        check_entropy(entropy)
+        n = -(-len(cts) // 2)
+        masks = self.ring.masks(mask_key, n, modulus(self.params, KEEP))
+        return self.blinded(cts, how, self.ring.noise(entropy.bytes(32), n, 3, 2), masks)
+
+    def blinded(self, cts: Tensor, how: Opening, small: Tensor, masks: Tensor) -> Tensor:
+        """The same with noise (n, 3, N) and masks in words (n, words, N) that are given."""
+        if tuple(cts.shape[1:3]) != (how.polys, how.primes):
+            found = tuple(cts.shape[1:3])
+            raise ParameterError(f"{how.label}: planned for {how.polys} at {how.primes} primes, found {found}")
+        packed = self.covered(self.switched(self.ring.packed(cts, how.lift)), small)
+        return self.ring.dropped(packed, self.ring.residues(masks, KEEP))
+
+    def unblind(self, c0: Tensor, seed: bytes, how: Opening, masks: bytes | Tensor) -> Tensor:
         n, k, degree = c0.shape
-        offset = (how.factor << how.offset_bits) >> how.shift
-        mask = self.ring.forward(self.ring.masks(mask_key, n, modulus(self.params, how.primes), k, offset, how))
+        words = self.ring.masks(masks, n // 2, modulus(self.params, KEEP)) if isinstance(masks, bytes) else masks
+        mask = self.ring.forward(self.ring.halves(words, how))
         out = self.ring.uniform(seed, n, k, card.empty(n, 2, k, degree))
         self._kernels.each("subtract_into", c0.numel(), out, c0, mask, self._known, k, wide(c0.numel()))
         return out
@@ -198,7 +221,7 @@ class Evaluator:
         check_entropy(entropy)
         x = self.cut(cts, primes)
         n, p = x.shape[:2]
-        noise = self.ring.masks(entropy.bytes(32), n, 2 << bits, primes, -(1 << bits))
+        noise = self.ring.residues(self.ring.masks(entropy.bytes(32), n, 2 << bits), primes, -(1 << bits))
         return self.covered(x, self.ring.noise(entropy.bytes(32), n, 2 * p - 1, p), noise)
 
 
@@ -250,6 +273,24 @@ class OwnerKey:
         ring.kernels.each("subtract_known", m.numel(), m, a, self._power(1), ring.known, k, wide(m.numel()))
         return m
 
+    def switching(self, polys: int, seed: bytes, entropy: Entropy) -> U32:
+        """c_0 of switching keys for ciphertexts of up to so many polynomials, (polys - 2, K, K, N)."""
+        check_entropy(entropy)
+        return self.switching_with(
+            ring_on_card(self.params).noise(entropy.bytes(32), (polys - 2) * self.params.count, 1, 1), seed
+        )
+
+    def switching_with(self, errors: Tensor, seed: bytes) -> U32:
+        """The same with errors ((polys - 2)·K, 1, N) that are given."""
+        K, ring = self.params.count, ring_on_card(self.params)
+        many = len(errors) // K
+        c0 = self._less_product(ring.forward_small(errors, K)[:, 0].contiguous(), seed).view(many, K, K, -1)
+        self._power(many + 1)
+        for m in range(many):
+            for i, q in enumerate(ring.primes):
+                c0[m, i, i] = ((c0[m, i, i].long() + self._powers[m + 1][i]) % q).int()
+        return card.host(c0)
+
     def hide(self, m: Tensor, seed: bytes) -> Tensor:
         """c_0 of encryptions of coefficients m (n, k, N) that carry their error, in place."""
         return self._less_product(ring_on_card(self.params).forward(m), seed)
@@ -273,13 +314,14 @@ class OwnerKey:
         return ring_on_card(self.params).opened(cts, self._power(cts.shape[1] - 1))
 
     def refresh(self, cts: Tensor, how: Opening, seed: bytes, entropy: Entropy) -> Tensor:
-        """c_0 of fresh encryptions of what is under the masks, rescaled."""
+        """c_0 of fresh encryptions of what is under the masks, rescaled: two for each ciphertext."""
         check_entropy(entropy)
-        return self.refreshed(cts, how, seed, ring_on_card(self.params).noise(entropy.bytes(32), len(cts), 1, 1))
+        return self.refreshed(cts, how, seed, ring_on_card(self.params).noise(entropy.bytes(32), 2 * len(cts), 1, 1))
 
     def refreshed(self, cts: Tensor, how: Opening, seed: bytes, errors: Tensor) -> Tensor:
-        """The same with errors (n, 1, N) that are given."""
-        return self.hide(ring_on_card(self.params).rescaled(self.opened(cts), errors, how), seed)
+        """The same with errors (2n, 1, N) that are given."""
+        ring = ring_on_card(self.params)
+        return self.hide(ring.halves(ring.words(self.opened(cts)), how, errors), seed)
 
     def read(self, cts: Tensor, scale: float, count: int) -> F64:
         """Slots of ciphertexts that were sent to be read, (n, count)."""

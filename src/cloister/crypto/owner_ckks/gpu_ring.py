@@ -17,7 +17,8 @@ from cloister.arrays import U8, U32, Array
 from cloister.crypto.lattice.ring import SIGMA, root_tables
 from cloister.crypto.owner_ckks import card
 from cloister.crypto.owner_ckks.card import Tensor, wide
-from cloister.crypto.owner_ckks.ring import Opening, Parameters, last_word, primes_of
+from cloister.crypto.owner_ckks.pairs import dropped
+from cloister.crypto.owner_ckks.ring import KEEP, Opening, Parameters, last_word, modulus, primes_of
 from cloister.crypto.prg import gaussian_table
 from cloister.errors import ParameterError
 
@@ -76,6 +77,9 @@ class CardRing:
         self._errors = (card.upload(table), card.upload(first), len(table))
         self._aes = card.upload(aes_table())
         self._kept: dict[Hashable, Tensor] = {}
+        turn = card.put(np.zeros((len(self.primes), params.degree), np.uint32))
+        turn[:, params.degree // 2] = 1
+        self._turn = card.upload(self.factors(card.host(self.forward(turn))))  # X^(N/2)
 
     def _inverses(self) -> U32:
         """q_m^-1 modulo q_j with its quotient, (8, 8, 2)."""
@@ -123,7 +127,7 @@ class CardRing:
 
     def _scaling(self, how: Opening) -> Tensor:
         outs = -(-how.fresh_bits // 32)
-        return self.kept(("scaling", how), lambda: np.array([how.factor, how.shift, outs], np.uint32))
+        return self.kept(("scaling", how), lambda: np.array([how.factor, how.shift % (1 << 32), outs], np.uint32))
 
     # ---- transforms --------------------------------------------------------------------------------------------------
 
@@ -167,33 +171,95 @@ class CardRing:
         )  # fmt: skip
         return where if out is None else out
 
-    def masks(
-        self, source: bytes | Tensor, n: int, bound: int, k: int, offset: int, scaling: Opening | None = None
-    ) -> Tensor:
-        """Integers uniform below `bound` as residues (n, k, N) of M + offset, or of ⌊M·f⌋ + offset.
+    # ---- long integers -----------------------------------------------------------------------------------------------
 
-        Drawn from a key; or given as words (n, words, N), where a test compares with a CPU.
-        """
+    def masks(self, key: bytes, n: int, bound: int) -> Tensor:
+        """Integers uniform below `bound`, words (n, words, N), drawn from a key."""
         bits = bound.bit_length()
-        words = -(-bits // 32)
-        given, key = (None, card.upload(key_words(source))) if isinstance(source, bytes) else (source, None)
+        words, pairs = -(-bits // 32), n * self.degree // 2
         limit = self.kept(("bound", bound), lambda: words_of(bound))
-        at = self.kept(("offset", offset), lambda: np.array([offset % q for q in self.primes], np.uint32))
-        out, pairs = card.empty(n, k, self.degree), n * self.degree // 2
-        by = None if scaling is None else self._scaling(scaling)
-        self.kernels.each(
-            "masks", pairs, out, given, key, limit, words, bits, by, at, self.powers, self.known, k, wide(pairs)
-        )
+        out = card.empty(n, words, self.degree)
+        self.kernels.each("masks", pairs, out, card.upload(key_words(key)), limit, words, bits, wide(pairs))
         return out
 
-    def rescaled(self, x: Tensor, errors: Tensor, how: Opening) -> Tensor:
-        """⌊x·f⌋ + e of coefficients (n, k, N) in [0, Q), as residues (n, back, N)."""
+    def residues(self, words: Tensor, k: int, offset: int = 0) -> Tensor:
+        """Words (n, words, N) plus an offset, as residues (n, k, N)."""
+        n, rows, _ = words.shape
+        at = self.kept(("offset", offset), lambda: np.array([offset % q for q in self.primes], np.uint32))
+        out, count = card.empty(n, k, self.degree), n * self.degree
+        self.kernels.each("residues_of", count, out, words, rows, at, self.powers, self.known, k, wide(count))
+        return out
+
+    def words(self, x: Tensor) -> Tensor:
+        """Coefficients (n, k, N) in [0, Q), as words (n, words, N)."""
         n, k, _ = x.shape
-        out, count = card.empty(n, how.back, self.degree), n * self.degree
+        rows, count = -(-28 * k // 32), n * self.degree
+        out = card.empty(n, rows, self.degree)
+        self.kernels.each("words_of", count, out, x, self.inverses, k, rows, self.known, wide(count))
+        return out
+
+    def halves(self, words: Tensor, how: Opening, errors: Tensor | None = None) -> Tensor:
+        """⌊2·Re·f⌋ and ⌊2·Im·f⌋ of integers below Q, plus errors (2n, 1, N), as residues (2n, back, N)."""
+        n, rows, _ = words.shape
+        Q = modulus(self.params, KEEP)
+        limit = self.kept(("bound", Q), lambda: words_of(Q))
+        out, count = card.empty(2 * n, how.back, self.degree), 2 * n * self.degree
         self.kernels.each(
-            "rescaled", count, out, x, errors, self.inverses, k, -(-28 * k // 32), self._scaling(how), self.powers,
-            self.known, how.back, wide(count),
+            "halves", count, out, words, errors, limit, rows, self._scaling(how), self.powers, self.known, how.back,
+            wide(count),
         )  # fmt: skip
+        return out
+
+    # ---- pairs -------------------------------------------------------------------------------------------------------
+
+    def packed(self, cts: Tensor, lift: int) -> Tensor:
+        """2^lift·(a + i·b) of ciphertexts (n, p, k, N), two and two."""
+        n, p, k, degree = cts.shape
+        out = card.empty(-(-n // 2), p, k, degree)
+        by, count = self.multipliers([1 << lift], k), out.numel()
+        self.kernels.each("pack_pairs", count, out, cts, self._turn, by, self.known, p, k, wide(n), wide(count))
+        return out
+
+    def backward(self, cts: Tensor, first: int = 0) -> Tensor:
+        """Coefficients of the polynomials from `first` on of ciphertexts (n, p, k, N)."""
+        n, p, k, degree = cts.shape
+        out, many = card.empty(n, p - first, k, degree), p - first
+        self.kernels.transforms("backward", n * many * k, out, cts, self._v, self.known, first, many, p, k)
+        return out
+
+    def switched(self, cts: Tensor, keys: Tensor) -> Tensor:
+        """Ciphertexts (n, p, k, N) as two polynomials, by keys (p - 2, K, 2, K, N)."""
+        n, p, k, degree = cts.shape
+        digits, out, most = self.backward(cts, 2), card.empty(n, 2, k, degree), len(self.primes)
+        self.kernels.transforms("switched", n * k, out, cts, digits, keys, self._w, self.known, p, k, most)
+        return out
+
+    def dropped(self, cts: Tensor, masks: Tensor) -> Tensor:
+        """⌊c / D⌉ of ciphertexts (n, 2, k, N), plus masks (n, KEEP, N) in coefficients: (n, 2, KEEP, N)."""
+        n, _, k, degree = cts.shape
+        half = dropped(self.params, k) // 2
+        by = self.kept(("half", k), lambda: np.array([half % q for q in self.primes[:k]], np.uint32))
+        out, count = card.empty(n, 2, KEEP, degree), 2 * n * degree
+        self.kernels.each(
+            "drop_primes", count, out, self.backward(cts), by, masks, self.inverses, self.known, k, KEEP, wide(count)
+        )
+        return self.forward(out)
+
+    # ---- on the wire -------------------------------------------------------------------------------------------------
+
+    def tight(self, x: Tensor) -> Tensor:
+        """Residues (…, N) without gaps."""
+        out = card.empty(*x.shape[:-1], self.params.tight)
+        self.kernels.each("tighten", out.numel(), out, x.contiguous(), self.params.bits, wide(out.numel()))
+        return out
+
+    def loose(self, words: Tensor) -> Tensor:
+        """And back, (…, k, N); raises unless they are residues."""
+        out, k = card.empty(*words.shape[:-1], self.degree), words.shape[-2]
+        wrong = card.empty(1).zero_()
+        self.kernels.each("loosen", out.numel(), out, words, wrong, self.params.bits, self.known, k, wide(out.numel()))
+        if wrong.item():
+            raise ParameterError("numbers that are no residues of the agreed primes")
         return out
 
 

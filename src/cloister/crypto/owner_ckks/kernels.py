@@ -153,7 +153,7 @@ def to_words(x, q, inverse, inverse_s, words):
 
 @jit
 def times_shift(words, factor, shift, out):
-    """⌊words·factor / 2^shift⌋ for a factor of 32 bits."""
+    """⌊words·factor / 2^shift⌋ for a factor of 32 bits and a shift of -32 or more."""
     n, rows = words.shape[1], words.shape[0]
     skip, by = shift // 32, W(shift % 32)
     product = np.empty((rows + 1, STRIP), np.uint32)
@@ -172,7 +172,7 @@ def times_shift(words, factor, shift, out):
             o = out[m, s : s + STRIP]
             at = m + skip
             for i in range(o.shape[0]):
-                low = W(product[at, i]) if at <= rows else W(0)
+                low = W(product[at, i]) if 0 <= at <= rows else W(0)
                 high = W(product[at + 1, i]) if at + 1 <= rows else W(0)
                 o[i] = U(((low | (high << SHIFT)) >> by) & LOW)
 

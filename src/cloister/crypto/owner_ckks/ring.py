@@ -16,8 +16,9 @@ from cloister.errors import ParameterError
 
 Residues: TypeAlias = U32  # (k, N)
 Cts: TypeAlias = U32  # (n, p, k, N)
-LIFT_BITS = 46  # scale below which a ciphertext is multiplied up before it is re-randomised
+KEEP = 3  # primes of what an owner is sent: the others are dropped first
 WORDS = 7  # of 32 bits: the longest masked value
+PAIR_BITS = 0.5  # by which the coefficients of a pair of values, a + i·b, are longer than those of one
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +33,8 @@ class Parameters:
     hiding: int = 48  # bits by which a mask is wider than the message, so that their sum does not go round
 
     def __post_init__(self) -> None:
-        if not 20 <= self.bits <= 28 or self.count < 2 or self.hiding < 40:
-            raise ParameterError("encrypted blocks need primes of 20 to 28 bits, two or more, and 40 bits of hiding")
+        if not 20 <= self.bits <= 28 or self.count <= KEEP or self.hiding < 40:
+            raise ParameterError("encrypted blocks need primes of 20 to 28 bits, four or more, and 40 bits of hiding")
         check_secure(self.degree, self.count * self.bits)
 
     @property
@@ -45,6 +46,11 @@ class Parameters:
     @property
     def slots(self) -> int:
         return self.degree // 2
+
+    @property
+    def tight(self) -> int:
+        """32-bit words of one polynomial at one prime on the wire."""
+        return self.degree * self.bits // 32
 
     @property
     def scale(self) -> float:
@@ -66,12 +72,12 @@ class Opening:
     label: str
     count: int
     polys: int  # p
-    primes: int  # k, on the way down
-    mask_bits: int  # of Q, below which a mask is drawn
-    message_bits: float  # log2 of the largest coefficient
+    primes: int  # k, at which the provider computes; KEEP of them are sent
+    mask_bits: int  # of Q, the product of these, below which a mask is drawn
+    message_bits: float  # log2 of the largest coefficient that is sent
     lift: int  # bits by which the provider multiplies first
-    factor: int  # f = factor / 2^shift
-    shift: int
+    factor: int  # f = factor / 2^shift, for twice what is sent (`halves`)
+    shift: int  # -32 at least
     back: int  # primes of the fresh ciphertexts
     group: int = 1  # ciphertexts that the provider makes at once
 
@@ -79,11 +85,6 @@ class Opening:
     def hiding(self) -> float:
         """-log2 of the probability that a coefficient wraps modulo Q, and is lost."""
         return self.mask_bits - 1 - self.message_bits
-
-    @property
-    def offset_bits(self) -> int:
-        """2^this is added to every coefficient: what is masked is not negative."""
-        return math.ceil(self.message_bits)
 
     @property
     def fresh_bits(self) -> int:
@@ -98,8 +99,8 @@ def fresh_bits(mask_bits: int, factor: int, shift: int) -> int:
 def fraction(f: float) -> tuple[int, int]:
     """Find f ≈ factor / 2^shift with a factor of 32 bits: exact for powers of two, else good to 2^-32."""
     shift = 31 - math.floor(math.log2(f))
-    if shift < 0:
-        raise ParameterError("a refresh cannot multiply by more than 2^31")
+    if shift < -32:
+        raise ParameterError("a refresh cannot multiply by more than 2^63")
     return min(round(math.ldexp(f, shift)), (1 << 32) - 1), shift
 
 
@@ -312,21 +313,34 @@ def primes_for(params: Parameters, bits: int) -> int:
 def opening(
     params: Parameters, label: str, count: int, polys: int, scale: float, bound: float, want: float, group: int = 1
 ) -> Opening:
-    """How to refresh values up to ±bound from `scale` to the scale `want`; back at as few primes as can hold them."""
-    lift = max(0, LIFT_BITS - math.floor(math.log2(scale)))
-    message = math.log2(scale * bound) + lift
-    k = primes_for(params, math.ceil(message) + params.hiding)
-    mask = modulus(params, k).bit_length()
-    factor, shift = fraction(want / math.ldexp(scale, lift))
+    """How to refresh values up to ±bound from `scale` to the scale `want`; back at as few primes as can hold them.
+
+    One prime is dropped at least, which takes the noise of re-randomising with it; two where a switching key was used.
+    """
+    message = math.log2(scale * bound) + PAIR_BITS
+    least = min(params.count, KEEP + (1 if polys == 2 else 2))
+    k = next((k for k in range(least, params.count + 1) if message <= longest(params, k)), 0)
     back = primes_for(params, math.ceil(math.log2(want * bound)) + 1)  # the mask may go round: it is taken off again
-    if not k or not back or fresh_bits(mask, factor, shift) > 32 * WORDS:
+    if not k or not back:
         raise ParameterError(
             f"{label}: a message of {message:.0f} bits, hidden by {params.hiding}, does not fit into "
             f"{room(params, params.count)} bits; use more primes, or smaller scales"
         )
-    return Opening(label, count, polys, k, mask, message, lift, factor, shift, back, group)
+    lift = math.floor(longest(params, k) - message)
+    mask, dropped = modulus(params, KEEP).bit_length(), modulus(params, k) // modulus(params, KEEP)
+    factor, shift = fraction(want / 2 * dropped / math.ldexp(scale, lift))
+    if fresh_bits(mask, factor, shift) > 32 * WORDS:
+        raise ParameterError(f"{label}: what comes back has more than {32 * WORDS} bits; use smaller scales")
+    sent = message + lift - math.log2(dropped)
+    return Opening(label, count, polys, k, mask, sent, lift, factor, shift, back, group)
+
+
+def longest(params: Parameters, k: int) -> float:
+    """Bits of the longest message at k primes that is short enough, after dropping, to be hidden at KEEP of them."""
+    dropped = modulus(params, k) // modulus(params, KEEP)
+    return room(params, KEEP) - params.hiding + math.log2(dropped)
 
 
 def fits(params: Parameters, scale: float, bound: float) -> bool:
     """Whether values up to ±bound at that scale can still be refreshed."""
-    return math.ceil(math.log2(scale * bound)) + params.hiding <= room(params, params.count)
+    return math.log2(scale * bound) + PAIR_BITS <= longest(params, params.count)

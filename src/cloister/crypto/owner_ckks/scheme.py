@@ -1,17 +1,17 @@
 """Local arithmetic of encrypted inference: ciphertexts of one owner's key under a provider's plain weights.
 
-Slot = sample, one ciphertext per number of a sample. So nothing is rotated; and because the owner, who has the key,
-opens products of three polynomials, nothing is relinearised: there is no switching key at all. Nothing is rescaled
-either: a stretch of work ends before its scale fills the modulus, with a blinded refresh,
+Slot = sample, one ciphertext per number of a sample: nothing is rotated, and nothing is rescaled. A stretch of work
+ends before its scale fills the modulus, with a blinded refresh of values, two and two (`pairs`):
 
-    provider   c' = c + Enc(0) + M          M uniform modulo Q
-    owner      x' = ⌊(m + M mod Q)·f⌋       re-encrypted; f = scale wanted / scale found, a 32-bit fraction
-    provider   c'' = x' - ⌊M·f⌋             an encryption of m·f ± 1, unless m + M went round
+    provider   c' = ⌊(switch(c_a + i·c_b) + Enc(0)) / D⌉ + M     M uniform modulo Q, the product of KEEP primes
+    owner      w = m + M mod Q; x' = ⌊2·Re(w)·f⌋, ⌊2·Im(w)·f⌋    re-encrypted; 2f = scale wanted / scale found
+    provider   c'' = x' - ⌊2·Re(M)·f⌋, …                         encryptions of m·2f ± 1, unless m + M went round
 
-M hides m and the noise perfectly, however large they are: a mask of fewer bits would show the leading ones of a
-message beyond its interval, and an owner can make messages as large as it likes. m is 2^hiding times smaller than Q,
-so a coefficient wraps modulo Q with probability 2^-hiding. Enc(0), with fresh randomness in every polynomial, hides
-c_1 and c_2, from which the owner, who knows its own randomness, would read the weights.
+M hides m and the noise perfectly, however large they are: a mask of fewer bits would show the leading ones of a message
+beyond its interval, and an owner can make messages as large as it likes. m is 2^hiding times smaller than Q, so a
+coefficient wraps modulo Q with probability 2^-hiding. Enc(0) hides c_1, from which the owner, who knows its own
+randomness, would read the weights: with v·a + e it is as good as uniform before primes are dropped, and so what is left
+of it after; that does not depend on the owner's word for its public key or for its switching keys.
 
 Primes have at most 28 bits: a linear layer is then a float64 matrix product over residues, exact as long as
 Σ|w|·q < 2^53, and tensor products add up in one word.
@@ -31,7 +31,9 @@ import numpy.typing as npt
 
 from cloister.arrays import C128, F64, I64, U32
 from cloister.crypto.entropy import Entropy, check_entropy
+from cloister.crypto.owner_ckks.pairs import pack_words, pairs_of, unpack_words
 from cloister.crypto.owner_ckks.ring import (
+    KEEP,
     SMALL,
     STANDARD,
     Cts,
@@ -41,6 +43,7 @@ from cloister.crypto.owner_ckks.ring import (
     Residues,
     fits,
     fraction,
+    longest,
     modulus,
     opening,
     primes_for,
@@ -107,6 +110,16 @@ class OwnerKey:
             self._powers.append((next_one, r.quotients(next_one)))
         return self._powers[i - 1]
 
+    def switching(self, polys: int, seed: bytes, entropy: Entropy) -> U32:
+        """c_0 of switching keys for ciphertexts of up to so many polynomials, (polys - 2, K, K, N)."""
+        r, K, mask, secret = ring_of(self.params), self.params.count, Halves(seed), entropy.prg()
+        out = np.zeros((polys - 2, K, K, self.params.degree), np.uint32)
+        for m, i in np.ndindex(polys - 2, K):
+            self.hide(out[m, i], mask, secret)
+            own = out[m, i, i].astype(np.uint64) + self._power(m + 2)[0][i]
+            out[m, i, i] = own % np.uint64(r.primes[i])
+        return out
+
     def hide(self, m: Residues, mask: Halves, secret: Prg) -> Residues:
         """c_0 of a fresh encryption of coefficients m, in place; c_1 is the next one of `mask`."""
         r, k = ring_of(self.params), len(m)
@@ -137,13 +150,13 @@ class OwnerKey:
         return np.stack(ring_of(self.params).wide.lift(self._opened(ct).astype(np.uint64)))
 
     def refresh(self, cts: Cts, how: Opening, seed: bytes, entropy: Entropy) -> U32:
-        """c_0 of fresh encryptions of what is under the masks, rescaled."""
-        r = ring_of(self.params)
+        """c_0 of fresh encryptions of what is under the masks, rescaled: two for each ciphertext."""
+        r, pairs = ring_of(self.params), pairs_of(self.params)
         mask, secret = Halves(seed), entropy.prg()
-        out = np.zeros((len(cts), how.back, self.params.degree), np.uint32)
+        out = np.zeros((2 * len(cts), how.back, self.params.degree), np.uint32)
         for i, ct in enumerate(cts):
-            words = r.to_words(self._opened(ct))
-            self.hide(r.add_words(out[i], times_shift(words, how)), mask, secret)
+            for h, words in enumerate(pairs.halves(r.to_words(self._opened(ct)))):
+                self.hide(r.add_words(out[2 * i + h], times_shift(words, how)), mask, secret)
         return out
 
     def read(self, cts: Cts, scale: float, count: int) -> F64:
@@ -172,6 +185,11 @@ class Evaluator:
         self._k, self._q, self._inv = self.ring.kernels, self.ring.q, self.ring.inv
         a = self.ring.uniform(Halves(seed), params.count)
         self._b, self._a = (b, self.ring.quotients(b)), (a, self.ring.quotients(a))
+        self._switching: U32 | None = None
+
+    def accept(self, c0: U32, seed: bytes) -> None:
+        """The owner's switching keys, which openings of three polynomials and more need."""
+        self._switching = pairs_of(self.params).expand(c0, seed)
 
     # what a circuit does with arrays besides, so that they may lie elsewhere (`gpu.Evaluator`)
 
@@ -180,13 +198,13 @@ class Evaluator:
     def pool(self) -> Pool:
         return Pool()
 
-    def put(self, x: U32) -> Cts:
-        """From the wire."""
-        return x
+    def put(self, words: U32) -> Cts:
+        """From the wire; raises unless they are residues."""
+        return unpack_words(self.params, words)
 
     def host(self, x: Cts) -> U32:
         """For the wire."""
-        return x
+        return pack_words(self.params, x)
 
     def expand(self, c0: U32, seed: bytes) -> Cts:
         return expand(self.params, c0, seed)
@@ -284,24 +302,38 @@ class Evaluator:
             self._k.add_known(ct[i + 1], v, *self._a, self._q)
         return ct
 
+    def switched(self, cts: Cts) -> Cts:
+        """The same messages in two polynomials."""
+        p = cts.shape[1]
+        if p == 2:
+            return cts
+        if self._switching is None or len(self._switching) < p - 2:
+            raise ParameterError(f"there are no switching keys for ciphertexts of {p} polynomials")
+        keys = self._switching
+        return np.stack([pairs_of(self.params).switch(ct, keys) for ct in cts])
+
     def blind(self, cts: Cts, how: Opening, mask_key: bytes, entropy: Entropy) -> U32:
-        """Masked ciphertexts (n, p, k, N); the masks are drawn from the key, and again by `unblind`."""
-        r, k, N = self.ring, how.primes, self.params.degree
-        if cts.shape[1:3] != (how.polys, k):
-            raise ParameterError(f"{how.label}: planned for {how.polys} at {k} primes, found {cts.shape[1:3]}")
-        sent = self.combine([(1 << how.lift, cts)]) if how.lift else cts.copy()
-        prg, masks, Q = entropy.prg(), Prg(mask_key), modulus(self.params, k)
-        for ct in sent:
-            mask = r.add_words(r.constant(1 << how.offset_bits, k), random_below(masks, Q, N))
-            self.rerandomise(ct, prg, mask)
+        """Masked pairs (⌈n/2⌉, 2, KEEP, N); the masks are drawn from the key, and again by `unblind`."""
+        if cts.shape[1:3] != (how.polys, how.primes):
+            raise ParameterError(f"{how.label}: planned for {how.polys} at {how.primes} primes, found {cts.shape[1:3]}")
+        r, pairs, Q = self.ring, pairs_of(self.params), modulus(self.params, KEEP)
+        packed, prg, masks = self.switched(pairs.pack(cts, how.lift)), entropy.prg(), Prg(mask_key)
+        sent = np.empty((len(packed), 2, KEEP, self.params.degree), np.uint32)
+        for ct, out in zip(packed, sent, strict=True):
+            self.rerandomise(ct, prg)
+            for h in range(2):
+                out[h] = pairs.drop(r.backward(ct[h]))
+            r.add_words(out[0], random_below(masks, Q, self.params.degree))
+            for h in range(2):
+                r.forward(out[h])
         return sent
 
     def unblind(self, c0: U32, seed: bytes, how: Opening, mask_key: bytes) -> Cts:
         r, out, masks = self.ring, expand(self.params, c0, seed), Prg(mask_key)
-        offset, Q = (how.factor << how.offset_bits) >> how.shift, modulus(self.params, how.primes)
-        for ct in out:
-            words = times_shift(random_below(masks, Q, self.params.degree), how)
-            r.subtract(ct[0], r.forward(r.add_words(r.constant(offset, len(ct[0])), words)))
+        pairs, Q, zero = pairs_of(self.params), modulus(self.params, KEEP), np.zeros_like(c0[0])
+        for i in range(0, len(out), 2):
+            for h, words in enumerate(pairs.halves(random_below(masks, Q, self.params.degree))):
+                r.subtract(out[i + h, 0], r.forward(r.add_words(zero.copy(), times_shift(words, how))))
         return out
 
     def flood(self, cts: Cts, bits: int, primes: int, entropy: Entropy) -> Cts:
@@ -314,16 +346,31 @@ class Evaluator:
         return out
 
 
-def unpack(params: Parameters, x: U32) -> U32:
-    """Residues from the wire; raises unless they are below their primes."""
-    q: Any = np.array(primes_of(params)[: x.shape[-2]], np.uint32)[:, None]
-    if (x >= q).any():
-        raise ParameterError("numbers that are no residues of the agreed primes")
-    return np.ascontiguousarray(x, np.uint32)
-
-
 __all__ = [
-    "SMALL", "STANDARD", "Cts", "Evaluator", "Halves", "Opening", "OwnerKey", "Parameters", "decode", "encode",
-    "expand", "fits", "fraction", "modulus", "opening", "primes_for", "primes_of", "random_below", "random_words",
-    "ring_of", "room", "times_shift", "unpack",
+    "KEEP",
+    "SMALL",
+    "STANDARD",
+    "Cts",
+    "Evaluator",
+    "Halves",
+    "Opening",
+    "OwnerKey",
+    "Parameters",
+    "decode",
+    "encode",
+    "expand",
+    "fits",
+    "fraction",
+    "longest",
+    "modulus",
+    "opening",
+    "pack_words",
+    "primes_for",
+    "primes_of",
+    "random_below",
+    "random_words",
+    "ring_of",
+    "room",
+    "times_shift",
+    "unpack_words",
 ]  # fmt: skip

@@ -164,7 +164,7 @@ class Circuit(Recipes):
         """Taylor's polynomial, refreshed: in one stretch as a product of quadratics, where the modulus is long."""
         degree = self.shape.exp_degree
         top = math.factorial(degree)
-        bits = (block.room(self.params, self.params.count) - self.params.hiding - 1 - math.log2(64.0 * top)) / degree
+        bits = (block.longest(self.params, self.params.count) - 1 - math.log2(64.0 * top)) / degree
         if bits < EXP_BITS:
             (s1,) = await self.refresh("scores", (scores, 4.0))
             return await self.exp_by_powers(s1)

@@ -1,11 +1,12 @@
 """Encrypted inference: owners learn a few projected features of their samples under a model that stays unseen.
 
     L1  u → P   b, seed, batches        u's public key (b, a), a from the seed
+                switching keys          encryptions of s², s³, … under s, with a seed of their own
     per batch (slot = sample):
     L2  u → P   [x]                     one ciphertext per input number
     per round of the plan (`block_circuit.plan`):
-    L3  P → u   [y + M]                 re-randomised in every polynomial, M uniform modulo Q: u sees no activation
-    L4  u → P   [⌊(y + M mod Q)·f⌋]     encrypted afresh; P subtracts ⌊M·f⌋
+    L3  P → u   [y + i·y' + M]          two values; re-randomised, M uniform modulo Q: u sees no activation
+    L4  u → P   [⌊2·Re(…)·f⌋], …        each encrypted afresh; P subtracts what M makes of it
     after the tapped blocks, about a third of them and never two adjacent ones:
     L5  P → u   [R·b_cls - c]           r numbers per sample, re-randomised, flooded below their tenth bit
 
@@ -31,7 +32,8 @@ An owner's samples stay hidden from a provider that lies, which can give wrong f
 stopped. The model is kept from owners that follow the protocol: (b) of the owner, at L2 or L4, is not noticed. Nothing
 ties its answers to what it was sent; they carry rounding and fresh noise of 2^-20, and a lie of 2^-8 in one coefficient
 shows at a tap already, so that noise by which a difference is scaled up into the tap would drown honest answers
-before it hid lies. Ring learning with errors at 128 bits. Masks hide perfectly at L3; of a batch, a coefficient goes
+before it hid lies. Ring learning with errors at 128 bits, and circular security: the provider holds switching keys,
+encryptions of powers of an owner's key under itself. Masks hide perfectly at L3; of a batch, a coefficient goes
 round and spoils the result once in 2^16 batches or less (`Opening.hiding`). Statistical hiding of 2^-40 per coefficient
 of the last stretch's noise at L5. What earlier refreshes rounded off is part of the value that is read; the flooding at
 L5 is wider than it, but not by 40 bits.
@@ -40,7 +42,8 @@ calibration (L5: code `range`).
 
 Cost
 ----
-See `cost`: per batch and round, p·k·N words of 4 bytes down and k'·N up for every refreshed ciphertext (`Opening`).
+See `cost`: per batch and round, 2·KEEP·N residues down for two refreshed values and k'·N up for each (`Opening`);
+residues travel without gaps, 28 bits each (26 in the small ring). Once per owner K²·N for each power of its key.
 Ciphertexts travel in messages of at most `CHUNK`, of which at most `AHEAD` are on the way: the owner holds one message
 at a time, the provider a share of a block that does not grow with the number of tokens (`owner_ckks.shelf`). With
 `device="gpu"` the provider computes on a graphics card (`owner_ckks.gpu`): the same messages, so owners do not notice.
@@ -57,7 +60,7 @@ import asyncio
 import json
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -76,11 +79,11 @@ from cloister.models.polynomial import Encoder, Shape, check_inputs, hidden, tap
 from cloister.net.channel import Channel
 from cloister.net.wire import message
 from cloister.protocols.inference.block_circuit import Circuit, Tap, plan, tap_of
+from cloister.protocols.inference.block_messages import chunks, key_shapes, pairs, parts, powers, together, traffic
 from cloister.protocols.inference.block_values import Recipe, Values
 from cloister.study import Party
 
 NAME = "encrypted_inference"
-CHUNK = 32  # ciphertexts of one message
 AHEAD = 8  # messages that a provider sends before it waits for an answer
 
 
@@ -101,31 +104,33 @@ class Params:  # public
 
 @message("L1")
 class Key:  # u → P
-    b: U32  # (K, N)
+    b: U32  # (K, tight)
     seed: bytes
+    switching: U32  # (powers, K, K, tight)
+    switching_seed: bytes
     batches: int
 
 
 @message("L2")
 class Inputs:  # u → P
-    c0: U32  # (n, K, N)
+    c0: U32  # (n, K, tight)
     seed: bytes
 
 
 @message("L3")
 class Blinded:  # P → u
-    c: U32  # (n, p, k, N)
+    c: U32  # (⌈n/2⌉, 2, KEEP, tight)
 
 
 @message("L4")
 class Fresh:  # u → P
-    c0: U32  # (n, k', N)
+    c0: U32  # (2⌈n/2⌉, k', tight)
     seed: bytes
 
 
 @message("L5")
 class Features:  # P → u
-    c: U32  # (r, 2, k, N)
+    c: U32  # (r, 2, k, tight)
 
 
 def ideal(params: Params, inputs: Mapping[Party, Any]) -> dict[Party, F64 | None]:
@@ -142,40 +147,17 @@ def roles(params: Params) -> dict[Party, object]:
 def cost(params: Params) -> dict[Party, tuple[int, int]]:
     """Messages and payload of one batch per owner."""
     p, s = params.crypto, params.shape
-    whole, N = p.count * p.degree * 4, p.degree
-    inputs = (s.tokens - 1) * s.inputs
-    planned = plan(s, p)
-    every = planned.openings
-    trips = sum(len(chunks(h)) for h in every)
-    up = (
-        1 + len(parts(inputs)) + trips,
-        whole * (1 + inputs) + sum(h.count * h.back * N * 4 for h in every),
-    )
-    down = sum(h.count * h.polys * h.primes * N * 4 for h in every) + sum(
-        s.rank * 2 * t.primes * N * 4 for _, t in planned.taps
-    )
+    one = p.tight * 4  # bytes of a polynomial at one prime
+    inputs, planned = (s.tokens - 1) * s.inputs, plan(s, p)
+    trips, sent, back = traffic(planned.openings)
+    whole = 1 + inputs + powers(planned.openings) * p.count
+    up = 1 + len(parts(inputs)) + trips, (whole * p.count + back) * one
+    down = (sent + sum(s.rank * 2 * t.primes for _, t in planned.taps)) * one
     n = len(params.owners)
     return {params.provider: (n * (trips + len(planned.taps)), n * down)} | dict.fromkeys(params.owners, up)
 
 
 # ---- local steps -----------------------------------------------------------------------------------------------------
-
-
-def parts(count: int) -> list[slice]:
-    return [slice(s, min(count, s + CHUNK)) for s in range(0, count, CHUNK)]
-
-
-def chunks(how: Opening) -> list[slice]:
-    """The messages of one opening."""
-    pieces = []
-    for lo in range(0, how.count, how.group):
-        pieces += [slice(lo + p.start, lo + p.stop) for p in parts(min(how.group, how.count - lo))]
-    return pieces
-
-
-def together(how: Opening, most: int) -> int:
-    """How many ciphertexts of an opening are made at once: whole groups, about `most`."""
-    return how.group * max(1, most // how.group)
 
 
 def batches(params: Params, samples: int) -> int:
@@ -215,7 +197,7 @@ def fill(x: F64, count: int) -> F64:
 
 def read(params: Parameters, x: U32, line: str, who: Party) -> Any:
     try:
-        return block.unpack(params, x)
+        return block.unpack_words(params, x)
     except CloisterError as e:
         raise ProtocolAbort(NAME, line, "malformed", f"from '{who}': {e}") from None
 
@@ -236,25 +218,33 @@ class OwnerSide:
         self.ch, self.params, self.key, self.entropy = ch, params, key, entropy
         self.beyond = False  # whether a feature left its bound
 
+    async def send_key(self, openings: Sequence[Opening], batches: int) -> None:
+        """What the provider needs for that plan."""
+        key, p, seed = self.key, self.params.crypto, self.entropy.bytes(32)
+        switching = block.pack_words(p, key.switching(powers(openings) + 2, seed, self.entropy))
+        await self.ch.send(
+            self.params.provider, Key(block.pack_words(p, key.b), key.seed, switching, seed, batches)
+        )  # L1
+
     async def send_inputs(self, x: F64) -> None:
         """Encrypt x (n, T - 1, inputs), n samples that fill the slots."""
         flat = x.reshape(len(x), -1).T
         for part in parts(len(flat)):
             seed = self.entropy.bytes(32)
-            await self.ch.send(self.params.provider, Inputs(self.key.encrypt(flat[part], seed, self.entropy), seed))
+            c0 = self.key.encrypt(flat[part], seed, self.entropy)
+            await self.ch.send(self.params.provider, Inputs(block.pack_words(self.params.crypto, c0), seed))
 
     async def answer(self, how: Opening) -> None:
-        P, N = self.params.provider, self.params.crypto.degree
+        P, p = self.params.provider, self.params.crypto
         for part in chunks(how):
-            n = part.stop - part.start
-            c = await self.ch.recv(P, Blinded, c=(n, how.polys, how.primes, N))  # L3
+            c = await self.ch.recv(P, Blinded, c=(pairs(part), 2, block.KEEP, p.tight))  # L3
             seed = self.entropy.bytes(32)
-            cts = read(self.params.crypto, c.c, "L3", P)
-            await self.ch.send(P, Fresh(self.key.refresh(cts, how, seed, self.entropy), seed))  # L4
+            fresh = self.key.refresh(read(p, c.c, "L3", P), how, seed, self.entropy)
+            await self.ch.send(P, Fresh(block.pack_words(p, fresh), seed))  # L4
 
     async def read_tap(self, tap: Tap, count: int) -> F64:
-        P, N, s = self.params.provider, self.params.crypto.degree, self.params.shape
-        c = await self.ch.recv(P, Features, c=(s.rank, 2, tap.primes, N))  # L5
+        P, s = self.params.provider, self.params.shape
+        c = await self.ch.recv(P, Features, c=(s.rank, 2, tap.primes, self.params.crypto.tight))  # L5
         features = self.key.read(read(self.params.crypto, c.c, "L5", P), tap.scale, count).T
         self.beyond = self.beyond or not float(np.abs(features).max()) <= tap.bound
         what = f"{s.rank} features of block {tap.block} for {count} samples"
@@ -268,7 +258,7 @@ async def owner(ch: Channel, params: Params, inputs: F64, *, entropy: Entropy) -
         raise DataError("there is no sample to ask about")
     key, slots, planned = OwnerKey(params.crypto, entropy), params.crypto.slots, plan(params.shape, params.crypto)
     side = OwnerSide(ch.sub(str(ch.me)), params, key, entropy)
-    await side.ch.send(params.provider, Key(key.b, key.seed, batches(params, len(inputs))))  # L1
+    await side.send_key(planned.openings, batches(params, len(inputs)))  # L1
     features = []
     for start in range(0, len(inputs), slots):
         x = inputs[start : start + slots]
@@ -295,14 +285,22 @@ class ProviderSide:
         seed_of(key.seed, "L1", who)
         self.ch, self.params, self.who, self.entropy = ch, params, who, entropy
         self.ev = devices.evaluator(device, params.crypto, b, key.seed)
+        self.ev.accept(read(params.crypto, key.switching, "L1", who), seed_of(key.switching_seed, "L1", who))
         self.pool = self.ev.pool()
+
+    def put(self, words: U32, line: str) -> Any:
+        """Residues from the wire, where the evaluator has its arrays."""
+        try:
+            return self.ev.put(words)
+        except CloisterError as e:
+            raise ProtocolAbort(NAME, line, "malformed", f"from '{self.who}': {e}") from None
 
     async def inputs(self) -> Values:
         p, s = self.params.crypto, self.params.shape
         shelf = self.pool.shelf(n := (s.tokens - 1) * s.inputs, 2, p.count, p.degree)
         for part in parts(n):
-            m = await self.ch.recv(self.who, Inputs, c0=(part.stop - part.start, p.count, p.degree))  # L2
-            c0 = self.ev.put(read(p, m.c0, "L2", self.who))
+            m = await self.ch.recv(self.who, Inputs, c0=(part.stop - part.start, p.count, p.tight))  # L2
+            c0 = self.put(m.c0, "L2")
             shelf.put(part.start, self.ev.expand(c0, seed_of(m.seed, "L2", self.who)))
         return Values(n, 2, p.scale, shelf.read, p.count)
 
@@ -313,10 +311,10 @@ class ProviderSide:
 
         async def collect() -> None:
             how, part, masks, shelf = ahead.popleft()
-            m = await self.ch.recv(self.who, Fresh, c0=(part.stop - part.start, how.back, p.degree))  # L4
+            m = await self.ch.recv(self.who, Fresh, c0=(2 * pairs(part), how.back, p.tight))  # L4
             seed = seed_of(m.seed, "L4", self.who)
-            c0 = self.ev.put(read(p, m.c0, "L4", self.who))
-            shelf.put(part.start, self.ev.unblind(c0, seed, how, masks))
+            fresh = self.ev.unblind(self.put(m.c0, "L4"), seed, how, masks)
+            shelf.put(part.start, fresh[: part.stop - part.start])
 
         for how, recipe in groups:
             shelf = self.pool.shelf(how.count, 2, how.back, p.degree)
@@ -360,7 +358,7 @@ async def provider(
 
     async def serve(u: Party) -> int:
         mine, p, s = ch.sub(str(u)), params.crypto, params.shape
-        key = await mine.recv(u, Key, b=(p.count, p.degree))  # L1
+        key = await mine.recv(u, Key, **key_shapes(p, plan(s, p).openings))  # L1
         if key.batches < 1:
             raise ProtocolAbort(NAME, "L1", "malformed", f"'{u}' announces {key.batches} batches")
         ledger.admit(u, key.batches * p.slots, math.ceil(params.budget / p.slots) * p.slots)

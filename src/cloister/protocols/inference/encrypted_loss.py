@@ -60,20 +60,20 @@ class Params:  # public
 
 @message("L1")
 class Key:  # u → P
-    b: U32  # (K, N)
+    b: U32  # (K, tight)
     seed: bytes
     samples: int
 
 
 @message("L2")
 class Sample:  # u → P
-    c0: U32  # (2K, primes, N): labels, then log-probabilities
+    c0: U32  # (2K, primes, tight): labels, then log-probabilities
     seed: bytes
 
 
 @message("L3")
 class Loss:  # P → u
-    c: U32  # (1, 3, primes, N)
+    c: U32  # (1, 3, primes, tight)
 
 
 def ideal(params: Params, inputs: Mapping[Party, tuple[F64, Any]]) -> dict[Party, float | None]:
@@ -91,7 +91,7 @@ def roles(params: Params) -> dict[Party, object]:
 
 def cost(params: Params, samples: int = 1) -> dict[Party, tuple[int, int]]:
     """Messages and payload, where every owner has so many samples."""
-    one, u = params.crypto.count * params.crypto.degree * 4, len(params.owners)
+    one, u = params.crypto.count * params.crypto.tight * 4, len(params.owners)
     up = (1 + samples, one * (1 + 2 * params.labels * samples))
     return {params.provider: (u, 3 * u * one)} | dict.fromkeys(params.owners, up)
 
@@ -107,14 +107,14 @@ async def owner(ch: Channel, params: Params, p: F64, codes: Any, *, entropy: Ent
     ):
         raise DataError(f"expected probabilities of {params.labels} labels and a label for each of 1 to {MOST} samples")
     key, mine = OwnerKey(crypto, entropy), ch.sub(str(ch.me))
-    await mine.send(P, Key(key.b, key.seed, n))  # L1
+    await mine.send(P, Key(block.pack_words(crypto, key.b), key.seed, n))  # L1
     logs = np.log(np.clip(p, SMALLEST, 1.0))
     for row, code in zip(logs, codes, strict=True):
         seed = entropy.bytes(32)
         x = np.concatenate([np.eye(params.labels)[code], row])
         c0 = key.encrypt(np.repeat(x[:, None], crypto.slots, axis=1), seed, entropy)
-        await mine.send(P, Sample(c0, seed))  # L2
-    c = await mine.recv(P, Loss, c=(1, 3, crypto.count, crypto.degree))  # L3
+        await mine.send(P, Sample(block.pack_words(crypto, c0), seed))  # L2
+    c = await mine.recv(P, Loss, c=(1, 3, crypto.count, crypto.tight))  # L3
     total = float(key.read(_read(crypto, c.c, "L3", P), crypto.scale**2, 1)[0, 0])
     return ch.reveal(-total / n, to=ch.me, line="L3", what=f"mean loss of {n} samples", protocol=NAME)
 
@@ -125,22 +125,22 @@ async def provider(ch: Channel, params: Params, *, entropy: Entropy) -> None:
 
     async def serve(u: Party) -> None:
         mine = ch.sub(str(u))
-        key = await mine.recv(u, Key, b=(crypto.count, crypto.degree))  # L1
+        key = await mine.recv(u, Key, b=(crypto.count, crypto.tight))  # L1
         if not 0 < key.samples <= MOST or len(key.seed) != 32:
             raise ProtocolAbort(NAME, "L1", "malformed", f"'{u}' announces {key.samples} samples")
         ev = Evaluator(crypto, _read(crypto, key.b, "L1", u), key.seed)
         total = np.zeros((1, 3, crypto.count, crypto.degree), np.uint32)
         for _ in range(key.samples):
-            m = await mine.recv(u, Sample, c0=(2 * K, crypto.count, crypto.degree))  # L2
+            m = await mine.recv(u, Sample, c0=(2 * K, crypto.count, crypto.tight))  # L2
             c = block.expand(crypto, _read(crypto, m.c0, "L2", u), m.seed)
             total = ev.combine([(1, total), (1, ev.dot(c[:K], c[K:])[None])])
-        await mine.send(u, Loss(ev.flood(total, NOISE_BITS, crypto.count, entropy)))  # L3
+        await mine.send(u, Loss(ev.host(ev.flood(total, NOISE_BITS, crypto.count, entropy))))  # L3
 
     await asyncio.gather(*(serve(u) for u in params.owners))
 
 
 def _read(params: Parameters, x: U32, line: str, who: Party) -> Any:
     try:
-        return block.unpack(params, x)
+        return block.unpack_words(params, x)
     except CloisterError as e:
         raise ProtocolAbort(NAME, line, "malformed", f"from '{who}': {e}") from None

@@ -53,15 +53,14 @@ from cloister.net.channel import Channel
 from cloister.net.wire import message
 from cloister.protocols.inference import encrypted_inference
 from cloister.protocols.inference.block_circuit import Circuit, Plan, plan
+from cloister.protocols.inference.block_messages import key_shapes, parts, powers, traffic
 from cloister.protocols.inference.block_values import Values
 from cloister.protocols.inference.encrypted_inference import (
     Key,
     Ledger,
     OwnerSide,
     ProviderSide,
-    chunks,
     fill,
-    parts,
     read,
     seed_of,
 )
@@ -96,12 +95,12 @@ class Params:  # public
 
 @message("L3")
 class Output:  # P → u
-    c: U32  # (n, 2, k, N)
+    c: U32  # (n, 2, k, tight)
 
 
 @message("L4")
 class Again:  # u → P
-    c0: U32  # (n, K, N)
+    c0: U32  # (n, K, tight)
     seed: bytes
 
 
@@ -133,14 +132,15 @@ def roles(params: Params) -> dict[Party, object]:
 def cost(params: Params, samples: int = 2) -> dict[Party, tuple[int, int]]:
     """Messages and payload, where every owner brings so many samples."""
     p, s, n = params.crypto, params.shape, samples
-    word, inputs, values = p.degree * 4, (s.tokens - 1) * s.inputs, s.tokens * s.width
+    one, inputs, values = p.tight * 4, (s.tokens - 1) * s.inputs, s.tokens * s.width
     every = [h for block in blocks_of(s, p) for h in block.openings]
-    trips = sum(len(chunks(h)) for h in every) + s.depth * len(parts(values))
-    up = 1 + n * inputs + n * s.depth * values, n * sum(h.count * h.back for h in every)
-    down = n * sum(h.count * h.polys * h.primes for h in every) + n * s.depth * values * 2 * params.primes
-    owner_sends = 1 + n * (len(parts(inputs)) + trips), (up[0] * p.count + up[1]) * word
+    trips, sent, back = traffic(every)
+    trips += s.depth * len(parts(values))
+    whole = 1 + powers(every) * p.count + n * (inputs + s.depth * values)
+    down = n * (sent + s.depth * values * 2 * params.primes)
+    owner_sends = 1 + n * (len(parts(inputs)) + trips), (whole * p.count + n * back) * one
     u = len(params.owners)
-    provider_sends = u * (n * trips + s.depth), u * (down * word + 8 * n * s.depth)
+    provider_sends = u * (n * trips + s.depth), u * (down * one + 8 * n * s.depth)
     return {params.provider: provider_sends} | dict.fromkeys(params.owners, owner_sends)
 
 
@@ -178,11 +178,12 @@ async def owner(ch: Channel, params: Params, inputs: F64, *, entropy: Entropy) -
     key, P = OwnerKey(p, entropy), params.provider
     side = OwnerSide(ch.sub(str(ch.me)), params.inside, key, entropy)
     mine = side.ch
-    await mine.send(P, Key(key.b, key.seed, n))  # L1
+    planned = blocks_of(s, p)
+    await side.send_key([h for one in planned for h in one.openings], n)  # L1
     for x in inputs:
         await side.send_inputs(fill(x[None], p.slots))  # L2
     seen, orders = [], []
-    for number, rounds in enumerate(blocks_of(s, p)):
+    for number, rounds in enumerate(planned):
         for _ in range(n):
             for openings in rounds.rounds:
                 for how in openings:
@@ -191,7 +192,7 @@ async def owner(ch: Channel, params: Params, inputs: F64, *, entropy: Entropy) -
         for i in range(n):
             for part in parts(s.tokens * s.width):
                 count = part.stop - part.start
-                m = await mine.recv(P, Output, c=(count, 2, params.primes, p.degree))  # L3
+                m = await mine.recv(P, Output, c=(count, 2, params.primes, p.tight))  # L3
                 opened = key.read(read(p, m.c, "L3", P), math.ldexp(p.scale, LIFT), 1)[:, 0]
                 if not float(np.abs(opened).max()) <= 2 * s.x_bound:
                     raise ProtocolAbort(
@@ -200,7 +201,7 @@ async def owner(ch: Channel, params: Params, inputs: F64, *, entropy: Entropy) -
                 hidden[i, part] = opened
                 seed = entropy.bytes(32)
                 again = key.encrypt(np.repeat(opened[:, None], p.slots, axis=1), seed, entropy)
-                await mine.send(P, Again(again, seed))  # L4
+                await mine.send(P, Again(block.pack_words(p, again), seed))  # L4
         what = f"all activations of block {number + 1} for {n} samples"
         seen.append(mine.reveal(hidden, to=ch.me, line="L3", what=what, protocol=NAME))
         if number:
@@ -236,13 +237,14 @@ async def provider(
 
     async def serve(u: Party) -> int:
         mine = ch.sub(str(u))
-        key = await mine.recv(u, Key, b=(p.count, p.degree))  # L1
+        planned = blocks_of(s, p)
+        key = await mine.recv(u, Key, **key_shapes(p, [h for one in planned for h in one.openings]))  # L1
         n = key.batches
         if n < 2:
             raise ProtocolAbort(NAME, "L1", "too-few", f"'{u}' brings {n} sample(s); two are needed to permute")
         ledger.admit(u, n, params.budget)
         side = ProviderSide(mine, params.inside, u, key, entropy)
-        circuit, planned = Circuit(s, p, side.refresh, rounded, side.ev, (), side.pool), blocks_of(s, p)
+        circuit = Circuit(s, p, side.refresh, rounded, side.ev, (), side.pool)
         xs = [await side.inputs() for _ in range(n)]  # L2
         before: Any = None
         for layer in range(s.depth):
@@ -256,11 +258,11 @@ async def provider(
                 for part in parts(xs[i].n):
                     lifted = side.ev.combine([(1 << LIFT, xs[i].get(range(part.start, part.stop), params.primes))])
                     c = side.ev.flood(lifted, LIFT, params.primes, entropy)
-                    await mine.send(u, Output(c))  # L3
+                    await mine.send(u, Output(side.ev.host(c)))  # L3
             for i in order:
                 shelf = side.pool.shelf(xs[i].n, 2, p.count, p.degree)
                 for part in parts(xs[i].n):
-                    m = await mine.recv(u, Again, c0=(part.stop - part.start, p.count, p.degree))  # L4
+                    m = await mine.recv(u, Again, c0=(part.stop - part.start, p.count, p.tight))  # L4
                     shelf.put(part.start, block.expand(p, read(p, m.c0, "L4", u), seed_of(m.seed, "L4", u)))
                 xs[i] = Values(xs[i].n, 2, p.scale, shelf.read, p.count)
             mine.record_opening(to=u, line="L3", what=f"all activations of block {layer + 1}", protocol=NAME)

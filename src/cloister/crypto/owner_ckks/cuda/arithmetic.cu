@@ -1,7 +1,7 @@
 // Arithmetic modulo primes q < 2^28 in 32-bit words: what all kernels of this folder share.
 //
-// The files are compiled together, in the order arithmetic, transforms, randomness, integers, ciphertexts, linear, with
-// -DLOG_DEGREE=12|13|14. Arrays of ciphertexts are (n, p, k, N): n ciphertexts of p polynomials at k primes, in NTT
+// The files are compiled together, in the order arithmetic, transforms, randomness, integers, ciphertexts, pairs, linear,
+// with -DLOG_DEGREE=12|13|14. Arrays of ciphertexts are (n, p, k, N): n ciphertexts of p polynomials at k primes, in NTT
 // form. Wherever an array is read at its first k primes only, the number of primes it has is a parameter of its own.
 
 typedef unsigned int u32;

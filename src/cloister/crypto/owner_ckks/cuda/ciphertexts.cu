@@ -13,16 +13,16 @@ struct Place {
   }
 };
 
-// lift·c_m + E_m + V_m·b + V_{m-1}·a of ciphertexts (n, p, k, N); noise (n, 2p - 1, k, N) holds the E, then the V.
+// c_m + E_m + V_m·b + V_{m-1}·a of ciphertexts (n, p, k, N); noise (n, 2p - 1, k, N) holds the E, then the V.
 extern "C" __global__ void rerandomise(u32* out, const u32* cts, const u32* noise, const Factor* b, const Factor* a,
-                                       const Factor* lift, const Prime* primes, int p, int k, long count) {
+                                       const Prime* primes, int p, int k, long count) {
   long i = thread_number();
   if (i >= count) return;
   Place at(i, p, k);
   u32 q = primes[at.j].q;
   const u32* e = noise + (at.c * (2 * p - 1) * k + at.j) * N + at.x;
   long step = (long)k * N, place = (long)at.j * N + at.x;
-  u32 v = add(product(cts[i], lift[at.j], q), e[at.m * step], q);
+  u32 v = add(cts[i], e[at.m * step], q);
   if (at.m < p - 1) v = add(v, product(e[(p + at.m) * step], __ldg(&b[place]), q), q);
   if (at.m > 0) v = add(v, product(e[(p + at.m - 1) * step], __ldg(&a[place]), q), q);
   out[i] = v;

@@ -115,12 +115,16 @@ __device__ __forceinline__ void pass_up(u32* s, const Factor* w, u32 q, u32 one)
 #define FOURTH 11, 3
 #endif
 
-// `mine`: the thread's values, at threadIdx.x + j·THREADS, below 2q
-__device__ __forceinline__ void transform(u32* s, const u32* mine, const Factor* w, Prime p, u32* out) {
+// `mine`: the thread's values, at threadIdx.x + j·THREADS, below 2q. The result stays in s, not reduced.
+__device__ __forceinline__ void transform_in(u32* s, const u32* mine, const Factor* w, Prime p) {
   pass_down<0, 4, true, false>(s, mine, w, p.q, p.one);
   pass_down<SECOND, false, false>(s, mine, w, p.q, p.one);
   pass_down<THIRD, false, true>(s, mine, w, p.q, p.one);
   pass_down<FOURTH, false, false>(s, mine, w, p.q, p.one);
+}
+
+__device__ __forceinline__ void transform(u32* s, const u32* mine, const Factor* w, Prime p, u32* out) {
+  transform_in(s, mine, w, p);
 #pragma unroll
   for (int j = 0; j < 16; j++) {
     int i = threadIdx.x + j * THREADS;

@@ -1,0 +1,46 @@
+"""How the openings of a plan are cut into messages, and what these hold. Local steps of `encrypted_inference`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cloister.crypto.owner_ckks.scheme import KEEP, Opening, Parameters
+
+CHUNK = 32  # values of one message
+
+
+def parts(count: int) -> list[slice]:
+    return [slice(s, min(count, s + CHUNK)) for s in range(0, count, CHUNK)]
+
+
+def chunks(how: Opening) -> list[slice]:
+    """The messages of one opening."""
+    found = []
+    for lo in range(0, how.count, how.group):
+        found += [slice(lo + p.start, lo + p.stop) for p in parts(min(how.group, how.count - lo))]
+    return found
+
+
+def pairs(part: slice) -> int:
+    """How many pairs of values travel in one message."""
+    return -(-int(part.stop - part.start) // 2)
+
+
+def traffic(openings: Sequence[Opening]) -> tuple[int, int, int]:
+    """Messages each way; polynomials at one prime, down and up."""
+    every = [(how, pairs(part)) for how in openings for part in chunks(how)]
+    return len(every), sum(n * 2 * KEEP for _, n in every), sum(2 * n * how.back for how, n in every)
+
+
+def powers(openings: Sequence[Opening]) -> int:
+    """How many powers of an owner's key need switching keys."""
+    return max(how.polys for how in openings) - 2
+
+
+def key_shapes(p: Parameters, openings: Sequence[Opening]) -> dict[str, tuple[int, ...]]:
+    return {"b": (p.count, p.tight), "switching": (powers(openings), p.count, p.count, p.tight)}
+
+
+def together(how: Opening, most: int) -> int:
+    """How many ciphertexts of an opening are made at once: whole groups, about `most`."""
+    return how.group * max(1, most // how.group)
