@@ -230,7 +230,8 @@ async def old_training_site(ch, params, offer, *, entropy, identity):
     task = await ch.recv(S, Task, theta=(6,))
     delta, loss = learner.train(task.theta, task.t, 0.1)
     weight = learner.cells / task.total
-    words, _ = update_words(params, len(task.clients), delta, weight, loss, entropy)
+    words, note = update_words(params, len(task.clients), delta, weight, loss, entropy)
+    weight = 0.0 if note else weight  # of an update that is no number
     words = np.concatenate([words[:-2], TAIL.encode(np.array([weight, weight * loss]))])  # weights were summed, too
     sums = params.sum(task.clients, len(words))
     await secure_sum.contributor(ch.sub("update/0", sums), sums, words, entropy=entropy, identity=identity)

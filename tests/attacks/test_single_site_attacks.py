@@ -140,7 +140,9 @@ def test_plain_updates_tell_who_has_more_of_a_cell_type_and_masked_ones_do_not()
 def test_the_same_attack_reads_updates_that_are_not_masked():
     pytest.importorskip("torch")
     found = cells_of(models.fine_tune(None))
-    assert abs(found["hardened"][0] - found["clear twin"][0]) <= 3  # a site's update is weighted by its cells
+    assert (
+        abs(found["hardened"][0] - found["clear twin"][0]) <= 10
+    )  # an update is weighted by its site's share of cells
 
 
 def gradients(seed=0, noise=0.0):

@@ -375,10 +375,10 @@ def test_the_clients_of_a_round_are_those_of_the_seed_and_of_who_has_labels():
     assert few.min_clients == 3
 
 
-@pytest.mark.parametrize("theta", [np.zeros(3), np.full(4, np.nan), np.full(4, 9.0), np.full(4, -9.0), np.ones(4)])
+@pytest.mark.parametrize("theta", [np.zeros(3), np.full(4, np.nan), np.full(4, 17.0), np.full(4, -17.0), np.ones(4)])
 def test_weights_with_one_thing_wrong(theta):
-    good = np.full(4, 7.9, np.float32)
-    training_terms.check_weights(TRAINING, good, wire.digest("theta", good), 2, 4, "L5")  # two rounds of ±4
+    good = np.full(4, 15.9, np.float32)
+    training_terms.check_weights(TRAINING, good, wire.digest("theta", good), 2, 4, "L5")  # two rounds of ±4, twice
     theta = theta.astype(np.float32)
     told = good if theta[0] == 1 else theta  # the last one is sound, but not what was told
     refused("weights", training_terms.check_weights, TRAINING, theta, wire.digest("theta", told), 2, 4, "L5")
@@ -417,15 +417,15 @@ def test_sums_of_training_with_one_thing_wrong():
 
 
 def test_a_mean_update_that_no_sites_have():
-    def words(delta, weight, loss):
+    def words(delta, count, loss):
         code, tail = TRAINING.code(3), training_terms.TAIL
-        return np.concatenate([code.encode(np.array(delta)), tail.encode(np.array([weight, loss]))])
+        return np.concatenate([code.encode(np.array(delta)), tail.encode(np.array([count, loss]))])
 
-    mean, _ = training_terms.mean_update(TRAINING, 3, 2, words([1.0, -2.0], 0.5, 0.2), 3)
-    np.testing.assert_allclose(mean, [2.0, -4.0], atol=1e-6)
-    assert training_terms.mean_update(TRAINING, 3, 2, words([0.0, 0.0], 0.0, 0.0), 3)[0].sum() == 0
+    mean, _ = training_terms.mean_update(TRAINING, 3, 3, 2, words([1.0, -2.0], 2.0, 0.2), 3)  # two of three
+    np.testing.assert_allclose(mean, [1.5, -3.0], atol=1e-6)
+    assert training_terms.mean_update(TRAINING, 3, 3, 2, words([0.0, 0.0], 0.0, 0.0), 3)[0].sum() == 0
     for given in (([1.0, -2.2], 0.5, 0.2), ([1.0, 1.0], -0.5, 0.2), ([1.0, 1.0], 3.5, 0.2), ([1.0, 1.0], 1.0, -1.0)):
-        refused("damaged", training_terms.mean_update, TRAINING, 3, 2, words(*given), 3)
+        refused("damaged", training_terms.mean_update, TRAINING, 3, 3, 2, words(*given), 3)
 
 
 # ---- the same view ---------------------------------------------------------------------------------------------------

@@ -106,7 +106,11 @@ def test_the_whole_of_a_story_is_no_single_workflow():
 @pytest.mark.parametrize("name", SHIPPED)
 def test_every_workflow_says_where_its_results_go(name):
     workflow = get(name)
-    options = options_of(workflow, {"predict-cellcnn": {"query": "a", "keep": "k"}}.get(name, {}))
+    required = {
+        "predict-cellcnn": {"query": "a", "keep": "k"},
+        "compare-groups": {"groups": ("control", "case"), "donor_key": "donor"},
+    }
+    options = options_of(workflow, required.get(name, {}))
     assert given(workflow, options, "a")
     assert all(place.split("[")[0] in ("obs", "obsm", "layers", "uns") for place in given(workflow, options, "a"))
     assert needed(workflow, options, "a") is not None

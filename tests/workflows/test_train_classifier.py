@@ -11,7 +11,7 @@ from cloister.cells import tables as cells
 from cloister.cells.stored import open_stored
 from cloister.errors import DataError, ParameterError, ProtocolAbort
 from cloister.models.linear import LinearModel
-from cloister.protocols.sums import shared_pca
+from cloister.protocols.sums import gene_moments
 from cloister.run.rehearsal import rehearse
 from cloister.workflows.trained import load_model
 from cloister.workflows.trained.cell_classifier import CellClassifier, majority
@@ -266,7 +266,7 @@ def test_cells_on_disk_give_the_same_model(sites, run, tmp_path, monkeypatch):
     for name, a in sites.items():
         cells.write_cells(a, tmp_path / f"{name}.h5ad")
     stored = {name: open_stored(tmp_path / f"{name}.h5ad", None) for name in sites}
-    monkeypatch.setattr(shared_pca, "BLOCK", 30_000)  # fifty cells
+    monkeypatch.setattr(gene_moments, "BLOCK", 30_000)  # fifty cells
     monkeypatch.setattr(values, "loaded", lambda *_: pytest.fail("the whole matrix was loaded"))
     monkeypatch.setattr(cells, "loaded", lambda *_: pytest.fail("the whole matrix was loaded"))
     read = []

@@ -278,9 +278,8 @@ def noise_found(params):
     apart = whole(params, card.host(key.opened(ev.switched(zero)))) - whole(params, card.host(key.opened(zero)))
     Q = rings.modulus(params, params.count)
     noise = np.array([float((x + Q // 2) % Q - Q // 2) for x in apart.reshape(-1)])
-    digits = np.sqrt(sum(float(q) ** 2 for q in rings.primes_of(params)) / 3)  # uniform in [0, q)
-    # the digits' mean makes sums of errors, which hang together: they vary from key to key
-    yield "switched, against expected", noise.std() / (3.2 * digits * np.sqrt((most - 2) * N)), 0.4, 1.6
+    digits = np.sqrt(sum(float(q) ** 2 for q in rings.primes_of(params)) / 12)  # uniform in [-q/2, q/2)
+    yield "switched, against expected", noise.std() / (3.2 * digits * np.sqrt((most - 2) * N)), 0.9, 1.1
 
 
 def whole(params, residues):

@@ -22,11 +22,15 @@ def pack(a, b, turn, turn_s, lift, lift_s, q, out):
 
 
 @jit
-def spread(digit, q, out):
-    """One residue's digits modulo all primes, which differ by less than a factor of two."""
+def spread(digit, prime, q, out):
+    """Residues of one prime, as numbers about zero, modulo all primes, which differ by less than a factor of two.
+
+    About zero: numbers above it would have a mean, and their noise would gather in the first and last slots.
+    """
+    half = prime >> U(1)
     for j in range(out.shape[0]):
         for x in range(out.shape[1]):
-            out[j, x] = min(digit[x], U(digit[x] - q[j]))
+            out[j, x] = U(digit[x] + q[j] - prime) if digit[x] > half else digit[x]
 
 
 @jit

@@ -53,7 +53,7 @@ class Pairs:
         for m in range(p - 2):
             digits = r.backward(ct[2 + m].copy())
             for i in range(k):
-                self.kernels.spread(digits[i], r.q, digit)
+                self.kernels.spread(digits[i], r.q[i], r.q, digit)
                 self.kernels.add_products(sums, r.forward(digit), keys[m, i, :, :k])
         out = np.empty((2, k, N), np.uint32)
         self.kernels.reduce_all(sums, r.q, r.inv, out)

@@ -189,6 +189,7 @@ class Meeting:
     labelled: frozenset[Party]  # sites that have labels
     first: Ready
     total: float  # Σ n_u
+    counted: tuple[Party, ...]  # sites whose cells are in it
 
 
 async def coordinator(
@@ -242,12 +243,12 @@ async def _meet(ch: Channel, params: Params) -> Meeting:
     await ch.broadcast(sites, Vocabulary(labels, labelled))  # L2
     ready = await ch.gather(sites, Ready)  # L3
     check_same({u: (r.digest, r.size) for u, r in ready.items()}, "architecture or first weights", "L3")
-    total = 1.0
+    total, counted = 1.0, sites
     if params.weighting == "cells":
         cells = await secure_sum.aggregator(ch.sub("cells", params.sum(sites, 1)), params.sum(sites, 1))  # L4
-        total = float(COUNTS.decode(cells.z)[0])
+        total, counted = float(COUNTS.decode(cells.z)[0]), tuple(u for u in sites if u in cells.survivors)
         check_total(total, "L4", len(sites))
-    return Meeting(labels, frozenset(labelled), ready[sites[0]], max(1.0, total))
+    return Meeting(labels, frozenset(labelled), ready[sites[0]], max(1.0, total), counted)
 
 
 def _live(ch: Channel, params: Params) -> tuple[Party, ...]:
@@ -276,7 +277,7 @@ async def _average(ch: Channel, params: Params, state: State, task: Task, met: M
     sums = params.sum(clients, params.code(len(clients)).words(size) + 2)
     summed = await secure_sum.aggregator(ch.sub(f"update/{task.t}", sums, apart=True), sums)  # L8
     left = len(summed.survivors)
-    pool = len(pool_of(params, params.sites, task.t, met.labelled))
+    pool = len(pool_of(params, met.counted, task.t, met.labelled))
     update, loss = mean_update(params, pool, len(clients), size, summed.z, left)
     what = f"mean update of {left} sites" + _budget(params)
     to = (params.coordinator, *task.live)

@@ -48,9 +48,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) switched(u32* out, const u
       const u32* key0 = keys + (((long)(m * most + i) * 2) * most + j) * N;
       const u32* key1 = key0 + (long)most * N;
       const u32* from = digits + ((c * (p - 2) + m) * k + i) * N;
-      u32 mine[16];
+      u32 mine[16], other = primes[i].q;
 #pragma unroll
-      for (int e = 0; e < 16; e++) mine[e] = once(from[threadIdx.x + e * THREADS], prime.q);
+      for (int e = 0; e < 16; e++) {  // numbers about zero: with a mean, their noise would gather in the first slots
+        u32 y = from[threadIdx.x + e * THREADS];
+        mine[e] = y > other >> 1 ? y + prime.q - other : y;
+      }
       __syncthreads();  // until all have read what is in s
       transform_in(s, mine, w + (long)j * N, prime);
 #pragma unroll
