@@ -217,7 +217,7 @@ def test_fewer_values_than_edges_is_a_named_abort():
 
 @pytest.mark.parametrize("x", [[3, 1, 3, 70_000], [3, 1, 3, 9], [0.5, 3, 3], [], [65_535, 65_536]])
 def test_distinct_values_and_how_often_they_occur(x):
-    ((found, times),) = pooled_quantiles.distinct(np.array(x, dtype=np.float64))
+    ((found, times),) = pooled_quantiles.counted(np.array(x, dtype=np.float64))
     wanted, often = np.unique(x, return_counts=True)
     np.testing.assert_array_equal(found, wanted)
     np.testing.assert_array_equal(times, often)
