@@ -39,7 +39,7 @@ class Survey:
     finite: bool
     smallest: float  # of the finite non-zero values; 0 if there are none
     largest: float
-    table: Table | None = field(default=None, repr=False, compare=False)  # all finite non-zero values, if few are different
+    table: Table | None = field(default=None, repr=False, compare=False)  # of all values, if few differ
     single: bool = False  # of a sparse matrix: no place is stored twice, so that values can be read without places
 
     @property
