@@ -154,6 +154,7 @@ def stream_everything(monkeypatch):
     """Every file stays on disk, and is read in pieces that are small beside it."""
     monkeypatch.setattr("cloister.cells.files.IN_MEMORY", 0)
     monkeypatch.setitem(cell_values.blocks.__kwdefaults__, "entries", 50_000)
+    monkeypatch.setattr(cell_values, "_STORED", 3000)
     monkeypatch.setattr("cloister.protocols.sums.gene_moments.BLOCK", 20_000)
 
 
@@ -208,6 +209,68 @@ def test_the_shipped_cells_streamed_give_what_they_give_loaded(workflow, paths, 
     loaded = rehearse_same(workflow, demo_sites(), monkeypatch, **OPTIONS[workflow])
     streamed = rehearse_same(workflow, paths, monkeypatch, **OPTIONS[workflow])
     check_same_results(loaded, streamed, tmp_path / "out")
+
+
+def reads(monkeypatch):
+    """What is read of matrices on disk from here on: `rows` with their places, `values` alone, or `pointers`."""
+    seen, read = [], cell_values._read
+
+    def noted(matrix, part, where):
+        kind = "rows" if isinstance(part, tuple) else matrix.name.rpartition("/")[2]
+        seen.append((kind, where))
+        return read(matrix, part, where)
+
+    monkeypatch.setattr(cell_values, "_read", noted)
+    return seen
+
+
+@pytest.mark.parametrize("most", [1 << 16, 20])
+@pytest.mark.parametrize("layer", [None, "log"])
+def test_few_different_values_are_read_once_and_many_again_without_their_places(layer, most, tmp_path, monkeypatch):
+    sites = demo_sites()
+    for site, adata in sites.items():
+        adata.layers["log"] = adata.X.copy()
+        adata.layers["log"].data = np.log1p(adata.X.data)
+        write_cells(adata, tmp_path / f"{site}.h5ad")
+    loaded = rehearse_same("bin-values", sites, monkeypatch, layer=layer)
+    stream_everything(monkeypatch)
+    monkeypatch.setattr("cloister.cells.tally.MOST", most)
+    on_disk = {site: read_cells(tmp_path / f"{site}.h5ad", backed=True) for site in sites}
+    seen = reads(monkeypatch)
+    streamed = rehearse_same("bin-values", on_disk, monkeypatch, layer=layer)
+    kinds = [kind for kind, where in seen if where == cell_values.where_is(layer)]
+    check_same_results(loaded, streamed, tmp_path / "out")
+    pieces = sum(len([*cell_values.runs(cell_values.pointers(a.X, ""), 3000)]) for a in on_disk.values())
+    assert pieces > 6
+    assert kinds.count("rows") == pieces  # once, for kind and check
+    assert kinds.count("data") == (0 if most > 20 else 2 * pieces)  # coarse and fine
+
+
+@pytest.mark.parametrize("most", [1 << 16, 2])
+@pytest.mark.parametrize("form", [sparse.csr_matrix, sparse.csc_matrix])
+def test_places_that_are_stored_twice_are_added_up_however_often_they_are_read(form, most, tmp_path, monkeypatch):
+    adata = made(form=form)
+    write_cells(adata, tmp_path / "a.h5ad")
+    with h5py.File(tmp_path / "a.h5ad", "r+") as file:
+        at = np.flatnonzero(np.diff(file["X/indptr"][...]) > 1)[0]
+        first = file["X/indptr"][at]
+        file["X/indices"][first + 1] = file["X/indices"][first]
+    stream_everything(monkeypatch)
+    monkeypatch.setattr("cloister.cells.tally.MOST", most)
+    twice = read_cells(tmp_path / "a.h5ad", backed=True)
+    wanted = dense(read_cells(tmp_path / "a.h5ad").X)
+    wanted = np.sort(wanted[wanted != 0])
+    seen = cells.survey(twice)
+    assert not seen.single
+    assert (seen.table is None) == (most == 2)
+    assert seen.nonzero == len(wanted) == adata.X.nnz - 1
+    if seen.table is not None:
+        np.testing.assert_array_equal(np.repeat(*seen.table), wanted)
+    np.testing.assert_array_equal(np.sort(np.concatenate([*cells.nonzero_values(twice)])), wanted)
+
+
+def test_a_survey_does_not_show_values():
+    assert "table" not in repr(cells.survey(made()))
 
 
 def test_the_comparison_would_notice_one_value(paths, tmp_path, monkeypatch):

@@ -126,6 +126,24 @@ def test_the_shipped_cells():
     assert share_equal(run, pooled_bins(data, 51)[1]) == 1.0
 
 
+@pytest.mark.parametrize("donors", [{}, {"donor_key": "donor"}])
+@pytest.mark.parametrize("digits", [0, 2])
+def test_few_and_many_different_values_are_counted_alike(digits, donors, monkeypatch):
+    """From a table of how often each value occurs, and read again; with values of one person held to a range."""
+    of = log_values if digits else np.asarray
+    data = one_person({s: adata(of(counts(n, seed=i, depth=i + 1))) for i, (s, n) in SIZES[:3]})
+    for a in data.values():
+        a.X = sparse.csr_matrix(np.round(a.X, digits))
+    found = []
+    for most in (1 << 16, 3):
+        monkeypatch.setattr("cloister.cells.tally.MOST", most)
+        assert all((cells.survey(a).table is None) == (most == 3) for a in data.values())
+        run = rehearse("bin-values", data, **donors)
+        found.append({p: run.results[p] for p in ("coordinator", *data)})
+    assert found[0] == found[1]
+    assert not donors or found[0]["lugano"]["values_of_too_few_donors"] >= 30
+
+
 @pytest.mark.slow
 def test_many_values():
     rng = np.random.default_rng(0)

@@ -12,7 +12,6 @@ A file that changes between opening and writing is a `DataError`.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from anndata import AnnData
 from anndata.io import read_elem, sparse_dataset, write_elem
 
 from cloister.cells.pace import Pace
-from cloister.cells.values import is_on_disk
+from cloister.cells.values import is_on_disk, pointers, runs
 from cloister.errors import DataError
 
 _ROWS = 2**22  # stored entries that are written at a time
@@ -309,7 +308,7 @@ def write_matrix(group: Any, key: str, matrix: Any) -> None:
     new = group.create_group(key)
     kind = f"{matrix.format}_matrix"
     new.attrs.update({"encoding-type": kind, "encoding-version": "0.1.0", "shape": np.array(matrix.shape)})
-    indptr = np.asarray(source["indptr"][...]).astype(np.int64)
+    indptr = pointers(matrix, key)
     size = int(indptr[-1])
     length = max(1, min(size, 2**17))
     arrays = {
@@ -317,7 +316,7 @@ def write_matrix(group: Any, key: str, matrix: Any) -> None:
         for name, dtype in (("data", matrix.dtype), ("indices", source["indices"].dtype))
     }
     ends, at = [np.zeros(1, np.int64)], 0
-    for first, last in _runs(indptr):
+    for first, last in runs(indptr, _ROWS):
         block = matrix[first:last] if matrix.format == "csr" else matrix[:, first:last]
         block.sum_duplicates()
         arrays["data"][at : at + block.nnz] = block.data
@@ -328,13 +327,3 @@ def write_matrix(group: Any, key: str, matrix: Any) -> None:
     for array in arrays.values():
         array.resize((at,))
     new.create_dataset("indptr", data=np.concatenate(ends))
-
-
-def _runs(indptr: Any) -> Iterator[tuple[int, int]]:
-    """Ranges of rows that hold about `_ROWS` stored entries each."""
-    first, n = 0, len(indptr) - 1
-    while first < n:
-        last = int(np.searchsorted(indptr, indptr[first] + _ROWS, side="right")) - 1
-        last = min(n, max(first + 1, last))
-        yield first, last
-        first = last

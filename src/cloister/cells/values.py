@@ -8,14 +8,15 @@ hears how far a pass has come.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from cloister.arrays import F64, U64, Array
+from cloister.arrays import F64, I64, U64, Array
 from cloister.cells.pace import Pace
+from cloister.cells.tally import Table, Tally
 from cloister.errors import DataError
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 ExpressionKind = Literal["counts", "log", "scaled"]
 _BLOCK = 2**24  # matrix entries per block, zeros included
+_STORED = 2**21  # stored entries that are read at a time where only values matter
 _SAMPLE, _SAMPLE_BLOCKS = 2**18, 16  # the same for a sample, and how many of them
 
 Mapping = Callable[[F64, U64], npt.ArrayLike]  # non-zero values and their places row · n_vars + column → new values
@@ -37,6 +39,8 @@ class Survey:
     finite: bool
     smallest: float  # of the finite non-zero values; 0 if there are none
     largest: float
+    table: Table | None = field(default=None, repr=False, compare=False)  # of all values, if few differ
+    single: bool = False  # of a sparse matrix: no place is stored twice, so that values can be read without places
 
     @property
     def kind(self) -> ExpressionKind:
@@ -49,17 +53,21 @@ def survey(adata: AnnData, layer: str | None = None) -> Survey:
     kept = _kept_surveys(adata, matrix)
     if layer in kept:
         return kept[layer]
-    nonzero, whole, finite, low, high = 0, True, True, np.inf, -np.inf
-    for _, block in blocks(matrix, where_is(layer)):
-        values = _stored(block)
-        values = values[values != 0]
+    stored, nonzero, whole, finite, low, high = 0, 0, True, True, np.inf, -np.inf
+    tally = Tally()
+    for values in _stored_values(matrix, where_is(layer)):
+        stored += values.size
+        values = _without_zeros(values)
         nonzero += values.size
         if values.dtype.kind == "f" and not np.isfinite(values).all():
             finite, values = False, values[np.isfinite(values)]
         if values.size:
+            values = tally.add(values)
             low, high = min(low, float(values.min())), max(high, float(values.max()))
             whole = whole and (values.dtype.kind != "f" or bool((values == np.rint(values)).all()))
-    seen = Survey(nonzero, whole, finite, low if nonzero else 0.0, high if nonzero else 0.0)
+    single = is_sparse(matrix) and stored == int(pointers(matrix, where_is(layer))[-1])
+    ends = (low, high) if nonzero else (0.0, 0.0)
+    seen = Survey(nonzero, whole, finite, *ends, tally.table, single)
     kept[layer] = seen
     return seen
 
@@ -91,10 +99,11 @@ def expression_kind(adata: AnnData, layer: str | None = None) -> ExpressionKind:
 
 
 def nonzero_values(adata: AnnData, layer: str | None = None) -> Iterator[F64]:
-    """Yield the non-zero values, block by block, in no promised order."""
-    for _, block in blocks(matrix_of(adata, layer), where_is(layer)):
-        values = _stored(block)
-        yield values[values != 0].astype(np.float64)
+    """Yield the non-zero values, some at a time, in no promised order."""
+    matrix = matrix_of(adata, layer)
+    seen = _kept_surveys(adata, matrix).get(layer)
+    for values in _stored_values(matrix, where_is(layer), bare=seen is not None and seen.single):
+        yield _without_zeros(values).astype(np.float64)
 
 
 def sample_values(adata: AnnData, layer: str | None = None) -> F64:
@@ -302,7 +311,43 @@ def blocks(
         pace.tell(cut.stop, length)
 
 
-def _read(matrix: Any, part: tuple[slice, slice], where: str) -> Any:
+def _stored_values(matrix: Any, where: str, *, bare: bool = False) -> Iterator[Array]:
+    """The stored values, `_STORED` of them or one row at a time; `bare`, those of a file without their places."""
+    if not is_sparse(matrix):
+        yield from (_stored(block) for _, block in blocks(matrix, where))
+        return
+    indptr, pace = pointers(matrix, where), Pace("reading", where)
+    for first, last in runs(indptr, _STORED):
+        cut = slice(first, last)
+        if bare:
+            yield _read(matrix.group["data"], slice(int(indptr[first]), int(indptr[last])), where)
+        else:
+            yield _read(matrix, (slice(None), cut) if matrix.format == "csc" else (cut, slice(None)), where).data
+        pace.tell(last, len(indptr) - 1)
+
+
+def pointers(matrix: Any, where: str) -> I64:
+    """Where each row (or column) of a sparse matrix begins among its stored entries, and where the last one ends."""
+    held = _read(matrix.group["indptr"], slice(None), where) if is_on_disk(matrix) else matrix.indptr
+    return np.asarray(held).astype(np.int64)
+
+
+def runs(indptr: I64, entries: int) -> Iterator[tuple[int, int]]:
+    """Ranges of rows that hold at most so many stored entries, or are one row."""
+    first, n = 0, len(indptr) - 1
+    while first < n:
+        last = int(np.searchsorted(indptr, indptr[first] + entries, side="right")) - 1
+        last = min(n, max(first + 1, last))
+        yield first, last
+        first = last
+
+
+def _without_zeros(values: Array) -> Array:
+    there = values != 0
+    return values if there.all() else values[there]
+
+
+def _read(matrix: Any, part: tuple[slice, slice] | slice, where: str) -> Any:
     try:
         block = matrix[part]
         if is_sparse(block):

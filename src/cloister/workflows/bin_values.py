@@ -10,6 +10,7 @@ import numpy as np
 
 from cloister.arrays import F64, I64, U64
 from cloister.cells import tables as cells
+from cloister.cells.tally import Table
 from cloister.errors import DataError, ParameterError
 from cloister.net.seat import Outcome, Place, Seat
 from cloister.protocols.sums import averaged_quantiles, common_genes, pooled_quantiles
@@ -75,15 +76,15 @@ def bin_values(adata: AnnData, seat: Seat | Place, *, copy: bool = False) -> Ann
 
 
 def site(seat: Seat, adata: AnnData, options: Options) -> Outcome:
-    kind = cells.survey(adata, options.layer).kind
+    seen = cells.survey(adata, options.layer)
     names = [str(g) for g in adata.var_names]
-    agreed = seat.run(common_genes.site, common_genes.Params(seat.sites, seat.coordinator), kind, names)
-    values = Values(adata, options.layer, _range(adata, options))
+    agreed = seat.run(common_genes.site, common_genes.Params(seat.sites, seat.coordinator), seen.kind, names)
+    values = Values(adata, options.layer, _range(adata, options), seen.table)
     if seat.mode == "published":
         own = np.concatenate([*values])
         edges = seat.run(averaged_quantiles.site, averaged(seat, options), own, int(adata.n_obs))
     else:
-        edges = seat.run(pooled_quantiles.site, pooled(seat, options, agreed.kind), values)
+        edges = seat.run(pooled_quantiles.site, pooled(seat, options, agreed.kind), values.counted() or values)
     ties = int(seat.rng("ties").integers(1 << 63))
     adata.layers[options.key_added] = cells.map_values(
         adata, lambda v, at: digitise(v, edges, spread(at, ties)), options.layer, np.int16
@@ -99,12 +100,24 @@ def site(seat: Seat, adata: AnnData, options: Options) -> Outcome:
 
 @dataclass
 class Values:
-    """The non-zero values of some cells at a time, held to a range, as often as they are asked for."""
+    """The non-zero values of some cells at a time, held to a range, as often as they are asked for.
+
+    Where few of them are different they were counted when the kind of values was looked for: cells are read once.
+    """
 
     adata: AnnData
     layer: str | None
     range: tuple[float, float] | None = None
+    table: Table | None = None
     held: int = 0  # of the last pass: values beyond the range
+
+    def counted(self) -> Table | None:
+        if self.table is None or self.range is None:
+            return self.table
+        values, times = self.table
+        within = np.clip(values, *self.range)
+        self.held = int(times[within != values].sum())
+        return Table(within, times)
 
     def __iter__(self) -> Iterator[F64]:
         self.held = 0

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cloister.cells.tally import Table, distinct
 from cloister.errors import DataError, ParameterError, ProtocolAbort
 from cloister.protocols.sums import pooled_quantiles, secure_sum
 from cloister.protocols.sums.pooled_quantiles import Edges, Params, Refine, count
@@ -87,6 +88,35 @@ def test_values_in_pieces_give_the_same_as_all_at_once():
     pieces = Case(whole.params, {u: (np.array_split(x, 7),) for u, (x,) in whole.inputs.items()})
     one, many = (values(run_protocol(pooled_quantiles, c)) for c in (whole, pieces))
     np.testing.assert_array_equal(one[HUB], many[HUB])
+
+
+@pytest.mark.parametrize("draw", [poisson, lognormal])
+def test_a_table_of_how_often_values_occur_gives_the_same_sums_and_edges(draw):
+    plain = draw(B=20, least=3)
+    tables = {u: (distinct(x),) for u, (x,) in plain.inputs.items()}
+    chosen = np.arange(1536, 1836, 3)
+    for u, (x,) in plain.inputs.items():
+        of_all, of_table = (pooled_quantiles.count_coarse(plain.params, v) for v in (x, *tables[u]))
+        np.testing.assert_array_equal(of_all, of_table)
+        of_all, of_table = (pooled_quantiles.count_fine(plain.params, chosen, v) for v in (x, *tables[u]))
+        np.testing.assert_array_equal(of_all, of_table)
+        assert of_all.sum() > 0
+    counted = Case(plain.params, tables)
+    one, other = (values(run_protocol(pooled_quantiles, c)) for c in (plain, counted))
+    np.testing.assert_array_equal(one[HUB], other[HUB])
+    check_ideal(pooled_quantiles, [counted], agree=exactly if plain.params.whole else nearly)
+
+
+def test_a_table_is_taken_as_it_is_also_where_values_were_held_to_a_range_and_repeat():
+    table = Table(np.array([1.0, 2.0, 2.0, 9.0]), np.array([5, 1, 2, 3]))
+    (found,) = pooled_quantiles.counted(table)
+    assert found is table
+    (spelled,) = pooled_quantiles.pieces(table)
+    assert spelled.tolist() == [1] * 5 + [2] * 3 + [9] * 3
+    params = poisson().params
+    for v in (table, spelled):
+        total = pooled_quantiles.count_coarse(params, v)
+        assert total[total > 0].tolist() == [5, 3, 3]
 
 
 def test_vectors():
@@ -200,9 +230,12 @@ def test_floats_of_single_precision_and_the_ends_of_the_range():
     nearly(values(run)[HUB], wanted(c))
 
 
+@pytest.mark.parametrize("counted", [False, True])
 @pytest.mark.parametrize("value", [0.0, -1.0, np.nan, np.inf, 2.0**24, 2.0**-25])
-def test_values_out_of_range_are_refused_before_anything_is_sent(value):
+def test_values_out_of_range_are_refused_before_anything_is_sent(value, counted):
     c = case([[1.0, value], [1.0], [2.0]], B=2)
+    if counted:
+        c.inputs[Party("site-0")] = (Table(np.array([1.0, value]), np.array([1, 1])),)
     run = run_protocol(pooled_quantiles, c, timeout=10.0)
     assert isinstance(run.errors["site-0"], DataError)
     sent = [e.name for e, _ in run.receipts["site-0"].entries if e.kind == "sent"]
@@ -217,7 +250,7 @@ def test_fewer_values_than_edges_is_a_named_abort():
 
 @pytest.mark.parametrize("x", [[3, 1, 3, 70_000], [3, 1, 3, 9], [0.5, 3, 3], [], [65_535, 65_536]])
 def test_distinct_values_and_how_often_they_occur(x):
-    ((found, times),) = pooled_quantiles.distinct(np.array(x, dtype=np.float64))
+    ((found, times),) = pooled_quantiles.counted(np.array(x, dtype=np.float64))
     wanted, often = np.unique(x, return_counts=True)
     np.testing.assert_array_equal(found, wanted)
     np.testing.assert_array_equal(times, often)

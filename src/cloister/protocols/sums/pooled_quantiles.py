@@ -9,7 +9,8 @@
                                           site dropped out between L1 and L3
     L5   u, S    all were told the same   (same_view)
 
-Values may come in pieces that are read again for L3, so a site need not hold them all at once.
+Values may come in pieces that are read again for L3, so a site need not hold them all at once; where few of them are
+different, as of counts, a table of how often each occurs does for both.
 
 ⇒ is a broadcast: sites that were given different cells or edges cannot finish the next sum, or L5. All sums go on with
 the sites that are left of the one before; `again` is refused where nobody dropped out.
@@ -55,6 +56,7 @@ from typing import TypeAlias
 import numpy as np
 
 from cloister.arrays import F64, I64, U64
+from cloister.cells.tally import Table, distinct
 from cloister.crypto.agreement import Identity
 from cloister.crypto.entropy import Entropy
 from cloister.errors import DataError, ParameterError, ProtocolAbort
@@ -65,11 +67,10 @@ from cloister.study import Party
 
 NAME = "pooled_quantiles"
 MOST = 1 << 48  # values that all sites together may hold in a cell
-TABLE = 1 << 16  # whole numbers below are counted in a table, others are sorted
 LOWEST, HIGHEST = -24, 24  # log₂ of the ends of the grid
 
 
-Values: TypeAlias = F64 | Iterable[F64]  # all at once, or in pieces; pieces are asked for more than once
+Values: TypeAlias = F64 | Table | Iterable[F64]  # all at once, counted, or in pieces that are asked for again
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,20 +145,20 @@ def cost(params: Params, refined: int | None = None) -> dict[Party, tuple[int, i
 
 
 def pieces(values: Values) -> Iterable[F64]:
+    if isinstance(values, Table):
+        return (np.repeat(*values),)
     return (values,) if isinstance(values, np.ndarray) else values
 
 
-def distinct(values: Values) -> Iterator[tuple[F64, I64]]:
+def counted(values: Values) -> Iterator[Table]:
     """The values of each piece in rising order, each once, and how often it occurs."""
+    if isinstance(values, Table):
+        check_values(values.values)
+        yield values
+        return
     for piece in pieces(values):
         check_values(piece)
-        whole = piece.astype(np.int64)
-        if np.array_equal(whole, piece) and whole.max(initial=0) < TABLE:
-            times = np.bincount(whole)
-            at = np.flatnonzero(times)
-            yield at.astype(np.float64), times[at]
-        else:
-            yield np.unique(piece, return_counts=True)
+        yield distinct(piece)
 
 
 def check_values(values: F64) -> None:
@@ -176,7 +177,7 @@ def count(ends: F64, values: F64, times: I64 | None = None) -> U64:
 
 def count_coarse(params: Params, values: Values) -> U64:
     total = np.zeros(len(params.grid) - 1, np.uint64)
-    for piece, times in distinct(values):
+    for piece, times in counted(values):
         total += count(params.grid, piece, times)
     return total
 
@@ -184,7 +185,7 @@ def count_coarse(params: Params, values: Values) -> U64:
 def count_fine(params: Params, chosen: I64, values: Values) -> U64:
     splits = [params.split(int(cell)) for cell in chosen]
     total = np.zeros((len(chosen), params.parts), np.uint64)
-    for piece, times in distinct(values):
+    for piece, times in counted(values):
         for row, ends in zip(total, splits, strict=True):
             row += count(ends, piece, times)
     return total.ravel()
