@@ -14,7 +14,7 @@ def blobs(n=300, d=8, classes=4, labelled=0.1, seed=0, spread=1.5):
     centres = spread * rng.normal(size=(classes, d))
     y = rng.integers(0, classes, n)
     known = rng.random(n) < labelled
-    known[[np.flatnonzero(y == c)[0] for c in range(classes)]] = True
+    known[np.unique(y, return_index=True)[1]] = True  # one of each class that there is
     return centres[y] + rng.normal(size=(n, d)), y, np.where(known, y, -1)
 
 
