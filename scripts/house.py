@@ -55,7 +55,7 @@ def measure(commit: str | None) -> House:
         short = name.removeprefix("src/cloister/")
         house.modules[short] = len(text.splitlines())
         house.lines += house.modules[short]
-        house.folders[str(PurePosixPath(short).parent)] += not short.endswith("__init__.py")
+        house.folders[str(PurePosixPath(short).parent)] += 1
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 house.functions[f"{short}: {node.name}"] = (node.end_lineno or node.lineno) - node.lineno + 1

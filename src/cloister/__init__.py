@@ -35,7 +35,7 @@ _PUBLIC = {
     "rehearse": "run.rehearsal",
     "Run": "run.run",
     "Series": "run.run",
-    "join": "runtime.join",
+    "join": "runtime.attend",
     "Study": "study",
     "Step": "study",
     "Party": "study",

@@ -7,8 +7,8 @@ from cloister.errors import DataError, ParameterError  # noqa: E402
 from cloister.models import cnn, mlp, vit  # noqa: E402
 from cloister.models.classifier import Blueprint, Network, ScGPTClassifier, Tokens, make  # noqa: E402
 from cloister.models.learner import Learner, Recipe, Table, flip_and_shift, init_weights  # noqa: E402
+from cloister.models.linear import hold_out  # noqa: E402
 from cloister.models.scgpt import Config, ScGPT  # noqa: E402
-from cloister.models.splits import hold_out  # noqa: E402
 
 LABELS = ("a", "b", "c")
 

@@ -13,8 +13,8 @@ from cloister.cells import demo as demo_data  # noqa: E402
 from cloister.errors import DataError, ParameterError, ProtocolAbort  # noqa: E402
 from cloister.models.classifier import make  # noqa: E402
 from cloister.models.learner import Learner, Recipe  # noqa: E402
+from cloister.models.linear import hold_out  # noqa: E402
 from cloister.models.scgpt import Config, ScGPT  # noqa: E402
-from cloister.models.splits import hold_out  # noqa: E402
 from cloister.protocols.fedavg import federated_training  # noqa: E402
 from cloister.protocols.fedavg.training_parts import Offer  # noqa: E402
 from cloister.run.rehearsal import Fault, rehearse  # noqa: E402

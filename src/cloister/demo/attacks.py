@@ -25,7 +25,7 @@ from cloister.crypto.replicated import Ring
 from cloister.errors import CloisterError
 from cloister.models import cellcnn, graph, polynomial
 from cloister.models.harmony import unit
-from cloister.models.splits import hold_out
+from cloister.models.linear import hold_out
 from cloister.protocols.cellcnn import clear_training, encrypted_training
 from cloister.protocols.fedavg import packed_words as lanes
 from cloister.protocols.fedavg.training_terms import Weights

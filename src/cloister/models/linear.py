@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from cloister.arrays import F64
+from cloister.arrays import F64, I64
 from cloister.errors import DataError
 from cloister.models import logistic
 
@@ -99,3 +100,13 @@ class LinearModel:
         if model.digest != digest:
             raise DataError(f"{where} was changed after it was written: its digest does not fit")
         return model
+
+
+def hold_out(codes: I64, share: float, rng: np.random.Generator) -> I64:
+    """Positions of the validation cells: a share of every label's cells, rounded; few cells all train."""
+    held = []
+    for code in np.unique(codes[codes >= 0]):
+        at = np.flatnonzero(codes == code)
+        count = min(math.floor(share * len(at) + 0.5), len(at) - 1)
+        held.append(rng.permutation(at)[:count])
+    return np.sort(np.concatenate(held)) if held else np.zeros(0, np.int64)

@@ -13,23 +13,31 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from cloister.cells.files import read_cells, write_cells
 from cloister.cells.pace import told_to
 from cloister.errors import DataError, ParameterError, PeerLost, UsageError
 from cloister.files import replacing
 from cloister.net.events import Event
+from cloister.net.receipts import Receipt
+from cloister.net.seat import Outcome
 from cloister.run.progress import passes_of
 from cloister.runtime.kit import DATA, Kit
 from cloister.runtime.logs import last_event
 from cloister.runtime.order import run_study
 from cloister.runtime.party import Ended, open_cells
 from cloister.runtime.ready import is_running
-from cloister.study import Study
+from cloister.study import Party, Study
 from cloister.workflows import steps
+
+if TYPE_CHECKING:
+    from anndata import AnnData
 
 Say = Callable[[str], None]
 Tell = Callable[[Event], None]
@@ -146,3 +154,48 @@ def take_away(ended: Ended, path: str | Path) -> Path:
     except OSError as e:
         raise DataError(f"{path} cannot be written ({e.strerror}); the cells are in {source}") from None
     return path
+
+
+# ---- from Python -----------------------------------------------------------------------------------------------------
+#
+#     seat = cl.join("kits/basel")
+#     cl.map_labels(adata, seat)          waits for the study's next run, takes part with these cells, writes the labels
+#
+# The run happens in the kit's own service: no key and no connection is in the process that calls this.
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A site's place in the study of its kit. Every call of a workflow's function with it is one run."""
+
+    kit: Path
+    study: Study
+    me: Party
+    say: Callable[[str], None] = print
+
+    def take_part(self, adata: AnnData) -> tuple[Outcome, Path]:
+        """Take part in the study's next run with these cells."""
+        with tempfile.TemporaryDirectory(prefix="cloister-") as folder:
+            path = Path(folder) / "cells.h5ad"
+            write_cells(adata, path, private=True)
+            ended = attend(self.kit, path, say=self.say)
+        home = Path(ended.folder)
+        receipt = Receipt.load(home / f"{self.me}.receipt.json")
+        cells = read_cells(home / f"{self.me}.h5ad")
+        return Outcome(cells, dict(ended.result), receipt, dict(ended.cost)), home
+
+
+def join(kit: str | Path, *, say: Callable[[str], None] = print) -> Joined:
+    """Open a site's kit, for `cl.map_labels(adata, seat)` and the like.
+
+    Parameters
+    ----------
+    kit
+        The folder that `cloister provision` made for this site, approved with `cloister site KIT --approve`.
+    say
+        Gets a line when the site begins to wait for a run.
+    """
+    opened = Kit.open(kit)
+    if opened.role != "site":
+        raise UsageError(f"{opened.me} is the study's {opened.role} and brings no cells; start it with: cloister site")
+    return Joined(opened.path, opened.study, opened.me, say)

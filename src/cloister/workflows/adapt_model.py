@@ -15,8 +15,8 @@ from cloister.cells.demo import demo_encoder
 from cloister.crypto.owner_ckks import devices
 from cloister.crypto.owner_ckks import scheme as block
 from cloister.errors import DataError, ParameterError
+from cloister.models.linear import hold_out
 from cloister.models.polynomial import Encoder
-from cloister.models.splits import hold_out
 from cloister.net.seat import Outcome, Place, Seat
 from cloister.protocols.fedavg import federated_training
 from cloister.protocols.fedavg.training_parts import Offer, Trained

@@ -13,7 +13,7 @@ import numpy as np
 from cloister.cells import tables as cells
 from cloister.errors import DataError, ParameterError
 from cloister.models import graph
-from cloister.models.splits import hold_out
+from cloister.models.linear import hold_out
 from cloister.net.seat import Outcome, Place, Seat
 from cloister.protocols.fedavg import federated_training as protocol
 from cloister.protocols.fedavg.pseudo_labels import Pseudo
@@ -23,8 +23,7 @@ from cloister.workflows import Workflow
 from cloister.workflows.embed import write_features
 from cloister.workflows.fine_tune_parts import FileStore, figures
 from cloister.workflows.modes import modes_of
-from cloister.workflows.options import option
-from cloister.workflows.privacy import privacy_budget
+from cloister.workflows.options import option, privacy_budget
 from cloister.workflows.trained import load_model
 
 if TYPE_CHECKING:

@@ -13,8 +13,7 @@ from cloister.cells import tables as cells
 from cloister.cells.genes import check_unique, gene_names, plain_name
 from cloister.cells.spaces import space_of
 from cloister.errors import DataError, ParameterError
-from cloister.models.linear import LinearModel
-from cloister.models.splits import hold_out
+from cloister.models.linear import LinearModel, hold_out
 from cloister.net.seat import Outcome, Place, Seat
 from cloister.protocols.logistic import noisy_logistic, pooled_logistic
 from cloister.protocols.logistic.logistic_terms import Fitted, Labelled, Params, label_codes
@@ -22,8 +21,7 @@ from cloister.report.figures import curves
 from cloister.workflows import Workflow
 from cloister.workflows.fine_tune_parts import confusions
 from cloister.workflows.modes import modes_of
-from cloister.workflows.options import check_levels, option
-from cloister.workflows.privacy import privacy_budget
+from cloister.workflows.options import check_levels, option, privacy_budget
 from cloister.workflows.trained.cell_classifier import CellClassifier
 
 if TYPE_CHECKING:
