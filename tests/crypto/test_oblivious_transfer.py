@@ -113,7 +113,7 @@ def test_what_the_sender_sees_does_not_depend_on_the_choices(base):
     _, _, first, second = base
     seen = [ot.ExtensionReceiver(first, second).extend(np.full(8000, x, np.uint8), E)[0] for x in (0, 1)]
     for u in seen:
-        assert abs(np.unpackbits(u).mean() - 0.5) < 0.005  # 128 000 bits: 3.5 standard deviations
+        assert abs(np.unpackbits(u).mean() - 0.5) < 0.008  # 128 000 bits: nearly six standard deviations
 
 
 def test_transpose():

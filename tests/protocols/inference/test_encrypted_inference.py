@@ -50,8 +50,8 @@ def wanted(c):
 
 def close(found, exact):
     """Noise of the smallest ring, and flooding; taps have unit variance."""
-    assert np.sqrt(((found - exact) ** 2).mean()) < 1e-2
-    assert np.abs(found - exact).max() < 5e-2
+    assert np.sqrt(((found - exact) ** 2).mean()) < 3e-2
+    assert np.abs(found - exact).max() < 0.1
 
 
 def agree(found, exact):
