@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import anndata as ad
+import chat
 import numpy as np
 import psutil
 
@@ -70,6 +71,7 @@ class Federation:
     """Provisioned once; services can be started, stopped and killed one by one."""
 
     def __init__(self, folder: Path, timeout: float = 12.0) -> None:
+        chat.register()  # the kits are made for it, whatever is run then
         self.folder, self.port = folder, free_port()
         study = Study("test", "chat", PARTIES, timeout=timeout, network={"host": "localhost", "port": self.port})
         self.kits = provision(study, folder / "kits")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import chat
 import pandas as pd
 import pytest
 from federation import serving
@@ -14,7 +13,6 @@ from cloister.cells.files import read_cells
 from cloister.run.rehearsal import rehearse
 
 pytestmark = [pytest.mark.xdist_group("flare"), pytest.mark.slow]
-chat.register()  # the consortium's first study
 OPTIONS = {"groups": ("control", "case"), "donor_key": "donor", "label_key": "cell_type"}
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import anndata as ad
-import chat
 import numpy as np
 import pytest
 from federation import SIZES, serving
@@ -14,7 +13,6 @@ from cloister.cells.files import read_cells
 from cloister.run.rehearsal import rehearse
 from cloister.workflows.trained.integration import Integration
 
-chat.register()
 pytestmark = [pytest.mark.xdist_group("flare"), pytest.mark.slow]
 OPTIONS = {"use_rep": "X_pca", "batch_key": "batch", "n_clusters": 4, "rounds": 2, "updates": 2, "blocks": 2}
 

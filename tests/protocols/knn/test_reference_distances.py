@@ -1,18 +1,21 @@
 import dataclasses
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from cloister.errors import ParameterError
+from cloister.errors import ParameterError, PeerLost, ProtocolAbort
 from cloister.protocols.knn import reference_distances
 from cloister.protocols.knn.reference_distances import Params, Threshold, curve, nearest_others
 from cloister.protocols.sums import checked_sum
 from cloister.study import Party
 from cloister.testing import (
     Case,
+    Fault,
     check_cost,
     check_lies,
     check_no_errors,
+    check_vectors,
     check_view,
     run_protocol,
     values,
@@ -20,6 +23,7 @@ from cloister.testing import (
 
 HUB, ASKING, AUX = Party("hub"), Party("asking"), Party("aux")
 SITES = tuple(map(Party, ("a", "b")))
+VECTORS = Path(__file__).parents[2] / "vectors" / "reference_distances.json"
 
 
 def case(seed=0, sites=SITES, share=0.95, listeners=(), n=60):
@@ -51,6 +55,28 @@ def test_a_party_without_cells_is_told():
     run = run_protocol(reference_distances, c)
     check_no_errors(run)
     assert values(run)[AUX] == ideal_of(c)
+
+
+def test_vectors():
+    c = case(listeners=(AUX,))
+    line = {u: (np.outer(2.0 ** np.arange(3 + i), [3.0, 4.0]) / 8,) for i, u in enumerate(SITES)}  # exact anywhere
+    check_vectors(reference_distances, Case(c.params, {**c.inputs, **line}), VECTORS)
+
+
+@pytest.mark.parametrize("who", [SITES[0], ASKING], ids=["references", "asking"])
+@pytest.mark.parametrize("name", ["Confirm", "MaskedInput"])
+def test_a_site_that_dies_ends_the_run_by_name(who, name):
+    run = run_protocol(reference_distances, case(listeners=(AUX,)), faults=[Fault("kill", who, HUB, name)], timeout=1.0)
+    assert not run.outcomes
+    assert isinstance(run.errors[HUB], PeerLost)
+    for party in {HUB, ASKING, AUX, *SITES} - {who}:
+        assert isinstance(run.errors[party], ProtocolAbort)
+
+
+def test_a_coordinator_that_dies_before_it_tells_the_distance():
+    c = case(listeners=(AUX,))
+    run = run_protocol(reference_distances, c, faults=[Fault("kill", HUB, AUX, "Threshold")], timeout=1.0)
+    assert HUB in str(run.errors[AUX])
 
 
 def test_so_many_references_are_nearer_to_another_one():

@@ -1,4 +1,5 @@
 import dataclasses
+from pathlib import Path
 
 import pytest
 
@@ -6,9 +7,20 @@ from cloister.errors import DataError
 from cloister.protocols.logistic import common_labels
 from cloister.protocols.logistic.common_labels import Agreed, Own, Params
 from cloister.study import Party
-from cloister.testing import Case, check_abort, check_cost, check_ideal, check_lies, check_view, run_protocol, values
+from cloister.testing import (
+    Case,
+    check_abort,
+    check_cost,
+    check_ideal,
+    check_lies,
+    check_vectors,
+    check_view,
+    run_protocol,
+    values,
+)
 
 HUB, SITES = Party("hub"), tuple(map(Party, ("a", "b", "c")))
+VECTORS = Path(__file__).parents[2] / "vectors" / "common_labels.json"
 
 
 def case(lists=(("B", "T"), ("NK", "T"), ()), space="ab12", **options):
@@ -24,6 +36,10 @@ def agree(found, ideal):
 
 def test_ideal():
     check_ideal(common_labels, [case(), case(space=""), case(labels=("T", "NK", "B", "mast"))], agree=agree)
+
+
+def test_vectors():
+    check_vectors(common_labels, case(), VECTORS)
 
 
 def test_view_does_not_depend_on_labels_that_the_study_lists():

@@ -1,5 +1,6 @@
 import dataclasses
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -7,15 +8,26 @@ import scipy.sparse
 
 from cloister.crypto.entropy import Entropy
 from cloister.crypto.prg import Prg
-from cloister.errors import DataError, ParameterError
+from cloister.errors import DataError, ParameterError, PeerLost, ProtocolAbort
 from cloister.protocols.logistic import logistic_terms, noisy_logistic
 from cloister.protocols.logistic.logistic_terms import Labelled
 from cloister.protocols.logistic.noisy_logistic import Params, noisy_words, units_of, update_of
 from cloister.protocols.logistic.openings import Start
 from cloister.study import Party
-from cloister.testing import Case, check_ideal, check_lies, check_no_errors, run_protocol, transcript, values
+from cloister.testing import (
+    Case,
+    Fault,
+    check_ideal,
+    check_lies,
+    check_no_errors,
+    check_vectors,
+    run_protocol,
+    transcript,
+    values,
+)
 
 HUB, SITES = Party("hub"), tuple(map(Party, ("a", "b", "c")))
+VECTORS = Path(__file__).parents[2] / "vectors" / "noisy_logistic.json"
 SILENT = 1e-9  # so little noise that sums are those of `ideal`
 
 
@@ -56,6 +68,27 @@ def test_an_embedding_instead_of_genes():
         for u, (m,) in c.inputs.items()
     }
     check_ideal(noisy_logistic, [Case(c.params, inputs)], agree=agree)
+
+
+def test_vectors():
+    """Of sites without labels: noise alone, since the last bits of a local fit are each machine's own."""
+    c = case(rounds=2, g=4, noise=1e-6, labels=("type 0", "type 1"))
+    bare = {u: (dataclasses.replace(m, labels=(None,) * len(m.labels)),) for u, (m,) in c.inputs.items()}
+    check_vectors(noisy_logistic, Case(c.params, bare), VECTORS)
+
+
+@pytest.mark.parametrize("nth", [0, 2])
+def test_a_site_that_dies_ends_the_run_by_name(nth):
+    """At the first sum and in the midst of the rounds: receipts say what was opened, and nobody has a model."""
+    run = run_protocol(
+        noisy_logistic, case(g=4), faults=[Fault("kill", SITES[0], HUB, "MaskedInput", nth=nth)], timeout=1.5
+    )
+    assert not run.outcomes
+    assert isinstance(run.errors[HUB], PeerLost)
+    for u in (HUB, *SITES[1:]):
+        assert isinstance(run.errors[u], ProtocolAbort)
+        opened = [e for e, _ in run.receipts[u].entries if e.kind == "opened" and e.protocol == "noisy_logistic"]
+        assert len(opened) == nth
 
 
 def test_it_learns_from_many_donors():
