@@ -1,6 +1,7 @@
 """The workflow against a pooled forest, on generated rows; the ODDS sets are in benchmarks/outliers.py."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -163,6 +164,25 @@ def test_a_site_drops_out_and_the_others_finish():
     run = rehearse("find-outliers", sites(X, truth), faults=[fault], timeout=3.0, trees=20)
     assert set(run.data) == {"basel", "lugano"}
     assert auroc(run) > 0.9
+
+
+def test_with_donor_key_donors_are_counted_and_the_receipt_says_so():
+
+    X, truth = planted(300)
+    data = sites(X, truth)
+    for k, adata in enumerate(data.values()):
+        adata.obs["donor"] = [f"{k}-{i % 6}" for i in range(adata.n_obs)]
+    run = rehearse("find-outliers", data, donor_key="donor", trees=20, contamination=0.05)
+    assert auroc(run) > 0.85
+    assert sum(int(a.obs["outlier"].sum()) for a in run.data.values()) <= 15
+    told = run.results["coordinator"]
+    assert told["leaves_of_too_few_donors"] > 0
+    assert all(r.header["counted"] == "donors" for r in run.receipts.values())
+    options = find_outliers.Options(donor_key="donor", min_count=4, min_donors=6)
+    agreed = find_outliers.hardened_params(SimpleNamespace(sites=tuple(data), coordinator="coordinator"), options)
+    assert (agreed.least, agreed.per_donor) == (6, 1)  # six rows, each of another donor
+    with pytest.raises(ParameterError, match="min_donors"):
+        workflows.options_of(find_outliers.WORKFLOW, {"donor_key": "donor", "min_donors": 65})
 
 
 # ---- input -----------------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ import numpy as np
 from cloister.arrays import F64, I64, Bits
 from cloister.models import isolation_forest as iforest
 from cloister.protocols.forest import counted_forest
-from cloister.protocols.forest.counted_forest import Outline
+from cloister.protocols.forest.forest_steps import Outline
 from cloister.protocols.forest.node_ranges import Grid
 
 Splits = list[tuple[I64, iforest.Axes, F64]]

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cloister.arrays import F64
+from cloister.arrays import F64, I64
 from cloister.cells.values import chunks, listed
 from cloister.errors import DataError
 
@@ -18,6 +18,12 @@ if TYPE_CHECKING:
 def donors(adata: AnnData, donor_key: str) -> int:
     """How many persons the cells are of; every cell must say whose it is."""
     return int(_column(adata, donor_key).nunique())
+
+
+def donor_codes(adata: AnnData, donor_key: str) -> I64:
+    """Whose each cell is: donors numbered from 0."""
+    codes, _ = _column(adata, donor_key).factorize()
+    return np.asarray(codes, np.int64)
 
 
 def check_donors(adata: AnnData, donor_key: str | None, least: int) -> None:
@@ -34,7 +40,7 @@ def common_range(adata: AnnData, donor_key: str, least: int, layer: str | None =
 
     Values beyond it are those of fewer persons; held to its ends, they tell that there are such values, not which.
     """
-    codes, _ = _column(adata, donor_key).factorize()
+    codes = donor_codes(adata, donor_key)
     n = int(codes.max()) + 1
     low: F64 = np.full(n, np.inf)
     high: F64 = np.full(n, -np.inf)

@@ -60,7 +60,10 @@ def read_cells(path: str | os.PathLike[str], *, backed: bool = False, probe: boo
     try:
         _check_file(path, kind)
         if kind == "HDF5":
-            if probe and not hdf5_probe.check(path):
+            found = hdf5_probe.verdict(path) if probe else hdf5_probe.FINE
+            if found == hdf5_probe.SILENT:
+                raise DataError(f"{path} took too long to be tried; the machine or the disk may be busy: try again.")
+            if found != hdf5_probe.FINE:
                 raise DataError(_damaged(path, kind))
             _check_declared(path)
         with _known_warnings():

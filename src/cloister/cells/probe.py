@@ -2,70 +2,75 @@
 
 `check` hands the file to this very file run as a program, which walks through everything that HDF5 has to parse: object
 headers, attributes, indices of chunks, texts, and the numbers of arrays up to 64 MB. The child answers one file after
-the other and leaves when it has had nothing to do for a while, so that its start is paid for once; if it dies or takes
-too long, the file is damaged, and the next one gets a new child. A file that passed is not tried again while it stays
-as it is.
+the other and leaves when it has had nothing to do for a while, so that its start is paid for once; if it dies or has
+used up its time on the processor, which ends it, the file is damaged, and the next one gets a new child. If it only
+gives no answer, the machine or the disk may be busy, and nothing is said about the file. A file that passed is not
+tried again while it stays as it is.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import math
 import selectors
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 SMALL = 1 << 26  # bytes of an array that are read whole
-SECONDS, PER_SECOND = 15.0, 2e7  # time for any file, and bytes that one more second is given for
+SECONDS, PER_SECOND = 15.0, 2e7  # of the processor for any file, and bytes that one more second is given for
+PATIENCE = 20.0  # seconds of the clock that one of the processor may take
 IDLE = 10.0  # seconds without a question after which the child leaves
-FINE, DAMAGED = "fine", "damaged"
+FINE, DAMAGED, SILENT = "fine", "damaged", "silent"
 
 _passed: set[tuple[str, int, int, int]] = set()
 _lock = threading.Lock()
 _child: subprocess.Popen[str] | None = None
 
 
-def check(path: Path) -> bool:
-    """Whether the file can be parsed without harm."""
+def verdict(path: Path) -> str:
+    """`FINE` if the file can be parsed without harm, `DAMAGED` if not, `SILENT` if no answer came in time."""
     path = path.resolve()
     facts = path.stat()
     key = (str(path), facts.st_ino, facts.st_size, facts.st_mtime_ns)
     if key in _passed:
-        return True
+        return FINE
     if "\n" in str(path):
-        return True  # no such line can be asked; the name is odd, the file may well be fine
+        return FINE  # no such line can be asked; the name is odd, the file may well be fine
     with _lock:
-        good = _ask(str(path), SECONDS + facts.st_size / PER_SECOND)
-    if good:
+        answer = _ask(str(path), SECONDS + facts.st_size / PER_SECOND)
+    if answer == FINE:
         _passed.add(key)
-    return good
+    return answer
 
 
-def _ask(path: str, seconds: float) -> bool:
+def _ask(path: str, seconds: float) -> str:
     for fresh in (False, True):  # a child that left because it was idle is no sign of damage
         if (child := _start(fresh=fresh)) is None:
             continue
         assert child.stdin is not None
         assert child.stdout is not None
         try:
-            child.stdin.write(path + "\n")
+            child.stdin.write(f"{seconds:.0f} {path}\n")
             child.stdin.flush()
         except OSError:
             _end()
             continue
         with selectors.DefaultSelector() as waiting:
             waiting.register(child.stdout, selectors.EVENT_READ)
-            answer = child.stdout.readline().strip() if waiting.select(seconds) else ""
+            spoke = bool(waiting.select(PATIENCE * seconds))
+            answer = child.stdout.readline().strip() if spoke else ""
         if answer:
-            return answer == FINE
+            return answer
         asleep = not fresh and child.poll() == 0
         _end()
         if not asleep:
-            return False
-    return False
+            return DAMAGED if spoke else SILENT
+    return DAMAGED
 
 
 def _start(*, fresh: bool) -> subprocess.Popen[str] | None:
@@ -122,6 +127,17 @@ def walk(path: str) -> None:
         file.visititems(visit)
 
 
+def limit_processor(seconds: float) -> None:
+    """End this process when it has used so much more of the processor; not where the system knows no such limit."""
+    try:
+        import resource
+    except ImportError:
+        return
+    most = resource.getrlimit(resource.RLIMIT_CPU)[1]
+    wanted = math.ceil(time.process_time() + seconds)
+    resource.setrlimit(resource.RLIMIT_CPU, (wanted if most == resource.RLIM_INFINITY else min(wanted, most), most))
+
+
 def serve() -> None:
     """Answer every path that comes in, until none comes any more."""
     import os
@@ -129,9 +145,10 @@ def serve() -> None:
     with selectors.DefaultSelector() as waiting:
         waiting.register(sys.stdin, selectors.EVENT_READ)
         while waiting.select(IDLE):
-            path = os.fsdecode(sys.stdin.buffer.readline()).rstrip("\n")
+            seconds, _, path = os.fsdecode(sys.stdin.buffer.readline()).rstrip("\n").partition(" ")
             if not path:
                 return
+            limit_processor(float(seconds))
             try:
                 walk(path)
                 answer = FINE

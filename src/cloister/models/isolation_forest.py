@@ -88,6 +88,7 @@ class Sample:
     X: F64  # (n, D)
     at: I64  # (n,) node ids
     ids: int  # node ids are below
+    donor: I64 | None = None  # (n,) whose rows they are, where that counts
 
     def values(self, nodes: I64, axes: Axes) -> tuple[I64, I64, F64]:
         """Rows that stand in one of `nodes`, which of them, and where along its axis."""
@@ -114,12 +115,25 @@ class Sample:
     def count(self, nodes: I64) -> I64:
         return np.bincount(self.at, minlength=self.ids)[nodes].astype(np.int64)
 
+    def count_held(self, nodes: I64, group: I64, groups: int, most: int | None) -> I64:
+        """Rows in each group of nodes; where donors are known, none of them counts for more than `most` of a group."""
+        table = np.full(self.ids, -1, np.int64)
+        table[nodes] = group
+        which = table[self.at]
+        there = which >= 0
+        if self.donor is None or most is None:
+            return np.bincount(which[there], minlength=groups).astype(np.int64)
+        width = int(self.donor.max(initial=0)) + 1
+        pairs, rows = np.unique(which[there] * width + self.donor[there], return_counts=True)
+        return np.bincount(pairs // width, weights=np.minimum(rows, most), minlength=groups).astype(np.int64)
 
-def draw_sample(X: F64, picks: list[Array], depth: int) -> Sample:
+
+def draw_sample(X: F64, picks: list[Array], depth: int, donor: I64 | None = None) -> Sample:
     """Every tree's rows, one after the other, at the roots; `picks[k]` are the rows of tree k."""
     tree = np.repeat(np.arange(len(picks)), [len(p) for p in picks])
     rows = np.concatenate(picks).astype(np.int64)
-    return Sample(X[rows], (tree * places(depth)).astype(np.int64), len(picks) * places(depth))
+    at = (tree * places(depth)).astype(np.int64)
+    return Sample(X[rows], at, len(picks) * places(depth), None if donor is None else donor[rows])
 
 
 # ---- the forest ------------------------------------------------------------------------------------------------------

@@ -42,9 +42,9 @@ class Options:
     threshold: float | None = option(None, "flag rows that score at least this, instead of a share")
     impute: Literal["refuse", "mean"] = option("refuse", "what to do about missing values")
     drop: bool = option(default=False, help="leave the flagged rows out of what is written")
-    min_count: int = option(8, "hardened: counts below are not opened; 1 opens all")
+    min_count: int = option(8, "hardened: counts below are not opened; 1 opens all, but for those of too few donors")
     donor_key: str | None = option(None, "column of obs that names each cell's donor; without it, cells are counted")
-    min_donors: int = option(3, "least number of donors a site must hold, where donor_key is given")
+    min_donors: int = option(3, "where donor_key is given: least number of donors at a site, and of an opened count")
     give: Literal["scores", "flags", "regions"] = option("scores", "published: what the principal server hands out")
     stretch: float = option(10.0, "published: T, the largest stretch of an axis")
     standardise: bool = option(
@@ -70,6 +70,8 @@ class Options:
         if not self.stretch > 1:
             raise ParameterError(f"option 'stretch' must be above 1, found {self.stretch}")
         check_min_donors(self.min_donors)
+        if self.donor_key is not None and self.min_donors > 64:
+            raise ParameterError(f"option 'min_donors' must be from 2 to 64, found {self.min_donors}")
         if not 0 <= self.thin < 1 or not 0 <= self.smote <= 10:
             raise ParameterError("option 'thin' must be from 0 to 1, 'smote' from 0 to 10")
 
@@ -136,7 +138,8 @@ def coordinator(seat: Seat, options: Options) -> Outcome:
         seen = seat.run(masked_forest.principal, published_params(seat, options))
         return Outcome(None, {"rows": int(seen.scores.shape[1]), "flagged": int(seen.flags[0].sum())})
     outline = seat.run(counted_forest.coordinator, hardened_params(seat, options))
-    return Outcome(None, {"leaves_below_min_count": len(outline.small), "other_leaves": len(outline.large)})
+    few = "leaves_below_min_count" if options.donor_key is None else "leaves_of_too_few_donors"
+    return Outcome(None, {few: len(outline.small), "other_leaves": len(outline.large)})
 
 
 def auxiliary(seat: Seat, options: Options) -> Outcome:
@@ -149,7 +152,8 @@ def auxiliary(seat: Seat, options: Options) -> Outcome:
 def _counted(
     seat: Seat, options: Options, adata: AnnData, names: list[str], X: F64
 ) -> tuple[F64, Bits, float | None, F64]:
-    found = seat.run(counted_forest.site, hardened_params(seat, options), _kind(adata, options), names, X)
+    donor = None if options.donor_key is None else cells.donor_codes(adata, options.donor_key)
+    found = seat.run(counted_forest.site, hardened_params(seat, options), _kind(adata, options), names, X, donor)
     cuts = found.cuts if found.cuts is not None else np.full(options.repeats, float(options.threshold or 0.0))
     votes = (found.scores >= cuts[:, None]).sum(axis=0)
     order = match_columns(names, found.columns)
@@ -180,16 +184,19 @@ def _column_means(X: F64) -> F64:
 
 
 def hardened_params(seat: Seat, options: Options) -> counted_forest.Params:
-    return counted_forest.Params(
-        seat.sites,
-        seat.coordinator,
-        trees=options.trees,
-        sample=options.sample,
-        forest=options.forest,
-        extension=options.extension,
-        least=options.min_count,
-        repeats=options.repeats,
-        contamination=options.share,
+    agreed: dict[str, Any] = {
+        "trees": options.trees,
+        "sample": options.sample,
+        "forest": options.forest,
+        "extension": options.extension,
+        "repeats": options.repeats,
+        "contamination": options.share,
+    }
+    if options.donor_key is None:
+        return counted_forest.Params(seat.sites, seat.coordinator, least=options.min_count, **agreed)
+    least = max(options.min_count, options.min_donors)
+    return counted_forest.DonorParams(
+        seat.sites, seat.coordinator, least=least, min_donors=options.min_donors, **agreed
     )
 
 
@@ -272,7 +279,7 @@ def check(adata: AnnData, options: Options) -> list[str]:
         notes.append(f"{len(X)} rows and {X.shape[1]} columns: few rows for so many; consider use_rep=")
     if missing:
         notes.append(f"{missing} missing values are taken as the column's mean")
-    if options.min_count < 5:
+    if options.donor_key is None and options.min_count < 5:
         notes.append(f"min_count={options.min_count} opens small counts; lone rows can be rebuilt from them")
     return notes
 

@@ -8,7 +8,7 @@ import pytest
 from cloister.errors import ParameterError
 from cloister.models import isolation_forest as iforest
 from cloister.protocols.forest import counted_forest
-from cloister.protocols.forest.counted_forest import Params
+from cloister.protocols.forest.counted_forest import DonorParams, Params
 from cloister.protocols.forest.node_ranges import Grid
 from cloister.protocols.sums import common_genes, common_seed, count_tests, same_view, secure_sum
 from cloister.run.rehearsal import Fault
@@ -133,6 +133,84 @@ def test_grid_holds_every_row_and_reads_back_its_cells():
     first, last = grid.ends(which, x, 2)
     assert first.tolist() == [cell[:500].min(), cell[500:].min()]
     assert last.tolist() == [cell[:500].max(), cell[500:].max()]
+
+
+# ---- donors ----------------------------------------------------------------------------------------------------------
+
+CROWD = 20  # cells of one donor, far from all others
+
+
+def crowded(seed=0):
+    """120 rows of six donors, and 20 of a seventh in a place of their own."""
+    rng = np.random.default_rng(seed)
+    X = np.concatenate([rng.normal(size=(120, 4)), rng.normal(size=(CROWD, 4)) * 0.8 + 7])
+    return X, np.concatenate([np.arange(120) % 6, np.full(CROWD, 6)])
+
+
+def opened_donors(params, X, donor, seed):
+    """Of every node that more is said about than that it is small: how many donors, and how many rows, it holds."""
+    scaling = counted_forest.pooled_scaling.scaling_of(X)
+    rng = np.random.default_rng(seed)
+    grown = counted_forest.grow_plainly(params, scaling, scaling.apply(X), bytes([seed]) * 32, rng, donor)
+    _, geometry, outline = grown
+    picked = counted_forest.sample_rows(params, np.arange(len(X))[:, None], len(X), np.random.default_rng(seed))
+    whose = (np.arange(len(X)) if donor is None else donor)[picked.X[:, 0]]
+    per_tree, inside = iforest.places(outline.depth), {}
+    for at, who in zip(geometry.sample.at.tolist(), whose.tolist(), strict=True):
+        tree, place = divmod(at, per_tree)
+        while place:
+            inside.setdefault(tree * per_tree + place, []).append(who)
+            place = (place - 1) // 2
+    said = {int(n) for nodes, _, _ in outline.ranges for n in nodes} | set(outline.large.tolist())
+    return [inside.get(n, []) for n in said if n % per_tree]
+
+
+def test_nothing_is_opened_about_a_place_that_few_donors_are_in():
+    """Attack: read the crowd of one donor off the forest. It works where rows are counted, not where donors are."""
+    X, donor = crowded()
+    options = {"trees": 20, "sample": 256, "least": 8}
+    by_rows = opened_donors(Params(SITES, HUB, **options), X, None, 1)
+    assert any(min(rows) >= 120 for rows in by_rows)  # nodes of nobody else's cells
+    by_donors = opened_donors(DonorParams(SITES, HUB, **options, min_donors=3), X, donor, 1)
+    assert len(by_donors) > 100
+    assert min(len(set(who)) for who in by_donors) >= 3
+    assert min(len(who) for who in by_donors) >= 8
+    many = opened_donors(DonorParams(SITES, HUB, **options | {"least": 6}, min_donors=6), X, donor, 1)
+    assert min(len(set(who)) for who in many) >= 6
+
+
+def donor_case(**options):
+    X, donor = crowded()
+    params = DonorParams(SITES, HUB, **{"trees": 3, "sample": 256, "least": 4, "contamination": 0.1, **options})
+    order = np.random.default_rng(5).permutation(len(X))
+    parts = np.split(order, [50, 90])
+    return Case(params, {u: ("table", NAMES, X[i], donor[i]) for u, i in zip(SITES, parts, strict=True)})
+
+
+def test_with_donors_the_forest_is_that_of_the_pooled_rows_if_no_donor_is_at_two_sites():
+    X, donor = crowded()
+    c = donor_case()
+    of = [np.flatnonzero(np.isin(donor, k)) for k in ((0, 1), (2, 3), (4, 5, 6))]
+    c = Case(c.params, {u: ("table", NAMES, X[i], donor[i]) for u, i in zip(SITES, of, strict=True)})
+    run = run_protocol(counted_forest, c)
+    check_no_errors(run)
+    got = [values(run)[u] for u in SITES]
+    whose = np.concatenate([donor[i] for i in of])
+    wanted = counted_forest.ideal(c.params, pooled(c), got[0].secret, whose, rng=np.random.default_rng(0))
+    same_forest(got[0].forests, wanted)
+    assert len({tuple(v.cuts) for v in got}) == 1
+    flagged = sum(int((v.scores[0] >= v.cuts[0]).sum()) for v in got)
+    assert flagged <= 0.1 * len(X)
+
+
+def test_a_site_with_rows_and_no_donors_is_refused_before_anything_is_sent():
+    c = donor_case()
+    inputs = {u: (*given[:3], None) for u, given in c.inputs.items()}
+    run = run_protocol(counted_forest, Case(c.params, inputs), timeout=1.0)
+    assert "a donor for every row" in str(run.errors[SITES[0]])
+    for few in (1, 5):
+        with pytest.raises(ParameterError, match="min_donors"):
+            DonorParams(SITES, HUB, least=4, min_donors=few)
 
 
 # ---- view, vectors, cost ---------------------------------------------------------------------------------------------

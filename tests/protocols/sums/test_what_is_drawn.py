@@ -399,9 +399,9 @@ def test_no_node_of_fewer_than_t_rows_is_split():
 def test_a_tree_holds_a_sample_that_nobody_else_can_guess(monkeypatch):
     states, real = [], counted_forest.sample_rows
 
-    def kept(params, Z, rows, rng):
+    def kept(params, Z, rows, rng, donor):
         states.append(str(rng.bit_generator.state))
-        return real(params, Z, rows, rng)
+        return real(params, Z, rows, rng, donor)
 
     monkeypatch.setattr(counted_forest, "sample_rows", kept)
     rng = np.random.default_rng(1)

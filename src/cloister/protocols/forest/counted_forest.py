@@ -13,11 +13,15 @@
     L7   u, S    per tree: do its small leaves together hold at least t rows       (count_tests, k = t, proved)
          u, S    where they do: rows in each leaf of at least t rows               (secure_sum)
     L8   u       path lengths; a small leaf adds the mean c(n) over n < t; scores of its own rows
-    L9   u, S    rows scored above 15 cuts, three times, to find the asked share   (secure_sum; with contamination only)
+    L9   u, S    the cut above which the asked share of all rows lies              (share_cuts; with contamination only)
     L10  u, S    all were told the same                                            (same_view)
 
 What a level opens about a node of at least t rows is where its range begins and ends, on the grid; about smaller ones,
 that they are smaller. Trees of several repeats grow side by side. Sites that stop are left out of what follows.
+
+Where donors are named (`DonorParams`), "t rows" are t rows of at least d donors in L6, L7 and L9: no donor's rows of a
+node, or of a tree's small leaves, count for more than q = ⌊(t - 1)/(d - 1)⌋, so that d - 1 donors never make t. Ends of
+ranges are those of single rows all the same.
 
 Reveals
 -------
@@ -31,7 +35,7 @@ lying coordinator : the same. It may call large counts small, and then learns le
     by guessing a proof, right with probability 1/(p - 1)² a count, p the prime above `most`: 9·10⁻⁶ for ψ = 256; a
     wrong one ends the run. It may call a site dropped that is there, of which it then learns what all learn of one that
     drops out.
-one lying site : nothing more. Its rows are what it says.
+one lying site : nothing more. Its rows are what it says, and so are its donors; one who is at two sites counts twice.
 coordinator with one site : also the small counts and the grid's pooled counts.
 
 Assumes
@@ -58,14 +62,16 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from cloister.arrays import F64, I64, Bits
+from cloister.arrays import F64, I64
 from cloister.crypto.agreement import Identity, bind, hkdf
 from cloister.crypto.entropy import Entropy
 from cloister.errors import DataError, ParameterError, ProtocolAbort
 from cloister.models import isolation_forest as iforest
 from cloister.models.isolation_forest import Axes, Forest, Sample
 from cloister.net.channel import Channel
+from cloister.protocols.forest.forest_steps import Outline, finish
 from cloister.protocols.forest.node_ranges import Grid, find_ranges
+from cloister.protocols.forest.share_cuts import Scored, find_cuts, find_donor_cuts
 from cloister.protocols.sums import common_genes, common_seed, pooled_scaling, same_view
 from cloister.protocols.sums.columns import match_columns
 from cloister.protocols.sums.pooled_scaling import Scaling
@@ -76,7 +82,6 @@ NAME = "counted_forest"
 EXTENDED_SHARE = 2 / 3  # of all rows that a tree of extended splits may hold
 TRIES = 5  # axes tried at a node before it is called constant
 PROOFS = 2  # numbers that prove a count large enough to be opened
-CUTS, ROUNDS = 16, 3  # of the search for the cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,16 +133,26 @@ class Params:
     def needed(self) -> int:
         return max(self.min_rows, 2 * self.least)
 
+    @property
+    def per_donor(self) -> int | None:
+        """q: rows that one donor may count for; None where rows are counted, whosever they are."""
+        return None
 
-@dataclass(frozen=True)
-class Outline:
-    """The opened forest without its geometry: what the coordinator learns."""
 
-    ranges: list[tuple[I64, I64, I64]]  # per step: nodes, first cell, last cell
-    small: I64  # leaves of fewer than t rows
-    large: I64  # other leaves
-    counts: I64  # rows in these; -1 where not opened
-    depth: int
+@dataclass(frozen=True, slots=True)
+class DonorParams(Params):
+    """Where every row has a donor: what is opened is of at least so many of them."""
+
+    min_donors: int = 3  # d
+
+    def __post_init__(self) -> None:
+        Params.__post_init__(self)
+        if not 2 <= self.min_donors <= self.least:
+            raise ParameterError(f"'min_donors' must be from 2 to the smallest opened count, found {self.min_donors}")
+
+    @property
+    def per_donor(self) -> int:
+        return (self.least - 1) // (self.min_donors - 1)
 
 
 @dataclass(frozen=True)
@@ -216,7 +231,8 @@ async def grow(params: Params, tally: Tally, rows: int, width: int, geometry: Ge
             nodes = nodes[:0]
             break
         children = np.sort(np.concatenate([tree * per_tree + 2 * place + 1, tree * per_tree + 2 * place + 2]))
-        enough = await tally.test(_counter(geometry, children), len(children), t, most, PROOFS)  # L6
+        held = _held(params, geometry, children, np.arange(len(children)), len(children))
+        enough = await tally.test(held, len(children), t, most, PROOFS)  # L6
         small.append(children[~enough])
         nodes = children[enough]
     large.append(nodes)
@@ -227,6 +243,16 @@ def _counter(geometry: Geometry | None, nodes: I64) -> Callable[[], I64]:
     def count() -> I64:
         assert geometry is not None
         return geometry.sample.count(nodes)
+
+    return count
+
+
+def _held(params: Params, geometry: Geometry | None, nodes: I64, group: I64, groups: int) -> Callable[[], I64]:
+    """What is tested: rows in each group of nodes, a donor's no more than q."""
+
+    def count() -> I64:
+        assert geometry is not None
+        return geometry.sample.count_held(nodes, group, groups, params.per_donor)
 
     return count
 
@@ -243,12 +269,7 @@ async def _count_leaves(
     """L7: rows in the larger leaves, but in no tree where the rest could be found by subtraction and is small."""
     per_tree, trees = iforest.places(depth), params.all_trees
     has_small = np.bincount(small // per_tree, minlength=trees) > 0
-
-    def rest() -> I64:
-        assert geometry is not None
-        rows = geometry.sample.count(small)
-        return np.bincount(small // per_tree, weights=rows, minlength=trees).astype(np.int64)
-
+    rest = _held(params, geometry, small, small // per_tree, trees)
     enough = await tally.test(rest, trees, params.least, params.most, PROOFS)
     counts = np.full(len(large), -1, np.int64)
     open_ = (enough | ~has_small)[large // per_tree]
@@ -264,36 +285,12 @@ def check_leaves(counts: I64, mine: I64 | None) -> None:
         raise ProtocolAbort(NAME, "L7", "damaged", "counts of rows that no leaf has")
 
 
-def finish(params: Params, outline: Outline, geometry: Geometry, rows: int) -> tuple[Forest, ...]:
-    """L8: the forests of all repeats, from the opened counts."""
-    n = np.arange(1, params.least)
-    below = float((n * iforest.average_path(n)).sum() / max(1, n.sum()))  # of a row in a leaf of n < t, all n alike
-    guess = np.where(outline.counts >= 0, outline.counts, 2 * params.least)
-    per_tree = iforest.places(outline.depth)
-    made = []
-    for r in range(params.repeats):
-        first = r * params.trees * per_tree
-        last = first + params.trees * per_tree
-
-        def mine(nodes: I64, first: int = first, last: int = last) -> Bits:
-            return (nodes >= first) & (nodes < last)
-
-        splits = [(s[0][k] - first, s[1].take(k), s[2][k]) for s in geometry.splits if (k := mine(s[0])).any()]
-        leaves = [
-            (outline.small[mine(outline.small)] - first, np.full(int(mine(outline.small).sum()), below)),
-            (outline.large[mine(outline.large)] - first, iforest.average_path(guess[mine(outline.large)])),
-        ]
-        normal = float(iforest.average_path(params.size(rows)))
-        made.append(iforest.build(params.trees, outline.depth, splits, leaves, normal))
-    return tuple(made)
-
-
-def sample_rows(params: Params, Z: F64, rows: int, rng: np.random.Generator) -> Sample:
+def sample_rows(params: Params, Z: F64, rows: int, rng: np.random.Generator, donor: I64 | None = None) -> Sample:
     """L4: each row is in each tree with probability ψ/N; how many those are is nobody else's business."""
     share = params.size(rows) / rows
     sizes = rng.binomial(len(Z), share, size=params.all_trees)
     picks = [rng.choice(len(Z), k, replace=False, shuffle=False) for k in sizes.tolist()]
-    return iforest.draw_sample(Z, picks, iforest.depth_limit(params.size(rows)))
+    return iforest.draw_sample(Z, picks, iforest.depth_limit(params.size(rows)), donor)
 
 
 def forest_rng(secret: bytes) -> np.random.Generator:
@@ -301,37 +298,22 @@ def forest_rng(secret: bytes) -> np.random.Generator:
     return np.random.default_rng(list(hkdf(secret, bind(NAME, b"forest"))))
 
 
-# ---- L9: the cut -----------------------------------------------------------------------------------------------------
-
-
-async def find_cuts(params: Params, tally: Tally, scores: F64 | None, rows: int) -> F64:
-    """Per repeat, the lowest cut on a grid of 16³ steps above which not more than the asked share of all rows lies."""
-    assert params.contamination is not None
-    allowed = int(np.floor(params.contamination * rows))
-    low, width = np.zeros(params.repeats), 1.0
-    for _ in range(ROUNDS):
-        cuts = low[:, None] + width * np.arange(1, CUTS) / CUTS
-
-        def above(cuts: F64 = cuts) -> I64:
-            assert scores is not None
-            ordered = np.sort(scores, axis=1)
-            found = [len(s) - np.searchsorted(s, c, side="left") for s, c in zip(ordered, cuts, strict=True)]
-            return np.concatenate(found).astype(np.int64)
-
-        counts = (await tally.total(above, cuts.size)).reshape(cuts.shape)
-        low += width / CUTS * (counts > allowed).sum(axis=1)
-        width /= CUTS
-    return low + width
-
-
 # ---- roles -----------------------------------------------------------------------------------------------------------
 
 
 async def site(
-    ch: Channel, params: Params, kind: str, names: list[str], X: F64, *, entropy: Entropy, identity: Identity
+    ch: Channel,
+    params: Params,
+    kind: str,
+    names: list[str],
+    X: F64,
+    donor: I64 | None = None,
+    *,
+    entropy: Entropy,
+    identity: Identity,
 ) -> Isolated:
-    """Play u: X has one row per observation and one column per name; missing entries are NaN."""
-    check_rows(X, names)
+    """Play u: X has one row per observation and one column per name, missing entries are NaN; `donor` is whose."""
+    check_rows(params, X, names, donor)
     common = common_genes.Params(params.sites, params.coordinator)
     columns = await common_genes.site(ch.sub("columns"), common, kind, names)
     order = match_columns(names, columns.names)  # L1
@@ -344,13 +326,14 @@ async def site(
         raise DataError("every column has one value in all rows of all sites; nothing can be isolated in such data")
     Z = scaling.apply(X)
     own = np.random.default_rng(list(entropy.bytes(32)))  # which rows are sampled is not to be guessed by others
-    geometry = Geometry(sample_rows(params, Z, scaling.rows, own), forest_rng(seed.secret), scaling.usable)  # L4
+    sample = sample_rows(params, Z, scaling.rows, own, donor)  # L4
+    geometry = Geometry(sample, forest_rng(seed.secret), scaling.usable)
     ch.step("growing the forest", protocol=NAME, line="L5")
     outline = await grow(params, ask, scaling.rows, X.shape[1], geometry)  # L5, L6, L7
-    forests = finish(params, outline, geometry, scaling.rows)
+    forests = finish(params, outline, geometry.splits, scaling.rows)
     ch.step("scoring rows", protocol=NAME, line="L8")
     scores = np.array([f.score(Z) for f in forests])  # L8
-    cuts = None if params.contamination is None else await find_cuts(params, ask, scores, scaling.rows)  # L9
+    cuts = await _cuts(params, ask, scaling.rows, Scored(scores, donor))  # L9
     await same_view.site(ch, same_view.Params(params.sites, params.coordinator), identity=identity)  # L10
     return Isolated(columns.names, scaling, forests, outline, scores, cuts, ask.present, seed.secret)
 
@@ -365,32 +348,46 @@ async def coordinator(ch: Channel, params: Params) -> Outline:
     if not len(scaling.usable):
         raise ProtocolAbort(NAME, "L3", "constant", "every column has one value in all rows of all sites")
     outline = await grow(params, ask, scaling.rows, width, None)  # L5, L6, L7
-    if params.contamination is not None:
-        await find_cuts(params, ask, None, scaling.rows)  # L9
+    await _cuts(params, ask, scaling.rows, None)  # L9
     await same_view.coordinator(ch, same_view.Params(params.sites, params.coordinator))  # L10
     return outline
 
 
-def check_rows(X: F64, names: list[str]) -> None:
+async def _cuts(params: Params, ask: Tally, rows: int, own: Scored | None) -> F64 | None:
+    """L9, if a share is to be cut off."""
+    if params.contamination is None:
+        return None
+    allowed = int(np.floor(params.contamination * rows))
+    if (q := params.per_donor) is None:
+        return await find_cuts(ask, params.repeats, allowed, own)
+    t, sites = params.least, len(params.sites)
+    return await find_donor_cuts(ask, params.repeats, allowed, own, least=t, per_donor=q, sites=sites)
+
+
+def check_rows(params: Params, X: F64, names: list[str], donor: I64 | None) -> None:
     if X.ndim != 2 or X.shape[1] != len(names) or 0 in X.shape:
         raise DataError(f"expected rows and one name per column, found shape {X.shape} and {len(names)} names")
+    if (donor is None) == (params.per_donor is not None) or (donor is not None and len(donor) != len(X)):
+        raise DataError("expected a donor for every row where donors are counted, and none where rows are")
     pooled_scaling.check_values(X)
 
 
 # ---- ideal -----------------------------------------------------------------------------------------------------------
 
 
-def ideal(params: Params, xs: Mapping[Party, F64], secret: bytes, *, rng: np.random.Generator) -> tuple[Forest, ...]:
+def ideal(
+    params: Params, xs: Mapping[Party, F64], secret: bytes, donor: I64 | None = None, *, rng: np.random.Generator
+) -> tuple[Forest, ...]:
     """The forest that Ξ and the pooled rows give; `rng` picks the sample, of which all rows are part if N ≤ ψ."""
     X = np.concatenate(list(xs.values()))
     scaling = pooled_scaling.scaling_of(X)
-    _, geometry, outline = grow_plainly(params, scaling, scaling.apply(X), secret, rng)
-    return finish(params, outline, geometry, len(X))
+    _, geometry, outline = grow_plainly(params, scaling, scaling.apply(X), secret, rng, donor)
+    return finish(params, outline, geometry.splits, len(X))
 
 
 def grow_plainly(
-    params: Params, scaling: Scaling, Z: F64, secret: bytes, rng: np.random.Generator
+    params: Params, scaling: Scaling, Z: F64, secret: bytes, rng: np.random.Generator, donor: I64 | None = None
 ) -> tuple[Scaling, Geometry, Outline]:
     """Grow over standardised rows in one place: what the sites' protocol opens, without the protocol."""
-    geometry = Geometry(sample_rows(params, Z, len(Z), rng), forest_rng(secret), scaling.usable)
+    geometry = Geometry(sample_rows(params, Z, len(Z), rng, donor), forest_rng(secret), scaling.usable)
     return scaling, geometry, answer_plainly(grow(params, Plain(), len(Z), Z.shape[1], geometry))
