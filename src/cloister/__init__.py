@@ -36,6 +36,7 @@ _PUBLIC = {
     "Run": "run.run",
     "Series": "run.run",
     "join": "runtime.attend",
+    "take_part": "runtime.attend",
     "Study": "study",
     "Step": "study",
     "Party": "study",

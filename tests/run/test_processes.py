@@ -13,6 +13,8 @@ from scipy import sparse
 
 from cloister.errors import ProtocolAbort
 from cloister.run.rehearsal import Fault, rehearse
+from cloister.run.results import save_run
+from cloister.workflows.trained.cell_classifier import CellClassifier
 
 OPTIONS = {"n_bins": 8, "min_values": 50}
 LONG = 60.0  # seconds; processes take a while to come up on a busy machine
@@ -82,6 +84,18 @@ def test_the_receipt_travels_in_the_cells(both):
     _, _, apart = both
     brief = json.loads(apart.data["basel"].uns["cloister"]["bin-values"])
     assert brief["head"] == apart.receipts["basel"].head
+
+
+def test_the_model_and_its_files_come_back_from_the_processes(tmp_path):
+    data = sites()
+    for a in data.values():
+        a.obs["cell_type"] = np.where(a.X[:, :3].sum(axis=1).A1 > 4, "much", "little")
+    options = {"n_top_genes": 10, "l2": 0.1, "validation": 0.0, "min_label_cells": 2, "min_cells": 30}
+    runs = {p: rehearse("train-classifier", data, processes=p, timeout=LONG, **options) for p in (False, True)}
+    np.testing.assert_array_equal(runs[True].model.model.coefficients, runs[False].model.model.coefficients)
+    saved = {p: {path.name for path in save_run(run, tmp_path / str(p))} for p, run in runs.items()}
+    assert saved[True] == saved[False] > {"basel.model.npz", "lugano.model.npz"}
+    assert CellClassifier.load(tmp_path / "True" / "basel.model.npz").digest == runs[True].model.digest
 
 
 @pytest.mark.parametrize("name", ["Keys", pytest.param("MaskedInput", marks=pytest.mark.slow)])

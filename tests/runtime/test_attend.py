@@ -21,10 +21,14 @@ from cloister.cells.files import read_cells
 from cloister.demo import write_sites
 from cloister.errors import DataError, ParameterError, RefusedError, UsageError
 from cloister.run.rehearsal import rehearse
-from cloister.runtime.attend import attend, check_same_study, conduct
+from cloister.run.results import save_run, step_folder
+from cloister.run.run import Run
+from cloister.runtime import attend as attending
+from cloister.runtime.attend import Joined, attend, check_same_study, conduct
 from cloister.runtime.kit import Kit
+from cloister.runtime.party import Ended
 from cloister.runtime.provision import provision
-from cloister.study import Study, format_study
+from cloister.study import Step, Study, format_study
 
 pytest.importorskip("nvflare")
 
@@ -148,6 +152,90 @@ def test_the_tutorial_s_study_runs_as_printed(tmp_path):
     rehearsed = rehearse("map-labels", space.data, **options).data["vienna"].obs["mapped"]
     mapped = pd.read_csv(tmp_path / "mapped.csv", index_col=0)["mapped"]
     assert list(mapped) == list(rehearsed.astype(str))
+
+
+def several(study):
+    """A space, and a classifier in it: its second step needs what the first one writes, and leaves a model."""
+    space = Step("shared-pca", options={"n_components": 5, "n_top_genes": 60})
+    labels = Step(
+        "train-classifier",
+        options={"use_rep": "X_shared_pca", "l2": 0.01, "validation": 0.0, "min_label_cells": 3},
+        name="labels",
+    )
+    return Study("demo", "", study.parties, timeout=40.0, network=study.network, steps=(space, labels))
+
+
+def check_steps_joined(adata, outcomes, expected, site):
+    """What `cl.take_part` gave at a site, beside the rehearsal of the same study."""
+    assert [*outcomes] == ["shared-pca", "labels"]
+    assert list(adata.obs["predicted"]) == list(expected.data[site].obs["predicted"])
+    np.testing.assert_array_equal(adata.obsm["X_shared_pca"], expected.data[site].obsm["X_shared_pca"])
+    assert "predicted" not in outcomes["shared-pca"].adata.obs
+    assert outcomes["labels"].model.digest == expected.runs["labels"].model.digest
+    for name, outcome in outcomes.items():
+        outcome.receipt.check()
+        assert outcome.receipt.header["step"].endswith(f"({name})")
+        assert outcome.cost["bytes"] > 0
+
+
+def test_a_study_of_several_steps_from_python(consortium, tmp_path, monkeypatch):
+    """The folders that a run leaves are read back step by step, and the cells have what all of them wrote."""
+    _, study, _ = consortium
+    story = several(study)
+    sites = {p: a[:120].copy() for p, a in demo_sites().items()}
+    expected = rehearse(story, sites)
+    for run in expected.runs.values():
+        own = Run(run.study, {"basel": run.outcomes["basel"]}, receipts={"basel": run.receipts["basel"]})
+        save_run(own, step_folder(tmp_path / "ended", run.study))
+    ended = Ended("r", "basel", "done", str(tmp_path / "ended"))
+    monkeypatch.setattr(attending, "attend", lambda kit, data, **more: ended)
+    seat, kept, adata = Joined(tmp_path, story, "basel"), sites["basel"].copy(), sites["basel"].copy()
+    check_steps_joined(adata, cl.take_part(adata, seat), expected, "basel")
+    assert [*cl.take_part(kept, seat, copy=True)] == ["shared-pca", "labels"]
+    assert "predicted" not in kept.obs
+    with pytest.raises(UsageError, match=r"several steps \(shared-pca, labels\); take part in all: cl.take_part"):
+        cl.train_classifier(adata, seat)
+    del kept.obs["cell_type"]
+    few = kept[:10].copy()
+    with pytest.raises(DataError, match=r"step 1 of 2 \(shared-pca\): "):  # before anything is started
+        cl.take_part(few, seat)
+
+
+@pytest.mark.slow
+def test_a_study_of_several_steps_between_processes_equals_the_rehearsal(consortium):
+    folder, study, _ = consortium
+    story = several(study)
+    kits = provision(story, folder / "story")
+    (folder / "story.toml").write_text(format_study(story))
+    for site in story.sites:
+        Kit.open(kits[site]).approve()
+    code = (
+        "import sys, cloister as cl\n"
+        "site = sys.argv[1]\n"
+        "adata = cl.read_cells(f'sites/{site}.h5ad')\n"
+        "outcomes = cl.take_part(adata, cl.join(f'story/{site}', say=lambda text: None))\n"
+        "assert [*outcomes] == ['shared-pca', 'labels'] and outcomes['labels'].model is not None\n"
+        "cl.write_cells(adata, f'{site}.h5ad')\n"
+    )
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    hub = [sys.executable, "-m", "cloister.cli.main", "run", "story.toml", "--as", "hub", "--kit", str(kits["hub"])]
+    words = {p: [sys.executable, "-c", code, p] for p in story.sites} | {"hub": hub}
+    running = {
+        p: subprocess.Popen(w, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        for p, w in words.items()
+    }
+    try:
+        for p, process in running.items():
+            out, _ = process.communicate(timeout=400)
+            assert process.returncode == 0, f"{p}: {out.decode()}"
+    finally:
+        for process in running.values():
+            process.kill()
+    expected = rehearse(story, demo_sites())
+    for site in story.sites:
+        found = read_cells(folder / f"{site}.h5ad")
+        assert list(found.obs["predicted"].astype(str)) == list(expected.data[site].obs["predicted"].astype(str))
+        assert {"shared-pca", "labels"} <= set(found.uns["cloister"])
 
 
 def test_who_may_do_what(consortium):

@@ -19,6 +19,7 @@ from cloister.errors import DataError, ParameterError, ProtocolAbort
 from cloister.models import polynomial
 from cloister.models.adapter import Adapted
 from cloister.run.rehearsal import rehearse
+from cloister.study import Party, Step, Study
 from cloister.workflows import adapt_model
 
 torch.set_num_threads(1)
@@ -46,6 +47,25 @@ def images(n, seed, labelled=True):
     if labelled:
         a.obs["kind"] = np.where(bright, "bright", "dark")
     return a
+
+
+@pytest.mark.slow
+def test_the_adapter_of_one_step_is_served_in_the_next_with_a_process_for_each_party(model, tmp_path):
+    parties = {Party("hub"): "coordinator", Party("basel"): "site", Party("lugano"): "site"}
+    data = {"basel": images(24, 0), "lugano": images(16, 1)}
+
+    def story(ledger):
+        common = {"model": str(model), "ring": "small", "ledger": str(tmp_path / ledger)}
+        adapt = {k: v for k, v in OPTIONS.items() if k not in ("ring", "timeout")} | common
+        serve = {"adapter": "step:adapt-model/adapter.npz", "key_added": "served"} | common
+        steps = (Step("adapt-model", options=adapt), Step("serve-model", options=serve))
+        return Study("story", "", parties, steps=steps, timeout=300.0)
+
+    here, there = rehearse(story("one.json"), data), rehearse(story("two.json"), data, processes=True)
+    for site, given in data.items():
+        served = there.data[site].obs["served"].astype(str).to_numpy()
+        assert (served == here.data[site].obs["served"].astype(str).to_numpy()).all()
+        assert (served == given.obs["kind"].to_numpy()).mean() >= 0.9
 
 
 def test_adapt_and_serve(model, tmp_path):

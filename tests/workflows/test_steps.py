@@ -203,5 +203,3 @@ def test_a_file_of_an_earlier_step_is_handed_on_at_each_party_its_own(toys, site
     assert with_files(Reading("plain.txt"), "basel", {}) == Reading("plain.txt")
     series = rehearse(study, sites)
     assert {p: a.obs["read"].iloc[0] for p, a in series.data.items()} == {p: p for p in sites}
-    with pytest.raises(ParameterError, match="processes do not hand over"):
-        rehearse(study, sites, processes=True)

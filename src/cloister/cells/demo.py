@@ -65,23 +65,29 @@ def demo_donors(
     return sites
 
 
-def demo_cohort(per_site: int = 6, n_cells: int = 160, planted: int = 20, *, seed: int = 2014) -> dict[str, AnnData]:
+def demo_cohort(
+    per_site: int = 6, n_cells: int = 160, planted: int = 20, *, clone: float = 0.0, seed: int = 2014
+) -> dict[str, AnnData]:
     """Simulate three sites with donors of two conditions, from the counts of the lung cells of `demo_sites`.
 
     A donor is `n_cells` cells drawn at a site, each gene thinned by a factor of the donor's own. In the condition
     "case" macrophages have 0.4 more counts, on average, of `planted` genes (`var["planted"]`), and most T cells are
-    missing. `obs` has `donor`, `condition`, `age`, `cell_type`.
+    missing. `obs` has `donor`, `condition`, `age`, `cell_type`. Another seed draws other donors with the same disease.
+    With `clone`, so many of the last site's cells, and a twelfth as many of the others', are of a clone that expresses
+    thirty genes which lung cells rarely do (`obs["clone"]`).
     """
     import pandas as pd
     from anndata import AnnData
     from scipy import sparse
 
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(2014)
     whole = demo_sites()
     common = sorted(set.intersection(*(set(a.var_names) for a in whole.values())))
     seen = np.asarray(sum(np.asarray((a[:, common].X > 0).mean(axis=0)).ravel() for a in whole.values()))
     up = np.zeros(len(common), bool)
     up[rng.choice(np.flatnonzero((seen > 0.4) & (seen < 1.5)), planted, replace=False)] = True
+    foreign = np.random.default_rng([2014, 1]).choice(np.flatnonzero(seen < 0.3), 30, replace=False)
+    rng, growth = rng if seed == 2014 else np.random.default_rng(seed), np.random.default_rng([seed, 2])
     sites = {}
     for site, adata in whole.items():
         counts, kind = adata[:, common].X.toarray(), adata.obs["cell_type"].astype(str).to_numpy()
@@ -94,9 +100,12 @@ def demo_cohort(per_site: int = 6, n_cells: int = 160, planted: int = 20, *, see
             x = rng.binomial(counts[drawn].astype(np.int64), own)
             if case:
                 x += rng.poisson(0.4, x.shape) * np.outer(kind[drawn] == "macrophage", up)
+            grown = growth.random(n_cells) < (clone if site == SITES[-1] else clone / 12)
+            x[np.ix_(grown, foreign)] += growth.poisson(2.0, (grown.sum(), len(foreign)))
             tables.append(x)
             facts = {"donor": f"{site}-{i + 1}", "condition": "case" if case else "control"}
-            rows.append(pd.DataFrame({**facts, "age": int(rng.integers(25, 75)), "cell_type": kind[drawn]}))
+            of_cells = {"cell_type": kind[drawn]} | ({"clone": grown} if clone else {})
+            rows.append(pd.DataFrame({**facts, "age": int(rng.integers(25, 75)), **of_cells}))
         obs = pd.concat(rows, ignore_index=True)
         obs.index = pd.Index([f"{site}-cell-{i}" for i in range(len(obs))])
         matrix = sparse.csr_matrix(np.concatenate(tables).astype(np.float32))

@@ -1,8 +1,8 @@
-"""The demo: every workflow on small real data that ships with the package, in minutes on two cores.
+"""The demo: one story on one set of cells (`demo.story`), told by every workflow, in minutes on two cores.
 
-Each entry of `DEMOS` plays its workflow's modes in rehearsal and returns the runs and the rows of the table: what the
-pooled analysis would give, what the federation gives, what a site alone gets, what an attack makes of what the mode
-shows (`demo.attacks`), the cost.
+Each entry of `DEMOS` plays its workflow's modes in rehearsal, on what those before have made of the cells, and returns
+the runs and the rows of the table: what a site gets alone, what all get together, what the pooled analysis would give,
+what an attack makes of what the mode shows (`demo.attacks`), the cost.
 """
 
 from __future__ import annotations
@@ -19,21 +19,22 @@ from cloister.demo.models import adapt_model, fine_tune, train_cellcnn, train_cl
 from cloister.demo.rows import HEADER, Played, Tell, halves
 from cloister.demo.rows import auroc as auroc
 from cloister.demo.statistics import bin_values, compare_groups, find_outliers, integrate, shared_pca
+from cloister.demo.story import Story
 from cloister.report.page import write_report
 from cloister.run.results import save_run
 from cloister.run.run import Run
 
-DEMOS: dict[str, Callable[[Tell], Played]] = {
+DEMOS: dict[str, Callable[[Story, Tell], Played]] = {  # in the order of the story
     "bin-values": bin_values,
     "shared-pca": shared_pca,
     "integrate": integrate,
     "find-outliers": find_outliers,
-    "compare-groups": compare_groups,
     "map-labels": map_labels,
     "propagate-labels": propagate_labels,
-    "train-cellcnn": train_cellcnn,
-    "train-classifier": train_classifier,
     "fine-tune": fine_tune,
+    "train-classifier": train_classifier,
+    "compare-groups": compare_groups,
+    "train-cellcnn": train_cellcnn,
     "adapt-model": adapt_model,
 }
 
@@ -41,13 +42,15 @@ DEMOS: dict[str, Callable[[Tell], Played]] = {
 def run_demo(
     folder: Path, *, on_event: Tell = None, say: Callable[[str], None] = print
 ) -> tuple[list[tuple[Any, ...]], Path]:
-    """Run every demo, save each run under `folder`, and write one report. Returns the table and the page."""
+    """Run every demo, save its files and each run under `folder`, and write one report. Returns table and page."""
     rows: list[tuple[Any, ...]] = [HEADER]
     runs: list[Run] = []
+    story = Story.draw()
+    story.write(folder / "sites")
     for name, play in DEMOS.items():
         say(f"{name} ...")
         began = time.perf_counter()
-        played, lines = play(on_event)
+        played, lines = play(story, on_event)
         runs += played
         rows += lines
         for run in played:

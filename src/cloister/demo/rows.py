@@ -1,23 +1,18 @@
-"""What every demo shares: the columns of the table, what a run cost, a score, labels that are hidden to be found."""
+"""What every demo shares: the columns of the table, what a run cost, a score, logistic regressions to compare with."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from cloister.cells import demo as demo_data
 from cloister.net.events import Event
 from cloister.report.parts import size
 from cloister.run.run import Run
 from cloister.workflows.baselines.mapping import linear_label
 
-HEADER = ("workflow", "mode", "measure", "pooled", "federated", "alone", "attack", "sent", "seconds")
-EPITHELIUM = ("AT1", "AT2", "basal", "ciliated", "secretory")
-STROMA = ("endothelial", "fibroblast", "pericyte", "smooth muscle")
-IMMUNE = ("B", "NK/NKT", "T", "basophil/mast", "dendritic", "macrophage", "monocyte", "plasma")
-KNOWN = {"basel": EPITHELIUM, "lugano": STROMA, "vienna": IMMUNE}  # which cells a site has labelled
+HEADER = ("workflow", "mode", "measure", "alone", "together", "pooled", "attack", "sent", "seconds")
 Tell: TypeAlias = Callable[[Event], None] | None
 Played: TypeAlias = tuple[list[Run], list[tuple[Any, ...]]]  # the runs, and their rows of the table
 
@@ -47,39 +42,26 @@ def auroc(scores: Any, truth: Any) -> float:
     return float((ranks[truth].sum() - n * (n + 1) / 2) / (n * (len(truth) - n)))
 
 
-def hide_labels(share: float, known: Mapping[str, Collection[str]]) -> tuple[dict[str, Any], ...]:
-    """Cells of which each site has labelled the kinds that it knows, and of which a share of all is kept for scores.
-
-    Returns cells, all labels, which cells are kept for scores, and which have a label left. By site.
-    """
-    import pandas as pd
-
-    rng = np.random.default_rng(0)
-    sites, truth, held, seen = {}, {}, {}, {}
-    for p, a in demo_data.demo_sites().items():
-        if p not in known:
-            continue
-        truth[p] = a.obs["cell_type"].astype(str).to_numpy().copy()
-        held[p] = rng.random(a.n_obs) < share
-        seen[p] = np.isin(truth[p], [*known[p]]) & ~held[p]
-        a.obs["cell_type"] = pd.Categorical(np.where(seen[p], truth[p], None))
-        sites[p] = a
-    return sites, truth, held, seen
-
-
 def linear_figures(
-    x: dict[str, Any], truth: dict[str, Any], held: dict[str, Any], seen: dict[str, Any], predicted: dict[str, Any]
-) -> list[str]:
-    """Accuracy on the kept cells: logistic regression on all sites' labels, what was found, on each site's own."""
+    x: dict[str, Any], truth: dict[str, Any], held: dict[str, Any], seen: dict[str, Any], l2: float | None = None
+) -> tuple[float, float]:
+    """Accuracy on the kept cells: logistic regressions on each site's own labels, and one on all sites' labels."""
 
-    def linear(names: list[str], p: str) -> Any:
-        return linear_label(
-            x[p][held[p]],
-            np.concatenate([x[q][seen[q]] for q in names]),
-            np.concatenate([truth[q][seen[q]] for q in names]),
-        )
+    def linear(names: list[str], asked: list[str]) -> Any:
+        labels = np.concatenate([truth[q][seen[q]] for q in names])
+        penalty = 1.0 if l2 is None else l2 * len(labels)
+        at = np.concatenate([x[q][held[q]] for q in asked])
+        return linear_label(at, np.concatenate([x[q][seen[q]] for q in names]), labels, penalty=penalty)
 
-    def right(labels: Callable[[str], Any]) -> str:
-        return f"{np.mean(np.concatenate([labels(p) == truth[p][held[p]] for p in x])):.1%}"
+    wanted = np.concatenate([truth[p][held[p]] for p in x])
+    alone = np.concatenate([linear([p], [p]) for p in x])
+    return float(np.mean(alone == wanted)), float(np.mean(linear([*x], [*x]) == wanted))
 
-    return [right(lambda p: linear([*x], p)), right(lambda p: predicted[p][held[p]]), right(lambda p: linear([p], p))]
+
+def right_of(predicted: dict[str, Any], truth: dict[str, Any], held: dict[str, Any]) -> float:
+    """Accuracy on the kept cells of what was predicted for all."""
+    return float(np.mean(np.concatenate([(predicted[p] == truth[p])[held[p]] for p in truth])))
+
+
+def percent(*values: float) -> tuple[str, ...]:
+    return tuple(f"{v:.1%}" for v in values)

@@ -1,4 +1,4 @@
-"""Demos of statistics over all sites: shared bins, a shared space, cells moved in it, outliers."""
+"""Demos of statistics over all sites: shared bins, a shared space, cells moved in it, outliers, groups of donors."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from cloister.attacks.sent import Sent
-from cloister.cells import demo as demo_data
 from cloister.cells import tables as cells
 from cloister.cells.genes import genes_in_common
 from cloister.demo import attacks
-from cloister.demo.rows import Played, Tell, auroc, cost_of
+from cloister.demo.rows import Played, Tell, auroc, cost_of, percent
+from cloister.demo.story import GROUPS, SPACE, Story, differing
 from cloister.models import isolation_forest
 from cloister.models.harmony import Settings
 from cloister.protocols.harmony import federated_harmony
@@ -24,9 +24,9 @@ from cloister.workflows.baselines.groups import group_baselines
 from cloister.workflows.bin_values import digitise, spread
 
 
-def bin_values(tell: Tell) -> Played:
+def bin_values(story: Story, tell: Tell) -> Played:
     """Share of values that get the bin which the pooled quantiles would give them."""
-    sites = demo_data.demo_sites()
+    sites = story.sites
     values = {p: np.concatenate([*cells.nonzero_values(a)]) for p, a in sites.items()}
     levels = np.linspace(0, 1, 50)
     pooled = np.quantile(np.concatenate([*values.values()]), levels)
@@ -46,14 +46,15 @@ def bin_values(tell: Tell) -> Played:
         share = right(edges.__getitem__)
         leak = attacks.own_quantiles(sent, edges["basel"], own, pooled)
         runs.append(run)
-        rows.append(("bin-values", mode, "same bin", "100.0%", f"{share:.1%}", f"{alone:.1%}", leak, *cost_of(run)))
+        rows.append(("bin-values", mode, "same bin", *percent(alone, share, 1.0), leak, *cost_of(run)))
     return runs, rows
 
 
-def shared_pca(tell: Tell) -> Played:
+def shared_pca(story: Story, tell: Tell) -> Played:
     """Smallest cosine between the space that was found and the one of all cells in one place."""
-    sites, sent = demo_data.demo_sites(), Sent(secure_sum.MaskedInput)
-    run = rehearse("shared-pca", sites, n_components=10, n_top_genes=300, on_event=tell, on_frame=sent)
+    sites, sent = story.sites, Sent(secure_sum.MaskedInput)
+    run = rehearse("shared-pca", sites, on_event=tell, on_frame=sent, **SPACE)
+    story.space = run.data
     genes = [str(g) for g in run.data["basel"].uns["X_shared_pca"]["genes"]]
     at = [sites["basel"].var_names.get_loc(g) for g in genes]
     logs = {}
@@ -75,13 +76,13 @@ def shared_pca(tell: Tell) -> Played:
     alone = float(np.mean([nearness(axes(y), pooled) for y in logs.values()]))
     common = genes_in_common({p: [str(g) for g in a.var_names] for p, a in sites.items()})
     leak = attacks.own_means(sent, run.data["basel"].uns["X_shared_pca"], common, logs)
-    figures = ("1.000", f"{nearness(loadings, pooled):.3f}", f"{alone:.3f}")
+    figures = (f"{alone:.3f}", f"{nearness(loadings, pooled):.3f}", "1.000")
     return [run], [("shared-pca", "hardened", "cosine", *figures, leak, *cost_of(run))]
 
 
-def integrate(tell: Tell) -> Played:
+def integrate(story: Story, tell: Tell) -> Played:
     """How much of a cell's neighbourhood is not of its own site, as a share of what it is where cells lie anywhere."""
-    sites = rehearse("shared-pca", demo_data.demo_sites(), n_components=10, n_top_genes=300).data
+    sites = story.space
     of = np.repeat(np.arange(len(sites)), [a.n_obs for a in sites.values()])
     spread = 1 - float(np.square(np.bincount(of) / len(of)).sum())
 
@@ -103,49 +104,42 @@ def integrate(tell: Tell) -> Played:
         found = mixed(np.concatenate([run.data[p].obsm["X_integrated"] for p in x]))
         leak = attacks.own_directions(sent, x)
         runs.append(run)
-        rows.append(("integrate", mode, "mixed", pooled, found, alone, leak, *cost_of(run)))
+        rows.append(("integrate", mode, "mixed", alone, found, pooled, leak, *cost_of(run)))
+    story.integrated = runs[0].data
     return runs, rows
 
 
-def compare_groups(tell: Tell) -> Played:
-    """Genes that were planted in macrophages of one group, found at a false discovery rate of 5 %."""
-    sites, sent = demo_data.demo_cohort(), Sent(secure_sum.MaskedInput)
-    options: dict[str, Any] = {"groups": ("control", "case"), "donor_key": "donor", "label_key": "cell_type"}
-    run = rehearse("compare-groups", sites, on_event=tell, on_frame=sent, **options)
+def compare_groups(story: Story, tell: Tell) -> Played:
+    """Genes that differ in macrophages of the ill, found at a false discovery rate of 5 %; labels are the model's."""
+    sites, sent = story.labelled, Sent(secure_sum.MaskedInput)
+    run = rehearse("compare-groups", sites, on_event=tell, on_frame=sent, **GROUPS)
     var = sites["basel"].var
-    planted = set(var.index[var["planted"]])
-
-    def hits(tables: Any) -> int:
-        table = tables["expression"]
-        return len(planted & set(table[(table["cell_type"] == "macrophage") & (table["fdr"] < 0.05)]["gene"]))
-
-    beside = group_baselines(sites, **options)
-    alone = float(np.mean([hits(beside[f"{p} alone"]) for p in sites]))
-    leak = attacks.own_donors(sent, sites, options)
-    figures = (str(hits(beside["pooled"])), str(hits(run.data["basel"].uns["groups"])), f"{alone:.1f}")
+    planted, story.found = set(var.index[var["planted"]]), differing(run.data["basel"].uns["groups"])
+    beside = {name: len(planted & {*differing(tables)}) for name, tables in group_baselines(sites, **GROUPS).items()}
+    alone = float(np.mean([beside[f"{p} alone"] for p in sites]))
+    leak = attacks.own_donors(sent, sites, GROUPS)
+    figures = (f"{alone:.1f}", str(len(planted & {*story.found})), str(beside["pooled"]))
     return [run], [("compare-groups", "hardened", f"of {len(planted)} genes", *figures, leak, *cost_of(run))]
 
 
-def find_outliers(tell: Tell) -> Played:
-    """Area under the ROC curve of the scores, one site holding most of the outliers."""
-    sites = demo_data.demo_rows()
-    truth = {p: a.obs["outlier_truth"].to_numpy() for p, a in sites.items()}
-    pooled = _forest_auroc(isolation_forest, np.concatenate([a.X for a in sites.values()]), [*truth.values()])
-    alone = float(np.mean([_forest_auroc(isolation_forest, a.X, [truth[p]]) for p, a in sites.items()]))
+def find_outliers(story: Story, tell: Tell) -> Played:
+    """Area under the ROC curve of all sites' scores; a clone grows at one site, where it is not rare."""
+    from anndata import AnnData
+
+    sites = {p: AnnData(np.asarray(a.obsm["X_integrated"]), obs=a.obs) for p, a in story.integrated.items()}
+    truth = np.concatenate([*story.clone.values()])
+
+    def forest(x: Any) -> Any:
+        x = np.asarray(x, dtype=np.float64)
+        return isolation_forest.fit(x, rng=np.random.default_rng(0)).score(x)
+
+    pooled = auroc(forest(np.concatenate([a.X for a in sites.values()])), truth)
+    alone = auroc(np.concatenate([forest(a.X) for a in sites.values()]), truth)
     runs, rows = [], []
     for mode, attack in (("hardened", attacks.rows_rebuilt), ("published", attacks.rows_unmasked)):
         run = rehearse("find-outliers", sites, mode=mode, contamination=0.1, on_event=tell)
-        leak = attack(sites)
-        scores = [run.data[p].obs["outlier_score"].to_numpy() for p in sites]
-        federated = auroc(np.concatenate(scores), np.concatenate([*truth.values()]))
+        together = auroc(np.concatenate([run.data[p].obs["outlier_score"].to_numpy() for p in sites]), truth)
         runs.append(run)
-        rows.append(
-            ("find-outliers", mode, "AUROC", f"{pooled:.3f}", f"{federated:.3f}", f"{alone:.3f}", leak, *cost_of(run))
-        )
+        figures = (f"{v:.3f}" for v in (alone, together, pooled))
+        rows.append(("find-outliers", mode, "AUROC", *figures, attack(sites), *cost_of(run)))
     return runs, rows
-
-
-def _forest_auroc(forest: Any, X: Any, truth: list[Any]) -> float:
-    rng = np.random.default_rng(0)
-    X = np.asarray(X, dtype=np.float64)
-    return auroc(forest.fit(X, rng=rng).score(X), np.concatenate(truth))

@@ -12,7 +12,6 @@ import inspect
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -44,6 +43,7 @@ class Outcome:
     receipt: Receipt | None = None
     cost: dict[str, float] = field(default_factory=dict)
     model: Any = None
+    files: dict[str, bytes] | None = None  # further files, where another process has made them from the model already
 
 
 class Place(Protocol):
@@ -52,8 +52,8 @@ class Place(Protocol):
     study: Study
     me: Party
 
-    def take_part(self, adata: AnnData) -> tuple[Outcome, Path]:
-        """Bring these cells to the study's next run; what came of it, and the folder that holds its files."""
+    def take_part(self, adata: AnnData) -> Outcome:
+        """Bring these cells to the study's next run; what came of it here, with the model if there is one."""
 
 
 class Seat:

@@ -1,7 +1,7 @@
 """Rehearsal with one process per party: the parent only carries frames between them.
 
-A party's cells and results pass through files in a private folder (cells that come as a file are read where they are),
-frames through a socket pair as bytes. The child is
+A party's cells, results and model pass through files in a private folder (cells that come as a file are read where
+they are), frames through a socket pair as bytes. The child is
 `python -m cloister.run.processes FOLDER PARTY FD`, so nothing of the calling script is imported again.
 """
 
@@ -37,6 +37,7 @@ from cloister.net.mailbox import Mailbox
 from cloister.net.receipts import Receipt
 from cloister.net.seat import Outcome, take_part
 from cloister.run.progress import passes_of
+from cloister.run.results import write_files
 from cloister.run.run import Run, workflow_part
 from cloister.run.wires import Fault, Killed, Wires
 from cloister.study import CONSENTS, Party, Study, format_study
@@ -52,23 +53,26 @@ def run_processes(
     faults: Iterable[Fault] = (),
     on_event: Callable[[Event], None] | None = None,
     identities: Mapping[Party, Identity] | None = None,
+    folders: Mapping[str, Path] | None = None,
 ) -> Run:
-    """Run the study's workflow with one process per party."""
+    """Run the study's workflow with one process per party; `folders` holds what earlier steps wrote, by their names."""
     identities = identities or {p: Identity.create(Entropy()) for p in study.parties}
     study = study.with_keys({p: i.public for p, i in identities.items()})
     run = Run(study)
     top = Folder()
     with top.kept_by(run):
-        folders = {p: top.path / p for p in study.parties}
+        homes = {p: top.path / p for p in study.parties}
         pipes: dict[Party, Connection] = {}
         children: dict[Party, subprocess.Popen[bytes]] = {}
         try:
-            for p, folder in folders.items():
+            for p, folder in homes.items():
                 folder.mkdir(mode=0o700)
                 (folder / "study.toml").write_text(format_study(study))
                 identities[p].save(folder / "identity.key")
                 if p in data:
                     _hand_over(data[p], folder)
+                earlier = {step: os.path.abspath(place) for step, place in (folders or {}).items()}
+                (folder / "steps.json").write_text(json.dumps(earlier))
                 ours, theirs = socket.socketpair()
                 with theirs:
                     command = [sys.executable, "-m", "cloister.run.processes", str(folder), p, str(theirs.fileno())]
@@ -88,13 +92,9 @@ def run_processes(
                     child.wait()
             for pipe in pipes.values():
                 pipe.close()
-        for p, folder in folders.items():
-            if (folder / "receipt.json").exists():
-                run.receipts[p] = Receipt.load(folder / "receipt.json")
-            if p in run.outcomes:
-                run.outcomes[p].receipt = run.receipts.get(p)
-                if (folder / "result.h5ad").exists():
-                    run.outcomes[p].adata = open_cells(folder / "result.h5ad", probe=False)  # our own file
+        for p, home in homes.items():
+            _take_back(run, p, home)
+        run.outcomes = {p: run.outcomes[p] for p in homes if p in run.outcomes}  # in the study's order
     return run
 
 
@@ -104,6 +104,23 @@ def _hand_over(cells: AnnData | str | Path, folder: Path) -> None:
         (folder / "cells.txt").write_text(os.path.abspath(cells))
     else:
         write_cells(cells, folder / "cells.h5ad")
+
+
+def _take_back(run: Run, p: Party, folder: Path) -> None:
+    """What a party left in its folder: the receipt, and where it came to its end, cells and model."""
+    if (folder / "receipt.json").exists():
+        run.receipts[p] = Receipt.load(folder / "receipt.json")
+    if p not in run.outcomes:
+        return
+    outcome = run.outcomes[p]
+    outcome.receipt = run.receipts.get(p)
+    if (folder / "result.h5ad").exists():
+        outcome.adata = open_cells(folder / "result.h5ad", probe=False)  # our own file
+    made = {path.name.removeprefix(f"{p}."): path for path in (folder / "files").iterdir()}
+    outcome.files = {name: path.read_bytes() for name, path in made.items()}
+    workflow, options = workflows.check_plan(run.study)
+    if workflow.model is not None and workflow.model[0] in made:
+        outcome.model = workflow.model[1](made[workflow.model[0]], options)
 
 
 class Folder:
@@ -225,13 +242,14 @@ def child(folder: str, me: str, fd: str) -> None:
         threading.Thread(target=listen, daemon=True).start()
         name = home / "cells.txt"
         cells = name.read_text() if name.exists() else home / "cells.h5ad"
+        folders = {step: Path(place) for step, place in json.loads((home / "steps.json").read_text()).items()}
         outcome = take_part(
             study,
             party,
             link,
             mailbox,
             (lambda: open_cells(cells)) if study.parties[party] == "site" else None,
-            part=functools.partial(workflow_part, checked=True),
+            part=functools.partial(workflow_part, checked=True, folders=folders),
             consent=frozenset(CONSENTS),
             reveals=workflows.reveals(study),
             identity=Identity.load(home / "identity.key"),
@@ -241,6 +259,8 @@ def child(folder: str, me: str, fd: str) -> None:
         if outcome.adata is not None:
             with told_to(passes_of(party, tell)):
                 write_cells(outcome.adata, home / "result.h5ad")
+        (home / "files").mkdir()
+        write_files(Run(study, {party: outcome}), party, home / "files")
         link.tell(b"R" + json.dumps({"result": outcome.result, "cost": outcome.cost}).encode())
     except BaseException as e:
         link.tell(b"X" + json.dumps(errors.to_json(e)).encode())

@@ -186,8 +186,6 @@ def rehearse_steps(
     `on_step` gets the run of every step as it ends, before the next one goes on with its cells.
     """
     needs_files = steps.uses_files(study)
-    if needs_files and processes:
-        raise ParameterError("a step takes a file of another, which processes do not hand over; rehearse without them")
     identities = {p: Identity.create(Entropy()) for p in study.parties}
     study = study.with_keys({p: i.public for p, i in identities.items()})
     series, now = Series(study), dict(data)
@@ -246,7 +244,8 @@ def rehearse_study(
         given = {p: a for p, a in given.items() if p not in files}  # a party's process reads its file itself
     cells = {Party(p): a if inplace or p in files else _copy(a) for p, a in given.items()}
     if processes:
-        run = run_processes(study, {**cells, **files}, faults=faults, on_event=on_event, identities=identities)
+        how: dict[str, Any] = {"faults": faults, "on_event": on_event, "identities": identities, "folders": folders}
+        run = run_processes(study, {**cells, **files}, **how)
     else:
         parts = dict.fromkeys(study.parties, functools.partial(workflow_part, checked=True, folders=folders))
         reveals = workflows.reveals(study)

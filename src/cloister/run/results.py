@@ -172,7 +172,10 @@ def write_files(run: Run, party: str, folder: Path) -> list[str]:
         further = workflows.get(run.study.workflow).files
     except CloisterError:
         further = None
-    for name, content in (further(outcome) if further is not None else {}).items():
+    made = outcome.files
+    if made is None:
+        made = further(outcome) if further is not None else {}
+    for name, content in made.items():
         if not PLAIN_NAME.fullmatch(name):
             raise DataError(f"a workflow may not write a file called {name!r}; use letters, digits, '.', '-', '_'")
         names.append(f"{party}.{name}")

@@ -25,16 +25,16 @@ from cloister.cells.pace import told_to
 from cloister.errors import DataError, ParameterError, PeerLost, UsageError
 from cloister.files import replacing
 from cloister.net.events import Event
-from cloister.net.receipts import Receipt
 from cloister.net.seat import Outcome
 from cloister.run.progress import passes_of
+from cloister.run.results import load_run, step_folder
 from cloister.runtime.kit import DATA, Kit
 from cloister.runtime.logs import last_event
 from cloister.runtime.order import run_study
 from cloister.runtime.party import Ended, open_cells
 from cloister.runtime.ready import is_running
 from cloister.study import Party, Study
-from cloister.workflows import steps
+from cloister.workflows import check_plan, steps
 
 if TYPE_CHECKING:
     from anndata import AnnData
@@ -92,6 +92,8 @@ def attend(
             time.sleep(0.3)
         ended = Ended.load(new.pop())
         time.sleep(2.0)  # let the service tell the coordinator before it goes
+    if ended.status != "done" and ended.step:
+        say(f"what the steps before {ended.step} gave is in {ended.folder}")
     ended.check()
     return ended
 
@@ -160,6 +162,7 @@ def take_away(ended: Ended, path: str | Path) -> Path:
 #
 #     seat = cl.join("kits/basel")
 #     cl.map_labels(adata, seat)          waits for the study's next run, takes part with these cells, writes the labels
+#     cl.take_part(adata, seat)           the same, whatever the study's workflow is, and for one of several steps
 #
 # The run happens in the kit's own service: no key and no connection is in the process that calls this.
 
@@ -173,16 +176,29 @@ class Joined:
     me: Party
     say: Callable[[str], None] = print
 
-    def take_part(self, adata: AnnData) -> tuple[Outcome, Path]:
+    def take_part(self, adata: AnnData) -> Outcome:
         """Take part in the study's next run with these cells."""
+        return self._outcome(self.study, self._attend(adata))
+
+    def take_steps(self, adata: AnnData) -> dict[str, Outcome]:
+        """Take part in the study's next run with these cells; what came of each step, by its name."""
+        home = self._attend(adata)
+        return {part.label: self._outcome(part, step_folder(home, part)) for part in self.study.parts}
+
+    def _outcome(self, part: Study, home: Path) -> Outcome:
+        outcome = load_run(home).outcomes[self.me]
+        if (cells := home / f"{self.me}.h5ad").exists():
+            outcome.adata = read_cells(cells)
+        workflow, options = check_plan(part)
+        if workflow.model is not None and (path := home / f"{self.me}.{workflow.model[0]}").exists():
+            outcome.model = workflow.model[1](path, options)
+        return outcome
+
+    def _attend(self, adata: AnnData) -> Path:
         with tempfile.TemporaryDirectory(prefix="cloister-") as folder:
             path = Path(folder) / "cells.h5ad"
             write_cells(adata, path, private=True)
-            ended = attend(self.kit, path, say=self.say)
-        home = Path(ended.folder)
-        receipt = Receipt.load(home / f"{self.me}.receipt.json")
-        cells = read_cells(home / f"{self.me}.h5ad")
-        return Outcome(cells, dict(ended.result), receipt, dict(ended.cost)), home
+            return Path(attend(self.kit, path, say=self.say).folder)
 
 
 def join(kit: str | Path, *, say: Callable[[str], None] = print) -> Joined:
@@ -199,3 +215,27 @@ def join(kit: str | Path, *, say: Callable[[str], None] = print) -> Joined:
     if opened.role != "site":
         raise UsageError(f"{opened.me} is the study's {opened.role} and brings no cells; start it with: cloister site")
     return Joined(opened.path, opened.study, opened.me, say)
+
+
+def take_part(adata: AnnData, seat: Joined, *, copy: bool = False) -> dict[str, Outcome]:
+    """Take part in the next run of a site's study, all its steps one after the other.
+
+    Parameters
+    ----------
+    adata
+        This site's cells. What the steps write is in them at the end, whole or, if one fails, not at all.
+    seat
+        From `cl.join(kit)`; the study says workflows and options.
+    copy
+        Leave `adata` as it is; the cells after each step are in what is returned.
+
+    Returns
+    -------
+    Step → its `Outcome` here: `adata`, `result`, `receipt`, `cost`, and `model` where there is one.
+    """
+    steps.check_site(seat.study, seat.me, adata)
+    outcomes = seat.take_steps(adata)
+    made = [outcome.adata for outcome in outcomes.values() if outcome.adata is not None]
+    if made and not copy:
+        adata._init_as_actual(made[-1].copy())
+    return outcomes

@@ -88,6 +88,9 @@ class Workflow:
 
     def at_site(self, adata: AnnData, seat: Seat | Place, *, copy: bool = False) -> tuple[AnnData, Outcome]:
         """The site's part with the options that the study agreed on, for the public function of the workflow."""
+        if seat.study.steps and not seat.study.at:
+            names = ", ".join(step.name for step in seat.study.steps)
+            raise UsageError(f"this is a study of several steps ({names}); take part in all: cl.take_part(adata, seat)")
         workflow, options = check_plan(seat.study)
         if workflow.name != self.name:
             raise UsageError(f"this is a study of '{workflow.name}', not of '{self.name}'")
@@ -95,10 +98,8 @@ class Workflow:
         if isinstance(seat, Seat):
             return adata, self.part(seat, adata, options)
         self.check(adata, options)
-        outcome, folder = seat.take_part(adata)
+        outcome = seat.take_part(adata)
         adata._init_as_actual(outcome.adata)
-        if self.model is not None and (path := folder / f"{seat.me}.{self.model[0]}").exists():
-            outcome.model = self.model[1](path, options)
         return adata, outcome
 
 

@@ -14,7 +14,18 @@ from cloister.protocols.groups import contrast_steps, contrast_terms, pooled_con
 from cloister.protocols.groups.contrast_terms import Bulk, Params, part_of
 from cloister.run.rehearsal import Fault
 from cloister.study import Party
-from cloister.testing import Case, check_ideal, check_lies, check_no_errors, run_protocol, transcript, values
+from cloister.testing import (
+    Case,
+    check_ideal,
+    check_lies,
+    check_no_errors,
+    check_vectors,
+    run_protocol,
+    transcript,
+    values,
+)
+
+VECTORS = Path(__file__).parents[2] / "vectors" / "pooled_contrasts.json"
 
 
 def agree(found, ideal):
@@ -56,6 +67,14 @@ def test_equals_limma(name):
 )
 def test_equals_the_pooled_fit(options):
     check_ideal(pooled_contrasts, [case(seed=3, **options)], agree=agree)
+
+
+def test_vectors(monkeypatch):
+    """What is added is rounded to 16 bits first: another processor's last digits must not change what is masked."""
+    exact = pooled_contrasts.pack
+    monkeypatch.setattr(pooled_contrasts, "pack", lambda *args: np.round(exact(*args) * 2**16) / 2**16)
+    c = case(seed=1, g=12, labels=("B", "T"), per_group=(2, 2), min_donors=2)
+    check_vectors(pooled_contrasts, c, VECTORS)
 
 
 def test_planted_genes_come_out_and_others_do_not():
@@ -253,7 +272,7 @@ def test_a_site_that_dies_ends_the_run_by_name(nth):
     assert all(e.code for e in run.errors.values())
 
 
-def test_one_liar():
+def ask_liars(**how):
     c, twin = (case(seed=s, g=30, labels=(), per_group=(2, 2), min_donors=2) for s in (5, 6))
     possible = [pooled_contrasts.ideal(x.params, plain(x))[HUB] for x in (c, twin)]
 
@@ -265,9 +284,20 @@ def test_one_liar():
             else:
                 assert all(np.all(np.isfinite(t.p)) for r in found.results for t in r.tested)
 
-    lies = check_lies(pooled_contrasts, [c, twin], right=right)
+    return check_lies(pooled_contrasts, [c, twin], right=right, **how)
+
+
+def test_one_liar():
+    lies = ask_liars()
     assert lies.tried > 12
     assert lies.aborted > 8
+
+
+@pytest.mark.slow
+def test_one_liar_in_every_message():
+    lies = ask_liars(full=True, timeout=4.0, within=40.0)
+    assert lies.tried > 100
+    assert lies.aborted > 60
 
 
 def before(c, name, checked=True):

@@ -420,12 +420,22 @@ def test_lies():
     assert lies.aborted > 5
 
 
+AS_PUBLISHED = {"coordinator": "bcf", "site": "bcf"}
+
+
 def test_lies_as_published():
     c, twin = case(**TINY), case(seed=4, **TINY)
-    lies = check_lies(
-        federated_harmony, [c, twin], right=right_of(c), assumes={"coordinator": "bcf", "site": "bcf"}, timeout=1.0
-    )
+    lies = check_lies(federated_harmony, [c, twin], right=right_of(c), assumes=AS_PUBLISHED, timeout=1.0)
     assert lies.tried > 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("module", "assumes"), [(pooled_harmony, {}), (federated_harmony, AS_PUBLISHED)])
+def test_lies_in_every_message(module, assumes):
+    c, twin = case(**TINY), case(seed=4, **TINY)
+    lies = check_lies(module, [c, twin], right=right_of(c), assumes=assumes, full=True, timeout=4.0, within=40.0)
+    assert lies.tried > 50
+    assert lies.aborted > 20
 
 
 def test_a_site_that_stops_ends_the_run():
