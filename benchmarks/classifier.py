@@ -5,11 +5,14 @@
     python benchmarks/classifier.py --scale 100000 5000      cost of one fit with so many cells and genes a site
     python benchmarks/classifier.py --noise                  what hiding donors or sites costs, on the demo's cells
     python benchmarks/classifier.py --adapt                  whether to align a new site's cells, by sites held out
+    python benchmarks/classifier.py --weights                what a label should count, on all sets
+    python benchmarks/classifier.py --unknown                cells of a type that nobody trained on
 
 Two questions on every set. *New cells*: all sites have labels, a fifth of their cells is held out, and the model labels
 those. *New site*: one site has no label, the others train, and the model labels all its cells; each site in turn.
-Beside ours: pooled logistic regression of scikit-learn at our penalty and at its best C, each site alone at its best C
-(C picked with hindsight, on the answers), k-NN in the shared PCA, `fine-tune` on the same.
+Beside ours: logistic regression of scikit-learn on the pooled cells, with our penalty, and with
+its best C; each site alone with its best C (C picked with hindsight, on the answers); k-NN in the PCA of all cells,
+which is the shared one, and `fine-tune` on the same.
 """
 
 from __future__ import annotations
@@ -31,14 +34,20 @@ import scipy.sparse
 import cloister as cl
 
 HERE = Path(__file__).resolve().parent
-CS = (10.0, 1.0, 0.1, 0.01, 0.001)
+CS = (0.001, 0.01, 0.1, 1.0, 10.0)
 
 
 # ---- sets ------------------------------------------------------------------------------------------------------------
 
 
-def studies(data, quick):
-    """Name, sites, label column, options of the training."""
+def studies(data, quick, only=()):
+    """Name, sites, label column, options of the training; of all sets, or only of those named."""
+    for row in all_studies(data, quick):
+        if not only or row[0] in only:
+            yield row
+
+
+def all_studies(data, quick):
     cut = 3 if quick else 1
     whole = ad.read_h5ad(data / "pbmc_federation.h5ad")
     yield "pbmc_federation", split(whole[::cut], "batch"), "cell_type", {"library_key": "n_counts_all_genes"}
@@ -76,17 +85,23 @@ def scores(truth, called):
     return float(np.mean(truth == called)), float(np.mean(f1))
 
 
-def best(rows):
-    return max(rows, key=lambda row: row[0])
-
-
-def fit_sklearn(x, y, c, *, tight=False):
+def fit_sklearn(x, y, penalty, **limits):
+    """The pooled fit at our penalty."""
     from sklearn.linear_model import LogisticRegression
 
+    return LogisticRegression(C=1 / (penalty * len(y)), **limits).fit(x, y)
+
+
+def best_fit(x, y, questions, truth):
+    """The scores of the best C, from the strongest penalty to the weakest, each from where the last one ended."""
+    from sklearn.linear_model import LogisticRegression
+
+    fit, rows = LogisticRegression(max_iter=200, tol=1e-3, warm_start=True), []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        limits = {"max_iter": 5000, "tol": 1e-7} if tight else {"max_iter": 200, "tol": 1e-3}
-        return LogisticRegression(C=c, **limits).fit(x, y)
+        for c in CS:
+            rows.append(scores(truth, fit.set_params(C=c).fit(x, y).predict(questions)))
+    return max(rows)
 
 
 def nearest(x, y, q, k=10):
@@ -138,31 +153,32 @@ class Task:
         pool_y = np.concatenate([self.truth[s][known[s]] for s in train])
         kept = np.isin(pool_y, model.labels)
         penalty = run.results["coordinator"]["penalty"]
-        same = fit_sklearn(pool_x[kept], pool_y[kept], 1 / (penalty * kept.sum()), tight=True)
+        same = fit_sklearn(pool_x[kept], pool_y[kept], penalty, tol=1e-7, max_iter=5000)
         rows["pooled, our penalty"] = scores(truth, same.predict(questions))
-        rows["pooled, best C"] = best([scores(truth, fit_sklearn(pool_x, pool_y, c).predict(questions)) for c in CS])
+        rows["pooled, best C"] = best_fit(pool_x, pool_y, questions, truth)
         for s in train:
             own_x, own_y = x[s][known[s]], self.truth[s][known[s]]
             if len(train) > 1 and len(np.unique(own_y)) > 1:
-                fits = [fit_sklearn(own_x, own_y, c) for c in CS]
-                rows[f"{s} alone"] = best([scores(truth, f.predict(questions)) for f in fits])
+                rows[f"{s} alone"] = best_fit(own_x, own_y, questions, truth)
         if peers:
-            rows |= self.peers(bare, known, asked, truth, train)
+            rows |= self.peers(x, bare, known, asked, truth, train)
         return rows, run, seconds
 
-    def peers(self, bare, known, asked, truth, train):
-        options = {k: v for k, v in self.options.items() if k in ("library_key", "kind")}
-        shared = cl.rehearse("shared-pca", bare, n_components=50, timeout=600, **options).data
-        z = {s: a.obsm["X_shared_pca"] for s, a in shared.items()}
+    def peers(self, x, bare, known, asked, truth, train):
+        from sklearn.decomposition import PCA
+
+        dense = {s: scipy.sparse.csr_matrix(v).toarray() for s, v in x.items()}
+        pca = PCA(50, svd_solver="randomized", random_state=0).fit(np.vstack(list(dense.values())))
+        z = {s: pca.transform(v) for s, v in dense.items()}
         q = np.vstack([z[s][at] for s, at in asked.items()])
         pool = np.vstack([z[s][known[s]] for s in train])
         rows = {"k-NN": scores(truth, nearest(pool, np.concatenate([self.truth[s][known[s]] for s in train]), q))}
-        taking_part = {s: a for s, a in shared.items() if known[s].any()}
+        for s, a in bare.items():
+            a.obsm["X_pca"] = z[s]
+        taking_part = {s: bare[s] for s in train}
         if len(taking_part) > 1:
-            tuned = cl.rehearse(
-                "fine-tune", taking_part, label_key=self.label, use_rep="X_shared_pca", timeout=600
-            ).model
-            called = np.concatenate([tuned.predict(shared[s][at].copy()) for s, at in asked.items()])
+            tuned = cl.rehearse("fine-tune", taking_part, label_key=self.label, use_rep="X_pca", timeout=600).model
+            called = np.concatenate([tuned.predict(bare[s][at].copy()) for s, at in asked.items()])
             rows["fine-tune"] = scores(truth, called)
         return rows
 
@@ -196,9 +212,7 @@ def cost_line(run, seconds):
 
 def on_real_data(data, quick, peers, sets):
     summary = []
-    for name, sites, label, options in studies(data, quick):
-        if sets and name not in sets:
-            continue
+    for name, sites, label, options in studies(data, quick, sets):
         print(f"\n{name}: " + ", ".join(f"{s} {a.n_obs}" for s, a in sites.items()) + f" cells, {a_genes(sites)} genes")
         task = Task(sites, label, options)
         rng = np.random.default_rng(0)
@@ -238,16 +252,61 @@ def conclude(summary):
     )
 
 
+# ---- weights of labels, and unknown cells ----------------------------------------------------------------------------
+
+
+def weighting(data, quick, sets):
+    """New cells and new sites of every set, with each weight of a label."""
+    for name, sites, label, options in studies(data, quick, sets):
+        rng = np.random.default_rng(0)
+        asks = {"new cells": {s: fifth(a, label, rng) for s, a in sites.items()}}
+        asks |= {s: {s: np.arange(a.n_obs)} for s, a in sites.items()}
+        for what, asked in asks.items():
+            rows = {}
+            for weight in ("none", "root", "balanced"):
+                task = Task(sites, label, {**options, "class_weight": weight})
+                run, _ = task.ours(task.hidden(asked))
+                truth = np.concatenate([task.truth[s][at] for s, at in asked.items()])
+                called = [run.data[s].obs["predicted"].astype(str).to_numpy()[at] for s, at in asked.items()]
+                rows[weight] = scores(truth, np.concatenate(called))
+            tell(f"{name}: {what}", rows)
+
+
+def new_types(data, quick, sets):
+    """Each label with 30 cells or more is hidden in turn; how many of its cells a model of the others calls unknown."""
+    for name, sites, label, options in studies(data, quick, sets):
+        names, counts = np.unique(
+            np.concatenate([a.obs[label].astype(str) for a in sites.values()]), return_counts=True
+        )
+        print(f"\n{name}: called unknown; of a type nobody trained on, of the others that were right, and wrong")
+        shares = []
+        for kind in names[counts >= 30]:
+            asked = {s: np.flatnonzero((a.obs[label] == kind).to_numpy()) for s, a in sites.items()}
+            rng, task = np.random.default_rng(0), Task(sites, label, {**options, "l2": 0.03})
+            held = {s: np.setdiff1d(fifth(a, label, rng), asked[s]) for s, a in sites.items()}
+            run, _ = task.ours(task.hidden({s: np.concatenate([asked[s], held[s]]) for s in sites}))
+            called = {s: run.model.predict(a.copy(), library_key=options.get("library_key")) for s, a in sites.items()}
+            p = {s: run.data[s].obs["predicted"].astype(str).to_numpy() for s in sites}
+            new = np.concatenate([called[s][asked[s]] == "unknown" for s in sites])
+            unsure = np.concatenate([called[s][held[s]] == "unknown" for s in sites])
+            right = np.concatenate([(p[s] == task.truth[s])[held[s]] for s in sites])
+            shares.append([x.mean() for x in (new, unsure[right], unsure[~right])])
+            print(
+                f"  {kind:24} {len(new):5} cells   " + "   ".join(f"{100 * x:3.0f} %" for x in shares[-1]), flush=True
+            )
+        print(f"  {'mean':24}               " + "   ".join(f"{100 * x:3.0f} %" for x in np.mean(shares, axis=0)))
+
+
 # ---- alignment -------------------------------------------------------------------------------------------------------
 
 
-def adaptation(data, quick):
+def adaptation(data, quick, sets):
     """Every pair of sites trains and the others are asked, so that a site's own labels never speak for its default.
 
     For a site T without labels, the others know theirs: what alignment gains at each of them, when the other two train,
     is all that anybody could know beforehand. Beside it what it then gains at T itself, when the other three train.
     """
-    for name, sites, label, options in studies(data, quick):
+    for name, sites, label, options in studies(data, quick, sets):
         if len(sites) < 4:
             continue
         print(f"\n{name}: accuracy of alignment less that without, in points")
@@ -296,8 +355,6 @@ def with_noise(donors=30):
 
 def equality(data, quick):
     """Coefficients against a tightly converged fit of scikit-learn on the pooled cells."""
-    from sklearn.linear_model import LogisticRegression
-
     whole = ad.read_h5ad(data / "pbmc_federation.h5ad")[:: 6 if quick else 2]
     sites = split(whole, "batch")
     print("\nequality with scikit-learn on pooled cells, " + ", ".join(f"{s} {a.n_obs}" for s, a in sites.items()))
@@ -305,7 +362,7 @@ def equality(data, quick):
         run = cl.rehearse("train-classifier", sites, l2=l2, n_top_genes=500, timeout=600)
         x = scipy.sparse.vstack([run.model.inputs(a) for a in sites.values()])
         y = np.concatenate([a.obs["cell_type"].astype(str) for a in sites.values()])
-        oracle = LogisticRegression(C=1 / (l2 * len(y)), tol=1e-9, max_iter=100_000).fit(x.toarray(), y)
+        oracle = fit_sklearn(x.toarray(), y, l2, tol=1e-9, max_iter=100_000)
         apart = float(np.abs(run.model.model.coefficients.T - oracle.coef_).max())
         called = np.concatenate([run.data[s].obs["predicted"].astype(str) for s in sites])
         agree = float(np.mean(oracle.predict(x.toarray()) == called))
@@ -359,6 +416,8 @@ def main():
     )
     parser.add_argument("--noise", action="store_true", help="only what noise costs")
     parser.add_argument("--adapt", action="store_true", help="only whether to align the cells of a new site")
+    parser.add_argument("--weights", action="store_true", help="only what a label should count")
+    parser.add_argument("--unknown", action="store_true", help="only cells of a type that nobody trained on")
     parser.add_argument("--no-peers", action="store_true", help="leave out k-NN and fine-tune")
     args = parser.parse_args()
     threads = os.environ.get("OMP_NUM_THREADS", "all")
@@ -369,8 +428,9 @@ def main():
     folder = args.data / "scrna"
     if not folder.exists():
         print(f"{folder} is not here; nothing measured on real cells")
-    elif args.adapt:
-        adaptation(folder, args.quick)
+    elif args.adapt or args.weights or args.unknown:
+        only = adaptation if args.adapt else weighting if args.weights else new_types
+        only(folder, args.quick, args.sets)
         return
     else:
         if not args.sets:

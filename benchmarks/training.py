@@ -312,7 +312,7 @@ def few(data, quick):
     return [
         f"{name}, seed {seed}: " + few_labels(sites, use_rep, 0.05, seed)
         for name, (sites, use_rep) in sets.items()
-        for seed in (0, 1)
+        for seed in range(4)
     ]
 
 

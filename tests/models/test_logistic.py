@@ -131,3 +131,16 @@ def test_cells_that_are_shifted_come_back():
     assert np.mean(logistic.align(z, centers).argmax(axis=1) == codes) > 0.97
     few = z[:12]
     np.testing.assert_array_equal(logistic.align(few[:9], centers), few[:9])  # nothing to go by
+
+
+def test_unsure_scores_are_aligned_as_well():
+    """A strong penalty gives all labels like probabilities: means weighted by these mix the labels."""
+    rng = np.random.default_rng(0)
+    centers, shift = 0.3 * np.eye(3), np.array([0.05, -0.1, 0.05])
+    z = centers[rng.choice(3, 600, p=[0.8, 0.15, 0.05])] + shift + rng.normal(0, 0.03, (600, 3))
+    weighted = np.zeros(3)
+    for _ in range(6):
+        p = logistic.probabilities(z - weighted)
+        weighted = ((p.T @ z) / p.sum(axis=0)[:, None] - centers).mean(axis=0)
+    assert np.abs(weighted - shift).max() > 0.1
+    np.testing.assert_allclose((z - logistic.align(z, centers))[0], shift, atol=0.02)

@@ -17,6 +17,7 @@ from cloister.workflows.trained import load_model
 from cloister.workflows.trained.cell_classifier import CellClassifier, majority
 
 SIZE = {"n_top_genes": 150, "l2": 1e-2}
+PRIVATE = {"l2": 1e-2, "validation": 0.0, "dp_noise": 1.0}
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +42,14 @@ def pooled(sites, genes):
     return x, y
 
 
+def fit_pooled(x, y, balance=0.0):
+    """scikit-learn at the same penalty; a label with n cells counts n^(1 - balance)."""
+    _, at, counts = np.unique(y, return_inverse=True, return_counts=True)
+    weights = (counts ** -float(balance))[at]
+    oracle = LogisticRegression(C=1 / (SIZE["l2"] * len(y)), tol=1e-10, max_iter=100_000)
+    return oracle.fit(x, y, sample_weight=weights * len(y) / weights.sum())
+
+
 def accuracy(adata, truth, key="predicted"):
     return float(np.mean(adata.obs[key].astype(str).to_numpy() == truth.obs["cell_type"].astype(str).to_numpy()))
 
@@ -48,7 +57,7 @@ def accuracy(adata, truth, key="predicted"):
 def test_equals_scikit_learn_on_the_pooled_cells(sites, run):
     model = run.model
     x, y = pooled(sites, model.genes)
-    oracle = LogisticRegression(C=1 / (SIZE["l2"] * len(y)), tol=1e-10, max_iter=100_000).fit(x, y)
+    oracle = fit_pooled(x, y)
     assert list(oracle.classes_) == list(model.labels)
     np.testing.assert_allclose(model.model.coefficients.T, oracle.coef_, atol=1e-4)  # the issue's figure
     everyone = np.concatenate([run.data[s].obs["predicted"].astype(str) for s in sites])
@@ -63,7 +72,8 @@ def test_writes_labels_and_says_how_it_went(sites, run):
     assert accuracy(a, sites["basel"]) > 0.97
     assert a.obs["predicted_confidence"].between(0, 1).all()
     said = json.loads(a.uns["predicted"])
-    assert said == run.results["coordinator"]
+    assert said == {**run.results["coordinator"], "unsure": said["unsure"]}
+    assert said["unsure"] == np.count_nonzero(a.obs["predicted_confidence"] < run.model.model.level)
     assert said["openings"] <= 200
     assert said["converged"]
     assert said["accuracy"] > 0.9
@@ -91,7 +101,7 @@ def test_a_site_without_labels_gets_labels(sites, missing):
     two = {s: sites[s] for s in ("basel", "lugano")}
     assert run.results["vienna"]["cells"] == sum(a.n_obs for a in two.values())
     x, y = pooled(two, run.model.genes)
-    oracle = LogisticRegression(C=1 / (SIZE["l2"] * len(y)), tol=1e-10, max_iter=100_000).fit(x, y)
+    oracle = fit_pooled(x, y)
     np.testing.assert_allclose(run.model.model.coefficients.T, oracle.coef_, atol=1e-4)
 
 
@@ -196,12 +206,11 @@ def test_an_embedding_and_its_space(sites):
         rehearse("train-classifier", mixed, use_rep="X_shared_pca", l2=1e-2)
 
 
-def test_class_weights_count_labels_alike(sites):
-    run = rehearse("train-classifier", sites, class_weight="balanced", **SIZE)
+@pytest.mark.parametrize(("weight", "balance"), [("root", 0.5), ("balanced", 1.0)])
+def test_class_weights_favour_rare_labels(sites, weight, balance):
+    run = rehearse("train-classifier", sites, class_weight=weight, **SIZE)
     x, y = pooled(sites, run.model.genes)
-    oracle = LogisticRegression(C=1 / (SIZE["l2"] * len(y)), tol=1e-10, max_iter=100_000, class_weight="balanced").fit(
-        x, y
-    )
+    oracle = fit_pooled(x, y, balance)
     np.testing.assert_allclose(run.model.model.coefficients.T, oracle.coef_, atol=1e-4)
 
 
@@ -222,7 +231,7 @@ def test_noise_for_donors_and_what_it_is_worth_in_model_and_receipt(sites, tmp_p
     held = {s: a.copy() for s, a in sites.items()}
     for a in held.values():
         a.obs["person"] = np.arange(a.n_obs) % 20
-    noise = {"use_rep": "X_pca", "l2": 1e-2, "validation": 0.0, "dp_noise": 1.0, "dp_rounds": 3}
+    noise = {"use_rep": "X_pca", **PRIVATE, "dp_rounds": 3}
     run = rehearse("train-classifier", held, donor_key="person", **noise)
     private = run.results["vienna"]["privacy"]
     assert private["protects"] == "all cells of one donor, against none"
@@ -254,7 +263,7 @@ def test_noise_for_donors_and_what_it_is_worth_in_model_and_receipt(sites, tmp_p
     ],
 )
 def test_bad_input_with_noise(sites, options, kind, message):
-    noise = {"use_rep": "X_pca", "l2": 1e-2, "validation": 0.0, "dp_noise": 1.0, "n_top_genes": 150}
+    noise = {"use_rep": "X_pca", **PRIVATE, "n_top_genes": 150}
     with pytest.raises(kind, match=message):
         rehearse("train-classifier", sites, **{**noise, **options})
 

@@ -77,12 +77,12 @@ def align(z: F64, centers: F64, steps: int = 6) -> F64:
     """
     shift = np.zeros(z.shape[1])
     for _ in range(steps):
-        p = probabilities(z - shift)
-        count = p.sum(axis=0)
+        called = np.eye(z.shape[1])[(z - shift).argmax(axis=1)]
+        count = called.sum(axis=0)
         often = count >= max(ALIGN_CELLS, ALIGN_SHARE * len(z))
         if not often.any():
             break
-        shift = ((p.T @ z)[often] / count[often, None] - centers[often]).mean(axis=0)
+        shift = ((called.T @ z)[often] / count[often, None] - centers[often]).mean(axis=0)
     return z - shift
 
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from anndata import AnnData
 
 PENALTIES = (1e-1, 3e-2, 1e-2, 3e-3, 1e-3, 3e-4, 1e-4)
+BALANCE = {"none": 0.0, "root": 0.5, "balanced": 1.0}
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,9 @@ class Options:
     target_sum: float = option(1e4, "counts per cell after normalisation")
     labels: tuple[str, ...] = option((), "all label names; if none, the sites' names are collected")
     l2: float | None = option(None, "penalty λ of λ/2 ‖W‖² beside the mean loss; chosen on held-out cells if none")
-    class_weight: Literal["none", "balanced"] = option("none", "count all cells alike, or all labels alike")
+    class_weight: Literal["none", "root", "balanced"] = option(
+        "none", "count all cells alike, labels by the root of their cells, or all labels alike"
+    )
     validation: float = option(0.2, "share of each label's cells held out, for the penalty and the level of unknown")
     unknown_share: float = option(0.01, "share of right labels that may be called unknown")
     tolerance: float = option(1e-5, "of a coefficient, at which the fit stops")
@@ -113,7 +116,8 @@ def train_classifier(adata: AnnData, seat: Seat | Place, *, copy: bool = False) 
     `adata.obs[key_added]`, `adata.obs[f"{key_added}_confidence"]` : :class:`pandas.Series`
         The model's label for every cell, and its probability.
     `adata.uns[key_added]` : :class:`str`
-        JSON: labels and their cells, penalties with their scores, level of `unknown`, openings.
+        JSON: labels and their cells, penalties with their scores, level of `unknown` and how many cells here are
+        below it, openings.
     """
     adata, outcome = WORKFLOW.at_site(adata, seat, copy=copy)
     return (adata, outcome.model) if copy else outcome.model
@@ -134,7 +138,8 @@ def site(seat: Seat, adata: AnnData, options: Options) -> Outcome:
         "adapt": options.adapt and bare and fitted.centers is not None,
     }
     classifier.predict(adata, unknown=False, key_added=options.key_added, **read)
-    result = summary(fitted, options)
+    unsure = int((adata.obs[f"{options.key_added}_confidence"] < fitted.level).sum())
+    result = summary(fitted, options) | {"unsure": unsure}
     adata.uns[options.key_added] = json.dumps(result)
     return Outcome(adata, result, model=classifier)
 
@@ -159,7 +164,7 @@ def params_of(seat: Seat, options: Options) -> Params:
         labels=options.labels,
         penalties=PENALTIES if options.l2 is None else (options.l2,),
         held_out=options.validation > 0,
-        balanced=options.class_weight == "balanced",
+        balance=BALANCE[options.class_weight],
         unknown_share=options.unknown_share,
         tolerance=options.tolerance,
         openings=options.max_openings,

@@ -237,7 +237,7 @@ def test_more_genes_than_agreed_abort_by_name():
 
 @pytest.mark.parametrize(
     ("change", "of_base"),
-    [({"noise": 0.0}, {}), ({"clip": 0.0}, {}), ({"rounds": 0}, {}), ({}, {"balanced": True})],
+    [({"noise": 0.0}, {}), ({"clip": 0.0}, {}), ({"rounds": 0}, {}), ({}, {"balance": 1.0})],
 )
 def test_bad_parameters(change, of_base):
     params = case().params

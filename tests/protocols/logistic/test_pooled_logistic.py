@@ -62,8 +62,8 @@ def agree(fitted, ideal):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"n": 2}, {"balanced": True, "K": 4}, {"penalties": (1e-3,)}, {"penalties": (1e-2,), "held_out": False}],
-    ids=["path", "two-sites", "balanced", "one-penalty", "no-held-out"],
+    [{}, {"n": 2}, {"balance": 0.5, "K": 4}, {"penalties": (1e-3,)}, {"penalties": (1e-2,), "held_out": False}],
+    ids=["path", "two-sites", "root", "one-penalty", "no-held-out"],
 )
 def test_equals_the_pooled_fit(options):
     check_ideal(pooled_logistic, [case(seed=3, **options)], agree=agree)
@@ -362,6 +362,7 @@ def test_nobody_has_labels():
         {"openings": 10},
         {"tolerance": 0.0},
         {"min_label_cells": 1},
+        {"balance": 1.5},
     ],
 )
 def test_bad_parameters(options):

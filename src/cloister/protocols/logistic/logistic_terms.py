@@ -46,7 +46,7 @@ class Params:
     labels: tuple[str, ...] = ()  # the vocabulary; empty: all that the sites have
     penalties: tuple[float, ...] = (1e-1, 3e-2, 1e-2, 3e-3, 1e-3, 3e-4, 1e-4)  # λ, from the largest
     held_out: bool = True  # whether sites hold cells out, to choose λ and the level of `unknown`
-    balanced: bool = False  # weigh labels alike
+    balance: float = 0.0  # a label with n cells counts n^(1 - balance): 0 all cells alike, 1 all labels alike
     unknown_share: float = 0.01  # of right answers that may fall below the level
     tolerance: float = 1e-5  # of a coefficient
     openings: int = 200
@@ -65,6 +65,8 @@ class Params:
             raise ParameterError(f"{len(self.penalties)} penalties need {self.least_openings} openings or more")
         if not self.tolerance > 0 or not 0 <= self.unknown_share < 1 or self.min_label_cells < 2:
             raise ParameterError("tolerance must be above 0, unknown_share in [0, 1), min_label_cells at least 2")
+        if not 0 <= self.balance <= 1:
+            raise ParameterError(f"balance must lie between 0 and 1, found {self.balance}")
 
     @property
     def least_openings(self) -> int:
@@ -189,7 +191,7 @@ class Terms:
     left_out: tuple[str, ...]
     training: I64  # cells per label
     held: I64
-    balanced: bool
+    balance: float
 
     def counts(self, *, everything: bool) -> I64:
         return self.training + self.held if everything else self.training
@@ -197,9 +199,9 @@ class Terms:
     def weights(self, *, everything: bool) -> F64:
         """What a cell of each label counts; 1 on average."""
         counts = self.counts(everything=everything)
-        if not self.balanced:
-            return np.ones(len(counts))
-        return np.where(counts > 0, counts.sum() / (np.count_nonzero(counts) * np.maximum(counts, 1)), 0.0)
+        falling = np.where(counts > 0, np.maximum(counts, 1.0) ** -self.balance, 0.0)
+        weights: F64 = falling * (counts.sum() / max(1e-300, float(falling @ counts)))
+        return weights
 
     def total(self, *, everything: bool) -> float:
         """A."""
@@ -243,7 +245,7 @@ def terms_of(params: Params, sums: F64, counts: I64, vocabulary: tuple[str, ...]
         raise ProtocolAbort(NAME, "L4", "absurd", "no gene varies over all sites")
     few = tuple(vocabulary[i] for i in np.flatnonzero(training + held > 0) if i not in set(enough))
     kept = tuple(vocabulary[i] for i in enough)
-    return Terms(at.astype(np.int64), mean, variance, n, kept, few, training[enough], held[enough], params.balanced)
+    return Terms(at.astype(np.int64), mean, variance, n, kept, few, training[enough], held[enough], params.balance)
 
 
 def _variance(total: F64, square: F64, n: int) -> F64:

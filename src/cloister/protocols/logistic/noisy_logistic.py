@@ -81,7 +81,7 @@ class Params:
     def __post_init__(self) -> None:
         if self.rounds < 1 or not self.noise > 0 or not self.clip > 0:
             raise ParameterError("noise and clip must be above 0, and there must be a round")
-        if len(self.base.penalties) != 1 or self.base.held_out or self.base.balanced:
+        if len(self.base.penalties) != 1 or self.base.held_out or self.base.balance:
             raise ParameterError("with noise, agree on one penalty, hold nothing out, and count all cells alike")
 
     @property
