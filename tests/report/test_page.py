@@ -47,6 +47,16 @@ def page(runs, tmp_path_factory):
     return write_report(path, list(runs.values()), title="Three hospitals", table=TABLE)
 
 
+def test_the_page_says_whether_donors_or_cells_were_counted(runs, page, tmp_path):
+    assert "cells: this is what floors and limits are about" in page.read_text()
+    named = dataclasses.replace(runs["hardened"], receipts={})
+    for party, receipt in runs["hardened"].receipts.items():
+        named.receipts[party] = Receipt({**receipt.header, "counted": "donors"})
+    told = write_report(tmp_path / "report.html", [named]).read_text()
+    assert "donors: this is what floors and limits are about" in told
+    assert "cells: this" not in told
+
+
 class Outline(HTMLParser):
     """What a screen reader goes by."""
 

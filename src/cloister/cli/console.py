@@ -239,6 +239,8 @@ def show_receipt(brief: dict[str, Any]) -> None:
         f"party {brief['party']} · {brief['started']} · Cloister {brief['version']} · {brief['status']}", markup=False
     )
     out.print("with " + ", ".join(f"{p} ({r})" for p, r in brief["parties"].items()), markup=False)
+    if "counted" in brief:
+        out.print(f"floors and limits count {brief['counted']}", markup=False)
     table = Table("what left", "line", "to", "times", "bytes", box=None)
     for row in brief["summary"]:
         if row["kind"] == "sent":

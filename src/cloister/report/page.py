@@ -238,6 +238,8 @@ def _facts(run: Run) -> Html:
         if who := [p for p, r in study.parties.items() if r == role]:
             facts.append((plural, names(sorted(who))))
     facts.append(("Options", _options(study)))
+    if counted := {str(r.header["counted"]) for r in run.receipts.values() if "counted" in r.header}:
+        facts.append(("Counted", f"{' or '.join(sorted(counted))}: this is what floors and limits are about"))
     return tag("dl", *(join((tag("dt", k), tag("dd", v))) for k, v in facts), class_="meta")
 
 
