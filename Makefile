@@ -18,7 +18,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -q -c constraints.txt -e ".[all,dev]"
 	touch $@
 
-demo: $(STAMP)          ## every workflow on small real data; writes demo/report.html
+demo: $(STAMP)          ## one story on one set of cells, told by every workflow; writes demo/report.html
 	$(BIN)/cloister demo --out demo
 
 test: $(STAMP) lint     ## what CI runs

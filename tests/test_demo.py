@@ -53,6 +53,14 @@ def test_each_site_has_labelled_what_it_knows_and_cells_for_scores_train_nowhere
         assert set(a.obs) == {"donor", "condition", "age", "cell_type"}  # nothing tells what is to be found
 
 
+def test_the_story_is_told_in_figures_of_its_own(story):
+    assert story.about.startswith("3 hospitals, 18 donors, 1080 lung cells. ")
+    for word in ("simulated", "no seed was picked by what comes out"):
+        assert word in story.about
+    for play in demo.DEMOS.values():
+        assert 20 < len(play.__doc__.partition("\n")[0]) < 130  # a row of the report
+
+
 def test_one_set_of_cells_goes_through_the_story_and_its_files(story, tmp_path):
     again = Story.draw(n_cells=60)
     again.write(tmp_path)
@@ -118,5 +126,6 @@ def test_the_whole_demo(tmp_path):
     check_rows(table[1:])
     check_together_is_better(table[1:])
     assert len(table) - 1 == 20
-    assert page.exists()
+    text = page.read_text()
+    assert all(word in text for word in ("no seed was picked", "What is measured", "a clone grows"))
     assert (tmp_path / "sites" / "vienna.h5ad").exists()

@@ -1,4 +1,5 @@
 import dataclasses
+import html
 import json
 import re
 from html.parser import HTMLParser
@@ -179,7 +180,8 @@ def test_an_abort_is_told_in_words(tmp_path):
     sites = demo_data.demo_sites()
     sites["basel"].X = np.log1p(sites["basel"].X)
     run = rehearse("bin-values", sites, check=False)
-    text = write_report(tmp_path / "r.html", [run]).read_text()
+    text = write_report(tmp_path / "r.html", [run], about=f"About {EVIL}").read_text()
+    assert f"<p>About {html.escape(EVIL)}</p></header>" in text
     assert "the sites hold different kinds of values" in text
     assert text.index("This run was aborted") < text.index("In short: what a whole run tells")
 

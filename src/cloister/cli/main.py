@@ -153,7 +153,7 @@ def demo(
     ] = False,
     quiet: Quiet = False,  # noqa: FBT002
 ) -> None:
-    """Run every workflow on small real data, in minutes, and write report.html."""
+    """Tell one story with every workflow, on the same cells of three hospitals, in minutes; write report.html."""
     from cloister.demo import run_demo, write_sites
     from cloister.demo.rows import halves
 

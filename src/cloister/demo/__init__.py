@@ -47,6 +47,7 @@ def run_demo(
     runs: list[Run] = []
     story = Story.draw()
     story.write(folder / "sites")
+    say(story.about)
     for name, play in DEMOS.items():
         say(f"{name} ...")
         began = time.perf_counter()
@@ -56,7 +57,11 @@ def run_demo(
         for run in played:
             save_run(run, folder / f"{name}-{run.study.mode}")
         say(f"{name}: {time.perf_counter() - began:.1f} s")
-    return rows, write_report(folder / "report.html", runs, title="Cloister demo", table=halves(rows))
+    measured = [("workflow", "what is measured")]
+    measured += [(name, str(play.__doc__).partition("\n")[0]) for name, play in DEMOS.items()]
+    tables = halves(rows) | {"What is measured alone, together, and with all cells in one place": measured}
+    page = write_report(folder / "report.html", runs, title="Cloister demo", about=story.about, table=tables)
+    return rows, page
 
 
 def write_sites(folder: Path) -> list[Path]:

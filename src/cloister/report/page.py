@@ -55,6 +55,7 @@ def write_report(
     runs: Sequence[Run],
     *,
     title: str = "Cloister report",
+    about: str = "",
     table: Rows | Mapping[str, Rows] | None = None,
     baselines: Mapping[str, Rows] | None = None,
 ) -> Path:
@@ -64,6 +65,8 @@ def write_report(
     ----------
     path
         The HTML file; it appears complete or not at all.
+    about
+        What the runs are about, in a few sentences below the title.
     table
         A comparison for the top of the page: dictionaries, or lists of which the first is the header; or several such
         tables by their captions.
@@ -71,14 +74,17 @@ def write_report(
         The same for single runs, by workflow (`"bin-values"`) or workflow and mode (`"bin-values/hardened"`).
     """
     path = Path(path)
-    text = _page(list(runs), title, table, baselines or {})
+    text = _page(list(runs), (title, about), table, baselines or {})
     try:
         return files.write(path, text, private=False)
     except OSError as e:
         raise DataError(f"{path} cannot be written ({e.strerror or type(e).__name__})") from None
 
 
-def _page(runs: list[Run], title: str, rows: Rows | Mapping[str, Rows] | None, baselines: Mapping[str, Rows]) -> str:
+def _page(
+    runs: list[Run], words: tuple[str, str], rows: Rows | Mapping[str, Rows] | None, baselines: Mapping[str, Rows]
+) -> str:
+    title, about = words
     style = (resources.files("cloister") / "data" / "report.css").read_text(encoding="utf-8")
     head = tag(
         "head",
@@ -93,7 +99,8 @@ def _page(runs: list[Run], title: str, rows: Rows | Mapping[str, Rows] | None, b
     summary = f"{count(len(runs), 'run')}: {done} completed" + (
         f", {len(runs) - done} aborted." if done < len(runs) else "."
     )
-    header = tag("header", tag("h1", title), tag("p", summary + _not_begun(runs), class_="lead"))
+    lead = tag("p", summary + _not_begun(runs), class_="lead")
+    header = tag("header", tag("h1", title), lead, *([tag("p", about)] if about else []))
     links = [tag("a", "Comparison", href="#comparison")] if rows else []
     links += [tag("a", _heading(run), href=f"#run-{i}") for i, run in enumerate(runs, 1)]
     links.append(tag("a", "How to read this page", href="#how"))
