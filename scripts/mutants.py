@@ -7,21 +7,20 @@
 A mutant is either drawn from the code (a check that is no longer called, a condition that no longer aborts) or written
 down in `mutants.toml` (a mask that is left out, a key that is used twice). For each, the tests that import the file
 run with stored vectors switched off: a mutant that only other bytes give away counts as alive. The first test that
-fails is the behaviour that killed it. Only tests that reach the weakened function are run, the quickest first; one run
-without any mutant tells which they are (build/mutants-reach.jsonl). Every mutant is judged in a forked child of one
-process that has all tests loaded, where the functions get the mutant's code. Results are kept in build/mutants.jsonl by
-what was tested, so that a run that was stopped goes on where it was, and a change runs only what it concerns. (Linux
-and macOS.)
+fails is the behaviour that killed it; one that took far longer than usual must pass without the mutant, too, so that a
+busy machine kills none. Only tests that reach the weakened function are run, those that name what is weakened and the
+quick ones first; one run without any mutant tells which they are (build/mutants-reach.jsonl). Every mutant is judged in
+a forked child of one process that has all tests loaded, where the functions get the mutant's code (weaken.py). Results
+are kept in benchmarks/logs/mutants.jsonl by what was tested, so that a run that was stopped goes on where it was, and
+a change runs only what it concerns; docs/measured/one-liar.md sums them up by protocol. (Linux and macOS.)
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
 import contextlib
 import functools
 import hashlib
-import importlib
 import inspect
 import json
 import os
@@ -32,29 +31,22 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-import tomllib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import traceback
+from collections.abc import Callable
 from pathlib import Path
-from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
 import pytest
 from _pytest.runner import runtestprotocol
+from weaken import LIST, PACKAGE, ROOT, Mutant, all_mutants, functions_of, listen, stale, weaken
 
-ROOT = Path(__file__).resolve().parents[1]
-PACKAGE = ROOT / "src" / "cloister"
-STORE = ROOT / "build" / "mutants.jsonl"
+STORE = ROOT / "benchmarks" / "logs" / "mutants.jsonl"
 REACH = ROOT / "build" / "mutants-reach.jsonl"
-LIST = tomllib.loads((Path(__file__).parent / "mutants.toml").read_text(encoding="utf-8"))
 ALSO, REASONS = LIST["also"], LIST["reasons"]
-WRITTEN = [(m["file"], m["name"], m["old"], m["new"]) for m in LIST["mutant"]]
 
 QUICK = ("one_thing_wrong", "roles_check", "what_is_drawn", "what_shares_hide", "sealed_links")
-BROKEN = "could not run"
-CHECKS, AUDIT = ("verify", "heard", "still_there"), "collective_audit.holder"  # beside all that is called check_…
+BROKEN, ENDLESS = "could not run", "time"
 LIAR = "test_one_liar.py"
 OUTSIDE = (
     "tests/runtime/test_flare",
@@ -62,108 +54,6 @@ OUTSIDE = (
 )
 Row = dict[str, Any]
 Rows = dict[str, Row]  # of mutants by `digests`, of tests by name
-
-
-@dataclass(frozen=True)
-class Mutant:
-    file: str  # below src/cloister, without .py
-    name: str
-    source: str  # the whole file, weakened
-
-    @property
-    def key(self) -> str:
-        return f"{self.file.rpartition('/')[2]}: {self.name}"
-
-    @property
-    def lines(self) -> range:
-        """The lines of the whole file that are weakened, counted from 1."""
-        old = (PACKAGE / f"{self.file}.py").read_text(encoding="utf-8").splitlines()
-        new = self.source.splitlines()
-        head = next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), 0)
-        tail = next((i for i, (a, b) in enumerate(zip(old[::-1], new[::-1], strict=False)) if a != b), 0)
-        return range(head + 1, max(len(old) - tail, head + 1) + 1)
-
-
-# ---- mutants ---------------------------------------------------------------------------------------------------------
-
-
-def drawn(file: str) -> Iterator[Mutant]:
-    """One mutant per call of a check that is dropped, and per condition of an abort that never holds."""
-    text = (PACKAGE / f"{file}.py").read_text(encoding="utf-8")
-    lines = text.splitlines(keepends=True)
-    seen: dict[str, int] = {}
-
-    def named(what: str) -> str:
-        seen[what] = seen.get(what, 0) + 1
-        return what if seen[what] == 1 else f"{what} ({seen[what]})"
-
-    functions = (n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
-    for function in (f for f in functions if f.name != "cost"):
-        for node in ast.walk(function):
-            if isinstance(node, ast.Expr) and (called := _called(node.value)):
-                yield Mutant(file, named(f"{function.name} without {called}"), _blank(lines, node, "pass"))
-            elif isinstance(node, ast.If) and (code := _abort(node)):
-                test = node.test
-                head = lines[test.lineno - 1][: test.col_offset]
-                tail = lines[(test.end_lineno or 0) - 1][test.end_col_offset :]
-                changed = [*lines[: test.lineno - 1], f"{head}False{tail}", *lines[test.end_lineno :]]
-                yield Mutant(file, named(f"{function.name} never aborts with '{code}'"), "".join(changed))
-
-
-def _called(call: ast.expr) -> str:
-    """The name of a check that is called for nothing but to raise, or to be part of one that follows."""
-    call = call.value if isinstance(call, ast.Await) else call
-    if not isinstance(call, ast.Call):
-        return ""
-    whole = ast.unparse(call.func)
-    name = whole.rpartition(".")[2]
-    return name if name.startswith("check") or name in CHECKS else "audit" if whole == AUDIT else ""
-
-
-def _abort(node: ast.If) -> str:
-    """The code of the ProtocolAbort that is all this condition is for."""
-    if len(node.body) != 1 or node.orelse:
-        return ""
-    only = node.body[0]
-    if isinstance(only, ast.Expr) and isinstance(only.value, ast.Call) and ast.unparse(only.value.func) == "reject":
-        return "rejected"
-    raised = only.exc if isinstance(only, ast.Raise) else None
-    if not isinstance(raised, ast.Call) or ast.unparse(raised.func) != "ProtocolAbort" or len(raised.args) < 3:
-        return ""
-    return str(raised.args[2].value) if isinstance(raised.args[2], ast.Constant) else ""
-
-
-def _blank(lines: list[str], node: ast.Expr, instead: str) -> str:
-    indent = " " * node.col_offset
-    return "".join([*lines[: node.lineno - 1], f"{indent}{instead}\n", *lines[node.end_lineno :]])
-
-
-def written() -> Iterator[Mutant]:
-    """The mutants of the list; what fits nowhere any more is said, and fails at the end (`stale`)."""
-    for file, name, old, new in WRITTEN:
-        path = PACKAGE / f"{file}.py"
-        text = path.read_text(encoding="utf-8") if path.exists() else ""
-        for before, after in zip(_several(old), _several(new), strict=True):
-            text = text.replace(before, after) if text.count(before) == 1 else ""
-        if text:
-            yield Mutant(file, name, text)
-
-
-def stale() -> list[str]:
-    known = {m.key for m in written()}
-    return [key for file, name, *_ in WRITTEN if (key := f"{file.rpartition('/')[2]}: {name}") not in known]
-
-
-def _several(text: str | list[str]) -> list[str]:
-    return [text] if isinstance(text, str) else text
-
-
-def all_mutants() -> list[Mutant]:
-    made = [m for file in LIST["files"] if (PACKAGE / f"{file}.py").exists() for m in drawn(file)] + list(written())
-    keys = [m.key for m in made]
-    if twice := {k for k in keys if keys.count(k) > 1}:
-        raise SystemExit(f"two mutants have one name: {sorted(twice)[0]}")
-    return made
 
 
 # ---- tests -----------------------------------------------------------------------------------------------------------
@@ -176,9 +66,7 @@ def tests_of(file: str) -> list[str]:
     dotted = "cloister." + file.replace("/", ".")
     parent = dotted.rpartition(".")[0]
     found = []
-    for path in sorted((ROOT / "tests").rglob("test_*.py")):
-        name = path.relative_to(ROOT).as_posix()
-        text = path.read_text(encoding="utf-8")
+    for name, text in _test_files().items():
         block = re.search(rf"from {re.escape(parent)} import (\([^)]*\)|[^\n]*)", text)
         if dotted in text or (block is not None and re.search(rf"\b{module}\b", block[1])):
             found.append(name)
@@ -193,69 +81,17 @@ def tests_of(file: str) -> list[str]:
     return tests
 
 
+@functools.cache
+def _test_files() -> dict[str, str]:
+    paths = sorted((ROOT / "tests").rglob("test_*.py"))
+    return {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in paths}
+
+
 def _questions(module: str) -> list[str]:
     """The cases of the sixth question that are about this module."""
     text = (ROOT / "tests" / "protocols" / LIAR).read_text(encoding="utf-8")
     names = [n for n in re.findall(r'^    "([a-z_ ]+)": \(', text, flags=re.MULTILINE) if n.split()[0] == module]
     return [f"tests/protocols/{LIAR}::test_one_lie_per_kind_of_message[{n}]" for n in names]
-
-
-# ---- weakening what is loaded ----------------------------------------------------------------------------------------
-
-
-def weaken(mutant: Mutant) -> bool:
-    """Give the functions of a loaded module the code of the mutant; False if more than functions differ."""
-    path = PACKAGE / f"{mutant.file}.py"
-    old = compile(path.read_text(encoding="utf-8"), str(path), "exec", dont_inherit=True)
-    new = compile(mutant.source, str(path), "exec", dont_inherit=True)
-    before, after = _functions(old), _functions(new)
-    if _does(old, inside=False) != _does(new, inside=False) or before.keys() != after.keys():
-        return False
-    loaded = {f.__qualname__: f for f in _loaded(importlib.import_module("cloister." + mutant.file.replace("/", ".")))}
-    changed = [name for name in before if _does(before[name]) != _does(after[name])]
-    if not changed or not set(changed) <= loaded.keys():
-        return False
-    for name in changed:
-        loaded[name].__code__ = after[name]
-    return True
-
-
-def _does(code: CodeType, *, inside: bool = True) -> tuple[object, ...]:
-    """What a piece of code does, wherever its lines are; with or without the functions in it."""
-    parts = (c for c in code.co_consts if isinstance(c, CodeType) and (inside or _is_class(c)))
-    plain = tuple(repr(c) for c in code.co_consts if not isinstance(c, CodeType))
-    names = code.co_names, code.co_varnames, code.co_freevars
-    return code.co_code, names, plain, tuple(_does(c, inside=inside) for c in parts)
-
-
-def _is_class(code: CodeType) -> bool:
-    return not code.co_flags & inspect.CO_OPTIMIZED
-
-
-def _functions(code: CodeType) -> dict[str, CodeType]:
-    """Functions of a module and methods of its classes, by qualified name; not what is inside of them."""
-    found: dict[str, CodeType] = {}
-    for c in code.co_consts:
-        if isinstance(c, CodeType):
-            found |= _functions(c) if _is_class(c) else {c.co_qualname: c}
-    return found
-
-
-def _loaded(module: ModuleType) -> Iterator[FunctionType]:
-    """The functions and methods that a loaded module defines, under whatever decorates them."""
-    spaces = [vars(module), *(vars(c) for c in vars(module).values() if inspect.isclass(c))]
-    for thing in [t for space in spaces for t in space.values()]:
-        inner = getattr(thing, "fget", None) or getattr(thing, "__func__", None) or thing
-        inner = inspect.unwrap(inner) if callable(inner) else inner
-        if isinstance(inner, FunctionType) and inner.__module__ == module.__name__:
-            yield inner
-
-
-def functions_of(mutant: Mutant) -> set[str]:
-    """The functions in which a mutant differs, as `reached` notes them; none if it differs elsewhere too."""
-    path = PACKAGE / f"{mutant.file}.py"
-    before, after = (_functions(compile(t, "-", "exec")) for t in (path.read_text(encoding="utf-8"), mutant.source))
-    return {f"{mutant.file}: {n}" for n in before if n not in after or _does(before[n]) != _does(after[n])}
 
 
 # ---- results ---------------------------------------------------------------------------------------------------------
@@ -286,11 +122,17 @@ def kept(store: Path, key: str) -> Rows:
 
 def note(mutant: Mutant, tests: list[str], killed: str, took: float, rows: Rows) -> None:
     source, looks = digests(mutant, tests)
-    row = {"id": source, "tests": looks, "mutant": mutant.key, "killed": killed, "seconds": round(took, 1)}
-    rows[source] = row
+    row = {"id": source, "tests": looks, "file": mutant.file, "mutant": mutant.key, "killed": killed}
+    rows[source] = row | {"seconds": round(took, 1)}
     with STORE.open("a", encoding="utf-8") as f:
-        f.write(json.dumps(row) + "\n")
+        f.write(json.dumps(rows[source]) + "\n")
     print(f"{mutant.key}: {killed or 'ALIVE'} ({took:.0f} s)", flush=True)
+
+
+def tidy(mutants: list[Mutant], rows: Rows) -> None:
+    """Keep what is known of the mutants that there are, in their order."""
+    found = [row for m in mutants if (row := known(m, rows)) is not None]
+    STORE.write_text("".join(json.dumps(row) + "\n" for row in found), encoding="utf-8")
 
 
 def table(mutants: list[Mutant], rows: Rows) -> int:
@@ -317,39 +159,75 @@ def table(mutants: list[Mutant], rows: Rows) -> int:
 class Loop:
     """In place of pytest's loop: for each file what its tests run, then its mutants, each in a forked child."""
 
-    def __init__(self, mutants: list[Mutant], rows: Rows, limit: float, *, quick: bool) -> None:
-        self.mutants, self.rows, self.limit, self.quick = mutants, rows, limit, quick
+    def __init__(self, mutants: list[Mutant], rows: Rows, limit: float, *, quick: bool, jobs: int) -> None:
+        self.mutants, self.rows, self.limit, self.quick, self.jobs = mutants, rows, limit, quick, jobs
+        self.files = list(dict.fromkeys(m.file for m in all_mutants()))
 
     def pytest_configure(self) -> None:
         from hypothesis import Phase, settings  # one failing example is enough: it is not made smaller
 
-        settings.register_profile("mutants", phases=[Phase.explicit, Phase.generate], database=None)
+        settings.register_profile("mutants", phases=[Phase.explicit, Phase.generate], database=None, max_examples=20)
         settings.load_profile("mutants")
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
-        for file in dict.fromkeys(m.file for m in self.mutants):
-            tests = tests_of(file)
-            items = [i for i in session.items if i.nodeid.startswith(tuple(tests))]
-            quick = [i for i in items if any(word in i.nodeid for word in QUICK)]
-            alive = [m for m in self.mutants if m.file == file]
-            spent = dict.fromkeys(alive, 0.0)
-            for some in (quick, [i for i in items if i not in quick and not self.quick]):
-                reach = self.reach(some) if alive and some else {}
-                for mutant in list(alive):
-                    began = time.monotonic()
-                    found = self.judge(mutant, [i for i in some if i.nodeid in reach], reach)
-                    spent[mutant] += time.monotonic() - began
-                    if found:
-                        alive.remove(mutant)
-                        note(mutant, tests, found, spent[mutant], self.rows)
-            for mutant in alive if not self.quick else ():
-                note(mutant, tests, "", spent[mutant], self.rows)
+        """Several workers take one file after the other, from a pipe that holds their numbers."""
+        files = list(dict.fromkeys(m.file for m in self.mutants))
+        reader, writer = os.pipe()
+        os.write(writer, bytes(range(len(files))))
+        os.close(writer)
+        workers = [pid for _ in range(self.jobs) if (pid := self._worker(reader, files, session.items))]
+        for pid in workers:
+            os.waitpid(pid, 0)
+        self.rows |= kept(STORE, "id")
         return True
+
+    def _worker(self, reader: int, files: list[str], items: list[pytest.Item]) -> int:
+        if pid := os.fork():
+            return pid
+        try:
+            while number := os.read(reader, 1):
+                self.weaken_file(files[number[0]], items)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(0)
+
+    def weaken_file(self, file: str, items: list[pytest.Item]) -> None:
+        tests = tests_of(file)
+        items = [i for i in items if i.nodeid.startswith(tuple(tests))]
+        quick = [i for i in items if any(word in i.nodeid for word in QUICK)]
+        mine = [m for m in self.mutants if m.file == file]
+        alive = [m for m in mine if not self.again(m, tests, items)]
+        spent = dict.fromkeys(alive, 0.0)
+        for some in (quick, [i for i in items if i not in quick and not self.quick]):
+            reach = self.reach(some) if alive and some else {}
+            for mutant in list(alive):
+                began = time.monotonic()
+                found = self.judge(mutant, [i for i in some if i.nodeid in reach], reach)
+                spent[mutant] += time.monotonic() - began
+                if found:
+                    alive.remove(mutant)
+                    note(mutant, tests, found, spent[mutant], self.rows)
+        for mutant in alive if not self.quick else ():
+            note(mutant, tests, "", spent[mutant], self.rows)
+
+    def again(self, mutant: Mutant, tests: list[str], items: list[pytest.Item]) -> bool:
+        """Whether the test that killed the mutant once, before the lines around it changed, still does."""
+        before = {row["killed"] for row in self.rows.values() if row["mutant"] == mutant.key}
+        some = [i for i in items if i.nodeid in before and (not self.quick or any(word in i.nodeid for word in QUICK))]
+        began = time.monotonic()
+        found = in_child(functools.partial(first_failure, mutant, some), self.limit).partition("\t")[0] if some else ""
+        if found and self.passes(found, some):
+            note(mutant, tests, found, time.monotonic() - began, self.rows)
+            return True
+        return False
 
     def reach(self, items: list[pytest.Item]) -> Rows:
         """What is known of those of the tests that pass without a mutant."""
-        if new := [i for i in items if i.nodeid not in kept(REACH, "test")]:
-            in_child(functools.partial(reached, new), 8 * self.limit)
+        before = kept(REACH, "test")
+        if new := [i for i in items if not before.get(i.nodeid, {}).get("passed")]:
+            in_child(functools.partial(reached, new, self.files), 8 * self.limit)
         reach = kept(REACH, "test")
         passed = {i.nodeid: reach[i.nodeid] for i in items if reach.get(i.nodeid, {}).get("passed")}
         for name in (i.nodeid for i in items if i.nodeid not in passed):
@@ -357,25 +235,43 @@ class Loop:
         return passed
 
     def judge(self, mutant: Mutant, items: list[pytest.Item], reach: Rows) -> str:
-        """Run the tests that reach what is weakened, the quickest before the others; all if that is not known."""
+        """Run the tests that reach what is weakened, the most promising first; all if that is not known."""
         where = functions_of(mutant)
         reaching = {i.nodeid for i in items if where & set(reach[i.nodeid]["ran"])}
         files = {n.partition("::")[0] for n in reaching}
         files = {f for f in files if "scope=" in (ROOT / f).read_text(encoding="utf-8")}  # what one sets up, all use
         chosen = [i for i in items if i.nodeid in reaching or i.nodeid.partition("::")[0] in files or not where]
-        chosen.sort(key=lambda i: (i.nodeid not in reaching, reach[i.nodeid]["seconds"]))
-        usual = sum(reach[i.nodeid]["seconds"] for i in chosen)
-        return in_child(lambda: first_failure(mutant, chosen), max(self.limit, 3 * usual)) if chosen else ""
+        usual = {i.nodeid: reach[i.nodeid]["seconds"] for i in chosen}
+        chosen.sort(key=lambda i: (i.nodeid not in reaching, usual[i.nodeid] * (0.1 if names(i, mutant) else 1.0)))
+        limit = max(self.limit, 3 * sum(usual.values()))
+        while chosen:
+            found, _, took = in_child(functools.partial(first_failure, mutant, chosen), limit).partition("\t")
+            if found not in usual or float(took) < 1 + 2 * usual[found] or self.passes(found, chosen):
+                return found
+            chosen = chosen[[i.nodeid for i in chosen].index(found) + 1 :]
+        return ""
+
+    def passes(self, test: str, items: list[pytest.Item]) -> bool:
+        """Whether a test passes without a mutant, now."""
+        one = [i for i in items if i.nodeid == test]
+        return in_child(functools.partial(first_failure, None, one), self.limit) == ""
+
+
+def names(item: pytest.Item, mutant: Mutant) -> bool:
+    """Whether a test speaks of the check that is weakened, or of the code of its abort."""
+    words = re.findall(r"'([\w-]+)'|without (\w+)", mutant.name)
+    text = inspect.getsource(item.function) if isinstance(item, pytest.Function) else ""
+    return any(word in text for pair in words for word in pair if word)
 
 
 def in_child(work: Callable[[], str], limit: float) -> str:
-    """What `work` returns in a forked child; 'time' if it does not end."""
+    """What `work` returns in a forked child; ENDLESS if it does not end."""
     reader, writer = os.pipe()
     if pid := os.fork():
         os.close(writer)
         with os.fdopen(reader, "rb") as pipe:
             in_time = select.select([pipe], [], [], limit)[0]
-            answer = pipe.read().decode() if in_time else "time"
+            answer = pipe.read().decode() if in_time else ENDLESS
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
@@ -392,23 +288,13 @@ def in_child(work: Callable[[], str], limit: float) -> str:
         os._exit(0)
 
 
-def reached(items: list[pytest.Item]) -> str:
+def reached(items: list[pytest.Item], files: list[str]) -> str:
     """Run tests without a mutant, and note for each how long it took, whether it passed, and what it ran."""
     ran: set[str] = set()
-    within = f"{PACKAGE}/"
-
-    def trace(frame: FrameType, event: str, arg: object) -> None:
-        code = frame.f_code
-        if code.co_filename.startswith(within):
-            function = code.co_qualname.partition(".<locals>")[0]
-            ran.add(f"{code.co_filename[len(within) : -3]}: {function}")
-
-    threading.settrace(trace)
+    listen(files, ran.add)
     for item, after in zip(items, [*items[1:], None], strict=True):
         began = time.monotonic()
-        sys.settrace(trace)
         reports = runtestprotocol(item, nextitem=after, log=False)
-        sys.settrace(None)
         row = {"test": item.nodeid, "seconds": round(time.monotonic() - began, 2), "ran": sorted(ran)}
         with REACH.open("a", encoding="utf-8") as f:
             f.write(json.dumps(row | {"passed": not any(r.failed for r in reports)}) + "\n")
@@ -416,13 +302,15 @@ def reached(items: list[pytest.Item]) -> str:
     return ""
 
 
-def first_failure(mutant: Mutant, items: list[pytest.Item]) -> str:
-    """The first of the tests that fails with the mutant; '' if none."""
-    if not weaken(mutant):
-        return from_a_copy(mutant, [i.nodeid for i in items])
+def first_failure(mutant: Mutant | None, items: list[pytest.Item]) -> str:
+    """The first of the tests that fails with the mutant, and the seconds that it took; '' if none."""
+    if mutant is not None and not weaken(mutant):
+        found = from_a_copy(mutant, [i.nodeid for i in items])
+        return f"{found}\t0" if found else ""
     for item, after in zip(items, [*items[1:], None], strict=True):
+        began = time.monotonic()
         if any(r.failed for r in runtestprotocol(item, nextitem=after, log=False)):
-            return item.nodeid
+            return f"{item.nodeid}\t{time.monotonic() - began:.2f}"
     return ""
 
 
@@ -455,6 +343,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="mutants whose name or file contains this")
     parser.add_argument("--limit", type=float, default=300.0, help="seconds for one mutant, or thrice its tests'")
     parser.add_argument("--quick", action="store_true", help="quick tests only; what they leave alive stays open")
+    parser.add_argument("--jobs", type=int, default=1, help="files that are weakened at the same time")
     parser.add_argument("--list", action="store_true", help="names only")
     parser.add_argument("--table", action="store_true", help="what is known so far; run nothing")
     asked = parser.parse_args()
@@ -467,10 +356,13 @@ def main() -> int:
         return min(1, table(mutants, rows))
     todo = [m for m in mutants if known(m, rows) is None]
     if todo:
-        STORE.parent.mkdir(exist_ok=True)
+        REACH.parent.mkdir(exist_ok=True)
         looking = dict.fromkeys(t for file in dict.fromkeys(m.file for m in todo) for t in tests_of(file))
         tests = [t for t in looking if not asked.quick or any(word in t for word in QUICK)]
-        run_pytest([*tests, "--continue-on-collection-errors"], (Loop(todo, rows, asked.limit, quick=asked.quick),))
+        loop = Loop(todo, rows, asked.limit, quick=asked.quick, jobs=asked.jobs)
+        run_pytest([*tests, "--continue-on-collection-errors"], (loop,))
+    if not asked.only:
+        tidy(mutants, rows)
     return min(1, table(mutants, rows))
 
 

@@ -10,14 +10,18 @@ A piece stands between `<!-- made: KIND WORDS -->` and `<!-- /made -->`:
     learns WORKFLOW               who learns what, in short, one column per mode
     learns                        the same for every workflow and mode
     workflows                     every workflow, what it does, and what others learn in mode hardened
+    lies                          what became of every lie of one party, by protocol (benchmarks/logs)
+    mutants                       security mutants by protocol, and why those that live may (benchmarks/logs)
 """
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
 import re
 import sys
+import tomllib
 import typing
 from collections.abc import Sequence
 from pathlib import Path
@@ -154,7 +158,41 @@ def workflows_table() -> str:
     return table(("workflow", "what it does", "who learns what (hardened)"), rows)
 
 
-KINDS = {"options": options_table, "parameters": parameters_table, "learns": learns_table, "workflows": workflows_table}
+def lies_table() -> str:
+    """What `benchmarks/lies.py` found."""
+    found = json.loads((ROOT / "benchmarks" / "logs" / "lies.json").read_text(encoding="utf-8"))
+    counts = ("tried", "aborted", "right", "assumed")
+    rows = [(f"`{name}`", *(str(row.get(key, "–")) for key in counts), row["error"]) for name, row in found.items()]
+    sums = [sum(row.get(key, 0) for row in found.values()) for key in counts]
+    rows.append(("**all**", *map(str, sums), ""))
+    return table(("protocol", "lies tried", "named abort", "right result", "not noticed, as it says", "error"), rows)
+
+
+def mutants_table() -> str:
+    """What `mutants.py` found, by folder and file; then those that no behaviour noticed."""
+    log = (ROOT / "benchmarks" / "logs" / "mutants.jsonl").read_text(encoding="utf-8").splitlines()
+    found = [json.loads(line) for line in log]
+    reasons = tomllib.loads((ROOT / "scripts" / "mutants.toml").read_text(encoding="utf-8"))["reasons"]
+    rows = []
+    for file in dict.fromkeys(row["file"] for row in found):
+        mine = [row for row in found if row["file"] == file]
+        killed = sum(bool(row["killed"]) for row in mine)
+        rows.append((f"`{file}`", str(len(mine)), str(killed), str(len(mine) - killed)))
+    killed = sum(bool(row["killed"]) for row in found)
+    rows.append(("**all**", str(len(found)), f"{killed} ({100 * killed / len(found):.1f} %)", str(len(found) - killed)))
+    alive = [(f"`{r['mutant']}`", reasons.get(r["mutant"], "**none**")) for r in found if not r["killed"]]
+    both = table(("file", "mutants", "killed by behaviour", "alive"), rows)
+    return both + "\n\n" + table(("alive", "why it may be"), alive) if alive else both
+
+
+KINDS = {
+    "options": options_table,
+    "parameters": parameters_table,
+    "learns": learns_table,
+    "workflows": workflows_table,
+    "lies": lies_table,
+    "mutants": mutants_table,
+}
 
 
 def main() -> int:

@@ -1,5 +1,6 @@
-"""The scripts behind `make bench`, `make tables` and `make wheel`, on small things."""
+"""The scripts behind `make bench`, `make tables`, `make mutants` and `make wheel`, on small things."""
 
+import importlib
 import json
 import runpy
 import subprocess
@@ -7,7 +8,11 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
+
+from cloister.errors import ProtocolAbort
+from cloister.protocols.sums import pooled_quantiles
 
 ROOT = Path(__file__).parents[1]
 
@@ -100,6 +105,37 @@ def test_tables_find_cells_by_row_and_column(tmp_path, monkeypatch):
     assert script["find"]("p.md", "one", "a") == "1"
     assert script["find"]("p.md", "more", "non-a") == "4"
     assert script["find"]("p.md", "two", "a") is None
+
+
+def test_every_security_mutant_fits_the_code_and_has_tests(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    mutants = importlib.import_module("mutants")
+    made = mutants.all_mutants()
+    assert len(made) >= 150
+    assert not mutants.stale(), "bring mutants.toml up to date"
+    assert set(mutants.REASONS) <= {m.key for m in made}, "a reason for a mutant that there is no more"
+    for file in {m.file for m in made}:
+        assert mutants.tests_of(file)  # says which file has none
+
+
+def test_a_weakened_function_is_the_mutants_and_its_call_is_heard(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    weaken = importlib.import_module("weaken")
+    module, file = pooled_quantiles, "protocols/sums/pooled_quantiles"
+    mutant = next(m for m in weaken.drawn(file) if m.name == "check_edges never aborts with 'edges'")
+    before, heard, falling = {f: f.__code__ for f in weaken._loaded(module)}, [], np.array([2.0, 1.0])
+    try:
+        weaken.listen([file], heard.append)
+        with pytest.raises(ProtocolAbort):
+            module.check_edges(falling)
+        assert heard == [f"{file}: check_edges"] == sorted(weaken.functions_of(mutant))
+        assert weaken.weaken(mutant)
+        module.check_edges(falling)
+        assert len(heard) == 1, "the mutant's own code, which says nothing"
+    finally:
+        for function, code in before.items():
+            function.__code__ = code
+        del module.__heard__
 
 
 @pytest.fixture

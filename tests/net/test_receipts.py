@@ -1,4 +1,5 @@
 import copy
+import hashlib
 import json
 import stat
 import threading
@@ -211,13 +212,27 @@ def test_an_open_receipt_is_running_and_a_closed_one_stays_closed():
 
 
 def test_the_chain_is_as_the_docstring_says():
-    import hashlib
-
     made = receipt(1)
     link = hashlib.sha256(json.dumps(made.header, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode())
     row = {k: v for k, v in made.to_json()["entries"][0].items() if k != "hash"}
     text = json.dumps(row, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
     assert made.entries[0][1] == hashlib.sha256(link.digest() + text).hexdigest()
+
+
+@pytest.mark.parametrize("text", ["", "Zürich \u2028", 'a "quoted" \\ word', "\x00\n\t\x7f"])
+def test_an_entry_is_hashed_as_json_whatever_its_text(text):
+    made = Receipt(HEADER)
+    before = made.head
+    made.add(Entry("opened", text, "L1", f"sum {text}", text, 12, "", scope=text))
+    row = {k: v for k, v in made.to_json()["entries"][0].items() if k != "hash"}
+    whole = json.dumps(row, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+    assert made.head == hashlib.sha256(bytes.fromhex(before) + whole).hexdigest()
+
+
+@pytest.mark.parametrize("size", ['1,"kind":"sent"', True, 1.0, None])
+def test_a_size_that_is_no_whole_number_passes_for_no_other_entry(size):
+    with pytest.raises(TypeError):
+        Receipt(HEADER).add(entry(bytes=size))
 
 
 def test_brief_is_json_and_sums_up_per_message():

@@ -95,6 +95,17 @@ def test_the_order_in_which_parallel_steps_finish_does_not_matter_and_their_cont
     assert Transcript(b"top").digest == b""
 
 
+def test_what_is_told_after_the_digest_was_read_counts_too():
+    top = Transcript(b"top")
+    step = Transcript(b"step", top)
+    deep = Transcript(b"deep", step)
+    seen = [top.digest]
+    for one in (top, step, deep, step, deep):
+        one.absorb(HUB, b"news")
+        seen.append(top.digest)
+    assert len(set(seen)) == len(seen)
+
+
 def test_what_was_told_first_counts_after_something_else_was_told():
     """A coordinator that told two sites different things does not get them together by telling both the same after."""
 

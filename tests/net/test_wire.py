@@ -410,6 +410,13 @@ def test_a_frame_comes_back_as_it_was_packed():
         assert got.weight > len(wire.pack(sent))
 
 
+@pytest.mark.parametrize(
+    "msg", [example(), Vector(np.arange(9, dtype=np.uint64)), Empty()], ids=lambda m: type(m).__name__
+)
+def test_a_body_that_is_packed_once_for_many_makes_the_same_frame(msg):
+    assert wire.pack(frame(msg, body=wire.pack_body(msg))) == wire.pack(frame(msg))
+
+
 # ---- limits, before any memory is taken ------------------------------------------------------------------------------
 
 

@@ -1,14 +1,21 @@
-"""Every check of a site, with exactly one thing wrong: each condition has to stop what no other one stops."""
+"""Every check of a site, with exactly one thing wrong: each condition has to stop what no other one stops.
 
+What is signed is signed when a test runs, and not before, so that a weakened signature is weak on both sides.
+"""
+
+import asyncio
+import functools
 from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from cloister.cells.tally import Table
+from cloister.crypto import sharing
 from cloister.crypto.agreement import Identity, key_pair
 from cloister.crypto.entropy import Entropy
-from cloister.errors import ProtocolAbort
+from cloister.errors import DataError, ProtocolAbort
 from cloister.net import wire
 from cloister.protocols.fedavg import training_terms
 from cloister.protocols.fedavg.pseudo_labels import Pseudo
@@ -23,6 +30,7 @@ from cloister.protocols.sums import (
     same_view,
     secure_sum,
     shared_pca,
+    signed,
 )
 from cloister.study import Party
 
@@ -54,40 +62,60 @@ def sum_keys(u, signer=None, run_id=CH.run_id, c=None, s=None):
     return secure_sum.Keys(c, s, signature)
 
 
-ROSTER = {u: sum_keys(u) for u in SITES}
+@functools.cache
+def roster():
+    return {u: sum_keys(u) for u in SITES}
 
 
 def test_a_good_roster_passes():
-    secure_sum.check_roster(SUM, CH, ROSTER, ROSTER[A], SITES)
-    secure_sum.check_roster(SUM, CH, {u: ROSTER[u] for u in (A, B, C)}, ROSTER[A], (A, B, C))
+    secure_sum.check_roster(SUM, CH, roster(), roster()[A], SITES)
+    secure_sum.check_roster(SUM, CH, {u: roster()[u] for u in (A, B, C)}, roster()[A], (A, B, C))
 
 
 @pytest.mark.parametrize(
     ("change", "code"),
     [
-        ({Party("x"): ROSTER[B]}, "roster"),
-        ({B: replace(ROSTER[B], c_pk=ROSTER[C].c_pk)}, "roster"),
-        ({B: sum_keys(B, c=ROSTER[C].c_pk)}, "roster"),  # signed by itself, but another's key
-        ({B: sum_keys(B, s=ROSTER[C].s_pk)}, "roster"),
-        ({A: sum_keys(A)}, "roster"),
-        ({B: sum_keys(B, signer=C)}, "signature"),  # nothing else is wrong with it
-        ({B: sum_keys(B, run_id=bytes(32))}, "signature"),
+        (lambda: {Party("x"): roster()[B]}, "roster"),
+        (lambda: {B: replace(roster()[B], c_pk=roster()[C].c_pk)}, "roster"),
+        (lambda: {B: sum_keys(B, c=roster()[C].c_pk)}, "roster"),  # signed by itself, but another's key
+        (lambda: {B: sum_keys(B, s=roster()[C].s_pk)}, "roster"),
+        (lambda: {A: sum_keys(A)}, "roster"),
+        (lambda: {B: sum_keys(B, signer=C)}, "signature"),  # nothing else is wrong with it
+        (lambda: {B: sum_keys(B, run_id=bytes(32))}, "signature"),
+        (
+            lambda: {A: replace(roster()[A], signature=roster()[B].signature)},
+            "signature",
+        ),  # my keys, and not my signature
     ],
 )
 def test_a_roster_with_one_thing_wrong(change, code):
-    refused(code, secure_sum.check_roster, SUM, CH, ROSTER | change, ROSTER[A], SITES)
+    refused(code, secure_sum.check_roster, SUM, CH, roster() | change(), roster()[A], SITES)
 
 
 def test_a_roster_that_is_short_or_calls_back_who_was_left_out():
-    refused("roster", secure_sum.check_roster, SUM, CH, {u: ROSTER[u] for u in (A, B)}, ROSTER[A], SITES)
-    refused("roster", secure_sum.check_roster, SUM, CH, ROSTER, ROSTER[A], (A, B, C, D))
-    refused("roster", secure_sum.check_roster, SUM, CH, {u: ROSTER[u] for u in (B, C, D)}, ROSTER[A], SITES)
+    refused("roster", secure_sum.check_roster, SUM, CH, {u: roster()[u] for u in (A, B)}, roster()[A], SITES)
+    refused("roster", secure_sum.check_roster, SUM, CH, roster(), roster()[A], (A, B, C, D))
+    refused("roster", secure_sum.check_roster, SUM, CH, {u: roster()[u] for u in (B, C, D)}, roster()[A], SITES)
 
 
 @pytest.mark.parametrize("survivors", [(A, B, C, E), (A, B, C, C), (A, B), (B, C, D)])
 def test_survivors_with_one_thing_wrong(survivors):
     secure_sum.check_survivors(SUM, A, (A, B, C), (A, B, C, D))
     refused("survivors", secure_sum.check_survivors, SUM, A, survivors, (A, B, C, D))
+
+
+def test_fewer_shares_than_t_open_nothing():
+    shares = sharing.share(bytes(range(32)), SUM.t, [SUM.point(u) for u in SITES], Entropy())
+    answers = {u: secure_sum.Unmask({B: shares[SUM.point(u)]}, {}) for u in (A, B, C)}
+    assert secure_sum._combine(SUM, answers, B, "seed_shares") == bytes(range(32))
+    silent = answers | {C: secure_sum.Unmask({}, {})}
+    refused("shares", secure_sum._combine, SUM, silent, B, "seed_shares")
+
+
+def test_who_has_no_key_in_the_study_is_named():
+    check = functools.partial(signed.check_signed, protocol="secure_sum", line="L2")
+    check(CH, B, "c", b"data", PEOPLE[B].sign("c", b"data"))
+    refused("no-key", check, CH, Party("x"), "c", b"data", PEOPLE[B].sign("c", b"data"))
 
 
 # ---- row sums --------------------------------------------------------------------------------------------------------
@@ -100,27 +128,29 @@ def row_key(u, signer=None, run_id=CH.run_id, pk=None):
     return row_sums.Key(pk, PEOPLE[signer or u].sign("row_sums", row_sums.signed(run_id, u, pk)))
 
 
-KEYS = {u: row_key(u) for u in SITES}
+@functools.cache
+def row_keys():
+    return {u: row_key(u) for u in SITES}
 
 
 @pytest.mark.parametrize(
     ("keys", "before", "code"),
     [
-        (KEYS | {Party("x"): KEYS[B]}, None, "roster"),
-        ({A: KEYS[A]}, None, "roster"),
-        ({u: KEYS[u] for u in (B, C)}, None, "roster"),
-        (KEYS | {A: row_key(A)}, None, "roster"),
-        (KEYS | {B: row_key(B, pk=KEYS[C].pk)}, None, "roster"),
-        (KEYS | {B: row_key(B, signer=C)}, None, "signature"),
-        (KEYS | {B: row_key(B, run_id=bytes(32))}, None, "signature"),
-        (KEYS, set(SITES), "restart"),
-        ({u: KEYS[u] for u in (A, B, C)}, {A, B, D, E}, "restart"),
+        (lambda: row_keys() | {Party("x"): row_keys()[B]}, None, "roster"),
+        (lambda: {A: row_keys()[A]}, None, "roster"),
+        (lambda: {u: row_keys()[u] for u in (B, C)}, None, "roster"),
+        (lambda: row_keys() | {A: row_key(A)}, None, "roster"),
+        (lambda: row_keys() | {B: row_key(B, pk=row_keys()[C].pk)}, None, "roster"),
+        (lambda: row_keys() | {B: row_key(B, signer=C)}, None, "signature"),
+        (lambda: row_keys() | {B: row_key(B, run_id=bytes(32))}, None, "signature"),
+        (lambda: row_keys(), set(SITES), "restart"),
+        (lambda: {u: row_keys()[u] for u in (A, B, C)}, {A, B, D, E}, "restart"),
     ],
 )
 def test_row_keys_with_one_thing_wrong(keys, before, code):
-    row_sums.check_keys(ROWS, CH, KEYS, KEYS[A].pk, None)
-    row_sums.check_keys(ROWS, CH, {u: KEYS[u] for u in (A, B)}, KEYS[A].pk, {A, B, C})
-    refused(code, row_sums.check_keys, ROWS, CH, keys, KEYS[A].pk, before)
+    row_sums.check_keys(ROWS, CH, row_keys(), row_keys()[A].pk, None)
+    row_sums.check_keys(ROWS, CH, {u: row_keys()[u] for u in (A, B)}, row_keys()[A].pk, {A, B, C})
+    refused(code, row_sums.check_keys, ROWS, CH, keys(), row_keys()[A].pk, before)
 
 
 # ---- common seed -----------------------------------------------------------------------------------------------------
@@ -133,24 +163,26 @@ def seed_key(u, signer=None, run_id=CH.run_id, pk=None):
     return common_seed.Key(pk, PEOPLE[signer or u].sign("common_seed", wire.canonical([run_id, u, pk])))
 
 
-SEED_KEYS = {u: seed_key(u) for u in SITES}
+@functools.cache
+def seed_keys():
+    return {u: seed_key(u) for u in SITES}
 
 
 @pytest.mark.parametrize(
     ("keys", "code"),
     [
-        (SEED_KEYS | {Party("x"): SEED_KEYS[B]}, "roster"),
-        ({u: SEED_KEYS[u] for u in (A, B)}, "roster"),
-        ({u: SEED_KEYS[u] for u in (B, C, D)}, "roster"),
-        (SEED_KEYS | {A: seed_key(A)}, "roster"),
-        (SEED_KEYS | {B: seed_key(B, pk=SEED_KEYS[C].pk)}, "roster"),
-        (SEED_KEYS | {B: seed_key(B, signer=C)}, "signature"),
-        (SEED_KEYS | {B: seed_key(B, run_id=bytes(32))}, "signature"),
+        (lambda: seed_keys() | {Party("x"): seed_keys()[B]}, "roster"),
+        (lambda: {u: seed_keys()[u] for u in (A, B)}, "roster"),
+        (lambda: {u: seed_keys()[u] for u in (B, C, D)}, "roster"),
+        (lambda: seed_keys() | {A: seed_key(A)}, "roster"),
+        (lambda: seed_keys() | {B: seed_key(B, pk=seed_keys()[C].pk)}, "roster"),
+        (lambda: seed_keys() | {B: seed_key(B, signer=C)}, "signature"),
+        (lambda: seed_keys() | {B: seed_key(B, run_id=bytes(32))}, "signature"),
     ],
 )
 def test_seed_keys_with_one_thing_wrong(keys, code):
-    common_seed.check_roster(SEED, CH, SEED_KEYS, SEED_KEYS[A].pk)
-    refused(code, common_seed.check_roster, SEED, CH, keys, SEED_KEYS[A].pk)
+    common_seed.check_roster(SEED, CH, seed_keys(), seed_keys()[A].pk)
+    refused(code, common_seed.check_roster, SEED, CH, keys(), seed_keys()[A].pk)
 
 
 def confirm(u, tag=b"tag", signer=None, run_id=CH.run_id):
@@ -158,23 +190,25 @@ def confirm(u, tag=b"tag", signer=None, run_id=CH.run_id):
     return common_seed.Confirm(tag, PEOPLE[signer or u].sign("common_seed/confirm", data))
 
 
-CONFIRMS = {u: confirm(u) for u in SITES}
+@functools.cache
+def confirmed():
+    return {u: confirm(u) for u in SITES}
 
 
 @pytest.mark.parametrize(
     ("confirms", "code"),
     [
-        ({u: CONFIRMS[u] for u in (A, B)}, "split-view"),
-        ({u: CONFIRMS[u] for u in (B, C, D)}, "split-view"),
-        (CONFIRMS | {B: confirm(B, tag=b"other")}, "split-view"),
-        (CONFIRMS | {B: confirm(B, signer=C)}, "signature"),
-        (CONFIRMS | {B: confirm(B, run_id=bytes(32))}, "signature"),
-        (CONFIRMS | {B: replace(confirm(B, tag=b"other"), tag=b"tag")}, "signature"),
+        (lambda: {u: confirmed()[u] for u in (A, B)}, "split-view"),
+        (lambda: {u: confirmed()[u] for u in (B, C, D)}, "split-view"),
+        (lambda: confirmed() | {B: confirm(B, tag=b"other")}, "split-view"),
+        (lambda: confirmed() | {B: confirm(B, signer=C)}, "signature"),
+        (lambda: confirmed() | {B: confirm(B, run_id=bytes(32))}, "signature"),
+        (lambda: confirmed() | {B: replace(confirm(B, tag=b"other"), tag=b"tag")}, "signature"),
     ],
 )
 def test_confirmations_with_one_thing_wrong(confirms, code):
-    common_seed.check_confirms(SEED, CH, CONFIRMS, CONFIRMS[A])
-    refused(code, common_seed.check_confirms, SEED, CH, confirms, CONFIRMS[A])
+    common_seed.check_confirms(SEED, CH, confirmed(), confirmed()[A])
+    refused(code, common_seed.check_confirms, SEED, CH, confirms(), confirmed()[A])
 
 
 # ---- attempts, genes, quantiles --------------------------------------------------------------------------------------
@@ -452,3 +486,31 @@ def test_too_few_signatures_do_not_make_one_view():
         roles = same_view.roles(case.params) | {HUB: hub(pick)}
         run = run_protocol(same_view, case, roles={p: stage.role(p, r) for p, r in roles.items()}, timeout=2.0)
         assert {run.errors[u].code for u in SITES} == {"split-view"}
+
+
+# ---- a site's own data -----------------------------------------------------------------------------------------------
+
+OWN = {
+    "pooled_scaling": lambda **kit: pooled_scaling.site(
+        None, pooled_scaling.Params(SITES, HUB, 2), np.array([[1.0, np.inf]]), **kit
+    ),
+    "counted_forest": lambda **kit: counted_forest.site(
+        None, counted_forest.Params(SITES, HUB), "table", ["x"], np.array([[1.0], [np.inf]]), **kit
+    ),
+    "pooled_quantiles": lambda **kit: pooled_quantiles.site(None, QUANTILES, np.array([1.0, -1.0]), **kit),
+    "pooled_quantiles, counted": lambda **kit: pooled_quantiles.site(
+        None, QUANTILES, Table(np.array([-1.0, 1.0]), np.array([1, 1])), **kit
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_site_refuses_what_cannot_be_added_before_it_sends_anything(name):
+    """There is no channel that anything could be sent on."""
+    with pytest.raises(DataError):
+        asyncio.run(OWN[name](entropy=Entropy(), identity=PEOPLE[A]))
+
+
+def test_one_label_is_nothing_to_learn():
+    brings = training_terms.Brings("x", ("p",), True)
+    refused("labels", training_terms.vocabulary, TRAINING, {A: brings, B: brings})

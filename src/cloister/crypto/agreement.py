@@ -60,11 +60,13 @@ class KeyPair:
 
     private: bytes = field(repr=False)
     public: bytes = field(init=False)
+    _key: X25519PrivateKey = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         check_key(self.private)
-        public = X25519PrivateKey.from_private_bytes(self.private).public_key().public_bytes_raw()
-        object.__setattr__(self, "public", public)
+        key = X25519PrivateKey.from_private_bytes(self.private)
+        object.__setattr__(self, "_key", key)
+        object.__setattr__(self, "public", key.public_key().public_bytes_raw())
 
 
 def key_pair(entropy: Entropy) -> KeyPair:
@@ -79,9 +81,7 @@ def agree(keys: KeyPair, peer_public: bytes, context: bytes, length: int = 32) -
     if peer_public == keys.public:
         raise ProtocolAbort("agreement", "agree", "bad-key", "the peer's public key is this party's own")
     try:
-        secret = X25519PrivateKey.from_private_bytes(keys.private).exchange(
-            X25519PublicKey.from_public_bytes(peer_public)
-        )
+        secret = keys._key.exchange(X25519PublicKey.from_public_bytes(peer_public))
     except ValueError:  # the shared secret is all zero: a point of low order, [RFC7748] section 6.1
         raise ProtocolAbort(
             "agreement",

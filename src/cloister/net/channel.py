@@ -80,6 +80,7 @@ class Session:
         self.peers = tuple(p for p in study.parties if p != me)
         self.runs = 0
         self.sent_bytes = self.sent_messages = self.rounds = 0
+        self.packed: tuple[Any, wire.Packed] | None = None  # a message that goes to many just now, and its body
         self._link, self._nonce, self._on_event = link, nonce, harmless(on_event)
         self._seq: dict[tuple[Party, str], int] = defaultdict(int)
         self.bell = Bell()  # rings when something changed in the mailbox
@@ -179,7 +180,8 @@ class Session:
             raise ParameterError(f"{spec.name} cannot go to '{to}': not another party of the study")
         seq = self._seq[to, scope]
         self._seq[to, scope] += 1
-        data = wire.pack(Frame("data", run[:16], scope, self.me, to, seq, spec.name, wire.to_fields(msg)))
+        body = self.packed[1] if self.packed is not None and self.packed[0] is msg else wire.to_fields(msg)
+        data = wire.pack(Frame("data", run[:16], scope, self.me, to, seq, spec.name, body))
         self._record_sent(spec.protocol, spec.line, spec.name, to, data, scope)
         self._link.post(to, data)
 
@@ -228,8 +230,12 @@ class Channel:
     async def scatter(self, to: Iterable[Party] | Mapping[Party, Any], msg: Any = None) -> None:
         """One message to many, or a map party → message."""
         each = to if msg is None and isinstance(to, Mapping) else dict.fromkeys(to, msg)
-        for party, one in each.items():
-            await self.send(party, one)
+        self._session.packed = None if msg is None else (msg, wire.pack_body(msg))
+        try:
+            for party, one in each.items():
+                await self.send(party, one)
+        finally:
+            self._session.packed = None
 
     async def broadcast(self, to: Iterable[Party], msg: Any) -> None:
         """One message to many, who must all be told the same: it enters the transcript."""

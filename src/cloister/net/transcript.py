@@ -22,19 +22,22 @@ class Transcript:
     def __init__(self, run_id: bytes, above: Transcript | None = None) -> None:
         self._run_id, self._above = run_id, above
         self._own = b""
-        self._below: dict[str, bytes] = {}  # by id, so that the order in which parallel steps finish does not matter
+        self._below: dict[str, Transcript] = {}  # by id: the order in which parallel steps finish does not matter
+        self._digest: bytes | None = b""  # None: something was told since
 
     @property
     def digest(self) -> bytes:
-        if not self._own and not self._below:
-            return b""
-        return wire.digest("transcript", self._own, self._below)
+        if self._digest is None:
+            below = {run_id: one.digest for run_id, one in self._below.items()}
+            self._digest = wire.digest("transcript", self._own, below)
+        return self._digest
 
     def absorb(self, *what: Any) -> None:
         self._own = wire.digest("told", self._own, *what)
         self._rise()
 
     def _rise(self) -> None:
+        self._digest = None
         if self._above is not None:
-            self._above._below[self._run_id.hex()] = self.digest
+            self._above._below[self._run_id.hex()] = self
             self._above._rise()

@@ -115,6 +115,7 @@ def _plain(annotation: Any) -> Any:
 
 
 _SCHEMAS: dict[Any, dict[str, Codec]] = {}  # per message class, built at first use
+_ARRAYS: dict[Any, frozenset[str]] = {}
 
 
 def _codecs(cls: Any) -> dict[str, Codec]:
@@ -126,7 +127,10 @@ def _codecs(cls: Any) -> dict[str, Codec]:
 
 def array_fields(cls: Any) -> frozenset[str]:
     """Names of the fields of `cls` that are arrays: the ones whose shape a receiver has to state."""
-    return frozenset(name for name, (write, _) in _codecs(cls).items() if write.__qualname__.startswith("array."))
+    if cls not in _ARRAYS:
+        codecs = _codecs(cls).items()
+        _ARRAYS[cls] = frozenset(name for name, (write, _) in codecs if write.__qualname__.startswith("array."))
+    return _ARRAYS[cls]
 
 
 def to_fields(msg: Any) -> dict[str, Any]:
@@ -197,12 +201,30 @@ _HEADER: tuple[tuple[str, type], ...] = (
 )
 
 
-def pack(frame: Frame) -> bytes:
-    head = [FORMAT, KINDS.index(frame.kind), *(getattr(frame, name) for name, _ in _HEADER)]
+@dataclasses.dataclass(frozen=True, slots=True)
+class Packed:
+    """The body of a message that goes to many, packed once."""
+
+    data: bytes
+
+
+def pack_body(msg: Any) -> Packed:
+    return Packed(_encoded(msg.__message__.name, to_fields(msg)))
+
+
+def _encoded(name: str, x: Any) -> bytes:
     try:
-        data: bytes = msgpack.packb([*head, frame.body], use_bin_type=True)
+        return _packed(x)
     except (ValueError, OverflowError, TypeError) as e:
-        raise WireError(f"{frame.name} cannot be encoded: {type(e).__name__}") from None
+        raise WireError(f"{name} cannot be encoded: {type(e).__name__}") from None
+
+
+def pack(frame: Frame) -> bytes:
+    head = [FORMAT, KINDS.index(frame.kind), frame.run, frame.scope, frame.sender, frame.to, frame.seq, frame.name]
+    if isinstance(frame.body, Packed):
+        data = _LIST_OF_NINE + _encoded(frame.name, head)[1:] + frame.body.data
+    else:
+        data = _encoded(frame.name, [*head, frame.body])
     if len(data) > MAX_FRAME:
         raise WireError(f"{frame.name} has {len(data)} bytes; a frame holds at most {MAX_FRAME}: send it in parts")
     return data
@@ -212,6 +234,7 @@ def pack(frame: Frame) -> bytes:
 _BYTES_OF = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
 _ENTRIES_OF = {0xDC: 2, 0xDD: 4, 0xDE: 2, 0xDF: 4}
 _NUMBERS = {0xCA: 4, 0xCB: 8, 0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8}
+_LIST_OF_NINE = b"\x99"
 _FIXED = dict.fromkeys((0xC0, 0xC2, 0xC3), 0) | _NUMBERS  # none, false and true have no more bytes
 
 
@@ -308,11 +331,29 @@ def _packed(x: Any) -> bytes:
     return packed
 
 
+_PLAIN = frozenset({bool, float, str, bytes, type(None)})  # the same in both forms
+
+
+_FIELDS: dict[Any, tuple[str, ...]] = {}  # per dataclass, at first use
+
+
+def _names(cls: Any) -> tuple[str, ...]:
+    if cls not in _FIELDS:
+        _FIELDS[cls] = tuple(f.name for f in dataclasses.fields(cls))
+    return _FIELDS[cls]
+
+
 def _canonical(x: Any) -> Any:
-    if type(x) is int and not -(1 << 63) <= x < 1 << 64:
-        return ["int", [hex(x)]]
-    if x is None or type(x) in (bool, int, float, str, bytes):
+    kind = type(x)
+    if kind in _PLAIN:
         return x
+    if kind is int:
+        return x if -(1 << 63) <= x < 1 << 64 else ["int", [hex(x)]]
+    if isinstance(x, list | tuple):
+        items = [_canonical(v) for v in x]
+        return ["list", items] if _looks_tagged(items) else items
+    if kind is dict or isinstance(x, Mapping):
+        return ["map", [[_canonical(k), _canonical(x[k])] for k in sorted(x)]]
     if isinstance(x, str):
         return str(x)
     if isinstance(x, np.generic):
@@ -322,15 +363,9 @@ def _canonical(x: Any) -> Any:
             raise TypeError(f"an array of {x.dtype} has no canonical form")
         code = x.dtype.newbyteorder("<").str
         return ["array", code, list(x.shape), np.ascontiguousarray(x).astype(code, copy=False).tobytes()]
-    if isinstance(x, list | tuple):
-        items = [_canonical(v) for v in x]
-        return ["list", items] if _looks_tagged(items) else items
-    if isinstance(x, Mapping):
-        return ["map", [[_canonical(k), _canonical(x[k])] for k in sorted(x)]]
     if dataclasses.is_dataclass(x) and not isinstance(x, type):
-        fields = [[f.name, _canonical(getattr(x, f.name))] for f in dataclasses.fields(x)]
-        return [type(x).__name__, fields]
-    raise TypeError(f"{type(x).__name__} has no canonical form; public parameters are plain values")
+        return [kind.__name__, [[name, _canonical(getattr(x, name))] for name in _names(kind)]]
+    raise TypeError(f"{kind.__name__} has no canonical form; public parameters are plain values")
 
 
 def _looks_tagged(x: list[Any]) -> bool:

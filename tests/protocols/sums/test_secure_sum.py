@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -5,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cloister.crypto import sharing
 from cloister.errors import ParameterError, ProtocolAbort
 from cloister.protocols.sums import secure_sum
 from cloister.protocols.sums.secure_sum import Params
@@ -99,6 +101,32 @@ def test_one_too_many_dropped_is_a_named_abort_at_everyone():
     run = run_protocol(secure_sum, c, faults=[Fault("kill", u, HUB, "MaskedInput") for u in gone], timeout=1.0)
     assert run.errors.keys() == {HUB, *c.params.contributors[3:]}
     assert {(e.protocol, e.code) for e in run.errors.values()} == {("secure_sum", "too-few")}
+
+
+async def moves_a_key(ch, params, x, among=(), *, entropy, identity):
+    """Follows the protocol, and moves its share of the dropped one's key so that all shares give another key."""
+    send = ch.send
+
+    async def altered(to, msg):
+        if isinstance(msg, secure_sum.Unmask):
+            answer = sharing._weights((1, 2, 3), 0)[0]  # what my share counts for, with those of the second and third
+            step = 8 * pow(answer, -1, sharing.PRIME)  # X25519 leaves the last three bits out
+            for v, share in msg.key_shares.items():
+                moved = (int.from_bytes(share, "big") + step) % sharing.PRIME
+                msg = replace(msg, key_shares={v: moved.to_bytes(sharing.SHARE_BYTES, "big")})
+        await send(to, msg)
+
+    ch.send = altered
+    return await secure_sum.contributor(ch, params, x, among, entropy=entropy, identity=identity)
+
+
+def test_shares_of_another_key_than_the_dropped_one_had_are_noticed():
+    c = case(n=4)
+    first, *_, last = c.params.contributors
+    gone = [Fault("kill", last, HUB, "MaskedInput")]
+    run = run_protocol(secure_sum, c, roles={first: moves_a_key}, faults=gone, timeout=2.0)
+    assert (run.errors[HUB].line, run.errors[HUB].code) == ("L10", "shares")
+    assert "do not give its key" in str(run.errors[HUB]), "they lie on one polynomial, and give 32 bytes"
 
 
 # ---- a lying aggregator ----------------------------------------------------------------------------------------------

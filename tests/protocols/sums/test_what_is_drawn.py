@@ -160,6 +160,13 @@ def test_ones_own_vouch_is_not_enough():
     assert not unmasked(run)
 
 
+def test_anothers_vouch_under_ones_own_name_is_not_counted():
+    other = {u: v for u, v in zip(SITES, (*SITES[1:], SITES[0]), strict=True)}
+    run, _ = staged(secure_sum, summed(3), liar=HUB, roles={HUB: shows(lambda u, v: {**v, u: v[other[u]]})})
+    assert {run.errors[u].code for u in SITES if not run.errors[u].heard} == {"signature"}
+    assert not unmasked(run)
+
+
 def test_a_vouch_of_another_run_is_not_taken():
     people, kept = same_people(), {}
     keeps, replays = shows(lambda u, v: kept.update(v) or v), shows(lambda u, v: {**kept, u: v[u]})

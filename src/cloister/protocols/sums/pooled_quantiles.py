@@ -280,7 +280,8 @@ async def coordinator(ch: Channel, params: Params) -> F64:
         if total < max(params.n_quantiles, 2 * params.least):
             raise ProtocolAbort(NAME, "L1", "too-few-values", f"{total} values at all sites give no such edges")
         lower, share = ranks(params, total)
-        wanted = np.unique(np.concatenate([lower, np.minimum(lower + 1, total - 1)]))
+        upper = lower + (share > 0)  # a quantile that is a value needs no other
+        wanted = np.unique(np.concatenate([lower, upper]))
         chosen = np.unique(cells_of(first.z, wanted)).astype(np.int64)
         await ch.broadcast(first.survivors, Refine(chosen))  # L2
         words = params.sum(len(chosen) * params.parts)
@@ -292,7 +293,7 @@ async def coordinator(ch: Channel, params: Params) -> F64:
             check_counts(second.z, "L3")
             x = order_statistics(params, first.z, chosen, second.z, wanted)
             low = x[np.searchsorted(wanted, lower)]
-            high = x[np.searchsorted(wanted, np.minimum(lower + 1, total - 1))]
+            high = x[np.searchsorted(wanted, upper)]
             edges = between(low, high, share)
         await ch.broadcast(present, Edges(edges, again))  # L4
         if not again:

@@ -71,13 +71,14 @@ def cost(params: Params) -> dict[Party, tuple[int, int]]:
 
 async def site(ch: Channel, params: Params, *, identity: Identity) -> None:
     step = ch.sub("same-view")
-    await step.send(params.coordinator, Signature(identity.sign(NAME, step.run_id)))  # V1
+    mine = identity.sign(NAME, step.run_id)
+    await step.send(params.coordinator, Signature(mine))  # V1
     signatures = (await step.recv(params.coordinator, Signatures)).signatures  # V2
     t = ch.study.quorum(len(params.sites))
     if not set(signatures) <= set(params.sites) or len(signatures) < t or ch.me not in signatures:
         raise ProtocolAbort(NAME, "V2", "split-view", f"{len(signatures)} sites signed, {t} needed, and mine")
     for v, signature in signatures.items():
-        check_signed(step, v, NAME, step.run_id, signature, protocol=NAME, line="V2")
+        check_signed(step, v, NAME, step.run_id, signature, protocol=NAME, line="V2", mine=mine)
 
 
 async def coordinator(ch: Channel, params: Params) -> tuple[Party, ...]:

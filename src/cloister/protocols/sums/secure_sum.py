@@ -212,7 +212,7 @@ def check_roster(
         raise ProtocolAbort(NAME, "L2", "roster", "the same key stands there twice")
     for v, keys in roster.items():
         data = signed_keys(ch.run_id, v, keys.c_pk, keys.s_pk)
-        check_signed(ch, v, f"{NAME}/keys", data, keys.signature, protocol=NAME, line="L2")
+        check_signed(ch, v, f"{NAME}/keys", data, keys.signature, protocol=NAME, line="L2", mine=mine.signature)
 
 
 def check_survivors(params: Params, me: Party, survivors: tuple[Party, ...], shared: Iterable[Party]) -> None:
@@ -288,10 +288,10 @@ async def contribute(
     params, S = params.raised(ch.study), params.aggregator
     c, s = key_pair(entropy), key_pair(entropy)
     signature = identity.sign(f"{NAME}/keys", signed_keys(ch.run_id, ch.me, c.public, s.public))
-    mine = Keys(c.public, s.public, signature)
-    await ch.send(S, mine)  # L1
+    keys = Keys(c.public, s.public, signature)
+    await ch.send(S, keys)  # L1
     roster = (await ch.recv_broadcast(S, Roster)).keys  # L2
-    check_roster(params, ch, roster, mine, among or params.contributors)
+    check_roster(params, ch, roster, keys, among or params.contributors)
 
     others = [v for v in sorted(roster) if v != ch.me]
     boxes = {v: agree(c, roster[v].c_pk, pair_context(ch.run_id, "box")) for v in others}
@@ -316,12 +316,13 @@ async def contribute(
     survivors = (await ch.recv_broadcast(S, Survivors)).parties  # L6
     check_survivors(params, ch.me, survivors, held)
     told = signed_survivors(ch.run_id, survivors)
-    await ch.send(S, Vouch(identity.sign(f"{NAME}/survivors", told)))  # L7
+    mine = identity.sign(f"{NAME}/survivors", told)
+    await ch.send(S, Vouch(mine))  # L7
     vouches = (await ch.recv_broadcast(S, Vouches)).signatures  # L8
     if not set(vouches) <= set(survivors) or len(vouches) < params.t:
         raise ProtocolAbort(NAME, "L8", "split-view", f"{len(vouches)} vouch for the survivors, {params.t} needed")
     for v, signature in vouches.items():
-        check_signed(ch, v, f"{NAME}/survivors", told, signature, protocol=NAME, line="L8")
+        check_signed(ch, v, f"{NAME}/survivors", told, signature, protocol=NAME, line="L8", mine=mine)
     dropped = held.keys() - set(survivors)
     await ch.send(S, Unmask({v: held[v][1] for v in survivors}, {v: held[v][0] for v in dropped}))  # L9
     return survivors

@@ -60,7 +60,7 @@ from cloister.arrays import F64, I64, U64
 from cloister.cells import genes
 from cloister.crypto.agreement import Identity
 from cloister.crypto.entropy import Entropy
-from cloister.crypto.fixedpoint import FixedPoint, check_range
+from cloister.crypto.fixedpoint import FixedPoint
 from cloister.errors import DataError, ParameterError, ProtocolAbort
 from cloister.net.channel import Channel
 from cloister.net.wire import message
@@ -125,7 +125,6 @@ class Params:
         """As many fraction bits as sums of products over `cells` cells leave free, at most 40."""
         reach, n = cells * self.bound**2, len(self.sites)
         bits = min(40, 62 - math.ceil(math.log2(n * reach)))
-        check_range(bits, reach, n)
         return FixedPoint(bits, reach, n)
 
 

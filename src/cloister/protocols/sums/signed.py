@@ -9,9 +9,16 @@ from cloister.study import Party
 
 
 def check_signed(
-    ch: Channel, v: Party, context: str, data: bytes, signature: bytes, *, protocol: str, line: str
+    ch: Channel, v: Party, context: str, data: bytes, signature: bytes, *, protocol: str, line: str, mine: bytes = b""
 ) -> None:
-    """Raise unless `v` signed `data` in this context; `data` has to name the run and the party."""
+    """Raise unless `v` signed `data` in this context; `data` has to name the run and the party.
+
+    A party that gives its own signature of the same data as `mine` compares it where its own comes back.
+    """
+    if mine and v == ch.me:
+        if signature != mine:
+            raise ProtocolAbort(protocol, line, "signature", "my own signature came back changed")
+        return
     if v not in ch.study.keys:
         raise ProtocolAbort(protocol, line, "no-key", f"the study names no key of '{v}'; add it under [keys]")
     try:
