@@ -5,13 +5,17 @@
     python benchmarks/million.py --growth 10000 100000       a large site of so many cells, one after the other
     python benchmarks/million.py --together 50000            three sites of so many cells, all in one process
     python benchmarks/million.py --per-cell 20 --top 500     as many cells with few values: memory, in less time
+    python benchmarks/million.py --components                find-outliers alone, of cells that have 50 components only
+    python benchmarks/million.py --log                       bin-values of log values, nearly all different
+    python benchmarks/million.py --folder D --only bin-values    one workflow; files stay in D for the next one
 
 Files are made by scripts/make_cells.py: 20,000 genes, some 1,400 seen in a cell; 20,000 cells are drawn and then
 repeated. `check`, `bin-values`, `shared-pca`, and `find-outliers` on what shared-pca wrote: every site in a process of
 its own, which writes its result. Memory is the largest resident size of any party's process, and that of the process
 that checks the files and carries frames. The loop is NumPy in one process over the large site alone: the same sums, in
-chunks, with no protocol around them. Both are told in seconds of the clock, which other work on the machine lengthens,
-and of the processor. Files that are in `--folder` already are taken as they are.
+chunks, with no protocol around them; of find-outliers, a forest of its own rows and their scores. Both are told in
+seconds of the clock, which other work on the machine lengthens, and of the processor. Files that are in `--folder`
+already are taken as they are.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ import json
 import os
 import platform
 import resource
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -51,7 +56,7 @@ def rehearse_step(workflow: str, folder: Path, *, processes: bool) -> dict[str, 
     from cloister.cells.files import write_cells
     from cloister.run.rehearsal import rehearse
 
-    source = folder / "shared-pca" if workflow == "find-outliers" else folder
+    source = components_in(folder) if workflow == "find-outliers" else folder
     began = time.perf_counter()
     paths = {site: source / f"{site}.h5ad" for site in SITES}
     run = rehearse(workflow, paths, processes=processes, timeout=1800.0, **OPTIONS[workflow])
@@ -70,13 +75,26 @@ def rehearse_step(workflow: str, folder: Path, *, processes: bool) -> dict[str, 
     return figures | {"run_s": ran, "report_s": drawn}
 
 
+def components_in(folder: Path) -> Path:
+    """Where the files with components are: what shared-pca wrote, or the cells themselves, made with nothing else."""
+    return folder / "shared-pca" if (folder / "shared-pca").exists() else folder
+
+
 def check_step(folder: Path) -> dict[str, float]:
     """What `cloister check` does with the large file."""
     from cloister.cells import tables as cells
+    from cloister.cells.files import open_cells
 
-    began = time.perf_counter()
-    cells.describe(cells.open_cells(folder / "large.h5ad"))
-    return {"large_s": time.perf_counter() - began}
+    began, cpu, idle = time.perf_counter(), time.thread_time(), queued()
+    cells.describe(open_cells(folder / "large.h5ad"))
+    used = {"large_s": time.perf_counter() - began, "large_cpu": time.thread_time() - cpu}
+    return used | {"queued_s": queued() - idle}
+
+
+def queued() -> float:
+    """Seconds for which this thread was ready to run and had no processor; 0 where the system does not say."""
+    told = Path("/proc/thread-self/schedstat")
+    return int(told.read_text().split()[1]) / 1e9 if told.exists() else 0.0
 
 
 def chunks(path: Path):
@@ -94,8 +112,7 @@ def loop_step(workflow: str, folder: Path) -> dict[str, float]:
     elif workflow == "shared-pca":
         loop_covariance(path)
     else:
-        for block in chunks(path):
-            assert np.all(np.isfinite(block.data))
+        loop_forest(components_in(folder) / "large.h5ad")
     return {"large_s": time.perf_counter() - began, "large_cpu": time.thread_time() - cpu}
 
 
@@ -142,6 +159,17 @@ def loop_covariance(path: Path) -> None:
         np.clip((block[:, at].toarray() - mean[at]) / deviation[at], -10, 10) @ axes
 
 
+def loop_forest(path: Path) -> None:
+    """100 trees of 256 rows, and every row's score."""
+    from cloister.models import isolation_forest
+
+    with h5py.File(path) as file:
+        rows = file[f"obsm/{OPTIONS['find-outliers']['use_rep']}"][:].astype(np.float64)
+    rows = (rows - rows.mean(axis=0)) / rows.std(axis=0)
+    scores = isolation_forest.fit(rows, rng=np.random.default_rng(0)).score(rows)
+    np.quantile(scores, 0.95)
+
+
 def in_process(step: str, workflow: str, folder: Path) -> dict[str, float]:
     """One step in a child, with the largest resident size of the child and of its own children."""
     command = [sys.executable, __file__, "--step", step, workflow, "--folder", str(folder)]
@@ -185,12 +213,47 @@ def make_sites(sizes: tuple[int, ...], folder: Path, kept: Path, per_cell: int) 
             subprocess.run([*command, *sizes_of], check=True)
             part.rename(path)
         (folder / f"{site}.h5ad").symlink_to(path)
+    tell_sites(sizes, folder)
+
+
+def take_logs(folder: Path) -> None:
+    """log(1 + counts per 10,000) in place of counts, in copies of the files."""
+    for site in SITES:
+        path = folder / f"{site}.h5ad"
+        counts = path.resolve()
+        path.unlink()
+        shutil.copyfile(counts, path)
+        with h5py.File(path, "r+") as file:
+            data, indptr = file["X/data"], file["X/indptr"][:]
+            for start in range(0, len(indptr) - 1, STEP):
+                ends = indptr[start : start + STEP + 1]
+                part = data[ends[0] : ends[-1]].astype(np.float64)
+                total = np.add.reduceat(part, ends[:-1] - ends[0])
+                data[ends[0] : ends[-1]] = np.log1p(1e4 * part / np.repeat(total, np.diff(ends)))
+
+
+def make_components(sizes: tuple[int, ...], folder: Path) -> None:
+    """Cells of ten types that have nothing but 50 components."""
+    from anndata import AnnData
+    from scipy import sparse
+
+    for i, (site, cells) in enumerate(zip(SITES, sizes, strict=True)):
+        rng = np.random.default_rng(i)
+        centres = np.random.default_rng(2016).normal(0, 4, (10, 50))
+        rows = rng.normal(size=(cells, 50)).astype(np.float32) + centres[rng.integers(10, size=cells)]
+        empty = AnnData(sparse.csr_matrix((cells, 1), dtype=np.float32))
+        empty.obsm[OPTIONS["find-outliers"]["use_rep"]] = rows.astype(np.float32)
+        empty.write_h5ad(folder / f"{site}.h5ad")
+    tell_sites(sizes, folder)
+
+
+def tell_sites(sizes: tuple[int, ...], folder: Path) -> None:
     size = (folder / "large.h5ad").stat().st_size / 1e9
-    print(f"\n{sizes[0]} cells ({size:.1f} GB), {sizes[1]} and {sizes[2]}; 20000 genes", flush=True)
+    print(f"\n{sizes[0]} cells ({size:.1f} GB), {sizes[1]} and {sizes[2]}", flush=True)
 
 
-def measure_together(folder: Path) -> None:
-    for workflow in OPTIONS:
+def measure_together(folder: Path, asked: list[str]) -> None:
+    for workflow in asked:
         ours = in_process("together", workflow, folder)
         print(
             f"{workflow:14s} {ours['run_s']:7.1f} s, report {ours['report_s']:.1f} s, {ours['own_gb']:.2f} GB",
@@ -198,24 +261,29 @@ def measure_together(folder: Path) -> None:
         )
 
 
-def measure(folder: Path) -> None:
+def measure(folder: Path, asked: list[str], without: str | None) -> None:
     told = in_process("check", "-", folder)
-    print(f"{'check':14s} {told['large_s']:7.1f} s, {told['own_gb']:.2f} GB", flush=True)
-    for workflow in OPTIONS:
-        ours = in_process("rehearse", workflow, folder)
-        line = (
-            f"{workflow:14s} {ours['large_s']:7.1f} s at the large site ({ours['large_cpu']:.1f} s of the processor),"
-            f" {ours['run_s']:.1f} s with checks, processes and writing, report {ours['report_s']:.1f} s;"
-            f" {ours['sent_mb']:.1f} MB sent; largest party {ours['parties_gb']:.2f} GB, carrier of frames"
-            f" {ours['own_gb']:.2f} GB"
-        )
-        if workflow != "find-outliers":
-            plain = in_process("loop", workflow, folder)
+    print(
+        f"{'check':14s} {told['large_s']:7.1f} s ({told['large_cpu']:.1f} s of the processor, {told['queued_s']:.1f} s"
+        f" without one), {told['own_gb']:.2f} GB",
+        flush=True,
+    )
+    for workflow in asked:
+        ours = in_process("rehearse", workflow, folder) if without != "run" else None
+        plain = in_process("loop", workflow, folder) if without != "loop" else None
+        line = f"{workflow:14s}"
+        if ours is not None:
             line += (
-                f"; loop {plain['large_s']:.1f} s ({plain['large_cpu']:.1f} s), {plain['own_gb']:.2f} GB:"
-                f" {ours['large_s'] / plain['large_s']:.2f} times ({ours['large_cpu'] / plain['large_cpu']:.2f})"
+                f" {ours['large_s']:7.1f} s at the large site ({ours['large_cpu']:.1f} s of the processor),"
+                f" {ours['run_s']:.1f} s with checks, processes and writing, report {ours['report_s']:.1f} s;"
+                f" {ours['sent_mb']:.1f} MB sent; largest party {ours['parties_gb']:.2f} GB, carrier of frames"
+                f" {ours['own_gb']:.2f} GB;"
             )
-        print(line, flush=True)
+        if plain is not None:
+            line += f" loop {plain['large_s']:.1f} s ({plain['large_cpu']:.1f} s), {plain['own_gb']:.2f} GB;"
+        if ours is not None and plain is not None:
+            line += f" {ours['large_s'] / plain['large_s']:.2f} times ({ours['large_cpu'] / plain['large_cpu']:.2f});"
+        print(f"{line} load {os.getloadavg()[0]:.0f}", flush=True)
 
 
 def main() -> None:
@@ -225,6 +293,10 @@ def main() -> None:
     parser.add_argument("--together", type=int, help="cells of each of three sites, rehearsed in one process")
     parser.add_argument("--per-cell", type=int, default=1400, help="genes that are seen in a cell")
     parser.add_argument("--top", type=int, default=2000, help="genes that shared-pca chooses")
+    parser.add_argument("--only", nargs="+", choices=list(OPTIONS), help="these workflows; shared-pca first, if asked")
+    parser.add_argument("--without", choices=("run", "loop"), help="leave one of the two out, where time is short")
+    parser.add_argument("--log", action="store_true", help="bin-values of log values")
+    parser.add_argument("--components", action="store_true", help="find-outliers of cells that are components only")
     parser.add_argument("--folder", type=Path, help="where files go and stay; a temporary folder if none is named")
     parser.add_argument("--step", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -232,16 +304,25 @@ def main() -> None:
     if args.step:
         one_step(*args.step, args.folder)
         return
+    only = ["find-outliers"] if args.components else ["bin-values"] if args.log else args.only or OPTIONS
+    asked = [w for w in OPTIONS if w in only]
+    if "find-outliers" in asked and not args.components and ("shared-pca" not in asked or args.without == "run"):
+        raise SystemExit("find-outliers needs what shared-pca writes: ask for both, or for --components")
     print(f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, one thread per process")
     for cells in args.growth or [args.together or (100_000 if args.quick else 1_000_000)]:
         with tempfile.TemporaryDirectory(dir=args.folder) as folder:
             home, kept = Path(folder), args.folder or Path(folder)
-            if args.together:
-                make_sites((cells, cells, cells), home, kept, args.per_cell)
-                measure_together(home)
+            sizes = (cells, cells, cells) if args.together else (cells, cells // 10, cells // 10)
+            if args.components:
+                make_components(sizes, home)
             else:
-                make_sites((cells, cells // 10, cells // 10), home, kept, args.per_cell)
-                measure(home)
+                make_sites(sizes, home, kept, args.per_cell)
+            if args.log:
+                take_logs(home)
+            if args.together:
+                measure_together(home, asked)
+            else:
+                measure(home, asked, args.without)
 
 
 if __name__ == "__main__":

@@ -105,12 +105,22 @@ def test_too_few_rows_and_values_that_are_no_numbers():
             pooled_scaling.check_values(np.array([[1.0, bad]]))
 
 
+def test_rows_that_are_taken_some_at_a_time_give_the_same(monkeypatch):
+    monkeypatch.setattr(pooled_scaling, "BLOCK", 7)
+    c = case(awkward())
+    run = run_protocol(pooled_scaling, c)
+    check_no_errors(run)
+    wanted = pooled_scaling.ideal(c.params, {u: x for u, (x,) in c.inputs.items()})[HUB]
+    for found in values(run).values():
+        check_scaling(found, wanted)
+
+
 def test_who_drops_out_between_the_sums_shows_its_rows_as_reveals_says(monkeypatch):
     """Two sums of rows are opened, over all sites and over those who are left."""
     seen, kept = [], pooled_scaling._sums
 
-    async def note(ask, width, of):
-        found = await kept(ask, width, of)
+    async def note(ask, width, mine, of):
+        found = await kept(ask, width, mine, of)
         if ask.ch.me == SITES[0]:
             seen.append(found)
         return found

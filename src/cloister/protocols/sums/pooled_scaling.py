@@ -35,7 +35,7 @@ None; lines numbered here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -54,6 +54,7 @@ NAME = "pooled_scaling"
 EXPONENTS = (-64, 64)  # powers of two that |x| may have
 FLAT = 40
 ROWS = 31  # bits of a number of rows
+BLOCK = 4096  # rows that are changed at a time, so that they stay in cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,12 +123,17 @@ def check_values(X: F64) -> None:
 # ---- steps -----------------------------------------------------------------------------------------------------------
 
 
-async def _exponents(ask: Asking, width: int, values: Callable[[], F64]) -> I64:
+Parts = Callable[[], Iterator[F64]]  # own rows, some at a time, as often as they are asked for
+
+
+async def _exponents(ask: Asking, width: int, parts: Parts) -> I64:
     """L1, L3: e such that 2^e is above every |value|."""
     low, high = EXPONENTS
 
     def reach() -> I64:
-        largest = np.nan_to_num(np.abs(values())).max(axis=0, initial=0.0)
+        largest = np.zeros(width)
+        for part in parts():
+            np.maximum(largest, np.nan_to_num(np.abs(part)).max(axis=0), out=largest)
         above: I64 = (largest[:, None] >= np.ldexp(1.0, np.arange(low, high))).astype(np.int64)
         return above.ravel()
 
@@ -139,21 +145,24 @@ async def _exponents(ask: Asking, width: int, values: Callable[[], F64]) -> I64:
     return exponents
 
 
-async def _sums(ask: Asking, width: int, values: Callable[[], F64]) -> tuple[int, I64, F64]:
+async def _sums(ask: Asking, width: int, mine: int, parts: Parts) -> tuple[int, I64, F64]:
     """L2, L4: rows, entries and sums of values within ±1."""
     n = len(ask.sites)
     point = FixedPoint(62 - ROWS - n.bit_length(), float(1 << ROWS), n)
 
     def local() -> U64:
-        part = values()
-        there = np.isfinite(part)
-        head = np.array([len(part), *there.sum(axis=0)], np.int64)
-        sums = np.clip(np.where(there, part, 0.0).sum(axis=0), -point.bound, point.bound)  # beyond only if L1 lied
+        counts, sums = np.zeros(width, np.int64), np.zeros(width)
+        for part in parts():
+            there = np.isfinite(part)
+            counts += there.sum(axis=0)
+            sums += np.where(there, part, 0.0).sum(axis=0)
+        head = np.array([mine, *counts], np.int64)
+        sums = np.clip(sums, -point.bound, point.bound)  # beyond only if L1 lied
         return np.concatenate([head.view(np.uint64), point.encode(sums)])
 
     z = await ask.words(local, 2 * width + 1)
     rows, there, total = int(z[0]), z[1 : width + 1].astype(np.int64), point.decode(z[width + 1 :])
-    check_sums(len(values()), rows, there, total, n)
+    check_sums(mine, rows, there, total, n)
     return rows, there, total
 
 
@@ -167,13 +176,18 @@ def check_sums(mine: int, rows: int, there: I64, total: F64, sites: int) -> None
 async def find(ask: Asking, X: F64 | None, width: int, least: int) -> Scaling:
     """All lines, at any party; `X` is None at the coordinator."""
     rows = X if X is not None else np.zeros((0, width))
-    up = await _exponents(ask, width, lambda: rows)  # L1
-    N, there, total = await _sums(ask, width, lambda: np.ldexp(rows, -up))  # L2
+
+    def parts(change: Callable[[F64], F64]) -> Parts:
+        return lambda: (change(rows[start : start + BLOCK]) for start in range(0, len(rows), BLOCK))
+
+    up = await _exponents(ask, width, parts(lambda x: x))  # L1
+    N, there, total = await _sums(ask, width, len(rows), parts(lambda x: np.ldexp(x, -up)))  # L2
     if least > N:
         raise ProtocolAbort(NAME, "L2", "too-few-rows", f"all sites together hold {N} rows; {least} are needed")
     mean = np.ldexp(total / np.maximum(there, 1), up)
-    around = await _exponents(ask, width, lambda: rows - mean)  # L3
-    N, there, total = await _sums(ask, width, lambda: np.square(np.ldexp(rows - mean, -around)))  # L4
+    around = await _exponents(ask, width, parts(lambda x: x - mean))  # L3
+    squares = parts(lambda x: np.square(np.ldexp(x - mean, -around)))
+    N, there, total = await _sums(ask, width, len(rows), squares)  # L4
     scale = np.ldexp(np.sqrt(np.maximum(total, 0.0) / np.maximum(there, 1)), around)
     flat = (around <= up - FLAT) | (around == EXPONENTS[0])
     return Scaling(N, mean, np.where(flat, 0.0, scale))
