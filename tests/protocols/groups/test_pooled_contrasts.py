@@ -296,6 +296,7 @@ def test_one_liar():
 @pytest.mark.slow
 def test_one_liar_in_every_message():
     lies = ask_liars(full=True, timeout=4.0, within=40.0)
+    print(f"\npooled_contrasts: {lies}")
     assert lies.tried > 100
     assert lies.aborted > 60
 
