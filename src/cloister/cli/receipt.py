@@ -97,6 +97,12 @@ def _check_genuine(receipt: Receipt, study: Path | None) -> None:
     from cloister.net.seat import SIGNED
     from cloister.study import Party, Study
 
+    if receipt.status == "running":
+        receipt.check()
+        raise ReceiptError(
+            f"the chain of {len(receipt.entries)} entries is whole, but has no end yet: the run goes on, or was"
+            " cut off; the service closes and signs it when it starts: cloister site KIT"
+        )
     receipt.check(lambda public, head, signature: check_signature(public, SIGNED, head, signature))
     if study is None:
         return

@@ -32,7 +32,7 @@ from cloister.crypto.agreement import Identity
 from cloister.errors import ParameterError
 from cloister.runtime.sign_off import approval, own_cells
 from cloister.runtime.sign_off.approval import Approval, Approvals, Refusal
-from cloister.runtime.sign_off.budget import USUAL, Budget, read_budget
+from cloister.runtime.sign_off.budget import USUAL, Budget, cost_of, read_budget
 from cloister.study import Party, Role, Study
 
 RUNS = "runs"  # folder of a coordinator's kit: how a run ended, until its service has read it
@@ -195,7 +195,7 @@ class Kit:
                     " [limits] in local/site.toml"
                 )
         if (entry := self.approvals.entry(self.study)) is not None and entry.data is not None:
-            self.budget(policy).check(entry.data.matrix, self.study)
+            self.budget(policy).check(entry.data.matrix, entry.cost)
 
     def budget(self, policy: Policy) -> Budget:
         """What may be spent on this site's cells."""
@@ -208,7 +208,7 @@ class Kit:
             self.check_limits(policy)
             counts = self._counts()
             if (entry := self.approvals.entry(self.study)) is not None and entry.data is not None:
-                self.budget(policy).charge(entry.data.matrix, self.study)
+                self.budget(policy).charge(entry.data.matrix, self.study, entry.cost)
             for key in (self.study.digest.hex(), *(part.workflow for part in self.study.parts)):
                 counts[key] = counts.get(key, 0) + 1
             files.write(self.path / "local" / COUNTS, json.dumps(counts, indent=1))
@@ -245,7 +245,7 @@ class Kit:
             text, replaced = re.subn(rf"^{key} *=.*$", line, text, count=1, flags=re.MULTILINE)
             if not replaced:
                 raise ParameterError(f"{self.policy_file}: there is no line '{key} = [...]' under [approve]; add it")
-        entry = self.approvals.add(self.study, by, found, stamp)
+        entry = self.approvals.add(self.study, by, found, cost_of(self.study), stamp)
         files.write(self.policy_file, text)
         return entry
 

@@ -20,9 +20,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from cloister import errors
+from cloister import errors, governance
 from cloister.crypto.entropy import Entropy
-from cloister.errors import CloisterError, PeerLost, ProtocolAbort, UsageError
+from cloister.errors import CloisterError, PeerLost, ProtocolAbort, RefusedError, UsageError
 from cloister.net.events import Event
 from cloister.runtime.invitation import COME, Invitation, read_word
 from cloister.runtime.kit import RUNS, Kit
@@ -127,6 +127,10 @@ def _obey(client: socket.socket, service: Service, done: Callable[[], None]) -> 
 def conduct_run(service: Service, tell: Callable[[str], None], gone: Callable[[], bool]) -> Ended:
     """Have the study in the kit run once by all parties; stops it when `gone`. Raises if it cannot begin."""
     kit = Kit.open(service.kit.path)
+    if governance.expired(kit.study.governance):
+        raise RefusedError(
+            f"the study '{kit.study.name}' ended on {kit.study.governance['expires']}; agree on a new one"
+        )
     guests = [p for p in kit.study.parties if p != kit.me]
     _wait_for(service, guests, tell, gone)
     if len(service.runs) >= RUNS_AT_ONCE:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from cloister import protocols
+from cloister import governance, protocols
 from cloister.errors import DataError, ParameterError, UsageError
 from cloister.net.seat import Outcome, Place, Seat
 from cloister.study import Study
@@ -166,6 +166,8 @@ def reveals(study: Study) -> dict[str, str]:
 def warnings_of(study: Study) -> list[str]:
     """What the parties should hear before they start."""
     notes = []
+    if governance.expired(study.governance):
+        notes.append(f"the study ended on {study.governance['expires']}; between machines it is refused")
     if len(study.sites) == 2:
         notes.append("two sites only: every opened sum tells each site the other's contribution by subtraction")
     if study.steps and not study.at:

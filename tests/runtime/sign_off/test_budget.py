@@ -48,18 +48,18 @@ def test_what_a_run_takes(study, cost):
 def test_what_is_spent_is_refused_by_name(tmp_path, allowed, study, times, says):
     purse = Budget(tmp_path / "budget.json", allowed, "a")
     for _ in range(times):
-        purse.charge("cells", study)
+        purse.charge("cells", study, cost_of(study))
     with pytest.raises(RefusedError, match=says) as e:
-        purse.charge("cells", study)
+        purse.charge("cells", study, cost_of(study))
     assert e.value.code == "refused"
     before = purse.spent("cells")
-    purse.charge("other cells", STUDY)
+    purse.charge("other cells", STUDY, cost_of(STUDY))
     assert purse.spent("cells") == before
 
 
 def test_without_noise_nothing_of_epsilon_is_spent(tmp_path):
     purse = Budget(tmp_path / "budget.json", {"epsilon": 0}, "a")
-    purse.charge("cells", STUDY)
+    purse.charge("cells", STUDY, cost_of(STUDY))
     assert purse.spent("cells") == {"runs": 1, "queries": 1, "epsilon": 0.0}
 
 
@@ -68,7 +68,7 @@ def test_many_at_once_spend_no_more_than_there_is(tmp_path):
 
     def ask():
         try:
-            Budget(tmp_path / "budget.json", {"runs": 5}, "a").charge("cells", STUDY)
+            Budget(tmp_path / "budget.json", {"runs": 5}, "a").charge("cells", STUDY, cost_of(STUDY))
         except RefusedError as e:
             refused.append(e)
 
@@ -86,7 +86,7 @@ def test_many_at_once_spend_no_more_than_there_is(tmp_path):
 def test_a_damaged_file_allows_nothing(tmp_path, text):
     (tmp_path / "budget.json").write_text(text)
     with pytest.raises(ParameterError, match="nobody knows what was spent"):
-        Budget(tmp_path / "budget.json", {}, "a").charge("cells", STUDY)
+        Budget(tmp_path / "budget.json", {}, "a").charge("cells", STUDY, cost_of(STUDY))
 
 
 def test_two_kits_of_two_studies_share_one_budget(tmp_path):

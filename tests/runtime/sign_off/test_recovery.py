@@ -10,7 +10,7 @@ from cloister.cells.demo import demo_sites
 from cloister.cells.files import write_cells
 from cloister.cli.doctor import examine
 from cloister.cli.receipt import receipt as show
-from cloister.errors import RefusedError
+from cloister.errors import ReceiptError, RefusedError
 from cloister.net.journal import SUFFIX, Journal
 from cloister.net.receipts import Entry, Receipt
 from cloister.run.results import load_run
@@ -62,6 +62,8 @@ def left_by_kill(kit, folder=RUN):
 
 def test_the_folder_says_aborted_and_verifies(basel, capsys):
     folder = left_by_kill(basel)
+    with pytest.raises(ReceiptError, match="chain of 2 entries is whole, but has no end yet"):
+        show(folder / f"basel{SUFFIX}", verify=True)
     assert recover(basel) == [folder]
     ended = Ended.load(folder / "outcome.json")
     assert (ended.status, ended.run, ended.party) == ("aborted", "3f2a9c1e", "basel")

@@ -16,7 +16,7 @@ import os
 import pwd
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,7 @@ class Approval:
     user: str  # who was logged in
     when: str
     data: Fingerprint | None = None  # None at an auxiliary, which has no cells
+    cost: Mapping[str, float] = field(default_factory=dict)  # what one run takes of the budget (budget.py)
     stamp: tuple[Any, ...] = ()  # of a large file, by which it is known without reading it again
     withdrawn: str = ""  # when, and by whom
 
@@ -92,10 +93,18 @@ class Approvals:
                 f" ({difference}); look at them, then: cloister site KIT --approve"
             )
 
-    def add(self, study: Study, by: str, data: Fingerprint | None, stamp: tuple[Any, ...] = ()) -> Approval:
+    def add(
+        self,
+        study: Study,
+        by: str,
+        data: Fingerprint | None,
+        cost: Mapping[str, float],
+        stamp: tuple[Any, ...] = (),
+    ) -> Approval:
+        """Keep that somebody approves the study now."""
         if not by.isprintable() or len(by) > 200:
             raise ParameterError(f"who approves must be one line of at most 200 characters, found {by[:40]!r}")
-        entry = Approval(study.name, by.strip() or login(), login(), stamp_now(), data, stamp)
+        entry = Approval(study.name, by.strip() or login(), login(), stamp_now(), data, cost, stamp)
         self._save({**self._load(), study.digest.hex(): entry})
         return entry
 
@@ -126,7 +135,8 @@ class Approvals:
 def _read(raw: Mapping[str, Any]) -> Approval:
     data = Fingerprint.load(raw["data"]) if raw.get("data") is not None else None
     words = {key: str(raw[key]) for key in ("study", "by", "user", "when", "withdrawn")}
-    return Approval(**words, data=data, stamp=tuple(raw.get("stamp", ())))
+    cost = {str(key): float(value) for key, value in raw["cost"].items()}
+    return Approval(**words, data=data, cost=cost, stamp=tuple(raw.get("stamp", ())))
 
 
 def login() -> str:

@@ -46,7 +46,7 @@ def read_budget(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def cost_of(study: Study) -> dict[str, float]:
-    """What one run of the study spends."""
+    """What one run of the study spends; worked out when it is approved, and kept with the approval."""
     parts = steps.check_steps(study)
     epsilon = sum(float(workflow.privacy(options).get("epsilon", 0.0)) for _, workflow, options in parts)
     return {"runs": 1, "queries": len(parts), "epsilon": epsilon}
@@ -64,9 +64,9 @@ class Budget:
         entry = self._load().get(matrix, {})
         return {key: entry.get(key, 0) for key in NAMES}
 
-    def check(self, matrix: str, study: Study) -> None:
-        """Raise `Refusal` if a run of the study would spend more than is left."""
-        spent, cost = self.spent(matrix), cost_of(study)
+    def check(self, matrix: str, cost: Mapping[str, float]) -> None:
+        """Raise `Refusal` if a run that costs this would spend more than is left."""
+        spent = self.spent(matrix)
         for key, name in NAMES.items():
             most = self.allowed.get(key)
             if most is not None and cost[key] and spent[key] + cost[key] > most * (1 + 1e-12):
@@ -75,11 +75,11 @@ class Budget:
                     f" this run would take {cost[key]:g}; to allow more, raise {key} under [budget] in local/site.toml"
                 )
 
-    def charge(self, matrix: str, study: Study) -> None:
-        """Spend what one run takes, or raise `Refusal`."""
+    def charge(self, matrix: str, study: Study, cost: Mapping[str, float]) -> None:
+        """Spend what one run of the study takes, or raise `Refusal`."""
         with self._locked():
-            self.check(matrix, study)
-            whole, cost = self._load(), cost_of(study)
+            self.check(matrix, cost)
+            whole = self._load()
             entry = whole.setdefault(matrix, {**dict.fromkeys(NAMES, 0), "history": []})
             for key in NAMES:
                 entry[key] = entry.get(key, 0) + cost[key]

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from cloister.cells import files as cell_files
 from cloister.cells.fingerprint import Fingerprint, fingerprint
-from cloister.cells.stored import stamp_of
 from cloister.cells.tables import donors
 from cloister.errors import DataError
 from cloister.runtime.sign_off.approval import Refusal
@@ -79,4 +78,6 @@ def large_stamp(adata: AnnData) -> tuple[Any, ...]:
     origin = getattr(adata, "origin", None)
     if origin is None or Path(origin.path).is_dir():
         return ()
+    from cloister.cells.stored import stamp_of
+
     return (str(origin.path), origin.part or "", *stamp_of(origin.path), Path(origin.path).stat().st_ctime_ns)
