@@ -29,7 +29,7 @@ from typing import Any
 
 import cloister
 from cloister import protocols, workflows
-from cloister.workflows.modes import STAYS, TOGETHER
+from cloister.workflows.modes import LEAVES, STAYS, TOGETHER
 
 ROOT = Path(__file__).parents[1]
 PIECE = re.compile(r"^<!-- made: ([^>]*?) -->\n.*?^<!-- /made -->$", flags=re.DOTALL | re.MULTILINE)
@@ -136,13 +136,14 @@ def learns_of_all() -> str:
         for mode in modes(name):
             pairs = learns(name, mode)
             of = dict(pairs)
-            rows.append((f"`{name}`", mode, of.get(STAYS, "–"), learned_by(pairs), of.get(TOGETHER, "–")))
+            stays = ". *Leaves*: ".join(of[who] for who in (STAYS, LEAVES) if who in of)
+            rows.append((f"`{name}`", mode, stays, learned_by(pairs), of.get(TOGETHER, "–")))
     return table(("workflow", "mode", "stays at its site", "is learned by", "if parties pool what they have"), rows)
 
 
 def learned_by(pairs: Sequence[tuple[str, str]]) -> str:
     """Who learns what beside what stays and what a collusion adds, in one cell."""
-    return ". ".join(f"*{short(who)}*: {what}" for who, what in pairs if who not in (STAYS, TOGETHER))
+    return ". ".join(f"*{short(who)}*: {what}" for who, what in pairs if who not in (STAYS, LEAVES, TOGETHER))
 
 
 def short(who: str) -> str:

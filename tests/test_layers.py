@@ -17,7 +17,7 @@ FILES = sorted(p.relative_to(ROOT).with_suffix("").as_posix() for p in ROOT.rglo
 NET = ("wire", "receipts", "mailbox", "transcript", "waiting", "events", "hello")  # what a channel is made of
 WIRE = {"net.wire", "net.receipts", "net.channel"}  # how a protocol talks
 BASE = {"errors", "arrays", "files"}
-BELOW = {*BASE, "study", "net", "crypto", "models", "protocols", "cells", "workflows", "_version"}
+BELOW = {*BASE, "governance", "study", "net", "crypto", "models", "protocols", "cells", "workflows", "_version"}
 ALL = BELOW | {"run", "report"}
 MAY_IMPORT = {  # what of cloister; a name stands for the module or the whole package
     "__init__": {"_version"},
@@ -25,11 +25,13 @@ MAY_IMPORT = {  # what of cloister; a name stands for the module or the whole pa
     "arrays": set(),
     "files": set(),
     "_version": set(),
-    "study": {"errors"},
+    "governance": {"errors"},
+    "study": {"errors", "governance"},
     "net": {*BASE, "study", "crypto", "_version", "net", "cells"},
     "net/values": BASE,
     "net/wire": {*BASE, "study", "net.values"},
-    "net/receipts": {*BASE, "study"},
+    "net/journal": BASE,
+    "net/receipts": {*BASE, "study", "net.journal"},
     "net/mailbox": {*BASE, "study", "net.wire"},
     "net/transcript": {"net.wire"},
     "net/waiting": {"study", "net.mailbox"},
@@ -42,7 +44,18 @@ MAY_IMPORT = {  # what of cloister; a name stands for the module or the whole pa
     "models": {*BASE, "crypto", "models", "cells.genes"},
     "protocols": {*BASE, "study", "crypto", "models", "cells.genes", "cells.tally", "protocols", *WIRE},
     "attacks": {*BASE, "study", "net.wire", "crypto", "models", "protocols", "attacks"},
-    "workflows": {*BASE, "study", "net", "cells", "crypto", "models", "protocols", "report.figures", "workflows"},
+    "workflows": {
+        *BASE,
+        "governance",
+        "study",
+        "net",
+        "cells",
+        "crypto",
+        "models",
+        "protocols",
+        "report.figures",
+        "workflows",
+    },
     "report/figures": BASE,
     "run": BELOW | {"run"},
     "run/run": BELOW | {"report.page"},  # Run.report, and nothing else of the report

@@ -185,6 +185,7 @@ def test_loading(tmp_path):
 
 
 CHANGED = {
+    "governance": {"purpose": "another"},
     "name": "other",
     "workflow": "find-outliers",
     "parties": {**STUDY.parties, Party("bern"): "site"},

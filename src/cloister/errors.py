@@ -106,6 +106,7 @@ CODES = {
     "damaged": "a sum came out as no data can make it; a message was damaged on its way",
     "dropped": "the coordinator went on without this party, which was silent for too long",
     "finished": "it had finished",
+    "halted": "a party stopped the run and withdrew its approval",
     "lost": "it lost a peer",
     "malformed": "it was sent something that is no message",
     "mismatch": "the parties came with different studies, versions or options",

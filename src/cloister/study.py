@@ -22,6 +22,9 @@
     [keys]                              # Ed25519 public keys, written by `cloister provision`
     basel = "9f86d0…"
 
+    [governance]                        # purpose, legal basis, permit, contact, retention, expiry (governance.py)
+    purpose = "..."
+
 Every party holds the same file; its digest is part of the run id, so a run between parties that agreed on different
 things stops before any data moves.
 
@@ -53,6 +56,7 @@ from pathlib import Path
 from typing import Any, Literal, NewType, cast, get_args
 
 from cloister.errors import ParameterError
+from cloister.governance import check_governance, read_governance
 
 Party = NewType("Party", str)
 Role = Literal["coordinator", "site", "auxiliary"]
@@ -64,7 +68,7 @@ CONSENTS = {  # what a party may be asked for beyond taking part; only its own s
 }
 BARE = re.compile(r"[A-Za-z0-9_-]+")  # keys that TOML wants no quotes around
 NAME = re.compile(r"[a-z][a-z0-9-]{0,31}")
-COMMON = {"name", "timeout", "patience", "seed", "colluders", "parties", "network", "keys"}
+COMMON = {"name", "timeout", "patience", "seed", "colluders", "parties", "network", "keys", "governance"}
 SINGLE = {"workflow", "mode", "parameters"}  # of a study of one workflow
 STEP = {"name", "workflow", "mode", "options"}
 MOST_STEPS = 20
@@ -99,6 +103,7 @@ class Study:
     colluders: int = 0  # k: sites that may help a lying coordinator, and sums still open once and whole
     network: Mapping[str, Any] = field(default_factory=dict)
     keys: Mapping[Party, bytes] = field(default_factory=dict)  # Ed25519 public keys
+    governance: Mapping[str, str] = field(default_factory=dict)  # why, by whose leave and until when; in words
     steps: tuple[Step, ...] = ()
     at: int = 0  # which of the steps this is about, from 1; 0 for the whole study
 
@@ -161,7 +166,7 @@ class Study:
             "timeout": float(self.timeout),
             "patience": float(self.patience),
             "keys": {p: k.hex() for p, k in self.keys.items()},
-        } | ({"colluders": self.colluders} if self.colluders else {})
+        } | {key: value for key in ("colluders", "governance") if (value := getattr(self, key))}
         if self.steps:
             plain["steps"] = [[s.name, s.workflow, s.mode, dict(s.options)] for s in self.steps]
             plain["at"] = self.at
@@ -199,9 +204,10 @@ def parse_study(text: str, where: str = "study.toml") -> Study:
     for key in ("name", "parties") if "step" in raw else ("name", "workflow", "parties"):
         if key not in raw:
             raise ParameterError(f"{where}: '{key}' is missing")
-    for key, kind in {"parties": dict, "parameters": dict, "network": dict, "keys": dict}.items():
-        if key in raw and not isinstance(raw[key], kind):
+    for key in ("parties", "parameters", "network", "keys", "governance"):
+        if key in raw and not isinstance(raw[key], dict):
             raise ParameterError(f"{where}: [{key}] must be a table")
+    raw["governance"] = read_governance(raw.get("governance", {}))
     keys: dict[Party, bytes] = {}
     for party, value in raw.get("keys", {}).items():
         try:
@@ -283,6 +289,7 @@ def check_study(study: Study) -> None:
         if not isinstance(public, bytes) or len(public) != 32:
             raise ParameterError(f"[keys] {party} must be 64 hexadecimal digits")
     _check_table("[network]", study.network)
+    check_governance(study.governance)
 
 
 def _check_part(workflow: Any, mode: Any, options: Mapping[str, Any], where: str) -> None:
@@ -338,6 +345,7 @@ def format_study(study: Study) -> str:
         "parameters": {} if study.steps else study.parameters,
         "network": study.network,
         "keys": {p: k.hex() for p, k in study.keys.items()},
+        "governance": study.governance,
     }
     for title, table in tables.items():
         if table:

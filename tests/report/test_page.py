@@ -464,3 +464,37 @@ def test_a_receipt_is_not_needed(tmp_path):
     text = write_report(tmp_path / "r.html", [run]).read_text()
     assert "two sites only" in text
     assert "NOT GENUINE" in text
+
+
+GROUNDS = {
+    "purpose": "to know",
+    "legal_basis": "Art. 9",
+    "permit": "EK 7",
+    "retention": "2 years",
+    "expires": "2099-12-31",
+}
+
+
+def test_what_was_signed_is_on_the_page(tmp_path):
+    study = dataclasses.replace(plan("map-labels", ["a", "b", "c"], options={"query": "a"}), governance=GROUNDS)
+    data = {"cells": 41, "genes": 7, "donors": 3, "matrix": "9f" * 32, "read": "77" * 32}
+    approval = {"by": "Dr. <A> Muster", "user": "ops", "when": "2026-01-31T09:12:44Z", "data": data}
+    header = {"party": "a", "study_digest": study.digest.hex(), "governance": GROUNDS, "approval": approval}
+    receipt = Receipt(header)
+    receipt.add(Entry("used", "map-labels", "-", "41 cells of 3 donors", "a", 0, ""))
+    receipt.add(Entry("spent", "map-labels", "-", "epsilon 2.5, delta 1e-05, for all data of one site", "a", 0, ""))
+    run = Run(study, {"a": Outcome(result={"x": 1})}, {}, {"a": receipt})
+    text = write_report(tmp_path / "r.html", [run]).read_text()
+    for said in (
+        *GROUNDS.values(),
+        study.digest.hex(),
+        "9f" * 32,
+        "41 cells of 3 donors",
+        "epsilon 2.5",
+        "random shares",
+    ):
+        assert said in text, said
+    assert "2026-01-31T09:12:44Z by Dr. &lt;A&gt; Muster (logged in as ops)" in text
+    for damaged in ({"approval": {"by": 3}}, {"approval": ["x"]}, {"governance": "none", "approval": approval}):
+        run.receipts["a"] = Receipt({**header, **damaged})
+        assert "about it is damaged" in write_report(tmp_path / "r.html", [run]).read_text()

@@ -1,3 +1,4 @@
+import dataclasses
 import gc
 import subprocess
 import threading
@@ -395,3 +396,26 @@ def test_sites_may_be_files_or_tables(tmp_path):
             rehearse("find-outliers", rows | wrong)
     with pytest.raises(ParameterError, match="a dictionary of site name"):
         rehearse("find-outliers", [*rows.values()])
+
+
+def test_the_receipt_says_which_cells_were_used_and_what_privacy_was_spent(monkeypatch):
+    from cloister.workflows import bin_values
+
+    noisy = dataclasses.replace(
+        bin_values.WORKFLOW, privacy=lambda options: {"epsilon": 2.5, "delta": 1e-5, "protects": "all cells of a donor"}
+    )
+    monkeypatch.setattr(bin_values, "WORKFLOW", noisy)
+    sites = {site: cells(seed=i) for i, site in enumerate(("a", "b", "c"))}
+    for adata in sites.values():
+        adata.obs["donor"] = [f"d{i % 5}" for i in range(adata.n_obs)]
+    run = rehearse("bin-values", sites, donor_key="donor", min_values=5)
+
+    def entered(party, kind):
+        return [e.name for e, _ in run.receipts[party].entries if e.kind == kind]
+
+    for site in sites:
+        assert entered(site, "used") == ["40 cells of 5 donors"]
+        assert entered(site, "spent") == ["epsilon 2.5, delta 1e-05, for all cells of a donor"]
+        assert "pooled_quantiles" in run.receipts[site].protocols  # what is entered at home is no protocol
+        assert "bin-values" not in run.receipts[site].protocols
+    assert entered("coordinator", "used") == entered("coordinator", "spent") == []

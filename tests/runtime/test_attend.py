@@ -56,7 +56,7 @@ def read_all(screen, shown):
 def test_bin_values_between_processes_equals_the_rehearsal(consortium):
     folder, study, kits = consortium
     for site in study.sites:
-        Kit.open(kits[site]).approve()
+        Kit.open(kits[site]).approve(data=folder / "sites" / f"{site}.h5ad")
 
     def start(party, *more, said=subprocess.PIPE):
         command = [sys.executable, "-m", "cloister.cli.main", "run", "bin-values", "study.toml", "--as", party, *more]
@@ -133,7 +133,7 @@ def test_the_tutorial_s_study_runs_as_printed(tmp_path):
         cl.write_cells(cells, tmp_path / "space" / f"{site}.h5ad")
     for site, kit in provision(study, tmp_path / "kits").items():
         if study.parties[site] == "site":
-            Kit.open(kit).approve()
+            Kit.open(kit).approve(data=tmp_path / "space" / f"{site}.h5ad")
     run = [sys.executable, "-m", "cloister.cli.main", "run", "map-labels", "study.toml", "--json", "--as"]
     others = {p: [*run, p, "--data", f"space/{p}.h5ad"] for p in study.sites if p != "vienna"} | {"hub": [*run, "hub"]}
     at_vienna = script + "\nadata.obs['mapped'].to_csv('mapped.csv')"

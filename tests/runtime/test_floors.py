@@ -11,8 +11,8 @@ from cloister.errors import DataError, ParameterError, RefusedError
 from cloister.runtime import attend as attending
 from cloister.runtime.attend import attend
 from cloister.runtime.kit import Kit
-from cloister.runtime.party import check_floors, open_cells
 from cloister.runtime.provision import provision
+from cloister.runtime.sign_off.own_cells import check_floors, open_cells
 from cloister.study import Study
 
 PARTIES = {"hub": "coordinator", "basel": "site", "lugano": "site", "vienna": "site"}
@@ -26,7 +26,7 @@ def kit_of(folder, floor=None, *, donors=4, **parameters):
     adata = demo_sites()["basel"]
     adata.obs["donor"] = np.resize([f"d{i}" for i in range(donors)], adata.n_obs)
     write_cells(adata, folder / "basel.h5ad")
-    kit.approve()
+    kit.approve(data=folder / "basel.h5ad")
     text, found = re.subn(r'(?m)^data = ".*"', f'data = "{folder / "basel.h5ad"}"', kit.policy_file.read_text())
     assert found
     if floor is not None:

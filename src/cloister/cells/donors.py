@@ -35,6 +35,12 @@ def check_donors(adata: AnnData, donor_key: str | None, least: int) -> None:
         )
 
 
+def used_cells(adata: AnnData, donor_key: str | None) -> str:
+    """How many cells, and of how many persons where a column says so, in words."""
+    known = donor_key is not None and donor_key in adata.obs
+    return f"{adata.n_obs} cells" + (f" of {int(adata.obs[donor_key].nunique())} donors" if known else "")
+
+
 def common_range(adata: AnnData, donor_key: str, least: int, layer: str | None = None) -> tuple[float, float]:
     """The widest range of non-zero values at whose ends, or beyond them, there are values of `least` donors.
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from cloister.cells import probe as hdf5_probe
 from cloister.cells.plain_files import read_csv, read_fcs, read_npz, write_csv, write_npz
+from cloister.cells.safe_hdf5 import open_hdf5
 from cloister.cells.values import layer_names
 from cloister.errors import CloisterError, DataError, ParameterError
 from cloister.files import replacing
@@ -218,7 +219,7 @@ def _check_declared_size(name: str, item: Any) -> None:
 
 
 def _write_h5ad(adata: AnnData, path: Path) -> None:
-    from anndata.io import write_h5ad
+    from anndata.io import write_elem
 
     from cloister.cells.stored import StoredCells, write_stored
 
@@ -230,7 +231,11 @@ def _write_h5ad(adata: AnnData, path: Path) -> None:
     if isinstance(adata, StoredCells) and not adata.is_view and adata.shape == adata.origin.shape:
         write_stored(adata, path)
     else:
-        write_h5ad(path, adata, compression="gzip", compression_opts=1)
+        adata.strings_to_categoricals()
+        if adata.raw is not None:
+            adata.strings_to_categoricals(adata.raw.var)
+        with open_hdf5(path, "w") as file:
+            write_elem(file, "/", adata, dataset_kwargs={"compression": "gzip", "compression_opts": 1})
 
 
 STORED = (".h5ad", ".h5mu", ".zarr")  # whose matrices can stay on disk

@@ -21,6 +21,7 @@ from anndata import AnnData
 from anndata.io import read_elem, sparse_dataset, write_elem
 
 from cloister.cells.pace import Pace
+from cloister.cells.safe_hdf5 import open_hdf5
 from cloister.cells.values import is_on_disk, pointers, runs
 from cloister.errors import DataError
 
@@ -213,13 +214,11 @@ def _check_pieces(path: Path, array: Any) -> None:
 
 def write_stored(adata: StoredCells, path: Path) -> None:
     """Write cells that are on disk to an `.h5ad` file: a copy of theirs, and in it what is new."""
-    import h5py
-
     origin = adata.origin
     origin.check_unchanged()
     if origin.whole_file:
         copy_file(origin.path, path)
-    with h5py.File(path, "r+" if origin.whole_file else "w") as file:
+    with open_hdf5(path, "r+" if origin.whole_file else "w") as file:
         if not origin.whole_file:
             _copy_elements(origin, file)
         _write_new(adata, origin, file)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cloister.arrays import F64
-from cloister.cells.donors import check_donors, common_range, donor_codes, donors
+from cloister.cells.donors import check_donors, common_range, donor_codes, donors, used_cells
 from cloister.cells.files import open_cells, read_cells, write_cells
 from cloister.cells.genes import check_unique, gene_id_kind, gene_names, genes_in_common, match_genes
 from cloister.cells.labels import check_labels, labels_of, split_label, write_labels
@@ -75,6 +75,7 @@ __all__ = [
     "sample_values",
     "split_label",
     "survey",
+    "used_cells",
     "write_cells",
     "write_labels",
 ]

@@ -59,6 +59,7 @@ def explain_mode(workflow: str, name: str, mode: Mode) -> None:
 
 def explain_study(path: str, mode: str | None) -> None:
     """The steps of a study in their order, what each takes from earlier ones, and what its mode reveals."""
+    from cloister import governance
     from cloister.errors import UsageError
     from cloister.study import Study
     from cloister.workflows.steps import check_steps, given, needed
@@ -66,7 +67,10 @@ def explain_study(path: str, mode: str | None) -> None:
     if mode is not None:
         raise UsageError(f"{path} says its modes itself; leave --mode out")
     study = Study.load(path)
-    out.print(f"[bold]study[/bold] {study.name}, {len(study.parts)} step(s), digest {study.digest.hex()}\n")
+    out.print(f"[bold]study[/bold] {study.name}, {len(study.parts)} step(s), digest {study.digest.hex()}")
+    for title, text in governance.in_words(study.governance):
+        out.print(f"{title}: {text}", markup=False)
+    out.print(*([] if study.governance else ["purpose, legal basis, permit and expiry are not written in it"]))
     checked, made = check_steps(study), dict[str, str]()
     for part, workflow, options in checked:
         wanted = {place for site in study.sites for place in needed(workflow, options, site)}
@@ -233,6 +237,8 @@ def headlines(run: Run) -> list[str]:
 
 
 def show_receipt(brief: dict[str, Any]) -> None:
+    from cloister.report.signed import signed_rows
+
     step = f", {brief['step']}, whole study {brief['whole_study'][:16]}…" if "step" in brief else ""
     out.print(f"{brief['workflow']} ({brief['mode']}) in study {brief['study']}{step}", style="bold", markup=False)
     out.print(
@@ -241,6 +247,8 @@ def show_receipt(brief: dict[str, Any]) -> None:
     out.print("with " + ", ".join(f"{p} ({r})" for p, r in brief["parties"].items()), markup=False)
     if "counted" in brief:
         out.print(f"floors and limits count {brief['counted']}", markup=False)
+    for title, text in signed_rows(brief):
+        out.print(f"{title}: {text}", markup=False)
     table = Table("what left", "line", "to", "times", "bytes", box=None)
     for row in brief["summary"]:
         if row["kind"] == "sent":

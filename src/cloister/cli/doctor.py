@@ -10,8 +10,12 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cloister.errors import CloisterError
+
+if TYPE_CHECKING:
+    from cloister.runtime.kit import Kit
 
 ENGINES = {"he": "seal-python", "models": "torch", "flare": "nvflare", "report": "matplotlib", "fcs": "flowio"}
 SLOW = 0.3  # GB/s below which the machine has no AES instructions to speak of
@@ -111,6 +115,7 @@ def _card() -> Finding:
 def _examine_kit(path: Path) -> Iterator[Finding]:
     from cloister import workflows
     from cloister.runtime.kit import Kit
+    from cloister.runtime.sign_off.expiry import overdue
     from cloister.workflows.steps import check_site, check_steps
 
     try:
@@ -131,10 +136,11 @@ def _examine_kit(path: Path) -> Iterator[Finding]:
         return
     for note in workflows.warnings_of(kit.study):
         yield Finding("study", "note", note)
+    yield from (Finding(name, "note", what) for name, what in overdue(kit, policy))
     if kit.role != "coordinator":
         try:
             kit.check_approved(policy)
-            yield Finding("approval", "ok", "this site allows the study in its kit")
+            yield Finding("approval", "ok", _approval(kit))
         except CloisterError as e:
             yield Finding("approval", "note", str(e))
         try:
@@ -142,23 +148,35 @@ def _examine_kit(path: Path) -> Iterator[Finding]:
             so_far = [(f"of '{k}'" if k != "study" else "of this study", k, n) for k, n in kit.runs_so_far().items()]
             counts = ", ".join(f"{n} {what} ({_limit(policy.limits.get(k))})" for what, k, n in so_far)
             yield Finding("limits", "ok", f"runs begun: {counts}")
+            if (entry := kit.approvals.entry(kit.study)) is not None and entry.data is not None:
+                spent = kit.budget(policy).spent(entry.data.matrix).items()
+                words = ", ".join(f"{n:g} {what} ({_limit(policy.budget.get(what))})" for what, n in spent)
+                yield Finding("budget", "ok", f"of these cells, over all studies: {words}")
         except CloisterError as e:
             yield Finding("limits", "note", str(e))
         yield _coordinator_answers(kit.study.network.get("host"), kit.study.network.get("port"))
     if kit.role == "site":
-        from cloister.runtime.party import open_cells
+        from cloister.runtime.sign_off.own_cells import check_approved_cells, open_cells
 
         try:
             adata = open_cells(kit, policy)
             notes = check_site(kit.study, kit.me, adata)
             yield Finding("cells", "ok", f"{adata.n_obs} cells, {adata.n_vars} genes in {policy.data}")
+            if (entry := kit.approvals.entry(kit.study)) is not None and not entry.withdrawn:
+                check_approved_cells(kit, adata)
             yield from (Finding("cells", "note", note) for note in notes)
         except CloisterError as e:
             yield Finding("cells", "wrong", str(e))
 
 
-def _limit(most: int | None) -> str:
-    return "no limit" if most is None else f"at most {most}"
+def _approval(kit: Kit) -> str:
+    entry = kit.approvals.current(kit.study)
+    on = f", on {entry.data.words}" if entry.data is not None else ""
+    return f"this site allows the study in its kit: {entry.by}, {entry.when}{on}"
+
+
+def _limit(most: float | None) -> str:
+    return "no limit" if most is None else f"at most {most:g}"
 
 
 def _permissions(kit: Path, results: Path) -> Iterator[Finding]:

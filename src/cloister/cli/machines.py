@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,6 +12,9 @@ from cloister.cli.console import err, out, progress, show_warnings
 from cloister.cli.options import FLAG, STUDY, AsJson, Quiet, WorkflowName
 from cloister.errors import UsageError
 from cloister.report.parts import size
+
+if TYPE_CHECKING:
+    from cloister.runtime.kit import Kit
 
 
 def provision(
@@ -33,18 +36,48 @@ def provision(
 def site(
     kit: Annotated[Path, typer.Argument(help="This party's start-up kit.")],
     approve: Annotated[  # noqa: FBT002
-        bool, typer.Option("--approve", metavar=FLAG, help="Approve the kit's study, and stop.")
+        bool, typer.Option("--approve", metavar=FLAG, help="Approve the kit's study on this site's cells, and stop.")
     ] = False,
+    by: Annotated[str, typer.Option(help="With --approve: who looked at it; the login name by default.")] = "",
+    data: Annotated[Path | None, typer.Option(help="With --approve: the cells, if not those in site.toml.")] = None,
 ) -> None:
     """Start a party (site, coordinator or auxiliary server) and wait for runs; Ctrl-C stops it."""
     if approve:
         from cloister.runtime.kit import Kit
 
-        out.print(f"approved: {Kit.open(kit).approve()}", markup=False)
+        _show_approved(Kit.open(kit), by, data)
         return
+    if by or data is not None:
+        raise UsageError("--by and --data are for --approve; a service reads its cells from local/site.toml")
     from cloister.runtime.start import start_party
 
     start_party(kit)
+
+
+def _show_approved(kit: Kit, by: str, data: Path | None) -> None:
+    from cloister import governance
+
+    if kit.role == "coordinator":
+        raise UsageError(f"{kit.me} is the coordinator; it asks, and the others approve")
+    entry, study = kit.approve(by, data), kit.study
+    asked = ", then ".join(f"{part.workflow}, mode {part.mode}" for part in study.parts)
+    out.print(f"approved: {asked}, study {study.name!r} ({study.digest.hex()})", markup=False)
+    for title, text in governance.in_words(study.governance):
+        out.print(f"  {title}: {text}", markup=False)
+    out.print(f"  by {entry.by}, {entry.when}" + (f", on {entry.data.words}" if entry.data else ""), markup=False)
+
+
+def halt(
+    kit: Annotated[Path, typer.Argument(help="This party's start-up kit.")],
+    by: Annotated[str, typer.Option(help="Who halts; the login name by default.")] = "",
+) -> None:
+    """Stop every run at this party now, and withdraw its approval of the kit's study."""
+    from cloister.runtime.sign_off.halting import halt as stop
+
+    done = stop(kit, by)
+    out.print("the approval is withdrawn" if done.withdrawn else "there was no approval to withdraw")
+    told = f"{done.runs} run(s) stopped" if done.running else "no service is running here, so no run is"
+    out.print(told, markup=False)
 
 
 def run(

@@ -185,6 +185,7 @@ app.command(epilog="Example:  cloister embed checkpoint/ cells.h5ad --out embedd
 
 app.command(epilog="Example:  cloister provision study.toml --out kits")(machines.provision)
 app.command(epilog="Example:  cloister site kits/basel --approve   then   cloister site kits/basel")(machines.site)
+app.command(epilog="Example:  cloister halt kits/basel")(machines.halt)
 app.command(epilog="Example:  cloister run bin-values study.toml --as basel --data a.h5ad --out a.binned.h5ad")(
     machines.run
 )

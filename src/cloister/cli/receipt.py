@@ -22,6 +22,9 @@ def receipt(
     compare: Annotated[bool, typer.Option("--compare", metavar=FLAG, help="Were both told the same?")] = False,  # noqa: FBT002
     verify: Annotated[bool, typer.Option("--verify", metavar=FLAG, help="Check the chain and the signature.")] = False,  # noqa: FBT002
     study: Annotated[Path | None, typer.Option(help="With --verify: the key must be the one in this study.")] = None,
+    crate: Annotated[
+        Path | None, typer.Option("--ro-crate", help="Export the run as a Five Safes RO-Crate to this new folder.")
+    ] = None,
     as_json: AsJson = False,  # noqa: FBT002
 ) -> None:
     """Say what was computed, with whom, what left this party and who learned what."""
@@ -34,8 +37,9 @@ def receipt(
     if not path.exists():
         raise DataError(f"{path} does not exist; a run leaves PARTY.receipt.json in its results folder")
     if path.suffix == ".h5ad":
-        if verify:
-            raise UsageError("the .h5ad carries a summary; --verify needs the receipt.json beside it")
+        if verify or crate is not None:
+            asked = "--verify" if verify else "--ro-crate"
+            raise UsageError(f"the .h5ad carries a summary; {asked} needs the receipt.json beside it")
         notes = dict(open_cells(path).uns.get("cloister", {}))
         briefs = [json.loads(v) for v in notes.values() if isinstance(v, str) and v.startswith("{")]
         if not briefs:
@@ -43,8 +47,11 @@ def receipt(
     else:
         loaded = Receipt.load(path)
         briefs = [json.loads(loaded.brief())]
-        if verify:
+        if verify or crate is not None:
             _check_genuine(loaded, study)
+        if crate is not None:
+            _export(loaded, path, crate)
+            return
     if as_json:
         out.print_json(json.dumps(briefs))
         return
@@ -52,6 +59,19 @@ def receipt(
         show_receipt(brief)
     if verify:
         out.print("the chain is whole, and signed by the key shown above", style="green")
+
+
+def _export(loaded: Receipt, path: Path, crate: Path) -> None:
+    """Write the crate of a receipt that was found genuine; the study file is the one in `run.json` beside it."""
+    from cloister.report.crate import export_crate
+    from cloister.run.results import load_run
+    from cloister.study import format_study
+
+    run = load_run(path.parent)
+    if run.study.digest.hex() != loaded.header.get("study_digest"):
+        raise ReceiptError(f"{path.parent / 'run.json'} is of another study than the receipt")
+    for written in export_crate(loaded, format_study(run.study), crate):
+        out.print(str(written), markup=False)
 
 
 def _compare_receipts(path: Path, other: Path | None, *, compare: bool, study: Path | None) -> None:
@@ -77,6 +97,12 @@ def _check_genuine(receipt: Receipt, study: Path | None) -> None:
     from cloister.net.seat import SIGNED
     from cloister.study import Party, Study
 
+    if receipt.status == "running":
+        receipt.check()
+        raise ReceiptError(
+            f"the chain of {len(receipt.entries)} entries is whole, but has no end yet: the run goes on, or was"
+            " cut off; the service closes and signs it when it starts: cloister site KIT"
+        )
     receipt.check(lambda public, head, signature: check_signature(public, SIGNED, head, signature))
     if study is None:
         return

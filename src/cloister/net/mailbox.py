@@ -162,6 +162,11 @@ class Mailbox:
             self.failed.setdefault(party, Failure("channel", "-", "lost", f"'{party}' is gone: {why}"))
         self._wake()
 
+    @property
+    def dropped(self) -> set[Party]:
+        """Who stopped, or was left out, before it had finished."""
+        return {p for p, failure in self.failed.items() if failure.code != "finished"}
+
     def fading(self, now: float, after: float, until: float) -> bool:
         """Whether some party has been silent for a while, and not for so long that all must have noticed."""
         with self._lock:

@@ -12,6 +12,9 @@ is there or done, are not listed.
 Entries hold no value, but the hash of every frame: whoever is shown the whole file can check a guess at what travelled
 in the clear (names of genes or labels, numbers of rows). Frames with a key, a mask or a ciphertext cannot be guessed.
 
+Where a run leaves the building, every entry is in a journal on disk before its message leaves (journal.py); `load`
+reads that, too.
+
 A broadcast has one more entry ("told"), with a hash of its content that is the same at all who were told the same.
 `compare` puts the receipts of two parties side by side and names the first message in which they differ.
 """
@@ -28,18 +31,20 @@ from typing import Any
 
 from cloister.errors import ReceiptError
 from cloister.files import replacing
+from cloister.net.journal import SUFFIX, Journal, read_journal
 
 FORMAT = "cloister-receipt/2"
 UNDECLARED = "not among the protocols that are declared for this mode; see its file"
+AT_HOME = ("used", "spent", "written", "ran", "result")  # entries about what does not travel
 PARTS = {"header", "entries", "head", "status", "public", "signature"}  # of the file
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    kind: str  # "sent" | "received" | "told" | "opened" | "written" | "ran" | "result"
+    kind: str  # "sent" | "received" | "told" | "opened", or one of `AT_HOME`
     protocol: str
     line: str
-    name: str  # of the message; what was opened, where a result was written, what a protocol reveals, how it all ended
+    name: str  # of the message; what was opened, which cells were used, what a protocol reveals, how it all ended, ...
     to: str  # the other party: whom it went to, or whom it came from
     bytes: int
     sha256: str  # of the frame, or of what was told; empty for what does not travel
@@ -78,23 +83,29 @@ _quoted = json.JSONEncoder(ensure_ascii=False).encode
 class Receipt:
     """The record of one party in one run. Thread-safe; entries can be added, never changed."""
 
-    def __init__(self, header: dict[str, Any]) -> None:
+    def __init__(self, header: dict[str, Any], journal: Journal | None = None) -> None:
         self.header = {"format": FORMAT, **header}
         self.entries: list[tuple[Entry, str]] = []
         self.head = hashlib.sha256(_json(self.header)).hexdigest()
         self.status = "running"
         self.signature: dict[str, str] = {}
-        self._lock = threading.Lock()
+        self._lock, self._journal = threading.Lock(), journal
+        if journal is not None:
+            journal.write({"header": self.header}, sync=True)
 
     def add(self, entry: Entry) -> None:
+        """Add an entry; where there is a journal, one of a message is on disk when this returns, or it raises."""
         with self._lock:
-            self.head = _link(self.head, entry)
-            self.entries.append((entry, self.head))
+            head = _link(self.head, entry)
+            if self._journal is not None:
+                self._journal.write({**_row(entry), "hash": head}, sync=entry.kind == "sent")
+            self.head = head
+            self.entries.append((entry, head))
 
     @property
     def protocols(self) -> tuple[str, ...]:
         """The protocols under whose name something travelled or was opened here, in the order of their first entry."""
-        entries = [e for e, _ in self.entries if e.kind not in ("written", "ran", "result")]
+        entries = [e for e, _ in self.entries if e.kind not in AT_HOME]
         return tuple(dict.fromkeys(e.protocol for e in entries if not e.name.startswith("channel.")))
 
     def add_reveals(self, ran: Iterable[str], declared: Mapping[str, str]) -> None:
@@ -117,6 +128,9 @@ class Receipt:
         if sign is not None:
             public, signature = sign(bytes.fromhex(self.head))
             self.signature = {"public": public.hex(), "signature": signature.hex()}
+        if self._journal is not None:
+            self._journal.write(self.signature, sync=True)
+            self._journal.close()
 
     def __repr__(self) -> str:
         rows = self.summary()
@@ -179,13 +193,14 @@ class Receipt:
     def load(cls, path: str | Path) -> Receipt:
         """Read a receipt without judging it; `check` does that."""
         try:
-            raw = json.loads(Path(path).read_text(encoding="utf-8"))
+            path = Path(path)
+            raw = _of_journal(path) if path.name.endswith(SUFFIX) else json.loads(path.read_text(encoding="utf-8"))
             receipt = cls.__new__(cls)
             receipt.header, receipt.head, receipt.status = {**raw["header"]}, str(raw["head"]), str(raw["status"])
             fields = Entry.__dataclass_fields__
             receipt.entries = [(Entry(**{k: r[k] for k in fields}), str(r["hash"])) for r in raw["entries"]]
             receipt.signature = {k: str(raw[k]) for k in ("public", "signature") if k in raw}
-            receipt._lock = threading.Lock()
+            receipt._lock, receipt._journal = threading.Lock(), None
             whole = set(raw) <= PARTS and all(len(r) == len(fields) + 1 for r in raw["entries"])
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
             raise ReceiptError(f"{path} is no Cloister receipt ({type(e).__name__}); give a receipt.json") from None
@@ -224,6 +239,17 @@ class Receipt:
             except (KeyError, ValueError):
                 raise ReceiptError("the receipt's signature is damaged") from None
             check_signature(public, bytes.fromhex(self.head), signature)
+
+
+def _of_journal(path: Path) -> dict[str, Any]:
+    """A journal in the form of the file that `save` writes; one without an end is of a run that did not come to it."""
+    first, *rows = read_journal(path)
+    entries = [row for row in rows if "hash" in row]
+    signature = rows[-1] if rows and "signature" in rows[-1] else {}
+    header = dict(first["header"])
+    head = entries[-1]["hash"] if entries else hashlib.sha256(_json(header)).hexdigest()
+    ended = entries[-1]["name"] if entries and entries[-1]["kind"] == "result" else "running"
+    return {"header": header, "head": head, "status": ended, **signature, "entries": entries}
 
 
 # ---- two receipts side by side ---------------------------------------------------------------------------------------

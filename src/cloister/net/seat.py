@@ -18,12 +18,13 @@ import numpy as np
 
 from cloister._version import __version__
 from cloister.cells.pace import told_to
-from cloister.cells.tables import attach_receipt, places
+from cloister.cells.tables import attach_receipt, places, used_cells
 from cloister.crypto.agreement import Identity
 from cloister.crypto.entropy import Entropy
 from cloister.errors import LEFT, CloisterError, ProtocolAbort
 from cloister.net.channel import Link, Session
 from cloister.net.events import Event
+from cloister.net.journal import Journal
 from cloister.net.mailbox import Mailbox
 from cloister.net.receipts import Entry, Receipt
 from cloister.study import Party, Role, Study
@@ -70,6 +71,10 @@ class Seat:
     def receipt(self) -> Receipt:
         return self._session.receipt
 
+    def note(self, kind: str, what: str) -> None:
+        """Enter into the receipt what does not travel: the cells that were used, privacy that was spent."""
+        self.receipt.add(Entry(kind, self.study.workflow, "-", what, self.me, 0, ""))
+
     def rng(self, label: str = "") -> np.random.Generator:
         """Statistical randomness of this party, reproducible from the study's seed. Never for secrets."""
         words = [self.study.seed & 0xFFFFFFFF, *f"{self.me}/{label}".encode()]
@@ -104,6 +109,27 @@ def _protocol(params: Any) -> str:
     return type(params).__module__.rpartition(".")[2]
 
 
+def _header(study: Study, me: Party, reveals: Mapping[str, str], approval: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What a receipt says before the first entry: who computes what with whom, why, and by whose leave."""
+    return {
+        "study": study.name,
+        "study_digest": study.digest.hex(),
+        **({"step": study.place, "whole_study": study.whole.digest.hex()} if study.at else {}),
+        "party": me,
+        "role": study.parties[me],
+        "workflow": study.workflow,
+        "mode": study.mode,
+        "version": __version__,
+        "parameters": dict(study.parameters),
+        "counted": "donors" if "donor_key" in study.parameters else "cells",  # what floors and limits are about
+        "parties": dict(study.parties),
+        **({"governance": dict(study.governance)} if study.governance else {}),
+        **({"approval": dict(approval)} if approval else {}),
+        "protocols": list(reveals),  # that were declared; those that ran stand at the end
+        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
 @contextlib.contextmanager
 def seated(
     study: Study,
@@ -117,36 +143,26 @@ def seated(
     entropy: Entropy | None = None,
     on_event: Callable[[Event], None] | None = None,
     on_receipt: Callable[[Receipt], None] | None = None,
+    approval: Mapping[str, Any] | None = None,
+    journal: Path | None = None,
 ) -> Iterator[Seat]:
     """A party's place in one run, whatever carries the frames; it ends with the block.
 
     `consent` names what this party's own settings allow beyond taking part. `reveals` holds the `Reveals` of every
     protocol that the study may run; the receipt ends with those of the protocols that did. `on_receipt` gets it however
-    the run ends. Any error is told to the peers as an abort, and raised here.
+    the run ends. `approval` is who allowed the run here, and on which cells. `journal` is a file in which every entry
+    stands before its message leaves. Any error is told to the peers as an abort, and raised here.
     """
     entropy = entropy or Entropy()
     identity = identity or Identity.create(entropy)
-    receipt = Receipt(
-        {
-            "study": study.name,
-            "study_digest": study.digest.hex(),
-            **({"step": study.place, "whole_study": study.whole.digest.hex()} if study.at else {}),
-            "party": me,
-            "role": study.parties[me],
-            "workflow": study.workflow,
-            "mode": study.mode,
-            "version": __version__,
-            "parameters": dict(study.parameters),
-            "counted": "donors" if "donor_key" in study.parameters else "cells",  # what floors and limits are about
-            "parties": dict(study.parties),
-            "protocols": list(reveals or ()),  # that were declared; those that ran stand at the end
-            "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        }
-    )
+    kept = Journal(journal) if journal is not None else None
+    receipt = Receipt(_header(study, me, reveals or {}, approval), kept)
     session = Session(study, me, link, mailbox, receipt, nonce=entropy.bytes, on_event=on_event)
     seat = Seat(session, identity, entropy, consent)
 
     def end(status: str) -> None:
+        if kept is not None:
+            kept.begin_end()
         if reveals is not None:
             receipt.add_reveals({**seat.protocols, **dict.fromkeys(receipt.protocols)}, reveals)
         receipt.close(status, lambda head: (identity.public, identity.sign(SIGNED, head)))
@@ -187,6 +203,8 @@ def take_part(
         session = seat._session
         with told_to(session.tell_pass):
             adata = adata() if callable(adata) else adata
+            if hasattr(adata, "n_obs"):
+                seat.note("used", used_cells(adata, study.parameters.get("donor_key")))
             before = places(adata)
             outcome = part(seat, adata)
         outcome.receipt = seat.receipt
@@ -198,7 +216,7 @@ def take_part(
             "cpu_seconds": time.thread_time() - cpu,
         }
         for place_written in sorted(places(outcome.adata) - before):
-            seat.receipt.add(Entry("written", study.workflow, "-", place_written, me, 0, ""))
+            seat.note("written", place_written)
     if outcome.adata is not None:
         attach_receipt(outcome.adata, study.label, outcome.receipt.brief())
     return outcome

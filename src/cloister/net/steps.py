@@ -64,6 +64,11 @@ class Mailboxes:
     def failed(self) -> dict[Party, Failure]:
         return self._whole.failed
 
+    @property
+    def dropped(self) -> set[Party]:
+        """Who stopped, or was left out, before it had finished a step."""
+        return set().union(*(box.dropped for box in (self._whole, *self._boxes)))
+
     def begin(self, number: int) -> Mailbox:
         """The mailbox of the step that begins now."""
         self._at, box = number, self._boxes[number - 1]

@@ -22,6 +22,7 @@ from cloister.errors import CloisterError, DataError
 from cloister.report import sections
 from cloister.report.learned import learned, short
 from cloister.report.parts import Html, count, escape, join, names, size, table, tag, value
+from cloister.report.signed import signed
 from cloister.run.run import Abort, Run, plain
 from cloister.study import Study
 
@@ -170,6 +171,8 @@ def _run(run: Run, i: int, baselines: Mapping[str, Rows], *, unfold: bool) -> Ht
         short(run),
         *(tag("div", tag("p", "Note: ", note, "."), class_="box warn") for note in workflows.warnings_of(study)),
         _facts(run),
+        tag("h3", "What was agreed and approved"),
+        signed(run),
         tag("h3", "What left each building"),
         tag(
             "div",

@@ -102,6 +102,9 @@ def save_run(run: Run, folder: str | Path, *, on_event: Callable[[Event], None] 
                 os.replace(staging / name, folder / name)
     except OSError as e:
         raise DataError(f"{folder} cannot be written ({e.strerror or type(e).__name__})") from None
+    except DataError as e:
+        e.args = (str(e).replace(str(staging), str(folder)),)  # the place that its owner knows
+        raise
     finally:
         shutil.rmtree(staging, ignore_errors=True)
     return [folder / name for name in names]

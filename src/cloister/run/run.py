@@ -32,6 +32,8 @@ def workflow_part(
     """
     workflow, options = workflows.check_plan(seat.study)
     options = with_files(options, seat.me, folders or {})
+    if (privacy := workflow.privacy(options)) and seat.role == "site":
+        seat.note("spent", "epsilon {epsilon:g}, delta {delta:g}, for {protects}".format(**privacy))
     outcome = workflow.part(seat, adata, options, checked=checked)
     if outcome.adata is None and seat.study.at:
         outcome.adata = adata  # a step that leaves the cells as they are hands them on

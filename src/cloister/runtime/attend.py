@@ -31,8 +31,9 @@ from cloister.run.results import load_run, step_folder
 from cloister.runtime.kit import DATA, Kit
 from cloister.runtime.logs import last_event
 from cloister.runtime.order import run_study
-from cloister.runtime.party import Ended, open_cells
+from cloister.runtime.party import Ended
 from cloister.runtime.ready import is_running
+from cloister.runtime.sign_off.own_cells import check_approved_cells, open_cells
 from cloister.study import Party, Study
 from cloister.workflows import check_plan, steps
 
@@ -75,9 +76,9 @@ def attend(
     steps.check_steps(kit.study)
     if kit.role == "site":
         with told_to(passes_of(kit.me, on_event)):
-            steps.check_site(
-                kit.study, kit.me, open_cells(kit, policy)
-            )  # bad cells raise here, before others are asked
+            adata = open_cells(kit, policy)
+            steps.check_site(kit.study, kit.me, adata)  # bad cells raise here, before others are asked
+            check_approved_cells(kit, adata)
     seen = set(policy.out.glob("*/outcome.json"))
     began, end = time.time(), time.monotonic() + (limit or kit.study.patience)
     with _service(kit, {DATA: str(policy.data)} if policy.data else {}) as service:

@@ -4,7 +4,9 @@
         study.toml            what all parties agreed on, the same at each of them
         identity.key          this party's Ed25519 key (0600)
         local/site.toml       this party's own: where the cells are, what may run here, and how often
+        local/approvals.json  who approved which study, when, and on which cells
         local/runs.json       how many runs were begun
+        local/budget.json     what was asked of the same cells in all (`sign_off.budget`)
         local/invitations.json   invitations of the last minutes, which are not answered twice
         startup/              certificate and key for TLS
         results/              one folder per run: outcome.json, receipt.json, cells with results
@@ -21,29 +23,25 @@ import os
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from cloister import files, workflows
+from cloister import files, governance, workflows
 from cloister.crypto.agreement import Identity
-from cloister.errors import ParameterError, ProtocolAbort, RefusedError
+from cloister.errors import ParameterError
+from cloister.runtime.sign_off import approval, own_cells
+from cloister.runtime.sign_off.approval import Approval, Approvals, Refusal
+from cloister.runtime.sign_off.budget import USUAL, Budget, cost_of, read_budget
 from cloister.study import Party, Role, Study
 
 RUNS = "runs"  # folder of a coordinator's kit: how a run ended, until its service has read it
 DATA = "CLOISTER_DATA"  # a service that is started for one run finds its cells here
-TOP = {"data", "out", "sandbox", "approve", "limits", "floors", "obs", "obsm"}
+TOP = {"data", "out", "sandbox", "approve", "limits", "budget", "floors", "obs", "obsm"}
 SANDBOXES = ("landlock", "systemd")  # who confines the carrier: the service itself, or the unit file
 STUDY_RUNS, WORKFLOW_RUNS = 20, 100  # runs that may be begun where [limits] says nothing
 COUNTS = "runs.json"  # in `local`: how many runs were begun, by study and by workflow
 APPROVE = ("workflows", "modes", "studies", "consent")
-
-
-class Refusal(RefusedError, ProtocolAbort):
-    """A party's policy says no: a `RefusedError` at home, an abort with code `refused` for everyone else."""
-
-    def __init__(self, detail: str) -> None:
-        ProtocolAbort.__init__(self, "policy", "-", "refused", detail)
 
 
 @dataclass(frozen=True)
@@ -58,6 +56,7 @@ class Policy:
     sandbox: str = "landlock"
     consent: tuple[str, ...] = ()  # what a study may do here beyond running: "open-model"; --approve adds none
     limits: Mapping[str, int] = field(default_factory=dict)  # "study" or a workflow's name → runs it may have here
+    budget: Mapping[str, Any] = field(default_factory=dict)  # what may be asked of the same cells under any study
     floors: Mapping[str, int] = field(
         default_factory=dict
     )  # "min_donors": raises what the study agreed on, never lowers
@@ -98,6 +97,10 @@ class Kit:
     @property
     def policy_file(self) -> Path:
         return self.path / "local" / "site.toml"
+
+    @property
+    def approvals(self) -> Approvals:
+        return Approvals(self.path / "local" / approval.FILE, self.me)
 
     def policy(self) -> Policy:
         """Read `local/site.toml` as it is now; every error names the key."""
@@ -140,6 +143,7 @@ class Kit:
             out=self.path / raw.get("out", "results"),
             **allowed,
             limits={"study": STUDY_RUNS} | dict.fromkeys(self._asked()["workflows"], WORKFLOW_RUNS) | dict(limits),
+            budget=read_budget(_table(raw, "budget")),
             sandbox=raw.get("sandbox", SANDBOXES[0]),
             floors=dict(floors),
             obs=names["obs"],
@@ -156,9 +160,11 @@ class Kit:
         }
 
     def check_approved(self, policy: Policy) -> None:
-        """Raise `Refusal` unless this party allowed the workflows, the modes and this very study."""
+        """Raise `Refusal` unless this party allowed the workflows, the modes and this very study, and still does."""
         if self.role == "coordinator":
             return  # it is the one that asks
+        if (entry := self.approvals.entry(self.study)) is not None and entry.withdrawn:
+            self.approvals.current(self.study)
         asked = self._asked()
         what = {"workflows": "the workflow", "modes": "the mode", "studies": "the study"}
         for key, values in asked.items():
@@ -167,8 +173,9 @@ class Kit:
                     read = value if key == "workflows" else _to_read(self.study)
                     raise Refusal(
                         f"'{self.me}' has not approved {what[key]} {value!r}; read: cloister explain {read},"
-                        f" then add it to [approve] {key} in local/site.toml"
+                        " then: cloister site KIT --approve"
                     )
+        self.approvals.current(self.study)
 
     def runs_so_far(self) -> dict[str, int]:
         """How many runs were begun here: of this kit's study, and of its workflows under any study."""
@@ -187,6 +194,12 @@ class Kit:
                     f"'{self.me}' allows {most} runs {what}, and {runs} were begun; to allow more, raise {key} under"
                     " [limits] in local/site.toml"
                 )
+        if (entry := self.approvals.entry(self.study)) is not None and entry.data is not None:
+            self.budget(policy).check(entry.data.matrix, entry.cost)
+
+    def budget(self, policy: Policy) -> Budget:
+        """What may be spent on this site's cells."""
+        return Budget(self.path / "local" / policy.budget["file"], policy.budget, self.me)
 
     def count_run(self, policy: Policy) -> None:
         """Count one run more, or raise `Refusal`. It counts from its start: an aborted one may have told something."""
@@ -194,6 +207,8 @@ class Kit:
             fcntl.flock(lock, fcntl.LOCK_EX)
             self.check_limits(policy)
             counts = self._counts()
+            if (entry := self.approvals.entry(self.study)) is not None and entry.data is not None:
+                self.budget(policy).charge(entry.data.matrix, self.study, entry.cost)
             for key in (self.study.digest.hex(), *(part.workflow for part in self.study.parts)):
                 counts[key] = counts.get(key, 0) + 1
             files.write(self.path / "local" / COUNTS, json.dumps(counts, indent=1))
@@ -210,18 +225,39 @@ class Kit:
                 f"{path} is damaged, so nobody knows how many runs were made; put it right, or delete it to begin anew"
             ) from None
 
-    def approve(self) -> str:
-        """Add this kit's study to `local/site.toml`; returns what was approved, in words."""
+    def approve(self, by: str = "", data: str | Path | None = None) -> Approval:
+        """Add this kit's study to `local/site.toml`, and who allowed it on which cells to `local/approvals.json`.
+
+        `data` are the cells, where they are not those that `local/site.toml` names.
+        """
         policy, text = self.policy(), self.policy_file.read_text(encoding="utf-8")
+        if governance.expired(self.study.governance):
+            raise Refusal(f"the study '{self.study.name}' ended on {self.study.governance['expires']}")
+        found, stamp = None, tuple[Any, ...]()
+        if self.role == "site":
+            policy = policy if data is None else replace(policy, data=Path(data).absolute())
+            adata = own_cells.open_cells(self, policy)
+            stamp = own_cells.large_stamp(adata)
+            found = own_cells.fingerprint_of(self.study, self.me, adata)
         for key, asked in self._asked().items():
             values = dict.fromkeys((*getattr(policy, key), *asked))
             line = f"{key} = {json.dumps([*values])}"
             text, replaced = re.subn(rf"^{key} *=.*$", line, text, count=1, flags=re.MULTILINE)
             if not replaced:
                 raise ParameterError(f"{self.policy_file}: there is no line '{key} = [...]' under [approve]; add it")
-        self.policy_file.write_text(text, encoding="utf-8")
-        asked = [f"{part.workflow}, mode {part.mode}" for part in self.study.parts]
-        return f"{', then '.join(asked)}, study {self.study.name!r} ({self.study.digest.hex()})"
+        entry = self.approvals.add(self.study, by, found, cost_of(self.study), stamp)
+        files.write(self.policy_file, text)
+        return entry
+
+    def withdraw(self, by: str = "") -> bool:
+        """Take the approval of this kit's study back; whether there was one."""
+        text, digest = self.policy_file.read_text(encoding="utf-8"), self.study.digest.hex()
+        listed = [x for x in self.policy().studies if x != digest]
+        entry = self.approvals.withdraw(self.study, by)
+        if f'"{digest}"' in text:
+            line = f"studies = {json.dumps(listed)}"
+            files.write(self.policy_file, re.sub(r"^studies *=.*$", line, text, count=1, flags=re.MULTILINE))
+        return entry is not None
 
 
 def _to_read(study: Study) -> str:
@@ -265,7 +301,8 @@ data = "cells.h5ad"
 # What may run here. Empty lists: nothing. This kit's study asks for
 {asked}
 # What these reveal: cloister explain {explain}
-# `cloister site KIT --approve` adds all three lines for the study.toml in this kit.
+# `cloister site KIT --approve` adds all three lines for the study.toml in this kit, and keeps in approvals.json who
+# did it, when, and a fingerprint of the cells; on other cells nothing runs until it is done again.
 [approve]
 workflows = []
 modes = []
@@ -279,6 +316,14 @@ consent = []
 [limits]
 study = {STUDY_RUNS}
 {limits}
+
+# What may be asked of the same cells over all studies: runs, workflows computed, and the sum of ε where one is agreed.
+# `file` keeps the count; kits of several studies on the same cells share it by a full path.
+[budget]
+file = "budget.json"
+runs = {USUAL["runs"]}
+queries = {USUAL["queries"]}
+# epsilon = 10.0
 """
     return (
         "# Read each time a run starts; no restart is needed after a change.\n\n"

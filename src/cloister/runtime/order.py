@@ -1,7 +1,7 @@
-"""Orders: how `cloister run` has the coordinator's running service do a run.
+"""Orders: how `cloister run` has the coordinator's running service do a run, and `cloister halt` any service stop.
 
-A Unix socket in the kit, for the service's own user only. The order is one line of JSON; lines of text come back while
-it is carried out, and at the end how it ended. Whoever closes the connection stops the run.
+A Unix socket in the kit, for the service's own user only. The order is one line; lines of JSON come back while it is
+carried out, and at the end how it ended. Whoever closes the connection stops the run that he ordered.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from cloister import errors
+from cloister import errors, governance
 from cloister.crypto.entropy import Entropy
-from cloister.errors import CloisterError, PeerLost, ProtocolAbort, UsageError
+from cloister.errors import CloisterError, PeerLost, ProtocolAbort, RefusedError, UsageError
 from cloister.net.events import Event
 from cloister.runtime.invitation import COME, Invitation, read_word
 from cloister.runtime.kit import RUNS, Kit
@@ -92,7 +92,12 @@ def _obey(client: socket.socket, service: Service, done: Callable[[], None]) -> 
     try:
         with client:
             client.settimeout(10.0)
-            if client.recv(64) != b"run\n":
+            order = client.recv(64)
+            if order == b"halt\n":
+                client.settimeout(60.0)
+                client.sendall(json.dumps({"halted": service.halt()}).encode() + b"\n")
+                return
+            if order != b"run\n" or service.kit.role != "coordinator":
                 return
 
             def gone() -> bool:
@@ -122,6 +127,10 @@ def _obey(client: socket.socket, service: Service, done: Callable[[], None]) -> 
 def conduct_run(service: Service, tell: Callable[[str], None], gone: Callable[[], bool]) -> Ended:
     """Have the study in the kit run once by all parties; stops it when `gone`. Raises if it cannot begin."""
     kit = Kit.open(service.kit.path)
+    if governance.expired(kit.study.governance):
+        raise RefusedError(
+            f"the study '{kit.study.name}' ended on {kit.study.governance['expires']}; agree on a new one"
+        )
     guests = [p for p in kit.study.parties if p != kit.me]
     _wait_for(service, guests, tell, gone)
     if len(service.runs) >= RUNS_AT_ONCE:
@@ -217,6 +226,23 @@ def run_study(
     return ended
 
 
+def give_order(kit: Kit, order: bytes) -> bytes:
+    """Give the running service of a kit an order that one line answers."""
+    with _connect(kit) as server:
+        server.settimeout(60.0)
+        server.sendall(order)
+        answer = b""
+        while not answer.endswith(b"\n"):
+            try:
+                more = server.recv(1 << 12)
+            except OSError as e:
+                raise _silent(kit, type(e).__name__) from None
+            if not more:
+                raise _silent(kit, "it ended")
+            answer += more
+    return answer
+
+
 def _connect(kit: Kit) -> socket.socket:
     end = time.monotonic() + START
     while True:
@@ -233,7 +259,8 @@ def _connect(kit: Kit) -> socket.socket:
 
 
 def _silent(kit: Kit, what: str) -> PeerLost:
-    why = f"the coordinator's service does not answer ({what}); start it: cloister site {kit.path}"
+    whose = "the coordinator's service" if kit.role == "coordinator" else f"the service of '{kit.me}'"
+    why = f"{whose} does not answer ({what}); start it: cloister site {kit.path}"
     return PeerLost("flare", "-", "lost", why)
 
 
@@ -271,4 +298,4 @@ def _follow(
                 return Ended(**line["ended"])
 
 
-__all__ = ["run_study", "take_orders"]
+__all__ = ["give_order", "run_study", "take_orders"]

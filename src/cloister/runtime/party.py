@@ -2,6 +2,7 @@
 
     results/20260131T120000Z-3f2a9c1e/
         outcome.json          done, or where and why not, in words
+        basel.receipt.journal what was sent so far, while the run goes on (`cloister.net.journal`)
         run.json, ...         the same files as of a rehearsal, for this party only (`cloister.run.results`)
         01-shared-pca/, ...   instead of those: one such folder for each step, where the study has several
 
@@ -25,20 +26,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from cloister import errors, files, workflows
-from cloister.cells import files as cell_files
-from cloister.cells.tables import donors
 from cloister.crypto.entropy import Entropy
-from cloister.errors import CloisterError, DataError, PeerLost, RefusedError
+from cloister.errors import CloisterError, PeerLost, RefusedError
+from cloister.net.journal import SUFFIX
 from cloister.net.mailbox import Mailbox
 from cloister.net.receipts import Receipt
 from cloister.net.seat import Outcome, take_part
 from cloister.net.steps import Mailboxes, StepLink
 from cloister.run.results import save_run, step_folder
 from cloister.run.run import Run, workflow_part
-from cloister.runtime.kit import Kit, Policy, Refusal
+from cloister.runtime.kit import Kit, Policy
 from cloister.runtime.link import Ask, SealedLink
 from cloister.runtime.logs import Teller
-from cloister.study import Party, Study
+from cloister.runtime.sign_off.own_cells import check_approved_cells, check_floors, open_cells
+from cloister.study import Party
 from cloister.workflows import steps
 
 if TYPE_CHECKING:
@@ -113,12 +114,12 @@ class Turn:
                 with steps.named(part):
                     run.outcomes[kit.me] = self._run_part(policy, run, done, folder)
                 done.append(run)
-            save_run(run, step_folder(folder, run.study), on_event=self.tell)
+            self._save(run, folder)
             ended = _all_done(self.run, kit.me, folder, done)
         except BaseException as e:
             ended = replace(failed(kit, self.run, e, folder), step=run.study.place)
             with contextlib.suppress(CloisterError):
-                save_run(Run(run.study, errors={kit.me: e}, receipts=run.receipts), step_folder(folder, run.study))
+                self._save(Run(run.study, errors={kit.me: e}, receipts=run.receipts), folder)
         finally:
             if kit.study.steps:
                 self.link.close()  # each step has left it open for the next
@@ -136,6 +137,13 @@ class Turn:
         if missing := self.link.meet():
             log.warning("%s did not come", ", ".join(missing))
 
+    def _save(self, run: Run, folder: Path) -> None:
+        """Write what came of a part; the journal goes when the receipt is there."""
+        place = step_folder(folder, run.study)
+        save_run(run, place, on_event=self.tell)
+        if self.kit.me in run.receipts:
+            journal_in(place, self.kit.me).unlink(missing_ok=True)
+
     def _run_part(self, policy: Policy, run: Run, done: list[Run], folder: Path) -> Outcome:
         kit, part = self.kit, run.study
         what = f"{part.place}: " if part.place else ""
@@ -143,14 +151,16 @@ class Turn:
 
         def cells() -> AnnData | None:
             if done:
-                save_run(done[-1], step_folder(folder, done[-1].study))  # whole, whatever becomes of this step
+                self._save(done[-1], folder)  # whole, whatever becomes of this step
                 if (adata := done[-1].outcomes[kit.me].adata) is not None:
                     check_floors(kit.me, part, policy, adata)
                 return adata
             kit.check_approved(policy)
+            adata = open_cells(kit, policy) if kit.role == "site" else None
+            if adata is not None:
+                check_approved_cells(kit, adata)
             if kit.role != "coordinator":
                 kit.count_run(policy)
-            adata = open_cells(kit, policy) if kit.role == "site" else None
             if adata is not None and part.at:
                 steps.check_site(kit.study, kit.me, adata)
             return adata
@@ -158,6 +168,7 @@ class Turn:
         def keep(receipt: Receipt) -> None:
             run.receipts[kit.me] = receipt
 
+        approved = kit.approvals.entry(kit.study)
         folders = {one.study.label: step_folder(folder, one.study) for one in done}
         return take_part(
             part,
@@ -172,7 +183,13 @@ class Turn:
             on_event=self.tell,
             on_receipt=keep,
             consent=frozenset(policy.consent),
+            approval=approved.record if approved is not None else None,
+            journal=journal_in(step_folder(folder, part), kit.me),
         )
+
+
+def journal_in(folder: Path, party: str) -> Path:
+    return folder / f"{party}{SUFFIX}"
 
 
 def _all_done(run: str, me: Party, folder: Path, done: list[Run]) -> Ended:
@@ -208,30 +225,3 @@ def results_folder(kit: Kit, run: str) -> Path:
 def lost(party: str, run: str, why: str) -> Ended:
     """An ending for a run whose process cannot tell it any more."""
     return Ended(run, party, "aborted", "", errors.to_json(PeerLost("flare", "-", "lost", why)))
-
-
-def open_cells(kit: Kit, policy: Policy) -> AnnData:
-    """Open this site's cells, give columns the names that the study uses, and hold them to this site's own floors."""
-    if policy.data is None:
-        raise DataError("local/site.toml: 'data' is missing; write where your cells are")
-    adata = cell_files.open_cells(policy.data)
-    for name, table, renames in (("obs", adata.obs, policy.obs), ("obsm", adata.obsm, policy.obsm)):
-        for theirs, ours in renames.items():
-            if ours not in table:
-                raise DataError(f"local/site.toml: [{name}] {theirs} = {ours!r}, but adata.{name}[{ours!r}] is missing")
-            table[theirs] = table[ours]
-    for part in kit.study.parts:
-        check_floors(kit.me, part, policy, adata)
-    return adata
-
-
-def check_floors(me: Party, part: Study, policy: Policy, adata: AnnData) -> None:
-    """Raise `Refusal` if the cells are of fewer donors than this site's policy asks for, whatever the study says."""
-    if (least := policy.floors.get("min_donors")) is None:
-        return
-    what = part.place or "the study"
-    key = part.parameters.get("donor_key")
-    if key is None:
-        raise Refusal(f"'{me}' answers about at least {least} donors ([floors]), and {what} has no donor_key")
-    if (here := donors(adata, str(key))) < least:
-        raise Refusal(f"{here} donors, fewer than the {least} that [floors] in local/site.toml asks for")

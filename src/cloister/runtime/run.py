@@ -20,14 +20,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-from cloister.errors import CloisterError, ProtocolAbort
+from cloister import errors
+from cloister.errors import CloisterError, PeerLost, ProtocolAbort
 from cloister.net.mailbox import Failure
 from cloister.runtime.invitation import DONE, read_word, say_word
 from cloister.runtime.kit import RUNS, Kit
 from cloister.runtime.link import PING, REFUSED, TAKEN, WINDOW, Absent, Over, Unreachable
 from cloister.runtime.logs import log_beside
 from cloister.runtime.party import Ended, Turn, lost
-from cloister.runtime.pipe import ABSENT, ANSWER, HEARD, NOBODY, REQUEST, STOP, Asker, BrokenPipe, Packet, Pipe
+from cloister.runtime.pipe import ABSENT, ANSWER, HALT, HEARD, NOBODY, REQUEST, STOP, Asker, BrokenPipe, Packet, Pipe
 from cloister.study import Party
 
 WORD = b"W"  # a request: how it ended there
@@ -70,6 +71,8 @@ class Attendee:
             elif packet.kind == HEARD:
                 self._heard(Party(packet.name), packet.data.decode())
             elif packet.kind == STOP:
+                if packet.data == HALT:
+                    self._halt()
                 self.turn.link.stop(packet.data.decode())
         self.turn.link.stop("this party's service was stopped")
         self.turn.over.wait(GRACE)
@@ -120,6 +123,12 @@ class Attendee:
         self.turn.mailbox.fail(party, Failure(protocol, line, code, why))
         self.turn.link.give_up(party, "it does not take part")
 
+    def _halt(self) -> None:
+        """End the run because this party's owner took its approval back; everyone hears that word."""
+        why = f"the run was halted at {self.kit.me}, and its approval withdrawn"
+        for party in self.peers:
+            self.turn.mailbox.fail(party, Failure("policy", "-", "halted", why, own=True))
+
     # -- the end ---------------------------------------------------------------------------------------------------
 
     def tell(self, ended: Ended) -> None:
@@ -151,6 +160,21 @@ class Attendee:
                     pass
             time.sleep(0.3)
 
+    def conclude(self, ended: Ended, dropped: set[Party]) -> Ended:
+        """At the coordinator: how it ended for everyone. It is done only if it is at all who came to the last message.
+
+        Parties that the protocol went on without (`dropped`) are named, and that is all.
+        """
+        words = {str(p): self.words.get(p, "lost") for p in self.peers}
+        failed = {p: word for p, word in words.items() if word != DONE and p not in dropped}
+        if ended.status == "done" and failed:
+            why = ", ".join(f"{p}: {word}" for p, word in failed.items())
+            error = PeerLost("local", "-", "lost", f"everything was computed, but not everyone has a result ({why})")
+            ended = replace(ended, status="aborted", error=errors.to_json(error))
+        ended = replace(ended, parties=words)
+        ended.keep()
+        return ended
+
 
 def main() -> None:
     path, run, fd = Path(sys.argv[1]), bytes.fromhex(sys.argv[2]), int(sys.argv[3])
@@ -167,8 +191,9 @@ def main() -> None:
     threading.Thread(target=me.read, name="read", daemon=True).start()
     ended = me.turn.take()
     if me.kit.role == "coordinator":
+        dropped = me.turn.mailbox.dropped
         me.see_off()
-        replace(ended, parties={p: me.words.get(p, "lost") for p in me.peers}).save(file)
+        me.conclude(ended, dropped).save(file)
     else:
         me.tell(ended)
     pipe.flush(2.0)

@@ -25,7 +25,7 @@ from typing import Any
 
 from cloister.errors import CloisterError, ProtocolAbort
 from cloister.runtime.invitation import COME, Invitation, Seen, say_word
-from cloister.runtime.kit import Kit, Refusal
+from cloister.runtime.kit import Kit
 from cloister.runtime.launch import find_addresses, open_carrier
 from cloister.runtime.logs import clean
 from cloister.runtime.party import failed, results_folder
@@ -35,6 +35,7 @@ from cloister.runtime.pipe import (
     ANSWER,
     CONNECTED,
     GONE,
+    HALT,
     LOG,
     NOBODY,
     PLAN,
@@ -48,6 +49,8 @@ from cloister.runtime.pipe import (
     Pipe,
 )
 from cloister.runtime.ready import tls_files
+from cloister.runtime.sign_off.approval import Refusal
+from cloister.runtime.sign_off.recovery import recover
 from cloister.study import Party
 
 PING, INVITE = b"P", b"I"  # what services ask each other
@@ -89,16 +92,9 @@ class Service:
         threading.Thread(target=self._keep_carrier, name="carrier", daemon=True).start()
 
     def stop(self) -> None:
-        """Have the processes of runs tell the others and end; then make sure."""
+        """End runs and carrier."""
         self.ending.set()
-        with self._lock:
-            runs = [*self.runs.values()]
-        for running in runs:
-            running.pipe.post(Packet(STOP, data=b"this party's service was stopped"))
-        end = time.monotonic() + 8.0
-        for running in runs:
-            if not running.over.wait(max(0.0, end - time.monotonic())):
-                running.process.kill()
+        self._end_runs(b"this party's service was stopped")
         if self._carrier is not None:
             process, pipe = self._carrier
             pipe.close()
@@ -108,6 +104,24 @@ class Service:
                 process.wait(2.0)
             except subprocess.TimeoutExpired:
                 process.kill()
+
+    def halt(self) -> int:
+        """End every run here at once, as its owner wants; returns how many there were."""
+        log.warning("halted: every run here is stopped")
+        return self._end_runs(HALT)
+
+    def _end_runs(self, why: bytes) -> int:
+        """Have the processes of runs tell the others and end; then make sure."""
+        with self._lock:
+            runs = [*self.runs.values()]
+        for running in runs:
+            running.pipe.post(Packet(STOP, data=why))
+        end = time.monotonic() + 8.0
+        for running in runs:
+            if not running.over.wait(max(0.0, end - time.monotonic())):
+                running.process.kill()
+                running.over.wait(5.0)
+        return len(runs)
 
     # -- the carrier -----------------------------------------------------------------------------------------------
 
@@ -252,6 +266,7 @@ class Service:
         except subprocess.TimeoutExpired:
             running.process.kill()
             running.process.wait()
+        recover(self.kit, running.run.hex())
         with self._lock:
             self.runs.pop(running.run, None)
         running.pipe.close()

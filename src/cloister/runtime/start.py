@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import sys
@@ -14,6 +13,7 @@ from cloister.runtime.logs import log_to, rotate
 from cloister.runtime.order import take_orders
 from cloister.runtime.ready import check_port, check_ready, only_one
 from cloister.runtime.service import Service
+from cloister.runtime.sign_off.recovery import recover
 
 
 class _Stop(Exception):
@@ -31,15 +31,15 @@ def start_party(kit_dir: str | Path) -> NoReturn:
             check_port(kit)
         rotate(kit.path / "service.out")
         log_to(kit.path)
+        recover(kit)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, _on_signal)
         service = Service(kit)
-        orders = take_orders(service) if hub else contextlib.nullcontext()
         network = f"{kit.study.network.get('host')}:{kit.study.network.get('port')}"
         say(f"{kit.me} ({kit.role}) {'listens at' if hub else 'connects to'} {network}; Ctrl-C stops it")
         say(f"log: {kit.path / 'log.txt'}")
         try:
-            with orders:
+            with take_orders(service):
                 service.start()
                 while True:
                     signal.pause()

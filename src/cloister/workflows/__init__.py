@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from cloister import protocols
+from cloister import governance, protocols
 from cloister.errors import DataError, ParameterError, UsageError
 from cloister.net.seat import Outcome, Place, Seat
 from cloister.study import Study
-from cloister.workflows.modes import STAYS, TOGETHER, Mode, Rows
+from cloister.workflows.modes import LEAVES, STAYS, TOGETHER, Mode, Rows
 from cloister.workflows.options import read_options
 
 if TYPE_CHECKING:
@@ -67,6 +67,7 @@ class Workflow:
     model: tuple[str, Callable[[Path, Any], Any]] | None = None  # which of them is the model, and how to read it
     figures: Callable[[Mapping[str, Outcome], Any], list[Any]] | None = None  # for the report
     reads: Callable[[Any, str], tuple[str, ...]] = _reads  # options that name what a site's cells must have
+    privacy: Callable[[Any], Mapping[str, Any]] = lambda options: {}  # epsilon, delta, whom they protect; with noise
     writes: tuple[str, ...] = ()  # where a site's results go, by options: "obsm[{key_added!r}]"
     stand_in: Mapping[str, Any] = field(default_factory=dict)  # options that say nothing about a file
     retired: Mapping[str, str] = field(default_factory=dict)  # option of earlier versions → what to do instead
@@ -166,6 +167,8 @@ def reveals(study: Study) -> dict[str, str]:
 def warnings_of(study: Study) -> list[str]:
     """What the parties should hear before they start."""
     notes = []
+    if governance.expired(study.governance):
+        notes.append(f"the study ended on {study.governance['expires']}; between machines it is refused")
     if len(study.sites) == 2:
         notes.append("two sites only: every opened sum tells each site the other's contribution by subtraction")
     if study.steps and not study.at:
@@ -174,7 +177,7 @@ def warnings_of(study: Study) -> list[str]:
         return notes
     workflow, options = check_plan(study)
     if study.mode != "hardened":
-        rows = [row for row in workflow.mode(study.mode).learns if row[0] not in (STAYS, TOGETHER)]
+        rows = [row for row in workflow.mode(study.mode).learns if row[0] not in (STAYS, LEAVES, TOGETHER)]
         leaks = "; ".join(f"{who[:1].lower()}{who[1:]} {what.rstrip('.')}" for who, what in rows)
         ask = f"cloister explain {study.workflow} --mode {study.mode}"
         kind = "trusts every party to keep to the protocol" if study.mode == "semi-honest" else "is for comparison"

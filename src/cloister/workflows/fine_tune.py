@@ -237,12 +237,23 @@ def params_of(seat: Seat, options: Options) -> Params:
         options.patience,
         options.dp_noise,
         options.dp_clip,
-        privacy_budget(options.dp_noise, options.dp_delta, options.rounds),
+        epsilon_of(options),
         options.dp_delta if options.dp_noise else 0.0,
         seat.study.seed,
         pseudo_of(seat, options),
         MIN_SCORED,
     )
+
+
+def epsilon_of(options: Options) -> float:
+    return privacy_budget(options.dp_noise, options.dp_delta, options.rounds)
+
+
+def privacy_of(options: Options) -> dict[str, Any]:
+    if not options.dp_noise:
+        return {}
+    who = "all data of one site, against none"
+    return {"epsilon": epsilon_of(options), "delta": options.dp_delta, "protects": who}
 
 
 def pseudo_of(seat: Seat, options: Options) -> Pseudo:
@@ -334,11 +345,7 @@ def summary(seat: Seat, options: Options, trained: Trained) -> dict[str, Any]:
         "bytes_per_round": protocol.cost(params, len(trained.theta), len(trained.labels)),
     }
     if options.dp_noise:
-        found["privacy"] = {
-            "epsilon": params.epsilon,
-            "delta": params.delta,
-            "protects": "all data of one site, against none",
-        }
+        found["privacy"] = privacy_of(options)
     if trained.notes:
         found["notes"] = list(trained.notes)
     return found
@@ -356,6 +363,7 @@ WORKFLOW = Workflow(
     site=site,
     coordinator=coordinator,
     check=check,
+    privacy=privacy_of,
     reads=lambda options, site: ("label_key", "use_rep" if options.model == "mlp" else "layer"),
     writes=("obs[{key_added!r}]", "uns[{key_added!r}]", "obsm[{features_added!r}]"),
     files=files,

@@ -10,6 +10,7 @@ from importlib import resources
 from typing import Any
 
 STAYS, TOGETHER = "Stays at its site", "If parties put together what they have"  # rows that every page sets apart
+LEAVES = "Leaves its site"  # cells that go out split, masked or encrypted
 Rows = tuple[tuple[str, str], ...]  # who, what
 
 

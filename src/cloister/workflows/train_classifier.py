@@ -351,6 +351,7 @@ WORKFLOW = Workflow(
     site=site,
     coordinator=coordinator,
     check=check,
+    privacy=lambda options: privacy_of(options).get("privacy", {}),
     writes=("obs[{key_added!r}]", "uns[{key_added!r}]"),
     files=files,
     model=("model.npz", lambda path, options: CellClassifier.load(path)),

@@ -1,0 +1,59 @@
+"""What was signed: the study and its grounds, who approved it on which cells, and what a run used of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from cloister import governance, workflows
+from cloister.report.parts import Html, join, tag
+from cloister.run.run import Run
+from cloister.workflows.modes import LEAVES
+
+Row = tuple[str, str]
+
+
+def signed_rows(header: Mapping[str, Any]) -> list[Row]:
+    """What a receipt's header, or its brief, says about study, grounds and approval: title and text."""
+    digest = header.get("whole_study", header.get("study_digest"))
+    rows = [("Study digest", str(digest))] if digest else []
+    try:
+        rows += governance.in_words(dict(header.get("governance", {}))) + _approval(header.get("approval", {}))
+    except (KeyError, ValueError, TypeError, AttributeError):
+        rows.append(("Approved", "what the receipt says about it is damaged"))
+    for row in header.get("summary", ()):
+        if title := {"used": "Cells used", "spent": "Privacy spent"}.get(row["kind"]):
+            rows.append((title, str(row["name"])))
+    return rows
+
+
+def _approval(approval: Mapping[str, Any]) -> list[Row]:
+    if not approval:
+        return []
+    user = "" if approval["user"] == approval["by"] else f" (logged in as {approval['user']})"
+    rows = [("Approved", f"{approval['when']} by {approval['by']}{user}")]
+    if data := approval.get("data"):
+        donors = "" if data["donors"] is None else f" of {data['donors']} donors"
+        rows.append(("Approved cells", f"{data['cells']} cells{donors}, {data['genes']} genes"))
+        rows.append(("Fingerprint", f"{data['matrix']} (matrix and names), {data['read']} (what else is read)"))
+    return rows
+
+
+def signed(run: Run) -> Html:
+    """The section of a page: what is the same for all parties, then each party's own."""
+    study = run.study
+    rows = [("Study digest", study.whole.digest.hex()), *governance.in_words(study.governance)]
+    rows += [("Leaves a site", what) for who, what in workflows.learns(study.workflow, study.mode) if who == LEAVES]
+    parts = [_rows(rows)]
+    if not study.governance:
+        parts.append(tag("p", "The study file names no purpose, legal basis, permit or expiry.", class_="quiet"))
+    for party in run.parties:
+        own = signed_rows({**run.receipts[party].header, "summary": run.rows(party)})
+        shared = dict(rows)
+        if kept := [(k, v) for k, v in own if shared.get(k) != v]:
+            parts += [tag("h4", party), _rows(kept)]
+    return join(parts)
+
+
+def _rows(rows: list[Row]) -> Html:
+    return tag("dl", *(join((tag("dt", k), tag("dd", v))) for k, v in rows), class_="meta")

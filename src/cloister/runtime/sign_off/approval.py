@@ -1,0 +1,149 @@
+"""Approval: who allowed which study on which cells, and when. `local/approvals.json` keeps it, one entry for a study.
+
+    {"5c1f…": {"study": "three-hospitals", "by": "Dr. A. Muster", "user": "cloister", "when": "2026-01-31T09:12:44Z",
+               "data": {"cells": 430, "donors": 12, "genes": 1767, "matrix": "9f2c…", "read": "77aa…"}}}
+
+`local/site.toml` says what may run; this says on what. A run on other cells, of a study without an entry, or of one
+whose approval was withdrawn, is refused. The entry goes into the receipt of every run, which the site signs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import pwd
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cloister import files, governance
+from cloister.cells.fingerprint import Fingerprint
+from cloister.errors import ParameterError, ProtocolAbort, RefusedError
+from cloister.study import Study
+
+FILE = "approvals.json"  # in `local`
+
+
+class Refusal(RefusedError, ProtocolAbort):
+    """A party's policy says no: a `RefusedError` at home, an abort with code `refused` for everyone else."""
+
+    def __init__(self, detail: str) -> None:
+        ProtocolAbort.__init__(self, "policy", "-", "refused", detail)
+
+
+@dataclass(frozen=True)
+class Approval:
+    """One study, allowed by somebody on these cells."""
+
+    study: str  # its name; the file has it by its digest
+    by: str  # who says to have looked
+    user: str  # who was logged in
+    when: str
+    data: Fingerprint | None = None  # None at an auxiliary, which has no cells
+    cost: Mapping[str, float] = field(default_factory=dict)  # what one run takes of the budget (budget.py)
+    stamp: tuple[Any, ...] = ()  # of a large file, by which it is known without reading it again
+    withdrawn: str = ""  # when, and by whom
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """What a receipt says about it; where the cells are is nobody else's business."""
+        data = dataclasses.asdict(self.data) if self.data is not None else None
+        return {"by": self.by, "user": self.user, "when": self.when, **({"data": data} if data else {})}
+
+
+@dataclass(frozen=True)
+class Approvals:
+    """The approvals of one kit, as they are on disk now."""
+
+    path: Path
+    me: str
+
+    def entry(self, study: Study) -> Approval | None:
+        return self._load().get(study.digest.hex())
+
+    def current(self, study: Study) -> Approval:
+        """The approval that a run of the study rests on, or the `Refusal` that says why there is none."""
+        if governance.expired(study.governance):
+            raise Refusal(f"the study '{study.name}' ended on {study.governance['expires']}; agree on a new one")
+        found = self.entry(study)
+        if found is None:
+            raise Refusal(
+                f"'{self.me}' has no record of who approved the study {study.digest.hex()[:16]}… and on which cells;"
+                " read it, then: cloister site KIT --approve"
+            )
+        if found.withdrawn:
+            raise Refusal(
+                f"'{self.me}' withdrew its approval of '{study.name}' on {found.withdrawn}; to allow it again:"
+                " cloister site KIT --approve"
+            )
+        return found
+
+    def check_data(self, study: Study, found: Fingerprint) -> None:
+        """Raise `Refusal` unless these are the cells that were approved."""
+        entry = self.current(study)
+        if entry.data is None:
+            raise Refusal(f"'{self.me}' approved '{study.name}' without cells; once more: cloister site KIT --approve")
+        if difference := entry.data.difference(found):
+            raise Refusal(
+                f"these are not the cells that {entry.by} approved for '{study.name}' on {entry.when[:10]}"
+                f" ({difference}); look at them, then: cloister site KIT --approve"
+            )
+
+    def add(
+        self,
+        study: Study,
+        by: str,
+        data: Fingerprint | None,
+        cost: Mapping[str, float],
+        stamp: tuple[Any, ...] = (),
+    ) -> Approval:
+        """Keep that somebody approves the study now."""
+        if not by.isprintable() or len(by) > 200:
+            raise ParameterError(f"who approves must be one line of at most 200 characters, found {by[:40]!r}")
+        entry = Approval(study.name, by.strip() or login(), login(), stamp_now(), data, cost, stamp)
+        self._save({**self._load(), study.digest.hex(): entry})
+        return entry
+
+    def withdraw(self, study: Study, by: str = "") -> Approval | None:
+        """Mark the approval of the study as withdrawn now; None if there was none."""
+        entries = self._load()
+        entry = entries.get(study.digest.hex())
+        if entry is None or entry.withdrawn:
+            return None
+        gone = dataclasses.replace(entry, withdrawn=f"{stamp_now()} by {by.strip() or login()}")
+        self._save({**entries, study.digest.hex(): gone})
+        return gone
+
+    def _save(self, entries: Mapping[str, Approval]) -> None:
+        files.write(self.path, json.dumps({k: dataclasses.asdict(v) for k, v in entries.items()}, indent=1))
+
+    def _load(self) -> dict[str, Approval]:
+        try:
+            return {str(k): _read(v) for k, v in json.loads(self.path.read_text(encoding="utf-8")).items()}
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+            raise ParameterError(
+                f"{self.path} is damaged, so nobody knows what was approved; delete it and approve again"
+            ) from None
+
+
+def _read(raw: Mapping[str, Any]) -> Approval:
+    data = Fingerprint.load(raw["data"]) if raw.get("data") is not None else None
+    words = {key: str(raw[key]) for key in ("study", "by", "user", "when", "withdrawn")}
+    cost = {str(key): float(value) for key, value in raw["cost"].items()}
+    return Approval(**words, data=data, cost=cost, stamp=tuple(raw.get("stamp", ())))
+
+
+def login() -> str:
+    with contextlib.suppress(KeyError):
+        return pwd.getpwuid(os.getuid()).pw_name
+    return f"user {os.getuid()}"
+
+
+def stamp_now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())

@@ -1,0 +1,111 @@
+"""Budget: how much may be asked of the same cells in all, under whatever study.
+
+    [budget]                            # local/site.toml
+    file = "budget.json"                # in `local`; or a full path, which the kits of several studies can share
+    runs = 100                          # runs begun
+    queries = 300                       # workflows computed: a run of a study of three steps asks three times
+    epsilon = 10.0                      # sum of the ε of all runs that have one; no limit if there is no line
+
+The file keeps what was spent by the fingerprint of the matrix. A run is charged before its first message and stays
+charged, however it ends. Cells that change are other cells, and begin anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cloister import files
+from cloister.errors import ParameterError
+from cloister.runtime.sign_off.approval import Refusal, stamp_now
+from cloister.study import Study
+from cloister.workflows import steps
+
+FILE = "budget.json"  # in `local`
+USUAL = {"runs": 100, "queries": 300}
+NAMES = {"runs": "runs", "queries": "queries", "epsilon": "epsilon"}
+
+
+def read_budget(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The table of site.toml, with what is usual where it says nothing; the error names the key."""
+    if unknown := raw.keys() - {"file", *NAMES}:
+        raise ParameterError(f"site.toml [budget]: unknown key '{min(unknown)}'; known are file, {', '.join(NAMES)}")
+    for key in raw.keys() & NAMES.keys():
+        kinds = (int, float) if key == "epsilon" else (int,)
+        if isinstance(raw[key], bool) or not isinstance(raw[key], kinds) or not 0 <= raw[key] < math.inf:
+            raise ParameterError(f"site.toml [budget]: '{key}' must be a number, 0 or more, found {raw[key]!r}")
+    if not isinstance(raw.get("file", ""), str):
+        raise ParameterError("site.toml [budget]: 'file' must be a path in quotes")
+    return {"file": FILE, **USUAL, **raw}
+
+
+def cost_of(study: Study) -> dict[str, float]:
+    """What one run of the study spends; worked out when it is approved, and kept with the approval."""
+    parts = steps.check_steps(study)
+    epsilon = sum(float(workflow.privacy(options).get("epsilon", 0.0)) for _, workflow, options in parts)
+    return {"runs": 1, "queries": len(parts), "epsilon": epsilon}
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What may be spent on one site's cells, and the file that keeps what was."""
+
+    path: Path
+    allowed: Mapping[str, Any]
+    me: str
+
+    def spent(self, matrix: str) -> dict[str, float]:
+        entry = self._load().get(matrix, {})
+        return {key: entry.get(key, 0) for key in NAMES}
+
+    def check(self, matrix: str, cost: Mapping[str, float]) -> None:
+        """Raise `Refusal` if a run that costs this would spend more than is left."""
+        spent = self.spent(matrix)
+        for key, name in NAMES.items():
+            most = self.allowed.get(key)
+            if most is not None and cost[key] and spent[key] + cost[key] > most * (1 + 1e-12):
+                raise Refusal(
+                    f"'{self.me}' allows {most:g} {name} on these cells over all studies, {spent[key]:g} are spent and"
+                    f" this run would take {cost[key]:g}; to allow more, raise {key} under [budget] in local/site.toml"
+                )
+
+    def charge(self, matrix: str, study: Study, cost: Mapping[str, float]) -> None:
+        """Spend what one run of the study takes, or raise `Refusal`."""
+        with self._locked():
+            self.check(matrix, cost)
+            whole = self._load()
+            entry = whole.setdefault(matrix, {**dict.fromkeys(NAMES, 0), "history": []})
+            for key in NAMES:
+                entry[key] = entry.get(key, 0) + cost[key]
+            row = {"when": stamp_now(), "study": study.name, "digest": study.digest.hex(), **cost}
+            entry["history"] = [*entry.get("history", []), row]
+            files.write(self.path, json.dumps(whole, indent=1))
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        try:
+            with open(self.path.with_name(f"{self.path.name}.lock"), "w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                yield
+        except OSError as e:
+            raise ParameterError(f"{self.path} cannot be written ({e.strerror}), so no run can be counted") from None
+
+    def _load(self) -> dict[str, dict[str, Any]]:
+        try:
+            raw = json.loads(self.path.read_text(encoding="utf-8"))
+            for entry in raw.values():
+                if not all(entry[key] >= 0 for key in NAMES):
+                    raise ValueError(entry)
+            return {str(k): dict(v) for k, v in raw.items()}
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+            raise ParameterError(
+                f"{self.path} is damaged, so nobody knows what was spent on these cells; put it right"
+            ) from None

@@ -1,0 +1,30 @@
+"""Halt: a party stops what runs at it, and takes back its approval, at once."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from cloister.runtime.kit import Kit
+from cloister.runtime.order import give_order
+from cloister.runtime.ready import is_running
+
+
+@dataclass(frozen=True)
+class Halted:
+    withdrawn: bool  # whether there was an approval to take back
+    runs: int  # that were going on
+    running: bool  # whether the service was there to be told
+
+
+def halt(kit_dir: str | Path, by: str = "") -> Halted:
+    """Withdraw the approval of the kit's study, then have its service stop every run; returns what that did.
+
+    The approval goes first, so that nothing begins in between. Runs that do not end within seconds are killed.
+    """
+    kit = Kit.open(kit_dir)
+    withdrawn = kit.withdraw(by) if kit.role != "coordinator" else False
+    if not is_running(kit):
+        return Halted(withdrawn, 0, running=False)
+    return Halted(withdrawn, int(json.loads(give_order(kit, b"halt\n"))["halted"]), running=True)
