@@ -1,7 +1,10 @@
-"""What withstanding one liar costs: encrypted training and prediction beside the commit before, in one run.
+"""What withstanding one liar costs: encrypted training, prediction and an encoder's block beside the commit before.
 
-    python benchmarks/lattice_before_after.py             three sites, 38 markers, 8 filters, batches of 100
-    python benchmarks/lattice_before_after.py --quick     two sites, 3 markers, 2 filters, batches of 12
+    python benchmarks/lattice_before_after.py             three sites, 38 markers, 8 filters, batches of 100;
+                                                          a block of 5 tokens x 16 features in the standard ring
+    python benchmarks/lattice_before_after.py --quick     two sites, 3 markers, 2 filters, batches of 12;
+                                                          a block of 3 tokens x 8 features in the small ring
+    python benchmarks/lattice_before_after.py --only block
 
 The commit before (754d8c9) is checked out into a temporary worktree and measured by the same code in a process of its
 own, one after the other, on one thread. Seconds are CPU of a party's own thread.
@@ -82,19 +85,48 @@ def training(count, config, steps):
     }
 
 
+def inference(*, quick):
+    """Cost of one batch through a block, keys included, and of its parts that a second batch has, too."""
+    import cloister
+    from cloister.study import Party
+
+    sys.path.insert(0, str(Path(cloister.__file__).parents[2] / "tests" / "protocols"))
+    encoders = importlib.import_module("encoders")
+    for name in ("owner_ckks.scheme", "block"):
+        try:
+            crypto = importlib.import_module(f"cloister.crypto.{name}")
+            break
+        except ModuleNotFoundError:
+            continue
+    ring = crypto.SMALL if quick else crypto.STANDARD
+    sizes = {} if quick else {"tokens": 5, "width": 16, "heads": 2, "hidden": 32, "rank": 4}
+    encoder, x = encoders.tiny(**sizes)
+    ei, owner, hub = find("encrypted_inference"), Party("owner"), Party("hub")
+    params = ei.Params((owner,), hub, encoder.shape, ring)
+    for _ in range(2):  # the first compiles
+        _, cost = played(ei, params, {hub: (encoder,), owner: (x[:64],)})
+    about = f"degree {ring.degree}, {ring.count} primes of {ring.bits} bits, scale 2^{ring.scale_bits}"
+    return {"block's ring": about, "a block, one batch": cost}
+
+
 def measure(args):
+    if args.only == "block":
+        return print(json.dumps(inference(quick=args.quick)))
     from cloister.models import cellcnn
 
     config = cellcnn.Config(markers=38, filters=8, classes=2, batch=100, learning_rate=0.1, momentum=0.9)
     if args.quick:
         config = replace(config, markers=3, filters=2, batch=12)
     found = training(2 if args.quick else 3, config, 2 if args.quick else 4)
-    print(json.dumps(found))
+    if args.only is None:
+        found |= inference(quick=args.quick)
+    return print(json.dumps(found))
 
 
 def child(source, args):
     env = dict(os.environ, PYTHONPATH=str(source), OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", NUMBA_NUM_THREADS="1")
     command = [sys.executable, str(HERE), "--measure", *(["--quick"] if args.quick else [])]
+    command += ["--only", args.only] if args.only else []
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(done.stderr[-2000:])
@@ -104,6 +136,7 @@ def child(source, args):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--only", choices=["training", "block"])
     parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.measure:
@@ -122,11 +155,16 @@ def main():
 
 def report(before, after):
     print(f"{platform.processor() or platform.machine()}, one thread; before: {BEFORE}")
-    print(f"ring before: {before['ring']}; after: {after['ring']}")
+    for ring in ("ring", "block's ring"):
+        if ring in after:
+            print(f"{ring} before: {before[ring]}; after: {after[ring]}")
     print(f"{'':26s}{'party':12s}{'CPU s':>16s}{'MB sent':>20s}{'MB received':>20s}")
-    for what in ("keys and first step", "step", "prediction of 20 samples"):
+    for what in ("keys and first step", "step", "prediction of 20 samples", "a block, one batch"):
+        if what not in after:
+            continue
         sites = [p for p in after[what] if p != "hub"]
         rows = {"auditor": sites[:1], "other sites": sites[1:], "all sites": sites, "hub": ["hub"]}
+        rows = {"owner": sites, "provider": ["hub"]} if sites == ["owner"] else rows
         for name, who in rows.items():
             cells = []
             for k in range(3):

@@ -83,6 +83,7 @@ def test_adapt_and_serve(model, tmp_path):
         np.testing.assert_allclose(found.obsm["predicted_features"], polynomial.taps_of(encoder, b)[:, 0], atol=0.3)
     opened = [e for e, _ in run.receipts["basel"].entries if e.kind == "opened" and e.protocol == "encrypted_inference"]
     assert [e.name for e in opened] == ["4 features of block 1 for 24 samples"]
+    assert "weights at most: 32 batches" in run.results["coordinator"]["exposure"]  # 65,536 samples by 2048
     run.model.save(tmp_path / "adapter.npz")
 
     asked = images(10, 2, labelled=False)

@@ -21,7 +21,13 @@ from cloister.net.seat import Outcome, Place, Seat
 from cloister.protocols.fedavg import federated_training
 from cloister.protocols.fedavg.training_parts import Offer, Trained
 from cloister.protocols.fedavg.training_terms import Params
-from cloister.protocols.inference import encrypted_inference, encrypted_loss, model_card, permuted_inference
+from cloister.protocols.inference import (
+    encrypted_inference,
+    encrypted_loss,
+    lying_owner,
+    model_card,
+    permuted_inference,
+)
 from cloister.protocols.inference.block_circuit import used
 from cloister.protocols.sums import common_seed, count_tests
 from cloister.report.figures import curves
@@ -105,7 +111,8 @@ def coordinator(seat: Seat, options: Options) -> Outcome:
     trained: Trained = seat.run(federated_training.coordinator, training_params(seat, options, told), None)
     if seat.mode == "published":
         seat.run(encrypted_loss.provider, loss_params(seat, told, len(trained.labels)))
-    return Outcome(None, {"labels": list(trained.labels), "history": trained.history})
+    found = {"labels": list(trained.labels), "history": trained.history}
+    return Outcome(None, found | exposed(seat, options, told))
 
 
 # ---- inference -------------------------------------------------------------------------------------------------------
@@ -170,6 +177,13 @@ def ledger_of(options: Any) -> encrypted_inference.Ledger:
     if options.ledger is None and Path(options.model).resolve() == demo_encoder().resolve():
         return encrypted_inference.Ledger()
     return encrypted_inference.Ledger(Path(options.ledger or f"{options.model}.ledger.json"))
+
+
+def exposed(seat: Seat, options: Any, told: model_card.Announcement) -> dict[str, str]:
+    """For the provider's results: how much of its model the budget leaves to one lying site."""
+    if seat.mode == "published":  # every site has the model anyway
+        return {}
+    return {"exposure": str(lying_owner.exposure(told.shape, told.crypto, options.budget))}
 
 
 def inference_params(seat: Seat, options: Any, told: model_card.Announcement) -> Any:

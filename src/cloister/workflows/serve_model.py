@@ -13,7 +13,7 @@ from cloister.net.seat import Outcome, Place, Seat
 from cloister.protocols.inference import model_card
 from cloister.report.figures import histograms
 from cloister.workflows import Workflow
-from cloister.workflows.adapt_model import answer, ask, inputs_of, load, write
+from cloister.workflows.adapt_model import answer, ask, exposed, inputs_of, load, write
 from cloister.workflows.modes import modes_of
 from cloister.workflows.options import option
 
@@ -76,7 +76,7 @@ def coordinator(seat: Seat, options: Options) -> Outcome:
     encoder, told = load(options)
     seat.run(model_card.provider, model_card.Params(seat.sites, seat.coordinator), told)
     answered = answer(seat, options, told, encoder)
-    return Outcome(None, {"answered": json.loads(json.dumps(answered))})
+    return Outcome(None, {"answered": json.loads(json.dumps(answered))} | exposed(seat, options, told))
 
 
 def check(adata: AnnData, options: Any) -> list[str]:

@@ -11,6 +11,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 
 from collective import HUB, SMALL, names, secrets, whole
+from test_collective_keys import agree as fits
 from test_collective_keys import case as key_case
 from test_collective_opening import decrypt_case, plain, refresh_case, switch_case
 
@@ -20,6 +21,7 @@ from cloister.protocols.ckks import (
     collective_key,
     collective_refresh,
     collective_relin,
+    collective_rotation,
     key_switch,
     threshold_decrypt,
 )
@@ -54,6 +56,26 @@ def test_lies_about_the_relinearisation_key():
     done = check_lies(collective_relin, [key_case(collective_relin, seed="a")], right=same_key, liars=LIARS)
     assert done.tried >= 12
     assert done.aborted == done.tried
+
+
+def same_rotation_keys(lie, values):
+    """One set of keys at all that finished; if the aggregator lied, those of the sites' shares."""
+    found = [v for v in values.values() if v is not None]
+    for keys in found[1:]:
+        assert all(np.array_equal(keys[k].b, found[0][k].b) for k in found[0])
+    if lie.liar == HUB and found:
+        fits(found[0], whole(SMALL, SHARES))
+
+
+@pytest.mark.parametrize("letters", ["b", pytest.param("acdef", marks=pytest.mark.slow)])
+def test_lies_about_rotation_keys(letters):
+    case = key_case(collective_rotation, seed="a")
+    liars = LIARS[:2] if letters == "b" else LIARS
+    done = check_lies(
+        collective_rotation, [case], right=same_rotation_keys, liars=liars, only=lambda lie: lie.letter in letters
+    )
+    assert done.tried >= 2
+    assert done.aborted >= 1
 
 
 def right_slots(lie, values):

@@ -1,5 +1,7 @@
 """An owner that does not follow the protocol, or asks again and again: what it gets, and what stops it."""
 
+import dataclasses
+import math
 import sys
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from cloister.crypto.entropy import Entropy
 from cloister.crypto.owner_ckks import scheme as block
 from cloister.crypto.owner_ckks.pairs import pairs_of
 from cloister.models import polynomial
+from cloister.protocols.inference import block_circuit, lying_owner
 from cloister.protocols.inference import encrypted_inference as inference
 from cloister.study import Party
 from cloister.testing import Case, check_no_errors, run_protocol, values
@@ -248,32 +251,97 @@ def test_an_owner_cannot_ask_for_other_taps():
 
 # ---- what a lying owner still gets -----------------------------------------------------------------------------------
 
+AT = 3  # the coefficient that carries a lie
 
-def test_k5_an_owner_that_shifts_its_answer_reads_the_projection(monkeypatch):
-    """The limit that `Reveals` states: 8·X^3 added to what goes back at the last refresh comes out times R."""
-    encoder, at, read = micro(), 3, []
+
+def shifted_at_the_tap(monkeypatch, encoder, lies):
+    """Add 2^lies[i]·X^3 to the i-th value that goes back at the last refresh; that coefficient of each feature read."""
+    read = []
 
     def change(key, heard, cts, how, seed, entropy):
         if how.label != "tap":
             return None
         r, mask, secret, out = block.ring_of(P), block.Halves(seed), entropy.prg(), []
-        words = np.zeros((3, P.degree), np.uint32)
-        words[2, at] = 1 << (3 + P.scale_bits + 46 - 64)  # 8 at the scale of a tap
         values = [half for ct in cts for half in pairs_of(P).halves(r.to_words(key._opened(ct)))]
         for i, value in enumerate(values):
             m = r.add_words(np.zeros((how.back, P.degree), np.uint32), block.times_shift(value, how))
-            out.append(key.hide(r.add_words(m, words) if i == 1 else m, mask, secret))
+            if i in lies:
+                bit, words = lies[i] + P.scale_bits + block_circuit.TAP_BITS, np.zeros((4, P.degree), np.uint32)
+                words[bit // 32, AT] = 1 << bit % 32
+                r.add_words(m, words)
+            out.append(key.hide(m, mask, secret))
         return np.stack(out)
 
     def spy(self, cts, scale, count):
-        read.extend(self.open(ct)[0] / scale for ct in cts)
+        read.extend(self.open(ct)[0][AT] / scale for ct in cts)
         return honest(self, cts, scale, count)
 
-    listen(monkeypatch, change)
     honest = block.OwnerKey.read
-    monkeypatch.setattr(block.OwnerKey, "read", spy)
-    run_protocol(inference, case(encoder), timeout=60.0)
+    with monkeypatch.context() as m:
+        listen(m, change)
+        m.setattr(block.OwnerKey, "read", spy)
+        run_protocol(inference, case(encoder), timeout=60.0)
+    return np.array(read)
+
+
+def without_lift(monkeypatch):
+    """The step as it was: a tap has all the modulus that its primes leave over."""
+    made = block_circuit.tap_of
+
+    def old(shape, params, number):
+        tap = made(shape, params, number)
+        return dataclasses.replace(
+            tap, lift=0, scale=math.ldexp(tap.scale, -tap.lift), flood_bits=tap.flood_bits - tap.lift
+        )
+
+    for module in (block_circuit, inference, lying_owner):
+        monkeypatch.setattr(module, "tap_of", old)
+    block_circuit.plan.cache_clear()
+
+
+def test_k5_an_owner_that_shifts_its_answer_reads_the_projection(monkeypatch):
+    """The limit that `Reveals` states: X^3 / 4 added to what goes back at the last refresh comes out times R."""
+    encoder = micro()
     weights = encoder.rounded(P.weight_bits).projections[0][:, 1]
-    np.testing.assert_allclose([c[at] / 8 for c in read], weights, atol=0.1)
-    others = np.delete(read[0], [0, at])
-    assert np.abs(others).max() < 0.2 * np.abs(8 * weights).max()  # what the samples themselves put there
+    np.testing.assert_allclose(shifted_at_the_tap(monkeypatch, encoder, {1: -2}) * 4, weights, atol=0.1)
+
+
+def test_k5_a_coefficient_carries_off_one_weight_and_no_longer_two(monkeypatch):
+    """2^15 times further up there was room for a second weight; now it goes round, and takes the first with it."""
+    encoder = micro()
+    first, second = encoder.rounded(P.weight_bits).projections[0][0, 1:3]
+
+    def both_of(read):
+        high = np.rint(read / 2.0**15 * 2**P.weight_bits) / 2**P.weight_bits
+        return read - 2.0**15 * high, high
+
+    (found,) = shifted_at_the_tap(monkeypatch, encoder, {1: 0, 2: 15})
+    assert abs(both_of(found)[1] - second) > 1
+    with monkeypatch.context() as m:
+        without_lift(m)
+        (found,) = shifted_at_the_tap(m, encoder, {1: 0, 2: 15})
+        old = lying_owner.exposure(encoder.shape, P, 1)
+    block_circuit.plan.cache_clear()
+    np.testing.assert_allclose(both_of(found), (first, second), atol=0.1)
+    assert lying_owner.exposure(encoder.shape, P, 1).bits < 0.6 * old.bits
+
+
+def test_what_a_lying_owner_can_read_is_bounded_by_what_the_taps_hold():
+    encoder = micro()
+    shape, tap = encoder.shape, block_circuit.tap_of(encoder.shape, P, 0)
+    kept = [encoder.embed, encoder.positions, encoder.projections, encoder.centres]
+    kept += [getattr(b, f.name) for b in encoder.blocks for f in dataclasses.fields(b)]
+    assert lying_owner.weights(shape) == sum(x.size for x in kept)
+    per = lying_owner.coefficient_bits(P, tap)
+    span = (
+        16 * tap.bound * 2.0 ** (block_circuit.TAP_PRECISION + P.degree.bit_length() // 2)
+    )  # of a feature, over its noise
+    assert math.log2(span) - 1.5 < per < math.log2(span) + 1.5
+    found = lying_owner.exposure(shape, P, 3 * P.slots + 1)
+    assert found.batches == 4
+    assert found.bits == per * P.degree * shape.rank
+    assert found.readable == found.weights  # a micro model has less to tell than one batch could
+    large = dataclasses.replace(shape, width=192, hidden=768, heads=3, depth=12, tokens=65, rank=8, tap_bounds=())
+    found = lying_owner.exposure(large, block.STANDARD, 1 << 16)
+    assert 0 < found.readable < found.weights
+    assert f"{found.readable:,} of {found.weights:,}" in str(found)

@@ -40,7 +40,8 @@ class Tap:
 
     block: int
     primes: int
-    scale: float
+    lift: int  # bits by which it is multiplied, until it fills the modulus: what is larger than it may be goes round
+    scale: float  # and flood_bits: after that
     flood_bits: int
     bound: float  # of a feature, from the calibration
 
@@ -341,7 +342,8 @@ def tap_of(shape: Shape, params: Parameters, number: int) -> Tap:
     primes = block.primes_for(params, need)
     if not primes:
         raise ParameterError("a tap does not fit into the modulus; use more primes")
-    return Tap(shape.taps[number], primes, scale, flood, bound)
+    lift = block.room(params, primes) - need
+    return Tap(shape.taps[number], primes, lift, math.ldexp(scale, lift), flood + lift, bound)
 
 
 @functools.lru_cache(maxsize=32)

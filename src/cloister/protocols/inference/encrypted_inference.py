@@ -20,20 +20,22 @@ owner : per sample and tap r numbers (the class token through a fixed projection
     samples, an owner can fit a model of its own to these features, as with any service that answers: the budget bounds
     how many it gets.
 lying owner : more. What it encrypts at L2 or L4 instead of what it should, it finds again at the next tap, times
-    weights of its choice: a few batches read a layer (`test_inference_attacks`). It counts against the same budget,
-    which a provider sets with that in mind.
+    weights of its choice: a few batches read a layer (`test_inference_attacks`). No more than the bits that taps hold,
+    22 to 26 for each of r·N coefficients, times the batches of its budget (`lying_owner.exposure`, in the provider's
+    results).
 provider : how many batches each owner brings (rounded up to whole batches of N/2 samples), and that it stopped after
     the last tap (L5, code `range`), if a feature of any of its samples left its bound. Not the samples. Owners learn
     nothing of each other but that; an owner and the provider together hold that owner's data and the model.
 
 Assumes
 -------
-An owner's samples stay hidden from a provider that lies, which can give wrong features and learns whether an owner
-stopped. The model is kept from owners that follow the protocol: (b) of the owner, at L2 or L4, is not noticed. Nothing
-ties its answers to what it was sent; they carry rounding and fresh noise of 2^-20, and a lie of 2^-8 in one coefficient
-shows at a tap already, so that noise by which a difference is scaled up into the tap would drown honest answers
-before it hid lies. Ring learning with errors at 128 bits, and circular security: the provider holds switching keys,
-encryptions of powers of an owner's key under itself. Masks hide perfectly at L3; of a batch, a coefficient goes
+An owner's samples stay hidden from a provider that lies; it can give wrong features ((a), (b), (c), (e), (f) of the
+provider are not all noticed), and learns whether an owner stopped. The model is kept from owners that follow the
+protocol: (b) of the owner, at L2 or L4, is not noticed. Nothing ties its answers to what it was sent: they carry
+rounding and fresh noise of 2^-20, and lies that hide below the noise of a whole opening show at a tap still
+(docs/decisions/0011 has the figures). Ring learning with errors at 128 bits, and circular security: the provider holds
+switching keys, encryptions of powers of an owner's key under itself.
+Masks hide perfectly at L3; of a batch, a coefficient goes
 round and spoils the result once in 2^16 batches or less (`Opening.hiding`). Statistical hiding of 2^-40 per coefficient
 of the last stretch's noise at L5. What earlier refreshes rounded off is part of the value that is read; the flooding at
 L5 is wider than it, but not by 40 bits.
@@ -335,7 +337,8 @@ class ProviderSide:
         return back
 
     async def send_tap(self, y: Values, tap: Tap) -> None:
-        c = self.ev.flood(y.get(range(y.n), tap.primes), tap.flood_bits, tap.primes, self.entropy)
+        lifted = self.ev.combine([(1 << tap.lift, y.get(range(y.n), tap.primes))])
+        c = self.ev.flood(lifted, tap.flood_bits, tap.primes, self.entropy)
         what = f"{y.n} features of block {tap.block} for a batch"
         self.ch.record_opening(to=self.who, line="L5", what=what, protocol=NAME)
         await self.ch.send(self.who, Features(self.ev.host(c)))  # L5
