@@ -37,7 +37,7 @@ from block_cost import PUBLISHED, encrypted_block, small_batches
 from cloister.crypto.owner_ckks import scheme as block
 from cloister.errors import ParameterError
 from cloister.models import polynomial
-from cloister.protocols.inference import block_circuit as circuit
+from cloister.protocols.inference import block_plan as circuit
 from cloister.study import Party
 
 

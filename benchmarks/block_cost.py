@@ -1,7 +1,7 @@
 """What one encrypted block costs: part `cost` of `adaptation.py`, and the block of 65 tokens x 192 features by itself.
 
     python benchmarks/block_cost.py                      65 x 192, ring 8192, 4096 samples: a quarter of an hour
-    python benchmarks/block_cost.py --tokens 17 --width 64 --heads 1
+    python benchmarks/block_cost.py --tokens 17 --width 64 --heads 1 [--attention quadratic]
 
 Times are CPU seconds of one thread, provider and owner apart; both run here, in turn, on real ciphertexts. Random
 weights, activations encrypted by the owner at the block's door. The result is compared with the plain student's on
@@ -36,7 +36,7 @@ from cloister.crypto.owner_ckks import scheme as block
 from cloister.crypto.owner_ckks.shelf import Pool
 from cloister.errors import ParameterError
 from cloister.models import polynomial
-from cloister.protocols.inference import block_circuit as circuit
+from cloister.protocols.inference import block_plan as circuit
 from cloister.protocols.inference.block_messages import parts, powers
 from cloister.protocols.inference.block_values import Values
 
@@ -50,11 +50,12 @@ def macs(s) -> int:
     return s.tokens * (4 * s.width**2 + 2 * s.width * s.hidden) + 2 * s.tokens**2 * s.width
 
 
-def encoder_of(tokens, width, heads, inputs=2, seed=0):
+def encoder_of(tokens, width, heads, inputs=2, seed=0, attention="taylor"):
     for at in range(seed, seed + 50):
         try:
             return one(tokens=tokens, inputs=inputs, width=width, heads=heads, hidden=4 * width, seed=at, steps=7,
-                       root_steps=5, rank=min(8, width), query=0.55 * (width // heads) ** -0.5)[0]  # fmt: skip
+                       root_steps=5, rank=min(8, width), query=0.55 * (width // heads) ** -0.5,
+                       attention=attention)[0]  # fmt: skip
         except ParameterError:
             continue
     raise SystemExit("no random encoder of that shape keeps its intervals")
@@ -122,12 +123,20 @@ class Sides:
         return back
 
 
-def encrypted_block(crypto, tokens, width, heads=2, checked=(0,), samples=256, memory=1 << 30, out=0):
+def of_block(s, crypto, out=0):
+    """The openings of one block: without the embedding, which quadratic attention does not open, and the tap."""
+    every = circuit.plan(s, crypto, out).openings
+    return every[0 if s.attention == "quadratic" else 1 : -1]
+
+
+def encrypted_block(
+    crypto, tokens, width, heads=2, checked=(0,), samples=256, memory=1 << 30, out=0, attention="taylor"
+):
     """One block of random weights on a full batch, against the plain student on some tokens and samples.
 
     With `out`, only so many tokens come out of it (attending to all): a stretch of a block that is too long to run.
     """
-    encoder = encoder_of(tokens, width, heads).rounded(crypto.weight_bits)
+    encoder = encoder_of(tokens, width, heads, attention=attention).rounded(crypto.weight_bits)
     s, n = encoder.shape, crypto.slots
     x = np.random.default_rng(1).uniform(-1, 1, (n, tokens - 1, s.inputs))
     for start in range(0, n, 256):
@@ -136,9 +145,9 @@ def encrypted_block(crypto, tokens, width, heads=2, checked=(0,), samples=256, m
     exact = polynomial.run_block(s, encoder.blocks[0], b0[:samples], 0)
     sides = Sides(crypto, memory)
     sides.hand_keys(circuit.plan(s, crypto, out).openings)
-    planned = circuit.plan(s, crypto, out).openings[1:-1]  # without the embedding and the tap
-    run = circuit.Circuit(s, crypto, sides.refresh, encoder, sides.ev, planned, sides.pool)
-    v0 = sides.encrypted(np.ascontiguousarray(b0.reshape(n, -1).T))
+    planned = of_block(s, crypto, out)
+    run = circuit.circuit_of(s)(s, crypto, sides.refresh, encoder, sides.ev, planned, sides.pool)
+    v0 = asyncio.run(run.enter(sides.encrypted(np.ascontiguousarray(b0.reshape(n, -1).T))))
     del b0, x
     first = sides.spent.pop("owner: first encryption")
     began, wall = time.thread_time(), time.monotonic()
@@ -154,7 +163,7 @@ def encrypted_block(crypto, tokens, width, heads=2, checked=(0,), samples=256, m
     largest = {k: round(v, 1) for k, v in sides.spent.most_common(12)}
     sides.spent.clear()
     return {
-        "tokens": tokens, "tokens_out": out or tokens, "width": width, "heads": heads,
+        "tokens": tokens, "tokens_out": out or tokens, "width": width, "heads": heads, "attention": attention,
         "ring": crypto.degree, "batch": n,
         "relative_error": float(f"{np.sqrt(error / size):.2e}"),
         "provider_ms_per_sample": round((total - owner) / n * 1e3, 2),
@@ -270,13 +279,17 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=192)
     parser.add_argument("--heads", type=int, default=3)
     parser.add_argument("--ring", choices=("small", "standard"), default="standard")
+    parser.add_argument("--attention", choices=polynomial.ATTENTION, default="taylor")
     parser.add_argument("--out", type=int, default=0, help="only so many tokens come out")
     args = parser.parse_args()
     crypto = {"small": block.SMALL, "standard": block.STANDARD}[args.ring]
+    crypto = block.QUADRATIC if args.attention == "quadratic" else crypto
     checked = sorted({0, args.tokens // 2, args.tokens - 1})
     if args.out:
         checked = range(args.out)
-    found = encrypted_block(crypto, args.tokens, args.width, args.heads, checked, out=args.out)
+    found = encrypted_block(
+        crypto, args.tokens, args.width, args.heads, checked, out=args.out, attention=args.attention
+    )
     print(f"machine: {machine()}")
     print(json.dumps(found | {"published_ns_per_mac": round(PUBLISHED, 1)}, indent=1))
 

@@ -1,12 +1,14 @@
 """A whole encrypted block on a graphics card, both roles on it: time, traffic, memory, error, and where the time goes.
 
     python benchmarks/block_gpu.py                       65 x 192, ring 8192, 4096 samples, on a card
+    python benchmarks/block_gpu.py --attention quadratic [--tokens 197 --width 768 --heads 12]
     python benchmarks/block_gpu.py --quick               17 x 64 on a card; without one, a tiny block on the CPU
     python benchmarks/block_gpu.py --device cpu          the same code on the CPU
 
-Random weights; a full batch of activations, encrypted by the owner at the block's door. Messages are handed over as
-they are and counted. The first run warms the card up, the second is reported; the result is compared with the plain
-student on some tokens, features and samples. Needs NumPy, and on a card PyTorch and CuPy; not numba.
+Random weights; a full batch of activations, encrypted by the owner at the block's door: a few samples, again and
+again. Messages are handed over as they are and counted. The first run warms the card up, the second is reported; the
+result is compared with the plain student on some tokens, features and samples. What does not fit on the card lies in
+the host's memory; how much that will be is said first. Needs NumPy, and on a card PyTorch and CuPy; not numba.
 """
 
 from __future__ import annotations
@@ -32,26 +34,27 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "protocols"))
 sys.path.insert(0, str(Path(__file__).parent))
 
-from block_cost import macs
+from block_cost import macs, of_block
 from encoders import one
 
 from cloister.crypto.entropy import Entropy
 from cloister.crypto.owner_ckks import card, devices, scheme
 from cloister.errors import ParameterError
 from cloister.models import polynomial
-from cloister.protocols.inference import block_circuit as circuit
+from cloister.protocols.inference import block_plan as circuit
 from cloister.protocols.inference.block_messages import powers, together
 from cloister.protocols.inference.block_values import Values
 
-SAMPLES = 32  # that are compared with the plain student
+SAMPLES = 32  # that fill the batch, and are compared with the plain student
 
 
-def encoder_of(tokens, width, heads):
-    """Random weights of that shape; scores small enough that the first or second seed keeps its intervals."""
+def encoder_of(tokens, width, heads, attention):
+    """Random weights of that shape, and samples; scores so small that one of the first seeds keeps its intervals."""
     for seed in range(20):
         with contextlib.suppress(ParameterError):
             return one(tokens=tokens, inputs=2, width=width, heads=heads, hidden=4 * width, seed=seed, steps=7,
-                       root_steps=5, rank=min(8, width), query=0.3 * (width // heads) ** -0.5)[0]  # fmt: skip
+                       root_steps=5, rank=min(8, width), query=0.3 * (width // heads) ** -0.5, attention=attention,
+                       samples=SAMPLES)  # fmt: skip
     raise SystemExit("no random encoder of that shape keeps its intervals")
 
 
@@ -99,12 +102,13 @@ class Sides:
         self.pool, self.clock, self.traffic = self.ev.pool(), Clock(device), collections.Counter()
 
     def encrypted(self, x):
-        """Values (n, samples) on a shelf."""
+        """Values (n, samples), again and again up to a whole batch, on a shelf."""
         p, step = self.crypto, max(32, self.at_once // 2)
+        again = np.arange(p.slots) % x.shape[1]
         shelf = self.pool.shelf(len(x), 2, p.count, p.degree)
         for lo in range(0, len(x), step):
             seed = self.entropy.bytes(32)
-            shelf.put(lo, self.ev.expand(self.key.encrypt(x[lo : lo + step], seed, self.entropy), seed))
+            shelf.put(lo, self.ev.expand(self.key.encrypt(x[lo : lo + step][:, again], seed, self.entropy), seed))
         return Values(len(x), 2, p.scale, shelf.read, p.count)
 
     def hand_keys(self, openings):
@@ -163,30 +167,41 @@ def memory(device, *, reset=False):
     return torch.cuda.max_memory_allocated() / 2**30
 
 
+def sizes(s, crypto):
+    """GiB of the largest arrays of a block at full batch, which lie on the card or beside it."""
+    one, values = crypto.degree * 4 / 2**30, s.tokens * s.width
+    found = {f"{h.label}": h.count * 2 * h.back * one for h in of_block(s, crypto) if h.count >= values}
+    x = crypto.count - 2 if s.attention == "quadratic" else crypto.count
+    return {k: round(v, 1) for k, v in ({"activations": values * 2 * x * one} | found).items()}
+
+
 def one_block(sides, encoder, flat):
     """The block on values (T·d, samples): its result, and the seconds of the whole."""
     s, crypto = encoder.shape, sides.crypto
     sides.clock.spent.clear()
     sides.traffic.clear()
     x = sides.encrypted(flat)
-    planned = circuit.plan(s, crypto, 0).openings[1:-1]  # without the embedding and the tap
-    run = circuit.Circuit(s, crypto, sides.refresh, encoder, sides.ev, planned, sides.pool)
+    planned = of_block(s, crypto)
+    run = circuit.circuit_of(s)(s, crypto, sides.refresh, encoder, sides.ev, planned, sides.pool)
+    x = asyncio.run(run.enter(x))
+    sides.clock.settle()
+    sides.clock.spent.clear()
+    sides.traffic.clear()
     began = sides.clock.settle()
     memory(sides.device, reset=True)
     out = asyncio.run(run.block(x, 0))
     return out, sides.clock.settle() - began
 
 
-def measure(crypto, device, tokens, width, heads, repeats, at_once=0):
-    encoder = encoder_of(tokens, width, heads).rounded(crypto.weight_bits)
-    print("  the random model keeps its intervals", file=sys.stderr, flush=True)
+def measure(crypto, device, tokens, width, heads, repeats, at_once=0, attention="taylor"):
+    encoder, x = encoder_of(tokens, width, heads, attention)
+    encoder = encoder.rounded(crypto.weight_bits)
     s, n = encoder.shape, crypto.slots
-    x = np.random.default_rng(1).uniform(-1, 1, (n, tokens - 1, s.inputs))
-    for start in range(0, n, 256):
-        polynomial.check_ranges(encoder, x[start : start + 256])
+    polynomial.check_ranges(encoder, x)
+    print(f"  the random model keeps its intervals; GiB {sizes(s, crypto)}", file=sys.stderr, flush=True)
     b0 = polynomial.embed(encoder, x)
-    exact = polynomial.run_block(s, encoder.blocks[0], b0[:SAMPLES], 0)
-    flat = np.ascontiguousarray(b0.reshape(n, -1).T)
+    exact = polynomial.run_block(s, encoder.blocks[0], b0, 0)
+    flat = np.ascontiguousarray(b0.reshape(len(x), -1).T)
     sides = Sides(crypto, device, at_once)
     keys = sides.hand_keys(circuit.plan(s, crypto, 0).openings)
     for _ in range(repeats):
@@ -200,7 +215,8 @@ def measure(crypto, device, tokens, width, heads, repeats, at_once=0):
         size += float((exact[:, t, list(some)] ** 2).sum())
     down, up = sides.traffic["down"] / n / 1e6, sides.traffic["up"] / n / 1e6
     return {
-        "tokens": tokens, "width": width, "heads": heads, "ring": crypto.degree, "batch": n, "device": device,
+        "tokens": tokens, "width": width, "heads": heads, "attention": attention, "ring": crypto.degree, "batch": n,
+        "device": device, "rounds": len(circuit.plan(s, crypto, 0).rounds) - (1 if attention == "quadratic" else 2),
         "s": round(wall, 3), "ms_per_sample": round(wall / n * 1e3, 4),
         "ns_per_mac": round(wall / n / macs(s) * 1e9, 4), "MB_down_per_sample": round(down, 3),
         "MB_up_per_sample": round(up, 3), "MB_per_sample": round(down + up, 3), "openings": sides.traffic["opened"],
@@ -247,6 +263,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=0)
     parser.add_argument("--width", type=int, default=0)
     parser.add_argument("--heads", type=int, default=0)
+    parser.add_argument("--attention", choices=polynomial.ATTENTION, default="taylor")
+    parser.add_argument("--repeats", type=int, default=0, help="default: 2 on a card, 1 elsewhere")
     parser.add_argument("--at-once", type=int, default=0, help="ciphertexts that are computed together")
     args = parser.parse_args()
     device = args.device or ("cpu" if card.why_not() else "gpu")
@@ -257,12 +275,13 @@ def main() -> None:
         given or own for given, own in zip((args.tokens, args.width, args.heads), shape, strict=True)
     )
     crypto = scheme.SMALL if small else scheme.STANDARD
+    crypto = scheme.QUADRATIC if args.attention == "quadratic" else crypto
+    repeats = args.repeats or (1 if device == "cpu" else 2)
     print(f"machine: {machine(device)}", flush=True)
     if device == "gpu":
         print(json.dumps(rates()), flush=True)
-    print(
-        json.dumps(measure(crypto, device, tokens, width, heads, 1 if device == "cpu" else 2, args.at_once), indent=1)
-    )
+    found = measure(crypto, device, tokens, width, heads, repeats, args.at_once, args.attention)
+    print(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":

@@ -294,7 +294,7 @@ def spans(model, images):
         found = model.trace(student.patches(part, 4))
         for i, s in enumerate(found.scores):
             note(("score", i, 0), s.abs())
-            note(("denominator", i, 0), polynomial.taylor(s, model.degree).mean(-1))
+            note(("denominator", i, 0), model.blocks[i].weigh(s, model.degree)[0].mean(-1))
         for i, v in enumerate(found.hidden):
             note(("activation", i, 0), v.abs())
     for h in hooks:

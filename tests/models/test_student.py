@@ -108,6 +108,48 @@ def test_the_export_computes_what_the_student_computes(distilled, norm):
     assert np.abs(taps).max() < polynomial.TAP_BOUND
 
 
+@pytest.fixture(scope="module")
+def squared():
+    """The same teacher, and its student with quadratic attention."""
+    teacher = student.from_vit(small_vit()).attend_by("quadratic")
+    x = student.patches(images(128), 4)
+    made, _ = student.distil(teacher, x, recipe=student.Recipe(epochs=8, rate=3e-3, last_rate=3e-4))
+    return teacher, made, x
+
+
+def test_quadratic_attention_is_learnt(squared):
+    teacher, made, x = squared
+    raw = student.copy.deepcopy(teacher)
+    raw.exact = False
+
+    def far(model):
+        return float((model(x) - teacher(x)).detach().square().mean())
+
+    assert far(made) < 0.95 * far(raw)
+    moved = [float((b.offset - student.OFFSET).detach().abs().max()) for b in made.blocks]
+    assert min(moved) > 0  # c is learnt, head by head
+    weights, low = made.blocks[0].weigh(torch.tensor([[[-5.0, -1.0, 1.0]]] * 2), 6)
+    assert weights.detach()[0, 0, 2] > weights.detach()[0, 0, 1] > 0
+    assert (low.detach()[:, 0, 0] > 0).all()  # below -c a smaller score would weigh more
+    with pytest.raises(ParameterError, match="attention is one of"):
+        teacher.attend_by("linear")
+
+
+def test_the_export_of_quadratic_attention_computes_what_the_student_computes(squared, tmp_path):
+    _, made, x = squared
+    encoder = student.export(made, x, {"kind": "test"}, taps=(2,), rank=4)
+    assert encoder.shape.attention == "quadratic"
+    encoder.save(tmp_path / "m.npz")
+    again = polynomial.Encoder.load(tmp_path / "m.npz")
+    assert again.shape == encoder.shape
+    for found, exact in zip(polynomial.hidden(again, x.double().numpy()), made.trace(x).hidden, strict=True):
+        exact = exact.detach().numpy()
+        assert np.abs(found - exact).max() < 1e-2 * np.abs(exact).max()  # iterations instead of division and root
+    seen = polynomial.check_ranges(encoder, x.double().numpy()).seen
+    top = max(max(-low, high) for (what, _), (low, high) in seen.items() if what == "sums")
+    assert top < encoder.shape.sum_bound <= max(1.0, 3 * top)  # a power of two with half as much again
+
+
 def test_a_student_that_leaves_its_intervals_is_refused(distilled):
     made, x = student.copy.deepcopy(distilled[1]), distilled[3]
     with torch.no_grad():

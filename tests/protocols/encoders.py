@@ -9,7 +9,19 @@ from cloister.models import polynomial as poly
 
 
 def one(
-    norm="pre", tokens=3, inputs=2, width=8, heads=2, hidden=8, depth=1, taps=(1,), rank=2, seed=0, query=0.35, **more
+    norm="pre",
+    tokens=3,
+    inputs=2,
+    width=8,
+    heads=2,
+    hidden=8,
+    depth=1,
+    taps=(1,),
+    rank=2,
+    seed=0,
+    query=0.35,
+    samples=256,
+    **more,
 ):
     rng = np.random.default_rng(seed)
     d, f = width, hidden
@@ -23,6 +35,7 @@ def one(
         post = {"gain1": 1 + 0.1 * g(d), "shift1": 0.1 * g(d), "gain2": 1 + 0.1 * g(d), "shift2": 0.1 * g(d)}
         return poly.Block(
             qkv, 0.1 * g(3 * d), 0.6 * g(d, d), 0.1 * g(d), g(f, d), 0.1 * g(f) + 1.17, 0.15 * g(d, f), 0.1 * g(d),
+            offset=3.0 + 0.2 * np.arange(heads) if more.get("attention") == "quadratic" else np.zeros(0),
             **(post if norm == "post" else {}),
         )  # fmt: skip
 
@@ -32,7 +45,7 @@ def one(
     blocks = tuple(block() for _ in range(depth))
     zero = np.zeros((len(taps), rank, d)), np.zeros((len(taps), rank))
     encoder = poly.Encoder(shape, 0.5 * g(d, inputs), rng.normal(0, 1, (tokens, d)), blocks, *zero)
-    x = rng.uniform(-1, 1, (256, tokens - 1, inputs))
+    x = rng.uniform(-1, 1, (samples, tokens - 1, inputs))
     encoder = poly.fit_projections(poly.calibrate(encoder, x), x)
     poly.check_ranges(encoder, x)
     return encoder, x
@@ -53,11 +66,10 @@ def shape_with(encoder, **changes):
     return dataclasses.replace(encoder, shape=dataclasses.replace(encoder.shape, **changes))
 
 
-def micro():
+def micro(**more):
     """As little as a block can be: its messages are few, and the same on every processor."""
-    encoder = tiny(tokens=2, inputs=1, width=4, heads=1, hidden=2, rank=1, exp_degree=2, steps=1, root_steps=1, seed=0)[
-        0
-    ]
+    little = {"exp_degree": 2, "steps": 1, "root_steps": 1}
+    encoder, _ = tiny(tokens=2, inputs=1, width=4, heads=1, hidden=2, rank=1, seed=0, **(little | more))
     sign = np.where(encoder.projections.sum(axis=2) < 0, -1.0, 1.0)  # LAPACKs choose it differently
     turned = dataclasses.replace(
         encoder, projections=encoder.projections * sign[..., None], centres=encoder.centres * sign

@@ -1,8 +1,9 @@
 """Teacher and student: a transformer with exact functions, and its twin of sums and products, in PyTorch.
 
 One block serves a ViT (pre-norm, GELU) and an scGPT-compatible encoder (post-norm, ReLU). Exact, it computes what the
-source computes; as a student it has Taylor's exp and a quadratic activation. Division and 1/√ stay exact here: on the
-intervals that `polynomial.check_ranges` insists on, their iterations are good to a few digits.
+source computes; as a student it has Taylor's exp, or (s + c)² in its place (`attend_by("quadratic")`, c learnt for each
+head), and a quadratic activation. Division and 1/√ stay exact here: on the intervals that `polynomial.check_ranges`
+insists on, their iterations are good to a few digits.
 
     stage 1   Σ MSE of hidden states, embedding among them, and of raw attention scores             [appendix E, 12–16]
     stage 2   τ²·KL(teacher ‖ student) at τ = 5, and cross-entropy where there are labels
@@ -30,6 +31,7 @@ except ImportError:
     raise MissingExtra("torch", "models") from None
 
 SAFE_SCORE, SAFE_RATIO = 3.0, 12.0
+OFFSET = 3.0  # c to begin with
 SAFE_SHARE = 0.95  # of the way down to where exp turns upwards
 
 
@@ -47,6 +49,7 @@ class Block(nn.Module):
     def __init__(self, width: int, heads: int, hidden: int, norm: str, activation: str) -> None:
         super().__init__()
         self.heads, self.norm, self.activation = heads, norm, activation
+        self.offset: nn.Parameter | None = None  # c, (heads,): quadratic attention
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
@@ -54,6 +57,14 @@ class Block(nn.Module):
     @property
     def quadratic(self) -> tuple[float, float, float]:
         return polynomial.GELU if self.activation == "gelu" else polynomial.RELU
+
+    def weigh(self, scores: Tensor, degree: int) -> tuple[Tensor, Tensor]:
+        """What a score weighs before the division, and how far it lies below where that turns upwards."""
+        if self.offset is not None:
+            c = self.offset[:, None, None]
+            return (scores + c) ** 2, F.relu(-SAFE_SHARE * c - scores)
+        low = F.relu(SAFE_SHARE * polynomial.TURNING[degree] - scores)
+        return polynomial.taylor(scores.clamp(-12, 12), degree), low
 
     def forward(self, x: Tensor, *, exact: bool, degree: int) -> tuple[Tensor, Tensor, Tensor]:
         """X → (x', scores, penalty)."""
@@ -69,8 +80,7 @@ class Block(nn.Module):
             nonlocal scores, penalty
             q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(z).chunk(3, -1))
             scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
-            e = polynomial.taylor(scores.clamp(-12, 12), degree)
-            low = F.relu(SAFE_SHARE * polynomial.TURNING[degree] - scores)
+            e, low = self.weigh(scores, degree)
             penalty = penalty + _worst(F.relu(scores - SAFE_SCORE) + low) + _spread(e.mean(-1))
             weights = scores.softmax(-1) if exact else e / e.sum(-1, keepdim=True)
             return self.out((weights @ v).transpose(1, 2).flatten(2))
@@ -110,12 +120,22 @@ class Transformer(nn.Module):
         activation: str, degree: int = 6,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.exact, self.degree, self.norm = True, degree, norm
+        self.exact, self.degree, self.norm, self.attention = True, degree, norm, "taylor"
         self.embed = nn.Linear(inputs, width, bias=False)
         self.positions = nn.Parameter(torch.zeros(tokens, width))
         self.blocks = nn.ModuleList(Block(width, heads, hidden, norm, activation) for _ in range(depth))
         self.final = nn.LayerNorm(width) if norm == "pre" else nn.Identity()
         self.head = nn.Linear(width, labels)
+
+    def attend_by(self, attention: str) -> Transformer:
+        """Choose what its student has in place of the softmax: "taylor" or "quadratic"; before tuning or distilling."""
+        if attention not in polynomial.ATTENTION:
+            raise ParameterError(f"attention is one of {', '.join(polynomial.ATTENTION)}, found '{attention}'")
+        self.attention, own = attention, [b for b in self.blocks if isinstance(b, Block)]
+        for block in own:
+            new = nn.Parameter(torch.full((block.heads,), OFFSET)) if attention == "quadratic" else None
+            block.offset = new
+        return self
 
     def trace(self, inputs: Tensor) -> Trace:
         """(n, T - 1, inputs) → everything that distillation compares."""
@@ -302,6 +322,7 @@ def export(
         len(student.positions), student.embed.in_features, d, first.heads, first.up.out_features, depth,
         "pre" if student.norm == "pre" else "post", student.degree,
         steps, root_steps, taps or polynomial.default_taps(depth), min(rank, d),
+        attention="quadratic" if student.attention == "quadratic" else "taylor",
     )  # fmt: skip
 
     def array(t: Tensor) -> Any:
@@ -320,6 +341,7 @@ def _folded(b: Block, array: Callable[[Tensor], Any]) -> polynomial.Block:
     qkv, qkv_bias, up, up_bias = (array(t) for t in (b.qkv.weight, b.qkv.bias, b.up.weight, b.up.bias))
     g1, s1, g2, s2 = (array(t) for t in (b.norm1.weight, b.norm1.bias, b.norm2.weight, b.norm2.bias))
     d = qkv.shape[1]
+    offset = np.zeros(0) if b.offset is None else array(b.offset)
     post: dict[str, Any] = {"gain1": g1, "shift1": s1, "gain2": g2, "shift2": s2}
     if b.norm == "pre":
         qkv_bias, qkv = qkv_bias + qkv @ s1, qkv * g1
@@ -333,5 +355,5 @@ def _folded(b: Block, array: Callable[[Tensor], Any]) -> polynomial.Block:
     down, down_bias = array(b.down.weight), array(b.down.bias)
     rest = down_bias + down.sum(axis=1) * (c - e * e / (4 * a))
     return polynomial.Block(
-        qkv, qkv_bias, array(b.out.weight), array(b.out.bias), up, up_bias + e / (2 * a), a * down, rest, **post
+        qkv, qkv_bias, array(b.out.weight), array(b.out.bias), up, up_bias + e / (2 * a), a * down, rest, offset, **post
     )

@@ -28,7 +28,7 @@ from cloister.protocols.inference import (
     model_card,
     permuted_inference,
 )
-from cloister.protocols.inference.block_circuit import used
+from cloister.protocols.inference.block_plan import used
 from cloister.protocols.sums import common_seed, count_tests
 from cloister.report.figures import curves
 from cloister.workflows import Workflow
@@ -122,7 +122,11 @@ def load(options: Any) -> tuple[Any, model_card.Announcement]:
     """The provider's model and what it tells of it; raises if it cannot compute where it is meant to."""
     devices.check(options.device)
     encoder = Encoder.load(options.model)
-    return encoder, model_card.told_by(encoder, block.SMALL if options.ring == "small" else block.STANDARD)
+    small, quadratic = options.ring == "small", encoder.shape.attention == "quadratic"
+    if small and quadratic:
+        raise ParameterError("a model with quadratic attention needs the long modulus: option ring = 'standard'")
+    crypto = block.QUADRATIC if quadratic else block.SMALL if small else block.STANDARD
+    return encoder, model_card.told_by(encoder, crypto)
 
 
 def inputs_of(adata: AnnData, card: Mapping[str, Any]) -> Any:

@@ -222,6 +222,8 @@ def results(side):
     how = rings.opening(params, "tap", 2, 2, params.scale, 4.0, params.scale * 2.0**46)
     yield "refresh, upwards", side.refresh(cts(1, 2, rings.KEEP), how)
     yield "flood", side.flood(cts(2, 2, K), 40 if wide else 30, K - 1)
+    for k, keep in ((K, K - 1), (K - 1, K - 3), (K, K - 2)):
+        yield f"dropped to {keep} of {k}", ev.dropped(cts(2, 2, k), keep)
 
 
 def hashes(side):

@@ -99,16 +99,27 @@ def test_what_a_card_cannot_do_is_refused(where):
     assert repr(gpu.OwnerKey(SMALL, parity.Entropy())) == "OwnerKey(...)"
 
 
-def test_shelves_beyond_the_card_lie_in_the_hosts_memory(where):
-    from cloister.crypto.owner_ckks import gpu
+def test_shelves_beyond_the_card_lie_in_the_hosts_memory(where, monkeypatch):
+    from cloister.crypto.owner_ckks import gpu_shelf as gpu
 
     N, before = SMALL.degree, gpu.CardPool.taken
+    one = 2 * 2 * N * 4
+    monkeypatch.setattr(gpu, "PIECE", 2 * one)
     pool, x = gpu.CardPool(before + 3 * 2 * 2 * N * 4), np.arange(3 * 2 * 2 * N, dtype=np.uint32).reshape(3, 2, 2, N)
     inside, outside = pool.shelf(3, 2, 2, N), pool.shelf(3, 2, 2, N)
-    assert outside._rows.device.type == "cpu"
+
+    def where_it_lies(shelf):
+        return [(piece.device.type, len(piece)) for piece in shelf.pieces]
+
+    on_card = card.DEVICE
+    assert where_it_lies(inside) == [(on_card, 3)]
+    assert where_it_lies(outside) == [("cpu", 2), ("cpu", 1)]
+    assert where_it_lies(gpu.CardPool(gpu.CardPool.taken + 2 * one).shelf(3, 2, 2, N)) == [(on_card, 2), ("cpu", 1)]
+    assert len(gpu.CardPool(before + 1 << 30).shelf(3, 2, 2, N, rarely=True).pieces) == 1
+    assert where_it_lies(gpu.CardPool(before + 9 * one).shelf(3, 2, 2, N, rarely=True)) == [("cpu", 2), ("cpu", 1)]
     for shelf in (inside, outside):
-        shelf.put(0, card.put(x[:2]))
-        shelf.put(2, card.put(x[2:]))
+        shelf.put(0, card.put(x[:1]))
+        shelf.put(1, card.put(x[1:]))
         np.testing.assert_array_equal(card.host(shelf.read([1, 2], 2)), x[1:])
         np.testing.assert_array_equal(card.host(shelf.read([2, 0, 2], 1)), x[[2, 0, 2], :, :1])
     del inside, shelf

@@ -1,3 +1,4 @@
+import dataclasses
 import math
 import sys
 from itertools import pairwise
@@ -16,10 +17,10 @@ from cloister.crypto.owner_ckks import scheme as block
 from cloister.crypto.owner_ckks.pairs import pairs_of
 from cloister.errors import DataError, ParameterError, ProtocolAbort
 from cloister.models import polynomial
-from cloister.protocols.inference import block_circuit, encrypted_loss, model_card
+from cloister.protocols.inference import block_plan, encrypted_loss, model_card
 from cloister.protocols.inference import encrypted_inference as inference
 from cloister.protocols.inference import permuted_inference as permuted
-from cloister.protocols.inference.block_circuit import plan, used
+from cloister.protocols.inference.block_plan import plan, used
 from cloister.run.rehearsal import Fault
 from cloister.study import Party
 from cloister.testing import (
@@ -114,8 +115,8 @@ def test_abort(kind, sender, name):
 def test_values_that_leave_their_interval_are_noticed_by_the_owner():
     encoder = micro()
     wild = [w * 60 for w in (encoder.blocks[0].up, encoder.blocks[0].qkv)]
-    changed = (polynomial.dataclasses.replace(encoder.blocks[0], up=wild[0], qkv=wild[1]),)
-    c = case(polynomial.dataclasses.replace(encoder, blocks=changed), n=2)
+    changed = (dataclasses.replace(encoder.blocks[0], up=wild[0], qkv=wild[1]),)
+    c = case(dataclasses.replace(encoder, blocks=changed), n=2)
     run = run_protocol(inference, c, timeout=120.0)
     e = run.errors[ANN]
     assert (e.protocol, e.line, e.code) == ("encrypted_inference", "L5", "range")
@@ -166,7 +167,7 @@ def test_every_opening_is_hidden_by_forty_bits_and_the_plan_depends_on_public_th
 def test_a_tap_that_cannot_be_flooded_by_forty_bits_is_refused():
     """A tap shows the provider's arithmetic in its noise: 40 bits of flood above it, or no tap."""
     shape = big()
-    tap = block_circuit.tap_of(shape, block.STANDARD, 0)
+    tap = block_plan.tap_of(shape, block.STANDARD, 0)
     at_most = math.log2(6 * 3.2 * tap.bound * block.STANDARD.weight_scale * math.sqrt(shape.width))
     unlifted = tap.flood_bits - tap.lift
     assert unlifted >= at_most + 40
@@ -175,9 +176,9 @@ def test_a_tap_that_cannot_be_flooded_by_forty_bits_is_refused():
         wider = SimpleNamespace(taps=shape.taps, width=shape.width, tap_bound=lambda n, m=more: tap.bound * 2**m)
         if refused:
             with pytest.raises(ParameterError, match="cannot be flooded by 40 bits"):
-                block_circuit.tap_of(wider, block.STANDARD, 0)
+                block_plan.tap_of(wider, block.STANDARD, 0)
         else:
-            made = block_circuit.tap_of(wider, block.STANDARD, 0)
+            made = block_plan.tap_of(wider, block.STANDARD, 0)
             assert made.flood_bits - made.lift == unlifted
 
 
@@ -301,9 +302,7 @@ def test_relative_orders_link_the_blocks():
 
 
 def test_card():
-    told = model_card.told_by(
-        polynomial.dataclasses.replace(micro(), card={"kind": "cells", "genes": ["A"]}), block.SMALL
-    )
+    told = model_card.told_by(dataclasses.replace(micro(), card={"kind": "cells", "genes": ["A"]}), block.SMALL)
     params = model_card.Params((ANN, BEN), HUB)
     run = run_protocol(model_card, Case(params, {HUB: (told,)}))
     check_no_errors(run)

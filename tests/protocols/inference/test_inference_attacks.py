@@ -17,7 +17,7 @@ from cloister.crypto.entropy import Entropy
 from cloister.crypto.owner_ckks import scheme as block
 from cloister.crypto.owner_ckks.pairs import pairs_of
 from cloister.models import polynomial
-from cloister.protocols.inference import block_circuit, lying_owner
+from cloister.protocols.inference import block_plan, lying_owner
 from cloister.protocols.inference import encrypted_inference as inference
 from cloister.study import Party
 from cloister.testing import Case, check_no_errors, run_protocol, values
@@ -266,7 +266,7 @@ def shifted_at_the_tap(monkeypatch, encoder, lies):
         for i, value in enumerate(values):
             m = r.add_words(np.zeros((how.back, P.degree), np.uint32), block.times_shift(value, how))
             if i in lies:
-                bit, words = lies[i] + P.scale_bits + block_circuit.TAP_BITS, np.zeros((4, P.degree), np.uint32)
+                bit, words = lies[i] + P.scale_bits + block_plan.TAP_BITS, np.zeros((4, P.degree), np.uint32)
                 words[bit // 32, AT] = 1 << bit % 32
                 r.add_words(m, words)
             out.append(key.hide(m, mask, secret))
@@ -286,7 +286,7 @@ def shifted_at_the_tap(monkeypatch, encoder, lies):
 
 def without_lift(monkeypatch):
     """The step as it was: a tap has all the modulus that its primes leave over."""
-    made = block_circuit.tap_of
+    made = block_plan.tap_of
 
     def old(shape, params, number):
         tap = made(shape, params, number)
@@ -294,9 +294,9 @@ def without_lift(monkeypatch):
             tap, lift=0, scale=math.ldexp(tap.scale, -tap.lift), flood_bits=tap.flood_bits - tap.lift
         )
 
-    for module in (block_circuit, inference, lying_owner):
+    for module in (block_plan, inference, lying_owner):
         monkeypatch.setattr(module, "tap_of", old)
-    block_circuit.plan.cache_clear()
+    block_plan.plan.cache_clear()
 
 
 def test_k5_an_owner_that_shifts_its_answer_reads_the_projection(monkeypatch):
@@ -321,20 +321,20 @@ def test_k5_a_coefficient_carries_off_one_weight_and_no_longer_two(monkeypatch):
         without_lift(m)
         (found,) = shifted_at_the_tap(m, encoder, {1: 0, 2: 15})
         old = lying_owner.exposure(encoder.shape, P, 1)
-    block_circuit.plan.cache_clear()
+    block_plan.plan.cache_clear()
     np.testing.assert_allclose(both_of(found), (first, second), atol=0.1)
     assert lying_owner.exposure(encoder.shape, P, 1).bits < 0.6 * old.bits
 
 
 def test_what_a_lying_owner_can_read_is_bounded_by_what_the_taps_hold():
     encoder = micro()
-    shape, tap = encoder.shape, block_circuit.tap_of(encoder.shape, P, 0)
+    shape, tap = encoder.shape, block_plan.tap_of(encoder.shape, P, 0)
     kept = [encoder.embed, encoder.positions, encoder.projections, encoder.centres]
     kept += [getattr(b, f.name) for b in encoder.blocks for f in dataclasses.fields(b)]
     assert lying_owner.weights(shape) == sum(x.size for x in kept)
     per = lying_owner.coefficient_bits(P, tap)
     span = (
-        16 * tap.bound * 2.0 ** (block_circuit.TAP_PRECISION + P.degree.bit_length() // 2)
+        16 * tap.bound * 2.0 ** (block_plan.TAP_PRECISION + P.degree.bit_length() // 2)
     )  # of a feature, over its noise
     assert math.log2(span) - 1.5 < per < math.log2(span) + 1.5
     found = lying_owner.exposure(shape, P, 3 * P.slots + 1)

@@ -7,8 +7,6 @@ a provider with a card and an owner without one understand each other.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Sequence
 from typing import Any, final
 
 import numpy as np
@@ -20,11 +18,11 @@ from cloister.crypto.entropy import Entropy, check_entropy
 from cloister.crypto.owner_ckks import card
 from cloister.crypto.owner_ckks.card import Tensor, wide
 from cloister.crypto.owner_ckks.gpu_ring import ring_on_card
+from cloister.crypto.owner_ckks.gpu_shelf import CardPool
 from cloister.crypto.owner_ckks.ring import KEEP, Opening, Parameters, modulus, primes_of
 from cloister.crypto.owner_ckks.scheme import decode
 from cloister.errors import ParameterError
 
-SHARE = 0.7  # of the card's free memory that shelves may take; the rest is for what is computed at the time
 TENSORS = {(2, 2), (2, 3), (2, 4), (2, 5), (3, 2), (3, 3), (3, 4), (3, 5), (4, 2), (4, 3), (4, 4), (5, 2), (5, 3)}
 
 
@@ -193,6 +191,10 @@ class Evaluator:
             raise ParameterError(f"there are no switching keys for ciphertexts of {p} polynomials")
         return self.ring.switched(cts, self._switching)
 
+    def dropped(self, cts: Tensor, keep: int) -> Tensor:
+        """⌊c / D⌉ of ciphertexts (n, 2, k, N) at the first `keep` primes, D the product of the others."""
+        return self.ring.dropped(cts, None, keep)
+
     def blind(self, cts: Tensor, how: Opening, mask_key: bytes, entropy: Entropy) -> Tensor:
         """Masked pairs (⌈n/2⌉, 2, KEEP, N); the masks are drawn from the key, and again by `unblind`."""
         check_entropy(entropy)
@@ -343,51 +345,3 @@ def centred(params: Parameters, residues: U32) -> F64:
         whole = whole + row.astype(object) * (Q // q * pow(Q // q, -1, q))
     whole %= Q
     return np.array([float(x - Q if x > Q // 2 else x) for x in whole])
-
-
-# ---- where ciphertexts lie between two stretches ---------------------------------------------------------------------
-
-
-@final
-class CardPool:
-    """Shelves on the card up to a limit that all pools share, in the host's memory beyond."""
-
-    taken = 0  # bytes on the card, by the shelves of all pools
-
-    def __init__(self, memory: int = 0) -> None:
-        self.memory = memory or int(SHARE * (card.free_memory() + CardPool.taken))
-
-    def shelf(self, n: int, p: int, k: int, degree: int) -> CardShelf:
-        size = n * p * k * degree * 4
-        inside = CardPool.taken + size <= self.memory
-        made = CardShelf((n, p, k, degree), inside=inside)
-        if inside:
-            CardPool.taken += size
-            weakref.finalize(made, CardPool._free, size)
-        return made
-
-    @staticmethod
-    def _free(size: int) -> None:
-        CardPool.taken -= size
-
-
-@final
-class CardShelf:
-    """n ciphertexts (p, k, N), written once and read by number; they come out on the card."""
-
-    def __init__(self, shape: tuple[int, int, int, int], *, inside: bool) -> None:
-        pinned = not inside and card.DEVICE == "cuda"
-        where = card.DEVICE if inside else "cpu"
-        self.shape, self._rows = shape, torch.empty(shape, dtype=torch.int32, device=where, pin_memory=pinned)
-
-    def put(self, start: int, cts: Tensor) -> None:
-        self._rows[start : start + len(cts)].copy_(cts)
-
-    def read(self, which: Sequence[int], k: int) -> Tensor:
-        """Ciphertexts (len(which), p, k, N) at their first k primes."""
-        at = np.asarray(which, np.int64)
-        if len(at) and (np.diff(at) == 1).all():
-            found = self._rows[int(at[0]) : int(at[-1]) + 1, :, :k]
-        else:
-            found = self._rows[torch.from_numpy(at).to(self._rows.device)][:, :, :k]
-        return found.contiguous().to(card.DEVICE)

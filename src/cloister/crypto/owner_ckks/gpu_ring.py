@@ -234,14 +234,14 @@ class CardRing:
         self.kernels.transforms("switched", n * k, out, cts, digits, keys, self._w, self.known, p, k, most)
         return out
 
-    def dropped(self, cts: Tensor, masks: Tensor) -> Tensor:
-        """⌊c / D⌉ of ciphertexts (n, 2, k, N), plus masks (n, KEEP, N) in coefficients: (n, 2, KEEP, N)."""
+    def dropped(self, cts: Tensor, masks: Tensor | None = None, keep: int = KEEP) -> Tensor:
+        """⌊c / D⌉ of ciphertexts (n, 2, k, N), plus masks (n, keep, N) in coefficients: (n, 2, keep, N)."""
         n, _, k, degree = cts.shape
-        half = dropped(self.params, k) // 2
-        by = self.kept(("half", k), lambda: np.array([half % q for q in self.primes[:k]], np.uint32))
-        out, count = card.empty(n, 2, KEEP, degree), 2 * n * degree
+        half = dropped(self.params, k, keep) // 2
+        by = self.kept(("half", k, keep), lambda: np.array([half % q for q in self.primes[:k]], np.uint32))
+        out, count = card.empty(n, 2, keep, degree), 2 * n * degree
         self.kernels.each(
-            "drop_primes", count, out, self.backward(cts), by, masks, self.inverses, self.known, k, KEEP, wide(count)
+            "drop_primes", count, out, self.backward(cts), by, masks, self.inverses, self.known, k, keep, wide(count)
         )
         return self.forward(out)
 

@@ -3,7 +3,8 @@
 pack       a + i·b, with i = X^(N/2): free, as values are real
 switch     c_2, c_3, … go over to c_0 and c_1: digits modulo single primes times the owner's switching keys,
 encryptions of s^2, s^3, … under s (one per digit; no further prime: their modulus is Q itself)
-drop       ⌊c / D⌉, D the product of all primes but KEEP: it takes the noise of the step before with it
+drop       ⌊c / D⌉, D the product of all primes but KEEP: it takes the noise of the step before with it. Between two
+openings single primes are dropped in the same way, so that a product of long factors stays short
 halves     what the owner finds under a mask, and what the provider has to take off, split in the same way
 """
 
@@ -59,13 +60,13 @@ class Pairs:
         self.kernels.reduce_all(sums, r.q, r.inv, out)
         return out
 
-    def drop(self, x: Residues) -> Residues:
-        """⌊x / D⌉ of coefficients (k, N) at KEEP primes; spoils x."""
+    def drop(self, x: Residues, keep: int = KEEP) -> Residues:
+        """⌊x / D⌉ of coefficients (k, N) at the first `keep` primes; spoils x."""
         r, k = self.ring, len(x)
-        half = dropped(self.params, k) // 2
+        half = dropped(self.params, k, keep) // 2
         by = np.array([half % q for q in r.primes[:k]], np.uint32)
-        self.kernels.drop(x, by, KEEP, r.q, r._inverse, r._inverse_s)
-        return np.ascontiguousarray(x[:KEEP])
+        self.kernels.drop(x, by, keep, r.q, r._inverse, r._inverse_s)
+        return np.ascontiguousarray(x[:keep])
 
     def halves(self, words: U32) -> U32:
         """Integers below Q, (words, N), as twice their real and imaginary parts, (2, words + 1, N)."""
@@ -88,9 +89,9 @@ def pairs_of(params: Parameters) -> Pairs:
     return Pairs(params)
 
 
-def dropped(params: Parameters, k: int) -> int:
+def dropped(params: Parameters, k: int, keep: int = KEEP) -> int:
     """D."""
-    return math.prod(primes_of(params)[KEEP:k])
+    return math.prod(primes_of(params)[keep:k])
 
 
 # ---- on the wire -----------------------------------------------------------------------------------------------------

@@ -63,6 +63,7 @@ class Parameters:
 
 SMALL = Parameters(4096, 4, 26, 21, 9, 40)  # the smallest ring that carries a block; for tests and small models
 STANDARD = Parameters()
+QUADRATIC = Parameters(weight_bits=11)  # for quadratic attention, whose longest stretch has five weights
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,7 @@ from cloister.crypto.entropy import Entropy, check_entropy
 from cloister.crypto.owner_ckks.pairs import pack_words, pairs_of, unpack_words
 from cloister.crypto.owner_ckks.ring import (
     KEEP,
+    QUADRATIC,
     SMALL,
     STANDARD,
     Cts,
@@ -312,6 +313,14 @@ class Evaluator:
         keys = self._switching
         return np.stack([pairs_of(self.params).switch(ct, keys) for ct in cts])
 
+    def dropped(self, cts: Cts, keep: int) -> Cts:
+        """⌊c / D⌉ of ciphertexts (n, p, k, N) at the first `keep` primes, D the product of the others."""
+        r, pairs, (n, p, _, N) = self.ring, pairs_of(self.params), cts.shape
+        out = np.empty((n, p, keep, N), np.uint32)
+        for c, m in np.ndindex(n, p):
+            out[c, m] = r.forward(pairs.drop(r.backward(cts[c, m].copy()), keep))
+        return out
+
     def blind(self, cts: Cts, how: Opening, mask_key: bytes, entropy: Entropy) -> U32:
         """Masked pairs (⌈n/2⌉, 2, KEEP, N); the masks are drawn from the key, and again by `unblind`."""
         if cts.shape[1:3] != (how.polys, how.primes):
@@ -348,6 +357,7 @@ class Evaluator:
 
 __all__ = [
     "KEEP",
+    "QUADRATIC",
     "SMALL",
     "STANDARD",
     "Cts",

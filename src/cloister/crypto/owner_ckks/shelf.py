@@ -27,9 +27,10 @@ class Pool:
     def __init__(self, memory: int = MEMORY) -> None:
         self.memory, self.used = memory, 0
 
-    def shelf(self, n: int, p: int, k: int, degree: int) -> Shelf:
+    def shelf(self, n: int, p: int, k: int, degree: int, *, rarely: bool = False) -> Shelf:
+        """What is read `rarely` takes a quarter of the memory at most."""
         size = n * p * k * degree * 4
-        inside = self.used + size <= self.memory
+        inside = self.used + size <= self.memory and not (rarely and size > self.memory // 4)
         shelf = Shelf((n, p, k, degree), inside=inside)
         if inside:
             self.used += size
@@ -42,7 +43,7 @@ class Pool:
 
 @final
 class Shelf:
-    """n ciphertexts (p, k, N), written once and read by number."""
+    """n ciphertexts (p, k, N), written and read by number."""
 
     def __init__(self, shape: tuple[int, int, int, int], *, inside: bool) -> None:
         self.shape = shape

@@ -6,17 +6,16 @@
     projection  multiply, linear on four polynomials, residual      1
     feed        linear, square, linear on three polynomials         1, or 2 where the modulus is short
 
-Values are recipes (`block_values`), so a block may be larger than memory. Run without an evaluator (`plan`), it only
-counts: the list of openings is the written depth budget, and both sides hold it before anything is sent.
+Values are recipes (`block_values`), so a block may be larger than memory. Run without an evaluator (`block_plan`), it
+only counts: the list of openings is the written depth budget, and both sides hold it before anything is sent.
+`quadratic_circuit` has the same parts for quadratic attention.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -29,21 +28,8 @@ from cloister.models.polynomial import START, Encoder, Shape
 from cloister.protocols.inference.block_values import Cts, Recipes, Refresh, Values, token
 
 TAP_BITS = 46  # the scale of what is read, above Δ
-TAP_PRECISION = 10  # bits of what is read; the flooding covers all below
 ROWS = 8  # of the attention matrix that are computed together
 EXP_BITS = 20.0  # the least scale of scores at which exp is one stretch
-
-
-@dataclass(frozen=True, slots=True)
-class Tap:
-    """How the owner reads one tap."""
-
-    block: int
-    primes: int
-    lift: int  # bits by which it is multiplied, until it fills the modulus: what is larger than it may be goes round
-    scale: float  # and flood_bits: after that
-    flood_bits: int
-    bound: float  # of a feature, from the calibration
 
 
 def quadratics(degree: int) -> list[tuple[float, float]]:
@@ -80,6 +66,10 @@ class Circuit(Recipes):
 
         x = self.by_token(s.tokens * s.width, s.width, 2, scale, [inputs], make)
         return (await self.refresh("embed", (x, s.x_bound)))[0]
+
+    async def enter(self, x: Values) -> Values:
+        """T·d ciphertexts at Δ and all primes → what `block` takes."""
+        return x
 
     async def layer_norm(
         self, x: Values, layer: int, which: int, gain: F64 | None = None, shift: F64 | None = None
@@ -269,7 +259,7 @@ class Heads:
 
         def compute(ids: Sequence[int], k: int) -> Cts:
             parts = []
-            for head, first, count in _rows_of(ids, tokens, T):
+            for head, first, count in rows_of(ids, tokens, T):
                 if head not in self.keys:
                     self.keys.clear()
                     self.keys[head] = self.all_of(1, head, k)
@@ -305,7 +295,7 @@ class Heads:
         return dataclasses.replace(weighted, recipe=sums.read), dataclasses.replace(plain, recipe=totals.read)
 
 
-def _rows_of(ids: Sequence[int], rows: int, length: int) -> Iterator[tuple[int, int, int]]:
+def rows_of(ids: Sequence[int], rows: int, length: int) -> Iterator[tuple[int, int, int]]:
     """(head, first row, how many) of a run of whole rows of the grid (head, i, j), `rows` of them per head."""
     row, last = ids[0] // length, ids[-1] // length
     if ids[0] % length or (ids[-1] + 1) % length or len(ids) != (last + 1 - row) * length:
@@ -314,77 +304,3 @@ def _rows_of(ids: Sequence[int], rows: int, length: int) -> Iterator[tuple[int, 
         count = min(last + 1 - row, rows - row % rows, ROWS)
         yield row // rows, row % rows, count
         row += count
-
-
-# ---- the plan -------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """All round trips of one batch: per round the openings; after some, a tap."""
-
-    rounds: tuple[tuple[Opening, ...], ...]
-    taps: tuple[tuple[int, Tap], ...]  # (rounds done before it, how it is read)
-
-    @property
-    def openings(self) -> list[Opening]:
-        return [h for r in self.rounds for h in r]
-
-
-def tap_of(shape: Shape, params: Parameters, number: int) -> Tap:
-    scale = math.ldexp(params.scale * params.weight_scale, TAP_BITS)
-    bound = shape.tap_bound(number)
-    noise = math.log2(6 * 3.2 * bound * params.weight_scale * math.sqrt(shape.width))
-    flood = math.floor(math.log2(scale)) - TAP_PRECISION - params.degree.bit_length() // 2
-    if flood < noise + block.FLOOD_BITS:
-        raise ParameterError("a tap cannot be flooded by 40 bits at this scale; use a smaller width or weight scale")
-    need = math.ceil(math.log2(scale * bound)) + 2  # what lies beyond the bound shows, up to four times
-    primes = block.primes_for(params, need)
-    if not primes:
-        raise ParameterError("a tap does not fit into the modulus; use more primes")
-    lift = block.room(params, primes) - need
-    return Tap(shape.taps[number], primes, lift, math.ldexp(scale, lift), flood + lift, bound)
-
-
-@functools.lru_cache(maxsize=32)
-def plan(shape: Shape, params: Parameters, last: int = 1) -> Plan:
-    """All round trips of one batch. Of the last block only the first `last` tokens come out: taps read no others."""
-    rounds: list[tuple[Opening, ...]] = []
-    taps: list[tuple[int, Tap]] = []
-
-    async def count(parts: list[tuple[Opening, Any]]) -> list[Any]:
-        rounds.append(tuple(h for h, _ in parts))
-        return [None] * len(parts)
-
-    c = Circuit(shape, params, count)
-
-    async def whole() -> None:
-        x = await c.embed(Values((shape.tokens - 1) * shape.inputs, 2, params.scale))
-        for layer in range(shape.depth):
-            x = await c.block(x, layer, last if layer + 1 == shape.depth else 0)
-            if layer + 1 in shape.taps:
-                number = shape.taps.index(layer + 1)
-                tap = tap_of(shape, params, number)
-                c.require(await c.tap(x, number), tap.primes)
-                taps.append((len(rounds), tap))
-
-    coroutine = whole()
-    try:
-        coroutine.send(None)
-    except StopIteration:
-        need = iter(c.need)
-        planned = [tuple(dataclasses.replace(h, back=next(need)) for h in r) for r in rounds]
-        return Plan(tuple(planned), tuple(taps))
-    raise RuntimeError("counting waits for nobody")
-
-
-def used(shape: Shape, params: Parameters, last: int = 1) -> dict[str, Any]:
-    """The depth budget in figures: openings, ciphertexts, and the least hiding."""
-    every = plan(shape, params, last).openings
-    return {
-        "rounds": len(plan(shape, params, last).rounds),
-        "ciphertexts": sum(h.count for h in every),
-        "hiding": min(h.hiding for h in every),
-        "largest_message_bits": max(h.message_bits for h in every),
-        "modulus_bits": params.count * params.bits,
-    }

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from cloister.arrays import F64
+from cloister.crypto.owner_ckks.pairs import dropped
 from cloister.crypto.owner_ckks.scheme import Opening, Parameters, opening
 from cloister.crypto.owner_ckks.shelf import Pool
 from cloister.errors import ParameterError
@@ -34,9 +35,10 @@ class Values:
     p: int
     scale: float
     recipe: Recipe | None = None
-    k: int = 0  # primes there are; 0 where we only count
+    k: int = 0  # primes there are; where we only count, 0 if as many as are asked for
     group: int = 1  # how many are best made together
     origins: frozenset[int] = frozenset()  # the refreshes they come from
+    shelf: Any = None  # where they lie, if they were computed already
 
     def scaled(self, factor: float) -> Values:
         """The same ciphertexts read as values / factor."""
@@ -84,13 +86,15 @@ class Recipes:
             raise ParameterError("there is nothing to compute where we only count")
         return self._ev
 
-    async def refresh(self, label: str, *parts: tuple[Values, float], want: float = 0.0) -> list[Values]:
-        """One round trip for arrays, each with the bound of its values; back at scale Δ or `want`."""
-        want = want or self.delta
+    async def refresh(
+        self, label: str, *parts: tuple[Values, float], want: float | tuple[float, ...] = 0.0
+    ) -> list[Values]:
+        """One round trip for arrays, each with the bound of its values; back at scale Δ or `want`, one or several."""
+        wants = want if isinstance(want, tuple) else (want or self.delta,) * len(parts)
         if self.counting:
             how = []
-            for v, bound in parts:
-                h = opening(self.params, label, v.n, v.p, v.scale, bound, want, v.group * max(1, AT_ONCE // v.group))
+            for (v, bound), scale in zip(parts, wants, strict=True):
+                h = opening(self.params, label, v.n, v.p, v.scale, bound, scale, v.group * max(1, AT_ONCE // v.group))
                 self.require(v, h.primes)
                 self.need.append(h.back)
                 how.append(h)
@@ -101,11 +105,16 @@ class Recipes:
         back = await self._refresh([(h, v.recipe) for h, (v, _) in zip(how, parts, strict=True)])
         first = len(self.need) - len(how)
         return [
-            Values(h.count, 2, want, recipe, h.back, origins=frozenset([first + i]) if self.counting else frozenset())
-            for i, (h, recipe) in enumerate(zip(how, back, strict=True))
+            Values(h.count, 2, scale, None, origins=frozenset([first + i]))
+            if self.counting
+            else Values(h.count, 2, scale, recipe, h.back)
+            for i, (h, recipe, scale) in enumerate(zip(how, back, wants, strict=True))
         ]
 
     def require(self, v: Values, primes: int) -> None:
+        """Where we count: v is needed at so many primes."""
+        if v.k and primes > v.k:
+            raise ParameterError(f"values that have {v.k} primes would need {primes}; use smaller scales")
         for at in v.origins:
             self.need[at] = max(self.need[at], primes)
 
@@ -115,7 +124,7 @@ class Recipes:
         """Values that a recipe makes of others."""
         origins = frozenset[int]().union(*(v.origins for v in parents))
         if self.counting:
-            return Values(n, p, scale, None, 0, group, origins)
+            return Values(n, p, scale, None, min((v.k for v in parents if v.k), default=0), group, origins)
         return Values(n, p, scale, recipe, min(v.k for v in parents), group, origins)
 
     def shelf(self, n: int, p: int, k: int) -> Any:
@@ -151,6 +160,25 @@ class Recipes:
             return self.ev.products(got, got)
 
         return self.derive(x.n, 2 * x.p - 1, x.scale**2, [x], x.group, compute)
+
+    def switched(self, x: Values) -> Values:
+        """The same of two polynomials."""
+
+        def compute(ids: Sequence[int], k: int) -> Cts:
+            return self.ev.switched(x.get(ids, k))
+
+        return self.derive(x.n, 2, x.scale, [x], x.group, compute)
+
+    def shortened(self, x: Values, k: int, keep: int) -> Values:
+        """Of two polynomials, and divided by the primes from `keep` on, of the k at which x is computed."""
+        if self.counting:
+            self.require(x, k)
+
+        def compute(ids: Sequence[int], most: int) -> Cts:
+            return self.ev.cut(self.ev.dropped(self.ev.switched(x.get(ids, k)), keep), most)
+
+        scale = x.scale / dropped(self.params, k, keep)
+        return Values(x.n, 2, scale, None if self.counting else compute, keep, x.group)
 
     def by_token(
         self, n: int, outs: int, p: int, scale: float, parents: Sequence[Values], make: Callable[[int, int], Cts]

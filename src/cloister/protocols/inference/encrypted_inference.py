@@ -4,14 +4,17 @@
                 switching keys          encryptions of s², s³, … under s, with a seed of their own
     per batch (slot = sample):
     L2  u → P   [x]                     one ciphertext per input number
-    per round of the plan (`block_circuit.plan`):
+    per round of the plan (`block_plan.plan`):
     L3  P → u   [y + i·y' + M]          two values; re-randomised, M uniform modulo Q: u sees no activation
     L4  u → P   [⌊2·Re(…)·f⌋], …        each encrypted afresh; P subtracts what M makes of it
     after the tapped blocks, about a third of them and never two adjacent ones:
     L5  P → u   [R·b_cls - c]           r numbers per sample, re-randomised, flooded below their tenth bit
 
-Of the last block only the class token is computed. The taps are fixed in the plan, for every sample and for all time:
-asking again gives the same numbers again, with other noise: a sample that fills k slots or batches is read √k finer.
+With quadratic attention (`quadratic_circuit`) only normalised values and weighted sums go through L3 and L4; the
+activations between blocks and the scores never do. Of the last block only the class token is computed.
+
+The taps are fixed in the plan, for every sample and for all time: asking again gives the same numbers again, with other
+noise: a sample that fills k slots or batches is read √k finer.
 
 Reveals
 -------
@@ -80,8 +83,8 @@ from cloister.errors import CloisterError, DataError, ParameterError, ProtocolAb
 from cloister.models.polynomial import Encoder, Shape, check_inputs, hidden, taps_of
 from cloister.net.channel import Channel
 from cloister.net.wire import message
-from cloister.protocols.inference.block_circuit import Circuit, Tap, plan, tap_of
 from cloister.protocols.inference.block_messages import chunks, key_shapes, pairs, parts, powers, together, traffic
+from cloister.protocols.inference.block_plan import Tap, circuit_of, plan, tap_of
 from cloister.protocols.inference.block_values import Recipe, Values
 from cloister.study import Party
 
@@ -367,7 +370,7 @@ async def provider(
         ledger.admit(u, key.batches * p.slots, math.ceil(params.budget / p.slots) * p.slots)
         side = ProviderSide(mine, params, u, key, entropy, device)
         for n in range(key.batches):
-            circuit = Circuit(s, p, side.refresh, rounded, side.ev, plan(s, p).openings, side.pool)
+            circuit = circuit_of(s)(s, p, side.refresh, rounded, side.ev, plan(s, p).openings, side.pool)
             x = await circuit.embed(await side.inputs())
             for layer in range(s.depth):
                 ch.step(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from cloister.crypto.owner_ckks.scheme import Parameters, modulus
 from cloister.models.polynomial import Shape
-from cloister.protocols.inference.block_circuit import Tap, tap_of
+from cloister.protocols.inference.block_plan import Tap, tap_of
 
 
 @dataclass(frozen=True, slots=True)

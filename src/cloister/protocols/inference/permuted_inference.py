@@ -52,8 +52,9 @@ from cloister.models.polynomial import Encoder, Shape, check_inputs, hidden
 from cloister.net.channel import Channel
 from cloister.net.wire import message
 from cloister.protocols.inference import encrypted_inference
-from cloister.protocols.inference.block_circuit import Circuit, Plan, plan
+from cloister.protocols.inference.block_circuit import Circuit
 from cloister.protocols.inference.block_messages import key_shapes, parts, powers, traffic
+from cloister.protocols.inference.block_plan import Plan, plan
 from cloister.protocols.inference.block_values import Values
 from cloister.protocols.inference.encrypted_inference import (
     Key,
@@ -80,6 +81,8 @@ class Params:  # public
 
     def __post_init__(self) -> None:
         _ = self.inside
+        if self.shape.attention != "taylor":
+            raise ParameterError("published mode opens every block, as the paper does: export with attention 'taylor'")
 
     @property
     def inside(self) -> encrypted_inference.Params:

@@ -73,7 +73,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) switched(u32* out, const u
 }
 
 // ⌊(x + half) / D⌋ of coefficients (rows, k, N) at the first `keep` primes, D the product of the others; plus masks
-// (rows / 2, keep, N) in every second row, from the first on. Below 2q.
+// (rows / 2, keep, N), if there are any, in every second row, from the first on. Below 2q.
 extern "C" __global__ void drop_primes(u32* out, const u32* in, const u32* half, const u32* masks, const Factor* inverses,
                                        const Prime* primes, int k, int keep, long count) {
   long i = thread_number();  // (rows, N)
@@ -95,7 +95,7 @@ extern "C" __global__ void drop_primes(u32* out, const u32* in, const u32* half,
   }
 #pragma unroll
   for (int j = 0; j < MOST_PRIMES; j++)
-    if (j < keep) out[(row * keep + j) * N + x] = d[j] + (row & 1 ? 0 : masks[(row / 2 * keep + j) * N + x]);
+    if (j < keep) out[(row * keep + j) * N + x] = d[j] + (row & 1 || masks == 0 ? 0 : masks[(row / 2 * keep + j) * N + x]);
 }
 
 // ---- tight words -----------------------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """An encoder that consists of sums and products only: what a provider evaluates on ciphertexts, in plain NumPy.
 
     tokens      x_0 = p_0 (class token),  x_t = E·input_t + p_t
-    attention   s = q·k,  e = T_6(s) (Taylor's exp),  D = mean(e) / S,  1/D by Goldschmidt,  o = Σ e·v / Σ e
+    attention   s = q·k,  e = T_6(s) (Taylor's exp) or (s + c)² (quadratic),  D = mean(e) / S,  1/D by Goldschmidt,
+                o = Σ e·v / Σ e
     LayerNorm   v = variance / V,  1/√v by Newton from a line
     activation  a·u² + b·u + c,  written as a·(u + b/2a)² + rest and folded into the weights
     blocks      pre-norm (ViT) or post-norm (scGPT):  one interface, the same steps in another order
@@ -28,6 +29,7 @@ from cloister.errors import DataError, ParameterError
 
 GELU = (0.2125, 0.5, 0.0697)  # least squares on N(0, 1)
 RELU = (0.1995, 0.5, 0.1995)
+ATTENTION = ("taylor", "quadratic")
 TURNING = {2: -1.0, 4: -1.596, 6: -2.180}  # below it, Taylor's exp of that degree turns upwards; see `turning`
 TOP_SCORE = 3.5  # above, it lacks more than a seventh of exp at degree 6
 DIVISION = (0.05, 1.95)  # where Goldschmidt converges
@@ -59,12 +61,16 @@ class Shape:
     u_bound: float = 16.0  # of queries, keys, values and hidden units
     input_bound: float = 0.0  # of what an owner brings; 0: as x_bound
     tap_bounds: tuple[float, ...] = ()  # of what an owner reads, tap by tap; none: TAP_BOUND
+    attention: Literal["taylor", "quadratic"] = "taylor"  # how a score becomes a weight
+    sum_bound: float = 0.0  # of weighted sums of values before they are divided; 0: twice u_bound
 
     def __post_init__(self) -> None:
         if self.width % self.heads or min(self.tokens, self.inputs, self.hidden, self.depth, self.rank) < 1:
             raise ParameterError(f"the width {self.width} must be a multiple of the number of heads {self.heads}")
         if self.exp_degree not in (2, 4, 6) or self.steps < 1 or self.root_steps < 1 or self.tokens < 2:
             raise ParameterError("exp has degree 2, 4 or 6, and division and root take at least one step")
+        if self.attention not in ATTENTION:
+            raise ParameterError(f"attention is one of {', '.join(ATTENTION)}, found '{self.attention}'")
         if list(self.taps) != sorted(set(self.taps)) or any(not 1 <= t <= self.depth for t in self.taps):
             raise ParameterError(f"taps must be blocks 1 to {self.depth}, in order")
         if self.tap_bounds and (len(self.tap_bounds) != len(self.taps) or not 0 < max(self.tap_bounds) <= TAP_BOUND):
@@ -98,6 +104,7 @@ class Block:
     up_bias: F64  # with b/2a
     down: F64  # (d, f), times a
     down_bias: F64  # with the rest of the activation
+    offset: F64 = field(default_factory=lambda: np.zeros(0))  # c of each head; quadratic attention only
     gain1: F64 = field(default_factory=lambda: np.zeros(0))  # post-norm only
     shift1: F64 = field(default_factory=lambda: np.zeros(0))
     gain2: F64 = field(default_factory=lambda: np.zeros(0))
@@ -157,7 +164,9 @@ class Encoder:
                 meta = json.loads(kept["meta"].tobytes())
             shape = shape_of(meta["shape"])
             names = [f.name for f in dataclasses.fields(Block)]
-            blocks = tuple(Block(**{n: arrays[f"{i}.{n}"] for n in names}) for i in range(shape.depth))
+            blocks = tuple(
+                Block(**{n: arrays[f"{i}.{n}"] for n in names if f"{i}.{n}" in arrays}) for i in range(shape.depth)
+            )
             projections, centres, card = arrays["projections"], arrays["centres"], meta["card"]
             encoder = cls(shape, arrays["embed"], arrays["positions"], blocks, projections, centres, card)
         except FileNotFoundError:
@@ -232,10 +241,12 @@ def attend(shape: Shape, b: Block, z: F64, layer: int, watch: Watch) -> F64:
     q, k, v = (a.reshape(n, T, shape.heads, -1).transpose(0, 2, 1, 3) for a in np.split(y, 3, axis=-1))
     s = q @ k.transpose(0, 1, 3, 2)
     watch("scores", layer, s)
-    e = taylor(s, shape.exp_degree)
+    e = (s + b.offset[:, None, None]) ** 2 if shape.attention == "quadratic" else taylor(s, shape.exp_degree)
     D = e.mean(axis=-1, keepdims=True) / shape.means[layer]
     watch("division", layer, D)
-    o = e @ v / (T * shape.means[layer]) * inverse(D, shape.steps)
+    o = e @ v / (T * shape.means[layer])
+    watch("sums", layer, o)
+    o = o * inverse(D, shape.steps)
     return np.asarray(o.transpose(0, 2, 1, 3).reshape(n, T, d) @ b.out.T + b.out_bias)
 
 
@@ -289,105 +300,3 @@ def check_inputs(shape: Shape, inputs: F64) -> None:
     bound = shape.input_bound or shape.x_bound
     if len(inputs) and not (np.isfinite(inputs).all() and float(np.abs(inputs).max()) <= bound):
         raise DataError(f"inputs are missing or beyond ±{bound:g}; normalise them as the model's card says")
-
-
-# ---- ranges ---------------------------------------------------------------------------------------------------------
-
-
-class Ranges:
-    """Smallest and largest of every kind of value, block by block."""
-
-    def __init__(self) -> None:
-        self.seen: dict[tuple[str, int], tuple[float, float]] = {}
-
-    def __call__(self, what: str, block: int, values: Any) -> None:
-        low, high = self.seen.get((what, block), (math.inf, -math.inf))
-        self.seen[what, block] = (min(low, float(values.min())), max(high, float(values.max())))
-
-
-def limits(shape: Shape) -> dict[str, tuple[float, float]]:
-    return {
-        "scores": (TURNING[shape.exp_degree], TOP_SCORE),
-        "division": DIVISION,
-        "root": ROOT,
-        "units": (-shape.u_bound, shape.u_bound),
-        "activations": (-shape.x_bound, shape.x_bound),
-    }
-
-
-def check_ranges(encoder: Encoder, inputs: F64) -> Ranges:
-    """Refuse a model whose values leave the intervals of its approximations on these inputs."""
-    ranges = Ranges()
-    hidden(encoder, inputs, ranges)
-    allowed = limits(encoder.shape)
-    for (what, block), (low, high) in sorted(ranges.seen.items(), key=lambda kv: (kv[0][1], kv[0][0])):
-        a, b = allowed[what]
-        if not (a <= low and high <= b):  # NaN is not <= anything
-            raise ParameterError(
-                f"block {block + 1}: {what} reach [{low:.3g}, {high:.3g}], the approximation holds on [{a:g}, {b:g}]; "
-                "distil longer with the range penalty, or on data more like the owners'"
-            )
-    return ranges
-
-
-def calibrate(encoder: Encoder, inputs: F64, *, centred: bool = False) -> Encoder:
-    """Choose V, S and the public bounds from auxiliary inputs, block after block, with a margin.
-
-    V and S follow the largest value, or (`centred`) leave room at both ends of the interval, three times as much above
-    as below in the logarithm: there is a smallest variance, that of a flat patch, but hardly a largest.
-    """
-    depth = encoder.shape.depth
-    shape = dataclasses.replace(encoder.shape, variances=(1.0,) * (2 * depth), means=(1.0,) * depth)
-    pre = (("root", 0), ("division", 0), ("root", 1))
-    post = (("division", 0), ("root", 0), ("root", 1))
-    ranges, x = Ranges(), embed(encoder, inputs)
-    ranges("activations", 0, x)
-    for layer, block in enumerate(encoder.blocks):
-        for kind, which in pre if shape.norm == "pre" else post:  # each is met before the ones after it
-            seen: list[tuple[float, float]] = []
-
-            def watch(what: str, _: int, values: Any) -> None:
-                if what == kind:  # noqa: B023
-                    seen.append((float(values.min()), float(values.max())))  # noqa: B023
-
-            with np.errstate(all="ignore"):
-                run_block(shape, block, x, layer, watch)
-            variances, means = list(shape.variances), list(shape.means)
-            low, high = seen[which]
-            a, b = ROOT if kind == "root" else DIVISION
-            room = b * low / (a * high)
-            unit = high if kind == "root" else high / 1.5
-            if centred and room > 1:
-                unit = low / (a * room**0.25)
-            if kind == "root":
-                variances[2 * layer + which] = unit
-            else:
-                means[layer] = unit
-            shape = dataclasses.replace(shape, variances=tuple(variances), means=tuple(means))
-        x = run_block(shape, block, x, layer, ranges)
-
-    def bound(what: str) -> float:
-        top = max(max(abs(a), abs(b)) for (w, _), (a, b) in ranges.seen.items() if w == what)
-        return 2.0 ** math.ceil(math.log2(max(1.5 * top, float(np.abs(inputs).max()), 1.0)))
-
-    widest = 1.25 * float(np.abs(inputs).max())
-    shape = dataclasses.replace(shape, x_bound=bound("activations"), u_bound=bound("units"), input_bound=widest)
-    return dataclasses.replace(encoder, shape=shape)
-
-
-def fit_projections(encoder: Encoder, inputs: F64) -> Encoder:
-    """Fix the low-rank projections: leading principal directions of the class token on auxiliary inputs, whitened."""
-    b, shape = hidden(encoder, inputs), encoder.shape
-    P, c = [], []
-    for t in shape.taps:
-        x = b[t][:, 0]
-        centred = x - x.mean(axis=0)
-        _, s, V = np.linalg.svd(centred, full_matrices=False)
-        spread = np.maximum(s[: shape.rank] / math.sqrt(len(x)), 0.02 * s[0] / math.sqrt(len(x)))
-        rows = V[: shape.rank] / spread[:, None]
-        P.append(rows)
-        c.append(rows @ x.mean(axis=0))
-    projected = dataclasses.replace(encoder, projections=np.stack(P), centres=np.stack(c))
-    largest = np.abs(taps_of(projected, b)).max(axis=(0, 2))  # by tap
-    bounds = tuple(min(TAP_BOUND, 2.0 * float(x)) for x in largest)
-    return dataclasses.replace(projected, shape=dataclasses.replace(shape, tap_bounds=bounds))

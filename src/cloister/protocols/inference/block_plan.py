@@ -1,0 +1,105 @@
+"""The plan of an encrypted encoder: all round trips, counted by its circuit before anything is sent."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from cloister.crypto.owner_ckks.scheme import FLOOD_BITS, Opening, Parameters, primes_for, room
+from cloister.errors import ParameterError
+from cloister.models.polynomial import Shape
+from cloister.protocols.inference.block_circuit import TAP_BITS, Circuit
+from cloister.protocols.inference.block_values import Values
+from cloister.protocols.inference.quadratic_circuit import QuadraticCircuit
+
+TAP_PRECISION = 10  # bits of what is read; the flooding covers all below
+
+
+def circuit_of(shape: Shape) -> type[Circuit]:
+    return QuadraticCircuit if shape.attention == "quadratic" else Circuit
+
+
+@dataclass(frozen=True, slots=True)
+class Tap:
+    """How the owner reads one tap."""
+
+    block: int
+    primes: int
+    lift: int  # bits by which it is multiplied, until it fills the modulus: what is larger than it may be goes round
+    scale: float  # and flood_bits: after that
+    flood_bits: int
+    bound: float  # of a feature, from the calibration
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All round trips of one batch: per round the openings; after some, a tap."""
+
+    rounds: tuple[tuple[Opening, ...], ...]
+    taps: tuple[tuple[int, Tap], ...]  # (rounds done before it, how it is read)
+
+    @property
+    def openings(self) -> list[Opening]:
+        return [h for r in self.rounds for h in r]
+
+
+def tap_of(shape: Shape, params: Parameters, number: int) -> Tap:
+    scale = math.ldexp(params.scale * params.weight_scale, TAP_BITS)
+    bound = shape.tap_bound(number)
+    noise = math.log2(6 * 3.2 * bound * params.weight_scale * math.sqrt(shape.width))
+    flood = math.floor(math.log2(scale)) - TAP_PRECISION - params.degree.bit_length() // 2
+    if flood < noise + FLOOD_BITS:
+        raise ParameterError("a tap cannot be flooded by 40 bits at this scale; use a smaller width or weight scale")
+    need = math.ceil(math.log2(scale * bound)) + 2  # what lies beyond the bound shows, up to four times
+    primes = primes_for(params, need)
+    if not primes:
+        raise ParameterError("a tap does not fit into the modulus; use more primes")
+    lift = room(params, primes) - need
+    return Tap(shape.taps[number], primes, lift, math.ldexp(scale, lift), flood + lift, bound)
+
+
+@functools.lru_cache(maxsize=32)
+def plan(shape: Shape, params: Parameters, last: int = 1) -> Plan:
+    """All round trips of one batch. Of the last block only the first `last` tokens come out: taps read no others."""
+    rounds: list[tuple[Opening, ...]] = []
+    taps: list[tuple[int, Tap]] = []
+
+    async def count(parts: list[tuple[Opening, Any]]) -> list[Any]:
+        rounds.append(tuple(h for h, _ in parts))
+        return [None] * len(parts)
+
+    c = circuit_of(shape)(shape, params, count)
+
+    async def whole() -> None:
+        x = await c.embed(Values((shape.tokens - 1) * shape.inputs, 2, params.scale))
+        for layer in range(shape.depth):
+            x = await c.block(x, layer, last if layer + 1 == shape.depth else 0)
+            if layer + 1 in shape.taps:
+                number = shape.taps.index(layer + 1)
+                tap = tap_of(shape, params, number)
+                c.require(await c.tap(x, number), tap.primes)
+                taps.append((len(rounds), tap))
+
+    coroutine = whole()
+    try:
+        coroutine.send(None)
+    except StopIteration:
+        need = iter(c.need)
+        planned = [tuple(dataclasses.replace(h, back=next(need)) for h in r) for r in rounds]
+        return Plan(tuple(planned), tuple(taps))
+    raise RuntimeError("counting waits for nobody")
+
+
+def used(shape: Shape, params: Parameters, last: int = 1) -> dict[str, Any]:
+    """The depth budget in figures: openings, ciphertexts, and the least hiding."""
+    every = plan(shape, params, last).openings
+    return {
+        "rounds": len(plan(shape, params, last).rounds),
+        "ciphertexts": sum(h.count for h in every),
+        "hiding": min(h.hiding for h in every),
+        "largest_message_bits": max(h.message_bits for h in every),
+        "modulus_bits": params.count * params.bits,
+    }
