@@ -2,8 +2,9 @@
 
 Eighteen donors, six at each hospital, three of them ill. In the ill, macrophages express twenty genes more, and most T
 cells are missing; at Vienna a clone grows. Each hospital has labelled the kinds of cells that it knows. All of this is
-drawn by `demo_cohort` over real lung cells, with the same seed as ever. How many donors there are, how strong an effect
-is and who knows what was set beforehand; no seed was picked by what comes out.
+drawn by `demo_cohort` over real lung cells, with the seed that it always had. How many donors there are, how strong the
+clone is, who knows what and what CellCnn sees was chosen, after some trials, so that there is something to gain; no
+seed was picked by what comes out.
 """
 
 from __future__ import annotations
@@ -78,7 +79,8 @@ class Story:
             " Half of the donors are ill: their macrophages express twenty genes more, and most of their T cells are"
             " missing. At Vienna a clone grows. Basel has labelled epithelium and stroma, Lugano stroma and immune"
             " cells, Vienna lymphocytes; one cell in five is kept for scores. Cells are real; donors, disease and clone"
-            " are simulated. Sizes and effects were set beforehand, and no seed was picked by what comes out."
+            " are simulated. Sizes and effects were chosen so that there is something to gain; no seed was picked by"
+            " what comes out."
         )
 
     @property
