@@ -136,9 +136,11 @@ def test_rehearse_from_a_study_file(run, files, tmp_path):
     study = tmp_path / "study.toml"
     parties = "\n".join(f'{p} = "site"' for p in files)
     head = 'name = "s"\nworkflow = "bin-values"\n'
-    study.write_text(f'{head}[parties]\nhub = "coordinator"\n{parties}\n[parameters]\nn_bins = 11\n')
-    code, out, err = run("rehearse", "bin-values", study, *data_of(files), "--json")
+    grounds = '[governance]\npermit = "EK 7"\n'
+    study.write_text(f'{head}[parties]\nhub = "coordinator"\n{parties}\n[parameters]\nn_bins = 11\n{grounds}')
+    code, out, err = run("rehearse", "bin-values", study, *data_of(files), "--json", "--out", tmp_path / "results")
     assert code == 0, err
+    assert json.loads((tmp_path / "results" / "vienna.receipt.json").read_text())["header"]["governance"]["permit"]
     assert len(json.loads(out)["results"]["vienna"]["bin_edges"]) == 10
     study.write_text(study.read_text().replace("n_bins", "bins"))
     code, _, err = run("rehearse", "bin-values", study, *data_of(files))
