@@ -119,8 +119,8 @@ def learns_table(*names: str) -> str:
 
 
 def learns_of(name: str) -> str:
-    """One workflow: a row per party, a column per mode."""
-    told = {mode: dict(learns(name, mode)) for mode in modes(name)}
+    """One workflow: a row per party, a column per mode. What leaves split or encrypted stands in SECURITY.md."""
+    told = {mode: {who: what for who, what in learns(name, mode) if who != LEAVES} for mode in modes(name)}
     whos = sorted(dict.fromkeys(who for rows in told.values() for who in rows), key=lambda who: who == TOGETHER)
     rows = []
     for who in whos:

@@ -137,9 +137,11 @@ def test_rehearse_from_a_study_file(run, files, tmp_path):
     study = tmp_path / "study.toml"
     parties = "\n".join(f'{p} = "site"' for p in files)
     head = 'name = "s"\nworkflow = "bin-values"\n'
-    study.write_text(f'{head}[parties]\nhub = "coordinator"\n{parties}\n[parameters]\nn_bins = 11\n')
-    code, out, err = run("rehearse", "bin-values", study, *data_of(files), "--json")
+    grounds = '[governance]\npermit = "EK 7"\n'
+    study.write_text(f'{head}[parties]\nhub = "coordinator"\n{parties}\n[parameters]\nn_bins = 11\n{grounds}')
+    code, out, err = run("rehearse", "bin-values", study, *data_of(files), "--json", "--out", tmp_path / "results")
     assert code == 0, err
+    assert json.loads((tmp_path / "results" / "vienna.receipt.json").read_text())["header"]["governance"]["permit"]
     assert len(json.loads(out)["results"]["vienna"]["bin_edges"]) == 10
     study.write_text(study.read_text().replace("n_bins", "bins"))
     code, _, err = run("rehearse", "bin-values", study, *data_of(files))
@@ -325,3 +327,22 @@ def test_a_run_tells_its_numbers_and_an_abort_where_its_receipts_are(run, files,
     assert code == 4
     assert f"are in {tmp_path / 's'}" in err
     assert "no gene in common" in err
+
+
+def test_what_is_signed_is_shown_before_anything_runs(run, tmp_path):
+    text = (
+        'name = "bins"\nworkflow = "bin-values"\n[parties]\nhub = "coordinator"\na = "site"\nb = "site"\n'
+        '[governance]\npurpose = "to [know] bins"\npermit = "EK 7"\nexpires = "2020-01-31"\n'
+    )
+    (tmp_path / "study.toml").write_text(text)
+    code, out, _ = run("explain", tmp_path / "study.toml")
+    assert code == 0
+    assert "Purpose: to [know] bins\nPermit: EK 7\nMay run until: 2020-01-31\n" in out
+    (tmp_path / "study.toml").write_text(text.partition("[governance]")[0])
+    assert "purpose, legal basis, permit and expiry are not written in it" in run("explain", tmp_path / "study.toml")[1]
+    code, _, err = run("site", tmp_path, "--by", "Ann")
+    assert code == 2
+    assert "--by and --data are for --approve" in err
+    code, _, err = run("halt", tmp_path)
+    assert code == 1
+    assert "is no start-up kit" in err

@@ -71,7 +71,7 @@ def halt(
     kit: Annotated[Path, typer.Argument(help="This party's start-up kit.")],
     by: Annotated[str, typer.Option(help="Who halts; the login name by default.")] = "",
 ) -> None:
-    """Stop every run at this party now, and withdraw its approval of the kit's study."""
+    """Stop every run at this party now, and withdraw its approval."""
     from cloister.runtime.sign_off.halting import halt as stop
 
     done = stop(kit, by)

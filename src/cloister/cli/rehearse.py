@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -151,6 +152,7 @@ def rehearse(
     given |= own_options(extra, workflows.get(workflow), context)
     files = sites_of(data)
     planned = plan_study(workflow, files, options=given, **(plan | own))
+    planned = planned if study is None else replace(planned, governance=agreed.governance)
     _rehearse_one(planned, files, folder, processes=processes, as_json=as_json, quiet=quiet)
 
 

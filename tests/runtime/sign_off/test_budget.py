@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 import threading
 
 import pytest
@@ -90,11 +91,12 @@ def test_a_damaged_file_allows_nothing(tmp_path, text):
 
 
 def test_two_kits_of_two_studies_share_one_budget(tmp_path):
-    kits = []
+    first, kits = provision(STUDY, tmp_path / "kits")["a"], []
     for name in ("one", "two"):
-        study = dataclasses.replace(STUDY, name=name)
-        kit = Kit.open(provision(study, tmp_path / name)["a"])
-        write_cells(demo_sites()["basel"], kit.path / "cells.h5ad")
+        path = shutil.copytree(first, tmp_path / name)
+        (path / "study.toml").write_text((path / "study.toml").read_text().replace('"bins"', f'"{name}"'))
+        write_cells(demo_sites()["basel"], path / "cells.h5ad")
+        kit = Kit.open(path)
         text = kit.policy_file.read_text().replace('file = "budget.json"', f'file = "{tmp_path / "shared.json"}"')
         kit.policy_file.write_text(text.replace("runs = 100", "runs = 2"))
         kit.approve()

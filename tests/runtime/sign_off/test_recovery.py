@@ -87,6 +87,19 @@ def test_one_run_at_a_time_and_of_its_steps(basel):
     assert list(other.glob(f"*{SUFFIX}"))
 
 
+def test_a_run_that_was_killed_before_its_first_message_is_told_too(basel):
+    """Whoever waits for the end of that run would wait for ever."""
+    recover(basel, "5" * 32)
+    (told,) = (basel.path / "results").glob("*-55555555/outcome.json")
+    ended = Ended.load(told)
+    assert ended.status == "aborted"
+    assert "nothing had been sent" in ended.error["text"]
+    before = told.read_bytes()
+    recover(basel, "5" * 32)
+    assert [told] == list((basel.path / "results").glob("*-55555555/outcome.json"))
+    assert told.read_bytes() == before
+
+
 def test_a_journal_that_was_altered_is_left_for_people_to_see(basel):
     folder = left_by_kill(basel)
     file = folder / f"basel{SUFFIX}"

@@ -17,7 +17,7 @@ from cloister.net.seat import SIGNED
 from cloister.run.results import save_run
 from cloister.run.run import Run
 from cloister.runtime.kit import Kit
-from cloister.runtime.party import Ended
+from cloister.runtime.party import Ended, results_folder
 
 CUT_OFF = "its process ended before the run did"
 
@@ -42,10 +42,17 @@ def recover(kit: Kit, run: str = "") -> list[Path]:
             except (CloisterError, OSError) as e:
                 log.error("%s could not be closed: %s", journal, e)
         if not (top / "outcome.json").exists():
-            lost = PeerLost("local", "-", "lost", f"{CUT_OFF}; the receipt in {top} says what had been sent")
-            Ended(top.name.rpartition("-")[2], kit.me, "aborted", str(top), errors.to_json(lost)).keep()
-            log.error("run %s: %s", top.name, lost)
+            _tell(kit, top, f"{CUT_OFF}; the receipt in {top} says what had been sent")
+    if run and not found and not any(out.glob(f"*-{run[:8]}/outcome.json")):
+        _tell(kit, results_folder(kit, run), f"{CUT_OFF}; nothing had been sent")  # there was no journal yet
     return [*found]
+
+
+def _tell(kit: Kit, folder: Path, why: str) -> None:
+    """Leave word of how the run of this folder ended."""
+    lost = PeerLost("local", "-", "lost", why)
+    Ended(folder.name.rpartition("-")[2], kit.me, "aborted", str(folder), errors.to_json(lost)).keep()
+    log.error("run %s: %s", folder.name, lost)
 
 
 def _close(kit: Kit, journal: Path) -> None:
