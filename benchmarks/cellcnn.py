@@ -31,12 +31,19 @@ HERE = Path(__file__).resolve().parent
 METRICS = ("accuracy", "precision", "recall", "F")
 
 
-def ours(split, n, repeats=donors.REPEATS):
-    """The clear twin of n sites with the setting that validation chose; encrypted training has the same weights."""
-    per, chosen, validated = split.choose(n, repeats)
+def ours(split, n, repeats=donors.REPEATS, rate=None, steps=None):
+    """The clear twin of n sites with the setting that validation chose; encrypted training has the same weights.
+
+    With a learning rate and steps nothing is validated.
+    """
+    if rate and steps:
+        per, chosen, how = "donor", {"learning_rate": rate, "steps": steps}, "not validated"
+    else:
+        per, chosen, validated = split.choose(n, repeats)
+        how = f"validated {validated:.3f}"
     config = split.config(n, **chosen)
     batches = split.batches(config, split.site_inputs(n, per))
-    return config, batches, cellcnn.train(config, batches), f"{per}, {chosen}, validated {validated:.3f}"
+    return config, batches, cellcnn.train(config, batches), f"{per}, {chosen}, {how}"
 
 
 # ---- accuracy --------------------------------------------------------------------------------------------------------
@@ -150,7 +157,7 @@ def encrypted(data, args):
 
     rows, split = [], donors.Split(donors.Donors(data), 0.7, 0, args.inputs)
     for n in args.sites:
-        config, batches, _, setting = ours(split, n)
+        config, batches, _, setting = ours(split, n, rate=args.rate, steps=args.steps)
         if args.steps:
             config = replace(config, steps=args.steps)
         twin = cellcnn.train(config, batches)
@@ -208,6 +215,7 @@ def main():
     parser.add_argument("--first", type=int, default=0, help="the first of them")
     parser.add_argument("--sites", type=int, nargs="+", default=[2, 3, 5], help="numbers of sites of --part encrypted")
     parser.add_argument("--steps", type=int, help="of --part encrypted, instead of the chosen number")
+    parser.add_argument("--rate", type=float, help="learning rate of --part encrypted; with --steps, none is validated")
     parser.add_argument("--inputs", type=int, default=2000, help="multi-cell inputs per class, over all sites")
     parser.add_argument("--data", type=Path, default=HERE.parent.parent / "shared" / "data")
     parser.add_argument("--out", type=Path, help="folder for box plots and the figures as JSON")

@@ -24,6 +24,7 @@ from cloister.protocols.cellcnn import (
     oblivious_prediction,
     private_prediction,
     training_opening,
+    training_refreshes,
     training_state,
 )
 from cloister.protocols.cellcnn.encrypted_training import Params
@@ -133,8 +134,8 @@ def test_weights_equal_the_clear_twin(trained):
 
 def test_the_receipt_says_what_was_opened(trained):
     *_, run = trained
-    opened = [e for e, _ in run.receipts["hub"].entries if e.kind == "opened"]
-    assert {e.name for e in opened} == {"the trained model (part 1 of 1)"}
+    opened = {e.name for e, _ in run.receipts["hub"].entries if e.kind == "opened"}
+    assert opened == {"the sum of the trained model's squared weights", "the trained model (part 1 of 1)"}
 
 
 def test_key_files_are_held_once_and_the_share_is_private(trained):
@@ -165,7 +166,7 @@ def test_an_altered_checkpoint_is_refused(trained, tmp_path):
     for party in (HUB, PARTIES[0]):  # the auditor follows everything, the others the model
         assert set(KeyStore(folder, party).get_state(c, p.tag, steps)) == {"model", "W", "V", "archive"}
     assert set(KeyStore(folder, PARTIES[1]).get_state(c, p.tag, steps)) == {"model"}
-    assert KeyStore(folder, PARTIES[1]).openings == 1  # the model
+    assert KeyStore(folder, PARTIES[1]).openings == 2  # the model and its norm
     assert KeyStore(folder, HUB).openings == 0
 
 
@@ -416,6 +417,47 @@ def test_k6_a_rate_at_which_training_diverges_is_refused_before_anything_is_sent
             training_opening.check_weights(bad)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("step", ["new", "old"])
+def test_k6_weights_of_a_training_that_diverged_are_not_opened(monkeypatch, step):
+    """Where no site alone would diverge, or none looked: one number is opened now, and was followed by every weight."""
+    config, first = dataclasses.replace(CONFIG, steps=1), cellcnn.initial(CONFIG)
+    far = cellcnn.Weights(200 * first.W, 200 * first.V, first.vW, first.vV)  # as after steps that were too large
+    monkeypatch.setattr(cellcnn, "initial", lambda config: far)
+    monkeypatch.setattr(cellcnn, "check_rate", lambda *given: None)
+    if step == "old":
+        monkeypatch.setattr(training_opening, "check_norm", lambda slots: None)
+    p = params(config, LARGE, open_model=True)
+    run = run_protocol(encrypted_training, Case(p, batches(config)), timeout=120)
+    assert {run.errors[i].code for i in (HUB, *PARTIES)} == {"diverged"}
+    opened = {e.name for r in run.receipts.values() for e, _ in r.entries if e.kind == "opened"}
+    assert ("the trained model (part 1 of 1)" in opened) == (step == "old")
+    assert "the sum of the trained model's squared weights" in opened
+
+
+@pytest.mark.parametrize(
+    ("total", "refused"), [(40.0, False), (64.5**2, True), (1e30, True), (-1e30, True), (np.nan, True)]
+)
+def test_k6_norms_that_no_weights_within_64_have_are_refused(total, refused):
+    slots = np.full(8, total / training_refreshes.NORM)
+    if refused:
+        with pytest.raises(ProtocolAbort, match="no weight was opened"):
+            training_opening.check_norm(slots)
+    else:
+        training_opening.check_norm(slots)
+
+
+def test_the_map_of_the_norm_adds_every_weight_once():
+    rng = np.random.default_rng(0)
+    for config in (CONFIG, dataclasses.replace(CONFIG, markers=38, filters=8, classes=5)):
+        L = params(config, LARGE).layout
+        w = cellcnn.Weights(*(rng.normal(size=shape) for shape in 2 * [(config.markers, config.filters),
+                                                                        (config.filters, config.classes)]))  # fmt: skip
+        cts = [L.filter_slots(w.W), *(L.dense_slots(w.V, g) for g in L.groups)]
+        (found,) = (m.apply_plain(np.concatenate(cts) ** 2) for m in training_refreshes.norm_maps(L))
+        np.testing.assert_allclose(found, (np.sum(w.W**2) + np.sum(w.V**2)) / training_refreshes.NORM)
+
+
 @pytest.mark.parametrize(("kind", "code"), [pytest.param("model", "told", marks=pytest.mark.slow), ("gradient", "sum")])
 def test_k2_an_aggregator_that_feeds_the_circuit_something_else_is_caught(kind, code):
     """Another model than [W' ⊙ V'] gives; and gradients of one site, counted three times."""
@@ -487,6 +529,8 @@ def test_three_classes_in_groups_and_chunks():
 def test_cost_and_view():
     data, other = batches(CONFIG), batches(CONFIG, 1)
     check_cost(encrypted_training, Case(params(), data))
+    one = dataclasses.replace(CONFIG, steps=1)
+    check_cost(encrypted_training, Case(params(one, LARGE, open_model=True), batches(one)))
     check_view(encrypted_training, Case(params(), data), Case(params(), other))
 
 

@@ -223,7 +223,9 @@ def test_asking_again_adds_no_block_to_what_an_owner_has(monkeypatch):
         outputs = [2 * x * how.factor * 2.0**-how.shift for how, w in heard if how.label == "down" for x in both(w)]
         sums.append(np.stack([block.decode(x, P.scale, P.slots) for x in outputs], axis=1))
     for again in taps[1:]:
-        np.testing.assert_allclose(again, taps[0], atol=6e-2)  # noise of the small ring, twice
+        off = again - taps[0]  # noise of the small ring, twice; over 20 runs 0.0058 ± 0.0001, largest 0.021 ± 0.002
+        assert np.sqrt((off**2).mean()) < 7e-3
+        assert np.abs(off).max() < 4e-2
     b = [v.reshape(P.slots, -1) for v in polynomial.hidden(encoder, c.inputs[ANN][0])]
     mean = np.mean(sums, axis=0)[:, : b[1].shape[1]]
     spread = np.std(sums, axis=0).mean()

@@ -41,7 +41,7 @@ def test_owners_get_their_taps_in_the_same_messages(kernels, monkeypatch):
     check_no_errors(found)
     c = case("cpu")
     exact = inference.ideal(c.params, {p: x[0] for p, x in c.inputs.items()})[ANN]
-    assert np.abs(values(found)[ANN] - exact).max() < 0.5  # noise of the smallest ring has a deviation of 0.05 here
+    assert np.abs(values(found)[ANN] - exact).max() < 0.3  # noise of the smallest ring; over 20 runs 0.055 ± 0.024
     plain = run_protocol(inference, c, timeout=120.0)
     check_no_errors(plain)
 

@@ -23,6 +23,7 @@ and per step, [·] encrypted under the collective key, slots and maps as in `cel
 
 and at the end, only if all agreed to open the model:
 
+        all     the norm of W and V is opened, and no more if it is beyond 64 (`training_opening`)
         all     refresh ([A]) → every weight several times; `threshold_decrypt` → all sites and S
 
 Reveals
@@ -33,15 +34,15 @@ aggregator, holder : nothing about data, labels, gradients or the model beyond `
 lying aggregator : no more: every share it gets is masked uniformly, whatever it asks for (`collective_refresh`), and
     what it hands out is audited before it is used or opened.
 one lying site : no more. It can steer the model, as it could by its data.
-A training that diverges shows nothing either; that it did shows where something is opened, and before the start where
-    a site's own data would diverge: it stops then, and the others see who.
+A training that diverges shows nothing either but that it did: before the start where a site's own data would diverge
+    (it stops then, and the others see who); in one number where validation or the norm are opened, and no weight is.
 
 Assumes
 -------
 Any one party may lie. An aggregator together with a site that lies for it is not caught; if both only share what they
 see, they learn nothing. All n sites stay to the end (a site that is lost ends the run by name; the run goes on
 from its checkpoint, if one was kept). Weights, gradients and logits stay below 2^6, else results are wrong: a site
-whose own data diverge in the clear refuses to begin, and weights beyond ±64 are no result.
+whose own data diverge in the clear refuses to begin, and weights whose norm is beyond 64 are not opened.
 
 Cost
 ----
@@ -73,7 +74,7 @@ from cloister.protocols.cellcnn import encrypted_validation
 from cloister.protocols.cellcnn.cellcnn_circuit import VALUE_BITS, Layout
 from cloister.protocols.cellcnn.key_store import KeyStore
 from cloister.protocols.cellcnn.training_keys import Keys, key_costs, load_keys, make_keys
-from cloister.protocols.cellcnn.training_opening import open_at_aggregator, open_at_site, part_params
+from cloister.protocols.cellcnn.training_opening import norm_params, open_at_aggregator, open_at_site, part_params
 from cloister.protocols.cellcnn.training_refreshes import STAGES, refreshes
 from cloister.protocols.cellcnn.training_state import State, gradient_ciphers
 from cloister.protocols.ckks import collective_audit, collective_refresh, threshold_decrypt
@@ -100,8 +101,11 @@ class Params(Collective):  # public
             )
         if self.validate_every:
             self.validation  # noqa: B018 - raises where it does not fit
-        masked = self.config.steps * (4 * len(L.groups) + L.archives + (1 if self.validate_every else 0)) + L.archives
-        opened = (self.config.steps // self.validate_every if self.validate_every else 0) + L.archives
+        masked = self.config.steps * (4 * len(L.groups) + L.archives + (1 if self.validate_every else 0))
+        opened = self.config.steps // self.validate_every if self.validate_every else 0
+        if self.open_model:
+            masked, opened = masked + 1 + len(L.groups) + L.archives, opened + 1 + L.archives
+            norm_params(self)  # raises where it does not fit
         if masked > MASKED or opened > OPENINGS:
             raise ParameterError(
                 f"{self.config.steps} steps refresh {masked} polynomials and open {opened}; masks and floods hide"
@@ -197,7 +201,8 @@ def cost(params: Params) -> dict[Party, tuple[int, int]]:
     step.append(collective_audit.cost(params.audit, P.top))
     parts += step * steps
     if params.open_model:
-        parts.append(collective_refresh.cost(todo["opening"].params))
+        parts += [collective_refresh.cost(todo[name].params) for name in ("norm", "opening")]
+        parts.append(threshold_decrypt.cost(norm_params(params)))
         parts += [threshold_decrypt.cost(part_params(params, a)) for a in range(L.archives)]
     if params.validate_every:
         parts += [encrypted_validation.cost(params.validation)] * (steps // params.validate_every)
@@ -259,8 +264,8 @@ async def holder(
             )
     done = Trained(params, keys, site.state.model, losses=losses)
     if params.open_model:
-        archive = site.state.archive if site.audits else None
-        done.weights = await open_at_site(ch, params, keys, archive, entropy=entropy, consent=consent)
+        state = site.state if site.audits else None
+        done.weights = await open_at_site(ch, params, keys, state, entropy=entropy, consent=consent)
     return done
 
 
@@ -347,7 +352,7 @@ async def aggregator(ch: Channel, params: Params, store: KeyStore | None = None,
             ch.step(f"step {t + 1}: squared error {losses[t + 1]:.4f} on held-out inputs", protocol=NAME, line="L5")
     done = Trained(params, keys, state.model, losses=losses)
     if params.open_model:
-        done.weights = await open_at_aggregator(ch, params, state.archive)
+        done.weights = await open_at_aggregator(ch, params, keys, state)
     return done
 
 

@@ -4,17 +4,21 @@ gradient   [Σ Z_i] → [Z]                        summed over samples and avera
 update     [Z ⊙ W], [Z ⊙ V], [A] → [A'], [W'], [V']
 product    [W' ⊙ V'] → [M']
 sealed     the same after the last step, flooded: [M'] answers queries, and keeps nothing of the noise of its making
+norm       [W ⊙ W], [V ⊙ V] → [Σ W² + Σ V²], at every slot
 opening    [A] → every weight several times
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from cloister.crypto.ckks import scheme as ckks
-from cloister.crypto.lattice.slots import SlotMap
-from cloister.protocols.cellcnn.cellcnn_circuit import all_maps, product_scale
+from cloister.crypto.lattice.slots import SlotMap, make_map
+from cloister.protocols.cellcnn.cellcnn_circuit import Layout, all_maps, product_scale
 from cloister.protocols.ckks import collective_refresh
 
 if TYPE_CHECKING:
@@ -22,12 +26,23 @@ if TYPE_CHECKING:
 
 
 STAGES = ("gradient", "update", "product")  # of one step
+NORM = 64.0  # the largest norm of W and V together that is opened
 
 
 @dataclass(frozen=True)
 class Refresh:
     params: collective_refresh.Params
     maps: list[SlotMap]
+
+
+@functools.lru_cache(maxsize=4)
+def norm_maps(L: Layout) -> list[SlotMap]:
+    """(Σ W² + Σ V²) / 64, at every slot: below 64 like whatever else is refreshed."""
+    c, S = L.config, L.ckks.slots
+    at = [L.at(j, 0, f) for j in range(c.markers) for f in range(c.filters)]
+    for g, group in enumerate(L.groups):
+        at += [(1 + g) * S + L.at(0, k, f) for k in range(len(group)) for f in range(c.filters)]
+    return [make_map([(np.arange(S), np.array(at), 1 / NORM)], S)]
 
 
 def refreshes(params: Params) -> dict[str, Refresh]:
@@ -38,11 +53,12 @@ def refreshes(params: Params) -> dict[str, Refresh]:
         "update": ([product] * (2 * G) + [P.scale] * L.archives, [P.base] * L.archives + [one] * (1 + G)),
         "product": ([product] * G, [P.top] * G),
         "sealed": ([product] * G, [P.top] * G),
+        "norm": ([product] * (1 + G), [P.base]),
         "opening": ([P.scale] * L.archives, [P.base] * L.archives),
     }
     by_name = {}
     for name, (scales, outputs) in shapes.items():
-        maps = all_maps(L)["product" if name == "sealed" else name]
+        maps = norm_maps(L) if name == "norm" else all_maps(L)["product" if name == "sealed" else name]
         by_name[name] = Refresh(
             collective_refresh.Params(
                 params.holders,

@@ -74,6 +74,10 @@ class State:
         """[W' ⊙ V'], of which [M'] is made."""
         return [aggregated_product(c, self.W[0], v, relin) for v in self.V]
 
+    def squares(self, c: ckks.Context, relin: object) -> list[ckks.Cipher]:
+        """[W ⊙ W] and [V ⊙ V]."""
+        return [aggregated_product(c, x, x, relin) for x in (*self.W, *self.V)]
+
 
 def gradient_ciphers(
     c: ckks.Context, L: Layout, model: Sequence[ckks.Cipher], X: F64, Y: F64, keys: Keys, entropy: Entropy
