@@ -102,6 +102,35 @@ def test_adapt_and_serve(model, tmp_path):
     assert e.value.code == "budget"
 
 
+def test_a_model_with_quadratic_attention(tmp_path):
+    """Images in, labels out, in the long ring; the features are those of the plain student."""
+    encoder, _ = tiny(tokens=3, inputs=4, depth=1, taps=(1,), rank=4, steps=2, root_steps=3, attention="quadratic")
+    path = tmp_path / "model.npz"
+    dataclasses.replace(encoder, card=IMAGES).save(path)
+    with pytest.raises(ParameterError, match="quadratic attention needs the long modulus"):
+        rehearse("adapt-model", {"basel": images(6, 0), "lugano": images(6, 1)}, model=str(path), **OPTIONS)
+    data = {"basel": images(24, 0), "lugano": images(16, 1)}
+    run = rehearse("adapt-model", data, model=str(path), **(OPTIONS | {"ring": "standard"}))
+    plain = polynomial.Encoder.load(path).rounded(11)
+    for site, given in data.items():
+        found = run.data[site]
+        b = polynomial.hidden(plain, adapt_model.inputs_of(given, IMAGES))
+        np.testing.assert_allclose(found.obsm["predicted_features"], polynomial.taps_of(plain, b)[:, 0], atol=2e-2)
+        assert (found.obs["predicted"].astype(str).to_numpy() == given.obs["kind"].to_numpy()).mean() >= 0.9
+
+
+def test_a_sample_out_of_range_is_named_and_has_no_label(model):
+    a = images(5, 0)
+    taps = np.zeros((5, 1, 4))
+    taps[3] = np.nan
+    adapted = types.SimpleNamespace(labels=("bright", "dark"), probabilities=lambda taps: np.tile([0.25, 0.75], (5, 1)))
+    adapt_model.write(a, "predicted", adapted, taps)
+    assert a.obs["predicted"].isna().tolist() == [False, False, False, True, False]
+    assert np.isnan(a.obs["predicted_confidence"]).sum() == 1
+    assert adapt_model.beyond(a, taps) == {"left_out": ["3"]}
+    assert adapt_model.beyond(a, np.zeros((5, 1, 4))) == {}
+
+
 def test_wrong_image_size_is_refused_before_anything_is_sent(model):
     wrong = anndata.AnnData(np.random.default_rng(0).uniform(0, 1, (6, 9)).astype(np.float32))
     wrong.obs["kind"] = ["bright", "dark"] * 3

@@ -82,7 +82,8 @@ def adapt_model(adata: AnnData, seat: Seat | Place) -> Adapted:
     Returns
     -------
     The adapter and head (`Adapted`). Sets `adata.obs[key_added]`, `adata.obs[f"{key_added}_confidence"]`,
-    `adata.obsm[f"{key_added}_features"]` (what the model told of each sample) and `adata.uns[key_added]`.
+    `adata.obsm[f"{key_added}_features"]` (what the model told of each sample) and `adata.uns[key_added]`. Samples on
+    which the model left its intervals have no label, and NaN as features; the result names them (`left_out`).
     """
     _, outcome = WORKFLOW.at_site(adata, seat)
     return cast("Adapted", outcome.model)
@@ -95,7 +96,7 @@ def site(seat: Seat, adata: AnnData, options: Options) -> Outcome:
     taps = ask(seat, options, told, inputs)
     trained, adapted = train(adata, seat, options, told, taps)
     write(adata, options.key_added, adapted, taps)
-    result = summary(options, told, trained, adapted.parameters)
+    result = summary(options, told, trained, adapted.parameters) | beyond(adata, taps)
     if seat.mode == "published":
         result["loss"] = loss_of(seat, options, told, adapted, taps, given(adata, options))
     adata.uns[options.key_added] = json.dumps(result)
@@ -195,6 +196,17 @@ def inference_params(seat: Seat, options: Any, told: model_card.Announcement) ->
     return module.Params(seat.sites, seat.coordinator, told.shape, told.crypto, options.budget)
 
 
+def beyond(adata: AnnData, taps: Any) -> dict[str, Any]:
+    """Samples on which the model left its intervals, by name: for the site alone."""
+    names = [str(name) for name in adata.obs_names[left_out(taps)]]
+    return {"left_out": names} if names else {}
+
+
+def left_out(taps: Any) -> Any:
+    """Which samples have no features."""
+    return np.isnan(taps).any(axis=(1, 2))
+
+
 # ---- training --------------------------------------------------------------------------------------------------------
 
 
@@ -238,10 +250,11 @@ def train(
     def build(labels: tuple[str, ...]) -> Learner:
         at = {name: i for i, name in enumerate(labels)}
         codes = np.array([-1 if name is None else at[name] for name in names], np.int64)
+        codes[left_out(taps)] = -1
         config = Config(taps.shape[1], taps.shape[2], len(labels), options.bottleneck, seed=seed)
         recipe = Recipe(options.local_epochs, options.batch_size, options.optimizer, seed=seed)
         held = hold_out(codes, options.validation, seat.rng("validation"))
-        table = Table(torch.as_tensor(taps, dtype=torch.float32))
+        table = Table(torch.as_tensor(np.nan_to_num(taps), dtype=torch.float32))
         return Learner(make(config), len(labels), recipe, table, codes, held, describe=str(config), site=seat.me)
 
     brought = tuple(sorted({name for name in names if name is not None}))
@@ -283,9 +296,10 @@ def loss_of(
 
 
 def write(adata: AnnData, key_added: str, adapted: Adapted, taps: Any) -> None:
-    p = adapted.probabilities(taps)
-    names = np.array(adapted.labels)[p.argmax(axis=1)]
-    cells.write_labels(adata, key_added, names, p.max(axis=1), share_name="confidence")
+    p, missing = adapted.probabilities(np.nan_to_num(taps)), left_out(taps)
+    names = np.array(adapted.labels, dtype=object)[p.argmax(axis=1)]
+    names[missing] = None
+    cells.write_labels(adata, key_added, names, np.where(missing, np.nan, p.max(axis=1)), share_name="confidence")
     adata.obsm[f"{key_added}_features"] = np.asarray(taps).reshape(len(taps), -1)
 
 

@@ -13,7 +13,7 @@ from cloister.net.seat import Outcome, Place, Seat
 from cloister.protocols.inference import model_card
 from cloister.report.figures import histograms
 from cloister.workflows import Workflow
-from cloister.workflows.adapt_model import answer, ask, exposed, inputs_of, load, write
+from cloister.workflows.adapt_model import answer, ask, beyond, exposed, inputs_of, load, write
 from cloister.workflows.modes import modes_of
 from cloister.workflows.options import option
 
@@ -68,7 +68,8 @@ def site(seat: Seat, adata: AnnData, options: Options) -> Outcome:
         raise DataError("this adapter was trained in another mode; serve in the mode it was adapted in")
     write(adata, options.key_added, adapted, taps)
     counts = adata.obs[options.key_added].value_counts()
-    return Outcome(adata, {"predicted": {str(k): int(v) for k, v in counts.items()}}, model=adapted)
+    found = {"predicted": {str(k): int(v) for k, v in counts.items()}} | beyond(adata, taps)
+    return Outcome(adata, found, model=adapted)
 
 
 def coordinator(seat: Seat, options: Options) -> Outcome:

@@ -123,6 +123,46 @@ def test_values_that_leave_their_interval_are_noticed_by_the_owner():
     assert ANN not in run.outcomes
 
 
+def unlike(encoder, count=5):
+    """Inputs of which the first drives a variance out of its interval, by half, and shows at the tap."""
+    rng, s = np.random.default_rng(0), encoder.shape
+    few = rng.uniform(-1, 1, (count, s.tokens - 1, s.inputs))
+    for _ in range(500):
+        ranges, odd = polynomial.Ranges(), 2.0 * rng.choice([-1.0, 1.0], few[:1].shape)
+        tap = polynomial.taps_of(encoder, polynomial.hidden(encoder, odd, ranges))
+        top = ranges.seen["root", 0][1]
+        if polynomial.ROOT[1] < top < 1.6 * polynomial.ROOT[1] and np.abs(tap).max() > 1.2 * s.tap_bound(0):
+            return np.concatenate([odd, few[1:]])
+    raise AssertionError("no such input")
+
+
+def test_a_sample_that_leaves_its_interval_is_left_out_and_the_others_are_not():
+    encoder = shape_with(tiny()[0], input_bound=2.0)  # the owner's data are wider than the calibration's
+    x = unlike(encoder)
+    c = case(encoder)
+    run = run_protocol(inference, Case(c.params, {HUB: (encoder,), ANN: (x,)}), timeout=120.0)
+    check_no_errors(run)
+    found, exact = values(run)[ANN], inference.ideal(c.params, {HUB: encoder, ANN: x})[ANN]
+    assert np.isnan(found[0]).all()
+    close(found[1:], exact[1:])
+
+
+def test_a_batch_whose_samples_are_mostly_beyond_their_bounds_is_spoilt():
+    encoder = shape_with(tiny()[0], tap_bounds=(1e-3,))
+    run = run_protocol(inference, case(encoder), timeout=120.0)
+    assert run.errors[ANN].code == "range"
+
+
+def test_an_owner_is_told_what_it_will_cost_before_it_starts():
+    params = case(micro()).params
+    planned, sent = plan(params.shape, params.crypto), inference.cost(params)
+    (taps,) = (params.shape.rank * 2 * t.primes * params.crypto.tight * 4 for _, t in planned.taps)
+    told = [inference.price(params.crypto, planned.openings, 1, n) for n in (1, 3)]
+    up, down = sent[ANN][1] / 1e6, (sent[HUB][1] - taps) / 1e6
+    assert told[0] == f"1 batch(es) of 2048 slots: {up:.0f} MB to send, {down:.0f} MB to receive"
+    assert f"{3 * down:.0f} MB to receive" in told[1]
+
+
 def test_budget():
     c = case(micro(), n=2, budget=2048)
     ledger = inference.Ledger()

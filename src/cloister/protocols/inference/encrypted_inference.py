@@ -27,8 +27,8 @@ lying owner : more. What it encrypts at L2 or L4 instead of what it should, it f
     22 to 26 for each of r·N coefficients, times the batches of its budget (`lying_owner.exposure`, in the provider's
     results).
 provider : how many batches each owner brings (rounded up to whole batches of N/2 samples), and that it stopped after
-    the last tap (L5, code `range`), if a feature of any of its samples left its bound. Not the samples. Owners learn
-    nothing of each other but that; an owner and the provider together hold that owner's data and the model.
+    the last tap (L5, code `range`), if features of most samples of a batch left their bounds. Not the samples. Owners
+    learn nothing of each other but that; an owner and the provider together hold that owner's data and the model.
 
 Assumes
 -------
@@ -43,7 +43,8 @@ round and spoils the result once in 2^16 batches or less (`Opening.hiding`). Sta
 of the last stretch's noise at L5. What earlier refreshes rounded off is part of the value that is read; the flooding at
 L5 is wider than it, but not by 40 bits.
 Masks hide from the owner, too, that values left their intervals: it notices at the taps, whose bounds come from the
-calibration (L5: code `range`).
+calibration. Slots do not mix, so the other samples of the batch are as they should be: it leaves out those beyond a
+bound. Only a value that is 2^40 times too large makes masks go round, and spoils the batch (L5: code `range`).
 
 Cost
 ----
@@ -62,17 +63,14 @@ References
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from cloister import files
 from cloister.arrays import F64, U32
 from cloister.crypto.entropy import Entropy
 from cloister.crypto.owner_ckks import devices
@@ -83,13 +81,24 @@ from cloister.errors import CloisterError, DataError, ParameterError, ProtocolAb
 from cloister.models.polynomial import Encoder, Shape, check_inputs, hidden, taps_of
 from cloister.net.channel import Channel
 from cloister.net.wire import message
-from cloister.protocols.inference.block_messages import chunks, key_shapes, pairs, parts, powers, together, traffic
+from cloister.protocols.inference.block_messages import (
+    chunks,
+    key_shapes,
+    pairs,
+    parts,
+    powers,
+    price,
+    together,
+    traffic,
+)
 from cloister.protocols.inference.block_plan import Tap, circuit_of, plan, tap_of
 from cloister.protocols.inference.block_values import Recipe, Values
+from cloister.protocols.inference.query_ledger import Ledger as Ledger
 from cloister.study import Party
 
 NAME = "encrypted_inference"
 AHEAD = 8  # messages that a provider sends before it waits for an answer
+MOST_BEYOND = 0.5  # of a batch's samples: with more beyond a bound, it is the batch that is spoilt
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,32 +178,6 @@ def batches(params: Params, samples: int) -> int:
     return -(-samples // params.crypto.slots)
 
 
-@dataclass
-class Ledger:
-    """How many samples each owner has had answered; kept in a file if there is a path."""
-
-    path: Path | None = None
-    used: dict[str, int] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if self.path is not None and self.path.exists():
-            try:
-                self.used = {str(k): int(v) for k, v in json.loads(self.path.read_text()).items()}
-            except Exception:  # every way in which a file can be wrong
-                raise DataError(f"{self.path} is no ledger of queries; remove it, or name another") from None
-
-    def admit(self, owner: Party, samples: int, budget: int) -> None:
-        """Count a query before it is answered, or refuse it."""
-        total = self.used.get(owner, 0) + samples
-        if total > budget:
-            raise ProtocolAbort(
-                NAME, "L1", "budget", f"'{owner}' has asked for {total} samples, its budget is {budget}"
-            )
-        self.used[owner] = total
-        if self.path is not None:
-            files.write(self.path, json.dumps(self.used))
-
-
 def fill(x: F64, count: int) -> F64:
     """Repeat samples up to a whole batch: no slot holds a value that no sample has."""
     return np.resize(x, (count, *x.shape[1:]))
@@ -221,7 +204,7 @@ class OwnerSide:
 
     def __init__(self, ch: Channel, params: Params, key: OwnerKey, entropy: Entropy) -> None:
         self.ch, self.params, self.key, self.entropy = ch, params, key, entropy
-        self.beyond = False  # whether a feature left its bound
+        self.beyond: list[Any] = []  # tap by tap, which samples of the batch left its bound
 
     async def send_key(self, openings: Sequence[Opening], batches: int) -> None:
         """What the provider needs for that plan."""
@@ -251,22 +234,26 @@ class OwnerSide:
         P, s = self.params.provider, self.params.shape
         c = await self.ch.recv(P, Features, c=(s.rank, 2, tap.primes, self.params.crypto.tight))  # L5
         features = self.key.read(read(self.params.crypto, c.c, "L5", P), tap.scale, count).T
-        self.beyond = self.beyond or not float(np.abs(features).max()) <= tap.bound
+        self.beyond.append(~(np.abs(features) <= tap.bound).all(axis=1))  # NaN is not <= anything
         what = f"{s.rank} features of block {tap.block} for {count} samples"
         return self.ch.reveal(features, to=self.ch.me, line="L5", what=what, protocol=NAME)
 
 
 async def owner(ch: Channel, params: Params, inputs: F64, *, entropy: Entropy) -> F64:
-    """The part of u. Returns the taps of its samples, (n, taps, r)."""
+    """The part of u. Returns the taps of its samples, (n, taps, r); NaN for those whose values left their intervals."""
     check_inputs(params.shape, inputs)
     if not len(inputs):
         raise DataError("there is no sample to ask about")
     key, slots, planned = OwnerKey(params.crypto, entropy), params.crypto.slots, plan(params.shape, params.crypto)
     side = OwnerSide(ch.sub(str(ch.me)), params, key, entropy)
-    await side.send_key(planned.openings, batches(params, len(inputs)))  # L1
-    features = []
+    count, numbers = batches(params, len(inputs)), inputs.shape[1] * inputs.shape[2]
+    told = price(params.crypto, planned.openings, numbers, count)
+    ch.step(f"{len(inputs)} samples, {told}", protocol=NAME, line="L1")
+    await side.send_key(planned.openings, count)  # L1
+    features, spoilt = [], False
     for start in range(0, len(inputs), slots):
         x = inputs[start : start + slots]
+        side.beyond.clear()
         await side.send_inputs(fill(x, slots))  # L2
         read_after, taps = dict(planned.taps), []
         for n, openings in enumerate(planned.rounds):
@@ -274,8 +261,10 @@ async def owner(ch: Channel, params: Params, inputs: F64, *, entropy: Entropy) -
                 await side.answer(how)
             if n + 1 in read_after:
                 taps.append(await side.read_tap(read_after[n + 1], len(x)))
-        features.append(np.stack(taps, axis=1))
-    if side.beyond:  # only now: where it happened is nobody else's business
+        beyond = np.any(side.beyond, axis=0)
+        spoilt = spoilt or float(beyond.mean()) > MOST_BEYOND
+        features.append(np.where(beyond[:, None, None], np.nan, np.stack(taps, axis=1)))
+    if spoilt:  # only now: where it happened is nobody else's business
         raise ProtocolAbort(NAME, "L5", "range", "features beyond their bounds; samples are unlike the model's own")
     return np.concatenate(features)
 
