@@ -11,6 +11,7 @@ from cloister.run.rehearsal import plan, rehearse, run_parties
 from cloister.run.run import workflow_part
 from cloister.study import Party
 from cloister.workflows import check_plan, train_cellcnn
+from cloister.workflows.cellcnn.selected import clusters, selected
 from cloister.workflows.figures import cellcnn as cellcnn_report
 
 ad = pytest.importorskip("anndata")
@@ -64,7 +65,10 @@ def test_figures_of_an_opened_model():
     run = rehearse("train-cellcnn", data=sites(), mode="plain", n_steps=5, **COMMON)
     drawn = cellcnn_report.figures(run.outcomes, train_cellcnn.Options())
     assert [f["title"] for f in drawn[1:3]] == [f"Cells selected by the filter for {c}" for c in ("control", "case")]
-    assert len(drawn) == 5
+    assert [f["title"] for f in drawn[3:]] == [
+        f"{x} of the cells selected for control" for x in ("Markers", "Clusters")
+    ]
+    assert drawn[3]["alt"].startswith("Histograms of 3 standardised markers")
     first = cellcnn_report.figures(run.outcomes, train_cellcnn.Options(positive_class="case"))[1]
     assert first["title"] == "Cells selected by the filter for case"
 
@@ -75,12 +79,29 @@ def test_the_demo_finds_its_planted_cells_and_only_for_the_class_that_has_them()
     run = rehearse("train-cellcnn", data=demo_donors(), mode="plain", **options)
     tables = [*run.data.values()]
     planted = np.concatenate([(a.obs["population"] == "CD16+_NK_cells").to_numpy() for a in tables])
-    found = {c: planted[np.concatenate(cellcnn_report.selected(tables, c))].mean() for c in ("case", "control")}
+    found = {c: planted[np.concatenate(selected(tables, c))].mean() for c in ("case", "control")}
     assert found["case"] > 5 * planted.mean()  # 0.45 where 0.065 of all cells are
     assert found["control"] < planted.mean() / 2  # 0.01
     for a in tables:
         assert a.uns["cloister"]["cellcnn"]["positive_class"] == "case"
         np.testing.assert_array_equal(a.obs["cellcnn_response"], a.obsm["cellcnn_responses"][:, 0])
+        kinds = a.obs["cellcnn_cluster"]
+        np.testing.assert_array_equal(kinds != "", selected([a], "case")[0])
+        inside = (a.obs["population"] == "CD16+_NK_cells").groupby(kinds).mean()
+        assert inside.drop("").max() > 0.7  # of all selected cells it is 0.45
+        assert inside.drop("").min() == 0  # other kinds have clusters of their own
+
+
+def test_clusters_are_the_dense_parts_whatever_their_density_and_number_of_cells():
+    rng = np.random.default_rng(7)
+    Z = rng.normal(0, 1, (6000, 8))
+    Z[:2000, :2] += 8.0
+    Z[2000:2600, 0] -= 9.0
+    Z[2000:2600] *= 0.5
+    truth = np.repeat([1, 2, 0], [2000, 600, 3400])  # by size
+    assert (clusters(Z) == truth).mean() > 0.99
+    np.testing.assert_array_equal(clusters(Z[2600:4600]), 0)
+    np.testing.assert_array_equal(clusters(Z[:2]), 0)
 
 
 def test_a_positive_class_that_nobody_has_ends_before_any_training():

@@ -49,11 +49,11 @@ class Figure(TypedDict):
 class Canvas:
     """A figure to draw on; `done` makes it a PNG."""
 
-    def __init__(self, panels: int = 1, width: float = 5.2, height: float = 3.6) -> None:
+    def __init__(self, panels: int = 1, width: float = 5.2, height: float = 3.6, rows: int = 1) -> None:
         from matplotlib.figure import Figure as Paper
 
         self.paper = Paper(figsize=(width, height), layout="constrained")
-        self.axes: list[Any] = list(np.ravel(self.paper.subplots(1, panels, squeeze=False)))
+        self.axes: list[Any] = list(np.ravel(self.paper.subplots(rows, panels, squeeze=False)))
 
     @property
     def axis(self) -> Any:
@@ -66,7 +66,7 @@ class Canvas:
 
 
 @contextlib.contextmanager
-def canvas(panels: int = 1, width: float = 5.2, height: float = 3.6) -> Iterator[Canvas]:
+def canvas(panels: int = 1, width: float = 5.2, height: float = 3.6, rows: int = 1) -> Iterator[Canvas]:
     """Draw in the house style: `with canvas() as c: c.axis.plot(...); return c.done(title, alt)`."""
     try:
         import matplotlib
@@ -74,7 +74,7 @@ def canvas(panels: int = 1, width: float = 5.2, height: float = 3.6) -> Iterator
         raise MissingExtra("matplotlib", "report") from None
     with matplotlib.rc_context(STYLE), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # letters that the font lacks
-        yield Canvas(panels, width, height)
+        yield Canvas(panels, width, height, rows)
 
 
 def shown(label: object, most: int = 28) -> str:

@@ -28,7 +28,8 @@ from cloister.protocols.sums import pooled_scaling
 from cloister.protocols.sums.columns import match_columns
 from cloister.study import CONSENTS, Study
 from cloister.workflows import Workflow
-from cloister.workflows.figures.cellcnn import accuracy, consensus, figures, positive, report
+from cloister.workflows.cellcnn.selected import report
+from cloister.workflows.figures.cellcnn import accuracy, consensus, figures, positive
 from cloister.workflows.modes import modes_of
 from cloister.workflows.options import option
 
@@ -197,6 +198,8 @@ def train_cellcnn(adata: AnnData, seat: Seat | Place) -> cellcnn.Model:
         Response of every cell to the filter that speaks most for `positive_class`.
     `adata.obsm["cellcnn_responses"]` : array (n_cells, n_classes)
         The same for each class.
+    `adata.obs["cellcnn_cluster"]` : :class:`pandas.Series`
+        For the tenth of the cells that respond most, their cluster; empty for others.
     `adata.uns["cloister"]["cellcnn"]` : :class:`dict`
         Filters by markers, dense weights, markers and classes.
     """
@@ -210,9 +213,10 @@ def site(seat: Seat, adata: AnnData, options: Options) -> Outcome:
     every, prepared, held = models_of(adata, seat, options)
     model, agreed = best_of(seat, options, every, held)
     save(model, options, seat)
+    found = summary(model) | agreed | accuracy(model, adata, options)
     if model.weights is not None:
-        report(adata, model, prepared, positive(options, model.classes))
-    return Outcome(adata, summary(model) | agreed | accuracy(model, adata, options), model=model)
+        found |= report(adata, model, prepared, positive(options, model.classes))
+    return Outcome(adata, found, model=model)
 
 
 def check_consent(seat: Seat, options: Options) -> None:

@@ -1,4 +1,4 @@
-"""What an opened CellCnn says about cells: responses, accuracy on donors, consensus of several models, figures."""
+"""What an opened CellCnn says: accuracy on donors, consensus of several models, figures."""
 
 from __future__ import annotations
 
@@ -7,18 +7,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cloister.cells import genes
 from cloister.cells import tables as cells
 from cloister.errors import DataError, ParameterError
 from cloister.models import cellcnn
 from cloister.net.seat import Outcome
 from cloister.protocols.sums.columns import match_columns
-from cloister.report.figures import COLOURS, canvas, heatmap, histograms
+from cloister.report.figures import COLOURS, canvas, heatmap, shown
+from cloister.workflows.cellcnn.selected import marker_values, selected
 
 if TYPE_CHECKING:
     from anndata import AnnData
 
     from cloister.workflows.train_cellcnn import Options
+
+MOST_MARKERS = 48  # in a figure
 
 
 def positive(options: Options, classes: Sequence[str]) -> str:
@@ -28,21 +30,6 @@ def positive(options: Options, classes: Sequence[str]) -> str:
     if options.positive_class not in classes:
         raise ParameterError(f"option 'positive_class' must be one of {', '.join(classes)}; the sites have no other")
     return options.positive_class
-
-
-def report(adata: AnnData, made: cellcnn.Model, prepared: Any, label: str) -> None:
-    """What an opened model says about this site's own cells."""
-    assert made.weights is not None
-    responses = np.column_stack([made.response(prepared, k) for k in range(len(made.classes))])
-    adata.obs["cellcnn_response"] = responses[:, made.classes.index(label)]
-    adata.obsm["cellcnn_responses"] = responses
-    adata.uns.setdefault("cloister", {})["cellcnn"] = {
-        "filters": made.weights.W.T,
-        "dense": made.weights.V,
-        "markers": list(made.markers),
-        "classes": list(made.classes),
-        "positive_class": label,
-    }
 
 
 def accuracy(made: cellcnn.Model, adata: AnnData, options: Options) -> dict[str, Any]:
@@ -91,7 +78,7 @@ def consensus(models: Sequence[cellcnn.Model], scores: Sequence[float]) -> dict[
 
 
 def figures(outcomes: Mapping[str, Outcome], options: Options) -> list[Any]:
-    """Filters by markers; how many cells of each donor the filter for each class selects; markers of those selected."""
+    """Filters by markers; how many cells of each donor each class's filter selects; their markers and clusters."""
     opened = {p: o for p, o in sorted(outcomes.items()) if o.result.get("opened")}
     if not opened:
         return []
@@ -119,26 +106,73 @@ def figures(outcomes: Mapping[str, Outcome], options: Options) -> list[Any]:
         return drawn
     for name in (label, *(c for c in classes if c != label)):
         drawn.append(_selected_per_donor(tables, name, options))
-    chosen = np.concatenate(selected(tables, label))
-    for j in np.argsort(-np.abs(W[order[0]]))[:2]:
-        marker = result["markers"][j]
-        every = np.concatenate([np.asarray(cells.embedding(a, None))[:, _column(a, marker)] for a in tables])
-        drawn.append(
-            histograms(
-                {"all cells": every, "selected cells": every[chosen]},
-                title=f"{marker} in cells selected for {label}",
-                xlabel=marker,
-            )
+    drawn.append(marker_histograms(tables, label, result["markers"]))
+    return drawn + cluster_means({p: o.adata for p, o in opened.items() if o.adata is not None}, label)
+
+
+def marker_histograms(tables: Sequence[AnnData], label: str, markers: Sequence[str]) -> Any:
+    """Every marker, standardised, in all cells and in the selected ones; those that differ most come first."""
+    every = np.concatenate([marker_values(a) for a in tables])
+    chosen = every[np.concatenate(selected(tables, label))]
+    gap = [_gap(every[:, j], chosen[:, j]) for j in range(len(markers))]
+    order = np.argsort(-np.array(gap), kind="stable")[:MOST_MARKERS]
+    across = min(6, len(order))
+    down = -(-len(order) // across)
+    with canvas(across, width=1.0 + 1.5 * across, height=0.8 + 1.25 * down, rows=down) as c:
+        for axis, j in zip(c.axes, order, strict=False):
+            edges = np.linspace(*np.quantile(every[:, j], (0.001, 0.999)) + np.array((-1e-9, 1e-9)), 31)
+            for name, values, colour, style in (
+                ("all cells", every[:, j], COLOURS[0], "-"),
+                ("selected cells", chosen[:, j], COLOURS[1], "--"),
+            ):
+                share = np.histogram(np.clip(values, edges[0], edges[-1]), edges)[0] / max(len(values), 1)
+                axis.stairs(share, edges, lw=1.3, color=colour, ls=style, label=name)
+            axis.set_title(shown(markers[j], 16), fontsize=8)
+            axis.set_yticks([])
+            axis.tick_params(labelsize=7)
+        for axis in c.axes[len(order) :]:
+            axis.set_visible(False)
+        c.paper.legend(*c.axis.get_legend_handles_labels(), loc="outside lower center", ncols=2)
+        told = ", ".join(f"{markers[j]} ({np.median(chosen[:, j]):+.1f})" for j in order[:4])
+        alt = f"Histograms of {len(order)} standardised markers in all cells and in the cells selected for '{label}'."
+        return c.done(f"Markers of the cells selected for {label}", f"{alt} Furthest apart, with medians: {told}.")
+
+
+def _gap(every: Any, chosen: Any) -> float:
+    """Largest distance of the two distribution functions (Kolmogorov and Smirnov's)."""
+    if len(chosen) == 0:
+        return 0.0
+    at = np.sort(chosen)
+    below = np.searchsorted(np.sort(every), at, side="right") / len(every)
+    return float(np.abs(below - np.searchsorted(at, at, side="right") / len(at)).max())
+
+
+def cluster_means(tables: Mapping[str, AnnData], label: str) -> list[Any]:
+    """Mean of every marker in each cluster of a site's selected cells."""
+    rows, names, markers = [], [], []
+    for party, adata in tables.items():
+        if "cellcnn_cluster" not in adata.obs:
+            continue
+        kind, values = adata.obs["cellcnn_cluster"].astype(str).to_numpy(), marker_values(adata)
+        markers = list(adata.uns["cloister"]["cellcnn"]["markers"])
+        for k in sorted(set(kind) - {""}, key=int):
+            rows.append(values[kind == k].mean(axis=0))
+            names.append(f"{party} {k} ({(kind == k).sum():,} cells)")
+    if not rows:
+        return []
+    matrix = np.stack(rows)
+    order = np.argsort(-np.abs(matrix).max(axis=0), kind="stable")[:MOST_MARKERS]
+    return [
+        heatmap(
+            matrix[:, order],
+            names,
+            [markers[j] for j in order],
+            title=f"Clusters of the cells selected for {label}",
+            rows="site, and cluster of its selected cells",
+            columns="marker",
+            alt=f"Means of {len(order)} standardised markers in {len(rows)} clusters of selected cells.",
         )
-    return drawn
-
-
-def selected(tables: Sequence[AnnData], label: str, share: float = 0.1) -> list[Any]:
-    """At each site, the cells among the `share` of all that respond most to the filter for that class."""
-    at = [list(a.uns["cloister"]["cellcnn"]["classes"]).index(label) for a in tables]
-    responses = [np.asarray(a.obsm["cellcnn_responses"])[:, k] for a, k in zip(tables, at, strict=True)]
-    bar = float(np.quantile(np.concatenate(responses), 1 - share))
-    return [r > bar for r in responses]
+    ]
 
 
 def _selected_per_donor(tables: Sequence[AnnData], label: str, options: Options) -> Any:
@@ -155,7 +189,3 @@ def _selected_per_donor(tables: Sequence[AnnData], label: str, options: Options)
         c.axis.set(ylabel="share of selected cells per donor")
         middle = ", ".join(f"{k}: {np.median(shares[k]):.3f}" for k in kinds)
         return c.done(f"Cells selected by the filter for {label}", f"Medians per donor: {middle}.")
-
-
-def _column(adata: AnnData, name: str) -> int:
-    return [genes.plain_name(str(v)) for v in adata.var_names].index(name)
