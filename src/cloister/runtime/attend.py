@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from cloister.cells.files import read_cells, write_cells
 from cloister.cells.pace import told_to
-from cloister.errors import DataError, ParameterError, PeerLost, UsageError
+from cloister.errors import DiskError, ParameterError, PeerLost, UsageError, about
 from cloister.files import replacing
 from cloister.net.events import Event
 from cloister.net.receipts import Receipt
@@ -75,9 +75,9 @@ def attend(
     steps.check_steps(kit.study)
     if kit.role == "site":
         with told_to(passes_of(kit.me, on_event)):
-            steps.check_site(
-                kit.study, kit.me, open_cells(kit, policy)
-            )  # bad cells raise here, before others are asked
+            cells = open_cells(kit, policy)
+            with about(str(policy.data)):
+                steps.check_site(kit.study, kit.me, cells)  # bad cells raise here, before others are asked
     seen = set(policy.out.glob("*/outcome.json"))
     began, end = time.time(), time.monotonic() + (limit or kit.study.patience)
     with _service(kit, {DATA: str(policy.data)} if policy.data else {}) as service:
@@ -152,7 +152,7 @@ def take_away(ended: Ended, path: str | Path) -> Path:
         with replacing(path) as part:
             shutil.copyfile(source, part)
     except OSError as e:
-        raise DataError(f"{path} cannot be written ({e.strerror}); the cells are in {source}") from None
+        raise DiskError(f"{path} cannot be written ({e.strerror}); the cells are in {source}") from None
     return path
 
 
