@@ -9,6 +9,7 @@ from cloister.errors import CloisterError, MissingExtra, PeerLost, ProtocolAbort
 CODES = {
     "UsageError": 2,
     "DataError": 1,
+    "DiskError": 1,
     "ParameterError": 1,
     "MissingExtra": 1,
     "RefusedError": 4,

@@ -42,7 +42,7 @@ MAY_IMPORT = {  # what of cloister; a name stands for the module or the whole pa
     "cells/tally": BASE,
     "crypto": {*BASE, "crypto"},
     "models": {*BASE, "crypto", "models", "cells.genes"},
-    "protocols": {*BASE, "study", "crypto", "models", "cells.genes", "cells.tally", "protocols", *WIRE},
+    "protocols": {*BASE, "study", "crypto", "models", "cells.genes", "cells.names", "cells.tally", "protocols", *WIRE},
     "attacks": {*BASE, "study", "net.wire", "crypto", "models", "protocols", "attacks"},
     "workflows": {
         *BASE,

@@ -3,6 +3,7 @@
     CloisterError
     ├── UsageError        a flag or a name that does not exist           exit code 2
     ├── DataError         your file or your AnnData                      exit code 1
+    │   └── DiskError     a file or folder that cannot be written        exit code 1
     ├── ParameterError    an option, or a key of study.toml              exit code 1
     ├── MissingExtra      an optional engine is not installed            exit code 1
     ├── RefusedError      this site's own policy says no                 exit code 4
@@ -12,12 +13,14 @@
     └── ReceiptError      a receipt that was altered                     exit code 4
 
 A message says what was expected, what was found and what to do next. It may name keys, shapes and agreed
-parameters; it never carries a private value. Peers see only `(protocol, line, code)` of an abort.
+parameters; it never carries a private value. Peers see only `(protocol, line, code)` of an abort, and at which party it
+began with which code, where that is another one: so all of them can name one origin and one reason.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 
@@ -30,6 +33,10 @@ class UsageError(CloisterError):
 
 
 class DataError(CloisterError):
+    exit_code = 1
+
+
+class DiskError(DataError):
     exit_code = 1
 
 
@@ -73,6 +80,8 @@ class ProtocolAbort(CloisterError):
 
     exit_code = 4
     heard = False  # whether a peer stopped, and this party only heard of it
+    origin = ""  # the party where it began, as far as is known
+    began = ""  # that party's own code
 
     def __init__(self, protocol: str, line: str, code: str, detail: str = "") -> None:
         self.protocol, self.line, self.code = protocol, line, code
@@ -83,29 +92,85 @@ class PeerLost(ProtocolAbort):
     exit_code = 3
 
 
+@contextlib.contextmanager
+def about(what: str) -> Iterator[None]:
+    """Let an error say what it is about, a site and its file for example, unless it does already."""
+    try:
+        yield
+    except CloisterError as e:
+        if what and what not in str(e):
+            e.args = (f"{what}: {e}",)  # not a new one: some kinds are made from other things than a text
+        raise
+
+
 def to_json(e: BaseException) -> dict[str, Any]:
     """An error as JSON holds it, for a process of the same user: the local sentence is in it."""
     kind = next((k for k in type(e).__mro__ if k.__module__ == __name__), type(e))  # the class here that it is
     place = {k: getattr(e, k) for k in ("protocol", "line", "code", "heard")} if isinstance(e, ProtocolAbort) else {}
-    return {"type": kind.__name__, "text": str(e) or type(e).__name__, **place}
+    first = {k: v for k in ("origin", "began") if (v := getattr(e, k, ""))}
+    return {"type": kind.__name__, "text": str(e) or type(e).__name__, "reason": reason_of(e), **place, **first}
 
 
 def from_json(told: Mapping[str, Any]) -> CloisterError:
     """The error again; one that is not of this module, a bug's, becomes a plain `CloisterError`."""
     kind = globals().get(told["type"])
     if not isinstance(kind, type) or not issubclass(kind, CloisterError):
-        return CloisterError(f"{told['type']}: {told['text']}")
-    error = kind.__new__(kind)  # some kinds are made from other things than a text
-    error.args = (told["text"],)
+        error = CloisterError(f"{told['type']}: {told['text']}")
+    else:
+        error = kind.__new__(kind)  # some kinds are made from other things than a text
+        error.args = (told["text"],)
+    blame(error, str(told.get("origin", "")), str(told.get("began", "")))
     for key in ("protocol", "line", "code", "heard") if isinstance(error, ProtocolAbort) else ():
         setattr(error, key, told.get(key, False if key == "heard" else ""))
     return error
 
 
+def code_of(e: BaseException) -> str:
+    """The one word of an error that may travel to the peers: an abort's code, or the name of a class."""
+    if isinstance(e, ProtocolAbort):
+        return e.code
+    if isinstance(e, OSError):
+        return "OSError"
+    return next((k for k in type(e).__mro__ if k.__module__ == __name__), type(e)).__name__
+
+
+def blame(e: BaseException, origin: str, began: str) -> None:
+    """Note on an error at which party it began, and that party's own code; what is noted already stays."""
+    if origin and not getattr(e, "origin", ""):
+        e.origin, e.began = origin, began  # type: ignore[attr-defined]
+
+
+def origin_of(e: BaseException, here: str) -> str:
+    """The party where an error of `here` began."""
+    return getattr(e, "origin", "") or here
+
+
+def reason_of(e: BaseException) -> str:
+    """Why, in the one word that all parties of a run have for it."""
+    code = getattr(e, "began", "") or code_of(e)
+    return REASONS.get(code, code)
+
+
+REASONS = {
+    "DataError": "data",
+    "DiskError": "disk",
+    "OSError": "disk",
+    "ParameterError": "options",
+    "UsageError": "options",
+    "MissingExtra": "options",
+    "RefusedError": "refused",
+    "MemoryError": "memory",
+    "KeyboardInterrupt": "stopped",
+}
+"""Classes of errors that are no party's lie, in a word for people; an abort's code is one already."""
+
+
 CODES = {
     "damaged": "a sum came out as no data can make it; a message was damaged on its way",
     "dropped": "the coordinator went on without this party, which was silent for too long",
+    "few-common-genes": "the sites have hardly a gene in common",
     "finished": "it had finished",
+    "foreign-labels": "a site has no label in common with any other",
     "halted": "a party stopped the run and withdrew its approval",
     "lost": "it lost a peer",
     "malformed": "it was sent something that is no message",
@@ -113,23 +178,40 @@ CODES = {
     "mixed-values": "the sites hold different kinds of values, counts and logarithms for example",
     "no-common-genes": "the sites have no gene in common",
     "no-labels": "no site has a label",
+    "norms-apart": "its cells are more than a thousand times nearer to the origin than those of another site",
     "one-class": "all labels are of one class",
     "order": "a party was at another step of the study than the others",
     "refused": "a party's own policy does not allow this run",
     "replay": "a message came twice, or out of order",
+    "spelling": "two sites write a label alike but for blanks or case",
     "timeout": "a peer did not answer in time",
     "too-few": "too few parties were left",
     "width": "the sites' rows are of different width",
     "DataError": "its own data were not fit for this workflow",
     "ParameterError": "its own options were not fit for this workflow",
+    "DiskError": "its disk could not be written, or is full",
+    "OSError": "its disk could not be read or written",
+    "MemoryError": "its memory did not suffice",
+    "RefusedError": "its own policy does not allow this run",
     "KeyboardInterrupt": "somebody stopped it",
+    "stopped": "somebody stopped it",
 }
 
 
-LEFT = frozenset({"dropped", "finished", "lost", "timeout", "too-few", "KeyboardInterrupt"})
+GONE = {
+    "lost": "is gone",
+    "timeout": "was silent for too long",
+    "spelling": "spells a label otherwise than others, by blanks or case only",
+    "foreign-labels": "has no label in common with any other site",
+    "few-common-genes": "has hardly a gene in common with the others; do all sites name genes alike?",
+}
+"""What others say of a party that cannot say it itself, or does not know it."""
+
+
+LEFT = frozenset({"dropped", "finished", "lost", "timeout", "too-few", "stopped", "KeyboardInterrupt"})
 """Codes of a party that is gone, or waited for one that is. All others say that it found something wrong."""
 
 
 def in_words(code: str) -> str:
     """What a peer's abort code means, as far as a code can tell."""
-    return f"{code}: {CODES[code]}" if code in CODES else code
+    return f"{REASONS.get(code, code)}: {CODES[code]}" if code in CODES else code

@@ -2,6 +2,7 @@ import dataclasses
 import html
 import json
 import re
+import stat
 from html.parser import HTMLParser
 from importlib import resources
 
@@ -255,6 +256,10 @@ def test_one_party_alone(runs, tmp_path):
     text = write_report(tmp_path / "r.html", load_runs(tmp_path / "basel")).read_text()
     assert "The receipt of lugano is not here" in text
     assert "NOT GENUINE" not in text
+    assert "basel sent " in text
+    assert "All sites together sent" not in text
+    assert 'class="badge bad"' not in text  # whose receipt stays elsewhere has not failed
+    assert stat.S_IMODE((tmp_path / "r.html").stat().st_mode) == 0o600
 
 
 def test_messages_without_events_are_ordered_by_line(runs):
@@ -308,7 +313,8 @@ def test_an_aborted_run_leaves_receipts_and_its_name(runs, tmp_path):
     assert {p.name for p in folder.iterdir()} == {*(f"{p}.receipt.json" for p in parties), "run.json"}
     told = json.loads((folder / "run.json").read_text())
     assert told["status"] == "aborted"
-    assert told["abort"] == {"party": "coordinator", "protocol": "channel", "line": "H1", "code": "malformed"}
+    place = {"party": "coordinator", "protocol": "channel", "line": "H1", "code": "malformed"}
+    assert told["abort"] == {**place, "origin": "coordinator", "reason": "malformed"}
     (loaded,) = load_runs(folder)
     assert isinstance(loaded.errors["coordinator"], ProtocolAbort)
     assert not loaded.outcomes

@@ -152,7 +152,7 @@ def test_listed_labels_are_asked_for_by_bits_and_not_by_how_many_sites_have_them
     entries = [e for e, _ in run.receipts["coordinator"].entries]
     before = entries[: next(i for i, e in enumerate(entries) if e.protocol == "encrypted_inference")]
     opened = {(e.protocol, e.name) for e in before if e.kind == "opened" and e.to == "basel"}
-    assert opened == {("count_tests", "2 bits: pooled count at least 1")}
+    assert opened == {("count_tests", "of 2 counts over all sites, which reach 1")}
     assert "secure_sum.Total" not in {e.name for e in before}  # the sum, which told how many sites have each
 
 

@@ -20,7 +20,7 @@ from cloister.cells import probe as hdf5_probe
 from cloister.cells.plain_files import read_csv, read_fcs, read_npz, write_csv, write_npz
 from cloister.cells.safe_hdf5 import open_hdf5
 from cloister.cells.values import layer_names
-from cloister.errors import CloisterError, DataError, ParameterError
+from cloister.errors import CloisterError, DataError, DiskError, ParameterError
 from cloister.files import replacing
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ def write_cells(adata: AnnData, path: str | os.PathLike[str], *, private: bool =
     except CloisterError:
         raise
     except OSError as error:
-        raise DataError(f"{path} cannot be written ({error.strerror or 'input/output error'}).") from error
+        raise DiskError(f"{path} cannot be written ({error.strerror or 'input/output error'}).") from error
     except Exception as error:  # e.g. an object in uns that HDF5 cannot hold
         raise DataError(
             f"This AnnData cannot be stored as {path.suffix}; remove what is not text, numbers or tables from it."

@@ -19,6 +19,7 @@ from cloister.errors import DataError
 if TYPE_CHECKING:
     import pandas as pd
 
+FEW = 10  # sites that share less than one in so many genes of the smallest list measure different things
 GeneIdKind = Literal["ensembl", "symbol", "mixed"]
 
 # Columns of `adata.var` in which CELLxGENE, 10x and scanpy users keep the other kind of name.
@@ -28,6 +29,14 @@ NAME_COLUMNS = (
 )
 _ENSEMBL = re.compile(r"(ENS[A-Z]{0,6}G\d{11})(?:\.\d+)?(_PAR_Y)?", re.ASCII)
 _WORDS = {"ensembl": "Ensembl ids", "symbol": "symbols", "mixed": "Ensembl ids and symbols side by side"}
+
+
+class FewGenes(DataError):
+    """Too few genes in common; `site` is the one to ask."""
+
+    def __init__(self, text: str, site: str) -> None:
+        super().__init__(text)
+        self.site = site
 
 
 def plain_name(name: str) -> str:
@@ -129,7 +138,23 @@ def genes_in_common(lists: Mapping[str, Sequence[str]] | Sequence[Sequence[str]]
     common = set(every[0]).intersection(*every[1:])
     if not common:
         raise DataError(f"The sites have no gene in common: {_why_disjoint(plain)}")
+    if FEW * len(common) < (least := min(map(len, every))):
+        raise FewGenes(
+            f"The sites have only {len(common)} of {least} genes in common; '{_odd_one(plain)}' shares fewest with the"
+            " others. Name genes alike at all sites, or leave out at every site what the others do not measure.",
+            _odd_one(plain),
+        )
     return every[0] if all(names == every[0] for names in every) else sorted(common)
+
+
+def _odd_one(plain: dict[str, list[str]]) -> str:
+    """The site that shares the smallest part of its genes with any other."""
+    sets = {site: set(names) for site, names in plain.items()}
+    shared = {
+        site: max((len(own & other) / len(own) for s, other in sets.items() if s != site), default=1.0)
+        for site, own in sets.items()
+    }
+    return min(shared, key=lambda site: shared[site])
 
 
 def _why_disjoint(plain: dict[str, list[str]]) -> str:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from cloister.arrays import Array
 from cloister.errors import DataError, MissingExtra
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ def read_npz(path: Path) -> AnnData:
         if not is_sparse and "X" not in archive.files:
             found = ", ".join(map(repr, archive.files[:5])) or "no array"
             raise DataError(f"{path} must hold an array 'X', found {found}; rename one.")
-        arrays = {key: archive[key] for key in archive.files if not (is_sparse and key in SPARSE_KEYS)}
+        arrays = {key: _array(archive, key, path) for key in archive.files if not (is_sparse and key in SPARSE_KEYS)}
         if is_sparse:
             file.seek(0)
             X = sparse.load_npz(file)
@@ -181,6 +182,19 @@ def write_csv(adata: AnnData, path: Path) -> None:
             some = obs.iloc[start : start + 1000]
             table = pd.DataFrame(rows, index=some.index, columns=adata.var_names)
             pd.concat([some, table], axis=1).to_csv(file, header=start == 0, index_label="cell")
+
+
+def _array(archive: Any, key: str, path: Path) -> Array:
+    try:
+        found: Array = archive[key]
+    except ValueError as e:
+        if "pickle" not in str(e).lower():
+            raise
+        raise DataError(
+            f"{path} cannot be read: its array '{key}' is pickled Python, which can run programs when it is opened."
+            f" Save it as numbers or text, for example {key}.astype(str)."
+        ) from None
+    return found
 
 
 def write_npz(adata: AnnData, path: Path) -> None:

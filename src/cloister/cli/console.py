@@ -160,24 +160,37 @@ def write_run(run: Run, folder: Path, on_event: Callable[[Event], None] | None =
 def finish(run: Run, folder: Path | None, written: list[str], *, as_json: bool) -> None:
     """Say what a run gave and cost, and where it was written; raise what went wrong."""
     if as_json:
-        summary = {
-            "workflow": run.study.workflow,
-            "mode": run.study.mode,
-            "cost": run.cost,
-            "results": run.results,
-            "errors": {p: str(e) for p, e in run.errors.items()},
-            "files": written,
-        }
-        out.print_json(json.dumps(summary, default=str))
+        out.print_json(json.dumps({**_summary(run), "files": written}, default=str))
     if run.errors:
-        if folder is not None and not as_json:
-            err.print(f"receipts of what was sent until then, and report.html, are in {folder}", markup=False)
+        if not as_json:
+            show_origins(run)
+            if folder is not None:
+                err.print(f"receipts of what was sent until then, and report.html, are in {folder}", markup=False)
         run.check()
     if as_json:
         return
     show_cost(run)
     if folder is not None:
         out.print(f"results, receipts and report.html are in {folder}", markup=False)
+
+
+def _summary(run: Run) -> dict[str, Any]:
+    return {
+        "workflow": run.study.workflow,
+        "mode": run.study.mode,
+        "cost": run.cost,
+        "results": run.results,
+        "errors": {p: str(e) for p, e in run.errors.items()},
+        "origins": {p: {"origin": origin, "reason": reason} for p, (origin, reason) in run.origins.items()},
+    }
+
+
+def show_origins(run: Run) -> None:
+    """How a run that failed ended at each party: why, and where that began."""
+    for party in run.study.parties:
+        origin, reason = run.origins.get(party, ("", run.status(party)))
+        where = "" if not origin else ", here" if origin == party else f", at {origin}"
+        err.print(f"{party}: {reason}{where}", markup=False)
 
 
 def show_cost(run: Run) -> None:
@@ -197,16 +210,7 @@ def finish_steps(series: Series, folder: Path | None, written: list[str], *, as_
     if folder is not None:
         written = [*written, str(series.report(folder / "report.html"))]
     if as_json:
-        steps = {
-            name: {
-                "workflow": run.study.workflow,
-                "mode": run.study.mode,
-                "cost": run.cost,
-                "results": run.results,
-                "errors": {p: str(e) for p, e in run.errors.items()},
-            }
-            for name, run in series.runs.items()
-        }
+        steps = {name: _summary(run) for name, run in series.runs.items()}
         told = {"study": series.study.name, "steps": steps, "failed": series.failed, "files": written}
         out.print_json(json.dumps(told, default=str))
     else:
@@ -215,6 +219,8 @@ def finish_steps(series: Series, folder: Path | None, written: list[str], *, as_
                 out.print(f"{run.study.place}: {run.study.workflow}, {run.study.mode}", style="bold", markup=False)
                 show_cost(run)
         where = "" if folder is None else f" is in {folder}, a folder for each step, and report.html"
+        if series.failed:
+            show_origins(series.runs[series.failed])
         if series.failed and folder is not None:
             err.print(f"what was done before '{series.failed}' failed{where}", markup=False)
         elif folder is not None:

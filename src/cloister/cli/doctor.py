@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
+import shutil
 import socket
 import stat
 import sys
@@ -12,12 +14,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cloister.errors import CloisterError
+from cloister.errors import CloisterError, about
+from cloister.report.parts import size
+
+if TYPE_CHECKING:
+    from cloister.runtime.kit import Kit, Policy
 
 if TYPE_CHECKING:
     from cloister.runtime.kit import Kit
 
 ENGINES = {"he": "seal-python", "models": "torch", "flare": "nvflare", "report": "matplotlib", "fcs": "flowio"}
+RECEIPTS = 1 << 26  # bytes that must be free beside the size of the cells
 SLOW = 0.3  # GB/s below which the machine has no AES instructions to speak of
 
 
@@ -126,7 +133,8 @@ def _examine_kit(path: Path) -> Iterator[Finding]:
         return
     yield Finding("kit", "ok", f"{kit.me}, {kit.role} of '{kit.study.name}'")
     yield from _permissions(path, policy.out)
-    yield from _certificates(path)
+    yield from _certificates(kit)
+    yield _disk(policy)
     yield _carrier(policy.sandbox)
     try:
         parts = [f"{part.workflow}, mode {part.mode}" for part, _, _ in check_steps(kit.study)]
@@ -159,8 +167,9 @@ def _examine_kit(path: Path) -> Iterator[Finding]:
         from cloister.runtime.sign_off.own_cells import check_approved_cells, open_cells
 
         try:
-            adata = open_cells(kit, policy)
-            notes = check_site(kit.study, kit.me, adata)
+            with about(str(policy.data or "")):
+                adata = open_cells(kit, policy)
+                notes = check_site(kit.study, kit.me, adata)
             yield Finding("cells", "ok", f"{adata.n_obs} cells, {adata.n_vars} genes in {policy.data}")
             if (entry := kit.approvals.entry(kit.study)) is not None and not entry.withdrawn:
                 check_approved_cells(kit, adata)
@@ -195,6 +204,18 @@ def _permissions(kit: Path, results: Path) -> Iterator[Finding]:
         yield Finding("files", "ok", "keys, settings and results are for their owner only")
 
 
+def _disk(policy: Policy) -> Finding:
+    """Whether results can be written: as large as the cells, and some receipts."""
+    place = next(p for p in (policy.out, *policy.out.parents) if p.exists())
+    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+        return Finding("disk", "wrong", f"results cannot be written to {policy.out}: {place} is closed to this user")
+    cells = policy.data.stat().st_size if policy.data is not None and policy.data.is_file() else 0
+    free, needed = shutil.disk_usage(place).free, cells + RECEIPTS
+    if free < needed:
+        return Finding("disk", "wrong", f"{size(free)} are free for results in {place}; {size(needed)} are needed")
+    return Finding("disk", "ok", f"{size(free)} are free for results")
+
+
 def _start(file: Path) -> bytes:
     try:
         with file.open("rb") as f:
@@ -203,13 +224,20 @@ def _start(file: Path) -> bytes:
         return b""
 
 
-def _certificates(path: Path) -> Iterator[Finding]:
+def _certificates(kit: Kit) -> Iterator[Finding]:
+    """Whether this party's own will be accepted, and how long all of them last."""
     import datetime
 
     from cryptography import x509
 
+    from cloister.runtime.ready import check_certificate
+
+    try:
+        check_certificate(kit)
+    except CloisterError as e:
+        yield Finding("certificate", "wrong", str(e))
     now = datetime.datetime.now(datetime.UTC)
-    for file in sorted(path.glob("startup/*.crt")):
+    for file in sorted(kit.path.glob("startup/*.crt")):
         try:
             ends = x509.load_pem_x509_certificate(file.read_bytes()).not_valid_after_utc
         except ValueError:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -41,30 +41,28 @@ def check(
     """
     from cloister.cells import tables as cells
     from cloister.cells.files import open_cells
-    from cloister.cells.genes import genes_in_common
     from cloister.cells.pace import told_to
+    from cloister.errors import about
     from cloister.run.progress import passes_of
 
     words = [*map(str, files), *context.args]
     first = next((i for i, word in enumerate(words) if word.startswith("--")), len(words))
-    ready = _check_for(workflow, words[first:], context)
+    if not first:
+        raise UsageError(f"name the files first, then options: cloister check cells.h5ad {words[0]} ...")
+    check_one, check_all = _check_for(workflow, words[first:], context)
     summary: dict[str, Any] = {}
-    loaded = {}
+    loaded, together = {}, {}
     with progress(quiet=as_json) as tell:
         for word in words[:first]:
-            path = word.rpartition("=")[2] if workflow and workflow.endswith(STUDY) else word
-            with told_to(passes_of(Path(path).name, tell)):
-                adata = loaded[path] = open_cells(path)
+            site, _, path = word.rpartition("=") if workflow and workflow.endswith(STUDY) else ("", "", word)
+            with told_to(passes_of(Path(path).name, tell)), about(path):
+                adata = loaded[path] = together[site or path] = open_cells(path)
                 summary[path] = cells.describe(adata)
-                notes = ready(word, adata)
+                notes = check_one(word, adata)
             if workflow:
                 summary[path]["warnings"] = [*summary[path].get("warnings", []), *notes]
     if len(loaded) > 1:
-        kinds = {path: cells.expression_kind(a) for path, a in loaded.items()}
-        if len(set(kinds.values())) > 1:
-            listed = ", ".join(f"{p}: {k}" for p, k in kinds.items())
-            raise UsageError(f"all sites must hold the same kind of values, found {listed}")
-        summary["genes_in_common"] = len(genes_in_common({p: list(a.var_names) for p, a in loaded.items()}))
+        summary |= check_all(together)
     if as_json:
         out.print_json(json.dumps(summary, default=str))
         return
@@ -75,13 +73,16 @@ def check(
         out.print(table)
     if "genes_in_common" in summary:
         out.print(f"{summary['genes_in_common']} genes in common")
+    if "labels_in_common" in summary:
+        out.print(f"{summary['labels_in_common']} labels in common")
     out.print("ready" + (f" for {workflow}" if workflow else ""), style="green")
 
 
-def _check_for(workflow: str | None, args: list[str], context: typer.Context) -> Any:
-    """What looks at a site's cells: `(word of the command line, cells) → warnings`."""
+def _check_for(workflow: str | None, args: list[str], context: typer.Context) -> tuple[Any, Any]:
+    """What looks at a site's cells, `(word of the command line, cells) → warnings`, and at all together."""
     from cloister import workflows
     from cloister.cells import tables as cells
+    from cloister.run.together import check_together
     from cloister.study import Party, Study
     from cloister.workflows.steps import check_site, check_steps
 
@@ -89,13 +90,13 @@ def _check_for(workflow: str | None, args: list[str], context: typer.Context) ->
         found = workflows.get(workflow) if workflow else None
         given = own_options(args, found, context)
         if found is None:
-            return lambda word, adata: cells.check_cells(adata) and []
+            return lambda word, adata: cells.check_cells(adata) and [], check_together
         options = workflows.options_of(found, {**found.stand_in, **given})
-        return lambda word, adata: found.check(adata, options)
+        return lambda word, adata: found.check(adata, options), lambda a: check_together(a, found, options)
     if args:
         raise UsageError(f"{workflow} says its options itself; found {args[0]}")
     study = Study.load(workflow)
-    check_steps(study)
+    _, first, options = check_steps(study)[0]  # later steps work on what this one gives
 
     def ready(word: str, adata: Any) -> list[str]:
         site = Party(word.rpartition("=")[0] or Path(word).stem)
@@ -103,7 +104,7 @@ def _check_for(workflow: str | None, args: list[str], context: typer.Context) ->
             raise UsageError(f"'{site}' is no site of {workflow}; say whose file it is: {study.sites[0]}={word}")
         return check_site(study, site, adata)
 
-    return ready
+    return ready, lambda loaded: check_together(loaded, first, options)
 
 
 def rehearse(
@@ -117,6 +118,7 @@ def rehearse(
     processes: Annotated[bool, typer.Option("--processes", metavar=FLAG, help="One process per party.")] = False,  # noqa: FBT002
     timeout: Annotated[float | None, typer.Option(help="Seconds of silence before a party is given up.")] = None,
     colluders: Annotated[int | None, typer.Option(help="Sites that may help a lying coordinator.")] = None,
+    replace: Annotated[bool, typer.Option("--replace", metavar=FLAG, help="Replace an earlier run in --out.")] = False,  # noqa: FBT002
     as_json: AsJson = False,  # noqa: FBT002
     quiet: Quiet = False,  # noqa: FBT002
 ) -> None:
@@ -126,6 +128,7 @@ def rehearse(
     of the workflow's name is rehearsed as it stands, all its steps one after the other.
     """
     from cloister import workflows
+    from cloister.run.rehearsal import check_sites
     from cloister.run.rehearsal import plan as plan_study
     from cloister.study import Study
 
@@ -141,6 +144,8 @@ def rehearse(
         if study is not None or extra or own:
             found = [*map(str, filter(None, (study,))), *extra, *(f"--{k}" for k in own)][0]
             raise UsageError(f"{workflow} says its workflow, mode and options itself; found {found}")
+        if folder is not None:
+            _check_free(folder, replace=replace)
         _rehearse_whole(Study.load(workflow), data, folder, processes=processes, as_json=as_json, quiet=quiet)
         return
     if study is not None:
@@ -149,11 +154,20 @@ def rehearse(
             raise UsageError(f"{study} is a study of {_what(agreed)}, not of '{workflow}'")
         plan |= {k: getattr(agreed, k) for k in ("mode", "seed", "timeout", "colluders")}
         given |= dict(agreed.parameters)
+        check_sites(agreed, sites_of(data))
     given |= own_options(extra, workflows.get(workflow), context)
     files = sites_of(data)
     planned = plan_study(workflow, files, options=given, **(plan | own))
-    planned = planned if study is None else replace(planned, governance=agreed.governance)
+    planned = planned if study is None else dataclasses.replace(planned, governance=agreed.governance)
+    if folder is not None:
+        _check_free(folder, replace=replace)
     _rehearse_one(planned, files, folder, processes=processes, as_json=as_json, quiet=quiet)
+
+
+def _check_free(folder: Path, *, replace: bool) -> None:
+    """Raise if an earlier run left its results there, unless they are to be replaced."""
+    if not replace and [*folder.glob("run.json"), *folder.glob("[0-9][0-9]-*/run.json")]:
+        raise UsageError(f"{folder} holds the results of an earlier run; name another folder, or pass --replace")
 
 
 def _what(study: Any) -> str:

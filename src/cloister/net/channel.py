@@ -19,7 +19,8 @@ and a `Mailbox` (in mailbox.py) that it fills. Everything else is here, the same
   The receipt keeps the hash of every message received, and of every broadcast in a form that is the same for all.
 - *Time.* Every party sends a pulse every few seconds, from a thread, which says whether it is computing, waiting, or
   waiting but ready to go on without whoever is missing; waiting.py says when a wait has ended.
-- *Aborts.* A party that fails tells all others `(protocol, line, code)` and nothing else.
+- *Aborts.* A party that fails tells all others `(protocol, line, code)`; if it fails because another one did, also
+  which one, and that one's code. Nothing else.
 
 Reveals
 -------
@@ -39,7 +40,7 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any, Protocol, TypeVar
 
 from cloister._version import __version__
-from cloister.errors import ParameterError, PeerLost, ProtocolAbort, WireError
+from cloister.errors import LEFT, ParameterError, PeerLost, ProtocolAbort, WireError, blame, code_of
 from cloister.net import hello, wire
 from cloister.net.events import Event, harmless
 from cloister.net.mailbox import COMPUTING, PATIENT, WAITING, Failure, Mailbox
@@ -148,12 +149,22 @@ class Session:
             await asyncio.sleep(self.poll)
 
     def abort(self, e: BaseException) -> None:
-        """Tell every peer that this party stops, and where; nothing about why beyond one word."""
-        where = (e.protocol, e.line, e.code) if isinstance(e, ProtocolAbort) else ("local", "-", type(e).__name__)
+        """Tell every peer that this party stops, and where; nothing about why beyond one word, and where it began."""
+        self._find_origin(e)
+        where = [e.protocol, e.line, e.code] if isinstance(e, ProtocolAbort) else ["local", "-", code_of(e)]
+        first = [e.origin, e.began] if isinstance(e, ProtocolAbort) and e.origin != self.me else []
         for p in self.peers:
-            data = self._frame("abort", p, list(where))
+            data = self._frame("abort", p, where + first)
             self._record_sent(where[0], where[1], "channel.Abort", p, data)
             self._post(p, data)
+
+    def _find_origin(self, e: BaseException) -> None:
+        """Where an error began: as it says itself; where parties are missing, with the first that went; else here."""
+        if code_of(e) in LEFT and isinstance(e, ProtocolAbort):
+            for p, failure in self.mailbox.failed.items():
+                if failure.code != "finished":
+                    blame(e, failure.origin or p, failure.began or failure.code)
+        blame(e, self.me, code_of(e))
 
     def close(self) -> None:
         if not self._closing.is_set():
@@ -293,7 +304,7 @@ class Channel:
                     break
                 wait.tick()
                 for party in tuple(wait.pending):
-                    if lost := _lost(party, failures[party], wait.over(party), spec):
+                    if lost := _lost(party, failures[party], wait.over(party), spec, self.study):
                         if quorum is None:
                             raise lost
                         wait.pending.remove(party)
@@ -364,17 +375,22 @@ class Channel:
         self._session.tell("step", protocol, line, name, done=done, of=of)
 
 
-def _lost(party: Party, failure: Failure | None, over: float, spec: wire.Spec) -> ProtocolAbort | None:
+def _lost(party: Party, failure: Failure | None, over: float, spec: wire.Spec, study: Study) -> ProtocolAbort | None:
     """Why nothing more is expected of `party`: it failed, or the wait for it is `over` after so many seconds."""
     if failure is not None:
         if failure.own:
             return ProtocolAbort(spec.protocol, spec.line, failure.code, failure.detail)
-        if failure.code in ("lost", "finished"):
-            return PeerLost(spec.protocol, spec.line, failure.code, failure.detail)
-        told = ProtocolAbort(failure.protocol, failure.line, failure.code, failure.detail)
-        told.heard = True
-        return told
+        if failure.code in ("lost", "finished", "stopped"):
+            lost: ProtocolAbort = PeerLost(spec.protocol, spec.line, failure.code, failure.detail)
+        else:
+            lost = ProtocolAbort(failure.protocol, failure.line, failure.code, failure.detail)
+            lost.heard = True
+        known = failure.origin in study.parties
+        blame(lost, failure.origin if known else party, failure.began if known else failure.code)
+        return lost
     if over:
         why = f"nothing from '{party}' for {over:g} s. Start a new run; the masks of this one are spent."
-        return PeerLost(spec.protocol, spec.line, "timeout", why)
+        lost = PeerLost(spec.protocol, spec.line, "timeout", why)
+        blame(lost, party, "timeout")
+        return lost
     return None

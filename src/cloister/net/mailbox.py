@@ -16,7 +16,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable
 
-from cloister.errors import WireError, in_words
+from cloister.errors import GONE, WireError, in_words
 from cloister.net import wire
 from cloister.net.wire import Frame
 from cloister.study import Party
@@ -36,6 +36,8 @@ class Failure:
     code: str
     detail: str = ""
     own: bool = False  # this party's own finding, and nothing that it was told
+    origin: str = ""  # the party where it began, if that is another one
+    began: str = ""  # that party's own code
 
 
 class Mailbox:
@@ -122,10 +124,9 @@ class Mailbox:
         elif frame.kind == "bye":
             self.failed[sender] = Failure("channel", "-", "finished", f"'{sender}' finished and sends nothing more")
         elif frame.kind == "abort":
-            if type(frame.body) is not list or [type(x) for x in frame.body] != [str] * 3:
-                raise WireError("an abort that is no (protocol, line, code)")
-            protocol, line, code = map(_word, frame.body)
-            self.failed[sender] = Failure(protocol, line, code, f"'{sender}' stopped ({in_words(code)})")
+            if type(frame.body) is not list or [type(x) for x in frame.body] not in ([str] * 3, [str] * 5):
+                raise WireError("an abort that is no (protocol, line, code), nor (..., origin, its code)")
+            self.failed[sender] = told_by(sender, *map(_word, frame.body))
         else:
             key = (sender, frame.scope)
             if frame.seq != self._next[key]:
@@ -184,6 +185,14 @@ class Mailbox:
 
     def on_change(self, wake: Callable[[], None]) -> None:
         self._wake = wake
+
+
+def told_by(sender: Party, protocol: str, line: str, code: str, origin: str = "", began: str = "") -> Failure:
+    """What an abort says; with `origin`, that of a party that stopped because another one had."""
+    if not origin or origin == sender:
+        return Failure(protocol, line, code, f"'{sender}' stopped ({in_words(code)})")
+    why = GONE.get(began) or f"stopped ({in_words(began)})"
+    return Failure(protocol, line, code, f"'{origin}' {why}, as '{sender}' tells", origin=origin, began=began)
 
 
 def _word(x: str) -> str:

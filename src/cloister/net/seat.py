@@ -22,7 +22,7 @@ from cloister.cells.pace import told_to
 from cloister.cells.tables import attach_receipt, places, used_cells
 from cloister.crypto.agreement import Identity
 from cloister.crypto.entropy import Entropy
-from cloister.errors import LEFT, CloisterError, ProtocolAbort
+from cloister.errors import LEFT, CloisterError, ProtocolAbort, origin_of
 from cloister.net.channel import Link, Session
 from cloister.net.events import Event
 from cloister.net.journal import Journal
@@ -224,11 +224,13 @@ def take_part(
 
 
 def root_cause(errors: dict[Party, BaseException]) -> BaseException:
-    """The error that made the others fail: a party's own before one that it heard of."""
+    """The error that made the others fail: a party's own before one that it heard of, and before another's."""
 
-    def order(e: BaseException) -> int:
+    def order(party: Party) -> tuple[int, bool]:
+        e = errors[party]
+        rank = 1 if isinstance(e, CloisterError) else 0
         if isinstance(e, ProtocolAbort):
-            return (4 if e.code in LEFT else 2) + e.heard
-        return 1 if isinstance(e, CloisterError) else 0
+            rank = (4 if e.code in LEFT else 2) + e.heard
+        return rank, origin_of(e, party) != party
 
-    return min(errors.values(), key=order)
+    return errors[min(errors, key=order)]

@@ -15,8 +15,11 @@ def short(run: Run) -> Html | None:
     rows = workflows.learns(run.study.workflow, run.study.mode)
     if not rows:
         return None
-    sent = sum(r["bytes"] for p in run.study.sites for r in run.rows(p) if r["kind"] == "sent")
-    whole = f"All sites together sent {size(sent)}. In full: what each party learned, below."
+    sites = [p for p in run.study.sites if p in run.receipts]
+    here = sites or run.parties  # whose receipts this page has: of a run between machines, one
+    sent = sum(r["bytes"] for p in here for r in run.rows(p) if r["kind"] == "sent")
+    who = "All sites together" if sites == list(run.study.sites) else names(here) or "Nobody whose receipt is here"
+    whole = f"{who} sent {size(sent)}. In full: what each party learned, below."
     return tag(
         "div",
         tag("h3", "In short" if run.abort is None else "In short: what a whole run tells"),

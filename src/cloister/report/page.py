@@ -18,7 +18,7 @@ from typing import Any
 
 from cloister import errors, files, workflows
 from cloister._version import __version__
-from cloister.errors import CloisterError, DataError
+from cloister.errors import CloisterError, DiskError
 from cloister.report import sections
 from cloister.report.learned import learned, short
 from cloister.report.parts import Html, count, escape, join, names, size, table, tag, value
@@ -77,9 +77,9 @@ def write_report(
     path = Path(path)
     text = _page(list(runs), (title, about), table, baselines or {})
     try:
-        return files.write(path, text, private=False)
+        return files.write(path, text)  # for its owner only, as the figures in it are
     except OSError as e:
-        raise DataError(f"{path} cannot be written ({e.strerror or type(e).__name__})") from None
+        raise DiskError(f"{path} cannot be written ({e.strerror or type(e).__name__})") from None
 
 
 def _page(
@@ -220,6 +220,7 @@ def _abort_box(abort: Abort, run: Run) -> Html:
             f"{why} (",
             tag("code", abort.code),
             f"), noticed by {who}.",
+            f" It began at {abort.origin} ({errors.in_words(abort.reason)})." if abort.origin not in ("", who) else "",
         ),
         tag("p", f"{got} Until then {size(sent)} had been sent; the receipts below list all of it."),
         class_="box bad",

@@ -36,8 +36,10 @@ def card(run: Run, party: str) -> Html:
     role = run.study.parties[party]  # type: ignore[index]
     status, receipt = run.status(party), run.receipts.get(party)
     badge = None
-    if status != "done":
-        badge = tag("span", "no result" if status == "unknown" else "stopped", class_="badge bad")
+    if status == "unknown" and run.abort is not None and receipt is not None:
+        badge = tag("span", "no result", class_="badge bad")
+    elif status not in ("done", "unknown"):
+        badge = tag("span", "stopped", class_="badge bad")
     head = tag(
         "h4",
         party,

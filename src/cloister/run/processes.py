@@ -31,7 +31,7 @@ from cloister.cells.files import open_cells, write_cells
 from cloister.cells.pace import told_to
 from cloister.crypto.agreement import Identity
 from cloister.crypto.entropy import Entropy
-from cloister.errors import CloisterError
+from cloister.errors import PeerLost
 from cloister.net.events import Event
 from cloister.net.mailbox import Mailbox
 from cloister.net.receipts import Receipt
@@ -44,6 +44,8 @@ from cloister.study import CONSENTS, Party, Study, format_study
 
 if TYPE_CHECKING:
     from anndata import AnnData
+
+GRACE = 10.0  # seconds that a party's process has to end, once the rehearsal has
 
 
 def run_processes(
@@ -170,7 +172,8 @@ def _route(
             except (EOFError, OSError):
                 del open_ends[pipe]
                 if p not in run.outcomes and p not in run.errors and p not in wires.dead:
-                    run.errors[p] = CloisterError(f"the process of '{p}' died")
+                    run.errors[p] = PeerLost("local", "-", "lost", f"the process of '{p}' died")
+                    errors.blame(run.errors[p], p, "lost")
                 for other in outbox:
                     outbox[other].put(b"G" + p.encode())
                 continue
@@ -217,7 +220,7 @@ def child(folder: str, me: str, fd: str) -> None:
     """One party's process."""
     home, party = Path(folder), Party(me)
     pipe = Connection(int(fd))
-    link, mailbox = PipeLink(pipe, threading.Lock()), Mailbox(party)
+    link, mailbox, over = PipeLink(pipe, threading.Lock()), Mailbox(party), threading.Event()
 
     def listen() -> None:
         with contextlib.suppress(EOFError, OSError):
@@ -230,6 +233,8 @@ def child(folder: str, me: str, fd: str) -> None:
                     mailbox.put(Party(sender.decode()), frame)
         for p in study.parties:
             mailbox.gone(p, "the rehearsal ended")
+        over.wait(GRACE)
+        os._exit(1)  # whatever it is computing, nobody waits for it
 
     def tell(event: Event) -> None:
         link.tell(b"E" + json.dumps(dataclasses.asdict(event)).encode())
@@ -264,6 +269,7 @@ def child(folder: str, me: str, fd: str) -> None:
         link.tell(b"R" + json.dumps({"result": outcome.result, "cost": outcome.cost}).encode())
     except BaseException as e:
         link.tell(b"X" + json.dumps(errors.to_json(e)).encode())
+    over.set()
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ Faults can be injected on the way: that is how the test kit asks what happens wh
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import logging
 import tempfile
@@ -25,7 +26,7 @@ from cloister.cells.files import open_cells
 from cloister.cells.pace import told_to
 from cloister.crypto.agreement import Identity
 from cloister.crypto.entropy import Entropy
-from cloister.errors import CloisterError, DataError, ParameterError
+from cloister.errors import DataError, ParameterError, about
 from cloister.net.events import Event, harmless
 from cloister.net.mailbox import Mailbox
 from cloister.net.seat import Outcome, Seat, take_part
@@ -56,7 +57,8 @@ def plan(
     options: Mapping[str, Any] | None = None,
 ) -> Study:
     """The study of a rehearsal: the named sites, a coordinator, and as many auxiliaries as the mode needs."""
-    count = workflows.get(workflow).mode(mode).auxiliaries
+    chosen = workflows.get(workflow)
+    count = chosen.mode(mode).auxiliaries
     parties: dict[Party, Role] = {Party(coordinator): "coordinator"}
     for site in sites:
         if site in parties:
@@ -71,8 +73,18 @@ def plan(
         seed=seed,
         timeout=timeout,
         colluders=colluders,
-        parameters={k: _plain(v) for k, v in (options or {}).items() if v is not None},
+        parameters={k: _plain(v) for k, v in _said(chosen, options or {}).items()},
     )
+
+
+def _said(workflow: workflows.Workflow, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options without those that are none, as a study leaves them out: which is one thing only where none is usual."""
+    usual = {f.name: f.default for f in dataclasses.fields(workflow.options)}
+    for key, value in options.items():
+        if value is None and usual.get(key) is not None:
+            hint = "; for adata.X write use_rep='X'" if key == "use_rep" else ""
+            raise ParameterError(f"option '{key}' cannot be none, which would be taken for {usual[key]!r}{hint}")
+    return {key: value for key, value in options.items() if value is not None}
 
 
 def _plain(x: Any) -> Any:
@@ -190,7 +202,7 @@ def rehearse_steps(
     study = study.with_keys({p: i.public for p, i in identities.items()})
     series, now = Series(study), dict(data)
     for site in study.sites:
-        with _named(site):
+        with _named(site, data[site]):
             adata = _cells_of(data[site])
             steps.check_site(study, site, adata)
             now[site] = data[site] if processes else adata
@@ -234,9 +246,9 @@ def rehearse_study(
     workflow, options = workflows.check_plan(study)
     given, on_event = {}, harmless(on_event)
     for site, cells_or_file in data.items():
-        with _named(site), told_to(passes_of(site, on_event)):
+        with _named(site, cells_or_file), told_to(passes_of(site, on_event)):
             given[site] = _cells_of(cells_or_file)
-            workflow.check(given[site], options)
+            workflow.check_at(Party(site), given[site], options)
     if processes and on_frame is not None:
         raise ParameterError("on_frame hears only parties of this process; rehearse with processes=False")
     files = {Party(p): x for p, x in data.items() if isinstance(x, str | Path)}
@@ -279,12 +291,10 @@ def _copy(adata: AnnData) -> AnnData:
 
 
 @contextlib.contextmanager
-def _named(site: str) -> Iterator[None]:
-    try:
+def _named(site: str, given: Any) -> Iterator[None]:
+    """Let an error say of whose cells it is, and of which file."""
+    with about(f"site '{site}'"), about(str(given) if isinstance(given, str | Path) else ""):
         yield
-    except CloisterError as e:
-        e.args = (f"site '{site}': {e}",)  # not a new one: some kinds are made from other things than a text
-        raise
 
 
 def run_parties(

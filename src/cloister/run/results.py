@@ -31,7 +31,7 @@ from cloister import files, workflows
 from cloister._version import __version__
 from cloister.cells.files import write_cells
 from cloister.cells.pace import told_to
-from cloister.errors import CloisterError, DataError, ProtocolAbort, ReceiptError
+from cloister.errors import CloisterError, DataError, DiskError, ProtocolAbort, ReceiptError, blame
 from cloister.net.events import Event, harmless
 from cloister.net.receipts import Receipt
 from cloister.net.seat import Outcome
@@ -101,7 +101,7 @@ def save_run(run: Run, folder: str | Path, *, on_event: Callable[[Event], None] 
             for name in names:  # run.json is the last
                 os.replace(staging / name, folder / name)
     except OSError as e:
-        raise DataError(f"{folder} cannot be written ({e.strerror or type(e).__name__})") from None
+        raise DiskError(f"{folder} cannot be written ({e.strerror or type(e).__name__})") from None
     except DataError as e:
         e.args = (str(e).replace(str(staging), str(folder)),)  # the place that its owner knows
         raise
@@ -241,9 +241,11 @@ def load_run(folder: str | Path) -> Run:
                 cost = {str(k): float(v or 0) for k, v in entry["cost"].items()}
                 run.outcomes[party] = Outcome(None, dict(entry["result"]), run.receipts.get(party), cost)
         if raw["abort"] is not None:
-            place = Abort(**{k: str(raw["abort"][k]) for k in ("party", "protocol", "line", "code")})
+            told = {k: str(raw["abort"].get(k, "")) for k in ("origin", "reason")}
+            place = Abort(**{k: str(raw["abort"][k]) for k in ("party", "protocol", "line", "code")}, **told)
             run.outcomes = {}
             run.errors[place.party] = ProtocolAbort(place.protocol, place.line, place.code)
+            blame(run.errors[place.party], place.origin, place.reason)
         run.saved_flows = _read_flows(raw["messages"])
         run.drawing = _read_figures(folder)
     except OSError as e:

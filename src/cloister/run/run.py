@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cloister import workflows
-from cloister.errors import MissingExtra, PeerLost, ProtocolAbort
+from cloister.errors import DataError, MissingExtra, PeerLost, ProtocolAbort, about, origin_of, reason_of
 from cloister.net.events import Event
 from cloister.net.receipts import Receipt
 from cloister.net.seat import Outcome, Seat, root_cause
@@ -77,10 +77,12 @@ class Flow:
 class Abort:
     """Where a run ended before its result. The local sentence of the error is left out: this may be passed on."""
 
-    party: str
+    party: str  # that noticed
     protocol: str
     line: str
     code: str
+    origin: str = ""  # the party where it began
+    reason: str = ""  # one word
 
 
 @dataclass
@@ -132,7 +134,10 @@ class Run:
     def check(self) -> None:
         """Raise the error that made the run fail, if one did."""
         if self.errors:
-            raise root_cause({Party(p): e for p, e in self.errors.items()})
+            cause = root_cause({Party(p): e for p, e in self.errors.items()})
+            party = next(p for p, e in self.errors.items() if e is cause)
+            with about(f"'{party}'" if isinstance(cause, DataError) else ""):
+                raise cause
 
     @property
     def abort(self) -> Abort | None:
@@ -141,9 +146,15 @@ class Run:
             return None if self.outcomes else Abort("", "local", "-", "nothing-done")
         cause = root_cause({Party(p): e for p, e in self.errors.items()})
         party = next(p for p, e in self.errors.items() if e is cause)
+        began = origin_of(cause, party), reason_of(cause)
         if isinstance(cause, ProtocolAbort):
-            return Abort(party, cause.protocol, cause.line, cause.code)
-        return Abort(party, "local", "-", type(cause).__name__)
+            return Abort(party, cause.protocol, cause.line, cause.code, *began)
+        return Abort(party, "local", "-", type(cause).__name__, *began)
+
+    @property
+    def origins(self) -> dict[str, tuple[str, str]]:
+        """Of every party that failed: where it says that it began, and the reason in one word."""
+        return {p: (origin_of(e, p), reason_of(e)) for p, e in self.errors.items()}
 
     @property
     def whole(self) -> bool:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from cloister.cells.files import read_cells, write_cells
 from cloister.cells.pace import told_to
-from cloister.errors import DataError, ParameterError, PeerLost, UsageError
+from cloister.errors import DiskError, ParameterError, PeerLost, UsageError, about
 from cloister.files import replacing
 from cloister.net.events import Event
 from cloister.net.seat import Outcome
@@ -77,7 +77,8 @@ def attend(
     if kit.role == "site":
         with told_to(passes_of(kit.me, on_event)):
             adata = open_cells(kit, policy)
-            steps.check_site(kit.study, kit.me, adata)  # bad cells raise here, before others are asked
+            with about(str(policy.data)):
+                steps.check_site(kit.study, kit.me, adata)  # bad cells raise here, before others are asked
             check_approved_cells(kit, adata)
     seen = set(policy.out.glob("*/outcome.json"))
     began, end = time.time(), time.monotonic() + (limit or kit.study.patience)
@@ -155,7 +156,7 @@ def take_away(ended: Ended, path: str | Path) -> Path:
         with replacing(path) as part:
             shutil.copyfile(source, part)
     except OSError as e:
-        raise DataError(f"{path} cannot be written ({e.strerror}); the cells are in {source}") from None
+        raise DiskError(f"{path} cannot be written ({e.strerror}); the cells are in {source}") from None
     return path
 
 

@@ -12,7 +12,8 @@ A batch whose answer is lost is sent again, byte for byte, and taken in once, in
 pieces, and pulses pass them on the way, so that a slow line is not taken for a dead party. A party is lost when the
 relay has had no connection to it for a while, when its service says that the run's process is gone, or when it has not
 answered anything for the study's `timeout`. Before its greeting, its service counts too: a process may take `JOIN`
-seconds to come up, but not where nobody is left to start it.
+seconds to come up, but not where nobody is left to start it, nor where it came and ended. All lines lead through the
+coordinator's machine: where that is out of reach, it is named, and not the parties behind it.
 
 Reveals
 -------
@@ -58,6 +59,10 @@ class Absent(Unreachable):
 
 class Over(Unreachable):
     """The service is there, and has no process for this run: not yet, or no longer."""
+
+
+class Ended(Over):
+    """No longer: it had one."""
 
 
 class Lost(Exception):
@@ -113,7 +118,7 @@ class SealedLink:
         self._greeting = self._keys.public + identity.sign("greeting", self._said(me, self._keys.public))
         self._peers = {p: _Peer() for p in study.parties if p != me}
         self._reply = min(5.0, study.timeout / 4)  # seconds to wait for one answer
-        self.away = min(15.0, study.timeout / 4)  # seconds without a connection that are forgiven
+        self.away = min(10.0, study.timeout / 4)  # seconds without a connection that are forgiven
         self._closing, self._end = False, float("inf")
         self._pumps = [threading.Thread(target=self._pump, args=(p,), name=f"to-{p}", daemon=True) for p in self._peers]
 
@@ -154,11 +159,11 @@ class SealedLink:
             if pump.is_alive():
                 pump.join()
 
-    def stop(self, why: str, seconds: float = 3.0) -> None:
-        """Expect nothing more from anyone; there are `seconds` left to tell them."""
+    def stop(self, why: str, code: str = "stopped", seconds: float = 3.0) -> None:
+        """Expect nothing more from anyone, since this party is stopped; there are `seconds` left to tell them."""
         self._end = time.monotonic() + seconds
         for p in self._peers:
-            self._mailbox.gone(p, why)
+            self._mailbox.fail(p, Failure("local", "-", code, why, origin=self._me, began=code))
 
     def give_up(self, party: Party, why: str) -> None:
         """Nothing will come from `party`, nor need anything go there."""
@@ -284,7 +289,7 @@ class SealedLink:
                     return answer
                 gone = None
             except Unreachable as e:
-                if isinstance(e, Over) and fatal is Unreachable:
+                if isinstance(e, Ended) or (isinstance(e, Over) and fatal is Unreachable):
                     raise Lost("its process ended") from None
                 gone = (gone or time.monotonic()) if isinstance(e, fatal) else None
                 if gone and time.monotonic() - gone > self.away:
@@ -327,7 +332,24 @@ class SealedLink:
             peer.frames.clear()
             peer.turn.notify()
         peer.ready.set()  # nobody need wait for it
-        self._mailbox.gone(party, why)
+        hub = self._study.coordinator
+        if party != hub and self._me != hub and not self._closing and self._relay_gone():
+            failure = Failure(
+                "channel", "-", "lost", f"'{hub}' is gone: its connection ended", origin=hub, began="lost"
+            )
+            self._mailbox.fail(party, failure)
+        else:
+            self._mailbox.gone(party, why)
+
+    def _relay_gone(self) -> bool:
+        """Whether the coordinator's machine, which all lines lead through, is out of reach."""
+        try:
+            self._ask(self._study.coordinator, PING, 2.0)
+        except Absent:
+            return True
+        except (Unreachable, TimeoutError):
+            pass
+        return False
 
     def _wake(self) -> None:
         for peer in self._peers.values():

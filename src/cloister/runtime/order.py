@@ -222,6 +222,9 @@ def run_study(
     with _connect(kit) as server:
         server.sendall(b"run\n")
         ended = _follow(kit, server, end, on_status or (lambda _: None), on_event)
+    if ended.status != "done" and on_status is not None:
+        for party, word in ended.parties.items():
+            on_status(f"{party}: {word}")
     ended.check()
     return ended
 

@@ -56,7 +56,7 @@ class Ended:
     party: str
     status: Literal["done", "refused", "aborted"]
     folder: str = ""
-    error: Mapping[str, Any] = field(default_factory=dict)  # type, text, protocol, line, code
+    error: Mapping[str, Any] = field(default_factory=dict)  # type, text, reason, origin; protocol, line, code
     result: Mapping[str, Any] = field(default_factory=dict)
     cost: Mapping[str, float] = field(default_factory=dict)
     parties: Mapping[str, str] = field(default_factory=dict)  # at the coordinator: how it ended at the others
@@ -64,9 +64,14 @@ class Ended:
 
     @property
     def word(self) -> str:
-        """What the coordinator may hear of it."""
-        where = [self.error[k] for k in ("protocol", "line", "code") if self.error.get(k)]
-        return " ".join([self.status, *where, *([f"in {self.step}"] if self.step else [])])
+        """What the coordinator may hear of it: place and code, and where it began if that was at another party."""
+        if self.status == "done":
+            return self.status
+        here = [str(self.error.get(k) or x) for k, x in (("protocol", "local"), ("line", "-"), ("code", "-"))]
+        code, origin = str(self.error.get("began", "")), str(self.error.get("origin", ""))
+        here[2] = code if here[2] == "-" and code else here[2]
+        first = [f"({code} at {origin})"] if origin not in ("", self.party) else []
+        return " ".join([self.status, *here, *first, *([f"in {self.step}"] if self.step else [])])
 
     def save(self, path: Path) -> None:
         """Write it whole or not at all, for the owner only."""
@@ -161,8 +166,9 @@ class Turn:
                 check_approved_cells(kit, adata)
             if kit.role != "coordinator":
                 kit.count_run(policy)
-            if adata is not None and part.at:
-                steps.check_site(kit.study, kit.me, adata)
+            if adata is not None:
+                with errors.about(str(policy.data)):
+                    steps.check_site(kit.study, kit.me, adata)
             return adata
 
         def keep(receipt: Receipt) -> None:
@@ -176,7 +182,7 @@ class Turn:
             StepLink(self.link, part.at) if part.at else self.link,
             self.mailbox.begin(part.at) if isinstance(self.mailbox, Mailboxes) else self.mailbox,
             cells,
-            part=functools.partial(workflow_part, folders=folders),
+            part=functools.partial(workflow_part, checked=not done, folders=folders),  # the first step's cells were
             reveals=workflows.reveals(part),
             identity=kit.identity,
             entropy=self.entropy,
@@ -210,6 +216,7 @@ def room() -> int:
 
 def failed(kit: Kit, run: str, e: BaseException, folder: Path) -> Ended:
     """An ending from an error."""
+    errors.blame(e, kit.me, errors.code_of(e))
     return Ended(run, kit.me, "refused" if isinstance(e, RefusedError) else "aborted", str(folder), errors.to_json(e))
 
 

@@ -17,7 +17,8 @@ from collections import deque
 from dataclasses import dataclass
 
 REQUEST, ANSWER = 1, 2  # from party to party
-NOBODY = 3  # an answer: the party is there, the run is not
+NOBODY = 3  # an answer: the party is there, the run is not; with `ENDED`, no longer
+ENDED = b"ended"
 ABSENT = 4  # of a carrier: there is no connection to that party
 PLAN = 5  # service → carrier, once: what to be
 ADDRESSES = 6  # service → carrier: where the coordinator is now

@@ -8,9 +8,9 @@ other parties' processes; who carries them can delay or drop them. When the serv
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
+import re
 import socket
 import sys
 import threading
@@ -22,18 +22,33 @@ from pathlib import Path
 
 from cloister import errors
 from cloister.errors import CloisterError, PeerLost, ProtocolAbort
-from cloister.net.mailbox import Failure
+from cloister.net.mailbox import Failure, told_by
+from cloister.runtime import link
 from cloister.runtime.invitation import DONE, read_word, say_word
 from cloister.runtime.kit import RUNS, Kit
 from cloister.runtime.link import PING, REFUSED, TAKEN, WINDOW, Absent, Over, Unreachable
 from cloister.runtime.logs import log_beside
 from cloister.runtime.party import Ended, Turn, lost
-from cloister.runtime.pipe import ABSENT, ANSWER, HALT, HEARD, NOBODY, REQUEST, STOP, Asker, BrokenPipe, Packet, Pipe
+from cloister.runtime.pipe import (
+    ABSENT,
+    ANSWER,
+    ENDED,
+    HALT,
+    HEARD,
+    NOBODY,
+    REQUEST,
+    STOP,
+    Asker,
+    BrokenPipe,
+    Packet,
+    Pipe,
+)
 from cloister.study import Party
 
 WORD = b"W"  # a request: how it ended there
 AT_ONCE = 2 * WINDOW  # requests of one party that are taken in at a time
 GRACE = 5.0  # seconds to tell the others, once the service is gone
+LAST_WORD = 2.0  # seconds for a coordinator that seems to be gone already
 
 log = logging.getLogger("cloister.runtime")
 
@@ -55,7 +70,9 @@ class Attendee:
         packet = self._asker.ask(to, request, seconds)
         if packet.kind == ANSWER:
             return packet.data
-        raise Absent if packet.kind == ABSENT else Over
+        if packet.kind == ABSENT:
+            raise Absent
+        raise link.Ended if packet.data == ENDED else Over
 
     def read(self) -> None:
         """Take in what comes, until the service closes the pipe."""
@@ -73,7 +90,7 @@ class Attendee:
             elif packet.kind == STOP:
                 if packet.data == HALT:
                     self._halt()
-                self.turn.link.stop(packet.data.decode())
+                self.turn.link.stop(packet.data.decode(), packet.name or "stopped")
         self.turn.link.stop("this party's service was stopped")
         self.turn.over.wait(GRACE)
         os._exit(0)
@@ -110,17 +127,16 @@ class Attendee:
             return REFUSED
         self.words.setdefault(sender, word)
         if word != DONE:
-            self.turn.mailbox.gone(sender, "it stopped")
+            self.turn.mailbox.fail(sender, failure_of(sender, word))
         return TAKEN
 
     def _heard(self, party: Party, word: str) -> None:
         """A party does not come, and said why; the service has checked that it did."""
         self.words[party] = word
-        _, protocol, line, code = (word.split(" ") + ["-"] * 4)[:4]
-        why = f"'{party}' does not take part ({word})"
-        if code == "mismatch":
+        failure, why = failure_of(party, word), f"'{party}' does not take part ({word})"
+        if failure.code == "mismatch":
             why = f"{party} came with another study file than {self.kit.me}; nothing was sent"
-        self.turn.mailbox.fail(party, Failure(protocol, line, code, why))
+        self.turn.mailbox.fail(party, replace(failure, detail=why))
         self.turn.link.give_up(party, "it does not take part")
 
     def _halt(self) -> None:
@@ -134,11 +150,16 @@ class Attendee:
     def tell(self, ended: Ended) -> None:
         """Say the word to the coordinator, for as long as it is there."""
         request = WORD + say_word(self.kit.identity, self.run, self.kit.me, ended.word)
-        end = time.monotonic() + self.turn.link.away
+        hub = self.kit.study.coordinator
+        end = time.monotonic() + (LAST_WORD if self.turn.link.lost(hub) else self.turn.link.away)
         while time.monotonic() < end:
-            with contextlib.suppress(TimeoutError, Unreachable):
-                if self.ask(self.kit.study.coordinator, request, 2.0) == TAKEN:
+            try:
+                if self.ask(hub, request, LAST_WORD) == TAKEN:
                     return
+            except link.Ended:
+                return  # nobody is left to be told
+            except (TimeoutError, Unreachable):
+                pass
             time.sleep(0.2)
 
     def see_off(self) -> None:
@@ -174,6 +195,14 @@ class Attendee:
         ended = replace(ended, parties=words)
         ended.keep()
         return ended
+
+
+def failure_of(party: Party, word: str) -> Failure:
+    """What a party's word says of its end: `aborted PROTOCOL LINE CODE`, `(CODE at PARTY)` if it began elsewhere."""
+    _, protocol, line, code = (word.split(" ") + ["-"] * 4)[:4]
+    elsewhere = re.search(r"\((\S+) at (\S+)\)", word)
+    began, origin = elsewhere.groups() if elsewhere else ("", "")
+    return told_by(party, protocol, line, code, origin, began)
 
 
 def main() -> None:

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +35,7 @@ from cloister.runtime.pipe import (
     ADDRESSES,
     ANSWER,
     CONNECTED,
+    ENDED,
     GONE,
     HALT,
     LOG,
@@ -56,6 +58,7 @@ from cloister.study import Party
 PING, INVITE = b"P", b"I"  # what services ask each other
 HERE = b"+"
 RUNS_AT_ONCE = 4
+REMEMBERED = 64  # runs that ended here, of which others are told so
 REFUSALS = 20  # runs that did not begin, whose outcome is kept
 LINES = 100  # lines of a carrier that are logged in a minute
 RESTART, RESTART_MOST = 1.0, 30.0  # seconds before a carrier that ended is replaced
@@ -83,6 +86,7 @@ class Service:
         self._carrier: tuple[subprocess.Popen[bytes] | None, Pipe] | None = None
         self._asker: Asker | None = None
         self.runs: dict[bytes, Running] = {}
+        self._ended: deque[bytes] = deque(maxlen=REMEMBERED)
         self._lock, self.ending = threading.Lock(), threading.Event()
         self._doors = ThreadPoolExecutor(2, "door")  # invitations are looked at here, a few at a time
         self._at_door = threading.BoundedSemaphore(8)
@@ -203,7 +207,8 @@ class Service:
             if running is not None:
                 running.pipe.post(packet)
             elif packet.kind == REQUEST:
-                pipe.post(Packet(NOBODY, packet.name, packet.ticket, packet.run))
+                ended = ENDED if packet.run in self._ended else b""
+                pipe.post(Packet(NOBODY, packet.name, packet.ticket, packet.run, ended))
         elif packet.kind == REQUEST:
             if packet.data == PING:
                 pipe.post(Packet(ANSWER, packet.name, packet.ticket, SERVICE, HERE))
@@ -269,6 +274,7 @@ class Service:
         recover(self.kit, running.run.hex())
         with self._lock:
             self.runs.pop(running.run, None)
+            self._ended.append(running.run)
         running.pipe.close()
         running.over.set()
 
@@ -276,7 +282,7 @@ class Service:
         with self._lock:
             runs = [*self.runs.values()]
         for running in runs:
-            running.pipe.post(Packet(STOP, data=why.encode()))
+            running.pipe.post(Packet(STOP, "lost", data=why.encode()))
 
     # -- invitations -----------------------------------------------------------------------------------------------
 

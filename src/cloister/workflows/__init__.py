@@ -58,6 +58,7 @@ class Workflow:
     modes: Mapping[str, Mode]
     site: Callable[[Seat, AnnData, Any], Outcome]
     check: Callable[[AnnData, Any], list[str]]  # raises DataError, or returns warnings; nothing is sent
+    brings: Callable[[AnnData, Any], None] | None = None  # raises DataError if a site that offers labels has none
     coordinator: Callable[[Seat, Any], Outcome] = _no_part
     auxiliary: Callable[[Seat, Any], Outcome] = _no_part
     min_sites: int = 2
@@ -84,8 +85,15 @@ class Workflow:
         if adata is None:
             raise DataError("a site needs cells; name them with --data")
         if not checked:
-            self.check(adata, options)
+            self.check_at(seat.me, adata, options)
         return self.site(seat, adata, options)
+
+    def check_at(self, site: str, adata: AnnData, options: Any) -> list[str]:
+        """Check the cells of one site, with what this site has to bring; returns what to know."""
+        notes = self.check(adata, options)
+        if self.brings is not None and "label_key" in self.reads(options, site):
+            self.brings(adata, options)
+        return notes
 
     def at_site(self, adata: AnnData, seat: Seat | Place, *, copy: bool = False) -> tuple[AnnData, Outcome]:
         """The site's part with the options that the study agreed on, for the public function of the workflow."""

@@ -170,6 +170,10 @@ def references(adata: AnnData, options: Options) -> tuple[Any, Any]:
     return cells.embedding(adata, options.use_rep)[known], names
 
 
+def check_references(adata: AnnData, options: Options) -> None:
+    references(adata, options)
+
+
 def metacells(x: Any, names: Any, per_label: int, rng: np.random.Generator) -> tuple[Any, Any]:
     """Means of groups of cells (metacells), at most `per_label` for each label: Lloyd's algorithm, 20 steps."""
     rows, labels = [], []
@@ -273,9 +277,17 @@ def _check_bound(norm: float, options: Options) -> None:
 
 def check(adata: AnnData, options: Options) -> list[str]:
     """Raise `DataError` if these cells cannot take part; return what the user should know."""
-    x = cells.embedding(adata, options.use_rep)
-    _check_bound(float(np.sqrt((x**2).sum(1).max())), options)
+    norms = np.sqrt((cells.embedding(adata, options.use_rep) ** 2).sum(1))
+    _check_bound(float(norms.max()), options)
+    usual = float(np.median(norms[norms > 0])) if norms.any() else 0.0
+    if far := int((norms > mapping_terms.APART * usual).sum() if usual else 0):
+        raise DataError(
+            f"adata.obsm[{options.use_rep!r}] has {far} cell(s) more than {mapping_terms.APART:g} times as far from the"
+            " origin as half of all cells; beside them, all others look alike. Remove them, or make the embedding anew."
+        )
     notes = []
+    if options.label_key not in adata.obs:
+        notes.append(f"adata.obs[{options.label_key!r}] is missing: these cells can be labelled, and are no references")
     if options.use_rep == "X_pca":
         notes.append("X_pca must be one space for all sites, not each site's own PCA; shared-pca makes such a space")
     return notes
@@ -342,6 +354,7 @@ WORKFLOW = Workflow(
     coordinator=assist,
     auxiliary=assist,
     check=check,
+    brings=check_references,
     reads=lambda options, site: ("use_rep",) if site == options.query else ("use_rep", "label_key"),
     writes=("obs[{key_added!r}]",),
     check_study=check_study,

@@ -6,14 +6,14 @@ file takes one of an earlier step as `"step:NAME/FILE"`, as in `adapter = "step:
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cloister.cells.tables import places
-from cloister.errors import CloisterError, DataError, ParameterError
+from cloister.errors import DataError, ParameterError, about
 from cloister.study import Party, Study
 from cloister.workflows import Workflow, check_plan
 
@@ -58,20 +58,14 @@ def check_site(study: Study, site: Party, adata: AnnData) -> list[str]:
             if part.at and (missing := wanted - here - earlier):
                 raise DataError(f"it needs adata.{min(missing)}, which neither these cells nor an earlier step has")
             if not wanted & earlier:
-                notes += [note for note in workflow.check(adata, options) if note not in notes]
+                notes += [note for note in workflow.check_at(site, adata, options) if note not in notes]
         earlier |= given(workflow, options, site)
     return notes
 
 
-@contextlib.contextmanager
-def named(part: Study) -> Iterator[None]:
+def named(part: Study) -> AbstractContextManager[None]:
     """Let an error say in which step it was."""
-    try:
-        yield
-    except CloisterError as e:
-        if part.place:
-            e.args = (f"{part.place}: {e}",)  # not a new one: some kinds are made from other things than a text
-        raise
+    return about(part.place)
 
 
 def needed(workflow: Workflow, options: Any, site: str) -> set[str]:

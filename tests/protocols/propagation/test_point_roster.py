@@ -25,9 +25,9 @@ def agree(found, ideal):
 
 
 @settings(max_examples=10, deadline=None)
-@given(names=st.lists(st.lists(st.text(max_size=8), max_size=4), min_size=2, max_size=4))
+@given(names=st.lists(st.lists(st.text("äb\U0001f9a0", max_size=8), max_size=4), min_size=2, max_size=4))
 def test_ideal(names):
-    names[0] += ["one", "two"]
+    names = [[*own, "one", *(["two"] if i == 0 else [])] if own or i == 0 else own for i, own in enumerate(names)]
     check_ideal(point_roster, [case(names, range(1, 9))], agree=agree)
 
 

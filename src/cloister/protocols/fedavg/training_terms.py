@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from cloister.arrays import F32, F64, U64
+from cloister.cells.names import check_vocabularies
 from cloister.crypto.entropy import Entropy
 from cloister.crypto.fixedpoint import FixedPoint
 from cloister.errors import ParameterError, ProtocolAbort
@@ -163,6 +164,7 @@ def vocabulary(params: Params, brought: Mapping[Party, Brings]) -> tuple[str, ..
     """L2: the study's labels, or all that occur."""
     if params.labels:
         return params.labels
+    check_vocabularies({u: b.labels for u, b in brought.items()}, NAME, "L1")
     found = sorted({name for b in brought.values() for name in b.labels})
     if len(found) < 2:
         raise ProtocolAbort(NAME, "L1", "labels", f"the sites know {len(found)} label(s) together; two are needed")

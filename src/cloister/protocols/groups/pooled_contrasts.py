@@ -64,6 +64,7 @@ import numpy as np
 
 from cloister.arrays import F64, U64
 from cloister.cells import genes
+from cloister.cells.names import check_vocabularies
 from cloister.crypto.agreement import Identity
 from cloister.crypto.entropy import Entropy
 from cloister.errors import ProtocolAbort
@@ -196,6 +197,7 @@ def labels_of(params: Params, mine: Donors) -> tuple[str, ...]:
 
 def agree(params: Params, brought: Mapping[Party, Brings]) -> Agreed:
     """L3: all names, in order."""
+    check_vocabularies({u: b.labels for u, b in brought.items()}, NAME, "L2")
     names = params.labels if params.labels is not None else {k for b in brought.values() for k in b.labels}
     wrong = [u for u, b in brought.items() if len(b.levels) != len(params.covariates)]
     if wrong:

@@ -1,18 +1,21 @@
 """Terms of a reference mapping: what everyone has to know before queries and references meet.
 
-    T1   u → S     width of u's rows, their number rounded up, and u's label names where no vocabulary is agreed
+    T1   u → S     width of u's rows, their number rounded up, and u's label names where no vocabulary is agreed; S
+                   stops where names of two sites differ by blanks or case only, or those of a site are no other's
     T2   S → all   widths and rounded numbers of all, and all label names, sorted; u finds its own among them, and what
                    was told enters the keys of T3
-    T3   three     unless a bound is agreed: e = max over u of ⌈4 log2 |longest row of u|⌉, opened to all; bound 2^{e/4}
+    T3   three     unless a bound is agreed: e = max over u of ⌈4 log2 |longest row of u|⌉, opened to all; bound
+                   2^{e/4}; u stops if its own longest row is a thousand times shorter: its cells would be at the origin
     T4   three     [Σ true numbers of references < k], opened to all; if so, everybody refuses
 
 Reveals
 -------
 coordinator : which label names each site has, if no vocabulary is agreed.
-everyone : the width, each party's number of rows rounded up, all label names; the largest norm over all parties to
-    within a quarter of a power of two, unless a bound is agreed; that there are at least k references. A party that
-    lies learns no more; what it says of itself is its word.
-any two computing parties : each party's largest norm and true number of rows.
+everyone : the width, each party's number of rows rounded up, all label names; how far from the origin the farthest row
+    of all parties is, to within 19 percent, unless a bound is agreed, and who stopped since all its own are a thousand
+    times nearer; that there are at least k references. A party that lies learns no more; what it says of itself is its
+    word.
+any two computing parties : how far each party's farthest row is from the origin, and its true number of rows.
 
 Assumes
 -------
@@ -36,6 +39,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cloister.cells.names import check_vocabularies
 from cloister.crypto import gf64
 from cloister.crypto.agreement import Identity
 from cloister.crypto.entropy import Entropy
@@ -53,6 +57,7 @@ REACH = 1000  # largest exponent, in steps
 EXPONENT = Ring.holding(2 * REACH + 1)
 COUNT = Ring(48)
 COUNT_BITS = 40  # of one site's true number of rows
+APART = 1000.0  # longest rows of two owners that differ more are not of one embedding
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +190,15 @@ def bound_of(e: int) -> float:
     return math.pow(2.0, e / STEPS)
 
 
+def check_scale(norm: float, bound: float) -> None:
+    """T3: coordinates are kept to a fraction of the bound; cells far below it would all be at the origin."""
+    if 0 < norm * APART < bound:
+        why = (
+            f"the farthest cell of all sites is at {bound:.1g}, that of this one at {norm:.1g}: not the same embedding"
+        )
+        raise ProtocolAbort(NAME, "T3", "norms-apart", f"{why}, or a damaged cell; compare how all sites made it")
+
+
 def terms(params: Params, said: Announced, bound: float) -> Terms:
     """T2: check what all announced, and order it."""
     if set(said.widths) != set(params.owners) or set(said.rows) != set(params.owners):
@@ -210,9 +224,11 @@ async def _computed(ch: Channel, params: Params, mine: Holding | None, entropy: 
     if not bound:
         exponents = [await _scalar(trio, p, exponent(mine.norm) if mine else 0, EXPONENT) for p in params.owners]
         best = await largest(trio, _joined(exponents)) if trio.rank is not None else None
-        what = "largest norm, to a quarter power of two"
+        what = f"how far the farthest cell of all sites is from the origin, to within {2 ** (1 / STEPS) - 1:.0%}"
         turned = await _to_all(trio, params, best, EXPONENT.bits, "T3", what)
         bound = bound_of(turned - (1 << (EXPONENT.bits - 1)))
+        if mine is not None:
+            check_scale(mine.norm, bound)
     counts = [await _scalar(trio, p, mine.rows if mine else 0, COUNT) for p in params.sites]
     few = await too_few(trio, _joined(counts), params.k) if trio.rank is not None else None
     if await _to_all(trio, params, few, 1, "T4", "whether there are fewer than k references"):
@@ -284,6 +300,7 @@ async def owner(ch: Channel, params: Params, mine: Holding, *, entropy: Entropy,
 async def coordinator(ch: Channel, params: Params, *, entropy: Entropy, identity: Identity) -> Terms:
     """S's part; it may be one of the three."""
     all_said = await ch.gather(params.owners, Announcement)  # T1
+    check_vocabularies({p: all_said[p].names for p in params.sites}, NAME, "T1")
     names = sorted({n for p in params.sites for n in all_said[p].names})
     said = Announced({p: a.width for p, a in all_said.items()}, {p: a.rows for p, a in all_said.items()}, tuple(names))
     await ch.broadcast([p for p in params.members if p != ch.me], said)  # T2

@@ -1,7 +1,8 @@
 """Common labels: the sites find one vocabulary of labels, and whether their embeddings come from one model.
 
     L1   u → S   digest and width of the embedding (none for genes); names of u's labels, unless the study lists them
-    L2   S ⇒ u   digest and width of all; the vocabulary: the study's names, or all that came, in order
+    L2   S ⇒ u   digest and width of all; the vocabulary: the study's names, or all that came, in order. S stops where
+                 names of two sites differ by blanks or case only, or those of a site are no other's
 
 Reveals
 -------
@@ -29,6 +30,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from cloister.cells.names import check_vocabularies
 from cloister.errors import DataError, ProtocolAbort
 from cloister.net.channel import Channel
 from cloister.net.wire import message
@@ -128,6 +130,7 @@ async def coordinator(ch: Channel, params: Params) -> Agreed:
     """Be S."""
     brought = await ch.gather(params.sites, Brings)  # L1
     check_one_space(params, brought)
+    check_vocabularies({u: b.labels for u, b in brought.items()}, NAME, "L1")
     first = next(iter(brought.values()))
     names = tuple(sorted(params.labels or {name for b in brought.values() for name in b.labels}))
     if len(names) < 2:

@@ -149,7 +149,8 @@ async def _server(ch: Channel, params: Params, *, entropy: Entropy, identity: Id
     total = graph.influence_sum(W, params.alpha, labelled)
     for u, mine in own.items():  # L10, L12
         for _, block in graph.influence(W, params.alpha, labelled, mine, total):
-            await ch.send(u, Columns(ch.reveal(block, to=u, line="L12", what="columns of S", protocol=NAME)))
+            opened = ch.reveal(block, to=u, line="L12", what="how labels spread from its own points", protocol=NAME)
+            await ch.send(u, Columns(opened))
     ch.step("row sums", protocol=NAME, line="L14")
     sums = row_sums.Params(sites, sizes, params.server, n_classes)
     finished = await row_sums.server(ch.sub("rows"), sums)  # L14

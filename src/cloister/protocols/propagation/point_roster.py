@@ -2,7 +2,7 @@
 
     L1   u → S   n_u, d_u, box_u = AE(k; class names of u)    k from the sites' common seed, which S does not know
     L2   S ⇒ u   {v: n_v, d_v, box_v}                         who answered, at least two; told to all alike
-    L3   u       the classes: all names, in order
+    L3   u       the classes: all names, in order, unless two differ by blanks or case only, or a site's are no other's
 
 Reveals
 -------
@@ -31,6 +31,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from cloister.cells.names import check_vocabularies
 from cloister.crypto.agreement import bind, hkdf, seal, unseal
 from cloister.crypto.entropy import Entropy
 from cloister.errors import CloisterError, DataError, ParameterError, ProtocolAbort
@@ -140,13 +141,15 @@ async def site(
     if ch.me not in points or not set(points) <= set(params.sites) or len(points) < 2 or points[ch.me].count != count:
         raise ProtocolAbort(NAME, "L2", "roster", f"{len(points)} sites on the list, which must be two or more, and me")
     check_widths(points)
-    all_names: set[str] = set()
+    every: dict[str, list[str]] = {}
     for v, p in points.items():
         try:
             raw = unseal(key, p.names, owner(v))
         except CloisterError:
             raise ProtocolAbort(NAME, "L2", "names", f"the names of '{v}' were altered on the way") from None
-        all_names |= set(unpack_names(raw, v))
+        every[v] = unpack_names(raw, v)
+    check_vocabularies(every, NAME, "L3")
+    all_names = {name for names in every.values() for name in names}
     if not params.classes and len(all_names) < 2:  # L3
         code, said = ("no-labels", "no site has a label") if not all_names else ("one-class", "all labels are the same")
         raise ProtocolAbort(NAME, "L3", code, f"{said}, so there is nothing to tell apart; bring labels of two classes")

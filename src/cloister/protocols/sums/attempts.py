@@ -30,7 +30,7 @@ import contextlib
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any, TypeVar
 
-from cloister.errors import LEFT, CloisterError, PeerLost, ProtocolAbort
+from cloister.errors import LEFT, CloisterError, PeerLost, ProtocolAbort, blame
 from cloister.net.channel import Channel
 from cloister.net.wire import message
 from cloister.study import Party
@@ -148,6 +148,7 @@ def still_there(ch: Channel, sites: Iterable[Party]) -> tuple[Party, ...]:
         elif not why.own and why.code not in LEFT:
             found = ProtocolAbort(why.protocol, why.line, why.code, why.detail)
             found.heard = True
+            blame(found, why.origin or u, why.began or why.code)
             raise found
     return tuple(left)
 

@@ -1,7 +1,7 @@
 """Common genes: the sites learn which genes all of them measured, and that their values are of one kind.
 
     L1   u → S   kind of values, gene names
-    L2   S ⇒ u   the kind, genes in common   of those who answered, more than half
+    L2   S ⇒ u   the kind, genes in common   of those who answered, more than half; a tenth of the shortest list or more
 
 Reveals
 -------
@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from cloister.cells import genes
-from cloister.errors import DataError, ProtocolAbort
+from cloister.errors import DataError, ProtocolAbort, blame
 from cloister.net.channel import Channel
 from cloister.net.wire import message
 from cloister.study import Party
@@ -115,6 +115,10 @@ async def coordinator(ch: Channel, params: Params) -> Agreed:
         raise ProtocolAbort(NAME, "L1", "mixed-values", f"all sites must hold the same kind of values, found {found}")
     try:
         common = tuple(genes.genes_in_common({u: split(m.names, "L1") for u, m in measured.items()}))
+    except genes.FewGenes as e:
+        few = ProtocolAbort(NAME, "L1", "few-common-genes", str(e))
+        blame(few, e.site, few.code)
+        raise few from None
     except DataError as e:
         raise ProtocolAbort(NAME, "L1", "no-common-genes", str(e)) from None
     (kind,) = set(kinds.values())

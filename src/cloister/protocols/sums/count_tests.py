@@ -276,7 +276,7 @@ async def coordinator(ch: Channel, params: Params, present: tuple[Party, ...] = 
                 decode(params, total.z),
                 to=(ch.me, *present),
                 line="L3",
-                what=f"{params.length} bits: pooled count at least {params.least}",
+                what=f"of {params.length} counts over all sites, which reach {params.least}",
                 protocol=NAME,
             )
             outcome = Outcome(np.packbits(bits), proof_of(bits, ratios))

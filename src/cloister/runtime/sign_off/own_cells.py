@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from cloister.cells import files as cell_files
 from cloister.cells.fingerprint import Fingerprint, fingerprint
 from cloister.cells.tables import donors
-from cloister.errors import DataError
+from cloister.errors import DataError, about
 from cloister.runtime.sign_off.approval import Refusal
 from cloister.study import Party, Study
 from cloister.workflows import steps
@@ -23,7 +23,8 @@ def open_cells(kit: Kit, policy: Policy) -> AnnData:
     """Open this site's cells, give columns the names that the study uses, and hold them to this site's own floors."""
     if policy.data is None:
         raise DataError("local/site.toml: 'data' is missing; write where your cells are")
-    adata = cell_files.open_cells(policy.data)
+    with about(str(policy.data)):
+        adata = cell_files.open_cells(policy.data)
     for name, table, renames in (("obs", adata.obs, policy.obs), ("obsm", adata.obsm, policy.obsm)):
         for theirs, ours in renames.items():
             if ours not in table:
