@@ -15,7 +15,7 @@ from cloister import protocols, workflows
 from cloister.net.receipts import UNDECLARED
 from cloister.run.rehearsal import plan, rehearse, run_parties
 from cloister.study import Study
-from cloister.workflows.modes import STAYS, Mode
+from cloister.workflows.modes import LEAVES, STAYS, Mode
 
 ad = pytest.importorskip("anndata")
 sys.path.insert(0, str(Path(__file__).parents[1] / "protocols"))
@@ -157,6 +157,16 @@ def test_every_mode_says_who_learns_what_and_names_protocols_that_exist():
             assert set(declared.only_if) <= set(declared.protocols)
             known = {f.name for f in dataclasses.fields(workflows.get(name).options)}
             assert {o.partition("=")[0] for options in declared.only_if.values() for o in options} <= known
+
+
+def test_where_cells_leave_split_masked_or_encrypted_it_is_said():
+    """By the protocols that a mode runs: these take a site's cells in shares, under a mask or under a key."""
+    takes = {"replicated", "verified", "encrypted_inference", "permuted_inference", "oblivious_prediction"}
+    for name in workflows.SHIPPED:
+        for mode, declared in workflows.get(name).modes.items():
+            if mode != "plain":  # which says that it shows them
+                said = [who for who, _ in declared.learns][1] == LEAVES
+                assert said == bool(takes & {*declared.protocols}), (name, mode)
 
 
 def test_options_narrow_what_may_run():

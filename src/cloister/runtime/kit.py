@@ -17,6 +17,7 @@ this folder, every time a run starts. What is not approved in `local/site.toml` 
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -29,7 +30,7 @@ from typing import Any
 
 from cloister import files, governance, workflows
 from cloister.crypto.agreement import Identity
-from cloister.errors import ParameterError
+from cloister.errors import DataError, ParameterError
 from cloister.runtime.sign_off import approval, own_cells
 from cloister.runtime.sign_off.approval import Approval, Approvals, Refusal
 from cloister.runtime.sign_off.budget import USUAL, Budget, cost_of, read_budget
@@ -246,18 +247,24 @@ class Kit:
             if not replaced:
                 raise ParameterError(f"{self.policy_file}: there is no line '{key} = [...]' under [approve]; add it")
         entry = self.approvals.add(self.study, by, found, cost_of(self.study), stamp)
-        files.write(self.policy_file, text)
+        self._write_policy(text)
         return entry
 
     def withdraw(self, by: str = "") -> bool:
         """Take the approval of this kit's study back; whether there was one."""
-        text, digest = self.policy_file.read_text(encoding="utf-8"), self.study.digest.hex()
-        listed = [x for x in self.policy().studies if x != digest]
-        entry = self.approvals.withdraw(self.study, by)
-        if f'"{digest}"' in text:
-            line = f"studies = {json.dumps(listed)}"
-            files.write(self.policy_file, re.sub(r"^studies *=.*$", line, text, count=1, flags=re.MULTILINE))
+        entry, digest = self.approvals.withdraw(self.study, by), self.study.digest.hex()
+        with contextlib.suppress(ParameterError):  # nothing runs from a file that cannot be read
+            if digest in (listed := self.policy().studies):
+                line = f"studies = {json.dumps([x for x in listed if x != digest])}"
+                text = self.policy_file.read_text(encoding="utf-8")
+                self._write_policy(re.sub(r"^studies *=.*$", line, text, count=1, flags=re.MULTILINE))
         return entry is not None
+
+    def _write_policy(self, text: str) -> None:
+        try:
+            files.write(self.policy_file, text)
+        except OSError as e:
+            raise DataError(f"{self.policy_file} cannot be written ({e.strerror})") from None
 
 
 def _to_read(study: Study) -> str:

@@ -10,7 +10,7 @@ from cloister.cells.demo import demo_sites
 from cloister.cells.files import write_cells
 from cloister.cli.doctor import examine
 from cloister.cli.receipt import receipt as show
-from cloister.errors import ReceiptError, RefusedError
+from cloister.errors import DataError, ReceiptError, RefusedError
 from cloister.net.journal import SUFFIX, Journal
 from cloister.net.receipts import Entry, Receipt
 from cloister.run.results import load_run
@@ -140,6 +140,25 @@ def test_halt_withdraws_the_approval_and_says_so(basel):
     assert not halt(basel.path).withdrawn
     basel.approve("Ann")
     basel.check_approved(basel.policy())
+
+
+def test_halt_works_with_a_broken_site_toml_and_says_so_on_a_full_disk(basel, monkeypatch):
+    basel.approve("Ann")
+    text = basel.policy_file.read_text()
+
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("cloister.files.replacing", full)
+        with pytest.raises(DataError, match=r"0 run\(s\) were stopped, but .*No space left"):
+            halt(basel.path)
+    basel.check_approved(basel.policy())
+    basel.policy_file.write_text("data = ")
+    assert halt(basel.path).withdrawn
+    basel.policy_file.write_text(text)
+    with pytest.raises(RefusedError, match="withdrew"):
+        basel.check_approved(basel.policy())
 
 
 # -- what is past its time ---------------------------------------------------------------------------------------------

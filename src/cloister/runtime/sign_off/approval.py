@@ -22,7 +22,7 @@ from typing import Any
 
 from cloister import files, governance
 from cloister.cells.fingerprint import Fingerprint
-from cloister.errors import ParameterError, ProtocolAbort, RefusedError
+from cloister.errors import DataError, ParameterError, ProtocolAbort, RefusedError
 from cloister.study import Study
 
 FILE = "approvals.json"  # in `local`
@@ -119,7 +119,10 @@ class Approvals:
         return gone
 
     def _save(self, entries: Mapping[str, Approval]) -> None:
-        files.write(self.path, json.dumps({k: dataclasses.asdict(v) for k, v in entries.items()}, indent=1))
+        try:
+            files.write(self.path, json.dumps({k: dataclasses.asdict(v) for k, v in entries.items()}, indent=1))
+        except OSError as e:
+            raise DataError(f"{self.path} cannot be written ({e.strerror})") from None
 
     def _load(self) -> dict[str, Approval]:
         try:

@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from cloister.errors import CloisterError, DataError
 from cloister.runtime.kit import Kit
 from cloister.runtime.order import give_order
 from cloister.runtime.ready import is_running
@@ -24,7 +25,12 @@ def halt(kit_dir: str | Path, by: str = "") -> Halted:
     The approval goes first, so that nothing begins in between. Runs that do not end within seconds are killed.
     """
     kit = Kit.open(kit_dir)
-    withdrawn = kit.withdraw(by) if kit.role != "coordinator" else False
-    if not is_running(kit):
-        return Halted(withdrawn, 0, running=False)
-    return Halted(withdrawn, int(json.loads(give_order(kit, b"halt\n"))["halted"]), running=True)
+    withdrawn, failed = False, None
+    try:
+        withdrawn = kit.withdraw(by) if kit.role != "coordinator" else False
+    except CloisterError as e:
+        failed = e  # a full disk is no reason to let a run go on
+    runs = int(json.loads(give_order(kit, b"halt\n"))["halted"]) if (running := is_running(kit)) else 0
+    if failed is not None:
+        raise DataError(f"{runs} run(s) were stopped, but the approval is not withdrawn: {failed}")
+    return Halted(withdrawn, runs, running)
