@@ -136,6 +136,7 @@ def test_who_was_stopped_says_so(federation, victim):
     check(found, victim, "stopped", "begun", found[2:])
 
 
+@pytest.mark.slow
 def test_data_that_do_not_fit_are_blamed_on_their_site(federation):
     """The coordinator's outcome lists each party with its own; before, the coordinator was blamed at the others."""
     cells, before = federation.kits["vienna"] / "cells.h5ad", outcomes(federation)
