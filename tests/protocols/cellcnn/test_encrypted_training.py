@@ -37,6 +37,7 @@ from cloister.testing import (
     check_abort,
     check_cost,
     check_ideal,
+    check_lies,
     check_no_errors,
     check_vectors,
     check_view,
@@ -251,6 +252,35 @@ def test_k4_telling_sites_different_samples_is_noticed(trained):
     case = query_case(trained, np.zeros((5, p.config.markers)))
     run = run_protocol(oblivious_prediction, case, roles={PARTIES[1]: two_faced}, timeout=8)
     assert {PARTIES[0], PARTIES[2]} <= set(run.errors)
+
+
+def answers(trained, X):
+    p, data, *_ = trained
+    wanted = X @ cellcnn.train(p.config, [data[i] for i in PARTIES]).M
+
+    def right(lie, values):
+        """Only the querier learns something, and from a lying aggregator nothing wrong."""
+        assert all(v is None for i, v in values.items() if i != PARTIES[1])
+        if lie.liar == HUB and values.get(PARTIES[1]) is not None:
+            np.testing.assert_allclose(values[PARTIES[1]], wanted, atol=18 * p.layout.answer_error)
+
+    return right
+
+
+def test_lies_of_a_querier(trained):
+    """To one party other numbers than to the rest; `test_cellcnn_lies` has the other lies of a prediction."""
+    X = np.random.default_rng(3).uniform(-3, 3, (4, CONFIG.markers))
+    lies = check_lies(
+        oblivious_prediction,
+        [query_case(trained, X)],
+        right=answers(trained, X),
+        liars=[PARTIES[1]],
+        only=lambda lie: lie.name.startswith("oblivious_prediction.") and lie.letter == "a",
+        timeout=10.0,
+        within=400.0,
+    )
+    assert lies.tried >= 1
+    assert lies.aborted == lies.tried
 
 
 def test_what_a_query_shows_does_not_depend_on_the_samples():
