@@ -8,11 +8,12 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from cloister.crypto.entropy import Entropy
 from cloister.crypto.owner_ckks.scheme import FLOOD_BITS, Opening, Parameters, primes_for
 from cloister.errors import ParameterError
 from cloister.models.polynomial import Shape
 from cloister.protocols.inference.block_circuit import TAP_BITS, Circuit
-from cloister.protocols.inference.block_values import Values
+from cloister.protocols.inference.block_values import Cts, Values
 from cloister.protocols.inference.quadratic_circuit import QuadraticCircuit
 
 TAP_PRECISION = 10  # bits of what is read; the flooding covers all below
@@ -57,6 +58,11 @@ def tap_of(shape: Shape, params: Parameters, number: int) -> Tap:
     if not primes:
         raise ParameterError("a tap does not fit into the modulus; use more primes")
     return Tap(shape.taps[number], primes, scale, flood, bound)
+
+
+def flooded(ev: Any, y: Values, tap: Tap, entropy: Entropy) -> Cts:
+    """What is sent to be read at a tap."""
+    return ev.flood(y.get(range(y.n), tap.primes), tap.flood_bits, tap.primes, entropy)
 
 
 @functools.lru_cache(maxsize=32)
