@@ -5,6 +5,7 @@
     python benchmarks/pretrain_vit.py --out FOLDER --aux DATA --domains              two more students, other sets
     python benchmarks/pretrain_vit.py --images cifar10.npz --out FOLDER --export     on a CPU: range check and export
     python benchmarks/pretrain_vit.py --quick                                        the teacher on noise, small
+    ... --attention quadratic                                                        students with (s + c)² for exp
 
 Patch 4, 65 tokens, width 192, 6 blocks. All 50,000 training images travel as JPEG (quality 90, in sheets), so that they
 pass as one file; the 4,000 test images are exact. Training goes by the clock:
@@ -312,7 +313,7 @@ def save(model, path: Path, digits: str = "float32") -> None:
     """Weights as `.npz`: float32, float16, or whole numbers of eight bits with a scale for every row."""
     shape = {"tokens": len(model.positions), "inputs": model.embed.in_features, "width": model.embed.out_features,
              "heads": model.blocks[0].heads, "hidden": model.blocks[0].up.out_features, "depth": len(model.blocks),
-             "labels": model.head.out_features, "exact": model.exact}  # fmt: skip
+             "labels": model.head.out_features, "exact": model.exact, "attention": model.attention}  # fmt: skip
     arrays = {"shape": np.frombuffer(json.dumps(shape).encode(), np.uint8)}
     for name, t in model.state_dict().items():
         v = t.detach().cpu().float().numpy()
@@ -328,8 +329,8 @@ def restore(path: Path):
     with np.load(path) as kept:
         arrays = {k: kept[k] for k in kept.files}
     shape = json.loads(arrays.pop("shape").tobytes())
-    exact = shape.pop("exact")
-    model = student.Transformer(**shape, norm="pre", activation="gelu")
+    exact, attention = shape.pop("exact"), shape.pop("attention", "taylor")
+    model = student.Transformer(**shape, norm="pre", activation="gelu").attend_by(attention)
     state = {k: v.astype(np.float32) * arrays.get(f"{k}:scale", 1.0) for k, v in arrays.items() if ":scale" not in k}
     model.load_state_dict({k: torch.from_numpy(np.asarray(v, np.float32)) for k, v in state.items()})
     model.exact = exact
@@ -340,6 +341,7 @@ def make_teacher(args, device, generator):
     x, y, tx, ty = (v.to(device) for v in load(args.images))
     size = min(args.batch, len(x) // 2)
     teacher = teach(x, y, args.width, args.depth, args.seconds, size, generator)
+    teacher.attend_by(args.attention).to(device)
     figures = {"teacher, free": accuracy(teacher, tx, ty)}
     print(json.dumps(figures), flush=True)
     settle(teacher, x, y, args.seconds * 0.35, size, generator)
@@ -356,7 +358,7 @@ def make_teacher(args, device, generator):
 
 def make_domains(args, device, generator):
     """Two more students of the teacher: in domain for owners of Fashion-MNIST, and out of the teacher's domain."""
-    teacher = restore(args.out / "teacher.npz").to(device)
+    teacher = restore(args.out / "teacher.npz").attend_by(args.attention).to(device)
     with np.load(args.aux) as kept:
         x, y = torch.from_numpy(grey(kept["X"])).to(device), torch.from_numpy(kept["y"].astype(np.int64)).to(device)
     at = torch.from_numpy(deal(len(x))[0]).to(device)
@@ -414,6 +416,7 @@ def main() -> None:
     parser.add_argument("--domains", action="store_true")
     parser.add_argument("--export", nargs="*", default=None, metavar="NAME")
     parser.add_argument("--seconds", type=float, default=150.0, help="for the teacher; about as long for the student")
+    parser.add_argument("--attention", choices=polynomial.ATTENTION, default="taylor")
     parser.add_argument("--width", type=int, default=192)
     parser.add_argument("--depth", type=int, default=6)
     parser.add_argument("--rank", type=int, default=32)

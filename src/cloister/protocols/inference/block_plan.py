@@ -8,11 +8,12 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from cloister.crypto.entropy import Entropy
 from cloister.crypto.owner_ckks.scheme import FLOOD_BITS, Opening, Parameters, primes_for, room
 from cloister.errors import ParameterError
 from cloister.models.polynomial import Shape
 from cloister.protocols.inference.block_circuit import TAP_BITS, Circuit
-from cloister.protocols.inference.block_values import Values
+from cloister.protocols.inference.block_values import Cts, Values
 from cloister.protocols.inference.quadratic_circuit import QuadraticCircuit
 
 TAP_PRECISION = 10  # bits of what is read; the flooding covers all below
@@ -59,6 +60,12 @@ def tap_of(shape: Shape, params: Parameters, number: int) -> Tap:
         raise ParameterError("a tap does not fit into the modulus; use more primes")
     lift = room(params, primes) - need
     return Tap(shape.taps[number], primes, lift, math.ldexp(scale, lift), flood + lift, bound)
+
+
+def flooded(ev: Any, y: Values, tap: Tap, entropy: Entropy) -> Cts:
+    """What is sent to be read at a tap."""
+    lifted = ev.combine([(1 << tap.lift, y.get(range(y.n), tap.primes))])
+    return ev.flood(lifted, tap.flood_bits, tap.primes, entropy)
 
 
 @functools.lru_cache(maxsize=32)

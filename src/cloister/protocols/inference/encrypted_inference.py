@@ -41,7 +41,8 @@ switching keys, encryptions of powers of an owner's key under itself.
 Masks hide perfectly at L3; of a batch, a coefficient goes
 round and spoils the result once in 2^16 batches or less (`Opening.hiding`). Statistical hiding of 2^-40 per coefficient
 of the last stretch's noise at L5. What earlier refreshes rounded off is part of the value that is read; the flooding at
-L5 is wider than it, but not by 40 bits.
+L5 is wider than it, but not by 40 bits. With quadratic attention that is about 2^-13 of an activation, so in weak
+directions of a tap as much as the flooding.
 Masks hide from the owner, too, that values left their intervals: it notices at the taps, whose bounds come from the
 calibration. Slots do not mix, so the other samples of the batch are as they should be: it leaves out those beyond a
 bound. Only a value that is 2^40 times too large makes masks go round, and spoils the batch (L5: code `range`).
@@ -91,7 +92,7 @@ from cloister.protocols.inference.block_messages import (
     together,
     traffic,
 )
-from cloister.protocols.inference.block_plan import Tap, circuit_of, plan, tap_of
+from cloister.protocols.inference.block_plan import Tap, circuit_of, flooded, plan, tap_of
 from cloister.protocols.inference.block_values import Recipe, Values
 from cloister.protocols.inference.query_ledger import Ledger as Ledger
 from cloister.study import Party
@@ -329,8 +330,7 @@ class ProviderSide:
         return back
 
     async def send_tap(self, y: Values, tap: Tap) -> None:
-        lifted = self.ev.combine([(1 << tap.lift, y.get(range(y.n), tap.primes))])
-        c = self.ev.flood(lifted, tap.flood_bits, tap.primes, self.entropy)
+        c = flooded(self.ev, y, tap, self.entropy)
         what = f"{y.n} features of block {tap.block} for a batch"
         self.ch.record_opening(to=self.who, line="L5", what=what, protocol=NAME)
         await self.ch.send(self.who, Features(self.ev.host(c)))  # L5
