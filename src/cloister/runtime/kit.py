@@ -249,6 +249,10 @@ class Kit:
         files.write(self.policy_file, text)
         return entry
 
+    def refuse(self, by: str = "") -> Approval:
+        """Keep in `local/approvals.json` that somebody read this kit's study and does not allow it."""
+        return self.approvals.refuse(self.study, by)
+
     def withdraw(self, by: str = "") -> bool:
         """Take the approval of this kit's study back; whether there was one."""
         text, digest = self.policy_file.read_text(encoding="utf-8"), self.study.digest.hex()
