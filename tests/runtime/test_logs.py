@@ -14,7 +14,7 @@ import pytest
 from cloister.net.events import Event
 from cloister.runtime import logs, order
 from cloister.runtime.kit import RUNS
-from cloister.runtime.logs import PROGRESS, Teller, last_event
+from cloister.runtime.logs import PROGRESS, Teller, last_event, standing_of
 from cloister.study import Party
 
 STEP = Event(Party("basel"), "step", "reading", "-", "adata.X", "", 0, 0, 0, 40, 100)
@@ -51,6 +51,21 @@ def test_the_last_event_is_there_for_who_waits_until_the_run_ends(kit):
     tell.end()
     assert last_event(kit) is None
     assert list((kit.path / RUNS).iterdir()) == []
+
+
+def test_where_a_run_stands_is_told_by_its_id_with_what_only_the_process_knows(kit):
+    assert standing_of(kit, "aa") is None
+    tell = Teller(kit, "aa")
+    tell(replace(STEP, done=20))
+    tell._filed -= 1.0
+    tell._watch._series["basel"] = (("reading", "adata.X"), time.monotonic() - 40.0, 0)  # for 40 s
+    tell(replace(STEP, done=40, total=2000, rounds=3))
+    now = standing_of(kit, "aa")
+    assert (now.doing, now.count, now.sent, now.rounds) == ("reading adata.X", "40%", 2000, 3)
+    assert 59 < now.left < 120  # 40 s for 40 of 100
+    assert standing_of(kit, "bb") is None
+    (kit.path / RUNS / "aa.progress").write_text("[1]")
+    assert standing_of(kit, "aa") is None
 
 
 def test_of_two_runs_the_latest_is_followed_and_what_is_no_event_is_passed_over(kit):

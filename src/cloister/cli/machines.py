@@ -38,14 +38,21 @@ def site(
     approve: Annotated[  # noqa: FBT002
         bool, typer.Option("--approve", metavar=FLAG, help="Approve the kit's study on this site's cells, and stop.")
     ] = False,
-    by: Annotated[str, typer.Option(help="With --approve: who looked at it; the login name by default.")] = "",
+    refuse: Annotated[  # noqa: FBT002
+        bool, typer.Option("--refuse", metavar=FLAG, help="Keep that the kit's study is not allowed here, and stop.")
+    ] = False,
+    by: Annotated[
+        str, typer.Option(help="With --approve or --refuse: who looked at it; the login name by default.")
+    ] = "",
     data: Annotated[Path | None, typer.Option(help="With --approve: the cells, if not those in site.toml.")] = None,
 ) -> None:
     """Start a party (site, coordinator or auxiliary server) and wait for runs; Ctrl-C stops it."""
-    if approve:
+    if approve and refuse:
+        raise UsageError("--approve or --refuse, not both")
+    if approve or refuse:
         from cloister.runtime.kit import Kit
 
-        _show_approved(Kit.open(kit), by, data)
+        (_show_approved if approve else _show_refused)(_asked(Kit.open(kit)), by, data)
         return
     if by or data is not None:
         raise UsageError("--by and --data are for --approve; a service reads its cells from local/site.toml")
@@ -54,11 +61,23 @@ def site(
     start_party(kit)
 
 
+def _asked(kit: Kit) -> Kit:
+    if kit.role == "coordinator":
+        raise UsageError(f"{kit.me} is the coordinator; it asks, and the others approve or refuse")
+    return kit
+
+
+def _show_refused(kit: Kit, by: str, data: Path | None) -> None:
+    if data is not None:
+        raise UsageError("--data is for --approve; nothing is read of cells that are not allowed")
+    entry = kit.refuse(by)
+    out.print(f"refused: study {kit.study.name!r} ({kit.study.digest.hex()})", markup=False)
+    out.print(f"  by {entry.by}, {entry.when}", markup=False)
+
+
 def _show_approved(kit: Kit, by: str, data: Path | None) -> None:
     from cloister import governance
 
-    if kit.role == "coordinator":
-        raise UsageError(f"{kit.me} is the coordinator; it asks, and the others approve")
     entry, study = kit.approve(by, data), kit.study
     asked = ", then ".join(f"{part.workflow}, mode {part.mode}" for part in study.parts)
     out.print(f"approved: {asked}, study {study.name!r} ({study.digest.hex()})", markup=False)

@@ -250,6 +250,10 @@ class Kit:
         self._write_policy(text)
         return entry
 
+    def refuse(self, by: str = "") -> Approval:
+        """Keep in `local/approvals.json` that somebody read this kit's study and does not allow it."""
+        return self.approvals.refuse(self.study, by)
+
     def withdraw(self, by: str = "") -> bool:
         """Take the approval of this kit's study back; whether there was one."""
         entry, digest = self.approvals.withdraw(self.study, by), self.study.digest.hex()

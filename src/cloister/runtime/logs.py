@@ -2,7 +2,8 @@
 
 How far a run is goes there, too, and into a file for who waits with `cloister run`:
 
-runs/3f2a9c1e….progress       the last event, as JSON; twice a second at most, and gone when the run has ended
+runs/3f2a9c1e….progress       the last event and where the party stands by all of them, as JSON; twice a second at
+                              most, and gone when the run has ended
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import time
 from pathlib import Path
 
 from cloister.net.events import Event
-from cloister.run.progress import Watch
+from cloister.run.progress import Standing, Watch
 from cloister.runtime.kit import RUNS, Kit
 
 MOST, OLD = 5_000_000, 5  # bytes of a log, and how many old ones are kept
@@ -87,7 +88,7 @@ class Teller:
             self._filed = now
             self._path.parent.mkdir(exist_ok=True)
             part = self._path.with_suffix(".part")
-            part.write_text(json.dumps(dataclasses.asdict(event)))
+            part.write_text(json.dumps([dataclasses.asdict(event), dataclasses.asdict(standing)]))
             os.replace(part, self._path)  # not flushed to the disk, as a result is: nobody needs it after a crash
 
     def end(self) -> None:
@@ -97,8 +98,15 @@ class Teller:
 
 def last_event(kit: Kit, since: float = 0.0) -> Event | None:
     """Where the latest run of this kit is; None if none told anything `since`, as one that was killed tells no more."""
-    with contextlib.suppress(OSError, ValueError, TypeError):
+    with contextlib.suppress(OSError, ValueError, TypeError, LookupError):
         times = {p: p.stat().st_mtime for p in (kit.path / RUNS).glob("*.progress")}
         newest = max(times, key=lambda p: times[p], default=None)
-        return None if newest is None or times[newest] < since else Event(**json.loads(newest.read_text()))
+        return None if newest is None or times[newest] < since else Event(**json.loads(newest.read_text())[0])
+    return None
+
+
+def standing_of(kit: Kit, run: str) -> Standing | None:
+    """Where this party stands in a run, by its id; None before its first word, and after its last."""
+    with contextlib.suppress(OSError, ValueError, TypeError, LookupError):
+        return Standing(**json.loads((kit.path / RUNS / f"{run}.progress").read_text())[1])
     return None

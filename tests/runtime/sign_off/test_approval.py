@@ -9,7 +9,7 @@ import pytest
 from cloister import governance
 from cloister.cells.demo import demo_sites
 from cloister.cells.files import read_cells, write_cells
-from cloister.errors import DataError, ParameterError, RefusedError
+from cloister.errors import DataError, ParameterError, RefusedError, UsageError
 from cloister.runtime.kit import Kit
 from cloister.runtime.sign_off import own_cells
 from cloister.runtime.sign_off.own_cells import check_approved_cells, open_cells
@@ -112,6 +112,25 @@ def test_one_line_says_who(basel):
         with pytest.raises(ParameterError, match="one line"):
             basel.approve(by)
     assert basel.policy().studies == ()
+
+
+def test_a_refusal_is_kept_with_its_name_until_somebody_approves(basel):
+    with pytest.raises(ParameterError, match="one line"):
+        basel.refuse("two\nlines")
+    assert not basel.approvals.path.exists()
+    entry = basel.refuse("Dr. A. Muster")
+    assert (entry.by, entry.data) == ("Dr. A. Muster", None)
+    assert stat.S_IMODE(basel.approvals.path.stat().st_mode) == 0o600
+    digest = basel.study.digest.hex()
+    by_hand = basel.policy_file.read_text().replace("studies = []", f'studies = ["{digest}"]')
+    basel.policy_file.write_text(by_hand)  # a line in site.toml does not overrule it
+    with pytest.raises(RefusedError, match=r"'basel' refused 'pair' on .* by Dr\. A\. Muster; to allow it: "):
+        bring(basel)
+    basel.approve("Bea")
+    bring(basel)
+    with pytest.raises(UsageError, match="is approved; .* cloister halt"):
+        basel.refuse("Dr. A. Muster")
+    bring(basel)
 
 
 def test_a_damaged_record_allows_nothing(basel):

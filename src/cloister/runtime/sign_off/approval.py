@@ -22,7 +22,7 @@ from typing import Any
 
 from cloister import files, governance
 from cloister.cells.fingerprint import Fingerprint
-from cloister.errors import DataError, ParameterError, ProtocolAbort, RefusedError
+from cloister.errors import DataError, ParameterError, ProtocolAbort, RefusedError, UsageError
 from cloister.study import Study
 
 FILE = "approvals.json"  # in `local`
@@ -47,6 +47,7 @@ class Approval:
     cost: Mapping[str, float] = field(default_factory=dict)  # what one run takes of the budget (budget.py)
     stamp: tuple[Any, ...] = ()  # of a large file, by which it is known without reading it again
     withdrawn: str = ""  # when, and by whom
+    refused: bool = False  # whether that was all: it had not been allowed before
 
     @property
     def record(self) -> dict[str, Any]:
@@ -76,9 +77,9 @@ class Approvals:
                 " read it, then: cloister site KIT --approve"
             )
         if found.withdrawn:
+            did, more = ("refused", "") if found.refused else ("withdrew its approval of", " again")
             raise Refusal(
-                f"'{self.me}' withdrew its approval of '{study.name}' on {found.withdrawn}; to allow it again:"
-                " cloister site KIT --approve"
+                f"'{self.me}' {did} '{study.name}' on {found.withdrawn}; to allow it{more}: cloister site KIT --approve"
             )
         return found
 
@@ -102,10 +103,18 @@ class Approvals:
         stamp: tuple[Any, ...] = (),
     ) -> Approval:
         """Keep that somebody approves the study now."""
-        if not by.isprintable() or len(by) > 200:
-            raise ParameterError(f"who approves must be one line of at most 200 characters, found {by[:40]!r}")
-        entry = Approval(study.name, by.strip() or login(), login(), stamp_now(), data, cost, stamp)
+        entry = Approval(study.name, check_name(by), login(), stamp_now(), data, cost, stamp)
         self._save({**self._load(), study.digest.hex(): entry})
+        return entry
+
+    def refuse(self, study: Study, by: str = "") -> Approval:
+        """Keep that somebody looked at the study and does not allow it; what was allowed is withdrawn instead."""
+        entries, who, now = self._load(), check_name(by), stamp_now()
+        before = entries.get(study.digest.hex())
+        if before is not None and not before.withdrawn:
+            raise UsageError(f"'{study.name}' is approved; to stop it and take the approval back: cloister halt KIT")
+        entry = Approval(study.name, who, login(), now, withdrawn=f"{now} by {who}", refused=True)
+        self._save({**entries, study.digest.hex(): entry})
         return entry
 
     def withdraw(self, study: Study, by: str = "") -> Approval | None:
@@ -114,7 +123,7 @@ class Approvals:
         entry = entries.get(study.digest.hex())
         if entry is None or entry.withdrawn:
             return None
-        gone = dataclasses.replace(entry, withdrawn=f"{stamp_now()} by {by.strip() or login()}")
+        gone = dataclasses.replace(entry, withdrawn=f"{stamp_now()} by {check_name(by)}")
         self._save({**entries, study.digest.hex(): gone})
         return gone
 
@@ -139,7 +148,15 @@ def _read(raw: Mapping[str, Any]) -> Approval:
     data = Fingerprint.load(raw["data"]) if raw.get("data") is not None else None
     words = {key: str(raw[key]) for key in ("study", "by", "user", "when", "withdrawn")}
     cost = {str(key): float(value) for key, value in raw["cost"].items()}
-    return Approval(**words, data=data, cost=cost, stamp=tuple(raw.get("stamp", ())))
+    stamp, refused = tuple(raw.get("stamp", ())), raw.get("refused", False) is True
+    return Approval(**words, data=data, cost=cost, stamp=stamp, refused=refused)
+
+
+def check_name(by: str) -> str:
+    """Who decides, as it is kept: the login name if nobody is named. Raises `ParameterError` unless it is one line."""
+    if not by.isprintable() or len(by) > 200:
+        raise ParameterError(f"who decides must be one line of at most 200 characters, found {by[:40]!r}")
+    return by.strip() or login()
 
 
 def login() -> str:
