@@ -38,7 +38,7 @@ def write_on_a_full_disk(path, size, how):
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
-@pytest.mark.parametrize(("size", "how"), [(60_000, "new"), (260_000, "copied")])
+@pytest.mark.parametrize(("size", "how"), [(60_000, "new"), pytest.param(260_000, "copied", marks=pytest.mark.slow)])
 def test_a_full_disk_ends_in_a_sentence(tmp_path, size, how):
     done = write_on_a_full_disk(tmp_path / "cells.h5ad", size, how)
     assert done.returncode == 1, done.stderr
@@ -46,6 +46,7 @@ def test_a_full_disk_ends_in_a_sentence(tmp_path, size, how):
     assert [f.name for f in tmp_path.iterdir() if not f.name.endswith(".old.h5ad")] == []  # nothing half-written
 
 
+@pytest.mark.slow
 def test_the_library_alone_ends_the_process(tmp_path):
     assert write_on_a_full_disk(tmp_path / "cells.h5ad", 60_000, "the library alone").returncode < 0
 

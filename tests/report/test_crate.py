@@ -12,6 +12,7 @@ from cloister.cli.receipt import receipt as show
 from cloister.errors import DataError, ReceiptError, UsageError
 from cloister.run.rehearsal import rehearse
 from cloister.run.results import save_run
+from cloister.run.run import Drawing
 from cloister.study import Study
 
 SITES = ("basel", "lugano", "vienna")
@@ -33,6 +34,7 @@ def results(tmp_path_factory):
     study = Study("bins", "bin-values", parties, governance=GROUNDS, parameters={"n_bins": 8})
     folder = tmp_path_factory.mktemp("crate") / "results"
     run = rehearse(study, {site: demo_sites()[site] for site in SITES})
+    run.drawing = Drawing()  # nothing is looked at here
     save_run(run, folder)
     return folder
 

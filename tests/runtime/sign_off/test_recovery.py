@@ -8,7 +8,7 @@ import pytest
 
 from cloister.cells.demo import demo_sites
 from cloister.cells.files import write_cells
-from cloister.cli.doctor import examine
+from cloister.cli.doctor import _examine_kit
 from cloister.cli.receipt import receipt as show
 from cloister.errors import DataError, ReceiptError, RefusedError
 from cloister.net.journal import SUFFIX, Journal
@@ -182,7 +182,7 @@ def test_doctor_says_it(basel):
     recover(basel)
     over = dataclasses.replace(basel.study, governance={"expires": "2026-02-01"})
     (basel.path / "study.toml").write_text(format_study(over))
-    found = {f.name: f.detail for f in examine(basel.path) if f.state == "note"}
+    found = {f.name: f.detail for f in _examine_kit(basel.path) if f.state == "note"}
     assert "was to be kept until 2026-03-02" in found["results"]
     assert "ended on 2026-02-01" in found["keys"]
     assert "ended on 2026-02-01" in found["approval"] or "has not approved" in found["approval"]
