@@ -50,10 +50,10 @@ def ours(split, n, repeats=donors.REPEATS, rate=None, steps=None):
 
 
 def baseline(X, y, seed, batch, epochs=20):
-    import cellcnn_baseline
+    from cloister.workflows.baselines import max_pooling
 
-    made = cellcnn_baseline.Config(classes=int(y.max()) + 1, epochs=epochs, batch=max(1, batch), seed=seed)
-    return cellcnn_baseline.train(X, y, made)
+    made = max_pooling.Config(classes=int(y.max()) + 1, epochs=epochs, batch=max(1, batch), seed=seed)
+    return max_pooling.train(X, y, made)
 
 
 def baseline_drawing(split):

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cloister.cells import probe as hdf5_probe
+from cloister.cells.cytometry import is_folder, read_folder
 from cloister.cells.plain_files import read_csv, read_fcs, read_npz, write_csv, write_npz
 from cloister.cells.safe_hdf5 import open_hdf5
 from cloister.cells.values import layer_names
@@ -45,7 +46,8 @@ def read_cells(path: str | os.PathLike[str], *, backed: bool = False, probe: boo
         `.h5ad` or `.zarr`, with `:raw` behind it for the values and genes of `adata.raw`; `.h5mu:NAME` for a modality;
         `.csv` with cell names in the first column and gene names in the first line (numbers go to
         `X`, other columns to `obs`); `.npz` with an array `X`, dense or as `scipy.sparse.save_npz` writes
-        it, and arrays per cell or gene beside it; `.fcs` with the extra `fcs`.
+        it, and arrays per cell or gene beside it; `.fcs` with the extra `fcs`. Or a folder of `.fcs` files with a table
+        `donors.csv`, which says the donor and the condition of each.
     backed
         Leave `X` and layers of an `.h5ad`, `.h5mu` or `.zarr` file on disk, and read them in pieces.
     probe
@@ -53,6 +55,8 @@ def read_cells(path: str | os.PathLike[str], *, backed: bool = False, probe: boo
     """
     path, part = split_name(path)
     suffix = path.suffix.lower()
+    if is_folder(path):
+        return read_folder(path)
     if suffix not in _READERS:
         raise DataError(f"{path} must be one of {', '.join(_READERS)}; convert it or correct its suffix.")
     if backed and suffix not in STORED:

@@ -20,7 +20,7 @@ import dataclasses
 import functools
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -219,17 +219,25 @@ def draw_inputs(
 
     Returns (inputs, m) and their classes. Cells are drawn with replacement.
     """
+    X, y = [], []
+    for k, rows in draw_rows(donors, labels, n_cells=n_cells, per=per, n_inputs=n_inputs, rng=rng):
+        X.append(cells[rows].mean(axis=0))
+        y.append(k)
+    return np.asarray(X, np.float64), np.asarray(y, np.int64)
+
+
+def draw_rows(
+    donors: Array, labels: I64, *, n_cells: int, per: str, n_inputs: int, rng: np.random.Generator
+) -> Iterator[tuple[int, I64]]:
+    """The class of every input, and the rows of its cells."""
     groups: list[tuple[int, I64]] = []
     if per == "class":
         groups = [(int(k), np.flatnonzero(labels == k)) for k in np.unique(labels)]
     else:
         groups = [(int(labels[donors == d][0]), np.flatnonzero(donors == d)) for d in np.unique(donors)]
-    X, y = [], []
     for k, rows in groups:
         for _ in range(n_inputs):
-            X.append(cells[rng.choice(rows, n_cells)].mean(axis=0))
-            y.append(k)
-    return np.asarray(X, np.float64), np.asarray(y, np.int64)
+            yield k, rng.choice(rows, n_cells)
 
 
 def draw_batches(X: F64, y: I64, config: Config, rng: np.random.Generator) -> tuple[F64, F64]:

@@ -36,6 +36,11 @@ if TYPE_CHECKING:
 SIGNED = "receipt"
 
 
+def party_rng(seed: int, party: str, label: str) -> np.random.Generator:
+    """What `Seat.rng` gives that party in a study of that seed."""
+    return np.random.default_rng([seed & 0xFFFFFFFF, *f"{party}/{label}".encode()])
+
+
 @dataclass
 class Outcome:
     """What a party has at the end."""
@@ -78,8 +83,7 @@ class Seat:
 
     def rng(self, label: str = "") -> np.random.Generator:
         """Statistical randomness of this party, reproducible from the study's seed. Never for secrets."""
-        words = [self.study.seed & 0xFFFFFFFF, *f"{self.me}/{label}".encode()]
-        return np.random.default_rng(words)
+        return party_rng(self.study.seed, self.me, label)
 
     def run(self, role: Callable[..., Any], params: Any, *inputs: Any) -> Any:
         """Agree with everyone on `params`, then run `role` to its end and return what this party may learn.

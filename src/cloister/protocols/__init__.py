@@ -65,7 +65,7 @@ semi-honest, p published, plain; `data/modes.toml` says which workflow runs it i
       encrypted_validation  ours; [SAV22] after an epoch                 h
       published_training    [SAV22] note 4, algorithm 1                  p
       clear_training        [SAV22] note 4, in plain numbers             plain
-      pooled_accuracy       [AC17] the best of several                   h p plain
+      pooled_counts         [AC17] the best of several                   h p plain
       oblivious_prediction  [SAV22] oblivious inference                  h
       private_prediction    [SAV22] with an opened model                 h
     inference/      adapt-model, serve-model

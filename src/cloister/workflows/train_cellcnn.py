@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -19,7 +18,6 @@ from cloister.protocols.cellcnn import (
     clear_training,
     encrypted_training,
     encrypted_validation,
-    pooled_accuracy,
     published_training,
 )
 from cloister.protocols.cellcnn.cellcnn_circuit import choose_ring
@@ -28,6 +26,8 @@ from cloister.protocols.sums import pooled_scaling
 from cloister.protocols.sums.columns import match_columns
 from cloister.study import CONSENTS, Study
 from cloister.workflows import Workflow
+from cloister.workflows.cellcnn.judged import Held, held_out, judged, pooled_tables
+from cloister.workflows.cellcnn.presets import settle
 from cloister.workflows.cellcnn.selected import report
 from cloister.workflows.figures.cellcnn import accuracy, consensus, figures, positive
 from cloister.workflows.modes import modes_of
@@ -38,13 +38,6 @@ if TYPE_CHECKING:
 
     from cloister.protocols.cellcnn.encrypted_training import Trained
     from cloister.protocols.cellcnn.key_store import KeyStore
-
-PRESETS: dict[str, dict[str, Any]] = {  # [SAV22] supplementary note 3; rates are ours, chosen on the clear twin
-    "cmv": {"n_cells": 200, "n_inputs": 2000, "per": "class", "total_batch": 200, "interval": 3.0, "epochs": 20},
-    "aml": {"n_cells": 200, "n_inputs": 1000, "per": "class", "total_batch": 200, "interval": 3.0, "epochs": 20},
-    "rrms-class": {"n_cells": 100, "n_inputs": 15000, "per": "class", "total_batch": 64, "interval": 1.0, "epochs": 30},
-    "rrms-donor": {"n_cells": 2000, "n_inputs": 10, "per": "donor", "total_batch": 64, "interval": 1.0, "epochs": 30},
-}
 
 
 @dataclass(frozen=True)
@@ -113,18 +106,6 @@ def check_study(study: Study, options: Options) -> None:
         )
 
 
-def settled(options: Options, sites: int) -> Options:
-    """The options with the preset's values, and the batch for that many sites."""
-    if options.preset is not None:
-        p = PRESETS[options.preset]
-        n_inputs = max(1, p["n_inputs"] // sites)  # fewer inputs at each of more sites, as in the paper
-        batch = options.batch or max(1, p["total_batch"] // sites)
-        per_epoch = -(-2 * n_inputs // batch)
-        kept = {k: p[k] for k in ("n_cells", "per", "interval")}
-        options = replace(options, **kept, n_inputs=n_inputs, batch=batch, n_steps=per_epoch * p["epochs"])
-    return replace(options, batch=options.batch or max(1, 200 // sites))
-
-
 def config_of(options: Options, terms: cellcnn_terms.Terms, seed: int, model: int = 0) -> cellcnn.Config:
     """Of the model of that number: several differ in their start and their number of filters, as in [AC17]."""
     positive(options, terms.classes)
@@ -161,11 +142,9 @@ def check(adata: AnnData, options: Options) -> list[str]:
     cells.check_cells(adata, allow_negative=True)
     donors = donor_classes(adata, options)
     classes = sorted(set(donors.values()))
-    if len(classes) < 2:
-        raise DataError(
-            f"all donors here are '{classes[0]}' in obs['{options.target_key}']; a site needs donors of two classes"
-        )
     notes = []
+    if len(classes) < 2:
+        notes.append(f"all donors here are '{classes[0]}': other sites must bring donors of another class")
     for label in classes:
         if sum(c == label for c in donors.values()) <= options.hold_out:
             raise DataError(
@@ -208,7 +187,6 @@ def train_cellcnn(adata: AnnData, seat: Seat | Place) -> cellcnn.Model:
 
 
 def site(seat: Seat, adata: AnnData, options: Options) -> Outcome:
-    options = settled(options, len(seat.sites))
     check_consent(seat, options)
     every, prepared, held = models_of(adata, seat, options)
     model, agreed = best_of(seat, options, every, held)
@@ -230,7 +208,7 @@ def check_consent(seat: Seat, options: Options) -> None:
             )
 
 
-def models_of(adata: AnnData, seat: Seat, options: Options) -> tuple[list[cellcnn.Model], Any, tuple[Any, Any] | None]:
+def models_of(adata: AnnData, seat: Seat, options: Options) -> tuple[list[cellcnn.Model], Any, Held | None]:
     """Every model that was trained, this site's cells in their units, and the inputs that none of them saw."""
     sites, hub = seat.sites, seat.coordinator
     donors = donor_classes(adata, options)
@@ -240,57 +218,42 @@ def models_of(adata: AnnData, seat: Seat, options: Options) -> tuple[list[cellcn
         [str(v) for v in adata.var_names],
         sorted(set(donors.values())),
     )
+    kept = held_out(donors, options.hold_out, seat.rng("hold out"))
+    options = settle(seat, options, len(terms.classes), len(donors) - len(kept))
     X = cells.embedding(adata, None)[:, match_columns([str(v) for v in adata.var_names], terms.markers)]
     x = np.arcsinh(X / options.cofactor) if options.cofactor else X
     names = adata.obs[options.sample_key].astype(str).to_numpy()
     y = np.array([terms.classes.index(c) for c in adata.obs[options.target_key].astype(str)])
-    out = np.isin(names, held_out(donors, options.hold_out, seat))
+    out = np.isin(names, kept)
     mean, scale = standard(seat, options, x.shape[1], x[~out])
     prepared = cellcnn.standardise(x, 0.0, mean, scale)
     drawn: dict[str, Any] = {"n_cells": options.n_cells, "per": options.per, "n_inputs": options.n_inputs}
     inputs, labels = cellcnn.draw_inputs(prepared[~out], names[~out], y[~out], **drawn, rng=seat.rng("inputs"))
     held = None
     if out.any():
-        held = cellcnn.draw_inputs(prepared[out], names[out], y[out], **drawn, rng=seat.rng("held out"))
+        held = Held.of(prepared[out], names[out], y[out], drawn, seat.rng("held out"))
     made: list[cellcnn.Model] = []
     for k in range(options.n_models):
         config = config_of(options, terms, seat.study.seed, k)
         model = cellcnn.Model(config, terms.markers, terms.classes, options.cofactor, mean, scale)
         batches = cellcnn.draw_batches(inputs, labels, config, seat.rng(f"batches/{k}" if k else "batches"))
-        made.append(train(seat, options, model, (*batches, sampled(held, config, seat)), k))
+        sample = None if held is None else held.batch(config, seat.rng("validation"))
+        made.append(train(seat, options, model, (*batches, sample), k))
     return made, prepared, held
 
 
-def sampled(held: tuple[Any, Any] | None, config: cellcnn.Config, seat: Seat) -> tuple[Any, Any] | None:
-    """As many held-out inputs as a batch has: the number is public, whatever a site has."""
-    if held is None:
-        return None
-    at = seat.rng("validation").choice(len(held[0]), config.batch)
-    return held[0][at], cellcnn.one_hot(held[1][at], config.classes)
-
-
-def held_out(donors: Mapping[str, str], count: int, seat: Seat) -> list[str]:
-    """Donors of each class that this site keeps for validation."""
-    rng, chosen = seat.rng("hold out"), []
-    for label in sorted(set(donors.values())) if count else []:
-        chosen += rng.permutation(sorted(d for d, c in donors.items() if c == label))[:count].tolist()
-    return chosen
-
-
 def best_of(
-    seat: Seat, options: Options, made: list[cellcnn.Model], held: tuple[Any, Any] | None
+    seat: Seat, options: Options, made: list[cellcnn.Model], held: Held | None
 ) -> tuple[cellcnn.Model, dict[str, Any]]:
-    """The opened model that does best on all sites' held-out donors, and the consensus of the best three."""
+    """The opened model that does best on all sites' held-out inputs, how good it is, and the consensus of the best."""
     if options.hold_out == 0 or made[0].weights is None:
         return made[0], {}
-    params = pooled_accuracy.Params(seat.sites, seat.coordinator, len(made))
-    if held is None:
-        scores = seat.run(pooled_accuracy.coordinator, params).tolist()
-    else:
-        right = [int((cellcnn.predict(m.logits(held[0])) == held[1]).sum()) for m in made]
-        scores = seat.run(pooled_accuracy.site, params, np.array([*right, len(held[1])])).tolist()
-    found: dict[str, Any] = {"validation_accuracy": scores}
-    return made[int(np.argmax(scores))], found | (consensus(made, scores) if len(made) > 1 else {})
+    tables = pooled_tables(seat, made, held)
+    right = np.trace(tables[:, 0], axis1=1, axis2=2) / max(1, int(tables[0, 0].sum()))
+    best = int(right.argmax())
+    found: dict[str, Any] = {"validation_accuracy": right.tolist()}
+    found |= judged(tables[best], made[best].classes, positive(options, made[best].classes))
+    return made[best], found | (consensus(made, right.tolist()) if len(made) > 1 else {})
 
 
 def standard(seat: Seat, options: Options, width: int, x: Any) -> tuple[Any, Any]:
@@ -347,8 +310,8 @@ def save(made: cellcnn.Model, options: Options, seat: Seat) -> None:
 
 
 def coordinator(seat: Seat, options: Options) -> Outcome:
-    options = settled(options, len(seat.sites))
     terms = seat.run(cellcnn_terms.coordinator, cellcnn_terms.Params(seat.sites, seat.coordinator))
+    options = settle(seat, options, len(terms.classes), None)
     mean, scale = standard(seat, options, len(terms.markers), None)
     every: list[cellcnn.Model] = []
     for k in range(options.n_models):

@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from cloister.errors import DataError, ProtocolAbort
 from cloister.models import cellcnn
-from cloister.protocols.cellcnn import cellcnn_terms, clear_training, pooled_accuracy
+from cloister.protocols.cellcnn import cellcnn_terms, clear_training, pooled_counts
 from cloister.study import Party
 from cloister.testing import Case, check_abort, check_cost, check_ideal, check_vectors, check_view, run_protocol
 
@@ -67,27 +67,27 @@ def test_a_missing_marker_and_a_single_class_are_named():
         cellcnn_terms.combine({u: cellcnn_terms.Names(("CD3",), ("case",)) for u in SITES})
 
 
-def accuracy_case(seed=0):
+def counts_case(seed=0):
     rng = np.random.default_rng(seed)
-    given = {u: (np.append(rng.integers(0, 20, 3), 20),) for u in SITES}
-    return Case(pooled_accuracy.Params(SITES, HUB, 3), given)
+    params = pooled_counts.Params(SITES, HUB, (2, 3), "counts")
+    return Case(params, {u: (rng.integers(0, 20, (2, 3)),) for u in SITES})
 
 
-def test_accuracy_is_pooled_and_no_sites_own_is_sent():
+def test_counts_are_pooled_and_no_sites_own_is_sent():
     def same(found, ideal):
         np.testing.assert_array_equal(found, ideal)
 
-    check_ideal(pooled_accuracy, [accuracy_case(s) for s in range(3)], agree=same)
-    check_view(pooled_accuracy, accuracy_case(1), accuracy_case(2))
-    check_cost(pooled_accuracy, accuracy_case())
+    check_ideal(pooled_counts, [counts_case(s) for s in range(3)], agree=same)
+    check_view(pooled_counts, counts_case(1), counts_case(2))
+    check_cost(pooled_counts, counts_case())
     messages = [("site-1", "hub", "secure_sum.MaskedInput")]
-    check_abort(pooled_accuracy, accuracy_case(), survived=lambda run: None, messages=messages)
+    check_abort(pooled_counts, counts_case(), survived=lambda run: None, messages=messages)
 
 
-@pytest.mark.parametrize("counts", [[1, 2, 3], [1, 2, 9, 5], [-1, 0, 0, 5]])
+@pytest.mark.parametrize("counts", [[[1, 2, 3]], [[1, 2, 3], [0, -1, 0]], [[1, 2, 3], [0, 2**41, 0]]])
 def test_counts_that_no_site_can_have_are_refused_before_anything_is_sent(counts):
-    case = accuracy_case()
+    case = counts_case()
     case.inputs[SITES[0]] = (np.array(counts),)
-    run = run_protocol(pooled_accuracy, case, timeout=5)
+    run = run_protocol(pooled_counts, case, timeout=5)
     assert isinstance(run.errors[SITES[0]], DataError)
     assert not [e for e in run.events if e.party == SITES[0] and e.kind == "sent" and "secure_sum" in e.name]
