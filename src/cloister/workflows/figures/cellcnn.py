@@ -120,7 +120,8 @@ def marker_histograms(tables: Sequence[AnnData], label: str, markers: Sequence[s
     down = -(-len(order) // across)
     with canvas(across, width=1.0 + 1.5 * across, height=0.8 + 1.25 * down, rows=down) as c:
         for axis, j in zip(c.axes, order, strict=False):
-            edges = np.linspace(*np.quantile(every[:, j], (0.001, 0.999)) + np.array((-1e-9, 1e-9)), 31)
+            low, high = np.quantile(every[:, j], (0.001, 0.999))
+            edges = np.linspace(low - 1e-9, high + 1e-9, 31)
             for name, values, colour, style in (
                 ("all cells", every[:, j], COLOURS[0], "-"),
                 ("selected cells", chosen[:, j], COLOURS[1], "--"),
