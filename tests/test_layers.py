@@ -65,7 +65,8 @@ MAY_IMPORT = {  # what of cloister; a name stands for the module or the whole pa
     "lies": {"net.channel", "net.transcript", "study"},
     "testing": ALL | {"lies"},
     "demo": ALL | {"attacks", "demo"},
-    "cli": ALL | {"runtime", "demo", "cli"},
+    "page": ALL | {"runtime", "page"},
+    "cli": ALL | {"runtime", "demo", "page", "cli"},
 }
 NEVER = {  # of other packages, anywhere under that name
     "protocols": {"anndata", "scanpy", "pandas", "socket", "ssl", "nvflare", "grpc", "requests", "urllib", "http"},

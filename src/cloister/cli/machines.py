@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -45,10 +46,16 @@ def site(
         str, typer.Option(help="With --approve or --refuse: who looked at it; the login name by default.")
     ] = "",
     data: Annotated[Path | None, typer.Option(help="With --approve: the cells, if not those in site.toml.")] = None,
+    page: Annotated[  # noqa: FBT002
+        bool, typer.Option("--page", metavar=FLAG, help="Serve a page to this machine: what runs, what waits, halt.")
+    ] = False,
+    port: Annotated[int | None, typer.Option(help="With --page: where; 8642 by default.")] = None,
 ) -> None:
     """Start a party (site, coordinator or auxiliary server) and wait for runs; Ctrl-C stops it."""
     if approve and refuse:
         raise UsageError("--approve or --refuse, not both")
+    if (page and (approve or refuse)) or (port is not None and not page):
+        raise UsageError("--page is for a party that starts, and --port for --page")
     if approve or refuse:
         from cloister.runtime.kit import Kit
 
@@ -58,7 +65,11 @@ def site(
         raise UsageError("--by and --data are for --approve; a service reads its cells from local/site.toml")
     from cloister.runtime.start import start_party
 
-    start_party(kit)
+    if not page:
+        start_party(kit)
+    from cloister.page.server import PORT, beside
+
+    start_party(kit, functools.partial(beside, port=PORT if port is None else port))
 
 
 def _asked(kit: Kit) -> Kit:

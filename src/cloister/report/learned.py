@@ -5,15 +5,15 @@ from __future__ import annotations
 import re
 
 from cloister import workflows
-from cloister.report.parts import Html, count, join, names, size, tag
+from cloister.report.parts import Html, count, facts, join, names, size, tag
 from cloister.run.run import Run
 from cloister.study import Study
 
 
 def short(run: Run) -> Html | None:
     """The first thing to read: what stays, who learns what, in plain words; in full it stands further down."""
-    rows = workflows.learns(run.study.workflow, run.study.mode)
-    if not rows:
+    rows = in_short(run.study.workflow, run.study.mode)
+    if rows is None:
         return None
     sites = [p for p in run.study.sites if p in run.receipts]
     here = sites or run.parties  # whose receipts this page has: of a run between machines, one
@@ -23,10 +23,18 @@ def short(run: Run) -> Html | None:
     return tag(
         "div",
         tag("h3", "In short" if run.abort is None else "In short: what a whole run tells"),
-        tag("dl", *(join((tag("dt", who), tag("dd", sentence(what)))) for who, what in rows), class_="meta"),
+        rows,
         tag("p", whole, class_="quiet"),
         class_="box short",
     )
+
+
+def in_short(workflow: str, mode: str) -> Html | None:
+    """Who learns what of a mode, before or after it runs; None where that is not written down."""
+    rows = workflows.learns(workflow, mode)
+    if not rows:
+        return None
+    return facts((who, sentence(what)) for who, what in rows)
 
 
 def learned(run: Run) -> Html:

@@ -21,7 +21,7 @@ from cloister._version import __version__
 from cloister.errors import CloisterError, DiskError
 from cloister.report import sections
 from cloister.report.learned import learned, short
-from cloister.report.parts import Html, count, escape, join, names, size, table, tag, value
+from cloister.report.parts import Html, count, escape, facts, join, names, size, table, tag, value
 from cloister.report.signed import signed
 from cloister.run.run import Abort, Run, plain
 from cloister.study import Study
@@ -75,11 +75,23 @@ def write_report(
         The same for single runs, by workflow (`"bin-values"`) or workflow and mode (`"bin-values/hardened"`).
     """
     path = Path(path)
-    text = _page(list(runs), (title, about), table, baselines or {})
+    text = report_text(runs, title=title, about=about, table=table, baselines=baselines)
     try:
         return files.write(path, text)  # for its owner only, as the figures in it are
     except OSError as e:
         raise DiskError(f"{path} cannot be written ({e.strerror or type(e).__name__})") from None
+
+
+def report_text(
+    runs: Sequence[Run],
+    *,
+    title: str = "Cloister report",
+    about: str = "",
+    table: Rows | Mapping[str, Rows] | None = None,
+    baselines: Mapping[str, Rows] | None = None,
+) -> str:
+    """The page that `write_report` writes."""
+    return _page(list(runs), (title, about), table, baselines or {})
 
 
 def _page(
@@ -237,24 +249,25 @@ def _missing_box(run: Run) -> Html | None:
 
 def _facts(run: Run) -> Html:
     study = run.study
-    facts: list[tuple[str, object]] = [("Study", study.name), ("Mode", MODES.get(study.mode, study.mode))]
+    rows: list[tuple[str, object]] = [("Study", study.name), ("Mode", MODES.get(study.mode, study.mode))]
     if began := run.started:
-        facts.append(("Started", tag("time", began.replace("T", " ").replace("Z", " UTC"), datetime=began)))
+        rows.append(("Started", tag("time", began.replace("T", " ").replace("Z", " UTC"), datetime=began)))
     versions = sorted({str(r.header.get("version", "?")) for r in run.receipts.values()})
     version = f"Cloister {', '.join(versions) or 'unknown'}"
     if set(versions) - {__version__}:
         version += f"; what is said here about its protocols comes from Cloister {__version__}"
-    facts.append(("Version", version))
+    rows.append(("Version", version))
     for role, plural in {"site": "Sites", "coordinator": "Coordinator", "auxiliary": "Auxiliary servers"}.items():
         if who := [p for p, r in study.parties.items() if r == role]:
-            facts.append((plural, names(sorted(who))))
-    facts.append(("Options", _options(study)))
+            rows.append((plural, names(sorted(who))))
+    rows.append(("Options", shown_options(study)))
     if counted := {str(r.header["counted"]) for r in run.receipts.values() if "counted" in r.header}:
-        facts.append(("Counted", f"{' or '.join(sorted(counted))}: this is what floors and limits are about"))
-    return tag("dl", *(join((tag("dt", k), tag("dd", v))) for k, v in facts), class_="meta")
+        rows.append(("Counted", f"{' or '.join(sorted(counted))}: this is what floors and limits are about"))
+    return facts(rows)
 
 
-def _options(study: Study) -> Html:
+def shown_options(study: Study) -> Html:
+    """The options of a workflow as the study sets them, or as they are by default."""
     given = dict(study.parameters)
     try:
         known = {f.name: f for f in dataclasses.fields(workflows.get(study.workflow).options)}

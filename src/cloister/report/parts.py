@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 NUMBER = re.compile(r"–|-?\d[\d.,]*(e[+-]?\d+)?( ?(%|[kMGT]?B|ms|s|min))?")
 MOST_NAMES = 8
-VOID = {"meta", "img", "br", "link"}
+VOID = {"meta", "img", "br", "link", "input"}
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff\u202a-\u202e\u2066-\u2069]")  # and texts turned backwards
 
 
@@ -107,6 +107,11 @@ def value(x: Any, column: str = "") -> str:
 
 def _numbers(rows: Sequence[Sequence[Any]]) -> bool:
     return all(isinstance(v, int | float) and not isinstance(v, bool) for row in rows for v in row)
+
+
+def facts(rows: Iterable[tuple[str, object]]) -> Html:
+    """Titles and what belongs to them."""
+    return tag("dl", *(join((tag("dt", title), tag("dd", text))) for title, text in rows), class_="meta")
 
 
 def table(caption: str, columns: Sequence[str], rows: Iterable[Sequence[object]], *, hide: bool = False) -> Html:

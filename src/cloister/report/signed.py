@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from cloister import governance, workflows
-from cloister.report.parts import Html, join, tag
+from cloister.report.parts import Html, facts, join, tag
 from cloister.run.run import Run
 from cloister.workflows.modes import LEAVES
 
@@ -44,16 +44,12 @@ def signed(run: Run) -> Html:
     study = run.study
     rows = [("Study digest", study.whole.digest.hex()), *governance.in_words(study.governance)]
     rows += [("Leaves a site", what) for who, what in workflows.learns(study.workflow, study.mode) if who == LEAVES]
-    parts = [_rows(rows)]
+    parts = [facts(rows)]
     if not study.governance:
         parts.append(tag("p", "The study file names no purpose, legal basis, permit or expiry.", class_="quiet"))
     for party in run.parties:
         own = signed_rows({**run.receipts[party].header, "summary": run.rows(party)})
         shared = dict(rows)
         if kept := [(k, v) for k, v in own if shared.get(k) != v]:
-            parts += [tag("h4", party), _rows(kept)]
+            parts += [tag("h4", party), facts(kept)]
     return join(parts)
-
-
-def _rows(rows: list[Row]) -> Html:
-    return tag("dl", *(join((tag("dt", k), tag("dd", v))) for k, v in rows), class_="meta")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import NoReturn
 
@@ -20,8 +22,13 @@ class _Stop(Exception):
     """SIGTERM or Ctrl-C."""
 
 
-def start_party(kit_dir: str | Path) -> NoReturn:
-    """Run a party's service until SIGTERM or Ctrl-C; must be called in the main thread, and ends the process."""
+def start_party(
+    kit_dir: str | Path, beside: Callable[[Service], AbstractContextManager[object]] = nullcontext
+) -> NoReturn:
+    """Run a party's service until SIGTERM or Ctrl-C; must be called in the main thread, and ends the process.
+
+    `beside` is what goes on as long as the service does, as its page.
+    """
     kit = Kit.open(kit_dir)
     check_ready(kit)
     os.umask(0o077)  # logs and results are for their owner
@@ -39,7 +46,7 @@ def start_party(kit_dir: str | Path) -> NoReturn:
         say(f"{kit.me} ({kit.role}) {'listens at' if hub else 'connects to'} {network}; Ctrl-C stops it")
         say(f"log: {kit.path / 'log.txt'}")
         try:
-            with take_orders(service):
+            with take_orders(service), beside(service):
                 service.start()
                 while True:
                     signal.pause()

@@ -1,0 +1,150 @@
+"""What a party's page tells: read from its kit and its results folder, each time it is asked for.
+
+Nothing here changes anything, and nothing comes from who asks but the name of a run, which must be one that is there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from cloister import governance
+from cloister.errors import CloisterError
+from cloister.run.progress import Standing
+from cloister.runtime.kit import Kit, Policy
+from cloister.runtime.logs import standing_of
+from cloister.runtime.party import Ended
+from cloister.runtime.service import Service
+from cloister.runtime.sign_off.approval import Approval
+
+NAME = re.compile(r"\d{8}T\d{6}Z-[0-9a-f]{8}")  # a run's folder: when it began, and its id
+SHOWN = 50  # runs in the list
+
+Stage = Literal["asks", "waits", "approved", "refused", "withdrawn", "ended"]
+
+
+@dataclass(frozen=True)
+class Past:
+    """A run that has ended here."""
+
+    name: str
+    ended: Ended
+    folder: Path
+
+    @property
+    def when(self) -> str:
+        t = self.name
+        return f"{t[:4]}-{t[4:6]}-{t[6:8]} {t[9:11]}:{t[11:13]}:{t[13:15]} UTC"
+
+    @property
+    def receipts(self) -> list[Path]:
+        """The receipts of this party: one, or one for each step."""
+        name = f"{self.ended.party}.receipt.json"
+        found = [self.folder / name, *sorted(self.folder.glob(f"[0-9][0-9]-*/{name}"))]
+        return [f for f in found if f.is_file() and not f.is_symlink() and not f.parent.is_symlink()]
+
+    @property
+    def reportable(self) -> bool:
+        """Whether a page can be made of it."""
+        return any(True for f in (*self.folder.glob("run.json"), *self.folder.glob("[0-9][0-9]-*/run.json")))
+
+
+@dataclass(frozen=True)
+class Left:
+    """How much of something may still be asked for here; `most` is None where there is no limit."""
+
+    what: str
+    most: float | None
+    spent: float
+
+    @property
+    def left(self) -> float | None:
+        return None if self.most is None else max(0.0, self.most - self.spent)
+
+
+@dataclass(frozen=True)
+class State:
+    """A party as it is now."""
+
+    kit: Kit
+    running: dict[str, Standing | None]
+    connected: list[str]
+    approval: Approval | None
+    past: list[Past]  # the latest first
+    left: list[Left]
+    trouble: str = ""  # why something of this could not be read
+
+    @property
+    def stage(self) -> Stage:
+        """Where the study of this kit stands here."""
+        if self.kit.role == "coordinator":
+            return "asks"
+        if governance.expired(self.kit.study.governance):
+            return "ended"
+        if self.approval is None:
+            return "waits"
+        if self.approval.withdrawn:
+            return "refused" if self.approval.refused else "withdrawn"
+        return "approved"
+
+    @property
+    def mark(self) -> str:
+        """Changes when anything but the progress of a run does."""
+        told = [self.kit.study.digest.hex(), sorted(self.running), self.stage, repr(self.approval), self.trouble]
+        told += [[run.name for run in self.past], repr(self.left), self.connected]
+        return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
+
+
+def running(service: Service) -> dict[str, Standing | None]:
+    """The runs that go on here, and where each stands."""
+    return {run.hex(): standing_of(service.kit, run.hex()) for run in [*service.runs]}
+
+
+def look(service: Service) -> State:
+    """Everything at once. Raises `CloisterError` if the kit itself cannot be opened."""
+    kit = Kit.open(service.kit.path)
+    now, connected, approval, left, trouble = running(service), sorted(service.connected), None, list[Left](), ""
+    out = kit.path / "results"
+    try:
+        policy = kit.policy()
+        out = policy.out
+        approval = kit.approvals.entry(kit.study) if kit.role != "coordinator" else None
+        left = [*_left(kit, policy, approval)] if kit.role != "coordinator" else []
+    except CloisterError as e:
+        trouble = str(e)
+    return State(kit, now, connected, approval, [*past_runs(out)], left, trouble)
+
+
+def _left(kit: Kit, policy: Policy, approval: Approval | None) -> Iterator[Left]:
+    for key, runs in kit.runs_so_far().items():
+        yield Left("runs of this study" if key == "study" else f"runs of {key}", policy.limits.get(key), runs)
+    if approval is not None and approval.data is not None:
+        budget = kit.budget(policy)
+        spent = budget.spent(approval.data.matrix)
+        words = {"runs": "runs", "queries": "workflows computed", "epsilon": "ε"}
+        for key, what in words.items():
+            yield Left(f"{what} on these cells, all studies", policy.budget.get(key), spent[key])
+
+
+def past_runs(out: Path) -> Iterator[Past]:
+    """The runs that left word of their end, the latest first; what is no run's folder is passed over."""
+    names = [f.name for f in out.iterdir() if NAME.fullmatch(f.name)] if out.is_dir() else []
+    for name in sorted(names, reverse=True):
+        if (past := find_run(out, name)) is not None:
+            yield past
+
+
+def find_run(out: Path, name: str) -> Past | None:
+    """The run of that name; None unless it is the plain name of a folder in `out` itself."""
+    folder = out / name
+    if not NAME.fullmatch(name) or folder.is_symlink():
+        return None
+    try:
+        return Past(name, Ended.load(folder / "outcome.json"), folder)
+    except (OSError, ValueError, TypeError):
+        return None

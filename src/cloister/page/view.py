@@ -1,0 +1,286 @@
+"""The page as HTML: what runs, what waits for a word, what is left, what was. Every text is escaped by `tag`."""
+
+from __future__ import annotations
+
+import json
+import time
+
+from cloister import governance, workflows
+from cloister._version import __version__
+from cloister.crypto.agreement import check_signature
+from cloister.errors import CloisterError, ReceiptError
+from cloister.net.receipts import Receipt
+from cloister.net.seat import SIGNED
+from cloister.page.state import SHOWN, Past, Stage, State
+from cloister.report.learned import in_short
+from cloister.report.page import shown_options
+from cloister.report.parts import Html, count, facts, join, names, seconds, size, table, tag
+from cloister.report.signed import signed_rows
+from cloister.run.progress import Standing
+from cloister.study import Study
+
+BADGES: dict[Stage, tuple[str, str]] = {
+    "asks": ("this party asks, and the others approve", "good"),
+    "waits": ("waits for your approval", "warn"),
+    "approved": ("approved", "good"),
+    "refused": ("refused", "bad"),
+    "withdrawn": ("approval withdrawn", "bad"),
+    "ended": ("past its last day", "bad"),
+}
+DONE = {
+    "approved": "The study is approved.",
+    "refused": "The study is refused, and the refusal is kept.",
+    "halted": "Halted: every run here was stopped, and the approval is withdrawn.",
+}
+
+
+def page(title: str, *content: object) -> str:
+    """A whole page around its content."""
+    head = tag(
+        "head",
+        tag("meta", charset="utf-8"),
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        tag("title", title),
+        tag("link", rel="stylesheet", href="/style.css"),
+        tag("script", src="/page.js", defer=True),
+    )
+    skip = tag("a", "Skip to the content", href="#main", class_="skip")
+    foot = f"Cloister {__version__}, at {time.strftime('%Y-%m-%d %H:%M:%S UTC', time.gmtime())}."
+    footer = tag("footer", tag("p", foot, " Served by this machine to itself; nothing is loaded from elsewhere."))
+    return f"<!doctype html>\n{tag('html', head, tag('body', skip, *content, footer), lang='en')}\n"
+
+
+def notice(title: str, text: str) -> str:
+    """A page that only says one thing."""
+    back = tag("p", tag("a", "To the page of this party", href="/"))
+    return page(title, tag("header", tag("h1", title)), tag("main", tag("p", text), back, id="main", tabindex="-1"))
+
+
+def home(state: State, form: str, who: str, *, done: str = "", error: str = "") -> str:
+    """The page of a party. `form` goes into every form, `who` is the name that its reader gave."""
+    study, me = state.kit.study, state.kit.me
+    word, colour = BADGES[state.stage]
+    badge = tag("span", word, class_=f"badge {colour}")
+    lead = f"{me}, {state.kit.role} of the study, {_connected(state)}."
+    header = tag("header", tag("div", tag("h1", f"{me}: {study.name}"), badge, class_="title"), tag("p", lead))
+    boxes = [
+        tag("div", tag("p", text), class_=f"box {kind}", role=role)
+        for text, kind, role in (
+            (DONE.get(done, ""), "good", "status"),
+            (error, "bad", "alert"),
+            (state.trouble, "bad", "alert"),
+        )
+        if text
+    ]
+    stale = tag("p", "Something has changed since. ", tag("a", "Show the page anew", href="/"), id="stale", hidden=True)
+    main = tag(
+        "main",
+        *boxes,
+        tag("article", tag("h2", "Now"), _now_box(state), stale, _halt(state, form, who)),
+        tag("article", tag("h2", "The study"), *_study(state, form, who)),
+        tag("article", tag("h2", "What is left"), _left(state)) if state.kit.role != "coordinator" else None,
+        tag("article", tag("h2", "Runs so far"), _past(state)),
+        id="main",
+        tabindex="-1",
+    )
+    return page(f"{me}: {study.name}", header, main)
+
+
+def _connected(state: State) -> str:
+    if state.kit.role != "coordinator":
+        return "connected to the coordinator" if state.connected else "not connected to the coordinator"
+    return f"connected to {names(state.connected)}"
+
+
+# ---- what runs now ---------------------------------------------------------------------------------------------------
+
+
+def _now_box(state: State) -> Html:
+    hint = tag(
+        "noscript", tag("p", "Without JavaScript this part does not renew itself; reload the page.", class_="quiet")
+    )
+    return join((tag("div", now(state.running), id="now", data_state=state.mark), hint))
+
+
+def now(running: dict[str, Standing | None]) -> Html:
+    """What runs, as it is asked for once a second."""
+    if not running:
+        return tag("p", "Nothing is running.")
+    return join(_one(run[:8], standing) for run, standing in running.items())
+
+
+def _one(run: str, standing: Standing | None) -> Html:
+    if standing is None:
+        return join((tag("h3", f"Run {run}"), tag("p", "It begins.")))
+    rows = {
+        "Doing": standing.doing,
+        "How far": standing.count or "not known",
+        "Rounds": str(standing.rounds),
+        "Sent": size(standing.sent),
+        "Time left": standing.time_left or "not known yet",
+    }
+    bar = None
+    if standing.of:
+        bar = tag(
+            "progress", max=standing.of, value=min(standing.done, standing.of), aria_label=f"How far run {run} is"
+        )
+    return join((tag("h3", f"Run {run}"), bar, facts(rows.items())))
+
+
+def _halt(state: State, form: str, who: str) -> Html:
+    takes = "" if state.kit.role == "coordinator" else ", and withdraws the approval"
+    button = tag("button", "Halt", type="submit", class_="halt")
+    what = f" stops every run here at once{takes}."
+    return tag("form", _hidden(state, form, by=who), button, what, method="post", action="/halt")
+
+
+def _hidden(state: State, form: str, **more: str) -> Html:
+    fields = {"form": form, "study": state.kit.study.digest.hex(), **more}
+    return join(tag("input", type="hidden", name=k, value=v) for k, v in fields.items())
+
+
+# ---- the study -------------------------------------------------------------------------------------------------------
+
+
+def _study(state: State, form: str, who: str) -> list[object]:
+    study, entry = state.kit.study, state.approval
+    parts: list[object] = []
+    if entry is not None and entry.withdrawn:
+        parts.append(tag("p", f"{'Refused' if entry.refused else 'Withdrawn'} on {entry.withdrawn}."))
+    elif entry is not None:
+        data = f", on {entry.data.words}" if entry.data is not None else ""
+        parts.append(tag("p", f"Approved by {entry.by} on {entry.when}{data}."))
+    parts += [_part(part) for part in study.parts]
+    parts.append(tag("details", tag("summary", "The study in full"), _agreed(study), open=state.stage == "waits"))
+    if state.stage in ("waits", "refused", "withdrawn"):
+        parts.append(_decide(state, form, who))
+    return parts
+
+
+def _part(part: Study) -> Html:
+    """One workflow of the study, with its "In short"."""
+    try:
+        summary, short = workflows.get(part.workflow).summary, in_short(part.workflow, part.mode)
+    except CloisterError as e:
+        summary, short = str(e), None
+    title = f"{part.place}: {part.workflow}" if part.place else part.workflow
+    box = tag("div", tag("h4", "In short"), short, class_="box short") if short is not None else None
+    return join((tag("h3", f"{title}, mode {part.mode}"), tag("p", summary), box))
+
+
+def _agreed(study: Study) -> Html:
+    rows: list[tuple[str, object]] = [("Digest", tag("code", study.digest.hex()))]
+    rows += governance.in_words(study.governance) or [("Purpose", "the study file names none, nor a legal basis")]
+    for role, title in {"site": "Sites", "coordinator": "Coordinator", "auxiliary": "Auxiliary servers"}.items():
+        if members := [p for p, r in study.parties.items() if r == role]:
+            rows.append((title, names(sorted(members))))
+    for part in study.parts:
+        rows.append((f"Options of {part.label}" if part.at else "Options", shown_options(part)))
+    try:
+        rows += [("Note", note) for note in workflows.warnings_of(study)]
+    except CloisterError as e:
+        rows.append(("Note", str(e)))
+    return facts(rows)
+
+
+def _decide(state: State, form: str, who: str) -> Html:
+    cells = " on the cells that local/site.toml names" if state.kit.role == "site" else ""
+    name = tag("input", id="by", name="by", value=who, maxlength=200, autocomplete="name")
+    read = tag("input", type="checkbox", id="read", name="read", value="yes", required=True)
+    refuse = tag("button", "Refuse", type="submit", formaction="/refuse", formnovalidate=True)
+    return tag(
+        "form",
+        _hidden(state, form),
+        tag("p", tag("label", "Who decides ", for_="by"), name),
+        tag("p", read, tag("label", f" I have read who learns what, and allow it{cells}.", for_="read")),
+        tag(
+            "p",
+            tag("button", "Approve", type="submit", class_="approve"),
+            " ",
+            None if state.stage == "refused" else refuse,
+        ),
+        tag("p", "The cells are read for their fingerprint, which takes a while if they are many.", class_="quiet"),
+        method="post",
+        action="/approve",
+    )
+
+
+# ---- what is left, and what was --------------------------------------------------------------------------------------
+
+
+def _left(state: State) -> Html:
+    if not state.left:
+        return tag("p", "Nothing is known about it.")
+    rows = [
+        [row.what, "no limit" if row.most is None else f"{row.most:g}", f"{row.spent:g}", _rest(row.left)]
+        for row in state.left
+    ]
+    return table("What may still be asked here", ["what", "allowed", "spent", "left"], rows, hide=True)
+
+
+def _rest(left: float | None) -> Html | str:
+    return tag("strong", "none", class_="flag bad") if left == 0 else "–" if left is None else f"{left:g}"
+
+
+def _past(state: State) -> Html:
+    if not state.past:
+        return tag("p", "No run has ended here yet.")
+    rows = []
+    for run in state.past[:SHOWN]:
+        link = tag("a", run.when, href=f"/runs/{run.name}")
+        sent = size(run.ended.cost.get("bytes", 0)) if run.ended.cost else "–"
+        rows.append([link, _status(run), sent, count(len(run.receipts), "receipt")])
+    shown = table("Runs that ended here, the latest first", ["began", "ended", "sent", "record"], rows, hide=True)
+    more = len(state.past) - SHOWN
+    return join(
+        (shown, tag("p", f"{more} older ones are in the results folder.", class_="quiet") if more > 0 else None)
+    )
+
+
+def _status(run: Past) -> Html:
+    colour = {"done": "good", "refused": "warn"}.get(run.ended.status, "bad")
+    return tag("span", run.ended.status, class_=f"badge {colour}")
+
+
+def one_run(run: Past, key: bytes) -> str:
+    """A run that has ended: how, and what its receipts say, checked now."""
+    title, ended = f"Run of {run.when}", run.ended
+    rows: list[tuple[str, object]] = [("How it ended", _status(run)), ("Folder", tag("code", str(run.folder)))]
+    if ended.error:
+        rows.append(("Why", str(ended.error.get("text", ""))))
+        if origin := ended.error.get("origin"):
+            rows.append(("It began at", str(origin)))
+    if ended.cost:
+        took = f"{size(ended.cost.get('bytes', 0))} sent in {seconds(ended.cost.get('seconds', 0.0))}"
+        rows.append(("Cost", took))
+    rows += [(party, word) for party, word in ended.parties.items()]
+    report = tag("a", "The whole report", href=f"/runs/{run.name}/report") if run.reportable else None
+    receipts = [_receipt(run, i, key) for i in range(len(run.receipts))]
+    if not receipts:
+        receipts = [tag("p", "There is no receipt: nothing was sent.")]
+    back = tag("a", "All of this party", href="/")
+    main = tag(
+        "main", tag("article", facts(rows), tag("p", report) if report else None), *receipts, id="main", tabindex="-1"
+    )
+    return page(title, tag("header", tag("p", back), tag("h1", title)), main)
+
+
+def _receipt(run: Past, i: int, key: bytes) -> Html:
+    path = run.receipts[i]
+    step = path.parent.name if path.parent != run.folder else ""
+    title = tag("h2", f"Receipt{f' of {step}' if step else ''}")
+    link = tag("p", tag("a", "The receipt itself", href=f"/runs/{run.name}/receipt/{i}"))
+    try:
+        receipt = Receipt.load(path)
+        receipt.check(lambda public, head, signature: check_signature(public, SIGNED, head, signature))
+        if receipt.signature.get("public") != key.hex():
+            raise ReceiptError("the receipt is whole, but signed with another key than this kit's")
+        brief = json.loads(receipt.brief())
+    except CloisterError as e:
+        return tag("article", title, tag("div", tag("p", str(e)), class_="box bad"), link)
+    genuine = tag("p", "The chain is whole, and signed with this kit's key.", class_="box good")
+    sent = [
+        [row["name"], row["to"], row["count"], size(row["bytes"])] for row in brief["summary"] if row["kind"] == "sent"
+    ]
+    shown = table("What was sent", ["message", "to", "times", "bytes"], sent) if sent else tag("p", "Nothing was sent.")
+    return tag("article", title, genuine, facts(signed_rows(brief)), shown, link)
