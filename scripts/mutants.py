@@ -130,8 +130,12 @@ def note(mutant: Mutant, tests: list[str], killed: str, took: float, rows: Rows)
 
 
 def tidy(mutants: list[Mutant], rows: Rows) -> None:
-    """Keep what is known of the mutants that there are, in their order."""
-    found = [row for m in mutants if (row := known(m, rows)) is not None]
+    """Keep what is known of the mutants that there are, in their order; of those not run, what killed them once."""
+    once = {row["mutant"]: row.get("killed") or row.get("once") for row in rows.values()}
+    found = []
+    for m in mutants:
+        blank = {"id": f"not run: {m.key}", "mutant": m.key, "killed": None}
+        found.append((known(m, rows) or blank | {"once": once.get(m.key)}) | {"file": m.file})
     STORE.write_text("".join(json.dumps(row) + "\n" for row in found), encoding="utf-8")
 
 
@@ -214,7 +218,7 @@ class Loop:
 
     def again(self, mutant: Mutant, tests: list[str], items: list[pytest.Item]) -> bool:
         """Whether the test that killed the mutant once, before the lines around it changed, still does."""
-        before = {row["killed"] for row in self.rows.values() if row["mutant"] == mutant.key}
+        before = {row["killed"] or row.get("once") for row in self.rows.values() if row["mutant"] == mutant.key}
         some = [i for i in items if i.nodeid in before and (not self.quick or any(word in i.nodeid for word in QUICK))]
         began = time.monotonic()
         found = in_child(functools.partial(first_failure, mutant, some), self.limit).partition("\t")[0] if some else ""
@@ -345,6 +349,9 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="quick tests only; what they leave alive stays open")
     parser.add_argument("--jobs", type=int, default=1, help="files that are weakened at the same time")
     parser.add_argument("--list", action="store_true", help="names only")
+    parser.add_argument(
+        "--tidy", action="store_true", help="write the log in order, with one row per mutant; run nothing"
+    )
     parser.add_argument("--table", action="store_true", help="what is known so far; run nothing")
     asked = parser.parse_args()
     mutants = [m for m in all_mutants() if asked.only in m.key or asked.only in m.file]
@@ -352,6 +359,9 @@ def main() -> int:
         print("\n".join(m.key for m in mutants), f"\n{len(mutants)} mutants")
         return 0
     rows = kept(STORE, "id")
+    if asked.tidy:
+        tidy(all_mutants(), rows)
+        return 0
     if asked.table:
         return min(1, table(mutants, rows))
     todo = [m for m in mutants if known(m, rows) is None]

@@ -161,7 +161,10 @@ def workflows_table() -> str:
 
 def lies_table() -> str:
     """What `benchmarks/lies.py` found."""
-    found = json.loads((ROOT / "benchmarks" / "logs" / "lies.json").read_text(encoding="utf-8"))
+    path = ROOT / "benchmarks" / "logs" / "lies.json"
+    if not path.exists():
+        return "Not run on this code yet."
+    found = json.loads(path.read_text(encoding="utf-8"))
     counts = ("tried", "aborted", "right", "assumed")
     rows = [(f"`{name}`", *(str(row.get(key, "–")) for key in counts), row["error"]) for name, row in found.items()]
     sums = [sum(row.get(key, 0) for row in found.values()) for key in counts]
@@ -170,20 +173,20 @@ def lies_table() -> str:
 
 
 def mutants_table() -> str:
-    """What `mutants.py` found, by folder and file; then those that no behaviour noticed."""
+    """What `mutants.py` found, by file; then those that no behaviour noticed."""
     log = (ROOT / "benchmarks" / "logs" / "mutants.jsonl").read_text(encoding="utf-8").splitlines()
     found = [json.loads(line) for line in log]
     reasons = tomllib.loads((ROOT / "scripts" / "mutants.toml").read_text(encoding="utf-8"))["reasons"]
-    rows = []
-    for file in dict.fromkeys(row["file"] for row in found):
-        mine = [row for row in found if row["file"] == file]
-        killed = sum(bool(row["killed"]) for row in mine)
-        rows.append((f"`{file}`", str(len(mine)), str(killed), str(len(mine) - killed)))
-    killed = sum(bool(row["killed"]) for row in found)
-    rows.append(("**all**", str(len(found)), f"{killed} ({100 * killed / len(found):.1f} %)", str(len(found) - killed)))
-    alive = [(f"`{r['mutant']}`", reasons.get(r["mutant"], "**none**")) for r in found if not r["killed"]]
-    both = table(("file", "mutants", "killed by behaviour", "alive"), rows)
-    return both + "\n\n" + table(("alive", "why it may be"), alive) if alive else both
+
+    def counted(name: str, rows: list[dict[str, Any]]) -> tuple[str, ...]:
+        killed, waiting = sum(bool(r["killed"]) for r in rows), sum(r["killed"] is None for r in rows)
+        return name, *map(str, (len(rows), killed, len(rows) - killed - waiting, waiting))
+
+    files = dict.fromkeys(row["file"] for row in found)
+    rows = [counted(f"`{file}`", [r for r in found if r["file"] == file]) for file in files]
+    whole = table(("file", "mutants", "killed by behaviour", "alive", "not run"), [*rows, counted("**all**", found)])
+    alive = [(f"`{r['mutant']}`", reasons.get(r["mutant"], "**none**")) for r in found if r["killed"] == ""]
+    return whole + ("\n\n" + table(("alive", "why it may be"), alive) if alive else "")
 
 
 KINDS = {

@@ -42,7 +42,7 @@ class FewGenes(DataError):
 def plain_name(name: str) -> str:
     """Return the name as it is compared: no spaces around it, no version after an Ensembl id."""
     name = name.strip()
-    ensembl = _ENSEMBL.fullmatch(name)
+    ensembl = _ENSEMBL.fullmatch(name) if name.startswith("ENS") else None
     return ensembl[1] + (ensembl[2] or "") if ensembl else name
 
 
