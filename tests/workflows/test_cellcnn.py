@@ -7,6 +7,7 @@ import pytest
 from cloister.cells.demo import demo_donors
 from cloister.errors import DataError, ParameterError, ProtocolAbort, RefusedError
 from cloister.models import cellcnn
+from cloister.protocols.cellcnn import cellcnn_card
 from cloister.run.rehearsal import plan, rehearse, run_parties
 from cloister.run.run import workflow_part
 from cloister.study import Party
@@ -181,7 +182,11 @@ def planned(**options):
         ({"keep": "x", "n_models": 3, "hold_out": 1}, "open_model"),
         ({"mode": "plain", "n_models": 3}, "hold_out"),
         ({"mode": "plain", "scaling": "reference"}, "reference"),
-        ({"mode": "plain", "validate_every": 2, "hold_out": 1}, "mode 'plain' has no validation"),
+        (
+            {"mode": "published", "validate_every": 2, "hold_out": 1, "open_model": True},
+            "'published' has no validation",
+        ),
+        ({"mode": "plain", "patience": 2}, "validate_every=1"),
         ({"keep": "x", "validate_every": 2}, "hold_out"),
         ({"keep": "x", "hold_out": -1}, "at least 0"),
         ({"mode": "plain", "encrypted": False}, "'encrypted' any more: training in the clear is mode 'plain'"),
@@ -237,35 +242,96 @@ def test_a_site_whose_own_settings_do_not_consent_opens_nothing():
     assert sent == []
 
 
+def two():
+    return {name: a for name, a in sites().items() if name != "vienna"}
+
+
+def outside(folder, **options):
+    """A study in which vienna, which trained nothing, asks the opened model of the two others."""
+    pytest.importorskip("seal")
+    rehearse("train-cellcnn", data=two(), mode="plain", n_steps=20, keep=str(folder), **COMMON)
+    return {"query": "vienna", "keep": str(folder), "opened": True, "outside": True} | options
+
+
+def test_who_trained_nothing_asks_an_opened_model(tmp_path):
+    options = outside(tmp_path)
+    assert not (tmp_path / "vienna").exists()
+    run = rehearse("predict-cellcnn", data=sites(), **options)
+    rows = run.results["vienna"]["predictions"]
+    assert [r["class"] for r in rows] == ["control", "case"] * 2
+    assert not (tmp_path / "vienna").exists()
+    assert run.results["basel"] == {}
+
+
+def test_an_outsider_is_answered_by_nobody_if_one_site_does_not_consent(tmp_path):
+    study = plan("predict-cellcnn", SITES, timeout=10, options=outside(tmp_path))
+    consent = {Party("basel"): frozenset({"outside-query"}), Party("lugano"): frozenset({"open-model"})}
+    data = {Party(p): a for p, a in sites().items()}
+    run = run_parties(study, dict.fromkeys(study.parties, workflow_part), data, consent=consent)
+    assert isinstance(run.errors["lugano"], RefusedError)
+    assert set(run.errors) == set(study.parties)
+    sent = [e.name for p in study.parties for e, _ in run.receipts[p].entries if e.kind == "sent"]
+    assert not any("private_prediction" in name for name in sent)
+
+
+def test_an_outsider_that_was_not_agreed_in_the_study_is_refused(tmp_path):
+    options = outside(tmp_path, outside=False, query="basel")
+    study = plan("predict-cellcnn", SITES, timeout=10, options=options)
+
+    def rogue(seat, adata):
+        """Asks for the card all the same."""
+        return seat.run(cellcnn_card.querier, cellcnn_card.Params(seat.sites[:2], seat.coordinator, seat.me))
+
+    parts = dict.fromkeys(study.parties, workflow_part) | {Party("vienna"): rogue}
+    run = run_parties(study, parts, {Party(p): a for p, a in sites().items()})
+    assert "vienna" in run.errors
+    assert not any(
+        "cellcnn_card" in e.name for p in study.parties for e, _ in run.receipts[p].entries if e.kind == "sent"
+    )
+    with pytest.raises(ParameterError, match="no site of the study"):
+        check_plan(plan("predict-cellcnn", SITES, options=options | {"query": "geneva", "outside": True}))
+    with pytest.raises(ParameterError, match="two sites or more"):
+        check_plan(plan("predict-cellcnn", SITES[:2], options=options | {"outside": True}))
+    again = {"query": "lugano", "keep": str(tmp_path / "three"), "outside": True}  # who trained is not outside
+    rehearse("train-cellcnn", data=sites(), mode="plain", n_steps=1, keep=again["keep"], **COMMON)
+    with pytest.raises(DataError, match="that basel, vienna trained together"):
+        rehearse("predict-cellcnn", data=sites(), **again)
+
+
 @pytest.mark.slow
 def test_validation_during_training_then_prediction(tmp_path):
     pytest.importorskip("seal")
     options = {"n_steps": 2, "hold_out": 1, **COMMON}
     kept = {"validate_every": 2, "keep": str(tmp_path), "timeout": 300}
-    two = {name: a for name, a in sites().items() if name != "vienna"}
-    run = rehearse("train-cellcnn", data=two, **kept, **options)
+    run = rehearse("train-cellcnn", data=two(), **kept, **options)
     losses = {p: run.results[p]["validation_loss"] for p in ("coordinator", "basel", "lugano")}
     assert all(found.keys() == {"2"} and found == losses["basel"] for found in losses.values())
     assert 0 < losses["basel"]["2"] < 0.3
     assert not run.results["basel"]["opened"]
-    asked = rehearse("predict-cellcnn", data=two, query="lugano", keep=str(tmp_path), timeout=300)
+    asked = rehearse("predict-cellcnn", data=two(), query="lugano", keep=str(tmp_path), timeout=300)
     assert len(asked.results["lugano"]["predictions"]) == 4
+    outsider = rehearse(
+        "predict-cellcnn", data=sites(), query="vienna", outside=True, keep=str(tmp_path), max_donors=4, timeout=300
+    )
+    assert len(outsider.results["vienna"]["predictions"]) == 4
+    assert not (tmp_path / "vienna").exists()
 
 
 @pytest.mark.slow
 def test_published_training_as_a_workflow(tmp_path):
     pytest.importorskip("seal")
     options = {**COMMON, "n_filters": 2, "batch": 8, "n_steps": 2}
-    two = {name: a for name, a in sites().items() if name != "vienna"}
     kept = {"mode": "published", "open_model": True, "keep": str(tmp_path), "timeout": 300}
-    run = rehearse("train-cellcnn", data=two, **kept, **options)
-    twin = rehearse("train-cellcnn", data=two, mode="plain", **options)
+    run = rehearse("train-cellcnn", data=two(), **kept, **options)
+    twin = rehearse("train-cellcnn", data=two(), mode="plain", **options)
     np.testing.assert_allclose(run.model.weights.W, twin.model.weights.W, atol=1e-3)
     np.testing.assert_allclose(run.model.weights.V, twin.model.weights.V, atol=1e-3)
-    again = rehearse("train-cellcnn", data=two, **kept, **options)  # finished: only opened once more
+    again = rehearse("train-cellcnn", data=two(), **kept, **options)  # finished: only opened once more
     names = [e.name for e, _ in again.receipts["basel"].entries if e.kind == "sent"]
     assert not any("Packed" in n or "KeyShare" in n for n in names)
     np.testing.assert_allclose(again.model.weights.W, twin.model.weights.W, atol=1e-3)
+    asked = {"query": "vienna", "outside": True, "opened": True, "keep": str(tmp_path)}
+    assert len(rehearse("predict-cellcnn", data=sites(), **asked).results["vienna"]["predictions"]) == 4
 
 
 @pytest.mark.slow

@@ -189,6 +189,19 @@ def sigmoid(config: Config, U: F64) -> F64:
     return np.asarray(a0 + a1 * U + a3 * U**3)
 
 
+def squared_error(config: Config, w: Weights, X: F64, Y: F64) -> float:
+    """Of the fitted sigmoid, on inputs that were held out."""
+    return float(((sigmoid(config, X @ w.M) - Y) ** 2).mean())
+
+
+def stops(losses: Mapping[int, float], patience: int) -> bool:
+    """Whether the last `patience` validations, step → squared error, were no better than one before; 0: never."""
+    if not patience or not losses:
+        return False
+    best = min(sorted(losses), key=lambda step: losses[step])
+    return sum(step > best for step in losses) >= patience
+
+
 def logits(w: Weights, X: F64) -> F64:
     return np.asarray(X @ w.M)
 
@@ -264,6 +277,7 @@ class Model:
     scale: F64  # (m,)
     weights: Weights | None = None
     losses: Mapping[int, float] = dataclasses.field(default_factory=dict)  # of validation, step → squared error
+    stopped: int = 0  # the step after which training stopped early
     ring: str = ""  # under which it was trained, in words
 
     def prepare(self, cells: F64) -> F64:
@@ -298,6 +312,7 @@ class Model:
             "cofactor": self.cofactor,
             "mean": self.mean.tolist(),
             "scale": self.scale.tolist(),
+            "stopped": self.stopped,
             "W": None if self.weights is None else self.weights.W.tolist(),
             "V": None if self.weights is None else self.weights.V.tolist(),
         }
@@ -316,9 +331,9 @@ class Model:
                 W, V = (np.array(raw[k], np.float64).reshape(s) for k, s in (("W", (m, h)), ("V", (h, o))))
                 weights = Weights(W, V, np.zeros((m, h)), np.zeros((h, o)))
             mean, scale = (np.array(raw[k], np.float64).reshape(m) for k in ("mean", "scale"))
-            return cls(
-                config, tuple(raw["markers"]), tuple(raw["classes"]), float(raw["cofactor"]), mean, scale, weights
-            )
+            names = tuple(raw["markers"]), tuple(raw["classes"])
+            made = cls(config, *names, float(raw["cofactor"]), mean, scale, weights)
+            return dataclasses.replace(made, stopped=int(raw.get("stopped", 0)))
         except (ValueError, KeyError, TypeError):
             raise ParameterError("this is no CellCnn model of Cloister; name the model.json of a training") from None
 

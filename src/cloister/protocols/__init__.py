@@ -66,6 +66,7 @@ semi-honest, p published, plain; `data/modes.toml` says which workflow runs it i
       published_training    [SAV22] note 4, algorithm 1                  p
       clear_training        [SAV22] note 4, in plain numbers             plain
       pooled_counts         [AC17] the best of several                   h p plain
+      cellcnn_card          ours                                         h
       oblivious_prediction  [SAV22] oblivious inference                  h
       private_prediction    [SAV22] with an opened model                 h
     inference/      adapt-model, serve-model

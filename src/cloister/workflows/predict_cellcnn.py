@@ -14,6 +14,7 @@ from cloister.errors import DataError, ParameterError
 from cloister.models import cellcnn
 from cloister.net.seat import Outcome, Place, Seat
 from cloister.protocols.cellcnn import (
+    cellcnn_card,
     encrypted_training,
     encrypted_validation,
     oblivious_prediction,
@@ -40,6 +41,7 @@ class Options:
     keep: str = option(help="folder of the training: train-cellcnn's keep")
     sample_key: str = option("donor", "column of obs that names the donor of a cell")
     opened: bool = option(default=False, help="use the opened model, held by the coordinator")
+    outside: bool = option(default=False, help="the asking site took no part in the training; every site must consent")
     max_donors: int = option(64, "most donors that a query may have; public")
     key_added: str = option("predicted", "column of obs that is written")
 
@@ -63,14 +65,29 @@ def load_model(options: Options, me: Party) -> cellcnn.Model:
         raise DataError(f"there is no model at {path}; run train-cellcnn with keep={options.keep!r} first") from None
 
 
-def trained_of(options: Options, seat: Seat, made: cellcnn.Model) -> Trained:
-    sites, hub = seat.sites, seat.coordinator
-    store = KeyStore(options.keep, seat.me)
-    params = encrypted_training.Params(sites, hub, choose_ring(made.config, len(sites)), made.config)
-    if not store.steps(params.tag):  # a training with validation has a ring of its own
-        ring = encrypted_validation.ring_for(made.config, len(sites))
-        params = encrypted_training.Params(sites, hub, ring, made.config)
-    return encrypted_training.load_trained(params, store, site=seat.role == "site")
+def holders_of(seat: Seat, options: Options) -> tuple[Party, ...]:
+    """The sites that trained."""
+    return tuple(p for p in seat.sites if not (options.outside and p == options.query))
+
+
+def params_of(made: cellcnn.Model, holders: tuple[Party, ...], hub: Party, *, validated: bool) -> Any:
+    """Of the training; one with validation has a ring of its own."""
+    ring = (encrypted_validation.ring_for if validated else choose_ring)(made.config, len(holders))
+    return encrypted_training.Params(holders, hub, ring, made.config)
+
+
+def trained_of(options: Options, seat: Seat, made: cellcnn.Model) -> tuple[Trained, bool]:
+    """What this party kept of the training, and whether that was one with validation."""
+    store, holders = KeyStore(options.keep, seat.me), holders_of(seat, options)
+    validated = not store.steps(params_of(made, holders, seat.coordinator, validated=False).tag)
+    params = params_of(made, holders, seat.coordinator, validated=validated)
+    if validated and not store.steps(params.tag):
+        raise DataError(
+            f"{store!r} has no encrypted model that {', '.join(holders)} trained together; the study must name those"
+            " sites, beside one that asks from outside (outside=true), or ask the opened model (opened=true)"
+        )
+    trained = encrypted_training.load_trained(params, store, site=seat.role == "site", stopped=made.stopped)
+    return trained, validated
 
 
 def predict_cellcnn(adata: AnnData, seat: Seat | Place, *, copy: bool = False) -> AnnData | None:
@@ -88,8 +105,8 @@ def predict_cellcnn(adata: AnnData, seat: Seat | Place, *, copy: bool = False) -
 
 
 def site(seat: Seat, adata: AnnData, options: Options) -> Outcome:
-    made = load_model(options, seat.me)
     asking = seat.me == options.query
+    made, params, trained = begin(seat, options)
     X: Any = np.zeros((0, made.config.markers))
     donors: list[str] = []
     if asking:
@@ -98,7 +115,7 @@ def site(seat: Seat, adata: AnnData, options: Options) -> Outcome:
             raise DataError(
                 f"{len(donors)} donors, more than max_donors={options.max_donors}; agree on a larger number"
             )
-    U = ask(seat, options, made, X)
+    U = ask(seat, options, made, params, trained, X)
     if not asking:
         return Outcome(adata)
     found = [made.classes[k] for k in cellcnn.predict(U)]
@@ -112,18 +129,41 @@ def site(seat: Seat, adata: AnnData, options: Options) -> Outcome:
 
 
 def coordinator(seat: Seat, options: Options) -> Outcome:
-    ask(seat, options, load_model(options, seat.me), None)
+    ask(seat, options, *begin(seat, options), None)
     return Outcome()
+
+
+def begin(seat: Seat, options: Options) -> tuple[cellcnn.Model, Any, Trained | None]:
+    """The model as this party knows it, its training, what was kept of it; the coordinator tells who is outside."""
+    holders, hub, query = holders_of(seat, options), seat.coordinator, Party(options.query)
+    if options.outside and seat.me == query:
+        told = seat.run(cellcnn_card.querier, cellcnn_card.Params(holders, hub, query))
+        return (
+            told.model,
+            None if options.opened else params_of(told.model, holders, hub, validated=told.validated),
+            None,
+        )
+    if options.outside and seat.role == "site":
+        cellcnn_card.check_consent(seat.consent)
+    made, trained, validated = load_model(options, seat.me), None, False
+    if not options.opened:
+        trained, validated = trained_of(options, seat, made)
+    if options.outside:
+        role = cellcnn_card.coordinator if seat.me == hub else cellcnn_card.holder
+        seat.run(role, cellcnn_card.Params(holders, hub, query), cellcnn_card.Told(made, validated))
+    return made, None if trained is None else trained.params, trained
 
 
 def check_study(study: Study, options: Options) -> None:
     if options.query not in study.sites:
         raise ParameterError(f"option 'query' names '{options.query}', which is no site of the study")
+    if options.outside and len(study.sites) < 3:
+        raise ParameterError("a query from outside needs the asking site and two sites or more that trained together")
 
 
-def ask(seat: Seat, options: Options, made: cellcnn.Model, X: Any) -> Any:
+def ask(seat: Seat, options: Options, made: cellcnn.Model, training: Any, trained: Trained | None, X: Any) -> Any:
     """Play this party's role in the prediction; logits at the querier."""
-    sites, hub, query = seat.sites, seat.coordinator, Party(options.query)
+    hub, query = seat.coordinator, Party(options.query)
     if options.opened:
         chunks = -(-options.max_donors // private_prediction.RING.slots)
         p = private_prediction.Params(query, hub, made.config.markers, made.config.classes, chunks)
@@ -134,10 +174,11 @@ def ask(seat: Seat, options: Options, made: cellcnn.Model, X: Any) -> Any:
         if made.weights is None:
             raise DataError("the model was not opened; train with open_model=true, or predict with opened=false")
         return seat.run(private_prediction.server, p, made.weights.M)
-    trained = trained_of(options, seat, made)
-    ring, n = trained.params.ckks, len(sites)
-    chunks = oblivious_prediction.chunks(made.config, ring, n, options.max_donors)
-    q = oblivious_prediction.Params(sites, hub, query, ring, made.config, chunks)
+    holders, ring = training.holders, training.ckks
+    chunks = oblivious_prediction.chunks(made.config, ring, len(holders), options.max_donors)
+    q = oblivious_prediction.Params(holders, hub, query, ring, made.config, chunks)
+    if trained is None:
+        return seat.run(oblivious_prediction.outsider, q, X)
     if seat.me == query:
         return seat.run(oblivious_prediction.querier, q, trained, X)
     if seat.me == hub:

@@ -71,6 +71,7 @@ class Options:
     validate_every: int = option(
         0, "open the squared error on held-out inputs after so many steps each, if every site consents"
     )
+    patience: int = option(0, "stop once so many validations were no better than one before; 0: train to the end")
 
     def __post_init__(self) -> None:
         for name in ("n_filters", "n_cells", "n_inputs", "n_steps", "n_models"):
@@ -82,8 +83,10 @@ class Options:
             raise ParameterError("options 'reference_mean' and 'reference_scale' must have one number per marker each")
         if (self.scaling == "reference") != bool(self.reference_mean):
             raise ParameterError("scaling='reference' needs reference_mean and reference_scale, and only then")
-        if min(self.hold_out, self.validate_every) < 0:
-            raise ParameterError("options 'hold_out' and 'validate_every' must be at least 0")
+        if min(self.hold_out, self.validate_every, self.patience) < 0:
+            raise ParameterError("options 'hold_out', 'validate_every' and 'patience' must be at least 0")
+        if self.patience and not self.validate_every:
+            raise ParameterError("patience counts validations: set validate_every=1 or more")
         if self.validate_every and self.hold_out < 1:
             raise ParameterError("validate_every needs donors to validate on: set hold_out=1 or more")
         if self.n_models > 1 and self.hold_out < 1:
@@ -92,8 +95,8 @@ class Options:
 
 def check_study(study: Study, options: Options) -> None:
     """Raise `ParameterError` where the options do not go with the study's mode."""
-    if options.validate_every and study.mode != "hardened":
-        raise ParameterError(f"mode '{study.mode}' has no validation during training; use 'hardened'")
+    if options.validate_every and study.mode == "published":
+        raise ParameterError("mode 'published' has no validation during training; use 'hardened'")
     if study.mode == "plain" or options.open_model:
         return
     if study.mode == "published":
@@ -274,26 +277,32 @@ def train(
 ) -> cellcnn.Model:
     """The training itself, for a site (with batches, labels and held-out inputs) or the coordinator (without)."""
     sites, hub, store = seat.sites, seat.coordinator, store_of(options, seat, number)
+    every, patience = options.validate_every, options.patience
     if seat.mode == "plain":
-        clear = clear_training.Params(sites, hub, model.config)
+        clear = clear_training.Params(sites, hub, model.config, every, patience)
         if inputs is None:
-            return replace(model, weights=seat.run(clear_training.aggregator, clear))
-        return replace(model, weights=seat.run(clear_training.holder, clear, *inputs[:2]))
+            return ended(model, seat.run(clear_training.aggregator, clear))
+        return ended(model, seat.run(clear_training.holder, clear, *inputs[:2], inputs[2] if every else None))
     if seat.mode == "published":
         as_printed = published_training.Params(sites, hub, published_training.choose_ring(len(sites)), model.config)
         if inputs is None:
             return replace(model, weights=seat.run(published_training.aggregator, as_printed, store).weights)
         return replace(model, weights=seat.run(published_training.holder, as_printed, *inputs[:2], store).weights)
     done: Trained
-    every, size = options.validate_every, model.config.batch if options.validate_every else 0
+    size = model.config.batch if every else 0
     ring = (encrypted_validation.ring_for if every else choose_ring)(model.config, len(sites))
-    params = encrypted_training.Params(sites, hub, ring, model.config, options.open_model, every, size)
+    params = encrypted_training.Params(sites, hub, ring, model.config, options.open_model, every, size, patience)
     if inputs is None:
         done = seat.run(encrypted_training.aggregator, params, store)
     else:
         X, Y, held = inputs
         done = seat.run(encrypted_training.holder, params, X, Y, store, held if every else None)
-    return replace(model, weights=done.weights, losses=done.losses, ring=ring.about)
+    return ended(replace(model, ring=ring.about), done)
+
+
+def ended(model: cellcnn.Model, done: Trained | clear_training.Trained) -> cellcnn.Model:
+    early = done.step if done.step < model.config.steps else 0
+    return replace(model, weights=done.weights, losses=done.losses, stopped=early)
 
 
 def store_of(options: Options, seat: Seat, number: int = 0) -> KeyStore | None:
@@ -327,13 +336,17 @@ def summary(made: cellcnn.Model) -> dict[str, Any]:
     known: dict[str, Any] = {
         "markers": list(made.markers),
         "classes": list(made.classes),
-        "steps": made.config.steps,
+        "steps": made.stopped or made.config.steps,
         "opened": made.weights is not None,
     }
     if made.weights is not None:
         known |= {"filters": made.weights.W.T.tolist(), "dense": made.weights.V.tolist()}
     if made.ring:
         known["ring"] = made.ring
+    if made.stopped:
+        known["stopped"] = (
+            f"after {made.stopped} of {made.config.steps} steps: the validation error did not get smaller"
+        )
     if made.losses:
         known["validation_loss"] = {str(step): loss for step, loss in made.losses.items()}
     return known

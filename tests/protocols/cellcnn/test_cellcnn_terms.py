@@ -38,7 +38,9 @@ def same_terms(found, ideal):
 
 def same_weights(found, ideal):
     for name in ("W", "V", "vW", "vV"):
-        np.testing.assert_allclose(getattr(found, name), getattr(ideal, name), atol=1e-12)
+        np.testing.assert_allclose(getattr(found.weights, name), getattr(ideal.weights, name), atol=1e-12)
+    assert found.step == ideal.step
+    assert found.losses == pytest.approx(ideal.losses)
 
 
 @pytest.mark.parametrize(
@@ -57,6 +59,39 @@ def test_ideal_vectors_and_abort(module, case, agree):
 def test_view_and_cost():
     check_view(clear_training, training_case(1), training_case(2))
     check_cost(clear_training, training_case())
+
+
+def stopping_case(seed):
+    """Labels that have nothing to do with the inputs: the validation error soon grows."""
+    config, rng = (
+        cellcnn.Config(markers=4, filters=2, batch=5, steps=30, learning_rate=0.5),
+        np.random.default_rng(seed),
+    )
+    shape = (config.steps, config.batch)
+
+    def labelled(*shape):
+        return rng.normal(size=(*shape, 4)), cellcnn.one_hot(rng.integers(0, 2, shape), 2)
+
+    given = {u: (*labelled(*shape), labelled(5)) for u in SITES}
+    return Case(clear_training.Params(SITES, HUB, config, validate_every=2, patience=2), given)
+
+
+def test_training_stops_where_validation_errors_grow_and_at_the_same_step_everywhere():
+    cases = [stopping_case(seed) for seed in range(3)]
+    check_ideal(clear_training, cases, agree=same_weights)
+    found = [clear_training.ideal(c.params, {u: v for u, v in c.inputs.items() if u in SITES})[HUB] for c in cases]
+    assert min(t.step for t in found) < 30
+    for t in found:
+        assert t.step == 30 or sorted(t.losses, key=t.losses.get)[0] == t.step - 4  # two validations ago
+
+
+def test_when_validations_stop_a_training():
+    assert not cellcnn.stops({}, 1)
+    assert not cellcnn.stops({2: 0.3, 4: 0.2}, 1)
+    assert cellcnn.stops({2: 0.2, 4: 0.2}, 1)  # no better
+    assert not cellcnn.stops({2: 0.2, 4: 0.3}, 2)
+    assert cellcnn.stops({4: 0.25, 2: 0.2, 6: 0.21}, 2)
+    assert not cellcnn.stops({2: 0.2, 4: 0.3, 6: 0.4}, 0)  # never
 
 
 def test_a_missing_marker_and_a_single_class_are_named():

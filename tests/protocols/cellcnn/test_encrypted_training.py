@@ -193,6 +193,94 @@ def test_prediction_with_the_encrypted_model(trained):
     check_vectors(oblivious_prediction, case, VECTORS / "oblivious_prediction.json")
 
 
+# ---- an early stop --------------------------------------------------------------------------------------------------
+
+
+def test_training_stops_early_everywhere_and_a_stopped_one_stays_stopped(tmp_path, monkeypatch):
+    """With stand-ins for the validation, which needs a larger ring; its own tests hold that the numbers are right."""
+    errors = {1: 0.3, 2: 0.2, 3: 0.25, 4: 0.1}
+
+    async def at_site(ch, *_, **__):
+        return errors[int(ch.scope.split("/")[-2]) + 1]
+
+    async def at_hub(ch, _):
+        return errors[int(ch.scope.split("/")[-2]) + 1]
+
+    monkeypatch.setattr(encrypted_training.encrypted_validation, "holder", at_site)
+    monkeypatch.setattr(encrypted_training.encrypted_validation, "aggregator", at_hub)
+    monkeypatch.setattr(encrypted_training.encrypted_validation, "check_samples", lambda *_: None)
+    monkeypatch.setattr(Params, "validation", property(lambda self: None))
+    config = dataclasses.replace(CONFIG, steps=4)
+    p, data, held = params(config, validate_every=1, patience=1), batches(config), (np.zeros((1, 3)), np.zeros((1, 2)))
+
+    def case():
+        given = case_with_stores(tmp_path, p, data)
+        return Case(p, given.inputs | {i: (*given.inputs[i], held) for i in PARTIES})
+
+    run = run_protocol(encrypted_training, case(), timeout=120)
+    check_no_errors(run)
+    for party in (HUB, *PARTIES):
+        assert values(run)[party].losses == {1: 0.3, 2: 0.2, 3: 0.25}
+        assert values(run)[party].step == 3
+    again = run_protocol(encrypted_training, case(), timeout=120)
+    check_no_errors(again)
+    assert {values(again)[party].step for party in (HUB, *PARTIES)} == {3}
+    assert not any("Gradient" in e.name for e, _ in again.receipts["site-0"].entries)
+    store = KeyStore(tmp_path, PARTIES[1])
+    assert encrypted_training.load_trained(p, store, site=True, stopped=3).step == 3
+    with pytest.raises(DataError, match="did not come to step 4"):
+        encrypted_training.load_trained(p, store, site=True)
+
+
+# ---- a querier from outside -----------------------------------------------------------------------------------------
+
+OUTSIDER = Party("researcher")
+
+
+def outside_case(trained, X):
+    p, *_, run = trained
+    params = oblivious_prediction.Params(PARTIES, HUB, OUTSIDER, p.ckks, p.config, 1)
+    return Case(params, {i: (values(run)[i],) for i in (HUB, *PARTIES)} | {OUTSIDER: (X,)})
+
+
+def test_who_trained_nothing_and_holds_nothing_gets_the_logits_of_its_samples(trained):
+    p, data, *_ = trained
+    X = np.random.default_rng(4).uniform(-3, 3, (20, p.config.markers))
+    case = outside_case(trained, X)
+    asked = run_protocol(oblivious_prediction, case, timeout=60)
+    check_no_errors(asked)
+    answers = values(asked)
+    twin = cellcnn.train(p.config, [data[i] for i in PARTIES])
+    np.testing.assert_allclose(answers.pop(OUTSIDER), X @ twin.M, atol=18 * p.layout.answer_error)
+    assert set(answers.values()) == {None}
+    check_cost(oblivious_prediction, case)
+    got = {e.name.partition(".")[2] for e, _ in asked.receipts[OUTSIDER].entries if e.kind == "received"}
+    assert got & {"Mask", "Masks", "NewModel"} == set()  # neither the encrypted model nor its own samples encrypted
+
+
+def test_an_outsider_notices_a_site_that_answers_something_else(trained):
+    p, *_ = trained
+
+    async def liar(ch, params, trained, *, entropy):
+        send = ch.send
+
+        async def other(to, msg):
+            if isinstance(msg, oblivious_prediction.Result | oblivious_prediction.Seen):
+                words = (
+                    bytes([msg.c0[0] ^ 1]) + msg.c0[1:] if isinstance(msg, oblivious_prediction.Result) else b"x" * 32
+                )
+                msg = type(msg)(words)
+            await send(to, msg)
+
+        ch.send = other
+        return await oblivious_prediction.holder(ch, params, trained, entropy=entropy)
+
+    for site in (PARTIES[0], PARTIES[2]):
+        case = outside_case(trained, np.zeros((5, p.config.markers)))
+        run = run_protocol(oblivious_prediction, case, roles={site: liar}, timeout=8)
+        assert run.errors[OUTSIDER].code == "differs"
+
+
 # ---- a querier that lies ---------------------------------------------------------------------------------------------
 
 

@@ -76,7 +76,7 @@ from cloister.protocols.cellcnn.key_store import KeyStore
 from cloister.protocols.cellcnn.training_keys import Keys, key_costs, load_keys, make_keys
 from cloister.protocols.cellcnn.training_opening import norm_params, open_at_aggregator, open_at_site, part_params
 from cloister.protocols.cellcnn.training_refreshes import STAGES, refreshes
-from cloister.protocols.cellcnn.training_state import State, gradient_ciphers
+from cloister.protocols.cellcnn.training_state import Losses, State, gradient_ciphers
 from cloister.protocols.ckks import collective_audit, collective_refresh, threshold_decrypt
 from cloister.protocols.ckks.collective_audit import Book, Collective
 from cloister.protocols.ckks.collective_key import added, read
@@ -91,6 +91,7 @@ class Params(Collective):  # public
     open_model: bool = False
     validate_every: int = 0  # steps; 0: never
     held_out: int = 0  # inputs of each site that validation uses
+    patience: int = 0  # validations that were no better than one before, after which training stops; 0: never
 
     def __post_init__(self) -> None:
         Collective.__post_init__(self)
@@ -126,8 +127,9 @@ class Params(Collective):  # public
         return self.validate_every > 0 and step % self.validate_every == 0
 
     def last_stage(self, step: int) -> str:
-        """How [M'] is made in that step."""
-        return "sealed" if step + 1 == self.config.steps else "product"
+        """How [M'] is made in that step: sealed where training may end with it."""
+        ends = step + 1 == self.config.steps or (self.patience > 0 and self.validates(step + 1))
+        return "sealed" if ends else "product"
 
     @property
     def tag(self) -> bytes:
@@ -177,6 +179,7 @@ class Trained:
     model: list[ckks.Cipher]  # [M], one per class group
     weights: cellcnn.Weights | None = None  # if opened
     losses: dict[int, float] = field(default_factory=dict)  # step → squared error on held-out inputs
+    step: int = 0  # after which it ended
 
 
 def ideal(params: Params, inputs: Mapping[Party, tuple[F64, F64]]) -> dict[Party, cellcnn.Weights | None]:
@@ -190,7 +193,7 @@ def roles(params: Params) -> dict[Party, object]:
 
 
 def cost(params: Params) -> dict[Party, tuple[int, int]]:
-    """Without a checkpoint."""
+    """Without a checkpoint or an early stop."""
     c, P, n, L, todo = ckks.context(params.ckks), params.ckks, len(params.holders), params.layout, refreshes(params)
     G, steps = len(L.groups), params.config.steps
     parts = [dict.fromkeys(params.holders, (1, 0)) | {params.aggregator: (n, 0)}, *key_costs(params)]
@@ -209,10 +212,11 @@ def cost(params: Params) -> dict[Party, tuple[int, int]]:
     return added(*parts)
 
 
-def load_trained(params: Params, store: KeyStore, *, site: bool) -> Trained:
-    """An encrypted model from a party's folder, for prediction."""
-    state = store.get_state(ckks.context(params.ckks), params.tag, params.config.steps)
-    return Trained(params, load_keys(params, store, site=site), state["model"])
+def load_trained(params: Params, store: KeyStore, *, site: bool, stopped: int = 0) -> Trained:
+    """An encrypted model from a party's folder, for prediction; `stopped` is the step of an early end."""
+    step = stopped or params.config.steps
+    state = store.get_state(ckks.context(params.ckks), params.tag, step)
+    return Trained(params, load_keys(params, store, site=site), state["model"], step=step)
 
 
 def read_ciphers(params: Params, got: Gradient | Summed, line: str, sender: Party) -> list[U64]:
@@ -252,17 +256,24 @@ async def holder(
         encrypted_validation.check_samples(params.validation, *held)
     keys, step = await begin(ch, params, store, entropy)
     site = Site(ch, params, keys, entropy, State.after(step, params, keys, store))
-    losses: dict[int, float] = {}
-    for t in range(step, params.config.steps):
-        ch.step(f"step {t + 1} of {params.config.steps}: gradient", protocol=NAME, line="L3")
-        await site.train(t, X[t], Y[t])
-        site.state.keep(t + 1, params, store, model_only=not site.audits)
-        if params.validates(t + 1) and held is not None:
-            sub = ch.sub(f"{t}/validation")
-            losses[t + 1] = await encrypted_validation.holder(
-                sub, params.validation, site.state.model[0], keys, *held, entropy=entropy, consent=consent
+    losses = Losses(params, store, step)
+
+    async def validate(step: int, *, resumed: bool = False) -> None:
+        if losses.due(step, resumed=resumed) and held is not None:
+            sub, model = ch.sub(f"{step - 1}/validation"), site.state.model[0]
+            found = await encrypted_validation.holder(
+                sub, params.validation, model, keys, *held, entropy=entropy, consent=consent
             )
-    done = Trained(params, keys, site.state.model, losses=losses)
+            losses.put(step, found)
+
+    await validate(step, resumed=True)
+    while losses.go_on(step):
+        ch.step(f"step {step + 1} of {params.config.steps}: gradient", protocol=NAME, line="L3")
+        await site.train(step, X[step], Y[step])
+        step += 1
+        site.state.keep(step, params, store, model_only=not site.audits)
+        await validate(step)
+    done = Trained(params, keys, site.state.model, losses=losses.found, step=step)
     if params.open_model:
         state = site.state if site.audits else None
         done.weights = await open_at_site(ch, params, keys, state, entropy=entropy, consent=consent)
@@ -335,22 +346,28 @@ async def aggregator(ch: Channel, params: Params, store: KeyStore | None = None,
     """S's part."""
     c, todo = ckks.context(params.ckks), refreshes(params)
     keys, step = await begin_all(ch, params, store, entropy)
-    state, losses = State.after(step, params, keys, store), {}
+    state, losses = State.after(step, params, keys, store), Losses(params, store, step)
 
     async def refresh(label: str, name: str, cts: list[ckks.Cipher]) -> list[ckks.Cipher]:
         return await collective_refresh.aggregator(ch.sub(label), todo[name].params, cts, todo[name].maps)
 
-    for t in range(step, params.config.steps):
-        ch.step(f"step {t + 1} of {params.config.steps}: refreshes", protocol=NAME, line="L4")
-        Z = await refresh(f"{t}/gradient", "gradient", await sum_gradients(ch, params))
-        state = state.updated(await refresh(f"{t}/update", "update", state.products(c, Z, keys.relin)))
-        state.model = await refresh(f"{t}/product", params.last_stage(t), state.factors(c, keys.relin))
+    async def validate(step: int, *, resumed: bool = False) -> None:
+        if losses.due(step, resumed=resumed):
+            sub = ch.sub(f"{step - 1}/validation")
+            losses.put(step, loss := await encrypted_validation.aggregator(sub, params.validation))
+            ch.step(f"step {step}: squared error {loss:.4f} on held-out inputs", protocol=NAME, line="L5")
+
+    await validate(step, resumed=True)
+    while losses.go_on(step):
+        ch.step(f"step {step + 1} of {params.config.steps}: refreshes", protocol=NAME, line="L4")
+        Z = await refresh(f"{step}/gradient", "gradient", await sum_gradients(ch, params))
+        state = state.updated(await refresh(f"{step}/update", "update", state.products(c, Z, keys.relin)))
+        state.model = await refresh(f"{step}/product", params.last_stage(step), state.factors(c, keys.relin))
         await ch.scatter(params.holders[1:], NewModel(tuple(c.pack(c.raw(ct)[0][0]) for ct in state.model)))  # L5
-        state.keep(t + 1, params, store)
-        if params.validates(t + 1):
-            losses[t + 1] = await encrypted_validation.aggregator(ch.sub(f"{t}/validation"), params.validation)
-            ch.step(f"step {t + 1}: squared error {losses[t + 1]:.4f} on held-out inputs", protocol=NAME, line="L5")
-    done = Trained(params, keys, state.model, losses=losses)
+        step += 1
+        state.keep(step, params, store)
+        await validate(step)
+    done = Trained(params, keys, state.model, losses=losses.found, step=step)
     if params.open_model:
         done.weights = await open_at_aggregator(ch, params, keys, state)
     return done

@@ -5,6 +5,7 @@
     <folder>/<party>/secret.bin      this party's share of the key; readable by its owner only
     <folder>/<party>/state.bin       [M], and [W], [V], [A] at those who follow them, after the last finished step
     <folder>/<party>/before.bin      the same after the step before it: parties may be one step apart when a run ends
+    <folder>/<party>/losses.bin      validation errors so far, where all agreed to open them
     <folder>/<party>/openings        how many results were opened with these keys
 
 Files are written whole or not at all, and every one is checked against its digest when it is read.
@@ -55,7 +56,7 @@ class KeyStore:
     # ---- keys --------------------------------------------------------------------------------------------------------
 
     def put_public(self, key: ckks.PublicKey, secret: ckks.Secret | None) -> None:
-        for name in ("keys.json", "state.bin", "before.bin", "openings"):
+        for name in ("keys.json", "state.bin", "before.bin", "losses.bin", "openings"):
             (self._own / name).unlink(missing_ok=True)
         self._pending = {"public": self._put(np.stack([key.b, key.a]))}
         if secret is not None:
@@ -156,6 +157,17 @@ class KeyStore:
             except (WireError, ValueError, KeyError, TypeError):
                 raise DataError(f"the checkpoint in {self._own} was altered; remove it and train anew") from None
         raise DataError(f"the training in {self!r} did not come to step {step}; let it finish")
+
+    def losses(self, tag: bytes, before: int) -> dict[int, float]:
+        """Validation errors of a training with these very parameters, of the steps before that one."""
+        if not (self._own / "losses.bin").exists():
+            return {}
+        kept = self._read("losses.bin")
+        return {int(k): float(v) for k, v in kept["losses"] if int(k) < before} if kept["tag"] == tag else {}
+
+    def put_losses(self, tag: bytes, losses: Mapping[int, float]) -> None:
+        packed = msgpack.packb({"tag": tag, "losses": [[k, v] for k, v in losses.items()]})
+        files.write(self._own / "losses.bin", hashlib.sha256(packed).digest() + packed)
 
     # ---- openings ----------------------------------------------------------------------------------------------------
 

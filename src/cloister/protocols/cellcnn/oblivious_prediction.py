@@ -10,7 +10,10 @@ its samples differ from them. X is on a grid, |X| ≤ 8; r_p of a masker uniform
     L4  S → i   Σ_p [r_p]
         i       `collective_audit` of the sum
         i       [X] = Σ_p [r_p] + d,   [U] = Σ_j [M]·[X]     every site computes it itself
+    L5  i → q   c0 of [U]           to a querier from outside: from the first site, and its digest from the others
         all     `key_switch` of [U] to a key of the querier's own, for every chunk and class group
+
+A querier from outside trained nothing and holds neither a share of the key nor the encrypted model.
 
 Given the candidate, X - r_p is uniform within ±8 whatever X is, and so is the number of candidates that were passed
 over.
@@ -20,14 +23,15 @@ Reveals
 querier : U = X·M for its samples, and nothing else (k ≥ markers well-chosen samples determine M: a model that answers
     is a model that can be learned).
 aggregator, holder : how many samples, rounded up to whole ciphertexts. Not the samples, not the answer, not the model.
-    Both maskers together see the samples: the first two other sites, or, with two sites, the other site and the
-    aggregator.
+    Both maskers together see the samples: the first two other sites, or, with two sites of which one asks, the other
+    site and the aggregator.
 
 Assumes
 -------
 As `encrypted_training`, whose keys, auditor and [M] it uses. Any one party may lie. Whatever the querier says at L2,
 [X] is an encryption that others made, of numbers below 56. A masker or a site that lies shifts the querier's answer,
-and learns nothing; logits beyond ±64 are refused. Evaluation is deterministic, so all sites get the same [U].
+and learns nothing; logits beyond ±64 are refused. Evaluation is deterministic, so all sites get the same [U], and an
+outsider notices a site that says something else.
 
 Cost
 ----
@@ -43,6 +47,7 @@ numbered here.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -75,15 +80,19 @@ LARGEST_LOGIT = 64.0
 class Params:  # public
     holders: tuple[Party, ...]
     aggregator: Party
-    querier: Party  # one of the holders
+    querier: Party  # one of the holders, or a party from outside
     ckks: ckks.Parameters
     config: cellcnn.Config
     chunks: int  # ciphertexts of the query
 
     def __post_init__(self) -> None:
         check_holders(self.holders, self.aggregator)
-        if self.querier not in self.holders or self.chunks < 1:
-            raise ParameterError("a query comes from one of the sites that hold the key, and has at least one sample")
+        if self.querier == self.aggregator or self.chunks < 1:
+            raise ParameterError("a query comes from a site, not from the aggregator, and has at least one sample")
+
+    @property
+    def outside(self) -> bool:
+        return self.querier not in self.holders
 
     @property
     def layout(self) -> Layout:
@@ -127,29 +136,46 @@ class Masks:  # S → i
     c1: bytes
 
 
+@message("L5")
+class Result:  # the first site → q
+    c0: bytes
+
+
+@message("L5")
+class Seen:  # i → q
+    digest: bytes
+
+
 def ideal(params: Params, inputs: Mapping[Party, tuple[cellcnn.Weights, F64]]) -> dict[Party, F64 | None]:
     """Logits, to the querier alone."""
     w, X = inputs[params.querier]
-    return dict.fromkeys((params.aggregator, *params.holders)) | {params.querier: X @ w.M}
+    return dict.fromkeys((params.aggregator, *params.holders, params.querier)) | {params.querier: X @ w.M}
 
 
 def roles(params: Params) -> dict[Party, object]:
-    return {params.aggregator: aggregator} | dict.fromkeys(params.holders, holder) | {params.querier: querier}
+    return (
+        {params.aggregator: aggregator}
+        | dict.fromkeys(params.holders, holder)
+        | {params.querier: outsider if params.outside else querier}
+    )
 
 
 def cost(params: Params) -> dict[Party, tuple[int, int]]:
     c, n = ckks.context(params.ckks), len(params.holders)
     k, G, one = params.chunks, len(params.layout.groups), params.layout.ladder.one
-    size, entries = 2 * c.packed(one), int(np.prod(params.entries))
+    size, entries, told = 2 * c.packed(one), int(np.prod(params.entries)), n + params.outside
     parts: list[dict[Party, tuple[int, int]]] = [
         dict.fromkeys(params.holders, (0, 0))
-        | {params.aggregator: (k * n, k * n * size), params.querier: (n, 9 * n * entries)}
+        | {params.aggregator: (k * n, k * n * size), params.querier: (told, 9 * told * entries)}
     ]
     parts += [
         {p: (1 + (k if p != params.aggregator else 0), 32 + (k * size if p != params.aggregator else 0))}
         for p in params.maskers
     ]
     parts += [collective_audit.cost(params.audit, one)]
+    if params.outside:
+        first, *rest = params.holders
+        parts += [{first: (k * G, k * G * c.packed(params.ckks.base))} | dict.fromkeys(rest, (k * G, 32 * k * G))]
     parts += [key_switch.cost(switch(params))] * (k * G)
     return added(*parts)
 
@@ -267,7 +293,8 @@ async def inputs(ch: Channel, params: Params, query: Query, mine: list[U64], ent
         book.sent(*(mine[part] if mine else np.zeros_like(sums[-1])))
         book.total(*sums[-1])
     if S not in params.maskers:  # else its own part is in the sum, and nobody else knows it
-        await collective_audit.holder(ch.sub("audit"), params.audit, book, entropy=entropy)
+        apart = params.outside  # then the querier has no part in it, and what follows is bound by its question alone
+        await collective_audit.holder(ch.sub("audit", apart=apart), params.audit, book, entropy=entropy)
     batches = []
     for raw, d in zip(sums, query.d, strict=True):
         r = c.cipher(raw, sample_scale(params))
@@ -281,27 +308,65 @@ async def inputs(ch: Channel, params: Params, query: Query, mine: list[U64], ent
 async def querier(ch: Channel, params: Params, trained: Trained, X: F64, *, entropy: Entropy) -> F64:
     """The part of the site that asks. X (samples, m) → logits (samples, o)."""
     check_samples(params, X)
-    c, L, share = ckks.context(params.ckks), params.layout, trained.keys.share
-    trained.keys.spend(params.chunks * len(L.groups))
+    c, share = ckks.context(params.ckks), trained.keys.share
+    trained.keys.spend(params.chunks * len(params.layout.groups))
+    query, answer = await ask(ch, params, X), Logits(params)
+    for part, x in enumerate(await inputs(ch, params, query, [], entropy)):
+        for g, U in enumerate(evaluate(params, trained.model, x, trained.keys)):
+            (c0, c1), _ = c.raw(U)
+            sub = ch.sub(f"{part}/{g}")
+            answer.put(part, g, await key_switch.querier(sub, switch(params), share, c1, c0, entropy=entropy))
+    return answer.of(len(X))
+
+
+async def outsider(ch: Channel, params: Params, X: F64, *, entropy: Entropy) -> F64:
+    """The part of a party that asks and trained nothing. X (samples, m) → logits (samples, o)."""
+    check_samples(params, X)
+    c, answer, (first, *rest) = ckks.context(params.ckks), Logits(params), params.holders
+    await ask(ch, params, X)
+    for part in range(params.chunks):
+        for g in range(len(params.layout.groups)):
+            got = await ch.recv(first, Result)  # L5
+            for i, seen in (await ch.gather(rest, Seen)).items():  # L5
+                if seen.digest != hashlib.sha256(got.c0).digest():
+                    raise ProtocolAbort(NAME, "L5", "differs", f"'{first}' and '{i}' have different answers")
+            c0 = read(c, got.c0, params.ckks.base, NAME, "L5", first)
+            sub = ch.sub(f"{part}/{g}")
+            answer.put(part, g, await key_switch.outsider(sub, switch(params), c0, entropy=entropy))
+    return answer.of(len(X))
+
+
+async def ask(ch: Channel, params: Params, X: F64) -> Query:
+    """L1, L2 at the querier."""
     got = await ch.gather(params.maskers, Seed)  # L1
     for p, m in got.items():
         if len(m.seed) != 32:
             raise ProtocolAbort(NAME, "L1", "malformed", f"'{p}' sent no seed of 32 bytes")
     query = masked(params, X, {p: m.seed for p, m in got.items()})
     await ch.broadcast([p for p in (params.aggregator, *params.holders) if p != ch.me], query)  # L2
-    logits = np.zeros((params.chunks * L.I, params.config.classes))
-    for part, x in enumerate(await inputs(ch, params, query, [], entropy)):
-        for g, U in enumerate(evaluate(params, trained.model, x, trained.keys)):
-            (c0, c1), _ = c.raw(U)
-            slots = await key_switch.querier(ch.sub(f"{part}/{g}"), switch(params), share, c1, c0, entropy=entropy)
-            table = slots.reshape(L.J, L.R)[:, : L.O * L.I].mean(axis=0).reshape(L.O, L.I)
-            for at, label in enumerate(L.groups[g]):
-                logits[part * L.I : (part + 1) * L.I, label] = table[at]
-    if not np.abs(logits[: len(X)]).max() <= LARGEST_LOGIT:
-        raise ProtocolAbort(
-            NAME, "L4", "diverged", f"logits beyond ±{LARGEST_LOGIT:g}: a model that diverged, or a spoilt answer"
-        )
-    return logits[: len(X)]
+    return query
+
+
+class Logits:
+    """The answer, as its parts come in."""
+
+    def __init__(self, params: Params) -> None:
+        self._layout = params.layout
+        self._found = np.zeros((params.chunks * params.layout.I, params.config.classes))
+
+    def put(self, part: int, g: int, slots: F64) -> None:
+        L = self._layout
+        table = slots.reshape(L.J, L.R)[:, : L.O * L.I].mean(axis=0).reshape(L.O, L.I)
+        for at, label in enumerate(L.groups[g]):
+            self._found[part * L.I : (part + 1) * L.I, label] = table[at]
+
+    def of(self, samples: int) -> F64:
+        found = self._found[:samples]
+        if not np.abs(found).max() <= LARGEST_LOGIT:
+            raise ProtocolAbort(
+                NAME, "L4", "diverged", f"logits beyond ±{LARGEST_LOGIT:g}: a model that diverged, or a spoilt answer"
+            )
+        return found
 
 
 async def holder(ch: Channel, params: Params, trained: Trained, *, entropy: Entropy) -> None:
@@ -311,7 +376,12 @@ async def holder(ch: Channel, params: Params, trained: Trained, *, entropy: Entr
     query, mine = await mask(ch, params, trained, entropy)
     for part, x in enumerate(await inputs(ch, params, query, mine, entropy)):
         for g, U in enumerate(evaluate(params, trained.model, x, trained.keys)):
-            await key_switch.holder(ch.sub(f"{part}/{g}"), switch(params), share, c.raw(U)[0][1], entropy=entropy)
+            (c0, c1), _ = c.raw(U)
+            if params.outside:
+                packed = c.pack(c0)
+                first = ch.me == params.holders[0]
+                await ch.send(params.querier, Result(packed) if first else Seen(hashlib.sha256(packed).digest()))  # L5
+            await key_switch.holder(ch.sub(f"{part}/{g}"), switch(params), share, c1, entropy=entropy)
 
 
 async def aggregator(ch: Channel, params: Params, trained: Trained, *, entropy: Entropy) -> None:

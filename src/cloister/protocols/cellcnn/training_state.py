@@ -79,6 +79,26 @@ class State:
         return [aggregated_product(c, x, x, relin) for x in (*self.W, *self.V)]
 
 
+class Losses:
+    """Validation errors so far, the same at all parties, and whether they end the training."""
+
+    def __init__(self, params: Params, store: KeyStore | None, step: int) -> None:
+        self._params, self._store = params, store
+        self.found = store.losses(params.tag, step) if store is not None and params.patience else {}
+
+    def put(self, step: int, loss: float) -> None:
+        self.found[step] = loss
+        if self._store is not None and self._params.patience:
+            self._store.put_losses(self._params.tag, self.found)
+
+    def due(self, step: int, *, resumed: bool) -> bool:
+        """After a step; where a run goes on from a step, not all may have seen its error: it is opened again."""
+        return self._params.validates(step) and (not resumed or (step > 0 and self._params.patience > 0))
+
+    def go_on(self, step: int) -> bool:
+        return step < self._params.config.steps and not cellcnn.stops(self.found, self._params.patience)
+
+
 def gradient_ciphers(
     c: ckks.Context, L: Layout, model: Sequence[ckks.Cipher], X: F64, Y: F64, keys: Keys, entropy: Entropy
 ) -> list[U64]:

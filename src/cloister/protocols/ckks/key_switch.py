@@ -5,7 +5,8 @@
     L3  i → q   h_i = c1·s_i + u_i·b + ε_i + ζ_i,   g_i = u_i·a + e_i      u_i ternary, ε_i floods
         q       c0 + Σ h_i, Σ g_i       which it decrypts with its own secret
 
-Holders bring c1 themselves, the querier c0: both have made the ciphertext from the query (`oblivious_prediction`).
+Holders bring c1 themselves, the querier c0: both have made the ciphertext from the query (`oblivious_prediction`). A
+querier that holds no share of the key, an outsider, adds none of its own.
 
 Reveals
 -------
@@ -49,15 +50,15 @@ NAME = "key_switch"
 @dataclass(frozen=True, slots=True)
 class Params:  # public
     holders: tuple[Party, ...]
-    querier: Party  # one of the holders
+    querier: Party  # one of the holders, or an outsider
     ckks: ckks.Parameters
     primes: int
     scale: float
     noise: float  # standard deviation per coefficient
 
     def __post_init__(self) -> None:
-        if len(set(self.holders)) != len(self.holders) or len(self.holders) < 2 or self.querier not in self.holders:
-            raise ParameterError("a key switch needs two holders or more, all different, the querier among them")
+        if len(set(self.holders)) != len(self.holders) or len(self.holders) < 2:
+            raise ParameterError("a key switch needs two holders or more, all different")
         check_flood(self.ckks, self.primes, self.scale, self.flood_bits)
 
     @property
@@ -86,16 +87,16 @@ def ideal(params: Params, inputs: Mapping[Party, tuple[F64, ...]]) -> dict[Party
 
 
 def roles(params: Params) -> dict[Party, object]:
-    return {params.querier: querier} | dict.fromkeys(params.others, holder)
+    asks = querier if params.querier in params.holders else outsider
+    return {params.querier: asks} | dict.fromkeys(params.others, holder)
 
 
 def cost(params: Params) -> dict[Party, tuple[int, int]]:
-    one, n = ckks.context(params.ckks).packed(params.primes), len(params.holders)
-    sent = {}
+    one, n, asked = ckks.context(params.ckks).packed(params.primes), len(params.holders), len(params.others)
+    sent = {params.querier: (asked, asked * (one + 32))} | dict.fromkeys(params.others, (1, 2 * one))
     for at, i in enumerate(params.holders):
         later = n - 1 - at
-        mine = ((n - 1), (n - 1) * (one + 32)) if i == params.querier else (1, 2 * one)
-        sent[i] = (mine[0] + later, mine[1] + 32 * later)
+        sent[i] = (sent[i][0] + later, sent[i][1] + 32 * later)
     return sent
 
 
@@ -114,14 +115,33 @@ async def querier(
     ch: Channel, params: Params, secret: ckks.Secret, c1: Residues, c0: Residues, *, entropy: Entropy
 ) -> F64:
     """The part of q, which holds a share of the collective key itself."""
-    c, k, seed = ckks.context(params.ckks), params.primes, entropy.bytes(32)
+    seed = entropy.bytes(32)
     zero = ZeroShares(params.ckks, ch.me, await pair_keys(ch, params.holders, entropy))  # L1
+    own, key = await tell_key(ch, params, seed, entropy)
+    m, total = switched(params, secret, c1, key, zero, entropy)
+    ckks.context(params.ckks).ring.add(m, c0)
+    return await opened(ch, params, own, m, total)
+
+
+async def outsider(ch: Channel, params: Params, c0: Residues, *, entropy: Entropy) -> F64:
+    """The part of a q that holds no share."""
+    own, _ = await tell_key(ch, params, entropy.bytes(32), entropy)
+    return await opened(ch, params, own, c0.copy(), ckks.context(params.ckks).ring.zeros(params.primes))
+
+
+async def tell_key(ch: Channel, params: Params, seed: bytes, entropy: Entropy) -> tuple[ckks.Secret, ckks.PublicKey]:
+    """L2 at q."""
+    c, k = ckks.context(params.ckks), params.primes
     own = ckks.Secret.draw(params.ckks, entropy)
     a = ckks.common(params.ckks, seed, "querier", k)
     b = c.ring.add_product(c.ring.error(entropy.prg(), k), a, own.ntt, sign=-1)
     await ch.scatter(params.others, OwnKey(c.pack(b), seed))  # L2
-    m, total = switched(params, secret, c1, ckks.PublicKey(b, a), zero, entropy)
-    c.ring.add(m, c0)
+    return own, ckks.PublicKey(b, a)
+
+
+async def opened(ch: Channel, params: Params, own: ckks.Secret, m: Residues, total: Residues) -> F64:
+    """L3 at q: all shares are added, and what is left is under its own key."""
+    c, k = ckks.context(params.ckks), params.primes
     for i, got in (await ch.gather(params.others, Share)).items():  # L3
         c.ring.add(m, read(c, got.h, k, NAME, "L3", i))
         c.ring.add(total, read(c, got.g, k, NAME, "L3", i))

@@ -21,6 +21,7 @@ from cloister.models import cellcnn
 from cloister.net.seat import party_rng
 from cloister.protocols.sums import pooled_scaling
 from cloister.protocols.sums.columns import match_columns
+from cloister.workflows.baselines import max_pooling as as_published
 from cloister.workflows.baselines.mapping import linear_label
 from cloister.workflows.cellcnn.judged import KINDS, Held, held_out, scores, table_of, tables_of
 from cloister.workflows.cellcnn.presets import settled
@@ -163,8 +164,6 @@ def _network(own: Cells, every: Cells, setting: Setting) -> dict[str, I64]:
 
 
 def _max_pooling(every: Cells, setting: Setting) -> dict[str, I64]:
-    from cloister.workflows.baselines import max_pooling
-
     train, test = _scaled(every, every)
     here, there, o = ~every.out, every.out, len(setting.classes)
 
@@ -173,8 +172,8 @@ def _max_pooling(every: Cells, setting: Setting) -> dict[str, I64]:
         return np.stack([x[rows] for _, rows in pairs]), np.array([k for k, _ in pairs])
 
     X, y = whole(train, every.donor[here], every.y[here], "inputs")
-    config = max_pooling.Config(filters=setting.config.filters, classes=o, seed=setting.seed)
-    predict = max_pooling.train(X, y, replace(config, batch=min(config.batch, max(1, len(X) // 10))))
+    config = as_published.Config(filters=setting.config.filters, classes=o, seed=setting.seed)
+    predict = as_published.train(X, y, replace(config, batch=min(config.batch, max(1, len(X) // 10))))
     X, y = whole(test, every.donor[there], every.y[there], "held out")
     tables = {"inputs": table_of(y, predict(X), o)}
     X, y = whole(test, every.donor[there], every.y[there], "votes", per="donor", n_inputs=VOTES)
