@@ -32,6 +32,8 @@ def test_it_fits_and_loads_nothing_from_elsewhere(chromium, page, width, dark):
         assert "evil" not in chromium.eval("document.title").partition("<")[0]
         assert chromium.eval("document.title").startswith(("basel: three <script>", "Run of 2026"))
         assert chromium.eval("document.documentElement.scrollWidth <= innerWidth")
+        hidden = "[...document.querySelectorAll('.scroll')].filter(s => s.scrollWidth > s.clientWidth).length"
+        assert chromium.eval(hidden) == 0  # no column of a table is out of sight
         assert chromium.eval("getComputedStyle(document.body).backgroundColor") == (
             "rgb(20, 24, 27)" if dark else "rgb(247, 247, 244)"
         )

@@ -30,7 +30,7 @@ BADGES: dict[Stage, tuple[str, str]] = {
 DONE = {
     "approved": "The study is approved.",
     "refused": "The study is refused, and the refusal is kept.",
-    "halted": "Halted: every run here was stopped, and the approval is withdrawn.",
+    "halted": "Halted: every run here was stopped.",
 }
 
 
@@ -128,7 +128,7 @@ def _one(run: str, standing: Standing | None) -> Html:
 
 
 def _halt(state: State, form: str, who: str) -> Html:
-    takes = "" if state.kit.role == "coordinator" else ", and withdraws the approval"
+    takes = ", and withdraws the approval" if state.stage == "approved" else ""
     button = tag("button", "Halt", type="submit", class_="halt")
     what = f" stops every run here at once{takes}."
     return tag("form", _hidden(state, form, by=who), button, what, method="post", action="/halt")
@@ -149,7 +149,7 @@ def _study(state: State, form: str, who: str) -> list[object]:
         parts.append(tag("p", f"{'Refused' if entry.refused else 'Withdrawn'} on {entry.withdrawn}."))
     elif entry is not None:
         data = f", on {entry.data.words}" if entry.data is not None else ""
-        parts.append(tag("p", f"Approved by {entry.by} on {entry.when}{data}."))
+        parts.append(tag("p", f"Approved by {entry.by} on {entry.when}{data}"))
     parts += [_part(part) for part in study.parts]
     parts.append(tag("details", tag("summary", "The study in full"), _agreed(study), open=state.stage == "waits"))
     if state.stage in ("waits", "refused", "withdrawn"):
@@ -212,10 +212,10 @@ def _left(state: State) -> Html:
     if not state.left:
         return tag("p", "Nothing is known about it.")
     rows = [
-        [row.what, "no limit" if row.most is None else f"{row.most:g}", f"{row.spent:g}", _rest(row.left)]
+        [row.what, _rest(row.left), f"{row.spent:g}", "no limit" if row.most is None else f"{row.most:g}"]
         for row in state.left
     ]
-    return table("What may still be asked here", ["what", "allowed", "spent", "left"], rows, hide=True)
+    return table("What may still be asked here", ["what", "left", "spent", "allowed"], rows, hide=True)
 
 
 def _rest(left: float | None) -> Html | str:
