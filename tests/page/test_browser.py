@@ -5,6 +5,7 @@ import pytest
 from browser import problems, requests
 from cloister.errors import RefusedError
 from cloister.net.events import Event
+from cloister.page import server
 from cloister.runtime.logs import Teller
 from cloister.study import Party
 
@@ -56,6 +57,12 @@ def test_it_shows_a_run_as_it_goes_on_and_that_it_has_ended(chromium, page):
         tell.end()
     wait(chromium, "document.getElementById('now').textContent.includes('Nothing is running')")
     wait(chromium, "!document.getElementById('stale').checkVisibility()")
+
+
+def test_it_says_that_the_service_has_ended(chromium, page):
+    with server.serve(page.service, 0) as other:
+        chromium.open(f"http://Ann:{other.token}@127.0.0.1:{other.server_address[1]}/")
+    wait(chromium, "document.getElementById('now').textContent.includes('does not answer')")
 
 
 @pytest.mark.parametrize("script", [True, False])
