@@ -8,18 +8,20 @@ import stat
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 
 from cloister.errors import RefusedError, UsageError
 from cloister.net.events import Event
-from cloister.page import server
+from cloister.page import server, view
 from cloister.page.server import TOKEN
+from cloister.page.state import State
 from cloister.run.progress import Standing
 from cloister.runtime import sandbox
 from cloister.runtime.logs import Teller
 from cloister.runtime.sign_off import halting
-from cloister.study import Party
+from cloister.study import Party, Step, Study
 
 RUN = "20260131T120000Z-3f2a9c1e"
 CHANGES = ("/approve", "/refuse", "/halt")
@@ -368,6 +370,17 @@ def test_what_waits_is_shown_with_who_learns_what(page):
     assert 'value="Dr. A. Muster"' in text
 
 
+def test_of_a_study_of_several_steps_each_is_shown():
+    steps = (Step("bin-values"), Step("find-outliers", name="odd-cells", options={"n_trees": 50}))
+    parties = {"hub": "coordinator", "basel": "site", "lugano": "site"}
+    kit = SimpleNamespace(study=Study("two", "", parties, steps=steps), me="basel", role="site")
+    text = view.home(State(kit, {}, [], None, [], []), "secret", "Ann")
+    assert text.count("<h4>In short</h4>") == 2
+    assert "Options of odd-cells" in text
+    assert "n_trees = 50" in text
+    assert text.index("bin-values, mode hardened") < text.index("find-outliers, mode hardened")
+
+
 def test_what_runs_now_is_told_as_it_goes_on(page):
     assert page.get("/now")[2] == "<p>Nothing is running.</p>"
     run = bytes.fromhex("3f2a9c1e" + "0" * 24)
@@ -388,10 +401,8 @@ def test_what_runs_now_is_told_as_it_goes_on(page):
     assert page.get("/now")[1]["X-State"] == before
 
 
-def test_time_left_and_how_far_are_the_runs_own(page):
-    from cloister.page.view import now
-
-    text = now({"ab" * 16: Standing("pooled_pca L5 Round", 30, 100, "step", 12, 2_000_000, 90.0)})
+def test_time_left_and_how_far_are_the_runs_own():
+    text = view.now({"ab" * 16: Standing("pooled_pca L5 Round", 30, 100, "step", 12, 2_000_000, 90.0)})
     assert "about 90 s left" in text
     assert "step 30 of 100" in text
     assert '<progress max="100" value="30" aria-label="How far run abababab is">' in text
