@@ -14,7 +14,7 @@ from cloister.net.seat import SIGNED
 from cloister.page.state import SHOWN, Past, Stage, State
 from cloister.report.learned import in_short
 from cloister.report.page import shown_options
-from cloister.report.parts import Html, count, facts, join, names, seconds, size, table, tag
+from cloister.report.parts import Html, facts, join, names, seconds, size, table, tag
 from cloister.report.signed import signed_rows
 from cloister.run.progress import Standing
 from cloister.study import Study
@@ -229,8 +229,8 @@ def _past(state: State) -> Html:
     for run in state.past[:SHOWN]:
         link = tag("a", run.when, href=f"/runs/{run.name}")
         sent = size(run.ended.cost.get("bytes", 0)) if run.ended.cost else "–"
-        rows.append([link, _status(run), sent, count(len(run.receipts), "receipt")])
-    shown = table("Runs that ended here, the latest first", ["began", "ended", "sent", "record"], rows, hide=True)
+        rows.append([link, _status(run), sent, len(run.receipts)])
+    shown = table("Runs that ended here, the latest first", ["began", "ended", "sent", "receipts"], rows, hide=True)
     more = len(state.past) - SHOWN
     return join(
         (shown, tag("p", f"{more} older ones are in the results folder.", class_="quiet") if more > 0 else None)
