@@ -7,7 +7,7 @@ export OPENBLAS_NUM_THREADS ?= 1
 export MKL_NUM_THREADS ?= 1
 export NUMBA_NUM_THREADS ?= 1
 
-.PHONY: help demo test test-all mutants oracle docs notebooks figures bench tables wheel sbom lint format clean
+.PHONY: help demo test test-all mutants oracle docs axe notebooks figures bench tables wheel sbom lint format clean
 
 help:                   ## this list
 	@grep -hE "^[a-z-]+:.*##" $(MAKEFILE_LIST) | sed -E "s/:[^#]*##/\t/" | expand -t 12
@@ -35,6 +35,11 @@ oracle: $(STAMP)        ## compare with SPU, OpenFHE and limma, in environments 
 
 docs: $(STAMP)          ## the documentation as web pages, in build/site; broken links fail
 	$(BIN)/python scripts/docs.py
+
+axe: $(STAMP)           ## faults of accessibility in pages, found by axe-core in a Chromium; skipped without npm
+	@if command -v npm > /dev/null; then npm install --silent --no-save --prefix build/axe axe-core@4.14.0 && \
+	AXE=build/axe/node_modules/axe-core/axe.min.js $(BIN)/python -m pytest -n 0 tests/page/test_axe.py; \
+	else echo "npm is missing, so this is skipped"; fi
 
 notebooks: $(STAMP)     ## run the notebooks and keep their outputs
 	$(BIN)/python scripts/notebooks.py

@@ -343,6 +343,8 @@ def test_what_is_signed_is_shown_before_anything_runs(run, tmp_path):
     code, _, err = run("site", tmp_path, "--by", "Ann")
     assert code == 2
     assert "--by and --data are for --approve" in err
+    for wrong in (["--approve", "--refuse"], ["--page", "--approve"], ["--page", "--refuse"], ["--port", "8000"]):
+        assert run("site", tmp_path, *wrong)[0] == 2
     code, _, err = run("halt", tmp_path)
     assert code == 1
     assert "is no start-up kit" in err

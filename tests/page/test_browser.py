@@ -5,6 +5,7 @@ import pytest
 from browser import problems, requests
 from cloister.errors import RefusedError
 from cloister.net.events import Event
+from cloister.page import server
 from cloister.runtime.logs import Teller
 from cloister.study import Party
 
@@ -32,6 +33,8 @@ def test_it_fits_and_loads_nothing_from_elsewhere(chromium, page, width, dark):
         assert "evil" not in chromium.eval("document.title").partition("<")[0]
         assert chromium.eval("document.title").startswith(("basel: three <script>", "Run of 2026"))
         assert chromium.eval("document.documentElement.scrollWidth <= innerWidth")
+        hidden = "[...document.querySelectorAll('.scroll')].filter(s => s.scrollWidth > s.clientWidth).length"
+        assert chromium.eval(hidden) == 0  # no column of a table is out of sight
         assert chromium.eval("getComputedStyle(document.body).backgroundColor") == (
             "rgb(20, 24, 27)" if dark else "rgb(247, 247, 244)"
         )
@@ -54,6 +57,12 @@ def test_it_shows_a_run_as_it_goes_on_and_that_it_has_ended(chromium, page):
         tell.end()
     wait(chromium, "document.getElementById('now').textContent.includes('Nothing is running')")
     wait(chromium, "!document.getElementById('stale').checkVisibility()")
+
+
+def test_it_says_that_the_service_has_ended(chromium, page):
+    with server.serve(page.service, 0) as other:
+        chromium.open(f"http://Ann:{other.token}@127.0.0.1:{other.server_address[1]}/")
+    wait(chromium, "document.getElementById('now').textContent.includes('does not answer')")
 
 
 @pytest.mark.parametrize("script", [True, False])

@@ -5,18 +5,23 @@ import os
 import re
 import socket
 import stat
+import subprocess
+import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 
 from cloister.errors import RefusedError, UsageError
 from cloister.net.events import Event
-from cloister.page import server
+from cloister.page import server, view
 from cloister.page.server import TOKEN
+from cloister.page.state import State
 from cloister.run.progress import Standing
+from cloister.runtime import sandbox
 from cloister.runtime.logs import Teller
 from cloister.runtime.sign_off import halting
-from cloister.study import Party
+from cloister.study import Party, Step, Study
 
 RUN = "20260131T120000Z-3f2a9c1e"
 CHANGES = ("/approve", "/refuse", "/halt")
@@ -243,6 +248,35 @@ def test_approve_and_halt_by_click_are_what_they_are_by_command(page):
     assert "approval withdrawn" in page.get()[2]
 
 
+@pytest.mark.slow
+def test_the_command_serves_it_until_it_is_stopped(page):
+    """With the service's own process: halt goes through it, and the token is not in what it prints."""
+    if reason := sandbox.why_not():
+        pytest.skip(reason)
+    command = [sys.executable, "-m", "cloister.cli.main", "site", str(page.kit.path), "--page", "--port", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as party:
+        try:
+            said = []
+            while not (found := re.search(r"page: http://127\.0\.0\.1:(\d+)/; ", "".join(said))):
+                said.append(party.stderr.readline())
+                assert said[-1], said
+            token = (page.kit.path / TOKEN).read_text().strip()
+            page.port = int(found[1])
+            login = page.login(token)
+            status, _, text = page.get(**login)
+            assert status == 200
+            form = re.search(r'name="form" value="([0-9a-f]{64})"', text)[1]
+            assert page.post("/halt", {"form": form}, **login)[0] == 303
+            assert page.get("/now", **page.login())[0] == 401  # the token of another page
+        finally:
+            party.terminate()
+            said.append(party.stderr.read())
+    assert token not in "".join(said)
+    assert form not in "".join(said)
+    assert "halted: every run here is stopped" in "".join(said)
+    assert not (page.kit.path / TOKEN).exists()
+
+
 def test_a_refusal_by_click_is_kept(page):
     assert page.post("/refuse", {"read": None})[0] == 303
     with pytest.raises(RefusedError, match=r"'basel' refused .* by Dr\. A\. Muster"):
@@ -336,6 +370,17 @@ def test_what_waits_is_shown_with_who_learns_what(page):
     assert 'value="Dr. A. Muster"' in text
 
 
+def test_of_a_study_of_several_steps_each_is_shown():
+    steps = (Step("bin-values"), Step("find-outliers", name="odd-cells", options={"n_trees": 50}))
+    parties = {"hub": "coordinator", "basel": "site", "lugano": "site"}
+    kit = SimpleNamespace(study=Study("two", "", parties, steps=steps), me="basel", role="site")
+    text = view.home(State(kit, {}, [], None, [], []), "secret", "Ann")
+    assert text.count("<h4>In short</h4>") == 2
+    assert "Options of odd-cells" in text
+    assert "n_trees = 50" in text
+    assert text.index("bin-values, mode hardened") < text.index("find-outliers, mode hardened")
+
+
 def test_what_runs_now_is_told_as_it_goes_on(page):
     assert page.get("/now")[2] == "<p>Nothing is running.</p>"
     run = bytes.fromhex("3f2a9c1e" + "0" * 24)
@@ -356,10 +401,8 @@ def test_what_runs_now_is_told_as_it_goes_on(page):
     assert page.get("/now")[1]["X-State"] == before
 
 
-def test_time_left_and_how_far_are_the_runs_own(page):
-    from cloister.page.view import now
-
-    text = now({"ab" * 16: Standing("pooled_pca L5 Round", 30, 100, "step", 12, 2_000_000, 90.0)})
+def test_time_left_and_how_far_are_the_runs_own():
+    text = view.now({"ab" * 16: Standing("pooled_pca L5 Round", 30, 100, "step", 12, 2_000_000, 90.0)})
     assert "about 90 s left" in text
     assert "step 30 of 100" in text
     assert '<progress max="100" value="30" aria-label="How far run abababab is">' in text
@@ -393,10 +436,10 @@ def test_what_is_left_is_counted_as_the_kit_counts(page):
     text = page.get()[2]
     rows = re.findall(r'<th scope="row">([^<]*)</th>((?:<td[^>]*>[^<]*</td>)+)', text)
     cells = {what: re.findall(r"<td[^>]*>([^<]*)<", rest) for what, rest in rows}
-    assert cells["runs of this study"] == ["20", "1", "19"]
-    assert cells["runs on these cells, all studies"] == ["100", "1", "99"]
-    assert cells["workflows computed on these cells, all studies"] == ["300", "1", "299"]
-    assert cells["ε on these cells, all studies"] == ["no limit", "0", "–"]
+    assert cells["runs of this study"] == ["19", "1", "20"]
+    assert cells["runs on these cells, all studies"] == ["99", "1", "100"]
+    assert cells["workflows computed on these cells, all studies"] == ["299", "1", "300"]
+    assert cells["ε on these cells, all studies"] == ["–", "0", "no limit"]
 
 
 # ---- bad company -----------------------------------------------------------------------------------------------------

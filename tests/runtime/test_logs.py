@@ -26,16 +26,18 @@ def kit(tmp_path):
 
 
 @pytest.fixture
-def lines(monkeypatch):
+def lines():
     """What the runtime logs, and whether a pipe would get it."""
     found = []
     handler = logging.Handler()
     handler.emit = lambda record: found.append((record.getMessage(), hasattr(record, "progress")))
     logger = logging.getLogger("cloister.runtime")
-    monkeypatch.setattr(logger, "level", logging.INFO)
+    before = logger.level
+    logger.setLevel(logging.INFO)  # not the attribute: loggers remember what they let through
     logger.addHandler(handler)
     yield found
     logger.removeHandler(handler)
+    logger.setLevel(before)
 
 
 def test_the_last_event_is_there_for_who_waits_until_the_run_ends(kit):

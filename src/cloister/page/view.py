@@ -14,7 +14,7 @@ from cloister.net.seat import SIGNED
 from cloister.page.state import SHOWN, Past, Stage, State
 from cloister.report.learned import in_short
 from cloister.report.page import shown_options
-from cloister.report.parts import Html, count, facts, join, names, seconds, size, table, tag
+from cloister.report.parts import Html, facts, join, names, seconds, size, table, tag
 from cloister.report.signed import signed_rows
 from cloister.run.progress import Standing
 from cloister.study import Study
@@ -30,7 +30,7 @@ BADGES: dict[Stage, tuple[str, str]] = {
 DONE = {
     "approved": "The study is approved.",
     "refused": "The study is refused, and the refusal is kept.",
-    "halted": "Halted: every run here was stopped, and the approval is withdrawn.",
+    "halted": "Halted: every run here was stopped.",
 }
 
 
@@ -128,7 +128,7 @@ def _one(run: str, standing: Standing | None) -> Html:
 
 
 def _halt(state: State, form: str, who: str) -> Html:
-    takes = "" if state.kit.role == "coordinator" else ", and withdraws the approval"
+    takes = ", and withdraws the approval" if state.stage == "approved" else ""
     button = tag("button", "Halt", type="submit", class_="halt")
     what = f" stops every run here at once{takes}."
     return tag("form", _hidden(state, form, by=who), button, what, method="post", action="/halt")
@@ -149,7 +149,7 @@ def _study(state: State, form: str, who: str) -> list[object]:
         parts.append(tag("p", f"{'Refused' if entry.refused else 'Withdrawn'} on {entry.withdrawn}."))
     elif entry is not None:
         data = f", on {entry.data.words}" if entry.data is not None else ""
-        parts.append(tag("p", f"Approved by {entry.by} on {entry.when}{data}."))
+        parts.append(tag("p", f"Approved by {entry.by} on {entry.when}{data}"))
     parts += [_part(part) for part in study.parts]
     parts.append(tag("details", tag("summary", "The study in full"), _agreed(study), open=state.stage == "waits"))
     if state.stage in ("waits", "refused", "withdrawn"):
@@ -212,10 +212,10 @@ def _left(state: State) -> Html:
     if not state.left:
         return tag("p", "Nothing is known about it.")
     rows = [
-        [row.what, "no limit" if row.most is None else f"{row.most:g}", f"{row.spent:g}", _rest(row.left)]
+        [row.what, _rest(row.left), f"{row.spent:g}", "no limit" if row.most is None else f"{row.most:g}"]
         for row in state.left
     ]
-    return table("What may still be asked here", ["what", "allowed", "spent", "left"], rows, hide=True)
+    return table("What may still be asked here", ["what", "left", "spent", "allowed"], rows, hide=True)
 
 
 def _rest(left: float | None) -> Html | str:
@@ -229,8 +229,8 @@ def _past(state: State) -> Html:
     for run in state.past[:SHOWN]:
         link = tag("a", run.when, href=f"/runs/{run.name}")
         sent = size(run.ended.cost.get("bytes", 0)) if run.ended.cost else "–"
-        rows.append([link, _status(run), sent, count(len(run.receipts), "receipt")])
-    shown = table("Runs that ended here, the latest first", ["began", "ended", "sent", "record"], rows, hide=True)
+        rows.append([link, _status(run), sent, len(run.receipts)])
+    shown = table("Runs that ended here, the latest first", ["began", "ended", "sent", "receipts"], rows, hide=True)
     more = len(state.past) - SHOWN
     return join(
         (shown, tag("p", f"{more} older ones are in the results folder.", class_="quiet") if more > 0 else None)

@@ -9,6 +9,7 @@
         local/budget.json     what was asked of the same cells in all (`sign_off.budget`)
         local/invitations.json   invitations of the last minutes, which are not answered twice
         startup/              certificate and key for TLS
+        page.token            opens the page of a party that was started with --page (0600)
         results/              one folder per run: outcome.json, receipt.json, cells with results
 
 A run takes nothing from outside but the coordinator's signed invitation: study, data path and approval are read from
