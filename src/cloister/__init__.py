@@ -55,6 +55,7 @@ _PUBLIC = {
     "place_in_space": "workflows.shared_pca",
     "mapping_baselines": "workflows.baselines.mapping",
     "group_baselines": "workflows.baselines.groups",
+    "propagation_baselines": "workflows.baselines.propagation",
 } | {name: f"workflows.{name}" for name in _WORKFLOWS}
 
 __all__ = ["__version__", *_PUBLIC]
