@@ -2,6 +2,8 @@
 
     python benchmarks/propagation.py [--quick] [--only gain,left-out,graph,groups,...] [--data FOLDER]
 
+  choice     balanced accuracy of the default settings, of those that `choose` finds, and of `propagation_baselines`
+  why        the same from the paper's settings to ours, one change at a time
   gain       accuracy and balanced accuracy on unlabelled points at 1, 5, 10 and 50 % labelled: all sites together
              (`xclp`, what the protocols compute, plain and with `balance`), each site alone, pooled with exact cosines
              instead of codes, a FedAvg classifier; points split at random and as they came (by study, or unevenly by
@@ -11,6 +13,7 @@
   graph      labelled points only in the graph, or unlabelled ones too, as in table 3
   features   raw, pretrained (PCA, or MobileNetV2 for images), linear and fine-tuned (layers of FedAvg networks)
   cv         bits and neighbours chosen by cross-validation on the labelled points
+  picture    what server and one site rebuild of others' vectors from variants of the graph; its accuracy and bytes
   cost       bytes, seconds and CPU seconds of the engines, real protocols between three parties of this process
   solve      conjugate gradients on the sparse graph against a dense inverse; growth with n; memory
 
@@ -27,6 +30,7 @@ import os
 import platform
 import resource
 import time
+from dataclasses import asdict, replace
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -76,13 +80,32 @@ def clothes(folder, per_site, rng):
     return {"raw": pixels.reshape(len(rows), -1)}, y, uneven(y, 5, rng)
 
 
+def lung(folder, per_site, rng):
+    """Lung of two atlases, 18 coarse types; 50 components."""
+    import anndata as ad
+
+    a = ad.read_h5ad(folder / "scrna" / "lung_ts_vs_hlca.h5ad")
+    a = a[np.sort(rng.permutation(a.n_obs)[: 4 * per_site])]
+    y = a.obs["cell_type_coarse"].astype(str)
+    a = a[(y.groupby(y).transform("size") >= 10).to_numpy()]
+    x = np.log1p(np.asarray(a.X.todense(), float) * (1e4 / a.obs["n_counts_all_genes"].to_numpy()[:, None]))
+    sites = a.obs["study"].astype("category").cat.codes
+    return {"raw": x, "pretrained": components(x, 50)}, a.obs["cell_type_coarse"].astype(str), sites
+
+
 SETS = {"blood": blood, "marrow": marrow, "clothes": clothes}
+MORE = {"lung": lung}  # for `choice` only
 
 
 def components(x, count):
+    from scipy.linalg import eigh
+
     centred = x - x.mean(axis=0)
-    u, s, _ = np.linalg.svd(centred, full_matrices=False)
-    return (u * s)[:, :count]
+    n = len(centred)
+    if n > centred.shape[1]:
+        return centred @ np.linalg.eigh(centred.T @ centred)[1][:, ::-1][:, :count]
+    s, u = eigh(centred @ centred.T, subset_by_index=[max(0, n - count), n - 1])
+    return (u * np.sqrt(np.maximum(s, 0)))[:, ::-1]
 
 
 def uneven(y, sites, rng):
@@ -239,18 +262,19 @@ def score(y, found, where):
     return float(np.mean([(found[where & (y == c)] == c).mean() for c in np.unique(y[where])]))
 
 
-def draw(y, share, rng):
+def draw(y, share, rng, least=1):
     """A random share of the points, and at least one of every class."""
     labelled = rng.random(len(y)) < share
     for c in np.unique(y):
-        if not labelled[y == c].any():
-            labelled[rng.choice(np.flatnonzero(y == c))] = True
+        missing = least - np.count_nonzero(labelled[y == c])
+        if missing > 0:
+            labelled[rng.choice(np.flatnonzero((y == c) & ~labelled), missing, replace=False)] = True
     return labelled
 
 
 def load(args, name, seed):
     rng = np.random.default_rng(seed)
-    features, names, sites = SETS[name](args.data, args.points, rng)
+    features, names, sites = (SETS | MORE)[name](args.data, args.points, rng)
     classes, y = np.unique(np.asarray(names), return_inverse=True)
     return features, y, np.asarray(sites).astype(int), len(classes), rng
 
@@ -302,6 +326,80 @@ def gain(args, names):
         for j, measure in enumerate(("accuracy", "balanced accuracy")):
             gains = np.array(won)[:, i, j]
             print(f"{what}, {measure}: {gains.min():+.3f} to {gains.max():+.3f}, mean {gains.mean():+.3f}")
+
+
+def choice(args, names):
+    """What `choose=True` finds, and what it is measured against."""
+    from cloister.protocols.propagation import chosen_settings
+    from cloister.study import Party
+    from cloister.workflows.baselines.propagation import balanced_accuracy, baselines_of, spread_label
+    from cloister.workflows.propagate_labels import Options
+
+    print(
+        f"\nchoice: balanced accuracy on unlabelled points, mean of {args.repeats} draw(s); at least two labels a class"
+    )
+    pooled = ("pooled propagation as published", "pooled 1-NN", "pooled 5-NN", "pooled logistic regression")
+    columns = ("alone", "default", "chosen", "FedAvg", "published", "1-NN", "5-NN", "logistic", "to best")
+    print(f"{'set':8} {'labelled':>8} " + " ".join(f"{c:>9}" for c in columns))
+    usual = Options(n_neighbors=args.neighbours) if args.neighbours else Options()
+    for name in (*names, *MORE):
+        rows = {s: [] for s in ((0.05,) if args.quick else (0.02, 0.05, 0.1))}
+        for seed in range(args.repeats):
+            features, y, sites, C, rng = load(args, name, seed)
+            x = components(features["raw"], 50) if name == "clothes" else features["pretrained"]
+            keys = graph.nearest(codes(x, usual.bits), usual.n_neighbors)
+            for share in rows:
+                known = draw(y, share, rng, least=2)
+                given = np.where(known, y, -1)
+                found = baselines_of(x, given, sites, C, usual)
+                own = {Party(f"s{s}"): np.flatnonzero(known & (sites == s)) for s in np.unique(sites)}
+                setting = chosen_settings.Setting(usual.n_neighbors, usual.power, usual.alpha, usual.balance)
+                terms = chosen_settings.Params(tuple(own), Party("hub"), usual.bits, setting, C)
+                best = chosen_settings.choose(terms, keys, own, {u: y[at] for u, at in own.items()}).setting
+                found["chosen"] = spread_label(x, given, C, replace(usual, **asdict(best)))
+                rows[share].append({k: balanced_accuracy(y[~known], f[~known]) for k, f in found.items()})
+        for share, draws in rows.items():
+            mean = {k: np.mean([d[k] for d in draws]) for k in draws[0]}
+            cells = [mean[k] for k in ("each site alone", "pooled propagation", "chosen", "FedAvg", *pooled)]
+            gap = mean["chosen"] - max(mean[k] for k in pooled)
+            print(f"{name:8} {share:8.0%} " + " ".join(f"{c:9.3f}" for c in cells) + f" {gap:+9.3f}", flush=True)
+
+
+def why(args, names):
+    """Where the paper's settings lose: balanced accuracy at 5 % labelled, two labels a class or more."""
+    from scipy import sparse
+
+    print(f"\nwhy: balanced accuracy at 5 % labelled, mean of {args.repeats} draw(s)")
+    rows = {}
+    for name in names:
+        for seed in range(args.repeats):
+            features, y, _, C, rng = load(args, name, seed)
+            x = components(features["raw"], 50) if name == "clothes" else features["pretrained"]
+            known = draw(y, 0.05, rng, least=2)
+            Y = graph.one_hot(np.where(known, y, -1), C)
+            keys = graph.nearest(codes(x, 4096), 10)
+            published = graph.adjacency(keys, 4096)
+            itself = 0.5 * (published + sparse.eye_array(len(x), format="csr"))
+            cases = {
+                "published: 10 neighbours, alpha 0.99": (published, 0.99, False),
+                "  an edge to itself as strong as all others": (itself, 0.99, False),
+                "  balance": (published, 0.99, True),
+                "  power 4": (graph.adjacency(keys, 4096, 4.0), 0.99, False),
+                "  3 neighbours": (graph.adjacency(keys[:, :3], 4096), 0.99, False),
+                "  alpha 0.9": (published, 0.9, False),
+                "  alpha 0.9, power 4": (graph.adjacency(keys, 4096, 4.0), 0.9, False),
+                "default: 5 neighbours, alpha 0.9, power 4": (graph.adjacency(keys[:, :5], 4096, 4.0), 0.9, False),
+                "  and balance": (graph.adjacency(keys[:, :5], 4096, 4.0), 0.9, True),
+            }
+            for what, (W, alpha, balance) in cases.items():
+                Z = np.rint(np.clip(graph.solve(W, alpha, Y.astype(float), 1e-6), 0, None) * 2**28).astype(np.int64)
+                found, _ = graph.decide(Z, Y.sum(axis=0) if balance else None)
+                rows.setdefault(what, {}).setdefault(name, []).append(score(y, found, ~known))
+            exact = pooled(x, np.where(known, y, 0), known, C)
+            rows.setdefault("  exact cosines instead of codes", {}).setdefault(name, []).append(score(y, exact, ~known))
+    print(f"{'':46}" + " ".join(f"{n:>8}" for n in names))
+    for what, found in rows.items():
+        print(f"{what:46}" + " ".join(f"{np.mean(found[n]):8.3f}" for n in names), flush=True)
 
 
 def left_out(args, names):
@@ -394,6 +492,81 @@ def cross_validation(args, names):
         bits, k = max(tried, key=tried.get)
         best, usual = (score(y, xclp(x, y, known, C, *o), ~known) for o in ((bits, k), (4096, 10)))
         print(f"{name:8} {bits:6d} {k:3d} {best:7.3f} {usual:8.3f}")
+
+
+def thinned(keys, n, bits, rng):
+    """Variants of a graph of ten neighbours: name → (keys, neighbours that are computed)."""
+    index, far = graph.split_keys(keys, n)
+    none = bits  # so far away that it is no edge
+
+    def made(index, far):
+        return (far.astype(np.int64) << graph.index_bits(n)) + index
+
+    order = np.argsort(far.reshape(-1), kind="stable")
+    seen, kept = np.zeros(n, int), np.zeros(far.size, bool)
+    for e in order:  # near edges first
+        if seen[index.reshape(-1)[e]] < 10:
+            kept[e] = True
+            seen[index.reshape(-1)[e]] += 1
+    mutual = np.array([[i in set(index[j]) for j in row] for i, row in enumerate(index)])
+    step = max(1, int(np.ptp(far)) // 4)
+    stray = rng.random(index.shape) < 0.3
+    return {
+        "10 neighbours": (keys, 10),
+        "5 neighbours": (keys[:, :5], 5),
+        "3 neighbours": (keys[:, :3], 3),
+        "10, no lengths": (made(index, np.full_like(far, int(np.median(far)))), 10),
+        "10, lengths in 4 steps": (made(index, far // step * step + step // 2), 10),
+        "10, at most 10 from others": (made(index, np.where(kept.reshape(far.shape), far, none)), 10),
+        "10, mutual only": (made(index, np.where(mutual, far, none)), 10),
+        "10, 30 % random": (made(np.where(stray, rng.integers(0, n, index.shape), index), far), 10),
+    }
+
+
+def picture(args, names):
+    from cloister.attacks import propagation as attack
+    from cloister.protocols.propagation import private_graph
+    from cloister.study import Party
+    from cloister.workflows.propagate_labels import Options
+
+    usual = Options()
+    print("\npicture: the first site and the server; median cosine of others' rebuilt vectors; 5 % labelled")
+    print(f"{'set':8} {'graph':28} {'cosine':>7} {'balanced':>9} {'MB':>7}")
+    for name in names:
+        features, y, sites, C, rng = load(args, name, 0)
+        x = features["raw" if name == "clothes" else "pretrained"]
+        x = components(x, 50) if name == "clothes" else x
+        order = np.argsort(sites, kind="stable")
+        x, y, sites = x[order], y[order], sites[order]
+        n, known = len(x), np.flatnonzero(sites == 0)
+        rest = np.setdiff1d(np.arange(n), known)
+        labelled = draw(y, 0.05, rng, least=2)
+        Y = graph.one_hot(np.where(labelled, y, -1), C)
+        H = graph.hamming(codes(x, usual.bits), codes(x, usual.bits))
+        keys = graph.smallest(H, 0, 10)
+
+        def row(what, similar, W, k, name=name, x=x, y=y, n=n, known=known, rest=rest, labelled=labelled, Y=Y):
+            rebuilt = attack.rebuild_vectors(similar, known, x[known])
+            Z = graph.solve(W, usual.alpha, Y.astype(float), 1e-6)
+            found, _ = graph.decide(np.rint(np.clip(Z, 0, None) * 2**28).astype(np.int64))
+            three = tuple(Party(f"s{i}") for i in range(3))
+            sizes = (n // 3, n // 3, n - 2 * (n // 3))
+            terms = private_graph.Params(three, sizes, usual.bits, Party("hub"), k, "mpc")
+            sent = sum(b for _, b in private_graph.cost(terms).values()) / 1e6
+            cosine = np.median(attack.hits(rebuilt, x)[rest])
+            print(f"{name:8} {what:28} {cosine:7.3f} {score(y, found, ~labelled):9.3f} {sent:7.1f}", flush=True)
+
+        row(
+            "all distances (published)",
+            attack.cosines(H, usual.bits),
+            graph.adjacency(keys, usual.bits, usual.power),
+            10,
+        )
+        for what, (variant, k) in thinned(keys, n, usual.bits, rng).items():
+            row(what, attack.paths(variant, usual.bits), graph.adjacency(variant, usual.bits, usual.power), k)
+        v = x[known] / np.linalg.norm(x[known], axis=1, keepdims=True)
+        middle = np.tile(v.mean(axis=0) / np.linalg.norm(v.mean(axis=0)), (n, 1))
+        print(f"{name:8} {'hidden: a guess':28} {np.median(attack.hits(middle, x)[rest]):7.3f}", flush=True)
 
 
 def cost(args, names):
@@ -506,6 +679,8 @@ def modes(args, names):
 
 
 TABLES = {
+    "choice": choice,
+    "why": why,
     "solve": solve,
     "gain": gain,
     "left-out": left_out,
@@ -513,6 +688,7 @@ TABLES = {
     "groups": groups_of,
     "features": features_of,
     "cv": cross_validation,
+    "picture": picture,
     "cost": cost,
     "modes": modes,
 }
@@ -528,6 +704,7 @@ def main() -> None:
         "--dense", type=int, default=10_000, help="invert dense matrices up to this size, for comparison"
     )
     parser.add_argument("--largest", type=int, default=5000, help="points per site in the table of costs, at most")
+    parser.add_argument("--neighbours", type=int, help="of the graph in `choice`; the default of the workflow")
     parser.add_argument("--repeats", type=int, help="draws of points and labels; 3, or 1 with --quick")
     args = parser.parse_args()
     args.points = args.points or (120 if args.quick else 600)

@@ -56,6 +56,7 @@ _PUBLIC = {
     "mapping_baselines": "workflows.baselines.mapping",
     "group_baselines": "workflows.baselines.groups",
     "cellcnn_baselines": "workflows.baselines.cellcnn",
+    "propagation_baselines": "workflows.baselines.propagation",
 } | {name: f"workflows.{name}" for name in _WORKFLOWS}
 
 __all__ = ["__version__", *_PUBLIC]

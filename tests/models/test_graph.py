@@ -177,3 +177,32 @@ def test_bad_inputs():
     for bad in (keys[:10], np.where(keys == keys[0, 0], -1, keys), keys[:, [0, 0, 1]], keys + (65 << 5)):
         with pytest.raises(DataError, match="no graph"):
             graph.check_keys(bad, 20, 64)
+
+
+def test_a_label_left_out_is_as_if_it_had_never_been_given():
+    v, _, labels = blobs(n=120)
+    packed = graph.codes(v, graph.hyperplanes(SEED, 256, v.shape[1]))
+    labelled = np.flatnonzero(labels >= 0)
+    W = graph.adjacency(graph.nearest(packed, 5), 256, 4.0)
+    scores = graph.left_out(W, 0.9, labelled, labelled) @ graph.one_hot(labels[labelled], 4)
+    for i, at in enumerate(labelled[:5]):
+        without = labels.copy()
+        without[at] = -1
+        found = graph.propagate(packed, without, n_classes=4, n_neighbors=5, alpha=0.9, power=4.0)
+        np.testing.assert_allclose(scores[i], found.scores[at], atol=1 << 12)  # of 2^28
+        with_it = graph.propagate(packed, labels, n_classes=4, n_neighbors=5, alpha=0.9, power=4.0)
+        assert np.abs(with_it.scores[at] - found.scores[at]).max() > 1 << 20
+
+
+def test_a_power_sharpens_the_similarities():
+    v, *_ = blobs(n=60)
+    packed = graph.codes(v, graph.hyperplanes(SEED, 256, v.shape[1]))
+    keys = graph.nearest(packed, 5)
+    index, distance = graph.split_keys(keys, 60)
+    A = np.zeros((60, 60))
+    A[np.arange(60)[:, None], index] = np.maximum(np.cos(np.pi * distance / 256), 0) ** 4
+    W = A + A.T
+    d = W.sum(axis=1)
+    np.testing.assert_allclose(graph.adjacency(keys, 256, 4.0).toarray(), W / np.sqrt(d[:, None] * d), atol=1e-12)
+    with pytest.raises(ParameterError, match="'power'"):
+        graph.check_sizes(60, 256, 5, 0.9, 0.0)

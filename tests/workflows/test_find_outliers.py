@@ -14,6 +14,7 @@ from cloister.cells.files import read_cells, write_cells
 from cloister.crypto import paillier
 from cloister.errors import DataError, ParameterError
 from cloister.models import isolation_forest as iforest
+from cloister.models.disguise import disguise
 from cloister.protocols.forest import masked_forest
 from cloister.run.rehearsal import Fault, rehearse
 from cloister.workflows import find_outliers
@@ -90,6 +91,10 @@ def test_published_finds_them_too(options, caplog):
     if "give" not in options:
         assert auroc(run) > 0.8
         assert run.data["basel"].uns["cloister"]["outlier_cut"] > 0.4
+        everyone = run.data["basel"].uns["cloister"]["outlier_everyone"]
+        np.testing.assert_array_equal(everyone, np.sort(obs["outlier_score"]))
+        drawn = find_outliers.WORKFLOW.figures(run.outcomes, None)
+        assert "all sites" in drawn[0]["alt"]
 
 
 def test_published_with_kept_back_and_made_up_inliers():
@@ -281,6 +286,9 @@ def test_one_row_at_a_site_and_too_few_everywhere():
         {"layer": "a", "use_rep": "b"},
         {"thin": 1.0},
         {"extension": 0},
+        {"thin_below": 0.0},
+        {"key_bits": 1024},
+        {"bound": 0.5},
     ],
 )
 def test_bad_options_are_named(options):
@@ -299,3 +307,27 @@ def test_figures_show_scores_with_the_cut_and_rows_twice():
             assert figure["png"].startswith(b"\x89PNG")
             assert len(figure["alt"]) > 40
         assert "this site's rows alone" in drawn[-1]["alt"]
+
+
+@pytest.mark.parametrize(("rare", "warned"), [(8, True), (1, False)])
+def test_flags_on_one_label_are_said_aloud(rare, warned):
+    labels = np.array(["NK"] * 20 + ["T"] * 180)
+    flags = np.zeros(200, bool)
+    flags[:rare] = True  # 8 of 20 NK cells, or the one that chance would give
+    flags[100:109] = True
+    adata = AnnData(np.zeros((200, 1)), obs=pd.DataFrame({"kind": labels}, index=[str(i) for i in range(200)]))
+    found = find_outliers.by_label(adata, flags, find_outliers.Options(label_key="kind"))
+    assert found["flagged_per_label"] == {"NK": rare, "T": 9}
+    assert ("warning" in found) == warned
+    if warned:
+        assert "40% of the rows labelled 'NK'" in found["warning"]
+    assert find_outliers.by_label(adata, flags, find_outliers.Options()) == {}
+    with pytest.raises(DataError, match="label_key="):
+        find_outliers.check(adata, find_outliers.Options(label_key="type"))
+
+
+def test_plain_inliers_may_be_fewer_than_half():
+    X, _ = planted()
+    for below, gone in ((0.5, 150), (0.2, 60)):
+        sent, mine = disguise(X, 0.5, 0.0, np.random.default_rng(0), below)
+        assert len(sent) == len(mine) == 600 - gone

@@ -4,9 +4,11 @@ import anndata as ad
 import numpy as np
 import pytest
 
+import cloister as cl
 from cloister.cells import demo as demo_data
 from cloister.errors import DataError, ParameterError, ProtocolAbort
 from cloister.models import graph
+from cloister.protocols.propagation import chosen_settings
 from cloister.run.rehearsal import Fault, plan, rehearse
 from cloister.workflows import check_plan, get, options_of
 from cloister.workflows.propagate_labels import Options, summary, who_computes
@@ -50,7 +52,8 @@ def clear(sites, seed, key="some"):
     y = np.array([classes.index(n) if isinstance(n, str) else -1 for a in sites.values() for n in a.obs[key]])
     owner = np.repeat(np.arange(len(sites)), [a.n_obs for a in sites.values()])
     packed = graph.codes(x.astype(np.float64), graph.hyperplanes(seed, 512, x.shape[1]))
-    return classes, graph.propagate(packed, y, n_classes=len(classes), sites=owner)
+    usual = {name: getattr(Options, name) for name in ("n_neighbors", "alpha", "power", "balance")}
+    return classes, graph.propagate(packed, y, n_classes=len(classes), sites=owner, **usual)
 
 
 def test_equals_the_pooled_propagation(sites, run):
@@ -212,3 +215,28 @@ def test_who_has_all_labels_is_told_that_there_were_none_to_give(sites):
     options = options_of(workflow, {"label_key": "cell_type", "use_rep": "X_pca"})
     assert "already" in summary(adata, options)["warning"]
     assert "warning" not in summary(adata, dataclasses.replace(options, relabel=True))
+
+
+def test_settings_are_chosen_and_said(sites, monkeypatch):
+    monkeypatch.setattr(chosen_settings, "ALPHAS", (0.9,))
+    found = rehearse("propagate-labels", sites, mode="semi-honest", choose=True, alpha=0.999, n_neighbors=5, **SMALL)
+    result = found.results["basel"]
+    assert result["chosen"] == found.results["vienna"]["chosen"]
+    assert result["chosen"]["alpha"] in (0.9, 0.999)
+    assert result["usual_balanced_accuracy"] <= result["balanced_accuracy"] <= 1
+    assert f"balanced accuracy {result['balanced_accuracy']:.3f} on labels left out" in result["choice"]
+
+
+def test_baselines(sites):
+    table = cl.propagation_baselines(sites, label_key="some", truth_key="cell_type", bits=512)
+    assert set(table) == {
+        "each site alone", "pooled propagation", "pooled propagation as published", "FedAvg", "pooled 1-NN",
+        "pooled 5-NN", "pooled logistic regression",
+    }  # fmt: skip
+    assert (table["each site alone"]["labels"]["vienna"] == None).all()  # noqa: E711  it has no labels
+    assert table["pooled propagation"]["accuracy"] > table["each site alone"]["accuracy"]
+    assert all(row["balanced_accuracy"] <= row["accuracy"] for row in table.values())  # rare types are harder
+    with pytest.raises(ParameterError, match="two sites"):
+        cl.propagation_baselines(dict(list(sites.items())[:1]), label_key="some", truth_key="cell_type")
+    with pytest.raises(DataError, match="truth_key="):
+        cl.propagation_baselines(sites, label_key="some", truth_key="type")

@@ -35,7 +35,7 @@ from cloister.protocols.harmony import federated_harmony
 from cloister.protocols.knn import plain_knn
 from cloister.protocols.sums import averaged_quantiles, pooled_quantiles, pooled_scaling, secure_sum, shared_pca
 from cloister.study import Party
-from cloister.workflows import compare_groups, fine_tune
+from cloister.workflows import compare_groups, fine_tune, propagate_labels
 from cloister.workflows.adapt_model import inputs_of
 
 
@@ -280,9 +280,7 @@ def rows_rebuilt(rows: Mapping[str, Any]) -> str:
     return f"{share:.0%} of {alone} lone rows (guessing: {luck:.0%})"
 
 
-def points_and_labels(
-    vectors: Mapping[str, Any], given: Mapping[str, Any], bits: int, neighbours: int = 10
-) -> dict[str, str]:
+def points_and_labels(vectors: Mapping[str, Any], given: Mapping[str, Any], bits: int) -> dict[str, str]:
     """propagate-labels: vectors that server and first site rebuild together, labels that the first site solves for."""
     names = [*vectors]
     V = np.concatenate([vectors[p] for p in names])
@@ -291,7 +289,8 @@ def points_and_labels(
     numbers = np.array([-1 if x is None else classes.index(x) for x in labels])
     codes = graph.codes(V, graph.hyperplanes(bytes(32), bits, V.shape[1]))
     H = graph.hamming(codes, codes)
-    keys = graph.smallest(H, 0, neighbours)
+    usual = propagate_labels.Options(bits=bits)
+    keys = graph.smallest(H, 0, usual.n_neighbors)
     own = len(vectors[names[0]])
     known, rest = np.arange(own), np.arange(own, len(V))
 
@@ -300,8 +299,8 @@ def points_and_labels(
 
     labelled = np.flatnonzero(numbers >= 0)
     mine, others = labelled[labelled < own], labelled[labelled >= own]
-    W = graph.adjacency(keys, bits)
-    S = np.concatenate([block for _, block in graph.influence(W, 0.99, labelled, labelled)], axis=1)
+    W = graph.adjacency(keys, bits, usual.power)
+    S = np.concatenate([block for _, block in graph.influence(W, usual.alpha, labelled, labelled)], axis=1)
     scores = S.astype(np.int64) @ graph.one_hot(numbers[labelled], len(classes))
     at = {int(point): i for i, point in enumerate(labelled)}
     places = np.array([at[int(i)] for i in mine]), np.array([at[int(i)] for i in others])

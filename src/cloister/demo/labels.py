@@ -15,6 +15,7 @@ from cloister.models import graph
 from cloister.protocols.knn import plain_knn
 from cloister.run.rehearsal import rehearse
 from cloister.workflows.baselines.mapping import mapping_baselines
+from cloister.workflows.propagate_labels import Options
 
 
 def map_labels(story: Story, tell: Tell) -> Played:
@@ -64,7 +65,15 @@ def propagate_labels(story: Story, tell: Tell) -> Played:
         classes = sorted({x for x in labels if x is not None})
         numbers = np.array([-1 if x is None else classes.index(x) for x in labels])
         codes = graph.codes(V, graph.hyperplanes(bytes(32), 1024, V.shape[1]))
-        in_clear = graph.propagate(codes, numbers, n_classes=len(classes), exact=False)
+        in_clear = graph.propagate(
+            codes,
+            numbers,
+            n_classes=len(classes),
+            n_neighbors=Options.n_neighbors,
+            alpha=Options.alpha,
+            power=Options.power,
+            exact=False,
+        )
         named = np.array([classes[i] if i >= 0 else "" for i in in_clear.label])
         return dict(zip(names, np.split(named, np.cumsum([len(vectors[p]) for p in names])[:-1]), strict=True))
 

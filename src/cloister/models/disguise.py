@@ -1,6 +1,7 @@
 """Inliers kept back or made up before rows are sent, so that a server sees neither all rows nor only real ones.
 
-Only plain inliers are touched: rows that a forest of this site alone scores in the lower half. Outliers stay.
+Only plain inliers are touched: rows that a forest of this site alone scores low, in the lower half
+unless another part is agreed. Outliers stay.
 
 References
 ----------
@@ -17,12 +18,15 @@ from cloister.models import isolation_forest as iforest
 NEIGHBOURS = 5
 
 
-def disguise(X: F64, thin: float, smote: float, rng: np.random.Generator) -> tuple[F64, I64]:
-    """Rows to send, shuffled, and for each of them which row of X it is; -1 for a made-up one."""
+def disguise(X: F64, thin: float, smote: float, rng: np.random.Generator, below: float = 0.5) -> tuple[F64, I64]:
+    """Rows to send, shuffled, and for each of them which row of X it is; -1 for a made-up one.
+
+    Plain inliers are rows in the lower part `below` of the site's own scores.
+    """
     rows = np.arange(len(X))
     if (thin or smote) and len(X) > 2:
         scores = iforest.fit(X, rng=rng).score(X)
-        inliers = np.flatnonzero(scores <= np.median(scores))
+        inliers = np.flatnonzero(scores <= np.quantile(scores, below))
         gone = rng.permutation(inliers)[: int(thin * len(inliers))]
         rows = np.setdiff1d(rows, gone)
         between = _between(X, inliers, int(smote * len(X)), rng)

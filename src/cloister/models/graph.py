@@ -3,10 +3,14 @@
     codes       B = [V Πᵀ ≥ 0]                     L bits per point, eight to a byte; Π from a seed
     hamming     H_ij                               bits in which two codes differ
     nearest     the k smallest H_ij · 2^b + j      of every row i, j ≠ i; so ties go to the smaller index
-    adjacency   A_ij = cos(πH_ij/L), W = A + Aᵀ, then D^{-1/2} W D^{-1/2}; sparse
+    adjacency   A_ij = cos(πH_ij/L)^p, W = A + Aᵀ, then D^{-1/2} W D^{-1/2}; sparse; p = 1 in the paper
     solve       X = (I - αW)^{-1} R                conjugate gradients on all columns of R at once
     influence   S_L = (I - αW)^{-1}[:, labelled]   rows divided by their sum, as integers of `FRACTION` bits
+    left_out    S_LL without its diagonal          what each labelled point is told by all others
     decide      label = argmax Z, confidence = 1 - entropy(Z / ΣZ) / log C
+
+A point is no neighbour of its own: the largest similarity of a row is always its own, 1, and would take the place of a
+neighbour and only slow the labels down. Dropped, W has a zero diagonal, as in [ZBL+04].
 
 An edge whose similarity is zero or less is no edge (the printed algorithm would take square roots of negative degrees).
 A point that no label reaches has Z = 0: its label is missing (-1) and its confidence 0. Rows of S_L are scaled to
@@ -40,7 +44,9 @@ from cloister.errors import DataError, ParameterError
 FRACTION = 28  # bits of the fixed point of S_L
 REACHED = 1e-9  # influence of all labels together below which a point counts as not reached
 TOLERANCE = 1e-12  # residual of a solve, relative to its right-hand side
+LEFT_OUT = 1e-6  # the same where settings are compared
 MAX_BITS = 1 << 16
+MAX_POWER = 64
 _BLOCK = 1 << 22  # entries of H at once
 COLUMNS = 16  # columns of S at once; more of them leave the cache
 
@@ -52,11 +58,13 @@ class Propagation:
     scores: I64  # (n, C) Z in fixed point
 
 
-def check_sizes(n: int, bits: int, n_neighbors: int, alpha: float) -> None:
+def check_sizes(n: int, bits: int, n_neighbors: int, alpha: float, power: float = 1.0) -> None:
     if bits % 8 or not 64 <= bits <= MAX_BITS:
         raise ParameterError(f"'bits' must be a multiple of 8 between 64 and {MAX_BITS}, found {bits}")
     if not 0 < alpha < 1:
         raise ParameterError(f"'alpha' must lie between 0 and 1, both excluded, found {alpha:g}")
+    if not 0 < power <= MAX_POWER:
+        raise ParameterError(f"'power' must lie between 0 and {MAX_POWER}, 0 excluded, found {power:g}")
     if n_neighbors < 1:
         raise ParameterError(f"'n_neighbors' must be at least 1, found {n_neighbors}")
     if n_neighbors >= n:
@@ -143,14 +151,15 @@ def check_keys(keys: I64, n: int, bits: int) -> None:
         raise DataError("the neighbours that came out of the computation are no graph; start a new run")
 
 
-def adjacency(keys: I64, bits: int) -> Any:
-    """The normalised weights D^{-1/2}(A + Aᵀ)D^{-1/2} as a sparse matrix."""
+def adjacency(keys: I64, bits: int, power: float = 1.0) -> Any:
+    """The normalised weights D^{-1/2}(A + Aᵀ)D^{-1/2} as a sparse matrix; a power sharpens the similarities."""
     from scipy import sparse
 
     n, k = keys.shape
     index, distance = split_keys(keys, n)
     weight = np.cos(np.pi * distance / bits)
     weight[2 * distance >= bits] = 0.0
+    weight **= power
     A = sparse.csr_array((weight.reshape(-1), (np.repeat(np.arange(n), k), index.reshape(-1))), shape=(n, n))
     A.eliminate_zeros()
     W = (A + A.T).tocsr()
@@ -216,6 +225,25 @@ def influence(
         yield slice(start, start + len(chosen)), np.rint(np.clip(block, 0.0, 2.0**FRACTION)).astype(np.int32)
 
 
+def left_out(W: Any, alpha: float, labelled: I64, tested: I64) -> I32:
+    """S at the rows of `tested` and the columns of `labelled` points, 0 where both are the same, in fixed point.
+
+    A column of S does not depend on which points are labelled. So a row, times the labels, is what a point would have
+    been told if its own label had been missing: every label is left out once, for the price of one solve. S is
+    symmetric, so it is solved for the rows. They are scaled to add up to one.
+    """
+    S = np.empty((len(tested), len(labelled)))
+    for start in range(0, len(tested), COLUMNS):
+        chosen = tested[start : start + COLUMNS]
+        right = np.zeros((W.shape[0], len(chosen)))
+        right[chosen, np.arange(len(chosen))] = 1.0
+        S[start : start + len(chosen)] = solve(W, alpha, right, LEFT_OUT)[labelled].T
+    S[tested[:, None] == labelled] = 0.0
+    total = S.sum(axis=1)
+    scale = np.divide(2.0**FRACTION, total, out=np.zeros(len(S)), where=total > REACHED)
+    return np.rint(np.clip(S * scale[:, None], 0.0, 2.0**FRACTION)).astype(np.int32)
+
+
 def one_hot(labels: I64, n_classes: int) -> I64:
     """Rows of zeros with a one at the label; missing labels (-1) are rows of zeros."""
     out = np.zeros((len(labels), n_classes), np.int64)
@@ -251,6 +279,7 @@ def propagate(
     n_classes: int,
     n_neighbors: int = 10,
     alpha: float = 0.99,
+    power: float = 1.0,
     balance: bool = False,
     exact: bool = True,
     sites: I64 | None = None,
@@ -263,6 +292,8 @@ def propagate(
         Codes of all points (n, L/8), site after site.
     labels
         Classes 0 … C - 1, and -1 where the label is missing.
+    power
+        Of the similarities, 1 in the paper: a larger one trusts near neighbours more than far ones.
     balance
         Divide the score of every class by the number of its labels.
     exact
@@ -272,8 +303,8 @@ def propagate(
         Which site a point belongs to. The protocols solve site by site; with it, `exact` takes the same blocks.
     """
     n, bits = len(packed), 8 * packed.shape[1]
-    check_sizes(n, bits, n_neighbors, alpha)
-    W = adjacency(nearest(packed, n_neighbors), bits)
+    check_sizes(n, bits, n_neighbors, alpha, power)
+    W = adjacency(nearest(packed, n_neighbors), bits, power)
     labelled = np.flatnonzero(labels >= 0)
     if not len(labelled):
         raise DataError("no point has a label, so there is nothing to propagate")

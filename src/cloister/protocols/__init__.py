@@ -47,7 +47,8 @@ semi-honest, p published, plain; `data/modes.toml` says which workflow runs it i
       private_graph         the same                                     s
       verified_propagation  [SYL24] algorithm 1, its result              h
       private_propagation   the same                                     s
-      shared_scores         [AFL+16]                                     h s
+      shared_scores         [AFL+16]                                     h s p
+      chosen_settings       ours                                         h s p
       label_propagation     [SYL24] algorithm 1, step by step            p
     fedavg/         fine-tune
       federated_training    [MMR+17] algorithm 1; [LSZ+20], [KKM+20]     h p

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 SHARE = 0.05  # contamination where neither it nor a threshold is given
 KEY = "outlier"
+LEAST, MANY = 5, 3.0  # flags on one label from which it is warned: so many, and so many times the share of all rows
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,12 @@ class Options:
         default=False, help="published: bring columns to one scale first, as hardened always does"
     )
     thin: float = option(0.0, "published: share of plain inliers that is not sent at all")
+    thin_below: float = option(0.5, "published: rows in this lower part of the site's own scores are plain inliers")
     smote: float = option(0.0, "published: made-up inliers that are sent along, as a share of the rows")
+
+    key_bits: int = option(3072, "published: bits of the Paillier keys")
+    bound: float = option(float(2**30), "published: the largest value that a masked row may have")
+    label_key: str | None = option(None, "column of obs with labels; it is said where flags fall on one of them")
 
     def __post_init__(self) -> None:
         if self.use_rep is not None and self.layer is not None:
@@ -74,6 +80,12 @@ class Options:
             raise ParameterError(f"option 'min_donors' must be from 2 to 64, found {self.min_donors}")
         if not 0 <= self.thin < 1 or not 0 <= self.smote <= 10:
             raise ParameterError("option 'thin' must be from 0 to 1, 'smote' from 0 to 10")
+        if not 0 < self.thin_below <= 1:
+            raise ParameterError(f"option 'thin_below' must be above 0 and at most 1, found {self.thin_below}")
+        if not 3072 <= self.key_bits <= 8192 or self.key_bits % 8:
+            raise ParameterError(f"option 'key_bits' must be a multiple of 8 from 3072 to 8192, found {self.key_bits}")
+        if not 1 <= self.bound <= 2**50:
+            raise ParameterError(f"option 'bound' must be from 1 to 2^50, found {self.bound:g}")
 
     @property
     def share(self) -> float | None:
@@ -100,7 +112,9 @@ def find_outliers(adata: AnnData, seat: Seat | Place, *, copy: bool = False) -> 
     `adata.obs["outlier"]` : bool
         Whether the row is flagged. With `drop=True` flagged rows are removed.
     `adata.uns["cloister"]["outlier_cut"]` : float
-        The score from which rows are flagged (hardened; mean over repeats).
+        The score from which rows are flagged (mean over repeats).
+    `adata.uns["cloister"]["outlier_everyone"]` : array
+        Published, `give="scores"`: the scores of all sites' rows, made-up ones too, ascending, without their owners.
     """
     adata, _ = WORKFLOW.at_site(adata, seat, copy=copy)
     return adata if copy else None
@@ -110,8 +124,9 @@ def site(seat: Seat, adata: AnnData, options: Options) -> Outcome:
     agree_on_space(seat, options.use_rep, adata)
     names, X = table(adata, options)
     if seat.mode == "published":
-        scores, flags, cut, plain = _masked(seat, options, names, X)
+        scores, flags, cut, plain, everyone = _masked(seat, options, names, X)
     else:
+        everyone = None
         scores, flags, cut, plain = _counted(seat, options, adata, names, X)
     if scores is not None:
         adata.obs[f"{KEY}_score"] = scores
@@ -119,11 +134,14 @@ def site(seat: Seat, adata: AnnData, options: Options) -> Outcome:
     store = adata.uns.setdefault("cloister", {})
     if cut is not None:
         store[f"{KEY}_cut"] = float(cut)
+    if everyone is not None:
+        store[f"{KEY}_everyone"] = everyone
     store[f"{KEY}_plot"] = plot_values(plain, scores, flags, options, seat.rng("alone"))
     result: dict[str, Any] = {"rows": len(flags), "flagged": int(flags.sum())}
     result["flagged_alone"] = int(np.sum(store[f"{KEY}_plot"]["alone"]))
     if cut is not None:
         result["cut"] = float(cut)
+    result |= by_label(adata, flags, options)
     if options.drop:
         store[f"{KEY}_dropped"] = int(flags.sum())
         if flags.all():
@@ -160,10 +178,12 @@ def _counted(
     return found.scores.mean(axis=0), 2 * votes > options.repeats, float(cuts.mean()), found.scaling.apply(X[:, order])
 
 
-def _masked(seat: Seat, options: Options, names: list[str], X: F64) -> tuple[F64 | None, Bits, float | None, F64]:
+def _masked(
+    seat: Seat, options: Options, names: list[str], X: F64
+) -> tuple[F64 | None, Bits, float | None, F64, F64 | None]:
     X = np.where(np.isfinite(X), X, np.nan_to_num(_column_means(X)))
     hidden = np.random.default_rng(list(Entropy().bytes(32)))  # all know the study's seed, and could tell made-up rows
-    sent, mine = disguise(X, options.thin, options.smote, hidden)
+    sent, mine = disguise(X, options.thin, options.smote, hidden, options.thin_below)
     found = seat.run(masked_forest.client, published_params(seat, options), names, sent)
     own = mine >= 0
     flags = np.zeros(len(X), bool)
@@ -171,10 +191,29 @@ def _masked(seat: Seat, options: Options, names: list[str], X: F64) -> tuple[F64
     spread = X.std(axis=0)
     plain = (X - X.mean(axis=0)) / np.where(spread > 0, spread, 1.0)
     if found.scores is None:
-        return None, flags, options.threshold, plain
+        return None, flags, options.threshold, plain, None
     scores = np.full(len(X), np.nan)
     scores[mine[own]] = found.scores.mean(axis=0)[own]
-    return scores, flags, options.threshold or found.cut, plain
+    assert found.everyone is not None
+    return scores, flags, options.threshold or found.cut, plain, np.sort(found.everyone.mean(axis=0))
+
+
+def by_label(adata: AnnData, flags: Bits, options: Options) -> dict[str, Any]:
+    """How many rows of each label are flagged; a warning where they are a kind of cell rather than outliers."""
+    if options.label_key is None:
+        return {}
+    labels = adata.obs[options.label_key]
+    counts = {str(n): (int(flags[(labels == n).to_numpy()].sum()), int((labels == n).sum())) for n in labels.unique()}
+    counts = {name: (hit, rows) for name, (hit, rows) in counts.items() if rows}
+    share, made = flags.mean(), {"flagged_per_label": {name: hit for name, (hit, _) in counts.items()}}
+    often = {name: hit / rows for name, (hit, rows) in counts.items() if hit >= LEAST and hit > MANY * share * rows}
+    if not often:
+        return made
+    worst = max(often, key=lambda name: often[name])
+    return made | {
+        "warning": f"{often[worst]:.0%} of the rows labelled '{worst}' are flagged, and {share:.0%} of all rows:"
+        " this may be a rare kind and not outliers; look at them before they are dropped"
+    }
 
 
 def _column_means(X: F64) -> F64:
@@ -215,6 +254,8 @@ def published_params(seat: Seat, options: Options) -> masked_forest.Params:
         contamination=options.share,
         threshold=options.threshold,
         standardise=options.standardise,
+        key_bits=options.key_bits,
+        bound=options.bound,
     )
 
 
@@ -257,6 +298,8 @@ def _kind(adata: AnnData, options: Options) -> str:
 def check(adata: AnnData, options: Options) -> list[str]:
     """Raise `DataError` if these rows cannot be scored; return what the user should know."""
     cells.check_donors(adata, options.donor_key, options.min_donors)
+    if options.label_key is not None and options.label_key not in adata.obs:
+        raise DataError(f"adata.obs[{options.label_key!r}] is missing; pass the column with the labels as label_key=")
     names, X = table(adata, options)
     genes.check_unique(names, "Column names")
     missing = int(np.isnan(X).sum())

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -19,6 +20,7 @@ from cloister.protocols.propagation import (
     propagation_terms,
     verified_propagation,
 )
+from cloister.protocols.propagation.chosen_settings import Choice
 from cloister.report import figures as draw
 from cloister.study import Study
 from cloister.workflows import Workflow
@@ -35,8 +37,9 @@ class Options:
     label_key: str = option("cell_type", "column of obs with the labels; missing ones are NaN")
     use_rep: str = option("X_pca", "embedding in obsm, in one space at all sites; X for X")
     bits: int = option(4096, "bits of a cell's code: more bits, finer similarities")
-    n_neighbors: int = option(10, "neighbours of a cell in the graph")
-    alpha: float = option(0.99, "how far labels travel, between 0 and 1")
+    n_neighbors: int = option(5, "neighbours of a cell in the graph: more of them show more of the cells")
+    alpha: float = option(0.9, "how far labels travel, between 0 and 1")
+    power: float = option(4.0, "of the similarities: a larger one trusts near neighbours more")
     hamming: Literal["mpc", "ot", "he"] = option(
         "mpc", "engine for distances: three-party sharing, oblivious transfer or encryption"
     )
@@ -47,10 +50,14 @@ class Options:
     )
     balance: bool = option(default=False, help="weigh rare classes up, by the pooled number of labels of each class")
     groups: int = option(1, "split very many small sites into so many graphs")
+    choose: bool = option(
+        default=False,
+        help="choose neighbours (up to n_neighbors), alpha, power, balance by labels left out",
+    )
 
     def __post_init__(self) -> None:
         try:
-            graph.check_sizes(1 << 40, self.bits, self.n_neighbors, self.alpha)
+            graph.check_sizes(1 << 40, self.bits, self.n_neighbors, self.alpha, self.power)
         except ParameterError as e:
             raise ParameterError(f"option {e}") from None
         if len(set(self.classes)) != len(self.classes) or len(self.classes) == 1:
@@ -89,14 +96,16 @@ def propagate_labels(adata: AnnData, seat: Seat | Place, *, copy: bool = False) 
 def site(seat: Seat, adata: AnnData, options: Options) -> Outcome:
     agree_on_space(seat, options.use_rep, adata)
     inputs = _inputs(adata, options)
-    write(adata, options, seat.run(_protocol(seat.study).site, params_of(seat.study, options), *inputs))
-    return Outcome(adata, computed_by(seat.study, options) | summary(adata, options))
+    found = seat.run(_protocol(seat.study).site, params_of(seat.study, options), *inputs)
+    write(adata, options, found)
+    return Outcome(adata, computed_by(seat.study, options) | summary(adata, options) | chosen(found.choice))
 
 
 def coordinator(seat: Seat, options: Options) -> Outcome:
     agree_on_space(seat, options.use_rep)
     served = seat.run(_protocol(seat.study).server, params_of(seat.study, options))
-    return Outcome(None, computed_by(seat.study, options) | _counts(served))
+    choice = chosen(served[0].choice) if len(served) == 1 else {}
+    return Outcome(None, computed_by(seat.study, options) | _counts(served) | choice)
 
 
 def auxiliary(seat: Seat, options: Options) -> Outcome:
@@ -116,6 +125,8 @@ def params_of(study: Study, options: Options) -> propagation_terms.Params:
         options.classes,
         options.balance,
         options.groups,
+        options.power,
+        options.choose,
     )
 
 
@@ -190,6 +201,22 @@ def _counts(served: tuple[propagation_terms.Served, ...]) -> dict[str, Any]:
         "cells": sum(sum(s.sizes) for s in served),
         "labelled": sum(len(s.labelled) for s in served),
         "finished": [u for s in served for u in s.finished],
+    }
+
+
+def chosen(choice: Choice) -> dict[str, Any]:
+    """The setting that won, and how often labels that were left out were told right."""
+    if math.isnan(choice.accuracy):
+        return {}
+    score = f"balanced accuracy {choice.accuracy:.3f} on labels left out, best of {len(choice.tried)} settings tried"
+    usual = choice.tried[0]
+    if choice.setting == usual[0]:
+        score = f"balanced accuracy {choice.accuracy:.3f} on labels left out; no other setting is clearly better"
+    return {
+        "chosen": asdict(choice.setting),
+        "balanced_accuracy": choice.accuracy,
+        "usual_balanced_accuracy": usual[1],
+        "choice": score,
     }
 
 

@@ -5,7 +5,12 @@ import pytest
 
 from cloister.errors import DataError, ParameterError, ProtocolAbort
 from cloister.models import graph
-from cloister.protocols.propagation import label_propagation, private_propagation, verified_propagation
+from cloister.protocols.propagation import (
+    chosen_settings,
+    label_propagation,
+    private_propagation,
+    verified_propagation,
+)
 from cloister.protocols.propagation.propagation_terms import Params
 from cloister.protocols.sums import common_seed
 from cloister.run.rehearsal import Fault
@@ -109,6 +114,50 @@ def test_balanced(module, seeds):
     assert (found.confidence != graph.decide(found.scores)[1]).any()
     opened = {e.name for e, _ in run.receipts[HUB].entries if e.kind == "opened"}
     assert "sum of 3 vectors of 3" in opened
+
+
+@pytest.mark.parametrize("module", MODES)
+def test_settings_are_chosen_by_labels_that_are_left_out(module, seeds, monkeypatch):
+    monkeypatch.setattr(chosen_settings, "ALPHAS", (0.5,))
+    monkeypatch.setattr(chosen_settings, "POWERS", (4.0,))
+    c = case((14, 12, 10), alpha=0.999, choose=True)
+    run = run_protocol(module, c)
+    check_no_errors(run)
+    ideal = wanted(module, c, seeds[0])
+    for u in c.params.sites:
+        found = values(run)[u]
+        check_labels(found, ideal[u])
+        assert found.choice == ideal[u].choice == values(run)[HUB][0].choice
+    assert len(found.choice.tried) == 6  # the usual, k = 3 and 4; with balance and without
+    assert found.choice.accuracy == dict(found.choice.tried)[found.choice.setting]
+    opened = {e.name for e, _ in run.receipts[HUB].entries if e.kind == "opened"}
+    assert {"sum of 3 vectors of 3", "sum of 3 vectors of 21"} <= opened  # labels by class; hits of six settings
+    scores = {e.to for e, _ in run.receipts[HUB].entries if e.kind == "opened" and e.name.startswith("scores of")}
+    assert scores == set(c.params.sites)  # each site's own, and none to the server
+
+
+def test_a_choice_needs_evidence_and_counts_that_can_be_true():
+    usual = chosen_settings.Setting(3, 1.0, 0.9, balance=False)
+    terms = chosen_settings.Params((Party("a"), Party("b")), HUB, 256, usual, 2)
+    settings, counts = len(terms.settings), np.array([20, 20])
+    hits = np.full((settings + 1, 2), 10, np.uint64)
+    hits[-1] = 20
+
+    def told(row):
+        changed = hits.copy()
+        changed[5] = row
+        return chosen_settings.best(terms, changed.reshape(-1), counts)
+
+    assert told([13, 13]).setting == usual  # less than two standard errors of 0.078: the best of many is lucky
+    assert told([18, 18]).setting == terms.settings[5]
+    assert told([18, 18]).accuracy == pytest.approx(0.9)
+    with pytest.raises(ProtocolAbort, match="more labels were told right than there are"):
+        told([21, 0])
+    alone = chosen_settings.best(
+        terms, hits.reshape(-1) * 0, np.array([1, 1])
+    )  # a single label of a class tells nothing
+    assert alone.setting == usual
+    assert np.isnan(alone.accuracy)
 
 
 @pytest.mark.parametrize("module", MODES)
@@ -364,3 +413,21 @@ def test_within_the_scores_they_are_begun_again(module, gone, seeds):
         labels = values(run)[u]
         assert gone in labels.sites
         check_labels(labels, ideal[u])
+
+
+def test_within_the_choice_it_is_begun_again(monkeypatch):
+    """Who leaves then has no say in the choice, and its labels are as if it had none."""
+    monkeypatch.setattr(chosen_settings, "ALPHAS", (0.5,))
+    monkeypatch.setattr(chosen_settings, "POWERS", (4.0,))
+    c = case(choose=True)
+    c.inputs[Party("site-0")][1][:3] = ["type 0", "type 1", "type 2"]
+    run = run_protocol(
+        private_propagation, c, faults=[Fault("kill", "site-3", None, "replicated.Key", nth=3)], timeout=2.0
+    )  # three keys are of the graph
+    check_no_errors(run)
+    (served,) = values(run)[HUB]
+    assert set(served.finished) == {"site-0", "site-1", "site-2"}
+    for u in served.finished:
+        assert "site-3" in values(run)[u].sites
+        assert values(run)[u].choice == served.choice
+    assert len(served.choice.tried) == 6

@@ -23,7 +23,8 @@ server : H, which points are labelled, how many points each site has and how man
 site : for each own point the scores Z of all classes; the columns of S of its labelled points, which say how near they
     are to everybody's points; the sizes and class names of the others. A site can solve S_L Y = Z for the labels of
     other sites' points, and with the server any site can: 76 to 100 % of them. Use `private_propagation`.
-with `balance`, everyone : how many labels of each class all sites have together.
+with `balance` or `choose`, everyone : how many labels of each class all sites have together.
+with `choose` : what `chosen_settings` says.
 engine `mpc` : the first three sites compute (with two sites, the server is third); two of them together know all codes.
 
 Assumes
@@ -122,6 +123,9 @@ async def _site(
     await ch.send(S, Labelled(np.packbits(y >= 0), n_classes))  # L12
     Y = graph.one_hot(y[y >= 0], n_classes)
     counts = await propagation_terms.class_counts(ch, params, sites, Y, entropy=entropy, identity=identity)
+    choice, counts = await propagation_terms.settle(
+        ch, params, y[y >= 0], counts, verified=False, entropy=entropy, identity=identity
+    )
     z = np.zeros((n, n_classes), np.int64)
     at = 0
     for width in column_blocks(len(Y)):
@@ -131,7 +135,7 @@ async def _site(
     sums = row_sums.Params(sites, sizes, S, n_classes)
     mine = await row_sums.site(ch.sub("rows"), sums, z.view(np.uint64), entropy=entropy, identity=identity)  # L14
     scores = mine.view(np.int64)
-    return Labels(roster.classes, *graph.decide(scores, counts), scores, sites)  # L15
+    return Labels(roster.classes, *graph.decide(scores, counts), scores, sites, choice)  # L15
 
 
 async def _server(ch: Channel, params: Params, *, entropy: Entropy, identity: Identity) -> Served:
@@ -143,18 +147,22 @@ async def _server(ch: Channel, params: Params, *, entropy: Entropy, identity: Id
     H, sites = await attempts.lead(ch.sub("hamming"), roster.sites, 2, step)  # L5
     sizes = tuple(roster.size(u) for u in sites)
     ch.step("graph", protocol=NAME, line="L7")
-    W = graph.adjacency(smallest_blocks(H, params.n_neighbors), params.bits)  # L6-9
-    own, n_classes = await propagation_terms.labelled_points(ch, params, roster, sites, Labelled)  # L12
+    keys = smallest_blocks(H, params.n_neighbors)
+    marked, counts, n_classes = await propagation_terms.labelled_points(ch, params, roster, sites, Labelled)  # L12
+    choice, own, W = await propagation_terms.settle_all(
+        ch, params, keys, marked, counts, verified=False, entropy=entropy, identity=identity
+    )  # L6-9
+    alpha = choice.setting.alpha
     labelled = np.sort(np.concatenate(list(own.values())))
-    total = graph.influence_sum(W, params.alpha, labelled)
+    total = graph.influence_sum(W, alpha, labelled)
     for u, mine in own.items():  # L10, L12
-        for _, block in graph.influence(W, params.alpha, labelled, mine, total):
+        for _, block in graph.influence(W, alpha, labelled, mine, total):
             opened = ch.reveal(block, to=u, line="L12", what="how labels spread from its own points", protocol=NAME)
             await ch.send(u, Columns(opened))
     ch.step("row sums", protocol=NAME, line="L14")
     sums = row_sums.Params(sites, sizes, params.server, n_classes)
     finished = await row_sums.server(ch.sub("rows"), sums)  # L14
-    return Served(sites, sizes, labelled, H, None, finished)
+    return Served(sites, sizes, labelled, H, None, finished, choice)
 
 
 def smallest_blocks(H: I32, k: int) -> I64:

@@ -19,7 +19,8 @@ server : the graph: k neighbours of every point and their distances; which point
     directions of all others, roughly: median cosine 0.6 in 30 dimensions without clusters, 0.97 in 8.
 site : for each own point the scores Z of all classes; the sizes and class names of the others, and how many points each
     has labelled, to the next 16. Nothing about S or others' labels beyond its own scores.
-with `balance`, everyone : how many labels of each class all sites have together.
+with `balance` or `choose`, everyone : how many labels of each class all sites have together.
+with `choose` : what `chosen_settings` says.
 two computing parties : the first three sites compute (with two sites, the server is third); two of them together learn
     all codes (`mpc`) or all distances (`ot`, `he`), and all labels and S. With two sites, so do the server and one.
 
@@ -146,13 +147,17 @@ async def _site(
     await ch.send(S, Labelled(np.packbits(y >= 0), n_classes))  # L10
     Y = graph.one_hot(known, n_classes)
     counts = await propagation_terms.class_counts(ch, params, sites, Y, entropy=entropy, identity=identity)
+    proofs = graphs is not private_graph
+    choice, counts = await propagation_terms.settle(
+        ch, params, known, counts, verified=proofs, entropy=entropy, identity=identity
+    )
 
     async def score(c: Channel, left: tuple[Party, ...]) -> I64:
         terms = _scores(params, roster, left, n_classes, graphs)
         return await shared_scores.site(c, terms, known, entropy=entropy, identity=identity)
 
     scores, _ = await attempts.follow(ch.sub("scores"), S, score)  # L12
-    return Labels(roster.classes, *graph.decide(scores, counts), scores, sites)
+    return Labels(roster.classes, *graph.decide(scores, counts), scores, sites, choice)
 
 
 async def _server(graphs: ModuleType, ch: Channel, params: Params, *, entropy: Entropy, identity: Identity) -> Served:
@@ -165,8 +170,11 @@ async def _server(graphs: ModuleType, ch: Channel, params: Params, *, entropy: E
     keys, sites = await attempts.lead(ch.sub("graph"), roster.sites, 2, find_graph)  # L5
     sizes = tuple(roster.size(u) for u in sites)
     at = dict(zip(sites, offsets(sizes), strict=False))
-    W = graph.adjacency(keys, params.bits)  # L6-9
-    own, n_classes = await propagation_terms.labelled_points(ch, params, roster, sites, Labelled)  # L10
+    marked, counts, n_classes = await propagation_terms.labelled_points(ch, params, roster, sites, Labelled)  # L10
+    proofs = graphs is not private_graph
+    choice, own, W = await propagation_terms.settle_all(
+        ch, params, keys, marked, counts, verified=proofs, entropy=entropy, identity=identity
+    )  # L6-9
     counted: list[I64] = []
 
     async def score(c: Channel, left: tuple[Party, ...]) -> None:
@@ -174,12 +182,12 @@ async def _server(graphs: ModuleType, ch: Channel, params: Params, *, entropy: E
         propagation_terms.check_labelled(labelled)
         counted[:] = [labelled]
         rows = np.concatenate([at[u] + np.arange(roster.size(u)) for u in left])
-        columns = _columns(W, params.alpha, labelled, {u: own[u] for u in left}, rows)  # L11
+        columns = _columns(W, choice.setting.alpha, labelled, {u: own[u] for u in left}, rows)  # L11
         terms = _scores(params, roster, left, n_classes, graphs)
         await shared_scores.server(c, terms, columns, entropy=entropy, identity=identity)  # L12
 
     _, finished = await attempts.lead(ch.sub("scores"), tuple(own), 2, score)
-    return Served(sites, sizes, counted[0], None, keys, finished)
+    return Served(sites, sizes, counted[0], None, keys, finished, choice)
 
 
 def _columns(W: object, alpha: float, labelled: I64, own: Mapping[Party, I64], rows: I64) -> dict[Party, I32]:

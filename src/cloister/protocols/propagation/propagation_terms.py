@@ -4,14 +4,16 @@
     L3    u       Π (L × d) standard normal, from the seed
     L4    u       B_u = [V_u Πᵀ ≥ 0], packed
     L10   u → S   which of its points are labelled (but for the published mode, where L12 says it)
-    L12   u ↔ S   with `balance`: the number of labels of each class, over all sites (`secure_sum`)
+    L12   u ↔ S   with `balance` or `choose`: the number of labels of each class, over all sites (`secure_sum`)
+          u ↔ S   with `choose`: neighbours, power, α and balance, by labels that are left out (`chosen_settings`)
 
 Groups: very many small sites are dealt into groups with a graph of their own, side by side at the server.
 
 Reveals
 -------
 server : which points are labelled, and how many classes there are.
-with `balance`, everyone : how many labels of each class all sites have together.
+with `balance` or `choose`, everyone : how many labels of each class all sites have together.
+with `choose` : what `chosen_settings` says.
 
 Assumes
 -------
@@ -25,8 +27,9 @@ References
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -40,7 +43,8 @@ from cloister.net.channel import Channel
 from cloister.net.wire import message
 from cloister.protocols.hamming.pair_distances import Engine, check_engine
 from cloister.protocols.hamming.shared_codes import offsets
-from cloister.protocols.propagation import point_roster
+from cloister.protocols.propagation import chosen_settings, point_roster
+from cloister.protocols.propagation.chosen_settings import Choice, Setting
 from cloister.protocols.propagation.point_roster import Roster
 from cloister.protocols.sums import attempts, common_seed, secure_sum
 from cloister.study import Party
@@ -60,6 +64,8 @@ class Params:
     classes: tuple[str, ...] = ()
     balance: bool = False  # divide the score of a class by the number of its labels
     groups: int = 1  # very many small sites are split, and each group has a graph of its own
+    power: float = 1.0  # p, of the similarities
+    choose: bool = False  # try other settings than these, too, with up to as many neighbours
 
     def __post_init__(self) -> None:
         point_roster.Params(self.sites, self.server, self.classes)
@@ -67,12 +73,24 @@ class Params:
             raise ParameterError(
                 f"'groups' must leave at least two sites in each: at most {len(self.sites) // 2}, found {self.groups}"
             )
-        graph.check_sizes(1 << 40, self.bits, self.n_neighbors, self.alpha)
+        graph.check_sizes(1 << 40, self.bits, self.n_neighbors, self.alpha, self.power)
         check_engine(self.engine)
 
     def group(self, i: int) -> Params:
         """The i-th group: every `groups`-th site."""
         return replace(self, sites=self.sites[i :: self.groups], groups=1)
+
+    @property
+    def setting(self) -> Setting:
+        return Setting(self.n_neighbors, self.power, self.alpha, self.balance)
+
+    @property
+    def counted(self) -> bool:
+        """Whether labels of each class are counted."""
+        return self.balance or self.choose
+
+    def choice(self, sites: tuple[Party, ...], classes: int, *, verified: bool) -> chosen_settings.Params:
+        return chosen_settings.Params(sites, self.server, self.bits, self.setting, classes, verified)
 
 
 @message("L10")
@@ -90,6 +108,7 @@ class Labels:
     confidence: F64  # (n_u,)
     scores: I64  # (n_u, C) Z[R_u], each row up to a factor
     sites: tuple[Party, ...]  # whose points are in the graph
+    choice: Choice
 
     @property
     def names(self) -> list[str | None]:
@@ -106,6 +125,7 @@ class Served:
     distances: I32 | None  # H, published only
     keys: I64 | None  # the graph, hardened only
     finished: tuple[Party, ...]  # who got their labels
+    choice: Choice
 
 
 def ideal(
@@ -125,18 +145,17 @@ def ideal(
     y = np.concatenate([label_codes(xs[u][1], classes) for u in sites])
     at = offsets(tuple(len(xs[u][0]) for u in sites))
     owner = np.concatenate([np.full(len(xs[u][0]), i) for i, u in enumerate(sites)])
-    propagated = graph.propagate(
-        packed,
-        y,
-        n_classes=len(classes),
-        n_neighbors=params.n_neighbors,
-        alpha=params.alpha,
-        balance=params.balance,
-        sites=owner,
-    )
     cuts = [slice(at[i], at[i + 1]) for i in range(len(sites))]
+    choice = Choice(params.setting, math.nan)
+    if params.choose:
+        keys = graph.nearest(packed, params.n_neighbors)
+        own = {u: at[i] + np.flatnonzero(y[cuts[i]] >= 0) for i, u in enumerate(sites)}
+        terms = params.choice(sites, len(classes), verified=False)
+        choice = chosen_settings.choose(terms, keys, own, {u: y[p] for u, p in own.items()})
+    how: dict[str, Any] = asdict(choice.setting)
+    propagated = graph.propagate(packed, y, n_classes=len(classes), sites=owner, **how)
     given = {
-        u: Labels(classes, propagated.label[c], propagated.confidence[c], propagated.scores[c], sites)
+        u: Labels(classes, propagated.label[c], propagated.confidence[c], propagated.scores[c], sites, choice)
         for u, c in zip(sites, cuts, strict=True)
     }
     return given | {params.server: None}
@@ -196,25 +215,26 @@ async def open_study(ch: Channel, params: Params) -> Roster:
 
 
 def check_graph(params: Params, sizes: Sequence[int]) -> None:
-    graph.check_sizes(sum(sizes), params.bits, params.n_neighbors, params.alpha)
+    graph.check_sizes(sum(sizes), params.bits, params.n_neighbors, params.alpha, params.power)
 
 
 async def labelled_points(
     ch: Channel, params: Params, roster: Roster, sites: tuple[Party, ...], kind: type[Any]
-) -> tuple[dict[Party, I64], int]:
-    """At the server: which points of the graph are labelled, by site (`kind` tells), and how many classes there are."""
+) -> tuple[dict[Party, I64], I64, int]:
+    """At the server: which points are labelled, by site (`kind` tells); labels of each class, if counted; classes."""
     masks = await attempts.survivors(ch, sites, kind, 2, mask=(None,))
     at = dict(zip(sites, offsets(tuple(roster.size(u) for u in sites)), strict=False))
     own = {u: at[u] + unpack_mask(m.mask, roster.size(u)) for u, m in masks.items()}
     check_labelled(np.concatenate(list(own.values())))
-    counts = {m.classes for m in masks.values()}
-    if len(counts) != 1 or min(counts) < 2:
+    told = {m.classes for m in masks.values()}
+    if len(told) != 1 or min(told) < 2:
         raise ProtocolAbort(NAME, "L12", "mismatch", "the sites do not agree on the classes")
-    n_classes = counts.pop()
-    if params.balance:
+    n_classes = told.pop()
+    counts = np.zeros(n_classes, np.int64)
+    if params.counted:
         sums = secure_sum.Params(sites, params.server, n_classes, to_all=True)
-        await secure_sum.aggregator(ch.sub("counts"), sums)
-    return own, n_classes
+        counts = (await secure_sum.aggregator(ch.sub("counts"), sums)).z.astype(np.int64)
+    return own, counts, n_classes
 
 
 def check_labelled(labelled: I64) -> None:
@@ -225,14 +245,54 @@ def check_labelled(labelled: I64) -> None:
 async def class_counts(
     ch: Channel, params: Params, sites: tuple[Party, ...], Y: I64, *, entropy: Entropy, identity: Identity
 ) -> I64 | None:
-    """With `balance`: how many labels of each class all sites have together (`secure_sum`)."""
-    if not params.balance:
+    """With `balance` or `choose`: how many labels of each class all sites have together (`secure_sum`)."""
+    if not params.counted:
         return None
     sums = secure_sum.Params(sites, params.server, Y.shape[1], to_all=True)
     mine = Y.sum(axis=0).astype(np.uint64)
     total = await secure_sum.contributor(ch.sub("counts"), sums, mine, entropy=entropy, identity=identity)
     assert total is not None
     return total.z.astype(np.int64)
+
+
+async def settle(
+    ch: Channel, params: Params, y: I64, counts: I64 | None, *, verified: bool, entropy: Entropy, identity: Identity
+) -> tuple[Choice, I64 | None]:
+    """At a site: the setting that counts, and the labels of each class if scores are to be divided by them."""
+    choice = Choice(params.setting, math.nan)
+    if params.choose and counts is not None:
+
+        async def step(c: Channel, left: tuple[Party, ...]) -> Choice:
+            terms = params.choice(left, len(counts), verified=verified)
+            return await chosen_settings.site(c, terms, y, counts, entropy=entropy, identity=identity)
+
+        choice, _ = await attempts.follow(ch.sub("choice"), params.server, step)
+    return choice, counts if choice.setting.balance else None
+
+
+async def settle_all(
+    ch: Channel,
+    params: Params,
+    keys: I64,
+    own: Mapping[Party, I64],
+    counts: I64,
+    *,
+    verified: bool,
+    entropy: Entropy,
+    identity: Identity,
+) -> tuple[Choice, dict[Party, I64], Any]:
+    """At the server: the setting that counts, labelled points of the sites that are left, and W."""
+    choice, left = Choice(params.setting, math.nan), tuple(own)
+    if params.choose:
+
+        async def step(c: Channel, left: tuple[Party, ...]) -> Choice:
+            terms = params.choice(left, len(counts), verified=verified)
+            mine = {u: own[u] for u in left}
+            return await chosen_settings.server(c, terms, keys, mine, counts, entropy=entropy, identity=identity)
+
+        choice, left = await attempts.lead(ch.sub("choice"), left, 2, step)
+    how = choice.setting
+    return choice, {u: own[u] for u in left}, graph.adjacency(keys[:, : how.n_neighbors], params.bits, how.power)
 
 
 async def in_group(ch: Channel, params: Params, role: Callable[[Channel, Params], Awaitable[T]]) -> T:

@@ -132,14 +132,10 @@ def _blocks(params: Params, width: int) -> Iterator[tuple[Party, slice]]:
         at += n
 
 
-def check_rounded(params: Params, announced: Mapping[Party, int], me: Party, mine: int) -> dict[Party, int]:
+def check_rounded(sites: tuple[Party, ...], announced: Mapping[Party, int], me: Party, mine: int) -> dict[Party, int]:
     """C1: all sites, multiples of 16, and mine is the one that follows from what I said."""
-    widths = {u: announced.get(u, -1) for u in params.sites}
-    if (
-        set(announced) != set(params.sites)
-        or any(w < 0 or w % PAD for w in widths.values())
-        or widths[me] != rounded(mine)
-    ):
+    widths = {u: announced.get(u, -1) for u in sites}
+    if set(announced) != set(sites) or any(w < 0 or w % PAD for w in widths.values()) or widths[me] != rounded(mine):
         raise ProtocolAbort(NAME, "C1", "mismatch", "the numbers of labelled points are not those that were sent")
     if not sum(widths.values()):
         raise ProtocolAbort(NAME, "C1", "no-labels", "no point of the sites that are left has a label")
@@ -201,7 +197,7 @@ async def _compute(
 async def site(ch: Channel, params: Params, y: I64, *, entropy: Entropy, identity: Identity) -> I64:
     """Hold the classes of labelled points, in order."""
     labelled = await ch.recv_broadcast(params.server, Labelled)  # C1
-    widths = check_rounded(params, labelled.rounded, ch.me, len(y))
+    widths = check_rounded(params.sites, labelled.rounded, ch.me, len(y))
     scores = await _compute(ch, params, widths, y, None, entropy, identity)
     assert scores is not None
     return scores

@@ -49,6 +49,8 @@ def figures(outcomes: Mapping[str, Outcome], options: Any) -> list[Any]:
     sites = {p: o.adata.uns["cloister"] for p, o in outcomes.items() if o.adata is not None and _has_plot(o)}
     drawn = []
     scores = {p: s["outlier_plot"]["score"] for p, s in sites.items() if "score" in s["outlier_plot"]}
+    if everyone := [s["outlier_everyone"] for s in sites.values() if "outlier_everyone" in s]:
+        scores["all sites"] = everyone[0]  # the same at every site
     cuts = {p: float(s["outlier_cut"]) for p, s in sites.items() if "outlier_cut" in s}
     if scores:
         marks = {"cut": float(np.mean(list(cuts.values())))} if cuts else {}
