@@ -126,7 +126,7 @@ def open_stored(path: Path, part: str | None) -> StoredCells:
     stamp = stamp_of(path)
     group = _find_part(path, part, _open_file(path))
     raw = part == "raw" and path.suffix.lower() != ".h5mu"
-    if raw and "raw" not in group:
+    if raw and ("raw" not in group or hasattr(group["raw"], "shape")):  # AnnData may write that there is none
         raise DataError(f"{path} holds no adata.raw; leave ':raw' out.")
     missing = [key for key in ("obs", "var") if key not in group]
     if missing:

@@ -98,7 +98,7 @@ class Params(Collective):  # public
         L = self.layout
         if self.open_model and L.opening_error > 1e-3:
             raise ParameterError(
-                f"opening would be exact to {L.opening_error:.1g} only; use a larger scale or fewer steps"
+                f"opening would be exact to {L.opening_error:.1g} only; take fewer steps, a larger scale"
             )
         if self.validate_every:
             self.validation  # noqa: B018 - raises where it does not fit
