@@ -87,13 +87,18 @@ def serve(kit):
     return service, server.serve(service, 0)
 
 
+@pytest.fixture(scope="module")
+def served(kits):
+    service, serving = serve(Kit.open(kits["basel"]))
+    with serving as one:
+        yield service, one
+
+
 @pytest.fixture
-def page(kits):
-    kit = Kit.open(kits["basel"])
+def page(served):
+    kit = served[0].kit
     policy = kit.policy_file.read_text()
-    service, serving = serve(kit)
-    with serving as served:
-        yield Page(service, served)
+    yield Page(*served)
     kit.policy_file.write_text(policy)
     for name in ("approvals.json", "runs.json", "budget.json"):
         (kit.path / "local" / name).unlink(missing_ok=True)
