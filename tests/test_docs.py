@@ -31,7 +31,12 @@ def blocks(page, kind):
     return re.findall(rf"^```{kind}\n(.*?)^```", page.read_text(), flags=re.DOTALL | re.MULTILINE)
 
 
-@pytest.mark.parametrize("page", RUN, ids=named)
+LONG = ("train-classifier", "integrate", "propagate-labels", "map-labels")  # for the slow suite
+
+
+@pytest.mark.parametrize(
+    "page", [pytest.param(p, marks=[pytest.mark.slow] if p.stem in LONG else [], id=named(p)) for p in RUN]
+)
 def test_commands_and_python_run_as_printed(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = {"__name__": "__docs__", "sites": demo_sites()}

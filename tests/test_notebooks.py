@@ -1,4 +1,4 @@
-"""Every notebook runs headless from top to bottom and draws something; the quick ones in `make test`."""
+"""Every notebook runs headless from top to bottom and draws something; two of them in `make test`."""
 
 import json
 import subprocess
@@ -15,6 +15,7 @@ pytest.importorskip("matplotlib")
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "notebooks"
 NAMES = sorted(p.stem for p in FOLDER.glob("*.ipynb"))
+QUICK = ("bin-values", "map-labels")  # in `make test`
 TOGETHER = {"predict-cellcnn": "train-cellcnn", "serve-model": "adapt-model"}  # two workflows in one notebook
 
 
@@ -37,9 +38,7 @@ def test_what_is_kept_is_small_and_says_nothing_of_a_machine(name):
     assert not [o for o in outputs if o["output_type"] == "error" or o.get("name") == "stderr"]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] if raw(n)["metadata"].get("slow") else []) for n in NAMES]
-)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in NAMES])
 def test_runs_headless_and_draws(name):
     command = [sys.executable, ROOT / "scripts" / "notebooks.py", "--check", name]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900)

@@ -89,7 +89,7 @@ def test_the_path_chooses_a_penalty_on_held_out_cells(sites):
     assert 0 < said["level"] < 1
 
 
-@pytest.mark.parametrize("missing", ["column", "values"])
+@pytest.mark.parametrize("missing", ["column", pytest.param("values", marks=pytest.mark.slow)])
 def test_a_site_without_labels_gets_labels(sites, missing):
     bare = {s: a.copy() for s, a in sites.items()}
     if missing == "column":
@@ -206,7 +206,7 @@ def test_an_embedding_and_its_space(sites):
         rehearse("train-classifier", mixed, use_rep="X_shared_pca", l2=1e-2)
 
 
-@pytest.mark.parametrize(("weight", "balance"), [("root", 0.5), ("balanced", 1.0)])
+@pytest.mark.parametrize(("weight", "balance"), [pytest.param("root", 0.5, marks=pytest.mark.slow), ("balanced", 1.0)])
 def test_class_weights_favour_rare_labels(sites, weight, balance):
     run = rehearse("train-classifier", sites, class_weight=weight, **SIZE)
     x, y = pooled(sites, run.model.genes)

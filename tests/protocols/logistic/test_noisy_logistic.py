@@ -196,6 +196,7 @@ def test_the_number_of_donors_has_noise():
     assert lines == ["L2", "L4", "L4", "L4"]
 
 
+@pytest.mark.slow
 def test_one_liar():
     c, twin = (case(seed=s, rounds=1, g=4, donors=False) for s in (1, 2))
     ideals = [noisy_logistic.ideal(x.params, {u: m for u, (m,) in x.inputs.items()})[HUB] for x in (c, twin)]

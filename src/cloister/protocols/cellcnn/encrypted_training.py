@@ -97,9 +97,7 @@ class Params(Collective):  # public
         Collective.__post_init__(self)
         L = self.layout
         if self.open_model and L.opening_error > 1e-3:
-            raise ParameterError(
-                f"opening would be exact to {L.opening_error:.1g} only; take fewer steps, a larger scale"
-            )
+            raise ParameterError(f"opening is exact to {L.opening_error:.1g} only; use fewer steps or a larger scale")
         if self.validate_every:
             self.validation  # noqa: B018 - raises where it does not fit
         masked = self.config.steps * (4 * len(L.groups) + L.archives + (1 if self.validate_every else 0))
