@@ -281,7 +281,7 @@ def test_the_same_regression_gets_nothing_from_blinded_refreshes(two_blocks, mon
     assert fit_block(seen[0], seen[0] + true) <= 0.1  # even if somebody told it the increments
     # and the taps, which it does get, are the same in every run: one block, r numbers
     again = run_protocol(inference, case(encoder, n=2048), timeout=300.0)
-    np.testing.assert_allclose(values(run)[ANN], values(again)[ANN], atol=1.5e-1)  # noise of the small ring, twice
+    np.testing.assert_allclose(values(run)[ANN], values(again)[ANN], atol=0.3)  # noise of the small ring, twice
     assert values(run)[ANN].shape == (2048, 1, 2)
 
 
