@@ -215,9 +215,15 @@ def test_another_slot_map_than_agreed_is_refused():
     assert isinstance(run.errors[SECOND], ParameterError)
 
 
-def test_only_a_holder_may_query():
-    with pytest.raises(ParameterError, match="querier"):
-        key_switch.Params(names(3), Party("asker"), SMALL, K, BIG, FRESH)
+def test_an_outsider_without_a_share_of_the_key_reads_the_result_and_nobody_else_does():
+    given, asker = switch_case(), Party("asker")
+    params = key_switch.Params(names(3), asker, SMALL, K, BIG, FRESH)
+    inputs = {i: x[:2] for i, x in given.inputs.items()} | {asker: given.inputs[SECOND][2:]}
+    run = run_protocol(key_switch, Case(params, inputs))
+    check_no_errors(run)
+    found = values(run)
+    np.testing.assert_allclose(found.pop(asker), plain(), atol=1e-6)
+    assert set(found.values()) == {None}
 
 
 # ---- an aggregator that lies -----------------------------------------------------------------------------------------
