@@ -139,7 +139,8 @@ def adapt_model(story: Story, tell: Tell) -> Played:
     asking = story.sites["vienna"]
     blinded = attacks.blinded_block(encoder, asking)
     few = {p: sites[p][np.flatnonzero(seen[p])[:2]].copy() for p in ("lugano", "vienna")}
-    second = rehearse("adapt-model", few, mode="published", on_event=tell, **{**options, "rounds": 1})
+    kinds = tuple(sorted({str(kind) for a in few.values() for kind in a.obs["cell_type"]}))
+    second = rehearse("adapt-model", few, mode="published", labels=kinds, on_event=tell, **{**options, "rounds": 1})
     shown = attacks.shown_block(encoder, second.data["vienna"], asking)
     return [run, second], [
         ("adapt-model", "hardened", "accuracy", *figures, blinded, *cost_of(run)),
