@@ -49,7 +49,7 @@ def case(seed=0, noise=SILENT, rounds=3, donors=True, g=12, sites=SITES, **optio
 
 def agree(fitted, ideal):
     assert (fitted.labels, fitted.genes, fitted.openings) == (ideal.labels, ideal.genes, ideal.openings)
-    # fixed point and 1e-9 of noise, made larger by local steps that stop before their minimum: 1.6e-3 at most in 12 runs
+    # fixed point and 1e-9 of noise, made larger by local steps that stop before their minimum: 1.6e-3 at most, 12 runs
     np.testing.assert_allclose(fitted.coefficients, ideal.coefficients, atol=2e-2)
     np.testing.assert_allclose(fitted.intercept, ideal.intercept, atol=2e-2)
     assert fitted.cells == {}
