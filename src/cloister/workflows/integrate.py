@@ -92,7 +92,7 @@ def site(seat: Seat, adata: AnnData, options: Options) -> Outcome:
     mine = Cells(
         cells.embedding(adata, options.use_rep),
         codes.astype(np.int64),
-        donor_codes(adata, options.donor_key),
+        None if options.donor_key is None else cells.donor_codes(adata, options.donor_key),
         space_of(adata, options.use_rep),
     )
     protocol = federated_harmony if seat.mode == "published" else pooled_harmony
@@ -126,12 +126,6 @@ def settings_of(seat: Seat, options: Options) -> Settings:
 
 def params_of(seat: Seat, options: Options) -> Params:
     return Params(seat.sites, seat.coordinator, options.use_rep, settings_of(seat, options), options.min_cells)
-
-
-def donor_codes(adata: AnnData, donor_key: str | None) -> Any:
-    if donor_key is None:
-        return None
-    return np.unique(np.asarray(adata.obs[donor_key].astype(str)), return_inverse=True)[1].astype(np.int64)
 
 
 def model_of(seat: Seat, options: Options, found: Integrated, batches: tuple[str, ...], source: str) -> Integration:

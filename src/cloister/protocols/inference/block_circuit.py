@@ -56,6 +56,10 @@ class Circuit(Recipes):
 
     async def embed(self, inputs: Values) -> Values:
         """(T - 1)·inputs ciphertexts at Δ → T·d at Δ."""
+        return (await self.refresh("embed", (self.embedded(inputs), self.shape.x_bound)))[0]
+
+    def embedded(self, inputs: Values) -> Values:
+        """The first layer, before anything is opened."""
         s, e = self.shape, self.encoder
         scale = inputs.scale * self.w
         w = None if e is None else self.ev.weights(np.rint(e.embed * self.w).astype(np.int64))
@@ -64,8 +68,7 @@ class Circuit(Recipes):
             y = self.ev.linear(w, inputs.get(token(t - 1, s.inputs), k)) if t else self.ev.zeros(s.width, 2, k)
             return self.ev.add_constants(y, e.positions[t] * scale)  # type: ignore[union-attr]
 
-        x = self.by_token(s.tokens * s.width, s.width, 2, scale, [inputs], make)
-        return (await self.refresh("embed", (x, s.x_bound)))[0]
+        return self.by_token(s.tokens * s.width, s.width, 2, scale, [inputs], make)
 
     async def enter(self, x: Values) -> Values:
         """T·d ciphertexts at Δ and all primes → what `block` takes."""

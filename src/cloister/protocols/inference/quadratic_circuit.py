@@ -99,15 +99,7 @@ class QuadraticCircuit(Circuit):
     # ---- x -----------------------------------------------------------------------------------------------------------
 
     async def embed(self, inputs: Values) -> Values:
-        s, e = self.shape, self.encoder
-        scale = inputs.scale * self.w
-        w = None if e is None else self.ev.weights(np.rint(e.embed * self.w).astype(np.int64))
-
-        def make(t: int, k: int) -> Cts:
-            y = self.ev.linear(w, inputs.get(token(t - 1, s.inputs), k)) if t else self.ev.zeros(s.width, 2, k)
-            return self.ev.add_constants(y, e.positions[t] * scale)  # type: ignore[union-attr]
-
-        return await self.enter(self.by_token(s.tokens * s.width, s.width, 2, scale, [inputs], make))
+        return await self.enter(self.embedded(inputs))
 
     async def enter(self, x: Values) -> Values:
         if self.shape.norm == "post":
