@@ -48,7 +48,8 @@ pytest.importorskip("nvflare")
     (3, None, 3, None),                     # the study's own floor
     (3, None, 2, "2 donors, fewer than 3"),
     (3, 6, 5, "5 donors, fewer than the 6 that .floors. in local/site.toml asks for"),  # raised here
-    (3, 6, 6, None),
+    (3, 6, 6, "'basel' answers about at least 6 donors .*opens what 3 have in common; it needs min_donors = 6 there"),
+    (6, 6, 6, None),
     (5, 2, 4, "4 donors, fewer than 5"),    # a lower one lowers nothing
     (5, 2, 5, None),
 ])  # fmt: skip
@@ -73,12 +74,25 @@ def test_in_a_run_the_floor_holds_before_anything_is_sent(tmp_path):
     kit = kit_of(tmp_path, 6, donors=4, donor_key="donor")
     with pytest.raises(RefusedError, match="4 donors, fewer than the 6"):
         open_cells(kit, kit.policy())  # what `Turn` calls before the first frame
-    kit.policy_file.write_text(kit.policy_file.read_text().replace("min_donors = 6", "min_donors = 4"))
+    kit.policy_file.write_text(kit.policy_file.read_text().replace("min_donors = 6", "min_donors = 3"))
     assert open_cells(kit, kit.policy()).n_obs == demo_sites()["basel"].n_obs
 
 
+@pytest.mark.parametrize(("workflow", "opens"), [("shared-pca", False), ("find-outliers", True)])
+def test_only_what_a_study_opens_must_reach_a_sites_floor(workflow, opens, tmp_path):
+    kit = kit_of(tmp_path, 4, donors=4)
+    study = Study("floors", workflow, PARTIES, network=NETWORK, parameters={"donor_key": "donor"})
+    adata = demo_sites()["basel"]
+    adata.obs["donor"] = np.resize(["a", "b", "c", "d"], adata.n_obs)
+    if opens:
+        with pytest.raises(RefusedError, match="opens what 3 have in common"):
+            check_floors(kit.me, study, kit.policy(), adata)
+    else:  # sums over all of a site's donors: it holds as many as it asks for
+        check_floors(kit.me, study, kit.policy(), adata)
+
+
 def test_a_column_that_is_named_otherwise_here_is_counted(tmp_path):
-    kit = kit_of(tmp_path, 4, donors=4, donor_key="patient")
+    kit = kit_of(tmp_path, 4, donors=4, donor_key="patient", min_donors=4)
     text = re.sub(r"(?m)^\[obs\].*", '[obs]\npatient = "donor"', kit.policy_file.read_text())
     kit.policy_file.write_text(text if "patient" in text else text + '\n[obs]\npatient = "donor"\n')
     adata = open_cells(kit, kit.policy())

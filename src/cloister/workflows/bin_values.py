@@ -32,7 +32,9 @@ class Options:
     key_added: str = option("binned", "name of the layer that is written")
     min_values: int = option(200, "least number of non-zero values a site must hold")
     donor_key: str | None = option(None, "column of obs that names each cell's donor; without it, cells are counted")
-    min_donors: int = option(3, "where donor_key is given: least number of donors at a site, and at or beyond an edge")
+    min_donors: int = option(
+        3, "where donor_key is given: least number of donors at a site, and at or beyond an edge", opens=True
+    )
     min_count: int = option(10, "hardened: values that lie at or beyond every edge, on either side")
 
     def __post_init__(self) -> None:

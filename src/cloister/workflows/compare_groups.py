@@ -52,7 +52,7 @@ class Options:
     transform: Literal["logit", "asin"] = option("logit", "scale on which shares of cell types are compared")
     min_cells: int = option(10, "least number of cells of a donor and type that are added up")
     min_count: float = option(10.0, "counts that show a gene in a donor of mean size; enough donors have to show it")
-    min_donors: int = option(3, "least number of donors of a group over all sites")
+    min_donors: int = option(3, "least number of donors of a group over all sites", opens=True)
     fdr: float = option(0.05, "false discovery rate below which the report calls a difference one")
     key_added: str = option("groups", "name in uns")
 

@@ -45,7 +45,9 @@ class Options:
     drop: bool = option(default=False, help="leave the flagged rows out of what is written")
     min_count: int = option(8, "hardened: counts below are not opened; 1 opens all, but for those of too few donors")
     donor_key: str | None = option(None, "column of obs that names each cell's donor; without it, cells are counted")
-    min_donors: int = option(3, "where donor_key is given: least number of donors at a site, and of an opened count")
+    min_donors: int = option(
+        3, "where donor_key is given: least number of donors at a site, and of an opened count", opens=True
+    )
     give: Literal["scores", "flags", "regions"] = option("scores", "published: what the principal server hands out")
     stretch: float = option(10.0, "published: T, the largest stretch of an axis")
     standardise: bool = option(

@@ -15,9 +15,19 @@ from cloister.errors import MissingExtra, ParameterError
 WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
 
 
-def option(default: Any = dataclasses.MISSING, help: str = "") -> Any:
-    """A field of a workflow's options, with the line that `cloister explain` prints about it."""
-    return dataclasses.field(default=default, metadata={"help": help})
+def option(default: Any = dataclasses.MISSING, help: str = "", *, opens: bool = False) -> Any:
+    """A field of a workflow's options, with the line that `cloister explain` prints about it.
+
+    `opens`: it decides what is opened, so that a site's own floor must be met by the number that the study agreed on.
+    """
+    return dataclasses.field(default=default, metadata={"help": help, "opens": opens})
+
+
+def opening_floor(options: Any, name: str) -> int | None:
+    """The agreed number below which nothing is opened, if the workflow has an option of this name that says so."""
+    return next(
+        (getattr(options, f.name) for f in dataclasses.fields(options) if f.name == name and f.metadata["opens"]), None
+    )
 
 
 def check_min_donors(least: int) -> None:

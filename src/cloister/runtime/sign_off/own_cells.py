@@ -11,7 +11,8 @@ from cloister.cells.tables import donors
 from cloister.errors import DataError, about
 from cloister.runtime.sign_off.approval import Refusal
 from cloister.study import Party, Study
-from cloister.workflows import steps
+from cloister.workflows import check_plan, steps
+from cloister.workflows.options import opening_floor
 
 if TYPE_CHECKING:
     from anndata import AnnData
@@ -36,7 +37,10 @@ def open_cells(kit: Kit, policy: Policy) -> AnnData:
 
 
 def check_floors(me: Party, part: Study, policy: Policy, adata: AnnData) -> None:
-    """Raise `Refusal` if the cells are of fewer donors than this site's policy asks for, whatever the study says."""
+    """Raise `Refusal` if the cells are of fewer donors than this site's policy asks for, whatever the study says.
+
+    Nor may the study agree on a lower number where that number decides what is opened.
+    """
     if (least := policy.floors.get("min_donors")) is None:
         return
     what = part.place or "the study"
@@ -45,6 +49,12 @@ def check_floors(me: Party, part: Study, policy: Policy, adata: AnnData) -> None
         raise Refusal(f"'{me}' answers about at least {least} donors ([floors]), and {what} has no donor_key")
     if (here := donors(adata, str(key))) < least:
         raise Refusal(f"{here} donors, fewer than the {least} that [floors] in local/site.toml asks for")
+    _, options = check_plan(part)
+    if (agreed := opening_floor(options, "min_donors")) is not None and agreed < least:
+        raise Refusal(
+            f"{me!r} answers about at least {least} donors ([floors]), and {what} opens what {agreed} have in common; "
+            f"it needs min_donors = {least} there"
+        )
 
 
 def fingerprint_of(study: Study, me: Party, adata: AnnData) -> Fingerprint:
