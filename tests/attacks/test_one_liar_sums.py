@@ -772,6 +772,35 @@ def test_r3_a_liar_does_not_get_honest_sites_left_out(monkeypatch, old, code):
             assert (error.protocol, error.line, error.code, error.heard) == ("toy", "X2", code, True)
 
 
+@pytest.mark.parametrize("old", [True, False])
+def test_r3_nor_does_a_lying_coordinator_go_on_without_who_found_something_wrong(monkeypatch, old):
+    """The coordinator begins again without b, though a has heard what b found. Old: a did not look, and went on."""
+    if old:
+        monkeypatch.setattr(attempts, "still_there", lambda ch, sites: tuple(sites))
+
+    async def leads(ch, params):
+        for attempt, sites in enumerate((SITES, (A, C))):
+            await ch.broadcast(sites, attempts.Go(sites, done=False))
+            inner, control = attempts._scopes(ch, attempt, sites)
+            opened = await inner.gather(sites, Opened, quorum=0)
+            await control.gather(sites, attempts.Report, quorum=0)
+        await ch.broadcast((A, C), attempts.Go((A, C), done=True))
+        return sum(m.value for m in opened.values())
+
+    async def honest(ch, params):
+        return (await attempts.follow(ch, HUB, sums_words("proof")))[1]
+
+    async def liar(ch, params):
+        return (await attempts.follow(ch, HUB, lies_to(B)))[1]
+
+    run = run_protocol(toy, Case((), {}), roles={HUB: leads, A: honest, B: honest, C: liar}, timeout=3.0)
+    if old:
+        assert values(run)[HUB] - SECRETS[C] == SECRETS[A]
+    else:
+        assert A not in values(run)
+        assert (run.errors[A].protocol, run.errors[A].code, run.errors[A].heard) == ("toy", "proof", True)
+
+
 def test_r3_who_is_gone_is_left_out_as_before():
     async def leads(ch, params):
         return await attempts.lead(ch, SITES, 2, add_opened)

@@ -424,6 +424,19 @@ def test_a_site_with_other_covariates_is_named():
     assert stopped.value.code == "covariates"
 
 
+@pytest.mark.parametrize(
+    ("theirs", "code"), [(("B cell", "t_cell"), "spelling"), (("glia", "neuron"), "foreign-labels")]
+)
+def test_a_site_with_other_names_of_types_is_named(theirs, code):
+    params = dataclasses.replace(case(g=20).params, labels=None)
+    brought = {u: pooled_contrasts.Brings(("B cell", "T cell"), ()) for u in params.sites}
+    assert pooled_contrasts.agree(params, brought).labels == ("B cell", "T cell")
+    brought[params.sites[1]] = pooled_contrasts.Brings(theirs, ())
+    with pytest.raises(ProtocolAbort, match="site-1") as stopped:
+        pooled_contrasts.agree(params, brought)
+    assert (stopped.value.code, stopped.value.origin) == (code, "site-1")
+
+
 def test_a_cell_type_that_few_have_is_left_out_and_the_others_are_compared():
     c = case(seed=2)
     inputs = dict(c.inputs)

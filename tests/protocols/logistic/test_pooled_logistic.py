@@ -290,6 +290,30 @@ def test_a_site_that_dies_ends_the_run_by_name(nth):
     assert all(e.code for e in run.errors.values())
 
 
+@pytest.mark.parametrize(("line", "counts"), [("L8", "right_answers"), ("L9", "answers_by_probability")])
+@pytest.mark.parametrize("more", [1000, -1000])
+def test_a_site_that_invents_answers_ends_the_run(line, counts, more, monkeypatch):
+    """One site counts answers on held-out cells that nobody has, or takes away what the others count."""
+    honest = getattr(logistic_terms.Cells, counts)
+
+    def invented(cells, *args):
+        return honest(cells, *args) + (more if len(cells.held) == 80 else 0)
+
+    monkeypatch.setattr(logistic_terms.Cells, counts, invented)
+    run = run_protocol(pooled_logistic, case(), timeout=5.0)
+    assert not values(run)
+    assert {(run.errors[u].line, run.errors[u].code) for u in run.study.parties} == {(line, "absurd")}
+
+
+def test_a_sketch_of_nothing_ends_the_run(monkeypatch):
+    """Sites whose labelled cells do not vary, or that add zeros, give no directions to go along."""
+    monkeypatch.setattr(logistic, "sketch_sums", lambda rows, mean, along: np.zeros(along.shape))
+    monkeypatch.setattr(logistic_terms.Terms, "rank", 8)  # fewer directions than genes
+    run = run_protocol(pooled_logistic, case(), timeout=5.0)
+    assert not values(run)
+    assert {(run.errors[u].line, run.errors[u].code) for u in run.study.parties} == {("L5", "absurd")}
+
+
 def test_one_liar():
     c, twin = (case(seed=s, n=3, g=20, penalties=(1e-1,), held_out=False, n_top_genes=10) for s in (5, 6))
     ideal = pooled_logistic.ideal(c.params, plain(c))[HUB]

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -95,6 +96,19 @@ def test_the_secure_sum_alone_takes_it():
     ended = run_protocol(secure_sum, Case(params, inputs), roles={HUB: aggregator}, timeout=5.0)
     assert not ended.errors
     assert {int(values(ended)[u].z[0]) for u in SITES} == {1009}
+
+
+@pytest.mark.parametrize("told", [lambda opened: None, lambda opened: replace(opened, survivors=SITES[1:])])
+def test_a_sum_that_is_not_of_all_sites_is_refused(told, monkeypatch):
+    """Whatever the secure sum hands over: here as if it had been opened without a site, or not at all."""
+    contribute = secure_sum.contributor
+
+    async def without_one(*args, **kwargs):
+        return told(await contribute(*args, **kwargs))
+
+    monkeypatch.setattr(secure_sum, "contributor", without_one)
+    ended = run_protocol(checked_sum, FIRST, timeout=5.0)
+    assert {ended.errors[u].code for u in SITES} == {"survivors"}
 
 
 def test_one_liar():

@@ -13,7 +13,8 @@ Reveals
 -------
 every party : who takes part in which attempt.
 lying coordinator : it may begin again without a site that is there, and sees what the step reveals once per list. The
-    lists shrink, so these are at most as many as there are sites.
+    lists shrink, so these are at most as many as there are sites. It cannot go on without a site that found something
+    wrong, if another site has heard of it.
 one lying site : nothing more. It may leave, and be left out; it cannot have another left out.
 
 Assumes
@@ -109,6 +110,7 @@ async def follow(ch: Channel, server: Party, step: Step[T]) -> tuple[T, tuple[Pa
     go = await ch.recv_broadcast(server, Go)  # A1
     while not go.done:
         check_list(ch.me, go.sites, before)
+        still_there(ch, before or ())
         before, result = go.sites, None
         inner, control = _scopes(ch, attempt, go.sites)
         mine = asyncio.ensure_future(step(inner, go.sites))
