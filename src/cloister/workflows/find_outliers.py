@@ -15,7 +15,6 @@ from cloister.errors import DataError, ParameterError
 from cloister.models.disguise import disguise
 from cloister.net.seat import Outcome, Place, Seat
 from cloister.protocols.forest import counted_forest, masked_forest
-from cloister.protocols.sums.columns import match_columns
 from cloister.workflows import Workflow
 from cloister.workflows.figures.outliers import figures, plot_values
 from cloister.workflows.modes import modes_of
@@ -176,8 +175,7 @@ def _counted(
     found = seat.run(counted_forest.site, hardened_params(seat, options), _kind(adata, options), names, X, donor)
     cuts = found.cuts if found.cuts is not None else np.full(options.repeats, float(options.threshold or 0.0))
     votes = (found.scores >= cuts[:, None]).sum(axis=0)
-    order = match_columns(names, found.columns)
-    return found.scores.mean(axis=0), 2 * votes > options.repeats, float(cuts.mean()), found.scaling.apply(X[:, order])
+    return found.scores.mean(axis=0), 2 * votes > options.repeats, float(cuts.mean()), found.rows
 
 
 def _masked(

@@ -167,6 +167,7 @@ class Isolated:
     cuts: F64 | None  # (repeats,)
     present: tuple[Party, ...]
     secret: bytes = field(repr=False)
+    rows: F64 = field(repr=False)  # own rows, on the common scale
 
 
 def roles(params: Params) -> dict[Party, object]:
@@ -320,7 +321,7 @@ async def site(
     seed_params = common_seed.Params(params.sites, params.coordinator)
     seed = await common_seed.site(ch.sub("seed"), seed_params, entropy=entropy, identity=identity)  # L2
     ask = Asking(ch, params.sites, params.coordinator, seed.present, seed, entropy, identity)
-    X = X[:, order]
+    X = X if np.array_equal(order, np.arange(X.shape[1])) else X[:, order]  # a copy of many rows is dear
     scaling = await pooled_scaling.find(ask, X, X.shape[1], params.needed)  # L3
     if not len(scaling.usable):
         raise DataError("every column has one value in all rows of all sites; nothing can be isolated in such data")
@@ -335,7 +336,7 @@ async def site(
     scores = np.array([f.score(Z) for f in forests])  # L8
     cuts = await _cuts(params, ask, scaling.rows, Scored(scores, donor))  # L9
     await same_view.site(ch, same_view.Params(params.sites, params.coordinator), identity=identity)  # L10
-    return Isolated(columns.names, scaling, forests, outline, scores, cuts, ask.present, seed.secret)
+    return Isolated(columns.names, scaling, forests, outline, scores, cuts, ask.present, seed.secret, Z)
 
 
 async def coordinator(ch: Channel, params: Params) -> Outline:

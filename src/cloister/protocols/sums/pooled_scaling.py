@@ -81,8 +81,9 @@ class Scaling:
         """(x - mean) / scale; 0 in constant columns and where an entry is missing."""
         Z = X - self.mean
         Z /= np.where(self.scale > 0, self.scale, 1.0)
-        Z[:, self.scale == 0] = 0.0
-        return np.nan_to_num(Z, copy=False, nan=0.0)
+        if len(self.usable) < len(self.scale):
+            Z[:, self.scale == 0] = 0.0
+        return Z if np.isfinite(Z.sum()) else np.nan_to_num(Z, copy=False, nan=0.0)
 
 
 def ideal(params: Params, xs: Mapping[Party, F64]) -> dict[Party, Scaling]:
@@ -133,7 +134,7 @@ async def _exponents(ask: Asking, width: int, parts: Parts) -> I64:
     def reach() -> I64:
         largest = np.zeros(width)
         for part in parts():
-            np.maximum(largest, np.nan_to_num(np.abs(part)).max(axis=0), out=largest)
+            np.fmax(largest, np.fmax.reduce(np.abs(part), axis=0), out=largest)  # missing entries reach nothing
         above: I64 = (largest[:, None] >= np.ldexp(1.0, np.arange(low, high))).astype(np.int64)
         return above.ravel()
 
@@ -155,7 +156,7 @@ async def _sums(ask: Asking, width: int, mine: int, parts: Parts) -> tuple[int, 
         for part in parts():
             there = np.isfinite(part)
             counts += there.sum(axis=0)
-            sums += np.where(there, part, 0.0).sum(axis=0)
+            sums += part.sum(axis=0) if there.all() else np.where(there, part, 0.0).sum(axis=0)
         head = np.array([mine, *counts], np.int64)
         sums = np.clip(sums, -point.bound, point.bound)  # beyond only if L1 lied
         return np.concatenate([head.view(np.uint64), point.encode(sums)])
