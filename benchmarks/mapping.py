@@ -4,6 +4,7 @@
     python benchmarks/mapping.py                              everything
     python benchmarks/mapping.py --spu PYTHON --crypten PYTHON      interpreters that have the peers installed
     python benchmarks/mapping.py --only modes                 hardened beside semi-honest, also with late messages
+    python benchmarks/mapping.py --only equal                 both on the whole real sets: labels of pooled k-NN?
 
 Peers live in environments of their own (`python -m venv`, `pip install spu==0.9.5`; CrypTen: `pip install --no-deps
 crypten` beside torch, onnx, omegaconf, pyyaml). Where an interpreter is not given, that peer is left out and the table
@@ -432,13 +433,38 @@ def reference_study(lung):
     return next((n for n in names if "sapiens" in n.lower() or n.lower().startswith("ts")), names[0])
 
 
-def on_real_data(title, sites, query, label_key, quick):
+def embedded(title, sites, query, label_key):
+    """The studies in one space, and the options of the mapping."""
     import cloister as cl
 
     print(f"\n{title}")
-    print("  " + ", ".join(f"{name} {a.n_obs} cells" for name, a in sites.items()))
-    shared = cl.rehearse("shared-pca", data=sites, library_key="n_counts_all_genes", n_components=50).data
-    options = {"query": query, "label_key": label_key, "use_rep": "X_shared_pca", "n_neighbors": 10}
+    print("  " + ", ".join(f"{name} {a.n_obs} cells" for name, a in sites.items()), flush=True)
+    made = cl.rehearse("shared-pca", data=sites, library_key="n_counts_all_genes", n_components=50, timeout=600.0)
+    return made.data, {"query": query, "label_key": label_key, "use_rep": "X_shared_pca", "n_neighbors": 10}
+
+
+def equal_on_real_data(title, sites, query, label_key):
+    """Both modes on the whole set: the label of pooled k-NN for every cell whose vote is no tie."""
+    import cloister as cl
+
+    shared, options = embedded(title, sites, query, label_key)
+    pool = cl.mapping_baselines(shared, **options)["pooled k-NN"]
+    for mode in ("hardened", "semi-honest"):
+        began, cpu = time.perf_counter(), time.process_time()
+        run = cl.rehearse("map-labels", data=shared, mode=mode, timeout=1200.0, **options)
+        took, spent = time.perf_counter() - began, time.process_time() - cpu
+        same = (run.data[query].obs["mapped"].astype(str).to_numpy() == pool["labels"])[~pool["ties"]]
+        print(
+            f"  {mode:12} equal {int(same.sum())} of {len(same)} cells without a tie ({len(pool['ties'])} in all),"
+            f" {sum(c['bytes'] for c in run.cost.values()) / 1e6:.0f} MB, {took:.0f} s, {spent:.0f} CPU-s",
+            flush=True,
+        )
+
+
+def on_real_data(title, sites, query, label_key, quick):
+    import cloister as cl
+
+    shared, options = embedded(title, sites, query, label_key)
     table = cl.mapping_baselines(shared, **options)
     print(f"  {'':34}{'accuracy':>9}{'macro-F1':>9}{'seconds':>9}{'MB':>9}")
     for name, row in table.items():
@@ -534,7 +560,7 @@ def main():
     parser.add_argument("--crypten-pairs", type=int, default=200_000, help="CrypTen runs so many; the rest is by rule")
     parser.add_argument("--limit", type=int, default=1200, help="seconds a peer may take")
     parser.add_argument("--budget", type=float, default=300.0, help="seconds a row of the scale table may take")
-    parser.add_argument("--only", choices=("real", "peers", "scale", "modes", "unknown"), help="one part only")
+    parser.add_argument("--only", choices=("real", "equal", "peers", "scale", "modes", "unknown"), help="one part only")
     parser.add_argument("--size", type=int, help="of --only modes, the sizes with so many queries alone")
     parser.add_argument("--repeats", type=int, default=1, help="how often --only modes runs each")
     parser.add_argument("--report", help="write the report of the real runs to this folder")
@@ -545,6 +571,9 @@ def main():
         f"{platform.machine()}, {os.cpu_count()} cores, {threads} thread(s) a process, Python"
         f" {platform.python_version()}, NumPy {np.__version__}; load {os.getloadavg()[0]:.1f}"
     )
+    if args.only == "equal":
+        for found in studies(args.data, args.quick):
+            equal_on_real_data(*found)
     if args.only in (None, "real"):
         for title, sites, query, key in studies(args.data, args.quick) or []:
             run = on_real_data(title, sites, query, key, args.quick)
