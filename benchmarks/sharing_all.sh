@@ -6,10 +6,11 @@ set -u
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python}
 export OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 MKL_NUM_THREADS=1 NUMBA_NUM_THREADS=1
+mkdir -p build/sharing
 keep() { # name, then what to run: kept only if it came to its end
     name=$1
     shift
-    "$@" > "benchmarks/logs/$name.tmp" 2>&1 && mv "benchmarks/logs/$name.tmp" "benchmarks/logs/$name.txt"
+    "$@" > "benchmarks/logs/$name.tmp" 2> "build/sharing/$name.err" && mv "benchmarks/logs/$name.tmp" "benchmarks/logs/$name.txt"
 }
 keep sharing_modes "$python" benchmarks/mapping.py --only modes --repeats 3 --spu "${SPU:-}"
 keep sharing_equal "$python" benchmarks/mapping.py --only equal
