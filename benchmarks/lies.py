@@ -1,8 +1,8 @@
-"""Every lie that one party can tell in one message, in every protocol of sums, forests and training.
+"""Every lie that one party can tell in one message, in every protocol of sums, forests, training and sharing.
 
     python benchmarks/lies.py [--quick] [--jobs 4] [--only secure_sum]
 
-The cases, and what a right result is, are those of tests/protocols/test_one_liar.py; `--quick` tells one lie per kind
+The cases, and what a right result is, are those of tests/protocols/test_one_liar*.py; `--quick` tells one lie per kind
 of message, as the tests do, and keeps nothing. Lies tried; of these, how many ended in a named abort, how many in a
 right result, and how many are among those that the protocol says, under *Assumes*, it does not notice. A wrong result,
 a crash or a party that does not end in time is an error, and the row says which lie. Results go to
@@ -26,7 +26,9 @@ LOG = ROOT / "benchmarks" / "logs" / "lies.json"
 
 
 def questions() -> dict[str, Any]:
-    return runpy.run_path(str(ROOT / "tests" / "protocols" / "test_one_liar.py"))
+    """Protocol → the function that asks it."""
+    files = sorted((ROOT / "tests" / "protocols").glob("test_one_liar*.py"))
+    return {name: found["ask"] for found in map(runpy.run_path, map(str, files)) for name in found["QUESTIONS"]}
 
 
 def ask(given: tuple[str, bool]) -> dict[str, Any]:
@@ -37,7 +39,7 @@ def ask(given: tuple[str, bool]) -> dict[str, Any]:
     paillier.LEAST_BITS = 1024  # the published forest's keys, as short as in the tests
     began, error = time.monotonic(), ""
     try:
-        found = questions()["ask"](name, full=not quick, timeout=4.0, within=40.0)
+        found = questions()[name](name, full=not quick, timeout=4.0, within=40.0)
         counts = {"tried": found.tried, "aborted": found.aborted, "right": found.right, "assumed": found.assumed}
     except AssertionError as e:
         counts, error = {}, " ".join(str(e).split())[:300] or "AssertionError"
@@ -50,7 +52,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--only", default="", help="protocols whose name contains this")
     asked = parser.parse_args()
-    chosen = [name for name in questions()["QUESTIONS"] if asked.only in name]
+    chosen = [name for name in questions() if asked.only in name]
     machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
     print(f"{machine}; Python {platform.python_version()}; {asked.jobs} at a time; three sites, keys of 1024 bits")
     print(f"{'':22s}{'tried':>8s}{'aborted':>9s}{'right':>8s}{'assumed':>9s}{'s':>8s}")

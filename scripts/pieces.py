@@ -12,6 +12,7 @@ A piece stands between `<!-- made: KIND WORDS -->` and `<!-- /made -->`:
     workflows                     every workflow, what it does, and what others learn in mode hardened
     lies                          what became of every lie of one party, by protocol (benchmarks/logs)
     mutants                       security mutants by protocol, and why those that live may (benchmarks/logs)
+    printed NAME                  what a benchmark printed, kept as benchmarks/logs/NAME.txt
 """
 
 from __future__ import annotations
@@ -189,6 +190,14 @@ def mutants_table() -> str:
     return whole + ("\n\n" + table(("alive", "why it may be"), alive) if alive else "")
 
 
+def printed(name: str) -> str:
+    """What a benchmark printed, as it is."""
+    path = ROOT / "benchmarks" / "logs" / f"{name}.txt"
+    if not path.exists():
+        return "Not run on this code yet."
+    return f"```text\n{path.read_text(encoding='utf-8').strip()}\n```"
+
+
 KINDS = {
     "options": options_table,
     "parameters": parameters_table,
@@ -196,6 +205,7 @@ KINDS = {
     "workflows": workflows_table,
     "lies": lies_table,
     "mutants": mutants_table,
+    "printed": printed,
 }
 
 

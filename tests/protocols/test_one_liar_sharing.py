@@ -1,6 +1,7 @@
-"""The sixth question to the semi-honest and published protocols on shares: which lies they do not notice, by letter.
+"""The sixth question to the protocols on shares and transfers.
 
-What they say under *Assumes* is all that they may get wrong; and they still end in time, by name.
+Verified ones end with a right result or a named abort. Semi-honest and published ones say under *Assumes*, by letter,
+which lies they do not notice; and they still end in time, by name. `benchmarks/lies.py` asks all of them, every lie.
 """
 
 import sys
@@ -9,17 +10,28 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cloister.protocols.hamming import hamming_mpc
-from cloister.protocols.knn import plain_knn, private_knn, published_knn
-from cloister.protocols.propagation import point_roster, private_graph
+from cloister.protocols.hamming import hamming_mpc, oblivious_transfer, secure_hamming
+from cloister.protocols.knn import mapping_terms, plain_knn, private_knn, published_knn, verified_knn
+from cloister.protocols.propagation import (
+    label_propagation,
+    point_roster,
+    private_graph,
+    private_propagation,
+    shared_scores,
+    verified_graph,
+)
+from cloister.protocols.propagation.propagation_terms import Params as PropagationParams
 from cloister.study import Party
-from cloister.testing import Case, check_lies
+from cloister.testing import Case, Lies, check_lies
 
 sys.path.insert(0, str(Path(__file__).parent))
+from knn_cases import ASK, agree
 from knn_cases import case as knn_case
 
 HUB = Party("hub")
 SITES = tuple(map(Party, ("basel", "lugano", "vienna")))
+S, R = Party("sender"), Party("receiver")
+KNN = knn_case(m=2, rows=(4, 3), pads=1, k=2)
 
 
 def codes(module, **options):
@@ -28,37 +40,182 @@ def codes(module, **options):
     return Case(params, {u: (rng.integers(0, 256, (n, 8), np.uint8),) for u, n in zip(SITES, (3, 2, 3), strict=True)})
 
 
-KNN = knn_case(m=2, rows=(4, 3), pads=1, k=2)
-WHERE = {"querier": "abcf", "holder": "abcf", "helper": "abcf"}
-SEMI_HONEST = {
-    "private_knn": (private_knn, KNN, WHERE),
-    "published_knn": (published_knn, Case(published_knn.Params(KNN.params), KNN.inputs), WHERE),
-    "plain_knn": (
-        plain_knn,
-        Case(plain_knn.Params(KNN.params, HUB), KNN.inputs),
-        {"querier": "abcf", "holder": "abcf", "coordinator": "abcf"},
-    ),
-    "private_graph": (private_graph, codes(private_graph, n_neighbors=2), {"site": "abcf", "server": "abcf"}),
-    "hamming_mpc": (hamming_mpc, codes(hamming_mpc), {"site": "abcf", "server": "abcf"}),
-}
+def scores(*, verified):
+    rng = np.random.default_rng(0)
+    labelled = dict(zip(SITES, (1, 1, 0), strict=True))
+    rows = {u: rng.integers(0, 1 << 24, (6, n), np.int32) for u, n in labelled.items()}
+    inputs = {HUB: (rows,)} | {u: (rng.integers(0, 2, n),) for u, n in labelled.items()}
+    return Case(shared_scores.Params(SITES, (2, 2, 2), HUB, 2, verified=verified), inputs)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", list(SEMI_HONEST))
-def test_semi_honest_protocols_say_what_they_do_not_notice(name):
-    module, case, assumes = SEMI_HONEST[name]
-    lies = check_lies(module, [case], right=lambda lie, found: None, assumes=assumes, timeout=1.0)
-    assert lies.assumed > 0
+def points():
+    rng = np.random.default_rng(0)
+    labels = {"basel": ["one", "two", None], "lugano": [None, "one", None], "vienna": ["two", None, None]}
+    inputs = {u: (rng.normal(size=(3, 4)), labels[u]) for u in SITES}
+    return Case(PropagationParams(SITES, HUB, bits=64, n_neighbors=2), inputs)
 
 
-def test_the_roster_is_the_same_for_all():
-    """A server that tells sites different rosters is noticed by the transcript; other lies by the seal."""
+def terms():
+    def holding(rows, norm, names):
+        return mapping_terms.Holding(4, rows, mapping_terms.rounded(rows, 0), norm, names)
+
+    given = {ASK: holding(9, 4.1, ()), SITES[0]: holding(70, 0.3, ("a", "b")), SITES[1]: holding(2, 7.9, ("c",))}
+    return Case(mapping_terms.Params(HUB, ASK, SITES[:2], (ASK, *SITES[:2]), 3), {p: (h,) for p, h in given.items()})
+
+
+def transfer():
+    rng = np.random.default_rng(0)
+    params = oblivious_transfer.Params(S, R, 16, 3, 2)
+    delta = rng.integers(0, 1 << 16, (16, 3)).astype(params.dtype)
+    return Case(params, {S: (delta,), R: (rng.integers(0, 2, 16).astype(np.uint8),)})
+
+
+def roster():
     inputs = {u: (n, 4, ("one", "two"), bytes(range(32))) for u, n in zip(SITES, (5, 6, 7), strict=True)}
+    return Case(point_roster.Params(SITES, HUB), inputs)
 
+
+# ---- what a right result is ------------------------------------------------------------------------------------------
+
+
+def right_labels(cases):
+    """Only the querier has a result, and its labels are those of its cells if others lie."""
+
+    def right(lie, found):
+        if ASK in found and lie.liar != ASK:
+            agree(found[ASK], verified_knn.ideal(cases[0].params, cases[0].inputs)[ASK])
+
+    return right
+
+
+def right_graph(cases):
+    wanted = verified_graph.ideal(cases[0].params, {p: x[0] for p, x in cases[0].inputs.items()})[HUB]
+
+    def right(lie, found):
+        if HUB in found:
+            np.testing.assert_array_equal(found[HUB], wanted)
+
+    return right
+
+
+def right_scores(cases):
+    wanted = shared_scores.ideal(cases[0].params, {p: x[0] for p, x in cases[0].inputs.items()})
+
+    def right(lie, found):
+        for p, z in found.items():
+            if p != HUB:
+                np.testing.assert_array_equal(z, wanted[p])
+
+    return right
+
+
+def right_terms(cases):
+    """Right for what the liar may say of itself, or everyone stops."""
+    wanted = mapping_terms.ideal(cases[0].params, {p: x[0] for p, x in cases[0].inputs.items()})[HUB]
+
+    def right(lie, found):
+        for p, terms in found.items():
+            assert terms == wanted or lie.name == "mapping_terms.Announcement", f"{p}: {terms}"
+        assert len(set(map(str, found.values()))) <= 1, "the honest parties go on with different terms"
+
+    return right
+
+
+def right_transfer(cases):
+    """What the sender says in O4 is its input; all else is checked or sealed in the group."""
+    wanted = oblivious_transfer.ideal(cases[0].params, {p: x[0] for p, x in cases[0].inputs.items()})
+
+    def right(lie, found):
+        if lie.name != "oblivious_transfer.Corrections" and {S, R} <= found.keys():
+            np.testing.assert_array_equal(found[R] - found[S], wanted[R] - wanted[S])
+
+    return right
+
+
+def right_roster(cases):
     def right(lie, found):
         honest = [r for p, r in found.items() if p != HUB]
         if lie.letter != "a":  # of the same roster for all; a different one for one of them binds what follows
             assert len({r.sizes for r in honest}) <= 1
 
-    lies = check_lies(point_roster, [Case(point_roster.Params(SITES, HUB), inputs)], right=right, timeout=1.0)
-    assert lies.tried >= 4
+    return right
+
+
+def anything(cases):
+    return lambda lie, found: None
+
+
+VERIFIED = {
+    "verified_knn": (verified_knn, [Case(verified_knn.Params(KNN.params), KNN.inputs)], right_labels, {}),
+    "verified_graph": (verified_graph, [codes(verified_graph, n_neighbors=2)], right_graph, {}),
+    "shared_scores": (shared_scores, [scores(verified=True)], right_scores, {}),
+    "mapping_terms": (mapping_terms, [terms()], right_terms, {}),
+    "oblivious_transfer": (oblivious_transfer, [transfer()], right_transfer, {}),
+    "point_roster": (point_roster, [roster()], right_roster, {}),
+}
+COMPUTING = {"querier": "abcf", "holder": "abcf", "helper": "abcf"}
+SERVED = {"site": "abcf", "server": "abcf"}
+SEMI_HONEST = {
+    "private_knn": (private_knn, [KNN], anything, COMPUTING),
+    "published_knn": (published_knn, [Case(published_knn.Params(KNN.params), KNN.inputs)], anything, COMPUTING),
+    "plain_knn": (
+        plain_knn,
+        [Case(plain_knn.Params(KNN.params, HUB), KNN.inputs)],
+        anything,
+        {"querier": "abcf", "holder": "abcf", "coordinator": "abcf"},
+    ),
+    "private_graph": (private_graph, [codes(private_graph, n_neighbors=2)], anything, SERVED),
+    "hamming_mpc": (hamming_mpc, [codes(hamming_mpc)], anything, SERVED),
+    "secure_hamming": (secure_hamming, [codes(secure_hamming, engine="mpc")], anything, SERVED),
+    "shared_scores, semi-honest": (shared_scores, [scores(verified=False)], anything, SERVED),
+    "label_propagation": (label_propagation, [points()], anything, SERVED),
+    "private_propagation": (private_propagation, [points()], anything, SERVED),
+}
+
+
+def single_bits(*, full=False, count=1000, seed=8, **_):
+    """One bit of anything that a party of `verified_knn` computes or says, at random."""
+    sys.path.insert(0, str(Path(__file__).parent / "sharing"))
+    from test_verified import check_random_lies
+
+    tried = count if full else 12
+    harmless = check_random_lies(tried, seed)
+    return Lies(tried, tried - harmless, harmless, 0)
+
+
+QUESTIONS = VERIFIED | SEMI_HONEST | {"verified, single bits": single_bits}
+SEALED = {"verified_knn": "abe", "verified_graph": "ab", "shared_scores": "ab"}  # what the quick tests ask of them
+
+
+def ask(name, **options):
+    if name == "verified, single bits":
+        return single_bits(**options)
+    module, cases, right, assumes = QUESTIONS[name]
+    return check_lies(module, cases, right=right(cases), assumes=assumes, **options)
+
+
+@pytest.mark.parametrize("name", VERIFIED)
+def test_one_lie_per_kind_of_message(name):
+    """Frames are sealed: whatever is changed in one, repeated or moved ends the run."""
+    found = ask(name, timeout=1.0, only=lambda lie: lie.letter in SEALED.get(name, "abcdef"))
+    assert found.tried >= 4
+    assert not found.assumed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", VERIFIED)
+def test_every_lie(name):
+    found = ask(name, full=True, timeout=4.0, within=40.0)
+    assert found.tried >= 8
+    assert not found.assumed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SEMI_HONEST)
+def test_semi_honest_protocols_say_what_they_do_not_notice(name):
+    assert ask(name, timeout=1.0).assumed > 0
+
+
+@pytest.mark.slow
+def test_a_thousand_single_bits():
+    assert single_bits(full=True).right < 100

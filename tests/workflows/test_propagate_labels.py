@@ -10,7 +10,7 @@ from cloister.errors import DataError, ParameterError, ProtocolAbort
 from cloister.models import graph
 from cloister.protocols.propagation import chosen_settings
 from cloister.run.rehearsal import Fault, plan, rehearse
-from cloister.workflows import check_plan, get, options_of
+from cloister.workflows import check_plan, get, options_of, warnings_of
 from cloister.workflows.propagate_labels import Options, summary, who_computes
 
 SMALL = {"label_key": "some", "bits": 512, "timeout": 30.0}
@@ -105,6 +105,8 @@ def test_two_sites_and_the_coordinator_compute(sites):
     found = rehearse("propagate-labels", two, **SMALL)
     assert "coordinator holds no cells and computes because there are only two sites" in found.results["basel"]["note"]
     assert "coordinator" in who_computes(found.study)
+    assert [x for x in warnings_of(found.study) if "any two of them together could see codes and labels" in x]
+    assert not [x for x in warnings_of(plan("propagate-labels", sites)) if "compute" in x]
 
 
 @pytest.mark.parametrize("hamming", ["ot", "he"])

@@ -184,8 +184,16 @@ def who_computes(study: Study) -> str:
     first, second, third = shared_codes.computing(study.sites, study.coordinator)
     text = f"{first}, {second} and {third} compute; any two of them together could see codes and labels of all cells"
     if third == study.coordinator:
-        text += f". {third} holds no cells and computes because there are only two sites"
+        text += (
+            f". {third} holds no cells and computes because there are only two sites; with a third site it would not"
+        )
     return text
+
+
+def warnings(study: Study, options: Options) -> list[str]:
+    """With two sites, who computes: who runs the coordinator often is one of the two."""
+    told = computed_by(study, options)
+    return list(told.values()) if len(study.sites) == 2 else []
 
 
 def computed_by(study: Study, options: Options) -> dict[str, Any]:
@@ -278,4 +286,5 @@ WORKFLOW = Workflow(
     check=check,
     writes=("obs[{key_added!r}]",),
     figures=figures,
+    warnings=warnings,
 )

@@ -18,7 +18,6 @@ from cloister.testing import (
     check_abort,
     check_cost,
     check_ideal,
-    check_lies,
     check_no_errors,
     check_vectors,
     check_view,
@@ -127,28 +126,6 @@ def test_abort(kind):
     messages = [m for m in messages if m in sent]
     assert len(messages) >= 6
     check_abort(verified_knn, c, survived=survived, kinds=[kind], messages=messages)
-
-
-def right(lie, found):
-    """What finished is right; only the querier has a result, and its labels are those of its cells if others lie."""
-    if ASK in found and lie.liar != ASK:
-        agree(found[ASK], verified_knn.ideal(LIES.params, LIES.inputs)[ASK])
-
-
-LIES = case(m=2, rows=(4, 3), pads=1, k=2)
-
-
-def test_lies_in_frames():
-    """Frames are sealed: whatever is changed in one, repeated or moved ends the run."""
-    lies = check_lies(verified_knn, [LIES], right=right, timeout=1.0, only=lambda lie: lie.letter in "abe")
-    assert lies.tried > 10
-    assert not lies.assumed
-
-
-@pytest.mark.slow
-def test_all_lies_in_frames():
-    lies = check_lies(verified_knn, [LIES], right=right, timeout=1.0, full=True)
-    assert lies.tried > 500
 
 
 def test_vote_ties_go_to_the_earlier_label():

@@ -288,8 +288,3 @@ def check_random_lies(count, seed):
 
 def test_random_lies():
     assert check_random_lies(12, 7) <= 3
-
-
-@pytest.mark.slow
-def test_a_thousand_random_lies():
-    assert check_random_lies(1000, 8) < 100

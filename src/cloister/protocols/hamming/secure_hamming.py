@@ -18,7 +18,8 @@ site : how many points the others have. With `ot` and `he`, together with the se
 
 Assumes
 -------
-Semi-honest parties. See the engines for what each rests on.
+Semi-honest parties. See the engines for what each rests on. Lies that are not noticed: (a), (b), (c), (f) of the site
+and (a), (b), (c), (f) of the server: other distances, which are a site's word of its own points, too.
 
 Cost
 ----

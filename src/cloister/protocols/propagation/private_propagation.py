@@ -26,9 +26,10 @@ two computing parties : the first three sites compute (with two sites, the serve
 
 Assumes
 -------
-Semi-honest parties; no two of the three computing parties collude; what the parts assume. A site that stops before L5
-is as if absent; during L5, L5 is begun again without it; before L12 ends it counts as unlabelled, and L12 is begun
-again. At least two sites must stay.
+Semi-honest parties; no two of the three computing parties collude; what the parts assume. Lies that are not noticed:
+(a), (b), (c), (f) of the server and (a), (b), (c), (f) of the site (`verified_propagation` closes them, but for the
+server's S). A site that stops before L5 is as if absent; during L5, L5 is begun again without it; before L12 ends it
+counts as unlabelled, and L12 is begun again. At least two sites must stay.
 
 Cost
 ----

@@ -20,7 +20,8 @@ two computing parties together : all labels and S. With two sites the server com
 Assumes
 -------
 No two of the three computing parties collude. With `verified`, any one party may lie: labels stay hidden and scores are
-right for the S that the server gives, which is its word. Else semi-honest parties.
+right for the S that the server gives, which is its word. Else semi-honest parties, and lies that are not noticed are
+(a), (b), (c), (f) of the site and (a), (b), (c), (f) of the server.
 
 Cost
 ----

@@ -42,8 +42,8 @@ owner of an input, who carries the frames : nothing; every word is under a key o
 
 Assumes
 -------
-Semi-honest parties; no two of the three computing parties collude; Ed25519 keys of all members in the study. A
-computing party that lies is not noticed, and can read what is shared (`verified` closes it).
+Semi-honest parties; no two of the three computing parties collude; Ed25519 keys of all members in the study. Lies of a
+computing party are not noticed, by (a), (b), (c) or (f), and can read what is shared (`verified` closes it).
 
 References
 ----------
