@@ -3,6 +3,8 @@
     python benchmarks/propagation.py [--quick] [--only gain,left-out,graph,groups,...] [--data FOLDER]
 
   choice     balanced accuracy of the default settings, of those that `choose` finds, and of `propagation_baselines`
+  nested     alpha and the weight of class means chosen on all other sets, then measured on one
+  tuned      the paper's tables 1, 2 and 6 with its k = 3: input features, and those of a network trained by FedAvg
   why        the same from the paper's settings to ours, one change at a time
   gain       accuracy and balanced accuracy on unlabelled points at 1, 5, 10 and 50 % labelled: all sites together
              (`xclp`, what the protocols compute, plain and with `balance`), each site alone, pooled with exact cosines
@@ -13,7 +15,8 @@
   graph      labelled points only in the graph, or unlabelled ones too, as in table 3
   features   raw, pretrained (PCA, or MobileNetV2 for images), linear and fine-tuned (layers of FedAvg networks)
   cv         bits and neighbours chosen by cross-validation on the labelled points
-  picture    what server and one site rebuild of others' vectors from variants of the graph; its accuracy and bytes
+  picture    what server and one site rebuild of others' vectors from variants of the graph, its accuracy; what those
+             that are built cost: bytes and CPU seconds, measured, and bytes at 5000 points a site, counted
   cost       bytes, seconds and CPU seconds of the engines, real protocols between three parties of this process
   solve      conjugate gradients on the sparse graph against a dense inverse; growth with n; memory
 
@@ -330,7 +333,7 @@ def gain(args, names):
 
 def choice(args, names):
     """What `choose=True` finds, and what it is measured against."""
-    from cloister.protocols.propagation import chosen_settings
+    from cloister.protocols.propagation import chosen_settings, class_means
     from cloister.study import Party
     from cloister.workflows.baselines.propagation import balanced_accuracy, baselines_of, spread_label
     from cloister.workflows.propagate_labels import Options
@@ -339,7 +342,7 @@ def choice(args, names):
         f"\nchoice: balanced accuracy on unlabelled points, mean of {args.repeats} draw(s); at least two labels a class"
     )
     pooled = ("pooled propagation as published", "pooled 1-NN", "pooled 5-NN", "pooled logistic regression")
-    columns = ("alone", "default", "chosen", "FedAvg", "published", "1-NN", "5-NN", "logistic", "to best")
+    columns = ("alone", "default", "means", "chosen", "FedAvg", "published", "1-NN", "5-NN", "logistic", "to best")
     print(f"{'set':8} {'labelled':>8} " + " ".join(f"{c:>9}" for c in columns))
     usual = Options(n_neighbors=args.neighbours) if args.neighbours else Options()
     for name in (*names, *MORE):
@@ -353,16 +356,112 @@ def choice(args, names):
                 given = np.where(known, y, -1)
                 found = baselines_of(x, given, sites, C, usual)
                 own = {Party(f"s{s}"): np.flatnonzero(known & (sites == s)) for s in np.unique(sites)}
-                setting = chosen_settings.Setting(usual.n_neighbors, usual.power, usual.alpha, usual.balance)
+                setting = chosen_settings.Setting(
+                    usual.n_neighbors, usual.power, usual.alpha, usual.balance, args.means
+                )
                 terms = chosen_settings.Params(tuple(own), Party("hub"), usual.bits, setting, C)
-                best = chosen_settings.choose(terms, keys, own, {u: y[at] for u, at in own.items()}).setting
+                v = class_means.directions(x)
+                counts = class_means.Params(tuple(own), Party("hub"), tuple(np.bincount(y[known]).tolist()), x.shape[1])
+                sums = class_means.sums_of(counts, v[known], y[known])
+                near = {u: class_means.closeness(v[at], sums, y[at]) for u, at in own.items()}
+                best = chosen_settings.choose(terms, keys, own, {u: y[at] for u, at in own.items()}, near).setting
+                found["means"] = spread_label(x, given, C, replace(usual, class_means=args.means))
                 found["chosen"] = spread_label(x, given, C, replace(usual, **asdict(best)))
                 rows[share].append({k: balanced_accuracy(y[~known], f[~known]) for k, f in found.items()})
         for share, draws in rows.items():
             mean = {k: np.mean([d[k] for d in draws]) for k in draws[0]}
-            cells = [mean[k] for k in ("each site alone", "pooled propagation", "chosen", "FedAvg", *pooled)]
+            cells = [mean[k] for k in ("each site alone", "pooled propagation", "means", "chosen", "FedAvg", *pooled)]
             gap = mean["chosen"] - max(mean[k] for k in pooled)
             print(f"{name:8} {share:8.0%} " + " ".join(f"{c:9.3f}" for c in cells) + f" {gap:+9.3f}", flush=True)
+
+
+def nested(args, names):
+    """Defaults that were chosen on other sets: what they are worth on a new one."""
+    from cloister.protocols.propagation import class_means
+    from cloister.study import Party
+    from cloister.workflows.baselines.mapping import linear_label, nearest_label
+    from cloister.workflows.propagate_labels import Options
+
+    usual = Options()
+    tried = [Options(alpha=a, class_means=w) for a in (0.5, 0.7, 0.9) for w in (0.0, 0.25, 0.5, 1.0, 2.0)]
+    shares, found = (0.02, 0.05, 0.1), {}
+
+    def ours(x, y, known, C, W):
+        """Balanced accuracy of every setting, as `spread_label` would have it."""
+        given, v = np.where(known, y, -1), class_means.directions(x)
+        counts = np.bincount(y[known], minlength=C)
+        terms = class_means.Params((Party("a"), Party("b")), Party("hub"), tuple(counts.tolist()), x.shape[1])
+        near, Y = class_means.closeness(v, class_means.sums_of(terms, v[known], y[known])), graph.one_hot(given, C)
+        spread = {o.alpha: graph.solve(W, o.alpha, Y.astype(float), 1e-6) for o in tried}
+        scores = {a: np.rint(np.clip(Z, 0, None) * 2**28).astype(np.int64) for a, Z in spread.items()}
+        return [score(y, graph.decide(scores[o.alpha], None, near, o.class_means)[0], ~known) for o in tried]
+
+    for name in (*names, *MORE):
+        for seed in range(args.repeats):
+            features, y, _, C, rng = load(args, name, seed)
+            x = components(features["raw"], 50) if name == "clothes" else features["pretrained"]
+            keys = graph.nearest(codes(x, usual.bits), usual.n_neighbors)
+            W = graph.adjacency(keys, usual.bits, usual.power)
+            for share in shares:
+                known = draw(y, share, rng, least=2)
+                best = [linear_label(x, x[known], y[known]), nearest_label(x, x[known], y[known], 1)[0]]
+                row = (*ours(x, y, known, C, W), *(score(y, b, ~known) for b in best))
+                found.setdefault((name, share), []).append(row)
+    mean = {at: np.mean(rows, axis=0) for at, rows in found.items()}
+    lost = {at: row[: len(tried)] - row[len(tried) :].max() for at, row in mean.items()}  # to the better pooled one
+    print(f"\nnested: alpha and class means chosen on the other sets, {args.repeats} draw(s); balanced accuracy")
+    print(f"{'set':8} {'labelled':>8} {'alpha':>6} {'means':>6} {'ours':>7} {'logistic':>9} {'1-NN':>7} {'to best':>8}")
+    for name, share in mean:
+        others = np.mean([v for (other, _), v in lost.items() if other != name], axis=0)
+        i, row = int(np.argmax(others)), mean[name, share]
+        o, gap = tried[i], lost[name, share][i]
+        print(f"{name:8} {share:8.0%} {o.alpha:6.1f} {o.class_means:6.2f} {row[i]:7.3f} {row[-2]:9.3f} {row[-1]:7.3f}"
+              f" {gap:+8.3f}", flush=True)  # fmt: skip
+    print("mean gap to the better pooled one, by setting, and the worst row:")
+    for i, o in enumerate(tried):
+        gaps = [v[i] for v in lost.values()]
+        print(f"  alpha {o.alpha:.1f}, class means {o.class_means:.2f}: {np.mean(gaps):+.3f}, worst {min(gaps):+.3f}")
+
+
+def tuned(args, names):
+    """Tables 1, 2 and 6 with k = 3; a network of one hidden layer trained by FedAvg on the given labels."""
+    form = {"k": 3, "balance": True}
+    print(f"\ntuned, as table 1: balanced accuracy, k = 3, balance, mean of {args.repeats} draw(s)")
+    print(f"{'set':8} {'labelled':>8} {'alone':>7} {'xclp':>7} | {'FedAvg':>7} {'alone':>7} {'xclp':>7}   trained")
+    for name in names:
+        rows = {s: [] for s in SHARES[1:]}
+        for seed in range(args.repeats):
+            features, y, sites, C, rng = load(args, name, seed)
+            x = features["raw" if name == "clothes" else "pretrained"]
+            for share in rows:
+                known = draw(y, share, rng, least=2)
+                net = Network(x, y, known, sites, C, hidden=128, relu=True)
+                z = net.embed(x)
+                found = [alone(x, y, known, C, sites, **form), xclp(x, y, known, C, **form), net.predict(x)]
+                found += [alone(z, y, known, C, sites, **form), xclp(z, y, known, C, **form)]
+                rows[share].append([score(y, f, ~known) for f in found])
+        for share, found in rows.items():
+            a, b, c, d, e = np.mean(found, axis=0)
+            print(f"{name:8} {share:8.0%} {a:7.3f} {b:7.3f} | {c:7.3f} {d:7.3f} {e:7.3f}", flush=True)
+    print("\ntuned, as table 2: a site without labels, mean over the sites; input k = 10 and 3, FedAvg, trained k = 3")
+    for name in names:
+        features, y, sites, C, _ = load(args, name, 0)
+        x, rows = features["raw" if name == "clothes" else "pretrained"], []
+        for site in np.unique(sites):
+            known = sites != site
+            net = Network(x, y, known, sites, C, hidden=128, relu=True)
+            found = [xclp(x, y, known, C), xclp(x, y, known, C, **form), net.predict(x)]
+            rows.append([score(y, f, ~known) for f in (*found, xclp(net.embed(x), y, known, C, **form))])
+        print(f"{name:8} " + " ".join(f"{v:7.3f}" for v in np.mean(rows, axis=0)), flush=True)
+    print("\ntuned, as table 6: 100 clients in 10 groups, 10 % labelled; as they are, and through a linear layer")
+    print(f"{'set':8} {'alone':>7} {'xclp':>7} | {'alone':>7} {'xclp':>7}")
+    for name in names:
+        features, y, _, C, rng = load(args, name, 0)
+        x, known, clients = features["raw"], draw(y, 0.1, rng, least=2), uneven(y, 100, rng)
+        z = Network(x, y, known, clients, C, hidden=64, rounds=20).embed(x)
+        found = [alone(v, y, known, C, c, **form) for v in (x, z) for c in (clients, clients % 10)]
+        a, b, c, d = (score(y, f, ~known) for f in found)
+        print(f"{name:8} {a:7.3f} {b:7.3f} | {c:7.3f} {d:7.3f}", flush=True)
 
 
 def why(args, names):
@@ -568,6 +667,34 @@ def picture(args, names):
         middle = np.tile(v.mean(axis=0) / np.linalg.norm(v.mean(axis=0)), (n, 1))
         print(f"{name:8} {'hidden: a guess':28} {np.median(attack.hits(middle, x)[rest]):7.3f}", flush=True)
 
+    built(args)
+
+
+def built(args):
+    """Cost of the graphs of `picture` that are built: three sites, random codes of 4096 bits."""
+    from cloister.protocols.hamming import secure_hamming
+    from cloister.protocols.propagation import private_graph, verified_graph
+    from cloister.study import Party
+    from cloister.testing import Case, check_no_errors, run_protocol
+
+    n, three, rng = args.points, tuple(Party(f"s{i}") for i in range(3)), np.random.default_rng(0)
+    inputs = {u: (rng.integers(0, 256, (n, 512), dtype=np.uint8),) for u in three}
+    print(f"\nbuilt: three sites of {n} points, L = 4096, all parties together; last column: 5000 points a site")
+    print(f"{'graph':34} {'MB':>8} {'rounds':>7} {'CPU s':>7} {'MB, 5000':>9}")
+    cases = [("all distances (published)", secure_hamming, {})]
+    cases += [(f"{k} neighbours, semi-honest", private_graph, {"n_neighbors": k}) for k in (10, 5, 3)]
+    cases += [(f"{k} neighbours, hardened", verified_graph, {"n_neighbors": k}) for k in (10, 5, 3)]
+    for what, module, form in cases:
+        small, large = (module.Params(three, (m,) * 3, 4096, Party("hub"), engine="mpc", **form) for m in (n, 5000))
+        cpu = time.process_time()
+        run = run_protocol(module, Case(small, inputs), timeout=900.0)
+        cpu = time.process_time() - cpu
+        check_no_errors(run)
+        sent = sum(o.cost["bytes"] for o in run.outcomes.values()) / 1e6
+        rounds = max(o.cost["rounds"] for o in run.outcomes.values())
+        counted = sum(b for _, b in module.cost(large).values()) / 1e6 if hasattr(module, "cost") else float("nan")
+        print(f"{what:34} {sent:8.1f} {rounds:7.0f} {cpu:7.1f} {counted:9.0f}", flush=True)
+
 
 def cost(args, names):
     from cloister.protocols.hamming import secure_hamming
@@ -680,6 +807,8 @@ def modes(args, names):
 
 TABLES = {
     "choice": choice,
+    "nested": nested,
+    "tuned": tuned,
     "why": why,
     "solve": solve,
     "gain": gain,
@@ -705,6 +834,7 @@ def main() -> None:
     )
     parser.add_argument("--largest", type=int, default=5000, help="points per site in the table of costs, at most")
     parser.add_argument("--neighbours", type=int, help="of the graph in `choice`; the default of the workflow")
+    parser.add_argument("--means", type=float, default=0.5, help="weight of class means in `choice`")
     parser.add_argument("--repeats", type=int, help="draws of points and labels; 3, or 1 with --quick")
     args = parser.parse_args()
     args.points = args.points or (120 if args.quick else 600)

@@ -277,7 +277,7 @@ def semi(data, quick):
                                 learners[p].teach(code, sure)
                         else:
                             for p in sites:
-                                learners[p].teach_itself(now, arm, 10, 0.99)
+                                learners[p].teach_itself(now, arm, n_neighbors=10, alpha=0.99)
                     ups = [learners[p].train(now, t, 2e-3)[0] for p in clients]
                     theta = theta + np.mean(ups, axis=0)
                 guess = np.concatenate([learners[p].logits(theta.astype(np.float32)).argmax(axis=1) for p in sites])

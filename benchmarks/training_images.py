@@ -4,10 +4,12 @@
     python benchmarks/training_images.py --data FOLDER --split iid --seed 0 --first 1500 --rounds 400
     python benchmarks/training_images.py --quick                 every arm for two rounds on noise, on any machine
 
-100 clients, 1000 labels, 5 clients a round, the 13-layer CNN, five local epochs, |B_U| = |B_L| = min(50, labels), plain
-SGD with weight decay 2e-4, cosine decay that would end after 4/3 of the rounds, plain mean: algorithm 2 and appendix
-A.2 of the XCLP paper, and what its authors' program does where the paper is silent (docs/measured/fine-tune.md lists
-it), on a subset of the images and with a narrower network (`--width`). Two stages:
+100 clients, 1000 labels (`--labels`), 5 clients a round, the 13-layer CNN, five local epochs, |B_U| = |B_L| = min(50,
+labels), plain SGD with weight decay 2e-4, cosine decay that would end after 4/3 of the rounds, plain mean: algorithm 2
+and appendix A.2 of the XCLP paper, and what its authors' program does where the paper is silent
+(docs/measured/fine-tune.md lists it), on a subset of the images and with a narrower network (`--width`). Pseudo-labels
+are weighed as `fine-tune` weighs them (`pseudo_weights`), its options `balance`, `similarity_power`,
+`scale_confidence`, `class_weights`, `unit_embedding` and `schedule_rounds` at work. Two stages:
 
   1  `--first` rounds on labels alone, an epoch being one pass over a client's labelled images
   2  `--rounds` rounds in every arm, each from the model of stage 1, an epoch being one pass over the unlabelled ones:
@@ -44,9 +46,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
 from training_images_side import CLASSES, Side, Steps, augment, look, pad, propagate, scale
 
 from cloister.models.cnn import Cnn13, Config
-from cloister.models.learner import init_weights
+from cloister.models.learner import init_weights, pseudo_weights
 
-CLIENTS, PER_ROUND, LABELS, BITS = 100, 5, 1000, 4096
+CLIENTS, PER_ROUND, BITS = 100, 5, 4096
 ARMS = ("labelled", "network", "client", "xclp")
 PARTS = {"train": 28_000, "validation": 2_000, "test": 4_000}
 
@@ -101,7 +103,7 @@ def load(folder: Path | None, part: str, count: int | None = None):
     return np.cumsum(np.cumsum(d, axis=1, dtype=np.uint8), axis=2, dtype=np.uint8), y
 
 
-def deal(y, split, seed):
+def deal(y, split, seed, labels):
     """Who holds which images (clients, per client), and for each owner of labels which of its images have one."""
     rng = np.random.default_rng([seed, 1])
     each = len(y) // CLIENTS
@@ -116,7 +118,7 @@ def deal(y, split, seed):
             held[j].append(pools[left[step % len(left)]].pop())
     held = np.array(held)
     owners = rng.permutation(CLIENTS)[: CLIENTS // 2] if split == "half" else np.arange(CLIENTS)
-    count = LABELS // len(owners)
+    count = labels // len(owners)
     chosen = {}
     for j in owners:
         order = rng.permutation(each)
@@ -143,10 +145,10 @@ class Trial:
         self.images = torch.from_numpy(x).to(self.device)
         self.padded = pad(self.images)
         self.scored = {p: self._part(p) for p in (("validation", "test") if args.test else ("validation",))}
-        self.held, self.chosen = deal(self.y, split, seed)
+        self.held, self.chosen = deal(self.y, split, seed, args.labels)
         self.owners = np.array(sorted(self.chosen))
         self.others = np.setdiff1d(np.arange(CLIENTS), self.owners)
-        self.half = min(50, LABELS // len(self.owners))  # |B_L|
+        self.half = min(50, args.labels // len(self.owners))  # |B_L|
         self.each = self.held.shape[1]
         self.rng = np.random.default_rng([seed, 2])
         self.generator = torch.Generator(device=self.device).manual_seed(seed)
@@ -175,7 +177,7 @@ class Trial:
                     t.copy_(torch.from_numpy(f[f"arr_{i}"]))
             self.score(1, self.args.first, shared, ("labelled",), {})
         else:
-            epoch = max(1, LABELS // len(self.owners) // self.half)
+            epoch = max(1, self.args.labels // len(self.owners) // self.half)
             self.stage(1, shared, ("labelled",), self.args.first, self.args.epochs * epoch, self.half)
             if kept is not None:
                 kept.parent.mkdir(parents=True, exist_ok=True)
@@ -244,13 +246,10 @@ class Trial:
             label[a], sure[a] = np.maximum(found[arm][0], 0), found[arm][1]
             weight = sure[a][hidden[a]]
             right[arm]["weighted"] = round(float((weight * fits[arm][hidden[a]]).sum() / max(weight.sum(), 1e-9)), 4)
-            if self.args.class_weights and arm != "network":
-                with_given = np.where(hidden[a], label[a], known[a])
-                groups = [slice(None)] if arm == "xclp" else [[i] for i in range(PER_ROUND)]
-                for group in groups:
-                    counts = np.bincount(with_given[group].ravel(), minlength=CLASSES)
-                    share = counts.sum() / CLASSES / np.maximum(counts, 1)
-                    sure[a][group] *= share[label[a][group]]
+            if arm != "network":
+                form = {"scale_confidence": self.args.scale_confidence, "class_weights": self.args.class_weights}
+                for i in range(PER_ROUND):  # as fine-tune weighs them, each client by itself
+                    sure[a, i] = pseudo_weights(found[arm][0][i], sure[a, i], known[a, i], CLASSES, **form)
         return label, sure, right
 
     def find(self, source, z, logits, given):
@@ -264,9 +263,6 @@ class Trial:
             form = {"power": self.args.power, "balance": self.args.balance}
             found = propagate(z.view(graphs, -1, z.shape[1]), given.view(graphs, -1), self.planes, **form)
         label, sure = (v.reshape(given.shape).cpu().numpy() for v in found)
-        if self.args.scale_confidence and source != "network":
-            top = sure.max() if source == "xclp" else sure.max(axis=1, keepdims=True)
-            sure = sure / np.maximum(top, 1e-9)
         return label, sure
 
     def batches(self, rng, arms, clients, label, sure, steps, batch, stage):
@@ -351,6 +347,7 @@ def main() -> None:
     parser.add_argument("--arms", choices=ARMS, nargs="+", default=list(ARMS))
     parser.add_argument("--split", choices=("iid", "noniid", "half", "skewed"), default="iid")
     parser.add_argument("--train", type=int, default=16_000, help="images of all clients")
+    parser.add_argument("--labels", type=int, default=1000, help="of all clients")
     parser.add_argument("--first", type=int, default=1500, help="rounds of stage 1")
     parser.add_argument("--rounds", type=int, default=300, help="rounds of stage 2")
     parser.add_argument("--epochs", type=int, default=5)

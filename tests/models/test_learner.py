@@ -5,8 +5,24 @@ torch = pytest.importorskip("torch")
 
 from cloister.errors import DataError, ParameterError  # noqa: E402
 from cloister.models import cnn, mlp, vit  # noqa: E402
-from cloister.models.classifier import Blueprint, Network, ScGPTClassifier, Tokens, make  # noqa: E402
-from cloister.models.learner import Learner, Recipe, Table, flip_and_shift, init_weights  # noqa: E402
+from cloister.models.classifier import (  # noqa: E402
+    Blueprint,
+    Network,
+    ScGPTClassifier,
+    Tokens,
+    first_weights,
+    make,
+)
+from cloister.models.learner import (  # noqa: E402
+    Learner,
+    Recipe,
+    Table,
+    augment_by,
+    flip_and_shift,
+    init_weights,
+    pseudo_weights,
+    rotate,
+)
 from cloister.models.linear import hold_out  # noqa: E402
 from cloister.models.scgpt import Config, ScGPT  # noqa: E402
 
@@ -201,6 +217,99 @@ def test_augmentation_moves_and_mirrors():
     assert len({tuple(m[0].flatten().tolist()) for m in moved}) > 5
 
 
+def test_rotation_turns_about_the_middle_and_fills_the_corners():
+    x = torch.zeros(1, 1, 9, 9)
+    x[0, 0, 4, :] = 1.0  # a bar through the middle
+    still = rotate(x, 0.0, np.random.default_rng(0))
+    torch.testing.assert_close(still, x, atol=1e-5, rtol=0)
+
+    class Quarter:
+        def uniform(self, low, high, n):
+            assert (low, high) == (-90.0, 90.0)
+            return np.full(n, 90.0)
+
+    torch.testing.assert_close(rotate(x, 90.0, Quarter()), x.transpose(2, 3), atol=1e-5, rtol=0)
+    ones = torch.ones(5, 3, 8, 8)
+    torch.testing.assert_close(rotate(ones, 40.0, np.random.default_rng(1)), ones)  # no black corners
+    images = torch.rand(6, 1, 12, 12)
+    assert not torch.equal(augment_by(10.0)(images, np.random.default_rng(0)), images)
+    assert augment_by(0.0) is flip_and_shift
+
+
+# ---- first weights from a file, and what of a network trains ---------------------------------------------------------
+
+
+def torchvision_names(model):
+    """A file as torchvision would write it: the last layer is called fc."""
+    state = {k: v.numpy() for k, v in model.state_dict().items() if v.dtype.is_floating_point}
+    return {("fc" + k[4:] if k.startswith("head.") else k): v for k, v in state.items()}
+
+
+@pytest.mark.parametrize("stem", [3, 7])
+def test_a_resnet_begins_with_a_file_in_torchvisions_names(stem, tmp_path):
+    blueprint = Blueprint("resnet", 3, 32, width=4, stem=stem, dropout=0.0, seed=1)
+    trained = make(blueprint, tuple("abcdefghij"))
+    assert {"layer1.0.conv1.weight", "layer2.0.downsample.1.running_var", "bn1.bias"} <= set(trained.state_dict())
+    assert sum(isinstance(m, torch.nn.Conv2d) for m in trained.modules()) == 20  # 17 and three on the way past
+    with torch.no_grad():
+        for b in trained.buffers():
+            if b.dtype.is_floating_point:
+                b.uniform_(0.5, 1.5)
+    np.savez(tmp_path / "w.npz", **torchvision_names(trained))
+    torch.save({k: torch.from_numpy(v) for k, v in torchvision_names(trained).items()}, tmp_path / "w.pt")
+    x = torch.rand(2, 3, 32, 32) - 0.5
+    for name in ("w.npz", "w.pt"):
+        made = make(Blueprint("resnet", 3, 32, width=4, stem=stem, dropout=0.0, seed=2), LABELS, None,
+                    first_weights(tmp_path / name))  # fmt: skip
+        assert made.head.out_features == 3  # another number of labels: a head of its own
+        torch.testing.assert_close(made.eval().features(x), trained.eval().features(x))
+
+
+def test_weights_that_do_not_fit_are_refused_in_words(tmp_path):
+    blueprint = Blueprint("resnet", 3, 16, width=4)
+    state = torchvision_names(make(blueprint, LABELS))
+    cases = {
+        "narrow.npz": (lambda s: s.update({"conv1.weight": s["conv1.weight"][:2]}), "'conv1.weight' of"),
+        "less.npz": (lambda s: s.pop("bn1.running_mean"), "e.g. 'bn1.running_mean'"),
+        "nan.npz": (lambda s: s.update({"fc.bias": np.full(3, np.nan)}), "no numbers"),
+        "empty.npz": (lambda s: s.clear(), "no weights"),
+    }
+    for name, (change, message) in cases.items():
+        changed = dict(state)
+        change(changed)
+        np.savez(tmp_path / name, **changed)
+        with pytest.raises(DataError, match=message):
+            make(blueprint, LABELS, None, first_weights(tmp_path / name))
+    np.savez(tmp_path / "code.npz", x=np.array([print], object))  # would run code when read
+    (tmp_path / "code.pt").write_bytes(b"nonsense")
+    for name in ("code.npz", "code.pt"):
+        with pytest.raises(DataError, match="tensors alone"):
+            first_weights(tmp_path / name)
+    with pytest.raises(DataError, match="no weight file"):
+        first_weights(tmp_path / "nowhere.npz")
+
+
+def test_the_head_alone_trains_and_the_file_is_whole(tmp_path):
+    start = make(Blueprint("cnn", 1, 16, width=4, seed=5), LABELS)
+    np.savez(tmp_path / "w.npz", **{k: v.numpy() for k, v in start.state_dict().items() if v.is_floating_point()})
+    blueprint = Blueprint("cnn", 1, 16, width=4, tune="head", unit=True)
+    x = torch.rand(24, 1, 16, 16)
+    one = Learner(
+        make(blueprint, LABELS, None, first_weights(tmp_path / "w.npz")), 3, Recipe(batch_size=8), Table(x),
+        np.arange(24) % 3, [], describe="", site="s",
+    )  # fmt: skip
+    buffers = sum(b.numel() for b in one.model.buffers() if b.dtype.is_floating_point)
+    assert one.size == 4 * 3 + 3 + buffers
+    delta, _ = one.train(zeros(one), 0, 1e-2)
+    assert np.abs(delta[:15]).min() > 0
+    assert not delta[15:].any()  # running means stay
+    np.testing.assert_allclose(np.linalg.norm(one.features(zeros(one)), axis=1), 1, atol=1e-5)
+    network = Network.of(one, delta, blueprint, LABELS)
+    (tmp_path / "m.npz").write_bytes(network.to_bytes())
+    again, _ = Network.load(tmp_path / "m.npz")  # without the file that it began with
+    np.testing.assert_array_equal(again.probabilities(Table(x)), network.probabilities(Table(x)))
+
+
 def test_first_weights_do_not_depend_on_torchs_generator():
     torch.manual_seed(1)
     one = make(Blueprint("vit", 1, 16, width=16), LABELS)
@@ -258,10 +367,25 @@ def test_a_learner_can_teach_itself():
     for t in range(10):
         theta = (theta + one.train(theta, t, 0.1)[0]).astype(np.float32)
     for source in ("network", "client"):
-        one.teach_itself(theta, source, 5, 0.99)
+        one.teach_itself(theta, source, n_neighbors=5, alpha=0.99)
         label, weight = one.pseudo
         assert np.mean(label[30:] == y[30:]) > 0.6
         assert 0 <= weight.min() <= weight.max() <= 1
+
+
+def test_pseudo_weights_scale_and_balance():
+    label, sure = np.array([0, 0, 0, 1, -1, 0]), np.array([0.5, 0.25, 0.1, 0.2, 0.9, 0.3])
+    known = np.array([-1, -1, -1, -1, -1, 2])
+
+    def made(*, scale_confidence=False, class_weights=False):
+        form = {"scale_confidence": scale_confidence, "class_weights": class_weights}
+        return pseudo_weights(label, sure, known, 3, **form)
+
+    np.testing.assert_allclose(made(), [0.5, 0.25, 0.1, 0.2, 0, 0.3])
+    np.testing.assert_allclose(made(scale_confidence=True), np.array([0.5, 0.25, 0.1, 0.2, 0, 0.3]) / 0.9)
+    rare = made(class_weights=True)  # three cells of class 0, one of 1, one given of 2: 5/9, 5/3, 5/3
+    np.testing.assert_allclose(rare, [0.5 * 5 / 9, 0.25 * 5 / 9, 0.1 * 5 / 9, 0.2 * 5 / 3, 0, 0.3 * 5 / 9])
+    assert not pseudo_weights(label[:0], sure[:0], known[:0], 3, scale_confidence=True, class_weights=True).size
 
 
 # ---- scGPT with a head -----------------------------------------------------------------------------------------------

@@ -222,6 +222,29 @@ def test_semi_supervised(sites, source, mode):
     assert again.outcomes["basel"].model.to_bytes() != run.outcomes["basel"].model.to_bytes()  # pseudo-labels count
 
 
+def test_pseudo_labels_in_the_form_of_the_papers_program(sites):
+    """Balanced and sharpened, scaled and weighed: each changes the model, and `balance` adds up its counts."""
+    few = {site: a[:50].copy() for site, a in hidden_labels(sites).items()}
+    fixed = {"semi_supervised": True, "bits": 256, "weighting": "plain", "validation": 0.0, "score_every": 0}
+    fixed |= {**SIZE, "rounds": 1, "local_epochs": 1, "mode": "published", "timeout": 120.0}
+    forms = ({}, {"balance": True, "similarity_power": 3.0}, {"scale_confidence": True}, {"class_weights": True})
+    runs = [rehearse("fine-tune", few, **fixed, **form) for form in forms]
+    assert len({run.outcomes["basel"].model.to_bytes() for run in runs}) == len(forms)
+    lines = [[e.protocol for e, _ in run.receipts["coordinator"].entries] for run in runs[:2]]
+    assert lines[1].count("secure_sum") > lines[0].count("secure_sum")
+
+
+def test_training_goes_on_from_a_model_file(sites, run, tmp_path):
+    path = run.model.save(tmp_path / "model.npz")
+    more = rehearse("fine-tune", sites, init=str(path), **{**SIZE, "rounds": 1})
+    before, after = (r.results["coordinator"]["history"] for r in (run, more))
+    assert after[0]["accuracy"] == pytest.approx(before[run.results["coordinator"]["best_round"]]["accuracy"])
+    assert after[0]["accuracy"] > before[0]["accuracy"] + 0.3
+    narrow = {**SIZE, "hidden": (8,), "init": str(path)}
+    with pytest.raises(DataError, match="does not fit this model"):
+        rehearse("fine-tune", sites, **narrow)
+
+
 @pytest.mark.slow
 def test_semi_supervised_hardened(sites):
     pytest.importorskip("seal", reason="encrypted labels are an extra")
@@ -235,7 +258,7 @@ def test_semi_supervised_hardened(sites):
     assert np.mean(right) > 0.45
 
 
-@pytest.mark.parametrize("model", ["cnn", "vit"])
+@pytest.mark.parametrize("model", ["cnn", "resnet", "vit"])
 def test_images(model):
     rng = np.random.default_rng(0)
     sites = {}
@@ -267,6 +290,15 @@ def test_images(model):
         (lambda a: None, {"model": "cnn"}, ParameterError, "image_shape"),
         (lambda a: None, {"model": "vit", "image_shape": (8, 8, 3)}, DataError, "192 values"),
         (lambda a: None, {"validation": 1.0}, ParameterError, "validation"),
+        (lambda a: None, {"model": "resnet", "image_shape": (8, 9, 1)}, ParameterError, "square"),
+        (lambda a: None, {"rotation": 10.0}, ParameterError, "rotation"),
+        (lambda a: None, {"tune": "head"}, ParameterError, "with init= the head alone"),
+        (lambda a: None, {"tune": "lora", "init": "w.npz"}, ParameterError, "with init= the head alone"),
+        (lambda a: None, {"init": "nowhere.npz"}, DataError, "no weight file"),
+        (lambda a: None, {"schedule_rounds": 9}, ParameterError, "schedule='cosine'"),
+        (lambda a: None, {"schedule": "cosine", "schedule_rounds": 2}, ParameterError, "no fewer rounds"),
+        (lambda a: None, {"class_weights": True}, ParameterError, "semi_supervised=True"),
+        (lambda a: None, {"semi_supervised": True, "similarity_power": 0.0}, ParameterError, "power"),
         (lambda a: None, {"dp_noise": 1.0}, ParameterError, "score_every=0"),
         (lambda a: None, {"clients_per_round": 7}, ParameterError, "clients"),
         (lambda a: None, {"algorithm": "scaffold"}, ParameterError, "optimizer='sgd'"),

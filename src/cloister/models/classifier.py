@@ -1,7 +1,8 @@
 """Classifiers that federated training fits: from a description to a network, and from a trained network to a file.
 
-A description is public and small; it names an MLP on embeddings, the 13-layer CNN, a ViT, or an scGPT-compatible
-encoder with a head, of which all, the last layers, the head alone, or LoRA adapters are trained.
+A description is public and small; it names an MLP on embeddings, the 13-layer CNN, a ResNet-18, a ViT, or an
+scGPT-compatible encoder with a head, of which all, the last layers, the head alone, or LoRA adapters are trained. All
+but scGPT can begin with the weights of a file (`first_weights`).
 """
 
 from __future__ import annotations
@@ -37,17 +38,19 @@ ADAPTED = r".*transformer_encoder\.layers\.\d+\.(linear1|linear2|self_attn\.out_
 class Blueprint:
     """All there is to know about a classifier but its weights and the names of its labels."""
 
-    kind: str  # "mlp" | "cnn" | "vit" | "scgpt"
+    kind: str  # "mlp" | "cnn" | "resnet" | "vit" | "scgpt"
     inputs: int  # numbers per cell, channels of an image, or tokens of a vocabulary
     side: int = 0  # of an image
     hidden: tuple[int, ...] = (128,)
     width: int = 128
     dropout: float = 0.1
-    tune: str = "all"  # of scgpt: "all" | "last" | "head" | "lora"
+    tune: str = "all"  # or "head"; of scgpt also "last" | "lora"
     last_layers: int = 2
     lora_rank: int = 8
     checkpoint: str = ""  # digest of the encoder, for scgpt
     seed: int = 0
+    unit: bool = False  # embeddings of length one before the last layer
+    stem: int = 3  # of a ResNet: 3 for small images, 7 for large ones
 
     def describe(self, labels: tuple[str, ...]) -> str:
         return json.dumps([dataclasses.asdict(self), labels], sort_keys=True)
@@ -72,6 +75,32 @@ class ScGPTClassifier(nn.Module):
         return self.head(self.features(genes, values))  # (b, K)
 
 
+class Headed(nn.Module):
+    """A network whose embeddings have length one before its head (`unit`), or of which only the head trains."""
+
+    def __init__(self, model: nn.Module, *, unit: bool, only_head: bool) -> None:
+        super().__init__()
+        self.model, self.unit, self.only_head = model, unit, only_head
+        for name, p in model.named_parameters():
+            p.requires_grad_(not only_head or name.startswith("head."))
+
+    def train(self, mode: bool = True) -> Headed:  # noqa: FBT001, FBT002  as in torch
+        super().train(mode)
+        if self.only_head:
+            self.model.eval()  # running means stay as they were learnt
+        return self
+
+    def features(self, *inputs: Tensor) -> Tensor:
+        model: Any = self.model
+        z: Tensor = model.features(*inputs)
+        return nn.functional.normalize(z, dim=-1) if self.unit else z
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        model: Any = self.model
+        out: Tensor = model.head(self.features(*inputs))
+        return out
+
+
 @dataclass
 class Tokens:
     """Cells as tokens, for the encoder."""
@@ -86,28 +115,79 @@ class Tokens:
         return pad_batch([self.tokens[i] for i in at], self.model)
 
 
-def make(blueprint: Blueprint, labels: tuple[str, ...], pretrained: ScGPT | None = None) -> nn.Module:
-    """The network with its first weights: the same at every site that has the same description."""
-    k = len(labels)
-    model: nn.Module
+def make(
+    blueprint: Blueprint,
+    labels: tuple[str, ...],
+    pretrained: ScGPT | None = None,
+    first: Mapping[str, Any] | None = None,
+) -> nn.Module:
+    """The network with its first weights: the same at every site that has the same description and files."""
     if blueprint.kind == "scgpt":
         if pretrained is None:
             raise ParameterError("this classifier stands on an scGPT checkpoint; pass pretrained= with its folder")
         if pretrained.digest != blueprint.checkpoint:
             raise ParameterError("this classifier stands on another checkpoint; load the one it was trained with")
-        return _tuned(blueprint, pretrained, k)
+        return _tuned(blueprint, pretrained, len(labels))
+    model = _plain(blueprint, len(labels))
+    init_weights(model, blueprint.seed)
+    if first is not None:
+        begin_with(model, first)
+    only_head = blueprint.tune == "head"
+    return Headed(model, unit=blueprint.unit, only_head=only_head) if blueprint.unit or only_head else model
+
+
+def _plain(blueprint: Blueprint, k: int) -> nn.Module:
     if blueprint.kind == "mlp":
-        model = mlp.Mlp(mlp.Config(blueprint.inputs, k, blueprint.hidden, blueprint.dropout))
-    elif blueprint.kind == "cnn":
-        model = cnn.Cnn13(cnn.Config(blueprint.inputs, k, blueprint.width, blueprint.dropout))
-    elif blueprint.kind == "vit":
-        model = vit.Vit(
+        return mlp.Mlp(mlp.Config(blueprint.inputs, k, blueprint.hidden, blueprint.dropout))
+    if blueprint.kind == "cnn":
+        return cnn.Cnn13(cnn.Config(blueprint.inputs, k, blueprint.width, blueprint.dropout))
+    if blueprint.kind == "resnet":
+        return cnn.ResNet18(cnn.Config(blueprint.inputs, k, blueprint.width, blueprint.dropout), blueprint.stem)
+    if blueprint.kind == "vit":
+        return vit.Vit(
             vit.Config(blueprint.inputs, blueprint.side, k, width=blueprint.width, dropout=blueprint.dropout)
         )
-    else:
-        raise ParameterError(f"there is no model '{blueprint.kind}'; use mlp, scgpt, cnn or vit")
-    init_weights(model, blueprint.seed)
-    return model
+    raise ParameterError(f"there is no model '{blueprint.kind}'; use mlp, scgpt, cnn, resnet or vit")
+
+
+def first_weights(path: str | Path) -> dict[str, Any]:
+    """Weights to begin with, by name: of a model file of Cloister, or of a `.npz` or `.pt` file of tensors.
+
+    A ResNet-18 has the names of torchvision, so its files fit; their last layer, `fc`, counts as the head.
+    """
+    try:
+        if Path(path).suffix in (".pt", ".pth"):
+            state = torch.load(path, map_location="cpu", weights_only=True)
+            arrays = {str(k): v.numpy() for k, v in state.items() if v.dtype.is_floating_point}
+        else:
+            with np.load(io.BytesIO(Path(path).read_bytes()), allow_pickle=False) as kept:
+                arrays = {k: kept[k] for k in kept.files if kept[k].dtype.kind == "f"}
+    except FileNotFoundError:
+        raise DataError(f"there is no weight file at {path}") from None
+    except Exception as e:  # every way in which a file can be wrong
+        raise DataError(f"{path} is no file of tensors alone ({type(e).__name__}); pass .npz, .pt or a model") from None
+    named = {k.removeprefix("w:").removeprefix("model."): np.asarray(v, np.float32) for k, v in arrays.items()}
+    named = {("head" + k[2:] if k.startswith("fc.") else k): v for k, v in named.items()}
+    if not named or any(not np.all(np.isfinite(v)) for v in named.values()):
+        raise DataError(f"{path} holds no weights, or some that are no numbers")
+    return named
+
+
+@torch.no_grad()
+def begin_with(model: nn.Module, first: Mapping[str, Any]) -> None:
+    """Take over the weights of a file: all of the body, and the head where it has as many labels."""
+    own = dict(model.named_parameters()) | {n: b for n, b in model.named_buffers() if b.dtype.is_floating_point}
+    odd = [n for n in own if not n.startswith("head.") and (n not in first or first[n].shape != tuple(own[n].shape))]
+    if odd:
+        found = first[odd[0]].shape if odd[0] in first else "none"
+        raise DataError(
+            f"the weight file does not fit this model: {len(odd)} of {len(own)} parts differ, e.g. '{odd[0]}' of "
+            f"{tuple(own[odd[0]].shape)}, found {found}; check model=, width=, hidden= and image_shape="
+        )
+    head = all(n in first and first[n].shape == tuple(own[n].shape) for n in own if n.startswith("head."))
+    for name, target in own.items():
+        if head or not name.startswith("head."):
+            target.copy_(torch.from_numpy(first[name]))
 
 
 def _tuned(blueprint: Blueprint, pretrained: ScGPT, labels: int) -> nn.Module:
@@ -179,7 +259,8 @@ class Network:
         return h.hexdigest()
 
     def _trained(self) -> dict[str, Any]:
-        trained: dict[str, Tensor] = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
+        kept = self.blueprint.kind != "scgpt"  # whose encoder lies in files of its own
+        trained: dict[str, Tensor] = {n: p for n, p in self.module.named_parameters() if kept or p.requires_grad}
         trained |= {n: b for n, b in self.module.named_buffers() if b.dtype.is_floating_point}
         return {n: np.ascontiguousarray(t.detach().cpu().numpy()) for n, t in trained.items()}
 

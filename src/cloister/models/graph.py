@@ -7,7 +7,7 @@
     solve       X = (I - αW)^{-1} R                conjugate gradients on all columns of R at once
     influence   S_L = (I - αW)^{-1}[:, labelled]   rows divided by their sum, as integers of `FRACTION` bits
     left_out    S_LL without its diagonal          what each labelled point is told by all others
-    decide      label = argmax Z, confidence = 1 - entropy(Z / ΣZ) / log C
+    decide      label = argmax Z, confidence = 1 - entropy(Z / ΣZ) / log C; Z / ΣZ may be blended with a second opinion
 
 A point is no neighbour of its own: the largest similarity of a row is always its own, 1, and would take the place of a
 neighbour and only slow the labels down. Dropped, W has a zero diagonal, as in [ZBL+04].
@@ -252,19 +252,25 @@ def one_hot(labels: I64, n_classes: int) -> I64:
     return out
 
 
-def decide(scores: I64, counts: I64 | None = None) -> tuple[I64, F64]:
+def decide(scores: I64, counts: I64 | None = None, near: F64 | None = None, weight: float = 0.0) -> tuple[I64, F64]:
     """Label and confidence of every row of Z: the largest class, of equal ones the first.
 
     With `counts`, the number of labels of each class, classes are divided by it, so that frequent ones do not win
-    wherever they are near.
+    wherever they are near. With `near`, a second opinion in shares of the classes that it knows (columns of others are
+    0), p = Z / ΣZ becomes p + weight · near, where `near` divides anew what p gives to those classes.
     """
     n_classes = scores.shape[1]
     z = scores if counts is None else scores / np.maximum(counts, 1)
     total = z.sum(axis=1)
     reached = total > 0
     p = z / np.where(reached, total, 1)[:, None]
+    if near is not None and weight > 0 and near.any():
+        there = near.any(axis=0)
+        mixed = p + weight * np.where(there, near * p[:, there].sum(axis=1, keepdims=True), p)
+        p = np.where(reached[:, None], mixed / (1 + weight), near)
+        reached = np.ones(len(p), bool)
     entropy = -np.sum(p * np.log(np.where(p > 0, p, 1.0)), axis=1)
-    label = np.where(reached, np.argmax(z, axis=1), -1)
+    label = np.where(reached, np.argmax(z if near is None or not weight else p, axis=1), -1)
     confidence = np.where(reached, 1.0 - entropy / math.log(n_classes), 0.0)
     return label, np.clip(confidence, 0.0, 1.0)
 

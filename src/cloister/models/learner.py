@@ -85,6 +85,42 @@ def flip_and_shift(x: Tensor, rng: np.random.Generator) -> Tensor:
     return padded.permute(0, 2, 3, 1)[which, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
 
 
+def rotate(x: Tensor, degrees: float, rng: np.random.Generator) -> Tensor:
+    """Rotate each image about its middle, by an angle drawn between ± degrees; corners are filled from the edge."""
+    angle = np.radians(rng.uniform(-degrees, degrees, len(x)))
+    still = np.zeros(len(x))
+    rows = [[np.cos(angle), -np.sin(angle), still], [np.sin(angle), np.cos(angle), still]]
+    turned = torch.as_tensor(np.array(rows).transpose(2, 0, 1), dtype=x.dtype, device=x.device)  # (b, 2, 3)
+    grid = F.affine_grid(turned, list(x.shape), align_corners=False)
+    return F.grid_sample(x, grid, padding_mode="border", align_corners=False)
+
+
+def augment_by(rotation: float) -> Callable[[Tensor, np.random.Generator], Tensor]:
+    """What is done to images in training; `rotation` in degrees."""
+    if not rotation:
+        return flip_and_shift
+    return lambda x, rng: flip_and_shift(rotate(x, rotation, rng), rng)
+
+
+def pseudo_weights(
+    label: Any, confidence: Any, known: Any, labels: int, *, scale_confidence: bool, class_weights: bool
+) -> Any:
+    """What each of a site's cells counts in training, from the labels (-1: none) that a graph gave them.
+
+    `scale_confidence`: the surest cell counts as much as a given label. `class_weights`: labels that are given or found
+    rarely here count more, so that all count alike.
+    """
+    label, weight = np.asarray(label), np.array(confidence, dtype=np.float64)
+    if scale_confidence:
+        weight /= max(float(weight.max(initial=0.0)), 1e-9)
+    if class_weights:
+        every = np.where(np.asarray(known) >= 0, known, label)
+        counts = np.bincount(every[every >= 0], minlength=labels)
+        weight *= (counts.sum() / labels / np.maximum(counts, 1))[np.maximum(label, 0)]
+    weight[label < 0] = 0.0
+    return weight
+
+
 @dataclass(frozen=True)
 class Recipe:
     """Local training; public and the same at all sites."""
@@ -97,6 +133,8 @@ class Recipe:
     mu: float = 0.0  # FedProx; 0 is FedAvg
     seed: int = 0
     controls: float = 0.0  # SCAFFOLD: the share of all sites that train in a round; 0 is FedAvg
+    scale_confidence: bool = False  # of pseudo-labels from a graph, see `pseudo_weights`
+    class_weights: bool = False
 
     def __post_init__(self) -> None:
         if self.epochs < 1 or self.batch_size < 1:
@@ -272,24 +310,26 @@ class Learner:
         return self.features(theta, self.points), self.codes[self.points]
 
     def teach(self, codes: Any, confidence: Any) -> None:
+        known, r = self.codes[self.points], self.recipe
+        form = {"scale_confidence": r.scale_confidence, "class_weights": r.class_weights}
+        self._learn(codes, pseudo_weights(codes, confidence, known, self.labels, **form))
+
+    def _learn(self, codes: Any, weights: Any) -> None:
         label, weight = np.full(len(self.codes), -1), np.zeros(len(self.codes))
-        label[self.points], weight[self.points] = codes, confidence
-        weight[label < 0] = 0.0
+        label[self.points], weight[self.points] = codes, weights
         self.pseudo = label, weight
 
-    def teach_itself(self, theta: Any, source: str, n_neighbors: int, alpha: float) -> None:
+    def teach_itself(self, theta: Any, source: str, **form: Any) -> None:
         vectors, known = self.embed(theta)
         if source == "network":
             logits = self.logits(theta, self.points)
             p = np.exp(logits - logits.max(axis=1, keepdims=True))
             p /= p.sum(axis=1, keepdims=True)
             sure = 1 + (p * np.log(np.maximum(p, 1e-300))).sum(axis=1) / math.log(self.labels)
-            self.teach(p.argmax(axis=1), np.clip(sure, 0.0, 1.0))
-        elif len(known) > n_neighbors and np.any(known >= 0):
+            self._learn(p.argmax(axis=1), np.clip(sure, 0.0, 1.0))
+        elif len(known) > form["n_neighbors"] and np.any(known >= 0):
             planes = graph.hyperplanes(hashlib.sha256(self.site.encode()).digest(), 4096, vectors.shape[1])
-            spread = graph.propagate(
-                graph.codes(vectors, planes), known, n_classes=self.labels, n_neighbors=n_neighbors, alpha=alpha
-            )
+            spread = graph.propagate(graph.codes(vectors, planes), known, n_classes=self.labels, **form)
             self.teach(spread.label, spread.confidence)
 
     def _move(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -49,6 +49,7 @@ semi-honest, p published, plain; `data/modes.toml` says which workflow runs it i
       private_propagation   the same                                     s
       shared_scores         [AFL+16]                                     h s p
       chosen_settings       ours                                         h s p
+      class_means           ours                                         h s p
       label_propagation     [SYL24] algorithm 1, step by step            p
     fedavg/         fine-tune
       federated_training    [MMR+17] algorithm 1; [LSZ+20], [KKM+20]     h p

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from cloister.cells import tables as cells
-from cloister.errors import DataError, ParameterError
-from cloister.models import graph
+from cloister.errors import DataError
 from cloister.models.linear import hold_out
 from cloister.net.seat import Outcome, Place, Seat
 from cloister.protocols.fedavg import federated_training as protocol
@@ -21,7 +20,7 @@ from cloister.protocols.fedavg.training_parts import Offer, Trained
 from cloister.protocols.fedavg.training_terms import Params
 from cloister.workflows import Workflow
 from cloister.workflows.embed import write_features
-from cloister.workflows.fine_tune_parts import FileStore, figures
+from cloister.workflows.fine_tune_parts import IMAGES, FileStore, check_options, figures
 from cloister.workflows.modes import modes_of
 from cloister.workflows.options import option, privacy_budget
 from cloister.workflows.trained import load_model
@@ -34,13 +33,14 @@ if TYPE_CHECKING:
     from cloister.workflows.trained.fine_tuned import FineTuned, Inputs
 
 
+LARGE_IMAGE = 64  # pixels a side from which a ResNet begins with a 7 x 7 convolution
 MIN_SCORED = 100  # validation cells: an accuracy of 0.9 is then known to 0.03; of fewer, chance would choose the round
 
 
 @dataclass(frozen=True)
 class Options:
     label_key: str = option("cell_type", "column of obs with the labels; NaN where there is none")
-    model: Literal["mlp", "scgpt", "cnn", "vit"] = option("mlp", "what is trained")
+    model: Literal["mlp", "scgpt", "cnn", "resnet", "vit"] = option("mlp", "what is trained")
     use_rep: str | None = option("X_pca", "embedding in obsm that an MLP takes in; X if none")
     labels: tuple[str, ...] = option((), "all label names; if none, the sites' names are collected")
     rounds: int = option(20, "rounds of averaging")
@@ -49,6 +49,7 @@ class Options:
     batch_size: int = option(64, "cells a step")
     lr: float = option(3e-3, "learning rate")
     schedule: Literal["constant", "cosine"] = option("constant", "of the learning rate over the rounds")
+    schedule_rounds: int = option(0, "rounds after which a cosine would end; 0 for the rounds that are trained")
     optimizer: Literal["adam", "sgd"] = option("adam", "local optimiser, begun anew in every round")
     momentum: float = option(0.9, "of sgd")
     weight_decay: float = option(0.0, "of the optimiser")
@@ -58,11 +59,14 @@ class Options:
     mu: float = option(0.01, "how strongly fedprox pulls")
     weighting: Literal["cells", "plain"] = option("cells", "weigh updates by training cells, or all alike")
     hidden: tuple[int, ...] = option((128,), "hidden widths of an MLP")
-    dropout: float = option(0.1, "of MLP, CNN and ViT")
-    width: int = option(64, "of CNN and ViT")
+    dropout: float = option(0.1, "of MLP, CNN, ResNet and ViT")
+    width: int = option(64, "of CNN, ResNet and ViT")
+    unit_embedding: bool = option(default=False, help="bring what the last layer sees to length one; not for scgpt")
     image_shape: tuple[int, ...] = option((), "height, width, channels of the images that the rows of X are")
+    rotation: float = option(0.0, "degrees by which images are rotated at random in training")
+    init: str | None = option(None, "weights to begin with, a file at every site: model.npz, or tensors in .npz or .pt")
     pretrained: str | None = option(None, "folder of an scGPT checkpoint, at every site")
-    tune: Literal["all", "last", "head", "lora"] = option("all", "what of the encoder is trained")
+    tune: Literal["all", "last", "head", "lora"] = option("all", "what is trained; last and lora for scgpt only")
     last_layers: int = option(2, "how many, with tune=last")
     lora_rank: int = option(8, "with tune=lora")
     gene_key: str | None = option(None, "column of var with gene symbols, for scgpt")
@@ -86,44 +90,17 @@ class Options:
     bits: int = option(4096, "of the codes that cells are compared by, for xclp")
     n_neighbors: int = option(10, "neighbours of a cell in the graph of label propagation")
     alpha: float = option(0.99, "how far labels spread")
+    similarity_power: float = option(1.0, "of the similarities in that graph: a larger one trusts near cells more")
+    balance: bool = option(default=False, help="let the labels of a class count as one together in that graph")
+    scale_confidence: bool = option(default=False, help="let a site's surest pseudo-label count as much as a given one")
+    class_weights: bool = option(default=False, help="weigh pseudo-labels of a site so that all classes count alike")
     hamming: Literal["mpc", "ot", "he"] = option("mpc", "how codes are compared, for xclp")
     checkpoint: str | None = option(None, "file in which the coordinator keeps its state, to go on from")
     key_added: str = option("predicted", "column of obs with the model's labels")
     features_added: str | None = option(None, "name in obsm for what the last layer sees of every cell")
 
     def __post_init__(self) -> None:
-        if not 0 <= self.validation < 1:
-            raise ParameterError(f"option 'validation' must be in [0, 1), found {self.validation}")
-        if self.labels and (len(set(self.labels)) != len(self.labels) or len(self.labels) < 2):
-            raise ParameterError("option 'labels' needs at least two names, each once")
-        if self.model in ("cnn", "vit") and (len(self.image_shape) != 3 or min(self.image_shape) < 1):
-            raise ParameterError(f"model '{self.model}' needs image_shape= as height, width, channels")
-        if self.model == "cnn" and min(self.image_shape[:2]) < 16:
-            raise ParameterError("the 13-layer CNN needs images of at least 16 x 16")
-        if self.model == "vit" and self.image_shape[0] != self.image_shape[1]:
-            raise ParameterError("a ViT needs square images")
-        if self.model == "scgpt" and self.pretrained is None:
-            raise ParameterError("model 'scgpt' needs pretrained= with the folder of a checkpoint")
-        if self.dp_noise and (self.score_every or self.patience or self.weighting != "plain"):
-            raise ParameterError(
-                "with dp_noise, set score_every=0, patience=0 and weighting='plain': counts of cells carry no noise"
-            )
-        if self.dp_noise and not 0 < self.dp_delta < 1:
-            raise ParameterError(f"option 'dp_delta' must lie between 0 and 1, found {self.dp_delta}")
-        if self.algorithm == "scaffold":
-            if self.optimizer != "sgd" or self.momentum or self.weighting != "plain":
-                raise ParameterError(
-                    "scaffold corrects plain steps: set optimizer='sgd', momentum=0, weighting='plain'"
-                )
-            if self.checkpoint is not None or self.dp_noise or self.semi_supervised:
-                raise ParameterError(
-                    "scaffold keeps state at the sites and sends two vectors: it goes with neither checkpoint=, "
-                    "dp_noise nor semi_supervised; use fedavg or fedprox"
-                )
-        if self.semi_supervised and self.pseudo_labels == "xclp":
-            graph.check_sizes(1 << 40, self.bits, self.n_neighbors, self.alpha)
-        if self.semi_supervised and self.dp_noise and self.pseudo_labels == "xclp":
-            raise ParameterError("dp_noise covers updates only; with xclp, labels of other sites would go around it")
+        check_options(self)
 
 
 def fine_tune(adata: AnnData, seat: Seat | Place, *, copy: bool = False) -> Any:
@@ -160,12 +137,13 @@ def site(seat: Seat, adata: AnnData, options: Options) -> Outcome:
 
 
 def train(adata: AnnData, seat: Seat, options: Options) -> tuple[Trained, FineTuned]:
-    from cloister.models.classifier import Network, make
+    from cloister.models.classifier import Network, first_weights, make
     from cloister.models.learner import GLOBAL_RNG, Learner
     from cloister.models.scgpt import best_device
     from cloister.workflows.trained.fine_tuned import FineTuned
 
-    examples, blueprint, pretrained = examples_of(adata, options, seed=seat.study.seed)
+    first = None if options.init is None else first_weights(options.init)
+    examples, blueprint, pretrained = examples_of(adata, options, first, seed=seat.study.seed)
     column = adata.obs[options.label_key]
     given = [None if missing else str(v) for v, missing in zip(column, column.isna(), strict=True)]
 
@@ -173,7 +151,7 @@ def train(adata: AnnData, seat: Seat, options: Options) -> tuple[Trained, FineTu
         at = {name: i for i, name in enumerate(labels)}
         codes = np.array([-1 if name is None else at[name] for name in given], dtype=np.int64)
         with GLOBAL_RNG:
-            module = make(blueprint, labels, pretrained)
+            module = make(blueprint, labels, pretrained, first)
         return Learner(
             module,
             len(labels),
@@ -215,11 +193,13 @@ def recipe_of(options: Options, seed: int, sites: int) -> Any:
         options.mu if options.algorithm == "fedprox" else 0.0,
         seed,
         (options.clients_per_round or sites) / sites if options.algorithm == "scaffold" else 0.0,
+        options.scale_confidence,
+        options.class_weights,
     )
 
 
 def params_of(seat: Seat, options: Options) -> Params:
-    apart = ("checkpoint", "key_added", "features_added", "pretrained")
+    apart = ("checkpoint", "key_added", "features_added", "pretrained", "init")
     local = {k: v for k, v in vars(options).items() if k not in apart}
     return Params(
         seat.sites,
@@ -241,6 +221,7 @@ def params_of(seat: Seat, options: Options) -> Params:
         options.dp_delta if options.dp_noise else 0.0,
         seat.study.seed,
         pseudo_of(seat, options),
+        options.schedule_rounds,
         MIN_SCORED,
     )
 
@@ -265,6 +246,8 @@ def pseudo_of(seat: Seat, options: Options) -> Pseudo:
         options.alpha,
         options.hamming,
         private=seat.mode == "hardened",
+        power=options.similarity_power,
+        balance=options.balance,
     )
 
 
@@ -279,37 +262,40 @@ def inputs_of(adata: AnnData, options: Options, seed: int) -> Inputs:
         binning=options.binning,
         gene_key=options.gene_key,
         image_shape=options.image_shape,
+        rotation=options.rotation,
         seed=seed,
     )
 
 
-def examples_of(adata: AnnData, options: Options, *, seed: int = 0) -> tuple[Examples, Blueprint, Any]:
+def examples_of(
+    adata: AnnData, options: Options, first: Any = None, *, seed: int = 0
+) -> tuple[Examples, Blueprint, Any]:
     """The cells as the model takes them in, and the description of the model that fits them."""
     from cloister.models.classifier import Blueprint
     from cloister.models.learner import Table
     from cloister.models.scgpt import ScGPT
 
-    shared: dict[str, Any] = {"dropout": options.dropout, "width": options.width, "seed": seed}
+    shared: dict[str, Any] = {"dropout": options.dropout, "width": options.width, "seed": seed, "tune": options.tune}
     loaded = ScGPT.load(str(options.pretrained)) if options.model == "scgpt" else None
     examples = inputs_of(adata, options, seed).examples(adata, loaded)
     if loaded is not None:
-        tuned: dict[str, Any] = {
-            "tune": options.tune,
-            "last_layers": options.last_layers,
-            "lora_rank": options.lora_rank,
-        }
+        tuned: dict[str, Any] = {"last_layers": options.last_layers, "lora_rank": options.lora_rank}
         return examples, Blueprint("scgpt", len(loaded.vocab), checkpoint=loaded.digest, **tuned, **shared), loaded
     assert isinstance(examples, Table)
+    shared["unit"] = options.unit_embedding
     if options.model == "mlp":
         return examples, Blueprint("mlp", examples.x.shape[1], hidden=options.hidden, **shared), None
     side, _, channels = options.image_shape
+    if options.model == "resnet":
+        given = side >= LARGE_IMAGE if first is None else first.get("conv1.weight", np.zeros((1, 1, 3))).shape[-1] > 3
+        shared["stem"] = 7 if given else 3
     return examples, Blueprint(options.model, channels, side, **shared), None
 
 
 def check(adata: AnnData, options: Options) -> list[str]:
     """Raise `DataError` if these cells cannot take part; return what the user should know."""
     use_rep = options.use_rep if options.model == "mlp" else None
-    images = options.model in ("cnn", "vit")
+    images = options.model in IMAGES
     cells.check_cells(adata, use_rep=use_rep, need_names=False, allow_negative=options.model == "mlp")
     if options.label_key not in adata.obs:
         raise DataError(f"adata.obs[{options.label_key!r}] is missing; pass the column with the labels as label_key=")
@@ -317,6 +303,11 @@ def check(adata: AnnData, options: Options) -> list[str]:
         raise DataError(
             f"images of {options.image_shape} have {math.prod(options.image_shape)} values, X {adata.n_vars}"
         )
+    if options.init is not None:
+        from cloister.models.classifier import first_weights, make
+
+        first = first_weights(options.init)
+        make(examples_of(adata, options, first)[1], ("one", "other"), None, first)
     column = adata.obs[options.label_key].dropna().astype(str)
     counts = column.value_counts()
     if options.labels and (unknown := sorted(set(counts.index) - set(options.labels))):

@@ -52,8 +52,12 @@ class Options:
     groups: int = option(1, "split very many small sites into so many graphs")
     choose: bool = option(
         default=False,
-        help="choose neighbours (up to n_neighbors), alpha, power, balance by labels left out",
+        help="choose neighbours (up to n_neighbors), alpha, power, balance, class_means by labels left out",
     )
+    class_means: float = option(
+        0.0, "weight of each class's mean, opened to all sites, beside the graph: for few labels, say 0.5"
+    )
+    class_means_from: int = option(2, "labels of a class at all sites below which its mean is not opened")
 
     def __post_init__(self) -> None:
         try:
@@ -62,6 +66,8 @@ class Options:
             raise ParameterError(f"option {e}") from None
         if len(set(self.classes)) != len(self.classes) or len(self.classes) == 1:
             raise ParameterError("option 'classes' must name at least two different classes, or none")
+        if not 0 <= self.class_means <= propagation_terms.MOST_WEIGHT or self.class_means_from < 2:
+            raise ParameterError("option 'class_means' must lie between 0 and 64, 'class_means_from' be at least 2")
         if self.groups < 1:
             raise ParameterError(f"option 'groups' must be at least 1, found {self.groups}")
         if not self.key_added or self.key_added == self.label_key:
@@ -127,6 +133,8 @@ def params_of(study: Study, options: Options) -> propagation_terms.Params:
         options.groups,
         options.power,
         options.choose,
+        options.class_means,
+        options.class_means_from,
     )
 
 

@@ -87,7 +87,7 @@ class Semi(Softmax):
     def teach(self, codes, confidence):
         self.taught.append((np.array(codes), np.array(confidence)))
 
-    def teach_itself(self, theta, source, n_neighbors, alpha):
+    def teach_itself(self, theta, source, **form):
         self.teach(np.full(len(self.given), -1), np.zeros(len(self.given)))
 
     def train(self, theta, t, rate):

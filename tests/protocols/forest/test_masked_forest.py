@@ -80,7 +80,7 @@ def test_ideal(options):
         Z = (X - X.mean(axis=0)) / X.std(axis=0)
         got = values(run)[SITES[0]]
         M = masked_forest.masking_matrix(got.seed, 3, 10.0)
-        np.testing.assert_allclose(got.masked @ np.linalg.inv(M), Z[:20], rtol=2e-3, atol=2e-3)
+        np.testing.assert_allclose(got.masked @ np.linalg.inv(M), Z[:20], rtol=1e-6, atol=1e-6)  # one word: 2e-3
 
 
 def test_slots_hide_the_owner_and_differ_between_repeats():

@@ -44,7 +44,7 @@ def test_view_cost_and_sealing():
     check_cost(point_roster, case())
     c = case(names=(("a secret name",), ("b",), ()))
     run = run_protocol(point_roster, c)
-    assert values(run)[HUB] == Roster(c.params.sites, (5, 6, 7), ())
+    assert values(run)[HUB] == Roster(c.params.sites, (5, 6, 7), (), 4)
 
 
 def survived(run):

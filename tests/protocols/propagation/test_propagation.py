@@ -1,5 +1,7 @@
 """All modes of label propagation: exactness, dropout at every stage, refusals. Attacks are in tests/attacks."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -153,11 +155,71 @@ def test_a_choice_needs_evidence_and_counts_that_can_be_true():
     assert told([18, 18]).accuracy == pytest.approx(0.9)
     with pytest.raises(ProtocolAbort, match="more labels were told right than there are"):
         told([21, 0])
+    means = chosen_settings.Params((Party("a"), Party("b")), HUB, 256, dataclasses.replace(usual, class_means=1.0), 2)
+    more = np.full((len(means.settings) + 1, 2), 10, np.uint64)
+    more[1], more[2], more[-1] = 12, 9, 20  # without means a little better: enough, for one of three
+    assert chosen_settings.best(means, more.reshape(-1), counts).setting == usual
     alone = chosen_settings.best(
         terms, hits.reshape(-1) * 0, np.array([1, 1])
     )  # a single label of a class tells nothing
     assert alone.setting == usual
     assert np.isnan(alone.accuracy)
+
+
+def test_hits_of_single_points_are_not_opened(monkeypatch):
+    """The attack: a site takes its own hits from the sum, and reads off which setting tells another's label right."""
+    sites, counts = (Party("a"), Party("b")), np.array([5, 2, 2, 1])
+    terms = chosen_settings.Params(sites, HUB, 256, chosen_settings.Setting(3, 1.0, 0.9, balance=False), 4)
+    y = {"a": np.array([0, 0, 0, 1, 2]), "b": np.array([0, 0, 1, 2, 3])}
+    rng = np.random.default_rng(0)
+    scores = {u: rng.integers(0, 9, (terms.scores({s: 16 for s in sites}).sizes[0], 4)) for u in sites}
+    secret = chosen_settings.hits(terms, scores["b"], y["b"], counts).reshape(-1, 4)
+
+    def others():  # what a is left with
+        both = sum(chosen_settings.hits(terms, scores[u], y[u], counts) for u in sites)
+        return (both - chosen_settings.hits(terms, scores["a"], y["a"], counts)).reshape(-1, 4)
+
+    found = others()
+    np.testing.assert_array_equal(found, secret)
+    np.testing.assert_array_equal(found[:, 2:], 0)  # classes 1 and 2 as one, four labels; class 3 not at all
+    assert found[-1].tolist() == [2, 2, 0, 0]
+    np.testing.assert_array_equal(chosen_settings.pools(np.array([9, 2, 1, 0])), [0, -1, -1, -1])
+    np.testing.assert_array_equal(chosen_settings.pools(np.array([2, 9, 2, 2])), [0, 1, 0, 0])
+    monkeypatch.setattr(chosen_settings, "FEWEST", 2)  # as it was: one row is one point of b
+    bare = others()
+    assert bare[-1].tolist() == [2, 1, 1, 0]
+    assert set(bare[:-1, 1]) == {0, 1}
+
+
+@pytest.mark.parametrize("module", MODES)
+def test_class_means_help_and_are_opened_to_sites_alone(module, seeds):
+    c = case((14, 12, 10), class_means=2.0)
+    run = run_protocol(module, c)
+    check_no_errors(run)
+    ideal = wanted(module, c, seeds[0])
+    plain = wanted(module, case((14, 12, 10)), seeds[0])
+    for u in c.params.sites:
+        found = values(run)[u]
+        np.testing.assert_array_equal(found.label, ideal[u].label)
+        np.testing.assert_allclose(found.confidence, ideal[u].confidence, atol=1e-4)  # means in fixed point
+        np.testing.assert_array_equal(found.scores, plain[u].scores)  # the graph says what it said
+    assert (found.confidence != plain[u].confidence).any()
+    opened = [e for e, _ in run.receipts[HUB].entries if e.kind == "opened"]
+    assert any(e.protocol == "secure_sum" for e in opened)
+
+
+def test_class_means_are_weighed_by_labels_that_are_left_out(seeds, monkeypatch):
+    monkeypatch.setattr(chosen_settings, "ALPHAS", (0.5,))
+    monkeypatch.setattr(chosen_settings, "POWERS", (4.0,))
+    c = case((14, 12, 10), alpha=0.999, choose=True, class_means=1.0)
+    run = run_protocol(private_propagation, c)
+    check_no_errors(run)
+    ideal = wanted(private_propagation, c, seeds[0])
+    for u in c.params.sites:
+        assert values(run)[u].choice.setting == ideal[u].choice.setting
+        np.testing.assert_array_equal(values(run)[u].label, ideal[u].label)
+    weights = {s.class_means for s, _ in values(run)[u].choice.tried}
+    assert weights == {0.0, 1.0, 4.0}
 
 
 @pytest.mark.parametrize("module", MODES)

@@ -11,6 +11,7 @@ Reveals
 server : in every round what the propagation reveals to it: with `private_propagation` the graph of the round's cells
     and which of them are labelled, with `label_propagation` all their distances.
 site : what the propagation reveals to it: scores of its own cells, sizes of the other sites.
+with `balance`, everyone : in every round, how many labels of each class the round's sites have together.
 
 Assumes
 -------
@@ -49,6 +50,8 @@ class Pseudo:
     alpha: float = 0.99
     engine: str = "mpc"  # that compares codes: "mpc", "ot" or "he"
     private: bool = True  # `verified_propagation`, or the published `label_propagation`
+    power: float = 1.0  # p, of the similarities
+    balance: bool = False  # the labels of a class count as one together
 
     def __post_init__(self) -> None:
         if self.source not in SOURCES or self.warm < 0:
@@ -65,7 +68,17 @@ class Pseudo:
 
     def params(self, clients: tuple[Party, ...], server: Party, labels: tuple[str, ...]) -> Any:
         asked = (self.bits, self.n_neighbors, self.alpha, self.engine)
-        return self.protocol().Params(clients, server, *asked, classes=labels)
+        return self.protocol().Params(clients, server, *asked, classes=labels, balance=self.balance, power=self.power)
+
+    @property
+    def form(self) -> dict[str, Any]:
+        """Of a graph of one site."""
+        return {
+            "n_neighbors": self.n_neighbors,
+            "alpha": self.alpha,
+            "power": self.power,
+            "balance": self.balance,
+        }
 
 
 NO_PSEUDO = Pseudo()
@@ -85,7 +98,7 @@ async def site(
 ) -> None:
     """Play u: hand the learner its pseudo-labels of this round."""
     if pseudo.source != "xclp":
-        learner.teach_itself(theta, pseudo.source, pseudo.n_neighbors, pseudo.alpha)
+        learner.teach_itself(theta, pseudo.source, **pseudo.form)
         return
     vectors, known = learner.embed(theta)  # P1
     names = [labels[code] if code >= 0 else None for code in known]

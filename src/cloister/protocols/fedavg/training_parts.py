@@ -35,8 +35,11 @@ class Learner(Protocol):
     def teach(self, codes: Sequence[int], confidence: F64) -> None:
         """Labels of those cells for the next `train`, and how much they count; -1 for none."""
 
-    def teach_itself(self, theta: F32, source: str, n_neighbors: int, alpha: float) -> None:
-        """The same from the model's own predictions (`network`), or from a graph of this site's cells (`client`)."""
+    def teach_itself(self, theta: F32, source: str, **form: Any) -> None:
+        """The same from the model's own predictions (`network`), or from a graph of this site's cells (`client`).
+
+        `form`: `n_neighbors`, `alpha`, `power` and `balance` of that graph.
+        """
 
 
 class Store(Protocol):

@@ -60,6 +60,7 @@ class Params:
     delta: float = 0.0
     seed: int = 0
     pseudo: Pseudo = NO_PSEUDO
+    decay: int = 0  # rounds after which a cosine schedule ends; 0: with the last round
     min_scored: int = 0  # validation cells of all sites below which no round is chosen by its score: the last is taken
 
     def __post_init__(self) -> None:
@@ -70,6 +71,8 @@ class Params:
             raise ParameterError(f"expected between 2 and {n} clients a round (0 for all), found {self.clients}")
         if self.weighting not in ("cells", "plain") or self.schedule not in ("constant", "cosine"):
             raise ParameterError("weighting must be cells or plain, schedule constant or cosine")
+        if self.decay and (self.schedule != "cosine" or self.decay < self.rounds):
+            raise ParameterError("only a cosine has a length of its own, and of no fewer rounds than are trained")
         if self.metric not in METRICS:
             raise ParameterError(f"metric must be one of {', '.join(METRICS)}, found '{self.metric}'")
         if not self.rate > 0 or not self.bound > 0 or self.noise < 0 or not self.clip > 0:
@@ -94,7 +97,7 @@ class Params:
         return len(self.sites) // 2 + 1
 
     def rate_at(self, t: int) -> float:
-        share = 0.5 * (1 + math.cos(math.pi * t / self.rounds)) if self.schedule == "cosine" else 1.0
+        share = 0.5 * (1 + math.cos(math.pi * t / (self.decay or self.rounds))) if self.schedule == "cosine" else 1.0
         return self.rate * share
 
     def scored(self, t: int) -> bool:

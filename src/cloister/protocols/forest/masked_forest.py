@@ -2,7 +2,8 @@
 
     L1   i, A    seed Ξ of the clients, N = Σ N_i, and each client's start s_i, through Paillier ciphertexts
                  (private_slots: Algorithms 1 and 2)
-    L2   i, A, P with `standardise`: means and squares of the columns, masked by a stream of Ξ that only clients know
+    L2   i, A, P with `standardise`: means and squares of the columns, whole and fractional parts in words of their own
+                 (`split_sum`), masked by a stream of Ξ that only clients know
     L3   i       Z = permutation of 0 … N-1 from Ξ;  slots Z_{s_i}, …, Z_{s_i + N_i - 1} (indices mod N)
          i       X̃ = X M, M = Q S Q′ from Ξ, S uniform in (1, T)
          i → A   the key of R_i                    R_i uniform in Z_{2^64}^{N×D}
@@ -64,10 +65,10 @@ from cloister.net.wire import message
 from cloister.protocols.forest import private_slots
 from cloister.protocols.sums import common_genes
 from cloister.protocols.sums.columns import match_columns
+from cloister.protocols.sums.gene_moments import join_sum, split_sum
 from cloister.study import Party
 
 NAME = "masked_forest"
-FRACTION = 16  # bits after the point of the sums at L2
 Give = Literal["scores", "flags", "regions"]
 
 
@@ -297,17 +298,16 @@ async def client(ch: Channel, params: Params, names: list[str], X: F64, *, entro
 
 async def _standardise(ch: Channel, params: Params, X: F64, seed: bytes, rows: int, entropy: Entropy) -> F64:
     """L2: two sums over all clients. P adds them up without the noise of A, and still under a stream of Ξ."""
-    point = FixedPoint(FRACTION, 2.0 ** (62 - FRACTION - len(params.sites).bit_length()), len(params.sites))
 
     async def total(values: F64, purpose: str) -> F64:
-        hidden = stream(seed, purpose).uint64(len(values))
+        hidden = stream(seed, purpose).uint64(2 * len(values))
         key = entropy.bytes(32)
-        y = Prg(key).uint64(len(values)) + point.encode(values)
+        y = Prg(key).uint64(2 * len(values)) + split_sum(values, len(params.sites), entropy)
         if ch.me == params.sites[0]:
             y += hidden
         await ch.send(params.auxiliary, NoiseKey(key))
         await ch.send(params.principal, NoisySums(y))
-        return point.decode((await ch.recv(params.principal, Sums, y=(len(values),))).y - hidden)
+        return join_sum((await ch.recv(params.principal, Sums, y=(2 * len(values),))).y - hidden)
 
     mean = await total(X.sum(axis=0), "mean") / rows
     scale = np.sqrt(np.maximum(await total(np.square(X - mean).sum(axis=0), "scale"), 0.0) / rows)
@@ -325,7 +325,7 @@ async def auxiliary(ch: Channel, params: Params, *, entropy: Entropy) -> int:
     rows, width = size.rows, size.width
     for _ in range(2 if params.standardise else 0):
         noise = await ch.gather(clients, NoiseKey)  # L2
-        await ch.send(params.principal, Noise(_added([Prg(m.key).uint64((1, width)) for m in noise.values()])))
+        await ch.send(params.principal, Noise(_added([Prg(m.key).uint64((1, 2 * width)) for m in noise.values()])))
     for _ in range(params.repeats):
         noise = await ch.gather(clients, NoiseKey)  # L3
         await ch.send(params.principal, Noise(_added([Prg(m.key).uint64((rows, width)) for m in noise.values()])))
@@ -345,8 +345,8 @@ async def principal(ch: Channel, params: Params, *, rng: np.random.Generator) ->
     common = common_genes.Params(clients, params.principal)
     width = len((await common_genes.coordinator(ch.sub("columns", apart=True), common)).names)
     for _ in range(2 if params.standardise else 0):
-        sums = await ch.gather(clients, NoisySums, y=(width,))  # L2
-        noise = await ch.recv(params.auxiliary, Noise, r=(1, width))
+        sums = await ch.gather(clients, NoisySums, y=(2 * width,))  # L2
+        noise = await ch.recv(params.auxiliary, Noise, r=(1, 2 * width))
         await ch.scatter(clients, Sums(_added([m.y for m in sums.values()]) - noise.r[0]))
     views, scores, flags, regions = [], [], [], []
     for _ in range(params.repeats):
@@ -379,8 +379,8 @@ def cost(params: Params, rows: Mapping[Party, int], width: int, names: int) -> d
     sums = 2 if params.standardise else 0
     slots = private_slots.cost(params.slots)
     own, aux = slots[params.sites[0]], slots[params.auxiliary]
-    up = (own[0] + 1 + 2 * (sums + r), own[1] + names + sums * (32 + 8 * width) + r * (32 + 8 * N * width))
-    noise = (aux[0] + sums + r, aux[1] + sums * 8 * width + r * 8 * N * width)
+    up = (own[0] + 1 + 2 * (sums + r), own[1] + names + sums * (32 + 16 * width) + r * (32 + 8 * N * width))
+    noise = (aux[0] + sums + r, aux[1] + sums * 16 * width + r * 8 * N * width)
     answer = N * (8 if params.give == "scores" else 1)
-    head = (m * (1 + sums + r), m * (names + sums * 8 * width + r * answer))
+    head = (m * (1 + sums + r), m * (names + sums * 16 * width + r * answer))
     return {params.principal: head, params.auxiliary: noise} | dict.fromkeys(params.sites, up)

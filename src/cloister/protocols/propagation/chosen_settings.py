@@ -3,20 +3,24 @@
     P1   S ⇒ u   how many labelled points each site brings, rounded up to a multiple of 16
     P2   S       for every (k, p, α): S between labelled points without its diagonal (`graph.left_out`)
     P3   u ↔ S   what each labelled point is told by all others, at its site (`shared_scores`)
-    P4   u ↔ S   with and without balance: how many points of each class are told right, of how many (`secure_sum`)
+    P4   u ↔ S   with and without balance, and with three weights of class means where these are open (each point taken
+                 out of its own class's): how many points of each class are told right, of how many (`secure_sum`)
     P5   all     the setting of the largest balanced accuracy, if it is above the usual one's by more than twice the
-                 standard error of that; else the usual one
+                 standard error of that; else the usual one, with the best of the weights of class means
 
 Every label is left out once: a column of S does not depend on who is labelled. Of a site with very many labels, some
-are tested, at even distances. A class with a single label cannot be told right, and does not count. The number of bits
-is not chosen: more of them are never worse, only dearer.
+are tested, at even distances. A class with a single label cannot be told right, and does not count; classes with fewer
+than three labels count together as one, and not at all if they have fewer than three together (`pools`). The number of
+bits is not chosen: more of them are never worse, only dearer.
 
 Reveals
 -------
-server : of all sites together, how many labelled points of each class are told right by each setting. With a site v:
-    what v learns, and so more equations for the labels of others: S_g Y = Z_g at its labelled points, for every g.
+server : of all sites together, how many labelled points of each class are told right by each setting, three points or
+    more at a time. With a site v: what v learns, and so more equations for the labels of others: S_g Y = Z_g at its
+    labelled points, for every g.
 site : the same sums; for each own labelled point its scores from all other labels, for every setting; rounded numbers
-    of labelled points. With two sites, each finds the other's counts by subtraction.
+    of labelled points. With two sites, each finds the other's counts by subtraction; with m own of three labels of a
+    class, the counts of the 3 - m others.
 two computing parties together : as in `shared_scores`.
 
 Assumes
@@ -38,7 +42,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -59,7 +63,9 @@ NAME = "chosen_settings"
 NEIGHBOURS = (3, 5, 10, 20)  # up to those of the graph
 POWERS = (1.0, 4.0)
 ALPHAS = (0.5, 0.9, 0.99)
+MORE = 4.0  # times the usual weight of class means, the most that is tried
 CLEARLY = 2.0  # standard errors by which another setting must be better than the usual one: the best of many is lucky
+FEWEST = 3  # labels of a class whose hits are counted by themselves
 TESTED = 512  # labelled points that are tested, of all sites
 
 
@@ -69,6 +75,12 @@ class Setting:
     power: float  # p, of the similarities
     alpha: float
     balance: bool
+    class_means: float = 0.0  # weight of how near a point is to the mean of each class
+
+    @property
+    def spread(self) -> dict[str, Any]:
+        """What `graph.propagate` takes."""
+        return {k: v for k, v in asdict(self).items() if k != "class_means"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +105,17 @@ class Params:
 
     @property
     def settings(self) -> tuple[Setting, ...]:
-        return tuple(Setting(*s, balance=b) for s in self.spreads for b in (self.usual.balance, not self.usual.balance))
+        return tuple(Setting(*s, *form) for s in self.spreads for form in self.forms)
+
+    @property
+    def forms(self) -> tuple[tuple[bool, float], ...]:
+        """Balance, and weight of the class means; the usual ones first."""
+        return tuple(itertools.product((self.usual.balance, not self.usual.balance), self.weights))
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        weight = self.usual.class_means
+        return (weight, 0.0, MORE * weight) if weight else (0.0,)
 
     @property
     def sums(self) -> secure_sum.Params:
@@ -157,56 +179,87 @@ def left_out(params: Params, keys: I64, own: Mapping[Party, I64]) -> dict[Party,
     return dict(zip(params.sites, np.split(whole, cuts, axis=1), strict=True))
 
 
-def hits(params: Params, scores: I64, y: I64, counts: I64) -> U64:
-    """P4 of a site: points told right, by setting and class, then points tested by class."""
+def pools(counts: I64) -> I64:
+    """The class as which each class is counted: itself, of rare ones the first of them, -1 for not at all."""
+    rare = (counts > 1) & (counts < FEWEST)
+    together = int(np.argmax(rare)) if counts[rare].sum() >= FEWEST else -1
+    return np.where(counts >= FEWEST, np.arange(len(counts)), np.where(rare, together, -1))
+
+
+def hits(params: Params, scores: I64, y: I64, counts: I64, near: F64 | None = None) -> U64:
+    """P4 of a site: points told right, by setting and class, then points tested by class.
+
+    `near`: of its labelled points, how near each is to the means of all others (`class_means.closeness`).
+    """
     at = tested(params, len(y))
     spreads = scores.reshape(len(params.spreads), -1, params.classes)[:, : len(at)]
     others = counts - graph.one_hot(y[at], params.classes)  # labels of each class, without the one left out
     rows = []
-    for z, balance in itertools.product(spreads, (params.usual.balance, not params.usual.balance)):
-        told, _ = graph.decide(z, others if balance else None)
-        rows.append(np.bincount(y[at][told == y[at]], minlength=params.classes))
-    rows.append(np.bincount(y[at], minlength=params.classes))
+    close = None if near is None else near[at]
+    pool = pools(counts)[y[at]]
+
+    def counted(which: Any) -> I64:
+        return np.bincount(pool[which & (pool >= 0)], minlength=params.classes)
+
+    for z, (balance, weight) in itertools.product(spreads, params.forms):
+        told, _ = graph.decide(z, others if balance else None, close, weight)
+        rows.append(counted(told == y[at]))
+    rows.append(counted(np.ones(len(at), bool)))
     return np.concatenate(rows).astype(np.uint64)
 
 
 def best(params: Params, total: U64, counts: I64) -> Choice:
     """P5."""
     right, n = np.split(total.astype(np.float64).reshape(-1, params.classes), [-1])
-    if (right > n).any() or (n > counts).any():
+    pool = pools(counts)
+    most = np.bincount(pool[pool >= 0], counts[pool >= 0], minlength=params.classes)
+    if (right > n).any() or (n > most).any():
         raise ProtocolAbort(NAME, "P5", "mismatch", "more labels were told right than there are")
-    there = (n[0] > 0) & (counts > 1)
+    there = n[0] > 0
     if not there.any():
         return Choice(params.usual, math.nan)
     right, n = right[:, there], n[0, there]
     share: F64 = (right / n).mean(axis=1)
-    p = (right[0] + 1) / (n + 2)  # of few points none or all may be right by chance
+    usual = int(share[: len(params.weights)].argmax())  # three weights are not many: of these the best is hardly lucky
+    p = (right[usual] + 1) / (n + 2)  # of few points none or all may be right by chance
     error = math.sqrt(float((p * (1 - p) / n).sum())) / len(n)
     at = int(share.argmax())
-    at = at if share[at] > share[0] + CLEARLY * error else 0
+    at = at if share[at] > share[usual] + CLEARLY * error else usual
     return Choice(params.settings[at], float(share[at]), tuple(zip(params.settings, share.tolist(), strict=True)))
 
 
-def choose(params: Params, keys: I64, own: Mapping[Party, I64], y: Mapping[Party, I64]) -> Choice:
+def choose(
+    params: Params, keys: I64, own: Mapping[Party, I64], y: Mapping[Party, I64], near: Mapping[Party, F64] | None = None
+) -> Choice:
     """The whole choice in the clear."""
     columns = left_out(params, keys, own)
     scores = sum(columns[u] @ graph.one_hot(y[u], params.classes) for u in params.sites)
     terms = params.scores({u: rounded(len(own[u])) for u in params.sites})
     cuts = np.split(np.asarray(scores), np.cumsum(terms.sizes)[:-1])
     counts = np.bincount(np.concatenate([y[u] for u in params.sites]), minlength=params.classes)
-    parts = [hits(params, z, y[u], counts) for u, z in zip(params.sites, cuts, strict=True)]
+    close = near or dict.fromkeys(params.sites)
+    parts = [hits(params, z, y[u], counts, close[u]) for u, z in zip(params.sites, cuts, strict=True)]
     return best(params, np.sum(parts, axis=0, dtype=np.uint64), counts)
 
 
 # ---- roles -----------------------------------------------------------------------------------------------------------
 
 
-async def site(ch: Channel, params: Params, y: I64, counts: I64, *, entropy: Entropy, identity: Identity) -> Choice:
+async def site(
+    ch: Channel,
+    params: Params,
+    y: I64,
+    counts: I64,
+    near: F64 | None = None,
+    *,
+    entropy: Entropy,
+    identity: Identity,
+) -> Choice:
     """Hold the classes of labelled points, in order, and the number of labels of each class at all sites."""
     announced = await ch.recv_broadcast(params.server, Labelled)  # P1
     terms = params.scores(check_rounded(params.sites, announced.rounded, ch.me, len(y)))
     z = await shared_scores.site(ch.sub("scores"), terms, y, entropy=entropy, identity=identity)  # P3
-    mine = hits(params, z, y, counts)
+    mine = hits(params, z, y, counts, near)
     total = await secure_sum.contributor(ch.sub("hits"), params.sums, mine, entropy=entropy, identity=identity)  # P4
     assert total is not None
     return best(params, total.z, counts)  # P5

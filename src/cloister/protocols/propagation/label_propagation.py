@@ -23,7 +23,8 @@ server : H, which points are labelled, how many points each site has and how man
 site : for each own point the scores Z of all classes; the columns of S of its labelled points, which say how near they
     are to everybody's points; the sizes and class names of the others. A site can solve S_L Y = Z for the labels of
     other sites' points, and with the server any site can: 76 to 100 % of them. Use `private_propagation`.
-with `balance` or `choose`, everyone : how many labels of each class all sites have together.
+with `balance`, `choose` or `class_means`, everyone : how many labels of each class all sites have together.
+with `class_means`, every site : the mean direction of each class's labelled points (`class_means`).
 with `choose` : what `chosen_settings` says.
 engine `mpc` : the first three sites compute (with two sites, the server is third); two of them together know all codes.
 
@@ -112,7 +113,7 @@ async def _site(
     ch: Channel, params: Params, vectors: F64, labels: Sequence[str | None], *, entropy: Entropy, identity: Identity
 ) -> Labels:
     S = params.server
-    roster, packed, y = await begin(ch, params, vectors, labels, entropy=entropy, identity=identity)
+    roster, packed, y, secret = await begin(ch, params, vectors, labels, entropy=entropy, identity=identity)
 
     async def step(c: Channel, sites: tuple[Party, ...]) -> None:
         await secure_hamming.site(c, _hamming(params, roster, sites), packed, entropy=entropy, identity=identity)
@@ -122,9 +123,8 @@ async def _site(
     n, n_classes = sum(sizes), len(roster.classes)
     await ch.send(S, Labelled(np.packbits(y >= 0), n_classes))  # L12
     Y = graph.one_hot(y[y >= 0], n_classes)
-    counts = await propagation_terms.class_counts(ch, params, sites, Y, entropy=entropy, identity=identity)
-    choice, counts = await propagation_terms.settle(
-        ch, params, y[y >= 0], counts, verified=False, entropy=entropy, identity=identity
+    settled = await propagation_terms.settle(
+        ch, params, sites, (vectors, y, n_classes), secret, verified=False, entropy=entropy, identity=identity
     )
     z = np.zeros((n, n_classes), np.int64)
     at = 0
@@ -135,7 +135,7 @@ async def _site(
     sums = row_sums.Params(sites, sizes, S, n_classes)
     mine = await row_sums.site(ch.sub("rows"), sums, z.view(np.uint64), entropy=entropy, identity=identity)  # L14
     scores = mine.view(np.int64)
-    return Labels(roster.classes, *graph.decide(scores, counts), scores, sites, choice)  # L15
+    return Labels(roster.classes, *settled.decide(scores), scores, sites, settled.choice)  # L15
 
 
 async def _server(ch: Channel, params: Params, *, entropy: Entropy, identity: Identity) -> Served:

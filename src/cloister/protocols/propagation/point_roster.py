@@ -62,6 +62,7 @@ class Roster:
     sites: tuple[Party, ...]
     sizes: tuple[int, ...]
     classes: tuple[str, ...]  # empty at the server
+    width: int = 0  # numbers a point
 
     def size(self, u: Party) -> int:
         return self.sizes[self.sites.index(u)]
@@ -82,8 +83,9 @@ class AllPoints:  # S → u
 def ideal(params: Params, xs: Mapping[Party, tuple[int, int, tuple[str, ...], bytes]]) -> dict[Party, Roster]:
     sizes = tuple(xs[u][0] for u in params.sites)
     names = params.classes or tuple(sorted({name for x in xs.values() for name in x[2]}))
-    return dict.fromkeys(params.sites, Roster(params.sites, sizes, names)) | {
-        params.server: Roster(params.sites, sizes, ())
+    width = xs[params.sites[0]][1]
+    return dict.fromkeys(params.sites, Roster(params.sites, sizes, names, width)) | {
+        params.server: Roster(params.sites, sizes, (), width)
     }
 
 
@@ -154,7 +156,7 @@ async def site(
         code, said = ("no-labels", "no site has a label") if not all_names else ("one-class", "all labels are the same")
         raise ProtocolAbort(NAME, "L3", code, f"{said}, so there is nothing to tell apart; bring labels of two classes")
     sites = tuple(v for v in params.sites if v in points)
-    return Roster(sites, tuple(points[v].count for v in sites), params.classes or tuple(sorted(all_names)))
+    return Roster(sites, tuple(points[v].count for v in sites), params.classes or tuple(sorted(all_names)), width)
 
 
 async def server(ch: Channel, params: Params) -> Roster:
@@ -162,4 +164,5 @@ async def server(ch: Channel, params: Params) -> Roster:
     points = await ch.gather(here, Points, quorum=2)  # L1
     await ch.broadcast(points, AllPoints(points))  # L2
     check_widths(points)
-    return Roster(tuple(points), tuple(p.count for p in points.values()), ())
+    width = next(iter(points.values())).width
+    return Roster(tuple(points), tuple(p.count for p in points.values()), (), width)

@@ -19,7 +19,8 @@ server : the graph: k neighbours of every point and their distances; which point
     directions of all others, roughly: median cosine 0.6 in 30 dimensions without clusters, 0.97 in 8.
 site : for each own point the scores Z of all classes; the sizes and class names of the others, and how many points each
     has labelled, to the next 16. Nothing about S or others' labels beyond its own scores.
-with `balance` or `choose`, everyone : how many labels of each class all sites have together.
+with `balance`, `choose` or `class_means`, everyone : how many labels of each class all sites have together.
+with `class_means`, every site : the mean direction of each class's labelled points (`class_means`).
 with `choose` : what `chosen_settings` says.
 two computing parties : the first three sites compute (with two sites, the server is third); two of them together learn
     all codes (`mpc`) or all distances (`ot`, `he`), and all labels and S. With two sites, so do the server and one.
@@ -138,7 +139,7 @@ async def _site(
     identity: Identity,
 ) -> Labels:
     S = params.server
-    roster, packed, y = await begin(ch, params, vectors, labels, entropy=entropy, identity=identity)
+    roster, packed, y, secret = await begin(ch, params, vectors, labels, entropy=entropy, identity=identity)
 
     async def find_graph(c: Channel, sites: tuple[Party, ...]) -> None:
         await graphs.site(c, _graph(params, roster, sites), packed, entropy=entropy, identity=identity)
@@ -146,11 +147,10 @@ async def _site(
     _, sites = await attempts.follow(ch.sub("graph"), S, find_graph)  # L5
     n_classes, known = len(roster.classes), y[y >= 0]
     await ch.send(S, Labelled(np.packbits(y >= 0), n_classes))  # L10
-    Y = graph.one_hot(known, n_classes)
-    counts = await propagation_terms.class_counts(ch, params, sites, Y, entropy=entropy, identity=identity)
     proofs = graphs is not private_graph
-    choice, counts = await propagation_terms.settle(
-        ch, params, known, counts, verified=proofs, entropy=entropy, identity=identity
+    points = (vectors, y, n_classes)
+    settled = await propagation_terms.settle(
+        ch, params, sites, points, secret, verified=proofs, entropy=entropy, identity=identity
     )
 
     async def score(c: Channel, left: tuple[Party, ...]) -> I64:
@@ -158,7 +158,7 @@ async def _site(
         return await shared_scores.site(c, terms, known, entropy=entropy, identity=identity)
 
     scores, _ = await attempts.follow(ch.sub("scores"), S, score)  # L12
-    return Labels(roster.classes, *graph.decide(scores, counts), scores, sites, choice)
+    return Labels(roster.classes, *settled.decide(scores), scores, sites, settled.choice)
 
 
 async def _server(graphs: ModuleType, ch: Channel, params: Params, *, entropy: Entropy, identity: Identity) -> Served:

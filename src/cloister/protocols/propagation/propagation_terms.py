@@ -4,7 +4,9 @@
     L3    u       Π (L × d) standard normal, from the seed
     L4    u       B_u = [V_u Πᵀ ≥ 0], packed
     L10   u → S   which of its points are labelled (but for the published mode, where L12 says it)
-    L12   u ↔ S   with `balance` or `choose`: the number of labels of each class, over all sites (`secure_sum`)
+    L12   u ↔ S   with `balance`, `choose` or `class_means`: the number of labels of each class, over all sites
+                  (`secure_sum`)
+          u ↔ S   with `class_means`: the mean direction of each class, at the sites (`class_means`)
           u ↔ S   with `choose`: neighbours, power, α and balance, by labels that are left out (`chosen_settings`)
 
 Groups: very many small sites are dealt into groups with a graph of their own, side by side at the server.
@@ -12,7 +14,8 @@ Groups: very many small sites are dealt into groups with a graph of their own, s
 Reveals
 -------
 server : which points are labelled, and how many classes there are.
-with `balance` or `choose`, everyone : how many labels of each class all sites have together.
+with `balance`, `choose` or `class_means`, everyone : how many labels of each class all sites have together.
+with `class_means`, every site : the mean direction of each class with at least `least` labels in all.
 with `choose` : what `chosen_settings` says.
 
 Assumes
@@ -29,7 +32,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -43,13 +46,15 @@ from cloister.net.channel import Channel
 from cloister.net.wire import message
 from cloister.protocols.hamming.pair_distances import Engine, check_engine
 from cloister.protocols.hamming.shared_codes import offsets
-from cloister.protocols.propagation import chosen_settings, point_roster
+from cloister.protocols.propagation import chosen_settings, class_means, point_roster
 from cloister.protocols.propagation.chosen_settings import Choice, Setting
+from cloister.protocols.propagation.class_means import Params as MeansParams
 from cloister.protocols.propagation.point_roster import Roster
 from cloister.protocols.sums import attempts, common_seed, secure_sum
 from cloister.study import Party
 
 NAME = "propagation_terms"
+MOST_WEIGHT = 64.0
 T = TypeVar("T")
 
 
@@ -66,6 +71,8 @@ class Params:
     groups: int = 1  # very many small sites are split, and each group has a graph of its own
     power: float = 1.0  # p, of the similarities
     choose: bool = False  # try other settings than these, too, with up to as many neighbours
+    class_means: float = 0.0  # weight of how near a point is to the mean of each class; 0 opens no mean
+    least: int = 2  # labels of a class over all sites, below which its mean is not opened
 
     def __post_init__(self) -> None:
         point_roster.Params(self.sites, self.server, self.classes)
@@ -74,6 +81,11 @@ class Params:
                 f"'groups' must leave at least two sites in each: at most {len(self.sites) // 2}, found {self.groups}"
             )
         graph.check_sizes(1 << 40, self.bits, self.n_neighbors, self.alpha, self.power)
+        if not 0 <= self.class_means <= MOST_WEIGHT or self.least < 2:
+            raise ParameterError(
+                f"'class_means' must lie between 0 and {MOST_WEIGHT:g}, and take two labels or more, found"
+                f" {self.class_means:g} and {self.least}"
+            )
         check_engine(self.engine)
 
     def group(self, i: int) -> Params:
@@ -82,12 +94,15 @@ class Params:
 
     @property
     def setting(self) -> Setting:
-        return Setting(self.n_neighbors, self.power, self.alpha, self.balance)
+        return Setting(self.n_neighbors, self.power, self.alpha, self.balance, self.class_means)
 
     @property
     def counted(self) -> bool:
         """Whether labels of each class are counted."""
-        return self.balance or self.choose
+        return self.balance or self.choose or self.class_means > 0
+
+    def means(self, sites: tuple[Party, ...], counts: I64, width: int) -> MeansParams:
+        return MeansParams(sites, self.server, tuple(int(n) for n in counts), width, self.least)
 
     def choice(self, sites: tuple[Party, ...], classes: int, *, verified: bool) -> chosen_settings.Params:
         return chosen_settings.Params(sites, self.server, self.bits, self.setting, classes, verified)
@@ -146,19 +161,25 @@ def ideal(
     at = offsets(tuple(len(xs[u][0]) for u in sites))
     owner = np.concatenate([np.full(len(xs[u][0]), i) for i, u in enumerate(sites)])
     cuts = [slice(at[i], at[i + 1]) for i in range(len(sites))]
+    counts = np.bincount(y[y >= 0], minlength=len(classes))
+    v = {u: class_means.directions(xs[u][0]) for u in sites}
+    label = {u: y[c] for u, c in zip(sites, cuts, strict=True)}
+    known = {u: (v[u][label[u] >= 0], label[u][label[u] >= 0], seed) for u in sites}
+    means = class_means.ideal(params.means(sites, counts, xs[sites[0]][0].shape[1]), known)
+    sums = means[sites[0]] if params.class_means else None
     choice = Choice(params.setting, math.nan)
     if params.choose:
         keys = graph.nearest(packed, params.n_neighbors)
         own = {u: at[i] + np.flatnonzero(y[cuts[i]] >= 0) for i, u in enumerate(sites)}
         terms = params.choice(sites, len(classes), verified=False)
-        choice = chosen_settings.choose(terms, keys, own, {u: y[p] for u, p in own.items()})
-    how: dict[str, Any] = asdict(choice.setting)
-    propagated = graph.propagate(packed, y, n_classes=len(classes), sites=owner, **how)
-    given = {
-        u: Labels(classes, propagated.label[c], propagated.confidence[c], propagated.scores[c], sites, choice)
-        for u, c in zip(sites, cuts, strict=True)
-    }
-    return given | {params.server: None}
+        near = None if sums is None else {u: class_means.closeness(known[u][0], sums, known[u][1]) for u in sites}
+        choice = chosen_settings.choose(terms, keys, own, {u: y[p] for u, p in own.items()}, near)
+    scores = graph.propagate(packed, y, n_classes=len(classes), sites=owner, **choice.setting.spread).scores
+    found: dict[Party, Labels | None] = {params.server: None}
+    for u, c in zip(sites, cuts, strict=True):
+        label_of, sure = decide(choice, scores[c], counts, None if sums is None else class_means.closeness(v[u], sums))
+        found[u] = Labels(classes, label_of, sure, scores[c], sites, choice)
+    return found
 
 
 # ---- local steps -----------------------------------------------------------------------------------------------------
@@ -171,6 +192,12 @@ def class_names(labels: Sequence[str | None]) -> tuple[str, ...]:
 def label_codes(labels: Sequence[str | None], classes: tuple[str, ...]) -> I64:
     place = {name: i for i, name in enumerate(classes)}
     return np.array([-1 if name is None else place[name] for name in labels], np.int64)
+
+
+def decide(choice: Choice, scores: I64, counts: I64 | None, near: F64 | None) -> tuple[I64, F64]:
+    """Label and confidence of a site's points, by the setting that was chosen."""
+    how = choice.setting
+    return graph.decide(scores, counts if how.balance else None, near if how.class_means else None, how.class_means)
 
 
 def check_inputs(vectors: F64, labels: Sequence[str | None]) -> None:
@@ -191,8 +218,8 @@ def unpack_mask(mask: U8, n: int) -> I64:
 
 async def begin(
     ch: Channel, params: Params, vectors: F64, labels: Sequence[str | None], *, entropy: Entropy, identity: Identity
-) -> tuple[Roster, U8, I64]:
-    """L1 to L4 at a site: who takes part, this site's codes and classes."""
+) -> tuple[Roster, U8, I64, bytes]:
+    """L1 to L4 at a site: who takes part, this site's codes and classes, and a secret of the sites."""
     check_inputs(vectors, labels)
     seeds = common_seed.Params(params.sites, params.server)
     seed = await common_seed.site(ch.sub("seed"), seeds, entropy=entropy, identity=identity)  # L1
@@ -202,7 +229,7 @@ async def begin(
     roster = await point_roster.site(ch.sub("roster"), listed, n, d, names, seed.secret, entropy=entropy)
     check_graph(params, roster.sizes)
     planes = graph.hyperplanes(seed.secret, params.bits, d)  # L3
-    return roster, graph.codes(vectors, planes), label_codes(labels, roster.classes)  # L4
+    return roster, graph.codes(vectors, planes), label_codes(labels, roster.classes), seed.secret  # L4
 
 
 async def open_study(ch: Channel, params: Params) -> Roster:
@@ -234,6 +261,8 @@ async def labelled_points(
     if params.counted:
         sums = secure_sum.Params(sites, params.server, n_classes, to_all=True)
         counts = (await secure_sum.aggregator(ch.sub("counts"), sums)).z.astype(np.int64)
+    if params.class_means:
+        await class_means.server(ch.sub("means"), params.means(sites, counts, roster.width))
     return own, counts, n_classes
 
 
@@ -242,32 +271,53 @@ def check_labelled(labelled: I64) -> None:
         raise ProtocolAbort(NAME, "L12", "no-labels", "no point of the sites that are left has a label")
 
 
-async def class_counts(
-    ch: Channel, params: Params, sites: tuple[Party, ...], Y: I64, *, entropy: Entropy, identity: Identity
-) -> I64 | None:
-    """With `balance` or `choose`: how many labels of each class all sites have together (`secure_sum`)."""
-    if not params.counted:
-        return None
-    sums = secure_sum.Params(sites, params.server, Y.shape[1], to_all=True)
-    mine = Y.sum(axis=0).astype(np.uint64)
-    total = await secure_sum.contributor(ch.sub("counts"), sums, mine, entropy=entropy, identity=identity)
-    assert total is not None
-    return total.z.astype(np.int64)
+@dataclass(frozen=True)
+class Settled:
+    """What a site has before its scores come."""
+
+    choice: Choice
+    counts: I64 | None  # labels of each class
+    near: F64 | None  # how near its points are to the mean of each class
+
+    def decide(self, scores: I64) -> tuple[I64, F64]:
+        return decide(self.choice, scores, self.counts, self.near)
 
 
 async def settle(
-    ch: Channel, params: Params, y: I64, counts: I64 | None, *, verified: bool, entropy: Entropy, identity: Identity
-) -> tuple[Choice, I64 | None]:
-    """At a site: the setting that counts, and the labels of each class if scores are to be divided by them."""
+    ch: Channel,
+    params: Params,
+    sites: tuple[Party, ...],
+    points: tuple[F64, I64, int],
+    secret: bytes,
+    *,
+    verified: bool,
+    entropy: Entropy,
+    identity: Identity,
+) -> Settled:
+    """At a site with these points, labels and number of classes: L12 up to the setting that counts."""
+    vectors, labels, n_classes = points
+    y, counts, near, close = labels[labels >= 0], None, None, None
+    if params.counted:
+        sums = secure_sum.Params(sites, params.server, n_classes, to_all=True)
+        mine = np.bincount(y, minlength=n_classes).astype(np.uint64)
+        total = await secure_sum.contributor(ch.sub("counts"), sums, mine, entropy=entropy, identity=identity)
+        assert total is not None
+        counts = total.z.astype(np.int64)
+    if params.class_means and counts is not None:
+        v = class_means.directions(vectors)
+        known = v[labels >= 0]
+        terms = params.means(sites, counts, vectors.shape[1])
+        means = await class_means.site(ch.sub("means"), terms, known, y, secret, entropy=entropy, identity=identity)
+        near, close = class_means.closeness(v, means), class_means.closeness(known, means, y)
     choice = Choice(params.setting, math.nan)
     if params.choose and counts is not None:
 
         async def step(c: Channel, left: tuple[Party, ...]) -> Choice:
             terms = params.choice(left, len(counts), verified=verified)
-            return await chosen_settings.site(c, terms, y, counts, entropy=entropy, identity=identity)
+            return await chosen_settings.site(c, terms, y, counts, close, entropy=entropy, identity=identity)
 
         choice, _ = await attempts.follow(ch.sub("choice"), params.server, step)
-    return choice, counts if choice.setting.balance else None
+    return Settled(choice, counts, near)
 
 
 async def settle_all(

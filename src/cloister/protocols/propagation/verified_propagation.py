@@ -18,7 +18,8 @@ server : the graph: k neighbours of every point and their distances; which point
     S[R_v] Y = Z[R_v]. A graph is itself a picture of the points, see `private_propagation`.
 site : for each own point the scores Z of all classes; the sizes and class names of the others, and how many points each
     has labelled, to the next 16. If it lies: no more.
-with `balance` or `choose`, everyone : how many labels of each class all sites have together.
+with `balance`, `choose` or `class_means`, everyone : how many labels of each class all sites have together.
+with `class_means`, every site : the mean direction of each class's labelled points (`class_means`).
 with `choose` : what `chosen_settings` says.
 two computing parties : the first three sites compute (with two sites, the server is third); two of them together learn
     all codes (`mpc`) or all distances (`ot`, `he`), and all labels and S. With two sites, so do the server and one.

@@ -19,12 +19,15 @@ from cloister.arrays import F64, I64, Bits
 from cloister.cells import tables as cells
 from cloister.errors import DataError, ParameterError
 from cloister.models import graph
+from cloister.protocols.propagation import class_means
+from cloister.study import Party
 from cloister.workflows.baselines.mapping import linear_label, nearest_label
 from cloister.workflows.propagate_labels import Options
 
 if TYPE_CHECKING:
     from anndata import AnnData
 
+TWO = (Party("one"), Party("two"))  # class means know no fewer sites; who they are changes nothing
 ROUNDS, STEPS, RATE = 60, 5, 3.0  # of FedAvg: rounds, steps of every site in each, and how long these are
 
 
@@ -38,7 +41,7 @@ def spread_label(x: F64, y: I64, n_classes: int, options: Options | None = None)
     options = options or Options()
     if not (y >= 0).any() or len(x) < 2:
         return np.full(len(x), -1)
-    found = graph.propagate(
+    spread = graph.propagate(
         graph.codes(x, graph.hyperplanes(bytes(32), options.bits, x.shape[1])),
         y,
         n_classes=n_classes,
@@ -48,7 +51,12 @@ def spread_label(x: F64, y: I64, n_classes: int, options: Options | None = None)
         balance=options.balance,
         exact=False,
     )
-    return found.label
+    if not options.class_means:
+        return spread.label
+    counts, v = np.bincount(y[y >= 0], minlength=n_classes), class_means.directions(x)
+    terms = class_means.Params(TWO, Party("hub"), tuple(counts.tolist()), x.shape[1], options.class_means_from)
+    near = class_means.closeness(v, class_means.sums_of(terms, v[y >= 0], y[y >= 0]))
+    return graph.decide(spread.scores, counts if options.balance else None, near, options.class_means)[0]
 
 
 def averaged_label(x: F64, y: I64, sites: I64, n_classes: int) -> I64:

@@ -16,7 +16,7 @@ from cloister.cells import tables as cells
 from cloister.cells.spaces import check_space, edges_of, space_of
 from cloister.errors import DataError, MissingExtra
 from cloister.models.classifier import Tokens
-from cloister.models.learner import Table, flip_and_shift
+from cloister.models.learner import Table, augment_by
 from cloister.models.scgpt import ScGPT, tokenize
 from cloister.workflows.trained.cell_classifier import label_cells, majority
 from cloister.workflows.trained.gene_tokens import csr_rows, gene_tokens
@@ -37,12 +37,13 @@ except ImportError:
 class Inputs:
     """How cells become what a network takes in; it stands in the model file."""
 
-    model: str  # "mlp" | "scgpt" | "cnn" | "vit"
+    model: str  # "mlp" | "scgpt" | "cnn" | "resnet" | "vit"
     use_rep: str | None = None
     layer: str | None = None
     binning: str = "cell"  # of scgpt: by each cell's own quantiles, or "none": the values are bins
     gene_key: str | None = None
     image_shape: tuple[int, ...] = ()
+    rotation: float = 0.0  # degrees, in training
     seed: int = 0
     space: str = ""  # digest of what made the embedding
     edges: str = ""  # digest of the bin edges
@@ -73,13 +74,14 @@ class Inputs:
 
         if self.model == "mlp":
             return Table(torch.from_numpy(cells.embedding(adata, self.use_rep).astype(np.float32)))
-        if self.model in ("cnn", "vit"):
+        if self.model in ("cnn", "resnet", "vit"):
             h, w, c = self.image_shape
             if math.prod(self.image_shape) != adata.n_vars:
                 raise DataError(f"images of {self.image_shape} have {h * w * c} values, X {adata.n_vars}")
             x = cells.embedding(adata, None).astype(np.float32)
             x = x / (255.0 if x.max() > 1.5 else 1.0) - 0.5
-            return Table(torch.from_numpy(x.reshape(-1, h, w, c)).permute(0, 3, 1, 2).contiguous(), flip_and_shift)
+            images = torch.from_numpy(x.reshape(-1, h, w, c)).permute(0, 3, 1, 2).contiguous()
+            return Table(images, augment_by(self.rotation))
         if loaded is None:
             raise DataError("this model stands on an scGPT checkpoint; pass pretrained= with its folder")
         cells.check_cells(adata, layer=self.layer, need_names=self.gene_key is None)
