@@ -3,7 +3,6 @@
     python benchmarks/adaptation_images.py --quick            minutes on two cores: 600 images, few rounds
     python benchmarks/adaptation_images.py                    all images and splits, three seeds: an hour of a core
     python benchmarks/adaptation_images.py --part full        full fine-tuning alone; wants a GPU
-    python benchmarks/adaptation_images.py --part functions --images cifar10.npz --weights FOLDER      a GPU, too
     python benchmarks/adaptation_images.py --show             the tables from benchmarks/logs/adaptation_images.jsonl
 
 adapters   owners of Fashion-MNIST (5,000 training, 1,000 validation, 2,000 test images) and PneumoniaMNIST (3,882, 524,
@@ -12,9 +11,6 @@ adapters   owners of Fashion-MNIST (5,000 training, 1,000 validation, 2,000 test
            Taps come from the plain student: the tests check that the encrypted ones are the same to 1e-2. FedAvg in
            the clear.
 full       full fine-tuning of the teacher in the clear, the same splits, rounds and batches
-functions  tables 5 and 6 of the paper: exp by degree, division by steps; losses and accuracy of the student with
-           these functions put in, and of the teacher after one pass of stage 1 over 10,000 images with them; on
-           1,000 test images of CIFAR-10
 domains    the same adapters on students that were distilled on other sets (`pretrain_vit.py --domains`)
 
 Rates and bottlenecks are chosen on the validation images, for each set and arm, pooled and with five owners at seed 0;
@@ -48,7 +44,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
 sys.path.insert(0, str(Path(__file__).parent))
 
-from pretrain_vit import WEIGHTS, augment, deal, grey, load, restore, scaled
+from pretrain_vit import WEIGHTS, deal, grey, restore, scaled
 
 from cloister.models import polynomial, student
 
@@ -494,84 +490,6 @@ def full(args, found_sets, path, rounds):
         ], keep)  # fmt: skip
 
 
-# ---- tables 5 and 6 --------------------------------------------------------------------------------------------------
-
-
-def approximate(model, inputs, degree, steps, means):
-    """Logits, hidden states and scores of a student with exp of a degree and division in so many steps; 0: exact."""
-    x = torch.cat([inputs.new_zeros(len(inputs), 1, model.embed.out_features), model.embed(inputs)], 1)
-    x = x + model.positions
-    hidden, attention = [x], []
-    a, b, c = polynomial.GELU
-    for block, S in zip(model.blocks, means, strict=True):
-        q, k, v = (t.unflatten(-1, (block.heads, -1)).transpose(1, 2) for t in block.qkv(block.norm1(x)).chunk(3, -1))
-        s = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
-        attention.append(s)
-        e = polynomial.taylor(s, degree) if degree else s.exp()
-        D = e.mean(-1, keepdim=True) / S
-        inverse = polynomial.inverse(D, steps) if steps else 1 / D
-        o = (e @ v) * inverse / (e.shape[-1] * S)
-        x = x + block.out(o.transpose(1, 2).flatten(2))
-        u = block.up(block.norm2(x))
-        x = x + block.down(a * u * u + b * u + c)
-        hidden.append(x)
-    return model.head(model.final(x[:, 0])), hidden, attention
-
-
-def functions(args, path):
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    x, _, tx, ty = (v.to(device) for v in load(args.images))
-    x, tx, ty = x[: 200 if args.quick else 10_000], tx[:: 20 if args.quick else 4], ty[:: 20 if args.quick else 4]
-    teacher, made = (restore(args.weights / f"{n}.npz").to(device) for n in ("teacher", "student"))
-    size = 32 if args.quick else 500
-
-    def means_of(model):
-        with torch.no_grad():
-            _, _, s = approximate(model, student.patches(scaled(tx[:500]), 4), 0, 0, [1.0] * len(model.blocks))
-        return [float(v.exp().mean(-1).max()) / 1.5 for v in s]
-
-    @torch.no_grad()
-    def judged(model, degree, steps, means):
-        sums = np.zeros(4)
-        for part, labels in zip(tx.split(size), ty.split(size), strict=True):
-            inputs = student.patches(scaled(part), 4)
-            wanted = teacher.trace(inputs)
-            logits, hidden, attention = approximate(model, inputs, degree, steps, means)
-            sums += np.array([
-                sum(float(F.mse_loss(p, q)) for p, q in zip(attention, wanted.scores, strict=True)),
-                sum(float(F.mse_loss(p, q)) for p, q in zip(hidden, wanted.hidden, strict=True)),
-                float(F.cross_entropy(logits, labels)),
-                float((logits.argmax(1) == labels).float().mean()),
-            ]) * len(part)  # fmt: skip
-        return dict(zip(("attention", "hidden", "cross-entropy", "accuracy"), (sums / len(tx)).tolist(), strict=True))
-
-    rows = [(d, 0) for d in (2, 4, 6, 8, 12, 0)] + [(6, k) for k in (1, 2, 3, 5, 7)]
-    for degree, steps in rows:
-        found = judged(made, degree, steps, means_of(made))
-        log({"part": "functions", "what": "student as it is", "degree": degree, "steps": steps, **found}, path)
-    shorter = [row for row in rows if row[0] in (0, 2, 4, 6) and row[1] != 2]
-    for degree, steps in rows[:1] if args.quick else shorter:
-        other, means = copy.deepcopy(teacher), means_of(teacher)
-        other.train()
-        optimizer = torch.optim.Adam(other.parameters(), lr=3e-4)
-        generator = torch.Generator(device=device).manual_seed(0)
-        for at in torch.randperm(len(x), generator=generator, device=device).split(100):
-            inputs = student.patches(augment(scaled(x[at]), generator), 4)
-            with torch.no_grad():
-                wanted = teacher.trace(inputs)
-            _, hidden, attention = approximate(other, inputs, degree, steps, means)
-            loss = sum(F.mse_loss(p, q) for p, q in zip(hidden, wanted.hidden, strict=True))
-            loss = loss + sum(F.mse_loss(p, q) for p, q in zip(attention, wanted.scores, strict=True))
-            optimizer.zero_grad()
-            loss.backward()
-            nn.utils.clip_grad_norm_(other.parameters(), 1.0)
-            optimizer.step()
-        found = judged(other.eval(), degree, steps, means)
-        log(
-            {"part": "functions", "what": "stage 1 over 10,000 images", "degree": degree, "steps": steps, **found}, path
-        )
-
-
 # ---- tables ----------------------------------------------------------------------------------------------------------
 
 
@@ -602,9 +520,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--data", type=Path, default=Path(__file__).parents[2] / "shared" / "data")
-    parser.add_argument("--images", type=Path, default=None, help="of `pretrain_vit.py --make-data`")
     parser.add_argument("--weights", type=Path, default=WEIGHTS)
-    parser.add_argument("--part", choices=("adapters", "full", "functions", "domains"), action="append", default=None)
+    parser.add_argument("--part", choices=("adapters", "full", "domains"), action="append", default=None)
     parser.add_argument("--set", choices=("Fashion-MNIST", "PneumoniaMNIST"), default=None, help="one of the two")
     parser.add_argument("--arm", choices=ARMS[:-1], default=None, help="one of them")
     parser.add_argument("--seeds", type=int, default=3)
@@ -629,8 +546,7 @@ def main() -> None:
         import tempfile
 
         path = Path(tempfile.mkstemp(suffix=".jsonl")[1])
-    found_sets = sets(args.data, quick=args.quick) if set(parts) != {"functions"} else []
-    found_sets = [s for s in found_sets if args.set in (None, s.name)]
+    found_sets = [s for s in sets(args.data, quick=args.quick) if args.set in (None, s.name)]
     if "adapters" in parts:
         adapters(args, polynomial.Encoder.load(args.weights / "student_model.npz"), "student", found_sets, path)
     if "domains" in parts:
@@ -640,8 +556,6 @@ def main() -> None:
     if "full" in parts:
         args.splits = args.splits[:1] if args.quick else args.splits
         full(args, found_sets, path, 3 if args.quick else ROUNDS)
-    if "functions" in parts:
-        functions(args, path)
     kept = [json.loads(line) for line in path.read_text().splitlines()[rows_before:]]
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{os.cpu_count()} cores"
     print(

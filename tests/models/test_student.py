@@ -1,3 +1,4 @@
+import copy
 import dataclasses
 
 import numpy as np
@@ -54,7 +55,7 @@ def distilled():
 
 def test_distillation_brings_the_student_closer(distilled):
     teacher, made, history, x = distilled
-    raw = student.copy.deepcopy(teacher)
+    raw = copy.deepcopy(teacher)
     raw.exact = False
 
     def far(model):
@@ -73,7 +74,7 @@ def test_distillation_out_of_domain_needs_no_labels_and_helps_where_it_did_not_l
     a, b, c = (torch.rand((128, 1, 1, 1), generator=g) * 2 - 1 for _ in range(3))
     foreign = student.patches(0.5 * (a * at[:, None] + b * at + c * 0.5), 4)
     made, _ = student.distil(teacher, foreign, recipe=student.Recipe(epochs=8, rate=3e-3, last_rate=3e-4))
-    raw = student.copy.deepcopy(teacher)
+    raw = copy.deepcopy(teacher)
     raw.exact = False
 
     def far(model, x):
@@ -119,7 +120,7 @@ def squared():
 
 def test_quadratic_attention_is_learnt(squared):
     teacher, made, x = squared
-    raw = student.copy.deepcopy(teacher)
+    raw = copy.deepcopy(teacher)
     raw.exact = False
 
     def far(model):
@@ -151,7 +152,7 @@ def test_the_export_of_quadratic_attention_computes_what_the_student_computes(sq
 
 
 def test_a_student_that_leaves_its_intervals_is_refused(distilled):
-    made, x = student.copy.deepcopy(distilled[1]), distilled[3]
+    made, x = copy.deepcopy(distilled[1]), distilled[3]
     with torch.no_grad():
         made.blocks[0].qkv.weight *= 6
     with pytest.raises(ParameterError, match=r"block 1: .* reach .* the approximation holds on"):

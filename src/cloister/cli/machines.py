@@ -122,7 +122,7 @@ def run(
     as_json: AsJson = False,  # noqa: FBT002
     quiet: Quiet = False,  # noqa: FBT002
 ) -> None:
-    """Take part in one run between machines; as the coordinator, start it."""
+    """Take part in one run between machines; as coordinator, start it."""
     import dataclasses
 
     from cloister.runtime.attend import attend, check_same_study, conduct, take_away

@@ -18,6 +18,7 @@ from rich.text import Text
 from cloister._version import __version__
 from cloister.cli import machines
 from cloister.cli.console import as_is, err, explain_mode, explain_study, out, progress
+from cloister.cli.distil import distil
 from cloister.cli.options import FLAG, OPEN, STUDY, AsJson, ModeName, Quiet, as_flags
 from cloister.cli.place import place
 from cloister.cli.predict import embed, predict
@@ -179,6 +180,7 @@ def demo(
 app.command(epilog="Example:  cloister predict results/basel.model.npz new.h5ad --out labelled.h5ad")(predict)
 app.command(epilog="Example:  cloister place results/basel.model.npz new.h5ad --out placed.h5ad")(place)
 app.command(epilog="Example:  cloister embed checkpoint/ cells.h5ad --out embedded.h5ad")(embed)
+app.command(epilog="Example:  cloister distil vit.safetensors images.npz --label-key y --out model.npz")(distil)
 
 
 # ---- between machines ------------------------------------------------------------------------------------------------

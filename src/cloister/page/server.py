@@ -35,8 +35,8 @@ from cloister.errors import CloisterError, UsageError
 from cloister.page import view
 from cloister.page.decide import Decisions
 from cloister.page.state import find_run, look
-from cloister.report.page import POLICY as REPORT
 from cloister.report.page import report_text
+from cloister.report.parts import POLICY as REPORT
 from cloister.run.results import load_runs
 from cloister.runtime.kit import Kit
 from cloister.runtime.service import Service

@@ -10,9 +10,7 @@ it is written; what they say about the protocols comes from the docstrings of th
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Mapping, Sequence
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +19,11 @@ from cloister._version import __version__
 from cloister.errors import CloisterError, DiskError
 from cloister.report import sections
 from cloister.report.learned import learned, short
-from cloister.report.parts import Html, count, escape, facts, join, names, size, table, tag, value
+from cloister.report.parts import Html, count, document, escape, facts, join, names, size, table, tag, value
 from cloister.report.signed import signed
 from cloister.run.run import Abort, Run, plain
 from cloister.study import Study
 
-POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 Rows = Sequence[Mapping[str, Any]] | Sequence[Sequence[Any]]  # dicts, or lists of which the first is the header
 
 MODES = {
@@ -98,16 +95,6 @@ def _page(
     runs: list[Run], words: tuple[str, str], rows: Rows | Mapping[str, Rows] | None, baselines: Mapping[str, Rows]
 ) -> str:
     title, about = words
-    style = (resources.files("cloister") / "data" / "report.css").read_text(encoding="utf-8")
-    head = tag(
-        "head",
-        tag("meta", charset="utf-8"),
-        tag("meta", http_equiv="Content-Security-Policy", content=POLICY),
-        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        tag("meta", name="referrer", content="no-referrer"),
-        tag("title", title),
-        tag("style", Html(style)),
-    )
     done = sum(run.abort is None for run in runs)
     summary = f"{count(len(runs), 'run')}: {done} completed" + (
         f", {len(runs) - done} aborted." if done < len(runs) else "."
@@ -125,13 +112,7 @@ def _page(
         compared = tag("section", tag("h2", "Comparison", id="comparison"), *parts)
     articles = [_run(run, i, baselines, unfold=len(runs) <= 2) for i, run in enumerate(runs, 1)]
     main = tag("main", compared, *articles, _how(), id="main", tabindex="-1")
-    date = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
-    footer = tag(
-        "footer", tag("p", f"Written by Cloister {__version__} on {date}. This page loads nothing and runs nothing.")
-    )
-    skip = tag("a", "Skip to the results", href="#main", class_="skip")
-    body = tag("body", skip, header, nav, main, footer)
-    return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
+    return document(title, header, nav, main)
 
 
 def _rows(caption: str, rows: Rows) -> Html:

@@ -8,11 +8,15 @@ place things sideways in percent and up-down in pixels, so they fit a phone and 
 
 from __future__ import annotations
 
+import base64
 import html
 import re
+import time
 from collections.abc import Iterable, Sequence
+from importlib import resources
 from typing import TYPE_CHECKING, Any
 
+from cloister._version import __version__
 from cloister.study import Study
 
 if TYPE_CHECKING:
@@ -20,6 +24,8 @@ if TYPE_CHECKING:
 
 NUMBER = re.compile(r"–|-?\d[\d.,]*(e[+-]?\d+)?( ?(%|[kMGT]?B|ms|s|min))?")
 MOST_NAMES = 8
+POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+WIDE = 1.65  # figures wider than this times their height get a row of their own
 VOID = {"meta", "img", "br", "link", "input"}
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff\u202a-\u202e\u2066-\u2069]")  # and texts turned backwards
 
@@ -48,6 +54,40 @@ def tag(name: str, /, *children: object, **attributes: object) -> Html:
     if name in VOID:
         return Html(f"<{' '.join(words)}>")
     return Html(f"<{' '.join(words)}>{join(children)}</{name}>")
+
+
+def document(title: str, *content: object) -> str:
+    """A whole page around a header, links and `main` with the id "main"; style inside, and nothing leaves it."""
+    style = (resources.files("cloister") / "data" / "report.css").read_text(encoding="utf-8")
+    head = tag(
+        "head",
+        tag("meta", charset="utf-8"),
+        tag("meta", http_equiv="Content-Security-Policy", content=POLICY),
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        tag("meta", name="referrer", content="no-referrer"),
+        tag("title", title),
+        tag("style", Html(style)),
+    )
+    date = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
+    footer = tag(
+        "footer", tag("p", f"Written by Cloister {__version__} on {date}. This page loads nothing and runs nothing.")
+    )
+    skip = tag("a", "Skip to the results", href="#main", class_="skip")
+    return f"<!doctype html>\n{tag('html', head, tag('body', skip, *content, footer), lang='en')}\n"
+
+
+def pictures(figures: Iterable[Any]) -> Html:
+    """Figures with `title`, `alt` and `png`, inside the page; wide ones have a row of their own."""
+    shown = []
+    for figure in figures:
+        source = "data:image/png;base64," + base64.b64encode(figure["png"]).decode()
+        picture = tag("img", src=source, alt=figure["alt"] or figure["title"])
+        across, high = (int.from_bytes(figure["png"][i : i + 4]) for i in (16, 20))
+        wide = across > max(850, WIDE * high)
+        if wide:  # stays readable on a phone
+            picture = tag("div", picture, class_="scroll", role="region", aria_label=figure["title"], tabindex="0")
+        shown.append(tag("figure", tag("figcaption", figure["title"]), picture, class_="wide" if wide else None))
+    return tag("div", *shown, class_="figures")
 
 
 # ---- numbers for people ----------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import base64
+import dataclasses
 from typing import Any
 
 from cloister import protocols
@@ -11,13 +11,26 @@ from cloister.errors import CloisterError, ReceiptError
 from cloister.net.receipts import Receipt
 from cloister.net.seat import SIGNED
 from cloister.report.learned import sentence
-from cloister.report.parts import Html, bars, count, escape, join, names, seconds, sequence, size, table, tag, value
+from cloister.report.parts import (
+    Html,
+    bars,
+    count,
+    escape,
+    join,
+    names,
+    pictures,
+    seconds,
+    sequence,
+    size,
+    table,
+    tag,
+    value,
+)
 from cloister.run.run import Abort, Run, plain
 from cloister.study import Study
 
 ABORT = "channel.Abort"
 MOST_OPENED = 5  # kinds of values in a card
-WIDE = 1.65  # figures wider than this times their height get a row of their own
 FIXED = {
     "channel": (
         "Greetings",
@@ -134,22 +147,13 @@ def figures(run: Run) -> list[Html]:
     drawn = run.draw()
     if not drawn.figures and not drawn.note:
         return []
-    shown = []
-    for figure in drawn.figures:
-        source = "data:image/png;base64," + base64.b64encode(figure.png).decode()
-        picture = tag("img", src=source, alt=figure.alt or figure.title)
-        across, high = (int.from_bytes(figure.png[i : i + 4]) for i in (16, 20))
-        wide = across > max(850, WIDE * high)
-        if wide:  # stays readable on a phone
-            picture = tag("div", picture, class_="scroll", role="region", aria_label=figure.title, tabindex="0")
-        shown.append(tag("figure", tag("figcaption", figure.title), picture, class_="wide" if wide else None))
     parts = [tag("h3", "Figures")]
     held = [p for p in run.study.sites if p in run.outcomes]
-    if shown and held:
+    if drawn.figures and held:
         note = f"Drawn from what {names(held)} hold on this machine. Look at them before you pass this page on."
         parts.append(tag("p", note, class_="quiet"))
-    if shown:
-        parts.append(tag("div", *shown, class_="figures"))
+    if drawn.figures:
+        parts.append(pictures(dataclasses.asdict(f) for f in drawn.figures))
     if drawn.note:
         parts.append(tag("div", tag("p", drawn.note), class_="box warn"))
     return parts

@@ -132,19 +132,10 @@ def load(options: Any) -> tuple[Any, model_card.Announcement]:
 
 def inputs_of(adata: AnnData, card: Mapping[str, Any]) -> Any:
     """Samples as the model takes them in, (n, tokens - 1, inputs); raises `DataError` if they do not fit the card."""
-    from cloister.models.student import cell_inputs, patches
+    from cloister.models.student import cell_inputs, image_inputs
 
     if card["kind"] == "images":
-        h, w, c, p = (int(card[k]) for k in ("height", "width", "channels", "patch"))
-        x = cells.embedding(adata, None).astype(np.float64)
-        if x.shape[1] != h * w * c:
-            raise DataError(
-                f"the model takes images of {h} x {w} x {c} ({h * w * c} values), found rows of {x.shape[1]} in X; "
-                "resize or pad the images"
-            )
-        x = x / (255.0 if x.size and x.max() > 1.5 else 1.0)
-        x = (x - float(card["mean"])) / float(card["std"])
-        return patches(x.reshape(-1, h, w, c).transpose(0, 3, 1, 2), p)
+        return image_inputs(cells.embedding(adata, None), card)
     genes = [str(g) for g in card["genes"]]
     at = {str(name): i for i, name in enumerate(adata.var_names)}
     missing = [g for g in genes if g not in at]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,13 +16,13 @@ from cloister.models.polynomial.encoder import (
     ROOT,
     TAP_BOUND,
     TOP_SCORE,
-    TURNING,
     Encoder,
     Shape,
     embed,
     hidden,
     run_block,
     taps_of,
+    turning,
 )
 
 
@@ -35,9 +36,30 @@ class Ranges:
         low, high = self.seen.get((what, block), (math.inf, -math.inf))
         self.seen[what, block] = (min(low, float(values.min())), max(high, float(values.max())))
 
+    def rows(self, shape: Shape) -> list[Row]:
+        """Every span beside the interval that it must keep, block by block."""
+        allowed = limits(shape)
+        ordered = sorted(self.seen.items(), key=lambda kv: (kv[0][1], kv[0][0]))
+        return [Row(block + 1, what, *span, *allowed[what]) for (what, block), span in ordered]
+
+
+@dataclass(frozen=True)
+class Row:
+    block: int  # from 1
+    what: str
+    low: float
+    high: float
+    least: float
+    most: float
+
+    @property
+    def inside(self) -> bool:
+        return self.least <= self.low and self.high <= self.most  # NaN is not <= anything
+
 
 def limits(shape: Shape) -> dict[str, tuple[float, float]]:
-    scores, sums = (TURNING[shape.exp_degree], TOP_SCORE), shape.sum_bound or 2 * shape.u_bound
+    scores = max(turning(shape.exp_degree), -TOP_SCORE), TOP_SCORE
+    sums = shape.sum_bound or 2 * shape.u_bound
     return {
         "scores": (-math.inf, math.inf) if shape.attention == "quadratic" else scores,  # a square is no approximation
         "sums": (-sums, sums),
@@ -48,19 +70,31 @@ def limits(shape: Shape) -> dict[str, tuple[float, float]]:
     }
 
 
+def measure(encoder: Encoder, inputs: F64, at_once: int = 256) -> Ranges:
+    """The spans of all values on these inputs, wherever they lie."""
+    ranges = Ranges()
+    with np.errstate(all="ignore"):
+        for start in range(0, len(inputs), at_once):
+            hidden(encoder, inputs[start : start + at_once], ranges)
+    return ranges
+
+
 def check_ranges(encoder: Encoder, inputs: F64) -> Ranges:
     """Refuse a model whose values leave the intervals of its approximations on these inputs."""
-    ranges = Ranges()
-    hidden(encoder, inputs, ranges)
-    allowed = limits(encoder.shape)
-    for (what, block), (low, high) in sorted(ranges.seen.items(), key=lambda kv: (kv[0][1], kv[0][0])):
-        a, b = allowed[what]
-        if not (a <= low and high <= b):  # NaN is not <= anything
-            raise ParameterError(
-                f"block {block + 1}: {what} reach [{low:.3g}, {high:.3g}], the approximation holds on [{a:g}, {b:g}]; "
-                "distil longer with the range penalty, or on data more like the owners'"
-            )
+    ranges = measure(encoder, inputs)
+    check_rows(ranges.rows(encoder.shape))
     return ranges
+
+
+def check_rows(rows: list[Row]) -> None:
+    outside = [r for r in rows if not r.inside]
+    if outside:
+        r, others = outside[0], len(outside) - 1
+        raise ParameterError(
+            f"block {r.block}: {r.what} reach [{r.low:.3g}, {r.high:.3g}], the approximation holds on [{r.least:g}, "
+            f"{r.most:g}]{f' (and {others} more)' if others else ''}; "
+            "distil longer with the range penalty, or on data more like the owners'"
+        )
 
 
 def calibrate(encoder: Encoder, inputs: F64, *, centred: bool = False) -> Encoder:
@@ -87,6 +121,11 @@ def calibrate(encoder: Encoder, inputs: F64, *, centred: bool = False) -> Encode
                 run_block(shape, block, x, layer, watch)
             variances, means = list(shape.variances), list(shape.means)
             low, high = seen[which]
+            if not 0 < low <= high < math.inf:
+                raise ParameterError(
+                    f"block {layer + 1}: {kind} reach [{low:.3g}, {high:.3g}], which no unit brings into an interval; "
+                    "distil longer with the range penalty"
+                )
             a, b = ROOT if kind == "root" else DIVISION
             room = b * low / (a * high)
             unit = high if kind == "root" else high / 1.5

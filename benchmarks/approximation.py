@@ -1,0 +1,218 @@
+"""Tables 5 and 6 of the paper: exp by degree and division by steps, after one pass of stage 1 of the distillation.
+
+    python benchmarks/approximation.py --quick                  two rows of each table, 64 images
+    python benchmarks/approximation.py --train 512 --test 500   a CPU: an hour or so on a shared core
+    python benchmarks/approximation.py                          all 2,000 images of the provider; wants a GPU
+    python benchmarks/approximation.py --images cifar10.npz --weights FOLDER      as it was pre-trained, 10,000 images
+
+The teacher is that of `pretrain_vit.py` (patch 4, 65 tokens, width 192, six blocks) with a head that is fitted to the
+provider's part of Fashion-MNIST on its last class token; with `--images`, as it is, on CIFAR-10. For each row:
+
+    attention, hidden   losses of stage 1 (appendix E, 12 and 13), summed over blocks, on test images: first of the
+                        teacher's own weights with these functions put in, then after one pass
+    accuracy            on test images, after one pass
+    kept                megabytes that a batch of eight keeps for the way back
+    latency             seconds of a batch of eight, forwards, median of five (CPU seconds, or by the clock on a GPU)
+
+GELU is the quadratic of the circuit in all rows, LayerNorm is exact; table 5 divides exactly, table 6 has exp of
+degree 6.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import math
+import os
+import platform
+import sys
+import time
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
+sys.path.insert(0, str(Path(__file__).parent))
+
+from pretrain_vit import WEIGHTS, deal, grey, load, restore, scaled
+
+from cloister.models import polynomial, student
+
+DEGREES = (2, 4, 6, 8, 10, 12, 14, 16, 0)  # 0: exact
+STEPS = (2, 4, 6, 7, 8, 10, 12, 16, 0)
+EIGHT = 8  # the paper's batch
+
+
+def approximate(model, inputs, degree, steps, means):
+    """Logits, hidden states and scores of a student with exp of a degree and division in so many steps; 0: exact."""
+    x = torch.cat([inputs.new_zeros(len(inputs), 1, model.embed.out_features), model.embed(inputs)], 1)
+    x = x + model.positions
+    hidden, attention = [x], []
+    a, b, c = polynomial.GELU
+    for block, S in zip(model.blocks, means, strict=True):
+        q, k, v = (t.unflatten(-1, (block.heads, -1)).transpose(1, 2) for t in block.qkv(block.norm1(x)).chunk(3, -1))
+        s = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
+        attention.append(s)
+        e = polynomial.taylor(s, degree) if degree else s.exp()
+        D = e.mean(-1, keepdim=True) / S
+        inverse = polynomial.inverse(D, steps) if steps else 1 / D
+        o = (e @ v) * inverse / (e.shape[-1] * S)
+        x = x + block.out(o.transpose(1, 2).flatten(2))
+        u = block.up(block.norm2(x))
+        x = x + block.down(a * u * u + b * u + c)
+        hidden.append(x)
+    return model.head(model.final(x[:, 0])), hidden, attention
+
+
+def images_of(args):
+    """Training and test images as patches, with their labels."""
+    if args.images is not None:
+        x, y, tx, ty = load(args.images)
+    else:
+        with np.load(args.data / "images" / "fashion_mnist_10k.npz") as kept:
+            own, _, _, test = deal(len(kept["X"]))
+            x, tx = (torch.from_numpy(grey(kept["X"][at])) for at in (own, test))
+            y, ty = (torch.from_numpy(kept["y"][at].astype(np.int64)) for at in (own, test))
+    x, tx = (student.patches(scaled(v[:n]), 4).to(args.device) for v, n in ((x, args.train), (tx, args.test)))
+    return x, y[: args.train].to(args.device), tx, ty[: args.test].to(args.device)
+
+
+@torch.no_grad()
+def class_tokens(teacher, x):
+    return torch.cat([teacher.final(teacher.trace(part).hidden[-1][:, 0]) for part in x.split(64)])
+
+
+def fit_head(teacher, x, y):
+    """Logistic regression on the teacher's last class token, which stays as it is."""
+    with torch.no_grad():
+        tokens = class_tokens(teacher, x)
+        teacher.head = nn.Linear(tokens.shape[1], int(y.max()) + 1).to(x.device)
+    optimizer = torch.optim.LBFGS(teacher.head.parameters(), max_iter=200, line_search_fn="strong_wolfe")
+
+    def closure():
+        optimizer.zero_grad()
+        loss = F.cross_entropy(teacher.head(tokens), y) + 1e-3 * teacher.head.weight.square().sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+
+
+@torch.no_grad()
+def units(teacher, x):
+    """S of every block: denominators are divided by two thirds of their largest."""
+    _, _, scores = approximate(teacher, x, 0, 0, [1.0] * len(teacher.blocks))
+    return [float(s.exp().mean(-1).max()) / 1.5 for s in scores]
+
+
+@torch.no_grad()
+def judged(model, teacher, x, y, row, means):
+    sums = np.zeros(3)
+    for part, labels in zip(x.split(50), y.split(50), strict=True):
+        wanted = teacher.trace(part)
+        logits, hidden, attention = approximate(model, part, *row, means)
+        sums += np.array([
+            sum(float(F.mse_loss(p, q)) for p, q in zip(attention, wanted.scores, strict=True)),
+            sum(float(F.mse_loss(p, q)) for p, q in zip(hidden, wanted.hidden, strict=True)),
+            float((logits.argmax(1) == labels).float().mean()),
+        ]) * len(part)  # fmt: skip
+    return dict(zip(("attention", "hidden", "accuracy"), (round(float(v), 4) for v in sums / len(x)), strict=True))
+
+
+def one_pass(teacher, x, row, means, rate, size):
+    """Stage 1 over all images once, from the teacher's weights."""
+    made = copy.deepcopy(teacher)
+    optimizer = torch.optim.Adam(made.parameters(), lr=rate)
+    for at in torch.randperm(len(x), generator=torch.Generator().manual_seed(0)).to(x.device).split(size):
+        with torch.no_grad():
+            wanted = teacher.trace(x[at])
+        _, hidden, attention = approximate(made, x[at], *row, means)
+        loss = sum(F.mse_loss(p, q) for p, q in zip(hidden, wanted.hidden, strict=True))
+        loss = loss + sum(F.mse_loss(p, q) for p, q in zip(attention, wanted.scores, strict=True))
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(made.parameters(), 1.0)
+        optimizer.step()
+    return made.eval()
+
+
+def cost(model, x, row, means):
+    """What a batch of eight keeps for the way back, in MB without the weights, and seconds forwards."""
+    kept = {}
+    own = {p.data_ptr() for p in model.parameters()}
+
+    def keep(t):
+        if t.untyped_storage().data_ptr() not in own:
+            kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        out = approximate(model, x[:EIGHT], *row, means)
+    seconds = []
+    for _ in range(5):
+        if x.is_cuda:
+            torch.cuda.synchronize()
+        began = time.perf_counter() if x.is_cuda else time.process_time()
+        with torch.no_grad():
+            approximate(model, x[:EIGHT], *row, means)
+        if x.is_cuda:
+            torch.cuda.synchronize()
+        seconds.append((time.perf_counter() if x.is_cuda else time.process_time()) - began)
+    del out
+    return {"kept_mb": round(sum(kept.values()) / 1e6, 1), "latency_s": round(float(np.median(seconds)), 4)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--data", type=Path, default=Path(__file__).parents[2] / "shared" / "data")
+    parser.add_argument("--images", type=Path, default=None, help="of `pretrain_vit.py --make-data`: CIFAR-10")
+    parser.add_argument("--weights", type=Path, default=WEIGHTS)
+    parser.add_argument("--train", type=int, default=None, help="images of the one pass; 2,000, or 10,000 of CIFAR-10")
+    parser.add_argument("--test", type=int, default=1000)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--rate", type=float, default=1e-4)
+    parser.add_argument("--log", type=Path, default=None, help="append JSON lines to this file")
+    args = parser.parse_args()
+    degrees, steps = DEGREES, STEPS
+    if args.quick:
+        args.train, args.test, degrees, steps = 32, 32, (2, 16), (2, 7)
+    args.train = args.train or (10_000 if args.images else 2_000)
+    args.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.manual_seed(0)
+    began = time.perf_counter()
+    x, y, tx, ty = images_of(args)
+    teacher = restore(args.weights / "teacher.npz").to(args.device)
+    if args.images is None:
+        fit_head(teacher, x, y)
+    with torch.no_grad():
+        right = float((teacher.head(class_tokens(teacher, tx)).argmax(1) == ty).float().mean())
+    means = units(teacher, tx[:100])
+    name = torch.cuda.get_device_name() if x.is_cuda else f"{platform.machine()}, {torch.get_num_threads()} thread(s)"
+    print(
+        f"{name}; {len(x)} images, batches of {args.batch}, rate {args.rate:g}; {len(tx)} test images; "
+        f"teacher {right:.3f}"
+    )
+    rows = [(5, (d, 0)) for d in degrees] + [(6, (6, k)) for k in steps if k or 6 not in degrees]
+    for table, row in rows:
+        before = judged(teacher, teacher, tx, ty, row, means)
+        made = one_pass(teacher, x, row, means, args.rate, args.batch)
+        found = {"table": table, "degree": row[0], "steps": row[1]}
+        found |= {f"{k}_before": v for k, v in before.items()} | judged(made, teacher, tx, ty, row, means)
+        found |= cost(made, tx, row, means)
+        print(json.dumps(found), flush=True)
+        if args.log is not None:
+            with args.log.open("a") as file:
+                file.write(json.dumps(found | {"train": len(x), "test": len(tx), "machine": name}) + "\n")
+    print(f"{time.perf_counter() - began:.0f} s, load {os.getloadavg()[0]:.1f}")
+
+
+if __name__ == "__main__":
+    main()
