@@ -63,7 +63,7 @@ class Block(nn.Module):
         if self.offset is not None:
             c = self.offset[:, None, None]
             return (scores + c) ** 2, F.relu(-SAFE_SHARE * c - scores)
-        low = F.relu(SAFE_SHARE * polynomial.TURNING[degree] - scores)
+        low = F.relu(max(SAFE_SHARE * polynomial.turning(degree), -SAFE_SCORE) - scores)
         return polynomial.taylor(scores.clamp(-12, 12), degree), low
 
     def forward(self, x: Tensor, *, exact: bool, degree: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -222,10 +222,12 @@ def from_scgpt(model: Any, genes: list[str], values: Any, labels: int, degree: i
     return student
 
 
-def cell_inputs(values: Any) -> Any:
-    """Expression of the panel (cells, genes) → (cells, genes, 2)."""
+def cell_inputs(values: Any, per_token: int = 1) -> Any:
+    """Expression of the panel (cells, genes) → (cells, tokens, 2·genes of a token): values with their squares."""
     v = np.asarray(values, np.float64)
-    return np.stack([v, v * v], axis=-1)
+    if per_token < 1 or v.shape[1] % per_token:
+        raise ParameterError(f"a panel of {v.shape[1]} genes cannot be cut into tokens of {per_token}")
+    return np.stack([v, v * v], axis=-1).reshape(len(v), v.shape[1] // per_token, 2 * per_token)
 
 
 # ---- training --------------------------------------------------------------------------------------------------------

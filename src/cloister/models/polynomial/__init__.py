@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from cloister.models.polynomial.encoder import (
     ATTENTION,
+    DEGREES,
     DIVISION,
     GELU,
     RELU,
     ROOT,
     START,
     TAP_BOUND,
-    TURNING,
     Block,
     Encoder,
     Shape,
@@ -30,13 +30,13 @@ from cloister.models.polynomial.ranges import Ranges, calibrate, check_ranges, f
 
 __all__ = [
     "ATTENTION",
+    "DEGREES",
     "DIVISION",
     "GELU",
     "RELU",
     "ROOT",
     "START",
     "TAP_BOUND",
-    "TURNING",
     "Block",
     "Encoder",
     "Ranges",

@@ -14,6 +14,7 @@ the encrypted circuit does, with the same rounded weights, so the two differ by 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import io
 import json
 import math
@@ -30,7 +31,7 @@ from cloister.errors import DataError, ParameterError
 GELU = (0.2125, 0.5, 0.0697)  # least squares on N(0, 1)
 RELU = (0.1995, 0.5, 0.1995)
 ATTENTION = ("taylor", "quadratic")
-TURNING = {2: -1.0, 4: -1.596, 6: -2.180}  # below it, Taylor's exp of that degree turns upwards; see `turning`
+DEGREES = (2, 4, 6, 8, 10, 12, 14, 16)  # of Taylor's exp
 TOP_SCORE = 3.5  # above, it lacks more than a seventh of exp at degree 6
 DIVISION = (0.05, 1.95)  # where Goldschmidt converges
 ROOT = (0.05, 1.4)
@@ -67,8 +68,8 @@ class Shape:
     def __post_init__(self) -> None:
         if self.width % self.heads or min(self.tokens, self.inputs, self.hidden, self.depth, self.rank) < 1:
             raise ParameterError(f"the width {self.width} must be a multiple of the number of heads {self.heads}")
-        if self.exp_degree not in (2, 4, 6) or self.steps < 1 or self.root_steps < 1 or self.tokens < 2:
-            raise ParameterError("exp has degree 2, 4 or 6, and division and root take at least one step")
+        if self.exp_degree not in DEGREES or self.steps < 1 or self.root_steps < 1 or self.tokens < 2:
+            raise ParameterError("exp has an even degree from 2 to 16, and division and root take at least one step")
         if self.attention not in ATTENTION:
             raise ParameterError(f"attention is one of {', '.join(ATTENTION)}, found '{self.attention}'")
         if list(self.taps) != sorted(set(self.taps)) or any(not 1 <= t <= self.depth for t in self.taps):
@@ -195,8 +196,12 @@ def taylor(s: Any, degree: int) -> Any:
     return total
 
 
+@functools.cache
 def turning(degree: int) -> float:
-    """Where Taylor's exp of even degree has its minimum: its derivative, of one degree less, has one real root."""
+    """Where Taylor's exp of even degree has its minimum: its derivative, of one degree less, has one real root.
+
+    Below it, a smaller score would weigh more.
+    """
     roots = np.roots([1 / math.factorial(i) for i in range(degree - 1, -1, -1)])
     return float(min(z.real for z in roots if abs(z.imag) < 1e-9))
 

@@ -15,13 +15,13 @@ from cloister.models.polynomial.encoder import (
     ROOT,
     TAP_BOUND,
     TOP_SCORE,
-    TURNING,
     Encoder,
     Shape,
     embed,
     hidden,
     run_block,
     taps_of,
+    turning,
 )
 
 
@@ -37,7 +37,8 @@ class Ranges:
 
 
 def limits(shape: Shape) -> dict[str, tuple[float, float]]:
-    scores, sums = (TURNING[shape.exp_degree], TOP_SCORE), shape.sum_bound or 2 * shape.u_bound
+    scores = max(turning(shape.exp_degree), -TOP_SCORE), TOP_SCORE
+    sums = shape.sum_bound or 2 * shape.u_bound
     return {
         "scores": (-math.inf, math.inf) if shape.attention == "quadratic" else scores,  # a square is no approximation
         "sums": (-sums, sums),
