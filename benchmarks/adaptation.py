@@ -11,6 +11,10 @@ accuracy   a small post-norm encoder over a fixed gene panel, trained on one stu
            clear. Taps are computed by the plain student plus the flooding's noise: the tests check that the encrypted
            ones are the same to 1e-2. FedAvg is run in the clear by `federated_training.ideal`.
 functions  exp by degree, division by steps: error of the student against its teacher
+cells      the encoder of `pretrain_cells.py` (200 genes, width 128) at three hospitals, donors of another study, each
+           with labels for a fifth of its cells: alone, together, pooled, linear probing, full fine-tuning; five draws
+           of the labelled cells. Together is `adapt-model stage=train` on kept taps: those of the plain student with
+           the flooding's noise or, with --encrypted, asked for under encryption (--device gpu: on a card)
 """
 
 from __future__ import annotations
@@ -205,7 +209,7 @@ def functions(made, teacher, inputs):
     x = torch.as_tensor(inputs, dtype=torch.float32)
     rows = []
     with torch.no_grad():
-        for degree in (2, 4, 6):
+        for degree in (2, 4, 6, 8, 10, 16):
             other = copy.deepcopy(teacher)
             other.exact, other.degree = False, degree
             a, b = other.trace(x), teacher.trace(x)
@@ -215,6 +219,66 @@ def functions(made, teacher, inputs):
         {"division steps": k, "worst": float(np.abs(polynomial.inverse(D, k) * D - 1).max())} for k in (1, 3, 5, 7)
     ]
     return rows
+
+
+# ---- three hospitals -------------------------------------------------------------------------------------------------
+
+
+def hospitals(args):
+    """Rows of `cl.adaptation_baselines`, a table for each draw of the labelled cells."""
+    import tempfile
+
+    import pretrain_cells
+
+    import cloister as cl
+    from cloister.protocols.inference import model_card
+    from cloister.protocols.inference.asking_state import Taps
+    from cloister.workflows.adaptation.asking import fingerprint, inputs_of
+
+    _, data = pretrain_cells.lung(args.data)
+    encoder = polynomial.Encoder.load(pretrain_cells.OUT)
+    told = model_card.told_by(encoder, block.QUADRATIC)
+    options = {"model": str(pretrain_cells.OUT), "label_key": "some", "bottleneck": 8, "rounds": 20, "lr": 0.01}
+    options |= {"validation": 0.0, "timeout": 3600.0, "local_epochs": 2, "device": args.device}
+    rows, rng = [], np.random.default_rng(0)
+    with tempfile.TemporaryDirectory() as folder:
+        options |= {"taps": folder, "ledger": f"{folder}/ledger.json"}
+        if args.encrypted:
+            run = cl.rehearse("adapt-model", data, stage="ask", **options)
+            cost = {p: {k: round(v, 1) for k, v in c.items()} for p, c in run.cost.items()}
+            rows.append({"asking": run.results["coordinator"]["answered"], "cost": cost})
+        for site, a in data.items():
+            x = inputs_of(a, encoder.card)
+            plain = polynomial.taps_of(encoder, polynomial.hidden(encoder, x))
+            if args.encrypted:
+                asked = np.asarray(run.data[site].obsm["predicted_features"]).reshape(plain.shape)
+                rows.append({"site": site, "encrypted less plain, worst": float(np.nanmax(np.abs(asked - plain)))})
+                continue
+            noise = rng.uniform(-1, 1, plain.shape) / 700
+            Taps(Path(folder) / f"{site}.taps.npz", fingerprint(x, told, "hardened")).add(plain + noise, None)
+        for draw in range(1 if args.quick else 5):
+            picks = np.random.default_rng(draw)
+            for a in data.values():
+                a.obs["some"] = a.obs["cell_type"].where(picks.random(a.n_obs) < 0.2)
+            run = cl.rehearse("adapt-model", data, seed=draw, stage="train", **options)
+            table = cl.adaptation_baselines(run, truth_key="cell_type", fine_tuning_rate=3e-4)
+            rows += [{"draw": draw, "labelled": [int(a.obs["some"].notna().sum()) for a in data.values()]} | row
+                     for row in table.values()]  # fmt: skip
+    return rows
+
+
+def means(rows):
+    """Over the draws, with their standard deviation."""
+    found = {}
+    for row in rows:
+        if "way" in row:
+            found.setdefault(row["way"], []).append(row)
+    keys = [k for k in next(iter(found.values()))[0] if k not in ("way", "draw", "labelled", "parameters")]
+    return [
+        {"way": way, "parameters": each[0]["parameters"]}
+        | {k: f"{np.mean([r[k] for r in each]):.3f} ± {np.std([r[k] for r in each]):.3f}" for k in keys}
+        for way, each in found.items()
+    ]
 
 
 def show(title, rows):
@@ -227,10 +291,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--data", type=Path, default=Path(__file__).parents[2] / "shared" / "data")
-    parser.add_argument("--only", choices=("cost", "accuracy"), default=None)
+    parser.add_argument("--only", choices=("cost", "accuracy", "cells"), default=None)
+    parser.add_argument("--encrypted", action="store_true", help="cells: ask under encryption")
+    parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu", help="cells: where the provider computes")
     args = parser.parse_args()
     machine = f"{platform.machine()}, {os.cpu_count()} cores, one thread per party, load {os.getloadavg()[0]:.1f}"
     costs, accuracies = [], []
+    if args.only in (None, "cells") and (args.data / "scrna").exists():
+        rows = hospitals(args)
+        show(f"three hospitals, 200 genes, width 128 ({machine})", rows)
+        show("means over the draws", means(rows))
+    if args.only == "cells":
+        return
     if args.only != "accuracy":
         sizes = [(5, 8), (5, 16)] if args.quick else [(5, 8), (9, 8), (5, 16), (9, 16), (17, 16)]
         encrypted_block(block.SMALL, 3, 8)  # compiles

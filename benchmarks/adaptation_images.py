@@ -11,6 +11,8 @@ adapters   owners of Fashion-MNIST (5,000 training, 1,000 validation, 2,000 test
            Taps come from the plain student: the tests check that the encrypted ones are the same to 1e-2. FedAvg in
            the clear.
 full       full fine-tuning of the teacher in the clear, the same splits, rounds and batches
+efficiency table 4 of the paper: what one training step costs an owner by method, on taps that it has (linear probing,
+           ours) or on images (full fine-tuning): parameters, CPU milliseconds a sample forward and backward, memory
 domains    the same adapters on students that were distilled on other sets (`pretrain_vit.py --domains`)
 
 Rates and bottlenecks are chosen on the validation images, for each set and arm, pooled and with five owners at seed 0;
@@ -46,6 +48,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from pretrain_vit import WEIGHTS, deal, grey, restore, scaled
 
+from cloister.crypto.owner_ckks import scheme
 from cloister.models import polynomial, student
 
 LOG = Path(__file__).parent / "logs" / "adaptation_images.jsonl"
@@ -490,6 +493,68 @@ def full(args, found_sets, path, rounds):
         ], keep)  # fmt: skip
 
 
+# ---- table 4 ---------------------------------------------------------------------------------------------------------
+
+
+def step_cost(model, x, y, steps):
+    """CPU milliseconds a sample of a training step, and what it holds: weights, gradients, Adam's two, the graph."""
+    optimizer, saved = torch.optim.Adam(model.parameters(), lr=1e-3), {}
+
+    def hold(t):
+        saved[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(hold, lambda t: t):
+        F.cross_entropy(model(x), y).backward()
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()} | {x.untyped_storage().data_ptr()}
+    parameters = sum(p.numel() for p in model.parameters())
+    graph = sum(n for at, n in saved.items() if at not in own)
+    began = time.process_time()
+    for _ in range(steps):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    ms = (time.process_time() - began) / steps / len(x) * 1e3
+    size = 4 * 4 * parameters + graph + x.untyped_storage().nbytes()
+    return {"parameters": parameters, "ms a sample": round(ms, 4), "MB": round(size / 1e6, 3)}
+
+
+def efficiency(args, path):
+    """Steps of 64 samples on one thread; ten labels."""
+    from cloister.models import adapter
+    from cloister.protocols.inference.block_messages import price
+    from cloister.protocols.inference.block_plan import plan
+
+    torch.set_num_threads(1)
+    encoder = polynomial.Encoder.load(args.weights / "student_model.npz")
+    s, labels, rng = encoder.shape, 10, torch.Generator().manual_seed(0)
+    y = torch.randint(0, labels, (BATCH,), generator=rng)
+    for arm, (taps, width), bottleneck in (
+        ("linear, hardened", (1, s.rank), 0),
+        ("ours, hardened", (len(s.taps), s.rank), 32),
+        ("linear, published", (1, s.width), 0),
+        ("ours, published", (s.depth, s.width), 8),
+    ):
+        x = torch.randn(BATCH, taps, width, generator=rng)
+        made = adapter.make(adapter.Config(taps, width, labels, bottleneck))
+        log({"part": "efficiency", "arm": arm, **step_cost(made, x, y, 20 if args.quick else 200)}, path)
+
+    class Whole(nn.Module):
+        def __init__(self, model) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, x):
+            return forward(self.model, x)
+
+    x = torch.randn(BATCH, s.tokens - 1, s.inputs, generator=rng)
+    whole = Whole(restore(args.weights / "teacher.npz"))
+    log({"part": "efficiency", "arm": "full fine-tuning", **step_cost(whole, x, y, 1 if args.quick else 3)}, path)
+    crypto = scheme.QUADRATIC if s.attention == "quadratic" else scheme.STANDARD
+    asked = price(crypto, plan(s, crypto).openings, (s.tokens - 1) * s.inputs, 1)
+    log({"part": "efficiency", "arm": "asking, once for all trainings", "an owner": asked}, path)
+
+
 # ---- tables ----------------------------------------------------------------------------------------------------------
 
 
@@ -512,7 +577,7 @@ def show(rows, out=print):
     sizes = {(r["set"], r["arm"]): r["parameters"] for r in rows if r["part"] == "adapters"}
     out("trainable parameters: " + json.dumps({f"{a}: {b}": n for (a, b), n in sizes.items()}))
     for r in rows:
-        if r["part"] in ("ranges", "functions"):
+        if r["part"] in ("ranges", "functions", "efficiency"):
             out("  " + json.dumps(r))
 
 
@@ -521,7 +586,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--data", type=Path, default=Path(__file__).parents[2] / "shared" / "data")
     parser.add_argument("--weights", type=Path, default=WEIGHTS)
-    parser.add_argument("--part", choices=("adapters", "full", "domains"), action="append", default=None)
+    parser.add_argument("--part", choices=("adapters", "full", "efficiency", "domains"), action="append", default=None)
     parser.add_argument("--set", choices=("Fashion-MNIST", "PneumoniaMNIST"), default=None, help="one of the two")
     parser.add_argument("--arm", choices=ARMS[:-1], default=None, help="one of them")
     parser.add_argument("--seeds", type=int, default=3)
@@ -533,7 +598,7 @@ def main() -> None:
     if args.show:
         show([json.loads(line) for line in (args.log or LOG).read_text().splitlines()])
         return
-    parts = args.part or (["adapters", "full"] if args.quick else ["adapters", "domains"])
+    parts = args.part or (["adapters", "full", "efficiency"] if args.quick else ["adapters", "efficiency", "domains"])
     args.splits = [(1, 100.0), (5, 1.0)] if args.quick else SPLITS
     args.seeds = 1 if args.quick else args.seeds
     torch.manual_seed(0)
@@ -546,7 +611,8 @@ def main() -> None:
         import tempfile
 
         path = Path(tempfile.mkstemp(suffix=".jsonl")[1])
-    found_sets = [s for s in sets(args.data, quick=args.quick) if args.set in (None, s.name)]
+    found_sets = [] if set(parts) <= {"efficiency"} else sets(args.data, quick=args.quick)
+    found_sets = [s for s in found_sets if args.set in (None, s.name)]
     if "adapters" in parts:
         adapters(args, polynomial.Encoder.load(args.weights / "student_model.npz"), "student", found_sets, path)
     if "domains" in parts:
@@ -556,6 +622,8 @@ def main() -> None:
     if "full" in parts:
         args.splits = args.splits[:1] if args.quick else args.splits
         full(args, found_sets, path, 3 if args.quick else ROUNDS)
+    if "efficiency" in parts:
+        efficiency(args, path)
     kept = [json.loads(line) for line in path.read_text().splitlines()[rows_before:]]
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{os.cpu_count()} cores"
     print(

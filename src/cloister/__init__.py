@@ -57,6 +57,7 @@ _PUBLIC = {
     "group_baselines": "workflows.baselines.groups",
     "cellcnn_baselines": "workflows.baselines.cellcnn",
     "propagation_baselines": "workflows.baselines.propagation",
+    "adaptation_baselines": "workflows.baselines.adaptation",
 } | {name: f"workflows.{name}" for name in _WORKFLOWS}
 
 __all__ = ["__version__", *_PUBLIC]

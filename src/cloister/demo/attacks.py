@@ -36,7 +36,7 @@ from cloister.protocols.knn import plain_knn
 from cloister.protocols.sums import averaged_quantiles, pooled_quantiles, pooled_scaling, secure_sum, shared_pca
 from cloister.study import Party
 from cloister.workflows import compare_groups, fine_tune, propagate_labels
-from cloister.workflows.adapt_model import inputs_of
+from cloister.workflows.adaptation.asking import inputs_of
 
 
 def own_quantiles(sent: Sent, edges: Any, own: Mapping[str, Any], pooled: Any) -> str:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from cloister.errors import DataError, MissingExtra, ParameterError
-from cloister.models.learner import init_weights
+from cloister.models.learner import Learner, Table, init_weights
 
 try:
     import torch
@@ -73,6 +73,34 @@ def make(config: Config) -> Adapter:
         for weight in module.ups.parameters():
             weight.zero_()
     return module
+
+
+class AdapterLearner(Learner):
+    """A site's adapter and taps behind vectors, with a rate that steps down.
+
+    `by_round` has taps of their own for every round. With `watch`, `batches_seen` holds of every batch, in the order of
+    training, the predictions that its step began from, (b, K), and the codes of its labels.
+    """
+
+    def __init__(
+        self, *what: Any, decay: float = 1.0, decay_at: tuple[int, ...] = (), by_round: tuple[Table, ...] = (),
+        watch: bool = False, **how: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(*what, **how)
+        self.decay, self.decay_at, self.by_round, self.watch = decay, decay_at, by_round, watch
+        self.batches_seen: list[tuple[Any, Any]] = []
+
+    def train(self, theta: Any, t: int, rate: float) -> tuple[Any, float]:
+        if self.by_round:
+            self.examples = self.by_round[t]
+        return super().train(theta, t, rate * self.decay ** sum(t >= at for at in self.decay_at))
+
+    def loss(self, own: Any, taught: Any, rng: np.random.Generator) -> Tensor:
+        if self.watch:
+            with torch.no_grad():
+                p = torch.softmax(self.model(*self.examples.batch(own, None)), 1)
+            self.batches_seen.append((p.double().numpy(), self.codes[own]))
+        return super().loss(own, taught, rng)
 
 
 @dataclass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -123,11 +123,11 @@ class Run:
     def model(self) -> Any:
         return next((o.model for o in self.outcomes.values() if o.model is not None), None)
 
-    def report(self, path: str | Path) -> Path:
-        """Write figures and receipts as one self-contained page."""
+    def report(self, path: str | Path, *, compared: Sequence[Mapping[str, Any]] = ()) -> Path:
+        """Write figures and receipts as one self-contained page, with a table of what the result is `compared` with."""
         from cloister.report.page import write_report
 
-        return write_report(path, [self])
+        return write_report(path, [self], baselines={self.study.workflow: list(compared)} if compared else None)
 
     # ---- how it ended ------------------------------------------------------------------------------------------------
 

@@ -11,27 +11,36 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import numpy as np
 
 from cloister.cells import tables as cells
-from cloister.cells.demo import demo_encoder
-from cloister.crypto.owner_ckks import devices
-from cloister.crypto.owner_ckks import scheme as block
 from cloister.errors import DataError, ParameterError
-from cloister.models.linear import hold_out
-from cloister.models.polynomial import Encoder
 from cloister.net.seat import Outcome, Place, Seat
 from cloister.protocols.fedavg import federated_training
-from cloister.protocols.fedavg.training_parts import Offer, Trained
-from cloister.protocols.fedavg.training_terms import Params
-from cloister.protocols.inference import (
-    encrypted_inference,
-    encrypted_loss,
-    lying_owner,
-    model_card,
-    permuted_inference,
-)
+from cloister.protocols.fedavg.training_parts import Trained
+from cloister.protocols.inference import encrypted_loss, model_card
 from cloister.protocols.inference.block_plan import used
-from cloister.protocols.sums import common_seed, count_tests
 from cloister.report.figures import curves
+from cloister.study import Study
 from cloister.workflows import Workflow
+from cloister.workflows.adaptation.asking import (
+    answer,
+    answers_path,
+    ask,
+    beyond,
+    check_kept,
+    exposed,
+    inputs_of,
+    kept_taps,
+    left_out,
+    load,
+    taps_path,
+)
+from cloister.workflows.adaptation.training import (
+    check_classes,
+    loss_params,
+    losses_of,
+    present,
+    train,
+    training_params,
+)
 from cloister.workflows.modes import modes_of
 from cloister.workflows.options import option
 
@@ -50,14 +59,26 @@ class Options:
     budget: int = option(65536, "samples that a site may ask about, over all runs")
     ledger: str | None = option(None, "file in which the provider counts them; if none, beside the model's")
     device: Literal["cpu", "gpu"] = option("cpu", "where the provider computes: its CPU, or its NVIDIA card")
+    stage: Literal["both", "ask", "train"] = option("both", "only ask and keep taps; or train on kept ones")
+    taps: str | None = option(None, "folder in which every party keeps its part of asking; a broken one goes on")
     bottleneck: int = option(8, "width of the adapter; 0 for linear probing")
+    alpha: float = option(1.0, "how much the adapter counts beside the taps")
     rounds: int = option(20, "rounds of averaging")
+    clients_per_round: int = option(0, "sites that train in a round; 0 for all")
     local_epochs: int = option(1, "passes over a site's samples in a round")
     batch_size: int = option(32, "samples a step")
     lr: float = option(0.01, "learning rate")
+    schedule: Literal["constant", "cosine", "step"] = option("constant", "of the learning rate over the rounds")
+    decay: float = option(0.1, "factor of the rate at each step")
+    decay_at: tuple[int, ...] = option((), "after how many rounds the rate goes down a step, for schedule step")
     optimizer: Literal["adam", "sgd"] = option("adam", "local optimiser")
+    momentum: float = option(0.9, "of sgd")
     validation: float = option(0.1, "share of each label's samples kept for validation")
-    metric: Literal["accuracy", "macro_f1", "loss"] = option("accuracy", "that chooses the best round")
+    metric: Literal["accuracy", "balanced_accuracy", "macro_f1", "loss"] = option(
+        "accuracy", "that chooses the best round; balanced: every label counts alike"
+    )
+    patience: int = option(0, "rounds without a better one, after which training stops; 0 for never")
+    permutation: Literal["once", "round"] = option("once", "published mode: ask again with a new order for every round")
     key_added: str = option("predicted", "column of obs with the model's labels")
 
     def __post_init__(self) -> None:
@@ -67,6 +88,14 @@ class Options:
             raise ParameterError("option 'labels' needs at least two names, each once")
         if self.budget < 1 or self.bottleneck < 0:
             raise ParameterError("options 'budget' and 'bottleneck' cannot be negative, and 'budget' not 0")
+        if self.stage != "both" and self.taps is None:
+            raise ParameterError(f"stage '{self.stage}' needs taps= with the folder in which taps are kept")
+        if self.permutation == "round" and self.taps is not None:
+            raise ParameterError("permutation 'round' asks anew for every round, so there are no taps to keep")
+        if not 0 <= self.momentum < 1 or not 0 < self.decay <= 1 or not self.alpha > 0:
+            raise ParameterError("option 'momentum' must be in [0, 1), 'decay' in (0, 1], 'alpha' above 0")
+        if bool(self.decay_at) != (self.schedule == "step") or any(at < 1 for at in self.decay_at):
+            raise ParameterError("schedule 'step' needs decay_at= with numbers of rounds; no other schedule has them")
 
 
 def adapt_model(adata: AnnData, seat: Seat | Place) -> Adapted:
@@ -90,15 +119,27 @@ def adapt_model(adata: AnnData, seat: Seat | Place) -> Adapted:
 
 
 def site(seat: Seat, adata: AnnData, options: Options) -> Outcome:
+    check_kept(seat, options)
     told = seat.run(model_card.owner, model_card.Params(seat.sites, seat.coordinator))
     inputs = inputs_of(adata, told.card)
-    check_classes(seat, options, present(adata, options))
-    taps = ask(seat, options, told, inputs)
-    trained, adapted = train(adata, seat, options, told, taps)
+    kept = kept_taps(seat, options, told, inputs)
+    if options.stage != "ask":
+        check_classes(seat, options, present(adata, options))
+    if kept is not None and options.stage == "train":
+        seat.note("used", f"taps of {kept.count} samples, asked in an earlier run")
+        taps = np.concatenate(kept.read)
+    else:
+        taps = ask(seat, options, told, inputs, kept)
+    adata.obsm[f"{options.key_added}_features"] = np.asarray(taps).reshape(len(taps), -1)
+    if options.stage == "ask":
+        result = {"asked": len(taps), "taps": str(taps_path(seat, options)), "model": told.digest} | beyond(adata, taps)
+        return Outcome(adata, result)
+    again = range(1, options.rounds if options.permutation == "round" else 1)
+    trained, adapted = train(adata, seat, options, told, [taps, *(ask(seat, options, told, inputs) for _ in again)])
     write(adata, options.key_added, adapted, taps)
     result = summary(options, told, trained, adapted.parameters) | beyond(adata, taps)
     if seat.mode == "published":
-        result["loss"] = loss_of(seat, options, told, adapted, taps, given(adata, options))
+        result["losses"] = losses_of(seat, told, trained)
     adata.uns[options.key_added] = json.dumps(result)
     return Outcome(adata, result, model=adapted)
 
@@ -107,180 +148,19 @@ def coordinator(seat: Seat, options: Options) -> Outcome:
     """The provider: load the model, answer under encryption, average the updates."""
     encoder, told = load(options)
     seat.run(model_card.provider, model_card.Params(seat.sites, seat.coordinator), told)
-    check_classes(seat, options, None)
-    answer(seat, options, told, encoder)
+    found: dict[str, Any] = exposed(seat, options, told)
+    if options.stage != "ask":
+        check_classes(seat, options, None)
+    if options.stage != "train":
+        for _ in range(options.rounds if options.permutation == "round" else 1):
+            answered = answer(seat, options, told, encoder, answers_path(seat, options))
+        found["answered"] = {str(site): count for site, count in answered.items()}
+    if options.stage == "ask":
+        return Outcome(None, found)
     trained: Trained = seat.run(federated_training.coordinator, training_params(seat, options, told), None)
     if seat.mode == "published":
         seat.run(encrypted_loss.provider, loss_params(seat, told, len(trained.labels)))
-    found = {"labels": list(trained.labels), "history": trained.history}
-    return Outcome(None, found | exposed(seat, options, told))
-
-
-# ---- inference -------------------------------------------------------------------------------------------------------
-
-
-def load(options: Any) -> tuple[Any, model_card.Announcement]:
-    """The provider's model and what it tells of it; raises if it cannot compute where it is meant to."""
-    devices.check(options.device)
-    encoder = Encoder.load(options.model)
-    small, quadratic = options.ring == "small", encoder.shape.attention == "quadratic"
-    if small and quadratic:
-        raise ParameterError("a model with quadratic attention needs the long modulus: option ring = 'standard'")
-    crypto = block.QUADRATIC if quadratic else block.SMALL if small else block.STANDARD
-    return encoder, model_card.told_by(encoder, crypto)
-
-
-def inputs_of(adata: AnnData, card: Mapping[str, Any]) -> Any:
-    """Samples as the model takes them in, (n, tokens - 1, inputs); raises `DataError` if they do not fit the card."""
-    from cloister.models.student import cell_inputs, image_inputs
-
-    if card["kind"] == "images":
-        return image_inputs(cells.embedding(adata, None), card)
-    genes = [str(g) for g in card["genes"]]
-    at = {str(name): i for i, name in enumerate(adata.var_names)}
-    missing = [g for g in genes if g not in at]
-    if missing:
-        raise DataError(
-            f"{len(missing)} of the model's {len(genes)} genes are not in adata.var_names (e.g. '{missing[0]}'); the "
-            "panel is fixed: add them, with zeros if they were not measured"
-        )
-    x = cells.loaded(adata)[:, [at[g] for g in genes]]
-    x = np.asarray(x.toarray() if hasattr(x, "toarray") else x, np.float64)
-    if cells.expression_kind(adata) == "counts":
-        x = np.log1p(x / np.maximum(x.sum(axis=1, keepdims=True), 1.0) * float(card["target"]))
-    elif cells.expression_kind(adata) == "scaled":
-        raise DataError("expression has negative values, so it was scaled; bring counts or log values")
-    return cell_inputs(x / float(card["unit"]))
-
-
-def ask(seat: Seat, options: Any, told: model_card.Announcement, inputs: Any) -> Any:
-    """The taps of these samples, (n, taps, r)."""
-    params = inference_params(seat, options, told)
-    if seat.mode == "published":
-        return seat.run(permuted_inference.owner, params, inputs)[:, :, 0]  # class tokens of all blocks
-    return seat.run(encrypted_inference.owner, params, inputs)
-
-
-def answer(seat: Seat, options: Any, told: model_card.Announcement, encoder: Any) -> Any:
-    ledger, params = ledger_of(options), inference_params(seat, options, told)
-    if seat.mode == "published":  # on a CPU always
-        return seat.run(permuted_inference.provider, params, encoder, ledger)
-    return seat.run(encrypted_inference.provider, params, encoder, ledger, options.device)
-
-
-def ledger_of(options: Any) -> encrypted_inference.Ledger:
-    """Counts over all runs, in a file beside the model; only the demo's model, which everybody has, needs none."""
-    if options.ledger is None and Path(options.model).resolve() == demo_encoder().resolve():
-        return encrypted_inference.Ledger()
-    return encrypted_inference.Ledger(Path(options.ledger or f"{options.model}.ledger.json"))
-
-
-def exposed(seat: Seat, options: Any, told: model_card.Announcement) -> dict[str, str]:
-    """For the provider's results: how much of its model the budget leaves to one lying site."""
-    if seat.mode == "published":  # every site has the model anyway
-        return {}
-    return {"exposure": str(lying_owner.exposure(told.shape, told.crypto, options.budget))}
-
-
-def inference_params(seat: Seat, options: Any, told: model_card.Announcement) -> Any:
-    module = permuted_inference if seat.mode == "published" else encrypted_inference
-    return module.Params(seat.sites, seat.coordinator, told.shape, told.crypto, options.budget)
-
-
-def beyond(adata: AnnData, taps: Any) -> dict[str, Any]:
-    """Samples on which the model left its intervals, by name: for the site alone."""
-    names = [str(name) for name in adata.obs_names[left_out(taps)]]
-    return {"left_out": names} if names else {}
-
-
-def left_out(taps: Any) -> Any:
-    """Which samples have no features."""
-    return np.isnan(taps).any(axis=(1, 2))
-
-
-# ---- training --------------------------------------------------------------------------------------------------------
-
-
-def given(adata: AnnData, options: Options) -> list[str | None]:
-    column = adata.obs[options.label_key]
-    return [None if missing else str(v) for v, missing in zip(column, column.isna(), strict=True)]
-
-
-def present(adata: AnnData, options: Options) -> Any:
-    found = set(given(adata, options))
-    return np.array([name in found for name in options.labels], np.int64)
-
-
-def check_classes(seat: Seat, options: Options, mine: Any) -> None:
-    """With listed labels: raise at every party if no site has a sample of one of them."""
-    if not options.labels:
-        return
-    sites, hub = seat.sites, seat.coordinator
-    seed, tests = common_seed.Params(sites, hub), count_tests.Params(sites, hub, len(options.labels), 1, len(sites))
-    if mine is None:
-        there = seat.run(count_tests.coordinator, tests, seat.run(common_seed.coordinator, seed))
-    else:
-        common = seat.run(common_seed.site, seed)
-        there = seat.run(count_tests.site, tests, mine, common.secret, common.present)
-    lacking = [name for name, found in zip(options.labels, there.bits, strict=True) if not found]
-    if lacking:
-        raise ParameterError(f"no site has a sample labelled '{lacking[0]}'; take it off the list of labels")
-
-
-def train(
-    adata: AnnData, seat: Seat, options: Options, told: model_card.Announcement, taps: Any
-) -> tuple[Trained, Any]:
-    import torch
-
-    from cloister.models.adapter import Adapted, Config, make
-    from cloister.models.learner import Learner, Recipe, Table
-
-    names = given(adata, options)
-    seed = seat.study.seed
-
-    def build(labels: tuple[str, ...]) -> Learner:
-        at = {name: i for i, name in enumerate(labels)}
-        codes = np.array([-1 if name is None else at[name] for name in names], np.int64)
-        codes[left_out(taps)] = -1
-        config = Config(taps.shape[1], taps.shape[2], len(labels), options.bottleneck, seed=seed)
-        recipe = Recipe(options.local_epochs, options.batch_size, options.optimizer, seed=seed)
-        held = hold_out(codes, options.validation, seat.rng("validation"))
-        table = Table(torch.as_tensor(np.nan_to_num(taps), dtype=torch.float32))
-        return Learner(make(config), len(labels), recipe, table, codes, held, describe=str(config), site=seat.me)
-
-    brought = tuple(sorted({name for name in names if name is not None}))
-    params = training_params(seat, options, told)
-    trained = seat.run(federated_training.site, params, Offer(f"taps of {told.digest}", brought, build))
-    trained.learner.place(trained.theta)
-    return trained, Adapted(trained.learner.model.eval(), trained.labels, told.digest)
-
-
-def training_params(seat: Seat, options: Options, told: model_card.Announcement) -> Params:
-    local = {k: v for k, v in vars(options).items() if k not in ("model", "ledger", "device", "key_added")}
-    return Params(
-        seat.sites,
-        seat.coordinator,
-        json.dumps([local, told.digest], sort_keys=True),
-        options.rounds,
-        rate=options.lr,
-        labels=options.labels,
-        metric=options.metric,
-        seed=seat.study.seed,
-    )
-
-
-def loss_params(seat: Seat, told: model_card.Announcement, labels: int) -> Any:
-    return encrypted_loss.Params(seat.sites, seat.coordinator, told.crypto, labels)
-
-
-def loss_of(
-    seat: Seat, options: Options, told: model_card.Announcement, adapted: Adapted, taps: Any, names: Any
-) -> float:
-    """Published mode: the mean loss by the provider's hand, on encrypted labels and predictions."""
-    at = np.flatnonzero([name is not None for name in names])
-    codes = np.array([adapted.labels.index(names[i]) for i in at])
-    params = loss_params(seat, told, len(adapted.labels))
-    return float(seat.run(encrypted_loss.owner, params, adapted.probabilities(taps)[at], codes))
+    return Outcome(None, {"labels": list(trained.labels), "history": trained.history} | found)
 
 
 # ---- results ---------------------------------------------------------------------------------------------------------
@@ -312,6 +192,10 @@ def summary(options: Options, told: model_card.Announcement, trained: Trained, p
 
 def check(adata: AnnData, options: Any) -> list[str]:
     """Raise `DataError` if these samples cannot take part; return what the user should know."""
+    notes = ["the model's owner bounds how many samples you may ask about; every sample asked counts"]
+    if options.stage == "ask":
+        cells.check_cells(adata, need_names=False)
+        return notes
     cells.check_cells(adata, label_key=options.label_key, need_names=False)
     column = adata.obs[options.label_key].dropna().astype(str)
     if len(column) < 2:
@@ -321,7 +205,14 @@ def check(adata: AnnData, options: Any) -> list[str]:
             f"{len(unknown)} label(s) in adata.obs[{options.label_key!r}] are not in the study's vocabulary (e.g. "
             f"'{unknown[0]}'); rename or remove them, or agree on a longer list of labels"
         )
-    return ["the model's owner bounds how many samples you may ask about; every sample asked counts"]
+    return notes if options.stage == "both" else []
+
+
+def check_study(study: Study, options: Options) -> None:
+    if options.permutation == "round" and study.mode != "published":
+        raise ParameterError("permutation 'round' is of mode published; hardened mode opens nothing to permute")
+    if options.clients_per_round and not 2 <= options.clients_per_round <= len(study.sites):
+        raise ParameterError(f"option 'clients_per_round' must be 0 or 2 to {len(study.sites)} sites")
 
 
 def files(outcome: Outcome) -> dict[str, bytes]:
@@ -340,7 +231,8 @@ def figures(outcomes: Mapping[str, Outcome], options: Any) -> list[Any]:
     rows = [row for row in (found or {}).get("history", []) if "accuracy" in row]
     if not rows:
         return []
-    values = {key.replace("_", " "): [row[key] for row in rows] for key in ("accuracy", "macro_f1")}
+    shown = ("accuracy", "balanced_accuracy", "macro_f1")
+    values = {key.replace("_", " "): [row[key] for row in rows] for key in shown}
     return [
         curves(values, title="Held-out samples of all sites over the rounds", xlabel="round", ylabel="score", start=0)
     ]
@@ -354,7 +246,8 @@ WORKFLOW = Workflow(
     site=site,
     coordinator=coordinator,
     check=check,
-    reads=lambda options, site: ("label_key",),
+    check_study=check_study,
+    reads=lambda options, site: () if options.stage == "ask" else ("label_key",),
     writes=("obs[{key_added!r}]", "uns[{key_added!r}]", "obsm['{key_added}_features']"),
     files=files,
     model=("adapter.npz", read_model),

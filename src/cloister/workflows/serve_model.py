@@ -13,7 +13,8 @@ from cloister.net.seat import Outcome, Place, Seat
 from cloister.protocols.inference import model_card
 from cloister.report.figures import histograms
 from cloister.workflows import Workflow
-from cloister.workflows.adapt_model import answer, ask, beyond, exposed, inputs_of, load, write
+from cloister.workflows.adapt_model import write
+from cloister.workflows.adaptation.asking import answer, ask, beyond, exposed, inputs_of, load
 from cloister.workflows.modes import modes_of
 from cloister.workflows.options import option
 

@@ -100,6 +100,22 @@ class OwnerKey:
         self.b = r.forward(r.gaussian(entropy.prg(), K))
         r.kernels.subtract_known(self.b, r.uniform(Halves(self.seed), K), *self._powers[0], r.q)
 
+    @classmethod
+    def kept(cls, params: Parameters, secret: Residues, b: Residues, seed: bytes) -> OwnerKey:
+        """A key that its owner has kept in a file of its own: `secret`, `b` and `seed` of one."""
+        wanted = (params.count, params.degree)
+        if secret.shape != wanted or b.shape != wanted or secret.dtype != np.uint32 or len(seed) != 32:
+            raise ValueError("no key of this ring")
+        key = cls.__new__(cls)
+        key.params, key.seed, key.b = params, seed, b
+        key._powers = [(secret, ring_of(params).quotients(secret))]
+        return key
+
+    @property
+    def secret(self) -> Residues:
+        """s: for its owner's own file, and for nobody else."""
+        return self._powers[0][0]
+
     def __repr__(self) -> str:
         return "OwnerKey(...)"
 

@@ -159,11 +159,45 @@ class Circuit(Recipes):
         degree = self.shape.exp_degree
         top = math.factorial(degree)
         bits = (block.longest(self.params, self.params.count) - 1 - math.log2(64.0 * top)) / degree
+        if bits < EXP_BITS and degree > 6:
+            return await self.exp_by_factors(scores)
         if bits < EXP_BITS:
             (s1,) = await self.refresh("scores", (scores, 4.0))
             return await self.exp_by_powers(s1)
         (s,) = await self.refresh("scores", (scores, 4.0), want=2.0 ** min(bits, self.params.scale_bits))
-        factors = quadratics(degree)
+        whole = self.quadratic_product(s, quadratics(degree), top)
+        return (await self.refresh("exp", (whole, 64.0), want=self.thin))[0]
+
+    async def exp_by_factors(self, scores: Values) -> Values:
+        """Degrees above 6: the quadratics, each 1 at 0, by up to three in a stretch; then the stretches' product."""
+        factors = [(round(b * 2**24) / 2**24, round(c * 2**24) / 2**24) for b, c in quadratics(self.shape.exp_degree)]
+        s4 = np.linspace(-4.0, 4.0, 801)  # coefficients and bounds are both sides', whatever their roots
+        longest = block.longest(self.params, self.params.count) - 1
+
+        def bound(some: Sequence[tuple[float, float]]) -> float:
+            top = np.prod([(s4 * s4 + b * s4 + c) / c for b, c in some], axis=0).max()
+            return math.ceil(8.1 * float(top)) / 8
+
+        def bits(some: Sequence[tuple[float, float]]) -> float:
+            return (longest - math.log2(bound(some) * math.prod(c for _, c in some))) / (2 * len(some))
+
+        count = next(n for n in range(-(-len(factors) // 3), len(factors) + 1)
+                     if all(bits(factors[i::n]) >= EXP_BITS for i in range(n)))  # fmt: skip
+        groups = [factors[i::count] for i in range(count)]
+        fine = min(self.params.scale_bits, *(math.floor(bits(some)) for some in groups))
+        (s,) = await self.refresh("scores", (scores, 4.0), want=2.0**fine)
+        products = [self.quadratic_product(s, some, math.prod(c for _, c in some)) for some in groups]
+        whole, *parts = await self.refresh("exp", *zip(products, map(bound, groups), strict=True))
+        done = groups[0]
+        for part, some in zip(parts, groups[1:], strict=True):
+            done = done + some
+            last = len(done) == len(factors)
+            want = self.thin if last else self.delta
+            (whole,) = await self.refresh("exp", (self.times(whole, part), 64.0 if last else bound(done)), want=want)
+        return whole
+
+    def quadratic_product(self, s: Values, factors: Sequence[tuple[float, float]], of: float) -> Values:
+        """Π (s² + b·s + c) / `of`."""
 
         def compute(ids: Sequence[int], k: int) -> Cts:
             ev, x = self.ev, s.get(ids, k)
@@ -173,8 +207,8 @@ class Circuit(Recipes):
                 product = q if product is None else ev.products(product, q)
             return product
 
-        whole = self.derive(s.n, degree + 1, s.scale**degree * top, [s], 8, compute)
-        return (await self.refresh("exp", (whole, 64.0), want=self.thin))[0]
+        n = len(factors)
+        return self.derive(s.n, 2 * n + 1, s.scale ** (2 * n) * of, [s], 8, compute)
 
     async def exp_by_powers(self, s1: Values) -> Values:
         """A(s) + s^k·B(s) with k = degree / 2, every power refreshed."""

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from cloister.crypto.owner_ckks.scheme import KEEP, Opening, Parameters
+import numpy as np
 
+from cloister.arrays import F64, U32
+from cloister.crypto.owner_ckks.scheme import KEEP, Opening, Parameters, unpack_words
+from cloister.errors import CloisterError, ProtocolAbort
+from cloister.study import Party
+
+NAME = "encrypted_inference"
 CHUNK = 32  # values of one message
 
 
@@ -52,3 +59,21 @@ def price(p: Parameters, openings: Sequence[Opening], inputs: int, batches: int)
 def together(how: Opening, most: int) -> int:
     """How many ciphertexts of an opening are made at once: whole groups, about `most`."""
     return how.group * max(1, most // how.group)
+
+
+def fill(x: F64, count: int) -> F64:
+    """Repeat samples up to a whole batch: no slot holds a value that no sample has."""
+    return np.resize(x, (count, *x.shape[1:]))
+
+
+def read(params: Parameters, x: U32, line: str, who: Party) -> Any:
+    try:
+        return unpack_words(params, x)
+    except CloisterError as e:
+        raise ProtocolAbort(NAME, line, "malformed", f"from '{who}': {e}") from None
+
+
+def seed_of(seed: bytes, line: str, who: Party) -> bytes:
+    if len(seed) != 32:
+        raise ProtocolAbort(NAME, line, "malformed", f"'{who}' sent no seed of 32 bytes")
+    return seed

@@ -41,10 +41,15 @@ class Plan:
 
     rounds: tuple[tuple[Opening, ...], ...]
     taps: tuple[tuple[int, Tap], ...]  # (rounds done before it, how it is read)
+    blocks: tuple[int, ...] = ()  # rounds done after each block and its tap
 
     @property
     def openings(self) -> list[Opening]:
-        return [h for r in self.rounds for h in r]
+        return self.openings_after(0)
+
+    def openings_after(self, block: int) -> list[Opening]:
+        """Those that are left when so many blocks are done."""
+        return [h for r in self.rounds[self.blocks[block - 1] if block else 0 :] for h in r]
 
 
 def tap_of(shape: Shape, params: Parameters, number: int) -> Tap:
@@ -73,6 +78,7 @@ def plan(shape: Shape, params: Parameters, last: int = 1) -> Plan:
     """All round trips of one batch. Of the last block only the first `last` tokens come out: taps read no others."""
     rounds: list[tuple[Opening, ...]] = []
     taps: list[tuple[int, Tap]] = []
+    blocks: list[int] = []
 
     async def count(parts: list[tuple[Opening, Any]]) -> list[Any]:
         rounds.append(tuple(h for h, _ in parts))
@@ -89,6 +95,7 @@ def plan(shape: Shape, params: Parameters, last: int = 1) -> Plan:
                 tap = tap_of(shape, params, number)
                 c.require(await c.tap(x, number), tap.primes)
                 taps.append((len(rounds), tap))
+            blocks.append(len(rounds))
 
     coroutine = whole()
     try:
@@ -96,7 +103,7 @@ def plan(shape: Shape, params: Parameters, last: int = 1) -> Plan:
     except StopIteration:
         need = iter(c.need)
         planned = [tuple(dataclasses.replace(h, back=next(need)) for h in r) for r in rounds]
-        return Plan(tuple(planned), tuple(taps))
+        return Plan(tuple(planned), tuple(taps), tuple(blocks))
     raise RuntimeError("counting waits for nobody")
 
 

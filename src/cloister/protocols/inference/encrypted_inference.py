@@ -2,6 +2,8 @@
 
     L1  u → P   b, seed, batches        u's public key (b, a), a from the seed
                 switching keys          encryptions of s², s³, … under s, with a seed of their own
+        P → u   l                       0; of an asking that broke off, the blocks of its next batch that are done: L5
+                                        of these comes again as it was, and P goes on behind them (`asking_state`)
     per batch (slot = sample):
     L2  u → P   [x]                     one ciphertext per input number
     per round of the plan (`block_plan.plan`):
@@ -21,13 +23,14 @@ Reveals
 owner : per sample and tap r numbers (the class token through a fixed projection of rank r < d), good to about 2^-10;
     the shape of the model and the intervals of its values (`Shape`). Nothing of any other activation. With enough
     samples, an owner can fit a model of its own to these features, as with any service that answers: the budget bounds
-    how many it gets.
+    how many it gets. After a break it gets the taps again that were sent, the same bits.
 lying owner : more. What it encrypts at L2 or L4 instead of what it should, it finds again at the next tap, times
     weights of its choice: a few batches read a layer (`test_inference_attacks`). No more than the bits that taps hold,
     22 to 26 for each of r·N coefficients, times the batches of its budget (`lying_owner.exposure`, in the provider's
     results).
 provider : how many batches each owner brings (rounded up to whole batches of N/2 samples), and that it stopped after
-    the last tap (L5, code `range`), if features of most samples of a batch left their bounds. Not the samples. Owners
+    the last tap (L5, code `range`), if features of most samples of a batch left their bounds; that it asks for the
+    rest of what an earlier run began. Not the samples. Owners
     learn nothing of each other but that; an owner and the provider together hold that owner's data and the model.
 
 Assumes
@@ -68,6 +71,7 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -82,17 +86,22 @@ from cloister.errors import CloisterError, DataError, ParameterError, ProtocolAb
 from cloister.models.polynomial import Encoder, Shape, check_inputs, hidden, taps_of
 from cloister.net.channel import Channel
 from cloister.net.wire import message
+from cloister.protocols.inference.asking_state import Answers, Taps, check_start
+from cloister.protocols.inference.block_circuit import Circuit
 from cloister.protocols.inference.block_messages import (
     chunks,
+    fill,
     key_shapes,
     pairs,
     parts,
     powers,
     price,
+    read,
+    seed_of,
     together,
     traffic,
 )
-from cloister.protocols.inference.block_plan import Tap, circuit_of, flooded, plan, tap_of
+from cloister.protocols.inference.block_plan import Plan, Tap, circuit_of, flooded, plan, tap_of
 from cloister.protocols.inference.block_values import Recipe, Values
 from cloister.protocols.inference.query_ledger import Ledger as Ledger
 from cloister.study import Party
@@ -124,6 +133,11 @@ class Key:  # u → P
     switching: U32  # (powers, K, K, tight)
     switching_seed: bytes
     batches: int
+
+
+@message("L1")
+class Start:  # P → u
+    block: int
 
 
 @message("L2")
@@ -169,7 +183,7 @@ def cost(params: Params) -> dict[Party, tuple[int, int]]:
     up = 1 + len(parts(inputs)) + trips, (whole * p.count + back) * one
     down = (sent + sum(s.rank * 2 * t.primes for _, t in planned.taps)) * one
     n = len(params.owners)
-    return {params.provider: (n * (trips + len(planned.taps)), n * down)} | dict.fromkeys(params.owners, up)
+    return {params.provider: (n * (1 + trips + len(planned.taps)), n * down)} | dict.fromkeys(params.owners, up)
 
 
 # ---- local steps -----------------------------------------------------------------------------------------------------
@@ -177,24 +191,6 @@ def cost(params: Params) -> dict[Party, tuple[int, int]]:
 
 def batches(params: Params, samples: int) -> int:
     return -(-samples // params.crypto.slots)
-
-
-def fill(x: F64, count: int) -> F64:
-    """Repeat samples up to a whole batch: no slot holds a value that no sample has."""
-    return np.resize(x, (count, *x.shape[1:]))
-
-
-def read(params: Parameters, x: U32, line: str, who: Party) -> Any:
-    try:
-        return block.unpack_words(params, x)
-    except CloisterError as e:
-        raise ProtocolAbort(NAME, line, "malformed", f"from '{who}': {e}") from None
-
-
-def seed_of(seed: bytes, line: str, who: Party) -> bytes:
-    if len(seed) != 32:
-        raise ProtocolAbort(NAME, line, "malformed", f"'{who}' sent no seed of 32 bytes")
-    return seed
 
 
 # ---- roles -----------------------------------------------------------------------------------------------------------
@@ -231,6 +227,19 @@ class OwnerSide:
             fresh = self.key.refresh(read(p, c.c, "L3", P), how, seed, self.entropy)
             await self.ch.send(P, Fresh(block.pack_words(p, fresh), seed))  # L4
 
+    async def batch(self, x: F64, planned: Plan, done: int) -> F64:
+        """The taps of one batch, of which so many blocks are done: (n, taps, r), NaN where a bound was left."""
+        self.beyond.clear()
+        if not done:
+            await self.send_inputs(fill(x, self.params.crypto.slots))  # L2
+        first = planned.blocks[done - 1] if done else 0
+        taps = [await self.read_tap(tap, len(x)) for at, tap in planned.taps if at <= first]
+        for n, openings in enumerate(planned.rounds[first:], first + 1):
+            for how in openings:
+                await self.answer(how)
+            taps += [await self.read_tap(tap, len(x)) for at, tap in planned.taps if at == n]
+        return np.where(np.any(self.beyond, axis=0)[:, None, None], np.nan, np.stack(taps, axis=1))
+
     async def read_tap(self, tap: Tap, count: int) -> F64:
         P, s = self.params.provider, self.params.shape
         c = await self.ch.recv(P, Features, c=(s.rank, 2, tap.primes, self.params.crypto.tight))  # L5
@@ -240,34 +249,25 @@ class OwnerSide:
         return self.ch.reveal(features, to=self.ch.me, line="L5", what=what, protocol=NAME)
 
 
-async def owner(ch: Channel, params: Params, inputs: F64, *, entropy: Entropy) -> F64:
+async def owner(ch: Channel, params: Params, inputs: F64, kept: Taps | None = None, *, entropy: Entropy) -> F64:
     """The part of u. Returns the taps of its samples, (n, taps, r); NaN for those whose values left their intervals."""
     check_inputs(params.shape, inputs)
     if not len(inputs):
         raise DataError("there is no sample to ask about")
-    key, slots, planned = OwnerKey(params.crypto, entropy), params.crypto.slots, plan(params.shape, params.crypto)
+    kept, slots, planned = kept or Taps(), params.crypto.slots, plan(params.shape, params.crypto)
+    key, begun, rest = kept.key(params.crypto, entropy, len(inputs)), kept.begun, inputs[kept.count :]
     side = OwnerSide(ch.sub(str(ch.me)), params, key, entropy)
-    count, numbers = batches(params, len(inputs)), inputs.shape[1] * inputs.shape[2]
-    told = price(params.crypto, planned.openings, numbers, count)
-    ch.step(f"{len(inputs)} samples, {told}", protocol=NAME, line="L1")
+    count, numbers = batches(params, len(rest)), inputs.shape[1] * inputs.shape[2]
+    ch.step(f"{len(rest)} samples, {price(params.crypto, planned.openings, numbers, count)}", protocol=NAME, line="L1")
     await side.send_key(planned.openings, count)  # L1
-    features, spoilt = [], False
-    for start in range(0, len(inputs), slots):
-        x = inputs[start : start + slots]
-        side.beyond.clear()
-        await side.send_inputs(fill(x, slots))  # L2
-        read_after, taps = dict(planned.taps), []
-        for n, openings in enumerate(planned.rounds):
-            for how in openings:
-                await side.answer(how)
-            if n + 1 in read_after:
-                taps.append(await side.read_tap(read_after[n + 1], len(x)))
-        beyond = np.any(side.beyond, axis=0)
-        spoilt = spoilt or float(beyond.mean()) > MOST_BEYOND
-        features.append(np.where(beyond[:, None, None], np.nan, np.stack(taps, axis=1)))
-    if spoilt:  # only now: where it happened is nobody else's business
+    done = (await side.ch.recv(params.provider, Start)).block  # L1
+    check_start(done, params.shape.depth if begun and count else 0)
+    for start in range(0, len(rest), slots):
+        taps = await side.batch(rest[start : start + slots], planned, 0 if start else done)  # L2 to L5
+        kept.add(taps, key if start + slots < len(rest) else None)
+    if any(np.isnan(taps).any(axis=(1, 2)).mean() > MOST_BEYOND for taps in kept.read):  # only now: where is private
         raise ProtocolAbort(NAME, "L5", "range", "features beyond their bounds; samples are unlike the model's own")
-    return np.concatenate(features)
+    return np.concatenate(kept.read)
 
 
 class ProviderSide:
@@ -329,11 +329,15 @@ class ProviderSide:
             await collect()
         return back
 
-    async def send_tap(self, y: Values, tap: Tap) -> None:
-        c = flooded(self.ev, y, tap, self.entropy)
-        what = f"{y.n} features of block {tap.block} for a batch"
+    async def make_tap(self, circuit: Circuit, x: Values, tap: Tap) -> U32:
+        y = await circuit.tap(x, self.params.shape.taps.index(tap.block))
+        made: U32 = self.ev.host(flooded(self.ev, y, tap, self.entropy))
+        return made
+
+    async def send_tap(self, c: U32, tap: Tap) -> None:
+        what = f"{len(c)} features of block {tap.block} for a batch"
         self.ch.record_opening(to=self.who, line="L5", what=what, protocol=NAME)
-        await self.ch.send(self.who, Features(self.ev.host(c)))  # L5
+        await self.ch.send(self.who, Features(c))  # L5
 
 
 async def provider(
@@ -342,34 +346,55 @@ async def provider(
     encoder: Encoder,
     ledger: Ledger | None = None,
     device: Device = "cpu",
+    folder: Path | None = None,
     *,
     entropy: Entropy,
 ) -> dict[Party, int]:
-    """The part of P, for all owners side by side. Returns how many batches each had."""
+    """The part of P, for all owners side by side. Returns how many batches each had; `folder` keeps how far it is."""
     devices.check(device)
     if encoder.shape != params.shape:
         raise ParameterError("the model has another shape than was announced")
-    rounded, ledger = encoder.rounded(params.crypto.weight_bits), ledger or Ledger()
+    p, s, rounded, ledger = params.crypto, params.shape, encoder.rounded(params.crypto.weight_bits), ledger or Ledger()
+    planned = plan(s, p)
 
     async def serve(u: Party) -> int:
-        mine, p, s = ch.sub(str(u)), params.crypto, params.shape
-        key = await mine.recv(u, Key, **key_shapes(p, plan(s, p).openings))  # L1
-        if key.batches < 1:
+        mine = ch.sub(str(u))
+        key = await mine.recv(u, Key, **key_shapes(p, planned.openings))  # L1
+        if key.batches < 0:
             raise ProtocolAbort(NAME, "L1", "malformed", f"'{u}' announces {key.batches} batches")
-        ledger.admit(u, key.batches * p.slots, math.ceil(params.budget / p.slots) * p.slots)
+        answers, unpaid = Answers.of(folder, u, key.seed + key.b.tobytes() + repr(s).encode(), key.batches)
+        ledger.admit(u, unpaid * p.slots, math.ceil(params.budget / p.slots) * p.slots)
+        if unpaid:
+            answers.start(unpaid)
         side = ProviderSide(mine, params, u, key, entropy, device)
+        await mine.send(u, Start(answers.block))  # L1
         for n in range(key.batches):
-            circuit = circuit_of(s)(s, p, side.refresh, rounded, side.ev, plan(s, p).openings, side.pool)
-            x = await circuit.embed(await side.inputs())
-            for layer in range(s.depth):
-                ch.step(
-                    f"{u}: batch {n + 1} of {key.batches}, block {layer + 1} of {s.depth}", protocol=NAME, line="L3"
-                )
-                x = await circuit.block(x, layer, 1 if layer + 1 == s.depth else 0)
-                if layer + 1 in s.taps:
-                    which = s.taps.index(layer + 1)
-                    await side.send_tap(await circuit.tap(x, which), tap_of(s, p, which))
+            await answer(side, answers, key.batches, n)
         return key.batches
+
+    async def answer(side: ProviderSide, answers: Answers, count: int, n: int) -> None:
+        """One batch, from where it is."""
+        circuit = circuit_of(s)(s, p, side.refresh, rounded, side.ev, planned.openings, side.pool)
+        done = answers.block if n == 0 else 0
+        if done:
+            for number, words in enumerate(answers.taps):
+                await side.send_tap(words, tap_of(s, p, number))  # L5, again
+            circuit.follow(planned.openings_after(done))
+            x = answers.values(side.ev, side.pool, p.degree) if done < s.depth else Values(0, 2, p.scale)
+        else:
+            inputs = await side.inputs()  # L2
+            if n:
+                answers.start(count - n)
+            x = await circuit.embed(inputs)
+        for layer in range(done, s.depth):
+            at, last = f"batch {n + 1} of {count}, block {layer + 1} of {s.depth}", layer + 1 == s.depth
+            ch.step(f"{side.who}: {at}", protocol=NAME, line="L3")
+            x = await circuit.block(x, layer, 1 if last else 0)
+            tapped = [tap_of(s, p, which) for which, at in enumerate(s.taps) if at == layer + 1]
+            made = [await side.make_tap(circuit, x, tap) for tap in tapped]
+            answers.add(layer + 1, None if last else x, side.ev, made)
+            for tap, c in zip(tapped, made, strict=True):
+                await side.send_tap(c, tap)  # L5
 
     counts = await asyncio.gather(*(serve(u) for u in params.owners))
     return dict(zip(params.owners, counts, strict=True))

@@ -53,7 +53,7 @@ from cloister.net.channel import Channel
 from cloister.net.wire import message
 from cloister.protocols.inference import encrypted_inference
 from cloister.protocols.inference.block_circuit import Circuit
-from cloister.protocols.inference.block_messages import key_shapes, parts, powers, traffic
+from cloister.protocols.inference.block_messages import fill, key_shapes, parts, powers, read, seed_of, traffic
 from cloister.protocols.inference.block_plan import Plan, plan
 from cloister.protocols.inference.block_values import Values
 from cloister.protocols.inference.encrypted_inference import (
@@ -61,9 +61,6 @@ from cloister.protocols.inference.encrypted_inference import (
     Ledger,
     OwnerSide,
     ProviderSide,
-    fill,
-    read,
-    seed_of,
 )
 from cloister.study import Party
 

@@ -1,0 +1,218 @@
+"""What owner and provider keep of an asking, so that one that breaks off goes on. Local steps of `encrypted_inference`.
+
+    owner      `Taps`, one file: its key, as long as something is to be read, and the taps of the batches it has read
+    provider   `Answers`, a folder for each owner: after every block the activations, under that owner's key, and the
+               taps of the batch at hand, as they were sent
+
+A tap leaves the provider once. If it was lost on the way, the very same ciphertext is sent again, so that an owner who
+claims a break gets no more out of the model than it has paid for: what it opens between taps is uniform.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cloister import files
+from cloister.arrays import F64, U32
+from cloister.crypto.entropy import Entropy
+from cloister.crypto.owner_ckks.scheme import OwnerKey, Parameters
+from cloister.errors import DataError, ProtocolAbort
+from cloister.protocols.inference.block_messages import parts
+from cloister.protocols.inference.block_values import Values
+from cloister.study import Party
+
+FORMAT = 1
+NAME = "encrypted_inference"
+
+
+def packed(meta: dict[str, Any], **arrays: Any) -> bytes:
+    """One `.npz` without pickles."""
+    out = io.BytesIO()
+    np.savez(out, meta=np.frombuffer(json.dumps({"format": FORMAT} | meta).encode(), np.uint8), **arrays)
+    return out.getvalue()
+
+
+def unpacked(path: Path, what: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Meta and arrays of such a file; raises `DataError` if it is something else."""
+    try:
+        with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as kept:
+            arrays = {name: kept[name] for name in kept.files}
+        meta = json.loads(arrays.pop("meta").tobytes())
+        if meta["format"] != FORMAT:
+            raise ValueError
+    except Exception as e:  # every way in which a file can be wrong
+        raise DataError(f"{path} is no file of {what} ({type(e).__name__}); remove it and ask again") from None
+    return meta, arrays
+
+
+# ---- the owner -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Taps:
+    """The owner's file of taps: for its eyes only, replaced as a whole after every batch; nothing without a path."""
+
+    path: Path | None = None
+    about: str = ""  # fingerprint of the samples, the model's card and the mode
+    read: list[F64] = field(default_factory=list)  # batches from the first on, each (m, taps, r)
+    _key: OwnerKey | None = None
+
+    @classmethod
+    def open(cls, path: Path, about: str, params: Parameters) -> Taps:
+        """What was kept of these samples; raises `DataError` if the file is of others."""
+        if not path.exists():
+            return cls(path, about)
+        meta, arrays = unpacked(path, "taps")
+        if meta.get("about") != about:
+            raise DataError(
+                f"{path} holds taps of other samples, of another model or of another mode; name another folder, or "
+                "remove it and ask again"
+            )
+        try:
+            key = (
+                OwnerKey.kept(params, arrays["secret"], arrays["b"], bytes.fromhex(meta["seed"]))
+                if "secret" in arrays
+                else None
+            )
+            taps = arrays.get("taps", np.zeros(0))
+            return cls(path, about, [taps[lo : lo + params.slots] for lo in range(0, len(taps), params.slots)], key)
+        except (KeyError, ValueError):
+            raise DataError(f"{path} is no file of taps; remove it and ask again") from None
+
+    @property
+    def count(self) -> int:
+        """Samples whose taps are here."""
+        return sum(map(len, self.read))
+
+    @property
+    def begun(self) -> bool:
+        """Whether an earlier run has asked with the key that is here."""
+        return self._key is not None
+
+    def key(self, params: Parameters, entropy: Entropy, samples: int) -> OwnerKey:
+        """The key of an asking that broke off, or a new one; on disk before it is used, if not all samples are read."""
+        key = self._key or OwnerKey(params, entropy)
+        if self.count < samples:
+            self._save(key)
+        return key
+
+    def add(self, features: F64, key: OwnerKey | None) -> None:
+        """The taps of one more batch; without a key, of the last one."""
+        self.read.append(features)
+        self._save(key)
+
+    def _save(self, key: OwnerKey | None) -> None:
+        if self.path is None:
+            return
+        arrays: dict[str, Any] = {"taps": np.concatenate(self.read)} if self.read else {}
+        meta = {"about": self.about}
+        if key is not None:
+            meta["seed"] = key.seed.hex()
+            arrays |= {"secret": key.secret, "b": key.b}
+        files.write(self.path, packed(meta, **arrays))
+
+
+def check_start(block: int, most: int) -> None:
+    """L1: the provider goes on behind a block that can be done."""
+    if not 0 <= block <= most:
+        raise ProtocolAbort(
+            NAME, "L1", "state", f"the provider goes on after block {block}, at most {most} can be done"
+        )
+
+
+# ---- the provider ----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Answers:
+    """How far one owner's asking has come; nothing is kept without a folder."""
+
+    folder: Path | None = None
+    owner: str = ""
+    left: int = 0  # batches that were paid for, less those that the owner has read for sure
+    block: int = 0  # blocks of the first of them that are done
+    taps: list[U32] = field(default_factory=list)  # of these blocks, as they were sent
+    held: dict[str, Any] = field(default_factory=dict)  # file and measures of the activations
+
+    @classmethod
+    def of(cls, folder: Path | None, who: Party, about: bytes, batches: int) -> tuple[Answers, int]:
+        """What is kept of an asking, and how many of its batches are still to be paid for.
+
+        It is known by its owner's public key and the model's shape (`about`).
+        """
+        name = hashlib.sha256(about).hexdigest()
+        if folder is None or not batches:
+            return cls(None, name, batches), batches
+        own = folder / who
+        if not (own / "state.npz").exists():
+            return cls(own, name, batches), batches
+        meta, arrays = unpacked(own / "state.npz", "answers")
+        if meta["owner"] != name:
+            return cls(own, name, batches), batches
+        taps = [arrays[f"tap{i}"] for i in range(len(arrays))]
+        found = cls(own, name, int(meta["left"]), int(meta["block"]), taps, meta["held"])
+        if batches == found.left - 1:
+            found.start(batches)  # it has read the batch that was at hand
+        elif batches != found.left:
+            what = f"'{who}' asks for {batches} batches under a key that has {found.left} left; ask under a new one"
+            raise ProtocolAbort(NAME, "L1", "state", what)
+        return found, 0
+
+    def start(self, left: int) -> None:
+        """A new batch is at hand: what came before it has been read."""
+        self.left, self.block, self.taps, self.held = left, 0, [], {}
+        self._save()
+
+    def add(self, block: int, x: Values | None, ev: Any, taps: list[U32]) -> None:
+        """One more block is done, with the tap that is about to be sent; None for activations of the last block."""
+        self.block = block
+        self.taps += taps
+        if self.folder is None:
+            return
+        self.held = {} if x is None else self._hold(self.folder, x, ev)
+        self._save()
+
+    def _hold(self, folder: Path, x: Values, ev: Any) -> dict[str, Any]:
+        """Write the activations, a message's worth at a time."""
+        folder.mkdir(parents=True, mode=0o700, exist_ok=True)
+        name = f"block-{self.left}-{self.block}.npy"
+        with files.replacing(folder / name) as part:
+            kept: Any = None
+            for some in parts(x.n):
+                words = ev.host(x.get(range(some.start, some.stop), x.k))
+                if kept is None:
+                    kept = np.lib.format.open_memmap(part, "w+", words.dtype, (x.n, *words.shape[1:]))
+                kept[some] = words
+            kept.flush()
+        return {"file": name, "n": x.n, "p": x.p, "scale": x.scale, "k": x.k, "group": x.group}
+
+    def values(self, ev: Any, pool: Any, degree: int) -> Values:
+        """The activations after the last block that is done."""
+        if self.folder is None or not self.held:
+            raise DataError("there are no activations to go on from")
+        h, path = self.held, self.folder / str(self.held["file"])
+        try:
+            kept = np.load(path, mmap_mode="r", allow_pickle=False)
+        except (OSError, ValueError):
+            raise DataError(f"{path} is missing or damaged; remove its folder, and let the site ask anew") from None
+        shelf = pool.shelf(h["n"], h["p"], h["k"], degree, rarely=True)
+        for some in parts(h["n"]):
+            shelf.put(some.start, ev.put(np.array(kept[some])))
+        return Values(h["n"], h["p"], h["scale"], shelf.read, h["k"], h["group"], shelf=shelf)
+
+    def _save(self) -> None:
+        if self.folder is None:
+            return
+        meta = {"owner": self.owner, "left": self.left, "block": self.block, "held": self.held}
+        taps: dict[str, Any] = {f"tap{i}": words for i, words in enumerate(self.taps)}
+        files.write(self.folder / "state.npz", packed(meta, **taps))
+        for path in self.folder.glob("block-*.npy"):
+            if path.name != self.held.get("file"):
+                path.unlink()

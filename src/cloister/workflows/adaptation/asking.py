@@ -1,0 +1,147 @@
+"""Asking a provider's model about samples (`adapt-model`, `serve-model`): what goes in, comes back and is kept."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from cloister.cells import tables as cells
+from cloister.cells.demo import demo_encoder
+from cloister.crypto.owner_ckks import devices
+from cloister.crypto.owner_ckks import scheme as block
+from cloister.errors import DataError, ParameterError
+from cloister.models.polynomial import Encoder
+from cloister.net.seat import Seat
+from cloister.protocols.inference import encrypted_inference, lying_owner, model_card, permuted_inference
+from cloister.protocols.inference.asking_state import Taps
+
+if TYPE_CHECKING:
+    from anndata import AnnData
+
+
+def load(options: Any) -> tuple[Any, model_card.Announcement]:
+    """The provider's model and what it tells of it; raises if it cannot compute where it is meant to."""
+    devices.check(options.device)
+    encoder = Encoder.load(options.model)
+    small, quadratic = options.ring == "small", encoder.shape.attention == "quadratic"
+    if small and quadratic:
+        raise ParameterError("a model with quadratic attention needs the long modulus: option ring = 'standard'")
+    crypto = block.QUADRATIC if quadratic else block.SMALL if small else block.STANDARD
+    return encoder, model_card.told_by(encoder, crypto)
+
+
+def inputs_of(adata: AnnData, card: Mapping[str, Any]) -> Any:
+    """Samples as the model takes them in, (n, tokens - 1, inputs); raises `DataError` if they do not fit the card."""
+    from cloister.models.student import cell_inputs, image_inputs
+
+    if card["kind"] == "images":
+        return image_inputs(cells.embedding(adata, None), card)
+    genes = [str(g) for g in card["genes"]]
+    at = {str(name): i for i, name in enumerate(adata.var_names)}
+    missing = [g for g in genes if g not in at]
+    if missing:
+        raise DataError(
+            f"{len(missing)} of the model's {len(genes)} genes are not in adata.var_names (e.g. '{missing[0]}'); the "
+            "panel is fixed: add them, with zeros if they were not measured"
+        )
+    x = cells.loaded(adata)[:, [at[g] for g in genes]]
+    x = np.asarray(x.toarray() if hasattr(x, "toarray") else x, np.float64)
+    if cells.expression_kind(adata) == "counts":
+        x = np.log1p(x / np.maximum(x.sum(axis=1, keepdims=True), 1.0) * float(card["target"]))
+    elif cells.expression_kind(adata) == "scaled":
+        raise DataError("expression has negative values, so it was scaled; bring counts or log values")
+    return cell_inputs(x / float(card["unit"]), int(card.get("per_token", 1)))
+
+
+def ask(seat: Seat, options: Any, told: model_card.Announcement, inputs: Any, kept: Taps | None = None) -> Any:
+    """The taps of these samples, (n, taps, r); what `kept` has is not asked again."""
+    params = inference_params(seat, options, told)
+    if seat.mode != "published":
+        return seat.run(encrypted_inference.owner, params, inputs, kept)
+    taps = seat.run(permuted_inference.owner, params, inputs)[:, :, 0]  # class tokens of all blocks
+    if kept is not None:
+        kept.add(taps, None)
+    return taps
+
+
+def answer(seat: Seat, options: Any, told: model_card.Announcement, encoder: Any, folder: Path | None = None) -> Any:
+    ledger, params = ledger_of(options), inference_params(seat, options, told)
+    if seat.mode == "published":  # on a CPU always, and from the beginning
+        return seat.run(permuted_inference.provider, params, encoder, ledger)
+    return seat.run(encrypted_inference.provider, params, encoder, ledger, options.device, folder)
+
+
+# ---- what is kept ----------------------------------------------------------------------------------------------------
+
+
+def taps_path(seat: Seat, options: Any) -> Path | None:
+    """The site's own file of taps."""
+    return None if options.taps is None else Path(options.taps) / f"{seat.me}.taps.npz"
+
+
+def answers_path(seat: Seat, options: Any) -> Path | None:
+    """The provider's folder for what a broken asking needs to go on."""
+    return None if options.taps is None else Path(options.taps) / f"{seat.me}.answers"
+
+
+def kept_taps(seat: Seat, options: Any, told: model_card.Announcement, inputs: Any) -> Taps | None:
+    """What this site has kept of these samples under this model and mode; raises if its file is of others."""
+    path = taps_path(seat, options)
+    if path is None:
+        return None
+    kept = Taps.open(path, fingerprint(inputs, told, seat.mode), told.crypto)
+    if seat.mode == "published" and options.stage != "train" and kept.count:
+        raise DataError(f"{path} holds the taps of these samples already; train on them: stage = 'train'")
+    if options.stage == "train" and kept.count < len(inputs):
+        raise DataError(
+            f"{path} holds the taps of {kept.count} of {len(inputs)} samples; ask for the rest first: stage = 'ask'"
+        )
+    return kept
+
+
+def check_kept(seat: Seat, options: Any) -> None:
+    """Before anything is sent: raise if the taps to train on are not there."""
+    path = taps_path(seat, options)
+    if options.stage == "train" and path is not None and not path.exists():
+        raise DataError(f"there is no file of taps {path}; ask first: stage = 'ask'")
+
+
+def fingerprint(inputs: Any, told: model_card.Announcement, mode: str) -> str:
+    """Of the samples as the model takes them in, of the model's card and of the mode."""
+    h = hashlib.sha256(f"{told.digest} {mode} {inputs.shape}".encode())
+    h.update(np.ascontiguousarray(inputs, "<f8").tobytes())
+    return h.hexdigest()
+
+
+def ledger_of(options: Any) -> encrypted_inference.Ledger:
+    """Counts over all runs, in a file beside the model; only the demo's model, which everybody has, needs none."""
+    if options.ledger is None and Path(options.model).resolve() == demo_encoder().resolve():
+        return encrypted_inference.Ledger()
+    return encrypted_inference.Ledger(Path(options.ledger or f"{options.model}.ledger.json"))
+
+
+def exposed(seat: Seat, options: Any, told: model_card.Announcement) -> dict[str, str]:
+    """For the provider's results: how much of its model the budget leaves to one lying site."""
+    if seat.mode == "published":  # every site has the model anyway
+        return {}
+    return {"exposure": str(lying_owner.exposure(told.shape, told.crypto, options.budget))}
+
+
+def inference_params(seat: Seat, options: Any, told: model_card.Announcement) -> Any:
+    module = permuted_inference if seat.mode == "published" else encrypted_inference
+    return module.Params(seat.sites, seat.coordinator, told.shape, told.crypto, options.budget)
+
+
+def beyond(adata: AnnData, taps: Any) -> dict[str, Any]:
+    """Samples on which the model left its intervals, by name: for the site alone."""
+    names = [str(name) for name in adata.obs_names[left_out(taps)]]
+    return {"left_out": names} if names else {}
+
+
+def left_out(taps: Any) -> Any:
+    """Which samples have no features."""
+    return np.isnan(taps).any(axis=(1, 2))
