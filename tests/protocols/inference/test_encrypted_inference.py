@@ -21,6 +21,7 @@ from cloister.protocols.inference import block_plan, encrypted_loss, model_card
 from cloister.protocols.inference import encrypted_inference as inference
 from cloister.protocols.inference import permuted_inference as permuted
 from cloister.protocols.inference.block_plan import plan, used
+from cloister.protocols.inference.packing import cheapest
 from cloister.run.rehearsal import Fault
 from cloister.study import Party
 from cloister.testing import (
@@ -157,9 +158,11 @@ def test_an_owner_is_told_what_it_will_cost_before_it_starts():
     params = case(micro()).params
     planned, sent = plan(params.shape, params.crypto), inference.cost(params)
     (taps,) = (params.shape.rank * 2 * t.primes * params.crypto.tight * 4 for _, t in planned.taps)
-    told = [inference.price(params.crypto, planned.openings, 1, n) for n in (1, 3)]
+    packed = cheapest(params.shape, params.crypto, 1)
+    told = [packed.price(n) for n in (1, 2 * 2048 + 1)]
     up, down = sent[ANN][1] / 1e6, (sent[HUB][1] - taps) / 1e6
-    assert told[0] == f"1 batch(es) of 2048 slots: {up:.0f} MB to send, {down:.0f} MB to receive"
+    minutes = f"{(up + down) / 12.5 / 60:.0f} min at 100 Mbit/s"
+    assert told[0] == f"1 batch(es) of up to 2048: {up:.0f} MB to send, {down:.0f} MB to receive, {minutes}"
     assert f"{3 * down:.0f} MB to receive" in told[1]
 
 
@@ -213,7 +216,9 @@ def test_a_tap_that_cannot_be_flooded_by_forty_bits_is_refused():
     assert unlifted >= at_most + 40
     room = unlifted - at_most - 40  # bits by which the bound may grow before the noise shows
     for more, refused in ((room - 0.5, False), (room + 0.5, True)):
-        wider = SimpleNamespace(taps=shape.taps, width=shape.width, tap_bound=lambda n, m=more: tap.bound * 2**m)
+        wider = SimpleNamespace(
+            taps=shape.taps, width=shape.width, attention="taylor", tap_bound=lambda n, m=more: tap.bound * 2**m
+        )
         if refused:
             with pytest.raises(ParameterError, match="cannot be flooded by 40 bits"):
                 block_plan.tap_of(wider, block.STANDARD, 0)

@@ -15,7 +15,7 @@ import torch
 from cloister.crypto.owner_ckks import card
 from cloister.crypto.owner_ckks.card import Tensor
 
-SHARE = 0.7  # of the card's free memory that shelves may take; the rest is for what is computed at the time
+SHARE, WORK = 0.3, 24 << 30  # of the card's free memory, bytes: the less of them is for what is computed at the time
 PIECE = 1 << 30  # bytes
 
 
@@ -26,7 +26,8 @@ class CardPool:
     taken = 0  # bytes on the card, by the shelves of all pools
 
     def __init__(self, memory: int = 0) -> None:
-        self.memory = memory or int(SHARE * (card.free_memory() + CardPool.taken))
+        free = card.free_memory() + CardPool.taken
+        self.memory = memory or int(free - min(SHARE * free, WORK))
 
     def shelf(self, n: int, p: int, k: int, degree: int, *, rarely: bool = False) -> CardShelf:
         """What is read `rarely` takes a quarter of the memory at most; what does not fit is divided."""

@@ -1,8 +1,8 @@
 """Encrypted inference: owners learn a few projected features of their samples under a model that stays unseen.
 
-    L1  u → P   b, seed, batches        u's public key (b, a), a from the seed
-                switching keys          encryptions of s², s³, … under s, with a seed of their own
-    per batch (slot = sample):
+    L1  u → P   b, seed, batches, P     u's public key (b, a), a from the seed; P tokens share a ciphertext
+                switching keys          encryptions of s², s³, … under s, with a seed of their own; of turned keys
+    per batch (slot = sample; with P > 1, slot = (token, sample)):
     L2  u → P   [x]                     one ciphertext per input number
     per round of the plan (`block_plan.plan`):
     L3  P → u   [y + i·y' + M]          two values; re-randomised, M uniform modulo Q: u sees no activation
@@ -12,6 +12,8 @@
 
 With quadratic attention (`quadratic_circuit`) only normalised values and weighted sums go through L3 and L4; the
 activations between blocks and the scores never do. Of the last block only the class token is computed.
+
+An owner of few samples lets tokens share ciphertexts (`packing`, `grid_circuit`): it takes what moves the fewest bytes.
 
 The taps are fixed in the plan, for every sample and for all time: asking again gives the same numbers again, with other
 noise: a sample that fills k slots or batches is read √k finer.
@@ -26,7 +28,7 @@ lying owner : more. What it encrypts at L2 or L4 instead of what it should, it f
     weights of its choice: a few batches read a layer (`test_inference_attacks`). No more than the bits that taps hold,
     22 to 26 for each of r·N coefficients, times the batches of its budget (`lying_owner.exposure`, in the provider's
     results).
-provider : how many batches each owner brings (rounded up to whole batches of N/2 samples), and that it stopped after
+provider : how many batches each owner brings (whole ones, of N/2 samples or of N/2 / P), and that it stopped after
     the last tap (L5, code `range`), if features of most samples of a batch left their bounds. Not the samples. Owners
     learn nothing of each other but that; an owner and the provider together hold that owner's data and the model.
 
@@ -37,7 +39,8 @@ provider are not all noticed), and learns whether an owner stopped. The model is
 protocol: (b) of the owner, at L2 or L4, is not noticed. Nothing ties its answers to what it was sent: they carry
 rounding and fresh noise of 2^-20, and lies that hide below the noise of a whole opening show at a tap still
 (docs/decisions/0011 has the figures). Ring learning with errors at 128 bits, and circular security: the provider holds
-switching keys, encryptions of powers of an owner's key under itself.
+switching keys, encryptions of powers of an owner's key under itself; with P > 1 also of the key with its slots turned,
+and of its product with the key.
 Masks hide perfectly at L3; of a batch, a coefficient goes
 round and spoils the result once in 2^16 batches or less (`Opening.hiding`). Statistical hiding of 2^-40 per coefficient
 of the last stretch's noise at L5. What earlier refreshes rounded off is part of the value that is read; the flooding at
@@ -82,18 +85,10 @@ from cloister.errors import CloisterError, DataError, ParameterError, ProtocolAb
 from cloister.models.polynomial import Encoder, Shape, check_inputs, hidden, taps_of
 from cloister.net.channel import Channel
 from cloister.net.wire import message
-from cloister.protocols.inference.block_messages import (
-    chunks,
-    key_shapes,
-    pairs,
-    parts,
-    powers,
-    price,
-    together,
-    traffic,
-)
-from cloister.protocols.inference.block_plan import Tap, circuit_of, flooded, plan, tap_of
+from cloister.protocols.inference.block_messages import chunks, pairs, parts, powers, together, traffic
+from cloister.protocols.inference.block_plan import Tap, circuit_of, flooded, tap_of
 from cloister.protocols.inference.block_values import Recipe, Values
+from cloister.protocols.inference.packing import Packing, cheapest
 from cloister.protocols.inference.query_ledger import Ledger as Ledger
 from cloister.study import Party
 
@@ -121,9 +116,10 @@ class Params:  # public
 class Key:  # u → P
     b: U32  # (K, tight)
     seed: bytes
-    switching: U32  # (powers, K, K, tight)
+    switching: U32  # (keys, K, K, tight)
     switching_seed: bytes
     batches: int
+    tokens: int  # P
 
 
 @message("L2")
@@ -160,28 +156,18 @@ def roles(params: Params) -> dict[Party, object]:
 
 
 def cost(params: Params) -> dict[Party, tuple[int, int]]:
-    """Messages and payload of one batch per owner."""
-    p, s = params.crypto, params.shape
-    one = p.tight * 4  # bytes of a polynomial at one prime
-    inputs, planned = (s.tokens - 1) * s.inputs, plan(s, p)
+    """Messages and payload of one batch per owner, as an owner of one sample packs it."""
+    p, s, packed = params.crypto, params.shape, cheapest(params.shape, params.crypto, 1)
+    one, planned = p.tight * 4, packed.plan  # bytes of a polynomial at one prime
     trips, sent, back = traffic(planned.openings)
-    whole = 1 + inputs + powers(planned.openings) * p.count
-    up = 1 + len(parts(inputs)) + trips, (whole * p.count + back) * one
+    whole = 1 + packed.inputs + packed.keys * p.count
+    up = 1 + len(parts(packed.inputs)) + trips, (whole * p.count + back) * one
     down = (sent + sum(s.rank * 2 * t.primes for _, t in planned.taps)) * one
     n = len(params.owners)
     return {params.provider: (n * (trips + len(planned.taps)), n * down)} | dict.fromkeys(params.owners, up)
 
 
 # ---- local steps -----------------------------------------------------------------------------------------------------
-
-
-def batches(params: Params, samples: int) -> int:
-    return -(-samples // params.crypto.slots)
-
-
-def fill(x: F64, count: int) -> F64:
-    """Repeat samples up to a whole batch: no slot holds a value that no sample has."""
-    return np.resize(x, (count, *x.shape[1:]))
 
 
 def read(params: Parameters, x: U32, line: str, who: Party) -> Any:
@@ -197,6 +183,18 @@ def seed_of(seed: bytes, line: str, who: Party) -> bytes:
     return seed
 
 
+def packing_of(params: Params, key: Key, who: Party) -> Packing:
+    """What an owner announced, if there is such a thing, and its keys are those that it takes."""
+    try:
+        packed = Packing(params.shape, params.crypto, key.tokens)
+    except ParameterError as e:
+        raise ProtocolAbort(NAME, "L1", "malformed", f"from '{who}': {e}") from None
+    if key.batches < 1 or len(key.switching) != packed.keys:
+        found = f"{key.batches} batches and {len(key.switching)} switching keys, where it takes {packed.keys}"
+        raise ProtocolAbort(NAME, "L1", "malformed", f"'{who}' announces {found}")
+    return packed
+
+
 # ---- roles -----------------------------------------------------------------------------------------------------------
 
 
@@ -207,20 +205,18 @@ class OwnerSide:
         self.ch, self.params, self.key, self.entropy = ch, params, key, entropy
         self.beyond: list[Any] = []  # tap by tap, which samples of the batch left its bound
 
-    async def send_key(self, openings: Sequence[Opening], batches: int) -> None:
+    async def send_key(self, openings: Sequence[Opening], batches: int, tokens: int = 1) -> None:
         """What the provider needs for that plan."""
         key, p, seed = self.key, self.params.crypto, self.entropy.bytes(32)
-        switching = block.pack_words(p, key.switching(powers(openings) + 2, seed, self.entropy))
-        await self.ch.send(
-            self.params.provider, Key(block.pack_words(p, key.b), key.seed, switching, seed, batches)
-        )  # L1
+        switching = block.pack_words(p, key.switching(powers(openings) + 2, seed, self.entropy, tokens))
+        mine = Key(block.pack_words(p, key.b), key.seed, switching, seed, batches, tokens)
+        await self.ch.send(self.params.provider, mine)  # L1
 
     async def send_inputs(self, x: F64) -> None:
-        """Encrypt x (n, T - 1, inputs), n samples that fill the slots."""
-        flat = x.reshape(len(x), -1).T
-        for part in parts(len(flat)):
+        """Encrypt slots (n, N/2)."""
+        for part in parts(len(x)):
             seed = self.entropy.bytes(32)
-            c0 = self.key.encrypt(flat[part], seed, self.entropy)
+            c0 = self.key.encrypt(x[part], seed, self.entropy)
             await self.ch.send(self.params.provider, Inputs(block.pack_words(self.params.crypto, c0), seed))
 
     async def answer(self, how: Opening) -> None:
@@ -231,10 +227,10 @@ class OwnerSide:
             fresh = self.key.refresh(read(p, c.c, "L3", P), how, seed, self.entropy)
             await self.ch.send(P, Fresh(block.pack_words(p, fresh), seed))  # L4
 
-    async def read_tap(self, tap: Tap, count: int) -> F64:
-        P, s = self.params.provider, self.params.shape
-        c = await self.ch.recv(P, Features, c=(s.rank, 2, tap.primes, self.params.crypto.tight))  # L5
-        features = self.key.read(read(self.params.crypto, c.c, "L5", P), tap.scale, count).T
+    async def read_tap(self, tap: Tap, packed: Packing, count: int) -> F64:
+        P, s, p = self.params.provider, self.params.shape, self.params.crypto
+        c = await self.ch.recv(P, Features, c=(s.rank, 2, tap.primes, p.tight))  # L5
+        features = packed.read(self.key.read(read(p, c.c, "L5", P), tap.scale, p.slots), count)
         self.beyond.append(~(np.abs(features) <= tap.bound).all(axis=1))  # NaN is not <= anything
         what = f"{s.rank} features of block {tap.block} for {count} samples"
         return self.ch.reveal(features, to=self.ch.me, line="L5", what=what, protocol=NAME)
@@ -245,23 +241,21 @@ async def owner(ch: Channel, params: Params, inputs: F64, *, entropy: Entropy) -
     check_inputs(params.shape, inputs)
     if not len(inputs):
         raise DataError("there is no sample to ask about")
-    key, slots, planned = OwnerKey(params.crypto, entropy), params.crypto.slots, plan(params.shape, params.crypto)
-    side = OwnerSide(ch.sub(str(ch.me)), params, key, entropy)
-    count, numbers = batches(params, len(inputs)), inputs.shape[1] * inputs.shape[2]
-    told = price(params.crypto, planned.openings, numbers, count)
-    ch.step(f"{len(inputs)} samples, {told}", protocol=NAME, line="L1")
-    await side.send_key(planned.openings, count)  # L1
+    packed = cheapest(params.shape, params.crypto, len(inputs))
+    side, planned = OwnerSide(ch.sub(str(ch.me)), params, OwnerKey(params.crypto, entropy), entropy), packed.plan
+    ch.step(f"{len(inputs)} samples, {packed.price(len(inputs))}", protocol=NAME, line="L1")
+    await side.send_key(planned.openings, packed.batches(len(inputs)), packed.tokens)  # L1
     features, spoilt = [], False
-    for start in range(0, len(inputs), slots):
-        x = inputs[start : start + slots]
+    for start in range(0, len(inputs), packed.samples):
+        x = inputs[start : start + packed.samples]
         side.beyond.clear()
-        await side.send_inputs(fill(x, slots))  # L2
+        await side.send_inputs(packed.filled(x))  # L2
         read_after, taps = dict(planned.taps), []
         for n, openings in enumerate(planned.rounds):
             for how in openings:
                 await side.answer(how)
             if n + 1 in read_after:
-                taps.append(await side.read_tap(read_after[n + 1], len(x)))
+                taps.append(await side.read_tap(read_after[n + 1], packed, len(x)))
         beyond = np.any(side.beyond, axis=0)
         spoilt = spoilt or float(beyond.mean()) > MOST_BEYOND
         features.append(np.where(beyond[:, None, None], np.nan, np.stack(taps, axis=1)))
@@ -290,9 +284,9 @@ class ProviderSide:
         except CloisterError as e:
             raise ProtocolAbort(NAME, line, "malformed", f"from '{self.who}': {e}") from None
 
-    async def inputs(self) -> Values:
-        p, s = self.params.crypto, self.params.shape
-        shelf = self.pool.shelf(n := (s.tokens - 1) * s.inputs, 2, p.count, p.degree)
+    async def inputs(self, n: int) -> Values:
+        p = self.params.crypto
+        shelf = self.pool.shelf(n, 2, p.count, p.degree)
         for part in parts(n):
             m = await self.ch.recv(self.who, Inputs, c0=(part.stop - part.start, p.count, p.tight))  # L2
             c0 = self.put(m.c0, "L2")
@@ -353,14 +347,15 @@ async def provider(
 
     async def serve(u: Party) -> int:
         mine, p, s = ch.sub(str(u)), params.crypto, params.shape
-        key = await mine.recv(u, Key, **key_shapes(p, plan(s, p).openings))  # L1
-        if key.batches < 1:
-            raise ProtocolAbort(NAME, "L1", "malformed", f"'{u}' announces {key.batches} batches")
-        ledger.admit(u, key.batches * p.slots, math.ceil(params.budget / p.slots) * p.slots)
+        key = await mine.recv(u, Key, b=(p.count, p.tight), switching=(None, p.count, p.count, p.tight))  # L1
+        packed = packing_of(params, key, u)
+        many = packed.samples
+        ledger.admit(u, key.batches * many, math.ceil(params.budget / many) * many)
         side = ProviderSide(mine, params, u, key, entropy, device)
         for n in range(key.batches):
-            circuit = circuit_of(s)(s, p, side.refresh, rounded, side.ev, plan(s, p).openings, side.pool)
-            x = await circuit.embed(await side.inputs())
+            kind, openings = circuit_of(s, packed.tokens), packed.plan.openings
+            circuit = kind(s, p, side.refresh, rounded, side.ev, openings, side.pool)
+            x = await circuit.embed(await side.inputs(packed.inputs))
             for layer in range(s.depth):
                 ch.step(
                     f"{u}: batch {n + 1} of {key.batches}, block {layer + 1} of {s.depth}", protocol=NAME, line="L3"
@@ -368,7 +363,7 @@ async def provider(
                 x = await circuit.block(x, layer, 1 if layer + 1 == s.depth else 0)
                 if layer + 1 in s.taps:
                     which = s.taps.index(layer + 1)
-                    await side.send_tap(await circuit.tap(x, which), tap_of(s, p, which))
+                    await side.send_tap(await circuit.tap(x, which), tap_of(s, p, which, packed.tokens))
         return key.batches
 
     counts = await asyncio.gather(*(serve(u) for u in params.owners))
