@@ -29,7 +29,7 @@ lying owner : more. What it encrypts at L2 or L4 instead of what it should, it f
     22 to 26 for each of r·N coefficients, times the batches of its budget (`lying_owner.exposure`, in the provider's
     results).
 provider : how many batches each owner brings (whole ones, of N/2 samples or of N/2 / P), and that it stopped after
-    the last tap (L5, code `range`), if features of most samples of a batch left their bounds. Not the samples. Owners
+    the last tap (L5, code `range`), if no sample's features kept their bounds. Not the samples. Owners
     learn nothing of each other but that; an owner and the provider together hold that owner's data and the model.
 
 Assumes
@@ -48,7 +48,8 @@ L5 is wider than it, but not by 40 bits. With quadratic attention that is about 
 directions of a tap as much as the flooding.
 Masks hide from the owner, too, that values left their intervals: it notices at the taps, whose bounds come from the
 calibration. Slots do not mix, so the other samples of the batch are as they should be: it leaves out those beyond a
-bound. Only a value that is 2^40 times too large makes masks go round, and spoils the batch (L5: code `range`).
+bound. Samples whose inputs are beyond theirs are left out before anything is encrypted. Only a value that is 2^40 times
+too large makes masks go round, and spoils its batch, whose samples are left out together.
 
 Cost
 ----
@@ -82,7 +83,7 @@ from cloister.crypto.owner_ckks import scheme as block
 from cloister.crypto.owner_ckks.devices import Device
 from cloister.crypto.owner_ckks.scheme import Opening, OwnerKey, Parameters
 from cloister.errors import CloisterError, DataError, ParameterError, ProtocolAbort
-from cloister.models.polynomial import Encoder, Shape, check_inputs, hidden, taps_of
+from cloister.models.polynomial import Encoder, Shape, check_inputs, hidden, takes, taps_of
 from cloister.net.channel import Channel
 from cloister.net.wire import message
 from cloister.protocols.inference.block_messages import chunks, pairs, parts, powers, together, traffic
@@ -94,7 +95,7 @@ from cloister.study import Party
 
 NAME = "encrypted_inference"
 AHEAD = 8  # messages that a provider sends before it waits for an answer
-MOST_BEYOND = 0.5  # of a batch's samples: with more beyond a bound, it is the batch that is spoilt
+MOST_BEYOND = 0.5  # of samples: with more beyond a bound, it is the batch that is spoilt, or all inputs that are wrong
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,14 +239,22 @@ class OwnerSide:
 
 async def owner(ch: Channel, params: Params, inputs: F64, *, entropy: Entropy) -> F64:
     """The part of u. Returns the taps of its samples, (n, taps, r); NaN for those whose values left their intervals."""
-    check_inputs(params.shape, inputs)
     if not len(inputs):
         raise DataError("there is no sample to ask about")
+    check_inputs(params.shape, inputs, MOST_BEYOND)
+    good = takes(params.shape, inputs)
+    features = np.full((len(inputs), len(params.shape.taps), params.shape.rank), np.nan)
+    features[good] = await ask(ch, params, inputs[good], entropy)
+    return features
+
+
+async def ask(ch: Channel, params: Params, inputs: F64, entropy: Entropy) -> F64:
+    """All batches of an owner, whose inputs are within their bounds."""
     packed = cheapest(params.shape, params.crypto, len(inputs))
     side, planned = OwnerSide(ch.sub(str(ch.me)), params, OwnerKey(params.crypto, entropy), entropy), packed.plan
     ch.step(f"{len(inputs)} samples, {packed.price(len(inputs))}", protocol=NAME, line="L1")
     await side.send_key(planned.openings, packed.batches(len(inputs)), packed.tokens)  # L1
-    features, spoilt = [], False
+    features = []
     for start in range(0, len(inputs), packed.samples):
         x = inputs[start : start + packed.samples]
         side.beyond.clear()
@@ -257,11 +266,12 @@ async def owner(ch: Channel, params: Params, inputs: F64, *, entropy: Entropy) -
             if n + 1 in read_after:
                 taps.append(await side.read_tap(read_after[n + 1], packed, len(x)))
         beyond = np.any(side.beyond, axis=0)
-        spoilt = spoilt or float(beyond.mean()) > MOST_BEYOND
+        beyond |= float(beyond.mean()) > MOST_BEYOND  # then it is the batch that is spoilt
         features.append(np.where(beyond[:, None, None], np.nan, np.stack(taps, axis=1)))
-    if spoilt:  # only now: where it happened is nobody else's business
+    found = np.concatenate(features)
+    if np.isnan(found).all():  # only now: which batch it was is nobody else's business
         raise ProtocolAbort(NAME, "L5", "range", "features beyond their bounds; samples are unlike the model's own")
-    return np.concatenate(features)
+    return found
 
 
 class ProviderSide:
