@@ -97,3 +97,10 @@ def quadratic_shape(tokens=65, width=192, heads=3, depth=1, norm="pre", attentio
         tokens, 48, width, heads, 4 * width, depth, norm, taps=(depth,), rank=32, attention=attention,
         sum_bound=8.0 if attention == "quadratic" else 0.0, **parts,
     )  # fmt: skip
+
+
+def both(w):
+    """The two values of a pair, from its coefficients."""
+    back = np.concatenate([w[:1], -w[:0:-1]])  # conjugated
+    imaginary, half = (w - back) / 2, len(w) // 2
+    return (w + back) / 2, np.concatenate([imaginary[half:], -imaginary[:half]])

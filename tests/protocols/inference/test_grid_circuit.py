@@ -11,12 +11,14 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2] / "crypto" / "owner_ckks"))
 pytest.importorskip("numba")
-from encoders import micro, tiny
+from encoders import both, micro, tiny
 from encoders import quadratic_shape as shape
 
+from cloister.attacks.block_regression import fit_block
 from cloister.crypto.entropy import Entropy
 from cloister.crypto.owner_ckks import scheme, turns
 from cloister.errors import ParameterError
+from cloister.models import polynomial
 from cloister.protocols.inference import block_plan, grid_circuit, lying_owner
 from cloister.protocols.inference import encrypted_inference as inference
 from cloister.protocols.inference.packing import Packing, cheapest, packings
@@ -72,7 +74,7 @@ def test_taps_are_those_of_the_plain_student(monkeypatch):
 @pytest.mark.parametrize(("tokens", "norm"), [(3, "pre"), (9, "post"), (17, "pre")])
 def test_taps_of_other_sizes(tokens, norm, monkeypatch):
     grid(monkeypatch)
-    encoder, _ = tiny(norm, tokens=tokens, depth=2, taps=(1, 2), attention="quadratic")
+    encoder, _ = tiny(norm, tokens=tokens, depth=3, taps=(1, 3), attention="quadratic")
     check(encoder)
 
 
@@ -197,6 +199,33 @@ def test_of_a_tap_only_sums_over_tokens_are_left():
     s = np.asarray(key.read(grid_circuit.added_up(ev, c, turns.Turns(tokens)), scale, CRYPTO.slots))
     sums = chosen[:, turns.slots(CRYPTO.degree, tokens)].sum(axis=1)
     assert np.abs(s[:, turns.slots(CRYPTO.degree, tokens)] - sums[:, None]).max() < 1e-3
+
+
+@pytest.mark.slow
+def test_regression_gets_nothing_from_what_an_owner_opens(monkeypatch):
+    """Of what is nearest to a block's input and output, the normalised values on both sides of attention."""
+    grid(monkeypatch)
+    encoder, _ = tiny(depth=2, taps=(2,), steps=2, root_steps=3, attention="quadratic")
+    n, seen, refresh = CRYPTO.slots // 2, [], scheme.OwnerKey.refresh
+    at = turns.slots(CRYPTO.degree, 2)
+
+    def spy(self, cts, how, seed, entropy):
+        if how.label == "normed":
+            scale = CRYPTO.scale * 2.0**how.shift / how.factor / 2
+            found = [scheme.decode(part, scale, CRYPTO.slots)[at] for ct in cts for part in both(self.open(ct)[0])]
+            seen.append(np.concatenate(found).T)  # (samples, what is opened of both tokens)
+        return refresh(self, cts, how, seed, entropy)
+
+    monkeypatch.setattr(scheme.OwnerKey, "refresh", spy)
+    c = case(encoder, n)
+    check_no_errors(run_protocol(inference, c, timeout=600.0))
+    b = [v.reshape(n, -1) for v in polynomial.hidden(encoder, c.inputs[ANN][0])]
+    assert fit_block(b[1], b[2]) > 0.9  # the attack works on what it should not see
+    first, second = seen[0], seen[1]
+    width = min(first.shape[1], second.shape[1], b[0].shape[1])
+    first, second = first[:, :width], second[:, :width]
+    found = fit_block(first, second), fit_block(first, first + (b[1] - b[0])[:, :width])
+    assert max(found) <= 0.1  # the second even if somebody told it the increments
 
 
 def test_noise_at_a_tap_is_under_forty_bits_of_flooding():

@@ -11,7 +11,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2] / "crypto" / "owner_ckks"))
 pytest.importorskip("numba")
-from encoders import micro, tiny
+from encoders import both, micro, tiny
 from encoders import quadratic_shape as shape
 
 from cloister.attacks.block_regression import fit_block
@@ -176,13 +176,6 @@ def test_what_is_left_after_a_prime_is_dropped_is_the_value_divided_by_it():
 
 
 # ---- the attack ------------------------------------------------------------------------------------------------------
-
-
-def both(w):
-    """The two values of a pair, from its coefficients."""
-    back = np.concatenate([w[:1], -w[:0:-1]])  # conjugated
-    imaginary, half = (w - back) / 2, len(w) // 2
-    return (w + back) / 2, np.concatenate([imaginary[half:], -imaginary[:half]])
 
 
 @pytest.mark.slow

@@ -229,8 +229,12 @@ class QuadraticCircuit(Circuit):
         s, tokens = self.shape, tokens or self.rows
         if s.norm == "pre":
             z = await self.normed(x, layer, 0, self.z_scale(layer))
+            if x.shelf is not None:
+                self.pool.make_room(x.shelf, tokens * s.width, 2, self.params.count - 1, self.params.degree)
             product = await self.attend(z, layer, tokens)
             del z  # what is held here is as large as a card
+            if x.shelf is not None:
+                x.shelf.back()
             x = self.closed("out", product, x, layer, s.width)
             del product
             z = await self.normed(x, layer, 1, self.feed_scale)
