@@ -522,8 +522,7 @@ def step_cost(model, x, y, steps):
 def efficiency(args, path):
     """Steps of 64 samples on one thread; ten labels."""
     from cloister.models import adapter
-    from cloister.protocols.inference.block_messages import price
-    from cloister.protocols.inference.block_plan import plan
+    from cloister.protocols.inference.packing import cheapest
 
     torch.set_num_threads(1)
     encoder = polynomial.Encoder.load(args.weights / "student_model.npz")
@@ -551,7 +550,7 @@ def efficiency(args, path):
     whole = Whole(restore(args.weights / "teacher.npz"))
     log({"part": "efficiency", "arm": "full fine-tuning", **step_cost(whole, x, y, 1 if args.quick else 3)}, path)
     crypto = scheme.QUADRATIC if s.attention == "quadratic" else scheme.STANDARD
-    asked = price(crypto, plan(s, crypto).openings, (s.tokens - 1) * s.inputs, 1)
+    asked = cheapest(s, crypto, crypto.slots).price(crypto.slots)
     log({"part": "efficiency", "arm": "asking, once for all trainings", "an owner": asked}, path)
 
 

@@ -123,9 +123,9 @@ class Sides:
         return back
 
 
-def of_block(s, crypto, out=0):
+def of_block(s, crypto, out=0, packed=1):
     """The openings of one block: without the embedding, which quadratic attention does not open, and the tap."""
-    every = circuit.plan(s, crypto, out).openings
+    every = circuit.plan(s, crypto, out, packed).openings
     return every[0 if s.attention == "quadratic" else 1 : -1]
 
 

@@ -1,14 +1,17 @@
 """A whole encrypted block on a graphics card, both roles on it: time, traffic, memory, error, and where the time goes.
 
     python benchmarks/block_gpu.py                       65 x 192, ring 8192, 4096 samples, on a card
-    python benchmarks/block_gpu.py --attention quadratic [--tokens 197 --width 768 --heads 12]
+    python benchmarks/block_gpu.py --attention quadratic [--tokens 197 --width 768 --heads 12] [--where]
+    python benchmarks/block_gpu.py --attention quadratic --samples 32 --blocks 6    tokens share ciphertexts
     python benchmarks/block_gpu.py --quick               17 x 64 on a card; without one, a tiny block on the CPU
     python benchmarks/block_gpu.py --device cpu          the same code on the CPU
 
 Random weights; a full batch of activations, encrypted by the owner at the block's door: a few samples, again and
 again. Messages are handed over as they are and counted. The first run warms the card up, the second is reported; the
 result is compared with the plain student on some tokens, features and samples. What does not fit on the card lies in
-the host's memory; how much that will be is said first. Needs NumPy, and on a card PyTorch and CuPy; not numba.
+the host's memory; how much that will be is said first. With `--where` there is one run more, in which the card is
+waited for after every operation, so that all seconds have a name. Needs NumPy, and on a card PyTorch and CuPy; not
+numba.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ import time
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count()))
+os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # blocks as large as half a card
 
 import numpy as np
 
@@ -38,23 +42,24 @@ from block_cost import macs, of_block
 from encoders import one
 
 from cloister.crypto.entropy import Entropy
-from cloister.crypto.owner_ckks import card, devices, scheme
+from cloister.crypto.owner_ckks import card, devices, scheme, turns
 from cloister.errors import ParameterError
 from cloister.models import polynomial
 from cloister.protocols.inference import block_plan as circuit
 from cloister.protocols.inference.block_messages import powers, together
 from cloister.protocols.inference.block_values import Values
+from cloister.protocols.inference.packing import cheapest
 
 SAMPLES = 32  # that fill the batch, and are compared with the plain student
 
 
-def encoder_of(tokens, width, heads, attention):
+def encoder_of(tokens, width, heads, attention, depth=1):
     """Random weights of that shape, and samples; scores so small that one of the first seeds keeps its intervals."""
     for seed in range(20):
         with contextlib.suppress(ParameterError):
             return one(tokens=tokens, inputs=2, width=width, heads=heads, hidden=4 * width, seed=seed, steps=7,
                        root_steps=5, rank=min(8, width), query=0.3 * (width // heads) ** -0.5, attention=attention,
-                       samples=SAMPLES)  # fmt: skip
+                       samples=SAMPLES, depth=depth, taps=(depth,))  # fmt: skip
     raise SystemExit("no random encoder of that shape keeps its intervals")
 
 
@@ -91,30 +96,84 @@ class Clock:
         return time.monotonic()
 
 
+class Stack:
+    """Seconds by what was done, by the wall and with the card waited for; what is done within something is its own."""
+
+    def __init__(self, device):
+        self.spent, self.on_card, self.within, self.last = collections.Counter(), device == "gpu", ["other"], 0.0
+        self.idle = True  # until the run that is watched
+
+    @contextlib.contextmanager
+    def __call__(self, what):
+        if self.idle:
+            yield
+            return
+        self.settle()
+        self.within.append(what)
+        try:
+            yield
+        finally:
+            self.settle()
+            self.within.pop()
+
+    def settle(self):
+        if self.on_card:
+            import torch
+
+            torch.cuda.synchronize()
+        now = time.monotonic()
+        self.spent[self.within[-1]] += now - self.last if self.last else 0.0
+        self.last = now
+        return now
+
+
+class Watched:
+    """An evaluator, a pool or a shelf whose every call is on the clock."""
+
+    def __init__(self, what, clock, name):
+        self._what, self._clock, self._name = what, clock, name
+
+    def __getattr__(self, name):
+        found = getattr(self._what, name)
+        if not callable(found):
+            return found
+
+        def timed(*args, **options):
+            with self._clock(f"{self._name}: {name}"):
+                out = found(*args, **options)
+            return Watched(out, self._clock, "shelf") if name == "shelf" else out
+
+        return timed
+
+
 class Sides:
     """A provider and an owner on one device; arrays are handed over, and counted as messages."""
 
-    def __init__(self, crypto, device, at_once=0):
+    def __init__(self, crypto, device, at_once=0, *, where=False):
         self.crypto, self.entropy, self.device = crypto, Entropy(), device
         self.key = owner_key(crypto, device, self.entropy)
         self.ev = devices.evaluator(device, crypto, self.key.b, self.key.seed)
         self.at_once = at_once or self.ev.at_once
+        self.ring = self.ev.ring
         self.pool, self.clock, self.traffic = self.ev.pool(), Clock(device), collections.Counter()
+        if where:
+            self.clock = Stack(device)
+            self.ev, self.pool = Watched(self.ev, self.clock, "card"), Watched(self.pool, self.clock, "pool")
 
     def encrypted(self, x):
         """Values (n, samples), again and again up to a whole batch, on a shelf."""
         p, step = self.crypto, max(32, self.at_once // 2)
-        again = np.arange(p.slots) % x.shape[1]
+        again = np.arange(p.slots) % x.shape[1]  # as they are, if they fill it
         shelf = self.pool.shelf(len(x), 2, p.count, p.degree)
         for lo in range(0, len(x), step):
             seed = self.entropy.bytes(32)
             shelf.put(lo, self.ev.expand(self.key.encrypt(x[lo : lo + step][:, again], seed, self.entropy), seed))
         return Values(len(x), 2, p.scale, shelf.read, p.count)
 
-    def hand_keys(self, openings):
+    def hand_keys(self, openings, packed=1):
         """Switching keys, as many as that plan needs: their size in MB."""
         seed = self.entropy.bytes(32)
-        keys = self.key.switching(powers(openings) + 2, seed, self.entropy)
+        keys = self.key.switching(powers(openings) + 2, seed, self.entropy, packed)
         self.ev.accept(keys, seed)
         return keys.size * self.crypto.bits / 8e6
 
@@ -142,10 +201,10 @@ class Sides:
 
     def packed(self, x):
         """As on the wire, but where it lies."""
-        return self.ev.ring.tight(x) if self.device == "gpu" else self.ev.host(x)
+        return self.ring.tight(x) if self.device == "gpu" else self.ev.host(x)
 
     def unpacked(self, words):
-        return self.ev.ring.loose(words) if self.device == "gpu" else self.ev.put(words)
+        return self.ring.loose(words) if self.device == "gpu" else self.ev.put(words)
 
 
 def owner_key(crypto, device, entropy):
@@ -175,53 +234,88 @@ def sizes(s, crypto):
     return {k: round(v, 1) for k, v in ({"activations": values * 2 * x * one} | found).items()}
 
 
-def one_block(sides, encoder, flat):
-    """The block on values (T·d, samples): its result, and the seconds of the whole."""
+def blocks(sides, encoder, flat, packed=1):
+    """All blocks on values (T·d, samples), or (2·d, slots): their result, and the seconds of the whole."""
     s, crypto = encoder.shape, sides.crypto
     sides.clock.spent.clear()
     sides.traffic.clear()
     x = sides.encrypted(flat)
-    planned = of_block(s, crypto)
-    run = circuit.circuit_of(s)(s, crypto, sides.refresh, encoder, sides.ev, planned, sides.pool)
+    planned = of_block(s, crypto, packed=packed)
+    run = circuit.circuit_of(s, packed)(s, crypto, sides.refresh, encoder, sides.ev, planned, sides.pool)
     x = asyncio.run(run.enter(x))
     sides.clock.settle()
     sides.clock.spent.clear()
     sides.traffic.clear()
     began = sides.clock.settle()
     memory(sides.device, reset=True)
-    out = asyncio.run(run.block(x, 0))
-    return out, sides.clock.settle() - began
+    for layer in range(s.depth):
+        x = asyncio.run(run.block(x, layer))
+    return x, sides.clock.settle() - began
 
 
-def measure(crypto, device, tokens, width, heads, repeats, at_once=0, attention="taylor"):
-    encoder, x = encoder_of(tokens, width, heads, attention)
+def laid_out(b0, packed, crypto):
+    """Activations (samples, T, d) as ciphertexts hold them."""
+    if packed == 1:
+        return np.ascontiguousarray(b0.reshape(len(b0), -1).T)
+    tokens = np.repeat(b0[:, :1], packed, axis=1), b0[:, 1:]
+    return np.concatenate([turns.spread(np.ascontiguousarray(x.transpose(2, 1, 0)), crypto.degree) for x in tokens])
+
+
+def read_back(sides, out, s, packed, samples):
+    """(Some tokens, some features, what was found of them (samples, tokens, features))."""
+    features = list(range(0, s.width, max(1, s.width // 16)))
+    if packed == 1:
+        tokens = sorted({0, s.tokens // 2, s.tokens - 1})
+        found = [
+            sides.key.read(out.get([t * s.width + f for f in features], out.k), out.scale, samples) for t in tokens
+        ]
+        return tokens, features, np.stack(found).transpose(2, 0, 1)
+    at, rows = turns.slots(sides.crypto.degree, packed), []
+    for row in range(2):
+        cts = out.get([row * s.width + f for f in features], out.k)
+        rows.append(sides.key.read(cts, out.scale, sides.crypto.slots)[:, at])
+    whole = np.concatenate([rows[0][:, :1], rows[1]], axis=1)  # (features, T, samples)
+    return list(range(s.tokens)), features, whole.transpose(2, 1, 0)[:samples]
+
+
+def measure(crypto, device, tokens, width, heads, repeats, at_once=0, attention="taylor", samples=0, depth=1, *, where):
+    encoder, x = encoder_of(tokens, width, heads, attention, depth)
     encoder = encoder.rounded(crypto.weight_bits)
-    s, n = encoder.shape, crypto.slots
+    s = encoder.shape
+    packed = cheapest(s, crypto, samples).tokens if samples else 1
+    n = crypto.slots // packed
     polynomial.check_ranges(encoder, x)
     print(f"  the random model keeps its intervals; GiB {sizes(s, crypto)}", file=sys.stderr, flush=True)
     b0 = polynomial.embed(encoder, x)
-    exact = polynomial.run_block(s, encoder.blocks[0], b0, 0)
-    flat = np.ascontiguousarray(b0.reshape(len(x), -1).T)
-    sides = Sides(crypto, device, at_once)
-    keys = sides.hand_keys(circuit.plan(s, crypto, 0).openings)
-    for _ in range(repeats):
-        out, wall = one_block(sides, encoder, flat)
-        print(f"  {wall:.2f} s", file=sys.stderr, flush=True)
-    peak, error, size = memory(device), 0.0, 0.0
-    for t in sorted({0, tokens // 2, tokens - 1}):
-        some = range(0, width, max(1, width // 16))
-        found = sides.key.read(out.get([t * width + f for f in some], out.k), out.scale, SAMPLES).T
-        error += float(((found - exact[:, t, list(some)]) ** 2).sum())
-        size += float((exact[:, t, list(some)] ** 2).sum())
-    down, up = sides.traffic["down"] / n / 1e6, sides.traffic["up"] / n / 1e6
+    exact = b0
+    for layer in range(depth):
+        exact = polynomial.run_block(s, encoder.blocks[layer], exact, layer)
+    sides = Sides(crypto, device, at_once, where=where)
+    planned = circuit.plan(s, crypto, 0, packed)
+    keys = sides.hand_keys(planned.openings, packed)
+    out, wall = None, 0.0
+    for number in range(repeats + where):
+        del out  # it may be half of the host's memory
+        if number == repeats:
+            sides.clock.idle = False
+        out, took = blocks(sides, encoder, laid_out(b0, packed, crypto), packed)
+        wall = took if number < repeats else wall
+        print(f"  {took:.2f} s{', watched' if number == repeats else ''}", file=sys.stderr, flush=True)
+    peak = memory(device)
+    at, features, found = read_back(sides, out, s, packed, len(x))
+    right = exact[:, at][:, :, features]
+    error = math.sqrt(float(((found - right) ** 2).sum() / (right**2).sum()))
+    per = min(samples or n, n)
+    down, up = (sides.traffic[way] / per / depth / 1e6 for way in ("down", "up"))
     return {
-        "tokens": tokens, "width": width, "heads": heads, "attention": attention, "ring": crypto.degree, "batch": n,
-        "device": device, "rounds": len(circuit.plan(s, crypto, 0).rounds) - (1 if attention == "quadratic" else 2),
-        "s": round(wall, 3), "ms_per_sample": round(wall / n * 1e3, 4),
-        "ns_per_mac": round(wall / n / macs(s) * 1e9, 4), "MB_down_per_sample": round(down, 3),
-        "MB_up_per_sample": round(up, 3), "MB_per_sample": round(down + up, 3), "openings": sides.traffic["opened"],
+        "tokens": tokens, "width": width, "heads": heads, "blocks": depth, "attention": attention,
+        "ring": crypto.degree, "tokens_in_a_ciphertext": packed, "batch": n, "samples": per, "device": device,
+        "rounds_per_block": (len(planned.rounds) - (1 if attention == "quadratic" else 2)) / depth,
+        "s": round(wall, 3), "ms_per_sample_and_block": round(wall / per / depth * 1e3, 4),
+        "ns_per_mac": round(wall / per / depth / macs(s) * 1e9, 4), "MB_down": round(down, 3), "MB_up": round(up, 3),
+        "MB_per_sample_and_block": round(down + up, 3), "openings": sides.traffic["opened"],
         "MB_switching_keys": round(keys, 2), "modulus_bits": crypto.count * crypto.bits,
-        "peak_GiB": round(peak, 1), "relative_error": float(f"{math.sqrt(error / size):.2e}"),
+        "peak_GiB": round(peak, 1), "relative_error": float(f"{error:.2e}"),
         "seconds_by_step": {k: round(v, 4) for k, v in sides.clock.spent.most_common()},
     }  # fmt: skip
 
@@ -265,6 +359,9 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=0)
     parser.add_argument("--attention", choices=polynomial.ATTENTION, default="taylor")
     parser.add_argument("--repeats", type=int, default=0, help="default: 2 on a card, 1 elsewhere")
+    parser.add_argument("--samples", type=int, default=0, help="of a batch; default: as many as there are slots")
+    parser.add_argument("--blocks", type=int, default=1)
+    parser.add_argument("--where", action="store_true", help="name all seconds")
     parser.add_argument("--at-once", type=int, default=0, help="ciphertexts that are computed together")
     args = parser.parse_args()
     device = args.device or ("cpu" if card.why_not() else "gpu")
@@ -280,7 +377,19 @@ def main() -> None:
     print(f"machine: {machine(device)}", flush=True)
     if device == "gpu":
         print(json.dumps(rates()), flush=True)
-    found = measure(crypto, device, tokens, width, heads, repeats, args.at_once, args.attention)
+    found = measure(
+        crypto,
+        device,
+        tokens,
+        width,
+        heads,
+        repeats,
+        args.at_once,
+        args.attention,
+        args.samples,
+        args.blocks,
+        where=args.where,
+    )
     print(json.dumps(found, indent=1))
 
 

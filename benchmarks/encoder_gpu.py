@@ -3,6 +3,7 @@
     python benchmarks/encoder_gpu.py --data SHARED/data                        the shipped student (Taylor's softmax)
     python benchmarks/encoder_gpu.py --data SHARED/data --train 60             a student with quadratic attention first
     python benchmarks/encoder_gpu.py --data SHARED/data --only Fashion --images 4096
+    python benchmarks/encoder_gpu.py --data SHARED/data --intervals            images that leave intervals; no card
     python benchmarks/encoder_gpu.py --quick                                   a tiny random encoder, on the CPU
 
 Owners of Fashion-MNIST and PneumoniaMNIST encrypt their images, the provider computes six blocks, the owners read two
@@ -97,6 +98,31 @@ def plain(encoder, inputs):
             found.append(polynomial.taps_of(encoder, polynomial.hidden(encoder, part, watch)))
         out.append(bad)
     return np.concatenate(found), np.concatenate(out)
+
+
+FAR = {"root": 2.6, "division": 2.0}  # beyond it Newton's and Goldschmidt's steps grow, and a batch is spoilt
+
+
+def outside(encoder, inputs):
+    """By kind of value, how many samples leave its interval, and how many so far that they spoil their batch."""
+    allowed, count = polynomial.limits(encoder.shape), {}
+    for lo in range(0, len(inputs), FEW):
+        part = inputs[lo : lo + FEW]
+        bad = {}
+
+        def watch(what, _, values, bad=bad, part=part):
+            flat, (low, high) = np.asarray(values).reshape(len(part), -1), allowed[what]
+            left = (flat.min(axis=1) < low) | ~(flat.max(axis=1) <= high)
+            bad[what] = bad.get(what, False) | left
+            if what in FAR:
+                bad["spoils"] = bad.get("spoils", False) | ~(flat.max(axis=1) <= FAR[what])
+
+        with np.errstate(all="ignore"):
+            polynomial.hidden(encoder, part, watch)
+        bad["any"] = np.any([v for k, v in bad.items() if k not in ("scores", "spoils")], axis=0)
+        for what, left in bad.items():
+            count[what] = count.get(what, 0) + int(left.sum())
+    return count
 
 
 # ---- under encryption ------------------------------------------------------------------------------------------------
@@ -203,10 +229,18 @@ def main() -> None:
     parser.add_argument("--only", default="", help="Fashion or Pneumonia")
     parser.add_argument("--images", type=int, default=0, help="of each set; default: all")
     parser.add_argument("--all", action="store_true", help="also images on which the model leaves its intervals")
+    parser.add_argument("--intervals", action="store_true", help="only count images that leave the model's intervals")
     parser.add_argument("--quick", action="store_true")
     args = parser.parse_args()
     if args.quick:
         quick()
+        return
+    if args.intervals:
+        encoder = polynomial.Encoder.load(args.model)
+        for images in sets(args.data, quick=False):
+            some = np.random.default_rng(0).permutation(len(images.y))[: args.images or None]
+            x = student.patches(source.scaled(torch.from_numpy(images.x[some])), 4).double().numpy()
+            print(json.dumps({"set": images.name, "images": len(x), "outside": outside(encoder, x)}), flush=True)
         return
     card.check()
     print(f"machine: {machine('gpu')}", flush=True)

@@ -68,8 +68,8 @@ def shape_with(encoder, **changes):
 
 def micro(**more):
     """As little as a block can be: its messages are few, and the same on every processor."""
-    little = {"exp_degree": 2, "steps": 1, "root_steps": 1}
-    encoder, _ = tiny(tokens=2, inputs=1, width=4, heads=1, hidden=2, rank=1, seed=0, **(little | more))
+    little = {"exp_degree": 2, "steps": 1, "root_steps": 1, "tokens": 2}
+    encoder, _ = tiny(inputs=1, width=4, heads=1, hidden=2, rank=1, seed=0, **(little | more))
     sign = np.where(encoder.projections.sum(axis=2) < 0, -1.0, 1.0)  # LAPACKs choose it differently
     turned = dataclasses.replace(
         encoder, projections=encoder.projections * sign[..., None], centres=encoder.centres * sign
@@ -88,3 +88,19 @@ def coarse(x):
     if dataclasses.is_dataclass(x):
         return dataclasses.replace(x, **{f.name: coarse(getattr(x, f.name)) for f in dataclasses.fields(x)})
     return x
+
+
+def quadratic_shape(tokens=65, width=192, heads=3, depth=1, norm="pre", attention="quadratic"):
+    """Of no model: what a plan needs to know."""
+    parts = {"variances": (4.0,) * (2 * depth), "means": (20.0 if attention == "quadratic" else 1.0,) * depth}
+    return poly.Shape(
+        tokens, 48, width, heads, 4 * width, depth, norm, taps=(depth,), rank=32, attention=attention,
+        sum_bound=8.0 if attention == "quadratic" else 0.0, **parts,
+    )  # fmt: skip
+
+
+def both(w):
+    """The two values of a pair, from its coefficients."""
+    back = np.concatenate([w[:1], -w[:0:-1]])  # conjugated
+    imaginary, half = (w - back) / 2, len(w) // 2
+    return (w + back) / 2, np.concatenate([imaginary[half:], -imaginary[:half]])

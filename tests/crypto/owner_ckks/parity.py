@@ -10,6 +10,7 @@ import numpy as np
 
 from cloister.crypto.entropy import Entropy
 from cloister.crypto.owner_ckks import ring as rings
+from cloister.crypto.owner_ckks import turns
 from cloister.crypto.prg import Prg
 
 RINGS = {"small": rings.SMALL, "standard": rings.STANDARD}
@@ -39,8 +40,8 @@ class Cpu:
         self.ev = scheme.Evaluator(params, self.key.b, self.key.seed)
         self.b = self.key.b
 
-    def switching(self, polys):
-        return self.key.switching(polys, seed(16), repeated(17))
+    def switching(self, polys, tokens=1):
+        return self.key.switching(polys, seed(16), repeated(17), tokens)
 
     def put(self, x):
         return x
@@ -125,10 +126,10 @@ class Card:
         n = self.params.degree
         return [prg.gaussian(n) for _ in range(polys)] + [prg.ternary(n) for _ in range(polys - 1)]
 
-    def switching(self, polys):
-        secret, n = repeated(17).prg(), (polys - 2) * self.params.count
+    def switching(self, polys, tokens=1):
+        secret, n = repeated(17).prg(), (polys - 2 + turns.Turns(tokens).count) * self.params.count
         errors = self.small(np.stack([[secret.gaussian(self.params.degree)] for _ in range(n)]))
-        return self.key.switching_with(errors, seed(16))
+        return self.key.switching_with(errors, seed(16), tokens)
 
     def wire(self, x):
         return self.ring.tight(x)
@@ -224,6 +225,15 @@ def results(side):
     yield "flood", side.flood(cts(2, 2, K), 40 if wide else 30, K - 1)
     for k, keep in ((K, K - 1), (K - 1, K - 3), (K, K - 2)):
         yield f"dropped to {keep} of {k}", ev.dropped(cts(2, 2, k), keep)
+    keys = side.switching(3, 4)
+    yield "switching keys, turns of 4 tokens", side.put(keys)
+    ev.accept(keys, seed(16))
+    yield "turned", ev.turned(x[:2], 4, 3)
+    yield "switched by two keys", ev.switched(cts(2, 4, K - 1), (4, 0))
+    yield "switched by eight keys", ev.switched(cts(1, 10, K), (3, 2, 1, 0, 1, 2, 3, 4))
+    yield "plain", ev.plain(np.arange(N).reshape(2, -1) / N - 0.5, 2.0**20, K - 1)
+    long = cts(2, 2, K)
+    yield "tap, lifted and flooded", side.flood(ev.combine([(1 << 37, long)]), 60 if wide else 40, K - 1)
 
 
 def hashes(side):

@@ -115,14 +115,45 @@ def test_shelves_beyond_the_card_lie_in_the_hosts_memory(where, monkeypatch):
     assert where_it_lies(inside) == [(on_card, 3)]
     assert where_it_lies(outside) == [("cpu", 2), ("cpu", 1)]
     assert where_it_lies(gpu.CardPool(gpu.CardPool.taken + 2 * one).shelf(3, 2, 2, N)) == [(on_card, 2), ("cpu", 1)]
-    assert len(gpu.CardPool(before + 1 << 30).shelf(3, 2, 2, N, rarely=True).pieces) == 1
-    assert where_it_lies(gpu.CardPool(before + 9 * one).shelf(3, 2, 2, N, rarely=True)) == [("cpu", 2), ("cpu", 1)]
+    much = gpu.CardPool(gpu.CardPool.taken + 14 * one).shelf(3, 2, 2, N, rarely=True)  # as many at seven primes: 10.5
+    assert where_it_lies(much) == [(on_card, 2), (on_card, 1)]
+    assert much.inside == [3 * one]
+    little = gpu.CardPool(12 * one).shelf(3, 2, 2, N, rarely=True)
+    assert where_it_lies(little) == [("cpu", 2), ("cpu", 1)]
+    assert little.inside == [0]
+    del much, little
     for shelf in (inside, outside):
         shelf.put(0, card.put(x[:1]))
         shelf.put(1, card.put(x[1:]))
         np.testing.assert_array_equal(card.host(shelf.read([1, 2], 2)), x[1:])
         np.testing.assert_array_equal(card.host(shelf.read([2, 0, 2], 1)), x[[2, 0, 2], :, :1])
     del inside, shelf
+    assert gpu.CardPool.taken == before
+
+
+def test_a_shelf_is_put_aside_for_what_would_not_fit_beside_it(where):
+    from cloister.crypto.owner_ckks import gpu_shelf as gpu
+
+    N, before = SMALL.degree, gpu.CardPool.taken
+    one = 2 * 2 * N * 4
+    pool, x = gpu.CardPool(before + 40 * one), np.arange(3 * 2 * 2 * N, dtype=np.uint32).reshape(3, 2, 2, N)
+    shelf = pool.shelf(3, 2, 2, N, rarely=True)
+    shelf.put(0, card.put(x))
+    assert gpu.CardPool.taken == before + 3 * one
+    pool.make_room(shelf, 37, 2, 2, N)
+    assert gpu.CardPool.taken == before + 3 * one  # it fits
+    for _ in range(2):
+        pool.make_room(shelf, 38, 2, 2, N)
+        assert gpu.CardPool.taken == before
+        np.testing.assert_array_equal(card.host(shelf.read([1, 2], 2)), x[1:])
+        shelf.put(0, card.put(x[1:2]))
+        shelf.back()
+        shelf.back()
+        assert gpu.CardPool.taken == before + 3 * one
+        np.testing.assert_array_equal(card.host(shelf.read([0, 1, 2], 2)), x[[1, 1, 2]])
+        shelf.put(0, card.put(x))
+    shelf.aside()
+    del shelf
     assert gpu.CardPool.taken == before
 
 

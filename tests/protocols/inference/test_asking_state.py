@@ -113,8 +113,8 @@ def test_a_break_gets_the_same_tap_again_and_not_another(encoder, place, monkeyp
     seen = []
     read = encrypted_inference.OwnerSide.read_tap
 
-    async def forgetful(self, tap, count):
-        found = await read(self, tap, count)
+    async def forgetful(self, tap, packed, count):
+        found = await read(self, tap, packed, count)
         seen.append(found)
         if len(seen) == 1:
             raise Killed

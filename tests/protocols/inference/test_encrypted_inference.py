@@ -21,6 +21,7 @@ from cloister.protocols.inference import block_plan, encrypted_loss, model_card
 from cloister.protocols.inference import encrypted_inference as inference
 from cloister.protocols.inference import permuted_inference as permuted
 from cloister.protocols.inference.block_plan import plan, used
+from cloister.protocols.inference.packing import cheapest
 from cloister.run.rehearsal import Fault
 from cloister.study import Party
 from cloister.testing import (
@@ -162,6 +163,41 @@ def test_a_sample_that_leaves_its_interval_is_left_out_and_the_others_are_not():
     close(found[1:], exact[1:])
 
 
+def test_samples_that_no_model_takes_are_left_out_before_anything_is_encrypted(monkeypatch):
+    encoder, encrypted, encrypt = micro(), [], block.OwnerKey.encrypt
+
+    def spy(self, x, seed, entropy):
+        encrypted.append(np.abs(x).max())
+        return encrypt(self, x, seed, entropy)
+
+    monkeypatch.setattr(block.OwnerKey, "encrypt", spy)
+    c = case(encoder, n=5)
+    x = c.inputs[ANN][0].copy()
+    x[1, 0, 0], x[3, 0, 0] = np.nan, 1e3 * encoder.shape.input_bound
+    run = run_protocol(inference, Case(c.params, {HUB: (encoder,), ANN: (x,)}), timeout=120.0)
+    check_no_errors(run)
+    found, exact = values(run)[ANN], inference.ideal(c.params, {HUB: encoder, ANN: c.inputs[ANN][0]})[ANN]
+    assert np.isnan(found).all(axis=(1, 2)).tolist() == [False, True, False, True, False]
+    assert np.abs(found - exact)[[0, 2, 4]].max() < 0.3  # over 20 runs 0.055 ± 0.024
+    assert max(encrypted) <= encoder.shape.input_bound
+    x[4] = np.nan
+    run = run_protocol(inference, Case(c.params, {HUB: (encoder,), ANN: (x,)}), timeout=4.0)
+    assert "inputs of 3 of 5 samples are missing or beyond" in str(run.errors[ANN])
+
+
+def test_a_sample_far_beyond_spoils_its_batch_and_no_other():
+    encoder = shape_with(micro(), input_bound=1e6)  # nothing stops it at the door
+    n = block.SMALL.slots
+    x = np.random.default_rng(1).uniform(-1, 1, (n + 2, 1, 1))
+    x[7] = 3e3
+    c = case(encoder)
+    run = run_protocol(inference, Case(c.params, {HUB: (encoder,), ANN: (x,)}), timeout=120.0)
+    check_no_errors(run)
+    found, exact = values(run)[ANN], inference.ideal(c.params, {HUB: encoder, ANN: x[n:]})[ANN]
+    assert np.isnan(found[:n]).all()
+    assert np.abs(found[n:] - exact).max() < 0.3
+
+
 def test_a_batch_whose_samples_are_mostly_beyond_their_bounds_is_spoilt():
     encoder = shape_with(tiny()[0], tap_bounds=(1e-3,))
     run = run_protocol(inference, case(encoder), timeout=120.0)
@@ -172,9 +208,11 @@ def test_an_owner_is_told_what_it_will_cost_before_it_starts():
     params = case(micro()).params
     planned, sent = plan(params.shape, params.crypto), inference.cost(params)
     (taps,) = (params.shape.rank * 2 * t.primes * params.crypto.tight * 4 for _, t in planned.taps)
-    told = [inference.price(params.crypto, planned.openings, 1, n) for n in (1, 3)]
+    packed = cheapest(params.shape, params.crypto, 1)
+    told = [packed.price(n) for n in (1, 2 * 2048 + 1)]
     up, down = sent[ANN][1] / 1e6, (sent[HUB][1] - taps) / 1e6
-    assert told[0] == f"1 batch(es) of 2048 slots: {up:.0f} MB to send, {down:.0f} MB to receive"
+    minutes = f"{(up + down) / 12.5 / 60:.0f} min at 100 Mbit/s"
+    assert told[0] == f"1 batch(es) of up to 2048: {up:.0f} MB to send, {down:.0f} MB to receive, {minutes}"
     assert f"{3 * down:.0f} MB to receive" in told[1]
 
 
@@ -228,7 +266,9 @@ def test_a_tap_that_cannot_be_flooded_by_forty_bits_is_refused():
     assert unlifted >= at_most + 40
     room = unlifted - at_most - 40  # bits by which the bound may grow before the noise shows
     for more, refused in ((room - 0.5, False), (room + 0.5, True)):
-        wider = SimpleNamespace(taps=shape.taps, width=shape.width, tap_bound=lambda n, m=more: tap.bound * 2**m)
+        wider = SimpleNamespace(
+            taps=shape.taps, width=shape.width, attention="taylor", tap_bound=lambda n, m=more: tap.bound * 2**m
+        )
         if refused:
             with pytest.raises(ParameterError, match="cannot be flooded by 40 bits"):
                 block_plan.tap_of(wider, block.STANDARD, 0)

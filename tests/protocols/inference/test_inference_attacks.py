@@ -19,6 +19,7 @@ from cloister.crypto.owner_ckks.pairs import pairs_of
 from cloister.models import polynomial
 from cloister.protocols.inference import block_plan, lying_owner
 from cloister.protocols.inference import encrypted_inference as inference
+from cloister.protocols.inference.packing import Packing
 from cloister.study import Party
 from cloister.testing import Case, check_no_errors, run_protocol, values
 
@@ -117,7 +118,7 @@ def test_switching_keys_that_are_none_show_nothing(monkeypatch, lie):
     """Whatever the owner calls its switching keys, all that it opens, and c_1 of it, stays uniform."""
     seen = []
 
-    def switching(self, polys, seed, entropy):
+    def switching(self, polys, seed, entropy, tokens):
         out = np.zeros((polys - 2, P.count, P.count, P.degree), np.uint32)
         if lie == "ones":
             out += 1
@@ -191,12 +192,12 @@ def test_more_samples_than_were_announced_are_not_answered():
 
     async def greedy(ch, params, inputs, *, entropy):
         """Announce one batch, bring two."""
-        announced = inference.batches
+        announced = Packing.batches
         try:
-            inference.batches = lambda params, n: 1
+            Packing.batches = lambda packed, n: 1
             return await inference.owner(ch, params, inputs, entropy=entropy)
         finally:
-            inference.batches = announced
+            Packing.batches = announced
 
     ledger = inference.Ledger()
     c = case(encoder, n=P.slots + 1)
@@ -268,7 +269,7 @@ def shifted_at_the_tap(monkeypatch, encoder, lies):
         for i, value in enumerate(values):
             m = r.add_words(np.zeros((how.back, P.degree), np.uint32), block.times_shift(value, how))
             if i in lies:
-                bit, words = lies[i] + P.scale_bits + block_plan.TAP_BITS, np.zeros((4, P.degree), np.uint32)
+                bit, words = lies[i] + P.scale_bits + block_plan.Circuit.tap_bits, np.zeros((4, P.degree), np.uint32)
                 words[bit // 32, AT] = 1 << bit % 32
                 r.add_words(m, words)
             out.append(key.hide(m, mask, secret))
@@ -290,8 +291,8 @@ def without_lift(monkeypatch):
     """The step as it was: a tap has all the modulus that its primes leave over."""
     made = block_plan.tap_of
 
-    def old(shape, params, number):
-        tap = made(shape, params, number)
+    def old(shape, params, number, tokens=1):
+        tap = made(shape, params, number, tokens)
         return dataclasses.replace(
             tap, lift=0, scale=math.ldexp(tap.scale, -tap.lift), flood_bits=tap.flood_bits - tap.lift
         )

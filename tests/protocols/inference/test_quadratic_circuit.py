@@ -11,7 +11,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2] / "crypto" / "owner_ckks"))
 pytest.importorskip("numba")
-from encoders import micro, tiny
+from encoders import both, micro, tiny
+from encoders import quadratic_shape as shape
 
 from cloister.attacks.block_regression import fit_block
 from cloister.crypto.entropy import Entropy
@@ -103,14 +104,6 @@ def test_a_card_sends_the_same_messages(kernels, monkeypatch):
 # ---- the plan --------------------------------------------------------------------------------------------------------
 
 
-def shape(tokens=65, width=192, heads=3, depth=1, norm="pre", attention="quadratic"):
-    parts = {"variances": (4.0,) * (2 * depth), "means": (20.0 if attention == "quadratic" else 1.0,) * depth}
-    return polynomial.Shape(
-        tokens, 48, width, heads, 4 * width, depth, norm, taps=(depth,), rank=32, attention=attention,
-        sum_bound=8.0 if attention == "quadratic" else 0.0, **parts,
-    )  # fmt: skip
-
-
 def megabytes(s, crypto):
     """Per sample and block, from the difference of two depths."""
     sizes = []
@@ -183,13 +176,6 @@ def test_what_is_left_after_a_prime_is_dropped_is_the_value_divided_by_it():
 
 
 # ---- the attack ------------------------------------------------------------------------------------------------------
-
-
-def both(w):
-    """The two values of a pair, from its coefficients."""
-    back = np.concatenate([w[:1], -w[:0:-1]])  # conjugated
-    imaginary, half = (w - back) / 2, len(w) // 2
-    return (w + back) / 2, np.concatenate([imaginary[half:], -imaginary[:half]])
 
 
 @pytest.mark.slow

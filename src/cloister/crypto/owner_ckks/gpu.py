@@ -7,6 +7,8 @@ a provider with a card and an owner without one understand each other.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from typing import Any, final
 
 import numpy as np
@@ -19,8 +21,10 @@ from cloister.crypto.owner_ckks import card
 from cloister.crypto.owner_ckks.card import Tensor, wide
 from cloister.crypto.owner_ckks.gpu_ring import ring_on_card
 from cloister.crypto.owner_ckks.gpu_shelf import CardPool
+from cloister.crypto.owner_ckks.pairs import AT_MOST
 from cloister.crypto.owner_ckks.ring import KEEP, Opening, Parameters, modulus, primes_of
-from cloister.crypto.owner_ckks.scheme import decode
+from cloister.crypto.owner_ckks.scheme import decode, encode
+from cloister.crypto.owner_ckks.turns import Turns, order
 from cloister.errors import ParameterError
 
 TENSORS = {(2, 2), (2, 3), (2, 4), (2, 5), (3, 2), (3, 3), (3, 4), (3, 5), (4, 2), (4, 3), (4, 4), (5, 2), (5, 3)}
@@ -53,8 +57,9 @@ class Evaluator:
 
     def accept(self, c0: U32, seed: bytes) -> None:
         """The owner's switching keys, c_0 of each (m, K, K, N)."""
-        m, K = c0.shape[:2]
-        self._switching = expand(self.params, card.put(c0.reshape(m * K, K, -1)), seed)
+        m, K, _, degree = c0.shape
+        made = expand(self.params, card.put(c0.reshape(m * K, K, degree)), seed)
+        self._switching = made.view(m, K, 2, K, degree)
 
     # arrays
 
@@ -158,7 +163,7 @@ class Evaluator:
             fixed = None if constants is None or number else np.atleast_1d(np.asarray(constants, np.float64))
             factors = factor if isinstance(factor, list) else [factor]
             self._kernels.each(
-                "add_multiple", count, out, x, self.ring.multipliers(factors, k), int(len(factors) > 1),
+                "add_multiple", count, out, x.contiguous(), self.ring.multipliers(factors, k), int(len(factors) > 1),
                 None if fixed is None else self.ring.constants(fixed, k), int(fixed is not None and len(fixed) > 1),
                 self._known, p, x.shape[1], k, x.shape[2], int(number == 0), wide(count),
             )  # fmt: skip
@@ -182,14 +187,31 @@ class Evaluator:
         self._kernels.each("rerandomise", out.numel(), out, cts, noise, self._b, self._a, self._known, p, k, count)
         return out
 
-    def switched(self, cts: Tensor) -> Tensor:
-        """The same messages in two polynomials."""
+    def switched(self, cts: Tensor, by: Sequence[int] = ()) -> Tensor:
+        """The same messages in two polynomials; `by` names the keys of the others, s², s³, … if it does not."""
         p = cts.shape[1]
         if p == 2:
             return cts
-        if self._switching is None or len(self._switching) < (p - 2) * self.params.count:
+        named = list(by) or list(range(p - 2))
+        if self._switching is None or len(self._switching) <= max(named) or len(named) != p - 2:
             raise ParameterError(f"there are no switching keys for ciphertexts of {p} polynomials")
-        return self.ring.switched(cts, self._switching)
+        if not by and p - 2 <= AT_MOST:
+            return self.ring.switched(cts, self._switching)
+        out = cts
+        for lo in range(0, p - 2, AT_MOST):
+            some = torch.cat([out[:, :2], cts[:, 2 + lo : 2 + lo + AT_MOST]], dim=1)
+            out = self.ring.switched(some, self._switching[named[lo : lo + AT_MOST]])
+        return out
+
+    def turned(self, cts: Tensor, tokens: int, r: int) -> Tensor:
+        """Ciphertexts (…, N) whose slots hold what stood r tokens further, under the turned key (`turns`)."""
+        return torch.index_select(cts, -1, turned_order(self.params.degree, tokens, r))
+
+    def plain(self, x: F64, scale: float, k: int) -> Tensor:
+        """Slots (n, N/2) that are no secret, as ciphertexts of one polynomial (n, 1, k, N)."""
+        whole = np.stack([encode(row, self.params.degree, scale) for row in x])[:, None]
+        q = np.array(self.ring.primes[:k], np.int64)[:, None]
+        return self.ring.forward(card.put((whole % q).astype(np.uint32)))[:, None]
 
     def dropped(self, cts: Tensor, keep: int) -> Tensor:
         """⌊c / D⌉ of ciphertexts (n, 2, k, N) at the first `keep` primes, D the product of the others."""
@@ -275,23 +297,32 @@ class OwnerKey:
         ring.kernels.each("subtract_known", m.numel(), m, a, self._power(1), ring.known, k, wide(m.numel()))
         return m
 
-    def switching(self, polys: int, seed: bytes, entropy: Entropy) -> U32:
-        """c_0 of switching keys for ciphertexts of up to so many polynomials, (polys - 2, K, K, N)."""
+    def switching(self, polys: int, seed: bytes, entropy: Entropy, tokens: int = 1) -> U32:
+        """c_0 of switching keys for ciphertexts of up to so many polynomials, and for turns of tokens, (m, K, K, N)."""
         check_entropy(entropy)
-        return self.switching_with(
-            ring_on_card(self.params).noise(entropy.bytes(32), (polys - 2) * self.params.count, 1, 1), seed
-        )
+        many = polys - 2 + Turns(tokens).count
+        errors = ring_on_card(self.params).noise(entropy.bytes(32), many * self.params.count, 1, 1)
+        return self.switching_with(errors, seed, tokens)
 
-    def switching_with(self, errors: Tensor, seed: bytes) -> U32:
-        """The same with errors ((polys - 2)·K, 1, N) that are given."""
+    def switching_with(self, errors: Tensor, seed: bytes, tokens: int = 1) -> U32:
+        """The same with errors (m·K, 1, N) that are given."""
         K, ring = self.params.count, ring_on_card(self.params)
         many = len(errors) // K
         c0 = self._less_product(ring.forward_small(errors, K)[:, 0].contiguous(), seed).view(many, K, K, -1)
-        self._power(many + 1)
-        for m in range(many):
+        plain = many - Turns(tokens).count
+        self._power(plain + 1)
+        for m, key in enumerate(self._powers[1 : plain + 1] + self._turned(tokens)):
             for i, q in enumerate(ring.primes):
-                c0[m, i, i] = ((c0[m, i, i].long() + self._powers[m + 1][i]) % q).int()
+                c0[m, i, i] = ((c0[m, i, i].long() + key[i]) % q).int()
         return card.host(c0)
+
+    def _turned(self, tokens: int) -> list[Tensor]:
+        """σ_r(s) and s·σ_r(s) for every turn that has keys."""
+        q, found = torch.tensor(primes_of(self.params), device=card.DEVICE)[:, None], []
+        for turn in Turns(tokens).every:
+            turned = torch.index_select(self._s, -1, turned_order(self.params.degree, tokens, turn))
+            found += [turned, turned * self._s % q]
+        return found
 
     def hide(self, m: Tensor, seed: bytes) -> Tensor:
         """c_0 of encryptions of coefficients m (n, k, N) that carry their error, in place."""
@@ -328,6 +359,11 @@ class OwnerKey:
     def read(self, cts: Tensor, scale: float, count: int) -> F64:
         """Slots of ciphertexts that were sent to be read, (n, count)."""
         return np.stack([decode(centred(self.params, m), scale, count) for m in card.host(self.opened(cts))])
+
+
+@functools.lru_cache(maxsize=256)
+def turned_order(degree: int, tokens: int, r: int) -> Tensor:
+    return torch.from_numpy(order(degree, tokens, r)).to(card.DEVICE)
 
 
 def _factors(params: Parameters, w: Tensor) -> Tensor:

@@ -1,6 +1,8 @@
 """Where a provider with a card puts ciphertexts between two stretches: there, or in the host's memory (`shelf`).
 
-What lies outside is in pinned pieces a little below 2^30 bytes: PyTorch rounds each up to a power of two.
+What lies outside is in pinned pieces a little below 2^30 bytes: PyTorch rounds each up to a power of two. Reading
+them takes ten to thirty times as long as reading what lies on the card, so activations, which attention does not need,
+are put aside for it as a whole and brought back, if there is no room for all.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import torch
 from cloister.crypto.owner_ckks import card
 from cloister.crypto.owner_ckks.card import Tensor
 
-SHARE = 0.7  # of the card's free memory that shelves may take; the rest is for what is computed at the time
+SHARE, WORK = 0.3, 24 << 30  # of the card's free memory, bytes: the less of them is for what is computed at the time
 PIECE = 1 << 30  # bytes
 
 
@@ -26,28 +28,29 @@ class CardPool:
     taken = 0  # bytes on the card, by the shelves of all pools
 
     def __init__(self, memory: int = 0) -> None:
-        self.memory = memory or int(SHARE * (card.free_memory() + CardPool.taken))
+        free = card.free_memory() + CardPool.taken
+        self.memory = memory or int(free - min(SHARE * free, WORK))
 
     def shelf(self, n: int, p: int, k: int, degree: int, *, rarely: bool = False) -> CardShelf:
-        """What is read `rarely` takes a quarter of the memory at most; what does not fit is divided."""
-        one, most = p * k * degree * 4, self.memory // 4 if rarely else self.memory
-        whole = CardPool.taken + n * one <= self.memory and n * one <= most
+        """What does not fit is divided; what is read `rarely` always, and it leaves room for as much at 7 primes."""
+        one = p * k * degree * 4
+        fits = not rarely or n * one * (1 + 7 / k) <= self.memory
+        whole = not rarely and CardPool.taken + n * one <= self.memory
         step = n if whole else max(1, PIECE // one)  # ciphertexts of a piece
-        pieces, inside = [], 0
+        made = CardShelf(step, self.memory)
         for lo in range(0, n, step):
-            size = min(step, n - lo)
-            here = whole or (not rarely and CardPool.taken + size * one <= self.memory)
-            pieces.append(piece((size, p, k, degree), inside=here))
-            if here:
-                inside += size * one
-                CardPool.taken += size * one
-        made = CardShelf(pieces, step)
-        weakref.finalize(made, CardPool._free, inside)
+            made.add((min(step, n - lo), p, k, degree), here=fits)
+        weakref.finalize(made, CardPool._free, made.inside)
         return made
 
+    def make_room(self, shelf: CardShelf, n: int, p: int, k: int, degree: int) -> None:
+        """Put a shelf aside, if that many ciphertexts would not fit beside it."""
+        if CardPool.taken + n * p * k * degree * 4 > self.memory:
+            shelf.aside()
+
     @staticmethod
-    def _free(size: int) -> None:
-        CardPool.taken -= size
+    def _free(inside: list[int]) -> None:
+        CardPool.taken -= inside[0]
 
 
 def piece(shape: tuple[int, ...], *, inside: bool) -> Tensor:
@@ -59,8 +62,42 @@ def piece(shape: tuple[int, ...], *, inside: bool) -> Tensor:
 class CardShelf:
     """Ciphertexts (p, k, N), written and read by number; they come out on the card."""
 
-    def __init__(self, pieces: list[Tensor], step: int) -> None:
-        self.pieces, self._step = pieces, step
+    def __init__(self, step: int, memory: int) -> None:
+        self.pieces: list[Tensor] = []
+        self.inside = [0]  # bytes on the card
+        self._step, self._memory = step, memory
+        self._here: list[int] = []  # pieces on the card, or put aside for now
+        self._away = False
+
+    def add(self, shape: tuple[int, ...], *, here: bool) -> None:
+        """A piece, on the card if it is to lie there and fits."""
+        size = 4 * int(np.prod(shape))
+        here = here and CardPool.taken + size <= self._memory
+        self.pieces.append(piece(shape, inside=here))
+        if here:
+            self._here.append(len(self.pieces) - 1)
+            self._count(size)
+
+    def _count(self, size: int) -> None:
+        self.inside[0] += size
+        CardPool.taken += size
+
+    def aside(self) -> None:
+        """Into the host's memory, to make room."""
+        self._move(away=True)
+
+    def back(self) -> None:
+        self._move(away=False)
+
+    def _move(self, *, away: bool) -> None:
+        if away == self._away:
+            return
+        self._away, inside = away, not away
+        for i in self._here:
+            old = self.pieces[i]
+            new = piece(tuple(old.shape), inside=inside)
+            self.pieces[i] = new.copy_(old)
+            self._count(old.numel() * 4 if inside else -old.numel() * 4)
 
     def put(self, start: int, cts: Tensor) -> None:
         stop = start + len(cts)

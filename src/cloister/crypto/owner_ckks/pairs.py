@@ -20,6 +20,8 @@ from cloister.arrays import U32
 from cloister.crypto.owner_ckks.ring import KEEP, Cts, Halves, Parameters, Residues, modulus, primes_of, ring_of
 from cloister.errors import ParameterError
 
+AT_MOST = 6  # polynomials that are switched together: their digits' products add up in one word
+
 
 @final
 class Pairs:
@@ -47,15 +49,15 @@ class Pairs:
             self.kernels.pack(cts[2 * c], b, self._turn, self._turn_s, *factors, self.ring.q, made)
         return out
 
-    def switch(self, ct: U32, keys: U32) -> U32:
-        """A ciphertext (p, k, N) as two polynomials, by keys (p - 2, K, 2, K, N)."""
+    def switch(self, ct: U32, keys: list[U32]) -> U32:
+        """A ciphertext (p, k, N) as two polynomials, by p - 2 keys (K, 2, K, N)."""
         r, (p, k, N) = self.ring, ct.shape
         sums, digit = ct[:2].astype(np.uint64), np.empty((k, N), np.uint32)
         for m in range(p - 2):
             digits = r.backward(ct[2 + m].copy())
             for i in range(k):
                 self.kernels.spread(digits[i], r.q[i], r.q, digit)
-                self.kernels.add_products(sums, r.forward(digit), keys[m, i, :, :k])
+                self.kernels.add_products(sums, r.forward(digit), keys[m][i, :, :k])
         out = np.empty((2, k, N), np.uint32)
         self.kernels.reduce_all(sums, r.q, r.inv, out)
         return out

@@ -24,6 +24,7 @@ than its opening needs, and what an owner encrypts afresh has no more than the s
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, final
 
 import numpy as np
@@ -31,7 +32,8 @@ import numpy.typing as npt
 
 from cloister.arrays import C128, F64, I64, U32
 from cloister.crypto.entropy import Entropy, check_entropy
-from cloister.crypto.owner_ckks.pairs import pack_words, pairs_of, unpack_words
+from cloister.crypto.owner_ckks import turns
+from cloister.crypto.owner_ckks.pairs import AT_MOST, pack_words, pairs_of, unpack_words
 from cloister.crypto.owner_ckks.ring import (
     KEEP,
     QUADRATIC,
@@ -127,15 +129,26 @@ class OwnerKey:
             self._powers.append((next_one, r.quotients(next_one)))
         return self._powers[i - 1]
 
-    def switching(self, polys: int, seed: bytes, entropy: Entropy) -> U32:
-        """c_0 of switching keys for ciphertexts of up to so many polynomials, (polys - 2, K, K, N)."""
+    def switching(self, polys: int, seed: bytes, entropy: Entropy, tokens: int = 1) -> U32:
+        """c_0 of switching keys for ciphertexts of up to so many polynomials, and for turns of tokens, (m, K, K, N)."""
         r, K, mask, secret = ring_of(self.params), self.params.count, Halves(seed), entropy.prg()
-        out = np.zeros((polys - 2, K, K, self.params.degree), np.uint32)
-        for m, i in np.ndindex(polys - 2, K):
+        keys = [self._power(m + 2)[0] for m in range(polys - 2)] + self._turned(tokens)
+        out = np.zeros((len(keys), K, K, self.params.degree), np.uint32)
+        for m, i in np.ndindex(len(keys), K):
             self.hide(out[m, i], mask, secret)
-            own = out[m, i, i].astype(np.uint64) + self._power(m + 2)[0][i]
+            own = out[m, i, i].astype(np.uint64) + keys[m][i]
             out[m, i, i] = own % np.uint64(r.primes[i])
         return out
+
+    def _turned(self, tokens: int) -> list[Residues]:
+        """σ_r(s) and s·σ_r(s) for every turn that has keys."""
+        r, s, found = ring_of(self.params), self._powers[0], []
+        for turn in turns.Turns(tokens).every:
+            turned = np.ascontiguousarray(s[0][:, turns.order(self.params.degree, tokens, turn)])
+            both = np.zeros_like(turned)
+            r.kernels.add_known(both, turned, *s, r.q)
+            found += [turned, both]
+        return found
 
     def hide(self, m: Residues, mask: Halves, secret: Prg) -> Residues:
         """c_0 of a fresh encryption of coefficients m, in place; c_1 is the next one of `mask`."""
@@ -319,15 +332,30 @@ class Evaluator:
             self._k.add_known(ct[i + 1], v, *self._a, self._q)
         return ct
 
-    def switched(self, cts: Cts) -> Cts:
-        """The same messages in two polynomials."""
+    def switched(self, cts: Cts, by: Sequence[int] = ()) -> Cts:
+        """The same messages in two polynomials; `by` names the keys of the others, s², s³, … if it does not."""
         p = cts.shape[1]
         if p == 2:
             return cts
-        if self._switching is None or len(self._switching) < p - 2:
+        named, pairs = by or range(p - 2), pairs_of(self.params)
+        if self._switching is None or len(self._switching) <= max(named) or len(named) != p - 2:
             raise ParameterError(f"there are no switching keys for ciphertexts of {p} polynomials")
-        keys = self._switching
-        return np.stack([pairs_of(self.params).switch(ct, keys) for ct in cts])
+        out = cts
+        for lo in range(0, p - 2, AT_MOST):
+            keys = [self._switching[m] for m in named[lo : lo + AT_MOST]]
+            some = np.concatenate([out[:, :2], cts[:, 2 + lo : 2 + lo + AT_MOST]], axis=1)
+            out = np.stack([pairs.switch(ct, keys) for ct in some])
+        return out
+
+    def turned(self, cts: Cts, tokens: int, r: int) -> Cts:
+        """Ciphertexts (…, N) whose slots hold what stood r tokens further, under the turned key (`turns`)."""
+        return np.ascontiguousarray(np.take(cts, turns.order(self.params.degree, tokens, r), axis=-1))
+
+    def plain(self, x: F64, scale: float, k: int) -> Cts:
+        """Slots (n, N/2) that are no secret, as ciphertexts of one polynomial (n, 1, k, N)."""
+        r, N = self.ring, self.params.degree
+        rows = [r.forward(r.wide.of_small(encode(row, N, scale), k).astype(np.uint32)) for row in x]
+        return np.stack(rows)[:, None]
 
     def dropped(self, cts: Cts, keep: int) -> Cts:
         """⌊c / D⌉ of ciphertexts (n, p, k, N) at the first `keep` primes, D the product of the others."""
@@ -372,31 +400,7 @@ class Evaluator:
 
 
 __all__ = [
-    "KEEP",
-    "QUADRATIC",
-    "SMALL",
-    "STANDARD",
-    "Cts",
-    "Evaluator",
-    "Halves",
-    "Opening",
-    "OwnerKey",
-    "Parameters",
-    "decode",
-    "encode",
-    "expand",
-    "fits",
-    "fraction",
-    "longest",
-    "modulus",
-    "opening",
-    "pack_words",
-    "primes_for",
-    "primes_of",
-    "random_below",
-    "random_words",
-    "ring_of",
-    "room",
-    "times_shift",
-    "unpack_words",
+    "KEEP", "QUADRATIC", "SMALL", "STANDARD", "Cts", "Evaluator", "Halves", "Opening", "OwnerKey", "Parameters",
+    "decode", "encode", "expand", "fits", "fraction", "longest", "modulus", "opening", "pack_words", "primes_for",
+    "primes_of", "random_below", "random_words", "ring_of", "room", "times_shift", "unpack_words",
 ]  # fmt: skip

@@ -37,6 +37,9 @@ class Pool:
             weakref.finalize(shelf, self._free, size)
         return shelf
 
+    def make_room(self, shelf: Shelf, n: int, p: int, k: int, degree: int) -> None:
+        """Nothing is put aside here: what does not fit lies in files."""
+
     def _free(self, size: int) -> None:
         self.used -= size
 
@@ -50,6 +53,9 @@ class Shelf:
         self._one = shape[1] * shape[2] * shape[3] * 4
         self._rows: U32 | None = np.empty(shape, np.uint32) if inside else None
         self._file: Any = None if inside else tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
+
+    def back(self) -> None:
+        """It was never put aside."""
 
     def put(self, start: int, cts: U32) -> None:
         if self._rows is not None:

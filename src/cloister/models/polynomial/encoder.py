@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from cloister.arrays import F64
+from cloister.arrays import F64, Bits
 from cloister.errors import DataError, ParameterError
 
 GELU = (0.2125, 0.5, 0.0697)  # least squares on N(0, 1)
@@ -297,11 +297,22 @@ def taps_of(encoder: Encoder, b: list[F64]) -> F64:
     return np.stack(each, axis=1)
 
 
-def check_inputs(shape: Shape, inputs: F64) -> None:
+def check_inputs(shape: Shape, inputs: F64, beyond: float = 0.0) -> None:
+    """Raise unless the model takes these; that share of the samples may hold something missing or too large."""
     if inputs.ndim != 3 or inputs.shape[1:] != (shape.tokens - 1, shape.inputs):
         raise DataError(
             f"the model takes {shape.tokens - 1} tokens of {shape.inputs} numbers, found {inputs.shape[1:]}"
         )
+    found = ~takes(shape, inputs)
+    if found.any() and found.mean() > beyond:
+        bound = shape.input_bound or shape.x_bound
+        raise DataError(
+            f"inputs of {int(found.sum())} of {len(found)} samples are missing or beyond ±{bound:g}; normalise them as "
+            "the model's card says"
+        )
+
+
+def takes(shape: Shape, inputs: F64) -> Bits:
+    """Which samples hold nothing that is missing, or larger than anything in the calibration."""
     bound = shape.input_bound or shape.x_bound
-    if len(inputs) and not (np.isfinite(inputs).all() and float(np.abs(inputs).max()) <= bound):
-        raise DataError(f"inputs are missing or beyond ±{bound:g}; normalise them as the model's card says")
+    return np.asarray((np.abs(inputs) <= bound).all(axis=(1, 2)))  # NaN is not <= anything

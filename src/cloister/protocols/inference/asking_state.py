@@ -61,7 +61,7 @@ class Taps:
 
     path: Path | None = None
     about: str = ""  # fingerprint of the samples, the model's card and the mode
-    read: list[F64] = field(default_factory=list)  # batches from the first on, each (m, taps, r)
+    read: list[F64] = field(default_factory=list)  # taps of the first samples on, in parts of (m, taps, r)
     _key: OwnerKey | None = None
 
     @classmethod
@@ -82,7 +82,7 @@ class Taps:
                 else None
             )
             taps = arrays.get("taps", np.zeros(0))
-            return cls(path, about, [taps[lo : lo + params.slots] for lo in range(0, len(taps), params.slots)], key)
+            return cls(path, about, [taps] if len(taps) else [], key)
         except (KeyError, ValueError):
             raise DataError(f"{path} is no file of taps; remove it and ask again") from None
 

@@ -27,7 +27,6 @@ from cloister.errors import ParameterError
 from cloister.models.polynomial import START, Encoder, Shape
 from cloister.protocols.inference.block_values import Cts, Recipes, Refresh, Values, token
 
-TAP_BITS = 46  # the scale of what is read, above Δ
 ROWS = 8  # of the attention matrix that are computed together
 EXP_BITS = 20.0  # the least scale of scores at which exp is one stretch
 
@@ -40,6 +39,8 @@ def quadratics(degree: int) -> list[tuple[float, float]]:
 
 class Circuit(Recipes):
     """One pass of one batch; `encoder` is None where we only count."""
+
+    tap_bits = 46  # the scale of what is read, above Δ
 
     def __init__(
         self,
@@ -259,7 +260,7 @@ class Circuit(Recipes):
         """The class token through the projection, ready to be flooded and read."""
         s, e = self.shape, self.encoder
         cls = self.pick(x, token(0, s.width))
-        (cls,) = await self.refresh("tap", (cls, s.x_bound), want=self.delta * 2.0**TAP_BITS)
+        (cls,) = await self.refresh("tap", (cls, s.x_bound), want=self.delta * 2.0**self.tap_bits)
         w, c = (None, None) if e is None else (e.projections[which], -e.centres[which])
         return self.linear(w, c, s.rank, cls, s.width)
 

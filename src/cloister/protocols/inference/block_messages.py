@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
-from cloister.arrays import F64, U32
+from cloister.arrays import U32
 from cloister.crypto.owner_ckks.scheme import KEEP, Opening, Parameters, unpack_words
 from cloister.errors import CloisterError, ProtocolAbort
 from cloister.study import Party
@@ -48,22 +46,9 @@ def key_shapes(p: Parameters, openings: Sequence[Opening]) -> dict[str, tuple[in
     return {"b": (p.count, p.tight), "switching": (powers(openings), p.count, p.count, p.tight)}
 
 
-def price(p: Parameters, openings: Sequence[Opening], inputs: int, batches: int) -> str:
-    """What it will cost an owner to have so many batches answered, in words."""
-    one, (_, down, up) = p.tight * 4 / 1e6, traffic(openings)
-    keys = (1 + powers(openings) * p.count) * p.count
-    sent = one * (keys + batches * (up + inputs * p.count))
-    return f"{batches} batch(es) of {p.slots} slots: {sent:.0f} MB to send, {batches * down * one:.0f} MB to receive"
-
-
 def together(how: Opening, most: int) -> int:
     """How many ciphertexts of an opening are made at once: whole groups, about `most`."""
     return how.group * max(1, most // how.group)
-
-
-def fill(x: F64, count: int) -> F64:
-    """Repeat samples up to a whole batch: no slot holds a value that no sample has."""
-    return np.resize(x, (count, *x.shape[1:]))
 
 
 def read(params: Parameters, x: U32, line: str, who: Party) -> Any:

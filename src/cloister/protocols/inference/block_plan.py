@@ -12,14 +12,18 @@ from cloister.crypto.entropy import Entropy
 from cloister.crypto.owner_ckks.scheme import FLOOD_BITS, Opening, Parameters, primes_for, room
 from cloister.errors import ParameterError
 from cloister.models.polynomial import Shape
-from cloister.protocols.inference.block_circuit import TAP_BITS, Circuit
+from cloister.protocols.inference.block_circuit import Circuit
 from cloister.protocols.inference.block_values import Cts, Values
+from cloister.protocols.inference.grid_circuit import GridCircuit
 from cloister.protocols.inference.quadratic_circuit import QuadraticCircuit
 
 TAP_PRECISION = 10  # bits of what is read; the flooding covers all below
 
 
-def circuit_of(shape: Shape) -> type[Circuit]:
+def circuit_of(shape: Shape, tokens: int = 1) -> type[Circuit]:
+    """By the kind of attention, and how many tokens share a ciphertext."""
+    if tokens > 1:
+        return GridCircuit
     return QuadraticCircuit if shape.attention == "quadratic" else Circuit
 
 
@@ -52,11 +56,15 @@ class Plan:
         return [h for r in self.rounds[self.blocks[block - 1] if block else 0 :] for h in r]
 
 
-def tap_of(shape: Shape, params: Parameters, number: int) -> Tap:
-    scale = math.ldexp(params.scale * params.weight_scale, TAP_BITS)
+def tap_of(shape: Shape, params: Parameters, number: int, tokens: int = 1) -> Tap:
+    """Where P tokens share ciphertexts, their slots are added up: N / P coefficients, a switching key's noise."""
+    scale = tokens * math.ldexp(params.scale * params.weight_scale, circuit_of(shape, tokens).tap_bits)
     bound = shape.tap_bound(number)
-    noise = math.log2(6 * 3.2 * bound * params.weight_scale * math.sqrt(shape.width))
-    flood = math.floor(math.log2(scale)) - TAP_PRECISION - params.degree.bit_length() // 2
+    noise = math.log2(6 * 3.2 * bound * params.weight_scale * math.sqrt(shape.width) * tokens)
+    if tokens > 1:
+        digits = math.sqrt(params.count * params.degree / 12)
+        noise = max(noise, math.log2(6 * 3.2 * digits * tokens) + params.bits)
+    flood = math.floor(math.log2(scale)) - TAP_PRECISION - (params.degree // tokens).bit_length() // 2
     if flood < noise + FLOOD_BITS:
         raise ParameterError("a tap cannot be flooded by 40 bits at this scale; use a smaller width or weight scale")
     need = math.ceil(math.log2(scale * bound)) + 2  # what lies beyond the bound shows, up to four times
@@ -74,7 +82,7 @@ def flooded(ev: Any, y: Values, tap: Tap, entropy: Entropy) -> Cts:
 
 
 @functools.lru_cache(maxsize=32)
-def plan(shape: Shape, params: Parameters, last: int = 1) -> Plan:
+def plan(shape: Shape, params: Parameters, last: int = 1, tokens: int = 1) -> Plan:
     """All round trips of one batch. Of the last block only the first `last` tokens come out: taps read no others."""
     rounds: list[tuple[Opening, ...]] = []
     taps: list[tuple[int, Tap]] = []
@@ -84,15 +92,15 @@ def plan(shape: Shape, params: Parameters, last: int = 1) -> Plan:
         rounds.append(tuple(h for h, _ in parts))
         return [None] * len(parts)
 
-    c = circuit_of(shape)(shape, params, count)
+    c = circuit_of(shape, tokens)(shape, params, count)
 
     async def whole() -> None:
-        x = await c.embed(Values((shape.tokens - 1) * shape.inputs, 2, params.scale))
+        x = await c.embed(Values((shape.tokens - 1) // tokens * shape.inputs, 2, params.scale))
         for layer in range(shape.depth):
             x = await c.block(x, layer, last if layer + 1 == shape.depth else 0)
             if layer + 1 in shape.taps:
                 number = shape.taps.index(layer + 1)
-                tap = tap_of(shape, params, number)
+                tap = tap_of(shape, params, number, tokens)
                 c.require(await c.tap(x, number), tap.primes)
                 taps.append((len(rounds), tap))
             blocks.append(len(rounds))

@@ -1,10 +1,10 @@
 """Encrypted inference: owners learn a few projected features of their samples under a model that stays unseen.
 
-    L1  u → P   b, seed, batches        u's public key (b, a), a from the seed
-                switching keys          encryptions of s², s³, … under s, with a seed of their own
+    L1  u → P   b, seed, batches, P     u's public key (b, a), a from the seed; P tokens share a ciphertext
+                switching keys          encryptions of s², s³, … under s, with a seed of their own; of turned keys
         P → u   l                       0; of an asking that broke off, the blocks of its next batch that are done: L5
                                         of these comes again as it was, and P goes on behind them (`asking_state`)
-    per batch (slot = sample):
+    per batch (slot = sample; with P > 1, slot = (token, sample)):
     L2  u → P   [x]                     one ciphertext per input number
     per round of the plan (`block_plan.plan`):
     L3  P → u   [y + i·y' + M]          two values; re-randomised, M uniform modulo Q: u sees no activation
@@ -28,9 +28,9 @@ lying owner : more. What it encrypts at L2 or L4 instead of what it should, it f
     weights of its choice: a few batches read a layer (`test_inference_attacks`). No more than the bits that taps hold,
     22 to 26 for each of r·N coefficients, times the batches of its budget (`lying_owner.exposure`, in the provider's
     results).
-provider : how many batches each owner brings (rounded up to whole batches of N/2 samples), and that it stopped after
-    the last tap (L5, code `range`), if features of most samples of a batch left their bounds; that it asks for the
-    rest of what an earlier run began. Not the samples. Owners
+provider : how many batches each owner brings (whole ones, of N/2 samples or of N/2 / P), and that it stopped after
+    the last tap (L5, code `range`), if no sample's features kept their bounds; that it asks for the rest of what an
+    earlier run began. Not the samples. Owners
     learn nothing of each other but that; an owner and the provider together hold that owner's data and the model.
 
 Assumes
@@ -83,32 +83,21 @@ from cloister.crypto.owner_ckks import scheme as block
 from cloister.crypto.owner_ckks.devices import Device
 from cloister.crypto.owner_ckks.scheme import Opening, OwnerKey, Parameters
 from cloister.errors import CloisterError, DataError, ParameterError, ProtocolAbort
-from cloister.models.polynomial import Encoder, Shape, check_inputs, hidden, taps_of
+from cloister.models.polynomial import Encoder, Shape, check_inputs, hidden, takes, taps_of
 from cloister.net.channel import Channel
 from cloister.net.wire import message
 from cloister.protocols.inference.asking_state import Answers, Taps, check_start
 from cloister.protocols.inference.block_circuit import Circuit
-from cloister.protocols.inference.block_messages import (
-    chunks,
-    fill,
-    key_shapes,
-    pairs,
-    parts,
-    powers,
-    price,
-    read,
-    seed_of,
-    together,
-    traffic,
-)
-from cloister.protocols.inference.block_plan import Plan, Tap, circuit_of, flooded, plan, tap_of
+from cloister.protocols.inference.block_messages import chunks, pairs, parts, powers, read, seed_of, together, traffic
+from cloister.protocols.inference.block_plan import Tap, circuit_of, flooded, tap_of
 from cloister.protocols.inference.block_values import Recipe, Values
+from cloister.protocols.inference.packing import Packing, announced, cheapest
 from cloister.protocols.inference.query_ledger import Ledger as Ledger
 from cloister.study import Party
 
 NAME = "encrypted_inference"
 AHEAD = 8  # messages that a provider sends before it waits for an answer
-MOST_BEYOND = 0.5  # of a batch's samples: with more beyond a bound, it is the batch that is spoilt
+MOST_BEYOND = 0.5  # of samples: with more beyond a bound, it is the batch that is spoilt, or all inputs that are wrong
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,9 +119,10 @@ class Params:  # public
 class Key:  # u → P
     b: U32  # (K, tight)
     seed: bytes
-    switching: U32  # (powers, K, K, tight)
+    switching: U32  # (keys, K, K, tight)
     switching_seed: bytes
     batches: int
+    tokens: int  # P
 
 
 @message("L1")
@@ -174,23 +164,15 @@ def roles(params: Params) -> dict[Party, object]:
 
 
 def cost(params: Params) -> dict[Party, tuple[int, int]]:
-    """Messages and payload of one batch per owner."""
-    p, s = params.crypto, params.shape
-    one = p.tight * 4  # bytes of a polynomial at one prime
-    inputs, planned = (s.tokens - 1) * s.inputs, plan(s, p)
+    """Messages and payload of one batch per owner, as an owner of one sample packs it."""
+    p, s, packed = params.crypto, params.shape, cheapest(params.shape, params.crypto, 1)
+    one, planned = p.tight * 4, packed.plan  # bytes of a polynomial at one prime
     trips, sent, back = traffic(planned.openings)
-    whole = 1 + inputs + powers(planned.openings) * p.count
-    up = 1 + len(parts(inputs)) + trips, (whole * p.count + back) * one
+    whole = 1 + packed.inputs + packed.keys * p.count
+    up = 1 + len(parts(packed.inputs)) + trips, (whole * p.count + back) * one
     down = (sent + sum(s.rank * 2 * t.primes for _, t in planned.taps)) * one
     n = len(params.owners)
     return {params.provider: (n * (1 + trips + len(planned.taps)), n * down)} | dict.fromkeys(params.owners, up)
-
-
-# ---- local steps -----------------------------------------------------------------------------------------------------
-
-
-def batches(params: Params, samples: int) -> int:
-    return -(-samples // params.crypto.slots)
 
 
 # ---- roles -----------------------------------------------------------------------------------------------------------
@@ -203,20 +185,18 @@ class OwnerSide:
         self.ch, self.params, self.key, self.entropy = ch, params, key, entropy
         self.beyond: list[Any] = []  # tap by tap, which samples of the batch left its bound
 
-    async def send_key(self, openings: Sequence[Opening], batches: int) -> None:
+    async def send_key(self, openings: Sequence[Opening], batches: int, tokens: int = 1) -> None:
         """What the provider needs for that plan."""
         key, p, seed = self.key, self.params.crypto, self.entropy.bytes(32)
-        switching = block.pack_words(p, key.switching(powers(openings) + 2, seed, self.entropy))
-        await self.ch.send(
-            self.params.provider, Key(block.pack_words(p, key.b), key.seed, switching, seed, batches)
-        )  # L1
+        switching = block.pack_words(p, key.switching(powers(openings) + 2, seed, self.entropy, tokens))
+        mine = Key(block.pack_words(p, key.b), key.seed, switching, seed, batches, tokens)
+        await self.ch.send(self.params.provider, mine)  # L1
 
     async def send_inputs(self, x: F64) -> None:
-        """Encrypt x (n, T - 1, inputs), n samples that fill the slots."""
-        flat = x.reshape(len(x), -1).T
-        for part in parts(len(flat)):
+        """Encrypt slots (n, N/2)."""
+        for part in parts(len(x)):
             seed = self.entropy.bytes(32)
-            c0 = self.key.encrypt(flat[part], seed, self.entropy)
+            c0 = self.key.encrypt(x[part], seed, self.entropy)
             await self.ch.send(self.params.provider, Inputs(block.pack_words(self.params.crypto, c0), seed))
 
     async def answer(self, how: Opening) -> None:
@@ -227,23 +207,26 @@ class OwnerSide:
             fresh = self.key.refresh(read(p, c.c, "L3", P), how, seed, self.entropy)
             await self.ch.send(P, Fresh(block.pack_words(p, fresh), seed))  # L4
 
-    async def batch(self, x: F64, planned: Plan, done: int) -> F64:
+    async def batch(self, x: F64, packed: Packing, done: int) -> F64:
         """The taps of one batch, of which so many blocks are done: (n, taps, r), NaN where a bound was left."""
         self.beyond.clear()
+        planned = packed.plan
         if not done:
-            await self.send_inputs(fill(x, self.params.crypto.slots))  # L2
+            await self.send_inputs(packed.filled(x))  # L2
         first = planned.blocks[done - 1] if done else 0
-        taps = [await self.read_tap(tap, len(x)) for at, tap in planned.taps if at <= first]
+        taps = [await self.read_tap(tap, packed, len(x)) for at, tap in planned.taps if at <= first]
         for n, openings in enumerate(planned.rounds[first:], first + 1):
             for how in openings:
                 await self.answer(how)
-            taps += [await self.read_tap(tap, len(x)) for at, tap in planned.taps if at == n]
-        return np.where(np.any(self.beyond, axis=0)[:, None, None], np.nan, np.stack(taps, axis=1))
+            taps += [await self.read_tap(tap, packed, len(x)) for at, tap in planned.taps if at == n]
+        beyond = np.any(self.beyond, axis=0)
+        beyond |= float(beyond.mean()) > MOST_BEYOND  # then it is the batch that is spoilt
+        return np.where(beyond[:, None, None], np.nan, np.stack(taps, axis=1))
 
-    async def read_tap(self, tap: Tap, count: int) -> F64:
-        P, s = self.params.provider, self.params.shape
-        c = await self.ch.recv(P, Features, c=(s.rank, 2, tap.primes, self.params.crypto.tight))  # L5
-        features = self.key.read(read(self.params.crypto, c.c, "L5", P), tap.scale, count).T
+    async def read_tap(self, tap: Tap, packed: Packing, count: int) -> F64:
+        P, s, p = self.params.provider, self.params.shape, self.params.crypto
+        c = await self.ch.recv(P, Features, c=(s.rank, 2, tap.primes, p.tight))  # L5
+        features = packed.read(self.key.read(read(p, c.c, "L5", P), tap.scale, p.slots), count)
         self.beyond.append(~(np.abs(features) <= tap.bound).all(axis=1))  # NaN is not <= anything
         what = f"{s.rank} features of block {tap.block} for {count} samples"
         return self.ch.reveal(features, to=self.ch.me, line="L5", what=what, protocol=NAME)
@@ -251,23 +234,31 @@ class OwnerSide:
 
 async def owner(ch: Channel, params: Params, inputs: F64, kept: Taps | None = None, *, entropy: Entropy) -> F64:
     """The part of u. Returns the taps of its samples, (n, taps, r); NaN for those whose values left their intervals."""
-    check_inputs(params.shape, inputs)
     if not len(inputs):
         raise DataError("there is no sample to ask about")
-    kept, slots, planned = kept or Taps(), params.crypto.slots, plan(params.shape, params.crypto)
+    check_inputs(params.shape, inputs, MOST_BEYOND)
+    good = takes(params.shape, inputs)
+    features = np.full((len(inputs), len(params.shape.taps), params.shape.rank), np.nan)
+    features[good] = await ask(ch, params, inputs[good], kept or Taps(), entropy)
+    return features
+
+
+async def ask(ch: Channel, params: Params, inputs: F64, kept: Taps, entropy: Entropy) -> F64:
+    """All batches of an owner, whose inputs are within their bounds; what is kept is not asked for again."""
+    packed = cheapest(params.shape, params.crypto, len(inputs))
     key, begun, rest = kept.key(params.crypto, entropy, len(inputs)), kept.begun, inputs[kept.count :]
-    side = OwnerSide(ch.sub(str(ch.me)), params, key, entropy)
-    count, numbers = batches(params, len(rest)), inputs.shape[1] * inputs.shape[2]
-    ch.step(f"{len(rest)} samples, {price(params.crypto, planned.openings, numbers, count)}", protocol=NAME, line="L1")
-    await side.send_key(planned.openings, count)  # L1
+    side, count = OwnerSide(ch.sub(str(ch.me)), params, key, entropy), packed.batches(len(rest))
+    ch.step(f"{len(rest)} samples, {packed.price(len(rest))}", protocol=NAME, line="L1")
+    await side.send_key(packed.plan.openings, count, packed.tokens)  # L1
     done = (await side.ch.recv(params.provider, Start)).block  # L1
     check_start(done, params.shape.depth if begun and count else 0)
-    for start in range(0, len(rest), slots):
-        taps = await side.batch(rest[start : start + slots], planned, 0 if start else done)  # L2 to L5
-        kept.add(taps, key if start + slots < len(rest) else None)
-    if any(np.isnan(taps).any(axis=(1, 2)).mean() > MOST_BEYOND for taps in kept.read):  # only now: where is private
+    for start in range(0, len(rest), packed.samples):
+        taps = await side.batch(rest[start : start + packed.samples], packed, 0 if start else done)  # L2 to L5
+        kept.add(taps, key if start + packed.samples < len(rest) else None)
+    found = np.concatenate(kept.read)
+    if np.isnan(found).all():  # only now: which batch it was is nobody else's business
         raise ProtocolAbort(NAME, "L5", "range", "features beyond their bounds; samples are unlike the model's own")
-    return np.concatenate(kept.read)
+    return found
 
 
 class ProviderSide:
@@ -290,9 +281,9 @@ class ProviderSide:
         except CloisterError as e:
             raise ProtocolAbort(NAME, line, "malformed", f"from '{self.who}': {e}") from None
 
-    async def inputs(self) -> Values:
-        p, s = self.params.crypto, self.params.shape
-        shelf = self.pool.shelf(n := (s.tokens - 1) * s.inputs, 2, p.count, p.degree)
+    async def inputs(self, n: int) -> Values:
+        p = self.params.crypto
+        shelf = self.pool.shelf(n, 2, p.count, p.degree)
         for part in parts(n):
             m = await self.ch.recv(self.who, Inputs, c0=(part.stop - part.start, p.count, p.tight))  # L2
             c0 = self.put(m.c0, "L2")
@@ -355,34 +346,34 @@ async def provider(
     if encoder.shape != params.shape:
         raise ParameterError("the model has another shape than was announced")
     p, s, rounded, ledger = params.crypto, params.shape, encoder.rounded(params.crypto.weight_bits), ledger or Ledger()
-    planned = plan(s, p)
 
     async def serve(u: Party) -> int:
         mine = ch.sub(str(u))
-        key = await mine.recv(u, Key, **key_shapes(p, planned.openings))  # L1
-        if key.batches < 0:
-            raise ProtocolAbort(NAME, "L1", "malformed", f"'{u}' announces {key.batches} batches")
-        answers, unpaid = Answers.of(folder, u, key.seed + key.b.tobytes() + repr(s).encode(), key.batches)
-        ledger.admit(u, unpaid * p.slots, math.ceil(params.budget / p.slots) * p.slots)
+        key = await mine.recv(u, Key, b=(p.count, p.tight), switching=(None, p.count, p.count, p.tight))  # L1
+        packed = announced(s, p, key.tokens, len(key.switching), key.batches, u)
+        about = key.seed + key.b.tobytes() + repr((s, packed.tokens)).encode()
+        (answers, unpaid), many = Answers.of(folder, u, about, key.batches), packed.samples
+        ledger.admit(u, unpaid * many, math.ceil(params.budget / many) * many)
         if unpaid:
             answers.start(unpaid)
         side = ProviderSide(mine, params, u, key, entropy, device)
         await mine.send(u, Start(answers.block))  # L1
         for n in range(key.batches):
-            await answer(side, answers, key.batches, n)
+            await answer(side, answers, packed, key.batches, n)
         return key.batches
 
-    async def answer(side: ProviderSide, answers: Answers, count: int, n: int) -> None:
+    async def answer(side: ProviderSide, answers: Answers, packed: Packing, count: int, n: int) -> None:
         """One batch, from where it is."""
-        circuit = circuit_of(s)(s, p, side.refresh, rounded, side.ev, planned.openings, side.pool)
+        planned, P = packed.plan, packed.tokens
+        circuit = circuit_of(s, P)(s, p, side.refresh, rounded, side.ev, planned.openings, side.pool)
         done = answers.block if n == 0 else 0
         if done:
             for number, words in enumerate(answers.taps):
-                await side.send_tap(words, tap_of(s, p, number))  # L5, again
+                await side.send_tap(words, tap_of(s, p, number, P))  # L5, again
             circuit.follow(planned.openings_after(done))
             x = answers.values(side.ev, side.pool, p.degree) if done < s.depth else Values(0, 2, p.scale)
         else:
-            inputs = await side.inputs()  # L2
+            inputs = await side.inputs(packed.inputs)  # L2
             if n:
                 answers.start(count - n)
             x = await circuit.embed(inputs)
@@ -390,7 +381,7 @@ async def provider(
             at, last = f"batch {n + 1} of {count}, block {layer + 1} of {s.depth}", layer + 1 == s.depth
             ch.step(f"{side.who}: {at}", protocol=NAME, line="L3")
             x = await circuit.block(x, layer, 1 if last else 0)
-            tapped = [tap_of(s, p, which) for which, at in enumerate(s.taps) if at == layer + 1]
+            tapped = [tap_of(s, p, which, P) for which, at in enumerate(s.taps) if at == layer + 1]
             made = [await side.make_tap(circuit, x, tap) for tap in tapped]
             answers.add(layer + 1, None if last else x, side.ev, made)
             for tap, c in zip(tapped, made, strict=True):

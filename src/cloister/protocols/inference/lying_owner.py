@@ -3,7 +3,8 @@
 Nothing ties an owner's answers to what it was sent (docs/decisions/0011). What it opens is uniform whatever it answers,
 but for the taps. A tap has N coefficients modulo Q, under noise that is uniform on 2^(flood + 1) of these numbers:
 however its message was made, it tells log2 Q - flood - 1 bits at most. `Tap.lift` keeps that to what features within
-their bound need.
+their bound need. Where P tokens share ciphertexts, what is read is a sum over their slots (`grid_circuit.added_up`): it
+has N / P coefficients, and the others nothing but noise. Such batches hold 1 / P as many samples.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from cloister.crypto.owner_ckks.scheme import Parameters, modulus
 from cloister.models.polynomial import Shape
 from cloister.protocols.inference.block_plan import Tap, tap_of
+from cloister.protocols.inference.packing import Packing, packings
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +40,19 @@ class Exposure:
 
 
 def exposure(shape: Shape, params: Parameters, budget: int) -> Exposure:
-    batches = -(-budget // params.slots)
-    return Exposure(weights(shape), params.weight_bits, batches, batch_bits(shape, params))
+    """With the packing that tells most."""
+    found = [
+        Exposure(weights(shape), params.weight_bits, p.batches(budget), batch_bits(p))
+        for p in (Packing(shape, params, tokens) for tokens in packings(shape, params))
+    ]
+    return max(found, key=lambda one: one.batches * one.bits)
 
 
-def batch_bits(shape: Shape, params: Parameters) -> float:
+def batch_bits(packed: Packing) -> float:
     """All that the taps of one batch can tell, in bits."""
-    taps = (tap_of(shape, params, number) for number in range(len(shape.taps)))
-    return sum(shape.rank * params.degree * coefficient_bits(params, tap) for tap in taps)
+    shape, params, n = packed.shape, packed.crypto, packed.crypto.degree // packed.tokens
+    taps = (tap_of(shape, params, number, packed.tokens) for number in range(len(shape.taps)))
+    return sum(shape.rank * n * coefficient_bits(params, tap) for tap in taps)
 
 
 def coefficient_bits(params: Parameters, tap: Tap) -> float:

@@ -53,7 +53,7 @@ from cloister.net.channel import Channel
 from cloister.net.wire import message
 from cloister.protocols.inference import encrypted_inference
 from cloister.protocols.inference.block_circuit import Circuit
-from cloister.protocols.inference.block_messages import fill, key_shapes, parts, powers, read, seed_of, traffic
+from cloister.protocols.inference.block_messages import key_shapes, parts, powers, read, seed_of, traffic
 from cloister.protocols.inference.block_plan import Plan, plan
 from cloister.protocols.inference.block_values import Values
 from cloister.protocols.inference.encrypted_inference import (
@@ -181,7 +181,7 @@ async def owner(ch: Channel, params: Params, inputs: F64, *, entropy: Entropy) -
     planned = blocks_of(s, p)
     await side.send_key([h for one in planned for h in one.openings], n)  # L1
     for x in inputs:
-        await side.send_inputs(fill(x[None], p.slots))  # L2
+        await side.send_inputs(np.repeat(x.reshape(-1, 1), p.slots, axis=1))  # L2
     seen, orders = [], []
     for number, rounds in enumerate(planned):
         for _ in range(n):
@@ -245,7 +245,7 @@ async def provider(
         ledger.admit(u, n, params.budget)
         side = ProviderSide(mine, params.inside, u, key, entropy)
         circuit = Circuit(s, p, side.refresh, rounded, side.ev, (), side.pool)
-        xs = [await side.inputs() for _ in range(n)]  # L2
+        xs = [await side.inputs((s.tokens - 1) * s.inputs) for _ in range(n)]  # L2
         before: Any = None
         for layer in range(s.depth):
             ch.step(f"{u}: block {layer + 1} of {s.depth}, {n} samples", protocol=NAME, line="L3")

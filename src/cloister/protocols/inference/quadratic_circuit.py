@@ -41,6 +41,11 @@ class QuadraticCircuit(Circuit):
     """One pass of one batch."""
 
     @property
+    def rows(self) -> int:
+        """Tokens whose numbers are ciphertexts of their own."""
+        return self.shape.tokens
+
+    @property
     def kept(self) -> int:
         """Primes of x."""
         return self.params.count - 2
@@ -181,7 +186,7 @@ class QuadraticCircuit(Circuit):
         """Σ e·v / Σ e of the first tokens, over all, with e = (q·k + c)²: d for each, three polynomials."""
         s, h = self.shape, self.shape.head_width
         norm = s.tokens * s.means[layer]
-        heads = SquaredHeads(self, z, layer, tokens)
+        heads = self.heads_of(z, layer, tokens)
         bound, want = s.sum_bound or 2 * s.u_bound, self.share_scale
         opened = (heads.sums.scaled(norm), bound), (heads.totals.scaled(norm), SUM)
         sums, D = await self.refresh("sums", *opened, want=(want, self.fine))
@@ -191,6 +196,9 @@ class QuadraticCircuit(Circuit):
         shares = self.pick(sums, [(f // h * tokens + t) * h + f % h for t, f in grid])
         product = self.times(shares, self.pick(quotients, [f // h * tokens + t for t, f in grid]))
         return dataclasses.replace(product, group=s.width)
+
+    def heads_of(self, z: Values, layer: int, tokens: int) -> SquaredHeads:
+        return SquaredHeads(self, z, layer, tokens)
 
     async def inverse(self, D: Values, want: float) -> Values:
         """1 / D by Goldschmidt, (1 + r)·(1 + r²)·(1 + r⁴)…, r = 1 - D: two factors a round."""
@@ -218,11 +226,15 @@ class QuadraticCircuit(Circuit):
         return self.closed("down", dataclasses.replace(self.square(u), group=f), x, layer, f)
 
     async def block(self, x: Values, layer: int, tokens: int = 0) -> Values:
-        s, tokens = self.shape, tokens or self.shape.tokens
+        s, tokens = self.shape, tokens or self.rows
         if s.norm == "pre":
             z = await self.normed(x, layer, 0, self.z_scale(layer))
+            if x.shelf is not None:
+                self.pool.make_room(x.shelf, tokens * s.width, 2, self.params.count - 1, self.params.degree)
             product = await self.attend(z, layer, tokens)
             del z  # what is held here is as large as a card
+            if x.shelf is not None:
+                x.shelf.back()
             x = self.closed("out", product, x, layer, s.width)
             del product
             z = await self.normed(x, layer, 1, self.feed_scale)
@@ -236,6 +248,8 @@ class QuadraticCircuit(Circuit):
 
 class SquaredHeads:
     """Queries, keys and values of one layer by head, made of z where they are read, and what is opened of them."""
+
+    polys = 3  # of a sum
 
     def __init__(self, circuit: QuadraticCircuit, z: Values, layer: int, tokens: int) -> None:
         s: Shape = circuit.shape
@@ -251,11 +265,11 @@ class SquaredHeads:
         e = self.score_scale**2
         if circuit.counting:
             circuit.require(z, K)
-            self.sums = Values(n * h, 3, e * self.part_scale, k=K - 1, group=min(tokens, ROWS) * h)
+            self.sums = Values(n * h, self.polys, e * self.part_scale, k=K - 1, group=min(tokens, ROWS) * h)
             self.totals = Values(n, 2, e, k=K - 1)
             return
         self.shelf = circuit.pool.shelf(n, 2, K - 1, circuit.params.degree)
-        self.sums = Values(n * h, 3, e * self.part_scale, self.compute, K - 1, min(tokens, ROWS) * h)
+        self.sums = Values(n * h, self.polys, e * self.part_scale, self.compute, K - 1, min(tokens, ROWS) * h)
         self.totals = Values(n, 2, e, self.shelf.read, K - 1)  # written as sums are computed
 
     def clear(self) -> None:
