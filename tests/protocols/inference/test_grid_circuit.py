@@ -190,7 +190,7 @@ def test_a_mask_goes_round_in_one_batch_of_65536_at_most():
 
 def test_what_no_packing_is_or_lacks_keys_is_refused():
     encoder = small()
-    for tokens, batches, keys in ((3, 1, 1), (2, 0, 2), (2, 1, 1)):
+    for tokens, batches, keys in ((3, 1, 1), (2, -1, 2), (2, 1, 1)):
 
         async def lies(ch, params, x, *, entropy, tokens=tokens, batches=batches, keys=keys):
             side = inference.OwnerSide(ch.sub(str(ch.me)), params, scheme.OwnerKey(CRYPTO, entropy), entropy)
