@@ -229,6 +229,18 @@ def test_settings_are_chosen_and_said(sites, monkeypatch):
     assert f"balanced accuracy {result['balanced_accuracy']:.3f} on labels left out" in result["choice"]
 
 
+def test_class_means_reach_every_cell_and_are_bounded(sites):
+    run = rehearse("propagate-labels", sites, mode="published", class_means=0.5, **SMALL)
+    for name, adata in run.data.items():
+        assert adata.obs["propagated"].notna().all(), name
+        assert (adata.obs["propagated_confidence"] > 0).all()
+        given = adata.obs["some"].notna()
+        assert (adata.obs["propagated"][given].astype(str) == adata.obs["some"][given].astype(str)).all()
+    for bad in ({"class_means": -1.0}, {"class_means": 65.0}, {"class_means_from": 1}):
+        with pytest.raises(ParameterError, match="class_means"):
+            rehearse("propagate-labels", sites, **{**SMALL, **bad})
+
+
 def test_baselines(sites):
     table = cl.propagation_baselines(sites, label_key="some", truth_key="cell_type", bits=512)
     assert set(table) == {
@@ -238,6 +250,8 @@ def test_baselines(sites):
     assert (table["each site alone"]["labels"]["vienna"] == None).all()  # noqa: E711  it has no labels
     assert table["pooled propagation"]["accuracy"] > table["each site alone"]["accuracy"]
     assert all(row["balanced_accuracy"] <= row["accuracy"] for row in table.values())  # rare types are harder
+    means = cl.propagation_baselines(sites, label_key="some", truth_key="cell_type", bits=512, class_means=0.5)
+    assert (means["pooled propagation"]["labels"]["vienna"] != None).all()  # noqa: E711  a mean reaches every cell
     with pytest.raises(ParameterError, match="two sites"):
         cl.propagation_baselines(dict(list(sites.items())[:1]), label_key="some", truth_key="cell_type")
     with pytest.raises(DataError, match="truth_key="):
