@@ -195,8 +195,9 @@ def cost(model, x, row, means):
 
 def show(rows):
     """Both tables as the page has them."""
-    print("| exp degree, steps | attention before, after | hidden before, after | accuracy | kept, MB | latency, s | rounds "
-          "| opened | MB a sample |\n|" + "---|" * 9)  # fmt: skip
+    columns = ("exp degree, steps", "attention before, after", "hidden before, after", "accuracy", "kept, MB",
+               "latency, s", "rounds", "opened", "MB a sample")  # fmt: skip
+    print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
     for r in rows:
         name = f"{r['degree'] or 'exact'}, {r['steps'] or 'exact'}"
         losses = (f"{r[f'{k}_before']:.3f}, {r[k]:.3f}" for k in ("attention", "hidden"))
