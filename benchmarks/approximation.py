@@ -13,6 +13,8 @@ provider's part of Fashion-MNIST on its last class token; with `--images`, as it
     accuracy            on test images, after one pass
     kept                megabytes that a batch of eight keeps for the way back
     latency             seconds of a batch of eight, forwards, median of five (CPU seconds, or by the clock on a GPU)
+    rounds, opened, MB  of the whole model under encryption, by the plan: round trips, ciphertexts of a batch that are
+                        opened, megabytes a sample in batches of 4096, both ways; nothing for exact functions
 
 GELU is the quadratic of the circuit in all rows, LayerNorm is exact; table 5 divides exactly, table 6 has exp of
 degree 6.
@@ -43,7 +45,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from pretrain_vit import WEIGHTS, deal, grey, load, restore, scaled
 
+from cloister.crypto.owner_ckks import scheme
 from cloister.models import polynomial, student
+from cloister.protocols.inference import encrypted_inference
+from cloister.protocols.inference.block_plan import used
+from cloister.study import Party
 
 DEGREES = (2, 4, 6, 8, 10, 12, 14, 16, 0)  # 0: exact
 STEPS = (2, 4, 6, 7, 8, 10, 12, 16, 0)
@@ -143,6 +149,24 @@ def one_pass(teacher, x, row, means, rate, size):
     return made.eval()
 
 
+def planned(model, row):
+    """Round trips, opened ciphertexts and traffic of the encrypted model; table 5 takes seven steps of division."""
+    degree, steps = row
+    if not degree:
+        return {}
+    first, depth = model.blocks[0], len(model.blocks)
+    shape = polynomial.Shape(
+        len(model.positions), model.embed.in_features, model.embed.out_features, first.heads, first.up.out_features,
+        depth, exp_degree=degree, steps=steps or 7, taps=polynomial.default_taps(depth), rank=32,
+        variances=(1.0,) * (2 * depth), means=(1.0,) * depth,
+    )  # fmt: skip
+    found = used(shape, scheme.STANDARD)
+    owner, provider = Party("owner"), Party("provider")
+    params = encrypted_inference.Params((owner,), provider, shape, scheme.STANDARD, 1)
+    total = sum(size for _, size in encrypted_inference.cost(params).values())
+    return {"rounds": found["rounds"], "opened": found["ciphertexts"], "mb_a_sample": round(total / 4096e6, 2)}
+
+
 def cost(model, x, row, means):
     """What a batch of eight keeps for the way back, in MB without the weights, and seconds forwards."""
     kept = {}
@@ -169,6 +193,19 @@ def cost(model, x, row, means):
     return {"kept_mb": round(sum(kept.values()) / 1e6, 1), "latency_s": round(float(np.median(seconds)), 4)}
 
 
+def show(rows):
+    """Both tables as the page has them."""
+    columns = ("exp degree, steps", "attention before, after", "hidden before, after", "accuracy", "kept, MB",
+               "latency, s", "rounds", "opened", "MB a sample")  # fmt: skip
+    print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
+    for r in rows:
+        name = f"{r['degree'] or 'exact'}, {r['steps'] or 'exact'}"
+        losses = (f"{r[f'{k}_before']:.3f}, {r[k]:.3f}" for k in ("attention", "hidden"))
+        plan = (r.get(k, "–") for k in ("rounds", "opened", "mb_a_sample"))
+        cells = (name, *losses, f"{r['accuracy']:.3f}", r["kept_mb"], r["latency_s"], *plan)
+        print(f"| {' | '.join(map(str, cells))} |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
@@ -180,7 +217,11 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--rate", type=float, default=1e-4)
     parser.add_argument("--log", type=Path, default=None, help="append JSON lines to this file")
+    parser.add_argument("--show", type=Path, default=None, metavar="LOG", help="print the tables of a log, no more")
     args = parser.parse_args()
+    if args.show is not None:
+        show([json.loads(line) for line in args.show.read_text().splitlines()])
+        return
     degrees, steps = DEGREES, STEPS
     if args.quick:
         args.train, args.test, degrees, steps = 32, 32, (2, 16), (2, 7)
@@ -206,7 +247,7 @@ def main() -> None:
         made = one_pass(teacher, x, row, means, args.rate, args.batch)
         found = {"table": table, "degree": row[0], "steps": row[1]}
         found |= {f"{k}_before": v for k, v in before.items()} | judged(made, teacher, tx, ty, row, means)
-        found |= cost(made, tx, row, means)
+        found |= cost(made, tx, row, means) | planned(made, row)
         print(json.dumps(found), flush=True)
         if args.log is not None:
             with args.log.open("a") as file:

@@ -197,7 +197,7 @@ def test_an_export_leaves_room_at_both_ends(distilled):
     assert np.log(b / high) == pytest.approx(3 * np.log(low / a), rel=1e-3)
 
 
-@pytest.mark.parametrize("degree", [2, 4, 6])
+@pytest.mark.parametrize("degree", [2, 4, 6, 8])
 def test_exp_falls_to_its_minimum_and_no_further(degree):
     """The allowed scores begin where the polynomial turns upwards: below, a smaller score would weigh more."""
     low, high = polynomial.limits(polynomial.Shape(3, 2, 8, 2, 8, 1, exp_degree=degree))["scores"]
