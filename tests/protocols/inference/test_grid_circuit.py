@@ -18,6 +18,7 @@ from encoders import quadratic_shape as shape
 from cloister.attacks.block_regression import fit_block
 from cloister.crypto.entropy import Entropy
 from cloister.crypto.owner_ckks import scheme, turns
+from cloister.crypto.owner_ckks.pairs import pairs_of
 from cloister.errors import ParameterError
 from cloister.models import polynomial
 from cloister.protocols.inference import block_plan, grid_circuit, lying_owner
@@ -226,6 +227,39 @@ def test_of_a_tap_only_sums_over_tokens_are_left():
     s = np.asarray(key.read(grid_circuit.added_up(ev, c, turns.Turns(tokens)), scale, CRYPTO.slots))
     sums = chosen[:, turns.slots(CRYPTO.degree, tokens)].sum(axis=1)
     assert np.abs(s[:, turns.slots(CRYPTO.degree, tokens)] - sums[:, None]).max() < 1e-3
+
+
+@pytest.mark.parametrize(("at", "seen"), [(4, True), (3, False)])
+def test_k5_a_shifted_answer_carries_weights_in_one_coefficient_of_p(at, seen, monkeypatch):
+    """X^at / 4 is added to what goes back before a tap: where it is no sum over both tokens, it is gone."""
+    grid(monkeypatch)
+    encoder, read, honest = small(), [], (scheme.OwnerKey.refresh, scheme.OwnerKey.read)
+
+    def refresh(self, cts, how, seed, entropy):
+        if how.label != "tap":
+            return honest[0](self, cts, how, seed, entropy)
+        ring, mask, secret, out = scheme.ring_of(CRYPTO), scheme.Halves(seed), entropy.prg(), []
+        opened = [half for ct in cts for half in pairs_of(CRYPTO).halves(ring.to_words(self._opened(ct)))]
+        for i, value in enumerate(opened):
+            m = ring.add_words(np.zeros((how.back, CRYPTO.degree), np.uint32), scheme.times_shift(value, how))
+            bit, words = (
+                CRYPTO.scale_bits + grid_circuit.GridCircuit.tap_bits - 2,
+                np.zeros((4, CRYPTO.degree), np.uint32),
+            )
+            words[bit // 32, at] = (1 << bit % 32) if i == 1 else 0
+            out.append(self.hide(ring.add_words(m, words), mask, secret))
+        return np.stack(out)
+
+    def spy(self, cts, scale, count):
+        read.extend(self.open(ct)[0][at] / scale for ct in cts)
+        return honest[1](self, cts, scale, count)
+
+    monkeypatch.setattr(scheme.OwnerKey, "refresh", refresh)
+    monkeypatch.setattr(scheme.OwnerKey, "read", spy)
+    run_protocol(inference, case(encoder, 2), timeout=60.0)
+    weight = float(encoder.rounded(CRYPTO.weight_bits).projections[0][0, 1])
+    assert abs(weight) > 0.2
+    assert abs(read[0] * 4 - (weight if seen else 0.0)) < 0.05
 
 
 @pytest.mark.slow
