@@ -4,7 +4,7 @@
     python benchmarks/cellcnn.py --part accuracy          ten splits, N = 2, 3, 5, pooled, local only, ours
     python benchmarks/cellcnn.py --part encrypted         one full encrypted training per N on the CMV donors
     python benchmarks/cellcnn.py --part cost              local iteration, refresh, keys, bytes, growth
-    python benchmarks/cellcnn.py --part paper             20 steps of the paper's training, with ten sites
+    python benchmarks/cellcnn.py --part paper             the paper's training whole: ten sites, 200 steps (or --steps)
     python benchmarks/cellcnn.py --part filters           20 models, consensus filters and their markers
 
 Hyperparameters are chosen by cross-validation over the training donors of each split (`cellcnn_donors`). The CMV donors
@@ -214,7 +214,7 @@ def main():
     parser.add_argument("--splits", type=int, default=10)
     parser.add_argument("--first", type=int, default=0, help="the first of them")
     parser.add_argument("--sites", type=int, nargs="+", default=[2, 3, 5], help="numbers of sites of --part encrypted")
-    parser.add_argument("--steps", type=int, help="of --part encrypted, instead of the chosen number")
+    parser.add_argument("--steps", type=int, help="of --part encrypted or paper, instead of theirs")
     parser.add_argument("--rate", type=float, help="learning rate of --part encrypted; with --steps, none is validated")
     parser.add_argument("--inputs", type=int, default=2000, help="multi-cell inputs per class, over all sites")
     parser.add_argument("--data", type=Path, default=HERE.parent.parent / "shared" / "data")

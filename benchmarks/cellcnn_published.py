@@ -23,7 +23,7 @@ class OneKey(dict):
         return self.conjugate if steps == published_circuit.CONJUGATE else self.rotation
 
 
-class TimedOps(published_circuit.SealOps):
+class TimedOps(published_circuit.CipherOps):
     def rotate(self, x, steps):
         return super().rotate(x, steps if steps == published_circuit.CONJUGATE else 1)
 

@@ -5,8 +5,8 @@ from cloister.crypto.ckks import scheme as ckks
 from cloister.crypto.entropy import Entropy
 from cloister.errors import ParameterError, WireError
 
-pytest.importorskip("seal")
-P = ckks.Parameters(8192, base=2, base_bits=52, levels=1, per_level=1, level_bits=40, special_bits=55)
+pytest.importorskip("numba")
+P = ckks.Parameters(8192, base=2, base_bits=50, levels=1, per_level=1, level_bits=40)
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def test_encrypt_evaluate_decrypt(c, key):
     both = c.add(ct, c.encrypt(public, y, P.top, P.scale, Entropy()))
     np.testing.assert_allclose(c.decrypt(secret.ntt, c.add_plain(both, x)), 2 * x + y, atol=2e-6)
     product = c.times_plain(ct, c.encode(y, P.top, c.dropped(P.top)))
-    assert product.coeff_modulus_size() == P.base
+    assert product.primes == P.base
     np.testing.assert_allclose(c.decrypt(secret.ntt, product), x * y, atol=1e-5)
 
 
@@ -54,19 +54,19 @@ def test_shifted_scales_and_single_numbers(c, key):
     x = values(4)
     ct = c.encrypt(public, x, P.top, P.scale, Entropy())
     moved = c.shift(c.drop(ct, P.base), 12)
-    assert moved.scale() == P.scale * 2.0**12
+    assert moved.scale == P.scale * 2.0**12
     np.testing.assert_allclose(c.decrypt(secret.ntt, moved), x, atol=1e-6)  # relative noise stays
     np.testing.assert_allclose(c.decrypt(secret.ntt, c.add_plain(moved, -2.5)), x - 2.5, atol=1e-6)
     assert c.dropped(P.top, 2) == c.dropped(P.top, 1) * c.dropped(P.top - 1, 1)
 
 
 def test_a_scale_may_be_given():
-    planned = ckks.Parameters(8192, 2, 52, 1, 1, 40, 55, given_scale_bits=33)
+    planned = ckks.Parameters(8192, 2, 50, 1, 1, 40, given_scale_bits=33)
     assert (planned.scale_bits, planned.bits, planned.scale) == (33, P.bits, 2.0**33)
 
 
 def test_the_direct_big_integer_way_gives_the_same(c, key):
-    """c0 + c1·s over the integers, centred, then the polynomial at the roots: no NTT, no SEAL, no double-doubles."""
+    """c0 + c1·s over the integers, centred, then the polynomial at the roots: no NTT, no doubles."""
     secret, public = key
     x = values(3)
     raw, scale = c.raw(c.encrypt(public, x, 2, P.scale, Entropy()))
@@ -75,20 +75,6 @@ def test_the_direct_big_integer_way_gives_the_same(c, key):
     for j in (0, 1, 2, 4095):
         root = np.exp(1j * np.pi * (np.arange(n) * pow(3, j, 2 * n) % (2 * n)) / n)
         assert abs((np.array(m, float) @ root).real / scale - x[j]) < 1e-5
-
-
-def test_seal_decrypts_what_we_encrypt_and_the_other_way(c):
-    maker = c.seal.KeyGenerator(c.seal_context)
-    raw = maker.secret_key().to_string()
-    K, n = len(c.primes), P.degree
-    s = np.frombuffer(raw[-K * n * 8 :], np.uint64).reshape(K, n).copy()
-    blob = maker.create_public_key().to_string()
-    b, a = np.frombuffer(blob[-2 * K * n * 8 :], np.uint64).reshape(2, K, n)
-    ct = c.encrypt(ckks.PublicKey(b, a), values(), P.top, P.scale, Entropy())
-    theirs = c.seal.Decryptor(c.seal_context, maker.secret_key()).decrypt(ct)
-    np.testing.assert_allclose(np.asarray(c.encoder.decode(theirs)), values(), atol=1e-6)
-    from_seal = c.seal.Encryptor(c.seal_context, maker.create_public_key()).encrypt(c.encode(values(), P.top, P.scale))
-    np.testing.assert_allclose(c.decrypt(s, from_seal), values(), atol=1e-6)
 
 
 def test_another_key_does_not_decrypt(c, key):
@@ -131,8 +117,8 @@ def test_numpy_generators_make_no_secret():
 def test_parameters_below_128_bits_are_refused():
     with pytest.raises(ParameterError, match="128-bit"):
         ckks.Parameters(8192)
-    with pytest.raises(ParameterError, match="20 to 60"):
-        ckks.Parameters(32768, level_bits=61)
+    with pytest.raises(ParameterError, match="20 to 50"):
+        ckks.Parameters(32768, level_bits=51)
 
 
 @pytest.mark.parametrize(("levels", "slots", "scale"), [(4, 8192, 68), (4, 16384, 78), (1, 1024, 70), (6, 100, 50)])
@@ -142,7 +128,7 @@ def test_choose_finds_the_smallest_ring(levels, slots, scale):
     assert found.levels == levels
     assert found.scale_bits >= scale
     smaller = {4096: 109, 8192: 218, 16384: 438}.get(found.degree // 2)
-    data = sum(found.bits[:-1])
+    data = sum(found.bits[: found.top])
     assert smaller is None or found.degree // 4 < slots or data + found.base_bits - 2 > smaller
 
 

@@ -62,13 +62,12 @@ def test_map_on_slots_and_on_plain_numbers_agree():
 def test_values_are_encoded_exactly_and_alike_everywhere():
     from cloister.crypto.ckks import scheme as ckks
 
-    pytest.importorskip("seal")
-    P = ckks.Parameters(8192, base=3, base_bits=42, levels=1, per_level=1, level_bits=30, special_bits=55)
+    P = ckks.Parameters(8192, base=3, base_bits=42, levels=1, per_level=1, level_bits=30)
     c, x = ckks.context(P), np.round(np.random.default_rng(0).normal(size=4096), 3)
     for scale in (2.0**30, 1.37e25):
         np.testing.assert_allclose(c.decode(c.exact_residues(x, 3, scale), scale), x, atol=1e-7)
-    seal = c.decode(c.plain_residues(x, 3, 2.0**60), 2.0**60)
-    np.testing.assert_allclose(c.decode(c.exact_residues(x, 3, 2.0**60), 2.0**60), seal, atol=2.0**-30)
+    floating = c.decode(c.encode(x, 3, 2.0**60).residues, 2.0**60)
+    np.testing.assert_allclose(c.decode(c.exact_residues(x, 3, 2.0**60), 2.0**60), floating, atol=2.0**-30)
 
 
 def test_digest_tells_maps_apart():

@@ -8,7 +8,7 @@ from cloister.crypto.prg import Prg
 from cloister.study import Party
 
 HUB = Party("hub")
-SMALL = ckks.Parameters(8192, base=3, base_bits=42, levels=1, per_level=1, level_bits=30, special_bits=55)
+SMALL = ckks.Parameters(8192, base=3, base_bits=42, levels=1, per_level=1, level_bits=30)
 
 
 def names(n):

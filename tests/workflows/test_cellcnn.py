@@ -248,7 +248,7 @@ def two():
 
 def outside(folder, **options):
     """A study in which vienna, which trained nothing, asks the opened model of the two others."""
-    pytest.importorskip("seal")
+    pytest.importorskip("numba")
     rehearse("train-cellcnn", data=two(), mode="plain", n_steps=20, keep=str(folder), **COMMON)
     return {"query": "vienna", "keep": str(folder), "opened": True, "outside": True} | options
 
@@ -300,7 +300,7 @@ def test_an_outsider_that_was_not_agreed_in_the_study_is_refused(tmp_path):
 
 @pytest.mark.slow
 def test_validation_during_training_then_prediction(tmp_path):
-    pytest.importorskip("seal")
+    pytest.importorskip("numba")
     options = {"n_steps": 2, "hold_out": 1, **COMMON}
     kept = {"validate_every": 2, "keep": str(tmp_path), "timeout": 300}
     run = rehearse("train-cellcnn", data=two(), **kept, **options)
@@ -319,7 +319,7 @@ def test_validation_during_training_then_prediction(tmp_path):
 
 @pytest.mark.slow
 def test_published_training_as_a_workflow(tmp_path):
-    pytest.importorskip("seal")
+    pytest.importorskip("numba")
     options = {**COMMON, "n_filters": 2, "batch": 8, "n_steps": 2}
     kept = {"mode": "published", "open_model": True, "keep": str(tmp_path), "timeout": 300}
     run = rehearse("train-cellcnn", data=two(), **kept, **options)
@@ -336,7 +336,7 @@ def test_published_training_as_a_workflow(tmp_path):
 
 @pytest.mark.slow
 def test_encrypted_training_then_prediction_both_ways(tmp_path):
-    pytest.importorskip("seal")
+    pytest.importorskip("numba")
     options = {"n_steps": 4, "keep": str(tmp_path), "open_model": True, **COMMON}
     run = rehearse("train-cellcnn", data=sites(), timeout=300, **options)
     twin = rehearse("train-cellcnn", data=sites(), mode="plain", **{**options, "keep": "", "open_model": False})

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-pytest.importorskip("seal")
+pytest.importorskip("numba")
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from cloister.crypto.ckks import scheme as ckks
@@ -17,7 +17,7 @@ from cloister.protocols.cellcnn import cellcnn_circuit
 from cloister.protocols.cellcnn.cellcnn_ladder import Ladder, chain
 
 SMALL = chain(8192, scale_bits=56, value_bits=3, parties=3)
-LARGE = [chain(16384, scale_bits=bits, parties=3) for bits in (80, 88, 96, 104)]
+LARGE = [chain(16384, scale_bits=bits, parties=3) for bits in (80, 88, 92, 96)]
 
 
 @pytest.mark.parametrize("params", [SMALL, *LARGE])
@@ -32,7 +32,7 @@ def test_scales_are_balanced_and_fit_their_primes(params, interval):
     assert 2 * w < room[k_b]
     assert params.scale_bits + d3 * b < room[k_q]
     assert ladder.z_noise <= min(ladder.weights(w + step) for step in (-2.0, -0.25, 0.25, 2.0))
-    assert ladder.z_noise < 256  # what the bound of a plain ladder of two primes per level would be
+    assert ladder.z_noise < 1024  # small primes leave U less to spare; `Layout.noise` counts it
 
 
 @pytest.mark.parametrize("interval", [1.0, 3.0])
@@ -59,12 +59,12 @@ def test_noise_of_a_gradient_stays_below_its_bound():
 
     def switching(target, galois=0):
         prg, K = entropy.prg(), len(c.primes)
-        a = np.stack([r.uniform(prg, K) for _ in range(SMALL.top)])
+        a = np.stack([r.uniform(prg, K) for _ in range(SMALL.digits)])
         b = [
-            r.add_multiple(r.add_product(r.error(prg, K), a[d], s, sign=-1), target, c.primes[-1], d)
-            for d in range(SMALL.top)
+            c.bases.known_share(r.add_product(r.error(prg, K), a[d], s, sign=-1), target, d)
+            for d in range(SMALL.digits)
         ]
-        return c.load_key(ckks.SwitchingKey(np.stack(b), a, galois))
+        return ckks.SwitchingKey(np.stack(b), a, galois)
 
     def turned(steps):
         g = c.galois(steps)

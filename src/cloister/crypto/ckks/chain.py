@@ -4,7 +4,9 @@ A ciphertext is at *k primes* of the L data primes. `Parameters` lays the primes
 
     base primes          always kept: room for a masked refresh or a flooded decryption
     level primes         `per_level` of them are spent by each rescaling, and make up the scale Δ
-    one special prime    for switching keys only
+    special primes       for switching keys only: as many as a digit has (`lattice.bases`), the more the fewer digits
+
+All are below 2^50 (`lattice.float_kernels`).
 
 What hides something statistically hides it to 2^-SECURITY for a whole run: all coefficients of up to MASKED
 polynomials, or of OPENINGS openings under one key, together (`Ring.spread` says why that costs square roots). Noise is
@@ -23,6 +25,8 @@ SECURITY = 40  # bits, of everything that hides statistically
 MASKED = 1 << 12  # polynomials that are refreshed in one run, at most
 OPENINGS = 64  # under one key, at most
 HIDING_BITS = SECURITY + MASKED.bit_length() // 2  # of a mask over the message
+MOST_BITS = 50  # of a prime
+MOST_SPECIALS = 6
 WRAP_BITS = 36  # a coefficient of a refresh wraps modulo Q, and spoils the result, with probability 2^-this
 
 
@@ -48,8 +52,8 @@ class Parameters:
         Primes that are never spent, and their size.
     levels, per_level, level_bits
         How many rescalings, how many primes each spends, and their size; Δ = 2^(per_level · level_bits).
-    special_bits
-        Size of the prime for switching keys.
+    special_bits, specials
+        Size and number of the primes for switching keys.
     given_scale_bits
         log2 Δ where a circuit plans the scales between its rescalings itself; 0 otherwise.
     """
@@ -60,18 +64,20 @@ class Parameters:
     levels: int = 4
     per_level: int = 2
     level_bits: int = 39
-    special_bits: int = 60
+    special_bits: int = MOST_BITS
     given_scale_bits: int = 0
+    specials: int = 1
 
     def __post_init__(self) -> None:
-        if min(self.base, self.levels, self.per_level) < 1 or max(self.bits) > 60 or min(self.bits) < 20:
-            raise ParameterError("a CKKS chain needs base and level primes of 20 to 60 bits")
+        least = min(self.base, self.levels, self.per_level, self.specials)
+        if least < 1 or max(self.bits) > MOST_BITS or min(self.bits) < 20:
+            raise ParameterError(f"a CKKS chain needs base, level and special primes of 20 to {MOST_BITS} bits")
         check_secure(self.degree, sum(self.bits))
 
     @property
     def bits(self) -> tuple[int, ...]:
         data = (self.base_bits,) * self.base + (self.level_bits,) * (self.levels * self.per_level)
-        return (*data, self.special_bits)
+        return data + (self.special_bits,) * self.specials
 
     @property
     def about(self) -> str:
@@ -96,30 +102,69 @@ class Parameters:
     @property
     def top(self) -> int:
         """L, all data primes."""
-        return len(self.bits) - 1
+        return len(self.bits) - self.specials
+
+    @property
+    def digits(self) -> int:
+        """Pairs of a switching key."""
+        return -(-self.top // self.specials)
 
     def primes_at(self, level: int) -> int:
         """Primes of a ciphertext that can still be rescaled `level` times."""
         return self.base + level * self.per_level
 
 
+def chain_primes(params: Parameters) -> tuple[int, ...]:
+    """The largest primes of the sizes asked for that have a 2N-th root of unity, all different."""
+    step = 2 * params.degree
+    found: dict[int, list[int]] = {}
+    for bits in dict.fromkeys(params.bits):
+        q, found[bits] = (1 << bits) // step * step + 1, []
+        while len(found[bits]) < params.bits.count(bits):
+            q -= step
+            if q < 1 << (bits - 1):
+                raise ParameterError(f"there are not enough primes of {bits} bits for ring degree {params.degree}")
+            if is_prime(q):
+                found[bits].append(q)
+    return tuple(found[bits].pop(0) for bits in params.bits)
+
+
+def is_prime(n: int) -> bool:
+    """Miller and Rabin's test with the bases that decide all odd n below 2^64."""
+    odd, twos = n - 1, 0
+    while odd % 2 == 0:
+        odd, twos = odd // 2, twos + 1
+    for base in (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37):
+        x = pow(base, odd, n)
+        if base % n and x not in (1, n - 1) and not any((x := x * x % n) == n - 1 for _ in range(twos - 1)):
+            return False
+    return True
+
+
 def choose(
     levels: int, slots_needed: int, *, scale_bits: int = 78, value_bits: int = 6, parties: int = 16
 ) -> Parameters:
     """The smallest secure ring that carries so many levels at that scale, with room for refreshes between them."""
-    per_level = -(-scale_bits // 59)
+    per_level = -(-scale_bits // MOST_BITS)
     level_bits = -(-scale_bits // per_level)
     need = base_bits(per_level * level_bits, value_bits, parties)
-    base = -(-need // 60)
+    base = -(-need // MOST_BITS)
     each = -(-need // base)
     for degree, most in SECURE_BITS.items():
         left = most - base * each - levels * per_level * level_bits
-        if degree // 2 >= slots_needed and left >= min(60, each, level_bits) - 2:
-            return Parameters(degree, base, each, levels, per_level, level_bits, min(60, left))
+        special = specials_in(left, base + levels * per_level)
+        if degree // 2 >= slots_needed and special is not None:
+            return Parameters(degree, base, each, levels, per_level, level_bits, special[0], 0, special[1])
     raise ParameterError(
         f"no ring of 128-bit security holds {slots_needed} slots, {levels} levels and a scale of 2^{scale_bits};"
         " use fewer filters, markers or classes, or a smaller scale"
     )
+
+
+def specials_in(bits: int, data: int) -> tuple[int, int] | None:
+    """Size and number of the special primes that so many bits hold, for so many data primes; none is `None`."""
+    count = min(bits // MOST_BITS, MOST_SPECIALS, data)
+    return (MOST_BITS, count) if count > 0 else None
 
 
 def encryption_noise(params: Parameters, parties: int) -> float:
@@ -131,6 +176,7 @@ def rounding_noise(params: Parameters, parties: int) -> float:
     """Standard deviation of a rescaled ciphertext's noise, per coefficient: rounding times the sum of secrets."""
     n = params.degree
     rounding = n * (2 / 3) * parties / 12 + 1 / 12
-    digits = sum(4.0 ** (bits - params.special_bits) for bits in params.bits[:-1])
+    data, size, P = params.bits[: params.top], params.specials, params.specials * params.special_bits
+    digits = sum(4.0 ** (sum(data[at : at + size]) - P) for at in range(0, params.top, size))
     switching = n / 12 * SIGMA**2 * parties * digits
     return math.sqrt(rounding + switching)

@@ -1,9 +1,10 @@
-"""CKKS on Microsoft SEAL: real vectors under encryption, with the raw residues that collective protocols need.
+"""CKKS: real vectors under encryption, with the raw residues that collective protocols need.
 
-SEAL evaluates (products, relinearisation, rotations, rescaling); keys, encryption and decryption shares are made here
-on residues, from `Entropy`, so that nobody needs a key that nobody may have.
+Everything is computed on residues (`lattice`): keys, encryption and decryption shares from `Entropy`, so that nobody
+needs a key that nobody may have, and products, rotations and rescaling. The tests hold it against Microsoft SEAL, whose
+order of slots and of NTT form this is.
 
-A ciphertext is at *k primes* of the L data primes that `Parameters` lays out (`ckks_chain`).
+A ciphertext is at *k primes* of the L data primes that `Parameters` lays out (`chain`).
 """
 
 from __future__ import annotations
@@ -13,16 +14,19 @@ import hashlib
 import math
 import struct
 import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, final
+from fractions import Fraction
+from typing import NamedTuple, final
 
 import numpy as np
 
-from cloister.arrays import F64, I64, U64
+from cloister.arrays import C128, F64, I64, U64
 from cloister.crypto.ckks.chain import (
     HIDING_BITS,
     Parameters,
     base_bits,
+    chain_primes,
     choose,
     encryption_noise,
     flood_bits,
@@ -30,11 +34,11 @@ from cloister.crypto.ckks.chain import (
 )
 from cloister.crypto.entropy import Entropy, check_entropy
 from cloister.crypto.lattice import slots
+from cloister.crypto.lattice.bases import Bases, SwitchingKey, bases
 from cloister.crypto.lattice.ring import Residues, Ring, ring
 from cloister.crypto.prg import Prg
-from cloister.errors import MissingExtra, ParameterError, WireError
+from cloister.errors import ParameterError, WireError
 
-Cipher: TypeAlias = Any  # seal.Ciphertext
 GRID = 30  # bits after the point of values that everybody encodes for itself
 
 
@@ -85,57 +89,36 @@ class PublicKey:
     a: Residues
 
 
-@dataclass(frozen=True, eq=False)
-class SwitchingKey:
-    """Per data prime one pair (b_d, a_d) over all primes: what relinearisation and rotation need."""
+class Cipher:
+    """Polynomials in NTT form, (2, k, N) or (3, k, N) before relinearisation, and the scale of what they hide."""
 
-    b: U64  # (L, K, N)
-    a: U64  # (L, K, N)
-    galois: int = 0  # the automorphism X → X^galois; 0 for relinearisation
+    __slots__ = ("polys", "scale")
+
+    def __init__(self, polys: U64, scale: float) -> None:
+        self.polys, self.scale = polys, scale
+
+    @property
+    def primes(self) -> int:
+        """k, the primes it is at."""
+        return int(self.polys.shape[1])
+
+
+class Plain(NamedTuple):
+    """A plaintext polynomial in NTT form and its scale."""
+
+    residues: Residues
+    scale: float
 
 
 @final
 class Context:
-    """SEAL and residues for one set of parameters. Use `context(params)`, which keeps them."""
+    """Arithmetic for one set of parameters. Use `context(params)`, which keeps its tables."""
 
     def __init__(self, params: Parameters) -> None:
-        try:
-            import seal
-        except ImportError:
-            raise MissingExtra("seal-python", "he") from None
-        self.params, self.seal = params, seal
-        p = seal.EncryptionParameters(seal.scheme_type.ckks)
-        p.set_poly_modulus_degree(params.degree)
-        p.set_coeff_modulus(seal.CoeffModulus.Create(params.degree, list(params.bits)))
-        self.seal_context = seal.SEALContext(p, expand_mod_chain=True, sec_level=seal.sec_level_type.tc128)
-        if not self.seal_context.parameters_set():
-            raise ParameterError(f"SEAL refuses these parameters: {self.seal_context.parameter_error_message()}")
-        moduli = self.seal_context.key_context_data().parms().coeff_modulus()
-        self.primes = tuple(int(m.value()) for m in moduli)
+        self.params = params
+        self.primes = chain_primes(params)
         self.ring: Ring = ring(params.degree, self.primes)
-        self.encoder = seal.CKKSEncoder(self.seal_context)
-        self.evaluator = seal.Evaluator(self.seal_context)
-        self._templates()
-
-    def _templates(self) -> None:
-        """Headers of SEAL's serialised objects, from a key pair that is thrown away."""
-        seal, n = self.seal, self.params.degree
-        maker = seal.KeyGenerator(self.seal_context)
-        public = maker.create_public_key()
-        blob = public.to_string()
-        K = len(self.primes)
-        self._key_head = blob[: len(blob) - 2 * K * n * 8]
-        self._heads: dict[int, bytes] = {}
-        zero = seal.Encryptor(self.seal_context, public).encrypt_zero()
-        while True:
-            k = zero.coeff_modulus_size()
-            blob = zero.to_string()
-            self._heads[k] = blob[: len(blob) - 2 * k * n * 8]
-            if k == 1:
-                break
-            zero = self.evaluator.mod_switch_to_next(zero)
-        keys = maker.create_relin_keys().to_string()
-        self._keys_head = keys[:48]  # SEAL header and parms id
+        self.bases: Bases = bases(self.ring, params.specials)
 
     @property
     def readable(self) -> int:
@@ -144,20 +127,14 @@ class Context:
 
     # ---- encoding ----------------------------------------------------------------------------------------------------
 
-    def encode(self, values: F64 | float, k: int, scale: float) -> Any:
+    def encode(self, values: F64 | C128 | float, k: int, scale: float) -> Plain:
         """A plaintext at k primes: a vector, or one number in every slot."""
         if isinstance(values, float):
-            plain = self.encoder.encode(values, scale)
-        else:
-            plain = self.encoder.encode(np.ascontiguousarray(values, np.float64), scale)
-        for _ in range(self.params.top - k):
-            plain = self.evaluator.mod_switch_to_next(plain)
-        return plain
-
-    def plain_residues(self, values: F64, k: int, scale: float) -> Residues:
-        """The plaintext polynomial in NTT form."""
-        blob = self.encode(values, k, scale).to_bytes()
-        return np.frombuffer(blob[-k * self.params.degree * 8 :], np.uint64).reshape(k, -1).copy()
+            whole = round(Fraction(values) * Fraction(scale))
+            rows = [np.full(self.params.degree, whole % q, np.uint64) for q in self.primes[:k]]
+            return Plain(np.stack(rows), scale)
+        coefficients = slots.to_plain_coefficients(values, self.params.degree, scale)
+        return Plain(self.ring.forward(self.bases.of_doubles(coefficients, k)), scale)
 
     def exact_residues(self, values: F64, k: int, scale: float) -> Residues:
         """The plaintext polynomial of values on the grid of 2^-GRID, in integers: the same on every machine."""
@@ -181,7 +158,7 @@ class Context:
         """(b·u + e0 + m, a·u + e1) at k primes, u ternary."""
         check_entropy(entropy)
         polys = self._zero(key, k, entropy.prg())
-        self.ring.add(polys[0], self.plain_residues(values, k, scale))
+        self.ring.add(polys[0], self.encode(values, k, scale).residues)
         return self.cipher(polys, scale)
 
     def encrypt_public(self, key: PublicKey, values: F64, k: int, scale: float) -> Cipher:
@@ -197,8 +174,8 @@ class Context:
         these until the same ciphertext comes out.
         """
         check_entropy(entropy)
-        zero = self._zero(key, ct.coeff_modulus_size(), entropy.prg())
-        return self.evaluator.add(ct, self.cipher(zero, float(ct.scale())))
+        zero = self._zero(key, ct.primes, entropy.prg())
+        return self.add(ct, self.cipher(zero, ct.scale))
 
     def _zero(self, key: PublicKey, k: int, prg: Prg) -> U64:
         r = self.ring
@@ -214,17 +191,11 @@ class Context:
         return self.decode(self.ring.add_product(raw[0], raw[1], secret), scale)
 
     def raw(self, ct: Cipher) -> tuple[U64, float]:
-        """Residues (2, k, N) in NTT form, and the scale."""
-        k, size = ct.coeff_modulus_size(), ct.size()
-        blob = ct.to_string()
-        data = np.frombuffer(blob, np.uint64, offset=len(blob) - size * k * self.params.degree * 8)
-        return data.reshape(size, k, self.params.degree).copy(), float(ct.scale())
+        """Residues (2, k, N) in NTT form, to be changed at will, and the scale."""
+        return ct.polys.copy(), ct.scale
 
     def cipher(self, raw: U64, scale: float) -> Cipher:
-        """A SEAL ciphertext from residues (2, k, N)."""
-        ct = self.seal_context.from_cipher_str(self._heads[raw.shape[1]] + raw.tobytes())
-        ct.scale(scale)
-        return ct
+        return Cipher(raw, scale)
 
     def width(self, j: int) -> int:
         """Bytes of one residue of the j-th prime on the wire."""
@@ -235,11 +206,14 @@ class Context:
         return self.params.degree * sum(self.width(j) for j in range(k))
 
     def pack(self, rows: Residues) -> bytes:
-        parts = []
+        from cloister.crypto.lattice import kernels
+
+        out, at = np.empty(self.packed(len(rows)), np.uint8), 0
         for j, row in enumerate(rows):
-            octets = np.ascontiguousarray(row, "<u8").view(np.uint8).reshape(-1, 8)
-            parts.append(octets[:, : self.width(j)].tobytes())
-        return b"".join(parts)
+            size = self.params.degree * self.width(j)
+            kernels.pack(row, self.width(j), out[at : at + size])
+            at += size
+        return out.tobytes()
 
     def unpack(self, data: bytes, k: int) -> Residues:
         """Rows back from the wire; wrong lengths and numbers that are no residues raise `WireError`."""
@@ -260,35 +234,12 @@ class Context:
 
     # ---- keys --------------------------------------------------------------------------------------------------------
 
-    def load_key(self, key: SwitchingKey) -> Any:
-        """The key as SEAL's `RelinKeys` or `GaloisKeys`. Equal keys of a process are held once: they are public."""
+    def held(self, key: SwitchingKey) -> SwitchingKey:
+        """That key, or an equal one that this process already has: they are public, and large."""
         digest = hashlib.sha256(struct.pack("<q", key.galois))
         for part in (key.b, key.a):
             digest.update(np.ascontiguousarray(part).data)
-        name = digest.digest()
-        held = _LOADED.get(name)
-        if held is None:
-            held = _Loaded(self._load(key))
-            _LOADED[name] = held
-        return held
-
-    def _load(self, key: SwitchingKey) -> Any:
-        pairs = [self._key_head + key.b[d].tobytes() + key.a[d].tobytes() for d in range(self.params.top)]
-        index = (key.galois - 1) // 2 if key.galois else 0
-        count = self.params.degree if key.galois else 1
-        body = b"".join(
-            [
-                self._keys_head[16:],
-                struct.pack("<Q", count),
-                bytes(8 * index),
-                struct.pack("<Q", len(pairs)),
-                *pairs,
-                bytes(8 * (count - index - 1)),
-            ]
-        )
-        head = self._keys_head[:8] + struct.pack("<Q", 16 + len(body))
-        load = self.seal_context.from_galois_str if key.galois else self.seal_context.from_relin_str
-        return load(head + body)
+        return _HELD.setdefault(digest.digest(), key)
 
     # ---- evaluation --------------------------------------------------------------------------------------------------
 
@@ -297,56 +248,83 @@ class Context:
         return float(math.prod(self.primes[k - (count or self.params.per_level) : k]))
 
     def rescale(self, ct: Cipher, count: int = 0) -> Cipher:
-        for _ in range(count or self.params.per_level):
-            ct = self.evaluator.rescale_to_next(ct)
-        return ct
+        count = count or self.params.per_level
+        return Cipher(self.bases.rescaled(ct.polys, count), ct.scale / self.dropped(ct.primes, count))
 
     def drop(self, ct: Cipher, k: int) -> Cipher:
         """Forget primes down to k, without dividing."""
-        while ct.coeff_modulus_size() > k:
-            ct = self.evaluator.mod_switch_to_next(ct)
-        return ct
+        return Cipher(ct.polys[:, :k], ct.scale) if ct.primes > k else ct
 
-    def times_plain(self, ct: Cipher, plain: Any, count: int = 0) -> Cipher:
-        return self.rescale(self.evaluator.multiply_plain(ct, plain), count)
+    def multiply_plain(self, ct: Cipher, plain: Plain) -> Cipher:
+        """Not rescaled."""
+        polys = np.zeros_like(ct.polys)
+        for out, p in zip(polys, ct.polys, strict=True):
+            self.ring.add_product(out, p, plain.residues)
+        return Cipher(polys, ct.scale * plain.scale)
 
-    def product(self, x: Cipher, y: Cipher, relin: Any) -> Cipher:
+    def times_plain(self, ct: Cipher, plain: Plain, count: int = 0) -> Cipher:
+        return self.rescale(self.multiply_plain(ct, plain), count)
+
+    def product(self, x: Cipher, y: Cipher, relin: SwitchingKey) -> Cipher:
         """Relinearised, not yet rescaled; at the fewer primes of the two."""
-        k = min(x.coeff_modulus_size(), y.coeff_modulus_size())
-        return self.evaluator.relinearize(self.evaluator.multiply(self.drop(x, k), self.drop(y, k)), relin.key)
+        k = min(x.primes, y.primes)
+        made = self.bases.tensor(*(np.ascontiguousarray(ct.polys[:, :k]) for ct in (x, y)))
+        out = self.bases.switched(self.bases.digits(made[2]), [relin])
+        for part in (0, 1):
+            self.ring.add(out[part], made[part])
+        return Cipher(out, x.scale * y.scale)
 
-    def times(self, x: Cipher, y: Cipher, relin: Any, count: int = 0) -> Cipher:
+    def times(self, x: Cipher, y: Cipher, relin: SwitchingKey, count: int = 0) -> Cipher:
         return self.rescale(self.product(x, y, relin), count)
 
-    def square(self, x: Cipher, relin: Any, count: int = 0) -> Cipher:
-        return self.rescale(self.evaluator.relinearize(self.evaluator.square(x), relin.key), count)
+    def square(self, x: Cipher, relin: SwitchingKey, count: int = 0) -> Cipher:
+        return self.times(x, x, relin, count)
 
     def shift(self, ct: Cipher, bits: int) -> Cipher:
         """The same values at a scale 2^bits larger."""
-        k, one = ct.coeff_modulus_size(), self.encoder.encode(1 << bits)
-        for _ in range(self.params.top - k):
-            one = self.evaluator.mod_switch_to_next(one)
-        moved = self.evaluator.multiply_plain(ct, one)
-        moved.scale(ct.scale() * 2.0**bits)
-        return moved
+        polys = np.zeros_like(ct.polys)
+        for out, p in zip(polys, ct.polys, strict=True):
+            for row in range(ct.primes):
+                self.ring.add_multiple(out, p, 1 << bits, row)
+        return Cipher(polys, ct.scale * 2.0**bits)
 
     def add(self, x: Cipher, y: Cipher) -> Cipher:
         """Both at the fewer primes; scales must agree to nine digits."""
-        if abs(x.scale() / y.scale() - 1) > 1e-9:
+        return self._joined(x, y, self.ring.add)
+
+    def subtract(self, x: Cipher, y: Cipher) -> Cipher:
+        return self._joined(x, y, self.ring.subtract)
+
+    def _joined(self, x: Cipher, y: Cipher, into: Callable[[Residues, Residues], Residues]) -> Cipher:
+        if abs(x.scale / y.scale - 1) > 1e-9:
             raise ParameterError("two ciphertexts of different scales cannot be added")
-        k = min(x.coeff_modulus_size(), y.coeff_modulus_size())
-        x, y = self.drop(x, k), self.drop(y, k)
-        y = self.evaluator.mod_switch_to(y, y.parms_id())  # a copy: the scale is set on it
-        y.scale(x.scale())
-        return self.evaluator.add(x, y)
+        k = min(x.primes, y.primes)
+        polys = x.polys[:, :k].copy()
+        for p, other in zip(polys, y.polys, strict=True):
+            into(p, other)
+        return Cipher(polys, x.scale)
 
     def add_plain(self, ct: Cipher, values: F64 | float) -> Cipher:
         """Add a vector, or one number to every slot."""
-        return self.evaluator.add_plain(ct, self.encode(values, ct.coeff_modulus_size(), ct.scale()))
+        polys = ct.polys.copy()
+        self.ring.add(polys[0], self.encode(values, ct.primes, ct.scale).residues)
+        return Cipher(polys, ct.scale)
 
-    def rotate(self, ct: Cipher, steps: int, key: Any) -> Cipher:
-        """Slot s becomes what slot s + steps was."""
-        return self.evaluator.rotate_vector(ct, steps, key.key)
+    def rotate(self, ct: Cipher, steps: int, key: SwitchingKey) -> Cipher:
+        """Slot s becomes what slot s + steps was; 0 steps stand for complex conjugation."""
+        if key.galois != self.galois(steps):
+            raise ParameterError(f"this key is not the one of a rotation by {steps} slots")
+        return self._turned_sum(ct, [key])
+
+    def add_rotations(self, ct: Cipher, keys: Sequence[SwitchingKey]) -> Cipher:
+        """The ciphertext and all rotations of it that the keys are for: one decomposition, one division."""
+        return self.add(ct, self._turned_sum(ct, keys))
+
+    def _turned_sum(self, ct: Cipher, keys: Sequence[SwitchingKey]) -> Cipher:
+        out = self.bases.switched(self.bases.digits(ct.polys[1]), keys)
+        for key in keys:
+            self.ring.add(out[0], self.bases.turned(ct.polys[0], key.galois))
+        return Cipher(out, ct.scale)
 
     def galois(self, steps: int) -> int:
         """The automorphism behind a rotation by `steps` slots; 0 stands for complex conjugation."""
@@ -355,16 +333,7 @@ class Context:
         return pow(3, steps % self.params.slots, 2 * self.params.degree)
 
 
-class _Loaded:
-    """Holds a SEAL key, so that it can be referred to weakly."""
-
-    __slots__ = ("__weakref__", "key")
-
-    def __init__(self, key: Any) -> None:
-        self.key = key
-
-
-_LOADED: weakref.WeakValueDictionary[bytes, _Loaded] = weakref.WeakValueDictionary()
+_HELD: weakref.WeakValueDictionary[bytes, SwitchingKey] = weakref.WeakValueDictionary()
 
 
 @functools.lru_cache(maxsize=4)
@@ -388,6 +357,6 @@ def own_key(params: Parameters, entropy: Entropy) -> tuple[Secret, PublicKey]:
 
 
 __all__ = [
-    "HIDING_BITS", "Cipher", "Context", "Parameters", "PublicKey", "Secret", "SwitchingKey", "base_bits", "choose",
-    "common", "context", "encryption_noise", "flood_bits", "own_key", "rounding_noise",
+    "HIDING_BITS", "Cipher", "Context", "Parameters", "Plain", "PublicKey", "Secret", "SwitchingKey", "base_bits",
+    "choose", "common", "context", "encryption_noise", "flood_bits", "own_key", "rounding_noise",
 ]  # fmt: skip

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from cloister.crypto.lattice.kernels import ZERO, high_word, inline, jit, times
+from cloister.crypto.lattice.kernels import ZERO, high_word, inline, jit, reduced
 
+U = np.uint64
 ONE = np.uint64(1)
 TOP = np.uint64(63)
 WORD = np.uint64(64)
@@ -98,8 +99,11 @@ def fraction_of(a0, a1, a2, a3, f0, f1, f2, sign):
 
 
 @inline
-def turned(z, i, f, g, cs, sn):
-    """z[i] times f + i·g, as eight words."""
+def turned(z, i, roots, signs, at, conjugate):
+    """z[i] times root `at` of the tables, which go half way round, as eight words."""
+    half = U(at >= roots.shape[1])
+    at -= roots.shape[1] if half else 0
+    f, g, cs, sn = roots[0, at], roots[1, at], signs[0, at] ^ half, signs[1, at] ^ half ^ conjugate
     a0, a1, a2, a3 = z[i, 0, 0], z[i, 0, 1], z[i, 0, 2], z[i, 0, 3]
     b0, b1, b2, b3 = z[i, 1, 0], z[i, 1, 1], z[i, 1, 2], z[i, 1, 3]
     p0, p1, p2, p3 = fraction_of(a0, a1, a2, a3, f[0], f[1], f[2], cs)
@@ -111,36 +115,78 @@ def turned(z, i, f, g, cs, sn):
     return x0, x1, x2, x3, y0, y1, y2, y3
 
 
+@inline
+def turn(z, i, roots, signs, at, conjugate):
+    """The same, in place."""
+    x0, x1, x2, x3, y0, y1, y2, y3 = turned(z, i, roots, signs, at, conjugate)
+    z[i, 0, 0], z[i, 0, 1], z[i, 0, 2], z[i, 0, 3] = x0, x1, x2, x3
+    z[i, 1, 0], z[i, 1, 1], z[i, 1, 2], z[i, 1, 3] = y0, y1, y2, y3
+
+
+@inline
+def cross(z, a, part_a, b, part_b, swap):
+    """The sum of two numbers goes to the place of the first, their difference to the second; or swapped."""
+    u0, u1, u2, u3 = z[a, part_a, 0], z[a, part_a, 1], z[a, part_a, 2], z[a, part_a, 3]
+    v0, v1, v2, v3 = z[b, part_b, 0], z[b, part_b, 1], z[b, part_b, 2], z[b, part_b, 3]
+    s0, s1, s2, s3 = plus(u0, u1, u2, u3, v0, v1, v2, v3)
+    d0, d1, d2, d3 = minus(u0, u1, u2, u3, v0, v1, v2, v3)
+    if swap:
+        s0, s1, s2, s3, d0, d1, d2, d3 = d0, d1, d2, d3, s0, s1, s2, s3
+    z[a, part_a, 0], z[a, part_a, 1], z[a, part_a, 2], z[a, part_a, 3] = s0, s1, s2, s3
+    z[b, part_b, 0], z[b, part_b, 1], z[b, part_b, 2], z[b, part_b, 3] = d0, d1, d2, d3
+
+
 @jit
 def fft(z, roots, signs, stride, conjugate):
-    """In place on (H, 2, 4) in bit-reversed order; the root of order H is entry `stride` of the tables (2, n, 3)."""
-    n = z.shape[0]
-    half = 1
-    while half < n:
-        step = stride * (n // (2 * half))
-        for j in range(half):
-            at = j * step
-            f, g, cs, sn = roots[0, at], roots[1, at], signs[0, at], signs[1, at] ^ conjugate
-            for a in range(j, n, 2 * half):
-                b = a + half
-                x0, x1, x2, x3, y0, y1, y2, y3 = turned(z, b, f, g, cs, sn)
-                u0, u1, u2, u3 = z[a, 0, 0], z[a, 0, 1], z[a, 0, 2], z[a, 0, 3]
-                v0, v1, v2, v3 = z[a, 1, 0], z[a, 1, 1], z[a, 1, 2], z[a, 1, 3]
-                z[a, 0, 0], z[a, 0, 1], z[a, 0, 2], z[a, 0, 3] = plus(u0, u1, u2, u3, x0, x1, x2, x3)
-                z[a, 1, 0], z[a, 1, 1], z[a, 1, 2], z[a, 1, 3] = plus(v0, v1, v2, v3, y0, y1, y2, y3)
-                z[b, 0, 0], z[b, 0, 1], z[b, 0, 2], z[b, 0, 3] = minus(u0, u1, u2, u3, x0, x1, x2, x3)
-                z[b, 1, 0], z[b, 1, 1], z[b, 1, 2], z[b, 1, 3] = minus(v0, v1, v2, v3, y0, y1, y2, y3)
-        half *= 2
+    """In place on (H, 2, 4) in bit-reversed order; the root of order H is entry `stride` of the tables (2, n, 3).
+
+    Two stages at a time, with three products for four numbers; one stage alone first where log2 H is odd.
+    """
+    n, h = z.shape[0], 1
+    while h < n:
+        h *= 4
+    h = 1 if h == n else 2
+    if h == 2:
+        for a in range(0, n, 2):
+            cross(z, a, 0, a + 1, 0, swap=False)
+            cross(z, a, 1, a + 1, 1, swap=False)
+    while h < n:
+        step = stride * (n // (4 * h))
+        for first in range(0, n, 4 * h):
+            for j in range(h):
+                a = first + j
+                b, c, d = a + h, a + 2 * h, a + 3 * h
+                if j:
+                    turn(z, b, roots, signs, 2 * j * step, conjugate)
+                    turn(z, c, roots, signs, j * step, conjugate)
+                    turn(z, d, roots, signs, 3 * j * step, conjugate)
+                for part in range(2):
+                    cross(z, a, part, b, part, swap=False)
+                    cross(z, c, part, d, part, swap=False)
+                    cross(z, a, part, c, part, swap=False)
+                # b ± i·d, b ∓ i·d if conjugate; real and imaginary parts of d change places
+                cross(z, b, 0, d, 1, swap=conjugate == ZERO)
+                cross(z, b, 1, d, 0, swap=conjugate != ZERO)
+                for m in range(4):
+                    z[d, 0, m], z[d, 1, m] = z[d, 1, m], z[d, 0, m]
+        h *= 4
 
 
 @jit
 def twist(z, roots, signs, conjugate):
     """z[i] times root i, in place."""
     for i in range(z.shape[0]):
-        f, g, cs, sn = roots[0, i], roots[1, i], signs[0, i], signs[1, i] ^ conjugate
-        x0, x1, x2, x3, y0, y1, y2, y3 = turned(z, i, f, g, cs, sn)
-        z[i, 0, 0], z[i, 0, 1], z[i, 0, 2], z[i, 0, 3] = x0, x1, x2, x3
-        z[i, 1, 0], z[i, 1, 1], z[i, 1, 2], z[i, 1, 3] = y0, y1, y2, y3
+        turn(z, i, roots, signs, i, conjugate)
+
+
+@jit
+def place(z, source, flip, out):
+    """out[i] = z[source[i]], the imaginary part changed in sign, to the last bit, where flip[i] has all bits set."""
+    for i in range(len(source)):
+        at, mask = source[i], flip[i]
+        for m in range(4):
+            out[i, 0, m] = z[at, 0, m]
+            out[i, 1, m] = z[at, 1, m] ^ mask
 
 
 @jit
@@ -227,16 +273,15 @@ def of_digits(digits, q, modulus, out):
 
 
 @jit
-def to_residues(a, powers, q, r0, r1, out):
-    """Signed integers (N, 4) → residues (k, N); powers (5, k) are those of 2^64."""
+def to_residues(a, powers, quotients, q, out):
+    """Signed integers (N, 4) → residues (k, N); powers (5, k) are those of 2^64, with their Shoup quotients."""
     k, n = out.shape
     for j in range(k):
         p = q[j]
         for i in range(n):
             acc = ZERO
             for m in range(4):
-                acc += times(a[i, m] % p, powers[m, j], p, r0[j], r1[j])
-                acc = acc - p if acc >= p else acc
-            if a[i, 3] >> TOP:
-                acc = acc - powers[4, j] if acc >= powers[4, j] else acc + p - powers[4, j]
-            out[j, i] = acc
+                x = a[i, m]
+                acc += reduced(x * powers[m, j] - high_word(x, quotients[m, j]) * p, p)
+            acc = reduced(reduced(acc, p + p), p) + p - (a[i, 3] >> TOP) * powers[4, j]
+            out[j, i] = reduced(acc, p)

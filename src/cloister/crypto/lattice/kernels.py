@@ -157,21 +157,26 @@ def subtract(acc, a, q):
             acc[j, i] = x - y if x >= y else x + p - y
 
 
-@inline
-def signed_residue(v, p):
-    if v >= 0:
-        return np.uint64(v) % p
-    r = np.uint64(-v) % p
-    return p - r if r > ZERO else r
-
-
 @jit
 def of_small(v, q, out):
     k, n = out.shape
     for j in range(k):
-        p = q[j]
+        p, o = np.int64(q[j]), out[j]
         for i in range(n):
-            out[j, i] = signed_residue(v[i], p)
+            x = v[i]
+            if x >= p or x <= -p:
+                x %= p
+            o[i] = np.uint64(x + (p if x < 0 else 0))
+
+
+@jit
+def pack(row, width, out):
+    """The lower `width` bytes of each word, one after another."""
+    for i in range(row.shape[0]):
+        x, at = row[i], i * width
+        for b in range(width):
+            out[at + b] = np.uint8(x)
+            x >>= np.uint64(8)
 
 
 @jit

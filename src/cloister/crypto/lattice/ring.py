@@ -26,7 +26,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import TypeAlias, final
+from typing import Any, TypeAlias, final
 
 import numpy as np
 
@@ -36,6 +36,7 @@ from cloister.errors import ParameterError
 
 SECURE_BITS = {1024: 26, 2048: 53, 4096: 106, 8192: 214, 16384: 430, 32768: 868}  # [BCC24]
 SIGMA = 3.2
+NARROW = 1 << 50  # primes below it are computed with in doubles
 Residues: TypeAlias = U64  # (k, N)
 
 
@@ -56,33 +57,63 @@ def check_secure(degree: int, bits: int) -> None:
 class Ring:
     """Arithmetic modulo the first k of `primes`, where k is the number of rows of the arrays given."""
 
-    def __init__(self, degree: int, primes: Sequence[int]) -> None:
+    def __init__(self, degree: int, primes: Sequence[int], *, narrow: bool = True) -> None:
         from cloister.crypto.lattice import kernels
 
         self._k = kernels
         self.degree, self.primes = degree, tuple(int(q) for q in primes)
         ratios = [(1 << 128) // q for q in self.primes]
+        self.narrow = narrow and degree >= 512 and max(self.primes) < NARROW
         self.q = np.array(self.primes, np.uint64)
         self._r0 = np.array([r & (2**64 - 1) for r in ratios], np.uint64)
         self._r1 = np.array([r >> 64 for r in ratios], np.uint64)
-        tables = [_tables(degree, q) for q in self.primes]
-        self._w, self._ws, self._v, self._vs = (np.stack([t[i] for t in tables]) for i in range(4))
         self._n_inv = np.array([pow(degree, -1, q) for q in self.primes], np.uint64)
+        if self.narrow:
+            self._make_real()
+        else:
+            tables = [_tables(degree, q) for q in self.primes]
+            self._w, self._ws, self._v, self._vs = (np.stack([t[i] for t in tables]) for i in range(4))
         k = len(self.primes)
+        powers = [[pow(2, 64 * m, q) for q in self.primes] for m in range(5)]
+        self._powers = np.array(powers, np.uint64)
+        self._quotients = np.array(
+            [[(x << 64) // q for x, q in zip(p, self.primes, strict=True)] for p in powers], np.uint64
+        )
         self._inverse = np.zeros((k, k), np.uint64)  # q_l^-1 mod q_j
         for i in range(k):
             for j in range(k):
                 if i != j:
                     self._inverse[i, j] = pow(self.primes[i], -1, self.primes[j])
 
+    def _make_real(self) -> None:
+        """What `float_kernels` needs: primes, their inverses and the roots, centred, as doubles."""
+        from cloister.crypto.lattice import float_kernels
+
+        self._f: Any = float_kernels
+        self.real = np.array([float(q) for q in self.primes])
+        self.inverse = 1.0 / self.real
+        self.n_inverse = np.array([centred(int(x), q) for x, q in zip(self._n_inv, self.primes, strict=True)])
+        tables = [root_tables(self.degree, q) for q in self.primes]
+        self.w, self.v = (
+            np.stack([_centred_table(t[i], q) for t, q in zip(tables, self.primes, strict=True)]) for i in (0, 1)
+        )
+        self.w_rows: F64 = self._f.by_rows(self.w)
+        self.v_rows: F64 = self._f.by_rows(self.v)
+
     def forward(self, a: Residues) -> Residues:
         """To NTT form, in place."""
-        self._k.forward(a, self._w, self._ws, self.q)
+        if self.narrow:
+            self._f.forward(a, self.w, self.w_rows, self.real, self.inverse)
+        else:
+            self._k.forward(a, self._w, self._ws, self.q)
         return a
 
     def backward(self, a: Residues) -> Residues:
         """To coefficients, in place."""
-        self._k.backward(a, self._v, self._vs, self.q, self._n_inv, self._r0, self._r1)
+        if self.narrow:
+            self._f.backward(a, self.v, self.v_rows, self.real, self.inverse, self.n_inverse)
+        else:
+            self._k.backward(a, self._v, self._vs, self.q, self._n_inv, self._r0, self._r1)
         return a
 
     def zeros(self, k: int) -> Residues:
@@ -99,7 +130,12 @@ class Ring:
 
     def add_product(self, acc: Residues, a: Residues, b: Residues, *, sign: int = 1) -> Residues:
         """Add ± a·b to acc, in place; a and b may have more rows than acc."""
-        self._k.add_product(acc, a, b, sign, self.q, self._r0, self._r1)
+        if self.narrow:
+            from cloister.crypto.lattice import base_kernels
+
+            base_kernels.add_product(acc, a, b, sign, self.real, self.inverse)
+        else:
+            self._k.add_product(acc, a, b, sign, self.q, self._r0, self._r1)
         return acc
 
     def inner(self, a: Residues, b: Residues) -> U64:
@@ -142,9 +178,8 @@ class Ring:
         """Residues of integers of four words."""
         from cloister.crypto.lattice import fixed_kernels as fixed
 
-        powers = np.array([[pow(2, 64 * m, q) for q in self.primes] for m in range(5)], np.uint64)
         out = np.empty((k, self.degree), np.uint64)
-        fixed.to_residues(a, powers, self.q, self._r0, self._r1, out)
+        fixed.to_residues(a, self._powers, self._quotients, self.q, out)
         return out
 
     def lift(self, a: Residues) -> tuple[F64, F64]:
@@ -215,6 +250,16 @@ class Ring:
         out = np.zeros_like(v)
         out[to % n] = np.where(to >= n, -v, v)
         return out
+
+
+def centred(x: int, q: int) -> float:
+    """The residue of x in (-q/2, q/2), as a double."""
+    x %= q
+    return float(x - q if x > q // 2 else x)
+
+
+def _centred_table(words: U64, q: int) -> F64:
+    return np.where(words > q // 2, -(np.uint64(q) - words).astype(np.float64), words.astype(np.float64))
 
 
 @functools.lru_cache(maxsize=8)

@@ -135,38 +135,42 @@ class Embedding:
         for j in range(self.slots):
             at[j] = e
             e = e * 3 % (2 * degree)
-        self._mirrored = at % 4 == 3  # the conjugate stands at the opposite root
-        self._at = (np.where(self._mirrored, 2 * degree - at, at) - 1) // 4
+        self.mirrored = at % 4 == 3  # the conjugate stands at the opposite root
+        self.at = (np.where(self.mirrored, 2 * degree - at, at) - 1) // 4
+        size = (1 - 2.0 * self._signs) * (self._roots.astype(np.float64) @ 2.0 ** (64.0 * np.arange(3) - 192))
+        self.twists = (size[0] - 1j * size[1])[: self.slots]  # ζ^-k
+        self._flip = np.where(self.mirrored, ~np.uint64(0), np.uint64(0))
+        self._kept = np.zeros(self.slots, np.uint64)
+        where = np.empty(self.slots, np.int64)
+        where[self.at] = np.arange(self.slots)
+        self._back = where[self._order]
 
     def to_slots(self, a: Words) -> Slots:
         from cloister.crypto.lattice import fixed_kernels as fixed
 
-        z, shifted = np.empty((self.slots, 2, 4), np.uint64), np.empty((self.degree, 4), np.uint64)
+        z, out, shifted = self._empty(), self._empty(), np.empty((self.degree, 4), np.uint64)
         fixed.shift_up(np.ascontiguousarray(a), POINT, shifted)
         z[:, 0], z[:, 1] = shifted[: self.slots], shifted[self.slots :]
         fixed.twist(z, self._roots, self._signs, np.uint64(0))
-        z = np.ascontiguousarray(z[self._order])
-        fixed.fft(z, self._roots, self._signs, 4, np.uint64(0))
-        return self._conjugated(z[self._at])
+        fixed.place(z, self._order, self._kept, out)
+        fixed.fft(out, self._roots, self._signs, 4, np.uint64(0))
+        fixed.place(out, self.at, self._flip, z)
+        return z
 
     def to_coefficients(self, slots: Slots) -> Words:
         """The nearest integers."""
         from cloister.crypto.lattice import fixed_kernels as fixed
 
-        z = np.empty((self.slots, 2, 4), np.uint64)
-        z[self._at] = self._conjugated(slots.copy())
-        z = np.ascontiguousarray(z[self._order])
+        z, out = self._empty(), np.empty((self.degree, 4), np.uint64)
+        fixed.place(slots, self._back, self._flip[self._back], z)
         fixed.fft(z, self._roots, self._signs, 4, np.uint64(1))
         fixed.twist(z, self._roots, self._signs, np.uint64(1))
-        out = np.empty((self.degree, 4), np.uint64)
-        both = np.ascontiguousarray(np.concatenate([z[:, 0], z[:, 1]]))
+        both = np.ascontiguousarray(z.transpose(1, 0, 2)).reshape(self.degree, 4)
         fixed.shift_down(both, POINT + self.slots.bit_length() - 1, out)
         return out
 
-    def _conjugated(self, z: Slots) -> Slots:
-        """Change the sign of imaginary parts where a slot stands at the opposite root, in place, to the last bit."""
-        z[self._mirrored, 1] = ~z[self._mirrored, 1]
-        return z
+    def _empty(self) -> Slots:
+        return np.empty((self.slots, 2, 4), np.uint64)
 
 
 @functools.lru_cache(maxsize=8)
@@ -192,6 +196,15 @@ def encode_exact(ring: Ring, values: I64, factor: float, k: int) -> Residues:
         fixed.shift_up(z[:, 0].copy(), bits, z[:, 0])
     z = identity_map(len(values)).apply(z, np.array([mantissa]))
     return ring.forward(ring.of_integers(embedding(ring.degree).to_coefficients(z), k))
+
+
+def to_plain_coefficients(values: F64 | C128, degree: int, scale: float) -> F64:
+    """The integers nearest to the coefficients of these slots at that scale, in ordinary precision."""
+    e, half = embedding(degree), degree // 2
+    z = np.empty(half, np.complex128)
+    z[e.at] = np.where(e.mirrored, np.conj(values), values)
+    c = np.fft.fft(z) / half * e.twists * scale
+    return np.asarray(np.rint(np.concatenate([c.real, c.imag])))
 
 
 def _shifts(bits: int) -> list[int]:

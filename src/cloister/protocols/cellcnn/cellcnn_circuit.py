@@ -5,7 +5,7 @@ product of levels per refresh at the aggregator, and no rotation but those that 
 (sums over samples, filters and classes, momentum, the update itself, replication) happens in the refresh's slot maps.
 
 Slots are (j, c, i): marker j outermost, then class c, then sample or filter i. J is m rounded up to a power of two,
-so rotations by R, 2R, ..., with R = slots/J, add over markers and leave the sum everywhere.
+so rotations by R, 2R, 3R, 4R, 8R, ..., with R = slots/J, add over markers and leave the sum everywhere.
 
     M   (j, c, i) = M[j, c]       for all i        at the top          sites start here
     U   (j, c, i) = U[i, c]       for all j        one prime spent
@@ -84,8 +84,18 @@ class Layout:
         return -(-self.config.batch // self.I)
 
     @property
+    def stages(self) -> tuple[tuple[int, ...], ...]:
+        """Rotations that add over markers: four, then four times four, ... (two at last if J is no power of four)."""
+        stages, reach = [], 1
+        while reach < self.J:
+            width = min(4, self.J // reach)
+            stages.append(tuple(self.R * reach * i for i in range(1, width)))
+            reach *= width
+        return tuple(stages)
+
+    @property
     def rotations(self) -> tuple[int, ...]:
-        return tuple(self.R << t for t in range(self.J.bit_length() - 1))
+        return tuple(steps for stage in self.stages for steps in stage)
 
     def at(self, j: Any, c: Any, i: Any) -> Any:
         return j * self.R + c * self.I + i
@@ -324,8 +334,8 @@ def all_maps(layout: Layout) -> dict[str, list[SlotMap]]:
 
 
 def add_over_markers(c: ckks.Context, layout: Layout, ct: ckks.Cipher, rotation: Mapping[int, Any]) -> ckks.Cipher:
-    for steps in layout.rotations:
-        ct = c.evaluator.add(ct, c.rotate(ct, steps, rotation[steps]))
+    for stage in layout.stages:
+        ct = c.add_rotations(ct, [rotation[steps] for steps in stage])
     return ct
 
 
@@ -346,8 +356,8 @@ def _room(c: ckks.Context) -> int:
 
 def times_x(c: ckks.Context, ct: ckks.Cipher, values: F64, scale: float) -> ckks.Cipher:
     """Times plain values, to that scale, for one prime."""
-    k = ct.coeff_modulus_size()
-    return c.times_plain(ct, c.encode(values, k, scale * c.dropped(k, 1) / float(ct.scale())), 1)
+    k = ct.primes
+    return c.times_plain(ct, c.encode(values, k, scale * c.dropped(k, 1) / ct.scale), 1)
 
 
 def logits(layout: Layout, M: ckks.Cipher, X: F64, rotation: Mapping[int, Any]) -> ckks.Cipher:
@@ -376,11 +386,11 @@ def gradient(layout: Layout, M: ckks.Cipher, X: F64, Y: F64, relin: Any, rotatio
     U = logits(layout, M, X, rotation)
     U2 = c.square(U, relin, d1)
     Q = c.add_plain(c.square(c.add_plain(U2, p), relin, d2), q)
-    scale = layout.ckks.scale * c.dropped(k_q, d3) / float(Q.scale())
+    scale = layout.ckks.scale * c.dropped(k_q, d3) / Q.scale
     factor = times_x(c, c.drop(U, k_q + 1), c5 * layout.input_slots(X), scale)
     Z = c.product(factor, Q, relin)
     low = c.drop(U2, k_q)
-    even = c.evaluator.multiply_plain(low, c.encode(by_class(c2), k_q, float(Z.scale()) / float(low.scale())))
+    even = c.multiply_plain(low, c.encode(by_class(c2), k_q, Z.scale / low.scale))
     Z = c.add_plain(c.rescale(c.add(Z, even), d3), by_class(c0))
-    Z.scale(layout.ckks.scale)
+    Z.scale = layout.ckks.scale
     return Z

@@ -8,7 +8,7 @@ A site computes, on ciphertexts but for x, with p and q from the coefficients of
     Z = (c5·x·U)·Q + (x·c2)·U² + x·c0       d3 primes, one before for c5·x·U              scale Δ
 
 so that Z = x·(c0 + c1·U + c2·U² + c3·U³ + c5·U⁵). Δ lies between one prime and two, and is no whole number of primes;
-d = (2, 1, 2) primes of b ≈ 2/3·log2 Δ bits do for scales up to 2^89, (2, 2, 2) of half of it beyond. What a rescaling
+d = (2, 1, 2) primes of b ≈ 2/3·log2 Δ bits do for scales up to 2^77, (2, 2, 2) of half of it beyond. What a rescaling
 spends more than Δ comes back as scale of U, of B and of c5·x·U: w is chosen so that their roundings weigh least.
 Rounding of plain x has nothing to do with the key, needs no flooding, and is far below anything that is compared.
 """
@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cloister.crypto.ckks import scheme as ckks
+from cloister.crypto.ckks.chain import MOST_BITS, specials_in
 from cloister.crypto.lattice.ring import SECURE_BITS
 from cloister.errors import ParameterError
 from cloister.models import cellcnn
@@ -108,14 +109,13 @@ def _balanced(ladder: Ladder) -> tuple[float, float]:
 
 def chain(slots: int, *, scale_bits: int, value_bits: int = 6, parties: int = 16) -> ckks.Parameters:
     """The parameters of that scale on a ring of `slots` slots; refused if they are not secure there."""
-    level_bits = math.ceil((2 * scale_bits - 4) / 3)
-    levels = 6
-    if level_bits > 58:
-        level_bits, levels = scale_bits // 2 + 5, 7
+    level_bits, levels = math.ceil((2 * scale_bits - 4) / 3), 6
+    if level_bits > MOST_BITS:
+        level_bits, levels = min(scale_bits // 2 + 5, 48 if scale_bits <= 92 else MOST_BITS), 7
     need = ckks.base_bits(scale_bits, value_bits, parties)
-    base = 3 if need <= 180 else 4
+    base = math.ceil(need / MOST_BITS)
     each = math.ceil(need / base)
-    left = SECURE_BITS[2 * slots] - base * each - levels * level_bits
-    if left < max(each, level_bits) - 2:
+    special = specials_in(SECURE_BITS[2 * slots] - base * each - levels * level_bits, base + levels)
+    if special is None:
         raise ParameterError(f"a scale of 2^{scale_bits} leaves no room for switching keys in a ring of {slots} slots")
-    return ckks.Parameters(2 * slots, base, each, levels, 1, level_bits, min(60, left), scale_bits)
+    return ckks.Parameters(2 * slots, base, each, levels, 1, level_bits, special[0], scale_bits, special[1])

@@ -195,7 +195,7 @@ def squares(params: Params, M: ckks.Cipher, X: F64, Y: F64, keys: Keys) -> ckks.
     U = logits(L, M, X, keys.rotation)
     low = c.drop(U, k_b)
     cubic = c.product(low, c.square(U, keys.relin, ladder.spent[0]), keys.relin)
-    linear = c.evaluator.multiply_plain(low, c.encode(a1 / a3, k_b, float(cubic.scale()) / float(low.scale())))
+    linear = c.multiply_plain(low, c.encode(a1 / a3, k_b, cubic.scale / low.scale))
     table = np.zeros((L.J, L.O, L.I))
     table[:, : Y.shape[1], : len(Y)] = ((a0 - Y) / a3).T[None]
     S = c.rescale(c.add_plain(c.add(cubic, linear), L.spread(table)), CUBED)

@@ -100,7 +100,7 @@ class KeyStore:
     def get_switching(self, params: ckks.Parameters, label: str) -> ckks.SwitchingKey:
         entry = self._index()[label]
         K = len(params.bits)
-        b, a = self._get(entry, (2, params.top, K, params.degree))
+        b, a = self._get(entry, (2, params.digits, K, params.degree))
         return ckks.SwitchingKey(b, a, int(entry.partition("/")[2]))
 
     # ---- the encrypted state -----------------------------------------------------------------------------------------

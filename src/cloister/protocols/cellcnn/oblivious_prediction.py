@@ -199,7 +199,7 @@ def evaluate(params: Params, model: list[ckks.Cipher], x: ckks.Cipher, keys: Key
     c, L = ckks.context(params.ckks), params.layout
     logits = [add_over_markers(c, L, c.times(M, x, keys.relin, PRODUCT), keys.rotation) for M in model]
     for U in logits:
-        U.scale(params.ckks.scale)
+        U.scale = params.ckks.scale
     return logits
 
 

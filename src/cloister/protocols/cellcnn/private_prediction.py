@@ -43,7 +43,7 @@ from cloister.protocols.ckks.collective_key import read
 from cloister.study import Party
 
 NAME = "private_prediction"
-RING = ckks.Parameters(8192, base=2, base_bits=58, levels=1, per_level=1, level_bits=30, special_bits=58)
+RING = ckks.Parameters(8192, base=3, base_bits=39, levels=1, per_level=1, level_bits=30)
 SCALE = 2.0**84  # of the samples
 WEIGHT = 1 << 20  # weights become integers: exact to 5e-7
 MAX_WEIGHT = 2.0**6
@@ -114,7 +114,7 @@ async def querier(ch: Channel, params: Params, X: F64, *, entropy: Entropy) -> F
     sent = []
     for part in range(params.chunks):
         for j in range(params.markers):
-            x = c.plain_residues(padded[part * n : (part + 1) * n, j], k, SCALE)
+            x = c.encode(padded[part * n : (part + 1) * n, j], k, SCALE).residues
             r.add(x, r.error(prg, k))
             sent.append(c.pack(r.add_product(x, ckks.common(RING, seed, f"{part}/{j}", k), secret.ntt, sign=-1)))
     await ch.send(params.server, Query(c.pack(b), key_seed, seed, tuple(sent)))  # L1

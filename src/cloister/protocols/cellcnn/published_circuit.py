@@ -1,6 +1,6 @@
 """The CellCnn step as PriCell prints it (supplementary note 4, algorithm 1): packing, diagonals, repacking, rotations.
 
-Written over a handful of operations, so that the same lines run on ciphertexts (`SealOps`) and, in the tests,
+Written over a handful of operations, so that the same lines run on ciphertexts (`CipherOps`) and, in the tests,
 on plain vectors. n samples and h filters are padded to powers of two, m markers to an even number; o classes.
 
     C       row r, filter f at r·h + f:  C[r mod m, f]             csize = (n + m - 1)·h slots, rows repeat
@@ -193,56 +193,40 @@ class Layout:
 
 
 def iota(slots: int) -> npt_complex:
-    """The root of -1 that is the monomial X^(N/2) in SEAL's order of slots, i, -i, i, ...: it costs no level."""
+    """The root of -1 that is the monomial X^(N/2) in our order of slots, i, -i, i, ...: it costs no level."""
     return np.asarray(1j * (-1.0) ** np.arange(slots), np.complex128)
 
 
-class SealOps:
+class CipherOps:
     """The operations on ciphertexts; plain factors bring results to Δ, or to the scale of `like`."""
 
     def __init__(self, params: ckks.Parameters, relin: Any, rotation: Mapping[int, Any]) -> None:
         self.c, self.relin, self.rotation = ckks.context(params), relin, rotation
-        i = self.c.encoder.encode_complex(iota(params.slots), 1.0)
-        self._i = {params.top: i}
-        for k in range(params.top - 1, 0, -1):
-            i = self.c.evaluator.mod_switch_to_next(i)
-            self._i[k] = i
+        self._i = self.c.encode(iota(params.slots), params.top, 1.0)
 
-    def rotate(self, x: Any, steps: int) -> Any:
-        if steps == CONJUGATE:
-            return self.c.evaluator.complex_conjugate(x, self.rotation[steps].key)
+    def rotate(self, x: ckks.Cipher, steps: int) -> ckks.Cipher:
         return self.c.rotate(x, steps, self.rotation[steps])
 
-    def add(self, x: Any, y: Any) -> Any:
+    def add(self, x: ckks.Cipher, y: ckks.Cipher) -> ckks.Cipher:
         return self.c.add(x, y)
 
-    def times(self, x: Any, y: Any) -> Any:
+    def times(self, x: ckks.Cipher, y: ckks.Cipher) -> ckks.Cipher:
         return self.c.times(x, y, self.relin)
 
-    def times_i(self, x: Any) -> Any:
-        return self.c.evaluator.multiply_plain(x, self._i[x.coeff_modulus_size()])
+    def times_i(self, x: ckks.Cipher) -> ckks.Cipher:
+        return self.c.multiply_plain(x, self._i)
 
-    def times_plain(self, x: Any, v: Any, *, like: Any = None) -> Any:
-        c, k = self.c, x.coeff_modulus_size()
-        target = c.params.scale if like is None else float(like.scale())
-        scale = target * c.dropped(k) / float(x.scale())
-        encode = c.encoder.encode_complex if np.iscomplexobj(v) else c.encoder.encode
-        plain = encode(np.ascontiguousarray(v), scale)
-        for _ in range(c.params.top - k):
-            plain = c.evaluator.mod_switch_to_next(plain)
-        return c.times_plain(x, plain)
+    def times_plain(self, x: ckks.Cipher, v: Any, *, like: ckks.Cipher | None = None) -> ckks.Cipher:
+        c = self.c
+        target = c.params.scale if like is None else like.scale
+        return c.times_plain(x, c.encode(v, x.primes, target * c.dropped(x.primes) / x.scale))
 
-    def add_plain(self, x: Any, v: Any) -> Any:
+    def add_plain(self, x: ckks.Cipher, v: Any) -> ckks.Cipher:
         return self.c.add_plain(x, v)
 
-    def join(self, x: Any, y: Any) -> Any:
+    def join(self, x: ckks.Cipher, y: ckks.Cipher) -> ckks.Cipher:
         """Add vectors that stand in different slots, whatever their scales; the repacking corrects the first's."""
-        k = min(x.coeff_modulus_size(), y.coeff_modulus_size())
-        x, y = self.c.drop(x, k), self.c.drop(y, k)
-        y = self.c.evaluator.mod_switch_to(y, y.parms_id())
-        x = self.c.evaluator.mod_switch_to(x, x.parms_id())
-        x.scale(y.scale())
-        return self.c.evaluator.add(x, y)
+        return self.c.add(ckks.Cipher(x.polys, y.scale), y)
 
 
 def _by_diagonals(ops: Any, L: Layout, packed: Any, diagonals: list[npt_complex]) -> Any:

@@ -57,7 +57,7 @@ from cloister.net import wire
 from cloister.net.channel import Channel
 from cloister.net.wire import message
 from cloister.protocols.cellcnn.key_store import KeyStore
-from cloister.protocols.cellcnn.published_circuit import LEVELS, Layout, SealOps, backward, forward
+from cloister.protocols.cellcnn.published_circuit import LEVELS, CipherOps, Layout, backward, forward
 from cloister.protocols.cellcnn.training_keys import Keys, key_costs, load_keys, make_keys
 from cloister.protocols.ckks import collective_refresh, threshold_decrypt
 from cloister.protocols.ckks.collective_audit import Book, Collective
@@ -217,11 +217,11 @@ class State:
     gW: ckks.Cipher | None = None
 
     def after(self, c: ckks.Context, gC: ckks.Cipher, gW: ckks.Cipher) -> State:
-        return State(self.step + 1, c.evaluator.sub(self.C, gC), c.evaluator.sub(self.W, gW), gC, gW)
+        return State(self.step + 1, c.subtract(self.C, gC), c.subtract(self.W, gW), gC, gW)
 
     def keep(self, params: Params, store: KeyStore | None) -> State:
         if store is not None:
-            last = {"gC": [self.gC], "gW": [self.gW]} if self.step else {}
+            last = {"gC": [self.gC], "gW": [self.gW]} if self.gC and self.gW else {}
             store.put_state(ckks.context(params.ckks), params.tag, self.step, {"C": [self.C], "W": [self.W], **last})
         return self
 
@@ -270,7 +270,7 @@ async def holder(
         raise ProtocolAbort(NAME, "L0", "checkpoint", "asked to go on from a checkpoint that this site does not have")
     else:
         keys = await make_keys(ch, params, entropy, ckks.Secret.draw(P, entropy), store)
-    secret, low, ops = keys.share, P.primes_at(START), SealOps(P, keys.relin, keys.rotation)
+    secret, low, ops = keys.share, P.primes_at(START), CipherOps(P, keys.relin, keys.rotation)
     state = followed(params, start, await ch.recv(S, Initial), store).keep(params, store)  # L1
     shares, maps = refresh(params)
     mine = params.holders.index(ch.me)
@@ -313,7 +313,7 @@ async def aggregator(ch: Channel, params: Params, store: KeyStore | None = None,
         C = c.encrypt(keys.public, L.conv_slots(w.W), low, P.scale, entropy)
         W = c.encrypt(keys.public, L.dense_slots(w.V), low, P.scale, entropy)
         state = State(0, C, W).keep(params, store)
-    first = [pack(c, ct, low) if there else () for there, ct in _told(state)]
+    first = [pack(c, ct, low) if ct else () for ct in _told(state)]
     await ch.scatter(params.holders, Initial(*first))  # L1
     shares, maps = refresh(params)
     for t in range(state.step, params.config.steps):
@@ -327,7 +327,7 @@ async def aggregator(ch: Channel, params: Params, store: KeyStore | None = None,
         sums = None
         for i, got in (await ch.gather(params.holders, Gradients)).items():  # L4
             pair = [unpack(params, parts, low, "L4", i) for parts in (got.C, got.W)]
-            sums = pair if sums is None else [c.evaluator.add(a, b) for a, b in zip(sums, pair, strict=True)]
+            sums = pair if sums is None else [c.add(a, b) for a, b in zip(sums, pair, strict=True)]
         assert sums is not None
         state = state.after(c, *sums).keep(params, store)
         await ch.scatter(params.holders, Total(W=pack(c, sums[1], low), C=pack(c, sums[0], low)))  # L5
@@ -338,11 +338,6 @@ async def aggregator(ch: Channel, params: Params, store: KeyStore | None = None,
     return Done(params, keys, weights(params, *opened))
 
 
-def _told(state: State) -> list[tuple[bool, ckks.Cipher]]:
+def _told(state: State) -> list[ckks.Cipher | None]:
     """What sites need to begin: weights at the first step, the last update later (they have their own weights)."""
-    return [
-        (state.step == 0, state.C),
-        (state.step == 0, state.W),
-        (state.step > 0, state.gC),
-        (state.step > 0, state.gW),
-    ]
+    return [state.C, state.W, None, None] if state.step == 0 else [None, None, state.gC, state.gW]

@@ -91,13 +91,13 @@ async def make_keys(
     if store is not None:
         store.put_public(public, secret)
         store.put_switching("relin", switching)
-    relin, rotation = c.load_key(switching), {}
+    relin, rotation = c.held(switching), {}
     for i, steps in enumerate(params.layout.rotations):
         what = f"rotation {i + 1} of {len(params.layout.rotations)}"
         turned = await generate(collective_rotation, what, f"rotation/{steps}", steps=(steps,))
         if store is not None:
             store.put_switching(f"rotation-{steps}", turned[steps])
-        rotation[steps] = c.load_key(turned[steps])
+        rotation[steps] = c.held(turned[steps])
     if store is not None:
         store.finish(name)
     return Keys(name, public, relin, rotation, secret, store)
@@ -106,8 +106,6 @@ async def make_keys(
 def load_keys(params: Any, store: KeyStore, *, site: bool) -> Keys:
     c = ckks.context(params.ckks)
     public, secret = store.get_public(params.ckks, secret=site)
-    relin = c.load_key(store.get_switching(params.ckks, "relin"))
-    turned = {
-        steps: c.load_key(store.get_switching(params.ckks, f"rotation-{steps}")) for steps in params.layout.rotations
-    }
+    relin = c.held(store.get_switching(params.ckks, "relin"))
+    turned = {steps: c.held(store.get_switching(params.ckks, f"rotation-{steps}")) for steps in params.layout.rotations}
     return Keys(store.name, public, relin, turned, secret, store, store.openings)

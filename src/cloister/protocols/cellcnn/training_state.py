@@ -5,6 +5,7 @@ The aggregator computes every `State`, and the auditor does it again; other site
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -105,9 +106,9 @@ def gradient_ciphers(
     """[Z] of every class group, added over the chunks of the batch; no two calls give the same polynomials."""
     ciphers = []
     for M, group in zip(model, L.groups, strict=True):
-        total = None
-        for at in range(0, len(X), L.I):
-            Z = gradient(L, M, X[at : at + L.I], Y[at : at + L.I, list(group)], keys.relin, keys.rotation)
-            total = Z if total is None else c.evaluator.add(total, Z)
-        ciphers.append(c.raw(c.rerandomise(keys.public, total, entropy))[0])
+        parts = (
+            gradient(L, M, X[at : at + L.I], Y[at : at + L.I, list(group)], keys.relin, keys.rotation)
+            for at in range(0, len(X), L.I)
+        )
+        ciphers.append(c.raw(c.rerandomise(keys.public, functools.reduce(c.add, parts), entropy))[0])
     return ciphers

@@ -1,7 +1,7 @@
 """Collective relinearisation key: products of ciphertexts become ciphertexts of two polynomials again.
 
-For every data prime d, with w_d the number that is P modulo q_d and 0 modulo all others (P the special prime), a_d
-public, u_i ternary and fresh, all e fresh and small:
+For every digit d, with w_d the number that is P, the product of the special primes, modulo the primes of the digit and
+0 modulo all others (`lattice.bases`), a_d public, u_i ternary and fresh, all e fresh and small:
 
     L1  i → S   h_i = -u_i·a_d + w_d·s_i + e,   g_i = s_i·a_d + e'
     L2  S → i   h = Σ h_i,   g = Σ g_i
@@ -20,7 +20,7 @@ As `collective_key`; and that an encryption of w_d·s² under s itself is safe (
 
 Cost
 ----
-Per holder and data prime: 2 messages up, 2 down; three polynomials over all primes up, three down. Two audits.
+Per holder and digit: 2 messages up, 2 down; three polynomials over all primes up, three down. Two audits.
 
 References
 ----------
@@ -53,7 +53,7 @@ class Params(Collective):
 
 
 @message("L1")
-class First:  # i → S, for one data prime
+class First:  # i → S, for one digit
     h: bytes
     g: bytes
 
@@ -89,7 +89,7 @@ def roles(params: Params) -> dict[Party, object]:
 
 def cost(params: Params) -> dict[Party, tuple[int, int]]:
     c = ckks.context(params.ckks)
-    digits, one, n = params.ckks.top, c.packed(len(c.primes)), len(params.holders)
+    digits, one, n = params.ckks.digits, c.packed(len(c.primes)), len(params.holders)
     each = (2 * digits, 3 * digits * one)
     sent = {params.aggregator: (n * each[0], n * each[1])} | dict.fromkeys(params.holders, each)
     audit = collective_audit.cost(params.audit, len(c.primes))
@@ -100,15 +100,15 @@ async def holder(ch: Channel, params: Params, secret: ckks.Secret, *, entropy: E
     c, S = ckks.context(params.ckks), params.aggregator
     r, K, s, prg, book = c.ring, len(c.primes), secret.ntt, entropy.prg(), Book()
     u = r.forward(r.of_small(prg.ternary(params.ckks.degree), K))
-    for d in range(params.ckks.top):
+    for d in range(params.ckks.digits):
         a = ckks.common(params.ckks, ch.run_id, f"relin/{d}", K)
         h = r.add_product(r.error(prg, K), u, a, sign=-1)
-        r.add_multiple(h, s, c.primes[-1], d)
+        c.bases.known_share(h, s, d)
         g = r.add_product(r.error(prg, K), s, a)
         await ch.send(S, First(c.pack(h), c.pack(g)))  # L1
         book.sent(h, g)
     sums = []
-    for _ in range(params.ckks.top):
+    for _ in range(params.ckks.digits):
         firsts = await ch.recv(S, Firsts)  # L2
         sums.append([read(c, x, K, NAME, "L2", S) for x in (firsts.h, firsts.g)])
         book.heard(firsts.h, firsts.g)
@@ -121,7 +121,7 @@ async def holder(ch: Channel, params: Params, secret: ckks.Secret, *, entropy: E
         await ch.send(S, Second(c.pack(f)))  # L3
         book.sent(f)
     fs = []
-    for _ in range(params.ckks.top):
+    for _ in range(params.ckks.digits):
         packed = (await ch.recv(S, Seconds)).f  # L4
         fs.append(read(c, packed, K, NAME, "L4", S))
         book.heard(packed)
@@ -134,14 +134,14 @@ async def aggregator(ch: Channel, params: Params) -> ckks.SwitchingKey:
     c = ckks.context(params.ckks)
     r, K = c.ring, len(c.primes)
     gs, fs = [], []
-    for _ in range(params.ckks.top):
+    for _ in range(params.ckks.digits):
         h, g = r.zeros(K), r.zeros(K)
         for i, first in (await ch.gather(params.holders, First)).items():  # L1
             r.add(h, read(c, first.h, K, NAME, "L1", i))
             r.add(g, read(c, first.g, K, NAME, "L1", i))
         await ch.scatter(params.holders, Firsts(c.pack(h), c.pack(g)))  # L2
         gs.append(g)
-    for _ in range(params.ckks.top):
+    for _ in range(params.ckks.digits):
         f = r.zeros(K)
         for i, second in (await ch.gather(params.holders, Second)).items():  # L3
             r.add(f, read(c, second.f, K, NAME, "L3", i))

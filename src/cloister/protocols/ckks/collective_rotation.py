@@ -1,13 +1,13 @@
 """Collective rotation keys: slots of a ciphertext can be rotated by the agreed numbers of steps.
 
-For every rotation by r slots (the automorphism φ: X → X^(3^r)) and every data prime d, with w_d as in
+For every rotation by r slots (the automorphism φ: X → X^(3^r)) and every digit d, with w_d as in
 `collective_relin` and a public polynomial a_{r,d} of its own:
 
     L1  i → S   b_i = -a_{r,d}·s_i + w_d·φ(s_i) + e_i
     L2  S → i   b = Σ b_i               the key is (b, a_{r,d})
         i       `collective_audit` of all b of a rotation
 
-Keys are large: tens of megabytes each.
+Keys are large: megabytes each.
 
 Reveals
 -------
@@ -19,7 +19,7 @@ As `collective_relin`. Every key has its own a: two keys under one a would diffe
 
 Cost
 ----
-Per holder, rotation and data prime: 1 message up, 1 down, one polynomial over all primes each. One audit per rotation.
+Per holder, rotation and digit: 1 message up, 1 down, one polynomial over all primes each. One audit per rotation.
 
 References
 ----------
@@ -52,7 +52,7 @@ class Params(Collective):
 
 
 @message("L1")
-class RotationShare:  # i → S, for one rotation and data prime
+class RotationShare:  # i → S, for one rotation and digit
     b: bytes
 
 
@@ -73,7 +73,7 @@ def roles(params: Params) -> dict[Party, object]:
 
 def cost(params: Params) -> dict[Party, tuple[int, int]]:
     c = ckks.context(params.ckks)
-    digits, one, n = params.ckks.top, c.packed(len(c.primes)), len(params.holders)
+    digits, one, n = params.ckks.digits, c.packed(len(c.primes)), len(params.holders)
     each = digits * len(params.steps)
     sent = {params.aggregator: (n * each, n * each * one)} | dict.fromkeys(params.holders, (each, each * one))
     return added(sent, *[collective_audit.cost(params.audit, len(c.primes))] * len(params.steps))
@@ -90,10 +90,10 @@ async def holder(ch: Channel, params: Params, secret: ckks.Secret, *, entropy: E
     for steps in params.steps:
         turned = r.forward(r.of_small(r.rotate_coefficients(secret.coefficients, c.galois(steps)), K))
         commons, bs, book = [], [], Book()
-        for d in range(params.ckks.top):
+        for d in range(params.ckks.digits):
             a = ckks.common(params.ckks, ch.run_id, label(steps, d), K)
             b = r.add_product(r.error(prg, K), a, secret.ntt, sign=-1)
-            r.add_multiple(b, turned, c.primes[-1], d)
+            c.bases.known_share(b, turned, d)
             await ch.send(S, RotationShare(c.pack(b)))  # L1
             book.sent(b)
             commons.append(a)
@@ -113,7 +113,7 @@ async def aggregator(ch: Channel, params: Params) -> dict[int, ckks.SwitchingKey
     keys = {}
     for steps in params.steps:
         bs, commons = [], []
-        for d in range(params.ckks.top):
+        for d in range(params.ckks.digits):
             b = r.zeros(K)
             for i, share in (await ch.gather(params.holders, RotationShare)).items():  # L1
                 r.add(b, read(c, share.b, K, NAME, "L1", i))
