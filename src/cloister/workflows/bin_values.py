@@ -168,9 +168,10 @@ def digitise(values: F64, edges: F64, shares: F64) -> I64:
     one that its share in [0, 1) points at, so that bins are filled evenly; scGPT's `binning` draws it in the same way.
     """
     last = np.searchsorted(edges, values, side="right")
-    first = np.searchsorted(edges, values, side="left") + 1
-    bins = np.where(first < last, first + np.floor(shares * (last - first + 1)).astype(np.int64), last)
-    return np.clip(bins, 1, len(edges))
+    times = np.searchsorted(edges, edges, side="right") - np.searchsorted(edges, edges, side="left")
+    at = np.maximum(last - 1, 0)
+    equal = np.where(edges[at] == values, times[at], 1)  # edges that the value is equal to; 1 where it makes no choice
+    return np.clip(last + 1 - equal + (shares * equal).astype(np.int64), 1, len(edges))
 
 
 def spread(at: U64, seed: int) -> F64:

@@ -17,7 +17,7 @@ from cloister.models import cellcnn
 from cloister.protocols.cellcnn import cellcnn_ladder, encrypted_training, encrypted_validation
 from cloister.protocols.cellcnn.encrypted_validation import Params, ring_for
 from cloister.run.rehearsal import Fault
-from cloister.testing import Case, check_cost, check_no_errors, check_view, run_protocol, values
+from cloister.testing import Case, check_cost, check_lies, check_no_errors, check_view, run_protocol, values
 
 CONFIG = cellcnn.Config(markers=3, filters=2, classes=2, batch=12, steps=2, learning_rate=0.3, momentum=0.5)
 PARTIES = names(2)
@@ -99,3 +99,32 @@ def test_cost_view_death_and_refusal():
 
     refused = run_protocol(encrypted_validation, case(), roles={PARTIES[0]: refusing}, timeout=8)
     assert isinstance(refused.errors[PARTIES[0]], RefusedError)
+
+
+@pytest.mark.slow
+def test_lies_in_a_validation():
+    """All that finish have one number; if the aggregator lied, it is the right one."""
+    trained = run_protocol(encrypted_training, Case(params(validate_every=0, held_out=0), data()), timeout=300)
+    check_no_errors(trained)
+    p, kept = params().validation, values(trained)
+    case = Case(p, {i: (kept[i].model[0], kept[i].keys, *data()[i][3]) for i in PARTIES})
+    honest = run_protocol(encrypted_validation, case, timeout=60)
+    wanted = values(honest)[PARTIES[0]]
+
+    def one_number(lie, found):
+        numbers = {float(v) for v in found.values() if v is not None}
+        assert max(numbers, default=0.0) - min(numbers, default=0.0) <= 1e-12
+        if lie.liar == HUB and numbers:
+            assert min(numbers) == pytest.approx(wanted, abs=12 * p.error)
+
+    lies = check_lies(
+        encrypted_validation,
+        [case],
+        right=one_number,
+        liars=[HUB, *PARTIES],
+        only=lambda lie: lie.name.startswith("encrypted_validation."),
+        timeout=10.0,
+        within=400.0,
+    )
+    assert lies.tried >= 5
+    assert lies.aborted >= 4
