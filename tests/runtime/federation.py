@@ -51,12 +51,16 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def serving(folder: Path, workflow: str, sites: dict[str, ad.AnnData], options: dict) -> Iterator[Federation]:
-    """A coordinator and three sites with these cells, approved for one workflow and started."""
-    made = Federation(folder, timeout=20.0)
-    parties = {p: role for p, role in PARTIES.items() if p != "helper"}
+def serving(
+    folder: Path, workflow: str, sites: dict[str, ad.AnnData], options: dict, *, published: bool = False
+) -> Iterator[Federation]:
+    """A coordinator and three sites with these cells, approved for one workflow, started; published: a helper, too."""
+    made = Federation(folder, timeout=120.0 if published else 20.0)  # keys of 3072 bits take their time
+    parties = {p: role for p, role in PARTIES.items() if published or p != "helper"}
     keys = {p: k for p, k in made.study.keys.items() if p in parties}
     made.study = dataclasses.replace(made.study, workflow=workflow, parties=parties, keys=keys, parameters=options)
+    if published:
+        made.study = dataclasses.replace(made.study, mode="published")
     for site, adata in sites.items():
         write_cells(adata, made.kits[site] / "cells.h5ad")
     made.agree()
