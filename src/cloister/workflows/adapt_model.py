@@ -26,6 +26,7 @@ from cloister.protocols.inference import (
     encrypted_loss,
     lying_owner,
     model_card,
+    packing,
     permuted_inference,
 )
 from cloister.protocols.inference.block_plan import used
@@ -96,7 +97,7 @@ def site(seat: Seat, adata: AnnData, options: Options) -> Outcome:
     taps = ask(seat, options, told, inputs)
     trained, adapted = train(adata, seat, options, told, taps)
     write(adata, options.key_added, adapted, taps)
-    result = summary(options, told, trained, adapted.parameters) | beyond(adata, taps)
+    result = summary(told, trained, adapted.parameters, len(inputs)) | beyond(adata, taps)
     if seat.mode == "published":
         result["loss"] = loss_of(seat, options, told, adapted, taps, given(adata, options))
     adata.uns[options.key_added] = json.dumps(result)
@@ -303,7 +304,8 @@ def write(adata: AnnData, key_added: str, adapted: Adapted, taps: Any) -> None:
     adata.obsm[f"{key_added}_features"] = np.asarray(taps).reshape(len(taps), -1)
 
 
-def summary(options: Options, told: model_card.Announcement, trained: Trained, parameters: int) -> dict[str, Any]:
+def summary(told: model_card.Announcement, trained: Trained, parameters: int, samples: int) -> dict[str, Any]:
+    tokens = packing.cheapest(told.shape, told.crypto, samples).tokens
     found: dict[str, Any] = {
         "labels": list(trained.labels),
         "parameters": parameters,
@@ -312,7 +314,7 @@ def summary(options: Options, told: model_card.Announcement, trained: Trained, p
         "model": told.digest,
         "taps": list(told.shape.taps),
         "rank": told.shape.rank,
-        "budget": used(told.shape, told.crypto),
+        "budget": used(told.shape, told.crypto, tokens=tokens),
     }
     if trained.notes:
         found["notes"] = list(trained.notes)
