@@ -64,7 +64,7 @@ def encoder_of(tokens, width, heads, attention, depth=1):
 
 
 class Clock:
-    """Seconds by what was done: of the card by its own events, of a CPU by the wall."""
+    """Seconds by what was done: of the card by its own events; of a CPU those that this process had of it."""
 
     def __init__(self, device):
         self.spent, self.marks, self.on_card = collections.Counter(), [], device == "gpu"
@@ -77,7 +77,7 @@ class Clock:
 
     def now(self):
         if not self.on_card:
-            return time.monotonic()
+            return time.process_time()
         import torch
 
         mark = torch.cuda.Event(enable_timing=True)
@@ -93,11 +93,11 @@ class Clock:
         for what, a, b in self.marks:
             self.spent[what] += a.elapsed_time(b) / 1e3 if self.on_card else b - a
         self.marks.clear()
-        return time.monotonic()
+        return time.monotonic() if self.on_card else time.process_time()
 
 
 class Stack:
-    """Seconds by what was done, by the wall and with the card waited for; what is done within something is its own."""
+    """Seconds by what was done, with the card waited for; what is done within something is its own."""
 
     def __init__(self, device):
         self.spent, self.on_card, self.within, self.last = collections.Counter(), device == "gpu", ["other"], 0.0
@@ -121,7 +121,7 @@ class Stack:
             import torch
 
             torch.cuda.synchronize()
-        now = time.monotonic()
+        now = time.monotonic() if self.on_card else time.process_time()
         self.spent[self.within[-1]] += now - self.last if self.last else 0.0
         self.last = now
         return now

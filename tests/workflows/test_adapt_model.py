@@ -114,7 +114,7 @@ def test_adapt_and_serve(model, tmp_path):
 
 
 def test_a_model_with_quadratic_attention(tmp_path):
-    """Images in, labels out, in the long ring; the features are those of the plain student."""
+    """Images in, labels out, in the long ring; the features are those of the plain student. Few images share slots."""
     encoder, _ = tiny(tokens=3, inputs=4, depth=1, taps=(1,), rank=4, steps=2, root_steps=3, attention="quadratic")
     path = tmp_path / "model.npz"
     dataclasses.replace(encoder, card=IMAGES).save(path)
@@ -128,6 +128,7 @@ def test_a_model_with_quadratic_attention(tmp_path):
         b = polynomial.hidden(plain, adapt_model.inputs_of(given, IMAGES))
         np.testing.assert_allclose(found.obsm["predicted_features"], polynomial.taps_of(plain, b)[:, 0], atol=2e-2)
         assert (found.obs["predicted"].astype(str).to_numpy() == given.obs["kind"].to_numpy()).mean() >= 0.9
+        assert run.results[site]["budget"]["tokens_in_a_ciphertext"] == 2
 
 
 def test_a_sample_out_of_range_is_named_and_has_no_label(model):

@@ -15,7 +15,7 @@ from cloister.errors import DataError, ParameterError
 from cloister.net.seat import Outcome, Place, Seat
 from cloister.protocols.fedavg import federated_training
 from cloister.protocols.fedavg.training_parts import Trained
-from cloister.protocols.inference import encrypted_loss, model_card
+from cloister.protocols.inference import encrypted_loss, model_card, packing
 from cloister.protocols.inference.block_plan import used
 from cloister.report.figures import curves
 from cloister.study import Study
@@ -137,7 +137,7 @@ def site(seat: Seat, adata: AnnData, options: Options) -> Outcome:
     again = range(1, options.rounds if options.permutation == "round" else 1)
     trained, adapted = train(adata, seat, options, told, [taps, *(ask(seat, options, told, inputs) for _ in again)])
     write(adata, options.key_added, adapted, taps)
-    result = summary(options, told, trained, adapted.parameters) | beyond(adata, taps)
+    result = summary(told, trained, adapted.parameters, len(inputs)) | beyond(adata, taps)
     if seat.mode == "published":
         result["losses"] = losses_of(seat, told, trained)
     adata.uns[options.key_added] = json.dumps(result)
@@ -174,7 +174,8 @@ def write(adata: AnnData, key_added: str, adapted: Adapted, taps: Any) -> None:
     adata.obsm[f"{key_added}_features"] = np.asarray(taps).reshape(len(taps), -1)
 
 
-def summary(options: Options, told: model_card.Announcement, trained: Trained, parameters: int) -> dict[str, Any]:
+def summary(told: model_card.Announcement, trained: Trained, parameters: int, samples: int) -> dict[str, Any]:
+    tokens = packing.cheapest(told.shape, told.crypto, samples).tokens
     found: dict[str, Any] = {
         "labels": list(trained.labels),
         "parameters": parameters,
@@ -183,7 +184,7 @@ def summary(options: Options, told: model_card.Announcement, trained: Trained, p
         "model": told.digest,
         "taps": list(told.shape.taps),
         "rank": told.shape.rank,
-        "budget": used(told.shape, told.crypto),
+        "budget": used(told.shape, told.crypto, tokens=tokens),
     }
     if trained.notes:
         found["notes"] = list(trained.notes)

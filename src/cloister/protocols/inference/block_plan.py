@@ -115,11 +115,12 @@ def plan(shape: Shape, params: Parameters, last: int = 1, tokens: int = 1) -> Pl
     raise RuntimeError("counting waits for nobody")
 
 
-def used(shape: Shape, params: Parameters, last: int = 1) -> dict[str, Any]:
+def used(shape: Shape, params: Parameters, last: int = 1, tokens: int = 1) -> dict[str, Any]:
     """The depth budget in figures: openings, ciphertexts, and the least hiding."""
-    every = plan(shape, params, last).openings
+    every = plan(shape, params, last, tokens).openings
     return {
-        "rounds": len(plan(shape, params, last).rounds),
+        "tokens_in_a_ciphertext": tokens,
+        "rounds": len(plan(shape, params, last, tokens).rounds),
         "ciphertexts": sum(h.count for h in every),
         "hiding": min(h.hiding for h in every),
         "largest_message_bits": max(h.message_bits for h in every),
