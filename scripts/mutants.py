@@ -205,7 +205,7 @@ class Loop:
         alive = [m for m in mine if not self.again(m, tests, items)]
         spent = dict.fromkeys(alive, 0.0)
         for some in (quick, [i for i in items if i not in quick and not self.quick]):
-            reach = self.reach(some) if alive and some else {}
+            reach = self.reach(some, file) if alive and some else {}
             for mutant in list(alive):
                 began = time.monotonic()
                 found = self.judge(mutant, [i for i in some if i.nodeid in reach], reach)
@@ -227,16 +227,20 @@ class Loop:
             return True
         return False
 
-    def reach(self, items: list[pytest.Item]) -> Rows:
-        """What is known of those of the tests that pass without a mutant."""
-        before = kept(REACH, "test")
-        if new := [i for i in items if not before.get(i.nodeid, {}).get("passed")]:
+    def reach(self, items: list[pytest.Item], file: str) -> Rows:
+        """What is known of those of the tests that pass without a mutant, as they are now, and with this file."""
+
+        def passed(rows: Rows) -> Rows:
+            mine = {i.nodeid: rows[i.nodeid] for i in items if rows.get(i.nodeid, {}).get("passed")}
+            return {n: row for n, row in mine.items() if row.get("text") == text_of(n) and file in row["files"]}
+
+        before = passed(kept(REACH, "test"))
+        if new := [i for i in items if i.nodeid not in before]:
             in_child(functools.partial(reached, new, self.files), 8 * self.limit)
-        reach = kept(REACH, "test")
-        passed = {i.nodeid: reach[i.nodeid] for i in items if reach.get(i.nodeid, {}).get("passed")}
-        for name in (i.nodeid for i in items if i.nodeid not in passed):
+        found = passed(kept(REACH, "test"))
+        for name in (i.nodeid for i in items if i.nodeid not in found):
             print(f"{name} fails without any mutant, or takes too long; it is left out", flush=True)
-        return passed
+        return found
 
     def judge(self, mutant: Mutant, items: list[pytest.Item], reach: Rows) -> str:
         """Run the tests that reach what is weakened, the most promising first; all if that is not known."""
@@ -292,6 +296,11 @@ def in_child(work: Callable[[], str], limit: float) -> str:
         os._exit(0)
 
 
+@functools.cache
+def text_of(test: str) -> str:
+    return hashlib.sha256((ROOT / test.partition("::")[0]).read_bytes()).hexdigest()[:16]
+
+
 def reached(items: list[pytest.Item], files: list[str]) -> str:
     """Run tests without a mutant, and note for each how long it took, whether it passed, and what it ran."""
     ran: set[str] = set()
@@ -300,6 +309,7 @@ def reached(items: list[pytest.Item], files: list[str]) -> str:
         began = time.monotonic()
         reports = runtestprotocol(item, nextitem=after, log=False)
         row = {"test": item.nodeid, "seconds": round(time.monotonic() - began, 2), "ran": sorted(ran)}
+        row |= {"text": text_of(item.nodeid), "files": files}  # what was tested, and where it was listened
         with REACH.open("a", encoding="utf-8") as f:
             f.write(json.dumps(row | {"passed": not any(r.failed for r in reports)}) + "\n")
         ran.clear()

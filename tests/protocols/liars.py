@@ -1,4 +1,5 @@
-"""Parties that depart from verified sharing: engines that change one thing they compute or say, and go on with it."""
+"""Parties that depart from a protocol: one that says something else in one message, and engines of verified sharing
+that change one thing they compute or say, and go on with it."""
 
 from __future__ import annotations
 
@@ -8,11 +9,43 @@ import contextlib
 import numpy as np
 
 from cloister.crypto import gf64
+from cloister.errors import ProtocolAbort
+from cloister.lies import Lie, Stage
 from cloister.protocols.sharing import folding
 from cloister.protocols.sharing.verified import Verified
 from cloister.testing import fixed_entropy, run_protocol
 
 ONE = np.uint64(1)
+
+
+class Says(Stage):
+    """One party that says `change(message)` in place of every message of one class; or of the nth, or to one party."""
+
+    def __init__(self, liar, kind, change, nth=None, only_to=None):
+        super().__init__(Lie("-", liar, "-"))
+        self.kind, self.change, self.nth, self.only_to, self.seen = kind, change, nth, only_to, {}
+
+    def instead(self, to, msg):
+        if not isinstance(msg, self.kind) or self.only_to not in (None, to):
+            return [msg]
+        self.seen[to] = self.seen.get(to, -1) + 1
+        self.lied = True
+        return [self.change(msg) if self.nth in (None, self.seen[to]) else msg]
+
+
+def own_aborts(run, liar=None):
+    """Who stopped by itself, and where: (protocol, line, code) by party. Who only heard of it does not count."""
+    errors = {p: e for p, e in run.errors.items() if p != liar and isinstance(e, ProtocolAbort) and not e.heard}
+    return {p: (e.protocol, e.line, e.code) for p, e in errors.items()}
+
+
+def answers(module, case, liar, kind, change, nth=None, *, only_to=None, timeout=10.0):
+    """What the others make of it when one party says something else (`Says`)."""
+    stage = Says(liar, kind, change, nth, only_to)
+    roles = {p: stage.role(p, r) for p, r in module.roles(case.params).items()}
+    run = run_protocol(module, case, roles=roles, timeout=timeout)
+    assert stage.lied, "nothing was said that could be changed"
+    return own_aborts(run, liar)
 
 
 class Liar(Verified):

@@ -81,7 +81,6 @@ def roles(params: Params) -> dict[Party, object]:
 
 def _graph(params: Params, roster: Roster, sites: tuple[Party, ...]) -> private_graph.Params:
     sizes = tuple(roster.size(u) for u in sites)
-    propagation_terms.check_graph(params, sizes)
     return private_graph.Params(sites, sizes, params.bits, params.server, params.n_neighbors, params.engine)
 
 
