@@ -323,6 +323,23 @@ def test_taps_are_asked_for_once_and_trained_on_often(model, tmp_path):
         rehearse("adapt-model", {**data, "chur": images(6, 7)}, **options)
 
 
+def test_kept_taps_stand_where_their_samples_do(model):
+    """A sample beyond what the model takes in was not asked about: the others' taps must not move up."""
+    from cloister.protocols.inference.asking_state import Taps
+    from cloister.workflows.adaptation.asking import all_taps
+
+    s = polynomial.Encoder.load(model).shape
+    inputs = np.zeros((3, s.tokens - 1, s.inputs))
+    inputs[1, 0, 0] = 1e6
+    kept = Taps(read=[np.full((1, 1, 4), 1.0), np.full((1, 1, 4), 2.0)])
+    told = types.SimpleNamespace(shape=s)
+    found = all_taps(types.SimpleNamespace(mode="hardened"), told, inputs, kept)
+    assert found[:, 0, 0].tolist()[::2] == [1.0, 2.0]
+    assert np.isnan(found[1]).all()
+    kept.read.append(np.full((1, 1, 4), 3.0))
+    assert all_taps(types.SimpleNamespace(mode="published"), told, inputs, kept)[:, 0, 0].tolist() == [1.0, 2.0, 3.0]
+
+
 def check_baselines(run, tmp_path):
     """Alone, together, pooled, linear probing, full fine-tuning: one table of the samples that nobody trained on."""
     import cloister as cl

@@ -21,6 +21,7 @@ from cloister.report.figures import curves
 from cloister.study import Study
 from cloister.workflows import Workflow
 from cloister.workflows.adaptation.asking import (
+    all_taps,
     answer,
     answers_path,
     ask,
@@ -127,7 +128,7 @@ def site(seat: Seat, adata: AnnData, options: Options) -> Outcome:
         check_classes(seat, options, present(adata, options))
     if kept is not None and options.stage == "train":
         seat.note("used", f"taps of {kept.count} samples, asked in an earlier run")
-        taps = np.concatenate(kept.read)
+        taps = all_taps(seat, told, inputs, kept)
     else:
         taps = ask(seat, options, told, inputs, kept)
     adata.obsm[f"{options.key_added}_features"] = np.asarray(taps).reshape(len(taps), -1)

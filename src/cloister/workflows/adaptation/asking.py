@@ -14,7 +14,7 @@ from cloister.cells.demo import demo_encoder
 from cloister.crypto.owner_ckks import devices
 from cloister.crypto.owner_ckks import scheme as block
 from cloister.errors import DataError, ParameterError
-from cloister.models.polynomial import Encoder
+from cloister.models.polynomial import Encoder, takes
 from cloister.net.seat import Seat
 from cloister.protocols.inference import encrypted_inference, lying_owner, model_card, permuted_inference
 from cloister.protocols.inference.asking_state import Taps
@@ -96,11 +96,24 @@ def kept_taps(seat: Seat, options: Any, told: model_card.Announcement, inputs: A
     kept = Taps.open(path, fingerprint(inputs, told, seat.mode), told.crypto)
     if seat.mode == "published" and options.stage != "train" and kept.count:
         raise DataError(f"{path} holds the taps of these samples already; train on them: stage = 'train'")
-    if options.stage == "train" and kept.count < len(inputs):
+    if options.stage == "train" and kept.count < (asked := int(to_ask(seat, told, inputs).sum())):
         raise DataError(
-            f"{path} holds the taps of {kept.count} of {len(inputs)} samples; ask for the rest first: stage = 'ask'"
+            f"{path} holds the taps of {kept.count} of {asked} samples; ask for the rest first: stage = 'ask'"
         )
     return kept
+
+
+def to_ask(seat: Seat, told: model_card.Announcement, inputs: Any) -> Any:
+    """Which samples the model is asked about: hardened, none that is beyond what it takes in."""
+    return np.ones(len(inputs), bool) if seat.mode == "published" else takes(told.shape, inputs)
+
+
+def all_taps(seat: Seat, told: model_card.Announcement, inputs: Any, kept: Taps) -> Any:
+    """What is kept, in the samples' places; NaN for those that were not asked about."""
+    found = np.concatenate(kept.read)
+    taps = np.full((len(inputs), *found.shape[1:]), np.nan)
+    taps[to_ask(seat, told, inputs)] = found
+    return taps
 
 
 def check_kept(seat: Seat, options: Any) -> None:
