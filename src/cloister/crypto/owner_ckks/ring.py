@@ -10,7 +10,7 @@ from typing import TypeAlias, final
 import numpy as np
 
 from cloister.arrays import U32, U64, Index
-from cloister.crypto.lattice.ring import SECURE_BITS, SIGMA, Ring, check_secure, ring
+from cloister.crypto.lattice.ring import SECURE_BITS, SIGMA, Ring, check_secure, ring, root_tables
 from cloister.crypto.prg import Prg, block_of, gaussian_table
 from cloister.errors import ParameterError
 
@@ -166,7 +166,8 @@ class Narrow:
         self.primes = self.wide.primes
         self.q = self.wide.q.astype(np.uint32)
         self.inv = 1.0 / self.q.astype(np.float64)
-        self._w, self._v = self.wide._w.astype(np.uint32), self.wide._v.astype(np.uint32)
+        roots = [root_tables(params.degree, x) for x in self.primes]
+        self._w, self._v = (np.stack([t[i] for t in roots]).astype(np.uint32) for i in (0, 1))
         self._ws, self._vs = self.quotients(self._w), self.quotients(self._v)
         self._late = [self._across(t) for t in (self._w, self._ws, self._v, self._vs)]
         n_inv = np.array([[pow(params.degree, -1, x)] for x in self.primes], np.uint32)
