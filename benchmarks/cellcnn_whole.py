@@ -99,7 +99,7 @@ def predict(args):
             {p: (trained[p],) for p in (hub, names[0], names[2])} | {names[1]: (trained[names[1]], X)},
         )
         rows.append(
-            f"m={m}, 20 samples: {played.cpu[names[1]]:.2f} s CPU and {played.sent[names[1]]:.1f} MB sent at the querier,"
+            f"m={m}, 20 samples: {played.cpu[names[1]]:.2f} s CPU and {played.sent[names[1]]:.1f} MB at the querier,"
             f" {played.cpu[names[0]]:.2f} s at another site, {played.cpu[hub]:.2f} s at the coordinator,"
             f" {played.wall:.1f} s wall"
         )
