@@ -5,6 +5,9 @@
     python benchmarks/cellcnn.py --part encrypted         one full encrypted training per N on the CMV donors
     python benchmarks/cellcnn.py --part cost              local iteration, refresh, keys, bytes, growth
     python benchmarks/cellcnn.py --part paper             the paper's training whole: ten sites, 200 steps (or --steps)
+    python benchmarks/cellcnn.py --part sites             growth with the number of sites at 18,000 inputs in all
+    python benchmarks/cellcnn.py --part predict           an encrypted query by the number of markers
+    python benchmarks/cellcnn.py --part classes           three classes on generated donors, encrypted and clear
     python benchmarks/cellcnn.py --part filters           20 models, consensus filters and their markers
 
 Hyperparameters are chosen by cross-validation over the training donors of each split (`cellcnn_donors`). The CMV donors
@@ -153,7 +156,7 @@ def box_plots(table, path):
 
 def encrypted(data, args):
     """Full trainings on the first split, with the settings that its validation chose."""
-    from cellcnn_cost import encrypted_training
+    from cellcnn_whole import encrypted_training
 
     rows, split = [], donors.Split(donors.Donors(data), 0.7, 0, args.inputs)
     for n in args.sites:
@@ -208,7 +211,7 @@ def filters(data, args):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
-    parts = ["accuracy", "encrypted", "cost", "paper", "filters", "all"]
+    parts = ["accuracy", "encrypted", "cost", "paper", "sites", "predict", "classes", "filters", "all"]
     parser.add_argument("--part", choices=parts, default="all", help="all: accuracy, filters and cost")
     parser.add_argument("--set", choices=["CMV", "AML"], nargs="+", default=["CMV", "AML"], help="of --part accuracy")
     parser.add_argument("--splits", type=int, default=10)
@@ -234,10 +237,14 @@ def main():
         lines += filters(donors.load_cmv(args.data), args)
     if args.part == "encrypted" and cmv.exists():
         lines += encrypted(donors.load_cmv(args.data), args)
-    if args.part in ("cost", "paper", "all"):
+    if args.part in ("paper", "sites", "predict", "classes"):
+        import cellcnn_whole
+
+        lines += getattr(cellcnn_whole, args.part)(args)
+    if args.part in ("cost", "all"):
         import cellcnn_cost
 
-        lines += cellcnn_cost.paper(args) if args.part == "paper" else cellcnn_cost.cost(args)
+        lines += cellcnn_cost.cost(args)
     print(f"\nmachine: {machine}")
     for name, table in tables.items():
         print_accuracy(table, name, reference_rows(args.data) if name == "CMV" else None)

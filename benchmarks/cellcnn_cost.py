@@ -1,4 +1,4 @@
-"""What encrypted CellCnn training costs (see cellcnn.py): local iteration, refresh, keys, whole trainings, growth."""
+"""What encrypted CellCnn training costs (see cellcnn.py): local iteration, refresh, keys, growth."""
 
 from __future__ import annotations
 
@@ -193,45 +193,3 @@ def step_bytes(bench, count):
         et.cost(et.Params(names, hub, bench.P, replace(bench.config, steps=steps)))[names[0]][1] for steps in (1, 2)
     ]
     return (sizes[1] - sizes[0]) / 1e6
-
-
-# ---- whole trainings -------------------------------------------------------------------------------------------------
-
-
-def encrypted_training(config, batches, *, open_model=True):
-    """One encrypted training among threads."""
-    from cloister.protocols.cellcnn import cellcnn_circuit
-    from cloister.protocols.cellcnn import encrypted_training as et
-
-    names, hub = parties(len(batches))
-    ring = cellcnn_circuit.choose_ring(config, len(names))
-    params = et.Params(names, hub, ring, config, open_model=open_model)
-    return Played(et, params, dict(zip(names, batches, strict=True)))
-
-
-def paper(args):
-    """Ten sites, m = 32, batches of 100: the paper's 200 steps (or `--steps`), all parties on this machine."""
-    steps, sites = (2, 3) if args.quick else (args.steps or 200, 10)
-    whole = cellcnn.Config(markers=32, filters=8, classes=2, batch=100, steps=steps, **RATES)
-    rng, batches = np.random.default_rng(0), []
-    for _ in range(sites):
-        y = rng.integers(0, 2, (steps, 100))
-        X = rng.normal(0, 1, (steps, 100, 32))
-        X[..., 0] += 1.5 * y - 0.7
-        batches.append((X, cellcnn.one_hot(y, 2)))
-    first = encrypted_training(replace(whole, steps=1), [(X[:1], Y[:1]) for X, Y in batches])  # keys and opening
-    played = encrypted_training(whole, batches)
-    twin, found = cellcnn.train(whole, batches), played.values["hub"].weights
-    error = max(np.abs(getattr(found, k) - getattr(twin, k)).max() for k in ("W", "V"))
-    (few, few_mb, few_hub), (many, many_mb, many_hub) = first.site(), played.site()
-    step, step_mb, step_hub = ((b - a) / (steps - 1) for a, b in ((few, many), (few_mb, many_mb), (few_hub, many_hub)))
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
-    return [
-        f"{sites} sites x {steps} steps, m=32 h=8 n=100: {many:.0f} s CPU and {many_mb:.0f} MB sent per site,"
-        f" {many_hub:.0f} s CPU at the aggregator; {played.wall:.0f} s wall for all on this machine",
-        f"of which per step: {step:.2f} s CPU and {step_mb:.1f} MB per site, {step_hub:.2f} s at the aggregator;"
-        f" keys, first step and opening: {few:.1f} s and {few_mb:.0f} MB per site",
-        f"minutes of CPU: {many / 60:.1f} per site, {many_hub / 60:.1f} at the aggregator; 200 steps (20 epochs of 1000"
-        f" inputs) at this rate {(few + 199 * step) / 60:.1f} per site; the paper: 20 min",
-        f"largest difference to the twin {error:.1e}; {peak:.1f} GB of memory at most for all {sites + 1} parties",
-    ]

@@ -242,6 +242,17 @@ def test_a_site_whose_own_settings_do_not_consent_opens_nothing():
     assert sent == []
 
 
+def test_local_iterations_add_up_before_an_aggregation():
+    """Two batches of eight are one of sixteen: the model is the same to the bit, in as many aggregations."""
+    once, twice = (
+        rehearse("train-cellcnn", data=sites(), mode="plain", n_steps=3, **COMMON | {"batch": batch, "n_local": local})
+        for batch, local in ((16, 1), (8, 2))
+    )
+    np.testing.assert_array_equal(once.model.weights.W, twice.model.weights.W)
+    with pytest.raises(ParameterError, match="n_local"):
+        train_cellcnn.Options(n_local=0)
+
+
 def two():
     return {name: a for name, a in sites().items() if name != "vienna"}
 

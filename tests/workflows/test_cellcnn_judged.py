@@ -108,6 +108,8 @@ def test_presets_are_the_papers_whatever_the_number_of_sites(preset, classes, do
         assert made.batch == total // n
         assert made.n_inputs == (n_inputs if preset == "rrms-donor" else n_inputs // n)  # per donor: not divided
     assert settled(train_cellcnn.Options(preset="aml"), 2, 3).n_steps == 300
+    local = settled(train_cellcnn.Options(preset="aml", n_local=3), 2, 3)
+    assert (local.batch, local.n_steps) == (300, 100)  # three batches before each aggregation
     assert settled(train_cellcnn.Options(preset="rrms-donor"), 4, 2, 48).n_steps == 240
 
 

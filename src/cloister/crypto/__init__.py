@@ -9,7 +9,7 @@ paillier             ciphertexts that can be added
 oblivious_transfer   base transfers and their extension
 replicated           three-party sharing: rings, bit planes, permutations
 lattice, kernels     rings that are safe, residues, NTT and noise
-ckks, ckks_chain, slots     real vectors under encryption, on SEAL
+ckks, lattice               real vectors under encryption, and the rings they live in
 packed_product       products of matrices, one of them under BFV
 owner_ckks           an encoder on ciphertexts of its user's key, on a CPU or a graphics card
 """

@@ -49,7 +49,8 @@ class Options:
     n_inputs: int = option(200, "multi-cell inputs per class or donor at each site (z)")
     per: Literal["class", "donor"] = option("class", "draw inputs per class or per donor")
     n_steps: int = option(20, "training steps; each is one aggregation")
-    batch: int = option(0, "inputs per site and step; 0 means 200 over the number of sites")
+    batch: int = option(0, "inputs per site and local iteration; 0 means 200 over the number of sites")
+    n_local: int = option(1, "local iterations per step: batches whose gradients a site adds up, encrypted")
     learning_rate: float = option(0.2, "step size (eta)")
     momentum: float = option(0.9, "share of the last update that goes on (mu)")
     interval: float = option(3.0, "the sigmoid is fitted on [-interval, interval]")
@@ -74,7 +75,7 @@ class Options:
     patience: int = option(0, "stop once so many validations were no better than one before; 0: train to the end")
 
     def __post_init__(self) -> None:
-        for name in ("n_filters", "n_cells", "n_inputs", "n_steps", "n_models"):
+        for name in ("n_filters", "n_cells", "n_inputs", "n_steps", "n_local", "n_models"):
             if getattr(self, name) < 1:
                 raise ParameterError(f"option '{name}' must be at least 1, found {getattr(self, name)}")
         if not 0 <= self.momentum < 1 or self.learning_rate <= 0 or not 0 < self.interval <= 8 or self.batch < 0:

@@ -46,10 +46,20 @@ class PlainOps:
         return x + y
 
 
-@pytest.mark.parametrize(("m", "h", "o", "n"), [(5, 2, 2, 6), (38, 8, 2, 100), (16, 8, 3, 50), (7, 3, 3, 9)])
-def test_the_circuit_on_plain_vectors_is_the_twin(m, h, o, n):
+@pytest.mark.parametrize(
+    ("m", "h", "o", "n", "slots"),
+    [
+        (5, 2, 2, 6, 16384),
+        (38, 8, 3, 100, 16384),  # three classes in the paper's ring: nothing is padded to powers of two
+        (16, 8, 3, 50, 16384),
+        (7, 3, 3, 9, 16384),
+        (37, 16, 2, 169, 32768),  # the paper's largest; it takes a ring of 2^16
+        (12, 64, 2, 16, 16384),
+    ],
+)
+def test_the_circuit_on_plain_vectors_is_the_twin(m, h, o, n, slots):
     config = cellcnn.Config(m, h, o, n, steps=3, learning_rate=0.2)
-    L, ops, rng = published_circuit.Layout(config, 16384, 2), PlainOps(), np.random.default_rng(0)
+    L, ops, rng = published_circuit.Layout(config, slots, 2), PlainOps(), np.random.default_rng(0)
     repack = L.repacking(1.0)
     w = cellcnn.initial(config)
     C, W, gC, gW = L.conv_slots(w.W) + 0j, L.dense_slots(w.V) + 0j, None, None
@@ -84,25 +94,17 @@ def test_every_rotation_that_is_made_has_a_key():
     assert ops.seen == set(L.rotations)
 
 
-@pytest.mark.parametrize(("m", "n"), [(4, 9), (32, 66)])
-def test_a_batch_far_below_a_power_of_two_leaves_no_product_with_zero(m, n):
-    """SEAL refuses such products, and padding would make some."""
-    L = published_circuit.Layout(cellcnn.Config(m, 2, 2, n, steps=1), 16384, 2)
-
-    class Strict(PlainOps):
-        def times_plain(self, x, v, *, like=None):
-            assert np.any(v)
-            return super().times_plain(x, v, like=like)
-
-    one, X = np.ones(16384, complex), np.ones((n, m))
-    assert not all(np.any(d) for d in L.backward_diagonals(X))  # this batch is one of those
-    published_circuit.forward(Strict(), L, one, one, one, one, X)
-    published_circuit.backward(Strict(), L, one, X, np.ones((n, 2)))
-
-
 def test_batches_beyond_the_slots_are_refused():
-    with pytest.raises(ParameterError, match="slots"):
-        published_circuit.Layout(cellcnn.Config(38, 8, 2, 512), 16384, 2)
+    for h, n in ((8, 512), (16, 169), (64, 169)):
+        with pytest.raises(ParameterError, match="slots, the ring has 16384"):
+            published_circuit.Layout(cellcnn.Config(38, h, 2, n), 16384, 2)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 8, 100, 169])
+def test_sums_of_rotations(count):
+    x = np.random.default_rng(count).normal(size=512)
+    found = published_circuit.add_rotated(PlainOps(), x, count, 2)
+    np.testing.assert_allclose(found, sum(np.roll(x, -2 * i) for i in range(count)), atol=1e-12)
 
 
 def data_for(config, n):

@@ -1,7 +1,8 @@
 """The CellCnn step as PriCell prints it (supplementary note 4, algorithm 1): packing, diagonals, repacking, rotations.
 
 Written over a handful of operations, so that the same lines run on ciphertexts (`CipherOps`) and, in the tests,
-on plain vectors. n samples and h filters are padded to powers of two, m markers to an even number; o classes.
+on plain vectors. m markers are padded to an even number; n samples, h filters, o classes. A sum of n rotations takes
+log2 n of them where n is a power of two, as in the paper, and one more for every further bit of n.
 
     C       row r, filter f at r·h + f:  C[r mod m, f]             csize = (n + m - 1)·h slots, rows repeat
     W, ∇W   (c, i, f) at (c·n + i)·h + f:  W[f, c]                 every class n times
@@ -44,16 +45,16 @@ class Layout:
         if max(need, 4 * self.onh + self.csize) > self.slots:
             raise ParameterError(
                 f"{self.config.batch} samples, {self.config.filters} filters and {self.config.classes} classes need"
-                f" {need} slots, the ring has {self.slots}; use a smaller batch, or fewer filters"
+                f" {need} slots, the ring has {self.slots}; use a smaller batch, fewer filters, or mode 'hardened'"
             )
 
     @property
     def n(self) -> int:
-        return max(2, 1 << (self.config.batch - 1).bit_length())
+        return max(2, self.config.batch)
 
     @property
     def h(self) -> int:
-        return 1 << (self.config.filters - 1).bit_length()
+        return self.config.filters
 
     @property
     def m(self) -> int:
@@ -82,9 +83,8 @@ class Layout:
         """Every rotation that a site makes; CONJUGATE among them."""
         n, h, o = self.n, self.h, self.config.classes
         steps = {CONJUGATE, h, 2 * h, -self.onh, self.access, self.onh}
-        steps |= {1 << t for t in range(h.bit_length() - 1)}  # inner sums over filters
-        steps |= {o * h << t for t in range(n.bit_length() - 1)}  # and over samples
-        steps |= {-h << t for t in range(n.bit_length() - 1)}  # replication over samples
+        for count, step in ((h, 1), (n, o * h), (n, -h)):  # sums over filters and samples, replication over samples
+            steps |= {step * i for doubled, there in doublings(count) for i in (doubled, there) if i}
         steps |= {-n * h * c for c in range(1, o)} | {self.csize * c for c in range(1, o)}
         steps |= {-(n - 1) * h * c for c in range(1, o)}
         steps |= {-self.m * h * t for t in range(1, self.copies)}
@@ -126,13 +126,14 @@ class Layout:
         return diagonals
 
     def backward_diagonals(self, X: F64) -> list[npt_complex]:
-        """½(L[i, j] - ι·L[i + 1, j]) at (j, f), i = j + 2k mod n."""
+        """½(L[i, j] - ι·L[i + 1, j]) at (j, f), i = j + 2k mod n; the last has one row alone if n is odd."""
         L, _ = self._batch(X, np.zeros((0, self.config.classes)))
         j = np.arange(self.m)
         diagonals = []
-        for k in range(self.n // 2):
+        for k in range(-(-self.n // 2)):
             i = (j + 2 * k) % self.n
-            diagonals.append(self._rows(L[i, j], L[(i + 1) % self.n, j]))
+            beside = L[(i + 1) % self.n, j] if 2 * k + 1 < self.n else np.zeros(self.m)
+            diagonals.append(self._rows(L[i, j], beside))
         return diagonals
 
     def _rows(self, a: F64, b: F64) -> npt_complex:
@@ -229,14 +230,35 @@ class CipherOps:
         return self.c.add(ckks.Cipher(x.polys, y.scale), y)
 
 
+def doublings(count: int) -> list[tuple[int, int]]:
+    """Per bit of `count`: how far apart the halves of the next block lie (0: none), where a block goes (0: first)."""
+    out, there = [], 0
+    for t in range(count.bit_length()):
+        has = count >> t & 1
+        out.append((1 << t if count >> (t + 1) else 0, there if has else 0))
+        there += has << t
+    return out
+
+
+def add_rotated(ops: Any, x: Any, count: int, step: int) -> Any:
+    """The sum of x rotated by 0, step, ..., (count - 1)·step."""
+    total, block = None, x
+    for t, (doubled, there) in enumerate(doublings(count)):
+        if count >> t & 1:
+            placed = ops.rotate(block, there * step) if there else block
+            total = placed if total is None else ops.add(total, placed)
+        if doubled:
+            block = ops.add(block, ops.rotate(block, doubled * step))
+    return total
+
+
 def _by_diagonals(ops: Any, L: Layout, packed: Any, diagonals: list[npt_complex]) -> Any:
     """A matrix, by its diagonals, times a packed ciphertext; the real part of the sum, twice."""
     total, turned = None, packed
     for k, d in enumerate(diagonals):
         turned = ops.rotate(turned, 2 * L.h) if k else turned
-        if k == 0 or np.any(d):  # padding leaves some diagonals empty, and a product with nothing is no ciphertext
-            term = ops.times_plain(turned, d)
-            total = term if total is None else ops.add(total, term)
+        term = ops.times_plain(turned, d)
+        total = term if total is None else ops.add(total, term)
     return ops.add(total, ops.rotate(total, CONJUGATE))
 
 
@@ -248,8 +270,7 @@ def forward(ops: Any, L: Layout, C: Any, W: Any, gW: Any, gC: Any, X: F64) -> An
     for c in range(1, L.config.classes):
         whole = ops.add(whole, ops.rotate(P, -L.n * L.h * c))
     U = ops.times(whole, W)
-    for t in range(L.h.bit_length() - 1):
-        U = ops.add(U, ops.rotate(U, 1 << t))
+    U = add_rotated(ops, U, L.h, 1)
     D = ops.add(P, ops.rotate(W if gC is None else ops.add(W, _previous(ops, L, gW, gC)), -L.onh))
     return ops.join(U, ops.rotate(D, -L.onh))
 
@@ -273,8 +294,7 @@ def backward(ops: Any, L: Layout, D: Any, X: F64, Y: F64) -> tuple[Any, Any]:
     total = E0
     for c in range(1, L.config.classes):
         total = ops.add(total, ops.rotate(E0, L.csize * c))
-    for t in range(L.n.bit_length() - 1):
-        G = ops.add(G, ops.rotate(G, L.config.classes * L.h << t))
+    G = add_rotated(ops, G, L.n, L.config.classes * L.h)
     packed = ops.add(total, ops.times_i(ops.rotate(total, L.h)))
     gC = _by_diagonals(ops, L, packed, L.backward_diagonals(X))
     rows = gC
@@ -285,8 +305,7 @@ def backward(ops: Any, L: Layout, D: Any, X: F64, Y: F64) -> tuple[Any, Any]:
         column = ops.times_plain(G, L.mask(c * L.h, (c + 1) * L.h))
         column = ops.rotate(column, -(L.n - 1) * L.h * c) if c else column
         gW = column if gW is None else ops.add(gW, column)
-    for t in range(L.n.bit_length() - 1):
-        gW = ops.add(gW, ops.rotate(gW, -L.h << t))
+    gW = add_rotated(ops, gW, L.n, -L.h)
     previous = ops.rotate(PW, L.access)
     gW = ops.add(gW, ops.times_plain(previous, L.mask(0, L.onh)))
     return gW, ops.add(rows, ops.times_plain(ops.rotate(previous, L.onh), L.mask(0, L.csize)))

@@ -40,15 +40,19 @@ PRESETS = {
 
 
 def settled(options: Options, sites: int, classes: int, donors: int = 0) -> Options:
-    """The options with the preset's values for so many sites, classes, and donors to train on."""
+    """The options with the preset's values for so many sites, classes, and donors to train on.
+
+    Local iterations are batches whose gradients a site adds up before it sends them: one batch of as many inputs.
+    """
+    local = options.n_local
     if options.preset is None:
-        return replace(options, batch=options.batch or max(1, 200 // sites))
+        return replace(options, batch=local * (options.batch or max(1, 200 // sites)), n_local=1)
     p = PRESETS[options.preset]
-    batch = options.batch or max(1, p.batch // sites)
-    total = options.batch * sites or p.batch
+    batch = local * (options.batch or max(1, p.batch // sites))
+    total = local * (options.batch * sites or p.batch)
     n_inputs = p.n_inputs if p.per == "donor" else max(1, p.n_inputs // sites)  # fewer of a class at each of more sites
     drawn: dict[str, Any] = {"n_cells": p.n_cells, "per": p.per, "n_inputs": n_inputs, "interval": p.interval}
-    return replace(options, **drawn, batch=batch, n_steps=p.steps(total, classes, donors))
+    return replace(options, **drawn, batch=batch, n_local=1, n_steps=p.steps(total, classes, donors))
 
 
 def settle(seat: Seat, options: Options, classes: int, donors: int | None) -> Options:
