@@ -17,6 +17,7 @@ from cloister.errors import DataError, ProtocolAbort
 from cloister.protocols.inference import asking_state, encrypted_inference
 from cloister.protocols.inference import encrypted_inference as inference
 from cloister.protocols.inference.asking_state import Answers, Taps
+from cloister.protocols.inference.packing import cheapest
 from cloister.protocols.inference.query_ledger import Ledger
 from cloister.study import Party
 from cloister.testing import Case, check_no_errors, run_protocol, values
@@ -46,12 +47,12 @@ def samples(encoder, n=3):
     return np.random.default_rng(1).uniform(-1, 1, (n, s.tokens - 1, s.inputs))
 
 
-def asked(encoder, place, x):
+def asked(encoder, place, x, crypto=block.SMALL):
     path, folder, ledger = place
-    kept = Taps.open(path, "these samples", block.SMALL)
+    kept = Taps.open(path, "these samples", crypto)
     inputs = {HUB: (encoder, Ledger(ledger), "cpu", folder), ANN: (x, kept)}
-    case = Case(inference.Params((ANN,), HUB, encoder.shape, block.SMALL), inputs)
-    return run_protocol(inference, case, timeout=120.0)
+    case = Case(inference.Params((ANN,), HUB, encoder.shape, crypto), inputs)
+    return run_protocol(inference, case, timeout=300.0)
 
 
 def used(place):
@@ -105,6 +106,28 @@ def test_killed_after_block_three_and_started_again(encoder, place, monkeypatch)
     assert np.array_equal(values(again)[ANN], values(run)[ANN])
     assert values(again)[HUB] == {ANN: 0}
     assert used(place) == {"ann": block.SMALL.slots}
+
+
+@pytest.mark.slow
+def test_a_small_batch_goes_on_as_well(place, monkeypatch):
+    """Quadratic attention, where tokens share ciphertexts; one sample has no inputs that the model takes."""
+    little = {k: v for k, v in LITTLE.items() if k not in ("tokens", "exp_degree")}
+    encoder = tiny(depth=2, taps=(2,), tokens=3, attention="quadratic", **little)[0]
+    x = samples(encoder, 5)
+    x[2] = np.nan
+    packed = cheapest(encoder.shape, block.QUADRATIC, 4)
+    assert packed.tokens == 2
+    with monkeypatch.context() as m:
+        killed_after(m, 1)
+        assert isinstance(asked(encoder, place, x, block.QUADRATIC).errors[HUB], Killed)
+    run = asked(encoder, place, x, block.QUADRATIC)
+    check_no_errors(run)
+    params = inference.Params((ANN,), HUB, encoder.shape, block.QUADRATIC)
+    good = np.arange(5) != 2
+    exact = inference.ideal(params, {HUB: encoder, ANN: x[good]})[ANN]
+    assert np.abs(values(run)[ANN][good] - exact).max() < 4e-2  # flooding
+    assert np.isnan(values(run)[ANN][2]).all()
+    assert used(place) == {"ann": packed.samples}
 
 
 def test_a_break_gets_the_same_tap_again_and_not_another(encoder, place, monkeypatch):

@@ -15,6 +15,8 @@
 With quadratic attention (`quadratic_circuit`) only normalised values and weighted sums go through L3 and L4; the
 activations between blocks and the scores never do. Of the last block only the class token is computed.
 
+An owner of few samples lets tokens share ciphertexts (`packing`, `grid_circuit`): it takes what moves the fewest bytes.
+
 The taps are fixed in the plan, for every sample and for all time: asking again gives the same numbers again, with other
 noise: a sample that fills k slots or batches is read √k finer.
 
@@ -30,8 +32,8 @@ lying owner : more. What it encrypts at L2 or L4 instead of what it should, it f
     results).
 provider : how many batches each owner brings (whole ones, of N/2 samples or of N/2 / P), and that it stopped after
     the last tap (L5, code `range`), if no sample's features kept their bounds; that it asks for the rest of what an
-    earlier run began. Not the samples. Owners
-    learn nothing of each other but that; an owner and the provider together hold that owner's data and the model.
+    earlier run began. Not the samples. Owners learn nothing of each other but that; an owner and the provider together
+    hold that owner's data and the model.
 
 Assumes
 -------
@@ -40,15 +42,16 @@ provider are not all noticed), and learns whether an owner stopped. The model is
 protocol: (b) of the owner, at L2 or L4, is not noticed. Nothing ties its answers to what it was sent: they carry
 rounding and fresh noise of 2^-20, and lies that hide below the noise of a whole opening show at a tap still
 (docs/decisions/0011 has the figures). Ring learning with errors at 128 bits, and circular security: the provider holds
-switching keys, encryptions of powers of an owner's key under itself.
-Masks hide perfectly at L3; of a batch, a coefficient goes
-round and spoils the result once in 2^16 batches or less (`Opening.hiding`). Statistical hiding of 2^-40 per coefficient
-of the last stretch's noise at L5. What earlier refreshes rounded off is part of the value that is read; the flooding at
-L5 is wider than it, but not by 40 bits. With quadratic attention that is about 2^-13 of an activation, so in weak
-directions of a tap as much as the flooding.
+switching keys, encryptions of powers of an owner's key under itself; with P > 1 also of the key with its slots turned,
+and of its product with the key.
+Masks hide perfectly at L3; of a batch, a coefficient goes round and spoils the result once in 2^16 batches or less
+(`Opening.hiding`). Statistical hiding of 2^-40 per coefficient of the last stretch's noise at L5. What earlier
+refreshes rounded off is part of the value that is read; the flooding at L5 is wider than it, but not by 40 bits. With
+quadratic attention that is about 2^-13 of an activation, so in weak directions of a tap as much as the flooding.
 Masks hide from the owner, too, that values left their intervals: it notices at the taps, whose bounds come from the
 calibration. Slots do not mix, so the other samples of the batch are as they should be: it leaves out those beyond a
-bound. Only a value that is 2^40 times too large makes masks go round, and spoils the batch (L5: code `range`).
+bound. Samples whose inputs are beyond theirs are left out before anything is encrypted. Only a value that is 2^40 times
+too large makes masks go round, and spoils its batch, whose samples are left out together.
 
 Cost
 ----
@@ -245,7 +248,7 @@ async def owner(ch: Channel, params: Params, inputs: F64, kept: Taps | None = No
 
 async def ask(ch: Channel, params: Params, inputs: F64, kept: Taps, entropy: Entropy) -> F64:
     """All batches of an owner, whose inputs are within their bounds; what is kept is not asked for again."""
-    packed = cheapest(params.shape, params.crypto, len(inputs))
+    packed = cheapest(params.shape, params.crypto, len(inputs))  # the same again after a break
     key, begun, rest = kept.key(params.crypto, entropy, len(inputs)), kept.begun, inputs[kept.count :]
     side, count = OwnerSide(ch.sub(str(ch.me)), params, key, entropy), packed.batches(len(rest))
     ch.step(f"{len(rest)} samples, {packed.price(len(rest))}", protocol=NAME, line="L1")
