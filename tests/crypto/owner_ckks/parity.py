@@ -199,6 +199,7 @@ def results(side):
     yield "products 2 2", two
     yield "products 3 3", three
     yield "products 3 2", four
+    yield "products 3 1", ev.products(two, side.put(np.ascontiguousarray(side.host(x)[:, :1])))
     yield "products 5 3", ev.products(three, two[:4])
     yield "products 4 2", ev.products(four, y[:4])
     yield "combine", ev.combine([(1, two), (-(1 << 45) - 12345, x)], 7.25 * 2.0**55)

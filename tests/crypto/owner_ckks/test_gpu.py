@@ -153,7 +153,11 @@ def test_a_shelf_is_put_aside_for_what_would_not_fit_beside_it(where):
         np.testing.assert_array_equal(card.host(shelf.read([0, 1, 2], 2)), x[[1, 1, 2]])
         shelf.put(0, card.put(x))
     shelf.aside()
-    del shelf
+    other = pool.shelf(39, 2, 2, N)
+    shelf.back()  # there is no room any more
+    assert gpu.CardPool.taken == before + 39 * one
+    np.testing.assert_array_equal(card.host(shelf.read([0, 1, 2], 2)), x)
+    del shelf, other
     assert gpu.CardPool.taken == before
 
 

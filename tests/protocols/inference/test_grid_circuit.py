@@ -46,7 +46,7 @@ def wanted(c):
 
 def grid(monkeypatch):
     """Let owners take it, whatever it costs."""
-    monkeypatch.setattr(inference, "cheapest", lambda s, p, n: Packing(s, p, s.tokens - 1))
+    monkeypatch.setattr(inference, "cheapest", lambda s, p, n: Packing(s, p, grid_circuit.grid_of(s)))
 
 
 def five():
@@ -74,8 +74,22 @@ def test_taps_are_those_of_the_plain_student(monkeypatch):
     assert check(encoder) == {ANN: 1}
 
 
+def test_empty_places_get_no_weight(monkeypatch):
+    """Three tokens beside the class token in four places; with the mask taken off, the fourth is attended to."""
+    grid(monkeypatch)
+    little = {"width": 4, "heads": 1, "hidden": 4, "depth": 2, "taps": (2,), "steps": 3, "root_steps": 4}
+    encoder, _ = tiny(tokens=4, attention="quadratic", **little)
+    check(encoder)
+    monkeypatch.setattr(grid_circuit.GridCircuit, "mask", None)
+    block_plan.plan.cache_clear()
+    c = case(encoder)
+    run = run_protocol(inference, c, timeout=600.0)
+    block_plan.plan.cache_clear()
+    assert np.nanmax(np.abs(values(run)[ANN] - wanted(c))) > 5e-2
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("tokens", "norm"), [(3, "pre"), (9, "post"), (17, "pre")])
+@pytest.mark.parametrize(("tokens", "norm"), [(3, "pre"), (9, "post"), (17, "pre"), (12, "pre")])
 def test_taps_of_other_sizes(tokens, norm, monkeypatch):
     grid(monkeypatch)
     encoder, _ = tiny(norm, tokens=tokens, depth=3, taps=(1, 3), attention="quadratic")
@@ -177,7 +191,9 @@ def test_owners_take_what_moves_least():
     for n in (1, 40, 64, 65, 1000, 2500, 4096):
         assert sum(cheapest(s, CRYPTO, n).bytes(n)) == min(sum(Packing(s, CRYPTO, t).bytes(n)) for t in (1, 64))
     assert "1 batch(es) of up to 64" in cheapest(s, CRYPTO, 40).price(40)
-    assert packings(dataclasses.replace(s, tokens=66), CRYPTO) == (1,)
+    assert packings(dataclasses.replace(s, tokens=66), CRYPTO) == (1, 128)
+    assert packings(dataclasses.replace(s, tokens=66, norm="post"), CRYPTO) == (1,)
+    assert packings(dataclasses.replace(s, norm="post"), CRYPTO) == (1, 64)
     assert packings(shape(attention="taylor"), scheme.STANDARD) == (1,)
     with pytest.raises(ParameterError, match="cannot have 32 in a ciphertext"):
         Packing(s, CRYPTO, 32)

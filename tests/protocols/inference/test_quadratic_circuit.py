@@ -1,7 +1,9 @@
 """Quadratic attention under encryption: what it computes, what is opened of it, and what it sends."""
 
+import gc
 import math
 import sys
+import weakref
 from collections import Counter
 from pathlib import Path
 
@@ -23,6 +25,7 @@ from cloister.protocols.inference import encrypted_inference as inference
 from cloister.protocols.inference import permuted_inference
 from cloister.protocols.inference.block_messages import traffic
 from cloister.protocols.inference.block_plan import plan
+from cloister.protocols.inference.quadratic_circuit import QuadraticCircuit, SquaredHeads
 from cloister.study import Party
 from cloister.testing import Case, check_cost, check_ideal, check_no_errors, check_vectors, run_protocol, values
 
@@ -60,6 +63,32 @@ def test_vectors():
 
 def test_cost():
     check_cost(inference, case(micro(attention="quadratic", steps=2), n=2))
+
+
+def test_what_attention_held_is_let_go_of_at_once(monkeypatch):
+    """Of a large block it is half a card: nothing may wait for the garbage collector."""
+    made, alive, init, inverse = [], [], SquaredHeads.__init__, QuadraticCircuit.inverse
+
+    def keep(self, *args):
+        made.append(weakref.ref(self))
+        init(self, *args)
+
+    async def look(self, *args):
+        alive.extend(one() is not None for one in made if not self.counting)
+        return await inverse(self, *args)
+
+    monkeypatch.setattr(SquaredHeads, "__init__", keep)
+    monkeypatch.setattr(QuadraticCircuit, "inverse", look)
+    c = case(micro(attention="quadratic"), n=2)
+    plan(c.params.shape, CRYPTO)
+    made.clear()
+    gc.disable()
+    try:
+        check_no_errors(run_protocol(inference, c, timeout=60.0))
+    finally:
+        gc.enable()
+    assert alive
+    assert not any(alive)
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ from cloister.crypto.owner_ckks.scheme import decode, encode
 from cloister.crypto.owner_ckks.turns import Turns, order
 from cloister.errors import ParameterError
 
-TENSORS = {(2, 2), (2, 3), (2, 4), (2, 5), (3, 2), (3, 3), (3, 4), (3, 5), (4, 2), (4, 3), (4, 4), (5, 2), (5, 3)}
+TENSORS = {(p, q) for p in (2, 3) for q in (2, 3, 4, 5)} | {(3, 1), (4, 2), (4, 3), (4, 4), (5, 2), (5, 3)}
 
 
 def expand(params: Parameters, c0: Tensor, seed: bytes) -> Tensor:

@@ -87,17 +87,21 @@ class CardShelf:
         self._move(away=True)
 
     def back(self) -> None:
+        """Onto the card again, as far as there is room."""
         self._move(away=False)
 
     def _move(self, *, away: bool) -> None:
         if away == self._away:
             return
         self._away, inside = away, not away
-        for i in self._here:
+        for number, i in enumerate(self._here):
             old = self.pieces[i]
-            new = piece(tuple(old.shape), inside=inside)
-            self.pieces[i] = new.copy_(old)
-            self._count(old.numel() * 4 if inside else -old.numel() * 4)
+            size = old.numel() * 4
+            if inside and CardPool.taken + size > self._memory:
+                del self._here[number:]
+                return
+            self.pieces[i] = piece(tuple(old.shape), inside=inside).copy_(old)
+            self._count(size if inside else -size)
 
     def put(self, start: int, cts: Tensor) -> None:
         stop = start + len(cts)

@@ -95,7 +95,7 @@ def plan(shape: Shape, params: Parameters, last: int = 1, tokens: int = 1) -> Pl
     c = circuit_of(shape, tokens)(shape, params, count)
 
     async def whole() -> None:
-        x = await c.embed(Values((shape.tokens - 1) // tokens * shape.inputs, 2, params.scale))
+        x = await c.embed(Values(shape.inputs * (shape.tokens - 1 if tokens == 1 else 1), 2, params.scale))
         for layer in range(shape.depth):
             x = await c.block(x, layer, last if layer + 1 == shape.depth else 0)
             if layer + 1 in shape.taps:

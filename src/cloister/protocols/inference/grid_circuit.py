@@ -12,6 +12,9 @@ LayerNorm, projection and feed-forward act within a token: as they are in `quadr
 q, k and v are too short for the noise of a switching key. They are turned under their keys (`turns`), and what is
 switched are products: scores have the scale of z squared, weighted sums that of its fifth power.
 
+P is a power of two; with fewer tokens the last places are empty. They hold a token without input, whose normalised
+values, biases and offsets are multiplied by zero before attention: no weight falls on them (a mask of 2^18 a block).
+
 The class token of the first block is a constant, and all it ever gets from others are whole sums: none of its slots
 holds anything of a single token. What is read at a tap is added up over the tokens' slots once more, so that an owner
 that encrypted other things there gets N / P numbers, and not N.
@@ -24,10 +27,11 @@ from typing import Any
 
 import numpy as np
 
+from cloister.arrays import F64
 from cloister.crypto.owner_ckks.turns import Turns, spread
 from cloister.models.polynomial import Shape
 from cloister.protocols.inference.block_circuit import rows_of
-from cloister.protocols.inference.block_values import Cts, Values
+from cloister.protocols.inference.block_values import Cts, Values, token
 from cloister.protocols.inference.quadratic_circuit import QuadraticCircuit, SquaredHeads
 
 
@@ -35,6 +39,7 @@ class GridCircuit(QuadraticCircuit):
     """One pass of one batch."""
 
     tap_bits = 58  # its noise is that of a switching key, P times
+    mask_bits = 18  # of a mask's scale: it is good to 2^-13
 
     @property
     def rows(self) -> int:
@@ -44,7 +49,17 @@ class GridCircuit(QuadraticCircuit):
     @property
     def together(self) -> int:
         """P."""
-        return self.shape.tokens - 1
+        return grid_of(self.shape)
+
+    @property
+    def mask(self) -> F64 | None:
+        """1 where there is a token, (P,); None if there is one everywhere."""
+        there, P = self.shape.tokens - 1, self.together
+        return None if there == P else (np.arange(P) < there).astype(np.float64)
+
+    def plain(self, x: F64, scale: float, k: int) -> Cts:
+        """Numbers (n, P) that no sample changes, as ciphertexts of one polynomial."""
+        return self.ev.plain(spread(x[:, :, None], self.params.degree), scale, k)
 
     def embedded(self, inputs: Values) -> Values:
         s, e = self.shape, self.encoder
@@ -55,10 +70,25 @@ class GridCircuit(QuadraticCircuit):
             ev, positions = self.ev, e.positions  # type: ignore[union-attr]
             if not row:
                 return ev.add_constants(ev.zeros(s.width, 2, k), positions[0] * scale)
-            places = spread(positions[1:].T[:, :, None], self.params.degree)
-            return ev.combine([(1, ev.linear(w, inputs.get(range(s.inputs), k))), (1, ev.plain(places, scale, k))])
+            places = positions[1 + np.arange(self.together) % (s.tokens - 1)].T
+            return ev.combine([(1, ev.linear(w, inputs.get(range(s.inputs), k))), (1, self.plain(places, scale, k))])
 
         return self.by_token(2 * s.width, s.width, 2, scale, [inputs], make)
+
+    def mask_scale(self, which: int) -> float:
+        return 1.0 if self.mask is None or which else 2.0**self.mask_bits
+
+    def masked(self, z: Values) -> Values:
+        """Times zero where there is no token; the class token times one."""
+        d, scale = self.shape.width, 2.0**self.mask_bits
+
+        def make(row: int, k: int) -> Cts:
+            ev, y = self.ev, z.get(token(row, d), k)
+            if not row:
+                return ev.combine([(round(scale), y)])
+            return ev.products(y, ev.join([self.plain(self.mask[None], scale, k)] * d))  # type: ignore[index]
+
+        return self.by_token(z.n, d, z.p, z.scale * scale, [z], make)
 
     def heads_of(self, z: Values, layer: int, rows: int) -> SquaredHeads:
         return GridHeads(self, z, layer, rows)
@@ -76,10 +106,36 @@ class GridHeads(SquaredHeads):
     """Queries, keys and values of one layer by head; sums in the order (head, class token or others, feature)."""
 
     polys = 2
+    circuit: GridCircuit
 
     def __init__(self, circuit: GridCircuit, z: Values, layer: int, rows: int) -> None:
         super().__init__(circuit, z, layer, rows)
         self.turns = Turns(circuit.together)
+
+    def parts(self, head: int, which: Sequence[int], tokens: range, k: int) -> list[Cts]:
+        """As ever; where places are empty, their keys and values have no bias."""
+        out = super().parts(head, which, tokens, k)
+        mask, h = self.circuit.mask, self.size
+        if mask is None or len(tokens) < 2:
+            return out
+        for part, cts in zip(which, out, strict=True):
+            if part:
+                bias = self.bias[part * self.width + head * h :][:h]  # type: ignore[index]
+                less = self.circuit.plain(np.outer(bias, mask - 1), self.part_scale, k)
+                cts[h:] = self.circuit.ev.combine([(1, cts[h:]), (1, less)])
+        return out
+
+    def weighted_by(self, scores: Cts, head: int, turn: int) -> Cts:
+        """(s + c)² of keys that stand so many tokens further: c is zero where there is none."""
+        mask = self.circuit.mask
+        if mask is None:
+            return self.squared(scores, head)
+        ev, k = self.circuit.ev, self.primes[1]
+        offset = float(self.offset[head]) * np.roll(mask, -turn)[None]  # type: ignore[index]
+        plain = self.circuit.plain(offset, self.score_scale, k)
+        short = ev.dropped(ev.switched(scores), k)
+        shifted = ev.combine([(1, short), (1, ev.join([plain] * len(short)))])
+        return ev.switched(ev.products(shifted, shifted))
 
     def compute(self, ids: Sequence[int], k: int) -> Cts:
         ev, h, parts = self.circuit.ev, self.size, []
@@ -96,7 +152,8 @@ class GridHeads(SquaredHeads):
 
     def of_class(self, head: int, q: Cts, keys: Cts, values: Cts) -> Cts:
         ev, h, k = self.circuit.ev, self.size, values.shape[2]
-        e = self.squared(ev.rows(q[None], keys, np.arange(2 * h).reshape(2, h))[0], head)  # of itself, of all others
+        scores = ev.rows(q[None], keys, np.arange(2 * h).reshape(2, h))[0]  # of itself, of all others
+        e = ev.join([self.squared(scores[:1], head), self.weighted_by(scores[1:], head, 0)])
         total = added_up(ev, e[1:], self.turns)
         self.shelf.put(head * self.outs, ev.combine([(1, total), (1, e[:1])]))
         e = ev.cut(e, k)
@@ -132,7 +189,7 @@ class GridHeads(SquaredHeads):
         for a in t.small:
             split = ev.join(list(apart(ev, ev.turned(keys, t.tokens, a))))
             y = ev.rows(moved, split, np.arange(2 * h).reshape(2, h))
-            found.append(self.squared(ev.join([self.to_s(y[i], a, b) for i, b in enumerate(t.large)]), head))
+            found.append(self.weighted_by(ev.join([self.to_s(y[i], a, b) for i, b in enumerate(t.large)]), head, a))
         return [ev.join([by_b[i : i + 1] for by_b in found]) for i in range(len(t.large))]
 
     def to_s(self, y: Cts, a: int, b: int) -> Cts:
@@ -219,7 +276,12 @@ def added_up(ev: Any, x: Cts, turns: Turns) -> Cts:
     return x
 
 
+def grid_of(shape: Shape) -> int:
+    """P: as many places as there are tokens beside the class token, or a few more."""
+    return 1 << (shape.tokens - 2).bit_length()
+
+
 def fits_a_grid(shape: Shape, slots: int) -> bool:
-    """Whether tokens can share ciphertexts: quadratic attention, and 2, 4, 8, … tokens beside the class token."""
-    P = shape.tokens - 1
-    return shape.attention == "quadratic" and 2 <= P <= slots and not P & (P - 1)
+    """Whether tokens can share ciphertexts: with quadratic attention; empty places only in pre-norm blocks."""
+    P = grid_of(shape)
+    return shape.attention == "quadratic" and 2 <= P <= slots and (shape.norm == "pre" or shape.tokens - 1 == P)

@@ -1,7 +1,7 @@
 """What the slots of a ciphertext hold, and what that costs an owner. Local steps of `encrypted_inference`.
 
     slot = sample             a batch of N/2 samples, a ciphertext for each of their numbers
-    slot = (token, sample)    P = T - 1 tokens share a ciphertext, N/2 / P samples a batch (`grid_circuit`)
+    slot = (token, sample)    P ≥ T - 1 tokens share a ciphertext, N/2 / P samples a batch (`grid_circuit`)
 
 A batch costs the same however few samples it holds, so an owner of few takes the second, if the model has it.
 """
@@ -19,7 +19,7 @@ from cloister.errors import ParameterError, ProtocolAbort
 from cloister.models.polynomial import Shape
 from cloister.protocols.inference.block_messages import NAME, powers, traffic
 from cloister.protocols.inference.block_plan import Plan, plan
-from cloister.protocols.inference.grid_circuit import fits_a_grid
+from cloister.protocols.inference.grid_circuit import fits_a_grid, grid_of
 from cloister.study import Party
 
 LINE = 12.5e6  # bytes a second, in which a cost is told: 100 Mbit/s
@@ -31,7 +31,7 @@ class Packing:
 
     shape: Shape
     crypto: Parameters
-    tokens: int = 1  # that share a ciphertext: 1 or T - 1
+    tokens: int = 1  # that share a ciphertext: 1 or P
 
     def __post_init__(self) -> None:
         if self.tokens not in packings(self.shape, self.crypto):
@@ -52,7 +52,7 @@ class Packing:
     @property
     def inputs(self) -> int:
         """Ciphertexts that a batch begins with."""
-        return (self.shape.tokens - 1) // self.tokens * self.shape.inputs
+        return self.shape.inputs * (self.shape.tokens - 1 if self.tokens == 1 else 1)
 
     @property
     def keys(self) -> int:
@@ -65,7 +65,8 @@ class Packing:
         """Samples (n, T - 1, inputs) as slots (`inputs`, N/2); repeated until no slot holds what no sample has."""
         if self.tokens == 1:
             return np.resize(x, (self.samples, *x.shape[1:])).reshape(self.samples, -1).T
-        return spread(np.ascontiguousarray(x.transpose(2, 1, 0)), self.crypto.degree)
+        empty = self.tokens - x.shape[1]
+        return spread(np.pad(x.transpose(2, 1, 0), ((0, 0), (0, empty), (0, 0))), self.crypto.degree)
 
     def read(self, found: F64, count: int) -> F64:
         """What slots (r, N/2) say of the first samples, (count, r): the mean over the tokens' slots."""
@@ -93,7 +94,7 @@ class Packing:
 
 
 def packings(shape: Shape, crypto: Parameters) -> tuple[int, ...]:
-    return (1, shape.tokens - 1) if fits_a_grid(shape, crypto.slots) else (1,)
+    return (1, grid_of(shape)) if fits_a_grid(shape, crypto.slots) else (1,)
 
 
 def cheapest(shape: Shape, crypto: Parameters, samples: int) -> Packing:

@@ -151,13 +151,22 @@ class QuadraticCircuit(Circuit):
         (v,) = await self.refresh("variance", (squares, SUM), want=self.fine)
         c = self.by_token(T * d, d, 2, x.scale * d, [x], lambda t, k: self.ev.centre(x.get(token(t, d), k)))
         post, bound = s.norm == "post", s.x_bound if s.norm == "post" else math.sqrt(d)
-        top = c.scale * math.sqrt(V) * bound * (self.w if post else 1.0)
+        top = c.scale * math.sqrt(V) * bound * (self.w if post else 1.0) * self.mask_scale(which)
         last = self.scale("LayerNorm", self.room(self.kept) - math.log2(top), FINE)
         y = await self.root(v, last)
         z = self.times(c, self.pick(y, [t for t in range(T) for _ in range(d)])).scaled(math.sqrt(V))
         if post:
             z = self.weighted(z, gain, shift)
+        if self.mask_scale(which) > 1:
+            z = self.masked(z)
         return (await self.refresh("normed", (z, bound), want=want))[0]
+
+    def mask_scale(self, which: int) -> float:
+        """Of a mask on what that LayerNorm gives; 1 for none."""
+        return 1.0
+
+    def masked(self, z: Values) -> Values:
+        raise ParameterError("nothing is masked where every token has ciphertexts of its own")
 
     async def root(self, v: Values, want: float) -> Values:
         """1/√v by Newton: y·(3 - v·y²) / 2, one step a round; the last one back at `want`."""
@@ -191,6 +200,7 @@ class QuadraticCircuit(Circuit):
         opened = (heads.sums.scaled(norm), bound), (heads.totals.scaled(norm), SUM)
         sums, D = await self.refresh("sums", *opened, want=(want, self.fine))
         heads.clear()
+        del heads, opened
         quotients = await self.inverse(D, want)
         grid = [(t, f) for t in range(tokens) for f in range(s.width)]
         shares = self.pick(sums, [(f // h * tokens + t) * h + f % h for t, f in grid])
@@ -273,7 +283,8 @@ class SquaredHeads:
         self.totals = Values(n, 2, e, self.shelf.read, K - 1)  # written as sums are computed
 
     def clear(self) -> None:
-        self.held = None
+        """Let go of z: what computes sums refers to itself, and would live on until somebody collects garbage."""
+        del self.held, self.sums, self.totals
 
     def parts(self, head: int, which: Sequence[int], tokens: range, k: int) -> list[Cts]:
         """Queries (0), keys (1) or values (2) of one head: for each, `size` for each token."""

@@ -71,6 +71,7 @@ __device__ __forceinline__ void tensor(u32* out, const u32* x, const u32* y, con
                                                 long count) {                                                           \
     tensor<PX, PY>(out, x, y, primes, k, count);                                                                        \
   }
+TENSOR(3, 1)
 TENSOR(2, 2)
 TENSOR(2, 3)
 TENSOR(2, 4)
