@@ -23,7 +23,7 @@ from cloister.crypto.owner_ckks import scheme as block
 from cloister.errors import DataError, ParameterError, ProtocolAbort, RefusedError
 from cloister.models import cellcnn
 from cloister.protocols.cellcnn import cellcnn_card, cellcnn_terms, encrypted_training, encrypted_validation
-from cloister.protocols.inference import encrypted_inference
+from cloister.protocols.inference import encrypted_inference, encrypted_loss
 from cloister.study import Party
 from cloister.testing import Case
 
@@ -154,6 +154,14 @@ def test_an_owner_that_announces_no_batch():
     case = Case(INFERENCE, {HUB: (ENCODER,), ANN: (SAMPLES,)})
     found = answers(encrypted_inference, case, ANN, encrypted_inference.Key, lambda m: replace(m, batches=0))
     assert found == {HUB: ("encrypted_inference", "L1", "malformed")}
+
+
+@pytest.mark.parametrize("change", [{"samples": 0}, {"samples": encrypted_loss.MOST + 1}, {"seed": bytes(31)}])
+def test_a_key_for_a_loss_with_one_thing_wrong(change):
+    given = {HUB: (), ANN: (np.full((1, 2), 0.5), np.array([1]))}
+    case = Case(encrypted_loss.Params((ANN,), HUB, block.SMALL, 2), given)
+    found = answers(encrypted_loss, case, ANN, encrypted_loss.Key, lambda m: replace(m, **change))
+    assert found == {HUB: ("encrypted_loss", "L1", "malformed")}
 
 
 @pytest.mark.parametrize("beyond", [0, 1, 2])
