@@ -26,6 +26,13 @@ def test_base_transfers_give_the_chosen_key_and_not_the_other(base):
     assert len({*first, *second}) == 2 * ot.BASE
 
 
+@pytest.mark.parametrize("choice", [0, 1])
+def test_whatever_is_chosen_first_comes_out(choice):
+    sender = ot.BaseSender(E)
+    replies, chosen = ot.base_receive(sender.point, np.full(3, choice, np.uint8), b"run", E)
+    assert chosen == sender.keys(replies, b"run")[choice]
+
+
 def test_base_keys_belong_to_the_run():
     sender, s = ot.BaseSender(E), np.zeros(2, np.uint8)
     replies, chosen = ot.base_receive(sender.point, s, b"run", E)

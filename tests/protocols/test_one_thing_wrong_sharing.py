@@ -26,7 +26,7 @@ from cloister.protocols.propagation import (
 )
 from cloister.protocols.sharing import verified_linear
 from cloister.protocols.sharing.verified import Verified
-from cloister.protocols.sums import attempts
+from cloister.protocols.sums import attempts, common_seed
 from cloister.study import Party
 from cloister.testing import Case, check_no_errors, run_protocol
 
@@ -338,9 +338,21 @@ def propagation(labelled=(A, B, C), **options):
     return Case(params, {u: (vectors, labels if u in labelled else [None] * 6) for u in SITES})
 
 
-def test_the_server_too_refuses_more_neighbours_than_points():
-    run = run_protocol(private_propagation, propagation(n_neighbors=18), timeout=10.0)
-    assert {type(run.errors[p]) for p in (HUB, *SITES)} == {ParameterError}
+def test_the_server_too_refuses_more_neighbours_than_points(monkeypatch):
+    """Before a graph is begun, and by itself; three sites have told of six points each."""
+
+    async def nothing(*args):
+        pass
+
+    async def told(*args):
+        return point_roster.Roster(SITES, (6, 6, 6), ())
+
+    monkeypatch.setattr(common_seed, "coordinator", nothing)
+    monkeypatch.setattr(point_roster, "server", told)
+    ch = SimpleNamespace(me=HUB, sub=lambda name: None)
+    assert asyncio.run(propagation_terms.open_study(ch, propagation(n_neighbors=17).params)).sites == SITES
+    with pytest.raises(ParameterError, match="only 18 points"):
+        asyncio.run(propagation_terms.open_study(ch, propagation(n_neighbors=18).params))
 
 
 @pytest.mark.parametrize("classes", [3, 1])

@@ -1,0 +1,194 @@
+"""Encrypted training, validation and inference: what is refused before anything is sent, and impossible messages."""
+
+import asyncio
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+pytest.importorskip("seal")
+pytest.importorskip("numba")
+sys.path.insert(0, str(Path(__file__).parent))
+
+from collective import HUB, names
+from encoders import micro
+from liars import answers
+
+from cloister.crypto.entropy import Entropy
+from cloister.crypto.owner_ckks import card
+from cloister.crypto.owner_ckks import scheme as block
+from cloister.errors import DataError, ParameterError, ProtocolAbort, RefusedError
+from cloister.models import cellcnn
+from cloister.protocols.cellcnn import cellcnn_card, cellcnn_terms, encrypted_training, encrypted_validation
+from cloister.protocols.inference import encrypted_inference, encrypted_loss
+from cloister.study import Party
+from cloister.testing import Case
+
+SITES = A, B = names(2)
+ANN = Party("ann")
+
+
+def refused(code, line, check, *args):
+    with pytest.raises(ProtocolAbort) as e:
+        check(*args)
+    assert (e.value.code, e.value.line) == (code, line)
+
+
+# ---- CellCnn ---------------------------------------------------------------------------------------------------------
+
+
+def test_agreed_classes_without_one_of_mine():
+    case = Case(cellcnn_terms.Params(SITES, HUB), dict.fromkeys(SITES, (["CD4"], ["sick", "well"])))
+    found = answers(cellcnn_terms, case, HUB, cellcnn_terms.Agreed, lambda m: replace(m, classes=("sick", "sound")))
+    assert found == dict.fromkeys(SITES, ("cellcnn_terms", "L2", "classes"))
+
+
+@pytest.mark.parametrize(("there", "start"), [((), (3, True)), ((2, 4), (3, True)), ((2, 4), (4, False))])
+def test_a_start_from_a_checkpoint_that_a_site_does_not_have(there, start):
+    async def send(to, message):
+        assert message.steps == there
+
+    async def told(sender, kind):
+        return encrypted_training.Start(*start)
+
+    params, ch = SimpleNamespace(aggregator=HUB, tag=b"tag"), SimpleNamespace(send=send, recv_broadcast=told)
+    store = SimpleNamespace(name=b"store", steps=lambda tag: there) if there else None
+    refused("checkpoint", "L2", lambda: asyncio.run(encrypted_training.begin(ch, params, store, None)))
+
+
+CONFIG = cellcnn.Config(markers=3, filters=2, classes=2, batch=12, steps=2, learning_rate=0.3, momentum=0.5)
+VALIDATION = encrypted_validation.Params(SITES, HUB, encrypted_validation.ring_for(CONFIG, 2), CONFIG, 9)
+X, Y = np.zeros((9, 3)), np.zeros((9, 2))
+AGREED = frozenset(["validation"])
+
+
+def validate(ch=None, keys=None, x=X, consent=AGREED):
+    return asyncio.run(
+        encrypted_validation.holder(ch, VALIDATION, None, keys, x, Y, entropy=Entropy(), consent=consent)
+    )
+
+
+def test_nothing_is_validated_without_consent_or_with_other_samples():
+    with pytest.raises(RefusedError, match="validation"):
+        validate(consent=frozenset(["open-model"]))
+    for x in (X[:8], X + np.nan, X + 33.0):
+        with pytest.raises(DataError, match="held-out"):
+            validate(x=x)
+
+
+@pytest.mark.parametrize("loss", [-1.1, np.nan, np.inf, 1e6])
+def test_a_loss_that_cannot_be(loss):
+    assert encrypted_validation.check_loss(VALIDATION, np.full(4, 0.25)) == 0.25
+    refused("diverged", "L2", encrypted_validation.check_loss, VALIDATION, np.full(4, loss))
+
+
+def test_no_loss_is_opened_before_its_audit(monkeypatch):
+    """The circuit is left out: what a holder sends is in its book, and an audit that fails is the end."""
+    squares, audited, opened = np.ones((2, 1, 4), np.uint64), [], []
+
+    async def send(to, message):
+        pass
+
+    async def contribute(*args, **kwargs):
+        return None
+
+    async def audit(ch, params, book, *, entropy):
+        audited.extend(book.shares)
+        raise ProtocolAbort("collective_audit", "L2", "sum", "another sum")
+
+    async def open_(*args, **kwargs):
+        opened.append(args)
+        return np.full(4, 0.25)
+
+    context = SimpleNamespace(raw=lambda ct: (squares, 1.0), rerandomise=lambda key, ct, entropy: ct, pack=bytes)
+    monkeypatch.setattr(encrypted_validation, "squares", lambda *args: None)
+    monkeypatch.setattr(encrypted_validation.ckks, "context", lambda params: context)
+    monkeypatch.setattr(encrypted_validation, "refresh", lambda params: (SimpleNamespace(auditor=A), []))
+    monkeypatch.setattr(encrypted_validation, "opening", lambda params: None)
+    monkeypatch.setattr(encrypted_validation.collective_refresh, "contribute", contribute)
+    monkeypatch.setattr(encrypted_validation.collective_refresh, "common", lambda *args: None)
+    monkeypatch.setattr(encrypted_validation.collective_audit, "holder", audit)
+    monkeypatch.setattr(encrypted_validation.threshold_decrypt, "holder", open_)
+    ch = SimpleNamespace(me=B, send=send, sub=lambda name: None)
+    keys = SimpleNamespace(spend=lambda n: None, public=None, share=None)
+    refused("sum", "L2", lambda: validate(ch, keys))
+    assert np.array_equal(audited, squares)
+    assert not opened
+
+
+def test_a_card_is_not_even_looked_at_without_consent():
+    params = cellcnn_card.Params(SITES, HUB, ANN)
+    with pytest.raises(RefusedError, match="outside-query"):
+        asyncio.run(cellcnn_card.holder(None, params, None, consent=frozenset(["validation"])))
+
+
+# ---- inference -------------------------------------------------------------------------------------------------------
+
+ENCODER = micro()
+INFERENCE = encrypted_inference.Params((ANN,), HUB, ENCODER.shape, block.SMALL)
+SAMPLES = np.zeros((2, ENCODER.shape.tokens - 1, ENCODER.shape.inputs))
+
+
+def test_a_seed_of_another_length():
+    assert encrypted_inference.seed_of(bytes(32), "L1", ANN) == bytes(32)
+    for seed in (b"", bytes(31), bytes(33)):
+        refused("malformed", "L1", encrypted_inference.seed_of, seed, "L1", ANN)
+
+
+@pytest.mark.parametrize("x", [SAMPLES[:, 1:], SAMPLES[0], SAMPLES + np.nan, SAMPLES + 1e3])
+def test_samples_that_the_model_does_not_take_are_refused_before_anything_is_sent(x):
+    with pytest.raises(DataError):
+        asyncio.run(encrypted_inference.owner(SimpleNamespace(me=ANN), INFERENCE, x, entropy=Entropy()))
+
+
+def test_a_card_that_is_not_there_is_missed_before_anything_is_received(monkeypatch):
+    monkeypatch.setattr(card, "why_not", lambda: "there is none")
+    with pytest.raises(ParameterError, match="there is none"):
+        asyncio.run(encrypted_inference.provider(None, INFERENCE, ENCODER, device="gpu", entropy=Entropy()))
+
+
+def test_an_owner_that_announces_no_batch():
+    case = Case(INFERENCE, {HUB: (ENCODER,), ANN: (SAMPLES,)})
+    found = answers(encrypted_inference, case, ANN, encrypted_inference.Key, lambda m: replace(m, batches=0))
+    assert found == {HUB: ("encrypted_inference", "L1", "malformed")}
+
+
+@pytest.mark.parametrize("change", [{"samples": 0}, {"samples": encrypted_loss.MOST + 1}, {"seed": bytes(31)}])
+def test_a_key_for_a_loss_with_one_thing_wrong(change):
+    given = {HUB: (), ANN: (np.full((1, 2), 0.5), np.array([1]))}
+    case = Case(encrypted_loss.Params((ANN,), HUB, block.SMALL, 2), given)
+    found = answers(encrypted_loss, case, ANN, encrypted_loss.Key, lambda m: replace(m, **change))
+    assert found == {HUB: ("encrypted_loss", "L1", "malformed")}
+
+
+@pytest.mark.parametrize("beyond", [0, 1, 2])
+def test_a_batch_of_which_most_samples_leave_their_bounds(beyond, monkeypatch):
+    """One sample of two may; then it has no features. With both, the batch is spoilt, which is said at its end."""
+
+    class Side:
+        def __init__(self, *args):
+            self.beyond = []
+
+        async def nothing(self, *args):
+            pass
+
+        send_key = send_inputs = answer = nothing
+
+        async def read_tap(self, tap, count):
+            self.beyond.append(np.arange(count) < beyond)
+            return np.ones((count, ENCODER.shape.rank))
+
+    monkeypatch.setattr(encrypted_inference, "OwnerSide", Side)
+    monkeypatch.setattr(encrypted_inference, "OwnerKey", lambda *args: None)
+    ch = SimpleNamespace(me=ANN, sub=lambda name: None, step=lambda *args, **kwargs: None)
+
+    def ask():
+        return asyncio.run(encrypted_inference.owner(ch, INFERENCE, SAMPLES, entropy=Entropy()))
+
+    if beyond == 2:
+        refused("range", "L5", ask)
+    else:
+        assert np.isnan(ask()).all(axis=(1, 2)).tolist() == [beyond == 1, False]
