@@ -3,6 +3,7 @@
     python benchmarks/propagation.py [--quick] [--only gain,left-out,graph,groups,...] [--data FOLDER]
 
   choice     balanced accuracy of the default settings, of those that `choose` finds, and of `propagation_baselines`
+  weights    the same where only the weight of class means is chosen, which takes a tenth of the time
   nested     alpha and the weight of class means chosen on all other sets, then measured on one
   tuned      the paper's tables 1, 2 and 6 with its k = 3: input features, and those of a network trained by FedAvg
   why        the same from the paper's settings to ours, one change at a time
@@ -15,8 +16,8 @@
   graph      labelled points only in the graph, or unlabelled ones too, as in table 3
   features   raw, pretrained (PCA, or MobileNetV2 for images), linear and fine-tuned (layers of FedAvg networks)
   cv         bits and neighbours chosen by cross-validation on the labelled points
-  picture    what server and one site rebuild of others' vectors from variants of the graph, its accuracy; what those
-             that are built cost: bytes and CPU seconds, measured, and bytes at 5000 points a site, counted
+  picture    what server and one site rebuild of others' vectors from variants of the graph; its accuracy and bytes
+  built      what those graphs cost that are built: bytes and CPU seconds; bytes at 5000 points a site, counted
   cost       bytes, seconds and CPU seconds of the engines, real protocols between three parties of this process
   solve      conjugate gradients on the sparse graph against a dense inverse; growth with n; memory
 
@@ -375,6 +376,63 @@ def choice(args, names):
             print(f"{name:8} {share:8.0%} " + " ".join(f"{c:9.3f}" for c in cells) + f" {gap:+9.3f}", flush=True)
 
 
+def weights(args, names):
+    """`choice` for one graph and alpha: 0, once or four times the weight of class means, by labels left out."""
+    from unittest import mock
+
+    from cloister.protocols.propagation import chosen_settings, class_means
+    from cloister.study import Party
+    from cloister.workflows.baselines.mapping import linear_label, nearest_label
+    from cloister.workflows.baselines.propagation import spread_label
+    from cloister.workflows.propagate_labels import Options
+
+    usual, hub = Options(class_means=args.means), Party("hub")
+    setting = chosen_settings.Setting(usual.n_neighbors, usual.power, usual.alpha, usual.balance, args.means)
+    print(f"\nweights: class means {args.means:g}, {args.repeats} draw(s); balanced accuracy; chosen less best pooled")
+    columns = ("alone", "default", "means", "chosen", "published", "1-NN", "logistic", "to best")
+    print(f"{'set':8} {'labelled':>8} " + " ".join(f"{c:>9}" for c in columns))
+    for name in [n for n in (*names, *MORE) if n in args.sets.split(",")]:
+        rows = {s: [] for s in (0.02, 0.05, 0.1)}
+        for seed in range(args.repeats):
+            features, y, sites, C, rng = load(args, name, seed)
+            x = components(features["raw"], 50) if name == "clothes" else features["pretrained"]
+            v, keys = class_means.directions(x), graph.nearest(codes(x, usual.bits), 10)
+            W = graph.adjacency(keys[:, : usual.n_neighbors], usual.bits, usual.power)
+            for share in rows:
+                known = draw(y, share, rng, least=2)
+                given = np.where(known, y, -1)
+                Y = graph.one_hot(given, C).astype(float)
+                own = {Party(f"s{s}"): np.flatnonzero(known & (sites == s)) for s in np.unique(sites)}
+                counts = tuple(np.bincount(y[known], minlength=C).tolist())
+                sums = class_means.sums_of(class_means.Params(tuple(own), hub, counts, x.shape[1]), v[known], y[known])
+                near = {u: class_means.closeness(v[at], sums, y[at]) for u, at in own.items()}
+                terms = chosen_settings.Params(tuple(own), hub, usual.bits, setting, C)
+                only = {"NEIGHBOURS": (usual.n_neighbors,), "POWERS": (usual.power,), "ALPHAS": (usual.alpha,)}
+                with mock.patch.multiple(chosen_settings, **only):
+                    cut, labels = keys[:, : usual.n_neighbors], {u: y[at] for u, at in own.items()}
+                    best = chosen_settings.choose(terms, cut, own, labels, near).setting
+
+                def told(weights, alpha, means, Y=Y, v=v, sums=sums):
+                    Z = np.rint(np.clip(graph.solve(weights, alpha, Y, 1e-6), 0, None) * 2**28).astype(np.int64)
+                    return graph.decide(Z, None, class_means.closeness(v, sums), means)[0]
+
+                alone = np.full(len(y), -1)
+                for s in np.unique(sites):
+                    alone[sites == s] = spread_label(x[sites == s], given[sites == s], C, Options())
+                forms = (0.0, args.means, best.class_means)
+                found = [
+                    alone,
+                    *(told(W, usual.alpha, w) for w in forms),
+                    told(graph.adjacency(keys, usual.bits), 0.99, 0),
+                ]
+                found += [nearest_label(x, x[known], y[known], 1)[0], linear_label(x, x[known], y[known])]
+                rows[share].append([score(y, f, ~known) for f in found])
+        for share, draws in rows.items():
+            mean = np.mean(draws, axis=0)
+            cells = " ".join(f"{c:9.3f}" for c in mean)
+            print(f"{name:8} {share:8.0%} {cells} {mean[3] - mean[4:].max():+9.3f}", flush=True)
+
+
 def nested(args, names):
     """Defaults that were chosen on other sets: what they are worth on a new one."""
     from cloister.protocols.propagation import class_means
@@ -667,10 +725,8 @@ def picture(args, names):
         middle = np.tile(v.mean(axis=0) / np.linalg.norm(v.mean(axis=0)), (n, 1))
         print(f"{name:8} {'hidden: a guess':28} {np.median(attack.hits(middle, x)[rest]):7.3f}", flush=True)
 
-    built(args)
 
-
-def built(args):
+def built(args, names):
     """Cost of the graphs of `picture` that are built: three sites, random codes of 4096 bits."""
     from cloister.protocols.hamming import secure_hamming
     from cloister.protocols.propagation import private_graph, verified_graph
@@ -807,6 +863,7 @@ def modes(args, names):
 
 TABLES = {
     "choice": choice,
+    "weights": weights,
     "nested": nested,
     "tuned": tuned,
     "why": why,
@@ -818,6 +875,7 @@ TABLES = {
     "features": features_of,
     "cv": cross_validation,
     "picture": picture,
+    "built": built,
     "cost": cost,
     "modes": modes,
 }
@@ -834,7 +892,8 @@ def main() -> None:
     )
     parser.add_argument("--largest", type=int, default=5000, help="points per site in the table of costs, at most")
     parser.add_argument("--neighbours", type=int, help="of the graph in `choice`; the default of the workflow")
-    parser.add_argument("--means", type=float, default=0.5, help="weight of class means in `choice`")
+    parser.add_argument("--sets", default=",".join((*SETS, *MORE)), help="comma-separated, for `weights`")
+    parser.add_argument("--means", type=float, default=1.0, help="weight of class means in `choice`")
     parser.add_argument("--repeats", type=int, help="draws of points and labels; 3, or 1 with --quick")
     args = parser.parse_args()
     args.points = args.points or (120 if args.quick else 600)

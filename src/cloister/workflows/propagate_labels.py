@@ -55,7 +55,7 @@ class Options:
         help="choose neighbours (up to n_neighbors), alpha, power, balance, class_means by labels left out",
     )
     class_means: float = option(
-        0.0, "weight of each class's mean, opened to all sites, beside the graph: for few labels, say 0.5"
+        0.0, "weight of each class's mean, opened to all sites, beside the graph: for few labels, say 1"
     )
     class_means_from: int = option(2, "labels of a class at all sites below which its mean is not opened")
 

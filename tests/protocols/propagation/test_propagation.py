@@ -157,8 +157,10 @@ def test_a_choice_needs_evidence_and_counts_that_can_be_true():
         told([21, 0])
     means = chosen_settings.Params((Party("a"), Party("b")), HUB, 256, dataclasses.replace(usual, class_means=1.0), 2)
     more = np.full((len(means.settings) + 1, 2), 10, np.uint64)
-    more[1], more[2], more[-1] = 12, 9, 20  # without means a little better: enough, for one of three
+    more[1], more[2], more[-1] = 12, 9, 20  # without means a little better, by 1.3 errors: enough, for one of three
     assert chosen_settings.best(means, more.reshape(-1), counts).setting == usual
+    more[1] = [11, 10]  # by a third of one
+    assert chosen_settings.best(means, more.reshape(-1), counts).setting.class_means == 1.0
     alone = chosen_settings.best(
         terms, hits.reshape(-1) * 0, np.array([1, 1])
     )  # a single label of a class tells nothing

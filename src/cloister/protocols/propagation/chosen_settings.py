@@ -6,7 +6,8 @@
     P4   u ↔ S   with and without balance, and with three weights of class means where these are open (each point taken
                  out of its own class's): how many points of each class are told right, of how many (`secure_sum`)
     P5   all     the setting of the largest balanced accuracy, if it is above the usual one's by more than twice the
-                 standard error of that; else the usual one, with the best of the weights of class means
+                 standard error of that; else the usual one, with the best weight of class means if that is above the
+                 usual weight by half a standard error
 
 Every label is left out once: a column of S does not depend on who is labelled. Of a site with very many labels, some
 are tested, at even distances. A class with a single label cannot be told right, and does not count; classes with fewer
@@ -64,6 +65,7 @@ NEIGHBOURS = (3, 5, 10, 20)  # up to those of the graph
 POWERS = (1.0, 4.0)
 ALPHAS = (0.5, 0.9, 0.99)
 MORE = 4.0  # times the usual weight of class means, the most that is tried
+SLIGHTLY = 0.5  # standard errors by which another weight of class means must be better: three are not many
 CLEARLY = 2.0  # standard errors by which another setting must be better than the usual one: the best of many is lucky
 FEWEST = 3  # labels of a class whose hits are counted by themselves
 TESTED = 512  # labelled points that are tested, of all sites
@@ -220,11 +222,13 @@ def best(params: Params, total: U64, counts: I64) -> Choice:
         return Choice(params.usual, math.nan)
     right, n = right[:, there], n[0, there]
     share: F64 = (right / n).mean(axis=1)
-    usual = int(share[: len(params.weights)].argmax())  # three weights are not many: of these the best is hardly lucky
-    p = (right[usual] + 1) / (n + 2)  # of few points none or all may be right by chance
-    error = math.sqrt(float((p * (1 - p) / n).sum())) / len(n)
-    at = int(share.argmax())
-    at = at if share[at] > share[usual] + CLEARLY * error else usual
+    usual = 0
+    for some, enough in ((len(params.weights), SLIGHTLY), (len(share), CLEARLY)):
+        p = (right[usual] + 1) / (n + 2)  # of few points none or all may be right by chance
+        error = math.sqrt(float((p * (1 - p) / n).sum())) / len(n)
+        at = int(share[:some].argmax())
+        usual = at if share[at] > share[usual] + enough * error else usual
+    at = usual
     return Choice(params.settings[at], float(share[at]), tuple(zip(params.settings, share.tolist(), strict=True)))
 
 
