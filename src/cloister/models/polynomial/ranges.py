@@ -70,9 +70,9 @@ def limits(shape: Shape) -> dict[str, tuple[float, float]]:
     }
 
 
-def measure(encoder: Encoder, inputs: F64, at_once: int = 256) -> Ranges:
-    """The spans of all values on these inputs, wherever they lie."""
-    ranges = Ranges()
+def measure(encoder: Encoder, inputs: F64, at_once: int = 256, ranges: Ranges | None = None) -> Ranges:
+    """The spans of all values on these inputs, wherever they lie; and on those of `ranges`, if given."""
+    ranges = Ranges() if ranges is None else ranges
     with np.errstate(all="ignore"):
         for start in range(0, len(inputs), at_once):
             hidden(encoder, inputs[start : start + at_once], ranges)

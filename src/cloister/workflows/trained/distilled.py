@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 LEAST = 8  # images
 AT_ONCE = 64
+MOST_CALIBRATED = 400  # images for units and projections; one of 224 x 224 takes some 50 MB
 
 
 @dataclass(frozen=True)
@@ -158,7 +159,8 @@ class Bench:
         self.settings, self.x, self.y, self.say = settings, x, y, say
         order = np.random.default_rng(settings.seed).permutation(len(x))
         kept = max(1, round(settings.validation * len(x)))
-        self.kept, self.used = (np.sort(part) for part in np.split(order, [kept]))
+        self.kept, self.used = np.split(order, [kept])
+        self.some = self.used[:MOST_CALIBRATED]
         if y is not None and len(set(y.tolist())) != len(set(y[self.used].tolist())):
             raise DataError("a label has too few images: all of them are kept for judging; bring more, or keep fewer")
         self.accuracy: dict[str, float] = {}
@@ -193,7 +195,7 @@ class Bench:
             if not refusal:
                 break
         if encoder is not None and not refusal:
-            encoder = polynomial.fit_projections(encoder, self.numbers(self.used))
+            encoder = polynomial.fit_projections(encoder, self.numbers(self.some))
             self.judge("model that is served", self.served(encoder, made))
         facts |= {"kept for judging": len(self.kept), "teacher": _size(teacher), "card": teacher.card}
         return Distilled(
@@ -204,13 +206,15 @@ class Bench:
         return self.x[at].double().cpu().numpy()
 
     def checked(self, made: Transformer) -> tuple[polynomial.Encoder | None, list[polynomial.Row], str]:
-        """Calibrated on the images of the training, and looked at on all of them."""
+        """Calibrated on images of the training, and looked at on all that there are."""
         from cloister.models.student.export import calibrated
 
         rows: list[polynomial.Row] = []
         try:
-            encoder = calibrated(made, self.numbers(self.used), rank=self.settings.rank)
-            rows = polynomial.measure(encoder, self.numbers(slice(None)), AT_ONCE).rows(encoder.shape)
+            encoder, ranges = calibrated(made, self.numbers(self.some), rank=self.settings.rank), polynomial.Ranges()
+            for start in range(0, len(self.x), AT_ONCE):
+                polynomial.measure(encoder, self.numbers(slice(start, start + AT_ONCE)), AT_ONCE, ranges)
+            rows = ranges.rows(encoder.shape)
             polynomial.check_rows(rows)
         except ParameterError as e:
             return None, rows, str(e)
