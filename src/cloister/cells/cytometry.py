@@ -30,7 +30,8 @@ ISOTOPE = re.compile(rf"(?:\d{{2,3}}(?:{METALS})|(?:{METALS})\d{{2,3}})(?:D[id])
 
 
 def is_folder(path: Path) -> bool:
-    return path.is_dir() and (path / TABLE).is_file()
+    """With the table of donors, or with files that lack one."""
+    return path.is_dir() and ((path / TABLE).is_file() or any(path.glob("*.fcs")))
 
 
 def read_folder(path: Path) -> AnnData:
@@ -38,6 +39,8 @@ def read_folder(path: Path) -> AnnData:
     import anndata
     import pandas as pd
 
+    if not (path / TABLE).is_file():
+        raise DataError(f"{path} has .fcs files but no {TABLE}; write one with the columns file, donor and condition.")
     rows = donor_table(path / TABLE)
     wanted = wanted_markers(path / MARKERS)
     parts: list[AnnData] = []

@@ -1,6 +1,7 @@
 """What a querier from outside is told of a model, by whom, and if all agree."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,10 +11,11 @@ from cloister.models import cellcnn
 from cloister.protocols.cellcnn import cellcnn_card
 from cloister.protocols.cellcnn.cellcnn_card import Told
 from cloister.study import Party
-from cloister.testing import Case, check_abort, check_ideal, check_view, run_protocol
+from cloister.testing import Case, check_abort, check_ideal, check_lies, check_vectors, check_view, run_protocol
 
 HUB, SITES, ASKS = Party("hub"), tuple(Party(f"site-{i}") for i in range(2)), Party("researcher")
 CONFIG = cellcnn.Config(markers=2, filters=2)
+VECTORS = Path(__file__).parents[2] / "vectors" / "cellcnn_card.json"
 
 
 def told(mean=0.5, weights=None, **changed):
@@ -47,6 +49,18 @@ def test_the_querier_is_told_all_but_the_weights():
     assert check_abort(
         cellcnn_card, case(), survived=lambda run: None, messages=[("hub", "site-1", "cellcnn_card.Card")]
     )
+
+
+def the_card_or_none(lie, values):
+    """A querier that finished was told the model's card; sites return nothing."""
+    found = values.get(ASKS)
+    assert found is None or found.model.to_json() == told().model.to_json()
+
+
+def test_vectors_and_one_liar():
+    check_vectors(cellcnn_card, case(), VECTORS)
+    lies = check_lies(cellcnn_card, [case()], right=the_card_or_none, assumes={"coordinator": "ab"}, full=True)
+    assert lies.tried >= 4
 
 
 @pytest.mark.parametrize("lie", [told(mean=0.6), told(filters=3), replace(told(), validated=True)])

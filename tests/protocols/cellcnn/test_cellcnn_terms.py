@@ -1,5 +1,6 @@
 """Names of markers and classes, and the clear twin between parties."""
 
+import itertools
 import sys
 from pathlib import Path
 
@@ -12,7 +13,16 @@ from cloister.errors import DataError, ProtocolAbort
 from cloister.models import cellcnn
 from cloister.protocols.cellcnn import cellcnn_terms, clear_training, pooled_counts
 from cloister.study import Party
-from cloister.testing import Case, check_abort, check_cost, check_ideal, check_vectors, check_view, run_protocol
+from cloister.testing import (
+    Case,
+    check_abort,
+    check_cost,
+    check_ideal,
+    check_lies,
+    check_vectors,
+    check_view,
+    run_protocol,
+)
 
 HUB, SITES = Party("hub"), tuple(Party(f"site-{i}") for i in range(3))
 VECTORS = Path(__file__).parents[2] / "vectors"
@@ -113,10 +123,36 @@ def test_counts_are_pooled_and_no_sites_own_is_sent():
         np.testing.assert_array_equal(found, ideal)
 
     check_ideal(pooled_counts, [counts_case(s) for s in range(3)], agree=same)
+    check_vectors(pooled_counts, counts_case(), VECTORS / "pooled_counts.json")
     check_view(pooled_counts, counts_case(1), counts_case(2))
     check_cost(pooled_counts, counts_case())
     messages = [("site-1", "hub", "secure_sum.MaskedInput")]
     check_abort(pooled_counts, counts_case(), survived=lambda run: None, messages=messages)
+
+
+def possible_counts(lie, values):
+    """Whoever finished has the sum of some honest sites' tables and of one that the liar could have counted."""
+    honest = [x[0] for u, x in counts_case().inputs.items() if u != lie.liar]
+    sums = [sum(part) for k in range(len(honest) + 1) for part in itertools.combinations(honest, k)]
+    for found in values.values():
+        rest = [found - total for total in sums]
+        assert any((r >= 0).all() and (r <= pooled_counts.MOST).all() for r in rest)
+
+
+def test_one_liar_shifts_pooled_counts_by_what_it_could_have_counted_or_ends_them():
+    lies = check_lies(
+        pooled_counts, [counts_case()], right=possible_counts, assumes={"coordinator": "abcf"}, timeout=1.0
+    )
+    assert lies.tried >= 10
+    assert lies.aborted >= 5
+
+
+@pytest.mark.parametrize("z", [[2**60], [2**64 - 1], [3 * 2**40 + 1]])
+def test_sums_that_no_counts_have_are_refused(z):
+    params = pooled_counts.Params(SITES, HUB, (1,), "counts")
+    with pytest.raises(ProtocolAbort, match="beyond what sites can count"):
+        pooled_counts.counts(params, np.array(z, np.uint64))
+    assert pooled_counts.counts(params, np.array([3 * 2**40], np.uint64)) == [3 * 2**40]
 
 
 @pytest.mark.parametrize("counts", [[[1, 2, 3]], [[1, 2, 3], [0, -1, 0]], [[1, 2, 3], [0, 2**41, 0]]])

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from collective import HUB, SMALL, names, secrets, whole
 from test_collective_keys import agree as fits
 from test_collective_keys import case as key_case
-from test_collective_opening import decrypt_case, plain, refresh_case, switch_case
+from test_collective_opening import ASKER, decrypt_case, outsider_case, plain, refresh_case, switch_case
 
 from cloister.crypto.ckks import scheme as ckks
 from cloister.protocols.ckks import (
@@ -95,6 +95,15 @@ def test_lies_about_an_opening():
 def test_lies_about_a_key_switch():
     """A holder's lie shifts the answer, or ends it; the querier's own lies are its own business."""
     assert check_lies(key_switch, [switch_case()], right=lambda lie, values: None).tried >= 6
+
+
+def test_lies_about_a_key_switch_to_an_outsider():
+    """Holders learn nothing, whoever lies; what a lying querier sends as its key changes what it reads, and no more."""
+
+    def nothing_at_holders(lie, found):
+        assert {v is None for p, v in found.items() if p != ASKER} <= {True}
+
+    assert check_lies(key_switch, [outsider_case()], right=nothing_at_holders, liars=(ASKER, *names(2))).tried >= 6
 
 
 def same_outputs(lie, values):

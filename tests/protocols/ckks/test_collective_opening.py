@@ -215,15 +215,23 @@ def test_another_slot_map_than_agreed_is_refused():
     assert isinstance(run.errors[SECOND], ParameterError)
 
 
+ASKER = Party("asker")
+
+
+def outsider_case(seed=0):
+    given = switch_case(seed)
+    params = key_switch.Params(names(3), ASKER, SMALL, K, BIG, FRESH)
+    return Case(params, {i: x[:2] for i, x in given.inputs.items()} | {ASKER: given.inputs[SECOND][2:]})
+
+
 def test_an_outsider_without_a_share_of_the_key_reads_the_result_and_nobody_else_does():
-    given, asker = switch_case(), Party("asker")
-    params = key_switch.Params(names(3), asker, SMALL, K, BIG, FRESH)
-    inputs = {i: x[:2] for i, x in given.inputs.items()} | {asker: given.inputs[SECOND][2:]}
-    run = run_protocol(key_switch, Case(params, inputs))
+    run = run_protocol(key_switch, outsider_case())
     check_no_errors(run)
     found = values(run)
-    np.testing.assert_allclose(found.pop(asker), plain(), atol=1e-6)
+    np.testing.assert_allclose(found.pop(ASKER), plain(), atol=1e-6)
     assert set(found.values()) == {None}
+    check_vectors(key_switch, outsider_case(), VECTORS / "key_switch_outsider.json")
+    check_cost(key_switch, outsider_case())
 
 
 # ---- an aggregator that lies -----------------------------------------------------------------------------------------

@@ -12,7 +12,8 @@ holder, coordinator : nothing new.
 Assumes
 -------
 Any one party may lie: a site aborts where the card is not that of its own model, and parties that were told different
-cards cannot finish anything together afterwards.
+cards cannot finish anything together afterwards. Here alone that does not show: (a), (b) of the coordinator, another
+card to the querier, are noticed at the next step of the run, whose id depends on the card.
 
 Cost
 ----

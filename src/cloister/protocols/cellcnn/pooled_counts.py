@@ -12,7 +12,9 @@ coordinator, site : the sum of the tables over the sites that stayed, and who th
 
 Assumes
 -------
-What `secure_sum` assumes; a site may count wrongly, and so shift the sums by what it could have counted.
+What `secure_sum` assumes; a site may count wrongly, and so shift the sums by what it could have counted. Sums that no
+counts can have end the run. Lies that are not noticed: (a), (b), (c), (f) of the coordinator, another sum that counts
+could have; who is told another than the others notices at the next step of the run.
 
 Cost
 ----
@@ -31,10 +33,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cloister.arrays import I64
+from cloister.arrays import I64, U64
 from cloister.crypto.agreement import Identity
 from cloister.crypto.entropy import Entropy
-from cloister.errors import DataError, ParameterError
+from cloister.errors import DataError, ParameterError, ProtocolAbort
 from cloister.net.channel import Channel
 from cloister.protocols.sums import secure_sum
 from cloister.study import Party
@@ -71,16 +73,22 @@ def cost(params: Params) -> dict[Party, tuple[int, int]]:
     return secure_sum.cost(params.sum)
 
 
+def counts(params: Params, z: U64) -> I64:
+    """The sums as a table; raises where no counts of the sites add up to them."""
+    if z.max() > np.uint64(MOST * len(params.sites)):
+        raise ProtocolAbort(NAME, "L2", "counts", "the sums are beyond what sites can count: one of them, or S, lied")
+    return np.asarray(z.astype(np.int64).reshape(params.shape), np.int64)
+
+
 async def site(ch: Channel, params: Params, table: I64, *, entropy: Entropy, identity: Identity) -> I64:
     if table.shape != params.shape or table.min() < 0 or table.max() > MOST:
         raise DataError(f"expected counts of shape {params.shape}, none below 0, found shape {table.shape}")
     words = table.astype(np.uint64).ravel()
     summed = await secure_sum.contributor(ch.sub("sum"), params.sum, words, entropy=entropy, identity=identity)  # L1
     assert summed is not None
-    return np.asarray(summed.z.astype(np.int64).reshape(params.shape), np.int64)  # L2
+    return counts(params, summed.z)  # L2
 
 
 async def coordinator(ch: Channel, params: Params) -> I64:
     z = (await secure_sum.aggregator(ch.sub("sum"), params.sum)).z  # L1
-    shown = ch.reveal(z, to=(ch.me, *params.sites), line="L2", what=params.what, protocol=NAME)
-    return np.asarray(shown.astype(np.int64).reshape(params.shape), np.int64)
+    return counts(params, ch.reveal(z, to=(ch.me, *params.sites), line="L2", what=params.what, protocol=NAME))
