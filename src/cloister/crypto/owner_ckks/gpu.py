@@ -23,8 +23,7 @@ from cloister.crypto.owner_ckks.gpu_ring import ring_on_card
 from cloister.crypto.owner_ckks.gpu_shelf import CardPool
 from cloister.crypto.owner_ckks.pairs import AT_MOST
 from cloister.crypto.owner_ckks.ring import KEEP, Opening, Parameters, modulus, primes_of
-from cloister.crypto.owner_ckks.scheme import decode, encode
-from cloister.crypto.owner_ckks.turns import Turns, order
+from cloister.crypto.owner_ckks.turns import Turns, decode, encode, order
 from cloister.errors import ParameterError
 
 TENSORS = {(p, q) for p in (2, 3) for q in (2, 3, 4, 5)} | {(3, 1), (4, 2), (4, 3), (4, 4), (5, 2), (5, 3)}

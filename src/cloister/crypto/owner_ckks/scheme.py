@@ -23,14 +23,13 @@ than its opening needs, and what an owner encrypts afresh has no more than the s
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any, final
 
 import numpy as np
 import numpy.typing as npt
 
-from cloister.arrays import C128, F64, I64, U32
+from cloister.arrays import F64, I64, U32
 from cloister.crypto.entropy import Entropy, check_entropy
 from cloister.crypto.owner_ckks import turns
 from cloister.crypto.owner_ckks.pairs import AT_MOST, pack_words, pairs_of, unpack_words
@@ -58,30 +57,11 @@ from cloister.crypto.owner_ckks.ring import (
     times_shift,
 )
 from cloister.crypto.owner_ckks.shelf import Pool
+from cloister.crypto.owner_ckks.turns import decode, encode
 from cloister.crypto.prg import Prg
 from cloister.errors import ParameterError
 
 FLOOD_BITS = 40
-
-# ---- encoding: slot j is the value at ζ^(2j+1); nothing is rotated, so any order does -------------------------------
-
-
-@functools.lru_cache(maxsize=4)
-def _zeta(degree: int) -> C128:
-    return np.asarray(np.exp(1j * np.pi * np.arange(degree) / degree), np.complex128)
-
-
-def encode(x: F64, degree: int, scale: float) -> I64:
-    """Coefficients of up to N/2 real slots; the others are zero."""
-    z = np.zeros(degree)
-    z[: len(x)] = x
-    z[degree - len(x) :] = x[::-1]
-    return np.rint((np.fft.fft(z) / degree / _zeta(degree)).real * scale).astype(np.int64)
-
-
-def decode(m: F64, scale: float, count: int) -> F64:
-    z = np.fft.ifft(m * _zeta(len(m))) * len(m)
-    return np.asarray(z.real[:count] / scale)
 
 
 # ---- the owner -------------------------------------------------------------------------------------------------------

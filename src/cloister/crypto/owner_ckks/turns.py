@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cloister.arrays import F64, I64
+from cloister.arrays import C128, F64, I64
 from cloister.crypto.lattice.ring import bit_reversed
 from cloister.errors import ParameterError
 
@@ -75,7 +75,7 @@ def order(degree: int, tokens: int, r: int) -> I64:
 
 @functools.lru_cache(maxsize=16)
 def slots(degree: int, tokens: int) -> I64:
-    """The slots of `scheme.encode` in which token t of sample s stands, (P, S)."""
+    """The slots of `encode` in which token t of sample s stands, (P, S)."""
     powers, found = 1, np.empty(degree // 2, np.int64)
     for i in range(degree // 2):
         found[i] = min(powers, 2 * degree - powers) // 2  # a real value is its own conjugate
@@ -89,3 +89,24 @@ def spread(x: F64, degree: int) -> F64:
     out = np.empty((len(x), degree // 2))
     out[:, at] = np.take(x, np.arange(at.shape[1]) % x.shape[2], axis=2)
     return out
+
+
+# ---- encoding: slot j is the value at ζ^(2j+1) -----------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=4)
+def _zeta(degree: int) -> C128:
+    return np.asarray(np.exp(1j * np.pi * np.arange(degree) / degree), np.complex128)
+
+
+def encode(x: F64, degree: int, scale: float) -> I64:
+    """Coefficients of up to N/2 real slots; the others are zero."""
+    z = np.zeros(degree)
+    z[: len(x)] = x
+    z[degree - len(x) :] = x[::-1]
+    return np.rint((np.fft.fft(z) / degree / _zeta(degree)).real * scale).astype(np.int64)
+
+
+def decode(m: F64, scale: float, count: int) -> F64:
+    z = np.fft.ifft(m * _zeta(len(m))) * len(m)
+    return np.asarray(z.real[:count] / scale)
