@@ -633,14 +633,15 @@ def test_twenty_steps_with_three_parties_equal_the_twin_to_1e_3():
 
 
 @pytest.mark.slow
-def test_three_classes_in_groups_and_chunks():
-    config = cellcnn.Config(markers=3, filters=2, classes=3, batch=30, steps=2, learning_rate=0.1, momentum=0.5)
-    p = params(config)
+def test_three_classes_in_groups():
+    config = cellcnn.Config(markers=70, filters=2, classes=3, batch=128, steps=1, learning_rate=0.1, momentum=0.5)
+    p = params(config, LARGE)
+    assert (len(p.layout.groups), p.layout.chunks) == (3, 1)
     data = batches(config)
     run = run_protocol(encrypted_training, Case(p, data), timeout=300)
     check_no_errors(run)
     twin = cellcnn.train(config, [data[i] for i in PARTIES])
-    np.testing.assert_allclose(decrypted_model(run, p), twin.M, atol=5e-2)  # sealed at a scale of 2^56
+    np.testing.assert_allclose(decrypted_model(run, p), twin.M, atol=1e-5)  # what sealing leaves of 2^-88
 
 
 @pytest.mark.slow
