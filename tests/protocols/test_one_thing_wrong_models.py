@@ -191,3 +191,11 @@ def test_samples_that_all_leave_their_bounds(beyond, monkeypatch):
         refused("range", "L5", ask)
     else:
         np.testing.assert_array_equal(ask(), found)
+
+
+@pytest.mark.parametrize("sizes", [[], [2], [1, 0]])
+def test_sizes_of_batches_that_are_not_those_of_the_samples_are_refused_before_anything_is_sent(sizes):
+    params = encrypted_loss.Params((ANN,), HUB, block.SMALL, 2)
+    given = np.full((1, 2), 0.5), np.array([1]), np.array(sizes, np.int64)
+    with pytest.raises(DataError, match="batches of 1 to"):
+        asyncio.run(encrypted_loss.owner(SimpleNamespace(me=ANN), params, *given, entropy=Entropy()))
