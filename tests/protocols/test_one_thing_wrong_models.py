@@ -161,9 +161,9 @@ def test_a_key_for_a_loss_with_one_thing_wrong(change):
     assert found == {HUB: ("encrypted_loss", "L1", "malformed")}
 
 
-@pytest.mark.parametrize("beyond", [0, 1, 2])
-def test_samples_that_all_leave_their_bounds(beyond, monkeypatch):
-    """One sample of two may; then it has no features. Where both do, it is said at the end."""
+@pytest.mark.parametrize(("beyond", "block_done"), [(0, 0), (1, 0), (2, 0), (0, 1), (0, -1)])
+def test_samples_that_all_leave_their_bounds_and_a_start_in_the_middle(beyond, block_done, monkeypatch):
+    """One sample of two may; then it has no features. Where both do, it is said at the end. Nothing was begun."""
     found = np.where(np.arange(2)[:, None, None] < beyond, np.nan, np.ones((2, 1, ENCODER.shape.rank)))
 
     class Side:
@@ -171,7 +171,7 @@ def test_samples_that_all_leave_their_bounds(beyond, monkeypatch):
             self.ch = SimpleNamespace(recv=self.start)
 
         async def start(self, sender, kind):
-            return encrypted_inference.Start(0)
+            return encrypted_inference.Start(block_done)
 
         async def send_key(self, *args):
             pass
@@ -187,7 +187,9 @@ def test_samples_that_all_leave_their_bounds(beyond, monkeypatch):
     def ask():
         return asyncio.run(encrypted_inference.ask(ch, INFERENCE, SAMPLES, kept, Entropy()))
 
-    if beyond == 2:
+    if block_done:
+        refused("state", "L1", ask)
+    elif beyond == 2:
         refused("range", "L5", ask)
     else:
         np.testing.assert_array_equal(ask(), found)
