@@ -150,45 +150,54 @@ def test_a_card_that_is_not_there_is_missed_before_anything_is_received(monkeypa
         asyncio.run(encrypted_inference.provider(None, INFERENCE, ENCODER, device="gpu", entropy=Entropy()))
 
 
-def test_an_owner_that_announces_no_batch():
-    case = Case(INFERENCE, {HUB: (ENCODER,), ANN: (SAMPLES,)})
-    found = answers(encrypted_inference, case, ANN, encrypted_inference.Key, lambda m: replace(m, batches=0))
-    assert found == {HUB: ("encrypted_inference", "L1", "malformed")}
+SIZES = [np.zeros(0, np.int64), np.array([0]), np.array([1, -1]), np.array([encrypted_loss.MOST + 1])]
 
 
-@pytest.mark.parametrize("change", [{"samples": 0}, {"samples": encrypted_loss.MOST + 1}, {"seed": bytes(31)}])
+@pytest.mark.parametrize("change", [{"seed": bytes(31)}, *({"sizes": sizes} for sizes in SIZES)])
 def test_a_key_for_a_loss_with_one_thing_wrong(change):
-    given = {HUB: (), ANN: (np.full((1, 2), 0.5), np.array([1]))}
+    given = {HUB: (), ANN: (np.full((1, 2), 0.5), np.array([1]), np.array([1]))}
     case = Case(encrypted_loss.Params((ANN,), HUB, block.SMALL, 2), given)
     found = answers(encrypted_loss, case, ANN, encrypted_loss.Key, lambda m: replace(m, **change))
     assert found == {HUB: ("encrypted_loss", "L1", "malformed")}
 
 
-@pytest.mark.parametrize("beyond", [0, 1, 2])
-def test_a_batch_of_which_most_samples_leave_their_bounds(beyond, monkeypatch):
-    """One sample of two may; then it has no features. With both, the batch is spoilt, which is said at its end."""
+@pytest.mark.parametrize(("beyond", "block_done"), [(0, 0), (1, 0), (2, 0), (0, 1), (0, -1)])
+def test_samples_that_all_leave_their_bounds_and_a_start_in_the_middle(beyond, block_done, monkeypatch):
+    """One sample of two may; then it has no features. Where both do, it is said at the end. Nothing was begun."""
+    found = np.where(np.arange(2)[:, None, None] < beyond, np.nan, np.ones((2, 1, ENCODER.shape.rank)))
 
     class Side:
         def __init__(self, *args):
-            self.beyond = []
+            self.ch = SimpleNamespace(recv=self.start)
 
-        async def nothing(self, *args):
+        async def start(self, sender, kind):
+            return encrypted_inference.Start(block_done)
+
+        async def send_key(self, *args):
             pass
 
-        send_key = send_inputs = answer = nothing
-
-        async def read_tap(self, tap, count):
-            self.beyond.append(np.arange(count) < beyond)
-            return np.ones((count, ENCODER.shape.rank))
+        async def batch(self, *args):
+            return found
 
     monkeypatch.setattr(encrypted_inference, "OwnerSide", Side)
-    monkeypatch.setattr(encrypted_inference, "OwnerKey", lambda *args: None)
+    kept = SimpleNamespace(key=lambda *args: None, begun=False, count=0, read=[])
+    kept.add = lambda taps, key: kept.read.append(taps)
     ch = SimpleNamespace(me=ANN, sub=lambda name: None, step=lambda *args, **kwargs: None)
 
     def ask():
-        return asyncio.run(encrypted_inference.owner(ch, INFERENCE, SAMPLES, entropy=Entropy()))
+        return asyncio.run(encrypted_inference.ask(ch, INFERENCE, SAMPLES, kept, Entropy()))
 
-    if beyond == 2:
+    if block_done:
+        refused("state", "L1", ask)
+    elif beyond == 2:
         refused("range", "L5", ask)
     else:
-        assert np.isnan(ask()).all(axis=(1, 2)).tolist() == [beyond == 1, False]
+        np.testing.assert_array_equal(ask(), found)
+
+
+@pytest.mark.parametrize("sizes", [[], [2], [1, 0]])
+def test_sizes_of_batches_that_are_not_those_of_the_samples_are_refused_before_anything_is_sent(sizes):
+    params = encrypted_loss.Params((ANN,), HUB, block.SMALL, 2)
+    given = np.full((1, 2), 0.5), np.array([1]), np.array(sizes, np.int64)
+    with pytest.raises(DataError, match="batches of 1 to"):
+        asyncio.run(encrypted_loss.owner(SimpleNamespace(me=ANN), params, *given, entropy=Entropy()))
