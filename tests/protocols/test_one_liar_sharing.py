@@ -32,6 +32,7 @@ HUB = Party("hub")
 SITES = tuple(map(Party, ("basel", "lugano", "vienna")))
 S, R = Party("sender"), Party("receiver")
 KNN = knn_case(m=2, rows=(4, 3), pads=1, k=2)
+UNPADDED = knn_case(m=2, rows=(4, 3), pads=0, k=2)
 
 
 def codes(module, **options):
@@ -157,7 +158,12 @@ COMPUTING = {"querier": "abcf", "holder": "abcf", "helper": "abcf"}
 SERVED = {"site": "abcf", "server": "abcf"}
 SEMI_HONEST = {
     "private_knn": (private_knn, [KNN], anything, COMPUTING),
-    "published_knn": (published_knn, [Case(published_knn.Params(KNN.params), KNN.inputs)], anything, COMPUTING),
+    "published_knn": (
+        published_knn,
+        [Case(published_knn.Params(UNPADDED.params), UNPADDED.inputs)],
+        anything,
+        COMPUTING,
+    ),
     "plain_knn": (
         plain_knn,
         [Case(plain_knn.Params(KNN.params, HUB), KNN.inputs)],

@@ -54,6 +54,12 @@ def roster(names=(("p", "q"), ("p", "q"), ("p",)), count=5):
     return Case(point_roster.Params(SITES, HUB), inputs)
 
 
+def test_a_site_that_is_on_no_list_has_no_points():
+    roster = point_roster.Roster((A, B), (3, 5), ())
+    assert roster.size(B) == 5
+    refused("roster", roster.size, HUB)
+
+
 @pytest.mark.parametrize("raw", [b"\xff", b"no list", b"{}", b'{"p": 1}', b"[1]", b'["p", null]', b'"pq"'])
 def test_names_that_are_no_list_of_names(raw):
     assert point_roster.unpack_names(b'["p", "q"]  ', A) == ["p", "q"]

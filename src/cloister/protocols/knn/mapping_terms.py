@@ -205,10 +205,11 @@ def terms(params: Params, said: Announced, bound: float) -> Terms:
         raise ProtocolAbort(NAME, "T2", "roster", "the coordinator names other owners than the study")
     if len(set(said.widths.values())) > 1:
         widths = ", ".join(f"{p} {w}" for p, w in sorted(said.widths.items()))
-        raise DataError(f"embeddings have different widths ({widths}); all sites must use the same one: pass use_rep=")
+        why = f"embeddings have different widths ({widths}); all sites must use the same one: pass use_rep="
+        raise ProtocolAbort(NAME, "T2", "widths", why)
     labels = params.labels or said.names
     if not labels:
-        raise DataError("no site has a label to offer; name the column with label_key=")
+        raise ProtocolAbort(NAME, "T2", "no-labels", "no site has a label to offer; name the column with label_key=")
     rows = tuple(said.rows[p] for p in params.sites)
     return Terms(said.widths[params.querier], said.rows[params.querier], rows, labels, bound)
 

@@ -65,6 +65,8 @@ class Roster:
     width: int = 0  # numbers a point
 
     def size(self, u: Party) -> int:
+        if u not in self.sites:
+            raise ProtocolAbort(NAME, "L2", "roster", f"'{u}' takes part, and is not on the list")
         return self.sizes[self.sites.index(u)]
 
 
