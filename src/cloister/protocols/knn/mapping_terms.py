@@ -199,17 +199,23 @@ def check_scale(norm: float, bound: float) -> None:
         raise ProtocolAbort(NAME, "T3", "norms-apart", f"{why}, or a damaged cell; compare how all sites made it")
 
 
+def unfit(params: Params, said: Announced) -> tuple[str, str] | None:
+    """Why what all announced does not go together, if it does not: a code, and a sentence."""
+    if len(set(said.widths.values())) > 1:
+        widths = ", ".join(f"{p} {w}" for p, w in sorted(said.widths.items()))
+        return "widths", f"embeddings have different widths ({widths}); all sites must use the same one: pass use_rep="
+    if not (params.labels or said.names):
+        return "no-labels", "no site has a label to offer; name the column with label_key="
+    return None
+
+
 def terms(params: Params, said: Announced, bound: float) -> Terms:
     """T2: check what all announced, and order it."""
     if set(said.widths) != set(params.owners) or set(said.rows) != set(params.owners):
         raise ProtocolAbort(NAME, "T2", "roster", "the coordinator names other owners than the study")
-    if len(set(said.widths.values())) > 1:
-        widths = ", ".join(f"{p} {w}" for p, w in sorted(said.widths.items()))
-        why = f"embeddings have different widths ({widths}); all sites must use the same one: pass use_rep="
-        raise ProtocolAbort(NAME, "T2", "widths", why)
+    if (wrong := unfit(params, said)) is not None:  # the coordinator would have said so before
+        raise ProtocolAbort(NAME, "T2", *wrong)
     labels = params.labels or said.names
-    if not labels:
-        raise ProtocolAbort(NAME, "T2", "no-labels", "no site has a label to offer; name the column with label_key=")
     rows = tuple(said.rows[p] for p in params.sites)
     return Terms(said.widths[params.querier], said.rows[params.querier], rows, labels, bound)
 
@@ -304,6 +310,8 @@ async def coordinator(ch: Channel, params: Params, *, entropy: Entropy, identity
     check_vocabularies({p: all_said[p].names for p in params.sites}, NAME, "T1")
     names = sorted({n for p in params.sites for n in all_said[p].names})
     said = Announced({p: a.width for p, a in all_said.items()}, {p: a.rows for p, a in all_said.items()}, tuple(names))
+    if (wrong := unfit(params, said)) is not None:
+        raise ProtocolAbort(NAME, "T1", *wrong)
     await ch.broadcast([p for p in params.members if p != ch.me], said)  # T2
     terms(params, said, 1.0)
     return terms(params, said, await _computed(ch, params, None, entropy, identity))
