@@ -9,6 +9,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+import pytest
+
 from cloister.crypto.owner_ckks import card
 
 COMPILER = shutil.which("g++")
@@ -89,3 +91,13 @@ def use(monkeypatch):
     }.items():  # fmt: skip
         monkeypatch.setattr(card, name, instead)
     gpu_ring.ring_on_card.cache_clear()
+
+
+def choose(kernels, monkeypatch):
+    """Compute with the kernels by a C++ compiler ("emulated") or on a card; skip the test where there is none."""
+    if kernels == "emulated":
+        if COMPILER is None:
+            pytest.skip("there is no C++ compiler")
+        use(monkeypatch)
+    elif reason := card.why_not():
+        pytest.skip(reason)

@@ -25,18 +25,12 @@ SMALL = scheme.SMALL
 @pytest.fixture(params=["emulated", pytest.param("card", marks=pytest.mark.gpu)])
 def where(request, monkeypatch):
     """The kernels, by a C++ compiler or on a card."""
+    emulated.choose(request.param, monkeypatch)
+    yield
     if request.param == "emulated":
-        if emulated.COMPILER is None:
-            pytest.skip("there is no C++ compiler")
-        emulated.use(monkeypatch)
-        yield
         from cloister.crypto.owner_ckks.gpu_ring import ring_on_card
 
         ring_on_card.cache_clear()
-        return
-    if reason := card.why_not():
-        pytest.skip(reason)
-    yield
 
 
 @pytest.mark.parametrize("ring", [pytest.param("small"), pytest.param("standard", marks=pytest.mark.slow)])

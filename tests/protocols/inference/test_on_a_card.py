@@ -31,12 +31,7 @@ def case(device):
 
 @pytest.mark.parametrize("kernels", ["emulated", pytest.param("card", marks=pytest.mark.gpu)])
 def test_owners_get_their_taps_in_the_same_messages(kernels, monkeypatch):
-    if kernels == "emulated":
-        if emulated.COMPILER is None:
-            pytest.skip("there is no C++ compiler")
-        emulated.use(monkeypatch)
-    elif reason := card.why_not():
-        pytest.skip(reason)
+    emulated.choose(kernels, monkeypatch)
     found = run_protocol(inference, case("gpu"), timeout=120.0)
     check_no_errors(found)
     c = case("cpu")

@@ -110,14 +110,7 @@ def test_a_card_sends_the_same_messages(kernels, monkeypatch):
     pytest.importorskip("torch")
     import emulated
 
-    from cloister.crypto.owner_ckks import card
-
-    if kernels == "emulated":
-        if emulated.COMPILER is None:
-            pytest.skip("there is no C++ compiler")
-        emulated.use(monkeypatch)
-    elif reason := card.why_not():
-        pytest.skip(reason)
+    emulated.choose(kernels, monkeypatch)
     encoder = micro(attention="quadratic")
     found, plain = (run_protocol(inference, case(encoder, 2, device), timeout=600.0) for device in ("gpu", "cpu"))
     for run in (found, plain):
