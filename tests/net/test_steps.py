@@ -1,7 +1,9 @@
 """Steps over one link: honest parties in any order of arrival, and what a party gets that plays another order."""
 
 import dataclasses
+import queue
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -39,16 +41,25 @@ def cells(seed):
 
 
 class Post:
-    """A tagged link in memory."""
+    """A tagged link in memory; what is late comes 0.1 s later, in the order in which it was sent, as over any link."""
 
     def __init__(self, me, boxes, late=None):
         self.me, self.boxes, self.late = me, boxes, late
+        self.under_way = queue.SimpleQueue()
+        if late is not None:
+            threading.Thread(target=self.carry, daemon=True).start()
 
     def post(self, to, frame, tag=b""):
         if self.late is not None and self.late(to, frame):
-            threading.Timer(0.1, self.boxes[to].put, (self.me, tag + frame)).start()
+            self.under_way.put((time.monotonic() + 0.1, to, tag + frame))
         else:
             self.boxes[to].put(self.me, tag + frame)
+
+    def carry(self):
+        while True:
+            due, to, data = self.under_way.get()
+            time.sleep(max(0.0, due - time.monotonic()))
+            self.boxes[to].put(self.me, data)
 
 
 def honest(study):
@@ -65,12 +76,13 @@ def play(study, plans=None, studies=None, late=None, part=workflow_part):
 
     def turn(p):
         adata = None if p == HUB else cells(sum(p.encode()))
+        post = Post(p, boxes, late)
         try:
             for one, tag in (plans or {}).get(p, honest)(mine[p]):
                 outcome = take_part(
                     one,
                     p,
-                    StepLink(Post(p, boxes, late), tag),
+                    StepLink(post, tag),
                     boxes[p].begin(tag),
                     adata,
                     part=part if p == A else workflow_part,
