@@ -328,7 +328,7 @@ def modes(sizes, args):
             ways = {
                 x: functools.partial(ours, f"{folder}/ours.npz", params, x, late) for x in ("semi-honest", "hardened")
             }
-            if args.spu and not late:
+            if args.spu and not late and m * n <= SPU_PAIRS:
                 ways["SPU, semi-honest"] = functools.partial(peer, args.spu, "spu", folder, args.limit, m, m)
             load = os.getloadavg()[0]
             tried = {name: [] for name in ways}
@@ -370,6 +370,7 @@ def attempt(way):
 
 
 MODES = [((100, 2000, 64, 5), 0.0), ((500, 6000, 128, 10), 0.0), ((100, 2000, 64, 5), 0.03)]
+SPU_PAIRS = 4_000_000  # a larger run of SPU takes a quarter of an hour, and nothing new would be learnt from it
 LARGE = [((1000, 20_000, 128, 10), 0.0)]
 
 
