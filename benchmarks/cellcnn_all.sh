@@ -11,3 +11,4 @@ python benchmarks/cellcnn.py --part sites > "$OUT/sites.log" 2>&1
 python benchmarks/cellcnn.py --part predict > "$OUT/predict.log" 2>&1
 python benchmarks/cellcnn.py --part encrypted --inputs 1000 > "$OUT/encrypted.log" 2>&1
 python benchmarks/cellcnn.py --part classes > "$OUT/classes.log" 2>&1
+python benchmarks/cellcnn_flare.py > "$OUT/flare.log" 2>&1

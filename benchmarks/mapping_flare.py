@@ -10,21 +10,16 @@ in the run itself (`seconds` of its cost); the rest is FLARE's, which starts a p
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import os
 import platform
-import socket
-import subprocess
-import sys
 import tempfile
-import time
 from pathlib import Path
 
 import numpy as np
+from flare_services import run, services
 from mapping import blobs, pooled
 
 QUERY, SITES = "ask", ("ask", "basel", "lugano")
-START = "import sys; from cloister.runtime.start import start_party; start_party(sys.argv[1])"
 
 
 def cells(m: int, n: int, d: int):
@@ -69,56 +64,21 @@ def main() -> None:
 
 
 def measure(folder: Path, args: argparse.Namespace) -> None:
-    from cloister.cells.files import write_cells
-    from cloister.runtime.provision import provision
-    from cloister.study import Study
-
     made, clear = cells(args.queries, args.references, args.dims)
     truth, ties = pooled(*clear, args.neighbours)
-    with socket.create_server(("127.0.0.1", 0)) as s:
-        network = {"host": "localhost", "port": s.getsockname()[1]}
-    parties = {"hub": "coordinator"} | dict.fromkeys(SITES, "site")
     options = {"query": QUERY, "n_neighbors": args.neighbours}
-    study = Study("bench", "map-labels", parties, parameters=options, timeout=300.0, network=network)
-    kits = provision(study, folder / "kits")
-    for site, adata in made.items():
-        write_cells(adata, kits[site] / "cells.h5ad")
-    services = [
-        subprocess.Popen([sys.executable, "-c", START, str(kit)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        for kit in kits.values()
-    ]
-    try:
-        end = time.monotonic() + 120
-        while not all((kit / "running.lock").exists() for kit in kits.values()) and time.monotonic() < end:
-            time.sleep(0.2)
+    with services(folder, "map-labels", made, parameters=options, timeout=300.0) as kits:
         for _ in range(args.turns):
             for mode in ("semi-honest", "hardened"):
-                one_run(folder, kits, mode, args.limit, truth, ties)
-    finally:
-        for service in services:
-            service.terminate()
-        for service in services:
-            service.wait(timeout=30)
+                one_run(kits, mode, args.limit, truth, ties)
 
 
-def one_run(folder, kits, mode, limit, truth, ties) -> None:
+def one_run(kits, mode, limit, truth, ties) -> None:
     from cloister.cells.files import read_cells
-    from cloister.runtime.kit import Kit
-    from cloister.runtime.order import run_study
-    from cloister.runtime.party import Ended
-    from cloister.study import Study, format_study
 
-    study = dataclasses.replace(Study.load(folder / "kits" / "study.toml"), mode=mode)
-    for party, kit in kits.items():
-        (kit / "study.toml").write_text(format_study(study))
-        if party != "hub":
-            Kit.open(kit).approve()
-    began = time.monotonic()
-    run_study(kits["hub"], limit=limit)
-    took = time.monotonic() - began
-    last = max((kits[QUERY] / "results").glob("*/outcome.json"), key=lambda f: f.stat().st_mtime)
-    ended = Ended.load(last)
-    found = read_cells(last.parent / f"{QUERY}.h5ad").obs["mapped"].astype(str).to_numpy()
+    took, parties = run(kits, limit, mode=mode)
+    ended, results = parties[QUERY]
+    found = read_cells(results / f"{QUERY}.h5ad").obs["mapped"].astype(str).to_numpy()
     agree = float((found.astype(int) == truth)[~ties].mean())
     print(
         f"  {mode:12} {took:7.1f} s from order to end, {ended.cost['seconds']:7.1f} s in the run at the asking site,"
