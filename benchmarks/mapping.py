@@ -319,7 +319,7 @@ def side_by_side(m, n, d, k, args, limit):
 def modes(sizes, args):
     """Hardened (one party may lie) beside semi-honest and SPU, in one run; then with every message late."""
     print(f"\nhardened beside semi-honest, 40 bits, 16 labels, three processes each, in turn; {args.repeats} repeats")
-    print("seconds and CPU-s: smallest of the repeats, and ratios of these; bytes and rounds are the same in all")
+    print("seconds and CPU-s: smallest of the repeats, and ratios of these; bytes and rounds: where CPU is least")
     print(f"{'':47}{'seconds':>9}{'CPU-s':>9}{'MB':>10}{'B/pair':>9}{'rounds':>8}{'peak GB':>9}  equal to pooled k-NN")
     for (m, n, d, k), late in sizes:
         with tempfile.TemporaryDirectory() as folder:

@@ -418,7 +418,7 @@ def test_parties_share_the_room_and_one_of_them_gets_half():
 def test_a_tolerant_gather_needs_its_quorum():
     with seated(timeout=0.5) as (session, box, _):
         box.put(A, ping())
-        with pytest.raises(PeerLost, match="1 of 3 parties are left, 2 are needed") as e:
+        with pytest.raises(PeerLost, match="1 of 3 parties are left without 'b', 'c', 2 are needed") as e:
             gathered(session, 2)
         assert e.value.code == "too-few"
 

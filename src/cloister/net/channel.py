@@ -310,8 +310,9 @@ class Channel:
                         wait.pending.remove(party)
                         self.dismiss(party)
                 if quorum is not None and (left := len(got) + len(wait.pending)) < quorum:
-                    why = f"{left} of {len(senders)} parties are left, {quorum} are needed. Start a new run."
-                    raise PeerLost(spec.protocol, spec.line, "too-few", why)
+                    out = ", ".join(f"'{p}'" for p in senders if p not in got and p not in wait.pending)
+                    why = f"{left} of {len(senders)} parties are left without {out}, {quorum} are needed."
+                    raise PeerLost(spec.protocol, spec.line, "too-few", f"{why} Start a new run.")
                 if wait.pending:
                     await session.bell.wait(seen, session.poll)
         finally:
