@@ -20,6 +20,7 @@ import numpy as np
 from cloister._version import __version__
 from cloister.cells.pace import told_to
 from cloister.cells.tables import attach_receipt, places, used_cells
+from cloister.crypto import cores
 from cloister.crypto.agreement import Identity
 from cloister.crypto.entropy import Entropy
 from cloister.errors import LEFT, CloisterError, ProtocolAbort, origin_of
@@ -203,7 +204,7 @@ def take_part(
     `adata` may be a function that reads the cells: then the others know meanwhile that this party is at work.
     `part` is the workflow's code for a party; for the other arguments see `seated`.
     """
-    wall, cpu = time.perf_counter(), time.thread_time()
+    wall, cpu = time.perf_counter(), cores.cpu_seconds()
     with seated(study, me, link, mailbox, consent=consent, **place) as seat:
         session = seat._session
         with told_to(session.tell_pass):
@@ -218,7 +219,7 @@ def take_part(
             "messages": session.sent_messages,
             "rounds": session.rounds,
             "seconds": time.perf_counter() - wall,
-            "cpu_seconds": time.thread_time() - cpu,
+            "cpu_seconds": cores.cpu_seconds() - cpu,
         }
         for place_written in sorted(places(outcome.adata) - before):
             seat.note("written", place_written)

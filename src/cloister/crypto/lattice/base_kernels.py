@@ -88,11 +88,11 @@ def convert(x, source, hat, target, factors, whole, q, inv, place, out):
 
 
 @jit
-def add_known(acc, x, b, a, at, turn, q, inv):
-    """Add x[d, j]·(b, a)[d, at[j]] over the digits d to acc[:, j]; entry i of x is taken from turn[i]."""
+def add_known(acc, x, b, a, at, first, last, turn, q, inv):
+    """Add x[d, j]·(b, a)[d, at[j]] over the digits d to acc[:, j], first ≤ j < last; entry i of x is from turn[i]."""
     n = acc.shape[2]
     row = np.empty(n)
-    for j in range(len(at)):
+    for j in range(first, last):
         p, v, o0, o1 = q[at[j]], inv[at[j]], acc[0, j], acc[1, j]
         for d in range(x.shape[0]):
             y, k0, k1 = x[d, j], b[d, at[j]], a[d, at[j]]

@@ -31,6 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cloister.arrays import F64, I64, U64
+from cloister.crypto import cores
 from cloister.crypto.lattice.ring import Residues, Ring, bit_reversed, centred
 
 U16: TypeAlias = npt.NDArray[np.uint16]
@@ -82,14 +83,18 @@ class Bases:
                 np.array([centred(D, q[t]) for t in to]),
             )
         hat, factors, whole = self._conversions[source, to]
-        at, r = np.array(to), self.ring
-        self._k.convert(x, np.array(source), hat, at, factors, whole, r.real, r.inverse, place, out)
-        self._k.transform_rows(out, place, at, r.w, r.w_rows, r.real, r.inverse)
+        at, r, read = np.array(to), self.ring, np.array(source)
+
+        def some(s: slice) -> None:
+            self._k.convert(x, read, hat, at[s], factors[s], whole[s], r.real, r.inverse, place[s], out)
+            self._k.transform_rows(out, place[s], at[s], r.w, r.w_rows, r.real, r.inverse)
+
+        cores.rows(some, len(at), self.ring.degree)
 
     def _coefficients(self, x: Doubles, at: range) -> Doubles:
         """In place."""
-        r = self.ring
-        self._k.invert_rows(x, np.array(at), r.v, r.v_rows, r.real, r.inverse, r.n_inverse)
+        r, to = self.ring, np.array(at)
+        cores.rows(lambda s: self._k.invert_rows(x[s], to[s], r.v, r.v_rows, r.real, r.inverse, r.n_inverse), *x.shape)
         return x
 
     def _divided(self, x: Doubles, source: range, out: Residues) -> None:
@@ -97,8 +102,8 @@ class Bases:
         keep = len(out)
         rest, D = self._scratch("rest", (keep, self.ring.degree)), math.prod(self.ring.primes[i] for i in source)
         self._converted(self._coefficients(x[keep:], source), source, range(keep), rest, np.arange(keep))
-        factor = np.array([centred(pow(D, -1, q), q) for q in self.ring.primes[:keep]])
-        self._k.divide(x, rest, factor, self.ring.real, self.ring.inverse, out)
+        factor, r = np.array([centred(pow(D, -1, q), q) for q in self.ring.primes[:keep]]), self.ring
+        cores.rows(lambda s: self._k.divide(x[s], rest[s], factor[s], r.real[s], r.inverse[s], out[s]), keep, r.degree)
 
     def rescaled(self, polys: U64, count: int) -> U64:
         """⌊p / its last `count` primes⌉ for polynomials p."""
@@ -140,8 +145,13 @@ class Bases:
         k = digits.shape[1] - self.specials
         acc, at = self._scratch("acc", (2, *digits.shape[1:])), np.array([*range(k), *self._special])
         acc[:] = 0.0
-        for key in keys:
-            self._k.add_known(acc, digits, key.b, key.a, at, self.turn(key.galois), self.ring.real, self.ring.inverse)
+        turns, r = [self.turn(key.galois) for key in keys], self.ring
+
+        def some(s: slice) -> None:
+            for key, turn in zip(keys, turns, strict=True):
+                self._k.add_known(acc, digits, key.b, key.a, at, s.start, s.stop, turn, r.real, r.inverse)
+
+        cores.rows(some, len(at), self.ring.degree)
         out = np.empty((2, k, self.ring.degree), np.uint64)
         for part, o in zip(acc, out, strict=True):
             self._divided(part, self._special, o)

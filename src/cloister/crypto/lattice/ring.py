@@ -31,6 +31,7 @@ from typing import Any, TypeAlias, final
 import numpy as np
 
 from cloister.arrays import F64, I64, U64
+from cloister.crypto import cores
 from cloister.crypto.prg import Prg
 from cloister.errors import ParameterError
 
@@ -103,7 +104,8 @@ class Ring:
     def forward(self, a: Residues) -> Residues:
         """To NTT form, in place."""
         if self.narrow:
-            self._f.forward(a, self.w, self.w_rows, self.real, self.inverse)
+            f = self._f.forward
+            cores.rows(lambda s: f(a[s], self.w[s], self.w_rows[s], self.real[s], self.inverse[s]), *a.shape)
         else:
             self._k.forward(a, self._w, self._ws, self.q)
         return a
@@ -111,7 +113,10 @@ class Ring:
     def backward(self, a: Residues) -> Residues:
         """To coefficients, in place."""
         if self.narrow:
-            self._f.backward(a, self.v, self.v_rows, self.real, self.inverse, self.n_inverse)
+            f, n_inverse = self._f.backward, self.n_inverse
+            cores.rows(
+                lambda s: f(a[s], self.v[s], self.v_rows[s], self.real[s], self.inverse[s], n_inverse[s]), *a.shape
+            )
         else:
             self._k.backward(a, self._v, self._vs, self.q, self._n_inv, self._r0, self._r1)
         return a

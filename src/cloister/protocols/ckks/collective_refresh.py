@@ -51,6 +51,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cloister.arrays import F64, U64
+from cloister.crypto import cores
 from cloister.crypto.ckks import scheme as ckks
 from cloister.crypto.entropy import Entropy
 from cloister.crypto.lattice.ring import Residues
@@ -161,12 +162,13 @@ def check_maps(params: Params, maps: Sequence[SlotMap]) -> None:
 def mapped(params: Params, maps: Sequence[SlotMap], xs: Sequence[Words]) -> list[Residues]:
     """f_l of these integers for every output l, with every input's scale brought to Δ, in NTT form."""
     r, e = ckks.context(params.ckks).ring, embedding(params.ckks.degree)
-    z = np.concatenate([e.to_slots(x) for x in xs])
+    z = np.concatenate(cores.each(e.to_slots, xs))
     ratio = np.array([params.ckks.scale / s for s in params.scales])
-    return [
-        r.forward(r.of_integers(e.to_coefficients(m.apply(z, ratio)), k))
-        for k, m in zip(params.outputs, maps, strict=True)
-    ]
+
+    def output(at: int) -> Residues:
+        return r.forward(r.of_integers(e.to_coefficients(maps[at].apply(z, ratio)), params.outputs[at]))
+
+    return cores.each(output, range(len(params.outputs)))
 
 
 def common(ch: Channel, params: Params, output: int) -> U64:
