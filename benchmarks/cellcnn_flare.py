@@ -41,7 +41,7 @@ def main() -> None:
     twin = cl.rehearse("train-cellcnn", data=sites, mode="plain", **options).results["basel"]
     markers = len(twin["markers"])
     print(
-        f"{platform.machine()}, {os.cpu_count()} cores, one thread a process; load {os.getloadavg()[0]:.1f}\n"
+        f"{platform.machine()}, {os.cpu_count()} cores, {os.environ['OMP_NUM_THREADS']} thread(s) a party; load {os.getloadavg()[0]:.1f}\n"
         f"three sites, {markers} markers, 8 filters, {options['n_steps']} steps of 67 inputs a site"
     )
     began = time.monotonic()
