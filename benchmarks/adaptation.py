@@ -231,31 +231,22 @@ def hospitals(args):
     import pretrain_cells
 
     import cloister as cl
-    from cloister.protocols.inference import model_card
-    from cloister.protocols.inference.asking_state import Taps
-    from cloister.workflows.adaptation.asking import fingerprint, inputs_of
 
     _, data = pretrain_cells.lung(args.data)
     encoder = polynomial.Encoder.load(pretrain_cells.OUT)
-    told = model_card.told_by(encoder, block.QUADRATIC)
     options = {"model": str(pretrain_cells.OUT), "label_key": "some", "bottleneck": 8, "rounds": 20, "lr": 0.01}
     options |= {"validation": 0.0, "timeout": 3600.0, "local_epochs": 2, "device": args.device}
     rows, rng = [], np.random.default_rng(0)
     with tempfile.TemporaryDirectory() as folder:
+        plain = keep_plain(encoder, data, Path(folder), None if args.encrypted else rng)
         options |= {"taps": folder, "ledger": f"{folder}/ledger.json"}
         if args.encrypted:
-            run = cl.rehearse("adapt-model", data, stage="ask", **options)
-            cost = {p: {k: round(v, 1) for k, v in c.items()} for p, c in run.cost.items()}
-            rows.append({"asking": run.results["coordinator"]["answered"], "cost": cost})
-        for site, a in data.items():
-            x = inputs_of(a, encoder.card)
-            plain = polynomial.taps_of(encoder, polynomial.hidden(encoder, x))
-            if args.encrypted:
-                asked = np.asarray(run.data[site].obsm["predicted_features"]).reshape(plain.shape)
-                rows.append({"site": site, "encrypted less plain, worst": float(np.nanmax(np.abs(asked - plain)))})
-                continue
-            noise = rng.uniform(-1, 1, plain.shape) / 700
-            Taps(Path(folder) / f"{site}.taps.npz", fingerprint(x, told, "hardened")).add(plain + noise, None)
+            asked = args.taps or Path(folder) / "asked"
+            asked.mkdir(exist_ok=True, parents=True)
+            options |= {"taps": str(asked), "ledger": str(asked / "ledger.json")}
+            rounded = {u: taps_of_cells(encoder.rounded(block.QUADRATIC.weight_bits), a) for u, a in data.items()}
+            rows += asking(data, plain, rounded, options)
+            show("asking", rows)
         for draw in range(1 if args.quick else 5):
             picks = np.random.default_rng(draw)
             for a in data.values():
@@ -264,6 +255,53 @@ def hospitals(args):
             table = cl.adaptation_baselines(run, truth_key="cell_type", fine_tuning_rate=3e-4)
             rows += [{"draw": draw, "labelled": [int(a.obs["some"].notna().sum()) for a in data.values()]} | row
                      for row in table.values()]  # fmt: skip
+            if args.encrypted:
+                other = cl.rehearse("adapt-model", data, seed=draw, stage="train", **options | {"taps": folder})
+                found = [np.concatenate([r.data[u].obs["predicted"].astype(str) for u in data]) for r in (run, other)]
+                rows.append({"draw": draw, "same label as from plain taps": float((found[0] == found[1]).mean())})
+    return rows
+
+
+def keep_plain(encoder, data, folder, rng):
+    """Put the plain student's taps where `stage=train` looks for them; a `rng` adds the flooding's noise."""
+    from cloister.protocols.inference import model_card
+    from cloister.protocols.inference.asking_state import Taps
+    from cloister.workflows.adaptation.asking import fingerprint, inputs_of
+
+    told, plain = model_card.told_by(encoder, block.QUADRATIC), {}
+    for site, a in data.items():
+        x, plain[site] = inputs_of(a, encoder.card), taps_of_cells(encoder, a)
+        noise = 0.0 if rng is None else rng.uniform(-1, 1, plain[site].shape) / 700
+        Taps(folder / f"{site}.taps.npz", fingerprint(x, told, "hardened")).add(plain[site] + noise, None)
+    return plain
+
+
+def taps_of_cells(encoder, adata):
+    from cloister.workflows.adaptation.asking import inputs_of
+
+    return polynomial.taps_of(encoder, polynomial.hidden(encoder, inputs_of(adata, encoder.card)))
+
+
+def asking(data, plain, rounded, options):
+    """Ask under encryption, all parties in this process: what it cost each, and how far the taps are from the plain."""
+    import resource
+
+    import cloister as cl
+
+    began = time.process_time()
+    run = cl.rehearse("adapt-model", data, stage="ask", **options)
+    rows = [{
+        "asking": run.results["coordinator"]["answered"], "CPU s of all": round(time.process_time() - began, 1),
+        "peak GB of all": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6, 2),
+    }]  # fmt: skip
+    rows += [{"party": p, **{k: round(v, 1) for k, v in c.items()}} for p, c in run.cost.items()]
+    for site, wanted in plain.items():
+        got = np.asarray(run.data[site].obsm["predicted_features"]).reshape(wanted.shape)
+        found = {"samples": len(got), "left out": int(np.isnan(got).any(axis=(1, 2)).sum())}
+        for name, other in (("plain", wanted), ("plain of rounded weights", rounded[site])):
+            found[f"encrypted less {name}, worst"] = float(np.nanmax(np.abs(got - other)))
+            found[f"encrypted less {name}, root mean square"] = float(np.sqrt(np.nanmean((got - other) ** 2)))
+        rows.append({"site": site, **found, "largest tap": float(np.abs(wanted).max())})
     return rows
 
 
@@ -293,6 +331,9 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=Path(__file__).parents[2] / "shared" / "data")
     parser.add_argument("--only", choices=("cost", "accuracy", "cells"), default=None)
     parser.add_argument("--encrypted", action="store_true", help="cells: ask under encryption")
+    parser.add_argument(
+        "--taps", type=Path, default=None, help="cells: folder for what was asked; a broken asking goes on"
+    )
     parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu", help="cells: where the provider computes")
     args = parser.parse_args()
     machine = f"{platform.machine()}, {os.cpu_count()} cores, one thread per party, load {os.getloadavg()[0]:.1f}"

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from cloister.cli.main import main
-from cloister.models.polynomial import Encoder, check_inputs, check_ranges
+from cloister.models.polynomial import Encoder, check_inputs, check_ranges, hidden, taps_of
 from cloister.models.student import image_inputs
 
 VECTORS = Path(__file__).parents[1] / "vectors"
@@ -18,8 +18,8 @@ QUICK = ("--heads", 2, "--epochs", 2, "--tune-epochs", 6, "--rate", 1e-2, "--las
 
 @pytest.fixture
 def run(monkeypatch, capsys):
-    def call(*words):
-        monkeypatch.setattr(sys, "argv", ["cloister", "distil", *map(str, words)])
+    def call(*words, verb="distil"):
+        monkeypatch.setattr(sys, "argv", ["cloister", verb, *map(str, words)])
         with pytest.raises(SystemExit) as end:
             main()
         said = capsys.readouterr()
@@ -64,6 +64,40 @@ def test_a_checkpoint_becomes_a_model_and_a_page(run, folder, tmp_path):
     assert page.count("<img") == 5
     assert "within its intervals" in page
     assert "Refused" not in page
+
+
+@pytest.mark.slow
+def test_from_a_checkpoint_to_labels_of_new_images_under_encryption(run, folder, tmp_path):
+    """The commands of the page, one after the other: the provider's, the hospitals', and those of a third one."""
+    pytest.importorskip("numba")
+    anndata = pytest.importorskip("anndata")
+    model, rng = tmp_path / "model.npz", np.random.default_rng(1)
+    with np.load(folder / "images.npz") as kept:
+        x, kinds = kept["X"], kept["kind"]
+    means = np.stack([x[kinds == k].mean(axis=0) for k in "abc"])
+    for name, n in (("basel", 30), ("lyon", 24), ("new", 21)):
+        y = np.arange(n) % 3
+        own = np.clip(np.rint(means[y] + rng.normal(0, 12, (n, 192))), 0, 255).astype(np.uint8)
+        np.savez(tmp_path / f"{name}.npz", X=own, **{"truth" if name == "new" else "kind": np.array(list("abc"))[y]})
+    words = ("--label-key", "y", *QUICK, "--attention", "taylor", "--degree", 2, "--out", model)
+    code, _, err = run(folder / "teacher.npz", folder / "images.npz", *words)
+    assert code == 0, err
+
+    def rehearse(workflow, sites, out, *words):
+        data = [word for site in sites for word in ("--data", f"{site}={tmp_path / site}.npz")]
+        common = ("--model", model, "--ring", "small", "--out", tmp_path / out, "--timeout", 300, "--quiet")
+        code, _, err = run(workflow, *data, *common, *words, verb="rehearse")
+        assert code == 0, err
+
+    rehearse("adapt-model", ("basel", "lyon"), "results", "--label-key", "kind", "--rounds", 8, "--lr", 0.1)
+    rehearse("serve-model", ("new",), "served", "--adapter", tmp_path / "results" / "basel.adapter.npz")
+    new, encoder = anndata.read_h5ad(tmp_path / "served" / "new.h5ad"), Encoder.load(model).rounded(9)
+    assert (new.obs["predicted"].astype(str) == new.obs["truth"].astype(str)).mean() > 0.9
+    plain = taps_of(encoder, hidden(encoder, image_inputs(new.X, encoder.card)))
+    np.testing.assert_allclose(np.asarray(new.obsm["predicted_features"]).reshape(plain.shape), plain, atol=0.15)
+    assert plain.std(axis=(0, 1)).max() > 0.6  # so that the tolerance, ten deviations of the small ring's noise, is one
+    ledger = json.loads(Path(f"{model}.ledger.json").read_text())
+    assert ledger == {"basel": 2048, "lyon": 2048, "new": 2048}  # whole batches, over both runs
 
 
 def test_names_of_labels_get_a_head_of_their_own(run, folder, tmp_path):
