@@ -203,9 +203,17 @@ def test_a_file_on_which_hdf5_hangs_or_crashes_is_one_sentence(tmp_path, monkeyp
 
     make_files(tmp_path)
     child = tmp_path / "child.py"
+    spin = (  # the program by its path: its package takes long to import where the machine is busy
+        "import importlib.util\n"
+        f"spec = importlib.util.spec_from_file_location('probe', {hdf5_probe.__file__!r})\n"
+        "probe = importlib.util.module_from_spec(spec)\n"
+        "spec.loader.exec_module(probe)\n"
+        "probe.walk = lambda path: max(iter(int, 1))\n"
+        "probe.serve()"
+    )
     monkeypatch.setattr(hdf5_probe, "__file__", str(child))
     monkeypatch.setattr(hdf5_probe, "SECONDS", 1.0)
-    spin = "from cloister.cells import probe\nprobe.walk = lambda path: max(iter(int, 1))\nprobe.serve()"
+    monkeypatch.setattr(hdf5_probe, "PATIENCE", 600.0)  # its second on the processor ends the child, no clock
     for code in ("import os; input(); os.abort()", spin):
         hdf5_probe._end()
         child.write_text(code)
@@ -245,6 +253,26 @@ def test_a_child_that_left_is_replaced(tmp_path, monkeypatch):
     read_cells(tmp_path / "other.h5ad")
     assert hdf5_probe._child is not child
     assert child.poll() == 0
+
+
+def test_a_file_that_is_asked_about_while_the_child_leaves_is_not_called_damaged(tmp_path, monkeypatch):
+    """The pipe of a process that ends closes before it has ended; who looked in between took the file for damaged."""
+    from cloister.cells import probe as hdf5_probe
+    from cloister.cells.files import read_cells
+
+    make_files(tmp_path)
+    hdf5_probe._end()
+    leaves = "import os, time\ninput()\nos.close(1)\ntime.sleep(0.5)\n"
+    serves = f"import runpy\nrunpy.run_path({hdf5_probe.__file__!r}, run_name='__main__')\n"
+    (tmp_path / "child.py").write_text(
+        "import pathlib\n"
+        f"first = pathlib.Path({str(tmp_path / 'first')!r})\n"
+        f"begun = first.exists()\nfirst.touch()\nexec({serves!r} if begun else {leaves!r})\n"
+    )
+    monkeypatch.setattr(hdf5_probe, "__file__", str(tmp_path / "child.py"))
+    assert read_cells(tmp_path / "good.h5ad").n_obs > 0
+    assert (tmp_path / "first").exists()
+    hdf5_probe._end()
 
 
 def test_results_are_whole_or_not_there(tmp_path, monkeypatch, capsys):

@@ -29,7 +29,7 @@ print(f"1e6    0.1 in {__file__}")
 def bench(tmp_path, *words):
     command = [sys.executable, ROOT / "scripts" / "bench.py", "--folder", tmp_path / "b", "--out", tmp_path / "page.md"]
     command += ["--kept", tmp_path / "logs" / "quick.json", *words]
-    return subprocess.run([str(c) for c in command], capture_output=True, text=True, timeout=60)
+    return subprocess.run([str(c) for c in command], capture_output=True, text=True, timeout=300)
 
 
 @pytest.fixture
@@ -64,16 +64,25 @@ def test_bench_of_one_keeps_the_others(folder):
 
 
 def test_bench_stops_what_hangs_with_all_its_processes(folder):
-    hang = FINE + "import subprocess, time\nprint(subprocess.Popen(['sleep', '321']).pid, flush=True)\ntime.sleep(60)\n"
+    hang = (
+        FINE + "import subprocess, time\nprint(subprocess.Popen(['sleep', '321']).pid, flush=True)\ntime.sleep(600)\n"
+    )
     (folder / "b" / "hangs.py").write_text(hang)
-    began = time.monotonic()
-    assert bench(folder, "hangs", "--limit", "3").returncode == 1
-    assert time.monotonic() - began < 30
+    assert bench(folder, "hangs", "--limit", "6").returncode == 1
     told = json.loads((folder / "logs" / "quick.json").read_text())["hangs"]
     assert told["code"] is None
     pid = told["out"].splitlines()[-1]
-    state = Path(f"/proc/{pid}/stat")
-    assert not state.exists() or state.read_text().split()[2] == "Z"
+    end = time.monotonic() + 60
+    while not gone(Path(f"/proc/{pid}/stat")):  # who is killed still has to be given the processor to end
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def gone(state):
+    try:
+        return state.read_text().split()[2] == "Z"
+    except OSError:
+        return True
 
 
 def test_every_benchmark_with_a_quick_form_is_found():
@@ -82,7 +91,7 @@ def test_every_benchmark_with_a_quick_form_is_found():
 
 
 def test_tables_print_the_papers_numbers_and_ours():
-    done = subprocess.run([sys.executable, ROOT / "scripts" / "tables.py"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, ROOT / "scripts" / "tables.py"], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0
     for title in ("XCLP, table 4", "PriCell, table S2", "BlindFed, table 2", "Global outliers", "FedscGPT"):
         assert title in done.stdout
@@ -92,7 +101,7 @@ def test_tables_print_the_papers_numbers_and_ours():
 @pytest.mark.slow
 def test_every_place_that_the_tables_name_is_on_our_pages():
     command = [sys.executable, ROOT / "scripts" / "tables.py", "--check"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
 
 

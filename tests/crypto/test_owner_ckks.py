@@ -177,7 +177,7 @@ def test_tight_words():
 
 @pytest.mark.parametrize("bits", [0, 50, 60])
 def test_what_the_owner_opens_does_not_depend_on_the_message(sides, bits):
-    """Coefficients under the mask, for 0, the bound, and far beyond it: the same distribution (KS at 1 in 10^4)."""
+    """Coefficients under the mask, for 0, the bound, and far beyond it: the same distribution (KS at 1 in 10^10)."""
     key, ev = sides
     how = block.opening(P, "t", 1, 2, P.scale, 1.0, P.scale)
     views = []
@@ -192,7 +192,7 @@ def test_what_the_owner_opens_does_not_depend_on_the_message(sides, bits):
         )
     grid = np.linspace(min(v[0] for v in views), max(v[-1] for v in views), 300)
     a, b = (np.searchsorted(v, grid) / len(v) for v in views)
-    assert np.abs(a - b).max() < 2.23 * np.sqrt(2 / len(views[0]))
+    assert np.abs(a - b).max() < 3.4 * np.sqrt(2 / len(views[0]))
     assert how.hiding >= 40
 
 

@@ -543,11 +543,14 @@ def test_a_pulse_says_what_its_party_does():
             time.sleep(1.0)
 
         tape.frames.clear()
+        until(lambda: any(to == C for to, _ in tape.of("pulse")))  # one of before may still be on its way to somebody
+        tape.frames.clear()
         session.drive(busy())
         assert {f.body for _, f in tape.of("pulse")} == {COMPUTING}
 
 
 def test_a_blocked_loop_is_computing_even_while_another_wait_is_open():
+    said = []
     with seated(timeout=0.8) as (session, box, tape):
 
         async def waits():
@@ -556,6 +559,7 @@ def test_a_blocked_loop_is_computing_even_while_another_wait_is_open():
         async def computes():
             await asyncio.sleep(0.05)
             time.sleep(1.5)
+            said.extend(f.body for to, f in tape.of("pulse") if to == A)
             box.put(A, ping())
 
         async def role():
@@ -563,7 +567,7 @@ def test_a_blocked_loop_is_computing_even_while_another_wait_is_open():
 
         tape.frames.clear()
         session.drive(role())
-        assert [f.body for to, f in tape.of("pulse") if to == A][-1] == COMPUTING
+        assert said[-1] == COMPUTING
 
 
 def test_a_link_that_raises_stops_neither_the_pulse_nor_the_farewell():
@@ -789,7 +793,7 @@ def test_faults_on_the_way_are_noticed_and_reach_everyone(kind, codes):
         await ch.scatter((A, B), Pong(0))
 
     roles = {HUB: reads_two, A: sends_two, B: sends_two}
-    met = meet(roles, faults=[Fault(kind, A, HUB, "Ping")], timeout=1.0)
+    met = meet(roles, faults=[Fault(kind, A, HUB, "Ping")], timeout=1.0 if kind == "drop" else LONG)
     allowed = codes | ({"gap"} if kind == "drop" else set())  # the message behind a lost one is out of order
     assert met.errors.keys() == roles.keys()
     assert set(met.codes().values()) <= allowed
@@ -945,13 +949,12 @@ def test_many_sub_protocols_run_at_once_and_none_waits_for_a_lost_call():
         return total
 
     async def many(ch, _):
+        ch._session.poll = 600.0  # nobody looks by himself: a lost call would not be made up for
         return await asyncio.gather(*(one(ch, i) for i in range(20)))
 
-    began = time.monotonic()
-    met = meet({HUB: many, A: many}, timeout=400.0)  # looks every second only: a lost call would cost one
+    met = meet({HUB: many, A: many}, timeout=400.0)
     assert met.errors == {}
     assert met.results[HUB] == [[5 * i for i in range(20)]]
-    assert time.monotonic() - began < 8
 
 
 def test_events_tell_a_progress_bar_what_happens():

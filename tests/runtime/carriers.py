@@ -61,7 +61,7 @@ class End:
             while True:
                 self.came.put(self.pipe.read())
 
-    def wait_for(self, wanted: Callable[[Packet], bool], seconds: float = 30.0) -> Packet:
+    def wait_for(self, wanted: Callable[[Packet], bool], seconds: float = 90.0) -> Packet:
         """The first packet of that kind; those before it are kept in `kept`."""
         end = time.monotonic() + seconds
         while True:
@@ -115,15 +115,16 @@ def context(kit: Path | None, trust: Path) -> ssl.SSLContext:
     return made
 
 
-def call(port: int, tls: ssl.SSLContext, *frames: bytes, seconds: float = 3.0) -> bytes:
-    """What a coordinator says to these frames, until it hangs up or stays silent."""
+def call(port: int, tls: ssl.SSLContext, *frames: bytes, seconds: float = 60.0) -> bytes:
+    """What a coordinator says to these frames, until it hangs up or stays silent for `seconds` after its greeting."""
     got = b""
     try:
-        with socket.create_connection(("127.0.0.1", port), timeout=seconds) as plain, tls.wrap_socket(plain) as s:
+        with socket.create_connection(("127.0.0.1", port), timeout=60.0) as plain, tls.wrap_socket(plain) as s:
             for i, each in enumerate(frames):
                 s.sendall(each)
                 if i == 0 and len(frames) > 1:
                     got += s.recv(1 << 16)  # the greeting is answered before anything else is said
+            s.settimeout(seconds)
             while more := s.recv(1 << 16):
                 got += more
     except TimeoutError:

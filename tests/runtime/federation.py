@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -45,9 +46,12 @@ def cells() -> dict[str, ad.AnnData]:
 
 
 def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    """A port that nobody has, below those that connections are given: none of another test takes it meanwhile."""
+    while True:
+        port = random.SystemRandom().randrange(15_000, 32_000)
+        with contextlib.suppress(OSError), socket.socket() as s:
+            s.bind(("127.0.0.1", port))
+            return port
 
 
 @contextlib.contextmanager
@@ -133,15 +137,25 @@ class Federation:
         """SIGTERM; returns the exit codes."""
         for p in parties:
             self.services[p].send_signal(signal.SIGTERM)
-        return {p: self.services.pop(p).wait(timeout=20) for p in parties}
+        return {p: self.services.pop(p).wait(timeout=60) for p in parties}
 
     def run(self, limit: float = 180.0) -> Ended:
         return run_study(self.kits["hub"], limit=limit)
 
     def ended(self, party: str) -> Ended:
-        """How the last run ended at a party."""
-        last = max((self.kits[party] / "results").glob("*/outcome.json"), key=lambda f: f.stat().st_mtime)
-        return Ended.load(last)
+        """How the last run ended at a party; a slow one may write it when the coordinator has already ended."""
+        with contextlib.suppress(AssertionError):
+            self.wait_until(lambda: self._last(party) >= self._last("hub") or self._same(party, "hub"), 30.0)
+        return Ended.load(self._last(party)[1])
+
+    def _last(self, party: str) -> tuple[float, Path]:
+        found = (self.kits[party] / "results").glob("*/outcome.json")
+        return max(((f.stat().st_mtime, f) for f in found), default=(0.0, Path()))
+
+    def _same(self, one: str, other: str) -> bool:
+        """Whether the latest outcomes of two parties are of one run: its name begins that of their folders."""
+        runs = {self._last(p)[1].parent.name.rpartition("-")[2] for p in (one, other)}
+        return len(runs) == 1
 
     def wait_for_mark(self, party: str, ends: list, seconds: float = 180.0) -> None:
         """Until a party is at round 2 of a run that is still going on."""
@@ -152,11 +166,16 @@ class Federation:
             time.sleep(0.05)
         (self.marks / party).unlink()
 
+    def wait_for_connection(self, *parties: str) -> None:
+        """Until the coordinator has heard of these; who has only started may take its time to connect."""
+        log = self.kits["hub"] / "log.txt"
+        self.wait_until(lambda: all(f"{p} is connected" in log.read_text() for p in parties))
+
     def clear_marks(self) -> None:
         for mark in self.marks.iterdir():
             mark.unlink()
 
-    def wait_until(self, done: Callable[[], bool], seconds: float = 60.0) -> None:
+    def wait_until(self, done: Callable[[], bool], seconds: float = 180.0) -> None:
         end = time.monotonic() + seconds
         while not done():
             assert time.monotonic() < end

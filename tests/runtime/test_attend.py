@@ -5,7 +5,6 @@ import json
 import os
 import pty
 import re
-import socket
 import subprocess
 import sys
 import threading
@@ -14,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+from federation import free_port
 
 import cloister as cl
 from cloister.cells.demo import demo_sites
@@ -35,9 +35,7 @@ pytest.importorskip("nvflare")
 
 @pytest.fixture
 def consortium(tmp_path):
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    port = free_port()
     sites = demo_sites()
     parties = {"hub": "coordinator", **dict.fromkeys(sites, "site")}
     study = Study("demo", "bin-values", parties, timeout=40.0, network={"host": "localhost", "port": port})
@@ -122,9 +120,7 @@ def test_the_tutorial_s_study_runs_as_printed(tmp_path):
     page = (Path(__file__).parents[2] / "docs" / "tutorial.md").read_text()
     (toml,) = re.findall(r"^```toml\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE)
     (script,) = re.findall(r"^```py\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE)
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        toml = toml.replace("8102", str(s.getsockname()[1]))
+    toml = toml.replace("8102", str(free_port()))
     (tmp_path / "study.toml").write_text(toml)
     study = Study.load(tmp_path / "study.toml")
     space = rehearse("shared-pca", demo_sites(), n_components=30)

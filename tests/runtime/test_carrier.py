@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import socket
 import ssl
-import time
 from pathlib import Path
 
 import psutil
@@ -88,7 +87,7 @@ def test_strangers_and_false_names_do_not_get_in(tmp_path):
         assert call(port, context(others["lugano"], trust), hello("lugano")) == b""  # of another authority
         lugano = context(kits["lugano"], trust)
         for name in ("basel", "server", "lugano.child", "lugano.-client_api_x", "x" * 5000):
-            assert not call(port, lugano, hello(name), seconds=3.0).endswith(b"..."), name  # hung up
+            assert not call(port, lugano, hello(name)).endswith(b"..."), name  # hung up
         for name in ("hub", ""):  # FLARE keeps these waiting, and nothing that they say is heard
             said = frame(DATA, {"k": REQUEST, "f": "lugano", "t": "basel", "n": 1}, bytes(16))
             call(port, lugano, hello(name) + said, seconds=1.0)
@@ -150,10 +149,8 @@ def test_who_connects_and_says_nothing_holds_up_nobody(tmp_path):
         try:
             for _ in range(14):
                 idle.append(socket.create_connection(("127.0.0.1", port)))
-            began = time.monotonic()
-            said = call(port, context(kits["lugano"], kits["hub"]), hello("lugano"), seconds=1.0)
-            assert said  # greeted
-            assert time.monotonic() - began < 5.0
+            said = call(port, context(kits["lugano"], kits["hub"]), hello("lugano"), b"", seconds=0.1)
+            assert said.removesuffix(b" ...")  # greeted; one after the other, the idle would have kept it for minutes
         finally:
             for s in idle:
                 s.close()
@@ -170,7 +167,7 @@ def test_a_site_takes_no_other_for_the_coordinator(tmp_path):
         try:
             plain, _ = false.accept()
             with tls.wrap_socket(plain, server_side=True) as s:
-                s.settimeout(5.0)
+                s.settimeout(60.0)
                 assert s.recv(1000) == b""  # not a word
             refused = end.wait_for(lambda p: p.kind == LOG)
             assert b"the certificate is of 'lugano'" in refused.data

@@ -155,10 +155,9 @@ def test_a_carrier_that_is_another_program_ends_the_run_by_name_everywhere(tmp_p
         thread = threading.Thread(target=go)
         thread.start()
         federation.wait_for_mark("basel", ends)
-        began = time.monotonic()
-        thread.join(timeout=90)
-        assert time.monotonic() - began < 4 * federation.study.timeout
+        thread.join()
         assert isinstance(ends[0], ProtocolAbort), ends
+        assert ends[0].protocol == "chat"  # before the order's own limit, which would say "flare"
         for p in [*PARTIES]:
             ended = federation.ended(p)
             assert (ended.status, ended.error["protocol"]) == ("aborted", "chat"), p
@@ -179,6 +178,7 @@ def test_a_carrier_that_never_carries_ends_in_a_named_error(tmp_path):
         federation.start("hub", patch=IMPATIENT)
         federation.start("lugano", "vienna", "helper")
         federation.start("basel", carrier=HOSTILE / "sink.py")
+        federation.wait_for_connection("lugano", "vienna", "helper")
         with pytest.raises(PeerLost, match="not connected: basel;"):
             federation.run()
         assert "STOLEN" not in (tmp_path / "basel.out").read_text()

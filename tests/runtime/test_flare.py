@@ -9,7 +9,6 @@ import dataclasses
 import shutil
 import socket
 import threading
-import time
 from pathlib import Path
 
 import chat
@@ -119,7 +118,7 @@ def a_wrong_certificate_is_refused(federation):
         federation.wait_until(lambda: "CERTIFICATE_VERIFY_FAILED" in said.read_text())
     finally:
         service.terminate()
-        assert service.wait(timeout=20) == 0
+        assert service.wait(timeout=60) == 0
     log = (federation.kits["hub"] / "log.txt").read_text()
     assert log.count("vienna is connected") == 1  # the true one
 
@@ -129,11 +128,10 @@ def a_killed_site_ends_the_run_by_name_and_the_next_one_works(federation):
     federation.clear_marks()
     thread, ends = run_aside(federation)
     federation.wait_for_mark("vienna", ends)
-    killed = time.monotonic()
     federation.kill("vienna")
     thread.join()
-    assert time.monotonic() - killed < 2 * federation.study.timeout
     assert isinstance(ends[0], ProtocolAbort)
+    assert ends[0].protocol == "chat"  # before the order's own limit, which would say "flare"
     assert ends[0].code in ("lost", "timeout")
     for p in ("basel", "lugano", "helper"):
         ended = federation.ended(p)
@@ -177,6 +175,7 @@ def test_a_certificate_of_another_party_is_refused(another):
         shutil.copy(another.kits["basel"] / "startup" / name, another.kits["lugano"] / "startup" / name)
     another.start("hub", patch=IMPATIENT)
     another.start("vienna", "helper")
+    another.wait_for_connection("vienna", "helper")
     another.start("lugano", patch=UNCHECKED)
     with pytest.raises(PeerLost, match="not connected: basel, lugano;"):
         another.run()

@@ -3,12 +3,12 @@
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from federation import free_port
 
 from cloister.net.receipts import Receipt
 from cloister.study import Study
@@ -21,9 +21,7 @@ BLOCK = re.compile(r"^<!-- example -->\n```(\w+)\n(.*?)^```", flags=re.DOTALL | 
 def test_the_example_runs_as_printed(tmp_path):
     pytest.importorskip("nvflare")
     (_, toml), (_, console) = BLOCK.findall(PAGE.read_text(encoding="utf-8"))
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        toml = toml.replace("8102", str(s.getsockname()[1]))
+    toml = toml.replace("8102", str(free_port()))
     (tmp_path / "study.toml").write_text(toml)
     lines = [line.removeprefix("$ ") for line in console.splitlines()]
     assert all(line.startswith("$ ") for line in console.splitlines())

@@ -19,6 +19,7 @@ from cloister.runtime.link import BATCH, REFUSED, Absent, SealedLink, Unreachabl
 from cloister.study import Party, Study
 
 A, B = Party("basel"), Party("hub")
+FIRST = b"first" * 60
 
 
 class Box(Mailbox):
@@ -39,7 +40,7 @@ class Box(Mailbox):
         self.news.set()
 
     def wait_for(self, done) -> None:
-        end = time.monotonic() + 10
+        end = time.monotonic() + 60
         while not done():
             assert time.monotonic() < end, (len(self.got), self.lost)
             self.news.wait(0.1)
@@ -49,7 +50,7 @@ class Box(Mailbox):
 class Pair:
     """Two parties; `meddle(to, request)` stands in the middle and may raise, or return other bytes."""
 
-    def __init__(self, meddle=lambda to, request, forward: forward(request), timeout=2.0, keys=None) -> None:
+    def __init__(self, meddle=lambda to, request, forward: forward(request), timeout=60.0, keys=None) -> None:
         identities = {p: Identity.create(Entropy()) for p in (A, B)}
         self.study = Study(
             "pair",
@@ -72,6 +73,12 @@ class Pair:
         for one in self.links.values():
             one.start()
 
+    def meet(self) -> None:
+        """Until both have greeted and something went through; a greeting alone may be the other's, and ours to come."""
+        assert self.links[A].meet(60) == ()
+        self.links[A].post(B, FIRST)
+        self.boxes[B].wait_for(lambda: self.boxes[B].got)
+
     def close(self) -> None:
         for one in self.links.values():
             one.stop("over", seconds=0.2)
@@ -85,7 +92,7 @@ def quick(monkeypatch):
 
 def test_frames_arrive_once_and_in_order():
     pair = Pair()
-    assert pair.links[A].meet(5) == ()
+    assert pair.links[A].meet(60) == ()
     sent = [random.Random(i).randbytes(i * 37) for i in range(300)]
     for frame in sent:
         pair.links[A].post(B, b"x" * 256 + frame)
@@ -96,6 +103,7 @@ def test_frames_arrive_once_and_in_order():
 
 def test_a_frame_larger_than_a_batch_travels_in_pieces():
     pair = Pair()
+    pair.links[A].meet(60)
     large = random.Random(0).randbytes(3 * links.MOST + 5)
     pair.links[A].post(B, large)
     pair.links[A].post(B, b"y" * 300)
@@ -119,7 +127,8 @@ def test_a_lossy_relay_loses_nothing():
             forward(request)  # delivered twice
         return answer
 
-    pair = Pair(meddle, timeout=30)
+    pair = Pair(meddle)
+    pair.links[A].meet(60)
     for i in range(40):
         pair.links[A].post(B, b"%300d" % i)
         time.sleep(0.005)
@@ -129,21 +138,21 @@ def test_a_lossy_relay_loses_nothing():
 
 
 def test_pulses_pass_a_long_frame():
-    slow = threading.Event()
+    posted = threading.Event()
 
     def meddle(to, request, forward):
         if request[:1] == BATCH:
-            slow.wait(0.05)
+            posted.wait()
         return forward(request)
 
     pair = Pair(meddle)
-    pair.links[A].meet(5)
-    pair.links[A].post(B, bytes(1 << 21))
+    pair.links[A].meet(60)
+    pair.links[A].post(B, bytes(1 << 21))  # more than may be on its way at once
     pulse = wire.pack(Frame("pulse", bytes(16), "", A, B, 0, "pulse", True))
     pair.links[A].post(B, pulse)
+    posted.set()
     pair.boxes[B].wait_for(lambda: len(pair.boxes[B].got) == 2)
     assert pair.boxes[B].got[0] == (A, pulse)
-    slow.set()
     pair.close()
 
 
@@ -156,6 +165,7 @@ def test_what_the_relay_alters_is_refused_and_sent_again():
         return forward(request)
 
     pair = Pair(meddle)
+    pair.links[A].meet(60)
     pair.links[A].post(B, b"z" * 300)
     pair.links[A].close()
     assert altered
@@ -172,6 +182,7 @@ def test_the_relay_sees_no_frame():
         return forward(request)
 
     pair = Pair(meddle)
+    pair.links[A].meet(60)
     pair.links[A].post(B, b"expression" * 100)
     pair.links[A].close()
     assert pair.boxes[B].got
@@ -195,6 +206,7 @@ def test_a_batch_of_one_party_does_not_pass_as_anothers():
         return forward(request)
 
     pair = Pair(meddle)
+    pair.links[A].meet(60)
     pair.links[A].post(B, b"a" * 300)
     pair.links[A].close()
     batch = next(r for to, r in requests if to == B and r[:1] == BATCH)
@@ -212,14 +224,14 @@ def test_a_party_without_a_connection_is_lost_after_a_while():
             raise Unreachable
         return forward(request)
 
-    pair = Pair(meddle, timeout=2.0)
-    pair.links[A].meet(5)
+    pair = Pair(meddle, timeout=4.0)
+    pair.meet()
     cut.set()
     began = time.monotonic()
     pair.links[A].post(B, b"q" * 300)
     pair.boxes[A].wait_for(lambda: B in pair.boxes[A].lost)
-    assert 0.4 < time.monotonic() - began < 2.0
-    assert "connection ended" in pair.boxes[A].lost[B]
+    assert time.monotonic() - began > 0.9  # a quarter of the timeout is forgiven,
+    assert "connection ended" in pair.boxes[A].lost[B]  # and this, not the timeout, is what ended it
     pair.links[A].post(B, b"q" * 300)  # goes nowhere, and waits for nothing
     pair.close()
 
@@ -233,7 +245,7 @@ def test_a_process_that_is_still_starting_is_waited_for():
         return forward(request)
 
     pair = Pair(meddle, timeout=2.0)
-    assert pair.links[A].meet(5) == ()
+    assert pair.links[A].meet(60) == ()
     pair.close()
 
 
@@ -242,29 +254,29 @@ def test_whose_service_is_gone_is_not_waited_for():
         raise Absent
 
     pair = Pair(meddle, timeout=2.0)
-    began = time.monotonic()
-    assert pair.links[A].meet(30) == (B,)
-    assert time.monotonic() - began < 3.0
-    assert "connection ended" in pair.boxes[A].lost[B]
+    assert pair.links[A].meet(60) == (B,)
+    assert "connection ended" in pair.boxes[A].lost[B]  # not: it did not come within 60 s
     pair.close()
 
 
 def test_a_short_interruption_is_forgiven():
-    cut = threading.Event()
+    cut, refused = threading.Event(), threading.Semaphore(0)
 
     def meddle(to, request, forward):
         if cut.is_set():
+            refused.release()
             raise Unreachable
         return forward(request)
 
-    pair = Pair(meddle, timeout=8.0)
-    pair.links[A].meet(5)
+    pair = Pair(meddle)
+    pair.meet()
     cut.set()
     pair.links[A].post(B, b"q" * 300)
-    time.sleep(0.6)
+    for _ in range(3):
+        assert refused.acquire(timeout=60)
     cut.clear()
     pair.links[A].close()
-    assert pair.boxes[B].got == [(A, b"q" * 300)]
+    assert pair.boxes[B].got == [(A, FIRST), (A, b"q" * 300)]
     pair.close()
 
 
@@ -283,7 +295,7 @@ def test_who_never_answers_is_lost_after_the_timeout():
 
 def test_random_requests_are_refused_and_break_nothing():
     pair = Pair()
-    pair.links[A].meet(5)
+    pair.links[A].meet(60)
     dice = random.Random(2)
     for kind in (b"G", b"B", b"P", b"", b"?"):
         for n in (0, 1, 31, 32, 96, 200):
@@ -299,18 +311,18 @@ def test_a_frame_that_never_ends_is_bounded(monkeypatch):
     """A peer sends pieces of one frame for ever: the receiver stops at its room, and names the sender."""
     pair = Pair()
     pair.boxes[B].room = 1 << 20
-    pair.links[A].meet(5)
+    pair.links[A].meet(60)
     pair.links[A].post(B, bytes(4 << 20))
     pair.boxes[B].wait_for(lambda: A in pair.boxes[B].failed)
     assert pair.boxes[B].failed[A].code == "flood"
-    pair.boxes[B].wait_for(lambda: not pair.links[B]._peers[A].parts)  # given back a moment later
-    assert pair.boxes[B]._held[A] == 0
+    pair.boxes[B].wait_for(lambda: not pair.boxes[B]._held[A])  # given back a moment later
+    assert not pair.links[B]._peers[A].parts
     pair.close()
 
 
 def test_a_batch_that_is_no_list_of_pieces_is_its_senders_failure(monkeypatch):
     pair = Pair()
-    pair.links[A].meet(5)
+    pair.links[A].meet(60)
     monkeypatch.setattr(links, "_piece", lambda kind, data: (bytes((kind,)) + (1 << 30).to_bytes(4, "big"), data))
     pair.links[A].post(B, b"x" * 300)
     pair.boxes[B].wait_for(lambda: A in pair.boxes[B].failed)
@@ -326,13 +338,12 @@ def test_whose_process_has_ended_is_lost_at_once():
             raise links.Over
         return forward(request)
 
-    pair = Pair(meddle, timeout=60.0)
-    pair.links[A].meet(5)
+    pair = Pair(meddle)
+    pair.meet()
     ended.set()
-    began = time.monotonic()
     pair.links[A].post(B, b"q" * 300)
     pair.boxes[A].wait_for(lambda: B in pair.boxes[A].lost)
-    assert time.monotonic() - began < 2.0
+    assert pair.boxes[A].lost[B] == "its process ended"  # nothing was forgiven, and no timeout waited for
     pair.close()
 
 
@@ -351,8 +362,9 @@ def test_a_batch_does_not_pass_under_another_number():
         return forward(request)
 
     pair = Pair(meddle)
+    pair.links[A].meet(60)
     pair.links[A].post(B, b"a" * 300)
-    pair.boxes[B].wait_for(lambda: pair.boxes[B].got)
+    pair.links[A].close()  # it is answered: the next one is due
     first = next(r for to, r in requests if to == B and r[:1] == BATCH)
     due = pair.links[B]._peers[A].due
     answer = pair.links[B].answer(A, BATCH + due.to_bytes(8, "big") + first[9:])

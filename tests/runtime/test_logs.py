@@ -2,6 +2,7 @@
 
 import io
 import logging
+import os
 import sys
 import threading
 import time
@@ -40,14 +41,15 @@ def lines():
     logger.setLevel(before)
 
 
-def test_the_last_event_is_there_for_who_waits_until_the_run_ends(kit):
+def test_the_last_event_is_there_for_who_waits_until_the_run_ends(kit, monkeypatch):
+    monkeypatch.setattr(logs, "EVERY", 600.0)
     assert last_event(kit) is None
     tell = Teller(kit, "3f2a9c1e00")
     tell(STEP)
     assert last_event(kit) == STEP
     tell(replace(STEP, done=50))  # too soon after the first
     assert last_event(kit) == STEP
-    tell._filed -= 1.0
+    tell._filed -= 600.0
     tell(replace(STEP, done=60))
     assert last_event(kit).done == 60
     tell.end()
@@ -73,7 +75,7 @@ def test_where_a_run_stands_is_told_by_its_id_with_what_only_the_process_knows(k
 def test_of_two_runs_the_latest_is_followed_and_what_is_no_event_is_passed_over(kit):
     for i, run in enumerate(("aa", "bb")):
         Teller(kit, run)(replace(STEP, done=i))
-        time.sleep(0.01)
+        os.utime(kit.path / RUNS / f"{run}.progress", (time.time() + i, time.time() + i))
     assert last_event(kit).done == 1
     assert last_event(kit, time.time() + 10.0) is None  # of a run that was killed before
     (kit.path / RUNS / "bb.progress").write_text("{")
@@ -121,18 +123,21 @@ def test_who_follows_an_order_hears_how_far_it_is(kit):
     import socket
 
     ours, theirs = socket.socketpair()
-    heard, said = [], []
+    heard, said, seen = [], [], threading.Event()
+
+    def hear(event):
+        heard.append(event)
+        seen.set()
 
     def service():
-        time.sleep(order.LOOK)
-        Teller(kit, "aa")(STEP)
-        time.sleep(3 * order.LOOK)
+        while not seen.wait(0.05):
+            Teller(kit, "aa")(STEP)  # again: what was told before somebody followed is not for him
         theirs.sendall(b'{"status": "run aa running"}\n')
         theirs.sendall(b'{"ended": {"run": "aa", "party": "hub", "status": "done"}}\n')
 
     threading.Thread(target=service, daemon=True).start()
     with ours, theirs:
-        ended = order._follow(kit, ours, time.monotonic() + 20.0, said.append, heard.append)
+        ended = order._follow(kit, ours, time.monotonic() + 60.0, said.append, hear)
     assert ended.status == "done"
     assert said == ["run aa running"]
     assert heard

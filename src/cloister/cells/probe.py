@@ -25,6 +25,7 @@ SMALL = 1 << 26  # bytes of an array that are read whole
 SECONDS, PER_SECOND = 15.0, 2e7  # of the processor for any file, and bytes that one more second is given for
 PATIENCE = 20.0  # seconds of the clock that one of the processor may take
 IDLE = 10.0  # seconds without a question after which the child leaves
+LEAVING = 10.0  # seconds that it may take to be gone
 FINE, DAMAGED, SILENT = "fine", "damaged", "silent"
 
 _passed: set[tuple[str, int, int, int]] = set()
@@ -66,11 +67,19 @@ def _ask(path: str, seconds: float) -> str:
             answer = child.stdout.readline().strip() if spoke else ""
         if answer:
             return answer
-        asleep = not fresh and child.poll() == 0
+        asleep = not fresh and spoke and _left(child)
         _end()
         if not asleep:
             return DAMAGED if spoke else SILENT
     return DAMAGED
+
+
+def _left(child: subprocess.Popen[str]) -> bool:
+    """Whether a child that has closed its end left of its own accord; its pipe closes a moment before it has ended."""
+    try:
+        return child.wait(LEAVING) == 0
+    except subprocess.TimeoutExpired:
+        return False
 
 
 def _start(*, fresh: bool) -> subprocess.Popen[str] | None:

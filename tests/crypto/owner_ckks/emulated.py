@@ -3,6 +3,7 @@
 import ctypes
 import functools
 import hashlib
+import os
 import re
 import shutil
 import subprocess
@@ -37,10 +38,10 @@ def built(code, log_degree):
         run = functools.partial(subprocess.run, check=True, capture_output=True, text=True)
         clean = run([COMPILER, "-std=c++17", "-E", "-P", "-x", "c++", "-"], input=whole).stdout
         clean += "\n".join(launcher(name, arguments) for name, arguments in KERNEL.findall(clean))
-        part = folder / "part.so"
+        part = folder / f"part-{os.getpid()}.so"  # two test workers may build it at once
         flags = ["-std=c++17", "-O2", "-U_FORTIFY_SOURCE", "-w", "-shared", "-fPIC"]
         run([COMPILER, *flags, "-x", "c++", "-", "-o", str(part)], input=clean)
-        part.rename(made)
+        part.replace(made)
     return made
 
 

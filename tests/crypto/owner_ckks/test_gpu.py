@@ -171,7 +171,7 @@ def test_every_polynomial_is_hidden_anew_each_time(where):
 
 
 def test_what_the_owner_opens_does_not_depend_on_the_message(where):
-    """Coefficients under the mask, for 0 and for the bound: the same distribution (KS at 1 in 10^4)."""
+    """Coefficients under the mask, for 0 and for the bound: the same distribution (KS at 1 in 10^10)."""
     from cloister.crypto.owner_ckks import gpu
 
     entropy = parity.Entropy()
@@ -185,4 +185,4 @@ def test_what_the_owner_opens_does_not_depend_on_the_message(where):
         views.append(np.sort(np.concatenate([gpu.centred(SMALL, m) for m in card.host(key.opened(sent))])))
     grid = np.linspace(min(v[0] for v in views), max(v[-1] for v in views), 300)
     a, b = (np.searchsorted(v, grid) / len(v) for v in views)
-    assert np.abs(a - b).max() < 2.23 * np.sqrt(2 / len(views[0]))
+    assert np.abs(a - b).max() < 3.4 * np.sqrt(2 / len(views[0]))

@@ -258,7 +258,7 @@ def test_no_party_can_follow_an_entry_through_the_shuffle():
     order = ring.decode(seen[0] + seen[1])
     np.testing.assert_array_equal(np.sort(order, axis=1), x)
     counts = np.bincount(order.argmin(1), minlength=n)
-    assert ((counts - rows / n) ** 2 / (rows / n)).sum() < 21  # chi-square, df 3, P < 1e-3
+    assert ((counts - rows / n) ** 2 / (rows / n)).sum() < 45  # chi-square, df 3, P < 1e-9
 
 
 def test_the_view_of_one_party_is_uniform_whatever_the_input():
@@ -279,7 +279,7 @@ def test_the_view_of_one_party_is_uniform_whatever_the_input():
         for words in view(x).values():
             counts = np.bincount((words >> np.uint32(24)).astype(int), minlength=256)
             expected = words.size / 256
-            assert ((counts - expected) ** 2 / expected).sum() < 360  # df 255, P < 1e-5
+            assert ((counts - expected) ** 2 / expected).sum() < 426  # df 255, P < 1e-10
 
 
 def test_frames_carry_no_share_in_the_clear():

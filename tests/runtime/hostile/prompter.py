@@ -33,7 +33,7 @@ def serve(pipe, plan, listener):
             super().process_message(endpoint, connection, app_id, message)
 
         def attack(self):
-            end = time.monotonic() + 60
+            end = time.monotonic() + 240
             wanted = {to for to, *_ in MESSAGES} if listener else {plan["hub"]}  # noqa: F821
             while not wanted <= set(self.communicator.conn_manager.sfm_endpoints) and time.monotonic() < end:
                 time.sleep(0.1)
