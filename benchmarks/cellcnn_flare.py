@@ -39,9 +39,9 @@ def main() -> None:
     options = {"n_filters": 8, "n_steps": 2 if args.quick else args.steps, "open_model": True}
     sites = cl.demo_donors()
     twin = cl.rehearse("train-cellcnn", data=sites, mode="plain", **options).results["basel"]
-    markers = len(twin["markers"])
+    markers, threads = len(twin["markers"]), os.environ["OMP_NUM_THREADS"]
     print(
-        f"{platform.machine()}, {os.cpu_count()} cores, {os.environ['OMP_NUM_THREADS']} thread(s) a party; load {os.getloadavg()[0]:.1f}\n"
+        f"{platform.machine()}, {os.cpu_count()} cores, {threads} thread(s) a party; load {os.getloadavg()[0]:.1f}\n"
         f"three sites, {markers} markers, 8 filters, {options['n_steps']} steps of 67 inputs a site"
     )
     began = time.monotonic()
