@@ -1,5 +1,6 @@
 """The demo's table: every row whole, every attack a figure beside what guessing gives; the quick demos are played."""
 
+import logging
 import re
 
 import numpy as np
@@ -129,3 +130,13 @@ def test_the_whole_demo(tmp_path):
     text = page.read_text()
     assert all(word in text for word in ("no seed was picked", "What is measured", "a clone grows"))
     assert (tmp_path / "sites" / "vienna.h5ad").exists()
+
+
+def test_a_warning_is_told_once_and_again_in_the_next_workflow(caplog):
+    log = logging.getLogger("cloister")
+    for _ in range(2):
+        with demo.told_once():
+            for text in ("one", "two", "one", "one"):
+                log.warning(text)
+    log.warning("one")
+    assert [r.getMessage() for r in caplog.records] == ["one", "two", "one", "two", "one"]

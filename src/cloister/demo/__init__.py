@@ -7,8 +7,10 @@ what an attack makes of what the mode shows (`demo.attacks`), the cost.
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +53,8 @@ def run_demo(
     for name, play in DEMOS.items():
         say(f"{name} ...")
         began = time.perf_counter()
-        played, lines = play(story, on_event)
+        with told_once():
+            played, lines = play(story, on_event)
         runs += played
         rows += lines
         for run in played:
@@ -62,6 +65,24 @@ def run_demo(
     tables = halves(rows) | {"What is measured alone, together, and with all cells in one place": measured}
     page = write_report(folder / "report.html", runs, title="Cloister demo", about=story.about, table=tables)
     return rows, page
+
+
+@contextmanager
+def told_once() -> Iterator[None]:
+    """What runs warn of, each sentence once: some modes are played several times."""
+    heard: set[str] = set()
+
+    def is_new(record: logging.LogRecord) -> bool:
+        before = len(heard)
+        heard.add(record.getMessage())
+        return len(heard) > before
+
+    log = logging.getLogger("cloister")
+    log.addFilter(is_new)
+    try:
+        yield
+    finally:
+        log.removeFilter(is_new)
 
 
 def write_sites(folder: Path) -> list[Path]:
