@@ -445,6 +445,16 @@ def test_figures_take_any_label(tmp_path):
     assert same["alt"] == "r against c for 2 cells; 100.0% agree."
 
 
+def test_a_range_that_is_given_holds_however_near_the_values_are():
+    """Probabilities that differ in the sixth digit look the same from 0 to 1, and not on an axis of their own."""
+
+    def drawn(*values, **options):
+        return histograms({"basel": values}, title="Sure", xlabel="probability", alt="a", **options)["png"]
+
+    assert drawn(0.999998, 0.999999, within=(0.0, 1.0)) == drawn(0.999995, 0.999997, within=(0.0, 1.0))
+    assert drawn(0.999998, 0.999999) != drawn(0.999995, 0.999997)
+
+
 def test_a_figure_that_fails_leaves_a_note(runs):
     run = Run(runs["hardened"].study, {"basel": Outcome(demo_data.demo_sites()["basel"])})
     assert "drawing them failed (KeyError)" in run.draw().note

@@ -188,12 +188,16 @@ def histograms(
     alt: str = "",
     bins: int = 30,
     marks: Mapping[str, float] | None = None,
+    within: tuple[float, float] | None = None,
 ) -> Figure:
-    """Distributions over each other, each summing to one; `marks` are vertical lines with a name."""
+    """Distributions over each other, each summing to one; `marks` are vertical lines with a name.
+
+    Bins span all values, or the range in `within`, which has to hold them.
+    """
     arrays = {name: np.asarray(v, dtype=float) for name, v in values.items()}
     arrays = {name: v[np.isfinite(v)] for name, v in arrays.items()}
     every = np.concatenate([*arrays.values()]) if arrays else np.zeros(0)
-    edges = np.histogram_bin_edges(every, bins) if len(every) else np.linspace(0, 1, bins + 1)
+    edges = np.histogram_bin_edges(every, bins, within)
     with canvas() as c:
         for i, (name, v) in enumerate(arrays.items()):
             share = np.histogram(v, edges)[0] / max(len(v), 1)

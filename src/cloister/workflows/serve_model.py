@@ -92,7 +92,8 @@ def figures(outcomes: Mapping[str, Outcome], options: Options) -> list[Any]:
     key = f"{options.key_added}_confidence"
     here = {s: o.adata.obs[key] for s, o in outcomes.items() if o.adata is not None and key in o.adata.obs}
     title = "Confidence of the predicted labels"
-    return [histograms(here, title=title, xlabel="probability of the predicted label")] if here else []
+    xlabel = "probability of the predicted label"
+    return [histograms(here, title=title, xlabel=xlabel, within=(0.0, 1.0))] if here else []
 
 
 WORKFLOW = Workflow(
