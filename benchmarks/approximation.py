@@ -1,8 +1,8 @@
 """Tables 5 and 6 of the paper: exp by degree and division by steps, after one pass of stage 1 of the distillation.
 
-    python benchmarks/approximation.py --quick                  two rows of each table, 64 images
-    python benchmarks/approximation.py --train 512 --test 500   a CPU: an hour or so on a shared core
-    python benchmarks/approximation.py                          all 2,000 images of the provider; wants a GPU
+    python benchmarks/approximation.py --quick                  two rows of each table, 32 images
+    python benchmarks/approximation.py --train 512 --test 500   a CPU: some eight CPU-minutes on one thread
+    python benchmarks/approximation.py                          all 2,000 images of the provider: half an hour, or a GPU
     python benchmarks/approximation.py --images cifar10.npz --weights FOLDER      as it was pre-trained, 10,000 images
 
 The teacher is that of `pretrain_vit.py` (patch 4, 65 tokens, width 192, six blocks) with a head that is fitted to the
@@ -197,9 +197,22 @@ def cost(model, x, row, means):
     return {"kept_mb": round(sum(kept.values()) / 1e6, 1), "latency_s": round(float(np.median(seconds)), 4)}
 
 
+def logged(args):
+    """Rows that the log has at this size already."""
+    if args.log is None or not args.log.exists():
+        return set()
+    kept = [json.loads(line) for line in args.log.read_text().splitlines()]
+    return {(r["table"], r["degree"], r["steps"]) for r in kept if (r["train"], r["test"]) == (args.train, args.test)}
+
+
 def show(rows):
-    """Both tables as the page has them, the exact functions last."""
+    """Both tables as the page has them, the exact functions last; of a row at several sizes, the largest."""
+    largest = {}
+    for r in sorted(rows, key=lambda r: r["train"]):
+        largest[r["table"], r["degree"], r["steps"]] = r
+    rows = [*largest.values()]
     columns = (
+        "images",
         "attention before, after",
         "hidden before, after",
         "accuracy before, after",
@@ -212,7 +225,7 @@ def show(rows):
         print(f"\n| {' | '.join((title, *columns))} |\n|{'---|' * (len(columns) + 1)}")
         for r in sorted(of, key=lambda r, key=key: r[key] or math.inf):
             pairs = (f"{r[f'{k}_before']:.3f}, {r[k]:.3f}" for k in ("attention", "hidden", "accuracy"))
-            print(f"| {' | '.join(map(str, (r[key] or 'exact', *pairs, r['kept_mb'], r['latency_s'])))} |")
+            print(f"| {' | '.join(map(str, (r[key] or 'exact', r['train'], *pairs, r['kept_mb'], r['latency_s'])))} |")
     print("\nunder encryption, by the plan: exp degree, steps: round trips, ciphertexts opened, MB a sample")
     for r in rows:
         if "rounds" in r:
@@ -231,7 +244,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, nargs="*", default=STEPS, help="rows of table 6; 0: exact")
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--rate", type=float, default=1e-4)
-    parser.add_argument("--log", type=Path, default=None, help="append JSON lines to this file")
+    parser.add_argument("--log", type=Path, default=None, help="append rows to this file that it has not yet")
     parser.add_argument("--show", type=Path, default=None, metavar="LOG", help="print the tables of a log, no more")
     args = parser.parse_args()
     if args.show is not None:
@@ -257,6 +270,7 @@ def main() -> None:
         f"teacher {right:.3f}"
     )
     rows = [(5, (d, 0)) for d in degrees] + [(6, (6, k)) for k in steps if k or 6 not in degrees]
+    rows = [(table, row) for table, row in rows if (table, *row) not in logged(args)]
     batches = x[torch.randperm(len(x), generator=torch.Generator().manual_seed(0)).to(x.device)].split(args.batch)
     wanted, judge = traced(teacher, batches), traced(teacher, tx.split(50))
     for table, row in rows:
