@@ -1,12 +1,16 @@
-"""Puts what several folders of tests share on the path, and a browser at their disposal."""
+"""Puts what several folders of tests share on the path, and a browser at their disposal; draws the same examples."""
 
 import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 sys.path.insert(0, str(Path(__file__).parent))
 from browser import Browser, find
+
+settings.register_profile("house", derandomize=True, deadline=None)  # a change is judged by the same examples each time
+settings.load_profile("house")
 
 
 @pytest.fixture(scope="module")

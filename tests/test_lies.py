@@ -1,5 +1,6 @@
 """The sixth question: it has to find the holes that a toy protocol has, and none where there is none."""
 
+import time
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ from cloister.net.wire import message
 from cloister.protocols.sums import secure_sum
 from cloister.protocols.sums.signed import check_signed
 from cloister.study import Party
-from cloister.testing import Case, check_lies, run_protocol
+from cloister.testing import Case, check_lies, check_no_errors, run_protocol, values
 
 HUB, A, B, C = map(Party, ("hub", "a", "b", "c"))
 SITES = (A, B, C)
@@ -125,6 +126,27 @@ def test_an_error_without_a_place_is_found():
     )
     with pytest.raises(AssertionError, match="raised DataError"):
         check_lies(module, [Case(Params(), {HUB: (4.0,)})], right=right, full=True)
+
+
+def test_a_liar_waits_for_who_has_not_come_to_the_scope_yet():
+    """A site that was told something else waits under another id; a liar that cannot wait for it would seem caught."""
+
+    async def tells(ch, params):
+        await ch.broadcast(SITES, Value(4.0, b"-"))
+        await ch.sub("later").scatter(SITES, Echo(5.0, b"-"))
+
+    async def is_slow(ch, params):
+        x = (await ch.recv_broadcast(HUB, Value)).x
+        time.sleep(0.5)
+        await ch.sub("later").recv(HUB, Echo)
+        return x
+
+    module = SimpleNamespace(__name__="toy", roles=lambda params: {HUB: tells} | dict.fromkeys(SITES, is_slow))
+    stage = Stage(Lie("a", HUB, "toy.Value", A, "x"))
+    roles = {p: stage.role(p, r) for p, r in module.roles(None).items()}
+    run = run_protocol(module, Case(Params(), {}), roles=roles)
+    check_no_errors(run)
+    assert [values(run)[u] for u in SITES] == [5.0, 4.0, 4.0]
 
 
 def test_every_kind_of_value_has_something_else_to_say():

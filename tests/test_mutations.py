@@ -248,7 +248,7 @@ def test_a_child_that_left_is_replaced(tmp_path, monkeypatch):
     read_cells(tmp_path / "good.h5ad")
     child = hdf5_probe._child
     child.stdin.close()  # it leaves
-    assert child.wait(timeout=30) == 0
+    assert child.wait(timeout=120) == 0
     (tmp_path / "other.h5ad").write_bytes((tmp_path / "good.h5ad").read_bytes())
     read_cells(tmp_path / "other.h5ad")
     assert hdf5_probe._child is not child

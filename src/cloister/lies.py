@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -28,6 +29,7 @@ from cloister.net.transcript import Transcript
 from cloister.study import Party
 
 LETTERS = "abcdef"
+LATE = 5.0  # seconds that a liar waits for a party which has not come to a scope yet
 Said = dict[tuple[Party, Party, str], list[Any]]  # sender, recipient, name → messages in order
 
 
@@ -136,6 +138,7 @@ class Stage:
         self.lie, self.earlier = lie, earlier or {}
         self.ids: dict[tuple[Party, str], bytes] = {}  # what each party takes for the id of a scope
         self.said: Said = defaultdict(list)
+        self.ended: set[Party] = set()
         self.lied = False
 
     def role(self, me: Party, role: Callable[..., Any]) -> Callable[..., Any]:
@@ -144,7 +147,10 @@ class Stage:
 
         @functools.wraps(role)
         async def staged(ch: Channel, *args: Any, **kwargs: Any) -> Any:
-            return await role(kind(ch._session, ch.scope, ch.run_id), *args, **kwargs)
+            try:
+                return await role(kind(ch._session, ch.scope, ch.run_id), *args, **kwargs)
+            finally:
+                self.ended.add(me)
 
         return staged
 
@@ -176,12 +182,11 @@ class Stage:
         return Liar if lying else Watched
 
     async def id_at(self, party: Party, scope: str) -> bytes | None:
-        """The id under which `party` waits in this scope; it may not have come that far yet."""
-        for _ in range(20):
-            if (party, scope) in self.ids:
-                return self.ids[party, scope]
+        """The id under which `party` waits in this scope, as soon as it has come that far; None if it does not."""
+        end = time.monotonic() + LATE
+        while (party, scope) not in self.ids and party not in self.ended and time.monotonic() < end:
             await asyncio.sleep(0.005)
-        return None
+        return self.ids.get((party, scope))
 
     def instead(self, to: Party, msg: Any) -> list[Any]:
         """What the liar posts in place of `msg`."""

@@ -160,7 +160,7 @@ def check_abort(
     survived: Callable[[Run], None],
     kinds: Sequence[str] = ("drop", "delay", "duplicate", "swap", "truncate", "kill"),
     timeout: float = 0.6,
-    within: float = 20.0,
+    within: float = 60.0,
     messages: Iterable[tuple[str, str, str]] | None = None,
 ) -> int:
     """4: do each thing to each message; returns how many runs that were.
@@ -222,7 +222,7 @@ def check_lies(
     liars: Iterable[Party] | None = None,
     full: bool = False,
     timeout: float = 2.0,
-    within: float = 20.0,
+    within: float = 60.0,
     only: Callable[[Lie], bool] = lambda lie: True,
 ) -> Lies:
     """6: every role lies, one message at a time; returns how often who noticed.

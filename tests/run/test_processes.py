@@ -17,7 +17,7 @@ from cloister.run.results import save_run
 from cloister.workflows.trained.cell_classifier import CellClassifier
 
 OPTIONS = {"n_bins": 8, "min_values": 50}
-LONG = 60.0  # seconds; processes take a while to come up on a busy machine
+LONG = 600.0  # seconds of silence; processes take a while to come up on a busy machine, and nobody may wait for these
 
 
 def sites():
@@ -105,7 +105,7 @@ def test_a_killed_process_is_left_out_at_once(name, children):
     run = rehearse("bin-values", sites(), processes=True, faults=faults, check=False, timeout=LONG, **OPTIONS)
     assert run.errors == {}
     assert run.outcomes.keys() == {"coordinator", "basel", "lugano"}
-    assert time.monotonic() - began < LONG  # the others hear that it died; nobody waits for the timeout
+    assert time.monotonic() - began < LONG / 2  # the others hear that it died; nobody waits for the timeout
     assert children() == []
 
 

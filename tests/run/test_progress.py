@@ -144,7 +144,7 @@ def shown_on_a_terminal(command, env):
     ours, theirs = pty.openpty()
     with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=theirs, env=env) as child:
         os.close(theirs)
-        said, end = b"", time.monotonic() + 120
+        said, end = b"", time.monotonic() + 600
         while time.monotonic() < end:
             if not select.select([ours], [], [], 0.2)[0]:
                 continue
@@ -156,7 +156,7 @@ def shown_on_a_terminal(command, env):
                 break
             said += more
         out = child.stdout.read()
-        assert child.wait(30) == 0, said.decode()
+        assert child.wait(120) == 0, said.decode()
     os.close(ours)
     return said.decode(errors="replace"), out.decode()
 

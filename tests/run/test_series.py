@@ -19,7 +19,7 @@ MORE = Step(
     "bin-values", options={"n_bins": 5, "min_values": 50, "layer": "binned", "key_added": "coarse"}, name="coarse"
 )
 SPACE = Step("shared-pca", options={"layer": "coarse", "n_components": 3, "n_top_genes": 8})
-STORY = Study("story", "", PARTIES, steps=(BINS, MORE), timeout=20.0, seed=5)
+STORY = Study("story", "", PARTIES, steps=(BINS, MORE), timeout=120.0, seed=5)
 
 
 def cells(seed, n=50, genes=12):

@@ -125,7 +125,7 @@ def serve(kit: str, site: str, out: str, wanted: dict[str, str]) -> None:
         while not (cell := CoreCell.ALL_CELLS.get("server")) or site not in cell.agents:
             time.sleep(0.2)
         got: dict[str, str] = {}
-        end = time.monotonic() + 90
+        end = time.monotonic() + 240
         while "PRIVATE KEY" not in got.get("key", "") and time.monotonic() < end:  # until its administration is up
             for name, (headers, payload) in requests("server", site, wanted).items():
                 waiter = cell.waiters[f"steal-{name}"] = _Waiter([site])

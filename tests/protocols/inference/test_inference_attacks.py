@@ -68,10 +68,10 @@ def both(w):
 
 
 def distance_from_uniform(heard):
-    """Kolmogorov-Smirnov of coefficients over the modulus; chance exceeds 1 once in a million."""
+    """Kolmogorov-Smirnov of coefficients over the modulus; chance exceeds 1 once in 10^10."""
     u = np.sort(np.concatenate([c / block.modulus(P, block.KEEP) % 1.0 for _, c in heard]))
     n = len(u)
-    return float(np.abs(u - (np.arange(n) + 0.5) / n).max() * np.sqrt(n) / 2.69)
+    return float(np.abs(u - (np.arange(n) + 0.5) / n).max() * np.sqrt(n) / 3.4)
 
 
 # ---- chosen answers --------------------------------------------------------------------------------------------------
@@ -135,7 +135,7 @@ def test_switching_keys_that_are_none_show_nothing(monkeypatch, lie):
     assert len(heard) > 20
     assert distance_from_uniform(heard) < 1.0
     u = np.sort(seen)
-    assert np.abs(u - (np.arange(len(u)) + 0.5) / len(u)).max() * np.sqrt(len(u)) / 2.69 < 1.0
+    assert np.abs(u - (np.arange(len(u)) + 0.5) / len(u)).max() * np.sqrt(len(u)) / 3.4 < 1.0
 
 
 @pytest.mark.parametrize("bits", [48, 56])

@@ -116,7 +116,7 @@ def test_the_server_sees_noise_and_rare_classes_stay_closed():
             plain.append([cosine(total.z) for total in seen])
             seen.clear()
     assert min(plain[1]) > 0.999
-    assert np.median(plain[0]) < 0.8  # of twelve numbers at random: median 0.2; a new run has a new mask
+    assert max(plain[0]) < 0.99  # of twelve numbers at random: median 0.2; a new run has a new mask
     assert len(set(plain[0])) == 4
     few = case(counts=((0, 0, 1), (0,), (1, 0, 2)), least=3)  # 4, 2 and 1 labels
     sums = values(run_protocol(class_means, few))["basel"]

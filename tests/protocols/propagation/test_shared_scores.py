@@ -103,7 +103,7 @@ def check_uniform(seen):
     words = np.stack([np.concatenate([w.reshape(-1) for w in parts]) for parts in seen]).astype(np.float64) / 2**32
     varying = words[:, words.std(axis=0) > 0]
     assert varying.shape[1] in (words.shape[1] // 2, words.shape[1])
-    assert abs(varying.mean() - 0.5) < 0.05
+    assert abs(varying.mean() - 0.5) < 0.07  # seven standard deviations
     assert abs(varying.std() - 12**-0.5) < 0.05
 
 
