@@ -4,7 +4,9 @@
     python benchmarks/outliers.py --quick             2 seeds, six sets, 10^4 and 10^5 rows: below five minutes
     python benchmarks/outliers.py --only auroc --figures figures
     python benchmarks/outliers.py --only price        AUROC for other settings of the suppression; not part of the rest
-    python benchmarks/outliers.py --only larger       more trees and rows a tree: AUROC less pooled, and the attack
+    python benchmarks/outliers.py --only gap          sixteen sets, three of them never tuned on: hardened less
+                                                      pooled with its noise, for other numbers of trees and rows
+    python benchmarks/outliers.py --only found        what the attack finds for these numbers of trees and rows
     python benchmarks/outliers.py --only isotree      the published masks under the library its paper used, if installed
 
 `hardened` columns grow the forest that the protocol opens (`counted_forest.ideal`; that the two agree is tested), so
@@ -33,12 +35,14 @@ from cloister.attacks import opened_forest  # noqa: E402
 from cloister.models import isolation_forest as iforest  # noqa: E402
 from cloister.protocols.forest import counted_forest, masked_forest  # noqa: E402
 from cloister.protocols.sums import pooled_scaling  # noqa: E402
+from cloister.workflows.find_outliers import SAMPLE  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 SETS = (
     *("lympho", "glass", "vertebral", "ionosphere", "arrhythmia", "vowels", "cardio"),
     *("thyroid", "musk", "satellite", "mnist", "mammography", "shuttle"),
 )
+MADE = ("digits", "breast", "wine")  # from scikit-learn's bundled sets, as ODDS made Optdigits, WBC and Wine
 QUICK = ("lympho", "glass", "vertebral", "ionosphere", "thyroid", "mammography")
 STRETCH = (2.0, 10.0, 100.0, 1000.0)
 SITES = ("basel", "lugano", "vienna")
@@ -59,8 +63,25 @@ def auroc(truth, score):
 
 
 def load(folder, name):
+    if name in MADE:
+        return made(name)
     data = np.load(Path(folder) / "odds" / f"{name}.npz", allow_pickle=False)
     return data["X"].astype(np.float64), data["y"].ravel() == 1
+
+
+def made(name):
+    """One class of a bundled set, thinned to so many rows, as outliers among the others."""
+    from sklearn import datasets
+
+    source, few = {
+        "digits": (datasets.load_digits, 54),
+        "breast": (datasets.load_breast_cancer, 21),
+        "wine": (datasets.load_wine, 10),
+    }[name]
+    X, y = source(return_X_y=True)
+    kept = np.random.default_rng(0).choice(np.flatnonzero(y == 0), few, replace=False)
+    rows = np.concatenate([np.flatnonzero(y != 0), kept])
+    return X[rows].astype(np.float64), y[rows] == 0
 
 
 # ---- 1: AUROC --------------------------------------------------------------------------------------------------------
@@ -75,7 +96,7 @@ def methods(X, truth, seed):
     found = {}
     for kind in KINDS:
         found[f"pooled {SHORT[kind]}"] = auroc(truth, iforest.fit(Z, kind=kind, rng=rng).score(Z))
-        params = counted_forest.Params(SITES, "hub", forest=kind)
+        params = counted_forest.Params(SITES, "hub", forest=kind, sample=SAMPLE)
         secret = bytes([seed]) * 32
         forest = counted_forest.ideal(params, {"all": X}, secret, rng=rng)[0]
         found[f"hardened {SHORT[kind]}"] = auroc(truth, forest.score(Z))
@@ -236,26 +257,57 @@ def run_price(folder, sets, seeds):
         say(f"  t {least:2d}  cells {cells:3d}  mean {np.mean(gap):+.4f}  worst {np.min(gap):+.4f}")
 
 
-def run_larger(folder, sets, seeds):
-    """Where hardened is furthest below pooled: more trees and rows a tree, and what they give away."""
-    say(
-        f"\nAUROC less the pooled forest's (100 trees of 256), {seeds} seeds; lone rows rebuilt (hit by luck) of a half"
-    )
-    combos = ((100, 256), (300, 256), (100, 512), (300, 512))
-    say(f"  {'':12s}" + "".join(f"{f'{t} of {size}':>24s}" for t, size in combos))
+FORMS, REPEATS = ((256, 8), (512, 8), (512, 12)), 3  # rows of a tree, smallest opened count
+SIZES = ((100, 256, 8), (300, 256, 8), (100, 512, 8), (100, 512, 12))
+
+
+def run_gap(folder, sets, seeds, kind):
+    """Hardened less pooled on every set; three forests of 100 trees a seed are one of 300, too."""
+    say(f"\nAUROC of the pooled {kind} forest (100 trees of 256), and less that, {REPEATS} a seed; ± standard error")
+    heads = ["pooled, 300", *(f"{trees} of {size}, t {t}" for size, t in FORMS for trees in (100, 100 * REPEATS))]
+    say(f"  {'':12s} {'rows':>6s} seeds {'pooled (sd)':>15s}" + "".join(f"{h:>18s}" for h in heads))
+    gaps = []
     for name in sets:
         X, truth = load(folder, name)
-        Z, line = pooled_scaling.scaling_of(X).apply(X), []
-        base = np.mean([auroc(truth, iforest.fit(Z, rng=np.random.default_rng(s)).score(Z)) for s in range(seeds)])
-        for trees, sample in combos:
-            params, got = counted_forest.Params(SITES, "hub", trees=trees, sample=sample), []
-            for seed in range(seeds):
+        scaling = pooled_scaling.scaling_of(X)
+        Z, n = scaling.apply(X), seeds if len(X) < 5000 else max(2, seeds // 3)
+        found = {"pooled": [], **{form: [] for form in FORMS}}
+        for seed in range(n):
+            rng = np.random.default_rng(1000 + seed)
+            found["pooled"].append([iforest.fit(Z, kind=kind, rng=rng).paths(Z) for _ in range(REPEATS)])
+            for form in FORMS:
+                how = {"sample": form[0], "least": form[1], "repeats": REPEATS, "forest": kind}
+                params = counted_forest.Params(SITES, "hub", **how)
                 rng, secret = np.random.default_rng(seed), bytes([seed]) * 32
-                gap = auroc(truth, counted_forest.ideal(params, {"all": X}, secret, rng=rng)[0].score(Z)) - base
-                got.append([gap, *_rebuilt(params, X, secret, rng)])
-            gap, hit, luck = np.mean(got, axis=0)
-            line.append(f"{gap:+.3f}, {hit:.1%} ({luck:.1%})")
-        say(f"  {name:12s}" + "".join(f"{c:>24s}" for c in line))
+                found[form].append([f.paths(Z) for f in counted_forest.ideal(params, {"all": X}, secret, rng=rng)])
+        areas = {}
+        for what, seen in found.items():  # a shorter path is a higher score
+            areas[what, 100] = [auroc(truth, -path) for forests in seen for path in forests]
+            areas[what, 300] = [auroc(truth, -np.mean(forests, axis=0)) for forests in seen]
+        base = areas.pop(("pooled", 100))
+        gaps.append([np.mean(v) - np.mean(base) for v in areas.values()])
+        noise = [np.sqrt(np.var(v, ddof=1) / len(v) + np.var(base, ddof=1) / len(base)) for v in areas.values()]
+        say(
+            f"  {name:12s} {len(X):6d} {n:5d} {np.mean(base):8.3f} ({np.std(base, ddof=1):.3f})"
+            + "".join(f"{g:+10.3f} ± {e:.3f}" for g, e in zip(gaps[-1], noise, strict=True))
+        )
+    say("  mean, worst" + " " * 20 + "".join(f"{g.mean():+10.3f}, {g.min():+.3f}" for g in np.array(gaps).T))
+
+
+def run_found(folder, sets, seeds):
+    """Lone rows that the attack finds, by number of trees, rows a tree and smallest opened count."""
+    say("\nlone rows of a half that the attack rebuilds from its forest (of the other half, by luck)")
+    say(f"  {'':12s} {'rows':>6s}" + "".join(f"{f'{trees} of {size}, t {t}':>20s}" for trees, size, t in SIZES))
+    for name in sets:
+        whole, _, rows = name.partition(":")  # thyroid:800 has 800 of its rows
+        X, _ = load(folder, whole)
+        X, line = X[np.random.default_rng(0).permutation(len(X))[: int(rows or len(X))]], []
+        for trees, sample, least in SIZES:
+            params = counted_forest.Params(SITES, "hub", trees=trees, sample=sample, least=least)
+            got = [_rebuilt(params, X, bytes([s]) * 32, np.random.default_rng(s)) for s in range(seeds)]
+            hit, luck = np.mean(got, axis=0)
+            line.append(f"{hit:.1%} ({luck:.1%})")
+        say(f"  {name:12s} {len(X) // 2:6d}" + "".join(f"{c:>20s}" for c in line))
 
 
 def _rebuilt(params, X, secret, rng):
@@ -308,11 +360,12 @@ def run_splits(folder, seeds, quick):
 # ---- 4: cost ---------------------------------------------------------------------------------------------------------
 
 CHILD = (
-    "import sys; sys.path.insert(0, {here!r}); import outliers; outliers.one_cost({rows}, {kind!r}, {data!r}, {mode!r})"
+    "import sys; sys.path.insert(0, {here!r}); import outliers;"
+    " outliers.one_cost({rows}, {kind!r}, {data!r}, {mode!r}, {sample})"
 )
 
 
-def one_cost(rows, kind, folder, mode):
+def one_cost(rows, kind, folder, mode, sample):
     """Pooled fit and score, then the protocol on the same rows; in a process of its own, so that memory is its own."""
     import resource
 
@@ -334,7 +387,7 @@ def one_cost(rows, kind, folder, mode):
         peer.append(time.perf_counter() - began)
         busy.append(time.process_time() - cpu)
     part = np.random.default_rng(1).integers(0, 3, len(X))
-    area, took, run = rehearsed(X, truth, part, forest=kind, mode=mode, inplace=True)
+    area, took, run = rehearsed(X, truth, part, forest=kind, mode=mode, sample=sample, inplace=True)
     cost = run.cost[SITES[0]]
     say(
         json.dumps(
@@ -353,7 +406,7 @@ def one_cost(rows, kind, folder, mode):
     )
 
 
-def run_cost(folder, quick):
+def run_cost(folder, quick, sample):
     say("\ncost in rehearsal, three sites in threads, 9 columns; pooled = scikit-learn fit + score (extended: our own)")
     runs = [(n, "standard", "hardened") for n in ((10**4, 10**5) if quick else (10**4, 49097, 10**5, 10**6))]
     if not quick:
@@ -361,7 +414,9 @@ def run_cost(folder, quick):
     for rows, kind, mode in runs:
         if rows == 49097 and not (Path(folder) / "odds" / "shuttle.npz").exists():
             continue
-        code = CHILD.format(here=str(Path(__file__).parent), rows=rows, kind=kind, data=str(folder), mode=mode)
+        code = CHILD.format(
+            here=str(Path(__file__).parent), rows=rows, kind=kind, data=str(folder), mode=mode, sample=sample
+        )
         out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
         got = json.loads(out.splitlines()[-1])
         say(
@@ -378,6 +433,11 @@ def main():
     parser.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data")
     parser.add_argument("--seeds", type=int, default=0)
     parser.add_argument("--only", default="auroc,attack,splits,cost")
+    parser.add_argument(
+        "--sets", help="gap and found: names of sets, with commas; found also takes some rows of one, thyroid:800"
+    )
+    parser.add_argument("--forest", choices=KINDS, default="standard", help="gap: kind of splits")
+    parser.add_argument("--sample", type=int, help="cost: rows of a tree; the default of the workflow")
     parser.add_argument("--figures", type=Path, help="folder for the box plot")
     parser.add_argument("--keep", type=Path, help="file that keeps finished seeds of the AUROC table")
     args = parser.parse_args()
@@ -399,12 +459,15 @@ def main():
         run_attack(args.data, min(seeds, 4), args.quick)
     if "price" in what:
         run_price(args.data, QUICK if args.quick else SETS, seeds)
-    if "larger" in what:
-        run_larger(args.data, ("vowels", "vertebral", "glass", "ionosphere"), seeds)
+    sets = tuple(args.sets.split(",")) if args.sets else (*MADE, *SETS)
+    if "gap" in what:
+        run_gap(args.data, sets, seeds, args.forest)
+    if "found" in what:
+        run_found(args.data, sets, min(seeds, 4))
     if "splits" in what:
         run_splits(args.data, 2 if args.quick else 5, args.quick)
     if "cost" in what:
-        run_cost(args.data, args.quick)
+        run_cost(args.data, args.quick, args.sample)
     if results:
         table(results)
         if args.figures:

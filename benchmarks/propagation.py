@@ -5,7 +5,8 @@
   choice     balanced accuracy of the default settings, of those that `choose` finds, and of `propagation_baselines`
   weights    the same where only the weight of class means is chosen, which takes a tenth of the time
   nested     alpha and the weight of class means chosen on all other sets, then measured on one
-  tuned      the paper's tables 1, 2 and 6 with its k = 3: input features, and those of a network trained by FedAvg
+  alpha      alpha 0.5 to 0.9 on the sets that defaults were chosen on, and on four that they were not
+  tuned      the paper's tables 1, 2 and 6 with its k = 3: input features, and `X_tuned` of a rehearsed `fine-tune`
   why        the same from the paper's settings to ours, one change at a time
   gain       accuracy and balanced accuracy on unlabelled points at 1, 5, 10 and 50 % labelled: all sites together
              (`xclp`, what the protocols compute, plain and with `balance`), each site alone, pooled with exact cosines
@@ -16,8 +17,8 @@
   graph      labelled points only in the graph, or unlabelled ones too, as in table 3
   features   raw, pretrained (PCA, or MobileNetV2 for images), linear and fine-tuned (layers of FedAvg networks)
   cv         bits and neighbours chosen by cross-validation on the labelled points
-  picture    what server and one site rebuild of others' vectors from variants of the graph; its accuracy and bytes
-  built      what those graphs cost that are built: bytes and CPU seconds; bytes at 5000 points a site, counted
+  variants   of the graph, one table: what server and one site rebuild of others' vectors, balanced accuracy, and, of
+             those that are built, bytes and CPU seconds; bytes at 5000 points a site, counted
   cost       bytes, seconds and CPU seconds of the engines, real protocols between three parties of this process
   solve      conjugate gradients on the sparse graph against a dense inverse; growth with n; memory
 
@@ -42,6 +43,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 
 from cloister.models import graph
+from cloister.workflows.propagate_labels import Options
 
 SHARES = (0.01, 0.05, 0.1, 0.5)
 
@@ -97,8 +99,37 @@ def lung(folder, per_site, rng):
     return {"raw": x, "pretrained": components(x, 50)}, a.obs["cell_type_coarse"].astype(str), sites
 
 
+def fresh(folder, per_site, rng, *, file, key, counts=False):
+    """Cells of one study that no default was chosen on, types of ten cells and more, dealt out to four sites."""
+    import anndata as ad
+
+    a = ad.read_h5ad(folder / "scrna" / f"{file}.h5ad")
+    a = a[np.sort(rng.permutation(a.n_obs)[: 4 * per_site])]
+    y = a.obs[key].astype(str)
+    a = a[(y.groupby(y).transform("size") >= 10).to_numpy()]
+    x = np.asarray(a.X.todense() if hasattr(a.X, "todense") else a.X, float)
+    if counts:
+        x = np.log1p(x * (1e4 / a.obs["n_counts_all_genes"].to_numpy()[:, None]))
+    return {"raw": x, "pretrained": components(x, 50)}, a.obs[key].astype(str), rng.integers(0, 4, len(x))
+
+
+def digits(folder, per_site, rng):
+    """scikit-learn's handwritten digits of 8 x 8 pixels."""
+    from sklearn.datasets import load_digits
+
+    x, y = load_digits(return_X_y=True)
+    rows = rng.permutation(len(x))[: 4 * per_site]
+    return {"raw": x[rows], "pretrained": components(x[rows], 50)}, y[rows].astype(str), rng.integers(0, 4, len(rows))
+
+
 SETS = {"blood": blood, "marrow": marrow, "clothes": clothes}
 MORE = {"lung": lung}  # for `choice` only
+FRESH = {
+    "pancreas": functools.partial(fresh, file="pancreas_baron_h1", key="cell_type", counts=True),
+    "islets": functools.partial(fresh, file="pancreas_wang_lognorm", key="cell_type"),
+    "blood 68k": functools.partial(fresh, file="pbmc68k_reduced_lognorm", key="bulk_labels"),
+    "digits": digits,
+}
 
 
 def components(x, count):
@@ -278,7 +309,7 @@ def draw(y, share, rng, least=1):
 
 def load(args, name, seed):
     rng = np.random.default_rng(seed)
-    features, names, sites = (SETS | MORE)[name](args.data, args.points, rng)
+    features, names, sites = (SETS | MORE | FRESH)[name](args.data, args.points, rng)
     classes, y = np.unique(np.asarray(names), return_inverse=True)
     return features, y, np.asarray(sites).astype(int), len(classes), rng
 
@@ -337,7 +368,6 @@ def choice(args, names):
     from cloister.protocols.propagation import chosen_settings, class_means
     from cloister.study import Party
     from cloister.workflows.baselines.propagation import balanced_accuracy, baselines_of, spread_label
-    from cloister.workflows.propagate_labels import Options
 
     print(
         f"\nchoice: balanced accuracy on unlabelled points, mean of {args.repeats} draw(s); at least two labels a class"
@@ -384,14 +414,13 @@ def weights(args, names):
     from cloister.study import Party
     from cloister.workflows.baselines.mapping import linear_label, nearest_label
     from cloister.workflows.baselines.propagation import spread_label
-    from cloister.workflows.propagate_labels import Options
 
     usual, hub = Options(class_means=args.means), Party("hub")
     setting = chosen_settings.Setting(usual.n_neighbors, usual.power, usual.alpha, usual.balance, args.means)
     print(f"\nweights: class means {args.means:g}, {args.repeats} draw(s); balanced accuracy; chosen less best pooled")
     columns = ("alone", "default", "means", "chosen", "published", "1-NN", "logistic", "to best")
     print(f"{'set':8} {'labelled':>8} " + " ".join(f"{c:>9}" for c in columns))
-    for name in [n for n in (*names, *MORE) if n in args.sets.split(",")]:
+    for name in [n for n in (*names, *MORE, *FRESH) if n in args.sets.split(",")]:
         rows = {s: [] for s in (0.02, 0.05, 0.1)}
         for seed in range(args.repeats):
             features, y, sites, C, rng = load(args, name, seed)
@@ -433,38 +462,48 @@ def weights(args, names):
             print(f"{name:8} {share:8.0%} {cells} {mean[3] - mean[4:].max():+9.3f}", flush=True)
 
 
-def nested(args, names):
-    """Defaults that were chosen on other sets: what they are worth on a new one."""
+def by_setting(x, y, known, C, W, tried):
+    """Balanced accuracy of every setting, as `spread_label` would have it."""
     from cloister.protocols.propagation import class_means
     from cloister.study import Party
+
+    given, v = np.where(known, y, -1), class_means.directions(x)
+    counts = np.bincount(y[known], minlength=C)
+    terms = class_means.Params((Party("a"), Party("b")), Party("hub"), tuple(counts.tolist()), x.shape[1])
+    near, Y = class_means.closeness(v, class_means.sums_of(terms, v[known], y[known])), graph.one_hot(given, C)
+    spread = {o.alpha: graph.solve(W, o.alpha, Y.astype(float), 1e-6) for o in tried}
+    scores = {a: np.rint(np.clip(Z, 0, None) * 2**28).astype(np.int64) for a, Z in spread.items()}
+    return [score(y, graph.decide(scores[o.alpha], None, near, o.class_means)[0], ~known) for o in tried]
+
+
+def drawn(args, name, tried, shares, fewest=1):
+    """Per draw and share: balanced accuracy of every setting, of pooled logistic regression, and of 1-NN.
+
+    Classes of fewer than `fewest` points are left out.
+    """
     from cloister.workflows.baselines.mapping import linear_label, nearest_label
-    from cloister.workflows.propagate_labels import Options
 
     usual = Options()
+    for seed in range(args.repeats):
+        features, y, _, C, rng = load(args, name, seed)
+        x = components(features["raw"], 50) if name == "clothes" else features["pretrained"]
+        enough = np.bincount(y, minlength=C)[y] >= fewest
+        x, y = x[enough], np.unique(y[enough], return_inverse=True)[1]
+        W = graph.adjacency(graph.nearest(codes(x, usual.bits), usual.n_neighbors), usual.bits, usual.power)
+        C = int(y.max()) + 1
+        for share in shares:
+            known = draw(y, share, rng, least=2)
+            best = [linear_label(x, x[known], y[known]), nearest_label(x, x[known], y[known], 1)[0]]
+            yield share, (*by_setting(x, y, known, C, W, tried), *(score(y, b, ~known) for b in best))
+
+
+def nested(args, names):
+    """Defaults that were chosen on other sets: what they are worth on a new one."""
     tried = [Options(alpha=a, class_means=w) for a in (0.5, 0.7, 0.9) for w in (0.0, 0.25, 0.5, 1.0, 2.0)]
-    shares, found = (0.02, 0.05, 0.1), {}
-
-    def ours(x, y, known, C, W):
-        """Balanced accuracy of every setting, as `spread_label` would have it."""
-        given, v = np.where(known, y, -1), class_means.directions(x)
-        counts = np.bincount(y[known], minlength=C)
-        terms = class_means.Params((Party("a"), Party("b")), Party("hub"), tuple(counts.tolist()), x.shape[1])
-        near, Y = class_means.closeness(v, class_means.sums_of(terms, v[known], y[known])), graph.one_hot(given, C)
-        spread = {o.alpha: graph.solve(W, o.alpha, Y.astype(float), 1e-6) for o in tried}
-        scores = {a: np.rint(np.clip(Z, 0, None) * 2**28).astype(np.int64) for a, Z in spread.items()}
-        return [score(y, graph.decide(scores[o.alpha], None, near, o.class_means)[0], ~known) for o in tried]
-
+    found = {}
     for name in (*names, *MORE):
-        for seed in range(args.repeats):
-            features, y, _, C, rng = load(args, name, seed)
-            x = components(features["raw"], 50) if name == "clothes" else features["pretrained"]
-            keys = graph.nearest(codes(x, usual.bits), usual.n_neighbors)
-            W = graph.adjacency(keys, usual.bits, usual.power)
-            for share in shares:
-                known = draw(y, share, rng, least=2)
-                best = [linear_label(x, x[known], y[known]), nearest_label(x, x[known], y[known], 1)[0]]
-                row = (*ours(x, y, known, C, W), *(score(y, b, ~known) for b in best))
-                found.setdefault((name, share), []).append(row)
+        for share, row in drawn(args, name, tried, (0.02, 0.05, 0.1)):
+            found.setdefault((name, share), []).append(row)
     mean = {at: np.mean(rows, axis=0) for at, rows in found.items()}
     lost = {at: row[: len(tried)] - row[len(tried) :].max() for at, row in mean.items()}  # to the better pooled one
     print(f"\nnested: alpha and class means chosen on the other sets, {args.repeats} draw(s); balanced accuracy")
@@ -481,11 +520,72 @@ def nested(args, names):
         print(f"  alpha {o.alpha:.1f}, class means {o.class_means:.2f}: {np.mean(gaps):+.3f}, worst {min(gaps):+.3f}")
 
 
+def alpha(args, names):
+    """Is another alpha than the default better on sets that it was not chosen on? Without class means, and with."""
+    tried = [Options(alpha=a, class_means=w) for w in (0.0, 1.0) for a in (0.5, 0.7, 0.8, 0.9)]
+    usual, found = Options(), {}  # name → (draws, shares, settings and the two pooled ones)
+    for name in (*names, *MORE, *FRESH):
+        rows = [row for _, row in drawn(args, name, tried, (0.02, 0.05, 0.1), fewest=5)]
+        found[name] = np.array(rows).reshape(args.repeats, 3, -1)
+    print(f"\nalpha: balanced accuracy less that of alpha {usual.alpha:g}, 2, 5, 10 % labelled; ± standard error over"
+          f" {args.repeats} draws; then alpha 0.7 and 0.9 less the better pooled one, worst share")  # fmt: skip
+    for w in (0.0, 1.0):
+        mine = [i for i, o in enumerate(tried) if o.class_means == w]
+        print(f"class means {w:g}" + "".join(f"{f'alpha {tried[i].alpha:g}':>16}" for i in mine[:-1]))
+        chosen_on, measured_on = {}, {}
+        for name, rows in found.items():
+            gain = (rows[:, :, mine] - rows[:, :, mine[-1:]]).mean(axis=1)  # (draws, alphas)
+            (measured_on if name in FRESH else chosen_on)[name] = gain.mean(axis=0)
+            error = gain.std(axis=0, ddof=1) / np.sqrt(len(gain)) if len(gain) > 1 else gain[0] * np.nan
+            lost = rows.mean(axis=0) - rows.mean(axis=0)[:, -2:].max(axis=1, keepdims=True)
+            cells = "".join(f"{g:+9.3f} ± {e:.3f}" for g, e in zip(gain.mean(axis=0)[:-1], error[:-1], strict=True))
+            worst = [lost[:, mine[i]].min() for i in (1, 3)]
+            print(f"  {name:10}{cells}   {worst[0]:+.3f} {worst[1]:+.3f}", flush=True)
+        best = int(np.argmax(np.mean(list(chosen_on.values()), axis=0)))
+        new = [gain[best] for gain in measured_on.values()]
+        print(f"  chosen on the first {len(chosen_on)} sets: alpha {tried[mine[best]].alpha:g}; on the others it gains"
+              f" {np.mean(new):+.4f} over alpha {usual.alpha:g} (from {min(new):+.3f} to {max(new):+.3f})")  # fmt: skip
+
+
+def x_tuned(x, y, known, sites, **options):
+    """What `fine-tune` gives all points in a rehearsal: labels of its model, and the features it writes.
+
+    Sites with fewer than two labels cannot train; they put the trained model to work on their points.
+    """
+    import anndata as ad
+    import pandas as pd
+
+    from cloister.run.rehearsal import rehearse
+
+    points = {}
+    for s in np.unique(sites).tolist():
+        at = np.flatnonzero(sites == s)
+        points[f"site-{s:03d}"] = a = ad.AnnData(np.zeros((len(at), 1), np.float32))
+        a.obsm["X_in"] = x[at].astype(np.float32)
+        a.obs["kind"] = pd.Categorical.from_codes(np.where(known[at], y[at], -1), [str(c) for c in range(y.max() + 1)])
+        a.obs["row"] = at
+    train = {u: a for u, a in points.items() if a.obs["kind"].notna().sum() > 1}
+    run = rehearse("fine-tune", train, use_rep="X_in", label_key="kind", features_added="X_tuned", timeout=900,
+                   **options)  # fmt: skip
+    model = next(o.model for o in run.outcomes.values() if o.model is not None)
+    label, features = np.full(len(y), -1), None
+    for u, a in points.items():
+        made = run.data[u] if u in train else a
+        if u not in train:
+            model.predict(a, key_added="predicted")
+            a.obsm["X_tuned"] = model.features(a)
+        if features is None:
+            features = np.zeros((len(y), made.obsm["X_tuned"].shape[1]))
+        label[a.obs["row"]] = made.obs["predicted"].astype(int)
+        features[a.obs["row"]] = made.obsm["X_tuned"]
+    return label, features
+
+
 def tuned(args, names):
-    """Tables 1, 2 and 6 with k = 3; a network of one hidden layer trained by FedAvg on the given labels."""
+    """Tables 1, 2 and 6 with k = 3, on the features that `fine-tune` writes at its defaults."""
     form = {"k": 3, "balance": True}
     print(f"\ntuned, as table 1: balanced accuracy, k = 3, balance, mean of {args.repeats} draw(s)")
-    print(f"{'set':8} {'labelled':>8} {'alone':>7} {'xclp':>7} | {'FedAvg':>7} {'alone':>7} {'xclp':>7}   trained")
+    print(f"{'set':8} {'labelled':>8} {'alone':>7} {'xclp':>7} | {'model':>7} {'alone':>7} {'xclp':>7}   X_tuned")
     for name in names:
         rows = {s: [] for s in SHARES[1:]}
         for seed in range(args.repeats):
@@ -493,30 +593,29 @@ def tuned(args, names):
             x = features["raw" if name == "clothes" else "pretrained"]
             for share in rows:
                 known = draw(y, share, rng, least=2)
-                net = Network(x, y, known, sites, C, hidden=128, relu=True)
-                z = net.embed(x)
-                found = [alone(x, y, known, C, sites, **form), xclp(x, y, known, C, **form), net.predict(x)]
+                told, z = x_tuned(x, y, known, sites, seed=seed)
+                found = [alone(x, y, known, C, sites, **form), xclp(x, y, known, C, **form), told]
                 found += [alone(z, y, known, C, sites, **form), xclp(z, y, known, C, **form)]
                 rows[share].append([score(y, f, ~known) for f in found])
         for share, found in rows.items():
             a, b, c, d, e = np.mean(found, axis=0)
             print(f"{name:8} {share:8.0%} {a:7.3f} {b:7.3f} | {c:7.3f} {d:7.3f} {e:7.3f}", flush=True)
-    print("\ntuned, as table 2: a site without labels, mean over the sites; input k = 10 and 3, FedAvg, trained k = 3")
+    print("\ntuned, as table 2: a site without labels, mean over the sites; input k = 10 and 3, model, X_tuned k = 3")
     for name in names:
         features, y, sites, C, _ = load(args, name, 0)
         x, rows = features["raw" if name == "clothes" else "pretrained"], []
         for site in np.unique(sites):
             known = sites != site
-            net = Network(x, y, known, sites, C, hidden=128, relu=True)
-            found = [xclp(x, y, known, C), xclp(x, y, known, C, **form), net.predict(x)]
-            rows.append([score(y, f, ~known) for f in (*found, xclp(net.embed(x), y, known, C, **form))])
+            told, z = x_tuned(x, y, known, sites)
+            found = [xclp(x, y, known, C), xclp(x, y, known, C, **form), told, xclp(z, y, known, C, **form)]
+            rows.append([score(y, f, ~known) for f in found])
         print(f"{name:8} " + " ".join(f"{v:7.3f}" for v in np.mean(rows, axis=0)), flush=True)
-    print("\ntuned, as table 6: 100 clients in 10 groups, 10 % labelled; as they are, and through a linear layer")
+    print("\ntuned, as table 6: 100 clients in 10 groups, 10 % labelled; raw, and X_tuned of the clients' own training")
     print(f"{'set':8} {'alone':>7} {'xclp':>7} | {'alone':>7} {'xclp':>7}")
     for name in names:
         features, y, _, C, rng = load(args, name, 0)
         x, known, clients = features["raw"], draw(y, 0.1, rng, least=2), uneven(y, 100, rng)
-        z = Network(x, y, known, clients, C, hidden=64, rounds=20).embed(x)
+        z = x_tuned(x, y, known, clients, hidden=(64,))[1]
         found = [alone(v, y, known, C, c, **form) for v in (x, z) for c in (clients, clients % 10)]
         a, b, c, d = (score(y, f, ~known) for f in found)
         print(f"{name:8} {a:7.3f} {b:7.3f} | {c:7.3f} {d:7.3f}", flush=True)
@@ -674,82 +773,89 @@ def thinned(keys, n, bits, rng):
         "3 neighbours": (keys[:, :3], 3),
         "10, no lengths": (made(index, np.full_like(far, int(np.median(far)))), 10),
         "10, lengths in 4 steps": (made(index, far // step * step + step // 2), 10),
-        "10, at most 10 from others": (made(index, np.where(kept.reshape(far.shape), far, none)), 10),
+        "10, chosen by at most 10": (made(index, np.where(kept.reshape(far.shape), far, none)), 10),
         "10, mutual only": (made(index, np.where(mutual, far, none)), 10),
         "10, 30 % random": (made(np.where(stray, rng.integers(0, n, index.shape), index), far), 10),
     }
 
 
-def picture(args, names):
+def variants(args, names):
+    """Attack, accuracy and cost of every variant of the graph."""
+    usual, told = Options(), built(args.points)
+    found = {}
+    for name, seed in itertools.product(names, range(args.repeats)):
+        for what, pair in pictures(args, name, seed, usual).items():
+            found.setdefault(what, {}).setdefault(name, []).append(pair)
+    print(f"\nvariants: median cosine of others' vectors as server and first site rebuild them / balanced accuracy,"
+          f" 5 % labelled, alpha {usual.alpha:g}, power {usual.power:g}, mean of {args.repeats} draw(s)")  # fmt: skip
+    print(
+        f"  then MB, CPU s of all parties, three sites of {args.points} points of {usual.bits} bits; MB at 5000 a site"
+    )
+    print(f"{'graph':28}" + "".join(f"{n:>16}" for n in names) + f"{'as the mode':>24}{'semi-honest':>24}")
+    for what, sets in found.items():
+        cells = [np.mean(sets[n], axis=0) for n in names]
+        line = "".join(f"{c:>8.2f} / {b:.3f}" if np.isfinite(b) else f"{c:>8.2f}        " for c, b in cells)
+        costs = "".join(f"{m:9.1f} {s:6.1f} {far:7.0f}" for m, s, far in told.get(what, ()))
+        print(f"{what:28}{line}{costs or '               not built'}", flush=True)
+
+
+def pictures(args, name, seed, usual):
+    """One draw of one set: variant → (median cosine, balanced accuracy)."""
     from cloister.attacks import propagation as attack
-    from cloister.protocols.propagation import private_graph
-    from cloister.study import Party
-    from cloister.workflows.propagate_labels import Options
 
-    usual = Options()
-    print("\npicture: the first site and the server; median cosine of others' rebuilt vectors; 5 % labelled")
-    print(f"{'set':8} {'graph':28} {'cosine':>7} {'balanced':>9} {'MB':>7}")
-    for name in names:
-        features, y, sites, C, rng = load(args, name, 0)
-        x = features["raw" if name == "clothes" else "pretrained"]
-        x = components(x, 50) if name == "clothes" else x
-        order = np.argsort(sites, kind="stable")
-        x, y, sites = x[order], y[order], sites[order]
-        n, known = len(x), np.flatnonzero(sites == 0)
-        rest = np.setdiff1d(np.arange(n), known)
-        labelled = draw(y, 0.05, rng, least=2)
-        Y = graph.one_hot(np.where(labelled, y, -1), C)
-        H = graph.hamming(codes(x, usual.bits), codes(x, usual.bits))
-        keys = graph.smallest(H, 0, 10)
+    features, y, sites, C, rng = load(args, name, seed)
+    x = components(features["raw"], 50) if name == "clothes" else features["pretrained"]
+    order = np.argsort(sites, kind="stable")
+    x, y, sites = x[order], y[order], sites[order]
+    known = np.flatnonzero(sites == 0)
+    rest = np.setdiff1d(np.arange(len(x)), known)
+    labelled = draw(y, 0.05, rng, least=2)
+    Y = graph.one_hot(np.where(labelled, y, -1), C).astype(float)
+    H = graph.hamming(codes(x, usual.bits), codes(x, usual.bits))
+    keys, made = graph.smallest(H, 0, 10), {}
 
-        def row(what, similar, W, k, name=name, x=x, y=y, n=n, known=known, rest=rest, labelled=labelled, Y=Y):
-            rebuilt = attack.rebuild_vectors(similar, known, x[known])
-            Z = graph.solve(W, usual.alpha, Y.astype(float), 1e-6)
-            found, _ = graph.decide(np.rint(np.clip(Z, 0, None) * 2**28).astype(np.int64))
-            three = tuple(Party(f"s{i}") for i in range(3))
-            sizes = (n // 3, n // 3, n - 2 * (n // 3))
-            terms = private_graph.Params(three, sizes, usual.bits, Party("hub"), k, "mpc")
-            sent = sum(b for _, b in private_graph.cost(terms).values()) / 1e6
-            cosine = np.median(attack.hits(rebuilt, x)[rest])
-            print(f"{name:8} {what:28} {cosine:7.3f} {score(y, found, ~labelled):9.3f} {sent:7.1f}", flush=True)
+    def seen(similar, keys):
+        cosine = np.median(attack.hits(attack.rebuild_vectors(similar, known, x[known]), x)[rest])
+        Z = graph.solve(graph.adjacency(keys, usual.bits, usual.power), usual.alpha, Y, 1e-6)
+        told, _ = graph.decide(np.rint(np.clip(Z, 0, None) * 2**28).astype(np.int64))
+        return cosine, score(y, told, ~labelled)
 
-        row(
-            "all distances (published)",
-            attack.cosines(H, usual.bits),
-            graph.adjacency(keys, usual.bits, usual.power),
-            10,
-        )
-        for what, (variant, k) in thinned(keys, n, usual.bits, rng).items():
-            row(what, attack.paths(variant, usual.bits), graph.adjacency(variant, usual.bits, usual.power), k)
-        v = x[known] / np.linalg.norm(x[known], axis=1, keepdims=True)
-        middle = np.tile(v.mean(axis=0) / np.linalg.norm(v.mean(axis=0)), (n, 1))
-        print(f"{name:8} {'hidden: a guess':28} {np.median(attack.hits(middle, x)[rest]):7.3f}", flush=True)
+    made["all distances (published)"] = seen(attack.cosines(H, usual.bits), keys)
+    for what, (variant, _) in thinned(keys, len(x), usual.bits, rng).items():
+        made[what] = seen(attack.paths(variant, usual.bits), variant)
+    v = x[known] / np.linalg.norm(x[known], axis=1, keepdims=True)
+    middle = np.tile(v.mean(axis=0) / np.linalg.norm(v.mean(axis=0)), (len(x), 1))
+    made["hidden from all: a guess"] = np.median(attack.hits(middle, x)[rest]), np.nan
+    return made
 
 
-def built(args, names):
-    """Cost of the graphs of `picture` that are built: three sites, random codes of 4096 bits."""
+def built(points):
+    """Cost of the graphs that are built, random codes: variant → (MB, CPU s, MB at 5000 points) by mode."""
     from cloister.protocols.hamming import secure_hamming
     from cloister.protocols.propagation import private_graph, verified_graph
     from cloister.study import Party
     from cloister.testing import Case, check_no_errors, run_protocol
 
-    n, three, rng = args.points, tuple(Party(f"s{i}") for i in range(3)), np.random.default_rng(0)
-    inputs = {u: (rng.integers(0, 256, (n, 512), dtype=np.uint8),) for u in three}
-    print(f"\nbuilt: three sites of {n} points, L = 4096, all parties together; last column: 5000 points a site")
-    print(f"{'graph':34} {'MB':>8} {'rounds':>7} {'CPU s':>7} {'MB, 5000':>9}")
-    cases = [("all distances (published)", secure_hamming, {})]
-    cases += [(f"{k} neighbours, semi-honest", private_graph, {"n_neighbors": k}) for k in (10, 5, 3)]
-    cases += [(f"{k} neighbours, hardened", verified_graph, {"n_neighbors": k}) for k in (10, 5, 3)]
-    for what, module, form in cases:
-        small, large = (module.Params(three, (m,) * 3, 4096, Party("hub"), engine="mpc", **form) for m in (n, 5000))
-        cpu = time.process_time()
-        run = run_protocol(module, Case(small, inputs), timeout=900.0)
-        cpu = time.process_time() - cpu
-        check_no_errors(run)
-        sent = sum(o.cost["bytes"] for o in run.outcomes.values()) / 1e6
-        rounds = max(o.cost["rounds"] for o in run.outcomes.values())
-        counted = sum(b for _, b in module.cost(large).values()) / 1e6 if hasattr(module, "cost") else float("nan")
-        print(f"{what:34} {sent:8.1f} {rounds:7.0f} {cpu:7.1f} {counted:9.0f}", flush=True)
+    three, rng = tuple(Party(f"s{i}") for i in range(3)), np.random.default_rng(0)
+    inputs = {u: (rng.integers(0, 256, (points, 512), dtype=np.uint8),) for u in three}
+
+    def run(module, **form):
+        small, large = (
+            module.Params(three, (m,) * 3, 4096, Party("hub"), engine="mpc", **form) for m in (points, 5000)
+        )
+        began = time.process_time()
+        done = run_protocol(module, Case(small, inputs), timeout=900.0)
+        took = time.process_time() - began
+        check_no_errors(done)
+        sent = sum(o.cost["bytes"] for o in done.outcomes.values()) / 1e6
+        return sent, took, sum(b for _, b in module.cost(large).values()) / 1e6
+
+    for module in (private_graph, verified_graph):
+        run(module, n_neighbors=5)  # what a process does only once
+    made = {"all distances (published)": [run(secure_hamming)]}
+    for k in (10, 5, 3):
+        made[f"{k} neighbours"] = [run(m, n_neighbors=k) for m in (verified_graph, private_graph)]
+    return made
 
 
 def cost(args, names):
@@ -865,6 +971,7 @@ TABLES = {
     "choice": choice,
     "weights": weights,
     "nested": nested,
+    "alpha": alpha,
     "tuned": tuned,
     "why": why,
     "solve": solve,
@@ -874,8 +981,7 @@ TABLES = {
     "groups": groups_of,
     "features": features_of,
     "cv": cross_validation,
-    "picture": picture,
-    "built": built,
+    "variants": variants,
     "cost": cost,
     "modes": modes,
 }
@@ -892,7 +998,11 @@ def main() -> None:
     )
     parser.add_argument("--largest", type=int, default=5000, help="points per site in the table of costs, at most")
     parser.add_argument("--neighbours", type=int, help="of the graph in `choice`; the default of the workflow")
-    parser.add_argument("--sets", default=",".join((*SETS, *MORE)), help="comma-separated, for `weights`")
+    parser.add_argument(
+        "--sets",
+        default=",".join((*SETS, *MORE)),
+        help="comma-separated, for `weights`: also pancreas, islets, blood 68k, digits",
+    )
     parser.add_argument("--means", type=float, default=1.0, help="weight of class means in `choice`")
     parser.add_argument("--repeats", type=int, help="draws of points and labels; 3, or 1 with --quick")
     args = parser.parse_args()

@@ -193,6 +193,15 @@ def test_with_donor_key_donors_are_counted_and_the_receipt_says_so():
 # ---- input -----------------------------------------------------------------------------------------------------------
 
 
+def test_trees_have_512_rows_and_as_published_those_of_the_paper():
+    seat = SimpleNamespace(sites=("a", "b", "c"), coordinator="hub", study=SimpleNamespace(auxiliaries=("aux",)))
+    made = find_outliers.hardened_params, find_outliers.published_params
+    assert [params(seat, find_outliers.Options()).sample for params in made] == [512, 256]
+    assert [params(seat, find_outliers.Options(sample=300)).sample for params in made] == [300, 300]
+    with pytest.raises(ParameterError, match="'sample' must be from 8 to 65536, found 4"):
+        find_outliers.Options(sample=4)
+
+
 def test_layers_representations_sparse_and_files(tmp_path):
     X, truth = planted(200)
     data = sites(X, truth)

@@ -24,6 +24,7 @@ from cloister.workflows.options import check_min_donors, option
 if TYPE_CHECKING:
     from anndata import AnnData
 
+SAMPLE, PAPER = 512, 256  # rows of a tree; twice as many make up for the leaves that hardened never opens
 SHARE = 0.05  # contamination where neither it nor a threshold is given
 KEY = "outlier"
 LEAST, MANY = 5, 3.0  # flags on one label from which it is warned: so many, and so many times the share of all rows
@@ -34,7 +35,9 @@ class Options:
     use_rep: str | None = option(None, "key of obsm to use instead of X")
     layer: str | None = option(None, "layer to use instead of X")
     trees: int = option(100, "trees of a forest")
-    sample: int = option(256, "rows that grow a tree (all rows, if there are fewer)")
+    sample: int | None = option(
+        None, f"rows that grow a tree: {SAMPLE}, but above {PAPER} at most half of all rows; published: {PAPER}"
+    )
     forest: Literal["standard", "extended"] = option("standard", "splits along columns, or along random directions")
     extension: int | None = option(None, "extended: columns in a direction, less one; all by default")
     repeats: int = option(1, "forests that vote; the score is their mean")
@@ -66,8 +69,9 @@ class Options:
         if self.contamination is not None and self.threshold is not None:
             raise ParameterError("give either 'contamination' or 'threshold', not both")
         for name, low, high in (("trees", 1, 2000), ("sample", 8, 65536), ("repeats", 1, 25), ("min_count", 1, 64)):
-            if not low <= getattr(self, name) <= high:
-                raise ParameterError(f"option '{name}' must be from {low} to {high}, found {getattr(self, name)}")
+            value = getattr(self, name)
+            if value is not None and not low <= value <= high:
+                raise ParameterError(f"option '{name}' must be from {low} to {high}, found {value}")
         if self.share is not None and not 0 < self.share < 0.5:
             raise ParameterError(f"option 'contamination' must lie between 0 and 0.5, found {self.contamination}")
         if self.threshold is not None and not 0 < self.threshold < 1:
@@ -225,7 +229,7 @@ def _column_means(X: F64) -> F64:
 def hardened_params(seat: Seat, options: Options) -> counted_forest.Params:
     agreed: dict[str, Any] = {
         "trees": options.trees,
-        "sample": options.sample,
+        "sample": SAMPLE if options.sample is None else options.sample,
         "forest": options.forest,
         "extension": options.extension,
         "repeats": options.repeats,
@@ -245,7 +249,7 @@ def published_params(seat: Seat, options: Options) -> masked_forest.Params:
         seat.coordinator,
         seat.study.auxiliaries[0],
         trees=options.trees,
-        sample=options.sample,
+        sample=PAPER if options.sample is None else options.sample,
         forest=options.forest,
         extension=options.extension,
         stretch=options.stretch,

@@ -112,6 +112,17 @@ def test_sampling_is_private_and_of_the_asked_size():
     assert 400 * 31 < len(most.X) < 400 * 35  # two thirds
 
 
+def test_larger_trees_hold_at_most_half_of_all_rows():
+    """Where every tree has the same rows, each tells more about them; below 256 rows that cannot be helped."""
+    params = Params(SITES, HUB, sample=512)
+    assert [params.size(n) for n in (100, 256, 400, 512, 800, 1024, 10**6)] == [100, 256, 256, 256, 400, 512, 512]
+    extended = Params(SITES, HUB, sample=512, forest="extended")
+    assert [extended.size(n) for n in (300, 400, 800, 10**6)] == [200, 256, 400, 512]
+    assert Params(SITES, HUB).size(300) == 256
+    shared = counted_forest.sample_rows(params, rows(800), 800, np.random.default_rng(0))
+    assert len(shared.X) / params.trees < 420  # 400 of 800 rows in a tree, and not 512
+
+
 def test_contamination_finds_the_cut_over_all_sites():
     c = case(rows(900), cuts=(300, 310), contamination=0.1, repeats=2, trees=10)
     run = run_protocol(counted_forest, c)

@@ -4,7 +4,7 @@
     L2   u       common seed Ξ, unknown to S                                       (common_seed)
     L3   u, S    rows N; mean and scale σ of every column                          (pooled_scaling)
     L4   u       sample of its own: each row of z = (x - mean)/σ is in each tree with probability ψ/N
-                 (with extended splits, 2/3 at most)
+                 (1/2 at most where ψ is above 256; with extended splits, 2/3 at most)
          per level of the trees, for every node that may be split, from Ξ: a column or a unit normal, and f in (0, 1)
     L5   u, S    first and last cell of a public grid along it that holds a row    (node_ranges); another axis if both
                  are one cell
@@ -80,6 +80,7 @@ from cloister.study import Party
 
 NAME = "counted_forest"
 EXTENDED_SHARE = 2 / 3  # of all rows that a tree of extended splits may hold
+SMALL = 256  # rows that a tree may hold even if they are more than half of all
 TRIES = 5  # axes tried at a node before it is called constant
 PROOFS = 2  # numbers that prove a count large enough to be opened
 
@@ -121,8 +122,12 @@ class Params:
         return self.cells or (64 if self.forest == "standard" else 128)
 
     def size(self, rows: int) -> int:
-        """Rows of a tree. Ranges along random normals outline the rows of a tree, so no tree has nearly all of them."""
-        return min(self.sample, int(rows * EXTENDED_SHARE)) if self.forest == "extended" else min(self.sample, rows)
+        """Rows of a tree: more than 256 only up to half of all, since trees that share their rows give lone ones away.
+
+        Ranges along random normals outline the rows of a tree, so of extended ones no tree has nearly all rows.
+        """
+        share = EXTENDED_SHARE if self.forest == "extended" else 1.0
+        return min(self.sample, max(SMALL, rows // 2), int(rows * share))
 
     @property
     def most(self) -> int:

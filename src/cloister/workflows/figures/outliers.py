@@ -34,7 +34,7 @@ def plot_values(Z: F64, scores: F64 | None, flags: Bits, options: Any, rng: np.r
     alone = np.zeros(len(some), bool)
     if len(Z) > 1:
         kind, extension = options.forest, options.extension
-        own = iforest.fit(Z, trees=options.trees, sample=options.sample, kind=kind, extension=extension, rng=rng)
+        own = iforest.fit(Z, trees=options.trees, sample=options.sample or 256, kind=kind, extension=extension, rng=rng)
         mine = own.score(part)
         if options.threshold is not None:
             alone = mine >= options.threshold
