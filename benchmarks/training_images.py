@@ -22,7 +22,8 @@ are weighed as `fine-tune` weighs them (`pseudo_weights`), its options `balance`
 the 100 clients, three of these in every round); skewed (labels and images of five classes a client: not in the paper).
 FedMatch and FedSiam are not here: they are other training algorithms, not other sources of labels.
 
-Scores are of the held-out validation images, and with `--test` of the test images.
+Scores are of the held-out validation images, and with `--test` of the test images. `training_images_workflow.py` holds
+what is done here against `fine-tune` itself, step by step, and runs both on a subset.
 """
 
 from __future__ import annotations

@@ -76,10 +76,8 @@ def steps(args):
     """One client's round both ways: what it sees, the labels it is given, what they count, how far it moves."""
     (x, y), _ = images(args.images, 200, 100)
     inputs = torch.from_numpy(x / 255.0 - 0.5).float().permute(0, 3, 1, 2).contiguous()
-    known, form = (
-        np.where(np.arange(len(y)) // CLASSES % 4 == 0, y, -1),
-        {"scale_confidence": True, "class_weights": True},
-    )
+    known = np.where(np.arange(len(y)) // CLASSES % 4 == 0, y, -1)
+    form = {"scale_confidence": True, "class_weights": True}
     recipe = Recipe(1, 150, "sgd", 0.0, 2e-4, seed=args.seed, **form)
     blueprint = Blueprint("cnn", 3, 32, width=args.width, dropout=0.0, seed=args.seed, unit=True)
     told = {"describe": "", "site": "a", "unlabelled": True}
@@ -92,6 +90,7 @@ def steps(args):
     side.eval()
     with torch.no_grad():
         z = side.features(inputs[learner.points])[:, 0].numpy()
+    assert np.abs(vectors - z).max() < 1e-5
     print(f"steps: embeddings of {len(z)} images differ by at most {np.abs(vectors - z).max():.1e}")
 
     planes = graph.hyperplanes(bytes(32), 1024, vectors.shape[1])
@@ -99,10 +98,14 @@ def steps(args):
     tensors = (torch.from_numpy(v) for v in (vectors[None], given[None], planes))
     label, sure = (v[0].numpy() for v in propagate(*tensors, power=3, balance=True))
     same, away = (label == ours.label).mean(), np.abs(sure - ours.confidence).max()
+    assert same == 1
+    assert away < 1e-5
     print(f"  labels over one graph: {same:.1%} the same, confidences differ by at most {away:.1e}")
     learner.teach(ours.label, ours.confidence)
     weight = engine.pseudo_weights(label, sure, given, CLASSES, **form)
-    print(f"  what they count differs by at most {np.abs(learner.pseudo[1][learner.points] - weight).max():.1e}")
+    away = np.abs(learner.pseudo[1][learner.points] - weight).max()
+    assert away < 1e-4
+    print(f"  what they count differs by at most {away:.1e}")
 
     for epochs in (1, 2):
         _move(args, learner, side, inputs, known, epochs)
@@ -125,6 +128,7 @@ def _move(args, learner, side, inputs, known, epochs):
     theirs = {n if n.startswith("body.") else f"head.{n}": t for n, t in side.state_dict().items()}
     mine = {n: t for n, t in learner.model.model.state_dict().items() if t.dtype.is_floating_point}
     away = np.concatenate([(t - theirs[n]).numpy().ravel() for n, t in mine.items()])
+    assert np.linalg.norm(away) < (1e-5 if epochs == 1 else 0.01) * np.linalg.norm(delta)  # rounding grows with steps
     print(f"  {len(plan)} steps: the update has norm {np.linalg.norm(delta):.3f}, the two differ by"
           f" {np.linalg.norm(away) / np.linalg.norm(delta):.1e} of it")  # fmt: skip
 

@@ -32,7 +32,7 @@ site : the forest: axes, splits, which leaves hold fewer than t sampled rows, ho
     With n - 1 colluding sites: the same about the last site alone.
 coordinator : the same bits and sums, but not Ξ, so neither axes nor splits. Which columns each site has, by name.
 lying coordinator : the same. It may call large counts small, and then learns less; a small count it can call large only
-    by guessing a proof, right with probability 1/(p - 1)² a count, p the prime above `most`: 9·10⁻⁶ for ψ = 256; a
+    by guessing a proof, right with probability 1/(p - 1)² a count, p the prime above `most`: 3·10⁻⁶ for ψ = 512; a
     wrong one ends the run. It may call a site dropped that is there, of which it then learns what all learn of one that
     drops out.
 one lying site : nothing more. Its rows are what it says, and so are its donors; one who is at two sites counts twice.
