@@ -224,7 +224,7 @@ def show(rows):
                            ("division steps", "steps", [r for r in rows if r["table"] == 6] + last)):  # fmt: skip
         print(f"\n| {' | '.join((title, *columns))} |\n|{'---|' * (len(columns) + 1)}")
         for r in sorted(of, key=lambda r, key=key: r[key] or math.inf):
-            pairs = (f"{r[f'{k}_before']:.3f}, {r[k]:.3f}" for k in ("attention", "hidden", "accuracy"))
+            pairs = (f"{r[f'{k}_before']:.3f}, {r.get(k, math.nan):.3f}" for k in ("attention", "hidden", "accuracy"))
             print(f"| {' | '.join(map(str, (r[key] or 'exact', r['train'], *pairs, r['kept_mb'], r['latency_s'])))} |")
     print("\nunder encryption, by the plan: exp degree, steps: round trips, ciphertexts opened, MB a sample")
     for r in rows:
@@ -242,6 +242,7 @@ def main() -> None:
     parser.add_argument("--test", type=int, default=1000)
     parser.add_argument("--degrees", type=int, nargs="*", default=DEGREES, help="rows of table 5; 0: exact")
     parser.add_argument("--steps", type=int, nargs="*", default=STEPS, help="rows of table 6; 0: exact")
+    parser.add_argument("--untrained", action="store_true", help="without the pass: what functions do, and all costs")
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--rate", type=float, default=1e-4)
     parser.add_argument("--log", type=Path, default=None, help="append rows to this file that it has not yet")
@@ -272,13 +273,13 @@ def main() -> None:
     rows = [(5, (d, 0)) for d in degrees] + [(6, (6, k)) for k in steps if k or 6 not in degrees]
     rows = [(table, row) for table, row in rows if (table, *row) not in logged(args)]
     batches = x[torch.randperm(len(x), generator=torch.Generator().manual_seed(0)).to(x.device)].split(args.batch)
-    wanted, judge = traced(teacher, batches), traced(teacher, tx.split(50))
+    wanted, judge = [] if args.untrained else traced(teacher, batches), traced(teacher, tx.split(50))
     for table, row in rows:
         before = judged(teacher, judge, tx, ty, row, means)
-        made = one_pass(teacher, batches, wanted, row, means, args.rate)
-        found = {"table": table, "degree": row[0], "steps": row[1]}
-        found |= {f"{k}_before": v for k, v in before.items()} | judged(made, judge, tx, ty, row, means)
-        found |= cost(made, tx, row, means) | planned(made, row)
+        found = {"table": table, "degree": row[0], "steps": row[1]} | {f"{k}_before": v for k, v in before.items()}
+        if not args.untrained:
+            found |= judged(one_pass(teacher, batches, wanted, row, means, args.rate), judge, tx, ty, row, means)
+        found |= cost(teacher, tx, row, means) | planned(teacher, row)
         print(json.dumps(found), flush=True)
         if args.log is not None:
             with args.log.open("a") as file:
