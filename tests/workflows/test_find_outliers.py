@@ -90,7 +90,7 @@ def test_published_finds_them_too(options, caplog):
     assert set(run.outcomes) == {"coordinator", "auxiliary", "basel", "lugano", "vienna"}
     if "give" not in options:
         assert auroc(run) > 0.8
-        assert run.data["basel"].uns["cloister"]["outlier_cut"] > 0.4
+        assert run.data["basel"].uns["cloister"]["outlier_cut"] > 0.35  # over 5 runs 0.565 ± 0.032
         everyone = run.data["basel"].uns["cloister"]["outlier_everyone"]
         np.testing.assert_array_equal(everyone, np.sort(obs["outlier_score"]))
         drawn = find_outliers.WORKFLOW.figures(run.outcomes, None)
