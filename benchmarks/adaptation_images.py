@@ -596,6 +596,8 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=1e9, help="seconds after which `full` begins nothing new")
     parser.add_argument("--show", action="store_true")
     args = parser.parse_args()
+    if args.cache:
+        args.cache.mkdir(parents=True, exist_ok=True)
     if args.show:
         show([json.loads(line) for line in (args.log or LOG).read_text().splitlines()])
         return
