@@ -413,7 +413,7 @@ def adapt_model() -> Figure:
     for p, a in sites.items():  # as in the demo: a hospital has labelled the kinds that it knows, all are scored
         a.obs["scored"] = a.obs["cell_type"].astype(object).where(held[p])
         a.obs["known"] = a.obs["known"].where(np.isin(truth[p], KNOWN[p]))
-    options = {"ring": "small", "rounds": 30, "local_epochs": 2, "lr": 0.02, "validation": 0.0, "timeout": 600.0}
+    options = {"ring": "small", "timeout": 600.0}
     run = cl.rehearse("adapt-model", data=sites, model=str(demo_encoder()), label_key="known", **options)
     taps = {p: np.asarray(run.data[p].obsm["predicted_features"]) for p in sites}
     found = cl.adaptation_baselines(run, truth_key="scored", fine_tuning_rate=3e-3)

@@ -192,7 +192,7 @@ def test_bad_options_and_files(model, tmp_path):
 
 @pytest.mark.slow
 def test_cells_post_norm(tmp_path):
-    encoder, _ = tiny("post", tokens=4, inputs=2, depth=2, taps=(2,), rank=4, **QUICK)
+    encoder, _ = tiny("post", tokens=4, inputs=2, depth=2, taps=(2,), rank=4, query=0.15, **QUICK)
     dataclasses.replace(encoder, card=CELLS).save(tmp_path / "cells.npz")
 
     def cells(n, seed):

@@ -128,8 +128,7 @@ def adapt_model(story: Story, tell: Tell) -> Played:
     """
     sites = {p: a[::3].copy() for p, a in story.sites.items()}
     truth, held, seen = ({p: x[p][::3] for p in sites} for x in (story.truth, story.held, story.seen))
-    options: dict[str, Any] = {"ring": "small", "rounds": 30, "local_epochs": 2, "lr": 0.02, "timeout": 300.0}
-    options |= {"model": str(demo_data.demo_encoder())}
+    options: dict[str, Any] = {"ring": "small", "model": str(demo_data.demo_encoder()), "timeout": 300.0}
     run = rehearse("adapt-model", sites, on_event=tell, **options)
     taps = {p: np.asarray(run.data[p].obsm["predicted_features"]) for p in sites}
     predicted = {p: run.data[p].obs["predicted"].astype(str).to_numpy() for p in sites}

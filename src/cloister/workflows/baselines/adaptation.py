@@ -9,6 +9,7 @@ Everything here needs all samples and the provider's model in one place, which i
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -88,8 +89,6 @@ class Task:
 
     def by(self, way: str, rate: float) -> tuple[Any, int]:
         """Labels of the asked samples, and how many parameters were trained."""
-        import dataclasses
-
         sites, options = self.sites, self.options
         if way == "together":
             each = [self.run.data[s].obs[options.key_added].astype(str).to_numpy()[self.asked[s]] for s in sites]
@@ -121,7 +120,7 @@ class Task:
 
         x, codes = (np.concatenate([part[site] for site in group]) for part in (self.inputs, self.codes))
         model = unfold(Encoder.load(self.options.model), len(self.labels))
-        recipe = recipe_of(self.options, self.run.study.seed)
+        recipe = dataclasses.replace(recipe_of(self.options, self.run.study.seed), optimizer="adam")
         return Learner(model, len(self.labels), recipe, _table(x), codes, [], describe="", site="+".join(group))
 
     def fit(
