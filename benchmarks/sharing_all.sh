@@ -1,6 +1,6 @@
 #!/bin/sh
 # What the measured pages show of hardened beside semi-honest sharing, again: benchmarks/sharing_all.sh
-# SPU=python-that-has-spu adds SPU, DATA=folder says where the real sets are. About a quarter of an hour on 16 cores. What is printed
+# SPU=python-that-has-spu adds SPU, DATA=folder says where the real sets are. Some 18 minutes on two cores of an AMD EPYC. What is printed
 # goes to benchmarks/logs, from where scripts/pieces.py takes it into docs/measured. The lies of all protocols: benchmarks/lies.py.
 set -u
 cd "$(dirname "$0")/.."
