@@ -51,6 +51,11 @@ class Plan:
     def openings(self) -> list[Opening]:
         return self.openings_after(0)
 
+    def openings_of(self, layer: int) -> list[Opening]:
+        """Those of one block, counted from 0, with what comes before the first."""
+        first = self.blocks[layer - 1] if layer else 0
+        return [h for r in self.rounds[first : self.blocks[layer]] for h in r]
+
     def openings_after(self, block: int) -> list[Opening]:
         """Those that are left when so many blocks are done."""
         return [h for r in self.rounds[self.blocks[block - 1] if block else 0 :] for h in r]

@@ -9,6 +9,9 @@
     per round of the plan (`block_plan.plan`):
     L3  P → u   [y + i·y' + M]          two values; re-randomised, M uniform modulo Q: u sees no activation
     L4  u → P   [⌊2·Re(…)·f⌋], …        each encrypted afresh; P subtracts what M makes of it
+                                        secret sums of the values go along, and come back as the answers' sums, or not
+    after every block:
+    T1-4        H(z), H(z'), salts      z' is z if they do (`tied_answers`); else u gets no more of this batch
     after the tapped blocks, about a third of them and never two adjacent ones:
     L5  P → u   [R·b_cls - c]           r numbers per sample, re-randomised, flooded below their tenth bit
 
@@ -71,36 +74,32 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from cloister.arrays import F64, U32
+from cloister.arrays import F64
 from cloister.crypto.entropy import Entropy
 from cloister.crypto.owner_ckks import devices
-from cloister.crypto.owner_ckks import scheme as block
 from cloister.crypto.owner_ckks.devices import Device
-from cloister.crypto.owner_ckks.scheme import Opening, OwnerKey, Parameters
-from cloister.errors import CloisterError, DataError, ParameterError, ProtocolAbort
+from cloister.crypto.owner_ckks.scheme import Parameters
+from cloister.errors import DataError, ParameterError, ProtocolAbort
 from cloister.models.polynomial import Encoder, Shape, check_inputs, hidden, takes, taps_of
 from cloister.net.channel import Channel
-from cloister.net.wire import message
 from cloister.protocols.inference.asking_state import Answers, Taps, check_start
-from cloister.protocols.inference.block_circuit import Circuit
-from cloister.protocols.inference.block_messages import chunks, pairs, parts, powers, read, seed_of, together, traffic
-from cloister.protocols.inference.block_plan import Tap, circuit_of, flooded, tap_of
-from cloister.protocols.inference.block_values import Recipe, Values
+from cloister.protocols.inference.batch_sides import MOST_BEYOND, OwnerSide, ProviderSide
+from cloister.protocols.inference.block_messages import CONTROLS, Key, Start, parts, traffic
+from cloister.protocols.inference.block_plan import circuit_of, tap_of
+from cloister.protocols.inference.block_values import Values
 from cloister.protocols.inference.packing import Packing, announced, cheapest
 from cloister.protocols.inference.query_ledger import Ledger as Ledger
+from cloister.protocols.inference.tied_answers import SENT
 from cloister.study import Party
 
 NAME = "encrypted_inference"
-AHEAD = 8  # messages that a provider sends before it waits for an answer
-MOST_BEYOND = 0.5  # of samples: with more beyond a bound, it is the batch that is spoilt, or all inputs that are wrong
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,43 +115,6 @@ class Params:  # public
             raise ParameterError("inference needs owners, all different, and a provider apart from them")
         if not self.shape.taps or not self.shape.variances or not self.shape.means:
             raise ParameterError("this model has no taps or was not calibrated; export it with both")
-
-
-@message("L1")
-class Key:  # u → P
-    b: U32  # (K, tight)
-    seed: bytes
-    switching: U32  # (keys, K, K, tight)
-    switching_seed: bytes
-    batches: int
-    tokens: int  # P
-
-
-@message("L1")
-class Start:  # P → u
-    block: int
-
-
-@message("L2")
-class Inputs:  # u → P
-    c0: U32  # (n, K, tight)
-    seed: bytes
-
-
-@message("L3")
-class Blinded:  # P → u
-    c: U32  # (⌈n/2⌉, 2, KEEP, tight)
-
-
-@message("L4")
-class Fresh:  # u → P
-    c0: U32  # (2⌈n/2⌉, k', tight)
-    seed: bytes
-
-
-@message("L5")
-class Features:  # P → u
-    c: U32  # (r, 2, k, tight)
 
 
 def ideal(params: Params, inputs: Mapping[Party, Any]) -> dict[Party, F64 | None]:
@@ -171,68 +133,14 @@ def cost(params: Params) -> dict[Party, tuple[int, int]]:
     p, s, packed = params.crypto, params.shape, cheapest(params.shape, params.crypto, 1)
     one, planned = p.tight * 4, packed.plan  # bytes of a polynomial at one prime
     trips, sent, back = traffic(planned.openings)
-    whole = 1 + packed.inputs + packed.keys * p.count
-    up = 1 + len(parts(packed.inputs)) + trips, (whole * p.count + back) * one
-    down = (sent + sum(s.rank * 2 * t.primes for _, t in planned.taps)) * one
-    n = len(params.owners)
-    return {params.provider: (n * (1 + trips + len(planned.taps)), n * down)} | dict.fromkeys(params.owners, up)
+    whole, checks = 1 + packed.inputs + packed.keys * p.count, 2 * s.depth
+    up = 1 + len(parts(packed.inputs)) + trips + checks, (whole * p.count + back) * one
+    down = (sent + s.depth * CONTROLS * 2 * SENT + sum(s.rank * 2 * t.primes for _, t in planned.taps)) * one
+    n, told = len(params.owners), 1 + trips + checks + len(planned.taps)
+    return {params.provider: (n * told, n * down)} | dict.fromkeys(params.owners, up)
 
 
 # ---- roles -----------------------------------------------------------------------------------------------------------
-
-
-class OwnerSide:
-    """The owner's half of a batch: opens, rescales and encrypts what is masked; reads what is meant for it."""
-
-    def __init__(self, ch: Channel, params: Params, key: OwnerKey, entropy: Entropy) -> None:
-        self.ch, self.params, self.key, self.entropy = ch, params, key, entropy
-        self.beyond: list[Any] = []  # tap by tap, which samples of the batch left its bound
-
-    async def send_key(self, openings: Sequence[Opening], batches: int, tokens: int = 1) -> None:
-        """What the provider needs for that plan."""
-        key, p, seed = self.key, self.params.crypto, self.entropy.bytes(32)
-        switching = block.pack_words(p, key.switching(powers(openings) + 2, seed, self.entropy, tokens))
-        mine = Key(block.pack_words(p, key.b), key.seed, switching, seed, batches, tokens)
-        await self.ch.send(self.params.provider, mine)  # L1
-
-    async def send_inputs(self, x: F64) -> None:
-        """Encrypt slots (n, N/2)."""
-        for part in parts(len(x)):
-            seed = self.entropy.bytes(32)
-            c0 = self.key.encrypt(x[part], seed, self.entropy)
-            await self.ch.send(self.params.provider, Inputs(block.pack_words(self.params.crypto, c0), seed))
-
-    async def answer(self, how: Opening) -> None:
-        P, p = self.params.provider, self.params.crypto
-        for part in chunks(how):
-            c = await self.ch.recv(P, Blinded, c=(pairs(part), 2, block.KEEP, p.tight))  # L3
-            seed = self.entropy.bytes(32)
-            fresh = self.key.refresh(read(p, c.c, "L3", P), how, seed, self.entropy)
-            await self.ch.send(P, Fresh(block.pack_words(p, fresh), seed))  # L4
-
-    async def batch(self, x: F64, packed: Packing, done: int) -> F64:
-        """The taps of one batch, of which so many blocks are done: (n, taps, r), NaN where a bound was left."""
-        self.beyond.clear()
-        planned = packed.plan
-        if not done:
-            await self.send_inputs(packed.filled(x))  # L2
-        first = planned.blocks[done - 1] if done else 0
-        taps = [await self.read_tap(tap, packed, len(x)) for at, tap in planned.taps if at <= first]
-        for n, openings in enumerate(planned.rounds[first:], first + 1):
-            for how in openings:
-                await self.answer(how)
-            taps += [await self.read_tap(tap, packed, len(x)) for at, tap in planned.taps if at == n]
-        beyond = np.any(self.beyond, axis=0)
-        beyond |= float(beyond.mean()) > MOST_BEYOND  # then it is the batch that is spoilt
-        return np.where(beyond[:, None, None], np.nan, np.stack(taps, axis=1))
-
-    async def read_tap(self, tap: Tap, packed: Packing, count: int) -> F64:
-        P, s, p = self.params.provider, self.params.shape, self.params.crypto
-        c = await self.ch.recv(P, Features, c=(s.rank, 2, tap.primes, p.tight))  # L5
-        features = packed.read(self.key.read(read(p, c.c, "L5", P), tap.scale, p.slots), count)
-        self.beyond.append(~(np.abs(features) <= tap.bound).all(axis=1))  # NaN is not <= anything
-        what = f"{s.rank} features of block {tap.block} for {count} samples"
-        return self.ch.reveal(features, to=self.ch.me, line="L5", what=what, protocol=NAME)
 
 
 async def owner(ch: Channel, params: Params, inputs: F64, kept: Taps | None = None, *, entropy: Entropy) -> F64:
@@ -262,76 +170,6 @@ async def ask(ch: Channel, params: Params, inputs: F64, kept: Taps, entropy: Ent
     if np.isnan(found).all():  # only now: which batch it was is nobody else's business
         raise ProtocolAbort(NAME, "L5", "range", "features beyond their bounds; samples are unlike the model's own")
     return found
-
-
-class ProviderSide:
-    """The provider's half: masks, sends, and takes the masks off again."""
-
-    def __init__(
-        self, ch: Channel, params: Params, who: Party, key: Key, entropy: Entropy, device: Device = "cpu"
-    ) -> None:
-        b = read(params.crypto, key.b, "L1", who)
-        seed_of(key.seed, "L1", who)
-        self.ch, self.params, self.who, self.entropy = ch, params, who, entropy
-        self.ev = devices.evaluator(device, params.crypto, b, key.seed)
-        self.ev.accept(read(params.crypto, key.switching, "L1", who), seed_of(key.switching_seed, "L1", who))
-        self.pool = self.ev.pool()
-
-    def put(self, words: U32, line: str) -> Any:
-        """Residues from the wire, where the evaluator has its arrays."""
-        try:
-            return self.ev.put(words)
-        except CloisterError as e:
-            raise ProtocolAbort(NAME, line, "malformed", f"from '{self.who}': {e}") from None
-
-    async def inputs(self, n: int) -> Values:
-        p = self.params.crypto
-        shelf = self.pool.shelf(n, 2, p.count, p.degree)
-        for part in parts(n):
-            m = await self.ch.recv(self.who, Inputs, c0=(part.stop - part.start, p.count, p.tight))  # L2
-            c0 = self.put(m.c0, "L2")
-            shelf.put(part.start, self.ev.expand(c0, seed_of(m.seed, "L2", self.who)))
-        return Values(n, 2, p.scale, shelf.read, p.count)
-
-    async def refresh(self, groups: list[tuple[Opening, Recipe]]) -> list[Recipe]:
-        p = self.params.crypto
-        back: list[Recipe] = []
-        ahead: deque[tuple[Opening, slice, bytes, Any]] = deque()
-
-        async def collect() -> None:
-            how, part, masks, shelf = ahead.popleft()
-            m = await self.ch.recv(self.who, Fresh, c0=(2 * pairs(part), how.back, p.tight))  # L4
-            seed = seed_of(m.seed, "L4", self.who)
-            fresh = self.ev.unblind(self.put(m.c0, "L4"), seed, how, masks)
-            shelf.put(part.start, fresh[: part.stop - part.start])
-
-        for how, recipe in groups:
-            shelf = self.pool.shelf(how.count, 2, how.back, p.degree)
-            back.append(shelf.read)
-            step, some, lo = together(how, self.ev.at_once), None, 0
-            for part in chunks(how):
-                if some is None or part.start == lo + step:
-                    lo = part.start
-                    some = recipe(range(lo, min(how.count, lo + step)), how.primes)
-                masks = self.entropy.bytes(32)
-                sent = self.ev.blind(some[part.start - lo : part.stop - lo], how, masks, self.entropy)
-                await self.ch.send(self.who, Blinded(self.ev.host(sent)))  # L3
-                ahead.append((how, part, masks, shelf))
-                if len(ahead) > AHEAD:
-                    await collect()
-        while ahead:
-            await collect()
-        return back
-
-    async def make_tap(self, circuit: Circuit, x: Values, tap: Tap) -> U32:
-        y = await circuit.tap(x, self.params.shape.taps.index(tap.block))
-        made: U32 = self.ev.host(flooded(self.ev, y, tap, self.entropy))
-        return made
-
-    async def send_tap(self, c: U32, tap: Tap) -> None:
-        what = f"{len(c)} features of block {tap.block} for a batch"
-        self.ch.record_opening(to=self.who, line="L5", what=what, protocol=NAME)
-        await self.ch.send(self.who, Features(c))  # L5
 
 
 async def provider(
@@ -381,11 +219,14 @@ async def provider(
                 answers.start(count - n)
             x = await circuit.embed(inputs)
         for layer in range(done, s.depth):
-            at, last = f"batch {n + 1} of {count}, block {layer + 1} of {s.depth}", layer + 1 == s.depth
-            ch.step(f"{side.who}: {at}", protocol=NAME, line="L3")
+            where, last = f"batch {n + 1} of {count}, block {layer + 1} of {s.depth}", layer + 1 == s.depth
+            ch.step(f"{side.who}: {where}", protocol=NAME, line="L3")
             x = await circuit.block(x, layer, 1 if last else 0)
             tapped = [tap_of(s, p, which, P) for which, at in enumerate(s.taps) if at == layer + 1]
             made = [await side.make_tap(circuit, x, tap) for tap in tapped]
+            if not await side.agree(planned.openings_of(layer)):
+                ch.step(f"{side.who}: {where}: answers are not what was sent; it ends here", protocol=NAME, line="T4")
+                return answers.start(count - n - 1)
             answers.add(layer + 1, None if last else x, side.ev, made)
             for tap, c in zip(tapped, made, strict=True):
                 await side.send_tap(c, tap)  # L5

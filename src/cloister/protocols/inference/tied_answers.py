@@ -1,0 +1,164 @@
+"""What ties an owner's answers to what it was sent. Local steps of `encrypted_inference`.
+
+    L3  P → u   after the values v_1, …, v_n of an opening, also Σ_j r_ij·v_j for i = 1, …, 4: masked like them, to be
+                answered like them; r_ij uniform in [-31, 31] (of complex numbers for pairs of values), fresh, P's alone
+    L4  u → P   answers a_j, b_i: what is under the masks, times f
+    after each block, and before what it tells (L5):
+    T1  P       E_i = Σ w·(b_i - Σ_j r_ij·a_j) over the block's openings: small where answers are true. Encryptions
+                still, so P does not see
+        P → u   [E_i·g + M_i], H(salt, z)       at two primes; M = z·2^32 + y, y uniform in [2^30, 3·2^30)
+    T2  u → P   H(salt', z')                    z' the higher words of what it opens
+    T3  P → u   salt                            u compares; if z' is not z it goes on with the next batch
+    T4  u → P   salt', or nothing               P compares; if z' is not z, this batch gets no tap any more
+
+A lie δ in the answer to v_j moves E_i by w·r_ij·δ, and who does not know r_ij does not know what to move b_i by: u
+finds z with probability 63^-4 = 2^-24, unless w·r·δ is small enough to pass (`Tie.slack`): the check has to leave room
+for the noise of all answers of a block. Both sides commit themselves before either opens, so a liar has one guess, and
+a provider that lies learns no more than that they differ.
+
+What u sees of E_i under y is one bit a coefficient at most (`owner_ckks.cover`). Values that went round modulo Q, 2^40
+times beyond their interval, break the sums as a lie does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import numpy as np
+
+from cloister.arrays import I64, U32
+from cloister.crypto.entropy import Entropy
+from cloister.crypto.lattice.ring import SIGMA
+from cloister.crypto.owner_ckks.cover import cover
+from cloister.crypto.owner_ckks.pairs import dropped
+from cloister.crypto.owner_ckks.scheme import KEEP, Evaluator, Opening, Parameters, unpack_words
+from cloister.errors import ParameterError
+from cloister.protocols.inference.block_messages import CONTROLS, chunks, pairs
+
+REACH = 31  # |r|
+AT = KEEP + 1  # primes at which sums are added up; every answer has as many
+SENT = 2  # primes at which they are opened
+ROOM = 30  # bits of an honest sum when it is opened
+SIGMAS = 10.0
+MEAN_SQUARE = REACH * (REACH + 1) / 3  # of r
+
+
+# ---- how far honest answers are off ----------------------------------------------------------------------------------
+
+
+def noise(params: Parameters, how: Opening) -> float:
+    """Standard deviation of an answer's coefficient from what is under the mask, times f."""
+    N, lost = params.degree, float(dropped(params, how.primes))
+    rounding = (1 + N * 2 / 3) / 12  # of c_0 and of c_1·s, when primes are dropped
+    zero = (SIGMA / lost) ** 2 * (1 + 4 * N / 3)  # of Enc(0)
+    digits = (SIGMA * 2.0**params.bits / lost) ** 2 * N / 3 * how.primes * (how.polys - 2)  # of switching keys
+    f = math.ldexp(how.factor, -how.shift)
+    return math.sqrt(SIGMA**2 + 0.5 + 2 * f * f * (rounding + zero + digits))
+
+
+@dataclass(frozen=True, slots=True)
+class Tie:
+    """How the sums of one block are weighed, added up and opened; both sides know it beforehand."""
+
+    weights: tuple[int, ...]  # of the block's openings
+    factor: int  # by which E is multiplied before primes are dropped
+    slack: float  # a lie in one answer that passes whatever r is, in deviations of an honest one; where it is largest
+
+    @classmethod
+    def of(cls, params: Parameters, openings: Sequence[Opening]) -> Tie:
+        if any(how.back < AT for how in openings):
+            raise ParameterError(f"answers at fewer than {AT} primes cannot be checked; use larger scales")
+        each = [noise(params, how) * math.sqrt(1 + MEAN_SQUARE * 2 * sum(map(pairs, chunks(how)))) for how in openings]
+        weights = tuple(max(1, round(max(each) / s)) for s in each)
+        total = SIGMAS * math.sqrt(sum((w * s) ** 2 for w, s in zip(weights, each, strict=True)))
+        lost = dropped(params, AT, SENT)
+        factor = math.floor(math.ldexp(lost / total, ROOM))
+        if not factor:
+            raise ParameterError("sums of answers are too long to be opened; use smaller scales")
+        slack = max(total / REACH / w / noise(params, how) for w, how in zip(weights, openings, strict=True))
+        return cls(weights, factor, slack)
+
+
+# ---- the provider ----------------------------------------------------------------------------------------------------
+
+
+@final
+class Sums:
+    """Of one opening: Σ r·v on the way out, and b - Σ r·a of what comes back.
+
+    Values travel in pairs v + i·v', and r is complex: sums of pairs are pairs of sums, noise and all. A single value at
+    the end of a message has a partner too, whose answer counts.
+    """
+
+    def __init__(self, ev: Any, how: Opening, entropy: Entropy) -> None:
+        self._ev, self._sent, self._off = ev, None, None
+        places = [np.arange(part.stop - part.start) for part in chunks(how)]
+        starts = np.cumsum([0] + [2 * pairs(part) for part in chunks(how)])
+        self._at = np.concatenate([start + place for start, place in zip(starts, places, strict=False)])
+        x, y = entropy.prg().below(2 * REACH + 1, (2, CONTROLS // 2, int(starts[-1]) // 2)).astype(np.int64) - REACH
+        self._r = np.stack([np.stack([x, -y], axis=2), np.stack([y, x], axis=2)], axis=1)
+        self._r = self._r.reshape(CONTROLS, int(starts[-1]))
+
+    def __repr__(self) -> str:
+        return "Sums(...)"
+
+    def _with(self, total: Any, r: I64, cts: Any) -> Any:
+        made = self._ev.linear(self._ev.weights(r), cts)
+        return made if total is None else self._ev.combine([(1, total), (1, made)])
+
+    def add(self, first: int, cts: Any) -> None:
+        """Values from number `first` on, as they are before they are masked."""
+        self._sent = self._with(self._sent, self._r[:, self._at[first : first + len(cts)]], cts)
+
+    @property
+    def controls(self) -> Any:
+        """Further values of the opening."""
+        return self._sent
+
+    def answered(self, first: int, cts: Any) -> None:
+        """The answers to a message that began with value `first`, its last one's partner among them."""
+        start = int(self._at[first])
+        self._off = self._with(self._off, -self._r[:, start : start + len(cts)], self._ev.cut(cts, AT))
+
+    def off(self, answers: Any) -> Any:
+        """B - Σ r·a, encrypted: (CONTROLS, 2, AT, N)."""
+        return self._ev.combine([(1, self._ev.cut(answers, AT)), (1, self._off)])
+
+
+@final
+class Ties:
+    """The sums of the block at hand."""
+
+    def __init__(self, ev: Any, plain: Evaluator, entropy: Entropy) -> None:
+        self._ev, self._plain, self._entropy = ev, plain, entropy  # `plain`: the same key on the CPU
+        self._off: list[Any] = []
+
+    def add(self, off: Any) -> None:
+        """Of the next opening of this block."""
+        self._off.append(off)
+
+    def open(self, tie: Tie) -> tuple[U32, U32]:
+        """(What u is sent, (CONTROLS, 2, SENT, N); z) of all openings so far."""
+        if len(self._off) != len(tie.weights):
+            raise ParameterError("a block has other openings than were planned")
+        total = self._ev.combine(list(zip(tie.weights, self._off, strict=True)))
+        self._off = []
+        cts = unpack_words(self._plain.params, self._ev.host(total))
+        return cover(self._plain, cts, tie.factor, SENT, self._entropy)
+
+
+# ---- both ------------------------------------------------------------------------------------------------------------
+
+
+def seal(salt: bytes, who: str, z: U32) -> bytes:
+    """A commitment to z."""
+    return hashlib.sha256(b"cloister tied answers\0" + salt + who.encode() + b"\0" + z.tobytes()).digest()
+
+
+def opens(sealed: bytes, salt: bytes, who: str, z: U32) -> bool:
+    return len(salt) == 32 and hmac.compare_digest(sealed, seal(salt, who, z))
