@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cloister.crypto.entropy import Entropy
-from cloister.crypto.owner_ckks.scheme import FLOOD_BITS, Opening, Parameters, primes_for, room
+from cloister.crypto.owner_ckks.scheme import FLOOD_BITS, KEEP, Opening, Parameters, primes_for, room
 from cloister.errors import ParameterError
 from cloister.models.polynomial import Shape
 from cloister.protocols.inference.block_circuit import Circuit
@@ -17,6 +17,7 @@ from cloister.protocols.inference.block_values import Cts, Values
 from cloister.protocols.inference.grid_circuit import GridCircuit
 from cloister.protocols.inference.quadratic_circuit import QuadraticCircuit
 
+CHECKED = KEEP + 1  # primes that every answer has: at so many, answers are compared (`tied_answers`)
 TAP_PRECISION = 10  # bits of what is read; the flooding covers all below
 
 
@@ -115,7 +116,7 @@ def plan(shape: Shape, params: Parameters, last: int = 1, tokens: int = 1) -> Pl
         coroutine.send(None)
     except StopIteration:
         need = iter(c.need)
-        planned = [tuple(dataclasses.replace(h, back=next(need)) for h in r) for r in rounds]
+        planned = [tuple(dataclasses.replace(h, back=max(CHECKED, next(need))) for h in r) for r in rounds]
         return Plan(tuple(planned), tuple(taps), tuple(blocks))
     raise RuntimeError("counting waits for nobody")
 

@@ -182,7 +182,10 @@ async def provider(
     *,
     entropy: Entropy,
 ) -> dict[Party, int]:
-    """The part of P, for all owners side by side. Returns how many batches each had; `folder` keeps how far it is."""
+    """The part of P, for all owners side by side; `folder` keeps how far it is.
+
+    Returns how many batches of each were answered to their end.
+    """
     devices.check(device)
     if encoder.shape != params.shape:
         raise ParameterError("the model has another shape than was announced")
@@ -199,12 +202,10 @@ async def provider(
             answers.start(unpaid)
         side = ProviderSide(mine, params, u, key, entropy, device)
         await mine.send(u, Start(answers.block))  # L1
-        for n in range(key.batches):
-            await answer(side, answers, packed, key.batches, n)
-        return key.batches
+        return sum([await answer(side, answers, packed, key.batches, n) for n in range(key.batches)])
 
-    async def answer(side: ProviderSide, answers: Answers, packed: Packing, count: int, n: int) -> None:
-        """One batch, from where it is."""
+    async def answer(side: ProviderSide, answers: Answers, packed: Packing, count: int, n: int) -> bool:
+        """One batch, from where it is; whether it came to its end."""
         planned, P = packed.plan, packed.tokens
         circuit = circuit_of(s, P)(s, p, side.refresh, rounded, side.ev, planned.openings, side.pool)
         done = answers.block if n == 0 else 0
@@ -226,10 +227,12 @@ async def provider(
             made = [await side.make_tap(circuit, x, tap) for tap in tapped]
             if not await side.agree(planned.openings_of(layer)):
                 ch.step(f"{side.who}: {where}: answers are not what was sent; it ends here", protocol=NAME, line="T4")
-                return answers.start(count - n - 1)
+                answers.start(count - n - 1)
+                return False
             answers.add(layer + 1, None if last else x, side.ev, made)
             for tap, c in zip(tapped, made, strict=True):
                 await side.send_tap(c, tap)  # L5
+        return True
 
     counts = await asyncio.gather(*(serve(u) for u in params.owners))
     return dict(zip(params.owners, counts, strict=True))

@@ -17,9 +17,10 @@ from cloister.crypto.owner_ckks.scheme import Parameters
 from cloister.crypto.owner_ckks.turns import Turns, slots, spread
 from cloister.errors import ParameterError, ProtocolAbort
 from cloister.models.polynomial import Shape
-from cloister.protocols.inference.block_messages import NAME, powers, traffic
+from cloister.protocols.inference.block_messages import CONTROLS, NAME, powers, traffic
 from cloister.protocols.inference.block_plan import Plan, plan
 from cloister.protocols.inference.grid_circuit import fits_a_grid, grid_of
+from cloister.protocols.inference.tied_answers import SENT
 from cloister.study import Party
 
 LINE = 12.5e6  # bytes a second, in which a cost is told: 100 Mbit/s
@@ -81,6 +82,7 @@ class Packing:
         p, (_, down, up) = self.crypto, traffic(self.plan.openings)
         one, n = p.tight * 4, self.batches(samples)
         keys = (1 + self.keys * p.count) * p.count
+        down += self.shape.depth * CONTROLS * 2 * SENT
         return one * (keys + n * (up + self.inputs * p.count)), one * n * down
 
     def price(self, samples: int) -> str:

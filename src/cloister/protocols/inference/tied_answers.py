@@ -36,12 +36,12 @@ from cloister.crypto.entropy import Entropy
 from cloister.crypto.lattice.ring import SIGMA
 from cloister.crypto.owner_ckks.cover import cover
 from cloister.crypto.owner_ckks.pairs import dropped
-from cloister.crypto.owner_ckks.scheme import KEEP, Evaluator, Opening, Parameters, unpack_words
+from cloister.crypto.owner_ckks.scheme import Evaluator, Opening, Parameters, unpack_words
 from cloister.errors import ParameterError
 from cloister.protocols.inference.block_messages import CONTROLS, chunks, pairs
+from cloister.protocols.inference.block_plan import CHECKED
 
 REACH = 31  # |r|
-AT = KEEP + 1  # primes at which sums are added up; every answer has as many
 SENT = 2  # primes at which they are opened
 ROOM = 30  # bits of an honest sum when it is opened
 SIGMAS = 10.0
@@ -71,12 +71,10 @@ class Tie:
 
     @classmethod
     def of(cls, params: Parameters, openings: Sequence[Opening]) -> Tie:
-        if any(how.back < AT for how in openings):
-            raise ParameterError(f"answers at fewer than {AT} primes cannot be checked; use larger scales")
         each = [noise(params, how) * math.sqrt(1 + MEAN_SQUARE * 2 * sum(map(pairs, chunks(how)))) for how in openings]
         weights = tuple(max(1, round(max(each) / s)) for s in each)
         total = SIGMAS * math.sqrt(sum((w * s) ** 2 for w, s in zip(weights, each, strict=True)))
-        lost = dropped(params, AT, SENT)
+        lost = dropped(params, CHECKED, SENT)
         factor = math.floor(math.ldexp(lost / total, ROOM))
         if not factor:
             raise ParameterError("sums of answers are too long to be opened; use smaller scales")
@@ -123,11 +121,11 @@ class Sums:
     def answered(self, first: int, cts: Any) -> None:
         """The answers to a message that began with value `first`, its last one's partner among them."""
         start = int(self._at[first])
-        self._off = self._with(self._off, -self._r[:, start : start + len(cts)], self._ev.cut(cts, AT))
+        self._off = self._with(self._off, -self._r[:, start : start + len(cts)], self._ev.cut(cts, CHECKED))
 
     def off(self, answers: Any) -> Any:
-        """B - Σ r·a, encrypted: (CONTROLS, 2, AT, N)."""
-        return self._ev.combine([(1, self._ev.cut(answers, AT)), (1, self._off)])
+        """B - Σ r·a, encrypted: (CONTROLS, 2, CHECKED, N)."""
+        return self._ev.combine([(1, self._ev.cut(answers, CHECKED)), (1, self._off)])
 
 
 @final
