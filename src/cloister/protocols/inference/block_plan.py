@@ -17,8 +17,12 @@ from cloister.protocols.inference.block_values import Cts, Values
 from cloister.protocols.inference.grid_circuit import GridCircuit
 from cloister.protocols.inference.quadratic_circuit import QuadraticCircuit
 
-CHECKED = KEEP + 1  # primes that every answer has: at so many, answers are compared (`tied_answers`)
 TAP_PRECISION = 10  # bits of what is read; the flooding covers all below
+
+
+def checked(params: Parameters) -> int:
+    """Primes at which answers are compared (`tied_answers`): every answer has one more at least."""
+    return min(params.count - 1, KEEP + 1)
 
 
 def circuit_of(shape: Shape, tokens: int = 1) -> type[Circuit]:
@@ -116,7 +120,7 @@ def plan(shape: Shape, params: Parameters, last: int = 1, tokens: int = 1) -> Pl
         coroutine.send(None)
     except StopIteration:
         need = iter(c.need)
-        planned = [tuple(dataclasses.replace(h, back=max(CHECKED, next(need))) for h in r) for r in rounds]
+        planned = [tuple(dataclasses.replace(h, back=max(checked(params) + 1, next(need))) for h in r) for r in rounds]
         return Plan(tuple(planned), tuple(taps), tuple(blocks))
     raise RuntimeError("counting waits for nobody")
 

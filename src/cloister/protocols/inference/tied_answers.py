@@ -4,17 +4,19 @@
                 answered like them; r_ij uniform in [-31, 31] (of complex numbers for pairs of values), fresh, P's alone
     L4  u → P   answers a_j, b_i: what is under the masks, times f
     after each block, and before what it tells (L5):
-    T1  P       E_i = Σ w·(b_i - Σ_j r_ij·a_j) over the block's openings: small where answers are true. Encryptions
-                still, so P does not see
-        P → u   [E_i·g + M_i], H(salt, z)       at two primes; M = z·2^32 + y, y uniform in [2^30, 3·2^30)
+    T1  P       E_i = Σ ⌊λ_i·(b_i - Σ_j r_ij·a_j) / D⌉ over the block's openings, D the last primes of an answer; λ_i
+                random and secret, some fraction of D. Encryptions still, so P does not see that E_i is small
+        P → u   [E_i + M_i], H(salt, z)         at two primes; M = z·2^32 + y, y uniform in [2^30, 3·2^30)
     T2  u → P   H(salt', z')                    z' the higher words of what it opens
     T3  P → u   salt                            u compares; if z' is not z it goes on with the next batch
     T4  u → P   salt', or nothing               P compares; if z' is not z, this batch gets no tap any more
 
-A lie δ in the answer to v_j moves E_i by w·r_ij·δ, and who does not know r_ij does not know what to move b_i by: u
-finds z with probability 63^-4 = 2^-24, unless w·r·δ is small enough to pass (`Tie.slack`): the check has to leave room
-for the noise of all answers of a block. Both sides commit themselves before either opens, so a liar has one guess, and
-a provider that lies learns no more than that they differ.
+A lie δ in the answer to v_j moves E_i by λ_i·r_ij·δ / D, and who does not know r_ij does not know what to move b_i by:
+u finds z with probability 63^-4 = 2^-24, unless δ is small enough to pass (`Tie.slack`): the check has to leave room
+for the noise of all answers of a block. λ_i hides from u what would vanish modulo the primes that are left; it has no
+factor below 64, so that a lie of a / b of the modulus, b small, passes with probability b^-4: that may tell weights of
+the last projection modulo b, and breaks the sums of any opening that follows. Both sides commit themselves before
+either opens, so a liar has one guess, and a provider that lies learns no more than that they differ.
 
 What u sees of E_i under y is one bit a coefficient at most (`owner_ckks.cover`). Values that went round modulo Q, 2^40
 times beyond their interval, break the sums as a lie does.
@@ -39,9 +41,11 @@ from cloister.crypto.owner_ckks.pairs import dropped
 from cloister.crypto.owner_ckks.scheme import Evaluator, Opening, Parameters, unpack_words
 from cloister.errors import ParameterError
 from cloister.protocols.inference.block_messages import CONTROLS, chunks, pairs
-from cloister.protocols.inference.block_plan import CHECKED
+from cloister.protocols.inference.block_plan import checked
 
 REACH = 31  # |r|
+LEAST = 1 << 20  # that a secret factor may be at most: it hides by as much
+SMALL_PRIMES = math.prod(p for p in range(2, 64) if all(p % i for i in range(2, p)))
 SENT = 2  # primes at which they are opened
 ROOM = 30  # bits of an honest sum when it is opened
 SIGMAS = 10.0
@@ -63,23 +67,31 @@ def noise(params: Parameters, how: Opening) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Tie:
-    """How the sums of one block are weighed, added up and opened; both sides know it beforehand."""
+    """How the sums of one block are weighed: so that those of each opening, added up, keep to ±2^30 where honest."""
 
-    weights: tuple[int, ...]  # of the block's openings
-    factor: int  # by which E is multiplied before primes are dropped
+    weights: tuple[int, ...]  # the largest λ of each opening
     slack: float  # a lie in one answer that passes whatever r is, in deviations of an honest one; where it is largest
 
     @classmethod
     def of(cls, params: Parameters, openings: Sequence[Opening]) -> Tie:
-        each = [noise(params, how) * math.sqrt(1 + MEAN_SQUARE * 2 * sum(map(pairs, chunks(how)))) for how in openings]
-        weights = tuple(max(1, round(max(each) / s)) for s in each)
-        total = SIGMAS * math.sqrt(sum((w * s) ** 2 for w, s in zip(weights, each, strict=True)))
-        lost = dropped(params, CHECKED, SENT)
-        factor = math.floor(math.ldexp(lost / total, ROOM))
-        if not factor:
+        keep = checked(params)
+        most = math.ldexp(float(dropped(params, keep, SENT)), ROOM)
+        weights, slack = [], 0.0
+        for how in openings:
+            one, columns = noise(params, how), 2 * sum(map(pairs, chunks(how)))
+            share = most / SIGMAS / math.sqrt(len(openings)) / one / math.sqrt(1 + MEAN_SQUARE * columns)
+            weights.append(math.floor(share * dropped(params, how.back, keep)))
+            slack = max(slack, most / share / REACH / one)
+        if min(weights) < LEAST:
             raise ParameterError("sums of answers are too long to be opened; use smaller scales")
-        slack = max(total / REACH / w / noise(params, how) for w, how in zip(weights, openings, strict=True))
-        return cls(weights, factor, slack)
+        return cls(tuple(weights), slack)
+
+
+def secret_factor(most: int, entropy: Entropy) -> int:
+    """Uniform in [most / 2, most] among the numbers without a factor below 64."""
+    while math.gcd(found := most - entropy.integer_below(most // 2), SMALL_PRIMES) != 1:
+        pass
+    return found
 
 
 # ---- the provider ----------------------------------------------------------------------------------------------------
@@ -121,11 +133,11 @@ class Sums:
     def answered(self, first: int, cts: Any) -> None:
         """The answers to a message that began with value `first`, its last one's partner among them."""
         start = int(self._at[first])
-        self._off = self._with(self._off, -self._r[:, start : start + len(cts)], self._ev.cut(cts, CHECKED))
+        self._off = self._with(self._off, -self._r[:, start : start + len(cts)], cts)
 
     def off(self, answers: Any) -> Any:
-        """B - Σ r·a, encrypted: (CONTROLS, 2, CHECKED, N)."""
-        return self._ev.combine([(1, self._ev.cut(answers, CHECKED)), (1, self._off)])
+        """What is left of b - Σ r·a, encrypted: (CONTROLS, 2, k', N)."""
+        return self._ev.combine([(1, answers), (1, self._off)])
 
 
 @final
@@ -144,10 +156,13 @@ class Ties:
         """(What u is sent, (CONTROLS, 2, SENT, N); z) of all openings so far."""
         if len(self._off) != len(tie.weights):
             raise ParameterError("a block has other openings than were planned")
-        total = self._ev.combine(list(zip(tie.weights, self._off, strict=True)))
+        ev, params, parts = self._ev, self._plain.params, []
+        for most, off in zip(tie.weights, self._off, strict=True):
+            factors = [secret_factor(most, self._entropy) for _ in range(CONTROLS)]
+            parts.append((1, ev.dropped(ev.combine([(factors, off)]), checked(params))))
         self._off = []
-        cts = unpack_words(self._plain.params, self._ev.host(total))
-        return cover(self._plain, cts, tie.factor, SENT, self._entropy)
+        cts = unpack_words(params, ev.host(ev.combine(parts)))
+        return cover(self._plain, cts, SENT, self._entropy)
 
 
 # ---- both ------------------------------------------------------------------------------------------------------------
