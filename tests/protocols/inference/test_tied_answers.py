@@ -1,5 +1,6 @@
 """An owner that answers something else than what it was sent: it is found out before it is told anything."""
 
+import hashlib
 import math
 import sys
 from pathlib import Path
@@ -14,15 +15,16 @@ from encoders import micro, quadratic_shape, tiny, untied
 
 from cloister.crypto.entropy import Entropy
 from cloister.crypto.owner_ckks import scheme as block
-from cloister.crypto.owner_ckks.cover import cover, uncover
+from cloister.crypto.owner_ckks.cover import CELL, ROOM, SENT, Leaves, cells, cover, opens, shifts, uncover
 from cloister.crypto.owner_ckks.pairs import dropped, pairs_of
 from cloister.errors import ParameterError
 from cloister.protocols.inference import batch_sides, tied_answers
 from cloister.protocols.inference import encrypted_inference as inference
+from cloister.protocols.inference.asking_state import Taps
 from cloister.protocols.inference.block_messages import CONTROLS, chunks, pairs, traffic
 from cloister.protocols.inference.block_plan import checked, plan
 from cloister.protocols.inference.packing import packings
-from cloister.protocols.inference.tied_answers import REACH, ROOM, SENT, SMALL_PRIMES, Sums, Tie, Ties
+from cloister.protocols.inference.tied_answers import REACH, SMALL_PRIMES, Sums, Tie, Ties
 from cloister.study import Party
 from cloister.testing import Case, check_no_errors, run_protocol, transcript, values
 
@@ -74,28 +76,68 @@ def passing(i):
 
 
 def covered(m):
-    """What the reader of coefficients m finds of z, and z."""
+    """Masks, and what the reader of coefficients m opens under them."""
     key, k = block.OwnerKey(P, E), checked(P)
     ev, r, seed = block.Evaluator(P, key.b, key.seed), block.ring_of(P), E.bytes(32)
-    ints = np.asarray(m, object) * dropped(P, k, SENT)
-    c0 = np.stack([key.hide(np.array([[int(x) % q for x in row] for q in r.primes[:k]], np.uint32),
-                            block.Halves(seed), E.prg()) for row in ints])  # fmt: skip
-    sent, z = cover(ev, block.expand(P, c0, seed), SENT, E)
+    rows = [[int(x) * dropped(P, k, SENT) for x in row] for row in m]
+    ints = [np.array([[x % q for x in row] for q in r.primes[:k]], np.uint32) for row in rows]
+    c0 = np.stack([key.hide(one, block.Halves(seed), E.prg()) for one in ints])
+    sent, masks = cover(ev, block.expand(P, c0, seed), E)
     assert sent.shape == (len(m), 2, SENT, P.degree)
-    return uncover(key, sent), z
+    assert (masks < block.modulus(P, SENT)).all()
+    return masks, uncover(key, sent)
 
 
-def test_a_small_message_shows_what_lies_above_it_and_a_large_one_does_not():
-    most = (1 << ROOM) - 1000  # of which noise takes some
+def agree(masks, w):
+    h = shifts(masks)
+    return cells(masks, h) == cells(w, h)
+
+
+def test_a_small_message_leaves_the_cell_of_its_mask_and_a_large_one_does_not():
+    most = (1 << ROOM) - 200  # of which rounding takes some
     small = np.random.default_rng(0).integers(-most, most, (1, P.degree))
-    found, z = covered(small)
-    np.testing.assert_array_equal(found, z)
-    assert z.max() < block.modulus(P, SENT) >> 32
-    large = np.full((1, P.degree), 1 << 32) * np.where(np.arange(P.degree) % 2, 1, -1)
-    found, z = covered(large)
-    assert not (found == z).any()
-    half, z = covered(np.full((1, P.degree), 1 << 31))  # between the two it is a matter of chance
-    assert 0.45 < (half == z).mean() < 0.55  # 3,072 of 4,096 would be ten deviations off
+    masks, w = covered(small)
+    assert agree(masks, w).all()  # or one goes round the modulus: once in 2^18
+    large = np.full((1, P.degree), 1 << CELL) * np.where(np.arange(P.degree) % 2, 1, -1)
+    assert not agree(*covered(large)).any()
+    half = agree(*covered(np.full((1, P.degree), 1 << (CELL - 1)))).mean()  # between the two it is a matter of chance
+    assert 0.43 < half < 0.57  # nine deviations
+    h = shifts(masks)
+    assert 0.4 < h.mean() < 0.6
+    within = ((masks & np.uint64((1 << CELL) - 1)).astype(np.int64) + (h.astype(np.int64) << (CELL - 1))) % (1 << CELL)
+    assert within.min() >= 1 << ROOM
+    assert within.max() < 3 << ROOM
+
+
+@pytest.mark.parametrize("m", [0, 1 << 16, 1 << 21, 1 << 40])
+def test_what_is_opened_is_uniform_whatever_the_message(m):
+    """So it says nothing of r or λ to a liar before it commits itself: not even where in its cell a number lies."""
+    _, w = covered(np.full((1, P.degree), m))
+    for part in (w % np.uint64(1 << CELL) / (1 << CELL), w / block.modulus(P, SENT)):
+        u = np.sort(part.ravel())
+        n = len(u)
+        assert np.abs(u - (np.arange(n) + 0.5) / n).max() * np.sqrt(n) / 3.4 < 1.0  # chance: once in 10^10
+
+
+def test_one_number_of_two_is_opened():
+    a, b = (np.arange(5, dtype=np.uint64) + np.uint64(x) for x in (10, 20))
+    which = np.array([0, 1, 1, 0, 1], np.uint8)
+    right, others = np.where(which, b, a), np.where(which, a, b)
+    made = Leaves((a, b), E)
+    opened = made.open(which)
+    assert opens(made.seal, opened, which, right)
+    for i in range(5):
+        wrong = right.copy()
+        wrong[i] += np.uint64(1)
+        assert not opens(made.seal, opened, which, wrong)
+    assert not opens(made.seal, opened, 1 - which, others)
+    assert not opens(made.seal, Leaves((a, b), E).open(which), which, right)
+    assert not opens(made.seal, (opened[0][:0], opened[1][:0]), which, right)
+    assert not opens(b"", opened, which, right)
+    tried = {hashlib.sha256(s.tobytes() + int(x).to_bytes(8, "little")).digest()
+             for s in opened[0] for x in range(40)}  # fmt: skip
+    assert not {leaf.tobytes() for leaf in opened[1]} & tried  # the others have salts of their own
+    assert repr(made) == "Leaves(...)"
 
 
 def test_secret_factors_are_drawn_among_those_without_small_divisors():
@@ -181,7 +223,7 @@ def test_a_lie_in_any_opening_ends_the_batch_before_its_tap(i, monkeypatch):
     assert run.errors[ANN].code == "range"  # it has nothing
     sent = [name for name, *_ in transcript(run)[HUB]]
     assert "encrypted_inference.Features" not in sent
-    assert sent.count("encrypted_inference.Salt") == 1
+    assert sent.count("encrypted_inference.Shifts") == 1
 
 
 @pytest.mark.parametrize("primes", [1, 2, 3])
@@ -213,8 +255,10 @@ def test_the_largest_lie_that_passes_is_lost_in_the_flooding(monkeypatch):
     assert weight * lie / scale < 2.0**tap.flood_bits / tap.scale
 
 
-def test_one_batch_is_lost_and_the_next_one_answered(monkeypatch, tmp_path):
+def test_a_liar_that_goes_on_has_paid_for_the_batch_it_lost(monkeypatch, tmp_path):
     lying(monkeypatch, lambda at, how: 300 * passing(0) if at == 0 else 0)
+    never = property(lambda self: False, lambda self, done: None)
+    monkeypatch.setattr(batch_sides.OwnerSide, "done", never, raising=False)
     run = run_protocol(inference, case(P.slots + 2, folder=tmp_path), timeout=120.0)
     check_no_errors(run)
     assert values(run)[HUB] == {ANN: 1}  # of two
@@ -240,19 +284,19 @@ def test_switching_keys_that_are_none_end_it(lie, monkeypatch):
     assert "encrypted_inference.Features" not in [name for name, *_ in transcript(run)[HUB]]
 
 
-@pytest.mark.parametrize("echo", ["seal", "other"])
-def test_an_owner_that_says_after_the_provider_gets_nothing(echo, monkeypatch):
-    """It answers T2 with the provider's own seal, or with one of its own making, and T4 with the provider's salt."""
+@pytest.mark.parametrize("late", ["echo", "after"])
+def test_an_owner_that_says_after_the_provider_gets_nothing(late, monkeypatch):
+    """It answers T2 with the provider's own seal; or opens what it sealed, though that was something else."""
     lying(monkeypatch, lambda at, how: 300 * passing(0) if at == 0 else 0)
 
     async def agree(self):
         P, p = self.params.provider, self.params.crypto
         c = await self.ch.recv(P, batch_sides.Check, c=(CONTROLS, 2, SENT, p.tight))
-        z = uncover(self.key, batch_sides.read(p, c.c, "T1", P))
-        mine = c.seal if echo == "seal" else tied_answers.seal(bytes(32), str(ANN), z)
-        await self.ch.send(P, batch_sides.Sealed(mine))
-        salt = (await self.ch.recv(P, batch_sides.Salt)).salt
-        await self.ch.send(P, batch_sides.Found(salt if echo == "seal" else bytes(32)))
+        w = uncover(self.key, batch_sides.read(p, c.c, "T1", P))
+        mine = Leaves((cells(w, 0), cells(w, 1)), self.entropy)
+        await self.ch.send(P, batch_sides.Sealed(c.seal if late == "echo" else mine.seal))
+        h = (await self.ch.recv(P, batch_sides.Shifts)).h
+        await self.ch.send(P, batch_sides.Found(*mine.open(h)))
         return True  # and waits for its tap
 
     monkeypatch.setattr(batch_sides.OwnerSide, "agree", agree)
@@ -262,19 +306,68 @@ def test_an_owner_that_says_after_the_provider_gets_nothing(echo, monkeypatch):
 
 
 def test_a_provider_that_lies_about_the_sums_hears_no_more_than_no(monkeypatch):
-    """It commits itself to something else: the owner's salt stays at home, and so what it found."""
-    honest, heard = tied_answers.seal, []
-    monkeypatch.setattr(batch_sides, "seal", lambda salt, who, z: honest(salt, who, z + np.uint32(who == HUB)))
-    receive = batch_sides.opens
+    """It commits itself to something else: the owner opens nothing."""
+    honest, heard, receive, said = tied_answers.seal, [], batch_sides.opens, []
 
-    def opens(sealed, salt, who, z):
-        heard.append((who, salt))
-        return receive(sealed, salt, who, z)
+    def seal(salt, h, z):
+        said.append(z)
+        return honest(salt, h, z + np.uint64(len(said) == 1))  # the provider is the first to say
 
+    def opens(sealed, opened, h, z):
+        heard.append([len(x) for x in opened])
+        return receive(sealed, opened, h, z)
+
+    monkeypatch.setattr(batch_sides, "seal", seal)
     monkeypatch.setattr(batch_sides, "opens", opens)
     run = run_protocol(inference, case(), timeout=60.0)
     assert run.errors[ANN].code == "range"
-    assert [salt for who, salt in heard if who == ANN] == [b""]
+    assert heard == [[0, 0]]
+
+
+def test_a_key_is_not_used_again_after_a_check_that_failed(monkeypatch, tmp_path):
+    """A provider that lies would learn a bit of it every time. What was read is kept, and the rest asked for anew."""
+    kept = Taps(tmp_path / "taps.npz", "these samples")
+
+    async def keeping(ch, params, inputs, *, entropy):
+        return await inference.owner(ch, params, inputs, kept, entropy=entropy)
+
+    c = case(P.slots + 2)
+    with monkeypatch.context() as m:
+        lying(m, lambda at, how: 300 * passing(0) if at == 0 else 0)
+        run = run_protocol(inference, c, roles={ANN: keeping}, timeout=60.0)
+    assert run.errors[ANN].code == "answers"
+    assert "ask again" in str(run.errors[ANN])
+    kept = Taps.open(tmp_path / "taps.npz", "these samples", P)
+    assert not kept.begun
+    assert kept.count == P.slots
+    assert np.isnan(kept.read[0]).all()
+    run = run_protocol(inference, c, roles={ANN: keeping}, timeout=60.0)
+    check_no_errors(run)
+    assert np.isnan(values(run)[ANN]).all(axis=(1, 2)).tolist() == [True] * P.slots + [False] * 2
+
+
+def test_who_leaves_while_answers_are_compared_cannot_try_again(monkeypatch, tmp_path):
+    """At T3 an owner knows how it ends. With the same key there is no second guess, and a new one is paid for."""
+    kept, ledger = Taps(tmp_path / "taps.npz", "these samples"), inference.Ledger()
+
+    async def keeping(ch, params, inputs, *, entropy):
+        return await inference.owner(ch, params, inputs, kept, entropy=entropy)
+
+    async def counted(ch, params, encoder, *_, entropy):
+        return await inference.provider(ch, params, encoder, ledger, "cpu", tmp_path / "hub", entropy=entropy)
+
+    with monkeypatch.context() as m:
+        m.setattr(batch_sides.Leaves, "open", None)  # it falls over before T4
+        run = run_protocol(inference, case(), roles={ANN: keeping, HUB: counted}, timeout=10.0)
+    assert ANN in run.errors
+    kept = Taps.open(tmp_path / "taps.npz", "these samples", P)
+    assert kept.begun
+    run = run_protocol(inference, case(), roles={ANN: keeping, HUB: counted}, timeout=10.0)
+    assert {e.code for e in run.errors.values()} == {"state"}
+    assert "while its answers were compared" in str(run.errors[HUB])
+    kept = Taps()
+    check_no_errors(run_protocol(inference, case(), roles={ANN: keeping, HUB: counted}, timeout=60.0))
+    assert ledger.used == {ANN: 2 * P.slots}
 
 
 def test_without_ties_the_same_lie_was_answered(monkeypatch):

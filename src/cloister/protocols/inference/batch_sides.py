@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from cloister.arrays import F64, U32
 from cloister.crypto.entropy import Entropy
 from cloister.crypto.owner_ckks import devices
 from cloister.crypto.owner_ckks import scheme as block
-from cloister.crypto.owner_ckks.cover import uncover
+from cloister.crypto.owner_ckks.cover import LEAF, SALT, SENT, Leaves, cells, opens, shifts, uncover
 from cloister.crypto.owner_ckks.devices import Device
 from cloister.crypto.owner_ckks.scheme import Opening, OwnerKey
 from cloister.errors import CloisterError, ProtocolAbort
@@ -29,8 +30,8 @@ from cloister.protocols.inference.block_messages import (
     Fresh,
     Inputs,
     Key,
-    Salt,
     Sealed,
+    Shifts,
     chunks,
     pairs,
     parts,
@@ -42,7 +43,7 @@ from cloister.protocols.inference.block_messages import (
 from cloister.protocols.inference.block_plan import Tap, flooded
 from cloister.protocols.inference.block_values import Recipe, Values
 from cloister.protocols.inference.packing import Packing
-from cloister.protocols.inference.tied_answers import SENT, Sums, Tie, Ties, opens, seal
+from cloister.protocols.inference.tied_answers import Sums, Tie, Ties, seal
 from cloister.study import Party
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ class OwnerSide:
     def __init__(self, ch: Channel, params: Params, key: OwnerKey, entropy: Entropy) -> None:
         self.ch, self.params, self.key, self.entropy = ch, params, key, entropy
         self.beyond: list[Any] = []  # tap by tap, which samples of the batch left its bound
+        self.done = False  # with the key: a provider that lies learns a bit of it by every check that fails
 
     async def send_key(self, openings: Sequence[Opening], batches: int, tokens: int = 1) -> None:
         """What the provider needs for that plan."""
@@ -93,6 +95,7 @@ class OwnerSide:
             for how in openings:
                 await self.answer(how)
             if n in planned.blocks and not await self.agree():
+                self.done = True
                 return np.full((len(x), len(planned.taps), self.params.shape.rank), np.nan)
             taps += [await self.read_tap(tap, packed, len(x)) for at, tap in planned.taps if at == n]
         beyond = np.any(self.beyond, axis=0)
@@ -101,12 +104,16 @@ class OwnerSide:
 
     async def agree(self) -> bool:
         """Whether the answers of a block were what they should be, as P finds as well."""
-        P, p, me = self.params.provider, self.params.crypto, str(self.ch.me)
+        P, p = self.params.provider, self.params.crypto
         c = await self.ch.recv(P, Check, c=(CONTROLS, 2, SENT, p.tight))  # T1
-        z, salt = uncover(self.key, read(p, c.c, "T1", P)), self.entropy.bytes(32)
-        await self.ch.send(P, Sealed(seal(salt, me, z)))  # T2
-        alike = opens(c.seal, (await self.ch.recv(P, Salt)).salt, str(P), z)  # T3
-        await self.ch.send(P, Found(salt if alike else b""))  # T4
+        w = uncover(self.key, read(p, c.c, "T1", P))
+        mine = Leaves((cells(w, 0), cells(w, 1)), self.entropy)
+        await self.ch.send(P, Sealed(mine.seal))  # T2
+        told = await self.ch.recv(P, Shifts, h=(CONTROLS, p.degree))  # T3
+        h = told.h & np.uint8(1)
+        alike = hmac.compare_digest(c.seal, seal(told.salt, h, cells(w, h)))
+        opened = mine.open(h) if alike else (np.empty((0, SALT), np.uint8), np.empty((0, LEAF), np.uint8))
+        await self.ch.send(P, Found(*opened))  # T4
         return alike
 
     async def read_tap(self, tap: Tap, packed: Packing, count: int) -> F64:
@@ -215,11 +222,14 @@ class ProviderSide:
         p, who, salt = self.params.crypto, self.who, self.entropy.bytes(32)
         if self.ties is None:
             raise RuntimeError("nothing was tied")
-        sent, z = self.ties.open(Tie.of(p, openings))
-        await self.ch.send(who, Check(block.pack_words(p, sent), seal(salt, str(self.ch.me), z)))  # T1
+        sent, masks = self.ties.open(Tie.of(p, openings))
+        h = shifts(masks)
+        z = cells(masks, h)
+        await self.ch.send(who, Check(block.pack_words(p, sent), seal(salt, h, z)))  # T1
         theirs = (await self.ch.recv(who, Sealed)).seal  # T2
-        await self.ch.send(who, Salt(salt))  # T3
-        return opens(theirs, (await self.ch.recv(who, Found)).salt, str(who), z)  # T4
+        await self.ch.send(who, Shifts(salt, h))  # T3
+        m = await self.ch.recv(who, Found, salts=(None, SALT), others=(None, LEAF))  # T4
+        return opens(theirs, (m.salts, m.others), h, z)
 
     async def make_tap(self, circuit: Circuit, x: Values, tap: Tap) -> U32:
         y = await circuit.tap(x, self.params.shape.taps.index(tap.block))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from cloister.arrays import U32
+from cloister.arrays import U8, U32
 from cloister.crypto.owner_ckks.scheme import KEEP, Opening, Parameters, unpack_words
 from cloister.errors import CloisterError, ProtocolAbort
 from cloister.net.wire import message
@@ -60,13 +60,15 @@ class Sealed:  # u → P
 
 
 @message("T3", protocol=NAME)
-class Salt:  # P → u
+class Shifts:  # P → u
     salt: bytes
+    h: U8  # (CONTROLS, N)
 
 
 @message("T4", protocol=NAME)
 class Found:  # u → P
-    salt: bytes  # empty: it found something else
+    salts: U8  # (CONTROLS N, SALT) or, if it found something else, (0, SALT)
+    others: U8  # (CONTROLS N, LEAF) or none
 
 
 @message("L5", protocol=NAME)

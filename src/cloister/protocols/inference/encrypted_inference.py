@@ -84,6 +84,7 @@ import numpy as np
 from cloister.arrays import F64
 from cloister.crypto.entropy import Entropy
 from cloister.crypto.owner_ckks import devices
+from cloister.crypto.owner_ckks.cover import LEAF, SALT, SENT
 from cloister.crypto.owner_ckks.devices import Device
 from cloister.crypto.owner_ckks.scheme import Parameters
 from cloister.errors import DataError, ParameterError, ProtocolAbort
@@ -96,7 +97,6 @@ from cloister.protocols.inference.block_plan import circuit_of, tap_of
 from cloister.protocols.inference.block_values import Values
 from cloister.protocols.inference.packing import Packing, announced, cheapest
 from cloister.protocols.inference.query_ledger import Ledger as Ledger
-from cloister.protocols.inference.tied_answers import SENT
 from cloister.study import Party
 
 NAME = "encrypted_inference"
@@ -133,11 +133,12 @@ def cost(params: Params) -> dict[Party, tuple[int, int]]:
     p, s, packed = params.crypto, params.shape, cheapest(params.shape, params.crypto, 1)
     one, planned = p.tight * 4, packed.plan  # bytes of a polynomial at one prime
     trips, sent, back = traffic(planned.openings)
-    whole, checks = 1 + packed.inputs + packed.keys * p.count, 2 * s.depth
-    up = 1 + len(parts(packed.inputs)) + trips + checks, (whole * p.count + back) * one
-    down = (sent + s.depth * CONTROLS * 2 * SENT + sum(s.rank * 2 * t.primes for _, t in planned.taps)) * one
+    whole, checks, compared = 1 + packed.inputs + packed.keys * p.count, 2 * s.depth, s.depth * CONTROLS * p.degree
+    messages = 1 + len(parts(packed.inputs)) + trips + checks
+    up = messages, (whole * p.count + back) * one + compared * (SALT + LEAF)
+    down = sent + s.depth * CONTROLS * 2 * SENT + sum(s.rank * 2 * t.primes for _, t in planned.taps)
     n, told = len(params.owners), 1 + trips + checks + len(planned.taps)
-    return {params.provider: (n * told, n * down)} | dict.fromkeys(params.owners, up)
+    return {params.provider: (n * told, n * (down * one + compared))} | dict.fromkeys(params.owners, up)
 
 
 # ---- roles -----------------------------------------------------------------------------------------------------------
@@ -165,7 +166,11 @@ async def ask(ch: Channel, params: Params, inputs: F64, kept: Taps, entropy: Ent
     check_start(done, params.shape.depth if begun and count else 0)
     for start in range(0, len(rest), packed.samples):
         taps = await side.batch(rest[start : start + packed.samples], packed, 0 if start else done)  # L2 to L5
-        kept.add(taps, key if start + packed.samples < len(rest) else None)
+        more = start + packed.samples < len(rest)
+        kept.add(taps, key if more and not side.done else None)
+        if more and side.done:
+            what = "a sample is far outside the model's intervals, or someone lied; this key is not used any more"
+            raise ProtocolAbort(NAME, "T3", "answers", f"{what}: ask again for the rest")
     found = np.concatenate(kept.read)
     if np.isnan(found).all():  # only now: which batch it was is nobody else's business
         raise ProtocolAbort(NAME, "L5", "range", "features beyond their bounds; samples are unlike the model's own")
@@ -225,6 +230,7 @@ async def provider(
             x = await circuit.block(x, layer, 1 if last else 0)
             tapped = [tap_of(s, p, which, P) for which, at in enumerate(s.taps) if at == layer + 1]
             made = [await side.make_tap(circuit, x, tap) for tap in tapped]
+            answers.compare()
             if not await side.agree(planned.openings_of(layer)):
                 ch.step(f"{side.who}: {where}: answers are not what was sent; it ends here", protocol=NAME, line="T4")
                 answers.start(count - n - 1)

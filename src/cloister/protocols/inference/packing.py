@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cloister.arrays import F64
+from cloister.crypto.owner_ckks.cover import LEAF, SALT, SENT
 from cloister.crypto.owner_ckks.scheme import Parameters
 from cloister.crypto.owner_ckks.turns import Turns, slots, spread
 from cloister.errors import ParameterError, ProtocolAbort
@@ -20,7 +21,6 @@ from cloister.models.polynomial import Shape
 from cloister.protocols.inference.block_messages import CONTROLS, NAME, powers, traffic
 from cloister.protocols.inference.block_plan import Plan, plan
 from cloister.protocols.inference.grid_circuit import fits_a_grid, grid_of
-from cloister.protocols.inference.tied_answers import SENT
 from cloister.study import Party
 
 LINE = 12.5e6  # bytes a second, in which a cost is told: 100 Mbit/s
@@ -82,8 +82,9 @@ class Packing:
         p, (_, down, up) = self.crypto, traffic(self.plan.openings)
         one, n = p.tight * 4, self.batches(samples)
         keys = (1 + self.keys * p.count) * p.count
+        checks = n * self.shape.depth * CONTROLS * p.degree  # coefficients that are compared
         down += self.shape.depth * CONTROLS * 2 * SENT
-        return one * (keys + n * (up + self.inputs * p.count)), one * n * down
+        return one * (keys + n * (up + self.inputs * p.count)) + checks * (SALT + LEAF), one * n * down + checks
 
     def price(self, samples: int) -> str:
         """The same in words."""

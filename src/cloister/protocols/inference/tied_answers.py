@@ -6,26 +6,27 @@
     after each block, and before what it tells (L5):
     T1  P       E_i = Σ ⌊λ_i·(b_i - Σ_j r_ij·a_j) / D⌉ over the block's openings, D the last primes of an answer; λ_i
                 random and secret, some fraction of D. Encryptions still, so P does not see that E_i is small
-        P → u   [E_i + M_i], H(salt, z)         at two primes; M = z·2^32 + y, y uniform in [2^30, 3·2^30)
-    T2  u → P   H(salt', z')                    z' the higher words of what it opens
-    T3  P → u   salt                            u compares; if z' is not z it goes on with the next batch
-    T4  u → P   salt', or nothing               P compares; if z' is not z, this batch gets no tap any more
+        P → u   [E_i + M_i], H(salt, h, z)      M uniform; h and z: its cells and their shifts (`owner_ckks.cover`)
+    T2  u → P   H(leaves)                       of the cells z' of what it opens, for both shifts
+    T3  P → u   salt, h                         u compares; if z' is not z, its key is done with
+    T4  u → P   z' opened for h, or nothing     P compares; if z' is not z, this batch gets no tap any more
 
-A lie δ in the answer to v_j moves E_i by λ_i·r_ij·δ / D, and who does not know r_ij does not know what to move b_i by:
-u finds z with probability 63^-4 = 2^-24, unless δ is small enough to pass (`Tie.slack`): the check has to leave room
-for the noise of all answers of a block. λ_i hides from u what would vanish modulo the primes that are left; it has no
-factor below 64, so that a lie of a / b of the modulus, b small, passes with probability b^-4: that may tell weights of
-the last projection modulo b, and breaks the sums of any opening that follows. Both sides commit themselves before
-either opens, so a liar has one guess, and a provider that lies learns no more than that they differ.
+A lie δ in the answer to v_j moves E_i by λ_i·r_ij·δ / D, and who does not know r_ij does not know what to move b_i by,
+nor what z' to commit itself to: what it opens is uniform. It passes with probability 2^-20 or less, unless it is
+small: the check has to leave room for the noise of all answers of a block (`Tie.slack`). λ_i hides what would vanish
+modulo the primes that are left. Lies of a simple fraction α / β of the modulus, β a Gaussian integer, pass with
+probability |β|^-4: a quarter for those of (1 + i) / 2. They break the sums of any opening that follows, and say of the
+last projection no more than its weights modulo β.
 
-What u sees of E_i under y is one bit a coefficient at most (`owner_ckks.cover`). Values that went round modulo Q, 2^40
-times beyond their interval, break the sums as a lie does.
+u learns one bit of E_i a coefficient at most, and too late to use it: r and λ are drawn anew. A provider that lies
+learns whether z' is what it said; then u goes on, or uses its key no more. Values that went round modulo Q, 2^40 times
+beyond their interval, break the sums as a lie does. Switching keys are tied where an opening uses them; where they are
+used within a stretch, sums are formed after them, and a false one shifts values by what it does not choose.
 """
 
 from __future__ import annotations
 
 import hashlib
-import hmac
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,10 +34,10 @@ from typing import Any, final
 
 import numpy as np
 
-from cloister.arrays import I64, U32
+from cloister.arrays import I64, U8, U64
 from cloister.crypto.entropy import Entropy
 from cloister.crypto.lattice.ring import SIGMA
-from cloister.crypto.owner_ckks.cover import cover
+from cloister.crypto.owner_ckks.cover import ROOM, SENT, cover
 from cloister.crypto.owner_ckks.pairs import dropped
 from cloister.crypto.owner_ckks.scheme import Evaluator, Opening, Parameters, unpack_words
 from cloister.errors import ParameterError
@@ -46,8 +47,6 @@ from cloister.protocols.inference.block_plan import checked
 REACH = 31  # |r|
 LEAST = 1 << 20  # that a secret factor may be at most: it hides by as much
 SMALL_PRIMES = math.prod(p for p in range(2, 64) if all(p % i for i in range(2, p)))
-SENT = 2  # primes at which they are opened
-ROOM = 30  # bits of an honest sum when it is opened
 SIGMAS = 10.0
 MEAN_SQUARE = REACH * (REACH + 1) / 3  # of r
 
@@ -67,7 +66,7 @@ def noise(params: Parameters, how: Opening) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Tie:
-    """How the sums of one block are weighed: so that those of each opening, added up, keep to ±2^30 where honest."""
+    """How the sums of one block are weighed, so that all together are small (`cover`) where answers are true."""
 
     weights: tuple[int, ...]  # the largest λ of each opening
     slack: float  # a lie in one answer that passes whatever r is, in deviations of an honest one; where it is largest
@@ -152,8 +151,8 @@ class Ties:
         """Of the next opening of this block."""
         self._off.append(off)
 
-    def open(self, tie: Tie) -> tuple[U32, U32]:
-        """(What u is sent, (CONTROLS, 2, SENT, N); z) of all openings so far."""
+    def open(self, tie: Tie) -> tuple[Any, U64]:
+        """(What u is sent, (CONTROLS, 2, SENT, N); its masks) of all openings so far."""
         if len(self._off) != len(tie.weights):
             raise ParameterError("a block has other openings than were planned")
         ev, params, parts = self._ev, self._plain.params, []
@@ -161,17 +160,10 @@ class Ties:
             factors = [secret_factor(most, self._entropy) for _ in range(CONTROLS)]
             parts.append((1, ev.dropped(ev.combine([(factors, off)]), checked(params))))
         self._off = []
-        cts = unpack_words(params, ev.host(ev.combine(parts)))
-        return cover(self._plain, cts, SENT, self._entropy)
+        return cover(self._plain, unpack_words(params, ev.host(ev.combine(parts))), self._entropy)
 
 
-# ---- both ------------------------------------------------------------------------------------------------------------
-
-
-def seal(salt: bytes, who: str, z: U32) -> bytes:
-    """A commitment to z."""
-    return hashlib.sha256(b"cloister tied answers\0" + salt + who.encode() + b"\0" + z.tobytes()).digest()
-
-
-def opens(sealed: bytes, salt: bytes, who: str, z: U32) -> bool:
-    return len(salt) == 32 and hmac.compare_digest(sealed, seal(salt, who, z))
+def seal(salt: bytes, h: U8, z: U64) -> bytes:
+    """P's commitment."""
+    said = h.tobytes() + np.ascontiguousarray(z, "<u8").tobytes()
+    return hashlib.sha256(b"cloister tied answers\0" + salt + said).digest()
