@@ -3,11 +3,11 @@
     python benchmarks/passing_lies.py            quadratic attention, ring 8192, two blocks of 5 tokens x 16 features
     python benchmarks/passing_lies.py --quick    one block of 3 x 8
 
-Of every opening: the largest lie in one coefficient of one answer that the check of `tied_answers` lets pass whatever
-was drawn, as a share of the largest coefficient that a value may have; and by how much it moves a tap, over the width of
-the noise that covers a tap's coefficients. Above 1, a lie shows; log2(1 + that) bounds the bits of one coefficient. The
-move is measured on lies that are so many times larger that they show, with the check ignored and nothing flooded. Random
-weights. The last lines add up what ties cost in bytes, for the models of docs/measured/adapt-model.md.
+First what ties cost in bytes, and what passes in a block of that size: the largest lie in one coefficient of one answer
+that the check of `tied_answers` lets pass whatever was drawn, as a share of the largest coefficient that a value may
+have. Then, of every opening of a small model with random weights, how far such a lie moves a tap, over the width of the
+noise that covers a tap's coefficients. Above 1 it shows; log2(1 + that) bounds the bits of one coefficient. It is
+measured on lies that are so many times larger that they show, with the check ignored and nothing flooded.
 """
 
 from __future__ import annotations
@@ -47,6 +47,11 @@ def passing(tie, openings, i):
     keep = checked(P)
     most = math.ldexp(dropped(P, keep, SENT), ROOM) * dropped(P, openings[i].back, keep)
     return most / tie.weights[i] / REACH
+
+
+def largest(how):
+    """Coefficient of an answer."""
+    return 2 * math.ldexp(how.factor, -how.shift) * 2.0**how.message_bits
 
 
 class Liar:
@@ -100,9 +105,8 @@ def moves(encoder):
     """One row for each opening."""
     s = encoder.shape
     planned = plan(s, P)
-    x = np.resize(
-        np.random.default_rng(1).uniform(-1, 1, (2, s.tokens - 1, s.inputs)), (P.slots, s.tokens - 1, s.inputs)
-    )
+    two = np.random.default_rng(1).uniform(-1, 1, (2, s.tokens - 1, s.inputs))
+    x = np.resize(two, (P.slots, *two.shape[1:]))
     case = Case(inference.Params((ANN,), HUB, s, P), {HUB: (encoder,), ANN: (x,)})
     liar = Liar()
 
@@ -121,30 +125,36 @@ def moves(encoder):
         openings = planned.openings_of(layer)
         tie = Tie.of(P, openings)
         for i, how in enumerate(openings):
-            lie, times = passing(tie, openings, i), 64
-            while (found := taps(number, round(lie * times))) is not None:
-                off = float(np.abs(found - mean).max())
-                if off > 20 * noise or times >= MOST:
+            lie, times, off = passing(tie, openings, i), 64, 0.0
+            while off <= 20 * noise and times < MOST:  # or until it spoils the batch
+                found = taps(number, round(lie * 16 * times))
+                if found is None:
                     break
-                times *= 16
-            largest = 2 * math.ldexp(how.factor, -how.shift) * 2.0**how.message_bits
+                times, off = 16 * times, float(np.abs(found - mean).max())
             yield {
                 "block": layer + 1, "opening": how.label, "values": how.count,
-                "passes_log2": round(math.log2(lie / largest), 1), "times": times,
-                "moves_over_flooding": None if found is None else float(f"{off / times / width:.2g}"),
+                "passes_log2": round(math.log2(lie / largest(how)), 1), "times": times,
+                "moves_over_flooding": float(f"{off / times / width:.2g}"), "seen": off > 20 * noise,
             }  # fmt: skip
             number += 1
 
 
 def price():
-    """Bytes of the sums, over all others."""
+    """Bytes of the sums, over all others; what passes in a block."""
     for tokens, width, heads, depth in ((65, 192, 3, 6), (197, 768, 12, 12)):
         shape = quadratic_shape(tokens, width, heads, depth)
         for packed in packings(shape, P):
-            openings = plan(shape, P, 1, packed).openings
-            (_, down, up), (_, d, u) = traffic(openings), traffic(openings, controls=0)
-            yield {"tokens": tokens, "width": width, "blocks": depth, "tokens_in_a_ciphertext": packed,
-                   "more_bytes_percent": round(100 * ((down + up) / (d + u) - 1), 2)}  # fmt: skip
+            planned = plan(shape, P, 1, packed)
+            (_, down, up), (_, d, u) = traffic(planned.openings), traffic(planned.openings, controls=0)
+            of_block = planned.openings_of(depth - 2)
+            tie, passes = Tie.of(P, of_block), {}
+            for i, how in enumerate(of_block):
+                here = math.log2(passing(tie, of_block, i) / largest(how))
+                passes[how.label] = round(max(passes.get(how.label, -99.0), here), 1)
+            yield {
+                "tokens": tokens, "width": width, "blocks": depth, "tokens_in_a_ciphertext": packed,
+                "more_bytes_percent": round(100 * ((down + up) / (d + u) - 1), 2), "passes_log2": passes,
+            }  # fmt: skip
 
 
 def main():

@@ -11,7 +11,7 @@
     L4  u → P   [⌊2·Re(…)·f⌋], …        each encrypted afresh; P subtracts what M makes of it
                                         secret sums of the values go along, and come back as the answers' sums, or not
     after every block:
-    T1-4        H(z), H(z'), salts      z' is z if they do (`tied_answers`); else u gets no more of this batch
+    T1-4        commitments, opened     whether they did (`tied_answers`); if not, u gets no more of this batch
     after the tapped blocks, about a third of them and never two adjacent ones:
     L5  P → u   [R·b_cls - c]           r numbers per sample, re-randomised, flooded below their tenth bit
 
@@ -29,24 +29,26 @@ owner : per sample and tap r numbers (the class token through a fixed projection
     the shape of the model and the intervals of its values (`Shape`). Nothing of any other activation. With enough
     samples, an owner can fit a model of its own to these features, as with any service that answers: the budget bounds
     how many it gets. After a break it gets the taps again that were sent, the same bits.
-lying owner : more. What it encrypts at L2 or L4 instead of what it should, it finds again at the next tap, times
-    weights of its choice: a few batches read a layer (`test_inference_attacks`). No more than the bits that taps hold,
-    22 to 26 for each of r·N coefficients, times the batches of its budget (`lying_owner.exposure`, in the provider's
-    results).
-provider : how many batches each owner brings (whole ones, of N/2 samples or of N/2 / P), and that it stopped after
-    the last tap (L5, code `range`), if no sample's features kept their bounds; that it asks for the rest of what an
-    earlier run began. Not the samples. Owners learn nothing of each other but that; an owner and the provider together
-    hold that owner's data and the model.
+lying owner : taps of inputs of its choice, samples or not. Answers at L4 that are not what they should be end its batch
+    before the next tap, unless they are off by little more than honest noise, or by a simple fraction of the modulus
+    and luck (`tied_answers`). What passes shows at a tap as a few bits a coefficient, and at T3 as one bit for each of
+    4·N coefficients. In all no more than the bits that taps and checks hold, times the batches of its budget
+    (`lying_owner.exposure`, in the provider's results).
+provider : how many batches each owner brings (whole ones, of N/2 samples or of N/2 / P); of each, whether its answers
+    were true, and so whether a sample in it is 2^40 times beyond an interval (T4); that it stopped after the last tap
+    (L5, code `range`), if no sample's features kept their bounds; that it asks for the rest of what an earlier run
+    began. Not the samples. If it lies, it can ask by T1 whether numbers that the owner opens are what it says; the
+    first no ends the use of that key: it learns after how many blocks that was. Owners learn nothing of each other but
+    that; an owner and the provider together hold that owner's data and the model.
 
 Assumes
 -------
 An owner's samples stay hidden from a provider that lies; it can give wrong features ((a), (b), (c), (e), (f) of the
-provider are not all noticed), and learns whether an owner stopped. The model is kept from owners that follow the
-protocol: (b) of the owner, at L2 or L4, is not noticed. Nothing ties its answers to what it was sent: they carry
-rounding and fresh noise of 2^-20, and lies that hide below the noise of a whole opening show at a tap still
-(docs/decisions/0011 has the figures). Ring learning with errors at 128 bits, and circular security: the provider holds
-switching keys, encryptions of powers of an owner's key under itself; with P > 1 also of the key with its slots turned,
-and of its product with the key.
+provider are not all noticed), and learns whether an owner stopped. (b) of the owner is found out at L4, from some
+thousand times the noise of an honest answer on (docs/decisions/0011); at L2 it is another sample. Switching keys that
+are used within a stretch are the owner's word: false ones shift values by digits that it does not choose. Ring learning
+with errors at 128 bits, and circular security: the provider holds switching keys, encryptions of powers of an owner's
+key under itself; with P > 1 also of the key with its slots turned, and of its product with the key.
 Masks hide perfectly at L3; of a batch, a coefficient goes round and spoils the result once in 2^16 batches or less
 (`Opening.hiding`). Statistical hiding of 2^-40 per coefficient of the last stretch's noise at L5. What earlier
 refreshes rounded off is part of the value that is read; the flooding at L5 is wider than it, but not by 40 bits. With
@@ -54,7 +56,8 @@ quadratic attention that is about 2^-13 of an activation, so in weak directions 
 Masks hide from the owner, too, that values left their intervals: it notices at the taps, whose bounds come from the
 calibration. Slots do not mix, so the other samples of the batch are as they should be: it leaves out those beyond a
 bound. Samples whose inputs are beyond theirs are left out before anything is encrypted. Only a value that is 2^40 times
-too large makes masks go round, and spoils its batch, whose samples are left out together.
+too large makes masks go round, and spoils its batch, whose samples are left out together. The owner's key is not used
+after that: what is left has to be asked for anew (code `answers`).
 
 Cost
 ----
