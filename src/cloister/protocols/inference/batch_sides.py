@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hmac
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +17,10 @@ from cloister.crypto.owner_ckks import scheme as block
 from cloister.crypto.owner_ckks.cover import LEAF, SALT, SENT, Leaves, cells, opens, shifts, uncover
 from cloister.crypto.owner_ckks.devices import Device
 from cloister.crypto.owner_ckks.scheme import Opening, OwnerKey
+from cloister.crypto.owner_ckks.turns import Turns
 from cloister.errors import CloisterError, ProtocolAbort
 from cloister.net.channel import Channel
+from cloister.protocols.inference.asking_state import Answers
 from cloister.protocols.inference.block_circuit import Circuit
 from cloister.protocols.inference.block_messages import (
     CONTROLS,
@@ -56,8 +58,11 @@ MOST_BEYOND = 0.5  # of samples: with more beyond a bound, it is the batch that 
 class OwnerSide:
     """The owner's half of a batch: opens, rescales and encrypts what is masked; reads what is meant for it."""
 
-    def __init__(self, ch: Channel, params: Params, key: OwnerKey, entropy: Entropy) -> None:
+    def __init__(
+        self, ch: Channel, params: Params, key: OwnerKey, entropy: Entropy, forget: Callable[[], None] = lambda: None
+    ) -> None:
         self.ch, self.params, self.key, self.entropy = ch, params, key, entropy
+        self.forget = forget  # the key, where it is kept
         self.beyond: list[Any] = []  # tap by tap, which samples of the batch left its bound
         self.done = False  # with the key: a provider that lies learns a bit of it by every check that fails
 
@@ -113,6 +118,8 @@ class OwnerSide:
         h = told.h & np.uint8(1)
         alike = hmac.compare_digest(c.seal, seal(told.salt, h, cells(w, h)))
         opened = mine.open(h) if alike else (np.empty((0, SALT), np.uint8), np.empty((0, LEAF), np.uint8))
+        if not alike:
+            self.forget()
         await self.ch.send(P, Found(*opened))  # T4
         return alike
 
@@ -154,9 +161,15 @@ class ProviderSide:
         seed_of(key.seed, "L1", who)
         self.ch, self.params, self.who, self.entropy = ch, params, who, entropy
         self.ev = devices.evaluator(device, params.crypto, b, key.seed)
-        self.ev.accept(read(params.crypto, key.switching, "L1", who), seed_of(key.switching_seed, "L1", who))
+        switching = read(params.crypto, key.switching, "L1", who), seed_of(key.switching_seed, "L1", who)
+        self.ev.accept(*switching)
         self.pool = self.ev.pool()
-        self.ties = Ties(self.ev, block.Evaluator(params.crypto, b, key.seed), entropy) if tied else None
+        self.ties = self.keys = None
+        if tied:
+            plain = self.ev if device == "cpu" else block.Evaluator(params.crypto, b, key.seed)
+            if device != "cpu":
+                plain.accept(*switching)
+            self.ties, self.keys = Ties(self.ev, plain, entropy), Ties(plain, plain, entropy)
 
     def put(self, words: U32, line: str) -> Any:
         """Residues from the wire, where the evaluator has its arrays."""
@@ -217,16 +230,31 @@ class ProviderSide:
         elif sent.sums is not None and self.ties is not None:
             self.ties.add(sent.sums.off(fresh))
 
-    async def agree(self, openings: Sequence[Opening]) -> bool:
-        """Whether the owner's answers to these were what they should be."""
-        p, who, salt = self.params.crypto, self.who, self.entropy.bytes(32)
+    async def check_keys(self, keys: int, tokens: int) -> None:
+        """Raise unless the owner's switching keys are what it calls them."""
+        if self.keys is None:
+            raise RuntimeError("nothing was tied")
+        powers = keys - Turns(tokens).count
+        self.keys.switch_zeros(powers, tokens)
+        if not await self.compare(self.keys, Tie.of_keys(self.params.crypto, powers, tokens)):
+            what = f"switching keys of '{self.who}' are not what they should be"
+            raise ProtocolAbort(NAME, "T4", "keys", what)
+
+    async def agree(self, openings: Sequence[Opening], answers: Answers) -> bool:
+        """Whether the owner's answers to these were what they should be; what is kept says that it is being told."""
         if self.ties is None:
             raise RuntimeError("nothing was tied")
-        sent, masks = self.ties.open(Tie.of(p, openings))
+        return await self.compare(self.ties, Tie.of(self.params.crypto, openings), answers)
+
+    async def compare(self, ties: Ties, tie: Tie, answers: Answers | None = None) -> bool:
+        p, who, salt = self.params.crypto, self.who, self.entropy.bytes(32)
+        sent, masks = ties.open(tie)
         h = shifts(masks)
         z = cells(masks, h)
         await self.ch.send(who, Check(block.pack_words(p, sent), seal(salt, h, z)))  # T1
         theirs = (await self.ch.recv(who, Sealed)).seal  # T2
+        if answers is not None:
+            answers.compare()
         await self.ch.send(who, Shifts(salt, h))  # T3
         m = await self.ch.recv(who, Found, salts=(None, SALT), others=(None, LEAF))  # T4
         return opens(theirs, (m.salts, m.others), h, z)

@@ -31,8 +31,8 @@ owner : per sample and tap r numbers (the class token through a fixed projection
     how many it gets. After a break it gets the taps again that were sent, the same bits.
 lying owner : taps of inputs of its choice, samples or not. Answers at L4 that are not what they should be end its batch
     before the next tap, unless they are off by little more than honest noise, or by a simple fraction of the modulus
-    and luck (`tied_answers`). What passes shows at a tap as a few bits a coefficient, and at T3 as one bit for each of
-    4·N coefficients. In all no more than the bits that taps and checks hold, times the batches of its budget
+    and luck (`tied_answers`). What passes shows at a tap as a few bits a coefficient, and at T3 its own lies as one bit
+    for each of 4·N coefficients. In all no more than the bits that taps hold, times the batches of its budget
     (`lying_owner.exposure`, in the provider's results).
 provider : how many batches each owner brings (whole ones, of N/2 samples or of N/2 / P); of each, whether its answers
     were true, and so whether a sample in it is 2^40 times beyond an interval (T4); that it stopped after the last tap
@@ -45,10 +45,10 @@ Assumes
 -------
 An owner's samples stay hidden from a provider that lies; it can give wrong features ((a), (b), (c), (e), (f) of the
 provider are not all noticed), and learns whether an owner stopped. (b) of the owner is found out at L4, from some
-thousand times the noise of an honest answer on (docs/decisions/0011); at L2 it is another sample. Switching keys that
-are used within a stretch are the owner's word: false ones shift values by digits that it does not choose. Ring learning
-with errors at 128 bits, and circular security: the provider holds switching keys, encryptions of powers of an owner's
-key under itself; with P > 1 also of the key with its slots turned, and of its product with the key.
+thousand times the noise of an honest answer on (docs/decisions/0011); at L2 it is another sample, and false keys are
+found out before the first. Ring learning with errors at 128 bits, and circular security: the provider holds switching
+keys, encryptions of powers of an owner's key under itself; with P > 1 also of the key with its slots turned, and of its
+product with the key.
 Masks hide perfectly at L3; of a batch, a coefficient goes round and spoils the result once in 2^16 batches or less
 (`Opening.hiding`). Statistical hiding of 2^-40 per coefficient of the last stretch's noise at L5. What earlier
 refreshes rounded off is part of the value that is read; the flooding at L5 is wider than it, but not by 40 bits. With
@@ -57,7 +57,7 @@ Masks hide from the owner, too, that values left their intervals: it notices at 
 calibration. Slots do not mix, so the other samples of the batch are as they should be: it leaves out those beyond a
 bound. Samples whose inputs are beyond theirs are left out before anything is encrypted. Only a value that is 2^40 times
 too large makes masks go round, and spoils its batch, whose samples are left out together. The owner's key is not used
-after that: what is left has to be asked for anew (code `answers`).
+after that: it goes on with a new one.
 
 Cost
 ----
@@ -136,12 +136,12 @@ def cost(params: Params) -> dict[Party, tuple[int, int]]:
     p, s, packed = params.crypto, params.shape, cheapest(params.shape, params.crypto, 1)
     one, planned = p.tight * 4, packed.plan  # bytes of a polynomial at one prime
     trips, sent, back = traffic(planned.openings)
-    whole, checks, compared = 1 + packed.inputs + packed.keys * p.count, 2 * s.depth, s.depth * CONTROLS * p.degree
-    messages = 1 + len(parts(packed.inputs)) + trips + checks
-    up = messages, (whole * p.count + back) * one + compared * (SALT + LEAF)
-    down = sent + s.depth * CONTROLS * 2 * SENT + sum(s.rank * 2 * t.primes for _, t in planned.taps)
-    n, told = len(params.owners), 1 + trips + checks + len(planned.taps)
-    return {params.provider: (n * told, n * (down * one + compared))} | dict.fromkeys(params.owners, up)
+    whole, checks, compared = 1 + packed.inputs + packed.keys * p.count, s.depth + 1, CONTROLS * p.degree
+    messages = 1 + len(parts(packed.inputs)) + trips + 2 * checks
+    up = messages, (whole * p.count + back) * one + checks * compared * (SALT + LEAF)
+    down = sent + checks * CONTROLS * 2 * SENT + sum(s.rank * 2 * t.primes for _, t in planned.taps)
+    n, told = len(params.owners), 1 + trips + 2 * checks + len(planned.taps)
+    return {params.provider: (n * told, n * (down * one + checks * compared))} | dict.fromkeys(params.owners, up)
 
 
 # ---- roles -----------------------------------------------------------------------------------------------------------
@@ -161,23 +161,42 @@ async def owner(ch: Channel, params: Params, inputs: F64, kept: Taps | None = No
 async def ask(ch: Channel, params: Params, inputs: F64, kept: Taps, entropy: Entropy) -> F64:
     """All batches of an owner, whose inputs are within their bounds; what is kept is not asked for again."""
     packed = cheapest(params.shape, params.crypto, len(inputs))  # the same again after a break
-    key, begun, rest = kept.key(params.crypto, entropy, len(inputs)), kept.begun, inputs[kept.count :]
-    side, count = OwnerSide(ch.sub(str(ch.me)), params, key, entropy), packed.batches(len(rest))
-    ch.step(f"{len(rest)} samples, {packed.price(len(rest))}", protocol=NAME, line="L1")
-    await side.send_key(packed.plan.openings, count, packed.tokens)  # L1
-    done = (await side.ch.recv(params.provider, Start)).block  # L1
-    check_start(done, params.shape.depth if begun and count else 0)
-    for start in range(0, len(rest), packed.samples):
-        taps = await side.batch(rest[start : start + packed.samples], packed, 0 if start else done)  # L2 to L5
-        more = start + packed.samples < len(rest)
-        kept.add(taps, key if more and not side.done else None)
-        if more and side.done:
-            what = "a sample is far outside the model's intervals, or someone lied; this key is not used any more"
-            raise ProtocolAbort(NAME, "T3", "answers", f"{what}: ask again for the rest")
+    left = len(inputs) - kept.count
+    ch.step(f"{left} samples, {packed.price(left)}", protocol=NAME, line="L1")
+    mine = ch.sub(str(ch.me))
+    while await ask_with_one_key(mine, params, inputs, packed, kept, entropy):
+        pass  # answers did not add up: a key is not used after that
     found = np.concatenate(kept.read)
     if np.isnan(found).all():  # only now: which batch it was is nobody else's business
         raise ProtocolAbort(NAME, "L5", "range", "features beyond their bounds; samples are unlike the model's own")
     return found
+
+
+async def ask_with_one_key(
+    ch: Channel, params: Params, inputs: F64, packed: Packing, kept: Taps, entropy: Entropy
+) -> bool:
+    """All batches that are left, or up to one whose answers did not add up; whether some are left then."""
+    key, begun, rest = kept.key(params.crypto, entropy, len(inputs)), kept.begun, inputs[kept.count :]
+    side, count = OwnerSide(ch, params, key, entropy, kept.forget), packed.batches(len(rest))
+    await side.send_key(packed.plan.openings, count, packed.tokens)  # L1
+    try:
+        done = (await side.ch.recv(params.provider, Start)).block  # L1
+    except ProtocolAbort as e:
+        if begun and e.code == "state":
+            kept.forget()
+            what = "the provider cannot take up the key of the earlier run; start again, and the rest is asked for anew"
+            raise ProtocolAbort(NAME, "L1", "state", what) from e
+        raise
+    check_start(done, params.shape.depth if begun and count else 0)
+    if count and not await side.agree():  # T1 to T4
+        raise ProtocolAbort(NAME, "T3", "keys", "the provider says that it cannot use these keys")
+    for start in range(0, len(rest), packed.samples):
+        taps = await side.batch(rest[start : start + packed.samples], packed, 0 if start else done)  # L2 to L5
+        more = start + packed.samples < len(rest)
+        kept.add(taps, key if more and not side.done else None)
+        if side.done:
+            return more
+    return False
 
 
 async def provider(
@@ -198,19 +217,37 @@ async def provider(
     if encoder.shape != params.shape:
         raise ParameterError("the model has another shape than was announced")
     p, s, rounded, ledger = params.crypto, params.shape, encoder.rounded(params.crypto.weight_bits), ledger or Ledger()
+    told: dict[Party, int] = {}  # how each packs
 
     async def serve(u: Party) -> int:
+        """All batches of one owner; behind one whose answers did not add up, it goes on with a new key."""
+        answered, left = await with_one_key(u, 0)
+        while left:
+            more, left = await with_one_key(u, left)
+            answered += more
+        return answered
+
+    async def with_one_key(u: Party, paid: int) -> tuple[int, int]:
+        """Batches that came to their end, and those that are left."""
         mine = ch.sub(str(u))
         key = await mine.recv(u, Key, b=(p.count, p.tight), switching=(None, p.count, p.count, p.tight))  # L1
         packed = announced(s, p, key.tokens, len(key.switching), key.batches, u)
         about = key.seed + key.b.tobytes() + repr((s, packed.tokens)).encode()
         (answers, unpaid), many = Answers.of(folder, u, about, key.batches), packed.samples
-        ledger.admit(u, unpaid * many, math.ceil(params.budget / many) * many)
+        if paid and (key.batches, unpaid, packed.tokens) != (paid, paid, told.setdefault(u, packed.tokens)):
+            raise ProtocolAbort(NAME, "L1", "state", f"'{u}' goes on with {key.batches} batches, {paid} are left")
+        told[u] = packed.tokens
+        ledger.admit(u, 0 if paid else unpaid * many, math.ceil(params.budget / many) * many)
         if unpaid:
             answers.start(unpaid)
         side = ProviderSide(mine, params, u, key, entropy, device)
         await mine.send(u, Start(answers.block))  # L1
-        return sum([await answer(side, answers, packed, key.batches, n) for n in range(key.batches)])
+        if key.batches:
+            await side.check_keys(len(key.switching), packed.tokens)
+        for n in range(key.batches):
+            if not await answer(side, answers, packed, key.batches, n):
+                return n, key.batches - n - 1
+        return key.batches, 0
 
     async def answer(side: ProviderSide, answers: Answers, packed: Packing, count: int, n: int) -> bool:
         """One batch, from where it is; whether it came to its end."""
@@ -233,8 +270,7 @@ async def provider(
             x = await circuit.block(x, layer, 1 if last else 0)
             tapped = [tap_of(s, p, which, P) for which, at in enumerate(s.taps) if at == layer + 1]
             made = [await side.make_tap(circuit, x, tap) for tap in tapped]
-            answers.compare()
-            if not await side.agree(planned.openings_of(layer)):
+            if not await side.agree(planned.openings_of(layer), answers):
                 ch.step(f"{side.who}: {where}: answers are not what was sent; it ends here", protocol=NAME, line="T4")
                 answers.start(count - n - 1)
                 return False

@@ -82,9 +82,12 @@ class Packing:
         p, (_, down, up) = self.crypto, traffic(self.plan.openings)
         one, n = p.tight * 4, self.batches(samples)
         keys = (1 + self.keys * p.count) * p.count
-        checks = n * self.shape.depth * CONTROLS * p.degree  # coefficients that are compared
-        down += self.shape.depth * CONTROLS * 2 * SENT
-        return one * (keys + n * (up + self.inputs * p.count)) + checks * (SALT + LEAF), one * n * down + checks
+        checks = 1 + n * self.shape.depth
+        compared = checks * CONTROLS * p.degree  # coefficients
+        covered = checks * CONTROLS * 2 * SENT
+        return one * (keys + n * (up + self.inputs * p.count)) + compared * (SALT + LEAF), one * (
+            n * down + covered
+        ) + compared
 
     def price(self, samples: int) -> str:
         """The same in words."""

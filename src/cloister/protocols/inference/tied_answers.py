@@ -1,5 +1,8 @@
 """What ties an owner's answers to what it was sent. Local steps of `encrypted_inference`.
 
+    before the first batch, of u's switching keys (`Ties.switch_zeros`):
+    T1-4        E_i = Σ λ·switched zeros: encryptions of zero that P made, under the key that is switched; then as below
+    in every opening:
     L3  P → u   after the values v_1, …, v_n of an opening, also Σ_j r_ij·v_j for i = 1, …, 4: masked like them, to be
                 answered like them; r_ij uniform in [-31, 31] (of complex numbers for pairs of values), fresh, P's alone
     L4  u → P   answers a_j, b_i: what is under the masks, times f
@@ -12,16 +15,17 @@
     T4  u → P   z' opened for h, or nothing     P compares; if z' is not z, this batch gets no tap any more
 
 A lie δ in the answer to v_j moves E_i by λ_i·r_ij·δ / D, and who does not know r_ij does not know what to move b_i by,
-nor what z' to commit itself to: what it opens is uniform. It passes with probability 2^-20 or less, unless it is
-small: the check has to leave room for the noise of all answers of a block (`Tie.slack`). λ_i hides what would vanish
-modulo the primes that are left. Lies of a simple fraction α / β of the modulus, β a Gaussian integer, pass with
-probability |β|^-4: a quarter for those of (1 + i) / 2. They break the sums of any opening that follows, and say of the
-last projection no more than its weights modulo β.
+nor what z' to commit itself to: what it opens is uniform. From about a hundred times `Tie.slack` on, it passes with
+probability 2^-20 or less; below, more often; up to the slack always, since the check has to leave room for the noise of
+all answers of a block. λ_i hides what would vanish modulo the primes that are left. Lies of a simple fraction α / β of
+the modulus, β a Gaussian integer, pass with probability 16·|β|^-4 at most: a quarter for (1 + i) / 2, a fifth for 1 /
+3. They break the sums of any opening that follows, and say of the last projection no more than its weights modulo β.
 
-u learns one bit of E_i a coefficient at most, and too late to use it: r and λ are drawn anew. A provider that lies
-learns whether z' is what it said; then u goes on, or uses its key no more. Values that went round modulo Q, 2^40 times
-beyond their interval, break the sums as a lie does. Switching keys are tied where an opening uses them; where they are
-used within a stretch, sums are formed after them, and a false one shifts values by what it does not choose.
+u learns one bit of E_i a coefficient at most, and too late to use it: r and λ are drawn anew. E_i holds its own lies
+and noise, roundings, and, far below these if two primes are dropped, digits times errors of its switching keys. Values
+that went round modulo Q, 2^40 times beyond their interval, break the sums as a lie does; which coefficients did shows
+then, and the batch is over. A provider that lies learns whether z' is what it said; then u goes on, or uses its key no
+more.
 """
 
 from __future__ import annotations
@@ -40,6 +44,7 @@ from cloister.crypto.lattice.ring import SIGMA
 from cloister.crypto.owner_ckks.cover import ROOM, SENT, cover
 from cloister.crypto.owner_ckks.pairs import dropped
 from cloister.crypto.owner_ckks.scheme import Evaluator, Opening, Parameters, unpack_words
+from cloister.crypto.owner_ckks.turns import Turns
 from cloister.errors import ParameterError
 from cloister.protocols.inference.block_messages import CONTROLS, chunks, pairs
 from cloister.protocols.inference.block_plan import checked
@@ -84,6 +89,18 @@ class Tie:
         if min(weights) < LEAST:
             raise ParameterError("sums of answers are too long to be opened; use smaller scales")
         return cls(tuple(weights), slack)
+
+    @classmethod
+    def of_keys(cls, params: Parameters, powers: int, tokens: int) -> Tie:
+        """The same of switching keys: those of s², s³, …, and of turns."""
+        keep, count = checked(params), powers + Turns(tokens).count
+        most = math.ldexp(float(dropped(params, keep, SENT)), ROOM) / SIGMAS / math.sqrt(count)
+        digits = (SIGMA * 2.0**params.bits) ** 2 * params.degree / 3 * params.count
+        zero, times_s = SIGMA**2 * (1 + 4 * params.degree / 3), 2 * params.degree / 3
+        of_power = [zero * 4 * math.factorial(m) * times_s**m for m in range(1, powers + 1)]  # |s(ζ)|² is exponential
+        each = [math.sqrt(min(m + 1, 2) * digits + x) for m, x in enumerate(of_power)]
+        each += [math.sqrt(digits + zero * times_s**h) for _ in Turns(tokens).every for h in range(2)]
+        return cls(tuple(math.floor(most / one * dropped(params, params.count, keep)) for one in each), 0.0)
 
 
 def secret_factor(most: int, entropy: Entropy) -> int:
@@ -150,6 +167,24 @@ class Ties:
     def add(self, off: Any) -> None:
         """Of the next opening of this block."""
         self._off.append(off)
+
+    def switch_zeros(self, powers: int, tokens: int) -> None:
+        """Encryptions of zero under the owner's public key, times s^m or turned, switched by each of its keys."""
+        ev, turns, prg = self._plain, Turns(tokens), self._entropy.prg()
+        k, N = ev.params.count, ev.params.degree
+
+        def zeros() -> Any:
+            return np.stack([ev.rerandomise(np.zeros((2, k, N), np.uint32), prg) for _ in range(CONTROLS)])
+
+        for m in range(powers):
+            cts = np.zeros((CONTROLS, m + 3, k, N), np.uint32)
+            cts[:, m + 1 :] = zeros()
+            self.add(ev.switched(cts))
+        for turn in turns.every:
+            for h in range(2):
+                cts = np.zeros((CONTROLS, 3, k, N), np.uint32)
+                cts[:, [h, 2]] = ev.turned(zeros(), tokens, turn)
+                self.add(ev.switched(cts, (powers + 2 * turns.every.index(turn) + h,)))
 
     def open(self, tie: Tie) -> tuple[Any, U64]:
         """(What u is sent, (CONTROLS, 2, SENT, N); its masks) of all openings so far."""
