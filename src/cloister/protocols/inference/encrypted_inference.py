@@ -216,43 +216,58 @@ async def provider(
     devices.check(device)
     if encoder.shape != params.shape:
         raise ParameterError("the model has another shape than was announced")
-    p, s, rounded, ledger = params.crypto, params.shape, encoder.rounded(params.crypto.weight_bits), ledger or Ledger()
-    told: dict[Party, int] = {}  # how each packs
+    rounded = encoder.rounded(params.crypto.weight_bits)
+    serving = Serving(ch, params, rounded, ledger or Ledger(), device, folder, entropy)
+    counts = await asyncio.gather(*(serving.all_batches(u) for u in params.owners))
+    return dict(zip(params.owners, counts, strict=True))
 
-    async def serve(u: Party) -> int:
-        """All batches of one owner; behind one whose answers did not add up, it goes on with a new key."""
-        answered, left = await with_one_key(u, 0)
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """What the provider does for one owner at a time."""
+
+    ch: Channel
+    params: Params
+    encoder: Encoder
+    ledger: Ledger
+    device: Device
+    folder: Path | None
+    entropy: Entropy
+
+    async def all_batches(self, u: Party) -> int:
+        """How many came to their end; behind one whose answers did not add up, u goes on with a new key."""
+        answered, left = await self.with_one_key(u, 0)
         while left:
-            more, left = await with_one_key(u, left)
+            more, left = await self.with_one_key(u, left)
             answered += more
         return answered
 
-    async def with_one_key(u: Party, paid: int) -> tuple[int, int]:
+    async def with_one_key(self, u: Party, paid: int) -> tuple[int, int]:
         """Batches that came to their end, and those that are left."""
-        mine = ch.sub(str(u))
+        mine, p, s = self.ch.sub(str(u)), self.params.crypto, self.params.shape
         key = await mine.recv(u, Key, b=(p.count, p.tight), switching=(None, p.count, p.count, p.tight))  # L1
         packed = announced(s, p, key.tokens, len(key.switching), key.batches, u)
         about = key.seed + key.b.tobytes() + repr((s, packed.tokens)).encode()
-        (answers, unpaid), many = Answers.of(folder, u, about, key.batches), packed.samples
-        if paid and (key.batches, unpaid, packed.tokens) != (paid, paid, told.setdefault(u, packed.tokens)):
-            raise ProtocolAbort(NAME, "L1", "state", f"'{u}' goes on with {key.batches} batches, {paid} are left")
-        told[u] = packed.tokens
-        ledger.admit(u, 0 if paid else unpaid * many, math.ceil(params.budget / many) * many)
+        (answers, unpaid), many = Answers.of(self.folder, u, about, key.batches), packed.samples
+        if paid and (key.batches * many, unpaid) != (paid, key.batches):
+            what = f"'{u}' goes on with {key.batches * many} samples, {paid} are left"
+            raise ProtocolAbort(NAME, "L1", "state", what)
+        self.ledger.admit(u, 0 if paid else unpaid * many, math.ceil(self.params.budget / many) * many)
         if unpaid:
             answers.start(unpaid)
-        side = ProviderSide(mine, params, u, key, entropy, device)
+        side = ProviderSide(mine, self.params, u, key, self.entropy, self.device)
         await mine.send(u, Start(answers.block))  # L1
         if key.batches:
             await side.check_keys(len(key.switching), packed.tokens)
         for n in range(key.batches):
-            if not await answer(side, answers, packed, key.batches, n):
-                return n, key.batches - n - 1
+            if not await self.answer(side, answers, packed, key.batches, n):
+                return n, (key.batches - n - 1) * many
         return key.batches, 0
 
-    async def answer(side: ProviderSide, answers: Answers, packed: Packing, count: int, n: int) -> bool:
+    async def answer(self, side: ProviderSide, answers: Answers, packed: Packing, count: int, n: int) -> bool:
         """One batch, from where it is; whether it came to its end."""
-        planned, P = packed.plan, packed.tokens
-        circuit = circuit_of(s, P)(s, p, side.refresh, rounded, side.ev, planned.openings, side.pool)
+        p, s, planned, P = self.params.crypto, self.params.shape, packed.plan, packed.tokens
+        circuit = circuit_of(s, P)(s, p, side.refresh, self.encoder, side.ev, planned.openings, side.pool)
         done = answers.block if n == 0 else 0
         if done:
             for number, words in enumerate(answers.taps):
@@ -266,18 +281,17 @@ async def provider(
             x = await circuit.embed(inputs)
         for layer in range(done, s.depth):
             where, last = f"batch {n + 1} of {count}, block {layer + 1} of {s.depth}", layer + 1 == s.depth
-            ch.step(f"{side.who}: {where}", protocol=NAME, line="L3")
+            self.ch.step(f"{side.who}: {where}", protocol=NAME, line="L3")
             x = await circuit.block(x, layer, 1 if last else 0)
             tapped = [tap_of(s, p, which, P) for which, at in enumerate(s.taps) if at == layer + 1]
             made = [await side.make_tap(circuit, x, tap) for tap in tapped]
             if not await side.agree(planned.openings_of(layer), answers):
-                ch.step(f"{side.who}: {where}: answers are not what was sent; it ends here", protocol=NAME, line="T4")
+                self.ch.step(
+                    f"{side.who}: {where}: answers are not what was sent; it ends here", protocol=NAME, line="T4"
+                )
                 answers.start(count - n - 1)
                 return False
             answers.add(layer + 1, None if last else x, side.ev, made)
             for tap, c in zip(tapped, made, strict=True):
                 await side.send_tap(c, tap)  # L5
         return True
-
-    counts = await asyncio.gather(*(serve(u) for u in params.owners))
-    return dict(zip(params.owners, counts, strict=True))
