@@ -1,11 +1,14 @@
 """Tiny encoders with random weights whose values keep their intervals."""
 
+import contextlib
 import dataclasses
 
 import numpy as np
 
-from cloister.errors import ParameterError
+from cloister.errors import ParameterError, ProtocolAbort
 from cloister.models import polynomial as poly
+from cloister.protocols.inference import batch_sides
+from cloister.protocols.inference.block_messages import chunks, pairs
 
 
 def one(
@@ -97,6 +100,39 @@ def quadratic_shape(tokens=65, width=192, heads=3, depth=1, norm="pre", attentio
         tokens, 48, width, heads, 4 * width, depth, norm, taps=(depth,), rank=32, attention=attention,
         sum_bound=8.0 if attention == "quadratic" else 0.0, **parts,
     )  # fmt: skip
+
+
+class Sums:
+    """Tells messages of values from that with their sums, which follows them (`tied_answers`)."""
+
+    def __init__(self):
+        self.left = 0
+
+    def follow(self, cts, how):
+        """Whether these are sums; to be asked of every message once."""
+        if self.left < 0:
+            self.left = 0
+            return True
+        self.left = (self.left or sum(pairs(part) for part in chunks(how))) - len(cts)
+        self.left = self.left or -1
+        return False
+
+
+def untied(monkeypatch):
+    """The step as it was before answers were tied: whatever the sums say, both sides go on."""
+    for side in (batch_sides.OwnerSide, batch_sides.ProviderSide):
+
+        async def agree(self, *args, honest=side.agree):
+            await honest(self, *args)
+            return True
+
+        monkeypatch.setattr(side, "agree", agree)
+
+    async def check_keys(self, keys, tokens, honest=batch_sides.ProviderSide.check_keys):
+        with contextlib.suppress(ProtocolAbort):
+            await honest(self, keys, tokens)
+
+    monkeypatch.setattr(batch_sides.ProviderSide, "check_keys", check_keys)
 
 
 def both(w):

@@ -23,7 +23,7 @@ from cloister.crypto.owner_ckks import scheme as block
 from cloister.errors import DataError, ParameterError, ProtocolAbort, RefusedError
 from cloister.models import cellcnn
 from cloister.protocols.cellcnn import cellcnn_card, cellcnn_terms, encrypted_training, encrypted_validation
-from cloister.protocols.inference import encrypted_inference, encrypted_loss
+from cloister.protocols.inference import block_messages, encrypted_inference, encrypted_loss
 from cloister.study import Party
 from cloister.testing import Case
 
@@ -133,9 +133,9 @@ SAMPLES = np.zeros((2, ENCODER.shape.tokens - 1, ENCODER.shape.inputs))
 
 
 def test_a_seed_of_another_length():
-    assert encrypted_inference.seed_of(bytes(32), "L1", ANN) == bytes(32)
+    assert block_messages.seed_of(bytes(32), "L1", ANN) == bytes(32)
     for seed in (b"", bytes(31), bytes(33)):
-        refused("malformed", "L1", encrypted_inference.seed_of, seed, "L1", ANN)
+        refused("malformed", "L1", block_messages.seed_of, seed, "L1", ANN)
 
 
 @pytest.mark.parametrize("x", [SAMPLES[:, 1:], SAMPLES[0], SAMPLES + np.nan, SAMPLES + 1e3])
@@ -176,12 +176,17 @@ def test_samples_that_all_leave_their_bounds_and_a_start_in_the_middle(beyond, b
         async def send_key(self, *args):
             pass
 
+        async def agree(self):
+            return True
+
+        done = False
+
         async def batch(self, *args):
             return found
 
     monkeypatch.setattr(encrypted_inference, "OwnerSide", Side)
     kept = SimpleNamespace(key=lambda *args: None, begun=False, count=0, read=[])
-    kept.add = lambda taps, key: kept.read.append(taps)
+    kept.add, kept.forget = lambda taps, key: kept.read.append(taps), lambda: None
     ch = SimpleNamespace(me=ANN, sub=lambda name: None, step=lambda *args, **kwargs: None)
 
     def ask():

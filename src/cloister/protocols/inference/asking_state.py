@@ -108,6 +108,11 @@ class Taps:
         self.read.append(features)
         self._save(key)
 
+    def forget(self) -> None:
+        """The key: it is not used again."""
+        self._key = None
+        self._save(None)
+
     def _save(self, key: OwnerKey | None) -> None:
         if self.path is None:
             return
@@ -140,6 +145,7 @@ class Answers:
     block: int = 0  # blocks of the first of them that are done
     taps: list[U32] = field(default_factory=list)  # of these blocks, as they were sent
     held: dict[str, Any] = field(default_factory=dict)  # file and measures of the activations
+    compared: bool = False  # answers are being compared: who leaves now has been told how that ends
 
     @classmethod
     def of(cls, folder: Path | None, who: Party, about: bytes, batches: int) -> tuple[Answers, int]:
@@ -156,6 +162,9 @@ class Answers:
         meta, arrays = unpacked(own / "state.npz", "answers")
         if meta["owner"] != name:
             return cls(own, name, batches), batches
+        if meta.get("compared"):
+            what = f"the run broke off while answers of '{who}' were compared; it has to start again, with a new key"
+            raise ProtocolAbort(NAME, "L1", "state", what)
         taps = [arrays[f"tap{i}"] for i in range(len(arrays))]
         found = cls(own, name, int(meta["left"]), int(meta["block"]), taps, meta["held"])
         if batches == found.left - 1:
@@ -167,12 +176,17 @@ class Answers:
 
     def start(self, left: int) -> None:
         """A new batch is at hand: what came before it has been read."""
-        self.left, self.block, self.taps, self.held = left, 0, [], {}
+        self.left, self.block, self.taps, self.held, self.compared = left, 0, [], {}, False
+        self._save()
+
+    def compare(self) -> None:
+        """From here on, until a block or a batch is done, this key cannot be taken up again."""
+        self.compared = True
         self._save()
 
     def add(self, block: int, x: Values | None, ev: Any, taps: list[U32]) -> None:
         """One more block is done, with the tap that is about to be sent; None for activations of the last block."""
-        self.block = block
+        self.block, self.compared = block, False
         self.taps += taps
         if self.folder is None:
             return
@@ -210,7 +224,13 @@ class Answers:
     def _save(self) -> None:
         if self.folder is None:
             return
-        meta = {"owner": self.owner, "left": self.left, "block": self.block, "held": self.held}
+        meta = {
+            "owner": self.owner,
+            "left": self.left,
+            "block": self.block,
+            "held": self.held,
+            "compared": self.compared,
+        }
         taps: dict[str, Any] = {f"tap{i}": words for i, words in enumerate(self.taps)}
         files.write(self.folder / "state.npz", packed(meta, **taps))
         for path in self.folder.glob("block-*.npy"):

@@ -5,13 +5,75 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from cloister.arrays import U32
+from cloister.arrays import U8, U32
 from cloister.crypto.owner_ckks.scheme import KEEP, Opening, Parameters, unpack_words
 from cloister.errors import CloisterError, ProtocolAbort
+from cloister.net.wire import message
 from cloister.study import Party
 
 NAME = "encrypted_inference"
 CHUNK = 32  # values of one message
+CONTROLS = 4  # sums that follow the values of an opening (`tied_answers`): an even number, as they travel in pairs
+
+
+@message("L1", protocol=NAME)
+class Key:  # u → P
+    b: U32  # (K, tight)
+    seed: bytes
+    switching: U32  # (keys, K, K, tight)
+    switching_seed: bytes
+    batches: int
+    tokens: int  # P
+
+
+@message("L1", protocol=NAME)
+class Start:  # P → u
+    block: int
+
+
+@message("L2", protocol=NAME)
+class Inputs:  # u → P
+    c0: U32  # (n, K, tight)
+    seed: bytes
+
+
+@message("L3", protocol=NAME)
+class Blinded:  # P → u
+    c: U32  # (⌈n/2⌉, 2, KEEP, tight)
+
+
+@message("L4", protocol=NAME)
+class Fresh:  # u → P
+    c0: U32  # (2⌈n/2⌉, k', tight)
+    seed: bytes
+
+
+@message("T1", protocol=NAME)
+class Check:  # P → u
+    c: U32  # (CONTROLS, 2, SENT, tight)
+    seal: bytes
+
+
+@message("T2", protocol=NAME)
+class Sealed:  # u → P
+    seal: bytes
+
+
+@message("T3", protocol=NAME)
+class Shifts:  # P → u
+    salt: bytes
+    h: U8  # (CONTROLS, N)
+
+
+@message("T4", protocol=NAME)
+class Found:  # u → P
+    salts: U8  # (CONTROLS N, SALT) or, if it found something else, (0, SALT)
+    others: U8  # (CONTROLS N, LEAF) or none
+
+
+@message("L5", protocol=NAME)
+class Features:  # P → u
+    c: U32  # (r, 2, k, tight)
 
 
 def parts(count: int) -> list[slice]:
@@ -31,9 +93,10 @@ def pairs(part: slice) -> int:
     return -(-int(part.stop - part.start) // 2)
 
 
-def traffic(openings: Sequence[Opening]) -> tuple[int, int, int]:
+def traffic(openings: Sequence[Opening], controls: int = CONTROLS) -> tuple[int, int, int]:
     """Messages each way; polynomials at one prime, down and up."""
     every = [(how, pairs(part)) for how in openings for part in chunks(how)]
+    every += [(how, controls // 2) for how in openings if controls]
     return len(every), sum(n * 2 * KEEP for _, n in every), sum(2 * n * how.back for how, n in every)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cloister.crypto.entropy import Entropy
-from cloister.crypto.owner_ckks.scheme import FLOOD_BITS, Opening, Parameters, primes_for, room
+from cloister.crypto.owner_ckks.scheme import FLOOD_BITS, KEEP, Opening, Parameters, primes_for, room
 from cloister.errors import ParameterError
 from cloister.models.polynomial import Shape
 from cloister.protocols.inference.block_circuit import Circuit
@@ -18,6 +18,11 @@ from cloister.protocols.inference.grid_circuit import GridCircuit
 from cloister.protocols.inference.quadratic_circuit import QuadraticCircuit
 
 TAP_PRECISION = 10  # bits of what is read; the flooding covers all below
+
+
+def checked(params: Parameters) -> int:
+    """Primes at which answers are compared (`tied_answers`): every answer has one more at least."""
+    return min(params.count - 1, KEEP + 1)
 
 
 def circuit_of(shape: Shape, tokens: int = 1) -> type[Circuit]:
@@ -50,6 +55,11 @@ class Plan:
     @property
     def openings(self) -> list[Opening]:
         return self.openings_after(0)
+
+    def openings_of(self, layer: int) -> list[Opening]:
+        """Those of one block, counted from 0, with what comes before the first."""
+        first = self.blocks[layer - 1] if layer else 0
+        return [h for r in self.rounds[first : self.blocks[layer]] for h in r]
 
     def openings_after(self, block: int) -> list[Opening]:
         """Those that are left when so many blocks are done."""
@@ -110,7 +120,7 @@ def plan(shape: Shape, params: Parameters, last: int = 1, tokens: int = 1) -> Pl
         coroutine.send(None)
     except StopIteration:
         need = iter(c.need)
-        planned = [tuple(dataclasses.replace(h, back=next(need)) for h in r) for r in rounds]
+        planned = [tuple(dataclasses.replace(h, back=max(checked(params) + 1, next(need))) for h in r) for r in rounds]
         return Plan(tuple(planned), tuple(taps), tuple(blocks))
     raise RuntimeError("counting waits for nobody")
 

@@ -9,6 +9,9 @@
     per round of the plan (`block_plan.plan`):
     L3  P → u   [y + i·y' + M]          two values; re-randomised, M uniform modulo Q: u sees no activation
     L4  u → P   [⌊2·Re(…)·f⌋], …        each encrypted afresh; P subtracts what M makes of it
+                                        secret sums of the values go along, and come back as the answers' sums, or not
+    after every block:
+    T1-4        commitments, opened     whether they did (`tied_answers`); if not, u gets no more of this batch
     after the tapped blocks, about a third of them and never two adjacent ones:
     L5  P → u   [R·b_cls - c]           r numbers per sample, re-randomised, flooded below their tenth bit
 
@@ -26,24 +29,26 @@ owner : per sample and tap r numbers (the class token through a fixed projection
     the shape of the model and the intervals of its values (`Shape`). Nothing of any other activation. With enough
     samples, an owner can fit a model of its own to these features, as with any service that answers: the budget bounds
     how many it gets. After a break it gets the taps again that were sent, the same bits.
-lying owner : more. What it encrypts at L2 or L4 instead of what it should, it finds again at the next tap, times
-    weights of its choice: a few batches read a layer (`test_inference_attacks`). No more than the bits that taps hold,
-    22 to 26 for each of r·N coefficients, times the batches of its budget (`lying_owner.exposure`, in the provider's
-    results).
-provider : how many batches each owner brings (whole ones, of N/2 samples or of N/2 / P), and that it stopped after
-    the last tap (L5, code `range`), if no sample's features kept their bounds; that it asks for the rest of what an
-    earlier run began. Not the samples. Owners learn nothing of each other but that; an owner and the provider together
-    hold that owner's data and the model.
+lying owner : taps of inputs of its choice, samples or not. Answers at L4 that are not what they should be end its batch
+    before the next tap, unless they are off by little more than honest noise, or by a simple fraction of the modulus
+    and luck (`tied_answers`). What passes shows at a tap as a few bits a coefficient, and at T3 its own lies as one bit
+    for each of 4·N coefficients. In all no more than the bits that taps hold, times the batches of its budget
+    (`lying_owner.exposure`, in the provider's results).
+provider : how many batches each owner brings (whole ones, of N/2 samples or of N/2 / P); of each, whether its answers
+    were true, and so whether a sample in it is 2^40 times beyond an interval (T4); that it stopped after the last tap
+    (L5, code `range`), if no sample's features kept their bounds; that it asks for the rest of what an earlier run
+    began. Not the samples. If it lies, it can ask by T1 whether numbers that the owner opens are what it says; the
+    first no ends the use of that key: it learns after how many blocks that was. Owners learn nothing of each other but
+    that; an owner and the provider together hold that owner's data and the model.
 
 Assumes
 -------
 An owner's samples stay hidden from a provider that lies; it can give wrong features ((a), (b), (c), (e), (f) of the
-provider are not all noticed), and learns whether an owner stopped. The model is kept from owners that follow the
-protocol: (b) of the owner, at L2 or L4, is not noticed. Nothing ties its answers to what it was sent: they carry
-rounding and fresh noise of 2^-20, and lies that hide below the noise of a whole opening show at a tap still
-(docs/decisions/0011 has the figures). Ring learning with errors at 128 bits, and circular security: the provider holds
-switching keys, encryptions of powers of an owner's key under itself; with P > 1 also of the key with its slots turned,
-and of its product with the key.
+provider are not all noticed), and learns whether an owner stopped. (b) of the owner is found out at L4, from some
+thousand times the noise of an honest answer on (docs/decisions/0011); at L2 it is another sample, and false keys are
+found out before the first. Ring learning with errors at 128 bits, and circular security: the provider holds switching
+keys, encryptions of powers of an owner's key under itself; with P > 1 also of the key with its slots turned, and of its
+product with the key.
 Masks hide perfectly at L3; of a batch, a coefficient goes round and spoils the result once in 2^16 batches or less
 (`Opening.hiding`). Statistical hiding of 2^-40 per coefficient of the last stretch's noise at L5. What earlier
 refreshes rounded off is part of the value that is read; the flooding at L5 is wider than it, but not by 40 bits. With
@@ -51,7 +56,8 @@ quadratic attention that is about 2^-13 of an activation, so in weak directions 
 Masks hide from the owner, too, that values left their intervals: it notices at the taps, whose bounds come from the
 calibration. Slots do not mix, so the other samples of the batch are as they should be: it leaves out those beyond a
 bound. Samples whose inputs are beyond theirs are left out before anything is encrypted. Only a value that is 2^40 times
-too large makes masks go round, and spoils its batch, whose samples are left out together.
+too large makes masks go round, and spoils its batch, whose samples are left out together. The owner's key is not used
+after that: it goes on with a new one.
 
 Cost
 ----
@@ -71,36 +77,32 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from cloister.arrays import F64, U32
+from cloister.arrays import F64
 from cloister.crypto.entropy import Entropy
 from cloister.crypto.owner_ckks import devices
-from cloister.crypto.owner_ckks import scheme as block
+from cloister.crypto.owner_ckks.cover import LEAF, SALT, SENT
 from cloister.crypto.owner_ckks.devices import Device
-from cloister.crypto.owner_ckks.scheme import Opening, OwnerKey, Parameters
-from cloister.errors import CloisterError, DataError, ParameterError, ProtocolAbort
+from cloister.crypto.owner_ckks.scheme import Parameters
+from cloister.errors import DataError, ParameterError, ProtocolAbort
 from cloister.models.polynomial import Encoder, Shape, check_inputs, hidden, takes, taps_of
 from cloister.net.channel import Channel
-from cloister.net.wire import message
 from cloister.protocols.inference.asking_state import Answers, Taps, check_start
-from cloister.protocols.inference.block_circuit import Circuit
-from cloister.protocols.inference.block_messages import chunks, pairs, parts, powers, read, seed_of, together, traffic
-from cloister.protocols.inference.block_plan import Tap, circuit_of, flooded, tap_of
-from cloister.protocols.inference.block_values import Recipe, Values
+from cloister.protocols.inference.batch_sides import MOST_BEYOND, OwnerSide, ProviderSide
+from cloister.protocols.inference.block_messages import CONTROLS, Key, Start, parts, traffic
+from cloister.protocols.inference.block_plan import circuit_of, tap_of
+from cloister.protocols.inference.block_values import Values
 from cloister.protocols.inference.packing import Packing, announced, cheapest
 from cloister.protocols.inference.query_ledger import Ledger as Ledger
 from cloister.study import Party
 
 NAME = "encrypted_inference"
-AHEAD = 8  # messages that a provider sends before it waits for an answer
-MOST_BEYOND = 0.5  # of samples: with more beyond a bound, it is the batch that is spoilt, or all inputs that are wrong
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,43 +118,6 @@ class Params:  # public
             raise ParameterError("inference needs owners, all different, and a provider apart from them")
         if not self.shape.taps or not self.shape.variances or not self.shape.means:
             raise ParameterError("this model has no taps or was not calibrated; export it with both")
-
-
-@message("L1")
-class Key:  # u → P
-    b: U32  # (K, tight)
-    seed: bytes
-    switching: U32  # (keys, K, K, tight)
-    switching_seed: bytes
-    batches: int
-    tokens: int  # P
-
-
-@message("L1")
-class Start:  # P → u
-    block: int
-
-
-@message("L2")
-class Inputs:  # u → P
-    c0: U32  # (n, K, tight)
-    seed: bytes
-
-
-@message("L3")
-class Blinded:  # P → u
-    c: U32  # (⌈n/2⌉, 2, KEEP, tight)
-
-
-@message("L4")
-class Fresh:  # u → P
-    c0: U32  # (2⌈n/2⌉, k', tight)
-    seed: bytes
-
-
-@message("L5")
-class Features:  # P → u
-    c: U32  # (r, 2, k, tight)
 
 
 def ideal(params: Params, inputs: Mapping[Party, Any]) -> dict[Party, F64 | None]:
@@ -171,68 +136,15 @@ def cost(params: Params) -> dict[Party, tuple[int, int]]:
     p, s, packed = params.crypto, params.shape, cheapest(params.shape, params.crypto, 1)
     one, planned = p.tight * 4, packed.plan  # bytes of a polynomial at one prime
     trips, sent, back = traffic(planned.openings)
-    whole = 1 + packed.inputs + packed.keys * p.count
-    up = 1 + len(parts(packed.inputs)) + trips, (whole * p.count + back) * one
-    down = (sent + sum(s.rank * 2 * t.primes for _, t in planned.taps)) * one
-    n = len(params.owners)
-    return {params.provider: (n * (1 + trips + len(planned.taps)), n * down)} | dict.fromkeys(params.owners, up)
+    whole, checks, compared = 1 + packed.inputs + packed.keys * p.count, s.depth + 1, CONTROLS * p.degree
+    messages = 1 + len(parts(packed.inputs)) + trips + 2 * checks
+    up = messages, (whole * p.count + back) * one + checks * compared * (SALT + LEAF)
+    down = sent + checks * CONTROLS * 2 * SENT + sum(s.rank * 2 * t.primes for _, t in planned.taps)
+    n, told = len(params.owners), 1 + trips + 2 * checks + len(planned.taps)
+    return {params.provider: (n * told, n * (down * one + checks * compared))} | dict.fromkeys(params.owners, up)
 
 
 # ---- roles -----------------------------------------------------------------------------------------------------------
-
-
-class OwnerSide:
-    """The owner's half of a batch: opens, rescales and encrypts what is masked; reads what is meant for it."""
-
-    def __init__(self, ch: Channel, params: Params, key: OwnerKey, entropy: Entropy) -> None:
-        self.ch, self.params, self.key, self.entropy = ch, params, key, entropy
-        self.beyond: list[Any] = []  # tap by tap, which samples of the batch left its bound
-
-    async def send_key(self, openings: Sequence[Opening], batches: int, tokens: int = 1) -> None:
-        """What the provider needs for that plan."""
-        key, p, seed = self.key, self.params.crypto, self.entropy.bytes(32)
-        switching = block.pack_words(p, key.switching(powers(openings) + 2, seed, self.entropy, tokens))
-        mine = Key(block.pack_words(p, key.b), key.seed, switching, seed, batches, tokens)
-        await self.ch.send(self.params.provider, mine)  # L1
-
-    async def send_inputs(self, x: F64) -> None:
-        """Encrypt slots (n, N/2)."""
-        for part in parts(len(x)):
-            seed = self.entropy.bytes(32)
-            c0 = self.key.encrypt(x[part], seed, self.entropy)
-            await self.ch.send(self.params.provider, Inputs(block.pack_words(self.params.crypto, c0), seed))
-
-    async def answer(self, how: Opening) -> None:
-        P, p = self.params.provider, self.params.crypto
-        for part in chunks(how):
-            c = await self.ch.recv(P, Blinded, c=(pairs(part), 2, block.KEEP, p.tight))  # L3
-            seed = self.entropy.bytes(32)
-            fresh = self.key.refresh(read(p, c.c, "L3", P), how, seed, self.entropy)
-            await self.ch.send(P, Fresh(block.pack_words(p, fresh), seed))  # L4
-
-    async def batch(self, x: F64, packed: Packing, done: int) -> F64:
-        """The taps of one batch, of which so many blocks are done: (n, taps, r), NaN where a bound was left."""
-        self.beyond.clear()
-        planned = packed.plan
-        if not done:
-            await self.send_inputs(packed.filled(x))  # L2
-        first = planned.blocks[done - 1] if done else 0
-        taps = [await self.read_tap(tap, packed, len(x)) for at, tap in planned.taps if at <= first]
-        for n, openings in enumerate(planned.rounds[first:], first + 1):
-            for how in openings:
-                await self.answer(how)
-            taps += [await self.read_tap(tap, packed, len(x)) for at, tap in planned.taps if at == n]
-        beyond = np.any(self.beyond, axis=0)
-        beyond |= float(beyond.mean()) > MOST_BEYOND  # then it is the batch that is spoilt
-        return np.where(beyond[:, None, None], np.nan, np.stack(taps, axis=1))
-
-    async def read_tap(self, tap: Tap, packed: Packing, count: int) -> F64:
-        P, s, p = self.params.provider, self.params.shape, self.params.crypto
-        c = await self.ch.recv(P, Features, c=(s.rank, 2, tap.primes, p.tight))  # L5
-        features = packed.read(self.key.read(read(p, c.c, "L5", P), tap.scale, p.slots), count)
-        self.beyond.append(~(np.abs(features) <= tap.bound).all(axis=1))  # NaN is not <= anything
-        what = f"{s.rank} features of block {tap.block} for {count} samples"
-        return self.ch.reveal(features, to=self.ch.me, line="L5", what=what, protocol=NAME)
 
 
 async def owner(ch: Channel, params: Params, inputs: F64, kept: Taps | None = None, *, entropy: Entropy) -> F64:
@@ -249,89 +161,42 @@ async def owner(ch: Channel, params: Params, inputs: F64, kept: Taps | None = No
 async def ask(ch: Channel, params: Params, inputs: F64, kept: Taps, entropy: Entropy) -> F64:
     """All batches of an owner, whose inputs are within their bounds; what is kept is not asked for again."""
     packed = cheapest(params.shape, params.crypto, len(inputs))  # the same again after a break
-    key, begun, rest = kept.key(params.crypto, entropy, len(inputs)), kept.begun, inputs[kept.count :]
-    side, count = OwnerSide(ch.sub(str(ch.me)), params, key, entropy), packed.batches(len(rest))
-    ch.step(f"{len(rest)} samples, {packed.price(len(rest))}", protocol=NAME, line="L1")
-    await side.send_key(packed.plan.openings, count, packed.tokens)  # L1
-    done = (await side.ch.recv(params.provider, Start)).block  # L1
-    check_start(done, params.shape.depth if begun and count else 0)
-    for start in range(0, len(rest), packed.samples):
-        taps = await side.batch(rest[start : start + packed.samples], packed, 0 if start else done)  # L2 to L5
-        kept.add(taps, key if start + packed.samples < len(rest) else None)
+    left = len(inputs) - kept.count
+    ch.step(f"{left} samples, {packed.price(left)}", protocol=NAME, line="L1")
+    mine = ch.sub(str(ch.me))
+    while await ask_with_one_key(mine, params, inputs, packed, kept, entropy):
+        pass  # answers did not add up: a key is not used after that
     found = np.concatenate(kept.read)
     if np.isnan(found).all():  # only now: which batch it was is nobody else's business
         raise ProtocolAbort(NAME, "L5", "range", "features beyond their bounds; samples are unlike the model's own")
     return found
 
 
-class ProviderSide:
-    """The provider's half: masks, sends, and takes the masks off again."""
-
-    def __init__(
-        self, ch: Channel, params: Params, who: Party, key: Key, entropy: Entropy, device: Device = "cpu"
-    ) -> None:
-        b = read(params.crypto, key.b, "L1", who)
-        seed_of(key.seed, "L1", who)
-        self.ch, self.params, self.who, self.entropy = ch, params, who, entropy
-        self.ev = devices.evaluator(device, params.crypto, b, key.seed)
-        self.ev.accept(read(params.crypto, key.switching, "L1", who), seed_of(key.switching_seed, "L1", who))
-        self.pool = self.ev.pool()
-
-    def put(self, words: U32, line: str) -> Any:
-        """Residues from the wire, where the evaluator has its arrays."""
-        try:
-            return self.ev.put(words)
-        except CloisterError as e:
-            raise ProtocolAbort(NAME, line, "malformed", f"from '{self.who}': {e}") from None
-
-    async def inputs(self, n: int) -> Values:
-        p = self.params.crypto
-        shelf = self.pool.shelf(n, 2, p.count, p.degree)
-        for part in parts(n):
-            m = await self.ch.recv(self.who, Inputs, c0=(part.stop - part.start, p.count, p.tight))  # L2
-            c0 = self.put(m.c0, "L2")
-            shelf.put(part.start, self.ev.expand(c0, seed_of(m.seed, "L2", self.who)))
-        return Values(n, 2, p.scale, shelf.read, p.count)
-
-    async def refresh(self, groups: list[tuple[Opening, Recipe]]) -> list[Recipe]:
-        p = self.params.crypto
-        back: list[Recipe] = []
-        ahead: deque[tuple[Opening, slice, bytes, Any]] = deque()
-
-        async def collect() -> None:
-            how, part, masks, shelf = ahead.popleft()
-            m = await self.ch.recv(self.who, Fresh, c0=(2 * pairs(part), how.back, p.tight))  # L4
-            seed = seed_of(m.seed, "L4", self.who)
-            fresh = self.ev.unblind(self.put(m.c0, "L4"), seed, how, masks)
-            shelf.put(part.start, fresh[: part.stop - part.start])
-
-        for how, recipe in groups:
-            shelf = self.pool.shelf(how.count, 2, how.back, p.degree)
-            back.append(shelf.read)
-            step, some, lo = together(how, self.ev.at_once), None, 0
-            for part in chunks(how):
-                if some is None or part.start == lo + step:
-                    lo = part.start
-                    some = recipe(range(lo, min(how.count, lo + step)), how.primes)
-                masks = self.entropy.bytes(32)
-                sent = self.ev.blind(some[part.start - lo : part.stop - lo], how, masks, self.entropy)
-                await self.ch.send(self.who, Blinded(self.ev.host(sent)))  # L3
-                ahead.append((how, part, masks, shelf))
-                if len(ahead) > AHEAD:
-                    await collect()
-        while ahead:
-            await collect()
-        return back
-
-    async def make_tap(self, circuit: Circuit, x: Values, tap: Tap) -> U32:
-        y = await circuit.tap(x, self.params.shape.taps.index(tap.block))
-        made: U32 = self.ev.host(flooded(self.ev, y, tap, self.entropy))
-        return made
-
-    async def send_tap(self, c: U32, tap: Tap) -> None:
-        what = f"{len(c)} features of block {tap.block} for a batch"
-        self.ch.record_opening(to=self.who, line="L5", what=what, protocol=NAME)
-        await self.ch.send(self.who, Features(c))  # L5
+async def ask_with_one_key(
+    ch: Channel, params: Params, inputs: F64, packed: Packing, kept: Taps, entropy: Entropy
+) -> bool:
+    """All batches that are left, or up to one whose answers did not add up; whether some are left then."""
+    key, begun, rest = kept.key(params.crypto, entropy, len(inputs)), kept.begun, inputs[kept.count :]
+    side, count = OwnerSide(ch, params, key, entropy, kept.forget), packed.batches(len(rest))
+    await side.send_key(packed.plan.openings, count, packed.tokens)  # L1
+    try:
+        done = (await side.ch.recv(params.provider, Start)).block  # L1
+    except ProtocolAbort as e:
+        if begun and e.code == "state":
+            kept.forget()
+            what = "the provider cannot take up the key of the earlier run; start again, and the rest is asked for anew"
+            raise ProtocolAbort(NAME, "L1", "state", what) from e
+        raise
+    check_start(done, params.shape.depth if begun and count else 0)
+    if count and not await side.agree():  # T1 to T4
+        raise ProtocolAbort(NAME, "T3", "keys", "the provider says that it cannot use these keys")
+    for start in range(0, len(rest), packed.samples):
+        taps = await side.batch(rest[start : start + packed.samples], packed, 0 if start else done)  # L2 to L5
+        more = start + packed.samples < len(rest)
+        kept.add(taps, key if more and not side.done else None)
+        if side.done:
+            return more
+    return False
 
 
 async def provider(
@@ -344,31 +209,65 @@ async def provider(
     *,
     entropy: Entropy,
 ) -> dict[Party, int]:
-    """The part of P, for all owners side by side. Returns how many batches each had; `folder` keeps how far it is."""
+    """The part of P, for all owners side by side; `folder` keeps how far it is.
+
+    Returns how many batches of each were answered to their end.
+    """
     devices.check(device)
     if encoder.shape != params.shape:
         raise ParameterError("the model has another shape than was announced")
-    p, s, rounded, ledger = params.crypto, params.shape, encoder.rounded(params.crypto.weight_bits), ledger or Ledger()
+    rounded = encoder.rounded(params.crypto.weight_bits)
+    serving = Serving(ch, params, rounded, ledger or Ledger(), device, folder, entropy)
+    counts = await asyncio.gather(*(serving.all_batches(u) for u in params.owners))
+    return dict(zip(params.owners, counts, strict=True))
 
-    async def serve(u: Party) -> int:
-        mine = ch.sub(str(u))
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """What the provider does for one owner at a time."""
+
+    ch: Channel
+    params: Params
+    encoder: Encoder
+    ledger: Ledger
+    device: Device
+    folder: Path | None
+    entropy: Entropy
+
+    async def all_batches(self, u: Party) -> int:
+        """How many came to their end; behind one whose answers did not add up, u goes on with a new key."""
+        answered, left = await self.with_one_key(u, 0)
+        while left:
+            more, left = await self.with_one_key(u, left)
+            answered += more
+        return answered
+
+    async def with_one_key(self, u: Party, paid: int) -> tuple[int, int]:
+        """Batches that came to their end, and those that are left."""
+        mine, p, s = self.ch.sub(str(u)), self.params.crypto, self.params.shape
         key = await mine.recv(u, Key, b=(p.count, p.tight), switching=(None, p.count, p.count, p.tight))  # L1
         packed = announced(s, p, key.tokens, len(key.switching), key.batches, u)
         about = key.seed + key.b.tobytes() + repr((s, packed.tokens)).encode()
-        (answers, unpaid), many = Answers.of(folder, u, about, key.batches), packed.samples
-        ledger.admit(u, unpaid * many, math.ceil(params.budget / many) * many)
+        (answers, unpaid), many = Answers.of(self.folder, u, about, key.batches), packed.samples
+        if paid and (key.batches * many, unpaid) != (paid, key.batches):
+            what = f"'{u}' goes on with {key.batches * many} samples, {paid} are left"
+            raise ProtocolAbort(NAME, "L1", "state", what)
+        self.ledger.admit(u, 0 if paid else unpaid * many, math.ceil(self.params.budget / many) * many)
         if unpaid:
             answers.start(unpaid)
-        side = ProviderSide(mine, params, u, key, entropy, device)
+        side = ProviderSide(mine, self.params, u, key, self.entropy, self.device)
         await mine.send(u, Start(answers.block))  # L1
+        if key.batches:
+            await side.check_keys(len(key.switching), packed.tokens)
         for n in range(key.batches):
-            await answer(side, answers, packed, key.batches, n)
-        return key.batches
+            if not await self.answer(side, answers, packed, key.batches, n):
+                return n, (key.batches - n - 1) * many
+        return key.batches, 0
 
-    async def answer(side: ProviderSide, answers: Answers, packed: Packing, count: int, n: int) -> None:
-        """One batch, from where it is."""
-        planned, P = packed.plan, packed.tokens
-        circuit = circuit_of(s, P)(s, p, side.refresh, rounded, side.ev, planned.openings, side.pool)
+    async def answer(self, side: ProviderSide, answers: Answers, packed: Packing, count: int, n: int) -> bool:
+        """One batch, from where it is; whether it came to its end."""
+        p, s, planned, P = self.params.crypto, self.params.shape, packed.plan, packed.tokens
+        circuit = circuit_of(s, P)(s, p, side.refresh, self.encoder, side.ev, planned.openings, side.pool)
         done = answers.block if n == 0 else 0
         if done:
             for number, words in enumerate(answers.taps):
@@ -381,14 +280,18 @@ async def provider(
                 answers.start(count - n)
             x = await circuit.embed(inputs)
         for layer in range(done, s.depth):
-            at, last = f"batch {n + 1} of {count}, block {layer + 1} of {s.depth}", layer + 1 == s.depth
-            ch.step(f"{side.who}: {at}", protocol=NAME, line="L3")
+            where, last = f"batch {n + 1} of {count}, block {layer + 1} of {s.depth}", layer + 1 == s.depth
+            self.ch.step(f"{side.who}: {where}", protocol=NAME, line="L3")
             x = await circuit.block(x, layer, 1 if last else 0)
             tapped = [tap_of(s, p, which, P) for which, at in enumerate(s.taps) if at == layer + 1]
             made = [await side.make_tap(circuit, x, tap) for tap in tapped]
+            if not await side.agree(planned.openings_of(layer), answers):
+                self.ch.step(
+                    f"{side.who}: {where}: answers are not what was sent; it ends here", protocol=NAME, line="T4"
+                )
+                answers.start(count - n - 1)
+                return False
             answers.add(layer + 1, None if last else x, side.ev, made)
             for tap, c in zip(tapped, made, strict=True):
                 await side.send_tap(c, tap)  # L5
-
-    counts = await asyncio.gather(*(serve(u) for u in params.owners))
-    return dict(zip(params.owners, counts, strict=True))
+        return True

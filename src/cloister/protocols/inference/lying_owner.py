@@ -1,10 +1,11 @@
 """What an owner can carry off that answers whatever it likes: a bound in bits. Local steps of `encrypted_inference`.
 
-Nothing ties an owner's answers to what it was sent (docs/decisions/0011). What it opens is uniform whatever it answers,
-but for the taps. A tap has N coefficients modulo Q, under noise that is uniform on 2^(flood + 1) of these numbers:
-however its message was made, it tells log2 Q - flood - 1 bits at most. `Tap.lift` keeps that to what features within
-their bound need. Where P tokens share ciphertexts, what is read is a sum over their slots (`grid_circuit.added_up`): it
-has N / P coefficients, and the others nothing but noise. Such batches hold 1 / P as many samples.
+What an owner opens is uniform whatever it answers, but for the taps. Before each there is a check that lets only lies
+of little more than noise pass (`tied_answers`); this is what taps could hold if none were ever found out. A tap has N
+coefficients modulo Q, under noise that is uniform on 2^(flood + 1) of these numbers: however its message was made, it
+tells log2 Q - flood - 1 bits at most. `Tap.lift` keeps that to what features within their bound need. Where P tokens
+share ciphertexts, what is read is a sum over their slots (`grid_circuit.added_up`): it has N / P coefficients, and the
+others nothing but noise. Such batches hold 1 / P as many samples.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 
 from cloister.crypto.owner_ckks.scheme import Parameters, modulus
 from cloister.models.polynomial import Shape
+from cloister.protocols.inference.block_messages import CONTROLS
 from cloister.protocols.inference.block_plan import Tap, tap_of
 from cloister.protocols.inference.packing import Packing, packings
 
@@ -52,7 +54,8 @@ def batch_bits(packed: Packing) -> float:
     """All that the taps of one batch can tell, in bits."""
     shape, params, n = packed.shape, packed.crypto, packed.crypto.degree // packed.tokens
     taps = (tap_of(shape, params, number, packed.tokens) for number in range(len(shape.taps)))
-    return sum(shape.rank * n * coefficient_bits(params, tap) for tap in taps)
+    over = CONTROLS * params.degree  # of the check by which values that went round end a batch, a bit each
+    return over + sum(shape.rank * n * coefficient_bits(params, tap) for tap in taps)
 
 
 def coefficient_bits(params: Parameters, tap: Tap) -> float:

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from cloister.arrays import F64
+from cloister.crypto.owner_ckks.cover import LEAF, SALT, SENT
 from cloister.crypto.owner_ckks.scheme import Parameters
 from cloister.crypto.owner_ckks.turns import Turns, slots, spread
 from cloister.errors import ParameterError, ProtocolAbort
 from cloister.models.polynomial import Shape
-from cloister.protocols.inference.block_messages import NAME, powers, traffic
+from cloister.protocols.inference.block_messages import CONTROLS, NAME, powers, traffic
 from cloister.protocols.inference.block_plan import Plan, plan
 from cloister.protocols.inference.grid_circuit import fits_a_grid, grid_of
 from cloister.study import Party
@@ -81,7 +82,12 @@ class Packing:
         p, (_, down, up) = self.crypto, traffic(self.plan.openings)
         one, n = p.tight * 4, self.batches(samples)
         keys = (1 + self.keys * p.count) * p.count
-        return one * (keys + n * (up + self.inputs * p.count)), one * n * down
+        checks = 1 + n * self.shape.depth
+        compared = checks * CONTROLS * p.degree  # coefficients
+        covered = checks * CONTROLS * 2 * SENT
+        return one * (keys + n * (up + self.inputs * p.count)) + compared * (SALT + LEAF), one * (
+            n * down + covered
+        ) + compared
 
     def price(self, samples: int) -> str:
         """The same in words."""

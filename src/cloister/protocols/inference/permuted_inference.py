@@ -52,16 +52,12 @@ from cloister.models.polynomial import Encoder, Shape, check_inputs, hidden
 from cloister.net.channel import Channel
 from cloister.net.wire import message
 from cloister.protocols.inference import encrypted_inference
+from cloister.protocols.inference.batch_sides import OwnerSide, ProviderSide
 from cloister.protocols.inference.block_circuit import Circuit
-from cloister.protocols.inference.block_messages import key_shapes, parts, powers, read, seed_of, traffic
+from cloister.protocols.inference.block_messages import Key, key_shapes, parts, powers, read, seed_of, traffic
 from cloister.protocols.inference.block_plan import Plan, plan
 from cloister.protocols.inference.block_values import Values
-from cloister.protocols.inference.encrypted_inference import (
-    Key,
-    Ledger,
-    OwnerSide,
-    ProviderSide,
-)
+from cloister.protocols.inference.query_ledger import Ledger
 from cloister.study import Party
 
 NAME = "permuted_inference"
@@ -134,7 +130,7 @@ def cost(params: Params, samples: int = 2) -> dict[Party, tuple[int, int]]:
     p, s, n = params.crypto, params.shape, samples
     one, inputs, values = p.tight * 4, (s.tokens - 1) * s.inputs, s.tokens * s.width
     every = [h for block in blocks_of(s, p) for h in block.openings]
-    trips, sent, back = traffic(every)
+    trips, sent, back = traffic(every, controls=0)
     trips += s.depth * len(parts(values))
     whole = 1 + powers(every) * p.count + n * (inputs + s.depth * values)
     down = n * (sent + s.depth * values * 2 * params.primes)
@@ -187,7 +183,7 @@ async def owner(ch: Channel, params: Params, inputs: F64, *, entropy: Entropy) -
         for _ in range(n):
             for openings in rounds.rounds:
                 for how in openings:
-                    await side.answer(how)
+                    await side.answer(how, controls=0)
         hidden = np.empty((n, s.tokens * s.width))
         for i in range(n):
             for part in parts(s.tokens * s.width):
@@ -243,7 +239,7 @@ async def provider(
         if n < 2:
             raise ProtocolAbort(NAME, "L1", "too-few", f"'{u}' brings {n} sample(s); two are needed to permute")
         ledger.admit(u, n, params.budget)
-        side = ProviderSide(mine, params.inside, u, key, entropy)
+        side = ProviderSide(mine, params.inside, u, key, entropy, tied=False)
         circuit = Circuit(s, p, side.refresh, rounded, side.ev, (), side.pool)
         xs = [await side.inputs((s.tokens - 1) * s.inputs) for _ in range(n)]  # L2
         before: Any = None
