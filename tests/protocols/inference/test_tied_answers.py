@@ -293,7 +293,7 @@ def test_who_goes_on_gets_what_is_left_and_no_more(asked, monkeypatch):
         await honest(self, openings, asked if len(keys) > 1 else count, tokens)
 
     monkeypatch.setattr(batch_sides.OwnerSide, "send_key", send_key)
-    run = run_protocol(inference, case(2 * P.slots + 2), timeout=10.0)
+    run = run_protocol(inference, case(2 * P.slots + 2), timeout=30.0)
     assert run.errors[HUB].code == "state"
     assert keys == [3, 2]
 
@@ -362,7 +362,7 @@ def test_an_owner_that_says_after_the_provider_gets_nothing(late, monkeypatch):
         return True  # and waits for its tap
 
     monkeypatch.setattr(batch_sides.OwnerSide, "agree", agree)
-    run = run_protocol(inference, case(), timeout=4.0)
+    run = run_protocol(inference, case(), timeout=30.0)
     assert ANN in run.errors
     found = [name for name, *_ in transcript(run)[ANN]].count("encrypted_inference.Found")
     assert found == (1 if late == "echo" else 2)  # of keys, of answers
@@ -406,11 +406,11 @@ def test_who_leaves_while_answers_are_compared_cannot_try_again(monkeypatch, tmp
 
     with monkeypatch.context() as m:
         m.setattr(batch_sides.Leaves, "open", falls_over)
-        run = run_protocol(inference, case(), roles={ANN: keeping, HUB: counted}, timeout=10.0)
+        run = run_protocol(inference, case(), roles={ANN: keeping, HUB: counted}, timeout=30.0)
     assert ANN in run.errors
     kept = Taps.open(tmp_path / "taps.npz", "these samples", P)
     assert kept.begun
-    run = run_protocol(inference, case(), roles={ANN: keeping, HUB: counted}, timeout=10.0)
+    run = run_protocol(inference, case(), roles={ANN: keeping, HUB: counted}, timeout=30.0)
     assert {e.code for e in run.errors.values()} == {"state"}
     assert "were compared" in str(run.errors[HUB])
     assert "start again" in str(run.errors[ANN])
