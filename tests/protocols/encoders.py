@@ -5,6 +5,8 @@ import dataclasses
 
 import numpy as np
 
+from cloister.crypto.owner_ckks import scheme
+from cloister.crypto.owner_ckks.pairs import pairs_of
 from cloister.errors import ParameterError, ProtocolAbort
 from cloister.models import polynomial as poly
 from cloister.protocols.inference import batch_sides
@@ -116,6 +118,20 @@ class Sums:
         self.left = (self.left or sum(pairs(part) for part in chunks(how))) - len(cts)
         self.left = self.left or -1
         return False
+
+
+def shifted(key, cts, how, seed, entropy, lies):
+    """Answers to an opening as an honest owner gives them, but for integers: {(value, coefficient): integer}."""
+    p, mask, secret, out = key.params, scheme.Halves(seed), entropy.prg(), []
+    r = scheme.ring_of(p)
+    opened = [half for ct in cts for half in pairs_of(p).halves(r.to_words(key._opened(ct)))]
+    for i, value in enumerate(opened):
+        m = r.add_words(np.zeros((how.back, p.degree), np.uint32), scheme.times_shift(value, how))
+        for (which, at), lie in lies.items():
+            if which == i:
+                m[:, at] = [(int(x) + lie) % q for x, q in zip(m[:, at], r.primes[: how.back], strict=True)]
+        out.append(key.hide(m, mask, secret))
+    return np.stack(out)
 
 
 def untied(monkeypatch):

@@ -12,13 +12,12 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2] / "crypto" / "owner_ckks"))
 pytest.importorskip("numba")
-from encoders import Sums, both, micro, tiny, untied
+from encoders import Sums, both, micro, shifted, tiny, untied
 from encoders import quadratic_shape as shape
 
 from cloister.attacks.block_regression import fit_block
 from cloister.crypto.entropy import Entropy
 from cloister.crypto.owner_ckks import scheme, turns
-from cloister.crypto.owner_ckks.pairs import pairs_of
 from cloister.errors import ParameterError
 from cloister.models import polynomial
 from cloister.protocols.inference import block_plan, grid_circuit, lying_owner
@@ -251,17 +250,8 @@ def test_k5_a_shifted_answer_carries_weights_in_one_coefficient_of_p(at, seen, m
     def refresh(self, cts, how, seed, entropy):
         if sums.follow(cts, how) or how.label != "tap":
             return honest[0](self, cts, how, seed, entropy)
-        ring, mask, secret, out = scheme.ring_of(CRYPTO), scheme.Halves(seed), entropy.prg(), []
-        opened = [half for ct in cts for half in pairs_of(CRYPTO).halves(ring.to_words(self._opened(ct)))]
-        for i, value in enumerate(opened):
-            m = ring.add_words(np.zeros((how.back, CRYPTO.degree), np.uint32), scheme.times_shift(value, how))
-            bit, words = (
-                CRYPTO.scale_bits + grid_circuit.GridCircuit.tap_bits - 2,
-                np.zeros((4, CRYPTO.degree), np.uint32),
-            )
-            words[bit // 32, at] = (1 << bit % 32) if i == 1 else 0
-            out.append(self.hide(ring.add_words(m, words), mask, secret))
-        return np.stack(out)
+        bits = CRYPTO.scale_bits + grid_circuit.GridCircuit.tap_bits - 2
+        return shifted(self, cts, how, seed, entropy, {(1, at): 1 << bits})
 
     def spy(self, cts, scale, count):
         read.extend(self.open(ct)[0][at] / scale for ct in cts)

@@ -10,12 +10,11 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 pytest.importorskip("numba")
-from encoders import Sums, micro, shape_with, tiny, untied
+from encoders import Sums, micro, shape_with, shifted, tiny, untied
 
 from cloister.attacks.block_regression import fit_block
 from cloister.crypto.entropy import Entropy
 from cloister.crypto.owner_ckks import scheme as block
-from cloister.crypto.owner_ckks.pairs import pairs_of
 from cloister.models import polynomial
 from cloister.protocols.inference import block_plan, lying_owner
 from cloister.protocols.inference import encrypted_inference as inference
@@ -265,16 +264,8 @@ def shifted_at_the_tap(monkeypatch, encoder, lies):
     def change(key, heard, cts, how, seed, entropy):
         if sums.follow(cts, how) or how.label != "tap":
             return None
-        r, mask, secret, out = block.ring_of(P), block.Halves(seed), entropy.prg(), []
-        values = [half for ct in cts for half in pairs_of(P).halves(r.to_words(key._opened(ct)))]
-        for i, value in enumerate(values):
-            m = r.add_words(np.zeros((how.back, P.degree), np.uint32), block.times_shift(value, how))
-            if i in lies:
-                bit, words = lies[i] + P.scale_bits + block_plan.Circuit.tap_bits, np.zeros((4, P.degree), np.uint32)
-                words[bit // 32, AT] = 1 << bit % 32
-                r.add_words(m, words)
-            out.append(key.hide(m, mask, secret))
-        return np.stack(out)
+        top = P.scale_bits + block_plan.Circuit.tap_bits
+        return shifted(key, cts, how, seed, entropy, {(i, AT): 1 << bits + top for i, bits in lies.items()})
 
     def spy(self, cts, scale, count):
         read.extend(self.open(ct)[0][AT] / scale for ct in cts)

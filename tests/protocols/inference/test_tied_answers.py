@@ -11,12 +11,12 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1]))
 pytest.importorskip("numba")
 from encoders import Sums as Watch
-from encoders import micro, quadratic_shape, tiny, untied
+from encoders import micro, quadratic_shape, shifted, tiny, untied
 
 from cloister.crypto.entropy import Entropy
 from cloister.crypto.owner_ckks import scheme as block
 from cloister.crypto.owner_ckks.cover import CELL, ROOM, SENT, Leaves, cells, cover, opens, shifts, uncover
-from cloister.crypto.owner_ckks.pairs import dropped, pairs_of
+from cloister.crypto.owner_ckks.pairs import dropped
 from cloister.errors import ParameterError
 from cloister.protocols.inference import batch_sides, tied_answers
 from cloister.protocols.inference import encrypted_inference as inference
@@ -46,21 +46,14 @@ def lying(monkeypatch, lie, batches=(0,)):
     honest, watch, told = block.OwnerKey.refresh, Watch(), [0]
 
     def refresh(self, cts, how, seed, entropy):
-        r, first = block.ring_of(P), watch.left == 0
+        first = watch.left == 0
         number, sums = told[0], watch.follow(cts, how)
         told[0] += sums
         batch, at = divmod(number, len(OPENINGS))
         change = lie(at, how) if first and not sums and batch in batches else 0
         if not change:
             return honest(self, cts, how, seed, entropy)
-        mask, secret, out = block.Halves(seed), entropy.prg(), []
-        opened = [half for ct in cts for half in pairs_of(P).halves(r.to_words(self._opened(ct)))]
-        for i, value in enumerate(opened):
-            m = r.add_words(np.zeros((how.back, P.degree), np.uint32), block.times_shift(value, how))
-            if i == 0:
-                m[:, 0] = [(int(x) + change) % q for x, q in zip(m[:, 0], r.primes[: how.back], strict=True)]
-            out.append(self.hide(m, mask, secret))
-        return np.stack(out)
+        return shifted(self, cts, how, seed, entropy, {(0, 0): change})
 
     monkeypatch.setattr(block.OwnerKey, "refresh", refresh)
 
@@ -138,6 +131,13 @@ def test_one_number_of_two_is_opened():
              for s in opened[0] for x in range(40)}  # fmt: skip
     assert not {leaf.tobytes() for leaf in opened[1]} & tried  # the others have salts of their own
     assert repr(made) == "Leaves(...)"
+
+
+@pytest.mark.parametrize("params", [block.SMALL, block.STANDARD, block.QUADRATIC])
+def test_half_of_the_modulus_is_nearly_a_multiple_of_a_cell(params):
+    """So two cells for one number cover no two halves of it: a lie of half the modulus has no second guess."""
+    off = block.modulus(params, SENT) // 2 % (1 << CELL)
+    assert min(off, (1 << CELL) - off) < 0.06 * (1 << CELL)
 
 
 def test_secret_factors_are_drawn_among_those_without_small_divisors():

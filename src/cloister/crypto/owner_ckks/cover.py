@@ -55,7 +55,7 @@ def joined(words: np.ndarray) -> U64:
 
 
 def shifts(masks: U64) -> U8:
-    """H for every mask."""
+    """The shift of every mask."""
     within = masks & np.uint64((1 << CELL) - 1)
     return np.asarray((within < 1 << ROOM) | (within >= 3 << ROOM), np.uint8)
 

@@ -18,8 +18,9 @@ A lie δ in the answer to v_j moves E_i by λ_i·r_ij·δ / D, and who does not 
 nor what z' to commit itself to: what it opens is uniform. From about a hundred times `Tie.slack` on, it passes with
 probability 2^-20 or less; below, more often; up to the slack always, since the check has to leave room for the noise of
 all answers of a block. λ_i hides what would vanish modulo the primes that are left. Lies of a simple fraction α / β of
-the modulus, β a Gaussian integer, pass with probability 16·|β|^-4 at most: a quarter for (1 + i) / 2, a fifth for 1 /
-3. They break the sums of any opening that follows, and say of the last projection no more than its weights modulo β.
+the modulus, β a Gaussian integer, pass with probability 16·|β|^-4 at most: a fifth for 1 / 3, and only a quarter for (1
++ i) / 2, as half of the modulus at which sums are opened is nearly a multiple of a cell. They break the sums of any
+opening that follows, and say of the last projection no more than its weights modulo β.
 
 u learns one bit of E_i a coefficient at most, and too late to use it: r and λ are drawn anew. E_i holds its own lies
 and noise, roundings, and, far below these if two primes are dropped, digits times errors of its switching keys. Values
