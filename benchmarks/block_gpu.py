@@ -7,8 +7,9 @@
     python benchmarks/block_gpu.py --device cpu          the same code on the CPU
 
 Random weights; a full batch of activations, encrypted by the owner at the block's door: a few samples, again and
-again. Messages are handed over as they are and counted. The first run warms the card up, the second is reported; the
-result is compared with the plain student on some tokens, features and samples. What does not fit on the card lies in
+again. Messages are handed over as they are and counted. Every opening has its secret sums (`tied_answers`), which both
+sides compare after each block, as in a run: a block whose answers do not add up ends the benchmark. The first run warms
+the card up, the second is reported; the result is compared with the plain student on some tokens, features and samples. What does not fit on the card lies in
 the host's memory; how much that will be is said first. With `--where` there is one run more, in which the card is
 waited for after every operation, so that all seconds have a name. Needs NumPy, and on a card PyTorch and CuPy; not
 numba.
@@ -42,13 +43,14 @@ from block_cost import macs, of_block
 from encoders import one
 
 from cloister.crypto.entropy import Entropy
-from cloister.crypto.owner_ckks import card, devices, scheme, turns
+from cloister.crypto.owner_ckks import card, cover, devices, scheme, turns
 from cloister.errors import ParameterError
 from cloister.models import polynomial
 from cloister.protocols.inference import block_plan as circuit
 from cloister.protocols.inference.block_messages import powers, together
 from cloister.protocols.inference.block_values import Values
 from cloister.protocols.inference.packing import cheapest
+from cloister.protocols.inference.tied_answers import Sums, Tie, Ties
 
 SAMPLES = 32  # that fill the batch, and are compared with the plain student
 
@@ -156,6 +158,7 @@ class Sides:
         self.at_once = at_once or self.ev.at_once
         self.ring = self.ev.ring
         self.pool, self.clock, self.traffic = self.ev.pool(), Clock(device), collections.Counter()
+        self.ties = Ties(self.ev, None, self.entropy)  # of the block at hand
         if where:
             self.clock = Stack(device)
             self.ev, self.pool = Watched(self.ev, self.clock, "card"), Watched(self.pool, self.clock, "pool")
@@ -164,10 +167,11 @@ class Sides:
         """Values (n, samples), again and again up to a whole batch, on a shelf."""
         p, step = self.crypto, max(32, self.at_once // 2)
         again = np.arange(p.slots) % x.shape[1]  # as they are, if they fill it
-        shelf = self.pool.shelf(len(x), 2, p.count, p.degree)
+        shelf = self.pool.shelf(len(x), 2, p.count, p.degree, fresh=True)
         for lo in range(0, len(x), step):
             seed = self.entropy.bytes(32)
-            shelf.put(lo, self.ev.expand(self.key.encrypt(x[lo : lo + step][:, again], seed, self.entropy), seed))
+            c0 = self.key.encrypt(x[lo : lo + step][:, again], seed, self.entropy)
+            shelf.put(lo, self.ev.expand(c0, seed), seed)
         return Values(len(x), 2, p.scale, shelf.read, p.count)
 
     def hand_keys(self, openings, packed=1):
@@ -180,24 +184,55 @@ class Sides:
     async def refresh(self, groups):
         e, back, clock = self.entropy, [], self.clock
         for how, take in groups:
-            shelf = self.pool.shelf(how.count, 2, how.back, self.crypto.degree)
+            shelf = self.pool.shelf(how.count, 2, how.back, self.crypto.degree, fresh=True)
             back.append(shelf.read)
             step = together(how, self.at_once)
-            for lo in range(0, how.count, step):
+            messages = [slice(lo, min(how.count, lo + step)) for lo in range(0, how.count, step)]
+            sums = Sums(self.ev, messages, e)
+            for part in messages:
+                lo, count, seed = part.start, part.stop - part.start, e.bytes(32)
                 with clock(f"provider: {how.label}"):
-                    some = take(range(lo, min(how.count, lo + step)), how.primes)
-                masks, seed = e.bytes(32), e.bytes(32)
-                with clock("provider: blind"):
-                    sent = self.packed(self.ev.blind(some, how, masks, e))
-                count = len(some)
+                    some = take(range(lo, part.stop), how.primes)
+                with clock("provider: sums"):
+                    sums.add(lo, some)
+                fresh = self.round_trip(some, how, seed)
                 del some
-                with clock("owner: refresh"):
-                    c0 = self.packed(self.key.refresh(self.unpacked(sent), how, seed, e))
-                with clock("provider: unblind"):
-                    shelf.put(lo, self.ev.unblind(self.unpacked(c0), seed, how, masks)[:count])
-                self.traffic.update(down=sent.nbytes, up=c0.nbytes + 32, opened=count)
-                del sent, c0
+                with clock("provider: sums"):
+                    sums.answered(lo, fresh)
+                shelf.put(lo, fresh[:count], seed)
+                self.traffic.update(opened=count)
+                del fresh
+            answers = self.round_trip(sums.controls, how, e.bytes(32))
+            with clock("provider: sums"):
+                self.ties.add(sums.off(answers))
         return back
+
+    def round_trip(self, cts, how, seed):
+        """Masked, opened, encrypted afresh, and without the mask."""
+        e, masks, clock = self.entropy, self.entropy.bytes(32), self.clock
+        with clock("provider: blind"):
+            sent = self.packed(self.ev.blind(cts, how, masks, e))
+        with clock("owner: refresh"):
+            c0 = self.packed(self.key.refresh(self.unpacked(sent), how, seed, e))
+        self.traffic.update(down=sent.nbytes, up=c0.nbytes + 32)
+        with clock("provider: unblind"):
+            return self.ev.unblind(self.unpacked(c0), seed, how, masks)
+
+    def agree(self, openings):
+        """What both sides do after a block; ends the benchmark if answers do not add up."""
+        with self.clock("comparison"):
+            sent, masks = self.ties.open(Tie.of(self.crypto, openings))
+            h = cover.shifts(masks)
+            w = cover.uncover(self.key, sent) if self.device == "cpu" else self.read_check(sent)
+            mine = cover.Leaves((cover.cells(w, 0), cover.cells(w, 1)), self.entropy)
+            if not cover.opens(mine.seal, mine.open(h), h, cover.cells(masks, h)):
+                raise SystemExit("answers do not add up")
+        tight = sent.nbytes * self.crypto.bits // 32
+        self.traffic.update(down=tight + 64 + h.nbytes, up=32 + h.size * (cover.SALT + cover.LEAF))
+
+    def read_check(self, sent):
+        words = card.host(self.ring.words(self.key.opened(card.put(sent))))
+        return np.stack([cover.joined(x) for x in words])
 
     def packed(self, x):
         """As on the wire, but where it lies."""
@@ -243,6 +278,7 @@ def blocks(sides, encoder, flat, packed=1):
     planned = of_block(s, crypto, packed=packed)
     run = circuit.circuit_of(s, packed)(s, crypto, sides.refresh, encoder, sides.ev, planned, sides.pool)
     x = asyncio.run(run.enter(x))
+    sides.ties.clear()
     sides.clock.settle()
     sides.clock.spent.clear()
     sides.traffic.clear()
@@ -250,6 +286,7 @@ def blocks(sides, encoder, flat, packed=1):
     memory(sides.device, reset=True)
     for layer in range(s.depth):
         x = asyncio.run(run.block(x, layer))
+        sides.agree(planned[layer * len(planned) // s.depth :][: len(planned) // s.depth])
     return x, sides.clock.settle() - began
 
 

@@ -7,7 +7,8 @@
     python benchmarks/encoder_gpu.py --quick                                   a tiny random encoder, on the CPU
 
 Owners of Fashion-MNIST and PneumoniaMNIST encrypt their images, the provider computes six blocks, the owners read two
-taps of 32 numbers; both roles on the card, messages handed over and counted (`block_gpu.Sides`). Then an adapter is
+taps of 32 numbers; both roles on the card, messages handed over and counted (`block_gpu.Sides`), answers compared after
+every block. Then an adapter is
 trained on these numbers, by five owners (FedAvg in the clear, as in `adaptation_images.py`), and beside it on those of
 the plain student. An adapter that was trained on the plain numbers labels both: how many labels are the same?
 
@@ -139,11 +140,13 @@ def encrypted(sides, encoder, inputs):
         x, found = await run.embed(sides.encrypted(flat)), []
         for layer in range(s.depth):
             x = await run.block(x, layer, 1 if layer + 1 == s.depth else 0)
+            taps = []
             if layer + 1 in s.taps:
                 which = s.taps.index(layer + 1)
                 y, tap = await run.tap(x, which), block_plan.tap_of(s, p, which)
-                c = block_plan.flooded(sides.ev, y, tap, sides.entropy)
-                found.append(sides.key.read(c, tap.scale, len(inputs)).T)
+                taps = [(block_plan.flooded(sides.ev, y, tap, sides.entropy), tap.scale)]
+            sides.agree(planned.openings_of(layer))  # before the owner is told
+            found += [sides.key.read(c, scale, len(inputs)).T for c, scale in taps]
         return np.stack(found, axis=1)
 
     return asyncio.run(whole())

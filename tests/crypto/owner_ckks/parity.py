@@ -11,6 +11,7 @@ import numpy as np
 from cloister.crypto.entropy import Entropy
 from cloister.crypto.owner_ckks import ring as rings
 from cloister.crypto.owner_ckks import turns
+from cloister.crypto.owner_ckks.cover import SENT
 from cloister.crypto.prg import Prg
 
 RINGS = {"small": rings.SMALL, "standard": rings.STANDARD}
@@ -60,6 +61,15 @@ class Cpu:
         """One polynomial of one prime, where words are drawn again often."""
         words = self.scheme.Halves(seed(number)).words(self.params.degree, OFTEN)
         return words % np.uint64(self.ring.primes[0])
+
+    def later(self, number, first, n, k):
+        """Uniform polynomials from number `first` on, drawn at all primes, of which k are kept."""
+        return np.ascontiguousarray(self.uniform(number, first + n, self.params.count)[first:, :k])
+
+    def cover(self, cts):
+        from cloister.crypto.owner_ckks.cover import cover
+
+        return cover(self.ev, cts, repeated(18))
 
     def forward(self, x):
         return self.ring.forward(x.copy())
@@ -114,6 +124,18 @@ class Card:
             return self.ring.uniform(seed(number), 1, 1)[0, 0]
         finally:
             self.ring.known = known
+
+    def later(self, number, first, n, k):
+        out = self.card.empty(n, 2, k, self.params.degree)
+        self.ring.again(out, self.card.upload(np.frombuffer(seed(number), np.uint32)), self.params.count, first)
+        return out[:, 1].contiguous()
+
+    def cover(self, cts):
+        prg, small, words = repeated(18).prg(), [], []
+        for _ in cts:
+            small.append(self.noise(prg, 2))
+            words.append(rings.random_below(prg, rings.modulus(self.params, SENT), self.params.degree))
+        return self.ev.covered_by(cts, self.small(np.stack(small)), self.put(np.stack(words)))
 
     def forward(self, x):
         return self.ring.forward(x.clone())
@@ -176,6 +198,7 @@ def results(side):
     yield "uniform", side.uniform(3, 3, K)
     yield "uniform, fewer primes", side.uniform(3, 2, 2)
     yield "uniform, drawn again", side.uniform_again(3)
+    yield "uniform, from the third on", side.later(3, 2, 3, 2)
     x, y = cts(12, 2, K), cts(12, 2, K)
     yield "forward", side.forward(x[0, 0])
     yield "expand", ev.expand(side.put(side.host(x[:3, 0])), seed(4))
@@ -234,6 +257,9 @@ def results(side):
     yield "switched by eight keys", ev.switched(cts(1, 10, K), (3, 2, 1, 0, 1, 2, 3, 4))
     yield "plain", ev.plain(np.arange(N).reshape(2, -1) / N - 0.5, 2.0**20, K - 1)
     long = cts(2, 2, K)
+    sent, masks = side.cover(cts(2, 2, min(K - 1, rings.KEEP + 1)))
+    yield "cover", side.put(sent)
+    yield "cover, its masks", side.put(masks.view(np.uint32))
     yield "tap, lifted and flooded", side.flood(ev.combine([(1 << 37, long)]), 60 if wide else 40, K - 1)
 
 

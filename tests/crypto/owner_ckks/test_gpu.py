@@ -134,10 +134,10 @@ def test_a_shelf_is_put_aside_for_what_would_not_fit_beside_it(where):
     shelf = pool.shelf(3, 2, 2, N, rarely=True)
     shelf.put(0, card.put(x))
     assert gpu.CardPool.taken == before + 3 * one
-    pool.make_room(shelf, 37, 2, 2, N)
+    pool.make_room(shelf, 37, 2, N)
     assert gpu.CardPool.taken == before + 3 * one  # it fits
     for _ in range(2):
-        pool.make_room(shelf, 38, 2, 2, N)
+        pool.make_room(shelf, 38, 2, N)
         assert gpu.CardPool.taken == before
         np.testing.assert_array_equal(card.host(shelf.read([1, 2], 2)), x[1:])
         shelf.put(0, card.put(x[1:2]))
@@ -153,6 +153,41 @@ def test_a_shelf_is_put_aside_for_what_would_not_fit_beside_it(where):
     np.testing.assert_array_equal(card.host(shelf.read([0, 1, 2], 2)), x)
     del shelf, other
     assert gpu.CardPool.taken == before
+
+
+def test_of_many_fresh_ciphertexts_half_is_kept(where, monkeypatch):
+    """c_1 is drawn again from its seed, in any order, at fewer primes, on the card and beside it."""
+    from cloister.crypto.owner_ckks import gpu_shelf as gpu
+
+    side, N, K = parity.Card(SMALL), SMALL.degree, SMALL.count
+    one, before = K * N * 4, gpu.CardPool.taken  # of a polynomial
+    monkeypatch.setattr(gpu, "PIECE", 3 * one)
+    seeds, sizes = [parity.seed(n) for n in (20, 21, 22)], (4, 1, 3)
+    drawn = [side.ev.expand(side.uniform(30 + i, n, K), s) for i, (n, s) in enumerate(zip(sizes, seeds, strict=True))]
+    whole = np.concatenate([card.host(x) for x in drawn])
+    for memory, kinds in ((9, {card.DEVICE}), (5, {card.DEVICE, "cpu"}), (1, {"cpu"})):
+        pool = gpu.CardPool(before + memory * one, side.ring)
+        shelf = pool.shelf(8, 2, K, N, fresh=True)
+        assert {x.device.type for x in shelf.pieces} == kinds
+        assert sum(x.numel() for x in shelf.pieces) * 4 == 8 * one  # of 16
+        with pytest.raises(ParameterError, match="with their seed"):
+            shelf.put(0, drawn[0])
+        for start, x, s in zip((0, 4, 5), drawn, seeds, strict=True):
+            with pytest.raises(ParameterError, match="never written"):
+                shelf.read([start], K)
+            shelf.put(start, x, s)
+        for which, k in ((range(8), K), ([5, 6, 7], 2), ([7, 0, 1, 3, 4, 4, 5, 2], K - 1)):
+            np.testing.assert_array_equal(card.host(shelf.read(which, k)), whole[list(which), :, :k])
+        shelf.aside()
+        np.testing.assert_array_equal(card.host(shelf.read(range(3, 7), K)), whole[3:7])
+        shelf.back()
+        np.testing.assert_array_equal(card.host(shelf.read(range(3, 7), K)), whole[3:7])
+        del shelf
+    assert gpu.CardPool.taken == before
+    few = gpu.CardPool(before + 1000 * one, side.ring)
+    assert few.shelf(8, 2, K, N, fresh=True).pieces[0].shape[1] == 2  # there is room for all of it
+    assert few.shelf(600, 2, K, N).pieces[0].shape[1] == 2  # not fresh
+    assert few.size(600, 2, K, N, fresh=True) == 600 * one
 
 
 def test_every_polynomial_is_hidden_anew_each_time(where):

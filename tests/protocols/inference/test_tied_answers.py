@@ -160,7 +160,7 @@ def sums_of(how, answer):
     cts = ev.expand(key.encrypt(x, seed, E), seed)[:, :, : how.primes]
     if how.polys == 3:
         cts = ev.products(cts, cts)
-    sums, asked = Sums(ev, how, E), [(part, cts[part.start : part.stop]) for part in chunks(how)]
+    sums, asked = Sums(ev, chunks(how), E), [(part, cts[part.start : part.stop]) for part in chunks(how)]
     for part, some in asked:
         sums.add(part.start, some)
     for part, some in [*asked, (None, sums.controls)]:

@@ -15,10 +15,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from cloister.arrays import F64, I64, U32
+from cloister.arrays import F64, I64, U32, U64
 from cloister.crypto.entropy import Entropy, check_entropy
 from cloister.crypto.owner_ckks import card
 from cloister.crypto.owner_ckks.card import Tensor, wide
+from cloister.crypto.owner_ckks.cover import SENT, joined
 from cloister.crypto.owner_ckks.gpu_ring import ring_on_card
 from cloister.crypto.owner_ckks.gpu_shelf import CardPool
 from cloister.crypto.owner_ckks.pairs import AT_MOST
@@ -63,7 +64,7 @@ class Evaluator:
     # arrays
 
     def pool(self) -> CardPool:
-        return CardPool()
+        return CardPool(ring=self.ring)
 
     def put(self, words: U32) -> Tensor:
         """From the wire; raises unless they are residues."""
@@ -215,6 +216,17 @@ class Evaluator:
     def dropped(self, cts: Tensor, keep: int) -> Tensor:
         """⌊c / D⌉ of ciphertexts (n, 2, k, N) at the first `keep` primes, D the product of the others."""
         return self.ring.dropped(cts, None, keep)
+
+    def cover(self, cts: Tensor, entropy: Entropy) -> tuple[U32, U64]:
+        """What is sent of ciphertexts (n, 2, k, N) for a comparison, and its masks (n, N), as `cover` says."""
+        check_entropy(entropy)
+        masks = self.ring.masks(entropy.bytes(32), len(cts), modulus(self.params, SENT))
+        return self.covered_by(cts, self.ring.noise(entropy.bytes(32), len(cts), 3, 2), masks)
+
+    def covered_by(self, cts: Tensor, small: Tensor, masks: Tensor) -> tuple[U32, U64]:
+        """The same with noise (n, 3, N) and masks in words (n, words, N) that are given."""
+        sent = self.ring.dropped(self.covered(cts, small), self.ring.residues(masks, SENT), SENT)
+        return card.host(sent), np.stack([joined(words) for words in card.host(masks)])
 
     def blind(self, cts: Tensor, how: Opening, mask_key: bytes, entropy: Entropy) -> Tensor:
         """Masked pairs (⌈n/2⌉, 2, KEEP, N); the masks are drawn from the key, and again by `unblind`."""

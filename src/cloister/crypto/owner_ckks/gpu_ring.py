@@ -165,11 +165,20 @@ class CardRing:
         """The first n uniform polynomials (k, N) of a public seed; or into the second ones of `out` (n, 2, k, N)."""
         one = k * self.degree
         where, stride = (card.empty(n, k, self.degree), one) if out is None else (out.view(-1)[one:], 2 * one)
-        self.kernels.blocks(
-            "uniform", (min(MOST_BLOCKS, -(-n * one // 1024)),), 512, where, wide(stride), self._aes,
-            card.upload(key_words(seed)), self.known, k, wide(n * one), shared=AES_SHARED,
-        )  # fmt: skip
+        self._uniform(where, stride, card.upload(key_words(seed)), k, k, 0, n)
         return where if out is None else out
+
+    def again(self, out: Tensor, seed: Tensor, k: int, first: int) -> None:
+        """Uniform polynomials from number `first` on, drawn at k primes, into the second ones of `out` (n, 2, k', N)."""
+        n, _, keep, degree = out.shape
+        self._uniform(out.view(-1)[keep * degree :], 2 * keep * degree, seed, k, keep, first, n)
+
+    def _uniform(self, where: Tensor, stride: int, seed: Tensor, k: int, keep: int, first: int, n: int) -> None:
+        words = n * keep * self.degree
+        self.kernels.blocks(
+            "uniform", (min(MOST_BLOCKS, -(-words // 1024)),), 512, where, wide(stride), self._aes, seed, self.known, k,
+            keep, wide(first), wide(words), shared=AES_SHARED,
+        )  # fmt: skip
 
     # ---- long integers -----------------------------------------------------------------------------------------------
 

@@ -27,8 +27,8 @@ class Pool:
     def __init__(self, memory: int = MEMORY) -> None:
         self.memory, self.used = memory, 0
 
-    def shelf(self, n: int, p: int, k: int, degree: int, *, rarely: bool = False) -> Shelf:
-        """What is read `rarely` takes a quarter of the memory at most."""
+    def shelf(self, n: int, p: int, k: int, degree: int, *, rarely: bool = False, fresh: bool = False) -> Shelf:
+        """What is read `rarely` takes a quarter of the memory at most; `fresh` ciphertexts are kept like others."""
         size = n * p * k * degree * 4
         inside = self.used + size <= self.memory and not (rarely and size > self.memory // 4)
         shelf = Shelf((n, p, k, degree), inside=inside)
@@ -37,7 +37,7 @@ class Pool:
             weakref.finalize(shelf, self._free, size)
         return shelf
 
-    def make_room(self, shelf: Shelf, n: int, p: int, k: int, degree: int) -> None:
+    def make_room(self, shelf: Shelf, n: int, k: int, degree: int) -> None:
         """Nothing is put aside here: what does not fit lies in files."""
 
     def _free(self, size: int) -> None:
@@ -57,7 +57,8 @@ class Shelf:
     def back(self) -> None:
         """It was never put aside."""
 
-    def put(self, start: int, cts: U32) -> None:
+    def put(self, start: int, cts: U32, seed: bytes = b"") -> None:
+        """Ciphertexts from number `start` on; a card's shelf may keep the seed of c_1 in its place."""
         if self._rows is not None:
             self._rows[start : start + len(cts)] = cts
             return

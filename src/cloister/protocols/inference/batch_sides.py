@@ -180,11 +180,11 @@ class ProviderSide:
 
     async def inputs(self, n: int) -> Values:
         p = self.params.crypto
-        shelf = self.pool.shelf(n, 2, p.count, p.degree)
+        shelf = self.pool.shelf(n, 2, p.count, p.degree, fresh=True)
         for part in parts(n):
             m = await self.ch.recv(self.who, Inputs, c0=(part.stop - part.start, p.count, p.tight))  # L2
-            c0 = self.put(m.c0, "L2")
-            shelf.put(part.start, self.ev.expand(c0, seed_of(m.seed, "L2", self.who)))
+            c0, seed = self.put(m.c0, "L2"), seed_of(m.seed, "L2", self.who)
+            shelf.put(part.start, self.ev.expand(c0, seed), seed)
         return Values(n, 2, p.scale, shelf.read, p.count)
 
     async def refresh(self, groups: list[tuple[Opening, Recipe]]) -> list[Recipe]:
@@ -199,9 +199,9 @@ class ProviderSide:
                 await self.collect(ahead.popleft())
 
         for how, recipe in groups:
-            shelf = self.pool.shelf(how.count, 2, how.back, self.params.crypto.degree)
+            shelf = self.pool.shelf(how.count, 2, how.back, self.params.crypto.degree, fresh=True)
             back.append(shelf.read)
-            sums = Sums(self.ev, how, self.entropy) if self.ties else None
+            sums = Sums(self.ev, chunks(how), self.entropy) if self.ties else None
             step, some, lo = together(how, self.ev.at_once), None, 0
             for part in chunks(how):
                 if some is None or part.start == lo + step:
@@ -224,7 +224,7 @@ class ProviderSide:
         seed = seed_of(m.seed, "L4", self.who)
         fresh = self.ev.unblind(self.put(m.c0, "L4"), seed, how, sent.masks)
         if sent.shelf is not None:
-            sent.shelf.put(part.start, fresh[: part.stop - part.start])
+            sent.shelf.put(part.start, fresh[: part.stop - part.start], seed)
             if sent.sums is not None:
                 sent.sums.answered(part.start, fresh)
         elif sent.sums is not None and self.ties is not None:

@@ -112,16 +112,16 @@ class GridHeads(SquaredHeads):
         super().__init__(circuit, z, layer, rows)
         self.turns = Turns(circuit.together)
 
-    def parts(self, head: int, which: Sequence[int], tokens: range, k: int) -> list[Cts]:
+    def parts(self, head: int) -> list[Cts]:
         """As ever; where places are empty, their keys and values have no bias."""
-        out = super().parts(head, which, tokens, k)
+        out = super().parts(head)
         mask, h = self.circuit.mask, self.size
-        if mask is None or len(tokens) < 2:
+        if mask is None:
             return out
-        for part, cts in zip(which, out, strict=True):
+        for part, cts in enumerate(out):
             if part:
                 bias = self.bias[part * self.width + head * h :][:h]  # type: ignore[index]
-                less = self.circuit.plain(np.outer(bias, mask - 1), self.part_scale, k)
+                less = self.circuit.plain(np.outer(bias, mask - 1), self.part_scale, cts.shape[2])
                 cts[h:] = self.circuit.ev.combine([(1, cts[h:]), (1, less)])
         return out
 
@@ -140,9 +140,8 @@ class GridHeads(SquaredHeads):
     def compute(self, ids: Sequence[int], k: int) -> Cts:
         ev, h, parts = self.circuit.ev, self.size, []
         for head, _, _ in rows_of(ids, self.outs, h):
-            keys, values = self.parts(head, (1, 2), range(2), self.primes[0])
+            queries, keys, values = self.parts(head)
             values = ev.cut(values, k)
-            (queries,) = self.parts(head, (0,), range(self.outs), self.primes[0])
             parts.append(self.of_class(head, queries[:h], keys, values))
             if self.outs > 1:
                 parts.append(self.of_others(head, queries[h:], keys, values))

@@ -240,7 +240,7 @@ class QuadraticCircuit(Circuit):
         if s.norm == "pre":
             z = await self.normed(x, layer, 0, self.z_scale(layer))
             if x.shelf is not None:
-                self.pool.make_room(x.shelf, tokens * s.width, 2, self.params.count - 1, self.params.degree)
+                self.pool.make_room(x.shelf, tokens * s.width, self.params.count - 1, self.params.degree)
             product = await self.attend(z, layer, tokens)
             del z  # what is held here is as large as a card
             if x.shelf is not None:
@@ -267,7 +267,7 @@ class SquaredHeads:
         self.tokens, self.width, self.size = s.tokens, s.width, s.head_width
         self.w, self.bias = circuit.weights(layer, "qkv", "qkv_bias")
         self.offset = None if circuit.encoder is None else circuit.encoder.blocks[layer].offset
-        self.held: tuple[int, Cts, Cts] | None = None  # head at hand, its keys and values
+        self.held: tuple[int, list[Cts]] | None = None  # head at hand, its queries, keys and values
         K, h, n = circuit.params.count, self.size, s.heads * tokens
         self.primes = K, K - 1  # of scores, and of their squares
         self.part_scale = z.scale * circuit.w
@@ -286,17 +286,18 @@ class SquaredHeads:
         """Let go of z: what computes sums refers to itself, and would live on until somebody collects garbage."""
         del self.held, self.sums, self.totals
 
-    def parts(self, head: int, which: Sequence[int], tokens: range, k: int) -> list[Cts]:
-        """Queries (0), keys (1) or values (2) of one head: for each, `size` for each token."""
-        c, h = self.circuit, self.size
-        rows = np.concatenate([np.arange(h) + p * self.width + head * h for p in which])
-        w, bias = self.w[rows], self.bias[rows]  # type: ignore[index]
-        made = c.linear(w, bias, len(rows), self.z, self.width)
-        out = [c.ev.zeros(len(tokens) * h, 2, k) for _ in which]
-        for i, t in enumerate(tokens):
-            y = made.get(token(t, len(rows)), k)
-            for n, part in enumerate(out):
-                part[i * h : (i + 1) * h] = y[n * h : (n + 1) * h]
+    def parts(self, head: int) -> list[Cts]:
+        """Queries, keys and values of one head, `size` for each token: z is read once. Queries of what comes out only."""
+        c, h, (K, fewer) = self.circuit, self.size, self.primes
+        tokens = self.z.n // self.width
+        out = [c.ev.zeros(n * h, 2, k) for n, k in ((self.outs, K), (tokens, K), (tokens, fewer))]
+        for first, some in ((0, range(self.outs)), (1, range(self.outs, tokens))):
+            rows = np.concatenate([np.arange(h) + p * self.width + head * h for p in range(first, 3)])
+            made = c.linear(self.w[rows], self.bias[rows], len(rows), self.z, self.width)  # type: ignore[index]
+            for t in some:
+                y = made.get(token(t, len(rows)), K)
+                for n, part in enumerate(out[first:]):
+                    part[t * h : (t + 1) * h] = y[n * h : (n + 1) * h, :, : part.shape[2]]
         return out
 
     def compute(self, ids: Sequence[int], k: int) -> Cts:
@@ -305,19 +306,19 @@ class SquaredHeads:
         by_key, by_value = np.arange(T * h).reshape(T, h), np.arange(T * h).reshape(T, h).T.copy()
         for head, first, count in rows_of(ids, self.outs, h):
             if self.held is None or self.held[0] != head:
-                self.held = None
-                keys, values = self.parts(head, (1, 2), range(T), self.primes[0])
-                self.held = head, keys, ev.cut(values, self.primes[1])
-                del keys, values
-            (q,) = self.parts(head, (0,), range(first, first + count), self.primes[0])
-            scores = ev.rows(q.reshape(count, h, *q.shape[1:]), self.held[1], by_key)
+                self.held = None  # before there are others
+                self.held = head, self.parts(head)
+            queries, keys, values = self.held[1]
+            q = queries[first * h : (first + count) * h]
+            scores = ev.rows(q.reshape(count, h, *q.shape[1:]), keys, by_key)
             e = self.squared(scores.reshape(count * T, *scores.shape[2:]), head)
             del scores
             e = e.reshape(count, T, *e.shape[1:])
             for i in range(count):
                 self.shelf.put(head * self.outs + first + i, ev.total(e[i]))
-            y = ev.rows(ev.cut(e, k), ev.cut(self.held[2], k), by_value)
+            y = ev.rows(ev.cut(e, k), ev.cut(values, k), by_value)
             parts.append(y.reshape(count * h, *y.shape[2:]))
+            del queries, keys, values, q, e
         return ev.join(parts)
 
     def squared(self, scores: Cts, head: int) -> Cts:

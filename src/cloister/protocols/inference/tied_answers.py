@@ -44,7 +44,7 @@ from cloister.crypto.entropy import Entropy
 from cloister.crypto.lattice.ring import SIGMA
 from cloister.crypto.owner_ckks.cover import ROOM, SENT, cover
 from cloister.crypto.owner_ckks.pairs import dropped
-from cloister.crypto.owner_ckks.scheme import Evaluator, Opening, Parameters, unpack_words
+from cloister.crypto.owner_ckks.scheme import Evaluator, Opening, Parameters
 from cloister.crypto.owner_ckks.turns import Turns
 from cloister.errors import ParameterError
 from cloister.protocols.inference.block_messages import CONTROLS, chunks, pairs
@@ -122,10 +122,10 @@ class Sums:
     the end of a message has a partner too, whose answer counts.
     """
 
-    def __init__(self, ev: Any, how: Opening, entropy: Entropy) -> None:
+    def __init__(self, ev: Any, messages: Sequence[slice], entropy: Entropy) -> None:
         self._ev, self._sent, self._off = ev, None, None
-        places = [np.arange(part.stop - part.start) for part in chunks(how)]
-        starts = np.cumsum([0] + [2 * pairs(part) for part in chunks(how)])
+        places = [np.arange(part.stop - part.start) for part in messages]
+        starts = np.cumsum([0] + [2 * pairs(part) for part in messages])
         self._at = np.concatenate([start + place for start, place in zip(starts, places, strict=False)])
         x, y = entropy.prg().below(2 * REACH + 1, (2, CONTROLS // 2, int(starts[-1]) // 2)).astype(np.int64) - REACH
         self._r = np.stack([np.stack([x, -y], axis=2), np.stack([y, x], axis=2)], axis=1)
@@ -161,17 +161,23 @@ class Sums:
 class Ties:
     """The sums of the block at hand."""
 
-    def __init__(self, ev: Any, plain: Evaluator, entropy: Entropy) -> None:
-        self._ev, self._plain, self._entropy = ev, plain, entropy  # `plain`: the same key on the CPU
+    def __init__(self, ev: Any, plain: Evaluator | None, entropy: Entropy) -> None:
+        self._ev, self._plain, self._entropy = ev, plain, entropy  # `plain`: the same key on the CPU, to try keys
         self._off: list[Any] = []
 
     def add(self, off: Any) -> None:
         """Of the next opening of this block."""
         self._off.append(off)
 
+    def clear(self) -> None:
+        """A block begins."""
+        self._off = []
+
     def switch_zeros(self, powers: int, tokens: int) -> None:
         """Encryptions of zero under the owner's public key, times s^m or turned, switched by each of its keys."""
         ev, turns, prg = self._plain, Turns(tokens), self._entropy.prg()
+        if ev is None:
+            raise RuntimeError("keys are tried on a CPU")
         k, N = ev.params.count, ev.params.degree
 
         def zeros() -> Any:
@@ -191,12 +197,13 @@ class Ties:
         """(What u is sent, (CONTROLS, 2, SENT, N); its masks) of all openings so far."""
         if len(self._off) != len(tie.weights):
             raise ParameterError("a block has other openings than were planned")
-        ev, params, parts = self._ev, self._plain.params, []
+        ev, params, parts = self._ev, self._ev.params, []
         for most, off in zip(tie.weights, self._off, strict=True):
             factors = [secret_factor(most, self._entropy) for _ in range(CONTROLS)]
             parts.append((1, ev.dropped(ev.combine([(factors, off)]), checked(params))))
-        self._off = []
-        return cover(self._plain, unpack_words(params, ev.host(ev.combine(parts))), self._entropy)
+        self.clear()
+        total = ev.combine(parts)
+        return cover(ev, total, self._entropy) if isinstance(ev, Evaluator) else ev.cover(total, self._entropy)
 
 
 def seal(salt: bytes, h: U8, z: U64) -> bytes:

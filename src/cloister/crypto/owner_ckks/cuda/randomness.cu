@@ -169,18 +169,20 @@ __device__ __forceinline__ u32 seeded(const Aes& aes, u64 word, u64 at, Prime p)
   return reduce(word, p);
 }
 
-// n uniform polynomials (k, N), `stride` words apart, as `ring.Halves` of the seed gives them.
+// Uniform polynomials (k, N) as `ring.Halves` of the seed gives them, from number `first` on, each at its first `keep`
+// primes; `stride` words apart.
 extern "C" __global__ void uniform(u32* out, long stride, const u32* table, const Key* seed, const Prime* primes, int k,
-                                   long words) {
+                                   int keep, long first, long words) {
   extern __shared__ u32 shared[];
   Aes aes = aes_of(shared, table, seed);
   for (long i = thread_number(); 2 * i < words; i += (long)gridDim.x * blockDim.x) {
     u32 o[4];
-    aes.block(0, (u64)i, o);
-    long at = 2 * i, row = at >> LOG_DEGREE;
-    int j = row % k;
+    long row = 2 * i >> LOG_DEGREE, c = row / keep, place = 2 * i & (N - 1);
+    int j = row % keep;
+    long at = (((first + c) * k + j) << LOG_DEGREE) + place;  // word of the stream
+    aes.block(0, (u64)at / 2, o);
     Prime p = primes[j];
     u32 x = seeded(aes, (u64)o[1] << 32 | o[0], at, p), y = seeded(aes, (u64)o[3] << 32 | o[2], at + 1, p);
-    *(uint2*)(out + row / k * stride + (long)j * N + (at & (N - 1))) = make_uint2(x, y);
+    *(uint2*)(out + c * stride + (long)j * N + place) = make_uint2(x, y);
   }
 }
