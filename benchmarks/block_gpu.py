@@ -9,10 +9,10 @@
 Random weights; a full batch of activations, encrypted by the owner at the block's door: a few samples, again and
 again. Messages are handed over as they are and counted. Every opening has its secret sums (`tied_answers`), which both
 sides compare after each block, as in a run: a block whose answers do not add up ends the benchmark. The first run warms
-the card up, the second is reported; the result is compared with the plain student on some tokens, features and samples. What does not fit on the card lies in
-the host's memory; how much that will be is said first. With `--where` there is one run more, in which the card is
-waited for after every operation, so that all seconds have a name. Needs NumPy, and on a card PyTorch and CuPy; not
-numba.
+the card up, the second is reported; the result is compared with the plain student on some tokens, features and samples.
+What does not fit on the card lies in the host's memory; how much that will be is said first. With `--where` there is
+one run more, in which the card is waited for after every operation, so that all seconds have a name. Needs NumPy, and
+on a card PyTorch and CuPy; not numba.
 """
 
 from __future__ import annotations
@@ -262,7 +262,7 @@ def memory(device, *, reset=False):
 
 
 def sizes(s, crypto):
-    """GiB of the largest arrays of a block at full batch, which lie on the card or beside it."""
+    """GiB of the largest arrays of a block at full batch, kept whole; of fresh ones half may do (`gpu_shelf`)."""
     one, values = crypto.degree * 4 / 2**30, s.tokens * s.width
     found = {f"{h.label}": h.count * 2 * h.back * one for h in of_block(s, crypto) if h.count >= values}
     x = crypto.count - 2 if s.attention == "quadratic" else crypto.count

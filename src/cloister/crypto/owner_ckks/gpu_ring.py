@@ -169,7 +169,7 @@ class CardRing:
         return where if out is None else out
 
     def again(self, out: Tensor, seed: Tensor, k: int, first: int) -> None:
-        """Uniform polynomials from number `first` on, drawn at k primes, into the second ones of `out` (n, 2, k', N)."""
+        """Uniform polynomials from number `first` on, of k primes, into the second ones of `out` (n, 2, k', N)."""
         n, _, keep, degree = out.shape
         self._uniform(out.view(-1)[keep * degree :], 2 * keep * degree, seed, k, keep, first, n)
 

@@ -287,7 +287,7 @@ class SquaredHeads:
         del self.held, self.sums, self.totals
 
     def parts(self, head: int) -> list[Cts]:
-        """Queries, keys and values of one head, `size` for each token: z is read once. Queries of what comes out only."""
+        """Queries, keys and values of one head, `size` for each token; queries only of what comes out. Reads z once."""
         c, h, (K, fewer) = self.circuit, self.size, self.primes
         tokens = self.z.n // self.width
         out = [c.ev.zeros(n * h, 2, k) for n, k in ((self.outs, K), (tokens, K), (tokens, fewer))]
