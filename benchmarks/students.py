@@ -51,7 +51,8 @@ STRONGER = (5.0, 15.0, 45.0)  # the penalty, turn by turn
 EVALUATION = {"teacher": 5.0, "long": 20.0, "kinds": 15.0}  # seconds that are left for it before the deadline
 LATE = 1.25  # of the first student's seconds: how long another one may take for its steps
 TAPS = (3, 6)
-polynomial.turning = torch.compiler.assume_constant_result(polynomial.turning)  # of NumPy, in the midst of a block
+TURNING = {6: polynomial.turning(6)}
+polynomial.turning = lambda degree: TURNING[degree]  # NumPy in the midst of a block would cut what is compiled
 
 
 def device():
