@@ -388,14 +388,16 @@ def make_all(args) -> None:
     say(machine=torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU", parts=parts)
     if "teacher" not in parts and not (args.out / "free.npz").exists():
         raise SystemExit(f"there is no free.npz in {args.out}; make one with --part teacher")
-    for name in ("steps.json", "rows.jsonl", *(MAKES[p] for p in parts if p in MAKES)):
+    for name in ("steps.json", *(MAKES[p] for p in parts if p in MAKES)):
         (args.out / name).unlink(missing_ok=True)
+    others = [row for row in rows_of(args) if row.get("student", "teacher") not in parts]
+    (args.out / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in others))
     jobs = [(p, "quadratic", "0", "first") for p in parts if p != "kinds"]
     if "kinds" in parts:
         pairs = [(kind, seed) for seed in range(args.seeds) for kind in sorted(args.attention, reverse=True)]
         jobs += [("kinds", k, str(seed), "first" if i == 0 else "then") for i, (k, seed) in enumerate(pairs)]
     failed = run(args, jobs)
-    rows = [json.loads(line) for line in (args.out / "rows.jsonl").read_text().splitlines()]
+    rows = rows_of(args)
     table = {"seconds": round(time.time() - began)}
     for row in rows:
         table |= {k: v for k, v in row.items() if "teacher" in k}
@@ -410,6 +412,12 @@ def make_all(args) -> None:
     say(**table)
     if failed:
         raise SystemExit(f"could not be made: {failed}")
+
+
+def rows_of(args):
+    """What was found, other parts of other calls included."""
+    path = args.out / "rows.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def run(args, jobs):
