@@ -4,6 +4,7 @@
     python benchmarks/pretrain_vit.py --images cifar10.npz --out FOLDER              minutes on a GPU: teacher, student
     python benchmarks/pretrain_vit.py --out FOLDER --aux DATA --domains              two more students, other sets
     python benchmarks/pretrain_vit.py --images cifar10.npz --out FOLDER --export     on a CPU: range check and export
+    ... --export FOLDER/quadratic-long.npz                                           that file of `students.py` instead
     python benchmarks/pretrain_vit.py --quick                                        the teacher on noise, small
     ... --attention quadratic                                                        students with (s + c)² for exp
 
@@ -35,6 +36,9 @@ import torch
 import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
+sys.path.insert(0, str(Path(__file__).parent))
+
+from stages import by_the_clock
 
 from cloister.models import polynomial, student, vit
 from cloister.models.learner import init_weights
@@ -121,10 +125,10 @@ def augment(x, generator, odd=0.2):
     flat = x.mean(1, keepdim=True).expand_as(x)
     strange = flat * draw(-1.6, 1.6, 1, 1, 1) + draw(-0.8, 0.8, 1, 1, 1)
     x = torch.where(draw(0, 1, 1, 1, 1) < odd, torch.where(draw(0, 1, 1, 1, 1) < 0.5, flat, strange), x)
-    kind = draw(0, 1, 1, 1, 1) / max(odd, 1e-9)
-    x = torch.where(kind < 0.3, draw(-1, 1, 3, 1, 1).expand_as(x), x)
-    x = torch.where(kind < 0.2, draw(-1, 1, 3, 32, 32), x)
-    x = torch.where(kind < 0.1, torch.where(x > 0, 1.0, -1.0), x)
+    kind = draw(0, 1, 1, 1, 1)
+    x = torch.where(kind < 0.3 * odd, draw(-1, 1, 3, 1, 1).expand_as(x), x)
+    x = torch.where(kind < 0.2 * odd, draw(-1, 1, 3, 32, 32), x)
+    x = torch.where(kind < 0.1 * odd, torch.where(x > 0, 1.0, -1.0), x)
     cy, cx, r = draw(0, 32, 1, 1, 1), draw(0, 32, 1, 1, 1), draw(-4, 8, 1, 1, 1)  # no hole where r < 0
     rows, columns = span[None, None, :, None], span[None, None, None, :]
     hole = ((rows - cy).abs() < r) & ((columns - cx).abs() < r)
@@ -145,56 +149,61 @@ def outlandish(x, count, generator):
 # ---- training by the clock -------------------------------------------------------------------------------------------
 
 
-def by_the_clock(name, model, rate, seconds, step, decay=0.0):
-    """AdamW, rate up over 100 steps and down with a cosine over the seconds."""
-    on_gpu = next(model.parameters()).is_cuda
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=decay, fused=on_gpu)
-    steps, began = 0, time.monotonic()
-    while True:
-        if on_gpu and steps % 10 == 0:
-            torch.cuda.synchronize()
-        share = (time.monotonic() - began) / seconds
-        if steps and share >= 1:
-            break
-        for group in optimizer.param_groups:
-            group["lr"] = rate * min(1.0, (steps + 1) / 100) * max(0.01, 0.5 + 0.5 * math.cos(math.pi * min(1, share)))
-        loss = step()
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        steps += 1
-    seconds, loss = time.monotonic() - began, float(loss.detach())
-    print(json.dumps({"stage": name, "steps": steps, "seconds": round(seconds, 1), "loss": round(loss, 4)}), flush=True)
-
-
 def drawn(x, y, size, generator, odd=0.2):
     """A batch of augmented images and labels."""
     at = torch.randint(0, len(x), (size,), generator=generator, device=x.device)
     return augment(scaled(x[at]), generator, odd), None if y is None else y[at]
 
 
-def teach(x, y, width, depth, seconds, size, generator):
+def mixed(images, labels, generator=None):
+    """Images of two classes on top of each other, half of them in equal parts, and how much of each class is wanted."""
+    size, device = len(images), images.device
+    wanted = F.one_hot(labels, 10).float() * 0.9 + 0.01
+    mix = torch.rand((size, 1), generator=generator, device=device).clamp(0.5, 1)
+    order = torch.randperm(size, generator=generator, device=device)
+    images = mix[:, :, None, None] * images + (1 - mix)[:, :, None, None] * images[order]
+    return images, mix * wanted + (1 - mix) * wanted[order]
+
+
+def untaught(width, depth):
+    """A ViT with weights to begin with."""
     model = vit.Vit(vit.Config(3, 32, 10, patch=4, width=width, depth=depth, heads=3, dropout=0.0))
     init_weights(model, 0)
     with torch.no_grad():
         model.positions.normal_(0, 0.3)
         model.token.normal_(0, 0.3)
-    model.to(x.device).train()
+    return model.train()
+
+
+def teach(x, y, width, depth, seconds, size, generator):
+    model = untaught(width, depth).to(x.device)
 
     def step():
-        images, labels = drawn(x, y, size, generator)
-        wanted = F.one_hot(labels, 10).float() * 0.9 + 0.01
-        mix = torch.rand((size, 1), generator=generator, device=x.device).clamp(0.5, 1)  # half of them as they are
-        order = torch.randperm(size, generator=generator, device=x.device)
-        images = mix[:, :, None, None] * images + (1 - mix)[:, :, None, None] * images[order]
-        wanted = mix * wanted + (1 - mix) * wanted[order]
+        images, wanted = mixed(*drawn(x, y, size, generator), generator)
         with torch.autocast(x.device.type, torch.bfloat16, enabled=x.is_cuda):
             logits = model(images)
         return F.cross_entropy(logits.float(), wanted)
 
     by_the_clock("teacher", model, 1e-3, seconds, step, decay=0.05)
     return student.from_vit(model.eval()).to(x.device)
+
+
+def alike(found, wanted):
+    """How far hidden states and scores lie from a teacher's."""
+    loss = 0.0
+    for a, b in zip(found.hidden, wanted.hidden, strict=True):
+        loss = loss + F.mse_loss(a, b)
+    for a, b in zip(found.scores, wanted.scores, strict=True):
+        loss = loss + F.mse_loss(a, b.clamp(-3.2, 3.2))
+    return loss
+
+
+def predicted(logits, wanted, labels):
+    """How far predictions lie from a teacher's, and from labels where there are any."""
+    loss = 25 * F.kl_div(
+        (logits / 5).log_softmax(-1), (wanted / 5).log_softmax(-1), log_target=True, reduction="batchmean"
+    )
+    return loss if labels is None else loss + F.cross_entropy(logits, labels)
 
 
 def kept_within(found):
@@ -231,23 +240,13 @@ def distil(teacher, x, y, seconds, size, generator, name, guide=None):
         with torch.no_grad():
             wanted = teacher.trace(inputs)
         found = made.trace(inputs)
-        loss = kept_within(found)
-        for a, b in zip(found.hidden, wanted.hidden):  # noqa: B905
-            loss = loss + F.mse_loss(a, b)
-        for a, b in zip(found.scores, wanted.scores):  # noqa: B905
-            loss = loss + F.mse_loss(a, b.clamp(-3.2, 3.2))
-        return loss
+        return alike(found, wanted) + kept_within(found)
 
     def prediction(inputs, labels, strong=1.0):
         with torch.no_grad():
             wanted = guide(inputs)
         found = made.trace(inputs)
-        loss = 25 * F.kl_div(
-            (found.logits / 5).log_softmax(-1), (wanted / 5).log_softmax(-1), log_target=True, reduction="batchmean"
-        )
-        if labels is not None:
-            loss = loss + F.cross_entropy(found.logits, labels)
-        return loss + strong * kept_within(found)
+        return predicted(found.logits, wanted, labels) + strong * kept_within(found)
 
     for stage, rate, share in ((layers, 7e-4, shares[0]), (prediction, 2e-4, shares[1])):
 
@@ -387,8 +386,12 @@ def deal(n: int):
 
 
 def export(args, name: str = "student"):
-    """Fold, calibrate, check ranges, fix the projections, round to float16, and check again."""
-    made = restore(args.out / f"{name}.npz")
+    """Fold, calibrate, check ranges, fix the projections, round to float16, and check again.
+
+    A file is taken for a student on CIFAR-10, and becomes `student_model.npz`.
+    """
+    path = Path(name) if name.endswith(".npz") else args.out / f"{name}.npz"
+    made, name = restore(path), "student" if name.endswith(".npz") else name
     if name == "student":
         _, _, tx, _ = load(args.images)
         tx = scaled(tx[torch.randperm(len(tx), generator=torch.Generator().manual_seed(0))])
@@ -405,6 +408,7 @@ def export(args, name: str = "student"):
     encoder = polynomial.Encoder.load(args.out / f"{name}_model.npz")
     found = polynomial.check_ranges(encoder, inputs)
     figures = {"model": name, "bytes": (args.out / f"{name}_model.npz").stat().st_size, "taps": encoder.shape.taps}
+    figures["attention"] = encoder.shape.attention
     figures |= {"x_bound": encoder.shape.x_bound, "u_bound": encoder.shape.u_bound}
     for what in ("scores", "division", "root"):
         rows = [v for (kind, _), v in found.seen.items() if kind == what]
@@ -419,7 +423,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=None, help="folder; weights/, and nowhere that stays with --quick")
     parser.add_argument("--aux", type=Path, default=None, help="fashion_mnist_10k.npz")
     parser.add_argument("--domains", action="store_true")
-    parser.add_argument("--export", nargs="*", default=None, metavar="NAME")
+    parser.add_argument("--export", nargs="*", default=None, metavar="NAME", help="names in the folder, or a file")
     parser.add_argument("--seconds", type=float, default=150.0, help="for the teacher; about as long for the student")
     parser.add_argument("--attention", choices=polynomial.ATTENTION, default="taylor")
     parser.add_argument("--width", type=int, default=192)

@@ -1,20 +1,30 @@
-"""Students with quadratic attention beside students with Taylor's softmax, and both beside their free teacher.
+"""A long student with quadratic attention, and students of both kinds of attention beside their free teacher.
 
-    python benchmarks/students.py --images cifar10.npz --data SHARED/data --out FOLDER     ten minutes of a large GPU
-    python benchmarks/students.py --quick                                                  noise for images, a CPU
+    python benchmarks/students.py --images cifar10.npz --data SHARED/data --out FOLDER --part teacher long
+    python benchmarks/students.py --images cifar10.npz --data SHARED/data --out FOLDER --part kinds
+    python benchmarks/students.py --quick                                     all parts, noise for images, a CPU
 
-One teacher (`pretrain_vit.py`: 65 tokens, width 192, 6 blocks) is trained on CIFAR-10 without limits. Then for each
-kind of attention and each seed a student is made, all at the same time and for the same seconds: the teacher's copy is
-tuned within the intervals, the student follows its layers, then the *free* teacher's predictions and the labels. Right
+Ten and seven minutes of a large GPU.
+
+    teacher   `pretrain_vit.py`'s (65 tokens, width 192, 6 blocks), trained on CIFAR-10 without limits: free.npz
+    long      one student of it: quadratic-long.npz, for `pretrain_vit.py --export`
+    kinds     for each kind of attention and each seed a student, all with as many steps as the first made in its time
+
+A student: the teacher's copy is tuned within the intervals, the student follows its layers, then the *free* teacher's
+predictions and the labels; then up to three turns under a stronger penalty, if its values leave the intervals. Right
 on 4,000 test images of CIFAR-10; and, on class tokens after blocks 3 and 6, an adapter that is trained on all training
-images of Fashion-MNIST and PneumoniaMNIST, balanced accuracy. Lines of JSON; the last is the table.
+images of Fashion-MNIST and PneumoniaMNIST, balanced accuracy. Each is a process of its own: while one trains, the next
+one compiles (`stages.py`). Lines of JSON; the last is the table.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
+import fcntl
 import json
+import math
 import subprocess
 import sys
 import tempfile
@@ -29,50 +39,249 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
 sys.path.insert(0, str(Path(__file__).parent))
 
 import pretrain_vit as source
+import stages
+from stages import Fast, say
 
 from cloister.models import adapter, polynomial, student
 
-SHARES = {
-    "teacher": 0.24,
-    "within": 0.06,
-    "student": 0.60,
-}  # of the seconds; the rest for too wide a range
+SHARES = {"within": 0.06, "layers": 0.20, "prediction": 0.64, "again": 0.05}  # of a student's seconds; again: each turn
+RATES = {"within": 3e-4, "layers": 7e-4, "prediction": 3e-4, "again": 1e-4}
+ODD = {"within": 0.2, "layers": 0.3, "prediction": 0.3, "again": 0.5}  # share of odd images
+STRONGER = (5.0, 15.0, 45.0)  # the penalty, turn by turn
+EVALUATION = {"teacher": 5.0, "long": 20.0, "kinds": 15.0}  # seconds that are left for it before the deadline
+LATE = 1.25  # of the first student's seconds: how long another one may take for its steps
 TAPS = (3, 6)
+TURNING = {6: polynomial.turning(6)}
+polynomial.turning = lambda degree: TURNING[degree]  # NumPy in the midst of a block would cut what is compiled
 
 
 def device():
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def begin(seed):
+def begin(args, seed):
+    """Images and labels where they are used."""
     torch.manual_seed(seed)
     torch.set_float32_matmul_precision("high")
-    return torch.Generator(device=device()).manual_seed(seed)
+    x, y, tx, ty = (v.to(device()) for v in source.load(args.images))
+    return x, y, tx, ty, min(args.batch, len(x) // 2)
+
+
+@contextlib.contextmanager
+def full_precision():
+    torch.set_float32_matmul_precision("highest")
+    yield
+    torch.set_float32_matmul_precision("high")
+
+
+@contextlib.contextmanager
+def turn(args, *needed):
+    """One trains at a time, once the files are there that it needs."""
+    while not all((args.out / n).exists() for n in needed):
+        time.sleep(0.2)
+    with (args.out / "turn").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def left(args, part):
+    """Seconds until the deadline, less those of an evaluation."""
+    return args.until - time.time() - EVALUATION[part]
+
+
+def write(path, model, digits):
+    """Whole or not at all."""
+    part = path.with_name(f"part-{path.name}")
+    source.save(model, part, digits=digits)
+    part.replace(path)
+
+
+# ---- teacher ---------------------------------------------------------------------------------------------------------
+
+
+@Fast
+def mixed_batch(x, y, size):
+    return source.mixed(*source.drawn(x, y, size, None))
 
 
 def make_teacher(args):
-    x, y, tx, ty = (v.to(device()) for v in source.load(args.images))
-    size = min(args.batch, len(x) // 2)
-    free = source.teach(x, y, args.width, args.depth, args.seconds * SHARES["teacher"], size, begin(0))
-    source.save(free, args.out / "free.npz", digits="float16")
-    print(json.dumps({"teacher, free": source.accuracy(free, tx, ty)}), flush=True)
+    x, y, tx, ty, size = begin(args, 0)
+    model = source.untaught(args.width, args.depth).to(device())
+    stages.hasten(model)
+
+    def loss_of(model, images, wanted):
+        with stages.products(images):
+            logits = model(images)
+        return F.cross_entropy(logits.float(), wanted)
+
+    fixed = warm("teacher", lambda: mixed_batch(x, y, size))
+    stages.check("teacher", model, (), lambda m: loss_of(m, *fixed))
+    with turn(args):
+        seconds = min(args.teacher, 0.3 * left(args, "teacher"))
+        stages.by_the_clock("teacher", model, 1e-3, seconds, lambda: loss_of(model, *mixed_batch(x, y, size)), 0.05)
+        free = student.from_vit(copy.deepcopy(model).eval()).to(device())
+        write(args.out / "free.npz", free, "float16")
+    with full_precision():
+        keep(args, {"teacher, free": source.accuracy(free, tx, ty)})
 
 
-def make_student(args, attention, seed):
-    x, y, tx, ty = (v.to(device()) for v in source.load(args.images))
-    size, generator = min(args.batch, len(x) // 2), begin(seed)
-    free = source.restore(args.out / "free.npz").to(device())
-    teacher = copy.deepcopy(free).attend_by(attention).to(device())
-    name = f"{attention}, seed {seed}"
-    source.settle(teacher, x, y, args.seconds * SHARES["within"], size, generator, name=f"{name}: within the intervals")
-    made = source.distil(teacher, x, y, args.seconds * SHARES["student"], size, generator, name, guide=free)
-    source.save(made, args.out / f"{attention}-{seed}.npz", digits="float16")
-    row = {"attention": attention, "seed": seed, "CIFAR-10": source.accuracy(made, tx, ty)}
-    odd = source.outlandish(source.scaled(tx), min(1000, len(tx) // 2), generator)
-    row["spans"] = source.spans(made, odd)
-    for which, images in owners(args).items():
-        row[which] = adapted(made, images, seed)
-    print(json.dumps(row), flush=True)
+def warm(name, draw):
+    """A first batch; without compiling where that fails."""
+    try:
+        return draw()
+    except Exception as e:  # whatever a compiler may say
+        if not Fast.on:
+            raise
+        say(stage=name, compiling=f"failed: {type(e).__name__}: {str(e)[:400]}")
+        stages.slow_down()
+        return draw()
+
+
+# ---- students --------------------------------------------------------------------------------------------------------
+
+
+@Fast
+def batch(x, y, size, odd):
+    images, labels = source.drawn(x, y, size, None, odd)
+    return student.patches(images, 4), labels
+
+
+kept_within, alike = Fast(source.kept_within), Fast(source.alike)
+
+
+def within(teacher, inputs, labels):
+    with stages.products(inputs):
+        found = teacher.trace(inputs)
+    kept = kept_within(found)
+    return F.cross_entropy(found.logits.float(), labels, label_smoothing=0.1) + kept, kept
+
+
+def layers(made, teacher, inputs, labels):
+    with stages.products(inputs):
+        with torch.no_grad():
+            wanted = teacher.trace(inputs)
+        found = made.trace(inputs)
+    kept = kept_within(found)
+    return alike(found, wanted) + kept, kept
+
+
+def prediction(made, free, inputs, labels, strong=1.0):
+    with stages.products(inputs):
+        with torch.no_grad():
+            wanted = free(inputs)
+        found = made.trace(inputs)
+    kept = strong * kept_within(found)
+    return source.predicted(found.logits.float(), wanted.float(), labels) + kept, kept
+
+
+LOSSES = {"within": within, "layers": layers, "prediction": prediction, "again": prediction}
+
+
+class Apprentice:
+    """A student on its way: the free teacher, the teacher within the intervals, and what is made of it."""
+
+    def __init__(self, args, attention, seed, part):
+        self.args, self.part, self.name = args, part, f"{attention}, {part if part == 'long' else f'seed {seed}'}"
+        self.x, self.y, self.tx, self.ty, self.size = begin(args, seed)
+        self.free = student.from_vit(source.untaught(args.width, args.depth)).to(device()).eval()
+        self.teacher = copy.deepcopy(self.free).attend_by(attention).to(device())
+        self.made = copy.deepcopy(self.teacher)
+        self.made.exact = False
+        stages.hasten(self.free, self.teacher, self.made)
+        self.odd = {key: torch.tensor(v, device=device()) for key, v in ODD.items()}
+
+    def models(self, stage):
+        return {"within": (self.teacher,), "layers": (self.made, self.teacher)}.get(stage, (self.made, self.free))
+
+    def check(self, stage):
+        """Compile, and compare with what is not compiled."""
+        inputs = warm(self.name, lambda: batch(self.x, self.y, self.size, self.odd[stage]))
+        models = self.models(stage)
+        stages.check(f"{self.name}: {stage}", models[0], models[1:], lambda *m: LOSSES[stage](*m, *inputs))
+
+    def take(self, free):
+        """Weights of the free teacher."""
+        self.free.load_state_dict(free.state_dict())
+        self.teacher.load_state_dict(free.state_dict(), strict=False)  # offsets, if any, as they are
+
+    def train(self, stage, seconds, steps, until, **strong):
+        def step():
+            inputs = batch(self.x, self.y, self.size, self.odd[stage])
+            return LOSSES[stage](*self.models(stage), *inputs, **strong)
+
+        model, decay, name = self.models(stage)[0], 0.05 if stage == "within" else 0.0, f"{self.name}: {stage}"
+        return stages.by_the_clock(name, model, RATES[stage], seconds, step, decay, steps, until)
+
+    def plain(self):
+        return copy.deepcopy(self.made).eval()
+
+    def spans(self, x):
+        with full_precision():
+            odd = source.outlandish(source.scaled(x), min(1000, len(x) // 2), None)
+            return source.spans(self.plain(), odd)
+
+
+def make_student(args, attention, seed, part, is_first):
+    path, digits = args.out / f"{attention}-{seed}.npz", "float16"
+    if part == "long":
+        path, digits = args.out / f"{attention}-long.npz", "float32"
+    mine = Apprentice(args, attention, seed, part)
+    if Fast.on:
+        for stage in ("within", "layers", "prediction"):
+            mine.check(stage)
+    with turn(args, "free.npz", *([] if part == "long" or is_first else ["steps.json"])):
+        steps = train_student(args, mine, path, digits, part, is_first)
+        if part == "kinds" and is_first:
+            (args.out / "steps.part").write_text(json.dumps(steps))
+            (args.out / "steps.part").replace(args.out / "steps.json")
+    with full_precision():
+        made = mine.plain()
+        row = {"student": part, "attention": attention, "seed": seed, "steps": sum(steps.values())}
+        row |= {"CIFAR-10": source.accuracy(made, mine.tx, mine.ty), "spans": mine.spans(mine.tx)}
+        if part == "long":
+            row["free teacher"] = source.accuracy(copy.deepcopy(mine.free), mine.tx, mine.ty)
+        say(**row)
+        for which, images in owners(args).items():
+            row[which] = adapted(made, images, seed)
+    keep(args, row)
+
+
+def train_student(args, mine, path, digits, part, is_first):
+    """The stages; how many steps each had."""
+    mine.take(source.restore(args.out / "free.npz").to(device()))
+    known, until = {}, time.monotonic() + left(args, part)
+    if part == "long":
+        seconds = min(args.long, left(args, part))
+    elif is_first:
+        seconds = min(args.seconds, left(args, part) / args.jobs - 2)
+    else:
+        known, seconds = json.loads((args.out / "steps.json").read_text()), args.seconds * LATE
+    made = {}
+    for stage in ("within", "layers", "prediction"):
+        if stage == "layers":
+            mine.made.load_state_dict(mine.teacher.state_dict())
+            mine.teacher.eval()
+        if Fast.on:
+            mine.check(stage)
+        made[stage] = mine.train(stage, seconds * SHARES[stage], known.get(stage), until)
+        write(path, mine.plain(), digits)
+    made["again"] = 0
+    for strong in STRONGER:  # a student that would be refused goes on
+        found = mine.spans(mine.x[:2000])
+        say(**{mine.name: "spans", **found})
+        is_within = found["score"] < 3.3 and max(found["variance"], found["denominator"]) < 17
+        if is_within or time.monotonic() > until:
+            break
+        steps = None if part == "long" else max(1, round(made["prediction"] * SHARES["again"] / SHARES["prediction"]))
+        made["again"] += mine.train("again", seconds * SHARES["again"], steps, until, strong=strong)
+        write(path, mine.plain(), digits)
+    return made
+
+
+def keep(args, row):
+    say(**row)
+    with (args.out / "rows.jsonl").open("a") as file:
+        file.write(json.dumps(row) + "\n")
 
 
 # ---- owners' images --------------------------------------------------------------------------------------------------
@@ -140,53 +349,101 @@ def main() -> None:
     parser.add_argument("--images", type=Path, default=None, help="of `pretrain_vit.py --make-data`")
     parser.add_argument("--data", type=Path, default=None, help="folder that holds images/")
     parser.add_argument("--out", type=Path, default=None)
-    parser.add_argument("--seconds", type=float, default=540.0, help="for everything")
+    parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--teacher", type=float, default=140.0, help="seconds of the teacher's training")
+    parser.add_argument("--long", type=float, default=390.0, help="seconds of the long student's")
+    parser.add_argument("--seconds", type=float, default=45.0, help="of the first one's in kinds; its steps for all")
+    parser.add_argument("--deadline", type=float, default=math.inf, help="seconds for everything; shortens the parts")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--attention", nargs="+", choices=polynomial.ATTENTION, default=list(polynomial.ATTENTION))
-    parser.add_argument("--teacher", action="store_true", help="take the teacher that is in FOLDER")
+    parser.add_argument("--width", type=int, default=192)
+    parser.add_argument("--depth", type=int, default=6)
+    parser.add_argument("--batch", type=int, default=1024)
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--student", nargs=2, default=None, help=argparse.SUPPRESS)
+    parser.add_argument("--job", nargs=4, default=None, help=argparse.SUPPRESS)  # part, attention, seed, first or not
+    parser.add_argument("--jobs", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--until", type=float, default=math.inf, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    args.width, args.depth, args.batch = (48, 3, 64) if args.quick else (192, 6, 1024)
-    if args.quick:
-        args.seconds, args.seeds = 30.0, 1
-    if args.student:
-        make_student(args, args.student[0], int(args.student[1]))
+    if args.job:
+        part, attention, seed, is_first = args.job
+        make_teacher(args) if part == "teacher" else make_student(args, attention, int(seed), part, is_first == "first")
         return
+    if args.quick:
+        args.width, args.depth, args.batch = 48, 3, 64
+        args.teacher, args.long, args.seconds, args.seeds = 5.0, 10.0, 5.0, 1
     with tempfile.TemporaryDirectory() as scratch:
         args.out = args.out or Path(scratch)
         args.out.mkdir(parents=True, exist_ok=True)
-        all_students(args)
+        make_all(args)
 
 
-def all_students(args) -> None:
-    where = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    print(json.dumps({"machine": where, "seconds": args.seconds, "side by side": args.seeds * len(args.attention)}))
-    if not args.teacher:
-        make_teacher(args)
-    began = time.monotonic()
-    words = [sys.executable, __file__, "--out", str(args.out), "--seconds", str(args.seconds)]
-    words += ["--quick"] if args.quick else []
-    for name in ("images", "data"):
+PARTS = ("teacher", "long", "kinds")
+MAKES = {"teacher": "free.npz", "long": "quadratic-long.npz"}
+
+
+def make_all(args) -> None:
+    began = time.time()
+    args.until = began + args.deadline
+    parts = [p for p in PARTS if p in args.part]
+    say(machine=torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU", parts=parts)
+    if "teacher" not in parts and not (args.out / "free.npz").exists():
+        raise SystemExit(f"there is no free.npz in {args.out}; make one with --part teacher")
+    for name in ("steps.json", *(MAKES[p] for p in parts if p in MAKES)):
+        (args.out / name).unlink(missing_ok=True)
+    others = [row for row in rows_of(args) if row.get("student", "teacher") not in parts]
+    (args.out / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in others))
+    jobs = [(p, "quadratic", "0", "first") for p in parts if p != "kinds"]
+    if "kinds" in parts:
+        pairs = [(kind, seed) for seed in range(args.seeds) for kind in sorted(args.attention, reverse=True)]
+        jobs += [("kinds", k, str(seed), "first" if i == 0 else "then") for i, (k, seed) in enumerate(pairs)]
+    failed = run(args, jobs)
+    rows = rows_of(args)
+    table = {"seconds": round(time.time() - began)}
+    for row in rows:
+        table |= {k: v for k, v in row.items() if "teacher" in k}
+    for which in ("long", *args.attention):
+        mine = [
+            r for r in rows if which == r.get("student") or (r.get("student"), r.get("attention")) == ("kinds", which)
+        ]
+        for key in ("CIFAR-10", "Fashion-MNIST", "PneumoniaMNIST", "noise"):
+            values = [r[key] if key == "CIFAR-10" else r[key]["balanced"] for r in mine if key in r]
+            if values:
+                table[f"{which}, {key}"] = f"{np.mean(values):.3f} ± {np.std(values):.3f}"
+    say(**table)
+    if failed:
+        raise SystemExit(f"could not be made: {failed}")
+
+
+def rows_of(args):
+    """What was found, other parts of other calls included."""
+    path = args.out / "rows.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def run(args, jobs):
+    """Each in a process, on a GPU two at a time: one trains, one compiles or evaluates. Returns those that failed."""
+    words = [sys.executable, __file__, "--out", str(args.out), "--until", str(args.until)]
+    words += ["--jobs", str(sum(j[0] == "kinds" for j in jobs))]
+    for name in ("images", "data", "width", "depth", "batch", "teacher", "long", "seconds"):
         words += [f"--{name}", str(getattr(args, name))] if getattr(args, name) is not None else []
-    runs = [
-        subprocess.Popen([*words, "--student", kind, str(seed)], stdout=subprocess.PIPE, text=True)
-        for kind in args.attention
-        for seed in range(args.seeds)
-    ]
-    said = [line for run in runs for line in run.communicate()[0].splitlines()]
-    print("\n".join(said))
-    if any(run.returncode for run in runs):
-        raise SystemExit("a student could not be made")
-    rows = [row for line in said if "seed" in (row := json.loads(line))]
-    table = {"students, s": round(time.monotonic() - began)}
-    for kind in args.attention:
-        mine = [row for row in rows if row["attention"] == kind]
-        sets = {key: [row[key] for row in mine] for key in mine[0] if key not in ("attention", "seed", "spans")}
-        for key, found in sets.items():
-            values = [v if isinstance(v, float) else v["balanced"] for v in found]
-            table[f"{kind}, {key}"] = f"{np.mean(values):.3f} ± {np.std(values):.3f}"
-    print(json.dumps(table), flush=True)
+    waiting, alive, failed, most = list(jobs), [], [], 2 if torch.cuda.is_available() else 1
+    try:
+        while waiting or alive:
+            while waiting and len(alive) < most:
+                job = waiting.pop(0)
+                alive.append((job, subprocess.Popen([*words, "--job", *job])))
+            time.sleep(0.2)
+            for job, process in [(j, p) for j, p in alive if p.poll() is not None]:
+                alive.remove((job, process))
+                if process.returncode:
+                    failed.append(job)
+                    say(failed=job, code=process.returncode)
+                    if job[0] == "teacher" or (job[0] == "kinds" and job[3] == "first"):
+                        raise SystemExit("others wait for it")
+    finally:
+        for _, process in alive:
+            process.terminate()
+    return failed
 
 
 if __name__ == "__main__":

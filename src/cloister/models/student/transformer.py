@@ -68,7 +68,7 @@ class Block(nn.Module):
         def attend(z: Tensor) -> Tensor:
             nonlocal scores, penalty
             q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(z).chunk(3, -1))
-            scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
+            scores = (q @ k.transpose(-1, -2)).to(x.dtype) / math.sqrt(q.shape[-1])  # whatever products are of
             e, low = self.weigh(scores, degree)
             penalty = penalty + _worst(F.relu(scores - SAFE_SCORE) + low) + _spread(e.mean(-1))
             weights = scores.softmax(-1) if exact else e / e.sum(-1, keepdim=True)
