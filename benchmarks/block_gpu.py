@@ -291,10 +291,10 @@ def blocks(sides, encoder, flat, packed=1):
 
 
 def laid_out(b0, packed, crypto):
-    """Activations (samples, T, d) as ciphertexts hold them."""
+    """Activations (samples, T, d) as ciphertexts hold them; in places without a token, those of another one."""
     if packed == 1:
         return np.ascontiguousarray(b0.reshape(len(b0), -1).T)
-    tokens = np.repeat(b0[:, :1], packed, axis=1), b0[:, 1:]
+    tokens = np.repeat(b0[:, :1], packed, axis=1), b0[:, 1 + np.arange(packed) % (b0.shape[1] - 1)]
     return np.concatenate([turns.spread(np.ascontiguousarray(x.transpose(2, 1, 0)), crypto.degree) for x in tokens])
 
 
@@ -311,7 +311,7 @@ def read_back(sides, out, s, packed, samples):
     for row in range(2):
         cts = out.get([row * s.width + f for f in features], out.k)
         rows.append(sides.key.read(cts, out.scale, sides.crypto.slots)[:, at])
-    whole = np.concatenate([rows[0][:, :1], rows[1]], axis=1)  # (features, T, samples)
+    whole = np.concatenate([rows[0][:, :1], rows[1][:, : s.tokens - 1]], axis=1)  # (features, T, samples)
     return list(range(s.tokens)), features, whole.transpose(2, 1, 0)[:samples]
 
 
