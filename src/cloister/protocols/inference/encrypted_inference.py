@@ -76,6 +76,7 @@ References
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -84,6 +85,7 @@ from typing import Any
 
 import numpy as np
 
+from cloister import files
 from cloister.arrays import F64
 from cloister.crypto.entropy import Entropy
 from cloister.crypto.owner_ckks import devices
@@ -154,7 +156,9 @@ async def owner(ch: Channel, params: Params, inputs: F64, kept: Taps | None = No
     check_inputs(params.shape, inputs, MOST_BEYOND)
     good = takes(params.shape, inputs)
     features = np.full((len(inputs), len(params.shape.taps), params.shape.rank), np.nan)
-    features[good] = await ask(ch, params, inputs[good], kept or Taps(), entropy)
+    kept = kept or Taps()
+    with kept.held(params.crypto):
+        features[good] = await ask(ch, params, inputs[good], kept, entropy)
     return features
 
 
@@ -168,7 +172,8 @@ async def ask(ch: Channel, params: Params, inputs: F64, kept: Taps, entropy: Ent
         pass  # answers did not add up: a key is not used after that
     found = np.concatenate(kept.read)
     if np.isnan(found).all():  # only now: which batch it was is nobody else's business
-        raise ProtocolAbort(NAME, "L5", "range", "features beyond their bounds; samples are unlike the model's own")
+        what = "no sample has features within bounds: samples unlike the model's own, or lost by a check that failed"
+        raise ProtocolAbort(NAME, "L5", "range", what)
     return found
 
 
@@ -176,8 +181,9 @@ async def ask_with_one_key(
     ch: Channel, params: Params, inputs: F64, packed: Packing, kept: Taps, entropy: Entropy
 ) -> bool:
     """All batches that are left, or up to one whose answers did not add up; whether some are left then."""
-    key, begun, rest = kept.key(params.crypto, entropy, len(inputs)), kept.begun, inputs[kept.count :]
-    side, count = OwnerSide(ch, params, key, entropy, kept.forget), packed.batches(len(rest))
+    begun, rest = kept.begun, inputs[kept.count :]
+    key = kept.key(params.crypto, entropy, len(inputs))
+    side, count = OwnerSide(ch, params, key, entropy, kept.lose), packed.batches(len(rest))
     await side.send_key(packed.plan.openings, count, packed.tokens)  # L1
     try:
         done = (await side.ch.recv(params.provider, Start)).block  # L1
@@ -188,15 +194,25 @@ async def ask_with_one_key(
             raise ProtocolAbort(NAME, "L1", "state", what) from e
         raise
     check_start(done, params.shape.depth if begun and count else 0)
-    if count and not await side.agree():  # T1 to T4
-        raise ProtocolAbort(NAME, "T3", "keys", "the provider says that it cannot use these keys")
+    if count:
+        sent = len(rest[: packed.samples]) if begun else 0  # under this key, perhaps
+        kept.stake(nothing(params, sent))
+        if not await side.agree():  # T1 to T4
+            what = f"the provider says that it cannot use these keys: {sent} samples are lost, start again for the rest"
+            raise ProtocolAbort(NAME, "T3", "keys", what)
     for start in range(0, len(rest), packed.samples):
-        taps = await side.batch(rest[start : start + packed.samples], packed, 0 if start else done)  # L2 to L5
-        more = start + packed.samples < len(rest)
-        kept.add(taps, key if more and not side.done else None)
-        if side.done:
+        some, more = rest[start : start + packed.samples], start + packed.samples < len(rest)
+        kept.stake(nothing(params, len(some)))
+        taps = await side.batch(some, packed, 0 if start else done)  # L2 to L5
+        if taps is None:
             return more
+        kept.add(taps, key if more else None)
     return False
+
+
+def nothing(params: Params, count: int) -> F64:
+    """What stands for samples that have no features."""
+    return np.full((count, len(params.shape.taps), params.shape.rank), np.nan)
 
 
 async def provider(
@@ -236,10 +252,11 @@ class Serving:
 
     async def all_batches(self, u: Party) -> int:
         """How many came to their end; behind one whose answers did not add up, u goes on with a new key."""
-        answered, left = await self.with_one_key(u, 0)
-        while left:
-            more, left = await self.with_one_key(u, left)
-            answered += more
+        with contextlib.nullcontext() if self.folder is None else files.locked(self.folder / u):
+            answered, left = await self.with_one_key(u, 0)
+            while left:
+                more, left = await self.with_one_key(u, left)
+                answered += more
         return answered
 
     async def with_one_key(self, u: Party, paid: int) -> tuple[int, int]:
@@ -247,14 +264,15 @@ class Serving:
         mine, p, s = self.ch.sub(str(u)), self.params.crypto, self.params.shape
         key = await mine.recv(u, Key, b=(p.count, p.tight), switching=(None, p.count, p.count, p.tight))  # L1
         packed = announced(s, p, key.tokens, len(key.switching), key.batches, u)
-        about = key.seed + key.b.tobytes() + repr((s, packed.tokens)).encode()
-        (answers, unpaid), many = Answers.of(self.folder, u, about, key.batches), packed.samples
-        if paid and (key.batches * many, unpaid) != (paid, key.batches):
+        public, how, many = key.seed + key.b.tobytes(), repr((s, packed.tokens)), packed.samples
+        answers, unpaid = Answers.of(self.folder, u, public, how, key.batches)
+        if paid and key.batches * many != paid:
             what = f"'{u}' goes on with {key.batches * many} samples, {paid} are left"
             raise ProtocolAbort(NAME, "L1", "state", what)
-        self.ledger.admit(u, 0 if paid else unpaid * many, math.ceil(self.params.budget / many) * many)
-        if unpaid:
-            answers.start(unpaid)
+        due, most = 0 if paid else unpaid * many, math.ceil(self.params.budget / many) * many
+        with self.ledger.paid(u, due, most, answers.receipt):
+            if answers.new:
+                answers.start(key.batches)
         side = ProviderSide(mine, self.params, u, key, self.entropy, self.device)
         await mine.send(u, Start(answers.block))  # L1
         if key.batches:
@@ -285,13 +303,14 @@ class Serving:
             x = await circuit.block(x, layer, 1 if last else 0)
             tapped = [tap_of(s, p, which, P) for which, at in enumerate(s.taps) if at == layer + 1]
             made = [await side.make_tap(circuit, x, tap) for tap in tapped]
+            answers.prepare(layer + 1, None if last else x, side.ev, made)
             if not await side.agree(planned.openings_of(layer), answers):
                 self.ch.step(
                     f"{side.who}: {where}: answers are not what was sent; it ends here", protocol=NAME, line="T4"
                 )
                 answers.start(count - n - 1)
                 return False
-            answers.add(layer + 1, None if last else x, side.ev, made)
+            answers.add()
             for tap, c in zip(tapped, made, strict=True):
                 await side.send_tap(c, tap)  # L5
         return True
