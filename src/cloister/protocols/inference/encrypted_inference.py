@@ -28,18 +28,21 @@ Reveals
 owner : per sample and tap r numbers (the class token through a fixed projection of rank r < d), good to about 2^-10;
     the shape of the model and the intervals of its values (`Shape`). Nothing of any other activation. With enough
     samples, an owner can fit a model of its own to these features, as with any service that answers: the budget bounds
-    how many it gets. After a break it gets the taps again that were sent, the same bits.
+    how many it gets. After a break it gets the taps again that were sent, the same bits; for batches of which it was
+    told nothing it does not pay again.
 lying owner : taps of inputs of its choice, samples or not. Answers at L4 that are not what they should be end its batch
     before the next tap, unless they are off by little more than honest noise, or by a simple fraction of the modulus
-    and luck (`tied_answers`). What passes shows at a tap as a few bits a coefficient, and at T3 its own lies as one bit
-    for each of 4·N coefficients. In all no more than the bits that taps hold, times the batches of its budget
-    (`lying_owner.exposure`, in the provider's results).
+    and luck (`tied_answers`). What passes shows at a tap as a few bits a coefficient, at each T3 its own lies as one
+    bit for each of 4·N coefficients. In all no more than the bits that taps and checks hold, times the batches of its
+    budget (`lying_owner.exposure`, in the provider's results). Runs side by side get no more than one.
 provider : how many batches each owner brings (whole ones, of N/2 samples or of N/2 / P); of each, whether its answers
     were true, and so whether a sample in it is 2^40 times beyond an interval (T4); that it stopped after the last tap
     (L5, code `range`), if no sample's features kept their bounds; that it asks for the rest of what an earlier run
     began. Not the samples. If it lies, it can ask by T1 whether numbers that the owner opens are what it says; the
-    first no ends the use of that key: it learns after how many blocks that was. Owners learn nothing of each other but
-    that; an owner and the provider together hold that owner's data and the model.
+    first no ends the use of that key, and of the samples that were sent under it and have no taps: it learns after how
+    many checks that was, whether of answers or of keys, over all runs with one file of taps. Who asks about the same
+    samples without it lets the provider ask anew. Owners learn nothing of each other but that; an owner and the
+    provider together hold that owner's data and the model.
 
 Assumes
 -------
@@ -172,8 +175,9 @@ async def ask(ch: Channel, params: Params, inputs: F64, kept: Taps, entropy: Ent
         pass  # answers did not add up: a key is not used after that
     found = np.concatenate(kept.read)
     if np.isnan(found).all():  # only now: which batch it was is nobody else's business
-        what = "no sample has features within bounds: samples unlike the model's own, or lost by a check that failed"
-        raise ProtocolAbort(NAME, "L5", "range", what)
+        raise ProtocolAbort(
+            NAME, "L5", "range", "no features within bounds; samples are unlike the model's own, or a check failed"
+        )
     return found
 
 
@@ -198,8 +202,9 @@ async def ask_with_one_key(
         sent = len(rest[: packed.samples]) if begun else 0  # under this key, perhaps
         kept.stake(nothing(params, sent))
         if not await side.agree():  # T1 to T4
-            what = f"the provider says that it cannot use these keys: {sent} samples are lost, start again for the rest"
-            raise ProtocolAbort(NAME, "T3", "keys", what)
+            raise ProtocolAbort(
+                NAME, "T3", "keys", f"the provider says that it cannot use these keys; {sent} samples are lost by that"
+            )
     for start in range(0, len(rest), packed.samples):
         some, more = rest[start : start + packed.samples], start + packed.samples < len(rest)
         kept.stake(nothing(params, len(some)))
