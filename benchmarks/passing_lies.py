@@ -2,6 +2,7 @@
 
     python benchmarks/passing_lies.py            quadratic attention, ring 8192, two blocks of 5 tokens x 16 features
     python benchmarks/passing_lies.py --quick    one block of 3 x 8
+    python benchmarks/passing_lies.py --bound    what taps and checks hold, were no lie found out (`lying_owner`)
 
 First what ties cost in bytes, and what passes in a block of that size: the largest lie in one coefficient of one answer
 that the check of `tied_answers` lets pass whatever was drawn, as a share of the largest coefficient that a value may
@@ -13,6 +14,7 @@ measured on lies that are so many times larger that they show, with the check ig
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
 import sys
@@ -30,9 +32,10 @@ from cloister.crypto.owner_ckks import scheme
 from cloister.crypto.owner_ckks.cover import ROOM, SENT
 from cloister.crypto.owner_ckks.pairs import dropped
 from cloister.protocols.inference import encrypted_inference as inference
+from cloister.protocols.inference import lying_owner
 from cloister.protocols.inference.block_messages import traffic
 from cloister.protocols.inference.block_plan import checked, plan
-from cloister.protocols.inference.packing import packings
+from cloister.protocols.inference.packing import Packing, packings
 from cloister.protocols.inference.tied_answers import REACH, Tie
 from cloister.study import Party
 from cloister.testing import Case, run_protocol, values
@@ -140,10 +143,32 @@ def price():
             }  # fmt: skip
 
 
+def bound():
+    """Of whole models: bits of a batch and of a sample, by packing."""
+    vits = ((65, 192, 3, 6, (3, 6), 8), (65, 192, 3, 6, (3, 6), 32), (197, 768, 12, 12, (3, 6, 9, 12), 8))
+    for tokens, width, heads, depth, taps, rank in vits:
+        for attention, crypto in (("taylor", scheme.STANDARD), ("quadratic", P)):
+            shape = quadratic_shape(tokens, width, heads, depth, attention=attention)
+            shape = dataclasses.replace(shape, inputs=48 if tokens == 65 else 768, taps=taps, rank=rank)
+            for packed in (Packing(shape, crypto, one) for one in packings(shape, crypto)):
+                bits, many = lying_owner.batch_bits(packed), packed.samples
+                yield {
+                    "tokens": tokens, "width": width, "attention": attention, "taps": len(taps), "rank": rank,
+                    "batch": many, "mbit": round(bits / 1e6, 2), "kbit_a_sample": round(bits / many / 1e3, 1),
+                }  # fmt: skip
+            print(f"  {lying_owner.exposure(shape, crypto, 1 << 16)}", file=sys.stderr, flush=True)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
-    quick = parser.parse_args().quick
+    parser.add_argument("--bound", action="store_true")
+    args = parser.parse_args()
+    if args.bound:
+        for row in bound():
+            print(json.dumps(row))
+        return
+    quick = args.quick
     small = {"tokens": 3, "width": 8, "heads": 2, "hidden": 16, "depth": 1, "taps": (1,)}
     larger = {"tokens": 5, "width": 16, "heads": 2, "hidden": 32, "depth": 2, "taps": (2,)}
     encoder, _ = tiny(attention="quadratic", **(small if quick else larger))

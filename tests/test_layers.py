@@ -23,7 +23,7 @@ MAY_IMPORT = {  # what of cloister; a name stands for the module or the whole pa
     "__init__": {"_version"},
     "errors": set(),
     "arrays": set(),
-    "files": set(),
+    "files": {"errors"},
     "_version": set(),
     "governance": {"errors"},
     "study": {"errors", "governance"},

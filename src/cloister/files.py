@@ -1,12 +1,23 @@
-"""Files that appear whole or not at all, and are for their owner's eyes unless said otherwise."""
+"""Files that appear whole or not at all, for their owner's eyes unless said otherwise; held by one run at a time."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import glob
 import os
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from cloister.errors import DataError
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 
 @contextmanager
@@ -21,9 +32,24 @@ def replacing(path: Path, *, private: bool = True) -> Iterator[Path]:
         yield part
         with part.open("rb+") as file:
             os.fsync(file.fileno())
-        os.replace(part, path)
+        move(part, path)
     finally:
         part.unlink(missing_ok=True)
+
+
+def move(part: Path, path: Path) -> None:
+    """Let one file take the place of another in its folder. Needs no room, and holds after a power cut."""
+    os.replace(part, path)
+    if os.name != "posix":
+        return
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    except OSError as e:
+        if e.errno not in (errno.EINVAL, errno.ENOTSUP):  # some mounted folders know of no such thing
+            raise
+    finally:
+        os.close(folder)
 
 
 def write(path: str | Path, content: bytes | str, *, private: bool = True) -> Path:
@@ -33,3 +59,61 @@ def write(path: str | Path, content: bytes | str, *, private: bool = True) -> Pa
     with replacing(path, private=private) as part:
         part.write_bytes(content.encode("utf-8") if isinstance(content, str) else content)
     return path
+
+
+def private_folder(path: Path) -> Path:
+    """Make a folder for its owner's eyes (0700), and so those it lies in that are not there yet."""
+    for missing in reversed([p for p in (path, *path.parents) if not p.exists()]):
+        missing.mkdir(mode=0o700, exist_ok=True)
+    return path
+
+
+# ---- one run at a time -----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def locked(path: Path, *, wait: float = 0.0) -> Iterator[None]:
+    """Hold a file, or a folder and all in it, against other runs; what killed ones left half-written there goes.
+
+    Raises `DataError` if another run has it, after so many seconds. The lock is on a file beside `path`, which stays,
+    and ends with the process. Without `fcntl` (Windows) that file is the lock: after a kill, somebody must remove it.
+    """
+    private_folder(path.parent)
+    lock, until = path.with_name(f"{path.name}.lock"), time.monotonic() + wait
+    while (held := _take(lock)) is None:
+        if time.monotonic() >= until:
+            killed = "" if fcntl else f"; if that was killed, remove {lock}"
+            raise DataError(f"{path} is in use by another run; start again when that has ended{killed}")
+        time.sleep(0.01)
+    try:
+        clear(path)
+        yield
+    finally:
+        os.close(held)
+        if fcntl is None:
+            lock.unlink(missing_ok=True)
+
+
+def _take(lock: Path) -> int | None:
+    """An open file that is locked, or None if another has it."""
+    try:
+        held = os.open(lock, os.O_RDWR | os.O_CREAT | (0 if fcntl else os.O_EXCL), 0o600)
+    except FileExistsError:
+        return None
+    if fcntl:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as e:
+            os.close(held)
+            if not isinstance(e, BlockingIOError):
+                raise
+            return None
+    return held
+
+
+def clear(path: Path) -> None:
+    """Remove what killed runs left half-written of a file, or in a folder; for who holds its lock."""
+    with contextlib.suppress(FileNotFoundError):
+        for name in (f".{glob.escape(path.name)}.{'?' * 32}.part", f"{glob.escape(path.name)}/.*.{'?' * 32}.part"):
+            for part in path.parent.glob(name):
+                part.unlink(missing_ok=True)

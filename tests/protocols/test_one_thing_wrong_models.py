@@ -179,14 +179,13 @@ def test_samples_that_all_leave_their_bounds_and_a_start_in_the_middle(beyond, b
         async def agree(self):
             return True
 
-        done = False
-
         async def batch(self, *args):
             return found
 
     monkeypatch.setattr(encrypted_inference, "OwnerSide", Side)
     kept = SimpleNamespace(key=lambda *args: None, begun=False, count=0, read=[])
-    kept.add, kept.forget = lambda taps, key: kept.read.append(taps), lambda: None
+    kept.add = lambda taps, key: kept.read.append(taps)
+    kept.stake, kept.lose = lambda lost: None, lambda: None
     ch = SimpleNamespace(me=ANN, sub=lambda name: None, step=lambda *args, **kwargs: None)
 
     def ask():

@@ -19,7 +19,6 @@ this folder, every time a run starts. What is not approved in `local/site.toml` 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import re
@@ -205,8 +204,7 @@ class Kit:
 
     def count_run(self, policy: Policy) -> None:
         """Count one run more, or raise `Refusal`. It counts from its start: an aborted one may have told something."""
-        with open(self.path / "local" / f"{COUNTS}.lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with files.locked(self.path / "local" / COUNTS, wait=60.0):
             self.check_limits(policy)
             counts = self._counts()
             if (entry := self.approvals.entry(self.study)) is not None and entry.data is not None:

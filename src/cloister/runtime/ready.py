@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import fcntl
 import importlib.util
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from cloister.errors import MissingExtra, ParameterError, UsageError
+from cloister import files
+from cloister.errors import DataError, MissingExtra, ParameterError, UsageError
 from cloister.runtime import sandbox
 from cloister.runtime.kit import Kit
 from cloister.runtime.launch import carrier_socket
@@ -38,24 +37,20 @@ def check_ready(kit: Kit) -> None:
 
 
 @contextlib.contextmanager
-def only_one(kit: Kit, tries: int = 10) -> Iterator[None]:
-    """Hold the kit's lock; `is_running` may have it for a moment, hence the tries."""
-    with open(kit.path / "running.lock", "w") as file:
-        for left in reversed(range(tries)):
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except OSError:
-                if not left:
-                    raise UsageError(f"{kit.me} is running already from {kit.path}; stop that process first") from None
-                time.sleep(0.1)
+def only_one(kit: Kit, wait: float = 1.0) -> Iterator[None]:
+    """Hold the kit's lock; `is_running` may have it for a moment, hence the wait."""
+    with contextlib.ExitStack() as held:
+        try:
+            held.enter_context(files.locked(kit.path / "running", wait=wait))
+        except DataError:
+            raise UsageError(f"{kit.me} is running already from {kit.path}; stop that process first") from None
         yield
 
 
 def is_running(kit: Kit) -> bool:
     """Whether a service was started from this kit and has not ended."""
     try:
-        with only_one(kit, tries=1):
+        with only_one(kit, wait=0.0):
             return False
     except UsageError:
         return True

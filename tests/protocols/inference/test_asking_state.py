@@ -63,9 +63,9 @@ def killed_after(monkeypatch, number):
     """End the provider as soon as it has kept so many blocks, before a tap leaves."""
     add = Answers.add
 
-    def dying(self, done, x, ev, taps):
-        add(self, done, x, ev, taps)
-        if done == number:
+    def dying(self):
+        add(self)
+        if self.block == number:
             raise Killed
 
     monkeypatch.setattr(Answers, "add", dying)
@@ -155,17 +155,39 @@ def test_a_break_gets_the_same_tap_again_and_not_another(encoder, place, monkeyp
 
 
 def test_a_key_buys_no_more_batches_than_were_paid_for(tmp_path):
-    new, unpaid = Answers.of(tmp_path, ANN, b"key", 3)
+    new, unpaid = Answers.of(tmp_path, ANN, b"key", "how", 3)
     assert unpaid == 3
     new.start(3)
     for batches, block_done in ((3, 0), (2, 0)):  # the one at hand, or the next one
-        found, unpaid = Answers.of(tmp_path, ANN, b"key", batches)
+        found, unpaid = Answers.of(tmp_path, ANN, b"key", "how", batches)
         assert (unpaid, found.block, found.left) == (0, block_done, batches)
     for batches in (4, 3, 5):  # two are left
         with pytest.raises(ProtocolAbort) as e:
-            Answers.of(tmp_path, ANN, b"key", batches)
+            Answers.of(tmp_path, ANN, b"key", "how", batches)
         assert e.value.code == "state"
-    assert Answers.of(tmp_path, ANN, b"another key", 4)[1] == 4
+
+
+def test_a_new_key_is_owed_what_was_paid_for_and_never_told(tmp_path):
+    def unpaid(batches, how="how"):
+        return Answers.of(tmp_path, ANN, b"another key", how, batches)[1]
+
+    paid, _ = Answers.of(tmp_path, ANN, b"key", "how", 3)
+    paid.start(3)
+    assert [unpaid(n) for n in (1, 3, 4)] == [0, 0, 1]  # nothing was told yet
+    assert unpaid(4, "another model") == 4
+    paid.prepare(1, None, None, [])
+    assert unpaid(4) == 1
+    paid.compare()  # from here on the batch at hand counts as told
+    assert unpaid(4) == 2
+    paid.add()
+    assert unpaid(4) == 2
+    paid.start(1)
+    assert unpaid(4) == 3
+    paid.prepare(1, None, None, [])
+    paid.add()
+    assert unpaid(4) == 4
+    Answers.of(tmp_path, ANN, b"another key", "how", 4)[0].start(4)
+    assert Answers.of(tmp_path, ANN, b"key", "how", 5)[1] == 1  # owed once, to either key
 
 
 def test_files_of_other_samples_and_of_something_else_are_refused(tmp_path):

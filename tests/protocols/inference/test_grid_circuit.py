@@ -137,9 +137,9 @@ def test_an_asking_in_small_batches_that_breaks_off_goes_on(monkeypatch, tmp_pat
     grid(monkeypatch)
     c, add, blocks = case(encoder := five(), 2), Answers.add, []
 
-    def dying(self, done, *rest):
-        add(self, done, *rest)
-        blocks.append(done)
+    def dying(self):
+        add(self)
+        blocks.append(self.block)
         if len(blocks) == 1:
             raise OSError("the power goes")
 
@@ -303,10 +303,11 @@ def test_noise_at_a_tap_is_under_forty_bits_of_flooding():
         assert 2.0**-12 < precision < 2.0**-10
 
 
-def test_small_batches_tell_a_liar_hardly_more_per_sample():
+def test_small_batches_tell_a_liar_hardly_more_per_sample_by_taps_but_by_checks():
     s = shape(depth=6)
     per = {t: lying_owner.batch_bits(Packing(s, CRYPTO, t)) / Packing(s, CRYPTO, t).samples for t in (1, 64)}
-    assert per[64] <= 1.2 * per[1]
+    checks = 6 * 4 * CRYPTO.degree / CRYPTO.slots  # a bit a coefficient, however many samples share them
+    assert per[64] - 64 * checks <= 1.2 * (per[1] - checks)
     budget = 1 << 16
     found = lying_owner.exposure(s, CRYPTO, budget)
     assert found.batches * found.bits == pytest.approx(budget * max(per.values()))  # the packing that tells most

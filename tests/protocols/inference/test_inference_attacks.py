@@ -338,7 +338,11 @@ def test_what_a_lying_owner_can_read_is_bounded_by_what_the_taps_hold():
     assert math.log2(span) - 1.5 < per < math.log2(span) + 1.5
     found = lying_owner.exposure(shape, P, 3 * P.slots + 1)
     assert found.batches == 4
-    assert found.bits == per * P.degree * shape.rank + 4 * P.degree  # and a bit of what a last check compares
+    assert found.bits == per * P.degree * shape.rank + 4 * P.degree  # and a bit of all that a check compares
+    two = lying_owner.exposure(micro(depth=2, taps=(2,)).shape, P, 1)
+    assert two.bits == pytest.approx(
+        found.bits + 4 * P.degree, rel=0.02
+    )  # a check for each block; the bound is another
     assert found.readable == found.weights  # a micro model has less to tell than one batch could
     large = dataclasses.replace(shape, width=192, hidden=768, heads=3, depth=12, tokens=65, rank=8, tap_bounds=())
     found = lying_owner.exposure(large, block.STANDARD, 1 << 16)

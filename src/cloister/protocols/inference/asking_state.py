@@ -5,7 +5,13 @@
                taps of the batch at hand, as they were sent
 
 A tap leaves the provider once. If it was lost on the way, the very same ciphertext is sent again, so that an owner who
-claims a break gets no more out of the model than it has paid for: what it opens between taps is uniform.
+claims a break gets no more out of the model than it has paid for: what it opens between taps is uniform. What was paid
+for, and of which nothing was told, an owner may ask for with a new key.
+
+A provider that lies asks a yes or no about key and samples by each check. So an owner's no costs it its key, and the
+samples that were sent under it and have no taps yet: they stand as read, without features, before it says no. Both put
+down what a check may make of their files before it begins; then it takes a renaming, for which a full disk has room.
+One run at a time has the file, and the folder.
 """
 
 from __future__ import annotations
@@ -13,6 +19,8 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -63,6 +71,7 @@ class Taps:
     about: str = ""  # fingerprint of the samples, the model's card and the mode
     read: list[F64] = field(default_factory=list)  # taps of the first samples on, in parts of (m, taps, r)
     _key: OwnerKey | None = None
+    _lost: list[F64] = field(default_factory=list)  # what a check that fails makes of the samples at hand
 
     @classmethod
     def open(cls, path: Path, about: str, params: Parameters) -> Taps:
@@ -96,6 +105,18 @@ class Taps:
         """Whether an earlier run has asked with the key that is here."""
         return self._key is not None
 
+    @contextmanager
+    def held(self, params: Parameters) -> Iterator[None]:
+        """No other run asks with this file meanwhile; what it says now counts."""
+        if self.path is None:
+            yield
+            return
+        with files.locked(self.path):
+            files.clear(self._aside)
+            now = Taps.open(self.path, self.about, params)
+            self.read, self._key = now.read, now._key
+            yield
+
     def key(self, params: Parameters, entropy: Entropy, samples: int) -> OwnerKey:
         """The key of an asking that broke off, or a new one; on disk before it is used, if not all samples are read."""
         key = self._key or OwnerKey(params, entropy)
@@ -110,18 +131,38 @@ class Taps:
 
     def forget(self) -> None:
         """The key: it is not used again."""
-        self._key = None
         self._save(None)
 
+    def stake(self, lost: F64) -> None:
+        """What stands for the samples at hand if a check fails from here on."""
+        self._lost = [lost]
+        if self.path is not None:
+            files.write(self._aside, self._packed([*self.read, lost], None))
+
+    def lose(self) -> None:
+        """The key and the samples at hand, at one stroke: neither is used again."""
+        self.read, self._key = self.read + self._lost, None
+        if self.path is not None:
+            files.move(self._aside, self.path)
+
+    @property
+    def _aside(self) -> Path:
+        assert self.path is not None
+        return self.path.with_name(f"{self.path.name}.lost")
+
     def _save(self, key: OwnerKey | None) -> None:
-        if self.path is None:
-            return
-        arrays: dict[str, Any] = {"taps": np.concatenate(self.read)} if self.read else {}
+        self._key = key
+        if self.path is not None:
+            files.write(self.path, self._packed(self.read, key))
+            self._aside.unlink(missing_ok=True)
+
+    def _packed(self, read: list[F64], key: OwnerKey | None) -> bytes:
+        arrays: dict[str, Any] = {"taps": np.concatenate(read)} if read else {}
         meta = {"about": self.about}
         if key is not None:
             meta["seed"] = key.seed.hex()
             arrays |= {"secret": key.secret, "b": key.b}
-        files.write(self.path, packed(meta, **arrays))
+        return packed(meta, **arrays)
 
 
 def check_start(block: int, most: int) -> None:
@@ -140,33 +181,34 @@ class Answers:
     """How far one owner's asking has come; nothing is kept without a folder."""
 
     folder: Path | None = None
-    owner: str = ""
+    owner: str = ""  # which asking it is: of its owner's public key and `how`
+    how: str = ""  # the model's shape and the packing
     left: int = 0  # batches that were paid for, less those that the owner has read for sure
     block: int = 0  # blocks of the first of them that are done
     taps: list[U32] = field(default_factory=list)  # of these blocks, as they were sent
     held: dict[str, Any] = field(default_factory=dict)  # file and measures of the activations
     compared: bool = False  # answers are being compared: who leaves now has been told how that ends
+    new: bool = True  # nothing is kept of it yet
+    _next: tuple[int, list[U32], dict[str, Any]] = (0, [], {})  # block, taps and held, if answers prove true
 
     @classmethod
-    def of(cls, folder: Path | None, who: Party, about: bytes, batches: int) -> tuple[Answers, int]:
-        """What is kept of an asking, and how many of its batches are still to be paid for.
-
-        It is known by its owner's public key and the model's shape (`about`).
-        """
-        name = hashlib.sha256(about).hexdigest()
+    def of(cls, folder: Path | None, who: Party, key: bytes, how: str, batches: int) -> tuple[Answers, int]:
+        """What is kept of an asking, and how many of its batches are still to be paid for."""
+        how = hashlib.sha256(how.encode()).hexdigest()
+        name = hashlib.sha256(key + how.encode()).hexdigest()
         if folder is None or not batches:
-            return cls(None, name, batches), batches
+            return cls(None, name, how, batches), batches
         own = folder / who
         if not (own / "state.npz").exists():
-            return cls(own, name, batches), batches
+            return cls(own, name, how, batches), batches
         meta, arrays = unpacked(own / "state.npz", "answers")
         if meta["owner"] != name:
-            return cls(own, name, batches), batches
+            return cls(own, name, how, batches), batches - min(batches, untold(meta, how))
         if meta.get("compared"):
             what = f"the run broke off while answers of '{who}' were compared; it has to start again, with a new key"
             raise ProtocolAbort(NAME, "L1", "state", what)
         taps = [arrays[f"tap{i}"] for i in range(len(arrays))]
-        found = cls(own, name, int(meta["left"]), int(meta["block"]), taps, meta["held"])
+        found = cls(own, name, how, int(meta["left"]), int(meta["block"]), taps, meta["held"], new=False)
         if batches == found.left - 1:
             found.start(batches)  # it has read the batch that was at hand
         elif batches != found.left:
@@ -174,29 +216,42 @@ class Answers:
             raise ProtocolAbort(NAME, "L1", "state", what)
         return found, 0
 
+    @property
+    def receipt(self) -> str:
+        """By which a ledger knows an asking that was paid for and could not be put down."""
+        if self.folder is None:
+            return ""
+        return hashlib.sha256(f"{self.folder.resolve()} {self.owner}".encode()).hexdigest()
+
     def start(self, left: int) -> None:
         """A new batch is at hand: what came before it has been read."""
         self.left, self.block, self.taps, self.held, self.compared = left, 0, [], {}, False
         self._save()
+        self._tidy()
+        self.new = False
 
     def compare(self) -> None:
         """From here on, until a block or a batch is done, this key cannot be taken up again."""
         self.compared = True
         self._save()
 
-    def add(self, block: int, x: Values | None, ev: Any, taps: list[U32]) -> None:
-        """One more block is done, with the tap that is about to be sent; None for activations of the last block."""
-        self.block, self.compared = block, False
-        self.taps += taps
-        if self.folder is None:
-            return
-        self.held = {} if x is None else self._hold(self.folder, x, ev)
-        self._save()
+    def prepare(self, block: int, x: Values | None, ev: Any, taps: list[U32]) -> None:
+        """One more block is computed, and the tap behind it; None for activations of the last block."""
+        held = {} if x is None or self.folder is None else self._hold(self.folder, block, x, ev)
+        self._next = block, self.taps + taps, held
+        if self.folder is not None:
+            files.write(self.folder / "next.npz", self._packed(*self._next, compared=False))
 
-    def _hold(self, folder: Path, x: Values, ev: Any) -> dict[str, Any]:
+    def add(self) -> None:
+        """That block is done: its answers were true, and the tap is about to be sent."""
+        (self.block, self.taps, self.held), self.compared = self._next, False
+        if self.folder is not None:
+            files.move(self.folder / "next.npz", self.folder / "state.npz")
+            self._tidy()
+
+    def _hold(self, folder: Path, block: int, x: Values, ev: Any) -> dict[str, Any]:
         """Write the activations, a message's worth at a time."""
-        folder.mkdir(parents=True, mode=0o700, exist_ok=True)
-        name = f"block-{self.left}-{self.block}.npy"
+        name = f"block-{self.left}-{block}.npy"
         with files.replacing(folder / name) as part:
             kept: Any = None
             for some in parts(x.n):
@@ -222,17 +277,24 @@ class Answers:
         return Values(h["n"], h["p"], h["scale"], shelf.read, h["k"], h["group"], shelf=shelf)
 
     def _save(self) -> None:
-        if self.folder is None:
-            return
-        meta = {
-            "owner": self.owner,
-            "left": self.left,
-            "block": self.block,
-            "held": self.held,
-            "compared": self.compared,
-        }
-        taps: dict[str, Any] = {f"tap{i}": words for i, words in enumerate(self.taps)}
-        files.write(self.folder / "state.npz", packed(meta, **taps))
-        for path in self.folder.glob("block-*.npy"):
-            if path.name != self.held.get("file"):
-                path.unlink()
+        if self.folder is not None:
+            now = self._packed(self.block, self.taps, self.held, compared=self.compared)
+            files.write(files.private_folder(self.folder) / "state.npz", now)
+
+    def _packed(self, block: int, taps: list[U32], held: dict[str, Any], *, compared: bool) -> bytes:
+        meta = {"owner": self.owner, "how": self.how, "left": self.left}
+        meta |= {"block": block, "held": held, "compared": compared}
+        return packed(meta, **{f"tap{i}": words for i, words in enumerate(taps)})
+
+    def _tidy(self) -> None:
+        """Remove activations that nothing goes on from."""
+        if self.folder is not None:
+            for path in self.folder.glob("block-*.npy"):
+                if path.name != self.held.get("file"):
+                    path.unlink()
+
+
+def untold(meta: dict[str, Any], how: str) -> int:
+    """Batches that were paid for under another key, of which the owner was told nothing."""
+    told = bool(meta["block"] or meta.get("compared"))
+    return max(0, int(meta["left"]) - told) if meta.get("how") == how else 0

@@ -59,12 +59,11 @@ class OwnerSide:
     """The owner's half of a batch: opens, rescales and encrypts what is masked; reads what is meant for it."""
 
     def __init__(
-        self, ch: Channel, params: Params, key: OwnerKey, entropy: Entropy, forget: Callable[[], None] = lambda: None
+        self, ch: Channel, params: Params, key: OwnerKey, entropy: Entropy, lose: Callable[[], None] = lambda: None
     ) -> None:
         self.ch, self.params, self.key, self.entropy = ch, params, key, entropy
-        self.forget = forget  # the key, where it is kept
+        self.lose = lose  # key and samples at hand: a provider that lies learns a bit by every check that fails
         self.beyond: list[Any] = []  # tap by tap, which samples of the batch left its bound
-        self.done = False  # with the key: a provider that lies learns a bit of it by every check that fails
 
     async def send_key(self, openings: Sequence[Opening], batches: int, tokens: int = 1) -> None:
         """What the provider needs for that plan."""
@@ -88,8 +87,11 @@ class OwnerSide:
             fresh = self.key.refresh(read(p, c.c, "L3", P), how, seed, self.entropy)
             await self.ch.send(P, Fresh(block.pack_words(p, fresh), seed))  # L4
 
-    async def batch(self, x: F64, packed: Packing, done: int) -> F64:
-        """The taps of one batch, of which so many blocks are done: (n, taps, r), NaN where a bound was left."""
+    async def batch(self, x: F64, packed: Packing, done: int) -> F64 | None:
+        """The taps of one batch, of which so many blocks are done: (n, taps, r), NaN where a bound was left.
+
+        None if answers were not what they should be: the samples are lost, and the key.
+        """
         self.beyond.clear()
         planned = packed.plan
         if not done:
@@ -100,8 +102,7 @@ class OwnerSide:
             for how in openings:
                 await self.answer(how)
             if n in planned.blocks and not await self.agree():
-                self.done = True
-                return np.full((len(x), len(planned.taps), self.params.shape.rank), np.nan)
+                return None
             taps += [await self.read_tap(tap, packed, len(x)) for at, tap in planned.taps if at == n]
         beyond = np.any(self.beyond, axis=0)
         beyond |= float(beyond.mean()) > MOST_BEYOND  # then it is the batch that is spoilt
@@ -119,7 +120,7 @@ class OwnerSide:
         alike = hmac.compare_digest(c.seal, seal(told.salt, h, cells(w, h)))
         opened = mine.open(h) if alike else (np.empty((0, SALT), np.uint8), np.empty((0, LEAF), np.uint8))
         if not alike:
-            self.forget()
+            self.lose()  # before it is told
         await self.ch.send(P, Found(*opened))  # T4
         return alike
 

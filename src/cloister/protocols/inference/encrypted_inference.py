@@ -28,18 +28,21 @@ Reveals
 owner : per sample and tap r numbers (the class token through a fixed projection of rank r < d), good to about 2^-10;
     the shape of the model and the intervals of its values (`Shape`). Nothing of any other activation. With enough
     samples, an owner can fit a model of its own to these features, as with any service that answers: the budget bounds
-    how many it gets. After a break it gets the taps again that were sent, the same bits.
+    how many it gets. After a break it gets the taps again that were sent, the same bits; for batches of which it was
+    told nothing it does not pay again.
 lying owner : taps of inputs of its choice, samples or not. Answers at L4 that are not what they should be end its batch
     before the next tap, unless they are off by little more than honest noise, or by a simple fraction of the modulus
-    and luck (`tied_answers`). What passes shows at a tap as a few bits a coefficient, and at T3 its own lies as one bit
-    for each of 4·N coefficients. In all no more than the bits that taps hold, times the batches of its budget
-    (`lying_owner.exposure`, in the provider's results).
+    and luck (`tied_answers`). What passes shows at a tap as a few bits a coefficient, at each T3 its own lies as one
+    bit for each of 4·N coefficients. In all no more than the bits that taps and checks hold, times the batches of its
+    budget (`lying_owner.exposure`, in the provider's results). Runs side by side get no more than one.
 provider : how many batches each owner brings (whole ones, of N/2 samples or of N/2 / P); of each, whether its answers
     were true, and so whether a sample in it is 2^40 times beyond an interval (T4); that it stopped after the last tap
     (L5, code `range`), if no sample's features kept their bounds; that it asks for the rest of what an earlier run
     began. Not the samples. If it lies, it can ask by T1 whether numbers that the owner opens are what it says; the
-    first no ends the use of that key: it learns after how many blocks that was. Owners learn nothing of each other but
-    that; an owner and the provider together hold that owner's data and the model.
+    first no ends the use of that key, and of the samples that were sent under it and have no taps: it learns after how
+    many checks that was, whether of answers or of keys, over all runs with one file of taps. Who asks about the same
+    samples without it lets the provider ask anew. Owners learn nothing of each other but that; an owner and the
+    provider together hold that owner's data and the model.
 
 Assumes
 -------
@@ -76,6 +79,7 @@ References
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -84,6 +88,7 @@ from typing import Any
 
 import numpy as np
 
+from cloister import files
 from cloister.arrays import F64
 from cloister.crypto.entropy import Entropy
 from cloister.crypto.owner_ckks import devices
@@ -154,7 +159,9 @@ async def owner(ch: Channel, params: Params, inputs: F64, kept: Taps | None = No
     check_inputs(params.shape, inputs, MOST_BEYOND)
     good = takes(params.shape, inputs)
     features = np.full((len(inputs), len(params.shape.taps), params.shape.rank), np.nan)
-    features[good] = await ask(ch, params, inputs[good], kept or Taps(), entropy)
+    kept = kept or Taps()
+    with kept.held(params.crypto):
+        features[good] = await ask(ch, params, inputs[good], kept, entropy)
     return features
 
 
@@ -168,7 +175,9 @@ async def ask(ch: Channel, params: Params, inputs: F64, kept: Taps, entropy: Ent
         pass  # answers did not add up: a key is not used after that
     found = np.concatenate(kept.read)
     if np.isnan(found).all():  # only now: which batch it was is nobody else's business
-        raise ProtocolAbort(NAME, "L5", "range", "features beyond their bounds; samples are unlike the model's own")
+        raise ProtocolAbort(
+            NAME, "L5", "range", "no features within bounds; samples are unlike the model's own, or a check failed"
+        )
     return found
 
 
@@ -176,8 +185,9 @@ async def ask_with_one_key(
     ch: Channel, params: Params, inputs: F64, packed: Packing, kept: Taps, entropy: Entropy
 ) -> bool:
     """All batches that are left, or up to one whose answers did not add up; whether some are left then."""
-    key, begun, rest = kept.key(params.crypto, entropy, len(inputs)), kept.begun, inputs[kept.count :]
-    side, count = OwnerSide(ch, params, key, entropy, kept.forget), packed.batches(len(rest))
+    begun, rest = kept.begun, inputs[kept.count :]
+    key = kept.key(params.crypto, entropy, len(inputs))
+    side, count = OwnerSide(ch, params, key, entropy, kept.lose), packed.batches(len(rest))
     await side.send_key(packed.plan.openings, count, packed.tokens)  # L1
     try:
         done = (await side.ch.recv(params.provider, Start)).block  # L1
@@ -188,15 +198,26 @@ async def ask_with_one_key(
             raise ProtocolAbort(NAME, "L1", "state", what) from e
         raise
     check_start(done, params.shape.depth if begun and count else 0)
-    if count and not await side.agree():  # T1 to T4
-        raise ProtocolAbort(NAME, "T3", "keys", "the provider says that it cannot use these keys")
+    if count:
+        sent = len(rest[: packed.samples]) if begun else 0  # under this key, perhaps
+        kept.stake(nothing(params, sent))
+        if not await side.agree():  # T1 to T4
+            raise ProtocolAbort(
+                NAME, "T3", "keys", f"the provider says that it cannot use these keys; {sent} samples are lost by that"
+            )
     for start in range(0, len(rest), packed.samples):
-        taps = await side.batch(rest[start : start + packed.samples], packed, 0 if start else done)  # L2 to L5
-        more = start + packed.samples < len(rest)
-        kept.add(taps, key if more and not side.done else None)
-        if side.done:
+        some, more = rest[start : start + packed.samples], start + packed.samples < len(rest)
+        kept.stake(nothing(params, len(some)))
+        taps = await side.batch(some, packed, 0 if start else done)  # L2 to L5
+        if taps is None:
             return more
+        kept.add(taps, key if more else None)
     return False
+
+
+def nothing(params: Params, count: int) -> F64:
+    """What stands for samples that have no features."""
+    return np.full((count, len(params.shape.taps), params.shape.rank), np.nan)
 
 
 async def provider(
@@ -236,10 +257,11 @@ class Serving:
 
     async def all_batches(self, u: Party) -> int:
         """How many came to their end; behind one whose answers did not add up, u goes on with a new key."""
-        answered, left = await self.with_one_key(u, 0)
-        while left:
-            more, left = await self.with_one_key(u, left)
-            answered += more
+        with contextlib.nullcontext() if self.folder is None else files.locked(self.folder / u):
+            answered, left = await self.with_one_key(u, 0)
+            while left:
+                more, left = await self.with_one_key(u, left)
+                answered += more
         return answered
 
     async def with_one_key(self, u: Party, paid: int) -> tuple[int, int]:
@@ -247,14 +269,15 @@ class Serving:
         mine, p, s = self.ch.sub(str(u)), self.params.crypto, self.params.shape
         key = await mine.recv(u, Key, b=(p.count, p.tight), switching=(None, p.count, p.count, p.tight))  # L1
         packed = announced(s, p, key.tokens, len(key.switching), key.batches, u)
-        about = key.seed + key.b.tobytes() + repr((s, packed.tokens)).encode()
-        (answers, unpaid), many = Answers.of(self.folder, u, about, key.batches), packed.samples
-        if paid and (key.batches * many, unpaid) != (paid, key.batches):
+        public, how, many = key.seed + key.b.tobytes(), repr((s, packed.tokens)), packed.samples
+        answers, unpaid = Answers.of(self.folder, u, public, how, key.batches)
+        if paid and key.batches * many != paid:
             what = f"'{u}' goes on with {key.batches * many} samples, {paid} are left"
             raise ProtocolAbort(NAME, "L1", "state", what)
-        self.ledger.admit(u, 0 if paid else unpaid * many, math.ceil(self.params.budget / many) * many)
-        if unpaid:
-            answers.start(unpaid)
+        due, most = 0 if paid else unpaid * many, math.ceil(self.params.budget / many) * many
+        with self.ledger.paid(u, due, most, answers.receipt):
+            if answers.new:
+                answers.start(key.batches)
         side = ProviderSide(mine, self.params, u, key, self.entropy, self.device)
         await mine.send(u, Start(answers.block))  # L1
         if key.batches:
@@ -285,13 +308,14 @@ class Serving:
             x = await circuit.block(x, layer, 1 if last else 0)
             tapped = [tap_of(s, p, which, P) for which, at in enumerate(s.taps) if at == layer + 1]
             made = [await side.make_tap(circuit, x, tap) for tap in tapped]
+            answers.prepare(layer + 1, None if last else x, side.ev, made)
             if not await side.agree(planned.openings_of(layer), answers):
                 self.ch.step(
                     f"{side.who}: {where}: answers are not what was sent; it ends here", protocol=NAME, line="T4"
                 )
                 answers.start(count - n - 1)
                 return False
-            answers.add(layer + 1, None if last else x, side.ev, made)
+            answers.add()
             for tap, c in zip(tapped, made, strict=True):
                 await side.send_tap(c, tap)  # L5
         return True

@@ -51,10 +51,10 @@ def exposure(shape: Shape, params: Parameters, budget: int) -> Exposure:
 
 
 def batch_bits(packed: Packing) -> float:
-    """All that the taps of one batch can tell, in bits."""
+    """All that the taps and checks of one batch can tell, in bits."""
     shape, params, n = packed.shape, packed.crypto, packed.crypto.degree // packed.tokens
     taps = (tap_of(shape, params, number, packed.tokens) for number in range(len(shape.taps)))
-    over = CONTROLS * params.degree  # of the check by which values that went round end a batch, a bit each
+    over = shape.depth * CONTROLS * params.degree  # of the checks of all blocks, a bit a coefficient each
     return over + sum(shape.rank * n * coefficient_bits(params, tap) for tap in taps)
 
 

@@ -11,7 +11,7 @@
                 random and secret, some fraction of D. Encryptions still, so P does not see that E_i is small
         P → u   [E_i + M_i], H(salt, h, z)      M uniform; h and z: its cells and their shifts (`owner_ckks.cover`)
     T2  u → P   H(leaves)                       of the cells z' of what it opens, for both shifts
-    T3  P → u   salt, h                         u compares; if z' is not z, its key is done with
+    T3  P → u   salt, h                         u compares; if z' is not z, its key and this batch are done with
     T4  u → P   z' opened for h, or nothing     P compares; if z' is not z, this batch gets no tap any more
 
 A lie δ in the answer to v_j moves E_i by λ_i·r_ij·δ / D, and who does not know r_ij does not know what to move b_i by,
@@ -25,8 +25,8 @@ opening that follows, and say of the last projection no more than its weights mo
 u learns one bit of E_i a coefficient at most, and too late to use it: r and λ are drawn anew. E_i holds its own lies
 and noise, roundings, and, far below these if two primes are dropped, digits times errors of its switching keys. Values
 that went round modulo Q, 2^40 times beyond their interval, break the sums as a lie does; which coefficients did shows
-then, and the batch is over. A provider that lies learns whether z' is what it said; then u goes on, or uses its key no
-more.
+then, and the batch is over. A provider that lies learns whether z' is what it said; then u goes on, or uses neither its
+key nor the samples at hand any more (`asking_state`).
 """
 
 from __future__ import annotations

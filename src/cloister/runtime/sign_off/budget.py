@@ -13,7 +13,6 @@ charged, however it ends. Cells that change are other cells, and begin anew.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import math
 from collections.abc import Iterator, Mapping
@@ -90,8 +89,7 @@ class Budget:
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
         try:
-            with open(self.path.with_name(f"{self.path.name}.lock"), "w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)
+            with files.locked(self.path, wait=60.0):
                 yield
         except OSError as e:
             raise ParameterError(f"{self.path} cannot be written ({e.strerror}), so no run can be counted") from None

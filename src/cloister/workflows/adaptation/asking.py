@@ -62,8 +62,10 @@ def ask(seat: Seat, options: Any, told: model_card.Announcement, inputs: Any, ke
     params = inference_params(seat, options, told)
     if seat.mode != "published":
         return seat.run(encrypted_inference.owner, params, inputs, kept)
-    taps = seat.run(permuted_inference.owner, params, inputs)[:, :, 0]  # class tokens of all blocks
-    if kept is not None:
+    kept = kept or Taps()
+    with kept.held(told.crypto):
+        taps = seat.run(permuted_inference.owner, params, inputs)[:, :, 0]  # class tokens of all blocks
+        kept.read = []  # all are asked about at once
         kept.add(taps, None)
     return taps
 
