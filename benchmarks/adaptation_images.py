@@ -181,9 +181,9 @@ def hidden(encoder, inputs):
         y = note(F.linear(norm(x, s.variances[2 * i]), single(b.qkv), single(b.qkv_bias)))
         q, k, v = (t.unflatten(-1, (s.heads, -1)).transpose(1, 2) for t in y.chunk(3, -1))
         e = note(q @ k.transpose(-1, -2))
-        e = horner(e, s.exp_degree)
+        e = (e + single(b.offset)[:, None, None]) ** 2 if s.attention == "quadratic" else horner(e, s.exp_degree)
         D = note(e.mean(-1, keepdim=True) / s.means[i])
-        o = e @ v * (polynomial.inverse(D, s.steps) / (s.tokens * s.means[i]))
+        o = note(e @ v / (s.tokens * s.means[i])) * polynomial.inverse(D, s.steps)
         x = note(x + F.linear(o.transpose(1, 2).flatten(2), single(b.out), single(b.out_bias)))
         u = note(F.linear(norm(x, s.variances[2 * i + 1]), single(b.up), single(b.up_bias)))
         x = note(x + F.linear(u * u, single(b.down), single(b.down_bias)))
@@ -193,7 +193,7 @@ def hidden(encoder, inputs):
 
 def kinds(shape):
     """What `polynomial.hidden` watches, in its order (pre-norm)."""
-    each = ("root", "units", "scores", "division", "activations", "root", "units", "activations")
+    each = ("root", "units", "scores", "division", "sums", "activations", "root", "units", "activations")
     return [("activations", 0), *((what, i) for i in range(shape.depth) for what in each)]
 
 
@@ -452,7 +452,7 @@ def side_by_side(steppers, jobs, done):
 def full(args, found_sets, path, rounds):
     """Splits and seeds in order of seeds; after `--limit` seconds no new one is begun."""
     device, began = torch.device("cuda" if torch.cuda.is_available() else "cpu"), time.monotonic()
-    teacher = restore(args.weights / "teacher.npz").to(device)
+    teacher = restore(args.weights / "free_teacher.npz").to(device)
     ready = []
     for s in found_sets:
         inputs = student.patches(scaled(torch.from_numpy(s.x)), 4).to(device)
@@ -546,7 +546,7 @@ def efficiency(args, path):
             return forward(self.model, x)
 
     x = torch.randn(BATCH, s.tokens - 1, s.inputs, generator=rng)
-    whole = Whole(restore(args.weights / "teacher.npz"))
+    whole = Whole(restore(args.weights / "free_teacher.npz"))
     log({"part": "efficiency", "arm": "full fine-tuning", **step_cost(whole, x, y, 1 if args.quick else 3)}, path)
     crypto = scheme.QUADRATIC if s.attention == "quadratic" else scheme.STANDARD
     asked = cheapest(s, crypto, crypto.slots).price(crypto.slots)

@@ -193,17 +193,17 @@ class Sides:
                 lo, count, seed = part.start, part.stop - part.start, e.bytes(32)
                 with clock(f"provider: {how.label}"):
                     some = take(range(lo, part.stop), how.primes)
-                with clock("provider: sums"):
+                with clock("provider: ties"):
                     sums.add(lo, some)
                 fresh = self.round_trip(some, how, seed)
                 del some
-                with clock("provider: sums"):
+                with clock("provider: ties"):
                     sums.answered(lo, fresh)
                 shelf.put(lo, fresh[:count], seed)
                 self.traffic.update(opened=count)
                 del fresh
             answers = self.round_trip(sums.controls, how, e.bytes(32))
-            with clock("provider: sums"):
+            with clock("provider: ties"):
                 self.ties.add(sums.off(answers))
         return back
 
