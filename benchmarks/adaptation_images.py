@@ -293,9 +293,9 @@ def federated(s: Images, values, bottleneck, runs, rounds=ROUNDS):
 
 
 GRID = {
-    "linear, hardened": [(0, r) for r in (0.02, 0.05, 0.1, 0.2)],
-    "linear, published": [(0, r) for r in (0.003, 0.01, 0.03, 0.1)],
-    "ours, hardened": list(itertools.product((8, 32), (0.02, 0.05, 0.1))),
+    "linear, hardened": [(0, r) for r in (0.02, 0.05, 0.1, 0.2, 0.5, 1.0)],
+    "linear, published": [(0, r) for r in (0.003, 0.01, 0.03, 0.1, 0.3)],
+    "ours, hardened": list(itertools.product((8, 32), (0.01, 0.02, 0.05, 0.1, 0.2))),
     "ours, published": [(8, r) for r in (0.003, 0.01, 0.03, 0.1)],
 }
 
