@@ -1,5 +1,6 @@
 """Who lies about breaks, or asks side by side: a no is told of each sample once, a batch answered as often as paid."""
 
+import asyncio
 import errno
 import json
 import shutil
@@ -196,6 +197,40 @@ def test_a_batch_is_not_answered_by_two_runs_side_by_side(monkeypatch, tmp_path)
     assert paid(tmp_path) == {"ann": P.slots}
 
 
+def test_who_may_not_go_on_does_not_cost_another_owner_its_key(monkeypatch, tmp_path):
+    """Ann asks for more than her key has left, and the run ends: Bob forgot his own key by that, and paid again."""
+    bob, answers, honest = Party("bob"), tmp_path / "answers", batch_sides.OwnerSide.send_key
+    taps = {u: tmp_path / f"{u}.taps.npz" for u in (ANN, bob)}
+
+    def kept(u):
+        return Taps.open(taps[u], "these samples", P)
+
+    def both_ask():
+        given = {u: (samples(2), kept(u)) for u in taps} | {HUB: (ENCODER, Ledger(), "cpu", answers)}
+        return run_protocol(inference, Case(inference.Params((ANN, bob), HUB, ENCODER.shape, P), given), timeout=20.0)
+
+    def when(done, more):
+        async def send_key(self, openings, batches, tokens=1):
+            while self.ch.me == bob and not done():
+                await asyncio.sleep(0.01)
+            await honest(self, openings, batches + (more if self.ch.me == ANN else 0), tokens)
+
+        return send_key
+
+    with monkeypatch.context() as m:
+        dies_after_inputs(m)
+        m.setattr(batch_sides.OwnerSide, "send_key", when((answers / ANN / "state.npz").exists, 0))
+        both_ask()
+    assert kept(ANN).begun
+    assert kept(bob).begun
+    with monkeypatch.context() as m:
+        m.setattr(batch_sides.OwnerSide, "send_key", when(lambda: not kept(ANN).begun, 1))
+        run = both_ask()
+    assert {u: e.code for u, e in run.errors.items()} == dict.fromkeys((HUB, ANN, bob), "state")
+    assert not kept(ANN).begun  # so that her next run has another
+    assert kept(bob).begun
+
+
 def test_one_run_at_a_time_asks_with_a_file_of_taps(tmp_path):
     """And it goes by what the file says now: a key that another run has lost is not used again."""
     old = kept_in(tmp_path)
@@ -213,6 +248,21 @@ def test_one_run_at_a_time_asks_with_a_file_of_taps(tmp_path):
         assert old.key(P, inference.Entropy(), 3).seed != key.seed
     with Taps().held(P):  # of nothing that is kept
         pass
+
+
+def test_what_a_check_may_cost_is_put_down_anew_by_every_run(tmp_path):
+    """What a killed run had put down goes; if it is gone when it is needed, it is written."""
+    kept, lost = kept_in(tmp_path), tmp_path / "ann.taps.npz.lost"
+    params = inference.Params((ANN,), HUB, ENCODER.shape, P)
+    kept.key(P, inference.Entropy(), 2)
+    kept.stake(inference.nothing(params, 2))
+    assert lost.exists()
+    with kept.held(P):
+        assert not lost.exists()
+        kept.stake(inference.nothing(params, 1))
+        lost.unlink()
+        kept.lose()
+    assert (kept_in(tmp_path).begun, kept_in(tmp_path).count) == (False, 1)
 
 
 # ---- breaks that nobody wanted ---------------------------------------------------------------------------------------

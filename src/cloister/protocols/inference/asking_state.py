@@ -113,6 +113,7 @@ class Taps:
             return
         with files.locked(self.path):
             files.clear(self._aside)
+            self._aside.unlink(missing_ok=True)  # of a run that was killed; every check begins with another
             now = Taps.open(self.path, self.about, params)
             self.read, self._key = now.read, now._key
             yield
@@ -143,7 +144,10 @@ class Taps:
         """The key and the samples at hand, at one stroke: neither is used again."""
         self.read, self._key = self.read + self._lost, None
         if self.path is not None:
-            files.move(self._aside, self.path)
+            try:
+                files.move(self._aside, self.path)
+            except OSError:  # somebody tidied up
+                self._save(None)
 
     @property
     def _aside(self) -> Path:

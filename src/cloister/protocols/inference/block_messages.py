@@ -13,6 +13,7 @@ from cloister.study import Party
 
 NAME = "encrypted_inference"
 CHUNK = 32  # values of one message
+NO_MORE = -1  # in place of a block: the provider does not take up this key again
 CONTROLS = 4  # sums that follow the values of an opening (`tied_answers`): an even number, as they travel in pairs
 
 
@@ -28,7 +29,7 @@ class Key:  # u → P
 
 @message("L1", protocol=NAME)
 class Start:  # P → u
-    block: int
+    block: int  # or NO_MORE
 
 
 @message("L2", protocol=NAME)

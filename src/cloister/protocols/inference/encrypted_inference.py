@@ -3,7 +3,8 @@
     L1  u → P   b, seed, batches, P     u's public key (b, a), a from the seed; P tokens share a ciphertext
                 switching keys          encryptions of s², s³, … under s, with a seed of their own; of turned keys
         P → u   l                       0; of an asking that broke off, the blocks of its next batch that are done: L5
-                                        of these comes again as it was, and P goes on behind them (`asking_state`)
+                                        of these comes again as it was, and P goes on behind them (`asking_state`); or
+                                        that this key is not taken up again
     per batch (slot = sample; with P > 1, slot = (token, sample)):
     L2  u → P   [x]                     one ciphertext per input number
     per round of the plan (`block_plan.plan`):
@@ -100,7 +101,7 @@ from cloister.models.polynomial import Encoder, Shape, check_inputs, hidden, tak
 from cloister.net.channel import Channel
 from cloister.protocols.inference.asking_state import Answers, Taps, check_start
 from cloister.protocols.inference.batch_sides import MOST_BEYOND, OwnerSide, ProviderSide
-from cloister.protocols.inference.block_messages import CONTROLS, Key, Start, parts, traffic
+from cloister.protocols.inference.block_messages import CONTROLS, NO_MORE, Key, Start, parts, traffic
 from cloister.protocols.inference.block_plan import circuit_of, tap_of
 from cloister.protocols.inference.block_values import Values
 from cloister.protocols.inference.packing import Packing, announced, cheapest
@@ -189,14 +190,11 @@ async def ask_with_one_key(
     key = kept.key(params.crypto, entropy, len(inputs))
     side, count = OwnerSide(ch, params, key, entropy, kept.lose), packed.batches(len(rest))
     await side.send_key(packed.plan.openings, count, packed.tokens)  # L1
-    try:
-        done = (await side.ch.recv(params.provider, Start)).block  # L1
-    except ProtocolAbort as e:
-        if begun and e.code == "state":
-            kept.forget()
-            what = "the provider cannot take up the key of the earlier run; start again, and the rest is asked for anew"
-            raise ProtocolAbort(NAME, "L1", "state", what) from e
-        raise
+    done = (await side.ch.recv(params.provider, Start)).block  # L1
+    if begun and done == NO_MORE:
+        kept.forget()
+        what = "the provider cannot take up the key of the earlier run; start again, and the rest is asked for anew"
+        raise ProtocolAbort(NAME, "L1", "state", what)
     check_start(done, params.shape.depth if begun and count else 0)
     if count:
         sent = len(rest[: packed.samples]) if begun else 0  # under this key, perhaps
@@ -270,7 +268,11 @@ class Serving:
         key = await mine.recv(u, Key, b=(p.count, p.tight), switching=(None, p.count, p.count, p.tight))  # L1
         packed = announced(s, p, key.tokens, len(key.switching), key.batches, u)
         public, how, many = key.seed + key.b.tobytes(), repr((s, packed.tokens)), packed.samples
-        answers, unpaid = Answers.of(self.folder, u, public, how, key.batches)
+        try:
+            answers, unpaid = Answers.of(self.folder, u, public, how, key.batches)
+        except ProtocolAbort:
+            await mine.send(u, Start(NO_MORE))  # L1; other owners hear that the run ends, and keep their keys
+            raise
         if paid and key.batches * many != paid:
             what = f"'{u}' goes on with {key.batches * many} samples, {paid} are left"
             raise ProtocolAbort(NAME, "L1", "state", what)
