@@ -81,8 +81,8 @@ class Taps:
         meta, arrays = unpacked(path, "taps")
         if meta.get("about") != about:
             raise DataError(
-                f"{path} holds taps of other samples, of another model or of another mode; name another folder, or "
-                "remove it and ask again"
+                f"{path} holds taps of other samples, of another model or of another mode; name another folder. If "
+                "only the provider's card has changed, ask why first: samples that are lost would be asked about anew"
             )
         try:
             key = (

@@ -38,7 +38,9 @@ class Ledger:
             self.begun = {str(k): (str(what), int(n)) for k, (what, n) in kept.pop(BEGUN, {}).items()}
             self.used = {str(k): int(v) for k, v in kept.items()}
         except Exception:  # every way in which a file can be wrong
-            raise DataError(f"{self.path} is no ledger of queries; remove it, or name another") from None
+            raise DataError(
+                f"{self.path} is no ledger of queries; put it right: without it all budgets begin anew"
+            ) from None
 
     def admit(self, owner: Party, samples: int, budget: int) -> None:
         """Count a query before it is answered, or refuse it."""

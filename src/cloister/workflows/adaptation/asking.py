@@ -136,7 +136,8 @@ def ledger_of(options: Any) -> encrypted_inference.Ledger:
     """Counts over all runs, in a file beside the model; only the demo's model, which everybody has, needs none."""
     if options.ledger is None and Path(options.model).resolve() == demo_encoder().resolve():
         return encrypted_inference.Ledger()
-    return encrypted_inference.Ledger(Path(options.ledger or f"{options.model}.ledger.json"))
+    own = Path(f"{Path(options.model).resolve()}.ledger.json")  # one, by whatever name the model goes
+    return encrypted_inference.Ledger(own if options.ledger is None else Path(options.ledger).resolve())
 
 
 def exposed(seat: Seat, options: Any, told: model_card.Announcement) -> dict[str, str]:
