@@ -1,7 +1,7 @@
 """The shipped model, 65 x 192 x 6, encrypted from end to end on a graphics card: images in, predictions out.
 
-    python benchmarks/encoder_gpu.py --data SHARED/data                        the shipped student (Taylor's softmax)
-    python benchmarks/encoder_gpu.py --data SHARED/data --train 60             a student with quadratic attention first
+    python benchmarks/encoder_gpu.py --data SHARED/data                        the shipped student (quadratic attention)
+    python benchmarks/encoder_gpu.py --data SHARED/data --train 60             one tuned to the provider's own images first
     python benchmarks/encoder_gpu.py --data SHARED/data --only Fashion --images 4096
     python benchmarks/encoder_gpu.py --data SHARED/data --intervals            images that leave intervals; no card
     python benchmarks/encoder_gpu.py --quick                                   a tiny random encoder, on the CPU
