@@ -1,16 +1,16 @@
 """The shipped model, 65 x 192 x 6, encrypted from end to end on a graphics card: images in, predictions out.
 
     python benchmarks/encoder_gpu.py --data SHARED/data                        the shipped student (quadratic attention)
-    python benchmarks/encoder_gpu.py --data SHARED/data --train 60             one tuned to the provider's own images first
+    python benchmarks/encoder_gpu.py --data SHARED/data --train 60             one tuned to its own images first
     python benchmarks/encoder_gpu.py --data SHARED/data --only Fashion --images 4096
     python benchmarks/encoder_gpu.py --data SHARED/data --intervals            images that leave intervals; no card
     python benchmarks/encoder_gpu.py --quick                                   a tiny random encoder, on the CPU
 
 Owners of Fashion-MNIST and PneumoniaMNIST encrypt their images, the provider computes six blocks, the owners read two
 taps of 32 numbers; both roles on the card, messages handed over and counted (`block_gpu.Sides`), answers compared after
-every block. Then an adapter is
-trained on these numbers, by five owners (FedAvg in the clear, as in `adaptation_images.py`), and beside it on those of
-the plain student. An adapter that was trained on the plain numbers labels both: how many labels are the same?
+every block. Then an adapter is trained on these numbers, by five owners (FedAvg in the clear, as in
+`adaptation_images.py`), and beside it on those of the plain student. An adapter that was trained on the plain numbers
+labels both: how many labels are the same?
 
 Images on which the plain student leaves its intervals are counted and left out; with `--all` they take part.
 With `--train`, the provider tunes its teacher to its own 2,000 images of Fashion-MNIST and distils a student with
