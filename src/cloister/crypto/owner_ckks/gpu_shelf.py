@@ -142,18 +142,21 @@ class CardShelf:
         at = np.asarray(which, np.int64)
         if self._ring is not None:
             return self._drawn_again(at, k, self._ring)
-        cuts = np.flatnonzero((np.diff(at) != 1) | (at[1:] // self._step != at[:-1] // self._step)) + 1
-        if len(cuts) > 8 and len(self.pieces) == 1:
+        if len(self.pieces) == 1 and len(self._cuts(at)) > 8:
             held = self.pieces[0]
             return held[torch.from_numpy(at).to(held.device)].to(card.DEVICE)[:, :, :k].contiguous()
         _, p, _, degree = self.pieces[0].shape
         out = card.empty(len(at), p, k, degree)
-        self._copy(at, cuts, out)
+        self._copy(at, out)
         return out
 
-    def _copy(self, at: np.ndarray, cuts: np.ndarray, out: Tensor) -> None:
-        """Runs of ciphertexts into the first polynomials of `out`."""
-        _, p, _, _ = self.pieces[0].shape
+    def _cuts(self, at: np.ndarray) -> np.ndarray:
+        """Where numbers do not go on, or in another piece."""
+        return np.flatnonzero((np.diff(at) != 1) | (np.diff(at // self._step) != 0)) + 1
+
+    def _copy(self, at: np.ndarray, out: Tensor) -> None:
+        """What is kept of ciphertexts, run by run, into the first polynomials of `out`."""
+        (_, p, _, _), cuts = self.pieces[0].shape, self._cuts(at)
         for run, start in zip(np.split(at, cuts), (0, *cuts.tolist()), strict=True):
             number, lo = divmod(int(run[0]), self._step)
             rows = self.pieces[number][lo : lo + len(run)].to(card.DEVICE)  # as it lies: only such copies are fast
@@ -166,8 +169,7 @@ class CardShelf:
             raise ParameterError("a ciphertext is read that was never written")
         _, _, most, degree = self.pieces[0].shape
         out = card.empty(len(at), 2, k, degree)
-        steps = np.diff(at) != 1
-        self._copy(at, np.flatnonzero(steps | (at[1:] // self._step != at[:-1] // self._step)) + 1, out)
+        self._copy(at, out)
         cuts = np.flatnonzero((np.diff(places) != 1) | (np.diff(seeds) != 0)) + 1
         for a, b in zip((0, *cuts.tolist()), (*cuts.tolist(), len(at)), strict=True):
             ring.again(out[a:b], self._seeds[seeds[a]], most, int(places[a]))
