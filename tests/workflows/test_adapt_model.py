@@ -265,16 +265,16 @@ def test_budgets_are_counted_in_a_file_unless_the_model_is_the_demo(tmp_path):
     def options(model, ledger=None):
         return SimpleNamespace(model=str(model), ledger=ledger)
 
-    ledger_of(options(tmp_path / "m.npz")).admit("basel", 5, 10)
-    assert ledger_of(options(tmp_path / "m.npz")).used == {"basel": 5}  # the next run counts on
+    ledger_of(options(tmp_path / "m.npz"), {}).admit("basel", 5, 10)
+    assert ledger_of(options(tmp_path / "m.npz"), {}).used == {"basel": 5}  # the next run counts on
     assert (tmp_path / "m.npz.ledger.json").exists()
-    assert ledger_of(options(tmp_path / "m.npz", str(tmp_path / "other.json"))).used == {}
-    assert ledger_of(options(demo_encoder())).path is None
+    assert ledger_of(options(tmp_path / "m.npz", str(tmp_path / "other.json")), {}).used == {}
+    assert ledger_of(options(demo_encoder()), {}).path is None
     (tmp_path / "link.npz").symlink_to(tmp_path / "m.npz")
     (tmp_path / "link.json").symlink_to(tmp_path / "m.npz.ledger.json")
     for named in (options(tmp_path / "link.npz"), options(tmp_path / "m.npz", str(tmp_path / "link.json"))):
-        assert ledger_of(named).used == {"basel": 5}  # a link is no second budget
-        ledger_of(named).admit("basel", 1, 10)
+        assert ledger_of(named, {}).used == {"basel": 5}  # a link is no second budget
+        ledger_of(named, {}).admit("basel", 1, 10)
         assert (tmp_path / "link.json").is_symlink()
         (tmp_path / "m.npz.ledger.json").write_text('{"basel": 5}')
 

@@ -18,6 +18,7 @@ from cloister.models.polynomial import Encoder, takes
 from cloister.net.seat import Seat
 from cloister.protocols.inference import encrypted_inference, lying_owner, model_card, permuted_inference
 from cloister.protocols.inference.asking_state import Taps
+from cloister.study import Party
 
 if TYPE_CHECKING:
     from anndata import AnnData
@@ -71,7 +72,7 @@ def ask(seat: Seat, options: Any, told: model_card.Announcement, inputs: Any, ke
 
 
 def answer(seat: Seat, options: Any, told: model_card.Announcement, encoder: Any, folder: Path | None = None) -> Any:
-    ledger, params = ledger_of(options), inference_params(seat, options, told)
+    ledger, params = ledger_of(options, seat.study.keys), inference_params(seat, options, told)
     if seat.mode == "published":  # on a CPU always, and from the beginning
         return seat.run(permuted_inference.provider, params, encoder, ledger)
     return seat.run(encrypted_inference.provider, params, encoder, ledger, options.device, folder)
@@ -132,12 +133,15 @@ def fingerprint(inputs: Any, told: model_card.Announcement, mode: str) -> str:
     return h.hexdigest()
 
 
-def ledger_of(options: Any) -> encrypted_inference.Ledger:
-    """Counts over all runs, in a file beside the model; only the demo's model, which everybody has, needs none."""
+def ledger_of(options: Any, keys: Mapping[Party, bytes]) -> encrypted_inference.Ledger:
+    """Counts over all runs and studies, in a file beside the model; the demo's model, which everybody has, needs none.
+
+    `keys` are the study's identity keys: a site is counted by its key as well as by its name.
+    """
     if options.ledger is None and Path(options.model).resolve() == demo_encoder().resolve():
-        return encrypted_inference.Ledger()
+        return encrypted_inference.Ledger(keys=keys)
     own = Path(f"{Path(options.model).resolve()}.ledger.json")  # one, by whatever name the model goes
-    return encrypted_inference.Ledger(own if options.ledger is None else Path(options.ledger).resolve())
+    return encrypted_inference.Ledger(own if options.ledger is None else Path(options.ledger).resolve(), keys=keys)
 
 
 def exposed(seat: Seat, options: Any, told: model_card.Announcement) -> dict[str, str]:
