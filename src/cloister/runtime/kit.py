@@ -58,9 +58,7 @@ class Policy:
     consent: tuple[str, ...] = ()  # what a study may do here beyond running: "open-model"; --approve adds none
     limits: Mapping[str, int] = field(default_factory=dict)  # "study" or a workflow's name → runs it may have here
     budget: Mapping[str, Any] = field(default_factory=dict)  # what may be asked of the same cells under any study
-    floors: Mapping[str, int] = field(
-        default_factory=dict
-    )  # "min_donors": raises what the study agreed on, never lowers
+    floors: Mapping[str, int] = field(default_factory=dict)  # minimum group sizes: raise the study's, never lower them
     obs: Mapping[str, str] = field(default_factory=dict)  # name in the study → name in this site's file
     obsm: Mapping[str, str] = field(default_factory=dict)
 
@@ -130,10 +128,10 @@ class Kit:
             if not isinstance(most, int) or isinstance(most, bool) or most < 0:
                 raise ParameterError(f"{where.name} [limits]: '{key}' must be a number of runs, found {most!r}")
         floors = _table(raw, "floors")
-        _check_keys(floors, {"min_donors"}, f"{where.name} [floors]")
+        _check_keys(floors, {"min_cells", "min_donors"}, f"{where.name} [floors]")
         for key, least in floors.items():
             if not isinstance(least, int) or isinstance(least, bool) or least < 1:
-                raise ParameterError(f"{where.name} [floors]: '{key}' must be a number of donors, found {least!r}")
+                raise ParameterError(f"{where.name} [floors]: '{key}' must be at least 1, found {least!r}")
         names = {key: _table(raw, key) for key in ("obs", "obsm")}
         if not all(isinstance(x, str) for table in names.values() for x in table.values()):
             raise ParameterError(f'{where.name}: [obs] and [obsm] hold lines as: cell_type = "your_column"')

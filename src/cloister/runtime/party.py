@@ -189,6 +189,7 @@ class Turn:
             on_event=self.tell,
             on_receipt=keep,
             consent=frozenset(policy.consent),
+            floors=policy.floors,
             approval=approved.record if approved is not None else None,
             journal=journal_in(step_folder(folder, part), kit.me),
         )
