@@ -78,7 +78,7 @@ class Ledger:
                 raise ProtocolAbort(PROTOCOL, "L1", "budget", asked)
             others = {u: one for u, one in self.begun.items() if u != owner}
             mine = {owner: (receipt, samples)} if samples and receipt else {}
-            self._write(self.used | dict.fromkeys(who, total), others | mine)
+            self._write(self.used | (dict.fromkeys(who, total) if samples else {}), others | mine)
             yield
             self._write(self.used, others)
 

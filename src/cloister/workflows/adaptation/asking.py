@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from cloister import files
 from cloister.cells import tables as cells
 from cloister.cells.demo import demo_encoder
 from cloister.crypto.owner_ckks import devices
@@ -104,6 +105,23 @@ def kept_taps(seat: Seat, options: Any, told: model_card.Announcement, inputs: A
             f"{path} holds the taps of {kept.count} of {asked} samples; ask for the rest first: stage = 'ask'"
         )
     return kept
+
+
+def stored_taps(seat: Seat, options: Any, told: model_card.Announcement, inputs: Any) -> Taps | None:
+    """The same for `serve-model`: a file for each set of samples, under this model and mode.
+
+    Without it a provider could have every run with the same samples fail a check, and learn one bit from each. In mode
+    published nothing is checked.
+    """
+    if seat.mode == "published":
+        return None
+    about = fingerprint(inputs, told, seat.mode)
+    folder = Path(options.adapter).resolve().parent / "taps" if options.taps is None else Path(options.taps)
+    try:
+        files.private_folder(folder)
+    except OSError as e:
+        raise DataError(f"{folder} cannot be written ({e.strerror}); name a folder for taps with taps=") from None
+    return Taps.open(folder / f"{seat.me}.{about[:16]}.taps.npz", about, told.crypto)
 
 
 def to_ask(seat: Seat, told: model_card.Announcement, inputs: Any) -> Any:
