@@ -13,6 +13,7 @@ A piece stands between `<!-- made: KIND WORDS -->` and `<!-- /made -->`:
     lies                          what became of every lie of one party, by protocol (benchmarks/logs)
     mutants                       security mutants by protocol, and why those that live may (benchmarks/logs)
     printed NAME                  what a benchmark printed, kept as benchmarks/logs/NAME.txt
+    rings                         estimated security of every lattice ring in use (scripts/lattice_security.py)
 """
 
 from __future__ import annotations
@@ -198,6 +199,13 @@ def printed(name: str) -> str:
     return f"```text\n{path.read_text(encoding='utf-8').strip()}\n```"
 
 
+def rings_table() -> str:
+    sys.path.insert(0, str(ROOT / "scripts"))
+    from lattice_security import table
+
+    return table()
+
+
 KINDS = {
     "options": options_table,
     "parameters": parameters_table,
@@ -206,6 +214,7 @@ KINDS = {
     "lies": lies_table,
     "mutants": mutants_table,
     "printed": printed,
+    "rings": rings_table,
 }
 
 
