@@ -19,7 +19,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from cloister.study import CONSENTS, Party
 
 CONSENT = "whole-model"
 WAIT = 60.0  # seconds, for another run that counts at the same moment
+RUNS = 256  # that may load one key share; see docs/security/retries.md
 
 
 def check_openings(before: int, openings: int, most: int) -> int:
@@ -55,18 +56,19 @@ class Answers:
     """What was opened with one set of keys."""
 
     openings: int = 0
+    runs: int = 0  # that loaded the key share: resumed trainings and predictions
     donors: Mapping[str, int] = field(default_factory=dict)  # by identity key and by party name
 
     def to_json(self) -> str:
-        return json.dumps({"openings": self.openings, "donors": dict(self.donors)})
+        return json.dumps({"openings": self.openings, "runs": self.runs, "donors": dict(self.donors)})
 
     @classmethod
     def from_json(cls, text: str) -> Answers:
         raw = json.loads(text)
         counts = {str(who): int(n) for who, n in raw["donors"].items()}
-        if min([int(raw["openings"]), *counts.values()]) < 0:
+        if min(found := [int(raw["openings"]), int(raw["runs"]), *counts.values()]) < 0:
             raise ValueError("a negative count")
-        return cls(int(raw["openings"]), counts)
+        return cls(found[0], found[1], counts)
 
 
 class KeyStore:
@@ -222,8 +224,16 @@ class KeyStore:
         with self._counting():
             before = self._answers()
             total = check_openings(before.openings, openings, most)
-            self._write_answers(Answers(total, before.donors))
+            self._write_answers(replace(before, openings=total))
         return total
+
+    def begin_run(self) -> None:
+        """Count one more run that uses the key share; `RUNS` bounds how often refreshes are repeated under one key."""
+        with self._counting():
+            before = self._answers()
+            if before.runs >= RUNS:
+                raise ParameterError(f"{RUNS} runs have used the key share in {self._own}; train anew")
+            self._write_answers(replace(before, runs=before.runs + 1))
 
     def account(self, who: tuple[str, ...], markers: int, *, unbounded: bool = False) -> Account:
         """The donors of one querier, which is known by these entries (`query_ledger.entries_of`)."""
@@ -270,7 +280,7 @@ class Account:
         with self.store._counting():
             before = self.store._answers()
             total = self._total(before, donors)
-            self.store._write_answers(Answers(before.openings, {**before.donors, **dict.fromkeys(self.who, total)}))
+            self.store._write_answers(replace(before, donors={**before.donors, **dict.fromkeys(self.who, total)}))
 
     def _total(self, before: Answers, donors: int) -> int:
         used, most = total_of(before.donors, self.who), donor_budget(self.markers)

@@ -102,6 +102,8 @@ async def make_keys(
 def load_keys(params: Any, store: KeyStore, *, site: bool) -> Keys:
     c = ckks.context(params.ckks)
     public, secret = store.get_public(params.ckks, secret=site)
+    if site:
+        store.begin_run()
     relin = c.held(store.get_switching(params.ckks, "relin"))
     turned = {steps: c.held(store.get_switching(params.ckks, f"rotation-{steps}")) for steps in params.layout.rotations}
     return Keys(store.name, public, relin, turned, secret, store, store.openings)
