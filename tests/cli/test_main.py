@@ -343,7 +343,7 @@ def test_what_is_signed_is_shown_before_anything_runs(run, tmp_path):
     assert "purpose, legal basis, permit and expiry are not written in it" in run("explain", tmp_path / "study.toml")[1]
     code, _, err = run("site", tmp_path, "--by", "Ann")
     assert code == 2
-    assert "--by and --data are for --approve" in err
+    assert "--allow-small-change need --approve" in err
     for wrong in (["--approve", "--refuse"], ["--page", "--approve"], ["--page", "--refuse"], ["--port", "8000"]):
         assert run("site", tmp_path, *wrong)[0] == 2
     code, _, err = run("halt", tmp_path)
