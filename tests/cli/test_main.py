@@ -112,7 +112,7 @@ def test_rehearse_writes_results_receipts_and_report(run, files, tmp_path):
     assert code == 0, err
     assert "the chain is whole" in out
     assert "secure_sum.MaskedInput" in out
-    assert "floors and limits count cells" in out
+    assert "minimum group sizes and limits count cells" in out
     code, out, _ = run("receipt", tmp_path / "basel.h5ad")
     assert code == 0
     assert "bin-values" in out
