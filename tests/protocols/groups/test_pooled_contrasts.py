@@ -105,6 +105,7 @@ def test_no_value_leaves_but_masked_or_pooled():
         "channel.Hello",
         "common_genes.Measured",
         "pooled_contrasts.Brings",
+        "same_view.Signature",
         *(f"common_seed.{m}" for m in ("Key", "Parts", "Confirm")),
         *(f"secure_sum.{m}" for m in ("Keys", "Shares", "MaskedInput", "Vouch", "Unmask")),
     }

@@ -146,6 +146,7 @@ def test_no_value_leaves_but_masked():
     assert sent == {
         "channel.Hello",
         "common_space.Space",
+        "same_view.Signature",
         *(f"common_seed.{m}" for m in ("Key", "Parts", "Confirm")),
         *(f"secure_sum.{m}" for m in ("Keys", "Shares", "MaskedInput", "Vouch", "Unmask")),
     }

@@ -50,7 +50,7 @@ ConsistencyCheck L7-8, Unmasking L9-10; lines numbered here.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -328,8 +328,13 @@ async def contribute(
     return survivors
 
 
-async def aggregator(ch: Channel, params: Params, among: tuple[Party, ...] = ()) -> Sum:
-    """Play S. Contributors that stop or stay silent are left out, as long as t remain."""
+async def aggregator(
+    ch: Channel, params: Params, among: tuple[Party, ...] = (), *, publish: Callable[[U64], U64] | None = None
+) -> Sum:
+    """Play S. Contributors that drop out or stay silent are left out, as long as t remain.
+
+    `publish` maps z to what is returned and broadcast in its place, of the same length.
+    """
     params = params.raised(ch.study)
     t = params.t
     keys = await ch.gather(among or params.contributors, Keys, quorum=t)  # L1
@@ -359,6 +364,8 @@ async def aggregator(ch: Channel, params: Params, among: tuple[Party, ...] = ())
             raise ProtocolAbort(NAME, "L10", "shares", f"the shares of '{v}' do not give its key")
         pads = {u: agree(s_v, keys[u].s_pk, pair_context(ch.run_id, "pad")) for u in U3}
         add_pads(z, v, pads)  # the pads v would have added cancel those it left in the others' inputs
+    if publish is not None:
+        z = publish(z)
     to = (ch.me, *U3) if params.to_all else ch.me
     z = ch.reveal(z, to=to, line="L10", what=f"sum of {len(U3)} vectors of {params.length}", protocol=NAME)
     if params.to_all:
