@@ -4,6 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from cloister.check_disclosure import check_disclosure
 from cloister.errors import ParameterError, ProtocolAbort
 from cloister.run.rehearsal import rehearse
 from cloister.workflows import train_cellcnn
@@ -158,3 +159,19 @@ def test_baselines_on_the_same_held_out_donors():
     assert [*made["logistic regression"]] == ["donors"]
     with pytest.raises(ParameterError, match="held out"):
         cellcnn_baselines(data, **options)
+
+
+def test_what_a_site_contributes_rests_on_enough_donors_whatever_the_others_bring():
+    def far(a):
+        a = a.copy()
+        a.X = a.X * 1e3
+        return a
+
+    def one_class(a):
+        return a[a.obs["condition"] == "case"].copy()
+
+    options = {k: v for k, v in COMMON.items() if k != "mode"} | {"n_steps": 2, "scaling": "none", "hold_out": 3}
+    data = sites(("case", "control") * 6)
+    found = check_disclosure("train-cellcnn", data, "basel", attacks=[far, one_class], mode="plain", **options)
+    assert found.runs == 3
+    assert (found.cells, found.donors) == (180, 3)  # of 60 cells each
