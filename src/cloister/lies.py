@@ -68,7 +68,9 @@ class Lie:
         return GENERAL.get(self.letter, self.letter)
 
     def __str__(self) -> str:
-        where = f" {self.field}#{self.way}" if self.field else ""
+        if self.letter == "j":
+            return f"(j) '{self.liar}' {self.name} {list(INPUTS)[self.way]}"
+        where = f" {self.field}#{self.way}" if self.field or self.letter in "gi" else ""
         return f"({self.letter}) '{self.liar}' {self.name}{where}, number {self.nth}" + (f", {self.to}" * bool(self.to))
 
 
