@@ -183,7 +183,7 @@ def check_study(study: Study, options: Options) -> None:
     if options.query not in study.sites:
         raise ParameterError(f"option 'query' names '{options.query}', which is no site of the study")
     if options.outside and len(study.sites) < 3:
-        raise ParameterError("a query from outside needs the asking site and two sites or more that trained together")
+        raise ParameterError("a query from outside needs the querying site and two sites or more that trained together")
 
 
 def ask(seat: Seat, options: Options, made: cellcnn.Model, training: Any, trained: Trained | None, X: Any) -> Any:

@@ -12,6 +12,7 @@ pytest.importorskip("numba")
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from cloister.crypto.agreement import Identity
+from cloister.crypto.ckks import scheme as ckks
 from cloister.crypto.ckks.chain import OPENINGS
 from cloister.crypto.entropy import Entropy
 from cloister.errors import DataError, ParameterError, RefusedError
@@ -181,6 +182,18 @@ def test_n7_runs_at_the_same_moment_share_one_budget(tmp_path):
     for t in threads:
         t.join()
     assert len(refused) == 4  # 16 of 19 are spent
+
+
+def test_n7_a_model_that_is_trained_anew_in_the_same_folder_keeps_the_count(tmp_path):
+    """Batches follow from the study's seed: new keys, the same weights."""
+    store = KeyStore(tmp_path, BASEL)
+    store.account((VIENNA,), MARKERS).charge(19)
+    store.spend(5, OPENINGS)
+    store.begin_run()
+    store.put_public(ckks.PublicKey(np.zeros((1, 4), np.uint64), np.zeros((1, 4), np.uint64)), None)
+    assert store.openings == 0
+    with pytest.raises(RefusedError, match="19 donors"):
+        store.account((VIENNA,), MARKERS).charge(1)
 
 
 def test_n7_only_the_sites_own_consent_goes_beyond_the_budget_and_still_counts(tmp_path):

@@ -10,7 +10,8 @@
 
 Files are written whole or not at all, and every one is checked against its digest when it is read. `answers.json` is
 read, compared and written under a lock, and is on disk before the share that it counts is sent. It belongs to the key
-share: every run and every study that uses the share counts here, whatever the study is called.
+share: every run and every study that uses the share counts here, whatever the study is called. New keys in the same
+folder start with no openings; answered donors stay counted.
 """
 
 from __future__ import annotations
@@ -99,8 +100,12 @@ class KeyStore:
     # ---- keys --------------------------------------------------------------------------------------------------------
 
     def put_public(self, key: ckks.PublicKey, secret: ckks.Secret | None) -> None:
-        for name in ("keys.json", "state.bin", "before.bin", "losses.bin", "openings", "answers.json"):
-            (self._own / name).unlink(missing_ok=True)
+        """Begin with new keys. Answered donors stay counted: training anew on the same donors gives a similar model."""
+        with self._counting():
+            donors = self._answers().donors
+            for name in ("keys.json", "state.bin", "before.bin", "losses.bin", "openings"):
+                (self._own / name).unlink(missing_ok=True)
+            self._write_answers(Answers(donors=donors))
         self._pending = {"public": self._put(np.stack([key.b, key.a]))}
         if secret is not None:
             files.write(self._own / "secret.bin", secret.to_bytes())
