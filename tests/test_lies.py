@@ -11,6 +11,8 @@ import scipy.sparse
 
 from cloister import lies
 from cloister.arrays import F64, U64
+from cloister.crypto import sum_tags
+from cloister.disclosure import Rows
 from cloister.errors import DataError, ProtocolAbort
 from cloister.lies import Lie, Stage, all_lies, borrowed, changes, one_of_each
 from cloister.net.wire import message
@@ -170,7 +172,7 @@ def test_each_letter_occurs_and_a_short_list_has_every_message():
     roles = {p: stage.role(p, r) for p, r in toy().roles(None).items()}
     run_protocol(toy(), Case(Params(), {HUB: (4.0,)}), roles=roles)
     whole = list(all_lies(stage.said, {HUB: hub, A: site}, {HUB}))
-    assert {lie.letter for lie in whole} == set(lies.LETTERS) - {"h"}  # the toy sends no words
+    assert {lie.letter for lie in whole} == set(lies.LETTERS) - {"h", "k"}  # the toy sends no words, and opens no sum
     short = list(one_of_each(iter(whole)))
     assert {(lie.liar, lie.name) for lie in short} == {(lie.liar, lie.name) for lie in whole}
     assert len(short) < len(whole) / 2
@@ -214,6 +216,7 @@ def test_a_scaled_message_has_all_its_numbers_scaled():
 def test_a_prime_is_added_to_the_first_word_of_an_array_of_words():
     added = [int(lies.plus_prime(WORDS.z, prime)[0]) for prime in lies.PRIMES]
     assert added == [p % 2**64 for p in lies.PRIMES]
+    assert sum_tags.PRIME in lies.PRIMES
     assert lies.plus_prime(np.ones(2), 7) is None
     assert lies.plus_prime(np.ones(2, np.uint8), 7) is None
 
@@ -279,3 +282,37 @@ def test_a_protocol_that_adds_up_what_a_site_claims_is_tried_with_other_inputs()
 
     with pytest.raises(AssertionError):
         check_lies(module, [case], right=of_the_first_case, **only)
+
+
+def test_a_site_contributes_something_else_after_its_own_checks():
+    """(k): what `Channel.contribute` hands over is inflated, negated or zeroed, one contribution at a time."""
+
+    async def adds(ch, params):
+        total = 0.0
+        for _ in range(2):
+            total += sum([(await ch.recv(u, Echo)).x for u in SITES])
+        await ch.scatter(SITES, Value(total, b"-"))
+        return total
+
+    async def claims(ch, params, x):
+        rows = Rows(20)
+        for line in ("L1", "L2"):
+            part = rows.whole(np.array([x]))
+            value = ch.contribute(part, protocol="toy", line=line, what="a number")
+            await ch.send(HUB, Echo(float(value[0]), b"-"))
+        return (await ch.recv(HUB, Value)).x
+
+    module = SimpleNamespace(
+        __name__="toy", __doc__="", roles=lambda params: {HUB: adds} | dict.fromkeys(SITES, claims)
+    )
+    case = Case(Params(), {u: (float(i),) for i, u in enumerate(SITES, 1)})
+    seen = {}
+
+    def right(lie, values):
+        (seen[str(lie)],) = set(values.values())
+
+    found = check_lies(module, [case], right=right, only=lambda lie: lie.letter == "k", full=True, liars=(A,))
+    assert found.right == 6
+    assert seen["(k) 'a' toy L1 inflated, number 0"] == 12 + 999
+    assert seen["(k) 'a' toy L2 negated, number 1"] == 12 - 2
+    assert seen["(k) 'a' toy L2 zeroed, number 1"] == 12 - 1

@@ -10,14 +10,15 @@
     (h)  adds the prime of a field to a word
     (i)  replays its own earlier message of this run, or sends what it received as its own
     (j)  uses other inputs: its own, inflated a thousandfold, negated or zeroed
+    (k)  contributes something else to an opened sum: its own part, inflated, negated or zeroed (`Channel.contribute`)
 
-(g) and (h) are special cases of (b), or of (a) where one recipient alone gets the change; (i) is one of (f). A protocol
-that does not withstand the general case is not expected to withstand the special one.
+(g) and (h) are special cases of (b), or of (a) where one recipient alone gets the change; (k) is one of (b), and (i) is
+one of (f). A protocol that does not withstand the general case is not expected to withstand the special one.
 
 The malicious party is as strong as it can be made without knowing the protocol: its frames carry whatever run id their
 recipient waits for, and it reads whatever it receives, so that only signatures, sealed boxes, masks and checks of the
 protocol itself can stop it. With (j) it still runs its own role, and so the checks of its own input: what these reject
-is rejected there.
+is rejected there. With (k) it passes them.
 """
 
 from __future__ import annotations
@@ -33,16 +34,15 @@ from typing import Any
 import numpy as np
 import scipy.sparse
 
-from cloister.crypto import sum_tags
 from cloister.net.channel import Channel, Session
 from cloister.net.transcript import Transcript
 from cloister.study import Party
 
-LETTERS = "abcdefghij"
-GENERAL = {"g": "b", "h": "b", "i": "f"}  # the letter of which another one is a special case
+LETTERS = "abcdefghijk"
+GENERAL = {"g": "b", "h": "b", "i": "f", "k": "b"}  # the letter of which another one is a special case
 FACTORS = (0, -1, 2)  # (g)
-PRIMES = ((1 << 61) - 1, sum_tags.PRIME)  # (h)
-INPUTS = {"inflated": 1000, "negated": -1, "zeroed": 0}  # (j)
+PRIMES = ((1 << 61) - 1, (1 << 89) - 1)  # (h)
+INPUTS = {"inflated": 1000, "negated": -1, "zeroed": 0}  # (j), (k)
 LATE = 5.0  # seconds that a liar waits for a party which has not come to a scope yet
 Said = dict[tuple[Party, Party, str], list[Any]]  # sender, recipient, name → messages in order
 
@@ -56,7 +56,7 @@ class Lie:
     name: str
     to: Party | None = None  # (a), (g), (h): who alone receives it; (d): who is said to have dropped out
     field: str = ""  # (a), (b), (g), (h): which field is changed; (g): empty for all arrays of the message
-    way: int = 0  # and how: of `changes`, FACTORS, PRIMES; (i): 0 own earlier, 1 received; (j): of INPUTS
+    way: int = 0  # and how: of `changes`, FACTORS, PRIMES; (i): 0 own earlier, 1 received; (j), (k): of INPUTS
     nth: int = 0
     case: Any = dataclasses.field(default=None, compare=False, repr=False)  # that was run; with (j), with other inputs
 
@@ -68,8 +68,8 @@ class Lie:
         return GENERAL.get(self.letter, self.letter)
 
     def __str__(self) -> str:
-        if self.letter == "j":
-            return f"(j) '{self.liar}' {self.name} {list(INPUTS)[self.way]}"
+        if self.letter in "jk":
+            return f"({self.letter}) '{self.liar}' {self.name} {list(INPUTS)[self.way]}, number {self.nth}"
         where = f" {self.field}#{self.way}" if self.field or self.letter in "gi" else ""
         return f"({self.letter}) '{self.liar}' {self.name}{where}, number {self.nth}" + (f", {self.to}" * bool(self.to))
 
@@ -238,6 +238,7 @@ class Stage:
     ) -> None:
         self.lie, self.earlier, self.scale = lie, earlier or {}, scale
         self.received: list[Any] = []  # by the malicious party
+        self.contributed: dict[Party, list[str]] = defaultdict(list)  # party → what it added to opened sums, in order
         self.ids: dict[tuple[Party, str], bytes] = {}  # what each party takes for the id of a scope
         self.said: Said = defaultdict(list)
         self.ended: set[Party] = set()
@@ -268,6 +269,10 @@ class Stage:
                 stage.said[self.me, to, type(msg).__message__.name].append(msg)
                 await super().send(to, msg)
 
+            def contribute(self, part: Any, **what: Any) -> Any:
+                stage.contributed[self.me].append(f"{what['protocol']} {what['line']}")
+                return super().contribute(part, **what)
+
         class Liar(Watched):
             async def send(self, to: Party, msg: Any) -> None:
                 run_id = await stage.id_at(to, self.scope) or self.run_id
@@ -278,6 +283,9 @@ class Stage:
                 msg = super()._open(party, dataclasses.replace(frame, run=self.run_id[:16]), *rest)
                 stage.received.append(msg)
                 return msg
+
+            def contribute(self, part: Any, **what: Any) -> Any:
+                return stage.other_part(super().contribute(part, **what))
 
             async def gather(self, senders: Any, kind: Any, **options: Any) -> Any:
                 stage.drop(self, kind)
@@ -298,7 +306,7 @@ class Stage:
         assert lie is not None
         so_far = self.said[lie.liar, to, name]
         so_far.append(msg)
-        if name != lie.name or len(so_far) - 1 != lie.nth or lie.letter in "dj":
+        if name != lie.name or len(so_far) - 1 != lie.nth or lie.letter in "djk":
             return [msg]
         if lie.letter in "ab":
             other = self._changed(msg) if lie.letter == "b" or to == lie.to else None
@@ -326,6 +334,15 @@ class Stage:
         if self.lie.way >= len(others):
             return None
         return dataclasses.replace(msg, **{self.lie.field: others[self.lie.way]})
+
+    def other_part(self, values: Any) -> Any:
+        """(k): what the malicious party adds in place of `values`."""
+        lie = self.lie
+        assert lie is not None
+        if lie.letter != "k" or len(self.contributed[lie.liar]) - 1 != lie.nth:
+            return values
+        self.lied = True
+        return scaled(values, list(INPUTS.values())[lie.way])
 
     def _special(self, msg: Any) -> Any:
         """(g), (h)."""
@@ -357,10 +374,15 @@ class Stage:
 # ---- all lies of a protocol ------------------------------------------------------------------------------------------
 
 
-def all_lies(said: Said, liars: Mapping[Party, Any], inputs: Iterable[Party] = ()) -> Iterator[Lie]:
+def all_lies(
+    said: Said,
+    liars: Mapping[Party, Any],
+    inputs: Iterable[Party] = (),
+    contributed: Mapping[Party, list[str]] | None = None,
+) -> Iterator[Lie]:
     """Every lie of these parties, by what was said in an honest run; the first of each letter is the mildest.
 
-    `inputs` are the parties that have inputs to change.
+    `inputs` are the parties that have inputs to change, `contributed` what each added to opened sums.
     """
     for liar in liars:
         heard: dict[str, list[Party]] = defaultdict(list)
@@ -389,6 +411,11 @@ def all_lies(said: Said, liars: Mapping[Party, Any], inputs: Iterable[Party] = (
         if liar in inputs:
             for way in range(len(INPUTS)):
                 yield Lie("j", liar, "inputs", way=way)
+        lines = (contributed or {}).get(liar, [])
+        for nth, line in enumerate(lines):
+            if line not in lines[:nth] or line not in lines[nth + 1 :]:  # the first and the last of each line
+                for way in range(len(INPUTS)):
+                    yield Lie("k", liar, line, way=way, nth=nth)
 
 
 def _special_lies(liar: Party, name: str, one: Party | None, msg: Any, nth: int) -> Iterator[Lie]:
@@ -414,13 +441,15 @@ def one_of_each(lies: Iterator[Lie]) -> Iterator[Lie]:
     """What a test has time for.
 
     Per malicious party and message one lie of (a) to (f), with the letters in turn, and one of (g), with factors and
-    recipients in turn; per malicious party one of (h), both of (i), and one of (j).
+    recipients in turn; per malicious party one of (h), both of (i), and one of (j). None of (k).
     """
     plain: dict[tuple[Party, str], list[Lie]] = defaultdict(list)
     special: dict[tuple[Party, str, str], list[Lie]] = defaultdict(list)
     for lie in lies:
         if lie.letter in "abcdef":
             plain[lie.liar, lie.name].append(lie)
+        elif lie.letter == "k":
+            continue
         elif lie.letter == "g":
             special[lie.liar, "g", lie.name].append(lie)
         else:

@@ -258,7 +258,8 @@ def check_lies(
     chosen = {p: roles[p] for p in (liars or by_role.values())}
     clean = Stage()
     check_no_errors(_staged(module, case, clean, 30.0))
-    lies = [lie for lie in all_lies(clean.said, chosen, case.inputs) if only(lie)]
+    every = all_lies(clean.said, chosen, case.inputs, clean.contributed)
+    lies = [lie for lie in every if only(lie)]
     tried = aborted = fine = assumed = 0
     for lie in lies if full else list(one_of_each(iter(lies))):
         played = [with_other_inputs(c, lie) if lie.letter == "j" else c for c in cases[:2]]
