@@ -186,6 +186,8 @@ def test_loading(tmp_path):
 
 CHANGED = {
     "governance": {"purpose": "another"},
+    "labels": {"T_CD4": "CD4 T cells"},
+    "ontology": {"version": "2026-03-26"},
     "name": "other",
     "workflow": "find-outliers",
     "parties": {**STUDY.parties, Party("bern"): "site"},

@@ -183,7 +183,7 @@ CODES = {
     "order": "a party was at another step of the study than the others",
     "refused": "a party's own policy does not allow this run",
     "replay": "a message came twice, or out of order",
-    "spelling": "two sites write a label alike but for blanks or case",
+    "spelling": "two sites write one label in two ways",
     "timeout": "a peer did not answer in time",
     "too-few": "too few parties were left",
     "width": "the sites' rows are of different width",
@@ -201,7 +201,7 @@ CODES = {
 GONE = {
     "lost": "is gone",
     "timeout": "was silent for too long",
-    "spelling": "spells a label otherwise than others, by blanks or case only",
+    "spelling": "writes a label in another way than others",
     "foreign-labels": "has no label in common with any other site",
     "few-common-genes": "has hardly a gene in common with the others; do all sites name genes alike?",
 }

@@ -71,6 +71,8 @@ CONSENTS = {  # what a party may be asked for beyond taking part; only its own s
 BARE = re.compile(r"[A-Za-z0-9_-]+")  # keys that TOML wants no quotes around
 NAME = re.compile(r"[a-z][a-z0-9-]{0,31}")
 COMMON = {"name", "timeout", "patience", "seed", "colluders", "parties", "network", "keys", "governance"}
+COMMON |= {"labels", "ontology"}
+ONTOLOGY = {"version", "terms"}
 SINGLE = {"workflow", "mode", "parameters"}  # of a study of one workflow
 STEP = {"name", "workflow", "mode", "options"}
 MOST_STEPS = 20
@@ -106,6 +108,8 @@ class Study:
     network: Mapping[str, Any] = field(default_factory=dict)
     keys: Mapping[Party, bytes] = field(default_factory=dict)  # Ed25519 public keys
     governance: Mapping[str, str] = field(default_factory=dict)  # why, by whose leave and until when; in words
+    labels: Mapping[str, str] = field(default_factory=dict)  # a site's name of a label → the name in this study
+    ontology: Mapping[str, Any] = field(default_factory=dict)  # version of the Cell Ontology, terms that labels become
     steps: tuple[Step, ...] = ()
     at: int = 0  # which of the steps this is about, from 1; 0 for the whole study
 
@@ -168,7 +172,7 @@ class Study:
             "timeout": float(self.timeout),
             "patience": float(self.patience),
             "keys": {p: k.hex() for p, k in self.keys.items()},
-        } | {key: value for key in ("colluders", "governance") if (value := getattr(self, key))}
+        } | {key: value for key in ("colluders", "governance", "labels", "ontology") if (value := getattr(self, key))}
         if self.steps:
             plain["steps"] = [[s.name, s.workflow, s.mode, dict(s.options)] for s in self.steps]
             plain["at"] = self.at
@@ -206,7 +210,7 @@ def parse_study(text: str, where: str = "study.toml") -> Study:
     for key in ("name", "parties") if "step" in raw else ("name", "workflow", "parties"):
         if key not in raw:
             raise ParameterError(f"{where}: '{key}' is missing")
-    for key in ("parties", "parameters", "network", "keys", "governance"):
+    for key in ("parties", "parameters", "network", "keys", "governance", "labels", "ontology"):
         if key in raw and not isinstance(raw[key], dict):
             raise ParameterError(f"{where}: [{key}] must be a table")
     raw["governance"] = read_governance(raw.get("governance", {}))
@@ -293,6 +297,20 @@ def check_study(study: Study) -> None:
             raise ParameterError(f"[keys] {party} must be 64 hexadecimal digits")
     _check_table("[network]", study.network)
     check_governance(study.governance)
+    _check_labels(study)
+
+
+def _check_labels(study: Study) -> None:
+    for name, label in study.labels.items():
+        if not isinstance(name, str) or not isinstance(label, str) or not name.strip() or not label.strip():
+            raise ParameterError(f'[labels] holds lines as: "T_CD4" = "CD4 T cells"; found {name!r} = {label!r}')
+    if unknown := study.ontology.keys() - ONTOLOGY:
+        raise ParameterError(f"[ontology]: unknown key '{min(unknown)}'; known are {', '.join(sorted(ONTOLOGY))}")
+    if study.ontology and not isinstance(study.ontology.get("version"), str):
+        raise ParameterError('[ontology] needs the release of the Cell Ontology, as: version = "2026-03-26"')
+    terms = study.ontology.get("terms", [])
+    if not isinstance(terms, list | tuple) or not all(isinstance(term, str) for term in terms):
+        raise ParameterError('[ontology] terms must be a list of names, as: terms = ["T cell", "B cell"]')
 
 
 def _check_part(workflow: Any, mode: Any, options: Mapping[str, Any], where: str) -> None:
@@ -349,6 +367,8 @@ def format_study(study: Study) -> str:
         "network": study.network,
         "keys": {p: k.hex() for p, k in study.keys.items()},
         "governance": study.governance,
+        "labels": study.labels,
+        "ontology": study.ontology,
     }
     for title, table in tables.items():
         if table:

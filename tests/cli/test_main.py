@@ -276,6 +276,65 @@ def test_check_says_what_a_file_holds(run, files):
     assert "genes in common" in out
 
 
+def labelled(folder, **names):
+    """Files of the demo sites whose labels are written otherwise."""
+    for site, adata in demo_data.demo_sites().items():
+        column = adata.obs["cell_type"].astype(str)
+        adata.obs["cell_type"] = column.replace(names.get(site, {}))
+        write_cells(adata, folder / f"{site}.h5ad")
+    return [folder / f"{site}.h5ad" for site in demo_data.SITES]
+
+
+def test_check_compares_labels_and_says_what_to_write(run, tmp_path):
+    files = labelled(tmp_path, basel={"T": "T_cells", "plasma": "CD34+ odd"}, vienna={"macrophage": "Macrophages"})
+    code, out, err = run("check", *files, "--for", "train-classifier")
+    assert code == 1
+    assert "2 labels are written in several ways, and a model would learn the site" in err
+    assert "'T_cells' at" in err
+    assert "consist of the same words" in err
+    for line in ('"T_cells" = "T"', '"Macrophages" = "macrophage"', "[labels]", "[ontology]"):
+        assert line in out
+    assert "at one site only: 'CD34+ odd'" in " ".join(out.split())
+    assert "ready" not in out
+    code, out, _ = run("check", *files, "--for", "train-classifier", "--json")
+    found = json.loads(out)
+    assert code == 1
+    assert found["suggested_labels"] == {"T_cells": "T", "Macrophages": "macrophage"}
+    assert found["labels"]["T_cells"] == {str(files[0]): 19}
+    code, out, _ = run("check", *files, "--label-key", "cell_type_fine")
+    assert code == 0
+    assert "is a kind of" in out
+    words = [*files, "--for", "train-classifier", "--labels", "T,T_cells"]
+    assert "not in the study's vocabulary" in run("check", *words)[2]
+
+
+def test_check_uses_the_maps_of_a_study(run, tmp_path):
+    files = labelled(tmp_path, basel={"T": "T_cells"})
+    study = tmp_path / "study.toml"
+    study.write_text(
+        'name = "s"\nworkflow = "train-classifier"\n[labels]\n"T_cells" = "T"\n[parties]\nhub = "coordinator"\n'
+        'basel = "site"\nlugano = "site"\nvienna = "site"\n'
+    )
+    code, out, err = run("check", *files, "--for", study)
+    assert code == 0, err
+    assert "labels renamed: obs['cell_type']: 'T_cells' → 'T'" in " ".join(out.split())
+
+
+def test_check_reports_all_problems_of_all_files(run, files, tmp_path):
+    words = (files["basel"], tmp_path / "nowhere.h5ad", files["lugano"], "--for", "map-labels", "--query", "lugano")
+    code, out, err = run("check", *words, "--use-rep", "X_odd")
+    assert code == 1
+    assert "nowhere.h5ad does not exist" in err
+    assert err.count("adata.obsm['X_odd'] is missing; there is 'X_pca'") == 2
+    assert "3 problems; not ready for map-labels" in err
+    assert "--use-rep X_odd: obsm['X_odd'] is missing" in " ".join(out.split())
+    code, out, _ = run("check", files["basel"])
+    text = " ".join(out.split())
+    assert code == 0
+    assert "groups in donor TSP2 (269), TSP1 (211)" in text
+    assert "train-cellcnn (obs['condition'] missing)" in text
+
+
 def test_brackets_are_no_markup(run, files, tmp_path):
     write_cells(read_cells(files["basel"]), tmp_path / "[red]cells.h5ad")
     code, out, err = run("check", tmp_path / "[red]cells.h5ad")

@@ -194,6 +194,8 @@ def test_the_coordinator_needs_no_approval(kits):
         ("[approve]\nmodes = 'hardened'", "'modes' must be a list"),
         ("approve = 1", "must be a table"),
         ("[obs]\ncell_type = 2", r"\[obs\] and \[obsm\]"),
+        ("[labels]\nT_CD4 = 2", r"\[labels\] holds lines as"),
+        ('[labels]\na = "b"\nb = "c"', "renames 'a' to 'b' and 'b' to 'c'"),
         ("data = ", "cannot be read as TOML"),
     ],
 )

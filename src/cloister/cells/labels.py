@@ -16,12 +16,15 @@ import numpy as np
 import numpy.typing as npt
 
 from cloister.arrays import Array
+from cloister.cells.names import folded
+from cloister.cells.ontology import cell_ontology
 from cloister.cells.values import listed
 from cloister.errors import DataError
 
 if TYPE_CHECKING:
     from anndata import AnnData
 
+ID = "ontology_id"  # ends the name of the column with the ids of labels in the Cell Ontology
 BEGIN, BETWEEN, END = " ‹", " · ", "›"  # of what goes with a label
 
 
@@ -84,7 +87,8 @@ def write_labels(
     """Write one label per cell to `adata.obs[key_added]`, missing ones as `None` or NaN.
 
     `share`, how sure the label is, goes to `adata.obs[f"{key_added}_{share_name}"]`, and what goes with a label to
-    `adata.obs[f"{key_added}_{level}"]`.
+    `adata.obs[f"{key_added}_{level}"]`. If all labels but `unknown` are names of the Cell Ontology, their ids go to
+    `adata.obs[f"{key_added}_ontology_id"]`.
     """
     import pandas as pd
 
@@ -99,8 +103,16 @@ def write_labels(
             adata.obs[f"{key_added}_{level}"] = _of_codes(made.codes, [levels.get(level) for _, levels in parts])
         made = _of_codes(made.codes, [name for name, _ in parts])
     adata.obs[key_added] = made
+    ids = [term_id(name) for name, _ in parts]
+    if any(ids) and all(key or folded(name) == "unknown" for key, (name, _) in zip(ids, parts, strict=True)):
+        adata.obs[f"{key_added}_{ID}"] = _of_codes(pd.Categorical(labels).codes, ids)
     if shares is not None:
         adata.obs[f"{key_added}_{share_name}"] = shares
+
+
+def term_id(label: str) -> str | None:
+    """The id of a label that is, letter by letter, the name of a term of the Cell Ontology."""
+    return cell_ontology().exact(label)
 
 
 def _of_codes(codes: Array, values: Sequence[str | None]) -> npt.ArrayLike:

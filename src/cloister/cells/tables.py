@@ -81,6 +81,7 @@ __all__ = [
 ]
 
 DENSE_LIMIT = 8 * 10**9  # bytes of a matrix that `embedding` is willing to make dense
+MOST_GROUPS = 30  # values of a column that `describe` lists
 LOG_LIMIT = 30.0  # log2 of any count stays below; larger fractions are on a linear scale
 
 
@@ -199,6 +200,7 @@ def describe(adata: AnnData) -> dict[str, Any]:
         "layers": layer_names(adata),
         "obsm": {key: int(matrix.shape[1]) for key, matrix in adata.obsm.items()},
         "obs": {str(key): _n_categories(adata.obs[key]) for key in adata.obs},
+        "groups": {str(key): found for key in adata.obs if (found := _groups(adata.obs[key]))},
         "warnings": warnings,
     }
 
@@ -227,6 +229,13 @@ def places(adata: Any) -> set[str]:
 def _check_finite(values: np.ndarray, where: str) -> None:
     if values.dtype.kind == "f" and not np.isfinite(values).all():
         raise DataError(not_finite(where))
+
+
+def _groups(column: Any) -> dict[str, int]:
+    """Values of a column and their cells, where a column has few of them: names of donors, conditions or types."""
+    if column.dtype.kind == "f" or not 0 < (n := int(column.nunique())) <= MOST_GROUPS or n == len(column) > 1:
+        return {}
+    return {str(name): int(cells) for name, cells in column.value_counts().items() if cells}
 
 
 def _n_categories(column: Any) -> int | None:

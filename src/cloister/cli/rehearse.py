@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
+from rich.table import Column, Table
 
-from cloister.cli.console import as_is, finish, finish_steps, in_words, out, progress, show_warnings, write_run
+from cloister.cli.console import as_is, err, finish, finish_steps, in_words, out, progress, show_warnings, write_run
 from cloister.cli.options import (
     FLAG,
     STUDY,
@@ -20,13 +21,17 @@ from cloister.cli.options import (
     OutFolder,
     Quiet,
     WorkflowName,
+    as_flags,
     own_options,
     sites_of,
 )
-from cloister.errors import UsageError
+from cloister.errors import CloisterError, UsageError
 
 if TYPE_CHECKING:
     from cloister.run.run import Run
+
+
+MOST_SHOWN = 12  # groups of a column that a table lists; --json has more
 
 
 def check(
@@ -37,7 +42,9 @@ def check(
 ) -> None:
     """Say whether a file is ready for a workflow, and whether several fit together. Nothing is sent.
 
-    For a study.toml, say whose file each is: basel=cells.h5ad, unless it is called basel.h5ad.
+    Reports everything at once: all problems of all files, columns and groups, what the workflow needs, and labels by
+    site. For a study.toml, say whose file each is: basel=cells.h5ad, unless it is called basel.h5ad. Without --for,
+    --label-key names the column of labels to compare.
     """
     from cloister.cells import tables as cells
     from cloister.cells.files import open_cells
@@ -49,62 +56,225 @@ def check(
     first = next((i for i, word in enumerate(words) if word.startswith("--")), len(words))
     if not first:
         raise UsageError(f"name the files first, then options: cloister check cells.h5ad {words[0]} ...")
-    check_one, check_all = _check_for(workflow, words[first:], context)
+    check_one, look_at_all, needs_of = _check_for(workflow, words[first:], context)
     summary: dict[str, Any] = {}
-    loaded, together = {}, {}
+    together, problems = {}, []
     with progress(quiet=as_json) as tell:
         for word in words[:first]:
-            site, _, path = word.rpartition("=") if workflow and workflow.endswith(STUDY) else ("", "", word)
-            with told_to(passes_of(Path(path).name, tell)), about(path):
-                adata = loaded[path] = together[site or path] = open_cells(path)
-                summary[path] = cells.describe(adata)
-                notes = check_one(word, adata)
+            site, _, path = _split_site(word) if workflow and workflow.endswith(STUDY) else ("", "", word)
+            about_file = summary[path] = {}
+            try:
+                with told_to(passes_of(Path(path).name, tell)), about(path):
+                    adata = together[site or path] = open_cells(path)
+                    about_file |= cells.describe(adata)
+                    if needs := needs_of(word, adata):
+                        about_file["needs"] = needs
+                    notes = check_one(word, adata)
+            except UsageError:
+                raise
+            except CloisterError as error:
+                about_file["problem"] = str(error)
+                problems.append(error)
+                continue
             if workflow:
-                summary[path]["warnings"] = [*summary[path].get("warnings", []), *notes]
-    if len(loaded) > 1:
-        summary |= check_all(together)
+                about_file["warnings"] = [*about_file.get("warnings", []), *notes]
+    found = look_at_all(together) if len(together) > 1 else None
+    if found is not None:
+        told = [str(e) for e in problems]
+        problems += [e for e in found.problems if not any(str(e) in text for text in told)]
+        summary |= found.common
+        if found.labels is not None:
+            summary["labels"] = {name: dict(sites) for name, sites in found.labels.counts.items()}
+            summary["suggested_labels"] = found.labels.suggested
+        summary["notes"] = found.notes
+    if problems:
+        summary["problems"] = [str(e) for e in problems]
     if as_json:
         out.print_json(json.dumps(summary, default=str))
-        return
-    for name in loaded:
+    else:
+        _show_check(summary, [word if not workflow else _path_of(word, workflow) for word in words[:first]], found)
+    if len(problems) == 1:
+        raise problems[0]
+    if problems:
+        for e in problems:
+            err.print(f"{type(e).__name__}: {as_flags(str(e), sys.argv)}", style="red", markup=False)
+        err.print(f"{len(problems)} problems; not ready{f' for {workflow}' if workflow else ''}", style="red")
+        raise typer.Exit(max(e.exit_code for e in problems))
+    if not as_json:
+        out.print("ready" + (f" for {workflow}" if workflow else ""), style="green")
+
+
+def _split_site(word: str) -> tuple[str, str, str]:
+    """Site and file of `basel=cells.h5ad`; an equals sign after a question mark belongs to the file's settings."""
+    head, question, settings = word.partition("?")
+    site, eq, path = head.rpartition("=")
+    return site, eq, path + question + settings
+
+
+def _path_of(word: str, workflow: str) -> str:
+    return _split_site(word)[2] if workflow.endswith(STUDY) else word
+
+
+def _show_check(summary: dict[str, Any], paths: list[str], found: Any) -> None:
+    """Everything that `check` found, as tables."""
+    for name in paths:
         table = Table(title=as_is(name), box=None, show_header=False, title_justify="left", title_style="bold")
         for key, value in summary[name].items():
-            table.add_row(key.replace("_", " "), as_is(in_words(value)))
+            for title, text in _rows(key, value):
+                table.add_row(title, as_is(text))
         out.print(table)
-    if "genes_in_common" in summary:
-        out.print(f"{summary['genes_in_common']} genes in common")
-    if "labels_in_common" in summary:
-        out.print(f"{summary['labels_in_common']} labels in common")
-    out.print("ready" + (f" for {workflow}" if workflow else ""), style="green")
+    if found is None:
+        return
+    if found.labels is not None and found.labels.counts:
+        _show_labels(found.labels)
+    for note in found.notes:
+        out.print(f"note: {note}", style="yellow", markup=False)
+    for key in ("genes_in_common", "labels_in_common"):
+        if key in summary:
+            out.print(f"{summary[key]} {key.replace('_', ' ')}")
 
 
-def _check_for(workflow: str | None, args: list[str], context: typer.Context) -> tuple[Any, Any]:
-    """What looks at a site's cells, `(word of the command line, cells) → warnings`, and at all together."""
+def _rows(key: str, value: Any) -> list[tuple[str, str]]:
+    if key == "groups":
+        return [(f"groups in {column}", in_words(of)) for column, of in value.items() if len(of) <= MOST_SHOWN]
+    return [(key.replace("_", " "), in_words(value))]
+
+
+def _show_labels(labels: Any) -> None:
+    """Labels by site with their cells, the terms of the Cell Ontology, and what could be written into the study."""
+    sites = list(dict.fromkeys(site for counts in labels.counts.values() for site in counts))
+    stems = [Path(site.partition("?")[0]).stem for site in sites]
+    heads = stems if len(set(stems)) == len(stems) else sites
+    table = Table("label", *(Column(as_is(head), justify="right") for head in heads), "ontology", "", box=None)
+    same = {pair.name: pair for pair in labels.near}
+    for name, counts in labels.counts.items():
+        pair = same.get(name)
+        remark = f"like '{pair.usual}'" if pair is not None else "one site only" if name in labels.single else ""
+        cells = [str(counts.get(site, "")) for site in sites]
+        table.add_row(as_is(name), *cells, labels.terms.get(name, ""), as_is(remark))
+    out.print(table)
+    if suggested := labels.suggested:
+        from cloister.cells.ontology import cell_ontology
+
+        merged = {pair.special for pair in labels.deeper}
+        out.print("Nothing was renamed. To use one vocabulary, write into study.toml (or, at one site, site.toml):")
+        out.print("  [labels]", markup=False)
+        for name, label in suggested.items():
+            remark = "   # less specific" if name in merged else ""
+            out.print(f"  {json.dumps(name, ensure_ascii=False)} = {json.dumps(label, ensure_ascii=False)}{remark}",
+                      markup=False)  # fmt: skip
+        out.print("or let the names and synonyms of the Cell Ontology decide:")
+        out.print(f'  [ontology]\n  version = "{cell_ontology().version}"', markup=False)
+
+
+def _check_for(workflow: str | None, args: list[str], context: typer.Context) -> tuple[Any, Any, Any]:
+    """Three functions: check a site's cells (returns warnings), look at all together, and say what is needed."""
     from cloister import workflows
     from cloister.cells import tables as cells
-    from cloister.run.together import check_together
+    from cloister.run.together import look_together
     from cloister.study import Party, Study
+    from cloister.workflows.site_labels import use_study_labels
     from cloister.workflows.steps import check_site, check_steps
 
     if workflow is None or not workflow.endswith(STUDY):
         found = workflows.get(workflow) if workflow else None
-        given = own_options(args, found, context)
         if found is None:
-            return lambda word, adata: cells.check_cells(adata) and [], check_together
+            key = _label_key(args)
+            own_options(args, None, context)
+            if key is not None:
+                return (
+                    lambda word, adata: cells.check_cells(adata, label_key=key) and [],
+                    lambda a: look_together(a, label_key=key),
+                    lambda word, adata: _needs_of_all(adata),
+                )
+            return lambda word, adata: cells.check_cells(adata) and [], look_together, lambda w, a: _needs_of_all(a)
+        given = own_options(args, found, context)
         options = workflows.options_of(found, {**found.stand_in, **given})
-        return lambda word, adata: found.check(adata, options), lambda a: check_together(a, found, options)
+        return (
+            lambda word, adata: found.check(adata, options),
+            lambda a: look_together(a, found, options),
+            lambda word, adata: _needs(found, options, "", adata),
+        )
     if args:
         raise UsageError(f"{workflow} says its options itself; found {args[0]}")
     study = Study.load(workflow)
-    _, first, options = check_steps(study)[0]  # later steps work on what this one gives
+    checked = check_steps(study)
+    _, first, options = checked[0]  # later steps work on what this one gives
+    labelled = next(((w, o) for _, w, o in checked if getattr(o, "label_key", None)), (first, options))
 
-    def ready(word: str, adata: Any) -> list[str]:
-        site = Party(word.rpartition("=")[0] or Path(word).stem)
+    def site_of(word: str) -> Party:
+        site = Party(_split_site(word)[0] or Path(word.partition("?")[0]).stem)
         if site not in study.sites:
             raise UsageError(f"'{site}' is no site of {workflow}; say whose file it is: {study.sites[0]}={word}")
-        return check_site(study, site, adata)
+        return site
 
-    return ready, lambda loaded: check_together(loaded, first, options)
+    def ready(word: str, adata: Any) -> list[str]:
+        site = site_of(word)
+        renamed = [f"labels renamed: {note}" for note in use_study_labels(study, adata)]
+        return [*renamed, *check_site(study, site, adata)]
+
+    def look(loaded: Any) -> Any:
+        found = look_together(loaded, first, options)
+        if labelled[0] is not first and found.labels is None:
+            from cloister.run.together import look_at_labels
+
+            look_at_labels(found, loaded, labelled[1])
+        return found
+
+    return ready, look, lambda word, adata: _needs(first, options, site_of(word), adata)
+
+
+def _label_key(args: list[str]) -> str | None:
+    """Take `--label-key NAME` out of the words of a check without a workflow."""
+    for i, word in enumerate(args):
+        if word == "--label-key" and i + 1 < len(args):
+            key = args[i + 1]
+            del args[i : i + 2]
+            return key
+        if word.startswith("--label-key="):
+            del args[i]
+            return word.partition("=")[2]
+    return None
+
+
+def _needs(workflow: Any, options: Any, site: str, adata: Any) -> list[str]:
+    """What a workflow reads of a site's cells, and whether it is there; with the options that name it."""
+    from cloister.cells.tables import places
+    from cloister.workflows.steps import SLOTS
+
+    here, found = places(adata), []
+    for key in dict.fromkeys((*workflow.reads(options, site), "label_key")):
+        name = getattr(options, key, None)
+        if not hasattr(options, key) or (key, name) == ("use_rep", "X"):
+            continue
+        flag = f"--{key.replace('_', '-')}"
+        if name is None:
+            found.append(f"{flag}: none")
+            continue
+        place = f"{SLOTS.get(key, 'obs')}[{name!r}]"
+        found.append(f"{flag} {name}: {'found' if place in here else f'{place} is missing'}")
+    return found
+
+
+def _needs_of_all(adata: Any) -> dict[str, str]:
+    """For every workflow with its usual options, what of these cells is missing."""
+    from cloister import workflows
+    from cloister.cells.tables import places
+    from cloister.workflows.steps import needed
+
+    here, found = places(adata), {}
+    for name in workflows.names():
+        try:
+            each = workflows.get(name)
+            required = [f for f in dataclasses.fields(each.options) if f.default is dataclasses.MISSING]
+            options = workflows.options_of(each, {**{f.name: "" for f in required}, **each.stand_in})
+            missing = sorted(needed(each, options, "") - here)
+        except CloisterError:
+            continue  # its options need more than a file; cloister explain lists them
+        flags = [f"--{f.name.replace('_', '-')}" for f in required]
+        parts = [f"{', '.join(missing)} missing"] if missing else []
+        found[name] = "; ".join([*parts, *([f"needs {', '.join(flags)}"] if flags else [])]) or "nothing missing"
+    return found
 
 
 def rehearse(
@@ -158,7 +328,9 @@ def rehearse(
     given |= own_options(extra, workflows.get(workflow), context)
     files = sites_of(data)
     planned = plan_study(workflow, files, options=given, **(plan | own))
-    planned = planned if study is None else dataclasses.replace(planned, governance=agreed.governance)
+    if study is not None:
+        kept = {key: getattr(agreed, key) for key in ("governance", "labels", "ontology")}
+        planned = dataclasses.replace(planned, **kept)
     if folder is not None:
         _check_free(folder, replace=replace)
     _rehearse_one(planned, files, folder, processes=processes, as_json=as_json, quiet=quiet)

@@ -41,6 +41,7 @@ from cloister.run.results import write_files
 from cloister.run.run import Run, workflow_part
 from cloister.run.wires import Fault, Killed, Wires
 from cloister.study import CONSENTS, Party, Study, format_study
+from cloister.workflows.site_labels import use_study_labels
 
 if TYPE_CHECKING:
     from anndata import AnnData
@@ -216,6 +217,12 @@ class PipeLink:
         """The process ends, and the pipe with it."""
 
 
+def _own_cells(study: Study, cells: str | Path) -> AnnData:
+    adata = open_cells(cells)
+    use_study_labels(study, adata)
+    return adata
+
+
 def child(folder: str, me: str, fd: str) -> None:
     """One party's process."""
     home, party = Path(folder), Party(me)
@@ -253,7 +260,7 @@ def child(folder: str, me: str, fd: str) -> None:
             party,
             link,
             mailbox,
-            (lambda: open_cells(cells)) if study.parties[party] == "site" else None,
+            (lambda: _own_cells(study, cells)) if study.parties[party] == "site" else None,
             part=functools.partial(workflow_part, checked=True, folders=folders),
             consent=frozenset(CONSENTS),
             reveals=workflows.reveals(study),

@@ -36,7 +36,7 @@ from cloister.run.results import write_files
 from cloister.run.run import Run, Series, workflow_part
 from cloister.run.wires import Fault, Killed, MemoryLink, Wires
 from cloister.study import CONSENTS, Mode, Party, Role, Study
-from cloister.workflows import steps
+from cloister.workflows import site_labels, steps
 
 if TYPE_CHECKING:
     from anndata import AnnData
@@ -203,7 +203,7 @@ def rehearse_steps(
     series, now = Series(study), dict(data)
     for site in study.sites:
         with _named(site, data[site]):
-            adata = _cells_of(data[site])
+            adata = _study_cells(study, site, data[site], inplace=inplace)
             steps.check_site(study, site, adata)
             now[site] = data[site] if processes else adata
     with tempfile.TemporaryDirectory(prefix="cloister-") as folder:
@@ -247,7 +247,7 @@ def rehearse_study(
     given, on_event = {}, harmless(on_event)
     for site, cells_or_file in data.items():
         with _named(site, cells_or_file), told_to(passes_of(site, on_event)):
-            given[site] = _cells_of(cells_or_file)
+            given[site] = _study_cells(study, site, cells_or_file, inplace=inplace)
             workflow.check_at(Party(site), given[site], options)
     if processes and on_frame is not None:
         raise ParameterError("on_frame hears only parties of this process; rehearse with processes=False")
@@ -284,6 +284,17 @@ def _cells_of(given: Any) -> AnnData:
             raise DataError("the table has no column of numbers; expected one per gene or measurement")
         return AnnData(numbers, obs=table.drop(columns=numbers.columns))
     raise DataError(f"expected an AnnData, the path of a file or a pandas DataFrame, found a {type(given).__name__}")
+
+
+def _study_cells(study: Study, site: str, given: Any, *, inplace: bool) -> AnnData:
+    """A site's cells with labels under the study's names; the log says what was renamed."""
+    adata = _cells_of(given)
+    if not site_labels.rules_of(study):
+        return adata
+    adata = adata if inplace or isinstance(given, str | Path) else _copy(adata)
+    for note in site_labels.use_study_labels(study, adata):
+        LOG.warning(f"site '{site}': labels renamed, {note}")
+    return adata
 
 
 def _copy(adata: AnnData) -> AnnData:

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cloister import files, governance, workflows
+from cloister.cells.vocabulary import check_map
 from cloister.crypto.agreement import Identity
 from cloister.disclosure import Thresholds
 from cloister.errors import DataError, ParameterError
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 
 RUNS = "runs"  # folder of a coordinator's kit: how a run ended, until its service has read it
 DATA = "CLOISTER_DATA"  # a service that is started for one run finds its cells here
-TOP = {"data", "out", "sandbox", "approve", "limits", "budget", "floors", "obs", "obsm"}
+TOP = {"data", "out", "sandbox", "approve", "limits", "budget", "floors", "obs", "obsm", "labels"}
 SANDBOXES = ("landlock", "systemd")  # who confines the carrier: the service itself, or the unit file
 STUDY_RUNS, WORKFLOW_RUNS = 20, 100  # runs that may be begun where [limits] says nothing
 COUNTS = "runs.json"  # in `local`: how many runs were begun, by study and by workflow
@@ -68,6 +69,7 @@ class Policy:
     floors: Mapping[str, int] = field(default_factory=dict)  # minimum group sizes: raise the study's, never lower them
     obs: Mapping[str, str] = field(default_factory=dict)  # name in the study → name in this site's file
     obsm: Mapping[str, str] = field(default_factory=dict)
+    labels: Mapping[str, str] = field(default_factory=dict)  # name of a label in this site's file → in the study
 
 
 @dataclass(frozen=True)
@@ -141,9 +143,10 @@ class Kit:
             if not isinstance(least, int) or isinstance(least, bool) or least < 1:
                 text = f"{where.name} [floors]: '{key}' must be a whole number of at least 1, found {least!r}"
                 raise ParameterError(text)
-        names = {key: _table(raw, key) for key in ("obs", "obsm")}
-        if not all(isinstance(x, str) for table in names.values() for x in table.values()):
+        names = {key: _table(raw, key) for key in ("obs", "obsm", "labels")}
+        if not all(isinstance(x, str) for table in (names["obs"], names["obsm"]) for x in table.values()):
             raise ParameterError(f'{where.name}: [obs] and [obsm] hold lines as: cell_type = "your_column"')
+        check_map(names["labels"], f"{where.name}: [labels]")
         data = os.environ.get(DATA) or raw.get("data")
         allowed: dict[str, Any] = {key: tuple(approve.get(key, ())) for key in APPROVE}
         return Policy(
@@ -156,6 +159,7 @@ class Kit:
             floors=dict(floors),
             obs=names["obs"],
             obsm=names["obsm"],
+            labels=names["labels"],
         )
 
     def _asked(self) -> dict[str, list[str]]:
@@ -349,6 +353,10 @@ data = "cells.h5ad"
 
 [obsm]
 # X_pca = "X_pca_harmony"
+
+# If your labels have other names than the study's: "yours" = "study's". Your column stays, as cell_type_original.
+[labels]
+# "T_CD4" = "CD4 T cells"
 """
     asked = "\n".join(f"#   workflow {part.workflow!r} in mode {part.mode!r}" for part in study.parts)
     explain = _to_read(study) + ("" if study.steps else f" --mode {study.mode}")

@@ -20,6 +20,7 @@ from cloister.net.seat import Outcome, Place, Seat
 from cloister.study import Study
 from cloister.workflows.modes import LEAVES, STAYS, TOGETHER, Mode, Rows
 from cloister.workflows.options import read_options
+from cloister.workflows.site_labels import rules_of
 
 if TYPE_CHECKING:
     from anndata import AnnData
@@ -150,6 +151,7 @@ def check_plan(study: Study) -> tuple[Workflow, Any]:
             f"'{study.workflow}' needs at least {workflow.min_sites} sites, found {len(study.sites)};"
             " with one site there is nobody to compute with"
         )
+    rules_of(study)
     options = options_of(workflow, study.parameters)
     if workflow.check_study is not None:
         workflow.check_study(study, options)

@@ -11,7 +11,7 @@ from cloister.cells.tables import donors
 from cloister.errors import DataError, about
 from cloister.runtime.sign_off.approval import Refusal
 from cloister.study import Party, Study
-from cloister.workflows import check_plan, steps
+from cloister.workflows import check_plan, site_labels, steps
 from cloister.workflows.options import opening_floor
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ def open_cells(kit: Kit, policy: Policy) -> AnnData:
             if ours not in table:
                 raise DataError(f"local/site.toml: [{name}] {theirs} = {ours!r}, but adata.{name}[{ours!r}] is missing")
             table[theirs] = table[ours]
+    site_labels.use_study_labels(kit.study, adata, policy.labels)
     for part in kit.study.parts:
         check_floors(kit.me, part, policy, adata)
     return adata
