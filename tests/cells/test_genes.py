@@ -2,7 +2,15 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from cloister.cells.genes import gene_id_kind, gene_names, genes_in_common, match_genes, plain_name
+from cloister.cells.genes import (
+    FewGenes,
+    gene_id_kind,
+    gene_names,
+    genes_in_common,
+    match_genes,
+    organism_of,
+    plain_name,
+)
 from cloister.errors import DataError
 
 TP53, CD3E, CD19 = "ENSG00000141510", "ENSG00000198851", "ENSG00000177455"
@@ -78,7 +86,61 @@ def test_gene_names_finds_the_kind_the_study_uses():
     assert gene_names(var, "ensembl") == [TP53, CD19]
     assert gene_names(var, "symbol") == ["TP53", "CD19"]
     with pytest.raises(DataError, match="named by Ensembl ids"):
-        gene_names(["TP53"], "ensembl")
+        gene_names(["unheard-of"], "ensembl")
+
+
+def test_names_are_translated_where_a_file_lacks_them():
+    assert gene_names(["TP53", "CD3E", "CD19"], "ensembl") == [TP53, CD3E, CD19]
+    assert gene_names([f"{TP53}.4", CD3E, CD19], "symbol") == ["TP53", "CD3E", "CD19"]
+    mixed = ["TP53", CD3E, "CD19", f"{TP53[:-3]}999", "panel-7"]
+    assert gene_names(mixed, "symbol") == ["TP53", "CD3E", "CD19", f"{TP53[:-3]}999", "panel-7"]
+    assert gene_names(mixed, "ensembl") == [TP53, CD3E, CD19, f"{TP53[:-3]}999", "panel-7"]
+    assert gene_names(["Cd3e", "Cd19", "Trp53"], "ensembl")[0].startswith("ENSMUSG")
+    assert gene_names(["CD3E", CD3E, "CD19"], "ensembl") == ["CD3E", CD3E, CD19]  # the same gene twice: both stay
+
+
+def test_symbols_of_earlier_releases_become_the_current_ones():
+    assert gene_names(["GNB2L1", "ATPIF1", "IGJ", "CD19"], "symbol") == ["RACK1", "ATP5IF1", "JCHAIN", "CD19"]
+    assert gene_names(["GNB2L1", "RACK1", "CD19"], "symbol") == ["GNB2L1", "RACK1", "CD19"]
+    assert gene_names(["GNB2L1", "IGJ", "CD19"], "ensembl") == [gene_names(["RACK1"], "ensembl")[0], *gene_names(
+        ["JCHAIN"], "ensembl"), CD19]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("names", "organism"),
+    [(["CD3E", "TP53", "AL627309.1"], "human"), (["Cd3e", "Trp53", "H2-Ab1"], "mouse"), ([TP53], "human"),
+     (["ENSMUSG00000059552"], "mouse"), (["CD3E", "Cd3e"], None), ([], None), (["0", "1"], None)],
+)  # fmt: skip
+def test_organism_by_case_and_id(names, organism):
+    assert organism_of(names) == organism
+
+
+def test_few_genes_in_common_name_site_and_cause():
+    many = [f"GENE{i}" for i in range(3000)]
+    with pytest.raises(FewGenes, match=r"only 12 genes in common, fewer than 200; 'bern' has 12 and .* bring all") as e:
+        genes_in_common({"basel": many, "bern": many[:12], "usz": many})
+    assert e.value.site == "bern"
+    assert len(genes_in_common({"basel": many[:12], "bern": many[:12]})) == 12  # every site keeps these only
+    assert len(genes_in_common({"basel": many[:60], "bern": many[:20]}, notes=[])) == 20  # panels
+    assert len(genes_in_common({"basel": many, "bern": many[:12]}, least=10, notes=[])) == 12
+
+
+def test_less_than_half_in_common_is_noted_with_its_cause(caplog):
+    many = [f"GENE{i}" for i in range(3000)]
+    notes = []
+    genes_in_common({"basel": many, "bern": many[:1000], "usz": many}, notes=notes)
+    assert len(notes) == 1
+    assert "only 1000 genes are in common" in notes[0]
+    assert "'bern': it has 1000 genes only" in notes[0]
+    half = [f"ENSG{i:011d}" if i % 3 else name for i, name in enumerate(many)]
+    genes_in_common({"basel": many, "bern": half, "usz": many})
+    assert "'bern': it uses Ensembl ids and symbols side by side and the others symbols" in caplog.text
+    mouse = [name.capitalize() if i % 10 else name for i, name in enumerate(many)]
+    with pytest.raises(DataError, match="human"):
+        genes_in_common({"basel": many[1:10], "bern": mouse[1:10]})
+    notes.clear()
+    genes_in_common({"basel": many, "bern": mouse, "usz": many}, notes=notes, least=0)
+    assert "those of mouse, the others' as those of human" in notes[0]
 
 
 def test_genes_in_common_does_not_depend_on_the_order_of_sites():

@@ -1,15 +1,22 @@
 """Gene names: Ensembl ids or symbols, and one order of genes for every site.
 
 An Ensembl id is compared without its version (`ENSG00000141510.18` is `ENSG00000141510`). Symbols are
-compared as they are written, since human `CD3E` and mouse `Cd3e` differ in nothing else.
+compared as they are written, since human `CD3E` and mouse `Cd3e` differ in nothing else. Where a file lacks the kind of
+name that a study uses, a table that comes with the package translates it (GENCODE, human and mouse, with the symbols
+that human genes had before; `data/genes.json.gz`, NOTICE names its sources).
 """
 
 from __future__ import annotations
 
+import functools
+import gzip
+import json
+import logging
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from importlib import resources
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -19,7 +26,12 @@ from cloister.errors import DataError
 if TYPE_CHECKING:
     import pandas as pd
 
+LOG = logging.getLogger("cloister")
 FEW = 10  # sites that share less than one in so many genes of the smallest list measure different things
+LEAST = (
+    200  # genes in common that expression data need; not asked of panels, where every site has fewer than twice that
+)
+TRANSLATED = 0.5  # fraction of a file's genes that the table must know before their names are translated
 GeneIdKind = Literal["ensembl", "symbol", "mixed"]
 
 # Columns of `adata.var` in which CELLxGENE, 10x and scanpy users keep the other kind of name.
@@ -53,6 +65,74 @@ def gene_id_kind(names: Iterable[str]) -> GeneIdKind:
     return "ensembl" if share >= 0.9 else "symbol" if share <= 0.1 else "mixed"
 
 
+class GeneTable(NamedTuple):
+    """Symbols and Ensembl ids of one organism."""
+
+    version: str
+    by_symbol: dict[str, str]
+    by_id: dict[str, str]
+    previous: dict[str, str]  # symbol that a gene had → the one it has
+
+
+@functools.cache
+def gene_tables() -> dict[str, GeneTable]:
+    """Organism → its table."""
+    raw = json.loads(gzip.decompress((resources.files("cloister") / "data" / "genes.json.gz").read_bytes()))
+    tables = {}
+    for organism, packed in raw.items():
+        ids = [f"{packed['prefix']}{number:011d}" for number in np.cumsum(packed["steps"]).tolist()]
+        symbols = packed["symbols"].split("\n")
+        by_symbol, by_id = dict(zip(symbols, ids, strict=True)), dict(zip(ids, symbols, strict=True))
+        previous = dict(line.split(" ") for line in packed["previous"].split("\n") if line)
+        tables[organism] = GeneTable(packed["version"], by_symbol, by_id, previous)
+    return tables
+
+
+def organism_of(names: Iterable[str]) -> str | None:
+    """`human` or `mouse`, by the Ensembl ids or the case of the symbols; none where neither is clear."""
+    plain = [plain_name(str(name)) for name in names]
+    ids = [name for name in plain if _ENSEMBL.fullmatch(name)]
+    mouse = sum(name.startswith("ENSMUSG") for name in ids)
+    human = sum(name.startswith("ENSG") for name in ids)
+    symbols = [name for name in plain if not _ENSEMBL.fullmatch(name) and sum(map(str.isalpha, name)) > 1]
+    upper = [name == name.upper() or "orf" in name for name in symbols]
+    mouse += sum(name[0].isupper() and not up for name, up in zip(symbols, upper, strict=True))
+    human += sum(upper)
+    enough = 0.8 * max(1, len(ids) + len(symbols))
+    return "human" if human >= enough else "mouse" if mouse >= enough else None
+
+
+def translated(names: Sequence[str], kind: GeneIdKind) -> list[str] | None:
+    """The names in one kind by the table of their organism; a gene that it lacks, or names twice, keeps its name.
+
+    None if the table knows fewer than `TRANSLATED` of the names.
+    """
+    plain = [plain_name(str(name)) for name in names]
+    table = gene_tables()[organism_of(plain) or "human"]
+    known = [_in_table(name, kind, table) for name in plain]
+    if sum(name is not None for name in known) < TRANSLATED * len(plain):
+        return None
+    return _without_clashes(plain, known)
+
+
+def current_symbols(names: Sequence[str]) -> list[str]:
+    """The names with symbols that human genes had before replaced by those they have; all others as they are."""
+    plain = [plain_name(str(name)) for name in names]
+    table = gene_tables()["human"]
+    return _without_clashes(plain, [table.previous.get(name) for name in plain])
+
+
+def _in_table(name: str, kind: GeneIdKind, table: GeneTable) -> str | None:
+    symbol = table.by_id.get(name, table.previous.get(name, name))
+    return symbol if symbol in table.by_symbol and kind == "symbol" else table.by_symbol.get(symbol)
+
+
+def _without_clashes(plain: Sequence[str], new: Sequence[str | None]) -> list[str]:
+    """New names, but the old one of a gene without a new one, or whose new name another gene has too."""
+    counts = Counter(old if name is None else name for old, name in zip(plain, new, strict=True))
+    return [old if name is None or counts[name] > 1 else name for old, name in zip(plain, new, strict=True)]
+
+
 def check_unique(names: Iterable[str], where: str) -> None:
     repeated = [name for name, count in Counter(names).items() if count > 1]
     if repeated:
@@ -63,13 +143,22 @@ def check_unique(names: Iterable[str], where: str) -> None:
 
 
 def gene_names(var: pd.DataFrame | Sequence[str], kind: GeneIdKind) -> list[str]:
-    """Return this site's genes under names of one kind, from `adata.var_names` or a column of `adata.var`."""
+    """Return this site's genes under names of one kind, from `adata.var_names` or a column of `adata.var`.
+
+    If no column holds that kind for every gene, names are translated by the table of the package.
+    """
     for _, names in _name_columns(var):
         if all(name is not None for name in names) and gene_id_kind(filter(None, names)) == kind:
-            return [plain_name(name) for name in names if name is not None]
+            full = [plain_name(name) for name in names if name is not None]
+            return current_symbols(full) if kind == "symbol" else full
+    for _, names in _name_columns(var):
+        full = [name for name in names if name is not None]
+        if len(full) == len(names) and (new := translated(full, kind)) is not None:
+            return new
     raise DataError(
         f"The genes are to be named by {_WORDS[kind]}, and neither adata.var_names nor a column of adata.var "
-        f"such as '{NAME_COLUMNS[0]}' holds them; add them to adata.var."
+        f"such as '{NAME_COLUMNS[0]}' holds them, nor does the table of human and mouse genes know most of these "
+        "names; add them to adata.var."
     )
 
 
@@ -115,13 +204,19 @@ def match_genes(var: pd.DataFrame | Sequence[str], agreed: Sequence[str]) -> Ind
     return positions
 
 
-def genes_in_common(lists: Mapping[str, Sequence[str]] | Sequence[Sequence[str]]) -> list[str]:
+def genes_in_common(
+    lists: Mapping[str, Sequence[str]] | Sequence[Sequence[str]], *, least: int = LEAST, notes: list[str] | None = None
+) -> list[str]:
     """Return the names that every site has, in an order that does not depend on the order of the sites.
 
     Parameters
     ----------
     lists
         Gene names by site; a plain sequence of lists stands for sites 1, 2, ...
+    least
+        Genes in common below which it is an error, where a site has at least twice as many.
+    notes
+        Takes what `few_in_common` notices; the log does if none.
 
     Returns
     -------
@@ -138,16 +233,55 @@ def genes_in_common(lists: Mapping[str, Sequence[str]] | Sequence[Sequence[str]]
     common = set(every[0]).intersection(*every[1:])
     if not common:
         raise DataError(f"The sites have no gene in common: {_why_disjoint(plain)}")
-    if FEW * len(common) < (least := min(map(len, every))):
+    if FEW * len(common) < (shortest := min(map(len, every))):
         raise FewGenes(
-            f"The sites have only {len(common)} of {least} genes in common; '{_odd_one(plain)}' shares fewest with the"
+            f"The sites have only {len(common)} of {shortest} genes in common; '{_odd_one(plain)}' shares fewest with the"
             " others. Name genes alike at all sites, or leave out at every site what the others do not measure.",
             _odd_one(plain),
         )
+    if len(common) < least and max(map(len, every)) >= 2 * least:
+        odd = min(plain, key=lambda site: len(plain[site]))
+        odd = odd if len(plain[odd]) < least else _odd_one(plain)
+        raise FewGenes(
+            f"The sites have only {len(common)} genes in common, fewer than {least}; '{odd}' has {len(plain[odd])} and"
+            f" others up to {max(map(len, every))}: {_cause(odd, plain)}. To use these few all the same, keep only the"
+            " genes in common at every site.",
+            odd,
+        )
+    for note in few_in_common(plain, len(common)):
+        LOG.warning(note) if notes is None else notes.append(note)
     return every[0] if all(names == every[0] for names in every) else sorted(common)
 
 
-def _odd_one(plain: dict[str, list[str]]) -> str:
+def few_in_common(plain: Mapping[str, Sequence[str]], common: int) -> list[str]:
+    """One sentence if the genes in common are fewer than half of those of any site: which, and why."""
+    halved = [site for site, names in plain.items() if 2 * common < len(names)]
+    if not halved:
+        return []
+    odd = min(plain, key=lambda site: len(plain[site]))
+    odd = odd if 2 * len(plain[odd]) < max(map(len, plain.values())) else _odd_one(plain)
+    listed = ", ".join(f"'{site}' {len(plain[site])}" for site in halved[:5])
+    return [
+        f"only {common} genes are in common, fewer than half of those of some sites ({listed}); the cause seems to be"
+        f" '{odd}': {_cause(odd, plain)}"
+    ]
+
+
+def _cause(site: str, plain: Mapping[str, Sequence[str]]) -> str:
+    """Why a site shares few genes with the others."""
+    own, rest = plain[site], [name for other, names in plain.items() if other != site for name in names]
+    kinds = gene_id_kind(own), gene_id_kind(rest)
+    if kinds[0] != kinds[1]:
+        return f"it uses {_WORDS[kinds[0]]} and the others {_WORDS[kinds[1]]}; set names='symbol' or names='ensembl'"
+    species = organism_of(own), organism_of(rest)
+    if None not in species and species[0] != species[1]:
+        return f"its genes are written as those of {species[0]}, the others' as those of {species[1]}"
+    if 2 * len(own) < max(map(len, plain.values())):
+        return f"it has {len(own)} genes only; bring all that were measured"
+    return "it names genes by another annotation, or measured others"
+
+
+def _odd_one(plain: Mapping[str, Sequence[str]]) -> str:
     """The site that shares the smallest part of its genes with any other."""
     sets = {site: set(names) for site, names in plain.items()}
     shared = {
@@ -161,7 +295,17 @@ def _why_disjoint(plain: dict[str, list[str]]) -> str:
     by_kind = {gene_id_kind(names): site for site, names in plain.items() if names}
     if len(by_kind) > 1:
         (one, a), (other, b) = list(by_kind.items())[:2]
-        return f"{a} seems to use {_WORDS[one]} and {b} {_WORDS[other]}; choose one kind of name for the study."
+        return (
+            f"{a} seems to use {_WORDS[one]} and {b} {_WORDS[other]}; choose one kind of name for the study, with"
+            " names='symbol' or names='ensembl'."
+        )
+    by_species = {organism_of(names): site for site, names in plain.items() if names}
+    if {"human", "mouse"} <= by_species.keys():
+        human, mouse = by_species["human"], by_species["mouse"]
+        return (
+            f"{human} writes genes as those of human (CD3E) and {mouse} as those of mouse (Cd3e), in upper and lower"
+            " case; bring cells of one species."
+        )
     folded = [{name.casefold() for name in names} for names in plain.values()]
     if set.intersection(*folded):
         return "their names differ in upper and lower case only; are all cells of one species?"

@@ -115,7 +115,7 @@ def _compare_genes(found: Together, cells: Mapping[str, AnnData], options: Any, 
     kind = getattr(options, "names", "index")
     genes = {file: _genes(adata, kind) for file, adata in cells.items()}
     if needed:
-        found.common["genes_in_common"] = len(tables.genes_in_common(genes))
+        found.common["genes_in_common"] = len(tables.genes_in_common(genes, notes=found.notes))
     else:
         found.common["genes_in_common"] = len(set.intersection(*map(set, genes.values())))
 
