@@ -69,7 +69,8 @@ CONSENTS = {  # what a party may be asked for beyond taking part; only its own s
     "whole-model": "answering so many donors of one party that they determine the model",
 }
 BARE = re.compile(r"[A-Za-z0-9_-]+")  # keys that TOML wants no quotes around
-NAME = re.compile(r"[a-z][a-z0-9-]{0,31}")
+NAME = re.compile(r"[a-z][a-z0-9-]{0,31}")  # of a step
+PARTY = re.compile(r"[A-Za-z][A-Za-z0-9-]{0,31}")
 COMMON = {"name", "timeout", "patience", "seed", "colluders", "parties", "network", "keys", "governance"}
 COMMON |= {"labels", "ontology"}
 ONTOLOGY = {"version", "terms"}
@@ -274,12 +275,16 @@ def check_study(study: Study) -> None:
     if isinstance(study.colluders, bool) or not isinstance(study.colluders, int) or study.colluders < 0:
         raise ParameterError(f"'colluders' must be a whole number of sites, 0 or more, found {study.colluders!r}")
     for party, role in study.parties.items():
-        if not isinstance(party, str) or not NAME.fullmatch(party):
+        if not isinstance(party, str) or not PARTY.fullmatch(party):
             raise ParameterError(
-                f"[parties] {party!r} is no party name; use small letters, digits and '-', a letter first, at most 32"
+                f"[parties] {party!r} is no party name; use letters, digits and '-', a letter first, at most 32"
             )
         if role not in get_args(Role):
             raise ParameterError(f"[parties] {party} must be coordinator, site or auxiliary, found {role!r}")
+    alike = {party.casefold(): party for party in study.parties}
+    if len(alike) < len(study.parties):
+        party = next(p for p in study.parties if alike[p.casefold()] != p)
+        raise ParameterError(f"[parties] {party!r} and {alike[party.casefold()]!r} differ by case only; rename one")
     hubs = [p for p, role in study.parties.items() if role == "coordinator"]
     if len(hubs) != 1:
         raise ParameterError(f"[parties] needs exactly one coordinator, found {len(hubs)}")

@@ -189,8 +189,8 @@ def test_fcs_without_the_extra(tmp_path, monkeypatch):
 def test_a_file_that_is_not_there_or_not_what_it_says(tmp_path):
     with pytest.raises(DataError, match="does not exist"):
         read_cells(tmp_path / "none.h5ad")
-    with pytest.raises(DataError, match="must be one of .h5ad, .h5mu, .zarr, .csv, .npz, .fcs"):
-        read_cells(tmp_path / "cells.loom")
+    with pytest.raises(DataError, match="must be one of .h5ad, .h5mu, .zarr, .h5, .loom, .csv, .npz, .fcs"):
+        read_cells(tmp_path / "cells.rds")
     (tmp_path / "folder.h5ad").mkdir()
     with pytest.raises(DataError, match="not a file"):
         read_cells(tmp_path / "folder.h5ad")

@@ -224,6 +224,7 @@ def test_describe(stored, storage):
         "layers": [],
         "obsm": {"X_pca": 2},
         "obs": {"cell_type": 2, "score": None},
+        "groups": {"cell_type": {"T": 2, "B": 1}},
         "warnings": [],
     }
 

@@ -4,16 +4,19 @@ import dataclasses
 import stat
 import sys
 
+import numpy as np
 import pytest
 
 from cloister.cells.demo import demo_sites
-from cloister.cells.files import write_cells
+from cloister.cells.files import Settings, write_cells
+from cloister.cells.tables import expression_kind
 from cloister.crypto.agreement import Identity
 from cloister.errors import DataError, MissingExtra, ParameterError, ProtocolAbort, RefusedError, UsageError
 from cloister.runtime.kit import Kit
 from cloister.runtime.order import run_study
 from cloister.runtime.provision import adopt, make_identity, provision
 from cloister.runtime.ready import check_certificate
+from cloister.runtime.sign_off import own_cells
 from cloister.study import Step, Study, format_study
 
 PARTIES = {"hub": "coordinator", "basel": "site", "lugano": "site", "helper": "auxiliary"}
@@ -495,3 +498,28 @@ def test_a_kit_that_others_can_read_or_change_is_not_opened(tmp_path, name, mode
     (kit / name).chmod(mode)
     with pytest.raises(DataError, match=says):
         Kit.open(kit)
+
+
+def test_names_as_hospitals_write_them(tmp_path):
+    names = {"hub": "coordinator", "USZ": "site", "PW030": "site", "basel": "site"}
+    kits = provision(Study("upper case", "bin-values", names, network={"host": "localhost", "port": 8102}), tmp_path)
+    assert {kit.name for kit in kits.values()} == {*names}
+    assert Kit.open(kits["USZ"]).me == "USZ"
+
+
+def test_a_site_names_its_layer_genes_and_labels(basel):
+    adata = demo_sites()["basel"]
+    adata.layers["counts"] = adata.X.copy()
+    adata.X = np.log1p(adata.X)
+    adata.var["name"] = [f"X{i}" for i in range(adata.n_vars)]
+    write_cells(adata, basel.path / "other.h5ad")
+    text = 'data = "other.h5ad"\nlayer = "counts"\ngenes = "name"\n[labels]\n"T" = "T cell"\n'
+    basel.policy_file.write_text(text)
+    assert basel.policy().settings == Settings(layer="counts", genes="name")
+    found = own_cells.open_cells(basel, basel.policy())
+    assert expression_kind(found) == "counts"
+    assert found.var_names[0] == "X0"
+    for wrong, says in [("layer = 3", "'layer' must be a name"), ("raw = 1", "'raw' must be true or false")]:
+        basel.policy_file.write_text(wrong)
+        with pytest.raises(ParameterError, match=says):
+            basel.policy()

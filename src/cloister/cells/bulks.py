@@ -27,4 +27,4 @@ def add_up(adata: AnnData, codes: I64, n: int, layer: str | None = None) -> F64:
         which = sparse.csr_matrix((np.ones(len(cells)), (of[cells], cells)), shape=(n, len(of)))
         added = (which @ block.astype(np.float64)).tocoo()
         total[added.row, added.col] += added.data  # each place once
-    return total
+    return np.rint(total)  # fractional counts (SoupX, alevin, RSEM) are rounded once, as sums

@@ -1,6 +1,16 @@
-"""Files of cells: `.h5ad`, `.zarr`, `.h5mu`, and plain matrices as `.csv`, `.npz` and `.fcs`.
+"""Files of cells: `.h5ad`, `.zarr`, `.h5mu`, 10x `.h5`, `.loom`, and plain matrices as `.csv`, `.npz` and `.fcs`.
 
 `read_cells` loads a file; `open_cells` leaves a large one on disk (`cloister.cells.stored`).
+
+What a site's file means may stand behind its name, after a question mark, as in `cells.h5ad?layer=counts`:
+
+    raw=1             the values and genes of adata.raw
+    layer=NAME        a layer in place of X, which stays as layer `X_original` (of a large file, as X of the file)
+    genes=COLUMN      gene names from a column of var; the former ones stay as column `original_name`
+    label=COLUMN      the same as obs.cell_type=COLUMN
+    obs.NAME=COLUMN   a column of obs under the name that the study uses
+    obsm.NAME=KEY     an embedding under the name that the study uses
+    kind=KIND         counts, log or scaled, whatever the values look like
 
 A file that is not what its suffix says, is damaged or cut short is a `DataError` in one sentence. The HDF5 library
 itself may crash or hang on a damaged file, so a child process tries it first (`hdf5_probe`). Nothing is ever
@@ -11,17 +21,19 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cloister.cells import probe as hdf5_probe
+from cloister.cells.count_files import is_mtx_folder, read_10x, read_loom, read_mtx_folder
 from cloister.cells.cytometry import is_folder, read_folder
 from cloister.cells.plain_files import read_csv, read_fcs, read_npz, write_csv, write_npz
 from cloister.cells.safe_hdf5 import open_hdf5
-from cloister.cells.values import layer_names
-from cloister.errors import CloisterError, DataError, DiskError, ParameterError
+from cloister.cells.values import declare_kind, layer_names, listed, matrix_of
+from cloister.errors import CloisterError, DataError, DiskError, ParameterError, UsageError, about
 from cloister.files import replacing
 
 if TYPE_CHECKING:
@@ -30,14 +42,90 @@ if TYPE_CHECKING:
 IN_MEMORY = 1 << 27  # bytes of a file that `open_cells` still loads
 
 
-def open_cells(path: str | os.PathLike[str], *, probe: bool = True) -> AnnData:
+def open_cells(path: str | os.PathLike[str], *, probe: bool = True, settings: Settings | None = None) -> AnnData:
     """Cells of a file: loaded if it is small, else with `X` and layers left on disk, where its format allows."""
-    path, part = split_name(path)
-    large = path.suffix.lower() in STORED and _size(path) > IN_MEMORY
-    return read_cells(f"{path}:{part}" if part else path, backed=large, probe=probe)
+    file, _ = split_name(split_settings(path)[0])
+    large = file.suffix.lower() in STORED and _size(file) > IN_MEMORY
+    return read_cells(path, backed=large, probe=probe, settings=settings)
 
 
-def read_cells(path: str | os.PathLike[str], *, backed: bool = False, probe: bool = True) -> AnnData:
+@dataclass(frozen=True)
+class Settings:
+    """What stands behind the name of a file, or in a site's own settings."""
+
+    raw: bool = False
+    layer: str | None = None
+    genes: str | None = None
+    kind: str | None = None
+    obs: Mapping[str, str] = field(default_factory=dict)
+    obsm: Mapping[str, str] = field(default_factory=dict)
+
+
+SETTINGS = ("raw", "layer", "genes", "label", "obs.NAME", "obsm.NAME", "kind")
+LABEL = "cell_type"  # the name that `label=` gives to a column
+
+
+def split_settings(path: str | os.PathLike[str]) -> tuple[str, Settings]:
+    """File and settings of a name such as `cells.h5ad?layer=counts&raw=1`; a file of the whole name wins."""
+    text = os.fspath(path)
+    head, mark, tail = text.rpartition("?")
+    if not mark or Path(text).exists():
+        return text, Settings()
+    given: dict[str, Any] = {}
+    tables: dict[str, dict[str, str]] = {"obs": {}, "obsm": {}}
+    for word in filter(None, tail.split("&")):
+        key, _, value = word.partition("=")
+        slot, _, name = key.partition(".")
+        if key == "raw" and value.lower() in ("", "1", "true", "0", "false"):
+            given["raw"] = value.lower() not in ("0", "false")
+        elif key == "label" and value:
+            tables["obs"][LABEL] = value
+        elif key in ("layer", "genes", "kind") and value:
+            given[key] = value
+        elif slot in tables and name and value:
+            tables[slot][name] = value
+        else:
+            raise UsageError(f"'{word}' behind {head} is not a setting; known are {', '.join(SETTINGS)}, each with =")
+    return head, Settings(**given, obs=tables["obs"], obsm=tables["obsm"])
+
+
+def apply_settings(adata: AnnData, settings: Settings) -> AnnData:
+    """Give columns, genes and values the place that settings say; what they had stays beside it."""
+    for slot, renames in (("obs", settings.obs), ("obsm", settings.obsm)):
+        table = getattr(adata, slot)
+        for name, own in renames.items():
+            if own not in table:
+                raise DataError(f"adata.{slot}[{own!r}] is missing; there is {listed(table)}. Name one of these.")
+            table[name] = table[own]
+    if settings.genes is not None:
+        if settings.genes not in adata.var:
+            raise DataError(
+                f"adata.var[{settings.genes!r}] is missing; there is {listed(adata.var)}. Name one of these."
+            )
+        names = [
+            str(new) if isinstance(new, str) and new else str(old)
+            for old, new in zip(adata.var_names, adata.var[settings.genes].astype(object), strict=True)
+        ]
+        adata.var["original_name"] = adata.var_names.to_numpy(dtype=object)
+        adata.var_names = names
+    if settings.layer is not None:
+        values = matrix_of(adata, settings.layer)
+        if hasattr(adata, "origin"):
+            from cloister.cells.stored import with_layer
+
+            adata = with_layer(adata, settings.layer)
+        else:
+            if adata.X is not None:
+                adata.layers["X_original"] = adata.X
+            adata.X = values
+    if settings.kind is not None:
+        declare_kind(adata, settings.kind)
+    return adata
+
+
+def read_cells(
+    path: str | os.PathLike[str], *, backed: bool = False, probe: bool = True, settings: Settings | None = None
+) -> AnnData:
     """Read cells from a file, by its suffix.
 
     Parameters
@@ -46,17 +134,28 @@ def read_cells(path: str | os.PathLike[str], *, backed: bool = False, probe: boo
         `.h5ad` or `.zarr`, with `:raw` behind it for the values and genes of `adata.raw`; `.h5mu:NAME` for a modality;
         `.csv` with cell names in the first column and gene names in the first line (numbers go to
         `X`, other columns to `obs`); `.npz` with an array `X`, dense or as `scipy.sparse.save_npz` writes
-        it, and arrays per cell or gene beside it; `.fcs` with the extra `fcs`. Or a folder of `.fcs` files with a table
-        `donors.csv`, which says the donor and the condition of each.
+        it, and arrays per cell or gene beside it; `.fcs` with the extra `fcs`; `.h5` of 10x CellRanger; `.loom`. Or a
+        folder of `.fcs` files with a table `donors.csv`, which says the donor and the condition of each, or one with
+        `matrix.mtx`, features and barcodes. Settings follow a question mark.
     backed
         Leave `X` and layers of an `.h5ad`, `.h5mu` or `.zarr` file on disk, and read them in pieces.
     probe
         Have a child process parse an HDF5 file first, so that damage cannot crash this one.
+    settings
+        What would stand behind the question mark, if nothing does.
     """
-    path, part = split_name(path)
+    text, named = split_settings(path)
+    settings = settings if settings is not None and named == Settings() else named
+    path, part = split_name(text)
+    if settings.raw:
+        if part is not None or path.suffix.lower() not in (".h5ad", ".zarr"):
+            raise UsageError(f"raw=1 is for adata.raw of .h5ad and .zarr files, found {text}")
+        part = "raw"
     suffix = path.suffix.lower()
     if is_folder(path):
-        return read_folder(path)
+        return _with_settings(read_folder(path), settings, path)
+    if suffix == "" and is_mtx_folder(path):
+        return _with_settings(_read_mtx(path), settings, path)
     if suffix not in _READERS:
         raise DataError(f"{path} must be one of {', '.join(_READERS)}; convert it or correct its suffix.")
     if backed and suffix not in STORED:
@@ -94,7 +193,21 @@ def read_cells(path: str | os.PathLike[str], *, backed: bool = False, probe: boo
         raise DataError(_damaged(path, kind)) from error
     if 0 in adata.shape:
         raise DataError(f"{path} holds {adata.n_obs} cells and {adata.n_vars} genes; at least one of each is needed.")
-    return adata
+    return _with_settings(adata, settings, path)
+
+
+def _with_settings(adata: AnnData, settings: Settings, path: Path) -> AnnData:
+    with about(str(path)):
+        return apply_settings(adata, settings)
+
+
+def _read_mtx(path: Path) -> AnnData:
+    try:
+        return read_mtx_folder(path)
+    except CloisterError:
+        raise
+    except Exception as error:  # on damaged bytes the libraries raise anything
+        raise DataError(_damaged(path, "a folder with matrix.mtx")) from error
 
 
 def _damaged(path: Path, kind: str) -> str:
@@ -206,7 +319,8 @@ def _check_declared(path: Path) -> None:
             raise DataError(_linked(path)) from None
         except hdf5_probe.TooLargeError:
             raise DataError(_too_large(path)) from None
-        missing = [key for key in ("obs", "var") if key not in file]
+        wanted = () if path.suffix.lower() in (".h5", ".loom") else ("obs", "var")
+        missing = [key for key in wanted if key not in file]
         file.visititems(_check_declared_size)
     if missing:
         raise DataError(f"{path} is HDF5 but holds no AnnData ({missing[0]} is missing); convert it with scanpy.")
@@ -269,6 +383,8 @@ _READERS: dict[str, tuple[str, Callable[[Path], AnnData]]] = {
     ".h5ad": ("HDF5", _read_h5ad),
     ".h5mu": ("HDF5", _read_stored),
     ".zarr": (ZARR, _read_stored),
+    ".h5": ("HDF5", read_10x),
+    ".loom": ("HDF5", read_loom),
     ".csv": ("text", read_csv),
     ".npz": ("a zip archive", read_npz),
     ".fcs": ("FCS", read_fcs),

@@ -235,8 +235,8 @@ def genes_in_common(
         raise DataError(f"The sites have no gene in common: {_why_disjoint(plain)}")
     if FEW * len(common) < (shortest := min(map(len, every))):
         raise FewGenes(
-            f"The sites have only {len(common)} of {shortest} genes in common; '{_odd_one(plain)}' shares fewest with the"
-            " others. Name genes alike at all sites, or leave out at every site what the others do not measure.",
+            f"The sites have only {len(common)} of {shortest} genes in common; '{_odd_one(plain)}' shares fewest with"
+            " the others. Name genes alike at all sites, or leave out at every site what the others do not measure.",
             _odd_one(plain),
         )
     if len(common) < least and max(map(len, every)) >= 2 * least:

@@ -41,6 +41,7 @@ class Origin:
     loaded: dict[tuple[str, str], Any] = field(default_factory=dict)  # (slot, key) → as it was read
     folder: Any = None  # a temporary one that the file is in, and that goes away with this
     surveys: dict[str | None, Any] = field(default_factory=dict)  # what `tables.survey` saw, by layer
+    layer: str | None = None  # that stands in for X
 
     @property
     def is_raw(self) -> bool:
@@ -112,10 +113,18 @@ def _in_memory(x: Any) -> Any:
 
 def _assemble(origin: Origin, slots: dict[str, Any]) -> StoredCells:
     x = _lazy(origin.measured["X"]) if "X" in origin.measured else None
+    x = x if origin.layer is None else _lazy(origin.group["layers"][origin.layer])
     shape = None if x is not None else origin.shape
     adata = StoredCells(X=x, shape=shape, **slots)
     adata.origin = origin
     return adata
+
+
+def with_layer(adata: StoredCells, layer: str) -> StoredCells:
+    """The same cells with a layer of the file in place of X."""
+    adata.origin.layer = layer
+    adata.origin.surveys.clear()
+    return _assemble(adata.origin, {slot: _copied(getattr(adata, slot)) for slot in _SLOTS})
 
 
 # ---- opening ---------------------------------------------------------------------------------------------------------

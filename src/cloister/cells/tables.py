@@ -179,8 +179,16 @@ def describe(adata: AnnData) -> dict[str, Any]:
             warnings.append("adata.X has missing or infinite values")
         if kind == "scaled":
             warnings.append("adata.X has negative values, so it holds neither counts nor log values")
+        if seen.fractional and kind == "counts":
+            warnings.append(
+                f"adata.X holds fractions, and {seen.near_whole:.0%} of its values are near whole numbers: taken as"
+                " counts (SoupX, alevin, RSEM); add ?kind=log to the file's name if they are not"
+            )
         if kind == "log" and seen.largest > LOG_LIMIT:
-            warnings.append(f"adata.X has fractions above {LOG_LIMIT:g}, so it is on a linear scale, not log values")
+            warnings.append(
+                f"adata.X has fractions above {LOG_LIMIT:g}, so it is on a linear scale, not log values;"
+                " if these are corrected counts, add ?kind=counts to the file's name"
+            )
     if not adata.var_names.is_unique:
         warnings.append("gene names are not unique")
     if not adata.obs_names.is_unique:

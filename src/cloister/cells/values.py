@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from anndata import AnnData
 
 ExpressionKind = Literal["counts", "log", "scaled"]
+KIND = "kind"  # in adata.uns["cloister"]: what a site says its values are
 _BLOCK = 2**24  # matrix entries per block, zeros included
 _STORED = 2**21  # stored entries that are read at a time where only values matter
 _SAMPLE, _SAMPLE_BLOCKS = 2**18, 16  # the same for a sample, and how many of them
@@ -41,10 +42,66 @@ class Survey:
     largest: float
     table: Table | None = field(default=None, repr=False, compare=False)  # of all values, if few differ
     single: bool = False  # of a sparse matrix: no place is stored twice, so that values can be read without places
+    near_whole: float = 1.0  # fraction of a sample of the non-zero values, see `Fractions`
+    fractional: bool = False  # not whole, but counts by the rule of `Fractions`
+    declared: ExpressionKind | None = None  # what the site says its values are
 
     @property
     def kind(self) -> ExpressionKind:
-        return "scaled" if self.smallest < 0 else "counts" if self.whole else "log"
+        if self.declared is not None:
+            return self.declared
+        return "scaled" if self.smallest < 0 else "counts" if self.whole or self.fractional else "log"
+
+
+class Fractions:
+    """Whether values that are not whole are counts all the same, as SoupX, alevin and RSEM give them.
+
+    They are if at least half of a sample of the non-zero values lie within `NEAR` of a whole number of at least 1,
+    and if they are not logarithms (base e, 2 or 10) of whole numbers plus 1. Of other fractions (log values, CP10k,
+    TPM), about a fifth lie so near.
+    """
+
+    NEAR, HALF = 0.1, 0.5
+    MOST = 2**18  # values of the sample
+
+    def __init__(self) -> None:
+        self.n, self.near, self.tried, self.logs = 0, 0, 0, np.zeros(3, np.int64)
+
+    def add(self, values: Array) -> None:
+        """Some non-zero, finite values."""
+        values = values[:: max(1, values.size // 2**16)][: max(0, self.MOST - self.n)].astype(np.float64)
+        if not values.size:
+            return
+        whole = np.rint(values)
+        self.n += values.size
+        self.near += int(np.count_nonzero((np.abs(values - whole) <= self.NEAR) & (whole >= 1)))
+        odd = values[(np.abs(values - whole) > 1e-4) & (values > 0) & (values < 9)]
+        self.tried += odd.size
+        for i, base in enumerate((np.e, 2.0, 10.0)):
+            powers = base**odd - 1
+            powers = powers[powers < 1000]
+            self.logs[i] += np.count_nonzero(np.abs(powers - np.rint(powers)) <= 1e-3)
+
+    @property
+    def share(self) -> float:
+        return self.near / self.n if self.n else 1.0
+
+    @property
+    def counts(self) -> bool:
+        return self.share >= self.HALF and not (self.tried and self.logs.max() >= 0.5 * self.tried)
+
+
+def declare_kind(adata: AnnData, kind: str) -> None:
+    """Note in an AnnData what its values are, whatever they look like."""
+    if kind not in get_args(ExpressionKind):
+        raise DataError(f"kind must be one of {', '.join(get_args(ExpressionKind))}, found {kind!r}")
+    adata.uns.setdefault("cloister", {})[KIND] = kind
+
+
+def declared_kind(adata: AnnData) -> ExpressionKind | None:
+    notes = adata.uns.get("cloister", {})
+    kind = notes.get(KIND) if hasattr(notes, "get") else None
+    return cast(ExpressionKind, kind) if kind in get_args(ExpressionKind) else None
 
 
 def survey(adata: AnnData, layer: str | None = None) -> Survey:
@@ -54,7 +111,7 @@ def survey(adata: AnnData, layer: str | None = None) -> Survey:
     if layer in kept:
         return kept[layer]
     stored, nonzero, whole, finite, low, high = 0, 0, True, True, np.inf, -np.inf
-    tally = Tally()
+    tally, fractions = Tally(), Fractions()
     for values in _stored_values(matrix, where_is(layer)):
         stored += values.size
         values = _without_zeros(values)
@@ -62,12 +119,15 @@ def survey(adata: AnnData, layer: str | None = None) -> Survey:
         if values.dtype.kind == "f" and not np.isfinite(values).all():
             finite, values = False, values[np.isfinite(values)]
         if values.size:
+            if values.dtype.kind == "f":
+                fractions.add(values)
             values = tally.add(values)
             low, high = min(low, float(values.min())), max(high, float(values.max()))
             whole = whole and (values.dtype.kind != "f" or bool((values == np.rint(values)).all()))
     single = is_sparse(matrix) and stored == int(pointers(matrix, where_is(layer))[-1])
     ends = (low, high) if nonzero else (0.0, 0.0)
-    seen = Survey(nonzero, whole, finite, *ends, tally.table, single)
+    near, looks = (1.0, False) if whole else (fractions.share, fractions.counts)
+    seen = Survey(nonzero, whole, finite, *ends, tally.table, single, near, looks, declared_kind(adata))
     kept[layer] = seen
     return seen
 
@@ -80,22 +140,26 @@ def _kept_surveys(adata: AnnData, matrix: Any) -> dict[str | None, Survey]:
 
 
 def expression_kind(adata: AnnData, layer: str | None = None) -> ExpressionKind:
-    """Tell raw counts (whole numbers) from log values (fractions) and scaled values (some negative).
+    """Tell counts (whole numbers, or fractions by the rule of `Fractions`) from log and scaled values (some negative).
 
     Looks at a bounded sample of the cells. Fractions on a linear scale, such as CP10k without a logarithm,
-    are called `log` here, and `describe` warns of them.
+    are called `log` here, and `describe` warns of them. A kind that the site declared (`kind=` in the name of its
+    file) decides.
     """
+    if (declared := declared_kind(adata)) is not None:
+        return declared
     matrix = matrix_of(adata, layer)
     if (seen := _kept_surveys(adata, matrix).get(layer)) is not None:
         return seen.kind
-    whole = True
+    whole, fractions = True, Fractions()
     for _, block in blocks(matrix, where_is(layer), entries=_SAMPLE, most=_SAMPLE_BLOCKS):
         values = _stored(block).astype(np.float64)
         values = values[np.isfinite(values)]
         if values.size and values.min() < 0:
             return "scaled"
         whole = whole and bool((values == np.rint(values)).all())
-    return "counts" if whole else "log"
+        fractions.add(values[values != 0])
+    return "counts" if whole or fractions.counts else "log"
 
 
 def nonzero_values(adata: AnnData, layer: str | None = None) -> Iterator[F64]:

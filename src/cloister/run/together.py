@@ -82,7 +82,7 @@ def look_at_labels(found: Together, cells: Mapping[str, AnnData], options: Any) 
     key = getattr(options, "label_key", None)
     if key and _vocabulary(options) == ():
         query = getattr(options, "query", "")  # who asks offers no labels
-        _compare_labels(found, {f: a for f, a in cells.items() if Path(f).stem != query}, key)
+        _compare_labels(found, {f: a for f, a in cells.items() if Path(f.partition("?")[0]).stem != query}, key)
         found.problems += _label_problems(found)
 
 

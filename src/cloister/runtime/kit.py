@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cloister import files, governance, workflows
+from cloister.cells.files import Settings
 from cloister.cells.vocabulary import check_map
 from cloister.crypto.agreement import Identity
 from cloister.disclosure import Thresholds
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
 RUNS = "runs"  # folder of a coordinator's kit: how a run ended, until its service has read it
 DATA = "CLOISTER_DATA"  # a service that is started for one run finds its cells here
 TOP = {"data", "out", "sandbox", "approve", "limits", "budget", "floors", "obs", "obsm", "labels"}
+TOP |= {"layer", "raw", "genes", "kind"}  # of this site's file
 SANDBOXES = ("landlock", "systemd")  # who confines the carrier: the service itself, or the unit file
 STUDY_RUNS, WORKFLOW_RUNS = 20, 100  # runs that may be begun where [limits] says nothing
 COUNTS = "runs.json"  # in `local`: how many runs were begun, by study and by workflow
@@ -69,6 +71,7 @@ class Policy:
     floors: Mapping[str, int] = field(default_factory=dict)  # minimum group sizes: raise the study's, never lower them
     obs: Mapping[str, str] = field(default_factory=dict)  # name in the study → name in this site's file
     obsm: Mapping[str, str] = field(default_factory=dict)
+    settings: Settings = field(default_factory=Settings)  # layer, raw, genes, kind: how this site's file is read
     labels: Mapping[str, str] = field(default_factory=dict)  # name of a label in this site's file → in the study
 
 
@@ -126,6 +129,11 @@ class Kit:
         for key in ("data", "out"):
             if not isinstance(raw.get(key, ""), str):
                 raise ParameterError(f"{where.name}: '{key}' must be a path in quotes")
+        for key in ("layer", "genes", "kind"):
+            if not isinstance(raw.get(key, ""), str):
+                raise ParameterError(f"{where.name}: '{key}' must be a name in quotes")
+        if not isinstance(raw.get("raw", False), bool):
+            raise ParameterError(f"{where.name}: 'raw' must be true or false")
         if raw.get("sandbox", SANDBOXES[0]) not in SANDBOXES:
             raise ParameterError(f"{where.name}: 'sandbox' must be one of {', '.join(SANDBOXES)}")
         for key in APPROVE:
@@ -160,6 +168,7 @@ class Kit:
             obs=names["obs"],
             obsm=names["obsm"],
             labels=names["labels"],
+            settings=Settings(raw.get("raw", False), raw.get("layer"), raw.get("genes"), raw.get("kind")),
         )
 
     def _asked(self) -> dict[str, list[str]]:
@@ -343,6 +352,12 @@ def format_policy(study: Study, role: Role) -> str:
     cells = """\
 # Your cells. A path from this kit's folder, or a full path; it never leaves this machine.
 data = "cells.h5ad"
+# If the counts are not in X: a layer, or raw = true for adata.raw. genes names the column of var to match genes by,
+# kind says what the values are ("counts", "log") where that is not found out by itself.
+# layer = "counts"
+# raw = true
+# genes = "gene_name"
+# kind = "counts"
 
 """
     names = """\

@@ -1,8 +1,9 @@
 """Common genes: the sites learn which genes all of them measured, and that their values are of one kind.
 
     L1   u → S   kind of values, gene names
-    L2   S ⇒ u   the kind, genes in common   of those who answered, more than half; a tenth of the shortest list or more,
-                                             and 200 or more where a site has 400
+    L2   S ⇒ u   the kind, genes in common   of those who answered, more than half; a tenth of the shortest list or more
+
+At L2 there must be 200 genes or more where a site has 400.
 
 Reveals
 -------

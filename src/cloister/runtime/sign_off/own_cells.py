@@ -25,7 +25,7 @@ def open_cells(kit: Kit, policy: Policy) -> AnnData:
     if policy.data is None:
         raise DataError("local/site.toml: 'data' is missing; write where your cells are")
     with about(str(policy.data)):
-        adata = cell_files.open_cells(policy.data)
+        adata = cell_files.open_cells(policy.data, settings=policy.settings)
     for name, table, renames in (("obs", adata.obs, policy.obs), ("obsm", adata.obsm, policy.obsm)):
         for theirs, ours in renames.items():
             if ours not in table:
