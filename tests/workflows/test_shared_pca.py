@@ -91,8 +91,10 @@ def test_later_cells_are_placed_where_the_run_would_have_put_them(sites, run, tm
         place_in_space(later, like)
         np.testing.assert_allclose(later.obsm["X_shared_pca"], like.obsm["X_shared_pca"][5:9], atol=1e-9)
         assert later.uns["X_shared_pca"]["space"] == like.uns["X_shared_pca"]["space"]
-    with pytest.raises(DataError, match="genes of the space are not here"):
-        place_in_space(sites["basel"][:, 3:].copy(), like)
+    place_in_space(few := sites["basel"][5:9, 6:].copy(), like)
+    assert np.abs(few.obsm["X_shared_pca"] - like.obsm["X_shared_pca"][5:9]).max() < 5
+    with pytest.raises(DataError, match=r"300 of the 600 genes of the space are not here .* 50% of it, more than 30%"):
+        place_in_space(sites["basel"][:, 300:].copy(), like)
     with pytest.raises(DataError, match="do not hold the space"):
         place_in_space(sites["basel"].copy(), sites["basel"])
 

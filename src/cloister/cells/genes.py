@@ -244,8 +244,8 @@ def genes_in_common(
         odd = odd if len(plain[odd]) < least else _odd_one(plain)
         raise FewGenes(
             f"The sites have only {len(common)} genes in common, fewer than {least}; '{odd}' has {len(plain[odd])} and"
-            f" others up to {max(map(len, every))}: {_cause(odd, plain)}. To use these few all the same, keep only the"
-            " genes in common at every site.",
+            f" others up to {max(map(len, every))}: {cause_of(odd, plain)}. To use these few all the same, keep only"
+            " the genes in common at every site.",
             odd,
         )
     for note in few_in_common(plain, len(common)):
@@ -263,11 +263,11 @@ def few_in_common(plain: Mapping[str, Sequence[str]], common: int) -> list[str]:
     listed = ", ".join(f"'{site}' {len(plain[site])}" for site in halved[:5])
     return [
         f"only {common} genes are in common, fewer than half of those of some sites ({listed}); the cause seems to be"
-        f" '{odd}': {_cause(odd, plain)}"
+        f" '{odd}': {cause_of(odd, plain)}"
     ]
 
 
-def _cause(site: str, plain: Mapping[str, Sequence[str]]) -> str:
+def cause_of(site: str, plain: Mapping[str, Sequence[str]]) -> str:
     """Why a site shares few genes with the others."""
     own, rest = plain[site], [name for other, names in plain.items() if other != site for name in names]
     kinds = gene_id_kind(own), gene_id_kind(rest)

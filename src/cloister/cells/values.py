@@ -223,6 +223,20 @@ class Rows:
         return block
 
 
+class PaddedRows(Rows):
+    """Rows of a matrix with columns of zeros behind them, for genes that a file lacks."""
+
+    def __init__(self, rows: Rows, extra: int) -> None:
+        self._rows, self._extra = rows, extra
+        self.shape = (rows.shape[0], rows.shape[1] + extra)
+
+    def __getitem__(self, rows: slice) -> Any:
+        from scipy import sparse
+
+        block = sparse.csr_matrix(self._rows[rows])
+        return sparse.csr_matrix((block.data, block.indices, block.indptr), shape=(block.shape[0], self.shape[1]))
+
+
 def map_values(adata: AnnData, fn: Mapping, layer: str | None = None, dtype: npt.DTypeLike = np.float32) -> Any:
     """Apply a function to the non-zero values and leave every zero at zero.
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from cloister.cells import tables as cells
 from cloister.cells.genes import GeneIdKind, check_unique, gene_names, plain_name
+from cloister.cells.missing_genes import fill_missing
 from cloister.cells.spaces import digest_of
 from cloister.errors import DataError, ParameterError
 from cloister.net.seat import Outcome, Place, Seat
@@ -146,7 +147,8 @@ def place_in_space(
     Parameters
     ----------
     adata
-        Counts or log values, as in the run, with all genes that the sites had in common.
+        Counts or log values, as in the run, with the genes that the sites had in common. A few may be missing: above
+        5 % of the space's weight that is logged, above 30 % it is an error.
     like
         This site's cells of the run, with the space in `varm[key]` and `uns[key]`.
     layer, library_key
@@ -164,11 +166,12 @@ def place_in_space(
         raise DataError(f"the space was made of {told['kind']} values, found {found} values; pass layer=")
     mine = cells_of(adata, str(told["names"]), layer, library_key)
     check_unique(list(mine.names), "Gene names")
-    if missing := sorted(set(map(str, told["common"])) - set(mine.names)):
-        raise DataError(f"{len(missing)} genes of the space are not here (e.g. '{missing[0]}'); bring the same genes")
     at = {name: i for i, name in enumerate(own_names(like, str(told["names"])))}
     genes = tuple(map(str, told["genes"]))
     V = np.asarray(like.varm[key])[[at[name] for name in genes]]
+    weights = dict(zip(genes, np.abs(V).sum(axis=1).tolist(), strict=True))
+    names, rows = fill_missing(mine.names, mine.x, list(map(str, told["common"])), weights, "space")
+    mine = protocol.Cells(names, rows, mine.library)
     mean, deviation, center, variance = (np.asarray(told[x]) for x in ("mean", "deviation", "center", "variance"))
     common = tuple(map(str, told["common"]))
     space = protocol.Space(genes, mean, deviation, center, V, variance, 0.0, int(told["cells"]), common)

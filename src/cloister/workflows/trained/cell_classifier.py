@@ -14,6 +14,7 @@ from cloister import files
 from cloister.arrays import F64, Array
 from cloister.cells import tables as cells
 from cloister.cells.genes import GeneIdKind, check_unique, gene_names, match_genes, plain_name
+from cloister.cells.missing_genes import fill_missing
 from cloister.cells.spaces import check_space
 from cloister.errors import DataError
 from cloister.models.linear import LinearModel
@@ -69,7 +70,8 @@ class CellClassifier:
         Parameters
         ----------
         adata
-            Cells with the genes (or the embedding) that the model was trained on, in any order.
+            Cells with the genes (or the embedding) that the model was trained on, in any order. A few genes may be
+            missing: above 5 % of the model's weight that is logged, above 30 % it is an error.
         layer, library_key
             The layer that holds counts, and a column of `obs` with library sizes, as in training.
         adapt
@@ -118,20 +120,15 @@ class CellClassifier:
             names = gene_names(adata.var, cast(GeneIdKind, model.names))
         check_unique(names, "Gene names")
         needed = model.common if model.kind == "counts" and library_key is None else model.genes
-        if missing := sorted(set(needed) - set(names)):
-            listed = ", ".join(f"'{n}'" for n in missing[:5]) + (", ..." if len(missing) > 5 else "")
-            hint = "; or pass library_key= with each cell's library size" if needed != model.genes else ""
-            raise DataError(
-                f"{len(missing)} of the {len(needed)} genes that the model knows are not here ({listed}): cells would "
-                f"be normalised otherwise than in training. Use the same genes{hint}"
-            )
+        weights = dict(zip(model.genes, np.abs(model.coefficients).sum(axis=1).tolist(), strict=True))
+        known, rows = fill_missing(names, cells.rows_of(adata, layer), needed, weights)
         library = None
         if library_key is not None:
             if library_key not in adata.obs:
                 raise DataError(f"adata.obs[{library_key!r}] is missing; pass the column with the library sizes")
             library = np.asarray(adata.obs[library_key], dtype=np.float64)
         like = shared_pca.Params((), "", model.kind, 2, 1, model.target_sum)  # type: ignore[arg-type]
-        here = shared_pca.Cells(tuple(names), cells.rows_of(adata, layer), library)
+        here = shared_pca.Cells(known, rows, library)
         chosen = match_genes(list(needed), list(model.genes))
         y = scipy.sparse.vstack([y[:, chosen] for y in shared_pca.normalised(like, here, needed, len(needed))], "csr")
         y.data = np.log1p(y.data)
