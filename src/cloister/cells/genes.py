@@ -150,7 +150,9 @@ def gene_names(var: pd.DataFrame | Sequence[str], kind: GeneIdKind) -> list[str]
     for _, names in _name_columns(var):
         if all(name is not None for name in names) and gene_id_kind(filter(None, names)) == kind:
             full = [plain_name(name) for name in names if name is not None]
-            return current_symbols(full) if kind == "symbol" else full
+            if kind == "ensembl" and all(_ENSEMBL.fullmatch(name) for name in full):
+                return full
+            return translated(full, kind) or full
     for _, names in _name_columns(var):
         full = [name for name in names if name is not None]
         if len(full) == len(names) and (new := translated(full, kind)) is not None:
@@ -234,10 +236,12 @@ def genes_in_common(
     if not common:
         raise DataError(f"The sites have no gene in common: {_why_disjoint(plain)}")
     if FEW * len(common) < (shortest := min(map(len, every))):
+        odd = _odd_one(plain)
         raise FewGenes(
-            f"The sites have only {len(common)} of {shortest} genes in common; '{_odd_one(plain)}' shares fewest with"
-            " the others. Name genes alike at all sites, or leave out at every site what the others do not measure.",
-            _odd_one(plain),
+            f"The sites have only {len(common)} of {shortest} genes in common; '{odd}' shares fewest with the others:"
+            f" {cause_of(odd, plain)}. Name genes alike at all sites, or leave out at every site what the others do not"
+            " measure.",
+            odd,
         )
     if len(common) < least and max(map(len, every)) >= 2 * least:
         odd = min(plain, key=lambda site: len(plain[site]))
