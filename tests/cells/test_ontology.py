@@ -35,6 +35,7 @@ SMALL = CellOntology(
         ("CD16 Mono", "CL:0000875"),
         ("CD14+ Monocytes", "CL:0001054"),
         ("DC", "CL:0000451"),
+        ("dendritic cell, human", "CL:0000451"),
         ("pDC", "CL:0000784"),
         ("MK", "CL:0000556"),
         ("Tregs", "CL:0000815"),

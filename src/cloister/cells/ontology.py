@@ -24,6 +24,7 @@ from cloister.cells.names import folded, label_words
 from cloister.errors import DataError, ParameterError
 
 SPECIES = ("(Mmus)", "(Hsap)")  # ends of the names of terms of one species
+HUMAN = ", human"  # ends the names of a few terms whose like without it exists too
 AMBIGUOUS = frozenset({"alpha", "beta", "gamma", "delta", "epsilon"})  # of which organ they are, the name does not tell
 # What laboratories write, and the ontology has under other words; by the words that are left of a name.
 USUAL = {
@@ -93,9 +94,12 @@ class CellOntology:
         name = name.strip()
         key = name.upper().replace("_", ":") if name[:3].upper() in ("CL:", "CL_") else ""
         key = self.replaced.get(key, key)
-        if key:
-            return key if key in self.terms else None
-        return self._by_name.get(folded(name)) or self._by_words.get(label_words(name))
+        if not key:
+            key = self._by_name.get(folded(name)) or self._by_words.get(label_words(name)) or ""
+        if key not in self.terms:
+            return None
+        general = self.terms[key].name.removesuffix(HUMAN)  # the species is no part of a label here
+        return self._by_name.get(folded(general), key)
 
     def name(self, key: str) -> str:
         return self._term(key).name
