@@ -39,7 +39,7 @@ def test_names_of_the_same_words(one, other):
 @pytest.mark.parametrize(
     ("one", "other"),
     [("CD4 T", "CD8 T"), ("CD25- T", "CD25+ T"), ("type 1", "type 2"), ("NK/NKT", "NKT"), ("CD14 low", "CD14"),
-     ("naive B", "memory B"), ("cluster 1", "cluster 11")],
+     ("naive B", "memory B"), ("cluster 1", "cluster 11"), ("b🦠", "b"), ("", "🦠"), ("+", "-"), ("T*", "T")],
 )  # fmt: skip
 def test_names_of_other_words(one, other):
     assert label_words(one) != label_words(other)

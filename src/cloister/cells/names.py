@@ -30,6 +30,7 @@ _SHORT = {
     **{"fcgr3a": "cd16", "ncam1": "cd56", "ms4a1": "cd20", "il2ra": "cd25", "ptprc": "cd45", "itgax": "cd11c"},
 }
 _GREEK = {"α": "alpha", "β": "beta", "γ": "gamma", "δ": "delta", "ε": "epsilon"}
+_WORD = re.compile(r"[^\W_]+|[^\w\s+−,.;:()\[\]'\"-]")  # usual punctuation separates; any other sign counts
 _MARKER = re.compile(r"cd\d|hla|ig[adegm]$")
 _ROMAN = {"i": "1", "ii": "2", "iii": "3"}
 
@@ -61,7 +62,7 @@ def label_words(name: str) -> frozenset[str]:
     text = re.sub(r"([a-z]*\d\w*)[-−](?=$|[\s/,;)])", r"\1neg ", text)
     is_typed = re.search(r"\btype\b", text) is not None
     parts = [
-        {w for word in re.findall(r"[^\W_]+", part) for w in _one_word(word, is_typed=is_typed)}
+        {w for word in _WORD.findall(part) for w in _one_word(word, is_typed=is_typed)}
         for part in re.split(r"/|&|\bor\b|\band\b", text)
     ]
     words = set().union(*parts)
@@ -69,7 +70,7 @@ def label_words(name: str) -> frozenset[str]:
         words.add("or")  # NK/NKT are two types, CD4+/CD25+ T cells are one
     if words & {"t", "b", "killer"} and len(words) > 1:
         words.discard("lymphocyte")
-    return frozenset(words - _NO_WORDS or words)
+    return frozenset(words - _NO_WORDS or words or {folded(name)})
 
 
 def _one_word(word: str, *, is_typed: bool) -> list[str]:
