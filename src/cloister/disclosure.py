@@ -289,7 +289,7 @@ def _unit(x: F64) -> F64:
 
 
 def _orthogonal(basis: F64, x: F64) -> F64:
-    """x without its part in the space of an orthonormal basis; twice, for rounding."""
+    """X without its part in the space of an orthonormal basis; twice, for rounding."""
     for _ in range(2):
         x = x - basis @ (basis.T @ x)
     return x

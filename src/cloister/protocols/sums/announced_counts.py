@@ -28,8 +28,8 @@ coordinator : how many cells each site adds, within 1/64.
 site : nothing, if no site is above the bound; otherwise which ones are.
 malicious coordinator : the same. It can end the run, and name any site by that.
 one malicious site : one bit per run about how the others' counts are rounded. The announcements fit depending on
-    Σ_u (a_u - n_u), which N does not determine, and a_v and n_v move the threshold. A site that adds a negative count, at
-    least -R/64, lowers N, and so has an honest site named that is within 1/64 of max_share.
+    Σ_u (a_u - n_u), which N does not determine, and a_v and n_v move the threshold. A site that adds a negative count,
+    at least -R/64, lowers N, and so has an honest site named that is within 1/64 of max_share.
 coordinator with k sites : the same.
 
 Assumes

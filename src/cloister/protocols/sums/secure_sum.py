@@ -247,14 +247,14 @@ def open_shares(ch: Channel, v: Party, key: bytes, box: bytes) -> tuple[bytes, b
 
 
 def add(y: U64, x: U64, *, wide: bool) -> None:
-    """y + x in place; uint64 wraps."""
+    """Y + x in place; uint64 wraps."""
     y += x
     if wide:
         y[-2:-1] += (y[-1:] < x[-1:]).astype(np.uint64)  # carry
 
 
 def subtract(y: U64, x: U64, *, wide: bool) -> None:
-    """y - x in place."""
+    """Y - x in place."""
     if wide:
         y[-2:-1] -= (y[-1:] < x[-1:]).astype(np.uint64)  # borrow
     y -= x

@@ -95,7 +95,9 @@ class AnsweredCells:
         path = self.folder / KEY
         if not path.exists():
             if (self.folder / FILE).exists():
-                raise ParameterError(f"{path} is missing, and stored fingerprints depend on it; restore it from a backup")
+                raise ParameterError(
+                    f"{path} is missing, and stored fingerprints depend on it; restore it from a backup"
+                )
             files.write(path, Entropy().bytes(32))
         key = path.read_bytes()
         if len(key) != 32:
