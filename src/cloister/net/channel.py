@@ -240,9 +240,7 @@ class Channel:
     def claim(self, protocol: str) -> None:
         """Use the id of this channel for the keys and signatures of one protocol run; a second use is an error here."""
         if (protocol, self.run_id) in self._session.claimed:
-            raise ParameterError(
-                f"a second {protocol} under the id of channel '{self.scope}'; open a sub-channel"
-            )
+            raise ParameterError(f"a second {protocol} under the id of channel '{self.scope}'; open a sub-channel")
         self._session.claimed.add((protocol, self.run_id))
 
     async def send(self, to: Party, msg: Any) -> None:

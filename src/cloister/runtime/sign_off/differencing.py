@@ -209,8 +209,8 @@ def _check_combinations(earlier: list[Answered], new: RowPrints, kind: str, leas
     worse = np.where(now > before + 1e-6, now, 0.0)
     if worse.max() > (1 + 1e-6) / least.min_cells:
         raise Refusal(
-            f"a combination of this run and {len(earlier)} earlier one(s) rests on about {1 / worse.max():.0f} cell(s), "
-            f"fewer than {least.min_cells}; to allow it: {ALLOW}"
+            f"a combination of this run and {len(earlier)} earlier one(s) rests on about {1 / worse.max():.0f} "
+            f"cell(s), fewer than {least.min_cells}; to allow it: {ALLOW}"
         )
     donor = _donor_of(everyone, [one.rows for one in earlier] + [new], kind)
     for k in range(len(atoms)) if donor is not None else ():
