@@ -231,9 +231,8 @@ class Kit:
             counts = self._counts()
             if (entry := self.approvals.entry(self.study)) is not None and entry.data is not None:
                 if adata is not None:
-                    if not entry.small_change:
-                        self.check_differences(policy, adata, entry.data.matrix)
-                    self.answered(policy).record(adata, entry.data.matrix, self.donor_key, self.study.name)
+                    least = None if entry.small_change else Thresholds().raised(policy.floors)
+                    self.answered(policy).admit(adata, entry.data.matrix, self.donor_key, self.study.name, least)
                 self.budget(policy).charge(entry.data.matrix, self.study, entry.cost)
             for key in (self.study.digest.hex(), *(part.workflow for part in self.study.parts)):
                 counts[key] = counts.get(key, 0) + 1

@@ -144,6 +144,8 @@ def test_query_cells_count_by_identity_key_over_all_studies(tmp_path):
     with pytest.raises(RefusedError, match="labels 20000 cells for one querier .* used 18000 and asks for 3714 more"):
         mine.charge_queries(key, 3_714, "fourth")
     mine.charge_queries(other, 20_000, "basel")
+    with pytest.raises(RefusedError, match="-5 cells; expected 0 or more"):
+        mine.charge_queries(key, -5, "lugano")
     mine.charge("matrix", STUDY, cost_of(STUDY))  # both live in one file
     assert (mine.queried(key), mine.queried(other)) == (18_000, 20_000)
 
