@@ -48,9 +48,9 @@ class LinearModel:
             raise DataError("labels and their centers in this classifier do not fit together")
         if (self.typical is None) != (self.typical_centers is None):
             raise DataError("typicality in this classifier lacks its coefficients or its centers")
-        if self.typical is not None and self.typical_centers is not None:
-            if self.typical.shape != (h + 1, K) or self.typical_centers.shape != (K, K):
-                raise DataError("labels and their typicality in this classifier do not fit together")
+        shapes = [a.shape for a in (self.typical, self.typical_centers) if a is not None]
+        if shapes and shapes != [(h + 1, K), (K, K)]:
+            raise DataError("labels and their typicality in this classifier do not fit together")
         if not all(np.all(np.isfinite(a)) for a in self._arrays().values()):
             raise DataError("a coefficient of this classifier is not a finite number")
 
@@ -112,7 +112,9 @@ class LinearModel:
 
     def _meta(self) -> dict[str, Any]:
         names = ("labels", "genes", "common", "kind", "names", "target_sum", "use_rep", "space", "level")
-        return {"format": FORMAT if self.typical is None else WITH_TYPICALITY} | {name: getattr(self, name) for name in names}
+        return {"format": FORMAT if self.typical is None else WITH_TYPICALITY} | {
+            name: getattr(self, name) for name in names
+        }
 
     def to_bytes(self) -> bytes:
         """One `.npz` with a JSON text and some arrays; nothing in it could run code."""

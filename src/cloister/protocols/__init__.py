@@ -23,6 +23,7 @@ semi-honest, p published, plain; `data/modes.toml` says which workflow runs it i
       pooled_contrasts      [LCSS14], [Smy04], [PSL+22]; sums ours       h
     logistic/       train-classifier
       common_labels         ours                                         h
+      pooled_discriminant   [FHT09], [RFL+21]; sums ours                 h
       pooled_logistic       [LN89], [FTU23]; sums ours                   h
       noisy_logistic        [MRTZ18], donors for users                   h
     sharing/        three parties that compute

@@ -13,14 +13,13 @@ from cloister.cells import tables as cells
 from cloister.cells.genes import check_unique, gene_names, plain_name
 from cloister.cells.spaces import space_of
 from cloister.disclosure import Thresholds
-from cloister.errors import DataError, ParameterError, RefusedError
+from cloister.errors import DataError, ParameterError
 from cloister.models.discriminant import SETTINGS, Setting
 from cloister.models.linear import LinearModel, folds_of, hold_out
 from cloister.net.seat import Outcome, Place, Seat
 from cloister.protocols.logistic import noisy_logistic, pooled_discriminant, pooled_logistic
 from cloister.protocols.logistic.logistic_terms import Fitted, Labelled, Params, label_codes
 from cloister.report.figures import curves
-from cloister.study import CONSENTS
 from cloister.workflows import Workflow
 from cloister.workflows.fine_tune_parts import confusions
 from cloister.workflows.modes import modes_of
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
 
 PENALTIES = (1e-1, 3e-2, 1e-2, 3e-3, 1e-3, 3e-4, 1e-4)
 BALANCE = {"auto": 0.0, "none": 0.0, "root": 0.5, "balanced": 1.0}
-CONSENT = "iterative-fit"
 
 
 @dataclass(frozen=True)
@@ -62,8 +60,10 @@ class Options:
     unknown_share: float = option(0.05, "fraction of right labels that may be called unknown")
     tolerance: float = option(1e-5, "change of a coefficient at which the logistic fit stops")
     max_openings: int = option(200, "number of sums that the logistic fit may open")
-    min_cells: int = option(50, "minimum number of labelled cells of a site; a site with fewer adds nothing")
-    min_label_cells: int = option(10, "minimum number of a site's own cells of a label; the site leaves out rarer labels")
+    min_cells: int = option(50, "minimum number of cells of a site, and of its labelled cells if it adds to the model")
+    min_label_cells: int = option(
+        10, "minimum number of a site's own cells of a label; rarer labels are left out there"
+    )
     min_donors: int = option(3, "minimum number of a site's own donors of a label, where donor_key names them")
     adapt: bool = option(default=True, help="align each site's cells with those of training before labelling them")
     dp_noise: float = option(
@@ -145,7 +145,6 @@ def site(seat: Seat, adata: AnnData, options: Options) -> Outcome:
     if options.dp_noise:
         fitted = seat.run(noisy_logistic.site, noisy_params(seat, options), mine)
     elif options.iterative:
-        check_consent(seat)
         fitted = seat.run(pooled_logistic.site, params_of(seat, options), mine)
     else:
         fitted = seat.run(pooled_discriminant.site, fixed_params(seat, options), mine)
@@ -167,15 +166,6 @@ def moved_to(classifier: CellClassifier, adata: AnnData, mine: Labelled, options
         return classifier
     x = classifier.inputs(adata, layer=options.layer, library_key=options.library_key)
     return CellClassifier(classifier.model.moved_to(x, mine.codes(classifier.labels)))
-
-
-def check_consent(seat: Seat) -> None:
-    """Raise unless this site's own settings allow the iterative fit."""
-    if CONSENT not in seat.consent:
-        raise RefusedError(
-            f"'{seat.me}' does not consent to {CONSENTS[CONSENT]}; add \"{CONSENT}\" to [approve] consent in site.toml, "
-            "or agree on solver='statistics' or dp_noise="
-        )
 
 
 def coordinator(seat: Seat, options: Options) -> Outcome:
@@ -361,7 +351,7 @@ def check(adata: AnnData, options: Options) -> list[str]:
         notes.append(
             f"no label in adata.obs[{options.label_key!r}]: this site adds nothing to the model, and gets labels"
         )
-    return notes + ([] if options.iterative else notes_on_labels(adata, options, labels))
+    return notes + ([] if options.dp_noise else notes_on_labels(adata, options, labels))
 
 
 def check_donors(adata: AnnData, options: Options) -> None:

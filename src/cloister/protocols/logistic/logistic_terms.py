@@ -50,7 +50,7 @@ class Params:
     penalties: tuple[float, ...] = (1e-1, 3e-2, 1e-2, 3e-3, 1e-3, 3e-4, 1e-4)  # λ, from the largest
     held_out: bool = True  # whether sites hold cells out, to choose λ and the level of `unknown`
     balance: float = 0.0  # a label with n cells counts n^(1 - balance): 0 all cells alike, 1 all labels alike
-    unknown_share: float = 0.01  # of right answers that may fall below the level
+    unknown_share: float = 0.05  # of right answers that may fall below the level
     tolerance: float = 1e-5  # of a coefficient
     openings: int = 200
     min_cells: int = 50

@@ -76,7 +76,7 @@ from cloister.disclosure import Contribution, join
 from cloister.disclosure import Rows as Group
 from cloister.errors import DataError, ParameterError, ProtocolAbort
 from cloister.models import discriminant, logistic
-from cloister.models.discriminant import Linear, Setting, Solver, Statistics
+from cloister.models.discriminant import Setting, Solver, Statistics
 from cloister.net.channel import Channel
 from cloister.protocols.logistic import logistic_terms
 from cloister.protocols.logistic.common_labels import allowed
@@ -150,10 +150,9 @@ def ideal(params: Params, xs: Mapping[Party, Labelled]) -> dict[Party, Fitted]:
     return dict.fromkeys((base.coordinator, *xs), fitted(params, start, terms, total, counts))
 
 
-def cost(params: Params, labels: int, columns: int, up: int = 0, down: int = 0, genes: int = 0) -> dict[Party, tuple[int, int]]:
-    """Messages and bytes, for `columns` genes in common of which `genes` are chosen."""
+def cost(params: Params, labels: int, columns: int, h: int, up: int = 0, down: int = 0) -> dict[Party, tuple[int, int]]:
+    """Messages and bytes, for `columns` genes in common of which h are chosen."""
     base, hub = params.base, params.base.coordinator
-    h = genes or columns
     lengths = [labels + (labels + 1) * columns, h * (h + 1) // 2, *([params.counts] if base.held_out else [])]
     parts = [checked_sum.cost(checked_sum.Params(base.sites, hub, length)) for length in lengths]
     parts += start_cost(base, up, down)
@@ -209,7 +208,9 @@ class Part:
     def blocks(self) -> Any:
         """L3: rows that take part, some at a time, with their positions among these."""
         base = self.params.base
-        parts = [np.asarray(self.mine.x, np.float64)] if base.embedding else log_values(base, self.mine, self.start.common)
+        parts = (
+            [np.asarray(self.mine.x, np.float64)] if base.embedding else log_values(base, self.mine, self.start.common)
+        )
         row = done = 0
         for part in parts:
             keep = self.keep[row : row + part.shape[0]]
@@ -384,7 +385,9 @@ def terms_of(params: Params, start: Start, words: I64) -> Terms:
     if np.any(sums[counts == 0]):
         raise ProtocolAbort(NAME, "L4", "absurd", "a label without cells has a sum")
     slack = len(params.base.sites) * (K + 1) / params.unit
-    if np.any(np.maximum(np.abs(sums).sum(axis=0) - slack, 0.0) ** 2 > counts.sum() * (squares + slack) * 1.001 + slack):
+    if np.any(
+        np.maximum(np.abs(sums).sum(axis=0) - slack, 0.0) ** 2 > counts.sum() * (squares + slack) * 1.001 + slack
+    ):
         raise ProtocolAbort(NAME, "L4", "absurd", "a sum is larger than its squares allow")
     present = np.flatnonzero(counts)
     if len(present) < 2:
@@ -469,7 +472,7 @@ def fitted(params: Params, start: Start, terms: Terms, total: Statistics, counts
 # ---- roles -----------------------------------------------------------------------------------------------------------
 
 
-async def follow(openings: Openings, params: Params, start: Start, part: Part | None, entropy: Entropy | None) -> Fitted:
+async def follow(openings: Openings, params: Params, start: Start, part: Part | None) -> Fitted:
     """L4 to L6: the same at every party, but that S adds nothing."""
     words_of = words_for(params)
 
@@ -501,8 +504,8 @@ async def follow(openings: Openings, params: Params, start: Start, part: Part | 
     if params.base.held_out:
 
         def third() -> Contribution:
-            assert entropy is not None
-            offset = entropy.integer_below(part_here().group.thresholds.min_cells)
+            assert openings.entropy is not None
+            offset = openings.entropy.integer_below(part_here().group.thresholds.min_cells)
             return part_here().third(terms, total, offset).map(lambda x: x.astype(np.uint64))
 
         counts = await add("L6", f"right answers with {len(params.settings)} settings", params.counts, third)
@@ -516,10 +519,10 @@ async def site(ch: Channel, params: Params, mine: Labelled, *, entropy: Entropy,
     most = 0 if params.base.embedding else genes_allowed(mine)
     start = await begin_site(ch, params.base, mine, genes=most, entropy=entropy, identity=identity)  # L1, L2
     openings = Openings(ch, NAME, params.base, OPENINGS, entropy, identity, start.secret)
-    return await follow(openings, params, start, Part(params, start, mine), entropy)
+    return await follow(openings, params, start, Part(params, start, mine))
 
 
 async def coordinator(ch: Channel, params: Params) -> Fitted:
     """Be S: add up, and follow."""
     start = await begin_coordinator(ch, params.base)  # L1, L2
-    return await follow(Openings(ch, NAME, params.base, OPENINGS), params, start, None, None)
+    return await follow(Openings(ch, NAME, params.base, OPENINGS), params, start, None)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from cloister.errors import DataError
-from cloister.models.linear import FORMAT
+from cloister.models.linear import FORMAT, WITH_TYPICALITY
 from cloister.workflows.trained import integration
 from cloister.workflows.trained.cell_classifier import CellClassifier
 
@@ -33,7 +33,7 @@ def load_model(
         raise DataError(f"there is no model file at {path}") from None
     except Exception as e:  # every way in which a file can be wrong
         raise DataError(f"{path} is no model file of Cloister ({type(e).__name__})") from None
-    if kind == FORMAT:
+    if kind in (FORMAT, WITH_TYPICALITY):
         return CellClassifier.load(path)
     if kind == integration.FORMAT:
         return integration.Integration.load(path)
