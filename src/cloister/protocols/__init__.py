@@ -24,7 +24,7 @@ semi-honest, p published, plain; `data/modes.toml` says which workflow runs it i
     logistic/       train-classifier
       common_labels         ours                                         h
       pooled_discriminant   [FHT09], [RFL+21]; sums ours                 h
-      pooled_logistic       [LN89], [FTU23]; sums ours                   h
+      pooled_logistic       [LN89], [FTU23]; sums ours                   s
       noisy_logistic        [MRTZ18], donors for users                   h
     sharing/        three parties that compute
       replicated            [AFL+16], [MR18], [AHI+22]                   s p

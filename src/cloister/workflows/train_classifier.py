@@ -52,9 +52,11 @@ class Options:
     library_key: str | None = option(None, "column of obs with library sizes; the sum of common genes if none")
     target_sum: float = option(1e4, "counts per cell after normalisation")
     labels: tuple[str, ...] = option((), "all label names; if none, the sites' names are collected")
-    l2: float | None = option(None, "penalty λ of λ/2 ‖W‖² beside the mean loss; chosen on held-out cells if none")
+    l2: float | None = option(
+        None, "penalty λ of λ/2 ‖W‖² beside the mean loss, of solver=logistic; chosen on held-out cells if none"
+    )
     class_weight: Literal["auto", "none", "root", "balanced"] = option(
-        "auto", "weight of labels: chosen with the penalty, by their cells, by the root of their cells, or all alike"
+        "auto", "weight of labels: chosen on held-out cells, by their cells, by the root of their cells, or all alike"
     )
     validation: float = option(0.2, "fraction of each label's cells held out at a time, to choose settings; 0 disables")
     unknown_share: float = option(0.05, "fraction of right labels that may be called unknown")
@@ -139,7 +141,16 @@ def train_classifier(adata: AnnData, seat: Seat | Place, *, copy: bool = False) 
     return (adata, outcome.model) if copy else outcome.model
 
 
+def check_mode(seat: Seat, options: Options) -> None:
+    """Raise unless the study's mode and solver go together: the iterative fit withstands no malicious site."""
+    needed = "semi-honest" if options.iterative and not options.dp_noise else "hardened"
+    if seat.mode != needed:
+        solver = f"solver='{options.solver}'" + (" without dp_noise" if options.solver == "logistic" else "")
+        raise ParameterError(f"{solver} runs in mode '{needed}', found mode '{seat.mode}'; change one of them")
+
+
 def site(seat: Seat, adata: AnnData, options: Options) -> Outcome:
+    check_mode(seat, options)
     mine = cells_of(adata, seat, options)
     fitted: Fitted
     if options.dp_noise:
@@ -170,6 +181,7 @@ def moved_to(classifier: CellClassifier, adata: AnnData, mine: Labelled, options
 
 def coordinator(seat: Seat, options: Options) -> Outcome:
     """Add up what the sites send, and follow the fit."""
+    check_mode(seat, options)
     if options.dp_noise:
         fitted = seat.run(noisy_logistic.coordinator, noisy_params(seat, options))
     elif options.iterative:
@@ -184,9 +196,7 @@ def fixed_params(seat: Seat, options: Options) -> pooled_discriminant.Params:
 
 
 def settings_of(options: Options) -> tuple[Setting, ...]:
-    """All settings, or the one that the study names; class weights that the study names replace those of a setting."""
-    if options.l2 is not None:
-        return (Setting("ridge", options.l2, BALANCE[options.class_weight]),)
+    """All settings; class weights that the study names replace those of a setting."""
     if options.class_weight == "auto":
         return SETTINGS
     weighted = (Setting(s.kind, s.strength, BALANCE[options.class_weight]) for s in SETTINGS)
@@ -340,6 +350,8 @@ def check(adata: AnnData, options: Options) -> list[str]:
             raise DataError(f"adata.obs[{options.library_key!r}] must be above 0 for every cell")
     check_donors(adata, options)
     notes = check_for_noise(adata, options) if options.dp_noise else []
+    if options.l2 is not None and not options.iterative:
+        notes.append("option 'l2' is ignored: it is the penalty of solver='logistic'")
     labels = own_labels(adata, options)
     names = {name for name in labels if name is not None}
     if options.labels and (unknown := sorted(names - set(options.labels))):
