@@ -1,5 +1,9 @@
 """A site's contribution to an opened sum is based on enough of its own cells and donors, or it is zero."""
 
+import ast
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -8,6 +12,10 @@ from hypothesis.extra import numpy as hnp
 
 from cloister.disclosure import Rows, Thresholds, constant, join
 from cloister.errors import DataError, ParameterError
+from cloister.net.channel import Channel
+from cloister.net.receipts import Receipt
+from cloister.report.signed import signed_rows
+from cloister.study import Party
 
 LEAST = Thresholds(min_cells=10, min_donors=3)
 
@@ -118,3 +126,39 @@ def test_no_cell_has_more_than_its_share_of_an_open_column(weights, cells):
         squares = np.square(weights[:, k])
         if part.values[k]:
             assert squares.max() <= squares.sum() / cells * (1 + 1e-6)
+
+
+# ---- the only way into an opened sum ---------------------------------------------------------------------------------
+
+ROOT = Path(__file__).parents[1] / "src" / "cloister"
+
+
+def test_contributions_are_made_in_one_module_only():
+    for path in ROOT.rglob("*.py"):
+        if path.name == "disclosure.py":
+            continue
+        calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+        assert not [c.lineno for c in calls if ast.unparse(c.func).split(".")[-1] == "Contribution"], path
+
+
+class Wire:
+    """A channel that only writes a receipt."""
+
+    def __init__(self):
+        self.me, self._session = Party("basel"), self
+        self.receipt = Receipt({"party": "basel"})
+
+
+def test_the_receipt_states_the_smallest_group():
+    wire = Wire()
+    codes = np.repeat([0, 1, 2], [4, 12, 30])
+    rows = Rows(46, np.arange(46) % 6, LEAST)
+    values = Channel.contribute(wire, rows.grouped(codes, 3), line="L3", what="cells per label", protocol="example")
+    assert values.tolist() == [0, 12, 30]
+    Channel.contribute(wire, rows.whole(np.ones(2)), line="L4", what="sums", protocol="example")
+    (first, _), _ = wire.receipt.entries
+    assert first.name == "cells per label | cells 12 | donors 6 | withheld 1"
+    assert wire.receipt.smallest_group == {"cells": 12, "donors": 6}
+    assert json.loads(wire.receipt.brief())["smallest_group"] == {"cells": 12, "donors": 6}
+    (row,) = [text for title, text in signed_rows(json.loads(wire.receipt.brief())) if title == "Smallest group"]
+    assert row.startswith("12 cells of 6 donors of this site")

@@ -69,7 +69,8 @@ MAY_IMPORT = {  # what of cloister; a name stands for the module or the whole pa
     "report": BELOW | {"run.run", "report"},
     "runtime": BELOW | {"run.run", "run.results", "run.progress", "runtime"},  # no rehearsal
     "lies": {"net.channel", "net.transcript", "study"},
-    "testing": ALL | {"lies"},
+    "check_disclosure": ALL,
+    "testing": ALL | {"lies", "check_disclosure"},
     "demo": ALL | {"attacks", "demo"},
     "page": ALL | {"runtime", "page"},
     "cli": ALL | {"runtime", "demo", "page", "cli"},

@@ -124,11 +124,7 @@ class Receipt:
     @property
     def smallest_group(self) -> dict[str, int]:
         """Smallest number of this site's own `cells` and `donors` behind any number it added to an opened sum."""
-        smallest: dict[str, int] = {}
-        for e, _ in list(self.entries):
-            for name, size in _SIZES.findall(e.name) if e.kind == "contributed" else ():
-                smallest[name] = min(int(size), smallest.get(name, int(size)))
-        return smallest
+        return smallest_group(e.name for e, _ in list(self.entries) if e.kind == "contributed")
 
     def close(self, status: str, sign: Callable[[bytes], tuple[bytes, bytes]] | None = None) -> None:
         """End the record with what became of the run; `sign` maps the last hash to (public key, signature)."""
@@ -251,6 +247,15 @@ class Receipt:
             except (KeyError, ValueError):
                 raise ReceiptError("the receipt's signature is damaged") from None
             check_signature(public, bytes.fromhex(self.head), signature)
+
+
+def smallest_group(contributions: Iterable[str]) -> dict[str, int]:
+    """The smallest sizes that entries of contributions name."""
+    smallest: dict[str, int] = {}
+    for text in contributions:
+        for name, size in _SIZES.findall(text):
+            smallest[name] = min(int(size), smallest.get(name, int(size)))
+    return smallest
 
 
 def _of_journal(path: Path) -> dict[str, Any]:

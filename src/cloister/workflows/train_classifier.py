@@ -67,6 +67,7 @@ class Options:
         10, "minimum number of a site's own cells of a label; rarer labels are left out there"
     )
     min_donors: int = option(3, "minimum number of a site's own donors of a label, where donor_key names them")
+    max_share: float = option(0.9, "fraction of all labelled cells above which a site's claim ends the run; 1 disables")
     adapt: bool = option(default=True, help="align each site's cells with those of training before labelling them")
     dp_noise: float = option(
         0.0, "noise multiplier of differential privacy for a donor's or a site's cells; 0 for none"
@@ -91,6 +92,8 @@ class Options:
             raise ParameterError("option 'target_sum' must be above 0, 'min_cells' at least 2")
         if self.l2 is not None and not 0 < self.l2 <= 1e3:
             raise ParameterError(f"option 'l2' must be above 0 and at most 1000, found {self.l2:g}")
+        if not 0 < self.max_share <= 1:
+            raise ParameterError(f"option 'max_share' must lie above 0 and up to 1, found {self.max_share:g}")
         if self.min_label_cells < 2 or self.min_donors < 1:
             raise ParameterError("option 'min_label_cells' must be at least 2, 'min_donors' at least 1")
         if self.dp_noise:
@@ -192,7 +195,7 @@ def coordinator(seat: Seat, options: Options) -> Outcome:
 
 
 def fixed_params(seat: Seat, options: Options) -> pooled_discriminant.Params:
-    return pooled_discriminant.Params(params_of(seat, options), settings_of(options))
+    return pooled_discriminant.Params(params_of(seat, options), settings_of(options), options.max_share)
 
 
 def settings_of(options: Options) -> tuple[Setting, ...]:

@@ -125,7 +125,8 @@ def test_a_site_that_stops_ends_the_run_by_name(nth):
 
 
 def test_one_malicious_party():
-    c, twin = (case(seed=s, g=20, n_top_genes=10, held_out=False) for s in (5, 6))
+    same = {"size": 100, "unlabelled": 0.0}  # one size in `SIZES`, which the sites announce
+    c, twin = (case(seed=s, g=20, n_top_genes=10, held_out=False, **same) for s in (5, 6))
     ideals = [pooled_discriminant.ideal(x.params, {u: m for u, (m,) in x.inputs.items()})[HUB] for x in (c, twin)]
 
     def right(lie, ended):
@@ -147,8 +148,10 @@ def test_nothing_leaves_but_masked_or_pooled():
     sent = {row[0] for p, rows in transcript(run).items() if p != HUB for row in rows}
     assert sent == {
         "channel.Hello",
+        "announced_counts.Count",
         "common_genes.Measured",
         "common_labels.Brings",
+        "same_view.Signature",
         *(f"common_seed.{m}" for m in ("Key", "Parts", "Confirm")),
         *(f"secure_sum.{m}" for m in ("Keys", "Shares", "MaskedInput", "Vouch", "Unmask")),
     }

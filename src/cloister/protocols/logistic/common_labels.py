@@ -119,6 +119,14 @@ def check_one_space(params: Params, brought: Mapping[Party, Brings]) -> None:
         raise ProtocolAbort(NAME, "L1", "mismatch", f"{', '.join(others)} came with {which} than the others")
 
 
+def check_sizes(brought: Mapping[Party, Brings]) -> None:
+    """L1: every number of genes is one of `SIZES`, or 0."""
+    if others := sorted(u for u, b in brought.items() if b.genes and b.genes not in SIZES):
+        raise ProtocolAbort(
+            NAME, "L1", "malformed", f"{', '.join(others)} announced a number of genes that is not one of {SIZES}"
+        )
+
+
 def check_agreed(params: Params, agreed: Agreed, own: Own) -> None:
     """L2: my embedding, and a vocabulary in order that has my labels."""
     if (agreed.space, agreed.columns) != (own.space, own.columns):
@@ -149,6 +157,7 @@ async def coordinator(ch: Channel, params: Params) -> Agreed:
     """Be S."""
     brought = await ch.gather(params.sites, Brings)  # L1
     check_one_space(params, brought)
+    check_sizes(brought)
     check_vocabularies({u: b.labels for u, b in brought.items()}, NAME, "L1")
     first = next(iter(brought.values()))
     names = tuple(sorted(params.labels or {name for b in brought.values() for name in b.labels}))

@@ -4,8 +4,10 @@
                  `min_cells` cells remain, u adds zero to every sum
          u, S    common genes, common seed      genes that every site measured; a secret of the sites, for checked sums
     L2   u, S    common labels                  label names of the remaining cells; the largest h that every site allows
+    C1   u → S   number of u's remaining cells, rounded up       (`announced_counts`)
     L3   u       y = target · x / Σ_g x         each cell over the common genes; l = log(1 + y); or an embedding
     L4   u, S    checked sum of n_k, Σ_{i in k} l_i, Σ_i l_i²      cells and sums of each label, squares per gene
+    C2   S ⇒ u   abort if a site has more than `max_share` of all cells
          u, S    H: the h genes whose label means differ most
     L5   u, S    checked sum of Σ_i l_i l_iᵀ over H
          u, S    classifiers with every setting              (`models.discriminant`)
@@ -13,6 +15,7 @@
                  and less all of u's part, scored on u's cells
          u, S    checked sum of right answers with every setting, and of right answers by their typicality
          u, S    the setting; the level of typicality below which a cell is `unknown`
+    L7   u, S    all sites received the same broadcasts     (same_view)
 
 What is summed at L4 and L5 does not depend on any message but the choice of H. No party chooses a point at which sums
 are opened. A site without labels adds zeros, and has the model in the end.
@@ -31,10 +34,11 @@ own settings say so.
 Reveals
 -------
 coordinator, site : which genes each site measured (coordinator); label names per site (coordinator, unless the study
-    lists them) of labels above the thresholds; the number of labelled cells of each site, to the next of
-    `common_labels.SIZES` (coordinator). Over all sites together: labelled cells and mean expression of each label,
-    second moments of h genes, and right answers per setting and by typicality, in multiples of t; the model. A label
-    that one site alone has: that site's number of cells and mean expression of it. With two sites: the other's sums.
+    lists them) of labels above the thresholds; the number of labelled cells of each site within 1/64 (coordinator), and
+    the smallest of these numbers, down to one of `common_labels.SIZES` (site). Over all sites together: labelled cells
+    and mean expression of each label, second moments of h genes, and right answers per setting and by typicality, in
+    multiples of t; the model. A label that one site alone has: that site's number of cells and mean expression of it.
+    With two sites: the other's sums.
 malicious coordinator : the same. It cannot change a sum or leave out a site without an abort.
 one malicious site : the same sums over the other sites, for genes of its choice: it can claim label means that make any
     h genes the chosen ones, and with its part shift the classifiers that the other sites score at L6. It learns counts
@@ -50,8 +54,8 @@ all parties and use opened values only.
 
 Cost
 ----
-Per site three checked sums: of K + (K + 1) g words for K labels and g common genes, of h (h + 1) / 2 words, and of some
-seventy words.
+Per site two small messages (C1, C2), one signature and three checked sums: of K + (K + 1) g words for K labels and g
+common genes, of h (h + 1) / 2 words, and of some sixty words.
 
 References
 ----------
@@ -87,8 +91,8 @@ from cloister.protocols.logistic.logistic_terms import (
     chosen_values,
     log_values,
 )
-from cloister.protocols.logistic.openings import Openings, Start, begin_coordinator, begin_site, start_cost
-from cloister.protocols.sums import checked_sum
+from cloister.protocols.logistic.openings import Openings, Start, begin_coordinator, begin_site, start_cost, view_of
+from cloister.protocols.sums import announced_counts, checked_sum, same_view
 from cloister.study import Party
 
 NAME = "pooled_discriminant"
@@ -103,6 +107,7 @@ GRID = np.round(np.arange(-1.0, 1.5001, 0.05), 2)  # typicalities below which ri
 class Params:
     base: logistic_terms.Params  # cells, labels, genes; `held_out`: whether settings and level are chosen at L6
     settings: tuple[Setting, ...] = discriminant.SETTINGS  # in order of preference
+    max_share: float = announced_counts.MAX_SHARE  # of all labelled cells that one site may claim
 
     def __post_init__(self) -> None:
         if not self.settings:
@@ -112,6 +117,10 @@ class Params:
                 raise ParameterError(f"expected a discriminant or ridge with balance in [0, 1], found {s}")
             if not s.strength > 0 or (s.kind == "discriminant" and s.strength > 1):
                 raise ParameterError(f"shrinkage must lie in (0, 1] and a ridge penalty above 0, found {s.strength:g}")
+
+    @property
+    def claims(self) -> announced_counts.Params:
+        return announced_counts.Params(self.base.sites, self.base.coordinator, self.max_share)
 
     @property
     def unit(self) -> int:
@@ -155,7 +164,8 @@ def cost(params: Params, labels: int, columns: int, h: int, up: int = 0, down: i
     base, hub = params.base, params.base.coordinator
     lengths = [labels + (labels + 1) * columns, h * (h + 1) // 2, *([params.counts] if base.held_out else [])]
     parts = [checked_sum.cost(checked_sum.Params(base.sites, hub, length)) for length in lengths]
-    parts += start_cost(base, up, down)
+    parts += [*start_cost(base, up, down), same_view.cost(view_of(base))]
+    parts += [{hub: (len(base.sites), 0)} | dict.fromkeys(base.sites, (1, 0))]  # C1, C2
     return {u: (sum(p[u][0] for p in parts), sum(p[u][1] for p in parts)) for u in (hub, *base.sites)}
 
 
@@ -473,7 +483,7 @@ def fitted(params: Params, start: Start, terms: Terms, total: Statistics, counts
 
 
 async def follow(openings: Openings, params: Params, start: Start, part: Part | None) -> Fitted:
-    """L4 to L6: the same at every party, but that S adds nothing."""
+    """L4 to L7: the same at every party, but that S adds nothing."""
     words_of = words_for(params)
 
     async def add(line: str, what: str, length: int, contribution: Callable[[], Contribution]) -> I64:
@@ -488,10 +498,12 @@ async def follow(openings: Openings, params: Params, start: Start, part: Part | 
         return part
 
     K, columns = len(start.labels), start.columns if params.base.embedding else len(start.common)
+    announced = await announce(openings.ch, params, part)  # C1
     first = await add(
         "L4", "cells and sums of each label", K + (K + 1) * columns, lambda: part_here().first().map(words_of)
     )
     terms = terms_of(params, start, first)
+    await check_claims(openings.ch, params, round(float(terms.counts.sum())), part, announced)  # C2
     h = len(terms.at)
     second = await add(
         "L5",
@@ -509,7 +521,27 @@ async def follow(openings: Openings, params: Params, start: Start, part: Part | 
             return part_here().third(terms, total, offset).map(lambda x: x.astype(np.uint64))
 
         counts = await add("L6", f"right answers with {len(params.settings)} settings", params.counts, third)
-    return fitted(params, start, terms, total, counts)
+    model = fitted(params, start, terms, total, counts)
+    await openings.compare()  # L7
+    return model
+
+
+async def announce(ch: Channel, params: Params, part: Part | None) -> dict[Party, int]:
+    """C1: what each site announced, at S."""
+    if part is None:
+        return await announced_counts.gather(ch, params.claims)
+    await announced_counts.announce(ch, params.claims, len(part.codes))
+    return {}
+
+
+async def check_claims(
+    ch: Channel, params: Params, total: int, part: Part | None, announced: Mapping[Party, int]
+) -> None:
+    """C2."""
+    if part is None:
+        await announced_counts.judge(ch, params.claims, total, announced)
+    else:
+        await announced_counts.accept(ch, params.claims, total, len(part.codes))
 
 
 async def site(ch: Channel, params: Params, mine: Labelled, *, entropy: Entropy, identity: Identity) -> Fitted:
