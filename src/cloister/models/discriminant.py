@@ -6,9 +6,11 @@
 
     discriminant  A = W_s⁻¹ z(m_k), b = log π_k - ½ z(m_k)ᵀ A         W_s = (1 - s) W + s tr(W) / h I
     ridge         A = (Σ_k π_k (W + c_k c_kᵀ) + λ I)⁻¹ π_k c_k        c_k = z(m_k) - Σ_k π_k z(m_k)
+    both          the mean of the two, each scaled so that classes exceed the others by 1 at their means on average
 
-Class weights π_k ∝ n_k^(1 - balance). A weighted Gram matrix would need one matrix per class. With one covariance for
-all classes it follows from W, the counts and the means, so one matrix is enough.
+Class weights are π_k = n_k / n in discriminants and ∝ n_k^(1 - balance) in ridge regression. A weighted Gram matrix
+would need one matrix per class. With one covariance for all classes it follows from W, the counts and the means, so one
+matrix is enough.
 
 Typicality of a cell for class k is 1 at m_k, 0 where m_k and μ explain the cell equally well, and negative beyond:
 (d(x, μ) - d(x, m_k)) / d(m_k, μ) with Mahalanobis distances d under W_s. It is linear in x, so a model stores it as a
@@ -29,6 +31,7 @@ import numpy as np
 import scipy.linalg
 
 from cloister.arrays import F64, I64
+from cloister.errors import ParameterError
 
 SPREAD = 0.05  # added to the variance of log values, so that a gene that hardly varies gets no large weight
 SHARPNESS = 8.0  # of ridge scores, which lie between 0 and 1, in the softmax
@@ -37,26 +40,34 @@ REFERENCE = 0.3  # shrinkage of the covariance under typicality
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """How a classifier follows from the statistics."""
+    """How a classifier follows from the statistics: a discriminant, a ridge regression, or the mean of both."""
 
-    kind: str  # "discriminant" or "ridge"
-    strength: float  # shrinkage s, or penalty λ
-    balance: float = 0.0  # 0 weighs all cells alike, 1 all classes
+    shrinkage: float = 0.0  # s; 0: no discriminant
+    penalty: float = 0.0  # λ; 0: no ridge regression
+    balance: float = 0.0  # of the ridge regression: 0 weighs all cells alike, 1 all classes
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.shrinkage <= 1 or not 0 <= self.penalty <= 1e3 or not 0 <= self.balance <= 1:
+            raise ParameterError(f"shrinkage and balance must lie in [0, 1], the penalty in [0, 1000], found {self}")
+        if not self.shrinkage and not self.penalty:
+            raise ParameterError("a setting needs a shrinkage or a penalty above 0")
 
     @property
     def name(self) -> str:
-        return f"{self.kind} {self.strength:g}, balance {self.balance:g}"
+        parts = [f"discriminant {self.shrinkage:g}"] if self.shrinkage else []
+        parts += [f"ridge {self.penalty:g} (balance {self.balance:g})"] if self.penalty else []
+        return " + ".join(parts)
 
 
 SETTINGS = (  # in order of preference: of settings that score alike, the first is taken
-    Setting("discriminant", 0.7),
-    Setting("ridge", 3.0, 1.0),
-    Setting("discriminant", 0.5),
-    Setting("ridge", 1.0, 0.5),
-    Setting("discriminant", 0.9),
-    Setting("discriminant", 0.3),
-    Setting("ridge", 0.3, 0.5),
-    Setting("discriminant", 0.1),
+    Setting(0.9, 3.0, 1.0),
+    Setting(0.9, 1.0, 0.5),
+    Setting(0.7),
+    Setting(0.0, 3.0, 1.0),
+    Setting(0.0, 1.0, 0.5),
+    Setting(0.5, 0.3, 0.5),
+    Setting(0.5),
+    Setting(0.3),
 )
 
 
@@ -120,18 +131,35 @@ class Solver:
         self.centers = z @ self.axes  # of classes, in the axes of W
 
     def fit(self, setting: Setting) -> Linear:
-        weights = self.share ** (1 - setting.balance)
+        parts = []
+        if setting.shrinkage:
+            a = self._whitened(setting.shrinkage)
+            parts.append((a, np.log(self.share) - 0.5 * (self.centers.T * a).sum(axis=0)))
+        if setting.penalty:
+            parts.append(self._ridge(setting.penalty, setting.balance))
+        if len(parts) > 1:
+            sizes = [self._margin(*part) for part in parts]
+            a, b = (sum(x / size for x, size in zip(xs, sizes, strict=True)) for xs in zip(*parts, strict=True))
+            parts = [(SHARPNESS / 2 * a, SHARPNESS / 2 * b)]
+        return self._linear(*parts[0])
+
+    def _ridge(self, penalty: float, balance: float) -> tuple[F64, F64]:
+        weights = self.share ** (1 - balance)
         weights = weights / weights.sum()
-        if setting.kind == "discriminant":
-            a = self._whitened(setting.strength)
-            return self._linear(a, np.log(weights) - 0.5 * (self.centers.T * a).sum(axis=0))
         middle = weights @ self.centers
         c = self.centers - middle
-        diagonal = self.values + setting.strength
+        diagonal = self.values + penalty
         # (D + Cᵀ Π C)⁻¹ Cᵀ Π = D⁻¹ Cᵀ (Π⁻¹ + C D⁻¹ Cᵀ)⁻¹, K x K instead of h x h
         inner = np.diag(1 / weights) + (c / diagonal) @ c.T
         a = SHARPNESS * np.linalg.solve(inner, c / diagonal).T
-        return self._linear(a, SHARPNESS * weights - middle @ a)
+        return a, SHARPNESS * weights - middle @ a
+
+    def _margin(self, a: F64, b: F64) -> float:
+        """By how much the score of a class exceeds that of the others at its mean, on average."""
+        z = self.centers @ a + b
+        own = np.diag(z)
+        rest = (z.sum(axis=1) - own) / max(len(z) - 1, 1)
+        return max(float(np.mean(own - rest)), 1e-9)
 
     def typicality(self) -> Linear:
         """(d(x, μ) - d(x, m_k)) / d(m_k, μ) for every class."""

@@ -199,11 +199,10 @@ def fixed_params(seat: Seat, options: Options) -> pooled_discriminant.Params:
 
 
 def settings_of(options: Options) -> tuple[Setting, ...]:
-    """All settings; class weights that the study names replace those of a setting."""
+    """All settings; with class weights that the study names, ridge regressions with these."""
     if options.class_weight == "auto":
         return SETTINGS
-    weighted = (Setting(s.kind, s.strength, BALANCE[options.class_weight]) for s in SETTINGS)
-    return tuple(dict.fromkeys(weighted))
+    return tuple(dict.fromkeys(replace(s, balance=BALANCE[options.class_weight]) for s in SETTINGS if s.penalty))
 
 
 def params_of(seat: Seat, options: Options) -> Params:

@@ -112,11 +112,6 @@ class Params:
     def __post_init__(self) -> None:
         if not self.settings:
             raise ParameterError("expected at least one setting")
-        for s in self.settings:
-            if s.kind not in ("discriminant", "ridge") or not 0 <= s.balance <= 1:
-                raise ParameterError(f"expected a discriminant or ridge with balance in [0, 1], found {s}")
-            if not s.strength > 0 or (s.kind == "discriminant" and s.strength > 1):
-                raise ParameterError(f"shrinkage must lie in (0, 1] and a ridge penalty above 0, found {s.strength:g}")
 
     @property
     def claims(self) -> announced_counts.Params:
@@ -464,7 +459,7 @@ def fitted(params: Params, start: Start, terms: Terms, total: Statistics, counts
         coefficients=linear.coefficients,
         intercept=linear.intercept,
         mean=solver.mean,
-        penalty=setting.strength,
+        penalty=setting.penalty,
         level=level,
         converged=True,
         openings=OPENINGS if params.base.held_out else OPENINGS - 1,
