@@ -24,7 +24,7 @@ from cloister.workflows import Workflow
 from cloister.workflows.fine_tune_parts import confusions
 from cloister.workflows.modes import modes_of
 from cloister.workflows.options import check_levels, option, privacy_budget
-from cloister.workflows.trained.cell_classifier import UNKNOWN, CellClassifier
+from cloister.workflows.trained.cell_classifier import CellClassifier, label_cells
 
 if TYPE_CHECKING:
     from anndata import AnnData
@@ -58,7 +58,7 @@ class Options:
     class_weight: Literal["auto", "none", "root", "balanced"] = option(
         "auto", "weight of labels: chosen on held-out cells, by their cells, by the root of their cells, or all alike"
     )
-    validation: float = option(0.2, "fraction of each label's cells held out at a time, to choose settings; 0 disables")
+    validation: float = option(0.25, "fraction of each label's cells held out at a time, to choose settings; 0 disables")
     unknown_share: float = option(0.05, "fraction of right labels that may be called unknown")
     tolerance: float = option(1e-5, "change of a coefficient at which the logistic fit stops")
     max_openings: int = option(200, "number of sums that the logistic fit may open")
@@ -163,23 +163,18 @@ def site(seat: Seat, adata: AnnData, options: Options) -> Outcome:
     else:
         fitted = seat.run(pooled_discriminant.site, fixed_params(seat, options), mine)
     classifier = classifier_of(seat, options, fitted, space_of(adata, options.use_rep))
-    read: dict[str, Any] = {"layer": options.layer, "library_key": options.library_key}
     bare = all(name is None for name in mine.labels)
     aligned = options.adapt and bare and fitted.centers is not None
-    here = classifier if bare or not options.adapt else moved_to(classifier, adata, mine, options)
-    here.predict(adata, unknown=False, key_added=options.key_added, adapt=aligned, **read)
-    unsure = int(np.count_nonzero(here.predict(adata, adapt=aligned, **read) == UNKNOWN))
+    x, model = classifier.inputs(adata, layer=options.layer, library_key=options.library_key), classifier.model
+    if options.adapt and not bare and model.typical is not None:
+        model = model.moved_to(x, mine.codes(model.labels))  # by this site's own labels; stays here
+    p = model.probabilities(x, adapt=aligned)
+    labels = label_cells(p, model.labels, 0.0)
+    cells.write_labels(adata, options.key_added, labels, p.max(axis=1), share_name="confidence")
+    unsure = int(np.count_nonzero(model.is_unknown(x, p, adapt=aligned)))
     result = summary(fitted, options) | {"unsure": unsure, "too_rare_here": mine.excluded}
     adata.uns[options.key_added] = json.dumps(result)
     return Outcome(adata, result, model=classifier)
-
-
-def moved_to(classifier: CellClassifier, adata: AnnData, mine: Labelled, options: Options) -> CellClassifier:
-    """The model with its scores moved so that this site's own labelled cells have the usual ones. Stays here."""
-    if classifier.model.typical is None:
-        return classifier
-    x = classifier.inputs(adata, layer=options.layer, library_key=options.library_key)
-    return CellClassifier(classifier.model.moved_to(x, mine.codes(classifier.labels)))
 
 
 def coordinator(seat: Seat, options: Options) -> Outcome:

@@ -581,6 +581,20 @@ def test_one_label_with_enough_cells_is_too_few():
     assert run.errors[HUB].code == "labels"
 
 
+def test_a_site_that_claims_nearly_all_cells_is_named():
+    c = case(size=60)
+    u = c.params.base.sites[2]
+    many = changed(c, u, x=scipy.sparse.vstack([c.inputs[u][0].x] * 20).tocsr(), labels=c.inputs[u][0].labels * 20,
+                   held=np.tile(c.inputs[u][0].held, 20), fold=np.tile(c.inputs[u][0].fold, 20))  # fmt: skip
+    run = run_protocol(pooled_discriminant, many, timeout=5.0)
+    assert not values(run)
+    assert {e.code for e in run.errors.values()} == {"claims"}
+    assert "'site-2' claims more than max_share=0.9" in str(run.errors[HUB])
+    check_no_errors(
+        run_protocol(pooled_discriminant, Case(dataclasses.replace(many.params, max_share=1.0), many.inputs))
+    )
+
+
 def test_there_must_be_a_setting():
     with pytest.raises(ParameterError, match="at least one setting"):
         case(settings=())
