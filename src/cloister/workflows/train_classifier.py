@@ -58,7 +58,9 @@ class Options:
     class_weight: Literal["auto", "none", "root", "balanced"] = option(
         "auto", "weight of labels: chosen on held-out cells, by their cells, by the root of their cells, or all alike"
     )
-    validation: float = option(0.25, "fraction of each label's cells held out at a time, to choose settings; 0 disables")
+    validation: float = option(
+        0.25, "fraction of each label's cells held out at a time, to choose settings; 0 disables"
+    )
     unknown_share: float = option(0.05, "fraction of right labels that may be called unknown")
     tolerance: float = option(1e-5, "change of a coefficient at which the logistic fit stops")
     max_openings: int = option(200, "number of sums that the logistic fit may open")
