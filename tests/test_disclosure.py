@@ -239,3 +239,30 @@ def test_the_receipt_states_the_smallest_group():
     assert json.loads(wire.receipt.brief())["smallest_group"] == {"cells": 12, "donors": 6}
     (row,) = [text for title, text in signed_rows(json.loads(wire.receipt.brief())) if title == "Smallest group"]
     assert row.startswith("12 cells of 6 donors of this site")
+
+
+def test_entries_with_few_terms_that_are_not_zero_contribute_zero():
+    part = rows_of(np.arange(60) % 4).counted(
+        np.full((2, 2), 7.0), np.array([[9, 10], [30, 30]]), np.array([[4, 4], [2, 3]])
+    )
+    assert part.values.tolist() == [[0.0, 7.0], [0.0, 7.0]]
+    assert (part.cells, part.donors, part.withheld) == (10, 3, 2)
+
+
+@given(hnp.arrays(np.int64, 5, elements=st.integers(0, 40)), st.integers(0, 9))
+def test_counts_are_multiples_that_one_row_changes_rarely(counts, offset):
+    rows = Rows(40)
+    coarse = rows.coarse(counts, offset).values
+    assert not np.any(coarse % 10)
+    assert np.all(np.abs(coarse - counts) < 10)
+    changed = [
+        not np.array_equal(rows.coarse(counts[:1] + 1, u).values, rows.coarse(counts[:1], u).values) for u in range(10)
+    ]
+    assert sum(changed) == 1  # of ten offsets
+    assert np.mean([rows.coarse(counts, u).values for u in range(10)], axis=0) == pytest.approx(counts)
+    assert not Rows(9).coarse(counts, offset).values.any()
+
+
+def test_an_offset_lies_below_the_threshold():
+    with pytest.raises(ParameterError, match="offset of 0 to 9"):
+        Rows(40).coarse(np.array([3]), 10)

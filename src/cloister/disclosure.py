@@ -11,12 +11,14 @@ is based on at least `min_cells` of its own cells and `min_donors` of its own do
 `Contribution` objects are created in this module only, and the values of one leave it through `Channel.contribute`,
 which writes the smallest group behind them into the receipt. `tests/test_disclosure.py` verifies both.
 
-Three kinds of sums need three criteria:
+Kinds of sums and their criteria:
 
 - `whole`: a sum over all rows. The rows together must reach the thresholds (`check` raises before anything is sent).
 - `grouped`, `overlapping`: a sum for each of k groups. A group below a threshold contributes zero. Suppressed groups
   must not have a complement: where groups partition the rows and the total is opened too, first drop the rows of small
   groups with `open_rows`, so that the total is over the rest.
+- `counted`: sums of sparse products, entry by entry. An entry needs enough terms that are not zero.
+- `coarse`: numbers of rows that meet conditions, in multiples of `min_cells`.
 - `weighted`: Σ_i w_ik v_i with real weights. The criterion is leverage, h_ik = w_ik² / Σ_j w_jk²: the largest part of
   column k that one row can have. The effective group size is 1 / max_i h_ik; m rows of equal weight have size m. The
   same holds for donors, with the absolute weights of a donor's rows added up.
@@ -253,6 +255,27 @@ class Rows:
         parts = (basis[self.donor == d] for d in np.unique(self.donor))
         largest = max(float(np.linalg.norm(part, ord=2)) ** 2 for part in parts)
         return largest > (1 + SLACK) / self.thresholds.min_donors
+
+    def counted(self, sums: Array, cells: Array, donors: Array | None = None) -> Contribution:
+        """Sums of which each entry is based on that many cells and donors here; entries below a threshold are zero.
+
+        For sums with many zero terms, such as Σ_i x_ig x_ih of sparse x: `cells` counts the terms that are not zero.
+        """
+        flat = None if donors is None else np.ravel(donors)
+        groups = self._judge(np.ravel(cells), flat)
+        return self._contribution(groups, np.ravel(sums)).map(lambda x: x.reshape(np.shape(sums)))
+
+    def coarse(self, counts: I64, offset: int) -> Contribution:
+        """Numbers of rows that meet conditions, to multiples of `min_cells`: up with the probability of the remainder.
+
+        `offset` is drawn uniformly below `min_cells` once for all counts of one sum, and is secret. A row changes a
+        count with probability 1 / `min_cells`, so that single rows cannot be counted. Two counts that are equal before
+        rounding are equal after it.
+        """
+        step = self.thresholds.min_cells
+        if not 0 <= offset < step:
+            raise ParameterError(f"expected an offset of 0 to {step - 1}, found {offset}")
+        return self.whole((np.asarray(counts, np.int64) + offset) // step * step)
 
     def _of(self, groups: Groups, sums: Array | None) -> Contribution:
         return self._contribution(groups, groups.cells if sums is None else np.asarray(sums))

@@ -122,18 +122,16 @@ def own_donors(sent: Sent, sites: Mapping[str, Any], options: Mapping[str, Any])
 
 
 def own_label_sums(sent: Sent, model: Any, x: Mapping[str, Any], truth: Mapping[str, Any], sites: list[str]) -> str:
-    """train-classifier: the coordinator on a site's own first gradient, which is its sum of expression per label."""
-    mean = np.concatenate([*x.values()]).mean(axis=0)
-    labels = list(model.labels)
-    first = sent.by_sender(secure_sum.MaskedInput, to="coordinator", scope="sum/5")  # after moments, V twice, Hessian
+    """train-classifier: the coordinator reads a site's own sum of expression per label from its first message."""
+    labels, common = list(model.labels), list(model.model.common)
+    at = np.array([common.index(gene) for gene in model.genes])
+    first = sent.by_sender(secure_sum.MaskedInput, to="coordinator", scope="sum/1")
     cosines = []
     for p in sites:
-        at = np.flatnonzero(np.isin(truth[p], labels))
-        residual = np.full((len(at), len(labels)), 1 / len(labels))
-        residual[np.arange(len(at)), [labels.index(name) for name in truth[p][at]]] -= 1
-        own = ((x[p][at] - mean).T @ residual).ravel()
-        read = first[Party(p)].y[1 : 1 + own.size].view(np.int64).astype(np.float64)
-        cosines.append(float(abs(own @ read) / (np.linalg.norm(own) * np.linalg.norm(read))))
+        own = np.stack([x[p][truth[p] == name].sum(axis=0) for name in labels])
+        words = first[Party(p)].y.view(np.int64).astype(np.float64)
+        read = words[len(labels) : len(labels) * (1 + len(common))].reshape(len(labels), -1)[:, at]
+        cosines.append(float(abs((own * read).sum()) / (np.linalg.norm(own) * np.linalg.norm(read))))
     return f"a site's own sums per label, cosine {np.mean(cosines):.2f} (guessing: 0.00)"
 
 

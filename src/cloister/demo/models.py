@@ -22,6 +22,7 @@ from cloister.workflows import fine_tune as tuning
 from cloister.workflows import train_cellcnn as training
 from cloister.workflows.figures.cellcnn import accuracy
 
+DEMO_PENALTY = 0.01  # of the logistic regressions alone and pooled
 DRAWS = 5  # of donors: one draw of so few says little
 
 
@@ -70,7 +71,7 @@ def train_classifier(story: Story, tell: Tell) -> Played:
     run = rehearse("train-classifier", story.sites, on_event=tell, on_frame=sent, **CLASSIFIER)
     story.labelled = run.data
     x = {p: np.asarray(run.model.inputs(a).todense()) for p, a in story.sites.items()}
-    alone, pooled = linear_figures(x, story.truth, story.held, story.seen, CLASSIFIER["l2"])
+    alone, pooled = linear_figures(x, story.truth, story.held, story.seen, DEMO_PENALTY)
     predicted = {p: a.obs["predicted"].astype(str).to_numpy() for p, a in run.data.items()}
     figures = percent(alone, right_of(predicted, story.truth, story.held), pooled)
     labelled = {p: a[story.seen[p]] for p, a in x.items()}
