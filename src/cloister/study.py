@@ -66,6 +66,7 @@ CONSENTS = {  # what a party may be asked for beyond taking part; only its own s
     "open-model": "opening the model",
     "validation": "opening the validation error during training",
     "outside-query": "answering a party that took no part in the training",
+    "exact-updates": "opening sums of gradients without noise",
 }
 BARE = re.compile(r"[A-Za-z0-9_-]+")  # keys that TOML wants no quotes around
 NAME = re.compile(r"[a-z][a-z0-9-]{0,31}")
