@@ -326,7 +326,7 @@ class Learner:
 
     # -- clipped gradients -----------------------------------------------------------------------------------------
 
-    def group(self, held_out: bool) -> tuple[Any, Any]:  # noqa: FBT001
+    def group(self, *, held_out: bool) -> tuple[Any, Any]:
         """Label codes and donors of the cells that train, or of those held out."""
         at = self.validation if held_out else self.training
         return self.codes[at], None if self.donor is None else self.donor[at]

@@ -61,7 +61,9 @@ class Options:
         "fedavg", "published mode: fedprox pulls local training back to the shared model, scaffold corrects its drift"
     )
     mu: float = option(0.01, "how strongly fedprox pulls")
-    weighting: Literal["cells", "plain"] = option("cells", "published mode: weigh sites by training cells, or all alike")
+    weighting: Literal["cells", "plain"] = option(
+        "cells", "published mode: weigh sites by training cells, or all alike"
+    )
     hidden: tuple[int, ...] = option((128,), "hidden widths of an MLP")
     dropout: float = option(0.1, "of MLP, CNN, ResNet and ViT")
     width: int = option(64, "of CNN, ResNet and ViT")
@@ -87,7 +89,9 @@ class Options:
     dp_noise: float | None = option(
         None, "noise multiplier of differential privacy; by default 5 in hardened mode, 0 in published mode"
     )
-    dp_clip: float = option(1.0, "norm that the gradient of a cell is clipped to; in published mode, updates with noise")
+    dp_clip: float = option(
+        1.0, "norm that the gradient of a cell is clipped to; in published mode, updates with noise"
+    )
     dp_delta: float = option(1e-5, "delta of differential privacy")
     dp_unit: Literal["auto", "cell", "donor", "site"] = option(
         "auto", "what the noise protects: cells, donors with donor_key, whole sites in published mode"
@@ -408,7 +412,9 @@ def check(adata: AnnData, options: Options) -> list[str]:
         notes.append(f"all labelled cells here are '{counts.index[0]}'; this site teaches the model nothing else")
     if options.donor_key is not None:
         if options.donor_key not in adata.obs:
-            raise DataError(f"adata.obs[{options.donor_key!r}] is missing; pass the column with the donors as donor_key=")
+            raise DataError(
+                f"adata.obs[{options.donor_key!r}] is missing; pass the column with the donors as donor_key="
+            )
         if adata.obs[options.donor_key].isna().any():
             raise DataError(f"adata.obs[{options.donor_key!r}] has missing values; name the donor of every cell")
     if options.dp_noise and options.dp_unit in ("donor", "site"):

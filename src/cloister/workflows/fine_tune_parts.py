@@ -73,7 +73,10 @@ def check_in_mode(options: Options, mode: str) -> None:
 
 def _check_hardened(options: Options) -> None:
     only = {
-        "algorithm": (options.algorithm == "fedavg", "every step is common to all sites, so local drift does not occur"),
+        "algorithm": (
+            options.algorithm == "fedavg",
+            "every step is common to all sites",
+        ),
         "optimizer": (options.optimizer == "adam", "every party computes the steps of Adam itself"),
         "weighting": (options.weighting == "cells", "every cell, or every donor with donor_key, counts alike"),
         "clients_per_round": (not options.clients_per_round, "all sites train in every step"),

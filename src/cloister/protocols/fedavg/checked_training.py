@@ -13,9 +13,9 @@
     L9   u, S    all have the same θ              (same_view, bound to a hash of θ)
 
 No party sends a model, a round number or a number of cells. The state is a function of the checked sums, so nobody can
-have it evaluated twice, skip a step or choose a far one: in S steps no weight moves by more than the sum of the S rates.
-Every sum is over all sites or the run aborts, so no two sums differ by a site. The length of a sum does not count, so
-an excessive one does not weigh on later steps. g_u and n_u do not depend on anything that the others claim.
+have it evaluated twice, skip a step or choose a far one: no weight moves by more than the sum of the rates. Every sum
+is over all sites or the run aborts, so no two sums differ by a site. The length of a sum does not count, so an
+excessive one does not weigh on later steps. g_u and n_u do not depend on anything that the others claim.
 
 Noise. One cell (one donor, where donors are named) changes a sum of L7 by at most 1 in norm, and one of L5 by at most
 1, and no cell is in both. The noise of the other m - 1 sites together has standard deviation z per entry. So all sums
@@ -32,10 +32,10 @@ coordinator, site : label names per site (coordinator, unless the study lists th
     (ε, δ)-differentially private for each cell, or for each donor where donors are named, against that cell or donor
     contributing nothing. A donor with many cells is not protected by noise for cells. Without noise: the exact sums;
     with two sites, each learns the other's by subtraction; a sum at some state may reveal single cells.
-lying coordinator : the same. It cannot change a sum, nor have one opened over fewer sites.
-one lying site : the same, at states whose direction it chooses, within the rates. It can make the model useless.
-coordinator with k sites : the sums over the other sites, with noise of z √((m - k)/(m - 1)); with all but one site, that
-    site's own, with noise of z/√(m - 1).
+malicious coordinator : the same. It cannot change a sum, nor have one opened over fewer sites.
+one malicious site : the same, at states whose direction it chooses, within the rates. It can make the model useless.
+coordinator with k sites : the sums over the other sites, with noise of z √((m - k)/(m - 1)); with all but one site,
+    that site's own, with noise of z/√(m - 1).
 
 Assumes
 -------
@@ -205,7 +205,7 @@ class ClippedLearner(Learner, Protocol):
 
     trainable: int  # P
 
-    def group(self, held_out: bool) -> tuple[I64, I64 | None]:  # noqa: FBT001
+    def group(self, *, held_out: bool) -> tuple[I64, I64 | None]:
         """Label codes and donors of the labelled cells that train, or of those held out."""
 
     def keep(self, training: Bits, validation: Bits) -> None:
@@ -255,9 +255,7 @@ def ideal(params: Params, xs: Mapping[Party, Offer]) -> dict[Party, F64]:
 def cost(params: Params, size: int, labels: int) -> dict[str, float]:
     """Bytes of one round per site: what the report's curve of bytes is drawn from."""
     u, S = params.sites[0], params.coordinator
-    step, score = (
-        checked_sum.cost(params.sum(n)) for n in (step_length(params, size), params.score_length(labels))
-    )
+    step, score = (checked_sum.cost(params.sum(n)) for n in (step_length(params, size), params.score_length(labels)))
     often = 1 / params.score_every if params.score_every else 0.0
     up, down = (params.steps * step[p][1] + often * score[p][1] for p in (u, S))
     return {"up": up, "down": down / len(params.sites)}
@@ -340,7 +338,7 @@ def keep_large_groups(params: Params, least: Thresholds, learner: ClippedLearner
     """L7: without noise, leave out cells of labels that have too few cells or donors here; returns how many."""
     masks = []
     for held_out in (False, True):
-        codes, donor = learner.group(held_out)
+        codes, donor = learner.group(held_out=held_out)
         rows = Rows(len(codes), donor, least)
         by_label = not params.noise and (not held_out or params.by_label)
         masks.append(rows.open_rows(codes, labels) if by_label else np.ones(len(codes), bool))
@@ -349,7 +347,7 @@ def keep_large_groups(params: Params, least: Thresholds, learner: ClippedLearner
 
 
 def check_cells(least: Thresholds, learner: ClippedLearner) -> None:
-    codes, donor = learner.group(False)
+    codes, donor = learner.group(held_out=False)
     Rows(len(codes), donor, least).check("labelled training cells")
 
 
@@ -361,9 +359,9 @@ def gradient_part(params: Params, least: Thresholds, found: Gradient) -> Contrib
 
 
 def score_part(params: Params, least: Thresholds, learner: ClippedLearner, theta: F32) -> Contribution:
-    """L5: held-out cells that are right and wrong; without noise also their loss, or all counts of true by predicted."""
+    """L5: held-out cells that are right and wrong; without noise also their loss, or counts of true by predicted."""
     counts, loss = learner.score(theta)
-    codes, donor = learner.group(True)
+    codes, donor = learner.group(held_out=True)
     rows, n = Rows(len(codes), donor, least), counts.sum()
     loss = min(loss, LARGEST_LOSS * n) if math.isfinite(loss) else LARGEST_LOSS * n
     right = float(np.trace(counts))
@@ -484,9 +482,7 @@ async def site(
         values = ch.contribute(part, line=line, what=what, protocol=NAME)
         words = words_of(params, code, values, entropy)
         step = ch.sub(label, (params.sum(len(words)), same))
-        z = await checked_sum.site(
-            step, params.sum(len(words)), words, seed.secret, entropy=entropy, identity=identity
-        )
+        z = await checked_sum.site(step, params.sum(len(words)), words, seed.secret, entropy=entropy, identity=identity)
         return ch.reveal(z, to=ch.me, line=line, what=what + _budget(params), protocol=NAME)
 
     t = 0
@@ -557,7 +553,9 @@ async def coordinator(ch: Channel, params: Params, *, entropy: Entropy, identity
 def check_present(params: Params, present: Collection[Party]) -> None:
     """L4: all sites, since every sum is over all."""
     if set(present) != set(params.sites):
-        raise ProtocolAbort(NAME, "L4", "dropped", "a site dropped out; all sites train in every step. Start a new run.")
+        raise ProtocolAbort(
+            NAME, "L4", "dropped", "a site dropped out; all sites train in every step. Start a new run."
+        )
 
 
 def check_same(seen: Mapping[Party, Any], what: str, line: str) -> None:
