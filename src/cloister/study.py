@@ -254,8 +254,9 @@ def _explain(text: str, e: Exception) -> str:
 
 def check_study(study: Study) -> None:
     """Raise `ParameterError` unless the study is whole; the message names the key."""
-    if not isinstance(study.name, str) or not study.name:
-        raise ParameterError(f"'name' must be a text, found {study.name!r}")
+    name = study.name
+    if not isinstance(name, str) or not name.strip() or len(name) > 200 or not name.isprintable():
+        raise ParameterError(f"'name' must be one line of text, at most 200 characters, found {str(name)[:40]!r}")
     if study.steps:
         _check_steps(study)
     else:
