@@ -233,7 +233,8 @@ def in_mode(options: Options, mode: str) -> Options:
     hardened = mode == "hardened"
     noise = options.dp_noise
     if noise is None:
-        noise = DEFAULT_NOISE if hardened and covers_pseudo_labels(options) else 0.0
+        suits = options.algorithm != "scaffold" and covers_pseudo_labels(options)
+        noise = DEFAULT_NOISE if hardened and suits else 0.0
     unit = options.dp_unit
     if unit == "auto":
         unit = "site" if not hardened else "cell" if options.donor_key is None else "donor"
@@ -407,6 +408,11 @@ def check(adata: AnnData, options: Options) -> list[str]:
         )
     if len(column) < 2 and not options.semi_supervised:
         raise DataError(f"{len(column)} labelled cell(s) in adata.obs[{options.label_key!r}]; at least 2 are needed")
+    if options.dp_unit != "site" and not options.semi_supervised and len(column) < options.min_cells:
+        raise DataError(
+            f"{len(column)} labelled cells in adata.obs[{options.label_key!r}], fewer than min_cells = "
+            f"{options.min_cells}; a sum over so few comes close to single cells, so leave this site out of the study"
+        )
     notes = []
     if len(counts) == 1:
         notes.append(f"all labelled cells here are '{counts.index[0]}'; this site teaches the model nothing else")

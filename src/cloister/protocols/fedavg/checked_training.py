@@ -462,6 +462,8 @@ async def site(
     check_vocabulary(params, ch.me, agreed, offer.labels)
     labels = agreed.labels
     learner: Any = offer.build(labels)
+    if offer.labels:
+        check_cells(least, learner)
     left_out = keep_large_groups(params, least, learner, len(labels))
     if left_out:
         notes.append(
