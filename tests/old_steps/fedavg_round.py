@@ -10,8 +10,8 @@ import numpy as np
 def mean_update(deltas, cells, bound, bits=27):
     """Σ n_u / Σ n · Δ_u, on the grid of the sum."""
     total = sum(cells)
-    each = [np.rint(np.clip(d, -bound, bound) * n / total * 2**bits) / 2**bits for d, n in zip(deltas, cells)]
-    return np.sum(each, axis=0)
+    pairs = zip(deltas, cells, strict=True)
+    return np.sum([np.rint(np.clip(d, -bound, bound) * n / total * 2**bits) / 2**bits for d, n in pairs], axis=0)
 
 
 def check_task(t, before, rounds, *, end=False):

@@ -435,7 +435,9 @@ def test_without_noise_it_is_adam_on_clipped_gradients_of_all_cells(sites):
         examples, blueprint, _ = fine_tune.examples_of(a, chosen)
         codes = np.array([labels.index(str(v)) for v in a.obs["cell_type"]])
         recipe = fine_tune.recipe_of(chosen, 0, 3)
-        learners[name] = Learner(make(blueprint, labels), len(labels), recipe, examples, codes, [], describe="", site=name)
+        learners[name] = Learner(
+            make(blueprint, labels), len(labels), recipe, examples, codes, [], describe="", site=name
+        )
     path = checked_training.Path.begin(next(iter(learners.values())).trainable)
     for t in range(10):
         sums = [one.gradient(path.theta.astype(np.float32), t, 1.0).sum for one in learners.values()]
@@ -484,7 +486,14 @@ def test_both_ways_to_clip_agree(sites, monkeypatch):
     examples, blueprint, _ = fine_tune.examples_of(sites["basel"], chosen)
     codes = np.arange(sites["basel"].n_obs) % 3
     one = Learner(
-        make(blueprint, ("a", "b", "c")), 3, fine_tune.recipe_of(chosen, 0, 3), examples, codes, [], describe="", site="x"
+        make(blueprint, ("a", "b", "c")),
+        3,
+        fine_tune.recipe_of(chosen, 0, 3),
+        examples,
+        codes,
+        [],
+        describe="",
+        site="x",
     )
     fast = one.gradient(np.zeros(one.trainable), 0, 1.0)
     monkeypatch.setattr(Learner, "_only_linear", lambda self: False)

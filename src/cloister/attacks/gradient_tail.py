@@ -5,14 +5,13 @@ first layer to states at which the others' update of a unit comes mostly from on
 every opened sum. Each unit has a direction along which few cells lie, found from the attacker's own cells, and its bias
 falls from round to round, so that the unit comes to the tail of its activation for one cell after the other.
 
-`steer` is the attacker: it returns the state that it wants next. How far it gets is up to the training that it attacks.
+`Attacker.wanted` is the state that it wants next. How far it gets is up to the training that it attacks (`Step`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -60,16 +59,23 @@ def readings(attacker: Attacker, step: Step, rounds: int) -> F64:
     return np.array(seen)
 
 
-def read_cells(seen: F64, cells: F64, levels: tuple[float, ...] = (0.99, 0.9)) -> list[int]:
-    """How many of the cells (n, d) some reading resembles: those with a cosine above each level, sign aside.
+def read_cells(seen: F64, cells: F64, own: F64, level: float) -> tuple[int, int]:
+    """How many of the cells (n, d) a reading resembles with a cosine above the level, sign aside.
 
-    The attacker may average the rounds, too: the means of the first, the second, … half of the rounds are readings.
+    The second number counts those that resemble none of the attacker's own cells as much. Readings are those of every
+    round, and their means over all rounds.
     """
-    flat = np.concatenate([seen.reshape(-1, seen.shape[-1]), seen.mean(axis=0)])
-    length = np.linalg.norm(flat, axis=1)
-    flat = flat[length > 0] / length[length > 0][:, None]
+    rounds = [seen.reshape(-1, seen.shape[-1]), seen.mean(axis=0)]
+    found = resemblance(np.concatenate(rounds), cells) > level
+    return int(found.sum()), int((found & (resemblance(own, cells) <= level)).sum())
+
+
+def resemblance(vectors: F64, cells: F64) -> F64:
+    """(n,): the largest cosine of every cell with one of the vectors, sign aside."""
+    length = np.linalg.norm(vectors, axis=1)
     unit = cells / np.linalg.norm(cells, axis=1, keepdims=True)
-    best: Any = np.zeros(len(cells))
-    for start in range(0, len(flat), 4096):
-        best = np.maximum(best, np.abs(flat[start : start + 4096] @ unit.T).max(axis=0))
-    return [int((best > level).sum()) for level in levels]
+    vectors = vectors[length > 0] / length[length > 0][:, None]
+    best = np.zeros(len(cells))
+    for start in range(0, len(vectors), 4096):
+        best = np.maximum(best, np.abs(vectors[start : start + 4096] @ unit.T).max(axis=0))
+    return best

@@ -327,18 +327,23 @@ class Learner:
     # -- clipped gradients -----------------------------------------------------------------------------------------
 
     def group(self, *, held_out: bool) -> tuple[Any, Any]:
-        """Label codes and donors of the cells that train, or of those held out."""
-        at = self.validation if held_out else self.training
-        return self.codes[at], None if self.donor is None else self.donor[at]
+        """Label codes and donors of the cells that train now, pseudo-labels included, or of those held out."""
+        at, codes = (self.validation, self.codes[self.validation]) if held_out else self._taking_part()[:2]
+        return codes, None if self.donor is None else self.donor[at]
 
-    def keep(self, training: Any, validation: Any) -> None:
-        """Go on with some of the labelled cells that train and of those held out, by mask."""
-        self.training, self.validation = self.training[training], self.validation[validation]
-        self.cells = len(self.training) + len(self.unlabelled)
-        self.points = np.concatenate([self.training, self.unlabelled])
+    def keep_held_out(self, keep: Any) -> None:
+        """Score some of the held-out cells from now on, by mask."""
+        self.validation = self.validation[keep]
 
-    def gradient(self, theta: Any, t: int, clip: float) -> Clipped:
-        """Σ of the cells' gradients at w_0 + θ, each of norm at most `clip`, in units of `clip`.
+    def _taking_part(self) -> tuple[Any, Any, Any]:
+        """Cells that train now, their labels, given or found, and what they count."""
+        taught = self.unlabelled[self.pseudo[1][self.unlabelled] > 0]
+        at = np.concatenate([self.training, taught])
+        codes = np.concatenate([self.codes[self.training], self.pseudo[0][taught]])
+        return at, codes, np.concatenate([np.ones(len(self.training)), self.pseudo[1][taught]])
+
+    def gradient(self, theta: Any, t: int, clip: float, keep: Any = None) -> Clipped:
+        """Σ of the cells' gradients at w_0 + θ, each of norm at most `clip`, in units of `clip`; of some by mask.
 
         Where donors are named: the sum over donors of the mean over a donor's cells, so that a donor's part has norm at
         most one, too.
@@ -346,10 +351,10 @@ class Learner:
         if self.global_rng:
             with GLOBAL_RNG, torch.random.fork_rng():
                 torch.manual_seed(self._seed(t) % 2**63)
-                return self._gradient(theta, t, clip)
-        return self._gradient(theta, t, clip)
+                return self._gradient(theta, t, clip, keep)
+        return self._gradient(theta, t, clip, keep)
 
-    def _gradient(self, theta: Any, t: int, clip: float) -> Clipped:
+    def _gradient(self, theta: Any, t: int, clip: float, keep: Any) -> Clipped:
         self.place(theta)
         self.model.train()
         if any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training for m in self.model.modules()):
@@ -359,10 +364,7 @@ class Learner:
         for module in self.model.modules():
             if isinstance(module, Dropout):
                 module.generator = generator
-        taught = self.unlabelled[self.pseudo[1][self.unlabelled] > 0]
-        at = np.concatenate([self.training, taught])
-        y = np.concatenate([self.codes[self.training], self.pseudo[0][taught]])
-        weight = np.concatenate([np.ones(len(self.training)), self.pseudo[1][taught]])
+        at, y, weight = (x if keep is None else x[keep] for x in self._taking_part())
         share, donor = np.ones(len(at)), None if self.donor is None else self.donor[at]
         if donor is not None and len(at):
             _, whose, sizes = np.unique(donor, return_inverse=True, return_counts=True)

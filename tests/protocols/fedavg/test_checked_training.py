@@ -55,14 +55,14 @@ class Softmax:
         at = self.held if held_out else ~self.held
         return self.y[at], None if self.donor is None else self.donor[at]
 
-    def keep(self, training, validation):
-        keep = np.zeros(len(self.y), bool)
-        keep[np.flatnonzero(~self.held)[training]] = keep[np.flatnonzero(self.held)[validation]] = True
-        self.x, self.y, self.held = self.x[keep], self.y[keep], self.held[keep]
-        self.donor = None if self.donor is None else self.donor[keep]
+    def keep_held_out(self, keep):
+        stays = ~self.held
+        stays[np.flatnonzero(self.held)[keep]] = True
+        self.x, self.y, self.held = self.x[stays], self.y[stays], self.held[stays]
+        self.donor = None if self.donor is None else self.donor[stays]
 
-    def gradient(self, theta, t, clip):
-        at = ~self.held
+    def gradient(self, theta, t, clip, keep):
+        at = np.flatnonzero(~self.held)[keep]
         p = self._probabilities(theta, at)
         loss = float(-np.log(p[np.arange(len(p)), self.y[at]] + 1e-300).sum())
         p[np.arange(len(p)), self.y[at]] -= 1
@@ -85,9 +85,9 @@ def case(n=3, seed=0, tweak=None, cells=120, thresholds=None, **options):
     for i, u in enumerate(sites):
         y = rng.integers(0, 3, cells + 8 * i)
         x = centres[y] + rng.normal(0, 0.6, (len(y), D))
-        names = ["abc"[k] for k in y]
+        names, more = ["abc"[k] for k in y], (tweak or {}).get(u, {})
 
-        def build(labels, x=x, names=names, more=(tweak or {}).get(u, {})):
+        def build(labels, x=x, names=names, more=more):
             return Softmax(x, names, list(labels), **more)
 
         inputs[u] = (Offer("four numbers", ("a", "b", "c"), build, thresholds),)
@@ -108,11 +108,10 @@ class Steady:
     def group(self, *, held_out):
         return np.arange(20) % 2, None
 
-    def keep(self, training, validation):
-        assert training.all()
-        assert validation.all()
+    def keep_held_out(self, keep):
+        assert keep.all()
 
-    def gradient(self, theta, t, clip):
+    def gradient(self, theta, t, clip, keep):
         return Clipped((np.arange(5) - 2.0 + self.number + t) / 16, 8.0, 20)
 
     def score(self, theta):
@@ -313,7 +312,9 @@ def test_with_noise_every_opened_number_has_some_and_the_receipt_states_the_budg
     assert rows[0][0]["accuracy"] != rows[1][0]["accuracy"]
     assert "train_loss" not in rows[0][0]
     assert values(runs[0])[HUB].best_round == 1
-    opened = [e.name for e, _ in runs[0].receipts[HUB].entries if e.kind == "opened" and e.protocol == "checked_training"]
+    opened = [
+        e.name for e, _ in runs[0].receipts[HUB].entries if e.kind == "opened" and e.protocol == "checked_training"
+    ]
     assert len(opened) == 3  # two scores, one step
     assert all("(3, 1e-05)-private per cell" in name for name in opened)
 

@@ -206,13 +206,13 @@ class ClippedLearner(Learner, Protocol):
     trainable: int  # P
 
     def group(self, *, held_out: bool) -> tuple[I64, I64 | None]:
-        """Label codes and donors of the labelled cells that train, or of those held out."""
+        """Label codes and donors of the cells that train now, pseudo-labels included, or of those held out."""
 
-    def keep(self, training: Bits, validation: Bits) -> None:
-        """Go on with some of these cells."""
+    def keep_held_out(self, keep: Bits) -> None:
+        """Score some of the held-out cells from now on, by mask."""
 
-    def gradient(self, theta: F32, t: int, clip: float) -> Gradient:
-        """Σ of the cells' gradients at w_0 + θ, each clipped to norm `clip`; of donors, of the means of their cells."""
+    def gradient(self, theta: F32, t: int, clip: float, keep: Bits) -> Gradient:
+        """Σ of these cells' gradients at w_0 + θ, each clipped to norm `clip`; of donors, of their cells' means."""
 
 
 @message("L1", protocol=NAME)
@@ -243,12 +243,14 @@ def ideal(params: Params, xs: Mapping[Party, Offer]) -> dict[Party, F64]:
     names = {name for offer in xs.values() for name in offer.labels}
     labels = params.labels or tuple(sorted(names))
     learners: dict[Party, Any] = {u: offer.build(labels) for u, offer in xs.items()}
-    for u, offer in xs.items():
-        keep_large_groups(params, offer.thresholds or params_thresholds(params), learners[u], len(labels))
+    least = {u: offer.thresholds or params_thresholds(params) for u, offer in xs.items()}
     path = Path.begin(next(iter(learners.values())).trainable)
     for s in range(params.rounds * params.steps):
-        found = [learner.gradient(path.theta.astype(np.float32), s, params.clip).sum for learner in learners.values()]
-        path.advance(np.sum(found, axis=0), params.rate_at(s // params.steps), params.weight_decay)
+        g = np.zeros(len(path.theta))
+        for u, learner in learners.items():
+            keep = large_groups(params, least[u], learner, len(labels), held_out=False)
+            g = g + learner.gradient(path.theta.astype(np.float32), s, params.clip, keep).sum
+        path.advance(g, params.rate_at(s // params.steps), params.weight_decay)
     return dict.fromkeys((params.coordinator, *xs), path.theta)
 
 
@@ -334,16 +336,12 @@ def check_vocabulary(params: Params, me: Party, agreed: Vocabulary, mine: Collec
         raise ProtocolAbort(NAME, "L2", "labels", "the list of sites that have labels is wrong")
 
 
-def keep_large_groups(params: Params, least: Thresholds, learner: ClippedLearner, labels: int) -> int:
-    """L7: without noise, leave out cells of labels that have too few cells or donors here; returns how many."""
-    masks = []
-    for held_out in (False, True):
-        codes, donor = learner.group(held_out=held_out)
-        rows = Rows(len(codes), donor, least)
-        by_label = not params.noise and (not held_out or params.by_label)
-        masks.append(rows.open_rows(codes, labels) if by_label else np.ones(len(codes), bool))
-    learner.keep(*masks)
-    return int((~masks[0]).sum())
+def large_groups(params: Params, least: Thresholds, learner: ClippedLearner, labels: int, *, held_out: bool) -> Bits:
+    """L5, L7: which cells take part: without noise, those of labels that have enough cells and donors here."""
+    codes, donor = learner.group(held_out=held_out)
+    if params.noise or (held_out and not params.by_label):
+        return np.ones(len(codes), bool)
+    return Rows(len(codes), donor, least).open_rows(codes, labels)
 
 
 def check_cells(least: Thresholds, learner: ClippedLearner) -> None:
@@ -462,16 +460,9 @@ async def site(
     check_vocabulary(params, ch.me, agreed, offer.labels)
     labels = agreed.labels
     learner: Any = offer.build(labels)
-    if offer.labels:
+    if params.pseudo.source == "none":
         check_cells(least, learner)
-    left_out = keep_large_groups(params, least, learner, len(labels))
-    if left_out:
-        notes.append(
-            f"{left_out} cells of labels with fewer than {least.min_cells} cells or {least.min_donors} donors here "
-            "did not train"
-        )
-    if offer.labels:
-        check_cells(least, learner)
+    learner.keep_held_out(large_groups(params, least, learner, len(labels), held_out=True))
     await ch.send(S, Ready(learner.digest, learner.trainable))  # L3
     seeds = common_seed.Params(params.sites, S)
     same = (offer.shape, learner.digest)  # in the id of every later step, so that no two architectures are mixed
@@ -499,10 +490,16 @@ async def site(
             apart = ch.sub(f"pseudo/{t}", same, apart=True)
             await pseudo_labels.site(apart, *to, entropy=entropy, identity=identity)  # L6
         ch.step(f"training, round {t + 1} of {params.rounds}", protocol=NAME, line="L7")
+        keep = large_groups(params, least, learner, K, held_out=False)
+        if not keep.all():
+            notes.append(
+                f"{int((~keep).sum())} cells of labels with fewer than {least.min_cells} cells or {least.min_donors} "
+                "donors here did not train"
+            )
         for i in range(params.steps):
-            found = learner.gradient(progress.theta, t * params.steps + i, params.clip)
+            found = learner.gradient(progress.theta, t * params.steps + i, params.clip, keep)
             if found.left_out:
-                notes.append(f"round {t + 1}: {found.left_out} cells have no finite gradient and were left out")
+                notes.append(f"{found.left_out} cells have no finite gradient and were left out")
             part = gradient_part(params, least, found)
             z = await add(f"step/{t}/{i}", part, params.code, "L7", f"gradients of round {t}, step {i}")  # L7
             progress.note_step(t, z, size)  # L8
