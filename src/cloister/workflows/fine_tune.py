@@ -306,6 +306,7 @@ def params_of(seat: Seat, options: Options) -> Params:
         pseudo_of(seat, options),
         options.schedule_rounds,
         MIN_SCORED,
+        resume=True,
     )
 
 

@@ -148,8 +148,10 @@ class Params:
         return FixedPoint(20, LARGEST_LOSS * MOST_CELLS + 40 * self.share, len(self.sites))
 
     def rate_at(self, t: int) -> float:
-        share = 0.5 * (1 + math.cos(math.pi * t / (self.decay or self.rounds))) if self.schedule == "cosine" else 1.0
-        return self.rate * share
+        """The same bits at all parties: the cosine is rounded."""
+        if self.schedule == "constant":
+            return self.rate
+        return self.rate * round(0.5 * (1 + math.cos(math.pi * t / (self.decay or self.rounds))), 12)
 
     def scored(self, t: int) -> bool:
         return bool(self.score_every) and (t % self.score_every == 0 or t == self.rounds)
