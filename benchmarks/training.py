@@ -336,9 +336,10 @@ def noise(data, quick):
     for z in (1.0, 2.5, 5.0, 10.0, 20.0):
         epsilon = fine_tune.epsilon_of(fine_tune.in_mode(fine_tune.Options(dp_noise=z), "hardened"))
         arms[f"hardened, dp_noise={z:g}, epsilon={epsilon:g}"] = {"dp_noise": z}
+    arms |= {f"hardened, defaults, dp_clip={clip:g}": {"dp_clip": clip} for clip in (0.3, 3.0)}
     lines = []
     for name, (sites, use_rep) in sets.items():
-        draws = [split(sites, seed) for seed in range(2 if quick else 3)]
+        draws = [split(sites, seed) for seed in range(3)]
         lines.append(f"{name}: {len(sites)} sites, {sum(a.n_obs for a in sites.values())} cells, defaults, "
                      f"{len(draws)} draws of the hidden fifth; accuracy / macro-F1")  # fmt: skip
         for arm, options in arms.items():
