@@ -314,7 +314,9 @@ def fine_tune() -> Figure:
     history = run.results["basel"]["history"]
     with canvas(2, width=9.2, height=3.0) as c:
         c.axes[0].plot([h["accuracy"] for h in history], "o-", ms=4, color=COLOURS[0])
-        c.axes[0].set(xlabel="round", xticks=range(0, 21, 5), ylim=(0, 1.03), title="Held-out cells of all sites, with noise")
+        c.axes[0].set(
+            xlabel="round", xticks=range(0, 21, 5), ylim=(0, 1.03), title="Held-out cells of all sites, with noise"
+        )
         bars(c.axes[1], table, title="Accuracy on labels that were hidden")
         told = ", ".join(f"{k} {v:.3f}" for k, v in table.items())
         return done(c, "fine-tune", f"Validation by round, and accuracy on hidden labels: {told}.")

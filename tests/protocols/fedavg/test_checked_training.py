@@ -12,12 +12,13 @@ from hypothesis.extra import numpy as hnp
 
 from cloister.crypto.entropy import Entropy
 from cloister.disclosure import Thresholds
-from cloister.errors import DataError, ParameterError, RefusedError
+from cloister.errors import DataError, ParameterError, ProtocolAbort, RefusedError
 from cloister.protocols.fedavg import checked_training
 from cloister.protocols.fedavg.checked_training import Params
 from cloister.protocols.fedavg.checked_training import Path as Way
 from cloister.protocols.fedavg.pseudo_labels import Pseudo
 from cloister.protocols.fedavg.training_parts import Offer
+from cloister.protocols.sums import common_seed
 from cloister.run.rehearsal import Fault
 from cloister.study import Party
 from cloister.testing import Case, check_no_errors, check_vectors, check_view, run_protocol, transcript, values
@@ -357,3 +358,69 @@ def test_the_budget_is_that_of_opacus():
 def test_bad_parameters(options):
     with pytest.raises(ParameterError):
         case(**options)
+
+
+# ---- what a site checks ----------------------------------------------------------------------------------------------
+
+
+def test_label_names_that_do_not_go_together():
+    def brought(*labels):
+        return {u: checked_training.Brings("x", own, True) for u, own in zip(case().params.sites, labels, strict=False)}
+
+    for labels, code in (
+        ((("p", "q"), ("P", "q")), "spelling"),
+        ((("p", "q"), ("r", "s")), "foreign-labels"),
+        ((("p",), ("p",)), "labels"),
+    ):
+        with pytest.raises(ProtocolAbort) as found:
+            checked_training.vocabulary(case().params, brought(*labels))
+        assert (found.value.line, found.value.code) == ("L1", code)
+
+
+@pytest.mark.parametrize(
+    ("labels", "labelled"),
+    [
+        (("a", "b"), None),  # one of mine is missing
+        (("a", "b", "c", "c"), None),
+        (("a", "b", "c"), ("site-0", "site-1")),  # not all
+        (("a", "b", "c"), ("site-0", "site-1", "site-2", "else")),
+    ],
+)
+def test_a_wrong_vocabulary_is_noticed_before_any_sum(labels, labelled):
+    c = case()
+    sites = c.params.sites
+
+    async def role(ch, params, *, entropy, identity):
+        await ch.gather(sites, checked_training.Brings)
+        await ch.broadcast(sites, checked_training.Vocabulary(labels, tuple(map(Party, labelled or sites))))
+        await ch.gather(sites, checked_training.Ready)
+
+    run = run_protocol(checked_training, c, roles={HUB: role}, timeout=2.0)
+    own = [run.errors[u] for u in sites if not run.errors[u].heard]
+    assert own
+    assert all((e.line, e.code) == ("L2", "labels") for e in own)
+
+
+async def goes_on_without_one(ch, params, *, entropy, identity):
+    """A coordinator that does not mind who is missing."""
+    sites = params.sites
+    brought = await ch.gather(sites, checked_training.Brings)
+    await ch.broadcast(sites, checked_training.Vocabulary(("a", "b", "c"), sites))
+    ready = await ch.gather(sites, checked_training.Ready)
+    seeds = common_seed.Params(sites, HUB)
+    same = (brought[sites[0]].shape, ready[sites[0]].digest)
+    await common_seed.coordinator(ch.sub("seed", (seeds, same)), seeds)
+    await ch.gather(sites[:3], checked_training.Ready)
+
+
+@pytest.mark.parametrize("role", [checked_training.coordinator, goes_on_without_one])
+def test_a_site_that_is_missing_from_the_seed_ends_the_run(role):
+    """Four sites, of which three are enough for a common seed; training is of all or of none."""
+    c = case(n=4)
+    fault = Fault("kill", Party("site-3"), HUB, "Confirm")
+    run = run_protocol(checked_training, c, faults=[fault], roles={HUB: role}, timeout=2.0)
+    assert run.outcomes == {}
+    who = [HUB] if role is checked_training.coordinator else c.params.sites[:3]
+    own = [run.errors[u] for u in who if not run.errors[u].heard]
+    assert own
+    assert all((e.protocol, e.line, e.code) == ("checked_training", "L4", "dropped") for e in own)
