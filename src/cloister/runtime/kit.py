@@ -366,7 +366,8 @@ modes = []
 studies = []
 # What needs your word besides. "open-model": train-cellcnn may decrypt the trained model for all parties;
 # "validation": and one number, the error on held-out donors, while it trains; "outside-query": predict-cellcnn may
-# answer a party that took no part in the training; "exact-updates": fine-tune may open sums without noise.
+# answer a party that took no part in the training; "whole-model": it may answer so many donors of one party that they
+# determine the model; "exact-updates": fine-tune may open sums without noise.
 consent = []
 
 # How many runs may be begun here, of one study file and of a workflow under any study. Every answer tells a little;
