@@ -238,11 +238,8 @@ def check_task(
 ) -> None:
     """L5: the next round, among those left, with the clients that the study's seed gives, and always the same Σ n_u."""
     allowed = set(before.live if before else params.sites)
-    if before:
-        next_ones = (before.t, before.t + 1) if task.end else (before.t + 1,)
-    else:
-        next_ones = tuple(range(params.rounds + 1)) if params.resume else (0,)
-    if task.t not in next_ones or task.t > params.rounds or not set(task.clients) <= set(task.live) <= allowed:
+    first, last = (0, params.rounds * params.resume) if before is None else (before.t + (not task.end), before.t + 1)
+    if not first <= task.t <= last or task.t > params.rounds or not set(task.clients) <= set(task.live) <= allowed:
         raise ProtocolAbort(NAME, "L5", "task", "a round that is out of order, or names parties that are not there")
     if me not in task.live or len(set(task.live)) != len(task.live) or len(task.live) < params.majority:
         raise ProtocolAbort(NAME, "L5", "task", f"{len(task.live)} sites are there, {params.majority} are needed")
