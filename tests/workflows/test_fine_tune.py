@@ -10,6 +10,7 @@ from anndata import AnnData
 torch = pytest.importorskip("torch")
 
 from cloister.cells import demo as demo_data  # noqa: E402
+from cloister.check_disclosure import check_disclosure  # noqa: E402
 from cloister.errors import DataError, ParameterError, ProtocolAbort  # noqa: E402
 from cloister.models.classifier import make  # noqa: E402
 from cloister.models.learner import Learner, Recipe  # noqa: E402
@@ -582,3 +583,22 @@ def test_other_networks_in_hardened_mode(sites, model, tmp_path):
 def test_options_that_do_not_fit_the_mode(sites, options, message):
     with pytest.raises(ParameterError, match=message):
         rehearse("fine-tune", sites, timeout=5.0, **options)
+
+
+def far(a):
+    """The cells of a site that wants the others' parts to stand out: huge, and all of one label."""
+    b = a.copy()
+    b.obsm["X_pca"] = b.obsm["X_pca"] * 1e3
+    b.obs["cell_type"] = str(b.obs["cell_type"].iloc[0])
+    return b
+
+
+@pytest.mark.parametrize("options", [{}, {"dp_noise": 0.0, "metric": "balanced_accuracy"}, {"donor_key": "donor"}])
+def test_whatever_others_bring_a_site_adds_sums_over_enough_cells(whole, options):
+    sites = {p: a.copy() for p, a in whole.items()}
+    for a in sites.values():
+        a.obs["donor"] = [f"d{i % 4}" for i in range(a.n_obs)]
+    found = check_disclosure("fine-tune", sites, "basel", attacks=[far], **{**HARDENED, "rounds": 3}, **options)
+    assert found.contributions == 2 * (3 + 4)
+    assert found.cells >= 10
+    assert found.donors == (4 if "donor_key" in options else None)

@@ -474,8 +474,8 @@ async def site(
     progress = Progress(params, Path.begin(size), K)
 
     async def add(label: str, part: Contribution, code: FixedPoint, line: str, what: str) -> U64:
-        values = ch.contribute(part, line=line, what=what, protocol=NAME)
-        words = words_of(params, code, values, entropy)
+        noisy = part.map(lambda values: words_of(params, code, values, entropy))
+        words = ch.contribute(noisy, line=line, what=what, protocol=NAME)
         step = ch.sub(label, (params.sum(len(words)), same))
         z = await checked_sum.site(step, params.sum(len(words)), words, seed.secret, entropy=entropy, identity=identity)
         return ch.reveal(z, to=ch.me, line=line, what=what + _budget(params), protocol=NAME)
