@@ -239,8 +239,10 @@ def in_mode(options: Options, mode: str) -> Options:
     unit = options.dp_unit
     if unit == "auto":
         unit = "site" if not hardened else "cell" if options.donor_key is None else "donor"
+    scores = not (hardened and noise and unit == "donor")  # noise for a donor does not cover its held-out cells
     return replace(
         options,
+        validation=options.validation if scores else 0.0,
         lr=options.lr or (3e-2 if hardened else 3e-3),
         local_epochs=options.local_epochs or (1 if hardened else 5),
         dp_noise=noise,

@@ -17,9 +17,10 @@ have it evaluated twice, skip a step or choose a far one: no weight moves by mor
 is over all sites or the run aborts, so no two sums differ by a site. The length of a sum does not count, so an
 excessive one does not weigh on later steps. g_u and n_u do not depend on anything that the others claim.
 
-Noise. One cell (one donor, where donors are named) changes a sum of L7 by at most 1 in norm, and one of L5 by at most
-1, and no cell is in both. The noise of the other m - 1 sites together has standard deviation z per entry. So all sums
-are (ε, δ)-differentially private for one cell (donor) whatever one malicious party sends, at any states it reaches.
+Noise. One cell changes a sum of L7 by at most 1 in norm, and one of L5 by at most 1, and no cell is in both. Where
+donors are named, one donor changes a sum of L7 by at most 1; its held-out cells are not bounded, so L5 is left out. The
+noise of the other m - 1 sites together has standard deviation z per entry. So all sums are (ε, δ)-differentially
+private for one cell (donor) whatever one malicious party sends, at any states it reaches.
 
 Without noise (z = 0, each site must consent) the sums are exact. Then cells of a label of which the site has fewer than
 `min_cells` cells or `min_donors` donors do not train there. That is a minimum group size and not a proof: exact
@@ -125,6 +126,8 @@ class Params:
             raise ParameterError("rate and clip must be above 0, noise and weight_decay at least 0")
         if self.noise and (self.metric != "accuracy" or self.patience):
             raise ParameterError("with noise the last round is taken: metric must be accuracy and patience 0")
+        if self.noise and self.unit == "donor" and self.score_every:
+            raise ParameterError("noise for donors does not cover scores, since a donor has many cells: score_every=0")
         if self.noise and self.pseudo.source not in ("none", "network"):
             raise ParameterError(
                 f"noise does not cover pseudo-labels that depend on other cells, as those of '{self.pseudo.source}' do"
