@@ -20,6 +20,7 @@ from cloister.attacks.block_regression import fit_block
 from cloister.attacks.opened_forest import lucky
 from cloister.attacks.sent import Sent
 from cloister.crypto.entropy import Entropy
+from cloister.crypto.fixedpoint import FixedPoint
 from cloister.crypto.owner_ckks import scheme as block
 from cloister.crypto.replicated import Ring
 from cloister.errors import CloisterError
@@ -232,7 +233,21 @@ def labels_compared(sent: Sent, learners: Mapping[str, Any], truth: Mapping[str,
     masked_right, plain_right, mine_right = (np.mean(shares) for shares in right.values())
     text = "who has more of a label: {:.0%} right (guessing: 50%)"
     more = f"; by a site, taking its own out: {mine_right:.0%} (guessing: {blind:.0%})"
-    return {"hardened": text.format(masked_right) + more, "clear twin": text.format(plain_right)}, theta
+    return {"published": text.format(masked_right) + more, "clear twin": text.format(plain_right)}, theta
+
+
+def steps_compared(sent: Sent, learners: Mapping[str, Any], truth: Mapping[str, Any], history: Any) -> str:
+    """fine-tune, hardened: the coordinator on which site has more of a label, from every step's masked gradients."""
+    first = next(iter(learners.values()))
+    k, wide, code = first.labels, first.model.head.in_features, FixedPoint(26, 2.0**24, len(learners))
+    right = []
+    for row in history[:-1]:
+        words = sent.by_sender(secure_sum.MaskedInput, to="coordinator", scope=f"step/{row['round']}/0")
+        vectors = {p: -code.decode(m.y[: first.trainable]) for p, m in words.items()}
+        heads = {p: v[-k * (wide + 1) : -k].reshape(k, wide) for p, v in vectors.items()}
+        pulls: dict[str, Any] = {p: single_site.label_pull(head) for p, head in heads.items()}
+        right.append(single_site.compare(pulls, truth, least=0.01))
+    return f"who has more of a label: {np.mean(right):.0%} right (guessing: 50%)"
 
 
 def plain_learners(sites: Mapping[str, Any], labels: tuple[str, ...], options: Any, seed: int) -> dict[str, Any]:

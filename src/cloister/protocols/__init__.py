@@ -53,6 +53,7 @@ semi-honest, p published, plain; `data/modes.toml` says which workflow runs it i
       class_means           ours                                         h s p
       label_propagation     [SYL24] algorithm 1, step by step            p
     fedavg/         fine-tune
+      checked_training      [ACG+16] clipping and noise, in sums         h
       federated_training    [MMR+17] algorithm 1; [LSZ+20], [KKM+20]     h p
     ckks/           keys that all sites hold together
       collective_key        [MTBH21] protocol 1                          h p

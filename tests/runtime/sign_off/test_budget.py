@@ -20,7 +20,7 @@ from cloister.runtime.provision import provision
 
 PARTIES = {"hub": "coordinator", "a": "site", "b": "site", "c": "site"}
 STUDY = Study("bins", "bin-values", PARTIES, network={"host": "localhost", "port": 18780})
-NOISE = {"dp_noise": 4.0, "score_every": 0, "patience": 0, "weighting": "plain"}
+NOISE = {"dp_noise": 4.0}
 NOISY = dataclasses.replace(STUDY, workflow="fine-tune", parameters=NOISE)
 TWO = dataclasses.replace(STUDY, workflow="", steps=(Step("bin-values"), Step("shared-pca")))
 
