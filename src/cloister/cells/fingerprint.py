@@ -67,9 +67,20 @@ class RowPrints:
     value: U64  # (n,)
     donor: U64 | None = None  # (n,)
     pattern: U64 | None = None  # (n,), of the names of the genes that are not zero, in any order and of any size
+    columns: Mapping[str, U64] = dataclasses.field(default_factory=dict)  # of columns of obs, (n,) each
 
     @classmethod
-    def of(cls, adata: AnnData, key: bytes, donor_key: str | None = None) -> RowPrints:
+    def of(cls, adata: AnnData, key: bytes, donor_key: str | None = None, columns: Iterable[str] = ()) -> RowPrints:
+        """The fingerprints of all cells; `columns` are those of obs that the study reads."""
+        own = cls._of_cells(adata, key, donor_key)
+        return dataclasses.replace(own, columns=cls.of_columns(adata, key, columns))
+
+    @staticmethod
+    def of_columns(adata: AnnData, key: bytes, columns: Iterable[str]) -> dict[str, U64]:
+        return {name: _keyed_names(adata.obs[name], key, b"column") for name in sorted(columns) if name in adata.obs}
+
+    @classmethod
+    def _of_cells(cls, adata: AnnData, key: bytes, donor_key: str | None) -> RowPrints:
         names = _keyed_names(adata.obs_names, key, b"name")
         donor = None
         if donor_key is not None and donor_key in adata.obs:

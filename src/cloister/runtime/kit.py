@@ -222,7 +222,7 @@ class Kit:
     def check_differences(self, policy: Policy, adata: AnnData, matrix: str) -> None:
         """Raise `Refusal` if these cells differ from those of an earlier run in too few."""
         least = Thresholds().raised(policy.floors)
-        self.answered(policy).check(adata, matrix, self.donor_key, least)
+        self.answered(policy).check(adata, matrix, self.donor_key, least, own_cells.columns_read(self.study))
 
     def count_run(self, policy: Policy, adata: AnnData | None = None) -> None:
         """Count one run more, or raise `Refusal`. A run counts from its start, since an aborted one reveals too."""
@@ -232,7 +232,9 @@ class Kit:
             if (entry := self.approvals.entry(self.study)) is not None and entry.data is not None:
                 if adata is not None:
                     least = None if entry.small_change else Thresholds().raised(policy.floors)
-                    self.answered(policy).admit(adata, entry.data.matrix, self.donor_key, self.study.name, least)
+                    columns = own_cells.columns_read(self.study)
+                    key, name = self.donor_key, self.study.name
+                    self.answered(policy).admit(adata, entry.data.matrix, key, name, least, columns)
                 self.budget(policy).charge(entry.data.matrix, self.study, entry.cost)
             for key in (self.study.digest.hex(), *(part.workflow for part in self.study.parts)):
                 counts[key] = counts.get(key, 0) + 1

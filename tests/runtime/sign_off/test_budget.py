@@ -146,6 +146,8 @@ def test_query_cells_count_by_identity_key_over_all_studies(tmp_path):
     mine.charge_queries(other, 20_000, "basel")
     with pytest.raises(RefusedError, match="-5 cells; expected 0 or more"):
         mine.charge_queries(key, -5, "lugano")
+    with pytest.raises(RefusedError, match="'third' used 6000 and asks for 15000"):
+        mine.charge_queries(b"n" * 32, 15_000, "third")  # a new key of a known party
     mine.charge("matrix", STUDY, cost_of(STUDY))  # both live in one file
     assert (mine.queried(key), mine.queried(other)) == (18_000, 20_000)
 

@@ -197,3 +197,44 @@ def test_a_kit_rejects_small_changes_unless_the_approval_allows_them(tmp_path):
     assert entry.record["small_change"] is True
     kit.count_run(kit.policy(), read_cells(file))
     assert len(kit.answered(kit.policy())._load()) == 2
+
+
+def with_labels(adata, labels):
+    adata = adata.copy()
+    adata.obs["cell_type"] = labels
+    return adata
+
+
+@pytest.fixture
+def labels():
+    return np.repeat(["B", "T", "NK"], [60, 80, 60]).astype(object)
+
+
+def run_labelled(answered, adata, name):
+    answered.check(adata, name, None, LEAST, ["cell_type"])
+    answered.admit(adata, name, None, "study", LEAST, ["cell_type"])
+
+
+def test_a_few_relabelled_cells_are_rejected(answered, cells, labels):
+    run_labelled(answered, with_labels(cells, labels), "a")
+    run_labelled(answered, with_labels(cells, labels), "a")
+    other = labels.copy()
+    other[:3] = "T"
+    with pytest.raises(RefusedError, match="3 cell.s. have another 'cell_type' since study 'study'"):
+        run_labelled(answered, with_labels(cells, other), "a")
+    other[:12] = "T"
+    run_labelled(answered, with_labels(cells, other), "a")
+
+
+def test_a_group_that_a_single_new_cell_joins_is_rejected(answered, cells, labels):
+    """Twelve cells more, but one of them alone in its group: sums per label differ by that cell."""
+    run_labelled(answered, with_labels(cells, labels)[:-12].copy(), "a")
+    labels[-1] = "B"
+    with pytest.raises(RefusedError, match="one group of 'cell_type' differs by 1 cell"):
+        run_labelled(answered, with_labels(cells, labels), "b")
+
+
+def test_columns_of_two_studies_are_compared_only_where_both_read_them(answered, cells, labels):
+    run(answered, cells, "a")
+    run_labelled(answered, with_labels(cells, labels), "a")
+    run(answered, cells, "a")

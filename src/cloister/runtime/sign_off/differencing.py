@@ -10,6 +10,10 @@ be computed have leverage 1/m each. A run is rejected if it raises the leverage 
 that were in the same runs form an atom. A run is also rejected if it makes the sum over an atom of fewer than
 `min_donors` donors a combination of runs.
 
+Labels count too. If a group of cells with the same label has at least `min_cells` cells in both runs, it may not differ
+by fewer, whether cells were added, removed or relabelled; nor may fewer cells have changed in any column of obs that
+both studies read.
+
 Every row has three fingerprints: of its name, of its values, and of the names of the genes that are not zero. The last
 one is the same after another normalisation and in another order of genes; it is used where it tells most rows apart.
 So renaming cells does not hide that they are the same, nor does scaling them, nor both. Fingerprints are 64 bits of a
@@ -17,16 +21,16 @@ keyed hash; the key is drawn at this site and stays in its folder, beside the fi
 budget share this too; kits that do not are not compared:
 
     answered.key    (0600) 32 random bytes
-    answered.npz    (0600) for each set of cells: fingerprints of names, values, genes and donors, the matrix, the study
+    answered.npz    (0600) for each set of cells: fingerprints of names, values, genes, donors and columns; the study
 """
 
 from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,31 +69,41 @@ class AnsweredCells:
 
     folder: Path
 
-    def check(self, adata: AnnData, matrix: str, donor_key: str | None, least: Thresholds) -> None:
+    def check(
+        self, adata: AnnData, matrix: str, donor_key: str | None, least: Thresholds, columns: Iterable[str] = ()
+    ) -> None:
         """Raise `Refusal` if a run on these cells would disclose a few of them, together with earlier runs."""
         if earlier := self._load():
-            check_new(earlier, self._rows(earlier, adata, matrix, donor_key), least)
+            check_new(earlier, self._rows(earlier, adata, matrix, donor_key, columns), least)
 
     def admit(
-        self, adata: AnnData, matrix: str, donor_key: str | None, study: str, least: Thresholds | None = None
+        self,
+        adata: AnnData,
+        matrix: str,
+        donor_key: str | None,
+        study: str,
+        least: Thresholds | None = None,
+        columns: Iterable[str] = (),
     ) -> None:
         """Check and store, in one step, that a run on these cells is about to be answered; without `least`, store it.
 
-        Two runs that begin at the same time are compared as well.
+        Two runs that begin at the same time are compared as well. `columns` are those of obs that the study reads.
         """
         with self._locked():
             earlier = self._load()
-            rows = self._rows(earlier, adata, matrix, donor_key)
+            rows = self._rows(earlier, adata, matrix, donor_key, columns)
             if least is not None:
                 check_new(earlier, rows, least)
-            if not any(a.matrix == matrix for a in earlier):
+            if not any(a.matrix == matrix and _covers(a.rows.columns, rows.columns) for a in earlier):
                 self._save([*earlier, Answered(matrix, study, stamp_now(), rows)])
 
-    def _rows(self, earlier: list[Answered], adata: AnnData, matrix: str, donor_key: str | None) -> RowPrints:
+    def _rows(
+        self, earlier: list[Answered], adata: AnnData, matrix: str, donor_key: str | None, columns: Iterable[str]
+    ) -> RowPrints:
         known = next((a.rows for a in earlier if a.matrix == matrix), None)
         if known is not None and (known.donor is not None or donor_key is None):
-            return known
-        return RowPrints.of(adata, self._key(), donor_key)
+            return replace(known, columns=RowPrints.of_columns(adata, self._key(), columns))
+        return RowPrints.of(adata, self._key(), donor_key, columns)
 
     def _key(self) -> bytes:
         path = self.folder / KEY
@@ -120,6 +134,7 @@ class AnsweredCells:
                         stored[f"value{i}"],
                         stored[f"donor{i}"] if row["donors"] else None,
                         stored[f"pattern{i}"] if row.get("patterns") else None,
+                        {name: stored[f"column{i}.{k}"] for k, name in enumerate(row.get("columns", ()))},
                     ))
                     for i, row in enumerate(index)
                 ]  # fmt: skip
@@ -134,6 +149,7 @@ class AnsweredCells:
         index = [
             {"matrix": a.matrix, "study": a.study, "when": a.when}
             | {"donors": a.rows.donor is not None, "patterns": a.rows.pattern is not None}
+            | {"columns": [*a.rows.columns]}
             for a in sets
         ]
         columns: dict[str, Any] = {"index": np.frombuffer(json.dumps(index).encode(), np.uint8)}
@@ -143,6 +159,7 @@ class AnsweredCells:
                 columns[f"donor{i}"] = a.rows.donor
             if a.rows.pattern is not None:
                 columns[f"pattern{i}"] = a.rows.pattern
+            columns |= {f"column{i}.{k}": prints for k, prints in enumerate(a.rows.columns.values())}
         content = io.BytesIO()
         np.savez(content, **columns)
         path = self.folder / FILE
@@ -161,6 +178,44 @@ def check_new(earlier: list[Answered], new: RowPrints, least: Thresholds) -> Non
         for one in known:
             _check_pair(one, new, kind, least)
         _check_combinations(known, new, kind, least)
+    for one in earlier:
+        for name in one.rows.columns.keys() & new.columns.keys():
+            _check_column(one, new, name, least)
+
+
+def _covers(stored: Mapping[str, U64], new: Mapping[str, U64]) -> bool:
+    return all(name in stored and np.array_equal(stored[name], prints) for name, prints in new.items())
+
+
+def _check_column(one: Answered, new: RowPrints, name: str, least: Thresholds) -> None:
+    """Reject the run if a group of cells with one value, or the whole column, differs in too few cells or donors."""
+    then, now = _numbered(one.rows, "name"), _numbered(new, "name")
+    old_values, values = one.rows.columns[name], new.columns[name]
+    both, at_then, at_now = np.intersect1d(then, now, return_indices=True)
+    moved = old_values[at_then] != values[at_now]
+    changed = (np.isin(then, both[moved]), np.isin(now, both[moved]))
+    _check_few(one, new, changed, f"{int(moved.sum())} cell(s) have another '{name}'", int(moved.sum()), least)
+    for value in np.intersect1d(old_values, values):
+        here_then, here_now = old_values == value, values == value
+        if min(here_then.sum(), here_now.sum()) < least.min_cells:
+            continue  # below the threshold in one of the runs, where the group contributed nothing
+        gone = here_then & ~np.isin(then, now[here_now])
+        added = here_now & ~np.isin(now, then[here_then])
+        rows = int(gone.sum() + added.sum())
+        _check_few(one, new, (gone, added), f"one group of '{name}' differs by {rows} cell(s)", rows, least)
+
+
+def _check_few(
+    one: Answered, new: RowPrints, differ: tuple[Bits, Bits], what: str, rows: int, least: Thresholds
+) -> None:
+    named = one.rows.donor is not None or new.donor is not None
+    donors = len(_donors(one.rows.donor, differ[0]) | _donors(new.donor, differ[1]))
+    if not rows or (rows >= least.min_cells and (not named or donors >= least.min_donors)):
+        return
+    raise Refusal(
+        f"{what} since study '{one.study}' ({one.when[:10]}), fewer than {least.min_cells} cells or "
+        f"{least.min_donors} donors: both results together disclose them; to allow it: {ALLOW}"
+    )
 
 
 def _tells_apart(rows: RowPrints, kind: str) -> bool:
