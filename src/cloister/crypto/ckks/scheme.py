@@ -133,12 +133,23 @@ class Context:
             whole = round(Fraction(values) * Fraction(scale))
             rows = [np.full(self.params.degree, whole % q, np.uint64) for q in self.primes[:k]]
             return Plain(np.stack(rows), scale)
-        coefficients = slots.to_plain_coefficients(values, self.params.degree, scale)
-        return Plain(self.ring.forward(self.bases.of_doubles(coefficients, k)), scale)
+        shift = _shift_of(scale)
+        coefficients = slots.to_plain_coefficients(values, self.params.degree, math.ldexp(scale, -shift))
+        return Plain(self._shifted(self.ring.forward(self.bases.of_doubles(coefficients, k)), shift), scale)
 
     def exact_residues(self, values: F64, k: int, scale: float) -> Residues:
         """The plaintext polynomial of values on the grid of 2^-GRID, in integers: the same on every machine."""
-        return slots.encode_exact(self.ring, np.rint(np.ldexp(values, GRID)).astype(np.int64), scale / 2.0**GRID, k)
+        shift, whole = _shift_of(scale), np.rint(np.ldexp(values, GRID)).astype(np.int64)
+        return self._shifted(slots.encode_exact(self.ring, whole, math.ldexp(scale, -shift - GRID), k), shift)
+
+    def _shifted(self, rows: Residues, bits: int) -> Residues:
+        """Times 2^bits."""
+        if bits == 0:
+            return rows
+        out = np.zeros_like(rows)
+        for row in range(len(rows)):
+            self.ring.add_multiple(out, rows, 1 << bits, row)
+        return out
 
     def add_exact(self, ct: Cipher, values: F64) -> Cipher:
         """Add a vector on that grid."""
@@ -331,6 +342,11 @@ class Context:
         if steps == 0:
             return 2 * self.params.degree - 1
         return pow(3, steps % self.params.slots, 2 * self.params.degree)
+
+
+def _shift_of(scale: float) -> int:
+    """By how many bits a plaintext of that scale is shifted after encoding: encoders hold coefficients of 2^192."""
+    return 96 if scale > 2.0**150 else 0
 
 
 _HELD: weakref.WeakValueDictionary[bytes, SwitchingKey] = weakref.WeakValueDictionary()

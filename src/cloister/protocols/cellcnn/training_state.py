@@ -54,10 +54,20 @@ class State:
         kept = store.get_state(ckks.context(params.ckks), params.tag, step)
         return cls(kept["model"], *(kept.get(name, []) for name in ("W", "V", "archive")))
 
-    def keep(self, step: int, params: Params, store: KeyStore | None, *, model_only: bool = False) -> None:
-        """Write a checkpoint, where there is a store."""
+    def keep(
+        self,
+        step: int,
+        params: Params,
+        store: KeyStore | None,
+        *,
+        model_only: bool = False,
+        checked: bool = False,
+    ) -> None:
+        """Write a checkpoint, where there is a store; `checked` once [M] passed its range check."""
         if store is not None:
-            rest = {} if model_only else {"W": self.W, "V": self.V, "archive": self.archive}
+            rest: dict[str, list[ckks.Cipher]] = {"checked": []} if checked else {}
+            if not model_only:
+                rest |= {"W": self.W, "V": self.V, "archive": self.archive}
             store.put_state(ckks.context(params.ckks), params.tag, step, {"model": self.model} | rest)
 
     def products(self, c: ckks.Context, Z: Sequence[ckks.Cipher], relin: object) -> list[ckks.Cipher]:
