@@ -217,7 +217,8 @@ def test_training_stops_early_everywhere_and_a_stopped_one_stays_stopped(tmp_pat
     monkeypatch.setattr(encrypted_training.encrypted_validation, "check_samples", lambda *_: None)
     monkeypatch.setattr(Params, "validation", property(lambda self: None))
     config = dataclasses.replace(CONFIG, steps=4)
-    p, data, held = params(config, validate_every=1, patience=1), batches(config), (np.zeros((1, 3)), np.zeros((1, 2)))
+    p, data = params(config, LARGE, validate_every=1, patience=1), batches(config)
+    held = np.zeros((1, 3)), np.zeros((1, 2))
 
     def case():
         given = case_with_stores(tmp_path, p, data)

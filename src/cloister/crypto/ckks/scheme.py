@@ -168,7 +168,7 @@ class Context:
     def encrypt(self, key: PublicKey, values: F64, k: int, scale: float, entropy: Entropy) -> Cipher:
         """(b·u + e0 + m, a·u + e1) at k primes, u ternary."""
         check_entropy(entropy)
-        polys = self._zero(key, k, entropy.prg())
+        polys = self.encrypted_zero(key, k, entropy.prg())
         self.ring.add(polys[0], self.encode(values, k, scale).residues)
         return self.cipher(polys, scale)
 
@@ -185,10 +185,11 @@ class Context:
         these until the same ciphertext comes out.
         """
         check_entropy(entropy)
-        zero = self._zero(key, ct.primes, entropy.prg())
+        zero = self.encrypted_zero(key, ct.primes, entropy.prg())
         return self.add(ct, self.cipher(zero, ct.scale))
 
-    def _zero(self, key: PublicKey, k: int, prg: Prg) -> U64:
+    def encrypted_zero(self, key: PublicKey, k: int, prg: Prg) -> U64:
+        """Polynomials of an encryption of zero at k primes, from that stream."""
         r = self.ring
         u = r.forward(r.of_small(prg.ternary(self.params.degree), k))
         c0, c1 = r.error(prg, k), r.error(prg, k)

@@ -24,7 +24,7 @@ and per step, [·] encrypted under the collective key, slots and maps as in `cel
 
 and at the end:
 
-        all     `collective_range` of [M']: nothing that depends on it is opened before
+        all     `collective_range` of [M'], public and relinearisation key, before what depends on them is opened
         all     only if all agreed to open the model: the norm of W and V is opened, and no more if it is beyond 64
         all     refresh ([A]) → W and V, several times; `threshold_decrypt` → all sites and S (`training_opening`)
 
@@ -63,7 +63,7 @@ References
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -80,7 +80,7 @@ from cloister.net.wire import message
 from cloister.protocols.cellcnn import encrypted_validation
 from cloister.protocols.cellcnn.cellcnn_circuit import Layout
 from cloister.protocols.cellcnn.key_store import KeyStore
-from cloister.protocols.cellcnn.training_keys import Keys, key_costs, load_keys, make_keys
+from cloister.protocols.cellcnn.training_keys import Keys, key_costs, load_keys, make_keys, relinearised_zero
 from cloister.protocols.cellcnn.training_opening import norm_params, open_at_aggregator, open_at_site, part_params
 from cloister.protocols.cellcnn.training_refreshes import STAGES, refreshes
 from cloister.protocols.cellcnn.training_state import Losses, State, gradient_ciphers
@@ -228,6 +228,15 @@ def load_trained(params: Params, store: KeyStore, *, site: bool, stopped: int = 
     return Trained(params, keys, state["model"], step=step, checked=CHECKED in state)
 
 
+def range_ciphers(params: Params, keys: Keys, model: Sequence[ckks.Cipher]) -> list[ckks.Cipher]:
+    """What the range check covers: all that [X], [M]·[X] and its relinearisation multiply something secret by.
+
+    The public key is an encryption of zero, too: if it is not, its noise times the randomness of [X] is in the answer.
+    """
+    public = ckks.context(params.ckks).cipher(np.stack([keys.public.b, keys.public.a]), params.ckks.scale)
+    return [*model, relinearised_zero(params.ckks, keys, model), public]
+
+
 def check_model(trained: Trained) -> None:
     """Raise unless [M] passed its range check: whatever depends on it may be opened only then."""
     if not trained.checked:
@@ -303,7 +312,7 @@ async def holder(
 async def begin(ch: Channel, params: Params, store: KeyStore | None, entropy: Entropy) -> tuple[Keys, int]:
     """L1, L2: keys, and after which step to go on."""
     S = params.aggregator
-    steps = store.steps(params.tag) if store is not None and store.name else ()
+    steps = resumable(params, store)
     await ch.send(S, Ready(store.name if steps and store is not None else b"", steps))  # L1
     start = await ch.recv_broadcast(S, Start)  # L2
     if not start.resumed and start.step == 0:
@@ -311,6 +320,18 @@ async def begin(ch: Channel, params: Params, store: KeyStore | None, entropy: En
     if store is None or not start.resumed or start.step not in steps:
         raise ProtocolAbort(NAME, "L2", "checkpoint", "asked to go on from a checkpoint that this site does not have")
     return load_keys(params, store, site=True), start.step
+
+
+def resumable(params: Params, store: KeyStore | None) -> tuple[int, ...]:
+    """After which steps this party would go on.
+
+    Not before a state whose model passed its range check: weights of one training are opened under one key, and what
+    another last step would open would be more functionals of the same key's noise.
+    """
+    steps = store.steps(params.tag) if store is not None and store.name else ()
+    if steps and store is not None and CHECKED in store.get_state(ckks.context(params.ckks), params.tag, steps[0]):
+        return steps[:1]
+    return steps
 
 
 class Site:
@@ -359,7 +380,7 @@ class Site:
     async def check_range(self) -> None:
         """After the last step: [M] is in range, before anything that depends on it is opened."""
         self.keys.spend(1)
-        second = [self.c.raw(ct)[0][1] for ct in self.state.model]
+        second = [ct.polys[1] for ct in range_ciphers(self.params, self.keys, self.state.model)]
         await collective_range.holder(
             self.ch.sub("range"), self.params.range, self.keys.share, self.keys.public, second, entropy=self.entropy
         )
@@ -398,7 +419,8 @@ async def aggregator(ch: Channel, params: Params, store: KeyStore | None = None,
         step += 1
         state.keep(step, params, store)
         await validate(step)
-    await collective_range.aggregator(ch.sub("range"), params.range, keys.public, state.model)
+    cts = range_ciphers(params, keys, state.model)
+    await collective_range.aggregator(ch.sub("range"), params.range, keys.public, cts)
     state.keep(step, params, store, checked=True)
     done = Trained(params, keys, state.model, losses=losses.found, step=step, checked=True)
     if params.open_model:
@@ -409,7 +431,7 @@ async def aggregator(ch: Channel, params: Params, store: KeyStore | None = None,
 async def begin_all(ch: Channel, params: Params, store: KeyStore | None, entropy: Entropy) -> tuple[Keys, int]:
     """L1, L2 at S: go on from the last step that everyone has, if all hold the same keys."""
     ready = (await ch.gather(params.holders, Ready)).values()  # L1
-    common = set(store.steps(params.tag)) if store is not None and store.name else set()
+    common = set(resumable(params, store))
     if store is not None and {r.keys for r in ready} == {store.name}:
         for r in ready:
             common &= set(r.steps)
