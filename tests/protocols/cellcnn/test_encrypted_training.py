@@ -139,7 +139,7 @@ def test_the_receipt_says_what_was_opened(trained):
     *_, run = trained
     opened = {e.name for e, _ in run.receipts["hub"].entries if e.kind == "opened"}
     assert opened == {
-        "a random combination of the encrypted model's coefficients, flooded",
+        "random combinations of the encrypted model's coefficients, flooded",
         "the sum of the trained model's squared weights",
         "the trained model (part 1 of 1)",
     }

@@ -308,7 +308,7 @@ class Layout:
         masks = math.sqrt(2) * ckks.encryption_noise(self.ckks, self.parties)
         scale = 2.0 ** sum(self.ckks.bits[self.ckks.base : self.ckks.base + QUERY])
         amplified = largest * masks * math.sqrt(self.J) / scale  # coherent over markers
-        switching = largest * 2.0**collective_range.SOUND_BITS * math.sqrt(self.J) / scale  # by `relinearised_zero`
+        switching = largest * 2.0**collective_range.FACTOR_BITS * math.sqrt(self.J) / scale  # by `relinearised_zero`
         rounding = 2 * ckks.rounding_noise(self.ckks, self.parties)
         return math.sqrt(self.J) * math.hypot(QUERY_BOUND * fresh, rounding, amplified, switching)
 
@@ -316,7 +316,7 @@ class Layout:
         """The range check of `encrypted_training.range_ciphers`, by parties; without any, for its tolerance."""
         holders, aggregator = who or (tuple(Party(f"site-{i}") for i in range(self.parties)), Party("aggregator"))
         P, count = self.ckks, len(self.groups) + 2
-        return collective_range.Params(holders, aggregator, P, P.top, count, P.scale, self.value_bits)
+        return collective_range.Params(holders, aggregator, P, self.ladder.query, count, P.scale, self.value_bits)
 
     @property
     def value_bits(self) -> int:

@@ -233,8 +233,9 @@ def range_ciphers(params: Params, keys: Keys, model: Sequence[ckks.Cipher]) -> l
 
     The public key is an encryption of zero, too: if it is not, its noise times the randomness of [X] is in the answer.
     """
-    public = ckks.context(params.ckks).cipher(np.stack([keys.public.b, keys.public.a]), params.ckks.scale)
-    return [*model, relinearised_zero(params.ckks, keys, model), public]
+    c, k = ckks.context(params.ckks), params.layout.ladder.query
+    public = c.cipher(np.stack([keys.public.b, keys.public.a]), params.ckks.scale)
+    return [c.drop(ct, k) for ct in (*model, relinearised_zero(params.ckks, keys, model, k), public)]
 
 
 def check_model(trained: Trained) -> None:

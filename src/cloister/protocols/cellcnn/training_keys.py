@@ -105,7 +105,7 @@ async def make_keys(
     return Keys(name, public, relin, rotation, secret, store)
 
 
-def relinearised_zero(params: ckks.Parameters, keys: Keys, model: Sequence[ckks.Cipher]) -> ckks.Cipher:
+def relinearised_zero(params: ckks.Parameters, keys: Keys, model: Sequence[ckks.Cipher], k: int) -> ckks.Cipher:
     """A product of two encryptions of zero, relinearised: its plaintext is large if the relinearisation key is wrong.
 
     A holder that adds δ to its h in `collective_relin` has everybody's secret multiplied by δ in the key. What the key
@@ -116,7 +116,7 @@ def relinearised_zero(params: ckks.Parameters, keys: Keys, model: Sequence[ckks.
     for ct in model:
         h.update(c.pack(ct.polys[0]))
     prg = Prg(h.digest())
-    first, second = (c.cipher(c.encrypted_zero(keys.public, params.top, prg), params.scale) for _ in range(2))
+    first, second = (c.cipher(c.encrypted_zero(keys.public, k, prg), params.scale) for _ in range(2))
     return c.product(first, second, keys.relin)
 
 

@@ -5,12 +5,12 @@ output decrypted in plain sight. So the output is checked before anything that d
 are at the same primes, Q their product; P_g is the plaintext of the g-th. v and m are the first two holders. Everything
 is done `REPEATS` times, with independent randomness:
 
-    L1  j → i   T_j = Σ_g r_jg·c1_g + a·u_j + e_j       j = v, m; from a seed ρ_j: r_jg in ±2^40, u_j ternary
-    L2  i → S   H(σ_i, nonce), H(T_v, T_m)              σ_i = coefficient 0 of (T_v + T_m)·s_i, plus a flood η_i
+    L1  j → i   T_j = Σ_g r_jg·c1_g + a·u_j + e_j       j = v, m; from a seed ρ_j: r_jg in ±2^20, u_j ternary
+    L2  i → S   H(σ_i, nonce), H(T_v, T_m)              σ_i = (T_v + T_m)·s_i + η_i, where η_i is a flood
     L3  S → j   reveal;   j → S  ρ_j                    once S has every commitment
         S       makes T_v, T_m of the seeds again: they are what every holder has
     L4  S → i   open;     i → S  σ_i, nonce             which must be what was committed to
-        S       y = coefficient 0 of Σ_jg r_jg·P_g, plus noise and Σ_i η_i;  |y| ≤ bound
+        S       y = Σ_jg r_jg·P_g + Σ_i η_i, plus noise;  no coefficient is beyond the bound
     L5  S → i   passed
 
 Why it is sound, what it reveals and what an abort tells is argued in docs/security/threshold_ckks.md. In short: a
@@ -20,23 +20,24 @@ seed. S need not be trusted: if S deviates, all holders are honest, and their ou
 
 Reveals
 -------
-aggregator : y, one number per repetition, whose dependence on the P_g is hidden to 2^-40 by every single holder's η_i,
-    as long as √(mean of slots²) ≤ 2^value_bits. Beyond, a random combination of all coefficients to the precision of η.
+aggregator : y, which is independent of the P_g to 2^-40 by every single holder's η_i, as long as √(mean of slots²) is
+    at most 2^value_bits. Beyond, random combinations of the P_g to the precision of η.
 holder : that the check passed or failed.
 
 Assumes
 -------
 Any one party may deviate. The c1_g that the holders bring are the circuit's: they are public. If some coefficient of
-some P_g is beyond `tolerance`, the check passes with probability 2^-40. An aggregator together with a holder is not
-covered. Ring-LWE hides r_jg in T_j.
+some P_g is beyond `tolerance`, the check passes with probability 2^-40, except for coefficients near multiples of Q/b
+with a small b: there it passes with probability b^(-2·rank), where the rank is that of the multiples modulo b. An
+aggregator together with a holder is not covered. Ring-LWE hides r_jg in T_j.
 
 Cost
 ----
-Per holder: 2 messages up, 2 down, numbers only. v and m: `REPEATS` polynomials over the primes to every other holder.
+Per holder: 2 messages up, 2 down, `REPEATS` polynomials over the primes up. v and m: as many to every other holder.
 
 References
 ----------
-Lines numbered here. Baum, Damgard, Larsen, Nielsen, CRYPTO 2016: amortised proofs of small noise by random combination.
+Lines numbered here. Baum, Damgard, Larsen, Nielsen, CRYPTO 2016: proofs of small noise by random combination.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cloister.arrays import U64
+from cloister.arrays import F64
 from cloister.crypto.ckks import scheme as ckks
 from cloister.crypto.ckks.chain import OPENINGS, SECURITY
 from cloister.crypto.entropy import Entropy
@@ -63,8 +64,7 @@ from cloister.study import Party
 
 NAME = "collective_range"
 REPEATS = 2
-FACTOR_BITS = 40  # r lies within ±2^this
-SOUND_BITS = 20  # a coefficient beyond `tolerance` passes one repetition with probability 2^-this
+FACTOR_BITS = 20  # r lies within ±2^this: given all other factors, one value in 2^21 lets a large coefficient pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,19 +88,20 @@ class Params(Collective):  # public
 
     @property
     def flood_bits(self) -> int:
-        """Of η: hides r·P for all coefficients of r together, over all checks under one key."""
-        norm = math.log2(self.scale) + self.value_bits + math.log2(2 * self.count) / 2  # √(Σ P²), two r's
-        return math.ceil(norm + FACTOR_BITS + SECURITY + math.log2(OPENINGS * REPEATS) / 2 + 1)
+        """Of η: hides Σ r·P, all coefficients together, over all checks under one key."""
+        norm = math.log2(self.scale) + self.value_bits + math.log2(2 * self.count) / 2  # √(Σ_jg P²), coefficients
+        factors = FACTOR_BITS + math.log2(self.ckks.degree) / 2
+        return math.ceil(norm + factors + SECURITY + math.log2(OPENINGS * REPEATS) / 2)
 
     @property
-    def bound(self) -> int:
-        """The largest |y| that honest parties bring about: η is a sum of three numbers of `flood_bits` bits."""
-        return len(self.holders) << (self.flood_bits + 1)
+    def bound(self) -> float:
+        """Beyond what honest parties bring about: η is a sum of three numbers of `flood_bits` bits, centred."""
+        return len(self.holders) * 2.0 ** (self.flood_bits + 1)
 
     @property
     def tolerance(self) -> float:
-        """The largest coefficient that may pass: given all other factors, one of 2^41 values of r decides."""
-        return 2.0 * self.bound * 2.0 ** (SOUND_BITS - FACTOR_BITS - 1)
+        """The largest coefficient that may pass: two values of one factor r must not both lead within the bound."""
+        return 2 * self.bound
 
     def other_verifiers(self, me: Party) -> list[Party]:
         return [j for j in self.verifiers if j != me]
@@ -134,7 +135,7 @@ class Open:  # S → i
 
 @message("L4")
 class Share:  # i → S
-    share: U64  # (REPEATS, k)
+    share: tuple[bytes, ...]  # one polynomial per repetition
     nonce: bytes
 
 
@@ -153,12 +154,9 @@ def roles(params: Params) -> dict[Party, object]:
 
 def cost(params: Params) -> dict[Party, tuple[int, int]]:
     n, one = len(params.holders), REPEATS * ckks.context(params.ckks).packed(params.primes)
-    sent = dict.fromkeys(params.holders, (2, 64 + 8 * REPEATS * params.primes + 32)) | {
-        params.aggregator: (2 + 2 * n, 0)
-    }
+    sent = dict.fromkeys(params.holders, (2, 96 + one)) | {params.aggregator: (2 + 2 * n, 0)}
     for j in params.verifiers:
-        messages, payload = sent[j]
-        sent[j] = messages + n - 1 + 1, payload + (n - 1) * one + 32
+        sent[j] = 2 + n - 1 + 1, 96 + one + (n - 1) * one + 32
     return sent
 
 
@@ -191,23 +189,17 @@ def combinations(params: Params, seed: bytes, c1s: Sequence[Residues], a: Residu
     return Combination(tuple(c.pack(Factors(params, seed, t).combine(c1s, a, 1)) for t in range(REPEATS)))
 
 
-def constant(params: Params, p: Residues) -> U64:
-    """Coefficient 0 of a polynomial in NTT form, modulo every prime."""
-    return np.ascontiguousarray(ckks.context(params.ckks).ring.backward(p.copy())[:, 0])
+def decryption_share(params: Params, secret: ckks.Secret, total: Residues, entropy: Entropy) -> Residues:
+    """σ_i."""
+    r = ckks.context(params.ckks).ring
+    return r.add_product(r.flood(entropy.prg(), params.flood_bits, params.primes), total, secret.ntt)
 
 
-def decryption_share(params: Params, secret: ckks.Secret, total: Residues, entropy: Entropy) -> U64:
-    """σ_i: coefficient 0 of T·s_i, and η_i."""
-    c, b = ckks.context(params.ckks), params.flood_bits
-    words = [int.from_bytes(entropy.bytes(-(-b // 8)), "little") % (1 << b) for _ in range(3)]
-    flood = sum(words) - (3 << (b - 1))
-    share = constant(params, c.ring.multiply(total, secret.ntt))
-    primes = c.primes[: params.primes]
-    return np.array([(int(x) + flood) % q for x, q in zip(share, primes, strict=True)], np.uint64)
-
-
-def commitment(share: U64, nonce: bytes) -> bytes:
-    return hashlib.sha256(b"cloister/collective_range/share/" + nonce + share.astype("<u8").tobytes()).digest()
+def commitment(share: Sequence[bytes], nonce: bytes) -> bytes:
+    h = hashlib.sha256(b"cloister/collective_range/share/" + nonce)
+    for data in share:
+        h.update(len(data).to_bytes(8, "big") + data)
+    return h.digest()
 
 
 def seen(parts: Mapping[Party, Combination]) -> bytes:
@@ -230,8 +222,9 @@ def added(params: Params, parts: Mapping[Party, Combination]) -> list[Residues]:
     return totals
 
 
-def check_range(params: Params, y: Sequence[int]) -> None:
-    if max(map(abs, y)) > params.bound:
+def check_range(params: Params, y: Sequence[F64]) -> None:
+    """Raise if a coefficient is beyond what honest parties bring about."""
+    if not max(float(np.abs(part).max()) for part in y) <= params.bound:
         raise ProtocolAbort(
             NAME, "L4", "range", "a refreshed ciphertext is out of range: the training diverged, or a site shifted it"
         )
@@ -256,7 +249,8 @@ async def holder(
         parts[ch.me] = combinations(params, seed, c1s, public.a)
         await ch.scatter([i for i in params.holders if i != ch.me], parts[ch.me])  # L1
     parts |= await ch.gather(params.other_verifiers(ch.me), Combination)  # L1
-    share = np.stack([decryption_share(params, secret, t, entropy) for t in added(params, parts)])
+    c = ckks.context(params.ckks)
+    share = tuple(c.pack(decryption_share(params, secret, t, entropy)) for t in added(params, parts))
     await ch.send(S, Committed(commitment(share, nonce), seen(parts)))  # L2
     if ch.me in params.verifiers:
         await ch.recv(S, Reveal)  # L3
@@ -276,15 +270,16 @@ async def aggregator(ch: Channel, params: Params, public: ckks.PublicKey, cts: S
     await ch.scatter(params.verifiers, Reveal())  # L3
     seeds = {j: got.seed for j, got in (await ch.gather(params.verifiers, Seed)).items()}  # L3
     check_seeds(params, seeds, committed, [raw[1] for raw in raws], public.a)
-    y = [constants(params, seeds, t, [raw[0] for raw in raws], public.b) for t in range(REPEATS)]
+    y = [combined(params, seeds, t, [raw[0] for raw in raws], public.b) for t in range(REPEATS)]
     await ch.scatter(params.holders, Open())  # L4
-    for i, got in (await ch.gather(params.holders, Share, share=(REPEATS, k))).items():  # L4
-        if commitment(got.share, got.nonce) != committed[i].share or len(got.nonce) != 32:
+    for i, got in (await ch.gather(params.holders, Share)).items():  # L4
+        if len(got.share) != REPEATS or commitment(got.share, got.nonce) != committed[i].share:
             raise ProtocolAbort(NAME, "L4", "commitment", f"'{i}' opened another share than it committed to")
-        y = [total + row.astype(object) for total, row in zip(y, got.share, strict=True)]
-    what = "a random combination of the encrypted model's coefficients, flooded"
-    numbers = ch.reveal([lifted(c, total) for total in y], to=ch.me, line="L4", what=what, protocol=NAME)
-    check_range(params, numbers)
+        for total, data in zip(y, got.share, strict=True):
+            c.ring.add(total, read(c, data, k, NAME, "L4", i))
+    what = "random combinations of the encrypted model's coefficients, flooded"
+    y = ch.reveal(y, to=ch.me, line="L4", what=what, protocol=NAME)
+    check_range(params, [c.ring.lift(c.ring.backward(total))[0] for total in y])
     await ch.scatter(params.holders, Passed())  # L5
 
 
@@ -305,17 +300,12 @@ def check_seeds(
             raise ProtocolAbort(NAME, "L3", "combination", f"what '{i}' received is not what the seeds give")
 
 
-def constants(
+def combined(
     params: Params, seeds: Mapping[Party, bytes], repeat: int, c0s: Sequence[Residues], b: Residues
-) -> object:
-    """Coefficient 0 of Σ_j (Σ_g r_jg·c0_g + b·u_j + e_j), modulo every prime."""
-    parts = [constant(params, Factors(params, seed, repeat).combine(c0s, b, 0)) for seed in seeds.values()]
-    return sum(p.astype(object) for p in parts)
-
-
-def lifted(c: ckks.Context, residues: object) -> int:
-    """The integer in (-Q/2, Q/2) with these residues."""
-    rows = np.asarray(residues, object)
-    primes = c.primes[: len(rows)]
-    column = np.array([[int(x) % q] for x, q in zip(rows, primes, strict=True)], np.uint64)
-    return c.ring.lift_exact(column)[0]
+) -> Residues:
+    """Σ_j (Σ_g r_jg·c0_g + b·u_j + e_j)."""
+    r = ckks.context(params.ckks).ring
+    total = r.zeros(params.primes)
+    for seed in seeds.values():
+        r.add(total, Factors(params, seed, repeat).combine(c0s, b, 0))
+    return total
