@@ -5,11 +5,17 @@ import math
 from cloister.crypto.ckks import scheme as ckks
 from cloister.crypto.lattice.ring import SIGMA
 from cloister.errors import ProtocolAbort
-from cloister.protocols.cellcnn.cellcnn_circuit import QUERY_BOUND, add_over_markers
+from cloister.protocols.cellcnn.cellcnn_circuit import QUERY_BOUND, add_over_markers, gradient
 from cloister.protocols.cellcnn.cellcnn_ladder import PRODUCT
-from cloister.protocols.cellcnn.training_state import gradient_ciphers
 
-__all__ = ["gradient_ciphers"]  # N2, N4: what a site sent, sample by sample
+
+def gradient_ciphers(c, L, model, X, Y, keys, entropy):
+    """N2, N4: what a site sent, sample by sample; all batches fit one chunk."""
+    ciphers = []
+    for M, group in zip(model, L.groups, strict=True):
+        ct = gradient(L, M, X, Y[:, list(group)], keys.relin, keys.rotation)
+        ciphers.append(c.raw(c.rerandomise(keys.public, ct, entropy))[0])
+    return ciphers
 
 
 def sample_scale(c, L):

@@ -116,8 +116,10 @@ def test_a_guess_of_a_batch_cannot_be_checked(trained):
     p, data, *_, run = trained
     site = values(run)[PARTIES[0]]
     c, (X, Y) = ckks.context(p.ckks), data[PARTIES[0]]
+    refresh = training_refreshes.refreshes(p)["gradient"]
     first, second = (
-        training_state.gradient_ciphers(c, p.layout, site.model, X[0], Y[0], site.keys, Entropy())[0] for _ in range(2)
+        training_state.gradient_ciphers(c, p.layout, site.model, X[0], Y[0], site.keys, refresh, Entropy())[0]
+        for _ in range(2)
     )
     assert (first != second).mean(axis=(1, 2)).min() > 0.99
 

@@ -172,11 +172,12 @@ class Context:
         self.ring.add(polys[0], self.encode(values, k, scale).residues)
         return self.cipher(polys, scale)
 
-    def encrypt_public(self, key: PublicKey, values: F64, k: int, scale: float) -> Cipher:
-        """(b + m, a): values that everybody knows, in a ciphertext that everybody makes alike. It hides nothing."""
-        polys = np.stack([key.b[:k], key.a[:k]])
-        self.ring.add(polys[0], self.exact_residues(values, k, scale))
-        return self.cipher(polys, scale)
+    def encrypt_public(self, values: F64, k: int, scale: float) -> Cipher:
+        """(m, 0): values that everybody knows, in a ciphertext that everybody makes alike. It hides nothing.
+
+        It has no noise either: with (b + m, a), whoever knows m would read equations in the key from what is opened.
+        """
+        return self.cipher(np.stack([self.exact_residues(values, k, scale), self.ring.zeros(k)]), scale)
 
     def rerandomise(self, key: PublicKey, ct: Cipher, entropy: Entropy) -> Cipher:
         """The same slots plus a fresh encryption of zero: what went into `ct` no longer shows in its polynomials.

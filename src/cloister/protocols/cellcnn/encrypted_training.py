@@ -283,7 +283,7 @@ async def holder(
             raise DataError("validation needs held-out inputs; hold some out, or agree on validate_every=0")
         encrypted_validation.check_samples(params.validation, *held)
     keys, step = await begin(ch, params, store, entropy)
-    site = Site(ch, params, keys, entropy, State.after(step, params, keys, store))
+    site = Site(ch, params, keys, entropy, State.after(step, params, store))
     losses = Losses(params, store, step)
 
     async def validate(step: int, *, resumed: bool = False) -> None:
@@ -346,10 +346,8 @@ class Site:
     async def train(self, t: int, X: F64, Y: F64) -> None:
         """One step: my gradient, three refreshes, the audit of all of it."""
         c, P, S, relin = self.c, self.params.ckks, self.params.aggregator, self.keys.relin
-        mine = gradient_ciphers(c, self.params.layout, self.state.model, X, Y, self.keys, self.entropy)
-        for g, raw in enumerate(mine):
-            r = self.todo["gradient"]
-            c.ring.add(raw[0], collective_refresh.kernel_mask(r.params, r.maps, g, self.entropy))
+        L, to = self.params.layout, self.todo["gradient"]
+        mine = gradient_ciphers(c, L, self.state.model, X, Y, self.keys, to, self.entropy)
         c0, c1 = (tuple(c.pack(raw[part]) for raw in mine) for part in (0, 1))
         await self.ch.send(S, Gradient(c0, c1))  # L3
         self.book.sent(*(p for raw in mine for p in raw))
@@ -399,7 +397,7 @@ async def aggregator(ch: Channel, params: Params, store: KeyStore | None = None,
     """S's part."""
     c, todo = ckks.context(params.ckks), refreshes(params)
     keys, step = await begin_all(ch, params, store, entropy)
-    state, losses = State.after(step, params, keys, store), Losses(params, store, step)
+    state, losses = State.after(step, params, store), Losses(params, store, step)
 
     async def refresh(label: str, name: str, cts: list[ckks.Cipher]) -> list[ckks.Cipher]:
         return await collective_refresh.aggregator(ch.sub(label), todo[name].params, cts, todo[name].maps)

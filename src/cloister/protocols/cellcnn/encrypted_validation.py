@@ -40,7 +40,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cloister.arrays import F64
+from cloister.arrays import F64, U64
 from cloister.crypto.ckks import scheme as ckks
 from cloister.crypto.entropy import Entropy
 from cloister.crypto.lattice.slots import SlotMap, make_map
@@ -205,6 +205,14 @@ def squares(params: Params, M: ckks.Cipher, X: F64, Y: F64, keys: Keys) -> ckks.
     return c.square(S, keys.relin, params.squared)
 
 
+def masked_squares(params: Params, M: ckks.Cipher, X: F64, Y: F64, keys: Keys, entropy: Entropy) -> U64:
+    """[S'² + K] + [0]: K is random with sum zero over inputs and classes, so that others hold the sum alone."""
+    c, (p, maps) = ckks.context(params.ckks), refresh(params)
+    raw, _ = c.raw(c.rerandomise(keys.public, squares(params, M, X, Y, keys), entropy))
+    c.ring.add(raw[0], collective_refresh.kernel_mask(p, maps, 0, entropy))
+    return raw
+
+
 def check_samples(params: Params, X: F64, Y: F64) -> None:
     shapes = (params.samples, params.config.markers), (params.samples, params.config.classes)
     if (X.shape, Y.shape) != shapes or not np.isfinite(X).all() or np.abs(X).max() > 2.0**5:
@@ -242,9 +250,8 @@ async def holder(
     check_samples(params, X, Y)
     keys.spend(1)
     c, S, book, sub = ckks.context(params.ckks), params.aggregator, Book(), ch.sub("refresh")
-    raw, _ = c.raw(c.rerandomise(keys.public, squares(params, model, X, Y, keys), entropy))
     p, maps = refresh(params)
-    c.ring.add(raw[0], collective_refresh.kernel_mask(p, maps, 0, entropy))
+    raw = masked_squares(params, model, X, Y, keys, entropy)
     await ch.send(S, Squares(c.pack(raw[0]), c.pack(raw[1])))  # L1
     book.sent(*raw)
     cts = None
