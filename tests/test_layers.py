@@ -17,7 +17,8 @@ FILES = sorted(p.relative_to(ROOT).with_suffix("").as_posix() for p in ROOT.rglo
 NET = ("wire", "receipts", "mailbox", "transcript", "waiting", "events", "hello")  # what a channel is made of
 WIRE = {"net.wire", "net.receipts", "net.channel"}  # how a protocol talks
 BASE = {"errors", "arrays", "files"}
-BELOW = {*BASE, "governance", "study", "net", "crypto", "models", "protocols", "cells", "workflows", "_version"}
+CORE = {*BASE, "disclosure", "governance", "study"}
+BELOW = {*CORE, "net", "crypto", "models", "protocols", "cells", "workflows", "_version"}
 ALL = BELOW | {"run", "report"}
 MAY_IMPORT = {  # what of cloister; a name stands for the module or the whole package
     "__init__": {"_version"},
@@ -25,9 +26,10 @@ MAY_IMPORT = {  # what of cloister; a name stands for the module or the whole pa
     "arrays": set(),
     "files": {"errors"},
     "_version": set(),
+    "disclosure": BASE,
     "governance": {"errors"},
     "study": {"errors", "governance"},
-    "net": {*BASE, "study", "crypto", "_version", "net", "cells"},
+    "net": {*BASE, "disclosure", "study", "crypto", "_version", "net", "cells"},
     "net/values": BASE,
     "net/wire": {*BASE, "study", "net.values"},
     "net/journal": BASE,
@@ -37,15 +39,19 @@ MAY_IMPORT = {  # what of cloister; a name stands for the module or the whole pa
     "net/waiting": {"study", "net.mailbox"},
     "net/events": {"study"},
     "net/hello": {*BASE, "study", "net.wire", "net.channel"},
-    "net/channel": {"_version", *BASE, "study", *(f"net.{n}" for n in NET)},
+    "net/channel": {"_version", *BASE, "disclosure", "study", *(f"net.{n}" for n in NET)},
     "cells": {*BASE, "cells"},
     "cells/tally": BASE,
     "crypto": {*BASE, "crypto"},
-    "models": {*BASE, "crypto", "models", "cells.genes"},
-    "protocols": {*BASE, "study", "crypto", "models", "cells.genes", "cells.names", "cells.tally", "protocols", *WIRE},
+    "models": {*BASE, "disclosure", "crypto", "models", "cells.genes"},
+    "protocols": {
+        *(*BASE, "disclosure", "study", "crypto", "models", "protocols", *WIRE),
+        *("cells.genes", "cells.names", "cells.tally"),
+    },
     "attacks": {*BASE, "study", "net.wire", "crypto", "models", "protocols", "attacks"},
     "workflows": {
         *BASE,
+        "disclosure",
         "governance",
         "study",
         "net",
@@ -63,7 +69,8 @@ MAY_IMPORT = {  # what of cloister; a name stands for the module or the whole pa
     "report": BELOW | {"run.run", "report"},
     "runtime": BELOW | {"run.run", "run.results", "run.progress", "runtime"},  # no rehearsal
     "lies": {"net.channel", "net.transcript", "study"},
-    "testing": ALL | {"lies"},
+    "check_disclosure": ALL,
+    "testing": ALL | {"lies", "check_disclosure"},
     "demo": ALL | {"attacks", "demo"},
     "page": ALL | {"runtime", "page"},
     "cli": ALL | {"runtime", "demo", "page", "cli"},

@@ -1,36 +1,113 @@
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from cloister.crypto import sum_tags
 from cloister.crypto.entropy import Entropy
-from cloister.crypto.prg import expand
-from cloister.crypto.sum_tags import HALF, PRIME, check_tag, tag
+from cloister.crypto.prg import Prg
+from cloister.crypto.sum_tags import HALF, PRIME, check_tag, inner_product, reduce_tag, tag, tag_key
 
 KEY = bytes(range(32))
-EDGES = [0, 1, -1, 2**62, -(2**62), 2**63 - 1, -(2**63), PRIME, -PRIME, PRIME - 1, 2**32, 2**61]
+EDGES = [0, 1, -1, 2**62, -(2**62), 2**63 - 1, -(2**63), 2**61 - 1, -(2**61) + 1, 2**32, 2**61, 2**16 - 1, -(2**48)]
+words_of_64_bits = st.one_of(st.sampled_from(EDGES), st.integers(-(2**63), 2**63 - 1))
 
 
-def plain(x, key):
-    """The same with Python's integers."""
-    alpha = [int(a) % PRIME for a in expand(key, len(x))]
-    return sum(a * int(v) for a, v in zip(alpha, x.view(np.int64), strict=True)) % PRIME
+def signed(x):
+    return np.array(x, dtype=np.int64).view(np.uint64)
 
 
-@pytest.mark.parametrize("x", [EDGES, [7], list(range(-50, 50))])
-def test_a_tag_is_the_inner_product_modulo_the_prime(x):
-    words = np.array(x, dtype=np.int64).view(np.uint64)
-    high, low = (int(w) for w in tag(words, KEY))
-    assert ((high << HALF) + low) % PRIME == plain(words, KEY)
+def plain_key(sites, length):
+    """α and β by Python's integers, from the stream of the key."""
+    stream = Prg(KEY)
+    beta = [int.from_bytes(stream.bytes(24), "little") % PRIME for _ in range(sites)]
+    return [int(a) for a in stream.uint64(length)], beta
+
+
+def plain(alpha, beta, x):
+    return (beta + sum(a * v for a, v in zip(alpha, x, strict=True))) % PRIME
+
+
+def as_integer(words):
+    high, low = (int(w) for w in words)
+    return (high << HALF) + low
+
+
+def test_the_field_is_prime_and_larger_than_a_word():
+    assert all(pow(a, PRIME - 1, PRIME) == 1 for a in (2, 3, 5, 7, 11, 13))
+    assert PRIME > 2**64
+
+
+@given(st.lists(words_of_64_bits, min_size=1, max_size=40))
+def test_a_tag_is_the_affine_form_modulo_the_prime(x):
+    alpha, beta = plain_key(2, len(x))
+    key = tag_key(KEY, 2, len(x))
+    for u in range(2):
+        assert as_integer(tag(signed(x), key, u)) == plain(alpha, beta[u], x)
+
+
+@given(st.lists(st.tuples(st.integers(0, 2**64 - 1), words_of_64_bits), min_size=1, max_size=60), st.integers(1, 9))
+def test_inner_products_equal_those_of_big_integers_in_any_blocks(pairs, block):
+    alpha, x = zip(*pairs, strict=True)
+    whole = inner_product(np.array(alpha, dtype=np.uint64), signed(x))
+    assert whole == plain(alpha, 0, x)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sum_tags, "BLOCK", block)
+        assert inner_product(np.array(alpha, dtype=np.uint64), signed(x)) == whole
+
+
+@pytest.mark.parametrize("word", [2**63 - 1, -(2**63), -1])
+def test_inner_products_of_a_full_block_of_the_largest_words_are_exact(word):
+    m = sum_tags.BLOCK + 3
+    alpha = np.full(m, 2**64 - 1, dtype=np.uint64)
+    assert inner_product(alpha, signed([word] * m)) == m * (2**64 - 1) * word % PRIME
+
+
+@given(
+    st.integers(1, 6).flatmap(
+        lambda m: st.lists(st.lists(st.integers(-(2**60), 2**60), min_size=m, max_size=m), min_size=2, max_size=7)
+    )
+)
+def test_tags_of_summands_add_up_to_the_tag_of_the_sum(xs):
+    n, m = len(xs), len(xs[0])
+    key = tag_key(KEY, n, m)
+    tags = np.sum([tag(signed(x), key, u) for u, x in enumerate(xs)], axis=0, dtype=np.uint64)
+    total = signed([sum(column) for column in zip(*xs, strict=True)])
+    assert check_tag(total, reduce_tag(tags), key)
+    alpha, beta = plain_key(n, m)
+    assert as_integer(reduce_tag(tags)) == plain(alpha, sum(beta), [sum(column) for column in zip(*xs, strict=True)])
 
 
 @pytest.mark.parametrize("sites", [2, 3, 40])
-def test_tags_of_parts_fit_their_sum_and_no_other(sites):
+def test_no_other_sum_fits(sites):
     entropy, m = Entropy(), 200
     xs = [(entropy.uint64(m) >> np.uint64(8)) - (entropy.uint64(m) >> np.uint64(8)) for _ in range(sites)]
-    total, tags = np.sum(xs, axis=0, dtype=np.uint64), np.sum([tag(x, KEY) for x in xs], axis=0, dtype=np.uint64)
-    assert check_tag(total, tags, KEY)
-    for change in (1, 2**40, 2**62, 2**63):  # high bits count as much as low ones
+    key = tag_key(KEY, sites, m)
+    total = np.sum(xs, axis=0, dtype=np.uint64)
+    t = reduce_tag(np.sum([tag(x, key, u) for u, x in enumerate(xs)], axis=0, dtype=np.uint64))
+    assert check_tag(total, t, key)
+    for change in (1, 2**40, 2**61 - 1, 2**62, 2**63, 2**64 - 1):  # high bits count as much as low ones
         other = total.copy()
         other[17:18] += np.uint64(change)  # arrays wrap
-        assert not check_tag(other, tags, KEY)
-    assert not check_tag(total, tags + np.array([0, 1], dtype=np.uint64), KEY)
-    assert not check_tag(total, tags, bytes(32))
+        assert not check_tag(other, t, key)
+    for factor in (0, 2, 3, 2**64 - 1):
+        scaled = reduce_tag(t * np.uint64(factor)) if factor < 4 else t
+        assert not check_tag(total * np.uint64(factor), scaled, key)
+    assert not check_tag(total, t + np.array([0, 1], dtype=np.uint64), key)
+    assert not check_tag(total, t, tag_key(bytes(32), sites, m))
+
+
+def test_a_reduced_tag_depends_on_the_sum_alone():
+    """Two sets of summands with one sum: sums of tag words differ by their carries, the reduced tag does not."""
+    key = tag_key(KEY, 2, 3)
+    one, two = [signed([1, 2, 3]), signed([4, 5, 6])], [signed([5, -(2**50), 9]), signed([0, 2**50 + 7, 0])]
+    sums = [np.sum([tag(x, key, u) for u, x in enumerate(xs)], axis=0, dtype=np.uint64) for xs in (one, two)]
+    assert np.array_equal(*map(reduce_tag, sums))
+
+
+def test_each_summand_has_its_own_additive_key():
+    """The tag of zeros is β_u: different for each site and each sum, and nothing that a coordinator could guess."""
+    keys = [tag_key(KEY, 3, 4), tag_key(bytes(32), 3, 4)]
+    tags = {as_integer(tag(np.zeros(4, np.uint64), key, u)) for key in keys for u in range(3)}
+    assert len(tags) == 6
+    assert min(tags) > 2**64

@@ -30,7 +30,7 @@ def kit_of(folder, floor=None, *, donors=4, **parameters):
     text, found = re.subn(r'(?m)^data = ".*"', f'data = "{folder / "basel.h5ad"}"', kit.policy_file.read_text())
     assert found
     if floor is not None:
-        text += f"\n[floors]\nmin_donors = {floor}\n"
+        text = text.replace("# min_donors = 3", f"min_donors = {floor}")
     kit.policy_file.write_text(text)
     return kit
 
@@ -103,14 +103,14 @@ def test_a_column_that_is_named_otherwise_here_is_counted(tmp_path):
 
 
 @pytest.mark.parametrize(("line", "says"), [
-    ("min_donors = 0", "number of donors"),
-    ("min_donors = 2.5", "number of donors"),
-    ("min_donors = true", "number of donors"),
-    ('min_donors = "3"', "number of donors"),
-    ("min_cells = 50", "unknown key 'min_cells'"),
+    ("min_donors = 0", "'min_donors' must be a whole number of at least 1, found 0"),
+    ("min_donors = 2.5", "whole number of at least 1, found 2.5"),
+    ("min_cells = true", "whole number of at least 1, found True"),
+    ('min_cells = "3"', "whole number of at least 1, found '3'"),
+    ("min_genes = 50", "unknown key 'min_genes'"),
 ])  # fmt: skip
 def test_wrong_floors_are_named(line, says, tmp_path):
     kit = kit_of(tmp_path)
-    kit.policy_file.write_text(kit.policy_file.read_text() + f"\n[floors]\n{line}\n")
+    kit.policy_file.write_text(kit.policy_file.read_text().replace("min_cells = 10", line))
     with pytest.raises(ParameterError, match=says):
         kit.policy()

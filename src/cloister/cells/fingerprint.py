@@ -14,12 +14,14 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from cloister.arrays import U64
 from cloister.cells.donors import donors
-from cloister.cells.values import blocks, is_on_disk, is_sparse, matrix_of, where_is, x_of
+from cloister.cells.values import blocks, chunks, is_on_disk, is_sparse, matrix_of, where_is, x_of
 
 if TYPE_CHECKING:
     from anndata import AnnData
@@ -55,6 +57,40 @@ class Fingerprint:
         if self.matrix != other.matrix:
             return "other values in adata.X, or other names"
         return "" if self.read == other.read else "other labels, columns, layers or embeddings"
+
+
+@dataclass(frozen=True)
+class RowPrints:
+    """A keyed fingerprint of every cell's name and values, and of its donor: whoever lacks the key learns nothing."""
+
+    name: U64  # (n,)
+    value: U64  # (n,)
+    donor: U64 | None = None  # (n,)
+
+    @classmethod
+    def of(cls, adata: AnnData, key: bytes, donor_key: str | None = None) -> RowPrints:
+        names = _keyed_names(adata.obs_names, key, b"name")
+        donor = None
+        if donor_key is not None and donor_key in adata.obs:
+            donor = _keyed_names(adata.obs[donor_key].astype(str), key, b"donor")
+        if x_of(adata) is None:
+            return cls(names, names, donor)
+        value = np.zeros(adata.n_obs, np.uint64)
+        for rows, block in chunks(adata):
+            block.eliminate_zeros()
+            block.sort_indices()
+            places, data = block.indices.astype("<i8"), block.data.astype("<f8")
+            for i, (start, end) in enumerate(pairwise(block.indptr), rows.start):
+                value[i] = _keyed(key, b"value", places[start:end].tobytes() + data[start:end].tobytes())
+        return cls(names, value, donor)
+
+
+def _keyed_names(names: Iterable[Any], key: bytes, kind: bytes) -> U64:
+    return np.array([_keyed(key, kind, str(x).encode()) for x in names], np.uint64)
+
+
+def _keyed(key: bytes, kind: bytes, content: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8, key=key, person=kind).digest(), "little")
 
 
 def fingerprint(adata: AnnData, places: Iterable[str] = (), donor_key: str | None = None) -> Fingerprint:

@@ -252,7 +252,7 @@ def show_receipt(brief: dict[str, Any]) -> None:
     )
     out.print("with " + ", ".join(f"{p} ({r})" for p, r in brief["parties"].items()), markup=False)
     if "counted" in brief:
-        out.print(f"floors and limits count {brief['counted']}", markup=False)
+        out.print(f"minimum group sizes and limits count {brief['counted']}", markup=False)
     for title, text in signed_rows(brief):
         out.print(f"{title}: {text}", markup=False)
     table = Table("what left", "line", "to", "times", "bytes", box=None)

@@ -46,6 +46,14 @@ def site(
         str, typer.Option(help="With --approve or --refuse: who looked at it; the login name by default.")
     ] = "",
     data: Annotated[Path | None, typer.Option(help="With --approve: the cells, if not those in site.toml.")] = None,
+    small_change: Annotated[  # noqa: FBT002
+        bool,
+        typer.Option(
+            "--allow-small-change",
+            metavar=FLAG,
+            help="With --approve: allow cells that differ from an earlier run's by fewer than min_cells or min_donors.",
+        ),
+    ] = False,
     page: Annotated[  # noqa: FBT002
         bool, typer.Option("--page", metavar=FLAG, help="Serve a page to this machine: what runs, what waits, halt.")
     ] = False,
@@ -59,10 +67,15 @@ def site(
     if approve or refuse:
         from cloister.runtime.kit import Kit
 
-        (_show_approved if approve else _show_refused)(_asked(Kit.open(kit)), by, data)
+        if approve:
+            _show_approved(_asked(Kit.open(kit)), by, data, small_change=small_change)
+        else:
+            _show_refused(_asked(Kit.open(kit)), by, data)
         return
-    if by or data is not None:
-        raise UsageError("--by and --data are for --approve; a service reads its cells from local/site.toml")
+    if by or data is not None or small_change:
+        raise UsageError(
+            "--by, --data and --allow-small-change need --approve; a service reads its cells from local/site.toml"
+        )
     from cloister.runtime.start import start_party
 
     if not page:
@@ -86,15 +99,24 @@ def _show_refused(kit: Kit, by: str, data: Path | None) -> None:
     out.print(f"  by {entry.by}, {entry.when}", markup=False)
 
 
-def _show_approved(kit: Kit, by: str, data: Path | None) -> None:
+def _show_approved(kit: Kit, by: str, data: Path | None, *, small_change: bool = False) -> None:
     from cloister import governance
 
-    entry, study = kit.approve(by, data), kit.study
+    entry, study = kit.approve(by, data, small_change=small_change), kit.study
     asked = ", then ".join(f"{part.workflow}, mode {part.mode}" for part in study.parts)
     out.print(f"approved: {asked}, study {study.name!r} ({study.digest.hex()})", markup=False)
     for title, text in governance.in_words(study.governance):
         out.print(f"  {title}: {text}", markup=False)
     out.print(f"  by {entry.by}, {entry.when}" + (f", on {entry.data.words}" if entry.data else ""), markup=False)
+    policy = kit.policy()
+    if entry.data is not None:
+        out.print(f"  cells: {data or policy.data}", markup=False)
+    out.print(f"  consent beyond taking part: {', '.join(policy.consent) or 'none'}", markup=False)
+    sizes = ", ".join(f"{name} = {least}" for name, least in policy.floors.items()) or "those of the study"
+    limits = ", ".join(f"{name} {most}" for name, most in policy.limits.items())
+    out.print(f"  minimum group sizes here: {sizes}; runs allowed: {limits}", markup=False)
+    if entry.small_change:
+        out.print("  runs are allowed although few cells may differ from those of an earlier run", markup=False)
 
 
 def halt(

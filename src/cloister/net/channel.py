@@ -40,6 +40,7 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any, Protocol, TypeVar
 
 from cloister._version import __version__
+from cloister.disclosure import Contribution
 from cloister.errors import LEFT, ParameterError, PeerLost, ProtocolAbort, WireError, blame, code_of
 from cloister.net import hello, wire
 from cloister.net.events import Event, harmless
@@ -368,6 +369,13 @@ class Channel:
         for party in (to,) if isinstance(to, str) else tuple(to):
             self._session.receipt.add(Entry("opened", protocol, line, what, party, 0, ""))
             self._session.tell("opened", protocol, line, what, party)
+
+    def contribute(self, part: Contribution, *, line: str, what: str, protocol: str) -> Any:
+        """The values of a contribution to an opened sum; the receipt records the smallest group behind them."""
+        sizes = {"cells": part.cells, "donors": part.donors, "withheld": part.withheld or None}
+        text = " | ".join([what, *(f"{name} {size}" for name, size in sizes.items() if size is not None)])
+        self._session.receipt.add(Entry("contributed", protocol, line, text, self.me, 0, ""))
+        return part.values
 
     def step(self, name: str, *, protocol: str, line: str) -> None:
         """Tell the progress bar what is being computed here; "round 3 of 10" in the name is how far that is."""

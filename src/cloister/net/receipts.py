@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ from cloister.net.journal import SUFFIX, Journal, read_journal
 
 FORMAT = "cloister-receipt/2"
 UNDECLARED = "not among the protocols that are declared for this mode; see its file"
-AT_HOME = ("used", "spent", "written", "ran", "result")  # entries about what does not travel
+AT_HOME = ("used", "contributed", "spent", "written", "ran", "result")  # entries about what does not travel
 PARTS = {"header", "entries", "head", "status", "public", "signature"}  # of the file
 
 
@@ -77,6 +78,7 @@ def _link(previous: str, e: Entry) -> str:
 
 
 _ROW = '{"bytes":%d,"kind":%s,"line":%s,"name":%s,"protocol":%s,"scope":%s,"sha256":%s,"to":%s}'
+_SIZES = re.compile(r" \| (cells|donors) (\d+)")  # in the name of a contribution
 _quoted = json.JSONEncoder(ensure_ascii=False).encode
 
 
@@ -118,6 +120,11 @@ class Receipt:
     def reveals(self) -> dict[str, str]:
         """Protocol that ran → what it reveals, in its own words; the mode's own first."""
         return {e.protocol: e.name for e, _ in self.entries if e.kind == "ran"}
+
+    @property
+    def smallest_group(self) -> dict[str, int]:
+        """Smallest number of this site's own `cells` and `donors` behind any number it added to an opened sum."""
+        return smallest_group(e.name for e, _ in list(self.entries) if e.kind == "contributed")
 
     def close(self, status: str, sign: Callable[[bytes], tuple[bytes, bytes]] | None = None) -> None:
         """End the record with what became of the run; `sign` maps the last hash to (public key, signature)."""
@@ -162,6 +169,7 @@ class Receipt:
                 "status": self.status,
                 "reveals": self.reveals,
                 "summary": self.summary(),
+                **({"smallest_group": smallest} if (smallest := self.smallest_group) else {}),
                 "entries": len(self.entries),
                 "head": self.head,
                 **self.signature,
@@ -239,6 +247,15 @@ class Receipt:
             except (KeyError, ValueError):
                 raise ReceiptError("the receipt's signature is damaged") from None
             check_signature(public, bytes.fromhex(self.head), signature)
+
+
+def smallest_group(contributions: Iterable[str]) -> dict[str, int]:
+    """The smallest sizes that entries of contributions name."""
+    smallest: dict[str, int] = {}
+    for text in contributions:
+        for name, size in _SIZES.findall(text):
+            smallest[name] = min(int(size), smallest.get(name, int(size)))
+    return smallest
 
 
 def _of_journal(path: Path) -> dict[str, Any]:

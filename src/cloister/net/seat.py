@@ -23,6 +23,7 @@ from cloister.cells.tables import attach_receipt, places, used_cells
 from cloister.crypto import cores
 from cloister.crypto.agreement import Identity
 from cloister.crypto.entropy import Entropy
+from cloister.disclosure import Thresholds
 from cloister.errors import LEFT, CloisterError, ProtocolAbort, origin_of
 from cloister.net.channel import Link, Session
 from cloister.net.events import Event
@@ -67,8 +68,18 @@ class Place(Protocol):
 class Seat:
     """One party's place in a study: who it is, what was agreed, and the way to run a role of a protocol."""
 
-    def __init__(self, session: Session, identity: Identity, entropy: Entropy, consent: frozenset[str]) -> None:
+    def __init__(
+        self,
+        session: Session,
+        identity: Identity,
+        entropy: Entropy,
+        consent: frozenset[str],
+        floors: Mapping[str, int] | None = None,
+        charge: Callable[[bytes, int, str], None] | None = None,
+    ) -> None:
         self._session, self._identity, self._entropy, self.consent = session, identity, entropy, consent
+        self._charge = charge  # the site's budget between machines; a rehearsal has none
+        self.floors = dict(floors or {})  # this site's own minimum group sizes, which raise those of the study
         self.study, self.me = session.study, session.me
         self.sites, self.coordinator, self.mode = self.study.sites, self.study.coordinator, self.study.mode
         self.role: Role = self.study.parties[self.me]
@@ -77,6 +88,15 @@ class Seat:
     @property
     def receipt(self) -> Receipt:
         return self._session.receipt
+
+    def thresholds(self, **agreed: int) -> Thresholds:
+        """Minimum group sizes for what this site adds to opened sums: those agreed, raised by the site's own."""
+        return Thresholds(**agreed).raised(self.floors)
+
+    def charge_queries(self, querier: Party, cells: int) -> None:
+        """Count query cells against this site's budget for the querier's identity key; raises if it is spent."""
+        if self._charge is not None:
+            self._charge(self.study.keys[querier], cells, querier)
 
     def note(self, kind: str, what: str) -> None:
         """Enter into the receipt what does not travel: the cells that were used, privacy that was spent."""
@@ -144,6 +164,8 @@ def seated(
     mailbox: Mailbox,
     *,
     consent: frozenset[str] = frozenset(),
+    floors: Mapping[str, int] | None = None,
+    charge: Callable[[bytes, int, str], None] | None = None,
     reveals: Mapping[str, str] | None = None,
     identity: Identity | None = None,
     entropy: Entropy | None = None,
@@ -154,17 +176,19 @@ def seated(
 ) -> Iterator[Seat]:
     """A party's place in one run, whatever carries the frames; it ends with the block.
 
-    `consent` names what this party's own settings allow beyond taking part. `reveals` holds the `Reveals` of every
-    protocol that the study may run; the receipt ends with those of the protocols that did. `on_receipt` gets it however
-    the run ends. `approval` is who allowed the run here, and on which cells. `journal` is a file in which every entry
-    stands before its message leaves. Any error is told to the peers as an abort, and raised here.
+    `consent` names what this party's own settings allow beyond taking part; `floors` raises minimum group sizes,
+    `charge` counts query cells of a querier against this site's budget.
+    `reveals` holds the `Reveals` of every protocol that the study may run; the receipt ends with those of the protocols
+    that did. `on_receipt` gets it however the run ends. `approval` is who allowed the run here, and on which cells.
+    `journal` is a file in which every entry stands before its message leaves. Any error is told to the peers as an
+    abort, and raised here.
     """
     entropy = entropy or Entropy()
     identity = identity or Identity.create(entropy)
     kept = Journal(journal) if journal is not None else None
     receipt = Receipt(_header(study, me, reveals or {}, approval), kept)
     session = Session(study, me, link, mailbox, receipt, nonce=entropy.bytes, on_event=on_event)
-    seat = Seat(session, identity, entropy, consent)
+    seat = Seat(session, identity, entropy, consent, floors, charge)
 
     def end(status: str) -> None:
         if kept is not None:

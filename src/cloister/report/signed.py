@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from cloister import governance, workflows
+from cloister.net.receipts import smallest_group
 from cloister.report.parts import Html, facts, join, tag
 from cloister.run.run import Run
 from cloister.workflows.modes import LEAVES
@@ -24,6 +25,10 @@ def signed_rows(header: Mapping[str, Any]) -> list[Row]:
     for row in header.get("summary", ()):
         if title := {"used": "Cells used", "spent": "Privacy spent"}.get(row["kind"]):
             rows.append((title, str(row["name"])))
+    texts = [str(row["name"]) for row in header.get("summary", ()) if row["kind"] == "contributed"]
+    if smallest := smallest_group(texts):
+        size = " of ".join(f"{n} {what}" for what, n in smallest.items())
+        rows.append(("Smallest group", f"{size} of this site behind every number that it added to a common result"))
     return rows
 
 

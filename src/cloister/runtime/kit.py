@@ -7,6 +7,7 @@
         local/approvals.json  who approved which study, when, and on which cells
         local/runs.json       how many runs were begun
         local/budget.json     what was asked of the same cells in all (`sign_off.budget`)
+        local/answered.npz    keyed fingerprints of the cells that were used so far (`sign_off.differencing`)
         local/invitations.json   invitations of the last minutes, which are not answered twice
         startup/              certificate and key for TLS
         page.token            opens the page of a party that was started with --page (0600)
@@ -22,19 +23,25 @@ import contextlib
 import json
 import os
 import re
+import stat
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cloister import files, governance, workflows
 from cloister.crypto.agreement import Identity
+from cloister.disclosure import Thresholds
 from cloister.errors import DataError, ParameterError
 from cloister.runtime.sign_off import approval, own_cells
 from cloister.runtime.sign_off.approval import Approval, Approvals, Refusal
 from cloister.runtime.sign_off.budget import USUAL, Budget, cost_of, read_budget
+from cloister.runtime.sign_off.differencing import AnsweredCells
 from cloister.study import Party, Role, Study
+
+if TYPE_CHECKING:
+    from anndata import AnnData
 
 RUNS = "runs"  # folder of a coordinator's kit: how a run ended, until its service has read it
 DATA = "CLOISTER_DATA"  # a service that is started for one run finds its cells here
@@ -58,9 +65,7 @@ class Policy:
     consent: tuple[str, ...] = ()  # what a study may do here beyond running: "open-model"; --approve adds none
     limits: Mapping[str, int] = field(default_factory=dict)  # "study" or a workflow's name → runs it may have here
     budget: Mapping[str, Any] = field(default_factory=dict)  # what may be asked of the same cells under any study
-    floors: Mapping[str, int] = field(
-        default_factory=dict
-    )  # "min_donors": raises what the study agreed on, never lowers
+    floors: Mapping[str, int] = field(default_factory=dict)  # minimum group sizes: raise the study's, never lower them
     obs: Mapping[str, str] = field(default_factory=dict)  # name in the study → name in this site's file
     obsm: Mapping[str, str] = field(default_factory=dict)
 
@@ -82,6 +87,7 @@ class Kit:
             raise ParameterError(
                 f"{path} is no start-up kit (it has no folder 'startup'); cloister provision makes them"
             )
+        check_private(path)
         study, identity = Study.load(path / "study.toml"), Identity.load(path / "identity.key")
         me = next((p for p, public in study.keys.items() if public == identity.public), None)
         if me is None:
@@ -130,10 +136,11 @@ class Kit:
             if not isinstance(most, int) or isinstance(most, bool) or most < 0:
                 raise ParameterError(f"{where.name} [limits]: '{key}' must be a number of runs, found {most!r}")
         floors = _table(raw, "floors")
-        _check_keys(floors, {"min_donors"}, f"{where.name} [floors]")
+        _check_keys(floors, {"min_cells", "min_donors"}, f"{where.name} [floors]")
         for key, least in floors.items():
             if not isinstance(least, int) or isinstance(least, bool) or least < 1:
-                raise ParameterError(f"{where.name} [floors]: '{key}' must be a number of donors, found {least!r}")
+                text = f"{where.name} [floors]: '{key}' must be a whole number of at least 1, found {least!r}"
+                raise ParameterError(text)
         names = {key: _table(raw, key) for key in ("obs", "obsm")}
         if not all(isinstance(x, str) for table in names.values() for x in table.values()):
             raise ParameterError(f'{where.name}: [obs] and [obsm] hold lines as: cell_type = "your_column"')
@@ -202,12 +209,31 @@ class Kit:
         """What may be spent on this site's cells."""
         return Budget(self.path / "local" / policy.budget["file"], policy.budget, self.me)
 
-    def count_run(self, policy: Policy) -> None:
-        """Count one run more, or raise `Refusal`. It counts from its start: an aborted one may have told something."""
+    def answered(self, policy: Policy) -> AnsweredCells:
+        """The sets of cells that earlier runs used, of all kits that share the budget's file."""
+        return AnsweredCells(self.budget(policy).path.parent)
+
+    @property
+    def donor_key(self) -> str | None:
+        """The column that names donors in any step of the study."""
+        keys = [part.parameters.get("donor_key", part.parameters.get("sample_key")) for part in self.study.parts]
+        return next((str(key) for key in keys if key), None)
+
+    def check_differences(self, policy: Policy, adata: AnnData, matrix: str) -> None:
+        """Raise `Refusal` if these cells differ from those of an earlier run in too few."""
+        least = Thresholds().raised(policy.floors)
+        self.answered(policy).check(adata, matrix, self.donor_key, least)
+
+    def count_run(self, policy: Policy, adata: AnnData | None = None) -> None:
+        """Count one run more, or raise `Refusal`. A run counts from its start, since an aborted one reveals too."""
         with files.locked(self.path / "local" / COUNTS, wait=60.0):
             self.check_limits(policy)
             counts = self._counts()
             if (entry := self.approvals.entry(self.study)) is not None and entry.data is not None:
+                if adata is not None:
+                    if not entry.small_change:
+                        self.check_differences(policy, adata, entry.data.matrix)
+                    self.answered(policy).record(adata, entry.data.matrix, self.donor_key, self.study.name)
                 self.budget(policy).charge(entry.data.matrix, self.study, entry.cost)
             for key in (self.study.digest.hex(), *(part.workflow for part in self.study.parts)):
                 counts[key] = counts.get(key, 0) + 1
@@ -225,10 +251,11 @@ class Kit:
                 f"{path} is damaged, so nobody knows how many runs were made; put it right, or delete it to begin anew"
             ) from None
 
-    def approve(self, by: str = "", data: str | Path | None = None) -> Approval:
+    def approve(self, by: str = "", data: str | Path | None = None, *, small_change: bool = False) -> Approval:
         """Add this kit's study to `local/site.toml`, and who allowed it on which cells to `local/approvals.json`.
 
-        `data` are the cells, where they are not those that `local/site.toml` names.
+        `data` are the cells, where they are not those that `local/site.toml` names. `small_change` allows runs on cells
+        that differ from those of earlier runs by fewer than the minimum group size.
         """
         policy, text = self.policy(), self.policy_file.read_text(encoding="utf-8")
         if governance.expired(self.study.governance):
@@ -239,13 +266,15 @@ class Kit:
             adata = own_cells.open_cells(self, policy)
             stamp = own_cells.large_stamp(adata)
             found = own_cells.fingerprint_of(self.study, self.me, adata)
+            if not small_change:
+                self.check_differences(policy, adata, found.matrix)
         for key, asked in self._asked().items():
             values = dict.fromkeys((*getattr(policy, key), *asked))
             line = f"{key} = {json.dumps([*values])}"
             text, replaced = re.subn(rf"^{key} *=.*$", line, text, count=1, flags=re.MULTILINE)
             if not replaced:
                 raise ParameterError(f"{self.policy_file}: there is no line '{key} = [...]' under [approve]; add it")
-        entry = self.approvals.add(self.study, by, found, cost_of(self.study), stamp)
+        entry = self.approvals.add(self.study, by, found, cost_of(self.study), stamp, small_change=small_change)
         self._write_policy(text)
         return entry
 
@@ -268,6 +297,24 @@ class Kit:
             files.write(self.policy_file, text)
         except OSError as e:
             raise DataError(f"{self.policy_file} cannot be written ({e.strerror})") from None
+
+
+def check_private(path: Path) -> None:
+    """Raise a `DataError` if other users of this machine can read a key of the kit, or change what it says.
+
+    The TLS key may be readable by a group, because the carrier can run as a user of its own.
+    """
+    if os.name != "posix":
+        return
+    keys = [p for p in (path / "startup").iterdir() if p.suffix == ".key"]
+    settings = [path, path / "local", path / "startup", path / "study.toml", path / "local" / "site.toml"]
+    for files_of, forbidden, what in ((keys, 0o027, "read or changed by"), (settings, 0o022, "changed by")):
+        for file in files_of:
+            if file.exists() and (mode := stat.S_IMODE(file.stat().st_mode)) & forbidden:
+                right = "700" if file.is_dir() else "600"
+                raise DataError(
+                    f"{file} can be {what} other users of this machine (mode {mode:03o}); run: chmod {right} {file}"
+                )
 
 
 def _to_read(study: Study) -> str:
@@ -319,7 +366,8 @@ modes = []
 studies = []
 # What needs your word besides. "open-model": train-cellcnn may decrypt the trained model for all parties;
 # "validation": and one number, the error on held-out donors, while it trains; "outside-query": predict-cellcnn may
-# answer a party that took no part in the training.
+# answer a party that took no part in the training; "whole-model": it may answer so many donors of one party that they
+# determine the model.
 consent = []
 
 # How many runs may be begun here, of one study file and of a workflow under any study. Every answer tells a little;
@@ -335,6 +383,16 @@ file = "budget.json"
 runs = {USUAL["runs"]}
 queries = {USUAL["queries"]}
 # epsilon = 10.0
+# Cells that one querier may have labelled with these cells as references, over all studies (map-labels).
+query_cells = {USUAL["query_cells"]}
+
+# Minimum group sizes: whatever others send, every number that these cells add to a common result is based on at least
+# this many cells and donors, or it is zero. These lines raise what a study agreed on; they never lower it.
+# Cells that differ from those of an earlier run by fewer are rejected (cloister site KIT --approve
+# --allow-small-change).
+[floors]
+min_cells = {Thresholds().min_cells}
+# min_donors = {Thresholds().min_donors}
 """
     return (
         "# Read each time a run starts; no restart is needed after a change.\n\n"

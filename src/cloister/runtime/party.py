@@ -165,7 +165,7 @@ class Turn:
             if adata is not None:
                 check_approved_cells(kit, adata)
             if kit.role != "coordinator":
-                kit.count_run(policy)
+                kit.count_run(policy, adata)
             if adata is not None:
                 with errors.about(str(policy.data)):
                     steps.check_site(kit.study, kit.me, adata)
@@ -189,6 +189,8 @@ class Turn:
             on_event=self.tell,
             on_receipt=keep,
             consent=frozenset(policy.consent),
+            floors=policy.floors,
+            charge=kit.budget(policy).charge_queries if kit.role == "site" else None,
             approval=approved.record if approved is not None else None,
             journal=journal_in(step_folder(folder, part), kit.me),
         )

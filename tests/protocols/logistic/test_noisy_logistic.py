@@ -112,7 +112,7 @@ def test_nothing_is_opened_but_noisy_sums_and_the_receipt_says_what_they_are_wor
         assert len(opened) == 4
         assert all("with noise" in name and "(1.5, 1e-05)-private per donor over all sums" in name for name in opened)
     sent = {row[0].partition(".")[0] for p, rows in transcript(run).items() if p != HUB for row in rows}
-    assert sent == {"channel", "common_genes", "common_seed", "common_labels", "secure_sum"}
+    assert sent == {"channel", "common_genes", "common_seed", "common_labels", "same_view", "secure_sum"}
 
 
 def test_every_party_has_the_same_model():

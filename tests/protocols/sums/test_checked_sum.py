@@ -4,6 +4,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from cloister import lies
+from cloister.crypto import sum_tags
 from cloister.protocols.sums import checked_sum, secure_sum
 from cloister.protocols.sums.checked_sum import Params
 from cloister.study import Party
@@ -19,6 +21,7 @@ from cloister.testing import (
     same_array,
     values,
 )
+from old_steps import linear_sum_tags
 
 HUB, SITES = Party("hub"), tuple(map(Party, ("a", "b", "c")))
 VECTORS = Path(__file__).parents[2] / "vectors" / "checked_sum.json"
@@ -85,6 +88,126 @@ def test_a_sum_that_the_coordinator_changed_for_all_is_noticed(change):
     assert {ended.errors[u].code for u in SITES} == {"changed"}
 
 
+OLD_PRIME = linear_sum_tags.PRIME
+
+
+def scaled(factor, prime, half):
+    """The sum and its tag, both times a factor; the tag modulo its prime, as the coordinator would send it."""
+
+    def change(z):
+        words, (high, low) = z[:-2] * np.uint64(factor % 2**64), (int(w) for w in z[-2:])
+        value = ((high << half) + low) * factor % prime
+        return np.concatenate([words, np.array([value >> half, value & ((1 << half) - 1)], np.uint64)])
+
+    return change
+
+
+def one_word(added):
+    def change(z):
+        z = z.copy()
+        z[1:2] += np.uint64(added % 2**64)  # arrays wrap
+        return z
+
+    return change
+
+
+F1 = {
+    "times 0": lambda prime, half: scaled(0, prime, half),
+    "times -1": lambda prime, half: scaled(-1, prime, half),
+    "times 2": lambda prime, half: scaled(2, prime, half),
+    "plus the old prime": lambda prime, half: one_word(OLD_PRIME),
+    "minus the old prime": lambda prime, half: one_word(-OLD_PRIME),
+    "plus the prime": lambda prime, half: one_word(prime),
+}
+
+
+@pytest.mark.parametrize("attack", F1)
+def test_f1_a_scaled_sum_with_its_scaled_tag_is_changed(attack):
+    """Finding F1: the old linear tags accept the attack at every site; the affine tags name it."""
+    xs = [x for x, _ in FIRST.inputs.values()]
+    true = np.sum(xs, axis=0, dtype=np.uint64)
+
+    def coordinator(step, change):
+        return lambda ch, params: step.coordinator(Liar(ch, change), params)
+
+    old = F1[attack](OLD_PRIME, linear_sum_tags.HALF)
+    roles = dict.fromkeys(SITES, linear_sum_tags.site) | {HUB: coordinator(linear_sum_tags, old)}
+    ended = run_protocol(checked_sum, FIRST, roles=roles, timeout=5.0)
+    assert not ended.errors
+    for u in SITES:
+        assert not np.array_equal(values(ended)[u], true)
+
+    new = F1[attack](sum_tags.PRIME, sum_tags.HALF)
+    ended = run_protocol(checked_sum, FIRST, roles={HUB: coordinator(checked_sum, new)}, timeout=5.0)
+    assert {ended.errors[u].code for u in SITES} == {"changed"}
+    assert not set(SITES) & set(values(ended))
+
+
+class Divider:
+    """A channel of a coordinator that publishes another multiple of the sum, with its tag, to each site."""
+
+    def __init__(self, ch, factors, prime, half):
+        self.ch, self.factors, self.prime, self.half = ch, factors, prime, half
+
+    def __getattr__(self, name):
+        return getattr(self.ch, name)
+
+    async def broadcast(self, to, msg):
+        if not isinstance(msg, secure_sum.Total):
+            return await self.ch.broadcast(to, msg)
+        for u in to:
+            await self.ch.send(u, secure_sum.Total(scaled(self.factors[u], self.prime, self.half)(msg.z)))
+
+
+def test_f1_three_sites_cannot_finish_with_three_sums():
+    """Up to 5a0c885 each site accepted another multiple of the sum, so three sites finished with three models."""
+    factors = dict(zip(SITES, (1, 2, -1), strict=True))
+
+    def coordinator(step, prime, half):
+        return lambda ch, params: step.coordinator(Divider(ch, factors, prime, half), params)
+
+    old = coordinator(linear_sum_tags, OLD_PRIME, linear_sum_tags.HALF)
+    roles = dict.fromkeys(SITES, linear_sum_tags.site) | {HUB: old}
+    found = values(run_protocol(checked_sum, FIRST, roles=roles, timeout=5.0))
+    assert len({found[u].tobytes() for u in SITES}) == 3
+
+    roles = {HUB: coordinator(checked_sum, sum_tags.PRIME, sum_tags.HALF)}
+    ended = run_protocol(checked_sum, FIRST, roles=roles, timeout=5.0)
+    assert {ended.errors[u].code for u in SITES[1:]} == {"changed"}
+    assert not set(SITES[1:]) & set(values(ended))
+
+
+def test_sums_and_tags_of_another_run_are_changed():
+    """A pair (z, t) that was valid in an earlier run, replayed by the coordinator."""
+    earlier = []
+
+    def coordinator(change):
+        return lambda ch, params: checked_sum.coordinator(Liar(ch, change), params)
+
+    def keep(z):
+        earlier.append(z)
+        return z
+
+    assert not run_protocol(checked_sum, TWIN, roles={HUB: coordinator(keep)}).errors
+    ended = run_protocol(checked_sum, FIRST, roles={HUB: coordinator(lambda z: earlier[0])}, timeout=5.0)
+    assert {ended.errors[u].code for u in SITES} == {"changed"}
+
+
+def test_a_site_with_a_wrong_tag_ends_the_run_for_all():
+    """One malicious site can spoil a sum. It cannot make the others accept different ones."""
+
+    async def malicious(ch, params, x, secret, *, entropy, identity):
+        return await checked_sum.site(ch, params, x, bytes(32), entropy=entropy, identity=identity)
+
+    ended = run_protocol(checked_sum, FIRST, roles={SITES[0]: malicious}, timeout=5.0)
+    assert {ended.errors[u].code for u in SITES[1:]} == {"changed"}
+
+
+def test_a_sum_that_wraps_ends_the_run():
+    ended = run_protocol(checked_sum, case([2**62], [2**62], [1]), timeout=5.0)
+    assert {ended.errors[u].code for u in SITES} == {"changed"}
+
+
 def test_the_secure_sum_alone_takes_it():
     """The same lie where sums are not checked: every site goes on with what the coordinator chose."""
     params = secure_sum.Params(SITES, HUB, 2, to_all=True)
@@ -111,18 +234,34 @@ def test_a_sum_that_is_not_of_all_sites_is_refused(told, monkeypatch):
     assert {ended.errors[u].code for u in SITES} == {"survivors"}
 
 
-def test_one_liar():
-    """Whoever lies in whichever message: a named abort, or the sum with whatever the liar put in itself."""
-    xs = {u: x for u, (x, _) in FIRST.inputs.items()}
+def scaled_with_its_tag(msg, factor):
+    """For `check_lies`: a sum as the strongest coordinator would scale it."""
+    if isinstance(msg, secure_sum.Total):
+        return secure_sum.Total(scaled(factor, sum_tags.PRIME, sum_tags.HALF)(msg.z))
+    return lies.scaled(msg, factor)
 
-    def right(lie, ended):
-        honest = np.sum([xs[u] for u in SITES if u != lie.liar], axis=0, dtype=np.uint64)
-        for value in ended.values():
-            if lie.liar == HUB:
-                same_array(value, np.sum(list(xs.values()), axis=0, dtype=np.uint64))
-            else:
-                assert value.shape == honest.shape
 
-    lies = check_lies(checked_sum, [FIRST, TWIN], right=right)
-    assert lies.tried > 10
-    assert lies.aborted > 5
+def right_sum(lie, ended):
+    """The sum of all inputs; of a malicious site, with whatever it contributed itself."""
+    xs = {u: x for u, (x, _) in lie.case.inputs.items()}
+    for value in ended.values():
+        if lie.liar == HUB or lie.letter == "j":
+            same_array(value, np.sum(list(xs.values()), axis=0, dtype=np.uint64))
+        else:
+            assert value.shape == (FIRST.params.length,)
+    assert len({value.tobytes() for value in ended.values()}) <= 1
+
+
+def test_one_malicious_party():
+    found = check_lies(checked_sum, [FIRST, TWIN], right=right_sum, scale=scaled_with_its_tag)
+    assert found.tried > 20
+    assert found.aborted > 10
+    assert found.right >= 1
+
+
+def test_a_malicious_coordinator_cannot_change_the_sum_by_any_lie_about_it():
+    """Every change, factor, prime and replay of the published sum."""
+    about_the_sum = {"only": lambda lie: lie.liar == HUB and lie.name == "secure_sum.Total", "full": True}
+    found = check_lies(checked_sum, [FIRST, TWIN], right=right_sum, scale=scaled_with_its_tag, **about_the_sum)
+    assert found.tried > 15
+    assert found.aborted >= found.tried - 1  # a sum sent twice is read once

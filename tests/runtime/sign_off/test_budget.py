@@ -133,3 +133,33 @@ def test_wrong_lines_are_named(line, says):
 def test_the_study_file_cannot_say_it():
     with pytest.raises(ParameterError, match="unknown key 'budget'"):
         parse_study(format_study(STUDY) + "\n[budget]\nruns = 9\n")
+
+
+def test_query_cells_count_by_identity_key_over_all_studies(tmp_path):
+    """F7: seven runs under seven names asked about 26,000 synthetic cells; runs were counted, cells were not."""
+    mine = Budget(tmp_path / "budget.json", budget.read_budget({}), "a")
+    key, other = b"k" * 32, b"o" * 32
+    for name in ("lugano", "other-name", "third"):
+        mine.charge_queries(key, 6_000, name)
+    with pytest.raises(RefusedError, match="labels 20000 cells for one querier .* used 18000 and asks for 3714 more"):
+        mine.charge_queries(key, 3_714, "fourth")
+    mine.charge_queries(other, 20_000, "basel")
+    mine.charge("matrix", STUDY, cost_of(STUDY))  # both live in one file
+    assert (mine.queried(key), mine.queried(other)) == (18_000, 20_000)
+
+
+def test_concurrent_queries_cannot_overspend(tmp_path):
+    mine, refused = Budget(tmp_path / "budget.json", budget.read_budget({"query_cells": 50}), "a"), []
+
+    def query():
+        try:
+            mine.charge_queries(b"k" * 32, 10, "b")
+        except RefusedError:
+            refused.append(1)
+
+    threads = [threading.Thread(target=query) for _ in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (len(refused), mine.queried(b"k" * 32)) == (7, 50)

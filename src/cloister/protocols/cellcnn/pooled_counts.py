@@ -2,23 +2,29 @@
 
     L1  i ⇄ S   z = secure sum of t_i        a table of every site's: donors to train on, or right and wrong answers
     L2  all     z
+    L3  i, S    all sites received the same z     (same_view)
+
+t_i is a `disclosure.Contribution`: every entry that is not zero is based on at least `min_donors` of the site's own
+donors and `min_cells` of their cells, whatever the other parties send.
 
 Reveals
 -------
 coordinator, site : the sum of the tables over the sites that stayed, and who they are. `train-cellcnn` sums
     - for a preset that draws per donor: the number of donors to train on;
     - with donors held out: how many inputs, and how many donors, of each class every model takes for each class.
-    With n - 1 colluding sites: the last one's. Few donors are held out: their table may tell the class of one.
+    With n - 1 colluding sites, or with two sites: the last one's table. A row of it counts the held-out donors of one
+    class, at least `min_donors` of them, by predicted class. If all of these are predicted alike, the row tells the
+    prediction of each.
 
 Assumes
 -------
 What `secure_sum` assumes; a site may count wrongly, and so shift the sums by what it could have counted. Sums that no
-counts can have end the run. Lies that are not noticed: (a), (b), (c), (f) of the coordinator, another sum that counts
-could have; who is told another than the others notices at the next step of the run.
+counts can have end the run. Lies that are not noticed: (b), (c), (f) of the coordinator, another sum that counts could
+have, sent to all sites alike.
 
 Cost
 ----
-That of a secure sum of as many words as the table has.
+That of a secure sum of as many words as the table has, and of the comparison.
 
 References
 ----------
@@ -33,12 +39,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cloister.arrays import I64, U64
+from cloister.arrays import I64, U64, Array
 from cloister.crypto.agreement import Identity
 from cloister.crypto.entropy import Entropy
+from cloister.disclosure import Contribution
 from cloister.errors import DataError, ParameterError, ProtocolAbort
 from cloister.net.channel import Channel
-from cloister.protocols.sums import secure_sum
+from cloister.protocols.sums import same_view, secure_sum
 from cloister.study import Party
 
 NAME = "pooled_counts"
@@ -60,9 +67,13 @@ class Params:
     def sum(self) -> secure_sum.Params:
         return secure_sum.Params(self.sites, self.coordinator, math.prod(self.shape), to_all=True)
 
+    @property
+    def view(self) -> same_view.Params:
+        return same_view.Params(self.sites, self.coordinator)
 
-def ideal(params: Params, tables: Mapping[Party, I64]) -> dict[Party, I64]:
-    return dict.fromkeys((params.coordinator, *tables), np.sum([*tables.values()], axis=0))
+
+def ideal(params: Params, tables: Mapping[Party, Contribution]) -> dict[Party, I64]:
+    return dict.fromkeys((params.coordinator, *tables), np.sum([t.values for t in tables.values()], axis=0))
 
 
 def roles(params: Params) -> dict[Party, object]:
@@ -70,7 +81,8 @@ def roles(params: Params) -> dict[Party, object]:
 
 
 def cost(params: Params) -> dict[Party, tuple[int, int]]:
-    return secure_sum.cost(params.sum)
+    parts = secure_sum.cost(params.sum), same_view.cost(params.view)
+    return {u: (sum(p[u][0] for p in parts), sum(p[u][1] for p in parts)) for u in parts[0]}
 
 
 def counts(params: Params, z: U64) -> I64:
@@ -80,15 +92,24 @@ def counts(params: Params, z: U64) -> I64:
     return np.asarray(z.astype(np.int64).reshape(params.shape), np.int64)
 
 
-async def site(ch: Channel, params: Params, table: I64, *, entropy: Entropy, identity: Identity) -> I64:
+def encode(params: Params, table: Array) -> U64:
     if table.shape != params.shape or table.min() < 0 or table.max() > MOST:
         raise DataError(f"expected counts of shape {params.shape}, none below 0, found shape {table.shape}")
-    words = table.astype(np.uint64).ravel()
+    return np.asarray(table.astype(np.uint64).ravel(), np.uint64)
+
+
+async def site(ch: Channel, params: Params, table: Contribution, *, entropy: Entropy, identity: Identity) -> I64:
+    part = table.map(lambda counts: encode(params, counts))
+    words = ch.contribute(part, protocol=NAME, line="L1", what=params.what)
     summed = await secure_sum.contributor(ch.sub("sum"), params.sum, words, entropy=entropy, identity=identity)  # L1
     assert summed is not None
-    return counts(params, summed.z)  # L2
+    total = counts(params, summed.z)  # L2
+    await same_view.site(ch, params.view, identity=identity)  # L3
+    return total
 
 
 async def coordinator(ch: Channel, params: Params) -> I64:
     z = (await secure_sum.aggregator(ch.sub("sum"), params.sum)).z  # L1
-    return counts(params, ch.reveal(z, to=(ch.me, *params.sites), line="L2", what=params.what, protocol=NAME))
+    total = counts(params, ch.reveal(z, to=(ch.me, *params.sites), line="L2", what=params.what, protocol=NAME))  # L2
+    await same_view.coordinator(ch, params.view)  # L3
+    return total

@@ -16,6 +16,7 @@
          u       w = trend(fitted log count)^-4        of its own samples
     L10  u, S    XᵀWX, XᵀWr, rᵀWr                      r = y - fitted
          u, S    coefficients, prior variance, moderated t, p and false discovery rate
+    L11  u, S    all sites received the same broadcasts     (same_view)
 
 The result is limma-voom's on the pooled samples. The trend needs no donor: a point of it is a gene, with its pooled
 mean and deviation. X has a column per group but the first, and the covariates. What belongs to a block (the site, or
@@ -82,7 +83,7 @@ from cloister.protocols.groups.contrast_steps import (
     take_detected,
 )
 from cloister.protocols.groups.contrast_terms import NAME, Donors, Params, Part, Result, Table, check_site, part_of
-from cloister.protocols.sums import checked_sum, common_genes, common_seed
+from cloister.protocols.sums import checked_sum, common_genes, common_seed, same_view
 from cloister.protocols.sums.shared_pca import join_sum, split_sum
 from cloister.study import Party
 
@@ -122,6 +123,7 @@ def cost(params: Params, lengths: Sequence[int], up: int = 0, down: int = 0) -> 
     if params.expression:
         parts.append(common_genes.cost(common_genes.Params(params.sites, hub), up, down))
     parts.append({hub: (n, 0)} | dict.fromkeys(params.sites, (1, 0)))  # L2, L3: a few names
+    parts.append(same_view.cost(same_view.Params(params.sites, hub)))
     return {u: (sum(p[u][0] for p in parts), sum(p[u][1] for p in parts)) for u in (hub, *params.sites)}
 
 
@@ -310,7 +312,9 @@ async def site(ch: Channel, params: Params, mine: Donors, *, entropy: Entropy, i
         words = split_sum(local(), len(params.sites), entropy)
         return await checked_sum.site(sub, p, words, seed.secret, entropy=entropy, identity=identity)
 
-    return await compare(ch, params, tables, open_sum, parts)  # L5 to L10
+    result = await compare(ch, params, tables, open_sum, parts)  # L5 to L10
+    await same_view.site(ch, same_view.Params(params.sites, S), identity=identity)  # L11
+    return result
 
 
 async def coordinator(ch: Channel, params: Params) -> Compared:
@@ -327,4 +331,6 @@ async def coordinator(ch: Channel, params: Params) -> Compared:
     async def open_sum(sub: Channel, p: checked_sum.Params, _: Callable[[], F64]) -> U64:
         return await checked_sum.coordinator(sub, p)
 
-    return await compare(ch, params, tables_of(params, common, agreed), open_sum)  # L5 to L10
+    result = await compare(ch, params, tables_of(params, common, agreed), open_sum)  # L5 to L10
+    await same_view.coordinator(ch, same_view.Params(params.sites, params.coordinator))  # L11
+    return result

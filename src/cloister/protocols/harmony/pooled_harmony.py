@@ -13,6 +13,7 @@
     L9   u, S    O_k, R without θ               before the first round and after the last: how far sites are mixed
     L10  u, S    Σ z, Σ zzᵀ of moved cells      the two axes in which they vary most; the pooled mixing
     L11  u, S    cells in 24 x 24 places        of these axes: a picture in which nobody's cells are points
+    L12  u, S    all sites received the same broadcasts     (same_view)
 
 What stands beside `u, S` is a checked sum over all sites. Every party computes everything else itself from the opened
 sums, which the coordinator cannot change. A site adds nothing to a cluster in which it holds fewer than `least` cells
@@ -75,7 +76,7 @@ from cloister.protocols.harmony.harmony_steps import (
     part_of,
     together,
 )
-from cloister.protocols.sums import checked_sum, common_seed, common_space, shared_pca
+from cloister.protocols.sums import checked_sum, common_seed, common_space, same_view, shared_pca
 from cloister.study import Party
 
 NAME = "pooled_harmony"
@@ -105,6 +106,7 @@ def cost(params: Params, cells: int, columns: int, digest: int = 0) -> dict[Part
     who = (params.sites, params.coordinator)
     parts = [checked_sum.cost(checked_sum.Params(*who, length)) for length in lengths(params, cells, columns)]
     parts.append(common_seed.cost(common_seed.Params(*who)))
+    parts.append(same_view.cost(same_view.Params(*who)))
     parts.append(common_space.cost(common_space.Params(*who, params.embedding), digest + len(f"/{columns}")))
     return {u: (sum(p[u][0] for p in parts), sum(p[u][1] for p in parts)) for u in (params.coordinator, *params.sites)}
 
@@ -178,7 +180,9 @@ async def site(ch: Channel, params: Params, mine: Cells, *, entropy: Entropy, id
     await common_space.site(ch.sub("space"), space, f"{mine.space}/{d}")  # L1
     pair = common_seed.Params(params.sites, params.coordinator)
     seed = await common_seed.site(ch.sub("seed", pair), pair, entropy=entropy, identity=identity)  # L1
-    return await drive(ch, params, mine, d, seed.secret, entropy=entropy, identity=identity)
+    done = await drive(ch, params, mine, d, seed.secret, entropy=entropy, identity=identity)  # L2 to L11
+    await same_view.site(ch, same_view.Params(params.sites, params.coordinator), identity=identity)  # L12
+    return done
 
 
 async def coordinator(ch: Channel, params: Params) -> Integrated:
@@ -187,4 +191,6 @@ async def coordinator(ch: Channel, params: Params) -> Integrated:
     columns = columns_in(await common_space.coordinator(ch.sub("space"), space))  # L1
     pair = common_seed.Params(params.sites, params.coordinator)
     await common_seed.coordinator(ch.sub("seed", pair), pair)  # L1
-    return await drive(ch, params, None, columns, b"")
+    done = await drive(ch, params, None, columns, b"")  # L2 to L11
+    await same_view.coordinator(ch, same_view.Params(params.sites, params.coordinator))  # L12
+    return done

@@ -8,6 +8,7 @@
     L4   u, S    checked sum of Σ_d Δ_d + noise               z²C² / (m - 1) of each of m sites
          u, S    θ_{t+1} = θ_t + Σ Δ_d / N
     L5   u, S    θ ← mean of the points of the second half
+    L6   u, S    all sites received the same broadcasts     (same_view)
 
 Nothing else is opened: no mean or variance of a gene, no number of cells, no right answers. Therefore the genes, the
 penalty and the number of rounds must be agreed beforehand. Every party computes the points itself; a coordinator cannot
@@ -58,8 +59,16 @@ from cloister.net.channel import Channel
 from cloister.protocols.fedavg.packed_words import gaussian
 from cloister.protocols.logistic import logistic_terms
 from cloister.protocols.logistic.logistic_terms import Labelled, check_site, chosen_values, label_codes
-from cloister.protocols.logistic.openings import Openings, Start, begin_coordinator, begin_site, code_for, start_cost
-from cloister.protocols.sums import checked_sum
+from cloister.protocols.logistic.openings import (
+    Openings,
+    Start,
+    begin_coordinator,
+    begin_site,
+    code_for,
+    start_cost,
+    view_of,
+)
+from cloister.protocols.sums import checked_sum, same_view
 from cloister.study import Party
 
 NAME = "noisy_logistic"
@@ -128,7 +137,7 @@ def cost(params: Params, labels: int, columns: int, up: int = 0, down: int = 0) 
     base, hub = params.base, params.base.coordinator
     lengths = [1] * params.donors + [labels * (columns + 1)] * params.rounds
     parts = [checked_sum.cost(checked_sum.Params(base.sites, hub, length)) for length in lengths]
-    parts += start_cost(base, up, down)
+    parts += [*start_cost(base, up, down), same_view.cost(view_of(base))]
     return {u: (sum(p[u][0] for p in parts), sum(p[u][1] for p in parts)) for u in (hub, *base.sites)}
 
 
@@ -223,7 +232,7 @@ def fitted(params: Params, start: Start, points: list[F64], openings: int) -> lo
 
 
 async def follow(openings: Openings, params: Params, start: Start, units: list[Rows]) -> logistic_terms.Fitted:
-    """L2 to L5: the same at every party, but that S has no cells and adds nothing."""
+    """L2 to L6: the same at every party, but that S has no cells and adds nothing."""
     entropy, shape = openings.entropy, shape_of(params, start)
     n = float(len(params.base.sites))
 
@@ -245,6 +254,7 @@ async def follow(openings: Openings, params: Params, start: Start, units: list[R
         total = await noisy_sum("L4", what, mine.ravel(), params.clip)  # L4
         theta = theta + total.reshape(shape) / n
         points.append(theta)
+    await openings.compare()  # L6
     return fitted(params, start, points, openings.count)  # L5
 
 

@@ -1,7 +1,7 @@
 """Openings: how the classifiers begin together, and checked sums that are opened one after the other and counted.
 
     begin_site, begin_coordinator   genes in common, a secret of the sites, the labels; before any sum
-    Openings                        the next checked sum; the receipt of every party counts them
+    Openings                        the next checked sum; the receipt of every party counts them; the final comparison
     code_for, decode                fixed point for sums of a known reach, and back
 
 Sends and opens in the name of the protocol that it works for.
@@ -23,7 +23,7 @@ from cloister.errors import ProtocolAbort
 from cloister.net.channel import Channel
 from cloister.protocols.logistic import common_labels
 from cloister.protocols.logistic.logistic_terms import Labelled, Params
-from cloister.protocols.sums import checked_sum, common_genes, common_seed
+from cloister.protocols.sums import checked_sum, common_genes, common_seed, same_view
 from cloister.study import Party
 
 
@@ -75,6 +75,10 @@ def start_cost(params: Params, up: int, down: int) -> list[dict[Party, tuple[int
     return [*parts, common_labels.cost(params.common_labels)]
 
 
+def view_of(params: Params) -> same_view.Params:
+    return same_view.Params(params.sites, params.coordinator)
+
+
 @dataclass
 class Openings:
     """Opens checked sums, one after the other, and counts them. S adds nothing: `words` is called at the sites only."""
@@ -105,6 +109,14 @@ class Openings:
         shown = f"{what}: opening {self.count} of at most {self.most}"
         self.ch.step(shown, protocol=self.protocol, line=line)
         return self.ch.reveal(z, to=self.ch.me, line=line, what=shown, protocol=self.protocol)
+
+    async def compare(self) -> None:
+        """After the last opening: every broadcast of the run was the same at all sites, or the run aborts."""
+        if self.secret is None:
+            await same_view.coordinator(self.ch, view_of(self.params))
+        else:
+            assert self.identity is not None
+            await same_view.site(self.ch, view_of(self.params), identity=self.identity)
 
     def decode(self, code: FixedPoint, words: U64, line: str) -> F64:
         """Back to reals; nothing beyond what all cells together can give."""

@@ -14,6 +14,7 @@
     L8   u, S    checked sum of right answers per λ and label on the held-out cells: λ
     L9   u, S    checked sum of right and wrong answers by the highest probability: the level of `unknown`
     L10  u, S    checked sum of the scores Wᵀx + b of each label's cells, with which cells of a new site can be aligned
+    L11  u, S    all sites received the same broadcasts     (same_view)
 
 Every party computes every point itself from the opened sums, which the coordinator cannot change: nobody can be sent a
 point that somebody chose. The result is the minimum for the pooled cells, as it would be found in one place. A site
@@ -94,8 +95,9 @@ from cloister.protocols.logistic.openings import (
     begin_site,
     code_for,
     start_cost,
+    view_of,
 )
-from cloister.protocols.sums import checked_sum, shared_pca
+from cloister.protocols.sums import checked_sum, same_view, shared_pca
 from cloister.study import Party
 
 OVER = 10  # directions of Ω beyond these
@@ -142,7 +144,7 @@ def cost(params: Params, lengths: Sequence[int], up: int = 0, down: int = 0) -> 
     """Messages and bytes, for openings of these lengths, `up` bytes of a site's names and `down` of those in common."""
     hub = params.coordinator
     parts = [checked_sum.cost(checked_sum.Params(params.sites, hub, length)) for length in lengths]
-    parts += start_cost(params, up, down)
+    parts += [*start_cost(params, up, down), same_view.cost(view_of(params))]
     return {u: (sum(p[u][0] for p in parts), sum(p[u][1] for p in parts)) for u in (hub, *params.sites)}
 
 
@@ -324,6 +326,7 @@ async def site(ch: Channel, params: Params, mine: Labelled, *, entropy: Entropy,
     x = chosen_values(params, mine, start.common, terms.at)
     cells = Cells(x, label_codes(mine.labels, terms.labels), held)
     theta, rest = await fit(openings, terms, cells)  # L5 to L10
+    await openings.compare()  # L11
     return model_of(terms, start.common, theta, openings.count, rest)
 
 
@@ -334,4 +337,5 @@ async def coordinator(ch: Channel, params: Params) -> Fitted:
     terms = await open_terms(openings, start, lambda: np.zeros(0, np.uint64))  # L4
     nothing = Cells(np.zeros((0, len(terms.mean))), np.zeros(0, np.int64), np.zeros(0, bool))
     theta, rest = await fit(openings, terms, nothing)  # L5 to L10
+    await openings.compare()  # L11
     return model_of(terms, start.common, theta, openings.count, rest)

@@ -22,20 +22,21 @@ Reveals
 -------
 aggregator : z, the sum over the survivors, and who they are.
 contributor : who takes part and who survived; z if `to_all` (with two contributors: the other's input, by subtraction).
-lying aggregator : the same, over survivors that it chose: at least t, and the same for all of them. It may call a
-    contributor dropped that is there; if those inputs were summed before, the difference is that one's input.
-one lying contributor : nothing more. The sum holds whatever it put in. It may leave; it cannot have another left out:
-    who cannot open what it was sent at L4 is not gone, and ends the sum for all.
+malicious aggregator : the same, over survivors that it chose: at least t, and the same for all of them. It may call a
+    contributor dropped that is there; if those inputs were summed before, the difference is that contributor's input.
+one malicious contributor : nothing more. It adds any vector: inflated, negated or zero. It may drop out. It cannot have
+    another one left out: a contributor that cannot open what it received at L4 ends the sum for all.
 aggregator with k contributors : the sum over the other survivors, at least t - k, as long as t > (n + k)/2. With a
     smaller t, contributors that vouch twice at L7 get it two answers, and so single inputs. The default, the smallest
-    t > n/2, is for k = 0; `colluders` of the study raises it for all sums, `threshold` for one. With t = n no drop-out
+    t > n/2, is for k = 0; `colluders` of the study raises it for all sums, `threshold` for one. With t = n no dropout
     is tolerated, and only the sum of all opens.
 
 Assumes
 -------
 Contributors know each other's Ed25519 keys (`[keys]` of the study). At least two contributors; with two, see above.
-Lies that are not noticed here, with `to_all`: (a), (b), (c), (f) of the aggregator, another z; who is told another than
-the others notices at the next step of the run, whose id depends on it.
+Not noticed here, with `to_all`: (a), (b), (c), (f) of the aggregator, another z. A contributor that receives another z
+than the others notices at the next step of the run, whose id depends on it, or in `same_view` at its end. Another z for
+all is noticed with `checked_sum` only.
 
 Cost
 ----
@@ -45,12 +46,12 @@ agreements, n expansions of m words. Aggregator: n expansions, and n - d more fo
 References
 ----------
 [BIK+17] Bonawitz et al., CCS 2017, fig. 4: AdvertiseKeys L1-2, ShareKeys L3-4, MaskedInputCollection L5-6,
-ConsistencyCheck L7-8, Unmasking L9-10; lines numbered here.
+ConsistencyCheck L7-8, Unmasking L9-10; lines numbered here. Security argument: docs/security/secure_sum.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -328,8 +329,13 @@ async def contribute(
     return survivors
 
 
-async def aggregator(ch: Channel, params: Params, among: tuple[Party, ...] = ()) -> Sum:
-    """Play S. Contributors that stop or stay silent are left out, as long as t remain."""
+async def aggregator(
+    ch: Channel, params: Params, among: tuple[Party, ...] = (), *, publish: Callable[[U64], U64] | None = None
+) -> Sum:
+    """Play S. Contributors that drop out or stay silent are left out, as long as t remain.
+
+    `publish` maps z to what is returned and broadcast in its place, of the same length.
+    """
     params = params.raised(ch.study)
     t = params.t
     keys = await ch.gather(among or params.contributors, Keys, quorum=t)  # L1
@@ -359,6 +365,8 @@ async def aggregator(ch: Channel, params: Params, among: tuple[Party, ...] = ())
             raise ProtocolAbort(NAME, "L10", "shares", f"the shares of '{v}' do not give its key")
         pads = {u: agree(s_v, keys[u].s_pk, pair_context(ch.run_id, "pad")) for u in U3}
         add_pads(z, v, pads)  # the pads v would have added cancel those it left in the others' inputs
+    if publish is not None:
+        z = publish(z)
     to = (ch.me, *U3) if params.to_all else ch.me
     z = ch.reveal(z, to=to, line="L10", what=f"sum of {len(U3)} vectors of {params.length}", protocol=NAME)
     if params.to_all:

@@ -48,12 +48,14 @@ class Approval:
     stamp: tuple[Any, ...] = ()  # of a large file, by which it is known without reading it again
     withdrawn: str = ""  # when, and by whom
     refused: bool = False  # whether that was all: it had not been allowed before
+    small_change: bool = False  # whether the cells may differ from those of earlier runs in only a few
 
     @property
     def record(self) -> dict[str, Any]:
         """What a receipt says about it; where the cells are is nobody else's business."""
         data = dataclasses.asdict(self.data) if self.data is not None else None
-        return {"by": self.by, "user": self.user, "when": self.when, **({"data": data} if data else {})}
+        allowed = {"small_change": True} if self.small_change else {}
+        return {"by": self.by, "user": self.user, "when": self.when, **({"data": data} if data else {}), **allowed}
 
 
 @dataclass(frozen=True)
@@ -101,9 +103,11 @@ class Approvals:
         data: Fingerprint | None,
         cost: Mapping[str, float],
         stamp: tuple[Any, ...] = (),
+        *,
+        small_change: bool = False,
     ) -> Approval:
         """Keep that somebody approves the study now."""
-        entry = Approval(study.name, check_name(by), login(), stamp_now(), data, cost, stamp)
+        entry = Approval(study.name, check_name(by), login(), stamp_now(), data, cost, stamp, small_change=small_change)
         self._save({**self._load(), study.digest.hex(): entry})
         return entry
 
@@ -148,8 +152,9 @@ def _read(raw: Mapping[str, Any]) -> Approval:
     data = Fingerprint.load(raw["data"]) if raw.get("data") is not None else None
     words = {key: str(raw[key]) for key in ("study", "by", "user", "when", "withdrawn")}
     cost = {str(key): float(value) for key, value in raw["cost"].items()}
-    stamp, refused = tuple(raw.get("stamp", ())), raw.get("refused", False) is True
-    return Approval(**words, data=data, cost=cost, stamp=stamp, refused=refused)
+    refused, small_change = (raw.get(key, False) is True for key in ("refused", "small_change"))
+    stamp = tuple(raw.get("stamp", ()))
+    return Approval(**words, data=data, cost=cost, stamp=stamp, refused=refused, small_change=small_change)
 
 
 def check_name(by: str) -> str:

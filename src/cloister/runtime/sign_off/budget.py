@@ -5,9 +5,11 @@
     runs = 100                          # runs begun
     queries = 300                       # workflows computed: a run of a study of three steps asks three times
     epsilon = 10.0                      # sum of the ε of all runs that have one; no limit if there is no line
+    query_cells = 20000                 # cells that one querier may have labelled by these, over all studies
 
-The file keeps what was spent by the fingerprint of the matrix. A run is charged before its first message and stays
-charged, however it ends. Cells that change are other cells, and begin anew.
+The file stores what was spent by the fingerprint of the matrix. A run is charged before its first message and stays
+charged, however it ends. Cells that change are other cells, and begin anew. Query cells are charged to the querier's
+identity key, so that another name in another study does not help, before the first message that depends on references.
 """
 
 from __future__ import annotations
@@ -27,15 +29,18 @@ from cloister.study import Study
 from cloister.workflows import steps
 
 FILE = "budget.json"  # in `local`
-USUAL = {"runs": 100, "queries": 300}
+QUERIERS = "queriers"  # in it: identity key → cells labelled for it, beside what was spent on each matrix
+USUAL = {"runs": 100, "queries": 300, "query_cells": 20_000}
 NAMES = {"runs": "runs", "queries": "queries", "epsilon": "epsilon"}
+KEYS = {*NAMES, "query_cells"}
 
 
 def read_budget(raw: Mapping[str, Any]) -> dict[str, Any]:
     """The table of site.toml, with what is usual where it says nothing; the error names the key."""
-    if unknown := raw.keys() - {"file", *NAMES}:
-        raise ParameterError(f"site.toml [budget]: unknown key '{min(unknown)}'; known are file, {', '.join(NAMES)}")
-    for key in raw.keys() & NAMES.keys():
+    if unknown := raw.keys() - {"file", *KEYS}:
+        known = ", ".join(sorted(KEYS))
+        raise ParameterError(f"site.toml [budget]: unknown key '{min(unknown)}'; known are file, {known}")
+    for key in raw.keys() & KEYS:
         kinds = (int, float) if key == "epsilon" else (int,)
         if isinstance(raw[key], bool) or not isinstance(raw[key], kinds) or not 0 <= raw[key] < math.inf:
             raise ParameterError(f"site.toml [budget]: '{key}' must be a number, 0 or more, found {raw[key]!r}")
@@ -86,6 +91,22 @@ class Budget:
             entry["history"] = [*entry.get("history", []), row]
             files.write(self.path, json.dumps(whole, indent=1))
 
+    def queried(self, querier: bytes) -> int:
+        """Cells that the querier with this identity key had labelled so far, on whatever references of this site."""
+        return int(self._load().get(QUERIERS, {}).get(querier.hex(), 0))
+
+    def charge_queries(self, querier: bytes, cells: int, name: str) -> None:
+        """Spend query cells of one querier, or raise `Refusal`."""
+        with self._locked():
+            whole, most, spent = self._load(), self.allowed["query_cells"], self.queried(querier)
+            if spent + cells > most:
+                raise Refusal(
+                    f"'{self.me}' labels {most} cells for one querier over all studies; '{name}' used {spent} and asks "
+                    f"for {cells} more; to allow more, raise query_cells under [budget] in local/site.toml"
+                )
+            whole.setdefault(QUERIERS, {})[querier.hex()] = spent + cells
+            files.write(self.path, json.dumps(whole, indent=1))
+
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
         try:
@@ -97,8 +118,8 @@ class Budget:
     def _load(self) -> dict[str, dict[str, Any]]:
         try:
             raw = json.loads(self.path.read_text(encoding="utf-8"))
-            for entry in raw.values():
-                if not all(entry[key] >= 0 for key in NAMES):
+            for matrix, entry in raw.items():
+                if not all(x >= 0 for x in (entry.values() if matrix == QUERIERS else map(entry.get, NAMES))):
                     raise ValueError(entry)
             return {str(k): dict(v) for k, v in raw.items()}
         except FileNotFoundError:

@@ -1,0 +1,242 @@
+"""Disclosure thresholds: what a site's cells and donors may add to a value that other parties learn.
+
+A threshold over all sites protects no site: another site can subtract its own part or inflate its input. So each site
+enforces the thresholds on its own rows. Whatever the other parties send, every number that a site adds to an opened sum
+is based on at least `min_cells` of its own cells and `min_donors` of its own donors, or the number is zero.
+
+    rows = Rows(n, donor=codes, thresholds=Thresholds())
+    part = rows.grouped(label, n_labels, sums)                  a Contribution: sums of small groups are zero
+    words = ch.contribute(part.map(code.encode), protocol=NAME, line="L3", what="sums per label")
+
+`Contribution` objects are created in this module only, and the values of one leave it through `Channel.contribute`,
+which writes the smallest group behind them into the receipt. `tests/test_disclosure.py` verifies both.
+
+Three kinds of sums need three criteria:
+
+- `whole`: a sum over all rows. The rows together must reach the thresholds (`check` raises before anything is sent).
+- `grouped`, `overlapping`: a sum for each of k groups. A group below a threshold contributes zero. Suppressed groups
+  must not have a complement: where groups partition the rows and the total is opened too, first drop the rows of small
+  groups with `open_rows`, so that the total is over the rest.
+- `weighted`: Σ_i w_ik v_i with real weights. The criterion is leverage, h_ik = w_ik² / Σ_j w_jk²: the largest part of
+  column k that one row can have. The effective group size is 1 / max_i h_ik; m rows of equal weight have size m. The
+  same holds for donors, with the absolute weights of a donor's rows added up.
+
+Rows are cells, or samples that stand for several cells each (`cells`). Where no donor is named, only cells count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from cloister.arrays import F64, I64, Array, Bits
+from cloister.errors import DataError, ParameterError
+
+SLACK = 1e-9  # of effective group sizes, which are quotients of floating-point sums
+
+
+@dataclass(frozen=True, slots=True)
+class Thresholds:
+    """The smallest group of a site's own cells and donors that an opened value may be based on."""
+
+    min_cells: int = 10
+    min_donors: int = 3  # applies where donors are named
+
+    def __post_init__(self) -> None:
+        for name, least in (("min_cells", self.min_cells), ("min_donors", self.min_donors)):
+            if least < 1:
+                raise ParameterError(f"'{name}' must be at least 1, found {least}")
+
+    def raised(self, floors: Mapping[str, int]) -> Thresholds:
+        """The thresholds after a site's own settings, which can raise them and never lower them."""
+        least = {name: max(getattr(self, name), floors.get(name, 0)) for name in ("min_cells", "min_donors")}
+        return Thresholds(**least)
+
+
+@dataclass(frozen=True, slots=True)
+class Contribution:
+    """Numbers that a site adds to opened sums, and the smallest group of its own behind any that is not suppressed."""
+
+    values: Array
+    cells: int | None  # smallest (effective) number of cells; None where nothing is based on cells
+    donors: int | None  # smallest (effective) number of donors; None where donors are not named
+    withheld: int = 0  # groups that were suppressed
+
+    def map(self, function: Callable[[Any], Array]) -> Contribution:
+        """The same contribution in another form: encoded, scaled or reshaped."""
+        return replace(self, values=function(self.values))
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Cells and donors of this site in each of k groups, and which groups reach the thresholds."""
+
+    cells: Array  # (k,), effective sizes where rows have weights
+    donors: Array | None  # (k,)
+    open: Bits  # (k,)
+
+    @property
+    def empty(self) -> Bits:
+        none: Bits = self.cells == 0
+        return none
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A site's rows: how many there are, whose they are, and how many cells each stands for."""
+
+    n: int
+    donor: I64 | None = None  # (n,), codes; None where donors are not named
+    thresholds: Thresholds = field(default_factory=Thresholds)
+    cells: I64 | None = None  # (n,), cells behind each row; None: one each
+
+    def __post_init__(self) -> None:
+        for name in ("donor", "cells"):
+            column = getattr(self, name)
+            if column is not None and column.shape != (self.n,):
+                raise DataError(f"expected one entry of '{name}' per row, {self.n}, found {len(column)}")
+
+    def only(self, keep: I64 | Bits) -> Rows:
+        """Some of the rows, by position or mask."""
+        at = np.flatnonzero(keep) if np.asarray(keep).dtype == bool else np.asarray(keep)
+        donor = None if self.donor is None else self.donor[at]
+        return replace(self, n=len(at), donor=donor, cells=None if self.cells is None else self.cells[at])
+
+    # ---- groups ------------------------------------------------------------------------------------------------------
+
+    def groups(self, codes: I64, k: int) -> Groups:
+        """Sizes of the groups that `codes` names, 0 … k-1; a row with code -1 is in none."""
+        inside = codes >= 0
+        at = codes[inside]
+        weights = None if self.cells is None else self.cells[inside]
+        cells = np.bincount(at, weights, minlength=k).astype(np.int64)
+        donors = None
+        if self.donor is not None:
+            pairs = np.unique(np.stack([at, self.donor[inside]]), axis=1)[0] if len(at) else at
+            donors = np.bincount(pairs, minlength=k).astype(np.int64)
+        return self._judge(cells, donors)
+
+    def members(self, inside: Bits) -> Groups:
+        """Sizes of k groups that may overlap; `inside` is (n, k)."""
+        cells = (inside if self.cells is None else inside * self.cells[:, None]).sum(axis=0).astype(np.int64)
+        donors = None
+        if self.donor is not None:
+            donors = (self._by_donor(inside.astype(np.float64)) > 0).sum(axis=0).astype(np.int64)
+        return self._judge(cells, donors)
+
+    def effective(self, weights: F64) -> Groups:
+        """Effective sizes 1 / max leverage of the k columns of `weights`, (n, k)."""
+        cells = _effective(np.abs(weights))
+        donors = None if self.donor is None else _effective(self._by_donor(np.abs(weights)))
+        return self._judge(cells, donors)
+
+    def open_rows(self, codes: I64, k: int) -> Bits:
+        """Rows whose group reaches the thresholds; sums over these have no suppressed complement."""
+        keep = np.zeros(self.n, bool)
+        inside = codes >= 0
+        keep[inside] = self.groups(codes, k).open[codes[inside]]
+        return keep
+
+    def excluded(self, codes: I64, names: Sequence[str]) -> dict[str, int]:
+        """Names of the non-empty groups below a threshold, with their numbers of cells, for messages at this site."""
+        groups = self.groups(codes, len(names))
+        small = np.flatnonzero(~groups.open & ~groups.empty)
+        return {names[int(k)]: int(groups.cells[k]) for k in small}
+
+    def _by_donor(self, weights: F64) -> F64:
+        assert self.donor is not None
+        _, at = np.unique(self.donor, return_inverse=True)
+        sums = np.zeros((int(at.max(initial=-1)) + 1, weights.shape[1]))
+        np.add.at(sums, at, weights)
+        return sums
+
+    def _judge(self, cells: Array, donors: Array | None) -> Groups:
+        least = self.thresholds
+        large: Bits = cells >= least.min_cells * (1 - SLACK)
+        if donors is not None:
+            large = large & (donors >= least.min_donors * (1 - SLACK))
+        return Groups(cells, donors, large)
+
+    # ---- contributions -----------------------------------------------------------------------------------------------
+
+    def check(self, what: str = "cells") -> None:
+        """Raise a `DataError` unless all rows together reach the thresholds."""
+        groups = self.groups(np.zeros(self.n, np.int64), 1)
+        if groups.open[0]:
+            return
+        least, cells = self.thresholds, int(groups.cells[0])
+        if cells < least.min_cells:
+            raise DataError(
+                f"{cells} {what} here, fewer than min_cells = {least.min_cells}: a sum over so few comes close to "
+                "single cells; leave this site out of the study"
+            )
+        assert groups.donors is not None
+        raise DataError(
+            f"{what} of {int(groups.donors[0])} donors here, fewer than min_donors = {least.min_donors}: a sum over so "
+            "few comes close to single persons; leave this site out of the study"
+        )
+
+    def whole(self, sums: Array) -> Contribution:
+        """Sums over all rows; zero where all rows together are too few."""
+        groups = self.groups(np.zeros(self.n, np.int64), 1)
+        return self._contribution(groups, np.asarray(sums)[None]).map(lambda x: x[0])
+
+    def grouped(self, codes: I64, k: int, sums: Array | None = None) -> Contribution:
+        """Sums for each group, (k, …), or the groups' numbers of cells; small groups are zero."""
+        return self._of(self.groups(codes, k), sums)
+
+    def overlapping(self, inside: Bits, sums: Array | None = None) -> Contribution:
+        """The same for groups that may overlap, `inside` of (n, k). The complement of a group is a group too.
+
+        A column that all rows but a few belong to discloses those few where the number of all rows is opened. Columns
+        whose complement is neither empty nor above the thresholds are therefore suppressed.
+        """
+        groups, rest = self.members(inside), self.members(~inside)
+        return self._of(replace(groups, open=groups.open & (rest.open | rest.empty)), sums)
+
+    def weighted(self, weights: F64, sums: Array | None = None) -> Contribution:
+        """Weighted sums, (k, …), or the columns' total weights; columns that few rows dominate are zero."""
+        return self._of(self.effective(weights), weights.sum(axis=0) if sums is None else sums)
+
+    def _of(self, groups: Groups, sums: Array | None) -> Contribution:
+        return self._contribution(groups, groups.cells if sums is None else np.asarray(sums))
+
+    def _contribution(self, groups: Groups, sums: Array) -> Contribution:
+        if len(sums) != len(groups.open):
+            raise ParameterError(f"expected sums of {len(groups.open)} groups, found {len(sums)}")
+        shape = (-1, *[1] * (sums.ndim - 1))
+        values = np.where(groups.open.reshape(shape), sums, np.zeros((), sums.dtype))
+        cells, donors = (_smallest(sizes, groups.open) for sizes in (groups.cells, groups.donors))
+        return Contribution(values, cells, donors, int((~groups.open & ~groups.empty).sum()))
+
+
+def constant(values: Array, why: str) -> Contribution:
+    """Numbers that do not depend on cells or donors; `why` says so to the reader of the code."""
+    if not why:
+        raise ParameterError("say why these numbers do not depend on cells")
+    return Contribution(np.asarray(values), None, None)
+
+
+def join(parts: Sequence[Contribution]) -> Contribution:
+    """Several contributions as one vector, with the smallest group behind any of them."""
+    return Contribution(
+        np.concatenate([np.ravel(p.values) for p in parts]),
+        min((p.cells for p in parts if p.cells is not None), default=None),
+        min((p.donors for p in parts if p.donors is not None), default=None),
+        sum(p.withheld for p in parts),
+    )
+
+
+def _smallest(sizes: Array | None, among: Bits) -> int | None:
+    return int(sizes[among].min() + SLACK) if sizes is not None and among.any() else None
+
+
+def _effective(weights: F64) -> F64:
+    """1 / max_i w_i² / Σ_j w_j², per column; 0 for a column of zeros."""
+    squares = np.square(weights)
+    largest = squares.max(axis=0, initial=0.0)
+    sizes: F64 = np.where(largest > 0, squares.sum(axis=0) / np.where(largest > 0, largest, 1.0), 0.0)
+    return sizes

@@ -1,0 +1,126 @@
+"""Runs on cells that differ in only a few from those of earlier runs are rejected."""
+
+import stat
+
+import numpy as np
+import pytest
+from anndata import AnnData
+from scipy import sparse
+
+from cloister.cells.demo import demo_sites
+from cloister.cells.files import read_cells, write_cells
+from cloister.cells.fingerprint import RowPrints
+from cloister.disclosure import Thresholds
+from cloister.errors import ParameterError, RefusedError
+from cloister.runtime.kit import Kit
+from cloister.runtime.sign_off.differencing import AnsweredCells
+from cloister.study import Study
+
+pytest.importorskip("nvflare")
+from cloister.runtime.provision import provision
+
+LEAST = Thresholds(10, 3)
+
+
+@pytest.fixture
+def cells():
+    rng = np.random.default_rng(3)
+    adata = AnnData(sparse.csr_matrix(rng.poisson(1.0, (200, 30)).astype(float)))
+    adata.obs_names = [f"cell{i}" for i in range(200)]
+    adata.obs["donor"] = [f"d{i % 20}" for i in range(200)]
+    return adata
+
+
+@pytest.fixture
+def answered(tmp_path):
+    return AnsweredCells(tmp_path)
+
+
+def run(answered, adata, name, donor_key=None):
+    answered.check(adata, name, donor_key, LEAST)
+    answered.record(adata, name, donor_key, "study")
+
+
+def test_the_same_cells_may_be_used_again(answered, cells):
+    run(answered, cells, "a")
+    run(answered, cells, "a")
+    run(answered, cells[::-1].copy(), "b")  # in another order
+
+
+@pytest.mark.parametrize("fewer", [1, 9])
+def test_a_few_cells_less_or_more_are_rejected(answered, cells, fewer):
+    run(answered, cells, "a")
+    with pytest.raises(RefusedError, match=f"differ from those of study 'study' .* by {fewer} cell.s., fewer than 10"):
+        run(answered, cells[fewer:].copy(), "b")
+    run(answered, cells[10:].copy(), "c")
+
+
+def test_a_few_changed_values_are_rejected(answered, cells):
+    run(answered, cells, "a")
+    cells.X = cells.X + sparse.csr_matrix(([1.0], ([4], [4])), cells.shape)
+    with pytest.raises(RefusedError, match="by 2 cell"):  # the row as it was and as it is
+        run(answered, cells, "b")
+
+
+def test_other_values_under_the_same_names_are_known_again(answered, cells):
+    run(answered, cells, "a")
+    cells.X = cells.X * 0.5
+    with pytest.raises(RefusedError, match="by 1 cell"):
+        run(answered, cells[1:].copy(), "b")
+    run(answered, cells, "c")
+
+
+def test_renamed_cells_are_known_again(answered, cells):
+    run(answered, cells, "a")
+    cells.obs_names = [f"other{i}" for i in range(200)]
+    with pytest.raises(RefusedError, match="by 1 cell"):
+        run(answered, cells[1:].copy(), "b")
+
+
+def test_many_cells_of_two_donors_are_two_persons(answered, cells):
+    run(answered, cells, "a", "donor")
+    with pytest.raises(RefusedError, match="by 20 cell.s. of 2 donor"):
+        run(answered, cells[~cells.obs["donor"].isin(["d0", "d1"])].copy(), "b", "donor")
+    run(answered, cells[~cells.obs["donor"].isin(["d0", "d1", "d2"])].copy(), "c", "donor")
+
+
+def test_three_runs_cannot_be_combined_to_isolate_a_cell(answered, cells):
+    """Every pair differs in a hundred cells; all minus the first half minus the second half is one cell."""
+    run(answered, cells[:100].copy(), "a")
+    run(answered, cells[101:].copy(), "b")
+    with pytest.raises(RefusedError, match="1 cell.s. could be computed from this run and 2 earlier ones together"):
+        run(answered, cells, "c")
+    run(answered, cells[:120].copy(), "d")
+
+
+def test_names_and_values_are_stored_only_under_a_private_key(answered, cells, tmp_path):
+    run(answered, cells, "a")
+    for name in ("answered.key", "answered.npz"):
+        assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o600
+    one, two = (RowPrints.of(cells, bytes([k]) * 32) for k in (1, 2))
+    assert not np.isin(one.name, two.name).any()
+    assert b"cell17" not in (tmp_path / "answered.npz").read_bytes()
+
+
+def test_a_damaged_record_ends_in_one_sentence(answered, cells, tmp_path):
+    run(answered, cells, "a")
+    (tmp_path / "answered.npz").write_bytes(b"nothing")
+    with pytest.raises(ParameterError, match="cells of earlier runs are unknown"):
+        run(answered, cells, "b")
+
+
+def test_a_kit_rejects_small_changes_unless_the_approval_allows_them(tmp_path):
+    parties = {"hub": "coordinator", "basel": "site", "lugano": "site", "vienna": "site"}
+    study = Study("small", "bin-values", parties, network={"host": "localhost", "port": 18777})
+    kit = Kit.open(provision(study, tmp_path)["basel"])
+    file = kit.path / "cells.h5ad"
+    write_cells(demo_sites()["basel"], file)
+    kit.approve("Ann")
+    kit.count_run(kit.policy(), read_cells(file))
+    write_cells(read_cells(file)[1:].copy(), file)
+    with pytest.raises(RefusedError, match="by 1 cell.*--allow-small-change"):
+        kit.approve("Ann")
+    entry = kit.approve("Ann", small_change=True)
+    assert entry.record["small_change"] is True
+    kit.count_run(kit.policy(), read_cells(file))
+    assert len(kit.answered(kit.policy())._load()) == 2
