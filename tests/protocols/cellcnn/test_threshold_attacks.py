@@ -269,6 +269,22 @@ def test_lies_in_a_range_check():
     assert lies.aborted >= 8
 
 
+def test_shares_and_combinations_of_a_range_check_are_hidden():
+    """σ - T·s is a flood and not a small error; T - Σ r·c1 is uniform and not small: factors do not show in T."""
+    case = small_case()
+    p, c, (secret, key, c1s) = case.params, ckks.context(RING), case.inputs[PARTIES[0]]
+    r, total = c.ring, c1s[0]
+    share = collective_range.decryption_share(p, secret, total, Entropy())
+    left = integers(c, r.add_product(share, total, secret.ntt, sign=-1)).astype(float)
+    assert 0.25 < left.std() / 2.0 ** (p.flood_bits - 1) < 4
+    factors = collective_range.Factors(p, bytes(32), 0)
+    bare = r.zeros(p.primes)
+    for f, c1 in zip(factors._factors, c1s, strict=True):
+        r.add_product(bare, f, c1)
+    left = integers(c, r.subtract(factors.combine(c1s, key.a, 1), bare))
+    assert max(map(abs, left)) > 2 ** (sum(RING.bits[: p.primes]) - 3)
+
+
 def test_a_verifier_that_wants_something_else_decrypted_is_stopped_before_any_share_is_opened():
     """The auditor sends the second polynomial of a stored ciphertext instead of a combination."""
     case = small_case()
