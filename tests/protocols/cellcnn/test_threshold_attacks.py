@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[2] / "old_steps"))
 
 import threshold_ckks as old
-from collective import HUB, names, public, secrets, whole
+from collective import HUB, entropy, faults_on, names, public, secrets, whole
 from test_encrypted_training import CONFIG, LARGE, PARTIES, RING, batches, params, query_case, trained
 
 from cloister.crypto.ckks import scheme as ckks
@@ -27,10 +27,20 @@ from cloister.protocols.cellcnn.encrypted_training import check_model, range_cip
 from cloister.protocols.cellcnn.training_keys import Keys, relinearised_zero
 from cloister.protocols.ckks import collective_audit, collective_range, collective_refresh, collective_relin, key_switch
 from cloister.protocols.ckks.collective_audit import Book
-from cloister.testing import Case, check_cost, check_lies, check_no_errors, check_view, run_protocol, values
+from cloister.testing import (
+    Case,
+    check_cost,
+    check_lies,
+    check_no_errors,
+    check_vectors,
+    check_view,
+    run_protocol,
+    values,
+)
 
 __all__ = ["trained"]  # the fixture
 ATTACKER = PARTIES[1]
+VECTORS = Path(__file__).parents[2] / "vectors"
 K = RING.base + QUERY  # primes of a query
 
 
@@ -93,6 +103,18 @@ def test_n1_a_shifted_model_does_not_pass_the_range_check(trained):
         failed = run_protocol(collective_range, range_case(p, found, model), timeout=60)
         assert set(failed.errors) == {HUB, *PARTIES}
         assert failed.errors[HUB].code == "range"
+
+
+def test_a_shifted_public_key_does_not_pass(trained):
+    """It would multiply the randomness of masks, and answers would show the model beyond the samples."""
+    p, *_, run = trained
+    found, c = values(run), ckks.context(p.ckks)
+    key = found[HUB].keys.public
+    wrong = shifted(c, c.cipher(np.stack([key.b, key.a]), 1.0), int(4 * p.layout.key_tolerance))
+    keys = dataclasses.replace(found[HUB].keys, public=ckks.PublicKey(*wrong.polys))
+    failed = run_protocol(collective_range, range_case(p, found, keys=keys), timeout=60)
+    assert failed.errors[HUB].code == "range"
+    assert p.layout.key_tolerance < p.range.tolerance / 2**50
 
 
 def test_n1_whatever_passes_is_not_seen_above_the_floods(trained):
@@ -251,14 +273,20 @@ def small_case(seed=0):
     c, key = ckks.context(RING), public(RING, shares)
     P = collective_range.Params(PARTIES, HUB, RING, RING.top, 2, RING.scale, 3)
     values_of = np.random.default_rng(seed).uniform(-8, 8, (2, RING.slots))
-    cts = [c.encrypt(key, v, RING.top, RING.scale, Entropy()) for v in values_of]
+    cts = [c.encrypt(key, v, RING.top, RING.scale, entropy(f"{seed}")) for v in values_of]
     return Case(P, {i: (s, key, [ct.polys[1] for ct in cts]) for i, s in shares.items()} | {HUB: (key, cts)})
 
 
 def test_the_range_check_passes_honest_values_at_its_cost_and_shows_nothing_by_its_messages():
     check_no_errors(run_protocol(collective_range, small_case(), timeout=60))
     check_cost(collective_range, small_case())
+    check_vectors(collective_range, small_case(), VECTORS / "collective_range.json")
     check_view(collective_range, small_case(1), small_case(2))
+
+
+@pytest.mark.slow
+def test_every_message_of_a_range_check_that_goes_wrong_ends_it_by_name():
+    assert faults_on(collective_range, small_case) >= 8
 
 
 def test_lies_in_a_range_check():

@@ -308,15 +308,27 @@ class Layout:
         masks = math.sqrt(2) * ckks.encryption_noise(self.ckks, self.parties)
         scale = 2.0 ** sum(self.ckks.bits[self.ckks.base : self.ckks.base + QUERY])
         amplified = largest * masks * math.sqrt(self.J) / scale  # coherent over markers
-        switching = largest * 2.0**collective_range.FACTOR_BITS * math.sqrt(self.J) / scale  # by `relinearised_zero`
+        key = self.key_tolerance * math.sqrt(self.ckks.degree)  # of a product, unless 2^-20 happened
+        switching = key * 2.0**collective_range.FACTOR_BITS * math.sqrt(self.J) / scale
         rounding = 2 * ckks.rounding_noise(self.ckks, self.parties)
         return math.sqrt(self.J) * math.hypot(QUERY_BOUND * fresh, rounding, amplified, switching)
 
     def model_range(self, who: tuple[tuple[Party, ...], Party] | None = None) -> collective_range.Params:
         """The range check of `encrypted_training.range_ciphers`, by parties; without any, for its tolerance."""
         holders, aggregator = who or (tuple(Party(f"site-{i}") for i in range(self.parties)), Party("aggregator"))
-        P, count = self.ckks, len(self.groups) + 2
+        P, count = self.ckks, len(self.groups) + 4
         return collective_range.Params(holders, aggregator, P, self.ladder.query, count, P.scale, self.value_bits)
+
+    @property
+    def key_shift(self) -> int:
+        """By how many bits ciphertexts of zero are shifted for their range check: to the size of [M] at most."""
+        noise = ckks.encryption_noise(self.ckks, self.parties) ** 2 * self.ckks.degree  # Euclidean, of a product
+        return max(0, self.ckks.scale_bits + self.value_bits - math.ceil(math.log2(noise)) - 2)
+
+    @property
+    def key_tolerance(self) -> float:
+        """The largest coefficient of the public key's noise, and of a product of zeros, that may pass."""
+        return self.model_range().tolerance / 2.0**self.key_shift
 
     @property
     def value_bits(self) -> int:

@@ -232,10 +232,14 @@ def range_ciphers(params: Params, keys: Keys, model: Sequence[ckks.Cipher]) -> l
     """What the range check covers: all that [X], [M]·[X] and its relinearisation multiply something secret by.
 
     The public key is an encryption of zero, too: if it is not, its noise times the randomness of [X] is in the answer.
+    Honest plaintexts of both keys' ciphertexts are small. So they are checked as they are and shifted to the size of
+    [M]: the first bounds them below what the shift would wrap, the second to `Layout.key_tolerance`.
     """
-    c, k = ckks.context(params.ckks), params.layout.ladder.query
+    c, L = ckks.context(params.ckks), params.layout
+    zero = relinearised_zero(params.ckks, keys, model, L.ladder.query)
     public = c.cipher(np.stack([keys.public.b, keys.public.a]), params.ckks.scale)
-    return [c.drop(ct, k) for ct in (*model, relinearised_zero(params.ckks, keys, model, k), public)]
+    cts = [c.drop(ct, L.ladder.query) for ct in (*model, zero, public)]
+    return [*cts, c.shift(cts[-2], L.key_shift), c.shift(cts[-1], L.key_shift)]
 
 
 def check_model(trained: Trained) -> None:
