@@ -29,7 +29,7 @@ from cloister.protocols.cellcnn import (
 )
 from cloister.protocols.cellcnn.encrypted_training import Params
 from cloister.protocols.cellcnn.key_store import KeyStore
-from cloister.protocols.ckks import key_switch
+from cloister.protocols.ckks import collective_range, key_switch
 from cloister.run.rehearsal import Fault
 from cloister.study import Party
 from cloister.testing import (
@@ -603,21 +603,23 @@ def test_k6_a_rate_at_which_training_diverges_is_refused_before_anything_is_sent
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("step", ["new", "old"])
+@pytest.mark.parametrize("step", ["new", "norm", "old"])
 def test_k6_weights_of_a_training_that_diverged_are_not_opened(monkeypatch, step):
-    """Where no site alone would diverge, or none looked: one number is opened now, and was followed by every weight."""
+    """Where no site alone would diverge, or none looked: the range check ends it, or the norm, and before no check."""
     config, first = dataclasses.replace(CONFIG, steps=1), cellcnn.initial(CONFIG)
     far = cellcnn.Weights(200 * first.W, 200 * first.V, first.vW, first.vV)  # as after steps that were too large
     monkeypatch.setattr(cellcnn, "initial", lambda config: far)
     monkeypatch.setattr(cellcnn, "check_rate", lambda *given: None)
+    if step != "new":
+        monkeypatch.setattr(collective_range, "check_range", lambda *given: None)
     if step == "old":
         monkeypatch.setattr(training_opening, "check_norm", lambda slots: None)
     p = params(config, LARGE, open_model=True)
     run = run_protocol(encrypted_training, Case(p, batches(config)), timeout=120)
-    assert {run.errors[i].code for i in (HUB, *PARTIES)} == {"diverged"}
+    assert {run.errors[i].code for i in (HUB, *PARTIES)} == {"range" if step == "new" else "diverged"}
     opened = {e.name for r in run.receipts.values() for e, _ in r.entries if e.kind == "opened"}
     assert ("the trained model (part 1 of 1)" in opened) == (step == "old")
-    assert "the sum of the trained model's squared weights" in opened
+    assert ("the sum of the trained model's squared weights" in opened) == (step != "new")
 
 
 @pytest.mark.parametrize(
