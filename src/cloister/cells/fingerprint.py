@@ -66,6 +66,7 @@ class RowPrints:
     name: U64  # (n,)
     value: U64  # (n,)
     donor: U64 | None = None  # (n,)
+    pattern: U64 | None = None  # (n,), of the names of the genes that are not zero, in any order and of any size
 
     @classmethod
     def of(cls, adata: AnnData, key: bytes, donor_key: str | None = None) -> RowPrints:
@@ -75,14 +76,17 @@ class RowPrints:
             donor = _keyed_names(adata.obs[donor_key].astype(str), key, b"donor")
         if x_of(adata) is None:
             return cls(names, names, donor)
-        value = np.zeros(adata.n_obs, np.uint64)
+        value, pattern = np.zeros(adata.n_obs, np.uint64), np.zeros(adata.n_obs, np.uint64)
+        genes = _keyed_names(adata.var_names, key, b"gene")
         for rows, block in chunks(adata):
             block.eliminate_zeros()
             block.sort_indices()
+            below = np.concatenate([np.zeros(1, np.uint64), np.cumsum(genes[block.indices], dtype=np.uint64)])
+            pattern[rows] = below[block.indptr[1:]] - below[block.indptr[:-1]]
             places, data = block.indices.astype("<i8"), block.data.astype("<f8")
             for i, (start, end) in enumerate(pairwise(block.indptr), rows.start):
                 value[i] = _keyed(key, b"value", places[start:end].tobytes() + data[start:end].tobytes())
-        return cls(names, value, donor)
+        return cls(names, value, donor, pattern)
 
 
 def _keyed_names(names: Iterable[Any], key: bytes, kind: bytes) -> U64:

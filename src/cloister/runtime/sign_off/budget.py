@@ -10,6 +10,7 @@
 The file stores what was spent by the fingerprint of the matrix. A run is charged before its first message and stays
 charged, however it ends. Cells that change are other cells, and begin anew. Query cells are charged to the querier's
 identity key, so that another name in another study does not help, before the first message that depends on references.
+A querier that comes with a new key begins anew: agree on keys that stay (`[keys]` of the study), and share the file.
 """
 
 from __future__ import annotations
@@ -97,6 +98,8 @@ class Budget:
 
     def charge_queries(self, querier: bytes, cells: int, name: str) -> None:
         """Spend query cells of one querier, or raise `Refusal`."""
+        if cells < 0:
+            raise Refusal(f"'{name}' asks for {cells} cells; expected 0 or more")
         with self._locked():
             whole, most, spent = self._load(), self.allowed["query_cells"], self.queried(querier)
             if spent + cells > most:
