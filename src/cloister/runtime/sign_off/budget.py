@@ -100,7 +100,7 @@ class Budget:
     def charge_queries(self, querier: bytes, cells: int, name: str) -> None:
         """Spend query cells of one querier, or raise `Refusal`.
 
-        They count for its identity key and for its name: a study may come with a new key of a party, or with a new name.
+        They count for its identity key and for its name, because another study may use another of the two.
         """
         if cells < 0:
             raise Refusal(f"'{name}' asks for {cells} cells; expected 0 or more")
