@@ -178,16 +178,17 @@ class Rows:
         """
         order = np.argsort(values, kind="stable")
         codes, ends, least = np.full(self.n, -1, np.int64), [], self.thresholds
-        ties = np.flatnonzero(np.append(np.diff(values[order]) != 0, [True])) + 1
-        start = 0
-        for end in ties[ties <= self.n].tolist():
-            run = order[start:end]
-            cells = len(run) if self.cells is None else int(self.cells[run].sum())
-            if cells < least.min_cells:
-                continue
-            if self.donor is None or len(np.unique(self.donor[run])) >= least.min_donors:
-                ends.append(end)
-                start = end
+        last = np.append(np.diff(values[order]) != 0, [True])[: self.n].tolist()  # of rows with the same value
+        cells = [1] * self.n if self.cells is None else self.cells[order].tolist()
+        donors = None if self.donor is None else self.donor[order].tolist()
+        held, seen = 0, set()
+        for i in range(self.n):
+            held += cells[i]
+            if donors is not None:
+                seen.add(donors[i])
+            if last[i] and held >= least.min_cells and (donors is None or len(seen) >= least.min_donors):
+                ends.append(i + 1)
+                held, seen = 0, set()
         if not ends:
             return codes
         ends[-1] = self.n

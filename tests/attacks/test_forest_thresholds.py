@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from tests.old_steps import counted_forest as old
 
 from cloister.attacks import opened_forest
 from cloister.protocols.forest import counted_forest
@@ -9,7 +10,6 @@ from cloister.protocols.forest.counted_forest import Outline, Params
 from cloister.protocols.sums import pooled_scaling
 from cloister.protocols.sums.tally import Plain
 from cloister.study import Party
-from tests.old_steps import counted_forest as old
 
 HUB = Party("hub")
 SITES = tuple(Party(f"site-{i}") for i in range(3))

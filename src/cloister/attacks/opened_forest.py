@@ -4,7 +4,8 @@ Every leaf is a box: an ancestor that split at `cut` along a column, in a node w
 implies that the rows on the leaf's side lie between `low` and `cut`, or between `cut` and `high`; where the leaf is the
 outer child itself, one of its rows stands at the very end. The attack takes leaves that may hold few rows, guesses a
 row for each (ends where they are known, middles where not, the mean where nothing is), and lets every other tree
-correct the guess: it follows the guess down the tree, and if it arrives in another leaf of few rows, cuts the box by that leaf's.
+correct the guess: it follows the guess down the tree, and if it arrives in another leaf of few rows, cuts the box by
+that leaf's.
 
 Extended splits need another attack: the range of a tree's root along a normal is a pair of planes that touch the hull
 of its rows, and where all trees have the same rows, many planes touch the same outlier. `rebuild_hull` finds points

@@ -120,7 +120,7 @@ def test_outliers_score_high():
 
 def groups_of(run, site):
     """The smallest groups behind each contribution, from the receipt."""
-    said = [e.what.split(" | ")[1:] for e, _ in run.receipts[site].entries if e.kind == "contributed"]
+    said = [e.name.split(" | ")[1:] for e, _ in run.receipts[site].entries if e.kind == "contributed"]
     assert len(said) > 8
     return [{name: int(size) for name, size in (part.rsplit(" ", 1) for part in parts)} for parts in said]
 
@@ -199,7 +199,7 @@ def deepest_crowd(by_donor):
     scaling = pooled_scaling.scaling_of(X)
     whose = {SITES[0]: donor} if by_donor else None
     rng = np.random.default_rng(1)
-    outline, geometry = counted_forest.grow_plainly(params, scaling, [X], bytes(32), rng, whose)
+    _, geometry = counted_forest.grow_plainly(params, scaling, [X], bytes(32), rng, whose)
     box = (scaling.apply(X)[:120].max(axis=0)).max()
     found = 0
     for step in geometry.steps:

@@ -56,7 +56,9 @@ def test_forests_are_cut_each_by_its_own_scores():
     (one, a), (two, _) = scored(0, rows=3000), scored(1, rows=3000)
     both = Scored.of(a.rows, np.concatenate([one, two * 0.9]))
     cuts = answer_plainly(find_cuts(Plain(), 2, 90, [both]))
-    single = [answer_plainly(find_cuts(Plain(), 1, 90, [Scored.of(a.rows, s[None])]))[0] for s in (one[0], two[0] * 0.9)]
+    single = [
+        answer_plainly(find_cuts(Plain(), 1, 90, [Scored.of(a.rows, s[None])]))[0] for s in (one[0], two[0] * 0.9)
+    ]
     np.testing.assert_array_equal(cuts, single)
 
 
