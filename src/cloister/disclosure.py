@@ -146,6 +146,16 @@ class Rows:
         small = np.flatnonzero(~groups.open & ~groups.empty)
         return {names[int(k)]: int(groups.cells[k]) for k in small}
 
+    def sized(self, cells: I64, donors: I64 | None) -> Groups:
+        """Groups whose cells and donors were counted some rows at a time; `donors` where they are named."""
+        if (donors is None) != (self.donor is None):
+            raise ParameterError("expected numbers of donors where donors are named, and none otherwise")
+        return self._judge(cells, donors)
+
+    def summed(self, groups: Groups, sums: Array) -> Contribution:
+        """Sums for each of these groups, (k, …); small groups are zero."""
+        return self._contribution(groups, np.asarray(sums))
+
     # ---- order statistics --------------------------------------------------------------------------------------------
 
     def spans(self, codes: I64, k: int, values: Array) -> tuple[F64, F64]:
