@@ -2,7 +2,11 @@
 
 import numpy as np
 
-from cloister.protocols.sums.pooled_quantiles import count
+
+def count(ends, values):
+    """How many of the sorted values lie in [ends_i, ends_{i+1})."""
+    first, last = np.searchsorted(values, (ends[0], ends[-1]), side="left")
+    return np.bincount(np.searchsorted(ends, values[first:last], side="right") - 1, minlength=len(ends) - 1)
 
 
 def count_fine(params, chosen, values):

@@ -355,13 +355,6 @@ def test_products_with_one_thing_wrong(wrong):
         refused("damaged", shared_pca.check_products, PCA, 50, words, 2)
 
 
-def test_leaves_that_hold_less_than_a_site_has_in_them():
-    counted_forest.check_leaves(np.array([3, 4]), np.array([3, 0]))
-    counted_forest.check_leaves(np.array([3, 4]), None)
-    refused("damaged", counted_forest.check_leaves, np.array([3, 4]), np.array([4, 0]))
-    refused("damaged", counted_forest.check_leaves, np.array([-1, 4]), None)
-
-
 # ---- training --------------------------------------------------------------------------------------------------------
 
 TRAINING = training_terms.Params(SITES, HUB, "model", rounds=5)

@@ -11,7 +11,7 @@ from tests.old_steps import pooled_quantiles as old
 from cloister.cells.tally import Table, distinct
 from cloister.errors import DataError, ParameterError, ProtocolAbort
 from cloister.protocols.sums import pooled_quantiles, secure_sum
-from cloister.protocols.sums.pooled_quantiles import Edges, Params, Refine, count
+from cloister.protocols.sums.pooled_quantiles import Edges, Params, Refine
 from cloister.run.rehearsal import Fault
 from cloister.study import Party
 from cloister.testing import Case, check_abort, check_cost, check_ideal, check_vectors, check_view, run_protocol, values
@@ -76,27 +76,24 @@ def test_ideal_for_other_numbers_is_met_within_one_part(n, B, seed, least):
     check_ideal(pooled_quantiles, [lognormal(n, seed, B=B, least=least)], agree=nearly)
 
 
-def moved(x, k):
-    """Sorted values, each replaced by the mean of its run of k; the last run takes the rest."""
-    x = np.sort(x)
-    ends = [*range(k, len(x) - k + 1, k), len(x)] if len(x) >= 2 * k else [len(x)]
-    return np.concatenate([np.full(len(r), r.mean()) for r in np.split(x, ends[:-1])])
-
-
-def test_the_ideal_is_numpys_of_values_moved_to_their_runs():
-    c = lognormal(B=20, least=10)
+@pytest.mark.parametrize("draw", [lognormal, poisson])
+def test_edges_are_those_of_the_values_to_about_a_value_per_site_in_rank(draw):
+    c = draw(B=20, least=10, size=2000)
     edges = pooled_quantiles.ideal(c.params, {u: x for u, (x,) in c.inputs.items()})[HUB]
-    x = np.sort(np.concatenate([moved(x, 10) for (x,) in c.inputs.values()]))
-    np.testing.assert_allclose(edges[1:-1], np.quantile(x, np.linspace(0, 1, 20))[1:-1])
-    np.testing.assert_allclose(edges[[0, -1]], [x[9], x[-10]])
-    np.testing.assert_allclose(edges[1:-1], np.quantile(pooled(c), np.linspace(0, 1, 20))[1:-1], rtol=0.1)
+    x = np.sort(pooled(c))
+    ranks = np.linspace(0, 1, 20)[1:-1] * (len(x) - 1)
+    first, last = np.searchsorted(x, edges[1:-1], side="left"), np.searchsorted(x, edges[1:-1], side="right")
+    off = np.maximum(np.maximum(first - ranks, ranks - last), 0)
+    assert off.mean() < 2.5
+    assert off.max() < 12
 
 
 def test_values_that_enough_cells_share_stay_where_they_are():
     params = poisson(least=10).params
     x = np.repeat([1.0, 2.0, 3.0, 50.0, 60.0], [400, 4, 200, 5, 6])
     runs = pooled_quantiles.Runs.of(params, x, params.thresholds)
-    assert runs.value.tolist() == [1.0, 3.0, 55.0]
+    np.testing.assert_allclose(runs.value, [1.0, 3.0, 60.0])  # the last is a median
+    assert runs.shared.tolist() == [True, True, False]
     assert runs.sizes.values.tolist() == [400, 204, 11]
 
 
@@ -109,11 +106,16 @@ def test_every_count_its_difference_and_complement_is_of_enough_values_and_donor
     runs = pooled_quantiles.Runs.of(params, [(x[:1000], donor[:1000]), (x[1000:], donor[1000:])], params.thresholds)
     coarse = pooled_quantiles.count_coarse(params, runs)
     fine = pooled_quantiles.count_fine(params, np.arange(1400, 1700), runs)
-    for part in (coarse, fine):
-        assert part.values[part.values > 0].min() >= least
+    for part in (runs.sizes, coarse, fine):
         assert part.cells >= least
         assert part.donors >= 3
     assert coarse.values.sum() == 3000
+    means = np.bincount(runs.code, runs.value[runs.code] * runs.rows.cells) / np.bincount(runs.code, runs.rows.cells)
+    moved, whose = means[runs.code], runs.rows.donor  # other values, with the same sizes and means of runs
+    again = pooled_quantiles.Runs(runs.rows, runs.code, means, runs.shared)
+    assert np.isin(moved[(runs.code > 0) & (runs.code < runs.code.max())], x).mean() < 0.01
+    assert len(whose) == len(moved)
+    np.testing.assert_array_equal(pooled_quantiles.count_fine(params, np.arange(1400, 1700), again).values, fine.values)
     assert (old.count_fine(params, np.arange(1400, 1700), x) == 1).sum() > 2000  # most values alone in their interval
 
 
@@ -125,8 +127,13 @@ def test_invented_values_do_not_turn_the_outer_edges_into_the_others_extremes():
     np.testing.assert_array_equal(old.outer_edges([honest, invented], 10), [honest.min(), honest.max()])
     params = Params(sites(2), HUB, 10, whole=False, least=10)
     runs = pooled_quantiles.Runs.of(params, honest, params.thresholds)
-    new = old.outer_edges([np.repeat(runs.value, runs.sizes.values), invented], 10)
-    np.testing.assert_allclose(new, [np.sort(honest)[:10].mean(), np.sort(honest)[-10:].mean()], rtol=1e-4)
+    x = np.linspace(runs.value[0] / 2, 2 * runs.value[-1], 100_001)
+    total = np.concatenate([[0], np.cumsum(runs.counts(x, whole=False).values)]) + 9  # those invented below, and these
+    new = x[np.searchsorted(total, 10)], x[np.searchsorted(total, 9 + len(honest))]
+    first, last = runs.value[:2], runs.value[-2:]
+    np.testing.assert_allclose(new[0], first[0] - (first[1] - first[0]) / 2, rtol=0.2)  # by means of runs alone
+    np.testing.assert_allclose(new[1], last[1] + (last[1] - last[0]) / 2, rtol=0.02)
+    assert abs(new[1] - honest.max()) > 0.02
 
 
 def test_values_in_pieces_give_the_same_as_all_at_once():
@@ -296,7 +303,7 @@ def test_counting_agrees_with_numpy():
         ends = np.unique(rng.integers(1, 50, 12)).astype(float)
         x = np.sort(rng.integers(1, 50, 300)).astype(float)
         inside = x[(x >= ends[0]) & (x < ends[-1])]
-        np.testing.assert_array_equal(count(ends, x), np.histogram(inside, ends)[0])
+        np.testing.assert_array_equal(old.count(ends, x), np.histogram(inside, ends)[0])
 
 
 @pytest.mark.parametrize("options", [{"n_quantiles": 1}, {"cells": 0}, {"parts": 0}, {"least": 0}])

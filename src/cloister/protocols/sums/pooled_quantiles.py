@@ -1,8 +1,9 @@
 """Pooled quantiles: quantiles of all sites' positive values, as if they lay in one place; only counts are added up.
 
     L0   u       microaggregation: its values in rising order, in runs of at least k of them, of at least `min_donors`
-                 donors where donors are named; each value counts as the mean of its run, or as the value that k of the
-                 run share
+                 donors where donors are named. Only size and mean of a run are used further: its values are spread
+                 evenly between the middles to the means of its neighbours, or are the one value that k of them share.
+                 The outermost runs have medians in place of means; of those of its donors, the innermost
     L1   u, S    secure sum of N_c        values per cell of a coarse grid, equal steps of log₂
     L2   S ⇒ u   C                        the cells that hold an order statistic of a wanted quantile
     L3   u, S    secure sum of n_c,g      values per part of each cell in C, equal steps
@@ -13,7 +14,7 @@
     L5   u, S    all were told the same   (same_view)
 
 Runs are fixed before the first sum. Whatever intervals are counted, by whomever, each count of a site, each difference
-of two and each complement is of whole runs. An edge is at or between means of runs. It is the value of a cell only
+of two and each complement is a function of sizes and means of whole runs. It is the value of a cell only
 where k values of one site are equal. A site may raise k and `min_donors` for its own runs.
 
 Values may come in pieces, so a site need not hold them all at once: values within one part of the refined grid are held
@@ -29,21 +30,21 @@ is as wide as one; beyond, as close as for other values).
 Reveals
 -------
 coordinator : how many values all sites together have in each interval of a grid, and in each part of the refined ones,
-    every site's values moved to the means of its runs; the edges; who took part. With m colluding sites: the same over
+    every site's values spread evenly within its runs; the edges; who took part. With m colluding sites: the same over
     the other sites. If a site drops out between L1 and L3, the sums start over, and the coordinator can subtract: how
-    many values of that site are in each interval, always whole runs.
+    many values of that site are in each interval, always as spread within its runs.
 site : the edges, the intervals of the grid that hold the values on both sides of each (C, again after a drop-out), and
     who of the sites dropped out.
 malicious coordinator : the same about any 2(B - 1) intervals of its choice. It may claim that a site dropped out, and
     subtract as above: at most n - t sites, each once, who then abort.
 one malicious site : the edges, which its own values shift: with few or many values of its choice it can place an edge
-    at a run's mean of its choice, so that it learns these means one by one. Outer edges are means of runs as well.
+    within a run of its choice, so that it learns the means of runs one by one. So it is at the outer edges.
 
 Assumes
 -------
 What the secure sum assumes. Values are positive (zeros are left out by the caller) and between 2^-24 and 2^24.
 Lies that are not noticed: (b), (c), (f) of the coordinator, edges that are the same for all, rising, and wrong; (b),
-(c), (f) of the site. The accuracy of an edge is half a run of each site in rank: 5 of its values by default.
+(c), (f) of the site. In rank, an edge is exact to about a value per site, and to half a run in tails.
 
 Cost
 ----
@@ -64,11 +65,11 @@ from typing import TypeAlias
 
 import numpy as np
 
-from cloister.arrays import F64, I64, U64
+from cloister.arrays import F64, I64, U64, Bits
 from cloister.cells.tally import Table
 from cloister.crypto.agreement import Identity
 from cloister.crypto.entropy import Entropy
-from cloister.disclosure import Contribution, Rows, Thresholds
+from cloister.disclosure import Contribution, Rows, Thresholds, join
 from cloister.errors import DataError, ParameterError, ProtocolAbort
 from cloister.net.channel import Channel
 from cloister.net.wire import message
@@ -135,11 +136,14 @@ class Edges:  # S → u
 
 
 def ideal(params: Params, xs: Mapping[Party, Values]) -> dict[Party, F64]:
-    """The quantiles of the pooled values as NumPy has them, each value moved to its run, the outermost to the k-th."""
+    """Quantiles of all values, each site's by sizes and means of its runs."""
     runs = [Runs.of(params, values, params.thresholds) for values in xs.values()]
-    pooled = np.sort(np.concatenate([np.repeat(r.value, r.sizes.values) for r in runs]))
-    lower, share = ranks(params, len(pooled))
-    edges = between(pooled[lower], pooled[np.minimum(lower + 1, len(pooled) - 1)], share)
+    coarse: U64 = np.stack([count_coarse(params, r).values for r in runs]).sum(axis=0)
+    lower, upper, share, wanted = wanted_ranks(params, int(coarse.sum()))
+    chosen = np.unique(cells_of(coarse, wanted)).astype(np.int64)
+    fine: U64 = np.stack([count_fine(params, chosen, r).values for r in runs]).sum(axis=0)
+    x = order_statistics(params, coarse, chosen, fine, wanted)
+    edges = between(x[np.searchsorted(wanted, lower)], x[np.searchsorted(wanted, upper)], share)
     return dict.fromkeys((params.coordinator, *xs), edges)
 
 
@@ -167,7 +171,8 @@ class Runs:
 
     rows: Rows
     code: I64  # (rows,), run of each; -1 if all values together are too few
-    value: F64  # (runs,), rising
+    value: F64  # (runs,), rising: mean, or the value that enough of them share
+    shared: Bits  # (runs,), whether it is shared
 
     @property
     def sizes(self) -> Contribution:
@@ -181,7 +186,7 @@ class Runs:
         code = rows.blocks(at.astype(np.float64))
         runs = int(code.max(initial=-1)) + 1
         if not runs:
-            return Runs(rows, code, np.empty(0))
+            return Runs(rows, code, np.empty(0), np.empty(0, bool))
         value = np.bincount(code, total, minlength=runs) / np.bincount(code, times, minlength=runs)
         _, part = np.unique(at, return_inverse=True)
         single = rows.groups(part, int(part.max()) + 1)  # parts of the grid that reach the thresholds by themselves
@@ -189,7 +194,41 @@ class Runs:
         order = np.argsort(single.cells[part], kind="stable")  # of several in a run, the largest is last
         alone = order[single.open[part[order]]]
         value[code[alone]] = own[part[alone]]
-        return Runs(rows, code, np.rint(value) if params.whole else value)
+        shared = np.zeros(runs, bool)
+        shared[code[alone]] = True
+        for end, inner in ((0, max), (runs - 1, min)):  # the only runs in which one value can be far from all others
+            if not shared[end]:
+                value[end] = inner(_medians(rows, code == end, total / times))
+        return Runs(rows, code, value, shared)
+
+    def counts(self, ends: F64, *, whole: bool) -> Contribution:
+        """Values in [ends_i, ends_{i+1}), spread evenly within runs; whole ones are rounded to the nearest number."""
+        at = np.ceil(ends) - 0.5 if whole else ends
+
+        def spread(sizes: I64) -> U64:
+            if not len(sizes):
+                return np.zeros(len(ends) - 1, np.uint64)
+            middle = (self.value[1:] + self.value[:-1]) / 2
+            first = max(self.value[0] / 2, 2 * self.value[0] - (middle[0] if len(middle) else self.value[0]))
+            last = 2 * self.value[-1] - (middle[-1] if len(middle) else self.value[-1])
+            low, high = np.append(first, middle), np.append(middle, last)
+            low, high = np.where(self.shared, self.value, low), np.where(self.shared, self.value, high)
+            high = np.maximum(high, np.nextafter(low, np.inf))
+            below = np.concatenate([[0], np.cumsum(sizes)])
+            x = np.ravel(np.stack([low, high], axis=1))
+            y = np.ravel(np.stack([below[:-1], below[1:]], axis=1))
+            between: U64 = np.diff(np.rint(np.interp(at, x, y))).astype(np.uint64)
+            return between
+
+        return self.sizes.map(spread)
+
+
+def _medians(rows: Rows, inside: Bits, value: F64) -> list[float]:
+    """The median of these rows' values, one for each donor where donors are named."""
+    donor = np.zeros(rows.n, np.int64) if rows.donor is None else rows.donor
+    times = np.ones(rows.n, np.int64) if rows.cells is None else rows.cells
+    each = [inside & (donor == d) for d in np.unique(donor[inside])]
+    return [float(np.median(np.repeat(value[e], times[e]))) for e in each]
 
 
 def _parts(params: Params, values: Values) -> tuple[I64, I64 | None, I64, F64]:
@@ -233,23 +272,15 @@ def check_values(values: F64) -> None:
         raise DataError(f"values must lie between {low:.1e} and {high:.1e}; rescale them before the run")
 
 
-def count(ends: F64, values: F64, times: I64 | None = None) -> U64:
-    """How many of the sorted values lie in [ends_i, ends_{i+1}), each as often as it occurs."""
-    first, last = np.searchsorted(values, (ends[0], ends[-1]), side="left")
-    at = np.searchsorted(ends, values[first:last], side="right") - 1
-    weights = None if times is None else times[first:last]
-    return np.bincount(at, weights, minlength=len(ends) - 1).astype(np.uint64)
-
-
 def count_coarse(params: Params, runs: Runs) -> Contribution:
     """L1: values per cell."""
-    return runs.sizes.map(lambda n: count(params.grid, runs.value, n))
+    return runs.counts(params.grid, whole=params.whole)
 
 
 def count_fine(params: Params, chosen: I64, runs: Runs) -> Contribution:
     """L3: values per part of the chosen cells."""
-    splits = [params.split(int(cell)) for cell in chosen]
-    return runs.sizes.map(lambda n: np.concatenate([count(ends, runs.value, n) for ends in splits]))
+    parts = [runs.counts(params.split(int(cell)), whole=params.whole) for cell in chosen]
+    return join(parts)
 
 
 def ranks(params: Params, total: int) -> tuple[I64, F64]:
@@ -257,6 +288,13 @@ def ranks(params: Params, total: int) -> tuple[I64, F64]:
     r = np.clip(np.linspace(0, 1, params.n_quantiles) * (total - 1), params.least - 1, total - params.least)
     lower = np.floor(r).astype(np.int64)
     return lower, r - lower
+
+
+def wanted_ranks(params: Params, total: int) -> tuple[I64, I64, F64, I64]:
+    """Lower and upper order statistic of each quantile, how far it is between them, and all of them once."""
+    lower, share = ranks(params, total)
+    upper = lower + (share > 0)  # a quantile that is a value needs no other
+    return lower, upper, share, np.unique(np.concatenate([lower, upper]))
 
 
 def between(low: F64, high: F64, share: F64) -> F64:
@@ -353,9 +391,7 @@ async def coordinator(ch: Channel, params: Params) -> F64:
         total = int(first.z.sum())
         if total < max(params.n_quantiles, 2 * params.least):
             raise ProtocolAbort(NAME, "L1", "too-few-values", f"{total} values at all sites give no such edges")
-        lower, share = ranks(params, total)
-        upper = lower + (share > 0)  # a quantile that is a value needs no other
-        wanted = np.unique(np.concatenate([lower, upper]))
+        lower, upper, share, wanted = wanted_ranks(params, total)
         chosen = np.unique(cells_of(first.z, wanted)).astype(np.int64)
         await ch.broadcast(first.survivors, Refine(chosen))  # L2
         words = params.sum(len(chosen) * params.parts)

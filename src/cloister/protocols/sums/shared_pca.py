@@ -16,7 +16,8 @@
 named. In a gene that too few of its cells express, a site counts all its cells as zero, in L3 and in L5. Clipping is
 the only step that depends on single values: the cells beyond a limit, and those within both, are groups of the site,
 and each is empty or large enough. If fewer cells are beyond a limit, they are not clipped there, and if fewer are
-within, none are; then Σz and Σz² follow from L3. A gene in which an unclipped value exceeds ten times the limit counts as zero.
+within, none are; then Σz and Σz² follow from L3. A gene in which an unclipped value exceeds ten times the limit counts
+as zero.
 
 The steps and their order are scanpy's (`normalize_total`, `log1p`, `highly_variable_genes` of flavour seurat, `scale`,
 `pca`), so the result is that of the pooled cells, up to the signs of the components and to the rules above. It corrects
