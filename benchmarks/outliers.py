@@ -228,9 +228,7 @@ def run_attack(folder, seeds, quick):
 
 def run_price(folder, sets, seeds):
     """AUROC less pooled, standard splits, over the sets, for settings around the default."""
-    say(
-        "\nAUROC less the pooled forest's over the sets, standard splits: smallest group t, cells of the grid"
-    )
+    say("\nAUROC less the pooled forest's over the sets, standard splits: smallest group t, cells of the grid")
     combos = ((5, 64), (8, 64), (10, 32), (10, 64), (10, 128), (20, 64))
     gaps = {c: [] for c in combos}
     for name in sets:
