@@ -26,7 +26,7 @@ def case(parts, least=2):
     return Case(pooled_scaling.Params(SITES, HUB, parts[0].shape[1], least), dict(zip(SITES, zip(parts), strict=True)))
 
 
-def awkward(seed=0, rows=(30, 14, 22)):
+def awkward(seed=0, rows=(60, 40, 50)):
     """Units from 1e-12 to 1e12, a constant column, a column of zeros, and 1000 with digits far behind the point."""
     rng = np.random.default_rng(seed)
     units = np.array([1e-12, 1e12, 1.0, 1.0, 0.0, 1e-4])

@@ -38,7 +38,7 @@ coordinator with one site : what the site learns, and it can choose axes and cut
 Assumes
 -------
 What checked sum and common seed assume: a site that drops out after L2 ends the run. Rows and donors of a site are its
-unverified input; a donor who is at two sites counts at both.
+unverified input; a donor who is at two sites counts at both. Lies that are not noticed: (b), (c), (f) of the site.
 
 Cost
 ----
@@ -78,7 +78,7 @@ NAME = "counted_forest"
 EXTENDED_SHARE = 2 / 3  # of all rows that a tree of extended splits may hold
 SMALL = 256  # rows that a tree may hold even if they are more than half of all
 TRIES = 5  # axes tried at a node before it is called constant
-ALONE = 1.0  # c(2): what an isolated row adds to its depth
+ALONE = 0.5  # what an isolated row adds to its depth: between that of a row alone, 0, and of one of two, c(2) = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ one malicious site : the same sums less its own part. It can choose the mean of 
 Assumes
 -------
 What checked sum and common seed assume: a site that drops out after the seed ends the run; at most 2^31 rows; |x| below
-2^60. Rows of a site are its unverified input.
+2^60. Rows of a site are its unverified input. Lies that are not noticed: (b), (c), (f) of the site.
 
 Cost
 ----
