@@ -227,22 +227,27 @@ class RangeForest:
         row = np.repeat(np.arange(n), self.trees)
         at = np.tile(np.arange(self.trees, dtype=np.int64) * per_tree, n)
         left, total = np.ones(len(at)), np.zeros(len(at))  # probability that it is not isolated yet; path so far
+        level, leaf = np.zeros(len(at), np.int8), np.int8(-1)  # of the node that holds it; -1 at a leaf
         table = np.full(self.trees * per_tree, -1, np.int64)
         for step in self.steps:
+            depth = int(step.nodes[0] % per_tree + 1).bit_length()  # of the children
+            here = np.flatnonzero(level == depth - 1)
             table[step.nodes] = np.arange(len(step.nodes))
-            here = np.flatnonzero(table[at] >= 0)
             which = table[at[here]]
             table[step.nodes] = -1
+            level[here[which < 0]] = leaf
+            here, which = here[which >= 0], which[which >= 0]
             v = _along(X, row[here], step.axes, which)
             low, high, cut = step.low[which], step.high[which], step.cut[which]
-            beyond = np.maximum(v - high, 0.0) + np.maximum(low - v, 0.0)
+            beyond = np.maximum(np.maximum(v - high, low - v), 0.0)
             alone = beyond / (beyond + (high - low))
-            tree, place = np.divmod(at[here], per_tree)
-            depth = np.frexp(place + 1.0)[1]  # of the children
             total[here] += left[here] * alone * (depth + self.alone)
             left[here] *= 1 - alone
             split = ~np.isnan(cut)
-            at[here[split]] = (tree * per_tree + 2 * place + 1 + (v >= cut))[split]
+            moved = here[split]
+            tree, place = np.divmod(at[moved], per_tree)
+            at[moved] = tree * per_tree + 2 * place + 1 + (v >= cut)[split]
+            level[moved] = depth
         total += left * (np.frexp(at % per_tree + 1.0)[1] - 1 + self.leaf)
         mean: F64 = total.reshape(n, self.trees).mean(axis=1)
         return mean
