@@ -23,9 +23,8 @@ def misplaced(data):
     edges = np.clip(np.quantile(everything, np.linspace(0, 1, BINS - 1)), everything[9], everything[-10])
     wrong = 0
     for site, a in data.items():
-        X, found = (
-            np.asarray(m.toarray() if sparse.issparse(m) else m) for m in (a.X, run.data[site].layers["binned"])
-        )
+        both = (a.X, run.data[site].layers["binned"])
+        X, found = (np.asarray(m.toarray() if sparse.issparse(m) else m) for m in both)
         last = np.clip(np.digitize(X, edges), 1, BINS - 1)
         first = np.minimum(np.digitize(X, edges, right=True) + 1, last)
         wrong += int(np.sum((X != 0) & ((found < first) | (found > last))))

@@ -370,7 +370,8 @@ def test_e3_shifted_means_to_all_but_one_read_that_ones_cells_means_and_covarian
     stopped(run, "genes")  # no deviation is that large
     run = attack(shared_pca, case, shifts_means(9.0))
     stopped(run, "signature", "spread")  # nor does one that could be help, if the others receive another
-    assert opened(run) == 1
+    assert opened(run) <= 2  # a second sum, if any, is without b, who stopped
+    assert B not in values(run)
 
 
 # ---- E4: each site is told that all have its own seed ----------------------------------------------------------------
