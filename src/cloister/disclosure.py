@@ -158,6 +158,65 @@ class Rows:
         small = np.flatnonzero(~groups.open & ~groups.empty)
         return {names[int(k)]: int(groups.cells[k]) for k in small}
 
+    def sized(self, cells: I64, donors: I64 | None) -> Groups:
+        """Groups whose cells and donors were counted some rows at a time; `donors` where they are named."""
+        if (donors is None) != (self.donor is None):
+            raise ParameterError("expected numbers of donors where donors are named, and none otherwise")
+        return self._judge(cells, donors)
+
+    def summed(self, groups: Groups, sums: Array) -> Contribution:
+        """Sums for each of these groups, (k, …); small groups are zero."""
+        return self._contribution(groups, np.asarray(sums))
+
+    # ---- order statistics --------------------------------------------------------------------------------------------
+
+    def spans(self, codes: I64, k: int, values: Array) -> tuple[F64, F64]:
+        """Per group, the smallest value that enough rows are at or below, and the largest that enough are at or above.
+
+        A set is large enough if it reaches the thresholds: without donors these are the `min_cells`-th smallest and
+        largest values of the group. Groups that do not reach the thresholds have (+inf, -inf).
+        """
+        inside = codes >= 0
+        at, found = codes[inside], values[inside].astype(np.float64)
+        least, cells = self.thresholds, None if self.cells is None else self.cells[inside]
+        low = _ranked(at, found, k, least.min_cells, cells)
+        high = -_ranked(at, -found, k, least.min_cells, cells)
+        if self.donor is not None:
+            n = int(self.donor.max(initial=-1)) + 1
+            pairs, who = np.unique(at * max(n, 1) + self.donor[inside], return_inverse=True)
+            first, last = np.full(len(pairs), np.inf), np.full(len(pairs), -np.inf)
+            np.minimum.at(first, who, found)
+            np.maximum.at(last, who, found)
+            low = np.maximum(low, _ranked(pairs // max(n, 1), first, k, least.min_donors))
+            high = np.minimum(high, -_ranked(pairs // max(n, 1), -last, k, least.min_donors))
+        return low, high
+
+    def blocks(self, values: F64) -> I64:
+        """Codes of microaggregation: runs of rows in the order of `values`, each of which reaches the thresholds.
+
+        A statistic of the codes, or of one value per code, is based on whole runs: neither it nor its complement or
+        difference is of a smaller group. Rows with equal values are in one run. The last run takes what is left; all
+        codes are -1 if all rows together are too few.
+        """
+        order = np.argsort(values, kind="stable")
+        codes, ends, least = np.full(self.n, -1, np.int64), [], self.thresholds
+        last = np.append(np.diff(values[order]) != 0, [True])[: self.n].tolist()  # of rows with the same value
+        cells = [1] * self.n if self.cells is None else self.cells[order].tolist()
+        donors = None if self.donor is None else self.donor[order].tolist()
+        held, seen = 0, set()
+        for i in range(self.n):
+            held += cells[i]
+            if donors is not None:
+                seen.add(donors[i])
+            if last[i] and held >= least.min_cells and (donors is None or len(seen) >= least.min_donors):
+                ends.append(i + 1)
+                held, seen = 0, set()
+        if not ends:
+            return codes
+        ends[-1] = self.n
+        codes[order] = np.searchsorted(np.array(ends), np.arange(self.n), side="right")
+        return codes
+
     def _by_donor(self, weights: F64) -> F64:
         assert self.donor is not None
         _, at = np.unique(self.donor, return_inverse=True)
@@ -328,3 +387,16 @@ def _effective(weights: F64) -> F64:
     largest = squares.max(axis=0, initial=0.0)
     sizes: F64 = np.where(largest > 0, squares.sum(axis=0) / np.where(largest > 0, largest, 1.0), 0.0)
     return sizes
+
+
+def _ranked(at: I64, values: F64, k: int, rank: int, weights: I64 | None = None) -> F64:
+    """Per group the smallest value that rows of total weight `rank` are at or below; +inf in groups of less."""
+    order = np.lexsort((values, at))
+    groups = at[order]
+    start = np.searchsorted(groups, np.arange(k + 1))
+    below = np.concatenate([[0], np.cumsum(np.ones(len(at), np.int64) if weights is None else weights[order])])
+    position = np.searchsorted(below, below[start[:-1]] + rank) - 1
+    there = position < start[1:]
+    ranked = np.full(k, np.inf)
+    ranked[there] = values[order[position[there]]]
+    return ranked

@@ -280,13 +280,13 @@ def rows_unmasked(rows: Mapping[str, Any]) -> str:
 
 def rows_rebuilt(rows: Mapping[str, Any]) -> str:
     """Hardened find-outliers: a site with the forest it is handed, against as many blind guesses."""
-    X = np.concatenate([np.asarray(a.X, dtype=np.float64) for a in rows.values()])
+    parts = [np.asarray(a.X, dtype=np.float64) for a in rows.values()]
     rng = np.random.default_rng(0)
-    scaling = pooled_scaling.scaling_of(X)
-    Z = scaling.apply(X)
     params = counted_forest.Params(tuple(map(Party, rows)), Party("coordinator"))
-    _, geometry, outline = counted_forest.grow_plainly(params, scaling, Z, bytes(32), rng)
-    view = opened_forest.view(params, outline, geometry.splits, geometry.axes, len(Z), Z.shape[1])
+    scaling = pooled_scaling.fenced_scaling(parts, params.thresholds)
+    Z = scaling.apply(np.concatenate(parts))
+    outline, geometry = counted_forest.grow_plainly(params, scaling, parts, bytes(32), rng)
+    view = opened_forest.view(params, outline, geometry.steps, len(Z), Z.shape[1])
     guess = opened_forest.rebuild(view, most=2000, rng=rng)
     share, alone = opened_forest.rebuilt(Z, guess, within=0.2)
     luck, _ = opened_forest.rebuilt(Z, opened_forest.lucky(Z, max(len(guess), 1), rng), within=0.2)
