@@ -130,6 +130,8 @@ class Rows:
     def effective(self, weights: F64) -> Groups:
         """Effective sizes 1 / max leverage of the k columns of `weights`, (n, k)."""
         cells = _effective(np.abs(weights))
+        if self.cells is not None and self.n:
+            cells = cells * self.cells.min()  # each row stands for at least so many
         donors = None if self.donor is None else _effective(self._by_donor(np.abs(weights)))
         return self._judge(cells, donors)
 
@@ -200,6 +202,16 @@ class Rows:
     def weighted(self, weights: F64, sums: Array | None = None) -> Contribution:
         """Weighted sums, (k, …), or the columns' total weights; columns that few rows dominate are zero."""
         return self._of(self.effective(weights), weights.sum(axis=0) if sums is None else sums)
+
+    def measured(self, cells: F64, donors: F64 | None, sums: Array) -> Contribution:
+        """Weighted sums, (k, …), whose effective sizes (k,) were worked out elsewhere, as 1 / the largest leverage.
+
+        For weights that are not stored as a whole, and for the leverage in several columns at once, which is larger
+        than that in any of them.
+        """
+        if (donors is None) != (self.donor is None):
+            raise ParameterError("effective numbers of donors are needed where donors are named, and only there")
+        return self._of(self._judge(cells, donors), sums)
 
     def _of(self, groups: Groups, sums: Array | None) -> Contribution:
         return self._contribution(groups, groups.cells if sums is None else np.asarray(sums))

@@ -56,10 +56,10 @@ Biology 2010 (size factors). [Cle79] Cleveland, JASA 1979 (lowess). [PSL+22] Phi
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -68,6 +68,7 @@ from cloister.cells import genes
 from cloister.cells.names import check_vocabularies
 from cloister.crypto.agreement import Identity
 from cloister.crypto.entropy import Entropy
+from cloister.disclosure import Contribution, join
 from cloister.errors import ProtocolAbort
 from cloister.models import voom
 from cloister.net.channel import Channel
@@ -75,9 +76,8 @@ from cloister.net.wire import message
 from cloister.protocols.groups.contrast_steps import (
     STEPS,
     Step,
-    census,
-    design,
     result_of,
+    sample_weights,
     take_census,
     take_design,
     take_detected,
@@ -88,6 +88,8 @@ from cloister.protocols.sums.shared_pca import join_sum, split_sum
 from cloister.study import Party
 
 COMPOSITION = "composition"
+CENSUS = next(step for step in STEPS if step.take is take_census)
+DESIGN = next(step for step in STEPS if step.take is take_design)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,7 @@ class Compared:
     results: tuple[Result, ...]
     left_out: dict[str, str]  # cell type, or "composition" → why it has no result
     openings: int
+    excluded: tuple[str, ...] = ()  # what a site left out, by table: known at this site alone
 
 
 @message("L2")
@@ -136,10 +139,10 @@ def ideal(params: Params, xs: Mapping[Party, Donors]) -> dict[Party, Compared]:
     brought = {u: Brings(labels_of(params, d), d.levels()) for u, d in xs.items()}
     tables = tables_of(params, common, agree(params, brought))
     for t in tables:
-        parts = [part_of(params, mine, t.label, t.names, composition=t.composition) for mine in xs.values()]
-        take_census(t, [np.sum(s, axis=0) for s in zip(*(census(t, part) for part in parts), strict=True)])
+        parts = [part_of(t, mine) for mine in xs.values()]
+        take(CENSUS, [t], added(CENSUS, t, parts))
         if not t.left_out:
-            take_design(t, [np.sum(s, axis=0) for s in zip(*(design(t, part) for part in parts), strict=True)])
+            take(DESIGN, [t], added(DESIGN, t, parts))
         if not t.left_out:
             fit_pooled(t, parts)
     return dict.fromkeys((params.coordinator, *xs), compared(tables, 0))
@@ -153,6 +156,7 @@ def fit_pooled(t: Table, parts: Sequence[Part]) -> None:
         take_detected(t, [enough.sum(axis=0).astype(np.float64)])
         if t.left_out:
             return
+        t.keep = t.keep[~np.any([p.few[t.keep] for p in parts], axis=0)]
         if t.params.normalise == "rle":
             t.everywhere = np.flatnonzero(np.all(counts[:, t.keep] > 0, axis=0))
             t.mean_log = np.log(counts[:, t.keep[t.everywhere]]).mean(axis=0)
@@ -180,7 +184,10 @@ def fit_pooled(t: Table, parts: Sequence[Part]) -> None:
         t.result = result_of(t, voom.Fit(beta[:q], unscaled, variance, df))
         return
     t.trend = voom.trend_of(t.average, np.sqrt(variance), float(np.log2(library + 1).mean()))
-    weights = t.trend.weights(np.log2(1e-6 * 2.0 ** (X @ beta) * (library + 1)[:, None]))
+    ends = np.cumsum([0, *(len(p.group) for p in parts)])
+    cuts = [slice(a, b) for a, b in itertools.pairwise(ends)]
+    pairs = [sample_weights(t, p, X[cut] @ beta, library[cut])[0] for p, cut in zip(parts, cuts, strict=True)]
+    weights = np.concatenate(pairs)
     unscaled = np.empty((q, q, len(t.keep)))
     for g in range(len(t.keep)):
         root = np.sqrt(weights[:, g])
@@ -194,7 +201,7 @@ def fit_pooled(t: Table, parts: Sequence[Part]) -> None:
 
 
 def labels_of(params: Params, mine: Donors) -> tuple[str, ...]:
-    return () if params.labels is not None else tuple(sorted({*mine.bulks, *mine.cells} - {""}))
+    return () if params.labels is not None else mine.labels()
 
 
 def agree(params: Params, brought: Mapping[Party, Brings]) -> Agreed:
@@ -245,10 +252,20 @@ def compared(tables: Sequence[Table], openings: int) -> Compared:
     return Compared(results, left_out, openings)
 
 
-def pack(step: Step, tables: Sequence[Table], parts: Sequence[Part]) -> F64:
+def pack(step: Step, tables: Sequence[Table], parts: Sequence[Part]) -> Contribution:
     """What a site adds in one opening, all tables in a row."""
-    rows = [x.ravel() for t, part in zip(tables, parts, strict=True) if shapes_of(step, t) for x in step.local(t, part)]
-    return np.concatenate(rows) if rows else np.zeros(0)
+    return join([c for t, part in zip(tables, parts, strict=True) if shapes_of(step, t) for c in step.local(t, part)])
+
+
+def added(step: Step, t: Table, parts: Sequence[Part]) -> F64:
+    """What all parts together add in one opening of one table."""
+    return np.asarray(np.sum([pack(step, [t], [part]).values for part in parts], axis=0))
+
+
+def excluded_of(tables: Sequence[Table], parts: Sequence[Part]) -> tuple[str, ...]:
+    """What this site left out of each table; for its own user."""
+    pairs = zip(tables, parts, strict=True)
+    return tuple(f"{t.label or 'all cells'}: {text}" for t, part in pairs for text in part.excluded)
 
 
 def shapes_of(step: Step, t: Table) -> list[tuple[int, ...]]:
@@ -269,13 +286,11 @@ def take(step: Step, tables: Sequence[Table], total: F64) -> None:
 
 # ---- both halves -----------------------------------------------------------------------------------------------------
 
-Add = Callable[[Channel, checked_sum.Params, Callable[[], F64]], Awaitable[U64]]
+Add = Callable[[Channel, checked_sum.Params, Step], Awaitable[U64]]
 
 
-async def compare(
-    ch: Channel, params: Params, tables: list[Table], open_sum: Add, parts: Sequence[Part] = ()
-) -> Compared:
-    """L5 to L10: the same at every party, but that S has no samples."""
+async def compare(ch: Channel, params: Params, tables: list[Table], open_sum: Add) -> Compared:
+    """L5 to L10: the same at every party, except that S has no samples."""
     count = 0
     for step in STEPS:
         length = sum(math.prod(shape) for t in tables for shape in shapes_of(step, t))
@@ -284,7 +299,7 @@ async def compare(
         count += 1
         p = checked_sum.Params(params.sites, params.coordinator, 2 * length)
         ch.step(f"{step.what}: opening {count}", protocol=NAME, line=step.line)
-        words = await open_sum(ch.sub(f"sum/{count}", (p, step.line)), p, partial(pack, step, tables, parts))
+        words = await open_sum(ch.sub(f"sum/{count}", (p, step.line)), p, step)
         ch.reveal(words, to=ch.me, line=step.line, what=f"{step.what}: opening {count}", protocol=NAME)
         take(step, tables, join_sum(words))
     return compared(tables, count)
@@ -306,15 +321,16 @@ async def site(ch: Channel, params: Params, mine: Donors, *, entropy: Entropy, i
     agreed = await ch.recv_broadcast(S, Agreed)  # L3
     check_agreed(params, agreed, mine)
     tables = tables_of(params, common, agreed)
-    parts = [part_of(params, mine, t.label, t.names, composition=t.composition) for t in tables]  # L4
+    parts = [part_of(t, mine) for t in tables]  # L4
 
-    async def open_sum(sub: Channel, p: checked_sum.Params, local: Callable[[], F64]) -> U64:
-        words = split_sum(local(), len(params.sites), entropy)
+    async def open_sum(sub: Channel, p: checked_sum.Params, step: Step) -> U64:
+        part = pack(step, tables, parts).map(lambda x: split_sum(x, len(params.sites), entropy))
+        words = sub.contribute(part, line=step.line, what=step.what, protocol=NAME)
         return await checked_sum.site(sub, p, words, seed.secret, entropy=entropy, identity=identity)
 
-    result = await compare(ch, params, tables, open_sum, parts)  # L5 to L10
+    result = await compare(ch, params, tables, open_sum)  # L5 to L10
     await same_view.site(ch, same_view.Params(params.sites, S), identity=identity)  # L11
-    return result
+    return replace(result, excluded=excluded_of(tables, parts))
 
 
 async def coordinator(ch: Channel, params: Params) -> Compared:
@@ -328,7 +344,7 @@ async def coordinator(ch: Channel, params: Params) -> Compared:
     agreed = agree(params, await ch.gather(params.sites, Brings))  # L2
     await ch.broadcast(params.sites, agreed)  # L3
 
-    async def open_sum(sub: Channel, p: checked_sum.Params, _: Callable[[], F64]) -> U64:
+    async def open_sum(sub: Channel, p: checked_sum.Params, _: Step) -> U64:
         return await checked_sum.coordinator(sub, p)
 
     result = await compare(ch, params, tables_of(params, common, agreed), open_sum)  # L5 to L10
