@@ -14,6 +14,7 @@ from cloister.cells.values import chunks, is_on_disk
 from cloister.errors import DataError, ParameterError
 from cloister.run.rehearsal import rehearse
 from cloister.run.results import save_run
+from cloister.testing import check_disclosure
 from cloister.workflows.compare_groups import Options, check, donors_of
 
 DATA = Path(__file__).parents[2].parent / "shared" / "data"
@@ -260,6 +261,25 @@ def test_too_few_donors_over_all_sites(sites):
 def test_options_are_plain():
     assert dataclasses.asdict(Options(**BASE))["key_added"] == "groups"
     assert Options(**BASE).contrast_names() == ["case vs control"]
+
+
+def one_group(a):
+    """What an attacker makes of its donors: a level that few others have, and libraries of another size."""
+    made = a.copy()
+    made.obs["machine"] = np.where(made.obs["donor"].str.endswith(("-1", "-2")), "new", "old")
+    made.X = made.X * 1000
+    return made
+
+
+def test_what_a_site_discloses_is_based_on_enough_donors(sites):
+    marked = {p: a.copy() for p, a in sites.items()}
+    for p, a in marked.items():
+        new = ("-1",) if p == "basel" else ("-1", "-2", "-3", "-4")
+        a.obs["machine"] = np.where(a.obs["donor"].str.endswith(new), "new", "old")
+    for options in ({}, {"covariates": ("machine",)}, {"block": "none"}):
+        seen = check_disclosure("compare-groups", marked, "basel", attacks=[one_group], **TYPES | options)
+        assert seen.donors >= 3
+        assert seen.cells >= 30
 
 
 @pytest.mark.skipif(not DATA.exists(), reason="the shared data are not here")

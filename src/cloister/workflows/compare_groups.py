@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 
@@ -323,9 +323,8 @@ def own_parts(adata: AnnData, options: Options, samples: Samples, labels: list[s
     def part(name: str, cells: I64, least: int, *, composition: bool) -> Part:
         rows = np.flatnonzero(cells >= least)
         table = Table(params, name, (), whole.levels(), composition=composition)
-        every = Part(
-            samples.donor, samples.group, covariates, np.zeros((len(cells), 0)), cells * 1.0, cells, thresholds
-        )
+        none, library = cast("F64", np.zeros((len(cells), 0))), cast("F64", np.zeros(len(cells)))
+        every = Part(samples.donor, samples.group, covariates, none, library, cells, thresholds)
         return admitted(params, every.only(rows), table.opened)
 
     made = {}

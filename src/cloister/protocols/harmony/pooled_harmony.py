@@ -61,6 +61,7 @@ from cloister.arrays import F64, U64
 from cloister.crypto.agreement import Identity
 from cloister.crypto.entropy import Entropy
 from cloister.crypto.fixedpoint import FixedPoint
+from cloister.disclosure import Contribution
 from cloister.errors import ProtocolAbort
 from cloister.net.channel import Channel
 from cloister.protocols.harmony.harmony_steps import (
@@ -95,10 +96,10 @@ def roles(params: Params) -> dict[Party, object]:
 def lengths(params: Params, cells: int, columns: int) -> list[int]:
     """Words of every sum, in their order."""
     s, d = params.settings, columns
-    K = s.n_clusters(cells)
+    K = s.n_clusters(cells, len(params.sites))
     one = s.updates * [K * d, *s.blocks * [K]] + [K, K * (d + 1)]
     half = d * (d + 1) // 2
-    return [4, half, *STARTS * [K * d], K, *s.rounds * one, K, 3 + d + half, GRID * GRID]
+    return [4, half, *STARTS * [K * d], K, *s.rounds * one, K, 3, GRID * GRID]
 
 
 def cost(params: Params, cells: int, columns: int, digest: int = 0) -> dict[Party, tuple[int, int]]:
@@ -120,10 +121,11 @@ def code_of(params: Params, reach: float) -> FixedPoint:
     return FixedPoint(max(0, min(BITS, 61 - math.ceil(math.log2(n * reach)))), reach, n)
 
 
-def encode(params: Params, ask: Ask, entropy: Entropy) -> U64:
+def encode(params: Params, ask: Ask, entropy: Entropy) -> Contribution:
+    """Words of what this party adds."""
     if not ask.reach:
-        return shared_pca.split_sum(ask.mine, len(params.sites), entropy)
-    return code_of(params, ask.reach).encode(ask.mine)
+        return ask.part.map(lambda x: shared_pca.split_sum(x, len(params.sites), entropy))
+    return ask.part.map(code_of(params, ask.reach).encode)
 
 
 def decode(params: Params, ask: Ask, words: U64) -> F64:
@@ -152,7 +154,7 @@ async def drive(
     ch: Channel, params: Params, mine: Cells | None, columns: int, secret: bytes, **keys: Any
 ) -> Integrated:
     """L2 to L11, at any party; S has no cells and no secret."""
-    steps = integrate(part_of(params, ch.me, mine, columns), NAME)
+    steps = integrate(part_of(params, ch.me, mine, columns), len(params.sites), NAME)
     count, ask = 0, next(steps)
     while True:
         count += 1
@@ -162,7 +164,9 @@ async def drive(
         if mine is None:
             z = await checked_sum.coordinator(step, p)
         else:
-            z = await checked_sum.site(step, p, encode(params, ask, keys["entropy"]), secret, **keys)
+            part = encode(params, ask, keys["entropy"])
+            words = step.contribute(part, line=ask.line, what=ask.what, protocol=NAME)
+            z = await checked_sum.site(step, p, words, secret, **keys)
         ch.step(ask.what, protocol=NAME, line=ask.line)
         z = ch.reveal(z, to=ch.me, line=ask.line, what=ask.what, protocol=NAME)
         try:
