@@ -9,9 +9,9 @@ import pytest
 from cloister.cells import tables as cells
 from cloister.cells import values as cell_values
 from cloister.cells.spaces import space_of
+from cloister.check_disclosure import check_disclosure
 from cloister.errors import DataError, ParameterError
 from cloister.run.rehearsal import rehearse
-from cloister.testing import check_disclosure
 from cloister.workflows.trained import load_model
 from cloister.workflows.trained.integration import Integration
 
@@ -219,8 +219,8 @@ def test_other_workflows_take_the_result(run, name, options):
 
 
 def inflated(a):
-    """What an attacker makes of its cells: a hundred copies of few, so that it outweighs all others."""
-    at = np.tile(np.arange(40), 100)
+    """What an attacker makes of its cells: many copies of few, so that it outweighs all others."""
+    at = np.tile(np.arange(40), 30)
     made = ad.AnnData(np.zeros((len(at), 3), np.float32), obs=a.obs.iloc[at].reset_index(drop=True))
     made.obs_names = [f"c{i}" for i in range(len(at))]
     made.obsm["X_pca"], made.uns["X_pca"] = a.obsm["X_pca"][at], dict(a.uns["X_pca"])

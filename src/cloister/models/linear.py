@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from cloister import files
 from cloister.arrays import F64, I64
 from cloister.errors import DataError
 from cloister.models import logistic
@@ -83,7 +84,7 @@ class LinearModel:
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> LinearModel:
         try:
-            with np.load(io.BytesIO(data), allow_pickle=False) as kept:
+            with files.load_arrays(data, where) as kept:
                 arrays = {name: kept[name] for name in kept.files}
             meta = json.loads(arrays["meta"].tobytes())
             if meta.pop("format") != FORMAT:

@@ -23,6 +23,7 @@ import contextlib
 import json
 import os
 import re
+import stat
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -86,6 +87,7 @@ class Kit:
             raise ParameterError(
                 f"{path} is no start-up kit (it has no folder 'startup'); cloister provision makes them"
             )
+        check_private(path)
         study, identity = Study.load(path / "study.toml"), Identity.load(path / "identity.key")
         me = next((p for p, public in study.keys.items() if public == identity.public), None)
         if me is None:
@@ -297,6 +299,24 @@ class Kit:
             raise DataError(f"{self.policy_file} cannot be written ({e.strerror})") from None
 
 
+def check_private(path: Path) -> None:
+    """Raise a `DataError` if other users of this machine can read a key of the kit, or change what it says.
+
+    The TLS key may be readable by a group, because the carrier can run as a user of its own.
+    """
+    if os.name != "posix":
+        return
+    keys = [p for p in (path / "startup").iterdir() if p.suffix == ".key"]
+    settings = [path, path / "local", path / "startup", path / "study.toml", path / "local" / "site.toml"]
+    for files_of, forbidden, what in ((keys, 0o027, "read or changed by"), (settings, 0o022, "changed by")):
+        for file in files_of:
+            if file.exists() and (mode := stat.S_IMODE(file.stat().st_mode)) & forbidden:
+                right = "700" if file.is_dir() else "600"
+                raise DataError(
+                    f"{file} can be {what} other users of this machine (mode {mode:03o}); run: chmod {right} {file}"
+                )
+
+
 def _to_read(study: Study) -> str:
     """What `cloister explain` is asked for before somebody approves."""
     return "study.toml" if study.steps else study.workflow
@@ -346,7 +366,8 @@ modes = []
 studies = []
 # What needs your word besides. "open-model": train-cellcnn may decrypt the trained model for all parties;
 # "validation": and one number, the error on held-out donors, while it trains; "outside-query": predict-cellcnn may
-# answer a party that took no part in the training.
+# answer a party that took no part in the training; "whole-model": it may answer so many donors of one party that they
+# determine the model.
 consent = []
 
 # How many runs may be begun here, of one study file and of a workflow under any study. Every answer tells a little;

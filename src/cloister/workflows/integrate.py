@@ -44,6 +44,7 @@ class Options:
     min_cluster_cells: int = option(10, "smallest effective number of a site's own cells behind any opened number")
     donor_key: str | None = option(None, "column of obs with donors; without it, cells are counted")
     min_donors: int = option(3, "smallest number of a site's own donors behind any opened number, with donor_key")
+    max_share: float = option(0.9, "largest share of all cells that one site may claim; 1 disables the bound")
     label_key: str = option("cell_type", "column of obs that colours own cells in the picture")
     key_added: str = option("X_integrated", "name in obsm")
 
@@ -57,6 +58,8 @@ class Options:
             raise ParameterError("options 'sigma' and 'ridge' must be above 0, 'theta' not negative")
         if self.min_cells < 2 or self.min_cluster_cells < 2:
             raise ParameterError("options 'min_cells' and 'min_cluster_cells' must be at least 2")
+        if not 0 < self.max_share <= 1:
+            raise ParameterError(f"option 'max_share' must lie between 0 and 1, found {self.max_share}")
         check_min_donors(self.min_donors)
 
 
@@ -125,7 +128,8 @@ def settings_of(seat: Seat, options: Options) -> Settings:
 
 
 def params_of(seat: Seat, options: Options) -> Params:
-    return Params(seat.sites, seat.coordinator, options.use_rep, settings_of(seat, options), options.min_cells)
+    settings = settings_of(seat, options)
+    return Params(seat.sites, seat.coordinator, options.use_rep, settings, options.min_cells, options.max_share)
 
 
 def model_of(seat: Seat, options: Options, found: Integrated, batches: tuple[str, ...], source: str) -> Integration:

@@ -281,6 +281,60 @@ def test_an_outsider_notices_a_site_that_answers_something_else(trained):
         assert run.errors[OUTSIDER].code == "differs"
 
 
+# ---- as many answers as were agreed ---------------------------------------------------------------------------------
+
+
+def every_place(monkeypatch):
+    """The querier looks at all places of its ciphertexts, not only at its donors'."""
+    monkeypatch.setattr(oblivious_prediction.Logits, "of", lambda self, samples: self._found)
+
+
+def test_n7_a_ciphertext_answered_all_its_places_and_answers_only_those_of_the_agreed_donors(trained, monkeypatch):
+    p, data, *_ = trained
+    every_place(monkeypatch)
+    M, X = cellcnn.train(p.config, [data[i] for i in PARTIES]).M, 8 * np.eye(p.config.markers)
+    old = query_case(trained, X)  # no number of donors: as before
+    asked = run_protocol(oblivious_prediction, old, timeout=60)
+    np.testing.assert_allclose(values(asked)[PARTIES[1]][: p.config.markers] / 8, M, atol=1e-3)  # the whole model
+    params = dataclasses.replace(old.params, donors=1)
+    new = Case(params, {**old.inputs, PARTIES[1]: (old.inputs[PARTIES[1]][0], X[:1])})
+    asked = run_protocol(oblivious_prediction, new, timeout=60)
+    found = values(asked)[PARTIES[1]]
+    assert len(found) == p.layout.I == 2048
+    np.testing.assert_allclose(found[0] / 8, M[0], atol=1e-3)
+    assert np.abs(found[1:]).max() < 0.01  # floods, and no other row of the model
+    check_cost(oblivious_prediction, new)
+
+
+def test_n7_a_querier_that_sends_more_donors_than_agreed_is_refused(trained):
+    p, *_ = trained
+
+    async def greedy(ch, params, trained, X, *, entropy):
+        more = dataclasses.replace(params, donors=p.config.markers)
+        return await oblivious_prediction.querier(ch, more, trained, X, entropy=entropy)
+
+    old = query_case(trained, 8 * np.eye(p.config.markers))
+    case = Case(dataclasses.replace(old.params, donors=1), old.inputs)
+    run = run_protocol(oblivious_prediction, case, roles={PARTIES[1]: greedy}, timeout=8)
+    assert {HUB, PARTIES[0], PARTIES[2]} <= set(run.errors)
+    assert all(isinstance(run.errors[i], ProtocolAbort) for i in (HUB, PARTIES[0], PARTIES[2]))
+    assert PARTIES[1] not in run.outcomes
+
+
+def test_n7_a_holder_charges_the_querier_before_its_first_message(trained, tmp_path):
+    p, *_ = trained
+    old = query_case(trained, np.ones((2, p.config.markers)))
+    store = KeyStore(tmp_path, PARTIES[0])
+    account = store.account((PARTIES[1],), p.config.markers)
+    case = Case(
+        dataclasses.replace(old.params, donors=2), {**old.inputs, PARTIES[0]: (*old.inputs[PARTIES[0]], account)}
+    )
+    run = run_protocol(oblivious_prediction, case, timeout=8)
+    assert isinstance(run.errors[PARTIES[0]], RefusedError)
+    sent = [e.name for e, _ in run.receipts[PARTIES[0]].entries if e.kind == "sent" and "channel." not in e.name]
+    assert sent == []
+
+
 # ---- a querier that lies ---------------------------------------------------------------------------------------------
 
 

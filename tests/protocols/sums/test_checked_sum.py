@@ -4,6 +4,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from cloister import lies
 from cloister.crypto import sum_tags
 from cloister.protocols.sums import checked_sum, secure_sum
 from cloister.protocols.sums.checked_sum import Params
@@ -233,18 +234,34 @@ def test_a_sum_that_is_not_of_all_sites_is_refused(told, monkeypatch):
     assert {ended.errors[u].code for u in SITES} == {"survivors"}
 
 
-def test_one_liar():
-    """Whoever lies in whichever message: a named abort, or the sum with whatever the liar put in itself."""
-    xs = {u: x for u, (x, _) in FIRST.inputs.items()}
+def scaled_with_its_tag(msg, factor):
+    """For `check_lies`: a sum as the strongest coordinator would scale it."""
+    if isinstance(msg, secure_sum.Total):
+        return secure_sum.Total(scaled(factor, sum_tags.PRIME, sum_tags.HALF)(msg.z))
+    return lies.scaled(msg, factor)
 
-    def right(lie, ended):
-        honest = np.sum([xs[u] for u in SITES if u != lie.liar], axis=0, dtype=np.uint64)
-        for value in ended.values():
-            if lie.liar == HUB:
-                same_array(value, np.sum(list(xs.values()), axis=0, dtype=np.uint64))
-            else:
-                assert value.shape == honest.shape
 
-    lies = check_lies(checked_sum, [FIRST, TWIN], right=right)
-    assert lies.tried > 10
-    assert lies.aborted > 5
+def right_sum(lie, ended):
+    """The sum of all inputs; of a malicious site, with whatever it contributed itself."""
+    xs = {u: x for u, (x, _) in lie.case.inputs.items()}
+    for value in ended.values():
+        if lie.liar == HUB or lie.letter == "j":
+            same_array(value, np.sum(list(xs.values()), axis=0, dtype=np.uint64))
+        else:
+            assert value.shape == (FIRST.params.length,)
+    assert len({value.tobytes() for value in ended.values()}) <= 1
+
+
+def test_one_malicious_party():
+    found = check_lies(checked_sum, [FIRST, TWIN], right=right_sum, scale=scaled_with_its_tag)
+    assert found.tried > 20
+    assert found.aborted > 10
+    assert found.right >= 1
+
+
+def test_a_malicious_coordinator_cannot_change_the_sum_by_any_lie_about_it():
+    """Every change, factor, prime and replay of the published sum."""
+    about_the_sum = {"only": lambda lie: lie.liar == HUB and lie.name == "secure_sum.Total", "full": True}
+    found = check_lies(checked_sum, [FIRST, TWIN], right=right_sum, scale=scaled_with_its_tag, **about_the_sum)
+    assert found.tried > 15
+    assert found.aborted >= found.tried - 1  # a sum sent twice is read once

@@ -18,13 +18,18 @@ A querier from outside trained nothing and holds neither a share of the key nor 
 Given the candidate, X - r_p is uniform within ±8 whatever X is, and so is the number of candidates that were passed
 over.
 
+A ciphertext has room for many more samples than the parties agreed on. Maskers and sites put zero into the places
+beyond `donors`, so a querier gets that many answers and no more. Every site charges them to the querier's account
+(`key_store.Account`) before its first message: by default half as many as there are markers, over all runs and studies.
+
 Reveals
 -------
-querier : U = X·M for its samples, and nothing else (k ≥ markers well-chosen samples determine M: a model that answers
-    is a model that can be learned).
-aggregator, holder : how many samples, rounded up to whole ciphertexts. Not the samples, not the answer, not the model.
-    Both maskers together see the samples: the first two other sites, or, with two sites of which one asks, the other
-    site and the aggregator.
+querier : U = X·M for up to `donors` samples of its choice, which need not be real donors: per class one linear equation
+    in the weights for each. As many linearly independent samples as markers determine M. Fewer determine M on their
+    span: a querier that asks about single markers learns the weights of these markers.
+aggregator, holder : `donors`, the agreed number. Not the samples, not the answer, not the model. Both maskers together
+    see the samples: the first two other sites, or, with two sites of which one is the querier, the other site and the
+    aggregator.
 
 Assumes
 -------
@@ -65,6 +70,7 @@ from cloister.net.wire import message
 from cloister.protocols.cellcnn.cellcnn_circuit import Layout, add_over_markers
 from cloister.protocols.cellcnn.cellcnn_ladder import PRODUCT
 from cloister.protocols.cellcnn.encrypted_training import Trained
+from cloister.protocols.cellcnn.key_store import Account
 from cloister.protocols.cellcnn.training_keys import Keys
 from cloister.protocols.ckks import collective_audit, key_switch
 from cloister.protocols.ckks.collective_audit import Book, check_holders
@@ -84,11 +90,16 @@ class Params:  # public
     ckks: ckks.Parameters
     config: cellcnn.Config
     chunks: int  # ciphertexts of the query
+    donors: int = 0  # samples that are answered; 0: as many as the ciphertexts hold
 
     def __post_init__(self) -> None:
         check_holders(self.holders, self.aggregator)
         if self.querier == self.aggregator or self.chunks < 1:
             raise ParameterError("a query comes from a site, not from the aggregator, and has at least one sample")
+        if not 0 <= self.donors <= self.chunks * self.layout.I:
+            raise ParameterError(
+                f"{self.chunks} ciphertexts hold {self.chunks * self.layout.I} samples, found {self.donors}"
+            )
 
     @property
     def outside(self) -> bool:
@@ -108,9 +119,13 @@ class Params:  # public
         return first, second
 
     @property
-    def entries(self) -> tuple[int, int, int]:
-        """Chunks, samples of one, markers."""
-        return self.chunks, self.layout.I, self.config.markers
+    def entries(self) -> tuple[int, int]:
+        """Samples that are answered, markers."""
+        return self.donors or self.chunks * self.layout.I, self.config.markers
+
+    def parts(self, table: F64) -> list[F64]:
+        """The samples of every chunk; places beyond the last sample stay zero in `Layout.input_slots`."""
+        return [table[at * self.layout.I : (at + 1) * self.layout.I] for at in range(self.chunks)]
 
 
 @message("L1")
@@ -120,8 +135,8 @@ class Seed:  # p → q
 
 @message("L2")
 class Query:  # q → all
-    k: U8  # (chunks, I, m)
-    d: I64  # (chunks, I, m), on the grid
+    k: U8  # (donors, m)
+    d: I64  # (donors, m), on the grid
 
 
 @message("L3")
@@ -204,11 +219,9 @@ def evaluate(params: Params, model: list[ckks.Cipher], x: ckks.Cipher, keys: Key
 
 
 def check_samples(params: Params, X: F64) -> None:
-    L = params.layout
-    if X.ndim != 2 or X.shape[1] != params.config.markers or not 0 < len(X) <= params.chunks * L.I:
-        raise DataError(
-            f"expected up to {params.chunks * L.I} samples of {params.config.markers} markers, found shape {X.shape}"
-        )
+    most, markers = params.entries
+    if X.ndim != 2 or X.shape[1] != markers or not 0 < len(X) <= most:
+        raise DataError(f"expected up to {most} samples of {markers} markers, found shape {X.shape}")
     if not np.isfinite(X).all() or np.abs(X).max() > LARGEST_X:
         raise DataError(
             f"a marker's mean lies beyond ±{LARGEST_X} or is missing; standardise the markers as in training"
@@ -232,9 +245,9 @@ class Candidates:
 
 def masked(params: Params, X: F64, seeds: Mapping[Party, bytes]) -> Query:
     """L2: for every entry the first candidates that X - r_p does not tell from others, and d."""
-    x = np.zeros((params.chunks * params.layout.I, params.config.markers))
+    x = np.zeros(params.entries)
     x[: len(X)] = X
-    grid = np.rint(np.ldexp(x, GRID)).astype(np.int64).reshape(params.entries)
+    grid = np.rint(np.ldexp(x, GRID)).astype(np.int64)
     k, d = np.zeros(params.entries, np.uint8), np.zeros(params.entries, np.int64)
     left, streams = np.ones(params.entries, bool), [Candidates(params, s) for s in seeds.values()]
     for candidate in range(CANDIDATES):
@@ -272,7 +285,7 @@ async def mask(ch: Channel, params: Params, trained: Trained, entropy: Entropy) 
     if ch.me not in params.maskers:
         return query, []
     masked = []
-    for part in np.ldexp(chosen(params, seed, query.k).astype(np.float64), -GRID):
+    for part in params.parts(np.ldexp(chosen(params, seed, query.k).astype(np.float64), -GRID)):
         masked.append(
             c.raw(c.encrypt(trained.keys.public, L.input_slots(part), L.ladder.one, sample_scale(params), entropy))[0]
         )
@@ -296,9 +309,8 @@ async def inputs(ch: Channel, params: Params, query: Query, mine: list[U64], ent
         apart = params.outside  # then the querier has no part in it, and what follows is bound by its question alone
         await collective_audit.holder(ch.sub("audit", apart=apart), params.audit, book, entropy=entropy)
     batches = []
-    for raw, d in zip(sums, query.d, strict=True):
-        r = c.cipher(raw, sample_scale(params))
-        batches.append(c.add_exact(r, L.input_slots(np.ldexp(d.astype(np.float64), -GRID))))
+    for raw, d in zip(sums, params.parts(np.ldexp(query.d.astype(np.float64), -GRID)), strict=True):
+        batches.append(c.add_exact(c.cipher(raw, sample_scale(params)), L.input_slots(d)))
     return batches
 
 
@@ -369,9 +381,13 @@ class Logits:
         return found
 
 
-async def holder(ch: Channel, params: Params, trained: Trained, *, entropy: Entropy) -> None:
-    """The part of a site that helps to answer."""
+async def holder(
+    ch: Channel, params: Params, trained: Trained, account: Account | None = None, *, entropy: Entropy
+) -> None:
+    """The part of a site that helps to answer; it charges the donors to the querier's account first."""
     c, share = ckks.context(params.ckks), trained.keys.share
+    if account is not None:
+        account.charge(params.entries[0])
     trained.keys.spend(params.chunks * len(params.layout.groups))
     query, mine = await mask(ch, params, trained, entropy)
     for part, x in enumerate(await inputs(ch, params, query, mine, entropy)):

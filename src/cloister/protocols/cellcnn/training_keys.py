@@ -20,7 +20,7 @@ from cloister.crypto.entropy import Entropy
 from cloister.errors import ParameterError
 from cloister.net import wire
 from cloister.net.channel import Channel
-from cloister.protocols.cellcnn.key_store import KeyStore
+from cloister.protocols.cellcnn.key_store import KeyStore, check_openings
 from cloister.protocols.ckks import collective_key, collective_relin, collective_rotation
 from cloister.study import Party
 
@@ -51,14 +51,10 @@ class Keys:
 
     def spend(self, openings: int) -> None:
         """Count openings before they happen: floods hide the noise of `OPENINGS` of them, and no more."""
-        if self.openings + openings > OPENINGS:
-            raise ParameterError(
-                f"{self.openings} results were opened with these keys, {openings} more would be beyond {OPENINGS};"
-                " train anew"
-            )
-        self.openings += openings
-        if self.store is not None:
-            self.store.put_openings(self.openings)
+        if self.store is not None:  # counts every run that uses these keys, also one at the same time
+            self.openings = self.store.spend(openings, OPENINGS)
+        else:
+            self.openings = check_openings(self.openings, openings, OPENINGS)
 
 
 def key_costs(params: Any) -> list[dict[Party, tuple[int, int]]]:
@@ -106,6 +102,8 @@ async def make_keys(
 def load_keys(params: Any, store: KeyStore, *, site: bool) -> Keys:
     c = ckks.context(params.ckks)
     public, secret = store.get_public(params.ckks, secret=site)
+    if site:
+        store.begin_run()
     relin = c.held(store.get_switching(params.ckks, "relin"))
     turned = {steps: c.held(store.get_switching(params.ckks, f"rotation-{steps}")) for steps in params.layout.rotations}
     return Keys(store.name, public, relin, turned, secret, store, store.openings)

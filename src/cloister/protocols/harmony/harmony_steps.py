@@ -18,6 +18,7 @@ from cloister.arrays import F64, I64
 from cloister.disclosure import Contribution, Thresholds
 from cloister.errors import DataError, ParameterError, ProtocolAbort
 from cloister.models.harmony import SMALL, Part, Settings, Shifts, Trail, shifts_of, unaided, unit
+from cloister.protocols.sums import announced_counts
 from cloister.study import Party
 
 STARTS = 10  # rounds of soft k-means before the first correction
@@ -37,6 +38,7 @@ class Params:
     embedding: str  # its name
     settings: Settings = field(default_factory=Settings)
     min_cells: int = 50
+    max_share: float = announced_counts.MAX_SHARE  # of all cells that one site may claim
 
     def __post_init__(self) -> None:
         if len(set(self.sites)) < 2 or len(set(self.sites)) != len(self.sites) or self.coordinator in self.sites:

@@ -77,7 +77,7 @@ from cloister.protocols.harmony.harmony_steps import (
     part_of,
     together,
 )
-from cloister.protocols.sums import checked_sum, common_seed, common_space, same_view, shared_pca
+from cloister.protocols.sums import announced_counts, checked_sum, common_seed, common_space, same_view, shared_pca
 from cloister.study import Party
 
 NAME = "pooled_harmony"
@@ -108,6 +108,7 @@ def cost(params: Params, cells: int, columns: int, digest: int = 0) -> dict[Part
     parts = [checked_sum.cost(checked_sum.Params(*who, length)) for length in lengths(params, cells, columns)]
     parts.append(common_seed.cost(common_seed.Params(*who)))
     parts.append(same_view.cost(same_view.Params(*who)))
+    parts.append({params.coordinator: (len(params.sites), 0)} | dict.fromkeys(params.sites, (1, 0)))  # claims
     parts.append(common_space.cost(common_space.Params(*who, params.embedding), digest + len(f"/{columns}")))
     return {u: (sum(p[u][0] for p in parts), sum(p[u][1] for p in parts)) for u in (params.coordinator, *params.sites)}
 
@@ -155,6 +156,11 @@ async def drive(
 ) -> Integrated:
     """L2 to L11, at any party; S has no cells and no secret."""
     steps = integrate(part_of(params, ch.me, mine, columns), len(params.sites), NAME)
+    claims = announced_counts.Params(params.sites, params.coordinator, params.max_share)
+    if mine is None:
+        announced = await announced_counts.gather(ch, claims)  # L2
+    else:
+        await announced_counts.announce(ch, claims, len(mine.x))  # L2
     count, ask = 0, next(steps)
     while True:
         count += 1
@@ -168,9 +174,13 @@ async def drive(
             words = step.contribute(part, line=ask.line, what=ask.what, protocol=NAME)
             z = await checked_sum.site(step, p, words, secret, **keys)
         ch.step(ask.what, protocol=NAME, line=ask.line)
-        z = ch.reveal(z, to=ch.me, line=ask.line, what=ask.what, protocol=NAME)
+        total = decode(params, ask, ch.reveal(z, to=ch.me, line=ask.line, what=ask.what, protocol=NAME))
+        if count == 1 and mine is None:
+            await announced_counts.judge(ch, claims, round(float(total[0])), announced)  # L2
+        elif count == 1 and mine is not None:
+            await announced_counts.accept(ch, claims, round(float(total[0])), len(mine.x))  # L2
         try:
-            ask = steps.send(decode(params, ask, z))
+            ask = steps.send(total)
         except StopIteration as end:
             done: Integrated = end.value
             return done

@@ -22,20 +22,21 @@ Reveals
 -------
 aggregator : z, the sum over the survivors, and who they are.
 contributor : who takes part and who survived; z if `to_all` (with two contributors: the other's input, by subtraction).
-lying aggregator : the same, over survivors that it chose: at least t, and the same for all of them. It may call a
-    contributor dropped that is there; if those inputs were summed before, the difference is that one's input.
-one lying contributor : nothing more. The sum holds whatever it put in. It may leave; it cannot have another left out:
-    who cannot open what it was sent at L4 is not gone, and ends the sum for all.
+malicious aggregator : the same, over survivors that it chose: at least t, and the same for all of them. It may call a
+    contributor dropped that is there; if those inputs were summed before, the difference is that contributor's input.
+one malicious contributor : nothing more. It adds any vector: inflated, negated or zero. It may drop out. It cannot have
+    another one left out: a contributor that cannot open what it received at L4 ends the sum for all.
 aggregator with k contributors : the sum over the other survivors, at least t - k, as long as t > (n + k)/2. With a
     smaller t, contributors that vouch twice at L7 get it two answers, and so single inputs. The default, the smallest
-    t > n/2, is for k = 0; `colluders` of the study raises it for all sums, `threshold` for one. With t = n no drop-out
+    t > n/2, is for k = 0; `colluders` of the study raises it for all sums, `threshold` for one. With t = n no dropout
     is tolerated, and only the sum of all opens.
 
 Assumes
 -------
 Contributors know each other's Ed25519 keys (`[keys]` of the study). At least two contributors; with two, see above.
-Lies that are not noticed here, with `to_all`: (a), (b), (c), (f) of the aggregator, another z; who is told another than
-the others notices at the next step of the run, whose id depends on it.
+Not noticed here, with `to_all`: (a), (b), (c), (f) of the aggregator, another z. A contributor that receives another z
+than the others notices at the next step of the run, whose id depends on it, or in `same_view` at its end. Another z for
+all is noticed with `checked_sum` only.
 
 Cost
 ----
@@ -45,7 +46,7 @@ agreements, n expansions of m words. Aggregator: n expansions, and n - d more fo
 References
 ----------
 [BIK+17] Bonawitz et al., CCS 2017, fig. 4: AdvertiseKeys L1-2, ShareKeys L3-4, MaskedInputCollection L5-6,
-ConsistencyCheck L7-8, Unmasking L9-10; lines numbered here.
+ConsistencyCheck L7-8, Unmasking L9-10; lines numbered here. Security argument: docs/security/secure_sum.md.
 """
 
 from __future__ import annotations

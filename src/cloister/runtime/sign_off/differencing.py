@@ -61,7 +61,8 @@ class AnsweredCells:
 
     def check(self, adata: AnnData, matrix: str, donor_key: str | None, least: Thresholds) -> None:
         """Raise `Refusal` if a run on these cells would disclose a few of them, together with earlier runs."""
-        check_new(self._load(), self._rows(adata, matrix, donor_key), least)
+        if earlier := self._load():
+            check_new(earlier, self._rows(adata, matrix, donor_key), least)
 
     def record(self, adata: AnnData, matrix: str, donor_key: str | None, study: str) -> None:
         """Store that a run on these cells is about to be answered."""
