@@ -11,7 +11,7 @@ from cloister.errors import DataError, ParameterError, ProtocolAbort
 from cloister.models.harmony import EVERYTHING, Settings, replay, replay_new_batch, unit
 from cloister.protocols.harmony import federated_harmony, harmony_steps, pooled_harmony
 from cloister.protocols.harmony.harmony_steps import GRID, STARTS, Cells, Params
-from cloister.protocols.sums import checked_sum, secure_sum
+from cloister.protocols.sums import announced_counts, checked_sum, secure_sum
 from cloister.run.rehearsal import Fault
 from cloister.study import Party
 from cloister.testing import (
@@ -147,6 +147,7 @@ def test_no_value_leaves_but_masked():
     sent = {row[0] for p, rows in transcript(run).items() if p != HUB for row in rows}
     assert sent == {
         "channel.Hello",
+        "announced_counts.Count",
         "common_space.Space",
         "same_view.Signature",
         *(f"common_seed.{m}" for m in ("Key", "Parts", "Confirm")),
@@ -508,7 +509,7 @@ def test_a_coordinator_that_bends_centroids_is_found_out():
 @pytest.mark.parametrize(
     ("line", "change", "who"),
     [
-        ("L2", lambda x: -30 * np.abs(x) - 1e6, "number of cells"),
+        ("L2", lambda x: x * [1, -30] - [0, 1e6], "number of cells"),
         ("L5", lambda x: x + 1e6, "larger than"),
         ("L6", lambda x: x - 500.0, "a mass"),
         ("L7", lambda x: x - 500.0, "a mass"),
@@ -529,6 +530,24 @@ def test_impossible_sums_of_a_lying_site_end_the_run(monkeypatch, line, change, 
     errors = [run.errors[p] for p in (HUB, A, C) if p in run.errors]
     assert {e.code for e in errors if not getattr(e, "heard", False)} == {"absurd"}
     assert any(who in str(e) or "larger than" in str(e) for e in errors), errors
+
+
+@pytest.mark.parametrize(("claimed", "code"), [(2000, "claims"), (3000, "claims"), (-100, "counts"), (100, "counts")])
+def test_a_site_that_claims_other_cells_than_it_announced_ends_the_run(monkeypatch, claimed, code):
+    real = harmony_steps.Course.add
+
+    def lies(self, at, what, mine, reach=0.0, grain=0.0):
+        if at == "L2" and len(self.part.x) == 80:  # site b
+            mine = mine.map(lambda x: x + [claimed, 0])
+        return (yield from real(self, at, what, mine, reach, grain))
+
+    monkeypatch.setattr(harmony_steps.Course, "add", lies)
+    if code == "claims":
+        announce = announced_counts.announce
+        monkeypatch.setattr(announced_counts, "announce", lambda ch, p, n: announce(ch, p, n + claimed * (n == 80)))
+    run = run_protocol(pooled_harmony, case(), timeout=3.0)
+    assert {e.code for e in run.errors.values()} == {code}
+    assert code == "counts" or "'b' claims more than max_share=0.9" in str(run.errors[A])
 
 
 def right_of(c):
