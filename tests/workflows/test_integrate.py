@@ -290,7 +290,7 @@ def test_small_batches_are_told_of(sites):
 
 
 def test_beside_harmonypy():
-    """Sites of 240 cells, and five rounds: with 90 cells or two rounds, clusters that are closed at a site cost mixing."""
+    """Sites of 240 cells and five rounds; with 90 cells, clusters that are closed at a site cost mixing."""
     hm = pytest.importorskip("harmonypy", reason="an oracle only")
     sites = {name: site(i, n=240) for i, name in enumerate(SITES)}
     run = rehearse("integrate", sites, batch_key="batch", use_rep="X_pca", n_clusters=6)

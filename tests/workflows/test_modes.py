@@ -83,8 +83,8 @@ CASES = [
     ("train-classifier", "hardened", {"n_top_genes": 5, "l2": 0.1}),
     ("train-classifier", "hardened", {"l2": 0.1, "validation": 0.0, "dp_noise": 1.0, "dp_rounds": 1}),
     ("map-labels", "hardened", {"query": "basel", "n_neighbors": 3}),
-    ("map-labels", "hardened", {"query": "basel", "n_neighbors": 3, "known_share": 0.9}),
-    ("map-labels", "semi-honest", {"query": "basel", "n_neighbors": 3, "known_share": 0.9}),
+    ("map-labels", "hardened", {"query": "basel", "n_neighbors": 3, "known_share": 0.5}),
+    ("map-labels", "semi-honest", {"query": "basel", "n_neighbors": 3, "known_share": 0.5}),
     ("map-labels", "published", {"query": "basel", "n_neighbors": 3}),
     ("map-labels", "plain", {"query": "basel", "n_neighbors": 3}),
     *(

@@ -538,7 +538,7 @@ def test_a_site_that_claims_other_cells_than_it_announced_ends_the_run(monkeypat
 
     def lies(self, at, what, mine, reach=0.0, grain=0.0):
         if at == "L2" and len(self.part.x) == 80:  # site b
-            mine = mine.map(lambda x: x + [claimed, 0])
+            mine = mine.map(lambda x: x + np.array([claimed, 0]))
         return (yield from real(self, at, what, mine, reach, grain))
 
     monkeypatch.setattr(harmony_steps.Course, "add", lies)
@@ -546,7 +546,7 @@ def test_a_site_that_claims_other_cells_than_it_announced_ends_the_run(monkeypat
         announce = announced_counts.announce
         monkeypatch.setattr(announced_counts, "announce", lambda ch, p, n: announce(ch, p, n + claimed * (n == 80)))
     run = run_protocol(pooled_harmony, case(), timeout=3.0)
-    assert {e.code for e in run.errors.values()} == {code}
+    assert {e.code for p, e in run.errors.items() if p != B} == {code}
     assert code == "counts" or "'b' claims more than max_share=0.9" in str(run.errors[A])
 
 

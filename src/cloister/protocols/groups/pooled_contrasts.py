@@ -1,42 +1,60 @@
 """Pooled contrasts: which genes, and which shares of cell types, differ between groups of donors, from checked sums.
 
     L1   u, S    common genes, common seed      genes that every site measured; a secret of the sites, for checked sums
-    L2   u → S   names of cell types and of levels of covariates     no types where the study lists them
+    L2   u → S   names of cell types and of levels of covariates that min_donors donors of u have
     L3   S ⇒ u   the same of all sites
     L4   u       counts c of each sample (a donor's cells of a group) and cell type; library ℓ; shares of cell types.
-                 A group with fewer than two donors here is left out here
-    then for all tables at once, each line a checked sum over all donors of all sites:
-    L5   u, S    donors and sites per group, blocks, Σℓ, donors per level, Σz and Σz² of covariates; donors per type
+                 Samples that no sum may hold are dropped here, before anything is added up (below)
+    then for all tables at once, each line a checked sum over the samples of all sites:
+    L5   u, S    donors and sites per group, blocks, Σℓ, donors per level, Σz and Σz² of covariates; sites at which at
+                 least min_donors donors have a cell type, and at which some do, but fewer
     L6   u, S    donors with c/ℓ ≥ min_count / mean ℓ, per gene: genes that enough donors show are compared
-    L7   u, S    donors with c = 0, per compared gene
+    L7   u, S    per compared gene: sites where some donor has c = 0, and where fewer than min_donors have c > 0
     L8   u, S    Σ ln c of genes that no donor lacks; then Σ ln f, f a sample's median ratio to their geometric mean
     L9   u, S    XᵀX, and at how many sites each column of X varies; nothing that varies at one site only goes on
          u, S    Xᵀy, yᵀy, Σy, Σ log2(ℓf + 1)          y = log2((c + ½) / (ℓf + 1) · 10^6), or transformed shares
          u, S    coefficients, deviations, and from these the trend (lowess), at every party alike
-         u       w = trend(fitted log count)^-4        of its own samples
+         u       w = trend(fitted log count)^-4        of its own samples, or one for all of them (below)
     L10  u, S    XᵀWX, XᵀWr, rᵀWr                      r = y - fitted
          u, S    coefficients, prior variance, moderated t, p and false discovery rate
     L11  u, S    all sites received the same broadcasts     (same_view)
 
-The result is limma-voom's on the pooled samples. The trend needs no donor: a point of it is a gene, with its pooled
-mean and deviation. X has a column per group but the first, and the covariates. What belongs to a block (the site, or
-with `block="donor"` the donor) is taken out within the block, at its site, before anything is added up: X and y less
-their weighted means, which is what a column of X for each block would do. No sum of one site is opened that way.
+The result is limma-voom's on the pooled samples that were not dropped. The trend needs no donor: a point of it is a
+gene, with its pooled mean and deviation. X has a column per group but the first, and the covariates. What belongs to a
+block (the site, or with `block="donor"` the donor) is taken out within the block, at its site, before anything is added
+up: X and y less their weighted means, which is what a column of X for each block would do.
+
+Thresholds, enforced by each site on its own samples of a table, whatever other parties send:
+
+- every group and every level of a covariate has min_donors donors, or its samples are dropped;
+- no donor has a leverage above 1 / min_donors in the columns [1, groups, levels, numbers] by which samples are added
+  up: no combination of all linear sums of a gene is closer to one donor. The donor with the largest is dropped;
+- there are more samples than independent sums per gene, q + 5 for q columns of X (or q + 3 + groups for a cell type);
+- a gene, or cell type, that 1 to min_donors - 1 donors of a site have is compared by nobody (L5, L7). If a malicious
+  site takes this objection back, the site adds zero for it;
+- weights of samples are used where XᵀWX, XᵀWr and rᵀWr leave all of this true: with more than 6 + q(q + 5)/2 samples,
+  and a leverage of at most 1 / min_donors in the columns, the weights and their products. In all other genes the
+  samples of a site have one weight, that of their mean. L10 then follows from what L9 reveals about the site.
 
 Reveals
 -------
 coordinator : which genes each site measured; names of cell types (unless the study lists them) and of levels of
-    covariates, per site. Beside these:
-coordinator, site : over the donors of all sites together, per cell type: donors and sites per group, donors per level,
+    covariates that at least min_donors donors of a site have, per site. Beside these:
+coordinator, site : over the samples of all sites together, per cell type: donors and sites per group, donors per level,
     sites at which each column varies, blocks, mean and spread of covariates, mean library; per gene in how many donors
-    it is counted often, and if it is compared, not at all; per compared gene a mean log count, and the sums of L9 and
-    L10; mean shares of cell types per group; the result. A gene has at most 6 + q(q + 5)/2 sums for q columns: no more
-    donors than that are in principle determined by them, and a note in the result says so. With two sites: the other's
-    sums.
-lying coordinator : the same. It cannot change a sum or leave out a site without an abort.
-one lying site : the same; its part of every sum is whatever it likes. It may invent donors, so that a table passes the
-    floors over all sites; the floor at each honest site (two donors of a group, or none) holds all the same.
-coordinator with k sites : these sums over the donors of the other sites, so with all but one those of the last site.
+    it is counted often, and if it is compared, at how many sites some donor lacks it; per compared gene a mean log
+    count, and the sums of L9 and L10; mean shares of cell types per group; the result. With two sites, or if no other
+    site has enough donors of a cell type: the other's sums.
+    These sums hide single donors only as far as the thresholds say. Counts are integers, and sums are exact to 2^-40:
+    Σ log2(c + ½) over the m donors of a group gives the product of the m numbers 2c + 1, up to a factor that all genes
+    share. For few donors and small counts a search can find the unordered counts, and does for m = 3 (measured in
+    docs/measured/compare-groups.md). A gene that one donor of a group has, while the site has it in min_donors, shows
+    that donor's count in the group's sum.
+malicious coordinator : the same. It cannot change a sum or leave out a site without an abort.
+one malicious site : the same; its part of every sum is its unverified input. It can move the cutoff of L6, the size
+    factors of L8 and the trend, and so choose one transform of an honest site's counts per run. Every sum still rests
+    on at least min_donors of that site's donors.
+coordinator with k sites : these sums over the samples of the other sites, so with all but one those of the last site.
 
 Assumes
 -------
@@ -46,12 +64,14 @@ the same at all sites.
 Cost
 ----
 Per site eight checked sums; the largest, L10, of q(q + 5)/2 + 1 numbers of two words per compared gene and cell type.
+Leverages of weights take O(n (q + groups)²) operations per gene at a site with n samples.
 
 References
 ----------
 [LCSS14] Law et al., Genome Biology 2014 (voom). [Smy04] Smyth 2004 (moderated t). [AH10] Anders and Huber, Genome
 Biology 2010 (size factors). [Cle79] Cleveland, JASA 1979 (lowess). [PSL+22] Phipson et al., Bioinformatics 2022
-(shares, propeller). [FW33] Frisch and Waugh, Econometrica 1933 (effects taken out). Lines numbered here.
+(shares, propeller). [FW33] Frisch and Waugh, Econometrica 1933 (effects taken out). Lines numbered here; the security
+argument is docs/security/pooled_contrasts.md.
 """
 
 from __future__ import annotations

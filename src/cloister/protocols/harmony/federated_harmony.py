@@ -1,7 +1,7 @@
 """Federated Harmony as it was published: the centre adds up what every site tells it in the clear.
 
     L1   u ⇒ S   space, columns                 common space, as in `pooled_harmony`
-    L2   u → S   its part of a sum              the sums L2 to L11 of `pooled_harmony`, one after the other
+    L2   u → S   its part of a sum              the sums L2 to L11 of `pooled_harmony`, with no threshold
     L3   S ⇒ u   the sum
 
 What a site tells is what the published code hands to its centre: R_ik z_i summed over its cells, masses of clusters
