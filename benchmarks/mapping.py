@@ -510,7 +510,8 @@ def on_real_data(title, sites, query, label_key, quick):
 
 def absent_types(sites, query, label_key, use_rep, least=15):
     """Each type in turn is taken from the references: how many of its cells, and of the others, are then unknown."""
-    from cloister.protocols.knn.reference_distances import Params, threshold
+    from cloister.disclosure import Thresholds
+    from cloister.protocols.knn.reference_distances import Params, contribution, threshold
 
     x = {s: np.asarray(a.obsm[use_rep], float) for s, a in sites.items()}
     y = {s: a.obs[label_key].astype(str).to_numpy() for s, a in sites.items()}

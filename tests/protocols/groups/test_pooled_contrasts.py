@@ -29,18 +29,26 @@ from old_steps import contrast_floors
 VECTORS = Path(__file__).parents[2] / "vectors" / "pooled_contrasts.json"
 
 
-def agree(found, ideal):
+LOOSE = {"rtol": 0.03, "atol": 0.03}
+
+
+def agree(found, ideal, exact=False):
+    """Sums of at most 32 samples of a site are rounded to 2^-10; others are exact."""
     assert found.left_out.keys() == ideal.left_out.keys()
     assert [r.label for r in found.results] == [r.label for r in ideal.results]
     for mine, theirs in zip(found.results, ideal.results, strict=True):
         assert (mine.names, mine.donors, mine.df) == (theirs.names, theirs.donors, theirs.df)
-        np.testing.assert_allclose(mine.average, theirs.average, rtol=1e-9)
+        np.testing.assert_allclose(mine.average, theirs.average, rtol=1e-9 if exact else 2e-4)
         for a, b in zip(mine.tested, theirs.tested, strict=True):
-            np.testing.assert_allclose(a.effect, b.effect, rtol=1e-8, atol=1e-9)
-            np.testing.assert_allclose(np.log(a.p), np.log(b.p), rtol=1e-7, atol=1e-9)
-            np.testing.assert_allclose(a.fdr, b.fdr, rtol=1e-6)
+            np.testing.assert_allclose(a.effect, b.effect, rtol=1e-8, atol=1e-9 if exact else 2e-3)
+            np.testing.assert_allclose(
+                np.log(a.p), np.log(b.p), rtol=1e-7 if exact else 0.03, atol=1e-9 if exact else 0.03
+            )
+            np.testing.assert_allclose(a.fdr, b.fdr, rtol=1e-6 if exact else 0.1)
         if theirs.shares is not None:
-            np.testing.assert_allclose(mine.shares, theirs.shares, rtol=1e-9)
+            np.testing.assert_allclose(
+                mine.shares, theirs.shares, rtol=1e-9 if exact else 0.0, atol=0 if exact else 1e-3
+            )
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -57,19 +65,49 @@ def test_equals_limma(name):
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "exact"),
     [
-        {},
-        {"sites": 2, "block": "donor", "per_group": (4, 4)},
-        {"covariates": True, "per_group": (12, 12), "labels": ("B",), "g": 30},
-        {"per_group": (4, 3, 4), "contrasts": ((2, 1), (1, 0)), "normalise": "library", "transform": "asin"},
-        {"sites": 2, "per_group": (24, 24), "labels": (), "g": 40},
-        {"covariates": True, "per_group": (4, 4), "labels": ("B",), "thresholds": NONE},
+        ({}, False),
+        ({"sites": 2, "block": "donor", "per_group": (4, 4)}, False),
+        ({"covariates": True, "per_group": (12, 12), "labels": ("B",), "g": 30}, False),
+        ({"per_group": (4, 3, 4), "contrasts": ((2, 1), (1, 0)), "normalise": "library", "transform": "asin"}, False),
+        ({"block": "none", "per_group": (5, 5), "labels": ()}, False),
+        ({"sites": 2, "per_group": (24, 24), "labels": (), "g": 40}, True),
+        ({"covariates": True, "per_group": (4, 4), "labels": ("B",), "thresholds": NONE}, True),
     ],
-    ids=["types and shares", "pairs", "covariates", "three groups", "own weights", "nothing excluded"],
+    ids=["types and shares", "pairs", "covariates", "three groups", "no blocks", "own weights", "nothing excluded"],
 )
-def test_equals_the_pooled_fit(options):
-    check_ideal(pooled_contrasts, [case(seed=3, **options)], agree=agree)
+def test_equals_the_pooled_fit(options, exact):
+    check_ideal(pooled_contrasts, [case(seed=3, **options)], agree=lambda a, b: agree(a, b, exact))
+
+
+def test_exact_sums_would_give_small_counts_away_and_rounded_ones_do_not():
+    """Attack: Σ log2(c + ½) over three donors is the logarithm of an integer, which has few divisors."""
+    c = case(seed=21, labels=(), per_group=(5, 3), block="none", g=200)
+    t, _, _ = before(c, "take_plain")
+    part = part_of(t, plain(c)[c.params.sites[0]])
+    ones, library = part.group == 1, t.values(part)[1]
+    known = np.log2(1e6 / (library[ones] + 1)).sum()  # the attacker knows the libraries, too
+    old = contrast_floors.plain(t, part)[0][0] - known  # Σ log2(c + ½) of the three, per gene
+    new = contrast_steps.plain(t, part)[0].values[0] - known
+
+    def ways(log, slack):
+        low, high = (2.0 ** (log + 3 + d) for d in (-slack, slack))
+        found = 0
+        for a in range(1, int(high ** (1 / 3)) + 1, 2):
+            for b in range(a, int((high / a) ** 0.5) + 1, 2):
+                first, last = max(b, int(np.ceil(low / (a * b)))), int(high / (a * b))
+                found += (last + 1) // 2 - first // 2
+        return found
+
+    counts = part.counts[ones][:, t.keep]
+    some = np.flatnonzero((counts.min(axis=0) >= 10) & (counts.max(axis=0) < 200))[:12]
+    assert len(some) > 5
+    exact = [ways(old[g], 1e-9) for g in some]
+    rounded = [ways(new[g], 2.0**-11) for g in some]
+    assert np.median(exact) < 15
+    assert min(rounded) > 20
+    assert np.median(rounded) > 100 * np.median(exact)
 
 
 def test_vectors(monkeypatch):
@@ -377,9 +415,9 @@ def test_the_level_of_a_site_would_be_opened_by_a_column_for_it_and_is_not():
     moved = y + np.array([3.0, -2.0, -1.0])[site][:, None]  # other levels of the sites, the same sum over all
     for values_of in (y, moved):
         within = voom.sums_of(X, values_of, site)
-        np.testing.assert_allclose(within.xy, sums[0], atol=1e-8)
-        np.testing.assert_allclose(within.yy, sums[1], atol=1e-8)
-        np.testing.assert_allclose(values_of.sum(axis=0), sums[2], atol=1e-8)
+        np.testing.assert_allclose(within.xy, sums[0], atol=2e-3)  # sums of three sites, rounded
+        np.testing.assert_allclose(within.yy, sums[1], atol=2e-3)
+        np.testing.assert_allclose(values_of.sum(axis=0), sums[2], atol=2e-3)
 
 
 def test_a_covariate_that_marks_one_donor_excludes_this_donor():
@@ -473,6 +511,8 @@ def before(c, name, checked=True):
     (table,) = tables(c)
     parts = [part_of(table, d) for d in plain(c).values()]
     for step in contrast_steps.STEPS:
+        if not step.shapes(table):
+            continue
         seen = {}
         ready = step._replace(take=lambda _, sums, seen=seen: seen.update(sums=sums))
         pooled_contrasts.take(ready, [table], pooled_contrasts.added(step, table, parts))

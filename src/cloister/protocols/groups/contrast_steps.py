@@ -79,10 +79,6 @@ def take_census(t: Table, sums: list[F64]) -> None:
     t.left_out = why_too_few(t.params, t.donors, sites)
     counts = iter(named)
     seen = [[(k, round(next(counts))) for k in names] for names in t.levels]
-    for covariate, levels in zip(t.params.covariates, seen, strict=True):
-        rare = [k for k, n in levels if 0 < n < t.params.min_donors]
-        if rare and not t.left_out:
-            t.left_out = f"fewer than {t.params.min_donors} donors have '{rare[0]}' as their '{covariate}'"
     t.levels = tuple(tuple(k for k, n in levels if n) for levels in seen)
     if t.left_out:
         return
@@ -156,7 +152,8 @@ def logs_shapes(t: Table) -> Shapes:
 
 def logs(t: Table, part: Part) -> list[Contribution]:
     at = t.keep[t.everywhere]
-    return [part.contribution(np.log(np.maximum(part.counts[:, at], ABSENT)).sum(axis=0) * ~part.few[at])]
+    sums = np.log(np.maximum(part.counts[:, at], ABSENT)).sum(axis=0) * ~part.few[at]
+    return [part.contribution(part.rounded(sums))]
 
 
 def take_logs(t: Table, sums: list[F64]) -> None:
@@ -169,7 +166,7 @@ def factors_shapes(t: Table) -> Shapes:
 
 
 def factors(t: Table, part: Part) -> list[Contribution]:
-    return [part.contribution(np.log(t.factors(part)).sum(keepdims=True))]
+    return [part.contribution(part.rounded(np.log(t.factors(part)).sum(keepdims=True)))]
 
 
 def take_factors(t: Table, sums: list[F64]) -> None:
@@ -208,18 +205,26 @@ def plain_shapes(t: Table) -> Shapes:
 
 
 def plain(t: Table, part: Part) -> list[Contribution]:
-    (y, library), groups = t.values(part), len(t.params.groups)
-    s = voom.sums_of(t.design(part), y, part.blocks(t.params.block))
-    share = (part.counts / part.library[:, None])[:, t.keep if t.composition else []]
+    xy, yy, total, logs = plain_sums(t, part)
+    share, groups = (part.counts / part.library[:, None])[:, t.keep if t.composition else []], len(t.params.groups)
     shares = np.stack([share[part.group == g].sum(axis=0) for g in range(groups)])
-    told = ~part.few[t.keep]  # the others are not compared, unless a malicious site hid that few donors have them
     return [
-        part.contribution(s.xy * told),
-        part.contribution((s.yy * told)[None]),
-        part.contribution((y.sum(axis=0) * told)[None]),
-        part.contribution(np.log2(library + 1).sum(keepdims=True)),
-        part.rows.grouped(part.group, groups, shares * told[: shares.shape[1]]),
+        part.contribution(xy),
+        part.contribution(yy[None]),
+        part.contribution(total[None]),
+        part.contribution(logs),
+        part.rows.grouped(part.group, groups, part.rounded(shares * ~part.few[t.keep][: shares.shape[1]])),
     ]
+
+
+def plain_sums(t: Table, part: Part) -> tuple[F64, F64, F64, F64]:
+    """Xᵀy, yᵀy, Σy and Σ log2(ℓf + 1), as this site adds them."""
+    y, library = t.values(part)
+    s = voom.sums_of(t.design(part), y, part.blocks(t.params.block))
+    told = ~part.few[t.keep]  # the others are not compared, unless a malicious site hid that few donors have them
+    sums = s.xy * told, s.yy * told, y.sum(axis=0) * told, np.log2(library + 1).sum(keepdims=True)
+    xy, yy, total, logs = map(part.rounded, sums)
+    return xy, yy, total, logs
 
 
 def take_plain(t: Table, sums: list[F64]) -> None:
@@ -258,14 +263,31 @@ def weighted_shapes(t: Table) -> Shapes:
 def weighted(t: Table, part: Part) -> list[Contribution]:
     """Sums of the residuals of the unweighted fit, which keeps their digits."""
     assert t.plain is not None
+    upper = np.triu_indices(len(t.columns))
+    if not part.exact:
+        xx, xy, yy = common_weight_sums(t, part)
+        return [part.contribution(np.concatenate([xx[upper], xy, yy[None]]).T).map(lambda x: x.T)]
     (y, library), X, blocks = t.values(part), t.design(part), part.blocks(t.params.block)
     fitted = voom.fitted_values(X, y, blocks, t.plain.coefficients)
     weights, donors = sample_weights(t, part, fitted, library)
     s = voom.sums_of(X, y - fitted, blocks, weights)
     told = ~part.few[t.keep]
-    parts = [s.xx[np.triu_indices(X.shape[1])] * told, s.xy * told, (s.yy * told)[None]]
-    by_gene = part.contribution(np.concatenate(parts).T, donors)
-    return [by_gene.map(lambda x: x.T)]
+    parts = [s.xx[upper] * told, s.xy * told, (s.yy * told)[None]]
+    return [part.contribution(np.concatenate(parts).T, donors).map(lambda x: x.T)]
+
+
+def common_weight_sums(t: Table, part: Part) -> tuple[F64, F64, F64]:
+    """XᵀWX, XᵀWr and rᵀWr where all samples here have the weight of their mean: a function of what L9 was given."""
+    assert t.plain is not None
+    assert t.trend is not None
+    n, beta, X = max(len(part.group), 1), t.plain.coefficients, t.design(part)
+    xy, yy, total, logs = plain_sums(t, part)
+    within = voom.within(X, part.blocks(t.params.block))
+    xx = within.T @ within
+    fitted = X.sum(axis=0) / n @ beta if t.params.block == "none" else total / n
+    w = t.trend.weights(fitted + logs[0] / n - np.log2(1e6)) * ~part.few[t.keep]
+    rest = np.maximum(yy - 2 * (beta * xy).sum(axis=0) + np.einsum("ig,ij,jg->g", beta, xx, beta), 0.0)
+    return w * xx[:, :, None], w * (xy - xx @ beta), w * rest
 
 
 def sample_weights(t: Table, part: Part, fitted: F64, library: F64) -> tuple[F64, F64]:
@@ -274,7 +296,7 @@ def sample_weights(t: Table, part: Part, fitted: F64, library: F64) -> tuple[F64
     Weights that differ from sample to sample make XᵀWy a further combination of samples, which another site can bend by
     its part of the trend. Where there are too few samples for the further sums, or a donor's leverage in all opened
     combinations of the gene exceeded 1 / min_donors, all samples of this site have the weight that the trend gives to
-    their mean. The sums are then a function of those opened before.
+    their mean.
     """
     assert t.trend is not None
     logs = np.log2(library + 1)
@@ -284,7 +306,7 @@ def sample_weights(t: Table, part: Part, fitted: F64, library: F64) -> tuple[F64
         return own, donors
     common = t.trend.weights(fitted.mean(axis=0) + logs.mean() - np.log2(1e6))
     use: Bits = np.zeros(own.shape[1], bool)
-    if len(own) > t.opened_weighted:
+    if part.exact and len(own) > t.opened_weighted:
         sizes = donors_with(t, part, own)
         use = sizes >= part.thresholds.min_donors * (1 - SLACK)
         donors = np.where(use, sizes, donors)

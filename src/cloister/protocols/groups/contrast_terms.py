@@ -21,6 +21,8 @@ from cloister.study import Party
 
 NAME = "pooled_contrasts"
 LEAST_DONORS = 2  # that a study may agree on
+EXACT = 32  # samples of a site in a table; with no more, sums per gene are rounded and samples have one weight
+GRAIN = 2.0**-10  # what they are rounded to
 LEAST_FACTOR = 1e-12  # of a sample's size; reached only where a malicious site hid that genes are not counted
 
 
@@ -124,6 +126,14 @@ class Part:
     @property
     def rows(self) -> Rows:
         return Rows(len(self.group), self.donor, self.thresholds, self.cells)
+
+    @property
+    def exact(self) -> bool:
+        """Whether sums per gene keep all digits: logarithms of few integers would give these away."""
+        return self.thresholds.min_donors == 1 or len(self.group) > EXACT
+
+    def rounded(self, sums: F64) -> F64:
+        return sums if self.exact else np.asarray(np.rint(sums / GRAIN) * GRAIN)
 
     @property
     def few(self) -> Bits:

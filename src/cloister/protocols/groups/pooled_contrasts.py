@@ -19,10 +19,11 @@
          u, S    coefficients, prior variance, moderated t, p and false discovery rate
     L11  u, S    all sites received the same broadcasts     (same_view)
 
-The result is limma-voom's on the pooled samples that were not dropped. The trend needs no donor: a point of it is a
-gene, with its pooled mean and deviation. X has a column per group but the first, and the covariates. What belongs to a
-block (the site, or with `block="donor"` the donor) is taken out within the block, at its site, before anything is added
-up: X and y less their weighted means, which is what a column of X for each block would do.
+The result is limma-voom's on the pooled samples that were not dropped, with the weights named below. The trend needs no
+donor: a point of it is a gene, with its pooled mean and deviation. X has a column per group but the first, and the
+covariates. What belongs to a block (the site, or with `block="donor"` the donor) is taken out within the block, at its
+site, before anything is added up: X and y less their weighted means, which is what a column of X for each block would
+do.
 
 Thresholds, enforced by each site on its own samples of a table, whatever other parties send:
 
@@ -32,9 +33,10 @@ Thresholds, enforced by each site on its own samples of a table, whatever other 
 - there are more samples than independent sums per gene, q + 5 for q columns of X (or q + 3 + groups for a cell type);
 - a gene, or cell type, that 1 to min_donors - 1 donors of a site have is compared by nobody (L5, L7). If a malicious
   site takes this objection back, the site adds zero for it;
-- weights of samples are used where XᵀWX, XᵀWr and rᵀWr leave all of this true: with more than 6 + q(q + 5)/2 samples,
-  and a leverage of at most 1 / min_donors in the columns, the weights and their products. In all other genes the
-  samples of a site have one weight, that of their mean. L10 then follows from what L9 reveals about the site.
+- in a table with at most 32 samples of a site, its sums per gene in L8 and L9 are rounded to 2^-10, because exact sums
+  of logarithms of integers give these away. All its samples have one weight per gene, that of their mean, and L10 is a
+  function of what the site added before. With more, sums are exact, and weights of samples are used in genes where no
+  donor has a leverage above 1 / min_donors in the columns, the weights and their products, all together.
 
 Reveals
 -------
@@ -45,11 +47,11 @@ coordinator, site : over the samples of all sites together, per cell type: donor
     it is counted often, and if it is compared, at how many sites some donor lacks it; per compared gene a mean log
     count, and the sums of L9 and L10; mean shares of cell types per group; the result. With two sites, or if no other
     site has enough donors of a cell type: the other's sums.
-    These sums hide single donors only as far as the thresholds say. Counts are integers, and sums are exact to 2^-40:
-    Σ log2(c + ½) over the m donors of a group gives the product of the m numbers 2c + 1, up to a factor that all genes
-    share. For few donors and small counts a search can find the unordered counts, and does for m = 3 (measured in
-    docs/measured/compare-groups.md). A gene that one donor of a group has, while the site has it in min_donors, shows
-    that donor's count in the group's sum.
+    These sums hide single donors only as far as the thresholds say. Counts are integers: from exact sums the unordered
+    counts of 3 to 5 donors would follow in nine genes of ten (docs/measured/compare-groups.md). Rounding leaves many
+    candidates for counts of ten and more, and few for small ones. With more than 32 samples, sums are exact, and it is
+    the number of candidates that a search would have to try which hides them. A gene that one donor of a group has,
+    while the site has it in min_donors, shows that donor's count in the group's sum.
 malicious coordinator : the same. It cannot change a sum or leave out a site without an abort.
 one malicious site : the same; its part of every sum is its unverified input. It can move the cutoff of L6, the size
     factors of L8 and the trend, and so choose one transform of an honest site's counts per run. Every sum still rests
