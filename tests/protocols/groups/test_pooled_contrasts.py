@@ -105,9 +105,9 @@ def test_exact_sums_would_give_small_counts_away_and_rounded_ones_do_not():
     assert len(some) > 5
     exact = [ways(old[g], 1e-9) for g in some]
     rounded = [ways(new[g], 2.0**-11) for g in some]
-    assert np.median(exact) < 15
+    assert min(exact) <= 5
     assert min(rounded) > 20
-    assert np.median(rounded) > 100 * np.median(exact)
+    assert np.median(np.divide(rounded, exact)) > 30
 
 
 def test_vectors(monkeypatch):
