@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cloister.crypto import paillier
-from cloister.protocols.fedavg import federated_training
+from cloister.protocols.fedavg import checked_training, federated_training
 from cloister.protocols.fedavg.training_parts import Offer
 from cloister.protocols.forest import counted_forest, masked_forest, private_slots
 from cloister.protocols.sums import (
@@ -176,6 +176,48 @@ class Pupil:
         return np.round(np.array([[100 * right, 1000 - 100 * right], [0, 1000.0]])), 4.0
 
 
+class Clipper:
+    """Adds its own vector in every step; twenty cells of two labels train, and as many are held out."""
+
+    size, trainable, digest, cells = 4, 4, bytes(32), 20
+
+    def __init__(self, seed):
+        self.sum, self.loss, self.donor, self.left_out = np.random.default_rng(seed).normal(0, 3, 4), 9.0, None, 0
+
+    def group(self, *, held_out):
+        return np.arange(20) % 2, None
+
+    def keep_held_out(self, keep):
+        assert keep.all()
+
+    def gradient(self, theta, t, clip, keep):
+        return self
+
+    def score(self, theta):
+        right = np.round(10 * (1 - np.exp(-np.abs(theta).sum())))  # better with every round
+        return np.array([[right, 10 - right], [0, 10.0]]), 20.0 - right
+
+
+def clipped_training(seed):
+    inputs = {u: (Offer("x", ("p", "q"), lambda labels, k=seed + i: Clipper(k)),) for i, u in enumerate(SITES)}
+    return Case(checked_training.Params(SITES, HUB, "clipper", rounds=2, rate=0.1), inputs)
+
+
+def right_clipped(cases):
+    """All sites have the same θ: two steps of Adam along the sum of all, with any vector of the malicious site."""
+
+    def right(lie, found):
+        have = {u: v for u, v in found.items() if u != HUB}
+        alike(list(have.values()), lambda v: v.theta)
+        assert all(np.abs(v.theta).max() <= 0.2 * (1 + 1e-6) for v in have.values())
+        if lie.liar == HUB:
+            possible = [checked_training.ideal(c.params, {u: x[0] for u, x in c.inputs.items()})[HUB] for c in cases]
+            for u, value in have.items():
+                assert any(np.allclose(value.theta, theta, atol=1e-6) for theta in possible), f"{lie}: '{u}'"
+
+    return right
+
+
 def training(seed):
     inputs = {u: (Offer("x", ("p", "q"), lambda labels, k=seed + i: Pupil(k)),) for i, u in enumerate(SITES)}
     return Case(federated_training.Params(SITES, HUB, "pupil", rounds=2), inputs)
@@ -331,6 +373,12 @@ QUESTIONS = {
         [masked(0)],
         anything,
         {"principal": "abcf", "auxiliary": "abcf", "client": "bcf"},
+    ),
+    "checked_training": (
+        checked_training,
+        [clipped_training(0), clipped_training(7)],
+        right_clipped,
+        {},
     ),
     "federated_training": (
         federated_training,

@@ -159,7 +159,12 @@ def _examine_kit(path: Path) -> Iterator[Finding]:
             if (entry := kit.approvals.entry(kit.study)) is not None and entry.data is not None:
                 spent = kit.budget(policy).spent(entry.data.matrix).items()
                 words = ", ".join(f"{n:g} {what} ({_limit(policy.budget.get(what))})" for what, n in spent)
-                yield Finding("budget", "ok", f"of these cells, over all studies: {words}")
+                yield Finding("budget", "ok", f"of these cells, over all studies that share this file: {words}")
+                if not Path(policy.budget["file"]).is_absolute():
+                    text = (
+                        "this kit's own; kits of other studies on the same cells are counted and compared with it only"
+                    )
+                    yield Finding("budget", "note", f"{text} if [budget] file is the same full path in all of them")
         except CloisterError as e:
             yield Finding("limits", "note", str(e))
         yield _coordinator_answers(kit.study.network.get("host"), kit.study.network.get("port"))
