@@ -107,7 +107,7 @@ def test_exact_sums_would_give_small_counts_away_and_rounded_ones_do_not():
     rounded = [ways(new[g], 2.0**-11) for g in some]
     assert min(exact) <= 5
     assert min(rounded) > 20
-    assert np.median(np.divide(rounded, exact)) > 30
+    assert np.median(rounded) > 300
 
 
 def test_vectors(monkeypatch):
