@@ -141,8 +141,10 @@ class Rows:
 
     def effective(self, weights: F64) -> Groups:
         """Effective sizes 1 / max leverage of the k columns of `weights`, (n, k)."""
-        cells = _effective(np.abs(weights))
-        donors = None if self.donor is None else _effective(self._by_donor(np.abs(weights)))
+        cells = effective_sizes(np.abs(weights))
+        if self.cells is not None and self.n:
+            cells = cells * self.cells.min()  # each row stands for at least so many
+        donors = None if self.donor is None else effective_sizes(self._by_donor(np.abs(weights)))
         return self._judge(cells, donors)
 
     def open_rows(self, codes: I64, k: int) -> Bits:
@@ -336,6 +338,16 @@ class Rows:
             raise ParameterError(f"expected an offset of 0 to {step - 1}, found {offset}")
         return self.whole((np.asarray(counts, np.int64) + offset) // step * step)
 
+    def measured(self, cells: F64, donors: F64 | None, sums: Array) -> Contribution:
+        """Weighted sums, (k, …), whose effective sizes (k,) were worked out elsewhere, as 1 / the largest leverage.
+
+        For weights that are not stored as a whole, and for the leverage in several columns at once, which is larger
+        than that in any of them.
+        """
+        if (donors is None) != (self.donor is None):
+            raise ParameterError("effective numbers of donors are needed where donors are named, and only there")
+        return self._of(self._judge(cells, donors), sums)
+
     def _of(self, groups: Groups, sums: Array | None) -> Contribution:
         return self._contribution(groups, groups.cells if sums is None else np.asarray(sums))
 
@@ -381,7 +393,7 @@ def _smallest(sizes: Array | None, among: Bits) -> int | None:
     return int(sizes[among].min() + SLACK) if sizes is not None and among.any() else None
 
 
-def _effective(weights: F64) -> F64:
+def effective_sizes(weights: F64) -> F64:
     """1 / max_i w_i² / Σ_j w_j², per column; 0 for a column of zeros."""
     squares = np.square(weights)
     largest = squares.max(axis=0, initial=0.0)

@@ -31,7 +31,7 @@ from cloister.protocols.cellcnn import clear_training, encrypted_training
 from cloister.protocols.fedavg import packed_words as lanes
 from cloister.protocols.fedavg.training_terms import Weights
 from cloister.protocols.forest import counted_forest, masked_forest
-from cloister.protocols.groups.contrast_terms import part_of
+from cloister.protocols.groups.contrast_terms import Table, part_of
 from cloister.protocols.harmony import federated_harmony
 from cloister.protocols.knn import plain_knn
 from cloister.protocols.sums import averaged_quantiles, pooled_quantiles, pooled_scaling, secure_sum, shared_pca
@@ -102,10 +102,10 @@ def own_donors(sent: Sent, sites: Mapping[str, Any], options: Mapping[str, Any])
     chosen = compare_groups.Options(**options)
     held = {p: compare_groups.donors_of(a, chosen) for p, a in sites.items()}
     params = compare_groups.params_of(tuple(map(Party, sites)), Party("coordinator"), chosen)
-    labels, width = sorted({k for mine in held.values() for k in mine.bulks}), 2 * len(chosen.groups) + 2
+    labels, width = sorted({k for mine in held.values() for k in mine.labels()}), 2 * len(chosen.groups) + 2
     true = {}
     for p, mine in held.items():
-        parts = [part_of(params, mine, k, mine.names, composition=False) for k in labels]
+        parts = [part_of(Table(params, k, mine.names, ()), mine) for k in labels]
         true[p] = np.stack([np.bincount(part.group, minlength=len(chosen.groups)) for part in parts])
     total = np.sum([*true.values()], axis=0)
     added = sent.by_sender(secure_sum.MaskedInput, to="coordinator", scope="sum/1")
