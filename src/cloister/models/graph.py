@@ -49,6 +49,11 @@ MAX_BITS = 1 << 16
 MAX_POWER = 64
 _BLOCK = 1 << 22  # entries of H at once
 COLUMNS = 16  # columns of S at once; more of them leave the cache
+STEPS = 10  # of a walk, at most
+HUB = 5  # a point that is a neighbour of more than HUB k others passes no label on
+RING_BITS = 52  # of the scores of a walk, at most
+LEVELS = 8  # of a rounded score
+PARTS = 1000  # α of a walk is taken to so many parts
 
 
 @dataclass(frozen=True)
@@ -273,6 +278,98 @@ def decide(scores: I64, counts: I64 | None = None, near: F64 | None = None, weig
     label = np.where(reached, np.argmax(z if near is None or not weight else p, axis=1), -1)
     confidence = np.where(reached, 1.0 - entropy / math.log(n_classes), 0.0)
     return label, np.clip(confidence, 0.0, 1.0)
+
+
+# ---- walks of few steps, on integers ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """Label propagation in few steps and without divisions, so that it can be computed on shares.
+
+    A is 1 where j is one of the k nearest neighbours of i, B = A + Aᵀ. Cells that are neighbours of more than `HUB` k
+    others are hubs: they receive labels, and pass none on (v = 0). Labels of cells that are neighbours of at most k
+    others count twice.
+
+        Z_0 = v ∘ w ∘ Y,   Z_{t+1} = v ∘ (B Z_t),   R = Σ_t c_{T-t} Z_t,   c_s = ⌊(2k/α)^s⌋
+
+    This is Σ_t (α/2k)^t (vB)^t times 1/c_T. A row of vBv adds up to at most (1 + HUB) k, so no entry of R exceeds `bound`,
+    whatever the graph is: nothing wraps in a ring of `ring_bits`, and nothing has to be truncated. A hub gets the votes of
+    its neighbours on both sides, from as many steps as fit.
+    """
+
+    n_neighbors: int  # k
+    alpha: float
+    steps: int  # T
+
+    @classmethod
+    def of(cls, n_neighbors: int, alpha: float, most: int = STEPS) -> Walk:
+        """The most steps, up to `most`, whose scores fit into `RING_BITS`."""
+        walks = (cls(n_neighbors, alpha, steps) for steps in range(most, 0, -1))
+        fitting = next((walk for walk in walks if walk.ring_bits <= RING_BITS), None)
+        if fitting is None:
+            raise ParameterError(
+                f"'n_neighbors' is {n_neighbors} and 'alpha' {alpha:g}: no step of a walk fits; lower n_neighbors, or"
+                " raise alpha"
+            )
+        return fitting
+
+    def coefficient(self, power: int) -> int:
+        """c_s in whole numbers: the same on every machine."""
+        return (2 * self.n_neighbors * PARTS) ** power // max(1, round(self.alpha * PARTS)) ** power
+
+    def reach(self, steps: int) -> int:
+        """What no entry of a sum over so many steps exceeds, hubs left out."""
+        grows = (1 + HUB) * self.n_neighbors
+        return sum(2 * self.coefficient(steps - t) * grows**t for t in range(steps + 1))
+
+    @property
+    def ring_bits(self) -> int:
+        return self.reach(self.steps).bit_length()
+
+    def hub_steps(self, n: int, bits: int) -> int:
+        """Steps of the votes that hubs get, in a graph of n points and a ring of so many bits; -1: none."""
+        fits = (
+            s
+            for s in range(self.steps - 1, -1, -1)
+            if (n + self.n_neighbors) * self.reach(s) + self.coefficient(s + 1) < 1 << bits
+        )
+        return next(fits, -1)
+
+
+def walk(neighbours: I64, labels: I64, n_classes: int, how: Walk, bits: int | None = None) -> I64:
+    """R (n, C) of all points, from their neighbours (n, k) and labels (-1: none), in a ring of so many bits."""
+    from scipy import sparse
+
+    n, k = neighbours.shape
+    A = sparse.csr_array((np.ones(n * k, np.int64), (np.repeat(np.arange(n), k), neighbours.reshape(-1))), shape=(n, n))
+    B, degree = A + A.T, np.asarray(A.sum(axis=0)).reshape(-1)
+    v, Y = (degree <= HUB * k)[:, None].astype(np.int64), one_hot(labels, n_classes)
+    Z = (v + (degree <= k)[:, None]) * Y
+    last = how.hub_steps(n, how.ring_bits if bits is None else bits)
+    R = how.coefficient(how.steps) * Z + how.coefficient(last + 1) * (1 - v) * Y
+    for t in range(how.steps):
+        votes = B @ Z
+        Z = v * votes
+        R += how.coefficient(how.steps - t - 1) * Z
+        if t <= last:
+            R += how.coefficient(last - t) * (votes - Z)
+    return R
+
+
+def decide_walk(scores: I64) -> tuple[I64, I64]:
+    """Label of every row of R, -1 where no label arrives, and its part of the row in eighths, rounded down."""
+    total, most = scores.sum(axis=1), scores.max(axis=1)
+    eighth = total >> 3
+    level = sum((most >= j * eighth).astype(np.int64) for j in range(1, LEVELS))
+    return np.where(total > 0, scores.argmax(axis=1), -1), np.where(total > 0, level, 0)
+
+
+def level_confidence(label: I64, level: I64, n_classes: int) -> F64:
+    """Confidence from the part of the largest class, in eighths: 0 for an even split, near 1 for all of it."""
+    share = (level + 0.5) / LEVELS
+    sure = np.clip((share - 1 / n_classes) / (1 - 1 / n_classes), 0.0, 1.0)
+    return np.where(label >= 0, sure, 0.0)
 
 
 # ---- the whole of it, in the clear -----------------------------------------------------------------------------------

@@ -79,11 +79,12 @@ class Setting:
     alpha: float
     balance: bool
     class_means: float = 0.0  # weight of how near a point is to the mean of each class
+    steps: int = 0  # of a walk (`verified_propagation`); 0: until nothing changes
 
     @property
     def spread(self) -> dict[str, Any]:
         """What `graph.propagate` takes."""
-        return {k: v for k, v in asdict(self).items() if k != "class_means"}
+        return {k: v for k, v in asdict(self).items() if k not in ("class_means", "steps")}
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,6 +114,11 @@ class Labelled:  # u → S
     classes: int
 
 
+@message("H1")
+class Classes:  # u → S
+    count: int
+
+
 @dataclass(frozen=True)
 class Labels:
     """What a site has at the end."""
@@ -136,9 +141,9 @@ class Served:
 
     sites: tuple[Party, ...]
     sizes: tuple[int, ...]
-    labelled: I64  # points, by their place in the graph
+    labelled: I64 | None  # points, by their place in the graph; not hardened
     distances: I32 | None  # H, published only
-    keys: I64 | None  # the graph, hardened only
+    keys: I64 | None  # the graph, semi-honest only
     finished: tuple[Party, ...]  # who got their labels
     choice: Choice
 

@@ -13,7 +13,7 @@ from cloister.crypto.share_proofs import ALIGN, FOLD, ROWS, folded_length
 from cloister.protocols.sharing import selection, verification, verified
 from cloister.protocols.sharing.folding import HASH, LAST
 from cloister.protocols.sharing.replicated_cost import PK, SIGNATURE, Bill
-from cloister.protocols.sharing.verified_linear import SEED
+from cloister.protocols.sharing.verified_linear import SEED, packed_size
 from cloister.study import Party
 
 
@@ -109,7 +109,7 @@ class VerifiedBill(Bill):
     def shuffle(self, rows: int, n: int, bits: int) -> None:
         for p in range(3):
             for i in (p, (p + 1) % 3):
-                self.send(i, rows * n * Ring(bits).size)
+                self.send(i, packed_size(rows * n, bits))
                 self._hops[i] += rows * n
             self.prove_large()
 

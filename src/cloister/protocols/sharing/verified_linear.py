@@ -115,8 +115,77 @@ def planes_of(x: Words, rows: int) -> U64:
     return planes
 
 
+def packed_size(count: int, bits: int) -> int:
+    """Bytes of `count` words of so many bits, as `packed` sends them."""
+    return count * bits // 8 if bits % 8 == 0 else 8 * bits * -(-count // 64)
+
+
+def packed(x: Words, bits: int) -> U8:
+    """Words without the bits above `bits`, as bytes: planes where `bits` is not a multiple of 8."""
+    return raw(planes_of(x, bits)) if bits % 8 else Ring(bits).to_bytes(x.astype(Ring(bits).dtype, copy=False))
+
+
+def unpacked(data: U8, bits: int, shape: tuple[int, ...]) -> U64:
+    if bits % 8 == 0:
+        return Ring(bits).from_bytes(data, shape).astype(np.uint64)
+    out: U64 = gf64.to_words(words(data).reshape(bits, -1))[: math.prod(shape)].reshape(shape)
+    return out
+
+
+def ones_of(planes: U64, ring: Ring) -> Words:
+    """Planes as words 0 and 1 of a ring, 64 for each word of planes."""
+    bits = np.unpackbits(raw(planes), bitorder="little").astype(ring.dtype)
+    return bits.reshape(*planes.shape[:-1], 64 * planes.shape[-1])
+
+
 def zeros(shape: tuple[int, ...]) -> Xored:
     return Xored(np.zeros(shape, np.uint64), np.zeros(shape, np.uint64))
+
+
+class Chain:
+    """The products q x_1, q x_2, ... of one shared factor, where x_t may depend on the products before it.
+
+    They are proved as one product q (x_1, x_2, ...) when the chain ends, so that q is mixed once. With `diagonal`, q (d,)
+    stands for a diagonal matrix: row i of x times q_i. Nothing can be opened while a chain has not ended.
+    """
+
+    def __init__(self, engine: VerifiedLinear, q: Shared, *, diagonal: bool) -> None:
+        self._engine, self._q, self._diagonal = engine, q, diagonal
+        self._right: list[Shared] = []
+        self._left: list[Words] = []
+        self._masks: list[Words] = []
+        engine.proofs.unfinished += 1
+
+    def _summand(self, x: Shared) -> Words:
+        q, both = self._q, x.a + x.b
+        if self._diagonal:
+            return q.a[:, None] * both + q.b[:, None] * x.a
+        return local.word_matmul(q.a, both) + local.word_matmul(q.b, x.a)
+
+    async def step(self, x: Shared) -> Shared:
+        """Q x for shared x (d, c)."""
+        engine, ring = self._engine, x.ring
+        shape = (self._q.shape[0], x.shape[1])
+        own, following = ring.draw(engine._own, shape), ring.draw(engine._next, shape)
+        z = engine._chained(self._summand(x)) + own - following
+        _, data = await engine.links.exchange(Product, ring.to_bytes(z), None, None, math.prod(shape) * ring.size)
+        other = ring.from_bytes(data, shape)
+        self._right.append(x)
+        self._left.append(other - following)
+        self._masks.append(own)
+        return Shared(ring, z, other)
+
+    async def end(self) -> None:
+        """Hand over what the proof of all products needs."""
+        engine, q = self._engine, self._q
+        r = local.join(self._right, axis=1).map(lambda w: np.ascontiguousarray(w.T))
+        masks, correction = engine.proofs.correction(r.shape[1])
+        sent = q.ring.to_bytes(correction)
+        data, _ = await engine.links.exchange(Product, None, sent, ROWS * ROWS * q.ring.size, None)
+        sum_right = q.ring.from_bytes(data, (ROWS, ROWS)).astype(np.uint64)
+        left, own = np.concatenate(self._left, axis=1), np.concatenate(self._masks, axis=1)
+        engine.proofs.add_product(q, r, left, own, masks, sum_right, diagonal=self._diagonal)
+        engine.proofs.unfinished -= 1
 
 
 class VerifiedLinear:
@@ -259,8 +328,12 @@ class VerifiedLinear:
         self.proofs.add_product(q, r, left, own, masks, ring.from_bytes(from_prev, (ROWS, ROWS)).astype(np.uint64))
         return Shared(ring, z, other)
 
-    async def times_transposed(self, q: Shared, r: Shared) -> Shared:
-        return await self.product(q, r)
+    def _chained(self, z: Words) -> Words:
+        return z
+
+    def chain(self, q: Shared, *, diagonal: bool = False) -> Chain:
+        """Products of one shared factor with several others, one after the other; `Chain.end` before any opening."""
+        return Chain(self, q, diagonal=diagonal)
 
     # -- V4: gates -----------------------------------------------------------------------------------------------------
 
