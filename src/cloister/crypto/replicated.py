@@ -203,7 +203,7 @@ def matmul(a: Words, b: Words, bits: int) -> Words:
 
 
 @njit(cache=True, nogil=True)
-def _add_product(a, b, out):  # type: ignore[no-untyped-def]  # pragma: no cover
+def _add_product(a: Words, b: Words, out: Words) -> None:  # pragma: no cover
     for i in range(a.shape[0]):
         for k in range(a.shape[1]):
             for j in range(b.shape[1]):
@@ -211,7 +211,7 @@ def _add_product(a, b, out):  # type: ignore[no-untyped-def]  # pragma: no cover
 
 
 def word_matmul(a: Words, b: Words) -> Words:
-    """A product of two matrices modulo the size of a word: for b of few columns, where limbs cost more than they save."""
+    """A product of two matrices modulo the size of a word; faster than `matmul` where b has few columns."""
     out: Words = np.zeros((a.shape[0], b.shape[1]), a.dtype)
     _add_product(np.ascontiguousarray(a), np.ascontiguousarray(b), out)
     return out

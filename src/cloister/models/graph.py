@@ -287,15 +287,15 @@ def decide(scores: I64, counts: I64 | None = None, near: F64 | None = None, weig
 class Walk:
     """Label propagation in few steps and without divisions, so that it can be computed on shares.
 
-    A is 1 where j is one of the k nearest neighbours of i, B = A + Aᵀ. Cells that are neighbours of more than `HUB` k
-    others are hubs: they receive labels, and pass none on (v = 0). Labels of cells that are neighbours of at most k
-    others count twice.
+    A is 1 where j is one of the k nearest neighbours of i, B = A + Aᵀ. Points that are neighbours of more than `HUB` k
+    others are hubs: they receive labels and pass none on (v = 0, else 1). Labels of points that are neighbours of at
+    most k others count twice (w = 1, else 0).
 
-        Z_0 = v ∘ w ∘ Y,   Z_{t+1} = v ∘ (B Z_t),   R = Σ_t c_{T-t} Z_t,   c_s = ⌊(2k/α)^s⌋
+        Z_0 = (v + w) ∘ Y,   Z_{t+1} = v ∘ (B Z_t),   R = Σ_t c_{T-t} Z_t,   c_s = ⌊(2k/α)^s⌋
 
-    This is Σ_t (α/2k)^t (vB)^t times 1/c_T. A row of vBv adds up to at most (1 + HUB) k, so no entry of R exceeds `bound`,
-    whatever the graph is: nothing wraps in a ring of `ring_bits`, and nothing has to be truncated. A hub gets the votes of
-    its neighbours on both sides, from as many steps as fit.
+    R / c_T is Σ_t (α/2k)^t (vB)^t Z_0. A row of vBv adds up to at most (1 + HUB) k. So no entry of R exceeds `reach`,
+    whatever the graph is: in a ring of `ring_bits` nothing wraps, and nothing has to be truncated. A hub gets the votes
+    of its neighbours on both sides, from as many steps as fit.
     """
 
     n_neighbors: int  # k

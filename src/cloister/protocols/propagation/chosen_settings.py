@@ -94,7 +94,6 @@ class Params:
     bits: int
     usual: Setting  # the first to be tried; its neighbours are those of the graph
     classes: int
-    verified: bool = True
 
     def __post_init__(self) -> None:
         if len(self.sites) < 2 or self.classes < 2:
@@ -132,7 +131,7 @@ class Params:
 
     def scores(self, widths: Mapping[Party, int]) -> shared_scores.Params:
         sizes = tuple(len(self.spreads) * self.rows(widths[u]) for u in self.sites)
-        return shared_scores.Params(self.sites, sizes, self.server, self.classes, self.verified)
+        return shared_scores.Params(self.sites, sizes, self.server, self.classes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,12 +28,12 @@ what labels reveal : a site chooses its own points. Points that surround a vecto
 Assumes
 -------
 At most one party deviates, in any way (`verified`); no two of the three computing parties collude. Points and labels of
-a site are not verified. A site that drops out before H8 is left out, and H1 to H7 start again without it. After the
-first opening of H8 nothing starts again: the run ends.
+a site are not verified. A site that drops out before the first opening (H6 or H8) is left out, and H1 starts again
+without it. After the first opening nothing starts again: the run ends.
 
 Cost
 ----
-For n points, codes of L bits and rings of κ = ⌈log2 (L + 2)⌉ and κ' ≤ 52 bits, with b = ⌈log2 n⌉: about 7κ + 6 (κ + b) +
+For n points, codes of L bits, rings of κ = ⌈log2 (L + 2)⌉ and κ' ≤ 52 bits and b = ⌈log2 n⌉: about 7κ + 6 (κ + b) +
 1.2 (3 (κ + b) + 3) + 3k + 3κ' bits for each pair of points, all three together; 3κ' n C T bits for T steps.
 
 References
@@ -69,7 +69,7 @@ from cloister.study import Party
 __all__ = ["Params", "ideal", "roles", "server", "settings", "site"]
 
 NAME = "verified_propagation"
-BLOCK = 1 << 21  # distances at once
+BLOCK = 1 << 22  # distances at once; a selection takes about 80 bytes for each
 WORD = 64  # points of one word of a plane
 FOLDS = 4  # of labels, where a setting is chosen
 ALPHAS = (0.5, 0.9, 0.99)
@@ -98,13 +98,13 @@ def check_params(params: Params) -> None:
     if params.engine != "mpc":
         raise ParameterError(
             f"'hamming' is '{params.engine}', which protects from parties that follow the protocol only; use"
-            " hamming=mpc, or mode published"
+            " hamming=mpc, or mode semi-honest or published"
         )
-    for name, wanted in (("balance", params.balance), ("class_means", params.class_means)):
+    for name, wanted in (("balance", params.balance), ("class_means", params.class_means > 0)):
         if wanted:
             raise ParameterError(
-                f"'{name}' opens labels of each class, which mode hardened does not; leave it out, or use mode"
-                " semi-honest"
+                f"'{name}' opens counts or means of labels by class, which mode hardened does not; leave it out, or"
+                " use mode semi-honest"
             )
     settings(params)
 
@@ -349,7 +349,7 @@ async def _walk(trio: Verified, plan: Plan, A: Shared, Y: Xored, ring: Ring, fol
     labels = (numbers[:C] + numbers[C : 2 * C]).map(lambda w: np.ascontiguousarray(w.T))
     own, mute = numbers[2 * C : 3 * C].map(lambda w: np.ascontiguousarray(w.T)), numbers[3 * C]
     number = plan.places.folds % folds
-    Z = join([labels.map(lambda w, f=f: w * (number == f)[:, None].astype(w.dtype)) for f in range(folds)], axis=1)
+    Z = join([labels.times((number == f)[:, None]) for f in range(folds)], axis=1)
     B = A + A.map(lambda w: w.T)
     spread, damp = trio.chain(B), trio.chain(mute, diagonal=True)
     every, hubs = [Z], []
@@ -362,9 +362,7 @@ async def _walk(trio: Verified, plan: Plan, A: Shared, Y: Xored, ring: Ring, fol
     await spread.end()
     await damp.end()
     cut = [slice(C * f, C * (f + 1)) for f in range(folds)]
-    return Walked(
-        [[z[:, c] for c in cut] for z in every], [_sum([h[:, c] for c in cut]) for h in hubs], own
-    )
+    return Walked([[z[:, c] for c in cut] for z in every], [_sum([h[:, c] for c in cut]) for h in hubs], own)
 
 
 def _scores(walked: Walked, walk: Walk, n: int, bits: int) -> Shared:
@@ -412,8 +410,8 @@ async def _count(trio: Verified, x: Xored) -> Xored:
             one, two = numbers[:, :, :h], numbers[:, :, h:]
         else:
             low = np.uint64((1 << shift) - 1)
-            one = numbers.map(lambda w, low=low: w & low)
-            two = numbers.map(lambda w, s=shift: w >> np.uint64(s))
+            one = Xored(numbers.a & low, numbers.b & low)
+            two = Xored(numbers.a >> np.uint64(shift), numbers.b >> np.uint64(shift))
             shift //= 2
         more = zeros((1, *one.shape[1:]))
         numbers = await trio.add(together([one, more]), together([two, more]))
@@ -523,7 +521,7 @@ async def _compute(
     ring = ring_of_walks(walks, plan.places.n)
     codes = await _share_codes(trio, plan, packed)
     labels = await _share_labels(trio, plan, y)
-    walked, number = None, 0
+    walked, number, planes = None, 0, None
     if codes is not None and labels is not None:
         A = await _neighbours(trio, plan, codes, ring)
         steps = max(walk.steps for walk in walks)
@@ -531,8 +529,8 @@ async def _compute(
         del A
     if plan.params.choose:
         index = None if walked is None or labels is None else await _choose(trio, plan, walks, walked, labels)
+        progress.opened = True
         number = await _open_number(trio, plan, index, len(walks))
-    planes = None
     if walked is not None:
         planes = await _decide(trio, plan, _scores(walked, walks[number], plan.places.n, ring.bits))
         await trio.proofs.verify()

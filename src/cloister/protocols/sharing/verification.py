@@ -31,6 +31,7 @@ from cloister.crypto.share_proofs import ROWS, Mixture, digest
 from cloister.errors import ParameterError
 from cloister.net.wire import message
 from cloister.protocols.sharing.folding import HASH, LEFT, PROVER, RIGHT, Folding, Hop, Statement, reject
+from cloister.protocols.sharing.packing import packed, packed_size, unpacked
 from cloister.protocols.sharing.sealed_links import NAME, Links
 
 SEED = 16
@@ -194,8 +195,8 @@ class Proofs:
             for p in self.products
         ]
         said = [self._halves(p, mixture) for p, mixture in zip(self.products, mixtures, strict=True)]
-        as_left = [p.ring.to_bytes(x) for p, s in zip(self.products, said, strict=True) for x in s[LEFT]]
-        as_right = [p.ring.to_bytes(x) for p, s in zip(self.products, said, strict=True) for x in s[RIGHT]]
+        as_left = [packed(x, p.ring) for p, s in zip(self.products, said, strict=True) for x in s[LEFT]]
+        as_right = [packed(x, p.ring) for p, s in zip(self.products, said, strict=True) for x in s[RIGHT]]
         to_prev = np.concatenate([self._vouch(said, right=True), *as_left])  # to A of my proof, and B of i + 1
         to_next = np.concatenate([self._vouch(said, right=False), *as_right])  # to B of my proof, and A of i - 1
         from_prev, from_next = await self.links.exchange(Halves, to_prev, to_next, to_next.size, to_prev.size)  # V8
@@ -208,7 +209,7 @@ class Proofs:
     def _vouch(self, said: list[dict[str, tuple[U64, ...]]], *, right: bool) -> U8:
         """The hash of what B (or A) of this party's own proof has to say."""
         halves = [s[PROVER][2:] if right else s[PROVER][:2] for s in said]
-        return digest(*(p.ring.to_bytes(x) for p, pair in zip(self.products, halves, strict=True) for x in pair))
+        return digest(*(packed(x, p.ring) for p, pair in zip(self.products, halves, strict=True) for x in pair))
 
     def _halves(self, p: Product, mixture: dict[str, Mixture]) -> dict[str, tuple[U64, ...]]:
         """Masked halves: mine as A and as B, and both of my own proof; modulo 2^κ when they travel."""
@@ -230,7 +231,7 @@ class Proofs:
     ) -> tuple[list[U8], list[U8]]:
         left, right, at = [], [], 0
         for p, mixture, mine in zip(self.products, mixtures, said, strict=True):
-            d, size = p.inner, ROWS * p.inner * p.ring.size
+            d, size = p.inner, packed_size(ROWS * p.inner, p.ring)
             shapes, cuts = ((ROWS, d), (d, ROWS)), (slice(at, at + size), slice(at + size, at + 2 * size))
             at += 2 * size
             x_right, y_right = (_wide(p.ring, from_prev[c], s) for c, s in zip(cuts, shapes, strict=True))  # B of i + 1
@@ -245,4 +246,4 @@ class Proofs:
 
 
 def _wide(ring: Ring, data: U8, shape: tuple[int, int]) -> U64:
-    return ring.from_bytes(data, shape).astype(np.uint64)
+    return unpacked(data, ring, shape).astype(np.uint64)

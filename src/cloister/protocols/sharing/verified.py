@@ -10,6 +10,8 @@
                    p → t: π(x_p) ⊕ ρ, q → t: π(x_t) ⊕ ρ', and both know π(x_q) ⊕ ρ ⊕ ρ'
     V7-V12         everything sent so far is proved                                               (`verification`)
     V13  open      the word that a party lacks, from one holder; its hash from the other
+    V14  numbers   of bits x = t + t' + 3 x_2, given as in V2: d = x_0 ⊕ x_1 by 0, t = d_1 ⊕ (x_2, ..., x_2) by 1,
+                   t' = d_0 ⊕ (x_2, ..., x_2) by 2
 
 Component i of every value is at parties i and i - 1. What is opened, and when, is as in `replicated`: rows are
 shuffled by a permutation that nobody knows, and the outcome of comparisons is opened. Each such step is proved
@@ -17,7 +19,10 @@ shuffled by a permutation that nobody knows, and the outcome of comparisons is o
 
     operation              bits sent per entry, all three                      rounds
     product                3κ                                                  1
+    chain of products      3κ for each entry of a result; one proof for all    1 each
     bits                   κ + 3 (κ - 1), or about κ + 3κ log2 κ               κ, or 2 + log2 κ
+    numbers of bits        3κ                                                  2
+    one-hot rows           3 for each entry of a row, or a little more         about log2 log2 n
     less                   3κ, or about 6κ                                     κ, or 8 + log2 (κ/8)
     shuffle                6κ                                                  3
     proof                  some 100 kB                                         5 to 11
@@ -57,17 +62,14 @@ from cloister.errors import ParameterError
 from cloister.net.wire import message
 from cloister.protocols.sharing import selection
 from cloister.protocols.sharing.folding import Hop
+from cloister.protocols.sharing.packing import packed, packed_size, planes_of, unpacked
 from cloister.protocols.sharing.sealed_links import NAME
 from cloister.protocols.sharing.verified_linear import (
     VerifiedLinear,
     Xored,
     ones_of,
-    packed,
-    packed_size,
-    planes_of,
     stacked,
     together,
-    unpacked,
     zeros,
 )
 from cloister.study import Party
@@ -169,14 +171,14 @@ class Verified(VerifiedLinear):
     async def inject(self, x: Xored, ring: Ring) -> Shared:
         """XOR-shared bits, planes (..., w), as numbers 0 and 1 of a ring, (..., 64 w).
 
-        0 knows d = x_0 ⊕ x_1 and gives it as d_0 + d_1. With e = x_2, known to 1 and 2, x = d ⊕ e = d + e - 2de. Where
-        e = 1, all bits of d_0 and d_1 are turned over: -d_k = ¬d_k + 1, so x = t + t' + 3e with t = d_1 ⊕ (e, ..., e),
-        given by 1, and t' = d_0 ⊕ (e, ..., e), given by 2. Each of d, t, t' is the XOR of words that the two verifiers of
-        its owner hold, so that it is proved as the bits of a sum are.
+        0 knows d = x_0 ⊕ x_1 and gives it as d_0 + d_1. With e = x_2, known to 1 and 2, x = d ⊕ e = e + (1 - 2e) d.
+        Since -d_k = ¬d_k + 1, x = t + t' + 3e with t = d_1 ⊕ (e, ..., e), given by 1, and t' = d_0 ⊕ (e, ..., e), given
+        by 2. Each of d, t, t' is the XOR of two words, one held by the first verifier of its owner and one by the
+        second. So it is proved as the bits of a sum are.
         """
         shape, width = (*x.shape[:-1], 64 * x.shape[-1]), x.a.size
         flat, count = x.reshape(-1), ring.bits
-        size = packed_size(64 * width, count)
+        size = packed_size(64 * width, ring)
 
         def planes(w: Words) -> U64:
             return planes_of(w, count)
@@ -193,13 +195,13 @@ class Verified(VerifiedLinear):
             return w ^ -ones_of(plane, ring)
 
         def read(data: U8) -> Words:
-            return unpacked(data, count, (64 * width,)).astype(ring.dtype)
+            return unpacked(data, ring, (64 * width,))
 
         i, links = self.links.i, self.links
         own, following = ring.draw(self._own, (64 * width,)), ring.draw(self._next, (64 * width,))
         if i == 0:
             d_1 = ones_of(flat.a ^ flat.b, ring) - own
-            await links.send(links.next, Number, packed(d_1, count))
+            await links.send(links.next, Number, packed(d_1, ring))
             got = read((await links.gather(Number, {links.prev: size}))[links.prev])
             self.proofs.add_carries(0, (lowest(flat.a), planes(own)), (lowest(flat.b), planes(d_1)))
             self.proofs.add_carries(1, (planes(d_1), planes(following)), None)
@@ -208,14 +210,14 @@ class Verified(VerifiedLinear):
         if i == 1:
             d_1 = read((await links.gather(Number, {links.prev: size}))[links.prev])
             t_2 = turned(d_1, flat.b) - own
-            await links.send(links.next, Number, packed(t_2, count))
+            await links.send(links.next, Number, packed(t_2, ring))
             self.proofs.add_carries(0, None, (lowest(flat.a), planes(d_1)))
             self.proofs.add_carries(1, (planes(d_1), planes(own)), (everywhere(flat.b), planes(t_2)))
             self.proofs.add_carries(2, (everywhere(flat.b), planes(following)), None)
             last = t_2 + following + ring.dtype.type(3) * ones_of(flat.b, ring)
             return Shared(ring, own, last).reshape(*shape)
         t_0 = turned(following, flat.a) - own
-        await links.send(links.next, Number, packed(t_0, count))
+        await links.send(links.next, Number, packed(t_0, ring))
         got = read((await links.gather(Number, {links.prev: size}))[links.prev])
         self.proofs.add_carries(0, (lowest(flat.b), planes(following)), None)
         self.proofs.add_carries(1, None, (everywhere(flat.a), planes(got)))
@@ -313,7 +315,7 @@ class Verified(VerifiedLinear):
         common = np.take_along_axis(held[q], perm, axis=1) ^ rho ^ other_rho
         mine, moved = (p, rho) if i == p else (t, other_rho)
         y = self._hop(held[mine], perm, moved)
-        await self.links.send(self.computing[t], Hopped, packed(y, ring.bits))
+        await self.links.send(self.computing[t], Hopped, packed(y, ring))
         small = perm.astype(np.uint32)
         if i == p:
             self.proofs.add_hop(Hop(p, shape, small, held[p], None, other_rho, None))
@@ -324,9 +326,9 @@ class Verified(VerifiedLinear):
     async def _receive_hop(self, p: int, held: dict[int, U64], shape: tuple[int, int], ring: Ring) -> dict[int, U64]:
         """At t."""
         q, t = (p + 1) % 3, (p + 2) % 3
-        size = packed_size(math.prod(shape), ring.bits)
+        size = packed_size(math.prod(shape), ring)
         data = await self.links.gather(Hopped, {self.computing[p]: size, self.computing[q]: size})
-        y_p, y_t = (unpacked(data[self.computing[k]], ring.bits, shape) for k in (p, q))
+        y_p, y_t = (unpacked(data[self.computing[k]], ring, shape).astype(np.uint64) for k in (p, q))
         self.proofs.add_hop(Hop(p, shape, None, held[p], held[t], y_p, y_t))
         return {p: y_p, t: y_t}
 
