@@ -50,8 +50,9 @@ MAX_POWER = 64
 _BLOCK = 1 << 22  # entries of H at once
 COLUMNS = 16  # columns of S at once; more of them leave the cache
 STEPS = 10  # of a walk, at most
-HUB = 5  # a point that is a neighbour of more than HUB k others passes no label on
-RING_BITS = 52  # of the scores of a walk, at most
+HUB = 6  # a point of degree above HUB k passes no label on
+MOST = 4  # the largest weight of what a point passes on
+RING_BITS = 53  # of the scores of a walk, at most
 LEVELS = 8  # of a rounded score
 PARTS = 1000  # α of a walk is taken to so many parts
 
@@ -287,15 +288,15 @@ def decide(scores: I64, counts: I64 | None = None, near: F64 | None = None, weig
 class Walk:
     """Label propagation in few steps and without divisions, so that it can be computed on shares.
 
-    A is 1 where j is one of the k nearest neighbours of i, B = A + Aᵀ. Points that are neighbours of more than `HUB` k
-    others are hubs: they receive labels and pass none on (v = 0, else 1). Labels of points that are neighbours of at
-    most k others count twice (w = 1, else 0).
+    A is 1 where j is one of the k nearest neighbours of i, B = A + Aᵀ. A point of degree d (a row of B adds up to it) passes
+    on its labels with weight u = ⌊HUB k / d⌋, at most `MOST`. A point of more than HUB k is a hub: it receives labels and
+    passes none on.
 
-        Z_0 = (v + w) ∘ Y,   Z_{t+1} = v ∘ (B Z_t),   R = Σ_t c_{T-t} Z_t,   c_s = ⌊(2k/α)^s⌋
+        Z_0 = u ∘ Y,   Z_{t+1} = u ∘ (B Z_t),   R = Σ_t c_{T-t} Z_t,   c_s = ⌊(3.6 k/α)^s⌋
 
-    R / c_T is Σ_t (α/2k)^t (vB)^t Z_0. A row of vBv adds up to at most (1 + HUB) k. So no entry of R exceeds `reach`,
-    whatever the graph is: in a ring of `ring_bits` nothing wraps, and nothing has to be truncated. A hub gets the votes
-    of its neighbours on both sides, from as many steps as fit.
+    So R / c_T is u ∘ Σ_t (α/3.6k)^t (Bu)^t Y: propagation with columns divided by degrees, roughly. A row of uB adds up
+    to at most HUB k. So no entry of R exceeds `reach`, whatever the graph is: in a ring of `ring_bits` nothing wraps, and
+    nothing has to be truncated. A hub gets the votes of its neighbours, from as many steps as fit.
     """
 
     n_neighbors: int  # k
@@ -316,12 +317,17 @@ class Walk:
 
     def coefficient(self, power: int) -> int:
         """c_s in whole numbers: the same on every machine."""
-        return (2 * self.n_neighbors * PARTS) ** power // max(1, round(self.alpha * PARTS)) ** power
+        return (18 * self.n_neighbors * PARTS) ** power // (5 * max(1, round(self.alpha * PARTS))) ** power
 
     def reach(self, steps: int) -> int:
         """What no entry of a sum over so many steps exceeds, hubs left out."""
-        grows = (1 + HUB) * self.n_neighbors
-        return sum(2 * self.coefficient(steps - t) * grows**t for t in range(steps + 1))
+        grows = HUB * self.n_neighbors
+        return sum(MOST * self.coefficient(steps - t) * grows**t for t in range(steps + 1))
+
+    @property
+    def bounds(self) -> tuple[int, ...]:
+        """Column sums of A up to which a point has weight 1, 2, ... at least."""
+        return tuple(HUB * self.n_neighbors // weight - self.n_neighbors for weight in range(1, MOST + 1))
 
     @property
     def ring_bits(self) -> int:
@@ -344,17 +350,17 @@ def walk(neighbours: I64, labels: I64, n_classes: int, how: Walk, bits: int | No
     n, k = neighbours.shape
     A = sparse.csr_array((np.ones(n * k, np.int64), (np.repeat(np.arange(n), k), neighbours.reshape(-1))), shape=(n, n))
     B, degree = A + A.T, np.asarray(A.sum(axis=0)).reshape(-1)
-    v, Y = (degree <= HUB * k)[:, None].astype(np.int64), one_hot(labels, n_classes)
-    Z = (v + (degree <= k)[:, None]) * Y
+    u = sum((degree <= bound).astype(np.int64) for bound in how.bounds)[:, None]
+    Y = one_hot(labels, n_classes)
     last = how.hub_steps(n, how.ring_bits if bits is None else bits)
-    R = how.coefficient(how.steps) * Z + how.coefficient(last + 1) * (1 - v) * Y
+    Z = u * Y
+    R, hubs = how.coefficient(how.steps) * Z, how.coefficient(last + 1) * Y
     for t in range(how.steps):
         votes = B @ Z
-        Z = v * votes
+        Z = u * votes
         R += how.coefficient(how.steps - t - 1) * Z
-        if t <= last:
-            R += how.coefficient(last - t) * (votes - Z)
-    return R
+        hubs += (how.coefficient(last - t) if t <= last else 0) * votes
+    return np.where(u > 0, R, hubs)
 
 
 def decide_walk(scores: I64) -> tuple[I64, I64]:

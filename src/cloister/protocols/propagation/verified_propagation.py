@@ -4,11 +4,11 @@
     H1    u → 3   codes, shared, proved to be bits; labels as rows of bits, proved to have at most one 1
     H2    3       distances; the k smallest of every row, whose columns stay shared                     (verified V6)
     H3    3       A, the bits of these columns, as numbers                                             (verified V14)
-    H4    3       from the column sums of A: v, 0 for hubs; w, 1 for labels that count twice
-    H5    3       Z_0 = (v + w) ∘ Y, Z_{t+1} = v ∘ (A + Aᵀ) Z_t                          (`models.graph.Walk`)
+    H4    3       u, the weight of what a point passes on, from the column sums of A; 0 for hubs
+    H5    3       Z_0 = u ∘ Y, Z_{t+1} = u ∘ (A + Aᵀ) Z_t                                          (`models.graph.Walk`)
     H6    3       with `choose`: for each setting the number of labelled points whose label the labels of three other
                   folds predict; the index of the largest number is opened to all
-    H7    3       R = Σ_t c_{T-t} Z_t; the largest class of every row, and its part of the row in eighths
+    H7    3       R = Σ_t c_{T-t} Z_t, for hubs from (A + Aᵀ) Z_t; the largest class of every row, and its part of the row in eighths
     H8    3 → u   both, for u's own points
 
 The three computing parties are the first three sites, or two sites and the server. Every message of theirs is proved
@@ -33,7 +33,7 @@ without it. After the first opening nothing starts again: the run ends.
 
 Cost
 ----
-For n points, codes of L bits, rings of κ = ⌈log2 (L + 2)⌉ and κ' ≤ 52 bits and b = ⌈log2 n⌉: about 7κ + 6 (κ + b) +
+For n points, codes of L bits, rings of κ = ⌈log2 (L + 2)⌉ and κ' ≤ 53 bits and b = ⌈log2 n⌉: about 7κ + 6 (κ + b) +
 1.2 (3 (κ + b) + 3) + 3k + 3κ' bits for each pair of points, all three together; 3κ' n C T bits for T steps.
 
 References
@@ -314,8 +314,9 @@ class Walked:
     """All steps of the walks from the labels of each fold, (n, C) each."""
 
     steps: list[list[Shared]]  # Z_t, by step and fold
-    hubs: list[Shared]  # (1 - v) ∘ B Z_t, of all folds
-    own: Shared  # (1 - v) ∘ Y
+    votes: list[Shared]  # B Z_t, of all folds
+    labels: Shared  # Y
+    open: Xored  # (words,): points that pass labels on, which hubs do not
 
     def total(self, step: int) -> Shared:
         return _sum(self.steps[step])
@@ -334,43 +335,39 @@ def _sum(parts: Sequence[Shared]) -> Shared:
     return out
 
 
-async def _walk(trio: Verified, plan: Plan, A: Shared, Y: Xored, ring: Ring, folds: int, steps: int) -> Walked:
+async def _walk(trio: Verified, plan: Plan, A: Shared, Y: Xored, ring: Ring, folds: int, walk: Walk) -> Walked:
     """H4 and H5."""
-    n, k, C = plan.places.n, plan.params.n_neighbors, plan.classes
+    n, C, width = plan.places.n, plan.classes, plan.places.width
     degree = A.sum(axis=0).to(Ring(n.bit_length() + 2))
-    bounds = trio.constant(np.array([[min(graph.HUB * k, n)], [k]]), degree.ring)
-    gaps = bounds.map(lambda w: np.broadcast_to(w, (2, n)).copy()) - degree.map(lambda w: np.stack([w, w]))
-    planes = await trio.bits(plan.places.spread(gaps), few_rounds=True)
-    below = planes[-1].reshape(2, plan.places.width)  # whether the column sum is above a bound
-    v, twice = trio.flip(below[0]), trio.flip(below[1])
-    weighed = await trio.gate(together([Y, Y]), together([v.wide(C), twice.wide(C)]))
-    bits = together([weighed, Y ^ weighed[:C], v.reshape(1, -1)])
-    numbers = plan.places.collect(await trio.inject(bits, ring))  # (3 C + 1, n)
-    labels = (numbers[:C] + numbers[C : 2 * C]).map(lambda w: np.ascontiguousarray(w.T))
-    own, mute = numbers[2 * C : 3 * C].map(lambda w: np.ascontiguousarray(w.T)), numbers[3 * C]
-    number = plan.places.folds % folds
-    Z = join([labels.times((number == f)[:, None]) for f in range(folds)], axis=1)
+    bounds = trio.constant(np.array([[min(bound, n)] for bound in walk.bounds]), degree.ring)
+    gaps = bounds.map(lambda w: np.broadcast_to(w, (graph.MOST, n)).copy()) - degree[None]
+    above = (await trio.bits(plan.places.spread(gaps), few_rounds=True))[-1].reshape(graph.MOST, width)
+    within = trio.flip(above)
+    numbers = plan.places.collect(await trio.inject(together([Y, within]), ring))  # (C + 4, n)
+    labels, weight = numbers[:C].map(lambda w: np.ascontiguousarray(w.T)), numbers[C:].sum(axis=0)
+    fold = plan.places.folds % folds
     B = A + A.map(lambda w: w.T)
-    spread, damp = trio.chain(B), trio.chain(mute, diagonal=True)
-    every, hubs = [Z], []
-    for t in range(steps):
-        votes = await spread.step(Z)
-        Z = await damp.step(votes)
+    spread, weigh = trio.chain(B), trio.chain(weight, diagonal=True)
+    Z = await weigh.step(join([labels.times((fold == f)[:, None]) for f in range(folds)], axis=1))
+    every, votes = [Z], []
+    for t in range(walk.steps):
+        votes.append(await spread.step(Z))
+        Z = await weigh.step(votes[-1])
         every.append(Z)
-        hubs.append(votes - Z)
-        trio.ch.step(f"step {t + 1} of {steps}", protocol=NAME, line="H5")
+        trio.ch.step(f"step {t + 1} of {walk.steps}", protocol=NAME, line="H5")
     await spread.end()
-    await damp.end()
+    await weigh.end()
     cut = [slice(C * f, C * (f + 1)) for f in range(folds)]
-    return Walked([[z[:, c] for c in cut] for z in every], [_sum([h[:, c] for c in cut]) for h in hubs], own)
+    parts, sums = [[z[:, c] for c in cut] for z in every], [_sum([x[:, c] for c in cut]) for x in votes]
+    return Walked(parts, sums, labels, within[0])
 
 
-def _scores(walked: Walked, walk: Walk, n: int, bits: int) -> Shared:
-    """H7: R (n, C)."""
-    out = _sum([walked.total(t).times(walk.coefficient(walk.steps - t)) for t in range(walk.steps + 1)])
+def _scores(walked: Walked, walk: Walk, n: int, bits: int) -> tuple[Shared, Shared]:
+    """H7: R (n, C) of points that pass labels on, and of hubs."""
+    points = [walked.total(t).times(walk.coefficient(walk.steps - t)) for t in range(walk.steps + 1)]
     last = walk.hub_steps(n, bits)
-    parts = [walked.hubs[t].times(walk.coefficient(last - t)) for t in range(last + 1)]
-    return _sum([out, walked.own.times(walk.coefficient(last + 1)), *parts])
+    votes = [walked.votes[t].times(walk.coefficient(last - t)) for t in range(last + 1)]
+    return _sum(points), _sum([walked.labels.times(walk.coefficient(last + 1)), *votes])
 
 
 # ---- H6 to H8: comparisons -------------------------------------------------------------------------------------------
@@ -451,12 +448,15 @@ def _parity(planes: Sequence[Xored], width: int) -> Xored:
     return out
 
 
-async def _decide(trio: Verified, plan: Plan, scores: Shared) -> Xored:
+async def _decide(trio: Verified, plan: Plan, scores: tuple[Shared, Shared], passes_on: Xored) -> Xored:
     """H7: planes of the label (b), whether one arrives (1), and seven levels of its part."""
     C, width = plan.classes, plan.places.width
-    rows = scores.map(lambda w: np.concatenate([w.T, w.sum(axis=1, dtype=w.dtype)[None]]))
-    every = await trio.bits(plan.places.spread(rows), few_rounds=rows.a.size <= QUICK)
-    every = every.reshape(len(every), C + 1, width)
+    rows = join(scores, axis=1).map(lambda w: np.ascontiguousarray(w.T).reshape(2, C, -1))
+    rows = join([rows, rows.sum(axis=1)[:, None]], axis=1)  # (2, C + 1, n), with the sum over classes
+    planes = await trio.bits(plan.places.spread(rows), few_rounds=rows.a.size <= QUICK)
+    points, hubs = (planes.reshape(len(planes), 2, C + 1, width)[:, i] for i in range(2))
+    where = passes_on.map(lambda w: np.broadcast_to(w, (C + 1, width)))
+    every = await trio.choose(where, points, hubs)
     most, label = await _largest(trio, every[:, :C])
     total = every[:, C]
     eighth = _shifted(total, -3)
@@ -524,15 +524,16 @@ async def _compute(
     walked, number, planes = None, 0, None
     if codes is not None and labels is not None:
         A = await _neighbours(trio, plan, codes, ring)
-        steps = max(walk.steps for walk in walks)
-        walked = await _walk(trio, plan, A, labels, ring, folds, steps)
+        longest = max(walks, key=lambda walk: walk.steps)
+        walked = await _walk(trio, plan, A, labels, ring, folds, longest)
         del A
     if plan.params.choose:
         index = None if walked is None or labels is None else await _choose(trio, plan, walks, walked, labels)
         progress.opened = True
         number = await _open_number(trio, plan, index, len(walks))
     if walked is not None:
-        planes = await _decide(trio, plan, _scores(walked, walks[number], plan.places.n, ring.bits))
+        scores = _scores(walked, walks[number], plan.places.n, ring.bits)
+        planes = await _decide(trio, plan, scores, walked.open)
         await trio.proofs.verify()
     progress.opened = True
     rows, result = index_bits(plan.classes) + graph.LEVELS, None
