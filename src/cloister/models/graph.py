@@ -49,10 +49,10 @@ MAX_BITS = 1 << 16
 MAX_POWER = 64
 _BLOCK = 1 << 22  # entries of H at once
 COLUMNS = 16  # columns of S at once; more of them leave the cache
-STEPS = 10  # of a walk, at most
+STEPS = 8  # of a walk, at most
 HUB = 6  # a point of degree above HUB k passes no label on
 MOST = 4  # the largest weight of what a point passes on
-RING_BITS = 53  # of the scores of a walk, at most
+RING_BITS = 44  # of the scores of a walk, at most
 LEVELS = 8  # of a rounded score
 PARTS = 1000  # α of a walk is taken to so many parts
 
@@ -288,8 +288,8 @@ def decide(scores: I64, counts: I64 | None = None, near: F64 | None = None, weig
 class Walk:
     """Label propagation in few steps and without divisions, so that it can be computed on shares.
 
-    A is 1 where j is one of the k nearest neighbours of i, B = A + Aᵀ. A point of degree d (a row of B adds up to it) passes
-    on its labels with weight u = ⌊HUB k / d⌋, at most `MOST`. A point of more than HUB k is a hub: it receives labels and
+    A is 1 where j is one of the k nearest neighbours of i, B = A + Aᵀ. A point of degree d, the sum of its row of B,
+    passes labels on with weight u = ⌊HUB k / d⌋, at most `MOST`. A point with d > HUB k is a hub: it receives labels and
     passes none on.
 
         Z_0 = u ∘ Y,   Z_{t+1} = u ∘ (B Z_t),   R = Σ_t c_{T-t} Z_t,   c_s = ⌊(3.6 k/α)^s⌋
@@ -297,6 +297,9 @@ class Walk:
     So R / c_T is u ∘ Σ_t (α/3.6k)^t (Bu)^t Y: propagation with columns divided by degrees, roughly. A row of uB adds up
     to at most HUB k. So no entry of R exceeds `reach`, whatever the graph is: in a ring of `ring_bits` nothing wraps, and
     nothing has to be truncated. A hub gets the votes of its neighbours, from as many steps as fit.
+
+    A second walk starts from the labels that the first one gives, and from the given ones where there are some. It
+    brings labels as far as many more steps would, in numbers that stay small.
     """
 
     n_neighbors: int  # k
@@ -343,14 +346,20 @@ class Walk:
         return next(fits, -1)
 
 
+def walk_twice(neighbours: I64, labels: I64, n_classes: int, how: Walk, bits: int | None = None) -> I64:
+    """R (n, C) of the second walk of all points, from their neighbours (n, k) and labels (-1: none)."""
+    first, _ = decide_walk(walk(neighbours, labels, n_classes, how, bits))
+    return walk(neighbours, np.where(labels >= 0, labels, first), n_classes, how, bits)
+
+
 def walk(neighbours: I64, labels: I64, n_classes: int, how: Walk, bits: int | None = None) -> I64:
-    """R (n, C) of all points, from their neighbours (n, k) and labels (-1: none), in a ring of so many bits."""
+    """R (n, C) of one walk, in a ring of so many bits; with fewer bits than it needs, hubs get no votes."""
     from scipy import sparse
 
     n, k = neighbours.shape
     A = sparse.csr_array((np.ones(n * k, np.int64), (np.repeat(np.arange(n), k), neighbours.reshape(-1))), shape=(n, n))
     B, degree = A + A.T, np.asarray(A.sum(axis=0)).reshape(-1)
-    u = sum((degree <= bound).astype(np.int64) for bound in how.bounds)[:, None]
+    u: I64 = np.stack([degree <= bound for bound in how.bounds], axis=1).sum(axis=1, keepdims=True)
     Y = one_hot(labels, n_classes)
     last = how.hub_steps(n, how.ring_bits if bits is None else bits)
     Z = u * Y

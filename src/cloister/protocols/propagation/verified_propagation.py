@@ -5,10 +5,11 @@
     H2    3       distances; the k smallest of every row, whose columns stay shared                     (verified V6)
     H3    3       A, the bits of these columns, as numbers                                             (verified V14)
     H4    3       u, the weight of what a point passes on, from the column sums of A; 0 for hubs
-    H5    3       Z_0 = u ∘ Y, Z_{t+1} = u ∘ (A + Aᵀ) Z_t                                          (`models.graph.Walk`)
+    H5    3       Z_0 = u ∘ Y, Z_{t+1} = u ∘ (A + Aᵀ) Z_t, R = Σ_t c_{T-t} Z_t                   (`models.graph.Walk`)
     H6    3       with `choose`: for each setting the number of labelled points whose label the labels of three other
                   folds predict; the index of the largest number is opened to all
-    H7    3       R = Σ_t c_{T-t} Z_t, for hubs from (A + Aᵀ) Z_t; the largest class of every row, and its part of the row in eighths
+    H7    3       the largest class of every row of R; H5 again, from these labels and the given ones; then the largest
+                  class of every row, and its part of the row in eighths
     H8    3 → u   both, for u's own points
 
 The three computing parties are the first three sites, or two sites and the server. Every message of theirs is proved
@@ -33,8 +34,9 @@ without it. After the first opening nothing starts again: the run ends.
 
 Cost
 ----
-For n points, codes of L bits, rings of κ = ⌈log2 (L + 2)⌉ and κ' ≤ 53 bits and b = ⌈log2 n⌉: about 7κ + 6 (κ + b) +
-1.2 (3 (κ + b) + 3) + 3k + 3κ' bits for each pair of points, all three together; 3κ' n C T bits for T steps.
+For n points, codes of L bits, rings of κ = ⌈log2 (L + 2)⌉ and κ' ≤ 44 bits and b = ⌈log2 n⌉: about 7κ + 6 (κ + b) +
+1.2 (3 (κ + b) + 3) + 3k + 3κ' bits for each pair of points, all three together; 6κ' n C T bits for T steps of
+two walks.
 
 References
 ----------
@@ -62,7 +64,9 @@ from cloister.protocols.propagation import propagation_terms
 from cloister.protocols.propagation.chosen_settings import Choice, Setting
 from cloister.protocols.propagation.point_roster import Roster
 from cloister.protocols.propagation.propagation_terms import Labels, Params, Served, all_groups, begin, in_group
-from cloister.protocols.sharing.verified import Verified, Xored, planes_of, stacked, together, zeros
+from cloister.protocols.sharing.packing import planes_of
+from cloister.protocols.sharing.verified import Verified, Xored, stacked, together, zeros
+from cloister.protocols.sharing.verified_linear import Chain
 from cloister.protocols.sums import attempts
 from cloister.study import Party
 
@@ -129,7 +133,7 @@ def ideal(
     fold = np.concatenate([np.arange(len(xs[u][0])) % FOLDS for u in sites])
     walks = settings(params)
     number = predicted(walks, near, y, fold, len(classes)) if params.choose else 0
-    scores = graph.walk(near, y, len(classes), walks[number], ring_of_walks(walks, len(y)).bits)
+    scores = graph.walk_twice(near, y, len(classes), walks[number], ring_of_walks(walks, len(y)).bits)
     label, level = graph.decide_walk(scores)
     choice = choice_of(params, walks[number])
     made: dict[Party, Labels | None] = {params.server: None}
@@ -309,14 +313,20 @@ async def _neighbours(trio: Verified, plan: Plan, x: Shared, ring: Ring) -> Shar
 # ---- H4, H5: walks ---------------------------------------------------------------------------------------------------
 
 
+def _sum(parts: Sequence[Shared]) -> Shared:
+    out = parts[0]
+    for part in parts[1:]:
+        out = out + part
+    return out
+
+
 @dataclass(frozen=True, slots=True)
 class Walked:
-    """All steps of the walks from the labels of each fold, (n, C) each."""
+    """All steps of a walk from the labels of each fold, (n, C) each."""
 
     steps: list[list[Shared]]  # Z_t, by step and fold
     votes: list[Shared]  # B Z_t, of all folds
     labels: Shared  # Y
-    open: Xored  # (words,): points that pass labels on, which hubs do not
 
     def total(self, step: int) -> Shared:
         return _sum(self.steps[step])
@@ -327,47 +337,57 @@ class Walked:
         own = (np.stack([x.a for x in parts])[folds, rows], np.stack([x.b for x in parts])[folds, rows])
         return total - Shared(total.ring, *own)
 
-
-def _sum(parts: Sequence[Shared]) -> Shared:
-    out = parts[0]
-    for part in parts[1:]:
-        out = out + part
-    return out
-
-
-async def _walk(trio: Verified, plan: Plan, A: Shared, Y: Xored, ring: Ring, folds: int, walk: Walk) -> Walked:
-    """H4 and H5."""
-    n, C, width = plan.places.n, plan.classes, plan.places.width
-    degree = A.sum(axis=0).to(Ring(n.bit_length() + 2))
-    bounds = trio.constant(np.array([[min(bound, n)] for bound in walk.bounds]), degree.ring)
-    gaps = bounds.map(lambda w: np.broadcast_to(w, (graph.MOST, n)).copy()) - degree[None]
-    above = (await trio.bits(plan.places.spread(gaps), few_rounds=True))[-1].reshape(graph.MOST, width)
-    within = trio.flip(above)
-    numbers = plan.places.collect(await trio.inject(together([Y, within]), ring))  # (C + 4, n)
-    labels, weight = numbers[:C].map(lambda w: np.ascontiguousarray(w.T)), numbers[C:].sum(axis=0)
-    fold = plan.places.folds % folds
-    B = A + A.map(lambda w: w.T)
-    spread, weigh = trio.chain(B), trio.chain(weight, diagonal=True)
-    Z = await weigh.step(join([labels.times((fold == f)[:, None]) for f in range(folds)], axis=1))
-    every, votes = [Z], []
-    for t in range(walk.steps):
-        votes.append(await spread.step(Z))
-        Z = await weigh.step(votes[-1])
-        every.append(Z)
-        trio.ch.step(f"step {t + 1} of {walk.steps}", protocol=NAME, line="H5")
-    await spread.end()
-    await weigh.end()
-    cut = [slice(C * f, C * (f + 1)) for f in range(folds)]
-    parts, sums = [[z[:, c] for c in cut] for z in every], [_sum([x[:, c] for c in cut]) for x in votes]
-    return Walked(parts, sums, labels, within[0])
+    def scores(self, walk: Walk, n: int, bits: int) -> tuple[Shared, Shared]:
+        """R (n, C) of points that pass labels on, and of hubs."""
+        points = [self.total(t).times(walk.coefficient(walk.steps - t)) for t in range(walk.steps + 1)]
+        last = walk.hub_steps(n, bits)
+        votes = [self.votes[t].times(walk.coefficient(last - t)) for t in range(last + 1)]
+        return _sum(points), _sum([self.labels.times(walk.coefficient(last + 1)), *votes])
 
 
-def _scores(walked: Walked, walk: Walk, n: int, bits: int) -> tuple[Shared, Shared]:
-    """H7: R (n, C) of points that pass labels on, and of hubs."""
-    points = [walked.total(t).times(walk.coefficient(walk.steps - t)) for t in range(walk.steps + 1)]
-    last = walk.hub_steps(n, bits)
-    votes = [walked.votes[t].times(walk.coefficient(last - t)) for t in range(last + 1)]
-    return _sum(points), _sum([walked.labels.times(walk.coefficient(last + 1)), *votes])
+class Graph:
+    """A shared graph at a computing party, and walks over it."""
+
+    def __init__(self, trio: Verified, plan: Plan, B: Shared, weight: Shared, passes_on: Xored) -> None:
+        self.trio, self.plan, self.passes_on = trio, plan, passes_on  # (words,): 0 for hubs
+        self._B, self._weight = B, weight
+        self._chains: tuple[Chain, Chain] | None = None
+
+    @classmethod
+    async def of(cls, trio: Verified, plan: Plan, A: Shared, walk: Walk) -> Graph:
+        """H4."""
+        n, width = plan.places.n, plan.places.width
+        degree = A.sum(axis=0).to(Ring(n.bit_length() + 2))
+        bounds = trio.constant(np.array([[min(bound, n)] for bound in walk.bounds]), degree.ring)
+        gaps = bounds.map(lambda w: np.broadcast_to(w, (graph.MOST, n)).copy()) - degree[None]
+        above = (await trio.bits(plan.places.spread(gaps), few_rounds=True))[-1].reshape(graph.MOST, width)
+        within = trio.flip(above)
+        weight = plan.places.collect(await trio.inject(within, A.ring)).sum(axis=0)
+        return cls(trio, plan, A + A.map(lambda w: w.T), weight, within[0])
+
+    async def walk(self, Y: Xored, steps: int, folds: int = 1) -> Walked:
+        """H5, from the labels in planes (C, words)."""
+        spread, weigh = self._chains or (self.trio.chain(self._B), self.trio.chain(self._weight, diagonal=True))
+        self._chains = spread, weigh
+        places, C = self.plan.places, self.plan.classes
+        labels = places.collect(await self.trio.inject(Y, self._B.ring)).map(lambda w: np.ascontiguousarray(w.T))
+        fold = places.folds % folds
+        Z = await weigh.step(join([labels.times((fold == f)[:, None]) for f in range(folds)], axis=1))
+        every, votes = [Z], []
+        for t in range(steps):
+            votes.append(await spread.step(Z))
+            Z = await weigh.step(votes[-1])
+            every.append(Z)
+            self.trio.ch.step(f"step {t + 1} of {steps}", protocol=NAME, line="H5")
+        cut = [slice(C * f, C * (f + 1)) for f in range(folds)]
+        return Walked([[z[:, c] for c in cut] for z in every], [_sum([x[:, c] for c in cut]) for x in votes], labels)
+
+    async def end(self) -> None:
+        """Before an opening; a later walk begins new chains."""
+        if self._chains is not None:
+            for chain in self._chains:
+                await chain.end()
+        self._chains = None
 
 
 # ---- H6 to H8: comparisons -------------------------------------------------------------------------------------------
@@ -448,15 +468,33 @@ def _parity(planes: Sequence[Xored], width: int) -> Xored:
     return out
 
 
-async def _decide(trio: Verified, plan: Plan, scores: tuple[Shared, Shared], passes_on: Xored) -> Xored:
-    """H7: planes of the label (b), whether one arrives (1), and seven levels of its part."""
+async def _score_planes(graph_: Graph, scores: tuple[Shared, Shared]) -> Xored:
+    """H7: planes (κ, C + 1, words) of the scores of all classes, and of their sum."""
+    trio, plan = graph_.trio, graph_.plan
     C, width = plan.classes, plan.places.width
     rows = join(scores, axis=1).map(lambda w: np.ascontiguousarray(w.T).reshape(2, C, -1))
-    rows = join([rows, rows.sum(axis=1)[:, None]], axis=1)  # (2, C + 1, n), with the sum over classes
+    rows = join([rows, rows.sum(axis=1)[:, None]], axis=1)  # (2, C + 1, n): points, hubs
     planes = await trio.bits(plan.places.spread(rows), few_rounds=rows.a.size <= QUICK)
     points, hubs = (planes.reshape(len(planes), 2, C + 1, width)[:, i] for i in range(2))
-    where = passes_on.map(lambda w: np.broadcast_to(w, (C + 1, width)))
-    every = await trio.choose(where, points, hubs)
+    where = graph_.passes_on.map(lambda w: np.broadcast_to(w, (C + 1, width)))
+    return await trio.choose(where, points, hubs)
+
+
+async def _relabel(graph_: Graph, scores: tuple[Shared, Shared], Y: Xored) -> Xored:
+    """H7: the labels that a walk gives, where none was given, and the given ones, as planes (C, words)."""
+    trio, C = graph_.trio, graph_.plan.classes
+    every = await _score_planes(graph_, scores)
+    _, label = await _largest(trio, every[:, :C])
+    missing = trio.flip(_parity([Y[c] for c in range(C)], Y.shape[1]))
+    wanted = await trio.gate(await _some(trio, every[:, C]), missing)
+    hot = await trio.one_hot(label, C)
+    return Y ^ await trio.gate(hot, wanted.wide(C))
+
+
+async def _decide(graph_: Graph, scores: tuple[Shared, Shared]) -> Xored:
+    """H7: planes of the label (b), whether one arrives (1), and seven levels of its part."""
+    trio, C, width = graph_.trio, graph_.plan.classes, graph_.plan.places.width
+    every = await _score_planes(graph_, scores)
     most, label = await _largest(trio, every[:, :C])
     total = every[:, C]
     eighth = _shifted(total, -3)
@@ -517,23 +555,27 @@ async def _compute(
         raise ProtocolAbort(NAME, "H8", "repeated", "a party dropped out after results were opened. Start a new run.")
     three = computing(plan.sites, plan.params.server)
     trio = await Verified.meet(ch.sub("three"), three, plan.members, entropy=entropy, identity=identity)
-    walks, folds = settings(plan.params), FOLDS if plan.params.choose else 1
-    ring = ring_of_walks(walks, plan.places.n)
+    walks, n = settings(plan.params), plan.places.n
+    ring, steps = ring_of_walks(walks, n), max(walk.steps for walk in walks)
     codes = await _share_codes(trio, plan, packed)
     labels = await _share_labels(trio, plan, y)
-    walked, number, planes = None, 0, None
+    shared, first, number, planes = None, None, 0, None
     if codes is not None and labels is not None:
-        A = await _neighbours(trio, plan, codes, ring)
-        longest = max(walks, key=lambda walk: walk.steps)
-        walked = await _walk(trio, plan, A, labels, ring, folds, longest)
-        del A
+        shared = await Graph.of(trio, plan, await _neighbours(trio, plan, codes, ring), walks[0])
+        first = await shared.walk(labels, steps, FOLDS if plan.params.choose else 1)
     if plan.params.choose:
-        index = None if walked is None or labels is None else await _choose(trio, plan, walks, walked, labels)
+        index = None
+        if shared is not None and first is not None and labels is not None:
+            await shared.end()
+            index = await _choose(trio, plan, walks, first, labels)
         progress.opened = True
         number = await _open_number(trio, plan, index, len(walks))
-    if walked is not None:
-        scores = _scores(walked, walks[number], plan.places.n, ring.bits)
-        planes = await _decide(trio, plan, scores, walked.open)
+    if shared is not None and first is not None and labels is not None:
+        walk = walks[number]
+        second = await _relabel(shared, first.scores(walk, n, ring.bits), labels)
+        scores = (await shared.walk(second, walk.steps)).scores(walk, n, ring.bits)
+        await shared.end()
+        planes = await _decide(shared, scores)
         await trio.proofs.verify()
     progress.opened = True
     rows, result = index_bits(plan.classes) + graph.LEVELS, None
