@@ -289,14 +289,14 @@ class Walk:
     """Label propagation in few steps and without divisions, so that it can be computed on shares.
 
     A is 1 where j is one of the k nearest neighbours of i, B = A + Aᵀ. A point of degree d, the sum of its row of B,
-    passes labels on with weight u = ⌊HUB k / d⌋, at most `MOST`. A point with d > HUB k is a hub: it receives labels and
-    passes none on.
+    passes labels on with weight u = ⌊HUB k / d⌋, at most `MOST`. A point with d > HUB k is a hub: it receives labels
+    and passes none on.
 
         Z_0 = u ∘ Y,   Z_{t+1} = u ∘ (B Z_t),   R = Σ_t c_{T-t} Z_t,   c_s = ⌊(3.6 k/α)^s⌋
 
     So R / c_T is u ∘ Σ_t (α/3.6k)^t (Bu)^t Y: propagation with columns divided by degrees, roughly. A row of uB adds up
-    to at most HUB k. So no entry of R exceeds `reach`, whatever the graph is: in a ring of `ring_bits` nothing wraps, and
-    nothing has to be truncated. A hub gets the votes of its neighbours, from as many steps as fit.
+    to at most HUB k. So no entry of R exceeds `reach`, whatever the graph is: in a ring of `ring_bits` nothing wraps,
+    and nothing has to be truncated. A hub gets the votes of its neighbours, from as many steps as fit.
 
     A second walk starts from the labels that the first one gives, and from the given ones where there are some. It
     brings labels as far as many more steps would, in numbers that stay small.

@@ -241,7 +241,7 @@ class Plan:
 
 @dataclass(slots=True)
 class Progress:
-    """Whether results have been opened: then nothing may start again."""
+    """Whether this party has opened results or received some: then it does not start again."""
 
     opened: bool = field(default=False)
 
@@ -568,7 +568,7 @@ async def _compute(
         if shared is not None and first is not None and labels is not None:
             await shared.end()
             index = await _choose(trio, plan, walks, first, labels)
-        progress.opened = True
+        progress.opened = trio.rank is not None
         number = await _open_number(trio, plan, index, len(walks))
     if shared is not None and first is not None and labels is not None:
         walk = walks[number]
@@ -577,7 +577,7 @@ async def _compute(
         await shared.end()
         planes = await _decide(shared, scores)
         await trio.proofs.verify()
-    progress.opened = True
+    progress.opened = progress.opened or trio.rank is not None
     rows, result = index_bits(plan.classes) + graph.LEVELS, None
     for u, n in zip(plan.sites, plan.places.sizes, strict=True):
         cut, shape = plan.places.cuts[u], (rows, plan.places.words(u))
@@ -585,6 +585,7 @@ async def _compute(
         what = f"labels and levels of {n} points"
         opened = await trio.open_to(part, shape, to=u, protocol=NAME, line="H8", what=what)
         if opened is not None:
+            progress.opened = True
             result = read_result(opened, n, plan.classes)
     return number, result
 
