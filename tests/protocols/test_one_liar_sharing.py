@@ -61,11 +61,10 @@ def points():
 
 
 def apart():
-    """Two groups of points in opposite directions, one label of each at two sites."""
+    """Two groups of points in opposite directions, a label of each at every site."""
     rng, x = np.random.default_rng(0), np.zeros((4, 4))
     x[:, 0] = [1, -1, 1, -1]
-    labels = dict(zip(SITES, (["one", None, None, None], [None, "two", None, None], [None] * 4), strict=True))
-    inputs = {u: (x + 0.01 * rng.normal(size=x.shape), labels[u]) for u in SITES}
+    inputs = {u: (x + 0.01 * rng.normal(size=x.shape), ["one", "two", None, None]) for u in SITES}
     return Case(PropagationParams(SITES, HUB, bits=64, n_neighbors=2), inputs)
 
 
