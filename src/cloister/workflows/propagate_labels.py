@@ -105,7 +105,8 @@ def propagate_labels(adata: AnnData, seat: Seat | Place, *, copy: bool = False) 
 def site(seat: Seat, adata: AnnData, options: Options) -> Outcome:
     agree_on_space(seat, options.use_rep, adata)
     inputs = _inputs(adata, options)
-    found = seat.run(_protocol(seat.study).site, params_of(seat.study, options), *inputs)
+    budget = (seat.charge_queries,) if seat.study.mode == "hardened" else ()
+    found = seat.run(_protocol(seat.study).site, params_of(seat.study, options), *inputs, *budget)
     write(adata, options, found)
     choice = chosen(found.choice) if options.choose else {}
     return Outcome(adata, computed_by(seat.study, options) | summary(adata, options) | choice)

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cloister.errors import ProtocolAbort
+from cloister.errors import ParameterError, ProtocolAbort
 from cloister.models import graph
 from cloister.protocols.propagation import verified_propagation
 from cloister.protocols.propagation.propagation_terms import Params
@@ -141,6 +141,22 @@ def test_labels_that_are_not_labels_are_detected(party, value, monkeypatch):
     run = run_protocol(verified_propagation, c, timeout=10.0)
     monkeypatch.undo()
     assert not {p for p in run.outcomes if p != party}
+
+
+def test_points_of_others_are_charged_before_codes_are_shared():
+    c, spent = case((9, 8, 7)), []
+
+    def charge(party, count):
+        spent.append((party, count))
+        if party == SITES[2]:
+            raise ParameterError("the budget is spent")
+
+    c.inputs[SITES[0]] = (*c.inputs[SITES[0]], charge)
+    run = run_protocol(verified_propagation, c, timeout=5.0)
+    assert spent == [(SITES[1], 8), (SITES[2], 7)]
+    assert isinstance(run.errors[SITES[0]], ParameterError)
+    assert SITES[0] not in run.outcomes
+    assert not [e for e, _ in run.receipts[SITES[0]].entries if e.kind == "sent" and e.protocol == "verified"]
 
 
 def test_view_does_not_depend_on_points_or_labels():

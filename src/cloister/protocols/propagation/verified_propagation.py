@@ -24,7 +24,8 @@ site : for each own point a label, or that none arrives, and its rounded score: 
 computing party : no more than as a site or as the server, if it deviates too.
 two computing parties together : all codes and all labels. With two sites, so do the server and one site.
 what labels reveal : a site chooses its own points. Points that surround a vector that it knows get the label of the
-    cell that has this vector. Every run reveals at most one label and one level for each of its points.
+    cell that has this vector. Every run reveals at most one label and one level for each of its points. A site's budget
+    counts the points of every other site (`query_cells`).
 
 Assumes
 -------
@@ -46,7 +47,7 @@ References
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -79,6 +80,7 @@ FOLDS = 4  # of labels, where a setting is chosen
 ALPHAS = (0.5, 0.9, 0.99)
 SHORT = 4  # steps of the shorter walks that `choose` tries
 HEAD_START = 6  # the usual setting wins unless another one has 2^-6 of all labels more
+Charge = Callable[[Party, int], None]
 QUICK = 1 << 15  # words at once whose bits are found in few rounds
 
 
@@ -609,10 +611,20 @@ def _plan(params: Params, roster: Roster, sites: tuple[Party, ...], classes: int
 
 
 async def site(
-    ch: Channel, params: Params, vectors: F64, labels: Sequence[str | None], *, entropy: Entropy, identity: Identity
+    ch: Channel,
+    params: Params,
+    vectors: F64,
+    labels: Sequence[str | None],
+    charge: Charge | None = None,
+    *,
+    entropy: Entropy,
+    identity: Identity,
 ) -> Labels:
+    """`charge(u, n)` counts the n points of another site u against this site's budget; it raises if that is spent."""
     check_params(params)
-    return await in_group(ch, params, lambda c, p: _site(c, p, vectors, labels, entropy=entropy, identity=identity))
+    return await in_group(
+        ch, params, lambda c, p: _site(c, p, vectors, labels, charge, entropy=entropy, identity=identity)
+    )
 
 
 async def server(ch: Channel, params: Params, *, entropy: Entropy, identity: Identity) -> tuple[Served, ...]:
@@ -622,9 +634,19 @@ async def server(ch: Channel, params: Params, *, entropy: Entropy, identity: Ide
 
 
 async def _site(
-    ch: Channel, params: Params, vectors: F64, labels: Sequence[str | None], *, entropy: Entropy, identity: Identity
+    ch: Channel,
+    params: Params,
+    vectors: F64,
+    labels: Sequence[str | None],
+    charge: Charge | None,
+    *,
+    entropy: Entropy,
+    identity: Identity,
 ) -> Labels:
     roster, packed, y, _ = await begin(ch, params, vectors, labels, entropy=entropy, identity=identity)
+    for u in roster.sites:
+        if charge is not None and u != ch.me:
+            charge(u, roster.size(u))
     await ch.send(params.server, propagation_terms.Classes(len(roster.classes)))  # H1
     progress = Progress()
 
