@@ -10,6 +10,6 @@ mkdir -p build/one-liar
 $python scripts/mutants.py --jobs "$jobs" > build/one-liar/mutants.txt 2>&1
 $python benchmarks/lies.py --jobs "$((jobs / 2 + 1))" > build/one-liar/lies.txt 2>&1
 $python benchmarks/outliers.py --only auroc --keep build/one-liar/auroc.json > build/one-liar/auroc.txt 2>&1
-$python benchmarks/liars_cost.py --repeats 5 > build/one-liar/cost.txt 2>&1
+$python benchmarks/before_after.py --repeats 5 > build/one-liar/cost.txt 2>&1
 $python scripts/pieces.py
 tail -n 3 build/one-liar/*.txt

@@ -86,7 +86,9 @@ def stage() -> None:
     """Lay out everything that Sphinx reads."""
     shutil.rmtree(STAGE, ignore_errors=True)
     pages = {name: (ROOT / name).read_text(encoding="utf-8") for name in TOP}
-    for path in sorted([*DOCS.glob("*.md"), *DOCS.glob("measured/*.md"), *DOCS.glob("decisions/*.md")]):
+    for path in sorted(
+        [*DOCS.glob("*.md"), *DOCS.glob("measured/*.md"), *DOCS.glob("decisions/*.md"), *DOCS.glob("security/*.md")]
+    ):
         pages[path.relative_to(DOCS).as_posix()] = path.read_text(encoding="utf-8")
     for path in sorted(DOCS.glob("notebooks/*.ipynb")):
         pages[f"notebooks/{path.stem}.md"] = notebook_page(path)
@@ -121,12 +123,14 @@ def contents(pages: list[str]) -> str:
     notebooks = [p for p in pages if p.startswith("notebooks/")]
     decisions = [p for p in pages if p.startswith("decisions/")]
     measured = [p for p in pages if p.startswith("measured/")]
-    named = {"index", "tutorial", *HOW_TO, *REFERENCE, *EXPLANATION, *notebooks, *decisions, *measured}
+    arguments = [p for p in pages if p.startswith("security/")]
+    named = {"index", "tutorial", *HOW_TO, *REFERENCE, *EXPLANATION, *notebooks, *decisions, *measured, *arguments}
     parts = {
         "Tutorial": ["tutorial", *notebooks],
         "How-to": [*HOW_TO, *(p for p in pages if p not in named)],
         "Reference": [*REFERENCE],
         "Measured": measured,
+        "Security arguments": arguments,
         "Explanation": [*EXPLANATION, *decisions],
     }
     return "".join(

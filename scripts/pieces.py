@@ -10,9 +10,12 @@ A piece stands between `<!-- made: KIND WORDS -->` and `<!-- /made -->`:
     learns WORKFLOW               who learns what, in short, one column per mode
     learns                        the same for every workflow and mode
     workflows                     every workflow, what it does, and what others learn in mode hardened
+    arguments                     the pages of docs/security, by their titles
+    malicious                     what one malicious coordinator or site learns beyond that, by hardened protocol
     lies                          what became of every lie of one party, by protocol (benchmarks/logs)
     mutants                       security mutants by protocol, and why those that live may (benchmarks/logs)
     printed NAME                  what a benchmark printed, kept as benchmarks/logs/NAME.txt
+    rings                         estimated security of every lattice ring in use (scripts/lattice_security.py)
 """
 
 from __future__ import annotations
@@ -34,6 +37,8 @@ from cloister.workflows.modes import LEAVES, STAYS, TOGETHER
 
 ROOT = Path(__file__).parents[1]
 PIECE = re.compile(r"^<!-- made: ([^>]*?) -->\n.*?^<!-- /made -->$", flags=re.DOTALL | re.MULTILINE)
+MALICIOUS = re.compile(r"(?:one |a )?(?:lying|malicious) (\w[\w ]*)")
+CENTER = ("coordinator", "aggregator", "server", "provider")  # whoever adds up, as the protocol calls it
 PAGE_OF = {"predict-cellcnn": "train-cellcnn", "serve-model": "adapt-model"}  # two workflows on one page
 
 
@@ -160,6 +165,44 @@ def workflows_table() -> str:
     return table(("workflow", "what it does", "who learns what (hardened)"), rows)
 
 
+def arguments() -> str:
+    """Every page of docs/security but the list itself."""
+    pages = sorted(p for p in (ROOT / "docs" / "security").glob("*.md") if p.stem != "index")
+    return "\n".join(f"- [{p.read_text(encoding='utf-8').splitlines()[0].lstrip('# ')}]({p.name})" for p in pages)
+
+
+def malicious_table() -> str:
+    """Rows on malicious parties in `Reveals` of the protocols of hardened modes, which is where they are written."""
+    used: dict[str, list[str]] = {}
+    for name in workflows.SHIPPED:
+        for protocol in may_run(name, "hardened") if "hardened" in modes(name) else ():
+            used.setdefault(protocol, []).append(name)
+    rows = []
+    for protocol, names in used.items():
+        cells = {"center": "–", "site": "–"}
+        for whos, what in pairs_of(protocols.section(protocol, "Reveals")):
+            for who in re.split(r", (?=(?:one )?(?:lying|malicious))", whos):
+                if found := MALICIOUS.fullmatch(who):
+                    text = " ".join(what.split()).rstrip(".")
+                    named = "" if found[1] in ("coordinator", "site") else f"*{found[1]}*: "
+                    cells["center" if found[1] in CENTER else "site"] = named + text
+        if set(cells.values()) != {"–"}:
+            rows.append((f"`{protocol}`", ", ".join(f"`{n}`" for n in names), cells["center"], cells["site"]))
+    return table(("protocol", "runs in", "a malicious coordinator learns", "one malicious site learns"), rows)
+
+
+def pairs_of(reveals: str) -> list[tuple[str, str]]:
+    """The `who : what` pairs of a section; a pair continues over indented lines."""
+    pairs: list[tuple[str, str]] = []
+    for line in reveals.splitlines():
+        starts = re.match(r"(\S.*?) : (.*)", line) if line[:1].strip() else None
+        if starts:
+            pairs.append((starts[1], starts[2]))
+        elif pairs:
+            pairs[-1] = (pairs[-1][0], f"{pairs[-1][1]} {line.strip()}")
+    return pairs
+
+
 def lies_table() -> str:
     """What `benchmarks/lies.py` found."""
     path = ROOT / "benchmarks" / "logs" / "lies.json"
@@ -198,14 +241,24 @@ def printed(name: str) -> str:
     return f"```text\n{path.read_text(encoding='utf-8').strip()}\n```"
 
 
+def rings_table() -> str:
+    sys.path.insert(0, str(ROOT / "scripts"))
+    from lattice_security import table
+
+    return table()
+
+
 KINDS = {
     "options": options_table,
     "parameters": parameters_table,
     "learns": learns_table,
     "workflows": workflows_table,
+    "arguments": arguments,
+    "malicious": malicious_table,
     "lies": lies_table,
     "mutants": mutants_table,
     "printed": printed,
+    "rings": rings_table,
 }
 
 

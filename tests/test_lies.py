@@ -1,14 +1,17 @@
 """The sixth question: it has to find the holes that a toy protocol has, and none where there is none."""
 
+import dataclasses
 import time
 from dataclasses import dataclass
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import scipy.sparse
 
 from cloister import lies
 from cloister.arrays import F64, U64
+from cloister.disclosure import Rows
 from cloister.errors import DataError, ProtocolAbort
 from cloister.lies import Lie, Stage, all_lies, borrowed, changes, one_of_each
 from cloister.net.wire import message
@@ -167,8 +170,8 @@ def test_each_letter_occurs_and_a_short_list_has_every_message():
     stage = Stage()
     roles = {p: stage.role(p, r) for p, r in toy().roles(None).items()}
     run_protocol(toy(), Case(Params(), {HUB: (4.0,)}), roles=roles)
-    whole = list(all_lies(stage.said, {HUB: hub, A: site}))
-    assert {lie.letter for lie in whole} == set(lies.LETTERS)
+    whole = list(all_lies(stage.said, {HUB: hub, A: site}, {HUB}))
+    assert {lie.letter for lie in whole} == set(lies.LETTERS) - {"h", "k"}  # the toy sends no words, and opens no sum
     short = list(one_of_each(iter(whole)))
     assert {(lie.liar, lie.name) for lie in short} == {(lie.liar, lie.name) for lie in whole}
     assert len(short) < len(whole) / 2
@@ -184,3 +187,130 @@ def test_arrays_of_the_wire_can_be_compared():
     one = Arrays(np.zeros(2), np.zeros(2, np.uint64))
     assert borrowed(one, [Arrays(np.zeros(2), np.zeros(2, np.uint64))]) is None
     assert borrowed(one, [Arrays(np.ones(2), np.zeros(2, np.uint64))]).f[0] == 1
+
+
+@message("L9", protocol="toy")
+class Words:
+    z: U64
+    share: float
+    count: int
+    by_site: dict[str, F64]
+
+
+WORDS = Words(np.arange(3, dtype=np.uint64), 0.5, 7, {"a": np.ones(2)})
+
+
+def test_a_scaled_message_has_all_its_numbers_scaled():
+    """Words modulo 2^64; counts only where a field is scaled alone."""
+    minus = lies.scaled(WORDS, -1)
+    assert minus.z.dtype == np.uint64
+    assert minus.z.tolist() == [0, 2**64 - 1, 2**64 - 2]
+    assert (minus.share, minus.count, minus.by_site["a"].tolist()) == (-0.5, 7, [-1, -1])
+    assert lies.scaled(WORDS, 0).z.tolist() == [0, 0, 0]
+    assert lies.scaled(WORDS.count, 2, counts=True) == 14
+    assert lies.scaled(True, 0, counts=True) is True
+    assert lies.scaled(scipy.sparse.csr_matrix(np.eye(2)), 2).toarray().tolist() == [[2, 0], [0, 2]]
+
+
+def test_a_prime_is_added_to_the_first_word_of_an_array_of_words():
+    added = [int(lies.plus_prime(WORDS.z, prime)[0]) for prime in lies.PRIMES]
+    assert added == [p % 2**64 for p in lies.PRIMES]
+    assert lies.plus_prime(np.ones(2), 7) is None
+    assert lies.plus_prime(np.ones(2, np.uint8), 7) is None
+
+
+def test_received_values_become_own_ones():
+    other = Value(5.0, b"12")
+    assert lies.received_as_own(Value(4.0, b"34"), [WORDS, other]) is other
+    assert lies.received_as_own(Echo(4.0, b"34"), [other]).signature == b"12"
+    mine = dataclasses.replace(WORDS, z=WORDS.z + np.uint64(1), by_site={})
+    assert lies.received_as_own(mine, [WORDS]) is WORDS
+    assert lies.received_as_own(Value(4.0, b"3"), [other]) is other
+    assert lies.received_as_own(Echo(4.0, b"3"), [WORDS, other]) is None
+
+
+def test_special_lies_change_a_message_for_all_or_for_one():
+    found = list(lies._special_lies(HUB, "toy.Words", A, WORDS, 0))
+    assert {(lie.letter, lie.field) for lie in found} >= {("g", ""), ("g", "z"), ("g", "count"), ("h", "z")}
+    assert {lie.to for lie in found} == {None, A}
+    assert {lie.general for lie in found} == {"a", "b"}
+    for lie in found:
+        other = Stage(lie)._special(WORDS)
+        assert other is not None
+        assert not lies._same(other, WORDS)
+
+
+def test_replays_of_this_run_and_received_values_are_sent():
+    """The hub sends the sites' echoes on: under (i) its second to a site is the first once more."""
+    stage = Stage(Lie("i", HUB, "toy.Echo", nth=1))
+    roles = {p: stage.role(p, r) for p, r in toy().roles(None).items()}
+    run = run_protocol(toy(), Case(Params(), {HUB: (4.0,)}), roles=roles, timeout=2.0)
+    assert stage.lied
+    assert {run.errors[u].code for u in SITES if not run.errors[u].heard} == {"signature"}
+
+
+def test_a_protocol_that_adds_up_what_a_site_claims_is_tried_with_other_inputs():
+    """(j): the honest parties' result has to be that of the inputs that were used."""
+
+    async def adds(ch, params, x):
+        total = x + sum([(await ch.recv(u, Echo)).x for u in SITES])
+        await ch.scatter(SITES, Value(total, b"-"))
+        return total
+
+    async def claims(ch, params, x):
+        await ch.send(HUB, Echo(x, b"-"))
+        return (await ch.recv(HUB, Value)).x
+
+    module = SimpleNamespace(
+        __name__="toy", __doc__="", roles=lambda params: {HUB: adds} | dict.fromkeys(SITES, claims)
+    )
+    case = Case(Params(), {HUB: (0.0,)} | {u: (float(i),) for i, u in enumerate(SITES, 1)})
+    seen = []
+
+    def right(lie, values):
+        seen.append(lie.case.inputs[A])
+        assert set(values.values()) == {sum(x for (x,) in lie.case.inputs.values())}
+
+    only = {"only": lambda lie: lie.letter == "j", "full": True, "liars": (A,)}
+    assert check_lies(module, [case], right=right, **only).right == 3
+    assert seen == [(1000.0,), (-1.0,), (0.0,)]
+
+    def of_the_first_case(lie, values):
+        assert set(values.values()) == {6.0}
+
+    with pytest.raises(AssertionError):
+        check_lies(module, [case], right=of_the_first_case, **only)
+
+
+def test_a_site_contributes_something_else_after_its_own_checks():
+    """(k): what `Channel.contribute` hands over is inflated, negated or zeroed, one contribution at a time."""
+
+    async def adds(ch, params):
+        total = 0.0
+        for _ in range(2):
+            total += sum([(await ch.recv(u, Echo)).x for u in SITES])
+        await ch.scatter(SITES, Value(total, b"-"))
+        return total
+
+    async def claims(ch, params, x):
+        rows = Rows(20)
+        for line in ("L1", "L2"):
+            part = rows.whole(np.array([x]))
+            value = ch.contribute(part, protocol="toy", line=line, what="a number")
+            await ch.send(HUB, Echo(float(value[0]), b"-"))
+        return (await ch.recv(HUB, Value)).x
+
+    module = SimpleNamespace(
+        __name__="toy", __doc__="", roles=lambda params: {HUB: adds} | dict.fromkeys(SITES, claims)
+    )
+    case = Case(Params(), {u: (float(i),) for i, u in enumerate(SITES, 1)})
+    seen = {}
+
+    def right(lie, values):
+        (seen[str(lie)],) = set(values.values())
+
+    found = check_lies(module, [case], right=right, only=lambda lie: lie.letter == "k", full=True, liars=(A,))
+    assert found.right == 6
+    assert seen["(k) 'a' toy L1 inflated, number 0"] == 12 + 999
+    assert seen["(k) 'a' toy L2 negated, number 1"] == 12 - 2
+    assert seen["(k) 'a' toy L2 zeroed, number 1"] == 12 - 1

@@ -70,7 +70,7 @@ def studies(draw):
     roles = ["site", *(draw(st.sampled_from(["site", "auxiliary"])) for _ in rest[1:])]
     parties = dict(zip((hub, *rest), ("coordinator", *roles), strict=True))
     return Study(
-        name=draw(LETTERS.filter(bool)),
+        name=draw(LETTERS.filter(lambda x: x.strip() and x.isprintable())),
         workflow=draw(LETTERS.filter(bool)),
         parties=parties,
         mode=draw(st.sampled_from(["hardened", "published", "plain"])),
@@ -354,3 +354,9 @@ def test_a_step_may_not_differ_from_the_list_it_stands_in():
         dataclasses.replace(STORY.parts[0], mode="plain")
     with pytest.raises(ParameterError, match="stand in its steps"):
         dataclasses.replace(STORY, workflow="bin-values")
+
+
+@pytest.mark.parametrize("name", ["\x1b[31mred", "two\nlines", " ", "x" * 201])
+def test_a_name_is_one_printable_line(name):
+    with pytest.raises(ParameterError, match="'name' must be one line of text"):
+        Study(name, "bin-values", {"hub": "coordinator", "a": "site", "b": "site"})

@@ -11,15 +11,22 @@ is based on at least `min_cells` of its own cells and `min_donors` of its own do
 `Contribution` objects are created in this module only, and the values of one leave it through `Channel.contribute`,
 which writes the smallest group behind them into the receipt. `tests/test_disclosure.py` verifies both.
 
-Three kinds of sums need three criteria:
+Kinds of sums and their criteria:
 
 - `whole`: a sum over all rows. The rows together must reach the thresholds (`check` raises before anything is sent).
 - `grouped`, `overlapping`: a sum for each of k groups. A group below a threshold contributes zero. Suppressed groups
   must not have a complement: where groups partition the rows and the total is opened too, first drop the rows of small
   groups with `open_rows`, so that the total is over the rest.
+- `counted`: sums of sparse products, entry by entry. An entry needs enough terms that are not zero.
+- `coarse`: numbers of rows that meet conditions, in multiples of `min_cells`.
 - `weighted`: Σ_i w_ik v_i with real weights. The criterion is leverage, h_ik = w_ik² / Σ_j w_jk²: the largest part of
   column k that one row can have. The effective group size is 1 / max_i h_ik; m rows of equal weight have size m. The
   same holds for donors, with the absolute weights of a donor's rows added up.
+
+Columns of one call are opened together, so linear combinations of them are disclosed as well: two groups that differ in
+one row give that row. For `overlapping` and `weighted`, the criterion therefore is the leverage of a row in all open
+columns together and the sum over all rows. Columns that would raise it above 1 / `min_cells` are suppressed (`_joint`).
+Sums of different calls and rounds are not compared; docs/security/disclosure.md says what this leaves open.
 
 Rows are cells, or samples that stand for several cells each (`cells`). Where no donor is named, only cells count.
 """
@@ -35,6 +42,7 @@ import numpy as np
 from cloister.arrays import F64, I64, Array, Bits
 from cloister.errors import DataError, ParameterError
 
+SPAN = 1e-11  # part of a column, outside the others, that counts as rounding
 SLACK = 1e-9  # of effective group sizes, which are quotients of floating-point sums
 
 
@@ -98,6 +106,8 @@ class Rows:
             column = getattr(self, name)
             if column is not None and column.shape != (self.n,):
                 raise DataError(f"expected one entry of '{name}' per row, {self.n}, found {len(column)}")
+            if column is not None and (not np.issubdtype(column.dtype, np.integer) or column.min(initial=0) < 0):
+                raise DataError(f"'{name}' must hold integers of 0 or more: a row without a donor is not another donor")
 
     def only(self, keep: I64 | Bits) -> Rows:
         """Some of the rows, by position or mask."""
@@ -111,6 +121,8 @@ class Rows:
         """Sizes of the groups that `codes` names, 0 … k-1; a row with code -1 is in none."""
         inside = codes >= 0
         at = codes[inside]
+        if len(at) and int(at.max()) >= k:
+            raise ParameterError(f"expected group codes below {k}, found {int(at.max())}")
         weights = None if self.cells is None else self.cells[inside]
         cells = np.bincount(at, weights, minlength=k).astype(np.int64)
         donors = None
@@ -192,14 +204,78 @@ class Rows:
         """The same for groups that may overlap, `inside` of (n, k). The complement of a group is a group too.
 
         A column that all rows but a few belong to discloses those few where the number of all rows is opened. Columns
-        whose complement is neither empty nor above the thresholds are therefore suppressed.
+        whose complement is neither empty nor above the thresholds are therefore suppressed. So are columns that differ
+        from other ones, or from combinations of them, in too few rows or donors.
         """
         groups, rest = self.members(inside), self.members(~inside)
-        return self._of(replace(groups, open=groups.open & (rest.open | rest.empty)), sums)
+        open_ = groups.open & (rest.open | inside.all(axis=0))
+        return self._of(replace(groups, open=self._joint(inside.astype(np.float64), groups, open_, apart=True)), sums)
 
     def weighted(self, weights: F64, sums: Array | None = None) -> Contribution:
         """Weighted sums, (k, …), or the columns' total weights; columns that few rows dominate are zero."""
-        return self._of(self.effective(weights), weights.sum(axis=0) if sums is None else sums)
+        groups = self.effective(weights)
+        open_ = self._joint(weights, groups, groups.open, apart=False)
+        return self._of(replace(groups, open=open_), weights.sum(axis=0) if sums is None else sums)
+
+    def _joint(self, columns: F64, groups: Groups, among: Bits, *, apart: bool) -> Bits:
+        """Which of these columns can be open together: no combination of them is based on fewer rows than allowed.
+
+        The leverage of a row in the space of all open columns, and of the sum over all rows, is at most 1 / min_cells;
+        that of a donor's rows in the columns at most 1 / min_donors. With `apart`, columns are groups: their donors are
+        counted instead, in the difference of every two. Larger groups come first.
+        """
+        least, each = self.thresholds, np.ones(self.n) if self.cells is None else self.cells.astype(np.float64)
+        scale, basis = np.sqrt(each), _unit(np.sqrt(each))[:, None]
+        kept: list[int] = []
+        order = np.flatnonzero(among)
+        for k in order[np.argsort(-groups.cells[order], kind="stable")].tolist():
+            residual = _orthogonal(basis, _unit(columns[:, k] * scale))
+            if float(np.linalg.norm(residual)) > SPAN:
+                wider = np.concatenate([basis, _unit(residual)[:, None]], axis=1)
+                leverage = np.square(wider).sum(axis=1) / np.maximum(each, 1.0)  # of one cell
+                if leverage.max(initial=0.0) > (1 + SLACK) / least.min_cells:
+                    continue
+            else:
+                wider = basis
+            if self.donor is not None and self._few_donors(columns[:, [*kept, k]], apart=apart):
+                continue
+            basis = wider
+            kept.append(k)
+        open_: Bits = np.isin(np.arange(columns.shape[1]), kept)
+        return open_
+
+    def _few_donors(self, columns: F64, *, apart: bool) -> bool:
+        """Whether the last column, with the others, discloses rows of too few donors."""
+        assert self.donor is not None
+        if apart:
+            differ = columns[:, :-1] != columns[:, -1:]
+            donors = (self._by_donor(differ[:, differ.any(axis=0)].astype(np.float64)) > 0).sum(axis=0)
+            return bool((donors < self.thresholds.min_donors).any())
+        basis = np.linalg.qr(columns / np.linalg.norm(columns, axis=0))[0]
+        parts = (basis[self.donor == d] for d in np.unique(self.donor))
+        largest = max(float(np.linalg.norm(part, ord=2)) ** 2 for part in parts)
+        return largest > (1 + SLACK) / self.thresholds.min_donors
+
+    def counted(self, sums: Array, cells: Array, donors: Array | None = None) -> Contribution:
+        """Sums of which each entry is based on that many cells and donors here; entries below a threshold are zero.
+
+        For sums with many zero terms, such as Σ_i x_ig x_ih of sparse x: `cells` counts the terms that are not zero.
+        """
+        flat = None if donors is None else np.ravel(donors)
+        groups = self._judge(np.ravel(cells), flat)
+        return self._contribution(groups, np.ravel(sums)).map(lambda x: x.reshape(np.shape(sums)))
+
+    def coarse(self, counts: I64, offset: int) -> Contribution:
+        """Numbers of rows that meet conditions, to multiples of `min_cells`: up with the probability of the remainder.
+
+        `offset` is drawn uniformly below `min_cells` once for all counts of one sum, and is secret. A row changes a
+        count with probability 1 / `min_cells`, so that single rows cannot be counted. Two counts that are equal before
+        rounding are equal after it.
+        """
+        step = self.thresholds.min_cells
+        if not 0 <= offset < step:
+            raise ParameterError(f"expected an offset of 0 to {step - 1}, found {offset}")
+        return self.whole((np.asarray(counts, np.int64) + offset) // step * step)
 
     def _of(self, groups: Groups, sums: Array | None) -> Contribution:
         return self._contribution(groups, groups.cells if sums is None else np.asarray(sums))
@@ -228,6 +304,18 @@ def join(parts: Sequence[Contribution]) -> Contribution:
         min((p.donors for p in parts if p.donors is not None), default=None),
         sum(p.withheld for p in parts),
     )
+
+
+def _unit(x: F64) -> F64:
+    length = float(np.linalg.norm(x))
+    return x / length if length > 0 else x
+
+
+def _orthogonal(basis: F64, x: F64) -> F64:
+    """X without its part in the space of an orthonormal basis; twice, for rounding."""
+    for _ in range(2):
+        x = x - basis @ (basis.T @ x)
+    return x
 
 
 def _smallest(sizes: Array | None, among: Bits) -> int | None:

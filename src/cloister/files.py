@@ -1,16 +1,22 @@
-"""Files that appear whole or not at all, for their owner's eyes unless said otherwise; held by one run at a time."""
+"""Files that appear whole or not at all, for their owner's eyes unless said otherwise; held by one run at a time.
+
+`load_arrays` reads archives of arrays that others may have made: sizes are compared before anything is decompressed.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import glob
+import io
 import os
 import time
 import uuid
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from cloister.errors import DataError
 
@@ -18,6 +24,10 @@ try:
     import fcntl
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
+
+
+LARGEST_ARRAYS = 1 << 28  # bytes that the arrays of any archive may have together
+MOST_EXPANSION = 50  # and bytes for each byte of a larger archive
 
 
 @contextmanager
@@ -66,6 +76,41 @@ def private_folder(path: Path) -> Path:
     for missing in reversed([p for p in (path, *path.parents) if not p.exists()]):
         missing.mkdir(mode=0o700, exist_ok=True)
     return path
+
+
+def load_arrays(source: str | Path | bytes, where: str | Path = "") -> Any:
+    """An opened `.npz`, from a file or its bytes; nothing is unpickled.
+
+    Raises `DataError` where its arrays declare far more bytes than the archive has: reading them would fill the memory.
+    `where` names bytes in that message.
+    """
+    import numpy as np
+
+    data = source if isinstance(source, bytes) else Path(source).read_bytes()
+    most = max(LARGEST_ARRAYS, MOST_EXPANSION * len(data))
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        total = sum(_declared(archive, member) for member in archive.infolist())
+    if total > most:
+        name = where or ("the archive" if isinstance(source, bytes) else source)
+        raise DataError(f"{name} has {len(data)} bytes and declares arrays of {total}, more than {most}; do not use it")
+    return np.load(io.BytesIO(data), allow_pickle=False)
+
+
+def _declared(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> int:
+    """Bytes of one array: by the archive's directory, or by the array's own header where that claims more."""
+    from numpy.lib import format as npy
+
+    if not member.filename.endswith(".npy"):
+        return member.file_size
+    with archive.open(member) as file:
+        read = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
+        if (version := npy.read_magic(file)) not in read:
+            raise DataError(f"'{member.filename}' is stored in format {version}, which is not read here")
+        shape, _, dtype = read[version](file)
+    count = dtype.itemsize
+    for n in shape:
+        count *= int(n)
+    return max(member.file_size, count)
 
 
 # ---- one run at a time -----------------------------------------------------------------------------------------------

@@ -65,7 +65,10 @@ Mode = Literal["hardened", "semi-honest", "published", "plain"]
 CONSENTS = {  # what a party may be asked for beyond taking part; only its own settings give it
     "open-model": "opening the model",
     "validation": "opening the validation error during training",
+    "iterative-fit": "opening gradients at points that a malicious site can steer (solver='logistic')",
     "outside-query": "answering a party that took no part in the training",
+    "exact-updates": "opening sums of gradients without noise",
+    "whole-model": "answering so many donors of one party that they determine the model",
 }
 BARE = re.compile(r"[A-Za-z0-9_-]+")  # keys that TOML wants no quotes around
 NAME = re.compile(r"[a-z][a-z0-9-]{0,31}")
@@ -253,8 +256,9 @@ def _explain(text: str, e: Exception) -> str:
 
 def check_study(study: Study) -> None:
     """Raise `ParameterError` unless the study is whole; the message names the key."""
-    if not isinstance(study.name, str) or not study.name:
-        raise ParameterError(f"'name' must be a text, found {study.name!r}")
+    name = study.name
+    if not isinstance(name, str) or not name.strip() or len(name) > 200 or not name.isprintable():
+        raise ParameterError(f"'name' must be one line of text, at most 200 characters, found {str(name)[:40]!r}")
     if study.steps:
         _check_steps(study)
     else:

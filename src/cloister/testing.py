@@ -6,8 +6,8 @@
 4. *abort*: drop, delay, swap, duplicate or truncate any message, or kill a party at any line, and every party stops
    in time, naming the line; or finishes with the right result, where the protocol survives that.
 5. *cost*: messages and bytes are what `cost()` says, up to framing.
-6. *lies*: one party, whichever, lies in one message, whichever; all others end with a right result or a named abort,
-   and whether they abort does not depend on their inputs.
+6. *lies*: one party, whichever, is malicious in one message, whichever, or in its inputs; all others end with a right
+   result or a named abort, and whether a message makes them abort does not depend on their inputs.
 
 A protocol module offers `Params`, `ideal(params, inputs)`, `roles(params)` (party → coroutine function; the first
 party is the coordinator) and `cost(params)`.
@@ -19,7 +19,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ import numpy as np
 
 from cloister.crypto.entropy import Entropy
 from cloister.errors import CloisterError, ProtocolAbort
-from cloister.lies import LETTERS, Lie, Said, Stage, all_lies, one_of_each
+from cloister.lies import INPUTS, LETTERS, Lie, Stage, all_lies, one_of_each, scaled
 from cloister.net.receipts import Entry
 from cloister.net.seat import Outcome, Seat
 from cloister.run.rehearsal import run_parties
@@ -224,8 +224,9 @@ def check_lies(
     timeout: float = 2.0,
     within: float = 60.0,
     only: Callable[[Lie], bool] = lambda lie: True,
+    scale: Callable[[Any, int], Any] = scaled,
 ) -> Lies:
-    """6: every role lies, one message at a time; returns how often who noticed.
+    """6: a party of every role is malicious, one message or one input at a time; returns how often who noticed.
 
     Parameters
     ----------
@@ -234,7 +235,7 @@ def check_lies(
         way under the same lie.
     right
         `right(lie, values)` raises unless what the honest parties that finished returned is `ideal()` of *some* input
-        of the liar.
+        of the liar; with (j), of its inputs in `lie.case`, which is the case that was run.
     assumes
         Role function → letters of its lies that may give wrong results: `{"coordinator": "ab"}`. The docstring's
         *Assumes* has to say so, as "(a), (b) of the coordinator". They must still end in time and without a crash.
@@ -242,6 +243,8 @@ def check_lies(
         Who lies; by default one party per role function.
     full
         Every lie, instead of one per kind of message.
+    scale
+        `scale(message, factor)` for (g), where a tag is not linear in the words it travels in.
     """
     case, assumes = cases[0], assumes or {}
     for role, letters in assumes.items():
@@ -255,21 +258,26 @@ def check_lies(
     chosen = {p: roles[p] for p in (liars or by_role.values())}
     clean = Stage()
     check_no_errors(_staged(module, case, clean, 30.0))
-    lies = [lie for lie in all_lies(clean.said, chosen) if only(lie)]
+    every = all_lies(clean.said, chosen, case.inputs, clean.contributed)
+    lies = [lie for lie in every if only(lie)]
     tried = aborted = fine = assumed = 0
     for lie in lies if full else list(one_of_each(iter(lies))):
-        ends = [_one_lie(module, c, lie, clean.said, timeout, within) for c in cases[:2]]
+        played = [with_other_inputs(c, lie) if lie.letter == "j" else c for c in cases[:2]]
+        if any(c is None for c in played):
+            continue  # there is no such input
+        ends = [_one_lie(module, c, lie, Stage(lie, clean.said, scale), timeout, within) for c in played if c]
         if any(end is None for end in ends):
             continue  # in this run there was nothing to change
         tried += 1
         stopped = [end[1] for end in ends if end is not None]
-        if lie.letter in assumes.get(getattr(chosen[lie.liar], "__name__", ""), ""):
+        if lie.general in assumes.get(getattr(chosen[lie.liar], "__name__", ""), ""):
             assumed += 1
             continue
-        assert len(set(stopped)) == 1, f"{lie}: whether the others abort depends on their inputs"
-        for end in ends:
+        if lie.letter != "j":  # other inputs change what is opened, and aborts may follow from that
+            assert len(set(stopped)) == 1, f"{lie}: whether the others abort depends on their inputs"
+        for end, c in zip(ends, played, strict=True):
             assert end is not None
-            right(lie, end[0])
+            right(replace(lie, case=c), end[0])
         aborted, fine = aborted + stopped[0], fine + (not stopped[0])
     return Lies(tried, aborted, fine, assumed)
 
@@ -279,11 +287,22 @@ def _staged(module: Any, case: Case, stage: Stage, timeout: float) -> Run:
     return run_protocol(module, case, roles=roles, timeout=timeout)
 
 
+def with_other_inputs(case: Case, lie: Lie) -> Case | None:
+    """(j): the malicious party's numbers times a factor; None where no input has such numbers."""
+    mine, factor = case.inputs[lie.liar], list(INPUTS.values())[lie.way]
+    try:
+        other = tuple(scaled(x, factor, counts=True) for x in mine)
+    except (CloisterError, OverflowError):
+        return None
+    if all(a is b for a, b in zip(mine, other, strict=True)):
+        return None
+    return Case(case.params, {**case.inputs, lie.liar: other})
+
+
 def _one_lie(
-    module: Any, case: Case, lie: Lie, earlier: Said, timeout: float, within: float
+    module: Any, case: Case, lie: Lie, stage: Stage, timeout: float, within: float
 ) -> tuple[dict[Party, Any], bool] | None:
     """What the honest parties returned, and whether one of them stopped; None if there was nothing to lie about."""
-    stage = Stage(lie, earlier)
     began = time.monotonic()
     run = _staged(module, case, stage, timeout)
     took = time.monotonic() - began

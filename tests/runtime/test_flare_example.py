@@ -34,7 +34,7 @@ def test_the_example_runs_as_printed(tmp_path):
         f"Purpose: {study.governance['purpose']}",
         "by Dr. A. Muster, data protection, ",
         "basel: done",
-        "the chain is whole, and signed by the key shown above",
+        ", with the key that the study names",
         "the approval is withdrawn",
     ):
         assert said in done.stdout, said

@@ -478,3 +478,18 @@ def test_doctor_knows_the_steps_and_what_they_lack(stepwise):
     said = {f.name: f for f in examine(stepwise.path) if f.name == "cells"}
     assert said["cells"].state == "wrong"
     assert "step 2 of 2 (shared-pca): it needs adata.layers['none-such']" in said["cells"].detail
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "says"),
+    [
+        ("startup/client.key", 0o644, r"client\.key can be read or changed by other users .*644.*chmod 600"),
+        ("local/site.toml", 0o666, r"site\.toml can be changed by other users"),
+        ("local", 0o777, r"local can be changed by other users .*chmod 700"),
+    ],
+)
+def test_a_kit_that_others_can_read_or_change_is_not_opened(tmp_path, name, mode, says):
+    kit = provision(STUDY, tmp_path)["basel"]
+    (kit / name).chmod(mode)
+    with pytest.raises(DataError, match=says):
+        Kit.open(kit)

@@ -104,13 +104,23 @@ def test_adapt_and_serve(model, tmp_path):
     )  # fmt: skip
     wanted = np.where(np.arange(10) % 2 == 0, "bright", "dark")
     assert (served.data["vienna"].obs["predicted"].astype(str).to_numpy() == wanted).mean() >= 0.9
+    (path,) = (tmp_path / "taps").glob("vienna.*.taps.npz")
     # the ledger counts whole batches, over both runs, and the budget ends
+    spent = {"adapter": str(tmp_path / "adapter.npz"), "ring": "small", "timeout": 300.0, "budget": 2048}
+    spent |= {"model": str(model), "ledger": str(ledger)}
     with pytest.raises(ProtocolAbort) as e:
-        rehearse(
-            "serve-model", {"vienna": asked}, model=str(model), adapter=str(tmp_path / "adapter.npz"), ring="small",
-            timeout=300.0, ledger=str(ledger), budget=2048,
-        )  # fmt: skip
+        rehearse("serve-model", {"vienna": images(10, 3, labelled=False)}, **spent)
     assert e.value.code == "budget"
+    # samples that are in the file beside the adapter are not asked again; a lost one stays lost
+    assert path.stat().st_mode & 0o077 == path.parent.stat().st_mode & 0o077 == 0
+    kept = dict(np.load(path))
+    kept["taps"][3] = np.nan
+    np.savez(path, **kept)
+    again = rehearse("serve-model", {"vienna": images(10, 2, labelled=False)}, **spent)
+    assert again.results["coordinator"]["answered"] == {"vienna": 0}
+    assert again.results["vienna"]["left_out"] == ["3"]
+    found = again.data["vienna"].obs["predicted"].astype(str).to_numpy()
+    assert (np.delete(found, 3) == np.delete(wanted, 3)).mean() >= 0.9
 
 
 def test_a_model_with_quadratic_attention(tmp_path):
@@ -265,16 +275,16 @@ def test_budgets_are_counted_in_a_file_unless_the_model_is_the_demo(tmp_path):
     def options(model, ledger=None):
         return SimpleNamespace(model=str(model), ledger=ledger)
 
-    ledger_of(options(tmp_path / "m.npz")).admit("basel", 5, 10)
-    assert ledger_of(options(tmp_path / "m.npz")).used == {"basel": 5}  # the next run counts on
+    ledger_of(options(tmp_path / "m.npz"), {}).admit("basel", 5, 10)
+    assert ledger_of(options(tmp_path / "m.npz"), {}).used == {"basel": 5}  # the next run counts on
     assert (tmp_path / "m.npz.ledger.json").exists()
-    assert ledger_of(options(tmp_path / "m.npz", str(tmp_path / "other.json"))).used == {}
-    assert ledger_of(options(demo_encoder())).path is None
+    assert ledger_of(options(tmp_path / "m.npz", str(tmp_path / "other.json")), {}).used == {}
+    assert ledger_of(options(demo_encoder()), {}).path is None
     (tmp_path / "link.npz").symlink_to(tmp_path / "m.npz")
     (tmp_path / "link.json").symlink_to(tmp_path / "m.npz.ledger.json")
     for named in (options(tmp_path / "link.npz"), options(tmp_path / "m.npz", str(tmp_path / "link.json"))):
-        assert ledger_of(named).used == {"basel": 5}  # a link is no second budget
-        ledger_of(named).admit("basel", 1, 10)
+        assert ledger_of(named, {}).used == {"basel": 5}  # a link is no second budget
+        ledger_of(named, {}).admit("basel", 1, 10)
         assert (tmp_path / "link.json").is_symlink()
         (tmp_path / "m.npz.ledger.json").write_text('{"basel": 5}')
 

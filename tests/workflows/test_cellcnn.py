@@ -41,6 +41,7 @@ def sites(**options):
 
 
 COMMON = {"n_filters": 3, "n_cells": 40, "n_inputs": 30, "batch": 16, "learning_rate": 0.3}
+HELD = {"hold_out": 2, "min_donors": 2}
 
 
 def test_the_clear_twin_learns_and_writes_its_results():
@@ -159,8 +160,30 @@ def test_a_donor_of_two_classes_is_refused():
 
 
 def test_one_donor_per_class_is_told():
-    notes = train_cellcnn.check(site(0, donors=2), train_cellcnn.Options())
-    assert sum("one donor" in n for n in notes) == 2
+    notes = train_cellcnn.check(site(0, donors=3), train_cellcnn.Options())
+    assert sum("one donor" in n for n in notes) == 1
+
+
+def test_a_site_of_too_few_donors_or_cells_is_refused_before_anything_is_sent():
+    sent = []
+    data = sites() | {"vienna": site(2, donors=2)}
+    with pytest.raises(DataError, match="cells to train on of 2 donors here, fewer than min_donors = 3"):
+        rehearse("train-cellcnn", data=data, mode="plain", n_steps=2, on_event=sent.append, **COMMON)
+    assert not any(e.protocol in ("cellcnn_terms", "pooled_scaling", "secure_sum") for e in sent)
+    with pytest.raises(DataError, match="9 cells to train on here, fewer than min_cells = 10"):
+        train_cellcnn.check(site(0, donors=3, cells=3), train_cellcnn.Options())
+    with pytest.raises(DataError, match="of 2 donors here"):
+        train_cellcnn.check(site(0, donors=8), train_cellcnn.Options(hold_out=3))  # two are left to train on
+    train_cellcnn.check(site(0, donors=2), train_cellcnn.Options(scaling="none"))  # nothing of it is opened
+
+
+def test_a_sites_own_settings_raise_the_thresholds():
+    least = train_cellcnn.Thresholds(10, 5)
+    train_cellcnn.check_thresholds(site(0, donors=5), train_cellcnn.Options(), least)
+    with pytest.raises(DataError, match="fewer than min_donors = 5"):
+        train_cellcnn.check_thresholds(site(0, donors=4), train_cellcnn.Options(), least)
+    with pytest.raises(DataError, match="hold_out=3 donors per class are fewer than min_donors = 5"):
+        train_cellcnn.check_held_out(train_cellcnn.Options(hold_out=3), least)
 
 
 def test_a_marker_that_one_site_lacks_is_named():
@@ -179,7 +202,8 @@ def planned(**options):
     [
         ({}, "lost"),
         ({"mode": "published"}, "ends by opening"),
-        ({"keep": "x", "n_models": 3, "hold_out": 1}, "open_model"),
+        ({"keep": "x", "n_models": 3, "hold_out": 3}, "open_model"),
+        ({"keep": "x", "hold_out": 2}, "hold_out=2 donors per class at each site are fewer than min_donors=3"),
         ({"mode": "plain", "n_models": 3}, "hold_out"),
         ({"mode": "plain", "scaling": "reference"}, "reference"),
         (
@@ -198,8 +222,8 @@ def test_options_that_do_not_go_together_or_with_the_mode(options, message):
 
 
 def test_best_of_several_models_and_their_consensus():
-    options = {"n_models": 5, "hold_out": 1, "n_steps": 40, **COMMON}
-    run = rehearse("train-cellcnn", data=sites(), mode="plain", **options)
+    options = {"n_models": 5, "n_steps": 40, **HELD, **COMMON}
+    run = rehearse("train-cellcnn", data=sites(donors=8), mode="plain", **options)
     found = run.results["basel"]
     assert len(found["validation_accuracy"]) == 5
     assert all(run.results[p]["validation_accuracy"] == found["validation_accuracy"] for p in ("coordinator", *SITES))
@@ -221,13 +245,13 @@ def test_held_out_donors_are_not_trained_on(monkeypatch):
     monkeypatch.setattr(
         cellcnn, "draw_inputs", lambda x, names, *a, **k: seen.append(set(names)) or drawn(x, names, *a, **k)
     )
-    run = rehearse("train-cellcnn", data=sites(), mode="plain", n_steps=3, hold_out=1, **COMMON)
+    run = rehearse("train-cellcnn", data=sites(donors=8), mode="plain", n_steps=3, **HELD, **COMMON)
     assert len(run.results["basel"]["validation_accuracy"]) == 1
     assert len(seen) == 6  # twice at each site: for training, then for validation
-    assert all(len(s) == 2 for s in seen)  # of four donors in two classes, one of each is held out
-    assert len(set().union(*seen)) == 12
+    assert all(len(s) == 4 for s in seen)  # of eight donors in two classes, two of each are held out
+    assert len(set().union(*seen)) == 24
     with pytest.raises(DataError, match="hold out"):
-        rehearse("train-cellcnn", data=sites(), mode="plain", n_steps=3, hold_out=2, **COMMON)
+        rehearse("train-cellcnn", data=sites(), mode="plain", n_steps=3, **HELD, **COMMON)
 
 
 def test_a_site_whose_own_settings_do_not_consent_opens_nothing():
@@ -253,8 +277,8 @@ def test_local_iterations_add_up_before_an_aggregation():
         train_cellcnn.Options(n_local=0)
 
 
-def two():
-    return {name: a for name, a in sites().items() if name != "vienna"}
+def two(**options):
+    return {name: a for name, a in sites(**options).items() if name != "vienna"}
 
 
 def outside(folder, **options):
@@ -309,18 +333,30 @@ def test_an_outsider_that_was_not_agreed_in_the_study_is_refused(tmp_path):
         rehearse("predict-cellcnn", data=sites(), **again)
 
 
+def refused(folder):
+    """Eight donors were answered; three markers allow one, unless every site consents to more."""
+    study = plan("predict-cellcnn", SITES[:2], timeout=10, options={"query": "lugano", "keep": str(folder)})
+    consent = dict.fromkeys(study.parties, frozenset({"open-model"}))
+    run = run_parties(study, dict.fromkeys(study.parties, workflow_part), two(), consent=consent)
+    assert isinstance(run.errors["basel"], RefusedError)
+    assert "8 donors of the querying site were answered" in str(run.errors["basel"])
+    sent = [e.name for e, _ in run.receipts["basel"].entries if e.kind == "sent" and not e.name.startswith("channel.")]
+    assert sent == []
+
+
 @pytest.mark.slow
 def test_validation_during_training_then_prediction(tmp_path):
     pytest.importorskip("numba")
-    options = {"n_steps": 2, "hold_out": 1, **COMMON}
+    options = {"n_steps": 2, **HELD, **COMMON}
     kept = {"validate_every": 2, "keep": str(tmp_path), "timeout": 300}
-    run = rehearse("train-cellcnn", data=two(), **kept, **options)
+    run = rehearse("train-cellcnn", data=two(donors=8), **kept, **options)
     losses = {p: run.results[p]["validation_loss"] for p in ("coordinator", "basel", "lugano")}
     assert all(found.keys() == {"2"} and found == losses["basel"] for found in losses.values())
     assert 0 < losses["basel"]["2"] < 0.3
     assert not run.results["basel"]["opened"]
     asked = rehearse("predict-cellcnn", data=two(), query="lugano", keep=str(tmp_path), timeout=300)
     assert len(asked.results["lugano"]["predictions"]) == 4
+    refused(tmp_path)
     outsider = rehearse(
         "predict-cellcnn", data=sites(), query="vienna", outside=True, keep=str(tmp_path), max_donors=4, timeout=300
     )

@@ -4,6 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from cloister.check_disclosure import check_disclosure
 from cloister.errors import ParameterError, ProtocolAbort
 from cloister.run.rehearsal import rehearse
 from cloister.workflows import train_cellcnn
@@ -15,6 +16,7 @@ ad = pytest.importorskip("anndata")
 SITES = ("basel", "lugano", "vienna")
 MARKERS = ("CD3", "CD16", "CD57")
 COMMON = {"n_filters": 3, "n_cells": 40, "n_inputs": 30, "batch": 16, "learning_rate": 0.3, "mode": "plain"}
+HELD = {"hold_out": 2, "min_donors": 2}
 
 
 def site(seed, classes, cells=60):
@@ -63,28 +65,44 @@ def test_nothing_was_said_and_nothing_is_divided_by_zero():
 
 def test_held_out_donors_are_judged_by_sums_over_all_sites_and_no_sites_own():
     shown = []
-    run = rehearse("train-cellcnn", data=sites(), n_steps=40, hold_out=1, on_event=shown.append, **COMMON)
+    data = sites(("case", "control") * 4)
+    run = rehearse("train-cellcnn", data=data, n_steps=40, **HELD, on_event=shown.append, **COMMON)
     found = run.results["coordinator"]
     assert all(run.results[p]["confusion_of_donors"] == found["confusion_of_donors"] for p in SITES)
     donors, inputs = (np.array(table(found[f"confusion_of_{kind}"])) for kind in ("donors", "inputs"))
-    np.testing.assert_array_equal(donors.sum(axis=1), 3)  # one of each class at each of three sites
+    np.testing.assert_array_equal(donors.sum(axis=1), 6)  # two of each class at each of three sites
     np.testing.assert_array_equal(inputs.sum(axis=1), 3 * 30)
     of_inputs, of_donors = found["validation"]
-    assert (of_inputs["held_out"], of_inputs["count"], of_donors["count"]) == ("inputs", 180, 6)
-    assert of_donors["accuracy"] == np.trace(donors) / 6 > 0.9
+    assert (of_inputs["held_out"], of_inputs["count"], of_donors["count"]) == ("inputs", 180, 12)
+    assert of_donors["accuracy"] == np.trace(donors) / 12 > 0.9
     assert found["validation_accuracy"] == [of_inputs["accuracy"]]
     tables = [e for e, _ in run.receipts["coordinator"].entries if e.kind == "opened" and "right and wrong" in e.name]
     assert [e.to for e in tables] == [
         "coordinator",
         *SITES,
     ]  # the sum is opened, once to each; a site's own table never
+    assert run.receipts["basel"].smallest_group == {"cells": 120, "donors": 2}  # of 60 cells each
+
+
+def test_a_class_with_too_few_held_out_donors_at_a_site_adds_nothing_to_the_tables():
+    x, names = np.random.default_rng(0).normal(0, 1, (70, 3)), np.repeat([f"d{i}" for i in range(7)], 10)
+    y = np.repeat([0, 0, 0, 0, 0, 1, 1], 10)
+    drawn = {"n_cells": 5, "per": "donor", "n_inputs": 2}
+    held = judged.Held.of(x, names, y, drawn, train_cellcnn.Thresholds(10, 3), np.random.default_rng(1))
+    config = train_cellcnn.cellcnn.Config(markers=3, filters=2, classes=2, batch=4, steps=1)
+    model = train_cellcnn.cellcnn.Model(config, MARKERS, ("case", "control"), 0.0, np.zeros(3), np.ones(3))
+    model = train_cellcnn.replace(model, weights=train_cellcnn.cellcnn.initial(config))
+    whole, part = judged.tables_of([model], held), judged.contribution_of([model], held)
+    assert whole.sum(axis=3).tolist() == [[[10, 4], [5, 2]]]
+    assert part.values.sum(axis=3).tolist() == [[[10, 0], [5, 0]]]  # two controls are below min_donors
+    assert (part.donors, part.cells, part.withheld) == (5, 50, 1)
 
 
 def test_a_clinic_and_a_control_cohort_train_together():
     data = {"clinic": site(0, ["case"] * 4), "cohort": site(1, ["control"] * 4)}
     assert train_cellcnn.check(data["clinic"], train_cellcnn.Options())[0].startswith("all donors here are 'case'")
-    run = rehearse("train-cellcnn", data=data, n_steps=40, hold_out=1, positive_class="case", **COMMON)
-    assert table(run.results["clinic"]["confusion_of_donors"]) == [[1, 0], [0, 1]]
+    run = rehearse("train-cellcnn", data=data, n_steps=40, **HELD, positive_class="case", **COMMON)
+    assert table(run.results["clinic"]["confusion_of_donors"]) == [[2, 0], [0, 2]]
     new = site(5, ["case", "control"] * 3)
     X = np.stack([run.model.prepare(new.X[(new.obs["donor"] == f"d{i}").to_numpy()]).mean(axis=0) for i in range(6)])
     assert run.model.predict(X) == ["case", "control"] * 3  # what neither could learn alone
@@ -116,9 +134,9 @@ def test_presets_are_the_papers_whatever_the_number_of_sites(preset, classes, do
 def test_a_preset_that_draws_per_donor_counts_those_of_all_sites_by_a_sum(monkeypatch):
     asked = []
     monkeypatch.setattr(train_cellcnn, "train", lambda seat, options, model, inputs, k=0: asked.append(model) or model)
-    data = sites() | {"vienna": site(2, ["case", "control"] * 3)}
-    run = rehearse("train-cellcnn", data=data, preset="rrms-donor", hold_out=1, mode="plain")
-    assert {m.config.steps for m in asked} == {-(-10 * (2 + 2 + 4) // 64) * 30}  # without those held out
+    data = sites(("case", "control") * 4) | {"vienna": site(2, ["case", "control"] * 5)}
+    run = rehearse("train-cellcnn", data=data, preset="rrms-donor", **HELD, mode="plain")
+    assert {m.config.steps for m in asked} == {-(-10 * (4 + 4 + 6) // 64) * 30}  # without those held out
     opened = [e.name for e, _ in run.receipts["coordinator"].entries if e.kind == "opened" and "donors" in e.name]
     assert opened == ["donors to train on, of all sites"] * 4  # to each party
     before = len(asked)
@@ -131,7 +149,7 @@ def test_baselines_on_the_same_held_out_donors():
     pytest.importorskip("torch")
     data = sites() | {"vienna": site(2, ["case"] * 4)}
     options = {k: v for k, v in COMMON.items() if k != "mode"} | {"n_steps": 40, "positive_class": "case"}
-    made = cellcnn_baselines(data, hold_out=1, **options)
+    made = cellcnn_baselines(data, hold_out=1, min_donors=2, **options)
     assert [*made] == ["pooled", *(f"{p} alone" for p in SITES), "pooled, max pooling", "logistic regression"]
     for name in ("pooled", "pooled, max pooling", "logistic regression"):
         assert made[name]["donors"]["accuracy"] == 1.0, name
@@ -141,3 +159,19 @@ def test_baselines_on_the_same_held_out_donors():
     assert [*made["logistic regression"]] == ["donors"]
     with pytest.raises(ParameterError, match="held out"):
         cellcnn_baselines(data, **options)
+
+
+def test_what_a_site_contributes_rests_on_enough_donors_whatever_the_others_bring():
+    def far(a):
+        a = a.copy()
+        a.X = a.X * 1e3
+        return a
+
+    def one_class(a):
+        return a[a.obs["condition"] == "case"].copy()
+
+    options = {k: v for k, v in COMMON.items() if k != "mode"} | {"n_steps": 2, "scaling": "none", "hold_out": 3}
+    data = sites(("case", "control") * 6)
+    found = check_disclosure("train-cellcnn", data, "basel", attacks=[far, one_class], mode="plain", **options)
+    assert found.runs == 3
+    assert (found.cells, found.donors) == (180, 3)  # of 60 cells each

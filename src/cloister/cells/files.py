@@ -68,8 +68,12 @@ def read_cells(path: str | os.PathLike[str], *, backed: bool = False, probe: boo
             found = hdf5_probe.verdict(path) if probe else hdf5_probe.FINE
             if found == hdf5_probe.SILENT:
                 raise DataError(f"{path} took too long to be tried; the machine or the disk may be busy: try again.")
-            if found != hdf5_probe.FINE:
-                raise DataError(_damaged(path, kind))
+            if found in (hdf5_probe.DAMAGED, hdf5_probe.LINKED, hdf5_probe.TOO_LARGE):
+                raise DataError(
+                    {hdf5_probe.LINKED: _linked(path), hdf5_probe.TOO_LARGE: _too_large(path)}.get(
+                        found, _damaged(path, kind)
+                    )
+                )
             _check_declared(path)
         with _known_warnings():
             if backed:
@@ -95,6 +99,17 @@ def read_cells(path: str | os.PathLike[str], *, backed: bool = False, probe: boo
 
 def _damaged(path: Path, kind: str) -> str:
     return f"{path} cannot be read as {kind}: it is damaged or cut short; copy it or write it again."
+
+
+def _linked(path: Path) -> str:
+    return (
+        f"{path} takes values from other files (external links, external storage or virtual datasets), which an"
+        " approval does not cover; write all cells into one file."
+    )
+
+
+def _too_large(path: Path) -> str:
+    return f"{path} declares far larger arrays than a file of {_size(path)} bytes can hold; write it again."
 
 
 def split_name(path: str | os.PathLike[str]) -> tuple[Path, str | None]:
@@ -185,6 +200,12 @@ def _check_declared(path: Path) -> None:
     import h5py
 
     with h5py.File(path, "r") as file:
+        try:
+            hdf5_probe.check_contents(file, _size(path))
+        except hdf5_probe.LinkedError:
+            raise DataError(_linked(path)) from None
+        except hdf5_probe.TooLargeError:
+            raise DataError(_too_large(path)) from None
         missing = [key for key in ("obs", "var") if key not in file]
         file.visititems(_check_declared_size)
     if missing:

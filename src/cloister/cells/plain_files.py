@@ -14,6 +14,7 @@ import numpy as np
 
 from cloister.arrays import Array
 from cloister.errors import DataError, MissingExtra
+from cloister.files import load_arrays
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -96,8 +97,7 @@ def read_npz(path: Path) -> AnnData:
     from anndata import AnnData
     from scipy import sparse
 
-    with path.open("rb") as file:  # np.load leaves a file open that it cannot read
-        archive = np.load(file, allow_pickle=False)
+    with path.open("rb") as file, load_arrays(path) as archive:
         is_sparse = {"format", "shape", "data"}.issubset(archive.files)
         if not is_sparse and "X" not in archive.files:
             found = ", ".join(map(repr, archive.files[:5])) or "no array"

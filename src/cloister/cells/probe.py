@@ -1,7 +1,13 @@
 """Try an HDF5 file in a process of its own: the C library may crash or hang on a damaged one.
 
-`check` hands the file to this very file run as a program, which walks through everything that HDF5 has to parse: object
-headers, attributes, indices of chunks, texts, and the numbers of arrays up to 64 MB. The child answers one file after
+`verdict` hands the file to this very file run as a program, which walks through everything that HDF5 has to parse:
+object headers, attributes, indices of chunks, texts, and the numbers of arrays up to 64 MB. Its memory is limited.
+
+A file must be whole by itself. External links, external storage and virtual datasets take values from other files,
+which neither an approval nor the stamp of a large file covers; they are refused. All arrays together may declare
+`LARGEST` bytes, or `EXPANSION` for each byte of the file.
+
+The child answers one file after
 the other and leaves when it has had nothing to do for a while, so that its start is paid for once; if it dies or has
 used up its time on the processor, which ends it, the file is damaged, and the next one gets a new child. If it only
 gives no answer, the machine or the disk may be busy, and nothing is said about the file. A file that passed is not
@@ -22,11 +28,15 @@ from pathlib import Path
 from typing import Any
 
 SMALL = 1 << 26  # bytes of an array that are read whole
+LARGEST, EXPANSION = 5e8, 200  # bytes that all arrays of a file may declare, and bytes for each byte of a larger file
+LINKS, DEPTH = 10**6, 64  # that a file may have
+MEMORY = 2e9  # bytes that the child may take for a file, beside 20 for each of its bytes
 SECONDS, PER_SECOND = 15.0, 2e7  # of the processor for any file, and bytes that one more second is given for
 PATIENCE = 20.0  # seconds of the clock that one of the processor may take
 IDLE = 10.0  # seconds without a question after which the child leaves
 LEAVING = 10.0  # seconds that it may take to be gone
 FINE, DAMAGED, SILENT = "fine", "damaged", "silent"
+LINKED, TOO_LARGE = "linked", "large"
 
 _passed: set[tuple[str, int, int, int]] = set()
 _lock = threading.Lock()
@@ -34,7 +44,10 @@ _child: subprocess.Popen[str] | None = None
 
 
 def verdict(path: Path) -> str:
-    """`FINE` if the file can be parsed without harm, `DAMAGED` if not, `SILENT` if no answer came in time."""
+    """`FINE` if the file can be parsed without harm, `DAMAGED` if not, `SILENT` if no answer came in time.
+
+    `LINKED` if it takes values from other files, `TOO_LARGE` if it declares far more than it holds.
+    """
     path = path.resolve()
     facts = path.stat()
     key = (str(path), facts.st_ino, facts.st_size, facts.st_mtime_ns)
@@ -109,6 +122,49 @@ def _end() -> None:
                 pipe.close()
 
 
+# ---- what a file may declare -----------------------------------------------------------------------------------------
+
+
+class LinkedError(ValueError):
+    """Values of another file."""
+
+
+class TooLargeError(ValueError):
+    """More bytes than the file can hold."""
+
+
+def check_contents(file: Any, size: int) -> None:
+    """Raise unless an opened HDF5 file of this size is whole by itself and declares no more than it may.
+
+    Objects that several links name count each time, as a reader reads them each time.
+    """
+    import h5py
+
+    total, links = 0, 0
+
+    def visit(group: Any, depth: int) -> None:
+        nonlocal total, links
+        for name in group:
+            links += 1
+            if links > LINKS or depth > DEPTH:
+                raise TooLargeError("links")
+            if isinstance(group.get(name, getlink=True), h5py.ExternalLink):
+                raise LinkedError("external link")
+            item = group[name]
+            if isinstance(item, h5py.Group):
+                visit(item, depth + 1)
+                continue
+            if not isinstance(item, h5py.Dataset) or item.shape is None:
+                continue
+            if item.is_virtual or item.external:
+                raise LinkedError("virtual dataset or external storage")
+            total += item.nbytes
+            if total > max(LARGEST, EXPANSION * size):
+                raise TooLargeError("declared")
+
+    visit(file, 0)
+
+
 # ---- the child -------------------------------------------------------------------------------------------------------
 
 
@@ -132,6 +188,7 @@ def walk(path: str) -> None:
             item[-1:]
 
     with h5py.File(path, "r") as file:
+        check_contents(file, Path(path).stat().st_size)
         visit("/", file)
         file.visititems(visit)
 
@@ -147,6 +204,21 @@ def limit_processor(seconds: float) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (wanted if most == resource.RLIM_INFINITY else min(wanted, most), most))
 
 
+def limit_memory(size: int) -> None:
+    """Let this process take so much more memory than it has now for a file of `size` bytes; 0 lifts the limit."""
+    try:
+        import resource
+
+        now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    except (ImportError, OSError):
+        return
+    most = resource.getrlimit(resource.RLIMIT_AS)[1]
+    wanted = most if size == 0 else now + int(MEMORY) + 20 * size
+    resource.setrlimit(
+        resource.RLIMIT_AS, (wanted if most == resource.RLIM_INFINITY or size == 0 else min(wanted, most), most)
+    )
+
+
 def serve() -> None:
     """Answer every path that comes in, until none comes any more."""
     import os
@@ -159,10 +231,18 @@ def serve() -> None:
                 return
             limit_processor(float(seconds))
             try:
+                import h5py  # noqa: F401 - before memory is limited
+
+                limit_memory(Path(path).stat().st_size)
                 walk(path)
                 answer = FINE
+            except LinkedError:
+                answer = LINKED
+            except TooLargeError:
+                answer = TOO_LARGE
             except Exception:
                 answer = DAMAGED
+            limit_memory(0)
             print(answer, flush=True)
 
 

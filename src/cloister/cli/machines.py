@@ -108,6 +108,13 @@ def _show_approved(kit: Kit, by: str, data: Path | None, *, small_change: bool =
     for title, text in governance.in_words(study.governance):
         out.print(f"  {title}: {text}", markup=False)
     out.print(f"  by {entry.by}, {entry.when}" + (f", on {entry.data.words}" if entry.data else ""), markup=False)
+    policy = kit.policy()
+    if entry.data is not None:
+        out.print(f"  cells: {data or policy.data}", markup=False)
+    out.print(f"  consent beyond taking part: {', '.join(policy.consent) or 'none'}", markup=False)
+    sizes = ", ".join(f"{name} = {least}" for name, least in policy.floors.items()) or "those of the study"
+    limits = ", ".join(f"{name} {most}" for name, most in policy.limits.items())
+    out.print(f"  minimum group sizes here: {sizes}; runs allowed: {limits}", markup=False)
     if entry.small_change:
         out.print("  runs are allowed although few cells may differ from those of an earlier run", markup=False)
 

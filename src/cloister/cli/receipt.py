@@ -20,14 +20,16 @@ def receipt(
     path: Annotated[Path, typer.Argument(help="A receipt.json, or an .h5ad that carries one.")],
     other: Annotated[Path | None, typer.Argument(help="With --compare: the receipt.json of another party.")] = None,
     compare: Annotated[bool, typer.Option("--compare", metavar=FLAG, help="Were both told the same?")] = False,  # noqa: FBT002
-    verify: Annotated[bool, typer.Option("--verify", metavar=FLAG, help="Check the chain and the signature.")] = False,  # noqa: FBT002
-    study: Annotated[Path | None, typer.Option(help="With --verify: the key must be the one in this study.")] = None,
+    verify: Annotated[  # noqa: FBT002
+        bool, typer.Option("--verify", metavar=FLAG, help="Fail unless the receipt is complete, unaltered and signed.")
+    ] = False,
+    study: Annotated[Path | None, typer.Option(help="The signing key must be the one in this study.")] = None,
     crate: Annotated[
         Path | None, typer.Option("--ro-crate", help="Export the run as a Five Safes RO-Crate to this new folder.")
     ] = None,
     as_json: AsJson = False,  # noqa: FBT002
 ) -> None:
-    """Say what was computed, with whom, what left this party and who learned what."""
+    """Verify a receipt, then print what was computed, with whom, what left this party and who learned what."""
     from cloister.cells.files import open_cells
     from cloister.net.receipts import Receipt
 
@@ -40,6 +42,7 @@ def receipt(
         if verify or crate is not None:
             asked = "--verify" if verify else "--ro-crate"
             raise UsageError(f"the .h5ad carries a summary; {asked} needs the receipt.json beside it")
+        verdict = "UNVERIFIED: an .h5ad carries a summary; verify the receipt.json beside it"
         notes = dict(open_cells(path).uns.get("cloister", {}))
         briefs = [json.loads(v) for v in notes.values() if isinstance(v, str) and v.startswith("{")]
         if not briefs:
@@ -47,18 +50,22 @@ def receipt(
     else:
         loaded = Receipt.load(path)
         briefs = [json.loads(loaded.brief())]
-        if verify or crate is not None:
+        if loaded.status == "running" and not verify and crate is None:
+            loaded.check()
+            verdict = "INCOMPLETE: the run has not ended or was cut off, so the receipt is not signed yet"
+        else:
             _check_genuine(loaded, study)
+            verdict = f"VALID: {len(loaded.entries)} entries in one chain, signed by {loaded.header.get('party')}"
+            verdict += "" if study is None else ", with the key that the study names"
         if crate is not None:
             _export(loaded, path, crate)
             return
     if as_json:
         out.print_json(json.dumps(briefs))
         return
+    out.print(verdict, style="green" if verdict.startswith("VALID") else "yellow", markup=False)
     for brief in briefs:
         show_receipt(brief)
-    if verify:
-        out.print("the chain is whole, and signed by the key shown above", style="green")
 
 
 def _export(loaded: Receipt, path: Path, crate: Path) -> None:

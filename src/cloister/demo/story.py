@@ -36,7 +36,7 @@ KNOWN = {  # which cells a hospital has labelled
 HELD = 0.2  # share of all cells that is kept for scores, and has no label anywhere
 CLONE = 0.12  # of Vienna's cells
 SPACE: Mapping[str, Any] = {"n_components": 10, "n_top_genes": 300}
-CLASSIFIER: Mapping[str, Any] = {"n_top_genes": 200, "l2": 0.01, "validation": 0.0, "min_label_cells": 3}
+CLASSIFIER: Mapping[str, Any] = {"n_top_genes": 300}
 GROUPS: Mapping[str, Any] = {"groups": ("control", "case"), "donor_key": "donor", "label_key": "predicted"}
 
 

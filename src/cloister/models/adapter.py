@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from cloister import files
 from cloister.errors import DataError, MissingExtra, ParameterError
 from cloister.models.learner import Learner, Table, init_weights
 
@@ -137,13 +138,20 @@ class Adapted:
     @classmethod
     def load(cls, path: str | Path) -> Adapted:
         try:
-            with np.load(io.BytesIO(Path(path).read_bytes()), allow_pickle=False) as kept:
+            with files.load_arrays(path) as kept:
                 arrays = {n: kept[n] for n in kept.files}
             meta = json.loads(arrays.pop("meta").tobytes())
-            module = Adapter(Config(**meta["config"]))
-            module.load_state_dict({n[2:]: torch.from_numpy(a) for n, a in arrays.items()})
+            config, state = Config(**meta["config"]), {n[2:]: torch.from_numpy(a) for n, a in arrays.items()}
+            with torch.device("meta"):  # sizes first: no memory for those that the arrays do not have
+                wanted = {n: tuple(x.shape) for n, x in Adapter(config).state_dict().items()}
+            if wanted != {n: tuple(x.shape) for n, x in state.items()}:
+                raise ValueError("arrays of other shapes than the description has")
+            module = Adapter(config)
+            module.load_state_dict(state)
             return cls(module.eval(), tuple(str(x) for x in meta["labels"]), str(meta["model"]))
         except FileNotFoundError:
             raise DataError(f"there is no adapter at {path}") from None
+        except DataError:
+            raise
         except Exception as e:  # every way in which a file can be wrong
             raise DataError(f"{path} is no adapter of Cloister ({type(e).__name__})") from None

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from cloister import files
 from cloister.errors import DataError, MissingExtra, ParameterError
 from cloister.models import cnn, mlp, vit
 from cloister.models.learner import Examples, Learner, init_weights
@@ -160,10 +161,12 @@ def first_weights(path: str | Path) -> dict[str, Any]:
             state = torch.load(path, map_location="cpu", weights_only=True)
             arrays = {str(k): v.numpy() for k, v in state.items() if v.dtype.is_floating_point}
         else:
-            with np.load(io.BytesIO(Path(path).read_bytes()), allow_pickle=False) as kept:
+            with files.load_arrays(path) as kept:
                 arrays = {k: kept[k] for k in kept.files if kept[k].dtype.kind == "f"}
     except FileNotFoundError:
         raise DataError(f"there is no weight file at {path}") from None
+    except DataError:
+        raise
     except Exception as e:  # every way in which a file can be wrong
         raise DataError(f"{path} is no file of tensors alone ({type(e).__name__}); pass .npz, .pt or a model") from None
     named = {k.removeprefix("w:").removeprefix("model."): np.asarray(v, np.float32) for k, v in arrays.items()}
@@ -282,7 +285,7 @@ class Network:
     def load(cls, path: str | Path, pretrained: ScGPT | None = None) -> tuple[Network, dict[str, Any]]:
         """A network, and what its file says about its inputs."""
         try:
-            with np.load(io.BytesIO(Path(path).read_bytes()), allow_pickle=False) as kept:
+            with files.load_arrays(path) as kept:
                 arrays = {name: kept[name] for name in kept.files}
             meta = json.loads(arrays.pop("meta").tobytes())
             if meta["format"] != FORMAT:
@@ -292,6 +295,8 @@ class Network:
             labels = tuple(str(x) for x in meta["labels"])
         except FileNotFoundError:
             raise DataError(f"there is no model file at {path}") from None
+        except DataError:
+            raise
         except Exception as e:  # every way in which a file can be wrong
             raise DataError(f"{path} is no model file of Cloister ({type(e).__name__})") from None
         module = make(blueprint, labels, pretrained)

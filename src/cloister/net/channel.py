@@ -82,6 +82,7 @@ class Session:
         self.peers = tuple(p for p in study.parties if p != me)
         self.runs = 0
         self.sent_bytes = self.sent_messages = self.rounds = 0
+        self.claimed: set[tuple[str, bytes]] = set()  # protocols whose keys depend on a channel's id, by that id
         self.packed: tuple[Any, wire.Packed] | None = None  # a message that goes to many just now, and its body
         self._link, self._nonce, self._on_event = link, nonce, harmless(on_event)
         self._seq: dict[tuple[Party, str], int] = defaultdict(int)
@@ -235,6 +236,12 @@ class Channel:
         told = [self.transcript.digest] if self.transcript.digest else []
         run_id = wire.digest("sub", self.run_id, label, params, *told)
         return type(self)(self._session, f"{self.scope}/{label}", run_id, None if apart else self.transcript)
+
+    def claim(self, protocol: str) -> None:
+        """Use the id of this channel for the keys and signatures of one protocol run; a second use is an error here."""
+        if (protocol, self.run_id) in self._session.claimed:
+            raise ParameterError(f"a second {protocol} under the id of channel '{self.scope}'; open a sub-channel")
+        self._session.claimed.add((protocol, self.run_id))
 
     async def send(self, to: Party, msg: Any) -> None:
         self._session.post(to, self.scope, self.run_id, msg)

@@ -23,6 +23,7 @@ import contextlib
 import json
 import os
 import re
+import stat
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -86,6 +87,7 @@ class Kit:
             raise ParameterError(
                 f"{path} is no start-up kit (it has no folder 'startup'); cloister provision makes them"
             )
+        check_private(path)
         study, identity = Study.load(path / "study.toml"), Identity.load(path / "identity.key")
         me = next((p for p, public in study.keys.items() if public == identity.public), None)
         if me is None:
@@ -220,7 +222,7 @@ class Kit:
     def check_differences(self, policy: Policy, adata: AnnData, matrix: str) -> None:
         """Raise `Refusal` if these cells differ from those of an earlier run in too few."""
         least = Thresholds().raised(policy.floors)
-        self.answered(policy).check(adata, matrix, self.donor_key, least)
+        self.answered(policy).check(adata, matrix, self.donor_key, least, own_cells.columns_read(self.study))
 
     def count_run(self, policy: Policy, adata: AnnData | None = None) -> None:
         """Count one run more, or raise `Refusal`. A run counts from its start, since an aborted one reveals too."""
@@ -229,9 +231,10 @@ class Kit:
             counts = self._counts()
             if (entry := self.approvals.entry(self.study)) is not None and entry.data is not None:
                 if adata is not None:
-                    if not entry.small_change:
-                        self.check_differences(policy, adata, entry.data.matrix)
-                    self.answered(policy).record(adata, entry.data.matrix, self.donor_key, self.study.name)
+                    least = None if entry.small_change else Thresholds().raised(policy.floors)
+                    columns = own_cells.columns_read(self.study)
+                    key, name = self.donor_key, self.study.name
+                    self.answered(policy).admit(adata, entry.data.matrix, key, name, least, columns)
                 self.budget(policy).charge(entry.data.matrix, self.study, entry.cost)
             for key in (self.study.digest.hex(), *(part.workflow for part in self.study.parts)):
                 counts[key] = counts.get(key, 0) + 1
@@ -297,6 +300,24 @@ class Kit:
             raise DataError(f"{self.policy_file} cannot be written ({e.strerror})") from None
 
 
+def check_private(path: Path) -> None:
+    """Raise a `DataError` if other users of this machine can read a key of the kit, or change what it says.
+
+    The TLS key may be readable by a group, because the carrier can run as a user of its own.
+    """
+    if os.name != "posix":
+        return
+    keys = [p for p in (path / "startup").iterdir() if p.suffix == ".key"]
+    settings = [path, path / "local", path / "startup", path / "study.toml", path / "local" / "site.toml"]
+    for files_of, forbidden, what in ((keys, 0o027, "read or changed by"), (settings, 0o022, "changed by")):
+        for file in files_of:
+            if file.exists() and (mode := stat.S_IMODE(file.stat().st_mode)) & forbidden:
+                right = "700" if file.is_dir() else "600"
+                raise DataError(
+                    f"{file} can be {what} other users of this machine (mode {mode:03o}); run: chmod {right} {file}"
+                )
+
+
 def _to_read(study: Study) -> str:
     """What `cloister explain` is asked for before somebody approves."""
     return "study.toml" if study.steps else study.workflow
@@ -346,7 +367,9 @@ modes = []
 studies = []
 # What needs your word besides. "open-model": train-cellcnn may decrypt the trained model for all parties;
 # "validation": and one number, the error on held-out donors, while it trains; "outside-query": predict-cellcnn may
-# answer a party that took no part in the training.
+# answer a party that took no part in the training; "whole-model": it may answer so many donors of one party that they
+# determine the model; "iterative-fit": train-classifier may run solver="logistic" without noise, with which one
+# malicious site can recover cells; "exact-updates": fine-tune may open sums without noise, with the same risk.
 consent = []
 
 # How many runs may be begun here, of one study file and of a workflow under any study. Every answer tells a little;

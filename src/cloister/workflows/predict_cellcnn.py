@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cloister.cells import tables as cells
-from cloister.errors import DataError, ParameterError
+from cloister.errors import DataError, ParameterError, RefusedError
 from cloister.models import cellcnn
 from cloister.net.seat import Outcome, Place, Seat
 from cloister.protocols.cellcnn import (
@@ -21,9 +21,10 @@ from cloister.protocols.cellcnn import (
     private_prediction,
 )
 from cloister.protocols.cellcnn.cellcnn_circuit import choose_ring
-from cloister.protocols.cellcnn.key_store import KeyStore
+from cloister.protocols.cellcnn.key_store import CONSENT, Account, KeyStore
+from cloister.protocols.inference.query_ledger import entries_of
 from cloister.report.figures import COLOURS, canvas, shown
-from cloister.study import Party, Study
+from cloister.study import CONSENTS, Party, Study
 from cloister.workflows import Workflow
 from cloister.workflows.figures.cellcnn import donor_means
 from cloister.workflows.modes import modes_of
@@ -41,8 +42,10 @@ class Options:
     keep: str = option(help="folder of the training: train-cellcnn's keep")
     sample_key: str = option("donor", "column of obs that names the donor of a cell")
     opened: bool = option(default=False, help="use the opened model, held by the coordinator")
-    outside: bool = option(default=False, help="the asking site took no part in the training; every site must consent")
-    max_donors: int = option(64, "most donors that a query may have; public")
+    outside: bool = option(
+        default=False, help="the querying site took no part in the training; every site must consent"
+    )
+    max_donors: int = option(8, "donors answered in a run, public; all count, present or not, up to half the markers")
     key_added: str = option("predicted", "column of obs that is written")
 
     def __post_init__(self) -> None:
@@ -88,6 +91,24 @@ def trained_of(options: Options, seat: Seat, made: cellcnn.Model) -> tuple[Train
         )
     trained = encrypted_training.load_trained(params, store, site=seat.role == "site", stopped=made.stopped)
     return trained, validated
+
+
+def account_of(seat: Seat, options: Options, made: cellcnn.Model) -> Account:
+    """How many donors this site has helped to answer for the querier under this model, in all runs and studies."""
+    who = entries_of(seat.study.keys, Party(options.query))
+    known = made.weights is not None and not options.outside  # an opened model: the querier has it already
+    store = KeyStore(options.keep, seat.me)
+    return store.account(who, made.config.markers, unbounded=known or CONSENT in seat.consent)
+
+
+def check_opened_outside(seat: Seat, made: cellcnn.Model) -> None:
+    """An outsider's encrypted query to an opened model cannot be limited to a number of samples."""
+    if CONSENT not in seat.consent:
+        raise RefusedError(
+            f"a query from outside to an opened model of {made.config.markers} markers may determine it; add"
+            f' "{CONSENT}" to [approve] consent in local/site.toml, which allows {CONSENTS[CONSENT]}, or agree on a'
+            " study without"
+        )
 
 
 def predict_cellcnn(adata: AnnData, seat: Seat | Place, *, copy: bool = False) -> AnnData | None:
@@ -148,6 +169,10 @@ def begin(seat: Seat, options: Options) -> tuple[cellcnn.Model, Any, Trained | N
     made, trained, validated = load_model(options, seat.me), None, False
     if not options.opened:
         trained, validated = trained_of(options, seat, made)
+    if seat.role == "site" and seat.me != query and not options.opened:
+        account_of(seat, options, made).check(options.max_donors)
+    if seat.role == "site" and options.outside and options.opened:
+        check_opened_outside(seat, made)
     if options.outside:
         role = cellcnn_card.coordinator if seat.me == hub else cellcnn_card.holder
         seat.run(role, cellcnn_card.Params(holders, hub, query), cellcnn_card.Told(made, validated))
@@ -158,7 +183,7 @@ def check_study(study: Study, options: Options) -> None:
     if options.query not in study.sites:
         raise ParameterError(f"option 'query' names '{options.query}', which is no site of the study")
     if options.outside and len(study.sites) < 3:
-        raise ParameterError("a query from outside needs the asking site and two sites or more that trained together")
+        raise ParameterError("a query from outside needs the querying site and two sites or more that trained together")
 
 
 def ask(seat: Seat, options: Options, made: cellcnn.Model, training: Any, trained: Trained | None, X: Any) -> Any:
@@ -176,14 +201,14 @@ def ask(seat: Seat, options: Options, made: cellcnn.Model, training: Any, traine
         return seat.run(private_prediction.server, p, made.weights.M)
     holders, ring = training.holders, training.ckks
     chunks = oblivious_prediction.chunks(made.config, ring, len(holders), options.max_donors)
-    q = oblivious_prediction.Params(holders, hub, query, ring, made.config, chunks)
+    q = oblivious_prediction.Params(holders, hub, query, ring, made.config, chunks, options.max_donors)
     if trained is None:
         return seat.run(oblivious_prediction.outsider, q, X)
     if seat.me == query:
         return seat.run(oblivious_prediction.querier, q, trained, X)
     if seat.me == hub:
         return seat.run(oblivious_prediction.aggregator, q, trained)
-    return seat.run(oblivious_prediction.holder, q, trained)
+    return seat.run(oblivious_prediction.holder, q, trained, account_of(seat, options, made))
 
 
 def figures(outcomes: Mapping[str, Outcome], options: Options) -> list[Any]:

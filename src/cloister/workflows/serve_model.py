@@ -14,7 +14,7 @@ from cloister.protocols.inference import model_card
 from cloister.report.figures import histograms
 from cloister.workflows import Workflow
 from cloister.workflows.adapt_model import write
-from cloister.workflows.adaptation.asking import answer, ask, beyond, exposed, inputs_of, load
+from cloister.workflows.adaptation.asking import answer, ask, beyond, exposed, inputs_of, load, stored_taps
 from cloister.workflows.modes import modes_of
 from cloister.workflows.options import option
 
@@ -30,6 +30,7 @@ class Options:
     budget: int = option(65536, "samples that a site may ask about, over all runs")
     ledger: str | None = option(None, "file in which the provider counts them; if none, beside the model's")
     device: Literal["cpu", "gpu"] = option("cpu", "where the provider computes: its CPU, or its NVIDIA card")
+    taps: str | None = option(None, "folder for a site's answered and lost samples; if none, 'taps' beside the adapter")
     key_added: str = option("predicted", "column of obs with the model's labels")
 
     def __post_init__(self) -> None:
@@ -63,7 +64,8 @@ def site(seat: Seat, adata: AnnData, options: Options) -> Outcome:
     told = seat.run(model_card.owner, model_card.Params(seat.sites, seat.coordinator))
     if adapted.model != told.digest:
         raise DataError("this adapter was trained with another model than the provider's; run adapt-model again")
-    taps = ask(seat, options, told, inputs_of(adata, told.card))
+    inputs = inputs_of(adata, told.card)
+    taps = ask(seat, options, told, inputs, stored_taps(seat, options, told, inputs))
     expected = (adapted.module.config.taps, adapted.module.config.rank)
     if taps.shape[1:] != expected:
         raise DataError("this adapter was trained in another mode; serve in the mode it was adapted in")
@@ -84,7 +86,7 @@ def coordinator(seat: Seat, options: Options) -> Outcome:
 def check(adata: AnnData, options: Any) -> list[str]:
     """Raise `DataError` if these samples cannot be labelled; return what the user should know."""
     cells.check_cells(adata, need_names=False)
-    return ["every sample asked counts against the provider's budget"]
+    return ["every sample counts against the provider's budget; samples in the folder of taps are not asked again"]
 
 
 def figures(outcomes: Mapping[str, Outcome], options: Options) -> list[Any]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import numpy as np
 
 from cloister.cells import tables as cells
+from cloister.disclosure import Rows, Thresholds
 from cloister.errors import DataError, ParameterError, RefusedError
 from cloister.files import write as write_file
 from cloister.models import cellcnn
@@ -26,12 +27,12 @@ from cloister.protocols.sums import pooled_scaling
 from cloister.protocols.sums.columns import match_columns
 from cloister.study import CONSENTS, Study
 from cloister.workflows import Workflow
-from cloister.workflows.cellcnn.judged import Held, held_out, judged, pooled_tables
+from cloister.workflows.cellcnn.judged import Held, donor_rows, held_out, judged, pooled_tables
 from cloister.workflows.cellcnn.presets import settle
 from cloister.workflows.cellcnn.selected import report
 from cloister.workflows.figures.cellcnn import accuracy, consensus, figures, positive
 from cloister.workflows.modes import modes_of
-from cloister.workflows.options import option
+from cloister.workflows.options import check_min_donors, option
 
 if TYPE_CHECKING:
     from anndata import AnnData
@@ -73,6 +74,10 @@ class Options:
         0, "open the squared error on held-out inputs after so many steps each, if every site consents"
     )
     patience: int = option(0, "stop once so many validations were no better than one before; 0: train to the end")
+    min_cells: int = option(10, "smallest number of a site's own cells behind any opened sum", opens=True)
+    min_donors: int = option(
+        3, "smallest number of a site's own donors behind any opened sum; of hold_out per class too", opens=True
+    )
 
     def __post_init__(self) -> None:
         for name in ("n_filters", "n_cells", "n_inputs", "n_steps", "n_local", "n_models"):
@@ -90,6 +95,9 @@ class Options:
             raise ParameterError("patience counts validations: set validate_every=1 or more")
         if self.validate_every and self.hold_out < 1:
             raise ParameterError("validate_every needs donors to validate on: set hold_out=1 or more")
+        check_min_donors(self.min_donors)
+        if self.min_cells < 1:
+            raise ParameterError(f"option 'min_cells' must be at least 1, found {self.min_cells}")
         if self.n_models > 1 and self.hold_out < 1:
             raise ParameterError("several models are compared on donors that were held out: set hold_out=1 or more")
 
@@ -98,6 +106,11 @@ def check_study(study: Study, options: Options) -> None:
     """Raise `ParameterError` where the options do not go with the study's mode."""
     if options.validate_every and study.mode == "published":
         raise ParameterError("mode 'published' has no validation during training; use 'hardened'")
+    if 0 < options.hold_out < options.min_donors:
+        raise ParameterError(
+            f"hold_out={options.hold_out} donors per class at each site are fewer than min_donors={options.min_donors};"
+            " hold out more, or agree on a smaller min_donors: what is opened about held-out donors rests on that many"
+        )
     if study.mode == "plain" or options.open_model:
         return
     if study.mode == "published":
@@ -157,10 +170,32 @@ def check(adata: AnnData, options: Options) -> list[str]:
             )
         if sum(c == label for c in donors.values()) == 1:
             notes.append(f"class '{label}' has one donor at this site: the model may learn the donor, not the class")
+    check_thresholds(adata, options, Thresholds(options.min_cells, options.min_donors))
     least = min(adata.obs[options.sample_key].astype(str).value_counts())
     if least < options.n_cells:
         notes.append(f"a donor has {least} cells, fewer than n_cells={options.n_cells}; cells are drawn repeatedly")
     return notes
+
+
+def check_thresholds(adata: AnnData, options: Options, thresholds: Thresholds) -> None:
+    """Raise `DataError` if what this site adds to opened sums would be based on too few of its cells or donors."""
+    donors = donor_classes(adata, options)
+    cells_of = adata.obs[options.sample_key].astype(str).value_counts()
+    smallest = np.sort(cells_of.to_numpy())  # whichever donors are held out
+    left = len(donors) - options.hold_out * len(set(donors.values()))
+    codes = np.arange(max(left, 0))
+    rows = Rows(len(codes), codes, thresholds, cells=smallest[: len(codes)].astype(np.int64))
+    if options.scaling == "pooled" or options.preset is not None:
+        rows.check("cells to train on")
+
+
+def check_held_out(options: Options, thresholds: Thresholds) -> None:
+    """The same for what is opened about held-out donors; `check_study` compares with what was agreed."""
+    if 0 < options.hold_out < thresholds.min_donors:
+        raise DataError(
+            f"hold_out={options.hold_out} donors per class are fewer than min_donors = {thresholds.min_donors}, which"
+            " this site's own settings raised; agree on a larger hold_out, or leave this site out of the study"
+        )
 
 
 def train_cellcnn(adata: AnnData, seat: Seat | Place) -> cellcnn.Model:
@@ -192,6 +227,8 @@ def train_cellcnn(adata: AnnData, seat: Seat | Place) -> cellcnn.Model:
 
 def site(seat: Seat, adata: AnnData, options: Options) -> Outcome:
     check_consent(seat, options)
+    check_thresholds(adata, options, thresholds_of(seat, options))
+    check_held_out(options, thresholds_of(seat, options))
     every, prepared, held = models_of(adata, seat, options)
     model, agreed = best_of(seat, options, every, held)
     save(model, options, seat)
@@ -199,6 +236,11 @@ def site(seat: Seat, adata: AnnData, options: Options) -> Outcome:
     if model.weights is not None:
         found |= report(adata, model, prepared, positive(options, model.classes))
     return Outcome(adata, found, model=model)
+
+
+def thresholds_of(seat: Seat, options: Options) -> Thresholds:
+    """Those of the study, raised by the site's own settings."""
+    return seat.thresholds(min_cells=options.min_cells, min_donors=options.min_donors)
 
 
 def check_consent(seat: Seat, options: Options) -> None:
@@ -223,19 +265,19 @@ def models_of(adata: AnnData, seat: Seat, options: Options) -> tuple[list[cellcn
         sorted(set(donors.values())),
     )
     kept = held_out(donors, options.hold_out, seat.rng("hold out"))
-    options = settle(seat, options, len(terms.classes), len(donors) - len(kept))
+    names = adata.obs[options.sample_key].astype(str).to_numpy()
+    out, thresholds = np.isin(names, kept), thresholds_of(seat, options)
+    options = settle(seat, options, len(terms.classes), donor_rows(names[~out], thresholds))
     X = cells.embedding(adata, None)[:, match_columns([str(v) for v in adata.var_names], terms.markers)]
     x = np.arcsinh(X / options.cofactor) if options.cofactor else X
-    names = adata.obs[options.sample_key].astype(str).to_numpy()
     y = np.array([terms.classes.index(c) for c in adata.obs[options.target_key].astype(str)])
-    out = np.isin(names, kept)
     mean, scale = standard(seat, options, x.shape[1], x[~out])
     prepared = cellcnn.standardise(x, 0.0, mean, scale)
     drawn: dict[str, Any] = {"n_cells": options.n_cells, "per": options.per, "n_inputs": options.n_inputs}
     inputs, labels = cellcnn.draw_inputs(prepared[~out], names[~out], y[~out], **drawn, rng=seat.rng("inputs"))
     held = None
     if out.any():
-        held = Held.of(prepared[out], names[out], y[out], drawn, seat.rng("held out"))
+        held = Held.of(prepared[out], names[out], y[out], drawn, thresholds, seat.rng("held out"))
     made: list[cellcnn.Model] = []
     for k in range(options.n_models):
         config = config_of(options, terms, seat.study.seed, k)

@@ -9,6 +9,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from cloister.disclosure import constant
 from cloister.errors import DataError, ProtocolAbort
 from cloister.models import cellcnn
 from cloister.protocols.cellcnn import cellcnn_terms, clear_training, pooled_counts
@@ -115,7 +116,7 @@ def test_a_missing_marker_and_a_single_class_are_named():
 def counts_case(seed=0):
     rng = np.random.default_rng(seed)
     params = pooled_counts.Params(SITES, HUB, (2, 3), "counts")
-    return Case(params, {u: (rng.integers(0, 20, (2, 3)),) for u in SITES})
+    return Case(params, {u: (constant(rng.integers(0, 20, (2, 3)), "random"),) for u in SITES})
 
 
 def test_counts_are_pooled_and_no_sites_own_is_sent():
@@ -132,7 +133,7 @@ def test_counts_are_pooled_and_no_sites_own_is_sent():
 
 def possible_counts(lie, values):
     """Whoever finished has the sum of some honest sites' tables and of one that the liar could have counted."""
-    honest = [x[0] for u, x in counts_case().inputs.items() if u != lie.liar]
+    honest = [x[0].values for u, x in counts_case().inputs.items() if u != lie.liar]
     sums = [sum(part) for k in range(len(honest) + 1) for part in itertools.combinations(honest, k)]
     for found in values.values():
         rest = [found - total for total in sums]
@@ -158,7 +159,7 @@ def test_sums_that_no_counts_have_are_refused(z):
 @pytest.mark.parametrize("counts", [[[1, 2, 3]], [[1, 2, 3], [0, -1, 0]], [[1, 2, 3], [0, 2**41, 0]]])
 def test_counts_that_no_site_can_have_are_refused_before_anything_is_sent(counts):
     case = counts_case()
-    case.inputs[SITES[0]] = (np.array(counts),)
+    case.inputs[SITES[0]] = (constant(np.array(counts), "made up"),)
     run = run_protocol(pooled_counts, case, timeout=5)
     assert isinstance(run.errors[SITES[0]], DataError)
     assert not [e for e in run.events if e.party == SITES[0] and e.kind == "sent" and "secure_sum" in e.name]

@@ -275,13 +275,11 @@ def test_a_site_that_dies_ends_the_run_by_name(nth):
 
 def ask_liars(**how):
     c, twin = (case(seed=s, g=30, labels=(), per_group=(2, 2), min_donors=2) for s in (5, 6))
-    possible = [pooled_contrasts.ideal(x.params, plain(x))[HUB] for x in (c, twin)]
 
     def right(lie, ended):
         for found in ended.values():
-            if lie.liar == HUB:
-                first = min(possible, key=lambda m: abs(m.results[0].average[0] - found.results[0].average[0]))
-                agree(found, first)
+            if lie.liar == HUB or lie.letter == "j":
+                agree(found, pooled_contrasts.ideal(lie.case.params, plain(lie.case))[HUB])
             else:
                 assert all(np.all(np.isfinite(t.p)) for r in found.results for t in r.tested)
 

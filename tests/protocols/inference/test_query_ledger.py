@@ -97,3 +97,15 @@ def test_a_ledger_that_cannot_be_written_counts_nothing_and_admits_nothing(tmp_p
     (tmp_path / "ledger.json").write_text("[]")
     with pytest.raises(DataError, match="is no ledger of queries"):
         ledger.admit(ANN, 1, 10)
+
+
+def test_n9_a_new_name_or_a_new_key_alone_starts_no_new_count(tmp_path):
+    path, key, other = tmp_path / "ledger.json", b"k" * 32, b"o" * 32
+    Ledger(path, keys={"ann": key}).admit("ann", 8, 10)
+    with pytest.raises(ProtocolAbort, match="budget"):
+        Ledger(path, keys={"anna": key}).admit("anna", 8, 10)  # the same identity in another study
+    with pytest.raises(ProtocolAbort, match="budget"):
+        Ledger(path, keys={"ann": other}).admit("ann", 8, 10)  # the same name with a new key
+    Ledger(path, keys={"ben": other}).admit("ben", 8, 10)
+    Ledger(path, keys={"anna": key}).admit("anna", 2, 10)
+    assert Ledger(path).used == {"ann": 8, "anna": 10, "ben": 8, f"key:{key.hex()}": 10, f"key:{other.hex()}": 8}

@@ -199,12 +199,12 @@ def test_a_label_of_one_cell_would_be_read_from_the_first_gradient_and_is_left_o
     check_no_errors(run)
     for fitted in values(run).values():
         assert "rare" not in fitted.labels
-        assert fitted.left_out == ("rare",)
+        assert fitted.left_out == ()  # the site has not even named it
     assert site in values(run)
 
 
 def test_enough_cells_of_a_label_are_trained_on():
-    run = run_protocol(pooled_logistic, rare(case(seed=2), 6))
+    run = run_protocol(pooled_logistic, rare(case(seed=2), 12))
     check_no_errors(run)
     assert "rare" in values(run)[HUB].labels
 
@@ -316,15 +316,12 @@ def test_a_sketch_of_nothing_ends_the_run(monkeypatch):
 
 
 def test_one_liar():
-    c, twin = (case(seed=s, n=3, g=20, penalties=(1e-1,), held_out=False, n_top_genes=10) for s in (5, 6))
-    ideal = pooled_logistic.ideal(c.params, plain(c))[HUB]
-    other = pooled_logistic.ideal(twin.params, plain(twin))[HUB]
+    c, twin = (case(seed=s, n=3, g=20, penalties=(1e-1,), held_out=False, n_top_genes=20) for s in (5, 6))
 
     def right(lie, ended):
         for fitted in ended.values():
-            if lie.liar == HUB:
-                closest = min((ideal, other), key=lambda m: float(np.abs(fitted.intercept - m.intercept).max()))
-                agree(fitted, closest)
+            if lie.liar == HUB or lie.letter == "j":
+                agree(fitted, pooled_logistic.ideal(lie.case.params, plain(lie.case))[HUB])
             else:
                 assert np.all(np.isfinite(fitted.coefficients))
 

@@ -35,7 +35,7 @@ from cloister.crypto import cores
 from cloister.crypto.prg import Prg
 from cloister.errors import ParameterError
 
-SECURE_BITS = {1024: 26, 2048: 53, 4096: 106, 8192: 214, 16384: 430, 32768: 868}  # [BCC24]
+SECURE_BITS = {4096: 106, 8192: 214, 16384: 430, 32768: 868}  # [BCC24]; estimates in docs/security/parameters.md
 SIGMA = 3.2
 NARROW = 1 << 50  # primes below it are computed with in doubles
 Residues: TypeAlias = U64  # (k, N)

@@ -25,6 +25,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from cloister import files
 from cloister.arrays import F64, Bits
 from cloister.errors import DataError, ParameterError
 
@@ -160,7 +161,7 @@ class Encoder:
     @classmethod
     def load(cls, path: str | Path) -> Encoder:
         try:
-            with np.load(io.BytesIO(Path(path).read_bytes()), allow_pickle=False) as kept:
+            with files.load_arrays(path) as kept:
                 arrays = {k: kept[k].astype(np.float64) for k in kept.files if k != "meta"}
                 meta = json.loads(kept["meta"].tobytes())
             shape = shape_of(meta["shape"])
@@ -172,7 +173,7 @@ class Encoder:
             encoder = cls(shape, arrays["embed"], arrays["positions"], blocks, projections, centres, card)
         except FileNotFoundError:
             raise DataError(f"there is no model at {path}") from None
-        except ParameterError:
+        except (DataError, ParameterError):
             raise
         except Exception as e:  # every way in which a file can be wrong
             raise DataError(f"{path} is no provider's model of Cloister ({type(e).__name__})") from None

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
+from cloister import files
 from cloister.errors import DataError, ParameterError
 
 WEIGHTS = ("model.safetensors", "pytorch_model.bin", "model.npz")
@@ -62,7 +62,7 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
 def _state(path: Path) -> dict[str, Any]:
     kind = path.suffix.lower()
     if kind == ".npz":
-        with np.load(path, allow_pickle=False) as kept:
+        with files.load_arrays(path) as kept:
             return {name: kept[name] for name in kept.files}
     if kind == ".safetensors":
         return _safetensors(path)

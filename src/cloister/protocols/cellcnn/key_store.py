@@ -6,16 +6,21 @@
     <folder>/<party>/state.bin       [M], and [W], [V], [A] at those who follow them, after the last finished step
     <folder>/<party>/before.bin      the same after the step before it: parties may be one step apart when a run ends
     <folder>/<party>/losses.bin      validation errors so far, where all agreed to open them
-    <folder>/<party>/openings        how many results were opened with these keys
+    <folder>/<party>/answers.json    how many results were opened with these keys, and donors answered for each querier
 
-Files are written whole or not at all, and every one is checked against its digest when it is read.
+Files are written whole or not at all, and every one is checked against its digest when it is read. `answers.json` is
+read, compared and written under a lock, and is on disk before the share that it counts is sent. It belongs to the key
+share: every run and every study that uses the share counts here, whatever the study is called. New keys in the same
+folder start with no openings; answered donors stay counted.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +29,47 @@ import numpy as np
 
 from cloister import files
 from cloister.crypto.ckks import scheme as ckks
-from cloister.errors import DataError, WireError
-from cloister.study import Party
+from cloister.errors import DataError, ParameterError, RefusedError, WireError
+from cloister.protocols.inference.query_ledger import total_of
+from cloister.study import CONSENTS, Party
+
+CONSENT = "whole-model"
+WAIT = 60.0  # seconds, for another run that counts at the same moment
+RUNS = 256  # that may load one key share; see docs/security/retries.md
+
+
+def check_openings(before: int, openings: int, most: int) -> int:
+    """The new count; raises where it exceeds what the floods are sized for."""
+    if before + openings > most:
+        raise ParameterError(
+            f"{before} results were opened with these keys, {openings} more would be beyond {most}; train anew"
+        )
+    return before + openings
+
+
+def donor_budget(markers: int) -> int:
+    """Donors that one querier may have answered: half as many as determine the model."""
+    return markers // 2
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What was opened with one set of keys."""
+
+    openings: int = 0
+    runs: int = 0  # that loaded the key share: resumed trainings and predictions
+    donors: Mapping[str, int] = field(default_factory=dict)  # by identity key and by party name
+
+    def to_json(self) -> str:
+        return json.dumps({"openings": self.openings, "runs": self.runs, "donors": dict(self.donors)})
+
+    @classmethod
+    def from_json(cls, text: str) -> Answers:
+        raw = json.loads(text)
+        counts = {str(who): int(n) for who, n in raw["donors"].items()}
+        if min(found := [int(raw["openings"]), int(raw["runs"]), *counts.values()]) < 0:
+            raise ValueError("a negative count")
+        return cls(found[0], found[1], counts)
 
 
 class KeyStore:
@@ -56,8 +100,12 @@ class KeyStore:
     # ---- keys --------------------------------------------------------------------------------------------------------
 
     def put_public(self, key: ckks.PublicKey, secret: ckks.Secret | None) -> None:
-        for name in ("keys.json", "state.bin", "before.bin", "losses.bin", "openings"):
-            (self._own / name).unlink(missing_ok=True)
+        """Begin with new keys. Answered donors stay counted: training anew on the same donors gives a similar model."""
+        with self._counting():
+            donors = self._answers().donors
+            for name in ("keys.json", "state.bin", "before.bin", "losses.bin", "openings"):
+                (self._own / name).unlink(missing_ok=True)
+            self._write_answers(Answers(donors=donors))
         self._pending = {"public": self._put(np.stack([key.b, key.a]))}
         if secret is not None:
             files.write(self._own / "secret.bin", secret.to_bytes())
@@ -169,16 +217,82 @@ class KeyStore:
         packed = msgpack.packb({"tag": tag, "losses": [[k, v] for k, v in losses.items()]})
         files.write(self._own / "losses.bin", hashlib.sha256(packed).digest() + packed)
 
-    # ---- openings ----------------------------------------------------------------------------------------------------
+    # ---- openings and answered donors --------------------------------------------------------------------------------
 
     @property
     def openings(self) -> int:
         """How many results were opened with these keys."""
-        path = self._own / "openings"
-        try:
-            return int(path.read_text()) if path.exists() else 0
-        except ValueError:
-            raise DataError(f"{path} is damaged; train anew") from None
+        return self._answers().openings
 
-    def put_openings(self, count: int) -> None:
-        files.write(self._own / "openings", str(count).encode())
+    def spend(self, openings: int, most: int) -> int:
+        """Count openings before they happen, or raise `ParameterError`; returns the new count."""
+        with self._counting():
+            before = self._answers()
+            total = check_openings(before.openings, openings, most)
+            self._write_answers(replace(before, openings=total))
+        return total
+
+    def begin_run(self) -> None:
+        """Count one more run that uses the key share; `RUNS` bounds how often refreshes are repeated under one key."""
+        with self._counting():
+            before = self._answers()
+            if before.runs >= RUNS:
+                raise ParameterError(f"{RUNS} runs have used the key share in {self._own}; train anew")
+            self._write_answers(replace(before, runs=before.runs + 1))
+
+    def account(self, who: tuple[str, ...], markers: int, *, unbounded: bool = False) -> Account:
+        """The donors of one querier, which is known by these entries (`query_ledger.entries_of`)."""
+        return Account(self, who, markers, unbounded)
+
+    @contextmanager
+    def _counting(self) -> Iterator[None]:
+        with files.locked(self._own / "answers.json", wait=WAIT):
+            yield
+
+    def _answers(self) -> Answers:
+        path, old = self._own / "answers.json", self._own / "openings"  # `old`: a number, as earlier versions wrote it
+        try:
+            if path.exists():
+                return Answers.from_json(path.read_text(encoding="utf-8"))
+            return Answers(int(old.read_text())) if old.exists() else Answers()
+        except (ValueError, TypeError, KeyError, AttributeError):
+            raise DataError(f"{path} is damaged, so nobody knows how much was opened; train anew") from None
+
+    def _write_answers(self, answers: Answers) -> None:
+        files.write(self._own / "answers.json", answers.to_json())
+
+
+@dataclass(frozen=True)
+class Account:
+    """What one querier may have answered under the model of a store, over all runs and studies.
+
+    Logits are linear in a donor's marker means: each answered donor is one linear equation for every class, and as many
+    linearly independent donors as markers determine the model. A holder sees no query, so it counts donors, which
+    bounds the rank from above.
+    """
+
+    store: KeyStore
+    who: tuple[str, ...]
+    markers: int
+    unbounded: bool  # the querier has the model, or this site's own settings allow answers that determine it
+
+    def check(self, donors: int) -> None:
+        """Raise `RefusedError` unless this many more donors may be answered."""
+        self._total(self.store._answers(), donors)
+
+    def charge(self, donors: int) -> None:
+        """Count donors before their answers leave, or raise `RefusedError`."""
+        with self.store._counting():
+            before = self.store._answers()
+            total = self._total(before, donors)
+            self.store._write_answers(replace(before, donors={**before.donors, **dict.fromkeys(self.who, total)}))
+
+    def _total(self, before: Answers, donors: int) -> int:
+        used, most = total_of(before.donors, self.who), donor_budget(self.markers)
+        if used + donors > most and not self.unbounded:
+            raise RefusedError(
+                f"{used} donors of the querying site were answered under this model, {donors} more (max_donors) would"
+                f" exceed {most}: {self.markers} donors determine a model of {self.markers} markers; ask about fewer,"
+                f' or add "{CONSENT}" to [approve] consent in local/site.toml, which allows {CONSENTS[CONSENT]}'
+            )
+        return used + donors

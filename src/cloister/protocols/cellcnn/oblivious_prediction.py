@@ -18,20 +18,27 @@ A querier from outside trained nothing and holds neither a share of the key nor 
 Given the candidate, X - r_p is uniform within ±8 whatever X is, and so is the number of candidates that were passed
 over.
 
+A ciphertext has room for many more samples than the parties agreed on. Maskers and sites put zero into the places
+beyond `donors`, so a querier gets that many answers and no more. Every site charges them to the querier's account
+(`key_store.Account`) before its first message: by default half as many as there are markers, over all runs and studies.
+
 Reveals
 -------
-querier : U = X·M for its samples, and nothing else (k ≥ markers well-chosen samples determine M: a model that answers
-    is a model that can be learned).
-aggregator, holder : how many samples, rounded up to whole ciphertexts. Not the samples, not the answer, not the model.
-    Both maskers together see the samples: the first two other sites, or, with two sites of which one asks, the other
-    site and the aggregator.
+querier : U = X·M for up to `donors` samples of its choice, which need not be real donors: per class one linear equation
+    in the weights for each. As many linearly independent samples as markers determine M. Fewer determine M on their
+    span: a querier that asks about single markers learns the weights of these markers.
+aggregator, holder : `donors`, the agreed number. Not the samples, not the answer, not the model. Both maskers together
+    see the samples: the first two other sites, or, with two sites of which one is the querier, the other site and the
+    aggregator.
 
 Assumes
 -------
 As `encrypted_training`, whose keys, auditor and [M] it uses. Any one party may lie. Whatever the querier says at L2,
-[X] is an encryption that others made, of numbers below 56. A masker or a site that lies shifts the querier's answer,
-and learns nothing; logits beyond ±64 are refused. Evaluation is deterministic, so all sites get the same [U], and an
-outsider notices a site that says something else.
+[X] is an encryption that others made, of numbers below 56. [M] passed `collective_range` at every holder that answers;
+the scale of [X] is so large that its noise stays below the flood for every [M] that may pass. A masker or a site that
+lies shifts the querier's answer, and learns nothing: logits beyond ±64 are clipped, so the querier goes on whatever
+they are. Evaluation is deterministic, so all sites get the same [U], and an outsider notices a site that says something
+else.
 
 Cost
 ----
@@ -63,8 +70,9 @@ from cloister.models import cellcnn
 from cloister.net.channel import Channel
 from cloister.net.wire import message
 from cloister.protocols.cellcnn.cellcnn_circuit import Layout, add_over_markers
-from cloister.protocols.cellcnn.cellcnn_ladder import PRODUCT
-from cloister.protocols.cellcnn.encrypted_training import Trained
+from cloister.protocols.cellcnn.cellcnn_ladder import QUERY
+from cloister.protocols.cellcnn.encrypted_training import Trained, check_model
+from cloister.protocols.cellcnn.key_store import Account
 from cloister.protocols.cellcnn.training_keys import Keys
 from cloister.protocols.ckks import collective_audit, key_switch
 from cloister.protocols.ckks.collective_audit import Book, check_holders
@@ -84,11 +92,16 @@ class Params:  # public
     ckks: ckks.Parameters
     config: cellcnn.Config
     chunks: int  # ciphertexts of the query
+    donors: int = 0  # samples that are answered; 0: as many as the ciphertexts hold
 
     def __post_init__(self) -> None:
         check_holders(self.holders, self.aggregator)
         if self.querier == self.aggregator or self.chunks < 1:
             raise ParameterError("a query comes from a site, not from the aggregator, and has at least one sample")
+        if not 0 <= self.donors <= self.chunks * self.layout.I:
+            raise ParameterError(
+                f"{self.chunks} ciphertexts hold {self.chunks * self.layout.I} samples, found {self.donors}"
+            )
 
     @property
     def outside(self) -> bool:
@@ -108,9 +121,13 @@ class Params:  # public
         return first, second
 
     @property
-    def entries(self) -> tuple[int, int, int]:
-        """Chunks, samples of one, markers."""
-        return self.chunks, self.layout.I, self.config.markers
+    def entries(self) -> tuple[int, int]:
+        """Samples that are answered, markers."""
+        return self.donors or self.chunks * self.layout.I, self.config.markers
+
+    def parts(self, table: F64) -> list[F64]:
+        """The samples of every chunk; places beyond the last sample stay zero in `Layout.input_slots`."""
+        return [table[at * self.layout.I : (at + 1) * self.layout.I] for at in range(self.chunks)]
 
 
 @message("L1")
@@ -120,8 +137,8 @@ class Seed:  # p → q
 
 @message("L2")
 class Query:  # q → all
-    k: U8  # (chunks, I, m)
-    d: I64  # (chunks, I, m), on the grid
+    k: U8  # (donors, m)
+    d: I64  # (donors, m), on the grid
 
 
 @message("L3")
@@ -162,7 +179,7 @@ def roles(params: Params) -> dict[Party, object]:
 
 def cost(params: Params) -> dict[Party, tuple[int, int]]:
     c, n = ckks.context(params.ckks), len(params.holders)
-    k, G, one = params.chunks, len(params.layout.groups), params.layout.ladder.one
+    k, G, one = params.chunks, len(params.layout.groups), params.layout.ladder.query
     size, entries, told = 2 * c.packed(one), int(np.prod(params.entries)), n + params.outside
     parts: list[dict[Party, tuple[int, int]]] = [
         dict.fromkeys(params.holders, (0, 0))
@@ -191,24 +208,22 @@ def switch(params: Params) -> key_switch.Params:
 
 def sample_scale(params: Params) -> float:
     """Of the samples: what the product spends, so that the logits stand at Δ."""
-    return ckks.context(params.ckks).dropped(params.layout.ladder.one, PRODUCT)
+    return ckks.context(params.ckks).dropped(params.layout.ladder.query, QUERY)
 
 
 def evaluate(params: Params, model: list[ckks.Cipher], x: ckks.Cipher, keys: Keys) -> list[ckks.Cipher]:
     """[U] of one chunk, per class group, at the base primes."""
     c, L = ckks.context(params.ckks), params.layout
-    logits = [add_over_markers(c, L, c.times(M, x, keys.relin, PRODUCT), keys.rotation) for M in model]
+    logits = [add_over_markers(c, L, c.times(M, x, keys.relin, QUERY), keys.rotation) for M in model]
     for U in logits:
         U.scale = params.ckks.scale
     return logits
 
 
 def check_samples(params: Params, X: F64) -> None:
-    L = params.layout
-    if X.ndim != 2 or X.shape[1] != params.config.markers or not 0 < len(X) <= params.chunks * L.I:
-        raise DataError(
-            f"expected up to {params.chunks * L.I} samples of {params.config.markers} markers, found shape {X.shape}"
-        )
+    most, markers = params.entries
+    if X.ndim != 2 or X.shape[1] != markers or not 0 < len(X) <= most:
+        raise DataError(f"expected up to {most} samples of {markers} markers, found shape {X.shape}")
     if not np.isfinite(X).all() or np.abs(X).max() > LARGEST_X:
         raise DataError(
             f"a marker's mean lies beyond ±{LARGEST_X} or is missing; standardise the markers as in training"
@@ -232,9 +247,9 @@ class Candidates:
 
 def masked(params: Params, X: F64, seeds: Mapping[Party, bytes]) -> Query:
     """L2: for every entry the first candidates that X - r_p does not tell from others, and d."""
-    x = np.zeros((params.chunks * params.layout.I, params.config.markers))
+    x = np.zeros(params.entries)
     x[: len(X)] = X
-    grid = np.rint(np.ldexp(x, GRID)).astype(np.int64).reshape(params.entries)
+    grid = np.rint(np.ldexp(x, GRID)).astype(np.int64)
     k, d = np.zeros(params.entries, np.uint8), np.zeros(params.entries, np.int64)
     left, streams = np.ones(params.entries, bool), [Candidates(params, s) for s in seeds.values()]
     for candidate in range(CANDIDATES):
@@ -272,9 +287,9 @@ async def mask(ch: Channel, params: Params, trained: Trained, entropy: Entropy) 
     if ch.me not in params.maskers:
         return query, []
     masked = []
-    for part in np.ldexp(chosen(params, seed, query.k).astype(np.float64), -GRID):
+    for part in params.parts(np.ldexp(chosen(params, seed, query.k).astype(np.float64), -GRID)):
         masked.append(
-            c.raw(c.encrypt(trained.keys.public, L.input_slots(part), L.ladder.one, sample_scale(params), entropy))[0]
+            c.raw(c.encrypt(trained.keys.public, L.input_slots(part), L.ladder.query, sample_scale(params), entropy))[0]
         )
     if ch.me != params.aggregator:
         for raw in masked:
@@ -284,7 +299,7 @@ async def mask(ch: Channel, params: Params, trained: Trained, entropy: Entropy) 
 
 async def inputs(ch: Channel, params: Params, query: Query, mine: list[U64], entropy: Entropy) -> list[ckks.Cipher]:
     """L4 at a site: [X] of every chunk, audited."""
-    c, L, S, one, book = ckks.context(params.ckks), params.layout, params.aggregator, params.layout.ladder.one, Book()
+    c, L, S, one, book = ckks.context(params.ckks), params.layout, params.aggregator, params.layout.ladder.query, Book()
     sums = []
     for part in range(params.chunks):
         got = await ch.recv(S, Masks)  # L4
@@ -296,9 +311,8 @@ async def inputs(ch: Channel, params: Params, query: Query, mine: list[U64], ent
         apart = params.outside  # then the querier has no part in it, and what follows is bound by its question alone
         await collective_audit.holder(ch.sub("audit", apart=apart), params.audit, book, entropy=entropy)
     batches = []
-    for raw, d in zip(sums, query.d, strict=True):
-        r = c.cipher(raw, sample_scale(params))
-        batches.append(c.add_exact(r, L.input_slots(np.ldexp(d.astype(np.float64), -GRID))))
+    for raw, d in zip(sums, params.parts(np.ldexp(query.d.astype(np.float64), -GRID)), strict=True):
+        batches.append(c.add_exact(c.cipher(raw, sample_scale(params)), L.input_slots(d)))
     return batches
 
 
@@ -308,6 +322,7 @@ async def inputs(ch: Channel, params: Params, query: Query, mine: list[U64], ent
 async def querier(ch: Channel, params: Params, trained: Trained, X: F64, *, entropy: Entropy) -> F64:
     """The part of the site that asks. X (samples, m) → logits (samples, o)."""
     check_samples(params, X)
+    check_model(trained)
     c, share = ckks.context(params.ckks), trained.keys.share
     trained.keys.spend(params.chunks * len(params.layout.groups))
     query, answer = await ask(ch, params, X), Logits(params)
@@ -361,17 +376,18 @@ class Logits:
             self._found[part * L.I : (part + 1) * L.I, label] = table[at]
 
     def of(self, samples: int) -> F64:
-        found = self._found[:samples]
-        if not np.abs(found).max() <= LARGEST_LOGIT:
-            raise ProtocolAbort(
-                NAME, "L4", "diverged", f"logits beyond ±{LARGEST_LOGIT:g}: a model that diverged, or a spoilt answer"
-            )
-        return found
+        """Clipped, never refused: whether a querier goes on must not depend on what a helping site added."""
+        return np.clip(np.nan_to_num(self._found[:samples]), -LARGEST_LOGIT, LARGEST_LOGIT)
 
 
-async def holder(ch: Channel, params: Params, trained: Trained, *, entropy: Entropy) -> None:
-    """The part of a site that helps to answer."""
+async def holder(
+    ch: Channel, params: Params, trained: Trained, account: Account | None = None, *, entropy: Entropy
+) -> None:
+    """The part of a site that helps to answer; it charges the donors to the querier's account first."""
+    check_model(trained)
     c, share = ckks.context(params.ckks), trained.keys.share
+    if account is not None:
+        account.charge(params.entries[0])
     trained.keys.spend(params.chunks * len(params.layout.groups))
     query, mine = await mask(ch, params, trained, entropy)
     for part, x in enumerate(await inputs(ch, params, query, mine, entropy)):
@@ -386,7 +402,7 @@ async def holder(ch: Channel, params: Params, trained: Trained, *, entropy: Entr
 
 async def aggregator(ch: Channel, params: Params, trained: Trained, *, entropy: Entropy) -> None:
     """S's part: it adds up the masks."""
-    c, S, one = ckks.context(params.ckks), params.aggregator, params.layout.ladder.one
+    c, S, one = ckks.context(params.ckks), params.aggregator, params.layout.ladder.query
     _, mine = await mask(ch, params, trained, entropy)
     others = [p for p in params.maskers if p != S]
     for part in range(params.chunks):

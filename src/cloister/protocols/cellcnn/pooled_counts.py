@@ -4,12 +4,17 @@
     L2  all     z
     L3  i, S    all sites received the same z     (same_view)
 
+t_i is a `disclosure.Contribution`: every entry that is not zero is based on at least `min_donors` of the site's own
+donors and `min_cells` of their cells, whatever the other parties send.
+
 Reveals
 -------
 coordinator, site : the sum of the tables over the sites that stayed, and who they are. `train-cellcnn` sums
     - for a preset that draws per donor: the number of donors to train on;
     - with donors held out: how many inputs, and how many donors, of each class every model takes for each class.
-    With n - 1 colluding sites: the last one's. Few donors are held out: their table may tell the class of one.
+    With n - 1 colluding sites, or with two sites: the last one's table. A row of it counts the held-out donors of one
+    class, at least `min_donors` of them, by predicted class. If all of these are predicted alike, the row tells the
+    prediction of each.
 
 Assumes
 -------
@@ -34,9 +39,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cloister.arrays import I64, U64
+from cloister.arrays import I64, U64, Array
 from cloister.crypto.agreement import Identity
 from cloister.crypto.entropy import Entropy
+from cloister.disclosure import Contribution
 from cloister.errors import DataError, ParameterError, ProtocolAbort
 from cloister.net.channel import Channel
 from cloister.protocols.sums import same_view, secure_sum
@@ -66,8 +72,8 @@ class Params:
         return same_view.Params(self.sites, self.coordinator)
 
 
-def ideal(params: Params, tables: Mapping[Party, I64]) -> dict[Party, I64]:
-    return dict.fromkeys((params.coordinator, *tables), np.sum([*tables.values()], axis=0))
+def ideal(params: Params, tables: Mapping[Party, Contribution]) -> dict[Party, I64]:
+    return dict.fromkeys((params.coordinator, *tables), np.sum([t.values for t in tables.values()], axis=0))
 
 
 def roles(params: Params) -> dict[Party, object]:
@@ -86,10 +92,15 @@ def counts(params: Params, z: U64) -> I64:
     return np.asarray(z.astype(np.int64).reshape(params.shape), np.int64)
 
 
-async def site(ch: Channel, params: Params, table: I64, *, entropy: Entropy, identity: Identity) -> I64:
+def encode(params: Params, table: Array) -> U64:
     if table.shape != params.shape or table.min() < 0 or table.max() > MOST:
         raise DataError(f"expected counts of shape {params.shape}, none below 0, found shape {table.shape}")
-    words = table.astype(np.uint64).ravel()
+    return np.asarray(table.astype(np.uint64).ravel(), np.uint64)
+
+
+async def site(ch: Channel, params: Params, table: Contribution, *, entropy: Entropy, identity: Identity) -> I64:
+    part = table.map(lambda counts: encode(params, counts))
+    words = ch.contribute(part, protocol=NAME, line="L1", what=params.what)
     summed = await secure_sum.contributor(ch.sub("sum"), params.sum, words, entropy=entropy, identity=identity)  # L1
     assert summed is not None
     total = counts(params, summed.z)  # L2

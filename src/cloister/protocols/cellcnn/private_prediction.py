@@ -7,13 +7,15 @@ The querier encrypts with its secret key, so the second polynomials come from a 
 
 Reveals
 -------
-querier : U = X·M for its samples, nothing else: an untouched c1 or noise would tell it the weights, so S adds a fresh
-    encryption of zero and floods.
-server : how many ciphertexts of N/2 samples were asked about.
+querier : U = X·M for its samples: an untouched c1 or noise would reveal the weights, so S adds a fresh encryption of
+    zero and floods. One ciphertext holds N/2 samples, so one query can determine M. Sites that trained have M already;
+    a querier from outside is answered only if every site consents to that ("whole-model").
+server : how many ciphertexts of N/2 samples were submitted. A malicious server learns no more.
 
 Assumes
 -------
-Semi-honest parties; the server knows the model.
+The server knows the model. Its answer is not verified: a malicious server can answer falsely. A malicious querier may
+send any ciphertexts, and learns linear functions of M, as it would from samples.
 
 Cost
 ----

@@ -10,17 +10,19 @@ process, however many parties are in it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from cloister.crypto.ckks import scheme as ckks
 from cloister.crypto.ckks.chain import OPENINGS
 from cloister.crypto.entropy import Entropy
+from cloister.crypto.prg import Prg
 from cloister.errors import ParameterError
 from cloister.net import wire
 from cloister.net.channel import Channel
-from cloister.protocols.cellcnn.key_store import KeyStore
+from cloister.protocols.cellcnn.key_store import KeyStore, check_openings
 from cloister.protocols.ckks import collective_key, collective_relin, collective_rotation
 from cloister.study import Party
 
@@ -51,14 +53,10 @@ class Keys:
 
     def spend(self, openings: int) -> None:
         """Count openings before they happen: floods hide the noise of `OPENINGS` of them, and no more."""
-        if self.openings + openings > OPENINGS:
-            raise ParameterError(
-                f"{self.openings} results were opened with these keys, {openings} more would be beyond {OPENINGS};"
-                " train anew"
-            )
-        self.openings += openings
-        if self.store is not None:
-            self.store.put_openings(self.openings)
+        if self.store is not None:  # counts every run that uses these keys, also one at the same time
+            self.openings = self.store.spend(openings, OPENINGS)
+        else:
+            self.openings = check_openings(self.openings, openings, OPENINGS)
 
 
 def key_costs(params: Any) -> list[dict[Party, tuple[int, int]]]:
@@ -103,9 +101,26 @@ async def make_keys(
     return Keys(name, public, relin, rotation, secret, store)
 
 
+def relinearised_zero(params: ckks.Parameters, keys: Keys, model: Sequence[ckks.Cipher], k: int) -> ckks.Cipher:
+    """A product of two encryptions of zero, relinearised: its plaintext is large if the relinearisation key is wrong.
+
+    A holder that adds δ to its h in `collective_relin` has everybody's secret multiplied by δ in the key. What the key
+    adds to a product then is public digits times δ·s. The encryptions are made of [M], which nobody knew when the key
+    was made, and are the same at all parties.
+    """
+    c, h = ckks.context(params), hashlib.sha256(b"cloister/relinearised_zero/")
+    for ct in model:
+        h.update(c.pack(ct.polys[0]))
+    prg = Prg(h.digest())
+    first, second = (c.cipher(c.encrypted_zero(keys.public, k, prg), params.scale) for _ in range(2))
+    return c.product(first, second, keys.relin)
+
+
 def load_keys(params: Any, store: KeyStore, *, site: bool) -> Keys:
     c = ckks.context(params.ckks)
     public, secret = store.get_public(params.ckks, secret=site)
+    if site:
+        store.begin_run()
     relin = c.held(store.get_switching(params.ckks, "relin"))
     turned = {steps: c.held(store.get_switching(params.ckks, f"rotation-{steps}")) for steps in params.layout.rotations}
     return Keys(store.name, public, relin, turned, secret, store, store.openings)

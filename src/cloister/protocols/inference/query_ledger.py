@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,13 +19,27 @@ BEGUN = "paid, nothing told"  # in the file; no party has such a name
 WAIT = 60.0  # seconds, for another run that counts at the same moment
 
 
+def entries_of(keys: Mapping[Party, bytes], party: Party) -> tuple[str, ...]:
+    """The entries under which a party is counted: its identity key, where the study lists one, and its name.
+
+    The larger count applies. Neither a new name nor a new key alone starts a new count.
+    """
+    return (f"key:{keys[party].hex()}", party) if party in keys else (party,)
+
+
+def total_of(used: Mapping[str, int], who: tuple[str, ...]) -> int:
+    """What was counted for a party so far."""
+    return max(used.get(entry, 0) for entry in who)
+
+
 @dataclass
 class Ledger:
-    """How many samples each owner has had answered; kept in a file if there is a path, which runs share."""
+    """How many samples each owner has had answered; stored in a file if there is a path, which runs share."""
 
     path: Path | None = None
-    used: dict[str, int] = field(default_factory=dict)
+    used: dict[str, int] = field(default_factory=dict)  # by identity key and by party name
     begun: dict[str, Any] = field(default_factory=dict)  # owner → (receipt, samples) of a query that was only paid for
+    keys: Mapping[Party, bytes] = field(default_factory=dict)  # Ed25519 public keys of the study's parties
 
     def __post_init__(self) -> None:
         self._read()
@@ -57,13 +71,14 @@ class Ledger:
         with contextlib.nullcontext() if self.path is None else files.locked(self.path, wait=WAIT):
             self._read()
             again = samples > 0 and self.begun.get(owner) == (receipt, samples)
-            total = self.used.get(owner, 0) + (0 if again else samples)
+            who = entries_of(self.keys, owner)
+            total = total_of(self.used, who) + (0 if again else samples)
             if total > budget:
                 asked = f"'{owner}' has asked for {total} samples, its budget is {budget}"
                 raise ProtocolAbort(PROTOCOL, "L1", "budget", asked)
             others = {u: one for u, one in self.begun.items() if u != owner}
             mine = {owner: (receipt, samples)} if samples and receipt else {}
-            self._write(self.used | {owner: total}, others | mine)
+            self._write(self.used | (dict.fromkeys(who, total) if samples else {}), others | mine)
             yield
             self._write(self.used, others)
 

@@ -10,10 +10,10 @@
     A6     site i, k times  M = [N_j = r_i]; v = M ℓ_i; V += one-hot(v), v = 0 is no vote
     A3.5   three          M = one-hot argmax of V; the label Σ ℓ M is opened to the querier
 
-Corrected, since as printed it does not compute what it means: D ← D + A M at A3.4 (printed D = A M); ties in argmin
-and argmax go to the first (the printed masks mark all of them: with duplicated references accuracy falls from 0.90 to
-0.12); labels count from 1, or the first never wins; A is the public bound of a distance, not 10⁹, which wraps; a site
-with fewer than k references gives all of them.
+What the text leaves open is fixed here: of equal distances or votes, the first index wins (printed masks are one-hot);
+A is the public bound of a distance ("a large constant" in the text), so that nothing wraps; a site with fewer than k
+references contributes all of them. A3.4 reads D = A M in our copy of the text, which is OCR; Algorithm 5 and the
+authors' code add, and so do we.
 
 Reveals
 -------

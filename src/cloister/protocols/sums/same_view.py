@@ -1,15 +1,16 @@
-"""Same view: before a result counts, the sites make sure that all of them were told the same.
+"""Same view: before a result counts, the sites verify that all of them received the same broadcasts.
 
-    V1   u → S   σ_u        signs the id of this step, which hashes all that u was told by broadcast in the run
+    V1   u → S   σ_u        signs the id of this step, which hashes every broadcast that u received in the run
     V2   S → u   {v: σ_v}   at least t of them, mine among them; every one has to fit my own id
 
-Earlier differences stop an earlier step, whose keys and boxes are bound to ids of the same kind; this is for the last
-broadcast of a protocol, after which nothing else follows.
+Earlier differences stop an earlier step, whose keys and boxes are bound to ids of the same kind. This step is for the
+last broadcast of a protocol, the total of its last sum included: nothing else follows that would compare it.
 
 Reveals
 -------
-coordinator, site : who is still there.
-lying coordinator, one lying site : nothing more. Two sites that finish were told the same.
+coordinator, site : which sites have not dropped out.
+malicious coordinator, one malicious site : nothing more. Two sites that finish have received the same broadcasts. The
+    coordinator can make any site abort.
 
 Assumes
 -------
@@ -21,7 +22,7 @@ Per site: 1 message up, 1 down; 64 bytes up, 64 n down, and framing.
 
 References
 ----------
-None; lines numbered here.
+None; lines numbered here. Security argument: docs/security/secure_sum.md.
 """
 
 from __future__ import annotations

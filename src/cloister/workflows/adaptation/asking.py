@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from cloister import files
 from cloister.cells import tables as cells
 from cloister.cells.demo import demo_encoder
 from cloister.crypto.owner_ckks import devices
@@ -18,6 +19,7 @@ from cloister.models.polynomial import Encoder, takes
 from cloister.net.seat import Seat
 from cloister.protocols.inference import encrypted_inference, lying_owner, model_card, permuted_inference
 from cloister.protocols.inference.asking_state import Taps
+from cloister.study import Party
 
 if TYPE_CHECKING:
     from anndata import AnnData
@@ -71,7 +73,7 @@ def ask(seat: Seat, options: Any, told: model_card.Announcement, inputs: Any, ke
 
 
 def answer(seat: Seat, options: Any, told: model_card.Announcement, encoder: Any, folder: Path | None = None) -> Any:
-    ledger, params = ledger_of(options), inference_params(seat, options, told)
+    ledger, params = ledger_of(options, seat.study.keys), inference_params(seat, options, told)
     if seat.mode == "published":  # on a CPU always, and from the beginning
         return seat.run(permuted_inference.provider, params, encoder, ledger)
     return seat.run(encrypted_inference.provider, params, encoder, ledger, options.device, folder)
@@ -105,6 +107,23 @@ def kept_taps(seat: Seat, options: Any, told: model_card.Announcement, inputs: A
     return kept
 
 
+def stored_taps(seat: Seat, options: Any, told: model_card.Announcement, inputs: Any) -> Taps | None:
+    """The same for `serve-model`: a file for each set of samples, under this model and mode.
+
+    Without it a provider could have every run with the same samples fail a check, and learn one bit from each. In mode
+    published nothing is checked.
+    """
+    if seat.mode == "published":
+        return None
+    about = fingerprint(inputs, told, seat.mode)
+    folder = Path(options.adapter).resolve().parent / "taps" if options.taps is None else Path(options.taps)
+    try:
+        files.private_folder(folder)
+    except OSError as e:
+        raise DataError(f"{folder} cannot be written ({e.strerror}); name a folder for taps with taps=") from None
+    return Taps.open(folder / f"{seat.me}.{about[:16]}.taps.npz", about, told.crypto)
+
+
 def to_ask(seat: Seat, told: model_card.Announcement, inputs: Any) -> Any:
     """Which samples the model is asked about: hardened, none that is beyond what it takes in."""
     return np.ones(len(inputs), bool) if seat.mode == "published" else takes(told.shape, inputs)
@@ -132,12 +151,15 @@ def fingerprint(inputs: Any, told: model_card.Announcement, mode: str) -> str:
     return h.hexdigest()
 
 
-def ledger_of(options: Any) -> encrypted_inference.Ledger:
-    """Counts over all runs, in a file beside the model; only the demo's model, which everybody has, needs none."""
+def ledger_of(options: Any, keys: Mapping[Party, bytes]) -> encrypted_inference.Ledger:
+    """Counts over all runs and studies, in a file beside the model; the demo's model, which everybody has, needs none.
+
+    `keys` are the study's identity keys: a site is counted by its key as well as by its name.
+    """
     if options.ledger is None and Path(options.model).resolve() == demo_encoder().resolve():
-        return encrypted_inference.Ledger()
+        return encrypted_inference.Ledger(keys=keys)
     own = Path(f"{Path(options.model).resolve()}.ledger.json")  # one, by whatever name the model goes
-    return encrypted_inference.Ledger(own if options.ledger is None else Path(options.ledger).resolve())
+    return encrypted_inference.Ledger(own if options.ledger is None else Path(options.ledger).resolve(), keys=keys)
 
 
 def exposed(seat: Seat, options: Any, told: model_card.Announcement) -> dict[str, str]:

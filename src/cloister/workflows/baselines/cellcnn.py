@@ -16,6 +16,7 @@ import numpy as np
 
 from cloister.arrays import F64, I64, Array, Bits
 from cloister.cells import tables as cells
+from cloister.disclosure import Thresholds
 from cloister.errors import DataError, ParameterError
 from cloister.models import cellcnn
 from cloister.net.seat import party_rng
@@ -152,7 +153,7 @@ def _network(own: Cells, every: Cells, setting: Setting) -> dict[str, I64]:
     """The clear twin on these cells in one place; who has donors of one class alone names no other."""
     train, test = _scaled(own, every)
     here, there, config = ~own.out, every.out, setting.config
-    held = Held.of(test, every.donor[there], every.y[there], setting.drawn, setting.rng("held out"))
+    held = Held.of(test, every.donor[there], every.y[there], setting.drawn, Thresholds(), setting.rng("held out"))
     if len(known := np.unique(own.y)) == 1:
         truths = zip(KINDS, (held.labels, held.donor_labels), strict=True)
         return {kind: table_of(y, np.full_like(y, known[0]), config.classes) for kind, y in truths}

@@ -1,6 +1,7 @@
 """How good an opened CellCnn is on held-out donors: tables of right and wrong answers, pooled by a secure sum.
 
-Multi-cell inputs are drawn from held-out donors as in training; a donor is asked about by the mean of all its cells.
+Multi-cell inputs are drawn from held-out donors as in training; a donor is represented by the mean of all its cells. A
+site contributes the row of a class only if it holds out enough donors of that class (`disclosure`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from cloister.arrays import F64, I64, Array, Bits
+from cloister.disclosure import Contribution, Rows, Thresholds
 from cloister.models import cellcnn
 from cloister.net.seat import Seat
 from cloister.protocols.cellcnn import pooled_counts
@@ -27,18 +29,28 @@ class Held:
     labels: I64
     donors: F64  # (d, m)
     donor_labels: I64
+    rows: Rows  # one per donor, with its number of cells
 
     @classmethod
-    def of(cls, x: F64, names: Array, y: I64, drawn: Mapping[str, Any], rng: np.random.Generator) -> Held:
+    def of(
+        cls, x: F64, names: Array, y: I64, drawn: Mapping[str, Any], thresholds: Thresholds, rng: np.random.Generator
+    ) -> Held:
         inputs, labels = cellcnn.draw_inputs(x, names, y, **drawn, rng=rng)
         donors = np.unique(names)
         means = np.stack([x[names == d].mean(axis=0) for d in donors])
-        return cls(inputs, labels, means, np.array([int(y[names == d][0]) for d in donors]))
+        rows = donor_rows(names, thresholds)
+        return cls(inputs, labels, means, np.array([int(y[names == d][0]) for d in donors]), rows)
 
     def batch(self, config: cellcnn.Config, rng: np.random.Generator) -> tuple[F64, F64]:
         """As many inputs as a batch has: the number is public, whatever a site has."""
         at = rng.choice(len(self.inputs), config.batch)
         return self.inputs[at], cellcnn.one_hot(self.labels[at], config.classes)
+
+
+def donor_rows(names: Array, thresholds: Thresholds) -> Rows:
+    """One row per donor, in the order of `np.unique`, that stands for its cells; `names` has the donor of each cell."""
+    donors, cells = np.unique(names, return_counts=True)
+    return Rows(len(donors), np.arange(len(donors)), thresholds, cells=cells.astype(np.int64))
 
 
 def held_out(donors: Mapping[str, str], count: int, rng: np.random.Generator) -> list[str]:
@@ -63,6 +75,13 @@ def tables_of(made: Sequence[cellcnn.Model], held: Held) -> I64:
     return np.stack([[table_of(y, cellcnn.predict(m.logits(x)), o) for x, y in pairs] for m in made])
 
 
+def contribution_of(made: Sequence[cellcnn.Model], held: Held) -> Contribution:
+    """The same as a contribution: the row of a class that too few held-out donors here have is zero."""
+    rows = np.moveaxis(tables_of(made, held), 2, 0)
+    part = held.rows.grouped(held.donor_labels, made[0].config.classes, rows)
+    return part.map(lambda rows: np.moveaxis(rows, 0, 2))
+
+
 def pooled_tables(seat: Seat, made: Sequence[cellcnn.Model], held: Held | None) -> I64:
     """The tables of every model over all sites' held-out inputs and donors; `held` is None at the coordinator."""
     o = made[0].config.classes
@@ -70,7 +89,7 @@ def pooled_tables(seat: Seat, made: Sequence[cellcnn.Model], held: Held | None) 
     params = pooled_counts.Params(seat.sites, seat.coordinator, (len(made), len(KINDS), o, o), what)
     if held is None:
         return np.asarray(seat.run(pooled_counts.coordinator, params))
-    return np.asarray(seat.run(pooled_counts.site, params, tables_of(made, held)))
+    return np.asarray(seat.run(pooled_counts.site, params, contribution_of(made, held)))
 
 
 def scores(table: I64, positive: int) -> dict[str, float]:

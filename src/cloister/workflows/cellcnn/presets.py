@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from cloister.disclosure import Rows
 from cloister.net.seat import Seat
 from cloister.protocols.cellcnn import pooled_counts
 
@@ -55,7 +56,7 @@ def settled(options: Options, sites: int, classes: int, donors: int = 0) -> Opti
     return replace(options, **drawn, batch=batch, n_local=1, n_steps=p.steps(total, classes, donors))
 
 
-def settle(seat: Seat, options: Options, classes: int, donors: int | None) -> Options:
+def settle(seat: Seat, options: Options, classes: int, donors: Rows | None) -> Options:
     """`settled`, with all sites' donors counted by a secure sum where the preset needs it; a coordinator has none."""
     total = 0
     if options.preset is not None and PRESETS[options.preset].per == "donor":
@@ -63,5 +64,5 @@ def settle(seat: Seat, options: Options, classes: int, donors: int | None) -> Op
         if donors is None:
             (total,) = seat.run(pooled_counts.coordinator, params).tolist()
         else:
-            (total,) = seat.run(pooled_counts.site, params, np.array([donors])).tolist()
+            (total,) = seat.run(pooled_counts.site, params, donors.whole(np.array([donors.n]))).tolist()
     return settled(options, len(seat.sites), classes, total)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
+from cloister import files
 from cloister.errors import DataError
-from cloister.models.linear import FORMAT
+from cloister.models.linear import FORMAT, WITH_TYPICALITY
 from cloister.workflows.trained import integration
 from cloister.workflows.trained.cell_classifier import CellClassifier
 
@@ -26,14 +24,16 @@ def load_model(
     `pretrained` is the folder of the checkpoint that a fine-tuned scGPT stands on.
     """
     try:
-        with np.load(io.BytesIO(Path(path).read_bytes()), allow_pickle=False) as kept:
+        with files.load_arrays(path) as kept:
             meta = json.loads(kept["meta"].tobytes())
         kind = meta["format"]
     except OSError:
         raise DataError(f"there is no model file at {path}") from None
+    except DataError:
+        raise
     except Exception as e:  # every way in which a file can be wrong
         raise DataError(f"{path} is no model file of Cloister ({type(e).__name__})") from None
-    if kind == FORMAT:
+    if kind in (FORMAT, WITH_TYPICALITY):
         return CellClassifier.load(path)
     if kind == integration.FORMAT:
         return integration.Integration.load(path)

@@ -121,7 +121,7 @@ class Integration:
     @classmethod
     def load(cls, path: str | Path) -> Integration:
         try:
-            with np.load(io.BytesIO(Path(path).read_bytes()), allow_pickle=False) as kept:
+            with files.load_arrays(path) as kept:
                 meta = json.loads(kept["meta"].tobytes())
                 trail = Trail(int(meta.pop("cells")), *(kept[name] for name in ARRAYS["trail"]))
                 own = Shifts(*(kept[name] for name in ARRAYS["own"]))

@@ -1,13 +1,12 @@
-"""What it costs that no single party can lie: bytes, messages and CPU of four workflows, before and after.
+"""Cost of the workflows before and after a change: bytes, messages, rounds and CPU, in one run.
 
-    python benchmarks/liars_cost.py [--quick] [--before 754d8c9] [--repeats 3]
+    python benchmarks/before_after.py [--quick] [--before 5a0c885] [--repeats 3] [--only integrate,bin-values]
 
-Both versions run in turn in processes of their own, on the same generated cells, three sites, all parties on this
-machine: `before` is a commit of this repository, checked out beside it for the time of the run, `after` the working
-tree. Each process runs a workflow once before it is measured, so that what Python loads at first use is not counted.
-CPU is that of the whole process (all parties), and of the protocols alone (inside `Seat.run`, a site's own computing
-between two messages included): the smallest of the repeats. The rest is their mean, since forests, and so the number of
-sums, differ from run to run.
+Both versions run alternately in processes of their own, on the same generated cells, three sites, all parties on this
+machine. `before` is a commit of this repository, checked out beside it for the time of the run; `after` is the working
+tree. Each process runs a workflow once before it is measured, so that imports are not counted. CPU is that of the whole
+process (all parties), and of the protocols alone (inside `Seat.run`, a site's own computing between two messages
+included): the smallest of the repeats. The rest is the mean, since the number of sums can differ between runs.
 """
 
 from __future__ import annotations
@@ -59,6 +58,10 @@ for site in ("basel", "lugano", "vienna"):
     rows = [f"{site}{i}" for i in range(cells)]
     obs = pd.DataFrame({"cell_type": pd.Categorical([f"type {k}" for k in kind])}, index=rows)
     data[site] = AnnData(x, obs=obs, var=pd.DataFrame(index=names))
+    data[site].obs["donor"] = [f"{site}{i % 12}" for i in range(cells)]
+    data[site].obs["group"] = [("control", "treated")[i % 12 % 2] for i in range(cells)]
+    if workflow == "propagate-labels":
+        data[site].obs.loc[rng.random(cells) > 0.1, "cell_type"] = None
     data[site].obsm["X_pca"] = rng.normal(0, 1, (cells, 50)) + 2 * np.eye(3, 50)[kind]
 cl.rehearse(workflow, {site: cells.copy() for site, cells in data.items()}, **options)
 spent.clear()
@@ -78,6 +81,20 @@ WORKFLOWS = {  # options, cells per site, genes; then the same for --quick
     "bin-values": (({}, 2000, 2000), ({}, 300, 300)),
     "shared-pca": (({"n_top_genes": 1000, "n_components": 30}, 1000, 2000), ({"n_top_genes": 200}, 200, 300)),
     "find-outliers": (({}, 2000, 8), ({"trees": 20}, 300, 8)),
+    "integrate": (({"use_rep": "X_pca"}, 1000, 100), ({"use_rep": "X_pca"}, 200, 100)),
+    "compare-groups": (
+        ({"donor_key": "donor", "group_key": "group", "groups": ["control", "treated"]}, 1000, 2000),
+        ({"donor_key": "donor", "group_key": "group", "groups": ["control", "treated"]}, 300, 300),
+    ),
+    "train-classifier": (({"label_key": "cell_type"}, 1000, 1000), ({"label_key": "cell_type"}, 200, 200)),
+    "map-labels": (
+        ({"label_key": "cell_type", "use_rep": "X_pca", "query": "vienna"}, 1000, 100),
+        ({"label_key": "cell_type", "use_rep": "X_pca", "query": "vienna"}, 100, 100),
+    ),
+    "propagate-labels": (
+        ({"label_key": "cell_type", "use_rep": "X_pca"}, 500, 100),
+        ({"label_key": "cell_type", "use_rep": "X_pca"}, 120, 100),
+    ),
     "fine-tune": (({"rounds": 5, "local_epochs": 1}, 1000, 100), ({"rounds": 2, "local_epochs": 1}, 120, 100)),
 }
 
@@ -95,7 +112,7 @@ def measure(source: Path, workflow: str, given: tuple[dict[str, object], int, in
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--before", default="754d8c9")
+    parser.add_argument("--before", default="5a0c885")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--only", default=",".join(WORKFLOWS))
     args = parser.parse_args()
