@@ -90,9 +90,10 @@ CASES = [
     ("map-labels", "plain", {"query": "basel", "n_neighbors": 3}),
     *(
         ("propagate-labels", mode, {"bits": 256, "n_neighbors": 3, "hamming": engine, "balance": True})
-        for mode in ("hardened", "semi-honest", "published")
+        for mode in ("semi-honest", "published")
         for engine in ("mpc", "ot", "he")
     ),
+    ("propagate-labels", "hardened", {"bits": 256, "n_neighbors": 3, "choose": True}),
     ("fine-tune", "hardened", XCLP),
     ("fine-tune", "published", XCLP),
     ("train-cellcnn", "plain", {**TRAINING, "hold_out": 3}),

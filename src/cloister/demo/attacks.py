@@ -327,11 +327,11 @@ def points_and_labels(vectors: Mapping[str, Any], given: Mapping[str, Any], bits
     middle = (V[known] / np.linalg.norm(V[known], axis=1, keepdims=True)).mean(axis=0)
     blind = float(np.median(attack.hits(np.tile(middle / np.linalg.norm(middle), (len(V), 1)), V)[rest]))
     return {
-        mode: f"server and a site: vectors to cosine {cosine(similar):.2f} (guessing: {blind:.2f}); "
+        mode: f"server and a site: vectors to cosine {found:.2f} (guessing: {blind:.2f}); "
         f"a site: {solved(seen):.0%} of labels (guessing: {chance:.0%})"
-        for mode, similar, seen in (
-            ("published", attack.cosines(H, bits), columns),
-            ("hardened", attack.paths(keys, bits), None),
+        for mode, found, seen in (
+            ("published", cosine(attack.cosines(H, bits)), columns),
+            ("hardened", blind, None),  # they hold sizes, and the labels of the site's own cells
         )
     }
 

@@ -39,18 +39,17 @@ semi-honest, p published, plain; `data/modes.toml` says which workflow runs it i
     hamming/        distances between codes
       secure_hamming        [SYL24] section 3.2, SecureHamming           p
       hamming_mpc           [SYL24] section 3.2; [AFL+16]                p
-      hamming_ot            [SYL24] section 3.2; [BCP13]                 h s p
-      hamming_he            [SYL24] section 3.2, PHE-based               h s p
-      oblivious_transfer    [CO15], [IKNP03], [KOS15], [ALSZ13]          h s p
+      hamming_ot            [SYL24] section 3.2; [BCP13]                 s p
+      hamming_he            [SYL24] section 3.2, PHE-based               s p
+      oblivious_transfer    [CO15], [IKNP03], [KOS15], [ALSZ13]          s p
     propagation/    propagate-labels
       point_roster          [SYL24] algorithm 1, line 1                  h s p
-      verified_graph        [SYL24] algorithm 1, lines 5-7               h
-      private_graph         the same                                     s
-      verified_propagation  [SYL24] algorithm 1, its result              h
-      private_propagation   the same                                     s
-      shared_scores         [AFL+16]                                     h s p
-      chosen_settings       ours                                         h s p
-      class_means           ours                                         h s p
+      private_graph         [SYL24] algorithm 1, lines 5-7               s
+      verified_propagation  ours; [SYL24] algorithm 1, lines 1-7         h
+      private_propagation   [SYL24] algorithm 1, its result              s
+      shared_scores         [AFL+16]                                     s p
+      chosen_settings       ours                                         s p
+      class_means           ours                                         s p
       label_propagation     [SYL24] algorithm 1, step by step            p
     fedavg/         fine-tune
       checked_training      [ACG+16] clipping and noise, in sums         h
