@@ -9,6 +9,9 @@ null        the same control cells alone, donors put into two groups at random: 
 cytometry   `bodenmiller_bcrxl_catalyst.npz`: four patients, stimulated and not, at two sites; cell types by gates on
             lineage markers; shares compared within patients (half an hour of stimulation should move none)
 scale       generated counts: donors and genes as of a real cohort, bytes and seconds
+disclosure  what a party learns that has the sums of one honest site alone: in how many genes the unordered counts of a
+            group of m donors follow from the opened products of 2c + 1 and of c; how many donors stand behind a gene's
+            sums if weights of samples were used at a site of n donors; what common weights cost
 
 `--limma` asks limma itself (R with limma and edgeR) about the blood of all cells together.
 """
@@ -22,6 +25,7 @@ import sys
 import tempfile
 import time
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -32,7 +36,12 @@ import pandas as pd
 from scipy import sparse
 
 import cloister as cl
+from cloister.disclosure import Thresholds
+from cloister.models import voom
+from cloister.protocols.groups import contrast_steps, pooled_contrasts
+from cloister.protocols.groups.contrast_terms import part_of
 from cloister.run.rehearsal import rehearse
+from cloister.study import Party
 from cloister.workflows.compare_groups import Options, donors_of, params_of
 
 KNOWN = ("ISG15", "IFIT1", "IFIT2", "IFIT3", "IFI6", "MX1", "ISG20", "OAS1", "IFITM3", "IRF7")
@@ -60,7 +69,7 @@ def blood(path: Path, every: int, *, null: bool = False, seed: int = 0) -> dict[
 
 
 def cytometry(path: Path) -> dict[str, ad.AnnData]:
-    """Two patients at each of two sites, gated by hand into five populations."""
+    """Four generated donors of each patient's cells, two patients at each of two sites, gated into five populations."""
     with np.load(path) as file:
         x, markers, sample, patient, treated = (file[k] for k in ("X", "markers", "sample", "patient", "sample_label"))
     at = {str(m): np.arcsinh(x[:, i] / 5) for i, m in enumerate(markers)}
@@ -72,20 +81,21 @@ def cytometry(path: Path) -> dict[str, ad.AnnData]:
     kind[~lymphoid & ~myeloid & presents] = "B"
     kind[~lymphoid & ~myeloid & ~presents & (at["CD7"] > 1.5)] = "NK"
     obs = pd.DataFrame({"donor": patient[sample], "cell_type": kind}, index=[f"cell-{i}" for i in range(len(x))])
+    obs["donor"] = [f"{d}-{i % 4}" for i, d in enumerate(obs["donor"])]  # four patients are too few for thresholds
     obs["condition"] = np.where(treated[sample] == 1, "BCR-XL", "reference")
     whole = ad.AnnData(x, obs=obs, var=pd.DataFrame(index=[str(m) for m in markers]))
     home = np.isin(patient[sample], np.unique(patient)[:2])
     return {"basel": whole[home].copy(), "lugano": whole[~home].copy()}
 
 
-def apart(found: pd.DataFrame, wanted: pd.DataFrame, keys: list[str], effect: str) -> tuple[float, float]:
-    """Largest relative differences of coefficients and of log p."""
-    a, b = (t.sort_values(keys, ignore_index=True) for t in (found, wanted))
-    assert a[keys].equals(b[keys])
-    log_a, log_b = np.log(a["p"]), np.log(b["p"])
-    scale = np.maximum(np.abs(b[effect]), 1e-3)
-    return float((np.abs(a[effect] - b[effect]) / scale).max()), float(
-        (np.abs(log_a - log_b) / np.abs(log_b).clip(1e-3)).max()
+def apart(found: pd.DataFrame, wanted: pd.DataFrame, keys: list[str], effect: str) -> str:
+    """Differences of coefficients and of log10 p in the rows that both have; donors left out change which these are."""
+    both = found.merge(wanted, on=keys, suffixes=("", "_pooled"))
+    effects = np.abs(both[effect] - both[f"{effect}_pooled"])
+    logs = np.abs(np.log10(both["p"]) - np.log10(both["p_pooled"]))
+    return (
+        f"{len(both)} of {len(found)} rows in common with {len(wanted)}; coefficients {effects.median():.0e} (median), "
+        f"{effects.max():.0e} (most); log10 p {logs.median():.0e}, {logs.max():.0e}"
     )
 
 
@@ -114,9 +124,8 @@ def on_blood(path: Path, every: int) -> None:
     shares = apart(found["composition"], beside["pooled"]["composition"], ["contrast", "cell_type"], "effect")
     cells = sum(a.n_obs for a in sites.values())
     print(f"blood: 3 sites, 24 donors, {cells} cells; {cost}")
-    print(
-        f"  from the pooled fit: coefficients {far[0]:.0e}, log p {far[1]:.0e}; shares {shares[0]:.0e}, {shares[1]:.0e}"
-    )
+    print(f"  beside limma on pooled donors: {far}")
+    print(f"  shares: {shares}")
     print(f"  {'cell type':12s} genes  differ  pooled  alone ({', '.join(sites)})  known: compared / in first 25")
     for label, part in found["expression"].groupby("cell_type"):
         counts = []
@@ -154,15 +163,15 @@ def on_cytometry(path: Path) -> None:
     far = apart(
         found, cl.group_baselines(sites, **options)["pooled"]["composition"], ["contrast", "cell_type"], "effect"
     )
-    print(f"cytometry: 2 sites, 4 patients in pairs, {sum(a.n_obs for a in sites.values())} cells; {cost}")
-    print(f"  from the pooled fit: effects {far[0]:.0e}, log p {far[1]:.0e}")
+    cells = sum(a.n_obs for a in sites.values())
+    print(f"cytometry: 2 sites, 4 patients in 16 generated donors, in pairs, {cells} cells; {cost}")
+    print(f"  beside limma on pooled donors: {far}")
     for row in found.itertuples():
         print(f"  {row.cell_type:9s} {row.share_before:6.1%} -> {row.share:6.1%}  p {row.p:.3f}  FDR {row.fdr:.3f}")
 
 
-def on_scale(donors: int, genes: int, types: int) -> None:
-    """Counts of donors as they come, one cell per donor and type: what is sent does not depend on cells."""
-    rng = np.random.default_rng(0)
+def generated(donors: int, genes: int, types: int, rng: np.random.Generator) -> dict[str, ad.AnnData]:
+    """One cell per donor and type."""
     base, sites = np.exp(rng.normal(3, 1.5, genes)), {}
     for site in SITES:
         n = donors // len(SITES)
@@ -172,8 +181,73 @@ def on_scale(donors: int, genes: int, types: int) -> None:
         obs["condition"] = np.where(donor % 2, "case", "control")
         obs.index = pd.Index([f"{site}-{i}" for i in range(len(obs))])
         sites[site] = ad.AnnData(sparse.csr_matrix(x), obs=obs, var=pd.DataFrame(index=[f"G{i}" for i in range(genes)]))
+    return sites
+
+
+def on_scale(donors: int, genes: int, types: int) -> None:
+    """Counts of donors as they come, one cell per donor and type: what is sent does not depend on cells."""
+    sites = generated(donors, genes, types, np.random.default_rng(0))
     _, cost = timed(sites, groups=("control", "case"), donor_key="donor", label_key="cell_type", min_cells=1)
     print(f"scale: 3 sites, {donors} donors, {genes} genes, {types} cell types; {cost}")
+
+
+def products(n: int, m: int, least: int, most: int) -> list[tuple[int, ...]]:
+    """The ways to write n as m odd factors in increasing order."""
+    if m == 1:
+        return [(n,)] if least <= n <= most else []
+    found = []
+    factor = least
+    while factor**m <= n and factor <= most:
+        if n % factor == 0:
+            found += [(factor, *rest) for rest in products(n // factor, m - 1, factor, most)]
+        factor += 2
+    return found
+
+
+def on_disclosure(genes: int) -> None:
+    """One honest site, everything else known: libraries of its donors, and the part of all other sites."""
+    rng = np.random.default_rng(0)
+    base = np.exp(rng.normal(3, 1.0, genes))
+    for m in (3, 4, 5):
+        alone = both = 0
+        for mean in base[: genes if m < 5 else genes // 4]:
+            c = rng.poisson(rng.gamma(8.0, mean / 8.0, (2, m)))
+            ways = [products(int(np.prod(2 * g.astype(object) + 1)), m, 1, 4 * int(c.max()) + 21) for g in c]
+            alone += len(ways[0]) == 1
+            counts = [[np.prod([(f - 1) // 2 for f in way], dtype=object) for way in group] for group in ways]
+            whole = np.prod(c.astype(object))
+            pairs = sum(whole == a * b for a in counts[0] for b in counts[1]) if whole else len(ways[0]) * len(ways[1])
+            both += pairs == 1
+        n = genes if m < 5 else genes // 4
+        print(f"disclosure: {m} donors a group, {n} genes: counts of a group follow from its sum in {alone / n:.0%},"
+              f" with the product of all counts in {both / n:.0%}")  # fmt: skip
+    for n in (4, 6, 12, 20, 40):
+        sites = generated(2 * n * len(SITES), genes, 1, rng)
+        chosen = Options(groups=("control", "case"), donor_key="donor", min_cells=1, min_count=1.0)
+        held = {Party(p): donors_of(a, chosen) for p, a in sites.items()}
+        params = params_of(tuple(held), Party("coordinator"), chosen)
+        (t,) = pooled_contrasts.tables_of(params, next(iter(held.values())).names, pooled_contrasts.Agreed((), ()))
+        parts = [part_of(t, replace(mine, thresholds=Thresholds(1, 2))) for mine in held.values()]
+        for step in contrast_steps.STEPS[:-1]:
+            if step.shapes(t):
+                pooled_contrasts.take(step, [t], pooled_contrasts.added(step, t, parts))
+        y, library = t.values(parts[0])
+        fitted = voom.fitted_values(t.design(parts[0]), y, parts[0].blocks("site"), t.plain.coefficients)
+        own = t.trend.weights(fitted + np.log2(library + 1)[:, None] - np.log2(1e6))
+        sizes = contrast_steps.donors_with(t, parts[0], own)
+        low, middle = np.quantile(sizes, [0.0, 0.5])
+        found, wanted = (
+            pooled_contrasts.ideal(params, {p: replace(mine, thresholds=least) for p, mine in held.items()})[
+                Party("coordinator")
+            ]
+            .results[0]
+            .tested[0]
+            for least in (Thresholds(1, 3), Thresholds(1, 1))
+        )
+        far = np.abs(np.log10(found.p) - np.log10(wanted.p)) if len(found.p) == len(wanted.p) else np.array([np.nan])
+        print(f"disclosure: {2 * n} donors at a site, weights of samples: effective donors {low:.2f} (least),"
+              f" {middle:.2f} (median gene), at least 3 in {np.mean(sizes >= 3):.0%}; beside limma log10 p differs by"
+              f" {np.median(far):.3f} (median), {np.quantile(far, 0.95):.3f} (95 %)")  # fmt: skip
 
 
 def ask_limma(path: Path, every: int) -> None:
@@ -224,6 +298,7 @@ def main() -> None:
         on_cytometry(gates)
     else:
         print(f"{gates} is not here; no cytometry")
+    on_disclosure(100 if args.quick else 1000)
     on_scale(*((60, 2000, 4) if args.quick else (60, 20_000, 12)))
 
 

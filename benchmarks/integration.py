@@ -3,10 +3,13 @@
     python benchmarks/integration.py --quick        every sixth cell of the blood cells
     python benchmarks/integration.py                all cells
     python benchmarks/integration.py --scale 100000     one site of so many simulated cells, two of 5000
+    python benchmarks/integration.py --leverage         what a party could do that knew the weights of a site's cells
 
 Blood cells of four studies, each a site (`pbmc_federation.h5ad`); lung cells of two studies with two technologies each,
-two sites of two batches (`lung_ts_vs_hlca.h5ad`); cell lines on five plates, each a site (`cellline_mixology.h5ad`, on
-which nothing was tuned). Shared PCA of 30 components first, then `integrate` in each mode; the
+two sites of two batches (`lung_ts_vs_hlca.h5ad`); pancreas of two species, each a site
+(`pancreas_baron_human_mouse_small.h5ad`, 175 and 153 cells); glioblastoma of five patients, each a site
+(`glioblastoma_panobinostat_zhao.h5ad`); cell lines on five plates, each a site (`cellline_mixology.h5ad`, on which
+nothing was tuned). Shared PCA of 30 components first, then `integrate` in each mode; the
 same components of the pooled cells through harmonypy, with its own defaults. By batch, over all cells:
 
   own         share of a cell's 10 nearest cells, of all batches, that are of its own batch
@@ -41,6 +44,8 @@ def studies(data: Path, *, quick: bool):
     for name, key, label in (
         ("pbmc_federation", "batch", "cell_type"),
         ("lung_ts_vs_hlca", "study", "cell_type_coarse"),
+        ("pancreas_baron_human_mouse_small", "species", "cell_type"),
+        ("glioblastoma_panobinostat_zhao", "patient_id", "annotation"),
         ("cellline_mixology", "batch", "cell_type"),
     ):
         path = data / "scrna" / f"{name}.h5ad"
@@ -48,7 +53,9 @@ def studies(data: Path, *, quick: bool):
             print(f"{path.name} is not here; not measured")
             continue
         whole = ad.read_h5ad(path)
-        whole = whole[:: 6 if quick and name == "pbmc_federation" else 1]
+        whole = whole[:: 6 if quick and name == "pbmc_federation" else 1].copy()
+        if "batch" not in whole.obs:
+            whole.obs["batch"] = whole.obs[key]
         sites = {
             str(v).lower().replace("_", "-"): whole[(whole.obs[key] == v).to_numpy()].copy()
             for v in whole.obs[key].unique()
@@ -100,7 +107,8 @@ def harmonypy(x, batch):
 
 def measure(name, sites, batch_key, label, *, quick):
     run = rehearse("shared-pca", sites, n_components=30, n_top_genes=500 if quick else 1000,
-                   library_key="n_counts_all_genes", timeout=600)  # fmt: skip
+                   library_key="n_counts_all_genes" if "n_counts_all_genes" in next(iter(sites.values())).obs else None,
+                   timeout=600)  # fmt: skip
     cells = run.data
 
     def together(find):
@@ -161,17 +169,73 @@ def scale(cells):
         a.obsm["X_shared_pca"] = kinds[rng.integers(0, 10, n)] + shift + rng.normal(0, 1, (n, 30))
         sites[p] = a
     began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    run = rehearse("integrate", sites, timeout=600)
+    run = rehearse("integrate", sites, timeout=600, max_share=1.0)
     more = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - began) / 1e6
     cost, said = run.cost["large"], run.results["coordinator"]
     print(f"{cells} cells at one site: {cost['seconds']:.0f} s, {cost['cpu_seconds']:.0f} s of its CPU, "
           f"{cost['bytes'] / 1e6:.1f} MB sent, {said['sums']} sums; {more:.2f} GB more for all sites")  # fmt: skip
 
 
+def leverage(path):
+    """Weights of one site's cells in all sums of directions of a run, and what they would give to who knew them."""
+    from cloister.protocols.harmony import harmony_steps
+    from cloister.protocols.harmony.harmony_steps import Cells, Course, Params, together
+
+    whole = ad.read_h5ad(path)[::4].copy()
+    sites = {
+        str(b).replace("_", "-"): whole[(whole.obs["batch"] == b).to_numpy()].copy()
+        for b in whole.obs["batch"].unique()
+    }
+    run = rehearse("shared-pca", sites, n_components=30, n_top_genes=500, library_key="n_counts_all_genes", timeout=600)
+    x = {p: np.asarray(a.obsm["X_shared_pca"], float) for p, a in run.data.items()}
+    first = next(iter(x))
+    seen, real = [], Course.centroids
+
+    def watched(self, line, Y):
+        if len(self.part.x) == len(x[first]) and np.array_equal(self.part.x, x[first]):
+            self.part.settle()
+            R, z = np.zeros((len(x[first]), len(Y))), np.zeros_like(x[first])
+            for j in range(self.s.blocks):
+                for at, directions, piece in self.part.of_block(j):
+                    shown = piece * self.part.open
+                    R[at], z[at] = shown / np.maximum(shown.sum(axis=1, keepdims=True), 1e-300), directions
+            seen.append((R[:, self.part.open], z))
+        return (yield from real(self, line, Y))
+
+    Course.centroids = watched
+    cells = {p: Cells(v, np.zeros(len(v), np.int64)) for p, v in x.items()}
+    together(Params(tuple(cells), "coordinator", "X_shared_pca"), cells)
+    Course.centroids = real
+    n = len(x[first])
+    print(f"{first}: {n} cells; weights of {len(seen)} sums of directions, {seen[0][0].shape[1]} to "
+          f"{seen[-1][0].shape[1]} open clusters")  # fmt: skip
+    for count in (1, 2, 5, 10, 20, len(seen)):
+        A = np.hstack([R for R, _ in seen[:count]])
+        U, values, _ = np.linalg.svd(A, full_matrices=False)
+        U = U[:, values > 1e-9 * values[0]]
+        h = np.square(U).sum(axis=1)
+        z = seen[0][1]  # cells before they are moved: the first ten sums are of these
+        likeness = []
+        for grain in (0.0, harmony_steps.GRAIN):
+            sums = np.vstack([R.T @ z for R, _ in seen[:count]])
+            sums = np.rint(sums / grain) * grain if grain else sums
+            found = []
+            for least in (1e-6, 1e-3, 1e-2, 0.1):  # small directions of A are left out; what serves the attacker best
+                guess = np.linalg.lstsq(A.T, sums, rcond=least)[0]
+                found.append((guess * z).sum(axis=1) / np.maximum(np.linalg.norm(guess, axis=1), 1e-12))
+            likeness.append(max(found, key=lambda cosine: (np.mean(cosine > 0.99), np.median(cosine))))
+        exact, rounded = likeness
+        print(f"  {count:3d} sums: leverage {np.median(h):.2f} (median), {h.max():.3f} (most),"
+              f" above 0.5 in {np.mean(h > 0.5):.0%}; cells found with known weights, cosine above 0.99:"
+              f" {np.mean(exact > 0.99):.0%} of exact sums, {np.mean(rounded > 0.99):.0%} of rounded ones"
+              f" (median cosine {np.median(rounded):.2f})")  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="every sixth blood cell, 500 genes")
     parser.add_argument("--scale", type=int, default=0, help="simulated cells of one site, instead of real sets")
+    parser.add_argument("--leverage", action="store_true", help="leverages in the sums of one site of blood")
     parser.add_argument("--only", default="", help="the set of that name")
     parser.add_argument("--data", type=Path, default=Path(__file__).parents[2] / "shared" / "data")
     args = parser.parse_args()
@@ -180,6 +244,9 @@ def main() -> None:
     )
     if args.scale:
         scale(args.scale)
+        return
+    if args.leverage:
+        leverage(args.data / "scrna" / "pbmc_federation.h5ad")
         return
     for name, sites, batch_key, label in studies(args.data, quick=args.quick):
         if args.only in ("", name):

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import numpy as np
 
-BEFORE = "754d8c9"
+BEFORE = "5a0c885"
 HERE = Path(__file__).resolve()
 
 

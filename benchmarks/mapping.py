@@ -510,7 +510,8 @@ def on_real_data(title, sites, query, label_key, quick):
 
 def absent_types(sites, query, label_key, use_rep, least=15):
     """Each type in turn is taken from the references: how many of its cells, and of the others, are then unknown."""
-    from cloister.protocols.knn.reference_distances import Params, curve, threshold
+    from cloister.disclosure import Thresholds
+    from cloister.protocols.knn.reference_distances import Params, contribution, threshold
 
     x = {s: np.asarray(a.obsm[use_rep], float) for s, a in sites.items()}
     y = {s: a.obs[label_key].astype(str).to_numpy() for s, a in sites.items()}
@@ -520,7 +521,7 @@ def absent_types(sites, query, label_key, use_rep, least=15):
     print(f"\nknown_share=0.95, {query} asks: share of cells that are unknown")
     for name in [n for n in np.unique(y[query]) if np.count_nonzero(y[query] == n) >= least]:
         kept = {s: x[s][y[s] != name] for s in others}
-        tau = threshold(params, np.sum([curve(params, r) for r in kept.values()], axis=0))
+        tau = threshold(params, np.sum([contribution(params, r, Thresholds()).values for r in kept.values()], axis=0))
         r = np.concatenate(list(kept.values()))
         near = np.sqrt(((x[query] ** 2).sum(1)[:, None] - 2 * x[query] @ r.T + (r**2).sum(1)).min(1).clip(0))
         its = y[query] == name

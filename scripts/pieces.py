@@ -10,6 +10,7 @@ A piece stands between `<!-- made: KIND WORDS -->` and `<!-- /made -->`:
     learns WORKFLOW               who learns what, in short, one column per mode
     learns                        the same for every workflow and mode
     workflows                     every workflow, what it does, and what others learn in mode hardened
+    arguments                     the pages of docs/security, by their titles
     malicious                     what one malicious coordinator or site learns beyond that, by hardened protocol
     lies                          what became of every lie of one party, by protocol (benchmarks/logs)
     mutants                       security mutants by protocol, and why those that live may (benchmarks/logs)
@@ -164,6 +165,12 @@ def workflows_table() -> str:
     return table(("workflow", "what it does", "who learns what (hardened)"), rows)
 
 
+def arguments() -> str:
+    """Every page of docs/security but the list itself."""
+    pages = sorted(p for p in (ROOT / "docs" / "security").glob("*.md") if p.stem != "index")
+    return "\n".join(f"- [{p.read_text(encoding='utf-8').splitlines()[0].lstrip('# ')}]({p.name})" for p in pages)
+
+
 def malicious_table() -> str:
     """Rows on malicious parties in `Reveals` of the protocols of hardened modes, which is where they are written."""
     used: dict[str, list[str]] = {}
@@ -246,6 +253,7 @@ KINDS = {
     "parameters": parameters_table,
     "learns": learns_table,
     "workflows": workflows_table,
+    "arguments": arguments,
     "malicious": malicious_table,
     "lies": lies_table,
     "mutants": mutants_table,

@@ -55,7 +55,7 @@ def test_each_site_has_labelled_what_it_knows_and_cells_for_scores_train_nowhere
 
 
 def test_the_story_is_told_in_figures_of_its_own(story):
-    assert story.about.startswith("3 hospitals, 18 donors, 1080 lung cells. ")
+    assert story.about.startswith("3 hospitals, 36 donors, 2160 lung cells. ")
     for word in ("simulated", "no seed was picked by what comes out"):
         assert word in story.about
     for play in demo.DEMOS.values():

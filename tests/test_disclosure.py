@@ -55,6 +55,83 @@ def test_a_group_that_lacks_a_few_rows_is_suppressed_too():
     assert Rows(40).overlapping(inside).values.tolist() == [0, 25, 40]
 
 
+def test_groups_that_differ_in_a_few_rows_are_not_open_together():
+    """Each group and each complement is large; the difference of two sums was one row."""
+    inside = np.zeros((100, 3), bool)
+    inside[:40, 0], inside[:41, 1], inside[:30, 2] = True, True, True
+    assert Rows(100).overlapping(inside).values.tolist() == [0, 41, 30]
+
+
+def test_combinations_of_groups_are_groups_too():
+    """{X, a}, {Y, b} and X ∪ Y: two by two they differ in many rows; the first two minus the third are a and b."""
+    inside = np.zeros((200, 3), bool)
+    inside[:41, 0], inside[60:101, 1] = True, True
+    inside[:40, 2] = inside[60:100, 2] = True
+    assert (Rows(200).overlapping(inside).values == 0).sum() == 1
+
+
+def test_groups_that_differ_in_rows_of_few_donors_are_not_open_together():
+    donor = np.repeat(np.arange(10), 20)
+    inside = np.zeros((200, 3), bool)
+    inside[:80, 0], inside[:100, 1], inside[:140, 2] = True, True, True  # the second has 20 cells of one donor more
+    part = rows_of(donor).overlapping(inside)
+    assert part.values.tolist() == [80, 0, 140]
+
+
+def test_weighted_columns_that_differ_in_one_row_are_not_open_together():
+    weights = np.ones((100, 2))
+    weights[7, 1] = 1.5
+    part = Rows(100).weighted(weights, np.ones(2))
+    assert part.values.tolist() == [1.0, 0.0]
+
+
+def test_a_weighted_column_less_the_total_is_not_one_row():
+    """Its own effective size is 21: one row of weight 1 among 200,000 of weight 0.01, which the total cancels."""
+    weights = np.full((200_000, 1), 1e-2)
+    weights[0] = 1.0
+    assert Rows(200_000).effective(weights).open.all()
+    assert not Rows(200_000).weighted(weights).values.any()
+
+
+def test_weighted_columns_that_differ_in_one_donor_are_not_open_together():
+    donor, weights = np.repeat(np.arange(5), 20), np.ones((100, 2))
+    weights[:20, 1] = 1.5
+    assert rows_of(donor).weighted(weights, np.ones(2)).values.sum() == 1.0
+
+
+@given(
+    hnp.arrays(np.int8, st.tuples(st.integers(12, 40), st.integers(1, 4)), elements=st.integers(-2, 2)),
+    hnp.arrays(np.float64, 5, elements=st.integers(-3, 3).map(float)),
+)
+def test_every_combination_of_open_columns_is_based_on_enough_rows(columns, factors):
+    """1 / leverage is the smallest |v|² / max |v_i|² over combinations v of the columns and the sum over all rows."""
+    weights, sums = columns.astype(np.float64), np.ones(columns.shape[1])
+    part = Rows(len(weights), thresholds=Thresholds(5)).weighted(weights, sums)
+    every = np.concatenate([weights * part.values, np.ones((len(weights), 1))], axis=1)
+    combined = every @ factors[-every.shape[1] :]
+    if np.abs(combined).max() > 1e-9:
+        assert np.square(combined).sum() / np.square(combined).max() >= 5 - 1e-6
+
+
+@pytest.mark.parametrize("codes", [[-1, 0, 1], [0.0, 1.0, np.nan]])
+def test_a_missing_donor_is_not_a_donor(codes):
+    with pytest.raises(DataError, match="'donor' must hold integers of 0 or more"):
+        Rows(30, np.repeat(np.array(codes), 10))
+
+
+def test_numbers_of_cells_and_codes_that_cannot_be_are_rejected():
+    with pytest.raises(DataError, match="'cells' must hold integers"):
+        Rows(3, cells=np.array([20, -5, -4]))
+    with pytest.raises(ParameterError, match="expected group codes below 2, found 2"):
+        Rows(30).grouped(np.repeat([0, 1, 2], 10), 2)
+
+
+@pytest.mark.parametrize("weight", [np.nan, np.inf, 1e200, 0.0])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_weights_that_cannot_be_judged_contribute_zero(weight):
+    assert not Rows(30).weighted(np.full((30, 1), weight), np.ones(1)).values.any()
+
+
 def test_one_dominant_cell_suppresses_a_weighted_sum():
     weights = np.full((200, 2), 1e-3)
     weights[0, 0] = 1.0
@@ -162,3 +239,30 @@ def test_the_receipt_states_the_smallest_group():
     assert json.loads(wire.receipt.brief())["smallest_group"] == {"cells": 12, "donors": 6}
     (row,) = [text for title, text in signed_rows(json.loads(wire.receipt.brief())) if title == "Smallest group"]
     assert row.startswith("12 cells of 6 donors of this site")
+
+
+def test_entries_with_few_terms_that_are_not_zero_contribute_zero():
+    part = rows_of(np.arange(60) % 4).counted(
+        np.full((2, 2), 7.0), np.array([[9, 10], [30, 30]]), np.array([[4, 4], [2, 3]])
+    )
+    assert part.values.tolist() == [[0.0, 7.0], [0.0, 7.0]]
+    assert (part.cells, part.donors, part.withheld) == (10, 3, 2)
+
+
+@given(hnp.arrays(np.int64, 5, elements=st.integers(0, 40)), st.integers(0, 9))
+def test_counts_are_multiples_that_one_row_changes_rarely(counts, offset):
+    rows = Rows(40)
+    coarse = rows.coarse(counts, offset).values
+    assert not np.any(coarse % 10)
+    assert np.all(np.abs(coarse - counts) < 10)
+    changed = [
+        not np.array_equal(rows.coarse(counts[:1] + 1, u).values, rows.coarse(counts[:1], u).values) for u in range(10)
+    ]
+    assert sum(changed) == 1  # of ten offsets
+    assert np.mean([rows.coarse(counts, u).values for u in range(10)], axis=0) == pytest.approx(counts)
+    assert not Rows(9).coarse(counts, offset).values.any()
+
+
+def test_an_offset_lies_below_the_threshold():
+    with pytest.raises(ParameterError, match="offset of 0 to 9"):
+        Rows(40).coarse(np.array([3]), 10)

@@ -11,15 +11,22 @@ is based on at least `min_cells` of its own cells and `min_donors` of its own do
 `Contribution` objects are created in this module only, and the values of one leave it through `Channel.contribute`,
 which writes the smallest group behind them into the receipt. `tests/test_disclosure.py` verifies both.
 
-Three kinds of sums need three criteria:
+Kinds of sums and their criteria:
 
 - `whole`: a sum over all rows. The rows together must reach the thresholds (`check` raises before anything is sent).
 - `grouped`, `overlapping`: a sum for each of k groups. A group below a threshold contributes zero. Suppressed groups
   must not have a complement: where groups partition the rows and the total is opened too, first drop the rows of small
   groups with `open_rows`, so that the total is over the rest.
+- `counted`: sums of sparse products, entry by entry. An entry needs enough terms that are not zero.
+- `coarse`: numbers of rows that meet conditions, in multiples of `min_cells`.
 - `weighted`: Σ_i w_ik v_i with real weights. The criterion is leverage, h_ik = w_ik² / Σ_j w_jk²: the largest part of
   column k that one row can have. The effective group size is 1 / max_i h_ik; m rows of equal weight have size m. The
   same holds for donors, with the absolute weights of a donor's rows added up.
+
+Columns of one call are opened together, so linear combinations of them are disclosed as well: two groups that differ in
+one row give that row. For `overlapping` and `weighted`, the criterion therefore is the leverage of a row in all open
+columns together and the sum over all rows. Columns that would raise it above 1 / `min_cells` are suppressed (`_joint`).
+Sums of different calls and rounds are not compared; docs/security/disclosure.md says what this leaves open.
 
 Rows are cells, or samples that stand for several cells each (`cells`). Where no donor is named, only cells count.
 """
@@ -35,6 +42,7 @@ import numpy as np
 from cloister.arrays import F64, I64, Array, Bits
 from cloister.errors import DataError, ParameterError
 
+SPAN = 1e-11  # part of a column, outside the others, that counts as rounding
 SLACK = 1e-9  # of effective group sizes, which are quotients of floating-point sums
 
 
@@ -98,6 +106,8 @@ class Rows:
             column = getattr(self, name)
             if column is not None and column.shape != (self.n,):
                 raise DataError(f"expected one entry of '{name}' per row, {self.n}, found {len(column)}")
+            if column is not None and (not np.issubdtype(column.dtype, np.integer) or column.min(initial=0) < 0):
+                raise DataError(f"'{name}' must hold integers of 0 or more: a row without a donor is not another donor")
 
     def only(self, keep: I64 | Bits) -> Rows:
         """Some of the rows, by position or mask."""
@@ -111,6 +121,8 @@ class Rows:
         """Sizes of the groups that `codes` names, 0 … k-1; a row with code -1 is in none."""
         inside = codes >= 0
         at = codes[inside]
+        if len(at) and int(at.max()) >= k:
+            raise ParameterError(f"expected group codes below {k}, found {int(at.max())}")
         weights = None if self.cells is None else self.cells[inside]
         cells = np.bincount(at, weights, minlength=k).astype(np.int64)
         donors = None
@@ -129,8 +141,10 @@ class Rows:
 
     def effective(self, weights: F64) -> Groups:
         """Effective sizes 1 / max leverage of the k columns of `weights`, (n, k)."""
-        cells = _effective(np.abs(weights))
-        donors = None if self.donor is None else _effective(self._by_donor(np.abs(weights)))
+        cells = effective_sizes(np.abs(weights))
+        if self.cells is not None and self.n:
+            cells = cells * self.cells.min()  # each row stands for at least so many
+        donors = None if self.donor is None else effective_sizes(self._by_donor(np.abs(weights)))
         return self._judge(cells, donors)
 
     def open_rows(self, codes: I64, k: int) -> Bits:
@@ -145,6 +159,65 @@ class Rows:
         groups = self.groups(codes, len(names))
         small = np.flatnonzero(~groups.open & ~groups.empty)
         return {names[int(k)]: int(groups.cells[k]) for k in small}
+
+    def sized(self, cells: I64, donors: I64 | None) -> Groups:
+        """Groups whose cells and donors were counted some rows at a time; `donors` where they are named."""
+        if (donors is None) != (self.donor is None):
+            raise ParameterError("expected numbers of donors where donors are named, and none otherwise")
+        return self._judge(cells, donors)
+
+    def summed(self, groups: Groups, sums: Array) -> Contribution:
+        """Sums for each of these groups, (k, …); small groups are zero."""
+        return self._contribution(groups, np.asarray(sums))
+
+    # ---- order statistics --------------------------------------------------------------------------------------------
+
+    def spans(self, codes: I64, k: int, values: Array) -> tuple[F64, F64]:
+        """Per group, the smallest value that enough rows are at or below, and the largest that enough are at or above.
+
+        A set is large enough if it reaches the thresholds: without donors these are the `min_cells`-th smallest and
+        largest values of the group. Groups that do not reach the thresholds have (+inf, -inf).
+        """
+        inside = codes >= 0
+        at, found = codes[inside], values[inside].astype(np.float64)
+        least, cells = self.thresholds, None if self.cells is None else self.cells[inside]
+        low = _ranked(at, found, k, least.min_cells, cells)
+        high = -_ranked(at, -found, k, least.min_cells, cells)
+        if self.donor is not None:
+            n = int(self.donor.max(initial=-1)) + 1
+            pairs, who = np.unique(at * max(n, 1) + self.donor[inside], return_inverse=True)
+            first, last = np.full(len(pairs), np.inf), np.full(len(pairs), -np.inf)
+            np.minimum.at(first, who, found)
+            np.maximum.at(last, who, found)
+            low = np.maximum(low, _ranked(pairs // max(n, 1), first, k, least.min_donors))
+            high = np.minimum(high, -_ranked(pairs // max(n, 1), -last, k, least.min_donors))
+        return low, high
+
+    def blocks(self, values: F64) -> I64:
+        """Codes of microaggregation: runs of rows in the order of `values`, each of which reaches the thresholds.
+
+        A statistic of the codes, or of one value per code, is based on whole runs: neither it nor its complement or
+        difference is of a smaller group. Rows with equal values are in one run. The last run takes what is left; all
+        codes are -1 if all rows together are too few.
+        """
+        order = np.argsort(values, kind="stable")
+        codes, ends, least = np.full(self.n, -1, np.int64), [], self.thresholds
+        last = np.append(np.diff(values[order]) != 0, [True])[: self.n].tolist()  # of rows with the same value
+        cells = [1] * self.n if self.cells is None else self.cells[order].tolist()
+        donors = None if self.donor is None else self.donor[order].tolist()
+        held, seen = 0, set()
+        for i in range(self.n):
+            held += cells[i]
+            if donors is not None:
+                seen.add(donors[i])
+            if last[i] and held >= least.min_cells and (donors is None or len(seen) >= least.min_donors):
+                ends.append(i + 1)
+                held, seen = 0, set()
+        if not ends:
+            return codes
+        ends[-1] = self.n
+        codes[order] = np.searchsorted(np.array(ends), np.arange(self.n), side="right")
+        return codes
 
     def _by_donor(self, weights: F64) -> F64:
         assert self.donor is not None
@@ -192,14 +265,88 @@ class Rows:
         """The same for groups that may overlap, `inside` of (n, k). The complement of a group is a group too.
 
         A column that all rows but a few belong to discloses those few where the number of all rows is opened. Columns
-        whose complement is neither empty nor above the thresholds are therefore suppressed.
+        whose complement is neither empty nor above the thresholds are therefore suppressed. So are columns that differ
+        from other ones, or from combinations of them, in too few rows or donors.
         """
         groups, rest = self.members(inside), self.members(~inside)
-        return self._of(replace(groups, open=groups.open & (rest.open | rest.empty)), sums)
+        open_ = groups.open & (rest.open | inside.all(axis=0))
+        return self._of(replace(groups, open=self._joint(inside.astype(np.float64), groups, open_, apart=True)), sums)
 
     def weighted(self, weights: F64, sums: Array | None = None) -> Contribution:
         """Weighted sums, (k, …), or the columns' total weights; columns that few rows dominate are zero."""
-        return self._of(self.effective(weights), weights.sum(axis=0) if sums is None else sums)
+        groups = self.effective(weights)
+        open_ = self._joint(weights, groups, groups.open, apart=False)
+        return self._of(replace(groups, open=open_), weights.sum(axis=0) if sums is None else sums)
+
+    def _joint(self, columns: F64, groups: Groups, among: Bits, *, apart: bool) -> Bits:
+        """Which of these columns can be open together: no combination of them is based on fewer rows than allowed.
+
+        The leverage of a row in the space of all open columns, and of the sum over all rows, is at most 1 / min_cells;
+        that of a donor's rows in the columns at most 1 / min_donors. With `apart`, columns are groups: their donors are
+        counted instead, in the difference of every two. Larger groups come first.
+        """
+        least, each = self.thresholds, np.ones(self.n) if self.cells is None else self.cells.astype(np.float64)
+        scale, basis = np.sqrt(each), _unit(np.sqrt(each))[:, None]
+        kept: list[int] = []
+        order = np.flatnonzero(among)
+        for k in order[np.argsort(-groups.cells[order], kind="stable")].tolist():
+            residual = _orthogonal(basis, _unit(columns[:, k] * scale))
+            if float(np.linalg.norm(residual)) > SPAN:
+                wider = np.concatenate([basis, _unit(residual)[:, None]], axis=1)
+                leverage = np.square(wider).sum(axis=1) / np.maximum(each, 1.0)  # of one cell
+                if leverage.max(initial=0.0) > (1 + SLACK) / least.min_cells:
+                    continue
+            else:
+                wider = basis
+            if self.donor is not None and self._few_donors(columns[:, [*kept, k]], apart=apart):
+                continue
+            basis = wider
+            kept.append(k)
+        open_: Bits = np.isin(np.arange(columns.shape[1]), kept)
+        return open_
+
+    def _few_donors(self, columns: F64, *, apart: bool) -> bool:
+        """Whether the last column, with the others, discloses rows of too few donors."""
+        assert self.donor is not None
+        if apart:
+            differ = columns[:, :-1] != columns[:, -1:]
+            donors = (self._by_donor(differ[:, differ.any(axis=0)].astype(np.float64)) > 0).sum(axis=0)
+            return bool((donors < self.thresholds.min_donors).any())
+        basis = np.linalg.qr(columns / np.linalg.norm(columns, axis=0))[0]
+        parts = (basis[self.donor == d] for d in np.unique(self.donor))
+        largest = max(float(np.linalg.norm(part, ord=2)) ** 2 for part in parts)
+        return largest > (1 + SLACK) / self.thresholds.min_donors
+
+    def counted(self, sums: Array, cells: Array, donors: Array | None = None) -> Contribution:
+        """Sums of which each entry is based on that many cells and donors here; entries below a threshold are zero.
+
+        For sums with many zero terms, such as Σ_i x_ig x_ih of sparse x: `cells` counts the terms that are not zero.
+        """
+        flat = None if donors is None else np.ravel(donors)
+        groups = self._judge(np.ravel(cells), flat)
+        return self._contribution(groups, np.ravel(sums)).map(lambda x: x.reshape(np.shape(sums)))
+
+    def coarse(self, counts: I64, offset: int) -> Contribution:
+        """Numbers of rows that meet conditions, to multiples of `min_cells`: up with the probability of the remainder.
+
+        `offset` is drawn uniformly below `min_cells` once for all counts of one sum, and is secret. A row changes a
+        count with probability 1 / `min_cells`, so that single rows cannot be counted. Two counts that are equal before
+        rounding are equal after it.
+        """
+        step = self.thresholds.min_cells
+        if not 0 <= offset < step:
+            raise ParameterError(f"expected an offset of 0 to {step - 1}, found {offset}")
+        return self.whole((np.asarray(counts, np.int64) + offset) // step * step)
+
+    def measured(self, cells: F64, donors: F64 | None, sums: Array) -> Contribution:
+        """Weighted sums, (k, …), whose effective sizes (k,) were worked out elsewhere, as 1 / the largest leverage.
+
+        For weights that are not stored as a whole, and for the leverage in several columns at once, which is larger
+        than that in any of them.
+        """
+        if (donors is None) != (self.donor is None):
+            raise ParameterError("effective numbers of donors are needed where donors are named, and only there")
+        return self._of(self._judge(cells, donors), sums)
 
     def _of(self, groups: Groups, sums: Array | None) -> Contribution:
         return self._contribution(groups, groups.cells if sums is None else np.asarray(sums))
@@ -230,13 +377,38 @@ def join(parts: Sequence[Contribution]) -> Contribution:
     )
 
 
+def _unit(x: F64) -> F64:
+    length = float(np.linalg.norm(x))
+    return x / length if length > 0 else x
+
+
+def _orthogonal(basis: F64, x: F64) -> F64:
+    """X without its part in the space of an orthonormal basis; twice, for rounding."""
+    for _ in range(2):
+        x = x - basis @ (basis.T @ x)
+    return x
+
+
 def _smallest(sizes: Array | None, among: Bits) -> int | None:
     return int(sizes[among].min() + SLACK) if sizes is not None and among.any() else None
 
 
-def _effective(weights: F64) -> F64:
+def effective_sizes(weights: F64) -> F64:
     """1 / max_i w_i² / Σ_j w_j², per column; 0 for a column of zeros."""
     squares = np.square(weights)
     largest = squares.max(axis=0, initial=0.0)
     sizes: F64 = np.where(largest > 0, squares.sum(axis=0) / np.where(largest > 0, largest, 1.0), 0.0)
     return sizes
+
+
+def _ranked(at: I64, values: F64, k: int, rank: int, weights: I64 | None = None) -> F64:
+    """Per group the smallest value that rows of total weight `rank` are at or below; +inf in groups of less."""
+    order = np.lexsort((values, at))
+    groups = at[order]
+    start = np.searchsorted(groups, np.arange(k + 1))
+    below = np.concatenate([[0], np.cumsum(np.ones(len(at), np.int64) if weights is None else weights[order])])
+    position = np.searchsorted(below, below[start[:-1]] + rank) - 1
+    there = position < start[1:]
+    ranked = np.full(k, np.inf)
+    ranked[there] = values[order[position[there]]]
+    return ranked

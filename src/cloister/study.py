@@ -65,7 +65,9 @@ Mode = Literal["hardened", "semi-honest", "published", "plain"]
 CONSENTS = {  # what a party may be asked for beyond taking part; only its own settings give it
     "open-model": "opening the model",
     "validation": "opening the validation error during training",
+    "iterative-fit": "opening gradients at points that a malicious site can steer (solver='logistic')",
     "outside-query": "answering a party that took no part in the training",
+    "exact-updates": "opening sums of gradients without noise",
     "whole-model": "answering so many donors of one party that they determine the model",
 }
 BARE = re.compile(r"[A-Za-z0-9_-]+")  # keys that TOML wants no quotes around

@@ -61,7 +61,7 @@ class Scaling:
 
     def scaled(self, z, factor):
         half, value = self.tags.HALF, (int(z[-2]) << self.tags.HALF) + int(z[-1])
-        value = value * factor % self.tags.PRIME
+        value = value * factor % self.tags.MODULUS
         tag = np.array([value >> half, value & ((1 << half) - 1)], np.uint64)
         return np.concatenate([z[:-2] * np.uint64(factor % 2**64), tag])
 

@@ -145,14 +145,16 @@ def test_plain_updates_tell_who_has_more_of_a_cell_type_and_masked_ones_do_not()
     pytest.importorskip("torch")
     found = cells_of(models.fine_tune(story(), None))
     assert found["clear twin"][0] >= 65
-    assert abs(found["hardened"][0] - 50) <= 15  # 36 questions in each of 15 rounds: five standard deviations
+    for mode in ("hardened", "published"):
+        assert abs(found[mode][0] - 50) <= 15  # 36 questions in each of 15 rounds: five standard deviations
 
 
 @pytest.mark.usefixtures("unmasked")
 def test_the_same_attack_reads_updates_that_are_not_masked():
     pytest.importorskip("torch")
     found = cells_of(models.fine_tune(story(), None))
-    assert found["hardened"][0] >= 58  # 62: an update is weighted by its site's share of cells, which differ widely
+    assert found["published"][0] >= 58  # 62: an update is weighted by its site's share of cells, which differ widely
+    assert found["hardened"][0] >= 58
 
 
 def gradients(seed=0, noise=0.0):

@@ -127,7 +127,7 @@ def test_map_labels_maps_all_levels_at_once(atlas):
 
 def test_train_classifier_keeps_levels_in_the_model(atlas, tmp_path):
     sites, kinds = atlas
-    size = {"use_rep": "X_pca", "l2": 1e-2, "validation": 0.0}
+    size = {"use_rep": "X_pca", "validation": 0.0}
     run = rehearse("train-classifier", sites, levels=LEVELS, **size)
     check_written(run.data["lugano"], "predicted", kinds)
     again = sites["vienna"].copy()

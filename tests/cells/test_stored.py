@@ -243,7 +243,7 @@ def test_few_different_values_are_read_once_and_many_again_without_their_places(
     pieces = sum(len([*cell_values.runs(cell_values.pointers(a.X, ""), 3000)]) for a in on_disk.values())
     assert pieces > 6
     assert kinds.count("rows") == pieces  # once, for kind and check
-    assert kinds.count("data") == (0 if most > 20 else 2 * pieces)  # coarse and fine
+    assert kinds.count("data") == (0 if most > 20 else pieces)  # once, for the runs
 
 
 @pytest.mark.parametrize("most", [1 << 16, 2])

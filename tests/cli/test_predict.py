@@ -21,7 +21,7 @@ def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("predict")
     sites = {s: a[a.obs["cell_type"].isin(["T", "AT2"])].copy() for s, a in demo_data.demo_sites().items()}
     new = sites.pop("vienna")
-    run = rehearse("train-classifier", sites, n_top_genes=60, l2=1e-2, min_cells=20)
+    run = rehearse("train-classifier", sites, n_top_genes=60, min_cells=20, max_share=1.0)
     run.model.save(folder / "model.npz")
     del new.obs["cell_type"]
     write_cells(new, folder / "new.h5ad")

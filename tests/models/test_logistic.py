@@ -108,17 +108,50 @@ def test_pairs_serve_under_another_penalty():
     assert float((memory.direction(g, metric, ridge) * g).sum()) < 0
 
 
-@pytest.mark.parametrize("bad", [1e12, -1e15])
-def test_a_point_far_out_ends_the_fit(bad):
+def begun(penalty=1e-2):
+    """A fit that waits for its first gradient, and the gradient of its cells."""
     x, codes, weights = cells(n=60, h=4, K=2, sparse=False)
-    problem = Problem(1e-2, float(weights.sum()), np.eye(4), 0.0)
+    problem = Problem(penalty, float(weights.sum()), np.eye(4), 0.0)
     work = logistic.minimise(problem, np.zeros((5, 2)), Memory(), most=20, tolerance=1e-6)
     rows, mean = Rows(x, codes, weights), x.mean(axis=0)
     ask = next(work)
     ask = work.send(logistic.curvature_sums(rows, ask.theta, mean, problem.basis))
-    loss, g = logistic.gradient_sums(rows, ask.theta, mean)
-    with pytest.raises(ParameterError, match="diverged"):
-        work.send((loss, np.full_like(g, bad)))
+    return work, *logistic.gradient_sums(rows, ask.theta, mean)
+
+
+@pytest.mark.parametrize("size", [1e3, 1e12, -1e15])
+def test_a_malicious_gradient_moves_the_point_by_a_limited_step(size):
+    """Whatever gradient a party dictates, the next point lies within the trust region."""
+    work, loss, g = begun()
+    before = 0.0
+    sign = np.sign(np.arange(g.size) % 2 - 0.5).reshape(g.shape)
+    for _ in range(8):
+        ask = work.send((loss, size * sign))
+        loss -= abs(size) * 1e3  # claims that the loss fell, so that the step is taken
+        norm = float(np.linalg.norm(ask.theta[:-1]))
+        assert norm <= min(2 * before + 1, np.sqrt(2 * np.log(2) / 1e-2)) * (1 + 1e-9)
+        if ask.curvature:
+            break
+        before = norm
+
+
+def test_gradients_of_no_convex_loss_end_the_fit():
+    """A gradient that falls along the step: s·y < 0."""
+    work, loss, g = begun()
+    ask = work.send((loss, g))
+    step = ask.theta
+    with pytest.raises(ParameterError, match="no convex loss"):
+        work.send((loss - 1e6, g - 1e3 * np.abs(g).max() * step))
+
+
+def test_the_trusted_length_keeps_the_whole_step_where_it_is_small():
+    theta = np.zeros((3, 2))
+    assert logistic.trusted_length(theta, np.full((3, 2), 0.1), 10.0) == 1.0
+    assert logistic.trusted_length(theta, np.full((3, 2), 50.0), 10.0) == pytest.approx(0.01)
+    theta[0, 0] = 9.0
+    d = np.zeros((3, 2))
+    d[0, 0] = 4.0
+    assert logistic.trusted_length(theta, d, 10.0) == pytest.approx(0.25)
 
 
 def test_cells_that_are_shifted_come_back():

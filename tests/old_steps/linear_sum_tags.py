@@ -10,7 +10,7 @@ from cloister.crypto.prg import expand
 from cloister.errors import ProtocolAbort
 from cloister.protocols.sums import checked_sum, secure_sum
 
-PRIME = (1 << 61) - 1
+PRIME = MODULUS = (1 << 61) - 1
 HALF = 31
 _P, _32, _29, _61, _3 = (np.uint64(v) for v in (PRIME, 32, 29, 61, 3))
 _LOW32, _LOW29 = np.uint64((1 << 32) - 1), np.uint64((1 << 29) - 1)

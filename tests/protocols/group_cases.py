@@ -7,11 +7,14 @@ from pathlib import Path
 
 import numpy as np
 
+from cloister.disclosure import Thresholds
+from cloister.protocols.groups import pooled_contrasts
 from cloister.protocols.groups.contrast_terms import Bulk, Donors, Params, part_of, transformed
 from cloister.study import Party
 from cloister.testing import Case
 
 HUB = Party("hub")
+NONE = Thresholds(1, 1)  # nothing is excluded
 VECTORS = Path(__file__).parents[1] / "vectors" / "limma.json"
 SCRIPT = Path(__file__).with_name("groups") / "limma.R"
 
@@ -26,7 +29,7 @@ def bulk(rng, group, g, shift=0.0, depth=60.0):
     return rng.poisson(rng.gamma(8.0, mean / 8.0)).astype(np.float64)
 
 
-def site(rng, i, g=80, per_group=(3, 3), labels=("B", "T"), covariates=False, paired=False):
+def site(rng, i, g=80, per_group=(4, 4), labels=("B", "T"), covariates=False, paired=False, thresholds=None):
     group = np.repeat(np.arange(len(per_group)), per_group)
     n = len(group)
     donor = np.concatenate([np.arange(k) for k in per_group]) if paired else np.arange(n)
@@ -37,16 +40,14 @@ def site(rng, i, g=80, per_group=(3, 3), labels=("B", "T"), covariates=False, pa
     extra = ()
     if covariates:
         extra = (rng.normal(50, 9, n).round(1), tuple(np.where(rng.permutation(n) % 2, "f", "m").tolist()))
-    return Donors(names, donor, group, extra, bulks, cells)
+    return Donors(names, donor, group, extra, bulks, cells, thresholds or Thresholds())
 
 
-def case(seed=0, sites=3, per_group=(3, 3), g=60, labels=("B", "T"), covariates=False, **options):
+def case(seed=0, sites=3, per_group=(4, 4), g=60, labels=("B", "T"), covariates=False, thresholds=None, **options):
     rng = np.random.default_rng(seed)
-    paired = options.get("block") == "donor"
+    how = {"covariates": covariates, "paired": options.get("block") == "donor", "thresholds": thresholds}
     names = [Party(f"site-{i}") for i in range(sites)]
-    inputs = {
-        u: (site(rng, i, g, per_group, labels, covariates=covariates, paired=paired),) for i, u in enumerate(names)
-    }
+    inputs = {u: (site(rng, i, g, per_group, labels, **how),) for i, u in enumerate(names)}
     groups = ("control", "mild", "severe")[: len(per_group)]
     params = Params(
         tuple(names),
@@ -65,7 +66,7 @@ def plain(c):
 # ---- limma -----------------------------------------------------------------------------------------------------------
 
 CASES = {
-    "sites": {"seed": 1, "labels": ()},
+    "sites": {"seed": 1, "labels": (), "per_group": (3, 3)},
     "no blocks, covariates, three groups": {
         "seed": 2,
         "labels": (),
@@ -74,22 +75,42 @@ CASES = {
         "block": "none",
         "contrasts": ((1, 0), (2, 0), (2, 1)),
     },
-    "sites, covariates, library sizes": {"seed": 3, "labels": (), "covariates": True, "normalise": "library"},
+    "sites, covariates, library sizes": {
+        "seed": 3,
+        "labels": (),
+        "per_group": (3, 3),
+        "covariates": True,
+        "normalise": "library",
+    },
     "within donors": {"seed": 4, "labels": (), "block": "donor", "sites": 2, "per_group": (4, 4)},
     "many donors": {"seed": 5, "labels": (), "per_group": (6, 6), "g": 60, "min_count": 25.0},
-    "shares": {"seed": 6, "labels": ("B", "T", "NK", "DC"), "g": 4, "expression": False},
-    "shares, asin": {"seed": 7, "labels": ("B", "T", "NK", "DC"), "g": 4, "expression": False, "transform": "asin"},
+    "shares": {"seed": 6, "labels": ("B", "T", "NK", "DC"), "g": 4, "expression": False, "per_group": (3, 3)},
+    "shares, asin": {
+        "seed": 7,
+        "labels": ("B", "T", "NK", "DC"),
+        "g": 4,
+        "expression": False,
+        "transform": "asin",
+        "per_group": (3, 3),
+    },
 }
+
+
+def tables(c):
+    """The tables of a case before its first sum."""
+    brought = {
+        u: pooled_contrasts.Brings(pooled_contrasts.labels_of(c.params, d), d.levels()) for u, d in plain(c).items()
+    }
+    names = next(iter(plain(c).values())).names
+    return pooled_contrasts.tables_of(c.params, names, pooled_contrasts.agree(c.params, brought))
 
 
 def pooled(c):
     """All samples of all sites as one table: what limma is given."""
-    params, label = c.params, "composition" if c.params.composition else ""
-    common = next(iter(plain(c).values())).names
-    names = tuple(sorted(next(iter(plain(c).values())).cells)) if label else common
+    params, table = c.params, tables(c)[-1]
     rows, counts = [], []
     for u, mine in plain(c).items():
-        part = part_of(params, mine, label, names, composition=bool(label))
+        part = part_of(table, mine)
         counts.append(part.counts)
         for i in range(len(part.group)):
             own = u if params.block == "site" else f"{u}-{part.donor[i]}"
@@ -138,14 +159,14 @@ def written(c):
 def stored(name):
     """A case as it is stored, and limma's answer."""
     kept = json.loads(VECTORS.read_text())[name]
-    c = case(**CASES[name])
+    c = case(**CASES[name], thresholds=NONE)
     inputs = {}
     for u, row in kept["donors"].items():
         bulks = {k: Bulk(np.arange(len(x)), np.array(x, float)) for k, x in row["counts"].items()}
         more = tuple(tuple(x) if isinstance(x[0], str) else np.array(x) for x in row["covariates"])
         cells = {k: np.array(n) for k, n in row["cells"].items()}
         names = plain(c)[u].names
-        inputs[u] = (Donors(names, np.array(row["donor"]), np.array(row["group"]), more, bulks, cells),)
+        inputs[u] = (Donors(names, np.array(row["donor"]), np.array(row["group"]), more, bulks, cells, NONE),)
     return Case(c.params, inputs), kept["limma"]
 
 

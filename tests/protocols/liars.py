@@ -84,6 +84,9 @@ class Liar(Verified):
     def _summand(self, q, r, w):
         return self._maybe("product", super()._summand(q, r, w))
 
+    def _chained(self, z):
+        return self._maybe("chain", super()._chained(z))
+
     def _sum_known_to_first(self, x):
         return self._maybe("sum", super()._sum_known_to_first(x))
 

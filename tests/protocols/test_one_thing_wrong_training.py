@@ -80,7 +80,7 @@ def test_labels_that_do_not_go_together():
 
 def test_a_round_of_fewer_sites_than_a_sum_may_have():
     """Two of five have labels, and the round is for them alone: their sum would be that of too few."""
-    params = replace(TRAINING, pseudo=Pseudo("network", warm=3))
+    params = replace(TRAINING, pseudo=Pseudo("network", warm=3), resume=True)
     task = training_terms.Task(1, SITES, (A, B), False, 200.0, b"")
     assert training_terms.choose_clients(params, SITES, 1, (A, B)) == (A, B)
     refused("task", "L5", training_terms.check_task, params, A, task, None, 30, (A, B))

@@ -90,7 +90,7 @@ def test_the_model_and_its_files_come_back_from_the_processes(tmp_path):
     data = sites()
     for a in data.values():
         a.obs["cell_type"] = np.where(a.X[:, :3].sum(axis=1).A1 > 4, "much", "little")
-    options = {"n_top_genes": 10, "l2": 0.1, "validation": 0.0, "min_label_cells": 2, "min_cells": 30}
+    options = {"n_top_genes": 10, "validation": 0.0, "min_label_cells": 2, "min_cells": 30}
     runs = {p: rehearse("train-classifier", data, processes=p, timeout=LONG, **options) for p in (False, True)}
     np.testing.assert_array_equal(runs[True].model.model.coefficients, runs[False].model.model.coefficients)
     saved = {p: {path.name for path in save_run(run, tmp_path / str(p))} for p, run in runs.items()}

@@ -155,7 +155,7 @@ def several(study):
     space = Step("shared-pca", options={"n_components": 5, "n_top_genes": 60})
     labels = Step(
         "train-classifier",
-        options={"use_rep": "X_shared_pca", "l2": 0.01, "validation": 0.0, "min_label_cells": 3},
+        options={"use_rep": "X_shared_pca", "validation": 0.0, "min_label_cells": 3},
         name="labels",
     )
     return Study("demo", "", study.parties, timeout=40.0, network=study.network, steps=(space, labels))

@@ -22,7 +22,7 @@ pytest.importorskip("nvflare")
 pytestmark = [pytest.mark.xdist_group("flare"), pytest.mark.slow]
 PAGE = Path(__file__).parents[2] / "docs" / "train-classifier.md"
 TYPES = ["macrophage", "endothelial", "T", "AT2", "monocyte", "NK/NKT"]
-OPTIONS = {"n_top_genes": 150, "l2": 0.01}
+OPTIONS = {"n_top_genes": 150, "validation": 0.0}  # else counts, which are rounded by chance, choose the setting
 
 
 @pytest.fixture(scope="module")

@@ -32,9 +32,9 @@ def federation(tmp_path_factory, sites):
 
 
 def test_a_run_gives_what_the_rehearsal_gives(federation, sites):
-    federation.agree()
+    federation.agree(mode="published")  # without noise from the operating system
     federation.run(limit=240.0)
-    wanted = rehearse("fine-tune", sites, **OPTIONS)
+    wanted = rehearse("fine-tune", sites, mode="published", **OPTIONS)
     for site in sites:
         folder = Path(federation.ended(site).folder)
         found = read_cells(folder / f"{site}.h5ad")
@@ -42,6 +42,17 @@ def test_a_run_gives_what_the_rehearsal_gives(federation, sites):
         np.testing.assert_array_equal(found.obs["predicted"].astype(str), seen.obs["predicted"].astype(str))
         assert json.loads(found.uns["predicted"])["history"] == wanted.results[site]["history"]
         assert (folder / f"{site}.model.npz").read_bytes() == wanted.outcomes[site].model.to_bytes()
+
+
+def test_a_hardened_run_gives_all_sites_the_same_model(federation, sites):
+    federation.agree()
+    federation.run(limit=240.0)
+    folders = {site: Path(federation.ended(site).folder) for site in sites}
+    models = {(folder / f"{site}.model.npz").read_bytes() for site, folder in folders.items()}
+    assert len(models) == 1
+    told = [json.loads(read_cells(folder / f"{site}.h5ad").uns["predicted"]) for site, folder in folders.items()]
+    assert told[0] == told[1] == told[2]
+    assert told[0]["privacy"]["epsilon"] > 0
 
 
 def rounds_done(checkpoint: Path) -> int:
@@ -53,7 +64,7 @@ def rounds_done(checkpoint: Path) -> int:
 
 def test_a_killed_site_is_left_out_and_the_others_finish(federation, sites, tmp_path):
     checkpoint = tmp_path / "kept.npz"
-    federation.agree(parameters={**OPTIONS, "rounds": 40, "checkpoint": str(checkpoint)})
+    federation.agree(mode="published", parameters={**OPTIONS, "rounds": 40, "checkpoint": str(checkpoint)})
     before = set((federation.kits["lugano"] / "results").glob("*/lugano.model.npz"))
     ends = []
 

@@ -11,7 +11,8 @@ import cloister as cl
 from cloister.cells import files
 from cloister.cells.bulks import add_up
 from cloister.cells.values import chunks, is_on_disk
-from cloister.errors import DataError, ParameterError, ProtocolAbort
+from cloister.check_disclosure import check_disclosure
+from cloister.errors import DataError, ParameterError
 from cloister.run.rehearsal import rehearse
 from cloister.run.results import save_run
 from cloister.workflows.compare_groups import Options, check, donors_of
@@ -41,20 +42,29 @@ def planted(sites):
     return set(var.index[var["planted"]])
 
 
-def test_equals_the_pooled_donors(run, baselines):
-    for name, keys in (("expression", ["cell_type", "contrast", "gene"]), ("composition", ["contrast", "cell_type"])):
+def test_is_close_to_the_pooled_donors(run, baselines):
+    """Samples of a site have one weight per gene where a donor would stand out, and rare cell types are left out."""
+    for name, keys, effect in (
+        ("expression", ["cell_type", "contrast", "gene"], "log_fold_change"),
+        ("composition", ["contrast", "cell_type"], "effect"),
+    ):
         for adata in run.data.values():
-            found, wanted = (
-                t.sort_values(keys, ignore_index=True) for t in (adata.uns["groups"][name], baselines["pooled"][name])
-            )
-            assert len(found) > 0
-            for column in found:
-                if column in keys:
-                    assert found[column].tolist() == wanted[column].tolist()
-                elif column == "p":
-                    np.testing.assert_allclose(np.log(found[column]), np.log(wanted[column]), rtol=1e-6, atol=1e-9)
-                else:
-                    np.testing.assert_allclose(found[column], wanted[column], rtol=1e-6, atol=1e-9)
+            found, wanted = (t.set_index(keys) for t in (adata.uns["groups"][name], baselines["pooled"][name]))
+            assert len(found) > 10
+            wanted = wanted.loc[found.index]
+            assert np.abs(found[effect] - wanted[effect]).max() < 0.2
+            assert np.abs(np.log10(found["p"]) - np.log10(wanted["p"])).median() < 0.05
+
+
+def test_equals_the_pooled_donors_where_nothing_is_excluded():
+    """Forty donors of each group at each site: to 1e-8 in genes whose samples have weights of their own everywhere."""
+    sites = {p: a for p, a in cl.demo_cohort(per_site=80, n_cells=40, planted=10).items() if p != "vienna"}
+    run = rehearse("compare-groups", sites, **BASE)
+    wanted = cl.group_baselines(sites, **BASE)["pooled"]["expression"].set_index("gene")
+    found = run.data["basel"].uns["groups"]["expression"].set_index("gene")
+    apart = np.abs(found["log_fold_change"] - wanted.loc[found.index, "log_fold_change"])
+    assert (apart < 1e-8).mean() > 0.3
+    assert apart.max() < 0.05
 
 
 def test_what_was_planted_comes_out_and_more_of_it_than_alone(sites, run, baselines):
@@ -68,16 +78,19 @@ def test_what_was_planted_comes_out_and_more_of_it_than_alone(sites, run, baseli
     assert together >= 15
     assert wrong <= 3
     shares = run.data["basel"].uns["groups"]["composition"]
-    assert shares[shares["fdr"] < 0.05]["cell_type"].tolist() == ["T"]
+    assert "T" in shares[shares["fdr"] < 0.05]["cell_type"].tolist()[:1]
     assert shares.iloc[0]["effect"] < 0
     assert shares.iloc[0]["share"] < shares.iloc[0]["share_before"]
 
 
 def test_every_party_is_told_the_same_and_why_types_are_left_out(run):
     told = run.results["coordinator"]
-    assert all(run.results[p] == told for p in run.results)
-    assert json.loads(run.data["lugano"].uns["groups"]["summary"]) == told
-    assert "at one site: the group cannot be told from the site" in told["left_out"]["T"]
+    for p, result in run.results.items():
+        own = {k: v for k, v in result.items() if k != "excluded_here"}
+        assert own == told
+        assert p == "coordinator" or json.loads(run.data[p].uns["groups"]["summary"]) == result
+    assert any("fewer than 3" in text for text in run.results["basel"]["excluded_here"])
+    assert told["left_out"]["T"] == "0 donors of 'control' at sites that have enough of them; 3 are needed"
     assert told["tables"][-1]["of"] == "composition"
     assert told["tables"][0]["donors"].keys() == {"control", "case"}
 
@@ -93,18 +106,21 @@ def test_results_are_saved_with_tables_and_figures(run, tmp_path):
     drawn = json.loads((tmp_path / "out" / "figures.json").read_text())["figures"]
     assert drawn[0]["title"] == "macrophage: case vs control"
     assert re.search(r"\d+ differ at a false discovery rate of 0.05: ", drawn[0]["alt"])
-    assert "1 of " in drawn[-1]["alt"]
     assert "cell types differ: T" in drawn[-1]["alt"]
 
 
 def test_one_table_of_all_cells_with_covariates_and_no_blocks(sites):
     options = BASE | {"covariates": ("age",), "block": "none", "normalise": "library"}
+    with pytest.raises(DataError, match="no table is left to which this site may add"):
+        rehearse("compare-groups", sites, **options)  # twelve donors are too few for three columns
+    sites = cl.demo_cohort(per_site=24, n_cells=40)
     run = rehearse("compare-groups", sites, **options)
     found = run.data["vienna"].uns["groups"]
-    wanted = cl.group_baselines(sites, **options)["pooled"]["expression"]
+    wanted = cl.group_baselines(sites, **options)["pooled"]["expression"].set_index("gene")
     assert set(found["expression"]["cell_type"]) == {""}
     assert len(found["composition"]) == 0
-    pd.testing.assert_frame_equal(found["expression"], wanted, rtol=1e-6, atol=1e-9)
+    table = found["expression"].set_index("gene")
+    assert np.abs(table["log_fold_change"] - wanted.loc[table.index, "log_fold_change"]).median() < 0.05
 
 
 def test_pairs_within_donors(sites):
@@ -129,10 +145,10 @@ def test_pairs_within_donors(sites):
 
 def test_three_groups_and_chosen_contrasts(sites):
     three = {}
-    for site, adata in cl.demo_cohort(per_site=8).items():
+    for site, adata in cl.demo_cohort(per_site=12).items():
         a = adata.copy()
         number = a.obs["donor"].str.rpartition("-")[2].astype(int)
-        a.obs["condition"] = np.array(["control", "mild", "severe"])[np.minimum(number.to_numpy() // 3, 2)]
+        a.obs["condition"] = np.array(["control", "mild", "severe"])[(number.to_numpy() - 1) // 4]
         three[site] = a
     options = BASE | {"groups": ("control", "mild", "severe"), "contrasts": ("severe vs mild",)}
     table = rehearse("compare-groups", three, **options).data["basel"].uns["groups"]["expression"]
@@ -180,7 +196,11 @@ def test_donors_are_what_a_group_by_gives(sites):
         (lambda a: a.obs.drop(columns="condition"), {}, "adata.obs['condition'] is missing"),
         (lambda a: a.obs.drop(columns="donor"), {}, "adata.obs['donor'] is missing"),
         (lambda a: a.obs.assign(condition="other"), {}, "is of control, case"),
-        (lambda a: a.obs.assign(donor=a.obs["condition"]), {}, "fewer than 2 donors of every group"),
+        (
+            lambda a: a.obs.assign(donor=a.obs["condition"]),
+            {},
+            "no table is left to which this site may add (all cells: 1 donor of group 'case': fewer than 3)",
+        ),
         (lambda a: a.obs, {"block": "donor"}, "no donor here has cells in two groups"),
         (lambda a: a.obs.assign(age=np.nan), {"covariates": ("age",)}, "adata.obs['age'] is missing for some cells"),
         (
@@ -212,7 +232,7 @@ def test_what_the_user_should_know(sites):
     few.obs["condition"] = few.obs["condition"].where(few.obs["donor"] != "basel-3", "none")
     notes = check(few, Options(**TYPES))
     assert "320 cells are of none of the groups, and left out" in notes
-    assert "1 donor(s) of 'control' here: fewer than 2, so this site adds nothing about it" in notes
+    assert any(re.search(r"left out \d donors? of group '(control|case)': fewer than 3", note) for note in notes)
     assert any("fewer than min_cells=10 cells of a type" in note for note in notes)
 
 
@@ -234,13 +254,32 @@ def test_bad_options(options):
 
 
 def test_too_few_donors_over_all_sites(sites):
-    with pytest.raises(ProtocolAbort, match="9 donors of 'control' at sites with at least 2 of them; 10 are needed"):
+    with pytest.raises(DataError, match="6 donors of group 'case': fewer than 10"):
         rehearse("compare-groups", sites, **BASE, min_donors=10)
 
 
 def test_options_are_plain():
     assert dataclasses.asdict(Options(**BASE))["key_added"] == "groups"
     assert Options(**BASE).contrast_names() == ["case vs control"]
+
+
+def one_group(a):
+    """What an attacker makes of its donors: a level that few others have, and libraries of another size."""
+    made = a.copy()
+    made.obs["machine"] = np.where(made.obs["donor"].str.endswith(("-1", "-2")), "new", "old")
+    made.X = made.X * 1000
+    return made
+
+
+def test_what_a_site_discloses_is_based_on_enough_donors(sites):
+    marked = {p: a.copy() for p, a in sites.items()}
+    for p, a in marked.items():
+        new = ("-1",) if p == "basel" else ("-1", "-2", "-3", "-4")
+        a.obs["machine"] = np.where(a.obs["donor"].str.endswith(new), "new", "old")
+    for options in ({}, {"covariates": ("machine",)}, {"block": "none"}):
+        seen = check_disclosure("compare-groups", marked, "basel", attacks=[one_group], **TYPES | options)
+        assert seen.donors >= 3
+        assert seen.cells >= 30
 
 
 @pytest.mark.skipif(not DATA.exists(), reason="the shared data are not here")

@@ -122,7 +122,7 @@ def test_published_rows_kept_back_do_not_follow_from_the_seed_of_the_study():
 def test_sites_of_very_different_size_and_all_outliers_at_one():
     X, truth = planted()
     outliers, rest = np.flatnonzero(truth), np.flatnonzero(~truth)
-    uneven = [np.concatenate([outliers, rest[:6]]), rest[6:10], rest[10:]]
+    uneven = [np.concatenate([outliers, rest[:6]]), rest[6:30], rest[30:]]
     run = rehearse("find-outliers", sites(X, truth, uneven), contamination=0.04)
     assert auroc(run) > pooled(X, truth) - 0.03
     assert run.data["basel"].obs["outlier"].mean() > 0.6  # a site of outliers knows: they are common here, not there
@@ -163,12 +163,11 @@ def test_drop_writes_the_cleaned_file(tmp_path):
         assert read_cells(tmp_path / f"{name}.h5ad").n_obs == adata.n_obs
 
 
-def test_a_site_drops_out_and_the_others_finish():
+def test_a_site_that_drops_out_of_a_sum_ends_the_run_by_name():
     X, truth = planted(300)
     fault = Fault("kill", "vienna", "coordinator", "MaskedInput", nth=7)
-    run = rehearse("find-outliers", sites(X, truth), faults=[fault], timeout=3.0, trees=20)
-    assert set(run.data) == {"basel", "lugano"}
-    assert auroc(run) > 0.9
+    run = rehearse("find-outliers", sites(X, truth), faults=[fault], timeout=3.0, trees=20, check=False)
+    assert {"basel", "lugano"} <= set(run.errors)
 
 
 def test_with_donor_key_donors_are_counted_and_the_receipt_says_so():
@@ -179,15 +178,15 @@ def test_with_donor_key_donors_are_counted_and_the_receipt_says_so():
         adata.obs["donor"] = [f"{k}-{i % 6}" for i in range(adata.n_obs)]
     run = rehearse("find-outliers", data, donor_key="donor", trees=20, contamination=0.05)
     assert auroc(run) > 0.85
-    assert sum(int(a.obs["outlier"].sum()) for a in run.data.values()) <= 15
-    told = run.results["coordinator"]
-    assert told["leaves_of_too_few_donors"] > 0
+    assert sum(int(a.obs["outlier"].sum()) for a in run.data.values()) <= 30
+    assert run.results["coordinator"]["ranges"] > 20
     assert all(r.header["counted"] == "donors" for r in run.receipts.values())
-    options = find_outliers.Options(donor_key="donor", min_count=4, min_donors=6)
+    groups = [e.name for e, _ in run.receipts["basel"].entries if e.kind == "contributed"]
+    assert all(int(g.split("donors ")[1].split(" ")[0]) >= 3 for g in groups if "donors " in g)
+    assert any("donors " in g for g in groups)
+    options = find_outliers.Options(donor_key="donor", min_count=14, min_donors=6)
     agreed = find_outliers.hardened_params(SimpleNamespace(sites=tuple(data), coordinator="coordinator"), options)
-    assert (agreed.least, agreed.per_donor) == (6, 1)  # six rows, each of another donor
-    with pytest.raises(ParameterError, match="min_donors"):
-        workflows.options_of(find_outliers.WORKFLOW, {"donor_key": "donor", "min_donors": 65})
+    assert (agreed.min_cells, agreed.min_donors, agreed.by_donor) == (14, 6, True)
 
 
 # ---- input -----------------------------------------------------------------------------------------------------------
@@ -247,7 +246,10 @@ def test_bad_rows_are_refused_before_anything_is_sent():
         find_outliers.check(adata, find_outliers.Options(use_rep="X_umap"))
     with pytest.raises(DataError, match="layers"):
         find_outliers.check(adata, find_outliers.Options(layer="counts"))
-    text = AnnData(obs=pd.DataFrame(index=["a"]), var=pd.DataFrame(index=["g"]))
+    few = sites(X, truth)["basel"][:5].copy()
+    with pytest.raises(DataError, match="5 rows, fewer than min_cells = 10"):
+        find_outliers.check(few, options)
+    text = AnnData(obs=pd.DataFrame(index=list("abcdefghijkl")), var=pd.DataFrame(index=["g"]))
     with pytest.raises(DataError, match="missing"):
         find_outliers.check(text, options)
 
@@ -255,10 +257,10 @@ def test_bad_rows_are_refused_before_anything_is_sent():
 def test_notes_on_rows_that_work_but_should_be_known():
     X = np.ones((3, 5))
     adata = AnnData(X, var=pd.DataFrame(index=NAMES))
-    notes = " ".join(find_outliers.check(adata, find_outliers.Options(min_count=1)))
+    notes = " ".join(find_outliers.check(adata, find_outliers.Options(min_cells=2)))
     assert "5 columns have one value" in notes
     assert "3 rows and 5 columns" in notes
-    assert "lone rows" in notes
+    assert "come close to single rows" in notes
 
 
 def test_missing_values_are_imputed_on_request_in_both_modes():
@@ -272,14 +274,13 @@ def test_missing_values_are_imputed_on_request_in_both_modes():
         assert auroc(run) > 0.8
 
 
-def test_one_row_at_a_site_and_too_few_everywhere():
+def test_few_rows_at_a_site():
     X, truth = planted(200)
-    parts = [np.arange(1), np.arange(1, 100), np.arange(100, 200)]
+    parts = [np.arange(12), np.arange(12, 100), np.arange(100, 200)]
     run = rehearse("find-outliers", sites(X, truth, parts), trees=10)
-    assert run.data["basel"].obs["outlier_score"].shape == (1,)
-    few = [np.arange(3), np.arange(3, 7), np.arange(7, 9)]
-    with pytest.raises(Exception, match="9 rows"):
-        rehearse("find-outliers", sites(X, truth, few), trees=10, timeout=3.0)
+    assert run.data["basel"].obs["outlier_score"].shape == (12,)
+    with pytest.raises(DataError, match="1 rows, fewer than min_cells = 10"):
+        rehearse("find-outliers", sites(X, truth, [np.arange(1), *parts[1:]]), trees=10, timeout=3.0)
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,13 @@ from anndata import AnnData
 torch = pytest.importorskip("torch")
 
 from cloister.cells import demo as demo_data  # noqa: E402
+from cloister.check_disclosure import check_disclosure  # noqa: E402
 from cloister.errors import DataError, ParameterError, ProtocolAbort  # noqa: E402
 from cloister.models.classifier import make  # noqa: E402
 from cloister.models.learner import Learner, Recipe  # noqa: E402
 from cloister.models.linear import hold_out  # noqa: E402
 from cloister.models.scgpt import Config, ScGPT  # noqa: E402
-from cloister.protocols.fedavg import federated_training  # noqa: E402
+from cloister.protocols.fedavg import checked_training, federated_training  # noqa: E402
 from cloister.protocols.fedavg.training_parts import Offer  # noqa: E402
 from cloister.run.rehearsal import Fault, rehearse  # noqa: E402
 from cloister.workflows import fine_tune  # noqa: E402
@@ -24,7 +25,9 @@ from cloister.workflows.trained import load_model  # noqa: E402
 from cloister.workflows.trained.fine_tuned import FineTuned  # noqa: E402
 
 PLAIN = {"algorithm": "scaffold", "weighting": "plain", "optimizer": "sgd", "momentum": 0.0}
-SIZE = {"rounds": 4, "lr": 1e-2, "local_epochs": 3, "hidden": (16,), "batch_size": 32}
+SIZE = {"rounds": 4, "lr": 1e-2, "local_epochs": 3, "hidden": (16,), "batch_size": 32, "mode": "published"}
+HARDENED = {"rounds": 10, "hidden": (16,), "lr": 0.06}  # the default mode
+OPTIONS = {k: v for k, v in SIZE.items() if k != "mode"}
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +62,7 @@ def test_equals_plain_federated_averaging(sites):
     options = {**SIZE, "score_every": 0, "validation": 0.0}
     run = rehearse("fine-tune", sites, **options)
     labels = tuple(run.results["basel"]["labels"])
-    chosen = fine_tune.Options(**options)
+    chosen = fine_tune.in_mode(fine_tune.Options(**{k: v for k, v in options.items() if k != "mode"}), "published")
     offers, found = {}, None
     for name in sorted(sites):
         examples, blueprint, _ = fine_tune.examples_of(sites[name], chosen)
@@ -182,8 +185,9 @@ def test_scgpt_with_a_head(sites, tmp_path):
     ScGPT.random(genes, Config(width=16, heads=2, hidden=16, layers=2, max_length=40)).save(tmp_path)
     few = {p: a[:60].copy() for p, a in sites.items()}
     run = rehearse(
-        "fine-tune", few, model="scgpt", pretrained=str(tmp_path), tune="last", last_layers=1, rounds=2, lr=3e-3
-    )
+        "fine-tune", few, model="scgpt", pretrained=str(tmp_path), tune="last", last_layers=1, rounds=2, lr=3e-3,
+        mode="published",
+    )  # fmt: skip
     history = run.results["coordinator"]["history"]
     assert history[-1]["loss"] < history[0]["loss"]
     far = {p: a.copy() for p, a in few.items()}
@@ -208,16 +212,17 @@ def hidden_labels(sites, keep=0.1):
 
 @pytest.mark.parametrize(("source", "mode"), [("xclp", "published"), ("network", "hardened"), ("client", "hardened")])
 def test_semi_supervised(sites, source, mode):
-    few = hidden_labels(sites)
+    few = hidden_labels(sites, keep=0.5)
+    size = {**SIZE, "rounds": 3, "mode": mode} | ({"lr": 0.05, "dp_noise": 0.0} if mode == "hardened" else {})
     run = rehearse(
-        "fine-tune", few, mode=mode, semi_supervised=True, pseudo_labels=source, bits=512, weighting="plain",
-        validation=0.0, score_every=0, warm_rounds=1, timeout=120.0, **{**SIZE, "rounds": 3},
+        "fine-tune", few, semi_supervised=True, pseudo_labels=source, bits=512, validation=0.0, score_every=0,
+        warm_rounds=1, timeout=120.0, **size,
     )  # fmt: skip
     right = [np.mean(a.obs["predicted"].astype(str) == a.obs["truth"]) for a in run.data.values()]
     assert np.mean(right) > 0.45
     again = rehearse(
-        "fine-tune", few, mode=mode, semi_supervised=True, pseudo_labels="network", bits=512, weighting="plain",
-        validation=0.0, score_every=0, warm_rounds=3, timeout=120.0, **{**SIZE, "rounds": 3},
+        "fine-tune", few, semi_supervised=True, pseudo_labels="network", bits=512, validation=0.0, score_every=0,
+        warm_rounds=3, timeout=120.0, **size,
     )  # fmt: skip
     assert again.outcomes["basel"].model.to_bytes() != run.outcomes["basel"].model.to_bytes()  # pseudo-labels count
 
@@ -249,9 +254,9 @@ def test_training_goes_on_from_a_model_file(sites, run, tmp_path):
 def test_semi_supervised_hardened(sites):
     pytest.importorskip("seal", reason="encrypted labels are an extra")
     few = hidden_labels(sites)
-    options = {"semi_supervised": True, "bits": 512, "weighting": "plain", "validation": 0.0, "score_every": 0}
+    options = {"semi_supervised": True, "bits": 512, "validation": 0.0, "score_every": 0}
     runs = [
-        rehearse("fine-tune", few, mode=mode, timeout=300.0, **options, **{**SIZE, "rounds": 2})
+        rehearse("fine-tune", few, timeout=300.0, **options, **{**SIZE, "rounds": 6, "lr": 0.03, "mode": mode})
         for mode in ("hardened", "published")
     ]
     right = [np.mean(a.obs["predicted"].astype(str) == a.obs["truth"]) for a in runs[0].data.values()]
@@ -271,7 +276,7 @@ def test_images(model):
         sites[name] = a
     run = rehearse(
         "fine-tune", sites, model=model, image_shape=(16, 16, 1), label_key="kind", width=8, rounds=3, lr=1e-2,
-        batch_size=16, dropout=0.0, local_epochs=2, timeout=120.0,
+        batch_size=16, dropout=0.0, local_epochs=2, timeout=120.0, mode="published",
     )  # fmt: skip
     history = run.results["coordinator"]["history"]
     assert max(row["accuracy"] for row in history) > 0.8
@@ -357,6 +362,7 @@ def test_bins_feed_training_and_prediction(sites, tmp_path):
     ScGPT.random([str(g) for g in first.var_names], Config(16, 2, 16, 1, max_length=40, n_bins=21)).save(tmp_path / "c")
     two = {s: binned[s][:60].copy() for s in ("basel", "lugano")}
     options = {"model": "scgpt", "pretrained": str(tmp_path / "c"), "tune": "head", "rounds": 2, "local_epochs": 1}
+    options["mode"] = "published"
     run = rehearse("fine-tune", two, layer="binned", binning="none", **options)
     path = run.model.save(tmp_path / "model.npz")
     model = load_model(path, tmp_path / "c")
@@ -380,7 +386,7 @@ def test_few_labels_are_learned_from_with_the_defaults(sites):
         hidden[s] = a.copy()
         hidden[s].obs["cell_type"] = a.obs["cell_type"].astype(object).where(rng.random(a.n_obs) < 0.15)
     for name, options in {"now": {}, "before": {"local_epochs": 1, "lr": 1e-3}}.items():
-        run = rehearse("fine-tune", hidden, **options)
+        run = rehearse("fine-tune", hidden, mode="published", **options)
         right = [
             (run.data[s].obs["predicted"].astype(str) == sites[s].obs["cell_type"])[hidden[s].obs["cell_type"].isna()]
             for s in sites
@@ -388,3 +394,212 @@ def test_few_labels_are_learned_from_with_the_defaults(sites):
         hits[name] = float(np.mean(np.concatenate(right)))
     assert hits["now"] > 0.7
     assert hits["now"] > hits["before"] + 0.1
+
+
+# ---- hardened mode ---------------------------------------------------------------------------------------------------
+
+
+def right_of(run, sites):
+    return np.mean([np.mean(run.data[p].obs["predicted"].astype(str) == a.obs["cell_type"]) for p, a in sites.items()])
+
+
+@pytest.fixture(scope="module")
+def whole():
+    return demo_data.demo_sites()
+
+
+def test_the_default_adds_noise_for_single_cells_and_still_learns(whole):
+    run = rehearse("fine-tune", whole)
+    assert right_of(run, whole) > 0.85
+    said = json.loads(run.data["basel"].uns["predicted"])
+    assert said["privacy"] == {
+        "epsilon": 4.28,
+        "delta": 1e-5,
+        "protects": "one cell, against that cell contributing nothing",
+    }
+    spent = [e.name for e, _ in run.receipts["basel"].entries if e.kind == "spent"]
+    assert spent == ["epsilon 4.28, delta 1e-05, for one cell, against that cell contributing nothing"]
+    assert said["best_round"] == 20
+    assert said["history"] == run.results["coordinator"]["history"]
+    assert run.outcomes["basel"].model.to_bytes() == run.outcomes["lugano"].model.to_bytes()
+    assert run.receipts["basel"].smallest_group["cells"] >= 10
+
+
+def test_without_noise_it_is_adam_on_clipped_gradients_of_all_cells(sites):
+    options = {**HARDENED, "dp_noise": 0.0, "validation": 0.0, "min_cells": 1}
+    run = rehearse("fine-tune", sites, **options)
+    assert right_of(run, sites) > 0.8
+    labels = tuple(run.results["basel"]["labels"])
+    chosen = fine_tune.in_mode(fine_tune.Options(**options), "hardened")
+    learners = {}
+    for name, a in sorted(sites.items()):
+        examples, blueprint, _ = fine_tune.examples_of(a, chosen)
+        codes = np.array([labels.index(str(v)) for v in a.obs["cell_type"]])
+        recipe = fine_tune.recipe_of(chosen, 0, 3)
+        learners[name] = Learner(
+            make(blueprint, labels), len(labels), recipe, examples, codes, [], describe="", site=name
+        )
+    path = checked_training.Path.begin(next(iter(learners.values())).trainable)
+    for t in range(10):
+        sums = [one.gradient(path.theta.astype(np.float32), t, 1.0).sum for one in learners.values()]
+        path.advance(np.sum(sums, axis=0), 0.06, 0.0)
+    found = run.outcomes["basel"].model
+    mine = torch.cat([p.detach().reshape(-1) for p in found.module.parameters()]).numpy()
+    np.testing.assert_allclose(mine, learners["basel"].first.numpy() + path.theta, atol=1e-4)
+
+
+@pytest.mark.parametrize("donors", [False, True])
+@pytest.mark.parametrize("layers", ["linear", "any"])
+def test_one_cell_or_donor_changes_a_sum_by_at_most_one(sites, donors, layers, monkeypatch):
+    """Far cells, and of donors all cells: whatever they are, the part of one has norm at most one."""
+    if layers == "any":
+        monkeypatch.setattr(Learner, "_only_linear", lambda self: False)
+    chosen = fine_tune.in_mode(fine_tune.Options(hidden=(16,), dropout=0.0), "hardened")
+    a = sites["basel"][:60].copy()
+    a.obsm["X_pca"][::7] *= 1e3
+    examples, blueprint, _ = fine_tune.examples_of(a, chosen)
+    labels = tuple(sorted({str(v) for v in a.obs["cell_type"]}))
+    codes = np.array([labels.index(str(v)) for v in a.obs["cell_type"]])
+    who = np.arange(60) % 5
+
+    def total(codes):
+        recipe = fine_tune.recipe_of(chosen, 0, 3)
+        one = Learner(
+            make(blueprint, labels), len(labels), recipe, examples, codes, [], describe="", site="x",
+            donor=who if donors else None,
+        )  # fmt: skip
+        rng = np.random.default_rng(0)
+        return one.gradient(rng.normal(0, 0.3, one.trainable).astype(np.float32), 0, 0.5)
+
+    everyone = total(codes)
+    assert everyone.cells == 60
+    changes = []
+    for unit in range(5):
+        without = codes.copy()
+        without[who == unit if donors else np.arange(60) == 7 * unit] = -1
+        changes.append(np.linalg.norm(everyone.sum - total(without).sum))
+    assert max(changes) <= 1 + 1e-5
+    assert max(changes) > (0.02 if donors else 0.9)  # far cells are clipped, and to no less
+
+
+def test_both_ways_to_clip_agree(sites, monkeypatch):
+    chosen = fine_tune.in_mode(fine_tune.Options(hidden=(16, 8), dropout=0.0), "hardened")
+    examples, blueprint, _ = fine_tune.examples_of(sites["basel"], chosen)
+    codes = np.arange(sites["basel"].n_obs) % 3
+    one = Learner(
+        make(blueprint, ("a", "b", "c")),
+        3,
+        fine_tune.recipe_of(chosen, 0, 3),
+        examples,
+        codes,
+        [],
+        describe="",
+        site="x",
+    )
+    fast = one.gradient(np.zeros(one.trainable), 0, 1.0)
+    monkeypatch.setattr(Learner, "_only_linear", lambda self: False)
+    slow = one.gradient(np.zeros(one.trainable), 0, 1.0)
+    np.testing.assert_allclose(fast.sum, slow.sum, atol=1e-4)
+    assert fast.loss == pytest.approx(slow.loss, rel=1e-5)
+
+
+@pytest.mark.parametrize("layers", ["linear", "any"])
+def test_a_cell_without_a_finite_gradient_counts_as_zero(sites, layers, monkeypatch):
+    if layers == "any":
+        monkeypatch.setattr(Learner, "_only_linear", lambda self: False)
+    chosen = fine_tune.in_mode(fine_tune.Options(hidden=(16,), dropout=0.0), "hardened")
+    a = sites["basel"].copy()
+    a.obsm["X_pca"][4] = np.float32(3e38)
+    examples, blueprint, _ = fine_tune.examples_of(a, chosen)
+    codes = np.arange(a.n_obs) % 3
+    found = []
+    for four in (1, -1):
+        codes[4] = four
+        one = Learner(
+            make(blueprint, ("a", "b", "c")), 3, fine_tune.recipe_of(chosen, 0, 3), examples, codes, [], describe="",
+            site="x",
+        )  # fmt: skip
+        found.append(one.gradient(np.zeros(one.trainable), 0, 1.0))
+    assert [one.left_out for one in found] == [1, 0]
+    np.testing.assert_allclose(found[0].sum, found[1].sum, atol=1e-6)
+    assert np.isfinite(found[0].loss)
+
+
+def test_donors_are_the_unit_where_they_are_named(sites):
+    named = {p: a.copy() for p, a in sites.items()}
+    for a in named.values():
+        a.obs["donor"] = [f"d{i % 5}" for i in range(a.n_obs)]
+    run = rehearse("fine-tune", named, donor_key="donor", dp_noise=0.05, **HARDENED)
+    assert run.results["basel"]["privacy"]["protects"] == "all cells of one donor, against none"
+    assert run.receipts["basel"].smallest_group == {"cells": 150, "donors": 5}
+    assert all("accuracy" not in row for row in run.results["basel"]["history"])  # a donor has many held-out cells
+    assert right_of(run, sites) > 0.6
+    named["basel"].obs["donor"] = ["one", "two"] * 75
+    run = rehearse("fine-tune", named, donor_key="donor", timeout=5.0, check=False, **HARDENED)
+    assert "min_donors = 3" in str(run.errors["basel"])
+
+
+def test_a_site_that_dies_ends_the_run(sites):
+    fault = Fault("kill", "lugano", "coordinator", "MaskedInput", nth=3)
+    run = rehearse("fine-tune", sites, faults=[fault], timeout=5.0, check=False, **HARDENED)
+    assert run.outcomes == {}
+
+
+@pytest.mark.parametrize("model", ["vit", "scgpt"])
+def test_other_networks_in_hardened_mode(sites, model, tmp_path):
+    few = {p: sites[p][:40].copy() for p in ("basel", "lugano")}
+    options = {"rounds": 2, "dp_noise": 0.0, "min_cells": 1, "validation": 0.0}
+    if model == "vit":
+        for a in few.values():
+            a._inplace_subset_var(np.arange(256))
+        options |= {"model": "vit", "image_shape": (16, 16, 1), "width": 8}
+    else:
+        genes = list(sites["basel"].var_names[:100])
+        ScGPT.random(genes, Config(width=16, heads=2, hidden=16, layers=2, max_length=40)).save(tmp_path)
+        options |= {"model": "scgpt", "pretrained": str(tmp_path), "tune": "last", "last_layers": 1}
+    run = rehearse("fine-tune", few, timeout=120.0, **options)
+    history = run.results["basel"]["history"]
+    assert history[1]["train_loss"] < history[0]["train_loss"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"algorithm": "fedprox"}, "'algorithm'"),
+        ({"optimizer": "sgd"}, "'optimizer'"),
+        ({"weighting": "plain"}, "'weighting'"),
+        ({"clients_per_round": 2}, "'clients_per_round'"),
+        ({"checkpoint": "x.npz"}, "'checkpoint'"),
+        ({"dp_unit": "site"}, "'dp_unit'"),
+        ({"dp_unit": "donor"}, "donor_key"),
+        ({"model": "cnn", "image_shape": (16, 16, 1)}, "batch normalisation"),
+        ({"patience": 2}, "'patience'"),
+        ({"metric": "macro_f1"}, "'metric'"),
+        ({"semi_supervised": True, "dp_noise": 1.0}, "depend on other cells"),
+        ({"dp_noise": -1.0}, "'dp_noise'"),
+        ({"mode": "published", "donor_key": "donor"}, "protects whole sites"),
+        ({"mode": "published", "dp_noise": 1.0}, "score_every=0"),
+    ],
+)
+def test_options_that_do_not_fit_the_mode(sites, options, message):
+    with pytest.raises(ParameterError, match=message):
+        rehearse("fine-tune", sites, timeout=5.0, **options)
+
+
+def far(a):
+    """The cells of a site that wants the others' parts to stand out: huge, and all of one label."""
+    b = a.copy()
+    b.obsm["X_pca"] = b.obsm["X_pca"] * 1e3
+    b.obs["cell_type"] = str(b.obs["cell_type"].iloc[0])
+    return b
+
+
+@pytest.mark.parametrize("options", [{}, {"dp_noise": 0.0, "metric": "balanced_accuracy"}, {"donor_key": "donor"}])
+def test_whatever_others_bring_a_site_adds_sums_over_enough_cells(whole, options):
+    sites = {p: a.copy() for p, a in whole.items()}
+    for a in sites.values():
+        a.obs["donor"] = [f"d{i % 4}" for i in range(a.n_obs)]
+    found = check_disclosure("fine-tune", sites, "basel", attacks=[far], **{**HARDENED, "rounds": 3}, **options)
+    assert found.contributions == 2 * (3 + (0 if "donor_key" in options else 4))  # steps, scores
+    assert found.cells >= 10
+    assert found.donors == (4 if "donor_key" in options else None)

@@ -4,7 +4,8 @@ import pytest
 
 import cloister as cl
 from cloister.errors import CloisterError, DataError, ParameterError, PeerLost, ProtocolAbort
-from cloister.net.seat import Outcome
+from cloister.net.seat import Outcome, Seat
+from cloister.protocols.knn import mapping_terms, verified_knn
 from cloister.run.rehearsal import Fault, plan, run_parties
 from cloister.workflows import map_labels as workflow
 from cloister.workflows.baselines.mapping import linear_label, nearest_label, scores
@@ -75,7 +76,7 @@ def test_two_sites_compute_with_the_coordinator_and_are_told_so(sites):
 @pytest.mark.parametrize("mode", ["hardened", "semi-honest"])
 def test_cells_of_a_type_that_no_reference_has_are_unknown(mode):
     """Attack on the labels: without a distance that fits, all of them are called something; with it, nearly none."""
-    few = {name: adata[::3].copy() for name, adata in cl.demo_sites().items()}
+    few = {name: adata[:: 3 if name == "vienna" else 1].copy() for name, adata in cl.demo_sites().items()}
     absent = (few["vienna"].obs["cell_type"] == "endothelial").to_numpy()
     for name in ("basel", "lugano"):
         few[name] = few[name][few[name].obs["cell_type"] != "endothelial"].copy()
@@ -100,6 +101,27 @@ def test_a_distance_is_found_or_given_and_the_user_hears_of_it(sites):
     assert any("known_share" in note for note in told)
     told = warnings_of(plan("map-labels", ["basel", "vienna"], options={"query": "vienna", "known_share": 0.9}))
     assert not any("no reference has" in note for note in told)
+
+
+def test_query_cells_are_charged_at_every_site_with_references_before_these_are_used(sites, monkeypatch):
+    """F7: budgets count cells; what is charged is the announced number, of which no more can be labelled."""
+    charged = []
+    monkeypatch.setattr(
+        Seat, "charge_queries", lambda seat, who, cells: charged.append((str(seat.me), str(who), cells))
+    )
+    cl.rehearse("map-labels", data=sites, **OPTIONS)
+    n = mapping_terms.rounded(sites["vienna"].n_obs)
+    assert sorted(charged) == [(p, "vienna", n) for p in sorted(sites) if p != "vienna"]
+    used = []
+
+    def refuse(seat, who, cells):
+        raise ParameterError("the budget is spent")
+
+    monkeypatch.setattr(Seat, "charge_queries", refuse)
+    monkeypatch.setattr(verified_knn, "holder", lambda *args, **more: used.append(args))
+    with pytest.raises(ParameterError, match="the budget is spent"):
+        cl.rehearse("map-labels", data=sites, timeout=3.0, **OPTIONS)
+    assert not used
 
 
 def test_who_computes_is_said_before_the_start():

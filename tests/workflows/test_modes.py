@@ -33,7 +33,7 @@ def cells(seed, n=60, genes=6):
     a.obs_names = [f"{seed}-{i}" for i in range(n)]
     a.obsm["X_pca"] = rng.normal(3 * kind[:, None], 1, (n, 4))
     a.obs["cell_type"] = np.where(kind, "T", "B")
-    a.obs["donor"] = [f"d{seed}-{i % 4}" for i in range(n)]
+    a.obs["donor"] = [f"d{seed}-{i % 8}" for i in range(n)]
     a.obs["condition"] = np.where(kind, "case", "control")
     return a
 
@@ -79,19 +79,21 @@ CASES = [
     ("shared-pca", "hardened", {"n_components": 2, "n_top_genes": 5}),
     ("integrate", "hardened", {"use_rep": "X_pca", "n_clusters": 3, "rounds": 1, "updates": 1, "blocks": 2}),
     ("integrate", "published", {"use_rep": "X_pca", "n_clusters": 3, "rounds": 1, "updates": 1, "blocks": 2}),
-    ("compare-groups", "hardened", {"groups": ("control", "case"), "donor_key": "donor"}),
-    ("train-classifier", "hardened", {"n_top_genes": 5, "l2": 0.1}),
+    ("compare-groups", "hardened", {"groups": ("control", "case"), "donor_key": "donor", "min_cells": 5}),
+    ("train-classifier", "hardened", {"n_top_genes": 5, "min_label_cells": 5}),
+    ("train-classifier", "semi-honest", {"solver": "logistic", "n_top_genes": 5, "l2": 0.1, "min_label_cells": 5}),
     ("train-classifier", "hardened", {"l2": 0.1, "validation": 0.0, "dp_noise": 1.0, "dp_rounds": 1}),
     ("map-labels", "hardened", {"query": "basel", "n_neighbors": 3}),
-    ("map-labels", "hardened", {"query": "basel", "n_neighbors": 3, "known_share": 0.9}),
-    ("map-labels", "semi-honest", {"query": "basel", "n_neighbors": 3, "known_share": 0.9}),
+    ("map-labels", "hardened", {"query": "basel", "n_neighbors": 3, "known_share": 0.5}),
+    ("map-labels", "semi-honest", {"query": "basel", "n_neighbors": 3, "known_share": 0.5}),
     ("map-labels", "published", {"query": "basel", "n_neighbors": 3}),
     ("map-labels", "plain", {"query": "basel", "n_neighbors": 3}),
     *(
         ("propagate-labels", mode, {"bits": 256, "n_neighbors": 3, "hamming": engine, "balance": True})
-        for mode in ("hardened", "semi-honest", "published")
+        for mode in ("semi-honest", "published")
         for engine in ("mpc", "ot", "he")
     ),
+    ("propagate-labels", "hardened", {"bits": 256, "n_neighbors": 3, "choose": True}),
     ("fine-tune", "hardened", XCLP),
     ("fine-tune", "published", XCLP),
     ("train-cellcnn", "plain", {**TRAINING, "hold_out": 3}),

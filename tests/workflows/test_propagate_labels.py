@@ -45,29 +45,35 @@ def run(request, sites):
     return found
 
 
-def clear(sites, seed, key="some"):
+def clear(sites, seed, mode, key="some"):
     """The pooled computation, with everything in one place."""
     classes = sorted({x for a in sites.values() for x in a.obs[key].dropna()})
     x = np.vstack([a.obsm["X_pca"] for a in sites.values()])
     y = np.array([classes.index(n) if isinstance(n, str) else -1 for a in sites.values() for n in a.obs[key]])
     owner = np.repeat(np.arange(len(sites)), [a.n_obs for a in sites.values()])
     packed = graph.codes(x.astype(np.float64), graph.hyperplanes(seed, 512, x.shape[1]))
+    if mode == "hardened":
+        near = graph.split_keys(graph.nearest(packed, Options.n_neighbors), len(y))[0]
+        how = graph.Walk.of(Options.n_neighbors, Options.alpha)
+        label, level = graph.decide_walk(graph.walk_twice(near, y, len(classes), how))
+        return classes, label, graph.level_confidence(label, level, len(classes))
     usual = {name: getattr(Options, name) for name in ("n_neighbors", "alpha", "power", "balance")}
-    return classes, graph.propagate(packed, y, n_classes=len(classes), sites=owner, **usual)
+    found = graph.propagate(packed, y, n_classes=len(classes), sites=owner, **usual)
+    return classes, found.label, found.confidence
 
 
 def test_equals_the_pooled_propagation(sites, run):
-    classes, found = clear(dict(sorted(sites.items())), run.seed)
+    classes, label, confidence = clear(dict(sorted(sites.items())), run.seed, run.study.mode)
     at = 0
     for _, adata in sorted(run.data.items()):
         cut = slice(at, at + adata.n_obs)
         at += adata.n_obs
         given = ~adata.obs["some"].isna().to_numpy()
-        names = [classes[i] if i >= 0 else None for i in found.label[cut]]
+        names = [classes[i] if i >= 0 else None for i in label[cut]]
         wanted = np.where(given, adata.obs["some"], np.array(names, object))
         got = adata.obs["propagated"].astype(object).where(~adata.obs["propagated"].isna(), None)
         np.testing.assert_array_equal(got.to_numpy(), wanted)
-        np.testing.assert_array_equal(adata.obs["propagated_confidence"], np.where(given, 1.0, found.confidence[cut]))
+        np.testing.assert_array_equal(adata.obs["propagated_confidence"], np.where(given, 1.0, confidence[cut]))
 
 
 def test_a_site_without_labels_gets_good_ones(run):
@@ -88,8 +94,8 @@ def test_it_is_said_who_computes_and_what_left(run):
     assert run.results["coordinator"]["cells"] == 210
     assert "cloister" in run.data["basel"].uns
     assert "propagate-labels" in run.data["basel"].uns["cloister"]
-    opened = {e.name for e, _ in run.receipts["coordinator"].entries if e.kind == "opened"}
-    assert opened
+    opened = {e.to for e, _ in run.receipts["coordinator"].entries if e.kind == "opened"}
+    assert ("coordinator" in opened) == (run.study.mode == "published")
 
 
 def test_figures(run):
@@ -114,7 +120,10 @@ def test_other_engines(sites, hamming):
     few = {name: a[:12].copy() for name, a in sites.items()}
     for a in few.values():
         a.obs["some"] = ["one", "two", None] * 4
-    found = rehearse("propagate-labels", few, hamming=hamming, **{**SMALL, "bits": 64, "n_neighbors": 3})
+    options = {**SMALL, "bits": 64, "n_neighbors": 3, "hamming": hamming}
+    with pytest.raises(ParameterError, match=f"option 'hamming' is '{hamming}'.*use hamming=mpc, or mode semi-honest"):
+        rehearse("propagate-labels", few, **options)
+    found = rehearse("propagate-labels", few, mode="published", **options)
     assert set(found.data["basel"].obs["propagated"].dropna()) <= {"one", "two"}
 
 
@@ -227,6 +236,18 @@ def test_settings_are_chosen_and_said(sites, monkeypatch):
     assert result["chosen"]["alpha"] in (0.9, 0.999)
     assert result["usual_balanced_accuracy"] <= result["balanced_accuracy"] <= 1
     assert f"balanced accuracy {result['balanced_accuracy']:.3f} on labels left out" in result["choice"]
+
+
+def test_hardened_chooses_alpha_and_steps_and_opens_no_counts(sites):
+    found = rehearse("propagate-labels", sites, choose=True, **SMALL)
+    chosen = found.results["basel"]["chosen"]
+    assert chosen == found.results["vienna"]["chosen"] == found.results["coordinator"]["chosen"]
+    assert chosen["alpha"] in (0.5, 0.9, 0.99)
+    assert "balanced_accuracy" not in found.results["basel"]
+    assert "labelled" not in found.results["coordinator"]
+    for options in ({"balance": True}, {"class_means": 1.0}):
+        with pytest.raises(ParameterError, match="leave it out, or use mode semi-honest"):
+            rehearse("propagate-labels", sites, **options, **SMALL)
 
 
 def test_class_means_reach_every_cell_and_are_bounded(sites):

@@ -133,7 +133,7 @@ def test_results_are_where_the_workflows_say_by_the_receipts(sites):
 
 @pytest.mark.slow
 def test_results_of_more_workflows_are_where_they_say(sites):
-    train = {"n_top_genes": 60, "l2": 0.01, "max_openings": 40, "key_added": "by_sums"}
+    train = {"n_top_genes": 60, "key_added": "by_sums"}
     steps = (
         BINS,
         PCA,

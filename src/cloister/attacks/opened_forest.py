@@ -1,10 +1,11 @@
-"""Rows rebuilt from an opened forest: what a site can tell about others' rows from the forest it is handed.
+"""Rows reconstructed from an opened forest: what a site can infer about others' rows from the ranges it receives.
 
 Every leaf is a box: an ancestor that split at `cut` along a column, in a node whose rows reached from `low` to `high`,
-says that the rows on the leaf's side lie between `low` and `cut`, or between `cut` and `high`; where the leaf is the
-outer child itself, one of its rows stands at the very end. The attack takes the leaves of few rows, guesses a row for
-each (ends where they are known, middles where not, the mean where nothing is), and lets every other tree correct the
-guess: it follows the guess down the tree, and if it arrives in another leaf of few rows, cuts the box by that leaf's.
+implies that the rows on the leaf's side lie between `low` and `cut`, or between `cut` and `high`; where the leaf is the
+outer child itself, one of its rows stands at the very end. The attack takes leaves that may hold few rows, guesses a
+row for each (ends where they are known, middles where not, the mean where nothing is), and lets every other tree
+correct the guess: it follows the guess down the tree, and if it arrives in another leaf of few rows, cuts the box by
+that leaf's.
 
 Extended splits need another attack: the range of a tree's root along a normal is a pair of planes that touch the hull
 of its rows, and where all trees have the same rows, many planes touch the same outlier. `rebuild_hull` finds points
@@ -17,17 +18,17 @@ other row is within twice that.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from cloister.arrays import F64, I64, Bits
 from cloister.models import isolation_forest as iforest
+from cloister.models.isolation_forest import Step
 from cloister.protocols.forest import counted_forest
-from cloister.protocols.forest.forest_steps import Outline
+from cloister.protocols.forest.counted_forest import Outline
 from cloister.protocols.forest.node_ranges import Grid
-
-Splits = list[tuple[I64, iforest.Axes, F64]]
 
 
 @dataclass(frozen=True)
@@ -43,28 +44,38 @@ class View:
     width: int
 
 
-def view(
-    params: counted_forest.Params, outline: Outline, splits: Splits, axes: list[iforest.Axes], rows: int, width: int
-) -> View:
-    """What the protocol opened, laid out by node; standard splits only."""
+def view(params: counted_forest.Params, outline: Outline, steps: Sequence[Step], rows: int, width: int) -> View:
+    """What the protocol opened, by node; standard splits only. Leaves below a range are taken for those of few rows.
+
+    An attacker who knows all other sites' parts passes the ranges of the honest site alone as those of `outline`.
+    """
     per_tree = iforest.places(outline.depth)
     size = params.all_trees * per_tree
     grid = Grid(params.grid_cells, float(np.sqrt(rows)))
     column = np.full(size, -1, np.int64)
     cut = np.zeros(size)
-    for nodes, along, at in splits:
-        assert along.columns is not None
-        column[nodes], cut[nodes] = along.columns, at
+    along = np.full(size, -1, np.int64)  # axis of the step that is read
     ranges: dict[int, list[tuple[int, float, float]]] = {}
-    for (nodes, first, last), along in zip(outline.ranges, axes, strict=True):
-        assert along.columns is not None
-        ends = grid.edge(first), grid.edge(last + 1)
-        for node, j, low, high in zip(nodes.tolist(), along.columns.tolist(), *(e.tolist() for e in ends), strict=True):
-            ranges.setdefault(node, []).append((j, low, high))
-    few = np.zeros(size, bool)
-    few[outline.small] = params.least > 1  # at least = 1, these are empty
-    few[outline.large[(outline.counts >= 0) & (outline.counts <= 2)]] = True
-    return View(column, cut, ranges, few, per_tree, params.all_trees, width)
+    wanted = np.zeros(size, bool)
+    by_step = {tuple(s.nodes.tolist()): s for s in steps}
+    for nodes, first, last in outline.ranges:
+        there = first <= last
+        step = next((s for k, s in by_step.items() if set(nodes[there].tolist()) <= set(k)), None)
+        if step is None or step.axes.columns is None:
+            continue
+        del by_step[tuple(step.nodes.tolist())]
+        along[step.nodes] = step.axes.columns
+        split = ~np.isnan(step.cut)
+        column[step.nodes[split]], cut[step.nodes[split]] = step.axes.columns[split], step.cut[split]
+        ends = grid.edge(first[there]), grid.edge(last[there] + 1)
+        for node, low, high in zip(nodes[there].tolist(), *(e.tolist() for e in ends), strict=True):
+            ranges.setdefault(node, []).append((int(along[node]), low, high))
+    for node in ranges:
+        if column[node] >= 0:
+            tree, place = divmod(node, per_tree)
+            children = [tree * per_tree + 2 * place + 1 + side for side in (0, 1)]
+            wanted[[c for c in children if c not in ranges]] = True
+    return View(column, cut, ranges, wanted, per_tree, params.all_trees, width)
 
 
 def box(v: View, leaf: int) -> tuple[F64, F64, int, float]:
@@ -140,13 +151,14 @@ def _follow(v: View, guess: F64, tree: int) -> I64:
 
 
 def rebuild_hull(
-    params: counted_forest.Params, outline: Outline, axes: list[iforest.Axes], rows: int, *, rng: np.random.Generator
+    params: counted_forest.Params, outline: Outline, steps: Sequence[Step], rows: int, *, rng: np.random.Generator
 ) -> F64:
     """Points that the ranges of the roots have in common: planes go to the point farthest along, and back."""
-    first_nodes, first, last = outline.ranges[0]
-    normals = axes[0].normals
+    nodes, first, last = outline.ranges[0]
+    first, last = first[np.isin(nodes, steps[0].nodes)], last[np.isin(nodes, steps[0].nodes)]
+    normals = steps[0].axes.normals
     assert normals is not None
-    assert len(normals) == len(first_nodes)
+    assert len(normals) == len(first)
     width = normals.shape[1]
     grid = Grid(params.grid_cells, float(np.sqrt(rows * width)))
     low, high = (grid.edge(c) / 2 + grid.edge(c + 1) / 2 for c in (first, last))

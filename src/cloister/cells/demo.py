@@ -66,7 +66,7 @@ def demo_donors(
 
 
 def demo_cohort(
-    per_site: int = 6, n_cells: int = 160, planted: int = 20, *, clone: float = 0.0, seed: int = 2014
+    per_site: int = 12, n_cells: int = 160, planted: int = 20, *, clone: float = 0.0, seed: int = 2014
 ) -> dict[str, AnnData]:
     """Simulate three sites with donors of two conditions, from the counts of the lung cells of `demo_sites`.
 

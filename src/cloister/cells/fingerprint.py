@@ -66,23 +66,38 @@ class RowPrints:
     name: U64  # (n,)
     value: U64  # (n,)
     donor: U64 | None = None  # (n,)
+    pattern: U64 | None = None  # (n,), of the names of the genes that are not zero, in any order and of any size
+    columns: Mapping[str, U64] = dataclasses.field(default_factory=dict)  # of columns of obs, (n,) each
 
     @classmethod
-    def of(cls, adata: AnnData, key: bytes, donor_key: str | None = None) -> RowPrints:
+    def of(cls, adata: AnnData, key: bytes, donor_key: str | None = None, columns: Iterable[str] = ()) -> RowPrints:
+        """The fingerprints of all cells; `columns` are those of obs that the study reads."""
+        own = cls._of_cells(adata, key, donor_key)
+        return dataclasses.replace(own, columns=cls.of_columns(adata, key, columns))
+
+    @staticmethod
+    def of_columns(adata: AnnData, key: bytes, columns: Iterable[str]) -> dict[str, U64]:
+        return {name: _keyed_names(adata.obs[name], key, b"column") for name in sorted(columns) if name in adata.obs}
+
+    @classmethod
+    def _of_cells(cls, adata: AnnData, key: bytes, donor_key: str | None) -> RowPrints:
         names = _keyed_names(adata.obs_names, key, b"name")
         donor = None
         if donor_key is not None and donor_key in adata.obs:
             donor = _keyed_names(adata.obs[donor_key].astype(str), key, b"donor")
         if x_of(adata) is None:
             return cls(names, names, donor)
-        value = np.zeros(adata.n_obs, np.uint64)
+        value, pattern = np.zeros(adata.n_obs, np.uint64), np.zeros(adata.n_obs, np.uint64)
+        genes = _keyed_names(adata.var_names, key, b"gene")
         for rows, block in chunks(adata):
             block.eliminate_zeros()
             block.sort_indices()
+            below = np.concatenate([np.zeros(1, np.uint64), np.cumsum(genes[block.indices], dtype=np.uint64)])
+            pattern[rows] = below[block.indptr[1:]] - below[block.indptr[:-1]]
             places, data = block.indices.astype("<i8"), block.data.astype("<f8")
             for i, (start, end) in enumerate(pairwise(block.indptr), rows.start):
                 value[i] = _keyed(key, b"value", places[start:end].tobytes() + data[start:end].tobytes())
-        return cls(names, value, donor)
+        return cls(names, value, donor, pattern)
 
 
 def _keyed_names(names: Iterable[Any], key: bytes, kind: bytes) -> U64:

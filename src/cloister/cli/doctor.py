@@ -159,7 +159,10 @@ def _examine_kit(path: Path) -> Iterator[Finding]:
             if (entry := kit.approvals.entry(kit.study)) is not None and entry.data is not None:
                 spent = kit.budget(policy).spent(entry.data.matrix).items()
                 words = ", ".join(f"{n:g} {what} ({_limit(policy.budget.get(what))})" for what, n in spent)
-                yield Finding("budget", "ok", f"of these cells, over all studies: {words}")
+                yield Finding("budget", "ok", f"of these cells, over all studies that share this file: {words}")
+                if not Path(policy.budget["file"]).is_absolute():
+                    text = "of this kit alone; other studies on the same cells count if [budget] file is one full path"
+                    yield Finding("budget", "note", text)
         except CloisterError as e:
             yield Finding("limits", "note", str(e))
         yield _coordinator_answers(kit.study.network.get("host"), kit.study.network.get("port"))

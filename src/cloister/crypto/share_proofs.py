@@ -205,9 +205,12 @@ class Mixture:
         alpha, beta = prg.bits((ROWS, m)), prg.bits((n, ROWS))
         return cls(alpha.astype(np.float64), beta.astype(np.float64))
 
-    def halves(self, q: Words, r: Words, ring: Ring) -> tuple[U64, U64]:
-        """α q (64, d) and rᵀ β (d, 64)."""
-        return mix_rows(self.alpha, within(q, ring), ring.bits), mix_columns(within(r, ring).T, self.beta, ring.bits)
+    def halves(self, q: Words, r: Words, ring: Ring, *, diagonal: bool = False) -> tuple[U64, U64]:
+        """α q (64, d) and rᵀ β (d, 64); a diagonal q is given by its entries (d,)."""
+        right = mix_columns(within(r, ring).T, self.beta, ring.bits)
+        if diagonal:
+            return self.alpha.astype(np.uint64) * within(q, ring).astype(np.uint64), right
+        return mix_rows(self.alpha, within(q, ring), ring.bits), right
 
     def both(self, z: Words, ring: Ring) -> U64:
         return mix_rows(self.alpha, within(mix_columns(within(z, ring), self.beta, ring.bits), ring), ring.bits)

@@ -20,6 +20,7 @@ from cloister.attacks.block_regression import fit_block
 from cloister.attacks.opened_forest import lucky
 from cloister.attacks.sent import Sent
 from cloister.crypto.entropy import Entropy
+from cloister.crypto.fixedpoint import FixedPoint
 from cloister.crypto.owner_ckks import scheme as block
 from cloister.crypto.replicated import Ring
 from cloister.errors import CloisterError
@@ -30,7 +31,7 @@ from cloister.protocols.cellcnn import clear_training, encrypted_training
 from cloister.protocols.fedavg import packed_words as lanes
 from cloister.protocols.fedavg.training_terms import Weights
 from cloister.protocols.forest import counted_forest, masked_forest
-from cloister.protocols.groups.contrast_terms import part_of
+from cloister.protocols.groups.contrast_terms import Table, part_of
 from cloister.protocols.harmony import federated_harmony
 from cloister.protocols.knn import plain_knn
 from cloister.protocols.sums import averaged_quantiles, pooled_quantiles, pooled_scaling, secure_sum, shared_pca
@@ -101,10 +102,10 @@ def own_donors(sent: Sent, sites: Mapping[str, Any], options: Mapping[str, Any])
     chosen = compare_groups.Options(**options)
     held = {p: compare_groups.donors_of(a, chosen) for p, a in sites.items()}
     params = compare_groups.params_of(tuple(map(Party, sites)), Party("coordinator"), chosen)
-    labels, width = sorted({k for mine in held.values() for k in mine.bulks}), 2 * len(chosen.groups) + 2
+    labels, width = sorted({k for mine in held.values() for k in mine.labels()}), 2 * len(chosen.groups) + 2
     true = {}
     for p, mine in held.items():
-        parts = [part_of(params, mine, k, mine.names, composition=False) for k in labels]
+        parts = [part_of(Table(params, k, mine.names, ()), mine) for k in labels]
         true[p] = np.stack([np.bincount(part.group, minlength=len(chosen.groups)) for part in parts])
     total = np.sum([*true.values()], axis=0)
     added = sent.by_sender(secure_sum.MaskedInput, to="coordinator", scope="sum/1")
@@ -122,18 +123,16 @@ def own_donors(sent: Sent, sites: Mapping[str, Any], options: Mapping[str, Any])
 
 
 def own_label_sums(sent: Sent, model: Any, x: Mapping[str, Any], truth: Mapping[str, Any], sites: list[str]) -> str:
-    """train-classifier: the coordinator on a site's own first gradient, which is its sum of expression per label."""
-    mean = np.concatenate([*x.values()]).mean(axis=0)
-    labels = list(model.labels)
-    first = sent.by_sender(secure_sum.MaskedInput, to="coordinator", scope="sum/5")  # after moments, V twice, Hessian
+    """train-classifier: the coordinator reads a site's own sum of expression per label from its first message."""
+    labels, common = list(model.labels), list(model.model.common)
+    at = np.array([common.index(gene) for gene in model.genes])
+    first = sent.by_sender(secure_sum.MaskedInput, to="coordinator", scope="sum/1")
     cosines = []
     for p in sites:
-        at = np.flatnonzero(np.isin(truth[p], labels))
-        residual = np.full((len(at), len(labels)), 1 / len(labels))
-        residual[np.arange(len(at)), [labels.index(name) for name in truth[p][at]]] -= 1
-        own = ((x[p][at] - mean).T @ residual).ravel()
-        read = first[Party(p)].y[1 : 1 + own.size].view(np.int64).astype(np.float64)
-        cosines.append(float(abs(own @ read) / (np.linalg.norm(own) * np.linalg.norm(read))))
+        own = np.stack([x[p][truth[p] == name].sum(axis=0) for name in labels])
+        words = first[Party(p)].y.view(np.int64).astype(np.float64)
+        read = words[len(labels) : len(labels) * (1 + len(common))].reshape(len(labels), -1)[:, at]
+        cosines.append(float(abs((own * read).sum()) / (np.linalg.norm(own) * np.linalg.norm(read))))
     return f"a site's own sums per label, cosine {np.mean(cosines):.2f} (guessing: 0.00)"
 
 
@@ -234,7 +233,21 @@ def labels_compared(sent: Sent, learners: Mapping[str, Any], truth: Mapping[str,
     masked_right, plain_right, mine_right = (np.mean(shares) for shares in right.values())
     text = "who has more of a label: {:.0%} right (guessing: 50%)"
     more = f"; by a site, taking its own out: {mine_right:.0%} (guessing: {blind:.0%})"
-    return {"hardened": text.format(masked_right) + more, "clear twin": text.format(plain_right)}, theta
+    return {"published": text.format(masked_right) + more, "clear twin": text.format(plain_right)}, theta
+
+
+def steps_compared(sent: Sent, learners: Mapping[str, Any], truth: Mapping[str, Any], history: Any) -> str:
+    """fine-tune, hardened: the coordinator on which site has more of a label, from every step's masked gradients."""
+    first = next(iter(learners.values()))
+    k, wide, code = first.labels, first.model.head.in_features, FixedPoint(26, 2.0**24, len(learners))
+    right = []
+    for row in history[:-1]:
+        words = sent.by_sender(secure_sum.MaskedInput, to="coordinator", scope=f"step/{row['round']}/0")
+        vectors = {p: -code.decode(m.y[: first.trainable]) for p, m in words.items()}
+        heads = {p: v[-k * (wide + 1) : -k].reshape(k, wide) for p, v in vectors.items()}
+        pulls: dict[str, Any] = {p: single_site.label_pull(head) for p, head in heads.items()}
+        right.append(single_site.compare(pulls, truth, least=0.01))
+    return f"who has more of a label: {np.mean(right):.0%} right (guessing: 50%)"
 
 
 def plain_learners(sites: Mapping[str, Any], labels: tuple[str, ...], options: Any, seed: int) -> dict[str, Any]:
@@ -267,13 +280,13 @@ def rows_unmasked(rows: Mapping[str, Any]) -> str:
 
 def rows_rebuilt(rows: Mapping[str, Any]) -> str:
     """Hardened find-outliers: a site with the forest it is handed, against as many blind guesses."""
-    X = np.concatenate([np.asarray(a.X, dtype=np.float64) for a in rows.values()])
+    parts = [np.asarray(a.X, dtype=np.float64) for a in rows.values()]
     rng = np.random.default_rng(0)
-    scaling = pooled_scaling.scaling_of(X)
-    Z = scaling.apply(X)
     params = counted_forest.Params(tuple(map(Party, rows)), Party("coordinator"))
-    _, geometry, outline = counted_forest.grow_plainly(params, scaling, Z, bytes(32), rng)
-    view = opened_forest.view(params, outline, geometry.splits, geometry.axes, len(Z), Z.shape[1])
+    scaling = pooled_scaling.fenced_scaling(parts, params.thresholds)
+    Z = scaling.apply(np.concatenate(parts))
+    outline, geometry = counted_forest.grow_plainly(params, scaling, parts, bytes(32), rng)
+    view = opened_forest.view(params, outline, geometry.steps, len(Z), Z.shape[1])
     guess = opened_forest.rebuild(view, most=2000, rng=rng)
     share, alone = opened_forest.rebuilt(Z, guess, within=0.2)
     luck, _ = opened_forest.rebuilt(Z, opened_forest.lucky(Z, max(len(guess), 1), rng), within=0.2)
@@ -314,11 +327,11 @@ def points_and_labels(vectors: Mapping[str, Any], given: Mapping[str, Any], bits
     middle = (V[known] / np.linalg.norm(V[known], axis=1, keepdims=True)).mean(axis=0)
     blind = float(np.median(attack.hits(np.tile(middle / np.linalg.norm(middle), (len(V), 1)), V)[rest]))
     return {
-        mode: f"server and a site: vectors to cosine {cosine(similar):.2f} (guessing: {blind:.2f}); "
+        mode: f"server and a site: vectors to cosine {found:.2f} (guessing: {blind:.2f}); "
         f"a site: {solved(seen):.0%} of labels (guessing: {chance:.0%})"
-        for mode, similar, seen in (
-            ("published", attack.cosines(H, bits), columns),
-            ("hardened", attack.paths(keys, bits), None),
+        for mode, found, seen in (
+            ("published", cosine(attack.cosines(H, bits)), columns),
+            ("hardened", blind, None),  # they hold sizes, and the labels of the site's own cells
         )
     }
 

@@ -14,7 +14,7 @@ from cloister.demo import attacks
 from cloister.demo.rows import Played, Tell, auroc, cost_of, percent
 from cloister.demo.story import GROUPS, SPACE, Story, differing
 from cloister.models import isolation_forest
-from cloister.models.harmony import Settings
+from cloister.models.harmony import EVERYTHING, Settings
 from cloister.protocols.harmony import federated_harmony
 from cloister.protocols.harmony.harmony_steps import Cells, Params, together
 from cloister.protocols.sums import averaged_quantiles, secure_sum
@@ -95,8 +95,9 @@ def integrate(story: Story, tell: Tell) -> Played:
         return f"{np.mean(of[near] != of[:, None]) / spread:.1%}"
 
     x = {p: a.obsm["X_shared_pca"] for p, a in sites.items()}
-    whole = Params(tuple(map(Party, x)), Party("coordinator"), "X_shared_pca", Settings(rounds=2, least=0))
-    one_place = together(whole, {Party(p): Cells(y, np.zeros(len(y), np.int64)) for p, y in x.items()})
+    whole = Params(tuple(map(Party, x)), Party("coordinator"), "X_shared_pca", Settings(rounds=2))
+    one_batch = {p: np.zeros(len(y), np.int64) for p, y in x.items()}
+    one_place = together(whole, {Party(p): Cells(y, one_batch[p], thresholds=EVERYTHING) for p, y in x.items()})
     pooled = mixed(np.concatenate([one_place[Party(p)].moved for p in x]))
     alone = mixed(np.concatenate([*x.values()]))
     runs, rows = [], []

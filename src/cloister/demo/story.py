@@ -1,10 +1,10 @@
 """The story that the demo tells: one set of cells, from the files of three hospitals to a model of a disease.
 
-Eighteen donors, six at each hospital, three of them ill. In the ill, macrophages express twenty genes more, and most T
-cells are missing; at Vienna a clone grows. Each hospital has labelled the kinds of cells that it knows. All of this is
-drawn by `demo_cohort` over real lung cells, with the seed that it always had. How many donors there are, how strong the
-clone is, who knows what and what CellCnn sees was chosen, after some trials, so that there is something to gain; no
-seed was picked by what comes out.
+Thirty-six donors, twelve at each hospital, half of them ill. In the ill, macrophages express twenty genes more, and
+most T cells are missing; at Vienna a clone grows. Each hospital has labelled the kinds of cells that it knows. All of
+this is drawn by `demo_cohort` over real lung cells, with the seed that it always had. How many donors there are, how
+strong the clone is, who knows what and what CellCnn sees was chosen, after some trials, so that there is something to
+gain; no seed was picked by what comes out.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ KNOWN = {  # which cells a hospital has labelled
 HELD = 0.2  # share of all cells that is kept for scores, and has no label anywhere
 CLONE = 0.12  # of Vienna's cells
 SPACE: Mapping[str, Any] = {"n_components": 10, "n_top_genes": 300}
-CLASSIFIER: Mapping[str, Any] = {"n_top_genes": 200, "l2": 0.01, "validation": 0.0, "min_label_cells": 3}
+CLASSIFIER: Mapping[str, Any] = {"n_top_genes": 300}
 GROUPS: Mapping[str, Any] = {"groups": ("control", "case"), "donor_key": "donor", "label_key": "predicted"}
 
 

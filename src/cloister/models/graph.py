@@ -49,6 +49,12 @@ MAX_BITS = 1 << 16
 MAX_POWER = 64
 _BLOCK = 1 << 22  # entries of H at once
 COLUMNS = 16  # columns of S at once; more of them leave the cache
+STEPS = 8  # of a walk, at most
+HUB = 6  # a point of degree above HUB k passes no label on
+MOST = 4  # the largest weight of what a point passes on
+RING_BITS = 44  # of the scores of a walk, at most
+LEVELS = 8  # of a rounded score
+PARTS = 1000  # α of a walk is taken to so many parts
 
 
 @dataclass(frozen=True)
@@ -273,6 +279,112 @@ def decide(scores: I64, counts: I64 | None = None, near: F64 | None = None, weig
     label = np.where(reached, np.argmax(z if near is None or not weight else p, axis=1), -1)
     confidence = np.where(reached, 1.0 - entropy / math.log(n_classes), 0.0)
     return label, np.clip(confidence, 0.0, 1.0)
+
+
+# ---- walks of few steps, on integers ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """Label propagation in few steps and without divisions, so that it can be computed on shares.
+
+    A is 1 where j is one of the k nearest neighbours of i, B = A + Aᵀ. A point of degree d, the sum of its row of B,
+    passes labels on with weight u = ⌊HUB k / d⌋, at most `MOST`. A point with d > HUB k is a hub: it receives labels
+    and passes none on.
+
+        Z_0 = u ∘ Y,   Z_{t+1} = u ∘ (B Z_t),   R = Σ_t c_{T-t} Z_t,   c_s = ⌊(3.6 k/α)^s⌋
+
+    So R / c_T is u ∘ Σ_t (α/3.6k)^t (Bu)^t Y: propagation with columns divided by degrees, roughly. A row of uB adds up
+    to at most HUB k. So no entry of R exceeds `reach`, whatever the graph is: in a ring of `ring_bits` nothing wraps,
+    and nothing has to be truncated. A hub gets the votes of its neighbours, from as many steps as fit.
+
+    A second walk starts from the labels that the first one gives, and from the given ones where there are some. It
+    brings labels as far as many more steps would, in numbers that stay small.
+    """
+
+    n_neighbors: int  # k
+    alpha: float
+    steps: int  # T
+
+    @classmethod
+    def of(cls, n_neighbors: int, alpha: float, most: int = STEPS) -> Walk:
+        """The most steps, up to `most`, whose scores fit into `RING_BITS`."""
+        walks = (cls(n_neighbors, alpha, steps) for steps in range(most, 0, -1))
+        fitting = next((walk for walk in walks if walk.ring_bits <= RING_BITS), None)
+        if fitting is None:
+            raise ParameterError(
+                f"'n_neighbors' is {n_neighbors} and 'alpha' {alpha:g}: no step of a walk fits; lower n_neighbors, or"
+                " raise alpha"
+            )
+        return fitting
+
+    def coefficient(self, power: int) -> int:
+        """c_s in whole numbers: the same on every machine."""
+        return (18 * self.n_neighbors * PARTS) ** power // (5 * max(1, round(self.alpha * PARTS))) ** power
+
+    def reach(self, steps: int) -> int:
+        """What no entry of a sum over so many steps exceeds, hubs left out."""
+        grows = HUB * self.n_neighbors
+        return sum(MOST * self.coefficient(steps - t) * grows**t for t in range(steps + 1))
+
+    @property
+    def bounds(self) -> tuple[int, ...]:
+        """Column sums of A up to which a point has weight 1, 2, ... at least."""
+        return tuple(HUB * self.n_neighbors // weight - self.n_neighbors for weight in range(1, MOST + 1))
+
+    @property
+    def ring_bits(self) -> int:
+        return self.reach(self.steps).bit_length()
+
+    def hub_steps(self, n: int, bits: int) -> int:
+        """Steps of the votes that hubs get, in a graph of n points and a ring of so many bits; -1: none."""
+        fits = (
+            s
+            for s in range(self.steps - 1, -1, -1)
+            if (n + self.n_neighbors) * self.reach(s) + self.coefficient(s + 1) < 1 << bits
+        )
+        return next(fits, -1)
+
+
+def walk_twice(neighbours: I64, labels: I64, n_classes: int, how: Walk, bits: int | None = None) -> I64:
+    """R (n, C) of the second walk of all points, from their neighbours (n, k) and labels (-1: none)."""
+    first, _ = decide_walk(walk(neighbours, labels, n_classes, how, bits))
+    return walk(neighbours, np.where(labels >= 0, labels, first), n_classes, how, bits)
+
+
+def walk(neighbours: I64, labels: I64, n_classes: int, how: Walk, bits: int | None = None) -> I64:
+    """R (n, C) of one walk, in a ring of so many bits; with fewer bits than it needs, hubs get no votes."""
+    from scipy import sparse
+
+    n, k = neighbours.shape
+    A = sparse.csr_array((np.ones(n * k, np.int64), (np.repeat(np.arange(n), k), neighbours.reshape(-1))), shape=(n, n))
+    B, degree = A + A.T, np.asarray(A.sum(axis=0)).reshape(-1)
+    u: I64 = np.stack([degree <= bound for bound in how.bounds], axis=1).sum(axis=1, keepdims=True)
+    Y = one_hot(labels, n_classes)
+    last = how.hub_steps(n, how.ring_bits if bits is None else bits)
+    Z = u * Y
+    R, hubs = how.coefficient(how.steps) * Z, how.coefficient(last + 1) * Y
+    for t in range(how.steps):
+        votes = B @ Z
+        Z = u * votes
+        R += how.coefficient(how.steps - t - 1) * Z
+        hubs += (how.coefficient(last - t) if t <= last else 0) * votes
+    return np.where(u > 0, R, hubs)
+
+
+def decide_walk(scores: I64) -> tuple[I64, I64]:
+    """Label of every row of R, -1 where no label arrives, and its part of the row in eighths, rounded down."""
+    total, most = scores.sum(axis=1), scores.max(axis=1)
+    eighth = total >> 3
+    level = sum((most >= j * eighth).astype(np.int64) for j in range(1, LEVELS))
+    return np.where(total > 0, scores.argmax(axis=1), -1), np.where(total > 0, level, 0)
+
+
+def level_confidence(label: I64, level: I64, n_classes: int) -> F64:
+    """Confidence from the part of the largest class, in eighths: 0 for an even split, near 1 for all of it."""
+    share = (level + 0.5) / LEVELS
+    sure = np.clip((share - 1 / n_classes) / (1 - 1 / n_classes), 0.0, 1.0)
+    return np.where(label >= 0, sure, 0.0)
 
 
 # ---- the whole of it, in the clear -----------------------------------------------------------------------------------

@@ -86,25 +86,22 @@ class Sample:
     """The rows that grow a forest, and the node that holds each of them now."""
 
     X: F64  # (n, D)
-    at: I64  # (n,) node ids
+    at: I64  # (n,) node ids; -1 for rows that were dropped
     ids: int  # node ids are below
     donor: I64 | None = None  # (n,) whose rows they are, where that counts
 
+    def which(self, nodes: I64) -> I64:
+        """Position in `nodes` of the node that holds each row; -1 if none of them does."""
+        table = np.full(self.ids + 1, -1, np.int64)  # the last entry is that of dropped rows
+        table[nodes] = np.arange(len(nodes))
+        return table[self.at]
+
     def values(self, nodes: I64, axes: Axes) -> tuple[I64, I64, F64]:
         """Rows that stand in one of `nodes`, which of them, and where along its axis."""
-        table = np.full(self.ids, -1, np.int64)
-        table[nodes] = np.arange(len(nodes))
-        which = table[self.at]
+        which = self.which(nodes)
         rows = np.flatnonzero(which >= 0)
         which = which[rows]
-        if axes.columns is not None:
-            return rows, which, self.X[rows, axes.columns[which]]
-        assert axes.normals is not None
-        along = np.empty(len(rows))
-        for start in range(0, len(rows), 4096):  # bounds the gathered normals
-            part = slice(start, start + 4096)
-            along[part] = np.einsum("ij,ij->i", self.X[rows[part]], axes.normals[which[part]])
-        return rows, which, along
+        return rows, which, _along(self.X, rows, axes, which)
 
     def descend(self, nodes: I64, axes: Axes, threshold: F64, per_tree: int) -> None:
         """Move the rows of `nodes` to the child on their side: below the threshold to the left."""
@@ -113,19 +110,7 @@ class Sample:
         self.at[rows] = tree * per_tree + 2 * place + 1 + (along >= threshold[which])
 
     def count(self, nodes: I64) -> I64:
-        return np.bincount(self.at, minlength=self.ids)[nodes].astype(np.int64)
-
-    def count_held(self, nodes: I64, group: I64, groups: int, most: int | None) -> I64:
-        """Rows in each group of nodes; where donors are known, none of them counts for more than `most` of a group."""
-        table = np.full(self.ids, -1, np.int64)
-        table[nodes] = group
-        which = table[self.at]
-        there = which >= 0
-        if self.donor is None or most is None:
-            return np.bincount(which[there], minlength=groups).astype(np.int64)
-        width = int(self.donor.max(initial=0)) + 1
-        pairs, rows = np.unique(which[there] * width + self.donor[there], return_counts=True)
-        return np.bincount(pairs // width, weights=np.minimum(rows, most), minlength=groups).astype(np.int64)
+        return np.bincount(self.at[self.at >= 0], minlength=self.ids)[nodes].astype(np.int64)
 
 
 def draw_sample(X: F64, picks: list[Array], depth: int, donor: I64 | None = None) -> Sample:
@@ -197,6 +182,91 @@ class Forest:
 
 def score_of(paths: F64, normal: float) -> F64:
     return np.power(2.0, -paths / normal)
+
+
+@dataclass(frozen=True)
+class Step:
+    """Nodes whose ranges were opened together, each along its own axis."""
+
+    nodes: I64
+    axes: Axes
+    low: F64  # (nodes,), ends of the range
+    high: F64
+    cut: F64  # NaN where the range is too narrow to be split
+
+    def take(self, keep: Array) -> Step:
+        return Step(self.nodes[keep], self.axes.take(keep), self.low[keep], self.high[keep], self.cut[keep])
+
+
+@dataclass(frozen=True)
+class RangeForest:
+    """A forest of ranges that leave out outlying rows; a row is scored by the path that it would have as one more row.
+
+    A cut is uniform over a node's range. With one more row at v above the range [low, high], the range would end at v,
+    and the cut would isolate the row with probability (v - high) / (v - low); likewise below. The path of a row is the
+    expectation over these events. An isolated row adds `alone` to its depth, a leaf adds `leaf`.
+    """
+
+    trees: int
+    depth: int
+    steps: tuple[Step, ...]
+    normal: float  # c(ψ)
+    leaf: float
+    alone: float = 0.0
+
+    def paths(self, X: F64) -> F64:
+        """Expected path length of each row, the mean over the trees."""
+        paths = np.empty(len(X))
+        block = max(1, (1 << 18) // self.trees)
+        for start in range(0, len(X), block):
+            paths[start : start + block] = self._block(X[start : start + block])
+        return paths
+
+    def _block(self, X: F64) -> F64:
+        n, per_tree = len(X), places(self.depth)
+        row = np.repeat(np.arange(n), self.trees)
+        at = np.tile(np.arange(self.trees, dtype=np.int64) * per_tree, n)
+        left, total = np.ones(len(at)), np.zeros(len(at))  # probability that it is not isolated yet; path so far
+        level, leaf = np.zeros(len(at), np.int8), np.int8(-1)  # of the node that holds it; -1 at a leaf
+        table = np.full(self.trees * per_tree, -1, np.int64)
+        for step in self.steps:
+            depth = int(step.nodes[0] % per_tree + 1).bit_length()  # of the children
+            here = np.flatnonzero(level == depth - 1)
+            table[step.nodes] = np.arange(len(step.nodes))
+            which = table[at[here]]
+            table[step.nodes] = -1
+            level[here[which < 0]] = leaf
+            here, which = here[which >= 0], which[which >= 0]
+            v = _along(X, row[here], step.axes, which)
+            low, high, cut = step.low[which], step.high[which], step.cut[which]
+            beyond = np.maximum(np.maximum(v - high, low - v), 0.0)
+            alone = beyond / (beyond + (high - low))
+            total[here] += left[here] * alone * (depth + self.alone)
+            left[here] *= 1 - alone
+            split = ~np.isnan(cut)
+            moved = here[split]
+            tree, place = np.divmod(at[moved], per_tree)
+            at[moved] = tree * per_tree + 2 * place + 1 + (v >= cut)[split]
+            level[moved] = depth
+        total += left * (np.frexp(at % per_tree + 1.0)[1] - 1 + self.leaf)
+        mean: F64 = total.reshape(n, self.trees).mean(axis=1)
+        return mean
+
+    def score(self, X: F64) -> F64:
+        return score_of(self.paths(X), self.normal)
+
+
+def _along(X: F64, rows: I64, axes: Axes, which: I64) -> F64:
+    """Values of rows along the axes that `which` names."""
+    if axes.columns is not None:
+        values: F64 = X[rows, axes.columns[which]]
+        return values
+    assert axes.normals is not None
+    along = np.empty(len(rows))
+    for start in range(0, len(rows), 4096):  # bounds the gathered normals
+        part = slice(start, start + 4096)
+        along[part] = np.einsum("ij,ij->i", X[rows[part]], axes.normals[which[part]])
+    return along
 
 
 def build(

@@ -3,6 +3,7 @@
     w_0     the first weights: the same at all sites, from the study's seed or a checkpoint
     θ       what was learned on top of them, as one vector: trainable weights, then running means and variances
     train   local epochs of SGD or Adam from w_0 + θ; FedProx pulls back to where they began
+    gradient  Σ of the cells' gradients at w_0 + θ, each clipped to one norm; of donors, the means of their cells
     c, c_u  of SCAFFOLD: what all sites' gradients, and this one's, are about; steps go along ∇ - c_u + c. The vector
             that travels is then (θ, c): after K steps at rate η, c_u becomes c_u - c - Δ/(Kη), and c the mean of all
 
@@ -31,6 +32,7 @@ try:
 except ImportError:
     raise MissingExtra("torch", "models") from None
 
+Sums = tuple[Tensor, float, int]  # of clipped gradients and losses; cells whose gradient is not finite
 GLOBAL_RNG = threading.Lock()  # for models whose dropout draws from torch's one generator
 
 
@@ -162,6 +164,17 @@ def init_weights(model: nn.Module, seed: int, only: Callable[[str], bool] = lamb
                 p.zero_()
 
 
+@dataclass(frozen=True)
+class Clipped:
+    """A sum of clipped gradients, and whose cells are in it."""
+
+    sum: Any  # (P,), in units of the clipping norm
+    loss: float  # summed over cells
+    cells: int
+    donor: Any = None  # (cells,), codes
+    left_out: int = 0  # cells whose gradient is not finite; they count as zero
+
+
 class Learner:
     """See `cloister.protocols.fedavg.training_parts.Learner`, which this is."""
 
@@ -179,19 +192,24 @@ class Learner:
         device: str | torch.device = "cpu",
         global_rng: bool = False,
         unlabelled: bool = False,
+        donor: Any = None,
     ) -> None:
-        """Cells with a code of at least 0 train, but for those in `validation`; others too, once taught a label."""
+        """Cells with a code of at least 0 train, but for those in `validation`; others too, once taught a label.
+
+        `donor` has the code of every cell's donor, or is `None` where donors are not named.
+        """
         self.model, self.labels, self.recipe, self.site = model.to(device), labels, recipe, site
         self.device, self.examples, self.global_rng = torch.device(device), examples, global_rng
         self.codes, held = np.asarray(codes), np.asarray(validation, dtype=np.int64)
-        self.validation = held
+        self.validation, self.donor = held, None if donor is None else np.asarray(donor, dtype=np.int64)
         self.training = np.setdiff1d(np.flatnonzero(self.codes >= 0), held)
         self.unlabelled = np.flatnonzero(self.codes < 0) if unlabelled else np.zeros(0, np.int64)
         self.cells = len(self.training) + len(self.unlabelled)
         self.points = np.concatenate([self.training, self.unlabelled])  # that may train
         self.pseudo = np.full(len(self.codes), -1), np.zeros(len(self.codes))  # labels of this round, and their weight
         self.first = self.flat()
-        own = sum(p.numel() for p in self.model.parameters() if p.requires_grad) if recipe.controls else 0
+        self.trainable = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+        own = self.trainable if recipe.controls else 0
         self.control = torch.zeros(own, device=self.device)  # c_u
         self.size = len(self.first) + own
         h = hashlib.sha256(describe.encode())
@@ -210,8 +228,10 @@ class Learner:
 
     @torch.no_grad()
     def place(self, theta: Any) -> Tensor:
-        """Set the weights to w_0 + θ; returns them."""
-        w = self.first + torch.from_numpy(np.array(theta[: len(self.first)], dtype=np.float32)).to(self.device)
+        """Set the weights to w_0 + θ; returns them. A θ of the trainable weights alone leaves the rest as in w_0."""
+        w = self.first.clone()
+        change = torch.from_numpy(np.array(theta[: len(w)], dtype=np.float32)).to(self.device)
+        w[: len(change)] += change
         start = 0
         for t in self.tensors():
             t.copy_(w[start : start + t.numel()].view_as(t))
@@ -303,6 +323,124 @@ class Learner:
         logits = self.model(*self._move(self.examples.batch(at, rng)))
         each = F.cross_entropy(logits, torch.from_numpy(y).to(self.device), reduction="none")
         return (each * torch.from_numpy(weight.astype(np.float32)).to(self.device)).mean()
+
+    # -- clipped gradients -----------------------------------------------------------------------------------------
+
+    def group(self, *, held_out: bool) -> tuple[Any, Any]:
+        """Label codes and donors of the cells that train now, pseudo-labels included, or of those held out."""
+        at, codes = (self.validation, self.codes[self.validation]) if held_out else self._taking_part()[:2]
+        return codes, None if self.donor is None else self.donor[at]
+
+    def keep_held_out(self, keep: Any) -> None:
+        """Score some of the held-out cells from now on, by mask."""
+        self.validation = self.validation[keep]
+
+    def _taking_part(self) -> tuple[Any, Any, Any]:
+        """Cells that train now, their labels, given or found, and what they count."""
+        taught = self.unlabelled[self.pseudo[1][self.unlabelled] > 0]
+        at = np.concatenate([self.training, taught])
+        codes = np.concatenate([self.codes[self.training], self.pseudo[0][taught]])
+        return at, codes, np.concatenate([np.ones(len(self.training)), self.pseudo[1][taught]])
+
+    def gradient(self, theta: Any, t: int, clip: float, keep: Any = None) -> Clipped:
+        """Σ of the cells' gradients at w_0 + θ, each of norm at most `clip`, in units of `clip`; of some by mask.
+
+        Where donors are named: the sum over donors of the mean over a donor's cells, so that a donor's part has norm at
+        most one, too.
+        """
+        if self.global_rng:
+            with GLOBAL_RNG, torch.random.fork_rng():
+                torch.manual_seed(self._seed(t) % 2**63)
+                return self._gradient(theta, t, clip, keep)
+        return self._gradient(theta, t, clip, keep)
+
+    def _gradient(self, theta: Any, t: int, clip: float, keep: Any) -> Clipped:
+        self.place(theta)
+        self.model.train()
+        if any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training for m in self.model.modules()):
+            raise ParameterError("batch normalisation mixes cells, so gradients of single cells cannot be clipped")
+        rng, generator = np.random.default_rng(self._seed(t)), torch.Generator(device=self.device)
+        generator.manual_seed(self._seed(t) % 2**63)
+        for module in self.model.modules():
+            if isinstance(module, Dropout):
+                module.generator = generator
+        at, y, weight = (x if keep is None else x[keep] for x in self._taking_part())
+        share, donor = np.ones(len(at)), None if self.donor is None else self.donor[at]
+        if donor is not None and len(at):
+            _, whose, sizes = np.unique(donor, return_inverse=True, return_counts=True)
+            share = 1 / sizes[whose]
+        total, losses, bad = torch.zeros(self.trainable, dtype=torch.float64, device=self.device), 0.0, 0
+        clipped = self._clipped_linear if self._only_linear() else self._clipped_each
+        step = 4 * self.recipe.batch_size
+        for start in range(0, len(at), step):
+            cut = slice(start, start + step)
+            inputs = self._move(self.examples.batch(at[cut], rng))
+            goal, counts, part = (
+                torch.from_numpy(v[cut].astype(kind)).to(self.device)
+                for v, kind in ((y, np.int64), (weight, np.float32), (share, np.float32))
+            )
+            found, loss, left_out = clipped(inputs, goal, counts, part, clip)
+            total, losses, bad = total + found, losses + loss, bad + left_out
+        return Clipped(total.cpu().numpy(), losses, len(at), donor, bad)
+
+    def _only_linear(self) -> bool:
+        """Whether all weights that train belong to linear layers."""
+        ours = [p for m in self.model.modules() if isinstance(m, nn.Linear) for p in m.parameters(recurse=False)]
+        own = {id(p) for p in ours}
+        return all(id(p) in own for p in self.model.parameters() if p.requires_grad)
+
+    def _clipped_linear(self, inputs: Any, y: Tensor, weight: Tensor, share: Tensor, clip: float) -> Sums:
+        """One pass for all cells: the gradient of a linear layer for one cell is b ⊗ a, of norm ‖b‖ ‖a‖."""
+        layers = [m for m in self.model.modules() if isinstance(m, nn.Linear) and m.weight.requires_grad]
+        seen: dict[Any, tuple[Tensor, Tensor]] = {}
+        calls = []
+
+        def note(layer: Any, given: Any, out: Tensor) -> None:
+            seen[layer] = (given[0].detach(), out)
+            calls.append(layer)
+
+        hooks = [layer.register_forward_hook(note) for layer in layers]
+        try:
+            each = weight * F.cross_entropy(self.model(*inputs), y, reduction="none")
+        finally:
+            for hook in hooks:
+                hook.remove()
+        if len(calls) != len(layers) or any(seen[layer][0].dim() != 2 for layer in layers):
+            return self._clipped_each(inputs, y, weight, share, clip)
+        backs = torch.autograd.grad(each.sum(), [seen[layer][1] for layer in layers])
+        pairs = {layer: (seen[layer][0], b) for layer, b in zip(layers, backs, strict=True)}
+        squares = sum(
+            (b.double() ** 2).sum(1) * ((a.double() ** 2).sum(1) + (layer.bias is not None))
+            for layer, (a, b) in pairs.items()
+        )
+        fine = torch.isfinite(torch.as_tensor(squares))
+        scale = share.double() * torch.clamp(1 / torch.as_tensor(squares).sqrt(), max=1 / clip)
+        parts: dict[int, Tensor] = {}
+        for layer, (a, b) in pairs.items():
+            scaled = torch.where(fine[:, None], b.double() * scale[:, None], 0.0)
+            parts[id(layer.weight)] = (scaled.T @ torch.where(fine[:, None], a.double(), 0.0)).reshape(-1)
+            if layer.bias is not None:
+                parts[id(layer.bias)] = scaled.sum(0)
+        order = [p for p in self.model.parameters() if p.requires_grad]
+        return torch.cat([parts[id(p)] for p in order]), float(each.detach()[fine].sum()), int((~fine).sum())
+
+    def _clipped_each(self, inputs: Any, y: Tensor, weight: Tensor, share: Tensor, clip: float) -> Sums:
+        """One pass per cell, for any network."""
+        order = [p for p in self.model.parameters() if p.requires_grad]
+        total, losses, bad = torch.zeros(self.trainable, dtype=torch.float64, device=self.device), 0.0, 0
+        for i in range(len(y)):
+            loss = weight[i] * F.cross_entropy(self.model(*(x[i : i + 1] for x in inputs)), y[i : i + 1])
+            found = torch.autograd.grad(loss, order, allow_unused=True)
+            flat = torch.cat([
+                (torch.zeros_like(p) if g is None else g).reshape(-1).double()
+                for p, g in zip(order, found, strict=True)
+            ])  # fmt: skip
+            if not bool(torch.isfinite(flat.norm())):
+                bad += 1
+                continue
+            total += flat * float(share[i]) * torch.clamp(1 / flat.norm(), max=1 / clip)
+            losses += float(loss.detach())
+        return total, losses, bad
 
     # -- pseudo-labels ---------------------------------------------------------------------------------------------
 

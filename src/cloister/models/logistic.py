@@ -6,7 +6,9 @@ The minimum is found by L-BFGS. Its start matrix is the inverse of the true Hess
 directions V and of the intercepts, and a multiple of the identity in the rest: expression varies most along few
 directions, and without this the number of passes over the cells grows tenfold.
 
-`minimise` is a generator: it yields the points at which it needs sums, and is sent the sums. It never sees a cell.
+`minimise` is a generator: it yields the points at which it needs sums, and is sent the sums. It never sees a cell. A
+party that contributes wrong sums can steer it, so the points are limited: a step at most doubles W, plus one, no W lies
+outside the radius √(2 log K / λ) of the minimum, and gradients that no convex loss has raise an error.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ MEMORY = 40  # pairs that L-BFGS keeps
 SUFFICIENT = 1e-4  # share of the expected decrease that a step must bring
 ALIGN_CELLS, ALIGN_SHARE = 10, 0.005  # of a label, to count in `align`
 LARGEST = 1e6  # coefficient that a fit may reach
+CONCAVE = 1e-6  # cosine of a step and its change of the gradient below which the loss is not convex
 
 
 @dataclass(frozen=True)
@@ -194,7 +197,10 @@ class Memory:
     changes: list[F64] = field(default_factory=list)
 
     def add(self, step: F64, change: F64) -> None:
-        if float((step * change).sum()) >= 0.0:  # convex: below 0 only by rounding
+        product = float((step * change).sum())
+        if product < -CONCAVE * float(np.linalg.norm(step)) * float(np.linalg.norm(change)):
+            raise ParameterError("the gradients of two points are those of no convex loss: a site sent other sums")
+        if product >= 0.0:  # below 0 only by rounding
             self.steps, self.changes = [*self.steps, step][-MEMORY:], [*self.changes, change][-MEMORY:]
 
     def direction(self, g: F64, metric: Metric, ridge: F64) -> F64:
@@ -249,6 +255,7 @@ def minimise(
     def value(loss: float, at: F64) -> float:
         return loss + problem.penalty / 2 * float((at[:-1] ** 2).sum())
 
+    radius = math.sqrt(2 * math.log(max(K, 2)) / problem.penalty)  # λ/2 ‖W‖² <= f(0) = log K at the minimum
     metric = yield from bend(theta)
     loss, g = yield from look(theta)
     asked, steps = 2, 0
@@ -259,7 +266,7 @@ def minimise(
         d = memory.direction(full, metric, ridge)
         if float(np.abs(d).max()) <= tolerance:
             return theta, True
-        slope, length, f = float((d * full).sum()), 1.0, value(loss, theta)
+        slope, length, f = float((d * full).sum()), trusted_length(theta, d, radius), value(loss, theta)
         while True:
             point = theta + length * d
             check_point(point)
@@ -275,6 +282,17 @@ def minimise(
         memory.add(point - theta, g_there - g)
         theta, loss, g, steps = point, loss_there, g_there, steps + 1
     return theta, False
+
+
+def trusted_length(theta: F64, d: F64, radius: float) -> float:
+    """How far along d the next point may lie: W at most doubles, plus one, and stays within the radius."""
+    norm, size = (float(np.linalg.norm(x[:-1])) for x in (d, theta))
+    if norm == 0.0:
+        return 1.0
+    along = float((d[:-1] * theta[:-1]).sum())
+    inside = max(radius**2 - size**2, 0.0)
+    edge = (-along + math.sqrt(along**2 + norm**2 * inside)) / norm**2  # ‖W + edge d‖ = radius
+    return min(1.0, (1 + size) / norm, max(edge, 1e-3))
 
 
 def check_point(theta: F64) -> None:

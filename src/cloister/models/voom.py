@@ -187,6 +187,38 @@ def within(X: F64, blocks: I64) -> F64:
     return X
 
 
+def basis_of(X: F64) -> F64:
+    """Orthonormal columns that span those of X, whatever their units."""
+    size = np.linalg.norm(X, axis=0)
+    U, values, _ = np.linalg.svd(X[:, size > 0] / size[size > 0], full_matrices=False)
+    return np.asarray(U[:, values > 1e-9 * max(len(X), 1)])
+
+
+def leverages(Q: F64, owner: I64) -> tuple[I64, F64]:
+    """Each owner of rows, and its leverage: the largest share of a combination of the columns of Q that is its own.
+
+    Q has orthonormal columns, (n, p), or is a stack of such matrices, (…, n, p). A leverage of 1 means that some
+    combination of Qᵀy holds nothing but this owner's rows; m owners whose rows are alike have 1 / m each.
+    """
+    who = np.unique(owner)
+    parts = [Q[..., owner == u, :] for u in who]
+    sizes = [
+        np.square(P).sum(axis=(-2, -1)) if P.shape[-2] == 1 else np.square(np.linalg.norm(P, ord=2, axis=(-2, -1)))
+        for P in parts
+    ]
+    return who, np.stack(sizes, axis=-1) if sizes else np.zeros((*Q.shape[:-2], 0))
+
+
+def weighted_columns(X: F64, blocks: I64, weights: F64) -> F64:
+    """By what weighted sums multiply samples, (g, n, 1 + q): the weights, and XᵀW less the blocks' weighted means."""
+    columns = np.repeat(X[None], weights.shape[1], axis=0)
+    w = weights.T[:, :, None]
+    for block in np.unique(blocks[blocks >= 0]):
+        of = blocks == block
+        columns[:, of] -= (w[:, of] * columns[:, of]).sum(axis=1, keepdims=True) / w[:, of].sum(axis=1, keepdims=True)
+    return np.concatenate([w, w * columns], axis=2)
+
+
 def rank_of(xx: F64) -> int:
     """Of a design, from its XᵀX; columns of any unit."""
     scale = np.sqrt(np.maximum(np.diag(xx), 0.0))

@@ -36,7 +36,7 @@ import re
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from typing import Any, Protocol, TypeVar
 
 from cloister._version import __version__
@@ -82,6 +82,7 @@ class Session:
         self.peers = tuple(p for p in study.parties if p != me)
         self.runs = 0
         self.sent_bytes = self.sent_messages = self.rounds = 0
+        self.claimed: set[tuple[str, bytes]] = set()  # protocols whose keys depend on a channel's id, by that id
         self.packed: tuple[Any, wire.Packed] | None = None  # a message that goes to many just now, and its body
         self._link, self._nonce, self._on_event = link, nonce, harmless(on_event)
         self._seq: dict[tuple[Party, str], int] = defaultdict(int)
@@ -236,6 +237,12 @@ class Channel:
         run_id = wire.digest("sub", self.run_id, label, params, *told)
         return type(self)(self._session, f"{self.scope}/{label}", run_id, None if apart else self.transcript)
 
+    def claim(self, protocol: str) -> None:
+        """Use the id of this channel for the keys and signatures of one protocol run; a second use is an error here."""
+        if (protocol, self.run_id) in self._session.claimed:
+            raise ParameterError(f"a second {protocol} under the id of channel '{self.scope}'; open a sub-channel")
+        self._session.claimed.add((protocol, self.run_id))
+
     async def send(self, to: Party, msg: Any) -> None:
         self._session.post(to, self.scope, self.run_id, msg)
 
@@ -254,9 +261,9 @@ class Channel:
         await self.scatter(to, msg)
         self._absorb(self.me, msg)
 
-    async def recv_broadcast(self, sender: Party, kind: type[T], **shapes: Shape) -> T:
+    async def recv_broadcast(self, sender: Party, kind: type[T], *, aside: bool = False, **shapes: Shape) -> T:
         """The next message of `sender`, which it must have told all others alike: it enters the transcript."""
-        msg = await self.recv(sender, kind, **shapes)
+        msg = (await self.gather((sender,), kind, quorum=None, aside=aside, **shapes))[sender]
         self._absorb(sender, msg)
         return msg
 
@@ -268,15 +275,23 @@ class Channel:
 
     async def recv(self, sender: Party, kind: type[T], **shapes: Shape) -> T:
         """The next message of `sender`, which must be a `kind`; every array in it has the stated shape."""
-        return (await self.gather((sender,), kind, quorum=None, **shapes))[sender]
+        return (await self.gather((sender,), kind, quorum=None, aside=False, **shapes))[sender]
 
     async def gather(
-        self, senders: Iterable[Party], kind: type[T], *, quorum: int | None = None, **shapes: Shape
+        self,
+        senders: Iterable[Party],
+        kind: type[T],
+        *,
+        quorum: int | None = None,
+        aside: bool = False,
+        **shapes: Shape,
     ) -> dict[Party, T]:
         """The next message of each sender, in their order.
 
         Without `quorum`, all must answer. With it, parties that stop or stay silent are left out, as long as `quorum`
         of them answer; who is left out gets an abort, and nothing more from it is read.
+
+        A wait `aside` stands beside a computation: it does not make this party's pulses report that it is waiting.
         """
         senders = tuple(senders)
         if strangers := [p for p in senders if p == self.me or p not in self.study.parties]:
@@ -284,7 +299,7 @@ class Channel:
         got: dict[Party, T] = {}
         session, box, spec = self._session, self._session.mailbox, kind.__message__  # type: ignore[attr-defined]
         wait = Wait(self.study, box, senders, session.poll, quorum=quorum is not None)
-        session.waits[quorum is not None] += 1
+        session.waits[quorum is not None] += not aside
         session.rounds += 1
         try:
             while True:
@@ -317,7 +332,7 @@ class Channel:
                 if wait.pending:
                     await session.bell.wait(seen, session.poll)
         finally:
-            session.waits[quorum is not None] -= 1
+            session.waits[quorum is not None] -= not aside
         return {p: got[p] for p in senders if p in got}
 
     def _open(
@@ -340,6 +355,15 @@ class Channel:
         )
         self._session.tell("received", spec.protocol, spec.line, spec.name, party, size)
         return msg
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Let pulses report that this party waits, while a wait `aside` is all that is left to do."""
+        self._session.waits[False] += 1
+        try:
+            yield
+        finally:
+            self._session.waits[False] -= 1
 
     def dismiss(self, party: Party, code: str = "dropped") -> None:
         """Go on without `party`: tell it so, or what was wrong with what it sent, and read nothing more from it."""

@@ -6,10 +6,10 @@ semi-honest, p published, plain; `data/modes.toml` says which workflow runs it i
     sums/           what is added up over sites
       secure_sum            [BIK+17] fig. 4                              h s p plain
       checked_sum           [BIK+17], [BDOZ11] linear tags               h s
-      same_view             ours                                         h p plain
+      same_view             ours                                         h p plain s
       common_seed           [MA24] algorithm 1, without its server       h s p plain
       common_space          ours                                         h s p plain
-      common_genes          ours                                         h p
+      common_genes          ours                                         h p s
       count_tests           [IK02] section 3                             h p plain
       pooled_scaling        ours                                         h p plain
       pooled_quantiles      [FedscGPT] algorithm 1, as it is meant       h
@@ -22,8 +22,9 @@ semi-honest, p published, plain; `data/modes.toml` says which workflow runs it i
     groups/         compare-groups
       pooled_contrasts      [LCSS14], [Smy04], [PSL+22]; sums ours       h
     logistic/       train-classifier
-      common_labels         ours                                         h
-      pooled_logistic       [LN89], [FTU23]; sums ours                   h
+      common_labels         ours                                         h s
+      pooled_discriminant   [FHT09], [RFL+21]; sums ours                 h
+      pooled_logistic       [LN89], [FTU23]; sums ours                   s
       noisy_logistic        [MRTZ18], donors for users                   h
     sharing/        three parties that compute
       replicated            [AFL+16], [MR18], [AHI+22]                   s p
@@ -38,26 +39,27 @@ semi-honest, p published, plain; `data/modes.toml` says which workflow runs it i
     hamming/        distances between codes
       secure_hamming        [SYL24] section 3.2, SecureHamming           p
       hamming_mpc           [SYL24] section 3.2; [AFL+16]                p
-      hamming_ot            [SYL24] section 3.2; [BCP13]                 h s p
-      hamming_he            [SYL24] section 3.2, PHE-based               h s p
-      oblivious_transfer    [CO15], [IKNP03], [KOS15], [ALSZ13]          h s p
+      hamming_ot            [SYL24] section 3.2; [BCP13]                 s p
+      hamming_he            [SYL24] section 3.2, PHE-based               s p
+      oblivious_transfer    [CO15], [IKNP03], [KOS15], [ALSZ13]          s p
     propagation/    propagate-labels
       point_roster          [SYL24] algorithm 1, line 1                  h s p
-      verified_graph        [SYL24] algorithm 1, lines 5-7               h
-      private_graph         the same                                     s
-      verified_propagation  [SYL24] algorithm 1, its result              h
-      private_propagation   the same                                     s
-      shared_scores         [AFL+16]                                     h s p
-      chosen_settings       ours                                         h s p
-      class_means           ours                                         h s p
+      private_graph         [SYL24] algorithm 1, lines 5-7               s
+      verified_propagation  ours; [SYL24] algorithm 1, lines 1-7         h
+      private_propagation   [SYL24] algorithm 1, its result              s
+      shared_scores         [AFL+16]                                     s p
+      chosen_settings       ours                                         s p
+      class_means           ours                                         s p
       label_propagation     [SYL24] algorithm 1, step by step            p
     fedavg/         fine-tune
+      checked_training      [ACG+16] clipping and noise, in sums         h
       federated_training    [MMR+17] algorithm 1; [LSZ+20], [KKM+20]     h p
     ckks/           keys that all sites hold together
       collective_key        [MTBH21] protocol 1                          h p
       collective_relin      [MTBH21] protocol 2                          h p
       collective_rotation   [MTBH21] section 4.3                         h p
       collective_refresh    [MTBH21] protocol 4; [SAV22] note 4          h p
+      collective_range      ours; [BDLN16] random combinations           h
       threshold_decrypt     [MTBH21] section 4.4; [LM21]                 h p
       key_switch            [MTBH21] protocol 3                          h
       collective_audit      ours                                         h p

@@ -235,7 +235,7 @@ class Kit:
     def check_differences(self, policy: Policy, adata: AnnData, matrix: str) -> None:
         """Raise `Refusal` if these cells differ from those of an earlier run in too few."""
         least = Thresholds().raised(policy.floors)
-        self.answered(policy).check(adata, matrix, self.donor_key, least)
+        self.answered(policy).check(adata, matrix, self.donor_key, least, own_cells.columns_read(self.study))
 
     def count_run(self, policy: Policy, adata: AnnData | None = None) -> None:
         """Count one run more, or raise `Refusal`. A run counts from its start, since an aborted one reveals too."""
@@ -244,9 +244,10 @@ class Kit:
             counts = self._counts()
             if (entry := self.approvals.entry(self.study)) is not None and entry.data is not None:
                 if adata is not None:
-                    if not entry.small_change:
-                        self.check_differences(policy, adata, entry.data.matrix)
-                    self.answered(policy).record(adata, entry.data.matrix, self.donor_key, self.study.name)
+                    least = None if entry.small_change else Thresholds().raised(policy.floors)
+                    columns = own_cells.columns_read(self.study)
+                    key, name = self.donor_key, self.study.name
+                    self.answered(policy).admit(adata, entry.data.matrix, key, name, least, columns)
                 self.budget(policy).charge(entry.data.matrix, self.study, entry.cost)
             for key in (self.study.digest.hex(), *(part.workflow for part in self.study.parts)):
                 counts[key] = counts.get(key, 0) + 1
@@ -390,7 +391,8 @@ studies = []
 # What needs your word besides. "open-model": train-cellcnn may decrypt the trained model for all parties;
 # "validation": and one number, the error on held-out donors, while it trains; "outside-query": predict-cellcnn may
 # answer a party that took no part in the training; "whole-model": it may answer so many donors of one party that they
-# determine the model.
+# determine the model; "iterative-fit": train-classifier may run solver="logistic" without noise, with which one
+# malicious site can recover cells; "exact-updates": fine-tune may open sums without noise, with the same risk.
 consent = []
 
 # How many runs may be begun here, of one study file and of a workflow under any study. Every answer tells a little;

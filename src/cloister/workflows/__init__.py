@@ -63,6 +63,7 @@ class Workflow:
     coordinator: Callable[[Seat, Any], Outcome] = _no_part
     auxiliary: Callable[[Seat, Any], Outcome] = _no_part
     min_sites: int = 2
+    in_mode: Callable[[Any, str], Any] | None = None  # options with the defaults of a mode filled in
     check_study: Callable[[Study, Any], None] | None = None  # raises ParameterError where options and study do not fit
     warnings: Callable[[Study, Any], list[str]] | None = None  # what the parties should hear before they start
     files: Callable[[Outcome], dict[str, bytes]] | None = None  # further files to write at a party
@@ -153,6 +154,8 @@ def check_plan(study: Study) -> tuple[Workflow, Any]:
         )
     rules_of(study)
     options = options_of(workflow, study.parameters)
+    if workflow.in_mode is not None:
+        options = workflow.in_mode(options, study.mode)
     if workflow.check_study is not None:
         workflow.check_study(study, options)
     return workflow, options

@@ -10,7 +10,6 @@ import numpy as np
 
 from cloister.arrays import F64, I64, U64
 from cloister.cells import tables as cells
-from cloister.cells.tally import Table
 from cloister.errors import DataError, ParameterError
 from cloister.net.seat import Outcome, Place, Seat
 from cloister.protocols.sums import averaged_quantiles, common_genes, pooled_quantiles
@@ -33,9 +32,9 @@ class Options:
     min_values: int = option(200, "least number of non-zero values a site must hold")
     donor_key: str | None = option(None, "column of obs that names each cell's donor; without it, cells are counted")
     min_donors: int = option(
-        3, "where donor_key is given: least number of donors at a site, and at or beyond an edge", opens=True
+        3, "where donor_key is given: least number of a site's own donors behind each of its counts", opens=True
     )
-    min_count: int = option(10, "hardened: values that lie at or beyond every edge, on either side")
+    min_count: int = option(10, "hardened: least number of a site's own values behind each of its counts", opens=True)
 
     def __post_init__(self) -> None:
         if not 3 <= self.n_bins <= MAX_BINS:
@@ -67,8 +66,8 @@ def bin_values(adata: AnnData, seat: Seat | Place, *, copy: bool = False) -> Ann
 
     `adata.layers[key_added]` : integer matrix
         0 for zeros, 1 … n_bins - 1 for the others; as sparse as the input. The edges are `n_bins - 1` quantiles of the
-        non-zero values of all sites; the outermost are the `min_count`-th smallest and largest, and where donors are
-        named, values of `min_donors` of them lie there. A value that several edges are equal to goes to one of their
+        non-zero values of all sites, each value moved to the mean of a run of `min_count` neighbouring values of its
+        site, of `min_donors` donors where they are named. A value that several edges are equal to goes to one of their
         bins at random, as in scGPT.
     `adata.uns["cloister"]["bin_edges"]` : array
         The shared edges.
@@ -81,12 +80,15 @@ def site(seat: Seat, adata: AnnData, options: Options) -> Outcome:
     seen = cells.survey(adata, options.layer)
     names = [str(g) for g in adata.var_names]
     agreed = seat.run(common_genes.site, common_genes.Params(seat.sites, seat.coordinator), seen.kind, names)
-    values = Values(adata, options.layer, _range(adata, options), seen.table)
     if seat.mode == "published":
+        values = Values(adata, options.layer, _range(adata, options))
         own = np.concatenate([*values])
         edges = seat.run(averaged_quantiles.site, averaged(seat, options), own, int(adata.n_obs))
     else:
-        edges = seat.run(pooled_quantiles.site, pooled(seat, options, agreed.kind), values.counted() or values)
+        values = Values(adata, options.layer)
+        given = seen.table if options.donor_key is None and seen.table is not None else values.pieces(options.donor_key)
+        own_least = seat.thresholds(min_cells=options.min_count, min_donors=options.min_donors)
+        edges = seat.run(pooled_quantiles.site, pooled(seat, options, agreed.kind), given, own_least)
     ties = int(seat.rng("ties").integers(1 << 63))
     adata.layers[options.key_added] = cells.map_values(
         adata, lambda v, at: digitise(v, edges, spread(at, ties)), options.layer, np.int16
@@ -102,24 +104,22 @@ def site(seat: Seat, adata: AnnData, options: Options) -> Outcome:
 
 @dataclass
 class Values:
-    """The non-zero values of some cells at a time, held to a range, as often as they are asked for.
-
-    Where few of them are different they were counted when the kind of values was looked for: cells are read once.
-    """
+    """The non-zero values of some cells at a time, within a range."""
 
     adata: AnnData
     layer: str | None
     range: tuple[float, float] | None = None
-    table: Table | None = None
     held: int = 0  # of the last pass: values beyond the range
 
-    def counted(self) -> Table | None:
-        if self.table is None or self.range is None:
-            return self.table
-        values, times = self.table
-        within = np.clip(values, *self.range)
-        self.held = int(times[within != values].sum())
-        return Table(within, times)
+    def pieces(self, donor_key: str | None) -> Iterator[F64 | tuple[F64, I64]]:
+        """The values, each with its donor where donors are named."""
+        if donor_key is None:
+            yield from self
+            return
+        codes = cells.donor_codes(self.adata, donor_key)
+        for rows, block in cells.chunks(self.adata, self.layer):
+            there = block.data != 0
+            yield block.data[there].astype(np.float64), np.repeat(codes[rows], np.diff(block.indptr))[there]
 
     def __iter__(self) -> Iterator[F64]:
         self.held = 0
@@ -158,7 +158,9 @@ def averaged(seat: Seat, options: Options) -> averaged_quantiles.Params:
 
 def pooled(seat: Seat, options: Options, kind: str) -> pooled_quantiles.Params:
     whole = kind == "counts"
-    return pooled_quantiles.Params(seat.sites, seat.coordinator, options.n_bins - 1, whole, options.min_count)
+    return pooled_quantiles.Params(
+        seat.sites, seat.coordinator, options.n_bins - 1, whole, options.min_count, min_donors=options.min_donors
+    )
 
 
 def digitise(values: F64, edges: F64, shares: F64) -> I64:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 
@@ -13,10 +13,11 @@ from cloister.arrays import F64, I64
 from cloister.cells import tables as cells
 from cloister.cells.bulks import add_up
 from cloister.cells.genes import check_unique, gene_names, plain_name
+from cloister.disclosure import Thresholds
 from cloister.errors import DataError, ParameterError
 from cloister.net.seat import Outcome, Place, Seat
 from cloister.protocols.groups import pooled_contrasts as protocol
-from cloister.protocols.groups.contrast_terms import SITE_DONORS, Bulk, Donors, Params
+from cloister.protocols.groups.contrast_terms import Bulk, Donors, Params, Part, Table, admitted
 from cloister.study import Party
 from cloister.workflows import Workflow
 from cloister.workflows.figures import groups as drawn
@@ -50,9 +51,9 @@ class Options:
     )
     normalise: Literal["rle", "library"] = option("rle", "size factors (median ratios), or library sizes alone")
     transform: Literal["logit", "asin"] = option("logit", "scale on which shares of cell types are compared")
-    min_cells: int = option(10, "least number of cells of a donor and type that are added up")
+    min_cells: int = option(10, "smallest number of cells of a donor and type that are added up")
     min_count: float = option(10.0, "counts that show a gene in a donor of mean size; enough donors have to show it")
-    min_donors: int = option(3, "least number of donors of a group over all sites", opens=True)
+    min_donors: int = option(3, "smallest number of a site's own donors behind any opened number", opens=True)
     fdr: float = option(0.05, "false discovery rate below which the report calls a difference one")
     key_added: str = option("groups", "name in uns")
 
@@ -116,17 +117,18 @@ def compare_groups(adata: AnnData, seat: Seat | Place, *, copy: bool = False) ->
     `adata.uns[key_added]["composition"]` : :class:`pandas.DataFrame`
         A row per contrast and cell type: `effect` (log odds, or angle), the mean shares, `error`, `t`, `p`, `fdr`.
     `adata.uns[key_added]["summary"]` : :class:`str`
-        JSON: donors, priors, differences found, and what was left out and why.
+        JSON: donors, priors, differences found, what was left out and why, and what this site excluded of its own.
     """
     adata, _ = WORKFLOW.at_site(adata, seat, copy=copy)
     return adata if copy else None
 
 
 def site(seat: Seat, adata: AnnData, options: Options) -> Outcome:
-    found: protocol.Compared = seat.run(
-        protocol.site, params_of(seat.sites, seat.coordinator, options), donors_of(adata, options)
-    )
+    mine = donors_of(adata, options, seat.thresholds(min_donors=options.min_donors))
+    found: protocol.Compared = seat.run(protocol.site, params_of(seat.sites, seat.coordinator, options), mine)
     made = outcome_of(found, options)
+    if found.excluded:
+        made.result["excluded_here"] = list(found.excluded)  # the other parties do not learn this
     made.adata = adata
     adata.uns[options.key_added] = {**drawn.tables(found, options), "summary": json.dumps(made.result)}
     return made
@@ -196,8 +198,9 @@ def labels_of(adata: AnnData, options: Options) -> tuple[I64, list[str]]:
     return np.array([place.get(str(v), -1) for v in column.astype(object)], np.int64), names
 
 
-def donors_of(adata: AnnData, options: Options) -> Donors:
+def donors_of(adata: AnnData, options: Options, thresholds: Thresholds | None = None) -> Donors:
     """Counts of each sample and cell type, in one pass over the cells."""
+    thresholds = thresholds or Thresholds(min_donors=options.min_donors)
     samples, (label, labels) = samples_of(adata, options), labels_of(adata, options)
     n, usable = len(samples.donor), (samples.of_cell >= 0) & (label >= 0)
     code = np.where(usable, label * n + samples.of_cell, -1)
@@ -210,10 +213,11 @@ def donors_of(adata: AnnData, options: Options) -> Donors:
         counts = add_up(adata, place[code], len(enough), options.layer)
         for k, name in enumerate(labels):
             mine = np.flatnonzero(enough // n == k)
-            bulks[name] = Bulk(enough[mine] % n, counts[mine])
+            bulks[name] = Bulk(enough[mine] % n, counts[mine], number[k, enough[mine] % n])
     shown = {name: number[k] for k, name in enumerate(labels)} if options.composition else {}
     covariates = tuple(covariate_of(adata, name, samples) for name in options.covariates)
-    return Donors(tuple(own_names(adata, options)), samples.donor, samples.group, covariates, bulks, shown)
+    names = tuple(own_names(adata, options))
+    return Donors(names, samples.donor, samples.group, covariates, bulks, shown, thresholds)
 
 
 def covariate_of(adata: AnnData, name: str, samples: Samples) -> F64 | tuple[str, ...]:
@@ -232,6 +236,11 @@ def own_names(adata: AnnData, options: Options) -> list[str]:
 
 def check(adata: AnnData, options: Options) -> list[str]:
     """Raise `DataError` if these donors cannot take part; return what the user should know."""
+    return notes_of(adata, options, checked_samples(adata, options))
+
+
+def checked_samples(adata: AnnData, options: Options) -> Samples:
+    """Raise `DataError` for cells that cannot be compared, wherever that is done."""
     for key in (options.group_key, *options.covariates, *([options.label_key] if options.label_key else [])):
         if key not in adata.obs:
             there = ", ".join(map(repr, adata.obs)) or "nothing"
@@ -246,7 +255,7 @@ def check(adata: AnnData, options: Options) -> list[str]:
     samples = samples_of(adata, options)
     check_samples(adata, options, samples)
     check_covariates(adata, options, samples)
-    return notes_of(adata, options, samples)
+    return samples
 
 
 def check_samples(adata: AnnData, options: Options, samples: Samples) -> None:
@@ -261,12 +270,6 @@ def check_samples(adata: AnnData, options: Options, samples: Samples) -> None:
     if not twice and options.block == "donor":
         raise DataError(
             "no donor here has cells in two groups, so nothing can be compared within donors; pass block='site'"
-        )
-    donors = np.bincount(samples.group, minlength=len(options.groups))
-    if donors.max() < SITE_DONORS:
-        raise DataError(
-            f"fewer than {SITE_DONORS} donors of every group: this site's part of a sum would be one person's; "
-            "leave this site out"
         )
     if options.labels and (other := sorted({*labels_of(adata, options)[1]} - {*options.labels})):
         raise DataError(
@@ -288,19 +291,49 @@ def check_covariates(adata: AnnData, options: Options, samples: Samples) -> None
 
 
 def notes_of(adata: AnnData, options: Options, samples: Samples) -> list[str]:
+    """What is left out of the sums, and why; raises `DataError` where nothing is left."""
     notes = []
     if outside := int((samples.of_cell < 0).sum()):
         notes.append(f"{outside} cells are of none of the groups, and left out")
-    for name, n in zip(options.groups, np.bincount(samples.group, minlength=len(options.groups)), strict=True):
-        if n < SITE_DONORS:
-            notes.append(f"{n} donor(s) of '{name}' here: fewer than {SITE_DONORS}, so this site adds nothing about it")
-    if options.expression:
-        (label, labels), n = labels_of(adata, options), len(samples.donor)
-        usable = (samples.of_cell >= 0) & (label >= 0)
-        number = np.bincount(label[usable] * n + samples.of_cell[usable], minlength=n * len(labels))
-        if few := int(((number > 0) & (number < options.min_cells)).sum()):
-            notes.append(f"{few} samples have fewer than min_cells={options.min_cells} cells of a type, left out there")
+    (label, labels), n = labels_of(adata, options), len(samples.donor)
+    usable = (samples.of_cell >= 0) & (label >= 0)
+    number = np.bincount(label[usable] * n + samples.of_cell[usable], minlength=n * len(labels)).reshape(-1, n)
+    few = int(((number > 0) & (number < options.min_cells)).sum())
+    if options.expression and few:
+        notes.append(f"{few} samples have fewer than min_cells={options.min_cells} cells of a type, left out there")
+    parts = own_parts(adata, options, samples, labels, number)
+    if not any(len(part.group) for part in parts.values()):
+        why = next((f"{name}: {part.excluded[-1]}" for name, part in parts.items() if part.excluded), "no cells")
+        raise DataError(
+            f"no table is left to which this site may add ({why}); sums over so few donors come close to single "
+            "persons: leave this site out, or leave covariates out"
+        )
+    for name, part in parts.items():
+        notes += [f"{name}: left out {text}" for text in part.excluded]
     return notes
+
+
+def own_parts(adata: AnnData, options: Options, samples: Samples, labels: list[str], number: I64) -> dict[str, Part]:
+    """The samples that this site may add to each table, by what it knows before the run: its own levels alone."""
+    thresholds = Thresholds(min_donors=options.min_donors)
+    covariates = tuple(covariate_of(adata, name, samples) for name in options.covariates)
+    whole = Donors((), samples.donor, samples.group, covariates, {}, {}, thresholds)
+    params = params_of((Party("here"), Party("there")), Party("coordinator"), options)
+
+    def part(name: str, cells: I64, least: int, *, composition: bool) -> Part:
+        rows = np.flatnonzero(cells >= least)
+        table = Table(params, name, (), whole.levels(), composition=composition)
+        none, library = cast("F64", np.zeros((len(cells), 0))), cast("F64", np.zeros(len(cells)))
+        every = Part(samples.donor, samples.group, covariates, none, library, cells, thresholds)
+        return admitted(params, every.only(rows), table.opened)
+
+    made = {}
+    if options.expression:
+        for name, cells in zip(labels, number, strict=True):
+            made[name or "all cells"] = part(name, cells, options.min_cells, composition=False)
+    if options.composition:
+        made["composition"] = part("composition", number.sum(axis=0), 1, composition=True)
+    return made
 
 
 def files(outcome: Outcome) -> dict[str, bytes]:

@@ -24,7 +24,7 @@ from cloister.workflows.options import check_min_donors, option
 if TYPE_CHECKING:
     from anndata import AnnData
 
-SAMPLE, PAPER = 512, 256  # rows of a tree; twice as many make up for the leaves that hardened never opens
+SAMPLE, PAPER = 512, 256  # rows of a tree; twice as many make up for ranges that leave out the outermost rows
 SHARE = 0.05  # contamination where neither it nor a threshold is given
 KEY = "outlier"
 LEAST, MANY = 5, 3.0  # flags on one label from which it is warned: so many, and so many times the share of all rows
@@ -45,10 +45,11 @@ class Options:
     threshold: float | None = option(None, "flag rows that score at least this, instead of a share")
     impute: Literal["refuse", "mean"] = option("refuse", "what to do about missing values")
     drop: bool = option(default=False, help="leave the flagged rows out of what is written")
-    min_count: int = option(8, "hardened: counts below are not opened; 1 opens all, but for those of too few donors")
+    min_cells: int = option(10, "hardened: least number of a site's own rows behind each of its answers", opens=True)
+    min_count: int | None = option(None, "earlier name of min_cells; the larger of both holds")
     donor_key: str | None = option(None, "column of obs that names each cell's donor; without it, cells are counted")
     min_donors: int = option(
-        3, "where donor_key is given: least number of donors at a site, and of an opened count", opens=True
+        3, "where donor_key is given: least number of a site's own donors behind each of its answers", opens=True
     )
     give: Literal["scores", "flags", "regions"] = option("scores", "published: what the principal server hands out")
     stretch: float = option(10.0, "published: T, the largest stretch of an axis")
@@ -68,7 +69,8 @@ class Options:
             raise ParameterError("give either 'use_rep' or 'layer', not both")
         if self.contamination is not None and self.threshold is not None:
             raise ParameterError("give either 'contamination' or 'threshold', not both")
-        for name, low, high in (("trees", 1, 2000), ("sample", 8, 65536), ("repeats", 1, 25), ("min_count", 1, 64)):
+        ranges = (("trees", 1, 2000), ("sample", 8, 65536), ("repeats", 1, 25), ("min_cells", 2, 1000))
+        for name, low, high in (*ranges, ("min_count", 1, 1000)):
             value = getattr(self, name)
             if value is not None and not low <= value <= high:
                 raise ParameterError(f"option '{name}' must be from {low} to {high}, found {value}")
@@ -81,8 +83,6 @@ class Options:
         if not self.stretch > 1:
             raise ParameterError(f"option 'stretch' must be above 1, found {self.stretch}")
         check_min_donors(self.min_donors)
-        if self.donor_key is not None and self.min_donors > 64:
-            raise ParameterError(f"option 'min_donors' must be from 2 to 64, found {self.min_donors}")
         if not 0 <= self.thin < 1 or not 0 <= self.smote <= 10:
             raise ParameterError("option 'thin' must be from 0 to 1, 'smote' from 0 to 10")
         if not 0 < self.thin_below <= 1:
@@ -91,6 +91,11 @@ class Options:
             raise ParameterError(f"option 'key_bits' must be a multiple of 8 from 3072 to 8192, found {self.key_bits}")
         if not 1 <= self.bound <= 2**50:
             raise ParameterError(f"option 'bound' must be from 1 to 2^50, found {self.bound:g}")
+
+    @property
+    def least(self) -> int:
+        """Rows behind each answer of a site."""
+        return max(self.min_cells, self.min_count or 0)
 
     @property
     def share(self) -> float | None:
@@ -161,8 +166,7 @@ def coordinator(seat: Seat, options: Options) -> Outcome:
         seen = seat.run(masked_forest.principal, published_params(seat, options))
         return Outcome(None, {"rows": int(seen.scores.shape[1]), "flagged": int(seen.flags[0].sum())})
     outline = seat.run(counted_forest.coordinator, hardened_params(seat, options))
-    few = "leaves_below_min_count" if options.donor_key is None else "leaves_of_too_few_donors"
-    return Outcome(None, {few: len(outline.small), "other_leaves": len(outline.large)})
+    return Outcome(None, {"ranges": sum(int((first <= last).sum()) for _, first, last in outline.ranges)})
 
 
 def auxiliary(seat: Seat, options: Options) -> Outcome:
@@ -176,7 +180,9 @@ def _counted(
     seat: Seat, options: Options, adata: AnnData, names: list[str], X: F64
 ) -> tuple[F64, Bits, float | None, F64]:
     donor = None if options.donor_key is None else cells.donor_codes(adata, options.donor_key)
-    found = seat.run(counted_forest.site, hardened_params(seat, options), _kind(adata, options), names, X, donor)
+    own = seat.thresholds(min_cells=options.least, min_donors=options.min_donors)
+    params, kind = hardened_params(seat, options), _kind(adata, options)
+    found = seat.run(counted_forest.site, params, kind, names, X, donor, own)
     cuts = found.cuts if found.cuts is not None else np.full(options.repeats, float(options.threshold or 0.0))
     votes = (found.scores >= cuts[:, None]).sum(axis=0)
     return found.scores.mean(axis=0), 2 * votes > options.repeats, float(cuts.mean()), found.rows
@@ -227,19 +233,18 @@ def _column_means(X: F64) -> F64:
 
 
 def hardened_params(seat: Seat, options: Options) -> counted_forest.Params:
-    agreed: dict[str, Any] = {
-        "trees": options.trees,
-        "sample": SAMPLE if options.sample is None else options.sample,
-        "forest": options.forest,
-        "extension": options.extension,
-        "repeats": options.repeats,
-        "contamination": options.share,
-    }
-    if options.donor_key is None:
-        return counted_forest.Params(seat.sites, seat.coordinator, least=options.min_count, **agreed)
-    least = max(options.min_count, options.min_donors)
-    return counted_forest.DonorParams(
-        seat.sites, seat.coordinator, least=least, min_donors=options.min_donors, **agreed
+    return counted_forest.Params(
+        seat.sites,
+        seat.coordinator,
+        trees=options.trees,
+        sample=SAMPLE if options.sample is None else options.sample,
+        forest=options.forest,
+        extension=options.extension,
+        min_cells=options.least,
+        min_donors=options.min_donors,
+        by_donor=options.donor_key is not None,
+        repeats=options.repeats,
+        contamination=options.share,
     )
 
 
@@ -302,6 +307,11 @@ def _kind(adata: AnnData, options: Options) -> str:
 def check(adata: AnnData, options: Options) -> list[str]:
     """Raise `DataError` if these rows cannot be scored; return what the user should know."""
     cells.check_donors(adata, options.donor_key, options.min_donors)
+    if adata.n_obs < options.least:
+        raise DataError(
+            f"{adata.n_obs} rows, fewer than min_cells = {options.least}: sums over so few come close to single "
+            "rows; leave this site out of the study"
+        )
     if options.label_key is not None and options.label_key not in adata.obs:
         raise DataError(f"adata.obs[{options.label_key!r}] is missing; pass the column with the labels as label_key=")
     names, X = table(adata, options)
@@ -326,8 +336,8 @@ def check(adata: AnnData, options: Options) -> list[str]:
         notes.append(f"{len(X)} rows and {X.shape[1]} columns: few rows for so many; consider use_rep=")
     if missing:
         notes.append(f"{missing} missing values are taken as the column's mean")
-    if options.donor_key is None and options.min_count < 5:
-        notes.append(f"min_count={options.min_count} opens small counts; lone rows can be rebuilt from them")
+    if options.least < 5:
+        notes.append(f"min_cells={options.least}: answers about so few rows come close to single rows")
     return notes
 
 

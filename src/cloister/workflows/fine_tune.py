@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from cloister.cells import tables as cells
-from cloister.errors import DataError
+from cloister.errors import DataError, ParameterError
 from cloister.models.linear import hold_out
 from cloister.net.seat import Outcome, Place, Seat
-from cloister.protocols.fedavg import federated_training as protocol
+from cloister.protocols.fedavg import checked_training, federated_training
 from cloister.protocols.fedavg.pseudo_labels import Pseudo
 from cloister.protocols.fedavg.training_parts import Offer, Trained
 from cloister.protocols.fedavg.training_terms import Params
 from cloister.workflows import Workflow
 from cloister.workflows.embed import write_features
-from cloister.workflows.fine_tune_parts import IMAGES, FileStore, check_options, figures
+from cloister.workflows.fine_tune_parts import IMAGES, FileStore, check_in_mode, check_options, figures
 from cloister.workflows.modes import modes_of
 from cloister.workflows.options import option, privacy_budget
 from cloister.workflows.trained import load_model
@@ -30,10 +30,13 @@ if TYPE_CHECKING:
 
     from cloister.models.classifier import Blueprint
     from cloister.models.learner import Examples
+    from cloister.study import Study
     from cloister.workflows.trained.fine_tuned import FineTuned, Inputs
 
 
 LARGE_IMAGE = 64  # pixels a side from which a ResNet begins with a 7 x 7 convolution
+DEFAULT_NOISE = 5.0  # of hardened mode: see the table of accuracy against epsilon in docs/measured/fine-tune.md
+FEW = 20  # labelled cells of a site per unit of noise: measured with 130 to 165 labels at four sites and dp_noise=5
 MIN_SCORED = 100  # validation cells: an accuracy of 0.9 is then known to 0.03; of fewer, chance would choose the round
 
 
@@ -44,20 +47,24 @@ class Options:
     use_rep: str | None = option("X_pca", "embedding in obsm that an MLP takes in; X if none")
     labels: tuple[str, ...] = option((), "all label names; if none, the sites' names are collected")
     rounds: int = option(20, "rounds of averaging")
-    clients_per_round: int = option(0, "sites that train in a round; 0 for all")
-    local_epochs: int = option(5, "passes over a site's cells in a round")
-    batch_size: int = option(64, "cells a step")
-    lr: float = option(3e-3, "learning rate")
+    clients_per_round: int = option(0, "sites that train in a round; 0 for all, as always in hardened mode")
+    local_epochs: int = option(
+        0, "passes over a site's cells in a round, each one opened step in hardened mode; 0 for 1 there, else 5"
+    )
+    batch_size: int = option(64, "cells a step; in hardened mode every step takes all cells")
+    lr: float = option(0.0, "learning rate; 0 for 0.03 in hardened mode and 0.003 in published mode")
     schedule: Literal["constant", "cosine"] = option("constant", "of the learning rate over the rounds")
     schedule_rounds: int = option(0, "rounds after which a cosine would end; 0 for the rounds that are trained")
     optimizer: Literal["adam", "sgd"] = option("adam", "local optimiser, begun anew in every round")
     momentum: float = option(0.9, "of sgd")
     weight_decay: float = option(0.0, "of the optimiser")
     algorithm: Literal["fedavg", "fedprox", "scaffold"] = option(
-        "fedavg", "fedprox pulls local training back to the shared model, scaffold corrects it for the site's own drift"
+        "fedavg", "published mode: fedprox pulls local training back to the shared model, scaffold corrects its drift"
     )
     mu: float = option(0.01, "how strongly fedprox pulls")
-    weighting: Literal["cells", "plain"] = option("cells", "weigh updates by training cells, or all alike")
+    weighting: Literal["cells", "plain"] = option(
+        "cells", "published mode: weigh sites by training cells, or all alike"
+    )
     hidden: tuple[int, ...] = option((128,), "hidden widths of an MLP")
     dropout: float = option(0.1, "of MLP, CNN, ResNet and ViT")
     width: int = option(64, "of CNN, ResNet and ViT")
@@ -78,10 +85,20 @@ class Options:
         "accuracy", "that chooses the best round; balanced: every label counts alike"
     )
     patience: int = option(0, "scored rounds without a better one, after which training stops; 0 for never")
-    update_bound: float = option(4.0, "bound of one entry of an update")
-    dp_noise: float = option(0.0, "noise multiplier of differential privacy for a site's data; 0 for none")
-    dp_clip: float = option(1.0, "norm that updates are clipped to, with noise")
+    update_bound: float = option(4.0, "published mode: bound of one entry of an update")
+    donor_key: str | None = option(None, "column of obs with the donor; noise then protects donors instead of cells")
+    dp_noise: float | None = option(
+        None, "noise multiplier of differential privacy; by default 5 in hardened mode, 0 in published mode"
+    )
+    dp_clip: float = option(
+        1.0, "norm that the gradient of a cell is clipped to; in published mode, updates with noise"
+    )
     dp_delta: float = option(1e-5, "delta of differential privacy")
+    dp_unit: Literal["auto", "cell", "donor", "site"] = option(
+        "auto", "what the noise protects: cells, donors with donor_key, whole sites in published mode"
+    )
+    min_cells: int = option(10, "fewest own cells that a site's part of an opened sum may be based on")
+    min_donors: int = option(3, "fewest own donors, with donor_key")
     semi_supervised: bool = option(default=False, help="let cells without a label train too, by pseudo-labels")
     pseudo_labels: Literal["xclp", "client", "network"] = option(
         "xclp", "from label propagation across the round's sites, within each site, or from the model itself"
@@ -131,7 +148,7 @@ def site(seat: Seat, adata: AnnData, options: Options) -> Outcome:
     classifier.predict(adata, key_added=options.key_added)
     if options.features_added is not None:
         write_features(adata, classifier, options.features_added)
-    result = summary(seat, options, trained)
+    result = summary(seat, in_mode(options, seat.mode), trained)
     adata.uns[options.key_added] = json.dumps(result)
     return Outcome(adata, result, model=classifier)
 
@@ -142,6 +159,7 @@ def train(adata: AnnData, seat: Seat, options: Options) -> tuple[Trained, FineTu
     from cloister.models.scgpt import best_device
     from cloister.workflows.trained.fine_tuned import FineTuned
 
+    options = in_mode(options, seat.mode)
     first = None if options.init is None else first_weights(options.init)
     examples, blueprint, pretrained = examples_of(adata, options, first, seed=seat.study.seed)
     column = adata.obs[options.label_key]
@@ -164,20 +182,30 @@ def train(adata: AnnData, seat: Seat, options: Options) -> tuple[Trained, FineTu
             device=best_device(),
             global_rng=options.model == "scgpt",
             unlabelled=options.semi_supervised,
+            donor=donors_of(adata, options),
         )
 
     brought = tuple(sorted({name for name in given if name is not None}))
     inputs = inputs_of(adata, options, seat.study.seed)
     shape = f"{blueprint.kind} of {blueprint.inputs} {blueprint.checkpoint} {inputs.space} {inputs.edges}"
-    trained = seat.run(protocol.site, params_of(seat, options), Offer(shape, brought, build))
+    least = seat.thresholds(min_cells=options.min_cells, min_donors=options.min_donors)
+    offer = Offer(shape, brought, build, least)
+    if seat.mode == "hardened":
+        trained = seat.run(checked_training.site, checked_params(seat, options), offer)
+    else:
+        trained = seat.run(federated_training.site, params_of(seat, options), offer)
     network = Network.of(trained.learner, trained.theta, blueprint, trained.labels)
     return trained, FineTuned(network, inputs, pretrained)
 
 
 def coordinator(seat: Seat, options: Options) -> Outcome:
-    """Draw who trains, average, score, keep the best."""
+    """Add up, score, choose the best round; in published mode also draw who trains."""
+    options = in_mode(options, seat.mode)
+    if seat.mode == "hardened":
+        trained = seat.run(checked_training.coordinator, checked_params(seat, options))
+        return Outcome(None, summary(seat, options, trained))
     store = None if options.checkpoint is None else FileStore(Path(options.checkpoint))
-    trained = seat.run(protocol.coordinator, params_of(seat, options), store)
+    trained = seat.run(federated_training.coordinator, params_of(seat, options), store)
     return Outcome(None, summary(seat, options, trained))
 
 
@@ -198,9 +226,66 @@ def recipe_of(options: Options, seed: int, sites: int) -> Any:
     )
 
 
+APART = ("checkpoint", "key_added", "features_added", "pretrained", "init")  # options that may differ between sites
+
+
+def in_mode(options: Options, mode: str) -> Options:
+    """The options with the defaults of a mode in place of `0`, `None` and `auto`."""
+    hardened = mode == "hardened"
+    noise = options.dp_noise
+    if noise is None:
+        suits = options.algorithm != "scaffold" and covers_pseudo_labels(options)
+        noise = DEFAULT_NOISE if hardened and suits else 0.0
+    unit = options.dp_unit
+    if unit == "auto":
+        unit = "site" if not hardened else "cell" if options.donor_key is None else "donor"
+    scores = not (hardened and noise and unit == "donor")  # noise for a donor does not cover its held-out cells
+    return replace(
+        options,
+        validation=options.validation if scores else 0.0,
+        lr=options.lr or (3e-2 if hardened else 3e-3),
+        local_epochs=options.local_epochs or (1 if hardened else 5),
+        dp_noise=noise,
+        dp_unit=unit,
+    )
+
+
+def covers_pseudo_labels(options: Options) -> bool:
+    """Whether noise covers all that a cell can change: not where its pseudo-label depends on other cells."""
+    alone = options.pseudo_labels == "network" and not options.scale_confidence and not options.class_weights
+    return not options.semi_supervised or alone
+
+
+def checked_params(seat: Seat, options: Options) -> checked_training.Params:
+    local = {k: v for k, v in vars(options).items() if k not in APART}
+    return checked_training.Params(
+        seat.sites,
+        seat.coordinator,
+        json.dumps(local, sort_keys=True),
+        rounds=options.rounds,
+        steps=options.local_epochs,
+        rate=options.lr,
+        schedule=options.schedule,
+        decay=options.schedule_rounds,
+        weight_decay=options.weight_decay,
+        labels=options.labels,
+        score_every=options.score_every if options.validation else 0,
+        metric=options.metric,
+        patience=options.patience,
+        noise=options.dp_noise or 0.0,
+        clip=options.dp_clip,
+        epsilon=epsilon_of(options),
+        delta=options.dp_delta if options.dp_noise else 0.0,
+        unit=options.dp_unit,
+        pseudo=pseudo_of(seat, options),
+        min_scored=MIN_SCORED,
+        min_cells=options.min_cells,
+        min_donors=options.min_donors,
+    )
+
+
 def params_of(seat: Seat, options: Options) -> Params:
-    apart = ("checkpoint", "key_added", "features_added", "pretrained", "init")
-    local = {k: v for k, v in vars(options).items() if k not in apart}
+    local = {k: v for k, v in vars(options).items() if k not in APART}
     return Params(
         seat.sites,
         seat.coordinator,
@@ -215,7 +300,7 @@ def params_of(seat: Seat, options: Options) -> Params:
         options.score_every,
         options.metric,
         options.patience,
-        options.dp_noise,
+        options.dp_noise or 0.0,
         options.dp_clip,
         epsilon_of(options),
         options.dp_delta if options.dp_noise else 0.0,
@@ -223,17 +308,27 @@ def params_of(seat: Seat, options: Options) -> Params:
         pseudo_of(seat, options),
         options.schedule_rounds,
         MIN_SCORED,
+        resume=True,
     )
 
 
 def epsilon_of(options: Options) -> float:
-    return privacy_budget(options.dp_noise, options.dp_delta, options.rounds)
+    sums = options.rounds
+    if options.dp_unit != "site":
+        score_every = options.score_every if options.validation else 0
+        sums = checked_training.openings(options.rounds, options.local_epochs, score_every)
+    return privacy_budget(options.dp_noise or 0.0, options.dp_delta, sums)
 
 
 def privacy_of(options: Options) -> dict[str, Any]:
+    """What a run spends; of options as `in_mode` gives them."""
     if not options.dp_noise:
         return {}
-    who = "all data of one site, against none"
+    who = {
+        "cell": "one cell, against that cell contributing nothing",
+        "donor": "all cells of one donor, against none",
+        "site": "all data of one site, against none",
+    }[options.dp_unit]
     return {"epsilon": epsilon_of(options), "delta": options.dp_delta, "protects": who}
 
 
@@ -317,23 +412,60 @@ def check(adata: AnnData, options: Options) -> list[str]:
         )
     if len(column) < 2 and not options.semi_supervised:
         raise DataError(f"{len(column)} labelled cell(s) in adata.obs[{options.label_key!r}]; at least 2 are needed")
+    if options.dp_unit != "site" and not options.semi_supervised and len(column) < options.min_cells:
+        raise DataError(
+            f"{len(column)} labelled cells in adata.obs[{options.label_key!r}], fewer than min_cells = "
+            f"{options.min_cells}; a sum over so few comes close to single cells, so leave this site out of the study"
+        )
     notes = []
     if len(counts) == 1:
         notes.append(f"all labelled cells here are '{counts.index[0]}'; this site teaches the model nothing else")
-    if options.dp_noise:
-        notes.append("noise protects a whole site's data; with few sites the model may learn little")
+    if options.donor_key is not None:
+        if options.donor_key not in adata.obs:
+            raise DataError(
+                f"adata.obs[{options.donor_key!r}] is missing; pass the column with the donors as donor_key="
+            )
+        if adata.obs[options.donor_key].isna().any():
+            raise DataError(f"adata.obs[{options.donor_key!r}] has missing values; name the donor of every cell")
+    if options.dp_noise and options.dp_unit in ("donor", "site"):
+        notes.append(f"noise protects whole {options.dp_unit}s; with few of them the model may learn little")
+    if options.dp_noise and options.dp_unit == "cell" and len(column) < FEW * options.dp_noise:
+        notes.append(
+            f"{len(column)} labelled cells here are few for dp_noise={options.dp_noise:g}: the model may be worse than "
+            "one trained here alone; use train-classifier, or agree on less noise"
+        )
     return notes
 
 
+def check_study(study: Study, options: Options) -> None:
+    """Raise where options do not fit the study's mode; `options` are as `in_mode` gives them."""
+    check_in_mode(options, study.mode)
+    if options.clients_per_round and not 2 <= options.clients_per_round <= len(study.sites):
+        raise ParameterError(
+            f"expected between 2 and {len(study.sites)} clients a round (0 for all), found {options.clients_per_round}"
+        )
+
+
+def donors_of(adata: AnnData, options: Options) -> Any:
+    """A code for every cell's donor, or `None`."""
+    if options.donor_key is None:
+        return None
+    return np.unique(adata.obs[options.donor_key].astype(str).to_numpy(), return_inverse=True)[1]
+
+
 def summary(seat: Seat, options: Options, trained: Trained) -> dict[str, Any]:
-    params = params_of(seat, options)
+    size, K = len(trained.theta), len(trained.labels)
+    if seat.mode == "hardened":
+        cost = checked_training.cost(checked_params(seat, options), size, K)
+    else:
+        cost = federated_training.cost(params_of(seat, options), size, K)
     controls = len(trained.theta) // 2 if options.algorithm == "scaffold" else 0  # half of what travels
     found: dict[str, Any] = {
         "labels": list(trained.labels),
         "parameters": len(trained.theta) - controls,
         "best_round": trained.best_round,
         "history": trained.history,
-        "bytes_per_round": protocol.cost(params, len(trained.theta), len(trained.labels)),
+        "bytes_per_round": cost,
     }
     if options.dp_noise:
         found["privacy"] = privacy_of(options)
@@ -354,8 +486,10 @@ WORKFLOW = Workflow(
     site=site,
     coordinator=coordinator,
     check=check,
+    check_study=check_study,
+    in_mode=in_mode,
     privacy=privacy_of,
-    reads=lambda options, site: ("label_key", "use_rep" if options.model == "mlp" else "layer"),
+    reads=lambda options, site: ("label_key", "use_rep" if options.model == "mlp" else "layer", "donor_key"),
     writes=("obs[{key_added!r}]", "uns[{key_added!r}]", "obsm[{features_added!r}]"),
     files=files,
     model=("model.npz", lambda path, options: load_model(path, options.pretrained)),

@@ -25,7 +25,6 @@ from cloister.workflows.trained.integration import Integration, batch_names
 if TYPE_CHECKING:
     from anndata import AnnData
 
-DONORS = 2  # of a site, that each of its parts of a sum is of, where donors are named
 NEIGHBOURS, SAMPLE = 10, 2000  # of a cell among the site's own, and of how many cells
 FEW = 30  # cells of a batch
 
@@ -34,17 +33,18 @@ FEW = 30  # cells of a batch
 class Options:
     use_rep: str = option("X_shared_pca", "embedding in obsm to begin with, one space for all sites")
     batch_key: str | None = option(None, "column of obs with batches; a site is one if none")
-    n_clusters: int = option(0, "clusters; 0: a thirtieth of all cells, 2 to 100")
+    n_clusters: int = option(0, "number of clusters; 0: a twentieth of the cells of a mean site, 2 to 100")
     theta: float = option(2.0, "strength of mixing")
     sigma: float = option(0.1, "softness of clusters")
     ridge: float = option(0.2, "caution with which batches are moved")
     rounds: int = option(5, "corrections")
     updates: int = option(4, "of clusters, per correction")
     blocks: int = option(5, "of cells, per update")
-    min_cells: int = option(50, "least number of cells a site must hold")
-    min_cluster_cells: int = option(5, "a site adds nothing to clusters with fewer of its cells")
+    min_cells: int = option(50, "smallest number of cells of a site")
+    min_cluster_cells: int = option(10, "smallest effective number of a site's own cells behind any opened number")
     donor_key: str | None = option(None, "column of obs with donors; without it, cells are counted")
-    min_donors: int = option(3, "least number of donors a site must hold")
+    min_donors: int = option(3, "smallest number of a site's own donors behind any opened number, with donor_key")
+    max_share: float = option(0.9, "largest share of all cells that one site may claim; 1 disables the bound")
     label_key: str = option("cell_type", "column of obs that colours own cells in the picture")
     key_added: str = option("X_integrated", "name in obsm")
 
@@ -58,6 +58,8 @@ class Options:
             raise ParameterError("options 'sigma' and 'ridge' must be above 0, 'theta' not negative")
         if self.min_cells < 2 or self.min_cluster_cells < 2:
             raise ParameterError("options 'min_cells' and 'min_cluster_cells' must be at least 2")
+        if not 0 < self.max_share <= 1:
+            raise ParameterError(f"option 'max_share' must lie between 0 and 1, found {self.max_share}")
         check_min_donors(self.min_donors)
 
 
@@ -94,6 +96,7 @@ def site(seat: Seat, adata: AnnData, options: Options) -> Outcome:
         codes.astype(np.int64),
         None if options.donor_key is None else cells.donor_codes(adata, options.donor_key),
         space_of(adata, options.use_rep),
+        seat.thresholds(min_cells=options.min_cluster_cells, min_donors=options.min_donors),
     )
     protocol = federated_harmony if seat.mode == "published" else pooled_harmony
     found: Integrated = seat.run(protocol.site, params_of(seat, options), mine)
@@ -119,13 +122,14 @@ def settings_of(seat: Seat, options: Options) -> Settings:
         options.updates,
         options.blocks,
         options.min_cluster_cells,
-        0 if options.donor_key is None else DONORS,
+        0 if options.donor_key is None else options.min_donors,
         seat.study.seed,
     )
 
 
 def params_of(seat: Seat, options: Options) -> Params:
-    return Params(seat.sites, seat.coordinator, options.use_rep, settings_of(seat, options), options.min_cells)
+    settings = settings_of(seat, options)
+    return Params(seat.sites, seat.coordinator, options.use_rep, settings, options.min_cells, options.max_share)
 
 
 def model_of(seat: Seat, options: Options, found: Integrated, batches: tuple[str, ...], source: str) -> Integration:

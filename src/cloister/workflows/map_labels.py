@@ -44,7 +44,9 @@ class Options:
     share: bool = option(default=False, help="also tell the querier the share of votes of each label")
     max_distance: float | None = option(None, "cells farther than this from every reference are called unknown")
     known_share: float = option(
-        0.0, "find max_distance from the references: so many of 1 have another of their site nearer; 0: no"
+        0.0,
+        "choose max_distance so that this fraction of reference cells has another reference of its site within it; "
+        "0 disables",
     )
     labels: tuple[str, ...] = option((), "the agreed vocabulary; by default all label names the sites announce")
     bound: float | None = option(None, "largest Euclidean norm of a cell; by default found under sharing")
@@ -212,6 +214,8 @@ def label_cells(seat: Seat, options: Options, x: Any, names: Any) -> tuple[Any, 
         mine = mapping_terms.Holding(x.shape[1], len(x), mapping_terms.rounded(len(x), step), norm, own)
         _check_bound(norm, options)
         terms = seat.run(mapping_terms.owner, agreed, mine)
+        if names is not None:
+            seat.charge_queries(query, queries(terms))
     core = private_knn.Params(
         query,
         sites,
@@ -253,8 +257,16 @@ def farthest(seat: Seat, options: Options, bound: float, x: Any, names: Any) -> 
     elif names is None:
         found = seat.run(reference_distances.querier, params)
     else:
-        found = seat.run(reference_distances.site, params, x)
+        found = seat.run(reference_distances.site, params, x, seat.thresholds())
     return float(found)
+
+
+def queries(terms: mapping_terms.Terms) -> int:
+    """Query cells of a run: what it costs of the budget that a reference site has for the querier.
+
+    It is the announced number, rounded up. No more cells can be labelled: shares of exactly so many rows are read.
+    """
+    return terms.queries
 
 
 def protocol_of(study: Study, core: private_knn.Params) -> tuple[Any, Any]:

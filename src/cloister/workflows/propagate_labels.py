@@ -37,25 +37,27 @@ class Options:
     label_key: str = option("cell_type", "column of obs with the labels; missing ones are NaN")
     use_rep: str = option("X_pca", "embedding in obsm, in one space at all sites; X for X")
     bits: int = option(4096, "bits of a cell's code: more bits, finer similarities")
-    n_neighbors: int = option(5, "neighbours of a cell in the graph: more of them show more of the cells")
-    alpha: float = option(0.9, "how far labels travel, between 0 and 1")
-    power: float = option(4.0, "of the similarities: a larger one trusts near neighbours more")
+    n_neighbors: int = option(5, "neighbours of a cell in the graph")
+    alpha: float = option(0.9, "weight of a step along the graph, between 0 and 1: labels travel farther with more")
+    power: float = option(4.0, "power of the similarities, semi-honest and published: more trusts near neighbours more")
     hamming: Literal["mpc", "ot", "he"] = option(
-        "mpc", "engine for distances: three-party sharing, oblivious transfer or encryption"
+        "mpc", "engine for distances: three-party sharing; or oblivious transfer, encryption (not in hardened)"
     )
     key_added: str = option("propagated", "name of the column that is written")
     relabel: bool = option(default=False, help="overrule given labels, too, where the graph says otherwise")
     classes: tuple[str, ...] = option(
         (), "the agreed class names; by default all names the sites bring, unseen by the hub"
     )
-    balance: bool = option(default=False, help="weigh rare classes up, by the pooled number of labels of each class")
+    balance: bool = option(
+        default=False, help="divide scores by the number of labels of each class, which all learn (not in hardened)"
+    )
     groups: int = option(1, "split very many small sites into so many graphs")
     choose: bool = option(
         default=False,
-        help="choose neighbours (up to n_neighbors), alpha, power, balance, class_means by labels left out",
+        help="choose alpha and steps by labels left out; if not hardened, also neighbours, power, balance, class_means",
     )
     class_means: float = option(
-        0.0, "weight of each class's mean, opened to all sites, beside the graph: for few labels, say 1"
+        0.0, "weight of each class's mean beside the graph, which all sites learn: for few labels, 1 (not in hardened)"
     )
     class_means_from: int = option(2, "labels of a class at all sites below which its mean is not opened")
 
@@ -94,6 +96,7 @@ def propagate_labels(adata: AnnData, seat: Seat | Place, *, copy: bool = False) 
         the propagated one for all cells.
     `adata.obs[f"{key_added}_confidence"]` : :class:`pandas.Series`
         1 - entropy / log C of the class scores (``float``); 1 for given labels, 0 for cells that no label reaches.
+        In mode hardened from the largest score in eighths: 0 for an even split between all classes.
     """
     adata, _ = WORKFLOW.at_site(adata, seat, copy=copy)
     return adata if copy else None
@@ -102,15 +105,17 @@ def propagate_labels(adata: AnnData, seat: Seat | Place, *, copy: bool = False) 
 def site(seat: Seat, adata: AnnData, options: Options) -> Outcome:
     agree_on_space(seat, options.use_rep, adata)
     inputs = _inputs(adata, options)
-    found = seat.run(_protocol(seat.study).site, params_of(seat.study, options), *inputs)
+    budget = (seat.charge_queries,) if seat.study.mode == "hardened" else ()
+    found = seat.run(_protocol(seat.study).site, params_of(seat.study, options), *inputs, *budget)
     write(adata, options, found)
-    return Outcome(adata, computed_by(seat.study, options) | summary(adata, options) | chosen(found.choice))
+    choice = chosen(found.choice) if options.choose else {}
+    return Outcome(adata, computed_by(seat.study, options) | summary(adata, options) | choice)
 
 
 def coordinator(seat: Seat, options: Options) -> Outcome:
     agree_on_space(seat, options.use_rep)
     served = seat.run(_protocol(seat.study).server, params_of(seat.study, options))
-    choice = chosen(served[0].choice) if len(served) == 1 else {}
+    choice = chosen(served[0].choice) if options.choose and len(served) == 1 else {}
     return Outcome(None, computed_by(seat.study, options) | _counts(served) | choice)
 
 
@@ -136,6 +141,15 @@ def params_of(study: Study, options: Options) -> propagation_terms.Params:
         options.class_means,
         options.class_means_from,
     )
+
+
+def check_study(study: Study, options: Options) -> None:
+    """Refuse what mode hardened does not compute under sharing."""
+    if study.mode == "hardened":
+        try:
+            verified_propagation.check_params(params_of(study, options))
+        except ParameterError as e:
+            raise ParameterError(f"option {e}") from None
 
 
 def _protocol(study: Study) -> Any:
@@ -212,16 +226,19 @@ def computed_by(study: Study, options: Options) -> dict[str, Any]:
 
 
 def _counts(served: tuple[propagation_terms.Served, ...]) -> dict[str, Any]:
-    return {
+    counts: dict[str, Any] = {
         "sites": [u for s in served for u in s.sites],
         "cells": sum(sum(s.sizes) for s in served),
-        "labelled": sum(len(s.labelled) for s in served),
         "finished": [u for s in served for u in s.finished],
     }
+    marked = [s.labelled for s in served if s.labelled is not None]
+    return counts | ({"labelled": sum(map(len, marked))} if marked else {})
 
 
 def chosen(choice: Choice) -> dict[str, Any]:
-    """The setting that won, and how often labels that were left out were told right."""
+    """The chosen setting and, if not hardened, how often it predicts labels that were left out."""
+    if choice.setting.steps:
+        return {"chosen": {"alpha": choice.setting.alpha, "steps": choice.setting.steps}}
     if math.isnan(choice.accuracy):
         return {}
     score = f"balanced accuracy {choice.accuracy:.3f} on labels left out, best of {len(choice.tried)} settings tried"
@@ -292,6 +309,7 @@ WORKFLOW = Workflow(
     coordinator=coordinator,
     auxiliary=auxiliary,
     check=check,
+    check_study=check_study,
     writes=("obs[{key_added!r}]",),
     figures=figures,
     warnings=warnings,

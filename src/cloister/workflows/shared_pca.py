@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
@@ -43,7 +43,12 @@ class Options:
     max_value: float = option(10.0, "clip scaled values here")
     min_cells: int = option(50, "least number of cells a site must hold")
     donor_key: str | None = option(None, "column of obs that names each cell's donor; without it, cells are counted")
-    min_donors: int = option(3, "least number of donors a site must hold, where donor_key is given")
+    min_donors: int = option(
+        3, "where donor_key is given: least number of a site's own donors behind each of its sums", opens=True
+    )
+    min_expressing: int = option(
+        10, "least number of a site's own cells that express a gene; with fewer, the gene is zero there", opens=True
+    )
     key_added: str = option("X_shared_pca", "name in obsm")
 
     def __post_init__(self) -> None:
@@ -57,6 +62,8 @@ class Options:
         if not self.target_sum > 0 or not self.max_value > 0 or self.min_cells < 2:
             raise ParameterError("options 'target_sum' and 'max_value' must be above 0, 'min_cells' at least 2")
         check_min_donors(self.min_donors)
+        if self.min_expressing < 2:
+            raise ParameterError(f"option 'min_expressing' must be at least 2, found {self.min_expressing}")
 
 
 def shared_pca(adata: AnnData, seat: Seat | Place, *, copy: bool = False) -> AnnData | None:
@@ -91,7 +98,10 @@ def shared_pca(adata: AnnData, seat: Seat | Place, *, copy: bool = False) -> Ann
 
 def site(seat: Seat, adata: AnnData, options: Options) -> Outcome:
     mine = cells_of(adata, options.names, options.layer, options.library_key)
-    space, scores = seat.run(protocol.site, params_of(seat, options), mine)
+    if options.donor_key is not None:
+        mine = replace(mine, donor=cells.donor_codes(adata, options.donor_key))
+    own = seat.thresholds(min_cells=options.min_expressing, min_donors=options.min_donors)
+    space, scores = seat.run(protocol.site, params_of(seat, options), mine, own)
     scaling = [options.kind, options.target_sum, options.scale, options.max_value]
     write_space(adata, options.key_added, space, scores, own_names(adata, options.names), scaling)
     read = dict(zip(("kind", "target_sum", "scale", "max_value"), scaling, strict=True))
@@ -120,6 +130,8 @@ def params_of(seat: Seat, options: Options) -> protocol.Params:
         options.scale,
         options.max_value,
         options.min_cells,
+        options.min_expressing,
+        options.min_donors,
     )
 
 

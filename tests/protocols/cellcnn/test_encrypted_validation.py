@@ -9,9 +9,13 @@ import pytest
 
 pytest.importorskip("numba")
 sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2] / "old_steps"))
 
-from collective import HUB, names
+import threshold_ckks as old
+from collective import HUB, names, whole
 
+from cloister.crypto.ckks import scheme as ckks
+from cloister.crypto.entropy import Entropy
 from cloister.errors import DataError, ParameterError, ProtocolAbort, RefusedError
 from cloister.models import cellcnn
 from cloister.protocols.cellcnn import cellcnn_ladder, encrypted_training, encrypted_validation
@@ -73,7 +77,10 @@ def test_losses_are_the_twins_and_nothing_else_is_opened():
             assert values(run)[party].losses[steps] == pytest.approx(wanted, abs=6 * p.validation.error)
     assert 6 * p.validation.error < 1e-3
     opened = {e.name for r in run.receipts.values() for e, _ in r.entries if e.kind == "opened"}
-    assert opened == {"the squared error on all sites' held-out inputs"}
+    assert opened == {
+        "the squared error on all sites' held-out inputs",
+        "random combinations of the encrypted model's coefficients, flooded",
+    }
     found = {party: len([e for e, _ in r.entries if e.kind == "sent"]) for party, r in run.receipts.items()}
     assert found["site-0"] >= encrypted_training.cost(p)[PARTIES[0]][0]
 
@@ -99,6 +106,33 @@ def test_cost_view_death_and_refusal():
 
     refused = run_protocol(encrypted_validation, case(), roles={PARTIES[0]: refusing}, timeout=8)
     assert isinstance(refused.errors[PARTIES[0]], RefusedError)
+
+
+@pytest.mark.slow
+def test_n4_what_a_site_sends_shows_no_single_input():
+    """Squares of one input, and a stored gradient of one sample in their place: before, the opened loss was theirs."""
+    trained = run_protocol(encrypted_training, Case(params(validate_every=0, held_out=0), data()), timeout=300)
+    check_no_errors(trained)
+    p, kept, (X, Y, _, held) = params().validation, values(trained), data()[PARTIES[0]]
+    c, L, site = ckks.context(p.ckks), p.layout, kept[PARTIES[0]]
+    s = whole(p.ckks, {i: kept[i].keys.secret for i in PARTIES})
+    select = np.zeros((1, 1, L.I))
+    select[..., 4] = 1
+    mask = c.encode(L.spread(select), p.ckks.base, 2.0**20)
+
+    def shown(raw, scale):
+        """Slots of one input, as a loss made of them would have shown."""
+        slots = c.decrypt(s, c.multiply_plain(c.cipher(raw, scale), mask))
+        return np.array([slots[L.at(j, 0, 4)] for j in range(3)])
+
+    squares, _ = c.raw(encrypted_validation.squares(p, site.model[0], *held, site.keys))
+    new = encrypted_validation.masked_squares(p, site.model[0], *held, site.keys, Entropy())
+    before, now = shown(squares, p.scales[1])[0], shown(new, p.scales[1])[0]
+    assert 0 < abs(before) < 1e4
+    assert abs(now) > 2.0**25 * abs(before)
+    (stored,) = old.gradient_ciphers(c, L, site.model, X[0], Y[0], site.keys, Entropy())
+    x = shown(stored, p.ckks.scale)
+    assert abs(x @ X[0][4]) > 0.999 * np.linalg.norm(x) * np.linalg.norm(X[0][4])  # x·E of one sample
 
 
 @pytest.mark.slow

@@ -52,8 +52,8 @@ def record(monkeypatch):
     ("message", "nth", "counted"),
     [
         pytest.param("collective_refresh.Share", 1, 0, marks=pytest.mark.slow),  # the second refresh of the first step
-        pytest.param("threshold_decrypt.Share", 0, 1, marks=pytest.mark.slow),  # the norm of the trained model
-        ("threshold_decrypt.Share", 1, 2),  # its weights
+        pytest.param("threshold_decrypt.Share", 0, 2, marks=pytest.mark.slow),  # the norm of the trained model
+        ("threshold_decrypt.Share", 1, 3),  # its weights
     ],
 )
 def test_a_site_killed_between_computing_and_sending_a_share(tmp_path, monkeypatch, message, nth, counted):
@@ -69,7 +69,7 @@ def test_a_site_killed_between_computing_and_sending_a_share(tmp_path, monkeypat
     again = run_protocol(encrypted_training, case_with_stores(tmp_path, p, data), timeout=120)
     check_no_errors(again)
     resumed = message != "collective_refresh.Share"  # else there is no checkpoint yet, and keys are new
-    assert KeyStore(tmp_path, SITE).openings == (counted if resumed else 0) + 2
+    assert KeyStore(tmp_path, SITE).openings == (counted if resumed else 0) + 3  # range check, norm, weights
     opened = [c1 for c1, _ in first["open"]]
     assert not any(np.array_equal(a, b) for a in opened for b, _ in seen["open"])  # no ciphertext is opened twice
     twice = [(h, k) for a, h in first["refresh"] for b, k in seen["refresh"] if np.array_equal(a, b)]

@@ -309,7 +309,7 @@ class Memory:
 
 @pytest.mark.parametrize("options", [{}, {"clients": 2, "n": 5, "schedule": "cosine"}])
 def test_goes_on_from_a_checkpoint_to_the_same_model(options):
-    c = case(rounds=5, **options)
+    c = case(rounds=5, resume=True, **options)
 
     def with_store(store):
         async def role(ch, params, *, entropy, identity):

@@ -1,54 +1,64 @@
-"""Where rows begin and end on a grid: two questions open the two cells, and nothing else."""
+"""Where rows begin and end on a grid: each answer of a site is about enough of its own rows and donors."""
 
 import numpy as np
 import pytest
 
-from cloister.protocols.forest.node_ranges import Grid, find_ranges
+from cloister.disclosure import Rows, Thresholds
+from cloister.protocols.forest.node_ranges import Grid, find_ranges, reached
 from cloister.protocols.sums.tally import Plain, answer_plainly
 
-NODES = 200
+NODES = 40
+GRID = Grid(64, 10.0)
 
 
-class Noting(Plain):
-    def __init__(self):
-        self.answers = []
-
-    async def test(self, count, length, least, most, proofs=0):
-        bits = await super().test(count, length, least, most, proofs)
-        assert bits.shape == (length,)
-        self.answers.append(bits)
-        return bits
+def site(seed, n=1500, donors=None, least=(10, 3)):
+    rng = np.random.default_rng(seed)
+    donor = None if donors is None else rng.integers(0, donors, n)
+    which = rng.integers(-1, NODES + 20, n)
+    which[which >= NODES] = rng.integers(0, 5, int((which >= NODES).sum()))  # some nodes hold many rows, others few
+    return Rows(n, donor, Thresholds(*least)), which, rng.normal(0, 3, n)
 
 
-def ask(grid, which, along):
-    tally = Noting()
-    found = answer_plainly(find_ranges(tally, grid, NODES, 3, lambda: grid.ends(which, along, NODES)))
-    return found, np.concatenate(tally.answers)
+@pytest.mark.parametrize("donors", [None, 4])
+def test_every_yes_is_about_enough_rows_and_donors_and_no_is_about_fewer(donors):
+    rows, which, along = site(1, donors=donors)
+    part = reached(GRID, rows, which, NODES, along)
+    cell = GRID.cell(along)
+    least = rows.thresholds
+    seen = 0
+    for node in range(NODES):
+        for e in range(1, GRID.cells):
+            for end, inside in enumerate((cell < e, cell >= e)):
+                mine = (which == node) & inside
+                enough = mine.sum() >= least.min_cells
+                if donors is not None:
+                    enough &= len(set(rows.donor[mine])) >= least.min_donors
+                if part.values[node, end, e - 1]:
+                    assert enough
+                    seen += 1
+                elif part.values[node].any():
+                    assert not enough
+    assert seen > 1000
+    assert part.cells >= least.min_cells
 
 
-@pytest.mark.parametrize("cells", [2, 3, 4, 5, 16, 63, 64, 65, 128, 512])
-def test_the_ends_of_the_rows_are_found_on_any_grid(cells):
-    rng = np.random.default_rng(cells)
-    grid = Grid(cells, 10.0)
-    which, along = rng.integers(0, NODES, 700), rng.normal(0, 3, 700)
-    low, high = grid.ends(which, along, NODES)
-    full = high >= 0
-    assert 0 < (~full).sum() < NODES
-    (first, last), answers = ask(grid, which, along)
-    np.testing.assert_array_equal(first[full], low[full])
-    np.testing.assert_array_equal(last[full], high[full])
-    assert (first[~full] >= last[~full]).all()  # nothing there: not a range
-    assert len(answers) <= NODES * 2 * (grid.stride + grid.strides - 2)
+def test_a_node_with_too_few_rows_for_both_ends_answers_no():
+    rows = Rows(15, None, Thresholds(10, 3))
+    part = reached(GRID, rows, np.zeros(15, np.int64), 1, np.linspace(-5, 5, 15))
+    assert not part.values.any()
+    same = reached(GRID, rows, np.zeros(15, np.int64), 1, np.full(15, 0.1))
+    assert same.values.any()  # one cell holds them all
 
 
-def test_the_answers_depend_on_the_two_ends_alone():
-    """Rows between the ends of a node may lie anywhere, and be as many as they like."""
-    rng = np.random.default_rng(0)
-    grid = Grid(64, 10.0)
-    ends = np.sort(rng.normal(0, 3, (NODES, 2)), axis=1)
-    between = ends[:, :1] + (ends[:, 1:] - ends[:, :1]) * rng.random((NODES, 5))
-    alone = ask(grid, np.repeat(np.arange(NODES), 2), ends.ravel())[1]
-    crowd = ask(grid, np.repeat(np.arange(NODES), 7), np.concatenate([ends, between], axis=1).ravel())[1]
-    np.testing.assert_array_equal(alone, crowd)
-    other = ask(grid, np.repeat(np.arange(NODES), 2), ends.ravel() + 0.4)[1]
-    assert (other != alone).any()
+def test_the_range_is_the_widest_of_all_sites():
+    sites = [site(seed) for seed in range(3)]
+    parts = [lambda s=s: reached(GRID, s[0], s[1], NODES, s[2]) for s in sites]
+    first, last, _ = answer_plainly(find_ranges(Plain(), GRID, NODES, 3, parts))
+    ends = [r.spans(w, NODES, GRID.cell(v)) for r, w, v in sites]
+    for node in range(NODES):
+        there = [(lo[node], hi[node]) for lo, hi in ends if lo[node] <= hi[node]]
+        if there:
+            assert (first[node], last[node]) == (min(a for a, _ in there), max(b for _, b in there))
+        else:
+            assert first[node] > last[node]
+    assert (first <= last).sum() >= 5

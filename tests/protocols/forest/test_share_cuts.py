@@ -1,72 +1,68 @@
-"""Cuts over rows in one place: that the protocols' sums are these is tested with the protocols."""
+"""Cuts over rows in one place: that the protocol's sums are these is tested with the protocol."""
 
 import itertools
 
 import numpy as np
 import pytest
 
-from cloister.protocols.forest.share_cuts import Scored, find_cuts, find_donor_cuts
+from cloister.disclosure import Rows, Thresholds
+from cloister.protocols.forest.share_cuts import Scored, find_cuts
 from cloister.protocols.sums.tally import Plain, answer_plainly
 
-T, Q, D = 8, 3, 3  # rows of at least three donors: no donor counts for more than three of eight
 
-
-class Heard(Plain):
-    """What is opened, to hold against the donors behind it."""
+class Noting(Plain):
+    """What one site contributes, to hold against the rows behind it."""
 
     def __init__(self):
+        super().__init__()
         self.counts = []
 
-    async def total(self, count, length):
-        told = count()
-        assert len(told) == length
-        self.counts += told.tolist()
-        return told
+    async def total(self, parts, length, most, *, line, what):
+        self.counts += np.ravel(parts[0]().values).tolist()
+        return await super().total(parts, length, most, line=line, what=what)
 
 
-def scored(seed=0, donors=10, rows=600, crowd=20):
+def scored(seed=0, donors=10, rows=600, crowd=20, least=(10, 3)):
     """Scores of many donors' rows about 0.45, and of `crowd` rows of one more donor about 0.8."""
     rng = np.random.default_rng(seed)
     scores = np.concatenate([rng.normal(0.45, 0.04, rows), rng.uniform(0.78, 0.84, crowd)])[None]
-    return Scored(scores, np.concatenate([rng.integers(donors, size=rows), np.full(crowd, donors)]))
-
-
-def by_donors(own, allowed, tally):
-    return answer_plainly(find_donor_cuts(tally, len(own.scores), allowed, own, least=T, per_donor=Q, sites=3))
-
-
-def donors_between(own, counts):
-    """Donors of the rows between every two opened counts, the rows in order of their scores from the top."""
-    order = np.argsort(-own.scores[0])
-    ends = sorted({0, *counts, len(order)})
-    return [len(set(own.donor[order[a:b]].tolist())) for a, b in itertools.pairwise(ends)]
+    donor = np.concatenate([rng.integers(donors, size=rows), np.full(crowd, donors)])
+    return scores, Scored.of(Rows(rows + crowd, donor, Thresholds(*least)), scores)
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_counts_never_tell_of_few_donors(seed):
-    """Attack: subtract one opened count from another. Counted by rows, that leaves the rows of one donor."""
-    own, by_rows, ours = scored(seed), Heard(), Heard()
-    answer_plainly(find_cuts(by_rows, 1, 31, own))
-    assert min(donors_between(own, by_rows.counts)) == 1
-    by_donors(own, 31, ours)
-    assert ours.counts
-    assert min(donors_between(own, ours.counts)) >= D
+def test_counts_and_their_differences_are_of_enough_rows_and_donors(seed):
+    """Attack: subtract one opened count from another, or from the number of rows."""
+    scores, own = scored(seed)
+    tally = Noting()
+    answer_plainly(find_cuts(tally, 1, 31, [own]))
+    order = np.argsort(-scores[0], kind="stable")
+    ends = sorted({0, *tally.counts, len(order)})
+    assert len(ends) > 4
+    for a, b in itertools.pairwise(ends):
+        assert b - a >= 10
+        assert len(set(own.rows.donor[order[a:b]])) >= 3
 
 
 @pytest.mark.parametrize("allowed", [62, 200])
-def test_no_more_than_the_share_is_cut_off_and_nearly_as_much(allowed):
-    own = scored(rows=6000)
-    cut = by_donors(own, allowed, Plain())[0]
-    assert 0.5 * allowed <= (own.scores[0] >= cut).sum() <= allowed
-
-
-def test_rows_of_few_donors_alone_are_never_cut_off():
-    """20 of 620 are asked for, and these are one donor's: the cut would tell so."""
-    assert by_donors(scored(), 20, Plain())[0] == 1.0
+def test_about_the_fraction_is_cut_off(allowed):
+    sites = [scored(seed, rows=2000) for seed in range(3)]
+    cut = answer_plainly(find_cuts(Plain(), 1, allowed, [own for _, own in sites]))[0]
+    above = sum(int((scores[0] >= cut).sum()) for scores, _ in sites)
+    assert abs(above - allowed) <= 3 * 20  # a run of the crowd's one donor takes rows of two others
 
 
 def test_forests_are_cut_each_by_its_own_scores():
-    one, two = scored(0, rows=3000), scored(1, rows=3000)
-    both = Scored(np.concatenate([one.scores, two.scores * 0.9]), one.donor)
-    cuts = by_donors(both, 90, Plain())
-    np.testing.assert_array_equal(cuts, [by_donors(Scored(s[None], one.donor), 90, Plain())[0] for s in both.scores])
+    (one, a), (two, _) = scored(0, rows=3000), scored(1, rows=3000)
+    both = Scored.of(a.rows, np.concatenate([one, two * 0.9]))
+    cuts = answer_plainly(find_cuts(Plain(), 2, 90, [both]))
+    single = [
+        answer_plainly(find_cuts(Plain(), 1, 90, [Scored.of(a.rows, s[None])]))[0] for s in (one[0], two[0] * 0.9)
+    ]
+    np.testing.assert_array_equal(cuts, single)
+
+
+def test_too_few_rows_count_for_nothing():
+    scores = np.linspace(0.1, 0.9, 8)[None]
+    own = Scored.of(Rows(8, None, Thresholds(10, 3)), scores)
+    assert not own.above(np.array([[0.0, 0.5]])).values.any()

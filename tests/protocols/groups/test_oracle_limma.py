@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from group_cases import CASES, VECTORS, ask_limma, case, same_as_limma, stored, written
+from group_cases import CASES, NONE, VECTORS, ask_limma, case, same_as_limma, stored, written
 
 from cloister.protocols.groups import pooled_contrasts
 from cloister.testing import check_no_errors, run_protocol, values
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(not LIMMA, reason="CLOISTER_LIMMA is not set: no
 @pytest.mark.parametrize("name", CASES)
 def test_stored_answers_are_limmas(name, tmp_path):
     if LIMMA == "write":
-        c = case(**CASES[name])
+        c = case(**CASES[name], thresholds=NONE)
         kept = json.loads(VECTORS.read_text()) if VECTORS.exists() else {}
         kept[name] = {"donors": written(c), "limma": ask_limma(c, tmp_path)}
         VECTORS.write_text(json.dumps(kept, separators=(",", ":")) + "\n")
@@ -37,7 +37,7 @@ def test_stored_answers_are_limmas(name, tmp_path):
 
 @pytest.mark.parametrize("name", [n for n in CASES if "shares" not in n])
 def test_other_donors_than_the_stored(name, tmp_path):
-    c = case(**(CASES[name] | {"seed": 1000, "g": 300}))
+    c = case(**(CASES[name] | {"seed": 1000, "g": 300}), thresholds=NONE)
     run = run_protocol(pooled_contrasts, c)
     check_no_errors(run)
     (result,) = values(run)[c.params.coordinator].results

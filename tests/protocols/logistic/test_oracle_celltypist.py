@@ -18,6 +18,7 @@ from cloister.run.rehearsal import rehearse
 CELLTYPIST = os.environ.get("CLOISTER_CELLTYPIST_PYTHON", "")
 PEER = Path(__file__).parents[1] / "celltypist_peer.py"
 TYPES = ["macrophage", "endothelial", "T", "AT2", "monocyte", "NK/NKT"]
+LOGISTIC = {"solver": "logistic", "mode": "semi-honest"}
 C, LARGEST = 0.1, 10.0  # CellTypist cuts standardised values there
 pytestmark = [
     pytest.mark.slow,
@@ -40,7 +41,7 @@ def logged(a, genes):
 def both(sites, tmp_path_factory):
     """Ours between basel and lugano, theirs on both together, over the same genes; vienna is asked."""
     folder = tmp_path_factory.mktemp("celltypist")
-    ours = rehearse("train-classifier", {s: sites[s] for s in ("basel", "lugano")}, n_top_genes=150)
+    ours = rehearse("train-classifier", {s: sites[s] for s in ("basel", "lugano")}, n_top_genes=150, **LOGISTIC)
     genes = list(ours.model.genes)
     made = {s: logged(a, genes) for s, a in sites.items()}
     for a in made.values():
@@ -75,7 +76,7 @@ def test_on_its_standardised_values_ours_is_its_model(both, label):
         a.obsm["X_standard"] = np.minimum((a.X[:, at] - mean) / scale, LARGEST)
         a.obs["cell_type"] = np.where(a.obs["cell_type"] == label, label, "rest")
     n = sum(a.n_obs for a in pair.values())
-    run = rehearse("train-classifier", pair, use_rep="X_standard", l2=2 / (C * n), tolerance=1e-6)
+    run = rehearse("train-classifier", pair, use_rep="X_standard", l2=2 / (C * n), tolerance=1e-6, **LOGISTIC)
     W = run.model.model.coefficients
     ours = W[:, run.model.labels.index(label)] - W[:, run.model.labels.index("rest")]
     wanted = np.array(theirs["coefficients"])[theirs["labels"].index(label)]

@@ -199,12 +199,12 @@ def test_a_label_of_one_cell_would_be_read_from_the_first_gradient_and_is_left_o
     check_no_errors(run)
     for fitted in values(run).values():
         assert "rare" not in fitted.labels
-        assert fitted.left_out == ("rare",)
+        assert fitted.left_out == ()  # the site has not even named it
     assert site in values(run)
 
 
 def test_enough_cells_of_a_label_are_trained_on():
-    run = run_protocol(pooled_logistic, rare(case(seed=2), 6))
+    run = run_protocol(pooled_logistic, rare(case(seed=2), 12))
     check_no_errors(run)
     assert "rare" in values(run)[HUB].labels
 

@@ -21,6 +21,7 @@ from cloister.testing import Case, check_no_errors, check_view, run_protocol, va
 
 HUB = Party("hub")
 MODES = [label_propagation, private_propagation, verified_propagation]
+OPEN = [label_propagation, private_propagation]  # the server sees distances or the graph
 
 
 def case(sizes=(14, 12, 10, 9), classes=3, labelled=0.4, seed=0, d=5, **options):
@@ -83,7 +84,7 @@ def test_equals_the_clear_computation_to_the_last_bit(module, sizes, seeds):
         check_labels(values(run)[u], ideal[u])
 
 
-@pytest.mark.parametrize("module", MODES)
+@pytest.mark.parametrize("module", OPEN)
 @pytest.mark.parametrize("engine", ["ot", "he"])
 def test_the_other_engines_too(module, engine, seeds):
     c = case((6, 5, 4), engine=engine)
@@ -101,10 +102,11 @@ def test_the_server_never_learns_the_seed_and_what_it_learns():
         check_no_errors(run)
         (served,) = values(run)[HUB]
         assert (served.distances is None) == (module is not label_propagation)
-        assert (served.keys is None) == (module is label_propagation)
+        assert (served.keys is None) == (module is not private_propagation)
+        assert (served.labelled is None) == (module is verified_propagation)
 
 
-@pytest.mark.parametrize("module", MODES)
+@pytest.mark.parametrize("module", OPEN)
 def test_balanced(module, seeds):
     c = case((14, 12, 10), balance=True)
     run = run_protocol(module, c)
@@ -118,7 +120,7 @@ def test_balanced(module, seeds):
     assert "sum of 3 vectors of 3" in opened
 
 
-@pytest.mark.parametrize("module", MODES)
+@pytest.mark.parametrize("module", OPEN)
 def test_settings_are_chosen_by_labels_that_are_left_out(module, seeds, monkeypatch):
     monkeypatch.setattr(chosen_settings, "ALPHAS", (0.5,))
     monkeypatch.setattr(chosen_settings, "POWERS", (4.0,))
@@ -136,6 +138,78 @@ def test_settings_are_chosen_by_labels_that_are_left_out(module, seeds, monkeypa
     assert {"sum of 3 vectors of 3", "sum of 3 vectors of 21"} <= opened  # labels by class; hits of six settings
     scores = {e.to for e, _ in run.receipts[HUB].entries if e.kind == "opened" and e.name.startswith("scores of")}
     assert scores == set(c.params.sites)  # each site's own, and none to the server
+
+
+@pytest.mark.parametrize(("sizes", "options"), [((40, 30, 70), {}), ((60, 80), {"alpha": 0.5, "n_neighbors": 2})])
+def test_hardened_opens_only_the_index_of_a_setting(sizes, options, seeds):
+    c = case(sizes, choose=True, **options)
+    run = run_protocol(verified_propagation, c)
+    check_no_errors(run)
+    ideal = wanted(verified_propagation, c, seeds[0])
+    for u in c.params.sites:
+        check_labels(values(run)[u], ideal[u])
+        assert values(run)[u].choice == ideal[u].choice == values(run)[HUB][0].choice
+    opened = [e for r in run.receipts.values() for e, _ in r.entries if e.kind == "opened"]
+    assert {e.name for e in opened if e.to == HUB and e.protocol == "verified_propagation"} == {"index of a setting"}
+    for u in c.params.sites:
+        mine = {e.name for e in opened if e.to == u and e.protocol == "verified_propagation"}
+        assert mine == {"index of a setting", f"labels and levels of {len(c.inputs[u][1])} points"}
+
+
+def test_a_setting_is_chosen_if_it_predicts_more_labels():
+    """Two lines of points, labels at their ends and in the middle: a short walk misses what a long one finds."""
+    rng = np.random.default_rng(0)
+    near = np.array([[i - 1 if i % 40 else i + 1, i + 1 if i % 40 < 39 else i - 1] for i in range(80)])
+    y, fold = np.repeat([0, 1], 40), rng.integers(0, 4, 80)
+    y[rng.permutation(80)[:60]] = -1
+    walks = [graph.Walk(2, 0.9, 1), graph.Walk(2, 0.9, 8)]
+    assert verified_propagation.predicted(walks, near, y, fold, 2) == 1
+    assert verified_propagation.predicted(walks[::-1], near, y, fold, 2) == 0
+    assert verified_propagation.predicted([walks[1], walks[1]], near, y, fold, 2) == 0  # of equal ones the usual
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"engine": "he"}, "'hamming' is 'he'.*hamming=mpc, or mode semi-honest or published"),
+        ({"engine": "ot"}, "'hamming' is 'ot'"),
+        ({"balance": True}, "'balance' opens counts"),
+        ({"class_means": 1.0}, "'class_means' opens counts or means"),
+    ],
+)
+def test_hardened_refuses_what_it_does_not_compute_under_sharing(options, said):
+    c = case((6, 5, 4), **options)
+    with pytest.raises(ParameterError, match=said):
+        verified_propagation.check_params(c.params)
+    run = run_protocol(verified_propagation, c, timeout=5.0)
+    assert not values(run)
+    assert not [e for r in run.receipts.values() for e, _ in r.entries if e.name.startswith(("verified.", "hamming"))]
+
+
+def test_after_an_opening_nothing_starts_again():
+    """A coordinator that reports a dropout after results were opened would have sites learn them for fewer sites."""
+    c = case((9, 8, 7, 6))
+    fault = Fault("kill", "site-3", HUB, "attempts.Report")
+    run = run_protocol(verified_propagation, c, faults=[fault], timeout=2.0)
+    assert {run.errors[u].code for u in ("site-0", "site-1", "site-2")} == {"repeated"}
+    assert not {p for p in values(run) if p != "site-3"}
+
+
+@pytest.mark.parametrize("k", [1, 3, 5, 20])
+@pytest.mark.parametrize("hubs", [1, 4])
+def test_no_score_wraps_whatever_the_graph(k, hubs):
+    """All points have the same neighbours, which therefore are hubs; and a ring of points."""
+    n, rng = 300, np.random.default_rng(0)
+    how = graph.Walk.of(k, 0.9)
+    assert how.ring_bits <= graph.RING_BITS
+    star = np.array([[j + (j >= i) for j in range(k)] for i in range(n)])
+    ring = np.array([[(i + j) % n for j in range(1, k + 1)] for i in range(n)])
+    crowd = np.where(rng.random((n, 1)) < 0.5 / hubs, star, ring)
+    for near in (star, ring, crowd):
+        y = rng.integers(-1, 2, n)
+        exact = graph.walk(near, y, 2, how).astype(object)
+        assert max(exact.sum(axis=1)) < 1 << how.ring_bits
+        assert min(exact.reshape(-1)) >= 0
 
 
 def test_a_choice_needs_evidence_and_counts_that_can_be_true():
@@ -193,7 +267,7 @@ def test_hits_of_single_points_are_not_opened(monkeypatch):
     assert set(bare[:-1, 1]) == {0, 1}
 
 
-@pytest.mark.parametrize("module", MODES)
+@pytest.mark.parametrize("module", OPEN)
 def test_class_means_help_and_are_opened_to_sites_alone(module, seeds):
     c = case((14, 12, 10), class_means=2.0)
     run = run_protocol(module, c)
@@ -325,7 +399,7 @@ def test_during_the_distances_of_two_sites(engine, seeds):
     ("module", "name"),
     [
         (label_propagation, "label_propagation.Labelled"),
-        (verified_propagation, "propagation_terms.Labelled"),
+        (private_propagation, "propagation_terms.Labelled"),
     ],
 )
 def test_before_the_sums_it_counts_as_unlabelled(module, name, seeds):
@@ -410,7 +484,7 @@ def test_no_labels_or_one_class(label, code):
     assert {run.errors[u].code for u in c.params.sites} == {code}
 
 
-@pytest.mark.parametrize("module", MODES)
+@pytest.mark.parametrize("module", OPEN)
 def test_no_labels_among_agreed_classes(module):
     c = case((9, 8))
     c = Case(Params(c.params.sites, HUB, 256, 4, classes=("a", "b")), c.inputs)
@@ -462,17 +536,16 @@ def test_bad_parameters(options):
         Params((Party("a"), Party("b"), Party("c"), Party("d")), HUB, **options)
 
 
-@pytest.mark.parametrize("module", [private_propagation, verified_propagation])
 @pytest.mark.parametrize("gone", ["site-1", "site-3"])
-def test_within_the_scores_they_are_begun_again(module, gone, seeds):
+def test_within_the_scores_they_are_begun_again(gone, seeds):
     """Its points are in the graph; its labels are as if it had none."""
     c = case()
     c.inputs[Party("site-0")][1][:3] = ["type 0", "type 1", "type 2"]
-    name = "verified.Key" if module is verified_propagation else "replicated.Key"
     keys = 4 if gone == "site-1" else 3  # of the graph; then come those of the scores
-    run = run_protocol(module, c, faults=[Fault("kill", gone, None, name, nth=keys)], timeout=2.0)
+    faults = [Fault("kill", gone, None, "replicated.Key", nth=keys)]
+    run = run_protocol(private_propagation, c, faults=faults, timeout=2.0)
     check_no_errors(run)
-    ideal = wanted(module, c, seeds[0], unlabelled=[gone])
+    ideal = wanted(private_propagation, c, seeds[0], unlabelled=[gone])
     for u in {"site-0", "site-1", "site-2", "site-3"} - {gone}:
         labels = values(run)[u]
         assert gone in labels.sites

@@ -106,7 +106,13 @@ def test_a_claim_that_was_not_announced_ends_the_run():
 def test_less_added_than_announced_ends_the_run():
     run = run_protocol(CALLER, case(500, 800, 900, added=(-400, 800, 900)), timeout=3.0)
     assert not values(run)
-    assert {e.code for e in run.errors.values()} <= {"counts", "claims"}
+    assert {e.code for e in run.errors.values()} == {"counts"}
+
+
+def test_a_site_that_adds_a_negative_count_cannot_have_an_honest_one_named():
+    """It announces 0 and adds -800: the second site's 900 cells are more than 0.9 of the 200 that the sum gives."""
+    run = run_protocol(CALLER, case(0, 900, 100, added=(-800, 900, 100)), timeout=3.0)
+    assert {run.errors[p].code for p in (HUB, *SITES[1:])} == {"counts"}
 
 
 def test_an_honest_site_that_a_coordinator_names_says_so():

@@ -6,6 +6,8 @@ import pytest
 
 from cloister import lies
 from cloister.crypto import sum_tags
+from cloister.crypto.agreement import bind, hkdf
+from cloister.errors import ParameterError
 from cloister.protocols.sums import checked_sum, secure_sum
 from cloister.protocols.sums.checked_sum import Params
 from cloister.study import Party
@@ -17,19 +19,24 @@ from cloister.testing import (
     check_lies,
     check_vectors,
     check_view,
+    fixed_entropy,
     run_protocol,
     same_array,
     values,
 )
-from old_steps import linear_sum_tags
+from old_steps import linear_sum_tags, prime_sum_tags
 
 HUB, SITES = Party("hub"), tuple(map(Party, ("a", "b", "c")))
 VECTORS = Path(__file__).parents[2] / "vectors" / "checked_sum.json"
 SECRET = bytes(range(32))
 
 
+def signed(row):
+    return np.array(row, dtype=np.int64).view(np.uint64)
+
+
 def case(*rows):
-    xs = [np.array(row, dtype=np.int64).view(np.uint64) for row in rows]
+    xs = [signed(row) for row in rows]
     return Case(Params(SITES[: len(xs)], HUB, len(xs[0])), {u: (x, SECRET) for u, x in zip(SITES, xs, strict=False)})
 
 
@@ -117,7 +124,6 @@ F1 = {
     "times 2": lambda prime, half: scaled(2, prime, half),
     "plus the old prime": lambda prime, half: one_word(OLD_PRIME),
     "minus the old prime": lambda prime, half: one_word(-OLD_PRIME),
-    "plus the prime": lambda prime, half: one_word(prime),
 }
 
 
@@ -137,7 +143,7 @@ def test_f1_a_scaled_sum_with_its_scaled_tag_is_changed(attack):
     for u in SITES:
         assert not np.array_equal(values(ended)[u], true)
 
-    new = F1[attack](sum_tags.PRIME, sum_tags.HALF)
+    new = F1[attack](sum_tags.MODULUS, sum_tags.HALF)
     ended = run_protocol(checked_sum, FIRST, roles={HUB: coordinator(checked_sum, new)}, timeout=5.0)
     assert {ended.errors[u].code for u in SITES} == {"changed"}
     assert not set(SITES) & set(values(ended))
@@ -171,7 +177,7 @@ def test_f1_three_sites_cannot_finish_with_three_sums():
     found = values(run_protocol(checked_sum, FIRST, roles=roles, timeout=5.0))
     assert len({found[u].tobytes() for u in SITES}) == 3
 
-    roles = {HUB: coordinator(checked_sum, sum_tags.PRIME, sum_tags.HALF)}
+    roles = {HUB: coordinator(checked_sum, sum_tags.MODULUS, sum_tags.HALF)}
     ended = run_protocol(checked_sum, FIRST, roles=roles, timeout=5.0)
     assert {ended.errors[u].code for u in SITES[1:]} == {"changed"}
     assert not set(SITES[1:]) & set(values(ended))
@@ -201,6 +207,59 @@ def test_a_site_with_a_wrong_tag_ends_the_run_for_all():
 
     ended = run_protocol(checked_sum, FIRST, roles={SITES[0]: malicious}, timeout=5.0)
     assert {ended.errors[u].code for u in SITES[1:]} == {"changed"}
+
+
+def outcome(step, malicious, who):
+    """Whether a run ends well in which the malicious site c adds these tag words, and `who` alone holds a one."""
+    rows = [[int(u == who), 5] for u in SITES[:2]] + [[0, 0]]
+    roles = dict.fromkeys(SITES, step.site) | {HUB: step.coordinator, SITES[2]: malicious}
+    return not run_protocol(checked_sum, case(*rows), roles=roles, timeout=5.0, entropy=fixed_entropy("carry")).errors
+
+
+def test_whether_a_site_with_a_wrong_tag_ends_the_run_does_not_depend_on_who_holds_what():
+    """z is the same in both runs. With words that carry, the abort of the old step shows which site holds the one."""
+
+    async def old(ch, params, x, secret, *, entropy, identity):
+        key = prime_sum_tags.key_of(ch, params, secret)
+        low = [sum(int(key.tag(signed([int(u == who), 5]), u)[1]) for u in range(2)) for who in range(2)]
+        for more in range(1000):  # of its own input, which moves its tag: wrap for one of the two cases only
+            x = signed([0, more])
+            t = (key.beta[2] + prime_sum_tags.exact(key.alpha, x)) % prime_sum_tags.PRIME
+            c = -t % (1 << 44)
+            c += (1 << 44) * (c <= min(low))
+            if min(low) < c <= max(low):
+                break
+        else:
+            raise AssertionError("no threshold between the two cases")
+        words = np.array([(t + c) >> 44, -c % 2**64], np.uint64)
+        words = np.concatenate([x, words])
+        opened = await secure_sum.contributor(ch, params.sum, words, entropy=entropy, identity=identity)
+        return opened.z[:2]
+
+    async def new(ch, params, x, secret, *, entropy, identity):
+        key = sum_tags.tag_key(hkdf(secret, bind(checked_sum.NAME, ch.run_id)), 3, 2)
+        words = np.concatenate([x, sum_tags.tag(x, key, 2) + np.array([high, low], np.uint64)])
+        opened = await secure_sum.contributor(ch, params.sum, words, entropy=entropy, identity=identity, wide=True)
+        return opened.z[:2]
+
+    assert {outcome(prime_sum_tags, old, u) for u in SITES[:2]} == {True, False}
+    for high, low in [(0, 0), (0, 1), (1, 0), (2**63, 0), (0, 2**63), (2**64 - 1, 2**44)]:
+        assert {outcome(checked_sum, new, u) for u in SITES[:2]} == {(high, low) == (0, 0)}
+
+
+def test_a_key_is_not_used_for_two_sums():
+    """Two sums under one key give α to the coordinator, (t' - t) / (z' - z), and with it a tag for any sum."""
+
+    async def twice(ch, params, x, secret, *, entropy, identity):
+        await checked_sum.site(ch, params, x, secret, entropy=entropy, identity=identity)
+        return await checked_sum.site(ch, params, x + np.uint64(1), secret, entropy=entropy, identity=identity)
+
+    async def coordinator(ch, params):
+        await checked_sum.coordinator(ch, params)
+        return await checked_sum.coordinator(ch, params)
+
+    ended = run_protocol(checked_sum, FIRST, roles=dict.fromkeys(SITES, twice) | {HUB: coordinator}, timeout=5.0)
+    assert {type(ended.errors[u]) for u in SITES} == {ParameterError}
 
 
 def test_a_sum_that_wraps_ends_the_run():
@@ -237,7 +296,7 @@ def test_a_sum_that_is_not_of_all_sites_is_refused(told, monkeypatch):
 def scaled_with_its_tag(msg, factor):
     """For `check_lies`: a sum as the strongest coordinator would scale it."""
     if isinstance(msg, secure_sum.Total):
-        return secure_sum.Total(scaled(factor, sum_tags.PRIME, sum_tags.HALF)(msg.z))
+        return secure_sum.Total(scaled(factor, sum_tags.MODULUS, sum_tags.HALF)(msg.z))
     return lies.scaled(msg, factor)
 
 

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.old_steps import pooled_quantiles as old
 
 from cloister.cells.tally import Table, distinct
 from cloister.errors import DataError, ParameterError, ProtocolAbort
 from cloister.protocols.sums import pooled_quantiles, secure_sum
-from cloister.protocols.sums.pooled_quantiles import Edges, Params, Refine, count
+from cloister.protocols.sums.pooled_quantiles import Edges, Params, Refine
 from cloister.run.rehearsal import Fault
 from cloister.study import Party
 from cloister.testing import Case, check_abort, check_cost, check_ideal, check_vectors, check_view, run_protocol, values
@@ -75,12 +76,64 @@ def test_ideal_for_other_numbers_is_met_within_one_part(n, B, seed, least):
     check_ideal(pooled_quantiles, [lognormal(n, seed, B=B, least=least)], agree=nearly)
 
 
-def test_the_ideal_is_numpys_but_for_the_outermost_edges():
-    c = lognormal(B=20, least=10)
+@pytest.mark.parametrize("draw", [lognormal, poisson])
+def test_edges_are_those_of_the_values_to_about_a_value_per_site_in_rank(draw):
+    c = draw(B=20, least=10, size=2000)
     edges = pooled_quantiles.ideal(c.params, {u: x for u, (x,) in c.inputs.items()})[HUB]
     x = np.sort(pooled(c))
-    np.testing.assert_array_equal(edges[1:-1], np.quantile(x, np.linspace(0, 1, 20))[1:-1])
-    assert edges[[0, -1]].tolist() == [x[9], x[-10]]
+    ranks = np.linspace(0, 1, 20)[1:-1] * (len(x) - 1)
+    first, last = np.searchsorted(x, edges[1:-1], side="left"), np.searchsorted(x, edges[1:-1], side="right")
+    off = np.maximum(np.maximum(first - ranks, ranks - last), 0)
+    assert off.mean() < 2.5
+    assert off.max() < 12
+
+
+def test_values_that_enough_cells_share_stay_where_they_are():
+    params = poisson(least=10).params
+    x = np.repeat([1.0, 2.0, 3.0, 50.0, 60.0], [400, 4, 200, 5, 6])
+    runs = pooled_quantiles.Runs.of(params, x, params.thresholds)
+    np.testing.assert_allclose(runs.value, [1.0, 3.0, 60.0])  # the last is a median
+    assert runs.shared.tolist() == [True, True, False]
+    assert runs.sizes.values.tolist() == [400, 204, 11]
+
+
+@pytest.mark.parametrize("least", [2, 10])
+def test_every_count_its_difference_and_complement_is_of_enough_values_and_donors(least):
+    """F5, G7: whatever intervals are counted, by whomever, they hold none or enough of the site's values."""
+    rng = np.random.default_rng(0)
+    x, donor = rng.lognormal(0, 1, 3000), rng.integers(0, 6, 3000)
+    params = dataclasses.replace(lognormal(least=least).params, min_donors=3)
+    runs = pooled_quantiles.Runs.of(params, [(x[:1000], donor[:1000]), (x[1000:], donor[1000:])], params.thresholds)
+    coarse = pooled_quantiles.count_coarse(params, runs)
+    fine = pooled_quantiles.count_fine(params, np.arange(1400, 1700), runs)
+    for part in (runs.sizes, coarse, fine):
+        assert part.cells >= least
+        assert part.donors >= 3
+    assert coarse.values.sum() == 3000
+    means = np.bincount(runs.code, runs.value[runs.code] * runs.rows.cells) / np.bincount(runs.code, runs.rows.cells)
+    moved, whose = means[runs.code], runs.rows.donor  # other values, with the same sizes and means of runs
+    again = pooled_quantiles.Runs(runs.rows, runs.code, means, runs.shared)
+    assert np.isin(moved[(runs.code > 0) & (runs.code < runs.code.max())], x).mean() < 0.01
+    assert len(whose) == len(moved)
+    np.testing.assert_array_equal(pooled_quantiles.count_fine(params, np.arange(1400, 1700), again).values, fine.values)
+    assert (old.count_fine(params, np.arange(1400, 1700), x) == 1).sum() > 2000  # most values alone in their interval
+
+
+def test_invented_values_do_not_turn_the_outer_edges_into_the_others_extremes():
+    """F5: the attacker invents nine values at each end, so that the tenth of all is the smallest of the others."""
+    rng = np.random.default_rng(3)
+    honest = rng.lognormal(0, 0.5, 500)
+    invented = np.concatenate([np.full(9, 1e-6), np.full(9, 1e6)])
+    np.testing.assert_array_equal(old.outer_edges([honest, invented], 10), [honest.min(), honest.max()])
+    params = Params(sites(2), HUB, 10, whole=False, least=10)
+    runs = pooled_quantiles.Runs.of(params, honest, params.thresholds)
+    x = np.linspace(runs.value[0] / 2, 2 * runs.value[-1], 100_001)
+    total = np.concatenate([[0], np.cumsum(runs.counts(x, whole=False).values)]) + 9  # those invented below, and these
+    new = x[np.searchsorted(total, 10)], x[np.searchsorted(total, 9 + len(honest))]
+    first, last = runs.value[:2], runs.value[-2:]
+    np.testing.assert_allclose(new[0], first[0] - (first[1] - first[0]) / 2, rtol=0.2)  # by means of runs alone
+    np.testing.assert_allclose(new[1], last[1] + (last[1] - last[0]) / 2, rtol=0.02)
+    assert abs(new[1] - honest.max()) > 0.02
 
 
 def test_values_in_pieces_give_the_same_as_all_at_once():
@@ -94,29 +147,14 @@ def test_values_in_pieces_give_the_same_as_all_at_once():
 def test_a_table_of_how_often_values_occur_gives_the_same_sums_and_edges(draw):
     plain = draw(B=20, least=3)
     tables = {u: (distinct(x),) for u, (x,) in plain.inputs.items()}
-    chosen = np.arange(1536, 1836, 3)
     for u, (x,) in plain.inputs.items():
-        of_all, of_table = (pooled_quantiles.count_coarse(plain.params, v) for v in (x, *tables[u]))
-        np.testing.assert_array_equal(of_all, of_table)
-        of_all, of_table = (pooled_quantiles.count_fine(plain.params, chosen, v) for v in (x, *tables[u]))
-        np.testing.assert_array_equal(of_all, of_table)
-        assert of_all.sum() > 0
+        one, other = (pooled_quantiles.Runs.of(plain.params, v, plain.params.thresholds) for v in (x, *tables[u]))
+        np.testing.assert_allclose(one.value, other.value)
+        np.testing.assert_array_equal(one.sizes.values, other.sizes.values)
     counted = Case(plain.params, tables)
     one, other = (values(run_protocol(pooled_quantiles, c)) for c in (plain, counted))
     np.testing.assert_array_equal(one[HUB], other[HUB])
     check_ideal(pooled_quantiles, [counted], agree=exactly if plain.params.whole else nearly)
-
-
-def test_a_table_is_taken_as_it_is_also_where_values_were_held_to_a_range_and_repeat():
-    table = Table(np.array([1.0, 2.0, 2.0, 9.0]), np.array([5, 1, 2, 3]))
-    (found,) = pooled_quantiles.counted(table)
-    assert found is table
-    (spelled,) = pooled_quantiles.pieces(table)
-    assert spelled.tolist() == [1] * 5 + [2] * 3 + [9] * 3
-    params = poisson().params
-    for v in (table, spelled):
-        total = pooled_quantiles.count_coarse(params, v)
-        assert total[total > 0].tolist() == [5, 3, 3]
 
 
 def test_vectors():
@@ -211,7 +249,6 @@ def test_too_many_gone_is_a_named_abort():
         [[1, 2], [1], [3]],
         [[2**18], [1] * 5, [2**17 + 1]],
         [[1] * 1000, [1] * 1000, [7]],  # heavy ties
-        [[5], [], [3, 3, 3, 3]],  # a site without values
         [list(range(1, 100)), [2**k for k in range(18)], [2**k - 1 for k in range(1, 19)]],  # ends of cells
     ],
 )
@@ -243,14 +280,18 @@ def test_values_out_of_range_are_refused_before_anything_is_sent(value, counted)
 
 
 def test_fewer_values_than_edges_is_a_named_abort():
-    for options in ({"B": 10}, {"B": 2, "least": 3}):
-        run = run_protocol(pooled_quantiles, case([[1, 2], [3], [4]], whole=True, **options))
-        assert {e.code for e in run.errors.values()} == {"too-few-values"}
+    run = run_protocol(pooled_quantiles, case([[1, 2], [3], [4]], whole=True, B=10))
+    assert {e.code for e in run.errors.values()} == {"too-few-values"}
+
+
+def test_a_site_with_too_few_values_is_refused_before_anything_is_sent():
+    run = run_protocol(pooled_quantiles, case([[1, 2], [3] * 9, [4] * 9], whole=True, B=2, least=3), timeout=1.0)
+    assert "fewer than min_cells = 3" in str(run.errors["site-0"])
 
 
 @pytest.mark.parametrize("x", [[3, 1, 3, 70_000], [3, 1, 3, 9], [0.5, 3, 3], [], [65_535, 65_536]])
 def test_distinct_values_and_how_often_they_occur(x):
-    ((found, times),) = pooled_quantiles.counted(np.array(x, dtype=np.float64))
+    found, times = distinct(np.array(x, dtype=np.float64))
     wanted, often = np.unique(x, return_counts=True)
     np.testing.assert_array_equal(found, wanted)
     np.testing.assert_array_equal(times, often)
@@ -262,7 +303,7 @@ def test_counting_agrees_with_numpy():
         ends = np.unique(rng.integers(1, 50, 12)).astype(float)
         x = np.sort(rng.integers(1, 50, 300)).astype(float)
         inside = x[(x >= ends[0]) & (x < ends[-1])]
-        np.testing.assert_array_equal(count(ends, x), np.histogram(inside, ends)[0])
+        np.testing.assert_array_equal(old.count(ends, x), np.histogram(inside, ends)[0])
 
 
 @pytest.mark.parametrize("options", [{"n_quantiles": 1}, {"cells": 0}, {"parts": 0}, {"least": 0}])

@@ -205,10 +205,10 @@ def test_no_gene_in_common_is_a_named_abort():
 
 
 @pytest.mark.parametrize(
-    ("code", "rows", "genes"), [("too-few-cells", 1, 40), ("too-few-genes", 70, 4)], ids=["cells", "genes"]
+    ("code", "rows", "genes"), [("too-few-cells", 3, 40), ("too-few-genes", 70, 4)], ids=["cells", "genes"]
 )
 def test_fewer_cells_or_genes_than_components_are_a_named_abort(code, rows, genes):
-    c = case(sparse=False, n_components=5, min_cells=1)
+    c = case(sparse=False, n_components=20 if code == "too-few-cells" else 5, min_cells=1, min_expressing=2)
     kept = tuple(f"G{i:03d}" for i in range(10, 10 + genes))
     few = {u: (Cells(kept, m.x[:rows, [m.names.index(g) for g in kept]] + 1.0),) for u, (m,) in c.inputs.items()}
     run = run_protocol(shared_pca, Case(c.params, few), timeout=2.0)

@@ -20,7 +20,7 @@ from cloister.runtime.provision import provision
 
 PARTIES = {"hub": "coordinator", "a": "site", "b": "site", "c": "site"}
 STUDY = Study("bins", "bin-values", PARTIES, network={"host": "localhost", "port": 18780})
-NOISE = {"dp_noise": 4.0, "score_every": 0, "patience": 0, "weighting": "plain"}
+NOISE = {"dp_noise": 4.0}
 NOISY = dataclasses.replace(STUDY, workflow="fine-tune", parameters=NOISE)
 TWO = dataclasses.replace(STUDY, workflow="", steps=(Step("bin-values"), Step("shared-pca")))
 
@@ -144,6 +144,10 @@ def test_query_cells_count_by_identity_key_over_all_studies(tmp_path):
     with pytest.raises(RefusedError, match="labels 20000 cells for one querier .* used 18000 and asks for 3714 more"):
         mine.charge_queries(key, 3_714, "fourth")
     mine.charge_queries(other, 20_000, "basel")
+    with pytest.raises(RefusedError, match="-5 cells; expected 0 or more"):
+        mine.charge_queries(key, -5, "lugano")
+    with pytest.raises(RefusedError, match="'third' used 6000 and asks for 15000"):
+        mine.charge_queries(b"n" * 32, 15_000, "third")  # a new key of a known party
     mine.charge("matrix", STUDY, cost_of(STUDY))  # both live in one file
     assert (mine.queried(key), mine.queried(other)) == (18_000, 20_000)
 

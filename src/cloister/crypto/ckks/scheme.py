@@ -133,12 +133,23 @@ class Context:
             whole = round(Fraction(values) * Fraction(scale))
             rows = [np.full(self.params.degree, whole % q, np.uint64) for q in self.primes[:k]]
             return Plain(np.stack(rows), scale)
-        coefficients = slots.to_plain_coefficients(values, self.params.degree, scale)
-        return Plain(self.ring.forward(self.bases.of_doubles(coefficients, k)), scale)
+        shift = _shift_of(scale)
+        coefficients = slots.to_plain_coefficients(values, self.params.degree, math.ldexp(scale, -shift))
+        return Plain(self._shifted(self.ring.forward(self.bases.of_doubles(coefficients, k)), shift), scale)
 
     def exact_residues(self, values: F64, k: int, scale: float) -> Residues:
         """The plaintext polynomial of values on the grid of 2^-GRID, in integers: the same on every machine."""
-        return slots.encode_exact(self.ring, np.rint(np.ldexp(values, GRID)).astype(np.int64), scale / 2.0**GRID, k)
+        shift, whole = _shift_of(scale), np.rint(np.ldexp(values, GRID)).astype(np.int64)
+        return self._shifted(slots.encode_exact(self.ring, whole, math.ldexp(scale, -shift - GRID), k), shift)
+
+    def _shifted(self, rows: Residues, bits: int) -> Residues:
+        """Times 2^bits."""
+        if bits == 0:
+            return rows
+        out = np.zeros_like(rows)
+        for row in range(len(rows)):
+            self.ring.add_multiple(out, rows, 1 << bits, row)
+        return out
 
     def add_exact(self, ct: Cipher, values: F64) -> Cipher:
         """Add a vector on that grid."""
@@ -157,15 +168,16 @@ class Context:
     def encrypt(self, key: PublicKey, values: F64, k: int, scale: float, entropy: Entropy) -> Cipher:
         """(b·u + e0 + m, a·u + e1) at k primes, u ternary."""
         check_entropy(entropy)
-        polys = self._zero(key, k, entropy.prg())
+        polys = self.encrypted_zero(key, k, entropy.prg())
         self.ring.add(polys[0], self.encode(values, k, scale).residues)
         return self.cipher(polys, scale)
 
-    def encrypt_public(self, key: PublicKey, values: F64, k: int, scale: float) -> Cipher:
-        """(b + m, a): values that everybody knows, in a ciphertext that everybody makes alike. It hides nothing."""
-        polys = np.stack([key.b[:k], key.a[:k]])
-        self.ring.add(polys[0], self.exact_residues(values, k, scale))
-        return self.cipher(polys, scale)
+    def encrypt_public(self, values: F64, k: int, scale: float) -> Cipher:
+        """(m, 0): values that everybody knows, in a ciphertext that everybody makes alike. It hides nothing.
+
+        It has no noise either: with (b + m, a), whoever knows m would read equations in the key from what is opened.
+        """
+        return self.cipher(np.stack([self.exact_residues(values, k, scale), self.ring.zeros(k)]), scale)
 
     def rerandomise(self, key: PublicKey, ct: Cipher, entropy: Entropy) -> Cipher:
         """The same slots plus a fresh encryption of zero: what went into `ct` no longer shows in its polynomials.
@@ -174,10 +186,11 @@ class Context:
         these until the same ciphertext comes out.
         """
         check_entropy(entropy)
-        zero = self._zero(key, ct.primes, entropy.prg())
+        zero = self.encrypted_zero(key, ct.primes, entropy.prg())
         return self.add(ct, self.cipher(zero, ct.scale))
 
-    def _zero(self, key: PublicKey, k: int, prg: Prg) -> U64:
+    def encrypted_zero(self, key: PublicKey, k: int, prg: Prg) -> U64:
+        """Polynomials of an encryption of zero at k primes, from that stream."""
         r = self.ring
         u = r.forward(r.of_small(prg.ternary(self.params.degree), k))
         c0, c1 = r.error(prg, k), r.error(prg, k)
@@ -331,6 +344,11 @@ class Context:
         if steps == 0:
             return 2 * self.params.degree - 1
         return pow(3, steps % self.params.slots, 2 * self.params.degree)
+
+
+def _shift_of(scale: float) -> int:
+    """By how many bits a plaintext of that scale is shifted after encoding: encoders hold coefficients of 2^192."""
+    return 96 if scale > 2.0**150 else 0
 
 
 _HELD: weakref.WeakValueDictionary[bytes, SwitchingKey] = weakref.WeakValueDictionary()

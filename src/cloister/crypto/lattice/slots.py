@@ -39,23 +39,25 @@ _WEIGHT_BITS = 10  # weights of a map lie below 2^this
 class SlotMap:
     """Output slot s is Σ_e weight[e] · input[source[e]] over the entries e of row place[s]; zero where place is -1.
 
-    Inputs of several ciphertexts count on: slot s of the c-th is source c · S + s.
+    Inputs of several ciphertexts count on: slot s of the c-th is source c · S + s. A *real* map drops the imaginary
+    part of every output, which is linear over the reals.
     """
 
     start: I64  # (rows + 1,)
     source: I64  # (entries,)
     weight: F64  # (entries,)
     place: I64  # (S,)
+    real: bool = False
 
     @functools.cached_property
     def digest(self) -> bytes:
-        h = hashlib.sha256()
+        h = hashlib.sha256(b"real" if self.real else b"")
         for a in (self.start, self.source, self.weight, self.place):
             h.update(np.ascontiguousarray(a).tobytes())
         return h.digest()
 
     def scaled(self, factor: float) -> SlotMap:
-        return SlotMap(self.start, self.source, self.weight * factor, self.place)
+        return SlotMap(self.start, self.source, self.weight * factor, self.place, self.real)
 
     def apply(self, z: Slots, ratio: F64) -> Slots:
         """The map on slots of several ciphertexts, those of the c-th times ratio[c]."""
@@ -67,16 +69,21 @@ class SlotMap:
         fixed.rows(self.start, self.source, factor, sign, _WEIGHT_BITS, z, rows)
         out = rows[np.maximum(self.place, 0)]
         out[self.place < 0] = 0
+        if self.real:
+            out[:, 1] = 0
         return out
 
     def apply_plain(self, z: C128 | F64) -> C128 | F64:
         """The same in ordinary numbers."""
         entries = self.weight * z[self.source]
         rows = np.array([entries[a:b].sum() for a, b in zip(self.start, self.start[1:], strict=False)])
+        rows = rows.real if self.real else rows
         return np.where(self.place >= 0, rows[np.maximum(self.place, 0)], 0.0)
 
 
-def make_map(rows: Sequence[tuple[npt.ArrayLike, npt.ArrayLike, npt.ArrayLike]], slots: int) -> SlotMap:
+def make_map(
+    rows: Sequence[tuple[npt.ArrayLike, npt.ArrayLike, npt.ArrayLike]], slots: int, *, real: bool = False
+) -> SlotMap:
     """Collect (targets, sources, weights): the sum over the sources goes to every target."""
     place = np.full(slots, -1, np.int64)
     start, source, weight = [0], [], []
@@ -95,7 +102,32 @@ def make_map(rows: Sequence[tuple[npt.ArrayLike, npt.ArrayLike, npt.ArrayLike]],
         np.concatenate(source or empty).astype(np.int64),
         np.concatenate(weight or empty).astype(np.float64),
         place,
+        real,
     )
+
+
+def random_in_kernel(m: SlotMap, part: int) -> SlotMap:
+    """The map that turns any slots into slots of the part-th input that `m` sends to zero.
+
+    `m` reads a slot in one row at most, and all slots of a row with the same weight: sums. One slot of every sum
+    becomes minus the others, and all slots that `m` does not read stay.
+    """
+    S = len(m.place)
+    replaced: dict[int, I64] = {}
+    for a, b in zip(m.start, m.start[1:], strict=False):
+        sources = m.source[a:b] - part * S
+        mine = sources[(sources >= 0) & (sources < S)]
+        if len(mine) and (len(mine) != b - a or np.ptp(m.weight[a:b]) > 0):
+            raise ParameterError("this slot map is not made of sums within one ciphertext")
+        if len(mine):
+            replaced[int(mine[-1])] = mine[:-1]
+    read = [np.array([s]) if s not in replaced else replaced[s] for s in range(S)]
+    used = {s - part * S for s in m.source.tolist()} & set(range(S))
+    if sum(map(len, replaced.values())) + len(replaced) != len(used):
+        raise ParameterError("this slot map reads a slot in more than one sum")
+    signs = [np.full(len(r), -1.0 if s in replaced else 1.0) for s, r in enumerate(read)]
+    start = np.concatenate([[0], np.cumsum([len(r) for r in read])]).astype(np.int64)
+    return SlotMap(start, np.concatenate(read).astype(np.int64), np.concatenate(signs), np.arange(S))
 
 
 def identity_map(slots: int) -> SlotMap:

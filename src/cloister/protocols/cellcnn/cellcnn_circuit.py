@@ -32,7 +32,9 @@ from cloister.crypto.lattice.ring import SIGMA
 from cloister.crypto.lattice.slots import SlotMap, make_map
 from cloister.errors import ParameterError
 from cloister.models import cellcnn
-from cloister.protocols.cellcnn.cellcnn_ladder import PRODUCT, Ladder, chain
+from cloister.protocols.cellcnn.cellcnn_ladder import PRODUCT, QUERY, Ladder, chain
+from cloister.protocols.ckks import collective_range
+from cloister.study import Party
 
 VALUE_BITS = 6  # every slot that is refreshed stays below 64 in absolute value
 QUERY_BOUND = 56.0  # no entry of an encrypted query is larger, whatever the querier does (`oblivious_prediction`)
@@ -177,7 +179,7 @@ class Layout:
                 for j in range(self.config.markers)
                 for c in range(len(group))
             ]
-            maps.append(make_map(rows, self.ckks.slots))
+            maps.append(make_map(rows, self.ckks.slots, real=True))
         return maps
 
     def maps_of_update(self) -> list[SlotMap]:
@@ -201,13 +203,14 @@ class Layout:
         flat = [(at[n] + a * shape[1] + b, new[n, a, b]) for n, shape in names.items() for a, b in np.ndindex(shape)]
         for part in range(self.archives):
             rows = [(p - part * S, *entry) for p, entry in flat if part * S <= p < (part + 1) * S]
-            maps.append(make_map(rows, S))
+            maps.append(make_map(rows, S, real=True))
         k_all = np.arange(self.O)
-        maps.append(make_map([(self.at(j, k_all, i), *new["W", j, i]) for j in range(m) for i in range(h)], S))
+        rows = [(self.at(j, k_all, i), *new["W", j, i]) for j in range(m) for i in range(h)]
+        maps.append(make_map(rows, S, real=True))
         for group in self.groups:
             j_all = np.arange(m)
             rows = [(self.at(j_all, k, i), *new["V", i, c]) for k, c in enumerate(group) for i in range(h)]
-            maps.append(make_map(rows, S))
+            maps.append(make_map(rows, S, real=True))
         return maps
 
     def _momentum(
@@ -225,26 +228,50 @@ class Layout:
         new[f"v{name}", *key] = np.array([v, *sources]), np.array([mu, *eta])
         new[name, *key] = np.array([w, v, *sources]), np.array([1.0, -mu, *-eta])
 
+    # ---- what is opened: W and V, which the archive begins with, and no momentum -------------------------------------
+
+    @property
+    def weights(self) -> int:
+        """Entries of W and V."""
+        return self.numbers // 2
+
+    @property
+    def openings(self) -> int:
+        """Ciphertexts of the archive that hold W and V."""
+        return -(-self.weights // self.ckks.slots)
+
     @property
     def copies(self) -> int:
         """How often each number stands in the ciphertext that is opened: their mean undoes part of the flooding."""
-        return max(1, self.ckks.slots // self.numbers)
+        return max(1, self.ckks.slots // self.weights)
 
     def maps_of_opening(self) -> list[SlotMap]:
         S = self.ckks.slots
         maps = []
-        for part in range(self.archives):
-            count = min(S, self.numbers - part * S)
+        for part in range(self.openings):
+            count = min(S, self.weights - part * S)
             rows = [(p + count * np.arange(self.copies), part * S + p, 1.0) for p in range(count)]
-            maps.append(make_map(rows, S))
+            maps.append(make_map(rows, S, real=True))
         return maps
 
     def mean_of_copies(self, opened: Sequence[F64]) -> F64:
+        """W and V, flat."""
         flat = []
         for part, x in enumerate(opened):
-            count = min(self.ckks.slots, self.numbers - part * self.ckks.slots)
+            count = min(self.ckks.slots, self.weights - part * self.ckks.slots)
             flat.append(x[: count * self.copies].reshape(self.copies, count).mean(axis=0))
         return np.concatenate(flat)
+
+    def opened_weights(self, flat: F64) -> cellcnn.Weights:
+        """From W and V alone: momenta are never opened, and zero here."""
+        return self.unarchive(np.concatenate([flat, np.zeros(self.numbers - self.weights)]))
+
+    def functionals(self, openings: int) -> int:
+        """Real linear functionals of earlier ciphertexts that all openings under one key depend on, at most.
+
+        W and V, their norm, M, and one validation error for every other opening: see docs/security/threshold_ckks.md.
+        """
+        return self.weights + 1 + self.config.markers * self.config.classes + openings
 
     # ---- noise -------------------------------------------------------------------------------------------------------
 
@@ -272,10 +299,41 @@ class Layout:
     def query_noise(self) -> float:
         """The same for the logits of a query: [M]·[X] added over markers, |X| below `QUERY_BOUND`.
 
-        The model of a prediction is sealed (`encrypted_training`): it carries the noise of one refresh alone.
+        The model of a prediction is sealed (`encrypted_training`): it carries the noise of one refresh alone. Its
+        coefficients are not assumed to be small: they passed `collective_range`, whose tolerance is what the noise of
+        [X], of two maskers, is multiplied by.
         """
         fresh = 3 * SIGMA * math.sqrt(self.parties)
-        return math.sqrt(self.J) * math.hypot(QUERY_BOUND * fresh, 2 * ckks.rounding_noise(self.ckks, self.parties))
+        largest = self.model_range().tolerance * math.sqrt(self.ckks.degree)  # Euclidean, of one [M]
+        masks = math.sqrt(2) * ckks.encryption_noise(self.ckks, self.parties)
+        scale = 2.0 ** sum(self.ckks.bits[self.ckks.base : self.ckks.base + QUERY])
+        amplified = largest * masks * math.sqrt(self.J) / scale  # coherent over markers
+        key = self.key_tolerance * math.sqrt(self.ckks.degree)  # of a product, unless 2^-20 happened
+        switching = key * 2.0**collective_range.FACTOR_BITS * math.sqrt(self.J) / scale
+        rounding = 2 * ckks.rounding_noise(self.ckks, self.parties)
+        return math.sqrt(self.J) * math.hypot(QUERY_BOUND * fresh, rounding, amplified, switching)
+
+    def model_range(self, who: tuple[tuple[Party, ...], Party] | None = None) -> collective_range.Params:
+        """The range check of `encrypted_training.range_ciphers`, by parties; without any, for its tolerance."""
+        holders, aggregator = who or (tuple(Party(f"site-{i}") for i in range(self.parties)), Party("aggregator"))
+        P, count = self.ckks, len(self.groups) + 4
+        return collective_range.Params(holders, aggregator, P, self.ladder.query, count, P.scale, self.value_bits)
+
+    @property
+    def key_shift(self) -> int:
+        """By how many bits ciphertexts of zero are shifted for their range check: to the size of [M] at most."""
+        noise = ckks.encryption_noise(self.ckks, self.parties) ** 2 * self.ckks.degree  # Euclidean, of a product
+        return max(0, self.ckks.scale_bits + self.value_bits - math.ceil(math.log2(noise)) - 2)
+
+    @property
+    def key_tolerance(self) -> float:
+        """The largest coefficient of the public key's noise, and of a product of zeros, that may pass."""
+        return self.model_range().tolerance / 2.0**self.key_shift
+
+    @property
+    def value_bits(self) -> int:
+        """Slots of refreshed ciphertexts lie below 2^this."""
+        return VALUE_BITS if self.ckks.scale_bits > 68 else 3
 
     @property
     def opening_error(self) -> float:

@@ -29,6 +29,7 @@ from cloister.models import cellcnn
 
 SPENT = {6: (2, 1, 2), 7: (2, 2, 2)}  # by the number of level primes, one of them for x·M
 PRODUCT = 2  # primes that a product at the aggregator spends
+QUERY = 4  # primes that the product of an encrypted query spends
 LARGEST_U, LARGEST_X = 8.0, 4.0  # for which the noise of Z is bounded
 
 
@@ -59,6 +60,15 @@ class Ladder:
     def one(self) -> int:
         """Primes of what the aggregator multiplies."""
         return self.ckks.base + PRODUCT
+
+    @property
+    def query(self) -> int:
+        """Primes of an encrypted query.
+
+        Its scale is so large that its own noise vanishes in the product with a model whose coefficients are only known
+        to lie within the tolerance of `collective_range`, far beyond what an honest training makes.
+        """
+        return self.ckks.base + QUERY
 
     @property
     def quintic(self) -> tuple[float, float, float]:

@@ -10,7 +10,8 @@ the auditor: it does S's work again, from what S hands it, and vouches for it to
 
 and per step, [·] encrypted under the collective key, slots and maps as in `cellcnn_circuit`:
 
-    L3  i → S   [Z_i] = [XᵀE] + [0]         from [M], a batch X and its labels, in the clear at i only; [0] is fresh
+    L3  i → S   [Z_i] = [XᵀE + K_i] + [0]   from [M], a batch X and its labels, in the clear at i only; [0] is fresh,
+                                            K_i random with sum zero over the samples of the batch
     L4  S → v   Σ [Z_i]
         all     refresh (Σ [Z_i]) → [Z], summed over samples and averaged
         S, v    [Z ⊙ W], [Z ⊙ V]
@@ -21,25 +22,31 @@ and per step, [·] encrypted under the collective key, slots and maps as in `cel
         i       `collective_audit` of the sums, the refreshes and [M'], before anybody uses it
         all     every `validate_every` steps: `encrypted_validation` → one number to all
 
-and at the end, only if all agreed to open the model:
+and at the end:
 
-        all     the norm of W and V is opened, and no more if it is beyond 64 (`training_opening`)
-        all     refresh ([A]) → every weight several times; `threshold_decrypt` → all sites and S
+        all     `collective_range` of [M'], public and relinearisation key, before what depends on them is opened
+        all     only if all agreed to open the model: the norm of W and V is opened, and no more if it is beyond 64
+        all     refresh ([A]) → W and V, several times; `threshold_decrypt` → all sites and S (`training_opening`)
 
 Reveals
 -------
 aggregator, holder : nothing about data, labels, gradients or the model beyond `Params`; and if `open_model`: the final
-    weights and momenta, to the precision that the flooding leaves; and if `validate_every`: the squared error on all
-    sites' held-out inputs together, after so many steps each. n - 1 sites with the aggregator learn no more.
-lying aggregator : no more: every share it gets is masked uniformly, whatever it asks for (`collective_refresh`), and
-    what it hands out is audited before it is used or opened.
-one lying site : no more. It can steer the model, as it could by its data.
-A training that diverges shows nothing either but that it did: before the start where a site's own data would diverge
-    (it stops then, and the others see who); in one number where validation or the norm are opened, and no weight is.
+    weights W and V, not their momenta, to the precision that the flooding leaves; and if `validate_every`: the squared
+    error on all sites' held-out inputs together, after so many steps each. n - 1 sites with the aggregator learn no
+    more.
+malicious aggregator : no more: every share it gets is masked uniformly, whatever it requests (`collective_refresh`),
+    and what it hands out is audited before it is used or opened.
+one malicious site : it can steer the model in every step, by its gradient and by its shares of every refresh. What is
+    opened then depends on the sums over whole batches of the other sites at weights of its choice, with two sites on
+    those of one site. The noise of at most `Layout.functionals` combinations of earlier ciphertexts may show in what
+    is opened: a few hundred equations in a key of 32,768 unknowns. See docs/security/encrypted_training.md.
+A training that diverges shows that it did: before the start where a site's own data would diverge (it stops then, and
+    the others see who); at the end in the two numbers of `collective_range`; and in one number where validation or the
+    norm are opened, and no weight is.
 
 Assumes
 -------
-Any one party may lie. An aggregator together with a site that lies for it is not caught; if both only share what they
+Any one party may deviate. An aggregator together with a site that deviates is not caught; if both only share what they
 see, they learn nothing. All n sites stay to the end (a site that is lost ends the run by name; the run goes on
 from its checkpoint, if one was kept). Weights, gradients and logits stay below 2^6, else results are wrong: a site
 whose own data diverge in the clear refuses to begin, and weights whose norm is beyond 64 are not opened.
@@ -56,7 +63,7 @@ References
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -71,18 +78,19 @@ from cloister.net import wire
 from cloister.net.channel import Channel
 from cloister.net.wire import message
 from cloister.protocols.cellcnn import encrypted_validation
-from cloister.protocols.cellcnn.cellcnn_circuit import VALUE_BITS, Layout
+from cloister.protocols.cellcnn.cellcnn_circuit import Layout
 from cloister.protocols.cellcnn.key_store import KeyStore
-from cloister.protocols.cellcnn.training_keys import Keys, key_costs, load_keys, make_keys
+from cloister.protocols.cellcnn.training_keys import Keys, key_costs, load_keys, make_keys, relinearised_zero
 from cloister.protocols.cellcnn.training_opening import norm_params, open_at_aggregator, open_at_site, part_params
 from cloister.protocols.cellcnn.training_refreshes import STAGES, refreshes
 from cloister.protocols.cellcnn.training_state import Losses, State, gradient_ciphers
-from cloister.protocols.ckks import collective_audit, collective_refresh, threshold_decrypt
+from cloister.protocols.ckks import collective_audit, collective_range, collective_refresh, threshold_decrypt
 from cloister.protocols.ckks.collective_audit import Book, Collective
 from cloister.protocols.ckks.collective_key import added, read
 from cloister.study import Party
 
 NAME = "encrypted_training"
+CHECKED = "checked"  # part of a stored state whose model passed its range check
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +109,9 @@ class Params(Collective):  # public
         if self.validate_every:
             self.validation  # noqa: B018 - raises where it does not fit
         masked = self.config.steps * (4 * len(L.groups) + L.archives + (1 if self.validate_every else 0))
-        opened = self.config.steps // self.validate_every if self.validate_every else 0
+        opened = 1 + (self.config.steps // self.validate_every if self.validate_every else 0)
         if self.open_model:
-            masked, opened = masked + 1 + len(L.groups) + L.archives, opened + 1 + L.archives
+            masked, opened = masked + 1 + len(L.groups) + L.openings, opened + 1 + L.openings
             norm_params(self)  # raises where it does not fit
         if masked > MASKED or opened > OPENINGS:
             raise ParameterError(
@@ -135,8 +143,9 @@ class Params(Collective):  # public
         return wire.digest(NAME, self.holders, self.aggregator, self.ckks, self.config)
 
     @property
-    def value_bits(self) -> int:
-        return VALUE_BITS if self.ckks.scale_bits > 68 else 3
+    def range(self) -> collective_range.Params:
+        """The check of [M] at the end."""
+        return self.layout.model_range((self.holders, self.aggregator))
 
 
 @message("L1")
@@ -178,6 +187,7 @@ class Trained:
     weights: cellcnn.Weights | None = None  # if opened
     losses: dict[int, float] = field(default_factory=dict)  # step → squared error on held-out inputs
     step: int = 0  # after which it ended
+    checked: bool = False  # whether [M] passed `collective_range`
 
 
 def ideal(params: Params, inputs: Mapping[Party, tuple[F64, F64]]) -> dict[Party, cellcnn.Weights | None]:
@@ -200,11 +210,11 @@ def cost(params: Params) -> dict[Party, tuple[int, int]]:
     step.append(dict.fromkeys(params.holders, (1, sums)))
     step.append({params.aggregator: (1 + n - 1, sums + (n - 1) * G * c.packed(P.top))})
     step.append(collective_audit.cost(params.audit, P.top))
-    parts += step * steps
+    parts += [*step * steps, collective_range.cost(params.range)]
     if params.open_model:
         parts += [collective_refresh.cost(todo[name].params) for name in ("norm", "opening")]
         parts.append(threshold_decrypt.cost(norm_params(params)))
-        parts += [threshold_decrypt.cost(part_params(params, a)) for a in range(L.archives)]
+        parts += [threshold_decrypt.cost(part_params(params, a)) for a in range(L.openings)]
     if params.validate_every:
         parts += [encrypted_validation.cost(params.validation)] * (steps // params.validate_every)
     return added(*parts)
@@ -214,7 +224,31 @@ def load_trained(params: Params, store: KeyStore, *, site: bool, stopped: int = 
     """An encrypted model from a party's folder, for prediction; `stopped` is the step of an early end."""
     step = stopped or params.config.steps
     state = store.get_state(ckks.context(params.ckks), params.tag, step)
-    return Trained(params, load_keys(params, store, site=site), state["model"], step=step)
+    keys = load_keys(params, store, site=site)
+    return Trained(params, keys, state["model"], step=step, checked=CHECKED in state)
+
+
+def range_ciphers(params: Params, keys: Keys, model: Sequence[ckks.Cipher]) -> list[ckks.Cipher]:
+    """What the range check covers: all that [X], [M]·[X] and its relinearisation multiply something secret by.
+
+    The public key is an encryption of zero, too: if it is not, its noise times the randomness of [X] is in the answer.
+    Honest plaintexts of both keys' ciphertexts are small. So they are checked as they are and shifted to the size of
+    [M]: the first bounds them below what the shift would wrap, the second to `Layout.key_tolerance`.
+    """
+    c, L = ckks.context(params.ckks), params.layout
+    zero = relinearised_zero(params.ckks, keys, model, L.ladder.query)
+    public = c.cipher(np.stack([keys.public.b, keys.public.a]), params.ckks.scale)
+    cts = [c.drop(ct, L.ladder.query) for ct in (*model, zero, public)]
+    return [*cts, c.shift(cts[-2], L.key_shift), c.shift(cts[-1], L.key_shift)]
+
+
+def check_model(trained: Trained) -> None:
+    """Raise unless [M] passed its range check: whatever depends on it may be opened only then."""
+    if not trained.checked:
+        raise DataError(
+            "this encrypted model did not pass a range check at this party: its training broke off, or is of a version"
+            " without the check, where one malicious site can recover the key from predictions. Train again"
+        )
 
 
 def read_ciphers(params: Params, got: Gradient | Summed, line: str, sender: Party) -> list[U64]:
@@ -253,7 +287,7 @@ async def holder(
             raise DataError("validation needs held-out inputs; hold some out, or agree on validate_every=0")
         encrypted_validation.check_samples(params.validation, *held)
     keys, step = await begin(ch, params, store, entropy)
-    site = Site(ch, params, keys, entropy, State.after(step, params, keys, store))
+    site = Site(ch, params, keys, entropy, State.after(step, params, store))
     losses = Losses(params, store, step)
 
     async def validate(step: int, *, resumed: bool = False) -> None:
@@ -271,7 +305,9 @@ async def holder(
         step += 1
         site.state.keep(step, params, store, model_only=not site.audits)
         await validate(step)
-    done = Trained(params, keys, site.state.model, losses=losses.found, step=step)
+    await site.check_range()
+    site.state.keep(step, params, store, model_only=not site.audits, checked=True)
+    done = Trained(params, keys, site.state.model, losses=losses.found, step=step, checked=True)
     if params.open_model:
         state = site.state if site.audits else None
         done.weights = await open_at_site(ch, params, keys, state, entropy=entropy, consent=consent)
@@ -281,7 +317,7 @@ async def holder(
 async def begin(ch: Channel, params: Params, store: KeyStore | None, entropy: Entropy) -> tuple[Keys, int]:
     """L1, L2: keys, and after which step to go on."""
     S = params.aggregator
-    steps = store.steps(params.tag) if store is not None and store.name else ()
+    steps = resumable(params, store)
     await ch.send(S, Ready(store.name if steps and store is not None else b"", steps))  # L1
     start = await ch.recv_broadcast(S, Start)  # L2
     if not start.resumed and start.step == 0:
@@ -289,6 +325,18 @@ async def begin(ch: Channel, params: Params, store: KeyStore | None, entropy: En
     if store is None or not start.resumed or start.step not in steps:
         raise ProtocolAbort(NAME, "L2", "checkpoint", "asked to go on from a checkpoint that this site does not have")
     return load_keys(params, store, site=True), start.step
+
+
+def resumable(params: Params, store: KeyStore | None) -> tuple[int, ...]:
+    """After which steps this party would go on.
+
+    Not before a state whose model passed its range check: weights of one training are opened under one key, and what
+    another last step would open would be more functionals of the same key's noise.
+    """
+    steps = store.steps(params.tag) if store is not None and store.name else ()
+    if steps and store is not None and CHECKED in store.get_state(ckks.context(params.ckks), params.tag, steps[0]):
+        return steps[:1]
+    return steps
 
 
 class Site:
@@ -302,7 +350,8 @@ class Site:
     async def train(self, t: int, X: F64, Y: F64) -> None:
         """One step: my gradient, three refreshes, the audit of all of it."""
         c, P, S, relin = self.c, self.params.ckks, self.params.aggregator, self.keys.relin
-        mine = gradient_ciphers(c, self.params.layout, self.state.model, X, Y, self.keys, self.entropy)
+        L, to = self.params.layout, self.todo["gradient"]
+        mine = gradient_ciphers(c, L, self.state.model, X, Y, self.keys, to, self.entropy)
         c0, c1 = (tuple(c.pack(raw[part]) for raw in mine) for part in (0, 1))
         await self.ch.send(S, Gradient(c0, c1))  # L3
         self.book.sent(*(p for raw in mine for p in raw))
@@ -331,6 +380,14 @@ class Site:
         )
         return outputs or []
 
+    async def check_range(self) -> None:
+        """After the last step: [M] is in range, before anything that depends on it is opened."""
+        self.keys.spend(1)
+        second = [ct.polys[1] for ct in range_ciphers(self.params, self.keys, self.state.model)]
+        await collective_range.holder(
+            self.ch.sub("range"), self.params.range, self.keys.share, self.keys.public, second, entropy=self.entropy
+        )
+
     def new_model(self, ch: Channel, c0_parts: tuple[bytes, ...]) -> list[ckks.Cipher]:
         c, P, S, r = self.c, self.params.ckks, self.params.aggregator, self.todo["product"].params
         if len(c0_parts) != len(self.params.layout.groups):
@@ -344,7 +401,7 @@ async def aggregator(ch: Channel, params: Params, store: KeyStore | None = None,
     """S's part."""
     c, todo = ckks.context(params.ckks), refreshes(params)
     keys, step = await begin_all(ch, params, store, entropy)
-    state, losses = State.after(step, params, keys, store), Losses(params, store, step)
+    state, losses = State.after(step, params, store), Losses(params, store, step)
 
     async def refresh(label: str, name: str, cts: list[ckks.Cipher]) -> list[ckks.Cipher]:
         return await collective_refresh.aggregator(ch.sub(label), todo[name].params, cts, todo[name].maps)
@@ -365,7 +422,10 @@ async def aggregator(ch: Channel, params: Params, store: KeyStore | None = None,
         step += 1
         state.keep(step, params, store)
         await validate(step)
-    done = Trained(params, keys, state.model, losses=losses.found, step=step)
+    cts = range_ciphers(params, keys, state.model)
+    await collective_range.aggregator(ch.sub("range"), params.range, keys.public, cts)
+    state.keep(step, params, store, checked=True)
+    done = Trained(params, keys, state.model, losses=losses.found, step=step, checked=True)
     if params.open_model:
         done.weights = await open_at_aggregator(ch, params, keys, state)
     return done
@@ -374,7 +434,7 @@ async def aggregator(ch: Channel, params: Params, store: KeyStore | None = None,
 async def begin_all(ch: Channel, params: Params, store: KeyStore | None, entropy: Entropy) -> tuple[Keys, int]:
     """L1, L2 at S: go on from the last step that everyone has, if all hold the same keys."""
     ready = (await ch.gather(params.holders, Ready)).values()  # L1
-    common = set(store.steps(params.tag)) if store is not None and store.name else set()
+    common = set(resumable(params, store))
     if store is not None and {r.keys for r in ready} == {store.name}:
         for r in ready:
             common &= set(r.steps)

@@ -3,7 +3,8 @@
 Whether a class is right is no polynomial; the squared error of the fitted sigmoid is. With S' = (σ(U) - Y) / a3, slots
 and scales as in `cellcnn_circuit` and `cellcnn_ladder`:
 
-    L1  i → S   [S'²] = [(U³ + (a1/a3)·U + (a0 - Y)/a3)²] + [0]   from [M], held-out inputs X and labels Y; [0] is fresh
+    L1  i → S   [S'² + K_i] + [0],  S' = U³ + (a1/a3)·U + (a0 - Y)/a3     from [M], held-out inputs X and labels Y;
+                                    [0] is fresh, K_i random with sum zero over inputs and classes
     L2  S → v   Σ_i [S'²]
         all     refresh (Σ_i [S'²]) → [loss], a3² times the mean over sites, inputs and classes, at every slot
         i       `collective_audit` of the sum and the refresh
@@ -11,8 +12,10 @@ and scales as in `cellcnn_circuit` and `cellcnn_ladder`:
 
 Reveals
 -------
-aggregator, holder : the mean squared error over all sites' held-out inputs, to about four digits. Nothing of any single
-    site's error, of the model or of the inputs; n - 1 sites with the aggregator learn no more.
+aggregator, holder : the mean squared error over all sites' held-out inputs, to about four digits. With two sites, each
+    learns the other's mean. n - 1 sites with the aggregator learn no more.
+one malicious site : the same at a model that it has steered (`encrypted_training`): one number per validation, which
+    depends on the sum over all held-out inputs of each other site, never on a single input.
 
 Assumes
 -------
@@ -37,7 +40,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cloister.arrays import F64
+from cloister.arrays import F64, U64
 from cloister.crypto.ckks import scheme as ckks
 from cloister.crypto.entropy import Entropy
 from cloister.crypto.lattice.slots import SlotMap, make_map
@@ -173,7 +176,7 @@ def refresh(params: Params) -> tuple[collective_refresh.Params, list[SlotMap]]:
     _, _, a3 = cellcnn.sigmoid_fit(params.config.interval)
     at = [L.at(0, k, i) for k in range(params.config.classes) for i in range(params.samples)]
     row = (np.arange(P.slots), np.array(at), a3 * a3 / (len(at) * n))
-    maps = [make_map([row], P.slots)]
+    maps = [make_map([row], P.slots, real=True)]
     digests = tuple(m.digest for m in maps)
     value_bits = math.ceil(math.log2(n * params.bounds[0] ** 2))
     who = (params.holders, params.aggregator, P)
@@ -200,6 +203,14 @@ def squares(params: Params, M: ckks.Cipher, X: F64, Y: F64, keys: Keys) -> ckks.
     table[:, : Y.shape[1], : len(Y)] = ((a0 - Y) / a3).T[None]
     S = c.rescale(c.add_plain(c.add(cubic, linear), L.spread(table)), CUBED)
     return c.square(S, keys.relin, params.squared)
+
+
+def masked_squares(params: Params, M: ckks.Cipher, X: F64, Y: F64, keys: Keys, entropy: Entropy) -> U64:
+    """[S'² + K] + [0]: K is random with sum zero over inputs and classes, so that others hold the sum alone."""
+    c, (p, maps) = ckks.context(params.ckks), refresh(params)
+    raw, _ = c.raw(c.rerandomise(keys.public, squares(params, M, X, Y, keys), entropy))
+    c.ring.add(raw[0], collective_refresh.kernel_mask(p, maps, 0, entropy))
+    return raw
 
 
 def check_samples(params: Params, X: F64, Y: F64) -> None:
@@ -239,10 +250,10 @@ async def holder(
     check_samples(params, X, Y)
     keys.spend(1)
     c, S, book, sub = ckks.context(params.ckks), params.aggregator, Book(), ch.sub("refresh")
-    raw, _ = c.raw(c.rerandomise(keys.public, squares(params, model, X, Y, keys), entropy))
+    p, maps = refresh(params)
+    raw = masked_squares(params, model, X, Y, keys, entropy)
     await ch.send(S, Squares(c.pack(raw[0]), c.pack(raw[1])))  # L1
     book.sent(*raw)
-    p, maps = refresh(params)
     cts = None
     if ch.me == p.auditor:
         got = await ch.recv(S, Summed)  # L2

@@ -34,9 +34,11 @@ aggregator, holder : `donors`, the agreed number. Not the samples, not the answe
 Assumes
 -------
 As `encrypted_training`, whose keys, auditor and [M] it uses. Any one party may lie. Whatever the querier says at L2,
-[X] is an encryption that others made, of numbers below 56. A masker or a site that lies shifts the querier's answer,
-and learns nothing; logits beyond ±64 are refused. Evaluation is deterministic, so all sites get the same [U], and an
-outsider notices a site that says something else.
+[X] is an encryption that others made, of numbers below 56. [M] passed `collective_range` at every holder that answers;
+the scale of [X] is so large that its noise stays below the flood for every [M] that may pass. A masker or a site that
+lies shifts the querier's answer, and learns nothing: logits beyond ±64 are clipped, so the querier goes on whatever
+they are. Evaluation is deterministic, so all sites get the same [U], and an outsider notices a site that says something
+else.
 
 Cost
 ----
@@ -68,8 +70,8 @@ from cloister.models import cellcnn
 from cloister.net.channel import Channel
 from cloister.net.wire import message
 from cloister.protocols.cellcnn.cellcnn_circuit import Layout, add_over_markers
-from cloister.protocols.cellcnn.cellcnn_ladder import PRODUCT
-from cloister.protocols.cellcnn.encrypted_training import Trained
+from cloister.protocols.cellcnn.cellcnn_ladder import QUERY
+from cloister.protocols.cellcnn.encrypted_training import Trained, check_model
 from cloister.protocols.cellcnn.key_store import Account
 from cloister.protocols.cellcnn.training_keys import Keys
 from cloister.protocols.ckks import collective_audit, key_switch
@@ -177,7 +179,7 @@ def roles(params: Params) -> dict[Party, object]:
 
 def cost(params: Params) -> dict[Party, tuple[int, int]]:
     c, n = ckks.context(params.ckks), len(params.holders)
-    k, G, one = params.chunks, len(params.layout.groups), params.layout.ladder.one
+    k, G, one = params.chunks, len(params.layout.groups), params.layout.ladder.query
     size, entries, told = 2 * c.packed(one), int(np.prod(params.entries)), n + params.outside
     parts: list[dict[Party, tuple[int, int]]] = [
         dict.fromkeys(params.holders, (0, 0))
@@ -206,13 +208,13 @@ def switch(params: Params) -> key_switch.Params:
 
 def sample_scale(params: Params) -> float:
     """Of the samples: what the product spends, so that the logits stand at Δ."""
-    return ckks.context(params.ckks).dropped(params.layout.ladder.one, PRODUCT)
+    return ckks.context(params.ckks).dropped(params.layout.ladder.query, QUERY)
 
 
 def evaluate(params: Params, model: list[ckks.Cipher], x: ckks.Cipher, keys: Keys) -> list[ckks.Cipher]:
     """[U] of one chunk, per class group, at the base primes."""
     c, L = ckks.context(params.ckks), params.layout
-    logits = [add_over_markers(c, L, c.times(M, x, keys.relin, PRODUCT), keys.rotation) for M in model]
+    logits = [add_over_markers(c, L, c.times(M, x, keys.relin, QUERY), keys.rotation) for M in model]
     for U in logits:
         U.scale = params.ckks.scale
     return logits
@@ -287,7 +289,7 @@ async def mask(ch: Channel, params: Params, trained: Trained, entropy: Entropy) 
     masked = []
     for part in params.parts(np.ldexp(chosen(params, seed, query.k).astype(np.float64), -GRID)):
         masked.append(
-            c.raw(c.encrypt(trained.keys.public, L.input_slots(part), L.ladder.one, sample_scale(params), entropy))[0]
+            c.raw(c.encrypt(trained.keys.public, L.input_slots(part), L.ladder.query, sample_scale(params), entropy))[0]
         )
     if ch.me != params.aggregator:
         for raw in masked:
@@ -297,7 +299,7 @@ async def mask(ch: Channel, params: Params, trained: Trained, entropy: Entropy) 
 
 async def inputs(ch: Channel, params: Params, query: Query, mine: list[U64], entropy: Entropy) -> list[ckks.Cipher]:
     """L4 at a site: [X] of every chunk, audited."""
-    c, L, S, one, book = ckks.context(params.ckks), params.layout, params.aggregator, params.layout.ladder.one, Book()
+    c, L, S, one, book = ckks.context(params.ckks), params.layout, params.aggregator, params.layout.ladder.query, Book()
     sums = []
     for part in range(params.chunks):
         got = await ch.recv(S, Masks)  # L4
@@ -320,6 +322,7 @@ async def inputs(ch: Channel, params: Params, query: Query, mine: list[U64], ent
 async def querier(ch: Channel, params: Params, trained: Trained, X: F64, *, entropy: Entropy) -> F64:
     """The part of the site that asks. X (samples, m) → logits (samples, o)."""
     check_samples(params, X)
+    check_model(trained)
     c, share = ckks.context(params.ckks), trained.keys.share
     trained.keys.spend(params.chunks * len(params.layout.groups))
     query, answer = await ask(ch, params, X), Logits(params)
@@ -373,18 +376,15 @@ class Logits:
             self._found[part * L.I : (part + 1) * L.I, label] = table[at]
 
     def of(self, samples: int) -> F64:
-        found = self._found[:samples]
-        if not np.abs(found).max() <= LARGEST_LOGIT:
-            raise ProtocolAbort(
-                NAME, "L4", "diverged", f"logits beyond ±{LARGEST_LOGIT:g}: a model that diverged, or a spoilt answer"
-            )
-        return found
+        """Clipped, never refused: whether a querier goes on must not depend on what a helping site added."""
+        return np.clip(np.nan_to_num(self._found[:samples]), -LARGEST_LOGIT, LARGEST_LOGIT)
 
 
 async def holder(
     ch: Channel, params: Params, trained: Trained, account: Account | None = None, *, entropy: Entropy
 ) -> None:
     """The part of a site that helps to answer; it charges the donors to the querier's account first."""
+    check_model(trained)
     c, share = ckks.context(params.ckks), trained.keys.share
     if account is not None:
         account.charge(params.entries[0])
@@ -402,7 +402,7 @@ async def holder(
 
 async def aggregator(ch: Channel, params: Params, trained: Trained, *, entropy: Entropy) -> None:
     """S's part: it adds up the masks."""
-    c, S, one = ckks.context(params.ckks), params.aggregator, params.layout.ladder.one
+    c, S, one = ckks.context(params.ckks), params.aggregator, params.layout.ladder.query
     _, mine = await mask(ch, params, trained, entropy)
     others = [p for p in params.maskers if p != S]
     for part in range(params.chunks):

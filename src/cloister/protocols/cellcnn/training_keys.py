@@ -10,13 +10,15 @@ process, however many parties are in it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from cloister.crypto.ckks import scheme as ckks
 from cloister.crypto.ckks.chain import OPENINGS
 from cloister.crypto.entropy import Entropy
+from cloister.crypto.prg import Prg
 from cloister.errors import ParameterError
 from cloister.net import wire
 from cloister.net.channel import Channel
@@ -97,6 +99,21 @@ async def make_keys(
     if store is not None:
         store.finish(name)
     return Keys(name, public, relin, rotation, secret, store)
+
+
+def relinearised_zero(params: ckks.Parameters, keys: Keys, model: Sequence[ckks.Cipher], k: int) -> ckks.Cipher:
+    """A product of two encryptions of zero, relinearised: its plaintext is large if the relinearisation key is wrong.
+
+    A holder that adds δ to its h in `collective_relin` has everybody's secret multiplied by δ in the key. What the key
+    adds to a product then is public digits times δ·s. The encryptions are made of [M], which nobody knew when the key
+    was made, and are the same at all parties.
+    """
+    c, h = ckks.context(params), hashlib.sha256(b"cloister/relinearised_zero/")
+    for ct in model:
+        h.update(c.pack(ct.polys[0]))
+    prg = Prg(h.digest())
+    first, second = (c.cipher(c.encrypted_zero(keys.public, k, prg), params.scale) for _ in range(2))
+    return c.product(first, second, keys.relin)
 
 
 def load_keys(params: Any, store: KeyStore, *, site: bool) -> Keys:

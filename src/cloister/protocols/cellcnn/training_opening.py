@@ -2,7 +2,7 @@
 
 S, v    [W ⊙ W], [V ⊙ V]
 all     refresh (these) → [Σ W² + Σ V²], audited; `threshold_decrypt` → all: beyond 64², nothing else is opened
-all     refresh ([A]) → every weight several times, audited
+all     refresh ([A]) → every entry of W and V several times, audited; momenta stay encrypted
 all     `threshold_decrypt`, once per part → all sites and S
 
 Weights of a training that diverged are no sums that could be told: they went round, and what is left of them depends on
@@ -39,7 +39,7 @@ def part_params(params: Params, part: int) -> threshold_decrypt.Params:
         params.holders,
         params.aggregator,
         params.ckks,
-        f"the trained model (part {part + 1} of {params.layout.archives})",
+        f"the trained model (part {part + 1} of {params.layout.openings})",
         params.ckks.base,
         params.ckks.scale,
         params.layout.noise,
@@ -67,8 +67,8 @@ def check_norm(slots: F64) -> None:
 
 
 def check_weights(w: cellcnn.Weights) -> cellcnn.Weights:
-    """Raise unless these are the weights of a training that converged: W, V, M and momenta within their bounds."""
-    largest = max(float(np.abs(x).max()) for x in (w.W, w.V, w.vW, w.vV))
+    """Raise unless these are the weights of a training that converged: W and V within their bounds."""
+    largest = max(float(np.abs(x).max()) for x in (w.W, w.V))
     if not largest <= 2.0**VALUE_BITS:
         raise ProtocolAbort(
             NAME, "L5", "diverged", "the opened weights are beyond ±64: the training diverged, or was spoilt"
@@ -77,7 +77,7 @@ def check_weights(w: cellcnn.Weights) -> cellcnn.Weights:
 
 
 def weights_of(params: Params, opened: Sequence[F64]) -> cellcnn.Weights:
-    return check_weights(params.layout.unarchive(params.layout.mean_of_copies(list(opened))))
+    return check_weights(params.layout.opened_weights(params.layout.mean_of_copies(list(opened))))
 
 
 async def open_at_site(
@@ -106,8 +106,9 @@ async def open_at_site(
 
     (norm,) = await opened("norm", None if state is None else state.squares(c, keys.relin), [norm_params(params)])
     check_norm(norm)
-    parts = [part_params(params, a) for a in range(params.layout.archives)]
-    return weights_of(params, await opened("opening", None if state is None else state.archive, parts))
+    parts = [part_params(params, a) for a in range(params.layout.openings)]
+    archive = None if state is None else state.archive[: len(parts)]
+    return weights_of(params, await opened("opening", archive, parts))
 
 
 async def open_at_aggregator(ch: Channel, params: Params, keys: Keys, state: State) -> cellcnn.Weights:
@@ -122,5 +123,5 @@ async def open_at_aggregator(ch: Channel, params: Params, keys: Keys, state: Sta
 
     (norm,) = await opened("norm", state.squares(ckks.context(params.ckks), keys.relin), [norm_params(params)])
     check_norm(norm)
-    parts = [part_params(params, a) for a in range(params.layout.archives)]
-    return weights_of(params, await opened("opening", state.archive, parts))
+    parts = [part_params(params, a) for a in range(params.layout.openings)]
+    return weights_of(params, await opened("opening", state.archive[: len(parts)], parts))

@@ -5,7 +5,7 @@ update     [Z ⊙ W], [Z ⊙ V], [A] → [A'], [W'], [V']
 product    [W' ⊙ V'] → [M']
 sealed     the same after the last step, flooded: [M'] answers queries, and keeps nothing of the noise of its making
 norm       [W ⊙ W], [V ⊙ V] → [Σ W² + Σ V²], at every slot
-opening    [A] → every weight several times
+opening    [A] → W and V, every entry several times
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def norm_maps(L: Layout) -> list[SlotMap]:
     at = [L.at(j, 0, f) for j in range(c.markers) for f in range(c.filters)]
     for g, group in enumerate(L.groups):
         at += [(1 + g) * S + L.at(0, k, f) for k in range(len(group)) for f in range(c.filters)]
-    return [make_map([(np.arange(S), np.array(at), 1 / NORM)], S)]
+    return [make_map([(np.arange(S), np.array(at), 1 / NORM)], S, real=True)]
 
 
 def refreshes(params: Params) -> dict[str, Refresh]:
@@ -54,7 +54,7 @@ def refreshes(params: Params) -> dict[str, Refresh]:
         "product": ([product] * G, [P.top] * G),
         "sealed": ([product] * G, [P.top] * G),
         "norm": ([product] * (1 + G), [P.base]),
-        "opening": ([P.scale] * L.archives, [P.base] * L.archives),
+        "opening": ([P.scale] * L.openings, [P.base] * L.openings),
     }
     by_name = {}
     for name, (scales, outputs) in shapes.items():
@@ -67,7 +67,7 @@ def refreshes(params: Params) -> dict[str, Refresh]:
                 tuple(scales),
                 tuple(outputs),
                 tuple(m.digest for m in maps),
-                params.value_bits,
+                L.value_bits,
                 ckks.flood_bits(P, L.factor_noise) if name == "sealed" else 0,
             ),
             maps,

@@ -17,6 +17,8 @@ from cloister.models import cellcnn
 from cloister.protocols.cellcnn.cellcnn_circuit import Layout, aggregated_product, gradient
 from cloister.protocols.cellcnn.key_store import KeyStore
 from cloister.protocols.cellcnn.training_keys import Keys
+from cloister.protocols.cellcnn.training_refreshes import Refresh
+from cloister.protocols.ckks import collective_refresh
 
 if TYPE_CHECKING:
     from cloister.protocols.cellcnn.encrypted_training import Params
@@ -32,12 +34,12 @@ class State:
     archive: list[ckks.Cipher]
 
     @classmethod
-    def initial(cls, params: Params, keys: Keys) -> State:
-        """The public initial weights, in ciphertexts that everybody makes alike."""
+    def initial(cls, params: Params) -> State:
+        """The public initial weights, in ciphertexts that everybody makes alike and that have no noise."""
         c, L, P, w = ckks.context(params.ckks), params.layout, params.ckks, cellcnn.initial(params.config)
 
         def encrypt(values: F64, k: int) -> ckks.Cipher:
-            return c.encrypt_public(keys.public, values, k, P.scale)
+            return c.encrypt_public(values, k, P.scale)
 
         return cls(
             [encrypt(L.model_slots(w.M, g), P.top) for g in L.groups],
@@ -47,17 +49,27 @@ class State:
         )
 
     @classmethod
-    def after(cls, step: int, params: Params, keys: Keys, store: KeyStore | None) -> State:
+    def after(cls, step: int, params: Params, store: KeyStore | None) -> State:
         """The initial state, or that of a checkpoint."""
         if step == 0 or store is None:
-            return cls.initial(params, keys)
+            return cls.initial(params)
         kept = store.get_state(ckks.context(params.ckks), params.tag, step)
         return cls(kept["model"], *(kept.get(name, []) for name in ("W", "V", "archive")))
 
-    def keep(self, step: int, params: Params, store: KeyStore | None, *, model_only: bool = False) -> None:
-        """Write a checkpoint, where there is a store."""
+    def keep(
+        self,
+        step: int,
+        params: Params,
+        store: KeyStore | None,
+        *,
+        model_only: bool = False,
+        checked: bool = False,
+    ) -> None:
+        """Write a checkpoint, where there is a store; `checked` once [M] passed its range check."""
         if store is not None:
-            rest = {} if model_only else {"W": self.W, "V": self.V, "archive": self.archive}
+            rest: dict[str, list[ckks.Cipher]] = {"checked": []} if checked else {}
+            if not model_only:
+                rest |= {"W": self.W, "V": self.V, "archive": self.archive}
             store.put_state(ckks.context(params.ckks), params.tag, step, {"model": self.model} | rest)
 
     def products(self, c: ckks.Context, Z: Sequence[ckks.Cipher], relin: object) -> list[ckks.Cipher]:
@@ -101,14 +113,26 @@ class Losses:
 
 
 def gradient_ciphers(
-    c: ckks.Context, L: Layout, model: Sequence[ckks.Cipher], X: F64, Y: F64, keys: Keys, entropy: Entropy
+    c: ckks.Context,
+    L: Layout,
+    model: Sequence[ckks.Cipher],
+    X: F64,
+    Y: F64,
+    keys: Keys,
+    refresh: Refresh,
+    entropy: Entropy,
 ) -> list[U64]:
-    """[Z] of every class group, added over the chunks of the batch; no two calls give the same polynomials."""
+    """[Z + K] of every class group, added over the chunks of the batch; no two calls give the same polynomials.
+
+    K is random with sum zero over samples: the refresh takes the sums, and whoever holds the ciphertext no more.
+    """
     ciphers = []
-    for M, group in zip(model, L.groups, strict=True):
+    for g, (M, group) in enumerate(zip(model, L.groups, strict=True)):
         parts = (
             gradient(L, M, X[at : at + L.I], Y[at : at + L.I, list(group)], keys.relin, keys.rotation)
             for at in range(0, len(X), L.I)
         )
-        ciphers.append(c.raw(c.rerandomise(keys.public, functools.reduce(c.add, parts), entropy))[0])
+        raw, _ = c.raw(c.rerandomise(keys.public, functools.reduce(c.add, parts), entropy))
+        c.ring.add(raw[0], collective_refresh.kernel_mask(refresh.params, refresh.maps, g, entropy))
+        ciphers.append(raw)
     return ciphers

@@ -13,6 +13,9 @@ audits; the second, m, masks with M_mj uniform modulo the base primes, the other
         S → v   x_j and the first polynomials of the outputs
         i       `collective_audit`: Σ_i h_ij = x_j - c0_j, Σ_i g_il = output l - f_l(x), and everyone had v's c1_j
 
+An input that sums are taken of, [z] of one owner, carries a mask of its owner's that f sends to zero: `kernel_mask`. So
+nobody but the owner holds a ciphertext that depends on anything of z but f(z).
+
 f is computed in integers of 256 bits on both sides (`slots`), and brings every output to the scale Δ. With floods, the
 outputs keep nothing of the noise that the inputs had gathered: it is hidden behind Σ ε_i, once and for all.
 
@@ -27,8 +30,10 @@ Collusions: whoever has x_j and m's mask sees m_j behind the mask of each single
 Assumes
 -------
 Any one party may lie. An aggregator that makes other outputs is caught at the audit, before anybody uses them. A holder
-that lies shifts the slots of the outputs, as it could by its own input. √(mean of slots²) ≤ 2^value_bits, which the
-circuit has to keep: beyond it, collusions see more. A coefficient wraps with probability 2^-36, and spoils the result.
+that deviates adds any polynomial that it knows to the outputs, small or large: what depends on them may be opened only
+if `collective_range` bounds them, or if few functionals of them are opened (docs/security/threshold_ckks.md).
+√(mean of slots²) ≤ 2^value_bits, which the circuit has to keep: beyond it, collusions see more. A coefficient wraps
+with probability 2^-36, and spoils the result.
 
 Cost
 ----
@@ -44,6 +49,7 @@ uniform mask, the pairwise ones and the audit are ours.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -55,7 +61,7 @@ from cloister.crypto import cores
 from cloister.crypto.ckks import scheme as ckks
 from cloister.crypto.entropy import Entropy
 from cloister.crypto.lattice.ring import Residues
-from cloister.crypto.lattice.slots import SlotMap, Words, embedding
+from cloister.crypto.lattice.slots import SlotMap, Words, embedding, random_in_kernel
 from cloister.crypto.prg import Prg
 from cloister.errors import ParameterError, ProtocolAbort
 from cloister.net.channel import Channel
@@ -100,8 +106,11 @@ class Params(Collective):  # public
 
     @property
     def wrap_bits(self) -> float:
-        """-log2 of the probability that a coefficient wraps: what is under the uniform mask, against the modulus."""
-        return self.ckks.base * (self.ckks.base_bits - 1e-6) - self.mask_bits - math.log2(len(self.holders)) / 2
+        """-log2 of the probability that a coefficient wraps: what is under the uniform mask, against the modulus.
+
+        Every holder brings a mask, and a `kernel_mask` whose Euclidean norm is up to √2 of it.
+        """
+        return self.ckks.base * (self.ckks.base_bits - 1e-6) - self.mask_bits - math.log2(3 * len(self.holders)) / 2
 
 
 @message("L1")
@@ -179,6 +188,26 @@ def common(ch: Channel, params: Params, output: int) -> U64:
 def integers(params: Params, x: Residues) -> Words:
     r = ckks.context(params.ckks).ring
     return r.integers(r.backward(x.copy()))
+
+
+# ---- masks ----------------------------------------------------------------------------------------------------------
+
+
+def kernel_mask(params: Params, maps: Sequence[SlotMap], at: int, entropy: Entropy) -> Residues:
+    """A random polynomial for the owner of a part of the at-th input, which the at-th output's map sends to zero.
+
+    It hides everything in that input but the map's sums to 2^-40, as a refresh's mask would: given the sums, the input
+    plus this mask is the same random polynomial whatever the input is, but for a shift of its source by the input.
+    """
+    r, e = ckks.context(params.ckks).ring, embedding(params.ckks.degree)
+    drawn = e.to_slots(r.spread(entropy.prg(), params.mask_bits))
+    slots = _kernel(maps[at], at).apply(drawn, np.ones(1))
+    return r.forward(r.of_integers(e.to_coefficients(slots), params.ckks.base))
+
+
+@functools.lru_cache(maxsize=16)
+def _kernel(m: SlotMap, at: int) -> SlotMap:
+    return random_in_kernel(m, at)
 
 
 # ---- masks that add up to zero ---------------------------------------------------------------------------------------

@@ -8,10 +8,10 @@ A step of `federated_training`, between its L6 and L7. Nothing is kept from one 
 
 Reveals
 -------
-server : in every round what the propagation reveals to it: with `private_propagation` the graph of the round's cells
-    and which of them are labelled, with `label_propagation` all their distances.
-site : what the propagation reveals to it: scores of its own cells, sizes of the other sites.
-with `balance`, everyone : in every round, how many labels of each class the round's sites have together.
+server : in every round what the propagation reveals to it: with `verified_propagation` sizes, with `label_propagation`
+    all distances of the round's cells.
+site : what the propagation reveals to it: labels and rounded scores of its own cells, sizes of the other sites.
+with `balance` (published), everyone : in every round, how many labels of each class the round's sites have together.
 
 Assumes
 -------
@@ -56,6 +56,10 @@ class Pseudo:
     def __post_init__(self) -> None:
         if self.source not in SOURCES or self.warm < 0:
             raise ParameterError(f"pseudo-labels come from {', '.join(SOURCES)}, found '{self.source}'")
+        if self.private and self.source == "xclp":
+            from cloister.protocols.propagation import verified_propagation
+
+            verified_propagation.check_params(self.params((Party("a"), Party("b")), Party("hub"), ("one", "two")))
 
     def at(self, t: int) -> bool:
         return self.source != "none" and t >= self.warm

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from cloister.arrays import F32, F64, I64
+from cloister.disclosure import Thresholds
 
 CURVES = ("round", "accuracy", "balanced_accuracy", "macro_f1", "loss", "cells", "clients", "train_loss")
 WHOLE = ("round", "cells", "clients")
@@ -70,6 +71,7 @@ class Offer:
     shape: str
     labels: tuple[str, ...]
     build: Callable[[tuple[str, ...]], Learner]
+    thresholds: Thresholds | None = None  # this site's minimum group sizes; those of the study by default
 
 
 @dataclass(frozen=True, slots=True)

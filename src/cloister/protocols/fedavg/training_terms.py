@@ -62,6 +62,7 @@ class Params:
     pseudo: Pseudo = NO_PSEUDO
     decay: int = 0  # rounds after which a cosine schedule ends; 0: with the last round
     min_scored: int = 0  # validation cells of all sites below which no round is chosen by its score: the last is taken
+    resume: bool = False  # whether the first task may be of a later round, after a checkpoint
 
     def __post_init__(self) -> None:
         n = len(self.sites)
@@ -237,8 +238,8 @@ def check_task(
 ) -> None:
     """L5: the next round, among those left, with the clients that the study's seed gives, and always the same Σ n_u."""
     allowed = set(before.live if before else params.sites)
-    late = task.t < before.t + (not task.end) if before else task.t < 0
-    if late or task.t > params.rounds or not set(task.clients) <= set(task.live) <= allowed:
+    first, last = (0, params.rounds * params.resume) if before is None else (before.t + (not task.end), before.t + 1)
+    if not first <= task.t <= last or task.t > params.rounds or not set(task.clients) <= set(task.live) <= allowed:
         raise ProtocolAbort(NAME, "L5", "task", "a round that is out of order, or names parties that are not there")
     if me not in task.live or len(set(task.live)) != len(task.live) or len(task.live) < params.majority:
         raise ProtocolAbort(NAME, "L5", "task", f"{len(task.live)} sites are there, {params.majority} are needed")

@@ -1,23 +1,25 @@
 """Node ranges: where the rows of each node begin and end along its axis, to a cell of a public grid.
 
-    L1   u, S   of every g-th edge of the grid: does any row lie below it, does any lie above    (count_tests, k = 1)
-    L2   u, S   of the edges in the g cells where the rows begin, and in those where they end: the same again
+    L1   u       per node and edge e of the grid: do enough of its own rows in the node lie below e; do enough lie above
+         u, S    how many sites say so                                             (checked_sum)
 
-Two questions of about √cells edges each in place of one of all edges; what both open is the first and the last cell
-that holds a row, and no more than that follows from every answer.
+"Enough" are the site's own thresholds: at least `min_cells` rows of at least `min_donors` donors where donors are
+named. A site whose two answers would cross, because it has too few rows for both ends, answers no for the whole node.
+The range of a node begins at the lowest edge that some site's lower rows reach, and ends likewise.
 
 Reveals
 -------
-all : the first and the last cell of every node that is asked about.
-lying coordinator : whether any row lies beyond the edges of g cells that it chose, instead of those that hold the ends.
+all : per node and edge, the number of sites with enough rows below it, and above it; a coin.
+one malicious site : the same. Its own answers can widen a range and never narrow it. Every yes of an honest site is
+    about at least `min_cells` of its rows; no is about any smaller number, zero included.
 
 Assumes
 -------
-What count tests assume. If a site drops out between L1 and L2, a range may be wider than what is left.
+What the checked sum assumes.
 
 Cost
 ----
-Two count tests of 2(⌈cells/g⌉ - 1) and 2(g - 1) per node, g = ⌈√cells⌉.
+One checked sum of 2 (cells - 1) numbers per node, each up to the number of sites, packed.
 
 References
 ----------
@@ -26,12 +28,13 @@ Lines numbered here.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from cloister.arrays import F64, I64
+from cloister.disclosure import Contribution, Rows
 from cloister.protocols.sums.tally import Tally
 
 KNEE = 0.25  # the grid is linear around 0 and exponential beyond this many scales
@@ -48,15 +51,6 @@ class Grid:
     def step(self) -> float:
         return float(2 * np.arcsinh(self.bound / KNEE) / self.cells)
 
-    @property
-    def stride(self) -> int:
-        """g: cells between two edges of L1."""
-        return int(np.ceil(np.sqrt(self.cells)))
-
-    @property
-    def strides(self) -> int:
-        return -(-self.cells // self.stride)
-
     def cell(self, along: F64) -> I64:
         at = np.floor(np.arcsinh(along / KNEE) / self.step).astype(np.int64) + self.cells // 2
         return np.clip(at, 0, self.cells - 1)
@@ -65,36 +59,23 @@ class Grid:
         edge: F64 = KNEE * np.sinh((cell - self.cells // 2) * self.step)
         return edge
 
-    def ends(self, which: I64, along: F64, nodes: int) -> tuple[I64, I64]:
-        """First and last cell of one site's rows in each node; beyond the grid where it has none."""
-        first, last = np.full(nodes, self.cells), np.full(nodes, -1)
-        at = self.cell(along)
-        np.minimum.at(first, which, at)
-        np.maximum.at(last, which, at)
-        return first, last
+
+def reached(grid: Grid, rows: Rows, which: I64, nodes: int, along: F64) -> Contribution:
+    """L1: one site's answers, (nodes, 2, cells - 1); `which` is the node of each row, -1 for none."""
+    low, high = rows.spans(which, nodes, grid.cell(along))
+    there = low <= high
+    edges = np.arange(1, grid.cells)
+    below = (low[:, None] < edges) & there[:, None]
+    above = (high[:, None] >= edges) & there[:, None]
+    return rows.grouped(which, nodes, np.stack([below, above], axis=1).astype(np.int64))
 
 
 async def find_ranges(
-    tally: Tally, grid: Grid, nodes: int, sites: int, ends: Callable[[], tuple[I64, I64]]
-) -> tuple[I64, I64]:
-    """First and last cell of the pooled rows of each node; `ends` are those of a site's own rows."""
-    own: list[tuple[I64, I64]] = []
-
-    async def beyond(below: I64, above: I64) -> tuple[I64, I64]:
-        """Of how many edges `below` no row lies below, and of how many `above` one does; both (nodes, edges)."""
-        if not (edges := below.shape[1]):
-            return np.zeros(nodes, np.int64), np.zeros(nodes, np.int64)
-
-        def reached() -> I64:
-            own[:] = own or [ends()]
-            first, last = (x[:, None] for x in own[0])
-            return np.concatenate([first < below, last >= above], axis=1).astype(np.int64).ravel()
-
-        bits = (await tally.test(reached, 2 * below.size, 1, sites)).reshape(nodes, 2, edges)
-        return edges - bits[:, 0].sum(axis=1), bits[:, 1].sum(axis=1)
-
-    coarse = np.tile(np.arange(1, grid.strides) * grid.stride, (nodes, 1))
-    first, last = (grid.stride * x for x in await beyond(coarse, coarse))  # L1
-    fine = np.arange(1, grid.stride)
-    more = await beyond(first[:, None] + fine, last[:, None] + fine)  # L2
-    return np.minimum(first + more[0], grid.cells - 1), last + more[1]
+    tally: Tally, grid: Grid, nodes: int, sites: int, parts: Sequence[Callable[[], Contribution]]
+) -> tuple[I64, I64, bytes]:
+    """First and last cell of each node, first > last where no site has a range; and the coin of the sum."""
+    edges = grid.cells - 1
+    what = f"whether enough rows lie below and above {edges} edges in each of {nodes} nodes"
+    counts, coin = await tally.total(parts, nodes * 2 * edges, sites, line="L5", what=what)
+    some = counts.reshape(nodes, 2, edges) > 0
+    return (~some[:, 0]).sum(axis=1), some[:, 1].sum(axis=1), coin

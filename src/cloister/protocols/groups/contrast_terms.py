@@ -5,20 +5,25 @@ Lines are those of `pooled_contrasts`.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
 
-from cloister.arrays import F64, I64
+from cloister.arrays import F64, I64, Bits
 from cloister.cells.genes import match_genes
+from cloister.disclosure import SLACK, Contribution, Rows, Thresholds
 from cloister.errors import DataError, ParameterError
 from cloister.models import voom
 from cloister.study import Party
 
 NAME = "pooled_contrasts"
-SITE_DONORS = 2  # of a group, at a site that adds anything about it
+LEAST_DONORS = 2  # that a study may agree on
+EXACT = 32  # samples of a site in a table; with no more, sums per gene are rounded and samples have one weight
+GRAIN = 2.0**-10  # what they are rounded to
+LEAST_FACTOR = 1e-12  # of a sample's size; reached only where a malicious site hid that genes are not counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +51,8 @@ class Params:
             raise ParameterError("a contrast compares two of the groups")
         if self.block not in ("site", "donor", "none"):
             raise ParameterError(f"block must be site, donor or none, found {self.block!r}")
-        if self.min_donors < SITE_DONORS:
-            raise ParameterError(f"min_donors must be at least {SITE_DONORS}, found {self.min_donors}")
+        if self.min_donors < LEAST_DONORS:
+            raise ParameterError(f"min_donors must be at least {LEAST_DONORS}, found {self.min_donors}")
 
     def vector(self, contrast: tuple[int, int], columns: int) -> F64:
         """A contrast as weights of the design's columns, in which the reference has none."""
@@ -63,6 +68,7 @@ class Bulk(NamedTuple):
 
     rows: I64  # which samples
     counts: F64  # (rows, genes)
+    cells: I64 | None = None  # (rows,), cells behind each; None: not known, `min_cells` of the thresholds is assumed
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,21 +81,37 @@ class Donors:
     covariates: tuple[F64 | tuple[str, ...], ...]  # (n,) each: numbers, or names
     bulks: Mapping[str, Bulk]  # by cell type; "" for all cells
     cells: Mapping[str, I64]  # cells of each type in each sample, (n,)
+    thresholds: Thresholds = field(default_factory=Thresholds)  # this site's own; min_donors = 1 excludes nothing
 
     def levels(self) -> tuple[tuple[str, ...], ...]:
-        """Names that occur in each covariate; none where it is a number."""
-        return tuple(tuple(sorted(set(c))) if isinstance(c, tuple) else () for c in self.covariates)
+        """Names that enough donors here have in each covariate; none where it is a number."""
+        return tuple(self._shared(c) if isinstance(c, tuple) else () for c in self.covariates)
+
+    def labels(self) -> tuple[str, ...]:
+        """Cell types that enough donors here have."""
+        donors = Counter({k: len(set(self.donor[b.rows].tolist())) for k, b in self.bulks.items()})
+        for k, n in self.cells.items():
+            donors[k] = max(donors[k], len(set(self.donor[n > 0].tolist())))
+        return tuple(sorted(k for k, n in donors.items() if k and n >= self.thresholds.min_donors))
+
+    def _shared(self, values: tuple[str, ...]) -> tuple[str, ...]:
+        donors = Counter(value for value, _ in {*zip(values, self.donor.tolist(), strict=True)})
+        return tuple(sorted(value for value, n in donors.items() if n >= self.thresholds.min_donors))
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A site's samples in one table, those alone left out that no sum may hold."""
+    """A site's samples in one table, without those that no sum may hold."""
 
     donor: I64
     group: I64
     covariates: tuple[F64 | tuple[str, ...], ...]
     counts: F64  # (n, genes or cell types)
     library: F64  # (n,)
+    cells: I64  # (n,), cells behind each sample
+    thresholds: Thresholds
+    donors: float = 0.0  # effective number: 1 / the largest leverage of a donor in what is opened of this table
+    excluded: tuple[str, ...] = ()  # sentences about samples left out, for this site alone
 
     def blocks(self, block: str) -> I64:
         if block == "none":
@@ -98,25 +120,105 @@ class Part:
 
     def only(self, keep: I64) -> Part:
         mine = tuple(tuple(c[i] for i in keep) if isinstance(c, tuple) else c[keep] for c in self.covariates)
-        return Part(self.donor[keep], self.group[keep], mine, self.counts[keep], self.library[keep])
+        cut = {k: getattr(self, k)[keep] for k in ("donor", "group", "counts", "library", "cells")}
+        return replace(self, covariates=mine, **cut)
+
+    @property
+    def rows(self) -> Rows:
+        return Rows(len(self.group), self.donor, self.thresholds, self.cells)
+
+    @property
+    def exact(self) -> bool:
+        """Whether sums per gene keep all digits: logarithms of few integers would give these away."""
+        return self.thresholds.min_donors == 1 or len(self.group) > EXACT
+
+    def rounded(self, sums: F64) -> F64:
+        return sums if self.exact else np.asarray(np.rint(sums / GRAIN) * GRAIN)
+
+    @property
+    def few(self) -> Bits:
+        """Columns of counts that 1 to min_donors - 1 donors here have: a sum of these comes close to one person's."""
+        donors = self.rows.members(self.counts > 0).donors
+        assert donors is not None
+        return np.asarray((donors > 0) & (donors < self.thresholds.min_donors))
+
+    def contribution(self, sums: F64, donors: F64 | None = None) -> Contribution:
+        """Sums over all samples, (k, …), with the effective number of donors behind each of the k."""
+        size = np.full(len(sums), self.donors) if donors is None else donors
+        return self.rows.measured(size * (self.cells.min() if len(self.cells) else 0), size, sums)
 
 
-def part_of(params: Params, mine: Donors, label: str, names: tuple[str, ...], *, composition: bool) -> Part:
-    """L4: the samples of one table, without those of a group that fewer than `SITE_DONORS` donors here have."""
+def spanned(params: Params, part: Part) -> F64:
+    """Columns that opened sums combine samples by: groups, levels and numbers, as they are and within blocks."""
+    columns = [(part.group == g).astype(np.float64) for g in range(len(params.groups))]
+    for c in part.covariates:
+        if isinstance(c, tuple):
+            columns += [np.array([v == k for v in c], np.float64) for k in sorted(set(c))]
+        else:
+            z = np.asarray(c, np.float64) - np.mean(c)
+            columns.append(z / max(float(np.abs(z).max(initial=0.0)), 1e-300))
+    X = np.stack([*columns, np.ones(len(part.group))], axis=1)
+    return np.hstack([X, voom.within(X, part.donor)]) if params.block == "donor" else X
+
+
+def admitted(params: Params, part: Part, opened: int) -> Part:
+    """L4: the samples that sums may hold, dropped before anything is added up, so that no sum has a complement.
+
+    A group or level needs min_donors donors here. So does any linear combination of all opened sums of a gene: no donor
+    has a leverage above 1 / min_donors in the columns by which samples are added up. And there must be more samples
+    than sums of a gene, `opened`, as otherwise these equations determine the values.
+    """
+    least, notes = part.thresholds.min_donors, []
+    if least == 1:
+        return replace(part, donors=float(len(set(part.donor.tolist()))))
+    while len(part.group):
+        names = [(f"group '{params.groups[g]}'", part.group == g) for g in np.unique(part.group)]
+        for covariate, values in zip(params.covariates, part.covariates, strict=True):
+            if isinstance(values, tuple):
+                names += [(f"'{covariate}' = '{k}'", np.array([v == k for v in values])) for k in sorted(set(values))]
+        sizes = part.rows.members(np.stack([inside for _, inside in names], axis=1))
+        if small := [i for i in range(len(names)) if not sizes.open[i]]:
+            name, inside = names[small[0]]
+            notes.append(f"{_people(part.donor[inside])} of {name}: fewer than {least}")
+            part = part.only(np.flatnonzero(~inside))
+            continue
+        people, leverage = voom.leverages(voom.basis_of(spanned(params, part)), part.donor)
+        worst = int(np.argmax(leverage))
+        if leverage[worst] * least <= 1 + SLACK:
+            part = replace(part, donors=float(1 / leverage[worst]))
+            break
+        notes.append("1 donor that groups and covariates set apart from the others here")
+        part = part.only(np.flatnonzero(part.donor != people[worst]))
+    if 0 < len(part.group) <= opened:
+        notes.append(f"all {len(part.group)} samples: {opened} sums of a gene are opened, so {opened + 1} are needed")
+        part = part.only(np.zeros(0, np.int64))
+    counted = Counter(notes)
+    return replace(part, excluded=tuple(f"{n} times {text}" if n > 1 else text for text, n in counted.items()))
+
+
+def _people(donor: I64) -> str:
+    n = len(set(donor.tolist()))
+    return f"{n} donor{'s' if n > 1 else ''}"
+
+
+def part_of(t: Table, mine: Donors) -> Part:
+    """L4: the samples of one table, without those of which no sum may be opened."""
     rows: I64 = np.arange(len(mine.group))
-    counts: F64 = np.zeros((0, len(names)))
-    if composition:
+    counts: F64 = np.zeros((0, len(t.names)))
+    cells: I64 | None = None
+    if t.composition:
         nothing = np.zeros(len(rows))
-        counts = np.stack([mine.cells.get(k, nothing) for k in names], axis=1).astype(np.float64)
-    elif label in mine.bulks:
-        rows, counts = mine.bulks[label].rows, mine.bulks[label].counts[:, match_genes(list(mine.names), names)]
+        counts = np.stack([mine.cells.get(k, nothing) for k in t.names], axis=1).astype(np.float64)
+        cells = counts.sum(axis=1).astype(np.int64)
+    elif t.label in mine.bulks:
+        bulk = mine.bulks[t.label]
+        rows, counts, cells = bulk.rows, bulk.counts[:, match_genes(list(mine.names), t.names)], bulk.cells
     else:
         rows = rows[:0]
     here = tuple(tuple(c[i] for i in rows) if isinstance(c, tuple) else c[rows] for c in mine.covariates)
-    part = Part(mine.donor[rows], mine.group[rows], here, counts, counts.sum(axis=1))
-    part = part.only(np.flatnonzero(part.library > 0))
-    enough = [g for g in range(len(params.groups)) if len(set(part.donor[part.group == g])) >= SITE_DONORS]
-    return part.only(np.flatnonzero(np.isin(part.group, enough)))
+    size = np.full(len(rows), mine.thresholds.min_cells) if cells is None else cells
+    part = Part(mine.donor[rows], mine.group[rows], here, counts, counts.sum(axis=1), size, mine.thresholds)
+    return admitted(t.params, part.only(np.flatnonzero(part.library > 0)), t.opened)
 
 
 def check_site(params: Params, mine: Donors) -> None:
@@ -190,6 +292,16 @@ class Table:
         return int(self.donors.sum())
 
     @property
+    def opened(self) -> int:
+        """Independent sums per row that a site with weights of its own adds to: L6, L7, L8, Xᵀy, yᵀy, Σy; or shares."""
+        return len(self.columns) + 3 + (len(self.params.groups) if self.composition else 2)
+
+    @property
+    def opened_weighted(self) -> int:
+        """The same of a site whose samples have weights: XᵀWX, XᵀWr and rᵀWr as well."""
+        return 6 + len(self.columns) * (len(self.columns) + 5) // 2
+
+    @property
     def numeric(self) -> list[int]:
         return [i for i, names in enumerate(self.levels) if not names]
 
@@ -220,7 +332,9 @@ class Table:
         return voom.log_cpm(part.counts[:, self.keep], library), library
 
     def factors(self, part: Part) -> F64:
-        return voom.size_factors(part.counts[:, self.keep[self.everywhere]], part.library, self.mean_log)
+        return np.maximum(
+            voom.size_factors(part.counts[:, self.keep[self.everywhere]], part.library, self.mean_log), LEAST_FACTOR
+        )
 
 
 def transformed(counts: F64, cells: F64, how: str) -> F64:

@@ -1,42 +1,62 @@
 """Pooled contrasts: which genes, and which shares of cell types, differ between groups of donors, from checked sums.
 
     L1   u, S    common genes, common seed      genes that every site measured; a secret of the sites, for checked sums
-    L2   u → S   names of cell types and of levels of covariates     no types where the study lists them
+    L2   u → S   names of cell types and of levels of covariates that min_donors donors of u have
     L3   S ⇒ u   the same of all sites
     L4   u       counts c of each sample (a donor's cells of a group) and cell type; library ℓ; shares of cell types.
-                 A group with fewer than two donors here is left out here
-    then for all tables at once, each line a checked sum over all donors of all sites:
-    L5   u, S    donors and sites per group, blocks, Σℓ, donors per level, Σz and Σz² of covariates; donors per type
+                 Samples that no sum may hold are dropped here, before anything is added up (below)
+    then for all tables at once, each line a checked sum over the samples of all sites:
+    L5   u, S    donors and sites per group, blocks, Σℓ, donors per level, Σz and Σz² of covariates; sites at which at
+                 least min_donors donors have a cell type, and at which some do, but fewer
     L6   u, S    donors with c/ℓ ≥ min_count / mean ℓ, per gene: genes that enough donors show are compared
-    L7   u, S    donors with c = 0, per compared gene
+    L7   u, S    per compared gene: sites where some donor has c = 0, and where fewer than min_donors have c > 0
     L8   u, S    Σ ln c of genes that no donor lacks; then Σ ln f, f a sample's median ratio to their geometric mean
     L9   u, S    XᵀX, and at how many sites each column of X varies; nothing that varies at one site only goes on
          u, S    Xᵀy, yᵀy, Σy, Σ log2(ℓf + 1)          y = log2((c + ½) / (ℓf + 1) · 10^6), or transformed shares
          u, S    coefficients, deviations, and from these the trend (lowess), at every party alike
-         u       w = trend(fitted log count)^-4        of its own samples
+         u       w = trend(fitted log count)^-4        of its own samples, or one for all of them (below)
     L10  u, S    XᵀWX, XᵀWr, rᵀWr                      r = y - fitted
          u, S    coefficients, prior variance, moderated t, p and false discovery rate
     L11  u, S    all sites received the same broadcasts     (same_view)
 
-The result is limma-voom's on the pooled samples. The trend needs no donor: a point of it is a gene, with its pooled
-mean and deviation. X has a column per group but the first, and the covariates. What belongs to a block (the site, or
-with `block="donor"` the donor) is taken out within the block, at its site, before anything is added up: X and y less
-their weighted means, which is what a column of X for each block would do. No sum of one site is opened that way.
+The result is limma-voom's on the pooled samples that were not dropped, with the weights named below. The trend needs no
+donor: a point of it is a gene, with its pooled mean and deviation. X has a column per group but the first, and the
+covariates. What belongs to a block (the site, or with `block="donor"` the donor) is taken out within the block, at its
+site, before anything is added up: X and y less their weighted means, which is what a column of X for each block would
+do.
+
+Thresholds, enforced by each site on its own samples of a table, whatever other parties send:
+
+- every group and every level of a covariate has min_donors donors, or its samples are dropped;
+- no donor has a leverage above 1 / min_donors in the columns [1, groups, levels, numbers] by which samples are added
+  up: no combination of all linear sums of a gene is closer to one donor. The donor with the largest is dropped;
+- there are more samples than independent sums per gene, q + 5 for q columns of X (or q + 3 + groups for a cell type);
+- a gene, or cell type, that 1 to min_donors - 1 donors of a site have is compared by nobody (L5, L7). If a malicious
+  site takes this objection back, the site adds zero for it;
+- in a table with at most 32 samples of a site, its sums per gene in L8 and L9 are rounded to 2^-10, because exact sums
+  of logarithms of integers give these away. All its samples have one weight per gene, that of their mean, and L10 is a
+  function of what the site added before. With more, sums are exact, and weights of samples are used in genes where no
+  donor has a leverage above 1 / min_donors in the columns, the weights and their products, all together.
 
 Reveals
 -------
 coordinator : which genes each site measured; names of cell types (unless the study lists them) and of levels of
-    covariates, per site. Beside these:
-coordinator, site : over the donors of all sites together, per cell type: donors and sites per group, donors per level,
+    covariates that at least min_donors donors of a site have, per site. Beside these:
+coordinator, site : over the samples of all sites together, per cell type: donors and sites per group, donors per level,
     sites at which each column varies, blocks, mean and spread of covariates, mean library; per gene in how many donors
-    it is counted often, and if it is compared, not at all; per compared gene a mean log count, and the sums of L9 and
-    L10; mean shares of cell types per group; the result. A gene has at most 6 + q(q + 5)/2 sums for q columns: no more
-    donors than that are in principle determined by them, and a note in the result says so. With two sites: the other's
-    sums.
-lying coordinator : the same. It cannot change a sum or leave out a site without an abort.
-one lying site : the same; its part of every sum is whatever it likes. It may invent donors, so that a table passes the
-    floors over all sites; the floor at each honest site (two donors of a group, or none) holds all the same.
-coordinator with k sites : these sums over the donors of the other sites, so with all but one those of the last site.
+    it is counted often, and if it is compared, at how many sites some donor lacks it; per compared gene a mean log
+    count, and the sums of L9 and L10; mean shares of cell types per group; the result. With two sites, or if no other
+    site has enough donors of a cell type: the other's sums.
+    These sums hide single donors only as far as the thresholds say. Counts are integers: from exact sums the unordered
+    counts of 3 to 5 donors would follow in nine genes of ten (docs/measured/compare-groups.md). Rounding leaves many
+    candidates for counts of ten and more, and few for small ones. With more than 32 samples, sums are exact, and it is
+    the number of candidates that a search would have to try which hides them. A gene that one donor of a group has,
+    while the site has it in min_donors, shows that donor's count in the group's sum.
+malicious coordinator : the same. It cannot change a sum or leave out a site without an abort.
+one malicious site : the same; its part of every sum is its unverified input. It can move the cutoff of L6, the size
+    factors of L8 and the trend, and so choose one transform of an honest site's counts per run. Every sum still rests
+    on at least min_donors of that site's donors.
+coordinator with k sites : these sums over the samples of the other sites, so with all but one those of the last site.
 
 Assumes
 -------
@@ -46,20 +66,22 @@ the same at all sites.
 Cost
 ----
 Per site eight checked sums; the largest, L10, of q(q + 5)/2 + 1 numbers of two words per compared gene and cell type.
+Leverages of weights take O(n (q + groups)²) operations per gene at a site with n samples.
 
 References
 ----------
 [LCSS14] Law et al., Genome Biology 2014 (voom). [Smy04] Smyth 2004 (moderated t). [AH10] Anders and Huber, Genome
 Biology 2010 (size factors). [Cle79] Cleveland, JASA 1979 (lowess). [PSL+22] Phipson et al., Bioinformatics 2022
-(shares, propeller). [FW33] Frisch and Waugh, Econometrica 1933 (effects taken out). Lines numbered here.
+(shares, propeller). [FW33] Frisch and Waugh, Econometrica 1933 (effects taken out). Lines numbered here; the security
+argument is docs/security/pooled_contrasts.md.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -68,6 +90,7 @@ from cloister.cells import genes
 from cloister.cells.names import check_vocabularies
 from cloister.crypto.agreement import Identity
 from cloister.crypto.entropy import Entropy
+from cloister.disclosure import Contribution, join
 from cloister.errors import ProtocolAbort
 from cloister.models import voom
 from cloister.net.channel import Channel
@@ -75,9 +98,8 @@ from cloister.net.wire import message
 from cloister.protocols.groups.contrast_steps import (
     STEPS,
     Step,
-    census,
-    design,
     result_of,
+    sample_weights,
     take_census,
     take_design,
     take_detected,
@@ -88,6 +110,8 @@ from cloister.protocols.sums.shared_pca import join_sum, split_sum
 from cloister.study import Party
 
 COMPOSITION = "composition"
+CENSUS = next(step for step in STEPS if step.take is take_census)
+DESIGN = next(step for step in STEPS if step.take is take_design)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +121,7 @@ class Compared:
     results: tuple[Result, ...]
     left_out: dict[str, str]  # cell type, or "composition" → why it has no result
     openings: int
+    excluded: tuple[str, ...] = ()  # what a site left out, by table: known at this site alone
 
 
 @message("L2")
@@ -136,10 +161,10 @@ def ideal(params: Params, xs: Mapping[Party, Donors]) -> dict[Party, Compared]:
     brought = {u: Brings(labels_of(params, d), d.levels()) for u, d in xs.items()}
     tables = tables_of(params, common, agree(params, brought))
     for t in tables:
-        parts = [part_of(params, mine, t.label, t.names, composition=t.composition) for mine in xs.values()]
-        take_census(t, [np.sum(s, axis=0) for s in zip(*(census(t, part) for part in parts), strict=True)])
+        parts = [part_of(t, mine) for mine in xs.values()]
+        take(CENSUS, [t], added(CENSUS, t, parts))
         if not t.left_out:
-            take_design(t, [np.sum(s, axis=0) for s in zip(*(design(t, part) for part in parts), strict=True)])
+            take(DESIGN, [t], added(DESIGN, t, parts))
         if not t.left_out:
             fit_pooled(t, parts)
     return dict.fromkeys((params.coordinator, *xs), compared(tables, 0))
@@ -153,6 +178,7 @@ def fit_pooled(t: Table, parts: Sequence[Part]) -> None:
         take_detected(t, [enough.sum(axis=0).astype(np.float64)])
         if t.left_out:
             return
+        t.keep = t.keep[~np.any([p.few[t.keep] for p in parts], axis=0)]
         if t.params.normalise == "rle":
             t.everywhere = np.flatnonzero(np.all(counts[:, t.keep] > 0, axis=0))
             t.mean_log = np.log(counts[:, t.keep[t.everywhere]]).mean(axis=0)
@@ -180,7 +206,10 @@ def fit_pooled(t: Table, parts: Sequence[Part]) -> None:
         t.result = result_of(t, voom.Fit(beta[:q], unscaled, variance, df))
         return
     t.trend = voom.trend_of(t.average, np.sqrt(variance), float(np.log2(library + 1).mean()))
-    weights = t.trend.weights(np.log2(1e-6 * 2.0 ** (X @ beta) * (library + 1)[:, None]))
+    ends = np.cumsum([0, *(len(p.group) for p in parts)])
+    cuts = [slice(a, b) for a, b in itertools.pairwise(ends)]
+    pairs = [sample_weights(t, p, X[cut] @ beta, library[cut])[0] for p, cut in zip(parts, cuts, strict=True)]
+    weights = np.concatenate(pairs)
     unscaled = np.empty((q, q, len(t.keep)))
     for g in range(len(t.keep)):
         root = np.sqrt(weights[:, g])
@@ -194,7 +223,7 @@ def fit_pooled(t: Table, parts: Sequence[Part]) -> None:
 
 
 def labels_of(params: Params, mine: Donors) -> tuple[str, ...]:
-    return () if params.labels is not None else tuple(sorted({*mine.bulks, *mine.cells} - {""}))
+    return () if params.labels is not None else mine.labels()
 
 
 def agree(params: Params, brought: Mapping[Party, Brings]) -> Agreed:
@@ -245,10 +274,20 @@ def compared(tables: Sequence[Table], openings: int) -> Compared:
     return Compared(results, left_out, openings)
 
 
-def pack(step: Step, tables: Sequence[Table], parts: Sequence[Part]) -> F64:
+def pack(step: Step, tables: Sequence[Table], parts: Sequence[Part]) -> Contribution:
     """What a site adds in one opening, all tables in a row."""
-    rows = [x.ravel() for t, part in zip(tables, parts, strict=True) if shapes_of(step, t) for x in step.local(t, part)]
-    return np.concatenate(rows) if rows else np.zeros(0)
+    return join([c for t, part in zip(tables, parts, strict=True) if shapes_of(step, t) for c in step.local(t, part)])
+
+
+def added(step: Step, t: Table, parts: Sequence[Part]) -> F64:
+    """What all parts together add in one opening of one table."""
+    return np.asarray(np.sum([pack(step, [t], [part]).values for part in parts], axis=0))
+
+
+def excluded_of(tables: Sequence[Table], parts: Sequence[Part]) -> tuple[str, ...]:
+    """What this site left out of each table; for its own user."""
+    pairs = zip(tables, parts, strict=True)
+    return tuple(f"{t.label or 'all cells'}: {text}" for t, part in pairs for text in part.excluded)
 
 
 def shapes_of(step: Step, t: Table) -> list[tuple[int, ...]]:
@@ -269,13 +308,11 @@ def take(step: Step, tables: Sequence[Table], total: F64) -> None:
 
 # ---- both halves -----------------------------------------------------------------------------------------------------
 
-Add = Callable[[Channel, checked_sum.Params, Callable[[], F64]], Awaitable[U64]]
+Add = Callable[[Channel, checked_sum.Params, Step], Awaitable[U64]]
 
 
-async def compare(
-    ch: Channel, params: Params, tables: list[Table], open_sum: Add, parts: Sequence[Part] = ()
-) -> Compared:
-    """L5 to L10: the same at every party, but that S has no samples."""
+async def compare(ch: Channel, params: Params, tables: list[Table], open_sum: Add) -> Compared:
+    """L5 to L10: the same at every party, except that S has no samples."""
     count = 0
     for step in STEPS:
         length = sum(math.prod(shape) for t in tables for shape in shapes_of(step, t))
@@ -284,7 +321,7 @@ async def compare(
         count += 1
         p = checked_sum.Params(params.sites, params.coordinator, 2 * length)
         ch.step(f"{step.what}: opening {count}", protocol=NAME, line=step.line)
-        words = await open_sum(ch.sub(f"sum/{count}", (p, step.line)), p, partial(pack, step, tables, parts))
+        words = await open_sum(ch.sub(f"sum/{count}", (p, step.line)), p, step)
         ch.reveal(words, to=ch.me, line=step.line, what=f"{step.what}: opening {count}", protocol=NAME)
         take(step, tables, join_sum(words))
     return compared(tables, count)
@@ -306,15 +343,16 @@ async def site(ch: Channel, params: Params, mine: Donors, *, entropy: Entropy, i
     agreed = await ch.recv_broadcast(S, Agreed)  # L3
     check_agreed(params, agreed, mine)
     tables = tables_of(params, common, agreed)
-    parts = [part_of(params, mine, t.label, t.names, composition=t.composition) for t in tables]  # L4
+    parts = [part_of(t, mine) for t in tables]  # L4
 
-    async def open_sum(sub: Channel, p: checked_sum.Params, local: Callable[[], F64]) -> U64:
-        words = split_sum(local(), len(params.sites), entropy)
+    async def open_sum(sub: Channel, p: checked_sum.Params, step: Step) -> U64:
+        part = pack(step, tables, parts).map(lambda x: split_sum(x, len(params.sites), entropy))
+        words = sub.contribute(part, line=step.line, what=step.what, protocol=NAME)
         return await checked_sum.site(sub, p, words, seed.secret, entropy=entropy, identity=identity)
 
-    result = await compare(ch, params, tables, open_sum, parts)  # L5 to L10
+    result = await compare(ch, params, tables, open_sum)  # L5 to L10
     await same_view.site(ch, same_view.Params(params.sites, S), identity=identity)  # L11
-    return result
+    return replace(result, excluded=excluded_of(tables, parts))
 
 
 async def coordinator(ch: Channel, params: Params) -> Compared:
@@ -328,7 +366,7 @@ async def coordinator(ch: Channel, params: Params) -> Compared:
     agreed = agree(params, await ch.gather(params.sites, Brings))  # L2
     await ch.broadcast(params.sites, agreed)  # L3
 
-    async def open_sum(sub: Channel, p: checked_sum.Params, _: Callable[[], F64]) -> U64:
+    async def open_sum(sub: Channel, p: checked_sum.Params, _: Step) -> U64:
         return await checked_sum.coordinator(sub, p)
 
     result = await compare(ch, params, tables_of(params, common, agreed), open_sum)  # L5 to L10

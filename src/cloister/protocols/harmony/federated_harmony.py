@@ -1,7 +1,7 @@
 """Federated Harmony as it was published: the centre adds up what every site tells it in the clear.
 
     L1   u ⇒ S   space, columns                 common space, as in `pooled_harmony`
-    L2   u → S   its part of a sum              the sums L2 to L11 of `pooled_harmony`, one after the other
+    L2   u → S   its part of a sum              the sums L2 to L11 of `pooled_harmony`, with no threshold
     L3   S ⇒ u   the sum
 
 What a site tells is what the published code hands to its centre: R_ik z_i summed over its cells, masses of clusters
@@ -42,6 +42,7 @@ import numpy as np
 from cloister.arrays import F64
 from cloister.crypto.agreement import Identity
 from cloister.errors import ProtocolAbort
+from cloister.models.harmony import EVERYTHING
 from cloister.net.channel import Channel
 from cloister.net.wire import message
 from cloister.protocols.harmony import pooled_harmony
@@ -71,12 +72,16 @@ class Total:  # S ⇒ u
 
 
 def open_to_all(params: Params) -> Params:
-    """No cluster is kept back for its few cells."""
+    """No cluster is closed for its few cells."""
     return replace(params, settings=replace(params.settings, least=0, least_donors=0))
 
 
+def unprotected(mine: Cells) -> Cells:
+    return replace(mine, thresholds=EVERYTHING)
+
+
 def ideal(params: Params, xs: Mapping[Party, Cells]) -> dict[Party, Integrated]:
-    return together(open_to_all(params), xs)
+    return together(open_to_all(params), {u: unprotected(mine) for u, mine in xs.items()})
 
 
 def roles(params: Params) -> dict[Party, object]:
@@ -105,10 +110,10 @@ def check_numbers(line: str, x: F64) -> F64:
 
 async def site(ch: Channel, params: Params, mine: Cells, *, identity: Identity) -> Integrated:
     check_site(params, mine)
-    params, S, d = open_to_all(params), params.coordinator, mine.x.shape[1]
+    params, mine, S, d = open_to_all(params), unprotected(mine), params.coordinator, mine.x.shape[1]
     space = common_space.Params(params.sites, S, params.embedding)
     await common_space.site(ch.sub("space"), space, f"{mine.space}/{d}")  # L1
-    steps = integrate(part_of(params, ch.me, mine, d), NAME)
+    steps = integrate(part_of(params, ch.me, mine, d), len(params.sites), NAME)
     ask = next(steps)
     while True:
         await ch.send(S, Mine(ask.mine))  # L2
@@ -126,7 +131,7 @@ async def coordinator(ch: Channel, params: Params) -> Integrated:
     params = open_to_all(params)
     space = common_space.Params(params.sites, params.coordinator, params.embedding)
     columns = pooled_harmony.columns_in(await common_space.coordinator(ch.sub("space"), space))  # L1
-    steps = integrate(part_of(params, ch.me, None, columns), NAME)
+    steps = integrate(part_of(params, ch.me, None, columns), len(params.sites), NAME)
     ask = next(steps)
     while True:
         parts = await ch.gather(params.sites, Mine, part=ask.mine.shape)  # L2

@@ -15,8 +15,10 @@ from typing import Any
 import numpy as np
 
 from cloister.arrays import F64, I64
+from cloister.disclosure import Contribution, Thresholds
 from cloister.errors import DataError, ParameterError, ProtocolAbort
-from cloister.models.harmony import SMALL, Part, Settings, Shifts, Trail, shifts_of, unit
+from cloister.models.harmony import SMALL, Part, Settings, Shifts, Trail, shifts_of, unaided, unit
+from cloister.protocols.sums import announced_counts
 from cloister.study import Party
 
 STARTS = 10  # rounds of soft k-means before the first correction
@@ -24,6 +26,9 @@ GRID = 24  # places of the picture along each axis
 SPAN = 2.5  # deviations to each side that it shows
 WIDEST = 4096  # columns of an embedding
 SLACK = 1e-6  # of sums, for what fixed point rounds
+GRAIN = 0.5  # of a cell: masses and centroids are rounded to it, so that sums that differ by one cell hardly do
+ANCHOR_GRAIN = 0.0625  # of anchors, in which a cell weighs λ / (n + λ), about a sixth
+FAR = 10.0  # times the norm that `min_cells` cells reach: no cell may lie farther out
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +38,7 @@ class Params:
     embedding: str  # its name
     settings: Settings = field(default_factory=Settings)
     min_cells: int = 50
+    max_share: float = announced_counts.MAX_SHARE  # of all cells that one site may claim
 
     def __post_init__(self) -> None:
         if len(set(self.sites)) < 2 or len(set(self.sites)) != len(self.sites) or self.coordinator in self.sites:
@@ -47,6 +53,7 @@ class Cells:
     batch: I64  # (n,), codes from 0
     donor: I64 | None = None  # (n,)
     space: str = ""  # digest of what made the embedding
+    thresholds: Thresholds = field(default_factory=Thresholds)  # this site's own
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +62,12 @@ class Ask:
 
     line: str
     what: str
-    mine: F64  # this party's part, (m,)
+    part: Contribution  # this party's part, (m,)
     reach: float = 0.0  # no sum is larger; 0 where nobody can know yet
+
+    @property
+    def mine(self) -> F64:
+        return np.asarray(self.part.values, np.float64)
 
 
 @dataclass(frozen=True)
@@ -83,9 +94,10 @@ class Picture:
     def along(self, x: F64) -> F64:
         return np.asarray((unit(x) - self.center) @ self.axes)
 
-    def places(self, x: F64) -> I64:
-        """The place of each cell, row · GRID + column, or -1 outside of the picture, (n,)."""
+    def places(self, x: F64, *, clip: bool = False) -> I64:
+        """The place of each cell, row · GRID + column; outside of the picture -1, or with `clip` the nearest, (n,)."""
         at = np.floor((self.along(x) / self.span + 1) / 2 * GRID)
+        at = np.clip(at, 0, GRID - 1) if clip else at
         inside = np.all((at >= 0) & (at < GRID), axis=1)
         return np.where(inside, at[:, 0] * GRID + at[:, 1], -1).astype(np.int64)
 
@@ -124,6 +136,14 @@ def check_site(params: Params, mine: Cells) -> None:
         raise DataError("the embedding has missing or infinite values; embed these cells anew or remove them")
     if params.settings.least_donors and mine.donor is None:
         raise DataError("this study counts donors; say whose each cell is")
+    part = part_of(params, Party("here"), mine, mine.x.shape[1])
+    part.rows.check()
+    norms, outer = np.linalg.norm(mine.x, axis=1), math.sqrt(outer_square(part))
+    if far := int((norms > FAR * max(outer, 1e-12)).sum()):
+        raise DataError(
+            f"{far} cell(s) lie more than {FAR:g} times as far from the origin as {part.rows.thresholds.min_cells} "
+            "cells do; remove them, or make the embedding anew"
+        )
 
 
 def part_of(params: Params, me: Party, mine: Cells | None, columns: int) -> Part:
@@ -132,14 +152,39 @@ def part_of(params: Params, me: Party, mine: Cells | None, columns: int) -> Part
     if mine is None:
         return Part(params.settings, np.zeros((0, columns)), none, 1, none)
     batches = int(mine.batch.max(initial=0)) + 1
-    return Part(params.settings, mine.x, mine.batch, batches, mine.donor, tuple(me.encode()))
+    donor = mine.donor if params.settings.least_donors else None
+    return Part(params.settings, mine.x, mine.batch, batches, donor, tuple(me.encode()), mine.thresholds)
+
+
+def outer_square(part: Part) -> float:
+    """The squared norm that `min_cells` cells of this party reach."""
+    squares, least = np.square(part.x).sum(axis=1), part.rows.thresholds.min_cells
+    return float(np.sort(squares)[-least]) if len(squares) >= least else 0.0
+
+
+def second_moments(part: Part) -> Contribution:
+    """Σ zzᵀ without cells that have more than 1 / min_cells of it in some direction, upper triangle.
+
+    The leverage zᵀ(Σ zzᵀ)⁻¹z is the largest share that a cell has of uᵀ(Σ zzᵀ)u, over all directions u.
+    """
+    z, upper = unit(part.x), np.triu_indices(part.x.shape[1])
+    keep, least = np.ones(len(z), bool), part.rows.thresholds.min_cells
+    if least > 1:
+        while keep.any():
+            values, vectors = np.linalg.eigh(z[keep].T @ z[keep])
+            there = values > 1e-9 * values[-1]
+            leverage = np.square(z @ (vectors[:, there] / np.sqrt(values[there]))).sum(axis=1)
+            if not np.any(dominant := keep & (leverage * least > 1 + SLACK)):
+                break
+            keep &= ~dominant
+    return part.rows.only(keep).whole((z[keep].T @ z[keep])[upper])
 
 
 def together(params: Params, xs: Mapping[Party, Cells]) -> dict[Party, Integrated]:
     """Every party's steps in one place, with nothing encoded."""
     columns = next(iter(xs.values())).x.shape[1]
     parts = {p: part_of(params, p, xs.get(p), columns) for p in (params.coordinator, *params.sites)}
-    runs = {p: integrate(part) for p, part in parts.items()}
+    runs = {p: integrate(part, len(params.sites)) for p, part in parts.items()}
     asks = {p: next(run) for p, run in runs.items()}
     done: dict[Party, Integrated] = {}
     while not done:
@@ -158,51 +203,56 @@ def together(params: Params, xs: Mapping[Party, Cells]) -> dict[Party, Integrate
 class Course:
     """Asks for sums, holds them against what cells can give, and keeps a digest of all."""
 
-    def __init__(self, name: str, part: Part) -> None:
-        self.name, self.part, self.s = name, part, part.s
+    def __init__(self, name: str, part: Part, sites: int) -> None:
+        self.name, self.part, self.s, self.sites = name, part, part.s, sites
         self.hash, self.sums, self.cells, self.energy = hashlib.sha256(), 0, 0, 0.0
 
-    def add(self, line: str, what: str, mine: F64, reach: float = 0.0) -> Sums:
-        total = yield Ask(line, what, np.ravel(mine), reach)
-        self.hash.update(f"{line}{mine.shape}".encode() + np.ascontiguousarray(total, "<f8").tobytes())
+    def add(self, line: str, what: str, mine: Contribution, reach: float = 0.0, grain: float = 0.0) -> Sums:
+        """The sum over all parties; `grain` is the unit that this party's part is rounded to."""
+        shape = mine.values.shape
+        if grain and self.part.rows.thresholds.min_cells > 1:
+            mine = mine.map(lambda x: np.rint(x / grain) * grain)
+        total = yield Ask(line, what, mine.map(np.ravel), reach)
+        self.hash.update(f"{line}{shape}".encode() + np.ascontiguousarray(total, "<f8").tobytes())
         self.sums += 1
-        return np.reshape(total, mine.shape)
+        return np.reshape(total, shape)
 
     def check(self, line: str, right: Any, what: str) -> None:
         if not np.all(right):
             raise ProtocolAbort(self.name, line, "absurd", f"{what}, which no cells have")
 
     def size(self) -> Generator[Ask, F64, None]:
-        """L2: N, and how far all cells together reach."""
-        x = self.part.x
-        mine = np.array([len(x), np.square(x).sum()])
+        """L2: N, and how far all cells together reach; the outermost `min_cells` of a party count alike."""
+        squares = np.minimum(np.square(self.part.x).sum(axis=1), outer_square(self.part))
+        mine = self.part.rows.whole(np.array([len(squares), squares.sum()]))
         cells, energy = yield from self.add("L2", "number of cells, and sum of their squares", mine)
         self.cells, self.energy = round(float(cells)), float(energy)
-        more = (self.cells >= max(2, len(x))) & (self.energy >= mine[1] * (1 - SLACK)) & (self.energy > 0)
-        self.check("L2", more & (self.cells < 1 << 40), "a number of cells, or a sum of squares")
-        self.part.start(self.s.n_clusters(self.cells))
+        self.check("L2", 2 <= self.cells < 1 << 40 and self.energy > 0, "a number of cells, or a sum of squares")
+        self.part.start(self.s.n_clusters(self.cells, self.sites))
 
-    def masses(self, line: str, what: str, mine: F64) -> Sums:
-        """Σ_b O_kb of the clusters in which a party may show its own (G, K), (K,)."""
-        shown = np.where(self.part.shown(mine), mine.sum(axis=0), 0.0)
-        total = yield from self.add(line, what, shown, float(self.cells))
-        slack = SLACK * self.cells
-        self.check(line, (total >= shown - slack) & (total <= self.cells + slack), "a mass of a cluster")
+    def masses(self, line: str, what: str, without: int | None = None) -> Sums:
+        """Σ_b O_kb, of all cells or of all but one block, (K,)."""
+        self.part.settle(without)
+        mine = self.part.contribution(self.part.told_mass(without), without)
+        total = yield from self.add(line, what, mine, float(self.cells), GRAIN)
+        slack = SLACK * self.cells + GRAIN * len(self.part.open) * self.sites
+        inside = np.all((total >= -slack) & (total <= self.cells + slack))
+        self.check(line, inside and total.sum() <= self.cells + slack, "a mass of a cluster")
         return np.maximum(total, 0.0)
 
     def centroids(self, line: str, Y: F64) -> Sums:
         """The mean directions of clusters; one that nobody shows stays at its Y, (K, d)."""
-        part = self.part
-        near = part.near.sum(axis=0) * part.shown(part.mass_by_group())[:, None]
-        total = yield from self.add(line, f"centroids of {len(near)} clusters", near, float(self.cells))
+        self.part.settle()
+        near = self.part.contribution(self.part.near.sum(axis=0))
+        total = yield from self.add(line, f"centroids of {len(Y)} clusters", near, float(self.cells), GRAIN)
         length = np.linalg.norm(total, axis=1, keepdims=True)
         return np.where(length > SLACK, unit(total), Y)
 
     def first_centroids(self) -> Sums:
         """L3, L4: directions drawn from the second moments of all cells, then soft k-means."""
-        d, K = self.part.x.shape[1], self.s.n_clusters(self.cells)
-        z, upper = unit(self.part.x), np.triu_indices(self.part.x.shape[1])
-        total = yield from self.add("L3", "second moments of directions", (z.T @ z)[upper], float(self.cells))
+        d, K = self.part.x.shape[1], self.s.n_clusters(self.cells, self.sites)
+        upper = np.triu_indices(d)
+        total = yield from self.add("L3", "second moments of directions", second_moments(self.part), float(self.cells))
         moments = np.zeros((d, d))
         moments[upper] = total / self.cells
         values, vectors = np.linalg.eigh(moments.T)  # of the lower triangle
@@ -219,67 +269,77 @@ class Course:
         """L5, L6: one update of centroids, and of all assignments, a block at a time."""
         Y = yield from self.centroids("L5", Y)
         for j in range(self.s.blocks):
+            total = yield from self.masses("L6", f"masses of clusters without block {j + 1}", j)
             rest = self.part.mass_by_group(without=j)
-            total = yield from self.masses("L6", f"masses of clusters without block {j + 1}", rest)
-            self.part.assign(Y, self.part.penalty(self.cells, rest, total), [j])
+            penalty = self.part.penalty(self.cells, rest, self.part.told_mass(without=j), total)
+            self.part.assign(Y, penalty, [j])
         return Y
 
     def correct(self, Y: F64) -> Generator[Ask, F64, tuple[Any, ...]]:
         """L7, L8: masses, anchors; and the cells of this party are moved. Returns what is kept of a round."""
         part = self.part
-        masses = yield from self.masses("L7", "masses of clusters", part.mass_by_group())
-        penalty = part.penalty(self.cells, part.mass_by_group(), masses)
+        masses = yield from self.masses("L7", "masses of clusters")
+        before, told = part.mass_by_group(), part.told_mass()
+        penalty = part.penalty(self.cells, before, told, masses)
         s = part.regress(Y, penalty)
-        mass = part.mass_by_group()
-        lam = self.s.lam(part.expected(self.cells, mass, masses))
-        reach = math.sqrt(self.cells * self.energy) + self.cells
-        total = yield from self.add("L8", f"anchors of {len(Y)} clusters", part.anchor_sums(mass, s, lam), reach)
-        top, weight = total[:, :-1], total[:, -1]
+        mass, lam = part.mass_by_group(), self.s.lam(part.expected(self.cells, before, told, masses))
+        length = 2.0 ** math.floor(math.log2(math.sqrt(self.energy / self.cells) + 1e-9))  # of a usual cell
+        own, units = part.anchor_sums(mass, s, lam), np.append(np.full(s.shape[2], length), 1.0)
+        mine = own.map(lambda x: x / units)
+        reach = FAR * (math.sqrt(self.cells * self.energy) / length + self.cells)
+        total = yield from self.add("L8", f"anchors of {len(Y)} clusters", mine, reach, ANCHOR_GRAIN)
+        top, weight = total[:, :-1] * length, total[:, -1]
         known = weight > SMALL
         anchors = np.where(known[:, None], top, 0.0) / np.where(known, weight, 1.0)[:, None]
-        inside = np.linalg.norm(anchors, axis=1) <= math.sqrt(self.energy) * (1 + SLACK) + SLACK
+        inside = np.linalg.norm(anchors, axis=1) <= FAR * (math.sqrt(self.energy) + length)
         self.check("L8", inside & (weight >= -SLACK * self.cells), "an anchor outside of all cells")
-        W = shifts_of(part.by_batch(mass), s, lam, anchors, known)
-        part.move(Y, penalty, W)
+        n = part.by_batch(mass)
+        farther = np.where(own.values[:, -1] > 0, 1.0, unaided(n, lam, weight))
+        W = shifts_of(n, s, lam, anchors, known) * farther[:, :, None]
+        part.move(W)
         return masses, anchors, known, penalty, W
 
-    def mix(self, line: str, Y: F64) -> Generator[Ask, F64, tuple[F64, float]]:
-        """L9: the share of own cells in the clusters of own cells, by batch and as one; R without a penalty."""
+    def mix(self, line: str, Y: F64) -> Generator[Ask, F64, tuple[F64, float, F64]]:
+        """L9: the share of own cells in the clusters of own cells, by batch and as one; R without a penalty; masses."""
         part = self.part
         part.assign(Y, None)
-        mass = part.mass_by_group()
-        total = yield from self.masses(line, "masses of clusters, for the mixing", mass)
-        all_cells = np.maximum(total + np.where(part.shown(mass), 0.0, mass.sum(axis=0)), 1e-12)
-        by_batch = part.by_batch(mass)
-        own = (by_batch**2 / all_cells).sum(axis=1) / np.maximum(part.sizes, 1)
-        return own, float((by_batch.sum(axis=0) ** 2 / all_cells).sum())
+        total = yield from self.masses(line, "masses of clusters, for the mixing")
+        by_batch = part.by_batch(part.mass_by_group())
+        whole = np.maximum(np.maximum(total - part.told_mass(), 0.0) + by_batch.sum(axis=0), 1e-12)
+        own = (by_batch**2 / whole).sum(axis=1) / np.maximum(part.sizes, 1)
+        return own, float((by_batch.sum(axis=0) ** 2 / whole).sum()), total
 
-    def picture(self, moved: F64, shares: F64) -> Generator[Ask, F64, tuple[Picture, F64]]:
-        """L10, L11: where all cells lie in the two axes in which they vary most; and the pooled mixing."""
-        d, z = moved.shape[1], unit(moved)
-        upper = np.triu_indices(d)
-        mine = np.concatenate([shares, z.sum(axis=0), (z.T @ z)[upper]])
-        total = yield from self.add("L10", "mixing, and moments of moved directions", mine, float(self.cells))
-        pooled, center, products = np.split(total, [len(shares), len(shares) + d])
-        center = center / self.cells
-        moments = np.zeros((d, d))
-        moments[upper] = products / self.cells
-        values, vectors = np.linalg.eigh(moments.T - np.tril(np.outer(center, center)))
+    def picture(self, Y: F64, masses: F64, shares: F64) -> Generator[Ask, F64, tuple[Picture, F64]]:
+        """L10, L11: the pooled mixing; where all cells lie in the two axes in which the clusters vary most."""
+        mine = self.part.rows.whole(shares)
+        pooled = yield from self.add("L10", "mixing", mine, float(self.cells) * 2)
+        weight = masses / max(float(masses.sum()), 1e-12)
+        center = weight @ Y
+        values, vectors = np.linalg.eigh((Y - center).T @ (weight[:, None] * (Y - center)))
         axes = vectors[:, [-1, -2]]
         axes = axes * np.sign(axes[np.abs(axes).argmax(axis=0), [0, 1]])
         span = SPAN * np.sqrt(np.maximum(values[[-1, -2]], 1e-12))
         drawn = Picture(center, axes, span, np.zeros((GRID, GRID)), np.zeros((GRID, GRID)))
-        cells, places = np.zeros((len(self.part.batch_of), GRID * GRID)), drawn.places(moved)
-        np.add.at(cells, (self.part.group[places >= 0], places[places >= 0]), 1.0)
-        counts = yield from self.masses("L11", f"cells in {GRID} x {GRID} places", cells)  # few cells are none here too
-        own = np.where(self.part.shown(cells), cells.sum(axis=0), 0.0)
-        both = {"counts": np.rint(counts).reshape(GRID, GRID), "own": own.reshape(GRID, GRID)}
-        return replace(drawn, **both), pooled / self.cells
+        own = self.density(drawn)
+        counts = yield from self.add("L11", f"cells in {GRID} x {GRID} places", own, float(self.cells))
+        self.check("L11", (counts >= -SLACK) & (counts <= self.cells + SLACK), "a number of cells in a place")
+        both = {"counts": np.rint(counts), "own": np.asarray(own.values, np.float64)}
+        return replace(drawn, **{k: v.reshape(GRID, GRID) for k, v in both.items()}), pooled / self.cells
+
+    def density(self, drawn: Picture) -> Contribution:
+        """L11: own cells in each place; those of places with too few, or outside, count in the nearest other place."""
+        rows, places = self.part.rows, drawn.places(self.part.moved, clip=True)
+        open_ = np.flatnonzero(rows.groups(places, GRID * GRID).open)
+        if len(open_):
+            at, among = (np.stack(np.divmod(p, GRID), axis=1) for p in (np.arange(GRID * GRID), open_))
+            nearest = open_[np.square(at[:, None] - among).sum(axis=2).argmin(axis=1)]
+            places = nearest[places]
+        return rows.grouped(places, GRID * GRID).map(lambda x: x.astype(np.float64))
 
 
-def integrate(part: Part, name: str = "pooled_harmony") -> Generator[Ask, F64, Integrated]:
+def integrate(part: Part, sites: int, name: str = "pooled_harmony") -> Generator[Ask, F64, Integrated]:
     """All steps, at any party."""
-    course, s = Course(name, part), part.s
+    course, s = Course(name, part, sites), part.s
     yield from course.size()  # L2
     Y = yield from course.first_centroids()  # L3, L4
     before = yield from course.mix("L9", Y)
@@ -291,7 +351,7 @@ def integrate(part: Part, name: str = "pooled_harmony") -> Generator[Ask, F64, I
     after = yield from course.mix("L9", Y)
     n = float(part.sizes.sum())
     shares = np.array([n * n / course.cells, before[1], after[1]])
-    picture, pooled = yield from course.picture(part.moved, shares)  # L10, L11
+    picture, pooled = yield from course.picture(Y, after[2], shares)  # L10, L11
     centroids, masses, anchors, known, penalties, shifts = (np.stack(x) for x in zip(*kept, strict=True))
     return Integrated(
         Trail(course.cells, centroids, masses, anchors, known),

@@ -1,39 +1,52 @@
 """Pooled Harmony: cells of all sites are moved until clusters mix, from checked sums and no cell.
 
     L1   u, S    common space, common seed      one embedding, of d columns; a secret of the sites, for checked sums
-    L2   u, S    n, Σ‖x‖²                       N cells; K clusters; how large any later sum can be
+    L2   u → S   a number of cells, rounded up      no site may claim more than max_share of N (announced_counts)
+         u, S    n, Σ‖x‖²                       N cells; K clusters; how large any later sum can be. The outermost
+                                                min_cells cells of a site count as if they were equally far out
     L3   u, S    Σ zzᵀ                          z = x / ‖x‖; K first centroids Y, drawn from it with the study's seed
-    L4   u, S    Σ R_ik z_i                     ten times: Y_k = unit of it; R_ik ∝ exp(-2 (1 - z_i·y_k) / σ)
+    L4   u, S    Σ R'_ik z_i                    ten times: Y_k = unit of it; R_ik ∝ exp(-2 (1 - z_i·y_k) / σ)
     `rounds` times:
-    L5   u, S      Σ R_ik z_i                   `updates` times: Y; and for one block of cells after the other
-    L6   u, S      O_k = Σ_b O_kb               mass without the block; R_ik ∝ exp(..) ((E_kb + 1) / (O_kb + 1))^θ
+    L5   u, S      Σ R'_ik z_i                  `updates` times: Y; and for one block of cells after the other
+    L6   u, S      O_k = Σ_i R'_ik              mass without the block; R_ik ∝ exp(..) ((E_kb + 1) / (O_kb + 1))^θ
     L7   u, S      O_k                          R of all cells, by the same formula
     L8   u, S      Σ_b λ_b s_b / (n_b + λ_b), Σ_b λ_b n_b / (n_b + λ_b)     their ratio w_k is the anchor of cluster k
          u         x_i - Σ_k R_ik (s_b - n_b w_k) / (n_b + λ_b)             the cells of u are moved; z with them
     L9   u, S    O_k, R without θ               before the first round and after the last: how far sites are mixed
-    L10  u, S    Σ z, Σ zzᵀ of moved cells      the two axes in which they vary most; the pooled mixing
-    L11  u, S    cells in 24 x 24 places        of these axes: a picture in which nobody's cells are points
+    L10  u, S    n²/N, and the same of clusters     the pooled mixing
+    L11  u, S    cells in 24 x 24 places        of the two axes in which the centroids vary most: a picture
     L12  u, S    all sites received the same broadcasts     (same_view)
 
 What stands beside `u, S` is a checked sum over all sites. Every party computes everything else itself from the opened
-sums, which the coordinator cannot change. A site adds nothing to a cluster in which it holds fewer than `least` cells
-(and fewer than `least_donors` donors, where these are named), nor to a place of the picture with fewer cells; a batch
-with fewer joins the other small batches of its site at L8. As no cell weighs more than 1 in a cluster, none is more
-than 1/least of what its site adds there.
+sums, which the coordinator cannot change.
+
+Thresholds, enforced by each site on its own cells, whatever centroids and masses other parties bring about:
+
+- a cluster is open at a site if the effective size of its column of R', 1 / the largest leverage, is at least min_cells
+  cells (and min_donors donors, where these are named) in the cells of the sum. All others are closed there. R' is R
+  normalised over the open clusters, so that masses of a site add up to its number of cells. No sum has a complement;
+- an anchor (L8) has no total to be subtracted from. A site adds to it where the weights R λ / (n + λ) reach the same
+  effective sizes;
+- in L3, cells with more than 1 / min_cells of the second moments in any direction are left out;
+- in L11, cells of a place with fewer than min_cells cells, or outside, count in the nearest place that has enough;
+- masses and centroids are rounded to half a cell and anchors to a sixteenth, in units of a usual cell's length. Two
+  sums that differ by one cell differ in few of their entries.
 
 Reveals
 -------
+coordinator : how many cells each site has, within 1/64. Beside this:
 coordinator, site : over all sites together: number of cells, and second moments of their directions; at every step the
     masses and centroids of K clusters, and their anchors, means over all batches; the sum of squared numbers of cells,
-    and the mixing; moments of directions of moved cells, and how many lie in each place of a grid. With two sites: the
-    other's sums, those of clusters and places over at least `least` cells. Few cells, fewer than sums times clusters,
-    are in principle determined by that many sums.
-lying coordinator : the same. It cannot change a sum or leave out a site without an abort.
-one lying site : the same, at centroids that it can bend towards a cell, because its part of every sum is what it likes.
-    What it opens that way is over at least `least` cells (and donors) of every site that adds to a cluster; sums that
-    differ by one cell, taken one after the other, can tell of that cell.
+    and the mixing; how many lie in each place of a grid. With two sites: the other's sums, each over at least min_cells
+    of its cells. Together these are more numbers than a small site has: 16 + rounds · (updates · (1 + blocks) + 2)
+    sums. A party that knew the weights R' of a site with few thousand cells could solve for single cells, but for the
+    rounding. It does not know them: they follow from the cells themselves.
+malicious coordinator : the same. It cannot change a sum or leave out a site without an abort.
+one malicious site : the same, at centroids that it can bend, because its part of every sum is its unverified input.
+    Each sum rests on at least min_cells cells (and min_donors donors) of an honest site. Over many sums, cells that
+    change clusters can be followed: what one cell adds to a sum is hidden by the rounding only.
 coordinator with k sites : these sums over the other sites, so with all but one those of the last site, each over at
-    least `least` of its cells; with any one site, at centroids that the two choose.
+    least min_cells of its cells; with any one site, at centroids that the two choose.
 
 Assumes
 -------
@@ -46,7 +59,7 @@ Per site 16 + rounds · (updates · (1 + blocks) + 2) checked sums; of K d words
 References
 ----------
 [KMF+19] Korsunsky et al., Nature Methods 2019: its equations for R, Y and W, the last solved batch by batch. Lines
-numbered here.
+numbered here; the security argument is docs/security/pooled_harmony.md.
 """
 
 from __future__ import annotations
@@ -61,6 +74,7 @@ from cloister.arrays import F64, U64
 from cloister.crypto.agreement import Identity
 from cloister.crypto.entropy import Entropy
 from cloister.crypto.fixedpoint import FixedPoint
+from cloister.disclosure import Contribution
 from cloister.errors import ProtocolAbort
 from cloister.net.channel import Channel
 from cloister.protocols.harmony.harmony_steps import (
@@ -76,7 +90,7 @@ from cloister.protocols.harmony.harmony_steps import (
     part_of,
     together,
 )
-from cloister.protocols.sums import checked_sum, common_seed, common_space, same_view, shared_pca
+from cloister.protocols.sums import announced_counts, checked_sum, common_seed, common_space, same_view, shared_pca
 from cloister.study import Party
 
 NAME = "pooled_harmony"
@@ -95,10 +109,10 @@ def roles(params: Params) -> dict[Party, object]:
 def lengths(params: Params, cells: int, columns: int) -> list[int]:
     """Words of every sum, in their order."""
     s, d = params.settings, columns
-    K = s.n_clusters(cells)
+    K = s.n_clusters(cells, len(params.sites))
     one = s.updates * [K * d, *s.blocks * [K]] + [K, K * (d + 1)]
     half = d * (d + 1) // 2
-    return [4, half, *STARTS * [K * d], K, *s.rounds * one, K, 3 + d + half, GRID * GRID]
+    return [4, half, *STARTS * [K * d], K, *s.rounds * one, K, 3, GRID * GRID]
 
 
 def cost(params: Params, cells: int, columns: int, digest: int = 0) -> dict[Party, tuple[int, int]]:
@@ -107,6 +121,7 @@ def cost(params: Params, cells: int, columns: int, digest: int = 0) -> dict[Part
     parts = [checked_sum.cost(checked_sum.Params(*who, length)) for length in lengths(params, cells, columns)]
     parts.append(common_seed.cost(common_seed.Params(*who)))
     parts.append(same_view.cost(same_view.Params(*who)))
+    parts.append({params.coordinator: (len(params.sites), 0)} | dict.fromkeys(params.sites, (1, 0)))  # claims
     parts.append(common_space.cost(common_space.Params(*who, params.embedding), digest + len(f"/{columns}")))
     return {u: (sum(p[u][0] for p in parts), sum(p[u][1] for p in parts)) for u in (params.coordinator, *params.sites)}
 
@@ -120,10 +135,11 @@ def code_of(params: Params, reach: float) -> FixedPoint:
     return FixedPoint(max(0, min(BITS, 61 - math.ceil(math.log2(n * reach)))), reach, n)
 
 
-def encode(params: Params, ask: Ask, entropy: Entropy) -> U64:
+def encode(params: Params, ask: Ask, entropy: Entropy) -> Contribution:
+    """Words of what this party adds."""
     if not ask.reach:
-        return shared_pca.split_sum(ask.mine, len(params.sites), entropy)
-    return code_of(params, ask.reach).encode(ask.mine)
+        return ask.part.map(lambda x: shared_pca.split_sum(x, len(params.sites), entropy))
+    return ask.part.map(code_of(params, ask.reach).encode)
 
 
 def decode(params: Params, ask: Ask, words: U64) -> F64:
@@ -152,7 +168,12 @@ async def drive(
     ch: Channel, params: Params, mine: Cells | None, columns: int, secret: bytes, **keys: Any
 ) -> Integrated:
     """L2 to L11, at any party; S has no cells and no secret."""
-    steps = integrate(part_of(params, ch.me, mine, columns), NAME)
+    steps = integrate(part_of(params, ch.me, mine, columns), len(params.sites), NAME)
+    claims = announced_counts.Params(params.sites, params.coordinator, params.max_share)
+    if mine is None:
+        announced = await announced_counts.gather(ch, claims)  # L2
+    else:
+        await announced_counts.announce(ch, claims, len(mine.x))  # L2
     count, ask = 0, next(steps)
     while True:
         count += 1
@@ -162,11 +183,17 @@ async def drive(
         if mine is None:
             z = await checked_sum.coordinator(step, p)
         else:
-            z = await checked_sum.site(step, p, encode(params, ask, keys["entropy"]), secret, **keys)
+            part = encode(params, ask, keys["entropy"])
+            words = step.contribute(part, line=ask.line, what=ask.what, protocol=NAME)
+            z = await checked_sum.site(step, p, words, secret, **keys)
         ch.step(ask.what, protocol=NAME, line=ask.line)
-        z = ch.reveal(z, to=ch.me, line=ask.line, what=ask.what, protocol=NAME)
+        total = decode(params, ask, ch.reveal(z, to=ch.me, line=ask.line, what=ask.what, protocol=NAME))
+        if count == 1 and mine is None:
+            await announced_counts.judge(ch, claims, round(float(total[0])), announced)  # L2
+        elif count == 1 and mine is not None:
+            await announced_counts.accept(ch, claims, round(float(total[0])), len(mine.x))  # L2
         try:
-            ask = steps.send(decode(params, ask, z))
+            ask = steps.send(total)
         except StopIteration as end:
             done: Integrated = end.value
             return done

@@ -13,8 +13,9 @@ Reveals
 coordinator : which label names each site has, if no vocabulary is agreed.
 everyone : the width, each party's number of rows rounded up, all label names; how far from the origin the farthest row
     of all parties is, to within 19 percent, unless a bound is agreed, and who stopped since all its own are a thousand
-    times nearer; that there are at least k references. A party that lies learns no more; what it says of itself is its
-    word.
+    times nearer; that there are at least k references. A malicious party learns no more. Inputs are not verified: a
+    site may submit arbitrary references and labels, and many copies of one, which then outweigh others in a vote.
+reference site : besides, the querier's number of cells, rounded up, which its budget for the querier is charged with.
 any two computing parties : how far each party's farthest row is from the origin, and its true number of rows.
 
 Assumes

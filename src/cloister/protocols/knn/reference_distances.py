@@ -1,21 +1,28 @@
 """Reference distances: how far a cell may be from every reference before it is called unknown, learned from references.
 
     L1   u, S    common seed                    a secret of the sites, for the checked sum
-    L2   u       F_u(g) = share of u's references with another of u's nearer than g, in thousandths    g on a grid
-    L3   u, S    checked sum of F_u             the site that asks adds zeros
+    L2   u       F_u(g) = share of u's references with another of u's within g, in thousandths     g on a grid
+                 in steps of at least min_cells references; nothing where 1 - share is of fewer than min_cells of u
+    L3   u, S    checked sum of F_u, and of 1 for each site that adds a curve     the querier adds zeros
     L4   S ⇒ all τ = the smallest g at which the mean of F_u reaches the agreed share; sites compare it with their own
 
-The grid has 20 steps for every power of two, from the bound / 4096 to twice the bound. Every site with references
-counts alike. Distances within a site are shorter than from site to site, and the asking site's cells find the nearest
-of all sites: of these two effects the second is the larger on blood and lung.
+The grid has 20 steps for every power of two, from the bound / 4096 to twice the bound. Every site that adds a curve
+counts alike. Distances within a site are shorter than from site to site, and the querier's cells find the nearest of
+all sites: of these two effects the second is the larger on blood and lung.
+
+A curve of n references takes the values n - min_cells, n - 2 min_cells, … of n, and 0. So each of its steps is of at
+least min_cells references, as many lie beyond the last, and the largest distance is not shown. The curve must reach the
+agreed share: a site adds one only if n (1 - share) is at least min_cells, 200 references for a share of 0.95. If no
+site has so many, the run ends before any cell is labelled.
 
 Reveals
 -------
-coordinator, site : Σ F_u, a curve of 261 numbers: how near to each other the references of all sites lie. With one
-    site that has references: that site's curve. No number of cells, beyond what thousandths of a few cells give away.
+coordinator, site : Σ F_u, a curve of 261 numbers: how near to each other the references of all sites lie, in steps of
+    at least min_cells references of each site; how many sites add to it. With one site that has references, or one
+    that has enough: that site's curve, from whose steps its number of references follows.
 auxiliary : τ.
-lying coordinator : the same. It cannot change the curve, nor tell anybody another τ without an abort.
-one lying site : the same; its own curve is what it says, and moves τ.
+malicious coordinator : the same. It cannot change the curve, nor send anybody another τ without an abort.
+one malicious site : the same; its own curve is its unverified input, and moves τ.
 coordinator with k sites : the curve of the others.
 
 Assumes
@@ -24,7 +31,7 @@ What the checked sum assumes: every site stays to the end.
 
 Cost
 ----
-A checked sum of 261 words, a common seed, and 1 message down per party.
+A checked sum of 262 words, a common seed, and 1 message down per party.
 
 References
 ----------
@@ -43,6 +50,7 @@ import numpy.typing as npt
 from cloister.arrays import F64, I64, U64
 from cloister.crypto.agreement import Identity
 from cloister.crypto.entropy import Entropy
+from cloister.disclosure import Contribution, Rows, Thresholds, constant
 from cloister.errors import ParameterError, ProtocolAbort
 from cloister.net.channel import Channel
 from cloister.net.wire import message
@@ -80,7 +88,7 @@ class Params:
 
     @property
     def sum(self) -> checked_sum.Params:
-        return checked_sum.Params(self.owners, self.coordinator, STEPS * OCTAVES + 1)
+        return checked_sum.Params(self.owners, self.coordinator, STEPS * OCTAVES + 2)
 
     @property
     def seed(self) -> common_seed.Params:
@@ -93,7 +101,7 @@ class Threshold:  # S ⇒ all
 
 
 def ideal(params: Params, xs: Mapping[Party, npt.NDArray[np.floating]]) -> dict[Party, float]:
-    total = np.sum([curve(params, xs[u]) for u in params.sites], axis=0)
+    total = np.sum([contribution(params, xs[u], Thresholds()).values for u in params.sites], axis=0)
     return dict.fromkeys((params.coordinator, *params.owners, *params.listeners), threshold(params, total))
 
 
@@ -128,18 +136,32 @@ def nearest_others(x: npt.NDArray[np.floating]) -> F64:
     return near
 
 
-def curve(params: Params, x: npt.NDArray[np.floating]) -> I64:
-    """L2: F_u in thousandths, rounded down; all zeros if there is only one row."""
+def contribution(params: Params, x: npt.NDArray[np.floating], least: Thresholds) -> Contribution:
+    """L2: F_u in thousandths, rounded down, and 1; zeros where too few references lie beyond the share."""
     near = np.sort(nearest_others(x))
+    n, step = len(near), least.min_cells
     below = np.searchsorted(near, params.grid, side="right")
-    return below * UNIT // len(near)
+    levels = np.arange(n - step, 0, -step)[::-1]  # n - min_cells, n - 2 min_cells, …
+    levels = levels[levels >= step]
+    at = np.searchsorted(levels, below, side="right") - 1
+    counts = np.where(at >= 0, levels[np.maximum(at, 0)], 0) if len(levels) else np.zeros(len(below), np.int64)
+    told = n * (1 - params.share) * (1 + 1e-12) >= step and len(levels) > 0
+    values = np.append(counts * UNIT // max(n, 1), 1) * told
+    sizes = np.full(1, float(step if told else 0))
+    return Rows(n, None, least).measured(sizes, None, values[None]).map(lambda x: x[0])
 
 
 def threshold(params: Params, total: I64) -> float:
     """L4: τ; the end of the grid, where nothing is unknown, if the curve does not reach the share."""
-    if np.any(total < 0) or np.any(total > UNIT * len(params.sites)) or np.any(np.diff(total) < 0):
-        raise ProtocolAbort(NAME, "L3", "absurd", "the sum of all curves is no curve: a site lies")
-    reached = np.flatnonzero(total >= params.share * UNIT * len(params.sites))
+    curve, sites = total[:-1], int(total[-1])
+    if not 0 <= sites <= len(params.sites):
+        raise ProtocolAbort(NAME, "L3", "absurd", "a number of curves that the sites cannot have: an input is wrong")
+    if np.any(curve < 0) or np.any(curve > UNIT * sites) or np.any(np.diff(curve) < 0):
+        raise ProtocolAbort(NAME, "L3", "absurd", "the sum of all curves is not a curve: a site's input is wrong")
+    if not sites:
+        why = f"no site has enough references for a share of {params.share:g}: at least 10 must lie beyond it"
+        raise ProtocolAbort(NAME, "L3", "few-references", f"{why}; lower known_share=, or pass max_distance=")
+    reached = np.flatnonzero(curve >= params.share * UNIT * sites - sites)  # each curve is rounded down
     return float(params.grid[reached[0] if len(reached) else -1])
 
 
@@ -147,24 +169,33 @@ def threshold(params: Params, total: I64) -> float:
 
 
 async def site(
-    ch: Channel, params: Params, x: npt.NDArray[np.floating], *, entropy: Entropy, identity: Identity
+    ch: Channel,
+    params: Params,
+    x: npt.NDArray[np.floating],
+    least: Thresholds | None = None,
+    *,
+    entropy: Entropy,
+    identity: Identity,
 ) -> float:
     """Hold references, one row each. Returns τ."""
-    return await _add(ch, params, curve(params, x).astype(np.uint64), entropy, identity)
+    return await _add(ch, params, contribution(params, x, least or Thresholds()), entropy, identity)
 
 
 async def querier(ch: Channel, params: Params, *, entropy: Entropy, identity: Identity) -> float:
-    """Hold the cells that will be asked about; they play no part here."""
-    return await _add(ch, params, np.zeros(params.sum.length, np.uint64), entropy, identity)
+    """Hold the cells that will be labelled; they play no part here."""
+    nothing = constant(np.zeros(params.sum.length, np.int64), "the querier has no references")
+    return await _add(ch, params, nothing, entropy, identity)
 
 
-async def _add(ch: Channel, params: Params, mine: U64, entropy: Entropy, identity: Identity) -> float:
+async def _add(ch: Channel, params: Params, mine: Contribution, entropy: Entropy, identity: Identity) -> float:
     seed = await common_seed.site(ch.sub("seed", params.seed), params.seed, entropy=entropy, identity=identity)  # L1
     sums = ch.sub("curve", params.sum)
-    z = await checked_sum.site(sums, params.sum, mine, seed.secret, entropy=entropy, identity=identity)  # L3
+    what = "how near to each other my references lie"
+    words = sums.contribute(mine.map(lambda x: x.astype(np.uint64)), line="L3", what=what, protocol=NAME)
+    z = await checked_sum.site(sums, params.sum, words, seed.secret, entropy=entropy, identity=identity)  # L3
     tau = threshold(params, _shown(ch, z))
     if (await ch.recv_broadcast(params.coordinator, Threshold)).distance != tau:  # L4
-        raise ProtocolAbort(NAME, "L4", "changed", "the coordinator tells another distance than the sites found")
+        raise ProtocolAbort(NAME, "L4", "changed", "the coordinator sent another distance than the sites computed")
     return tau
 
 
@@ -178,7 +209,7 @@ async def coordinator(ch: Channel, params: Params) -> float:
 
 
 async def listener(ch: Channel, params: Params) -> float:
-    """Be told τ; the same as the sites, or the next step fails."""
+    """Receive τ; the same as the sites, or the next step fails."""
     return (await ch.recv_broadcast(params.coordinator, Threshold)).distance  # L4
 
 

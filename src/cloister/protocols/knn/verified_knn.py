@@ -17,7 +17,10 @@ Everything sent in L2 to L7 is proved before whatever depends on it is opened. L
 Reveals
 -------
 querier : a label per cell, or `unknown`; its share of the votes if asked for; the padded sizes of all sites. If it
-    lies: the same for other cells within the bound, since L3 lets no others pass.
+    is malicious: the same for other cells within the bound, since L3 lets no others pass. With a largest distance, an
+    answer is one bit about references near the query cell: many synthetic cells locate them (budgets count cells).
+one malicious site with references : nothing. Its references, labels and their weights w are unverified input. A weight
+    makes a row count as nearer or farther than it is, so the site can decide the labels of all query cells.
 site, computing party : padded sizes; the label names; nothing about any cell, lying or not. The order in which a
     uniformly random shuffle put the rows is opened among the three; it is independent of all data.
 any two computing parties together : everything. A site that only gives inputs adds nothing to a coalition.

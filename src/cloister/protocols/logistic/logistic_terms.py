@@ -13,7 +13,7 @@ Lines are those of `pooled_logistic`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -21,8 +21,11 @@ import scipy.sparse
 
 from cloister.arrays import F64, I64
 from cloister.cells import genes
+from cloister.disclosure import Rows as Group
+from cloister.disclosure import Thresholds
 from cloister.errors import DataError, ParameterError, ProtocolAbort
 from cloister.models import logistic
+from cloister.models.discriminant import Linear
 from cloister.models.logistic import Rows
 from cloister.protocols.logistic import common_labels
 from cloister.protocols.sums import gene_moments, shared_pca
@@ -47,11 +50,11 @@ class Params:
     penalties: tuple[float, ...] = (1e-1, 3e-2, 1e-2, 3e-3, 1e-3, 3e-4, 1e-4)  # λ, from the largest
     held_out: bool = True  # whether sites hold cells out, to choose λ and the level of `unknown`
     balance: float = 0.0  # a label with n cells counts n^(1 - balance): 0 all cells alike, 1 all labels alike
-    unknown_share: float = 0.01  # of right answers that may fall below the level
+    unknown_share: float = 0.05  # of right answers that may fall below the level
     tolerance: float = 1e-5  # of a coefficient
     openings: int = 200
     min_cells: int = 50
-    min_label_cells: int = 5
+    min_label_cells: int = 10
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -95,7 +98,39 @@ class Labelled:
     held: Any  # bool, (n,): held-out cells
     library: F64 | None = None
     space: str = ""  # digest of what made the embedding
-    donors: I64 | None = None  # (n,), whose cell it is; only with noise for donors
+    donors: I64 | None = None  # (n,), whose cell it is; None where donors are not named
+    thresholds: Thresholds = field(default_factory=Thresholds)  # of this site, for a label's cells and donors
+    fold: I64 | None = None  # (n,), parts of the cells that are held out in turn; None: not at all
+
+    def codes(self, vocabulary: tuple[str, ...]) -> I64:
+        return label_codes(self.labels, vocabulary)
+
+    @property
+    def own_labels(self) -> tuple[str, ...]:
+        return tuple(sorted({name for name in self.labels if name is not None}))
+
+    @property
+    def group(self) -> Group:
+        """Cells and donors here, for thresholds."""
+        return Group(len(self.labels), self.donors, self.thresholds)
+
+    @property
+    def excluded(self) -> dict[str, int]:
+        """Labels with fewer cells or donors here than the thresholds, with their numbers of cells."""
+        names = self.own_labels
+        return self.group.excluded(self.codes(names), names)
+
+    def open_labels(self, least: int) -> Labelled:
+        """The same cells without the labels that are too rare here; without any if fewer than `least` cells remain.
+
+        Cells without a label add nothing to any sum, so that no total has a complement.
+        """
+        names = self.own_labels
+        keep = self.group.open_rows(self.codes(names), len(names))
+        if keep.sum() < least:
+            keep[:] = False
+        labels = tuple(name if k else None for name, k in zip(self.labels, keep, strict=True))
+        return replace(self, labels=labels)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +151,10 @@ class Fitted:
     left_out: tuple[str, ...]  # labels with too few cells
     path: tuple[tuple[float, float, float], ...]  # λ, accuracy, balanced accuracy on held-out cells
     centers: F64 | None  # (K, K): mean score of each label's cells
+    setting: str = ""  # of a classifier from fixed statistics
+    scores: tuple[tuple[str, float], ...] = ()  # share of right answers with every setting
+    typical: Linear | None = None  # coefficients of typicality; `level` is then a typicality
+    typical_centers: F64 | None = None  # (K, K): mean typicality of each label's cells
 
 
 def check_site(params: Params, mine: Labelled) -> None:

@@ -79,11 +79,12 @@ class Setting:
     alpha: float
     balance: bool
     class_means: float = 0.0  # weight of how near a point is to the mean of each class
+    steps: int = 0  # of a walk (`verified_propagation`); 0: until nothing changes
 
     @property
     def spread(self) -> dict[str, Any]:
         """What `graph.propagate` takes."""
-        return {k: v for k, v in asdict(self).items() if k != "class_means"}
+        return {k: v for k, v in asdict(self).items() if k not in ("class_means", "steps")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +94,6 @@ class Params:
     bits: int
     usual: Setting  # the first to be tried; its neighbours are those of the graph
     classes: int
-    verified: bool = True
 
     def __post_init__(self) -> None:
         if len(self.sites) < 2 or self.classes < 2:
@@ -131,7 +131,7 @@ class Params:
 
     def scores(self, widths: Mapping[Party, int]) -> shared_scores.Params:
         sizes = tuple(len(self.spreads) * self.rows(widths[u]) for u in self.sites)
-        return shared_scores.Params(self.sites, sizes, self.server, self.classes, self.verified)
+        return shared_scores.Params(self.sites, sizes, self.server, self.classes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -124,7 +124,7 @@ async def _site(
     await ch.send(S, Labelled(np.packbits(y >= 0), n_classes))  # L12
     Y = graph.one_hot(y[y >= 0], n_classes)
     settled = await propagation_terms.settle(
-        ch, params, sites, (vectors, y, n_classes), secret, verified=False, entropy=entropy, identity=identity
+        ch, params, sites, (vectors, y, n_classes), secret, entropy=entropy, identity=identity
     )
     z = np.zeros((n, n_classes), np.int64)
     at = 0
@@ -150,7 +150,7 @@ async def _server(ch: Channel, params: Params, *, entropy: Entropy, identity: Id
     keys = smallest_blocks(H, params.n_neighbors)
     marked, counts, n_classes = await propagation_terms.labelled_points(ch, params, roster, sites, Labelled)  # L12
     choice, own, W = await propagation_terms.settle_all(
-        ch, params, keys, marked, counts, verified=False, entropy=entropy, identity=identity
+        ch, params, keys, marked, counts, entropy=entropy, identity=identity
     )  # L6-9
     alpha = choice.setting.alpha
     labelled = np.sort(np.concatenate(list(own.values())))

@@ -21,7 +21,7 @@ Assumes
 -------
 Semi-honest parties; no two of the three computing parties collude; what `replicated` and the engine assume. Lies that
 are not noticed: (a), (b), (c), (f) of the site and (a), (b), (c), (f) of the server, where they compute: a liar and the
-server choose which distances are opened (`verified_graph` closes it).
+server choose which distances are opened (`verified_propagation` opens none).
 
 Cost
 ----

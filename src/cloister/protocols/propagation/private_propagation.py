@@ -28,9 +28,9 @@ two computing parties : the first three sites compute (with two sites, the serve
 Assumes
 -------
 Semi-honest parties; no two of the three computing parties collude; what the parts assume. Lies that are not noticed:
-(a), (b), (c), (f) of the server and (a), (b), (c), (f) of the site (`verified_propagation` closes them, but for the
-server's S). A site that stops before L5 is as if absent; during L5, L5 is begun again without it; before L12 ends it
-counts as unlabelled, and L12 is begun again. At least two sites must stay.
+(a), (b), (c), (f) of the server and (a), (b), (c), (f) of the site (`verified_propagation` closes them). A site that
+stops before L5 is as if absent; during L5, L5 is begun again without it; before L12 ends it counts as unlabelled, and
+L12 is begun again. At least two sites must stay.
 
 Cost
 ----
@@ -45,7 +45,6 @@ References
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import ModuleType
 
 import numpy as np
 
@@ -84,11 +83,9 @@ def _graph(params: Params, roster: Roster, sites: tuple[Party, ...]) -> private_
     return private_graph.Params(sites, sizes, params.bits, params.server, params.n_neighbors, params.engine)
 
 
-def _scores(
-    params: Params, roster: Roster, sites: tuple[Party, ...], classes: int, graphs: ModuleType
-) -> shared_scores.Params:
+def _scores(params: Params, roster: Roster, sites: tuple[Party, ...], classes: int) -> shared_scores.Params:
     sizes = tuple(roster.size(u) for u in sites)
-    return shared_scores.Params(sites, sizes, params.server, classes, verified=graphs is not private_graph)
+    return shared_scores.Params(sites, sizes, params.server, classes)
 
 
 # ---- roles -----------------------------------------------------------------------------------------------------------
@@ -97,38 +94,15 @@ def _scores(
 async def site(
     ch: Channel, params: Params, vectors: F64, labels: Sequence[str | None], *, entropy: Entropy, identity: Identity
 ) -> Labels:
-    return await site_by(private_graph, ch, params, vectors, labels, entropy=entropy, identity=identity)
+    return await in_group(ch, params, lambda c, p: _site(c, p, vectors, labels, entropy=entropy, identity=identity))
 
 
 async def server(ch: Channel, params: Params, *, entropy: Entropy, identity: Identity) -> tuple[Served, ...]:
     """S's part; returns one `Served` per group."""
-    return await server_by(private_graph, ch, params, entropy=entropy, identity=identity)
-
-
-async def site_by(
-    graphs: ModuleType,
-    ch: Channel,
-    params: Params,
-    vectors: F64,
-    labels: Sequence[str | None],
-    *,
-    entropy: Entropy,
-    identity: Identity,
-) -> Labels:
-    """The site's part, with the graph of `private_graph` or `verified_graph`."""
-    return await in_group(
-        ch, params, lambda c, p: _site(graphs, c, p, vectors, labels, entropy=entropy, identity=identity)
-    )
-
-
-async def server_by(
-    graphs: ModuleType, ch: Channel, params: Params, *, entropy: Entropy, identity: Identity
-) -> tuple[Served, ...]:
-    return await all_groups(ch, params, lambda c, p: _server(graphs, c, p, entropy=entropy, identity=identity))
+    return await all_groups(ch, params, lambda c, p: _server(c, p, entropy=entropy, identity=identity))
 
 
 async def _site(
-    graphs: ModuleType,
     ch: Channel,
     params: Params,
     vectors: F64,
@@ -141,39 +115,35 @@ async def _site(
     roster, packed, y, secret = await begin(ch, params, vectors, labels, entropy=entropy, identity=identity)
 
     async def find_graph(c: Channel, sites: tuple[Party, ...]) -> None:
-        await graphs.site(c, _graph(params, roster, sites), packed, entropy=entropy, identity=identity)
+        await private_graph.site(c, _graph(params, roster, sites), packed, entropy=entropy, identity=identity)
 
     _, sites = await attempts.follow(ch.sub("graph"), S, find_graph)  # L5
     n_classes, known = len(roster.classes), y[y >= 0]
     await ch.send(S, Labelled(np.packbits(y >= 0), n_classes))  # L10
-    proofs = graphs is not private_graph
     points = (vectors, y, n_classes)
-    settled = await propagation_terms.settle(
-        ch, params, sites, points, secret, verified=proofs, entropy=entropy, identity=identity
-    )
+    settled = await propagation_terms.settle(ch, params, sites, points, secret, entropy=entropy, identity=identity)
 
     async def score(c: Channel, left: tuple[Party, ...]) -> I64:
-        terms = _scores(params, roster, left, n_classes, graphs)
+        terms = _scores(params, roster, left, n_classes)
         return await shared_scores.site(c, terms, known, entropy=entropy, identity=identity)
 
     scores, _ = await attempts.follow(ch.sub("scores"), S, score)  # L12
     return Labels(roster.classes, *settled.decide(scores), scores, sites, settled.choice)
 
 
-async def _server(graphs: ModuleType, ch: Channel, params: Params, *, entropy: Entropy, identity: Identity) -> Served:
+async def _server(ch: Channel, params: Params, *, entropy: Entropy, identity: Identity) -> Served:
     roster = await propagation_terms.open_study(ch, params)
 
     async def find_graph(c: Channel, sites: tuple[Party, ...]) -> I64:
-        keys: I64 = await graphs.server(c, _graph(params, roster, sites), entropy=entropy, identity=identity)
+        keys: I64 = await private_graph.server(c, _graph(params, roster, sites), entropy=entropy, identity=identity)
         return keys
 
     keys, sites = await attempts.lead(ch.sub("graph"), roster.sites, 2, find_graph)  # L5
     sizes = tuple(roster.size(u) for u in sites)
     at = dict(zip(sites, offsets(sizes), strict=False))
     marked, counts, n_classes = await propagation_terms.labelled_points(ch, params, roster, sites, Labelled)  # L10
-    proofs = graphs is not private_graph
     choice, own, W = await propagation_terms.settle_all(
-        ch, params, keys, marked, counts, verified=proofs, entropy=entropy, identity=identity
+        ch, params, keys, marked, counts, entropy=entropy, identity=identity
     )  # L6-9
     counted: list[I64] = []
 
@@ -183,7 +153,7 @@ async def _server(graphs: ModuleType, ch: Channel, params: Params, *, entropy: E
         counted[:] = [labelled]
         rows = np.concatenate([at[u] + np.arange(roster.size(u)) for u in left])
         columns = _columns(W, choice.setting.alpha, labelled, {u: own[u] for u in left}, rows)  # L11
-        terms = _scores(params, roster, left, n_classes, graphs)
+        terms = _scores(params, roster, left, n_classes)
         await shared_scores.server(c, terms, columns, entropy=entropy, identity=identity)  # L12
 
     _, finished = await attempts.lead(ch.sub("scores"), tuple(own), 2, score)

@@ -104,14 +104,19 @@ class Params:
     def means(self, sites: tuple[Party, ...], counts: I64, width: int) -> MeansParams:
         return MeansParams(sites, self.server, tuple(int(n) for n in counts), width, self.least)
 
-    def choice(self, sites: tuple[Party, ...], classes: int, *, verified: bool) -> chosen_settings.Params:
-        return chosen_settings.Params(sites, self.server, self.bits, self.setting, classes, verified)
+    def choice(self, sites: tuple[Party, ...], classes: int) -> chosen_settings.Params:
+        return chosen_settings.Params(sites, self.server, self.bits, self.setting, classes)
 
 
 @message("L10")
 class Labelled:  # u → S
     mask: U8  # (⌈n_u / 8⌉,), which points are labelled
     classes: int
+
+
+@message("H1")
+class Classes:  # u → S
+    count: int
 
 
 @dataclass(frozen=True)
@@ -136,9 +141,9 @@ class Served:
 
     sites: tuple[Party, ...]
     sizes: tuple[int, ...]
-    labelled: I64  # points, by their place in the graph
+    labelled: I64 | None  # points, by their place in the graph; not hardened
     distances: I32 | None  # H, published only
-    keys: I64 | None  # the graph, hardened only
+    keys: I64 | None  # the graph, semi-honest only
     finished: tuple[Party, ...]  # who got their labels
     choice: Choice
 
@@ -171,7 +176,7 @@ def ideal(
     if params.choose:
         keys = graph.nearest(packed, params.n_neighbors)
         own = {u: at[i] + np.flatnonzero(y[cuts[i]] >= 0) for i, u in enumerate(sites)}
-        terms = params.choice(sites, len(classes), verified=False)
+        terms = params.choice(sites, len(classes))
         near = None if sums is None else {u: class_means.closeness(known[u][0], sums, known[u][1]) for u in sites}
         choice = chosen_settings.choose(terms, keys, own, {u: y[p] for u, p in own.items()}, near)
     scores = graph.propagate(packed, y, n_classes=len(classes), sites=owner, **choice.setting.spread).scores
@@ -290,7 +295,6 @@ async def settle(
     points: tuple[F64, I64, int],
     secret: bytes,
     *,
-    verified: bool,
     entropy: Entropy,
     identity: Identity,
 ) -> Settled:
@@ -313,7 +317,7 @@ async def settle(
     if params.choose and counts is not None:
 
         async def step(c: Channel, left: tuple[Party, ...]) -> Choice:
-            terms = params.choice(left, len(counts), verified=verified)
+            terms = params.choice(left, len(counts))
             return await chosen_settings.site(c, terms, y, counts, close, entropy=entropy, identity=identity)
 
         choice, _ = await attempts.follow(ch.sub("choice"), params.server, step)
@@ -327,7 +331,6 @@ async def settle_all(
     own: Mapping[Party, I64],
     counts: I64,
     *,
-    verified: bool,
     entropy: Entropy,
     identity: Identity,
 ) -> tuple[Choice, dict[Party, I64], Any]:
@@ -336,7 +339,7 @@ async def settle_all(
     if params.choose:
 
         async def step(c: Channel, left: tuple[Party, ...]) -> Choice:
-            terms = params.choice(left, len(counts), verified=verified)
+            terms = params.choice(left, len(counts))
             mine = {u: own[u] for u in left}
             return await chosen_settings.server(c, terms, keys, mine, counts, entropy=entropy, identity=identity)
 

@@ -6,8 +6,7 @@
     C4   0, 1, 2    Z[R_v] = S[R_v] Y
     C5   → v        Z[R_v]
 
-Who computes: the first three sites, or two sites and the server, by `replicated` or, if `verified`, by `verified`; then
-rows of Y are also proved to be what C2 says.
+Who computes: the first three sites, or two sites and the server, by `replicated`.
 
 Reveals
 -------
@@ -19,14 +18,13 @@ two computing parties together : all labels and S. With two sites the server com
 
 Assumes
 -------
-No two of the three computing parties collude. With `verified`, any one party may lie: labels stay hidden and scores are
-right for the S that the server gives, which is its word. Else semi-honest parties, and lies that are not noticed are
-(a), (b), (c), (f) of the site and (a), (b), (c), (f) of the server.
+Semi-honest parties; no two of the three computing parties collude. Lies that are not noticed: (a), (b), (c), (f) of the
+site and (a), (b), (c), (f) of the server, which may give any S: `verified_propagation` computes without one.
 
 Cost
 ----
 8 bytes per entry of S from the server, 4 per entry of Y (twice where a site does not compute), 12 per entry of Z among
-the three; proofs as in `verified`.
+the three.
 
 References
 ----------
@@ -37,7 +35,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -52,8 +49,6 @@ from cloister.net.wire import message
 from cloister.protocols.hamming.shared_codes import computing
 from cloister.protocols.sharing.replicated import Trio
 from cloister.protocols.sharing.replicated_cost import Bill
-from cloister.protocols.sharing.verified import Verified
-from cloister.protocols.sharing.verified_cost import VerifiedBill
 from cloister.study import Party
 
 NAME = "shared_scores"
@@ -68,7 +63,6 @@ class Params:
     sizes: tuple[int, ...]
     server: Party
     classes: int
-    verified: bool = True
 
     def __post_init__(self) -> None:
         if len(self.sites) < 2 or len(self.sizes) != len(self.sites) or self.classes < 2:
@@ -100,22 +94,16 @@ def roles(params: Params) -> dict[Party, object]:
 def cost(params: Params, labelled: Mapping[Party, int]) -> dict[Party, tuple[int, int]]:
     """Messages and payload bytes that each party sends, for so many labelled points."""
     members = (*params.sites, params.server)
-    bill = (VerifiedBill if params.verified else Bill)(members, params.computing)
+    bill = Bill(members, params.computing)
     bill.send(params.server, len(params.sites), len(params.sites))
     bill.meet()
     widths = {u: rounded(n) for u, n in labelled.items()}
     for u, width in ((u, width) for u, width in widths.items() if width):
         bill.input(u, width * params.classes, RING)
-        if isinstance(bill, VerifiedBill):
-            bill.check_small(u, width * params.classes, 1, RING)
-            bill.check_small(u, width, 1, RING)
     for v, cut in _blocks(params, sum(widths.values())):
         rows, width = cut.stop - cut.start, sum(widths.values())
         bill.input(params.server, rows * width, RING)
-        if isinstance(bill, VerifiedBill):
-            bill.product(rows, params.classes, width, RING)
-        else:
-            bill.reshare(rows * params.classes, RING)
+        bill.reshare(rows * params.classes, RING)
         bill.open(v, rows * params.classes, RING)
     return bill.total()
 
@@ -146,7 +134,7 @@ def check_rounded(sites: tuple[Party, ...], announced: Mapping[Party, int], me: 
 # ---- roles -----------------------------------------------------------------------------------------------------------
 
 
-async def _share_labels(trio: Any, params: Params, widths: Mapping[Party, int], y: I64 | None) -> Shared | None:
+async def _share_labels(trio: Trio, params: Params, widths: Mapping[Party, int], y: I64 | None) -> Shared | None:
     """C2: Yᵀ (C, l), as the product wants it."""
     parts = []
     for u, width in widths.items():
@@ -159,9 +147,6 @@ async def _share_labels(trio: Any, params: Params, widths: Mapping[Party, int], 
             continue
         part = await trio.input(u, mine, (width, params.classes), RING)
         if part is not None:
-            if params.verified:
-                await trio.check_small(part, u, 1, line="C2")
-                await trio.check_small(part.sum(axis=1), u, 1, line="C2")
             parts.append(part.map(lambda w: np.ascontiguousarray(w.T)))
     return join(parts, axis=1) if parts else None
 
@@ -176,9 +161,8 @@ async def _compute(
     identity: Identity,
 ) -> I64 | None:
     """C2 to C5, at every member; returns this site's scores."""
-    engine = Verified if params.verified else Trio
     members = (*params.sites, params.server)
-    trio = await engine.meet(ch.sub("three"), params.computing, members, entropy=entropy, identity=identity)
+    trio = await Trio.meet(ch.sub("three"), params.computing, members, entropy=entropy, identity=identity)
     labels = await _share_labels(trio, params, widths, y)
     width, scores = sum(widths.values()), []
     for v, cut in _blocks(params, width):

@@ -28,8 +28,10 @@ from cloister.arrays import U8, U64
 from cloister.crypto.prg import Prg
 from cloister.crypto.replicated import Ring, Shared, Words
 from cloister.crypto.share_proofs import ROWS, Mixture, digest
+from cloister.errors import ParameterError
 from cloister.net.wire import message
 from cloister.protocols.sharing.folding import HASH, LEFT, PROVER, RIGHT, Folding, Hop, Statement, reject
+from cloister.protocols.sharing.packing import packed, packed_size, unpacked
 from cloister.protocols.sharing.sealed_links import NAME, Links
 
 SEED = 16
@@ -77,6 +79,12 @@ class Product:
     sum_left: U64  # w_a of prover i + 1
     masks_right: Masks
     sum_right: U64  # w_b, as prover i - 1 says
+    diagonal: bool = False  # q (d,) stands for a diagonal matrix
+
+    @property
+    def inner(self) -> int:
+        """Length of the sums in the product."""
+        return self.r.shape[1]
 
 
 class Proofs:
@@ -91,6 +99,7 @@ class Proofs:
         self._coins = {LEFT: links.stream(i, f"A-B/{(i + 1) % 3}"), RIGHT: links.stream(i + 1, f"A-B/{(i + 2) % 3}")}
         self.statement = Statement(self._prover_of)
         self.products: list[Product] = []
+        self.unfinished = 0  # chains of products that have not ended
 
     @property
     def pending(self) -> int:
@@ -136,18 +145,29 @@ class Proofs:
         return (left, right), left.u @ right.v + right.u @ left.v - sum_left
 
     def add_product(
-        self, q: Shared, r: Shared, left: Words, right: Words, own: tuple[Masks, Masks], sum_right: U64
+        self,
+        q: Shared,
+        r: Shared,
+        left: Words,
+        right: Words,
+        own: tuple[Masks, Masks],
+        sum_right: U64,
+        *,
+        diagonal: bool = False,
     ) -> None:
-        d = q.shape[1]
+        d = r.shape[1]
         masks_left = Masks.draw(self._with_left[LEFT], d)
         sum_left = self._with_left[LEFT].uint64((ROWS, ROWS))
         masks_right = Masks.draw(self._with_right[RIGHT], d)
-        self.products.append(Product(q.ring, q, r, left, right, own, masks_left, sum_left, masks_right, sum_right))
+        held = (masks_left, sum_left, masks_right, sum_right)
+        self.products.append(Product(q.ring, q, r, left, right, own, *held, diagonal))
 
     # -- V7 to V12 -----------------------------------------------------------------------------------------------------
 
     async def verify(self) -> None:
         """Prove and check everything that waits; returns only if nobody rejects."""
+        if self.unfinished:
+            raise ParameterError("a chain of products must end before anything is proved or opened")
         if not (self.pending or self.products):
             return
         challenge = await self._challenges()
@@ -175,8 +195,8 @@ class Proofs:
             for p in self.products
         ]
         said = [self._halves(p, mixture) for p, mixture in zip(self.products, mixtures, strict=True)]
-        as_left = [p.ring.to_bytes(x) for p, s in zip(self.products, said, strict=True) for x in s[LEFT]]
-        as_right = [p.ring.to_bytes(x) for p, s in zip(self.products, said, strict=True) for x in s[RIGHT]]
+        as_left = [packed(x, p.ring) for p, s in zip(self.products, said, strict=True) for x in s[LEFT]]
+        as_right = [packed(x, p.ring) for p, s in zip(self.products, said, strict=True) for x in s[RIGHT]]
         to_prev = np.concatenate([self._vouch(said, right=True), *as_left])  # to A of my proof, and B of i + 1
         to_next = np.concatenate([self._vouch(said, right=False), *as_right])  # to B of my proof, and A of i - 1
         from_prev, from_next = await self.links.exchange(Halves, to_prev, to_next, to_next.size, to_prev.size)  # V8
@@ -189,14 +209,14 @@ class Proofs:
     def _vouch(self, said: list[dict[str, tuple[U64, ...]]], *, right: bool) -> U8:
         """The hash of what B (or A) of this party's own proof has to say."""
         halves = [s[PROVER][2:] if right else s[PROVER][:2] for s in said]
-        return digest(*(p.ring.to_bytes(x) for p, pair in zip(self.products, halves, strict=True) for x in pair))
+        return digest(*(packed(x, p.ring) for p, pair in zip(self.products, halves, strict=True) for x in pair))
 
     def _halves(self, p: Product, mixture: dict[str, Mixture]) -> dict[str, tuple[U64, ...]]:
         """Masked halves: mine as A and as B, and both of my own proof; modulo 2^κ when they travel."""
 
         def masked(part: str, component: int, masks: Masks) -> tuple[U64, U64]:
             q, r = ((p.q.a, p.r.a), (p.q.b, p.r.b))[component]
-            x, y = mixture[part].halves(q, r, p.ring)
+            x, y = mixture[part].halves(q, r, p.ring, diagonal=p.diagonal)
             return x + masks.u, y + masks.v
 
         own = masked(PROVER, 0, p.masks_own[0]) + masked(PROVER, 1, p.masks_own[1])
@@ -211,7 +231,7 @@ class Proofs:
     ) -> tuple[list[U8], list[U8]]:
         left, right, at = [], [], 0
         for p, mixture, mine in zip(self.products, mixtures, said, strict=True):
-            d, size = p.q.shape[1], ROWS * p.q.shape[1] * p.ring.size
+            d, size = p.inner, packed_size(ROWS * p.inner, p.ring)
             shapes, cuts = ((ROWS, d), (d, ROWS)), (slice(at, at + size), slice(at + size, at + 2 * size))
             at += 2 * size
             x_right, y_right = (_wide(p.ring, from_prev[c], s) for c, s in zip(cuts, shapes, strict=True))  # B of i + 1
@@ -226,4 +246,4 @@ class Proofs:
 
 
 def _wide(ring: Ring, data: U8, shape: tuple[int, int]) -> U64:
-    return ring.from_bytes(data, shape).astype(np.uint64)
+    return unpacked(data, ring, shape).astype(np.uint64)

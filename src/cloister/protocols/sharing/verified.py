@@ -10,6 +10,8 @@
                    p → t: π(x_p) ⊕ ρ, q → t: π(x_t) ⊕ ρ', and both know π(x_q) ⊕ ρ ⊕ ρ'
     V7-V12         everything sent so far is proved                                               (`verification`)
     V13  open      the word that a party lacks, from one holder; its hash from the other
+    V14  numbers   of bits x = t + t' + 3 x_2, given as in V2: d = x_0 ⊕ x_1 by 0, t = d_1 ⊕ (x_2, ..., x_2) by 1,
+                   t' = d_0 ⊕ (x_2, ..., x_2) by 2
 
 Component i of every value is at parties i and i - 1. What is opened, and when, is as in `replicated`: rows are
 shuffled by a permutation that nobody knows, and the outcome of comparisons is opened. Each such step is proved
@@ -17,7 +19,10 @@ shuffled by a permutation that nobody knows, and the outcome of comparisons is o
 
     operation              bits sent per entry, all three                      rounds
     product                3κ                                                  1
+    chain of products      3κ for each entry of a result; one proof for all    1 each
     bits                   κ + 3 (κ - 1), or about κ + 3κ log2 κ               κ, or 2 + log2 κ
+    numbers of bits        3κ                                                  2
+    one-hot rows           3 for each entry of a row, or a little more         about log2 log2 n
     less                   3κ, or about 6κ                                     κ, or 8 + log2 (κ/8)
     shuffle                6κ                                                  3
     proof                  some 100 kB                                         5 to 11
@@ -57,8 +62,16 @@ from cloister.errors import ParameterError
 from cloister.net.wire import message
 from cloister.protocols.sharing import selection
 from cloister.protocols.sharing.folding import Hop
+from cloister.protocols.sharing.packing import packed, packed_size, planes_of, unpacked
 from cloister.protocols.sharing.sealed_links import NAME
-from cloister.protocols.sharing.verified_linear import VerifiedLinear, Xored, planes_of, stacked, together, zeros
+from cloister.protocols.sharing.verified_linear import (
+    VerifiedLinear,
+    Xored,
+    ones_of,
+    stacked,
+    together,
+    zeros,
+)
 from cloister.study import Party
 
 __all__ = ["Verified", "Xored", "planes_of", "stacked", "together", "zeros"]
@@ -78,6 +91,11 @@ class Hopped:
     data: U8
 
 
+@message("V14", protocol=NAME)
+class Number:
+    data: U8
+
+
 class Verified(VerifiedLinear):
     """One member's end of a verified computation, with comparisons and shuffles."""
 
@@ -86,8 +104,8 @@ class Verified(VerifiedLinear):
     def _sum_known_to_first(self, x: Shared) -> Words:
         return x.a + x.b
 
-    async def bits(self, x: Shared) -> Xored:
-        """All bits of shared words, as planes (κ, ⌈n/64⌉), lowest first."""
+    async def bits(self, x: Shared, *, few_rounds: bool | None = None) -> Xored:
+        """All bits of shared words, as planes (κ, ⌈n/64⌉), lowest first; few words in few rounds unless stated."""
         i, n, count = self.links.i, x.a.size, x.ring.bits
         k_a, k_b = planes_of(x.a, count), planes_of(x.b, count)
         none = np.zeros_like(k_a)
@@ -106,21 +124,28 @@ class Verified(VerifiedLinear):
             m_0 = self._next.uint64(k_a.shape)
             s, v = Xored(k_a, m_0), Xored(k_a, none)
             self.proofs.add_carries(0, (m_0, k_b), None)
-        carries = await (self._prefix(s, v) if n <= WIDE else self._ripple(s, v))
-        return s ^ carries
+        quick = n <= WIDE if few_rounds is None else few_rounds
+        return s ^ await (self._prefix(s, v) if quick else self._ripple(s, v))
 
-    async def check_small(self, x: Shared, owner: Party, count: int, *, line: str) -> None:
-        """Let the run go on only if all words of an input lie in [0, 2^count).
+    async def add(self, x: Xored, y: Xored) -> Xored:
+        """The sum of XOR-shared numbers, planes (κ, ...) lowest first, modulo 2^κ."""
+        s = x ^ y
+        return s ^ await self._prefix(s, y)
+
+    async def check_small(self, x: Shared, owner: Party, count: int, *, line: str) -> Xored:
+        """Let the run go on only if all words of an input lie in [0, 2^count); returns their planes (count, ⌈n/64⌉).
 
         An owner that computes proves it by itself: it gives shares of the lowest bits, the others are 0, and these must
         be the bits of x_i + x_{i+1}. Of any other owner the three find the bits.
         """
         if owner not in self.computing:
-            high = (await self.bits(x))[count:]
-            return await self.check_zero(high, line, f"'{owner}' gave words that are out of range, or")
+            planes = await self.bits(x)
+            await self.check_zero(planes[count:], line, f"'{owner}' gave words that are out of range, or")
+            return planes[:count]
         i, o = self.links.i, self.computing.index(owner)
-        planes = tuple(planes_of(w, x.ring.bits) for w in (x.a, x.b))
-        shape = (count, planes[0].shape[1])
+        held = tuple(planes_of(w, x.ring.bits) for w in (x.a, x.b))
+        shape = (count, held[0].shape[1])
+        none = np.zeros(shape, np.uint64)
 
         def filled(low: U64) -> U64:
             out = np.zeros((x.ring.bits, shape[1]), np.uint64)
@@ -131,13 +156,84 @@ class Verified(VerifiedLinear):
             first = self._own.uint64(shape)
             second = planes_of(x.a + x.b, count) ^ first
             await self.links.send(self.links.next, Sum, raw(second))  # V5
-            self.proofs.add_carries(o, (filled(first), planes[0]), (filled(second), planes[1]))
-        elif i == (o + 1) % 3:
-            data = (await self.links.gather(Sum, {owner: 8 * count * shape[1]}))[owner]
-            self.proofs.add_carries(o, None, (filled(words(data).reshape(shape)), planes[0]))
-        else:
-            self.proofs.add_carries(o, (filled(self._next.uint64(shape)), planes[1]), None)
-        return None
+            self.proofs.add_carries(o, (filled(first), held[0]), (filled(second), held[1]))
+            return Xored(first, second)
+        if i == (o + 1) % 3:
+            second = words((await self.links.gather(Sum, {owner: 8 * count * shape[1]}))[owner]).reshape(shape)
+            self.proofs.add_carries(o, None, (filled(second), held[0]))
+            return Xored(second, none)
+        first = self._next.uint64(shape)
+        self.proofs.add_carries(o, (filled(first), held[1]), None)
+        return Xored(none, first)
+
+    # -- V14: bits as numbers ------------------------------------------------------------------------------------------
+
+    async def inject(self, x: Xored, ring: Ring) -> Shared:
+        """XOR-shared bits, planes (..., w), as numbers 0 and 1 of a ring, (..., 64 w).
+
+        0 knows d = x_0 ⊕ x_1 and gives it as d_0 + d_1. With e = x_2, known to 1 and 2, x = d ⊕ e = e + (1 - 2e) d.
+        Since -d_k = ¬d_k + 1, x = t + t' + 3e with t = d_1 ⊕ (e, ..., e), given by 1, and t' = d_0 ⊕ (e, ..., e), given
+        by 2. Each of d, t, t' is the XOR of two words, one held by the first verifier of its owner and one by the
+        second. So it is proved as the bits of a sum are.
+        """
+        shape, width = (*x.shape[:-1], 64 * x.shape[-1]), x.a.size
+        flat, count = x.reshape(-1), ring.bits
+        size = packed_size(64 * width, ring)
+
+        def planes(w: Words) -> U64:
+            return planes_of(w, count)
+
+        def lowest(plane: U64) -> U64:
+            out = np.zeros((count, width), np.uint64)
+            out[0] = plane
+            return out
+
+        def everywhere(plane: U64) -> U64:
+            return np.broadcast_to(plane, (count, width))
+
+        def turned(w: Words, plane: U64) -> Words:
+            return w ^ -ones_of(plane, ring)
+
+        def read(data: U8) -> Words:
+            return unpacked(data, ring, (64 * width,))
+
+        i, links = self.links.i, self.links
+        own, following = ring.draw(self._own, (64 * width,)), ring.draw(self._next, (64 * width,))
+        if i == 0:
+            d_1 = ones_of(flat.a ^ flat.b, ring) - own
+            await links.send(links.next, Number, packed(d_1, ring))
+            got = read((await links.gather(Number, {links.prev: size}))[links.prev])
+            self.proofs.add_carries(0, (lowest(flat.a), planes(own)), (lowest(flat.b), planes(d_1)))
+            self.proofs.add_carries(1, (planes(d_1), planes(following)), None)
+            self.proofs.add_carries(2, None, (planes(own), planes(got)))
+            return Shared(ring, got, following).reshape(*shape)
+        if i == 1:
+            d_1 = read((await links.gather(Number, {links.prev: size}))[links.prev])
+            t_2 = turned(d_1, flat.b) - own
+            await links.send(links.next, Number, packed(t_2, ring))
+            self.proofs.add_carries(0, None, (lowest(flat.a), planes(d_1)))
+            self.proofs.add_carries(1, (planes(d_1), planes(own)), (everywhere(flat.b), planes(t_2)))
+            self.proofs.add_carries(2, (everywhere(flat.b), planes(following)), None)
+            last = t_2 + following + ring.dtype.type(3) * ones_of(flat.b, ring)
+            return Shared(ring, own, last).reshape(*shape)
+        t_0 = turned(following, flat.a) - own
+        await links.send(links.next, Number, packed(t_0, ring))
+        got = read((await links.gather(Number, {links.prev: size}))[links.prev])
+        self.proofs.add_carries(0, (lowest(flat.b), planes(following)), None)
+        self.proofs.add_carries(1, None, (everywhere(flat.a), planes(got)))
+        self.proofs.add_carries(2, (everywhere(flat.a), planes(own)), (planes(following), planes(t_0)))
+        last = got + own + ring.dtype.type(3) * ones_of(flat.a, ring)
+        return Shared(ring, last, t_0).reshape(*shape)
+
+    async def one_hot(self, bits: Xored, count: int) -> Xored:
+        """Numbers below `count`, planes (b, ...) lowest first, as rows of bits (count, ...)."""
+        if len(bits) == 1:
+            return stacked([self.flip(bits[0]), bits[0]])[:count]
+        h = len(bits) // 2
+        low = await self.one_hot(bits[:h], 1 << h)
+        high = await self.one_hot(bits[h:], -(-count >> h))
+        rows = np.arange(count)
+        return await self.gate(high[rows >> h], low[rows & ((1 << h) - 1)])
 
     async def _ripple(self, s: Xored, v: Xored) -> Xored:
         """Carries into every bit of u + v, s = u ⊕ v: c' = v ⊕ s (c ⊕ v); fewest bytes."""
@@ -219,7 +315,7 @@ class Verified(VerifiedLinear):
         common = np.take_along_axis(held[q], perm, axis=1) ^ rho ^ other_rho
         mine, moved = (p, rho) if i == p else (t, other_rho)
         y = self._hop(held[mine], perm, moved)
-        await self.links.send(self.computing[t], Hopped, ring.to_bytes(y))
+        await self.links.send(self.computing[t], Hopped, packed(y, ring))
         small = perm.astype(np.uint32)
         if i == p:
             self.proofs.add_hop(Hop(p, shape, small, held[p], None, other_rho, None))
@@ -230,16 +326,17 @@ class Verified(VerifiedLinear):
     async def _receive_hop(self, p: int, held: dict[int, U64], shape: tuple[int, int], ring: Ring) -> dict[int, U64]:
         """At t."""
         q, t = (p + 1) % 3, (p + 2) % 3
-        size = math.prod(shape) * ring.size
+        size = packed_size(math.prod(shape), ring)
         data = await self.links.gather(Hopped, {self.computing[p]: size, self.computing[q]: size})
-        y_p, y_t = (ring.from_bytes(data[self.computing[k]], shape).astype(np.uint64) for k in (p, q))
+        y_p, y_t = (unpacked(data[self.computing[k]], ring, shape).astype(np.uint64) for k in (p, q))
         self.proofs.add_hop(Hop(p, shape, None, held[p], held[t], y_p, y_t))
         return {p: y_p, t: y_t}
 
-    async def smallest_k(self, keys: Shared, k: int) -> Xored:
+    async def smallest_k(self, keys: Shared, k: int, *, signed: bool = True) -> Xored:
         """The k smallest entries of every row, ascending, of equal ones the earlier, as XOR-shared words.
 
-        Each stands above the number of its column, and its highest bit is turned over, so that it is never negative.
+        Each stands above the number of its column. The highest bit of signed entries is turned over, so that none is
+        negative.
         """
         rows, n = keys.shape
         if not 1 <= k <= n:
@@ -249,9 +346,10 @@ class Verified(VerifiedLinear):
         planes = await self.bits(keys)
         del keys
         await self.prove_large()
-        top = np.zeros(planes.shape, np.uint64)
-        top[-1] = ~np.uint64(0)
-        planes = planes ^ self.public(top)
+        if signed:
+            top = np.zeros(planes.shape, np.uint64)
+            top[-1] = ~np.uint64(0)
+            planes = planes ^ self.public(top)
         x = planes.map(lambda w: gf64.to_words(w)[: rows * n].reshape(rows, n) << np.uint64(low))
         numbers = np.broadcast_to(np.arange(n, dtype=np.uint64), (rows, n))
         x, planes = x ^ self.public(numbers), zeros((0,))

@@ -12,6 +12,7 @@ from cloister.crypto.replicated import Ring, index_bits
 from cloister.crypto.share_proofs import ALIGN, FOLD, ROWS, folded_length
 from cloister.protocols.sharing import selection, verification, verified
 from cloister.protocols.sharing.folding import HASH, LAST
+from cloister.protocols.sharing.packing import packed_size
 from cloister.protocols.sharing.replicated_cost import PK, SIGNATURE, Bill
 from cloister.protocols.sharing.verified_linear import SEED
 from cloister.study import Party
@@ -44,12 +45,12 @@ class VerifiedBill(Bill):
 
     def input(self, owner: Party, n: int, ring: Ring) -> None:
         if owner in self.computing:
-            return self.send(owner, n * ring.size)
+            return self.send(owner, packed_size(n, ring))
         if owner not in self._seeded:
             self._seeded.add(owner)
             self.send(owner, 2 * SEED)
             self.send(owner, SEED, 2)
-        self.send(owner, n * ring.size, 2)
+        self.send(owner, packed_size(n, ring), 2)
         return self.everyone(HASH)
 
     def coin(self, owner: Party) -> None:
@@ -58,9 +59,9 @@ class VerifiedBill(Bill):
             self.send(i, SEED)
 
     def product(self, m: int, n: int, d: int, ring: Ring) -> None:
-        self.everyone(m * n * ring.size)
+        self.everyone(packed_size(m * n, ring))
         self.everyone(ROWS * ROWS * ring.size)
-        self._halves += 2 * ROWS * d * ring.size
+        self._halves += 2 * packed_size(ROWS * d, ring)
         self._products = True
 
     def _equations(self, words: int, provers: Iterable[int]) -> None:
@@ -109,7 +110,7 @@ class VerifiedBill(Bill):
     def shuffle(self, rows: int, n: int, bits: int) -> None:
         for p in range(3):
             for i in (p, (p + 1) % 3):
-                self.send(i, rows * n * Ring(bits).size)
+                self.send(i, packed_size(rows * n, Ring(bits)))
                 self._hops[i] += rows * n
             self.prove_large()
 

@@ -10,7 +10,6 @@ from typing import Any, Self
 import numpy as np
 
 from cloister.arrays import I64, U8, U64
-from cloister.crypto import gf64
 from cloister.crypto import replicated as local
 from cloister.crypto.agreement import Identity
 from cloister.crypto.entropy import Entropy
@@ -20,6 +19,7 @@ from cloister.crypto.share_proofs import ROWS, digest, raw, words
 from cloister.net.channel import Channel
 from cloister.net.wire import message
 from cloister.protocols.sharing.folding import HASH, reject
+from cloister.protocols.sharing.packing import packed, packed_size, unpacked
 from cloister.protocols.sharing.sealed_links import NAME, Links
 from cloister.protocols.sharing.verification import PENDING, Proofs
 from cloister.study import Party
@@ -107,16 +107,62 @@ def stacked(xs: Sequence[Xored]) -> Xored:
     return Xored(np.stack([x.a for x in xs]), np.stack([x.b for x in xs]))
 
 
-def planes_of(x: Words, rows: int) -> U64:
-    """Bits 0..rows-1 of all words, one plane each."""
-    flat = np.zeros(-(-x.size // 64) * 64, np.uint64)
-    flat[: x.size] = x.reshape(-1)
-    planes: U64 = gf64.to_planes(flat, rows)
-    return planes
+def ones_of(planes: U64, ring: Ring) -> Words:
+    """Planes as words 0 and 1 of a ring, 64 for each word of planes."""
+    bits = np.unpackbits(raw(planes), bitorder="little").astype(ring.dtype)
+    return bits.reshape(*planes.shape[:-1], 64 * planes.shape[-1])
 
 
 def zeros(shape: tuple[int, ...]) -> Xored:
     return Xored(np.zeros(shape, np.uint64), np.zeros(shape, np.uint64))
+
+
+class Chain:
+    """The products q x_1, q x_2, ... of one shared factor, where x_t may depend on the products before it.
+
+    They are proved as one product q (x_1, x_2, ...) after the chain ends, so that q is mixed once. With `diagonal`,
+    q (d,) stands for a diagonal matrix: row i of x times q_i. Nothing can be opened before the chain ends.
+    """
+
+    def __init__(self, engine: VerifiedLinear, q: Shared, *, diagonal: bool) -> None:
+        self._engine, self._q, self._diagonal = engine, q, diagonal
+        self._right: list[Shared] = []
+        self._left: list[Words] = []
+        self._masks: list[Words] = []
+        engine.proofs.unfinished += 1
+
+    def _summand(self, x: Shared) -> Words:
+        q, both = self._q, x.a + x.b
+        if self._diagonal:
+            scaled: Words = q.a[:, None] * both + q.b[:, None] * x.a
+            return scaled
+        return local.word_matmul(q.a, both) + local.word_matmul(q.b, x.a)
+
+    async def step(self, x: Shared) -> Shared:
+        """Q x for shared x (d, c)."""
+        engine, ring = self._engine, x.ring
+        shape = (self._q.shape[0], x.shape[1])
+        own, following = ring.draw(engine._own, shape), ring.draw(engine._next, shape)
+        z = engine._chained(self._summand(x)) + own - following
+        size = packed_size(math.prod(shape), ring)
+        _, data = await engine.links.exchange(Product, packed(z, ring), None, None, size)
+        other = unpacked(data, ring, shape)
+        self._right.append(x)
+        self._left.append(other - following)
+        self._masks.append(own)
+        return Shared(ring, z, other)
+
+    async def end(self) -> None:
+        """Hand over what the proof of all products needs."""
+        engine, q = self._engine, self._q
+        r = local.join(self._right, axis=1).map(lambda w: np.ascontiguousarray(w.T))
+        masks, correction = engine.proofs.correction(r.shape[1])
+        sent = q.ring.to_bytes(correction)
+        data, _ = await engine.links.exchange(Product, None, sent, ROWS * ROWS * q.ring.size, None)
+        sum_right = q.ring.from_bytes(data, (ROWS, ROWS)).astype(np.uint64)
+        left, own = np.concatenate(self._left, axis=1), np.concatenate(self._masks, axis=1)
+        engine.proofs.add_product(q, r, left, own, masks, sum_right, diagonal=self._diagonal)
+        engine.proofs.unfinished -= 1
 
 
 class VerifiedLinear:
@@ -158,11 +204,11 @@ class VerifiedLinear:
         i, o, zero = self.rank, self.computing.index(owner), np.zeros(shape, ring.dtype)
         if x is not None:
             first = ring.draw(self._own, shape)
-            await self.links.send(self.links.next, Input, ring.to_bytes(x - first))
+            await self.links.send(self.links.next, Input, packed(x - first, ring))
             return Shared(ring, first, x - first)
         if i == (o + 1) % 3:
-            data = (await self.links.gather(Input, {owner: math.prod(shape) * ring.size}))[owner]
-            return Shared(ring, ring.from_bytes(data, shape), zero)
+            data = (await self.links.gather(Input, {owner: packed_size(math.prod(shape), ring)}))[owner]
+            return Shared(ring, unpacked(data, ring, shape), zero)
         return Shared(ring, zero, ring.draw(self._next, shape))
 
     async def _input_from_outside(
@@ -175,14 +221,14 @@ class VerifiedLinear:
         seeds = self._given[owner]
         parts = [None if prg is None else ring.draw(prg, shape) for prg in seeds]
         if x is not None and parts[0] is not None and parts[1] is not None:
-            rest = ring.to_bytes(x - parts[0] - parts[1])
+            rest = packed(x - parts[0] - parts[1], ring)
             for to in self.computing[1:]:
                 await self.links.send(to, Input, rest)
             return None
         held: list[Words | None] = [*parts, None]
         if self.rank != 0:
-            data = (await self.links.gather(Input, {owner: math.prod(shape) * ring.size}))[owner]
-            held[2] = ring.from_bytes(data, shape)
+            data = (await self.links.gather(Input, {owner: packed_size(math.prod(shape), ring)}))[owner]
+            held[2] = unpacked(data, ring, shape)
         a, b = held[self.links.i], held[(self.links.i + 1) % 3]
         assert a is not None
         assert b is not None
@@ -250,17 +296,21 @@ class VerifiedLinear:
         masks, correction = self.proofs.correction(q.shape[1])
         own, following = ring.draw(self._own, shape), ring.draw(self._next, shape)
         z = self._summand(q, r, w) + own - following
-        size = shape[0] * shape[1] * ring.size
+        size = packed_size(shape[0] * shape[1], ring)
         from_prev, from_next = await self.links.exchange(
-            Product, ring.to_bytes(z), ring.to_bytes(correction), ROWS * ROWS * ring.size, size
+            Product, packed(z, ring), ring.to_bytes(correction), ROWS * ROWS * ring.size, size
         )
-        other = ring.from_bytes(from_next, shape)
+        other = unpacked(from_next, ring, shape)
         left = other - following if w is None else other - w.b[None] - following
         self.proofs.add_product(q, r, left, own, masks, ring.from_bytes(from_prev, (ROWS, ROWS)).astype(np.uint64))
         return Shared(ring, z, other)
 
-    async def times_transposed(self, q: Shared, r: Shared) -> Shared:
-        return await self.product(q, r)
+    def _chained(self, z: Words) -> Words:
+        return z
+
+    def chain(self, q: Shared, *, diagonal: bool = False) -> Chain:
+        """Products of one shared factor with several others, one after the other; `Chain.end` before any opening."""
+        return Chain(self, q, diagonal=diagonal)
 
     # -- V4: gates -----------------------------------------------------------------------------------------------------
 

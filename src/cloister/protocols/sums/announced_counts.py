@@ -2,11 +2,14 @@
 
     C1   u → S   a_u            the cells that u will add to the sum, rounded up by at most 1/64; before the sum
          u, S    N = Σ_u n_u    a checked sum of the caller, in which n_u is one word
-    C2   S ⇒ u   V, fit         V = sites with more than max_share · N cells by their a_u; whether the a_u can give N
+    C2   S ⇒ u   V, fit         whether the a_u can give N; V = sites with more than max_share · N cells by their a_u,
+                                empty if the a_u do not fit
          u       abort if V is not empty (`claims`), or if the announcements do not fit (`counts`)
 
 Means, variances and gradients over all sites follow whichever site claims nearly all of the cells. A claim of 10^9
-cells at a value T shows how many cells of the others exceed T. The bound limits this to what `max_share` allows.
+cells at a value T shows how many cells of the others exceed T. The bound limits the count that a site claims to what
+`max_share` allows. It does not limit the other words of the same sum: a site that claims one cell can still add the
+sums of 10^9. The caller has to bound what the sums of N cells can be, and a site can use that bound up alone.
 
 Who learns the counts is a choice. To name a site takes a number for each site. If all sites received these, each would
 learn the size of every other one, which no sum reveals with three sites or more. The coordinator suffices: it is honest
@@ -24,7 +27,9 @@ Reveals
 coordinator : how many cells each site adds, within 1/64.
 site : nothing, if no site is above the bound; otherwise which ones are.
 malicious coordinator : the same. It can end the run, and name any site by that.
-one malicious site : nothing more. Whether the run ends depends on N, which the site receives anyway.
+one malicious site : one bit per run about how the others' counts are rounded. The announcements fit depending on
+    Σ_u (a_u - n_u), which N does not determine, and a_v and n_v move the threshold. A site that adds a negative count,
+    at least -R/64, lowers N, and so has an honest site named that is within 1/64 of max_share.
 coordinator with k sites : the same.
 
 Assumes
@@ -141,7 +146,8 @@ async def accept(ch: Channel, params: Params, total: int, cells: int) -> None:
 
 async def judge(ch: Channel, params: Params, total: int, announced: Mapping[Party, int]) -> None:
     """C2 of S, after the sum."""
-    verdict = Verdict(excessive(params, total, announced), fits(total, announced))
+    fit = fits(total, announced)  # otherwise N is not the number of cells, and nobody can be named by it
+    verdict = Verdict(excessive(params, total, announced) if fit else (), fit)
     await ch.broadcast(params.sites, verdict)  # C2
     raise_if_bad(params, total, verdict)
 

@@ -114,14 +114,15 @@ async def follow(ch: Channel, server: Party, step: Step[T]) -> tuple[T, tuple[Pa
         before, result = go.sites, None
         inner, control = _scopes(ch, attempt, go.sites)
         mine = asyncio.ensure_future(step(inner, go.sites))
-        news = asyncio.ensure_future(ch.recv_broadcast(server, Go))  # A3, or A1
+        news = asyncio.ensure_future(ch.recv_broadcast(server, Go, aside=True))  # A3, or A1
         try:
             await asyncio.wait({mine, news}, return_when=asyncio.FIRST_COMPLETED)
             if mine.done():
                 lost = _lost(mine)
                 result = None if lost else [mine.result()]
                 await control.send(server, Report(done=not lost))  # A2
-            go = await news
+            with ch.waiting():
+                go = await news
         finally:
             await _cancel(mine, news)
         attempt += 1

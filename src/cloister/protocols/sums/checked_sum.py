@@ -1,11 +1,11 @@
 """Checked sum: all sites receive the sum of their vectors, and abort if the coordinator publishes another one.
 
-    L1   u       t_u = β_u + Σ_j α_j x_uj mod p    p = 2^89 - 1; α, β from a secret of the sites and this sum's id
-    L2   u, S    secure sum of (x_u, t_u)          all sites or none, t = n of `secure_sum`
-         S ⇒ u   z = Σ_u x_u, t = Σ_u t_u mod p
-    L3   u       t = Σ_u β_u + Σ_j α_j z_j mod p   otherwise abort: the sum was changed
+    L1   u       t_u = β_u + Σ_j α_j x_uj mod 2^128    α, β from a secret of the sites and this sum's id
+    L2   u, S    secure sum of (x_u, t_u), `wide`      all sites or none, t = n of `secure_sum`
+         S ⇒ u   z = Σ_u x_u, t = Σ_u t_u mod 2^128
+    L3   u       t = Σ_u β_u + Σ_j α_j z_j mod 2^128   otherwise abort: the sum was changed
 
-The tag is affine, one-time, and over a field larger than a word (`sum_tags`): a coordinator that publishes any z' ≠ z
+The tag is affine, one-time, and in a ring larger than a word (`sum_tags`): a coordinator that publishes any z' ≠ z
 with any tag is detected by each site except with probability 2^-64. Two sites that finish hold the same z. A protocol
 in which anything else follows from the coordinator ends with `same_view`.
 
@@ -16,13 +16,13 @@ malicious coordinator : the same. It cannot make a site accept another sum, so i
     from it. It can end the run.
 one malicious site : z, of which its own part is whatever it likes: checks of ranges are the caller's. It cannot make
     two honest sites accept different sums. A tag that does not fit its vector ends the run for all.
-coordinator with k sites : the sum over the others, and how often the others' tags wrap (at most 2 log2 n bits). With
-    one site it has α and β, and can make the rest accept any sum.
+coordinator with k sites : the sum over the others. With one site it has α and β, and can make the rest accept any sum.
 
 Assumes
 -------
 What the secure sum assumes with t = n: a site that drops out ends the run. The sum of all vectors does not wrap, as
-signed integers of 64 bits; if it does, the run ends. One sum per channel: the key is bound to the channel's id.
+signed integers of 64 bits; if it does, the run ends. One sum per channel (`Channel.claim`): its key is bound to the
+channel's id.
 
 Cost
 ----
@@ -44,7 +44,7 @@ import numpy as np
 from cloister.arrays import U64
 from cloister.crypto.agreement import Identity, bind, hkdf
 from cloister.crypto.entropy import Entropy
-from cloister.crypto.sum_tags import WORDS, check_tag, reduce_tag, tag, tag_key
+from cloister.crypto.sum_tags import WORDS, check_tag, tag, tag_key
 from cloister.errors import ProtocolAbort
 from cloister.net.channel import Channel
 from cloister.protocols.sums import secure_sum
@@ -81,7 +81,7 @@ async def site(ch: Channel, params: Params, x: U64, secret: bytes, *, entropy: E
     """Be u; `secret` is known to all sites and to nobody else."""
     key = tag_key(hkdf(secret, bind(NAME, ch.run_id)), len(params.sites), params.length)
     words = np.concatenate([x, tag(x, key, params.sites.index(ch.me))])  # L1
-    opened = await secure_sum.contributor(ch, params.sum, words, entropy=entropy, identity=identity)  # L2
+    opened = await secure_sum.contributor(ch, params.sum, words, entropy=entropy, identity=identity, wide=True)  # L2
     if opened is None or set(opened.survivors) != set(params.sites):
         raise ProtocolAbort(NAME, "L2", "survivors", "the sum is not of all sites")
     z, t = opened.z[: params.length].copy(), opened.z[params.length :]
@@ -93,8 +93,4 @@ async def site(ch: Channel, params: Params, x: U64, secret: bytes, *, entropy: E
 
 async def coordinator(ch: Channel, params: Params) -> U64:
     """Be S."""
-
-    def with_reduced_tag(z: U64) -> U64:
-        return np.concatenate([z[: params.length], reduce_tag(z[params.length :])])
-
-    return (await secure_sum.aggregator(ch, params.sum, publish=with_reduced_tag)).z[: params.length].copy()  # L2
+    return (await secure_sum.aggregator(ch, params.sum, wide=True)).z[: params.length].copy()  # L2

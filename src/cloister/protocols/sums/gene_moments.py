@@ -47,6 +47,7 @@ class Cells:
     names: tuple[str, ...]
     x: Any  # CSR or dense; or anything with a shape that gives rows for a slice, such as a matrix on disk
     library: F64 | None = None
+    donor: I64 | None = None  # (n,), codes, where donors are named
 
 
 def normalised(params: Normalisation, mine: Cells, common: list[str] | tuple[str, ...], width: int) -> Iterator[Any]:
@@ -84,6 +85,22 @@ def moments(params: Normalisation, mine: Cells, common: tuple[str, ...]) -> F64:
         for row, values in zip(sums, (y.data, y.data**2, log, log**2), strict=True):
             row += np.bincount(y.indices, values, minlength=g)
     return np.concatenate([[float(mine.x.shape[0])], sums.ravel()])
+
+
+def expressing(params: Normalisation, mine: Cells, common: tuple[str, ...]) -> tuple[I64, I64 | None]:
+    """Per gene, how many cells of this site express it, and how many donors do where donors are named."""
+    g, start = len(common), 0
+    cells = np.zeros(g, np.int64)
+    donors = 0 if mine.donor is None else int(mine.donor.max(initial=-1)) + 1
+    who = np.zeros((donors, g), bool)
+    for y in normalised(params, mine, common, g):
+        there = y.data > 0
+        cells += np.bincount(y.indices[there], minlength=g)
+        if mine.donor is not None:
+            rows = np.repeat(mine.donor[start : start + y.shape[0]], np.diff(y.indptr))
+            who[rows[there], y.indices[there]] = True
+        start += y.shape[0]
+    return cells, None if mine.donor is None else who.sum(axis=0)
 
 
 def split_sum(x: F64, sites: int, entropy: Entropy) -> U64:

@@ -1,9 +1,15 @@
 """Pooled scaling: mean and standard deviation of every column over all sites' rows, whatever its unit.
 
-    L1   u, S    per column: the power of two above every |x|                      (count_tests, k = 1)
-    L2   u, S    rows; per column entries and Σ x / 2^e                            (secure_sum)
-    L3   u, S    per column: the power of two above every |x - mean|               (count_tests, k = 1)
-    L4   u, S    rows; per column entries and Σ ((x - mean) / 2^e')²               (secure_sum)
+    L1   u       per column: low, high that enough of its rows are at or below, and at or above; values beyond
+                 low - 3w and high + 3w, w = high - low, are set to these ends
+         u, S    per column: the power of two above |low| and |high| of every site   (checked_sum)
+    L2   u, S    rows; per column entries and Σ x / 2^e                              (checked_sum)
+    L3   u, S    per column: the power of two above |low - mean|, |high - mean|      (checked_sum)
+    L4   u, S    rows; per column entries and Σ ((x - mean) / 2^e')²                 (checked_sum)
+
+"Enough" are the site's own thresholds (`disclosure`): `min_cells` rows, of `min_donors` donors where donors are named.
+A column with fewer entries at a site is missing there. Without a few rows far from all others, w is so wide that
+nothing is changed; a column that is constant but for fewer than `min_cells` rows is constant.
 
 Numbers are scaled by L1 and L3 before they are written with a fixed point, so nobody has to know a bound in advance,
 and a column of 1000.001 … 1000.002 keeps its digits. A column whose spread is below 2^-40 of its size is constant.
@@ -11,22 +17,20 @@ Missing entries (NaN) do not count.
 
 Reveals
 -------
-all : rows of all sites together; per column the entries, the mean, the standard deviation, and the powers of two above
-    its largest size and its largest deviation; who of the sites dropped out. If one drops out between L2 and L4, all
-    can subtract: its number of rows, and of entries per column.
-lying coordinator : the same. It may call a site dropped that is there, of which it then learns what all learn of one
-    that drops out. Sites that finish have the same result.
-one lying site : nothing more. Its rows are what it says.
-coordinator with one site : how many sites reach each power of two.
+all : rows of all sites together; per column the entries, the mean, the standard deviation, and how many sites reach
+    each power of two with enough rows. With two sites: the other's, by subtraction.
+malicious coordinator : the same. It cannot change a sum; it can end the run.
+one malicious site : the same sums less its own part. It can choose the mean of L3 and raise the exponents, neither of
+    which changes what follows from L2 and L4: the sum and the sum of squares of each column of the other sites.
 
 Assumes
 -------
-What count tests and the secure sum assume; at most 2^31 rows; |x| below 2^64. Lies that are not noticed: (b), (c), (f)
-of the coordinator, sums and bits that are the same for all, possible, and wrong; (b), (c), (f) of the site.
+What checked sum and common seed assume: a site that drops out after the seed ends the run; at most 2^31 rows; |x| below
+2^60. Rows of a site are its unverified input. Lies that are not noticed: (b), (c), (f) of the site.
 
 Cost
 ----
-Per site: two rounds of count tests of 128 D bits, two secure sums of 2 D + 1 words, one signature.
+Per site: two checked sums of 128 D packed numbers and two of 2 D + 1 words, one signature.
 
 References
 ----------
@@ -35,25 +39,28 @@ None; lines numbered here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from cloister.arrays import F64, I64, U64
+from cloister.arrays import F64, I64
 from cloister.crypto.agreement import Identity
 from cloister.crypto.entropy import Entropy
 from cloister.crypto.fixedpoint import FixedPoint
+from cloister.disclosure import Contribution, Rows, Thresholds
 from cloister.errors import DataError, ProtocolAbort
 from cloister.net.channel import Channel
-from cloister.protocols.sums import common_seed, count_tests, same_view, secure_sum
-from cloister.protocols.sums.tally import Asking
+from cloister.protocols.sums import checked_sum, common_seed, same_view
+from cloister.protocols.sums.tally import Asking, lanes_of
 from cloister.study import Party
 
 NAME = "pooled_scaling"
 EXPONENTS = (-64, 64)  # powers of two that |x| may have
 FLAT = 40
 ROWS = 31  # bits of a number of rows
+FENCE = 3.0  # widths of the range of enough rows that a value may lie beyond it
+GUARD = 3  # bits: a value is below 2^GUARD times the larger end of that range
 BLOCK = 4096  # rows that are changed at a time, so that they stay in cache
 
 
@@ -63,6 +70,8 @@ class Params:
     coordinator: Party
     width: int  # D, columns
     least: int = 2  # rows of all sites together
+    min_cells: int = 10
+    min_donors: int = 3
 
 
 @dataclass(frozen=True)
@@ -87,7 +96,17 @@ class Scaling:
 
 
 def ideal(params: Params, xs: Mapping[Party, F64]) -> dict[Party, Scaling]:
-    return dict.fromkeys((params.coordinator, *xs), scaling_of(np.concatenate(list(xs.values()))))
+    least = Thresholds(params.min_cells, params.min_donors)
+    return dict.fromkeys((params.coordinator, *xs), fenced_scaling(list(xs.values()), least))
+
+
+def fenced_scaling(xs: Sequence[F64], least: Thresholds, donors: Sequence[I64] | None = None) -> Scaling:
+    """The same for several sites' rows in one place."""
+    whose: Sequence[I64 | None] = [None] * len(xs) if donors is None else donors
+    rows = [Rows(len(x), d, least) for x, d in zip(xs, whose, strict=True)]
+    fenced = [Fence.of(x, r).hold(x) for x, r in zip(xs, rows, strict=True)]
+    found = scaling_of(np.concatenate(fenced))
+    return Scaling(sum(r.n for r in rows if r.groups(np.zeros(r.n, np.int64), 1).open[0]), found.mean, found.scale)
 
 
 def scaling_of(X: F64) -> Scaling:
@@ -105,18 +124,20 @@ def roles(params: Params) -> dict[Party, object]:
 
 
 def cost(params: Params) -> dict[Party, tuple[int, int]]:
-    """Messages and payload bytes that each party sends when nobody drops."""
+    """Messages and payload bytes that each party sends."""
     who, low, high = (params.sites, params.coordinator), *EXPONENTS
-    test = count_tests.cost(count_tests.Params(*who, params.width * (high - low), 1, len(params.sites)))
-    added = secure_sum.cost(secure_sum.Params(*who, 2 * params.width + 1, to_all=True))
+    bits = 1 + -(-params.width * (high - low) // lanes_of(len(params.sites)))
+    test, added = (checked_sum.cost(checked_sum.Params(*who, m)) for m in (bits, 2 * params.width + 1))
     view = same_view.cost(same_view.Params(*who))
     parts = [common_seed.cost(common_seed.Params(*who)), test, added, test, added, view]
     return {p: (sum(c[p][0] for c in parts), sum(c[p][1] for c in parts)) for p in test}
 
 
 def check_values(X: F64) -> None:
-    if np.isinf(X).any() or np.nanmax(np.abs(X), initial=0.0) >= 2.0 ** EXPONENTS[1]:
-        raise DataError(f"values must be finite and below 2^{EXPONENTS[1]}; clean or rescale them before the run")
+    if np.isinf(X).any() or np.nanmax(np.abs(X), initial=0.0) >= 2.0 ** (EXPONENTS[1] - GUARD - 1):
+        raise DataError(
+            f"values must be finite and below 2^{EXPONENTS[1] - GUARD - 1}; clean or rescale them before the run"
+        )
     if len(X) >= 1 << ROWS:
         raise DataError(f"a site may bring at most 2^{ROWS} rows")
 
@@ -124,46 +145,76 @@ def check_values(X: F64) -> None:
 # ---- steps -----------------------------------------------------------------------------------------------------------
 
 
-Parts = Callable[[], Iterator[F64]]  # own rows, some at a time, as often as they are asked for
+@dataclass(frozen=True)
+class Fence:
+    """L1: of one site's columns, the range that enough rows reach."""
+
+    rows: Rows
+    low: F64  # (D,), NaN in columns with too few entries
+    high: F64
+
+    @staticmethod
+    def of(X: F64, rows: Rows) -> Fence:
+        low, high = np.full((2, X.shape[1]), np.nan)
+        for j, column in enumerate(X.T):
+            code = np.where(np.isfinite(column), 0, -1)
+            (a,), (b,) = rows.spans(code, 1, column)
+            if np.isfinite(a):
+                low[j], high[j] = min(a, b), max(a, b)  # they cross where all rows together are fewer than twice enough
+        return Fence(rows, low, high)
+
+    def hold(self, X: F64) -> F64:
+        """Values beyond the fence are set to its ends; missing where the column has too few entries."""
+        wide = FENCE * (self.high - self.low)
+        held: F64 = np.minimum(np.maximum(X, self.low - wide), self.high + wide)  # NaN stays NaN
+        return held
+
+    def reach(self, mean: F64) -> F64:
+        """The larger distance of an end from the mean; 0 in missing columns."""
+        away: F64 = np.nan_to_num(np.maximum(np.abs(self.low - mean), np.abs(self.high - mean)))
+        return away
 
 
-async def _exponents(ask: Asking, width: int, parts: Parts) -> I64:
-    """L1, L3: e such that 2^e is above every |value|."""
+Parts = Callable[[], Iterator[F64]]  # own rows within the fence, some at a time, from the start at every call
+
+
+async def _exponents(ask: Asking, width: int, mean: F64, fence: Fence | None, line: str) -> I64:
+    """L1, L3: e such that 2^e is above every |value - mean| within the fences."""
     low, high = EXPONENTS
 
-    def reach() -> I64:
-        largest = np.zeros(width)
-        for part in parts():
-            np.fmax(largest, np.fmax.reduce(np.abs(part), axis=0), out=largest)  # missing entries reach nothing
-        above: I64 = (largest[:, None] >= np.ldexp(1.0, np.arange(low, high))).astype(np.int64)
-        return above.ravel()
+    def part(own: Fence) -> Callable[[], Contribution]:
+        above = (own.reach(mean)[:, None] >= np.ldexp(1.0, np.arange(low, high))).astype(np.int64)
+        return lambda: own.rows.whole(above.ravel())
 
-    bits = await ask.test(reach, width * (high - low), 1, len(ask.sites))
-    reached = bits.reshape(width, -1)
-    if np.any(reached[:, 1:] > reached[:, :-1]):
-        raise ProtocolAbort(NAME, "L1", "damaged", "a column reaches a power of two, and not a smaller one")
-    exponents: I64 = low + reached.sum(axis=1)
-    return exponents
+    what = f"powers of two that enough rows reach in {width} columns"
+    parts = [] if fence is None else [part(fence)]
+    counts, _ = await ask.total(parts, width * (high - low), len(ask.sites), line=line, what=what)
+    exponents: I64 = low + (counts.reshape(width, -1) > 0).sum(axis=1)
+    return np.minimum(exponents + GUARD, high)
 
 
-async def _sums(ask: Asking, width: int, mine: int, parts: Parts) -> tuple[int, I64, F64]:
+async def _sums(ask: Asking, width: int, fence: Fence | None, of: Parts, line: str) -> tuple[int, I64, F64]:
     """L2, L4: rows, entries and sums of values within ±1."""
     n = len(ask.sites)
     point = FixedPoint(62 - ROWS - n.bit_length(), float(1 << ROWS), n)
 
-    def local() -> U64:
-        counts, sums = np.zeros(width, np.int64), np.zeros(width)
-        for part in parts():
-            there = np.isfinite(part)
-            counts += there.sum(axis=0)
-            sums += part.sum(axis=0) if there.all() else np.where(there, part, 0.0).sum(axis=0)
-        head = np.array([mine, *counts], np.int64)
-        sums = np.clip(sums, -point.bound, point.bound)  # beyond only if L1 lied
-        return np.concatenate([head.view(np.uint64), point.encode(sums)])
+    def part(own: Fence) -> Callable[[], Contribution]:
+        def local() -> Contribution:
+            counts, sums = np.zeros(width, np.int64), np.zeros(width)
+            for block in of():
+                there = np.isfinite(block)
+                counts += there.sum(axis=0)
+                sums += block.sum(axis=0) if there.all() else np.where(there, block, 0.0).sum(axis=0)
+            head = np.array([own.rows.n, *counts], np.int64)
+            sums = np.clip(sums, -point.bound, point.bound)
+            return own.rows.whole(np.concatenate([head.view(np.uint64), point.encode(sums)]))
 
-    z = await ask.words(local, 2 * width + 1)
+        return local
+
+    parts = [] if fence is None else [part(fence)]
+    z = await ask.words(parts, 2 * width + 1, line=line, what=f"rows, entries and sums of {width} columns")
     rows, there, total = int(z[0]), z[1 : width + 1].astype(np.int64), point.decode(z[width + 1 :])
-    check_sums(mine, rows, there, total, n)
+    check_sums(0 if fence is None else fence.rows.n, rows, there, total, n)
     return rows, there, total
 
 
@@ -174,42 +225,61 @@ def check_sums(mine: int, rows: int, there: I64, total: F64, sites: int) -> None
         raise ProtocolAbort(NAME, "L2", "damaged", "sums that no rows have: a message was damaged, or somebody lies")
 
 
-async def find(ask: Asking, X: F64 | None, width: int, least: int) -> Scaling:
-    """All lines, at any party; `X` is None at the coordinator."""
+async def find(ask: Asking, X: F64 | None, width: int, least: int, own: Rows | None) -> Scaling:
+    """All lines, at any party; `X` and `own` are None at the coordinator."""
     rows = X if X is not None else np.zeros((0, width))
+    fence = None if X is None or own is None else Fence.of(X, own)
 
     def parts(change: Callable[[F64], F64]) -> Parts:
-        return lambda: (change(rows[start : start + BLOCK]) for start in range(0, len(rows), BLOCK))
+        assert fence is not None
+        return lambda: (change(fence.hold(rows[start : start + BLOCK])) for start in range(0, len(rows), BLOCK))
 
-    up = await _exponents(ask, width, parts(lambda x: x))  # L1
-    N, there, total = await _sums(ask, width, len(rows), parts(lambda x: np.ldexp(x, -up)))  # L2
+    def nothing() -> Iterator[F64]:
+        return iter(())
+
+    up = await _exponents(ask, width, np.zeros(width), fence, "L1")  # L1
+    of = nothing if fence is None else parts(lambda x: np.ldexp(x, -up))
+    N, there, total = await _sums(ask, width, fence, of, "L2")  # L2
     if least > N:
         raise ProtocolAbort(NAME, "L2", "too-few-rows", f"all sites together hold {N} rows; {least} are needed")
     mean = np.ldexp(total / np.maximum(there, 1), up)
-    around = await _exponents(ask, width, parts(lambda x: x - mean))  # L3
-    squares = parts(lambda x: np.square(np.ldexp(x - mean, -around)))
-    N, there, total = await _sums(ask, width, len(rows), squares)  # L4
+    around = await _exponents(ask, width, mean, fence, "L3")  # L3
+    of = nothing if fence is None else parts(lambda x: np.square(np.ldexp(x - mean, -around)))
+    N, there, total = await _sums(ask, width, fence, of, "L4")  # L4
     scale = np.ldexp(np.sqrt(np.maximum(total, 0.0) / np.maximum(there, 1)), around)
-    flat = (around <= up - FLAT) | (around == EXPONENTS[0])
+    flat = (around <= up - FLAT) | (around == EXPONENTS[0] + GUARD)
     return Scaling(N, mean, np.where(flat, 0.0, scale))
 
 
 # ---- roles -----------------------------------------------------------------------------------------------------------
 
 
-async def site(ch: Channel, params: Params, X: F64, *, entropy: Entropy, identity: Identity) -> Scaling:
+async def site(
+    ch: Channel,
+    params: Params,
+    X: F64,
+    donor: I64 | None = None,
+    thresholds: Thresholds | None = None,
+    *,
+    entropy: Entropy,
+    identity: Identity,
+) -> Scaling:
+    """Be u; `thresholds` are this site's own, those of `params` by default."""
     check_values(X)
+    own = Rows(len(X), donor, thresholds or Thresholds(params.min_cells, params.min_donors))
+    own.check("rows")
     seed_params = common_seed.Params(params.sites, params.coordinator)
     seed = await common_seed.site(ch.sub("seed"), seed_params, entropy=entropy, identity=identity)
-    ask = Asking(ch, params.sites, params.coordinator, seed.present, seed, entropy, identity)
-    scaling = await find(ask, X, params.width, params.least)
+    ask = Asking(ch, seed.present, params.coordinator, NAME, seed, entropy, identity)
+    scaling = await find(ask, X, params.width, params.least, own)
     await same_view.site(ch, same_view.Params(params.sites, params.coordinator), identity=identity)
     return scaling
 
 
 async def coordinator(ch: Channel, params: Params) -> Scaling:
+    """Be S."""
     present = await common_seed.coordinator(ch.sub("seed"), common_seed.Params(params.sites, params.coordinator))
-    ask = Asking(ch, params.sites, params.coordinator, present)
-    scaling = await find(ask, None, params.width, params.least)
+    ask = Asking(ch, present, params.coordinator, NAME)
+    scaling = await find(ask, None, params.width, params.least, None)
     await same_view.coordinator(ch, same_view.Params(params.sites, params.coordinator))
     return scaling

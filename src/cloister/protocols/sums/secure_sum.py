@@ -14,6 +14,8 @@
                  all shares that came must lie on one polynomial
     L11  S ⇒ u   z                         only if `to_all`
 
+With `wide`, the last two words, high and low, are one number modulo 2^128, in every addition above.
+
 ⇒ is a broadcast: it enters the transcript, and with it the ids of all later sums of the run. So the survivors of
 one sum, and their signatures, are compared by the next; and who is given the survivors of a sum before (`among`)
 goes on with no others. The set can only shrink.
@@ -51,7 +53,7 @@ ConsistencyCheck L7-8, Unmasking L9-10; lines numbered here. Security argument: 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -244,14 +246,24 @@ def open_shares(ch: Channel, v: Party, key: bytes, box: bytes) -> tuple[bytes, b
     return opened[:SHARE], opened[SHARE:]
 
 
-def add_pads(y: U64, u: Party, seeds: Mapping[Party, bytes]) -> None:
-    """Add to y the pads that u shares with each v: + where v < u, - where v > u; in place, uint64 wraps."""
+def add(y: U64, x: U64, *, wide: bool) -> None:
+    """Y + x in place; uint64 wraps."""
+    y += x
+    if wide:
+        y[-2:-1] += (y[-1:] < x[-1:]).astype(np.uint64)  # carry
+
+
+def subtract(y: U64, x: U64, *, wide: bool) -> None:
+    """Y - x in place."""
+    if wide:
+        y[-2:-1] -= (y[-1:] < x[-1:]).astype(np.uint64)  # borrow
+    y -= x
+
+
+def add_pads(y: U64, u: Party, seeds: Mapping[Party, bytes], *, wide: bool) -> None:
+    """Add to y the pads that u shares with each v: + where v < u, - where v > u; in place."""
     for v, s_uv in seeds.items():
-        pad = expand(s_uv, len(y))
-        if v < u:
-            y += pad
-        else:
-            y -= pad
+        (add if v < u else subtract)(y, expand(s_uv, len(y)), wide=wide)
 
 
 # ---- roles -----------------------------------------------------------------------------------------------------------
@@ -265,9 +277,10 @@ async def contributor(
     *,
     entropy: Entropy,
     identity: Identity,
+    wide: bool = False,
 ) -> Sum | None:
     """Play u. Returns z and the survivors if `to_all`, else nothing."""
-    survivors = await contribute(ch, params, x, among, entropy=entropy, identity=identity)
+    survivors = await contribute(ch, params, x, among, entropy=entropy, identity=identity, wide=wide)
     if not params.to_all:
         return None
     total = await ch.recv_broadcast(params.aggregator, Total, z=(params.length,))  # L11
@@ -282,10 +295,12 @@ async def contribute(
     *,
     entropy: Entropy,
     identity: Identity,
+    wide: bool = False,
 ) -> tuple[Party, ...]:
     """L1 to L9 of u. Returns the survivors, as t of them vouched for them; all are `among` those of an earlier sum."""
     if x.shape != (params.length,) or x.dtype != np.uint64:
         raise ParameterError(f"expected {params.length} words of uint64, found {x.dtype} of shape {x.shape}")
+    ch.claim(NAME)
     params, S = params.raised(ch.study), params.aggregator
     c, s = key_pair(entropy), key_pair(entropy)
     signature = identity.sign(f"{NAME}/keys", signed_keys(ch.run_id, ch.me, c.public, s.public))
@@ -310,8 +325,9 @@ async def contribute(
     held = {ch.me: halves[ch.me]} | {v: open_shares(ch, v, boxes[v], box) for v, box in received.items()}
 
     y = x.copy()
-    y += expand(b, params.length)
-    add_pads(y, ch.me, {v: agree(s, roster[v].s_pk, pair_context(ch.run_id, "pad")) for v in received})
+    add(y, expand(b, params.length), wide=wide)
+    pads = {v: agree(s, roster[v].s_pk, pair_context(ch.run_id, "pad")) for v in received}
+    add_pads(y, ch.me, pads, wide=wide)
     await ch.send(S, MaskedInput(y))  # L5
 
     survivors = (await ch.recv_broadcast(S, Survivors)).parties  # L6
@@ -329,13 +345,8 @@ async def contribute(
     return survivors
 
 
-async def aggregator(
-    ch: Channel, params: Params, among: tuple[Party, ...] = (), *, publish: Callable[[U64], U64] | None = None
-) -> Sum:
-    """Play S. Contributors that drop out or stay silent are left out, as long as t remain.
-
-    `publish` maps z to what is returned and broadcast in its place, of the same length.
-    """
+async def aggregator(ch: Channel, params: Params, among: tuple[Party, ...] = (), *, wide: bool = False) -> Sum:
+    """Play S. Contributors that drop out or stay silent are left out, as long as t remain."""
     params = params.raised(ch.study)
     t = params.t
     keys = await ch.gather(among or params.contributors, Keys, quorum=t)  # L1
@@ -356,17 +367,15 @@ async def aggregator(
 
     z = np.zeros(params.length, dtype=np.uint64)
     for m in masked.values():  # L10
-        z += m.y
+        add(z, m.y, wide=wide)
     for v in U3:
-        z -= expand(_combine(params, answers, v, "seed_shares"), params.length)
+        subtract(z, expand(_combine(params, answers, v, "seed_shares"), params.length), wide=wide)
     for v in set(U2) - set(U3):
         s_v = KeyPair(_combine(params, answers, v, "key_shares"))
         if s_v.public != keys[v].s_pk:
             raise ProtocolAbort(NAME, "L10", "shares", f"the shares of '{v}' do not give its key")
         pads = {u: agree(s_v, keys[u].s_pk, pair_context(ch.run_id, "pad")) for u in U3}
-        add_pads(z, v, pads)  # the pads v would have added cancel those it left in the others' inputs
-    if publish is not None:
-        z = publish(z)
+        add_pads(z, v, pads, wide=wide)  # the pads v would have added cancel those it left in the others' inputs
     to = (ch.me, *U3) if params.to_all else ch.me
     z = ch.reveal(z, to=to, line="L10", what=f"sum of {len(U3)} vectors of {params.length}", protocol=NAME)
     if params.to_all:

@@ -2,17 +2,26 @@
 
     L1   u, S    common genes              the genes every site measured, and whether they hold counts or log values
     L2   u       y = target · x / Σ_g x    library-size normalisation of each cell over the common genes; l = log(1 + y)
-    L3   u, S    secure sum of n, Σy, Σy², Σl, Σl²    per gene
+    L3   u, S    secure sum of n, Σy, Σy², Σl, Σl²    per gene; zero for genes that too few cells of u express
     L4   S ⇒ u   H, μ, σ, N                the genes of largest normalised dispersion, pooled mean and deviation of l
-    L5   u, S    secure sum of n, Σz, Σzzᵀ     z = clip((l_H - μ) / σ, ±max)
+         u                                 own Σ(l - μ)² is at most (N - 1) σ², as for any pooled data
+    L5   u, S    secure sum of n, Σz, Σzzᵀ     z = clip((l_H - μ) / σ, ±max); not clipped where too few cells of u are
     L6   S ⇒ u   V, λ, m                   eigenvectors of the pooled covariance of z, eigenvalues, mean of z
     L7   u, S    all were told the same    (same_view)
          u       (z - m) V                 the cells of u in the shared space
 
-⇒ is a broadcast: sites that were told different genes, means or components cannot finish the next sum, or L7.
+⇒ is a broadcast: sites that received different genes, means or components cannot finish the next sum, or L7.
+
+"Too few" are the site's own thresholds (`disclosure`): `min_expressing` cells, of `min_donors` donors where donors are
+named. In a gene that too few of its cells express, a site counts all its cells as zero, in L3 and in L5. Clipping is
+the only step that depends on single values: the cells beyond a limit, and those within both, are groups of the site,
+and each is empty or large enough. If fewer cells are beyond a limit, they are not clipped there, and if fewer are
+within, none are; then Σz and Σz² follow from L3. A gene in which an unclipped value exceeds ten times the limit counts
+as zero.
 
 The steps and their order are scanpy's (`normalize_total`, `log1p`, `highly_variable_genes` of flavour seurat, `scale`,
-`pca`), so the result is that of the pooled cells, up to the signs of the components. It corrects no batch effect.
+`pca`), so the result is that of the pooled cells, up to the signs of the components and to the rules above. It corrects
+no batch effect.
 
 Reveals
 -------
@@ -24,9 +33,10 @@ coordinator : which genes each site measured; over all sites together, the numbe
 site : the common and the chosen genes, their pooled mean and deviation, the components with their variances, and the
     number of cells of all sites; with two sites, therefore, the other's mean and deviation; of a site that drops out
     between L3 and L5, by subtraction of N and of m, its number of cells and about its mean per chosen gene.
-lying coordinator : the same sums, of all sites together, about genes, means and deviations of its choice: with a tiny
-    deviation, how many cells lie above a mean. It may call a site dropped that is there, and subtract as above.
-one lying site : nothing more. Its cells are what it says.
+malicious coordinator : the same sums, of all sites together, about genes, means and deviations of its choice. With a
+    tiny deviation these are numbers of cells above a mean of its choice, one mean per gene, each zero or at least
+    `min_expressing` of a site, as is the rest of its cells. It may claim that a site dropped out, and subtract.
+one malicious site : the same, by claiming many cells at the mean of its choice.
 
 Assumes
 -------
@@ -56,11 +66,12 @@ import numpy as np
 import scipy.linalg
 import scipy.sparse
 
-from cloister.arrays import F64, I64, U64
+from cloister.arrays import F64, I64, Bits
 from cloister.cells import genes
 from cloister.crypto.agreement import Identity
 from cloister.crypto.entropy import Entropy
 from cloister.crypto.fixedpoint import FixedPoint
+from cloister.disclosure import Contribution, Groups, Rows, Thresholds
 from cloister.errors import DataError, ParameterError, ProtocolAbort
 from cloister.net.channel import Channel
 from cloister.net.wire import message
@@ -69,6 +80,7 @@ from cloister.protocols.sums.gene_moments import (
     LARGEST_LOG,
     Cells,
     choose_genes,
+    expressing,
     join_sum,
     moments,
     normalised,
@@ -81,6 +93,7 @@ from cloister.study import Party
 __all__ = ["LARGEST_LOG", "Cells", "choose_genes", "join_sum", "moments", "normalised", "split_sum"]
 
 NAME = "shared_pca"
+REACH = 10  # limits that a value which is not clipped may exceed the limit by
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +106,9 @@ class Params:
     target_sum: float = 1e4
     scale: bool = True  # divide by σ and clip; otherwise z = l - μ
     max_value: float = 10.0
-    min_cells: int = 50
+    min_cells: int = 50  # of a site
+    min_expressing: int = 10  # own cells behind every sum of a gene at a site
+    min_donors: int = 3  # own donors, where they are named
 
     def __post_init__(self) -> None:
         if self.kind not in ("counts", "log"):
@@ -104,6 +119,17 @@ class Params:
             )
         if not self.target_sum > 0 or not self.max_value > 0:
             raise ParameterError("target_sum and max_value must be above 0")
+        if self.min_expressing < 1 or self.min_donors < 1:
+            raise ParameterError("min_expressing and min_donors must be at least 1")
+
+    @property
+    def thresholds(self) -> Thresholds:
+        return Thresholds(self.min_expressing, self.min_donors)
+
+    @property
+    def beyond(self) -> int:
+        """Cells at the limit that weigh as much as all sites' values beyond it, in sums of products."""
+        return len(self.sites) * 4 * self.min_expressing * REACH**2
 
     @property
     def largest_log(self) -> float:
@@ -123,7 +149,7 @@ class Params:
 
     def covariance_code(self, cells: int) -> FixedPoint:
         """As many fraction bits as sums of products over `cells` cells leave free, at most 40."""
-        reach, n = cells * self.bound**2, len(self.sites)
+        reach, n = (cells + self.beyond) * self.bound**2, len(self.sites)
         bits = min(40, 62 - math.ceil(math.log2(n * reach)))
         return FixedPoint(bits, reach, n)
 
@@ -161,18 +187,24 @@ class Components:  # S → u
 
 
 def ideal(params: Params, xs: Mapping[Party, Cells]) -> dict[Party, Any]:
-    """The PCA of the pooled cells, with nothing added up in parts; and every site's cells in it."""
-    common = genes.genes_in_common({u: c.names for u, c in xs.items()})
-    x = scipy.sparse.vstack([y for c in xs.values() for y in normalised(params, c, common, len(common))]).toarray()
+    """The PCA of the pooled cells, each site's by its own rules; and every site's cells in it."""
+    common = tuple(genes.genes_in_common({u: c.names for u, c in xs.items()}))
+    own = [Own.of(params, c, common, params.thresholds) for c in xs.values()]
+    x = np.concatenate(
+        [
+            np.concatenate([y.toarray() for y in normalised(params, o.mine, common, len(common))]) * o.genes.open
+            for o in own
+        ]
+    )
     logs = np.log1p(x)
     at = choose_genes(x.mean(axis=0), x.var(axis=0, ddof=1), params.n_top_genes)
     mean, deviation = logs[:, at].mean(axis=0), logs[:, at].std(axis=0, ddof=1)
     deviation = deviation if params.scale else np.ones_like(deviation)
-    z = np.clip((logs[:, at] - mean) / deviation, -params.bound, params.bound)
-    variance, components = decompose(np.cov(z, rowvar=False), params.n_components)
+    pooled = Chosen(at, mean, deviation, len(x))
+    n, center, cov = covariance(np.sum([o.products(pooled).values for o in own], axis=0), len(at))
+    variance, components = decompose(cov, params.n_components)
     chosen = tuple(common[i] for i in at)
-    total = float(z.var(axis=0, ddof=1).sum())
-    space = Space(chosen, mean, deviation, z.mean(axis=0), components, variance, total, len(x), tuple(common))
+    space = Space(chosen, mean, deviation, center, components, variance, float(np.trace(cov)), n, common)
     return {params.coordinator: space} | {u: (space, place(params, space, mine)) for u, mine in xs.items()}
 
 
@@ -214,25 +246,93 @@ def products_length(chosen: int) -> int:
     return 1 + chosen + chosen * (chosen + 1) // 2
 
 
-def blocks(params: Params, mine: Cells, common: tuple[str, ...], space: Chosen) -> Iterator[F64]:
-    """Yield z of the chosen genes, some cells at a time."""
-    for y in normalised(params, mine, common, len(space.at)):
-        yield standardise(params, np.log1p(y[:, space.at].toarray()), space.mean, space.deviation)
+@dataclass(frozen=True)
+class Own:
+    """One site's cells with its thresholds: which genes count as zero here, and where values are clipped."""
+
+    params: Params
+    mine: Cells
+    common: tuple[str, ...]
+    rows: Rows
+    genes: Groups  # cells and donors that express each common gene
+
+    @staticmethod
+    def of(params: Params, mine: Cells, common: tuple[str, ...], least: Thresholds) -> Own:
+        rows = Rows(mine.x.shape[0], mine.donor, least)
+        return Own(params, mine, common, rows, rows.sized(*expressing(params, mine, common)))
+
+    def sums(self) -> Contribution:
+        """L3: n, Σy, Σy², Σl, Σl²."""
+        n, *rest = np.split(moments(self.params, self.mine, self.common), 1 + len(self.common) * np.arange(4))
+        part = self.rows.summed(self.genes, np.stack(rest, axis=1))
+        whole = self.rows.whole(n)
+        return replace_values(part, np.concatenate([whole.values, part.values.T.ravel()]))
+
+    def logs(self, space: Chosen) -> Iterator[F64]:
+        """L of the chosen genes, some cells at a time; zero where the gene counts as zero here."""
+        keep = self.genes.open[space.at]
+        for y in normalised(self.params, self.mine, self.common, len(space.at)):
+            yield np.log1p(y[:, space.at].toarray()) * keep
+
+    def limits(self, space: Chosen) -> tuple[F64, F64, Bits]:
+        """L5: lower and upper limit of z per gene, infinite where it is not clipped; and genes that count as zero."""
+        h, bound, start = len(space.at), self.params.bound, 0
+        donors = 0 if self.mine.donor is None else int(self.mine.donor.max(initial=-1)) + 1
+        cells, who = np.zeros((3, h), np.int64), np.zeros((3, donors, h), bool)
+        largest = np.zeros(h)
+        for log in self.logs(space):
+            z = (log - space.mean) / space.deviation
+            largest = np.maximum(largest, np.abs(z).max(axis=0, initial=0.0))
+            for k, inside in enumerate((z < -bound, np.abs(z) <= bound, z > bound)):
+                cells[k] += inside.sum(axis=0)
+                if self.mine.donor is not None:
+                    np.logical_or.at(who[k], self.mine.donor[start : start + len(z)], inside)
+            start += len(z)
+
+        def enough(*parts: int) -> Bits:
+            together = cells[list(parts)].sum(axis=0)
+            named = None if self.mine.donor is None else who[list(parts)].any(axis=0).sum(axis=0)
+            groups = self.rows.sized(together, named)
+            return groups.open | groups.empty
+
+        low, high = enough(0), enough(2)
+        free = np.where(low & high, enough(1), np.where(low, enough(1, 2), ~high | enough(0, 1)))
+        lower, upper = np.where(low & free, -bound, -np.inf), np.where(high & free, bound, np.inf)
+        few = ~(low & free) | ~(high & free)
+        zero = (few & (largest > REACH * bound)) | ~self.genes.open[space.at]
+        return lower, upper, zero
+
+    def products(self, space: Chosen) -> Contribution:
+        """L5: n, Σz, Σzzᵀ (upper triangle) as one vector."""
+        h = len(space.at)
+        lower, upper, zero = self.limits(space)
+        n, total, square = 0, np.zeros(h), np.zeros((h, h))
+        for log in self.logs(space):
+            z = np.where(zero, 0.0, log) - space.mean
+            z = np.clip(z / space.deviation, np.where(zero, -self.params.bound, lower), upper)
+            n, total = n + len(z), total + z.sum(axis=0)
+            square += z.T @ z
+        return self.rows.whole(np.concatenate([[float(n)], total, square[np.triu_indices(h)]]))
+
+    def check_spread(self, space: Chosen) -> None:
+        """L4: cells of one site spread no more around the pooled mean than all cells do."""
+        if not self.params.scale:
+            return
+        spread = np.zeros(len(space.at))
+        for log in self.logs(space):
+            spread += np.square(log - space.mean).sum(axis=0)
+        most = (space.cells - 1) * np.square(space.deviation)
+        if np.any(spread > most * (1 + 1e-6) + 1e-6 + 1e-13 * space.cells * self.params.largest_log**2):  # rounding
+            raise ProtocolAbort(NAME, "L4", "spread", "a pooled deviation is smaller than this site's cells allow")
+
+
+def replace_values(part: Contribution, values: F64) -> Contribution:
+    return part.map(lambda _: values)
 
 
 def standardise(params: Params, log: F64, mean: F64, deviation: F64) -> F64:
     z: F64 = (log - mean) / deviation
     return np.clip(z, -params.bound, params.bound)
-
-
-def products(params: Params, mine: Cells, common: tuple[str, ...], space: Chosen) -> F64:
-    """n, Σz, Σzzᵀ (upper triangle) as one vector."""
-    h = len(space.at)
-    n, total, square = 0, np.zeros(h), np.zeros((h, h))
-    for z in blocks(params, mine, common, space):
-        n, total = n + len(z), total + z.sum(axis=0)
-        square += z.T @ z
-    return np.concatenate([[float(n)], total, square[np.triu_indices(h)]])
 
 
 def covariance(words: F64, h: int) -> tuple[int, F64, F64]:
@@ -279,7 +379,7 @@ def check_moments(params: Params, cells: int, *sums: F64) -> None:
 def check_products(params: Params, cells: int, words: F64, h: int) -> None:
     """L5: the same of the sums of z and of its products."""
     n, square = round(words[0]), words[1 + h :]
-    most = n * params.bound
+    most = (n + params.beyond) * params.bound
     if (
         not 2 <= n <= cells
         or np.any(np.abs(words[1 : 1 + h]) > most + 1)
@@ -316,25 +416,39 @@ def check_components(params: Params, space: Components) -> None:
 # ---- roles -----------------------------------------------------------------------------------------------------------
 
 
-async def site(ch: Channel, params: Params, mine: Cells, *, entropy: Entropy, identity: Identity) -> tuple[Space, F64]:
-    """Play u. Returns the shared space, and the cells of u in it."""
+async def site(
+    ch: Channel,
+    params: Params,
+    mine: Cells,
+    thresholds: Thresholds | None = None,
+    *,
+    entropy: Entropy,
+    identity: Identity,
+) -> tuple[Space, F64]:
+    """Be u; `thresholds` can only raise those of `params`. Returns the shared space, and the cells of u in it."""
     check_site(params, mine)
-    S = params.coordinator
+    S, least = params.coordinator, params.thresholds
+    if thresholds is not None:
+        least = least.raised({"min_cells": thresholds.min_cells, "min_donors": thresholds.min_donors})
+    Rows(mine.x.shape[0], mine.donor, least).check()
 
-    async def add(label: str, x: U64, among: tuple[Party, ...]) -> tuple[Party, ...]:
+    async def add(label: str, part: Contribution, among: tuple[Party, ...], line: str, what: str) -> tuple[Party, ...]:
+        x = ch.contribute(part, protocol=NAME, line=line, what=what)
         sums = params.sum(len(x))
         return await secure_sum.contribute(ch.sub(label), sums, x, among, entropy=entropy, identity=identity)
 
     agreement = common_genes.Params(params.sites, S)
     agreed = await common_genes.site(ch.sub("genes"), agreement, params.kind, list(mine.names))  # L1
-    sums = moments(params, mine, agreed.names)  # L2
-    present = await add("moments", split_sum(sums, len(params.sites), entropy), params.sites)  # L3
+    own = Own.of(params, mine, agreed.names, least)
+    sums = own.sums().map(lambda x: split_sum(x, len(params.sites), entropy))  # L2
+    present = await add("moments", sums, params.sites, "L3", f"moments of {len(agreed.names)} genes")  # L3
     chosen = await ch.recv_broadcast(S, Chosen, at=(None,), mean=(None,), deviation=(None,))  # L4
     check_chosen(params, chosen, len(agreed.names), mine.x.shape[0])
+    own.check_spread(chosen)
     h, d = len(chosen.at), params.n_components
     ch.step(f"covariance of {h} genes", protocol=NAME, line="L5")
-    words = params.covariance_code(chosen.cells).encode(products(params, mine, agreed.names, chosen))
-    await add("products", words, present)  # L5
+    words = own.products(chosen).map(params.covariance_code(chosen.cells).encode)
+    await add("products", words, present, "L5", f"covariance of {h} genes")  # L5
     result = await ch.recv_broadcast(S, Components, components=(h, d), variance=(d,), center=(h,))  # L6
     check_components(params, result)
     await same_view.site(ch, params.view, identity=identity)  # L7

@@ -1,102 +1,114 @@
-"""Questions to all sites: pooled bits and pooled counts, one numbered sub-protocol each.
+"""Pooled queries: contributions of all sites, added up by checked sums, one numbered sub-protocol each.
 
-A protocol that asks many (grow a forest, find a cut) is written once, against `Tally`, and runs at every party: sites
-evaluate `count` on their rows, the coordinator never does, and `Plain` answers from rows in one place, for `ideal`.
+A protocol of many sums (grow a forest, find a cut) is written once, against `Tally`, and runs at every party. A site
+passes its own contribution, the coordinator none, and `Plain` adds up the contributions of several sites in one place,
+for `ideal`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from cloister.arrays import I64, U64, Bits
+from cloister.arrays import I64, U64
 from cloister.crypto.agreement import Identity
 from cloister.crypto.entropy import Entropy
+from cloister.disclosure import Contribution, constant, join
 from cloister.net.channel import Channel
-from cloister.protocols.sums import common_seed, count_tests, secure_sum
+from cloister.protocols.sums import checked_sum, common_seed
 from cloister.study import Party
 
 T = TypeVar("T")
+Part = Callable[[], Contribution]  # of one site
 
 
 class Tally(Protocol):
-    """How all sites are asked; `count` is evaluated where there are rows to count."""
+    """Sums over all sites; `parts` are the contributions of the sites that are here."""
 
-    async def test(self, count: Callable[[], I64], length: int, least: int, most: int, proofs: int = 0) -> Bits:
-        """Whether each pooled count is at least `least`; proved, where the outcome opens something."""
+    async def total(self, parts: Sequence[Part], length: int, most: int, *, line: str, what: str) -> tuple[I64, bytes]:
+        """Pooled whole numbers from 0 to `most` each, and a coin that no single party could foresee or choose."""
 
-    async def total(self, count: Callable[[], I64], length: int) -> I64:
-        """The pooled counts."""
+
+def lanes_of(most: int) -> int:
+    """Numbers from 0 to `most` that one word holds."""
+    return 63 // most.bit_length()
+
+
+def pack(values: I64, most: int) -> U64:
+    """Several numbers per word; sums of packed words are the packed sums as long as none exceeds `most`."""
+    lanes, bits = lanes_of(most), most.bit_length()
+    padded = np.zeros(-(-len(values) // lanes) * lanes, np.uint64)
+    padded[: len(values)] = values.astype(np.uint64)
+    shifts = np.arange(lanes, dtype=np.uint64) * np.uint64(bits)
+    packed: U64 = (padded.reshape(-1, lanes) << shifts).sum(axis=1, dtype=np.uint64)
+    return packed
+
+
+def unpack(words: U64, length: int, most: int) -> I64:
+    shifts = np.arange(lanes_of(most), dtype=np.uint64) * np.uint64(most.bit_length())
+    values = (words[:, None] >> shifts) & np.uint64((1 << most.bit_length()) - 1)
+    return values.ravel()[:length].astype(np.int64)
 
 
 @dataclass
 class Asking:
-    """A `Tally` over the channel."""
+    """A `Tally` over the channel. Every sum is checked and of all `sites`; one that drops out ends the run."""
 
     ch: Channel
-    sites: tuple[Party, ...]
+    sites: tuple[Party, ...]  # that agreed on the seed
     coordinator: Party
-    present: tuple[Party, ...]  # sites that have not dropped out
+    protocol: str
     seed: common_seed.Seed | None = None  # None at the coordinator
     entropy: Entropy | None = None
     identity: Identity | None = None
     asked: int = 0
 
-    def _next(self) -> Channel:
-        self.asked += 1
-        return self.ch.sub(f"ask/{self.asked}")
-
-    async def test(self, count: Callable[[], I64], length: int, least: int, most: int, proofs: int = 0) -> Bits:
-        p = count_tests.Params(self.sites, self.coordinator, length, least, most, proofs)
-        ch = self._next()
-        if self.seed is None:
-            answer = await count_tests.coordinator(ch, p, self.present)
-        else:
-            assert self.entropy is not None
-            assert self.identity is not None
-            answer = await count_tests.site(
-                ch, p, count(), self.seed.secret, self.present, entropy=self.entropy, identity=self.identity
-            )
-        self.present = answer.present
-        return answer.bits
-
-    async def words(self, count: Callable[[], U64], length: int) -> U64:
+    async def words(self, parts: Sequence[Part], length: int, *, line: str, what: str) -> U64:
         """The pooled words, modulo 2^64."""
-        p = secure_sum.Params(self.sites, self.coordinator, length, to_all=True)
-        ch = self._next()
+        self.asked += 1
+        ch = self.ch.sub(f"ask/{self.asked}")
+        params = checked_sum.Params(self.sites, self.coordinator, length)
         if self.seed is None:
-            total: secure_sum.Sum | None = await secure_sum.aggregator(ch, p, self.present)
-        else:
-            assert self.entropy is not None
-            assert self.identity is not None
-            total = await secure_sum.contributor(
-                ch, p, count(), self.present, entropy=self.entropy, identity=self.identity
-            )
-        assert total is not None
-        self.present = tuple(u for u in self.sites if u in total.survivors)
-        return total.z
+            return await checked_sum.coordinator(ch, params)
+        assert self.entropy is not None
+        assert self.identity is not None
+        (part,) = parts
+        words = ch.contribute(part(), protocol=self.protocol, line=line, what=what)
+        return await checked_sum.site(ch, params, words, self.seed.secret, entropy=self.entropy, identity=self.identity)
 
-    async def total(self, count: Callable[[], I64], length: int) -> I64:
-        return (await self.words(lambda: count().view(np.uint64), length)).view(np.int64)
+    async def total(self, parts: Sequence[Part], length: int, most: int, *, line: str, what: str) -> tuple[I64, bytes]:
+        def packed(part: Part) -> Part:
+            def make() -> Contribution:
+                assert self.entropy is not None
+                coin = constant(self.entropy.uint64(1) >> np.uint64(16), "a random word: each site's share of the coin")
+                return join([coin, part().map(lambda x: pack(np.ravel(x).astype(np.int64), most))])
+
+            return make
+
+        size = 1 + -(-length // lanes_of(most))
+        z = await self.words([packed(part) for part in parts], size, line=line, what=what)
+        return unpack(z[1:], length, most), z[:1].tobytes()
 
 
 @dataclass
 class Plain:
-    """A `Tally` over rows in one place."""
+    """A `Tally` over the rows of several sites in one place."""
 
-    async def test(self, count: Callable[[], I64], length: int, least: int, most: int, proofs: int = 0) -> Bits:
-        enough: Bits = count() >= least
-        return enough
+    asked: int = 0
 
-    async def total(self, count: Callable[[], I64], length: int) -> I64:
-        return count()
+    async def total(self, parts: Sequence[Part], length: int, most: int, *, line: str, what: str) -> tuple[I64, bytes]:
+        self.asked += 1
+        pooled = np.zeros(length, np.int64)
+        for part in parts:
+            pooled += np.ravel(part().values).astype(np.int64)
+        return pooled, self.asked.to_bytes(8, "little")
 
 
 def answer_plainly(work: Coroutine[Any, Any, T]) -> T:
-    """Drive a coroutine that asks a `Plain` tally, and so never waits."""
+    """Drive a coroutine that uses a `Plain` tally, and so never waits."""
     try:
         work.send(None)
     except StopIteration as end:

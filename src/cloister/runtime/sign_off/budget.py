@@ -10,6 +10,7 @@
 The file stores what was spent by the fingerprint of the matrix. A run is charged before its first message and stays
 charged, however it ends. Cells that change are other cells, and begin anew. Query cells are charged to the querier's
 identity key, so that another name in another study does not help, before the first message that depends on references.
+A querier that comes with a new key begins anew: agree on keys that stay (`[keys]` of the study), and share the file.
 """
 
 from __future__ import annotations
@@ -91,20 +92,28 @@ class Budget:
             entry["history"] = [*entry.get("history", []), row]
             files.write(self.path, json.dumps(whole, indent=1))
 
-    def queried(self, querier: bytes) -> int:
-        """Cells that the querier with this identity key had labelled so far, on whatever references of this site."""
-        return int(self._load().get(QUERIERS, {}).get(querier.hex(), 0))
+    def queried(self, querier: bytes, name: str = "") -> int:
+        """Cells labelled so far for this identity key, or for this party's name, whichever is more."""
+        counts = self._load().get(QUERIERS, {})
+        return max(int(counts.get(key, 0)) for key in (querier.hex(), f"name {name}"))
 
     def charge_queries(self, querier: bytes, cells: int, name: str) -> None:
-        """Spend query cells of one querier, or raise `Refusal`."""
+        """Spend query cells of one querier, or raise `Refusal`.
+
+        They count for its identity key and for its name, because another study may use another of the two.
+        """
+        if cells < 0:
+            raise Refusal(f"'{name}' asks for {cells} cells; expected 0 or more")
         with self._locked():
-            whole, most, spent = self._load(), self.allowed["query_cells"], self.queried(querier)
+            whole, most, spent = self._load(), self.allowed["query_cells"], self.queried(querier, name)
             if spent + cells > most:
                 raise Refusal(
                     f"'{self.me}' labels {most} cells for one querier over all studies; '{name}' used {spent} and asks "
                     f"for {cells} more; to allow more, raise query_cells under [budget] in local/site.toml"
                 )
-            whole.setdefault(QUERIERS, {})[querier.hex()] = spent + cells
+            counts = whole.setdefault(QUERIERS, {})
+            for key in (querier.hex(), f"name {name}"):
+                counts[key] = counts.get(key, 0) + cells
             files.write(self.path, json.dumps(whole, indent=1))
 
     @contextlib.contextmanager

@@ -60,15 +60,22 @@ def check_floors(me: Party, part: Study, policy: Policy, adata: AnnData) -> None
 
 def fingerprint_of(study: Study, me: Party, adata: AnnData) -> Fingerprint:
     """The fingerprint of a site's cells, with everything of them that an option of the study names."""
-    places: set[str] = set()
+    places = {f"obs[{name!r}]" for name in columns_read(study)}
     keys: list[str | None] = []
     for _, workflow, options in steps.check_steps(study):
         places |= steps.needed(workflow, options, me)
-        for key, value in vars(options).items():
-            names = value if isinstance(value, list | tuple) else [value]
-            places |= {f"obs[{name!r}]" for name in names if isinstance(name, str) and not key.endswith("_added")}
         keys.append(getattr(options, "donor_key", None))
     return fingerprint(adata, places, next((key for key in keys if key), None))
+
+
+def columns_read(study: Study) -> set[str]:
+    """Names in options of the study that may be columns of obs, those of results excepted."""
+    columns: set[str] = set()
+    for _, _, options in steps.check_steps(study):
+        for key, value in vars(options).items():
+            names = value if isinstance(value, list | tuple) else [value]
+            columns |= {name for name in names if isinstance(name, str) and not key.endswith("_added")}
+    return columns
 
 
 def check_approved_cells(kit: Kit, adata: AnnData) -> Fingerprint:

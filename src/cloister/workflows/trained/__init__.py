@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from cloister import files
 from cloister.errors import DataError
-from cloister.models.linear import FORMAT
+from cloister.models.linear import FORMAT, WITH_TYPICALITY
 from cloister.workflows.trained import integration
 from cloister.workflows.trained.cell_classifier import CellClassifier
 
@@ -33,7 +33,7 @@ def load_model(
         raise
     except Exception as e:  # every way in which a file can be wrong
         raise DataError(f"{path} is no model file of Cloister ({type(e).__name__})") from None
-    if kind == FORMAT:
+    if kind in (FORMAT, WITH_TYPICALITY):
         return CellClassifier.load(path)
     if kind == integration.FORMAT:
         return integration.Integration.load(path)

@@ -78,7 +78,8 @@ class CellClassifier:
             Align all these cells together with those of training first. Helps where they were measured otherwise, and
             makes a cell's label depend on the others beside it; for some hundred cells or more.
         unknown
-            Call cells `unknown` whose most probable label is below the level that held-out cells gave.
+            Call cells `unknown` that are not typical of any label, by the level that held-out cells gave. Models of
+            `solver="logistic"`: cells whose most probable label is below a probability.
         majority_over
             A column of `obs` with clusters: every cell gets the most frequent label of its cluster.
         key_added
@@ -86,8 +87,11 @@ class CellClassifier:
         """
         if majority_over is not None and majority_over not in adata.obs:
             raise DataError(f"adata.obs[{majority_over!r}] is missing; cluster the cells first, or name another column")
-        p = self.predict_proba(adata, layer=layer, library_key=library_key, adapt=adapt)
-        labels = label_cells(p, self.labels, self.model.level if unknown else 0.0)
+        x = self.inputs(adata, layer=layer, library_key=library_key)
+        p = self.model.probabilities(x, adapt=adapt)
+        labels = label_cells(p, self.labels, 0.0)
+        if unknown:
+            labels[self.model.is_unknown(x, p, adapt=adapt)] = UNKNOWN
         if majority_over is not None:
             labels = majority(labels, adata.obs[majority_over])
         if key_added is not None:
