@@ -104,6 +104,30 @@ def test_damaged_files_are_one_sentence(tmp_path, make, says):
         read_cells(make(tmp_path))
 
 
+@pytest.mark.parametrize(
+    "make", [lambda f: ten_x(f / "a.h5"), lambda f: loom(f / "a.loom"), lambda f: mtx_folder(f / "a")]
+)
+def test_mutated_files_are_read_or_one_sentence(tmp_path, make):
+    rng = np.random.default_rng(5)
+    path = make(tmp_path)
+    files = [path] if path.is_file() else sorted(path.iterdir())
+    sentences = []
+    for _ in range(25):
+        file = files[rng.integers(len(files))]
+        whole = file.read_bytes()
+        damaged = bytearray(whole[: rng.integers(1, len(whole))] if rng.random() < 0.3 else whole)
+        for at in rng.integers(0, len(damaged), 8):
+            damaged[at] = rng.integers(256)
+        file.write_bytes(damaged)
+        try:
+            read_cells(path)
+        except DataError as e:
+            sentences.append(str(e))
+        file.write_bytes(whole)
+    assert len(sentences) > 3
+    assert not any("\n" in text for text in sentences)
+
+
 def test_hdf5_kinds_are_probed(tmp_path):
     with h5py.File(tmp_path / "other.h5", "w") as file:
         file["data"] = np.arange(3.0)

@@ -64,6 +64,27 @@ def test_a_gene_that_changed_its_symbol_is_not_missing():
         assert rows.shape == (6, 3)
 
 
+def test_a_model_remembers_layer_and_library_sizes():
+    rng = np.random.default_rng(4)
+    genes = tuple(GENES)
+    origin = {"layer": "counts", "library_key": "size"}
+    told = CellClassifier(LinearModel(("a", "b"), rng.normal(size=(100, 2)), np.zeros(2), genes, genes, origin=origin))
+    silent = CellClassifier(
+        LinearModel(*(getattr(told.model, k) for k in ("labels", "coefficients", "intercept")), genes, genes)
+    )
+    adata = cells(GENES)
+    adata.layers["counts"], adata.X = adata.X.copy(), np.log1p(adata.X)
+    with pytest.raises(DataError, match=r"trained with library sizes, and adata.obs\['size'\] is missing"):
+        told.predict_proba(adata)
+    adata.obs["size"] = adata.obs["total"] = np.arange(50, 56) * 3.0
+    wanted = silent.predict_proba(adata, layer="counts", library_key="size")
+    np.testing.assert_array_equal(told.predict_proba(adata), wanted)
+    again = CellClassifier(LinearModel.from_bytes(told.to_bytes(), "again"))
+    np.testing.assert_array_equal(again.predict_proba(adata), wanted)
+    del adata.obs["size"]
+    np.testing.assert_array_equal(told.predict_proba(adata, library_key="total"), wanted)
+
+
 def test_a_classifier_labels_cells_that_lack_a_gene():
     rng = np.random.default_rng(3)
     genes = tuple(GENES)

@@ -306,6 +306,8 @@ def classifier_of(seat: Seat, options: Options, fitted: Fitted, space: str) -> C
         "openings": fitted.openings,
         "cells": fitted.cells,
         "epsilon": None,
+        "library_key": options.library_key,
+        "layer": options.layer,
     } | privacy_of(options).get("privacy", {})
     model = LinearModel(
         fitted.labels,

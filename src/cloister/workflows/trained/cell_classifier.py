@@ -110,11 +110,28 @@ class CellClassifier:
                     f"{len(model.coefficients)}"
                 )
             return x
+        layer, library_key = self._as_in_training(adata, layer, library_key)
         cells.check_cells(adata, layer=layer)
         found = cells.expression_kind(adata, layer)
         if found != model.kind:
             raise DataError(f"the model was trained on {model.kind} values, found {found} values; pass layer=")
         return self._expression(adata, layer, library_key)
+
+    def _as_in_training(
+        self, adata: AnnData, layer: str | None, library_key: str | None
+    ) -> tuple[str | None, str | None]:
+        """Layer (if it is there) and library sizes that the model was trained with, where none is named."""
+        used, sizes = self.model.origin.get("layer"), self.model.origin.get("library_key")
+        if layer is None and used is not None and used in cells.layer_names(adata):
+            layer = used
+        if library_key is None and sizes is not None:
+            if sizes not in adata.obs:
+                raise DataError(
+                    f"the model was trained with library sizes, and adata.obs[{sizes!r}] is missing; add it, or name"
+                    " the column that holds them with library_key="
+                )
+            library_key = sizes
+        return layer, library_key
 
     def _expression(self, adata: AnnData, layer: str | None, library_key: str | None) -> Any:
         model = self.model
