@@ -315,6 +315,7 @@ def test_check_uses_the_maps_of_a_study(run, tmp_path):
         'name = "s"\nworkflow = "train-classifier"\n[labels]\n"T_cells" = "T"\n[parties]\nhub = "coordinator"\n'
         'basel = "site"\nlugano = "site"\nvienna = "site"\n'
     )
+    assert "renames the label 'T_cells' to 'T' at every site" in run("explain", study)[1]
     code, out, err = run("check", *files, "--for", study)
     assert code == 0, err
     assert "labels renamed: obs['cell_type']: 'T_cells' → 'T'" in " ".join(out.split())

@@ -71,6 +71,12 @@ def explain_study(path: str, mode: str | None) -> None:
     for title, text in governance.in_words(study.governance):
         out.print(f"{title}: {text}", markup=False)
     out.print(*([] if study.governance else ["purpose, legal basis, permit and expiry are not written in it"]))
+    for name, label in study.labels.items():
+        out.print(f"renames the label '{name}' to '{label}' at every site", markup=False)
+    if study.ontology:
+        terms = ", ".join(study.ontology.get("terms", ()))
+        merged = f"; labels below these become these: {terms}" if terms else ""
+        out.print(f"labels become names of the Cell Ontology {study.ontology['version']}{merged}", markup=False)
     checked, made = check_steps(study), dict[str, str]()
     for part, workflow, options in checked:
         wanted = {place for site in study.sites for place in needed(workflow, options, site)}
