@@ -68,7 +68,7 @@ MAY_IMPORT = {  # what of cloister; a name stands for the module or the whole pa
     "run/progress": BELOW | {"report.parts"},  # how numbers are written for people
     "report": BELOW | {"run.run", "report"},
     "runtime": BELOW | {"run.run", "run.results", "run.progress", "runtime"},  # no rehearsal
-    "lies": {"net.channel", "net.transcript", "study"},
+    "lies": {"errors", "net.channel", "net.transcript", "study"},
     "check_disclosure": ALL,
     "testing": ALL | {"lies", "check_disclosure"},
     "demo": ALL | {"attacks", "demo"},

@@ -34,6 +34,7 @@ from typing import Any
 import numpy as np
 import scipy.sparse
 
+from cloister.errors import CloisterError
 from cloister.net.channel import Channel, Session
 from cloister.net.transcript import Transcript
 from cloister.study import Party
@@ -172,7 +173,10 @@ def scaled(value: Any, factor: int, *, counts: bool = False) -> Any:
         return {k: scaled(v, factor, counts=counts) for k, v in value.items()}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [f.name for f in dataclasses.fields(value) if f.init]
-        return dataclasses.replace(value, **{n: scaled(getattr(value, n), factor, counts=counts) for n in names})
+        try:
+            return dataclasses.replace(value, **{n: scaled(getattr(value, n), factor, counts=counts) for n in names})
+        except (CloisterError, ArithmeticError, ValueError):
+            return value  # such values cannot be built, so nobody can send them
     return value
 
 

@@ -368,6 +368,7 @@ TASK = training_terms.Task(2, (A, B, C), (A, B, C), False, 200.0, b"")
     "change",
     [
         {"t": 1},
+        {"t": 3},  # a round is left out
         {"t": 6},
         {"live": (A, B, C, E), "clients": (A, B, C, E)},  # e was gone
         {"live": (A, B, C, Party("x")), "clients": (A, B, C, Party("x"))},
@@ -388,12 +389,12 @@ def test_tasks_with_one_thing_wrong(change):
     check = training_terms.check_task
     check(TRAINING, A, TASK, BEFORE, 30, SITES)
     check(TRAINING, A, replace(TASK, end=True, clients=()), BEFORE, 30, SITES)
-    check(TRAINING, A, replace(TASK, t=5, clients=()), BEFORE, 30, SITES)
+    check(replace(TRAINING, rounds=2), A, replace(TASK, t=2, clients=()), BEFORE, 30, SITES)
     refused("task", check, TRAINING, A, replace(TASK, **change), BEFORE, 30, SITES)
 
 
 def test_the_clients_of_a_round_are_those_of_the_seed_and_of_who_has_labels():
-    params = replace(TRAINING, clients=2, pseudo=Pseudo("network", warm=1))
+    params = replace(TRAINING, clients=2, pseudo=Pseudo("network", warm=1), resume=True)
     chosen = training_terms.choose_clients(params, SITES, 3, (A, B))
     task = training_terms.Task(3, SITES, chosen, False, 200.0, b"")
     training_terms.check_task(params, A, task, None, 30, (A, B))

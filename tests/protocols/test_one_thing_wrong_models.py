@@ -47,15 +47,18 @@ def test_agreed_classes_without_one_of_mine():
 
 
 @pytest.mark.parametrize(("there", "start"), [((), (3, True)), ((2, 4), (3, True)), ((2, 4), (4, False))])
-def test_a_start_from_a_checkpoint_that_a_site_does_not_have(there, start):
+def test_a_start_from_a_checkpoint_that_a_site_does_not_have(there, start, monkeypatch):
     async def send(to, message):
         assert message.steps == there
 
     async def told(sender, kind):
         return encrypted_training.Start(*start)
 
-    params, ch = SimpleNamespace(aggregator=HUB, tag=b"tag"), SimpleNamespace(send=send, recv_broadcast=told)
-    store = SimpleNamespace(name=b"store", steps=lambda tag: there) if there else None
+    monkeypatch.setattr(encrypted_training.ckks, "context", lambda params: None)
+    params = SimpleNamespace(aggregator=HUB, tag=b"tag", ckks=None)
+    ch = SimpleNamespace(send=send, recv_broadcast=told)
+    kept = {"steps": lambda tag: there, "get_state": lambda c, tag, step: {}}
+    store = SimpleNamespace(name=b"store", **kept) if there else None
     refused("checkpoint", "L2", lambda: asyncio.run(encrypted_training.begin(ch, params, store, None)))
 
 
@@ -103,7 +106,10 @@ def test_no_loss_is_opened_before_its_audit(monkeypatch):
         opened.append(args)
         return np.full(4, 0.25)
 
-    context = SimpleNamespace(raw=lambda ct: (squares, 1.0), rerandomise=lambda key, ct, entropy: ct, pack=bytes)
+    ring = SimpleNamespace(add=lambda x, mask: x)
+    encrypted = {"raw": lambda ct: (squares, 1.0), "rerandomise": lambda key, ct, entropy: ct, "pack": bytes}
+    context = SimpleNamespace(**encrypted, ring=ring)
+    monkeypatch.setattr(encrypted_validation.collective_refresh, "kernel_mask", lambda *args: None)
     monkeypatch.setattr(encrypted_validation, "squares", lambda *args: None)
     monkeypatch.setattr(encrypted_validation.ckks, "context", lambda params: context)
     monkeypatch.setattr(encrypted_validation, "refresh", lambda params: (SimpleNamespace(auditor=A), []))

@@ -57,7 +57,7 @@ def test_sums_of_cells_with_one_thing_wrong(sums, counts, code):
 
 
 def test_rows_that_are_all_alike_are_named_by_everyone():
-    params = counted_forest.Params(SITES[:3], HUB, trees=2, sample=32, least=4)
+    params = counted_forest.Params(SITES[:3], HUB, trees=2, sample=32, min_cells=4)
     rows = dict.fromkeys(SITES[:3], ("table", ["x", "y"], np.ones((20, 2))))
     found = own_aborts(run_protocol(counted_forest, Case(params, rows), timeout=10.0))
     assert found[HUB] == ("counted_forest", "L3", "constant")

@@ -78,7 +78,7 @@ def test_in_a_run_the_floor_holds_before_anything_is_sent(tmp_path):
     assert open_cells(kit, kit.policy()).n_obs == demo_sites()["basel"].n_obs
 
 
-@pytest.mark.parametrize(("workflow", "opens"), [("shared-pca", False), ("find-outliers", True)])
+@pytest.mark.parametrize(("workflow", "opens"), [("shared-pca", True), ("find-outliers", True)])
 def test_only_what_a_study_opens_must_reach_a_sites_floor(workflow, opens, tmp_path):
     kit = kit_of(tmp_path, 4, donors=4)
     study = Study("floors", workflow, PARTIES, network=NETWORK, parameters={"donor_key": "donor"})
