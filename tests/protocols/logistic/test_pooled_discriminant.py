@@ -14,6 +14,7 @@ from cloister.models.discriminant import SETTINGS, Setting
 from cloister.models.linear import folds_of
 from cloister.models.logistic import Memory, Metric, Problem, Rows
 from cloister.protocols.logistic import logistic_terms, pooled_discriminant
+from cloister.protocols.logistic.common_labels import allowed
 from cloister.protocols.logistic.logistic_terms import Labelled
 from cloister.protocols.logistic.openings import Openings, Start, begin_site
 from cloister.protocols.logistic.pooled_discriminant import GRID, UNIT, Params, Part
@@ -277,12 +278,24 @@ def test_too_few_labelled_cells_add_nothing(monkeypatch):
         assert not record.parts[len(mine.labels), line][1].values.any()
 
 
-def test_there_are_no_more_genes_than_cells_of_the_smallest_site():
+def leverage(x):
+    """Of each cell in the space of all combinations of columns of xᵀx: 1 if one of these is that cell."""
+    return np.square(np.linalg.qr(x)[0]).sum(axis=1)
+
+
+def test_there_are_half_as_many_genes_as_cells_of_the_smallest_site(monkeypatch):
+    """With as many genes as cells, combinations of second moments isolate cells."""
     c = case(seed=8, g=200, size=60, n=2, n_top_genes=150)
+    record = Recorder(monkeypatch)
     run = run_protocol(pooled_discriminant, c)
     check_no_errors(run)
     fewest = min(sum(name is not None for name in m.labels) for (m,) in c.inputs.values())
-    assert len(values(run)[HUB].genes) == 50 <= fewest
+    assert len(values(run)[HUB].genes) == 25 <= fewest / 2
+    part, _ = record.parts[60, "L5"]
+    assert leverage(part.x).mean() <= 0.5
+    columns = np.argsort(-np.asarray(part.mine.x.sum(axis=0)).ravel())[: allowed(fewest)]
+    old = pooled_discriminant.values_of(part, dataclasses.replace(_terms(part), at=np.sort(columns)))
+    assert leverage(old).mean() > 0.9
 
 
 def test_a_site_raises_its_own_thresholds():
@@ -619,7 +632,7 @@ def test_medians_of_groups():
 
 
 def test_a_site_with_fewer_cells_than_the_smallest_number_of_genes_adds_nothing():
-    """Such a site announces no limit, and 24 cells would be summed over any number of genes."""
+    """Such a site announces no limit, so that its cells would be summed over any number of genes."""
     c = case(seed=4, size=90, min_cells=20)
     u = c.params.base.sites[0]
     few = dataclasses.replace(c.inputs[u][0], labels=("type 0",) * 12 + ("type 1",) * 12 + (None,) * 66)

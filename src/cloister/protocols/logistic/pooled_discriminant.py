@@ -28,8 +28,9 @@ own settings say so.
   which is more than most values of one cell: where one cell of a small label expresses a gene, a finer sum is the value
   of that cell, and the smallest values belong to the cell with the largest library.
 - L4, Σ l²: over at least `min_cells` cells, of which t cells of d donors are not zero; rounded to 1/4.
-- L5: h is at most the number of u's cells, so that the span of u's cells says nothing about them. An entry (g, g') is
-  zero unless l_g l_g' is not zero in t cells of d donors; rounded to 1/4.
+- L5: h is at most half the number of u's cells, genes or columns of an embedding. With as many genes as cells, a
+  combination of columns of Σ l lᵀ is one cell: its leverage in the cells' span is 1. With half as many it is 1/2 on
+  average. An entry (g, g') is zero unless l_g l_g' is not zero in t cells of d donors; rounded to 1/4.
 - L6: right answers over all labelled cells of u, to multiples of 2t, since each cell is scored twice; up or down with a
   secret offset. Typicalities are those of groups: t cells that follow each other in order all count at their median.
 
@@ -100,6 +101,7 @@ from cloister.study import Party
 NAME = "pooled_discriminant"
 OPENINGS = 3
 UNIT = 4  # sums of squares and products of log values are multiples of 1 / UNIT
+CELLS_PER_COLUMN = 2  # labelled cells of a site for each column of second moments
 LABEL_STEP = 4.0  # sums of log values over the cells of a label are multiples of this
 TIMES = 2  # how often L6 scores each cell
 EMBEDDING_UNIT = 1 << 16  # the same for an embedding
@@ -177,14 +179,15 @@ def cost(params: Params, labels: int, columns: int, h: int, up: int = 0, down: i
 
 
 def own_cells(params: Params, mine: Labelled) -> Labelled:
-    """L1: the site's cells with the labels that take part; none where fewer remain than there are columns at least."""
-    least = max(params.base.min_cells, mine.x.shape[1] if params.base.embedding else SIZES[0])
+    """L1: the site's cells with the labels that take part; none where too few remain for the second moments."""
+    columns = mine.x.shape[1] if params.base.embedding else SIZES[0]
+    least = max(params.base.min_cells, CELLS_PER_COLUMN * columns)
     return mine.open_labels(least)
 
 
 def genes_allowed(mine: Labelled) -> int:
     """L2: how many genes this site's labelled cells allow; 0 without labels."""
-    return allowed(sum(name is not None for name in mine.labels))
+    return allowed(sum(name is not None for name in mine.labels) // CELLS_PER_COLUMN)
 
 
 def words_for(params: Params) -> Callable[[Any], U64]:
