@@ -640,6 +640,27 @@ def test_a_site_with_fewer_cells_than_the_smallest_number_of_genes_adds_nothing(
     assert not pooled_discriminant.own_cells(c.params, few).own_labels
 
 
+def test_a_cell_far_from_all_others_is_not_the_first_axis_of_an_embedding(monkeypatch):
+    c = embedded(seed=3, unlabelled=0.0)
+    u = c.params.base.sites[0]
+    mine = c.inputs[u][0]
+    far = np.random.default_rng(0).normal(0, 1, 7)
+    x = mine.x - np.median(mine.x, axis=0)
+    x[0] = 40 * np.linalg.norm(x, axis=1).max() * far / np.linalg.norm(far)
+    c = changed(c, u, x=x)
+    record = Recorder(monkeypatch)
+    check_no_errors(run_protocol(pooled_discriminant, c))
+    part, second = record.parts[len(mine.labels), "L5"]
+
+    def axis(gram):
+        return abs(np.linalg.eigh(gram)[1][:, -1] @ far) / np.linalg.norm(far)
+
+    assert axis(label_sums.second_moments(x)) > 0.999  # the old step: that cell
+    assert axis(pooled_discriminant.square(second.values, 7)) < 0.9
+    distance = np.sort(np.linalg.norm(part.x - np.median(x, axis=0), axis=1))
+    np.testing.assert_allclose(distance[-10:], distance[-1])
+
+
 # ---- bad input, absurd sums ------------------------------------------------------------------------------------------
 
 

@@ -31,6 +31,8 @@ own settings say so.
 - L5: h is at most half the number of u's cells, genes or columns of an embedding. With as many genes as cells, a
   combination of columns of Σ l lᵀ is one cell: its leverage in the cells' span is 1. With half as many it is 1/2 on
   average. An entry (g, g') is zero unless l_g l_g' is not zero in t cells of d donors; rounded to 1/4.
+- Embeddings: the t - 1 cells farthest from the site's median are moved towards it, to the distance of the t-th.
+  Otherwise a cell far from all others is the first eigenvector of the second moments.
 - L6: right answers over all labelled cells of u, to multiples of 2t, since each cell is scored twice; up or down with a
   secret offset. Typicalities are those of groups: t cells that follow each other in order all count at their median.
 
@@ -69,7 +71,7 @@ their span, which is why h is limited. Lines numbered here.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -214,6 +216,10 @@ class Part:
         self.codes = codes[self.keep]
         self.group: Group = mine.group.only(self.keep)
         self.fold = None if mine.fold is None else mine.fold[self.keep]
+        if params.base.embedding and self.keep.any():
+            x = np.array(mine.x, np.float64)
+            x[self.keep] = pulled_in(x[self.keep], self.group.thresholds.min_cells)
+            self.mine = replace(mine, x=x)
         self.x = np.zeros((0, 0))
         self.shown: Bits | None = None  # genes that are not zero in enough cells and donors here
         self.sums: F64 | None = None  # as added at L4
@@ -325,6 +331,15 @@ def rounded(params: Params, x: Any) -> F64:
     """A sum as the others learn it."""
     units: F64 = np.rint(np.asarray(x, np.float64) * params.unit) / params.unit
     return units
+
+
+def pulled_in(x: F64, least: int) -> F64:
+    """L3: rows of an embedding, none farther from the median of all than `least` rows are."""
+    centre = np.median(x, axis=0)
+    distance = np.linalg.norm(x - centre, axis=1)
+    most = np.sort(distance)[-min(least, len(x))]
+    near: F64 = centre + (x - centre) * np.minimum(1.0, most / np.maximum(distance, 1e-300))[:, None]
+    return near
 
 
 def grouped_medians(x: F64, least: int) -> F64:
