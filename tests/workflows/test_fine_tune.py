@@ -547,9 +547,7 @@ def test_the_name_of_a_label_of_one_cell_is_not_sent(whole):
     run = rehearse("fine-tune", one, **HARDENED)
     assert all("rare disease" not in result["labels"] for result in run.results.values())
     chosen = fine_tune.in_mode(fine_tune.Options(**HARDENED), "hardened")
-    assert any(
-        "do not train, so their names are not sent" in note for note in fine_tune.check(one["basel"], chosen)
-    )
+    assert any("do not train, so their names are not sent" in note for note in fine_tune.check(one["basel"], chosen))
     listed = tuple(sorted({*whole["basel"].obs["cell_type"].astype(str), "rare disease"}))
     everyone = {p: a[a.obs["cell_type"].astype(str).isin(listed)].copy() for p, a in one.items()}
     named = rehearse("fine-tune", everyone, labels=listed, **HARDENED)
