@@ -40,11 +40,11 @@ Reveals
 -------
 coordinator, site : which genes each site measured (coordinator); label names per site (coordinator, unless the study
     lists them) of labels above the thresholds; the number of labelled cells of each site within 1/64 (coordinator), and
-    half the smallest of these numbers, down to one of `common_labels.SIZES` (site). Over all sites together: labelled cells
-    and mean expression of each label, second moments of h genes, and right answers per setting and by typicality, in
-    multiples of t; the model. A label that one site alone has: that site's number of cells and mean expression of it.
-    With two sites: the other's sums. Whoever has a cell's whole profile can tell from a site's sums whether the cell is
-    in them. A sum of a small label shows genes that any of its cells expresses.
+    half the smallest of these numbers, down to one of `common_labels.SIZES` (site). Over all sites together: labelled
+    cells and mean expression of each label, second moments of h genes, and right answers per setting and by typicality,
+    in multiples of t; the model. A label that one site alone has: that site's number of cells and mean expression of
+    it. With two sites: the other's sums. Whoever has a cell's whole profile can tell from a site's sums whether the
+    cell is in them. A sum of a small label shows genes that any of its cells expresses.
 malicious coordinator : the same. It cannot change a sum or leave out a site without an abort.
 one malicious site : the same sums over the other sites, for genes of its choice: it can claim label means that make any
     h genes the chosen ones, and with its part shift the classifiers that the other sites score at L6. It learns counts
