@@ -6,6 +6,7 @@
     python benchmarks/classifier.py --unknown                cells of a type that nobody trained on
     python benchmarks/classifier.py --chosen-on              the sets that defaults were chosen on
     python benchmarks/classifier.py --equality               solver=logistic against scikit-learn on pooled cells
+    python benchmarks/classifier.py --disclosure             attacks on opened sums: one cell of a label, membership
     python benchmarks/classifier.py --noise                  what hiding donors or sites costs, on the demo's cells
 
 Two questions on every set. *New cells*: all sites have labels, a fifth of their cells is held out, and the model labels
@@ -357,6 +358,70 @@ def at_scale(cells, genes, labels=20, sites=3):
         print(f"    {peak:.1f} GB of memory at most in a party's process", flush=True)
 
 
+# ---- attacks on the sums of one site, after subtraction of all others ------------------------------------------------
+
+
+def disclosure(data):
+    """What someone who has a site's sums learns about one of its cells, on the cells of pbmc_federation."""
+    whole = ad.read_h5ad(data / "pbmc_federation.h5ad")
+    log = np.log1p(1e4 * whole.X.toarray() / whole.obs["n_counts_all_genes"].to_numpy(float)[:, None])
+    site, label = (whole.obs[key].astype(str).to_numpy() for key in ("batch", "cell_type"))
+    print("one cell of a label: genes with the smallest sum; of these, expressed by the same single cell")
+    for u, k in sorted(set(zip(site, label, strict=True))):
+        here = site == u
+        x = log[here & (label == k)] * ((log[here] != 0).sum(axis=0) >= 10)
+        if 10 <= len(x) <= 40:
+            print(
+                f"    {u}, {k}, {len(x)} cells: {smallest_sums(x, 0.25)} in quarters, {smallest_sums(x, 4.0)} in fours"
+            )
+    rng, at = np.random.default_rng(0), np.flatnonzero(site == "kang_ctrl")
+    here = log[site == "pbmc3k"]
+    here = here[:, (here != 0).sum(axis=0) >= 10]
+    sizes = np.square(here).sum(axis=0) / np.square(here).max(axis=0)
+    print(
+        f"effective cells behind a gene of pbmc3k: {sizes.min():.1f} at least, {np.quantile(sizes, 0.01):.1f} for 1 %"
+    )
+    print("membership of a known cell, area under the curve against cells of the same site")
+    for n in (10, 30, 100, 300):
+        print(f"    sums of a label of {n}: {np.mean([by_sums(log[rng.permutation(at)], n) for _ in range(20)]):.3f}")
+    for n, h in ((300, 300), (600, 300), (1200, 300)):
+        area = np.mean([by_second_moments(log[rng.permutation(at)], n, h) for _ in range(3)])
+        print(f"    second moments of {h} genes of {n} cells: {area:.3f}")
+
+
+def smallest_sums(x, step):
+    sums = np.rint(x.sum(axis=0) / step) * step
+    genes = np.flatnonzero(sums == sums[sums > 0].min())
+    single = genes[(x[:, genes] > 0).sum(axis=0) == 1]
+    owner = np.bincount(x[:, single].argmax(axis=0), minlength=len(x)).max()
+    return f"{owner} of {len(genes)}"
+
+
+def area_under_curve(members, others):
+    return float(np.mean(members[:, None] > others[None, :]))
+
+
+def by_sums(x, n):
+    """Members correlate with the difference of their mean from that of other cells."""
+    members, others, known = x[:n], x[n : 2 * n], x[2 * n :]
+    mean, centre, variance = np.rint(members.sum(axis=0) / 4) * 4 / n, known.mean(axis=0), known.var(axis=0) + 0.05
+    return area_under_curve(*(((y - centre) * (mean - centre) / variance).sum(axis=1) for y in (members, others)))
+
+
+def by_second_moments(x, n, h):
+    """Members have a small xᵀ G⁻¹ x; the best of four ridges."""
+    genes = np.argsort(-x.var(axis=0))[:h]
+    members, others = x[:n, genes], x[n : 2 * n, genes]
+    both = (members != 0).astype(float)
+    gram = np.where(both.T @ both >= 10, np.rint(members.T @ members * 4) / 4, 0.0)
+    values, axes = np.linalg.eigh(gram)
+    areas = []
+    for ridge in (0.01, 0.1, 1.0, 10.0):
+        white = axes / np.sqrt(np.maximum(values, 0) + ridge)
+        areas.append(area_under_curve(*(-np.square(y @ white).sum(axis=1) for y in (members, others))))
+    return max(areas)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
@@ -369,6 +434,7 @@ def main():
     parser.add_argument("--equality", action="store_true", help="only solver=logistic against scikit-learn")
     parser.add_argument("--chosen-on", action="store_true", help="only the sets that defaults were chosen on")
     parser.add_argument("--unknown", action="store_true", help="only cells of a type that nobody trained on")
+    parser.add_argument("--disclosure", action="store_true", help="only attacks on opened sums")
     parser.add_argument("--no-alone", action="store_true", help="leave out pooled cells and single sites in the clear")
     args = parser.parse_args()
     threads = os.environ.get("OMP_NUM_THREADS", "all")
@@ -382,6 +448,8 @@ def main():
         return
     if args.equality:
         equality(folder, args.quick)
+    elif args.disclosure:
+        disclosure(folder)
     elif args.unknown:
         new_types(studies(folder, args.quick, args.sets))
     else:

@@ -326,14 +326,15 @@ class Rows:
         groups = self._judge(np.ravel(cells), flat)
         return self._contribution(groups, np.ravel(sums)).map(lambda x: x.reshape(np.shape(sums)))
 
-    def coarse(self, counts: I64, offset: int) -> Contribution:
+    def coarse(self, counts: I64, offset: int, times: int = 1) -> Contribution:
         """Numbers of rows that meet conditions, to multiples of `min_cells`: up with the probability of the remainder.
 
-        `offset` is drawn uniformly below `min_cells` once for all counts of one sum, and is secret. A row changes a
-        count with probability 1 / `min_cells`, so that single rows cannot be counted. Two counts that are equal before
-        rounding are equal after it.
+        A row adds at most `times` to a count, and the step is `times` as large. `offset` is drawn uniformly below the
+        step once for all counts of one sum, and is secret. A row changes a count with probability 1 / `min_cells`, and
+        then by a whole step: single rows cannot be counted, but with that probability one row shows. Two counts that
+        are equal before rounding are equal after it.
         """
-        step = self.thresholds.min_cells
+        step = times * self.thresholds.min_cells
         if not 0 <= offset < step:
             raise ParameterError(f"expected an offset of 0 to {step - 1}, found {offset}")
         return self.whole((np.asarray(counts, np.int64) + offset) // step * step)

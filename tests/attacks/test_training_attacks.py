@@ -117,6 +117,39 @@ def test_g1_clipping_without_noise_is_not_enough_so_it_needs_consent():
     assert max(found) >= 5
 
 
+def stalled(present, claim=5e10, size=40, steps=20, noise=5.0):
+    """What an attacker sees of one cell whose gradient it knows, if it keeps the model where it is.
+
+    It adds so much to one entry that all others are small beside the length of the sum, and so do not move.
+    """
+    path, seen = checked_training.Path.begin(size), []
+    gradient = np.zeros(size)
+    gradient[1] = present  # one cell, clipped
+    for _ in range(steps):
+        others = gradient + gaussian(Entropy(), size, noise)
+        seen.append(others[1])
+        path.advance(others + claim * np.eye(size)[0], 0.03, 0.0)
+    return np.mean(seen), np.abs(path.theta[1:]).max()
+
+
+def test_g1_a_model_that_stands_still_gives_what_the_accountant_says():
+    """The attacker averages the noise over all steps: one cell shifts the mean by sqrt(20) / 5 deviations, not more."""
+    with_cell, without = (np.array([stalled(present) for _ in range(400)]) for present in (1.0, 0.0))
+    assert max(with_cell[:, 1].max(), without[:, 1].max()) < 0.01  # a step moves by 0.03, if it is free
+    deviation = np.sqrt((with_cell[:, 0].var() + without[:, 0].var()) / 2)
+    shift = (with_cell[:, 0].mean() - without[:, 0].mean()) / deviation
+    assert 0.6 < shift < np.sqrt(20) / 5 + 0.3  # the attack is as good as the bound, and no better
+
+
+def test_g1_standing_still_between_readings_does_not_help():
+    """Ten steps at each of two states: noise of 5 / sqrt(10), and no cell is read."""
+    (close, beyond), (near, _) = attacked(0, new_step(5.0 / np.sqrt(10), rate=0.3), rounds=2)
+    assert close <= 2
+    assert beyond == 0
+    (_, _), (own_near, _) = attacked(0, lambda learners: guess_by_own(0))
+    assert near < own_near
+
+
 # ---- G5 --------------------------------------------------------------------------------------------------------------
 
 

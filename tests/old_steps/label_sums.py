@@ -25,3 +25,14 @@ def second_moments(x):
 def label_sums(x, codes, labels, fraction_bits=40):
     """Sums of expression per label with all their digits."""
     return np.rint(score_sums(x, codes, labels) * 2.0**fraction_bits) / 2.0**fraction_bits
+
+
+def quarter_sums(x, codes, labels):
+    """Sums of expression per label, rounded to 1/4."""
+    return np.rint(score_sums(x, codes, labels) * 4) / 4
+
+
+def typicality_counts(typical, grid, step, offset):
+    """L6 of `pooled_discriminant`: right answers below each typicality, to multiples of `step`."""
+    counts = np.searchsorted(np.sort(typical), grid, side="left")
+    return (counts + offset) // step * step

@@ -531,12 +531,27 @@ def test_donors_are_the_unit_where_they_are_named(sites):
         a.obs["donor"] = [f"d{i % 5}" for i in range(a.n_obs)]
     run = rehearse("fine-tune", named, donor_key="donor", dp_noise=0.05, **HARDENED)
     assert run.results["basel"]["privacy"]["protects"] == "all cells of one donor, against none"
-    assert run.receipts["basel"].smallest_group == {"cells": 150, "donors": 5}
+    frequent = named["basel"].obs["cell_type"].value_counts()
+    assert run.receipts["basel"].smallest_group == {"cells": int(frequent[frequent >= 10].sum()), "donors": 5}
     assert all("accuracy" not in row for row in run.results["basel"]["history"])  # a donor has many held-out cells
     assert right_of(run, sites) > 0.6
     named["basel"].obs["donor"] = ["one", "two"] * 75
-    run = rehearse("fine-tune", named, donor_key="donor", timeout=5.0, check=False, **HARDENED)
-    assert "min_donors = 3" in str(run.errors["basel"])
+    with pytest.raises(DataError, match="min_donors = 3"):
+        rehearse("fine-tune", named, donor_key="donor", timeout=5.0, **HARDENED)
+
+
+def test_the_name_of_a_label_of_one_cell_is_not_sent(whole):
+    """Names travel without noise, so a name that one cell has would say that this cell is there."""
+    one = {p: a.copy() for p, a in whole.items()}
+    one["basel"].obs["cell_type"] = ["rare disease", *one["basel"].obs["cell_type"].astype(str)[1:]]
+    run = rehearse("fine-tune", one, **HARDENED)
+    assert all("rare disease" not in result["labels"] for result in run.results.values())
+    chosen = fine_tune.in_mode(fine_tune.Options(**HARDENED), "hardened")
+    assert any("do not train, so their names are not sent" in note for note in fine_tune.check(one["basel"], chosen))
+    listed = tuple(sorted({*whole["basel"].obs["cell_type"].astype(str), "rare disease"}))
+    everyone = {p: a[a.obs["cell_type"].astype(str).isin(listed)].copy() for p, a in one.items()}
+    named = rehearse("fine-tune", everyone, labels=listed, **HARDENED)
+    assert named.results["basel"]["labels"] == list(listed)
 
 
 def test_a_site_that_dies_ends_the_run(sites):

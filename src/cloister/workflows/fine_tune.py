@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from cloister.cells import tables as cells
+from cloister.disclosure import Rows, Thresholds
 from cloister.errors import DataError, ParameterError
 from cloister.models.linear import hold_out
 from cloister.net.seat import Outcome, Place, Seat
@@ -162,8 +163,10 @@ def train(adata: AnnData, seat: Seat, options: Options) -> tuple[Trained, FineTu
     options = in_mode(options, seat.mode)
     first = None if options.init is None else first_weights(options.init)
     examples, blueprint, pretrained = examples_of(adata, options, first, seed=seat.study.seed)
-    column = adata.obs[options.label_key]
-    given = [None if missing else str(v) for v, missing in zip(column, column.isna(), strict=True)]
+    least = seat.thresholds(min_cells=options.min_cells, min_donors=options.min_donors)
+    given = given_labels(adata, options)
+    if seat.mode == "hardened" and not options.labels and not options.semi_supervised:
+        given = frequent_labels(given, donors_of(adata, options), least)
 
     def build(labels: tuple[str, ...]) -> Learner:
         at = {name: i for i, name in enumerate(labels)}
@@ -188,7 +191,6 @@ def train(adata: AnnData, seat: Seat, options: Options) -> tuple[Trained, FineTu
     brought = tuple(sorted({name for name in given if name is not None}))
     inputs = inputs_of(adata, options, seat.study.seed)
     shape = f"{blueprint.kind} of {blueprint.inputs} {blueprint.checkpoint} {inputs.space} {inputs.edges}"
-    least = seat.thresholds(min_cells=options.min_cells, min_donors=options.min_donors)
     offer = Offer(shape, brought, build, least)
     if seat.mode == "hardened":
         trained = seat.run(checked_training.site, checked_params(seat, options), offer)
@@ -196,6 +198,20 @@ def train(adata: AnnData, seat: Seat, options: Options) -> tuple[Trained, FineTu
         trained = seat.run(federated_training.site, params_of(seat, options), offer)
     network = Network.of(trained.learner, trained.theta, blueprint, trained.labels)
     return trained, FineTuned(network, inputs, pretrained)
+
+
+def given_labels(adata: AnnData, options: Options) -> list[str | None]:
+    column = adata.obs[options.label_key]
+    return [None if missing else str(v) for v, missing in zip(column, column.isna(), strict=True)]
+
+
+def frequent_labels(given: list[str | None], donor: Any, least: Thresholds) -> list[str | None]:
+    """The labels without those that few cells or donors here have: names are sent without noise."""
+    names = sorted({name for name in given if name is not None})
+    at = {name: i for i, name in enumerate(names)}
+    codes = np.array([-1 if name is None else at[name] for name in given], dtype=np.int64)
+    keep = Rows(len(given), donor, least).open_rows(codes, len(names))
+    return [name if k else None for name, k in zip(given, keep, strict=True)]
 
 
 def coordinator(seat: Seat, options: Options) -> Outcome:
@@ -427,6 +443,18 @@ def check(adata: AnnData, options: Options) -> list[str]:
             )
         if adata.obs[options.donor_key].isna().any():
             raise DataError(f"adata.obs[{options.donor_key!r}] has missing values; name the donor of every cell")
+    if options.dp_unit != "site" and not options.labels and not options.semi_supervised:
+        least = Thresholds(options.min_cells, options.min_donors)
+        frequent = set(frequent_labels(given_labels(adata, options), donors_of(adata, options), least)) - {None}
+        hint = "list the study's labels as labels= to train on them"
+        if not frequent:
+            donors = "" if options.donor_key is None else f" and min_donors = {least.min_donors}"
+            raise DataError(f"no label here reaches min_cells = {least.min_cells}{donors}; {hint}")
+        if rare := sorted(set(counts.index) - frequent):
+            notes.append(
+                f"{len(rare)} label(s) of few cells or donors here (e.g. '{rare[0]}') do not train, so their names "
+                f"are not sent; {hint}"
+            )
     if options.dp_noise and options.dp_unit in ("donor", "site"):
         notes.append(f"noise protects whole {options.dp_unit}s; with few of them the model may learn little")
     if options.dp_noise and options.dp_unit == "cell" and len(column) < FEW * options.dp_noise:

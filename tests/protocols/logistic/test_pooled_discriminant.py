@@ -14,8 +14,9 @@ from cloister.models.discriminant import SETTINGS, Setting
 from cloister.models.linear import folds_of
 from cloister.models.logistic import Memory, Metric, Problem, Rows
 from cloister.protocols.logistic import logistic_terms, pooled_discriminant
+from cloister.protocols.logistic.common_labels import allowed
 from cloister.protocols.logistic.logistic_terms import Labelled
-from cloister.protocols.logistic.openings import Openings, begin_site
+from cloister.protocols.logistic.openings import Openings, Start, begin_site
 from cloister.protocols.logistic.pooled_discriminant import GRID, UNIT, Params, Part
 from cloister.protocols.sums import secure_sum
 from cloister.run.rehearsal import Fault
@@ -277,12 +278,24 @@ def test_too_few_labelled_cells_add_nothing(monkeypatch):
         assert not record.parts[len(mine.labels), line][1].values.any()
 
 
-def test_there_are_no_more_genes_than_cells_of_the_smallest_site():
+def leverage(x):
+    """Of each cell in the space of all combinations of columns of xᵀx: 1 if one of these is that cell."""
+    return np.square(np.linalg.qr(x)[0]).sum(axis=1)
+
+
+def test_there_are_half_as_many_genes_as_cells_of_the_smallest_site(monkeypatch):
+    """With as many genes as cells, combinations of second moments isolate cells."""
     c = case(seed=8, g=200, size=60, n=2, n_top_genes=150)
+    record = Recorder(monkeypatch)
     run = run_protocol(pooled_discriminant, c)
     check_no_errors(run)
     fewest = min(sum(name is not None for name in m.labels) for (m,) in c.inputs.values())
-    assert len(values(run)[HUB].genes) == 50 <= fewest
+    assert len(values(run)[HUB].genes) == 25 <= fewest / 2
+    part, _ = record.parts[60, "L5"]
+    assert leverage(part.x).mean() <= 0.5
+    columns = np.argsort(-np.asarray(part.mine.x.sum(axis=0)).ravel())[: allowed(fewest)]
+    old = pooled_discriminant.values_of(part, dataclasses.replace(_terms(part), at=np.sort(columns)))
+    assert leverage(old).mean() > 0.9
 
 
 def test_a_site_raises_its_own_thresholds():
@@ -494,6 +507,158 @@ def test_the_digits_of_a_sum_do_not_encode_the_counts_of_its_cells():
         ambiguous.append(np.searchsorted(every, rounded + 0.5 / UNIT) - np.searchsorted(every, rounded - 0.5 / UNIT))
     assert decoded > 45
     assert np.median(ambiguous) > 100
+
+
+def small_label(rng, genes=2000):
+    """Log values of ten cells of one label; the first has the largest library."""
+    library = np.array([12000, *rng.integers(1500, 4000, 9)])
+    counts = rng.poisson(library[:, None] * rng.gamma(0.3, 1.0, genes) / 12000)
+    return np.log1p(1e4 * counts / library[:, None])
+
+
+def smallest_level(sums):
+    """Genes with the smallest sum that is not zero: to the attacker, those of the cell with the largest library."""
+    return np.flatnonzero(sums == sums[sums > 0].min())
+
+
+def test_sums_of_a_small_label_do_not_show_the_cell_with_the_largest_library():
+    """In quarters, hundreds of genes of one of ten cells can be told by their sum alone; in multiples of 4 none can."""
+    x = small_label(np.random.default_rng(0))
+    codes = np.zeros(len(x), np.int64)
+    old = smallest_level(label_sums.quarter_sums(x, codes, 1)[0])
+    assert len(old) > 100
+    assert np.all((x[:, old] > 0).sum(axis=0) == 1)  # each is the value of one cell,
+    assert np.all(x[0, old] > 0)  # the same one
+
+    labels = ("small",) * 10 + ("other",) * 60
+    rest = np.log1p(np.random.default_rng(1).poisson(1.0, (60, x.shape[1])))
+    names = tuple(f"G{i:04d}" for i in range(x.shape[1]))
+    mine = Labelled(names, scipy.sparse.csr_matrix(np.vstack([x, rest])), labels, np.zeros(70, bool))
+    base = logistic_terms.Params((Party("a"), Party("b")), HUB, kind="log", penalties=(1.0,))
+    part = Part(Params(base), Start(names, ("other", "small"), 0, 50), mine)
+    sums = part.first().values[2 : 2 + 2 * len(names)].reshape(2, -1)[1]
+    assert not np.any(sums % 4)
+    new = smallest_level(sums)
+    owners = x[:, new].argmax(axis=0)
+    assert np.bincount(owners, minlength=10).max() < len(new) / 2  # not one cell's genes
+    assert np.abs(sums - x.sum(axis=0)).max() <= 2 + 1e-9
+
+
+def steered(target_value=5.0, expressing=1, n=60):
+    """L6 of an honest site where another one makes typicality a function of one gene, of which it claims all variance.
+
+    Cells of label "a" express gene 0 in `expressing` cells, those of "b" do not.
+    """
+    rng = np.random.default_rng(2)
+    x = rng.uniform(0.5, 1.5, (2 * n, 6))
+    x[:, 0] = 0.0
+    x[:expressing, 0] = target_value
+    labels = ("a",) * n + ("b",) * n
+    names = tuple(f"G{i}" for i in range(6))
+    mine = Labelled(names, scipy.sparse.csr_matrix(x), labels, np.zeros(2 * n, bool), fold=np.arange(2 * n) % 3)
+    base = logistic_terms.Params((Party("u"), Party("v")), HUB, kind="log", penalties=(1.0,))
+    params, start = Params(base), Start(names, ("a", "b"), 0, 100)
+    part = Part(params, start, mine)
+    first = part.first().map(pooled_discriminant.words_for(params)).values.view(np.int64)
+    K, g = 2, 6
+    claim = np.zeros(K + (K + 1) * g)
+    claim[:K] = n, n
+    claim[K] = 8.0 * n  # gene 0 in "a"
+    claim[K + K * g :] = [72.0 * n, *[1e6 * n] * (g - 1)]  # other genes vary so much that they do not count
+    total = first + pooled_discriminant.words_for(params)(claim).view(np.int64)
+    terms = pooled_discriminant.terms_of(params, start, total)
+    second = part.second(terms).map(pooled_discriminant.words_for(params)).values.view(np.int64)
+    products = np.diag(claim[K + K * g :][terms.at])[np.triu_indices(len(terms.at))]
+    claimed = pooled_discriminant.words_for(params)(products).view(np.int64)
+    statistics = pooled_discriminant.statistics_of(params, terms, second + claimed)
+    return part, terms, statistics
+
+
+def ladders(part, terms, statistics):
+    """What the other site can learn of typicality, for every offset."""
+    n = 2 + len(SETTINGS)
+    return [tuple(part.third(terms, statistics, offset).values[n:]) for offset in range(20)]
+
+
+def right_typicalities(part, terms, statistics):
+    seen = []
+    for fold in range(3):
+        held = np.flatnonzero(part.fold == fold)
+        codes = terms.kept[part.codes[held]]
+        rest = statistics.less(discriminant.Statistics.of(part.x[held], codes, 2))
+        answers = pooled_discriminant.score(rest, SETTINGS, part.x[held], codes, spread=0.05, aligned=False)
+        seen.append(answers.typical)
+    return np.concatenate(seen)
+
+
+def test_a_gene_that_few_cells_express_is_not_scored():
+    """A site claims all variance of a gene, so that typicality shows the one cell of another site that expresses it."""
+    levels, seen = [], []
+    for value in (4.0, 4.3):
+        part, terms, statistics = steered(value)
+        assert not part.x[:, list(terms.at).index(0)].any()
+        seen.append(ladders(part, terms, statistics))
+        part.x = pooled_discriminant.values_of(part, terms)
+        old = label_sums.typicality_counts(right_typicalities(part, terms, statistics), GRID, 10, 9)
+        levels.append(GRID[np.flatnonzero(old)[0]])
+    assert levels[1] > levels[0] + 0.1  # the old step, one run in ten: the value of that cell
+    assert seen[0] == seen[1]
+
+
+def test_a_typicality_rests_on_ten_cells():
+    """Ten cells express the gene, one far more than the others: where that one lies is not seen."""
+    found = []
+    for value in (3.0, 7.0):
+        part, terms, statistics = steered(3.0, expressing=12)
+        part.x[0, list(terms.at).index(0)] = value
+        old = right_typicalities(part, terms, statistics)
+        found.append(
+            (
+                ladders(part, terms, statistics),
+                [tuple(label_sums.typicality_counts(old, GRID, 10, offset)) for offset in range(10)],
+            )
+        )
+    (new, old), (new_far, old_far) = found
+    assert old != old_far
+    assert new == new_far
+
+
+def test_medians_of_groups():
+    x = np.arange(25.0)[::-1]
+    grouped = pooled_discriminant.grouped_medians(x, 10)
+    assert len(grouped) == 25
+    assert np.unique(grouped, return_counts=True)[1].min() >= 10
+    assert not len(pooled_discriminant.grouped_medians(x[:9], 10))
+
+
+def test_a_site_with_fewer_cells_than_the_smallest_number_of_genes_adds_nothing():
+    """Such a site announces no limit, so that its cells would be summed over any number of genes."""
+    c = case(seed=4, size=90, min_cells=20)
+    u = c.params.base.sites[0]
+    few = dataclasses.replace(c.inputs[u][0], labels=("type 0",) * 12 + ("type 1",) * 12 + (None,) * 66)
+    assert pooled_discriminant.genes_allowed(few) == 0
+    assert not pooled_discriminant.own_cells(c.params, few).own_labels
+
+
+def test_a_cell_far_from_all_others_is_not_the_first_axis_of_an_embedding(monkeypatch):
+    c = embedded(seed=3, unlabelled=0.0)
+    u = c.params.base.sites[0]
+    mine = c.inputs[u][0]
+    far = np.random.default_rng(0).normal(0, 1, 7)
+    x = mine.x - np.median(mine.x, axis=0)
+    x[0] = 40 * np.linalg.norm(x, axis=1).max() * far / np.linalg.norm(far)
+    c = changed(c, u, x=x)
+    record = Recorder(monkeypatch)
+    check_no_errors(run_protocol(pooled_discriminant, c))
+    part, second = record.parts[len(mine.labels), "L5"]
+
+    def axis(gram):
+        return abs(np.linalg.eigh(gram)[1][:, -1] @ far) / np.linalg.norm(far)
+
+    assert axis(label_sums.second_moments(x)) > 0.999  # the old step: that cell
+    assert axis(pooled_discriminant.square(second.values, 7)) < 0.9
+    distance = np.sort(np.linalg.norm(part.x - np.median(x, axis=0), axis=1))
+    np.testing.assert_allclose(distance[-10:], distance[-1])
 
 
 # ---- bad input, absurd sums ------------------------------------------------------------------------------------------

@@ -28,11 +28,12 @@ gradients at states that a malicious site can shift may depend mostly on one cel
 
 Reveals
 -------
-coordinator, site : label names per site (coordinator, unless the study lists them) and which sites have labels; which
-    sites take part; the sums of L5 and L7, and so the model after every step. With noise these sums are
-    (ε, δ)-differentially private for each cell, or for each donor where donors are named, against that cell or donor
-    contributing nothing. A donor with many cells is not protected by noise for cells. Without noise: the exact sums;
-    with two sites, each learns the other's by subtraction; a sum at some state may reveal single cells.
+coordinator, site : label names per site (coordinator, unless the study lists them) and which sites have labels; names
+    carry no noise, and `fine-tune` leaves out those of labels below the thresholds, but for pseudo-labels; which sites
+    take part; the sums of L5 and L7, and so the model after every step. With noise these sums are (ε, δ)-differentially
+    private for each cell, or for each donor where donors are named, against that cell or donor contributing nothing. A
+    donor with many cells is not protected by noise for cells. Without noise: the exact sums; with two sites, each
+    learns the other's by subtraction; a sum at some state may reveal single cells.
 malicious coordinator : the same. It cannot change a sum, nor have one opened over fewer sites.
 one malicious site : the same, at states whose direction it chooses, within the rates. It can make the model useless.
 coordinator with k sites : the sums over the other sites, with noise of z √((m - k)/(m - 1)); with all but one site,
@@ -43,7 +44,9 @@ Assumes
 What the checked sum assumes: all sites stay to the end, a site that stops ends the run. Training cells and labels are
 unverified inputs. ε is that of one run: another run over the same cells spends as much again; without noise, a run that
 differs by a site at the same first weights reveals that site's first gradient. ε treats a cell's replacement by another
-cell as two changes. The noise is rounded floating point. Pseudo-labels from other cells are not covered by the noise.
+cell as two changes. Inputs of a cell are fixed: what else a cell changes before training (an embedding or a scale that
+was computed from all cells of the site, the split of cells) is not covered. The noise is rounded floating point.
+Pseudo-labels from other cells are not covered by the noise.
 
 Cost
 ----

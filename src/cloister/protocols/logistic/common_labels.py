@@ -9,7 +9,7 @@
 Reveals
 -------
 coordinator : digest and width of each site's embedding; the label names of each site, unless the study lists them; the
-    number of labelled cells of each site, rounded down to one of `SIZES`, where second moments follow.
+    number of genes that the labelled cells of each site allow, one of `SIZES`, where second moments follow.
 site : the same of all sites together.
 lying coordinator, one lying site : nothing more.
 
@@ -77,9 +77,9 @@ class Agreed:  # S ⇒ u
     genes: int  # that the cells of every site allow; 0: no limit
 
 
-def allowed(cells: int) -> int:
-    """The largest of `SIZES` up to that number of labelled cells; 0 for fewer than the smallest."""
-    return max((size for size in SIZES if size <= cells), default=0)
+def allowed(most: int) -> int:
+    """The largest of `SIZES` up to that number; 0 below the smallest."""
+    return max((size for size in SIZES if size <= most), default=0)
 
 
 def ideal(params: Params, xs: Mapping[Party, Own]) -> dict[Party, Agreed]:

@@ -24,26 +24,32 @@ A site's part of a sum is limited as follows. t and d are `min_label_cells` and 
 own settings say so.
 
 - L4, n_k and Σ_k l: over at least t cells of d donors of label k at this site. A gene that is not zero in fewer than t
-  cells or d donors of the site counts as zero in all of its cells. Sums of genes are rounded to 1/4: with all digits,
-  the sum of a few cells with different library sizes could be decoded into the counts of each cell.
+  cells or d donors of the site counts as zero in all of its cells, here and at L6. Sums of labels are multiples of 4,
+  which is more than most values of one cell: where one cell of a small label expresses a gene, a finer sum is the value
+  of that cell, and the smallest values belong to the cell with the largest library.
 - L4, Σ l²: over at least `min_cells` cells, of which t cells of d donors are not zero; rounded to 1/4.
-- L5: h is at most the number of u's cells, so that the span of u's cells says nothing about them. An entry (g, g') is
-  zero unless l_g l_g' is not zero in t cells of d donors; rounded to 1/4.
-- L6: counts over all labelled cells of u, to multiples of t; up or down with a secret offset.
+- L5: h is at most half the number of u's cells, genes or columns of an embedding. With as many genes as cells, a
+  combination of columns of Σ l lᵀ is one cell: its leverage in the cells' span is 1. With half as many it is 1/2 on
+  average. An entry (g, g') is zero unless l_g l_g' is not zero in t cells of d donors; rounded to 1/4.
+- Embeddings: the t - 1 cells farthest from the site's median are moved towards it, to the distance of the t-th.
+  Otherwise a cell far from all others is the first eigenvector of the second moments.
+- L6: right answers over all labelled cells of u, to multiples of 2t, since each cell is scored twice; up or down with a
+  secret offset. Typicalities are those of groups: t cells that follow each other in order all count at their median.
 
 Reveals
 -------
 coordinator, site : which genes each site measured (coordinator); label names per site (coordinator, unless the study
     lists them) of labels above the thresholds; the number of labelled cells of each site within 1/64 (coordinator), and
-    the smallest of these numbers, down to one of `common_labels.SIZES` (site). Over all sites together: labelled cells
-    and mean expression of each label, second moments of h genes, and right answers per setting and by typicality, in
-    multiples of t; the model. A label that one site alone has: that site's number of cells and mean expression of it.
-    With two sites: the other's sums.
+    half the smallest of these numbers, down to one of `common_labels.SIZES` (site). Over all sites together: labelled
+    cells and mean expression of each label, second moments of h genes, and right answers per setting and by typicality,
+    in multiples of t; the model. A label that one site alone has: that site's number of cells and mean expression of
+    it. With two sites: the other's sums. Whoever has a cell's whole profile can tell from a site's sums whether the
+    cell is in them. A sum of a small label shows genes that any of its cells expresses.
 malicious coordinator : the same. It cannot change a sum or leave out a site without an abort.
 one malicious site : the same sums over the other sites, for genes of its choice: it can claim label means that make any
     h genes the chosen ones, and with its part shift the classifiers that the other sites score at L6. It learns counts
-    of their cells along directions of its choice, in multiples of t, at most `SETTINGS` and `GRID` of them in a run. It
-    can make the model wrong.
+    of their cells along directions of its choice, in multiples of t, at most `SETTINGS` and `GRID` of them in a run;
+    with probability 1/t on which side of one of eight such directions a cell is. It can make the model wrong.
 coordinator with k sites : these sums over the other sites, so with all but one those of the last site.
 
 Assumes
@@ -66,7 +72,7 @@ their span, which is why h is limited. Lines numbered here.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -83,7 +89,7 @@ from cloister.models import discriminant, logistic
 from cloister.models.discriminant import Setting, Solver, Statistics
 from cloister.net.channel import Channel
 from cloister.protocols.logistic import logistic_terms
-from cloister.protocols.logistic.common_labels import allowed
+from cloister.protocols.logistic.common_labels import SIZES, allowed
 from cloister.protocols.logistic.logistic_terms import (
     Fitted,
     Labelled,
@@ -97,7 +103,10 @@ from cloister.study import Party
 
 NAME = "pooled_discriminant"
 OPENINGS = 3
-UNIT = 4  # sums of log values are multiples of 1 / UNIT
+UNIT = 4  # sums of squares and products of log values are multiples of 1 / UNIT
+CELLS_PER_COLUMN = 2  # labelled cells of a site for each column of second moments
+LABEL_STEP = 4.0  # sums of log values over the cells of a label are multiples of this
+TIMES = 2  # how often L6 scores each cell
 EMBEDDING_UNIT = 1 << 16  # the same for an embedding
 LARGEST = 2.0**62  # of a sum over all sites, in units
 GRID = np.round(np.arange(-1.0, 1.5001, 0.05), 2)  # typicalities below which right answers are counted
@@ -120,6 +129,11 @@ class Params:
     @property
     def unit(self) -> int:
         return EMBEDDING_UNIT if self.base.embedding else UNIT
+
+    @property
+    def label_step(self) -> float:
+        """What sums over the cells of a label are multiples of."""
+        return 1 / EMBEDDING_UNIT if self.base.embedding else LABEL_STEP
 
     @property
     def counts(self) -> int:
@@ -149,7 +163,7 @@ def ideal(params: Params, xs: Mapping[Party, Labelled]) -> dict[Party, Fitted]:
     total = statistics_of(params, terms, second)
     counts = None
     if base.held_out:
-        half = {u: part.group.thresholds.min_cells // 2 for u, part in parts.items()}
+        half = {u: TIMES * part.group.thresholds.min_cells // 2 for u, part in parts.items()}
         counts = np.sum([part.third(terms, total, half[u]).values for u, part in parts.items()], axis=0)
     return dict.fromkeys((base.coordinator, *xs), fitted(params, start, terms, total, counts))
 
@@ -168,14 +182,15 @@ def cost(params: Params, labels: int, columns: int, h: int, up: int = 0, down: i
 
 
 def own_cells(params: Params, mine: Labelled) -> Labelled:
-    """L1: the site's cells with the labels that take part; none where too few cells remain."""
-    least = max(params.base.min_cells, mine.x.shape[1] if params.base.embedding else 0)
+    """L1: the site's cells with the labels that take part; none where too few remain for the second moments."""
+    columns = mine.x.shape[1] if params.base.embedding else SIZES[0]
+    least = max(params.base.min_cells, CELLS_PER_COLUMN * columns)
     return mine.open_labels(least)
 
 
 def genes_allowed(mine: Labelled) -> int:
     """L2: how many genes this site's labelled cells allow; 0 without labels."""
-    return allowed(sum(name is not None for name in mine.labels))
+    return allowed(sum(name is not None for name in mine.labels) // CELLS_PER_COLUMN)
 
 
 def words_for(params: Params) -> Callable[[Any], U64]:
@@ -202,7 +217,12 @@ class Part:
         self.codes = codes[self.keep]
         self.group: Group = mine.group.only(self.keep)
         self.fold = None if mine.fold is None else mine.fold[self.keep]
+        if params.base.embedding and self.keep.any():
+            x = np.array(mine.x, np.float64)
+            x[self.keep] = pulled_in(x[self.keep], self.group.thresholds.min_cells)
+            self.mine = replace(mine, x=x)
         self.x = np.zeros((0, 0))
+        self.shown: Bits | None = None  # genes that are not zero in enough cells and donors here
         self.sums: F64 | None = None  # as added at L4
         self.gram: F64 | None = None  # as added at L5
 
@@ -245,14 +265,17 @@ class Part:
                 seen |= (one_hot(donor[at], len(seen)).T @ filled.astype(np.float64)).toarray() > 0
         donors = None if donor is None else seen.sum(axis=0)
         second = self.group.counted(squares, cells, donors)
-        shown = self.group.counted(np.ones(columns), cells, donors).values > 0
-        counts, of_labels = self.group.grouped(self.codes, K), self.group.grouped(self.codes, K, sums * shown)
-        self.sums = rounded(self.params, of_labels.values)
-        return join([counts, of_labels, second])
+        self.shown = self.group.counted(np.ones(columns), cells, donors).values > 0
+        step = self.params.label_step
+        of_labels = self.group.grouped(self.codes, K, np.rint(sums * self.shown / step) * step)
+        self.sums = of_labels.values
+        return join([self.group.grouped(self.codes, K), of_labels, second])
 
     def second(self, terms: Terms) -> Contribution:
         """L5: upper triangle."""
         self.x = values_of(self, terms)
+        if self.shown is not None:
+            self.x = self.x * self.shown[terms.at]  # L6 scores cells without genes that few of them express
         filled = (self.x != 0).astype(np.float32)
         cells = np.rint(filled.T @ filled).astype(np.int64)
         donor, donors = self.donors(), None
@@ -285,9 +308,10 @@ class Part:
             answer = score(total.less(self.added(terms)), settings, self.x, at, spread=spread, aligned=True)
             if answer is not None:
                 right, scored = right + answer.right, scored + answer.cells
-        below = np.searchsorted(np.sort(typical), GRID, side="left")
-        counts = np.concatenate([[scored], right, [len(typical)], below]).astype(np.int64)
-        return self.group.coarse(counts, offset)
+        typical = grouped_medians(typical, self.group.thresholds.min_cells)
+        below = np.searchsorted(typical, GRID, side="left")
+        twice = self.group.coarse(np.array([scored, *right]), offset, times=TIMES)
+        return join([twice, self.group.coarse(np.array([len(typical), *below]), offset // TIMES)])
 
     def added(self, terms: Terms) -> Statistics:
         """What this site added to L4 and L5, so that it can be taken away again."""
@@ -308,6 +332,22 @@ def rounded(params: Params, x: Any) -> F64:
     """A sum as the others learn it."""
     units: F64 = np.rint(np.asarray(x, np.float64) * params.unit) / params.unit
     return units
+
+
+def pulled_in(x: F64, least: int) -> F64:
+    """L3: rows of an embedding, none farther from the median of all than `least` rows are."""
+    centre = np.median(x, axis=0)
+    distance = np.linalg.norm(x - centre, axis=1)
+    most = np.sort(distance)[-min(least, len(x))]
+    near: F64 = centre + (x - centre) * np.minimum(1.0, most / np.maximum(distance, 1e-300))[:, None]
+    return near
+
+
+def grouped_medians(x: F64, least: int) -> F64:
+    """Sorted numbers, each replaced by the median of its group; groups are consecutive and have `least` or more."""
+    groups = len(x) // least
+    parts = np.array_split(np.sort(x), groups) if groups else []
+    return np.concatenate([np.full(len(part), np.median(part)) for part in parts]) if parts else np.zeros(0)
 
 
 def square(upper: F64, h: int) -> F64:
@@ -389,7 +429,7 @@ def terms_of(params: Params, start: Start, words: I64) -> Terms:
         raise ProtocolAbort(NAME, "L4", "absurd", "a sum of log values is negative")
     if np.any(sums[counts == 0]):
         raise ProtocolAbort(NAME, "L4", "absurd", "a label without cells has a sum")
-    slack = len(params.base.sites) * (K + 1) / params.unit
+    slack = len(params.base.sites) * (K + 1) * max(1 / params.unit, params.label_step / 2)
     if np.any(
         np.maximum(np.abs(sums).sum(axis=0) - slack, 0.0) ** 2 > counts.sum() * (squares + slack) * 1.001 + slack
     ):
@@ -433,7 +473,7 @@ def choose(params: Params, counts: I64 | None) -> tuple[int, float, tuple[tuple[
         return 0, lowest, ()
     n = len(params.settings)
     scored, right, typical, below = counts[0], counts[1 : 1 + n], counts[1 + n], counts[2 + n :]
-    slack = len(params.base.sites) * 2 * max(10, params.base.min_label_cells)
+    slack = len(params.base.sites) * 2 * TIMES * max(10, params.base.min_label_cells)
     if np.any(counts < 0) or np.any(right > scored + slack) or np.any(below > typical + slack):
         raise ProtocolAbort(NAME, "L6", "absurd", "more right answers than cells")
     if np.any(np.diff(below) < 0):
@@ -512,7 +552,7 @@ async def follow(openings: Openings, params: Params, start: Start, part: Part | 
 
         def third() -> Contribution:
             assert openings.entropy is not None
-            offset = openings.entropy.integer_below(part_here().group.thresholds.min_cells)
+            offset = openings.entropy.integer_below(TIMES * part_here().group.thresholds.min_cells)
             return part_here().third(terms, total, offset).map(lambda x: x.astype(np.uint64))
 
         counts = await add("L6", f"right answers with {len(params.settings)} settings", params.counts, third)
