@@ -102,7 +102,7 @@ def probe(anchor: F64, radius: float, reach: float, planes: F64, k: int, rng: np
     q = np.unpackbits(graph.codes(anchor[None], planes))
     sure = np.argsort(-np.abs(planes @ anchor))[:most]
     q[rng.choice(sure, most // 4, replace=False)] ^= 1
-    side: F64 = rng.standard_normal(d)
+    side: F64 = rng.standard_normal((d,))
     side -= (side @ anchor) * anchor
     angle = np.pi * radius / bits
     at_radius = np.cos(angle) * anchor + np.sin(angle) * side / np.linalg.norm(side)
