@@ -51,8 +51,8 @@ def answers(module, case, liar, kind, change, nth=None, *, only_to=None, timeout
 class Liar(Verified):
     """Changes the `at`-th value of one kind by `change(array)`, in place; honest where `change` is None.
 
-    Kinds are what a party computes, sends and keeps (`gate`, `product`, `sum`, `hop`), and what it only says: the names
-    of messages.
+    Kinds are what a party computes, sends and keeps (`gate`, `product`, `chain`, `sum`, `number`, `hop`), and what it
+    only says: the names of messages.
     """
 
     kind, at, change = "", 0, None
@@ -89,6 +89,9 @@ class Liar(Verified):
 
     def _sum_known_to_first(self, x):
         return self._maybe("sum", super()._sum_known_to_first(x))
+
+    def _number(self, w):
+        return self._maybe("number", super()._number(w))
 
     def _hop(self, x, perm, mask):
         return self._maybe("hop", super()._hop(x, perm, mask))

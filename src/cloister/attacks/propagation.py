@@ -7,14 +7,23 @@ server that holds only the edges of a graph fills the rest in by the shortest pa
 *Labels.* S is symmetric, so the columns of S that a site is given for its labelled points l are also the rows of all
 others' influence on them: Z[l, c] u_l = Σ_i S[i, l] u_i Y[i, c], where u is how the rows were scaled. With its own
 labels taken out, the site solves for u_i Y[i, c] ≥ 0 of everybody's points i, and reads the class off.
+
+*Distances from labels.* A site submits k copies of a point q without a label and k + 1 copies of a point at distance r
+from q, all of one class of its own (`probe`). Each copy of q has one place left among its neighbours. If a cell of
+another site is nearer to q than r, it takes this place, and q gets its label or none. Otherwise q gets the class of the
+site. Answers for many q and r locate the cell (`locate`). No message deviates: this is the function itself.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import numpy as np
 
-from cloister.arrays import F64, I32, I64
+from cloister.arrays import F64, I32, I64, U8, Bits
 from cloister.models import graph
+
+Inside = Callable[[Sequence[F64], F64, float], Bits]  # anchors, radii and the largest radius of one run
 
 
 def cosines(distances: I32, bits: int) -> F64:
@@ -78,3 +87,52 @@ def _potentials(own: F64) -> F64:
     rows[np.arange(len(i)), i], rows[np.arange(len(i)), j], rows[-1, 0] = 1, -1, 1
     right = np.append(np.log(own[j, i]) - np.log(own[i, j]), 0.0)
     return np.asarray(np.linalg.lstsq(rows, right, rcond=None)[0], np.float64)
+
+
+# ---- distances from labels -------------------------------------------------------------------------------------------
+
+
+def probe(anchor: F64, radius: float, reach: float, planes: F64, k: int, rng: np.random.Generator) -> U8:
+    """Codes of 2k + 1 points, whose labels show whether a cell is nearer to the anchor than `radius` bits.
+
+    Some bits that a near cell shares with the anchor are flipped, so that probes are not neighbours of each other.
+    """
+    bits, d = planes.shape
+    most = int(min(bits, max(9 * reach, 400)))
+    q = np.unpackbits(graph.codes(anchor[None], planes))
+    sure = np.argsort(-np.abs(planes @ anchor))[:most]
+    q[rng.choice(sure, most // 4, replace=False)] ^= 1
+    side: F64 = rng.standard_normal((d,))
+    side -= (side @ anchor) * anchor
+    angle = np.pi * radius / bits
+    at_radius = np.cos(angle) * anchor + np.sin(angle) * side / np.linalg.norm(side)
+    distance = int((np.unpackbits(graph.codes(at_radius[None], planes)) != q).sum())
+    x = q.copy()
+    x[rng.choice(bits, distance, replace=False)] ^= 1
+    return np.packbits(np.array([q] * k + [x] * (k + 1)), axis=1)
+
+
+def locate(inside: Inside, start: F64, bits: int, rng: np.random.Generator, rounds: int = 4) -> F64:
+    """The direction of the cell nearest to `start`, from answers of 2 `rounds` + 1 runs."""
+
+    def distances(anchors: Sequence[F64], grid: F64) -> F64:
+        found = inside([a for a in anchors for _ in grid], np.tile(grid, len(anchors)), float(grid[-1]))
+        gap = grid[1] - grid[0]
+        estimates: F64 = grid[-1] + gap / 2 - gap * found.reshape(len(anchors), -1).sum(axis=1)
+        return estimates
+
+    v, d = start / np.linalg.norm(start), len(start)
+    far = float(distances([v], np.linspace(5, bits / 8, 40))[0])
+    for _ in range(rounds):
+        angle = np.pi * far / bits
+        sides = np.linalg.qr(np.column_stack([v, rng.normal(size=(d, d - 1))]))[0][:, 1:].T
+        width = 0.45 * far
+        around = [np.cos(angle / 2) * v + sign * np.sin(angle / 2) * e for e in sides for sign in (1, -1)]
+        both = distances(around, np.linspace(max(1.0, far - width), far + width, 7)).reshape(-1, 2)
+        towards = sides.T @ (both[:, 1] - both[:, 0])
+        towards /= max(float(np.linalg.norm(towards)), 1e-9)
+        tries = [np.cos(f * angle) * v + np.sin(f * angle) * towards for f in (0.4, 0.6, 0.8, 0.9, 1.0, 1.1)]
+        tried = distances([t / np.linalg.norm(t) for t in tries], np.linspace(1, 1.1 * far, 16))
+        v, far = tries[int(np.argmin(tried))], max(float(tried.min()), 4.0)
+        v = v / np.linalg.norm(v)
+    return v

@@ -16,6 +16,8 @@ from cloister.testing import Case, check_no_errors, check_view, run_protocol, va
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from liars import counting, liar, play
 
+WALKS = verified_propagation.settings(Params((Party("a"), Party("b")), Party("hub"), n_neighbors=3))
+RING = verified_propagation.ring_of_walks(WALKS, 30).bits
 HUB = Party("hub")
 SITES = tuple(map(Party, ("basel", "lugano", "vienna", "zurich")))
 
@@ -37,6 +39,15 @@ def bit(z):
 
 def top(z):
     z.reshape(-1)[-1] ^= z.dtype.type(1 << 30) if z.dtype == np.uint64 else z.dtype.type(1)
+
+
+def highest(z):
+    """The highest bit of a ring of the scores, 39 to 44 bits."""
+    z.reshape(-1)[0] ^= z.dtype.type(1 << (RING - 1))
+
+
+def plus_one(z):
+    z[...] += z.dtype.type(1)
 
 
 def nothing(z):
@@ -65,6 +76,11 @@ LIES = [
     ("Number", 0, bit),
     ("Number", 1, nothing),
     ("Number", -1, double),
+    ("number", 0, bit),
+    ("number", 0, highest),
+    ("number", 1, highest),
+    ("number", 2, plus_one),
+    ("number", -1, negative),
     ("Product", -1, bit),  # the correction of a chain
     ("Halves", -1, bit),
     ("Open", -1, bit),
@@ -179,3 +195,36 @@ def test_in_blocks_of_rows(monkeypatch):
     for u in c.params.sites:
         np.testing.assert_array_equal(values(run)[u].label, ideal[u].label)
         np.testing.assert_array_equal(values(run)[u].scores, ideal[u].scores)
+
+
+@pytest.mark.parametrize("party", ["basel", "zurich"])
+def test_labels_behind_the_points_of_a_site_do_not_count(party, monkeypatch):
+    """Words of planes have room for 64 points. Labels there would count as labelled points in H6."""
+    c, give, share = case((9, 8, 7, 6)), verified_propagation.Verified.input, verified_propagation._share_labels
+    planes = {}
+
+    async def more(self, owner, x, shape, ring):
+        if x is not None and owner == party and shape == (3, 64):
+            x = x.copy()
+            x[0, 40:] = 1
+        return await give(self, owner, x, shape, ring)
+
+    async def watched(trio, plan, y):
+        planes[trio.rank] = found = await share(trio, plan, y)
+        return found
+
+    monkeypatch.setattr(verified_propagation.Verified, "input", more)
+    monkeypatch.setattr(verified_propagation, "_share_labels", watched)
+    run = run_protocol(verified_propagation, c, timeout=10.0)
+    check_no_errors(run)
+    opened = planes[0].a ^ planes[1].a ^ planes[2].a
+    assert not (opened >> np.uint64(9)).any()
+
+
+def test_every_site_charges_every_other():
+    c, spent = case((9, 8, 7)), {}
+    for u in SITES[:3]:
+        c.inputs[u] = (*c.inputs[u], lambda v, n, u=u: spent.__setitem__((u, v), n))
+    check_no_errors(run_protocol(verified_propagation, c))
+    sizes = dict(zip(SITES, (9, 8, 7), strict=False))
+    assert spent == {(u, v): sizes[v] for u in sizes for v in sizes if u != v}

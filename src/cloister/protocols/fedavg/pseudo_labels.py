@@ -10,7 +10,8 @@ Reveals
 -------
 server : in every round what the propagation reveals to it: with `verified_propagation` sizes, with `label_propagation`
     all distances of the round's cells.
-site : what the propagation reveals to it: labels and rounded scores of its own cells, sizes of the other sites.
+site : what the propagation reveals to it in every round: labels and rounded scores of its own cells, sizes of the other
+    sites. A site that chooses its vectors can locate cells of others (`verified_propagation`). No budget counts them.
 with `balance` (published), everyone : in every round, how many labels of each class the round's sites have together.
 
 Assumes

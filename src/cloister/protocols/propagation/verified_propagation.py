@@ -6,6 +6,7 @@
     H3    3       A, the bits of these columns, as numbers                                             (verified V14)
     H4    3       u, the weight of what a point passes on, from the column sums of A; 0 for hubs
     H5    3       Z_0 = u ∘ Y, Z_{t+1} = u ∘ (A + Aᵀ) Z_t, R = Σ_t c_{T-t} Z_t                   (`models.graph.Walk`)
+          u ↔ 3   before the first opening (H6 or H8): this party does not start again; the three wait for all of these
     H6    3       with `choose`: for each setting the number of labelled points whose label the labels of three other
                   folds predict; the index of the largest number is opened to all
     H7    3       the largest class of every row of R; H5 again, from these labels and the given ones; then the largest
@@ -24,8 +25,12 @@ site : for each own point a label, or that none arrives, and its rounded score: 
 computing party : no more than as a site or as the server, if it deviates too.
 two computing parties together : all codes and all labels. With two sites, so do the server and one site.
 what labels reveal : a site chooses its own points. Points that surround a vector that it knows get the label of the
-    cell that has this vector. Every run reveals at most one label and one level for each of its points. A site's budget
-    counts the points of every other site (`query_cells`).
+    cell that has this vector. 2k + 1 points reveal whether a cell of another site lies within an angle of any vector.
+    So a site can locate cells of others, in about 16,000 points for one cell in 20 dimensions (`attacks.propagation`).
+    Every run reveals at most one label and one level for each point. A site's budget counts the points of every other
+    site (`query_cells`) in `propagate-labels`; `fine-tune` does not count them.
+with `choose` : a site can make the index depend on one cell of another site: less than three bits in a run.
+lying coordinator : it may leave sites out, and run disjoint groups of sites apart. No site takes part in two openings.
 
 Assumes
 -------
@@ -60,6 +65,7 @@ from cloister.errors import ParameterError, ProtocolAbort
 from cloister.models import graph
 from cloister.models.graph import Walk
 from cloister.net.channel import Channel
+from cloister.net.wire import message
 from cloister.protocols.hamming.shared_codes import check, computing, offsets
 from cloister.protocols.propagation import propagation_terms
 from cloister.protocols.propagation.chosen_settings import Choice, Setting
@@ -241,9 +247,14 @@ class Plan:
         return Ring((self.params.bits + 1).bit_length())
 
 
+@message("H6")
+class Ready:  # u ↔ 3
+    data: U8
+
+
 @dataclass(slots=True)
 class Progress:
-    """Whether this party has opened results or received some: then it does not start again."""
+    """Whether results may have been opened to somebody: then this party does not start again."""
 
     opened: bool = field(default=False)
 
@@ -277,7 +288,9 @@ async def _share_labels(trio: Verified, plan: Plan, y: I64 | None) -> Xored | No
         if part is not None:
             planes = await trio.check_small(part, u, 1, line="H1")
             await trio.check_small(part.sum(axis=0), u, 1, line="H1")
-            parts.append(planes.reshape(plan.classes, -1))
+            used = np.packbits(np.arange(shape[1]) < n, bitorder="little").view(np.uint64)  # not the places behind them
+            rows = planes.reshape(plan.classes, -1)
+            parts.append(Xored(rows.a & used, rows.b & used))
     if trio.rank is None:
         return None
     return Xored(np.concatenate([x.a for x in parts], axis=1), np.concatenate([x.b for x in parts], axis=1))
@@ -570,7 +583,7 @@ async def _compute(
         if shared is not None and first is not None and labels is not None:
             await shared.end()
             index = await _choose(trio, plan, walks, first, labels)
-        progress.opened = trio.rank is not None
+        await _commit(trio, plan, progress)
         number = await _open_number(trio, plan, index, len(walks))
     if shared is not None and first is not None and labels is not None:
         walk = walks[number]
@@ -579,7 +592,8 @@ async def _compute(
         await shared.end()
         planes = await _decide(shared, scores)
         await trio.proofs.verify()
-    progress.opened = progress.opened or trio.rank is not None
+    if not plan.params.choose:
+        await _commit(trio, plan, progress)
     rows, result = index_bits(plan.classes) + graph.LEVELS, None
     for u, n in zip(plan.sites, plan.places.sizes, strict=True):
         cut, shape = plan.places.cuts[u], (rows, plan.places.words(u))
@@ -587,9 +601,29 @@ async def _compute(
         what = f"labels and levels of {n} points"
         opened = await trio.open_to(part, shape, to=u, protocol=NAME, line="H8", what=what)
         if opened is not None:
-            progress.opened = True
             result = read_result(opened, n, plan.classes)
     return number, result
+
+
+async def _commit(trio: Verified, plan: Plan, progress: Progress) -> None:
+    """Before the first opening: the three open nothing until every site has said that it does not start again.
+
+    A site that does not compute cannot see that another party has a result. Without this line a malicious coordinator
+    holds its frames back, obtains the index of all sites, and starts again with those that have seen nothing.
+    """
+    three = [p for p in trio.computing if p != trio.ch.me]
+    others = [u for u in plan.sites if u not in trio.computing]
+    if trio.rank is None:
+        if trio.ch.me not in others:  # the coordinator gives no input
+            return
+        await trio.links.gather(Ready, dict.fromkeys(three, 1))
+    else:
+        three += others
+    progress.opened = True
+    for p in three:
+        await trio.links.send(p, Ready, np.zeros(1, np.uint8))
+    if trio.rank is not None:
+        await trio.links.gather(Ready, dict.fromkeys(three, 1))
 
 
 async def _open_number(trio: Verified, plan: Plan, index: Xored | None, count: int) -> int:

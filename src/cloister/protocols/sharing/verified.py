@@ -168,6 +168,9 @@ class Verified(VerifiedLinear):
 
     # -- V14: bits as numbers ------------------------------------------------------------------------------------------
 
+    def _number(self, w: Words) -> Words:
+        return w
+
     async def inject(self, x: Xored, ring: Ring) -> Shared:
         """XOR-shared bits, planes (..., w), as numbers 0 and 1 of a ring, (..., 64 w).
 
@@ -200,7 +203,7 @@ class Verified(VerifiedLinear):
         i, links = self.links.i, self.links
         own, following = ring.draw(self._own, (64 * width,)), ring.draw(self._next, (64 * width,))
         if i == 0:
-            d_1 = ones_of(flat.a ^ flat.b, ring) - own
+            d_1 = self._number(ones_of(flat.a ^ flat.b, ring) - own)
             await links.send(links.next, Number, packed(d_1, ring))
             got = read((await links.gather(Number, {links.prev: size}))[links.prev])
             self.proofs.add_carries(0, (lowest(flat.a), planes(own)), (lowest(flat.b), planes(d_1)))
@@ -209,14 +212,14 @@ class Verified(VerifiedLinear):
             return Shared(ring, got, following).reshape(*shape)
         if i == 1:
             d_1 = read((await links.gather(Number, {links.prev: size}))[links.prev])
-            t_2 = turned(d_1, flat.b) - own
+            t_2 = self._number(turned(d_1, flat.b) - own)
             await links.send(links.next, Number, packed(t_2, ring))
             self.proofs.add_carries(0, None, (lowest(flat.a), planes(d_1)))
             self.proofs.add_carries(1, (planes(d_1), planes(own)), (everywhere(flat.b), planes(t_2)))
             self.proofs.add_carries(2, (everywhere(flat.b), planes(following)), None)
             last = t_2 + following + ring.dtype.type(3) * ones_of(flat.b, ring)
             return Shared(ring, own, last).reshape(*shape)
-        t_0 = turned(following, flat.a) - own
+        t_0 = self._number(turned(following, flat.a) - own)
         await links.send(links.next, Number, packed(t_0, ring))
         got = read((await links.gather(Number, {links.prev: size}))[links.prev])
         self.proofs.add_carries(0, (lowest(flat.b), planes(following)), None)
