@@ -110,8 +110,14 @@ def detected_shapes(t: Table) -> Shapes:
 
 
 def detected(t: Table, part: Part) -> list[Contribution]:
+    """Per gene, samples with enough counts: none where these are of too few donors, all where too few others are left.
+
+    Another site can choose the cutoff, by the library that it claims.
+    """
     enough = voom.often_enough(part.counts, part.library, t.mean_library, t.params.min_count)
-    return [part.rows.whole(enough.sum(axis=0).astype(np.float64))]
+    rest = part.rows.members(~enough)
+    enough[:, ~rest.open & ~rest.empty] = True
+    return [part.rows.summed(part.rows.members(enough), enough.sum(axis=0).astype(np.float64))]
 
 
 def take_detected(t: Table, sums: list[F64]) -> None:

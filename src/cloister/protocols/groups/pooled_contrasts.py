@@ -98,6 +98,7 @@ from cloister.net.wire import message
 from cloister.protocols.groups.contrast_steps import (
     STEPS,
     Step,
+    detected,
     result_of,
     sample_weights,
     take_census,
@@ -174,8 +175,7 @@ def fit_pooled(t: Table, parts: Sequence[Part]) -> None:
     """The fit of one table from all its samples."""
     counts, library = np.concatenate([p.counts for p in parts]), np.concatenate([p.library for p in parts])
     if not t.composition:
-        enough = voom.often_enough(counts, library, t.mean_library, t.params.min_count)
-        take_detected(t, [enough.sum(axis=0).astype(np.float64)])
+        take_detected(t, [np.sum([detected(t, p)[0].values for p in parts], axis=0)])
         if t.left_out:
             return
         t.keep = t.keep[~np.any([p.few[t.keep] for p in parts], axis=0)]
