@@ -14,7 +14,7 @@ import numpy as np
 from cloister.disclosure import Thresholds
 from cloister.models import voom
 from cloister.protocols.groups import contrast_steps
-from cloister.protocols.groups.contrast_terms import GRAIN, LEAST_COUNT, Params, Part, Table
+from cloister.protocols.groups.contrast_terms import GRAIN, LEAST_COUNT, Bulk, Donors, Params, Part, Table, part_of
 from cloister.study import Party
 
 SITES, HUB = tuple(map(Party, "abc")), Party("hub")
@@ -125,7 +125,9 @@ def test_small_counts_and_libraries_would_follow_from_rounded_sums():
 
 def test_a_site_adds_nothing_for_genes_of_small_counts():
     t, part = honest(mean=3.0)
-    part = dataclasses.replace(part, least_count=LEAST_COUNT)
+    bulk = Bulk(np.arange(7), part.counts, part.cells)
+    part = part_of(t, Donors(t.names, part.donor, part.group, (), {"": bulk}, {}))
+    assert len(part.group) == 7
     large = (part.counts >= LEAST_COUNT).sum(axis=0) >= 3
     assert 20 < large.sum() < 0.2 * len(large)
     xy, yy, total, _ = contrast_steps.plain_sums(t, part)
