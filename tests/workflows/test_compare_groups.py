@@ -43,7 +43,10 @@ def planted(sites):
 
 
 def test_is_close_to_the_pooled_donors(run, baselines):
-    """Samples of a site have one weight per gene where a donor would stand out, and rare cell types are left out."""
+    """Samples of a site have one weight per gene where a donor would stand out, and rare cell types are left out.
+
+    So are genes with few counts at a site, which changes the trend of the others: 0.06 in the median log10 p.
+    """
     for name, keys, effect in (
         ("expression", ["cell_type", "contrast", "gene"], "log_fold_change"),
         ("composition", ["contrast", "cell_type"], "effect"),
@@ -53,18 +56,26 @@ def test_is_close_to_the_pooled_donors(run, baselines):
             assert len(found) > 10
             wanted = wanted.loc[found.index]
             assert np.abs(found[effect] - wanted[effect]).max() < 0.2
-            assert np.abs(np.log10(found["p"]) - np.log10(wanted["p"])).median() < 0.05
+            assert np.abs(np.log10(found["p"]) - np.log10(wanted["p"])).median() < 0.08
 
 
 def test_equals_the_pooled_donors_where_nothing_is_excluded():
     """Forty donors of each group at each site: to 1e-8 in genes whose samples have weights of their own everywhere."""
     sites = {p: a for p, a in cl.demo_cohort(per_site=80, n_cells=40, planted=10).items() if p != "vienna"}
-    run = rehearse("compare-groups", sites, **BASE)
-    wanted = cl.group_baselines(sites, **BASE)["pooled"]["expression"].set_index("gene")
-    found = run.data["basel"].uns["groups"]["expression"].set_index("gene")
+
+    def compared(sites):
+        run = rehearse("compare-groups", sites, **BASE)
+        wanted = cl.group_baselines(sites, **BASE)["pooled"]["expression"].set_index("gene")
+        return run.data["basel"].uns["groups"]["expression"].set_index("gene"), wanted
+
+    found, wanted = compared(sites)
+    few = wanted.index.difference(found.index)  # genes with few counts at a site
+    assert len(few) < 0.15 * len(wanted)
+    found, wanted = compared({p: a[:, ~a.var_names.isin(few)].copy() for p, a in sites.items()})
+    assert set(found.index) == set(wanted.index)
     apart = np.abs(found["log_fold_change"] - wanted.loc[found.index, "log_fold_change"])
     assert (apart < 1e-8).mean() > 0.3
-    assert apart.max() < 0.05
+    assert apart.max() < 0.08
 
 
 def test_what_was_planted_comes_out_and_more_of_it_than_alone(sites, run, baselines):

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from cloister.disclosure import Rows, Thresholds
-from cloister.protocols.forest.node_ranges import Grid, find_ranges, reached
+from cloister.errors import ProtocolAbort
+from cloister.protocols.forest.node_ranges import Grid, check_answers, find_ranges, reached
 from cloister.protocols.sums.tally import Plain, answer_plainly
 
 NODES = 40
@@ -62,3 +63,30 @@ def test_the_range_is_the_widest_of_all_sites():
         else:
             assert first[node] > last[node]
     assert (first <= last).sum() >= 5
+
+
+class Subtracting(Plain):
+    """A malicious site adds -1 wherever it expects the only yes, so that the range becomes what it likes."""
+
+    async def total(self, parts, length, most, *, line, what):
+        pooled, coin = await super().total(parts, length, most, line=line, what=what)
+        answers = pooled.reshape(-1, 2, GRID.cells - 1)
+        answers[:, 0, :40] = answers[:, 1, 41:] = 0  # of the honest site, those that the attacker takes away
+        return answers.ravel(), coin
+
+
+def test_a_site_cannot_narrow_a_range_to_place_the_cut():
+    rows = Rows(200, None, Thresholds(10, 3))
+    part = reached(GRID, rows, np.zeros(200, np.int64), 1, np.linspace(-9, 9, 200))
+    low, high, _ = answer_plainly(find_ranges(Plain(), GRID, 1, 2, [lambda: part]))
+    assert high[0] - low[0] > 50
+    with pytest.raises(ProtocolAbort, match="takes the answer of another site away"):
+        answer_plainly(find_ranges(Subtracting(), GRID, 1, 2, [lambda: part]))
+
+
+@pytest.mark.parametrize("change", [lambda c: c + 5, lambda c: c[:, :, ::-1]])
+def test_numbers_of_sites_that_no_ranges_have_end_the_run(change):
+    counts = np.stack([np.arange(1, 64) > 20, np.arange(1, 64) < 40])[None].astype(np.int64)
+    check_answers(counts, 3, [counts])
+    with pytest.raises(ProtocolAbort, match="no ranges have"):
+        check_answers(change(counts), 3, [])

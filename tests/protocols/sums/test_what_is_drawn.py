@@ -11,14 +11,15 @@ from cloister.crypto import sharing
 from cloister.crypto.agreement import KeyPair, agree, bind, hkdf
 from cloister.crypto.entropy import Entropy
 from cloister.crypto.prg import expand
+from cloister.disclosure import constant
 from cloister.errors import ProtocolAbort
 from cloister.lies import Lie, Stage
 from cloister.protocols.fedavg import training_terms
 from cloister.protocols.forest import counted_forest
 from cloister.protocols.sums import (
     attempts,
+    checked_sum,
     common_seed,
-    count_tests,
     pooled_scaling,
     row_sums,
     secure_sum,
@@ -316,43 +317,50 @@ def test_a_step_that_came_to_no_end_is_not_called_done():
     assert {run.errors[u].code for u in (A, B)} == {"unexpected"}
 
 
-# ---- tests of counts, scaling, forests -------------------------------------------------------------------------------
+# ---- checked sums, scaling, forests ----------------------------------------------------------------------------------
 
 
-def test_every_test_has_numbers_of_its_own(monkeypatch):
-    keys, real = [], count_tests.encode
+def test_every_sum_has_a_tag_key_of_its_own(monkeypatch):
+    keys, real = [], checked_sum.tag_key
 
-    def kept(params, x, me, present, key):
-        keys.append(key)
-        return real(params, x, me, present, key)
+    def kept(seed, sites, length):
+        keys.append(seed)
+        return real(seed, sites, length)
 
-    monkeypatch.setattr(count_tests, "encode", kept)
+    monkeypatch.setattr(checked_sum, "tag_key", kept)
     rng = np.random.default_rng(0)
     case = Case(pooled_scaling.Params(SITES, HUB, 1), {u: (rng.normal(size=(20, 1)),) for u in SITES})
     check_no_errors(run_protocol(pooled_scaling, case))
-    assert len(keys) == 6
-    assert len(set(keys)) == 2
+    assert len(keys) == 12  # four sums at three sites
+    assert len(set(keys)) == 4
 
 
-def test_sums_and_tests_go_on_with_those_who_are_left(monkeypatch):
+def test_a_sum_of_fewer_sites_than_agreed_ends_the_run(monkeypatch):
+    """The answers of the sites that are left are not those of all: no sum follows, so that nobody can subtract."""
     seen = []
 
-    async def contributor(ch, params, x, among=(), **keys):
-        seen.append(among)
+    async def contributor(ch, params, x, **keys):
+        seen.append(params)
         return secure_sum.Sum(np.zeros(params.length, np.uint64), (A, C))
 
     monkeypatch.setattr(secure_sum, "contributor", contributor)
     seed = common_seed.Seed(bytes(32), SITES)
 
     class Ch:
-        @staticmethod
-        def sub(label):
-            return None
+        me, run_id = A, bytes(32)
 
-    asking = tally.Asking(Ch(), SITES, HUB, SITES, seed, Entropy(), object())
-    for _ in range(2):
-        tally.answer_plainly(asking.words(lambda: np.zeros(2, np.uint64), 2))
-    assert seen == [SITES, (A, C)]
+        def sub(self, label):
+            return self
+
+        def contribute(self, part, **said):
+            return part.values
+
+    asking = tally.Asking(Ch(), SITES, HUB, "test", seed, Entropy(), object())
+    zeros = constant(np.zeros(2, np.uint64), "a test")
+    with pytest.raises(ProtocolAbort, match="not of all sites"):
+        tally.answer_plainly(asking.words([lambda: zeros], 2, line="L1", what="zeros"))
+    assert [p.contributors for p in seen] == [SITES]
+    assert seen[0].threshold == len(SITES)
 
 
 def test_the_fractions_of_a_sum_do_not_tell_how_often_they_pass_one():
@@ -363,44 +371,60 @@ def test_the_fractions_of_a_sum_do_not_tell_how_often_they_pass_one():
     np.testing.assert_allclose(shared_pca.join_sum(words[0] + words[1]), 1.5)
 
 
+class Watched(tally.Plain):
+    """Adds up plainly, and keeps what was opened."""
+
+    def __init__(self):
+        super().__init__()
+        self.opened = []
+
+    async def total(self, parts, length, most, *, line, what):
+        counts, coin = await super().total(parts, length, most, line=line, what=what)
+        self.opened.append((line, counts, most))
+        return counts, coin
+
+
 def grown(**options):
-    params = counted_forest.Params(SITES, HUB, **{"trees": 60, "sample": 64, "least": 8} | options)
+    """A forest of two sites, the second with few rows; what was opened, and every site's rows in every step's nodes."""
+    params = counted_forest.Params(SITES, HUB, **{"trees": 60, "sample": 64, "min_cells": 8} | options)
     rng = np.random.default_rng(3)
-    Z = rng.normal(size=(200, 3))
-    scaling = pooled_scaling.scaling_of(Z)
-    return params, counted_forest.grow_plainly(params, scaling, scaling.apply(Z), bytes(range(32)), rng)
+    X = rng.normal(size=(200, 3))
+    held, watched, real = [], Watched(), counted_forest.Grown.ends
+
+    def ends(own, grid, nodes, axes):
+        part = real(own, grid, nodes, axes)
+        held.append((own.sample.count(nodes), part.values))
+        return part
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(counted_forest.Grown, "ends", ends)
+        scaling = pooled_scaling.scaling_of(X)
+        made = counted_forest.grow_plainly(params, scaling, [X[:170], X[170:]], bytes(range(32)), rng, tally=watched)
+    return params, made, watched.opened, held
 
 
-def test_no_leaf_is_counted_in_a_tree_whose_small_leaves_hold_few_rows():
-    params, (_, geometry, outline) = grown()
-    per_tree = counted_forest.iforest.places(outline.depth)
-    rest = np.zeros(params.all_trees, int)
-    np.add.at(rest, outline.small // per_tree, geometry.sample.count(outline.small))
-    has = np.bincount(outline.small // per_tree, minlength=params.all_trees) > 0
-    hidden = has & (rest < params.least)
-    assert hidden.any()
-    assert (~hidden).any()
-    assert (outline.counts[hidden[outline.large // per_tree]] == -1).all()
-    assert (outline.counts[~hidden[outline.large // per_tree]] >= 0).all()
+def test_no_number_of_rows_is_opened():
+    """A count of rows in a leaf has a complement; a yes or no of each site has none."""
+    _, (outline, _), opened, _ = grown()
+    assert {line for line, _, _ in opened} == {"L5"}
+    assert len(opened) == len(outline.ranges)
+    assert max(int(counts.max()) for _, counts, _ in opened) == 2  # sites, of nodes with some hundreds of rows
+    assert {most for _, _, most in opened} == {len(SITES)}
 
 
-def test_no_node_of_fewer_than_t_rows_is_split():
-    params, (_, geometry, outline) = grown()
-    asked = np.concatenate([nodes for nodes, _, _ in outline.ranges])
-    roots = asked % counted_forest.iforest.places(outline.depth) == 0
-    rows = np.zeros(len(asked), int)
-    sample, per_tree = geometry.sample, counted_forest.iforest.places(outline.depth)
-    leaves = np.concatenate([outline.small, outline.large])
-    held = dict(zip(leaves.tolist(), sample.count(leaves).tolist(), strict=True))
-
-    def below(node):
-        tree, place = divmod(node, per_tree)
-        if node in held:
-            return held[node]
-        return sum(below(tree * per_tree + 2 * place + i) for i in (1, 2) if 2 * place + i < per_tree)
-
-    rows = np.array([below(int(n)) for n in asked])
-    assert rows[~roots].min() >= params.least
+def test_a_site_answers_no_about_a_node_with_fewer_than_t_of_its_rows():
+    params, _, _, held = grown()
+    rows, answers = (np.concatenate(x) for x in zip(*held, strict=True))
+    few = rows < params.min_cells
+    assert few.any()
+    assert not answers[few].any()
+    assert answers[~few].any()
+    below = np.concatenate([r for r, _ in held[2:]])  # the first two are the roots, at both sites
+    assert (below >= params.min_cells).any()
+    fell = (below > 0) & (below < params.min_cells)
+    roots = np.concatenate([r for r, _ in held[:2]])
+    assert ((roots > 0) & (roots < params.min_cells)).any()
+    assert not fell.any()  # rows of such a node leave the tree
 
 
 def test_a_tree_holds_a_sample_that_nobody_else_can_guess(monkeypatch):
@@ -413,20 +437,42 @@ def test_a_tree_holds_a_sample_that_nobody_else_can_guess(monkeypatch):
     monkeypatch.setattr(counted_forest, "sample_rows", kept)
     rng = np.random.default_rng(1)
     case = Case(
-        counted_forest.Params(SITES, HUB, trees=2, sample=32, least=4),
+        counted_forest.Params(SITES, HUB, trees=2, sample=32, min_cells=4),
         {u: ("table", ["x", "y"], rng.normal(size=(20, 2))) for u in SITES},
     )
     check_no_errors(run_protocol(counted_forest, case))
     assert len(set(states)) == 3
-    params = counted_forest.Params(SITES, HUB, trees=50, sample=64, least=8)
+    params = counted_forest.Params(SITES, HUB, trees=50, sample=64, min_cells=8)
     sample = real(params, rng.normal(size=(640, 2)), 640, rng)
     roots = np.arange(50) * counted_forest.iforest.places(counted_forest.iforest.depth_limit(64))
     assert 50 < sample.count(roots).mean() < 80  # 64 of 640
 
 
-def test_axes_come_from_the_secret_and_extended_trees_leave_a_third_out():
-    draws = {counted_forest.forest_rng(bytes([i]) * 32).random() for i in range(8)}
-    assert len(draws) == 8
+def test_axes_and_cuts_come_from_the_secret_and_the_coin():
+    """With the same answers: another secret, another coin or another purpose gives other numbers."""
+    drawn = {
+        counted_forest.Geometry(bytes([i]) * 32, np.arange(2)).rng(purpose, coin).random()
+        for i in range(4)
+        for purpose in ("axes", "cuts")
+        for coin in (b"", b"heads", b"tails")
+    }
+    assert len(drawn) == 24
+    forests = [
+        counted_forest.grow_plainly(
+            counted_forest.Params(SITES, HUB, trees=20, sample=64, min_cells=8),
+            pooled_scaling.scaling_of(X := np.random.default_rng(3).normal(size=(60, 3))),
+            [X],
+            bytes([i]) * 32,
+            np.random.default_rng(0),
+        )[1]
+        for i in range(2)
+    ]
+    columns = [f.steps[0].axes.columns for f in forests]
+    assert not np.array_equal(*columns)
+    assert not np.allclose(*(f.steps[0].cut for f in forests))
+
+
+def test_extended_trees_leave_a_third_out():
     extended = counted_forest.Params(SITES, HUB, forest="extended")
     assert extended.size(90) <= 60
     assert extended.size(10_000) == extended.sample

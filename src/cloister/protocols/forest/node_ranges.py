@@ -2,6 +2,7 @@
 
     L1   u       per node and edge e of the grid: do enough of its own rows in the node lie below e; do enough lie above
          u, S    how many sites say so                                             (checked_sum)
+         u       its own answers are among them, and the numbers rise and fall as those of ranges do; otherwise abort
 
 "Enough" are the site's own thresholds: at least `min_cells` rows of at least `min_donors` donors where donors are
 named. A site whose two answers would cross, because it has too few rows for both ends, answers no for the whole node.
@@ -10,8 +11,9 @@ The range of a node begins at the lowest edge that some site's lower rows reach,
 Reveals
 -------
 all : per node and edge, the number of sites with enough rows below it, and above it; a coin.
-one malicious site : the same. Its own answers can widen a range and never narrow it. Every yes of an honest site is
-    about at least `min_cells` of its rows; no is about any smaller number, zero included.
+one malicious site : the same. Its own answers can widen a range. Where it adds -1, to narrow one, a site whose answer
+    is missing aborts, which tells that this site was one of those with yes. Every yes of an honest site is about at
+    least `min_cells` of its rows; no is about any smaller number, zero included.
 
 Assumes
 -------
@@ -35,8 +37,10 @@ import numpy as np
 
 from cloister.arrays import F64, I64
 from cloister.disclosure import Contribution, Rows
+from cloister.errors import ProtocolAbort
 from cloister.protocols.sums.tally import Tally
 
+NAME = "node_ranges"
 KNEE = 0.25  # the grid is linear around 0 and exponential beyond this many scales
 
 
@@ -70,12 +74,32 @@ def reached(grid: Grid, rows: Rows, which: I64, nodes: int, along: F64) -> Contr
     return rows.grouped(which, nodes, np.stack([below, above], axis=1).astype(np.int64))
 
 
+def check_answers(counts: I64, sites: int, said: Sequence[I64]) -> None:
+    """L1: counts that sites can have, with mine among them: a site that adds -1 takes another site's answer away."""
+    steps = np.diff(counts, axis=2)
+    if np.any(counts > sites) or np.any(steps[:, 0] < 0) or np.any(steps[:, 1] > 0):
+        raise ProtocolAbort(NAME, "L1", "absurd", "numbers of sites that no ranges have: a site's input is wrong")
+    if any(np.any(counts < own) for own in said):
+        raise ProtocolAbort(NAME, "L1", "absurd", "a site's input takes the answer of another site away")
+
+
 async def find_ranges(
     tally: Tally, grid: Grid, nodes: int, sites: int, parts: Sequence[Callable[[], Contribution]]
 ) -> tuple[I64, I64, bytes]:
     """First and last cell of each node, first > last where no site has a range; and the coin of the sum."""
     edges = grid.cells - 1
     what = f"whether enough rows lie below and above {edges} edges in each of {nodes} nodes"
-    counts, coin = await tally.total(parts, nodes * 2 * edges, sites, line="L5", what=what)
-    some = counts.reshape(nodes, 2, edges) > 0
+    said: list[I64] = []
+
+    def kept(part: Callable[[], Contribution]) -> Callable[[], Contribution]:
+        def make() -> Contribution:
+            made = part()
+            said.append(np.asarray(made.values).reshape(nodes, 2, edges))
+            return made
+
+        return make
+
+    counts, coin = await tally.total([kept(p) for p in parts], nodes * 2 * edges, sites, line="L5", what=what)
+    check_answers(counts := counts.reshape(nodes, 2, edges), sites, said)
+    some = counts > 0
     return (~some[:, 0]).sum(axis=1), some[:, 1].sum(axis=1), coin

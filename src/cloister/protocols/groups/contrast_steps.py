@@ -110,8 +110,16 @@ def detected_shapes(t: Table) -> Shapes:
 
 
 def detected(t: Table, part: Part) -> list[Contribution]:
+    """Per gene, samples with enough counts: none where these are of too few donors.
+
+    Where too few others are left, min_donors count as left. Another site can choose the cutoff, by the library that it
+    claims.
+    """
     enough = voom.often_enough(part.counts, part.library, t.mean_library, t.params.min_count)
-    return [part.rows.whole(enough.sum(axis=0).astype(np.float64))]
+    rest, count = part.rows.members(~enough), enough.sum(axis=0).astype(np.float64)
+    most = max(len(part.group) - part.thresholds.min_donors, 0)
+    count = np.where(rest.open | rest.empty, count, np.minimum(count, most))
+    return [part.rows.summed(part.rows.members(enough), count)]
 
 
 def take_detected(t: Table, sums: list[F64]) -> None:

@@ -23,6 +23,7 @@ NAME = "pooled_contrasts"
 LEAST_DONORS = 2  # that a study may agree on
 EXACT = 32  # samples of a site in a table; with no more, sums per gene are rounded and samples have one weight
 GRAIN = 2.0**-10  # what they are rounded to
+LEAST_COUNT = 10.0  # of a gene in min_donors donors of a site; sums of smaller counts give these and the libraries away
 LEAST_FACTOR = 1e-12  # of a sample's size; reached only where a malicious site hid that genes are not counted
 
 
@@ -112,6 +113,7 @@ class Part:
     thresholds: Thresholds
     donors: float = 0.0  # effective number: 1 / the largest leverage of a donor in what is opened of this table
     excluded: tuple[str, ...] = ()  # sentences about samples left out, for this site alone
+    least_count: float = 1.0  # counts that show a column in a sample
 
     def blocks(self, block: str) -> I64:
         if block == "none":
@@ -137,10 +139,16 @@ class Part:
 
     @property
     def few(self) -> Bits:
-        """Columns of counts that 1 to min_donors - 1 donors here have: a sum of these comes close to one person's."""
-        donors = self.rows.members(self.counts > 0).donors
+        """Columns that some donor here has, but fewer than min_donors with `least_count` counts.
+
+        A sum of one or two donors comes close to one person. Sums of small counts over any number of donors leave few
+        solutions, and many such genes determine the libraries and each donor's counts.
+        """
+        if self.thresholds.min_donors == 1:
+            return np.zeros(self.counts.shape[1], bool)
+        donors = self.rows.members(self.counts >= self.least_count).donors
         assert donors is not None
-        return np.asarray((donors > 0) & (donors < self.thresholds.min_donors))
+        return np.asarray(np.any(self.counts > 0, axis=0) & (donors < self.thresholds.min_donors))
 
     def contribution(self, sums: F64, donors: F64 | None = None) -> Contribution:
         """Sums over all samples, (k, …), with the effective number of donors behind each of the k."""
@@ -218,6 +226,7 @@ def part_of(t: Table, mine: Donors) -> Part:
     here = tuple(tuple(c[i] for i in rows) if isinstance(c, tuple) else c[rows] for c in mine.covariates)
     size = np.full(len(rows), mine.thresholds.min_cells) if cells is None else cells
     part = Part(mine.donor[rows], mine.group[rows], here, counts, counts.sum(axis=1), size, mine.thresholds)
+    part = part if t.composition else replace(part, least_count=LEAST_COUNT)
     return admitted(t.params, part.only(np.flatnonzero(part.library > 0)), t.opened)
 
 

@@ -9,7 +9,7 @@
     L5   u, S    donors and sites per group, blocks, Σℓ, donors per level, Σz and Σz² of covariates; sites at which at
                  least min_donors donors have a cell type, and at which some do, but fewer
     L6   u, S    donors with c/ℓ ≥ min_count / mean ℓ, per gene: genes that enough donors show are compared
-    L7   u, S    per compared gene: sites where some donor has c = 0, and where fewer than min_donors have c > 0
+    L7   u, S    per compared gene: sites where some donor has c = 0, and where fewer than min_donors have c ≥ 10
     L8   u, S    Σ ln c of genes that no donor lacks; then Σ ln f, f a sample's median ratio to their geometric mean
     L9   u, S    XᵀX, and at how many sites each column of X varies; nothing that varies at one site only goes on
          u, S    Xᵀy, yᵀy, Σy, Σ log2(ℓf + 1)          y = log2((c + ½) / (ℓf + 1) · 10^6), or transformed shares
@@ -31,8 +31,10 @@ Thresholds, enforced by each site on its own samples of a table, whatever other 
 - no donor has a leverage above 1 / min_donors in the columns [1, groups, levels, numbers] by which samples are added
   up: no combination of all linear sums of a gene is closer to one donor. The donor with the largest is dropped;
 - there are more samples than independent sums per gene, q + 5 for q columns of X (or q + 3 + groups for a cell type);
-- a gene, or cell type, that 1 to min_donors - 1 donors of a site have is compared by nobody (L5, L7). If a malicious
-  site takes this objection back, the site adds zero for it;
+- a cell type that 1 to min_donors - 1 donors of a site have is compared by nobody (L5), nor is a gene that some donor
+  of a site has, but fewer than min_donors with ten counts (L7). If a malicious site takes this objection back, the site
+  adds zero for it. A site counts 0 donors at L6 where fewer than min_donors reach the cutoff, and min_donors fewer than
+  all where fewer do not;
 - in a table with at most 32 samples of a site, its sums per gene in L8 and L9 are rounded to 2^-10, because exact sums
   of logarithms of integers give these away. All its samples have one weight per gene, that of their mean, and L10 is a
   function of what the site added before. With more, sums are exact, and weights of samples are used in genes where no
@@ -49,9 +51,11 @@ coordinator, site : over the samples of all sites together, per cell type: donor
     site has enough donors of a cell type: the other's sums.
     These sums hide single donors only as far as the thresholds say. Counts are integers: from exact sums the unordered
     counts of 3 to 5 donors would follow in nine genes of ten (docs/measured/compare-groups.md). Rounding leaves many
-    candidates for counts of ten and more, and few for small ones. With more than 32 samples, sums are exact, and it is
-    the number of candidates that a search would have to try which hides them. A gene that one donor of a group has,
-    while the site has it in min_donors, shows that donor's count in the group's sum.
+    candidates for counts of ten and more. From genes with smaller ones, libraries and counts of all seven donors of a
+    site follow by a joint fit (tests/attacks/test_small_counts.py); this is why sites add nothing for these. With more
+    than 32 samples, sums are exact, and it is the number of candidates that a search would have to try which hides
+    them. A gene that one donor of a group has, while the site has it in min_donors, shows that donor's count in the
+    group's sum.
 malicious coordinator : the same. It cannot change a sum or leave out a site without an abort.
 one malicious site : the same; its part of every sum is its unverified input. It can move the cutoff of L6, the size
     factors of L8 and the trend, and so choose one transform of an honest site's counts per run. Every sum still rests
@@ -98,6 +102,7 @@ from cloister.net.wire import message
 from cloister.protocols.groups.contrast_steps import (
     STEPS,
     Step,
+    detected,
     result_of,
     sample_weights,
     take_census,
@@ -174,8 +179,7 @@ def fit_pooled(t: Table, parts: Sequence[Part]) -> None:
     """The fit of one table from all its samples."""
     counts, library = np.concatenate([p.counts for p in parts]), np.concatenate([p.library for p in parts])
     if not t.composition:
-        enough = voom.often_enough(counts, library, t.mean_library, t.params.min_count)
-        take_detected(t, [enough.sum(axis=0).astype(np.float64)])
+        take_detected(t, [np.sum([detected(t, p)[0].values for p in parts], axis=0)])
         if t.left_out:
             return
         t.keep = t.keep[~np.any([p.few[t.keep] for p in parts], axis=0)]

@@ -38,7 +38,8 @@ site : the edges, the intervals of the grid that hold the values on both sides o
 malicious coordinator : the same about any 2(B - 1) intervals of its choice. It may claim that a site dropped out, and
     subtract as above: at most n - t sites, each once, who then abort.
 one malicious site : the edges, which its own values shift: with few or many values of its choice it can place an edge
-    within a run of its choice, so that it learns the means of runs one by one. So it is at the outer edges.
+    within a run of its choice, so that it learns the means of runs one by one. At the outer edges it learns the median
+    of an outermost run, which is one value or the mean of two.
 
 Assumes
 -------

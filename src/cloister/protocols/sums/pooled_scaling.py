@@ -20,8 +20,9 @@ Reveals
 all : rows of all sites together; per column the entries, the mean, the standard deviation, and how many sites reach
     each power of two with enough rows. With two sites: the other's, by subtraction.
 malicious coordinator : the same. It cannot change a sum; it can end the run.
-one malicious site : the same sums less its own part. It can choose the mean of L3 and raise the exponents, neither of
-    which changes what follows from L2 and L4: the sum and the sum of squares of each column of the other sites.
+one malicious site : the same sums less its own part. It can choose the mean of L3 and raise or lower the
+    exponents, neither of which changes what follows from L2 and L4: entries, sum and sum of squares of each column of
+    the other sites. Missing entries are rows less entries, a count that can be 1.
 
 Assumes
 -------

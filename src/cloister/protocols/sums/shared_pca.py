@@ -26,7 +26,8 @@ no batch effect.
 Reveals
 -------
 coordinator : which genes each site measured; over all sites together, the number of cells, mean and variance of every
-    common gene, and the covariance of the chosen genes; who took part. If a site drops out between L3 and L5, the
+    common gene, and the covariance of the chosen genes; who took part. Of two genes that one cell expresses together,
+    the covariance is the product of that cell's values. If a site drops out between L3 and L5, the
     coordinator can subtract: that site's number of cells, and about its mean and variance per chosen gene. With k
     colluding sites: the same sums over the other sites, so with all but one the sums of the last site, never a cell of
     it.
@@ -35,7 +36,8 @@ site : the common and the chosen genes, their pooled mean and deviation, the com
     between L3 and L5, by subtraction of N and of m, its number of cells and about its mean per chosen gene.
 malicious coordinator : the same sums, of all sites together, about genes, means and deviations of its choice. With a
     tiny deviation these are numbers of cells above a mean of its choice, one mean per gene, each zero or at least
-    `min_expressing` of a site, as is the rest of its cells. It may claim that a site dropped out, and subtract.
+    `min_expressing` of a site, as is the rest of its cells. Products of two genes are not held to this: they tell how
+    many cells exceed both means, down to one. It may claim that a site dropped out, and subtract.
 one malicious site : the same, by claiming many cells at the mean of its choice.
 
 Assumes
