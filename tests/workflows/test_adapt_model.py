@@ -512,6 +512,11 @@ def test_an_unfolded_encoder_computes_what_the_exported_one_does():
         assert np.abs(found.numpy() - exact).max() < 2e-2 * np.abs(exact).max()  # three steps of division, four of root
 
 
+def counted(ledger):
+    """What a ledger counts by name; it counts the same by key."""
+    return {site: n for site, n in json.loads(ledger.read_text()).items() if not site.startswith("key:")}
+
+
 @pytest.mark.slow
 def test_published_mode_asks_again_with_a_new_order_for_every_round_and_gives_the_loss_of_every_batch(model, tmp_path):
     data = {"basel": images(2, 0), "lugano": images(2, 1)}
@@ -523,7 +528,7 @@ def test_published_mode_asks_again_with_a_new_order_for_every_round_and_gives_th
         e.name for e, _ in run.receipts["basel"].entries if e.kind == "opened" and e.protocol == "permuted_inference"
     ]
     assert opened == ["all activations of block 1 for 2 samples"] * 2
-    assert json.loads(ledger.read_text()) == {"basel": 4, "lugano": 4}  # every round counts
+    assert counted(ledger) == {"basel": 4, "lugano": 4}  # every round counts
     losses = run.results["basel"]["losses"]
     assert len(losses) == 2  # one batch a round
     assert abs(losses[0] - np.log(2)) < 0.5  # of the first weights: near a guess
@@ -531,7 +536,7 @@ def test_published_mode_asks_again_with_a_new_order_for_every_round_and_gives_th
     kept = {"taps": str(folder)}
     rehearse("adapt-model", data, stage="ask", **kept, **options)
     trained = rehearse("adapt-model", data, stage="train", **kept, **options)
-    assert json.loads(ledger.read_text()) == {"basel": 6, "lugano": 6}
+    assert counted(ledger) == {"basel": 6, "lugano": 6}
     assert trained.data["basel"].obsm["predicted_features"].shape == (2, 8)
     with pytest.raises(DataError, match="holds the taps of these samples already"):
         rehearse("adapt-model", data, stage="ask", **kept, **options)
