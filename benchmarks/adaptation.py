@@ -12,9 +12,11 @@ accuracy   a small post-norm encoder over a fixed gene panel, trained on one stu
            ones are the same to 1e-2. FedAvg is run in the clear by `federated_training.ideal`.
 functions  exp by degree, division by steps: error of the student against its teacher
 cells      the encoder of `pretrain_cells.py` (200 genes, width 128) at three hospitals, donors of another study, each
-           with labels for a fifth of its cells: alone, together, pooled, linear probing, full fine-tuning; five draws
-           of the labelled cells. Together is `adapt-model stage=train` on kept taps: those of the plain student with
-           the flooding's noise or, with --encrypted, asked for under encryption (--device gpu: on a card)
+           with labels for a fifth of its cells (--labelled): alone, together, pooled, linear probing, full
+           fine-tuning; five draws of the labelled cells. Together is `adapt-model stage=train` on kept taps: those of
+           the plain student with the flooding's noise or, with --encrypted, asked for under encryption (--device gpu:
+           on a card). `--noise 0 1 2.5 5 10` trains with each of these dp_noise besides
+demo       with --only demo: the demo's row, whose sites know different types, by dp_noise
 """
 
 from __future__ import annotations
@@ -235,7 +237,7 @@ def hospitals(args):
     _, data = pretrain_cells.lung(args.data)
     encoder = polynomial.Encoder.load(pretrain_cells.OUT)
     options = {"model": str(pretrain_cells.OUT), "label_key": "some", "validation": 0.0, "timeout": 3600.0}
-    options |= {"device": args.device} | ({"optimizer": "adam", "lr": 0.01} if args.adam else {})
+    options |= {"device": args.device}
     rows, rng = [], np.random.default_rng(0)
     kinds = np.unique(np.concatenate([a.obs["cell_type"].astype(str) for a in data.values()]))
     with tempfile.TemporaryDirectory() as folder:
@@ -252,16 +254,39 @@ def hospitals(args):
             picks = np.random.default_rng(draw)
             for i, a in enumerate(data.values()):
                 known = a.obs["cell_type"].isin(kinds[np.arange(len(kinds)) % 3 != i]) if args.apart else True
-                a.obs["some"] = a.obs["cell_type"].where((picks.random(a.n_obs) < 0.2) & known)
+                a.obs["some"] = a.obs["cell_type"].where((picks.random(a.n_obs) < args.labelled) & known)
             run = cl.rehearse("adapt-model", data, seed=draw, stage="train", **options)
             table = cl.adaptation_baselines(run, truth_key="cell_type", fine_tuning_rate=3e-4)
             rows += [{"draw": draw, "labelled": [int(a.obs["some"].notna().sum()) for a in data.values()]} | row
                      for row in table.values()]  # fmt: skip
+            for noise in args.noise:
+                for bottleneck in (8, 0):
+                    more = {"dp_noise": noise, "bottleneck": bottleneck}
+                    rows.append({"draw": draw} | noisy(data, draw, options | more))
             if args.encrypted:
                 other = cl.rehearse("adapt-model", data, seed=draw, stage="train", **options | {"taps": folder})
                 found = [np.concatenate([r.data[u].obs["predicted"].astype(str) for u in data]) for r in (run, other)]
                 rows.append({"draw": draw, "same label as from plain taps": float((found[0] == found[1]).mean())})
     return rows
+
+
+def noisy(data, seed, options):
+    """Accuracy on the cells without a label, of hardened training with this noise."""
+    import cloister as cl
+
+    run = cl.rehearse("adapt-model", data, seed=seed, stage="train", **options)
+    found, truth = (
+        np.concatenate([a.obs[key].astype(str)[a.obs["some"].isna()] for a in run.data.values()])
+        for key in ("predicted", "cell_type")
+    )
+    right = found == truth
+    return {
+        "way": f"together, dp_noise={options['dp_noise']:g}, bottleneck={options['bottleneck']}",
+        "epsilon": run.results[next(iter(data))].get("privacy", {}).get("epsilon", np.inf),
+        "accuracy": float(right.mean()),
+        "balanced_accuracy": float(np.mean([right[truth == kind].mean() for kind in np.unique(truth)])),
+        "parameters": run.model.parameters,
+    }
 
 
 def keep_plain(encoder, data, folder, rng):
@@ -313,12 +338,51 @@ def means(rows):
     for row in rows:
         if "way" in row:
             found.setdefault(row["way"], []).append(row)
-    keys = [k for k in next(iter(found.values()))[0] if k not in ("way", "draw", "labelled", "parameters")]
+    apart = ("way", "draw", "labelled", "parameters")
     return [
         {"way": way, "parameters": each[0]["parameters"]}
-        | {k: f"{np.mean([r[k] for r in each]):.3f} ± {np.std([r[k] for r in each]):.3f}" for k in keys}
+        | {
+            k: f"{np.mean([r[k] for r in each]):.3f} ± {np.std([r[k] for r in each]):.3f}"
+            for k in each[0]
+            if k not in apart
+        }
         for way, each in found.items()
     ]
+
+
+# ---- the demo's sites ------------------------------------------------------------------------------------------------
+
+
+def demo_row(args):
+    """Accuracy of the demo's row in hardened mode by dp_noise: queried once, trained three times for each."""
+    import tempfile
+
+    import cloister as cl
+    from cloister.cells.demo import demo_encoder
+    from cloister.demo.rows import linear_figures, right_of
+    from cloister.demo.story import Story
+
+    story = Story.draw()
+    sites = {p: a[::3].copy() for p, a in story.sites.items()}
+    truth, held, seen = ({p: x[p][::3] for p in sites} for x in (story.truth, story.held, story.seen))
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        options = {"ring": "small", "model": str(demo_encoder()), "timeout": 300.0, "taps": folder}
+        asked = cl.rehearse("adapt-model", sites, stage="ask", **options)
+        taps = {p: np.asarray(asked.data[p].obsm["predicted_features"]) for p in sites}
+        alone, pooled = linear_figures(taps, truth, held, seen)
+        rows.append({"labelled": {p: int(x.sum()) for p, x in seen.items()}, "alone": alone, "pooled": pooled})
+        for noise in args.noise or [5.0]:
+            for bottleneck in (8, 0):
+                found = []
+                for _ in range(3 if noise else 1):
+                    more = {"dp_noise": noise, "bottleneck": bottleneck}
+                    run = cl.rehearse("adapt-model", sites, stage="train", **options, **more)
+                    predicted = {p: run.data[p].obs["predicted"].astype(str).to_numpy() for p in sites}
+                    found.append(right_of(predicted, truth, held))
+                epsilon = run.results["basel"].get("privacy", {}).get("epsilon")
+                rows.append(more | {"epsilon": epsilon, "mean": round(float(np.mean(found)), 3), "accuracy": found})
+    return rows
 
 
 def show(title, rows):
@@ -331,10 +395,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--data", type=Path, default=Path(__file__).parents[2] / "shared" / "data")
-    parser.add_argument("--only", choices=("cost", "accuracy", "cells"), default=None)
+    parser.add_argument("--only", choices=("cost", "accuracy", "cells", "demo"), default=None)
     parser.add_argument("--encrypted", action="store_true", help="cells: ask under encryption")
     parser.add_argument("--apart", action="store_true", help="cells: each hospital labels two thirds of the types only")
-    parser.add_argument("--adam", action="store_true", help="cells: Adam of rate 0.01, the default until lately")
+    parser.add_argument("--labelled", type=float, default=0.2, help="cells: fraction that has a label for training")
+    parser.add_argument("--noise", type=float, nargs="*", default=[], help="cells: also train with these dp_noise")
     parser.add_argument(
         "--taps", type=Path, default=None, help="cells: folder for what was asked; a broken asking goes on"
     )
@@ -346,7 +411,9 @@ def main() -> None:
         rows = hospitals(args)
         show(f"three hospitals, 200 genes, width 128 ({machine})", rows)
         show("means over the draws", means(rows))
-    if args.only == "cells":
+    if args.only == "demo":
+        show(f"the demo's sites ({machine})", demo_row(args))
+    if args.only in ("cells", "demo"):
         return
     if args.only != "accuracy":
         sizes = [(5, 8), (5, 16)] if args.quick else [(5, 8), (9, 8), (5, 16), (9, 16), (17, 16)]

@@ -16,18 +16,23 @@ import torch
 from encoders import tiny
 
 from cloister import workflows
+from cloister.check_disclosure import check_disclosure
 from cloister.errors import DataError, ParameterError, ProtocolAbort
 from cloister.models import polynomial
 from cloister.models.adapter import Adapted
+from cloister.models.learner import Table
+from cloister.protocols.fedavg.checked_training import Path as Way
 from cloister.run.rehearsal import rehearse
 from cloister.study import Party, Step, Study
 from cloister.workflows import adapt_model
+from cloister.workflows.adaptation import training
 
 torch.set_num_threads(1)
 IMAGES = {"kind": "images", "height": 2, "width": 4, "channels": 1, "patch": 2, "mean": 0.5, "std": 0.5}
 CELLS = {"kind": "cells", "genes": ["A", "B", "C"], "target": 100.0, "unit": 5.0}
 QUICK = {"exp_degree": 2, "steps": 2, "root_steps": 3}
-OPTIONS = {"ring": "small", "label_key": "kind", "rounds": 6, "lr": 0.1, "local_epochs": 2, "timeout": 300.0}
+PUBLISHED = {"ring": "small", "label_key": "kind", "rounds": 6, "lr": 0.1, "local_epochs": 2, "timeout": 300.0}
+OPTIONS = PUBLISHED | {"dp_noise": 0.05}  # little: these data sets are small
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +134,7 @@ def test_a_model_with_quadratic_attention(tmp_path):
     path = tmp_path / "model.npz"
     dataclasses.replace(encoder, card=IMAGES).save(path)
     with pytest.raises(ParameterError, match="quadratic attention needs the long modulus"):
-        rehearse("adapt-model", {"basel": images(6, 0), "lugano": images(6, 1)}, model=str(path), **OPTIONS)
+        rehearse("adapt-model", {"basel": images(12, 0), "lugano": images(12, 1)}, model=str(path), **OPTIONS)
     data = {"basel": images(24, 0), "lugano": images(16, 1)}
     run = rehearse("adapt-model", data, model=str(path), **(OPTIONS | {"ring": "standard"}))
     plain = polynomial.Encoder.load(path).rounded(11)
@@ -154,25 +159,27 @@ def test_a_sample_out_of_range_is_named_and_has_no_label(model):
 
 
 def test_wrong_image_size_is_refused_before_anything_is_sent(model):
-    wrong = anndata.AnnData(np.random.default_rng(0).uniform(0, 1, (6, 9)).astype(np.float32))
-    wrong.obs["kind"] = ["bright", "dark"] * 3
+    wrong = anndata.AnnData(np.random.default_rng(0).uniform(0, 1, (12, 9)).astype(np.float32))
+    wrong.obs["kind"] = ["bright", "dark"] * 6
     with pytest.raises(DataError, match=r"takes images of 2 x 4 x 1 \(8 values\), found rows of 9"):
-        rehearse("adapt-model", {"basel": wrong, "lugano": images(6, 1)}, model=str(model), **OPTIONS)
+        rehearse("adapt-model", {"basel": wrong, "lugano": images(12, 1)}, model=str(model), **OPTIONS)
 
 
 def test_a_class_that_no_site_has_is_named(model):
-    data = {"basel": images(6, 0), "lugano": images(6, 1)}
+    data, names = {"basel": images(6, 0), "lugano": images(6, 1)}, ("bright", "dark", "grey")
     with pytest.raises(ParameterError, match="no site has a sample labelled 'grey'"):
-        rehearse("adapt-model", data, model=str(model), labels=("bright", "dark", "grey"), **OPTIONS)
+        rehearse("adapt-model", data, model=str(model), labels=names, mode="published", **PUBLISHED)
 
 
+@pytest.mark.slow
 def test_listed_labels_are_asked_for_by_bits_and_not_by_how_many_sites_have_them(model):
-    data = {"basel": images(6, 0), "lugano": images(6, 1), "chur": images(6, 2)}
+    """Published mode; hardened mode opens nothing about them, since a bit may depend on one sample."""
+    data = {"basel": images(2, 0), "lugano": images(2, 1), "chur": images(2, 2)}
     data["chur"].obs["kind"] = "dark"
-    options = OPTIONS | {"rounds": 1, "local_epochs": 1, "validation": 0.0}
+    options = PUBLISHED | {"rounds": 1, "local_epochs": 1, "validation": 0.0, "mode": "published"}
     run = rehearse("adapt-model", data, model=str(model), labels=("bright", "dark"), **options)
     entries = [e for e, _ in run.receipts["coordinator"].entries]
-    before = entries[: next(i for i, e in enumerate(entries) if e.protocol == "encrypted_inference")]
+    before = entries[: next(i for i, e in enumerate(entries) if e.protocol == "permuted_inference")]
     opened = {(e.protocol, e.name) for e in before if e.kind == "opened" and e.to == "basel"}
     assert opened == {("count_tests", "of 2 counts over all sites, which reach 1")}
     assert "secure_sum.Total" not in {e.name for e in before}  # the sum, which told how many sites have each
@@ -193,9 +200,9 @@ def test_genes_are_a_fixed_panel():
 
 def test_bad_options_and_files(model, tmp_path):
     with pytest.raises(ParameterError, match="budget"):
-        rehearse("adapt-model", {"basel": images(6, 0), "lugano": images(6, 1)}, model=str(model), budget=0)
+        rehearse("adapt-model", {"basel": images(12, 0), "lugano": images(12, 1)}, model=str(model), budget=0)
     with pytest.raises(DataError, match="there is no model"):
-        rehearse("adapt-model", {"basel": images(6, 0), "lugano": images(6, 1)}, model="nowhere.npz", **OPTIONS)
+        rehearse("adapt-model", {"basel": images(12, 0), "lugano": images(12, 1)}, model="nowhere.npz", **OPTIONS)
     with pytest.raises(DataError, match="no adapter"):
         Adapted.load(model)
 
@@ -235,7 +242,7 @@ def test_the_standard_ring(model):
 @pytest.mark.slow
 def test_published(model, tmp_path):
     data = {"basel": images(4, 0), "lugano": images(4, 1)}
-    run = rehearse("adapt-model", data, mode="published", model=str(model), **OPTIONS)
+    run = rehearse("adapt-model", data, mode="published", model=str(model), **PUBLISHED)
     assert run.data["basel"].obsm["predicted_features"].shape == (4, 8)
     a = run.data["basel"]
     p = run.model.probabilities(a.obsm["predicted_features"].reshape(4, 1, 8))
@@ -252,18 +259,23 @@ def test_published(model, tmp_path):
         rehearse("serve-model", {"vienna": images(1, 2, labelled=False)}, mode="published", **options)
     one = {"basel": images(4, 0), "lugano": images(4, 1)[:1].copy()}
     with pytest.raises(DataError, match=r"at least 2|at least two"):
-        rehearse("adapt-model", one, mode="published", model=str(model), **OPTIONS)
+        rehearse("adapt-model", one, mode="published", model=str(model), **PUBLISHED)
 
 
 def test_it_explains_only_what_it_runs():
-    for mode in ("hardened", "published"):
+    for mode, own, other in (
+        ("hardened", "checked_training", "federated_training"),
+        ("published", "federated_training", "checked_training"),
+    ):
         declared = workflows.get("adapt-model").mode(mode).protocols
-        assert {"federated_training", "model_card", "secure_sum"} < set(declared)
-        assert "pseudo_labels" not in declared
+        assert {own, "model_card", "secure_sum"} < set(declared)
+        assert not {other, "pseudo_labels"} & set(declared)
+    assert "count_tests" not in workflows.get("adapt-model").mode("hardened").protocols
     assert "pseudo_labels" in workflows.get("fine-tune").mode("hardened").protocols
     seat = types.SimpleNamespace(sites=("a", "b"), coordinator="hub", study=types.SimpleNamespace(seed=0))
-    params = adapt_model.training_params(seat, adapt_model.Options(), types.SimpleNamespace(digest=""))
-    assert params.pseudo.source == "none"
+    for mode, params_of in (("hardened", training.checked_params), ("published", training.training_params)):
+        params = params_of(seat, adapt_model.in_mode(adapt_model.Options(), mode), types.SimpleNamespace(digest=""))
+        assert params.pseudo.source == "none"
 
 
 def test_budgets_are_counted_in_a_file_unless_the_model_is_the_demo(tmp_path):
@@ -289,11 +301,95 @@ def test_budgets_are_counted_in_a_file_unless_the_model_is_the_demo(tmp_path):
         (tmp_path / "m.npz.ledger.json").write_text('{"basel": 5}')
 
 
+# ---- training in hardened mode ---------------------------------------------------------------------------------------
+
+
+def stored(model, folder, data):
+    """Put the plain model's taps where `stage=train` finds them, so that nothing has to be encrypted."""
+    from cloister.crypto.owner_ckks import scheme
+    from cloister.protocols.inference import model_card
+    from cloister.protocols.inference.asking_state import Taps
+    from cloister.workflows.adaptation.asking import fingerprint
+
+    encoder = polynomial.Encoder.load(model)
+    told = model_card.told_by(encoder, scheme.SMALL)
+    for site, a in data.items():
+        x = adapt_model.inputs_of(a, encoder.card)
+        taps = polynomial.taps_of(encoder, polynomial.hidden(encoder, x))
+        Taps(folder / f"{site}.taps.npz", fingerprint(x, told, "hardened")).add(taps, None)
+    return {"model": str(model), "ring": "small", "label_key": "kind", "stage": "train", "taps": str(folder)}
+
+
+def test_the_default_adds_noise_for_single_samples_and_still_learns(model, tmp_path):
+    data = {"basel": images(200, 0), "lugano": images(160, 1), "vienna": images(12, 2)}
+    run = rehearse("adapt-model", data, **stored(model, tmp_path, data))
+    for site, a in data.items():
+        assert (run.data[site].obs["predicted"].astype(str).to_numpy() == a.obs["kind"].to_numpy()).mean() >= 0.9
+    said = run.results["basel"]
+    about = "one sample, against that sample contributing nothing"
+    assert said["privacy"] == {"epsilon": 6.3, "delta": 1e-5, "protects": about}
+    spent = [e.name for e, _ in run.receipts["basel"].entries if e.kind == "spent"]
+    assert spent == [f"epsilon 6.3, delta 1e-05, for {about}"]
+    assert said["history"] == run.results["coordinator"]["history"]
+    assert said["best_round"] == 40  # the last
+    assert run.receipts["basel"].smallest_group["cells"] >= 10
+    notes = adapt_model.check(data["vienna"], adapt_model.in_mode(adapt_model.Options(label_key="kind"), "hardened"))
+    assert "12 labelled samples here are few for dp_noise=5" in notes[1]
+    assert len(adapt_model.figures(run.outcomes, None)) == 1  # of accuracy alone
+    named = {site: a.copy() for site, a in data.items() if site != "vienna"}
+    for a in named.values():
+        a.obs["donor"] = [f"d{i % 5}" for i in range(a.n_obs)]
+    options = stored(model, tmp_path, named) | {"donor_key": "donor", "rounds": 2}
+    run = rehearse("adapt-model", named, **options)
+    assert run.results["basel"]["privacy"]["protects"] == "all samples of one donor, against none"
+    assert run.receipts["basel"].smallest_group == {"cells": 200, "donors": 5}
+    assert all("accuracy" not in row for row in run.results["basel"]["history"])  # a donor has many held-out samples
+    named["basel"].obs["donor"] = ["one", "two"] * 100
+    with pytest.raises(DataError, match="min_donors = 3"):
+        rehearse("adapt-model", named, **options)
+
+
+def test_without_noise_it_is_adam_on_clipped_gradients_of_all_samples(model, tmp_path):
+    data = {"basel": images(40, 0), "lugano": images(30, 1)}
+    options = stored(model, tmp_path, data)
+    more = {"dp_noise": 0.0, "validation": 0.0, "rounds": 4, "schedule": "step", "decay_at": (2, 3), "decay": 0.5}
+    run = rehearse("adapt-model", data, **options, **more)
+    chosen = adapt_model.in_mode(adapt_model.Options(**{k: v for k, v in more.items()}), "hardened")
+    learners = []
+    for site, a in data.items():
+        codes = training.codes_of(a.obs["kind"].tolist(), ("bright", "dark"))
+        taps = np.asarray(run.data[site].obsm["predicted_features"]).reshape(len(codes), 1, 4)
+        table = Table(torch.as_tensor(taps, dtype=torch.float32))
+        learners.append(training.learner_of(chosen, (1, 4), ("bright", "dark"), table, codes, [], site, 0))
+    path = Way.begin(learners[0].trainable)
+    for t, rate in enumerate((0.03, 0.03, 0.015, 0.0075)):
+        g = np.sum([one.gradient(path.theta.astype(np.float32), t, 1.0).sum for one in learners], axis=0)
+        path.advance(g, rate, 0.0)
+    learners[0].place(path.theta)
+    for mine, theirs in zip(learners[0].model.parameters(), run.model.module.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=0)
+
+
+def one_label(a):
+    b = a.copy()
+    b.obs["kind"] = "dark"
+    return b
+
+
+@pytest.mark.parametrize("more", [{}, {"dp_noise": 0.0, "metric": "balanced_accuracy"}, {"labels": ("bright", "dark")}])
+def test_whatever_others_bring_a_site_adds_sums_over_enough_samples(model, tmp_path, more):
+    data = {"basel": images(150, 0), "lugano": images(40, 1), "vienna": images(30, 2)}
+    options = stored(model, tmp_path, data) | {"rounds": 3}
+    found = check_disclosure("adapt-model", data, "basel", attacks=[one_label], **options, **more)
+    assert found.contributions == 2 * (3 + 4)  # steps, scores
+    assert found.cells >= 10
+
+
 # ---- ask once, train often -------------------------------------------------------------------------------------------
 
 
 def test_taps_are_asked_for_once_and_trained_on_often(model, tmp_path):
-    data = {"basel": images(24, 0), "lugano": images(16, 1)}
+    data = {"basel": images(24, 0), "lugano": images(20, 1)}
     for a in data.values():
         a.obs["truth"] = a.obs["kind"].copy()
         a.obs["kind"] = a.obs["kind"].where(np.arange(a.n_obs) % 5 < 3)
@@ -305,15 +401,16 @@ def test_taps_are_asked_for_once_and_trained_on_often(model, tmp_path):
     asked = rehearse("adapt-model", unlabelled, stage="ask", **common)  # without labels
     assert asked.results["basel"]["asked"] == 24
     assert asked.results["coordinator"]["answered"] == {"basel": 1, "lugano": 1}
-    assert "federated_training" not in {e.protocol for e, _ in asked.receipts["basel"].entries}
+    assert "checked_training" not in {e.protocol for e, _ in asked.receipts["basel"].entries}
+    assert not [e for e, _ in asked.receipts["basel"].entries if e.kind == "spent"]
     counted = ledger.read_text()
 
     options = OPTIONS | common | {"stage": "train", "budget": 1}  # a budget that is spent long ago
     runs = []
     for more in (
         {"bottleneck": 2},
-        {"bottleneck": 0, "schedule": "step", "decay_at": (3, 5), "metric": "balanced_accuracy"},
-        {"optimizer": "sgd", "momentum": 0.5, "alpha": 0.5, "patience": 2, "clients_per_round": 2, "validation": 0.3},
+        {"bottleneck": 0, "schedule": "step", "decay_at": (3, 5), "dp_noise": 0.0, "metric": "balanced_accuracy"},
+        {"alpha": 0.5, "patience": 2, "validation": 0.1, "dp_noise": 0.0, "min_cells": 4},
     ):
         runs.append(rehearse("adapt-model", data, **(options | more)))
         sent = {e.protocol for e, _ in runs[-1].receipts["basel"].entries if e.kind == "sent"}
@@ -337,7 +434,7 @@ def test_taps_are_asked_for_once_and_trained_on_often(model, tmp_path):
     with pytest.raises(DataError, match="holds taps of other samples"):
         rehearse("adapt-model", changed, **options)
     with pytest.raises(DataError, match="there is no file of taps .*ask first: stage = 'ask'"):
-        rehearse("adapt-model", {**data, "chur": images(6, 7)}, **options)
+        rehearse("adapt-model", {**data, "chur": images(12, 7)}, **options)
 
 
 def test_kept_taps_stand_where_their_samples_do(model):
@@ -386,11 +483,20 @@ def check_baselines(run, tmp_path):
         ({"decay_at": (3,)}, "needs decay_at="),
         ({"momentum": 1.0}, "momentum"),
         ({"permutation": "round"}, "is of mode published"),
-        ({"clients_per_round": 3}, "must be 0 or 2 to 2 sites"),
+        ({"clients_per_round": 2}, "'clients_per_round'"),
+        ({"clients_per_round": 3, "dp_noise": None, "mode": "published"}, "must be 0 or 2 to 2 sites"),
+        ({"optimizer": "sgd"}, "'optimizer'"),
+        ({"metric": "macro_f1"}, "'metric'"),
+        ({"patience": 2}, "'patience'"),
+        ({"min_cells": 0}, "'min_cells'"),
+        ({"dp_noise": -1.0}, "'dp_noise'"),
+        ({"lr": -1.0}, "'lr'"),
+        ({"mode": "published"}, "'dp_noise'"),
+        ({"mode": "published", "dp_noise": None, "donor_key": "donor"}, "'donor_key'"),
     ],
 )
 def test_options_that_do_not_fit_together(model, options, found):
-    data = {"basel": images(6, 0), "lugano": images(6, 1)}
+    data = {"basel": images(12, 0), "lugano": images(12, 1)}
     with pytest.raises(ParameterError, match=found):
         rehearse("adapt-model", data, model=str(model), **(OPTIONS | options))
 
@@ -406,18 +512,23 @@ def test_an_unfolded_encoder_computes_what_the_exported_one_does():
         assert np.abs(found.numpy() - exact).max() < 2e-2 * np.abs(exact).max()  # three steps of division, four of root
 
 
+def counted(ledger):
+    """What a ledger counts by name; it counts the same by key."""
+    return {site: n for site, n in json.loads(ledger.read_text()).items() if not site.startswith("key:")}
+
+
 @pytest.mark.slow
 def test_published_mode_asks_again_with_a_new_order_for_every_round_and_gives_the_loss_of_every_batch(model, tmp_path):
     data = {"basel": images(2, 0), "lugano": images(2, 1)}
     ledger = tmp_path / "ledger.json"
-    options = OPTIONS | {"rounds": 2, "local_epochs": 1, "validation": 0.0, "labels": ("bright", "dark")}
+    options = PUBLISHED | {"rounds": 2, "local_epochs": 1, "validation": 0.0, "labels": ("bright", "dark")}
     options |= {"model": str(model), "ledger": str(ledger), "mode": "published"}
     run = rehearse("adapt-model", data, permutation="round", **options)
     opened = [
         e.name for e, _ in run.receipts["basel"].entries if e.kind == "opened" and e.protocol == "permuted_inference"
     ]
     assert opened == ["all activations of block 1 for 2 samples"] * 2
-    assert json.loads(ledger.read_text()) == {"basel": 4, "lugano": 4}  # every round counts
+    assert counted(ledger) == {"basel": 4, "lugano": 4}  # every round counts
     losses = run.results["basel"]["losses"]
     assert len(losses) == 2  # one batch a round
     assert abs(losses[0] - np.log(2)) < 0.5  # of the first weights: near a guess
@@ -425,7 +536,7 @@ def test_published_mode_asks_again_with_a_new_order_for_every_round_and_gives_th
     kept = {"taps": str(folder)}
     rehearse("adapt-model", data, stage="ask", **kept, **options)
     trained = rehearse("adapt-model", data, stage="train", **kept, **options)
-    assert json.loads(ledger.read_text()) == {"basel": 6, "lugano": 6}
+    assert counted(ledger) == {"basel": 6, "lugano": 6}
     assert trained.data["basel"].obsm["predicted_features"].shape == (2, 8)
     with pytest.raises(DataError, match="holds the taps of these samples already"):
         rehearse("adapt-model", data, stage="ask", **kept, **options)

@@ -60,12 +60,12 @@ def provider(folder):
     return {"model": str(folder / "model.npz"), "ring": "small", "timeout": 300.0}
 
 
-def images():
+def images(n):
     data = {}
     for i, name in enumerate(("basel", "lugano")):
         rng = np.random.default_rng(i)
-        data[name] = ad.AnnData(rng.uniform(0, 1, (8, 8)).astype(np.float32))
-        data[name].obs["cell_type"] = ["bright", "dark"] * 4
+        data[name] = ad.AnnData(rng.uniform(0, 1, (n, 8)).astype(np.float32))
+        data[name].obs["cell_type"] = ["bright", "dark"] * (n // 2)
     return data
 
 
@@ -109,14 +109,14 @@ CASES = [
 
 def rehearsed(name, mode, options, folder):
     if name in ("adapt-model", "serve-model"):
-        options = options | provider(folder)
+        options, n = options | provider(folder), 12 if mode == "hardened" else 8  # at least ten train in hardened mode
         adapted = rehearse(
-            "adapt-model", images(), mode=mode, **(options if name == "adapt-model" else options | {"rounds": 1})
+            "adapt-model", images(n), mode=mode, **(options if name == "adapt-model" else options | {"rounds": 1})
         )
         if name == "adapt-model":
             return adapted
         adapted.model.save(folder / "adapter.npz")
-        return rehearse(name, images(), mode=mode, adapter=str(folder / "adapter.npz"), **options)
+        return rehearse(name, images(n), mode=mode, adapter=str(folder / "adapter.npz"), **options)
     if name in ("train-cellcnn", "predict-cellcnn"):
         pytest.importorskip("seal")
     if name == "predict-cellcnn":

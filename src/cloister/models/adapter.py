@@ -77,10 +77,11 @@ def make(config: Config) -> Adapter:
 
 
 class AdapterLearner(Learner):
-    """A site's adapter and taps behind vectors, with a rate that steps down.
+    """A site's adapter and taps behind vectors, for local training with a rate that steps down.
 
     `by_round` has taps of their own for every round. With `watch`, `batches_seen` holds of every batch, in the order of
-    training, the predictions that its step began from, (b, K), and the codes of its labels.
+    training, the predictions that its step began from, (b, K), and the codes of its labels. All of these are for
+    `train`, in published mode. In hardened mode the protocol calls `gradient`, on one set of taps, and sets the rate.
     """
 
     def __init__(

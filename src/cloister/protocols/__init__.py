@@ -51,9 +51,9 @@ semi-honest, p published, plain; `data/modes.toml` says which workflow runs it i
       chosen_settings       ours                                         s p
       class_means           ours                                         s p
       label_propagation     [SYL24] algorithm 1, step by step            p
-    fedavg/         fine-tune
+    fedavg/         fine-tune, adapt-model
       checked_training      [ACG+16] clipping and noise, in sums         h
-      federated_training    [MMR+17] algorithm 1; [LSZ+20], [KKM+20]     h p
+      federated_training    [MMR+17] algorithm 1; [LSZ+20], [KKM+20]     p
     ckks/           keys that all sites hold together
       collective_key        [MTBH21] protocol 1                          h p
       collective_relin      [MTBH21] protocol 2                          h p

@@ -392,7 +392,8 @@ studies = []
 # "validation": and one number, the error on held-out donors, while it trains; "outside-query": predict-cellcnn may
 # answer a party that took no part in the training; "whole-model": it may answer so many donors of one party that they
 # determine the model; "iterative-fit": train-classifier may run solver="logistic" without noise, with which one
-# malicious site can recover cells; "exact-updates": fine-tune may open sums without noise, with the same risk.
+# malicious site can recover cells; "exact-updates": fine-tune and adapt-model may open sums without noise, with the
+# same risk.
 consent = []
 
 # How many runs may be begun here, of one study file and of a workflow under any study. Every answer tells a little;

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 
 from cloister.cells import tables as cells
+from cloister.disclosure import Thresholds
 from cloister.errors import DataError, ParameterError
 from cloister.net.seat import Outcome, Place, Seat
-from cloister.protocols.fedavg import federated_training
+from cloister.protocols.fedavg import checked_training
 from cloister.protocols.fedavg.training_parts import Trained
 from cloister.protocols.inference import encrypted_loss, model_card, packing
 from cloister.protocols.inference.block_plan import used
@@ -36,11 +37,14 @@ from cloister.workflows.adaptation.asking import (
 )
 from cloister.workflows.adaptation.training import (
     check_classes,
+    check_samples,
     loss_params,
     losses_of,
     present,
+    privacy_of,
+    serve_training,
+    thresholds_of,
     train,
-    training_params,
 )
 from cloister.workflows.modes import modes_of
 from cloister.workflows.options import option
@@ -49,6 +53,9 @@ if TYPE_CHECKING:
     from anndata import AnnData
 
     from cloister.models.adapter import Adapted
+
+DEFAULT_NOISE = 5.0  # of hardened mode: see the table of accuracy against epsilon in docs/measured/adapt-model.md
+FEW = 20  # labelled samples of a site per unit of noise, as in fine-tune
 
 
 @dataclass(frozen=True)
@@ -64,15 +71,19 @@ class Options:
     taps: str | None = option(None, "folder in which every party keeps its part of asking; a broken one goes on")
     bottleneck: int = option(8, "width of the adapter; 0 for linear probing")
     alpha: float = option(1.0, "how much the adapter counts beside the taps")
-    rounds: int = option(40, "rounds of averaging")
-    clients_per_round: int = option(0, "sites that train in a round; 0 for all")
-    local_epochs: int = option(2, "passes over a site's samples in a round")
-    batch_size: int = option(32, "samples a step")
-    lr: float = option(0.05, "learning rate; for adam take some 0.01")
+    rounds: int = option(40, "rounds of training")
+    clients_per_round: int = option(0, "sites that train in a round; 0 for all, as always in hardened mode")
+    local_epochs: int = option(
+        0, "passes over a site's samples in a round, each one opened step in hardened mode; 0 for 1 there, else 2"
+    )
+    batch_size: int = option(32, "samples a step; in hardened mode every step takes all samples")
+    lr: float = option(0.0, "learning rate; 0 for 0.03 in hardened mode and 0.05 in published mode (adam: 0.01)")
     schedule: Literal["constant", "cosine", "step"] = option("constant", "of the learning rate over the rounds")
     decay: float = option(0.1, "factor of the rate at each step")
     decay_at: tuple[int, ...] = option((), "after how many rounds the rate goes down a step, for schedule step")
-    optimizer: Literal["adam", "sgd"] = option("sgd", "local optimiser; adam suffers where sites know different labels")
+    optimizer: Literal["auto", "adam", "sgd"] = option(
+        "auto", "adam in hardened mode; in published mode sgd, since local adam is worse if sites have different labels"
+    )
     momentum: float = option(0.9, "of sgd")
     validation: float = option(0.1, "share of each label's samples kept for validation")
     metric: Literal["accuracy", "balanced_accuracy", "macro_f1", "loss"] = option(
@@ -80,6 +91,14 @@ class Options:
     )
     patience: int = option(0, "rounds without a better one, after which training stops; 0 for never")
     permutation: Literal["once", "round"] = option("once", "published mode: ask again with a new order for every round")
+    donor_key: str | None = option(None, "column of obs with the donor; noise then protects donors instead of samples")
+    dp_noise: float | None = option(
+        None, "hardened mode: noise multiplier of differential privacy, 5 by default; 0 needs the consent of every site"
+    )
+    dp_clip: float = option(1.0, "norm that the gradient of a sample is clipped to")
+    dp_delta: float = option(1e-5, "delta of differential privacy")
+    min_cells: int = option(10, "hardened mode: fewest own samples that a site's part of an opened sum may be based on")
+    min_donors: int = option(3, "fewest own donors, with donor_key")
     key_added: str = option("predicted", "column of obs with the model's labels")
 
     def __post_init__(self) -> None:
@@ -95,6 +114,10 @@ class Options:
             raise ParameterError("permutation 'round' asks anew for every round, so there are no taps to keep")
         if not 0 <= self.momentum < 1 or not 0 < self.decay <= 1 or not self.alpha > 0:
             raise ParameterError("option 'momentum' must be in [0, 1), 'decay' in (0, 1], 'alpha' above 0")
+        if self.local_epochs < 0 or self.lr < 0:
+            raise ParameterError("options 'local_epochs' and 'lr' must be above 0, or 0 for the default of the mode")
+        if (self.dp_noise or 0) < 0 or not self.dp_clip > 0 or not 0 < self.dp_delta < 1:
+            raise ParameterError("option 'dp_noise' must be at least 0, 'dp_clip' above 0, 'dp_delta' in (0, 1)")
         if bool(self.decay_at) != (self.schedule == "step") or any(at < 1 for at in self.decay_at):
             raise ParameterError("schedule 'step' needs decay_at= with numbers of rounds; no other schedule has them")
 
@@ -119,7 +142,31 @@ def adapt_model(adata: AnnData, seat: Seat | Place) -> Adapted:
     return cast("Adapted", outcome.model)
 
 
+def in_mode(options: Options, mode: str) -> Options:
+    """The options with the defaults of a mode in place of `0`, `None` and `auto`."""
+    hardened = mode == "hardened"
+    noise = options.dp_noise
+    if noise is None:
+        noise = DEFAULT_NOISE if hardened else 0.0
+    scores = not (noise and options.donor_key)  # noise for a donor does not cover its held-out samples
+    optimizer = options.optimizer
+    if optimizer == "auto":
+        optimizer = "adam" if hardened else "sgd"
+    return replace(
+        options,
+        validation=options.validation if scores else 0.0,
+        lr=options.lr or (0.03 if hardened else 0.05),
+        local_epochs=options.local_epochs or (1 if hardened else 2),
+        optimizer=optimizer,
+        dp_noise=noise,
+        min_cells=options.min_cells if hardened else 0,
+    )
+
+
 def site(seat: Seat, adata: AnnData, options: Options) -> Outcome:
+    if seat.mode == "hardened" and options.stage != "ask":  # before the model is queried, which is the longer part
+        checked_training.check_consent(options.dp_noise or 0.0, seat.consent)
+        check_samples(adata, options, thresholds_of(seat, options))
     check_kept(seat, options)
     told = seat.run(model_card.owner, model_card.Params(seat.sites, seat.coordinator))
     inputs = inputs_of(adata, told.card)
@@ -139,6 +186,8 @@ def site(seat: Seat, adata: AnnData, options: Options) -> Outcome:
     trained, adapted = train(adata, seat, options, told, [taps, *(ask(seat, options, told, inputs) for _ in again)])
     write(adata, options.key_added, adapted, taps)
     result = summary(told, trained, adapted.parameters, len(inputs)) | beyond(adata, taps)
+    if privacy := privacy_of(options):
+        result["privacy"] = privacy
     if seat.mode == "published":
         result["losses"] = losses_of(seat, told, trained)
     adata.uns[options.key_added] = json.dumps(result)
@@ -146,7 +195,7 @@ def site(seat: Seat, adata: AnnData, options: Options) -> Outcome:
 
 
 def coordinator(seat: Seat, options: Options) -> Outcome:
-    """The provider: load the model, answer under encryption, average the updates."""
+    """The provider: load the model, answer under encryption, add up what trains the adapter."""
     encoder, told = load(options)
     seat.run(model_card.provider, model_card.Params(seat.sites, seat.coordinator), told)
     found: dict[str, Any] = exposed(seat, options, told)
@@ -158,7 +207,7 @@ def coordinator(seat: Seat, options: Options) -> Outcome:
         found["answered"] = {str(site): count for site, count in answered.items()}
     if options.stage == "ask":
         return Outcome(None, found)
-    trained: Trained = seat.run(federated_training.coordinator, training_params(seat, options, told), None)
+    trained = serve_training(seat, options, told)
     if seat.mode == "published":
         seat.run(encrypted_loss.provider, loss_params(seat, told, len(trained.labels)))
     return Outcome(None, {"labels": list(trained.labels), "history": trained.history} | found)
@@ -207,14 +256,50 @@ def check(adata: AnnData, options: Any) -> list[str]:
             f"{len(unknown)} label(s) in adata.obs[{options.label_key!r}] are not in the study's vocabulary (e.g. "
             f"'{unknown[0]}'); rename or remove them, or agree on a longer list of labels"
         )
-    return notes if options.stage == "both" else []
+    if options.donor_key is not None:
+        if options.donor_key not in adata.obs:
+            raise DataError(
+                f"adata.obs[{options.donor_key!r}] is missing; pass the column with the donors as donor_key="
+            )
+        if adata.obs[options.donor_key].isna().any():
+            raise DataError(f"adata.obs[{options.donor_key!r}] has missing values; name the donor of every sample")
+    if options.min_cells:  # hardened mode
+        check_samples(adata, options, Thresholds(options.min_cells, options.min_donors))
+    if options.dp_noise and options.donor_key is None and len(column) < FEW * options.dp_noise:
+        notes.append(
+            f"{len(column)} labelled samples here are few for dp_noise={options.dp_noise:g}: the adapter may be worse "
+            "than one trained here alone; agree on less noise, or set bottleneck=0"
+        )
+    return notes if options.stage == "both" else notes[1:]
 
 
 def check_study(study: Study, options: Options) -> None:
+    """Raise where options do not fit the study's mode; `options` are as `in_mode` gives them."""
+    if study.mode == "hardened":
+        check_hardened(options)
+    elif options.dp_noise or options.donor_key is not None:
+        raise ParameterError("options 'dp_noise' and 'donor_key' are for mode hardened; published mode adds no noise")
     if options.permutation == "round" and study.mode != "published":
         raise ParameterError("permutation 'round' is of mode published; hardened mode opens nothing to permute")
     if options.clients_per_round and not 2 <= options.clients_per_round <= len(study.sites):
         raise ParameterError(f"option 'clients_per_round' must be 0 or 2 to {len(study.sites)} sites")
+
+
+def check_hardened(options: Options) -> None:
+    if options.optimizer != "adam":
+        raise ParameterError(
+            f"option 'optimizer' = '{options.optimizer}' is for mode published; in mode hardened every party computes "
+            "the steps of Adam itself"
+        )
+    if options.clients_per_round:
+        raise ParameterError(
+            f"option 'clients_per_round' = {options.clients_per_round} is for mode published; in mode hardened all "
+            "sites train in every step"
+        )
+    if options.min_cells < 1 or options.min_donors < 1:
+        raise ParameterError("options 'min_cells' and 'min_donors' must be at least 1")
+    if options.dp_noise and (options.patience or options.metric != "accuracy"):
+        raise ParameterError("with dp_noise the last round is taken; leave out 'patience' and 'metric'")
 
 
 def files(outcome: Outcome) -> dict[str, bytes]:
@@ -234,7 +319,7 @@ def figures(outcomes: Mapping[str, Outcome], options: Any) -> list[Any]:
     if not rows:
         return []
     shown = ("accuracy", "balanced_accuracy", "macro_f1")
-    values = {key.replace("_", " "): [row[key] for row in rows] for key in shown}
+    values = {key.replace("_", " "): [row[key] for row in rows] for key in shown if key in rows[0]}
     return [
         curves(values, title="Held-out samples of all sites over the rounds", xlabel="round", ylabel="score", start=0)
     ]
@@ -249,7 +334,9 @@ WORKFLOW = Workflow(
     coordinator=coordinator,
     check=check,
     check_study=check_study,
-    reads=lambda options, site: () if options.stage == "ask" else ("label_key",),
+    in_mode=in_mode,
+    privacy=privacy_of,
+    reads=lambda options, site: () if options.stage == "ask" else ("label_key", "donor_key"),
     writes=("obs[{key_added!r}]", "uns[{key_added!r}]", "obsm['{key_added}_features']"),
     files=files,
     model=("adapter.npz", read_model),

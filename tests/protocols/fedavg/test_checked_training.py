@@ -131,7 +131,15 @@ def test_vectors():
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"n": 2}, {"steps": 3, "rounds": 2}, {"schedule": "cosine"}, {"weight_decay": 0.1}, {"clip": 0.3}],
+    [
+        {},
+        {"n": 2},
+        {"steps": 3, "rounds": 2},
+        {"schedule": "cosine"},
+        {"schedule": "step", "decay_at": (1, 3), "factor": 0.5},
+        {"weight_decay": 0.1},
+        {"clip": 0.3},
+    ],
     ids=str,
 )
 def test_equals_the_same_steps_in_one_place(options):

@@ -101,8 +101,10 @@ class Params:
     rounds: int = 20
     steps: int = 1  # of one round
     rate: float = 3e-2  # η
-    schedule: str = "constant"  # or "cosine": of the rate over the rounds
+    schedule: str = "constant"  # or "cosine", "step": of the rate over the rounds
     decay: int = 0  # rounds after which a cosine schedule ends; 0: with the last round
+    decay_at: tuple[int, ...] = ()  # rounds from which on a step schedule multiplies the rate by `factor`
+    factor: float = 1.0
     weight_decay: float = 0.0  # pulls θ towards zero, the first weights
     labels: tuple[str, ...] = ()  # the vocabulary; empty: the union of the sites' label names
     score_every: int = 1  # rounds; 0: never
@@ -121,8 +123,10 @@ class Params:
     def __post_init__(self) -> None:
         if len(self.sites) < 2 or self.rounds < 1 or self.steps < 1 or self.score_every < 0 or self.patience < 0:
             raise ParameterError(f"training needs two sites, a round and a step; found {self.rounds} rounds")
-        if self.schedule not in ("constant", "cosine") or self.unit not in ("cell", "donor"):
-            raise ParameterError("schedule must be constant or cosine, unit cell or donor")
+        if self.schedule not in ("constant", "cosine", "step") or self.unit not in ("cell", "donor"):
+            raise ParameterError("schedule must be constant, cosine or step, unit cell or donor")
+        if not 0 < self.factor <= 1 or bool(self.decay_at) != (self.schedule == "step"):
+            raise ParameterError("a step schedule needs decay_at, and a factor in (0, 1]; no other schedule has them")
         if self.metric not in METRICS:
             raise ParameterError(f"metric must be one of {', '.join(METRICS)}, found '{self.metric}'")
         if not self.rate > 0 or not self.clip > 0 or self.noise < 0 or self.weight_decay < 0:
@@ -154,9 +158,9 @@ class Params:
         return FixedPoint(20, LARGEST_LOSS * MOST_CELLS + 40 * self.share, len(self.sites))
 
     def rate_at(self, t: int) -> float:
-        """The same bits at all parties: the cosine is rounded."""
-        if self.schedule == "constant":
-            return self.rate
+        """The same bits at all parties: the cosine is rounded, powers are products."""
+        if self.schedule != "cosine":
+            return self.rate * math.prod(self.factor for at in self.decay_at if t >= at)
         return self.rate * round(0.5 * (1 + math.cos(math.pi * t / (self.decay or self.rounds))), 12)
 
     def scored(self, t: int) -> bool:
@@ -322,6 +326,15 @@ def vocabulary(params: Params, brought: Mapping[Party, Brings]) -> tuple[str, ..
     return tuple(names)
 
 
+def check_consent(noise: float, consent: Collection[str]) -> None:
+    """Raise unless there is noise, or this site's own settings allow exact sums."""
+    if not noise and CONSENT not in consent:
+        raise RefusedError(
+            f'this site does not consent to opening sums without noise; set dp_noise, or add "{CONSENT}" to '
+            "[approve] consent in local/site.toml"
+        )
+
+
 def check_offer(params: Params, offer: Offer) -> None:
     """Raise a `DataError` before anything is sent if this site's labels do not fit the study."""
     unknown = sorted(set(offer.labels) - set(params.labels)) if params.labels else []
@@ -455,11 +468,7 @@ async def site(
 ) -> Trained:
     """Play u. Returns what was learned, with the site's own learner to apply it to."""
     S, notes = params.coordinator, []
-    if not params.noise and CONSENT not in consent:
-        raise RefusedError(
-            f'this site does not consent to opening sums without noise; set dp_noise, or add "{CONSENT}" to '
-            "[approve] consent in local/site.toml"
-        )
+    check_consent(params.noise, consent)
     check_offer(params, offer)
     least = offer.thresholds or params_thresholds(params)
     names = () if params.labels else tuple(sorted(set(offer.labels)))

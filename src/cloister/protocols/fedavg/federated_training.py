@@ -46,12 +46,14 @@ one lying site : nothing more. Its update is what it says, each entry within the
 
 Assumes
 -------
-What the secure sum assumes. Sites insist on more than half of all sites being there. Lies that are not noticed: (b),
-(c), (f) of the coordinator, a model that is the same for all, possible, and not the mean; (b), (c), (f) of the site.
-Colluding sites know their own share of the noise, which
-then protects the others less: k of m colluders leave z√((m - k)/m). ε compares a site's data with none (an update of
-zeros, C away); any other data of that site may be 2C away, for which ε is that of z/2. It is that of one run: a further
-run over the same cells spends as much again, and one without noise that differs by a site tells that site's update.
+Published mode only (`fine-tune`, `adapt-model`). Hardened modes run `checked_training`: here a malicious coordinator
+can have a state evaluated by different sites, and a malicious site can steer the model and read single cells from mean
+updates. Otherwise what the secure sum assumes. Sites insist on more than half of all sites being there. Lies that are
+not noticed: (b), (c), (f) of the coordinator, a model that is the same for all, possible, and not the mean; (b), (c),
+(f) of the site. Colluding sites know their own share of the noise, which then protects the others less: k of m
+colluders leave z√((m - k)/m). ε compares a site's data with none (an update of zeros, C away); any other data of that
+site may be 2C away, for which ε is that of z/2. It is that of one run: a further run over the same cells spends as much
+again, and one without noise that differs by a site tells that site's update.
 
 Cost
 ----

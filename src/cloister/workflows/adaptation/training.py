@@ -1,4 +1,4 @@
-"""Training an adapter on taps that the sites have: what a site brings to `federated_training` for `adapt-model`."""
+"""Training an adapter on the sites' taps: `checked_training` if hardened, `federated_training` if published."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from cloister.disclosure import Rows, Thresholds
 from cloister.errors import ParameterError
 from cloister.models.linear import hold_out
 from cloister.net.seat import Seat
-from cloister.protocols.fedavg import federated_training
+from cloister.protocols.fedavg import checked_training, federated_training
 from cloister.protocols.fedavg.training_parts import Offer, Trained
 from cloister.protocols.fedavg.training_terms import Params
 from cloister.protocols.inference import encrypted_loss, model_card
 from cloister.protocols.sums import common_seed, count_tests
 from cloister.workflows.adaptation.asking import left_out
+from cloister.workflows.options import privacy_budget
 
 if TYPE_CHECKING:
     from anndata import AnnData
@@ -36,8 +38,11 @@ def present(adata: AnnData, options: Options) -> Any:
 
 
 def check_classes(seat: Seat, options: Options, mine: Any) -> None:
-    """With listed labels: raise at every party if no site has a sample of one of them."""
-    if not options.labels:
+    """Published mode with listed labels: raise at every party if no site has a sample of one of them.
+
+    Hardened mode opens no such bits: one may depend on a single sample, and noise does not cover it.
+    """
+    if not options.labels or seat.mode == "hardened":
         return
     sites, hub = seat.sites, seat.coordinator
     seed, tests = common_seed.Params(sites, hub), count_tests.Params(sites, hub, len(options.labels), 1, len(sites))
@@ -51,10 +56,36 @@ def check_classes(seat: Seat, options: Options, mine: Any) -> None:
         raise ParameterError(f"no site has a sample labelled '{lacking[0]}'; take it off the list of labels")
 
 
+def codes_of(names: Sequence[str | None], labels: Sequence[str]) -> Any:
+    """The position of every sample's label; -1 where there is none."""
+    at = {name: i for i, name in enumerate(labels)}
+    return np.array([-1 if name is None else at[name] for name in names], np.int64)
+
+
+def donors_of(adata: AnnData, options: Options) -> Any:
+    """A code for every sample's donor, or `None`."""
+    if options.donor_key is None:
+        return None
+    return np.unique(adata.obs[options.donor_key].astype(str).to_numpy(), return_inverse=True)[1]
+
+
+def check_samples(adata: AnnData, options: Options, least: Thresholds) -> None:
+    """Hardened mode: raise `DataError` if too few samples would train here; before the model is queried about any."""
+    names = given(adata, options)
+    codes, donor = codes_of(names, sorted({name for name in names if name is not None})), donors_of(adata, options)
+    trains = codes >= 0
+    trains[hold_out(codes, options.validation, np.random.default_rng(0))] = False
+    Rows(int(trains.sum()), None if donor is None else donor[trains], least).check("labelled training samples")
+
+
+def thresholds_of(seat: Seat, options: Options) -> Thresholds:
+    return seat.thresholds(min_cells=options.min_cells, min_donors=options.min_donors)
+
+
 def train(
     adata: AnnData, seat: Seat, options: Options, told: model_card.Announcement, by_round: Sequence[Any]
 ) -> tuple[Trained, Adapted]:
-    """Train on taps (n, taps, r): the same in all rounds, or some for each of them."""
+    """Train on taps (n, taps, r): the same in all rounds, or some for each of them (published mode only)."""
     import torch
 
     from cloister.models.adapter import Adapted
@@ -63,25 +94,38 @@ def train(
     taps, names = by_round[0], given(adata, options)
     missing = np.any([left_out(some) for some in by_round], axis=0)
     tables = tuple(Table(torch.as_tensor(np.nan_to_num(some), dtype=torch.float32)) for some in by_round)
+    hardened = seat.mode == "hardened"
 
     def build(labels: tuple[str, ...]) -> AdapterLearner:
-        at = {name: i for i, name in enumerate(labels)}
-        codes = np.array([-1 if name is None else at[name] for name in names], np.int64)
+        codes = codes_of(names, labels)
         codes[missing] = -1
         held = hold_out(codes, options.validation, seat.rng("validation"))
         each = tables if len(tables) > 1 else ()
-        watch = seat.mode == "published"
         return learner_of(
             options, taps.shape[1:], labels, tables[0], codes, held, seat.me, seat.study.seed, by_round=each,
-            watch=watch,
+            watch=not hardened, donor=donors_of(adata, options),
         )  # fmt: skip
 
     brought = tuple(sorted({name for name in names if name is not None}))
-    params = training_params(seat, options, told)
-    trained: Trained = seat.run(federated_training.site, params, Offer(f"taps of {told.digest}", brought, build))
+    shape = f"taps of {told.digest}"
+    if hardened:
+        offer = Offer(shape, brought, build, thresholds_of(seat, options))
+        trained: Trained = seat.run(checked_training.site, checked_params(seat, options, told), offer)
+    else:
+        trained = seat.run(federated_training.site, training_params(seat, options, told), Offer(shape, brought, build))
     learner = cast("AdapterLearner", trained.learner)
     learner.place(trained.theta)
     return trained, Adapted(cast("Adapter", learner.model.eval()), trained.labels, told.digest)
+
+
+def serve_training(seat: Seat, options: Options, told: model_card.Announcement) -> Trained:
+    """The coordinator's part."""
+    trained: Trained
+    if seat.mode == "hardened":
+        trained = seat.run(checked_training.coordinator, checked_params(seat, options, told))
+    else:
+        trained = seat.run(federated_training.coordinator, training_params(seat, options, told), None)
+    return trained
 
 
 def learner_of(
@@ -105,13 +149,65 @@ def recipe_of(options: Options, seed: int) -> Any:
     return Recipe(options.local_epochs, options.batch_size, options.optimizer, options.momentum, seed=seed)
 
 
-def training_params(seat: Seat, options: Options, told: model_card.Announcement) -> Params:
+def agreed(options: Options, told: model_card.Announcement) -> str:
+    """Options of training and the model's digest, as text: the same at all parties."""
     apart = ("model", "ledger", "device", "key_added", "stage", "taps", "budget")
     local = {k: v for k, v in vars(options).items() if k not in apart}
+    return json.dumps([local, told.digest], sort_keys=True)
+
+
+def checked_params(seat: Seat, options: Options, told: model_card.Announcement) -> checked_training.Params:
+    """Of hardened mode; `options` as `adapt_model.in_mode` gives them."""
+    noise = options.dp_noise or 0.0
+    return checked_training.Params(
+        seat.sites,
+        seat.coordinator,
+        agreed(options, told),
+        rounds=options.rounds,
+        steps=options.local_epochs,
+        rate=options.lr,
+        schedule=options.schedule,
+        decay_at=options.decay_at,
+        factor=options.decay,
+        labels=options.labels,
+        score_every=score_every(options),
+        metric=options.metric,
+        patience=options.patience,
+        noise=noise,
+        clip=options.dp_clip,
+        epsilon=epsilon_of(options),
+        delta=options.dp_delta if noise else 0.0,
+        unit="cell" if options.donor_key is None else "donor",
+        min_cells=options.min_cells,
+        min_donors=options.min_donors,
+    )
+
+
+def score_every(options: Options) -> int:
+    return 1 if options.validation else 0
+
+
+def epsilon_of(options: Options) -> float:
+    sums = checked_training.openings(options.rounds, options.local_epochs, score_every(options))
+    return privacy_budget(options.dp_noise or 0.0, options.dp_delta, sums)
+
+
+def privacy_of(options: Options) -> dict[str, Any]:
+    """What a run spends; of options as `adapt_model.in_mode` gives them."""
+    if not options.dp_noise or options.stage == "ask":
+        return {}
+    who = "one sample, against that sample contributing nothing"
+    if options.donor_key is not None:
+        who = "all samples of one donor, against none"
+    return {"epsilon": epsilon_of(options), "delta": options.dp_delta, "protects": who}
+
+
+def training_params(seat: Seat, options: Options, told: model_card.Announcement) -> Params:
+    """Of published mode."""
     return Params(
         seat.sites,
         seat.coordinator,
-        json.dumps([local, told.digest], sort_keys=True),
+        agreed(options, told),
         options.rounds,
         options.clients_per_round,
         rate=options.lr,

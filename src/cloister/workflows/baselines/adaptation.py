@@ -18,7 +18,7 @@ import numpy as np
 
 from cloister.errors import DataError, ParameterError
 from cloister.models.polynomial import Encoder
-from cloister.workflows import adapt_model, check_plan
+from cloister.workflows import adapt_model, check_plan, options_of
 from cloister.workflows.adaptation.asking import inputs_of
 from cloister.workflows.adaptation.training import given, learner_of, recipe_of
 
@@ -34,17 +34,20 @@ def adaptation_baselines(
     """Train on what a rehearsal of `adapt-model` trained on, in the ways that need no protocol, and score all alike.
 
     Scores are of the samples without a label for training whose true one is known. Taps are the run's own; all but
-    full fine-tuning have the run's options, rounds among them unless some are given.
+    full fine-tuning have the run's options, rounds among them unless some are given; they train as published mode does,
+    without noise.
 
     Returns
     -------
     Name of the way → `way`, `accuracy`, `balanced_accuracy`, accuracy at every site, `parameters` that are trained,
     CPU `seconds`: each site alone, together (the run), pooled, linear probing and full fine-tuning (both by averaging
-    over the sites, as the run does).
+    over the sites, as published mode does).
     """
-    workflow, options = check_plan(run.study)
+    workflow, _ = check_plan(run.study)
+    options: adapt_model.Options = options_of(workflow, run.study.parameters)
     if workflow.name != "adapt-model" or options.stage == "ask" or options.label_key == truth_key:
         raise ParameterError("expected a run of adapt-model that trained, and a column of true labels besides its own")
+    options = adapt_model.in_mode(dataclasses.replace(options, dp_noise=None, donor_key=None), "published")
     task = Task(run, options, truth_key, rounds or options.rounds)
     made: dict[str, dict[str, Any]] = {}
     for way in ARMS:
