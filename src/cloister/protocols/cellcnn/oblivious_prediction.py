@@ -31,21 +31,21 @@ aggregator, holder : `donors`, the agreed number. Not the samples, not the answe
     see the samples: the first two other sites, or, with two sites of which one is the querier, the other site and the
     aggregator.
 masker : in addition, that |X - r_p| ≤ 1016 at the chosen candidate. With |X| ≤ 8 this excludes a part of the values of
-    one entry in 128 per run, and determines its sign in about one of 1,300 for values of deviation 1.
+    one entry in 128 per run, and determines its sign in about one of 2,500 for values of deviation 1.
 
 Assumes
 -------
 As `encrypted_training`, whose keys, auditor and [M] it uses. Any one party may lie. Whatever the querier says at L2,
-[X] is an encryption that others made, of numbers below 4096. [M] passed `collective_range` at every holder that answers;
-the scale of [X] is so large that its noise stays below the flood for every [M] that may pass. A masker or a site that
-lies shifts the querier's answer, and learns nothing: logits beyond ±64 are clipped, so the querier goes on whatever
-they are. Evaluation is deterministic, so all sites get the same [U], and an outsider notices a site that says something
+[X] is an encryption that others made, of numbers below 4096. [M] passed `collective_range` at every holder that
+answers; the scale of [X] is so large that its noise stays below the flood for every [M] that may pass. A masker or a
+site that deviates shifts the querier's answer without learning it: logits beyond ±64 are clipped, so the querier goes
+on whatever they are. Evaluation is deterministic, so all sites get the same [U], and an outsider notices a site that says something
 else.
 
 Cost
 ----
-Querier: 32 bytes and 9 for every entry to everyone. Masker: one ciphertext up per chunk of I samples. Per site, chunk and
-class group: one product, log2(markers) rotations, one key-switch share.
+Querier: 32 bytes and 9 for every entry to everyone. Masker: one ciphertext up per chunk of I samples. Per site, chunk
+and class group: one product, log2(markers) rotations, one key-switch share.
 
 References
 ----------
