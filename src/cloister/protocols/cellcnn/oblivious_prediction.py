@@ -39,8 +39,8 @@ As `encrypted_training`, whose keys, auditor and [M] it uses. Any one party may 
 [X] is an encryption that others made, of numbers below 4096. [M] passed `collective_range` at every holder that
 answers; the scale of [X] is so large that its noise stays below the flood for every [M] that may pass. A masker or a
 site that deviates shifts the querier's answer without learning it: logits beyond ±64 are clipped, so the querier goes
-on whatever they are. Evaluation is deterministic, so all sites get the same [U], and an outsider notices a site that says something
-else.
+on whatever they are. Evaluation is deterministic, so all sites get the same [U], and an outsider notices a site that
+sends something else.
 
 Cost
 ----
