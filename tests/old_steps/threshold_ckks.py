@@ -5,7 +5,7 @@ import math
 from cloister.crypto.ckks import scheme as ckks
 from cloister.crypto.lattice.ring import SIGMA
 from cloister.errors import ProtocolAbort
-from cloister.protocols.cellcnn.cellcnn_circuit import QUERY_BOUND, add_over_markers, gradient
+from cloister.protocols.cellcnn.cellcnn_circuit import add_over_markers, gradient
 from cloister.protocols.cellcnn.cellcnn_ladder import PRODUCT
 
 
@@ -33,7 +33,7 @@ def evaluate(c, L, M, x, keys):
 def query_noise(L):
     """N1: assumed that [M] is what an honest training makes."""
     fresh = 3 * SIGMA * math.sqrt(L.parties)
-    return math.sqrt(L.J) * math.hypot(QUERY_BOUND * fresh, 2 * ckks.rounding_noise(L.ckks, L.parties))
+    return math.sqrt(L.J) * math.hypot(56.0 * fresh, 2 * ckks.rounding_noise(L.ckks, L.parties))
 
 
 def answer(found, largest=64.0):

@@ -402,3 +402,18 @@ def test_encrypted_training_then_prediction_both_ways(tmp_path):
     scores = cellcnn.sigmoid(twin.model.config, twin.model.logits(X)).max(axis=1)
     for rows in wanted.values():
         np.testing.assert_allclose([r["score"] for r in rows], scores, atol=1e-3)
+
+
+def test_batches_of_few_donors_and_inputs_of_few_cells_are_refused():
+    """Whatever the scaling is: a step's gradient can be separated from the others."""
+    names = np.repeat(["a", "b", "c"], 20)
+    inputs = [np.arange(20) + 20 * d for d in range(3)]
+    least = train_cellcnn.Thresholds(10, 3)
+    train_cellcnn.check_batches(inputs, names, np.array([[0, 1, 2], [2, 1, 0]]), least)
+    with pytest.raises(DataError, match="a batch is based on 2 donors, fewer than min_donors = 3"):
+        train_cellcnn.check_batches(inputs, names, np.array([[0, 1, 2], [2, 1, 1]]), least)
+    with pytest.raises(DataError, match="the mean of 9 different cells, fewer than min_cells = 10"):
+        train_cellcnn.check_batches([*inputs, np.arange(9).repeat(3)], names, np.array([[0, 1, 2]]), least)
+    options = {"scaling": "none", "open_model": True, "n_steps": 1, "n_inputs": 4, "batch": 4}
+    with pytest.raises(DataError, match="a batch is based on 2 donors"):
+        rehearse("train-cellcnn", data=sites(donors=2), mode="hardened", **options)

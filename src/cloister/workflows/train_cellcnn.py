@@ -189,6 +189,27 @@ def check_thresholds(adata: AnnData, options: Options, thresholds: Thresholds) -
         rows.check("cells to train on")
 
 
+def check_batches(behind: list[Any], names: Any, batches: Any, thresholds: Thresholds) -> None:
+    """Raise `DataError` if an input is based on too few of this site's cells, or a batch on too few of its donors.
+
+    `behind` are the rows of the cells of every input, `batches` (steps, n) the inputs of every step. A malicious site
+    can separate the gradient of one step, and with `open_model` that of one input: see docs/security.
+    """
+    fewest = min(len(np.unique(rows)) for rows in behind)
+    if fewest < thresholds.min_cells:
+        raise DataError(
+            f"an input is the mean of {fewest} different cells, fewer than min_cells = {thresholds.min_cells};"
+            " use a larger n_cells, or leave this site out of the study"
+        )
+    donors = [set(names[rows].tolist()) for rows in behind]
+    least = min(len(set().union(*(donors[i] for i in batch))) for batch in batches)
+    if least < thresholds.min_donors:
+        raise DataError(
+            f"a batch is based on {least} donors, fewer than min_donors = {thresholds.min_donors}; use a larger batch,"
+            " or leave this site out of the study"
+        )
+
+
 def check_held_out(options: Options, thresholds: Thresholds) -> None:
     """The same for what is opened about held-out donors; `check_study` compares with what was agreed."""
     if 0 < options.hold_out < thresholds.min_donors:
@@ -275,6 +296,7 @@ def models_of(adata: AnnData, seat: Seat, options: Options) -> tuple[list[cellcn
     prepared = cellcnn.standardise(x, 0.0, mean, scale)
     drawn: dict[str, Any] = {"n_cells": options.n_cells, "per": options.per, "n_inputs": options.n_inputs}
     inputs, labels = cellcnn.draw_inputs(prepared[~out], names[~out], y[~out], **drawn, rng=seat.rng("inputs"))
+    behind = [rows for _, rows in cellcnn.draw_rows(names[~out], y[~out], **drawn, rng=seat.rng("inputs"))]
     held = None
     if out.any():
         held = Held.of(prepared[out], names[out], y[out], drawn, thresholds, seat.rng("held out"))
@@ -282,7 +304,12 @@ def models_of(adata: AnnData, seat: Seat, options: Options) -> tuple[list[cellcn
     for k in range(options.n_models):
         config = config_of(options, terms, seat.study.seed, k)
         model = cellcnn.Model(config, terms.markers, terms.classes, options.cofactor, mean, scale)
-        batches = cellcnn.draw_batches(inputs, labels, config, seat.rng(f"batches/{k}" if k else "batches"))
+        label = f"batches/{k}" if k else "batches"
+        batches = cellcnn.draw_batches(inputs, labels, config, seat.rng(label))
+        if seat.mode != "plain":
+            numbers = np.arange(len(inputs), dtype=np.float64)[:, None]
+            at = cellcnn.draw_batches(numbers, labels, config, seat.rng(label))[0][..., 0].astype(np.int64)
+            check_batches(behind, names[~out], at, thresholds)
         sample = None if held is None else held.batch(config, seat.rng("validation"))
         made.append(train(seat, options, model, (*batches, sample), k))
     return made, prepared, held

@@ -22,6 +22,7 @@ from cloister.crypto.lattice import slots
 from cloister.errors import DataError, ProtocolAbort
 from cloister.models import cellcnn
 from cloister.protocols.cellcnn import encrypted_training, oblivious_prediction, training_refreshes, training_state
+from cloister.protocols.cellcnn.cellcnn_circuit import QUERY_BOUND
 from cloister.protocols.cellcnn.cellcnn_ladder import QUERY
 from cloister.protocols.cellcnn.encrypted_training import check_model, range_ciphers
 from cloister.protocols.cellcnn.training_keys import Keys, relinearised_zero
@@ -130,7 +131,7 @@ def test_n1_whatever_passes_is_not_seen_above_the_floods(trained):
     raw, _ = c.raw(U)
     noise = integers(c, r.add_product(raw[0], raw[1], s)).astype(np.float64)
     assert noise.std() < L.query_noise
-    assert L.query_noise < 1.5 * old.query_noise(L)  # and floods are as wide as ever
+    assert L.query_noise < 1.5 * old.query_noise(L) * QUERY_BOUND / 56  # nothing but larger samples needs wider floods
 
 
 def test_n1_models_that_passed_no_check_answer_nothing(trained):
@@ -368,6 +369,23 @@ def test_n2_a_received_gradient_masked_to_one_sample_shows_it_no_longer(trained)
     np.testing.assert_allclose(sums[0], sums[1], atol=1e-12)  # what the refresh takes of it is the same, but for [0]
 
 
+def test_n2_the_mask_of_a_gradient_does_not_cover_a_model_beyond_its_bounds(trained):
+    """Known limit: E grows with the fifth power. At logits of 2^16 a sample is larger than its mask of 46 bits."""
+    p, data, *_, run = trained
+    site, c, L = values(run)[PARTIES[0]], ckks.context(p.ckks), p.layout
+    s, (X, Y) = whole(p.ckks, {i: values(run)[i].keys.secret for i in PARTIES}), data[PARTIES[0]]
+    refresh, sample = training_refreshes.refreshes(p)["gradient"], int(np.abs(X[0][:, 0]).argmax())
+    for size, seen in ((1.0, False), (2.0**17.5, True)):
+        M = np.zeros((p.config.markers, p.config.classes))
+        M[0] = size / abs(X[0][sample, 0])
+        model = [c.encrypt(site.keys.public, L.model_slots(M, L.groups[0]), p.ckks.top, p.ckks.scale, Entropy())]
+        (new,) = training_state.gradient_ciphers(c, L, model, X[0], Y[0], site.keys, refresh, Entropy())
+        ct = one_sample(c, L, c.cipher(new, p.ckks.scale), sample)
+        z = c.decrypt(s, ct).reshape(L.J, L.R)[: p.config.markers, : L.O * L.I].reshape(-1, L.O, L.I)[:, 0, sample]
+        cosine = abs(z @ X[0][sample]) / np.linalg.norm(z) / np.linalg.norm(X[0][sample])
+        assert (cosine > 0.9999) == seen
+
+
 def test_the_mask_of_a_gradient_is_in_the_kernel_and_random_elsewhere():
     L = params(ring=LARGE).layout
     refresh = training_refreshes.refreshes(params(ring=LARGE))["gradient"]
@@ -446,6 +464,42 @@ def test_weights_that_everybody_knows_have_no_noise_that_a_product_could_show():
     state = training_state.State.initial(params())
     for ct in (*state.model, *state.W, *state.V, *state.archive):
         assert not ct.polys[1].any()
+
+
+@pytest.mark.slow
+@pytest.mark.xfail(strict=True, reason="open: copies of [M] for different samples are not checked to be equal")
+def test_a_site_that_shifts_the_model_at_one_sample_does_not_read_it_in_the_opened_weights(monkeypatch):
+    """[M] has a copy for every sample. A shift of one copy makes that sample dominate the sum over its batch."""
+    config, sample, sites = dataclasses.replace(CONFIG, markers=8), 5, PARTIES[:2]
+    p, data = encrypted_training.Params(sites, HUB, LARGE, config, open_model=True), batches(config)
+    data[ATTACKER][0][1] = 0  # its own part
+    L, shares, direction = p.layout, collective_refresh.shares, np.random.default_rng(8).normal(size=(8, 1)) * [1, -1]
+
+    def deviating(ch, params, secret, maps, c1s, zero, entropy):
+        hs, gs = shares(ch, params, secret, maps, c1s, zero, entropy)
+        if ch.me == ATTACKER and ch.scope.endswith("/0/product"):
+            c, table = ckks.context(params.ckks), np.zeros((L.J, L.O, L.I))
+            table[:8, :2, sample] = 120 * direction / np.abs(direction).max()
+            c.ring.add(gs[0], c.encode(L.spread(table), len(gs[0]), params.ckks.scale).residues)
+        return hs, gs
+
+    monkeypatch.setattr(collective_refresh, "shares", deviating)
+    run = run_protocol(encrypted_training, Case(p, {i: data[i] for i in sites}), timeout=120)
+    check_no_errors(run)  # the norm is small, and the last model is in range
+    change = values(run)[ATTACKER].weights.W - cellcnn.initial(config).W
+    x, read = data[sites[0]][0][1][sample], np.linalg.svd(change)[0][:, 0]
+    assert abs(read @ x) / np.linalg.norm(x) < 0.95  # 0.9998
+
+
+def test_many_opened_numbers_are_refused():
+    from cloister.errors import ParameterError
+    from cloister.protocols.cellcnn.cellcnn_circuit import choose_ring
+
+    config = cellcnn.Config(markers=128, filters=64, classes=2)
+    ring = choose_ring(config, 3)
+    encrypted_training.Params(PARTIES, HUB, ring, config)
+    with pytest.raises(ParameterError, match="combinations of the ciphertexts' noise"):
+        encrypted_training.Params(PARTIES, HUB, ring, config, open_model=True)
 
 
 def test_few_functionals_of_the_noise_are_opened():

@@ -36,10 +36,11 @@ aggregator, holder : nothing about data, labels, gradients or the model beyond `
     more.
 malicious aggregator : no more: every share it gets is masked uniformly, whatever it requests (`collective_refresh`),
     and what it hands out is audited before it is used or opened.
-one malicious site : it can steer the model in every step, by its gradient and by its shares of every refresh. What is
-    opened then depends on the sums over whole batches of the other sites at weights of its choice, with two sites on
-    those of one site. The noise of at most `Layout.functionals` combinations of earlier ciphertexts may show in what
-    is opened: a few hundred equations in a key of 32,768 unknowns. See docs/security/encrypted_training.md.
+one malicious site : it can steer the model in every step, by its gradient and by its shares of every refresh, and the
+    copies of [M] for single samples apart. What is opened then can show one input (a mean of n_cells cells) of each
+    other site, and up to `filters` of them if the model is opened. The noise of at most `Layout.functionals`
+    combinations of earlier ciphertexts may show in what is opened: a few hundred equations in a key of 32,768 unknowns.
+    See docs/security/encrypted_training.md.
 A training that diverges shows that it did: before the start where a site's own data would diverge (it stops then, and
     the others see who); at the end in the two numbers of `collective_range`; and in one number where validation or the
     norm are opened, and no weight is.
@@ -72,6 +73,7 @@ from cloister.arrays import F64, U64
 from cloister.crypto.ckks import scheme as ckks
 from cloister.crypto.ckks.chain import MASKED, OPENINGS
 from cloister.crypto.entropy import Entropy
+from cloister.crypto.lattice.ring import SECURE_BITS
 from cloister.errors import DataError, ParameterError, ProtocolAbort, RefusedError
 from cloister.models import cellcnn
 from cloister.net import wire
@@ -113,6 +115,7 @@ class Params(Collective):  # public
         if self.open_model:
             masked, opened = masked + 1 + len(L.groups) + L.openings, opened + 1 + L.openings
             norm_params(self)  # raises where it does not fit
+            check_functionals(L)
         if masked > MASKED or opened > OPENINGS:
             raise ParameterError(
                 f"{self.config.steps} steps refresh {masked} polynomials and open {opened}; masks and floods hide"
@@ -146,6 +149,17 @@ class Params(Collective):  # public
     def range(self) -> collective_range.Params:
         """The check of [M] at the end."""
         return self.layout.model_range((self.holders, self.aggregator))
+
+
+def check_functionals(layout: Layout) -> None:
+    """Raise where the opened numbers are so many that a malicious site's equations in the key weaken the ring."""
+    P, most = layout.ckks, SECURE_BITS.get(layout.ckks.degree, 0)
+    found = layout.functionals(OPENINGS)
+    if sum(P.bits) > most * (P.degree - found) / P.degree:
+        raise ParameterError(
+            f"opening {layout.weights} weights shows up to {found} combinations of the ciphertexts' noise, too many for"
+            f" a ring of degree {P.degree} and {sum(P.bits)} bits; train with open_model=False, or use fewer filters"
+        )
 
 
 @message("L1")

@@ -15,7 +15,7 @@ Reveals
 aggregator, holder : the mean squared error over all sites' held-out inputs, to about four digits. With two sites, each
     learns the other's mean. n - 1 sites with the aggregator learn no more.
 one malicious site : the same at a model that it has steered (`encrypted_training`): one number per validation, which
-    depends on the sum over all held-out inputs of each other site, never on a single input.
+    is a sum over all held-out inputs of each other site, in which it can make one input dominate.
 
 Assumes
 -------

@@ -2,10 +2,10 @@
 
 The querier encrypts nothing: what it might encrypt instead of samples would have the others decrypt it. Two parties p,
 the maskers, bring encrypted random numbers that only they and the querier know, and the querier says in the clear how
-its samples differ from them. X is on a grid, |X| ≤ 8; r_p of a masker uniform on it within ±16:
+its samples differ from them. X is on a grid, |X| ≤ 8; r_p of a masker uniform on it within ±1024:
 
-    L1  p → q   ρ_p                 a seed of 256 candidates r_p for every entry
-    L2  q → all k, d = X - Σ_p r_p  for every entry the first candidate k at which all |X - r_p| ≤ 8
+    L1  p → q   ρ_p                 a seed of 256 candidates r_p for every entry, together with q's nonce
+    L2  q → all nonce, k, d = X - Σ_p r_p    for every entry the first candidate k at which all |X - r_p| ≤ 1016
     L3  p → S   [r_p]               per chunk of samples
     L4  S → i   Σ_p [r_p]
         i       `collective_audit` of the sum
@@ -15,8 +15,8 @@ its samples differ from them. X is on a grid, |X| ≤ 8; r_p of a masker uniform
 
 A querier from outside trained nothing and holds neither a share of the key nor the encrypted model.
 
-Given the candidate, X - r_p is uniform within ±8 whatever X is, and so is the number of candidates that were passed
-over.
+Given the candidate, X - r_p is uniform within ±1016 whatever X is, and the number of rejected candidates is independent
+of X for everybody who does not know r_p. A masker knows its own r_p: see Reveals.
 
 A ciphertext has room for many more samples than the parties agreed on. Maskers and sites put zero into the places
 beyond `donors`, so a querier gets that many answers and no more. Every site charges them to the querier's account
@@ -30,20 +30,22 @@ querier : U = X·M for up to `donors` samples of its choice, which need not be r
 aggregator, holder : `donors`, the agreed number. Not the samples, not the answer, not the model. Both maskers together
     see the samples: the first two other sites, or, with two sites of which one is the querier, the other site and the
     aggregator.
+masker : in addition, that |X - r_p| ≤ 1016 at the chosen candidate. With |X| ≤ 8 this excludes a part of the values of
+    one entry in 128 per run, and determines its sign in about one of 2,500 for values of deviation 1.
 
 Assumes
 -------
 As `encrypted_training`, whose keys, auditor and [M] it uses. Any one party may lie. Whatever the querier says at L2,
-[X] is an encryption that others made, of numbers below 56. [M] passed `collective_range` at every holder that answers;
-the scale of [X] is so large that its noise stays below the flood for every [M] that may pass. A masker or a site that
-lies shifts the querier's answer, and learns nothing: logits beyond ±64 are clipped, so the querier goes on whatever
-they are. Evaluation is deterministic, so all sites get the same [U], and an outsider notices a site that says something
-else.
+[X] is an encryption that others made, of numbers below 4096. [M] passed `collective_range` at every holder that
+answers; the scale of [X] is so large that its noise stays below the flood for every [M] that may pass. A masker or a
+site that deviates shifts the querier's answer without learning it: logits beyond ±64 are clipped, so the querier goes
+on whatever they are. Evaluation is deterministic, so all sites get the same [U], and an outsider notices a site that
+sends something else.
 
 Cost
 ----
-Querier: 9 bytes for every entry to everyone. Masker: one ciphertext up per chunk of I samples. Per site, chunk and
-class group: one product, log2(markers) rotations, one key-switch share.
+Querier: 32 bytes and 9 for every entry to everyone. Masker: one ciphertext up per chunk of I samples. Per site, chunk
+and class group: one product, log2(markers) rotations, one key-switch share.
 
 References
 ----------
@@ -80,7 +82,8 @@ from cloister.protocols.ckks.collective_key import added, read
 from cloister.study import Party
 
 NAME = "oblivious_prediction"
-LARGEST_X, LARGEST_R, CANDIDATES = 8, 16, 256
+LARGEST_X, LARGEST_R, CANDIDATES = 8, 1024, 256
+LARGEST_SHIFT = LARGEST_R - LARGEST_X  # of |X - r_p| at the chosen candidate
 LARGEST_LOGIT = 64.0
 
 
@@ -137,6 +140,7 @@ class Seed:  # p → q
 
 @message("L2")
 class Query:  # q → all
+    nonce: bytes
     k: U8  # (donors, m)
     d: I64  # (donors, m), on the grid
 
@@ -183,7 +187,7 @@ def cost(params: Params) -> dict[Party, tuple[int, int]]:
     size, entries, told = 2 * c.packed(one), int(np.prod(params.entries)), n + params.outside
     parts: list[dict[Party, tuple[int, int]]] = [
         dict.fromkeys(params.holders, (0, 0))
-        | {params.aggregator: (k * n, k * n * size), params.querier: (told, 9 * told * entries)}
+        | {params.aggregator: (k * n, k * n * size), params.querier: (told, told * (32 + 9 * entries))}
     ]
     parts += [
         {p: (1 + (k if p != params.aggregator else 0), 32 + (k * size if p != params.aggregator else 0))}
@@ -236,8 +240,9 @@ def check_samples(params: Params, X: F64) -> None:
 class Candidates:
     """r_p of one masker, candidate after candidate."""
 
-    def __init__(self, params: Params, seed: bytes) -> None:
-        self._shape, self._prg = params.entries, Prg(seed)
+    def __init__(self, params: Params, seed: bytes, nonce: bytes) -> None:
+        key = hashlib.sha256(b"cloister/oblivious_prediction/" + seed + nonce)  # so that no masker chooses its r_p
+        self._shape, self._prg = params.entries, Prg(key.digest())
 
     def draw(self) -> I64:
         span = (2 * LARGEST_R << GRID) + 1
@@ -245,34 +250,37 @@ class Candidates:
         return np.asarray(drawn - (LARGEST_R << GRID), np.int64)
 
 
-def masked(params: Params, X: F64, seeds: Mapping[Party, bytes]) -> Query:
+def masked(params: Params, X: F64, seeds: Mapping[Party, bytes], nonce: bytes) -> Query:
     """L2: for every entry the first candidates that X - r_p does not tell from others, and d."""
     x = np.zeros(params.entries)
     x[: len(X)] = X
     grid = np.rint(np.ldexp(x, GRID)).astype(np.int64)
     k, d = np.zeros(params.entries, np.uint8), np.zeros(params.entries, np.int64)
-    left, streams = np.ones(params.entries, bool), [Candidates(params, s) for s in seeds.values()]
+    left, streams = np.ones(params.entries, bool), [Candidates(params, s, nonce) for s in seeds.values()]
     for candidate in range(CANDIDATES):
         drawn = [s.draw() for s in streams]
-        fits = left & np.all([np.abs(grid - r) <= LARGEST_X << GRID for r in drawn], axis=0)
+        fits = left & np.all([np.abs(grid - r) <= LARGEST_SHIFT << GRID for r in drawn], axis=0)
         k[fits], d[fits] = candidate, (grid - sum(drawn))[fits]
         left &= ~fits
         if not left.any():
-            return Query(k, d)
+            return Query(nonce, k, d)
     raise ProtocolAbort(NAME, "L2", "masks", "no candidate suited; start a new run")
 
 
-def chosen(params: Params, seed: bytes, k: U8) -> I64:
+def chosen(params: Params, seed: bytes, query: Query) -> I64:
     """The masker's own r_p at the candidates that were chosen."""
-    stream, places = Candidates(params, seed), np.zeros(params.entries, np.int64)
-    for candidate in range(int(k.max()) + 1):
+    stream, places = Candidates(params, seed, query.nonce), np.zeros(params.entries, np.int64)
+    for candidate in range(int(query.k.max()) + 1):
         drawn = stream.draw()
-        places[k == candidate] = drawn[k == candidate]
+        places[query.k == candidate] = drawn[query.k == candidate]
     return places
 
 
 def check_query(params: Params, query: Query) -> Query:
-    if not np.abs(query.d).max() <= (LARGEST_X + LARGEST_R) << GRID:
+    if len(query.nonce) != 32:
+        raise ProtocolAbort(NAME, "L2", "malformed", f"'{params.querier}' sent no nonce of 32 bytes")
+    most = (LARGEST_SHIFT + LARGEST_R) << GRID
+    if query.d.max() > most or query.d.min() < -most:  # not by np.abs: that of -2^63 is negative
         raise ProtocolAbort(NAME, "L2", "range", f"'{params.querier}' asks about numbers that no sample has")
     return query
 
@@ -287,7 +295,7 @@ async def mask(ch: Channel, params: Params, trained: Trained, entropy: Entropy) 
     if ch.me not in params.maskers:
         return query, []
     masked = []
-    for part in params.parts(np.ldexp(chosen(params, seed, query.k).astype(np.float64), -GRID)):
+    for part in params.parts(np.ldexp(chosen(params, seed, query).astype(np.float64), -GRID)):
         masked.append(
             c.raw(c.encrypt(trained.keys.public, L.input_slots(part), L.ladder.query, sample_scale(params), entropy))[0]
         )
@@ -325,7 +333,7 @@ async def querier(ch: Channel, params: Params, trained: Trained, X: F64, *, entr
     check_model(trained)
     c, share = ckks.context(params.ckks), trained.keys.share
     trained.keys.spend(params.chunks * len(params.layout.groups))
-    query, answer = await ask(ch, params, X), Logits(params)
+    query, answer = await ask(ch, params, X, entropy), Logits(params)
     for part, x in enumerate(await inputs(ch, params, query, [], entropy)):
         for g, U in enumerate(evaluate(params, trained.model, x, trained.keys)):
             (c0, c1), _ = c.raw(U)
@@ -338,7 +346,7 @@ async def outsider(ch: Channel, params: Params, X: F64, *, entropy: Entropy) -> 
     """The part of a party that asks and trained nothing. X (samples, m) → logits (samples, o)."""
     check_samples(params, X)
     c, answer, (first, *rest) = ckks.context(params.ckks), Logits(params), params.holders
-    await ask(ch, params, X)
+    await ask(ch, params, X, entropy)
     for part in range(params.chunks):
         for g in range(len(params.layout.groups)):
             got = await ch.recv(first, Result)  # L5
@@ -351,13 +359,13 @@ async def outsider(ch: Channel, params: Params, X: F64, *, entropy: Entropy) -> 
     return answer.of(len(X))
 
 
-async def ask(ch: Channel, params: Params, X: F64) -> Query:
+async def ask(ch: Channel, params: Params, X: F64, entropy: Entropy) -> Query:
     """L1, L2 at the querier."""
     got = await ch.gather(params.maskers, Seed)  # L1
     for p, m in got.items():
         if len(m.seed) != 32:
             raise ProtocolAbort(NAME, "L1", "malformed", f"'{p}' sent no seed of 32 bytes")
-    query = masked(params, X, {p: m.seed for p, m in got.items()})
+    query = masked(params, X, {p: m.seed for p, m in got.items()}, entropy.bytes(32))
     await ch.broadcast([p for p in (params.aggregator, *params.holders) if p != ch.me], query)  # L2
     return query
 
