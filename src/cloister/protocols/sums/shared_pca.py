@@ -26,18 +26,18 @@ no batch effect.
 Reveals
 -------
 coordinator : which genes each site measured; over all sites together, the number of cells, mean and variance of every
-    common gene, and the covariance of the chosen genes; who took part. Of two genes that one cell expresses together,
-    the covariance is the product of that cell's values. If a site drops out between L3 and L5, the
-    coordinator can subtract: that site's number of cells, and about its mean and variance per chosen gene. With k
-    colluding sites: the same sums over the other sites, so with all but one the sums of the last site, never a cell of
-    it.
+    common gene, and the covariance of the chosen genes; who took part. Products of two genes that fewer than
+    `min_expressing` cells of a site express together are replaced by what their means give. If a site drops out between
+    L3 and L5, the coordinator can subtract: that site's number of cells, and about its mean and variance per chosen
+    gene. With k colluding sites: the same sums over the other sites, so with all but one the sums of the last site,
+    never a cell of it.
 site : the common and the chosen genes, their pooled mean and deviation, the components with their variances, and the
     number of cells of all sites; with two sites, therefore, the other's mean and deviation; of a site that drops out
     between L3 and L5, by subtraction of N and of m, its number of cells and about its mean per chosen gene.
 malicious coordinator : the same sums, of all sites together, about genes, means and deviations of its choice. With a
     tiny deviation these are numbers of cells above a mean of its choice, one mean per gene, each zero or at least
-    `min_expressing` of a site, as is the rest of its cells. Products of two genes are not held to this: they tell how
-    many cells exceed both means, down to one. It may claim that a site dropped out, and subtract.
+    `min_expressing` of a site, as is the rest of its cells; so are cells that exceed two means, and the other parts. It
+    may claim that a site dropped out, and subtract.
 one malicious site : the same, by claiming many cells at the mean of its choice.
 
 Assumes
@@ -61,7 +61,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -305,16 +305,32 @@ class Own:
         return lower, upper, zero
 
     def products(self, space: Chosen) -> Contribution:
-        """L5: n, Σz, Σzzᵀ (upper triangle) as one vector."""
-        h = len(space.at)
+        """L5: n, Σz, Σzzᵀ (upper triangle) as one vector.
+
+        With u = z - z(0), which is zero for a cell that does not express the gene, Σ z_g z_h follows from n, Σu_g, Σu_h
+        and Σ u_g u_h. The last one rests on the cells that express both genes. Where these are some, but too few, it is
+        replaced by its expectation for independent genes, Σu_g Σu_h / n.
+        """
+        h, n = len(space.at), self.rows.n
         lower, upper, zero = self.limits(space)
-        n, total, square = 0, np.zeros(h), np.zeros((h, h))
+        lower = np.where(zero, -self.params.bound, lower)
+        base = np.clip(-space.mean / space.deviation, lower, upper)  # z(0)
+        pairs = Pairs(h, self.mine.donor)
+        total, square = np.zeros(h), np.zeros((h, h))
         for log in self.logs(space):
-            z = np.where(zero, 0.0, log) - space.mean
-            z = np.clip(z / space.deviation, np.where(zero, -self.params.bound, lower), upper)
-            n, total = n + len(z), total + z.sum(axis=0)
-            square += z.T @ z
-        return self.rows.whole(np.concatenate([[float(n)], total, square[np.triu_indices(h)]]))
+            u = np.clip((np.where(zero, 0.0, log) - space.mean) / space.deviation, lower, upper) - base
+            total += u.sum(axis=0)
+            square += u.T @ u
+            pairs.add(u != 0, u + base >= upper)
+        triangle = np.triu_indices(h)
+        groups = pairs.groups(self.rows, np.isfinite(upper))
+        part = self.rows.summed(groups, square[triangle])
+        expected = np.outer(total, total) / max(n, 1)
+        square[triangle] = np.where(groups.open | groups.empty, part.values, expected[triangle])
+        square = np.triu(square) + np.triu(square, 1).T
+        whole = n * np.outer(base, base) + np.outer(base, total) + np.outer(total, base) + square
+        sums = self.rows.whole(np.concatenate([[float(n)], total + n * base, whole[triangle]]))
+        return replace_values(part, sums.values)
 
     def check_spread(self, space: Chosen) -> None:
         """L4: cells of one site spread no more around the pooled mean than all cells do."""
@@ -326,6 +342,50 @@ class Own:
         most = (space.cells - 1) * np.square(space.deviation)
         if np.any(spread > most * (1 + 1e-6) + 1e-6 + 1e-13 * space.cells * self.params.largest_log**2):  # rounding
             raise ProtocolAbort(NAME, "L4", "spread", "a pooled deviation is smaller than this site's cells allow")
+
+
+class Pairs:
+    """How many cells and donors of a site are behind the product of every two genes, counted some cells at a time."""
+
+    def __init__(self, h: int, donor: I64 | None) -> None:
+        self.donor, self.seen = donor, 0
+        self.both = np.zeros((h, h), np.int64)  # cells that express both
+        self.clipped = np.zeros((h, h), np.int64)  # cells above the upper limit of both
+        self.found: dict[int, Bits] = {}  # donor → pairs that a cell of the donor expresses
+
+    def add(self, expressed: Bits, clipped: Bits) -> None:
+        rows = slice(self.seen, self.seen + len(expressed))
+        self.seen = rows.stop
+        self.both += _together(expressed)
+        if clipped.any():
+            self.clipped += _together(clipped)
+        if self.donor is None:
+            return
+        for who in np.unique(self.donor[rows]):
+            there = _together(expressed[self.donor[rows] == who]) > 0
+            self.found[int(who)] = there | self.found.get(int(who), np.zeros_like(there))
+
+    def groups(self, rows: Rows, limited: Bits) -> Groups:
+        """Of the pairs of the upper triangle. Where both genes are clipped, every part of the cells must be large."""
+        triangle = np.triu_indices(len(self.both))
+        donors = None
+        if self.donor is not None:
+            donors = np.stack([*self.found.values()]).sum(axis=0)[triangle]
+        groups = rows.sized(self.both[triangle], donors)
+        own, n = np.diag(self.clipped), self.seen
+        parts = (self.clipped, own[:, None] - self.clipped, own[None] - self.clipped,
+                 n - own[:, None] - own[None] + self.clipped)  # fmt: skip
+        least = rows.thresholds.min_cells
+        few = np.any([(part > 0) & (part < least) for part in parts], axis=0) & np.logical_and.outer(limited, limited)
+        off = few & ~np.eye(len(few), dtype=bool)  # a gene with itself: its parts were judged when it was limited
+        return replace(groups, open=groups.open & ~off[triangle])
+
+
+def _together(marks: Bits) -> I64:
+    """Rows that have both marks, for every two columns."""
+    x = marks.astype(np.float32)  # exact up to 2^24 rows at a time
+    counts: I64 = np.rint(x.T @ x).astype(np.int64)
+    return counts
 
 
 def replace_values(part: Contribution, values: F64) -> Contribution:
