@@ -4,9 +4,11 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from cloister import workflows
 from cloister.check_disclosure import check_disclosure
 from cloister.errors import ParameterError, ProtocolAbort
 from cloister.run.rehearsal import rehearse
+from cloister.study import Study
 from cloister.workflows import train_cellcnn
 from cloister.workflows.baselines.cellcnn import cellcnn_baselines
 from cloister.workflows.cellcnn import judged
@@ -175,3 +177,12 @@ def test_what_a_site_contributes_rests_on_enough_donors_whatever_the_others_brin
     found = check_disclosure("train-cellcnn", data, "basel", attacks=[far, one_class], mode="plain", **options)
     assert found.runs == 3
     assert (found.cells, found.donors) == (180, 3)  # of 60 cells each
+
+
+def test_an_opened_model_comes_with_a_warning():
+    parties = {"hub": "coordinator", "a": "site", "b": "site", "c": "site"}
+    keys = {"sample_key": "donor", "target_key": "condition"}
+    opened = Study("x", "train-cellcnn", parties, parameters={**keys, "open_model": True})
+    assert any("one malicious site can choose an input" in note for note in workflows.warnings_of(opened))
+    closed = Study("x", "train-cellcnn", parties, parameters={**keys, "keep": "keys"})
+    assert workflows.warnings_of(closed) == []

@@ -104,8 +104,9 @@ def fine_tune(story: Story, tell: Tell) -> Played:
     """
     sites, sent, steps = story.integrated, Sent(secure_sum.MaskedInput, Weights), Sent(secure_sum.MaskedInput)
     x = {p: cells.embedding(a, "X_integrated") for p, a in sites.items()}
-    run = rehearse("fine-tune", sites, on_event=tell, on_frame=steps, use_rep="X_integrated")
-    options: dict[str, Any] = {"use_rep": "X_integrated", "rounds": 15, "local_epochs": 3, "lr": 3e-3}
+    kinds = tuple(sorted({str(kind) for a in sites.values() for kind in a.obs["cell_type"].dropna()}))
+    run = rehearse("fine-tune", sites, on_event=tell, on_frame=steps, use_rep="X_integrated", labels=kinds)
+    options: dict[str, Any] = {"use_rep": "X_integrated", "labels": kinds, "rounds": 15, "local_epochs": 3, "lr": 3e-3}
     averaged = rehearse("fine-tune", sites, mode="published", on_event=tell, on_frame=sent, **options)
     labels = tuple(run.results["basel"]["labels"])
     share = {p: np.array([np.mean(story.truth[p][story.seen[p]] == name) for name in labels]) for p in sites}

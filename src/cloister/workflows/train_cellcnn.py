@@ -426,6 +426,13 @@ def files(outcome: Outcome) -> dict[str, bytes]:
     return {} if outcome.model is None else {"model.json": outcome.model.to_json().encode()}
 
 
+def warnings(study: Study, options: Options) -> list[str]:
+    """What the sites should know before they start."""
+    if study.mode != "hardened" or not options.open_model:
+        return []
+    return ["open_model: one malicious site can choose an input of another site and read it from the opened weights"]
+
+
 WORKFLOW = Workflow(
     name="train-cellcnn",
     summary="Train one CellCnn on donors of several sites, encrypted from the first step to the last.",
@@ -437,6 +444,7 @@ WORKFLOW = Workflow(
     reads=lambda options, site: ("sample_key", "target_key"),
     writes=("uns['cloister']['cellcnn']",),
     check_study=check_study,
+    warnings=warnings,
     files=files,
     model=("model.json", lambda path, options: cellcnn.Model.from_json(path.read_text(encoding="utf-8"))),
     figures=figures,
