@@ -184,7 +184,7 @@ def test_other_ids_end_in_one_sentence_and_work_with_one_kind_of_name(cells, tmp
         code, out, err = call(*words, "--names", kind)
         assert (code, "600 genes in common" in out) == (0, True), err
     run = rehearse("train-classifier", files, names="symbol", **FIT)
-    assert run.results["basel"]["genes"] == 200
+    assert run.results["basel"]["genes"] >= 100  # at most one for every two labelled cells of a site
 
 
 def test_fractional_counts_work_and_are_reported(cells, tmp_path, call):

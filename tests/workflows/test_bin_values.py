@@ -461,10 +461,12 @@ def test_counts_at_one_site_and_log_values_at_another():
     assert e.value.code == "mixed-values"
 
 
-def test_one_fraction_among_counts_is_noticed_wherever_it_stands():
-    """Whole numbers are told from others by all values, not by a sample."""
+def test_a_fraction_among_counts_leaves_them_counts():
+    """SoupX, alevin and RSEM write such counts; logarithms at one site are still rejected."""
     data = count_sites(sizes=(120, 9000, 50), form=np.asarray)
     data["lugano"].X[4567, 33] = 0.5
+    assert len(rehearse("bin-values", data).results["basel"]["bin_edges"]) == 50
+    data["lugano"].X = np.log1p(data["lugano"].X)
     with pytest.raises(ProtocolAbort, match="lugano: log"):
         rehearse("bin-values", data)
 

@@ -54,6 +54,8 @@ def test_the_querier_is_told_all_but_the_weights():
 def the_card_or_none(lie, values):
     """A querier that finished was told the model's card; sites return nothing."""
     found = values.get(ASKS)
+    if lie.letter == "j" and lie.liar == HUB:
+        return  # the card of another model: what the coordinator sends is its input
     assert found is None or found.model.to_json() == told().model.to_json()
 
 

@@ -560,7 +560,7 @@ def right_of(c):
                 assert one.moved.shape == wanted[p].x.shape
             if lie.letter == "j":  # other inputs: the result of these inputs
                 ideal = pooled_harmony.ideal(lie.case.params, plain_inputs(lie.case))
-                np.testing.assert_allclose(one.moved, ideal[p].moved, atol=1e-3)
+                np.testing.assert_allclose(one.moved, ideal[p].moved, atol=0.05)  # hardened sums are rounded
         assert len({one.digest for one in found.values()}) <= 1
 
     return right
