@@ -55,6 +55,65 @@ def test_a_group_that_lacks_a_few_rows_is_suppressed_too():
     assert Rows(40).overlapping(inside).values.tolist() == [0, 25, 40]
 
 
+def clouds(n, seed=0, centres=4):
+    rng = np.random.default_rng(seed)
+    kind = rng.integers(0, centres, n)
+    return rng.normal(size=(n, 6)) + 8 * rng.normal(size=(centres, 6))[kind], kind
+
+
+@pytest.mark.parametrize("n", [9, 10, 19, 20, 337, 1500])
+def test_groups_of_similar_rows_reach_the_thresholds(n):
+    x, _ = clouds(n)
+    groups = Rows(n).similar(x)
+    if n < 10:
+        assert len(groups) == 0
+        assert (groups.codes == -1).all()
+        return
+    assert np.array_equal(np.bincount(groups.codes), groups.cells)
+    assert groups.cells.min() >= 10
+    assert groups.cells.max() < 20
+    assert groups.cells.sum() == n
+
+
+def test_groups_of_similar_rows_are_of_enough_donors_and_of_one_batch():
+    x, _ = clouds(600)
+    rng = np.random.default_rng(1)
+    donor, batch = rng.integers(0, 5, 600), np.repeat([0, 1, 2, -1], [300, 250, 5, 45])
+    groups = rows_of(donor).similar(x, within=batch)
+    assert (groups.codes[550:] == -1).all()  # five rows of a batch, and those of none
+    for k in range(len(groups)):
+        inside = groups.codes == k
+        assert inside.sum() == groups.cells[k] >= 10
+        assert len(set(donor[inside])) == groups.donors[k] >= 3
+        assert len(set(batch[inside])) == 1
+
+
+def test_groups_of_similar_rows_keep_clouds_apart():
+    x, kind = clouds(1000)
+    groups = Rows(1000).similar(x)
+    pure = [len(set(kind[groups.codes == k])) == 1 for k in range(len(groups))]
+    assert np.mean(pure) > 0.9
+    assert np.allclose(groups.means(x)[3], x[groups.codes == 3].mean(axis=0))
+    part = groups.contribution(groups.means(x).sum(axis=0))
+    assert (part.cells, part.donors) == (int(groups.cells.min()), None)
+
+
+def test_whatever_is_computed_from_group_means_a_row_has_at_most_a_tenth_of_it():
+    """The leverage criterion of `weighted`, for any columns that are functions of the group: no call is counted."""
+    x, _ = clouds(400)
+    groups = Rows(400).similar(x)
+    columns = np.random.default_rng(2).normal(size=(len(groups), 300))[groups.codes]  # 300 rounds of weights
+    basis = np.linalg.svd(columns, full_matrices=False)
+    span = basis[0][:, basis[1] > 1e-9]
+    assert np.square(span).sum(axis=1).max() <= 0.1 + 1e-9
+
+
+def test_equal_rows_are_grouped_too():
+    groups = Rows(55).similar(np.zeros((55, 3)))
+    assert groups.cells.min() >= 10
+    assert len(groups) >= 2
+
+
 def test_groups_that_differ_in_a_few_rows_are_not_open_together():
     """Each group and each complement is large; the difference of two sums was one row."""
     inside = np.zeros((100, 3), bool)

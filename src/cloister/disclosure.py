@@ -28,6 +28,10 @@ one row give that row. For `overlapping` and `weighted`, the criterion therefore
 columns together and the sum over all rows. Columns that would raise it above 1 / `min_cells` are suppressed (`_joint`).
 Sums of different calls and rounds are not compared; docs/security/disclosure.md says what this leaves open.
 
+`similar` bounds every sum and every round at once. It divides a site's rows into groups of similar rows, each above the
+thresholds, before the first message. A protocol that computes on the means of these groups alone can open any function
+of them, at points that other parties choose, any number of times: no opened value depends on less than a group.
+
 Rows are cells, or samples that stand for several cells each (`cells`). Where no donor is named, only cells count.
 """
 
@@ -90,6 +94,38 @@ class Groups:
     def empty(self) -> Bits:
         none: Bits = self.cells == 0
         return none
+
+
+@dataclass(frozen=True, slots=True)
+class SimilarGroups:
+    """Disjoint groups of similar rows of one site, each above the thresholds (microaggregation).
+
+    Groups are formed from the site's own rows alone. In the span of all groups, a cell has leverage 1 / (cells of its
+    group), whatever weights the groups get later, and however often.
+    """
+
+    codes: I64  # (n,), the group of each row; -1 for rows in none
+    cells: I64  # (k,)
+    donors: I64 | None  # (k,); None where donors are not named
+
+    def __len__(self) -> int:
+        return len(self.cells)
+
+    def means(self, values: Array) -> F64:
+        """Mean over the rows of each group, (k, …), of `values` of shape (n, …); all rows weigh the same."""
+        inside = self.codes >= 0
+        sums = np.zeros((len(self), *values.shape[1:]))
+        np.add.at(sums, self.codes[inside], values[inside])
+        sizes = np.bincount(self.codes[inside], minlength=len(self)).reshape(-1, *[1] * (values.ndim - 1))
+        means: F64 = sums / sizes
+        return means
+
+    def contribution(self, values: Array) -> Contribution:
+        """Numbers computed from group means and sizes alone."""
+        donors = None if self.donors is None else int(self.donors.min(initial=2**62))
+        if not len(self):
+            return Contribution(np.zeros_like(values), None, None)
+        return Contribution(np.asarray(values), int(self.cells.min()), donors)
 
 
 @dataclass(frozen=True)
@@ -218,6 +254,65 @@ class Rows:
         ends[-1] = self.n
         codes[order] = np.searchsorted(np.array(ends), np.arange(self.n), side="right")
         return codes
+
+    def similar(self, x: F64, within: I64 | None = None) -> SimilarGroups:
+        """Groups of rows that are near each other in `x`, (n, d), each of which reaches the thresholds.
+
+        Sets of rows are halved across their direction of largest variance as long as both halves reach the thresholds,
+        so a group has at most about twice `min_cells` cells unless donors require more. Rows with different codes in
+        `within` are never in one group; codes whose rows are too few, and code -1, are in no group.
+        """
+        codes = np.full(self.n, -1, np.int64)
+        first = np.zeros(self.n, np.int64) if within is None else within
+        waiting = [np.flatnonzero(first == code) for code in np.unique(first[first >= 0])]
+        cells: list[int] = []
+        donors: list[int] = []
+        while waiting:
+            at = waiting.pop()
+            size, people = self._size(at)
+            if size < self.thresholds.min_cells or (people is not None and people < self.thresholds.min_donors):
+                continue
+            halves = self._halves(at, x)
+            if halves is not None:
+                waiting += halves
+                continue
+            codes[at] = len(cells)
+            cells.append(size)
+            if people is not None:
+                donors.append(people)
+        return SimilarGroups(
+            codes, np.array(cells, np.int64), None if self.donor is None else np.array(donors, np.int64)
+        )
+
+    def _size(self, at: I64) -> tuple[int, int | None]:
+        cells = len(at) if self.cells is None else int(self.cells[at].sum())
+        return cells, None if self.donor is None else len(np.unique(self.donor[at]))
+
+    def _halves(self, at: I64, x: F64) -> list[I64] | None:
+        """Two parts of these rows that both reach the thresholds, as equal as possible; None if there are none."""
+        least = self.thresholds
+        if self._size(at)[0] < 2 * least.min_cells:
+            return None
+        centred = x[at] - x[at].mean(axis=0)
+        for _ in range(2 if self.donor is not None else 1):  # a second direction where donors forbid the first
+            direction = _main_direction(centred)
+            order = np.argsort(centred @ direction, kind="stable")
+            allowed = np.flatnonzero(self._enough(at[order]) & self._enough(at[order[::-1]])[::-1])
+            if len(allowed):
+                cut = int(allowed[np.argmin(np.abs(allowed - len(at) / 2))])
+                return [at[order[:cut]], at[order[cut:]]]
+            centred = centred - np.outer(centred @ direction, direction)
+        return None
+
+    def _enough(self, at: I64) -> Bits:
+        """For 0 … len(at), whether so many of these rows, from the first, reach the thresholds."""
+        cells = np.cumsum(np.append(0, np.ones(len(at), np.int64) if self.cells is None else self.cells[at]))
+        enough: Bits = cells >= self.thresholds.min_cells
+        if self.donor is not None:
+            new = np.zeros(len(at) + 1, np.int64)
+            new[np.unique(self.donor[at], return_index=True)[1] + 1] = 1
+            enough &= np.cumsum(new) >= self.thresholds.min_donors
+        return enough
 
     def _by_donor(self, weights: F64) -> F64:
         assert self.donor is not None
@@ -376,6 +471,15 @@ def join(parts: Sequence[Contribution]) -> Contribution:
         min((p.donors for p in parts if p.donors is not None), default=None),
         sum(p.withheld for p in parts),
     )
+
+
+def _main_direction(centred: F64, rounds: int = 8) -> F64:
+    """About the direction of largest variance, by power iteration from the column with the largest one."""
+    spread = np.square(centred).sum(axis=0)
+    direction = _unit(centred.T @ centred[:, int(spread.argmax())])
+    for _ in range(rounds):
+        direction = _unit(centred.T @ (centred @ direction))
+    return direction
 
 
 def _unit(x: F64) -> F64:
