@@ -1,4 +1,4 @@
-"""The parsers of foreign bytes accept or reject with their documented error: stored corpus, and changed copies of it."""
+"""Parsers of foreign bytes accept, or reject with their documented error: stored corpus, and changed copies of it."""
 
 import runpy
 import sys
