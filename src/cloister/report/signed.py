@@ -41,6 +41,9 @@ def _approval(approval: Mapping[str, Any]) -> list[Row]:
         donors = "" if data["donors"] is None else f" of {data['donors']} donors"
         rows.append(("Approved cells", f"{data['cells']} cells{donors}, {data['genes']} genes"))
         rows.append(("Fingerprint", f"{data['matrix']} (matrix and names), {data['read']} (what else is read)"))
+    if total := approval.get("privacy"):
+        spent = f"ε = {total['epsilon']:g} at δ = {total['delta']:g} for {total['protects']} ({total['accountant']})"
+        rows.append(("Privacy of all runs on these cells", spent))
     return rows
 
 

@@ -216,11 +216,19 @@ class Kit:
                     " [limits] in local/site.toml"
                 )
         if (entry := self.approvals.entry(self.study)) is not None and entry.data is not None:
-            self.budget(policy).check(entry.data.matrix, entry.cost)
+            self.budget(policy).check(entry.data.matrix, entry.cost, self.study)
 
     def budget(self, policy: Policy) -> Budget:
         """What may be spent on this site's cells."""
         return Budget(self.path / "local" / policy.budget["file"], policy.budget, self.me)
+
+    def privacy_total(self, policy: Policy, *, charged: bool) -> dict[str, Any]:
+        """ε of all runs with noise on the approved cells, this one included; empty if none has noise."""
+        entry = self.approvals.entry(self.study)
+        if self.role == "coordinator" or entry is None or entry.data is None:
+            return {}
+        total = self.budget(policy).privacy(entry.data.matrix, None if charged else self.study)
+        return {"privacy": total.record()} if total.epsilon else {}
 
     def answered(self, policy: Policy) -> AnsweredCells:
         """The sets of cells that earlier runs used, of all kits that share the budget's file."""
@@ -402,13 +410,14 @@ consent = []
 study = {STUDY_RUNS}
 {limits}
 
-# What may be asked of the same cells over all studies: runs, workflows computed, and the sum of ε where one is agreed.
+# What may be asked of the same cells over all studies: runs, workflows computed, and ε of all runs with noise together.
 # `file` keeps the count; kits of several studies on the same cells share it by a full path.
 [budget]
 file = "budget.json"
 runs = {USUAL["runs"]}
 queries = {USUAL["queries"]}
 # epsilon = 10.0
+# delta = {USUAL["delta"]:g}
 # Cells that one querier may have labelled with these cells as references, over all studies (map-labels).
 query_cells = {USUAL["query_cells"]}
 
