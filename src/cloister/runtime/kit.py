@@ -36,6 +36,7 @@ from cloister.cells.vocabulary import check_map
 from cloister.crypto.agreement import Identity
 from cloister.disclosure import Thresholds
 from cloister.errors import DataError, ParameterError
+from cloister.runtime.sandbox import FULL, LEVELS
 from cloister.runtime.sign_off import approval, own_cells
 from cloister.runtime.sign_off.approval import Approval, Approvals, Refusal
 from cloister.runtime.sign_off.budget import USUAL, Budget, cost_of, read_budget
@@ -49,7 +50,8 @@ RUNS = "runs"  # folder of a coordinator's kit: how a run ended, until its servi
 DATA = "CLOISTER_DATA"  # a service that is started for one run finds its cells here
 TOP = {"data", "out", "sandbox", "approve", "limits", "budget", "floors", "obs", "obsm", "labels"}
 TOP |= {"layer", "raw", "genes", "kind"}  # of this site's file
-SANDBOXES = ("landlock", "systemd")  # who confines the carrier: the service itself, or the unit file
+SANDBOXES = (*LEVELS[::-1], "systemd")  # the least level that this site accepts (`sandbox`), or two units of systemd
+RENAMED = {"landlock": FULL}  # as kits of earlier versions have it
 STUDY_RUNS, WORKFLOW_RUNS = 20, 100  # runs that may be begun where [limits] says nothing
 COUNTS = "runs.json"  # in `local`: how many runs were begun, by study and by workflow
 APPROVE = ("workflows", "modes", "studies", "consent")
@@ -64,7 +66,7 @@ class Policy:
     workflows: tuple[str, ...] = ()
     modes: tuple[str, ...] = ()
     studies: tuple[str, ...] = ()  # digests, as `cloister site KIT --approve` writes them
-    sandbox: str = "landlock"
+    sandbox: str = FULL
     consent: tuple[str, ...] = ()  # what a study may do here beyond running: "open-model"; --approve adds none
     limits: Mapping[str, int] = field(default_factory=dict)  # "study" or a workflow's name → runs it may have here
     budget: Mapping[str, Any] = field(default_factory=dict)  # what may be asked of the same cells under any study
@@ -134,7 +136,8 @@ class Kit:
                 raise ParameterError(f"{where.name}: '{key}' must be a name in quotes")
         if not isinstance(raw.get("raw", False), bool):
             raise ParameterError(f"{where.name}: 'raw' must be true or false")
-        if raw.get("sandbox", SANDBOXES[0]) not in SANDBOXES:
+        sandbox = RENAMED.get(str(raw.get("sandbox")), raw.get("sandbox", FULL))
+        if sandbox not in SANDBOXES:
             raise ParameterError(f"{where.name}: 'sandbox' must be one of {', '.join(SANDBOXES)}")
         for key in APPROVE:
             approved = approve.get(key, [])
@@ -163,7 +166,7 @@ class Kit:
             **allowed,
             limits={"study": STUDY_RUNS} | dict.fromkeys(self._asked()["workflows"], WORKFLOW_RUNS) | dict(limits),
             budget=read_budget(_table(raw, "budget")),
-            sandbox=raw.get("sandbox", SANDBOXES[0]),
+            sandbox=sandbox,
             floors=dict(floors),
             obs=names["obs"],
             obsm=names["obsm"],
@@ -348,6 +351,15 @@ def _table(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     return table
 
 
+SANDBOX_TEXT = """
+# How well the process that talks to the network must be confined; below this level the service does not start.
+# "full": it reads no file of yours and connects to one port. "files": on older kernels, it may connect to any port.
+# "seccomp": it may also read what this service may read. "systemd": another user runs it, by two unit files.
+# cloister doctor shows what this machine offers; docs/deploy.md explains the levels.
+sandbox = "full"
+"""
+
+
 def format_policy(study: Study, role: Role) -> str:
     """The `local/site.toml` that a kit is delivered with: nothing is approved yet."""
     cells = """\
@@ -424,8 +436,7 @@ min_cells = {Thresholds().min_cells}
         "# Read each time a run starts; no restart is needed after a change.\n\n"
         + (cells if role == "site" else "")
         + '# Results and receipts, one folder per run.\nout = "results"\n'
-        + '\n# Who keeps the process that talks to the network away from all this: "landlock", or "systemd" where the\n'
-        + '# kernel is too old for it (docs/deploy.md).\nsandbox = "landlock"\n'
+        + SANDBOX_TEXT
         + (approval if role != "coordinator" else "")
         + (names if role == "site" else "")
     )
