@@ -148,6 +148,7 @@ def _examine_kit(path: Path) -> Iterator[Finding]:
         yield Finding("study", "note", note)
     yield from (Finding(name, "note", what) for name, what in overdue(kit, policy))
     if kit.role != "coordinator":
+        yield from _terms(kit, policy)
         try:
             kit.check_approved(policy)
             yield Finding("approval", "ok", _approval(kit))
@@ -187,6 +188,17 @@ def _approval(kit: Kit) -> str:
     entry = kit.approvals.current(kit.study)
     on = f", on {entry.data.words}" if entry.data is not None else ""
     return f"this site allows the study in its kit: {entry.by}, {entry.when}{on}"
+
+
+def _terms(kit: Kit, policy: Policy) -> Iterator[Finding]:
+    """On what terms this party takes part."""
+    from cloister.report.signed import terms_rows
+    from cloister.runtime.kit import CONSENTS_SET
+
+    shown = "; ".join(f"{title}: {text}" for title, text in terms_rows(kit.terms(policy)))
+    yield Finding("terms", "ok", shown)
+    if unseen := kit.unseen_consents(policy):
+        yield Finding("consent", "note", CONSENTS_SET.format(", ".join(unseen)))
 
 
 def _limit(most: float | None) -> str:

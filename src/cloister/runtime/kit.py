@@ -22,13 +22,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import stat
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import tomlkit
 
 from cloister import files, governance, workflows
 from cloister.cells.files import Settings
@@ -54,6 +55,10 @@ SANDBOXES = (*LEVELS[::-1], "systemd")  # the least level that this site accepts
 RENAMED = {"landlock": FULL}  # as kits of earlier versions have it
 STUDY_RUNS, WORKFLOW_RUNS = 20, 100  # runs that may be begun where [limits] says nothing
 COUNTS = "runs.json"  # in `local`: how many runs were begun, by study and by workflow
+CONSENTS_SET = (  # shown before anybody here has seen these consents
+    "these consents were in local/site.toml before this approval, and kits are delivered without any: {};"
+    " to take them back, write: consent = []"
+)
 APPROVE = ("workflows", "modes", "studies", "consent")
 
 
@@ -285,15 +290,45 @@ class Kit:
             found = own_cells.fingerprint_of(self.study, self.me, adata)
             if not small_change:
                 self.check_differences(policy, adata, found.matrix)
-        for key, asked in self._asked().items():
-            values = dict.fromkeys((*getattr(policy, key), *asked))
-            line = f"{key} = {json.dumps([*values])}"
-            text, replaced = re.subn(rf"^{key} *=.*$", line, text, count=1, flags=re.MULTILINE)
-            if not replaced:
-                raise ParameterError(f"{self.policy_file}: there is no line '{key} = [...]' under [approve]; add it")
-        entry = self.approvals.add(self.study, by, found, cost_of(self.study), stamp, small_change=small_change)
+        added = {key: [*dict.fromkeys((*getattr(policy, key), *asked))] for key, asked in self._asked().items()}
+        text = self._edited(text, added)
+        entry = self.approvals.add(
+            self.study,
+            by,
+            found,
+            cost_of(self.study),
+            stamp,
+            small_change=small_change,
+            terms=self.terms(policy),
+        )
         self._write_policy(text)
         return entry
+
+    def terms(self, policy: Policy) -> dict[str, Any]:
+        """On what terms this party takes part: what approval, doctor, page and receipt show."""
+        terms: dict[str, Any] = {"consent": [*policy.consent], "limits": dict(policy.limits)}
+        if self.role == "site":
+            least = Thresholds().raised(policy.floors)
+            terms["floors"] = {"min_cells": least.min_cells, "min_donors": least.min_donors}
+            terms["budget"] = {key: value for key, value in policy.budget.items() if key != "file"}
+            terms["file"] = str(policy.data) if policy.data is not None else ""
+        return terms
+
+    def unseen_consents(self, policy: Policy) -> list[str]:
+        """Consents in `local/site.toml` that nobody here has seen while approving, as a kit may be delivered with."""
+        known = self.approvals.known_consents()
+        return [word for word in policy.consent if word not in known]
+
+    def _edited(self, text: str, lists: Mapping[str, list[str]]) -> str:
+        """`local/site.toml` with other lists under [approve]; comments, order and layout stay."""
+        document = tomlkit.parse(text)
+        if "approve" not in document:
+            document["approve"] = tomlkit.table()
+        table: Any = document["approve"]
+        for key, values in lists.items():
+            if [*table.get(key, ())] != values:
+                table[key] = values
+        return tomlkit.dumps(document)
 
     def refuse(self, by: str = "") -> Approval:
         """Keep in `local/approvals.json` that somebody read this kit's study and does not allow it."""
@@ -304,9 +339,8 @@ class Kit:
         entry, digest = self.approvals.withdraw(self.study, by), self.study.digest.hex()
         with contextlib.suppress(ParameterError):  # nothing runs from a file that cannot be read
             if digest in (listed := self.policy().studies):
-                line = f"studies = {json.dumps([x for x in listed if x != digest])}"
                 text = self.policy_file.read_text(encoding="utf-8")
-                self._write_policy(re.sub(r"^studies *=.*$", line, text, count=1, flags=re.MULTILINE))
+                self._write_policy(self._edited(text, {"studies": [x for x in listed if x != digest]}))
         return entry is not None
 
     def _write_policy(self, text: str) -> None:

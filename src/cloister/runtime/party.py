@@ -191,7 +191,7 @@ class Turn:
             consent=frozenset(policy.consent),
             floors=policy.floors,
             charge=kit.budget(policy).charge_queries if kit.role == "site" else None,
-            approval=approved.record if approved is not None else None,
+            approval={**approved.record, "terms": kit.terms(policy)} if approved is not None else None,
             journal=journal_in(step_folder(folder, part), kit.me),
         )
 

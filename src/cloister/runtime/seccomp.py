@@ -7,7 +7,8 @@ import socket
 import struct
 
 # Numbers of system calls: x86-64, aarch64 (None: it has none). What they would open is said beside them.
-REFUSED: dict[str, tuple[int | None, int | None]] = {
+Numbers = tuple[int | None, int | None]
+REFUSED: dict[str, Numbers] = {
     # another program, another process
     "execve": (59, 221),
     "execveat": (322, 281),
@@ -140,9 +141,16 @@ REFUSED: dict[str, tuple[int | None, int | None]] = {
 NO_SOCKET = {"socket": (41, 198), "connect": (42, 203)}  # the coordinator has its listener already
 NO_ACCEPT = {"accept": (43, 202), "accept4": (288, 242)}  # nobody connects to a site
 SOCKET, CLONE, PRLIMIT, TGKILL = (41, 198), (56, 220), (302, 261), (234, 131)
-MISSING = {"clone3": (435, 435), "openat2": (437, 437)}  # their flags lie in memory; libc then uses clone and openat
-OPENING: dict[tuple[int | None, int | None], int] = {(2, None): 1, (257, 56): 2}  # open, openat: which has the flags
-SENDING = {(44, 206): 3, (46, 211): 2, (307, 269): 3}  # sendto, sendmsg, sendmmsg: which argument has the flags
+MISSING: dict[str, Numbers] = {
+    "clone3": (435, 435),
+    "openat2": (437, 437),
+}  # their flags lie in memory; libc then uses clone and openat
+OPENING: dict[Numbers, int] = {(2, None): 1, (257, 56): 2}  # open, openat: which has the flags
+SENDING: dict[Numbers, int] = {
+    (44, 206): 3,
+    (46, 211): 2,
+    (307, 269): 3,
+}  # sendto, sendmsg, sendmmsg: which argument has the flags
 LAST_KNOWN = 461  # newer calls, which nobody has looked at, do not exist here
 ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 
@@ -170,11 +178,10 @@ def build_filter(machine: str, *, may_connect: bool, pid: int) -> bytes:
     if machine == "x86_64":
         code += [(MASKED, 0, 1, X32), (END, 0, 0, KILL)]
     code += [(ABOVE, 0, 1, LAST_KNOWN), answer(errno.ENOSYS)]
-    for numbers in MISSING.values():
-        code += [(EQUAL, 0, 1, numbers[which]), answer(errno.ENOSYS)]
-    for numbers in refused.values():
-        if (number := numbers[which]) is not None:
-            code += [(EQUAL, 0, 1, number), answer(errno.EPERM)]
+    for table, error in ((MISSING, errno.ENOSYS), (refused, errno.EPERM)):
+        for numbers in table.values():
+            if (number := numbers[which]) is not None:
+                code += [(EQUAL, 0, 1, number), answer(error)]
     # a new thread, but no new process
     code += [(EQUAL, 0, 4, CLONE[which])]
     low(0)
@@ -195,7 +202,7 @@ def build_filter(machine: str, *, may_connect: bool, pid: int) -> bytes:
     code += [(EQUAL, 1, 0, 0), answer(errno.EPERM), (END, 0, 0, ALLOW)]
     # data with the first packet would connect past Landlock
     for numbers, argument in SENDING.items():
-        code += [(EQUAL, 0, 4, numbers[which])]
+        code += [(EQUAL, 0, 4, numbers[which] or 0)]
         low(argument)
         code += [(MASKED, 0, 1, MSG_FASTOPEN), answer(errno.EPERM), (END, 0, 0, ALLOW)]
     # TCP over IPv4 or IPv6 and nothing else; Landlock's ports are TCP's, and not those of MPTCP or SCTP
