@@ -7,7 +7,7 @@ export OPENBLAS_NUM_THREADS ?= 1
 export MKL_NUM_THREADS ?= 1
 export NUMBA_NUM_THREADS ?= 1
 
-.PHONY: help demo test test-all mutants fuzz oracle docs axe notebooks figures bench tables wheel sbom lint format clean
+.PHONY: help setup demo test test-all coverage mutants fuzz hashes oracle docs axe notebooks figures bench tables wheel sbom lint format clean
 
 help:                   ## this list
 	@grep -hE "^[a-z-]+:.*##" $(MAKEFILE_LIST) | sed -E "s/:[^#]*##/\t/" | expand -t 12
@@ -15,8 +15,10 @@ help:                   ## this list
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -c constraints.txt torch==2.13.0
-	$(BIN)/python -m pip install -q -c constraints.txt -e ".[all,dev]"
+	$(BIN)/python -m pip install -q -c constraints.txt -e ".[all,fcs,dev]"
 	touch $@
+
+setup: $(STAMP)         ## only the environment
 
 demo: $(STAMP)          ## one story on one set of cells, told by every workflow; writes demo/report.html
 	$(BIN)/cloister demo --out demo
@@ -26,6 +28,9 @@ test: $(STAMP) lint     ## what CI runs
 
 test-all: $(STAMP) lint ## with the long tests
 	$(BIN)/python -m pytest -n 2
+
+coverage: $(STAMP)      ## fast tests with branch coverage, in build/coverage.xml
+	$(BIN)/python -m pytest -n 2 -m "not slow" --cov --cov-report term:skip-covered --cov-report xml:build/coverage.xml
 
 mutants: $(STAMP)       ## weaken every protocol in one place at a time, and say which behaviour notices; long, resumable
 	$(BIN)/python scripts/mutants.py
@@ -57,8 +62,11 @@ bench: $(STAMP)         ## every benchmark, quick form, kept in benchmarks/logs/
 tables: $(STAMP)        ## the papers' tables with our column
 	$(BIN)/python scripts/tables.py
 
-wheel: $(STAMP)         ## build the wheel, and try it outside the repository on Python 3.11, 3.12, 3.13 (or PYTHONS="...")
+wheel: $(STAMP)         ## build the wheel, and try it outside the repository on Python 3.11 to 3.14 (or PYTHONS="...")
 	$(BIN)/python scripts/wheel.py $(addprefix --python ,$(PYTHONS))
+
+hashes: $(STAMP)        ## constraints-hashed.txt, from constraints.txt and the package index
+	$(BIN)/python scripts/hash_constraints.py
 
 sbom: $(STAMP)          ## what is installed, as CycloneDX, in build/sbom.json
 	$(BIN)/python scripts/sbom.py

@@ -72,6 +72,7 @@ img { max-width: 100% }
 
 
 def build() -> int:
+    """Lay the pages out and run Sphinx; warnings are errors."""
     stage()
     shutil.rmtree(SITE, ignore_errors=True)
     command = ["sphinx-build", "-q", "-W", "--keep-going", "-b", "html", "-c", ROOT / "scripts" / "sphinx"]
@@ -214,4 +215,6 @@ def commands_page() -> str:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["--out"]:
+        SITE = Path(sys.argv[2]).resolve()
     sys.exit(build())

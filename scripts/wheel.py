@@ -1,6 +1,7 @@
 """Build the wheel and try it where nothing of the repository is in reach: `make wheel`.
 
-    python scripts/wheel.py                                       Python 3.11, 3.12 and 3.13, those that are found
+    python scripts/wheel.py                                       Python 3.11 to 3.14, those that are found
+    python scripts/wheel.py --build-only                          wheel and sdist, built twice and compared
     python scripts/wheel.py --python /opt/python3.13/bin/python3  these interpreters and no search; may be repeated
     python scripts/wheel.py --versions newest --extras ''         one set of versions; the base package alone
     make wheel PYTHONS="python3.12 /opt/python3.13/bin/python3"
@@ -18,19 +19,23 @@ several gigabytes for each of six environments, and nothing that is tried here n
 from __future__ import annotations
 
 import argparse
+import gzip
+import hashlib
+import io
 import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 SITES = ("basel", "lugano", "vienna")
-PYTHONS = ("3.11", "3.12", "3.13")
+PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 VERSIONS = ("constraints", "newest")
-EXTRAS = "fcs,flare,he,ot,report"
+EXTRAS = "flare,he,ot,report"
 TESTS = ("net/test_wire.py", "net/test_channel.py", "cells/test_tables.py", "workflows/test_bin_values.py")
 NEEDED = ("pytest", "hypothesis")  # by these tests, beside the package
 TOLD = ("numpy", "pandas", "anndata", "scipy", "h5py", "msgpack", "cryptography", "numba", "nvflare")
@@ -42,23 +47,57 @@ class Failed(Exception):
 
 
 def build() -> Path:
-    """dist/cloister-*.whl, anew, from the files that git knows or would take in."""
-    with tempfile.TemporaryDirectory() as work:
-        source = Path(work) / "source"
+    """dist/cloister-*.whl and .tar.gz, anew; they are built twice, and both builds have to agree byte for byte."""
+    with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory(prefix="another-name-") as two:
+        first, second = built(Path(one)), built(Path(two))
+        for a, b in zip(first, second, strict=True):
+            if a.name != b.name or a.read_bytes() != b.read_bytes():
+                sys.exit(f"{a.name} is not reproducible: two builds of the same files differ")
+        shutil.rmtree(ROOT / "dist", ignore_errors=True)
+        (ROOT / "dist").mkdir()
+        copies = [Path(shutil.copy(path, ROOT / "dist")) for path in first]
+    for path in copies:
+        print(f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}, two builds alike")
+    return copies[0]
+
+
+def built(work: Path) -> tuple[Path, Path]:
+    """Wheel and sdist from the files that git knows or would take in, dated by the last commit."""
+    stamp = subprocess.check_output(["git", "log", "-1", "--format=%ct"], cwd=ROOT, text=True).strip()
+    environment = {**clean_environment(), "SOURCE_DATE_EPOCH": stamp, "LC_ALL": "C.UTF-8", "TZ": "UTC"}
+    before = os.umask(0o022)  # modes are part of a wheel
+    try:
+        source = work / "source"
         for name in subprocess.check_output(
             ["git", "ls-files", "-coz", "--exclude-standard"], cwd=ROOT, text=True
         ).split("\0"):
             if name and (ROOT / name).is_file():
                 (source / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(ROOT / name, source / name)
+        command = [sys.executable, "-m", "build", "--wheel", "--sdist", "--no-isolation", "--outdir", str(work)]
         subprocess.run(
-            [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", work, str(source)],
-            check=True,
-            stdout=subprocess.DEVNULL,
+            [*command, str(source)], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment
         )
-        (wheel,) = Path(work).glob("*.whl")
-        (ROOT / "dist").mkdir(exist_ok=True)
-        return Path(shutil.copy(wheel, ROOT / "dist"))
+    finally:
+        os.umask(before)
+    (wheel,), (archive,) = work.glob("*.whl"), work.glob("*.tar.gz")
+    repack(archive, int(stamp))
+    return wheel, archive
+
+
+def repack(archive: Path, stamp: int) -> None:
+    """The same files in an order, with dates and owners that do not depend on who builds."""
+    with tarfile.open(archive) as old:
+        members = sorted(old.getmembers(), key=lambda m: m.name)
+        whole = io.BytesIO()
+        with tarfile.open(fileobj=whole, mode="w", format=tarfile.PAX_FORMAT) as new:
+            for member in members:
+                member.mtime, member.uid, member.gid, member.uname, member.gname = stamp, 0, 0, "", ""
+                member.mode = 0o755 if member.isdir() else 0o644
+                member.pax_headers = {}
+                new.addfile(member, old.extractfile(member) if member.isfile() else None)
+    with archive.open("wb") as file, gzip.GzipFile("", "wb", 9, file, mtime=stamp) as packed:
+        packed.write(whole.getvalue())
 
 
 # ---- interpreters --------------------------------------------------------------------------------------------------
@@ -153,10 +192,14 @@ def test(python: Path, work: Path, limits: list[object], versions: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--build-only", action="store_true")
     parser.add_argument("--python", action="append", metavar="PATH", help="try this interpreter instead of a search")
     parser.add_argument("--versions", choices=VERSIONS, action="append", help="default: both")
     parser.add_argument("--extras", default=EXTRAS, help="comma-separated; none: --extras ''")
     args = parser.parse_args()
+    if args.build_only:
+        build()
+        return
     pythons, missing = {}, []
     if args.python:
         for given in args.python:
