@@ -7,7 +7,7 @@ export OPENBLAS_NUM_THREADS ?= 1
 export MKL_NUM_THREADS ?= 1
 export NUMBA_NUM_THREADS ?= 1
 
-.PHONY: help demo test test-all mutants oracle docs axe notebooks figures bench tables wheel sbom lint format clean
+.PHONY: help demo test test-all mutants fuzz oracle docs axe notebooks figures bench tables wheel sbom lint format clean
 
 help:                   ## this list
 	@grep -hE "^[a-z-]+:.*##" $(MAKEFILE_LIST) | sed -E "s/:[^#]*##/\t/" | expand -t 12
@@ -29,6 +29,10 @@ test-all: $(STAMP) lint ## with the long tests
 
 mutants: $(STAMP)       ## weaken every protocol in one place at a time, and say which behaviour notices; long, resumable
 	$(BIN)/python scripts/mutants.py
+
+fuzz: $(STAMP)          ## coverage-guided fuzzing of all parsers of foreign bytes, SECONDS=60 each; needs atheris
+	$(BIN)/python -m pip install -q -c constraints.txt atheris
+	$(BIN)/python fuzz/run.py --seconds $(or $(SECONDS),60)
 
 oracle: $(STAMP)        ## compare with SPU, OpenFHE and limma, in environments of their own
 	$(BIN)/python scripts/oracle.py
@@ -60,13 +64,13 @@ sbom: $(STAMP)          ## what is installed, as CycloneDX, in build/sbom.json
 	$(BIN)/python scripts/sbom.py
 
 lint: $(STAMP)          ## style and types
-	$(BIN)/ruff check src tests benchmarks scripts
-	$(BIN)/ruff format --check src tests benchmarks scripts
+	$(BIN)/ruff check src tests benchmarks scripts fuzz
+	$(BIN)/ruff format --check src tests benchmarks scripts fuzz
 	$(BIN)/mypy
 
 format: $(STAMP)        ## tidy the code, and the pages that are made from it
-	$(BIN)/ruff check --fix src tests benchmarks scripts
-	$(BIN)/ruff format src tests benchmarks scripts
+	$(BIN)/ruff check --fix src tests benchmarks scripts fuzz
+	$(BIN)/ruff format src tests benchmarks scripts fuzz
 	$(BIN)/python scripts/pieces.py
 
 clean:

@@ -51,7 +51,7 @@ class End:
             "listen": hub,
             "addresses": [] if hub else [("127.0.0.1", port)],
             "tls": ready.tls_files(self.kit),
-            "sandbox": "landlock",
+            "sandbox": "full",
         }
         self.pipe.post(Packet(PLAN, data=json.dumps(plan).encode()))
         threading.Thread(target=self._read, daemon=True).start()

@@ -364,13 +364,13 @@ def test_runs_are_limited_where_the_owner_says_nothing(basel):
     assert dict(basel.policy().limits) == {"study": 20, "bin-values": 100}
 
 
-@pytest.mark.parametrize("name", ["landlock", "systemd"])
+@pytest.mark.parametrize("name", ["full", "files", "seccomp", "systemd"])
 def test_who_confines_the_carrier_is_one_of_two(basel, name):
     text = basel.policy_file.read_text()
-    basel.policy_file.write_text(text.replace('sandbox = "landlock"', f'sandbox = "{name}"'))
+    basel.policy_file.write_text(text.replace('sandbox = "full"', f'sandbox = "{name}"'))
     assert basel.policy().sandbox == name
-    basel.policy_file.write_text(text.replace('sandbox = "landlock"', 'sandbox = "none"'))
-    with pytest.raises(ParameterError, match="'sandbox' must be one of landlock, systemd"):
+    basel.policy_file.write_text(text.replace('sandbox = "full"', 'sandbox = "none"'))
+    with pytest.raises(ParameterError, match="'sandbox' must be one of full, files, seccomp, systemd"):
         basel.policy()
 
 

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import platform
+import re
 import socket
 import struct
 import subprocess
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from cloister.cli import doctor
 from cloister.errors import ParameterError, UsageError
 from cloister.runtime import launch, ready, sandbox, seccomp
 from cloister.runtime.kit import Kit
@@ -57,7 +59,15 @@ def goods(tmp_path):
         }
 
 
-def steal(goods, monkeypatch, *, listen, confined=True) -> dict[str, str]:
+def spawn_patched(end: socket.socket, patch: str) -> subprocess.Popen:
+    """A carrier on a kernel that offers less; `patch` is code about `s`, the module `sandbox`."""
+    root = str(Path(sandbox.__file__).parents[2])
+    code = f"import sys; sys.path.insert(0, sys.argv.pop(1)); import cloister.runtime.sandbox as s; {patch}; s.main()"
+    command = [sys.executable, "-I", "-B", "-c", code, root, str(THIEF), str(end.fileno())]
+    return subprocess.Popen(command, pass_fds=[end.fileno()], env={}, cwd="/")
+
+
+def steal(goods, monkeypatch, *, listen, confined=True, least="full", patch="") -> dict[str, str]:
     """Put the thief into the carrier's place; returns what it could do."""
     monkeypatch.setattr(launch, "PROGRAM", str(THIEF))
     kit = Kit.open(goods["kit"])
@@ -68,12 +78,12 @@ def steal(goods, monkeypatch, *, listen, confined=True) -> dict[str, str]:
         "port": port,
         "listen": listen,
         "tls": ready.tls_files(kit),
-        "sandbox": "landlock" if confined else "systemd",
+        "sandbox": least if confined else "none",
         "goods": {k: v for k, v in goods.items() if k != "kit"},
     }
     ours, theirs = socket.socketpair()
     with theirs:
-        process = launch.spawn_carrier(theirs)
+        process = launch.spawn_carrier(theirs) if not patch else spawn_patched(theirs, patch)
     pipe, said = Pipe(ours), {}
     pipe.post(Packet(PLAN, data=json.dumps(plan).encode()))
     try:
@@ -131,7 +141,7 @@ def test_half_a_sandbox_is_noticed(missing):
     code = f"""
 import sys
 from cloister.runtime import sandbox
-sandbox.{missing} = lambda *a, **k: None
+sandbox.{missing} = sandbox._namespaces = lambda *a, **k: None
 try:
     sandbox.confine([], 8002)
 except sandbox.SandboxError as e:
@@ -139,6 +149,104 @@ except sandbox.SandboxError as e:
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert "the sandbox does not hold" in done.stdout, done.stderr
+
+
+# -- kernels that offer less -------------------------------------------------------------------------------------------
+
+ABIS = {6: 0, 5: 1, 4: 2, 3: 3, 2: 4, 1: 5}  # Landlock's ABI → the first rung that it takes
+NO_LANDLOCK, NO_NAMESPACES = "s.RUNGS = ()", "s._namespaces = lambda readable: None"
+needs_namespaces = pytest.mark.skipif(
+    subprocess.run(["unshare", "-Urm", "true"], capture_output=True, check=False).returncode != 0,
+    reason="user namespaces are not allowed here",
+)
+
+
+def offer(patch: str, connect: str = "connect") -> dict:
+    """What a kernel that offers less gives: level, layers and what stays open."""
+    code = sandbox.TRY.replace("s.report()", f"{patch}; s.report()")
+    command = [sys.executable, "-I", "-B", "-c", code, str(Path(sandbox.__file__).parents[2]), connect]
+    return json.loads(subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout)
+
+
+@needs_kernel
+@pytest.mark.parametrize("abi", ABIS)
+def test_every_abi_of_landlock_is_used_for_what_it_can_do(abi):
+    found = offer(f"s.RUNGS = s.RUNGS[{ABIS[abi]}:]")
+    assert found["level"] == ("full" if abi >= 4 else "files")
+    assert any(layer.startswith("Landlock") for layer in found["by"])
+    assert found["open"] == ([] if abi >= 4 else [sandbox.OPEN["ports"]])
+    assert offer(f"s.RUNGS = s.RUNGS[{ABIS[abi]}:]", "listen")["level"] == "full"  # a coordinator connects nowhere
+
+
+@needs_kernel
+def test_a_kernel_that_reports_scopes_and_refuses_them_is_used_without(monkeypatch):
+    """Some kernels of RHEL 9 report Landlock 6 and answer EINVAL."""
+    patch = (
+        "real = s._call; fail = lambda: (_ for _ in ()).throw(s.SandboxError('EINVAL'));"
+        "s._call = lambda number, *a: fail() if number == s.CREATE_RULESET and a[1] == 24 else real(number, *a)"
+    )
+    found = offer(patch)
+    assert found["level"] == "full"
+    assert "scopes" not in found["by"][0]
+
+
+@needs_kernel
+def test_a_kernel_that_refuses_to_restrict_leaves_nothing_half_applied():
+    patch = (
+        "real = s._call; fail = lambda: (_ for _ in ()).throw(s.SandboxError('EINVAL'));"
+        "s._call = lambda number, *a: fail() if number == s.RESTRICT_SELF else real(number, *a);" + NO_NAMESPACES
+    )
+    found = offer(patch)
+    assert found["level"] == "seccomp"
+    assert found["open"] == [sandbox.OPEN["files"], sandbox.OPEN["ports"]]
+
+
+OTHER_PORT = {"connect to another port", "connect by IPv6"}  # what level `files` leaves open
+BY_PATCH = {"Landlock 1": "s.RUNGS = s.RUNGS[5:]", "namespaces": NO_LANDLOCK}
+
+
+@needs_kernel
+@needs_namespaces
+@pytest.mark.parametrize("layer", BY_PATCH)
+def test_on_an_older_kernel_a_thief_gets_ports_and_no_file(goods, monkeypatch, layer):
+    said = steal(goods, monkeypatch, listen=False, least="files", patch=BY_PATCH[layer])
+    assert said.pop("a thread") == "ran"
+    if layer == "namespaces":  # its own root folder may be listed: there is nothing in it but code
+        assert not {"home", "var", "proc"} & set(re.findall(r"'(\w+)'", said.pop("list /")))
+        assert said.pop(f"list {goods['kit']}") == "WORKED: ['startup']"  # and there only the TLS files
+    assert {what for what, x in said.items() if not x.startswith("refused")} <= OTHER_PORT
+    assert (goods["kit"] / "results" / "outcome.json").read_text() == "{}"
+
+
+@needs_kernel
+def test_by_seccomp_alone_a_thief_reads_files_and_changes_none(goods, monkeypatch):
+    said = steal(goods, monkeypatch, listen=False, least="seccomp", patch=f"{NO_LANDLOCK}; {NO_NAMESPACES}")
+    got = {what for what, x in said.items() if not x.startswith("refused") and what != "a thread"}
+    assert f"read {goods['kit'] / 'identity.key'}" in got  # as OPEN says
+    assert {what.split(" ")[0] for what in got - OTHER_PORT} <= {"read", "list", "open"}
+    assert (goods["kit"] / "results" / "outcome.json").read_text() == "{}"
+
+
+@needs_kernel
+def test_a_level_below_what_the_site_accepts_ends_the_carrier(goods, monkeypatch):
+    with pytest.raises(AssertionError, match="this site accepts 'full' or better"):
+        steal(goods, monkeypatch, listen=False, patch="s.RUNGS = s.RUNGS[5:]")
+
+
+def test_the_service_names_what_a_lower_level_leaves_open(goods, monkeypatch):
+    kit = Kit.open(goods["kit"])
+    lower = sandbox.Confined("files", ("Landlock (13 rights of files)", "seccomp"), (sandbox.OPEN["ports"],))
+    monkeypatch.setattr(sandbox, "offered", lambda **_: lower)
+    with pytest.raises(UsageError, match=r"connect to any TCP address.*accepts 'full' or better.*sandbox = "):
+        ready.check_ready(kit)
+    text = kit.policy_file.read_text()
+    kit.policy_file.write_text(text.replace('sandbox = "full"', 'sandbox = "files"'))
+    ready.check_ready(kit)
+    shown = [f for f in doctor.examine(kit.path) if f.name == "carrier"]
+    assert shown[0].state == "note"
+    assert "connect to any TCP address" in shown[0].detail
+    kit.policy_file.write_text(text.replace('sandbox = "full"', 'sandbox = "landlock"'))  # a kit of an earlier version
+    assert kit.policy().sandbox == "full"
 
 
 @needs_kernel
@@ -157,9 +265,12 @@ def test_a_process_with_threads_is_not_confined_by_halves(tmp_path):
 # -- the filter, on both architectures ---------------------------------------------------------------------------------
 
 
+PID = 4711
+
+
 def judge(machine: str, number: int, *args: int, may_connect: bool = True, architecture: int | None = None) -> object:
     """What the filter says to a system call: an interpreter of its few instructions."""
-    code = [*struct.iter_unpack("=HBBI", seccomp.build_filter(machine, may_connect=may_connect))]
+    code = [*struct.iter_unpack("=HBBI", seccomp.build_filter(machine, may_connect=may_connect, pid=PID))]
     arch = architecture or seccomp.ARCHITECTURES[machine][1]
     data = struct.pack("=iIQ6Q", number, arch, 0, *args, *[0] * (6 - len(args)))
     at = value = 0
@@ -201,7 +312,14 @@ def test_what_the_filter_says(machine):
     assert judge(machine, socket_, socket.AF_INET, tcp, 0, may_connect=False) == "EPERM"
     assert judge(machine, clone, 0x00010000 | 0x100) == "allow"
     assert judge(machine, clone, 17) == "EPERM"
-    assert judge(machine, seccomp.CLONE3[which]) == "ENOSYS"
+    for numbers in seccomp.MISSING.values():
+        assert judge(machine, numbers[which]) == "ENOSYS"
+    for numbers, argument in seccomp.OPENING.items():
+        if numbers[which] is not None:
+            says = [judge(machine, numbers[which], *[0] * argument, flags) for flags in (0, 1, 2, 0o1000, 0o100)]
+            assert says == ["allow", *["EPERM"] * 4]
+    assert judge(machine, seccomp.TGKILL[which], PID) == "allow"
+    assert judge(machine, seccomp.TGKILL[which], PID + 1) == "EPERM"
     assert judge(machine, 462) == "ENOSYS"
     assert judge(machine, prlimit, 0) == "allow"
     assert judge(machine, prlimit, 1) == "EPERM"
@@ -237,11 +355,11 @@ def test_numbers_of_system_calls_are_those_of_this_kernel():
 
 def test_an_old_kernel_is_refused_unless_systemd_confines(goods, monkeypatch):
     kit = Kit.open(goods["kit"])
-    monkeypatch.setattr(sandbox, "landlock_abi", lambda: 4)
-    with pytest.raises(UsageError, match='Landlock 4.*sandbox = "systemd"'):
+    monkeypatch.setattr(sandbox, "offered", lambda **_: sandbox.Confined("seccomp", ("seccomp",), ("read files",)))
+    with pytest.raises(UsageError, match='read files.*sandbox = "systemd"'):
         ready.check_ready(kit)
     text = kit.policy_file.read_text()
-    kit.policy_file.write_text(text.replace('sandbox = "landlock"', 'sandbox = "systemd"'))
+    kit.policy_file.write_text(text.replace('sandbox = "full"', 'sandbox = "systemd"'))
     with pytest.raises(ParameterError, match="start the service by the unit file"):
         ready.check_ready(kit)
     monkeypatch.setenv("RUNTIME_DIRECTORY", str(kit.path.parent))
@@ -258,7 +376,7 @@ def test_a_carrier_of_systemd_comes_by_itself_and_needs_no_kit(goods, monkeypatc
     """What the carrier's unit does: it starts the program with a path and its own copy of the TLS files."""
     kit = Kit.open(goods["kit"])
     text = kit.policy_file.read_text()
-    kit.policy_file.write_text(text.replace('sandbox = "landlock"', 'sandbox = "systemd"'))
+    kit.policy_file.write_text(text.replace('sandbox = "full"', 'sandbox = "systemd"'))
     monkeypatch.setenv("RUNTIME_DIRECTORY", str(tmp_path))
     own = tmp_path / "credentials"
     own.mkdir()

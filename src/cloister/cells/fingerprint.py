@@ -133,6 +133,8 @@ def fingerprint(adata: AnnData, places: Iterable[str] = (), donor_key: str | Non
             _add_matrix(read, matrix_of(adata, key), where_is(key))
         else:
             _add_matrix(read, np.asarray(_plain(adata.obsm[key])), f"adata.{place}")
+            if isinstance(about := adata.uns.get(key), Mapping) and "space" in about:  # which space it is in
+                _add_names(read, [about["space"]])
     persons = donors(adata, donor_key) if donor_key is not None and donor_key in adata.obs else None
     return Fingerprint(adata.n_obs, adata.n_vars, persons, matrix.hexdigest(), read.hexdigest())
 

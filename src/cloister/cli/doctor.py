@@ -71,24 +71,26 @@ def _generator() -> Finding:
 
 
 def _sandbox() -> Finding:
-    from cloister.runtime.sandbox import landlock_abi, why_not
+    from cloister.runtime.sandbox import offered
 
-    if reason := why_not():
-        return Finding("sandbox", "note", f"{reason}; services need the two units of docs/deploy.md (systemd)")
-    return Finding("sandbox", "ok", f"Landlock {landlock_abi()} and seccomp")
+    found = offered()
+    if isinstance(found, str):
+        return Finding("sandbox", "note", f"{found}; services need the two units of docs/deploy.md (systemd)")
+    return Finding("sandbox", "note" if found.open else "ok", str(found))
 
 
-def _carrier(sandbox: str) -> Finding:
-    """Who keeps the process that talks to the network away from this kit."""
-    from cloister.runtime.sandbox import why_not
+def _carrier(sandbox: str, *, listen: bool) -> Finding:
+    """What confines the process that talks to the network, and what that leaves open."""
+    from cloister.runtime.sandbox import offered, why_not
 
-    reason = why_not()
+    found = offered(listen=listen)
     if sandbox == "systemd":
-        more = "" if reason else '; this kernel could: sandbox = "landlock"'
-        return Finding("carrier", "note", f"confined by systemd, if started by the unit files of docs/deploy.md{more}")
-    if reason:
-        return Finding("carrier", "wrong", f'{reason}; see docs/deploy.md, sandbox = "systemd"')
-    return Finding("carrier", "ok", "the service confines it, by Landlock and seccomp")
+        more = f"; besides {found}" if not isinstance(found, str) else ""
+        return Finding("carrier", "note", f"run by systemd as another user, by the unit files of docs/deploy.md{more}")
+    if reason := why_not(sandbox, listen=listen):
+        return Finding("carrier", "wrong", f"{reason}; see 'Kernels' in docs/deploy.md")
+    left = not isinstance(found, str) and bool(found.open)
+    return Finding("carrier", "note" if left else "ok", f"confined by the service: {found}; accepted here: '{sandbox}'")
 
 
 def _proofs() -> Finding:
@@ -135,7 +137,7 @@ def _examine_kit(path: Path) -> Iterator[Finding]:
     yield from _permissions(path, policy.out)
     yield from _certificates(kit)
     yield _disk(policy)
-    yield _carrier(policy.sandbox)
+    yield _carrier(policy.sandbox, listen=kit.role == "coordinator")
     try:
         parts = [f"{part.workflow}, mode {part.mode}" for part, _, _ in check_steps(kit.study)]
         yield Finding("study", "ok", f"{', then '.join(parts)}, {len(kit.study.sites)} sites")
@@ -146,6 +148,7 @@ def _examine_kit(path: Path) -> Iterator[Finding]:
         yield Finding("study", "note", note)
     yield from (Finding(name, "note", what) for name, what in overdue(kit, policy))
     if kit.role != "coordinator":
+        yield from _terms(kit, policy)
         try:
             kit.check_approved(policy)
             yield Finding("approval", "ok", _approval(kit))
@@ -185,6 +188,17 @@ def _approval(kit: Kit) -> str:
     entry = kit.approvals.current(kit.study)
     on = f", on {entry.data.words}" if entry.data is not None else ""
     return f"this site allows the study in its kit: {entry.by}, {entry.when}{on}"
+
+
+def _terms(kit: Kit, policy: Policy) -> Iterator[Finding]:
+    """On what terms this party takes part."""
+    from cloister.report.signed import terms_rows
+    from cloister.runtime.kit import CONSENTS_SET
+
+    shown = "; ".join(f"{title}: {text}" for title, text in terms_rows(kit.terms(policy)))
+    yield Finding("terms", "ok", shown)
+    if unseen := kit.unseen_consents(policy):
+        yield Finding("consent", "note", CONSENTS_SET.format(", ".join(unseen)))
 
 
 def _limit(most: float | None) -> str:

@@ -101,20 +101,20 @@ def _show_refused(kit: Kit, by: str, data: Path | None) -> None:
 
 def _show_approved(kit: Kit, by: str, data: Path | None, *, small_change: bool = False) -> None:
     from cloister import governance
+    from cloister.report.signed import terms_rows
+    from cloister.runtime.kit import CONSENTS_SET
 
+    unseen = kit.unseen_consents(kit.policy())
     entry, study = kit.approve(by, data, small_change=small_change), kit.study
     asked = ", then ".join(f"{part.workflow}, mode {part.mode}" for part in study.parts)
     out.print(f"approved: {asked}, study {study.name!r} ({study.digest.hex()})", markup=False)
     for title, text in governance.in_words(study.governance):
         out.print(f"  {title}: {text}", markup=False)
     out.print(f"  by {entry.by}, {entry.when}" + (f", on {entry.data.words}" if entry.data else ""), markup=False)
-    policy = kit.policy()
-    if entry.data is not None:
-        out.print(f"  cells: {data or policy.data}", markup=False)
-    out.print(f"  consent beyond taking part: {', '.join(policy.consent) or 'none'}", markup=False)
-    sizes = ", ".join(f"{name} = {least}" for name, least in policy.floors.items()) or "those of the study"
-    limits = ", ".join(f"{name} {most}" for name, most in policy.limits.items())
-    out.print(f"  minimum group sizes here: {sizes}; runs allowed: {limits}", markup=False)
+    for title, text in terms_rows(entry.terms):
+        out.print(f"  {title}: {text}", markup=False)
+    if unseen:
+        out.print(f"  {CONSENTS_SET.format(', '.join(unseen))}", style="yellow", markup=False)
     if entry.small_change:
         out.print("  runs are allowed although few cells may differ from those of an earlier run", markup=False)
 

@@ -86,4 +86,12 @@ def read_journal(path: Path) -> list[dict[str, Any]]:
     """The whole lines of a journal; one that was cut off in the middle of its writing is not among them."""
     *lines, torn = path.read_bytes().rstrip(b"\0").split(b"\n")
     del torn
-    return [json.loads(line) for line in lines]
+    return [json.loads(line, object_pairs_hook=unique_keys) for line in lines]
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; one that repeats a key is rejected, because readers differ in which value they take."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key is repeated")
+    return found

@@ -4,6 +4,10 @@ Every frame that is sent or received and every value that is opened appends an e
 
     hash_i = SHA-256(hash_{i-1} ‖ entry_i)          hash_{-1} = SHA-256(header)
 
+Header and entries are hashed as canonical JSON (RFC 8785), so any language can verify a receipt. The format is on the
+page docs/security/receipts.md, and verifiers/receipt.mjs is an independent verifier. Format 2 hashed the header in
+Python's own notation of numbers; receipts of that format still verify here.
+
 The last entries name the protocols that ran, each with its `Reveals`, and how the run ended; the party signs the last
 hash with its own key. The file on disk (`receipt.json`) keeps every entry; people, and
 `adata.uns["cloister"]`, get the entries summed up per message name. Pulses and farewells, which say only that a party
@@ -23,6 +27,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -30,11 +35,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import rfc8785
+
 from cloister.errors import ReceiptError
 from cloister.files import replacing
-from cloister.net.journal import SUFFIX, Journal, read_journal
+from cloister.net.journal import SUFFIX, Journal, read_journal, unique_keys
 
-FORMAT = "cloister-receipt/2"
+FORMAT = "cloister-receipt/3"
+FORMAT_2 = "cloister-receipt/2"  # read and verified, no longer written
+LARGEST = 2**53 - 1  # of the whole numbers that every reader of JSON has exactly
 UNDECLARED = "not among the protocols that are declared for this mode; see its file"
 AT_HOME = ("used", "contributed", "spent", "written", "ran", "result")  # entries about what does not travel
 PARTS = {"header", "entries", "head", "status", "public", "signature"}  # of the file
@@ -52,8 +61,26 @@ class Entry:
     scope: str = ""  # of a message: the path of its sub-protocol
 
 
-def _json(x: Any) -> bytes:
-    return json.dumps(x, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+def _first_hash(header: Mapping[str, Any]) -> str:
+    """Hash of the header, which every entry builds on."""
+    if header.get("format") == FORMAT_2:
+        text = json.dumps(header, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+    else:
+        text = rfc8785.dumps(dict(header))
+    return hashlib.sha256(text).hexdigest()
+
+
+def _portable(x: Any) -> Any:
+    """The same value in JSON types; numbers that JSON does not carry exactly become text."""
+    if isinstance(x, Mapping):
+        return {str(key): _portable(value) for key, value in x.items()}
+    if isinstance(x, list | tuple):
+        return [_portable(value) for value in x]
+    if isinstance(x, int) and not -LARGEST <= x <= LARGEST:
+        return str(x)
+    if isinstance(x, float) and not math.isfinite(x):
+        return str(x)
+    return str(x) if isinstance(x, str) else x
 
 
 def _row(e: Entry) -> dict[str, Any]:
@@ -70,10 +97,10 @@ def _row(e: Entry) -> dict[str, Any]:
 
 
 def _link(previous: str, e: Entry) -> str:
-    if type(e.bytes) is not int:
-        raise TypeError("a size that is no whole number")
+    if type(e.bytes) is not int or not 0 <= e.bytes <= LARGEST:
+        raise TypeError(f"a size must be a whole number from 0 to {LARGEST}")
     texts = map(_quoted, (e.kind, e.line, e.name, e.protocol, e.scope, e.sha256, e.to))
-    row = _ROW % (e.bytes, *texts)  # as _json(_row(e)) has it, which takes twice as long
+    row = _ROW % (e.bytes, *texts)  # equal to rfc8785.dumps(_row(e)), at a fraction of its time
     return hashlib.sha256(bytes.fromhex(previous) + row.encode()).hexdigest()
 
 
@@ -86,9 +113,9 @@ class Receipt:
     """The record of one party in one run. Thread-safe; entries can be added, never changed."""
 
     def __init__(self, header: dict[str, Any], journal: Journal | None = None) -> None:
-        self.header = {"format": FORMAT, **header}
+        self.header: dict[str, Any] = _portable({"format": FORMAT, **header})
         self.entries: list[tuple[Entry, str]] = []
-        self.head = hashlib.sha256(_json(self.header)).hexdigest()
+        self.head = _first_hash(self.header)
         self.status = "running"
         self.signature: dict[str, str] = {}
         self._lock, self._journal = threading.Lock(), journal
@@ -202,7 +229,10 @@ class Receipt:
         """Read a receipt without judging it; `check` does that."""
         try:
             path = Path(path)
-            raw = _of_journal(path) if path.name.endswith(SUFFIX) else json.loads(path.read_text(encoding="utf-8"))
+            if path.name.endswith(SUFFIX):
+                raw = _of_journal(path)
+            else:
+                raw = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique_keys)
             receipt = cls.__new__(cls)
             receipt.header, receipt.head, receipt.status = {**raw["header"]}, str(raw["head"]), str(raw["status"])
             fields = Entry.__dataclass_fields__
@@ -214,8 +244,8 @@ class Receipt:
             raise ReceiptError(f"{path} is no Cloister receipt ({type(e).__name__}); give a receipt.json") from None
         if not whole:
             raise ReceiptError(f"{path} was altered: it holds fields that no receipt has")
-        if receipt.header.get("format") != FORMAT:
-            raise ReceiptError(f"{path} is a receipt of another format; this version reads {FORMAT}")
+        if receipt.header.get("format") not in (FORMAT, FORMAT_2):
+            raise ReceiptError(f"{path} is a receipt of another format; this version reads {FORMAT_2} and {FORMAT}")
         return receipt
 
     def check(self, check_signature: Callable[[bytes, bytes, bytes], None] | None = None) -> None:
@@ -224,8 +254,8 @@ class Receipt:
         `check_signature(public, head, signature)` raises if the last hash was not signed by that key.
         """
         try:
-            previous = hashlib.sha256(_json(self.header)).hexdigest()
-        except ValueError:
+            previous = _first_hash(self.header)
+        except (ValueError, TypeError, RecursionError):
             raise ReceiptError("the header was altered: it is no text") from None
         for i, (entry, claimed) in enumerate(self.entries):
             try:
@@ -264,7 +294,7 @@ def _of_journal(path: Path) -> dict[str, Any]:
     entries = [row for row in rows if "hash" in row]
     signature = rows[-1] if rows and "signature" in rows[-1] else {}
     header = dict(first["header"])
-    head = entries[-1]["hash"] if entries else hashlib.sha256(_json(header)).hexdigest()
+    head = entries[-1]["hash"] if entries else _first_hash(header)
     ended = entries[-1]["name"] if entries and entries[-1]["kind"] == "result" else "running"
     return {"header": header, "head": head, "status": ended, **signature, "entries": entries}
 

@@ -127,6 +127,9 @@ def _left(kit: Kit, policy: Policy, approval: Approval | None) -> Iterator[Left]
         budget = kit.budget(policy)
         spent = budget.spent(approval.data.matrix)
         words = {"runs": "runs", "queries": "workflows computed", "epsilon": "ε"}
+        total = budget.privacy(approval.data.matrix)
+        if total.runs:
+            words["epsilon"] = f"ε per {total.unit} at δ = {total.delta:g}, {total.runs} runs with noise together,"
         for key, what in words.items():
             yield Left(f"{what} on these cells, all studies", policy.budget.get(key), spent[key])
 

@@ -41,6 +41,28 @@ def _approval(approval: Mapping[str, Any]) -> list[Row]:
         donors = "" if data["donors"] is None else f" of {data['donors']} donors"
         rows.append(("Approved cells", f"{data['cells']} cells{donors}, {data['genes']} genes"))
         rows.append(("Fingerprint", f"{data['matrix']} (matrix and names), {data['read']} (what else is read)"))
+    if total := approval.get("privacy"):
+        spent = f"ε = {total['epsilon']:g} at δ = {total['delta']:g} for {total['protects']} ({total['accountant']})"
+        rows.append(("Privacy of all runs on these cells", spent))
+    return rows + terms_rows(approval.get("terms", {}))
+
+
+def terms_rows(terms: Mapping[str, Any]) -> list[Row]:
+    """Consents, limits, thresholds and file of a party, as title and text."""
+    if not terms:
+        return []
+    rows = [("Consents", ", ".join(terms.get("consent", ())) or "none beyond taking part")]
+    words = {"study": "of this study", "min_cells": "cells", "min_donors": "donors"}
+    if limits := terms.get("limits"):
+        rows.append(
+            ("Runs allowed", ", ".join(f"{most} {words.get(what, 'of ' + what)}" for what, most in limits.items()))
+        )
+    if floors := terms.get("floors"):
+        rows.append(("Minimum group", " and ".join(f"{least} {words.get(key, key)}" for key, least in floors.items())))
+    if budget := terms.get("budget"):
+        rows.append(("Budget of these cells", ", ".join(f"{most:g} {key}" for key, most in budget.items())))
+    if file := terms.get("file"):
+        rows.append(("File", str(file)))
     return rows
 
 

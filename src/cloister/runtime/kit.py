@@ -22,7 +22,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import stat
 import tomllib
 from collections.abc import Mapping
@@ -30,12 +29,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import tomlkit
+
 from cloister import files, governance, workflows
 from cloister.cells.files import Settings
 from cloister.cells.vocabulary import check_map
 from cloister.crypto.agreement import Identity
 from cloister.disclosure import Thresholds
 from cloister.errors import DataError, ParameterError
+from cloister.runtime.sandbox import FULL, LEVELS
 from cloister.runtime.sign_off import approval, own_cells
 from cloister.runtime.sign_off.approval import Approval, Approvals, Refusal
 from cloister.runtime.sign_off.budget import USUAL, Budget, cost_of, read_budget
@@ -49,9 +51,14 @@ RUNS = "runs"  # folder of a coordinator's kit: how a run ended, until its servi
 DATA = "CLOISTER_DATA"  # a service that is started for one run finds its cells here
 TOP = {"data", "out", "sandbox", "approve", "limits", "budget", "floors", "obs", "obsm", "labels"}
 TOP |= {"layer", "raw", "genes", "kind"}  # of this site's file
-SANDBOXES = ("landlock", "systemd")  # who confines the carrier: the service itself, or the unit file
+SANDBOXES = (*LEVELS[::-1], "systemd")  # the least level that this site accepts (`sandbox`), or two units of systemd
+RENAMED = {"landlock": FULL}  # as kits of earlier versions have it
 STUDY_RUNS, WORKFLOW_RUNS = 20, 100  # runs that may be begun where [limits] says nothing
 COUNTS = "runs.json"  # in `local`: how many runs were begun, by study and by workflow
+CONSENTS_SET = (  # shown before anybody here has seen these consents
+    "these consents were in local/site.toml before this approval, and kits are delivered without any: {};"
+    " to take them back, write: consent = []"
+)
 APPROVE = ("workflows", "modes", "studies", "consent")
 
 
@@ -64,7 +71,7 @@ class Policy:
     workflows: tuple[str, ...] = ()
     modes: tuple[str, ...] = ()
     studies: tuple[str, ...] = ()  # digests, as `cloister site KIT --approve` writes them
-    sandbox: str = "landlock"
+    sandbox: str = FULL
     consent: tuple[str, ...] = ()  # what a study may do here beyond running: "open-model"; --approve adds none
     limits: Mapping[str, int] = field(default_factory=dict)  # "study" or a workflow's name → runs it may have here
     budget: Mapping[str, Any] = field(default_factory=dict)  # what may be asked of the same cells under any study
@@ -134,7 +141,8 @@ class Kit:
                 raise ParameterError(f"{where.name}: '{key}' must be a name in quotes")
         if not isinstance(raw.get("raw", False), bool):
             raise ParameterError(f"{where.name}: 'raw' must be true or false")
-        if raw.get("sandbox", SANDBOXES[0]) not in SANDBOXES:
+        sandbox = RENAMED.get(str(raw.get("sandbox")), raw.get("sandbox", FULL))
+        if sandbox not in SANDBOXES:
             raise ParameterError(f"{where.name}: 'sandbox' must be one of {', '.join(SANDBOXES)}")
         for key in APPROVE:
             approved = approve.get(key, [])
@@ -163,7 +171,7 @@ class Kit:
             **allowed,
             limits={"study": STUDY_RUNS} | dict.fromkeys(self._asked()["workflows"], WORKFLOW_RUNS) | dict(limits),
             budget=read_budget(_table(raw, "budget")),
-            sandbox=raw.get("sandbox", SANDBOXES[0]),
+            sandbox=sandbox,
             floors=dict(floors),
             obs=names["obs"],
             obsm=names["obsm"],
@@ -216,11 +224,19 @@ class Kit:
                     " [limits] in local/site.toml"
                 )
         if (entry := self.approvals.entry(self.study)) is not None and entry.data is not None:
-            self.budget(policy).check(entry.data.matrix, entry.cost)
+            self.budget(policy).check(entry.data.matrix, entry.cost, self.study)
 
     def budget(self, policy: Policy) -> Budget:
         """What may be spent on this site's cells."""
         return Budget(self.path / "local" / policy.budget["file"], policy.budget, self.me)
+
+    def privacy_total(self, policy: Policy, *, charged: bool) -> dict[str, Any]:
+        """ε of all runs with noise on the approved cells, this one included; empty if none has noise."""
+        entry = self.approvals.entry(self.study)
+        if self.role == "coordinator" or entry is None or entry.data is None:
+            return {}
+        total = self.budget(policy).privacy(entry.data.matrix, None if charged else self.study)
+        return {"privacy": total.record()} if total.epsilon else {}
 
     def answered(self, policy: Policy) -> AnsweredCells:
         """The sets of cells that earlier runs used, of all kits that share the budget's file."""
@@ -282,15 +298,45 @@ class Kit:
             found = own_cells.fingerprint_of(self.study, self.me, adata)
             if not small_change:
                 self.check_differences(policy, adata, found.matrix)
-        for key, asked in self._asked().items():
-            values = dict.fromkeys((*getattr(policy, key), *asked))
-            line = f"{key} = {json.dumps([*values])}"
-            text, replaced = re.subn(rf"^{key} *=.*$", line, text, count=1, flags=re.MULTILINE)
-            if not replaced:
-                raise ParameterError(f"{self.policy_file}: there is no line '{key} = [...]' under [approve]; add it")
-        entry = self.approvals.add(self.study, by, found, cost_of(self.study), stamp, small_change=small_change)
+        added = {key: [*dict.fromkeys((*getattr(policy, key), *asked))] for key, asked in self._asked().items()}
+        text = self._edited(text, added)
+        entry = self.approvals.add(
+            self.study,
+            by,
+            found,
+            cost_of(self.study),
+            stamp,
+            small_change=small_change,
+            terms=self.terms(policy),
+        )
         self._write_policy(text)
         return entry
+
+    def terms(self, policy: Policy) -> dict[str, Any]:
+        """On what terms this party takes part: what approval, doctor, page and receipt show."""
+        terms: dict[str, Any] = {"consent": [*policy.consent], "limits": dict(policy.limits)}
+        if self.role == "site":
+            least = Thresholds().raised(policy.floors)
+            terms["floors"] = {"min_cells": least.min_cells, "min_donors": least.min_donors}
+            terms["budget"] = {key: value for key, value in policy.budget.items() if key != "file"}
+            terms["file"] = str(policy.data) if policy.data is not None else ""
+        return terms
+
+    def unseen_consents(self, policy: Policy) -> list[str]:
+        """Consents in `local/site.toml` that nobody here has seen while approving, as a kit may be delivered with."""
+        known = self.approvals.known_consents()
+        return [word for word in policy.consent if word not in known]
+
+    def _edited(self, text: str, lists: Mapping[str, list[str]]) -> str:
+        """`local/site.toml` with other lists under [approve]; comments, order and layout stay."""
+        document = tomlkit.parse(text)
+        if "approve" not in document:
+            document["approve"] = tomlkit.table()
+        table: Any = document["approve"]
+        for key, values in lists.items():
+            if [*table.get(key, ())] != values:
+                table[key] = values
+        return tomlkit.dumps(document)
 
     def refuse(self, by: str = "") -> Approval:
         """Keep in `local/approvals.json` that somebody read this kit's study and does not allow it."""
@@ -301,9 +347,8 @@ class Kit:
         entry, digest = self.approvals.withdraw(self.study, by), self.study.digest.hex()
         with contextlib.suppress(ParameterError):  # nothing runs from a file that cannot be read
             if digest in (listed := self.policy().studies):
-                line = f"studies = {json.dumps([x for x in listed if x != digest])}"
                 text = self.policy_file.read_text(encoding="utf-8")
-                self._write_policy(re.sub(r"^studies *=.*$", line, text, count=1, flags=re.MULTILINE))
+                self._write_policy(self._edited(text, {"studies": [x for x in listed if x != digest]}))
         return entry is not None
 
     def _write_policy(self, text: str) -> None:
@@ -346,6 +391,15 @@ def _table(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     if not isinstance(table, Mapping):
         raise ParameterError(f"site.toml: [{key}] must be a table")
     return table
+
+
+SANDBOX_TEXT = """
+# How well the process that talks to the network must be confined; below this level the service does not start.
+# "full": it reads no file of yours and connects to one port. "files": on older kernels, it may connect to any port.
+# "seccomp": it may also read what this service may read. "systemd": another user runs it, by two unit files.
+# cloister doctor shows what this machine offers; docs/deploy.md explains the levels.
+sandbox = "full"
+"""
 
 
 def format_policy(study: Study, role: Role) -> str:
@@ -402,13 +456,14 @@ consent = []
 study = {STUDY_RUNS}
 {limits}
 
-# What may be asked of the same cells over all studies: runs, workflows computed, and the sum of ε where one is agreed.
+# What may be asked of the same cells over all studies: runs, workflows computed, and ε of all runs with noise together.
 # `file` keeps the count; kits of several studies on the same cells share it by a full path.
 [budget]
 file = "budget.json"
 runs = {USUAL["runs"]}
 queries = {USUAL["queries"]}
 # epsilon = 10.0
+# delta = {USUAL["delta"]:g}
 # Cells that one querier may have labelled with these cells as references, over all studies (map-labels).
 query_cells = {USUAL["query_cells"]}
 
@@ -424,8 +479,7 @@ min_cells = {Thresholds().min_cells}
         "# Read each time a run starts; no restart is needed after a change.\n\n"
         + (cells if role == "site" else "")
         + '# Results and receipts, one folder per run.\nout = "results"\n'
-        + '\n# Who keeps the process that talks to the network away from all this: "landlock", or "systemd" where the\n'
-        + '# kernel is too old for it (docs/deploy.md).\nsandbox = "landlock"\n'
+        + SANDBOX_TEXT
         + (approval if role != "coordinator" else "")
         + (names if role == "site" else "")
     )

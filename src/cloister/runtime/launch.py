@@ -19,7 +19,7 @@ RUNTIME = "RUNTIME_DIRECTORY"  # systemd's name for the folder that a unit's pro
 
 def open_carrier(kit: Kit, ending: threading.Event) -> tuple[subprocess.Popen[bytes] | None, socket.socket]:
     """Start a carrier, or wait for the one that systemd starts; returns our end of its pipe."""
-    if kit.policy().sandbox == "landlock":
+    if kit.policy().sandbox != "systemd":
         ours, theirs = socket.socketpair()
         with theirs:
             return spawn_carrier(theirs), ours
@@ -41,7 +41,20 @@ def carrier_socket() -> socket.socket:
     path.unlink(missing_ok=True)
     server = socket.socket(socket.AF_UNIX)
     server.settimeout(1.0)
-    server.bind(str(path))
+    umask = os.umask(0o177)
+    try:
+        server.bind(str(path))
+    finally:
+        os.umask(umask)
+    group = path.parent.stat().st_gid
+    try:
+        os.chown(path, -1, group)  # a new socket has this process's first group, which the carrier's user is not in
+    except PermissionError:
+        server.close()
+        raise ParameterError(
+            f"{path.parent} belongs to group {group}, and this user is not in it, so its carrier cannot connect;"
+            " add the user to that group, or SupplementaryGroups= to the unit (docs/deploy.md)"
+        ) from None
     path.chmod(0o660)
     server.listen(1)
     return server

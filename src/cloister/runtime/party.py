@@ -174,7 +174,6 @@ class Turn:
         def keep(receipt: Receipt) -> None:
             run.receipts[kit.me] = receipt
 
-        approved = kit.approvals.entry(kit.study)
         folders = {one.study.label: step_folder(folder, one.study) for one in done}
         return take_part(
             part,
@@ -191,9 +190,17 @@ class Turn:
             consent=frozenset(policy.consent),
             floors=policy.floors,
             charge=kit.budget(policy).charge_queries if kit.role == "site" else None,
-            approval=approved.record if approved is not None else None,
+            approval=self._approval(policy, charged=bool(done)),
             journal=journal_in(step_folder(folder, part), kit.me),
         )
+
+    def _approval(self, policy: Policy, *, charged: bool) -> dict[str, Any] | None:
+        """What the receipt says about who allowed the run, on what terms, and what all runs on the cells spent."""
+        approved = self.kit.approvals.entry(self.kit.study)
+        if approved is None:
+            return None
+        total = self.kit.privacy_total(policy, charged=charged)
+        return {**approved.record, "terms": self.kit.terms(policy), **total}
 
 
 def journal_in(folder: Path, party: str) -> Path:

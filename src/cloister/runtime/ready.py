@@ -26,10 +26,10 @@ def check_ready(kit: Kit) -> None:
     if policy.sandbox == "systemd":
         carrier_socket().close()
     else:
-        if reason := sandbox.why_not():
+        if reason := sandbox.why_not(policy.sandbox, listen=kit.role == "coordinator"):
             raise UsageError(
-                f"{reason}, so FLARE cannot be kept away from this party's keys and cells. With the unit file of"
-                ' docs/deploy.md, systemd does it: then write sandbox = "systemd" in local/site.toml'
+                f"{reason}. Accept a lower level with sandbox = ... in local/site.toml, or let systemd run the carrier"
+                ' as another user: the two units of docs/deploy.md and sandbox = "systemd"'
             )
         for path in (kit.path, policy.out, *([policy.data] if policy.data else [])):
             if place := next((p for p in sandbox.readable_code() if path.resolve().is_relative_to(p.resolve())), None):

@@ -85,6 +85,7 @@ class Relay(MessageReceiver, EndpointMonitor):
     def __init__(self, pipe: Pipe, plan: dict[str, Any], listener: socket | None, tell: Callable[[str], None]) -> None:
         self._pipe, self._me, self._hub = pipe, plan["me"], plan["hub"]
         self._parties = frozenset(plan["parties"])
+        self._confined = str(plan.get("confined", ""))
         host = plan["host"]
         names = {p: p for p in self._parties - {self._me}} if listener else {self._hub: host[:64]}
         self._driver = TlsDriver(plan["tls"], names.values(), tell)
@@ -108,7 +109,7 @@ class Relay(MessageReceiver, EndpointMonitor):
 
     def work(self) -> None:
         """Carry what the party sends, until it closes the pipe."""
-        self._pipe.post(Packet(READY))
+        self._pipe.post(Packet(READY, data=self._confined.encode()))
         while True:
             try:
                 packet = self._pipe.read()

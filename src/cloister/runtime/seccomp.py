@@ -7,7 +7,8 @@ import socket
 import struct
 
 # Numbers of system calls: x86-64, aarch64 (None: it has none). What they would open is said beside them.
-REFUSED: dict[str, tuple[int | None, int | None]] = {
+Numbers = tuple[int | None, int | None]
+REFUSED: dict[str, Numbers] = {
     # another program, another process
     "execve": (59, 221),
     "execveat": (322, 281),
@@ -98,14 +99,58 @@ REFUSED: dict[str, tuple[int | None, int | None]] = {
     "modify_ldt": (154, None),
     "uselib": (134, None),
     "vhangup": (153, 58),
+    # files are only read: nothing is made, renamed, cut short or given other rights, on any level of Landlock
+    "truncate": (76, 45),
+    "creat": (85, None),
+    "rename": (82, None),
+    "renameat": (264, 38),
+    "renameat2": (316, 276),
+    "mkdir": (83, None),
+    "mkdirat": (258, 34),
+    "rmdir": (84, None),
+    "link": (86, None),
+    "linkat": (265, 37),
+    "unlink": (87, None),
+    "unlinkat": (263, 35),
+    "symlink": (88, None),
+    "symlinkat": (266, 36),
+    "mknod": (133, None),
+    "mknodat": (259, 33),
+    "chmod": (90, None),
+    "fchmod": (91, 52),
+    "fchmodat": (268, 53),
+    "fchmodat2": (452, 452),
+    "chown": (92, None),
+    "lchown": (94, None),
+    "fchown": (93, 55),
+    "fchownat": (260, 54),
+    "utime": (132, None),
+    "utimes": (235, None),
+    "futimesat": (261, None),
+    "utimensat": (280, 88),
+    "setxattr": (188, 5),
+    "lsetxattr": (189, 6),
+    "fsetxattr": (190, 7),
+    "removexattr": (197, 14),
+    "lremovexattr": (198, 15),
+    "fremovexattr": (199, 16),
     # a datagram or a pathname socket cannot be made; a socket is not bound either
     "bind": (49, 200),
     "listen": (50, 201),
 }
 NO_SOCKET = {"socket": (41, 198), "connect": (42, 203)}  # the coordinator has its listener already
 NO_ACCEPT = {"accept": (43, 202), "accept4": (288, 242)}  # nobody connects to a site
-SOCKET, CLONE, CLONE3, PRLIMIT = (41, 198), (56, 220), (435, 435), (302, 261)
-SENDING = {(44, 206): 3, (46, 211): 2, (307, 269): 3}  # sendto, sendmsg, sendmmsg: which argument has the flags
+SOCKET, CLONE, PRLIMIT, TGKILL = (41, 198), (56, 220), (302, 261), (234, 131)
+MISSING: dict[str, Numbers] = {
+    "clone3": (435, 435),
+    "openat2": (437, 437),
+}  # their flags lie in memory; libc then uses clone and openat
+OPENING: dict[Numbers, int] = {(2, None): 1, (257, 56): 2}  # open, openat: which has the flags
+SENDING: dict[Numbers, int] = {
+    (44, 206): 3,
+    (46, 211): 2,
+    (307, 269): 3,
+}  # sendto, sendmsg, sendmmsg: which argument has the flags
 LAST_KNOWN = 461  # newer calls, which nobody has looked at, do not exist here
 ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 
@@ -114,10 +159,11 @@ LOAD, EQUAL, ABOVE, MASKED, AND, END = 0x20, 0x15, 0x25, 0x45, 0x54, 0x06  # cla
 NUMBER, ARCHITECTURE, ARGUMENTS = 0, 4, 16  # offsets in `struct seccomp_data`
 X32 = 0x40000000
 CLONE_THREAD, MSG_FASTOPEN = 0x00010000, 0x20000000
+TO_WRITE = 0x3 | 0x40 | 0x200  # O_WRONLY and O_RDWR, O_CREAT, O_TRUNC
 
 
-def build_filter(machine: str, *, may_connect: bool) -> bytes:
-    """The program that looks at every system call: instructions of 8 bytes."""
+def build_filter(machine: str, *, may_connect: bool, pid: int) -> bytes:
+    """The program that checks every system call of process `pid`: instructions of 8 bytes."""
     which, architecture = ARCHITECTURES[machine]
     refused = REFUSED | (NO_ACCEPT if may_connect else NO_SOCKET)
     code: list[tuple[int, int, int, int]] = []
@@ -132,21 +178,31 @@ def build_filter(machine: str, *, may_connect: bool) -> bytes:
     if machine == "x86_64":
         code += [(MASKED, 0, 1, X32), (END, 0, 0, KILL)]
     code += [(ABOVE, 0, 1, LAST_KNOWN), answer(errno.ENOSYS)]
-    code += [(EQUAL, 0, 1, CLONE3[which]), answer(errno.ENOSYS)]  # its flags lie in memory; libc then uses clone
-    for numbers in refused.values():
-        if (number := numbers[which]) is not None:
-            code += [(EQUAL, 0, 1, number), answer(errno.EPERM)]
+    for table, error in ((MISSING, errno.ENOSYS), (refused, errno.EPERM)):
+        for numbers in table.values():
+            if (number := numbers[which]) is not None:
+                code += [(EQUAL, 0, 1, number), answer(error)]
     # a new thread, but no new process
     code += [(EQUAL, 0, 4, CLONE[which])]
     low(0)
     code += [(MASKED, 1, 0, CLONE_THREAD), answer(errno.EPERM), (END, 0, 0, ALLOW)]
+    # files are opened to be read
+    for numbers, argument in OPENING.items():
+        if (number := numbers[which]) is not None:
+            code += [(EQUAL, 0, 4, number)]
+            low(argument)
+            code += [(MASKED, 0, 1, TO_WRITE), answer(errno.EPERM), (END, 0, 0, ALLOW)]
+    # signals to one's own threads only
+    code += [(EQUAL, 0, 4, TGKILL[which])]
+    low(0)
+    code += [(EQUAL, 1, 0, pid), answer(errno.EPERM), (END, 0, 0, ALLOW)]
     # one's own limits only: pid 0
     code += [(EQUAL, 0, 4, PRLIMIT[which])]
     low(0)
     code += [(EQUAL, 1, 0, 0), answer(errno.EPERM), (END, 0, 0, ALLOW)]
     # data with the first packet would connect past Landlock
     for numbers, argument in SENDING.items():
-        code += [(EQUAL, 0, 4, numbers[which])]
+        code += [(EQUAL, 0, 4, numbers[which] or 0)]
         low(argument)
         code += [(MASKED, 0, 1, MSG_FASTOPEN), answer(errno.EPERM), (END, 0, 0, ALLOW)]
     # TCP over IPv4 or IPv6 and nothing else; Landlock's ports are TCP's, and not those of MPTCP or SCTP

@@ -196,7 +196,9 @@ class Service:
         if packet.kind == LOG:
             self._log_line(packet.data)
         elif packet.kind == READY:
-            log.info("the carrier is confined and ready" if self.confined else "the carrier is ready")
+            log.info("the carrier is confined and ready")
+            if packet.data:
+                log.warning("a lower level of confinement: %s", clean(packet.data.decode(errors="replace"), 500))
         elif packet.name not in self.kit.study.parties or packet.name == self.kit.me:
             return
         elif packet.kind in (CONNECTED, GONE):
@@ -216,10 +218,6 @@ class Service:
                 self._knock(pipe, packet)
         elif packet.kind in (ANSWER, NOBODY, ABSENT) and self._asker is not None:
             self._asker.settle(packet)
-
-    @property
-    def confined(self) -> bool:
-        return self.kit.policy().sandbox == "landlock"
 
     def _connection(self, packet: Packet) -> None:
         hub = self.kit.role == "coordinator"

@@ -71,6 +71,7 @@ class Workflow:
     figures: Callable[[Mapping[str, Outcome], Any], list[Any]] | None = None  # for the report
     reads: Callable[[Any, str], tuple[str, ...]] = _reads  # options that name what a site's cells must have
     privacy: Callable[[Any], Mapping[str, Any]] = lambda options: {}  # epsilon, delta, whom they protect; with noise
+    release: Callable[[Any], tuple[str, float, int] | None] = lambda options: None  # unit, noise, sums; for accounting
     writes: tuple[str, ...] = ()  # where a site's results go, by options: "obsm[{key_added!r}]"
     stand_in: Mapping[str, Any] = field(default_factory=dict)  # options that say nothing about a file
     retired: Mapping[str, str] = field(default_factory=dict)  # option of earlier versions → what to do instead

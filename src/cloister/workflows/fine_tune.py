@@ -328,12 +328,20 @@ def params_of(seat: Seat, options: Options) -> Params:
     )
 
 
+def noisy_sums(options: Options) -> int:
+    """How many sums with noise a run opens."""
+    if options.dp_unit == "site":
+        return options.rounds
+    score_every = options.score_every if options.validation else 0
+    return checked_training.openings(options.rounds, options.local_epochs, score_every)
+
+
 def epsilon_of(options: Options) -> float:
-    sums = options.rounds
-    if options.dp_unit != "site":
-        score_every = options.score_every if options.validation else 0
-        sums = checked_training.openings(options.rounds, options.local_epochs, score_every)
-    return privacy_budget(options.dp_noise or 0.0, options.dp_delta, sums)
+    return privacy_budget(options.dp_noise or 0.0, options.dp_delta, noisy_sums(options))
+
+
+def release_of(options: Options) -> tuple[str, float, int] | None:
+    return (options.dp_unit, options.dp_noise, noisy_sums(options)) if options.dp_noise else None
 
 
 def privacy_of(options: Options) -> dict[str, Any]:
@@ -517,6 +525,7 @@ WORKFLOW = Workflow(
     check_study=check_study,
     in_mode=in_mode,
     privacy=privacy_of,
+    release=release_of,
     reads=lambda options, site: ("label_key", "use_rep" if options.model == "mlp" else "layer", "donor_key"),
     writes=("obs[{key_added!r}]", "uns[{key_added!r}]", "obsm[{features_added!r}]"),
     files=files,

@@ -246,8 +246,18 @@ def noisy_params(seat: Seat, options: Options) -> noisy_logistic.Params:
     )
 
 
+def noisy_sums(options: Options) -> int:
+    """How many sums with noise a run opens."""
+    return options.dp_rounds + (options.donor_key is not None)
+
+
 def epsilon_of(options: Options) -> float:
-    return privacy_budget(options.dp_noise, options.dp_delta, options.dp_rounds + (options.donor_key is not None))
+    return privacy_budget(options.dp_noise, options.dp_delta, noisy_sums(options))
+
+
+def release_of(options: Options) -> tuple[str, float, int] | None:
+    unit = "donor" if options.donor_key is not None else "site"
+    return (unit, options.dp_noise, noisy_sums(options)) if options.dp_noise else None
 
 
 def privacy_of(options: Options) -> dict[str, Any]:
@@ -475,6 +485,7 @@ WORKFLOW = Workflow(
     coordinator=coordinator,
     check=check,
     privacy=lambda options: privacy_of(options).get("privacy", {}),
+    release=release_of,
     writes=("obs[{key_added!r}]", "uns[{key_added!r}]"),
     files=files,
     model=("model.npz", lambda path, options: CellClassifier.load(path)),

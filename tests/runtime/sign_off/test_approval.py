@@ -5,11 +5,16 @@ import json
 import stat
 
 import pytest
+from typer.testing import CliRunner
 
 from cloister import governance
 from cloister.cells.demo import demo_sites
 from cloister.cells.files import read_cells, write_cells
+from cloister.cells.fingerprint import fingerprint
+from cloister.cli import doctor
+from cloister.cli.main import app
 from cloister.errors import DataError, ParameterError, RefusedError, UsageError
+from cloister.report.signed import signed_rows, terms_rows
 from cloister.runtime.kit import Kit
 from cloister.runtime.sign_off import own_cells
 from cloister.runtime.sign_off.own_cells import check_approved_cells, open_cells
@@ -175,3 +180,76 @@ def test_a_large_file_is_read_again_only_if_it_was_written_to(basel, monkeypatch
     write_cells(adata, basel.path / "cells.h5ad")
     with pytest.raises(RefusedError, match="not the cells"):
         bring(basel)
+
+
+# -- what is approved, and on what terms -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "lists",
+    ['studies = [\n    "aa",  # the pilot\n    "bb",\n]', "studies = ['aa', 'bb']", 'studies = [ "aa" , "bb" ]'],
+)
+def test_approving_keeps_the_layout_of_the_owners_file(basel, lists):
+    """A list over several lines was cut in two, and the file could not be read any more."""
+    text = basel.policy_file.read_text().replace("studies = []", lists) + "\n# the owner's last words\n"
+    basel.policy_file.write_text(text)
+    basel.approve("Ann")
+    digest = basel.study.digest.hex()
+    assert basel.policy().studies == ("aa", "bb", digest)
+    basel.withdraw("Ann")
+    assert basel.policy().studies == ("aa", "bb")
+    now = basel.policy_file.read_text()
+    assert now.endswith("\n# the owner's last words\n")
+    comments = [line for line in text.splitlines() if line.startswith("#")]
+    assert [line for line in now.splitlines() if line.startswith("#")] == comments
+
+
+def test_approving_adds_lines_that_the_owner_deleted(basel):
+    text = basel.policy_file.read_text()
+    start, end = text.index("[approve]"), text.index("# How many runs may be begun")
+    basel.policy_file.write_text(text[:start] + text[end:])
+    basel.approve()
+    basel.check_approved(basel.policy())
+
+
+def test_an_approval_records_its_terms(basel):
+    text = basel.policy_file.read_text().replace("consent = []", 'consent = ["open-model"]')
+    basel.policy_file.write_text(text.replace("study = 20", "study = 3"))
+    entry = basel.approve("Ann")
+    terms = entry.record["terms"]
+    assert terms["consent"] == ["open-model"]
+    assert terms["limits"]["study"] == 3
+    assert terms["floors"] == {"min_cells": 10, "min_donors": 3}
+    assert terms["file"] == str(basel.path / "cells.h5ad")
+    shown = dict(terms_rows(terms))
+    assert shown["Consents"] == "open-model"
+    assert shown["Minimum group"] == "10 cells and 3 donors"
+    assert shown["File"] == terms["file"]
+    assert Kit.open(basel.path).approvals.entry(basel.study).terms == entry.terms
+    signed = dict(signed_rows({"approval": entry.record}))
+    assert {"Consents", "Runs allowed", "Minimum group", "File", "Approved cells"} <= signed.keys()
+
+
+def test_doctor_and_approval_name_consents_that_a_kit_came_with(basel):
+    assert basel.unseen_consents(basel.policy()) == []
+    text = basel.policy_file.read_text().replace("consent = []", 'consent = ["exact-updates", "open-model"]')
+    basel.policy_file.write_text(text)
+    found = {f.name: f for f in doctor.examine(basel.path)}
+    assert found["consent"].state == "note"
+    assert "before this approval, and kits are delivered without any: exact-updates, open-model" in (
+        found["consent"].detail
+    )
+    assert "exact-updates, open-model" in found["terms"].detail
+    said = CliRunner().invoke(app, ["site", str(basel.path), "--approve", "--by", "Ann"]).output
+    assert "kits are delivered without any: exact-updates, open-model" in " ".join(said.split())
+    assert basel.unseen_consents(basel.policy()) == []  # somebody has seen them now
+    said = CliRunner().invoke(app, ["site", str(basel.path), "--approve", "--by", "Ann"]).output
+    assert "delivered without any" not in said
+
+
+def test_the_space_of_an_embedding_belongs_to_what_was_approved(basel):
+    adata = demo_sites()["basel"]
+    adata.uns["X_pca"] = {"space": "one"}
+    one = fingerprint(adata, ["obsm['X_pca']"])
+    adata.uns["X_pca"] = {"space": "two"}
+    assert one.difference(fingerprint(adata, ["obsm['X_pca']"])) == "other labels, columns, layers or embeddings"

@@ -11,7 +11,7 @@ from cloister.cells.demo import demo_sites
 from cloister.cells.files import write_cells
 from cloister.errors import ParameterError, RefusedError
 from cloister.runtime.kit import Kit
-from cloister.runtime.sign_off import budget
+from cloister.runtime.sign_off import accounting, budget
 from cloister.runtime.sign_off.budget import Budget, cost_of
 from cloister.study import Step, Study, format_study, parse_study
 
@@ -27,8 +27,13 @@ TWO = dataclasses.replace(STUDY, workflow="", steps=(Step("bin-values"), Step("s
 
 @pytest.fixture(autouse=True)
 def known_epsilon(monkeypatch):
-    """What the accountant says is its own test's business."""
+    """What the accountants say is their own test's business; here ε of n runs is 4 √n."""
     monkeypatch.setattr("cloister.workflows.fine_tune.privacy_budget", lambda noise, delta, sums: 4.0 if noise else 0.0)
+
+    def compose(releases, delta, earlier, runs):
+        return accounting.Total(4.0 * len(releases) ** 0.5 + earlier, delta, "cell", runs, "test")
+
+    monkeypatch.setattr(accounting, "compose", compose)
 
 
 @pytest.mark.parametrize(("study", "cost"), [
@@ -42,8 +47,8 @@ def test_what_a_run_takes(study, cost):
 
 @pytest.mark.parametrize(("allowed", "study", "times", "says"), [
     ({"runs": 2}, STUDY, 2, "allows 2 runs on these cells over all studies, 2 are spent"),
-    ({"queries": 5}, TWO, 2, "allows 5 queries .*4 are spent and this run would take 2"),
-    ({"epsilon": 10.0}, NOISY, 2, "allows 10 epsilon .*8 are spent and this run would take 4"),
+    ({"queries": 5}, TWO, 2, "allows 5 queries .*4 are spent and with this run it would be 6"),
+    ({"epsilon": 7.5}, NOISY, 3, "allows 7.5 epsilon .*6.9282 are spent and with this run it would be 8"),
     ({"epsilon": 0}, NOISY, 0, "allows 0 epsilon"),
 ])  # fmt: skip
 def test_what_is_spent_is_refused_by_name(tmp_path, allowed, study, times, says):
@@ -62,6 +67,18 @@ def test_without_noise_nothing_of_epsilon_is_spent(tmp_path):
     purse = Budget(tmp_path / "budget.json", {"epsilon": 0}, "a")
     purse.charge("cells", STUDY, cost_of(STUDY))
     assert purse.spent("cells") == {"runs": 1, "queries": 1, "epsilon": 0.0}
+
+
+def test_runs_of_earlier_versions_count_linearly(tmp_path):
+    """Their ε is on record, and not their noise."""
+    old = {"when": "2026-01-01", "study": "old", "digest": "00", "runs": 1, "queries": 1, "epsilon": 3.0}
+    text = json.dumps({"cells": {"runs": 1, "queries": 1, "epsilon": 3.0, "history": [old]}})
+    (tmp_path / "budget.json").write_text(text)
+    purse = Budget(tmp_path / "budget.json", {"epsilon": 10}, "a")
+    assert purse.spent("cells")["epsilon"] == 3.0
+    purse.charge("cells", NOISY, cost_of(NOISY))
+    assert purse.spent("cells")["epsilon"] == 7.0
+    assert (purse.privacy("cells").runs, purse.privacy("cells", NOISY).epsilon) == (2, 3 + 4 * 2**0.5)
 
 
 def test_many_at_once_spend_no_more_than_there_is(tmp_path):

@@ -1,7 +1,8 @@
 """Approval: who allowed which study on which cells, and when. `local/approvals.json` keeps it, one entry for a study.
 
     {"5c1f…": {"study": "three-hospitals", "by": "Dr. A. Muster", "user": "cloister", "when": "2026-01-31T09:12:44Z",
-               "data": {"cells": 430, "donors": 12, "genes": 1767, "matrix": "9f2c…", "read": "77aa…"}}}
+               "data": {"cells": 430, "donors": 12, "genes": 1767, "matrix": "9f2c…", "read": "77aa…"},
+               "terms": {"consent": [], "limits": {"study": 20}, "floors": {"min_cells": 10}, "file": "/srv/c.h5ad"}}}
 
 `local/site.toml` says what may run; this says on what. A run on other cells, of a study without an entry, or of one
 whose approval was withdrawn, is refused. The entry goes into the receipt of every run, which the site signs.
@@ -49,12 +50,14 @@ class Approval:
     withdrawn: str = ""  # when, and by whom
     refused: bool = False  # whether that was all: it had not been allowed before
     small_change: bool = False  # whether the cells may differ from those of earlier runs in only a few
+    terms: Mapping[str, Any] = field(default_factory=dict)  # consents, limits, thresholds and file as they were then
 
     @property
     def record(self) -> dict[str, Any]:
-        """What a receipt says about it; where the cells are is nobody else's business."""
+        """What a receipt says about it."""
         data = dataclasses.asdict(self.data) if self.data is not None else None
-        allowed = {"small_change": True} if self.small_change else {}
+        allowed: dict[str, Any] = {"small_change": True} if self.small_change else {}
+        allowed |= {"terms": dict(self.terms)} if self.terms else {}
         return {"by": self.by, "user": self.user, "when": self.when, **({"data": data} if data else {}), **allowed}
 
 
@@ -105,9 +108,11 @@ class Approvals:
         stamp: tuple[Any, ...] = (),
         *,
         small_change: bool = False,
+        terms: Mapping[str, Any] | None = None,
     ) -> Approval:
         """Keep that somebody approves the study now."""
-        entry = Approval(study.name, check_name(by), login(), stamp_now(), data, cost, stamp, small_change=small_change)
+        who, now = check_name(by), stamp_now()
+        entry = Approval(study.name, who, login(), now, data, cost, stamp, small_change=small_change, terms=terms or {})
         self._save({**self._load(), study.digest.hex(): entry})
         return entry
 
@@ -120,6 +125,10 @@ class Approvals:
         entry = Approval(study.name, who, login(), now, withdrawn=f"{now} by {who}", refused=True)
         self._save({**entries, study.digest.hex(): entry})
         return entry
+
+    def known_consents(self) -> set[str]:
+        """Consents that somebody here saw while approving a study."""
+        return {str(word) for entry in self._load().values() for word in entry.terms.get("consent", ())}
 
     def withdraw(self, study: Study, by: str = "") -> Approval | None:
         """Mark the approval of the study as withdrawn now; None if there was none."""
@@ -154,7 +163,8 @@ def _read(raw: Mapping[str, Any]) -> Approval:
     cost = {str(key): float(value) for key, value in raw["cost"].items()}
     refused, small_change = (raw.get(key, False) is True for key in ("refused", "small_change"))
     stamp = tuple(raw.get("stamp", ()))
-    return Approval(**words, data=data, cost=cost, stamp=stamp, refused=refused, small_change=small_change)
+    terms = dict(raw.get("terms", {}))
+    return Approval(**words, data=data, cost=cost, stamp=stamp, refused=refused, small_change=small_change, terms=terms)
 
 
 def check_name(by: str) -> str:

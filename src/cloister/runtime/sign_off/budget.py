@@ -4,7 +4,8 @@
     file = "budget.json"                # in `local`; or a full path, which the kits of several studies can share
     runs = 100                          # runs begun
     queries = 300                       # workflows computed: a run of a study of three steps asks three times
-    epsilon = 10.0                      # sum of the ε of all runs that have one; no limit if there is no line
+    epsilon = 10.0                      # ε of all runs with noise together (accounting.py); without it, no limit
+    delta = 1e-5                        # δ at which it is stated
     query_cells = 20000                 # cells that one querier may have labelled by these, over all studies
 
 The file stores what was spent by the fingerprint of the matrix. A run is charged before its first message and stays
@@ -25,15 +26,17 @@ from typing import Any
 
 from cloister import files
 from cloister.errors import ParameterError
+from cloister.runtime.sign_off import accounting
+from cloister.runtime.sign_off.accounting import Release, Total
 from cloister.runtime.sign_off.approval import Refusal, stamp_now
 from cloister.study import Study
 from cloister.workflows import steps
 
 FILE = "budget.json"  # in `local`
 QUERIERS = "queriers"  # in it: identity key → cells labelled for it, beside what was spent on each matrix
-USUAL = {"runs": 100, "queries": 300, "query_cells": 20_000}
+USUAL = {"runs": 100, "queries": 300, "query_cells": 20_000, "delta": accounting.DELTA}
 NAMES = {"runs": "runs", "queries": "queries", "epsilon": "epsilon"}
-KEYS = {*NAMES, "query_cells"}
+KEYS = {*NAMES, "query_cells", "delta"}
 
 
 def read_budget(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -42,9 +45,11 @@ def read_budget(raw: Mapping[str, Any]) -> dict[str, Any]:
         known = ", ".join(sorted(KEYS))
         raise ParameterError(f"site.toml [budget]: unknown key '{min(unknown)}'; known are file, {known}")
     for key in raw.keys() & KEYS:
-        kinds = (int, float) if key == "epsilon" else (int,)
+        kinds = (int, float) if key in ("epsilon", "delta") else (int,)
         if isinstance(raw[key], bool) or not isinstance(raw[key], kinds) or not 0 <= raw[key] < math.inf:
             raise ParameterError(f"site.toml [budget]: '{key}' must be a number, 0 or more, found {raw[key]!r}")
+    if not 0 < raw.get("delta", accounting.DELTA) < 1:
+        raise ParameterError(f"site.toml [budget]: 'delta' must be above 0 and below 1, found {raw['delta']!r}")
     if not isinstance(raw.get("file", ""), str):
         raise ParameterError("site.toml [budget]: 'file' must be a path in quotes")
     return {"file": FILE, **USUAL, **raw}
@@ -66,29 +71,49 @@ class Budget:
     me: str
 
     def spent(self, matrix: str) -> dict[str, float]:
+        """What was spent so far; ε is that of all runs together."""
         entry = self._load().get(matrix, {})
-        return {key: entry.get(key, 0) for key in NAMES}
+        return {key: entry.get(key, 0) for key in NAMES} | {"epsilon": self.privacy(matrix).epsilon}
 
-    def check(self, matrix: str, cost: Mapping[str, float]) -> None:
+    def privacy(self, matrix: str, study: Study | None = None) -> Total:
+        """ε of all runs on these cells together, with one run more of `study` if it is given."""
+        entry = self._load().get(matrix, {})
+        rows = [row for row in entry.get("history", []) if row.get("epsilon")]
+        known = [row for row in rows if "releases" in row]
+        releases = [Release(*release) for row in known for release in row["releases"]]
+        earlier = float(entry.get("epsilon", 0.0)) - sum(float(row["epsilon"]) for row in known)
+        runs = len(rows)
+        if study is not None and (more := accounting.releases_of(study)):
+            releases, runs = releases + more, runs + 1
+        delta = float(self.allowed.get("delta", accounting.DELTA))
+        return accounting.compose(releases, delta, max(0.0, round(earlier, 9)), runs)
+
+    def check(self, matrix: str, cost: Mapping[str, float], study: Study) -> None:
         """Raise `Refusal` if a run that costs this would spend more than is left."""
         spent = self.spent(matrix)
+        after = {key: spent[key] + cost[key] for key in NAMES}
+        if cost["epsilon"]:
+            after["epsilon"] = self.privacy(matrix, study).epsilon
         for key, name in NAMES.items():
             most = self.allowed.get(key)
-            if most is not None and cost[key] and spent[key] + cost[key] > most * (1 + 1e-12):
+            if most is not None and cost[key] and after[key] > most * (1 + 1e-12):
                 raise Refusal(
                     f"'{self.me}' allows {most:g} {name} on these cells over all studies, {spent[key]:g} are spent and"
-                    f" this run would take {cost[key]:g}; to allow more, raise {key} under [budget] in local/site.toml"
+                    f" with this run it would be {after[key]:g}; to allow more, raise {key} under [budget] in"
+                    " local/site.toml"
                 )
 
     def charge(self, matrix: str, study: Study, cost: Mapping[str, float]) -> None:
         """Spend what one run of the study takes, or raise `Refusal`."""
         with self._locked():
-            self.check(matrix, cost)
+            self.check(matrix, cost, study)
             whole = self._load()
             entry = whole.setdefault(matrix, {**dict.fromkeys(NAMES, 0), "history": []})
             for key in NAMES:
                 entry[key] = entry.get(key, 0) + cost[key]
             row = {"when": stamp_now(), "study": study.name, "digest": study.digest.hex(), **cost}
+            if releases := accounting.releases_of(study):
+                row["releases"] = [[r.unit, r.noise, r.sums] for r in releases]
             entry["history"] = [*entry.get("history", []), row]
             files.write(self.path, json.dumps(whole, indent=1))
 

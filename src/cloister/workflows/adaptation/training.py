@@ -187,9 +187,19 @@ def score_every(options: Options) -> int:
     return 1 if options.validation else 0
 
 
+def noisy_sums(options: Options) -> int:
+    """How many sums with noise a run opens."""
+    return checked_training.openings(options.rounds, options.local_epochs, score_every(options))
+
+
 def epsilon_of(options: Options) -> float:
-    sums = checked_training.openings(options.rounds, options.local_epochs, score_every(options))
-    return privacy_budget(options.dp_noise or 0.0, options.dp_delta, sums)
+    return privacy_budget(options.dp_noise or 0.0, options.dp_delta, noisy_sums(options))
+
+
+def release_of(options: Options) -> tuple[str, float, int] | None:
+    if not privacy_of(options):
+        return None
+    return ("cell" if options.donor_key is None else "donor", options.dp_noise or 0.0, noisy_sums(options))
 
 
 def privacy_of(options: Options) -> dict[str, Any]:
