@@ -25,11 +25,13 @@ from typing import Any
 
 import numpy as np
 
+from cloister.crypto.agreement import bind, hkdf
 from cloister.crypto.entropy import Entropy
 from cloister.errors import CloisterError, ProtocolAbort
 from cloister.lies import INPUTS, LETTERS, Lie, Stage, all_lies, one_of_each, scaled
 from cloister.net.receipts import Entry
 from cloister.net.seat import Outcome, Seat
+from cloister.protocols.sums import common_seed
 from cloister.run.rehearsal import run_parties
 from cloister.run.run import Run
 from cloister.run.wires import Fault, Killed
@@ -49,6 +51,15 @@ class Case:
 def name_of(module: Any) -> str:
     """A protocol's name, which is its file's, in whichever folder."""
     return str(module.__name__).rpartition(".")[2]
+
+
+def dealt_seeds(sites: Sequence[Party], secret: bytes = bytes(range(32))) -> dict[Party, common_seed.Seed]:
+    """What `common_seed` would give to each site, from one place: for tests of protocols that begin after it."""
+    pairs = {
+        u: {v: hkdf(secret, bind("dealt", *(w.encode() for w in sorted((u, v))))) for v in sites if v != u}
+        for u in sites
+    }
+    return {u: common_seed.Seed(secret, tuple(sites), pairs[u]) for u in sites}
 
 
 def fixed_entropy(seed: str) -> Callable[[Party], Entropy]:

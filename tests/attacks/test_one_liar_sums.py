@@ -25,6 +25,7 @@ from cloister.protocols.fedavg.training_parts import Offer
 from cloister.protocols.fedavg.training_terms import TAIL, Brings, Ready, Vocabulary, update_words
 from cloister.protocols.sums import (
     attempts,
+    checked_sum,
     common_genes,
     common_seed,
     pooled_quantiles,
@@ -408,7 +409,7 @@ async def old_seed_site(ch, params, *, entropy, identity):
     tags = (await ch.recv(S, Confirms)).tags
     assert len(tags) >= 2
     assert set(tags.values()) == {tag}
-    return common_seed.Seed(secret, tuple(tags))
+    return common_seed.Seed(secret, tuple(tags), {})
 
 
 def echoes(*, new):
@@ -449,12 +450,12 @@ async def tells_b_another_mean(ch, params):
     post, seen = ch._session.post, []
 
     def lying(to, scope, run, msg):
-        if isinstance(msg, secure_sum.Total) and to == B:
+        if isinstance(msg, checked_sum.Total) and to == B:
             seen.append(msg)
             if len(seen) == 1:
                 z = msg.z.copy()
                 z[params.width + 1] += np.uint64(1 << 24)
-                msg = secure_sum.Total(z)
+                msg = checked_sum.Total(z)
         post(to, scope, run, msg)
 
     ch._session.post = lying

@@ -11,7 +11,7 @@ import scipy.sparse
 from cloister.crypto import sum_tags
 from cloister.protocols.logistic import openings, pooled_logistic
 from cloister.protocols.logistic.logistic_terms import Labelled, Params
-from cloister.protocols.sums import checked_sum, same_view, secure_sum
+from cloister.protocols.sums import checked_sum, same_view
 from cloister.study import Party
 from cloister.testing import Case, check_no_errors, run_protocol, values
 from old_steps import linear_sum_tags
@@ -47,16 +47,16 @@ class Scaling:
     def reveal(self, x, **what):
         """Follow the attack: go on with what most sites received."""
         x = self.ch.reveal(x, **what)
-        if what["protocol"] != secure_sum.NAME:
+        if what["protocol"] != checked_sum.NAME:
             return x
         self.seen[0] += 1
         self.true = x
         return self.scaled(x, self.factor(self.seen[0], HUB))
 
     async def broadcast(self, to, msg):
-        if not isinstance(msg, secure_sum.Total):
+        if not isinstance(msg, checked_sum.Total):
             return await self.ch.broadcast(to, msg)
-        await self.ch.scatter({u: secure_sum.Total(self.scaled(self.true, self.factor(self.seen[0], u))) for u in to})
+        await self.ch.scatter({u: checked_sum.Total(self.scaled(self.true, self.factor(self.seen[0], u))) for u in to})
         self.ch._absorb(self.ch.me, msg)
 
     def scaled(self, z, factor):

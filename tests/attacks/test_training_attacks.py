@@ -20,7 +20,7 @@ from cloister.models.learner import Learner, Recipe, Table  # noqa: E402
 from cloister.protocols.fedavg import checked_training  # noqa: E402
 from cloister.protocols.fedavg.packed_words import gaussian  # noqa: E402
 from cloister.protocols.fedavg.training_parts import Offer  # noqa: E402
-from cloister.protocols.sums import checked_sum, common_seed, secure_sum  # noqa: E402
+from cloister.protocols.sums import checked_sum, common_seed  # noqa: E402
 from cloister.study import Party  # noqa: E402
 from cloister.testing import Case, run_protocol  # noqa: E402
 from old_steps import fedavg_round  # noqa: E402
@@ -187,7 +187,7 @@ def begun(then):
         await ch.broadcast(SITES, checked_training.Vocabulary(params.labels, SITES))
         ready = await ch.gather(SITES, checked_training.Ready)
         same = (brought[SITES[0]].shape, ready[SITES[0]].digest)
-        seeds = common_seed.Params(SITES, HUB)
+        seeds = common_seed.Params(SITES, HUB, everyone=True)
         await common_seed.coordinator(ch.sub("seed", (seeds, same)), seeds)
         sums = params.sum(ready[SITES[0]].size + 2)
         return await then(ch, params, sums, same)
@@ -196,17 +196,17 @@ def begun(then):
 
 
 async def leaves_one_out(ch, params, sums, same):
-    fewer = secure_sum.Params(SITES[:2], HUB, sums.sum.length, 2, to_all=True)
-    return await secure_sum.aggregator(ch.sub("step/0/0", (sums, same)), fewer)
+    """It publishes the sum of two sites; the masks of the third are left in it."""
+    step = ch.sub("step/0/0", (sums, same))
+    inputs = await step.gather(SITES, checked_sum.Masked, y=(sums.words,))
+    await step.broadcast(SITES, checked_sum.Total(inputs[SITES[0]].y + inputs[SITES[1]].y))
+    return await step.gather(SITES, checked_sum.Masked, y=(sums.words,))
 
 
 async def calls_one_dropped(ch, params, sums, same):
-    """It reads nothing of the last site, and goes on with the two others."""
-    step = ch.sub("step/0/0", (sums, same))
-    keys = await step.gather(SITES, secure_sum.Keys)
-    some = {u: keys[u] for u in SITES[:2]}
-    await step.broadcast(SITES[:2], secure_sum.Roster(some))
-    return await step.gather(SITES[:2], secure_sum.Shares)
+    """It names two sites only in the agreement on keys of the sum."""
+    fewer = checked_sum.Params(SITES[:2], HUB, sums.length)
+    return await checked_sum.coordinator(ch.sub("step/0/0", (fewer, same)), fewer)
 
 
 async def repeats_a_step(ch, params, sums, same):

@@ -8,7 +8,7 @@ from cloister.arrays import U64
 from cloister.crypto.agreement import bind, hkdf
 from cloister.crypto.prg import expand
 from cloister.errors import ProtocolAbort
-from cloister.protocols.sums import checked_sum, secure_sum
+from cloister.protocols.sums import checked_sum
 
 PRIME = MODULUS = (1 << 61) - 1
 HALF = 31
@@ -51,15 +51,15 @@ def _dot(a: U64, b: U64) -> int:
 # ---- the roles of checked_sum with these tags ------------------------------------------------------------------------
 
 
-async def site(ch, params, x, secret, *, entropy, identity):
-    key = hkdf(secret, bind(checked_sum.NAME, ch.run_id))
-    words = np.concatenate([x, tag(x, key)])
-    opened = await secure_sum.contributor(ch, params.sum, words, entropy=entropy, identity=identity)
-    z, tags = opened.z[: params.length].copy(), opened.z[params.length :]
+async def site(ch, params, x, seed):
+    key = hkdf(seed.secret, bind(checked_sum.NAME, ch.run_id))
+    words = checked_sum.masked(params, ch.run_id, ch.me, np.concatenate([x, tag(x, key)]), seed)
+    await ch.send(params.coordinator, checked_sum.Masked(words))
+    total = (await ch.recv_broadcast(params.coordinator, checked_sum.Total, z=(params.words,))).z
+    z, tags = total[: params.length].copy(), total[params.length :]
     if not check_tag(z, tags, key):
-        raise ProtocolAbort(checked_sum.NAME, "L3", "changed", "the coordinator told another sum")
+        raise ProtocolAbort(checked_sum.NAME, "L4", "changed", "the coordinator told another sum")
     return z
 
 
-async def coordinator(ch, params):
-    return (await secure_sum.aggregator(ch, params.sum)).z[: params.length].copy()
+coordinator = checked_sum.coordinator

@@ -39,10 +39,14 @@ def key_of(ch, params, secret):
     return Key(hkdf(secret, bind(checked_sum.NAME, ch.run_id)), len(params.sites), params.length)
 
 
-async def site(ch, params, x, secret, *, entropy, identity):
-    key = key_of(ch, params, secret)
+def sums(params):
+    return secure_sum.Params(params.sites, params.coordinator, params.words, len(params.sites), to_all=True)
+
+
+async def site(ch, params, x, seed, *, entropy, identity):
+    key = key_of(ch, params, seed.secret)
     words = np.concatenate([x, key.tag(x, params.sites.index(ch.me))])
-    opened = await secure_sum.contributor(ch, params.sum, words, entropy=entropy, identity=identity)
+    opened = await secure_sum.contributor(ch, sums(params), words, entropy=entropy, identity=identity)
     z, t = opened.z[: params.length].copy(), opened.z[params.length :]
     if not key.accepts(z, t):
         raise ProtocolAbort(checked_sum.NAME, "L3", "changed", "")
@@ -50,4 +54,4 @@ async def site(ch, params, x, secret, *, entropy, identity):
 
 
 async def coordinator(ch, params):
-    return (await secure_sum.aggregator(ch, params.sum)).z[: params.length].copy()
+    return (await secure_sum.aggregator(ch, sums(params))).z[: params.length].copy()

@@ -12,7 +12,7 @@ from hypothesis.extra import numpy as hnp
 
 from cloister.crypto.entropy import Entropy
 from cloister.disclosure import Thresholds
-from cloister.errors import DataError, ParameterError, ProtocolAbort, RefusedError
+from cloister.errors import DataError, ParameterError, PeerLost, ProtocolAbort, RefusedError
 from cloister.protocols.fedavg import checked_training
 from cloister.protocols.fedavg.checked_training import Params
 from cloister.protocols.fedavg.checked_training import Path as Way
@@ -192,10 +192,10 @@ def test_view_does_not_depend_on_the_cells():
     check_view(checked_training, case(seed=1, labels=vocabulary), case(seed=2, labels=vocabulary))
 
 
-@pytest.mark.parametrize("name", ["MaskedInput", "Unmask", "Keys"])
-def test_a_dropout_ends_the_run_for_all(name):
+@pytest.mark.parametrize(("name", "nth"), [("Masked", 0), ("Masked", 2), ("Confirm", 0), ("Key", 0)])
+def test_a_dropout_ends_the_run_for_all(name, nth):
     c = case(n=4)
-    fault = Fault("kill", c.params.sites[1], HUB, name, nth=2)
+    fault = Fault("kill", c.params.sites[1], HUB, name, nth=nth)
     run = run_protocol(checked_training, c, faults=[fault], timeout=2.0)
     assert run.outcomes == {}
     opened = [e.name for e, _ in run.receipts[HUB].entries if e.kind == "opened" and e.protocol == "checked_training"]
@@ -416,20 +416,23 @@ async def goes_on_without_one(ch, params, *, entropy, identity):
     brought = await ch.gather(sites, checked_training.Brings)
     await ch.broadcast(sites, checked_training.Vocabulary(("a", "b", "c"), sites))
     ready = await ch.gather(sites, checked_training.Ready)
-    seeds = common_seed.Params(sites, HUB)
+    seeds = common_seed.Params(sites, HUB, everyone=True)
     same = (brought[sites[0]].shape, ready[sites[0]].digest)
-    await common_seed.coordinator(ch.sub("seed", (seeds, same)), seeds)
+    await common_seed.coordinator(ch.sub("seed", (seeds, same)), common_seed.Params(sites, HUB))
     await ch.gather(sites[:3], checked_training.Ready)
 
 
 @pytest.mark.parametrize("role", [checked_training.coordinator, goes_on_without_one])
 def test_a_site_that_is_missing_from_the_seed_ends_the_run(role):
-    """Four sites, of which three are enough for a common seed; training is of all or of none."""
+    """Four sites; a sum is over all of them, so training is of all or of none."""
     c = case(n=4)
     fault = Fault("kill", Party("site-3"), HUB, "Confirm")
     run = run_protocol(checked_training, c, faults=[fault], roles={HUB: role}, timeout=2.0)
     assert run.outcomes == {}
-    who = [HUB] if role is checked_training.coordinator else c.params.sites[:3]
-    own = [run.errors[u] for u in who if not run.errors[u].heard]
-    assert own
-    assert all((e.protocol, e.line, e.code) == ("checked_training", "L4", "dropped") for e in own)
+    if role is checked_training.coordinator:
+        assert isinstance(run.errors[HUB], PeerLost)
+        assert "site-3" in str(run.errors[HUB])
+    else:
+        own = [run.errors[u] for u in c.params.sites[:3] if not run.errors[u].heard]
+        assert own
+        assert all((e.protocol, e.line, e.code) == ("common_seed", "L6", "split-view") for e in own)

@@ -297,7 +297,7 @@ def test_a_site_may_drop_before_the_seed_is_agreed(name, nth):
     same_forest(found[0].forests, found[1].forests)
 
 
-@pytest.mark.parametrize(("name", "nth"), [("MaskedInput", 0), ("MaskedInput", 5), ("Unmask", 6)])
+@pytest.mark.parametrize(("name", "nth"), [("Masked", 0), ("Masked", 5), ("Masked", 6)])
 def test_a_site_that_drops_later_ends_the_run_by_name(name, nth):
     fault = Fault("kill", "site-2", "hub", name, nth=nth)
     run = run_protocol(counted_forest, case(trees=3), faults=[fault], timeout=2.0)
@@ -309,7 +309,7 @@ def test_a_site_that_drops_later_ends_the_run_by_name(name, nth):
 @pytest.mark.parametrize("kind", ["drop", "truncate", pytest.param("swap", marks=pytest.mark.slow)])
 def test_a_disturbed_message_is_named(kind):
     c = case(trees=2)
-    for sender, to, name, nth in (("site-1", "hub", "MaskedInput", 5), ("hub", "site-1", "Total", 4)):
+    for sender, to, name, nth in (("site-1", "hub", "Masked", 5), ("hub", "site-1", "Total", 4)):
         run = run_protocol(counted_forest, c, faults=[Fault(kind, sender, to, name, nth=nth)], timeout=1.0)
         assert run.errors
         for e in run.errors.values():

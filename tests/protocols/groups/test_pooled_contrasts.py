@@ -149,7 +149,7 @@ def test_no_value_leaves_but_masked_or_pooled():
         "pooled_contrasts.Brings",
         "same_view.Signature",
         *(f"common_seed.{m}" for m in ("Key", "Parts", "Confirm")),
-        *(f"secure_sum.{m}" for m in ("Keys", "Shares", "MaskedInput", "Vouch", "Unmask")),
+        "checked_sum.Masked",
     }
 
 
@@ -159,7 +159,7 @@ def test_cost():
     check_no_errors(run)
     lengths = []
     for e, _ in run.receipts[HUB].entries:
-        if e.kind == "opened" and e.protocol == "secure_sum" and e.to == HUB:
+        if e.kind == "opened" and e.protocol == "checked_sum" and e.to == HUB:
             lengths.append(int(e.name.rpartition(" ")[2]) - 2)
     names = len("\n".join(next(iter(plain(c).values())).names))
     for party, (messages, payload) in pooled_contrasts.cost(c.params, lengths, names, names).items():
@@ -473,7 +473,7 @@ def test_what_is_opened_is_the_sum_of_what_all_sites_have():
 @pytest.mark.parametrize("nth", [0, 5])
 def test_a_site_that_dies_ends_the_run_by_name(nth):
     c = case(g=20, labels=())
-    faults = [Fault("kill", c.params.sites[0], HUB, "MaskedInput", nth=nth)]
+    faults = [Fault("kill", c.params.sites[0], HUB, "Masked", nth=nth)]
     run = run_protocol(pooled_contrasts, c, faults=faults, timeout=1.5)
     assert not values(run)
     assert all(e.code for e in run.errors.values())

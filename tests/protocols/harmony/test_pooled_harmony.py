@@ -11,7 +11,7 @@ from cloister.errors import DataError, ParameterError, ProtocolAbort
 from cloister.models.harmony import EVERYTHING, Settings, replay, replay_new_batch, unit
 from cloister.protocols.harmony import federated_harmony, harmony_steps, pooled_harmony
 from cloister.protocols.harmony.harmony_steps import GRID, STARTS, Cells, Params
-from cloister.protocols.sums import announced_counts, checked_sum, secure_sum
+from cloister.protocols.sums import announced_counts, checked_sum
 from cloister.run.rehearsal import Fault
 from cloister.study import Party
 from cloister.testing import (
@@ -151,7 +151,7 @@ def test_no_value_leaves_but_masked():
         "common_space.Space",
         "same_view.Signature",
         *(f"common_seed.{m}" for m in ("Key", "Parts", "Confirm")),
-        *(f"secure_sum.{m}" for m in ("Keys", "Shares", "MaskedInput", "Vouch", "Unmask")),
+        "checked_sum.Masked",
     }
 
 
@@ -488,10 +488,10 @@ class Changed:
         return Changed(self.ch.sub(*args, **more), self.seen)
 
     async def broadcast(self, to, msg):
-        if isinstance(msg, secure_sum.Total):
+        if isinstance(msg, checked_sum.Total):
             self.seen[0] += 1
             if self.seen[0] > 2:
-                msg = secure_sum.Total(msg.z + np.uint64(1))
+                msg = checked_sum.Total(msg.z + np.uint64(1))
         await self.ch.broadcast(to, msg)
 
 
@@ -598,7 +598,7 @@ def test_lies_in_every_message(module, assumes):
 
 
 def test_a_site_that_stops_ends_the_run():
-    run = run_protocol(pooled_harmony, case(), faults=[Fault("kill", "b", HUB, "MaskedInput")], timeout=1.0)
+    run = run_protocol(pooled_harmony, case(), faults=[Fault("kill", "b", HUB, "Masked")], timeout=1.0)
     assert set(run.errors) >= {HUB, A, C}
 
 

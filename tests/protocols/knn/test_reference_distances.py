@@ -68,7 +68,7 @@ def test_vectors():
 
 
 @pytest.mark.parametrize("who", [SITES[0], ASKING], ids=["references", "asking"])
-@pytest.mark.parametrize("name", ["Confirm", "MaskedInput"])
+@pytest.mark.parametrize("name", ["Confirm", "Masked"])
 def test_a_site_that_dies_ends_the_run_by_name(who, name):
     run = run_protocol(reference_distances, case(listeners=(AUX,)), faults=[Fault("kill", who, HUB, name)], timeout=1.0)
     assert not run.outcomes
@@ -147,7 +147,7 @@ def test_nothing_leaves_but_the_sum():
         opened = [e for e, _ in receipt.entries if e.kind == "opened" and e.protocol == "reference_distances"]
         assert [e.line for e in opened] == ["L3"], party
         sent = {e.protocol for e, _ in receipt.entries if e.kind == "sent"}
-        assert sent <= {"channel", "secure_sum", "common_seed", "reference_distances"}
+        assert sent <= {"channel", "checked_sum", "common_seed", "reference_distances"}
 
 
 @pytest.mark.parametrize("only", [None, SITES[0]], ids=["told all", "told one"])

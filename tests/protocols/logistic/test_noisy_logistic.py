@@ -80,9 +80,7 @@ def test_vectors():
 @pytest.mark.parametrize("nth", [0, 2])
 def test_a_site_that_dies_ends_the_run_by_name(nth):
     """At the first sum and in the midst of the rounds: receipts say what was opened, and nobody has a model."""
-    run = run_protocol(
-        noisy_logistic, case(g=4), faults=[Fault("kill", SITES[0], HUB, "MaskedInput", nth=nth)], timeout=1.5
-    )
+    run = run_protocol(noisy_logistic, case(g=4), faults=[Fault("kill", SITES[0], HUB, "Masked", nth=nth)], timeout=1.5)
     assert not run.outcomes
     assert isinstance(run.errors[HUB], PeerLost)
     for u in (HUB, *SITES[1:]):
@@ -112,7 +110,7 @@ def test_nothing_is_opened_but_noisy_sums_and_the_receipt_says_what_they_are_wor
         assert len(opened) == 4
         assert all("with noise" in name and "(1.5, 1e-05)-private per donor over all sums" in name for name in opened)
     sent = {row[0].partition(".")[0] for p, rows in transcript(run).items() if p != HUB for row in rows}
-    assert sent == {"channel", "common_genes", "common_seed", "common_labels", "same_view", "secure_sum"}
+    assert sent == {"channel", "common_genes", "common_seed", "common_labels", "same_view", "checked_sum"}
 
 
 def test_every_party_has_the_same_model():

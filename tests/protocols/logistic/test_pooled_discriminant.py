@@ -18,7 +18,7 @@ from cloister.protocols.logistic.common_labels import allowed
 from cloister.protocols.logistic.logistic_terms import Labelled
 from cloister.protocols.logistic.openings import Openings, Start, begin_site
 from cloister.protocols.logistic.pooled_discriminant import GRID, UNIT, Params, Part
-from cloister.protocols.sums import secure_sum
+from cloister.protocols.sums import checked_sum
 from cloister.run.rehearsal import Fault
 from cloister.study import Party
 from cloister.testing import (
@@ -109,7 +109,7 @@ def test_cost():
     run = run_protocol(pooled_discriminant, c)
     check_no_errors(run)
     names = len("\n".join(c.inputs[c.params.base.sites[0]][0].names))
-    for party, (messages, payload) in pooled_discriminant.cost(c.params, 3, 60, 30, names, names).items():
+    for party, (messages, payload) in pooled_discriminant.cost(c.params, 3, 60, 25, names, names).items():
         rows = [r for r in transcript(run)[party] if not r[0].startswith("channel.")]
         assert len(rows) == messages
         total = sum(size for _, _, size in rows)
@@ -119,7 +119,7 @@ def test_cost():
 @pytest.mark.parametrize("nth", [0, 1, 2])
 def test_a_site_that_stops_ends_the_run_by_name(nth):
     c = case()
-    fault = Fault("kill", c.params.base.sites[0], HUB, "MaskedInput", nth=nth)
+    fault = Fault("kill", c.params.base.sites[0], HUB, "Masked", nth=nth)
     run = run_protocol(pooled_discriminant, c, faults=[fault], timeout=1.5)
     assert not values(run)
     assert all(e.code for e in run.errors.values())
@@ -154,7 +154,7 @@ def test_nothing_leaves_but_masked_or_pooled():
         "common_labels.Brings",
         "same_view.Signature",
         *(f"common_seed.{m}" for m in ("Key", "Parts", "Confirm")),
-        *(f"secure_sum.{m}" for m in ("Keys", "Shares", "MaskedInput", "Vouch", "Unmask")),
+        "checked_sum.Masked",
     }
 
 
@@ -704,14 +704,14 @@ def test_a_coordinator_cannot_change_a_sum():
             return Changing(self.ch.sub(*args, **more))
 
         async def broadcast(self, to, msg):
-            if isinstance(msg, secure_sum.Total):
-                msg = secure_sum.Total(msg.z + np.uint64(1 << 20))
+            if isinstance(msg, checked_sum.Total):
+                msg = checked_sum.Total(msg.z + np.uint64(1 << 20))
             await self.ch.broadcast(to, msg)
 
         async def scatter(self, to, msg=None):
             each = dict(to) if msg is None else dict.fromkeys(to, msg)
             wrong = {
-                u: secure_sum.Total(m.z + np.uint64(1 << 20)) if isinstance(m, secure_sum.Total) else m
+                u: checked_sum.Total(m.z + np.uint64(1 << 20)) if isinstance(m, checked_sum.Total) else m
                 for u, m in each.items()
             }
             await self.ch.scatter(wrong)

@@ -8,7 +8,7 @@ from cloister.errors import DataError, ParameterError
 from cloister.models import logistic
 from cloister.protocols.logistic import logistic_terms, pooled_logistic
 from cloister.protocols.logistic.logistic_terms import Labelled, Params, choose_penalty, unknown_level
-from cloister.protocols.sums import checked_sum, secure_sum
+from cloister.protocols.sums import checked_sum
 from cloister.run.rehearsal import Fault
 from cloister.study import Party
 from cloister.testing import Case, check_ideal, check_lies, check_no_errors, run_protocol, transcript, values
@@ -127,7 +127,7 @@ def test_no_value_leaves_but_masked_or_pooled():
         "common_labels.Brings",
         "same_view.Signature",
         *(f"common_seed.{m}" for m in ("Key", "Parts", "Confirm")),
-        *(f"secure_sum.{m}" for m in ("Keys", "Shares", "MaskedInput", "Vouch", "Unmask")),
+        "checked_sum.Masked",
     }
 
 
@@ -138,7 +138,7 @@ def test_cost():
     site = c.params.sites[0]
     lengths = []
     for e, _ in run.receipts[HUB].entries:
-        if e.kind == "opened" and e.protocol == "secure_sum" and e.to == HUB:
+        if e.kind == "opened" and e.protocol == "checked_sum" and e.to == HUB:
             lengths.append(int(e.name.rpartition(" ")[2]) - 2)
     names = len("\n".join(c.inputs[site][0].names))
     for party, (messages, payload) in pooled_logistic.cost(c.params, lengths, names, names).items():
@@ -235,12 +235,12 @@ class Liar:
 
     def _each(self, to, msg):
         each = dict(to) if msg is None else dict.fromkeys(to, msg)
-        if not isinstance(next(iter(each.values())), secure_sum.Total):
+        if not isinstance(next(iter(each.values())), checked_sum.Total):
             return each
         self.seen[0] += 1
         if self.seen[0] <= self.after:
             return each
-        wrong = {id(m): secure_sum.Total(self.change(m.z)) for m in each.values()}
+        wrong = {id(m): checked_sum.Total(self.change(m.z)) for m in each.values()}
         return {u: wrong[id(m)] if self.only in (None, u) else m for u, m in each.items()}
 
 
@@ -285,7 +285,7 @@ def test_with_plain_sums_it_could(monkeypatch):
 def test_a_site_that_dies_ends_the_run_by_name(nth):
     c = case()
     run = run_protocol(
-        pooled_logistic, c, faults=[Fault("kill", c.params.sites[0], HUB, "MaskedInput", nth=nth)], timeout=1.5
+        pooled_logistic, c, faults=[Fault("kill", c.params.sites[0], HUB, "Masked", nth=nth)], timeout=1.5
     )
     assert not values(run)
     assert all(e.code for e in run.errors.values())

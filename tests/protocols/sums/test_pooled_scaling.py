@@ -86,7 +86,7 @@ def test_cost():
 
 @pytest.mark.parametrize("nth", [0, 1, 2, 3])
 def test_a_site_that_drops_at_a_sum_ends_the_run_by_name(nth):
-    fault = Fault("kill", "site-2", "hub", "MaskedInput", nth=nth)
+    fault = Fault("kill", "site-2", "hub", "Masked", nth=nth)
     run = run_protocol(pooled_scaling, case(awkward()), faults=[fault], timeout=2.0)
     assert {HUB, *SITES[:2]} <= set(run.errors)
     assert all(all((e.protocol, e.line, e.code)) for e in run.errors.values())

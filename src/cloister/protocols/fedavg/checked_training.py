@@ -481,10 +481,9 @@ async def site(
         check_cells(least, learner)
     learner.keep_held_out(large_groups(params, least, learner, len(labels), held_out=True))
     await ch.send(S, Ready(learner.digest, learner.trainable))  # L3
-    seeds = common_seed.Params(params.sites, S)
+    seeds = common_seed.Params(params.sites, S, everyone=True)
     same = (offer.shape, learner.digest)  # in the id of every later step, so that no two architectures are mixed
     seed = await common_seed.site(ch.sub("seed", (seeds, same)), seeds, entropy=entropy, identity=identity)  # L4
-    check_present(params, seed.present)
     size, K = learner.trainable, len(labels)
     progress = Progress(params, Path.begin(size), K)
 
@@ -492,7 +491,7 @@ async def site(
         noisy = part.map(lambda values: words_of(params, code, values, entropy))
         words = ch.contribute(noisy, line=line, what=what, protocol=NAME)
         step = ch.sub(label, (params.sum(len(words)), same))
-        z = await checked_sum.site(step, params.sum(len(words)), words, seed.secret, entropy=entropy, identity=identity)
+        z = await checked_sum.site(step, params.sum(len(words)), words, seed)
         return ch.reveal(z, to=ch.me, line=line, what=what + _budget(params), protocol=NAME)
 
     t = 0
@@ -536,9 +535,9 @@ async def coordinator(ch: Channel, params: Params, *, entropy: Entropy, identity
     ready = await ch.gather(sites, Ready)  # L3
     check_same({u: (r.digest, r.size) for u, r in ready.items()}, "architecture or first weights", "L3")
     size, K = ready[sites[0]].size, len(labels)
-    seeds = common_seed.Params(sites, S)
+    seeds = common_seed.Params(sites, S, everyone=True)
     same = (brought[sites[0]].shape, ready[sites[0]].digest)
-    check_present(params, await common_seed.coordinator(ch.sub("seed", (seeds, same)), seeds))  # L4
+    await common_seed.coordinator(ch.sub("seed", (seeds, same)), seeds)  # L4
     progress = Progress(params, Path.begin(size), K)
 
     async def add(label: str, length: int, line: str, what: str) -> U64:
@@ -564,14 +563,6 @@ async def coordinator(ch: Channel, params: Params, *, entropy: Entropy, identity
     theta, at = progress.result(t)
     await same_view.coordinator(ch.sub("model", wire.digest("theta", theta)), params.view)  # L9
     return Trained(theta, labels, progress.history, at)
-
-
-def check_present(params: Params, present: Collection[Party]) -> None:
-    """L4: all sites, since every sum is over all."""
-    if set(present) != set(params.sites):
-        raise ProtocolAbort(
-            NAME, "L4", "dropped", "a site dropped out; all sites train in every step. Start a new run."
-        )
 
 
 def check_same(seen: Mapping[Party, Any], what: str, line: str) -> None:

@@ -341,7 +341,7 @@ async def site(ch: Channel, params: Params, mine: Donors, *, entropy: Entropy, i
     if params.expression:
         agreement = common_genes.Params(params.sites, S)
         common = (await common_genes.site(ch.sub("genes"), agreement, "counts", list(mine.names))).names  # L1
-    pair = common_seed.Params(params.sites, S)
+    pair = common_seed.Params(params.sites, S, everyone=True)
     seed = await common_seed.site(ch.sub("seed", pair), pair, entropy=entropy, identity=identity)  # L1
     await ch.send(S, Brings(labels_of(params, mine), mine.levels()))  # L2
     agreed = await ch.recv_broadcast(S, Agreed)  # L3
@@ -352,7 +352,7 @@ async def site(ch: Channel, params: Params, mine: Donors, *, entropy: Entropy, i
     async def open_sum(sub: Channel, p: checked_sum.Params, step: Step) -> U64:
         part = pack(step, tables, parts).map(lambda x: split_sum(x, len(params.sites), entropy))
         words = sub.contribute(part, line=step.line, what=step.what, protocol=NAME)
-        return await checked_sum.site(sub, p, words, seed.secret, entropy=entropy, identity=identity)
+        return await checked_sum.site(sub, p, words, seed)
 
     result = await compare(ch, params, tables, open_sum)  # L5 to L10
     await same_view.site(ch, same_view.Params(params.sites, S), identity=identity)  # L11
@@ -365,7 +365,7 @@ async def coordinator(ch: Channel, params: Params) -> Compared:
     if params.expression:
         agreement = common_genes.Params(params.sites, params.coordinator)
         common = (await common_genes.coordinator(ch.sub("genes"), agreement)).names  # L1
-    pair = common_seed.Params(params.sites, params.coordinator)
+    pair = common_seed.Params(params.sites, params.coordinator, everyone=True)
     await common_seed.coordinator(ch.sub("seed", pair), pair)  # L1
     agreed = agree(params, await ch.gather(params.sites, Brings))  # L2
     await ch.broadcast(params.sites, agreed)  # L3

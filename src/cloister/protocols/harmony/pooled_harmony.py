@@ -67,7 +67,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
@@ -166,7 +165,12 @@ def columns_in(agreed: str) -> int:
 
 
 async def drive(
-    ch: Channel, params: Params, mine: Cells | None, columns: int, secret: bytes, **keys: Any
+    ch: Channel,
+    params: Params,
+    mine: Cells | None,
+    columns: int,
+    seed: common_seed.Seed | None = None,
+    entropy: Entropy | None = None,
 ) -> Integrated:
     """L2 to L11, at any party; S has no cells and no secret."""
     steps = integrate(part_of(params, ch.me, mine, columns), len(params.sites), NAME)
@@ -181,12 +185,12 @@ async def drive(
         length = len(ask.mine) if ask.reach else 2 * len(ask.mine)
         p = checked_sum.Params(params.sites, params.coordinator, length)
         step = ch.sub(f"sum/{count}", (p, ask.line))
-        if mine is None:
+        if seed is None or entropy is None:
             z = await checked_sum.coordinator(step, p)
         else:
-            part = encode(params, ask, keys["entropy"])
+            part = encode(params, ask, entropy)
             words = step.contribute(part, line=ask.line, what=ask.what, protocol=NAME)
-            z = await checked_sum.site(step, p, words, secret, **keys)
+            z = await checked_sum.site(step, p, words, seed)
         ch.step(ask.what, protocol=NAME, line=ask.line)
         total = decode(params, ask, ch.reveal(z, to=ch.me, line=ask.line, what=ask.what, protocol=NAME))
         if count == 1 and mine is None:
@@ -206,9 +210,9 @@ async def site(ch: Channel, params: Params, mine: Cells, *, entropy: Entropy, id
     d = mine.x.shape[1]
     space = common_space.Params(params.sites, params.coordinator, params.embedding)
     await common_space.site(ch.sub("space"), space, f"{mine.space}/{d}")  # L1
-    pair = common_seed.Params(params.sites, params.coordinator)
+    pair = common_seed.Params(params.sites, params.coordinator, everyone=True)
     seed = await common_seed.site(ch.sub("seed", pair), pair, entropy=entropy, identity=identity)  # L1
-    done = await drive(ch, params, mine, d, seed.secret, entropy=entropy, identity=identity)  # L2 to L11
+    done = await drive(ch, params, mine, d, seed, entropy)  # L2 to L11
     await same_view.site(ch, same_view.Params(params.sites, params.coordinator), identity=identity)  # L12
     return done
 
@@ -217,8 +221,8 @@ async def coordinator(ch: Channel, params: Params) -> Integrated:
     """Be S: add up, and follow the clusters."""
     space = common_space.Params(params.sites, params.coordinator, params.embedding)
     columns = columns_in(await common_space.coordinator(ch.sub("space"), space))  # L1
-    pair = common_seed.Params(params.sites, params.coordinator)
+    pair = common_seed.Params(params.sites, params.coordinator, everyone=True)
     await common_seed.coordinator(ch.sub("seed", pair), pair)  # L1
-    done = await drive(ch, params, None, columns, b"")  # L2 to L11
+    done = await drive(ch, params, None, columns)  # L2 to L11
     await same_view.coordinator(ch, same_view.Params(params.sites, params.coordinator))  # L12
     return done

@@ -92,7 +92,7 @@ class Params:
 
     @property
     def seed(self) -> common_seed.Params:
-        return common_seed.Params(self.owners, self.coordinator)
+        return common_seed.Params(self.owners, self.coordinator, everyone=True)
 
 
 @message("L4")
@@ -192,7 +192,7 @@ async def _add(ch: Channel, params: Params, mine: Contribution, entropy: Entropy
     sums = ch.sub("curve", params.sum)
     what = "how near to each other my references lie"
     words = sums.contribute(mine.map(lambda x: x.astype(np.uint64)), line="L3", what=what, protocol=NAME)
-    z = await checked_sum.site(sums, params.sum, words, seed.secret, entropy=entropy, identity=identity)  # L3
+    z = await checked_sum.site(sums, params.sum, words, seed)  # L3
     tau = threshold(params, _shown(ch, z))
     if (await ch.recv_broadcast(params.coordinator, Threshold)).distance != tau:  # L4
         raise ProtocolAbort(NAME, "L4", "changed", "the coordinator sent another distance than the sites computed")

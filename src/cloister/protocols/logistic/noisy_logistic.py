@@ -266,7 +266,7 @@ async def site(
     check_donors(params, mine)
     start = await begin_site(ch, params.base, mine, entropy=entropy, identity=identity)  # L1
     check_width(params, start)
-    openings = Openings(ch, NAME, params.base, params.openings, entropy, identity, start.secret)
+    openings = Openings(ch, NAME, params.base, params.openings, entropy, identity, start.seed)
     return await follow(openings, params, start, list(units_of(params, mine, start)))
 
 

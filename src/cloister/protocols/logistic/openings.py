@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -35,7 +35,7 @@ class Start:
     labels: tuple[str, ...]  # the vocabulary
     columns: int  # of the embedding
     genes: int = 0  # that the cells of every site allow; 0: no limit
-    secret: bytes | None = field(default=None, repr=False)  # at a site
+    seed: common_seed.Seed | None = None  # at a site
 
 
 async def begin_site(
@@ -48,10 +48,10 @@ async def begin_site(
     if not params.embedding:
         agreement = common_genes.Params(params.sites, params.coordinator)
         common = (await common_genes.site(ch.sub("genes"), agreement, params.kind, list(mine.names))).names
-    pair = common_seed.Params(params.sites, params.coordinator)
+    pair = common_seed.Params(params.sites, params.coordinator, everyone=True)
     seed = await common_seed.site(ch.sub("seed", pair), pair, entropy=entropy, identity=identity)
     agreed = await common_labels.site(ch.sub("labels", labels), labels, own)
-    return Start(common, agreed.labels, agreed.columns, agreed.genes, seed.secret)
+    return Start(common, agreed.labels, agreed.columns, agreed.genes, seed)
 
 
 async def begin_coordinator(ch: Channel, params: Params) -> Start:
@@ -59,7 +59,7 @@ async def begin_coordinator(ch: Channel, params: Params) -> Start:
     if not params.embedding:
         agreement = common_genes.Params(params.sites, params.coordinator)
         common = (await common_genes.coordinator(ch.sub("genes"), agreement)).names
-    pair = common_seed.Params(params.sites, params.coordinator)
+    pair = common_seed.Params(params.sites, params.coordinator, everyone=True)
     await common_seed.coordinator(ch.sub("seed", pair), pair)
     labels = params.common_labels
     agreed = await common_labels.coordinator(ch.sub("labels", labels), labels)
@@ -92,7 +92,7 @@ class Openings:
     most: int
     entropy: Entropy | None = None  # at a site, as the next two
     identity: Identity | None = None
-    secret: bytes | None = field(default=None, repr=False)
+    seed: common_seed.Seed | None = None
     count: int = 0
 
     @property
@@ -103,19 +103,17 @@ class Openings:
         self.count += 1
         p = checked_sum.Params(self.params.sites, self.params.coordinator, length)
         ch = self.ch.sub(f"sum/{self.count}", (p, line))
-        if self.secret is None:
+        if self.seed is None:
             z = await checked_sum.coordinator(ch, p)
         else:
-            assert self.entropy is not None
-            assert self.identity is not None
-            z = await checked_sum.site(ch, p, words(), self.secret, entropy=self.entropy, identity=self.identity)
+            z = await checked_sum.site(ch, p, words(), self.seed)
         shown = f"{what}: opening {self.count} of at most {self.most}"
         self.ch.step(shown, protocol=self.protocol, line=line)
         return self.ch.reveal(z, to=self.ch.me, line=line, what=shown, protocol=self.protocol)
 
     async def compare(self) -> None:
         """After the last opening: every broadcast of the run was the same at all sites, or the run aborts."""
-        if self.secret is None:
+        if self.seed is None:
             await same_view.coordinator(self.ch, view_of(self.params))
         else:
             assert self.identity is not None

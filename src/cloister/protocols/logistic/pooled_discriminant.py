@@ -585,7 +585,7 @@ async def site(ch: Channel, params: Params, mine: Labelled, *, entropy: Entropy,
     mine = own_cells(params, mine)  # L1
     most = 0 if params.base.embedding else genes_allowed(mine)
     start = await begin_site(ch, params.base, mine, genes=most, entropy=entropy, identity=identity)  # L1, L2
-    openings = Openings(ch, NAME, params.base, OPENINGS, entropy, identity, start.secret)
+    openings = Openings(ch, NAME, params.base, OPENINGS, entropy, identity, start.seed)
     return await follow(openings, params, start, Part(params, start, mine))
 
 

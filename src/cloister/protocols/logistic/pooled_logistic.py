@@ -342,7 +342,7 @@ async def site(
     def words() -> U64:
         return np.concatenate([shared_pca.split_sum(sums, len(params.sites), entropy), counts.astype(np.uint64)])
 
-    openings = Openings(ch, NAME, params, params.openings, entropy, identity, start.secret)
+    openings = Openings(ch, NAME, params, params.openings, entropy, identity, start.seed)
     terms = await open_terms(openings, start, words)  # L4
     x = chosen_values(params, mine, start.common, terms.at)
     cells = Cells(x, label_codes(mine.labels, terms.labels), held)

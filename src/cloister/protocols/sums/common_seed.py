@@ -1,4 +1,4 @@
-"""Common seed: the sites agree on 32 secret bytes that the coordinator, who carries the messages, does not learn.
+"""Common seed: the sites agree on 32 secret bytes, and each two of them on a key, that the coordinator does not learn.
 
     L1   u → S   pk_u, σ_u              a fresh X25519 key; σ_u signs (run, pk_u)
     L2   S ⇒ u   {v: keys of v}         who answered, at least t; every signature and key is checked
@@ -7,11 +7,13 @@
     L5   u       Ξ = HKDF(a_v for v in V, in order of names)
          u → S   h_u = HKDF(Ξ, "confirm"), σ'_u signs (run, u, h_u)
     L6   S ⇒ u   {v: h_v, σ'_v}         at least t of them, all the same, every signature checked
+    L7   u       k_uv = KA(sk_u, pk_v)  for each v in V; its context differs from that of L3
 
 Reveals
 -------
 coordinator : who takes part. Together with one site: Ξ.
-site : Ξ, and who takes part. Ξ is uniform as long as one site in V draws its part honestly.
+site : Ξ, k_uv for each other site v, and who takes part. Ξ is uniform as long as one site in V draws its part honestly.
+    Of the keys of two other sites it learns nothing.
 lying coordinator : nothing more. It may leave sites out, as long as t remain; two sites that finish hold the same Ξ.
 one lying site : nothing more. It may choose its part after it has seen those of the others, and so some bits of Ξ. It
     cannot have another left out: who cannot open what it was sent at L4 is not gone, and ends the step for all.
@@ -19,8 +21,8 @@ one lying site : nothing more. It may choose its part after it has seen those of
 Assumes
 -------
 Sites know each other's Ed25519 keys (`[keys]` of the study). Sites that stop are left out, as long as t remain: a
-majority, and more if the study names `colluders`. ⇒ is a broadcast: who confirmed is compared by the next step of the
-run, whose id depends on it.
+majority, and more if the study names `colluders`. With `everyone`, t is the number of sites, and a site that stops ends
+the step by name. ⇒ is a broadcast: who confirmed is compared by the next step of the run, whose id depends on it.
 
 Cost
 ----
@@ -55,6 +57,7 @@ BOX = 32 + 28  # bytes of one sealed part
 class Params:
     sites: tuple[Party, ...]
     coordinator: Party
+    everyone: bool = False  # whether a site that stops ends the step; otherwise a majority goes on
 
     def __post_init__(self) -> None:
         if len(set(self.sites)) < 2 or len(set(self.sites)) != len(self.sites) or self.coordinator in self.sites:
@@ -63,8 +66,11 @@ class Params:
 
 @dataclass(frozen=True, slots=True)
 class Seed:
-    secret: bytes = field(repr=False)
+    """What a site holds after the agreement: for all masks and keys of one attempt, and no longer."""
+
+    secret: bytes = field(repr=False)  # Ξ
     present: tuple[Party, ...]  # who confirmed it
+    pairs: Mapping[Party, bytes] = field(repr=False)  # k_uv: known to this site and v alone
 
 
 @message("L1")
@@ -99,6 +105,10 @@ class Confirms:  # S → u
     confirms: dict[Party, Confirm]
 
 
+def quorum(ch: Channel, params: Params) -> int:
+    return len(params.sites) if params.everyone else ch.study.quorum(len(params.sites))
+
+
 def ideal(params: Params, xs: Mapping[Party, None]) -> dict[Party, str | None]:
     """One secret for all sites; nothing for the coordinator."""
     return dict.fromkeys(params.sites, "the same 32 bytes") | {params.coordinator: None}
@@ -115,7 +125,7 @@ def cost(params: Params) -> dict[Party, tuple[int, int]]:
 
 
 def check_roster(params: Params, ch: Channel, roster: Mapping[Party, Key], mine: bytes) -> None:
-    t = ch.study.quorum(len(params.sites))
+    t = quorum(ch, params)
     if not set(roster) <= set(params.sites) or len(roster) < t:
         raise ProtocolAbort(NAME, "L2", "roster", f"{len(roster)} sites on the list, {t} needed")
     if ch.me not in roster or roster[ch.me].pk != mine:
@@ -133,7 +143,7 @@ def signed_tag(run_id: bytes, u: Party, tag: bytes) -> bytes:
 def check_confirms(params: Params, ch: Channel, confirms: Mapping[Party, Confirm], mine: Confirm) -> None:
     """L6: at least t, me among them, all with my tag, and each signed by the site itself."""
     tags = {c.tag for c in confirms.values()}
-    if len(confirms) < ch.study.quorum(len(params.sites)) or ch.me not in confirms or tags != {mine.tag}:
+    if len(confirms) < quorum(ch, params) or ch.me not in confirms or tags != {mine.tag}:
         raise ProtocolAbort(NAME, "L6", "split-view", "the sites were told different lists, and hold different seeds")
     for v, confirm in confirms.items():
         data = signed_tag(ch.run_id, v, confirm.tag)
@@ -141,7 +151,7 @@ def check_confirms(params: Params, ch: Channel, confirms: Mapping[Party, Confirm
 
 
 async def site(ch: Channel, params: Params, *, entropy: Entropy, identity: Identity) -> Seed:
-    S, t = params.coordinator, ch.study.quorum(len(params.sites))
+    S, t = params.coordinator, quorum(ch, params)
     keys = key_pair(entropy)
     await ch.send(S, Key(keys.public, identity.sign(NAME, wire.canonical([ch.run_id, ch.me, keys.public]))))  # L1
     roster = (await ch.recv_broadcast(S, Roster)).keys  # L2
@@ -172,11 +182,13 @@ async def site(ch: Channel, params: Params, *, entropy: Entropy, identity: Ident
     if not set(confirms) <= set(parts):
         raise ProtocolAbort(NAME, "L6", "split-view", "a site confirms that has no part in the seed")
     check_confirms(params, ch, confirms, confirm)
-    return Seed(secret, tuple(v for v in params.sites if v in confirms))
+    context = wire.canonical([NAME, "pair", ch.run_id])
+    pairs = {v: agree(keys, roster[v].pk, context) for v in others if v in confirms}  # L7
+    return Seed(secret, tuple(v for v in params.sites if v in confirms), pairs)
 
 
 async def coordinator(ch: Channel, params: Params) -> tuple[Party, ...]:
-    t = ch.study.quorum(len(params.sites))
+    t = None if params.everyone else quorum(ch, params)
     keys = await ch.gather(params.sites, Key, quorum=t)  # L1
     await ch.broadcast(keys, Roster(keys))  # L2
     parts = await ch.gather(keys, Parts, quorum=t)  # L3

@@ -73,11 +73,9 @@ class Asking:
         params = checked_sum.Params(self.sites, self.coordinator, length)
         if self.seed is None:
             return await checked_sum.coordinator(ch, params)
-        assert self.entropy is not None
-        assert self.identity is not None
         (part,) = parts
         words = ch.contribute(part(), protocol=self.protocol, line=line, what=what)
-        return await checked_sum.site(ch, params, words, self.seed.secret, entropy=self.entropy, identity=self.identity)
+        return await checked_sum.site(ch, params, words, self.seed)
 
     async def total(self, parts: Sequence[Part], length: int, most: int, *, line: str, what: str) -> tuple[I64, bytes]:
         def packed(part: Part) -> Part:
