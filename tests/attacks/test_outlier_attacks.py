@@ -9,7 +9,7 @@ from cloister.attacks import masked_rows, opened_forest
 from cloister.crypto import paillier
 from cloister.crypto.prg import Prg
 from cloister.protocols.forest import counted_forest, masked_forest
-from cloister.protocols.sums import pooled_scaling, secure_sum
+from cloister.protocols.sums import checked_sum, pooled_scaling
 from cloister.study import Party
 from cloister.testing import Case, check_no_errors, fixed_entropy, run_protocol, transcript, values
 from cloister.workflows.find_outliers import SAMPLE
@@ -91,7 +91,7 @@ def hardened():
 
                 async def spy(senders, asked, **kw):
                     got = await gather(senders, asked, **kw)
-                    if asked is secure_sum.MaskedInput:
+                    if asked is checked_sum.Masked:
                         for u, m in got.items():
                             words[u].append(m.y)
                     return got

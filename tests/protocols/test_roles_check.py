@@ -12,6 +12,7 @@ from cloister.protocols.fedavg import federated_training
 from cloister.protocols.fedavg.training_parts import Offer
 from cloister.protocols.forest import counted_forest
 from cloister.protocols.sums import (
+    checked_sum,
     common_genes,
     common_seed,
     common_space,
@@ -256,8 +257,8 @@ SAYS = [  # protocol, case, liar, message, change, nth, line and code that someb
     ),
     (shared_pca, cells, A, secure_sum.MaskedInput, lambda m: replace(m, y=noise[: len(m.y)]), 0, ("L3", "damaged")),
     (shared_pca, cells, A, secure_sum.MaskedInput, lambda m: replace(m, y=noise[: len(m.y)]), 1, ("L5", "damaged")),
-    (pooled_scaling, rows, HUB, secure_sum.Total, lambda m: replace(m, z=m.z * np.uint64(0)), None, ("L3", "changed")),
-    (counted_forest, table, HUB, secure_sum.Total, lambda m: replace(m, z=m.z * np.uint64(0)), 2, ("L3", "changed")),
+    (pooled_scaling, rows, HUB, checked_sum.Total, lambda m: replace(m, z=m.z * np.uint64(0)), None, ("L4", "changed")),
+    (counted_forest, table, HUB, checked_sum.Total, lambda m: replace(m, z=m.z * np.uint64(0)), 2, ("L4", "changed")),
     (
         federated_training,
         training,

@@ -268,7 +268,7 @@ def test_it_explains_only_what_it_runs():
         ("published", "federated_training", "checked_training"),
     ):
         declared = workflows.get("adapt-model").mode(mode).protocols
-        assert {own, "model_card", "secure_sum"} < set(declared)
+        assert {own, "model_card", "checked_sum"} < set(declared)
         assert not {other, "pseudo_labels"} & set(declared)
     assert "count_tests" not in workflows.get("adapt-model").mode("hardened").protocols
     assert "pseudo_labels" in workflows.get("fine-tune").mode("hardened").protocols

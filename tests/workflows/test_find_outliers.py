@@ -165,7 +165,7 @@ def test_drop_writes_the_cleaned_file(tmp_path):
 
 def test_a_site_that_drops_out_of_a_sum_ends_the_run_by_name():
     X, truth = planted(300)
-    fault = Fault("kill", "vienna", "coordinator", "MaskedInput", nth=7)
+    fault = Fault("kill", "vienna", "coordinator", "Masked", nth=7)
     run = rehearse("find-outliers", sites(X, truth), faults=[fault], timeout=3.0, trees=20, check=False)
     assert {"basel", "lugano"} <= set(run.errors)
 

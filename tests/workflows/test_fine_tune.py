@@ -134,7 +134,7 @@ def test_model_file_and_figures(run, tmp_path):
 
 
 def test_survives_a_site_that_dies(sites):
-    fault = Fault("kill", "lugano", "coordinator", "MaskedInput", nth=3)
+    fault = Fault("kill", "lugano", "coordinator", "Masked", nth=3)
     run = rehearse("fine-tune", sites, faults=[fault], timeout=5.0, check=False, **SIZE)
     assert set(run.outcomes) == {"coordinator", "basel", "vienna"}
     assert run.results["basel"]["history"][-2]["clients"] == 2
@@ -555,7 +555,7 @@ def test_the_name_of_a_label_of_one_cell_is_not_sent(whole):
 
 
 def test_a_site_that_dies_ends_the_run(sites):
-    fault = Fault("kill", "lugano", "coordinator", "MaskedInput", nth=3)
+    fault = Fault("kill", "lugano", "coordinator", "Masked", nth=3)
     run = rehearse("fine-tune", sites, faults=[fault], timeout=5.0, check=False, **HARDENED)
     assert run.outcomes == {}
 

@@ -1,8 +1,8 @@
 """What a rehearsal's parties were sent, kept for attacks: the very messages of the run, as their receivers got them.
 
-    sent = Sent(secure_sum.MaskedInput)
+    sent = Sent(*MASKED)
     run = rehearse(..., on_frame=sent)
-    sent.by_sender(secure_sum.MaskedInput, to="coordinator", scope="coarse/0")      # party → message
+    sent.by_sender(MASKED, to="coordinator", scope="coarse/0")      # party → message
 
 A message that a protocol protects reads here as it does to whoever receives it: as a masked vector or a ciphertext.
 """
@@ -13,9 +13,11 @@ import threading
 from typing import Any, TypeVar
 
 from cloister.net import wire
+from cloister.protocols.sums import checked_sum, secure_sum
 from cloister.study import Party
 
 T = TypeVar("T")
+MASKED = (secure_sum.MaskedInput, checked_sum.Masked)  # the masked vector of a site, in either secure sum
 
 
 class Sent:
@@ -37,11 +39,11 @@ class Sent:
         with self._lock:
             self._kept.append((frame, message))
 
-    def of(self, kind: type[T], *, sender: str = "", to: str = "", scope: str = "") -> list[T]:
+    def of(self, kind: type[T] | tuple[type[T], ...], *, sender: str = "", to: str = "", scope: str = "") -> list[T]:
         """Messages of that kind in their order, by sender, receiver and the end of their scope where given."""
         return [m for f, m in self._of(kind) if sender in ("", f.sender) and to in ("", f.to) and _ends(f, scope)]
 
-    def by_sender(self, kind: type[T], *, to: str = "", scope: str = "") -> dict[Party, T]:
+    def by_sender(self, kind: type[T] | tuple[type[T], ...], *, to: str = "", scope: str = "") -> dict[Party, T]:
         """The first message of that kind from every party that sent one, as it came to `to`."""
         latest: dict[Party, T] = {}
         for f, m in self._of(kind):
@@ -49,7 +51,7 @@ class Sent:
                 latest.setdefault(f.sender, m)
         return latest
 
-    def _of(self, kind: type[Any]) -> list[tuple[wire.Frame, Any]]:
+    def _of(self, kind: Any) -> list[tuple[wire.Frame, Any]]:
         with self._lock:
             return [(f, m) for f, m in self._kept if isinstance(m, kind)]
 

@@ -18,7 +18,7 @@ from cloister.attacks import masked_rows, opened_forest, single_site, trilaterat
 from cloister.attacks import propagation as attack
 from cloister.attacks.block_regression import fit_block
 from cloister.attacks.opened_forest import lucky
-from cloister.attacks.sent import Sent
+from cloister.attacks.sent import MASKED, Sent
 from cloister.crypto.entropy import Entropy
 from cloister.crypto.fixedpoint import FixedPoint
 from cloister.crypto.owner_ckks import scheme as block
@@ -34,7 +34,7 @@ from cloister.protocols.forest import counted_forest, masked_forest
 from cloister.protocols.groups.contrast_terms import Table, part_of
 from cloister.protocols.harmony import federated_harmony
 from cloister.protocols.knn import plain_knn
-from cloister.protocols.sums import averaged_quantiles, pooled_quantiles, pooled_scaling, secure_sum, shared_pca
+from cloister.protocols.sums import averaged_quantiles, pooled_quantiles, pooled_scaling, shared_pca
 from cloister.study import Party
 from cloister.workflows import compare_groups, fine_tune, propagate_labels
 from cloister.workflows.adaptation.asking import inputs_of
@@ -44,7 +44,7 @@ def own_quantiles(sent: Sent, edges: Any, own: Mapping[str, Any], pooled: Any) -
     """bin-values: the coordinator on each site's own quantiles, read off what the site sent, or the shared edges."""
     grid = pooled_quantiles.Params(tuple(map(Party, own)), Party("coordinator"), len(edges), whole=True).grid
     sent_quantiles = sent.by_sender(averaged_quantiles.Local, to="coordinator")
-    added = sent.by_sender(secure_sum.MaskedInput, to="coordinator", scope="coarse/0")
+    added = sent.by_sender(MASKED, to="coordinator", scope="coarse/0")
 
     def guess(p: str) -> Any:
         if p in sent_quantiles:
@@ -64,7 +64,7 @@ def own_quantiles(sent: Sent, edges: Any, own: Mapping[str, Any], pooled: Any) -
 def own_means(sent: Sent, space: Mapping[str, Any], common: list[str], logs: Mapping[str, Any]) -> str:
     """shared-pca: one site on another's mean of the chosen genes: read off what it sent, or by taking one's own out."""
     me, *others = logs
-    added = sent.by_sender(secure_sum.MaskedInput, to="coordinator", scope="moments")
+    added = sent.by_sender(MASKED, to="coordinator", scope="moments")
     true = {p: np.mean(x, axis=0) for p, x in logs.items()}
     mean, deviation = np.asarray(space["mean"]), np.asarray(space["deviation"])
     rest = single_site.subtract(mean, int(space["cells"]), true[me], len(logs[me]))
@@ -86,7 +86,7 @@ def own_directions(sent: Sent, x: Mapping[str, Any]) -> str:
     upper = np.triu_indices(next(iter(x.values())).shape[1])
     true = {p: (unit(y).T @ unit(y))[upper] for p, y in x.items()}
     pooled = np.sum([*true.values()], axis=0) / sum(map(len, x.values()))
-    added = sent.by_sender(secure_sum.MaskedInput, to="coordinator", scope="sum/2")
+    added = sent.by_sender(MASKED, to="coordinator", scope="sum/2")
     cosines = []
     for p, y in x.items():
         told = sent.of(federated_harmony.Mine, sender=p)
@@ -108,7 +108,7 @@ def own_donors(sent: Sent, sites: Mapping[str, Any], options: Mapping[str, Any])
         parts = [part_of(Table(params, k, mine.names, ()), mine) for k in labels]
         true[p] = np.stack([np.bincount(part.group, minlength=len(chosen.groups)) for part in parts])
     total = np.sum([*true.values()], axis=0)
-    added = sent.by_sender(secure_sum.MaskedInput, to="coordinator", scope="sum/1")
+    added = sent.by_sender(MASKED, to="coordinator", scope="sum/1")
 
     def guess(p: str) -> Any:
         read = shared_pca.join_sum(added[Party(p)].y[:-2])[: total.shape[0] * width].reshape(-1, width)
@@ -126,7 +126,7 @@ def own_label_sums(sent: Sent, model: Any, x: Mapping[str, Any], truth: Mapping[
     """train-classifier: the coordinator reads a site's own sum of expression per label from its first message."""
     labels, common = list(model.labels), list(model.model.common)
     at = np.array([common.index(gene) for gene in model.genes])
-    first = sent.by_sender(secure_sum.MaskedInput, to="coordinator", scope="sum/1")
+    first = sent.by_sender(MASKED, to="coordinator", scope="sum/1")
     cosines = []
     for p in sites:
         own = np.stack([x[p][truth[p] == name].sum(axis=0) for name in labels])
@@ -220,7 +220,7 @@ def labels_compared(sent: Sent, learners: Mapping[str, Any], truth: Mapping[str,
         if t < 3 and not np.allclose(theta, models[t], atol=1e-4):
             raise CloisterError("the clear twin's mean updates are not those of the run; please report this")
         plain = {p: learner.train(theta.astype(np.float32), t, options.lr)[0] for p, learner in learners.items()}
-        words = sent.by_sender(secure_sum.MaskedInput, to="coordinator", scope=f"update/{t}")
+        words = sent.by_sender(MASKED, to="coordinator", scope=f"update/{t}")
         masked: dict[str, Any] = {p: code.decode(m.y[:-2], first.size) for p, m in words.items()}
         for name, updates in (("masked", masked), ("plain", plain)):
             right[name].append(single_site.compare(pulls(updates), truth, least=0.01))
@@ -242,7 +242,7 @@ def steps_compared(sent: Sent, learners: Mapping[str, Any], truth: Mapping[str, 
     k, wide, code = first.labels, first.model.head.in_features, FixedPoint(26, 2.0**24, len(learners))
     right = []
     for row in history[:-1]:
-        words = sent.by_sender(secure_sum.MaskedInput, to="coordinator", scope=f"step/{row['round']}/0")
+        words = sent.by_sender(MASKED, to="coordinator", scope=f"step/{row['round']}/0")
         vectors = {p: -code.decode(m.y[: first.trainable]) for p, m in words.items()}
         heads = {p: v[-k * (wide + 1) : -k].reshape(k, wide) for p, v in vectors.items()}
         pulls: dict[str, Any] = {p: single_site.label_pull(head) for p, head in heads.items()}

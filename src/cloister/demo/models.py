@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from cloister.attacks.sent import Sent
+from cloister.attacks.sent import MASKED, Sent
 from cloister.cells import demo as demo_data
 from cloister.cells import tables as cells
 from cloister.demo import attacks
@@ -16,7 +16,7 @@ from cloister.errors import CloisterError
 from cloister.models import cellcnn, polynomial
 from cloister.protocols.cellcnn import clear_training, encrypted_training
 from cloister.protocols.fedavg.training_terms import Weights
-from cloister.protocols.sums import pooled_scaling, secure_sum
+from cloister.protocols.sums import pooled_scaling
 from cloister.run.rehearsal import rehearse
 from cloister.workflows import fine_tune as tuning
 from cloister.workflows import train_cellcnn as training
@@ -67,7 +67,7 @@ def train_cellcnn(story: Story, tell: Tell) -> Played:
 
 def train_classifier(story: Story, tell: Tell) -> Played:
     """Accuracy on one cell in five, where each site has labelled the kinds of cells that it knows."""
-    sent = Sent(secure_sum.MaskedInput)
+    sent = Sent(*MASKED)
     run = rehearse("train-classifier", story.sites, on_event=tell, on_frame=sent, **CLASSIFIER)
     story.labelled = run.data
     x = {p: np.asarray(run.model.inputs(a).todense()) for p, a in story.sites.items()}
@@ -102,7 +102,7 @@ def fine_tune(story: Story, tell: Tell) -> Played:
     plainly. What that would show the coordinator is worked out beside the published run, by the same learners in the
     clear, whose mean updates have to be those of the run; their model is the last one, the run's its best.
     """
-    sites, sent, steps = story.integrated, Sent(secure_sum.MaskedInput, Weights), Sent(secure_sum.MaskedInput)
+    sites, sent, steps = story.integrated, Sent(*MASKED, Weights), Sent(*MASKED)
     x = {p: cells.embedding(a, "X_integrated") for p, a in sites.items()}
     kinds = tuple(sorted({str(kind) for a in sites.values() for kind in a.obs["cell_type"].dropna()}))
     run = rehearse("fine-tune", sites, on_event=tell, on_frame=steps, use_rep="X_integrated", labels=kinds)

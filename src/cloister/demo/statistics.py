@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from cloister.attacks.sent import Sent
+from cloister.attacks.sent import MASKED, Sent
 from cloister.cells import tables as cells
 from cloister.cells.genes import genes_in_common
 from cloister.demo import attacks
@@ -17,7 +17,7 @@ from cloister.models import isolation_forest
 from cloister.models.harmony import EVERYTHING, Settings
 from cloister.protocols.harmony import federated_harmony
 from cloister.protocols.harmony.harmony_steps import Cells, Params, together
-from cloister.protocols.sums import averaged_quantiles, secure_sum
+from cloister.protocols.sums import averaged_quantiles
 from cloister.run.rehearsal import rehearse
 from cloister.study import Party
 from cloister.workflows.baselines.groups import group_baselines
@@ -42,7 +42,7 @@ def bin_values(story: Story, tell: Tell) -> Played:
     own = {p: np.quantile(v, levels) for p, v in values.items()}
     runs, rows = [], []
     for mode in ("hardened", "published"):
-        sent = Sent(secure_sum.MaskedInput, averaged_quantiles.Local)
+        sent = Sent(*MASKED, averaged_quantiles.Local)
         run = rehearse("bin-values", sites, mode=mode, on_event=tell, on_frame=sent)
         edges = {p: run.data[p].uns["cloister"]["bin_edges"] for p in sites}
         share = right(edges.__getitem__)
@@ -54,7 +54,7 @@ def bin_values(story: Story, tell: Tell) -> Played:
 
 def shared_pca(story: Story, tell: Tell) -> Played:
     """Smallest cosine between the space that was found and the one of all cells in one place."""
-    sites, sent = story.sites, Sent(secure_sum.MaskedInput)
+    sites, sent = story.sites, Sent(*MASKED)
     run = rehearse("shared-pca", sites, on_event=tell, on_frame=sent, **SPACE)
     story.space = run.data
     genes = [str(g) for g in run.data["basel"].uns["X_shared_pca"]["genes"]]
@@ -102,7 +102,7 @@ def integrate(story: Story, tell: Tell) -> Played:
     alone = mixed(np.concatenate([*x.values()]))
     runs, rows = [], []
     for mode in ("hardened", "published"):
-        sent = Sent(secure_sum.MaskedInput, federated_harmony.Mine)
+        sent = Sent(*MASKED, federated_harmony.Mine)
         run = rehearse("integrate", sites, mode=mode, rounds=2, on_event=tell, on_frame=sent)
         found = mixed(np.concatenate([run.data[p].obsm["X_integrated"] for p in x]))
         leak = attacks.own_directions(sent, x)
@@ -114,7 +114,7 @@ def integrate(story: Story, tell: Tell) -> Played:
 
 def compare_groups(story: Story, tell: Tell) -> Played:
     """Genes that differ in macrophages of the ill, found at a false discovery rate of 5 %; labels are the model's."""
-    sites, sent = story.labelled, Sent(secure_sum.MaskedInput)
+    sites, sent = story.labelled, Sent(*MASKED)
     run = rehearse("compare-groups", sites, on_event=tell, on_frame=sent, **GROUPS)
     var = sites["basel"].var
     planted, story.found = set(var.index[var["planted"]]), differing(run.data["basel"].uns["groups"])

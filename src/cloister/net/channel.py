@@ -39,7 +39,7 @@ from collections import defaultdict
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from typing import Any, Protocol, TypeVar
 
-from cloister._version import __version__
+from cloister._version import WIRE_VERSION
 from cloister.disclosure import Contribution
 from cloister.errors import LEFT, ParameterError, PeerLost, ProtocolAbort, WireError, blame, code_of
 from cloister.net import hello, wire
@@ -181,7 +181,7 @@ class Session:
     async def open_run(self, protocol: str, params: Any) -> Channel:
         """Agree on study, version and parameters with everyone, and on a run id that is new."""
         self.runs += 1
-        mine = hello.Hello(__version__, self.study.digest, wire.digest(protocol, params), self._nonce(16))
+        mine = hello.Hello(WIRE_VERSION, self.study.digest, wire.digest(protocol, params), self._nonce(16))
         lobby = Channel(self, f"hello/{self.runs}", NO_RUN)
         return Channel(self, str(self.runs), await hello.agree(lobby, mine, self.peers, first=self.runs == 1))
 

@@ -5,7 +5,7 @@ semi-honest, p published, plain; `data/modes.toml` says which workflow runs it i
 
     sums/           what is added up over sites
       secure_sum            [BIK+17] fig. 4                              h s p plain
-      checked_sum           [BIK+17], [BDOZ11] linear tags               h s
+      checked_sum           [BIK+17], [CW81] affine tags                h s p plain
       same_view             ours                                         h p plain s
       common_seed           [MA24] algorithm 1, without its server       h s p plain
       common_space          ours                                         h s p plain
