@@ -733,7 +733,7 @@ def test_another_version_stops_before_any_data_moves():
     with seated() as (session, box, tape):
         mine = Hello("0", session.study.digest, wire.digest("toy", None), bytes(16))
         for p in (A, B, C):
-            hello = dataclasses.replace(mine, version=channel.__version__ if p != B else "99.1")
+            hello = dataclasses.replace(mine, version=channel.WIRE_VERSION if p != B else "99.1")
             box.put(p, hello_frame(p, hello))
         with pytest.raises(ProtocolAbort, match="b came with another version of Cloister than hub") as e:
             session.drive(session.open_run("toy", None))
@@ -749,7 +749,7 @@ def test_a_nonce_has_sixteen_bytes():
     with seated() as (session, box, _):
         for p in (A, B, C):
             short = bytes(15 if p == A else 16)
-            hello = Hello(channel.__version__, session.study.digest, wire.digest("toy", None), short)
+            hello = Hello(channel.WIRE_VERSION, session.study.digest, wire.digest("toy", None), short)
             box.put(p, hello_frame(p, hello))
         with pytest.raises(ProtocolAbort) as e:
             session.drive(session.open_run("toy", None))
@@ -759,7 +759,7 @@ def test_a_nonce_has_sixteen_bytes():
 @pytest.mark.parametrize("lie", ["another nonce", "without me", "without the coordinator", "with a stranger"])
 def test_a_coordinator_that_repeats_another_hello_is_caught(lie):
     with seated(me=A) as (session, box, tape):
-        hello = Hello(channel.__version__, session.study.digest, wire.digest("toy", None), bytes(16))
+        hello = Hello(channel.WIRE_VERSION, session.study.digest, wire.digest("toy", None), bytes(16))
         hellos = dict.fromkeys((HUB, A, B, C), hello)
         if lie == "another nonce":
             hellos[A] = dataclasses.replace(hello, nonce=b"x" * 16)
