@@ -18,9 +18,7 @@ from cloister.models.discriminant import SETTINGS, Setting
 from cloister.models.linear import LinearModel, folds_of, hold_out
 from cloister.net.seat import Outcome, Place, Seat
 from cloister.protocols.logistic import noisy_logistic, pooled_discriminant, pooled_logistic
-from cloister.protocols.logistic.common_labels import SIZES
 from cloister.protocols.logistic.logistic_terms import Fitted, Labelled, Params, label_codes
-from cloister.protocols.logistic.pooled_discriminant import CELLS_PER_COLUMN
 from cloister.report.figures import curves
 from cloister.workflows import Workflow
 from cloister.workflows.fine_tune_parts import confusions
@@ -45,9 +43,7 @@ class Options:
         "discriminants and ridge regression from three fixed sums; or iterative logistic regression, with dp_noise or "
         "the consent of every site",
     )
-    n_top_genes: int = option(
-        300, "genes of the model, those whose label means differ most; at most half of a site's labelled cells"
-    )
+    n_top_genes: int = option(600, "genes of the model, those whose label means differ most")
     layer: str | None = option(None, "layer that holds the values; X by default")
     kind: Literal["counts", "log"] = option("counts", "what every site holds")
     names: Literal["index", "symbol", "ensembl"] = option(
@@ -405,19 +401,10 @@ def notes_on_labels(adata: AnnData, options: Options, labels: tuple[str | None, 
         more = f" and {len(excluded) - 8} more" if len(excluded) > 8 else ""
         notes.append(f"left out here, {fewest}: {listed}{more}; these cells add nothing to the model")
     remain = sum(name is not None for name in mine.open_labels(1).labels)
-    columns = cells.embedding(adata, options.use_rep).shape[1] if options.use_rep is not None else 0
-    needed = CELLS_PER_COLUMN * (columns or SIZES[0])
-    if 0 < remain < max(options.min_cells, needed):
-        why = f"{needed} for {columns or SIZES[0]} columns"
-        least_cells = f"min_cells = {options.min_cells}" if remain < options.min_cells else why
+    if 0 < remain < options.min_cells:
         notes.append(
-            f"{remain} labelled cells remain, fewer than {least_cells}: this site adds nothing to the model, and gets "
-            "labels"
-        )
-    elif 0 < remain < CELLS_PER_COLUMN * options.n_top_genes and not columns:
-        notes.append(
-            f"{remain} labelled cells here allow half as many genes, fewer than n_top_genes = {options.n_top_genes}; "
-            "the model of all sites uses no more"
+            f"{remain} labelled cells remain, fewer than min_cells = {options.min_cells}: this site adds nothing to "
+            "the model, and gets labels"
         )
     if options.min_label_cells < Thresholds().min_cells:
         notes.append(f"sums over as few as {options.min_label_cells} cells of a label leave this site")
