@@ -52,6 +52,12 @@ class Report:  # u → S
     done: bool
 
 
+def cost(sites: tuple[Party, ...], server: Party) -> dict[Party, tuple[int, int]]:
+    """Messages and bytes of one attempt that comes to its end, without those of the step."""
+    n = len(sites)
+    return {server: (2 * n, 2 * n * sum(len(u) for u in sites))} | dict.fromkeys(sites, (1, 1))
+
+
 def _scopes(ch: Channel, attempt: int, sites: tuple[Party, ...]) -> tuple[Channel, Channel]:
     return ch.sub(f"try-{attempt}", sites, apart=True), ch.sub(f"report-{attempt}", apart=True)
 
