@@ -239,18 +239,11 @@ def test_common_genes_with_one_thing_wrong(common):
 QUANTILES = pooled_quantiles.Params(SITES, HUB, 3, False, cells=1)
 
 
-@pytest.mark.parametrize("cells", [[], [-1], [48], [3, 3], [5, 4], list(range(7))])
-def test_cells_with_one_thing_wrong(cells):
-    pooled_quantiles.check_cells(QUANTILES, np.arange(6))
-    refused("cells", pooled_quantiles.check_cells, QUANTILES, np.array(cells, np.int64))
-
-
-@pytest.mark.parametrize(
-    "edges", [[1, np.nan, 2], [1, np.inf, np.inf], [2, 1, 3], [-1, 1, 2], [1e-9, 1, 2], [1, 2, 2e8]]
-)
+@pytest.mark.parametrize("edges", [[1, np.nan, 2], [1, np.inf, np.inf], [2, 1, 1], [1, 1, 2.001], [1, 1]])
 def test_edges_with_one_thing_wrong(edges):
-    pooled_quantiles.check_edges(np.array([1.0, 1.0, 2.0]))
-    refused("edges", pooled_quantiles.check_edges, np.array(edges, float))
+    own = np.array([1.0, 1.0, 2.0])
+    pooled_quantiles.check_edges(own.copy(), own)
+    refused("edges", pooled_quantiles.check_edges, np.array(edges, float), own)
 
 
 def test_counts_that_are_none():

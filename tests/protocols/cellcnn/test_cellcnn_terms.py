@@ -141,9 +141,7 @@ def possible_counts(lie, values):
 
 
 def test_one_liar_shifts_pooled_counts_by_what_it_could_have_counted_or_ends_them():
-    lies = check_lies(
-        pooled_counts, [counts_case()], right=possible_counts, timeout=1.0
-    )
+    lies = check_lies(pooled_counts, [counts_case()], right=possible_counts, timeout=1.0)
     assert lies.tried >= 10
     assert lies.aborted >= 5
 

@@ -84,7 +84,12 @@ def roles(params: Params) -> dict[Party, object]:
 
 def cost(params: Params) -> dict[Party, tuple[int, int]]:
     who = params.sites
-    parts = attempts.cost(who, params.coordinator), common_seed.cost(params.seed(who)), checked_sum.cost(params.sum(who)), same_view.cost(params.view(who))
+    parts = (
+        attempts.cost(who, params.coordinator),
+        common_seed.cost(params.seed(who)),
+        checked_sum.cost(params.sum(who)),
+        same_view.cost(params.view(who)),
+    )
     return {u: (sum(p[u][0] for p in parts), sum(p[u][1] for p in parts)) for u in parts[0]}
 
 

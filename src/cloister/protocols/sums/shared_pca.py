@@ -46,8 +46,8 @@ cell. Lies that are not noticed: (b), (c), (f) of the site.
 
 Cost
 ----
-Per site: a common seed and two checked sums, of 2 + 8g words for g common genes and of 1 + h + h(h + 1)/2 words for h chosen ones (16 MB
-at h = 2000, up and down); gene names up; 8h(d + 3) bytes down; one signature.
+Per site: a common seed and two checked sums, of 2 + 8g words for g common genes and of 1 + h + h(h + 1)/2 words for h
+chosen ones (16 MB at h = 2000, up and down); gene names up; 8h(d + 3) bytes down; one signature.
 
 References
 ----------
