@@ -44,12 +44,12 @@ def own_quantiles(sent: Sent, edges: Any, own: Mapping[str, Any], pooled: Any) -
     """bin-values: the coordinator on each site's own quantiles, read off what the site sent, or the shared edges."""
     grid = pooled_quantiles.Params(tuple(map(Party, own)), Party("coordinator"), len(edges), whole=True).grid
     sent_quantiles = sent.by_sender(averaged_quantiles.Local, to="coordinator")
-    added = sent.by_sender(MASKED, to="coordinator", scope="coarse/0")
+    added = sent.by_sender(MASKED, to="coordinator", scope="coarse")
 
     def guess(p: str) -> Any:
         if p in sent_quantiles:
             return sent_quantiles[Party(p)].edges
-        counts = single_site.read_counts(added[Party(p)].y, pooled_quantiles.MOST)
+        counts = single_site.read_counts(added[Party(p)].y[:-2], pooled_quantiles.MOST)
         if counts is None:
             return edges
         return single_site.quantiles_of(counts, grid, np.linspace(0, 1, len(edges)))
@@ -71,7 +71,7 @@ def own_means(sent: Sent, space: Mapping[str, Any], common: list[str], logs: Map
     at = [common.index(str(g)) for g in space["genes"]]
 
     def guess(p: str) -> Any:
-        n, *sums = np.split(shared_pca.join_sum(added[Party(p)].y), 1 + len(common) * np.arange(4))
+        n, *sums = np.split(shared_pca.join_sum(added[Party(p)].y[:-2]), 1 + len(common) * np.arange(4))
         return sums[2][at] / n[0] if n[0] == round(n[0]) and 1 <= n[0] < space["cells"] else rest
 
     def off(value: Any, p: str) -> float:

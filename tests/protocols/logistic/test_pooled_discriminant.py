@@ -643,7 +643,7 @@ def test_a_gene_that_few_cells_express_is_not_scored():
 
 def test_a_gene_that_one_of_many_cells_dominates_is_left_out():
     """Twelve cells express the gene, one far more than the others: effectively fewer than ten."""
-    part, terms, _ = steered(1.0, expressing=12)
+    part, _, _ = steered(1.0, expressing=12)
     assert part.shown[0]
     far, _, _ = steered(1.0, expressing=12, farthest=7.0)
     assert not far.shown[0]
