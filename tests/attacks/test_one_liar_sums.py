@@ -240,7 +240,7 @@ async def old_training_site(ch, params, offer, *, entropy, identity):
     words, note = update_words(params, len(task.clients), delta, weight, loss, entropy)
     weight = 0.0 if note else weight  # of an update that is no number
     words = np.concatenate([words[:-2], TAIL.encode(np.array([weight, weight * loss]))])  # weights were summed, too
-    sums = sum_of(params, task.clients, len(words))
+    sums = params.sum(task.clients, len(words))
     await secure_sum.contributor(ch.sub("update/0", sums), sums, words, entropy=entropy, identity=identity)
 
 
@@ -253,7 +253,7 @@ def singles_out(total, theta, *, new):
         await ch.gather(SITES, Ready)
         fine = np.zeros(6, np.float32)
         if new:
-            sums = sum_of(params, SITES, 1)
+            sums = params.sum(SITES, 1)
             await secure_sum.aggregator(ch.sub("cells", sums), sums)
         for u in SITES:
             t, w = (120.0, fine) if u == B else (total, theta)
@@ -265,7 +265,7 @@ def singles_out(total, theta, *, new):
                     ch._absorb(HUB, task)
             else:
                 await ch.send(u, Task(0, SITES, t, w))
-        sums = sum_of(params, SITES, params.code(3).words(6) + 2)
+        sums = params.sum(SITES, params.code(3).words(6) + 2)
         z = (await secure_sum.aggregator(ch.sub("update/0", sums, apart=True), sums)).z
         weight, _ = TAIL.decode(z[-2:].copy())
         return params.code(3).decode(z[:-2], 6) / weight
@@ -298,11 +298,11 @@ def test_e2_a_model_beyond_what_the_rounds_could_reach_is_refused_though_all_are
         await ch.gather(SITES, Brings)
         await ch.broadcast(SITES, Vocabulary(("p", "q"), SITES))
         await ch.gather(SITES, Ready)
-        sums = sum_of(params, SITES, 1)
+        sums = params.sum(SITES, 1)
         await secure_sum.aggregator(ch.sub("cells", sums), sums)
         await ch.broadcast(SITES, training_terms.Task(0, SITES, SITES, False, 120.0, wire.digest("theta", far)))
         await ch.scatter(SITES, training_terms.Weights(far))
-        sums = sum_of(params, SITES, params.code(3).words(6) + 2)
+        sums = params.sum(SITES, params.code(3).words(6) + 2)
         await secure_sum.aggregator(ch.sub("update/0", sums, apart=True), sums)
 
     stopped(attack(federated_training, case, liar), "weights")

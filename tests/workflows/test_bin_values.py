@@ -529,7 +529,9 @@ def test_in_published_mode_a_missing_site_ends_the_run_by_name(name, code):
     assert {e.protocol for e in run.errors.values()} == {"averaged_quantiles"}
 
 
-def test_a_silent_site_is_told_that_the_others_went_on():
+def test_a_message_that_is_lost_while_its_sender_stays_ends_the_run_by_name():
+    """All wait for each other, so nobody can tell whose message it was."""
     faults = [Fault("drop", "lugano", "coordinator", "Masked")]
     run = rehearse("bin-values", count_sites(), faults=faults, check=False, timeout=1.5)
-    assert {p: e.code for p, e in run.errors.items()} == {"lugano": "dropped"}
+    assert run.errors.keys() == {"coordinator", "basel", "lugano", "vienna"}
+    assert {e.code for e in run.errors.values()} <= {"too-few", "dropped", "timeout", "lost"}
