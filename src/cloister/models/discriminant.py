@@ -60,8 +60,8 @@ class Setting:
 
 
 SETTINGS = (  # in order of preference: of settings that score alike, the first is taken
-    Setting(0.9, 1.0, 0.5),
     Setting(0.9, 3.0, 1.0),
+    Setting(0.9, 1.0, 0.5),
     Setting(0.7),
     Setting(0.0, 3.0, 1.0),
     Setting(0.0, 1.0, 0.5),

@@ -113,6 +113,7 @@ OPENINGS = 3
 UNIT = 4  # sums of squares and products of log values are multiples of 1 / UNIT
 LABEL_STEP = 4.0  # sums of log values over the cells of a label, or of a group, are multiples of this
 LOCAL_GENES = 1000  # of a site that vary most, by which its cells are similar
+TAILS = 1.3  # genes of a cell vary together, so its typicality varies more than independent genes would make it
 DIRECTIONS = 30  # of these genes, likewise
 EMBEDDING_UNIT = 1 << 16  # the same for an embedding
 LARGEST = 2.0**62  # of a sum over all sites, in units
@@ -465,7 +466,7 @@ def score(
     typical = solver.typicality()
     z, cov = scores_of(typical)
     hit = cells * right_of(typical) if not aligned else cells
-    deviation = np.sqrt(np.maximum(cov.diagonal()[own], 1e-12))
+    deviation = TAILS * np.sqrt(np.maximum(cov.diagonal()[own], 1e-12))
     below = hit @ scipy.special.ndtr((GRID - z[each, own][:, None]) / deviation[:, None])
     return Answers(float(cells.sum()), right, float(hit.sum()), below)
 
