@@ -61,7 +61,7 @@ class Options:
     validation: float = option(
         0.25, "fraction of each label's cells held out at a time, to choose settings; 0 disables"
     )
-    unknown_share: float = option(0.06, "fraction of right labels that may be called unknown")
+    unknown_share: float = option(0.07, "fraction of right labels that may be called unknown")
     tolerance: float = option(1e-5, "change of a coefficient at which the logistic fit stops")
     max_openings: int = option(200, "number of sums that the logistic fit may open")
     min_cells: int = option(50, "minimum number of cells of a site, and of its labelled cells if it adds to the model")
