@@ -3,7 +3,7 @@
 import numpy as np
 
 from cloister.arrays import F64, I64
-from cloister.net.wire import message
+from cloister.mpc.net.wire import message
 
 
 @message("L2", protocol="pooled_quantiles")
