@@ -120,6 +120,30 @@ class SimilarGroups:
         means: F64 = sums / sizes
         return means
 
+    def clipped_means(self, values: F64, rounds: int = 10) -> F64:
+        """Means over the rows of each group, (k, d), of which an outlying row bends none far.
+
+        A row that is farther from the mean than half of its group counts at that distance, in its own direction. The
+        mean is that of the rows clipped so, found in `rounds` steps (an M-estimator of location). At its fixed point,
+        deviations add up to zero and at least half of the rows have the largest length, so no row has more than
+        2 / (rows of the group) of the sum of their squares.
+        """
+        inside = np.flatnonzero(self.codes >= 0)
+        means = self.means(values)
+        if not len(inside) or len(inside) == len(self):
+            return means
+        order = inside[np.argsort(self.codes[inside], kind="stable")]
+        code, rows = self.codes[order], values[order]
+        sizes = np.bincount(code, minlength=len(self))
+        start = np.cumsum(np.append(0, sizes[:-1]))
+        for _ in range(rounds):
+            away = rows - means[code]
+            length = np.linalg.norm(away, axis=1)
+            reach = length[np.lexsort((length, code))][start + sizes // 2]
+            away *= np.minimum(1.0, reach[code] / np.maximum(length, 1e-300))[:, None]
+            means = means + np.add.reduceat(away, start, axis=0) / sizes[:, None]
+        return means
+
     def contribution(self, values: Array) -> Contribution:
         """Numbers computed from group means and sizes alone."""
         donors = None if self.donors is None else int(self.donors.min(initial=2**62))
@@ -289,17 +313,22 @@ class Rows:
         return cells, None if self.donor is None else len(np.unique(self.donor[at]))
 
     def _halves(self, at: I64, x: F64) -> list[I64] | None:
-        """Two parts of these rows that both reach the thresholds, as equal as possible; None if there are none."""
-        least = self.thresholds
+        """Two parts of these rows that both reach the thresholds, about equal; None if there are none.
+
+        Without donors one part is a multiple of `min_cells`, so that little is left over in the end.
+        """
+        least, middle = self.thresholds, len(at) / 2
         if self._size(at)[0] < 2 * least.min_cells:
             return None
+        if self.donor is None and self.cells is None:
+            middle = least.min_cells * round(middle / least.min_cells)
         centred = x[at] - x[at].mean(axis=0)
         for _ in range(2 if self.donor is not None else 1):  # a second direction where donors forbid the first
             direction = _main_direction(centred)
             order = np.argsort(centred @ direction, kind="stable")
             allowed = np.flatnonzero(self._enough(at[order]) & self._enough(at[order[::-1]])[::-1])
             if len(allowed):
-                cut = int(allowed[np.argmin(np.abs(allowed - len(at) / 2))])
+                cut = int(allowed[np.argmin(np.abs(allowed - middle))])
                 return [at[order[:cut]], at[order[cut:]]]
             centred = centred - np.outer(centred @ direction, direction)
         return None

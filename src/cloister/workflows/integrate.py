@@ -36,14 +36,14 @@ class Options:
     n_clusters: int = option(0, "number of clusters; 0: a twentieth of the cells of a mean site, 2 to 100")
     theta: float = option(2.0, "strength of mixing")
     sigma: float = option(0.1, "softness of clusters")
-    ridge: float = option(0.2, "caution with which batches are moved")
-    rounds: int = option(5, "corrections")
-    updates: int = option(4, "of clusters, per correction")
-    blocks: int = option(5, "of cells, per update")
+    ridge: float = option(0.06, "caution with which batches are moved")
+    rounds: int = option(3, "corrections")
+    updates: int = option(1, "of clusters, per correction")
+    sweeps: int = option(3, "sums of cluster sizes, per update, at which batches are balanced")
     min_cells: int = option(50, "smallest number of cells of a site")
-    min_cluster_cells: int = option(10, "smallest effective number of a site's own cells behind any opened number")
+    min_cluster_cells: int = option(10, "smallest number of similar cells of a site whose mean may enter a sum")
     donor_key: str | None = option(None, "column of obs with donors; without it, cells are counted")
-    min_donors: int = option(3, "smallest number of a site's own donors behind any opened number, with donor_key")
+    min_donors: int = option(3, "smallest number of donors of such a group, with donor_key")
     max_share: float = option(0.9, "largest share of all cells that one site may claim; 1 disables the bound")
     label_key: str = option("cell_type", "column of obs that colours own cells in the picture")
     key_added: str = option("X_integrated", "name in obsm")
@@ -51,7 +51,7 @@ class Options:
     def __post_init__(self) -> None:
         if self.n_clusters < 0 or self.n_clusters == 1 or self.n_clusters > 1000:
             raise ParameterError(f"option 'n_clusters' must be 0, or from 2 to 1000, found {self.n_clusters}")
-        for name in ("rounds", "updates", "blocks"):
+        for name in ("rounds", "updates", "sweeps"):
             if not 1 <= getattr(self, name) <= 50:
                 raise ParameterError(f"option '{name}' must be from 1 to 50, found {getattr(self, name)}")
         if not (self.sigma > 0 and self.ridge > 0 and self.theta >= 0):
@@ -120,9 +120,8 @@ def settings_of(seat: Seat, options: Options) -> Settings:
         options.ridge,
         options.rounds,
         options.updates,
-        options.blocks,
-        options.min_cluster_cells,
-        0 if options.donor_key is None else options.min_donors,
+        options.sweeps,
+        options.donor_key is not None,
         seat.study.seed,
     )
 

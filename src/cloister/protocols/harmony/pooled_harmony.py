@@ -110,7 +110,7 @@ def lengths(params: Params, cells: int, columns: int) -> list[int]:
     """Words of every sum, in their order."""
     s, d = params.settings, columns
     K = s.n_clusters(cells, len(params.sites))
-    one = s.updates * [K * d, *s.blocks * [K]] + [K, K * (d + 1)]
+    one = s.updates * [K * d, *s.sweeps * [K]] + [K, K * (d + 1)]
     half = d * (d + 1) // 2
     return [4, half, *STARTS * [K * d], K, *s.rounds * one, K, 3, GRID * GRID]
 
@@ -173,12 +173,13 @@ async def drive(
     entropy: Entropy | None = None,
 ) -> Integrated:
     """L2 to L11, at any party; S has no cells and no secret."""
-    steps = integrate(part_of(params, ch.me, mine, columns), len(params.sites), NAME)
+    part = part_of(params, mine, columns)
+    steps, own = integrate(part, len(params.sites), NAME), int(part.shown.sizes.sum())
     claims = announced_counts.Params(params.sites, params.coordinator, params.max_share)
     if mine is None:
         announced = await announced_counts.gather(ch, claims)  # L2
     else:
-        await announced_counts.announce(ch, claims, len(mine.x))  # L2
+        await announced_counts.announce(ch, claims, own)  # L2
     count, ask = 0, next(steps)
     while True:
         count += 1
@@ -188,15 +189,14 @@ async def drive(
         if seed is None or entropy is None:
             z = await checked_sum.coordinator(step, p)
         else:
-            part = encode(params, ask, entropy)
-            words = step.contribute(part, line=ask.line, what=ask.what, protocol=NAME)
+            words = step.contribute(encode(params, ask, entropy), line=ask.line, what=ask.what, protocol=NAME)
             z = await checked_sum.site(step, p, words, seed)
         ch.step(ask.what, protocol=NAME, line=ask.line)
         total = decode(params, ask, ch.reveal(z, to=ch.me, line=ask.line, what=ask.what, protocol=NAME))
         if count == 1 and mine is None:
             await announced_counts.judge(ch, claims, round(float(total[0])), announced)  # L2
         elif count == 1 and mine is not None:
-            await announced_counts.accept(ch, claims, round(float(total[0])), len(mine.x))  # L2
+            await announced_counts.accept(ch, claims, round(float(total[0])), own)  # L2
         try:
             ask = steps.send(total)
         except StopIteration as end:
