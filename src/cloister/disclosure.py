@@ -284,7 +284,9 @@ class Rows:
 
         Sets of rows are halved across their direction of largest variance as long as both halves reach the thresholds,
         so a group has at most about twice `min_cells` cells unless donors require more. Rows with different codes in
-        `within` are never in one group; codes whose rows are too few, and code -1, are in no group.
+        `within` are never in one group; codes whose rows are too few, and code -1, are in no group. Where donors count,
+        no donor has more than half of a group's cells: of one that has more than all others, rows that are too many are
+        in no group.
         """
         codes = np.full(self.n, -1, np.int64)
         first = np.zeros(self.n, np.int64) if within is None else within
@@ -293,13 +295,14 @@ class Rows:
         donors: list[int] = []
         while waiting:
             at = waiting.pop()
-            size, people = self._size(at)
-            if size < self.thresholds.min_cells or (people is not None and people < self.thresholds.min_donors):
+            if not self._enough(at)[-1]:
                 continue
             halves = self._halves(at, x)
             if halves is not None:
                 waiting += halves
                 continue
+            at = self._undominated(at)
+            size, people = self._size(at)
             codes[at] = len(cells)
             cells.append(size)
             if people is not None:
@@ -341,7 +344,27 @@ class Rows:
             new = np.zeros(len(at) + 1, np.int64)
             new[np.unique(self.donor[at], return_index=True)[1] + 1] = 1
             enough &= np.cumsum(new) >= self.thresholds.min_donors
+            if self.thresholds.min_donors > 1:
+                of, most = self.donor[at], np.zeros_like(cells)
+                for donor in np.unique(of):
+                    mine = (of == donor) if self.cells is None else (of == donor) * self.cells[at]
+                    most = np.maximum(most, np.cumsum(np.append(0, mine)))
+                enough &= 2 * (cells - most) >= self.thresholds.min_cells  # what `_undominated` leaves
         return enough
+
+    def _undominated(self, at: I64) -> I64:
+        """These rows, without those by which one donor has more cells than all others together."""
+        if self.donor is None or self.thresholds.min_donors < 2 or not len(at):
+            return at
+        cells = np.ones(len(at), np.int64) if self.cells is None else self.cells[at]
+        by_donor = np.bincount(self.donor[at], cells)
+        most = int(by_donor.argmax())
+        mine, spare = np.flatnonzero(self.donor[at] == most), 2 * int(by_donor[most]) - int(cells.sum())
+        if spare <= 0:
+            return at
+        turn = np.argsort(np.arange(len(mine)) * 0.6180339887498949 % 1.0, kind="stable")  # spread over all
+        left = np.cumsum(cells[mine[turn]]) <= by_donor[most] - spare
+        return np.sort(np.concatenate([np.delete(at, mine), at[mine[turn[left]]]]))
 
     def _by_donor(self, weights: F64) -> F64:
         assert self.donor is not None

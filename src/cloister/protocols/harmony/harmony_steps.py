@@ -20,7 +20,6 @@ from cloister.disclosure import Contribution, Rows, Thresholds
 from cloister.errors import DataError, ParameterError, ProtocolAbort
 from cloister.models.harmony import (
     OWN_STEPS,
-    SMALL,
     STEPS,
     Part,
     Settings,
@@ -39,6 +38,7 @@ GRID = 24  # places of the picture along each axis
 SPAN = 2.5  # deviations to each side that it shows
 WIDEST = 4096  # columns of an embedding
 SLACK = 1e-6  # of sums, for what fixed point rounds
+FAINT = 0.01  # of a cell: clusters of less stay where they are, and have no anchor
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +229,7 @@ class Course:
         what = f"centroids of {len(Y)} clusters"
         total = yield from self.add(line, what, self.shown.near(self.p), float(self.cells))
         length = np.linalg.norm(total, axis=1, keepdims=True)
-        return np.where(length > SLACK, unit(total), Y)
+        return np.where(length > FAINT, unit(total), Y)
 
     def first_centroids(self) -> Sums:
         """L3, L4: directions drawn from the second moments of all groups, then soft k-means."""
@@ -269,7 +269,7 @@ class Course:
         reach = (1 + SLACK) * (math.sqrt(self.cells * self.energy) / length + self.cells)  # Σ m ‖x‖ and Σ m at most
         total = (yield from self.add("L8", f"anchors of {len(Y)} clusters", own / units, reach)) * units
         weight = total[:, -1]
-        known = weight > SMALL
+        known = weight > FAINT
         anchors = np.where(known[:, None], total[:, :-1], 0.0) / np.where(known, weight, 1.0)[:, None]
         inside = np.linalg.norm(anchors, axis=1) <= math.sqrt(self.energy) + length
         self.check("L8", inside & (weight >= -SLACK * self.cells), "an anchor outside of all cells")
