@@ -18,7 +18,7 @@ from cloister.workflows.trained.integration import Integration
 ad = pytest.importorskip("anndata")
 
 SITES = ("basel", "lugano", "vienna")
-QUICK = {"use_rep": "X_pca", "n_clusters": 6, "rounds": 2, "updates": 2, "blocks": 2}
+QUICK = {"use_rep": "X_pca", "n_clusters": 6, "rounds": 2, "updates": 2, "sweeps": 2}
 
 
 def site(seed, n=90, batches=2, d=5):

@@ -677,7 +677,7 @@ def right_of(c, module=pooled_harmony):
             if p in wanted:
                 assert one.moved.shape == wanted[p].x.shape
             if lie.letter == "j":  # other inputs: the result of these inputs
-                ideal = pooled_harmony.ideal(lie.case.params, plain_inputs(lie.case))
+                ideal = module.ideal(lie.case.params, plain_inputs(lie.case))
                 np.testing.assert_allclose(one.moved, ideal[p].moved, atol=1e-3)
         assert len({one.digest for one in found.values()}) <= 1
 
