@@ -13,6 +13,7 @@ from cloister.cells import tables as cells
 from cloister.cells.spaces import digest_of, space_of
 from cloister.errors import DataError, ParameterError
 from cloister.models.harmony import Settings
+from cloister.models.mixing_scores import batch_asw, clisi, ilisi, label_asw
 from cloister.net.seat import Outcome, Place, Seat
 from cloister.protocols.harmony import federated_harmony, pooled_harmony
 from cloister.protocols.harmony.harmony_steps import WIDEST, Cells, Integrated, Params
@@ -102,6 +103,7 @@ def site(seat: Seat, adata: AnnData, options: Options) -> Outcome:
     found: Integrated = seat.run(protocol.site, params_of(seat, options), mine)
     model = model_of(seat, options, found, tuple(map(str, batches)), mine.space)
     result = summary(found) | own_mixing(found, model.batches, mine.x, codes)
+    result["scores_here"] = scores(adata, options.label_key, mine.x, found.moved, codes)
     write(adata, options.key_added, found, model.space, result)
     return Outcome(adata, result, model=model)
 
@@ -174,6 +176,25 @@ def own_mixing(found: Integrated, batches: tuple[str, ...], x: F64, codes: Array
         near = own_neighbours(x, codes), own_neighbours(found.moved, codes)
         result["neighbours_of_own_batch"] = row(float(np.square(shares).sum()), *near)
     return result
+
+
+def scores(adata: AnnData, label_key: str, before: F64, after: F64, codes: Array) -> dict[str, dict[str, float]]:
+    """LISI and silhouette widths of this site's own cells, of which some are evenly chosen, before and after."""
+    some = np.unique(np.linspace(0, len(codes) - 1, min(len(codes), SAMPLE)).astype(int))
+    batch, found = codes[some].astype(np.int64), {}
+    if len(np.unique(batch)) > 1:
+        found["ilisi"] = {"before": ilisi(before[some], batch), "after": ilisi(after[some], batch)}
+    if label_key in adata.obs:
+        named = adata.obs[label_key].notna().to_numpy()[some]
+        some, batch = some[named], batch[named]
+        label = np.unique(adata.obs[label_key].astype(str).to_numpy()[some], return_inverse=True)[1].astype(np.int64)
+        if len(np.unique(label)) > 1:
+            found["clisi"] = {"before": clisi(before[some], label), "after": clisi(after[some], label)}
+            found["label_asw"] = {"before": label_asw(before[some], label), "after": label_asw(after[some], label)}
+            if len(np.unique(batch)) > 1:
+                both = batch_asw(before[some], batch, label), batch_asw(after[some], batch, label)
+                found["batch_asw"] = dict(zip(("before", "after"), both, strict=True))
+    return found
 
 
 def own_neighbours(x: F64, codes: Array) -> float:
