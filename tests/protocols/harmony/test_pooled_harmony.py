@@ -484,7 +484,9 @@ def test_one_person_is_not_shown_however_many_cells_she_has():
 def test_a_batch_without_a_group_adds_nothing_and_moves_all_the_same():
     c = case(size=80, clusters=4, rounds=3)
     mine = c.inputs[A][0]
-    few = dataclasses.replace(mine, x=mine.x + np.where(np.arange(80) < 6, 3.0, 0.0)[:, None], batch=(np.arange(80) < 6) * 1)
+    few = dataclasses.replace(
+        mine, x=mine.x + np.where(np.arange(80) < 6, 3.0, 0.0)[:, None], batch=(np.arange(80) < 6) * 1
+    )
     c = Case(c.params, {**c.inputs, A: (few,)})
     part = harmony_steps.part_of(c.params, few, 4)
     assert part.shown.sizes.tolist() == [74.0, 0.0]
@@ -762,7 +764,9 @@ def test_another_space_is_named(other):
     assert "'X_a' of b comes from another model" in str(run.errors[HUB])
 
 
-@pytest.mark.parametrize("options", [{"clusters": 1}, {"rounds": 0}, {"sweeps": 0}, {"sigma": 0.0}, {"theta": -1.0}, {"ridge": 0.0}])
+@pytest.mark.parametrize(
+    "options", [{"clusters": 1}, {"rounds": 0}, {"sweeps": 0}, {"sigma": 0.0}, {"theta": -1.0}, {"ridge": 0.0}]
+)
 def test_bad_settings(options):
     with pytest.raises(ParameterError, match="Harmony needs"):
         Settings(**options)
