@@ -3,6 +3,7 @@
     python benchmarks/integration.py                    all sets, with the defaults of both
     python benchmarks/integration.py --quick            every sixth cell of the blood cells
     python benchmarks/integration.py --theta 1,2,4,6    these strengths of mixing
+    python benchmarks/integration.py --seeds 3          both with so many seeds: mean and range
     python benchmarks/integration.py --only lung_ts_vs_hlca
     python benchmarks/integration.py --scale 100000     one site of so many simulated cells, two of 5000
 
@@ -125,13 +126,15 @@ def macro_f1(codes, voted):
     return float(np.mean(scores))
 
 
-def rows_of(name, x, batch, labels, only=None, *, scores=True):
+def rows_of(name, x, batch, labels, only=None, *, scores=True, silent=False):
     use = np.ones(len(x), bool) if only is None else only
     own, (codes, voted, known) = own_share(x, batch), votes_of_others(x, batch, labels)
     right = np.where(known, codes == voted, np.nan)
     each = {b: use & (batch == b) for b in np.unique(batch)}
     rare = {b: macro_f1(codes[at & known], voted[at & known]) for b, at in each.items()}
     found = float(np.mean(own[use])), float(np.nanmean(right[use])), float(np.mean([*rare.values()]))
+    if silent:
+        return found
     cells = [f"{np.mean(own[at]):.3f} {np.nanmean(right[at]):.3f} {rare[b]:.2f}" for b, at in each.items()]
     more = ""
     if scores:
@@ -142,7 +145,15 @@ def rows_of(name, x, batch, labels, only=None, *, scores=True):
     return found
 
 
-def harmonypy(x, batch, theta):
+def spread(name, rows):
+    """Mean and range over seeds."""
+    if len(rows) > 1:
+        each = zip(np.mean(rows, axis=0), np.min(rows, axis=0), np.max(rows, axis=0), strict=True)
+        print(f"{name:26s} " + "  ".join(f"{m:.3f} ({a:.3f} to {b:.3f})" for m, a, b in each), flush=True)
+    return np.mean(rows, axis=0)
+
+
+def harmonypy(x, batch, theta, seed=0):
     try:
         import harmonypy as hm
     except ImportError:
@@ -150,12 +161,12 @@ def harmonypy(x, batch, theta):
     import pandas as pd
 
     began = time.perf_counter()
-    run = hm.run_harmony(x, pd.DataFrame({"batch": batch}), ["batch"], theta=theta, verbose=False)
+    run = hm.run_harmony(x, pd.DataFrame({"batch": batch}), ["batch"], theta=theta, random_state=seed, verbose=False)
     found = np.asarray(run.Z_corr)
     return (found if found.shape == x.shape else found.T), time.perf_counter() - began
 
 
-def measure(name, sites, batch_key, label, space, thetas):
+def measure(name, sites, batch_key, label, space, thetas, seeds):
     cells = rehearse("shared-pca", sites, timeout=600, **space).data
 
     def together(find):
@@ -168,25 +179,38 @@ def measure(name, sites, batch_key, label, space, thetas):
     print(f"{'':26s} own    acc.   F1      iLISI  cLISI  label  batch ASW   of each batch: own, accuracy, F1")
     rows_of("shared PCA", x, batch, labels)
     for theta in thetas:
-        peer = harmonypy(x, batch, theta)
-        wanted = None if peer is None else rows_of(f"harmonypy θ={theta:g} {peer[1]:.1f} s", peer[0], batch, labels)
+        peer, wanted = harmonypy(x, batch, theta), None
+        if peer is not None:
+            rows = [rows_of(f"harmonypy θ={theta:g} {peer[1]:.1f} s", peer[0], batch, labels)]
+            for seed in range(1, seeds):
+                rows.append(rows_of("", harmonypy(x, batch, theta, seed)[0], batch, labels, silent=True))
+            wanted = spread(f"harmonypy θ={theta:g}", rows)
         for mode in ("hardened", "published") if theta == thetas[0] else ("hardened",):
-            began = time.perf_counter()
-            done = rehearse("integrate", cells, mode=mode, batch_key=batch_key, theta=theta, timeout=600)
-            took = time.perf_counter() - began
-            moved = np.concatenate([done.data[p].obsm["X_integrated"] for p in cells])
-            found = rows_of(f"{mode} θ={theta:g}", moved, batch, labels)
-            sent = max(c["bytes"] for p, c in done.cost.items() if p != "coordinator")
-            busy = max(c["cpu_seconds"] for p, c in done.cost.items() if p != "coordinator")
-            said = done.results["coordinator"]
-            mixed = said["own_site"]
-            print(f"    {said['sums']} sums, {said['clusters']} clusters, {sent / 1e6:.2f} MB sent and {busy:.1f} s of CPU "
-                  f"per site, {took:.1f} s; own site in a cell's clusters {mixed['before']:.3f} before, "
-                  f"{mixed['after']:.3f} after, {mixed['if_mixed']:.3f} if mixed")  # fmt: skip
+            rows = []
+            for seed in range(seeds):
+                began, options = time.perf_counter(), {"mode": mode, "batch_key": batch_key, "theta": theta}
+                done = rehearse("integrate", cells, seed=seed, timeout=600, **options)
+                took = time.perf_counter() - began
+                moved = np.concatenate([done.data[p].obsm["X_integrated"] for p in cells])
+                rows.append(rows_of(f"{mode} θ={theta:g}", moved, batch, labels, silent=seed > 0))
+                if seed == 0:
+                    price(done, took)
+            found = spread(f"{mode} θ={theta:g}", rows)
             if wanted is not None:
-                print(f"    beside harmonypy: own {found[0] - wanted[0]:+.3f} (target at most +0.01), accuracy "
-                      f"{found[1] - wanted[1]:+.3f} (target at least -0.01), F1 {found[2] - wanted[2]:+.3f}")  # fmt: skip
+                print(f"    beside harmonypy: own {found[0] - wanted[0]:+.3f} (target at most +0.01), "
+                      f"accuracy {found[1] - wanted[1]:+.3f} (target at least -0.01), "
+                      f"F1 {found[2] - wanted[2]:+.3f}")  # fmt: skip
     later(cells, batch_key, label)
+
+
+def price(done, took):
+    sites = [c for p, c in done.cost.items() if p != "coordinator"]
+    said = done.results["coordinator"]
+    mixed = said["own_site"]
+    sent, busy = max(c["bytes"] for c in sites) / 1e6, max(c["cpu_seconds"] for c in sites)
+    print(f"    {said['sums']} sums, {said['clusters']} clusters, {sent:.2f} MB sent and {busy:.1f} s of CPU per site, "
+          f"{took:.1f} s; own site in a cell's clusters {mixed['before']:.3f} before, {mixed['after']:.3f} after, "
+          f"{mixed['if_mixed']:.3f} if mixed")  # fmt: skip
 
 
 def later(cells, batch_key, label):
@@ -230,6 +254,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="every sixth blood cell, 500 genes")
     parser.add_argument("--scale", type=int, default=0, help="simulated cells of one site, instead of real sets")
     parser.add_argument("--theta", default="2", help="strengths of mixing, in commas")
+    parser.add_argument("--seeds", type=int, default=1, help="how many")
     parser.add_argument("--only", default="", help="the set of that name")
     parser.add_argument("--data", type=Path, default=Path(__file__).parents[2] / "shared" / "data")
     args = parser.parse_args()
@@ -241,7 +266,8 @@ def main() -> None:
         return
     for name, sites, batch_key, label, space in studies(args.data, quick=args.quick):
         if args.only in ("", name):
-            measure(name, sites, batch_key, label, space, [float(theta) for theta in args.theta.split(",")])
+            thetas = [float(theta) for theta in args.theta.split(",")]
+            measure(name, sites, batch_key, label, space, thetas, args.seeds)
 
 
 if __name__ == "__main__":
