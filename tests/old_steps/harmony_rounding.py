@@ -1,4 +1,4 @@
-"""`pooled_harmony` before groups (commit 3cf9c00): what a site showed was closed by leverage and rounded to half a cell."""
+"""`pooled_harmony` before groups (commit 3cf9c00): clusters were closed by leverage, sums rounded to half a cell."""
 
 from __future__ import annotations
 

@@ -173,7 +173,7 @@ class Points:
         return np.asarray(np.exp(log))
 
     def _weighted(self, p: F64) -> Iterator[tuple[int, Index, F64]]:
-        """m R of some points at a time."""
+        """R times the size of each point, some points at a time."""
         for b, at, a in self.pieces():
             R = a * p[b]
             yield b, at, R * (self.size[at] / np.maximum(R.sum(axis=1), TINY))[:, None]

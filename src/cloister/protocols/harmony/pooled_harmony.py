@@ -1,7 +1,7 @@
 """Pooled Harmony: cells of all sites are moved until clusters mix, from checked sums and no cell.
 
     L1   u, S    common space, common seed      one embedding, of d columns; a secret of the sites, for checked sums
-         u       groups                     disjoint sets of similar cells of one batch, each of at least min_cells cells
+         u       groups                     disjoint sets of similar cells of one batch, each of min_cells cells or more
                                             (and min_donors donors, none with more than half of the cells, where donors
                                             are named); x_g its clipped mean, m_g its number of cells. Formed once, here
     L2   u → S   a number of cells, rounded up      no site may claim more than max_share of N (announced_counts)
@@ -31,8 +31,8 @@ coordinator, site : over all sites together: number of cells, and second moments
     masses and centroids of K clusters, and their anchors, means over all batches; the sum of squared numbers of cells,
     and the mixing; how many lie in each place of a grid. With two sites: the other's sums. All of them together are
     computed from means of at least min_cells similar cells. They are more numbers than a small site has groups, so they
-    can determine these means and the sizes of the groups, and nothing finer. A group of similar cells shows what kind of
-    cells these are: a rare type with min_cells cells of a site can be a group of its own.
+    can determine these means and the sizes of the groups, and nothing finer. A group of similar cells shows what kind
+    of cells these are: a rare type with min_cells cells of a site can be a group of its own.
 malicious coordinator : the same. It cannot change a sum or leave out a site without an abort.
 one malicious site : the same, at centroids that it can bend, because its part of every sum is its unverified input. The
     groups were formed before its first message. Over all sums it learns at most the means and sizes of the groups of an
@@ -52,8 +52,8 @@ Per site 16 + rounds · (updates · (1 + sweeps) + 2) checked sums; of K d words
 
 References
 ----------
-[KMF+19] Korsunsky et al., Nature Methods 2019: its equations for R, Y and W, the last solved batch by batch. The bounded
-penalty is that of Harmony 2. Lines numbered here; the security argument is docs/security/pooled_harmony.md.
+[KMF+19] Korsunsky et al., Nature Methods 2019: its equations for R, Y and W, the last solved batch by batch. The
+bounded penalty is that of Harmony 2. Lines numbered here; the security argument is docs/security/pooled_harmony.md.
 """
 
 from __future__ import annotations
