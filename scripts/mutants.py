@@ -50,7 +50,9 @@ BROKEN, ENDLESS = "could not run", "time"
 LIAR = "test_one_liar.py"
 OUTSIDE = (
     "tests/deploy/test_flare",
-    *(f"tests/protocols/{folder}/test_oracle" for folder in ("knn", "ckks", "groups")),
+    "tests/workflows/map_labels/test_oracle",
+    "tests/mpc/threshold_ckks/test_oracle",
+    "tests/workflows/compare_groups/test_oracle",
 )
 Row = dict[str, Any]
 Rows = dict[str, Row]  # of mutants by `digests`, of tests by name
