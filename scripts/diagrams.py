@@ -58,7 +58,7 @@ WAY: tuple[
             ("workflows.map_labels.verified_knn.querier", "and holder, helper: shares, distances, k nearest, the vote"),
             (
                 "mpc.net.channel.Channel.send",
-                "mpc.net.wire packs the frame, mpc.net.receipts notes its name, size and hash",
+                "mpc.net.wire packs the frame, receipts notes name, size and hash",
             ),
         ),
         (),
@@ -78,9 +78,9 @@ WAY: tuple[
     (
         "received, and written",
         (
-            ("net.mailbox.Mailbox.put", "in order, within bounds; the peer's await goes on"),
+            ("mpc.net.mailbox.Mailbox.put", "in order, within bounds; the peer's await goes on"),
             ("cells.labels.write_labels", "obs['mapped'] at the asking site, and nowhere else"),
-            ("net.receipts.Receipt.close", "the chain is signed with the party's key"),
+            ("mpc.net.receipts.Receipt.close", "the chain is signed with the party's key"),
             ("rehearsal.results.save_run", "cells, receipts and figures, whole or not at all"),
         ),
         (),

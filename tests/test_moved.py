@@ -21,7 +21,7 @@ def test_an_old_name_is_the_new_module_and_warns(old):
 def test_a_module_in_an_old_package_is_found_and_its_state_is_one():
     for name in [n for n in sys.modules if n.startswith("cloister.protocols.")]:
         del sys.modules[name]
-    with pytest.warns(DeprecationWarning):
+    with pytest.warns(DeprecationWarning, match="is now cloister.mpc.sums"):
         from cloister.protocols.sums.secure_sum import Params
     from cloister.mpc.sums import secure_sum
 

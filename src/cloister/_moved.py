@@ -111,4 +111,4 @@ class OldNames(MetaPathFinder):
 
 def install() -> None:
     if not any(isinstance(finder, OldNames) for finder in sys.meta_path):
-        sys.meta_path.append(OldNames())
+        sys.meta_path.insert(0, OldNames())  # before a renamed package's own path is searched under the old name

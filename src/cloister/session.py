@@ -1,6 +1,6 @@
 """Session: a study as one of its parties sees it. What every workflow is handed, and roles are run from.
 
-`open_session` is the whole life of a party in one run, and the same in rehearsal, in a process of its own and on FLARE: it
+`open_session` is the whole life of a party in one run, the same in rehearsal, in a process of its own and on FLARE: it
 leaves with a receipt of what was sent and of the protocols that ran, or aborts by name and leaves with the receipt of
 what had been sent until then. `take_part` does a workflow's part from such a session.
 """
