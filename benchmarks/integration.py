@@ -40,7 +40,7 @@ import numpy as np
 from sklearn.neighbors import NearestNeighbors
 
 from cloister.models.mixing_scores import batch_asw, clisi, ilisi, label_asw
-from cloister.run.rehearsal import rehearse
+from cloister.rehearsal.rehearsal import rehearse
 
 K = 10
 
