@@ -269,4 +269,5 @@ WORKFLOW = Workflow(
     model=("model.npz", lambda path, options: Integration.load(path)),
     figures=figures,
     writes=("obsm[{key_added!r}]", "uns[{key_added!r}]"),
+    retired={"blocks": "a round balances all clusters at once; use sweeps for the number of balancing steps"},
 )
