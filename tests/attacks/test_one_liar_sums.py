@@ -1,8 +1,8 @@
 """One liar among those who add up: each attack reads its secret from a copy of the old step, and not from the new one.
 
 The copies (`old_*`) are the steps of a site as they were: what the coordinator tells is received and believed, and
-binds nothing. The liar's frames carry whatever run id their recipient waits for (`cloister.mpc.testing.lies`), so that against the
-new steps only their own checks are in its way.
+binds nothing. The liar's frames carry whatever run id their recipient waits for (`cloister.mpc.testing.lies`), so that
+against the new steps only their own checks are in its way.
 """
 
 import asyncio

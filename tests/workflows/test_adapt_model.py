@@ -1,7 +1,6 @@
 import dataclasses
 import json
 import types
-from pathlib import Path
 
 import numpy as np
 import pytest

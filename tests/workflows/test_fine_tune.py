@@ -19,7 +19,7 @@ from cloister.papers import federated_training  # noqa: E402
 from cloister.rehearsal.check_disclosure import check_disclosure  # noqa: E402
 from cloister.rehearsal.rehearsal import Fault, rehearse  # noqa: E402
 from cloister.workflows.embed import embed  # noqa: E402
-from cloister.workflows.fine_tune import checked_training
+from cloister.workflows.fine_tune import checked_training  # noqa: E402
 from cloister.workflows.fine_tune import workflow as fine_tune  # noqa: E402
 from cloister.workflows.fine_tune.training_parts import Offer  # noqa: E402
 from cloister.workflows.saved_models import load_model  # noqa: E402

@@ -141,7 +141,7 @@ def rehearse(
     faults
         What to do to messages on the way; for tests.
     on_frame
-        Gets every frame as it is delivered; for attacks on what was sent (`cloister.papers.attacks.sent`). Threads only.
+        Gets every frame as it is delivered; for attacks on messages (`cloister.papers.attacks.sent`). Threads only.
     check
         Raise if a party failed. With `check=False`, look at `run.errors`.
 

@@ -129,7 +129,7 @@ def get(name: str) -> Workflow:
         close = difflib.get_close_matches(name, NAMES, n=1)
         hint = f"did you mean '{close[0]}'?" if close else f"known are {', '.join(NAMES)}"
         raise UsageError(f"there is no workflow '{name}'; {hint}")
-    module = importlib.import_module(f"cloister.workflows.{name.replace('-', '_')}")
+    module = importlib.import_module(f"cloister.workflows.{name.replace('-', '_')}.workflow")
     return cast(Workflow, module.WORKFLOW)
 
 
