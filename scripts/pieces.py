@@ -9,7 +9,7 @@ A piece stands between `<!-- made: KIND WORDS -->` and `<!-- /made -->`:
     parameters FUNCTION           the parameters of a public function, from its docstring
     learns WORKFLOW               who learns what, in short, one column per mode
     learns                        the same for every workflow and mode
-    workflows                     every workflow, what it does, and what others learn in mode hardened
+    demo [WORKFLOW ...]           alone, together and pooled in hardened mode, with ranges over runs (benchmarks/demo.py)
     arguments                     the pages of docs/security, by their titles
     malicious                     what one malicious coordinator or site learns beyond that, by hardened protocol
     lies                          what became of every lie of one party, by protocol (benchmarks/logs)
@@ -39,6 +39,19 @@ ROOT = Path(__file__).parents[1]
 PIECE = re.compile(r"^<!-- made: ([^>]*?) -->\n.*?^<!-- /made -->$", flags=re.DOTALL | re.MULTILINE)
 MALICIOUS = re.compile(r"(?:one |a )?(?:lying|malicious) (\w[\w ]*)")
 CENTER = ("coordinator", "aggregator", "server", "provider")  # whoever adds up, as the protocol calls it
+MEASURED = {  # what the demo measures, for a reader who has not read the workflow's page
+    "bin-values": "values in the bin of the pooled quantiles",
+    "shared-pca": "smallest cosine with the pooled space",
+    "integrate": "neighbours from other hospitals, as a fraction of a random mixture",
+    "find-outliers": "AUROC of cells of a planted clone",
+    "map-labels": "accuracy at a hospital without labels",
+    "propagate-labels": "accuracy on unlabelled cells",
+    "fine-tune": "accuracy on held-out cells, neural network",
+    "train-classifier": "accuracy on held-out cells, linear model",
+    "compare-groups": "planted genes found, of 20, FDR 5 %",
+    "train-cellcnn": "new donors classified correctly",
+    "adapt-model": "accuracy on held-out cells, hidden encoder",
+}
 PAGE_OF = {"predict-cellcnn": "train-cellcnn", "serve-model": "adapt-model"}  # two workflows on one page
 
 
@@ -156,13 +169,27 @@ def short(who: str) -> str:
     return who.removesuffix(" learns").removeprefix("The ").lower() if who.endswith(" learns") else who.lower()
 
 
-def workflows_table() -> str:
-    rows = []
-    for name in workflows.SHIPPED:
-        page = PAGE_OF.get(name, name)
-        learned = learned_by(learns(name, "hardened"))
-        rows.append((f"[`{name}`](docs/{page}.md)", workflows.get(name).summary, learned))
-    return table(("workflow", "what it does", "who learns what (hardened)"), rows)
+def demo_table(*names: str) -> str:
+    """Hardened rows of all stored runs of the demo; a range where runs differ."""
+    runs = json.loads((ROOT / "benchmarks" / "logs" / "demo.json").read_text(encoding="utf-8"))["runs"]
+    found: dict[str, dict[str, list[str]]] = {}
+    for row in (row for run in runs for row in run if row["mode"] == "hardened"):
+        for column in ("alone", "together", "pooled"):
+            found.setdefault(row["workflow"], {}).setdefault(column, []).append(str(row[column]))
+    links = "docs/" if names else "../"
+    rows = [
+        (f"[`{name}`]({links}{name}.md)", MEASURED[name], *(spread(values) for values in found[name].values()))
+        for name in names or found
+    ]
+    return table(("workflow", "measured, hardened mode", "alone", "together", "pooled"), rows)
+
+
+def spread(values: Sequence[str]) -> str:
+    """One value, or the smallest and the largest."""
+    ordered = sorted(dict.fromkeys(values), key=lambda value: float(value.rstrip("%")))
+    if len(ordered) == 1:
+        return ordered[0].replace("%", " %")
+    return f"{ordered[0].rstrip('%')} to {ordered[-1].replace('%', ' %')}"
 
 
 def arguments() -> str:
@@ -252,7 +279,7 @@ KINDS = {
     "options": options_table,
     "parameters": parameters_table,
     "learns": learns_table,
-    "workflows": workflows_table,
+    "demo": demo_table,
     "arguments": arguments,
     "malicious": malicious_table,
     "lies": lies_table,
