@@ -9,10 +9,11 @@ A piece stands between `<!-- made: KIND WORDS -->` and `<!-- /made -->`:
     parameters FUNCTION           the parameters of a public function, from its docstring
     learns WORKFLOW               who learns what, in short, one column per mode
     learns                        the same for every workflow and mode
-    demo [WORKFLOW ...]           alone, together and pooled in hardened mode, with ranges over runs (benchmarks/demo.py)
+    demo [WORKFLOW ...]           alone, together and pooled in hardened mode, ranges over runs (benchmarks/demo.py)
     arguments                     the pages of docs/security, by their titles
     malicious                     what one malicious coordinator or site learns beyond that, by hardened protocol
     lies                          what became of every lie of one party, by protocol (benchmarks/logs)
+    claims                        scripts/claims.toml: claim, tests against the published and the hardened step, mutants
     mutants                       security mutants by protocol, and why those that live may (benchmarks/logs)
     printed NAME                  what a benchmark printed, kept as benchmarks/logs/NAME.txt
     rings                         estimated security of every lattice ring in use (scripts/lattice_security.py)
@@ -260,6 +261,27 @@ def mutants_table() -> str:
     return whole + ("\n\n" + table(("alive", "why it may be"), alive) if alive else "")
 
 
+def claims_table() -> str:
+    """Every claim with its tests, and how many mutants of its files a test noticed."""
+    claims = tomllib.loads((ROOT / "scripts" / "claims.toml").read_text(encoding="utf-8"))["claim"]
+    log = (ROOT / "benchmarks" / "logs" / "mutants.jsonl").read_text(encoding="utf-8").splitlines()
+    tried = [json.loads(line) for line in log]
+
+    def tests(names: Sequence[str]) -> str:
+        return "<br>".join(f"[`{n.partition('::')[2]}`](../{n.partition('::')[0]})" for n in names) or "–"
+
+    def noticed(files: Sequence[str]) -> str:
+        rows = [row for row in tried if row["file"] in files]
+        return f"{sum(bool(row['killed']) for row in rows)} of {len(rows)}" if rows else "–"
+
+    rows = [
+        (f"`{c['workflow']}`: {c['claim']}", tests(c["published"]), tests(c["hardened"]), noticed(c["mutants"]))
+        for c in claims
+    ]
+    head = ("claim", "attack succeeds on the published step", "attack fails on the hardened step", "mutants")
+    return table(head, rows).replace("&lt;br>", "<br>")
+
+
 def printed(name: str) -> str:
     """What a benchmark printed, as it is."""
     path = ROOT / "benchmarks" / "logs" / f"{name}.txt"
@@ -283,6 +305,7 @@ KINDS = {
     "arguments": arguments,
     "malicious": malicious_table,
     "lies": lies_table,
+    "claims": claims_table,
     "mutants": mutants_table,
     "printed": printed,
     "rings": rings_table,

@@ -1,6 +1,6 @@
-"""The README's figure, docs/figures/together.svg: alone, together, pooled, from benchmarks/logs/demo.json; and a receipt.
+"""The README's figure, docs/figures/together.svg, from benchmarks/logs/demo.json: alone, together, pooled; a receipt.
 
-    python scripts/together.py          draws it (tests/test_pages.py checks that it is current)
+python scripts/together.py          draws it (tests/test_pages.py checks that it is current)
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ RECEIPT = (
     "hash chain, signed with Basel's key",
 )
 STYLE = (
-    "text { font: 13px sans-serif; fill: #1c2733 } .small { font-size: 11px; fill: #52606d } .head { font-weight: bold }"
-    " .mono { font: 12px monospace } .box { fill: #ffffff; stroke: #9aa5b1 } .page { fill: #f7f9fb; stroke: #e1e7ed }"
+    "text { font: 13px sans-serif; fill: #1c2733 } .small { font-size: 11px; fill: #52606d }"
+    " .head { font-weight: bold } .mono { font: 12px monospace } .box { fill: #ffffff; stroke: #9aa5b1 } .page { fill: #f7f9fb; stroke: #e1e7ed }"
     " .link { stroke: #1f6feb; fill: none; stroke-width: 1.5 } .engine { fill: #e8f0fe; stroke: #1f6feb }"
 )
 WIDTH, HEIGHT = 880, 330
@@ -54,12 +54,16 @@ def hospitals() -> list[str]:
     parts = [text(24, 34, "Cells stay in each hospital", "head")]
     for i, name in enumerate(("Basel", "Lugano", "Vienna")):
         y = 52 + 62 * i
-        parts += [rect(24, y, 130, 46, "box"), text(36, y + 20, name), text(36, y + 36, "AnnData, 1,920 cells", "small")]
+        parts += [
+            rect(24, y, 130, 46, "box"),
+            text(36, y + 20, name),
+            text(36, y + 36, "AnnData, 1,920 cells", "small"),
+        ]
         parts.append(f'<path class="link" d="M154 {y + 23} L232 137"/>')
     parts += [rect(232, 92, 128, 90, "engine"), text(296, 120, "Cloister", "head", "middle")]
     for i, words in enumerate(("secure sums", "three-party shares", "threshold CKKS")):
         parts.append(text(296, 139 + 15 * i, words, "small", "middle"))
-    return parts + ['<path class="link" d="M360 137 L408 137"/>']
+    return [*parts, '<path class="link" d="M360 137 L408 137"/>']
 
 
 def bars(runs: list[list[dict[str, Any]]]) -> list[str]:
@@ -80,7 +84,7 @@ def receipt() -> list[str]:
     parts = [rect(24, 252, 832, 60, "box"), text(40, 276, RECEIPT[0], "mono"), text(40, 296, "signed receipt", "small")]
     for i, words in enumerate(RECEIPT[1:]):
         parts.append(text(230, 270 + 16 * i, "✓ " + words, "small"))
-    return parts + [text(842, 287, "$ cloister receipt FILE --verify", "mono", "end")]
+    return [*parts, text(842, 287, "$ cloister receipt FILE --verify", "mono", "end")]
 
 
 def draw() -> str:
@@ -89,7 +93,7 @@ def draw() -> str:
         f"{name}: " + ", ".join(f"{column} {median_of(runs, name, column):.0f} %" for column, _ in COLUMNS)
         for name, _ in ROWS
     )
-    spoken = f"Three hospitals compute with Cloister, and cells stay at home. {shown}. Each hospital has a signed receipt."
+    spoken = f"Three hospitals compute with Cloister. {shown}. Each hospital has a signed receipt."
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img">'
     parts = [rect(1, 1, WIDTH - 2, HEIGHT - 2, "page"), *hospitals(), *bars(runs), *receipt()]
     return "\n".join([head, f"<title>{html.escape(spoken)}</title>", f"<style>{STYLE}</style>", *parts, "</svg>", ""])
