@@ -21,7 +21,7 @@ def sites():
 
 @pytest.fixture(scope="module")
 def pooled(sites):
-    return cl.mapping_baselines(sites, query="vienna")
+    return cl.mapping_baselines(sites, query="vienna", use_rep="X_pca")
 
 
 def mapped(run, key="mapped"):
@@ -158,16 +158,16 @@ def test_cells_without_a_label_are_left_out(sites, pooled):
     column[::2] = None
     changed["basel"].obs["cell_type"] = pd.Categorical(column)
     run = cl.rehearse("map-labels", data=changed, **OPTIONS)
-    wanted = cl.mapping_baselines(changed, query="vienna")["pooled k-NN"]
+    wanted = cl.mapping_baselines(changed, query="vienna", use_rep="X_pca")["pooled k-NN"]
     np.testing.assert_array_equal(mapped(run)[~wanted["ties"]], wanted["labels"][~wanted["ties"]])
 
 
 def test_prototypes_are_fewer_and_nearly_as_good(sites):
-    whole = cl.rehearse("map-labels", data=sites, n_neighbors=3, query="vienna")
-    few = cl.rehearse("map-labels", data=sites, n_neighbors=3, query="vienna", prototypes=3)
+    whole = cl.rehearse("map-labels", data=sites, n_neighbors=3, query="vienna", use_rep="X_pca")
+    few = cl.rehearse("map-labels", data=sites, n_neighbors=3, query="vienna", use_rep="X_pca", prototypes=3)
     assert few.results["vienna"]["accuracy"] > whole.results["vienna"]["accuracy"] - 0.15
     assert sum(c["bytes"] for c in few.cost.values()) < sum(c["bytes"] for c in whole.cost.values())
-    x, names = workflow.references(sites["basel"], workflow.Options("vienna"))
+    x, names = workflow.references(sites["basel"], workflow.Options("vienna", use_rep="X_pca"))
     rows, labels = workflow.metacells(x, names, 3, np.random.default_rng(0))
     assert pd.Series(labels).value_counts().max() == 3
     assert set(labels) == set(names)
@@ -227,9 +227,9 @@ def test_baselines_against_scikit_learn():
 
 def test_baselines_say_what_they_need(sites):
     with pytest.raises(ParameterError, match="at least one other"):
-        cl.mapping_baselines({"vienna": sites["vienna"]}, query="vienna")
+        cl.mapping_baselines({"vienna": sites["vienna"]}, query="vienna", use_rep="X_pca")
     with pytest.raises(DataError, match="label_key="):
-        cl.mapping_baselines(sites, query="vienna", label_key="kind")
+        cl.mapping_baselines(sites, query="vienna", label_key="kind", use_rep="X_pca")
 
 
 # ---- bad input -------------------------------------------------------------------------------------------------------

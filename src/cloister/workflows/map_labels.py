@@ -38,7 +38,7 @@ class Options:
     query: str = option("", "the site whose cells are labelled; all others offer references")
     label_key: str = option("cell_type", "column of obs with the references' labels")
     levels: tuple[str, ...] = option((), "columns of obs that go with a label: coarser levels, ontology ids")
-    use_rep: str = option("X_pca", "embedding in obsm, in one space at all sites")
+    use_rep: str = option("X_shared_pca", "key of obsm: one space of all sites, from shared-pca, integrate or embed")
     n_neighbors: int = option(10, "neighbours that vote")
     key_added: str = option("mapped", "name of the column that is written")
     share: bool = option(default=False, help="also tell the querier the share of votes of each label")
@@ -301,7 +301,7 @@ def check(adata: AnnData, options: Options) -> list[str]:
     if options.label_key not in adata.obs:
         notes.append(f"adata.obs[{options.label_key!r}] is missing: these cells can be labelled, and are no references")
     if options.use_rep == "X_pca":
-        notes.append("X_pca must be one space for all sites, not each site's own PCA; shared-pca makes such a space")
+        notes.append("X_pca is one space of all sites only if they computed it together; scanpy's is each file's own")
     return notes
 
 
