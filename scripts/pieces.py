@@ -35,6 +35,7 @@ from typing import Any
 import cloister
 from cloister import protocols, workflows
 from cloister.workflows.modes import LEAVES, STAYS, TOGETHER
+from cloister.workflows.options import options_in
 
 ROOT = Path(__file__).parents[1]
 PIECE = re.compile(r"^<!-- made: ([^>]*?) -->\n.*?^<!-- /made -->$", flags=re.DOTALL | re.MULTILINE)
@@ -115,11 +116,21 @@ def choice(default: Any, hint: Any) -> str:
 def options_table(name: str, *only: str) -> str:
     options = workflows.get(name).options
     fields, hints = {f.name: f for f in dataclasses.fields(options)}, typing.get_type_hints(options)
-    chosen = only or tuple(fields)
-    rows = [(f"`{key}`", choice(fields[key].default, hints[key]), fields[key].metadata["help"]) for key in chosen]
+    usual = {f.name for f in options_in(options, modes(name)[0])}
+    rows = []
+    for key in only or tuple(fields):
+        rows.append(
+            (f"`{key}`", choice(fields[key].default, hints[key]), only_in(fields[key]) + fields[key].metadata["help"])
+        )
     made = table(("option", "default", "meaning"), rows)
-    left = len(fields) - len(chosen)
-    return made + (f"\n\n{left} more: `cloister explain {name}`." if left else "")
+    left = len(usual - set(only)) if only else 0
+    others = len(fields) - len(usual)
+    more = [f"{left} more" if left else "", f"{others} of other modes" if only and others else ""]
+    return made + (f"\n\n{', '.join(filter(None, more))}: `cloister explain {name}`." if any(more) else "")
+
+
+def only_in(field: dataclasses.Field[Any]) -> str:
+    return f"mode {' and '.join(field.metadata['modes'])} only: " if field.metadata["modes"] else ""
 
 
 def parameters_table(name: str) -> str:

@@ -29,7 +29,8 @@ RECEIPT = (
 )
 STYLE = (
     "text { font: 13px sans-serif; fill: #1c2733 } .small { font-size: 11px; fill: #52606d }"
-    " .head { font-weight: bold } .mono { font: 12px monospace } .box { fill: #ffffff; stroke: #9aa5b1 } .page { fill: #f7f9fb; stroke: #e1e7ed }"
+    " .head { font-weight: bold } .mono { font: 12px monospace } .box { fill: #ffffff; stroke: #9aa5b1 }"
+    " .page { fill: #f7f9fb; stroke: #e1e7ed }"
     " .link { stroke: #1f6feb; fill: none; stroke-width: 1.5 } .engine { fill: #e8f0fe; stroke: #1f6feb }"
 )
 WIDTH, HEIGHT = 880, 330

@@ -145,7 +145,7 @@ def test_any_three_and_more_sites(sites):
 
 def test_an_agreed_vocabulary_and_bound_show_less(sites):
     labels = tuple(sorted({c for a in sites.values() for c in a.obs["cell_type"].astype(str)}))
-    run = cl.rehearse("map-labels", data=sites, labels=labels, bound=60.0, round_to=500, **OPTIONS)
+    run = cl.rehearse("map-labels", data=sites, labels=labels, bound=60.0, **OPTIONS)
     base = cl.rehearse("map-labels", data=sites, **OPTIONS)
     np.testing.assert_array_equal(mapped(run), mapped(base))
     opened = {(e.line, e.name) for e, _ in run.receipts["basel"].entries if e.kind == "opened"}

@@ -107,8 +107,12 @@ def explain(
         explain_mode(workflow, one, chosen.mode(one))
     table = Table("option", "default", "meaning", box=None)
     for f in dataclasses.fields(chosen.options):
+        modes = f.metadata["modes"]
+        if mode and modes and mode not in modes:
+            continue
         default = "required" if f.default is dataclasses.MISSING else str(f.default)
-        table.add_row("--" + f.name.replace("_", "-"), as_is(default), as_is(f.metadata.get("help", "")))
+        only = f"mode {' and '.join(modes)} only: " if modes and not mode else ""
+        table.add_row("--" + f.name.replace("_", "-"), as_is(default), as_is(only + f.metadata["help"]))
     out.print(table)
 
 

@@ -23,6 +23,7 @@ from cloister.report.parts import Html, count, document, escape, facts, join, na
 from cloister.report.signed import signed
 from cloister.run.run import Abort, Run, plain
 from cloister.study import Study
+from cloister.workflows.options import options_in
 
 Rows = Sequence[Mapping[str, Any]] | Sequence[Sequence[Any]]  # dicts, or lists of which the first is the header
 
@@ -251,7 +252,7 @@ def shown_options(study: Study) -> Html:
     """The options of a workflow as the study sets them, or as they are by default."""
     given = dict(study.parameters)
     try:
-        known = {f.name: f for f in dataclasses.fields(workflows.get(study.workflow).options)}
+        known = {f.name: f for f in options_in(workflows.get(study.workflow).options, study.mode)}
     except CloisterError:
         known = {}
     rows = {name: given.get(name, f.default) for name, f in known.items()} | given

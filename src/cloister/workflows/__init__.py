@@ -19,7 +19,7 @@ from cloister.errors import DataError, ParameterError, UsageError
 from cloister.net.seat import Outcome, Place, Seat
 from cloister.study import Study
 from cloister.workflows.modes import LEAVES, STAYS, TOGETHER, Mode, Rows
-from cloister.workflows.options import read_options
+from cloister.workflows.options import check_mode_options, read_options
 from cloister.workflows.site_labels import rules_of
 
 if TYPE_CHECKING:
@@ -159,6 +159,7 @@ def check_plan(study: Study) -> tuple[Workflow, Any]:
         options = workflow.in_mode(options, study.mode)
     if workflow.check_study is not None:
         workflow.check_study(study, options)
+    check_mode_options(workflow.options, study.parameters, study.mode)
     return workflow, options
 
 
