@@ -107,7 +107,7 @@ def explain(
         explain_mode(workflow, one, chosen.mode(one))
     table = Table("option", "default", "meaning", box=None)
     for f in dataclasses.fields(chosen.options):
-        modes = f.metadata["modes"]
+        modes = f.metadata.get("modes", ())
         if mode and modes and mode not in modes:
             continue
         default = "required" if f.default is dataclasses.MISSING else str(f.default)

@@ -32,7 +32,7 @@ def option(
 
 def options_in(kind: type[Any], mode: str) -> tuple[dataclasses.Field[Any], ...]:
     """The options that a mode has, in their order."""
-    return tuple(f for f in dataclasses.fields(kind) if not f.metadata["modes"] or mode in f.metadata["modes"])
+    return tuple(f for f in dataclasses.fields(kind) if not f.metadata.get("modes") or mode in f.metadata["modes"])
 
 
 def check_mode_options(kind: type[Any], given: Mapping[str, Any], mode: str) -> None:
