@@ -169,7 +169,7 @@ def learns_of_all() -> str:
             of = dict(pairs)
             stays = ". *Leaves*: ".join(of[who] for who in (STAYS, LEAVES) if who in of)
             rows.append((f"`{name}`", mode, stays, learned_by(pairs), of.get(TOGETHER, "–")))
-    return table(("workflow", "mode", "stays at its site", "is learned by", "if parties pool what they have"), rows)
+    return table(("workflow", "mode", "stays at its site", "is learned by", "if parties collude"), rows)
 
 
 def learned_by(pairs: Sequence[tuple[str, str]]) -> str:
