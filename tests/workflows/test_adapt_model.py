@@ -263,12 +263,12 @@ def test_published(model, tmp_path):
 
 
 def test_it_explains_only_what_it_runs():
-    for mode, own, other in (
-        ("hardened", "checked_training", "federated_training"),
-        ("published", "federated_training", "checked_training"),
+    for mode, own, other, summed in (
+        ("hardened", "checked_training", "federated_training", "checked_sum"),
+        ("published", "federated_training", "checked_training", "secure_sum"),
     ):
         declared = workflows.get("adapt-model").mode(mode).protocols
-        assert {own, "model_card", "checked_sum"} < set(declared)
+        assert {own, "model_card", summed} < set(declared)
         assert not {other, "pseudo_labels"} & set(declared)
     assert "count_tests" not in workflows.get("adapt-model").mode("hardened").protocols
     assert "pseudo_labels" in workflows.get("fine-tune").mode("hardened").protocols

@@ -134,7 +134,7 @@ def test_model_file_and_figures(run, tmp_path):
 
 
 def test_survives_a_site_that_dies(sites):
-    fault = Fault("kill", "lugano", "coordinator", "Masked", nth=3)
+    fault = Fault("kill", "lugano", "coordinator", "MaskedInput", nth=3)
     run = rehearse("fine-tune", sites, faults=[fault], timeout=5.0, check=False, **SIZE)
     assert set(run.outcomes) == {"coordinator", "basel", "vienna"}
     assert run.results["basel"]["history"][-2]["clients"] == 2

@@ -19,7 +19,7 @@ from encoders import micro
 from cloister import files
 from cloister.crypto.owner_ckks import scheme as block
 from cloister.errors import DataError, ProtocolAbort
-from cloister.protocols.inference import batch_sides, tied_answers
+from cloister.protocols.inference import batch_sides, block_plan, tied_answers
 from cloister.protocols.inference import encrypted_inference as inference
 from cloister.protocols.inference.asking_state import Taps
 from cloister.protocols.inference.query_ledger import Ledger
@@ -189,6 +189,7 @@ def test_a_batch_is_not_answered_by_two_runs_side_by_side(monkeypatch, tmp_path)
             thread.join()
         return await honest(self, *args)
 
+    assert block_plan.plan(ENCODER.shape, P, 1, 1).rounds  # counted now, with the circuit as it is
     monkeypatch.setattr(inference.circuit_of(ENCODER.shape), "block", meanwhile)
     run = asked(tmp_path)
     check_no_errors(run)
