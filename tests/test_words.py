@@ -1,4 +1,4 @@
-"""How we write, as far as a program can check it: option help, modes, the command line, and pages (CONTRIBUTING, Words)."""
+"""How we write, as far as a program can check it: option help, modes, commands, pages (CONTRIBUTING, Words)."""
 
 import dataclasses
 import re
@@ -80,3 +80,26 @@ def test_pages_have_short_sentences_and_no_dialect(page):
 def test_a_sentence_of_dialect_is_found():
     assert faults("A liar that is told the sum goes round.")
     assert not faults("There is no open port, and a malicious party learns the sum.")
+
+
+def commands():
+    from typer.main import get_command
+
+    from cloister.cli.main import app
+
+    group = get_command(app)
+    for name, command in group.commands.items():
+        yield f"{name}: its help", (command.help or "").partition("\n")[0]
+        for p in command.params:
+            if getattr(p, "help", None):
+                yield f"{name}: {p.name}", p.help
+
+
+@pytest.mark.parametrize(("where", "text"), list(commands()))
+def test_help_of_the_command_line_is_short_and_plain(where, text):
+    assert text
+    assert len(text.split()) <= LONGEST, where
+    assert not re.match(r"(?:Of|Their|Its|Who|Which|Where|What|How|Or|The) ", text), (
+        f"{where}: begin with a noun or a verb"
+    )
+    assert not faults(text), where
