@@ -413,4 +413,4 @@ def test_what_is_signed_is_shown_before_anything_runs(run, tmp_path):
         assert run("site", tmp_path, *wrong)[0] == 2
     code, _, err = run("halt", tmp_path)
     assert code == 1
-    assert "is no start-up kit" in err
+    assert "is not a start-up kit" in err

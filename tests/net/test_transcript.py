@@ -132,7 +132,7 @@ def test_two_receipts_agree_after_an_honest_run():
 def test_two_receipts_name_the_message_that_was_told_differently_and_who_told_it():
     _, run = ids("", lying)
     compare(run.receipts[A], run.receipts[B])
-    with pytest.raises(ReceiptError, match="toy L1: 'a' and 'c' were told different things by 'hub'"):
+    with pytest.raises(ReceiptError, match="toy L1: 'a' and 'c' received different broadcasts from 'hub'"):
         compare(run.receipts[A], run.receipts[C])
     with pytest.raises(ReceiptError, match="toy L1"):
         compare(run.receipts[HUB], run.receipts[C])  # the hub's own receipt says what it means to have told

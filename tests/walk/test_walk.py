@@ -270,7 +270,7 @@ def test_a_study_names_its_parties(call, tmp_path):
     assert "'zurich'" in told
     code, told = call("rehearse", "bin-values", study, *data, "--data", f"bern={files['zurich']}")
     assert code == 1
-    assert "'bern' is no site of the study" in told
+    assert "'bern' is not a site of the study" in told
 
 
 @pytest.mark.parametrize(

@@ -424,7 +424,7 @@ def test_taps_are_asked_for_once_and_trained_on_often(model, tmp_path):
         assert (found == a.obs["truth"].to_numpy()).mean() >= 0.9
     assert (runs[0].model.parameters, runs[1].model.parameters) == (2 * 4 + 2 + 4 * 2 + 4 + 10, 10)
     used = [e.name for e, _ in runs[0].receipts["basel"].entries if e.kind == "used"]
-    assert "taps of 24 samples, asked in an earlier run" in used
+    assert "taps of 24 samples, queried in an earlier run" in used
     both = rehearse("adapt-model", data, **(options | {"stage": "both", "budget": 4096}))  # asks for what is missing
     assert both.results["coordinator"]["answered"] == {"basel": 0, "lugano": 0}
     assert ledger.read_text() == counted

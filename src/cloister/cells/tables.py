@@ -159,9 +159,7 @@ def embedding(adata: AnnData, use_rep: str | None) -> F64:
     else:
         where = f"adata.obsm[{use_rep!r}]"
         if use_rep not in adata.obsm:
-            raise DataError(
-                f"{where} is missing; there is {listed(adata.obsm)}. {how_to_embed(adata, use_rep)}"
-            )
+            raise DataError(f"{where} is missing; there is {listed(adata.obsm)}. {how_to_embed(adata, use_rep)}")
         found = adata.obsm[use_rep]
         found = np.asarray(found.toarray() if is_sparse(found) else found)
         if found.ndim != 2 or 0 in found.shape or found.dtype.kind not in "biuf":

@@ -95,7 +95,7 @@ def site(
 
 def _asked(kit: Kit) -> Kit:
     if kit.role == "coordinator":
-        raise UsageError(f"{kit.me} is the coordinator; it asks, and the others approve or refuse")
+        raise UsageError(f"{kit.me} is the coordinator; the other parties approve or decline its studies")
     return kit
 
 

@@ -94,7 +94,7 @@ def _compare_receipts(path: Path, other: Path | None, *, compare: bool, study: P
     alike = receipts.compare(*both)
     unread = f", {alike.unread} of them never read" if alike.unread else ""
     out.print(
-        f"{alike.told} broadcasts were told alike; {alike.exchanged} messages between the two agree{unread}",
+        f"{alike.told} broadcasts are identical; {alike.exchanged} messages between the two agree{unread}",
         style="green",
         markup=False,
     )

@@ -205,7 +205,7 @@ def _check_for(workflow: str | None, args: list[str], context: typer.Context) ->
     def site_of(word: str) -> Party:
         site = Party(_split_site(word)[0] or Path(word.partition("?")[0]).stem)
         if site not in study.sites:
-            raise UsageError(f"'{site}' is no site of {workflow}; say whose file it is: {study.sites[0]}={word}")
+            raise UsageError(f"'{site}' is not a site of {workflow}; say whose file it is: {study.sites[0]}={word}")
         return site
 
     def ready(word: str, adata: Any) -> list[str]:

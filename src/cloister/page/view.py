@@ -20,7 +20,7 @@ from cloister.run.progress import Standing
 from cloister.study import Study
 
 BADGES: dict[Stage, tuple[str, str]] = {
-    "asks": ("this party asks, and the others approve", "good"),
+    "asks": ("the other parties approve the studies of this one", "good"),
     "waits": ("waits for your approval", "warn"),
     "approved": ("approved", "good"),
     "refused": ("refused", "bad"),
@@ -215,7 +215,7 @@ def _left(state: State) -> Html:
         [row.what, _rest(row.left), f"{row.spent:g}", "no limit" if row.most is None else f"{row.most:g}"]
         for row in state.left
     ]
-    return table("What may still be asked here", ["what", "left", "spent", "allowed"], rows, hide=True)
+    return table("Remaining limits and budget", ["what", "left", "spent", "allowed"], rows, hide=True)
 
 
 def _rest(left: float | None) -> Html | str:

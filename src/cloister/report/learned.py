@@ -22,7 +22,7 @@ def short(run: Run) -> Html | None:
     whole = f"{who} sent {size(sent)}. In full: what each party learned, below."
     return tag(
         "div",
-        tag("h3", "In short" if run.abort is None else "In short: what a whole run tells"),
+        tag("h3", "In short" if run.abort is None else "In short: what a whole run reveals"),
         rows,
         tag("p", whole, class_="quiet"),
         class_="box short",

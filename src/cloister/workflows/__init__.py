@@ -185,7 +185,7 @@ def warnings_of(study: Study) -> list[str]:
     if governance.expired(study.governance):
         notes.append(f"the study ended on {study.governance['expires']}; between machines it is refused")
     if len(study.sites) == 2:
-        notes.append("two sites only: every opened sum tells each site the other's contribution by subtraction")
+        notes.append("two sites only: each site can subtract its own input from any opened sum")
     if study.steps and not study.at:
         return notes + [f"{part.place}: {x}" for part in study.parts for x in warnings_of(part) if x not in notes]
     if study.workflow not in NAMES:

@@ -125,9 +125,9 @@ class Options:
         if self.budget < 1 or self.bottleneck < 0:
             raise ParameterError("options 'budget' and 'bottleneck' cannot be negative, and 'budget' not 0")
         if self.stage != "both" and self.taps is None:
-            raise ParameterError(f"stage '{self.stage}' needs taps= with the folder in which taps are kept")
+            raise ParameterError(f"stage '{self.stage}' needs taps= with the folder of stored taps")
         if self.permutation == "round" and self.taps is not None:
-            raise ParameterError("permutation 'round' asks anew for every round, so there are no taps to keep")
+            raise ParameterError("permutation 'round' queries again in every round, so there are no taps to store")
         if not 0 <= self.momentum < 1 or not 0 < self.decay <= 1 or not self.alpha > 0:
             raise ParameterError("option 'momentum' must be in [0, 1), 'decay' in (0, 1], 'alpha' above 0")
         if self.local_epochs < 0 or self.lr < 0:
@@ -190,7 +190,7 @@ def site(seat: Seat, adata: AnnData, options: Options) -> Outcome:
     if options.stage != "ask":
         check_classes(seat, options, present(adata, options))
     if kept is not None and options.stage == "train":
-        seat.note("used", f"taps of {kept.count} samples, asked in an earlier run")
+        seat.note("used", f"taps of {kept.count} samples, queried in an earlier run")
         taps = all_taps(seat, told, inputs, kept)
     else:
         taps = ask(seat, options, told, inputs, kept)
@@ -259,7 +259,7 @@ def summary(told: model_card.Announcement, trained: Trained, parameters: int, sa
 
 def check(adata: AnnData, options: Any) -> list[str]:
     """Raise `DataError` if these samples cannot take part; return what the user should know."""
-    notes = ["the model's owner bounds how many samples you may ask about; every sample asked counts"]
+    notes = ["the provider limits the number of samples that a site may query; every query counts"]
     if options.stage == "ask":
         cells.check_cells(adata, need_names=False)
         return notes

@@ -267,7 +267,7 @@ def check_samples(adata: AnnData, options: Options, samples: Samples) -> None:
     twice = len(set(samples.donor.tolist())) < len(samples.donor)
     if twice and options.block != "donor":
         raise DataError(
-            "some donors have cells in several groups, which are no independent samples; "
+            "some donors have cells in several groups, which are not independent samples; "
             "pass block='donor' to compare them within donors"
         )
     if not twice and options.block == "donor":

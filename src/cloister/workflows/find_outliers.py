@@ -336,7 +336,7 @@ def check(adata: AnnData, options: Options) -> list[str]:
             f"{len(flat)} columns have one value here ({', '.join(map(repr, flat[:3]))}): they isolate nothing"
         )
     if len(X) < X.shape[1]:
-        notes.append(f"{len(X)} rows and {X.shape[1]} columns: few rows for so many; consider use_rep=")
+        notes.append(f"{len(X)} rows and {X.shape[1]} columns: few rows for this number of columns; consider use_rep=")
     if missing:
         notes.append(f"{missing} missing values are taken as the column's mean")
     if options.min_cells < 5:

@@ -73,7 +73,7 @@ class Options:
             if value is not None and not value > 0:
                 raise ParameterError(f"option '{key}' must be above 0, found {value}")
         if not 0 <= self.known_share < 1 or (self.known_share and self.max_distance is not None):
-            raise ParameterError("option 'known_share' must be in [0, 1), and finds max_distance: pass one of them")
+            raise ParameterError("option 'known_share' must be in [0, 1), and chooses max_distance: pass one of them")
         if len(set(self.labels)) != len(self.labels):
             raise ParameterError("option 'labels' names a label twice")
         check_levels(self.levels, self.label_key, self.labels)
@@ -305,7 +305,9 @@ def check(adata: AnnData, options: Options) -> list[str]:
         )
     notes = []
     if options.label_key not in adata.obs:
-        notes.append(f"adata.obs[{options.label_key!r}] is missing: these cells can be labelled, and are no references")
+        notes.append(
+            f"adata.obs[{options.label_key!r}] is missing: these cells can be labelled, and are not references"
+        )
     if options.use_rep == "X_pca":
         notes.append("X_pca is one space of all sites only if they computed it together; scanpy's is each file's own")
     return notes
@@ -317,7 +319,9 @@ def check(adata: AnnData, options: Options) -> list[str]:
 def check_study(study: Study, options: Options) -> None:
     computing_parties(study, Party(options.query), options.computing)
     if options.known_share and study.mode in ("published", "plain"):
-        raise ParameterError(f"mode '{study.mode}' finds no max_distance; pass max_distance=, or leave known_share out")
+        raise ParameterError(
+            f"mode '{study.mode}' does not choose max_distance; pass max_distance=, or leave known_share out"
+        )
 
 
 def warnings(study: Study, options: Options) -> list[str]:

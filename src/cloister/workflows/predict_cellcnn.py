@@ -87,7 +87,7 @@ def trained_of(options: Options, seat: Seat, made: cellcnn.Model) -> tuple[Train
     if validated and not store.steps(params.tag):
         raise DataError(
             f"{store!r} has no encrypted model that {', '.join(holders)} trained together; the study must name those"
-            " sites, beside one that asks from outside (outside=true), or ask the opened model (opened=true)"
+            " sites and may add one that queries from outside (outside=true); or query the opened model (opened=true)"
         )
     trained = encrypted_training.load_trained(params, store, site=seat.role == "site", stopped=made.stopped)
     return trained, validated
@@ -181,7 +181,7 @@ def begin(seat: Seat, options: Options) -> tuple[cellcnn.Model, Any, Trained | N
 
 def check_study(study: Study, options: Options) -> None:
     if options.query not in study.sites:
-        raise ParameterError(f"option 'query' names '{options.query}', which is no site of the study")
+        raise ParameterError(f"option 'query' names '{options.query}', which is not a site of the study")
     if options.outside and len(study.sites) < 3:
         raise ParameterError("a query from outside needs the querying site and two sites or more that trained together")
 

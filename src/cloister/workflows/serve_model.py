@@ -90,7 +90,7 @@ def coordinator(seat: Seat, options: Options) -> Outcome:
 def check(adata: AnnData, options: Any) -> list[str]:
     """Raise `DataError` if these samples cannot be labelled; return what the user should know."""
     cells.check_cells(adata, need_names=False)
-    return ["every sample counts against the provider's budget; samples in the folder of taps are not asked again"]
+    return ["every sample counts against the provider's budget; samples in the folder of taps are not queried again"]
 
 
 def figures(outcomes: Mapping[str, Outcome], options: Options) -> list[Any]:

@@ -420,8 +420,8 @@ def notes_on_labels(adata: AnnData, options: Options, labels: tuple[str | None, 
         )
     elif 0 < remain < CELLS_PER_COLUMN * options.n_top_genes and not columns:
         notes.append(
-            f"{remain} labelled cells here allow half as many genes, fewer than n_top_genes = {options.n_top_genes}; "
-            "the model of all sites uses no more"
+            f"{remain} labelled cells here allow half that number of genes, fewer than n_top_genes ="
+            f" {options.n_top_genes}; the model of all sites uses no more"
         )
     if options.min_label_cells < Thresholds().min_cells:
         notes.append(f"sums over as few as {options.min_label_cells} cells of a label leave this site")

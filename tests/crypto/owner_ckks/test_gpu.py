@@ -24,7 +24,7 @@ SMALL = scheme.SMALL
 
 @pytest.fixture(params=["emulated", pytest.param("card", marks=pytest.mark.gpu)])
 def where(request, monkeypatch):
-    """The kernels, by a C++ compiler or on a card."""
+    """The kernels, by a C++ compiler or on a GPU."""
     emulated.choose(request.param, monkeypatch)
     yield
     if request.param == "emulated":
@@ -67,7 +67,7 @@ def test_words_drawn_again_move_no_other():
 
 def test_a_card_that_is_not_there_is_one_sentence(monkeypatch):
     monkeypatch.setattr(card, "why_not", lambda: "PyTorch finds no NVIDIA card on this machine")
-    with pytest.raises(ParameterError, match="a graphics card was asked for, but PyTorch finds no NVIDIA card"):
+    with pytest.raises(ParameterError, match="a GPU was requested, but PyTorch finds no NVIDIA card"):
         card.check()
     with pytest.raises(ParameterError, match="graphics card was asked for"):
         card.Kernels(4096)

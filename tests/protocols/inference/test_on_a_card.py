@@ -1,4 +1,4 @@
-"""A provider that computes on a card, and owners that do not: nobody notices."""
+"""A provider that computes on a GPU, and owners that do not: nobody notices."""
 
 import sys
 from pathlib import Path
