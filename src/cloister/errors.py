@@ -182,7 +182,7 @@ CODES = {
     "one-class": "all labels are of one class",
     "order": "a party was at another step of the study than the others",
     "refused": "a party's own policy does not allow this run",
-    "replay": "a message came twice, or out of order",
+    "replay": "a message was received twice, or out of order",
     "spelling": "two sites write one label in two ways",
     "timeout": "a peer did not answer in time",
     "too-few": "too few parties were left",
@@ -209,7 +209,7 @@ GONE = {
 
 
 LEFT = frozenset({"dropped", "finished", "lost", "timeout", "too-few", "stopped", "KeyboardInterrupt"})
-"""Codes of a party that dropped out, or that waited for one that did. Other codes mean that it found something wrong."""
+"""Codes of a party that dropped out, or that waited for one that did. Other codes mean that it found a fault."""
 
 
 def in_words(code: str) -> str:

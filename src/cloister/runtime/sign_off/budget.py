@@ -133,8 +133,8 @@ class Budget:
             whole, most, spent = self._load(), self.allowed["query_cells"], self.queried(querier, name)
             if spent + cells > most:
                 raise Refusal(
-                    f"'{self.me}' labels {most} cells for one querier over all studies; '{name}' used {spent} and requests"
-                    f" {cells} more; to allow more, raise query_cells under [budget] in local/site.toml"
+                    f"'{self.me}' labels {most} cells for one querier over all studies; '{name}' used {spent} and"
+                    f" requests {cells} more; to allow this, raise query_cells under [budget] in local/site.toml"
                 )
             counts = whole.setdefault(QUERIERS, {})
             for key in (querier.hex(), f"name {name}"):
