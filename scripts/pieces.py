@@ -9,6 +9,7 @@ A piece stands between `<!-- made: KIND WORDS -->` and `<!-- /made -->`:
     parameters FUNCTION           the parameters of a public function, from its docstring
     learns WORKFLOW               who learns what, in short, one column per mode
     learns                        the same for every workflow and mode
+    summary WORKFLOW              who learns what in its first mode
     demo [WORKFLOW ...]           alone, together and pooled in hardened mode, ranges over runs (benchmarks/demo.py)
     arguments                     the pages of docs/security, by their titles
     malicious                     what one malicious coordinator or site learns beyond that, by hardened protocol
@@ -158,6 +159,11 @@ def learns_of(name: str) -> str:
         first, *others = (pairs.get(who, "–") for pairs in told.values())
         rows.append((who, first, *("the same" if what == first != "–" else what for what in others)))
     return table(("", *told), rows)
+
+
+def summary(name: str) -> str:
+    rows = [(who, what) for who, what in learns(name, modes(name)[0])]
+    return table(("", f"`{name}`, mode {modes(name)[0]}"), rows)
 
 
 def learns_of_all() -> str:
@@ -312,6 +318,7 @@ KINDS = {
     "options": options_table,
     "parameters": parameters_table,
     "learns": learns_table,
+    "summary": summary,
     "demo": demo_table,
     "arguments": arguments,
     "malicious": malicious_table,
