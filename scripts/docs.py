@@ -115,7 +115,7 @@ def for_the_site(name: str, text: str) -> str:
     text = re.sub(rf"\]\((?:\.\./)+({names})", rf"]({up}\1", text)
     text = re.sub(
         r"\[([^\]]+)\]\((?:\.\./)+(?:tests|benchmarks|src|scripts|NOTICE)[^)]*\)", r"\1", text
-    )  # not on the site
+    )
     text = re.sub(r"(\]\([\w./-]*)\.ipynb\)", r"\1.md)", text)
     for words, links in MADE_HERE.items():
         text = text.replace(words, links)

@@ -401,7 +401,7 @@ def test_damaged_folders_are_refused(runs, tmp_path):
     assert "damaged: figure-1" in load_runs(folder)[0].draw().note
     rows["figures"][0]["file"] = "../../etc/figure-1.png"
     (folder / "figures.json").write_text(json.dumps(rows))
-    with pytest.raises(DataError, match="no figure"):
+    with pytest.raises(DataError, match="not a figure"):
         load_runs(folder)
 
 

@@ -478,7 +478,7 @@ def check_baselines(run, tmp_path):
     ("options", "found"),
     [
         ({"stage": "train"}, "stage 'train' needs taps="),
-        ({"permutation": "round", "taps": "asked"}, "no taps to keep"),
+        ({"permutation": "round", "taps": "asked"}, "no taps to store"),
         ({"schedule": "step"}, "needs decay_at="),
         ({"decay_at": (3,)}, "needs decay_at="),
         ({"momentum": 1.0}, "momentum"),

@@ -95,7 +95,7 @@ def test_a_distance_is_found_or_given_and_the_user_hears_of_it(sites):
 
     with pytest.raises(ParameterError, match="pass one of them"):
         cl.rehearse("map-labels", data=sites, known_share=0.9, max_distance=3.0, **OPTIONS)
-    with pytest.raises(ParameterError, match="mode 'plain' finds no max_distance"):
+    with pytest.raises(ParameterError, match="mode 'plain' does not choose max_distance"):
         cl.rehearse("map-labels", data=sites, mode="plain", known_share=0.9, **OPTIONS)
     told = warnings_of(plan("map-labels", ["basel", "vienna"], options={"query": "vienna"}))
     assert any("known_share" in note for note in told)

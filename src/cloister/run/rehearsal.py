@@ -131,9 +131,9 @@ def rehearse(
         Site name → its cells: an `AnnData`, the path of a file, or a pandas table of numbers with a row per cell (or
         patient). No party ever sees another's.
     mode
-        `"hardened"`, `"published"`, or `"plain"` where there is one.
+        `"hardened"`, or another mode that the workflow has.
     colluders
-        Sites that may help a lying coordinator: so many more must be left at the end of every sum.
+        Number of sites that may collude with a malicious coordinator; sums then need more remaining sites.
     processes
         One process per party instead of one thread.
     inplace

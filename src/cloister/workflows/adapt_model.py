@@ -139,7 +139,7 @@ class Options:
 
 
 def adapt_model(adata: AnnData, seat: Seat | Place) -> Adapted:
-    """Train an adapter and a head on features of a model that its provider keeps, together with the other sites.
+    """Train an adapter and a head on taps of a provider's hidden model, together with the other sites.
 
     Parameters
     ----------
@@ -151,7 +151,7 @@ def adapt_model(adata: AnnData, seat: Seat | Place) -> Adapted:
     Returns
     -------
     The adapter and head (`Adapted`). Sets `adata.obs[key_added]`, `adata.obs[f"{key_added}_confidence"]`,
-    `adata.obsm[f"{key_added}_features"]` (what the model told of each sample) and `adata.uns[key_added]`. Samples on
+    `adata.obsm[f"{key_added}_features"]` (the taps of each sample) and `adata.uns[key_added]`. Samples on
     which the model left its intervals have no label, and NaN as features; the result names them (`left_out`).
     """
     _, outcome = WORKFLOW.at_site(adata, seat)

@@ -68,8 +68,8 @@ def bin_values(adata: AnnData, seat: Seat | Place, *, copy: bool = False) -> Ann
 
     `adata.layers[key_added]` : integer matrix
         0 for zeros, 1 … n_bins - 1 for the others; as sparse as the input. The edges are `n_bins - 1` quantiles of the
-        non-zero values of all sites, each value moved to the mean of a run of `min_count` neighbouring values of its
-        site, of `min_donors` donors where they are named. A value that several edges are equal to goes to one of their
+        non-zero values of all sites. Each value is first replaced by the mean of `min_count` neighbouring values of its
+        site, from `min_donors` donors where named. A value that several edges are equal to goes to one of their
         bins at random, as in scGPT.
     `adata.uns["cloister"]["bin_edges"]` : array
         The shared edges.

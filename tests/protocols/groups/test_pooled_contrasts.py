@@ -606,7 +606,7 @@ def test_a_covariate_that_is_the_same_for_all_and_one_that_is_the_group():
     params = dataclasses.replace(c.params, covariates=("x",))
     for values_of, text in (
         (lambda d: np.full(len(d.group), 7.0), "'x' differs within no site; leave this covariate out"),
-        (lambda d: d.group.astype(float), "cannot be told apart: the design has too low a rank"),
+        (lambda d: d.group.astype(float), "cannot be separated: the design has too low a rank"),
     ):
         inputs = {u: (dataclasses.replace(d, covariates=(values_of(d),)),) for u, d in plain(c).items()}
         assert text in why(Case(params, inputs))
