@@ -113,9 +113,7 @@ def for_the_site(name: str, text: str) -> str:
     if name in TOP:
         text = re.sub(r"\]\(docs/", "](", text)
     text = re.sub(rf"\]\((?:\.\./)+({names})", rf"]({up}\1", text)
-    text = re.sub(
-        r"\[([^\]]+)\]\((?:\.\./)+(?:tests|benchmarks|src|scripts|NOTICE)[^)]*\)", r"\1", text
-    )
+    text = re.sub(r"\[([^\]]+)\]\((?:\.\./)+(?:tests|benchmarks|src|scripts|NOTICE)[^)]*\)", r"\1", text)
     text = re.sub(r"(\]\([\w./-]*)\.ipynb\)", r"\1.md)", text)
     for words, links in MADE_HERE.items():
         text = text.replace(words, links)

@@ -32,8 +32,8 @@ def place(
 ) -> None:
     """Place new cells among integrated ones, which do not move. Nothing is sent."""
     from cloister.cells.files import read_cells, write_cells
-    from cloister.workflows.shared_pca import place_in_space
-    from cloister.workflows.trained.integration import Integration
+    from cloister.workflows.saved_models.integration import Integration
+    from cloister.workflows.shared_pca.workflow import place_in_space
 
     if path.exists() and path.samefile(data):
         raise UsageError(f"--out {path} is the file of the cells; name another")
