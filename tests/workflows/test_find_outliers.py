@@ -82,7 +82,7 @@ def test_hardened_is_as_good_as_pooled(forest):
 def test_published_finds_them_too(options, caplog):
     X, truth = planted()
     run = rehearse("find-outliers", sites(X, truth), mode="published", contamination=0.04, **options)
-    assert "with a few known rows, everybody's rows" in caplog.text  # before anything is sent, in plain words
+    assert "with a few known rows, the rows of all sites" in caplog.text  # before anything is sent, in plain words
     obs = pd.concat([a.obs for a in run.data.values()])
     assert (obs["outlier"] & obs["truth"]).sum() >= (16 if options.get("standardise") else 8)
     assert obs["outlier"].sum() <= (24 if options.get("repeats", 1) == 1 else 3 * 24 / 2)  # two of three must flag it
