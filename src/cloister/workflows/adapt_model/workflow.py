@@ -348,7 +348,7 @@ def figures(outcomes: Mapping[str, Outcome], options: Any) -> list[Any]:
 
 WORKFLOW = Workflow(
     name="adapt-model",
-    summary="Adapt a provider's encoder to the sites' labels; neither side sees the other's.",
+    summary="Adapt a provider's hidden encoder to the sites' labels; the provider sees no sample.",
     options=Options,
     modes=modes_of("adapt-model"),
     site=site,

@@ -239,7 +239,7 @@ def figures(outcomes: Mapping[str, Outcome], options: Options) -> list[Any]:
 
 WORKFLOW = Workflow(
     name="integrate",
-    summary="Move all sites' cells until batches mix: Harmony, from secure sums.",
+    summary="Integrate batches of all sites with Harmony, from secure sums.",
     options=Options,
     modes=modes_of("integrate"),
     site=site,

@@ -363,7 +363,7 @@ def figures(outcomes: Mapping[str, Outcome], options: Options) -> list[Any]:
 
 WORKFLOW = Workflow(
     name="map-labels",
-    summary="Label one site's cells by the nearest references of all the others, which nobody shows.",
+    summary="Label one site's cells by nearest references at other sites, without revealing them.",
     options=Options,
     modes=modes_of("map-labels"),
     site=site,

@@ -231,7 +231,7 @@ def figures(outcomes: Mapping[str, Outcome], options: Options) -> list[Any]:
 
 WORKFLOW = Workflow(
     name="predict-cellcnn",
-    summary="Predict the class of a site's donors with an encrypted or an opened CellCnn.",
+    summary="Predict the class of a site's donors with an encrypted or opened CellCnn.",
     options=Options,
     modes=modes_of("predict-cellcnn"),
     site=site,

@@ -306,7 +306,7 @@ def figures(outcomes: Mapping[str, Outcome], options: Options) -> list[Any]:
 
 WORKFLOW = Workflow(
     name="propagate-labels",
-    summary="Label cells from the labels of some, at any site, over a graph of all sites' cells.",
+    summary="Label cells from few labels at any site, over a graph of all sites' cells.",
     options=Options,
     modes=modes_of("propagate-labels"),
     site=site,

@@ -104,7 +104,7 @@ def figures(outcomes: Mapping[str, Outcome], options: Options) -> list[Any]:
 
 WORKFLOW = Workflow(
     name="serve-model",
-    summary="Label samples with a provider's encoder and an adapter; neither side sees the other's.",
+    summary="Label samples with a provider's hidden encoder and an adapter; the provider sees no sample.",
     options=Options,
     modes=modes_of("serve-model"),
     site=site,

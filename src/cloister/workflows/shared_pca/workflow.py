@@ -262,7 +262,7 @@ def figures(outcomes: Mapping[str, Outcome], options: Options) -> list[Any]:
 
 WORKFLOW = Workflow(
     name="shared-pca",
-    summary="Put all sites' cells into one space: the PCA of all of them together, from secure sums.",
+    summary="Embed all sites' cells in one space: the PCA of all cells, from secure sums.",
     options=Options,
     modes=modes_of("shared-pca"),
     site=site,
