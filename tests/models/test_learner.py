@@ -477,7 +477,7 @@ def test_save_and_load(tmp_path):
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04 rubbish", b"hello"])
 def test_files_that_are_no_models(tmp_path, content):
     (tmp_path / "m.npz").write_bytes(content)
-    with pytest.raises(DataError, match="no model file"):
+    with pytest.raises(DataError, match="not a model file"):
         Network.load(tmp_path / "m.npz")
     with pytest.raises(DataError, match="there is no model"):
         Network.load(tmp_path / "other.npz")

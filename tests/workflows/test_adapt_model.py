@@ -200,7 +200,7 @@ def test_bad_options_and_files(model, tmp_path):
         rehearse("adapt-model", {"basel": images(12, 0), "lugano": images(12, 1)}, model=str(model), budget=0)
     with pytest.raises(DataError, match="there is no model"):
         rehearse("adapt-model", {"basel": images(12, 0), "lugano": images(12, 1)}, model="nowhere.npz", **OPTIONS)
-    with pytest.raises(DataError, match="no adapter"):
+    with pytest.raises(DataError, match="not an adapter"):
         Adapted.load(model)
 
 
