@@ -333,7 +333,7 @@ def edges_of(params: Params, coarse: U64, chosen: I64, fine: U64) -> F64:
 def check_counts(z: U64, line: str) -> None:
     """Raise if these cannot be counts: masks that did not cancel leave numbers all over 64 bits."""
     if int(z.max(initial=0)) >= MOST:
-        raise ProtocolAbort(NAME, line, "damaged", "a sum that is no count: a site's message was damaged on its way")
+        raise ProtocolAbort(NAME, line, "damaged", "a sum that is not a count: a site's message was damaged on its way")
 
 
 # ---- roles -----------------------------------------------------------------------------------------------------------
