@@ -131,10 +131,15 @@ def code_of(params: Params, reach: float) -> FixedPoint:
 
 
 def encode(params: Params, ask: Ask, entropy: Entropy) -> Contribution:
-    """Words of what this party adds."""
+    """Words of what this party adds.
+
+    Sums of honest parties keep it within reach. After a lie about an earlier sum it may lie beyond: then it is clipped,
+    because an error of this party alone would show where its own part lies.
+    """
     if not ask.reach:
         return ask.part.map(lambda x: shared_pca.split_sum(x, len(params.sites), entropy))
-    return ask.part.map(code_of(params, ask.reach).encode)
+    code = code_of(params, ask.reach)
+    return ask.part.map(lambda x: code.encode(np.clip(x, -code.bound, code.bound)))
 
 
 def decode(params: Params, ask: Ask, words: U64) -> F64:
