@@ -101,7 +101,7 @@ class SimilarGroups:
     """Disjoint groups of similar rows of one site, each above the thresholds (microaggregation).
 
     Groups are formed from the site's own rows alone. In the span of all groups, a cell has leverage 1 / (cells of its
-    group), whatever weights the groups get later, and however often.
+    group), whatever weights the groups get later, and however often. In clipped means it has less than twice that.
     """
 
     codes: I64  # (n,), the group of each row; -1 for rows in none
