@@ -268,7 +268,7 @@ class Part:
         donors = None if donor is None else seen.sum(axis=0)
         second = self.group.counted(squares, cells, donors)
         self.shown = self.group.counted(np.ones(columns), cells, donors).values > 0
-        self.similar = self.group.similar(self.features(sums.sum(axis=0), squares), self.codes)
+        self.similar = self.group.similar(self.features(sums.sum(axis=0), squares), self.codes, complete=True)
         self.squares = rounded(self.params, second.values)
         step = self.params.label_step
         of_labels = self.group.grouped(self.codes, K, np.rint(sums * self.shown / step) * step)
