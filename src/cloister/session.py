@@ -71,6 +71,7 @@ class Session:
 
     def __init__(
         self,
+        study: Study,
         endpoint: Endpoint,
         identity: Identity,
         entropy: Entropy,
@@ -81,7 +82,7 @@ class Session:
         self._endpoint, self._identity, self._entropy, self.consent = endpoint, identity, entropy, consent
         self._charge = charge  # the site's budget between machines; a rehearsal has none
         self.floors = dict(floors or {})  # this site's own minimum group sizes, which raise those of the study
-        self.study, self.me = endpoint.study, endpoint.me
+        self.study, self.me = study, endpoint.me
         self.sites, self.coordinator, self.mode = self.study.sites, self.study.coordinator, self.study.mode
         self.role: Role = self.study.parties[self.me]
         self.protocols: dict[str, None] = {}  # whose roles this party ran, in their order
@@ -188,8 +189,8 @@ def open_session(
     identity = identity or Identity.create(entropy)
     kept = Journal(journal) if journal is not None else None
     receipt = Receipt(_header(study, me, reveals or {}, approval), kept)
-    endpoint = Endpoint(study, me, link, mailbox, receipt, nonce=entropy.bytes, on_event=on_event)
-    session = Session(endpoint, identity, entropy, consent, floors, charge)
+    endpoint = Endpoint(study.agreement, me, link, mailbox, receipt, nonce=entropy.bytes, on_event=on_event)
+    session = Session(study, endpoint, identity, entropy, consent, floors, charge)
 
     def end(status: str) -> None:
         if kept is not None:

@@ -7,9 +7,9 @@ import pytest
 
 from cloister.mpc.crypto.agreement import key_pair
 from cloister.mpc.crypto.entropy import Entropy
+from cloister.mpc.parties import Party
 from cloister.mpc.testing.lies import Lie, Stage
 from cloister.mpc.three_party import replicated_linear, sealed_links
-from cloister.study import Party
 from cloister.testing import Case, check_no_errors, run_protocol
 
 TRIO = ANN, BEN, CAT = tuple(map(Party, ("ann", "ben", "cat")))

@@ -49,7 +49,7 @@ from cloister.mpc.net.receipts import Entry, Receipt
 from cloister.mpc.net.transcript import Transcript
 from cloister.mpc.net.waiting import Bell, Wait
 from cloister.mpc.net.wire import Frame, Shape
-from cloister.study import Party, Study
+from cloister.mpc.parties import Agreement, Party
 
 T = TypeVar("T")
 NO_RUN = bytes(16)
@@ -69,7 +69,7 @@ class Endpoint:
 
     def __init__(
         self,
-        study: Study,
+        agreement: Agreement,
         me: Party,
         link: Link,
         mailbox: Mailbox,
@@ -78,8 +78,8 @@ class Endpoint:
         nonce: Callable[[int], bytes],
         on_event: Callable[[Event], None] | None = None,
     ) -> None:
-        self.study, self.me, self.mailbox, self.receipt = study, me, mailbox, receipt
-        self.peers = tuple(p for p in study.parties if p != me)
+        self.agreement, self.me, self.mailbox, self.receipt = agreement, me, mailbox, receipt
+        self.peers = tuple(p for p in agreement.parties if p != me)
         self.runs = 0
         self.sent_bytes = self.sent_messages = self.rounds = 0
         self.claimed: set[tuple[str, bytes]] = set()  # protocols whose keys depend on a channel's id, by that id
@@ -90,7 +90,7 @@ class Endpoint:
         self.waits = {False: 0, True: 0}  # open waits, by whether they go on without the missing
         self._ticked = time.monotonic()
         self._closing = threading.Event()
-        self._beat = min(2.0, study.timeout / 8)
+        self._beat = min(2.0, agreement.timeout / 8)
         self.poll = self._beat / 2
         self._pulse = threading.Thread(target=self._keep_pulse, name=f"pulse-{me}", daemon=True)
         self._pulse.start()
@@ -181,7 +181,7 @@ class Endpoint:
     async def open_run(self, protocol: str, params: Any) -> Channel:
         """Agree on study, version and parameters with everyone, and on a run id that is new."""
         self.runs += 1
-        mine = hello.Hello(WIRE_VERSION, self.study.digest, wire.digest(protocol, params), self._nonce(16))
+        mine = hello.Hello(WIRE_VERSION, self.agreement.digest, wire.digest(protocol, params), self._nonce(16))
         lobby = Channel(self, f"hello/{self.runs}", NO_RUN)
         return Channel(self, str(self.runs), await hello.agree(lobby, mine, self.peers, first=self.runs == 1))
 
@@ -189,7 +189,7 @@ class Endpoint:
 
     def post(self, to: Party, scope: str, run: bytes, msg: Any) -> None:
         spec = type(msg).__message__
-        if to not in self.study.parties or to == self.me:
+        if to not in self.agreement.parties or to == self.me:
             raise ParameterError(f"{spec.name} cannot go to '{to}': not another party of the study")
         seq = self._seq[to, scope]
         self._seq[to, scope] += 1
@@ -224,7 +224,7 @@ class Channel:
 
     def __init__(self, endpoint: Endpoint, scope: str, run_id: bytes, above: Transcript | None = None) -> None:
         self._endpoint, self.scope, self.run_id = endpoint, scope, run_id
-        self.me, self.study = endpoint.me, endpoint.study
+        self.me, self.agreement = endpoint.me, endpoint.agreement
         self.transcript = Transcript(run_id, above)
 
     def sub(self, label: str, params: Any = None, *, apart: bool = False) -> Channel:
@@ -294,11 +294,11 @@ class Channel:
         A wait `aside` stands beside a computation: it does not make this party's pulses report that it is waiting.
         """
         senders = tuple(senders)
-        if strangers := [p for p in senders if p == self.me or p not in self.study.parties]:
+        if strangers := [p for p in senders if p == self.me or p not in self.agreement.parties]:
             raise ParameterError(f"nothing can come from '{strangers[0]}': not another party of the study")
         got: dict[Party, T] = {}
         endpoint, box, spec = self._endpoint, self._endpoint.mailbox, kind.__message__  # type: ignore[attr-defined]
-        wait = Wait(self.study, box, senders, endpoint.poll, quorum=quorum is not None)
+        wait = Wait(self.agreement, box, senders, endpoint.poll, quorum=quorum is not None)
         endpoint.waits[quorum is not None] += not aside
         endpoint.rounds += 1
         try:
@@ -320,7 +320,7 @@ class Channel:
                     break
                 wait.tick()
                 for party in tuple(wait.pending):
-                    if lost := _lost(party, failures[party], wait.over(party), spec, self.study):
+                    if lost := _lost(party, failures[party], wait.over(party), spec, self.agreement):
                         if quorum is None:
                             raise lost
                         wait.pending.remove(party)
@@ -408,7 +408,9 @@ class Channel:
         self._endpoint.tell("step", protocol, line, name, done=done, of=of)
 
 
-def _lost(party: Party, failure: Failure | None, over: float, spec: wire.Spec, study: Study) -> ProtocolAbort | None:
+def _lost(
+    party: Party, failure: Failure | None, over: float, spec: wire.Spec, agreement: Agreement
+) -> ProtocolAbort | None:
     """Why nothing more is expected of `party`: it failed, or the wait for it is `over` after so many seconds."""
     if failure is not None:
         if failure.own:
@@ -418,7 +420,7 @@ def _lost(party: Party, failure: Failure | None, over: float, spec: wire.Spec, s
         else:
             lost = ProtocolAbort(failure.protocol, failure.line, failure.code, failure.detail)
             lost.heard = True
-        known = failure.origin in study.parties
+        known = failure.origin in agreement.parties
         blame(lost, failure.origin if known else party, failure.began if known else failure.code)
         return lost
     if over:

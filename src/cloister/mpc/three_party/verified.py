@@ -60,6 +60,7 @@ from cloister.mpc.crypto import replicated as local
 from cloister.mpc.crypto.replicated import Ring, Shared, Words
 from cloister.mpc.crypto.share_proofs import raw, words
 from cloister.mpc.net.wire import message
+from cloister.mpc.parties import Party
 from cloister.mpc.three_party import selection
 from cloister.mpc.three_party.folding import Hop
 from cloister.mpc.three_party.packing import packed, packed_size, planes_of, unpacked
@@ -72,7 +73,6 @@ from cloister.mpc.three_party.verified_linear import (
     together,
     zeros,
 )
-from cloister.study import Party
 
 __all__ = ["Verified", "XorShares", "planes_of", "stacked", "together", "zeros"]
 

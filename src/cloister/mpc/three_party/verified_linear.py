@@ -18,11 +18,11 @@ from cloister.mpc.crypto.replicated import Ring, Shared, Words
 from cloister.mpc.crypto.share_proofs import ROWS, digest, raw, words
 from cloister.mpc.net.channel import Channel
 from cloister.mpc.net.wire import message
+from cloister.mpc.parties import Party
 from cloister.mpc.three_party.folding import HASH, reject
 from cloister.mpc.three_party.packing import packed, packed_size, unpacked
 from cloister.mpc.three_party.sealed_links import NAME, Links
 from cloister.mpc.three_party.verification import PENDING, Proofs
-from cloister.study import Party
 
 SEED = 32
 

@@ -211,6 +211,6 @@ async def share_references(
 async def finish(ch: Channel, querier: Party, done: Any) -> None:
     """L9: the querier tells everyone that it has its labels."""
     if ch.me == querier:
-        await ch.scatter([p for p in ch.study.parties if p != ch.me], done)
+        await ch.scatter([p for p in ch.agreement.parties if p != ch.me], done)
     else:
         await ch.recv(querier, type(done))
