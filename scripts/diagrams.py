@@ -66,8 +66,8 @@ WAY: tuple[
     (
         "carried",
         (
-            ("rehearsal.memory_transport.MemoryLink.post", "the frame as it is"),
-            ("rehearsal.memory_transport.Wires.carry", "to the other thread; tests lose and cut frames here"),
+            ("mpc.net.memory_transport.MemoryLink.post", "the frame as it is"),
+            ("mpc.net.memory_transport.Wires.carry", "to the other thread; tests lose and cut frames here"),
         ),
         (
             ("deploy.link.SealedLink.post", "sealed for the one party it is for"),

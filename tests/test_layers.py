@@ -20,7 +20,7 @@ BASE = {"errors", "arrays", "files"}
 CORE = {*BASE, "disclosure", "governance", "study"}
 BELOW = {*CORE, "mpc", "session", "models", "protocols", "cells", "workflows", "papers", "provider.gpu", "_version"}
 ALL = BELOW | {"rehearsal", "report"}
-PROTOCOLS = {*BASE, "disclosure", "study", "mpc.crypto", *WIRE}
+PROTOCOLS = {*BASE, "disclosure", "mpc.parties", "mpc.crypto", *WIRE}
 AROUND = {  # modules of a workflow's folder that read cells or draw; all others there are protocols and their steps
     "workflow",
     "figures",
@@ -40,30 +40,33 @@ MAY_IMPORT = {  # what of cloister; a name stands for the module or the whole pa
     "_version": set(),
     "disclosure": BASE,
     "governance": {"errors"},
-    "study": {"errors", "governance"},
+    "study": {"errors", "governance", "mpc.parties"},
     "mpc": {"mpc"},
-    "mpc/net": {*BASE, "disclosure", "study", "mpc.crypto", "_version", "mpc.net"},
+    "mpc/net": {*BASE, "disclosure", "mpc.parties", "mpc.crypto", "_version", "mpc.net"},
     "mpc/net/values": BASE,
-    "mpc/net/wire": {*BASE, "study", "mpc.net.values"},
+    "mpc/net/wire": {*BASE, "mpc.parties", "mpc.net.values"},
     "mpc/net/journal": BASE,
-    "mpc/net/receipts": {*BASE, "study", "mpc.net.journal"},
-    "mpc/net/mailbox": {*BASE, "study", "mpc.net.wire"},
+    "mpc/net/receipts": {*BASE, "mpc.parties", "mpc.net.journal"},
+    "mpc/net/mailbox": {*BASE, "mpc.parties", "mpc.net.wire"},
     "mpc/net/transcript": {"mpc.net.wire"},
-    "mpc/net/waiting": {"study", "mpc.net.mailbox"},
-    "mpc/net/events": {"study"},
-    "mpc/net/hello": {*BASE, "study", "mpc.net.wire", "mpc.net.channel"},
-    "mpc/net/channel": {"_version", *BASE, "disclosure", "study", *(f"mpc.net.{n}" for n in NET)},
+    "mpc/net/waiting": {"mpc.parties", "mpc.net.mailbox"},
+    "mpc/net/events": {"mpc.parties"},
+    "mpc/net/hello": {*BASE, "mpc.parties", "mpc.net.wire", "mpc.net.channel"},
+    "mpc/net/channel": {"_version", *BASE, "disclosure", "mpc.parties", *(f"mpc.net.{n}" for n in NET)},
     "mpc/crypto": {*BASE, "mpc.crypto"},
     "mpc/sums": {*PROTOCOLS, "mpc.sums"},
     "mpc/three_party": {*PROTOCOLS, "mpc.sums.signatures", "mpc.three_party"},
     "mpc/threshold_ckks": {*PROTOCOLS, "mpc.threshold_ckks"},
-    "mpc/testing": {"errors", "study", "mpc"},
+    "mpc/parties": set(),
+    "mpc/session": {*BASE, "mpc.net", "mpc.crypto", "mpc.parties"},
+    "mpc/simulation": {"mpc.net", "mpc.crypto", "mpc.parties", "mpc.session"},
+    "mpc/testing": {"errors", "mpc"},
     "session": {*CORE, "_version", "mpc", "cells.progress", "cells.tables"},
     "cells": {*BASE, "cells", "mpc.sums.value_counts"},
     "models": {*BASE, "disclosure", "mpc.crypto", "models", "cells.genes"},
     "protocols": set(),
     "a protocol": {  # of a workflow or of a paper
-        *(*PROTOCOLS, "models", "mpc", "a protocol", "cells.genes", "cells.names", "provider.gpu.devices"),
+        *(*PROTOCOLS, "study", "models", "mpc", "a protocol", "cells.genes", "cells.names", "provider.gpu.devices"),
     },
     "papers/attacks": {*BASE, "study", "mpc", "models", "a protocol", "papers.attacks"},
     "papers/baselines": {*CORE, "session", "mpc", "models", "cells", "papers", "workflows", "report.figures"},
@@ -77,7 +80,7 @@ MAY_IMPORT = {  # what of cloister; a name stands for the module or the whole pa
     "rehearsal/check_disclosure": ALL,
     "report": BELOW | {"rehearsal.run", "report"},
     "deploy": BELOW | {"rehearsal.run", "rehearsal.results", "rehearsal.progress", "deploy"},  # no rehearsal
-    "testing": ALL,
+    "testing": {"mpc.testing"},
     "demo": ALL | {"demo"},
     "page": ALL | {"deploy", "page"},
     "cli": ALL | {"deploy", "demo", "page", "provider", "cli"},
@@ -286,7 +289,7 @@ def test_no_protocol_draws_secrets_from_a_statistical_generator(name):
     modules = {m.split(".")[0] for m in imports(name)} | {".".join(m.split(".")[:2]) for m in imports(name)}
     assert not modules & {"random", "numpy.random"}, f"{name} imports a statistical generator"
     drawn = list(uses_of_numpy_random(name))
-    if name in STATISTICAL or name == "session":  # Session.rng is the one place that makes a role's `rng`
+    if name in STATISTICAL or name == "mpc/session":  # party_rng is the one place that makes a role's `rng`
         assert {what for _, what in drawn} <= {"default_rng"}
     else:
         assert not drawn, f"{name} draws with np.random in line {drawn[0][0]}"
