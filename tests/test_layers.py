@@ -41,7 +41,7 @@ MAY_IMPORT = {  # what of cloister; a name stands for the module or the whole pa
     "disclosure": BASE,
     "governance": {"errors"},
     "study": {"errors", "governance", "mpc.parties"},
-    "mpc": {"mpc"},
+    "mpc": {"errors", "mpc"},
     "mpc/net": {*BASE, "disclosure", "mpc.parties", "mpc.crypto", "_version", "mpc.net"},
     "mpc/net/values": BASE,
     "mpc/net/wire": {*BASE, "mpc.parties", "mpc.net.values"},
