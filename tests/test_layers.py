@@ -64,7 +64,7 @@ MAY_IMPORT = {  # what of cloister; a name stands for the module or the whole pa
     "session": {*CORE, "_version", "mpc", "cells.progress", "cells.tables"},
     "cells": {*BASE, "cells", "mpc.sums.value_counts"},
     "models": {*BASE, "disclosure", "mpc.crypto", "models", "cells.genes"},
-    "protocols": set(),
+    "protocols": {"errors"},
     "a protocol": {  # of a workflow or of a paper
         *(*PROTOCOLS, "study", "models", "mpc", "a protocol", "cells.genes", "cells.names", "provider.gpu.devices"),
     },

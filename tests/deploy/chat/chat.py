@@ -10,7 +10,6 @@ With CHAT_MARK in the environment, a party leaves a file there when it reaches r
 from __future__ import annotations
 
 import os
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,7 +106,4 @@ WORKFLOW = workflows.Workflow(
 
 
 def register() -> None:
-    if "chat" not in workflows.NAMES:
-        workflows.NAMES = (*workflows.NAMES, "chat")
-        here = sys.modules[__name__]
-        sys.modules["cloister.workflows.chat"] = sys.modules["cloister.protocols.chat"] = here
+    workflows.register(WORKFLOW)
