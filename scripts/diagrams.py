@@ -50,7 +50,7 @@ WAY: tuple[
             ("workflows.Workflow.part", "by role; a site's cells are checked once, before anything is sent"),
             ("workflows.map_labels.workflow.site", "asks, or offers its labelled cells; others assist"),
             ("cells.tables.embedding", "obsm[use_rep] as numbers; from here on no AnnData"),
-            ("session.Session.run", "agree with everyone on the parameters' hash, then one role to its end"),
+            ("mpc.session.Session.run", "agree with everyone on the parameters' hash, then one role to its end"),
             (
                 "workflows.map_labels.mapping_terms.owner",
                 "sizes rounded up, label names, the largest norm under sharing",
