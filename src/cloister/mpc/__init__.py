@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from cloister.mpc.testing import check_view as check_view
     from cloister.mpc.testing import run_protocol as run_protocol
     from cloister.mpc.three_party.verified import Verified as Verified
-    from cloister.mpc.three_party.verified_linear import XorShares as XorShares
+    from cloister.mpc.three_party.verified import XorShares as XorShares
     from cloister.mpc.threshold_ckks import collective_audit as collective_audit
     from cloister.mpc.threshold_ckks import collective_key as collective_key
     from cloister.mpc.threshold_ckks import collective_refresh as collective_refresh
@@ -85,7 +85,7 @@ _NAMES = {
     "crypto.agreement": ("Identity",),
     "crypto.fixed_point": ("FixedPoint",),
     "crypto.replicated": ("Ring", "Shared"),
-    "three_party.verified_linear": ("XorShares",),
+    "three_party.verified": ("XorShares",),
     "testing": (
         "Case",
         "Lie",

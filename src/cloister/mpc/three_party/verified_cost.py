@@ -15,7 +15,7 @@ from cloister.mpc.three_party import selection, verification, verified
 from cloister.mpc.three_party.folding import HASH, LAST
 from cloister.mpc.three_party.packing import packed_size
 from cloister.mpc.three_party.replicated_cost import PK, SIGNATURE, CostModel
-from cloister.mpc.three_party.verified_linear import SEED
+from cloister.mpc.three_party.verified import SEED
 
 
 def columns(n: int) -> int:
