@@ -11,8 +11,7 @@ import pytest
 from cloister.arrays import U64
 from cloister.errors import ParameterError, PeerLost, ProtocolAbort
 from cloister.mpc.net import channel, mailbox, wire
-from cloister.mpc.net.channel import NO_RUN, Channel, Endpoint
-from cloister.mpc.net.hello import Hello, Welcome
+from cloister.mpc.net.channel import NO_RUN, Channel, Endpoint, Hello, Welcome
 from cloister.mpc.net.mailbox import COMPUTING, PATIENT, WAITING, Mailbox
 from cloister.mpc.net.receipts import Receipt
 from cloister.mpc.net.wire import Frame, message

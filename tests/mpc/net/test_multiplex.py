@@ -14,7 +14,7 @@ from cloister.errors import ProtocolAbort
 from cloister.mpc.crypto.agreement import Identity
 from cloister.mpc.crypto.entropy import Entropy
 from cloister.mpc.net import wire
-from cloister.mpc.net.hello import Hello, Welcome
+from cloister.mpc.net.channel import Hello, Welcome
 from cloister.mpc.net.multiplex import EARLY, Mailboxes, StepLink
 from cloister.mpc.net.wire import Frame
 from cloister.rehearsal.run import workflow_part

@@ -10,7 +10,7 @@ A transport (memory, processes, FLARE) only carries frames between parties it ha
 and a `Mailbox` (in mailbox.py) that it fills. Everything else is here, the same for all of them:
 
 - *Agreement.* Before a run, every party tells the coordinator the digest of its study, of the protocol and of its
-  public parameters, and gets everyone's back (hello.py). Any difference aborts. The run id hashes all of that and a
+  public parameters, and gets everyone's back (H1, H2). Any difference aborts. The run id hashes all of that and a
   nonce of every party, so no two runs have the same.
 - *Order.* Data frames carry the run id, the sub-protocol's scope and a sequence number. A replay, a swap or a
   duplicate aborts, as does a frame that is no message or comes from somebody else than it says.
@@ -42,17 +42,18 @@ from typing import Any, Protocol, TypeVar
 from cloister._version import WIRE_VERSION
 from cloister.disclosure import Contribution
 from cloister.errors import LEFT, ParameterError, PeerLost, ProtocolAbort, WireError, blame, code_of
-from cloister.mpc.net import hello, wire
+from cloister.mpc.net import wire
 from cloister.mpc.net.events import Event, ignore_errors
 from cloister.mpc.net.mailbox import COMPUTING, PATIENT, WAITING, Failure, Mailbox
 from cloister.mpc.net.receipts import Entry, Receipt
 from cloister.mpc.net.transcript import Transcript
 from cloister.mpc.net.waiting import Bell, Wait
-from cloister.mpc.net.wire import Frame, Shape
+from cloister.mpc.net.wire import Frame, Shape, message
 from cloister.mpc.parties import Agreement, Party
 
 T = TypeVar("T")
 NO_RUN = bytes(16)
+NAME = "channel"
 
 
 class Link(Protocol):
@@ -181,9 +182,9 @@ class Endpoint:
     async def open_run(self, protocol: str, params: Any) -> Channel:
         """Agree on study, version and parameters with everyone, and on a run id that is new."""
         self.runs += 1
-        mine = hello.Hello(WIRE_VERSION, self.agreement.digest, wire.digest(protocol, params), self._nonce(16))
+        mine = Hello(WIRE_VERSION, self.agreement.digest, wire.digest(protocol, params), self._nonce(16))
         lobby = Channel(self, f"hello/{self.runs}", NO_RUN)
-        return Channel(self, str(self.runs), await hello.agree(lobby, mine, self.peers, first=self.runs == 1))
+        return Channel(self, str(self.runs), await _agree(lobby, mine, self.peers, first=self.runs == 1))
 
     # -- frames ----------------------------------------------------------------------------------------------------
 
@@ -429,3 +430,62 @@ def _lost(
         blame(lost, party, "timeout")
         return lost
     return None
+
+
+# ---- hello: H1 u → S, version, digests of agreement, protocol and parameters, nonce; H2 S ⇒ u, everyone's H1 ---------
+
+
+@message("H1", protocol=NAME)
+class Hello:  # every party → coordinator
+    version: str
+    study: bytes  # digest
+    params: bytes  # digest of protocol name and public parameters
+    nonce: bytes
+
+
+@message("H2", protocol=NAME)
+class Welcome:  # coordinator → every party
+    hellos: dict[Party, Hello]
+
+
+async def _agree(lobby: Channel, mine: Hello, peers: Iterable[Party], *, first: bool) -> bytes:
+    """H1, H2: the id of the run."""
+    hub = lobby.agreement.coordinator
+    if lobby.me == hub:
+        # the first time everyone must be there, but for servers that have no part in this workflow and leave at once;
+        # later on, who has dropped out since is left out
+        spare = set(lobby.agreement.auxiliaries) - {hub}
+        needed = [p for p in peers if p not in spare]
+        hellos = {hub: mine, **await lobby.gather(needed, Hello, quorum=None if first else 1)}
+        hellos |= await lobby.gather([p for p in peers if p in spare], Hello, quorum=0)  # H1
+        await lobby.broadcast([p for p in hellos if p != hub], Welcome(hellos))  # H2
+        check_hellos(hellos, hub, lobby.agreement)  # after it, so that everyone can say who differs
+    else:
+        await lobby.send(hub, mine)  # H1
+        hellos = {Party(p): h for p, h in (await lobby.recv_broadcast(hub, Welcome)).hellos.items()}  # H2
+        known = {hub, lobby.me} <= hellos.keys() <= set(lobby.agreement.parties)
+        if not known or hellos[lobby.me].nonce != mine.nonce:
+            raise ProtocolAbort(NAME, "H2", "mismatch", "the coordinator repeats another hello than was sent")
+        check_hellos(hellos, lobby.me, lobby.agreement)
+    nonces = {p: h.nonce for p, h in hellos.items()}
+    return wire.digest("run", mine.study, mine.params, mine.version, nonces)
+
+
+def check_hellos(hellos: Mapping[Party, Hello], me: Party, agreement: Agreement | None = None) -> None:
+    """Raise unless all parties agreed on the same things as `me`; who is at another step receives that."""
+    mine = hellos[me]
+    for p, h in hellos.items():
+        if agreement is not None and h.study != mine.study and (place := agreement.places.get(h.study, "")):
+            why = f"'{p}' is at {place}, and '{me}' at {agreement.place}; nothing was sent"
+            raise ProtocolAbort(NAME, "H2", "order", why)
+    for field, what in {
+        "version": "another version of Cloister",
+        "study": "another study file",
+        "params": "other options for this workflow",
+    }.items():
+        others = [p for p, h in hellos.items() if getattr(h, field) != getattr(mine, field)]
+        if others:
+            names = ", ".join(sorted(others))
+            raise ProtocolAbort(NAME, "H2", "mismatch", f"{names} came with {what} than {me}; nothing was sent")
+    if any(len(h.nonce) != 16 for h in hellos.values()):
+        raise ProtocolAbort(NAME, "H2", "malformed", "a nonce that is not 16 bytes")
