@@ -20,7 +20,7 @@ from cloister.models.harmony import Settings, Shifts, Trail, replay, replay_new_
 if TYPE_CHECKING:
     from anndata import AnnData
 
-FORMAT = "cloister-integration/1"
+FORMAT = "cloister-integration/2"
 WHOLE = "(all)"  # the name of the only batch of a site that named none
 ARRAYS = {"trail": ("centroids", "masses", "anchors", "known"), "own": ("penalties", "shifts")}
 
