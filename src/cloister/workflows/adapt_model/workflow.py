@@ -61,7 +61,7 @@ FEW = 20  # labelled samples of a site per unit of noise, as in fine-tune
 
 
 def adapt_model(adata: AnnData, session: Session | RemoteSession) -> Adapted:
-    """Train an adapter and a head on features of a model that its provider keeps, together with the other sites.
+    """Train an adapter and a head on taps of a provider's hidden model, together with the other sites.
 
     Parameters
     ----------
@@ -73,7 +73,7 @@ def adapt_model(adata: AnnData, session: Session | RemoteSession) -> Adapted:
     Returns
     -------
     The adapter and head (`Adapted`). Sets `adata.obs[key_added]`, `adata.obs[f"{key_added}_confidence"]`,
-    `adata.obsm[f"{key_added}_features"]` (what the model told of each sample) and `adata.uns[key_added]`. Samples on
+    `adata.obsm[f"{key_added}_features"]` (the taps of each sample) and `adata.uns[key_added]`. Samples on
     which the model left its intervals have no label, and NaN as features; the result names them (`left_out`).
     """
     _, outcome = WORKFLOW.at_site(adata, session)
@@ -112,7 +112,7 @@ def site(session: Session, adata: AnnData, options: Options) -> Outcome:
     if options.stage != "ask":
         check_classes(session, options, present(adata, options))
     if kept is not None and options.stage == "train":
-        session.note("used", f"taps of {kept.count} samples, asked in an earlier run")
+        session.note("used", f"taps of {kept.count} samples, queried in an earlier run")
         taps = all_taps(session, told, inputs, kept)
     else:
         taps = ask(session, options, told, inputs, kept)
@@ -185,7 +185,7 @@ def summary(told: model_card.Announcement, trained: Trained, parameters: int, sa
 
 def check(adata: AnnData, options: Any) -> list[str]:
     """Raise `DataError` if these samples cannot take part; return what the user should know."""
-    notes = ["the model's owner bounds how many samples you may ask about; every sample asked counts"]
+    notes = ["the provider limits the number of samples that a site may query; every query counts"]
     if options.stage == "ask":
         cells.check_cells(adata, need_names=False)
         return notes
@@ -269,7 +269,7 @@ def figures(outcomes: Mapping[str, Outcome], options: Any) -> list[Any]:
 
 WORKFLOW = Workflow(
     name="adapt-model",
-    summary="Adapt a provider's encoder to the sites' labels; neither side sees the other's.",
+    summary="Adapt a provider's hidden encoder to the sites' labels; the provider sees no sample.",
     options=Options,
     modes=modes_of("adapt-model"),
     site=site,

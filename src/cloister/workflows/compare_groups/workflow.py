@@ -88,8 +88,8 @@ def params_of(sites: tuple[Party, ...], coordinator: Party, options: Options) ->
         () if options.label_key is None else options.labels or None,
         options.expression,
         options.composition,
-        options.normalise,
-        options.transform,
+        "rle",
+        "logit",
         options.min_donors,
         options.min_count,
     )
@@ -197,7 +197,7 @@ def check_samples(adata: AnnData, options: Options, samples: Samples) -> None:
     twice = len(set(samples.donor.tolist())) < len(samples.donor)
     if twice and options.block != "donor":
         raise DataError(
-            "some donors have cells in several groups, which are no independent samples; "
+            "some donors have cells in several groups, which are not independent samples; "
             "pass block='donor' to compare them within donors"
         )
     if not twice and options.block == "donor":
@@ -295,4 +295,5 @@ WORKFLOW = Workflow(
     figures=figures,
     reads=lambda options, site: ("layer", "donor_key", "group_key", "label_key"),
     writes=("uns[{key_added!r}]",),
+    retired={"normalise": "size factors are median ratios", "transform": "fractions are compared as logits"},
 )

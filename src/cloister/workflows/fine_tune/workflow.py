@@ -439,7 +439,7 @@ def files(outcome: Outcome) -> dict[str, bytes]:
 
 WORKFLOW = Workflow(
     name="fine-tune",
-    summary="Train one classifier on all sites' labelled cells, averaging updates by secure sums.",
+    summary="Train one neural network on all sites' labelled cells, from secure sums of noisy gradients.",
     options=Options,
     modes=modes_of("fine-tune"),
     site=site,
