@@ -72,9 +72,13 @@ from cloister.mpc.crypto.agreement import Identity
 from cloister.mpc.crypto.entropy import Entropy
 from cloister.mpc.net.channel import Channel
 from cloister.mpc.net.wire import message
+<<<<<<< HEAD
 from cloister.mpc.sums import checked_sum, common_seed, consistency_check, retry_without_dropouts
+=======
+from cloister.mpc.parties import Party
+from cloister.mpc.sums import consistency_check, secure_sum
+>>>>>>> main
 from cloister.mpc.sums.value_counts import Table
-from cloister.study import Party
 
 NAME = "pooled_quantiles"
 MOST = 1 << 48  # values that all sites together may hold in a cell
@@ -405,6 +409,6 @@ async def coordinator(ch: Channel, params: Params) -> F64:
         return edges
 
     edges, _ = await retry_without_dropouts.lead(
-        ch.sub("count"), params.sites, ch.study.quorum(len(params.sites)), step
+        ch.sub("count"), params.sites, ch.agreement.quorum(len(params.sites)), step
     )
     return edges

@@ -132,6 +132,6 @@ async def coordinator(ch: Channel, params: Params) -> I64:
         return total
 
     total, _ = await retry_without_dropouts.lead(
-        ch.sub("count"), params.sites, ch.study.quorum(len(params.sites)), step
+        ch.sub("count"), params.sites, ch.agreement.quorum(len(params.sites)), step
     )
     return total
