@@ -565,7 +565,9 @@ async def coordinator(ch: Channel, params: Params) -> Space:
         await consistency_check.coordinator(ch, params.view(sites))  # L7
         return _space(agreed.names, chosen, result)
 
-    space, _ = await retry_without_dropouts.lead(ch.sub("fit"), params.sites, ch.agreement.quorum(len(params.sites)), step)
+    space, _ = await retry_without_dropouts.lead(
+        ch.sub("fit"), params.sites, ch.agreement.quorum(len(params.sites)), step
+    )
     return space
 
 
