@@ -6,11 +6,8 @@ import pytest
 
 from cloister.errors import ParameterError
 from cloister.mpc.crypto import sum_tags
-<<<<<<< HEAD
 from cloister.mpc.crypto.agreement import agree, key_pair
-=======
 from cloister.mpc.parties import Party
->>>>>>> main
 from cloister.mpc.sums import checked_sum, secure_sum
 from cloister.mpc.sums.checked_sum import Params
 from cloister.mpc.testing import lies

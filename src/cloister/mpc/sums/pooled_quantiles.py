@@ -72,12 +72,8 @@ from cloister.mpc.crypto.agreement import Identity
 from cloister.mpc.crypto.entropy import Entropy
 from cloister.mpc.net.channel import Channel
 from cloister.mpc.net.wire import message
-<<<<<<< HEAD
-from cloister.mpc.sums import checked_sum, common_seed, consistency_check, retry_without_dropouts
-=======
 from cloister.mpc.parties import Party
-from cloister.mpc.sums import consistency_check, secure_sum
->>>>>>> main
+from cloister.mpc.sums import checked_sum, common_seed, consistency_check, retry_without_dropouts
 from cloister.mpc.sums.value_counts import Table
 
 NAME = "pooled_quantiles"
