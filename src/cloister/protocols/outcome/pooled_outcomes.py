@@ -1,0 +1,791 @@
+"""Pooled outcomes: regression of donors' outcomes on their features, and survival curves, from checked sums.
+
+    L1   u, S    common seed: a secret of the sites, for checked sums
+    L2   u       tables of its own donors, before the first sum and from nothing but its own rows:
+                 T_u   groups of similar donors, each of 2 min_donors or more (or of min_donors, then F_u is empty):
+                       donors, mean features, sum of outcomes; donors at risk and events in each interval of time
+                 F_u   score C and information K of the features less their group means, of donors whose joint leverage
+                       is at most 1 / min_donors
+         u, S    checked sum: donors, Σ n x̄, Σ n x̄ x̄ᵀ, Σ y
+    L3   u, S    checked sum of F_u; for a linear model XᵀX, Xᵀy, yᵀy, with no tables at all
+    for `rounds` rounds, at β that all know:
+    L4   u, S    checked sum: log likelihood, score and information of T_u, with u's own intercept or baseline hazard
+         u, S    β ← β + J⁻¹ (Σ U_table + C - K β), J = Σ J_table + K; extra variance of counts by moments
+    L5   u, S    checked sum: observed and expected outcomes in five ranges of the prediction; ordered pairs of donors
+    L6   u, S    all sites received the same broadcasts     (same_view)
+
+    survival curves instead of L2 to L5:
+    L7   u       donors of an arm in the order of their times, in runs of min_donors or more; a run has one time
+         u, S    checked sum: donors at risk and events per arm and interval; the log-rank difference within u
+
+`models.outcomes` has the arithmetic. Time is on a grid that the study names; events of an interval are tied (Efron).
+Times of a Cox model are moved in runs, too, over all donors of u.
+
+Thresholds, enforced by each site on its own donors, whatever other parties send: everything that it adds is a function
+of T_u and F_u, which are fixed before the first message. In T_u a donor has leverage 1 / (donors of its group). In T_u
+and F_u together no donor has a leverage above 1 / min_donors: donors that would are left out of F_u. In a linear model
+no donor has more than that in the columns [1, X]: donors that would are left out of everything, before any sum.
+
+Reveals
+-------
+coordinator, site : over all sites' donors: their number, mean and spread of the group means, number of events; C and K;
+    in each round the log likelihood, score and information of the group means; the result. For a linear model: XᵀX, Xᵀy
+    and yᵀy within sites. For survival curves: donors at risk and events per arm and interval, in whole runs.
+malicious coordinator : the same. It cannot change a sum without an abort.
+one malicious site : the same at coefficients that it can choose by its part of the sums: over all rounds and runs, no
+    more than T_u and F_u of each other site, that is group means and one scatter matrix.
+coordinator with k sites : the sums over the other sites; with all but one, those of the last site.
+
+Assumes
+-------
+What the checked sum assumes: every site stays to the end. A donor is at one site. Runs with other features divide the
+donors anew: two runs together may isolate a donor, which budgets and approvals limit and nothing else does.
+
+Cost
+----
+Per site rounds + 3 checked sums of at most a few hundred numbers of two words; one for survival curves.
+
+References
+----------
+[Cox72] Cox, JRSS B 1972. [Efr77] Efron, JASA 1977 (ties). [DMS02] Domingo-Ferrer, Mateo-Sanz, IEEE TKDE 2002
+(microaggregation). [MH59] Mantel, Haenszel 1959 (score within groups). [KM58] Kaplan, Meier 1958. Lines numbered here;
+the security argument is docs/security/model_outcome.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import scipy.stats
+
+from cloister.arrays import F64, I64
+from cloister.crypto.agreement import Identity
+from cloister.crypto.entropy import Entropy
+from cloister.disclosure import SLACK, Contribution, Rows, SimilarGroups, Thresholds, join
+from cloister.errors import DataError, ParameterError, ProtocolAbort
+from cloister.models import outcomes
+from cloister.net.channel import Channel
+from cloister.protocols.sums import checked_sum, common_seed, same_view
+from cloister.protocols.sums.gene_moments import join_sum, split_sum
+from cloister.study import Party
+
+NAME = "pooled_outcomes"
+LEAST_DONORS = 2  # that a study may agree on
+BINS = 5  # ranges of the prediction in which observed and expected outcomes are compared
+FAR = 1e-6  # a fit that still moves by more, in deviations of a feature, has not converged
+WIDE = 8.0  # deviation of a linear predictor above which outcomes are separated
+MOST_ROUNDS = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Params:
+    sites: tuple[Party, ...]
+    coordinator: Party
+    model: str  # "cox", "logistic", "linear", "poisson", "negbin"; or "km"
+    columns: tuple[str, ...] = ()  # features, one column each
+    fits: tuple[tuple[int, ...], ...] = ()  # columns of each regression
+    intervals: int = 0  # of time
+    arms: tuple[str, ...] = ()  # of survival curves
+    rounds: int = 15
+    min_donors: int = 3
+
+    def __post_init__(self) -> None:
+        if self.model not in (*outcomes.MODELS, "km"):
+            raise ParameterError(f"model must be one of {', '.join((*outcomes.MODELS, 'km'))}, found '{self.model}'")
+        if self.min_donors < LEAST_DONORS:
+            raise ParameterError(f"min_donors must be at least {LEAST_DONORS}, found {self.min_donors}")
+        if not 1 <= self.rounds <= MOST_ROUNDS:
+            raise ParameterError(f"rounds must be 1 to {MOST_ROUNDS}, found {self.rounds}")
+        if self.model in ("cox", "km") and self.intervals < 2:
+            raise ParameterError(f"survival needs at least two intervals of time, found {self.intervals}")
+        if self.model == "km":
+            if not self.arms or len(set(self.arms)) != len(self.arms):
+                raise ParameterError("survival curves need the names of the arms, each once")
+        elif not self.fits or any(not f or not {*f} <= {*range(len(self.columns))} for f in self.fits):
+            raise ParameterError("a regression needs at least one of the columns")
+
+    @property
+    def curves(self) -> bool:
+        return self.model == "km"
+
+    @property
+    def linear(self) -> bool:
+        return self.model == "linear"
+
+    @property
+    def likelihood(self) -> outcomes.Model:
+        return next(m for m in outcomes.MODELS if m == self.model)
+
+
+@dataclass(frozen=True, slots=True)
+class Donors:
+    """What a site holds: one row per donor."""
+
+    x: F64  # (n, P)
+    y: F64  # (n,), outcome; for survival 1 for an event and 0 for none
+    cells: I64  # (n,), cells behind each row
+    interval: I64 | None = None  # (n,), interval of time in which the donor was last seen
+    exposure: F64 | None = None  # (n,), for counts
+    arm: I64 | None = None  # (n,), position among the arms; -1: none
+    thresholds: Thresholds = field(default_factory=Thresholds)
+
+
+@dataclass(frozen=True, slots=True)
+class Arranged:
+    """A site's tables, made before the first message. `donors` is 1 / the largest joint leverage."""
+
+    table: outcomes.Table
+    inside: outcomes.Within
+    groups: SimilarGroups
+    rows: Rows
+    donors: float
+    kept: int  # donors in F_u
+    notes: tuple[str, ...] = ()  # for this site alone
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """One regression, on the scale of the features; the same at every party."""
+
+    columns: tuple[int, ...]
+    coefficients: F64  # (p,)
+    covariance: F64  # (p, p)
+    df: float  # of t; infinite where the normal distribution is used
+    dispersion: float  # variance of residuals (linear), or extra variance of counts
+    explained: float  # R² within sites; NaN but for a linear model
+    concordance: float  # of donors of one site and different groups; NaN where it is not defined
+    calibration: F64  # (BINS, 3): donors, observed, expected
+    log_likelihood: float
+
+
+@dataclass(frozen=True, slots=True)
+class Curves:
+    """Survival by arm; the same at every party."""
+
+    at_risk: F64  # (A, J)
+    events: F64  # (A, J)
+    survival: F64  # (A, J)
+    error: F64  # (A, J), Greenwood's
+    test: tuple[float, int, float]  # log-rank over all donors: chi-square, degrees of freedom, p
+    stratified: tuple[float, int, float]  # within sites
+
+
+@dataclass(frozen=True, slots=True)
+class Modelled:
+    donors: int
+    outcomes: float  # sum over donors: events, or the total
+    groups: int
+    inside: int  # donors in the sums within groups
+    openings: int
+    fits: tuple[Fit, ...] = ()
+    curves: Curves | None = None
+    notes: tuple[str, ...] = ()
+    excluded: tuple[str, ...] = ()  # at a site: what it left out of its own
+
+
+def roles(params: Params) -> dict[Party, object]:
+    return {params.coordinator: coordinator} | dict.fromkeys(params.sites, site)
+
+
+def lengths_of(params: Params) -> list[tuple[str, str, int]]:
+    """Line, what is opened, and how many numbers; of every sum of a run, in order."""
+    P = len(params.columns)
+    upper = P * (P + 1) // 2
+    if params.curves:
+        A = len(params.arms)
+        return [("L7", "donors at risk and events", 2 * A * params.intervals + A + A * A)]
+    if params.linear:
+        return [("L3", "sums of squares and products", 3 + 2 * P + upper + P + 1)]
+    inside = 2 + P + upper + ((P + 1 + 2 * upper) if params.model == "negbin" else 0)
+    each = sum(1 + len(f) + len(f) * (len(f) + 1) // 2 + 2 * (params.model == "negbin") for f in params.fits)
+    made = [("L2", "means of features and outcomes", 2 + P + upper), ("L3", "sums within groups", inside)]
+    made += [("L4", f"score and information, round {t + 1}", each) for t in range(params.rounds)]
+    return [*made, ("L5", "calibration and concordance", (3 * BINS + 2) * len(params.fits))]
+
+
+def cost(params: Params) -> dict[Party, tuple[int, int]]:
+    hub = params.coordinator
+    parts = [checked_sum.cost(checked_sum.Params(params.sites, hub, 2 * n)) for _, _, n in lengths_of(params)]
+    parts.append(common_seed.cost(common_seed.Params(params.sites, hub)))
+    parts.append(same_view.cost(same_view.Params(params.sites, hub)))
+    return {u: (sum(p[u][0] for p in parts), sum(p[u][1] for p in parts)) for u in (hub, *params.sites)}
+
+
+def ideal(params: Params, xs: Mapping[Party, Donors]) -> dict[Party, Modelled]:
+    """The same sums, added up in one place. What a site may add is decided by `arranged`, from its rows alone."""
+    sites = [Side(params, mine) for mine in xs.values()]
+    state = State(params)
+    for number, (line, _, length) in enumerate(lengths_of(params)):
+        state.take(number, line, np.sum([s.part(number, line, state).values for s in sites], axis=0)[:length])
+    return dict.fromkeys((params.coordinator, *xs), state.result())
+
+
+# ---- a site's tables -------------------------------------------------------------------------------------------------
+
+
+def check_site(params: Params, mine: Donors) -> None:
+    n = len(mine.y)
+    columns = [c for c in (mine.cells, mine.interval, mine.exposure, mine.arm) if c is not None]
+    if mine.x.shape != (n, len(params.columns)) or any(len(c) != n for c in columns):
+        raise DataError("expected one row per donor and one column per feature")
+    finite = [mine.x, mine.y] + ([] if mine.exposure is None else [mine.exposure])
+    if not all(np.all(np.isfinite(v)) for v in finite):
+        raise DataError("a feature or outcome of a donor is missing; fill it, or leave the donor out")
+    if params.model in ("cox", "km", "logistic") and not np.all(np.isin(mine.y, (0.0, 1.0))):
+        raise DataError("expected an outcome of 0 or 1 for every donor")
+    if params.model in ("poisson", "negbin") and (np.any(mine.y < 0) or np.any(mine.y != np.rint(mine.y))):
+        raise DataError("expected a count of 0, 1, 2, ... for every donor")
+    if params.model in ("cox", "km") and mine.interval is None:
+        raise DataError("expected the time of every donor")
+    if params.curves and mine.arm is None:
+        raise DataError("expected the arm of every donor")
+    if mine.exposure is not None and np.any(mine.exposure <= 0):
+        raise DataError("expected an exposure above 0 for every donor")
+    if params.curves:
+        if not len(runs_of(params, mine)[0]):
+            raise DataError(
+                f"no arm has min_donors = {mine.thresholds.min_donors} donors here; a curve over fewer comes close to "
+                "single persons: leave this site out"
+            )
+        return
+    least = mine.thresholds.min_donors if params.linear else smallest_group(mine.thresholds)[0]
+    if n < least:
+        raise DataError(
+            f"{n} donor{'s' if n != 1 else ''} here, fewer than {least}: what a site adds to a regression comes from "
+            f"groups of that many (min_donors = {mine.thresholds.min_donors}); leave this site out of the study"
+        )
+    if params.linear and not len(admitted(mine.x, mine.thresholds)[0]):
+        raise DataError(
+            f"{n} donors are too few for {mine.x.shape[1]} features: no donor may have more than 1/"
+            f"{mine.thresholds.min_donors} of the leverage; leave features out, or this site"
+        )
+
+
+def smallest_group(thresholds: Thresholds) -> tuple[int, int]:
+    """Donors of a group with sums within groups, and of one without."""
+    least = thresholds.min_donors
+    return (1, 1) if least == 1 else (2 * least, least)
+
+
+def standardised(x: F64) -> F64:
+    """Features in this site's own deviations: groups must not depend on what others send."""
+    spread = x.std(axis=0)
+    made: F64 = (x - x.mean(axis=0)) / np.where(spread > 0, spread, 1.0)
+    return made
+
+
+def arranged(params: Params, mine: Donors) -> Arranged:
+    """L2: groups of similar donors; of two sizes, the one that leaves more of the features' spread."""
+    n, thresholds = len(mine.y), mine.thresholds
+    interval = None if mine.interval is None else moved(mine.interval, thresholds)
+    z = standardised(mine.x)
+    best: tuple[float, SimilarGroups, I64] | None = None
+    nobody = np.full(n, -1, np.int64)
+    for size, both in zip(smallest_group(thresholds), (True, False), strict=True):
+        rows = Rows(n, np.arange(n), replace(thresholds, min_donors=size), mine.cells)
+        groups = rows.similar(z)
+        kept = within_leverage(z, groups, thresholds.min_donors) if both and size > 1 else nobody
+        spread = float(np.linalg.slogdet(scatter(z, groups.codes, kept) + 1e-9 * n * np.eye(z.shape[1]))[1])
+        if best is None or spread > best[0] + 1e-9:
+            best = (spread, groups, kept)
+    assert best is not None
+    _, groups, kept = best
+    table = outcomes.grouped(mine.x, mine.y, groups.codes, mine.exposure, interval, params.intervals)
+    inside = outcomes.within(params.likelihood, mine.x, mine.y, groups.codes, kept, mine.exposure, interval)
+    rows = Rows(n, np.arange(n), thresholds, mine.cells)
+    notes = []
+    if missing := int((groups.codes < 0).sum()):
+        notes.append(f"{missing} of {n} donors are in no group, and are left out")
+    if (apart := int((groups.codes >= 0).sum() - (kept >= 0).sum())) and thresholds.min_donors > 1:
+        notes.append(f"{apart} of {n} donors count by their group's mean alone")
+    if params.model in ("cox", "logistic") and mine.y.sum() in (0, n):
+        notes.append("all donors here have the same outcome, so this site adds nothing to the coefficients")
+    return Arranged(table, inside, groups, rows, joint(z, groups, kept), int((kept >= 0).sum()), tuple(notes))
+
+
+def moved(interval: I64, thresholds: Thresholds) -> I64:
+    """Times in runs of enough donors: all of a run get its mean interval. Donors with the same time are in one run."""
+    n = len(interval)
+    runs = Rows(n, np.arange(n), Thresholds(1, thresholds.min_donors)).blocks(interval.astype(np.float64))
+    if not n or runs.min() < 0:
+        return np.zeros(n, np.int64)
+    size = np.bincount(runs)
+    means: F64 = np.bincount(runs, interval) / size
+    return np.rint(means[runs]).astype(np.int64)
+
+
+def deviations(x: F64, codes: I64) -> F64:
+    """Rows less the mean of the rows with the same code; zero for code -1."""
+    d = np.zeros_like(x)
+    for g in np.unique(codes[codes >= 0]).tolist():
+        at = codes == g
+        d[at] = x[at] - x[at].mean(axis=0)
+    return d
+
+
+def leverage_of(z: F64, groups: SimilarGroups, kept: I64) -> F64:
+    """Of each donor, in the groups and in the differences within them, together."""
+    d = deviations(z, kept)
+    inside = np.einsum("ip,pq,iq->i", d, np.linalg.pinv(d.T @ d, rcond=1e-10, hermitian=True), d)
+    sizes = np.bincount(groups.codes[groups.codes >= 0], minlength=len(groups))
+    made: F64 = np.where(groups.codes >= 0, inside + 1 / np.maximum(sizes[groups.codes], 1), 0.0)
+    return made
+
+
+def within_leverage(z: F64, groups: SimilarGroups, least: int) -> I64:
+    """Codes of the donors that may enter sums within groups: the one with the largest leverage is left out, again."""
+    kept = groups.codes.copy()
+    while np.any(kept >= 0):
+        h = np.where(kept >= 0, leverage_of(z, groups, kept), 0.0)
+        worst = int(np.argmax(h))
+        if h[worst] * least <= 1 + SLACK:
+            break
+        kept[worst] = -1
+    return kept
+
+
+def joint(z: F64, groups: SimilarGroups, kept: I64) -> float:
+    """Effective number of donors behind any combination of T_u and F_u."""
+    return float(1 / leverage_of(z, groups, kept).max(initial=1e-300))
+
+
+def scatter(z: F64, codes: I64, kept: I64) -> F64:
+    """What groups and the differences within them leave of the features' spread."""
+    inside = codes >= 0
+    total = deviations(z, np.where(inside, 0, -1))
+    rest, d = deviations(z, codes), deviations(z, kept)
+    made: F64 = total.T @ total - rest.T @ rest + d.T @ d
+    return made
+
+
+def admitted(x: F64, thresholds: Thresholds) -> tuple[I64, float]:
+    """Donors of a linear model, and their effective number: none has more than 1 / min_donors of the leverage."""
+    at: I64 = np.arange(len(x))
+    least = thresholds.min_donors
+    while len(at):
+        basis = np.hstack([np.ones((len(at), 1)), standardised(x[at])])
+        left, size, _ = np.linalg.svd(basis, full_matrices=False)
+        h = np.square(left[:, size > 1e-9 * size.max()]).sum(axis=1)
+        worst = int(np.argmax(h))
+        if least == 1 or h[worst] * least <= 1 + SLACK:
+            return at, float(1 / h[worst])
+        at = np.delete(at, worst)
+    return at, 0.0
+
+
+def runs_of(params: Params, mine: Donors) -> tuple[I64, I64, SimilarGroups]:
+    """L7: donors of arms with enough donors, the interval of each, and the runs that they are in."""
+    assert mine.arm is not None
+    assert mine.interval is not None
+    least = mine.thresholds
+    sizes = np.bincount(mine.arm[mine.arm >= 0], minlength=len(params.arms))
+    here = np.flatnonzero((mine.arm >= 0) & (sizes[mine.arm] >= least.min_donors))
+    interval, codes = mine.interval[here].copy(), np.full(len(here), -1, np.int64)
+    count = 0
+    for a in np.unique(mine.arm[here]).tolist():
+        at = np.flatnonzero(mine.arm[here] == a)
+        rows = Rows(len(at), np.arange(len(at)), least, mine.cells[here][at])
+        runs = rows.blocks(interval[at].astype(np.float64))
+        if runs.min() < 0:  # too few cells
+            continue
+        means = np.bincount(runs, interval[at]) / np.bincount(runs)
+        interval[at], codes[at] = np.rint(means[runs]).astype(np.int64), runs + count
+        count += int(runs.max()) + 1
+    keep = codes >= 0
+    here, interval, codes = here[keep], interval[keep], codes[keep]
+    cells = np.bincount(codes, mine.cells[here], minlength=count).astype(np.int64)
+    return here, interval, SimilarGroups(codes, cells, np.bincount(codes, minlength=count).astype(np.int64))
+
+
+# ---- what a site adds ------------------------------------------------------------------------------------------------
+
+
+def upper(m: F64) -> F64:
+    made: F64 = m[np.triu_indices(len(m))]
+    return made
+
+
+def full(values: F64, p: int) -> F64:
+    m = np.zeros((p, p))
+    m[np.triu_indices(p)] = values
+    return m + np.triu(m, 1).T
+
+
+class Side:
+    """A site's part of every sum."""
+
+    def __init__(self, params: Params, mine: Donors) -> None:
+        check_site(params, mine)
+        self.params, self.mine = params, mine
+        self.notes: tuple[str, ...] = ()
+        self.arranged: Arranged | None = None
+        if not params.curves and not params.linear:
+            self.arranged = arranged(params, mine)
+            self.notes = self.arranged.notes
+
+    def part(self, number: int, line: str, state: State) -> Contribution:
+        if line == "L7":
+            return self._curves()
+        if self.params.linear:
+            return self._squares()
+        assert self.arranged is not None
+        if line == "L2":
+            t = self.arranged.table
+            moments = [[t.n.sum()], t.n @ t.x, upper((t.x * t.n[:, None]).T @ t.x), [t.y.sum()]]
+            return self.arranged.groups.contribution(np.concatenate(moments))
+        if line == "L3":
+            return self._inside(state)
+        return self.arranged.groups.contribution(self._round(state) if line == "L4" else self._checks(state))
+
+    def _scaled(self, state: State) -> outcomes.Table:
+        assert self.arranged is not None
+        return replace(self.arranged.table, x=(self.arranged.table.x - state.center) / state.scale)
+
+    def _inside(self, state: State) -> Contribution:
+        """L3: F_u, with the numbers of groups and donors behind it."""
+        a = self.arranged
+        assert a is not None
+        w, s = a.inside, state.scale
+        pair = np.outer(s, s)
+        numbers = [w.score / s, upper(w.information / pair)]
+        if self.params.model == "negbin":
+            assert w.cross is not None
+            assert w.spread is not None
+            numbers += [upper(w.variance / pair), np.array([w.squares]), w.cross / s, upper(w.spread / pair)]
+        values = np.concatenate(numbers)
+        size = np.full(len(values), a.donors)
+        sums = a.rows.measured(size * self.mine.cells.min(), size, values)
+        return join([a.groups.contribution(np.array([float(len(a.groups)), float(a.kept)])), sums])
+
+    def _round(self, state: State) -> F64:
+        """L4: the table at the coefficients of each regression."""
+        table, numbers = self._scaled(state), []
+        for f, beta, dispersion in zip(self.params.fits, state.betas, state.dispersions, strict=True):
+            t = replace(table, x=table.x[:, f])
+            found = outcomes.evaluate(self.params.likelihood, t, beta, dispersion)
+            numbers += [np.array([found.value]), found.score, upper(found.information)]
+            if self.params.model == "negbin":
+                numbers.append(
+                    outcomes.excess(
+                        t, outcomes.Within(found.score, found.information, found.information), found.expected, beta
+                    )
+                )
+        return np.concatenate(numbers)
+
+    def _checks(self, state: State) -> F64:
+        """L5: groups by their prediction, and pairs of donors of different groups."""
+        table, numbers = self._scaled(state), []
+        for f, beta, dispersion, edges in zip(
+            self.params.fits, state.betas, state.dispersions, state.edges(), strict=True
+        ):
+            t = replace(table, x=table.x[:, f])
+            found, eta = outcomes.evaluate(self.params.likelihood, t, beta, dispersion), t.x @ beta
+            bins = np.searchsorted(edges, eta)
+            numbers.append(
+                np.stack([np.bincount(bins, w, minlength=BINS) for w in (t.n, t.y, found.expected)], axis=1).ravel()
+            )
+            pairs = (0.0, 0.0)
+            if self.params.model == "cox":
+                pairs = outcomes.concordant(eta, t.n, outcomes.later(t.at_risk, t.events), t.events)
+            elif self.params.model == "logistic":
+                pairs = outcomes.concordant(eta, t.n, (t.n - t.y)[:, None], t.y[:, None])
+            numbers.append(np.array(pairs))
+        return np.concatenate(numbers)
+
+    def _squares(self) -> Contribution:
+        """L3 of a linear model: sums of squares and products within the site."""
+        at, donors = admitted(self.mine.x, self.mine.thresholds)
+        if left_out := len(self.mine.y) - len(at):
+            self.notes = (f"{left_out} donor(s) that the features set apart from the others here are left out",)
+        x, y = self.mine.x[at], self.mine.y[at]
+        dx, dy = x - x.mean(axis=0), y - y.mean()
+        numbers = [[float(len(at)), 1.0, float(y.sum())], x.sum(axis=0), np.square(x).sum(axis=0)]
+        values = np.concatenate([*numbers, upper(dx.T @ dx), dx.T @ dy, [float(dy @ dy)]])
+        rows = Rows(len(at), np.arange(len(at)), self.mine.thresholds, self.mine.cells[at])
+        size = np.full(len(values), donors)
+        return rows.measured(size * self.mine.cells[at].min(), size, values)
+
+    def _curves(self) -> Contribution:
+        """L7."""
+        here, interval, runs = runs_of(self.params, self.mine)
+        assert self.mine.arm is not None
+        if left_out := len(self.mine.y) - len(here):
+            self.notes = (f"{left_out} donors are of none of the arms, or of an arm with too few donors here",)
+        A, J = len(self.params.arms), self.params.intervals
+        exits, events = np.zeros((A, J)), np.zeros((A, J))
+        np.add.at(exits, (self.mine.arm[here], interval), 1.0)
+        np.add.at(events, (self.mine.arm[here], interval), self.mine.y[here])
+        at_risk = np.cumsum(exits[:, ::-1], axis=1)[:, ::-1]
+        difference, covariance = outcomes.log_rank(at_risk, events)
+        return runs.contribution(np.concatenate([at_risk.ravel(), events.ravel(), difference, covariance.ravel()]))
+
+
+# ---- what all know ---------------------------------------------------------------------------------------------------
+
+
+def abort(line: str, code: str, text: str) -> ProtocolAbort:
+    return ProtocolAbort(NAME, line, code, text)
+
+
+class State:
+    """What every party makes of the sums, alike."""
+
+    def __init__(self, params: Params) -> None:
+        P = len(params.columns)
+        self.params = params
+        self.donors, self.total, self.groups, self.inside = 0.0, 0.0, 0.0, 0.0
+        self.center, self.scale, self.moments = np.zeros(P), np.ones(P), np.zeros((P, P))
+        self.betas = [np.zeros(len(f)) for f in params.fits]
+        self.dispersions = [0.0 for _ in params.fits]
+        self.score, self.information, self.variance = np.zeros(P), np.zeros((P, P)), np.zeros((P, P))
+        self.squares, self.cross, self.spread = 0.0, np.zeros(P), np.zeros((P, P))
+        self.last: list[outcomes.Sums] = []
+        self.far = [math.inf for _ in params.fits]
+        self.fits: tuple[Fit, ...] = ()
+        self.curves: Curves | None = None
+        self.notes: list[str] = []
+        self.openings = 0
+
+    def take(self, number: int, line: str, total: F64) -> None:
+        self.openings = number + 1
+        if not np.all(np.isfinite(total)):
+            raise abort(line, "absurd", "a sum is not a finite number")
+        if line == "L7":
+            self._take_curves(total)
+        elif self.params.linear:
+            self._take_squares(total)
+        else:
+            {"L2": self._take_means, "L3": self._take_inside, "L4": self._take_round, "L5": self._take_checks}[line](
+                total
+            )
+
+    def _take_means(self, total: F64) -> None:
+        P = len(self.params.columns)
+        self.donors, self.total = float(total[0]), float(total[-1])
+        if not self.donors >= 1:
+            raise abort("L2", "no-donors", "no site has enough donors for one group")
+        self.center = total[1 : 1 + P] / self.donors
+        second = full(total[1 + P : -1], P) / self.donors - np.outer(self.center, self.center)
+        self.scale = np.sqrt(np.maximum(np.diag(second), 0.0))
+        constant = [
+            c
+            for c, s, m in zip(self.params.columns, self.scale, self.center, strict=True)
+            if s <= 1e-9 * max(1.0, abs(m))
+        ]
+        if constant:
+            raise abort("L2", "constant", f"'{constant[0]}' does not vary between groups of donors; leave it out")
+        self.moments = second / np.outer(self.scale, self.scale)
+        self._check_outcomes()
+
+    def _check_outcomes(self) -> None:
+        """Enough donors with and without the outcome, for the number of coefficients."""
+        most = max(len(f) for f in self.params.fits)
+        what = {"cox": "events", "logistic": "donors with the outcome"}.get(self.params.model, "counts")
+        few = self.total if self.params.model != "logistic" else min(self.total, self.donors - self.total)
+        if self.params.model == "logistic" and self.total > self.donors - self.total:
+            what = "donors without the outcome"
+        if few <= most:
+            raise abort(
+                "L2",
+                "few-events",
+                f"{few:.0f} {what} at all sites together; {most} coefficient(s) need at least {most + 1}, and about ten "
+                "each",
+            )
+        if few < 10 * most:
+            self.notes.append(f"{few:.0f} {what} for {most} coefficients; fewer than ten each make estimates unstable")
+
+    def _take_inside(self, total: F64) -> None:
+        P = len(self.params.columns)
+        u = P * (P + 1) // 2
+        self.groups, self.inside = float(total[0]), float(total[1])
+        cuts = np.cumsum([2, P, u])
+        self.score, self.information = total[cuts[0] : cuts[1]], full(total[cuts[1] : cuts[2]], P)
+        self.variance = self.information
+        if self.params.model == "negbin":
+            rest = total[cuts[2] :]
+            self.variance, self.squares = full(rest[:u], P), float(rest[u])
+            self.cross, self.spread = rest[u + 1 : u + 1 + P], full(rest[u + 1 + P :], P)
+
+    def _take_round(self, total: F64) -> None:
+        at, self.last = 0, []
+        for i, f in enumerate(self.params.fits):
+            p = len(f)
+            u = p * (p + 1) // 2
+            value, score, information = (
+                total[at],
+                total[at + 1 : at + 1 + p],
+                full(total[at + 1 + p : at + 1 + p + u], p),
+            )
+            at += 1 + p + u
+            sums = outcomes.Sums(float(value), score, information)
+            self.last.append(sums)
+            if self.params.model == "negbin":
+                excess, squared = total[at : at + 2]
+                at += 2
+                pick = np.ix_(f, f)
+                own = (
+                    self.squares
+                    - 2 * self.cross[[*f]] @ self.betas[i]
+                    + self.betas[i] @ self.spread[pick] @ self.betas[i]
+                )
+                self.dispersions[i] = outcomes.dispersion_of(float(excess + own), float(squared))
+            K = self.information[np.ix_(f, f)]
+            unknown = outcomes.singular(information + K)
+            if unknown.any() and not self.betas[i].any():
+                names = ", ".join(f"'{self.params.columns[c]}'" for c, bad in zip(f, unknown, strict=True) if bad)
+                raise abort(
+                    "L4",
+                    "singular",
+                    f"the donors do not determine the coefficients of {names}: too few groups of donors, or features "
+                    "that are combinations of others within every site; leave features out",
+                )
+            self.betas[i], self.far[i] = outcomes.step_of(sums, self.score[[*f]], K, self.betas[i])
+
+    def edges(self) -> list[F64]:
+        """Ranges of the prediction: fifths, if it were normal."""
+        cuts = scipy.stats.norm.ppf(np.arange(1, BINS) / BINS)
+        return [
+            np.asarray(cuts * math.sqrt(max(float(b @ self.moments[np.ix_(f, f)] @ b), 1e-300)))
+            for f, b in zip(self.params.fits, self.betas, strict=True)
+        ]
+
+    def _check_converged(self) -> None:
+        for f, b, far in zip(self.params.fits, self.betas, self.far, strict=True):
+            names = ", ".join(f"'{self.params.columns[c]}'" for c in f)
+            wide = math.sqrt(max(float(b @ self.moments[np.ix_(f, f)] @ b), 0.0))
+            if not far <= FAR or wide > WIDE:
+                raise abort(
+                    "L4",
+                    "separated",
+                    f"the coefficients of {names} do not converge: the outcomes are separated by the features, or "
+                    "there are too few donors for so many; leave features out",
+                )
+
+    def _take_checks(self, total: F64) -> None:
+        self._check_converged()
+        made = []
+        for i, f in enumerate(self.params.fits):
+            part = total[i * (3 * BINS + 2) : (i + 1) * (3 * BINS + 2)]
+            pick, s = np.ix_(f, f), self.scale[[*f]]
+            K, B = self.information[pick], self.variance[pick]
+            covariance = outcomes.covariance_of(self.last[i].information, K, B)
+            agree, pairs = part[-2:]
+            made.append(
+                Fit(
+                    f,
+                    self.betas[i] / s,
+                    covariance / np.outer(s, s),
+                    math.inf,
+                    self.dispersions[i],
+                    math.nan,
+                    float(agree / pairs) if pairs > 0 else math.nan,
+                    part[:-2].reshape(BINS, 3),
+                    self.last[i].value,
+                )
+            )
+        self.fits = tuple(made)
+
+    def _take_squares(self, total: F64) -> None:
+        P = len(self.params.columns)
+        u = P * (P + 1) // 2
+        self.donors, sites, self.total = (float(v) for v in total[:3])
+        at = 3 + 2 * P
+        XX, Xy, yy = full(total[at : at + u], P), total[at + u : at + u + P], float(total[-1])
+        for f in self.params.fits:
+            df = self.donors - sites - len(f)
+            A, b = XX[np.ix_(f, f)], Xy[[*f]]
+            if df < 1:
+                raise abort(
+                    "L3",
+                    "few-donors",
+                    f"{self.donors:.0f} donors at {sites:.0f} sites are too few for {len(f)} coefficients",
+                )
+            if (unknown := outcomes.singular(A)).any():
+                names = ", ".join(f"'{self.params.columns[c]}'" for c, bad in zip(f, unknown, strict=True) if bad)
+                raise abort(
+                    "L3", "singular", f"{names} are combinations of other features within every site; leave one out"
+                )
+            size = np.sqrt(np.diag(A))
+            inverse = np.linalg.inv(A / np.outer(size, size)) / np.outer(size, size)
+            beta = inverse @ b
+            rest = max(yy - float(beta @ b), 0.0)
+            variance = rest / df
+            value = -self.donors / 2 * (math.log(2 * math.pi * max(rest, 1e-300) / self.donors) + 1)
+            explained = 1 - rest / yy if yy > 0 else math.nan
+            none = np.zeros((0, 3))
+            self.fits += (Fit(f, beta, variance * inverse, df, variance, explained, math.nan, none, value),)
+
+    def _take_curves(self, total: F64) -> None:
+        A, J = len(self.params.arms), self.params.intervals
+        at_risk, events = total[: A * J].reshape(A, J), total[A * J : 2 * A * J].reshape(A, J)
+        difference, covariance = total[2 * A * J : 2 * A * J + A], total[2 * A * J + A :].reshape(A, A)
+        self.donors, self.total = float(at_risk[:, 0].sum()), float(events.sum())
+        if not self.total > 0:
+            raise abort("L7", "no-events", "no event at any site, so there is nothing to draw or to test")
+        survival, error = outcomes.kaplan_meier(at_risk, events)
+        tests = [outcomes.chi_square(*pair) for pair in (outcomes.log_rank(at_risk, events), (difference, covariance))]
+        made = [(c, df, float(scipy.stats.chi2.sf(c, df)) if df else math.nan) for c, df in tests]
+        self.curves = Curves(at_risk, events, survival, error, made[0], made[1])
+
+    def result(self) -> Modelled:
+        return Modelled(
+            round(self.donors),
+            self.total,
+            round(self.groups),
+            round(self.inside),
+            self.openings,
+            self.fits,
+            self.curves,
+            tuple(self.notes),
+        )
+
+
+# ---- roles -----------------------------------------------------------------------------------------------------------
+
+Add = Callable[[Channel, checked_sum.Params, int, str, str, State], Awaitable[F64]]
+
+
+async def follow(ch: Channel, params: Params, add: Add) -> Modelled:
+    """L2 to L5, or L7: the same at every party, except that S has no donors."""
+    state = State(params)
+    sums = lengths_of(params)
+    for number, (line, what, length) in enumerate(sums):
+        p = checked_sum.Params(params.sites, params.coordinator, 2 * length)
+        shown = f"{what}: opening {number + 1} of {len(sums)}"
+        ch.step(shown, protocol=NAME, line=line)
+        total = await add(ch.sub(f"sum/{number + 1}", (p, line)), p, number, line, what, state)
+        ch.reveal(total, to=ch.me, line=line, what=shown, protocol=NAME)
+        state.take(number, line, total)
+    return state.result()
+
+
+async def site(ch: Channel, params: Params, mine: Donors, *, entropy: Entropy, identity: Identity) -> Modelled:
+    """Be u. Returns the fits, or the curves."""
+    side = Side(params, mine)  # L2, L7: before anything is sent
+    pair = common_seed.Params(params.sites, params.coordinator, everyone=True)
+    seed = await common_seed.site(ch.sub("seed", pair), pair, entropy=entropy, identity=identity)  # L1
+
+    async def add(sub: Channel, p: checked_sum.Params, number: int, line: str, what: str, state: State) -> F64:
+        part = side.part(number, line, state).map(lambda x: split_sum(x, len(params.sites), entropy))
+        words = sub.contribute(part, line=line, what=what, protocol=NAME)
+        return join_sum(await checked_sum.site(sub, p, words, seed))
+
+    result = await follow(ch, params, add)  # L2 to L5, L7
+    await same_view.site(ch, same_view.Params(params.sites, params.coordinator), identity=identity)  # L6
+    return replace(result, excluded=side.notes)
+
+
+async def coordinator(ch: Channel, params: Params) -> Modelled:
+    """Be S: add up, and follow."""
+    pair = common_seed.Params(params.sites, params.coordinator, everyone=True)
+    await common_seed.coordinator(ch.sub("seed", pair), pair)  # L1
+
+    async def add(sub: Channel, p: checked_sum.Params, number: int, line: str, what: str, state: State) -> F64:
+        return join_sum(await checked_sum.coordinator(sub, p))
+
+    result = await follow(ch, params, add)  # L2 to L5, L7
+    await same_view.coordinator(ch, same_view.Params(params.sites, params.coordinator))  # L6
+    return result
