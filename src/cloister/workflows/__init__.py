@@ -31,6 +31,7 @@ SHIPPED = (
     "shared-pca",
     "integrate",
     "compare-groups",
+    "model-outcome",
     "train-classifier",
     "map-labels",
     "propagate-labels",

@@ -591,8 +591,8 @@ class State:
             raise abort(
                 "L2",
                 "few-events",
-                f"{few:.0f} {what} at all sites together; {most} coefficient(s) need at least {most + 1}, and about ten "
-                "each",
+                f"{few:.0f} {what} at all sites together; {most} coefficient(s) need at least {most + 1}; "
+                "about ten each are better",
             )
         if few < 10 * most:
             self.notes.append(f"{few:.0f} {what} for {most} coefficients; fewer than ten each make estimates unstable")
