@@ -331,11 +331,27 @@ def test_times_are_shared_by_enough_donors():
         assert counts[counts > 0].min() >= 3
     c = case("km", n=21)
     for mine in plain(c).values():
-        here, interval, runs = protocol.runs_of(c.params, mine)
-        for a in np.unique(mine.arm[here]):
-            counts = np.bincount(interval[mine.arm[here] == a])
-            assert counts[counts > 0].min() >= 3
+        here, interval, events, runs = protocol.runs_of(c.params, mine)
         assert runs.donors.min() >= 3
+        for r in range(len(runs)):
+            at = runs.codes == r
+            assert len(np.unique(events[at])) == 1  # each has the run's share
+            assert events[at].sum() == pytest.approx(mine.y[here][at].sum())
+            swapped = mine.interval[here].copy()
+            one, *_, other = np.flatnonzero(at)
+            swapped[[one, other]] = swapped[[other, one]]  # who of a run comes first does not show
+            again = dataclasses.replace(mine, interval=swapped) if len(here) == len(mine.y) else None
+            if again is not None:
+                part = protocol.Side(c.params, again).part(0, "L7", protocol.State(c.params))
+                whole = protocol.Side(c.params, mine).part(0, "L7", protocol.State(c.params))
+                np.testing.assert_allclose(part.values, whole.values, atol=1e-9)
+
+
+def test_runs_keep_times_that_enough_donors_share():
+    interval = np.array([1, 1, 1, 2, 9, 9, 9, 9, 10, 20, 20])
+    assert protocol.runs_in(interval, 3).tolist() == [0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2]
+    assert protocol.runs_in(np.array([3, 4]), 3).tolist() == [-1, -1]
+    assert protocol.runs_in(np.arange(7), 1).tolist() == list(range(7))
 
 
 def test_every_contribution_names_its_donors():

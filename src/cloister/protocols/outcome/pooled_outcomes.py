@@ -2,8 +2,8 @@
 
     L1   u, S    common seed: a secret of the sites, for checked sums
     L2   u       tables of its own donors, before the first sum and from nothing but its own rows:
-                 T_u   groups of similar donors, each of 2 min_donors or more (or of min_donors, then F_u is empty):
-                       donors, mean features, sum of outcomes; donors at risk and events in each interval of time
+                 T_u   groups of similar donors, each of min_donors or more: donors, mean features, sum of outcomes;
+                       donors at risk and events in each interval of time
                  F_u   score C and information K of the features less their group means, of donors whose joint leverage
                        is at most 1 / min_donors
          u, S    checked sum: donors, Σ n x̄, Σ n x̄ x̄ᵀ, Σ y
@@ -15,7 +15,8 @@
     L6   u, S    all sites received the same broadcasts     (same_view)
 
     survival curves instead of L2 to L5:
-    L7   u       donors of an arm in the order of their times, in runs of min_donors or more; a run has one time
+    L7   u       donors of an arm in the order of their times, in runs of min_donors or more; the exits of a run lie
+                 evenly between the means of its neighbours, and each has the run's share of events
          u, S    checked sum: donors at risk and events per arm and interval; the log-rank difference within u
 
 `models.outcomes` has the arithmetic. Time is on a grid that the study names; events of an interval are tied (Efron).
@@ -78,6 +79,7 @@ BINS = 5  # ranges of the prediction in which observed and expected outcomes are
 FAR = 1e-6  # a fit that still moves by more, in deviations of a feature, has not converged
 WIDE = 8.0  # deviation of a linear predictor above which outcomes are separated
 MOST_ROUNDS = 60
+CLOSE = 0.05  # of the logarithm of a feature's variance: smaller groups are preferred, as they are more alike
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +253,8 @@ def check_site(params: Params, mine: Donors) -> None:
                 "single persons: leave this site out"
             )
         return
-    least = mine.thresholds.min_donors if params.linear else smallest_group(mine.thresholds)[0]
+    least = mine.thresholds.min_donors
+    least *= 1 if params.linear or least == 1 else 2  # one group alone says nothing about the features
     if n < least:
         raise DataError(
             f"{n} donor{'s' if n != 1 else ''} here, fewer than {least}: what a site adds to a regression comes from "
@@ -264,10 +267,10 @@ def check_site(params: Params, mine: Donors) -> None:
         )
 
 
-def smallest_group(thresholds: Thresholds) -> tuple[int, int]:
-    """Donors of a group with sums within groups, and of one without."""
+def group_sizes(thresholds: Thresholds) -> list[int]:
+    """Smallest numbers of donors of a group that are tried; in larger groups more donors may enter F_u."""
     least = thresholds.min_donors
-    return (1, 1) if least == 1 else (2 * least, least)
+    return [1] if least == 1 else list(range(least, 3 * least + 1))
 
 
 def standardised(x: F64) -> F64:
@@ -278,21 +281,20 @@ def standardised(x: F64) -> F64:
 
 
 def arranged(params: Params, mine: Donors) -> Arranged:
-    """L2: groups of similar donors; of two sizes, the one that leaves more of the features' spread."""
+    """L2: groups of similar donors; the smallest size that leaves about as much of the features' spread as any."""
     n, thresholds = len(mine.y), mine.thresholds
     interval = None if mine.interval is None else moved(mine.interval, thresholds)
     z = standardised(mine.x)
-    best: tuple[float, SimilarGroups, I64] | None = None
+    tried: list[tuple[float, SimilarGroups, I64]] = []
     nobody = np.full(n, -1, np.int64)
-    for size, both in zip(smallest_group(thresholds), (True, False), strict=True):
+    for size in group_sizes(thresholds):
         rows = Rows(n, np.arange(n), replace(thresholds, min_donors=size), mine.cells)
         groups = rows.similar(z)
-        kept = within_leverage(z, groups, thresholds.min_donors) if both and size > 1 else nobody
+        kept = within_leverage(z, groups, thresholds.min_donors) if size > thresholds.min_donors else nobody
         spread = float(np.linalg.slogdet(scatter(z, groups.codes, kept) + 1e-9 * n * np.eye(z.shape[1]))[1])
-        if best is None or spread > best[0] + 1e-9:
-            best = (spread, groups, kept)
-    assert best is not None
-    _, groups, kept = best
+        tried.append((spread, groups, kept))
+    enough = max(spread for spread, _, _ in tried) - CLOSE * z.shape[1]
+    groups, kept = next((g, k) for spread, g, k in tried if spread >= enough)
     table = outcomes.grouped(mine.x, mine.y, groups.codes, mine.exposure, interval, params.intervals)
     inside = outcomes.within(params.likelihood, mine.x, mine.y, groups.codes, kept, mine.exposure, interval)
     rows = Rows(n, np.arange(n), thresholds, mine.cells)
@@ -306,15 +308,61 @@ def arranged(params: Params, mine: Donors) -> Arranged:
     return Arranged(table, inside, groups, rows, joint(z, groups, kept), int((kept >= 0).sum()), tuple(notes))
 
 
+def runs_in(interval: I64, least: int) -> I64:
+    """Codes of runs of at least so many donors with neighbouring times; donors with the same time are in one run.
+
+    What is too little for a run joins the nearer one of its neighbours. All codes are -1 if all are too few.
+    """
+    times, number = np.unique(interval, return_counts=True)
+    runs: list[tuple[list[int], int]] = []  # positions among `times`, and donors
+    for k, n in enumerate(number.tolist()):
+        if runs and runs[-1][1] < least:
+            near = len(runs) == 1 or times[k] - times[runs[-1][0][-1]] <= times[runs[-1][0][0]] - times[runs[-2][0][-1]]
+            to = -1 if near or n < least else -2
+            if to == -2:
+                rest = runs.pop()
+                runs[-1] = (runs[-1][0] + rest[0], runs[-1][1] + rest[1])
+                runs.append(([k], n))
+            else:
+                runs[-1] = (runs[-1][0] + [k], runs[-1][1] + n)
+        else:
+            runs.append(([k], n))
+    if len(runs) > 1 and runs[-1][1] < least:
+        rest = runs.pop()
+        runs[-1] = (runs[-1][0] + rest[0], runs[-1][1] + rest[1])
+    if not runs or runs[0][1] < least:
+        return np.full(len(interval), -1, np.int64)
+    of_time = np.repeat(np.arange(len(runs)), [len(positions) for positions, _ in runs])
+    return of_time[np.searchsorted(times, interval)].astype(np.int64)
+
+
 def moved(interval: I64, thresholds: Thresholds) -> I64:
-    """Times in runs of enough donors: all of a run get its mean interval. Donors with the same time are in one run."""
-    n = len(interval)
-    runs = Rows(n, np.arange(n), Thresholds(1, thresholds.min_donors)).blocks(interval.astype(np.float64))
-    if not n or runs.min() < 0:
-        return np.zeros(n, np.int64)
-    size = np.bincount(runs)
-    means: F64 = np.bincount(runs, interval) / size
+    """Times in runs of enough donors: all of a run get its mean interval."""
+    runs = runs_in(interval, thresholds.min_donors)
+    if not len(interval) or runs.min() < 0:
+        return np.zeros(len(interval), np.int64)
+    means: F64 = np.bincount(runs, interval) / np.bincount(runs)
     return np.rint(means[runs]).astype(np.int64)
+
+
+def spread(interval: I64, runs: I64, intervals: int) -> I64:
+    """Interval of each donor where the exits of a run lie evenly between the middles to its neighbours' means.
+
+    In a run with one time nothing moves. Which donor of a run comes first is not told by the result.
+    """
+    size = np.bincount(runs)
+    means = np.bincount(runs, interval) / size
+    middles = (means[1:] + means[:-1]) / 2
+    low = np.maximum(np.append(2 * means[:1] - middles[:1] if len(middles) else 0.0, middles), 0.0)
+    high = np.append(middles, 2 * means[-1:] - low[-1:])
+    made = interval.copy()
+    for r in range(len(size)):
+        at = np.flatnonzero(runs == r)
+        if np.ptp(interval[at]) > 0:
+            half = min(means[r] - low[r], high[r] - means[r]) + 0.5  # so that the mean stays
+            places = means[r] + half * ((2 * np.arange(len(at)) + 1) / len(at) - 1)
+            made[at] = np.clip(np.rint(places), 0, intervals - 1).astype(np.int64)
+    return made
 
 
 def deviations(x: F64, codes: I64) -> F64:
@@ -376,28 +424,30 @@ def admitted(x: F64, thresholds: Thresholds) -> tuple[I64, float]:
     return at, 0.0
 
 
-def runs_of(params: Params, mine: Donors) -> tuple[I64, I64, SimilarGroups]:
-    """L7: donors of arms with enough donors, the interval of each, and the runs that they are in."""
+def runs_of(params: Params, mine: Donors) -> tuple[I64, I64, F64, SimilarGroups]:
+    """L7: donors of arms with enough donors, the interval of each, its part in the run's events, and the runs."""
     assert mine.arm is not None
     assert mine.interval is not None
     least = mine.thresholds
     sizes = np.bincount(mine.arm[mine.arm >= 0], minlength=len(params.arms))
     here = np.flatnonzero((mine.arm >= 0) & (sizes[mine.arm] >= least.min_donors))
-    interval, codes = mine.interval[here].copy(), np.full(len(here), -1, np.int64)
+    interval, codes, events = mine.interval[here].copy(), np.full(len(here), -1, np.int64), np.zeros(len(here))
     count = 0
     for a in np.unique(mine.arm[here]).tolist():
         at = np.flatnonzero(mine.arm[here] == a)
-        rows = Rows(len(at), np.arange(len(at)), least, mine.cells[here][at])
-        runs = rows.blocks(interval[at].astype(np.float64))
-        if runs.min() < 0:  # too few cells
+        runs = runs_in(interval[at], least.min_donors)
+        size = np.bincount(runs)
+        if np.bincount(runs, mine.cells[here][at]).min() < least.min_cells:
             continue
-        means = np.bincount(runs, interval[at]) / np.bincount(runs)
-        interval[at], codes[at] = np.rint(means[runs]).astype(np.int64), runs + count
-        count += int(runs.max()) + 1
+        interval[at] = spread(interval[at], runs, params.intervals)
+        events[at] = (np.bincount(runs, mine.y[here][at]) / size)[runs]
+        codes[at] = runs + count
+        count += len(size)
     keep = codes >= 0
-    here, interval, codes = here[keep], interval[keep], codes[keep]
+    here, interval, codes, events = here[keep], interval[keep], codes[keep], events[keep]
     cells = np.bincount(codes, mine.cells[here], minlength=count).astype(np.int64)
-    return here, interval, SimilarGroups(codes, cells, np.bincount(codes, minlength=count).astype(np.int64))
+    groups = SimilarGroups(codes, cells, np.bincount(codes, minlength=count).astype(np.int64))
+    return here, interval, events, groups
 
 
 # ---- what a site adds ------------------------------------------------------------------------------------------------
@@ -510,14 +560,14 @@ class Side:
 
     def _curves(self) -> Contribution:
         """L7."""
-        here, interval, runs = runs_of(self.params, self.mine)
+        here, interval, part, runs = runs_of(self.params, self.mine)
         assert self.mine.arm is not None
         if left_out := len(self.mine.y) - len(here):
             self.notes = (f"{left_out} donors are of none of the arms, or of an arm with too few donors here",)
         A, J = len(self.params.arms), self.params.intervals
         exits, events = np.zeros((A, J)), np.zeros((A, J))
         np.add.at(exits, (self.mine.arm[here], interval), 1.0)
-        np.add.at(events, (self.mine.arm[here], interval), self.mine.y[here])
+        np.add.at(events, (self.mine.arm[here], interval), part)
         at_risk = np.cumsum(exits[:, ::-1], axis=1)[:, ::-1]
         difference, covariance = outcomes.log_rank(at_risk, events)
         return runs.contribution(np.concatenate([at_risk.ravel(), events.ravel(), difference, covariance.ravel()]))

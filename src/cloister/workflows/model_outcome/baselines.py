@@ -47,7 +47,7 @@ def pooled(params: Params, xs: Mapping[Party, Donors]) -> Modelled | None:
     """The fit on the donors themselves; None where there is none."""
     whole = {u: replace(d, thresholds=NOTHING_OPENED) for u, d in xs.items()}
     try:
-        return protocol.ideal(replace(params, rounds=protocol.MOST_ROUNDS), whole)[params.coordinator]
+        return protocol.ideal(replace(params, rounds=25), whole)[params.coordinator]
     except ProtocolAbort:
         return None
 
