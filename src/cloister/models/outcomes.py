@@ -20,8 +20,7 @@ Every site has an intercept (Cox: a baseline hazard) of its own, which is elimin
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -56,9 +55,7 @@ class Within:
     score: F64  # C, (P,)
     information: F64  # K, (P, P)
     variance: F64  # B, (P, P), of C
-    squares: float = 0.0  # Σ (y - own group's mean)², counts
-    cross: F64 | None = None  # Σ m d y, (P,), with m the group's mean count and d the difference of the features
-    spread: F64 | None = None  # Σ m² d dᵀ, (P, P)
+    moments: F64 = field(default_factory=lambda: np.zeros(2))  # of counts: Σ (y - m)² - m and Σ m², as `dispersion_of`
 
 
 def grouped(
@@ -197,29 +194,19 @@ def within(
     model: Model,
     x: F64,
     y: F64,
-    codes: I64,
     kept: I64,
+    near: I64,
     exposure: F64 | None = None,
     interval: I64 | None = None,
 ) -> Within:
-    """C, K and B of the rows that `kept` puts into groups of two or more; `codes` has all rows of these groups."""
+    """C, K and B of the rows that `kept` puts into groups of two or more.
+
+    The extra variance of counts is that among rows with the same code in `near`, which are few and much alike.
+    """
     p = x.shape[1]
-    C, K, B, spread, cross, squares = (
-        np.zeros(p),
-        np.zeros((p, p)),
-        np.zeros((p, p)),
-        np.zeros((p, p)),
-        np.zeros(p),
-        0.0,
-    )
-    counted = 0.0
-    for g in np.unique(codes[codes >= 0]).tolist():
-        every, at = np.flatnonzero(codes == g), np.flatnonzero(kept == g)
-        if model == "negbin" and len(every) > 1:
-            e = np.ones(len(every)) if exposure is None else exposure[every]
-            rest = y[every] - float(y[every].sum()) * e / e.sum()
-            squares += float(rest @ rest)
-            counted += float(y[every].sum()) * (len(every) - 1) / len(every)
+    C, K, B = np.zeros(p), np.zeros((p, p)), np.zeros((p, p))
+    for g in np.unique(kept[kept >= 0]).tolist():
+        at = np.flatnonzero(kept == g)
         n = len(at)
         if n < 2:
             continue
@@ -231,19 +218,33 @@ def within(
         e = np.ones(n) if exposure is None else exposure[at]
         d = x[at] - e @ x[at] / e.sum()
         total = float(y[at].sum())
+        C += d.T @ y[at]
         if model == "logistic":
-            C, K = C + d.T @ y[at], K + total * (n - total) / (n * (n - 1)) * d.T @ d
+            K += total * (n - total) / (n * (n - 1)) * d.T @ d
             continue
         K += total / e.sum() * (d * e[:, None]).T @ d
-        C += d.T @ y[at]
         rest = y[at] - total * e / e.sum()
         B += float(rest @ rest) / (n - 1) * (d.T @ d)
-        m = total * e / e.sum()
-        cross, spread = cross + (d * m[:, None]).T @ y[at], spread + (d * (m**2)[:, None]).T @ d
     if model != "negbin":
         return Within(C, K, K)
-    scale = max(1.0, squares / counted) if counted > 0 else 1.0  # variance over mean, so that both parts weigh alike
-    return Within(C / scale, K / scale, B / scale**2, squares, cross, spread)
+    moments, counted = _extra(y, near, exposure)
+    scale = max(1.0, 1 + moments[0] / counted) if counted > 0 else 1.0  # variance over mean, as in the other part
+    return Within(C / scale, K / scale, B / scale**2, moments)
+
+
+def _extra(y: F64, near: I64, exposure: F64 | None) -> tuple[F64, float]:
+    """Σ (y - m)² - m, Σ m² and Σ m of rows in groups, with m the group's mean, all without bias by it."""
+    excess, squared, counted = 0.0, 0.0, 0.0
+    for g in np.unique(near[near >= 0]).tolist():
+        at = np.flatnonzero(near == g)
+        e = np.ones(len(at)) if exposure is None else exposure[at]
+        m = float(y[at].sum()) * e / e.sum()
+        left = 1 - e / e.sum()
+        spread = float(np.square(y[at] - m).sum())
+        excess += spread - float(m @ left)
+        squared += float(np.square(m) @ left) - spread / len(at)
+        counted += float(m @ left)
+    return np.array([excess, squared]), counted
 
 
 def _log_rank(x: F64, y: F64, interval: I64) -> tuple[F64, F64]:
@@ -353,35 +354,3 @@ def later(at_risk: F64, events: F64) -> F64:
     """Donors of each group at risk after the events of an interval, with whom such an event can be compared."""
     made: F64 = at_risk - events
     return made
-
-
-def solved(parts: Sequence[tuple[Table, Within]], model: Model, p: int, rounds: int = 25) -> tuple[F64, F64, float]:
-    """The fit of all these sites in one place: coefficients, covariance, dispersion."""
-    beta, dispersion = np.zeros(p), 0.0
-    C = np.sum([w.score for _, w in parts], axis=0)
-    K = np.sum([w.information for _, w in parts], axis=0)
-    B = np.sum([w.variance for _, w in parts], axis=0)
-    total = Sums(0.0, np.zeros(p), np.zeros((p, p)))
-    for _ in range(rounds):
-        found = [evaluate(model, t, beta, dispersion) for t, _ in parts]
-        total = Sums(
-            sum(f.value for f in found),
-            np.sum([f.score for f in found], axis=0),
-            np.sum([f.information for f in found], axis=0),
-        )
-        if model == "negbin":
-            moments = np.sum([excess(t, w, f.expected, beta) for (t, w), f in zip(parts, found, strict=True)], axis=0)
-            dispersion = dispersion_of(moments[0], moments[1])
-        beta, _ = step_of(total, C, K, beta)
-    return beta, covariance_of(total.information, K, B), dispersion
-
-
-def excess(t: Table, w: Within, expected: F64, beta: F64) -> F64:
-    """Σ ((y - m)² - m) over a site's donors, and Σ m², from its tables."""
-    if not len(t):
-        return np.zeros(2)
-    between = float(((t.y - expected) ** 2 / t.n).sum() - expected.sum())
-    inside = w.squares
-    if w.cross is not None and w.spread is not None:
-        inside += float(-2 * w.cross @ beta + beta @ w.spread @ beta)
-    return np.array([between + inside, float((expected**2 / t.n).sum())])

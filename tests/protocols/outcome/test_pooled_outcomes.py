@@ -90,7 +90,7 @@ def test_groups_stay_close_to_the_donors(model):
         errors = np.sqrt(np.diag(b.covariance))
         apart.append(np.sqrt(np.mean(np.square((a.coefficients - b.coefficients) / errors))))
         wider.append(np.mean(np.sqrt(np.diag(a.covariance)) / errors))
-    assert np.mean(apart) < 0.5
+    assert np.mean(apart) < (0.6 if model == "cox" else 0.5)
     assert 0.95 < np.mean(wider) < 1.15
 
 
@@ -277,7 +277,7 @@ def test_a_steered_path_gives_a_group_and_no_donor():
 def test_no_combination_comes_close_to_one_donor():
     """Groups and differences within them, as columns: no donor has a leverage above 1/3, whatever the features."""
     rng = np.random.default_rng(0)
-    some = 0
+    some = large = 0
     for seed in range(40):
         n, p = int(rng.integers(6, 80)), int(rng.integers(1, 4))
         x = np.random.default_rng(seed).standard_t(2 if seed % 2 else 30, size=(n, p))
@@ -286,15 +286,40 @@ def test_no_combination_comes_close_to_one_donor():
         mine = protocol.Donors(x, (rng.random(n) < 0.5).astype(float), np.full(n, 20))
         made = protocol.arranged(params, mine)
         z = protocol.standardised(x)
-        kept = protocol.within_leverage(z, made.groups, 3) if made.kept else np.full(n, -1)
-        D = protocol.deviations(z, kept)
+        D = protocol.deviations(z, made.kept)
         inside = (made.groups.codes[:, None] == np.arange(len(made.groups))).astype(float)
         left, size, _ = np.linalg.svd(np.hstack([inside, D]), full_matrices=False)
         h = np.square(left[:, size > 1e-9 * size.max()]).sum(axis=1)
         assert h.max() <= 1 / 3 + 1e-6
         assert made.donors >= 3 * (1 - 1e-6)
-        some += made.kept > 0
+        some += (made.kept >= 0).any()
+        large += made.large >= 0
     assert some > 10
+    assert large > 5
+
+
+@pytest.mark.parametrize("model", ["logistic", "poisson", "negbin", "cox"])
+def test_one_exact_evaluation_is_withheld_where_a_donor_stands_out(model):
+    """A site of 60 adds its donors' own likelihood at moderate coefficients, and that of its tables at steered ones."""
+    c = case(model, n=60, p=1, seed=2)
+    mine = plain(c)[c.params.sites[0]]
+    side, state = protocol.Side(c.params, mine), protocol.State(c.params)
+    assert side.arranged.large >= 0
+    state.center, state.scale = mine.x.mean(axis=0), mine.x.std(axis=0)
+    of_donors = protocol.outcomes.grouped(
+        (mine.x - state.center) / state.scale, mine.y, np.arange(60), mine.exposure, mine.interval, c.params.intervals
+    )
+    exact = []
+    for beta in (0.1, 8.0):
+        state.betas = [np.array([beta])]
+        part = side.part(0, "L5", state)
+        assert part.donors >= 3
+        own = protocol.outcomes.evaluate(c.params.likelihood, of_donors, state.betas[0], state.dispersions[0])
+        exact.append(np.isclose(part.values[1], own.score[0], rtol=0.02))
+        if beta > 1:
+            assert side._effective(state, [state.betas]) < 3
+    assert exact[0]
+    assert not exact[1]
 
 
 def test_linear_sums_rest_on_enough_donors():
@@ -317,7 +342,8 @@ def test_tables_are_made_before_the_first_message():
     before = side.arranged.table.x.copy(), side.arranged.groups.codes.copy()
     state = protocol.State(c.params)
     state.center, state.scale, state.betas = np.array([1e3, -5.0]), np.array([1e-3, 7.0]), [np.array([5.0, -3.0])]
-    for line in ("L2", "L3", "L4", "L5"):
+    state.first = state.betas
+    for line in ("L2", "L3", "L4", "L5", "L6"):
         side.part(0, line, state)
     assert np.array_equal(side.arranged.table.x, before[0])
     assert np.array_equal(side.arranged.groups.codes, before[1])
@@ -342,8 +368,8 @@ def test_times_are_shared_by_enough_donors():
             swapped[[one, other]] = swapped[[other, one]]  # who of a run comes first does not show
             again = dataclasses.replace(mine, interval=swapped) if len(here) == len(mine.y) else None
             if again is not None:
-                part = protocol.Side(c.params, again).part(0, "L7", protocol.State(c.params))
-                whole = protocol.Side(c.params, mine).part(0, "L7", protocol.State(c.params))
+                part = protocol.Side(c.params, again).part(0, "L8", protocol.State(c.params))
+                whole = protocol.Side(c.params, mine).part(0, "L8", protocol.State(c.params))
                 np.testing.assert_allclose(part.values, whole.values, atol=1e-9)
 
 
@@ -358,6 +384,7 @@ def test_every_contribution_names_its_donors():
     for model in ("linear", "logistic", "poisson", "negbin", "cox", "km"):
         c = case(model)
         side, state = protocol.Side(c.params, plain(c)[c.params.sites[0]]), protocol.State(c.params)
+        state.first = state.betas
         for number, (line, _, length) in enumerate(protocol.lengths_of(c.params)):
             part = side.part(number, line, state)
             assert isinstance(part, Contribution)

@@ -4,28 +4,32 @@
     L2   u       tables of its own donors, before the first sum and from nothing but its own rows:
                  T_u   groups of similar donors, each of min_donors or more: donors, mean features, sum of outcomes;
                        donors at risk and events in each interval of time
-                 F_u   score C and information K of the features less their group means, of donors whose joint leverage
-                       is at most 1 / min_donors
+                 F_u   score C and information K of the features less their group means, at coefficients of zero, of
+                       donors whose joint leverage is at most 1 / min_donors
+                 A site with enough donors for its features has one group of all: T_u says next to nothing then
          u, S    checked sum: donors, Σ n x̄, Σ n x̄ x̄ᵀ, Σ y
     L3   u, S    checked sum of F_u; for a linear model XᵀX, Xᵀy, yᵀy, with no tables at all
     for `rounds` rounds, at β that all know:
     L4   u, S    checked sum: log likelihood, score and information of T_u, with u's own intercept or baseline hazard
-         u, S    β ← β + J⁻¹ (Σ U_table + C - K β), J = Σ J_table + K; extra variance of counts by moments
-    L5   u, S    checked sum: observed and expected outcomes in five ranges of the prediction; ordered pairs of donors
-    L6   u, S    all sites received the same broadcasts     (same_view)
+         u, S    β ← β + J⁻¹ (Σ U_table + C - K β), J = Σ J_table + K; the extra variance of counts is in F_u
+    L5   u, S    checked sum, once: score and information of the donors themselves at the last β, of sites with one
+                 group where no donor stands out at this β; of other sites T_u and F_u again. One more step of β; J
+    L6   u, S    checked sum: observed and expected outcomes in five ranges of the prediction; ordered pairs of donors
+    L7   u, S    all sites received the same broadcasts     (same_view)
 
-    survival curves instead of L2 to L5:
-    L7   u       donors of an arm in the order of their times, in runs of min_donors or more; the exits of a run lie
-                 evenly between the means of its neighbours, and each has the run's share of events
+    survival curves instead of L2 to L6:
+    L8   u       donors of an arm by their times, in runs of min_donors or more; the exits of a run lie evenly between
+                 the means of its neighbours, and each has the run's share of events
          u, S    checked sum: donors at risk and events per arm and interval; the log-rank difference within u
 
 `models.outcomes` has the arithmetic. Time is on a grid that the study names; events of an interval are tied (Efron).
 Times of a Cox model are moved in runs, too, over all donors of u.
 
-Thresholds, enforced by each site on its own donors, whatever other parties send: everything that it adds is a function
-of T_u and F_u, which are fixed before the first message. In T_u a donor has leverage 1 / (donors of its group). In T_u
-and F_u together no donor has a leverage above 1 / min_donors: donors that would are left out of F_u. In a linear model
-no donor has more than that in the columns [1, X]: donors that would are left out of everything, before any sum.
+Thresholds, enforced by each site on its own donors, whatever others send. In T_u a donor has leverage 1 / (donors of
+its group). In T_u and F_u together no donor has a leverage above 1 / min_donors: donors that would are left out of
+F_u. At L5 the site looks at the β that came of the sums, and adds its donors' own likelihood only if no donor has more
+than that in the weights which this β gives. In a linear model no donor has more in the columns [1, X]: donors that
+would are left out of everything, before any sum.
 
 Reveals
 -------
@@ -33,8 +37,9 @@ coordinator, site : over all sites' donors: their number, mean and spread of the
     in each round the log likelihood, score and information of the group means; the result. For a linear model: XᵀX, Xᵀy
     and yᵀy within sites. For survival curves: donors at risk and events per arm and interval, in whole runs.
 malicious coordinator : the same. It cannot change a sum without an abort.
-one malicious site : the same at coefficients that it can choose by its part of the sums: over all rounds and runs, no
-    more than T_u and F_u of each other site, that is group means and one scatter matrix.
+one malicious site : the same at coefficients that it can choose by its part of the sums: over all rounds no more than
+    T_u and F_u of each other site, that is group means and one scatter matrix; at L5, once a run, one score and one
+    information matrix over donors none of whom stands out.
 coordinator with k sites : the sums over the other sites; with all but one, those of the last site.
 
 Assumes
@@ -79,7 +84,12 @@ BINS = 5  # ranges of the prediction in which observed and expected outcomes are
 FAR = 1e-6  # a fit that still moves by more, in deviations of a feature, has not converged
 WIDE = 8.0  # deviation of a linear predictor above which outcomes are separated
 MOST_ROUNDS = 60
+CANONICAL = ("logistic", "poisson")  # outcomes enter sums as Xᵀy, whatever the coefficients
+NEAR = 3  # donors, at least, among whom the extra variance of counts is found
+RANK = 1e-10  # singular values below this part of the largest are rounding
+MERGED = (list(range(BINS)), [1, 1, 2, 3, 3], [1, 1, 1, 3, 3])  # ranges of the prediction, and wider ones
 CLOSE = 0.05  # of the logarithm of a feature's variance: smaller groups are preferred, as they are more alike
+WORTH = 0.3  # the same, given up for one large group whose donors' own likelihood is used
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +154,8 @@ class Arranged:
     groups: SimilarGroups
     rows: Rows
     donors: float
-    kept: int  # donors in F_u
+    kept: I64  # (n,), group of each donor in F_u; -1 for the others
+    large: int = -1  # code of a large group, whose donors' own likelihood may be used at L5; -1: none
     notes: tuple[str, ...] = ()  # for this site alone
 
 
@@ -198,14 +209,16 @@ def lengths_of(params: Params) -> list[tuple[str, str, int]]:
     upper = P * (P + 1) // 2
     if params.curves:
         A = len(params.arms)
-        return [("L7", "donors at risk and events", 2 * A * params.intervals + A + A * A)]
+        return [("L8", "donors at risk and events", 2 * A * params.intervals + A + A * A)]
     if params.linear:
         return [("L3", "sums of squares and products", 3 + 2 * P + upper + P + 1)]
-    inside = 2 + P + upper + ((P + 1 + 2 * upper) if params.model == "negbin" else 0)
-    each = sum(1 + len(f) + len(f) * (len(f) + 1) // 2 + 2 * (params.model == "negbin") for f in params.fits)
+    inside = 2 + P + upper + ((upper + 2) if params.model == "negbin" else 0)
+    each = sum(1 + len(f) + len(f) * (len(f) + 1) // 2 for f in params.fits)
     made = [("L2", "means of features and outcomes", 2 + P + upper), ("L3", "sums within groups", inside)]
     made += [("L4", f"score and information, round {t + 1}", each) for t in range(params.rounds)]
-    return [*made, ("L5", "calibration and concordance", (3 * BINS + 2) * len(params.fits))]
+    once = sum(1 + len(f) + (1 + (params.model == "negbin")) * len(f) * (len(f) + 1) // 2 for f in params.fits)
+    made.append(("L5", "score and information of donors", once))
+    return [*made, ("L6", "calibration and concordance", (3 * BINS + 2) * len(params.fits))]
 
 
 def cost(params: Params) -> dict[Party, tuple[int, int]]:
@@ -291,21 +304,64 @@ def arranged(params: Params, mine: Donors) -> Arranged:
         rows = Rows(n, np.arange(n), replace(thresholds, min_donors=size), mine.cells)
         groups = rows.similar(z)
         kept = within_leverage(z, groups, thresholds.min_donors) if size > thresholds.min_donors else nobody
-        spread = float(np.linalg.slogdet(scatter(z, groups.codes, kept) + 1e-9 * n * np.eye(z.shape[1]))[1])
-        tried.append((spread, groups, kept))
-    enough = max(spread for spread, _, _ in tried) - CLOSE * z.shape[1]
-    groups, kept = next((g, k) for spread, g, k in tried if spread >= enough)
+        tried.append((left_spread(z, groups.codes, kept), groups, kept))
+    most = max(spread for spread, _, _ in tried)
+    if (codes := peeled(params, z, thresholds)) is not None:
+        rest = int(codes.max())
+        kept = np.where(codes == rest, rest, -1)
+        sizes = [np.bincount(codes, w, minlength=rest + 1).astype(np.int64) for w in (mine.cells, None)]
+        if left_spread(z, codes, kept) >= most - WORTH * z.shape[1] and sizes[0].min() >= thresholds.min_cells:
+            return tables_of(params, mine, SimilarGroups(codes, *sizes), kept, interval, rest)
+    groups, kept = next((g, k) for spread, g, k in tried if spread >= most - CLOSE * z.shape[1])
+    return tables_of(params, mine, groups, kept, interval)
+
+
+def left_spread(z: F64, codes: I64, kept: I64) -> float:
+    """Logarithm of the volume that the features' spread keeps."""
+    return float(np.linalg.slogdet(scatter(z, codes, kept) + 1e-9 * len(z) * np.eye(z.shape[1]))[1])
+
+
+def peeled(params: Params, z: F64, thresholds: Thresholds) -> I64 | None:
+    """One large group of donors of whom none stands out, the last code; those that would, in groups with the nearest.
+
+    None where too few are left. In Cox's model and with extra variance the weights of L5 multiply outcomes, so that
+    some leverage is set aside for them.
+    """
+    least = thresholds.min_donors
+    if least == 1:
+        return None
+    room = 1.0 if params.model in CANONICAL else 1.5
+    codes, rest, count = np.full(len(z), -1, np.int64), np.arange(len(z)), 0
+    while len(rest) >= 2 * least:
+        d = z[rest] - z[rest].mean(axis=0)
+        h = np.einsum("ip,pq,iq->i", d, np.linalg.pinv(d.T @ d, rcond=RANK, hermitian=True), d) + 1 / len(rest)
+        worst = int(np.argmax(h))
+        if h[worst] * least * room <= 1 + SLACK:
+            codes[rest] = count
+            return codes
+        near = np.argsort(np.square(z[rest] - z[rest][worst]).sum(axis=1), kind="stable")[:least]
+        codes[rest[near]] = count
+        rest, count = np.delete(rest, near), count + 1
+    return None
+
+
+def tables_of(
+    params: Params, mine: Donors, groups: SimilarGroups, kept: I64, interval: I64 | None, large: int = -1
+) -> Arranged:
+    n, least = len(mine.y), mine.thresholds.min_donors
     table = outcomes.grouped(mine.x, mine.y, groups.codes, mine.exposure, interval, params.intervals)
-    inside = outcomes.within(params.likelihood, mine.x, mine.y, groups.codes, kept, mine.exposure, interval)
-    rows = Rows(n, np.arange(n), thresholds, mine.cells)
+    near = Rows(n, np.arange(n), Thresholds(1, max(NEAR, least)), mine.cells).similar(standardised(mine.x)).codes
+    inside = outcomes.within(params.likelihood, mine.x, mine.y, kept, near, mine.exposure, interval)
+    rows = Rows(n, np.arange(n), mine.thresholds, mine.cells)
     notes = []
     if missing := int((groups.codes < 0).sum()):
         notes.append(f"{missing} of {n} donors are in no group, and are left out")
-    if (apart := int((groups.codes >= 0).sum() - (kept >= 0).sum())) and thresholds.min_donors > 1:
+    if (apart := int((groups.codes >= 0).sum() - (kept >= 0).sum())) and least > 1:
         notes.append(f"{apart} of {n} donors count by their group's mean alone")
     if params.model in ("cox", "logistic") and mine.y.sum() in (0, n):
         notes.append("all donors here have the same outcome, so this site adds nothing to the coefficients")
-    return Arranged(table, inside, groups, rows, joint(z, groups, kept), int((kept >= 0).sum()), tuple(notes))
+    h = joint(standardised(mine.x), groups, kept)
+    return Arranged(table, inside, groups, rows, h, kept, large, tuple(notes))
 
 
 def runs_in(interval: I64, least: int) -> I64:
@@ -383,6 +439,13 @@ def leverage_of(z: F64, groups: SimilarGroups, kept: I64) -> F64:
     return made
 
 
+def largest_leverage(columns: F64) -> float:
+    """Of any row, in the span of these columns."""
+    norms = np.linalg.norm(columns, axis=0)
+    left, size, _ = np.linalg.svd(columns[:, norms > 0] / norms[norms > 0], full_matrices=False)
+    return float(np.square(left[:, size > RANK * size.max()]).sum(axis=1).max())
+
+
 def within_leverage(z: F64, groups: SimilarGroups, least: int) -> I64:
     """Codes of the donors that may enter sums within groups: the one with the largest leverage is left out, again."""
     kept = groups.codes.copy()
@@ -425,7 +488,7 @@ def admitted(x: F64, thresholds: Thresholds) -> tuple[I64, float]:
 
 
 def runs_of(params: Params, mine: Donors) -> tuple[I64, I64, F64, SimilarGroups]:
-    """L7: donors of arms with enough donors, the interval of each, its part in the run's events, and the runs."""
+    """L8: donors of arms with enough donors, the interval of each, its part in the run's events, and the runs."""
     assert mine.arm is not None
     assert mine.interval is not None
     least = mine.thresholds
@@ -475,20 +538,35 @@ class Side:
         if not params.curves and not params.linear:
             self.arranged = arranged(params, mine)
             self.notes = self.arranged.notes
+            self.inside = self.arranged.groups.codes == self.arranged.large
+            self.row = self.arranged.groups.codes.copy()  # of each donor in the table below
+            self.row[self.inside] = self.arranged.large + np.arange(int(self.inside.sum()))
+            self.each = outcomes.grouped(mine.x, mine.y, self.row, mine.exposure, mine.interval, params.intervals)
 
     def part(self, number: int, line: str, state: State) -> Contribution:
-        if line == "L7":
+        if line == "L8":
             return self._curves()
         if self.params.linear:
             return self._squares()
         assert self.arranged is not None
         if line == "L2":
-            t = self.arranged.table
-            moments = [[t.n.sum()], t.n @ t.x, upper((t.x * t.n[:, None]).T @ t.x), [t.y.sum()]]
-            return self.arranged.groups.contribution(np.concatenate(moments))
+            return self._moments()
         if line == "L3":
             return self._inside(state)
-        return self.arranged.groups.contribution(self._round(state) if line == "L4" else self._checks(state))
+        if line == "L4":
+            return self.arranged.groups.contribution(self._round(state))
+        return self._once(state) if line == "L5" else self._checks(state)
+
+    def _moments(self) -> Contribution:
+        """L2: of group means; of the donors where all are one group."""
+        a = self.arranged
+        assert a is not None
+        t = self.each if a.large >= 0 else a.table
+        values = np.concatenate([[t.n.sum()], t.n @ t.x, upper((t.x * t.n[:, None]).T @ t.x), [t.y.sum()]])
+        if a.large < 0:
+            return a.groups.contribution(values)
+        size = np.full(len(values), a.donors)
+        return a.rows.measured(size * self.mine.cells.min(), size, values)
 
     def _scaled(self, state: State) -> outcomes.Table:
         assert self.arranged is not None
@@ -502,13 +580,13 @@ class Side:
         pair = np.outer(s, s)
         numbers = [w.score / s, upper(w.information / pair)]
         if self.params.model == "negbin":
-            assert w.cross is not None
-            assert w.spread is not None
-            numbers += [upper(w.variance / pair), np.array([w.squares]), w.cross / s, upper(w.spread / pair)]
+            numbers += [upper(w.variance / pair), w.moments]
         values = np.concatenate(numbers)
         size = np.full(len(values), a.donors)
         sums = a.rows.measured(size * self.mine.cells.min(), size, values)
-        return join([a.groups.contribution(np.array([float(len(a.groups)), float(a.kept)])), sums])
+        return join(
+            [a.groups.contribution(np.array([float(len(a.groups)), float(np.count_nonzero(a.kept >= 0))])), sums]
+        )
 
     def _round(self, state: State) -> F64:
         """L4: the table at the coefficients of each regression."""
@@ -517,33 +595,112 @@ class Side:
             t = replace(table, x=table.x[:, f])
             found = outcomes.evaluate(self.params.likelihood, t, beta, dispersion)
             numbers += [np.array([found.value]), found.score, upper(found.information)]
-            if self.params.model == "negbin":
-                numbers.append(
-                    outcomes.excess(
-                        t, outcomes.Within(found.score, found.information, found.information), found.expected, beta
-                    )
-                )
         return np.concatenate(numbers)
 
-    def _checks(self, state: State) -> F64:
-        """L5: groups by their prediction, and pairs of donors of different groups."""
-        table, numbers = self._scaled(state), []
-        for f, beta, dispersion, edges in zip(
-            self.params.fits, state.betas, state.dispersions, state.edges(), strict=True
+    def _each_at(self, state: State, f: tuple[int, ...]) -> outcomes.Table:
+        """The donors of the large group as rows of their own, and the other groups; the columns of one regression."""
+        return replace(self.each, x=(self.each.x[:, f] - state.center[[*f]]) / state.scale[[*f]])
+
+    def _once(self, state: State) -> Contribution:
+        """L5: the donors' own likelihood where none of them stands out; else that of the tables."""
+        a = self.arranged
+        assert a is not None
+        donors, numbers = self._effective(state, [state.betas]) if a.large >= 0 else 0.0, []
+        alone = donors >= self.mine.thresholds.min_donors * (1 - SLACK)
+        for f, beta, dispersion in zip(self.params.fits, state.betas, state.dispersions, strict=True):
+            if alone:
+                found = outcomes.evaluate(self.params.likelihood, self._each_at(state, f), beta, dispersion)
+                score, J, meat = found.score, found.information, found.information
+            else:
+                pick, s = np.ix_(f, f), state.scale[[*f]]
+                K, B = (m[pick] / np.outer(s, s) for m in (a.inside.information, a.inside.variance))
+                t = self._scaled(state)
+                found = outcomes.evaluate(self.params.likelihood, replace(t, x=t.x[:, f]), beta, dispersion)
+                score = found.score + a.inside.score[[*f]] / s - K @ beta
+                J, meat = found.information + K, found.information + B
+            numbers += [np.array([found.value]), score, upper(J)]
+            if self.params.model == "negbin":
+                numbers.append(upper(meat))
+        values = np.concatenate(numbers)
+        size = np.full(len(values), donors if alone else a.donors)
+        return a.rows.measured(size * self.mine.cells.min(), size, values)
+
+    def _effective(self, state: State, at: list[list[F64]], ranges: I64 | None = None) -> float:
+        """Effective number of donors behind the likelihood at these coefficients: 1 / the largest leverage.
+
+        Outcomes enter sums with the columns [1, X] and the ranges of the prediction, and where the weights of a donor
+        multiply them with these, too; features enter sums with the weights.
+        """
+        a, model = self.arranged, self.params.likelihood
+        assert a is not None
+        at_all = np.flatnonzero(a.groups.codes >= 0)
+        own = self.inside[at_all][:, None]
+        X = np.hstack(
+            [a.groups.codes[at_all][:, None] == np.arange(len(a.groups)), standardised(self.mine.x[at_all]) * own]
+        )
+        first, second, third = [X], [X[:, : len(a.groups)]], [X[:, : len(a.groups)]]
+        for betas in at:
+            for f, beta, dispersion in zip(self.params.fits, betas, state.dispersions, strict=True):
+                t = self._each_at(state, f)
+                mean = (outcomes.evaluate(model, t, beta, dispersion).expected / t.n)[self.row[at_all]][:, None] * own
+                if model in CANONICAL:
+                    second.append(mean)
+                    third.append(mean * (1 - mean) if model == "logistic" else mean)
+                    continue
+                weight = own / (1 + dispersion * mean)
+                if model == "cox":
+                    eta = np.clip(t.x @ beta, -outcomes.LARGEST, outcomes.LARGEST)
+                    weight = np.exp(eta - eta.max())[self.row[at_all]][:, None] * own
+                first += [weight, standardised(self.mine.x[:, f])[at_all] * weight]
+        if ranges is not None:
+            rows = ranges[:, self.row[at_all]]
+            first.append((rows == np.arange(BINS)[:, None, None]).reshape(-1, len(at_all)).T * own)
+        return 1 / max(largest_leverage(np.hstack(columns).astype(np.float64)) for columns in (first, second, third))
+
+    def _ranges(self, state: State) -> tuple[I64, float]:
+        """L6 with a large group: range of each row of `each` in each regression, so that no donor stands out."""
+        least, half = self.mine.thresholds.min_donors, BINS // 2
+        order = [*((b, b + 1) for b in range(half)), *((b, b - 1) for b in range(BINS - 1, half, -1))]
+        etas = [self._each_at(state, f).x @ beta for f, beta in zip(self.params.fits, state.betas, strict=True)]
+        bins = np.zeros((len(etas), len(self.each)), np.int64)
+        for merged in MERGED:
+            for row, edges, eta in zip(bins, state.edges(), etas, strict=True):
+                row[:] = np.array(merged)[np.searchsorted(edges, eta)]
+                for b, to in order:
+                    if 0 < self.each.n[row == b].sum() < least:
+                        row[row == b] = to
+            donors = self._effective(state, [state.first, state.betas], bins)
+            if donors >= least * (1 - SLACK):
+                return bins, donors
+        return bins, 0.0
+
+    def _checks(self, state: State) -> Contribution:
+        """L6: outcomes by prediction, of groups or of ranges with enough donors; pairs of donors of different ones."""
+        a = self.arranged
+        assert a is not None
+        numbers = []
+        ranges, donors = self._ranges(state) if a.large >= 0 else (None, float(a.groups.donors.min(initial=1)))
+        for i, (f, beta, dispersion, edges) in enumerate(
+            zip(self.params.fits, state.betas, state.dispersions, state.edges(), strict=True)
         ):
-            t = replace(table, x=table.x[:, f])
-            found, eta = outcomes.evaluate(self.params.likelihood, t, beta, dispersion), t.x @ beta
-            bins = np.searchsorted(edges, eta)
-            numbers.append(
-                np.stack([np.bincount(bins, w, minlength=BINS) for w in (t.n, t.y, found.expected)], axis=1).ravel()
-            )
+            t = self._scaled(state)
+            t = replace(t, x=t.x[:, f]) if ranges is None else self._each_at(state, f)
+            eta = t.x @ beta
+            bins = np.searchsorted(edges, eta) if ranges is None else ranges[i]
+            order = eta if ranges is None else bins.astype(np.float64)  # donors of one range are not ordered
+            found = outcomes.evaluate(self.params.likelihood, t, beta, dispersion)
+            numbers += [np.bincount(bins, w, minlength=BINS) for w in (t.n, t.y, found.expected)]
             pairs = (0.0, 0.0)
             if self.params.model == "cox":
-                pairs = outcomes.concordant(eta, t.n, outcomes.later(t.at_risk, t.events), t.events)
+                pairs = outcomes.concordant(order, t.n, outcomes.later(t.at_risk, t.events), t.events)
             elif self.params.model == "logistic":
-                pairs = outcomes.concordant(eta, t.n, (t.n - t.y)[:, None], t.y[:, None])
+                pairs = outcomes.concordant(order, t.n, (t.n - t.y)[:, None], t.y[:, None])
             numbers.append(np.array(pairs))
-        return np.concatenate(numbers)
+        values = np.concatenate(numbers)
+        if ranges is None:
+            return a.groups.contribution(values)
+        size = np.full(len(values), donors)
+        return a.rows.measured(size * self.mine.cells.min(), size, values)
 
     def _squares(self) -> Contribution:
         """L3 of a linear model: sums of squares and products within the site."""
@@ -559,7 +716,7 @@ class Side:
         return rows.measured(size * self.mine.cells[at].min(), size, values)
 
     def _curves(self) -> Contribution:
-        """L7."""
+        """L8."""
         here, interval, part, runs = runs_of(self.params, self.mine)
         assert self.mine.arm is not None
         if left_out := len(self.mine.y) - len(here):
@@ -591,9 +748,10 @@ class State:
         self.betas = [np.zeros(len(f)) for f in params.fits]
         self.dispersions = [0.0 for _ in params.fits]
         self.score, self.information, self.variance = np.zeros(P), np.zeros((P, P)), np.zeros((P, P))
-        self.squares, self.cross, self.spread = 0.0, np.zeros(P), np.zeros((P, P))
         self.last: list[outcomes.Sums] = []
         self.far = [math.inf for _ in params.fits]
+        self.covariances: list[F64] = []
+        self.first: list[F64] = []  # coefficients at which L5 was evaluated
         self.fits: tuple[Fit, ...] = ()
         self.curves: Curves | None = None
         self.notes: list[str] = []
@@ -603,14 +761,18 @@ class State:
         self.openings = number + 1
         if not np.all(np.isfinite(total)):
             raise abort(line, "absurd", "a sum is not a finite number")
-        if line == "L7":
+        if line == "L8":
             self._take_curves(total)
         elif self.params.linear:
             self._take_squares(total)
         else:
-            {"L2": self._take_means, "L3": self._take_inside, "L4": self._take_round, "L5": self._take_checks}[line](
-                total
-            )
+            {
+                "L2": self._take_means,
+                "L3": self._take_inside,
+                "L4": self._take_round,
+                "L5": self._take_once,
+                "L6": self._take_checks,
+            }[line](total)
 
     def _take_means(self, total: F64) -> None:
         P = len(self.params.columns)
@@ -656,8 +818,8 @@ class State:
         self.variance = self.information
         if self.params.model == "negbin":
             rest = total[cuts[2] :]
-            self.variance, self.squares = full(rest[:u], P), float(rest[u])
-            self.cross, self.spread = rest[u + 1 : u + 1 + P], full(rest[u + 1 + P :], P)
+            self.variance = full(rest[:u], P)
+            self.dispersions = [outcomes.dispersion_of(float(rest[u]), float(rest[u + 1]))] * len(self.params.fits)
 
     def _take_round(self, total: F64) -> None:
         at, self.last = 0, []
@@ -672,16 +834,6 @@ class State:
             at += 1 + p + u
             sums = outcomes.Sums(float(value), score, information)
             self.last.append(sums)
-            if self.params.model == "negbin":
-                excess, squared = total[at : at + 2]
-                at += 2
-                pick = np.ix_(f, f)
-                own = (
-                    self.squares
-                    - 2 * self.cross[[*f]] @ self.betas[i]
-                    + self.betas[i] @ self.spread[pick] @ self.betas[i]
-                )
-                self.dispersions[i] = outcomes.dispersion_of(float(excess + own), float(squared))
             K = self.information[np.ix_(f, f)]
             unknown = outcomes.singular(information + K)
             if unknown.any() and not self.betas[i].any():
@@ -702,37 +854,60 @@ class State:
             for f, b in zip(self.params.fits, self.betas, strict=True)
         ]
 
+    def _separated(self, f: tuple[int, ...]) -> ProtocolAbort:
+        names = ", ".join(f"'{self.params.columns[c]}'" for c in f)
+        return abort(
+            "L5",
+            "separated",
+            f"the coefficients of {names} do not converge: the outcomes are separated by the features, or there are "
+            "too few donors for so many; leave features out",
+        )
+
     def _check_converged(self) -> None:
-        for f, b, far in zip(self.params.fits, self.betas, self.far, strict=True):
-            names = ", ".join(f"'{self.params.columns[c]}'" for c in f)
-            wide = math.sqrt(max(float(b @ self.moments[np.ix_(f, f)] @ b), 0.0))
-            if not far <= FAR or wide > WIDE:
-                raise abort(
-                    "L4",
-                    "separated",
-                    f"the coefficients of {names} do not converge: the outcomes are separated by the features, or "
-                    "there are too few donors for so many; leave features out",
-                )
+        for f, far in zip(self.params.fits, self.far, strict=True):
+            if not far <= FAR:
+                raise self._separated(f)
+        self._check_wide()
+
+    def _check_wide(self) -> None:
+        for f, b in zip(self.params.fits, self.betas, strict=True):
+            if math.sqrt(max(float(b @ self.moments[np.ix_(f, f)] @ b), 0.0)) > WIDE:
+                raise self._separated(f)
+
+    def _take_once(self, total: F64) -> None:
+        """L5: one step more, and the information for the errors."""
+        self._check_converged()
+        at, self.first = 0, list(self.betas)
+        for i, f in enumerate(self.params.fits):
+            p = len(f)
+            u = p * (p + 1) // 2
+            value, score, J = float(total[at]), total[at + 1 : at + 1 + p], full(total[at + 1 + p : at + 1 + p + u], p)
+            at += 1 + p + u
+            meat = J
+            if self.params.model == "negbin":
+                meat = full(total[at : at + u], p)
+                at += u
+            self.last[i] = outcomes.Sums(value, score, J)
+            self.covariances.append(outcomes.covariance_of(meat, J - meat, np.zeros((p, p))))
+            self.betas[i], _ = outcomes.step_of(self.last[i], np.zeros(p), np.zeros((p, p)), self.betas[i])
+        self._check_wide()
 
     def _take_checks(self, total: F64) -> None:
-        self._check_converged()
         made = []
         for i, f in enumerate(self.params.fits):
             part = total[i * (3 * BINS + 2) : (i + 1) * (3 * BINS + 2)]
-            pick, s = np.ix_(f, f), self.scale[[*f]]
-            K, B = self.information[pick], self.variance[pick]
-            covariance = outcomes.covariance_of(self.last[i].information, K, B)
+            s = self.scale[[*f]]
             agree, pairs = part[-2:]
             made.append(
                 Fit(
                     f,
                     self.betas[i] / s,
-                    covariance / np.outer(s, s),
+                    self.covariances[i] / np.outer(s, s),
                     math.inf,
                     self.dispersions[i],
                     math.nan,
                     float(agree / pairs) if pairs > 0 else math.nan,
-                    part[:-2].reshape(BINS, 3),
+                    part[:-2].reshape(3, BINS).T,
                     self.last[i].value,
                 )
             )
@@ -774,7 +949,7 @@ class State:
         difference, covariance = total[2 * A * J : 2 * A * J + A], total[2 * A * J + A :].reshape(A, A)
         self.donors, self.total = float(at_risk[:, 0].sum()), float(events.sum())
         if not self.total > 0:
-            raise abort("L7", "no-events", "no event at any site, so there is nothing to draw or to test")
+            raise abort("L8", "no-events", "no event at any site, so there is nothing to draw or to test")
         survival, error = outcomes.kaplan_meier(at_risk, events)
         tests = [outcomes.chi_square(*pair) for pair in (outcomes.log_rank(at_risk, events), (difference, covariance))]
         made = [(c, df, float(scipy.stats.chi2.sf(c, df)) if df else math.nan) for c, df in tests]
@@ -799,7 +974,7 @@ Add = Callable[[Channel, checked_sum.Params, int, str, str, State], Awaitable[F6
 
 
 async def follow(ch: Channel, params: Params, add: Add) -> Modelled:
-    """L2 to L5, or L7: the same at every party, except that S has no donors."""
+    """L2 to L6, or L8: the same at every party, except that S has no donors."""
     state = State(params)
     sums = lengths_of(params)
     for number, (line, what, length) in enumerate(sums):
@@ -814,7 +989,7 @@ async def follow(ch: Channel, params: Params, add: Add) -> Modelled:
 
 async def site(ch: Channel, params: Params, mine: Donors, *, entropy: Entropy, identity: Identity) -> Modelled:
     """Be u. Returns the fits, or the curves."""
-    side = Side(params, mine)  # L2, L7: before anything is sent
+    side = Side(params, mine)  # L2, L8: before anything is sent
     pair = common_seed.Params(params.sites, params.coordinator, everyone=True)
     seed = await common_seed.site(ch.sub("seed", pair), pair, entropy=entropy, identity=identity)  # L1
 
@@ -823,8 +998,8 @@ async def site(ch: Channel, params: Params, mine: Donors, *, entropy: Entropy, i
         words = sub.contribute(part, line=line, what=what, protocol=NAME)
         return join_sum(await checked_sum.site(sub, p, words, seed))
 
-    result = await follow(ch, params, add)  # L2 to L5, L7
-    await same_view.site(ch, same_view.Params(params.sites, params.coordinator), identity=identity)  # L6
+    result = await follow(ch, params, add)  # L2 to L6, L8
+    await same_view.site(ch, same_view.Params(params.sites, params.coordinator), identity=identity)  # L7
     return replace(result, excluded=side.notes)
 
 
@@ -836,6 +1011,6 @@ async def coordinator(ch: Channel, params: Params) -> Modelled:
     async def add(sub: Channel, p: checked_sum.Params, number: int, line: str, what: str, state: State) -> F64:
         return join_sum(await checked_sum.coordinator(sub, p))
 
-    result = await follow(ch, params, add)  # L2 to L5, L7
-    await same_view.coordinator(ch, same_view.Params(params.sites, params.coordinator))  # L6
+    result = await follow(ch, params, add)  # L2 to L6, L8
+    await same_view.coordinator(ch, same_view.Params(params.sites, params.coordinator))  # L7
     return result
