@@ -324,19 +324,18 @@ def left_spread(z: F64, codes: I64, kept: I64) -> float:
 def peeled(params: Params, z: F64, thresholds: Thresholds) -> I64 | None:
     """One large group of donors of whom none stands out, the last code; those that would, in groups with the nearest.
 
-    None where too few are left. In Cox's model and with extra variance the weights of L5 multiply outcomes, so that
-    some leverage is set aside for them.
+    None where too few are left, and in models in which coefficients multiply outcomes or times in the score: there one
+    more evaluation would bring as many combinations of these as there are features.
     """
     least = thresholds.min_donors
-    if least == 1:
+    if least == 1 or params.model not in CANONICAL:
         return None
-    room = 1.0 if params.model in CANONICAL else 1.5
     codes, rest, count = np.full(len(z), -1, np.int64), np.arange(len(z)), 0
     while len(rest) >= 2 * least:
         d = z[rest] - z[rest].mean(axis=0)
         h = np.einsum("ip,pq,iq->i", d, np.linalg.pinv(d.T @ d, rcond=RANK, hermitian=True), d) + 1 / len(rest)
         worst = int(np.argmax(h))
-        if h[worst] * least * room <= 1 + SLACK:
+        if h[worst] * least <= 1 + SLACK:
             codes[rest] = count
             return codes
         near = np.argsort(np.square(z[rest] - z[rest][worst]).sum(axis=1), kind="stable")[:least]
@@ -628,8 +627,8 @@ class Side:
     def _effective(self, state: State, at: list[list[F64]], ranges: I64 | None = None) -> float:
         """Effective number of donors behind the likelihood at these coefficients: 1 / the largest leverage.
 
-        Outcomes enter sums with the columns [1, X] and the ranges of the prediction, and where the weights of a donor
-        multiply them with these, too; features enter sums with the weights.
+        Outcomes enter sums with the columns [1, X], whatever the coefficients, and with the ranges of the prediction.
+        Features enter the score with the expected outcomes as weights, and the information with their variances.
         """
         a, model = self.arranged, self.params.likelihood
         assert a is not None
@@ -638,24 +637,17 @@ class Side:
         X = np.hstack(
             [a.groups.codes[at_all][:, None] == np.arange(len(a.groups)), standardised(self.mine.x[at_all]) * own]
         )
-        first, second, third = [X], [X[:, : len(a.groups)]], [X[:, : len(a.groups)]]
+        first, means, weights = [X], [X[:, : len(a.groups)]], [X[:, : len(a.groups)]]
         for betas in at:
             for f, beta, dispersion in zip(self.params.fits, betas, state.dispersions, strict=True):
                 t = self._each_at(state, f)
                 mean = (outcomes.evaluate(model, t, beta, dispersion).expected / t.n)[self.row[at_all]][:, None] * own
-                if model in CANONICAL:
-                    second.append(mean)
-                    third.append(mean * (1 - mean) if model == "logistic" else mean)
-                    continue
-                weight = own / (1 + dispersion * mean)
-                if model == "cox":
-                    eta = np.clip(t.x @ beta, -outcomes.LARGEST, outcomes.LARGEST)
-                    weight = np.exp(eta - eta.max())[self.row[at_all]][:, None] * own
-                first += [weight, standardised(self.mine.x[:, f])[at_all] * weight]
+                means.append(mean)
+                weights.append(mean * (1 - mean) if model == "logistic" else mean)
         if ranges is not None:
             rows = ranges[:, self.row[at_all]]
             first.append((rows == np.arange(BINS)[:, None, None]).reshape(-1, len(at_all)).T * own)
-        return 1 / max(largest_leverage(np.hstack(columns).astype(np.float64)) for columns in (first, second, third))
+        return 1 / max(largest_leverage(np.hstack(columns).astype(np.float64)) for columns in (first, means, weights))
 
     def _ranges(self, state: State) -> tuple[I64, float]:
         """L6 with a large group: range of each row of `each` in each regression, so that no donor stands out."""
@@ -679,7 +671,7 @@ class Side:
         a = self.arranged
         assert a is not None
         numbers = []
-        ranges, donors = self._ranges(state) if a.large >= 0 else (None, float(a.groups.donors.min(initial=1)))
+        ranges, donors = self._ranges(state) if a.large >= 0 else (None, 0.0)
         for i, (f, beta, dispersion, edges) in enumerate(
             zip(self.params.fits, state.betas, state.dispersions, state.edges(), strict=True)
         ):
