@@ -38,6 +38,7 @@ from cloister.protocols.sums import averaged_quantiles, pooled_quantiles, pooled
 from cloister.study import Party
 from cloister.workflows import compare_groups, fine_tune, propagate_labels
 from cloister.workflows.adaptation.asking import inputs_of
+from cloister.workflows.model_outcome import workflow as model_outcome
 
 
 def own_quantiles(sent: Sent, edges: Any, own: Mapping[str, Any], pooled: Any) -> str:
@@ -120,6 +121,25 @@ def own_donors(sent: Sent, sites: Mapping[str, Any], options: Mapping[str, Any])
 
     hit, blind = (np.mean([right(f(p), p) for p in sites]) for f in (guess, lambda _: np.rint(total / len(sites))))
     return f"a site's donors per cell type, {hit:.0%} right (guessing: {blind:.0%})"
+
+
+def own_scores(sent: Sent, sites: Mapping[str, Any], options: Mapping[str, Any]) -> str:
+    """model-outcome: the coordinator on a site's mean outcome, from the site's first message."""
+    chosen = model_outcome.Options(**options)
+    true = {p: float(model_outcome.donors_of(a, chosen)[0].y.mean()) for p, a in sites.items()}
+    added = sent.by_sender(MASKED, to="coordinator", scope="sum/1")
+    whole = float(np.mean([*true.values()]))
+
+    def guess(p: str) -> float:
+        read = shared_pca.join_sum(added[Party(p)].y[:-2])
+        donors, total = read[0], read[2]
+        return float(total / donors) if 1 <= donors <= 1000 and abs(total) <= 1e4 else whole
+
+    def right(v: float, p: str) -> bool:
+        return abs(v - true[p]) < 0.05
+
+    hit, blind = (np.mean([right(f(p), p) for p in sites]) for f in (guess, lambda _: whole))
+    return f"a site's mean outcome, {hit:.0%} right (guessing: {blind:.0%})"
 
 
 def own_label_sums(sent: Sent, model: Any, x: Mapping[str, Any], truth: Mapping[str, Any], sites: list[str]) -> str:

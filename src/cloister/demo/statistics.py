@@ -12,7 +12,7 @@ from cloister.cells import tables as cells
 from cloister.cells.genes import genes_in_common
 from cloister.demo import attacks
 from cloister.demo.rows import Played, Tell, auroc, cost_of, percent
-from cloister.demo.story import GROUPS, SPACE, Story, differing
+from cloister.demo.story import GROUPS, OUTCOME, SPACE, Story, differing
 from cloister.models import isolation_forest
 from cloister.models.harmony import EVERYTHING, Settings
 from cloister.protocols.harmony import federated_harmony
@@ -22,6 +22,7 @@ from cloister.run.rehearsal import rehearse
 from cloister.study import Party
 from cloister.workflows.baselines.groups import group_baselines
 from cloister.workflows.bin_values import digitise, spread
+from cloister.workflows.model_outcome import outcome_baselines
 
 TREES = 400  # with 100, chance moves an area by 0.013, a third of what is to be seen
 
@@ -123,6 +124,24 @@ def compare_groups(story: Story, tell: Tell) -> Played:
     leak = attacks.own_donors(sent, sites, GROUPS)
     figures = (f"{alone:.1f}", str(len(planted & {*story.found})), str(beside["pooled"]))
     return [run], [("compare-groups", "hardened", f"of {len(planted)} genes", *figures, leak, *cost_of(run))]
+
+
+def model_outcome(story: Story, tell: Tell) -> Played:
+    """How exactly the effect of T cells on a simulated score is known: standard errors, at each site and together."""
+    sites = {p: a.copy() for p, a in story.labelled.items()}
+    for i, a in enumerate(sites.values()):
+        rng, donors = np.random.default_rng([7, i]), a.obs["donor"].astype(str)
+        share = (a.obs["predicted"].astype(str) == "T").groupby(donors.to_numpy()).mean()
+        a.obs["score"] = donors.map(-5 * share + rng.normal(0, 1, len(share))).to_numpy()
+        a.obs["t_cell"] = (a.obs["predicted"].astype(str) == "T").astype(float).to_numpy()
+    sent = Sent(*MASKED)
+    run = rehearse("model-outcome", sites, on_event=tell, on_frame=sent, **OUTCOME)
+    found = {"together": run.data["basel"].uns["outcome"], **outcome_baselines(sites, **OUTCOME)}
+    error = {name: float(t["coefficients"]["error"].mean()) for name, t in found.items()}
+    alone = float(np.mean([error[f"{p} alone"] for p in sites]))
+    figures = (f"{v:.2f}" for v in (alone, error["together"], error["pooled"]))
+    leak = attacks.own_scores(sent, sites, OUTCOME)
+    return [run], [("model-outcome", "hardened", "standard error", *figures, leak, *cost_of(run))]
 
 
 def find_outliers(story: Story, tell: Tell) -> Played:

@@ -149,7 +149,7 @@ def test_two_donors_are_refused_before_anything_is_sent():
     c = case("logistic", n=2)
     with pytest.raises(DataError, match="2 donors here, fewer than 6"):
         protocol.check_site(c.params, next(iter(plain(c).values())))
-    with pytest.raises(DataError, match="too few for 2 features"):
+    with pytest.raises(DataError, match="5 donors here, fewer than 6"):
         protocol.check_site(case("linear", n=5).params, site(np.random.default_rng(0), "linear", 5))
 
 
@@ -326,15 +326,21 @@ def test_other_models_never_evaluate_donors(model):
 
 
 def test_linear_sums_rest_on_enough_donors():
-    rng = np.random.default_rng(1)
+    """Donors that stand out have the mean features of a group; the coefficients stay unbiased."""
+    rng, grouped = np.random.default_rng(1), 0
+    c = case("linear")
     for _ in range(20):
-        x = rng.standard_t(2, size=(40, 2))
-        at, donors = protocol.admitted(x, Thresholds())
-        if len(at):
-            X = np.hstack([np.ones((len(at), 1)), x[at]])
-            h = np.einsum("ip,pq,iq->i", X, np.linalg.inv(X.T @ X), X)
-            assert h.max() <= 1 / 3 + 1e-6
-            assert donors >= 3 * (1 - 1e-6)
+        x = rng.standard_t(3, size=(40, 2))
+        mine = protocol.Donors(x, x @ [1.0, 2.0], np.full(40, 20))
+        made = protocol.arranged(c.params, mine)
+        soft = protocol.softened(x, made.groups, made.kept)
+        X = np.hstack([np.ones((40, 1)), soft])
+        h = np.einsum("ip,pq,iq->i", X, np.linalg.inv(X.T @ X), X)
+        assert h.max() <= 1 / 3 + 1e-6
+        assert made.donors >= 3 * (1 - 1e-6)
+        np.testing.assert_allclose(np.linalg.lstsq(X, mine.y)[0], [0, 1, 2], atol=0.3)
+        grouped += not np.allclose(soft, x)
+    assert grouped > 5
 
 
 def test_tables_are_made_before_the_first_message():

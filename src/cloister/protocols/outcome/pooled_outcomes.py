@@ -8,7 +8,7 @@
                        donors whose joint leverage is at most 1 / min_donors
                  A site with enough donors for its features has one group of all: T_u says next to nothing then
          u, S    checked sum: donors, Σ n x̄, Σ n x̄ x̄ᵀ, Σ y
-    L3   u, S    checked sum of F_u; for a linear model XᵀX, Xᵀy, yᵀy, with no tables at all
+    L3   u, S    checked sum of F_u; for a linear model XᵀX, Xᵀy, yᵀy, and nothing else
     for `rounds` rounds, at β that all know:
     L4   u, S    checked sum: log likelihood, score and information of T_u, with u's own intercept or baseline hazard
          u, S    β ← β + J⁻¹ (Σ U_table + C - K β), J = Σ J_table + K; the extra variance of counts is in F_u
@@ -28,8 +28,8 @@ Times of a Cox model are moved in runs, too, over all donors of u.
 Thresholds, enforced by each site on its own donors, whatever others send. In T_u a donor has leverage 1 / (donors of
 its group). In T_u and F_u together no donor has a leverage above 1 / min_donors: donors that would are left out of
 F_u. At L5 the site looks at the β that came of the sums, and adds its donors' own likelihood only if no donor has more
-than that in the weights which this β gives. In a linear model no donor has more in the columns [1, X]: donors that
-would are left out of everything, before any sum.
+than that in the weights which this β gives. In a linear model all donors' own features are used where no donor has more
+in the columns [1, X]; else those that stand out have the mean features of a group.
 
 Reveals
 -------
@@ -267,16 +267,11 @@ def check_site(params: Params, mine: Donors) -> None:
             )
         return
     least = mine.thresholds.min_donors
-    least *= 1 if params.linear or least == 1 else 2  # one group alone says nothing about the features
+    least *= 1 if least == 1 else 2  # one group of fewer says nothing about the features
     if n < least:
         raise DataError(
             f"{n} donor{'s' if n != 1 else ''} here, fewer than {least}: what a site adds to a regression comes from "
             f"groups of that many (min_donors = {mine.thresholds.min_donors}); leave this site out of the study"
-        )
-    if params.linear and not len(admitted(mine.x, mine.thresholds)[0]):
-        raise DataError(
-            f"{n} donors are too few for {mine.x.shape[1]} features: no donor may have more than 1/"
-            f"{mine.thresholds.min_donors} of the leverage; leave features out, or this site"
         )
 
 
@@ -328,7 +323,7 @@ def peeled(params: Params, z: F64, thresholds: Thresholds) -> I64 | None:
     more evaluation would bring as many combinations of these as there are features.
     """
     least = thresholds.min_donors
-    if least == 1 or params.model not in CANONICAL:
+    if least == 1 or params.model not in (*CANONICAL, "linear"):
         return None
     codes, rest, count = np.full(len(z), -1, np.int64), np.arange(len(z)), 0
     while len(rest) >= 2 * least:
@@ -471,19 +466,12 @@ def scatter(z: F64, codes: I64, kept: I64) -> F64:
     return made
 
 
-def admitted(x: F64, thresholds: Thresholds) -> tuple[I64, float]:
-    """Donors of a linear model, and their effective number: none has more than 1 / min_donors of the leverage."""
-    at: I64 = np.arange(len(x))
-    least = thresholds.min_donors
-    while len(at):
-        basis = np.hstack([np.ones((len(at), 1)), standardised(x[at])])
-        left, size, _ = np.linalg.svd(basis, full_matrices=False)
-        h = np.square(left[:, size > 1e-9 * size.max()]).sum(axis=1)
-        worst = int(np.argmax(h))
-        if least == 1 or h[worst] * least <= 1 + SLACK:
-            return at, float(1 / h[worst])
-        at = np.delete(at, worst)
-    return at, 0.0
+def softened(x: F64, groups: SimilarGroups, kept: I64) -> F64:
+    """Features as sums may use them: the mean of the donor's group, and its own difference where that is allowed."""
+    inside = groups.codes >= 0
+    made = np.zeros_like(x)
+    made[inside] = groups.means(x)[groups.codes[inside]]
+    return made + deviations(x, kept)
 
 
 def runs_of(params: Params, mine: Donors) -> tuple[I64, I64, F64, SimilarGroups]:
@@ -534,7 +522,7 @@ class Side:
         self.params, self.mine = params, mine
         self.notes: tuple[str, ...] = ()
         self.arranged: Arranged | None = None
-        if not params.curves and not params.linear:
+        if not params.curves:
             self.arranged = arranged(params, mine)
             self.notes = self.arranged.notes
             self.inside = self.arranged.groups.codes == self.arranged.large
@@ -696,16 +684,15 @@ class Side:
 
     def _squares(self) -> Contribution:
         """L3 of a linear model: sums of squares and products within the site."""
-        at, donors = admitted(self.mine.x, self.mine.thresholds)
-        if left_out := len(self.mine.y) - len(at):
-            self.notes = (f"{left_out} donor(s) that the features set apart from the others here are left out",)
-        x, y = self.mine.x[at], self.mine.y[at]
+        a = self.arranged
+        assert a is not None
+        at = np.flatnonzero(a.groups.codes >= 0)
+        x, y = softened(self.mine.x, a.groups, a.kept)[at], self.mine.y[at]
         dx, dy = x - x.mean(axis=0), y - y.mean()
         numbers = [[float(len(at)), 1.0, float(y.sum())], x.sum(axis=0), np.square(x).sum(axis=0)]
         values = np.concatenate([*numbers, upper(dx.T @ dx), dx.T @ dy, [float(dy @ dy)]])
-        rows = Rows(len(at), np.arange(len(at)), self.mine.thresholds, self.mine.cells[at])
-        size = np.full(len(values), donors)
-        return rows.measured(size * self.mine.cells[at].min(), size, values)
+        size = np.full(len(values), a.donors)
+        return a.rows.measured(size * self.mine.cells.min(), size, values)
 
     def _curves(self) -> Contribution:
         """L8."""
