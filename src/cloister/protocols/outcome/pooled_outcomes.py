@@ -361,15 +361,14 @@ def tables_of(
 def runs_in(interval: I64, least: int) -> I64:
     """Codes of runs of at least so many donors with neighbouring times; donors with the same time are in one run.
 
-    What is too little for a run joins the nearer one of its neighbours. All codes are -1 if all are too few.
+    What is too little for a run joins the run before it, so that a time which enough donors share stays a run of its
+    own. All codes are -1 if all are too few.
     """
     times, number = np.unique(interval, return_counts=True)
     runs: list[tuple[list[int], int]] = []  # positions among `times`, and donors
     for k, n in enumerate(number.tolist()):
         if runs and runs[-1][1] < least:
-            near = len(runs) == 1 or times[k] - times[runs[-1][0][-1]] <= times[runs[-1][0][0]] - times[runs[-2][0][-1]]
-            to = -1 if near or n < least else -2
-            if to == -2:
+            if n >= least and len(runs) > 1:
                 rest = runs.pop()
                 runs[-1] = (runs[-1][0] + rest[0], runs[-1][1] + rest[1])
                 runs.append(([k], n))
