@@ -39,7 +39,7 @@ DOCS, STAGE, SITE = ROOT / "docs", ROOT / "build" / "docs", ROOT / "build" / "si
 TOP = ("SECURITY.md", "CONTRIBUTING.md", "CHANGELOG.md")
 HOW_TO = (
     *("deploy", "bin-values", "shared-pca", "integrate", "embed", "find-outliers", "compare-groups"),
-    "model-outcome",
+    "model-outcome", "find-programs",
     *("train-classifier", "map-labels", "propagate-labels", "fine-tune"),
 )
 REFERENCE = ("reference", "commands", "options", "threat-model", "benchmarks", "CHANGELOG")

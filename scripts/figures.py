@@ -410,6 +410,36 @@ def model_outcome() -> Figure:
         return done(c, "model-outcome", f"Log hazard ratio of the share of T cells: {told}.")
 
 
+def find_programs() -> Figure:
+    sites = cl.demo_cohort()
+    labels = ("macrophage", "endothelial", "AT2", "T")
+    options: dict[str, Any] = {"donor_key": "donor", "labels": labels, "n_programs": 3, "n_columns": 80}
+    run = cl.rehearse("find-programs", data=sites, **options)
+    found = run.data["basel"].uns["program"]["loadings"]
+    beside = cl.program_baselines(sites, **options)
+    pooled = beside.pop("pooled")
+
+    def near(table: Any) -> float:
+        both = table.merge(pooled, on=["cell_type", "gene"], suffixes=("", "_p"))
+        basis = np.linalg.qr(both[[f"program_{k}_p" for k in (1, 2, 3)]].to_numpy())[0]
+        return float(np.linalg.norm(basis.T @ both["program_1"].to_numpy()) / np.linalg.norm(table["program_1"]))
+
+    table = {"cloister, hardened": near(found)} | {name: near(one) for name, one in beside.items()}
+    wide = found.pivot_table(index="gene", columns="cell_type", values="program_1", fill_value=0.0)[list(labels)]
+    wide = wide.loc[wide.abs().max(axis=1).sort_values(ascending=False, kind="stable").index[:12]]
+    with canvas(2, width=9.2, height=3.4) as c:
+        reach = float(np.abs(wide.to_numpy()).max())
+        image = c.axes[0].imshow(wide, cmap="RdBu_r", vmin=-reach, vmax=reach, aspect="auto")
+        c.axes[0].set_xticks(range(len(labels)), labels)
+        c.axes[0].set_yticks(range(len(wide)), list(wide.index), fontsize=8)
+        c.axes[0].set_title("Loadings of the first program")
+        c.axes[0].grid(visible=False)
+        c.paper.colorbar(image, ax=c.axes[0])
+        bars(c.axes[1], table, title="First program in the span of the pooled three")
+        told = ", ".join(f"{k} {v:.3f}" for k, v in table.items())
+        return done(c, "find-programs", f"Part of the first program in the span of three pooled ones: {told}.")
+
+
 def train_classifier() -> Figure:
     from cloister.models.discriminant import SETTINGS, Solver, Statistics
 
@@ -478,6 +508,7 @@ PICTURES: dict[str, Callable[[], Figure]] = {
     "propagate-labels": propagate_labels,
     "compare-groups": compare_groups,
     "model-outcome": model_outcome,
+    "find-programs": find_programs,
     "train-classifier": train_classifier,
     "fine-tune": fine_tune,
     "train-cellcnn": train_cellcnn,

@@ -10,6 +10,7 @@ functions that the protocol itself uses; the tests of the protocols hold the two
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from cloister.crypto.entropy import Entropy
 from cloister.crypto.fixedpoint import FixedPoint
 from cloister.crypto.owner_ckks import scheme as block
 from cloister.crypto.replicated import Ring
+from cloister.disclosure import Thresholds
 from cloister.errors import CloisterError
 from cloister.models import cellcnn, graph, polynomial
 from cloister.models.harmony import unit
@@ -34,10 +36,12 @@ from cloister.protocols.forest import counted_forest, masked_forest
 from cloister.protocols.groups.contrast_terms import Table, part_of
 from cloister.protocols.harmony import federated_harmony
 from cloister.protocols.knn import plain_knn
+from cloister.protocols.outcome import common_programs
 from cloister.protocols.sums import averaged_quantiles, pooled_quantiles, pooled_scaling, shared_pca
 from cloister.study import Party
 from cloister.workflows import compare_groups, fine_tune, propagate_labels
 from cloister.workflows.adaptation.asking import inputs_of
+from cloister.workflows.find_programs import workflow as find_programs
 from cloister.workflows.model_outcome import workflow as model_outcome
 
 
@@ -140,6 +144,29 @@ def own_scores(sent: Sent, sites: Mapping[str, Any], options: Mapping[str, Any])
 
     hit, blind = (np.mean([right(f(p), p) for p in sites]) for f in (guess, lambda _: whole))
     return f"a site's mean outcome, {hit:.0%} right (guessing: {blind:.0%})"
+
+
+def membership(sites: Mapping[str, Any], options: Mapping[str, Any]) -> str:
+    """find-programs: all other parties together on which half of a site's donors took part, from its own second moments.
+
+    Beside it the same on sums over donors instead of groups.
+    """
+    chosen = find_programs.Options(**options)
+    areas: dict[str, list[float]] = {"groups": [], "donors": []}
+    for p, a in sites.items():
+        whole = find_programs.profiles_of(a, chosen)[0]
+        halves = [
+            replace(whole, x=whole.x[k::2].copy(), present=whole.present[k::2], cells=whole.cells[k::2]) for k in (0, 1)
+        ]
+        params = find_programs.params_of((Party(p), Party("other")), Party("coordinator"), chosen)
+        for name, thresholds in (("groups", whole.thresholds), ("donors", Thresholds(1, 1))):
+            side, other = (common_programs.Side(params, replace(h, thresholds=thresholds), whole.names) for h in halves)
+            _, size, right = np.linalg.svd(side.table, full_matrices=False)
+            basis = right[size > 1e-9 * size[0]].T
+            one, two = (np.square(s.x @ basis).sum(axis=1) / np.square(s.x).sum(axis=1) for s in (side, other))
+            areas[name].append(float(np.mean(one[:, None] > two[None])))
+    found, exact = (float(np.mean(areas[k])) for k in ("groups", "donors"))
+    return f"who took part, AUROC {found:.2f}; of exact sums {exact:.2f} (guessing: 0.50)"
 
 
 def own_label_sums(sent: Sent, model: Any, x: Mapping[str, Any], truth: Mapping[str, Any], sites: list[str]) -> str:

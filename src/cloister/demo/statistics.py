@@ -12,7 +12,7 @@ from cloister.cells import tables as cells
 from cloister.cells.genes import genes_in_common
 from cloister.demo import attacks
 from cloister.demo.rows import Played, Tell, auroc, cost_of, percent
-from cloister.demo.story import GROUPS, OUTCOME, SPACE, Story, differing
+from cloister.demo.story import GROUPS, OUTCOME, PROGRAMS, SPACE, Story, differing
 from cloister.models import isolation_forest
 from cloister.models.harmony import EVERYTHING, Settings
 from cloister.protocols.harmony import federated_harmony
@@ -22,6 +22,7 @@ from cloister.run.rehearsal import rehearse
 from cloister.study import Party
 from cloister.workflows.baselines.groups import group_baselines
 from cloister.workflows.bin_values import digitise, spread
+from cloister.workflows.find_programs import program_baselines
 from cloister.workflows.model_outcome import outcome_baselines
 
 TREES = 400  # with 100, chance moves an area by 0.013, a third of what is to be seen
@@ -142,6 +143,25 @@ def model_outcome(story: Story, tell: Tell) -> Played:
     figures = (f"{v:.2f}" for v in (alone, error["together"], error["pooled"]))
     leak = attacks.own_scores(sent, sites, OUTCOME)
     return [run], [("model-outcome", "hardened", "standard error", *figures, leak, *cost_of(run))]
+
+
+def find_programs(story: Story, tell: Tell) -> Played:
+    """How much of the first program lies in the span of the first three of the pooled donors; labels are the model's."""
+    sites, sent = story.labelled, Sent(*MASKED)
+    run = rehearse("find-programs", sites, on_event=tell, on_frame=sent, **PROGRAMS)
+    beside = program_baselines(sites, **PROGRAMS)
+    pooled = beside.pop("pooled")
+
+    def near(table: Any) -> float:
+        both = table.merge(pooled, on=["cell_type", "gene"], suffixes=("", "_p"))
+        basis = np.linalg.qr(both[[f"program_{k}_p" for k in (1, 2, 3)]].to_numpy())[0]
+        return float(np.linalg.norm(basis.T @ both["program_1"].to_numpy()) / np.linalg.norm(table["program_1"]))
+
+    together, alone = near(run.data["basel"].uns["program"]["loadings"]), float(np.mean([*map(near, beside.values())]))
+    leak = attacks.membership(sites, PROGRAMS)
+    return [run], [
+        ("find-programs", "hardened", "cosine", *(f"{v:.3f}" for v in (alone, together, 1.0)), leak, *cost_of(run))
+    ]
 
 
 def find_outliers(story: Story, tell: Tell) -> Played:

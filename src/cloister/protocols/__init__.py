@@ -21,8 +21,9 @@ semi-honest, p published, plain; `data/modes.toml` says which workflow runs it i
       federated_harmony     [FH], as its code does it                    p
     groups/         compare-groups
       pooled_contrasts      [LCSS14], [Smy04], [PSL+22]; sums ours       h
-    outcome/        model-outcome
+    outcome/        model-outcome, find-programs
       pooled_outcomes       [Cox72], [DMS02] groups of donors; ours      h
+      common_programs       [FBA26], [DMS02] groups of donors; ours      h
     logistic/       train-classifier
       common_labels         ours                                         h s
       pooled_discriminant   [FHT09], [RFL+21]; sums ours                 h

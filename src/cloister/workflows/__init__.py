@@ -32,6 +32,7 @@ SHIPPED = (
     "integrate",
     "compare-groups",
     "model-outcome",
+    "find-programs",
     "train-classifier",
     "map-labels",
     "propagate-labels",
