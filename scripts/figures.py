@@ -425,17 +425,18 @@ def find_programs() -> Figure:
         return float(np.linalg.norm(basis.T @ both["program_1"].to_numpy()) / np.linalg.norm(table["program_1"]))
 
     table = {"cloister, hardened": near(found)} | {name: near(one) for name, one in beside.items()}
-    wide = found.pivot_table(index="gene", columns="cell_type", values="program_1", fill_value=0.0)[list(labels)]
+    wide = found.pivot_table(index="gene", columns="cell_type", values="program_1", fill_value=0.0)
+    wide = wide.reindex(columns=list(labels), fill_value=0.0)
     wide = wide.loc[wide.abs().max(axis=1).sort_values(ascending=False, kind="stable").index[:12]]
     with canvas(2, width=9.2, height=3.4) as c:
         reach = float(np.abs(wide.to_numpy()).max())
         image = c.axes[0].imshow(wide, cmap="RdBu_r", vmin=-reach, vmax=reach, aspect="auto")
-        c.axes[0].set_xticks(range(len(labels)), labels)
+        c.axes[0].set_xticks(range(len(labels)), labels, fontsize=8)
         c.axes[0].set_yticks(range(len(wide)), list(wide.index), fontsize=8)
         c.axes[0].set_title("Loadings of the first program")
         c.axes[0].grid(visible=False)
         c.paper.colorbar(image, ax=c.axes[0])
-        bars(c.axes[1], table, title="First program in the span of the pooled three")
+        bars(c.axes[1], table, title="First program, in the pooled span")
         told = ", ".join(f"{k} {v:.3f}" for k, v in table.items())
         return done(c, "find-programs", f"Part of the first program in the span of three pooled ones: {told}.")
 

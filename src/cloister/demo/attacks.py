@@ -147,26 +147,27 @@ def own_scores(sent: Sent, sites: Mapping[str, Any], options: Mapping[str, Any])
 
 
 def membership(sites: Mapping[str, Any], options: Mapping[str, Any]) -> str:
-    """find-programs: all other parties together on which half of a site's donors took part, from its own second moments.
+    """find-programs: any party on which half of the donors took part, from the second moments that all learn.
 
     Beside it the same on sums over donors instead of groups.
     """
     chosen = find_programs.Options(**options)
-    areas: dict[str, list[float]] = {"groups": [], "donors": []}
-    for p, a in sites.items():
-        whole = find_programs.profiles_of(a, chosen)[0]
-        halves = [
-            replace(whole, x=whole.x[k::2].copy(), present=whole.present[k::2], cells=whole.cells[k::2]) for k in (0, 1)
-        ]
-        params = find_programs.params_of((Party(p), Party("other")), Party("coordinator"), chosen)
-        for name, thresholds in (("groups", whole.thresholds), ("donors", Thresholds(1, 1))):
-            side, other = (common_programs.Side(params, replace(h, thresholds=thresholds), whole.names) for h in halves)
-            _, size, right = np.linalg.svd(side.table, full_matrices=False)
-            basis = right[size > 1e-9 * size[0]].T
-            one, two = (np.square(s.x @ basis).sum(axis=1) / np.square(s.x).sum(axis=1) for s in (side, other))
-            areas[name].append(float(np.mean(one[:, None] > two[None])))
-    found, exact = (float(np.mean(areas[k])) for k in ("groups", "donors"))
-    return f"who took part, AUROC {found:.2f}; of exact sums {exact:.2f} (guessing: 0.50)"
+    names = tuple(map(Party, sites))
+    params, areas = find_programs.params_of(names, Party("coordinator"), chosen), {}
+    for kind in ("groups", "donors"):
+        halves: tuple[list[Any], list[Any]] = ([], [])
+        for a in sites.values():
+            whole = find_programs.profiles_of(a, chosen)[0]
+            least = whole.thresholds if kind == "groups" else Thresholds(1, 1)
+            for k, half in enumerate(halves):
+                cut = {"x": whole.x[k::2].copy(), "present": whole.present[k::2], "cells": whole.cells[k::2]}
+                half.append(common_programs.Side(params, replace(whole, thresholds=least, **cut), whole.names))
+        _, size, right = np.linalg.svd(np.concatenate([s.table for s in halves[0]]), full_matrices=False)
+        basis = right[size > 1e-9 * size[0]].T
+        rows = [np.concatenate([s.x for s in half]) for half in halves]
+        one, two = (np.square(x @ basis).sum(axis=1) / np.square(x).sum(axis=1) for x in rows)
+        areas[kind] = float(np.mean(one[:, None] > two[None]))
+    return f"who took part, AUROC {areas['groups']:.2f}; of exact sums {areas['donors']:.2f} (guessing: 0.50)"
 
 
 def own_label_sums(sent: Sent, model: Any, x: Mapping[str, Any], truth: Mapping[str, Any], sites: list[str]) -> str:

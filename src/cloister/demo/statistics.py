@@ -146,7 +146,7 @@ def model_outcome(story: Story, tell: Tell) -> Played:
 
 
 def find_programs(story: Story, tell: Tell) -> Played:
-    """How much of the first program lies in the span of the first three of the pooled donors; labels are the model's."""
+    """How much of the first program lies in the span of the pooled donors' first three; labels are the model's."""
     sites, sent = story.labelled, Sent(*MASKED)
     run = rehearse("find-programs", sites, on_event=tell, on_frame=sent, **PROGRAMS)
     beside = program_baselines(sites, **PROGRAMS)
@@ -159,9 +159,8 @@ def find_programs(story: Story, tell: Tell) -> Played:
 
     together, alone = near(run.data["basel"].uns["program"]["loadings"]), float(np.mean([*map(near, beside.values())]))
     leak = attacks.membership(sites, PROGRAMS)
-    return [run], [
-        ("find-programs", "hardened", "cosine", *(f"{v:.3f}" for v in (alone, together, 1.0)), leak, *cost_of(run))
-    ]
+    figures = (f"{v:.3f}" for v in (alone, together, 1.0))
+    return [run], [("find-programs", "hardened", "cosine", *figures, leak, *cost_of(run))]
 
 
 def find_outliers(story: Story, tell: Tell) -> Played:
