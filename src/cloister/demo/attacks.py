@@ -160,8 +160,9 @@ def membership(sites: Mapping[str, Any], options: Mapping[str, Any]) -> str:
             whole = find_programs.profiles_of(a, chosen)[0]
             least = whole.thresholds if kind == "groups" else Thresholds(1, 1)
             for k, half in enumerate(halves):
-                cut = {"x": whole.x[k::2].copy(), "present": whole.present[k::2], "cells": whole.cells[k::2]}
-                half.append(common_programs.Side(params, replace(whole, thresholds=least, **cut), whole.names))
+                x, present, cells = whole.x[k::2].copy(), whole.present[k::2], whole.cells[k::2]
+                mine = replace(whole, x=x, present=present, cells=cells, thresholds=least)
+                half.append(common_programs.Side(params, mine, whole.names))
         _, size, right = np.linalg.svd(np.concatenate([s.table for s in halves[0]]), full_matrices=False)
         basis = right[size > 1e-9 * size[0]].T
         rows = [np.concatenate([s.x for s in half]) for half in halves]

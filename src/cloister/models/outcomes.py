@@ -311,7 +311,7 @@ def dispersion_of(excess: float, squared: float) -> float:
 def kaplan_meier(at_risk: F64, events: F64) -> tuple[F64, F64]:
     """Survival after each interval, and its standard error by Greenwood; along the last axis."""
     n = np.maximum(at_risk, 1e-300)
-    survival: F64 = np.cumprod(np.where(at_risk > 0, 1 - events / n, 1.0), axis=-1)
+    survival: F64 = np.cumprod(np.where(at_risk > 0, 1 - events / n, 1.0), axis=-1, dtype=np.float64)
     left = at_risk - events
     terms = np.where((at_risk > 0) & (left > 0), events / np.maximum(n * np.maximum(left, 1e-300), 1e-300), 0.0)
     return survival, survival * np.sqrt(np.cumsum(terms, axis=-1))
