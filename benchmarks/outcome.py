@@ -24,11 +24,11 @@ import scipy.stats
 
 import cloister as cl
 from cloister.errors import CloisterError, ProtocolAbort
-from cloister.protocols.outcome import pooled_outcomes as protocol
-from cloister.protocols.outcome.pooled_outcomes import Donors, Params
 from cloister.study import Party
 from cloister.testing import Case, run_protocol, values
+from cloister.workflows.model_outcome import pooled_outcomes as protocol
 from cloister.workflows.model_outcome.baselines import meta, pooled
+from cloister.workflows.model_outcome.pooled_outcomes import Donors, Params
 
 HUB = Party("hub")
 CELLS, INTERVALS, HORIZON = 80, 36, 6.0

@@ -21,8 +21,8 @@ import numpy as np
 
 import cloister as cl
 from cloister.disclosure import Thresholds
-from cloister.protocols.outcome import common_programs as protocol
 from cloister.study import Party
+from cloister.workflows.find_programs import common_programs as protocol
 from cloister.workflows.find_programs.workflow import Options, params_of, profiles_of
 
 LABELS = ("macrophage", "endothelial", "AT2", "T")

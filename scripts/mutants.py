@@ -49,7 +49,7 @@ QUICK = ("one_thing_wrong", "roles_check", "what_is_drawn", "what_shares_hide", 
 BROKEN, ENDLESS = "could not run", "time"
 LIAR = "test_one_liar.py"
 OUTSIDE = (
-    "tests/runtime/test_flare",
+    "tests/deploy/test_flare",
     *(f"tests/protocols/{folder}/test_oracle" for folder in ("knn", "ckks", "groups")),
 )
 Row = dict[str, Any]

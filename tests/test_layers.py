@@ -30,18 +30,18 @@ MAY_IMPORT = {  # what of cloister; a name stands for the module or the whole pa
     "governance": {"errors"},
     "study": {"errors", "governance"},
     "net": {*BASE, "disclosure", "study", "crypto", "_version", "net", "cells"},
-    "net/values": BASE,
-    "net/wire": {*BASE, "study", "net.values"},
-    "net/journal": BASE,
-    "net/receipts": {*BASE, "study", "net.journal"},
-    "net/mailbox": {*BASE, "study", "net.wire"},
-    "net/transcript": {"net.wire"},
-    "net/waiting": {"study", "net.mailbox"},
-    "net/events": {"study"},
-    "net/hello": {*BASE, "study", "net.wire", "net.channel"},
-    "net/channel": {"_version", *BASE, "disclosure", "study", *(f"net.{n}" for n in NET)},
+    "mpc/net/values": BASE,
+    "mpc/net/wire": {*BASE, "study", "net.values"},
+    "mpc/net/journal": BASE,
+    "mpc/net/receipts": {*BASE, "study", "net.journal"},
+    "mpc/net/mailbox": {*BASE, "study", "net.wire"},
+    "mpc/net/transcript": {"net.wire"},
+    "mpc/net/waiting": {"study", "net.mailbox"},
+    "mpc/net/events": {"study"},
+    "mpc/net/hello": {*BASE, "study", "net.wire", "net.channel"},
+    "mpc/net/channel": {"_version", *BASE, "disclosure", "study", *(f"net.{n}" for n in NET)},
     "cells": {*BASE, "cells"},
-    "cells/tally": BASE,
+    "mpc/sums/value_counts": BASE,
     "crypto": {*BASE, "crypto"},
     "models": {*BASE, "disclosure", "crypto", "models", "cells.genes"},
     "protocols": {
@@ -64,8 +64,8 @@ MAY_IMPORT = {  # what of cloister; a name stands for the module or the whole pa
     },
     "report/figures": BASE,
     "run": BELOW | {"run"},
-    "run/run": BELOW | {"report.page"},  # Run.report, and nothing else of the report
-    "run/progress": BELOW | {"report.parts"},  # how numbers are written for people
+    "rehearsal/run": BELOW | {"report.page"},  # Run.report, and nothing else of the report
+    "rehearsal/progress": BELOW | {"report.parts"},  # how numbers are written for people
     "report": BELOW | {"run.run", "report"},
     "runtime": BELOW | {"run.run", "run.results", "run.progress", "runtime"},  # no rehearsal
     "lies": {"errors", "net.channel", "net.transcript", "study"},
@@ -85,15 +85,15 @@ NEVER = {  # of other packages, anywhere under that name
 }
 ANYWHERE = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 TRANSPORT = {
-    "socket": ("run/processes", "cli/doctor", "runtime"),
+    "socket": ("rehearsal/processes", "cli/doctor", "runtime"),
     "nvflare": ("cli/doctor", "runtime"),
     "grpc": ("runtime",),
 }
 STATISTICAL = {  # protocols that draw with NumPy, and what: never a mask, a key or a share
-    "protocols/fedavg/training_terms": "which sites take part in a round, from the public seed",
-    "protocols/logistic/pooled_logistic": "directions in which covariance is looked at, from the public seed",
-    "protocols/harmony/harmony_steps": "first directions of clusters, from the public seed",
-    "protocols/forest/counted_forest": "rows and axes of a forest, from a secret of the sites",
+    "workflows/fine_tune/training_terms": "which sites take part in a round, from the public seed",
+    "workflows/train_classifier/pooled_logistic": "directions in which covariance is looked at, from the public seed",
+    "workflows/integrate/harmony_steps": "first directions of clusters, from the public seed",
+    "workflows/find_outliers/counted_forest": "rows and axes of a forest, from a secret of the sites",
 }
 
 
@@ -139,10 +139,10 @@ def below(module, places):
 
 
 def test_the_walk_sees_imports_of_every_kind():
-    assert "cells.tables" in ours("net/seat")  # inside a function
+    assert "cells.tables" in ours("session")  # inside a function
     assert "net.seat" in ours("workflows/__init__")  # for type checkers only
-    assert "workflows" in ours("run/rehearsal")  # from cloister import ...
-    assert "socket" in imports("run/processes")
+    assert "workflows" in ours("rehearsal/rehearsal")  # from cloister import ...
+    assert "socket" in imports("rehearsal/processes")
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -192,13 +192,17 @@ def circles(edges):
 def test_no_file_imports_itself_by_way_of_others():
     """Not even later, but for the one method that writes a run's page."""
     edges = {name: early | late for name, (early, late) in module_graph().items()}
-    edges["run/run"] = edges["run/run"] - {"report/page"}
+    edges["rehearsal/run"] = edges["rehearsal/run"] - {"report/page"}
     assert circles(edges) == set()
     assert circles({"a": {"b"}, "b": {"a"}, "c": {"a"}}) == {"a", "b"}
 
 
 HEAVY = {"torch", "anndata", "pandas", "scipy", "sklearn", "seal", "nvflare", "matplotlib", "numba", "opacus", "peft"}
-LATE = ("cli", "protocols/fedavg/pseudo_labels", "run/run")  # verbs, so that help is quick; what its options ask for
+LATE = (
+    "cli",
+    "workflows/fine_tune/pseudo_labels",
+    "rehearsal/run",
+)  # verbs, so that help is quick; what its options ask for
 
 
 def test_imports_stand_at_the_top_unless_they_bring_a_heavy_engine():
@@ -266,7 +270,7 @@ def test_no_protocol_draws_secrets_from_a_statistical_generator(name):
     modules = {m.split(".")[0] for m in imports(name)} | {".".join(m.split(".")[:2]) for m in imports(name)}
     assert not modules & {"random", "numpy.random"}, f"{name} imports a statistical generator"
     drawn = list(uses_of_numpy_random(name))
-    if name in STATISTICAL or name == "net/seat":  # Seat.rng is the one place that makes a role's `rng`
+    if name in STATISTICAL or name == "session":  # Session.rng is the one place that makes a role's `rng`
         assert {what for _, what in drawn} <= {"default_rng"}
     else:
         assert not drawn, f"{name} draws with np.random in line {drawn[0][0]}"
@@ -314,7 +318,7 @@ def test_every_protocol_is_in_the_index_with_its_modes():
 def test_the_package_itself_is_light():
     """`import cloister` and the base bring none of the heavy engines with them."""
     code = (
-        "import sys, cloister, cloister.net.channel, cloister.run.rehearsal, cloister.protocols.sums.secure_sum\n"
+        "import sys, cloister, cloister.mpc.net.channel, cloister.rehearsal.rehearsal, cloister.mpc.sums.secure_sum\n"
         "heavy = {'torch', 'anndata', 'pandas', 'scipy', 'sklearn', 'seal', 'nvflare', 'matplotlib', 'numba'}\n"
         "print(sorted(heavy & set(sys.modules)))"
     )

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 
 import cloister as cl
-from cloister.check_disclosure import check_disclosure
 from cloister.errors import DataError, ParameterError
-from cloister.net.seat import Outcome
-from cloister.run.rehearsal import rehearse
-from cloister.run.results import save_run
+from cloister.rehearsal.check_disclosure import check_disclosure
+from cloister.rehearsal.rehearsal import rehearse
+from cloister.rehearsal.results import save_run
+from cloister.session import Outcome
 from cloister.workflows.find_programs.workflow import WORKFLOW, Options, check, profiles_of
 from cloister.workflows.options import read_options
 

@@ -6,10 +6,10 @@ import pytest
 
 import cloister as cl
 from cloister.cells import files
-from cloister.check_disclosure import check_disclosure
 from cloister.errors import DataError, ParameterError
-from cloister.run.rehearsal import rehearse
-from cloister.run.results import save_run
+from cloister.rehearsal.check_disclosure import check_disclosure
+from cloister.rehearsal.rehearsal import rehearse
+from cloister.rehearsal.results import save_run
 from cloister.workflows.model_outcome import Options, features
 from cloister.workflows.model_outcome.workflow import WORKFLOW, check, donors_of
 from cloister.workflows.options import read_options
@@ -102,7 +102,7 @@ def test_curves_and_their_files(sites, tmp_path):
 
 
 def outcomes(run):
-    from cloister.net.seat import Outcome
+    from cloister.session import Outcome
 
     return {p: Outcome(adata) for p, adata in run.data.items()}
 

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cloister.net.seat import Outcome
 from cloister.report.figures import heatmap
+from cloister.session import Outcome
 
 if TYPE_CHECKING:
-    from cloister.protocols.outcome.common_programs import Programs
+    from cloister.workflows.find_programs.common_programs import Programs
     from cloister.workflows.find_programs.workflow import Options
 
 TOP, GENES, DRAWN = 8, 15, 3

@@ -15,12 +15,12 @@ from cloister.cells.bulks import add_up
 from cloister.cells.genes import check_unique, gene_names, plain_name
 from cloister.disclosure import Thresholds
 from cloister.errors import DataError, ParameterError
-from cloister.net.seat import Outcome, Place, Seat
-from cloister.protocols.outcome import common_programs as protocol
-from cloister.protocols.outcome.common_programs import Params, Profiles
+from cloister.session import Outcome, RemoteSession, Session
 from cloister.study import Party
 from cloister.workflows import Workflow
+from cloister.workflows.find_programs import common_programs as protocol
 from cloister.workflows.find_programs import figures as drawn
+from cloister.workflows.find_programs.common_programs import Params, Profiles
 from cloister.workflows.modes import modes_of
 from cloister.workflows.options import check_min_donors, option, read_options
 
@@ -54,14 +54,14 @@ class Options:
             raise ParameterError("expected 1 <= n_programs <= n_columns <= 2000, and min_cells of at least 1")
 
 
-def find_programs(adata: AnnData, seat: Seat | Place, *, copy: bool = False) -> AnnData | None:
+def find_programs(adata: AnnData, session: Session | RemoteSession, *, copy: bool = False) -> AnnData | None:
     """Find programs of genes that vary together over donors and cell types, from the donors of all sites.
 
     Parameters
     ----------
     adata
         Raw counts, with the columns that the study names.
-    seat
+    session
         This site's place in a study of `find-programs`; the study says the options.
 
     Returns
@@ -75,13 +75,13 @@ def find_programs(adata: AnnData, seat: Seat | Place, *, copy: bool = False) -> 
     `adata.uns[key_added]["summary"]` : :class:`str`
         JSON: donors, explained spread, the strongest genes of each program.
     """
-    adata, _ = WORKFLOW.at_site(adata, seat, copy=copy)
+    adata, _ = WORKFLOW.at_site(adata, session, copy=copy)
     return adata if copy else None
 
 
-def site(seat: Seat, adata: AnnData, options: Options) -> Outcome:
-    mine, of_cell = profiles_of(adata, options, seat.thresholds(min_donors=options.min_donors))
-    found: protocol.Programs = seat.run(protocol.site, params_of(seat.sites, seat.coordinator, options), mine)
+def site(session: Session, adata: AnnData, options: Options) -> Outcome:
+    mine, of_cell = profiles_of(adata, options, session.thresholds(min_donors=options.min_donors))
+    found: protocol.Programs = session.run(protocol.site, params_of(session.sites, session.coordinator, options), mine)
     made = outcome_of(found, options)
     assert found.scores is not None
     for k in range(found.scores.shape[1]):
@@ -91,9 +91,11 @@ def site(seat: Seat, adata: AnnData, options: Options) -> Outcome:
     return made
 
 
-def coordinator(seat: Seat, options: Options) -> Outcome:
+def coordinator(session: Session, options: Options) -> Outcome:
     """Add up what the sites send, and follow."""
-    return outcome_of(seat.run(protocol.coordinator, params_of(seat.sites, seat.coordinator, options)), options)
+    return outcome_of(
+        session.run(protocol.coordinator, params_of(session.sites, session.coordinator, options)), options
+    )
 
 
 def outcome_of(found: protocol.Programs, options: Options) -> Outcome:

@@ -11,10 +11,10 @@ import numpy as np
 
 from cloister.disclosure import Thresholds
 from cloister.errors import ProtocolAbort
-from cloister.protocols.outcome import pooled_outcomes as protocol
-from cloister.protocols.outcome.pooled_outcomes import Donors, Fit, Modelled, Params
 from cloister.study import Party
+from cloister.workflows.model_outcome import pooled_outcomes as protocol
 from cloister.workflows.model_outcome.figures import tables
+from cloister.workflows.model_outcome.pooled_outcomes import Donors, Fit, Modelled, Params
 from cloister.workflows.model_outcome.workflow import WORKFLOW, Options, donors_of, params_of
 from cloister.workflows.options import read_options
 

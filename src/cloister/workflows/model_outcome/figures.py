@@ -11,12 +11,12 @@ import numpy as np
 import scipy.stats
 
 from cloister.arrays import F64
-from cloister.net.seat import Outcome
 from cloister.report.figures import COLOURS, QUIET, STYLES, canvas, shown
+from cloister.session import Outcome
 from cloister.workflows.model_outcome.features import weights_of
 
 if TYPE_CHECKING:
-    from cloister.protocols.outcome import pooled_outcomes as protocol
+    from cloister.workflows.model_outcome import pooled_outcomes as protocol
     from cloister.workflows.model_outcome.workflow import Options
 
 COEFFICIENTS = ("regression", "term", "coefficient", "error", "low", "high", "ratio", "statistic", "p", "fdr")

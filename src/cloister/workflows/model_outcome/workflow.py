@@ -14,12 +14,11 @@ from cloister.cells import tables as cells
 from cloister.cells.genes import check_unique, gene_names, plain_name
 from cloister.disclosure import Thresholds
 from cloister.errors import DataError, ParameterError
-from cloister.net.seat import Outcome, Place, Seat
-from cloister.protocols.outcome import pooled_outcomes as protocol
-from cloister.protocols.outcome.pooled_outcomes import Donors, Params
+from cloister.session import Outcome, RemoteSession, Session
 from cloister.study import Party
 from cloister.workflows import Workflow
 from cloister.workflows.model_outcome import figures as drawn
+from cloister.workflows.model_outcome import pooled_outcomes as protocol
 from cloister.workflows.model_outcome.features import (
     Design,
     Samples,
@@ -29,6 +28,7 @@ from cloister.workflows.model_outcome.features import (
     samples_of,
     weights_of,
 )
+from cloister.workflows.model_outcome.pooled_outcomes import Donors, Params
 from cloister.workflows.modes import modes_of
 from cloister.workflows.options import check_min_donors, option
 
@@ -114,14 +114,14 @@ class Options:
         return self.model != "km" and any(f.kind == "share" or f.within for f in self.design.all)
 
 
-def model_outcome(adata: AnnData, seat: Seat | Place, *, copy: bool = False) -> AnnData | None:
+def model_outcome(adata: AnnData, session: Session | RemoteSession, *, copy: bool = False) -> AnnData | None:
     """Relate an outcome of the donors of all sites to features of their cells.
 
     Parameters
     ----------
     adata
         Cells with the columns that the study names; raw counts where features are of genes.
-    seat
+    session
         This site's place in a study of `model-outcome`; the study says the options.
 
     Returns
@@ -135,15 +135,15 @@ def model_outcome(adata: AnnData, seat: Seat | Place, *, copy: bool = False) -> 
     `adata.uns[key_added]["summary"]` : :class:`str`
         JSON: donors, events, concordance, tests, notes, and what this site left out of its own.
     """
-    adata, _ = WORKFLOW.at_site(adata, seat, copy=copy)
+    adata, _ = WORKFLOW.at_site(adata, session, copy=copy)
     return adata if copy else None
 
 
-def site(seat: Seat, adata: AnnData, options: Options) -> Outcome:
+def site(session: Session, adata: AnnData, options: Options) -> Outcome:
     mine, left_out = donors_of(
-        adata, options, seat.thresholds(min_donors=options.min_donors, min_cells=options.min_cells)
+        adata, options, session.thresholds(min_donors=options.min_donors, min_cells=options.min_cells)
     )
-    found: protocol.Modelled = seat.run(protocol.site, params_of(seat.sites, seat.coordinator, options), mine)
+    found: protocol.Modelled = session.run(protocol.site, params_of(session.sites, session.coordinator, options), mine)
     made = outcome_of(found, options)
     if excluded := [*left_out, *found.excluded]:
         made.result["excluded_here"] = excluded  # the other parties do not learn this
@@ -152,9 +152,11 @@ def site(seat: Seat, adata: AnnData, options: Options) -> Outcome:
     return made
 
 
-def coordinator(seat: Seat, options: Options) -> Outcome:
+def coordinator(session: Session, options: Options) -> Outcome:
     """Add up what the sites send, and follow the fit."""
-    return outcome_of(seat.run(protocol.coordinator, params_of(seat.sites, seat.coordinator, options)), options)
+    return outcome_of(
+        session.run(protocol.coordinator, params_of(session.sites, session.coordinator, options)), options
+    )
 
 
 def outcome_of(found: protocol.Modelled, options: Options) -> Outcome:
