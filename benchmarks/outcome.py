@@ -2,11 +2,11 @@
 
     python benchmarks/outcome.py agreement            groups of one donor against the packages on the pooled donors
     python benchmarks/outcome.py cohorts --model cox --donors 100 --hospitals 5 --repetitions 200
-    python benchmarks/outcome.py protocol             a few of the same cohorts through the protocol, with bytes and time
+    python benchmarks/outcome.py protocol             a few of these cohorts through the protocol, with bytes and time
 
-Donors are drawn from the lung cells of `demo_sites`: a donor is 80 real cells of a hospital, with a tilt of the donor's
-own towards some cell types. Features: the share of T cells (centred log-ratio), the age, the sex. Outcomes are simulated
-from these; `--effect` is the coefficient of the share per standard deviation. `agreement` needs statsmodels and lifelines.
+Donors are drawn from the lung cells of `demo_sites`: a donor is 80 real cells of a hospital, with a tilt of its own
+towards some cell types. Features: the share of T cells (centred log-ratio), the age, the sex. Outcomes are
+simulated from these; `--effect` is the coefficient of the share per standard deviation. `agreement` needs statsmodels and lifelines.
 """
 
 from __future__ import annotations
@@ -134,7 +134,8 @@ def cohorts(model: str, donors: int, hospitals: int, repetitions: int, effect: f
             found[name].append(first(together[name]))
     took = time.perf_counter() - start
     print(
-        f"{model}, {donors} donors, {hospitals} hospitals, effect {effect} per deviation, {len(params.columns)} feature(s), "
+        f"{model}, {donors} donors, {hospitals} hospitals, effect {effect} per deviation, "
+        f"{len(params.columns)} feature(s), "
         f"{repetitions} repetitions, {took:.0f} s"
     )
     whole = np.array(found["pooled"])
@@ -145,15 +146,16 @@ def cohorts(model: str, donors: int, hospitals: int, repetitions: int, effect: f
         both = ok & np.isfinite(whole[:, 0])
         apart = (one[both, 0] - whole[both, 0]) / whole[both, 1]
         print(
-            f"  {name:14s} fitted {ok.mean():5.1%}  mean {b.mean():6.3f}  sd {b.std():5.3f}  error {np.median(e):5.3f}  "
+            f"  {name:14s} fitted {ok.mean():5.1%}  mean {b.mean():6.3f}  sd {b.std():5.3f}  "
+            f"error {np.median(e):5.3f}  "
             f"coverage {np.mean(np.abs(b - effect) <= half * e):5.1%}  rejects {np.mean(np.abs(b) > half * e):5.1%}  "
             f"from pooled: rms {np.sqrt(np.mean(apart**2)):5.3f} errors, mean {apart.mean():6.3f}"
         )
 
 
 def agreement() -> None:
-    sys.path[:0] = [str(Path(__file__).parents[1] / "tests" / p) for p in ("protocols", "protocols/outcome")]
-    import reference
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
+    import outcome_reference as reference
     from outcome_cases import NONE, case, plain
 
     for model in ("linear", "logistic", "poisson", "negbin", "cox"):
@@ -167,7 +169,8 @@ def agreement() -> None:
     assert curves is not None
     apart = max(np.abs(curves.survival[a] - answer["survival"][n]).max() for a, n in enumerate(c.params.arms))
     print(
-        f"km        groups of one donor: survival within {apart:.1e}, chi-square {abs(curves.test[0] - answer['chi_square']):.1e}"
+        f"km        groups of one donor: survival within {apart:.1e}, "
+        f"chi-square {abs(curves.test[0] - answer['chi_square']):.1e}"
     )
     for n, hospitals in ((10, 3), (20, 5), (100, 10)):
         gaps, tests = [], []

@@ -35,7 +35,7 @@ from cloister.models import isolation_forest as iforest  # noqa: E402
 from cloister.mpc.sums import pooled_scaling  # noqa: E402
 from cloister.papers import masked_forest  # noqa: E402
 from cloister.papers.attacks import opened_forest  # noqa: E402
-from cloister.workflows.find_outliers import counted_forest
+from cloister.workflows.find_outliers import counted_forest  # noqa: E402
 from cloister.workflows.find_outliers.workflow import SAMPLE  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]

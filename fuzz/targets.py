@@ -38,7 +38,7 @@ def message_classes() -> dict[str, Any]:
 
     found: dict[str, Any] = {}
     for info in pkgutil.walk_packages(cloister.__path__, "cloister."):
-        if "protocols" not in info.name and ".mpc" not in info.name and ".net" not in info.name:
+        if not info.name.startswith(("cloister.mpc.", "cloister.workflows.", "cloister.papers.")):
             continue
         with contextlib.suppress(ImportError, CloisterError):
             module = importlib.import_module(info.name)

@@ -1,6 +1,6 @@
 """Session: a study as one of its parties sees it. What every workflow is handed, and roles are run from.
 
-`open_session` is the whole life of a party in one run, and the same in rehearsal, in a process of its own and on FLARE: it
+`open_session` is the whole life of a party in one run, the same in rehearsal, in a process of its own and on FLARE: it
 leaves with a receipt of what was sent and of the protocols that ran, or aborts by name and leaves with the receipt of
 what had been sent until then. `take_part` does a workflow's part from such a session.
 """
@@ -30,6 +30,7 @@ from cloister.mpc.net.events import Event
 from cloister.mpc.net.journal import Journal
 from cloister.mpc.net.mailbox import Mailbox
 from cloister.mpc.net.receipts import Entry, Receipt
+from cloister.mpc.net.wire import protocol_of
 from cloister.study import Party, Role, Study
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ class Session:
         wanted = inspect.signature(role).parameters
         offered = {"entropy": self._entropy, "identity": self._identity, "rng": self.rng(), "consent": self.consent}
         extras = {name: value for name, value in offered.items() if name in wanted}
-        self.protocols[role.__module__.rpartition(".")[2]] = None
+        self.protocols[protocol_of(role.__module__)] = None
 
         async def whole() -> Any:
             ch = await self._endpoint.open_run(_protocol(params), params)
@@ -132,7 +133,7 @@ class Session:
 
 
 def _protocol(params: Any) -> str:
-    return type(params).__module__.rpartition(".")[2]
+    return protocol_of(type(params).__module__)
 
 
 def _header(study: Study, me: Party, reveals: Mapping[str, str], approval: Mapping[str, Any] | None) -> dict[str, Any]:

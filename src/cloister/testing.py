@@ -49,8 +49,8 @@ class Case:
 
 
 def name_of(module: Any) -> str:
-    """A protocol's name, which is its file's, in whichever folder."""
-    return str(module.__name__).rpartition(".")[2]
+    """What a protocol is called on the wire: its `PROTOCOL`, or else its file's name."""
+    return str(getattr(module, "PROTOCOL", "") or str(module.__name__).rpartition(".")[2])
 
 
 def dealt_seeds(sites: Sequence[Party], secret: bytes = bytes(range(32))) -> dict[Party, common_seed.Seed]:

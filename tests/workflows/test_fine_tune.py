@@ -19,7 +19,7 @@ from cloister.papers import federated_training  # noqa: E402
 from cloister.rehearsal.check_disclosure import check_disclosure  # noqa: E402
 from cloister.rehearsal.rehearsal import Fault, rehearse  # noqa: E402
 from cloister.workflows.embed import embed  # noqa: E402
-from cloister.workflows.fine_tune import checked_training
+from cloister.workflows.fine_tune import checked_training  # noqa: E402
 from cloister.workflows.fine_tune import workflow as fine_tune  # noqa: E402
 from cloister.workflows.fine_tune.training_parts import Offer  # noqa: E402
 from cloister.workflows.saved_models import load_model  # noqa: E402
@@ -135,7 +135,7 @@ def test_model_file_and_figures(run, tmp_path):
 
 
 def test_survives_a_site_that_dies(sites):
-    fault = Fault("kill", "lugano", "coordinator", "Masked", nth=3)
+    fault = Fault("kill", "lugano", "coordinator", "MaskedInput", nth=3)
     run = rehearse("fine-tune", sites, faults=[fault], timeout=5.0, check=False, **SIZE)
     assert set(run.outcomes) == {"coordinator", "basel", "vienna"}
     assert run.results["basel"]["history"][-2]["clients"] == 2
@@ -153,7 +153,7 @@ def test_goes_on_after_the_coordinator_died(sites, run, tmp_path):
     with pytest.raises(ParameterError, match="another training"):
         rehearse("fine-tune", sites, checkpoint=where, **{**SIZE, "lr": 1e-4}, timeout=5.0)
     (tmp_path / "kept" / "state.npz").write_bytes(b"rubbish")
-    with pytest.raises(DataError, match="no checkpoint"):
+    with pytest.raises(DataError, match="not a checkpoint"):
         rehearse("fine-tune", sites, checkpoint=where, **SIZE, timeout=5.0)
 
 

@@ -1,4 +1,4 @@
-"""What the demo's parties could make of what they are shown: attacks of `cloister.papers.attacks`, on the demo's own runs.
+"""What the demo's parties could make of what they see: attacks of `cloister.papers.attacks`, on the demo's own runs.
 
 An attack reads the messages of the run (`attacks.sent`) and its results, as the party that it plays got them, and says
 beside its outcome what guessing gives. A vector that is masked, or a ciphertext, is read as if it were not: the same

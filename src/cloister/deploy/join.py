@@ -163,8 +163,8 @@ def take_away(ended: Ended, path: str | Path) -> Path:
 # ---- from Python -----------------------------------------------------------------------------------------------------
 #
 #     session = cl.join("kits/basel")
-#     cl.map_labels(adata, session)          waits for the study's next run, takes part with these cells, writes the labels
-#     cl.take_part(adata, session)           the same, whatever the study's workflow is, and for one of several steps
+#     cl.map_labels(adata, session)       waits for the study's next run, takes part with these cells, writes the labels
+#     cl.take_part(adata, session)        the same, whatever the study's workflow is, and for one of several steps
 #
 # The run happens in the kit's own service: no key and no connection is in the process that calls this.
 

@@ -18,7 +18,7 @@ from cloister.errors import DataError, ProtocolAbort
 from cloister.mpc.crypto.owner_ckks import scheme as block
 from cloister.study import Party
 from cloister.testing import Case, check_no_errors, run_protocol, transcript, values
-from cloister.workflows.adapt_model import answer_integrity, batch_roles
+from cloister.workflows.adapt_model import answer_integrity, batch_roles, block_plan
 from cloister.workflows.adapt_model import encrypted_inference as inference
 from cloister.workflows.adapt_model.checkpoint import Taps
 from cloister.workflows.common.query_ledger import Ledger
@@ -186,6 +186,7 @@ def test_a_batch_is_not_answered_by_two_runs_side_by_side(monkeypatch, tmp_path)
             thread.join()
         return await honest(self, *args)
 
+    assert block_plan.plan(ENCODER.shape, P, 1, 1).rounds  # counted now, with the circuit as it is
     monkeypatch.setattr(inference.circuit_of(ENCODER.shape), "block", meanwhile)
     run = asked(tmp_path)
     check_no_errors(run)

@@ -23,6 +23,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import sys
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
@@ -62,13 +63,18 @@ class Spec:
     line: str  # `L4`
 
 
+def protocol_of(module: str) -> str:
+    """What a module's protocol is called on the wire: its `PROTOCOL`, or else its file's name."""
+    return getattr(sys.modules.get(module), "PROTOCOL", "") or module.rpartition(".")[2]
+
+
 @dataclass_transform(frozen_default=True)
 def message(line: str, *, protocol: str | None = None) -> Callable[[type[T]], type[T]]:
-    """Make a class a message that belongs to `line` of the protocol file it stands in."""
+    """Make a class a message that belongs to `line` of the protocol whose module it stands in."""
 
     def decorate(cls: type[T]) -> type[T]:
         new = dataclasses.dataclass(frozen=True, slots=True, eq=False)(cls)
-        owner = protocol or cls.__module__.rpartition(".")[2]
+        owner = protocol or protocol_of(cls.__module__)
         new.__message__ = Spec(owner, f"{owner}.{cls.__name__}", line)  # type: ignore[attr-defined]
         return new
 
@@ -303,9 +309,9 @@ def unpack(data: bytes) -> Frame:
             max_ext_len=0,
         )
     except (ValueError, TypeError, RecursionError, msgpack.exceptions.UnpackException):
-        raise WireError("bytes that are no message") from None
+        raise WireError("bytes that are not a message") from None
     if type(whole) is not list or len(whole) != 3 + len(_HEADER):
-        raise WireError("a frame that is no list of nine")
+        raise WireError("a frame that is not a list of nine")
     form, kind, *head, body = whole
     if type(form) is not int or form != FORMAT:
         raise WireError(f"a frame of another format; this is format {FORMAT}: do all sites run one version?")

@@ -17,7 +17,8 @@ from cloister.mpc.sums import checked_sum, secure_sum
 from cloister.study import Party
 
 T = TypeVar("T")
-MASKED = (secure_sum.MaskedInput, checked_sum.Masked)  # the masked vector of a site, in either secure sum
+# the masked vector of a site, in either secure sum
+MASKED: tuple[type[secure_sum.MaskedInput | checked_sum.Masked], ...] = (secure_sum.MaskedInput, checked_sum.Masked)
 
 
 class Sent:
