@@ -6,7 +6,8 @@
 
 Donors are drawn from the lung cells of `demo_sites`: a donor is 80 real cells of a hospital, with a tilt of its own
 towards some cell types. Features: the share of T cells (centred log-ratio), the age, the sex. Outcomes are
-simulated from these; `--effect` is the coefficient of the share per standard deviation. `agreement` needs statsmodels and lifelines.
+simulated from these; `--effect` is the coefficient of the share per standard deviation.
+`agreement` needs statsmodels and lifelines.
 """
 
 from __future__ import annotations

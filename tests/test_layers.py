@@ -25,6 +25,8 @@ AROUND = {  # modules of a workflow's folder that read cells or draw; all others
     "workflow",
     "figures",
     "parts",
+    "features",
+    "baselines",
     "evaluation",
     "presets",
     "response",
