@@ -46,7 +46,7 @@ class Options:
     )
     outcome_key: str = option(help="column of obs with each donor's outcome; for survival, whether the event was seen")
     donor_key: str = option(help="column of obs that names each cell's donor")
-    features: tuple[str, ...] = option((), "features of a donor: COLUMN, share:TYPE, gene:NAME, mean:COLUMN, ...")
+    features: tuple[str, ...] = option((), "features of a donor: COLUMN, share:TYPE, gene:NAME or mean:COLUMN")
     covariates: tuple[str, ...] = option((), "features that every regression is adjusted for")
     interactions: tuple[str, ...] = option((), "products of two of them, 'A * B'")
     contrasts: tuple[str, ...] = option((), "combinations of coefficients to test, 'A - B'")
