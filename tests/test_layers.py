@@ -26,6 +26,8 @@ AROUND = {  # modules of a workflow's folder that read cells or draw; all others
     "options",
     "figures",
     "parts",
+    "features",
+    "baselines",
     "evaluation",
     "presets",
     "response",

@@ -109,6 +109,8 @@ def test_every_workflow_says_where_its_results_go(name):
     required = {
         "predict-cellcnn": {"query": "a", "keep": "k"},
         "compare-groups": {"groups": ("control", "case"), "donor_key": "donor"},
+        "model-outcome": {"model": "linear", "outcome_key": "age", "donor_key": "donor", "features": ("sex",)},
+        "find-programs": {"donor_key": "donor", "labels": ("B", "T")},
     }
     options = options_of(workflow, required.get(name, {}))
     assert given(workflow, options, "a")

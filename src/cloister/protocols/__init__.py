@@ -33,6 +33,10 @@ in which.
       pooled_harmony        [KMF+19]; sums ours                          h
     workflows/compare_groups/
       pooled_contrasts      [LCSS14], [Smy04], [PSL+22]; sums ours       h
+    workflows/model_outcome/
+      pooled_outcomes       [Cox72], [DMS02] groups of donors; ours      h
+    workflows/find_programs/
+      common_programs       [FBA26], [DMS02] groups of donors; ours      h
     workflows/train_classifier/
       common_labels         ours                                         h s
       pooled_discriminant   [FHT09], [RFL+21]; sums ours                 h

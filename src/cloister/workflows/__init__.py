@@ -34,6 +34,8 @@ SHIPPED = (
     "shared-pca",
     "integrate",
     "compare-groups",
+    "model-outcome",
+    "find-programs",
     "train-classifier",
     "map-labels",
     "propagate-labels",
