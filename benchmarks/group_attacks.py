@@ -130,7 +130,7 @@ def two_runs(x, times):
     above = np.mean([a > c for a, _, c in found])
     print(
         f"  two runs: {np.median(changed):.0f} of {len(names[0])} groups differ; cosine with the cell {clipped:.2f} "
-        f"from clipped means, {plain:.2f} from plain ones, {group:.2f} of its group's mean; better than it in {above:.0%}"
+        f"from clipped means, {plain:.2f} from plain ones, {group:.2f} of its group's mean; better in {above:.0%}"
     )
 
 
