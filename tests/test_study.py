@@ -215,7 +215,7 @@ def test_the_digest_changes_with_every_field_but_the_network():
 )
 def test_a_quorum_is_more_than_half_of_all_and_of_the_colluders(n, colluders, needed):
     study = Study("x", "bin-values", {"hub": "coordinator"} | {f"s{i}": "site" for i in range(5)}, colluders=colluders)
-    assert study.quorum(n) == needed
+    assert study.agreement.quorum(n) == needed
     assert 2 * needed > n + colluders or needed == n
     assert 2 * (needed - 1) <= n + colluders  # and no larger than that
 
@@ -323,8 +323,8 @@ def test_one_digest_covers_all_steps_and_each_step_has_its_own():
     others = [dataclasses.replace(STORY, steps=steps) for steps in lists]
     everything = [x.digest for study in (STORY, *others) for x in (study, *study.parts)]
     assert len(set(everything)) == len(everything)
-    assert STORY.place_of(STORY.parts[1].digest) == "step 2 of 2 (labels)"
-    assert STORY.parts[0].place_of(others[0].parts[0].digest) == ""
+    assert STORY.agreement.places[STORY.parts[1].digest] == "step 2 of 2 (labels)"
+    assert others[0].parts[0].digest not in STORY.parts[0].agreement.places
 
 
 @pytest.mark.parametrize(
@@ -337,7 +337,7 @@ def test_one_digest_covers_all_steps_and_each_step_has_its_own():
         (STEPS + '[[step]]\nworkflow = "bin-values"\nn_bins = 8', "3: unknown key 'n_bins'; known are mode, name"),
         (STEPS + '[[step]]\nworkflow = "bin-values"\noptions = 8', "3: 'options' must be a table"),
         (STEPS + '[[step]]\nworkflow = "bin-values"\nmode = "fast"', "3: 'mode' must be one of"),
-        (STEPS + '[[step]]\nworkflow = "bin-values"\nname = "A B"', "3: 'A B' is no name of a step"),
+        (STEPS + '[[step]]\nworkflow = "bin-values"\nname = "A B"', "3: 'A B' is not a valid step name"),
         (STEPS + '[[step]]\nworkflow = "bin-values"\noptions = { x = nan }', "3: options: x must be a finite number"),
         (STEPS + "[[step]]\nworkflow = 3", "3: 'workflow' must be a text"),
         (STEPS.replace("[[step]]", "[step]", 1).replace("[[step]]", "[other]"), "unknown key 'other'"),

@@ -53,14 +53,26 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, NewType, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 from cloister.errors import ParameterError
 from cloister.governance import check_governance, read_governance
+from cloister.mpc.parties import Agreement, Party, Role
 
-Party = NewType("Party", str)
-Role = Literal["coordinator", "site", "auxiliary"]
 Mode = Literal["hardened", "semi-honest", "published", "plain"]
+
+__all__ = [
+    "CONSENTS",
+    "Agreement",
+    "Mode",
+    "Party",
+    "Role",
+    "Step",
+    "Study",
+    "check_study",
+    "format_study",
+    "parse_study",
+]
 
 CONSENTS = {  # what a party may be asked for beyond taking part; only its own settings give it
     "open-model": "opening the model",
@@ -68,7 +80,7 @@ CONSENTS = {  # what a party may be asked for beyond taking part; only its own s
     "iterative-fit": "opening gradients at points that a malicious site can steer (solver='logistic')",
     "outside-query": "answering a party that took no part in the training",
     "exact-updates": "opening sums of gradients without noise",
-    "whole-model": "answering so many donors of one party that they determine the model",
+    "whole-model": "answering enough donors of one party to determine the model",
 }
 BARE = re.compile(r"[A-Za-z0-9_-]+")  # keys that TOML wants no quotes around
 NAME = re.compile(r"[a-z][a-z0-9-]{0,31}")  # of a step
@@ -144,11 +156,6 @@ class Study:
         """Which step this is, in words; empty for a study of one workflow."""
         return f"step {self.at} of {len(self.steps)} ({self.label})" if self.at else ""
 
-    def place_of(self, digest: bytes) -> str:
-        """Which step of this very study the digest is of, in words; empty if it is of none."""
-        parts = self.whole.parts if self.steps else ()
-        return next((part.place for part in parts if part.digest == digest), "")
-
     @property
     def coordinator(self) -> Party:
         return next(p for p, role in self.parties.items() if role == "coordinator")
@@ -160,10 +167,6 @@ class Study:
     @property
     def auxiliaries(self) -> tuple[Party, ...]:
         return tuple(sorted(p for p, role in self.parties.items() if role == "auxiliary"))
-
-    def quorum(self, n: int) -> int:
-        """Of n parties, how many must be left at the end of a sum: the smallest t > (n + k)/2, at most all."""
-        return min(n, (n + self.colluders) // 2 + 1)
 
     @property
     def digest(self) -> bytes:
@@ -182,6 +185,21 @@ class Study:
         else:
             plain |= {"workflow": self.workflow, "mode": self.mode, "parameters": dict(self.parameters)}
         return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).digest()
+
+    @property
+    def agreement(self) -> Agreement:
+        """What protocols need of this."""
+        parts = self.whole.parts if self.steps else ()
+        return Agreement(
+            self.parties,
+            self.digest,
+            self.keys,
+            self.colluders,
+            self.timeout,
+            self.patience,
+            self.place,
+            {part.digest: part.place for part in parts},
+        )
 
     def with_keys(self, keys: Mapping[Party, bytes]) -> Study:
         return replace(self, keys=dict(keys))
@@ -279,7 +297,7 @@ def check_study(study: Study) -> None:
     for party, role in study.parties.items():
         if not isinstance(party, str) or not PARTY.fullmatch(party):
             raise ParameterError(
-                f"[parties] {party!r} is no party name; use letters, digits and '-', a letter first, at most 32"
+                f"[parties] {party!r} is not a valid party name; use letters, digits and '-', a letter first, up to 32"
             )
         if role not in get_args(Role):
             raise ParameterError(f"[parties] {party} must be coordinator, site or auxiliary, found {role!r}")
@@ -343,7 +361,7 @@ def _check_steps(study: Study) -> None:
         _check_part(step.workflow, step.mode, step.options, f"[[step]] {i}: ")
         if not isinstance(step.name, str) or not NAME.fullmatch(step.name):
             raise ParameterError(
-                f"[[step]] {i}: {step.name!r} is no name of a step; use small letters, digits and '-', at most 32"
+                f"[[step]] {i}: {step.name!r} is not a valid step name; use small letters, digits and '-', at most 32"
             )
         if step.name in names:
             raise ParameterError(f"two steps are called '{step.name}'; give one of them another name = ...")

@@ -1,7 +1,6 @@
 """What a study of several steps needs is said before anything is sent, and workflows write where they say they do."""
 
 import dataclasses
-import types
 
 import pytest
 
@@ -18,6 +17,7 @@ from cloister.workflows.pipeline import check_site, check_steps, given, needed, 
 
 PARTIES = {Party("hub"): "coordinator", Party("basel"): "site", Party("lugano"): "site", Party("vienna"): "site"}
 BINS, PCA = Step("bin-values"), Step("shared-pca", options={"n_components": 10})
+POOLED = {"query": "vienna", "use_rep": "X_pca"}
 LABELS = Step("map-labels", "plain", {"query": "vienna", "use_rep": "X_shared_pca"})
 
 
@@ -91,8 +91,8 @@ def test_what_a_step_lacks_at_a_site_is_one_sentence_before_anything_is_sent(ste
 
 
 def test_what_one_site_asks_for_is_given_to_that_site_alone(sites):
-    again = Step("map-labels", "plain", {"query": "vienna", "label_key": "mapped", "key_added": "twice"}, "again")
-    first = Step("map-labels", "plain", {"query": "vienna"})
+    again = Step("map-labels", "plain", {**POOLED, "label_key": "mapped", "key_added": "twice"}, "again")
+    first = Step("map-labels", "plain", POOLED)
     with pytest.raises(DataError, match=r"step 2 of 2 \(again\): it needs adata.obs\['mapped'\]"):
         check_site(story(first, again), Party("basel"), sites["basel"])
     check_site(story(first, again), Party("vienna"), sites["vienna"])
@@ -187,11 +187,9 @@ def toys(monkeypatch):
     )
     made = dataclasses.replace(made, files=lambda outcome: {"it.txt": outcome.model} if outcome.model else {})
     taken = Workflow("read-it", "R.", Reading, modes, read, lambda *_: [], min_sites=1)
-    for name, workflow in {"write_it": made, "read_it": taken}.items():
-        monkeypatch.setitem(
-            __import__("sys").modules, f"cloister.workflows.{name}", types.SimpleNamespace(WORKFLOW=workflow)
-        )
-    monkeypatch.setattr(workflows, "NAMES", (*SHIPPED, "write-it", "read-it"))
+    monkeypatch.setattr(workflows, "_registered", {})
+    for workflow in (made, taken):
+        workflows.register(workflow)
 
 
 def test_a_file_of_an_earlier_step_is_handed_on_at_each_party_its_own(toys, sites, tmp_path):

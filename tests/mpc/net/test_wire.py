@@ -17,7 +17,7 @@ from cloister.errors import WireError
 from cloister.mpc.net import wire
 from cloister.mpc.net.mailbox import Mailbox
 from cloister.mpc.net.wire import Frame, message
-from cloister.study import Party
+from cloister.mpc.parties import Party
 
 try:
     from typing import TypeAliasType  # Python 3.12
@@ -294,9 +294,9 @@ def body(**changes):
         ({"raw": "x"}, "expected bytes"),
         ({"u64": ["<f8", [1], bytes(8)]}, "Everything.u64: expected dtype <u8"),
         ({"u64": ["<u8", [2], bytes(8)]}, "shape and bytes disagree"),
-        ({"u64": ["<u8", [-1], bytes(8)]}, "no size"),
-        ({"u64": ["<u8", [True], bytes(8)]}, "no size"),
-        ({"u64": ["<u8", [2**40], bytes(8)]}, "no size"),
+        ({"u64": ["<u8", [-1], bytes(8)]}, "not a size"),
+        ({"u64": ["<u8", [True], bytes(8)]}, "not a size"),
+        ({"u64": ["<u8", [2**40], bytes(8)]}, "not a size"),
         ({"u64": ["<u8", [1] * 5, bytes(8)]}, "at most 4 axes"),
         ({"u64": ["<u8", [0, 2**31, 2**31, 2**31], b""]}, "a shape that no array has"),
         ({"u64": ["<u8", 1, bytes(8)]}, "at most 4 axes"),

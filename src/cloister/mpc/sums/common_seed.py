@@ -45,9 +45,9 @@ from cloister.mpc.crypto.entropy import Entropy
 from cloister.mpc.net import wire
 from cloister.mpc.net.channel import Channel
 from cloister.mpc.net.wire import message
+from cloister.mpc.parties import Party
 from cloister.mpc.sums.retry_without_dropouts import still_there
 from cloister.mpc.sums.signatures import check_signed
-from cloister.study import Party
 
 NAME = "common_seed"
 BOX = 32 + 28  # bytes of one sealed part
@@ -106,7 +106,7 @@ class Confirms:  # S → u
 
 
 def quorum(ch: Channel, params: Params) -> int:
-    return len(params.sites) if params.everyone else ch.study.quorum(len(params.sites))
+    return len(params.sites) if params.everyone else ch.agreement.quorum(len(params.sites))
 
 
 def ideal(params: Params, xs: Mapping[Party, None]) -> dict[Party, str | None]:
@@ -144,7 +144,7 @@ def check_confirms(params: Params, ch: Channel, confirms: Mapping[Party, Confirm
     """L6: at least t, me among them, all with my tag, and each signed by the site itself."""
     tags = {c.tag for c in confirms.values()}
     if len(confirms) < quorum(ch, params) or ch.me not in confirms or tags != {mine.tag}:
-        raise ProtocolAbort(NAME, "L6", "split-view", "the sites were told different lists, and hold different seeds")
+        raise ProtocolAbort(NAME, "L6", "split-view", "the sites received different lists, and hold different seeds")
     for v, confirm in confirms.items():
         data = signed_tag(ch.run_id, v, confirm.tag)
         check_signed(ch, v, f"{NAME}/confirm", data, confirm.signature, protocol=NAME, line="L6")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -14,85 +14,18 @@ from cloister.cells import tables as cells
 from cloister.cells.bulks import add_up
 from cloister.cells.genes import check_unique, gene_names, plain_name
 from cloister.disclosure import Thresholds
-from cloister.errors import DataError, ParameterError
+from cloister.errors import DataError
 from cloister.session import Outcome, RemoteSession, Session
 from cloister.study import Party
 from cloister.workflows import Workflow
 from cloister.workflows.compare_groups import figures as drawn
 from cloister.workflows.compare_groups import pooled_contrasts as protocol
 from cloister.workflows.compare_groups.contrast_terms import Bulk, Donors, Params, Part, Table, admitted
+from cloister.workflows.compare_groups.options import Options as Options
 from cloister.workflows.modes import modes_of
-from cloister.workflows.options import check_min_donors, option
 
 if TYPE_CHECKING:
     from anndata import AnnData
-
-VERSUS = " vs "
-
-
-@dataclass(frozen=True)
-class Options:
-    groups: tuple[str, ...] = option(help="groups to compare, the reference first")
-    donor_key: str = option(help="column of obs that names each cell's donor")
-    group_key: str = option("condition", "column of obs that names each cell's group")
-    label_key: str | None = option(
-        None, "column of obs with cell types: a table for each, and their shares; without it, one table of all cells"
-    )
-    compare: Literal["both", "expression", "composition"] = option("both", "genes, shares of cell types, or both")
-    contrasts: tuple[str, ...] = option((), "comparisons 'A vs B'; every other group against the first if none")
-    covariates: tuple[str, ...] = option((), "further columns of obs in the design: numbers, or names")
-    block: Literal["site", "donor", "none"] = option(
-        "site", "a level of its own for every site; for every donor (paired groups); for none"
-    )
-    labels: tuple[str, ...] = option((), "all names of cell types; if none, the sites' names are collected")
-    layer: str | None = option(None, "layer that holds the counts; X by default")
-    names: Literal["index", "symbol", "ensembl"] = option(
-        "index", "gene names to match by: as they stand, or symbols or Ensembl ids from var"
-    )
-    normalise: Literal["rle", "library"] = option("rle", "size factors (median ratios), or library sizes alone")
-    transform: Literal["logit", "asin"] = option("logit", "scale on which shares of cell types are compared")
-    min_cells: int = option(10, "smallest number of cells of a donor and type that are added up")
-    min_count: float = option(10.0, "counts that show a gene in a donor of mean size; enough donors have to show it")
-    min_donors: int = option(3, "smallest number of a site's own donors behind any opened number", opens=True)
-    fdr: float = option(0.05, "false discovery rate below which the report calls a difference one")
-    key_added: str = option("groups", "name in uns")
-
-    def __post_init__(self) -> None:
-        if len(self.groups) < 2 or len(set(self.groups)) != len(self.groups):
-            raise ParameterError("option 'groups' needs at least two names, each once, the reference first")
-        if any(VERSUS in name for name in self.groups):
-            raise ParameterError(f"the name of a group may not contain {VERSUS!r}; rename it at all sites")
-        if self.compare == "composition" and self.label_key is None:
-            raise ParameterError("shares of cell types need the option 'label_key'")
-        if len(set(self.covariates)) != len(self.covariates) or {self.group_key, self.donor_key} & {*self.covariates}:
-            raise ParameterError("option 'covariates' must name further columns, each once")
-        if not 0 < self.fdr < 1 or not self.min_count > 0 or self.min_cells < 1:
-            raise ParameterError("options 'fdr' must be in (0, 1), 'min_count' above 0, 'min_cells' at least 1")
-        check_min_donors(self.min_donors)
-        self.pairs()
-
-    def pairs(self) -> tuple[tuple[int, int], ...]:
-        """The contrasts, as positions among the groups."""
-        if not self.contrasts:
-            return tuple((i, 0) for i in range(1, len(self.groups)))
-        made = []
-        for text in self.contrasts:
-            one, _, other = text.partition(VERSUS)
-            if one == other or not {one, other} <= set(self.groups):
-                raise ParameterError(f"contrast {text!r} must be 'A vs B' with two of {', '.join(self.groups)}")
-            made.append((self.groups.index(one), self.groups.index(other)))
-        return tuple(made)
-
-    def contrast_names(self) -> list[str]:
-        return [f"{self.groups[a]}{VERSUS}{self.groups[b]}" for a, b in self.pairs()]
-
-    @property
-    def expression(self) -> bool:
-        return self.compare != "composition"
-
-    @property
-    def composition(self) -> bool:
-        return self.compare != "expression" and self.label_key is not None
 
 
 def compare_groups(adata: AnnData, session: Session | RemoteSession, *, copy: bool = False) -> AnnData | None:
@@ -155,8 +88,8 @@ def params_of(sites: tuple[Party, ...], coordinator: Party, options: Options) ->
         () if options.label_key is None else options.labels or None,
         options.expression,
         options.composition,
-        options.normalise,
-        options.transform,
+        "rle",
+        "logit",
         options.min_donors,
         options.min_count,
     )
@@ -264,7 +197,7 @@ def check_samples(adata: AnnData, options: Options, samples: Samples) -> None:
     twice = len(set(samples.donor.tolist())) < len(samples.donor)
     if twice and options.block != "donor":
         raise DataError(
-            "some donors have cells in several groups, which are no independent samples; "
+            "some donors have cells in several groups, which are not independent samples; "
             "pass block='donor' to compare them within donors"
         )
     if not twice and options.block == "donor":
@@ -362,4 +295,5 @@ WORKFLOW = Workflow(
     figures=figures,
     reads=lambda options, site: ("layer", "donor_key", "group_key", "label_key"),
     writes=("uns[{key_added!r}]",),
+    retired={"normalise": "size factors are median ratios", "transform": "fractions are compared as logits"},
 )
