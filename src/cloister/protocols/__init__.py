@@ -5,7 +5,7 @@ A protocol is called by its module's name, or by the `PROTOCOL` that it declares
 in which.
 
     mpc/sums/                     sums over sites
-      secure_sum            [BIK+17] fig. 4                              h s p plain
+      secure_sum            [BIK+17] fig. 4                              s p
       checked_sum           [BIK+17], [CW81] affine tags                h s p plain
       same_view             ours                                         h p plain s
       common_seed           [MA24] algorithm 1, without its server       h s p plain
