@@ -21,6 +21,7 @@ _WORKFLOWS = (  # each has a function of its name, the part of a site
     "find_outliers",
     "shared_pca",
     "integrate",
+    "cluster_cells",
     "compare_groups",
     "train_classifier",
     "map_labels",

@@ -30,6 +30,7 @@ SHIPPED = (
     "find-outliers",
     "shared-pca",
     "integrate",
+    "cluster-cells",
     "compare-groups",
     "train-classifier",
     "map-labels",
