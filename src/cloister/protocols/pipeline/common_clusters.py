@@ -104,9 +104,10 @@ class Labels:  # S ⇒ u
 def ideal(params: Params, xs: Mapping[Party, Cells]) -> dict[Party, Clusters]:
     found = next(iter(shared_prototypes.ideal(params.base, xs).values()))
     points = drawn(params, found)
-    codes = leiden.partition(graph_of(params, points), params.resolution, params.seed, RUNS)
-    return {u: clusters_of(params, found, points, codes, mine.x) for u, mine in xs.items()} | {
-        params.base.coordinator: clusters_of(params, found, points, codes, None)
+    graph = graph_of(params, points)
+    codes = leiden.partition(graph, params.resolution, params.seed, RUNS)
+    return {u: clusters_of(params, found, points, graph, codes, mine.x) for u, mine in xs.items()} | {
+        params.base.coordinator: clusters_of(params, found, points, graph, codes, None)
     }
 
 
@@ -152,9 +153,11 @@ def check_labels(params: Params, graph: Any, codes: I64) -> None:
         raise ProtocolAbort(NAME, "L4", "modularity", "the clusters fit the points worse than those computed here")
 
 
-def clusters_of(params: Params, found: Prototypes, points: F64, codes: I64, x: F64 | None) -> Clusters:
+def clusters_of(
+    params: Params, found: Prototypes, points: F64, graph: Any, codes: I64, x: F64 | None
+) -> Clusters:
     """L5."""
-    quality = leiden.modularity(graph_of(params, points), codes, params.resolution)
+    quality = leiden.modularity(graph, codes, params.resolution)
     if x is None or not len(x):
         return Clusters(found, points, codes, quality, np.zeros(0, np.int64), np.zeros(0))
     near = codes[leiden.nearest(x, points, params.n_neighbors)[0]]
@@ -177,7 +180,7 @@ async def site(ch: Channel, params: Params, mine: Cells, *, entropy: Entropy, id
     ch.step(f"clusters of {len(points)} points", protocol=NAME, line="L4")
     check_labels(params, graph, codes)  # L4
     await same_view.site(ch, params.view, identity=identity)  # L6
-    return clusters_of(params, found, points, codes, mine.x)  # L5
+    return clusters_of(params, found, points, graph, codes, mine.x)  # L5
 
 
 async def coordinator(ch: Channel, params: Params) -> Clusters:
@@ -185,7 +188,8 @@ async def coordinator(ch: Channel, params: Params) -> Clusters:
     found = await shared_prototypes.coordinator(ch.sub("prototypes"), params.base, finish=False)  # L1
     points = drawn(params, found)  # L2
     ch.step(f"clusters of {len(points)} points", protocol=NAME, line="L3")
-    codes = leiden.partition(graph_of(params, points), params.resolution, params.seed, RUNS)
+    graph = graph_of(params, points)
+    codes = leiden.partition(graph, params.resolution, params.seed, RUNS)
     await ch.broadcast(params.base.sites, Labels(codes))  # L3
     await same_view.coordinator(ch, params.view)  # L6
-    return clusters_of(params, found, points, codes, None)
+    return clusters_of(params, found, points, graph, codes, None)

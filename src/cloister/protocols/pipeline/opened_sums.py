@@ -25,8 +25,6 @@ from cloister.protocols.sums import checked_sum, common_seed, same_view
 from cloister.protocols.sums.gene_moments import LARGEST_SUM, join_sum, split_sum
 from cloister.study import Party
 
-RESOLUTION = 1e-6  # of sums over all sites, after fixed point
-
 
 @dataclass
 class OpenedSums:

@@ -1,8 +1,8 @@
 """Shared prototypes: many small groups of all sites' cells, as pooled sizes, means and variances, from checked sums.
 
     L1   u, S    common space, common seed      one embedding of d columns; a secret of the sites, for checked sums
-    L2   u       groups of similar cells        of its own cells, each with at least t cells of d' donors (`disclosure`);
-                 m, x̄, s                        the size of a group, and per column its mean and its mean of squares
+    L2   u       groups of similar cells        its own, each of at least t cells of d' donors (`disclosure`);
+                 m, x̄, s                        size of a group, and per column its mean and its mean of squares
     L3   u, S    Σ m, Σ m x̄, Σ m s              over all groups: the first prototype
     then up to `ROUNDS` times, until there are K prototypes:
     L4   u, S    split                          prototypes of at least 3/2 of N/K cells in two, along the column of
@@ -107,7 +107,7 @@ class Prototypes:
     cells: F64  # (K,)
     mean: F64  # (K, d)
     variance: F64  # (K, d), per column
-    sums: int = 0  # that were opened
+    trail: tuple[int, ...] = ()  # prototypes of every sum that was opened
 
     def __len__(self) -> int:
         return len(self.cells)
@@ -158,7 +158,6 @@ def check_site(mine: Cells) -> None:
 class Own:
     """L2: a site's groups of similar cells."""
 
-    groups: object
     size: F64  # (k,)
     mean: F64  # (k, d)
     square: F64  # (k, d)
@@ -172,7 +171,7 @@ class Own:
         groups = Rows(len(mine.x), mine.donor, least).similar(mine.x)
         means = groups.means(np.concatenate([mine.x, np.square(mine.x)], axis=1))
         d = mine.x.shape[1]
-        return Own(groups, groups.cells.astype(np.float64), means[:, :d], means[:, d:], groups.contribution)
+        return Own(groups.cells.astype(np.float64), means[:, :d], means[:, d:], groups.contribution)
 
     def sums(self, means: F64) -> Contribution:
         """L5: by nearest prototype, (K, 1 + 2d) in one vector."""
@@ -184,23 +183,19 @@ class Own:
         return self.contribution(sums.ravel())
 
 
-def of_sums(sums: F64, columns: int, line: str, opened: int) -> Prototypes:
-    """L5: prototypes that have cells; nothing that no cells give."""
-    cells, total, square = sums[:, 0], sums[:, 1 : 1 + columns], sums[:, 1 + columns :]
-    slack = opened_sums.RESOLUTION
-    if np.any(cells < -slack) or np.any(np.abs(cells - np.rint(cells)) > slack):
-        raise ProtocolAbort(NAME, line, "absurd", "a number of cells is negative, or not whole")
-    kept = cells > 0.5
+def of_sums(sums: F64, columns: int, line: str, trail: tuple[int, ...]) -> Prototypes:
+    """L5: prototypes that have cells.
+
+    Sums that no cells give are the work of a malicious site, which can choose its cells as well. They do not end the
+    run: prototypes without cells are dropped, and a variance is at least 0.
+    """
+    cells = np.rint(sums[:, 0])
+    kept = cells > 0
     if not kept.any():
         raise ProtocolAbort(NAME, line, "too-few-cells", "no site has enough cells for a group")
-    if np.abs(sums[~kept]).max(initial=0.0) > slack:
-        raise ProtocolAbort(NAME, line, "absurd", "a prototype without cells has a sum")
-    n = np.rint(cells[kept])[:, None]
-    mean = total[kept] / n
-    variance = square[kept] / n - np.square(mean)
-    if np.any(variance < -1e-6 * (1.0 + np.square(mean))):
-        raise ProtocolAbort(NAME, line, "absurd", "a sum is larger than its squares allow")
-    return Prototypes(n[:, 0], mean, np.maximum(variance, 0.0), opened)
+    mean = sums[kept, 1 : 1 + columns] / cells[kept, None]
+    variance = sums[kept, 1 + columns :] / cells[kept, None] - np.square(mean)
+    return Prototypes(cells[kept], mean, np.maximum(variance, 0.0), trail)
 
 
 def split(params: Params, now: Prototypes) -> F64 | None:
@@ -215,19 +210,18 @@ def split(params: Params, now: Prototypes) -> F64 | None:
     move = np.zeros((len(large), now.mean.shape[1]))
     move[np.arange(len(large)), column] = STEP * np.sqrt(now.variance[large, column])
     means = now.mean.copy()
-    means[large] -= move
+    means[large] -= move / 2  # nearer than the other half, so that a single group has one place to be
     return np.concatenate([means, now.mean[large] + move])
 
 
 async def course(params: Params, columns: int, add: Callable[[str, str, F64], Awaitable[F64]]) -> Prototypes:
     """L3 to L6: the same at every party."""
-    count = 0
+    trail: list[int] = []
 
     async def means_of(line: str, means: F64) -> Prototypes:
-        nonlocal count
-        count += 1
+        trail.append(len(means))
         what = f"sizes, means and variances of {len(means)} prototypes"
-        return of_sums(await add(line, what, means), columns, line, count)
+        return of_sums(await add(line, what, means), columns, line, tuple(trail))
 
     now = await means_of("L3", np.zeros((1, columns)))
     for _ in range(ROUNDS):

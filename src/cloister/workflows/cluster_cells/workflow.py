@@ -108,7 +108,7 @@ def summary(found: Clusters) -> dict[str, Any]:
         "sizes": {str(k): round(float(share) * total) for k, share in enumerate(shares)},
         "prototypes": len(found.prototypes),
         "modularity": found.modularity,
-        "sums": found.prototypes.sums,
+        "sums": len(found.prototypes.trail),
     }
 
 
