@@ -186,6 +186,29 @@ def integrate() -> Figure:
         )
 
 
+def cluster_cells() -> Figure:
+    from cloister.models.harmony import unit
+
+    sites = cl.rehearse("shared-pca", data=cl.demo_sites(), n_components=20, n_top_genes=300).data
+    moved = cl.rehearse("integrate", data=sites).data
+    run = cl.rehearse("cluster-cells", data=moved)
+    names = list(run.data["basel"].obs["cluster"].cat.categories)[:8]
+    kinds = np.concatenate([a.obs["cell_type"].astype(str) for a in run.data.values()])
+    codes = np.concatenate([a.obs["cluster"].astype(str) for a in run.data.values()])
+    likely = {k: max(set(kinds), key=lambda t, k=k: np.sum((codes == k) & (kinds == t))) for k in names}
+    with canvas(3, width=10.4, height=3.0) as c:
+        for axis, (p, a) in zip(c.axes, run.data.items(), strict=True):
+            told = a.uns["X_integrated"]
+            xy = (unit(a.obsm["X_integrated"]) - told["center"]) @ told["axes"]
+            here = a.obs["cluster"].astype(str).to_numpy()
+            points(axis, xy, [f"{k} ({likely[k]})" if k in likely else k for k in here],
+                   [f"{k} ({likely[k]})" for k in names], title=f"{p}, {a.n_obs} cells")  # fmt: skip
+        legend(c.axes[-1])
+        said = run.results["coordinator"]
+        alt = f"Cells of three sites in {said['clusters']} common clusters, from {said['prototypes']} prototypes."
+        return done(c, "cluster-cells", alt)
+
+
 def embed() -> Figure:
     from cloister.models.cell_bins import bin_cell
     from cloister.models.scgpt import Config, ScGPT
@@ -439,6 +462,7 @@ PICTURES: dict[str, Callable[[], Figure]] = {
     "bin-values": bin_values,
     "shared-pca": shared_pca,
     "integrate": integrate,
+    "cluster-cells": cluster_cells,
     "embed": embed,
     "find-outliers": find_outliers,
     "map-labels": map_labels,

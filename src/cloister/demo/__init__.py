@@ -20,7 +20,7 @@ from cloister.demo.labels import map_labels, propagate_labels
 from cloister.demo.models import adapt_model, fine_tune, train_cellcnn, train_classifier
 from cloister.demo.rows import HEADER, Played, Tell, halves
 from cloister.demo.rows import auroc as auroc
-from cloister.demo.statistics import bin_values, compare_groups, find_outliers, integrate, shared_pca
+from cloister.demo.statistics import bin_values, cluster_cells, compare_groups, find_outliers, integrate, shared_pca
 from cloister.demo.story import Story
 from cloister.report.page import write_report
 from cloister.run.results import save_run
@@ -30,6 +30,7 @@ DEMOS: dict[str, Callable[[Story, Tell], Played]] = {  # in the order of the sto
     "bin-values": bin_values,
     "shared-pca": shared_pca,
     "integrate": integrate,
+    "cluster-cells": cluster_cells,
     "find-outliers": find_outliers,
     "map-labels": map_labels,
     "propagate-labels": propagate_labels,

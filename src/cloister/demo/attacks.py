@@ -97,6 +97,25 @@ def own_directions(sent: Sent, x: Mapping[str, Any]) -> str:
     return f"how a site differs from all, cosine {np.mean(cosines):.2f} (guessing: 0.00)"
 
 
+def own_center(sent: Sent, x: Mapping[str, Any]) -> str:
+    """cluster-cells: the coordinator on where the cells of a site lie on average, from its first sum."""
+    true = {p: np.mean(y, axis=0) for p, y in x.items()}
+    whole = np.concatenate([*x.values()])
+    pooled, spread = whole.mean(axis=0), float(np.sqrt(whole.var(axis=0).sum()))
+    added = sent.by_sender(MASKED, to="coordinator", scope="sum/1")
+
+    def guess(p: str) -> Any:
+        words = added[Party(p)].y[: 2 * (1 + 2 * len(pooled))]
+        n, *read = shared_pca.join_sum(words)[: 1 + len(pooled)]
+        return np.array(read) / n if n == round(n) and 1 <= n <= len(whole) else pooled
+
+    def off(value: Any, p: str) -> float:
+        return float(np.linalg.norm(value - true[p])) / spread
+
+    miss, blind = (np.mean([off(f(p), p) for p in x]) for f in (guess, lambda p: pooled))
+    return f"the mean cell of a site, off by {miss:.2f} sd (guessing: {blind:.2f})"
+
+
 def own_donors(sent: Sent, sites: Mapping[str, Any], options: Mapping[str, Any]) -> str:
     """compare-groups: the coordinator on how many donors of each group and cell type a site has, from its first sum."""
     chosen = compare_groups.Options(**options)

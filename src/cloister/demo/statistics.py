@@ -13,7 +13,7 @@ from cloister.cells.genes import genes_in_common
 from cloister.demo import attacks
 from cloister.demo.rows import Played, Tell, auroc, cost_of, percent
 from cloister.demo.story import GROUPS, SPACE, Story, differing
-from cloister.models import isolation_forest
+from cloister.models import isolation_forest, leiden
 from cloister.models.harmony import EVERYTHING, Settings
 from cloister.protocols.harmony import federated_harmony
 from cloister.protocols.harmony.harmony_steps import Cells, Params, together
@@ -110,6 +110,35 @@ def integrate(story: Story, tell: Tell) -> Played:
         rows.append(("integrate", mode, "mixed", alone, found, pooled, leak, *cost_of(run)))
     story.integrated = runs[0].data
     return runs, rows
+
+
+def cluster_cells(story: Story, tell: Tell) -> Played:
+    """Agreement of clusters with the types that nobody was shown (normalised mutual information)."""
+    sites, sent = story.integrated, Sent(*MASKED)
+    run = rehearse("cluster-cells", sites, on_event=tell, on_frame=sent)
+    x = {p: np.asarray(a.obsm["X_integrated"]) for p, a in sites.items()}
+    truth = np.concatenate([story.truth[p] for p in x])
+
+    def found(y: Any) -> Any:
+        return leiden.partition(leiden.neighbour_graph(y, 15), 1.0, 0)
+
+    alone = float(np.mean([agreement(found(y), story.truth[p]) for p, y in x.items()]))
+    together = agreement(np.concatenate([run.data[p].obs["cluster"].cat.codes for p in x]), truth)
+    pooled = agreement(found(np.concatenate([*x.values()])), truth)
+    figures = (f"{v:.3f}" for v in (alone, together, pooled))
+    leak = attacks.own_center(sent, x)
+    return [run], [("cluster-cells", "hardened", "NMI", *figures, leak, *cost_of(run))]
+
+
+def agreement(one: Any, other: Any) -> float:
+    """Mutual information of two partitions, over the mean of their entropies."""
+    table = np.zeros((len(np.unique(one)), len(np.unique(other))))
+    np.add.at(table, (np.unique(one, return_inverse=True)[1], np.unique(other, return_inverse=True)[1]), 1.0 / len(one))
+    rows, columns = table.sum(axis=1), table.sum(axis=0)
+    there = table > 0
+    shared = float((table[there] * np.log(table[there] / np.outer(rows, columns)[there])).sum())
+    mean = -float((rows * np.log(rows)).sum() + (columns * np.log(columns)).sum()) / 2
+    return shared / mean if mean > 0 else 1.0
 
 
 def compare_groups(story: Story, tell: Tell) -> Played:

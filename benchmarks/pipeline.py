@@ -1,0 +1,154 @@
+"""The standard steps across sites, each beside its reference on pooled cells and each site alone.
+
+    python benchmarks/pipeline.py clusters            cluster-cells beside Leiden on the pooled cells, k-means, alone
+    python benchmarks/pipeline.py clusters --quick    blood every sixth cell
+    python benchmarks/pipeline.py clusters --scale 50000      three sites of so many simulated cells
+
+Sets, each after shared-pca (30 components) and integrate: blood of four batches (`pbmc_federation`), each a site; lung
+of two studies; glioblastoma of five patients; cytometry of one donor in three sites (`levine32_h2`, its own columns).
+"blood, hard": of the same, one site has no B cells and one has 40 cells.
+
+  ARI pooled   agreement with Leiden on the pooled integrated cells (the same graph: 15 neighbours, UMAP's weights,
+               igraph), mean over six seeds; target 0.9 of the agreement between two seeds of that
+  NMI, ARI     agreement with known types; target: not below pooled Leiden
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import time
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import anndata as ad
+import numpy as np
+
+from cloister.run.rehearsal import rehearse
+
+SEEDS = 6
+
+
+def integrated(whole, key, label, batch_key):
+    """Cells of each site in the joint space."""
+    whole.obs["cell_type"] = whole.obs[label].astype(str)
+    sites = {
+        str(v).lower().replace("_", "-"): whole[(whole.obs[key] == v).to_numpy()].copy()
+        for v in whole.obs[key].unique()
+    }
+    library = "n_counts_all_genes" if "n_counts_all_genes" in whole.obs else None
+    options = {"n_components": 30, "n_top_genes": min(1000, whole.n_vars - 1), "library_key": library, "min_cells": 40}
+    done = rehearse("shared-pca", sites, timeout=600, **options).data
+    return rehearse("integrate", done, timeout=600, min_cells=40, batch_key=batch_key).data
+
+
+def hard(whole):
+    """One site without B cells, one with forty cells."""
+    batch, rng = whole.obs["batch"].astype(str).to_numpy(), np.random.default_rng(0)
+    keep = ~((batch == "kang_ctrl") & (whole.obs["cell_type"].astype(str) == "B").to_numpy())
+    small = np.flatnonzero(batch == "pbmc3k")
+    keep[rng.permutation(small)[40:]] = False
+    return whole[keep].copy()
+
+
+def sets(data, *, quick):
+    every = 6 if quick else 1
+    blood = ad.read_h5ad(data / "scrna" / "pbmc_federation.h5ad")[::every].copy()
+    yield "blood", integrated(blood.copy(), "batch", "cell_type", None)
+    if quick:
+        return
+    yield "blood, hard", integrated(hard(blood), "batch", "cell_type", None)
+    lung = ad.read_h5ad(data / "scrna" / "lung_ts_vs_hlca.h5ad")
+    yield "lung", integrated(lung, "study", "cell_type_coarse", "batch")
+    tumour = ad.read_h5ad(data / "scrna" / "glioblastoma_panobinostat_zhao.h5ad")
+    yield "glioblastoma", integrated(tumour, "patient_id", "annotation", None)
+    with np.load(data / "cytometry" / "levine32_h2.npz") as f:
+        x, names = f["X"].astype(float), f["label"].astype(str)
+    order = np.random.default_rng(0).permutation(len(x))[:15000]
+    cells = {}
+    for name, at in zip(("one", "two", "three"), np.array_split(order, 3), strict=True):
+        a = ad.AnnData(np.zeros((len(at), 1), np.float32))
+        a.obsm["X_integrated"], a.uns["X_integrated"] = x[at], {"space": "levine32"}
+        a.obs["cell_type"] = names[at]
+        cells[name] = a
+    yield "cytometry", cells
+
+
+def clusters(data, *, quick):
+    from sklearn.cluster import KMeans
+    from sklearn.metrics import adjusted_rand_score as ari
+    from sklearn.metrics import normalized_mutual_info_score as nmi
+
+    from cloister.models.leiden import neighbour_graph, partition
+
+    for name, cells in sets(data, quick=quick):
+        x = np.concatenate([a.obsm["X_integrated"] for a in cells.values()])
+        kinds = np.concatenate([a.obs["cell_type"].astype(str).to_numpy() for a in cells.values()])
+        graph = neighbour_graph(x, 15)
+        pooled = [partition(graph, 1.0, seed) for seed in range(SEEDS)]
+        pairs = [ari(pooled[i], pooled[j]) for i in range(SEEDS) for j in range(i)]
+
+        def row(what, found, x=x, kinds=kinds, pooled=pooled, between=float(np.mean(pairs))):
+            same = float(np.mean([ari(p, found) for p in pooled]))
+            print(f"  {what:34s} ARI pooled {same:.3f} ({same / between:.3f} of two seeds)  "
+                  f"NMI {nmi(kinds, found):.3f}  ARI {ari(kinds, found):.3f}  {len(np.unique(found))} clusters", flush=True)  # fmt: skip
+
+        print(f"{name}: {len(x)} cells at {len(cells)} sites ({', '.join(str(a.n_obs) for a in cells.values())})")
+        quality = [(nmi(kinds, p), ari(kinds, p)) for p in pooled]
+        print(f"  {'pooled Leiden, six seeds':34s} two seeds  {np.mean(pairs):.3f} ({min(pairs):.3f} to {max(pairs):.3f})  "
+              f"NMI {np.mean([q[0] for q in quality]):.3f}  ARI {np.mean([q[1] for q in quality]):.3f}")  # fmt: skip
+        ours = []
+        for seed in range(3):
+            began = time.perf_counter()
+            run = rehearse("cluster-cells", {p: a.copy() for p, a in cells.items()}, timeout=600, seed=seed)
+            took = time.perf_counter() - began
+            ours.append(np.concatenate([a.obs["cluster"].astype(int).to_numpy() for a in run.data.values()]))
+            row(f"cluster-cells, seed {seed}", ours[-1])
+        said = run.results["coordinator"]
+        cost = [c for p, c in run.cost.items() if p != "coordinator"]
+        between = [ari(ours[i], ours[j]) for i in range(3) for j in range(i)]
+        print(f"  {'':34s} two seeds  {np.mean(between):.3f}; {said['prototypes']} prototypes, {said['sums']} sums, "
+              f"{max(c['bytes'] for c in cost) / 1e6:.1f} MB sent and {max(c['cpu_seconds'] for c in cost):.1f} CPU-s a site, "
+              f"{took:.0f} s")  # fmt: skip
+        row("k-means, as many clusters", KMeans(said["clusters"], n_init=3, random_state=0).fit_predict(x))
+        start, alone = 0, np.zeros(len(x), int)
+        for a in cells.values():
+            here = slice(start, start + a.n_obs)
+            mine = partition(neighbour_graph(x[here], min(15, a.n_obs)), 1.0, 0)
+            alone[here] = mine + alone.max() + 1
+            start += a.n_obs
+        row("each site alone, names do not meet", alone)
+
+
+def clusters_at_scale(cells):
+    rng = np.random.default_rng(0)
+    kinds, sites = rng.normal(0, 3, (15, 30)), {}
+    for p in ("one", "two", "three"):
+        a = ad.AnnData(np.zeros((cells, 1), np.float32))
+        a.obsm["X_integrated"], a.uns["X_integrated"] = kinds[rng.integers(0, 15, cells)] + rng.normal(0, 1, (cells, 30)), {"space": "x"}  # fmt: skip
+        sites[p] = a
+    began = time.perf_counter()
+    run = rehearse("cluster-cells", sites, timeout=600)
+    cost = run.cost["one"]
+    print(f"3 x {cells} cells: {time.perf_counter() - began:.0f} s, {cost['cpu_seconds']:.0f} CPU-s a site, "
+          f"{cost['bytes'] / 1e6:.1f} MB a site; {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6:.2f} GB for all parties "
+          f"together; {run.results['coordinator']['clusters']} clusters of 15 kinds")  # fmt: skip
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["clusters"])
+    parser.add_argument("--data", type=Path, default=Path(__file__).parents[2] / "shared" / "data")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--scale", type=int, default=0)
+    given = parser.parse_args()
+    if given.scale:
+        clusters_at_scale(given.scale)
+    else:
+        clusters(given.data, quick=given.quick)
+
+
+if __name__ == "__main__":
+    main()
