@@ -3,6 +3,7 @@
     python benchmarks/pipeline.py clusters            cluster-cells beside Leiden on the pooled cells, k-means, alone
     python benchmarks/pipeline.py clusters --quick    blood every sixth cell
     python benchmarks/pipeline.py clusters --scale 50000      three sites of so many simulated cells
+    python benchmarks/pipeline.py markers             find-markers beside a t-test on the pooled cells, and alone
 
 Sets, each after shared-pca (30 components) and integrate: blood of four batches (`pbmc_federation`), each a site; lung
 of two studies; glioblastoma of five patients; cytometry of one donor in three sites (`levine32_h2`, its own columns).
@@ -137,15 +138,79 @@ def clusters_at_scale(cells):
           f"together; {run.results['coordinator']['clusters']} clusters of 15 kinds")  # fmt: skip
 
 
+def pooled_markers(x, library, kinds, wanted):
+    """Genes by falling Welch t of each label against the rest, as scanpy's rank_genes_groups with a t-test."""
+    import scipy.sparse
+    from scipy.stats import ttest_ind_from_stats
+
+    logs = (scipy.sparse.diags(1e4 / np.maximum(library, 1e-9)) @ scipy.sparse.csr_matrix(x, dtype=float)).log1p()
+
+    def moments(at):
+        part, n = logs[at], int(at.sum())
+        mean = np.asarray(part.mean(axis=0)).ravel()
+        square = np.asarray(part.multiply(part).mean(axis=0)).ravel()
+        return mean, np.sqrt(np.maximum(square - mean**2, 0) * n / max(n - 1, 1)), n
+
+    found = {}
+    for kind in wanted:
+        with np.errstate(divide="ignore", invalid="ignore"):
+            t = ttest_ind_from_stats(*moments(kinds == kind), *moments(kinds != kind), equal_var=False)[0]
+        found[kind] = np.argsort(-np.nan_to_num(t), kind="stable")
+    return found
+
+
+def markers(data):
+    for name, key, label, donor in (
+        ("pbmc_federation", "batch", "cell_type", None),
+        ("lung_ts_vs_hlca", "study", "cell_type_coarse", None),
+        ("lung_ts_vs_hlca", "study", "cell_type_coarse", "donor"),
+        ("glioblastoma_panobinostat_zhao", "patient_id", "annotation", None),
+    ):
+        whole = ad.read_h5ad(data / "scrna" / f"{name}.h5ad")
+        whole.obs[label] = whole.obs[label].astype(str)
+        kinds, of = whole.obs[label].to_numpy(), whole.obs[key].astype(str).to_numpy()
+        library = whole.obs["n_counts_all_genes"].to_numpy(float) if "n_counts_all_genes" in whole.obs else None
+        sites = {v.lower().replace("_", "-"): whole[of == v].copy() for v in np.unique(of)}
+        began = time.perf_counter()
+        run = rehearse("find-markers", sites, label_key=label, donor_key=donor, timeout=600,
+                       library_key=None if library is None else "n_counts_all_genes")  # fmt: skip
+        took = time.perf_counter() - began
+        library = np.asarray(whole.X.sum(axis=1)).ravel() if library is None else library
+        table = next(iter(run.data.values())).uns["markers"]
+        labels = list(table["label"].unique())
+        pooled = pooled_markers(whole.X, library, kinds, labels)
+        genes, share = whole.var_names.to_numpy(), {}
+        print(f"{name}, {'donors named' if donor else 'cells counted'}: {took:.1f} s, "
+              f"{max(c['bytes'] for p, c in run.cost.items() if p != 'coordinator') / 1e6:.1f} MB a site; labels left out: "
+              f"{', '.join(run.results['coordinator']['left_out'] + sorted(set(kinds) - set(labels))) or 'none'}")  # fmt: skip
+        for kind in labels:
+            top = set(genes[pooled[kind][:50]])
+            share[kind] = len(top & set(table[table["label"] == kind]["gene"][:50])) / 50
+            alone = []
+            for v in np.unique(of):
+                at = of == v
+                if (kinds[at] == kind).sum() >= 2:
+                    mine = pooled_markers(whole.X[at], library[at], kinds[at], [kind])[kind]
+                    alone.append(len(top & set(genes[mine[:50]])) / 50)
+            most = max(int(((kinds == kind) & (of == v)).sum()) for v in np.unique(of))
+            print(f"  {kind:20s} {int((kinds == kind).sum()):5d} cells, {most:4d} at one site: top 50 shared {share[kind]:.2f}; "
+                  f"a site alone {np.mean(alone):.2f}")  # fmt: skip
+        shares = list(share.values())
+        print(f"  all labels: mean {np.mean(shares):.3f}; {sum(v >= 0.9 for v in shares)} of {len(shares)} at 0.90 or more",
+              flush=True)  # fmt: skip
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["clusters"])
+    parser.add_argument("what", choices=["clusters", "markers"])
     parser.add_argument("--data", type=Path, default=Path(__file__).parents[2] / "shared" / "data")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--scale", type=int, default=0)
     given = parser.parse_args()
     if given.scale:
         clusters_at_scale(given.scale)
+    elif given.what == "markers":
+        markers(given.data)
     else:
         clusters(given.data, quick=given.quick)
 

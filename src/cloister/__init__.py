@@ -22,6 +22,7 @@ _WORKFLOWS = (  # each has a function of its name, the part of a site
     "shared_pca",
     "integrate",
     "cluster_cells",
+    "find_markers",
     "compare_groups",
     "train_classifier",
     "map_labels",

@@ -80,6 +80,7 @@ CASES = [
     ("integrate", "hardened", {"use_rep": "X_pca", "n_clusters": 3, "rounds": 1, "updates": 1, "blocks": 2}),
     ("integrate", "published", {"use_rep": "X_pca", "n_clusters": 3, "rounds": 1, "updates": 1, "blocks": 2}),
     ("cluster-cells", "hardened", {"use_rep": "X_pca", "n_prototypes": 6, "resolution": 0.3}),
+    ("find-markers", "hardened", {"label_key": "cell_type", "donor_key": "donor"}),
     ("compare-groups", "hardened", {"groups": ("control", "case"), "donor_key": "donor", "min_cells": 5}),
     ("train-classifier", "hardened", {"n_top_genes": 5, "min_label_cells": 5}),
     ("train-classifier", "semi-honest", {"solver": "logistic", "n_top_genes": 5, "l2": 0.1, "min_label_cells": 5}),

@@ -31,6 +31,7 @@ SHIPPED = (
     "shared-pca",
     "integrate",
     "cluster-cells",
+    "find-markers",
     "compare-groups",
     "train-classifier",
     "map-labels",
