@@ -209,6 +209,42 @@ def cluster_cells() -> Figure:
         return done(c, "cluster-cells", alt)
 
 
+def find_markers() -> Figure:
+    from cloister.demo.statistics import best_genes
+
+    sites = cl.demo_sites()
+    kinds = {p: a.obs["cell_type"].astype(str).to_numpy() for p, a in sites.items()}
+    run = cl.rehearse("find-markers", data=sites, label_key="cell_type")
+    table, genes = run.data["basel"].uns["markers"], sites["basel"].var_names.to_numpy()
+    x = {p: np.log1p(1e4 * a.X.toarray() / np.maximum(np.asarray(a.X.sum(axis=1)), 1)) for p, a in sites.items()}
+    cells = run.results["coordinator"]["cells"]
+    labels = sorted(cells, key=lambda name: -cells[name])[:8]
+    shared: dict[str, list[float]] = {"cloister, hardened": [], "each site alone": []}
+    for name in labels:
+        pooled = best_genes(np.concatenate([*x.values()]), np.concatenate([*kinds.values()]) == name, genes)
+        shared["cloister, hardened"].append(len(pooled & {*table[table["label"] == name]["gene"][:50]}) / 50)
+        for p, y in x.items():
+            if (kinds[p] == name).sum() > 1:
+                shared["each site alone"].append(len(pooled & best_genes(y, kinds[p] == name, genes)) / 50)
+    drawn = table[table["label"].isin(labels)]
+    top = list(dict.fromkeys(g for name in labels for g in drawn[drawn["label"] == name]["gene"][:3]))
+    with canvas(2, width=10.4, height=3.6) as c:
+        for i, name in enumerate(labels):
+            rows = drawn[drawn["label"] == name].set_index("gene").loc[top]
+            change = np.clip(np.nan_to_num(rows["log_fold_change"]), -5, 5)
+            c.axes[0].scatter(np.arange(len(top)), np.full(len(top), i), s=70 * rows["fraction"], c=change, cmap="RdBu_r",
+                              vmin=-5, vmax=5, edgecolors=GREY, linewidths=0.4)  # fmt: skip
+        c.axes[0].set_xticks(range(len(top)), top, rotation=90, fontsize=7)
+        c.axes[0].set_yticks(range(len(labels)), labels, fontsize=8)
+        c.axes[0].invert_yaxis()
+        c.axes[0].set(title="Fold change (colour), fraction of cells (size)")
+        c.axes[0].grid(visible=False)
+        means = {name: float(np.mean(values)) for name, values in shared.items()}
+        bars(c.axes[1], means, title="Of the 50 best genes of the pooled cells", form="{:.2f}")
+        told = ", ".join(f"{name} {value:.2f}" for name, value in means.items())
+        return done(c, "find-markers", f"Best genes of {len(labels)} cell types. Of 50 pooled ones: {told}.")
+
+
 def embed() -> Figure:
     from cloister.models.cell_bins import bin_cell
     from cloister.models.scgpt import Config, ScGPT
@@ -463,6 +499,7 @@ PICTURES: dict[str, Callable[[], Figure]] = {
     "shared-pca": shared_pca,
     "integrate": integrate,
     "cluster-cells": cluster_cells,
+    "find-markers": find_markers,
     "embed": embed,
     "find-outliers": find_outliers,
     "map-labels": map_labels,

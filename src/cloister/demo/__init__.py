@@ -20,7 +20,15 @@ from cloister.demo.labels import map_labels, propagate_labels
 from cloister.demo.models import adapt_model, fine_tune, train_cellcnn, train_classifier
 from cloister.demo.rows import HEADER, Played, Tell, halves
 from cloister.demo.rows import auroc as auroc
-from cloister.demo.statistics import bin_values, cluster_cells, compare_groups, find_outliers, integrate, shared_pca
+from cloister.demo.statistics import (
+    bin_values,
+    cluster_cells,
+    compare_groups,
+    find_markers,
+    find_outliers,
+    integrate,
+    shared_pca,
+)
 from cloister.demo.story import Story
 from cloister.report.page import write_report
 from cloister.run.results import save_run
@@ -37,6 +45,7 @@ DEMOS: dict[str, Callable[[Story, Tell], Played]] = {  # in the order of the sto
     "fine-tune": fine_tune,
     "train-classifier": train_classifier,
     "compare-groups": compare_groups,
+    "find-markers": find_markers,
     "train-cellcnn": train_cellcnn,
     "adapt-model": adapt_model,
 }

@@ -116,6 +116,22 @@ def own_center(sent: Sent, x: Mapping[str, Any]) -> str:
     return f"the mean cell of a site, off by {miss:.2f} sd (guessing: {blind:.2f})"
 
 
+def own_label_sizes(sent: Sent, sizes: Mapping[str, Any]) -> str:
+    """find-markers: the coordinator on how many cells of each label a site has, from its sum."""
+    total = np.sum([*sizes.values()], axis=0)
+    added = sent.by_sender(MASKED, to="coordinator", scope="sum/1")
+
+    def guess(p: str) -> Any:
+        read = shared_pca.join_sum(added[Party(p)].y[:-2])[: len(total)]
+        return read if np.all((read >= 0) & (read <= total)) else total / len(sizes)
+
+    def off(value: Any, p: str) -> float:
+        return float(np.abs(value - sizes[p]).sum() / sizes[p].sum())
+
+    miss, blind = (np.mean([off(f(p), p) for p in sizes]) for f in (guess, lambda _: total / len(sizes)))
+    return f"a site's cells per label, off by {miss:.0%} (guessing: {blind:.0%})"
+
+
 def own_donors(sent: Sent, sites: Mapping[str, Any], options: Mapping[str, Any]) -> str:
     """compare-groups: the coordinator on how many donors of each group and cell type a site has, from its first sum."""
     chosen = compare_groups.Options(**options)

@@ -130,6 +130,35 @@ def cluster_cells(story: Story, tell: Tell) -> Played:
     return [run], [("cluster-cells", "hardened", "NMI", *figures, leak, *cost_of(run))]
 
 
+def find_markers(story: Story, tell: Tell) -> Played:
+    """How many of the fifty best genes of the pooled cells are found, over labels that the model gave."""
+    sites, sent = story.labelled, Sent(*MASKED)
+    run = rehearse("find-markers", sites, label_key="predicted", on_event=tell, on_frame=sent)
+    kinds = {p: a.obs["predicted"].astype(str).to_numpy() for p, a in sites.items()}
+    x = {p: np.log1p(1e4 * a.X.toarray() / np.maximum(np.asarray(a.X.sum(axis=1)), 1)) for p, a in sites.items()}
+    table, genes = run.data["basel"].uns["markers"], sites["basel"].var_names.to_numpy()
+    labels = [str(name) for name in table["label"].unique()]
+    together, alone = [], []
+    for name in labels:
+        pooled = best_genes(np.concatenate([*x.values()]), np.concatenate([*kinds.values()]) == name, genes)
+        together.append(len(pooled & {*table[table["label"] == name]["gene"][:50]}) / 50)
+        alone += [
+            len(pooled & best_genes(y, kinds[p] == name, genes)) / 50 for p, y in x.items() if (kinds[p] == name).sum() > 1
+        ]
+    sizes = {p: np.array([(of == name).sum() for name in labels], float) for p, of in kinds.items()}
+    leak = attacks.own_label_sizes(sent, sizes)
+    figures = percent(float(np.mean(alone)), float(np.mean(together)), 1.0)
+    return [run], [("find-markers", "hardened", "of 50 genes", *figures, leak, *cost_of(run))]
+
+
+def best_genes(x: Any, inside: Any, genes: Any) -> set[str]:
+    """The fifty of largest Welch t of these cells against the rest."""
+    moments = [(y.mean(axis=0), y.var(axis=0, ddof=1) / len(y)) for y in (x[inside], x[~inside])]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        t = (moments[0][0] - moments[1][0]) / np.sqrt(moments[0][1] + moments[1][1])
+    return {*genes[np.argsort(-np.nan_to_num(t, posinf=0.0), kind="stable")[:50]]}
+
+
 def agreement(one: Any, other: Any) -> float:
     """Mutual information of two partitions, over the mean of their entropies."""
     table = np.zeros((len(np.unique(one)), len(np.unique(other))))
