@@ -91,14 +91,16 @@ def clusters(data, *, quick):
         pooled = [partition(graph, 1.0, seed) for seed in range(SEEDS)]
         pairs = [ari(pooled[i], pooled[j]) for i in range(SEEDS) for j in range(i)]
 
-        def row(what, found, x=x, kinds=kinds, pooled=pooled, between=float(np.mean(pairs))):
+        def row(what, found, kinds=kinds, pooled=pooled, pairs=pairs):
             same = float(np.mean([ari(p, found) for p in pooled]))
-            print(f"  {what:34s} ARI pooled {same:.3f} ({same / between:.3f} of two seeds)  "
-                  f"NMI {nmi(kinds, found):.3f}  ARI {ari(kinds, found):.3f}  {len(np.unique(found))} clusters", flush=True)  # fmt: skip
+            share, known = same / np.mean(pairs), f"NMI {nmi(kinds, found):.3f}  ARI {ari(kinds, found):.3f}"
+            of = f"{len(np.unique(found))} clusters"
+            print(f"  {what:34s} ARI pooled {same:.3f} ({share:.3f} of two seeds)  {known}  {of}", flush=True)
 
         print(f"{name}: {len(x)} cells at {len(cells)} sites ({', '.join(str(a.n_obs) for a in cells.values())})")
         quality = [(nmi(kinds, p), ari(kinds, p)) for p in pooled]
-        print(f"  {'pooled Leiden, six seeds':34s} two seeds  {np.mean(pairs):.3f} ({min(pairs):.3f} to {max(pairs):.3f})  "
+        between = f"{np.mean(pairs):.3f} ({min(pairs):.3f} to {max(pairs):.3f})"
+        print(f"  {'pooled Leiden, six seeds':34s} two seeds  {between}  "
               f"NMI {np.mean([q[0] for q in quality]):.3f}  ARI {np.mean([q[1] for q in quality]):.3f}")  # fmt: skip
         ours = []
         for seed in range(3):
@@ -111,7 +113,8 @@ def clusters(data, *, quick):
         cost = [c for p, c in run.cost.items() if p != "coordinator"]
         between = [ari(ours[i], ours[j]) for i in range(3) for j in range(i)]
         print(f"  {'':34s} two seeds  {np.mean(between):.3f}; {said['prototypes']} prototypes, {said['sums']} sums, "
-              f"{max(c['bytes'] for c in cost) / 1e6:.1f} MB sent and {max(c['cpu_seconds'] for c in cost):.1f} CPU-s a site, "
+              f"{max(c['bytes'] for c in cost) / 1e6:.1f} MB sent and "
+              f"{max(c['cpu_seconds'] for c in cost):.1f} CPU-s a site, "
               f"{took:.0f} s")  # fmt: skip
         row("k-means, as many clusters", KMeans(said["clusters"], n_init=3, random_state=0).fit_predict(x))
         start, alone = 0, np.zeros(len(x), int)
@@ -128,14 +131,16 @@ def clusters_at_scale(cells):
     kinds, sites = rng.normal(0, 3, (15, 30)), {}
     for p in ("one", "two", "three"):
         a = ad.AnnData(np.zeros((cells, 1), np.float32))
-        a.obsm["X_integrated"], a.uns["X_integrated"] = kinds[rng.integers(0, 15, cells)] + rng.normal(0, 1, (cells, 30)), {"space": "x"}  # fmt: skip
+        a.obsm["X_integrated"] = kinds[rng.integers(0, 15, cells)] + rng.normal(0, 1, (cells, 30))
+        a.uns["X_integrated"] = {"space": "x"}
         sites[p] = a
     began = time.perf_counter()
     run = rehearse("cluster-cells", sites, timeout=600)
     cost = run.cost["one"]
     print(f"3 x {cells} cells: {time.perf_counter() - began:.0f} s, {cost['cpu_seconds']:.0f} CPU-s a site, "
-          f"{cost['bytes'] / 1e6:.1f} MB a site; {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6:.2f} GB for all parties "
-          f"together; {run.results['coordinator']['clusters']} clusters of 15 kinds")  # fmt: skip
+          f"{cost['bytes'] / 1e6:.1f} MB a site; "
+          f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6:.2f} GB for all parties together; "
+          f"{run.results['coordinator']['clusters']} clusters of 15 kinds")  # fmt: skip
 
 
 def pooled_markers(x, library, kinds, wanted):
@@ -180,9 +185,10 @@ def markers(data):
         labels = list(table["label"].unique())
         pooled = pooled_markers(whole.X, library, kinds, labels)
         genes, share = whole.var_names.to_numpy(), {}
-        print(f"{name}, {'donors named' if donor else 'cells counted'}: {took:.1f} s, "
-              f"{max(c['bytes'] for p, c in run.cost.items() if p != 'coordinator') / 1e6:.1f} MB a site; labels left out: "
-              f"{', '.join(run.results['coordinator']['left_out'] + sorted(set(kinds) - set(labels))) or 'none'}")  # fmt: skip
+        without = run.results["coordinator"]["left_out"] + sorted(set(kinds) - set(labels))
+        sent = max(c["bytes"] for p, c in run.cost.items() if p != "coordinator") / 1e6
+        print(f"{name}, {'donors named' if donor else 'cells counted'}: {took:.1f} s, {sent:.1f} MB a site; "
+              f"labels left out: {', '.join(without) or 'none'}")  # fmt: skip
         for kind in labels:
             top = set(genes[pooled[kind][:50]])
             share[kind] = len(top & set(table[table["label"] == kind]["gene"][:50])) / 50
@@ -193,11 +199,11 @@ def markers(data):
                     mine = pooled_markers(whole.X[at], library[at], kinds[at], [kind])[kind]
                     alone.append(len(top & set(genes[mine[:50]])) / 50)
             most = max(int(((kinds == kind) & (of == v)).sum()) for v in np.unique(of))
-            print(f"  {kind:20s} {int((kinds == kind).sum()):5d} cells, {most:4d} at one site: top 50 shared {share[kind]:.2f}; "
-                  f"a site alone {np.mean(alone):.2f}")  # fmt: skip
+            print(f"  {kind:20s} {int((kinds == kind).sum()):5d} cells, {most:4d} at one site: "
+                  f"top 50 shared {share[kind]:.2f}; a site alone {np.mean(alone):.2f}")  # fmt: skip
         shares = list(share.values())
-        print(f"  all labels: mean {np.mean(shares):.3f}; {sum(v >= 0.9 for v in shares)} of {len(shares)} at 0.90 or more",
-              flush=True)  # fmt: skip
+        good = f"{sum(v >= 0.9 for v in shares)} of {len(shares)} at 0.90 or more"
+        print(f"  all labels: mean {np.mean(shares):.3f}; {good}", flush=True)
 
 
 def main():

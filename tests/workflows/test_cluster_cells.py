@@ -106,7 +106,10 @@ def test_as_a_function(sites):
 
 
 def inflated(a):
-    made = ad.AnnData(np.zeros((600, 2), np.float32), obs=a.obs.iloc[np.tile(np.arange(20), 30)].set_axis([f"c{i}" for i in range(600)]))
+    made = ad.AnnData(
+        np.zeros((600, 2), np.float32),
+        obs=a.obs.iloc[np.tile(np.arange(20), 30)].set_axis([f"c{i}" for i in range(600)]),
+    )
     made.obsm["X_pca"], made.uns["X_pca"] = np.tile(a.obsm["X_pca"][:20], (30, 1)), dict(a.uns["X_pca"])
     return made
 

@@ -80,10 +80,14 @@ def test_beside_the_pooled_cells(sites):
         t = (a.mean(axis=0) - b.mean(axis=0)) / np.sqrt(a.var(axis=0, ddof=1) / len(a) + b.var(axis=0, ddof=1) / len(b))
         order = [f"G{i:02d}" for i in np.argsort(-t)]
         assert mine[order[:3]].min() > 5
-        assert np.corrcoef(mine[[f"G{i:02d}" for i in range(30)]], t)[0, 1] > 0.98  # a site of 40 cells adds its small entries to the rest
+        assert (
+            np.corrcoef(mine[[f"G{i:02d}" for i in range(30)]], t)[0, 1] > 0.98
+        )  # a site of 40 cells adds its small entries to the rest
 
 
-@pytest.mark.parametrize("options", [{"library_key": "total"}, {"labels": ("B", "NK", "T", "plasma")}, {"target_sum": 1e6}])
+@pytest.mark.parametrize(
+    "options", [{"library_key": "total"}, {"labels": ("B", "NK", "T", "plasma")}, {"target_sum": 1e6}]
+)
 def test_options(sites, options):
     done = rehearse("find-markers", {p: a.copy() for p, a in sites.items()}, **QUICK | options)
     assert [g[0] for g in done.results["coordinator"]["markers"].values()][0] in ("G00", "G01", "G02")

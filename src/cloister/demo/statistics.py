@@ -143,7 +143,9 @@ def find_markers(story: Story, tell: Tell) -> Played:
         pooled = best_genes(np.concatenate([*x.values()]), np.concatenate([*kinds.values()]) == name, genes)
         together.append(len(pooled & {*table[table["label"] == name]["gene"][:50]}) / 50)
         alone += [
-            len(pooled & best_genes(y, kinds[p] == name, genes)) / 50 for p, y in x.items() if (kinds[p] == name).sum() > 1
+            len(pooled & best_genes(y, kinds[p] == name, genes)) / 50
+            for p, y in x.items()
+            if (kinds[p] == name).sum() > 1
         ]
     sizes = {p: np.array([(of == name).sum() for name in labels], float) for p, of in kinds.items()}
     leak = attacks.own_label_sizes(sent, sizes)

@@ -68,6 +68,16 @@ def neighbour_graph(points: F64, k: int) -> Any:
     return (one + one.T - one.multiply(one.T)).tocsr()
 
 
+def drawn(cells: F64, mean: F64, variance: F64, most: int, seed: int) -> F64:
+    """Points that stand for the cells of prototypes: as many as these, at most `most`, normal around their means."""
+    ends = np.cumsum(cells)
+    total = min(float(ends[-1]), float(most))
+    own = np.repeat(np.arange(len(cells)), np.diff(np.rint(ends / ends[-1] * total), prepend=0.0).astype(np.int64))
+    noise = np.random.default_rng([seed & 0xFFFFFFFF, 40]).standard_normal((len(own), mean.shape[1]))
+    points: F64 = mean[own] + np.sqrt(variance)[own] * noise
+    return points
+
+
 def modularity(graph: Any, labels: I64, resolution: float) -> float:
     """Of a partition, per unit of weight."""
     k = int(labels.max(initial=0)) + 1

@@ -84,7 +84,9 @@ def test_figures_are_those_of_the_pooled_cells():
         np.testing.assert_allclose(np.log10(found.p[k] + 1e-300), np.log10(p + 1e-300), rtol=0.05, atol=0.1)
         change = np.log2(np.expm1(one.mean(axis=0)) / np.expm1(rest.mean(axis=0)))
         np.testing.assert_allclose(found.log_fold_change[k], change, atol=0.01)
-        np.testing.assert_allclose(found.fraction[k], (one > 0).mean(axis=0), atol=0.04)  # few that lack it count as none
+        np.testing.assert_allclose(
+            found.fraction[k], (one > 0).mean(axis=0), atol=0.04
+        )  # few that lack it count as none
         np.testing.assert_allclose(found.fraction_rest[k], (rest > 0).mean(axis=0), atol=0.04)
         assert set(np.argsort(-found.t[k])[:2]) == {2 * k, 2 * k + 1}
         assert found.cells[k] == 300
@@ -99,7 +101,9 @@ def test_over_donors_each_is_compared_with_itself():
         y = 1e4 * x / x.sum(axis=1, keepdims=True)
         for d in range(5):
             of = mine.cells.donor == d
-            ratios.append(np.log2((y[of & (kinds == "B")].mean(axis=0) + 0.1) / (y[of & (kinds != "B")].mean(axis=0) + 0.1)))
+            ratios.append(
+                np.log2((y[of & (kinds == "B")].mean(axis=0) + 0.1) / (y[of & (kinds != "B")].mean(axis=0) + 0.1))
+            )
     t, p = scipy.stats.ttest_1samp(ratios, 0)
     assert found.donors.tolist() == [15, 15, 15]
     np.testing.assert_allclose(found.donor_change[0], np.mean(ratios, axis=0), atol=0.01)
@@ -165,7 +169,9 @@ def test_a_gene_that_few_cells_of_a_label_express_is_zero_there_and_has_no_compl
     """Attack: another site subtracts its part; the rest of the gene's sum would be that of these cells."""
     c = case()
     mine = c.inputs[C][0]
-    at = np.concatenate([np.flatnonzero(np.array(mine.labels) == "B")[:r], np.flatnonzero(np.array(mine.labels) == "T")])
+    at = np.concatenate(
+        [np.flatnonzero(np.array(mine.labels) == "B")[:r], np.flatnonzero(np.array(mine.labels) == "T")]
+    )
     part, n, m, log, square = parts_of(c, with_counts(mine, 10, at, 50))
     assert m[0, 10] == log[0, 10] == square[0, 10] == 0
     assert m[2, 10] == 40
@@ -177,7 +183,9 @@ def test_a_gene_that_few_cells_of_a_label_express_is_zero_there_and_has_no_compl
 def test_small_entries_of_several_labels_are_one_group():
     c = case()
     mine = c.inputs[C][0]
-    at = np.concatenate([np.flatnonzero(np.array(mine.labels) == kind)[:r] for kind, r in zip(KINDS, (4, 5, 6), strict=True)])
+    at = np.concatenate(
+        [np.flatnonzero(np.array(mine.labels) == kind)[:r] for kind, r in zip(KINDS, (4, 5, 6), strict=True)]
+    )
     part, _, m, log, _ = parts_of(c, with_counts(mine, 10, at, 50))
     assert m[:, 10].tolist() == [0, 0, 0, 15]
     assert log[3, 10] > 0
@@ -205,7 +213,9 @@ def test_donors_are_counted_where_they_are_named():
     _, _, m, log, _ = parts_of(c, with_counts(mine, 10, np.flatnonzero(lacks), 50))
     assert m[0, 10] == 0  # those that lack it are of two donors
     assert log[0, 10] > 0
-    found = next(iter(pooled_markers.ideal(c.params, {**plain_inputs(c), C: with_counts(mine, 10, lacks, 50)}).values()))
+    found = next(
+        iter(pooled_markers.ideal(c.params, {**plain_inputs(c), C: with_counts(mine, 10, lacks, 50)}).values())
+    )
     assert 0 <= found.fraction[0, 10] <= 1
 
 

@@ -129,12 +129,7 @@ def cost(
 
 def drawn(params: Params, found: Prototypes) -> F64:
     """L2."""
-    ends = np.cumsum(found.cells)
-    most = min(ends[-1], float(MOST))
-    own = np.repeat(np.arange(len(found)), np.diff(np.rint(ends / ends[-1] * most), prepend=0.0).astype(np.int64))
-    noise = np.random.default_rng([params.seed & 0xFFFFFFFF, 40]).standard_normal((len(own), found.mean.shape[1]))
-    points: F64 = found.mean[own] + np.sqrt(found.variance)[own] * noise
-    return points
+    return leiden.drawn(found.cells, found.mean, found.variance, MOST, params.seed)
 
 
 def graph_of(params: Params, points: F64) -> Any:
@@ -153,9 +148,7 @@ def check_labels(params: Params, graph: Any, codes: I64) -> None:
         raise ProtocolAbort(NAME, "L4", "modularity", "the clusters fit the points worse than those computed here")
 
 
-def clusters_of(
-    params: Params, found: Prototypes, points: F64, graph: Any, codes: I64, x: F64 | None
-) -> Clusters:
+def clusters_of(params: Params, found: Prototypes, points: F64, graph: Any, codes: I64, x: F64 | None) -> Clusters:
     """L5."""
     quality = leiden.modularity(graph, codes, params.resolution)
     if x is None or not len(x):

@@ -10,7 +10,7 @@ before. Sends and opens in the name of the protocol that it works for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -85,5 +85,5 @@ def cost(
     return add_costs((coordinator, *sites), parts)
 
 
-def add_costs(parties: tuple[Party, ...], parts: list[Mapping[Party, tuple[int, int]]]) -> dict[Party, tuple[int, int]]:
+def add_costs(parties: tuple[Party, ...], parts: Sequence[Mapping[Party, tuple[int, int]]]) -> dict[Party, tuple[int, int]]:
     return {u: (sum(p[u][0] for p in parts), sum(p[u][1] for p in parts)) for u in parties}

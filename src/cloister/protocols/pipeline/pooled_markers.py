@@ -303,7 +303,10 @@ def markers_of(params: Params, labels: Sequence[str], common: Sequence[str], tot
     present = n > 0
     if present.sum() < 2:
         raise ProtocolAbort(
-            NAME, "L3", "labels", f"{int(present.sum())} label(s) have {params.min_cells} cells at a site; two are needed"
+            NAME,
+            "L3",
+            "labels",
+            f"{int(present.sum())} label(s) have {params.min_cells} cells at a site; two are needed",
         )
     with np.errstate(divide="ignore", invalid="ignore"):
         rest_n = all_n - n
@@ -318,8 +321,8 @@ def markers_of(params: Params, labels: Sequence[str], common: Sequence[str], tot
     people, by_donor, donor_t, donor_p = np.zeros(K), nothing, nothing, nothing
     if params.donors:
         people = np.rint(of_donors[:K])
-        counts, sums, squares = (x.reshape(K, g) for x in np.split(of_donors[K:], 3))
-        by_donor, donor_t, donor_p = one_sample(np.rint(counts), sums, squares)
+        counts, ratios, squares = (x.reshape(K, g) for x in np.split(of_donors[K:], 3))
+        by_donor, donor_t, donor_p = one_sample(np.rint(counts), ratios, squares)
     unknown = ~present
     for table in (t, p, change, fraction, fraction_rest):
         table[unknown] = np.nan

@@ -29,7 +29,9 @@ def figures(outcomes: Mapping[str, Outcome], options: Any) -> list[Figure]:
 def shares(codes: Mapping[str, Any], names: list[str]) -> Figure:
     """Clusters of the sites that are here, as shares of the site's cells."""
     table = np.stack([np.bincount(c, minlength=len(names)) / max(len(c), 1) for c in codes.values()])
-    largest = "; ".join(f"{s}: cluster {names[int(row.argmax())]}, {row.max():.0%}" for s, row in zip(codes, table, strict=True))
+    largest = "; ".join(
+        f"{s}: cluster {names[int(row.argmax())]}, {row.max():.0%}" for s, row in zip(codes, table, strict=True)
+    )
     return heatmap(
         table,
         list(codes),

@@ -45,5 +45,7 @@ def dot_plot(table: Any, each: int = EACH) -> Figure:
         for part in (0.25, 0.5, 1.0):
             c.axis.scatter([], [], s=90 * part, c="white", edgecolors="#535c66", label=f"{part:.0%} of cells")
         c.axis.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=3, borderaxespad=0.2)
-        best = "; ".join(f"{label}: {', '.join(genes[i * each : (i + 1) * each])}" for i, label in enumerate(labels[:4]))
+        best = "; ".join(
+            f"{label}: {', '.join(genes[i * each : (i + 1) * each])}" for i, label in enumerate(labels[:4])
+        )
         return c.done("Markers", f"Best genes of {len(labels)} labels by fold change and fraction of cells. {best}.")
