@@ -19,6 +19,7 @@ from cloister._version import __version__
 _WORKFLOWS = (  # each has a function of its name, the part of a site
     "bin_values",
     "find_outliers",
+    "choose_genes",
     "shared_pca",
     "integrate",
     "cluster_cells",

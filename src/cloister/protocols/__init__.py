@@ -19,7 +19,8 @@ semi-honest, p published, plain; `data/modes.toml` says which workflow runs it i
     harmony/        integrate
       pooled_harmony        [KMF+19]; sums ours                          h
       federated_harmony     [FH], as its code does it                    p
-    pipeline/       cluster-cells, find-markers
+    pipeline/       choose-genes, cluster-cells, find-markers
+      variable_genes        [SBH+19]; sum of ranks ours                  h
       shared_prototypes     [LBG80] on groups of cells; sums ours        h
       common_clusters       [TWE19], on points drawn from these          h
       pooled_markers        [Wel47], [SMO21]; sums ours                  h

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 SHIPPED = (
     "bin-values",
     "find-outliers",
+    "choose-genes",
     "shared-pca",
     "integrate",
     "cluster-cells",
