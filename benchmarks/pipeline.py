@@ -4,6 +4,7 @@
     python benchmarks/pipeline.py clusters --quick    blood every sixth cell
     python benchmarks/pipeline.py clusters --scale 50000      three sites of so many simulated cells
     python benchmarks/pipeline.py markers             find-markers beside a t-test on the pooled cells, and alone
+    python benchmarks/pipeline.py genes               choose-genes beside the same steps without caps, and alone
 
 Sets, each after shared-pca (30 components) and integrate: blood of four batches (`pbmc_federation`), each a site; lung
 of two studies; glioblastoma of five patients; cytometry of one donor in three sites (`levine32_h2`, its own columns).
@@ -206,17 +207,68 @@ def markers(data):
         print(f"  all labels: mean {np.mean(shares):.3f}; {good}", flush=True)
 
 
+def genes(data):
+    """Labels by ten nearest cells of the same batch, in 30 components of the chosen genes."""
+    import scipy.sparse
+    from sklearn.decomposition import PCA
+    from sklearn.neighbors import NearestNeighbors
+
+    from cloister.models import variable_genes as model
+
+    def accuracy(whole, picked, of, kinds, library):
+        x = whole.X[:, picked].toarray() / library[:, None] * 1e4
+        x = np.log1p(x)
+        x = np.clip((x - x.mean(axis=0)) / np.maximum(x.std(axis=0), 1e-9), -10, 10)
+        x = PCA(30, random_state=0, svd_solver="randomized").fit_transform(x)
+        right = []
+        for b in np.unique(of):
+            y, names = x[of == b], kinds[of == b]
+            near = NearestNeighbors(n_neighbors=11).fit(y).kneighbors(y, return_distance=False)[:, 1:]
+            votes = [max(sorted(set(names[row])), key=list(names[row]).count) for row in near]
+            right.append(np.mean(np.array(votes) == names))
+        return float(np.mean(right))
+
+    for name, key, label, n in (
+        ("pbmc_federation", "batch", "cell_type", 500),
+        ("lung_ts_vs_hlca", "study", "cell_type_coarse", 500),
+        ("glioblastoma_panobinostat_zhao", "patient_id", "annotation", 100),
+        ("cellline_mixology", "batch", "cell_type", 500),
+    ):
+        whole = ad.read_h5ad(data / "scrna" / f"{name}.h5ad")
+        whole.X = scipy.sparse.csr_matrix(whole.X, dtype=np.float64)
+        of, kinds = (whole.obs[k].astype(str).to_numpy() for k in (key, label))
+        library = np.asarray(whole.X.sum(axis=1)).ravel()
+        sites = {v.lower().replace("_", "-"): whole[of == v].copy() for v in np.unique(of)}
+        began = time.perf_counter()
+        run = rehearse("choose-genes", sites, n_top_genes=n, timeout=600)
+        took = time.perf_counter() - began
+        ours = run.data[next(iter(sites))].var["highly_variable"].to_numpy()
+        ranks = [
+            model.ranked(model.normalised_variance(scipy.sparse.csc_matrix(whole.X[of == v])), n) for v in np.unique(of)
+        ]
+        free, _ = model.chosen(
+            np.sum([r >= 0 for r in ranks], axis=0).astype(float), np.sum([np.maximum(r, 0) for r in ranks], axis=0), n
+        )
+        sent = max(c["bytes"] for p, c in run.cost.items() if p != "coordinator") / 1e6
+        print(f"{name}: {n} of {whole.n_vars} genes, {len(sites)} sites; {took:.1f} s, {sent:.2f} MB a site")
+        print(f"  chosen by choose-genes as well as without caps: {(ours & free).sum() / n:.2f}; "
+              f"as by a site alone: {np.mean([(free & (r >= 0)).sum() / n for r in ranks]):.2f}")  # fmt: skip
+        print(f"  accuracy of labels: choose-genes {accuracy(whole, ours, of, kinds, library):.3f}, "
+              f"without caps {accuracy(whole, free, of, kinds, library):.3f}, "
+              f"all genes {accuracy(whole, np.ones(whole.n_vars, bool), of, kinds, library):.3f}", flush=True)  # fmt: skip
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["clusters", "markers"])
+    parser.add_argument("what", choices=["clusters", "markers", "genes"])
     parser.add_argument("--data", type=Path, default=Path(__file__).parents[2] / "shared" / "data")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--scale", type=int, default=0)
     given = parser.parse_args()
     if given.scale:
         clusters_at_scale(given.scale)
-    elif given.what == "markers":
-        markers(given.data)
+    elif given.what != "clusters":
+        {"markers": markers, "genes": genes}[given.what](given.data)
     else:
         clusters(given.data, quick=given.quick)
 

@@ -186,6 +186,33 @@ def integrate() -> Figure:
         )
 
 
+def choose_genes() -> Figure:
+    sites = cl.demo_sites()
+    run = cl.rehearse("choose-genes", data=sites, n_top_genes=300)
+    said = run.results["coordinator"]
+    logs = {p: np.log1p(1e4 * a.X.toarray() / np.asarray(a.X.sum(axis=1))) for p, a in sites.items()}
+    every, picked = np.concatenate([*logs.values()]), run.data["basel"].var["highly_variable"].to_numpy()
+    of = np.repeat(np.arange(len(logs)), [len(x) for x in logs.values()])
+    between = np.stack([x.mean(axis=0) for x in logs.values()])
+    share = np.bincount(of) @ np.square(between - every.mean(axis=0)) / len(every) / np.maximum(every.var(axis=0), 1e-9)
+    pooled = np.zeros(len(picked), bool)
+    pooled[np.argsort(-every.var(axis=0))[:300]] = True
+    with canvas(2, width=9.2, height=3.0) as c:
+        counts = {int(k): n for k, n in said["chosen_by_batches"].items()}
+        c.axes[0].bar(list(counts), list(counts.values()), color=COLOURS[0])
+        c.axes[0].set(xlabel="sites that rank the gene high", ylabel="chosen genes", title="300 chosen genes")
+        c.axes[0].xaxis.get_major_locator().set_params(integer=True)
+        means = {"choose-genes": float(share[picked].mean()), "largest variance, pooled": float(share[pooled].mean())}
+        bars(
+            c.axes[1],
+            {k: 100 * v for k, v in means.items()},
+            title="Variance between sites, of the genes' own",
+            form="{:.1f} %",
+        )
+        told = ", ".join(f"{k} {100 * v:.1f} %" for k, v in means.items())
+        return done(c, "choose-genes", f"300 genes by the sites that rank them high. Variance between sites: {told}.")
+
+
 def cluster_cells() -> Figure:
     from cloister.models.harmony import unit
 
@@ -498,6 +525,7 @@ PICTURES: dict[str, Callable[[], Figure]] = {
     "bin-values": bin_values,
     "shared-pca": shared_pca,
     "integrate": integrate,
+    "choose-genes": choose_genes,
     "cluster-cells": cluster_cells,
     "find-markers": find_markers,
     "embed": embed,

@@ -85,7 +85,8 @@ def test_later_steps_take_the_chosen_genes(run):
 
 
 @pytest.mark.parametrize(
-    ("key", "message"), [("none", "'none'] must be there"), ("highly_variable_rank", "must be there"), ("few", "names 2 genes")]
+    ("key", "message"),
+    [("none", "'none'] must be there"), ("highly_variable_rank", "must be there"), ("few", "names 2 genes")],
 )
 def test_a_column_that_names_no_genes(run, key, message):
     bad = {p: a.copy() for p, a in run.data.items()}

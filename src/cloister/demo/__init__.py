@@ -22,6 +22,7 @@ from cloister.demo.rows import HEADER, Played, Tell, halves
 from cloister.demo.rows import auroc as auroc
 from cloister.demo.statistics import (
     bin_values,
+    choose_genes,
     cluster_cells,
     compare_groups,
     find_markers,
@@ -36,6 +37,7 @@ from cloister.run.run import Run
 
 DEMOS: dict[str, Callable[[Story, Tell], Played]] = {  # in the order of the story
     "bin-values": bin_values,
+    "choose-genes": choose_genes,
     "shared-pca": shared_pca,
     "integrate": integrate,
     "cluster-cells": cluster_cells,

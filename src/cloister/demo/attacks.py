@@ -97,6 +97,20 @@ def own_directions(sent: Sent, x: Mapping[str, Any]) -> str:
     return f"how a site differs from all, cosine {np.mean(cosines):.2f} (guessing: 0.00)"
 
 
+def own_ranks(sent: Sent, ranks: Mapping[str, Any]) -> str:
+    """choose-genes: the coordinator on which genes a site ranks high, from its sum."""
+    added = sent.by_sender(MASKED, to="coordinator", scope="sum/1")
+    hits = {p: (r >= 0).astype(float) for p, r in ranks.items()}
+    likely = np.mean([*hits.values()], axis=0) > 0.5
+
+    def guess(p: str) -> Any:
+        read = shared_pca.join_sum(added[Party(p)].y[:-2])[1 : 1 + len(likely)]
+        return read > 0.5 if np.all((read == 0) | (read == 1)) else likely
+
+    right, blind = (np.mean([np.mean(f(p) == (hits[p] > 0)) for p in hits]) for f in (guess, lambda _: likely))
+    return f"which genes a site ranks high, {right:.0%} right (guessing: {blind:.0%})"
+
+
 def own_center(sent: Sent, x: Mapping[str, Any]) -> str:
     """cluster-cells: the coordinator on where the cells of a site lie on average, from its first sum."""
     true = {p: np.mean(y, axis=0) for p, y in x.items()}

@@ -13,7 +13,7 @@ from cloister.cells.genes import genes_in_common
 from cloister.demo import attacks
 from cloister.demo.rows import Played, Tell, auroc, cost_of, percent
 from cloister.demo.story import GROUPS, SPACE, Story, differing
-from cloister.models import isolation_forest, leiden
+from cloister.models import isolation_forest, leiden, variable_genes
 from cloister.models.harmony import EVERYTHING, Settings
 from cloister.protocols.harmony import federated_harmony
 from cloister.protocols.harmony.harmony_steps import Cells, Params, together
@@ -110,6 +110,24 @@ def integrate(story: Story, tell: Tell) -> Played:
         rows.append(("integrate", mode, "mixed", alone, found, pooled, leak, *cost_of(run)))
     story.integrated = runs[0].data
     return runs, rows
+
+
+def choose_genes(story: Story, tell: Tell) -> Played:
+    """How many of the genes that vary most within the batches of all cells in one place are chosen."""
+    sites, sent, n = story.sites, Sent(*MASKED), 300
+    run = rehearse("choose-genes", sites, n_top_genes=n, on_event=tell, on_frame=sent)
+    own = {
+        p: variable_genes.ranked(variable_genes.normalised_variance(variable_genes.capped(a.X, None, 10, 3)), n)
+        for p, a in sites.items()
+    }
+    hits, ranks = (
+        np.sum(x, axis=0).astype(float) for x in zip(*((r >= 0, np.maximum(r, 0)) for r in own.values()), strict=True)
+    )
+    pooled, _ = variable_genes.chosen(hits, ranks, n)
+    found = sites["basel"].var_names.isin(run.data["basel"].var_names[run.data["basel"].var["highly_variable"]])
+    alone = float(np.mean([(pooled & (r >= 0)).sum() / n for r in own.values()]))
+    figures = percent(alone, float((pooled & found).sum() / n), 1.0)
+    return [run], [("choose-genes", "hardened", f"of {n} genes", *figures, attacks.own_ranks(sent, own), *cost_of(run))]
 
 
 def cluster_cells(story: Story, tell: Tell) -> Played:

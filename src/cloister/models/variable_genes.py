@@ -58,7 +58,9 @@ def capped(x: Any, donor: I64 | None, min_cells: int, min_donors: int) -> Any:
             tops = np.zeros(int(donor.max(initial=-1)) + 1)
             np.maximum.at(tops, donor[columns.indices[part]], values)
             tops = tops[tops > 0]
-            values = np.minimum(values, np.partition(tops, -min_donors)[-min_donors] if len(tops) >= min_donors else 0.0)
+            values = np.minimum(
+                values, np.partition(tops, -min_donors)[-min_donors] if len(tops) >= min_donors else 0.0
+            )
         columns.data[part] = np.minimum(values, largest_allowed(values, min_cells))
     columns.eliminate_zeros()
     return columns

@@ -149,7 +149,9 @@ def test_few_cells_do_not_decide_a_rank():
     mine = c.inputs[C][0]
     flat = with_gene(mine, 20, np.tile([2, 3], 50))
     peak = with_gene(mine, 20, np.where(np.arange(100) < 5, 80, np.tile([2, 3], 50)))
-    uncapped = [model.ranked(model.normalised_variance(scipy.sparse.csc_matrix(m.cells.x)), 6)[20] for m in (flat, peak)]
+    uncapped = [
+        model.ranked(model.normalised_variance(scipy.sparse.csc_matrix(m.cells.x)), 6)[20] for m in (flat, peak)
+    ]
     assert uncapped[0] == -1
     assert uncapped[1] >= 0
     np.testing.assert_array_equal(part_of(c, flat)[1][20], part_of(c, peak)[1][20])

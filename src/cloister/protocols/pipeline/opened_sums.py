@@ -85,5 +85,7 @@ def cost(
     return add_costs((coordinator, *sites), parts)
 
 
-def add_costs(parties: tuple[Party, ...], parts: Sequence[Mapping[Party, tuple[int, int]]]) -> dict[Party, tuple[int, int]]:
+def add_costs(
+    parties: tuple[Party, ...], parts: Sequence[Mapping[Party, tuple[int, int]]]
+) -> dict[Party, tuple[int, int]]:
     return {u: (sum(p[u][0] for p in parts), sum(p[u][1] for p in parts)) for u in parties}

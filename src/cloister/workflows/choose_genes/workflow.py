@@ -140,7 +140,9 @@ def check(adata: AnnData, options: Options) -> list[str]:
             f"{len(few)} batches have fewer than {options.min_batch_cells} cells (e.g. '{few[0]}'): they rank no genes"
         )
     if options.n_top_genes >= adata.n_vars:
-        notes.append(f"only {adata.n_vars} genes here, no more than n_top_genes={options.n_top_genes}: all may be chosen")
+        notes.append(
+            f"only {adata.n_vars} genes here, no more than n_top_genes={options.n_top_genes}: all may be chosen"
+        )
     return notes
 
 
