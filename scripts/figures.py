@@ -202,7 +202,7 @@ def choose_genes() -> Figure:
         c.axes[0].bar(list(counts), list(counts.values()), color=COLOURS[0])
         c.axes[0].set(xlabel="sites that rank the gene high", ylabel="chosen genes", title="300 chosen genes")
         c.axes[0].xaxis.get_major_locator().set_params(integer=True)
-        means = {"choose-genes": float(share[picked].mean()), "largest variance, pooled": float(share[pooled].mean())}
+        means = {"cloister, hardened": float(share[picked].mean()), "largest variance, pooled": float(share[pooled].mean())}
         bars(
             c.axes[1],
             {k: 100 * v for k, v in means.items()},

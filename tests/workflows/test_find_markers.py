@@ -90,7 +90,7 @@ def test_beside_the_pooled_cells(sites):
 )
 def test_options(sites, options):
     done = rehearse("find-markers", {p: a.copy() for p, a in sites.items()}, **QUICK | options)
-    assert [g[0] for g in done.results["coordinator"]["markers"].values()][0] in ("G00", "G01", "G02")
+    assert next(g[0] for g in done.results["coordinator"]["markers"].values()) in ("G00", "G01", "G02")
 
 
 def test_log_values(sites):

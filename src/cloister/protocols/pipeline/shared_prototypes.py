@@ -119,7 +119,8 @@ def ideal(params: Params, xs: Mapping[Party, Cells]) -> dict[Party, Prototypes]:
     columns = next(iter(xs.values())).x.shape[1]
 
     async def add(line: str, what: str, means: F64) -> F64:
-        return np.sum([o.sums(means).values for o in own], axis=0).reshape(len(means), -1)
+        total: F64 = np.sum([o.sums(means).values for o in own], axis=0)
+        return total.reshape(len(means), -1)
 
     steps = course(params, columns, add)
     try:
