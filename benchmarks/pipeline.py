@@ -28,7 +28,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import anndata as ad
 import numpy as np
 
-from cloister.run.rehearsal import rehearse
+from cloister.rehearsal.rehearsal import rehearse
 
 SEEDS = 6
 

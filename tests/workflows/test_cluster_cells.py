@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 
 import cloister as cl
-from cloister.check_disclosure import check_disclosure
 from cloister.errors import DataError, ParameterError
 from cloister.models import leiden
-from cloister.run.rehearsal import rehearse
-from cloister.workflows.cluster_cells import Options, check
+from cloister.rehearsal.check_disclosure import check_disclosure
+from cloister.rehearsal.rehearsal import rehearse
+from cloister.workflows.cluster_cells.workflow import Options, check
 
 ad = pytest.importorskip("anndata")
 metrics = pytest.importorskip("sklearn.metrics", reason="an oracle only")

@@ -5,10 +5,10 @@ import pandas as pd
 import pytest
 
 import cloister as cl
-from cloister.check_disclosure import check_disclosure
 from cloister.errors import DataError, ParameterError
-from cloister.run.rehearsal import rehearse
-from cloister.workflows.find_markers import Options, check
+from cloister.rehearsal.check_disclosure import check_disclosure
+from cloister.rehearsal.rehearsal import rehearse
+from cloister.workflows.find_markers.workflow import Options, check
 
 ad = pytest.importorskip("anndata")
 

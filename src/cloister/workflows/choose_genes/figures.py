@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from cloister.net.seat import Outcome
 from cloister.report.figures import COLOURS, Figure, canvas
+from cloister.session import Outcome
 
 
 def figures(outcomes: Mapping[str, Outcome], options: Any) -> list[Figure]:

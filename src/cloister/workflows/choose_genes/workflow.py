@@ -10,16 +10,16 @@ import numpy as np
 from cloister.cells import tables as cells
 from cloister.cells.genes import check_unique, plain_name
 from cloister.errors import DataError, ParameterError
-from cloister.net.seat import Outcome, Place, Seat
-from cloister.protocols.pipeline import variable_genes as protocol
-from cloister.protocols.pipeline.variable_genes import Chosen
-from cloister.protocols.sums import gene_moments
+from cloister.session import Outcome, RemoteSession, Session
 from cloister.workflows import Workflow
+from cloister.workflows.choose_genes import variable_genes as protocol
 from cloister.workflows.choose_genes.figures import figures
+from cloister.workflows.choose_genes.variable_genes import Chosen
+from cloister.workflows.common import gene_moments
 from cloister.workflows.modes import modes_of
 from cloister.workflows.options import check_min_donors, option
-from cloister.workflows.shared_pca import own_names
-from cloister.workflows.trained.integration import batch_names
+from cloister.workflows.saved_models.integration import batch_names
+from cloister.workflows.shared_pca.workflow import own_names
 
 if TYPE_CHECKING:
     from anndata import AnnData
@@ -49,7 +49,7 @@ class Options:
         check_min_donors(self.min_donors)
 
 
-def choose_genes(adata: AnnData, seat: Seat | Place, *, copy: bool = False) -> AnnData | None:
+def choose_genes(adata: AnnData, session: Session | RemoteSession, *, copy: bool = False) -> AnnData | None:
     """Choose the genes that vary most within the batches of all sites, in the style of Seurat v3.
 
     In each batch, genes are ranked by their variance beside that of genes with the same mean. Genes that rank high in
@@ -59,7 +59,7 @@ def choose_genes(adata: AnnData, seat: Seat | Place, *, copy: bool = False) -> A
     ----------
     adata
         Raw counts, sparse or dense.
-    seat
+    session
         This site's place in a study of `choose-genes`; the study says the options.
 
     Returns
@@ -71,32 +71,32 @@ def choose_genes(adata: AnnData, seat: Seat | Place, *, copy: bool = False) -> A
     `adata.var[key_added + "_nbatches"]`, `adata.var[key_added + "_rank"]` : float
         In how many batches the gene is among the first, and its mean rank there; NaN where it is in none.
     """
-    adata, _ = WORKFLOW.at_site(adata, seat, copy=copy)
+    adata, _ = WORKFLOW.at_site(adata, session, copy=copy)
     return adata if copy else None
 
 
-def site(seat: Seat, adata: AnnData, options: Options) -> Outcome:
+def site(session: Session, adata: AnnData, options: Options) -> Outcome:
     donor = None if options.donor_key is None else cells.donor_codes(adata, options.donor_key)
     names = own_names(adata, options.names)
     mine = protocol.Cells(
         gene_moments.Cells(tuple(names), cells.rows_of(adata, options.layer), None, donor),
         np.unique(batch_names(adata, options.batch_key), return_inverse=True)[1].astype(np.int64),
-        seat.thresholds(min_cells=options.min_cells, min_donors=options.min_donors),
+        session.thresholds(min_cells=options.min_cells, min_donors=options.min_donors),
     )
-    found = seat.run(protocol.site, params_of(seat, options), mine)
+    found = session.run(protocol.site, params_of(session, options), mine)
     write(adata, options.key_added, names, found)
     return Outcome(adata, summary(found))
 
 
-def coordinator(seat: Seat, options: Options) -> Outcome:
+def coordinator(session: Session, options: Options) -> Outcome:
     """Add up the ranks, and choose."""
-    return Outcome(None, summary(seat.run(protocol.coordinator, params_of(seat, options))))
+    return Outcome(None, summary(session.run(protocol.coordinator, params_of(session, options))))
 
 
-def params_of(seat: Seat, options: Options) -> protocol.Params:
+def params_of(session: Session, options: Options) -> protocol.Params:
     return protocol.Params(
-        seat.sites,
-        seat.coordinator,
+        session.sites,
+        session.coordinator,
         options.n_top_genes,
         options.min_batch_cells,
         options.min_cells,

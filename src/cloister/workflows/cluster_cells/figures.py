@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from cloister.net.seat import Outcome
 from cloister.report.figures import Figure, heatmap
+from cloister.session import Outcome
 
 
 def figures(outcomes: Mapping[str, Outcome], options: Any) -> list[Figure]:

@@ -11,10 +11,10 @@ import pandas as pd
 from cloister.cells import tables as cells
 from cloister.cells.spaces import space_of
 from cloister.errors import MissingExtra, ParameterError
-from cloister.net.seat import Outcome, Place, Seat
-from cloister.protocols.pipeline import common_clusters, shared_prototypes
-from cloister.protocols.pipeline.common_clusters import Clusters
+from cloister.session import Outcome, RemoteSession, Session
 from cloister.workflows import Workflow
+from cloister.workflows.cluster_cells import common_clusters, shared_prototypes
+from cloister.workflows.cluster_cells.common_clusters import Clusters
 from cloister.workflows.cluster_cells.figures import figures
 from cloister.workflows.modes import modes_of
 from cloister.workflows.options import check_min_donors, option
@@ -49,14 +49,14 @@ class Options:
         check_min_donors(self.min_donors)
 
 
-def cluster_cells(adata: AnnData, seat: Seat | Place, *, copy: bool = False) -> AnnData | None:
+def cluster_cells(adata: AnnData, session: Session | RemoteSession, *, copy: bool = False) -> AnnData | None:
     """Cluster cells together with those of all other sites, so that cluster 3 is the same at every site.
 
     Parameters
     ----------
     adata
         Cells in one space that all sites share, such as that of `integrate`. Nothing else of them is read.
-    seat
+    session
         This site's place in a study of `cluster-cells`; the study says the options.
 
     Returns
@@ -70,33 +70,33 @@ def cluster_cells(adata: AnnData, seat: Seat | Place, *, copy: bool = False) -> 
     `adata.uns[key_added]` : dict
         `resolution`, `modularity`, and `sizes`: cells of each cluster over all sites, about.
     """
-    adata, _ = WORKFLOW.at_site(adata, seat, copy=copy)
+    adata, _ = WORKFLOW.at_site(adata, session, copy=copy)
     return adata if copy else None
 
 
-def site(seat: Seat, adata: AnnData, options: Options) -> Outcome:
+def site(session: Session, adata: AnnData, options: Options) -> Outcome:
     mine = shared_prototypes.Cells(
         cells.embedding(adata, options.use_rep),
         None if options.donor_key is None else cells.donor_codes(adata, options.donor_key),
         space_of(adata, options.use_rep),
-        seat.thresholds(min_cells=options.min_cells, min_donors=options.min_donors),
+        session.thresholds(min_cells=options.min_cells, min_donors=options.min_donors),
     )
-    found = seat.run(common_clusters.site, params_of(seat, options), mine)
+    found = session.run(common_clusters.site, params_of(session, options), mine)
     result = summary(found)
     write(adata, options, found, result)
     return Outcome(adata, result)
 
 
-def coordinator(seat: Seat, options: Options) -> Outcome:
+def coordinator(session: Session, options: Options) -> Outcome:
     """Add up what the sites send, and find the clusters."""
-    return Outcome(None, summary(seat.run(common_clusters.coordinator, params_of(seat, options))))
+    return Outcome(None, summary(session.run(common_clusters.coordinator, params_of(session, options))))
 
 
-def params_of(seat: Seat, options: Options) -> common_clusters.Params:
+def params_of(session: Session, options: Options) -> common_clusters.Params:
     base = shared_prototypes.Params(
-        seat.sites, seat.coordinator, options.use_rep, options.n_prototypes, options.min_cells, options.min_donors
+        session.sites, session.coordinator, options.use_rep, options.n_prototypes, options.min_cells, options.min_donors
     )
-    return common_clusters.Params(base, options.resolution, options.n_neighbors, seat.study.seed)
+    return common_clusters.Params(base, options.resolution, options.n_neighbors, session.study.seed)
 
 
 def summary(found: Clusters) -> dict[str, Any]:

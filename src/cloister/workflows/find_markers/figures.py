@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from cloister.net.seat import Outcome
 from cloister.report.figures import Figure, canvas, shown
+from cloister.session import Outcome
 
 EACH, MOST = 3, 16  # markers of a label, and labels, that are drawn
 

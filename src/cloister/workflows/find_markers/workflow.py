@@ -11,15 +11,15 @@ import pandas as pd
 from cloister.cells import tables as cells
 from cloister.cells.genes import check_unique
 from cloister.errors import DataError, ParameterError
-from cloister.net.seat import Outcome, Place, Seat
-from cloister.protocols.pipeline import pooled_markers as protocol
-from cloister.protocols.pipeline.pooled_markers import Markers
-from cloister.protocols.sums import gene_moments
+from cloister.session import Outcome, RemoteSession, Session
 from cloister.workflows import Workflow
+from cloister.workflows.common import gene_moments
+from cloister.workflows.find_markers import pooled_markers as protocol
 from cloister.workflows.find_markers.figures import figures
+from cloister.workflows.find_markers.pooled_markers import Markers
 from cloister.workflows.modes import modes_of
 from cloister.workflows.options import check_min_donors, option
-from cloister.workflows.shared_pca import own_names
+from cloister.workflows.shared_pca.workflow import own_names
 
 if TYPE_CHECKING:
     from anndata import AnnData
@@ -57,7 +57,7 @@ class Options:
         check_min_donors(self.min_donors)
 
 
-def find_markers(adata: AnnData, seat: Seat | Place, *, copy: bool = False) -> AnnData | None:
+def find_markers(adata: AnnData, session: Session | RemoteSession, *, copy: bool = False) -> AnnData | None:
     """Find the genes by which cells of each label differ from all others, over all sites.
 
     Over cells, figures are those of `scanpy.tl.rank_genes_groups` with a t-test on the pooled cells. Over donors, each
@@ -67,7 +67,7 @@ def find_markers(adata: AnnData, seat: Seat | Place, *, copy: bool = False) -> A
     ----------
     adata
         Raw counts (or log values with `kind="log"`, at every site alike), with labels in `obs[label_key]`.
-    seat
+    session
         This site's place in a study of `find-markers`; the study says the options.
 
     Returns
@@ -79,32 +79,32 @@ def find_markers(adata: AnnData, seat: Seat | Place, *, copy: bool = False) -> A
         `fraction_rest` of cells that express the gene; with donors `donors`, `donor_change` (mean log2 ratio), `donor_t`,
         `donor_p`, `donor_fdr`.
     """
-    adata, _ = WORKFLOW.at_site(adata, seat, copy=copy)
+    adata, _ = WORKFLOW.at_site(adata, session, copy=copy)
     return adata if copy else None
 
 
-def site(seat: Seat, adata: AnnData, options: Options) -> Outcome:
+def site(session: Session, adata: AnnData, options: Options) -> Outcome:
     library = None if options.library_key is None else np.asarray(adata.obs[options.library_key], dtype=np.float64)
     donor = None if options.donor_key is None else cells.donor_codes(adata, options.donor_key)
     mine = protocol.Cells(
         gene_moments.Cells(tuple(own_names(adata, options.names)), cells.rows_of(adata, options.layer), library, donor),
         cells.labels_of(adata, options.label_key),
-        seat.thresholds(min_cells=options.min_cells, min_donors=options.min_donors),
+        session.thresholds(min_cells=options.min_cells, min_donors=options.min_donors),
     )
-    found = seat.run(protocol.site, params_of(seat, options), mine)
+    found = session.run(protocol.site, params_of(session, options), mine)
     adata.uns[options.key_added] = table_of(found)
     return Outcome(adata, summary(found))
 
 
-def coordinator(seat: Seat, options: Options) -> Outcome:
+def coordinator(session: Session, options: Options) -> Outcome:
     """Add up what the sites send, and compare the labels."""
-    return Outcome(None, summary(seat.run(protocol.coordinator, params_of(seat, options))))
+    return Outcome(None, summary(session.run(protocol.coordinator, params_of(session, options))))
 
 
-def params_of(seat: Seat, options: Options) -> protocol.Params:
+def params_of(session: Session, options: Options) -> protocol.Params:
     return protocol.Params(
-        seat.sites,
-        seat.coordinator,
+        session.sites,
+        session.coordinator,
         options.kind,
         options.target_sum,
         options.labels,
