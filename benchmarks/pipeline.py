@@ -253,9 +253,9 @@ def genes(data):
         print(f"{name}: {n} of {whole.n_vars} genes, {len(sites)} sites; {took:.1f} s, {sent:.2f} MB a site")
         print(f"  chosen by choose-genes as well as without caps: {(ours & free).sum() / n:.2f}; "
               f"as by a site alone: {np.mean([(free & (r >= 0)).sum() / n for r in ranks]):.2f}")  # fmt: skip
-        print(f"  accuracy of labels: choose-genes {accuracy(whole, ours, of, kinds, library):.3f}, "
-              f"without caps {accuracy(whole, free, of, kinds, library):.3f}, "
-              f"all genes {accuracy(whole, np.ones(whole.n_vars, bool), of, kinds, library):.3f}", flush=True)  # fmt: skip
+        every = np.ones(whole.n_vars, bool)
+        right = [f"{accuracy(whole, g, of, kinds, library):.3f}" for g in (ours, free, every)]
+        print("  accuracy of labels: choose-genes {}, without caps {}, all genes {}".format(*right), flush=True)
 
 
 def main():

@@ -202,7 +202,8 @@ def choose_genes() -> Figure:
         c.axes[0].bar(list(counts), list(counts.values()), color=COLOURS[0])
         c.axes[0].set(xlabel="sites that rank the gene high", ylabel="chosen genes", title="300 chosen genes")
         c.axes[0].xaxis.get_major_locator().set_params(integer=True)
-        means = {"cloister, hardened": float(share[picked].mean()), "largest variance, pooled": float(share[pooled].mean())}
+        ways = {"cloister, hardened": picked, "largest variance, pooled": pooled}
+        means = {name: float(share[genes].mean()) for name, genes in ways.items()}
         bars(
             c.axes[1],
             {k: 100 * v for k, v in means.items()},
@@ -259,8 +260,9 @@ def find_markers() -> Figure:
         for i, name in enumerate(labels):
             rows = drawn[drawn["label"] == name].set_index("gene").loc[top]
             change = np.clip(np.nan_to_num(rows["log_fold_change"]), -5, 5)
-            c.axes[0].scatter(np.arange(len(top)), np.full(len(top), i), s=70 * rows["fraction"], c=change, cmap="RdBu_r",
-                              vmin=-5, vmax=5, edgecolors=GREY, linewidths=0.4)  # fmt: skip
+            at = np.arange(len(top)), np.full(len(top), i)
+            c.axes[0].scatter(*at, s=70 * rows["fraction"], c=change, cmap="RdBu_r", vmin=-5, vmax=5,
+                               edgecolors=GREY, linewidths=0.4)  # fmt: skip
         c.axes[0].set_xticks(range(len(top)), top, rotation=90, fontsize=7)
         c.axes[0].set_yticks(range(len(labels)), labels, fontsize=8)
         c.axes[0].invert_yaxis()

@@ -4,8 +4,8 @@
     partition         the best of several runs of Leiden on it, by modularity with a resolution [TWE19, RB06]
     modularity        Q = Σ_c (inside_c / W - γ (degree_c / W)²)   of any partition, to compare two
 
-These are the steps of `scanpy.pp.neighbors` and `scanpy.tl.leiden`, with exact neighbours and igraph's Leiden, which is the
-extra `cluster`.
+These are the steps of `scanpy.pp.neighbors` and `scanpy.tl.leiden`, with exact neighbours. igraph, whose Leiden it is,
+is the extra `cluster`.
 
 References
 ----------

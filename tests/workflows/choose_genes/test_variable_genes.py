@@ -132,7 +132,7 @@ def part_of(c, mine):
 
 @pytest.mark.parametrize("r", [1, 5, 9])
 def test_a_gene_of_few_cells_has_no_rank(r):
-    """Attack: a gene that one cell expresses strongly is the most variable of all, and whether it is tells of the cell."""
+    """Attack: a gene that one cell expresses strongly varies most of all, and that it does tells of the cell."""
     c = case(g=200)
     mine = c.inputs[C][0]
     odd = with_gene(mine, 20, np.where(np.arange(100) < r, 500, 0))

@@ -2,7 +2,8 @@
 
     L1   u, S    common space, common seed      one embedding of d columns; a secret of the sites, for checked sums
     L2   u       groups of similar cells        its own, each of at least t cells of d' donors (`disclosure`);
-                 m, x̄, s                        size of a group, and per column its mean and its mean of squares
+                 m, x̄, s                        size of a group, and per column its mean and its mean of squares;
+                                                a cell farther out than the middle one counts at that distance
     L3   u, S    Σ m, Σ m x̄, Σ m s              over all groups: the first prototype
     then up to `ROUNDS` times, until there are K prototypes:
     L4   u, S    split                          prototypes of at least 3/2 of N/K cells in two, along the column of
@@ -14,7 +15,8 @@
 
 What stands beside `u, S` is a checked sum over all sites. Every party computes all else from the opened sums.
 
-A site contributes functions of the sizes, means and mean squares of its groups, and of nothing else. Groups are formed
+A site contributes functions of the sizes, means and mean squares of its groups, and of nothing else. One cell far from
+all others bends none of them far (`SimilarGroups.clipped_means`). Groups are formed
 from its own cells before the first message. Whatever other parties send, and however often: no opened value depends on
 fewer than t of its cells and d' of its donors. A site with fewer cells adds zero, and receives the prototypes.
 
@@ -169,9 +171,12 @@ class Own:
             {"min_cells": mine.thresholds.min_cells, "min_donors": mine.thresholds.min_donors}
         )
         groups = Rows(len(mine.x), mine.donor, least).similar(mine.x)
-        means = groups.means(np.concatenate([mine.x, np.square(mine.x)], axis=1))
-        d = mine.x.shape[1]
-        return Own(groups.cells.astype(np.float64), means[:, :d], means[:, d:], groups.contribution)
+        mean = groups.clipped_means(mine.x)
+        away = np.zeros_like(mine.x)
+        inside = groups.codes >= 0
+        away[inside] = clipped(mine.x[inside] - mean[groups.codes[inside]], groups.codes[inside])
+        square = np.square(mean) + groups.means(np.square(away))
+        return Own(groups.cells.astype(np.float64), mean, square, groups.contribution)
 
     def sums(self, means: F64) -> Contribution:
         """L5: by nearest prototype, (K, 1 + 2d) in one vector."""
@@ -181,6 +186,22 @@ class Own:
             own = np.concatenate([np.ones((len(self.size), 1)), self.mean, self.square], axis=1) * self.size[:, None]
             np.add.at(sums, nearest(self.mean, means, 1)[0][:, 0], own)
         return self.contribution(sums.ravel())
+
+
+def clipped(away: F64, codes: I64) -> F64:
+    """Deviations of rows from the mean of their group, none longer than that of the middle row of the group.
+
+    All are stretched by a constant, so that normal deviations in many columns have their variance in spite of it: those
+    of half of the rows are cut from m(1 + z / √2d) to m, where z > 0 is half of a normal variable.
+    """
+    length = np.linalg.norm(away, axis=1)
+    order = np.lexsort((length, codes))
+    start = np.flatnonzero(np.append(True, np.diff(codes[order]) != 0)) if len(codes) else np.zeros(0, np.int64)
+    sizes = np.diff(np.append(start, len(codes)))
+    reach = np.zeros(int(codes.max(initial=-1)) + 1)
+    reach[codes[order][start]] = length[order][start + sizes // 2]
+    stretch = 1.0 / np.sqrt(1.0 - 0.8 / np.sqrt(2.0 * max(away.shape[1], 2)))
+    return away * (stretch * np.minimum(1.0, reach[codes] / np.maximum(length, 1e-300)))[:, None]
 
 
 def of_sums(sums: F64, columns: int, line: str, trail: tuple[int, ...]) -> Prototypes:

@@ -19,8 +19,9 @@ settings say so. Nothing in it depends on a value that another party sends, but 
 
 - Labels with fewer than t cells or d donors of the site are one group, "others". It belongs to the rest of every label.
 - An entry (k, g) is zero unless t cells of d donors of label k express g here. All such entries of a gene are added to
-  "others", which is zero unless t cells of d donors express g in it. If fewer than t cells do not express it, m_kg is n_k. Otherwise, if these are of fewer than d donors, m_kg is zero, and the site's cells of k do not count in the
-  fraction: w_kg is n_k, and 0 for all others.
+  "others", which is zero unless t cells of d donors express g in it.
+- If fewer than t cells of label k do not express g, m_kg is n_k. Otherwise, if these are of fewer than d donors, m_kg is
+  zero, and the site's cells of k do not count in the fraction: w_kg is n_k, and 0 for all others.
 - Sums of l and l² are multiples of 1/`UNIT`; those of δ and δ² of 1/`DONOR_UNIT`.
 - Over donors, an entry is zero unless the label has d such donors here, and d of them express g in k or in the rest.
   A_k and A_kg count these donors.

@@ -1,4 +1,4 @@
-"""Find marker genes of every cluster or label against the rest, over the cells and donors of all sites (`find-markers`)."""
+"""Find marker genes of every label against the rest, over the cells and donors of all sites (`find-markers`)."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ def find_markers(adata: AnnData, session: Session | RemoteSession, *, copy: bool
 
     `adata.uns[key_added]` : :class:`pandas.DataFrame`
         A row per label and gene, best first: `t`, `p`, `fdr`, `log_fold_change` (base 2), `fraction` and
-        `fraction_rest` of cells that express the gene; with donors `donors`, `donor_change` (mean log2 ratio), `donor_t`,
-        `donor_p`, `donor_fdr`.
+        `fraction_rest` of cells that express the gene; with donors `donors`, `donor_change` (mean log2 ratio),
+        `donor_t`, `donor_p`, `donor_fdr`.
     """
     adata, _ = WORKFLOW.at_site(adata, session, copy=copy)
     return adata if copy else None
@@ -179,8 +179,8 @@ def check(adata: AnnData, options: Options) -> list[str]:
     notes = []
     if len(few := kinds[sizes < options.min_cells]):
         notes.append(
-            f"{len(few)} label(s) have fewer than {options.min_cells} cells here (e.g. '{few[0]}'): these cells are left"
-            " out"
+            f"{len(few)} label(s) have fewer than {options.min_cells} cells here (e.g. '{few[0]}'): these are only"
+            " part of the rest"
         )
     if options.donor_key is None:
         notes.append("without donor_key, cells count as samples: p values are far too small, and only rank genes")
