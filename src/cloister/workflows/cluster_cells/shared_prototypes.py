@@ -201,7 +201,8 @@ def clipped(away: F64, codes: I64) -> F64:
     reach = np.zeros(int(codes.max(initial=-1)) + 1)
     reach[codes[order][start]] = length[order][start + sizes // 2]
     stretch = 1.0 / np.sqrt(1.0 - 0.8 / np.sqrt(2.0 * max(away.shape[1], 2)))
-    return away * (stretch * np.minimum(1.0, reach[codes] / np.maximum(length, 1e-300)))[:, None]
+    shorter: F64 = away * (stretch * np.minimum(1.0, reach[codes] / np.maximum(length, 1e-300)))[:, None]
+    return shorter
 
 
 def of_sums(sums: F64, columns: int, line: str, trail: tuple[int, ...]) -> Prototypes:

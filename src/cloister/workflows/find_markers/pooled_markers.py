@@ -5,8 +5,7 @@
     L2   u       y = target · x / Σ_g x; l = log(1 + y)
                  n_k; m_kg, Σ_k l, Σ_k l²       cells of label k; those that express gene g; sums over the label
                  δ_ak = log2((ȳ_ak + ε) / (ȳ_a,rest + ε))       for each donor a with t cells of k and t of the rest
-    L3   u, S    checked sum of n_k, m_kg, Σ l, Σ l²; and where donors are named of A_k, A_kg, Σ δ, Σ δ²,
-                 w_kg
+    L3   u, S    checked sum of n_k, m_kg, Σ l, Σ l²; and where donors are named of A_k, A_kg, Σ δ, Σ δ², w_kg
          u, S    per label and gene: Welch's t against the rest, p, false discovery rate, log fold change, fractions;
                  over donors: mean δ and its t
     L4   u, S    all sites received the same broadcasts         (same_view)
@@ -20,8 +19,8 @@ settings say so. Nothing in it depends on a value that another party sends, but 
 - Labels with fewer than t cells or d donors of the site are one group, "others". It belongs to the rest of every label.
 - An entry (k, g) is zero unless t cells of d donors of label k express g here. All such entries of a gene are added to
   "others", which is zero unless t cells of d donors express g in it.
-- If fewer than t cells of label k do not express g, m_kg is n_k. Otherwise, if these are of fewer than d donors, m_kg is
-  zero, and the site's cells of k do not count in the fraction: w_kg is n_k, and 0 for all others.
+- If fewer than t cells of label k do not express g, m_kg is n_k. Otherwise, if these are of fewer than d donors, m_kg
+  is zero, and the site's cells of k do not count in the fraction: w_kg is n_k, and 0 for all others.
 - Sums of l and l² are multiples of 1/`UNIT`; those of δ and δ² of 1/`DONOR_UNIT`.
 - Over donors, an entry is zero unless the label has d such donors here, and d of them express g in k or in the rest.
   A_k and A_kg count these donors.
@@ -30,8 +29,8 @@ Reveals
 -------
 coordinator : which genes each site measured; names of labels of each site above the thresholds, unless the study lists
     them. Beside these:
-coordinator, site : over all sites together, per label: cells and donors; per label and gene: cells that express it, mean
-    and variance, and over donors mean and variance of the log ratio. A label that one site alone has: that site's. With
+coordinator, site : over all sites together, per label: cells and donors; per label and gene: cells that express it,
+    mean and variance, and over donors mean and variance of the log ratio. A label that one site alone has: that site's. With
     two sites: the other's sums.
 malicious coordinator : the same. It cannot change a sum or leave out a site without an abort. It can leave out genes
     from those in common, and so change what values are normalised by.
@@ -327,7 +326,8 @@ def markers_of(params: Params, labels: Sequence[str], common: Sequence[str], tot
     for table in (t, p, change, fraction, fraction_rest):
         table[unknown] = np.nan
     return Markers(
-        tuple(labels), tuple(common), n, t, p, adjusted(p), change, np.clip(fraction, 0, 1), np.clip(fraction_rest, 0, 1),
+        tuple(labels), tuple(common), n, t, p, adjusted(p), change,
+        np.clip(fraction, 0, 1), np.clip(fraction_rest, 0, 1),
         people, by_donor, donor_t, donor_p, adjusted(donor_p),
     )  # fmt: skip
 
