@@ -29,9 +29,9 @@ Reveals
 -------
 coordinator : which genes each site measured; names of labels of each site above the thresholds, unless the study lists
     them. Beside these:
-coordinator, site : over all sites together, per label: cells and donors; per label and gene: cells that express it,
-    mean and variance, and over donors mean and variance of the log ratio. A label that one site alone has: that site's. With
-    two sites: the other's sums.
+coordinator, site : over all sites together, per label: cells and donors; per label and gene: cells expressing it,
+    mean and variance, and over donors mean and variance of the log ratio. A label that one site alone has: that site's.
+    With two sites: the other's sums.
 malicious coordinator : the same. It cannot change a sum or leave out a site without an abort. It can leave out genes
     from those in common, and so change what values are normalised by.
 one malicious site : the same, less its own part. By the genes that it claims to have it can do the same as the
