@@ -32,7 +32,7 @@ class Options:
     label_key: str = option("cluster", "column of obs with clusters or cell types, of one vocabulary at all sites")
     labels: tuple[str, ...] = option((), "all names of labels; collected from the sites if none")
     layer: str | None = option(None, "layer that holds the values; X by default")
-    kind: Literal["counts", "log"] = option("counts", "what every site holds")
+    kind: Literal["counts", "log"] = option("counts", "values at every site: raw counts or log-normalised")
     names: Literal["index", "symbol", "ensembl"] = option(
         "index", "gene names to match by: as they stand, or symbols or Ensembl ids from var"
     )
