@@ -27,7 +27,9 @@ from cloister.demo.statistics import (
     compare_groups,
     find_markers,
     find_outliers,
+    find_programs,
     integrate,
+    model_outcome,
     shared_pca,
 )
 from cloister.demo.story import Story
@@ -48,6 +50,8 @@ DEMOS: dict[str, Callable[[Story, Tell], Played]] = {  # in the order of the sto
     "train-classifier": train_classifier,
     "compare-groups": compare_groups,
     "find-markers": find_markers,
+    "model-outcome": model_outcome,
+    "find-programs": find_programs,
     "train-cellcnn": train_cellcnn,
     "adapt-model": adapt_model,
 }
