@@ -31,6 +31,13 @@ in which.
       shared_pca            [SAT+15] genes; sums ours                    h
     workflows/integrate/
       pooled_harmony        [KMF+19]; sums ours                          h
+    workflows/choose_genes/
+      variable_genes        [SBH+19]; sum of ranks ours                  h
+    workflows/cluster_cells/
+      shared_prototypes     [LBG80] on groups of cells; sums ours        h
+      common_clusters       [TWE19], on points drawn from these          h
+    workflows/find_markers/
+      pooled_markers        [Wel47], [SMO21]; sums ours                  h
     workflows/compare_groups/
       pooled_contrasts      [LCSS14], [Smy04], [PSL+22]; sums ours       h
     workflows/model_outcome/
