@@ -36,7 +36,8 @@ from cloister.cells.files import Settings
 from cloister.cells.vocabulary import check_map
 from cloister.crypto.agreement import Identity
 from cloister.disclosure import Thresholds
-from cloister.errors import DataError, ParameterError
+from cloister.errors import DataError, ParameterError, about
+from cloister.runtime.proxy import Proxy
 from cloister.runtime.sandbox import FULL, LEVELS
 from cloister.runtime.sign_off import approval, own_cells
 from cloister.runtime.sign_off.approval import Approval, Approvals, Refusal
@@ -51,6 +52,7 @@ RUNS = "runs"  # folder of a coordinator's kit: how a run ended, until its servi
 DATA = "CLOISTER_DATA"  # a service that is started for one run finds its cells here
 TOP = {"data", "out", "sandbox", "approve", "limits", "budget", "floors", "obs", "obsm", "labels"}
 TOP |= {"layer", "raw", "genes", "kind"}  # of this site's file
+TOP |= {"proxy", "listen"}
 SANDBOXES = (*LEVELS[::-1], "systemd")  # the least level that this site accepts (`sandbox`), or two units of systemd
 RENAMED = {"landlock": FULL}  # as kits of earlier versions have it
 STUDY_RUNS, WORKFLOW_RUNS = 20, 100  # runs that may be begun where [limits] says nothing
@@ -72,6 +74,8 @@ class Policy:
     modes: tuple[str, ...] = ()
     studies: tuple[str, ...] = ()  # digests, as `cloister site KIT --approve` writes them
     sandbox: str = FULL
+    proxy: Proxy | None = None  # the way out, where only a proxy may connect to the outside
+    listen: tuple[str, int] | None = None  # of a coordinator behind a TLS pass-through: where it listens itself
     consent: tuple[str, ...] = ()  # what a study may do here beyond running: "open-model"; --approve adds none
     limits: Mapping[str, int] = field(default_factory=dict)  # "study" or a workflow's name → runs it may have here
     budget: Mapping[str, Any] = field(default_factory=dict)  # what may be asked of the same cells under any study
@@ -144,6 +148,7 @@ class Kit:
         sandbox = RENAMED.get(str(raw.get("sandbox")), raw.get("sandbox", FULL))
         if sandbox not in SANDBOXES:
             raise ParameterError(f"{where.name}: 'sandbox' must be one of {', '.join(SANDBOXES)}")
+        proxy, listen = self._read_network(raw)
         for key in APPROVE:
             approved = approve.get(key, [])
             if not isinstance(approved, list) or not all(isinstance(x, str) for x in approved):
@@ -172,12 +177,39 @@ class Kit:
             limits={"study": STUDY_RUNS} | dict.fromkeys(self._asked()["workflows"], WORKFLOW_RUNS) | dict(limits),
             budget=read_budget(_table(raw, "budget")),
             sandbox=sandbox,
+            proxy=proxy,
+            listen=listen,
             floors=dict(floors),
             obs=names["obs"],
             obsm=names["obsm"],
             labels=names["labels"],
             settings=Settings(raw.get("raw", False), raw.get("layer"), raw.get("genes"), raw.get("kind")),
         )
+
+    def _read_network(self, raw: Mapping[str, Any]) -> tuple[Proxy | None, tuple[str, int] | None]:
+        """`proxy` of a party that connects, `listen` of the coordinator; no error repeats a password."""
+        where, hub = self.policy_file.name, self.role == "coordinator"
+        wrong = "listen" if not hub else "proxy"
+        if wrong in raw:
+            does = "opens no connection" if hub else "listens nowhere"
+            raise ParameterError(f"{where}: '{wrong}' is of no use here, since {self.me} {does}; remove the line")
+        proxy = listen = None
+        if "proxy" in raw:
+            if not isinstance(raw["proxy"], str):
+                raise ParameterError(f"{where}: 'proxy' must be a text in quotes")
+            with about(where):
+                proxy = Proxy.parse(raw["proxy"])
+            if proxy.authorization and os.name == "posix" and (mode := self.policy_file.stat().st_mode) & 0o077:
+                raise DataError(
+                    f"{self.policy_file} contains a password and can be read by other users of this machine"
+                    f" (mode {stat.S_IMODE(mode):03o}); run: chmod 600 {self.policy_file}"
+                )
+        if "listen" in raw:
+            host, _, port = str(raw["listen"]).rpartition(":")
+            if not port.isdecimal() or not 0 < int(port) < 65536:
+                raise ParameterError(f"{where}: 'listen' must be as \"0.0.0.0:8002\", found {raw['listen']!r}")
+            listen = host.strip("[]"), int(port)
+        return proxy, listen
 
     def _asked(self) -> dict[str, list[str]]:
         """What the study wants approved; a study of several steps is one study, and all their workflows and modes."""
@@ -400,6 +432,15 @@ SANDBOX_TEXT = """
 # cloister doctor shows what this machine offers; docs/deploy.md explains the levels.
 sandbox = "full"
 """
+PROXY_TEXT = """
+# If only a proxy may connect to the outside: the process above then connects to the proxy's port and to no other.
+# With a password, chmod 600 this file. http://user:password@proxy.example.org:3128
+# proxy = "http://proxy.example.org:3128"
+"""
+LISTEN_TEXT = """
+# Behind a TLS pass-through (port 443 of [network] outside): where this coordinator listens itself.
+# listen = "127.0.0.1:8002"
+"""
 
 
 def format_policy(study: Study, role: Role) -> str:
@@ -480,6 +521,7 @@ min_cells = {Thresholds().min_cells}
         + (cells if role == "site" else "")
         + '# Results and receipts, one folder per run.\nout = "results"\n'
         + SANDBOX_TEXT
+        + (LISTEN_TEXT if role == "coordinator" else PROXY_TEXT)
         + (approval if role != "coordinator" else "")
         + (names if role == "site" else "")
     )

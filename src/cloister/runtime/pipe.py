@@ -24,8 +24,9 @@ PLAN = 5  # service → carrier, once: what to be
 ADDRESSES = 6  # service → carrier: where the coordinator is now
 READY, CONNECTED, GONE, LOG = 7, 8, 9, 10  # carrier → service
 STOP, HEARD = 11, 12  # service → a run's process: end; that party does not come, and why
+TWICE = 13  # carrier → service: a party connects while it is connected, from where
 HALT = b"this party halted the run"  # what a STOP says when the party's owner wants it
-KINDS = range(REQUEST, HEARD + 1)
+KINDS = range(REQUEST, TWICE + 1)
 
 SERVICE = bytes(16)  # the run of what services say to each other
 HEAD = struct.Struct(">IBQ16sB")

@@ -85,8 +85,14 @@ def check_certificate(kit: Kit) -> None:
 
 
 def check_port(kit: Kit) -> None:
-    port = kit.study.network["port"]
+    at, port = kit.policy().listen, int(kit.study.network["port"])
+    port = port if at is None else at[1]
     try:
-        sandbox.open_listener(str(kit.study.network["host"]), port).close()
+        sandbox.open_listener(str(kit.study.network["host"]), port, at).close()
+    except PermissionError:
+        raise UsageError(
+            f"port {port} cannot be opened: ports below 1024 need a privilege; listen at another one behind a TLS"
+            ' pass-through, with listen = "0.0.0.0:8002" in local/site.toml (docs/deploy.md)'
+        ) from None
     except OSError as e:
         raise UsageError(f"port {port} cannot be opened ({e.strerror}); is another coordinator running?") from None

@@ -23,6 +23,7 @@ from typing import Any
 from nvflare.fuel.f3.cellnet.identity import CellIdentityResolver
 from nvflare.fuel.f3.communicator import Communicator
 from nvflare.fuel.f3.connection import Connection
+from nvflare.fuel.f3.drivers.driver_params import DriverParams
 from nvflare.fuel.f3.endpoint import Endpoint, EndpointMonitor, EndpointState
 from nvflare.fuel.f3.message import Message, MessageReceiver
 from nvflare.fuel.utils.constants import Mode
@@ -38,6 +39,7 @@ from cloister.runtime.pipe import (
     NOBODY,
     READY,
     REQUEST,
+    TWICE,
     BrokenPipe,
     Packet,
     Pipe,
@@ -89,7 +91,9 @@ class Relay(MessageReceiver, EndpointMonitor):
         host = plan["host"]
         names = {p: p for p in self._parties - {self._me}} if listener else {self._hub: host[:64]}
         self._driver = TlsDriver(plan["tls"], names.values(), tell)
-        self._driver.listener, self._driver.host = listener, host
+        self._driver.listener, self._driver.host, self._driver.port = listener, host, plan["port"]
+        self._driver.proxy = plan.get("proxy")
+        self._driver.on_twice = self._report_twice
         self._driver.addresses = [(a, p) for a, p in plan["addresses"]]
         self._lines = {p: queue.Queue[tuple[dict[str, Any], bytes]](QUEUE) for p in names}
         for party in names:
@@ -165,7 +169,12 @@ class Relay(MessageReceiver, EndpointMonitor):
         self._pipe.post(Packet(headers["k"], headers["f"], headers["n"], payload[:RUN], payload[RUN:]))
 
     def state_change(self, endpoint: Endpoint) -> None:
-        self._pipe.post(Packet(CONNECTED if endpoint.state == EndpointState.READY else GONE, endpoint.name))
+        kind = CONNECTED if endpoint.state == EndpointState.READY else GONE
+        address = str((endpoint.conn_props or {}).get(DriverParams.PEER_ADDR.value, ""))
+        self._pipe.post(Packet(kind, endpoint.name, data=address.encode()))
+
+    def _report_twice(self, party: str, old: str, new: str) -> None:
+        self._pipe.post(Packet(TWICE, party, data=f"{old} and {new}".encode()))
 
 
 def well_formed(headers: Any, payload: Any) -> bool:

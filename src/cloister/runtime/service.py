@@ -45,11 +45,13 @@ from cloister.runtime.pipe import (
     REQUEST,
     SERVICE,
     STOP,
+    TWICE,
     Asker,
     BrokenPipe,
     Packet,
     Pipe,
 )
+from cloister.runtime.proxy import Proxy
 from cloister.runtime.ready import tls_files
 from cloister.runtime.sign_off.approval import Refusal
 from cloister.runtime.sign_off.recovery import recover
@@ -63,6 +65,11 @@ REFUSALS = 20  # runs that did not begin, whose outcome is kept
 LINES = 100  # lines of a carrier that are logged in a minute
 RESTART, RESTART_MOST = 1.0, 30.0  # seconds before a carrier that ended is replaced
 RESOLVE = 20.0  # seconds after which a coordinator that is not reached is looked up again
+
+TWICE_TEXT = (
+    "%s is connected twice, from %s: two services use its kit; ask that party to stop one of them."
+    " If it runs only one, somebody else has its kit: stop the study and agree on new keys"
+)
 
 log = logging.getLogger("cloister.runtime")
 
@@ -82,7 +89,8 @@ class Service:
 
     def __init__(self, kit: Kit) -> None:
         self.kit = kit
-        self.connected: set[str] = set()
+        self.connected: dict[str, str] = {}  # party → the address that it connects from, "" if not known
+        self.twice: dict[str, tuple[float, str]] = {}  # party → when it was last connected twice, and from where
         self._carrier: tuple[subprocess.Popen[bytes] | None, Pipe] | None = None
         self._asker: Asker | None = None
         self.runs: dict[bytes, Running] = {}
@@ -171,7 +179,8 @@ class Service:
 
     def _plan(self, kit: Kit) -> dict[str, Any]:
         host, port = str(kit.study.network["host"]), int(kit.study.network["port"])
-        hub = kit.role == "coordinator"
+        hub, policy = kit.role == "coordinator", kit.policy()
+        proxy = policy.proxy
         return {
             "me": kit.me,
             "hub": kit.study.coordinator,
@@ -179,16 +188,19 @@ class Service:
             "host": host,
             "port": port,
             "listen": hub,
-            "addresses": [] if hub else find_addresses(host, port),
+            "at": policy.listen,
+            "addresses": [] if hub else _way_out(kit, proxy),
+            "connect": port if proxy is None else proxy.port,
+            "proxy": None if proxy is None else proxy.authorization,
             "tls": tls_files(kit),
-            "sandbox": kit.policy().sandbox,
+            "sandbox": policy.sandbox,
         }
 
     def _keep_address(self, pipe: Pipe) -> None:
         """While the coordinator is not reached, look its name up again: the carrier cannot."""
-        host, port = str(self.kit.study.network["host"]), int(self.kit.study.network["port"])
+        proxy = self.kit.policy().proxy
         while not self.ending.wait(RESOLVE):
-            addresses = [] if self.connected else find_addresses(host, port)
+            addresses = [] if self.connected else _way_out(self.kit, proxy)
             if addresses and not pipe.post(Packet(ADDRESSES, data=json.dumps(addresses).encode())):
                 return  # another carrier has its own
 
@@ -203,6 +215,8 @@ class Service:
             return
         elif packet.kind in (CONNECTED, GONE):
             self._connection(packet)
+        elif packet.kind == TWICE:
+            self._note_twice(packet)
         elif packet.run != SERVICE:
             with self._lock:
                 running = self.runs.get(packet.run)
@@ -222,11 +236,21 @@ class Service:
     def _connection(self, packet: Packet) -> None:
         hub = self.kit.role == "coordinator"
         if packet.kind == CONNECTED:
-            self.connected.add(packet.name)
-            log.info(f"{packet.name} is connected" if hub else "connected to the coordinator")
+            address = clean(packet.data.decode(errors="replace"), 60)
+            self.connected[packet.name] = address
+            at = f", {'from' if hub else 'at'} {address}" if address else ""
+            log.info(f"{packet.name} is connected{at}" if hub else f"connected to the coordinator{at}")
         elif packet.name in self.connected:
-            self.connected.discard(packet.name)
+            del self.connected[packet.name]
             log.info(f"{packet.name} is no longer connected" if hub else "the connection to the coordinator ended")
+
+    def _note_twice(self, packet: Packet) -> None:
+        """Two services connect in one party's name: its kit was copied, or somebody else has it."""
+        where, now = clean(packet.data.decode(errors="replace"), 130), time.time()
+        before, _ = self.twice.get(packet.name, (0.0, ""))
+        self.twice[packet.name] = now, where
+        if now - before > 60.0:
+            log.warning(TWICE_TEXT, packet.name, where)
 
     def _log_line(self, data: bytes) -> None:
         since, lines = self._lines
@@ -346,6 +370,13 @@ class Service:
         except TimeoutError:
             return None
         return packet.data if packet.kind == ANSWER else None
+
+
+def _way_out(kit: Kit, proxy: Proxy | None) -> list[tuple[str, int]]:
+    """The addresses that the carrier connects to: the coordinator's, or those of the proxy on the way to it."""
+    if proxy is not None:
+        return find_addresses(proxy.host, proxy.port)
+    return find_addresses(str(kit.study.network["host"]), int(kit.study.network["port"]))
 
 
 def forget_refusals(results: Path, most: int = REFUSALS) -> None:
