@@ -48,7 +48,7 @@ from cloister.study import Party, Role, Study
 if TYPE_CHECKING:
     from anndata import AnnData
 
-RUNS = "runs"  # folder of a coordinator's kit: how a run ended, until its service has read it
+RUNS = "runs"  # folder of a kit: how far its runs are
 DATA = "CLOISTER_DATA"  # a service that is started for one run finds its cells here
 TOP = {"data", "out", "sandbox", "approve", "limits", "budget", "floors", "obs", "obsm", "labels"}
 TOP |= {"layer", "raw", "genes", "kind"}  # of this site's file

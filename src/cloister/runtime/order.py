@@ -25,7 +25,7 @@ from cloister.crypto.entropy import Entropy
 from cloister.errors import CloisterError, PeerLost, ProtocolAbort, RefusedError, UsageError
 from cloister.net.events import Event
 from cloister.runtime.invitation import COME, Invitation, read_word
-from cloister.runtime.kit import RUNS, Kit
+from cloister.runtime.kit import Kit
 from cloister.runtime.logs import last_event
 from cloister.runtime.party import Ended, lost
 from cloister.runtime.pipe import HEARD, STOP, Packet
@@ -150,13 +150,9 @@ def conduct_run(service: Service, tell: Callable[[str], None], gone: Callable[[]
             running.pipe.post(Packet(STOP, data=b"the run was stopped"))
             running.over.wait(30.0)
             break
-    file = kit.path / RUNS / f"{run.hex()}.json"
-    try:
-        return Ended.load(file)
-    except OSError:
-        return lost(kit.me, run.hex(), f"the run's process at {kit.me} ended; see {kit.path / 'log.txt'}")
-    finally:
-        file.unlink(missing_ok=True)
+    if running.ended is not None:
+        return running.ended
+    return lost(kit.me, run.hex(), f"the run's process at {kit.me} ended; see {kit.path / 'log.txt'}")
 
 
 def _wait_for(service: Service, guests: list[Party], tell: Callable[[str], None], gone: Callable[[], bool]) -> None:
@@ -225,6 +221,7 @@ def run_study(
     if ended.status != "done" and on_status is not None:
         for party, word in ended.parties.items():
             on_status(f"{party}: {word}")
+        on_status(f"next: {ended.error['next']}")
     ended.check()
     return ended
 

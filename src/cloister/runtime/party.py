@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from cloister import errors, files, workflows
 from cloister.crypto.entropy import Entropy
 from cloister.errors import CloisterError, PeerLost, RefusedError
+from cloister.net.channel import Session
 from cloister.net.journal import SUFFIX
 from cloister.net.mailbox import Mailbox
 from cloister.net.receipts import Receipt
@@ -106,6 +107,7 @@ class Turn:
         self.mailbox = Mailboxes(kit.study, kit.me, room()) if kit.study.steps else Mailbox(kit.me, room())
         self.entropy, self.over = Entropy(), threading.Event()
         self.link = SealedLink(kit.study, kit.me, run, kit.identity, self.mailbox, ask, self.entropy)
+        self._met = self._seated = False
 
     def take(self) -> Ended:
         """Run this party's part to its end, and write the results or the error. Never raises."""
@@ -123,6 +125,7 @@ class Turn:
             ended = _all_done(self.run, kit.me, folder, done)
         except BaseException as e:
             ended = replace(failed(kit, self.run, e, folder), step=run.study.place)
+            self._announce(e, run.study)
             with contextlib.suppress(CloisterError):
                 self._save(Run(run.study, errors={kit.me: e}, receipts=run.receipts), folder)
         finally:
@@ -131,13 +134,31 @@ class Turn:
         self.tell.end()
         ended.keep()
         log.info("run %s %s; see %s", self.run[:8], ended.error.get("text") or ended.status, folder)
+        if ended.error:
+            log.info("run %s: next: %s", self.run[:8], ended.error["next"])
         self.over.set()
         return ended
+
+    def _announce(self, e: BaseException, part: Study) -> None:
+        """Have the others learn why this party does not begin, where no session has: by a full disk, for example."""
+        if self._seated:
+            return  # its session has sent the abort
+        with contextlib.suppress(Exception):
+            if not self._met:
+                self._met = True
+                self.link.start()
+                self.link.meet()
+            link = StepLink(self.link, part.at) if part.at else self.link
+            mailbox = self.mailbox.begin(part.at) if isinstance(self.mailbox, Mailboxes) else self.mailbox
+            session = Session(part, self.kit.me, link, mailbox, Receipt({}), nonce=self.entropy.bytes)
+            session.abort(e)
+            session.close()
 
     def _meet(self) -> None:
         steps.check_steps(self.kit.study)
         for note in workflows.warnings_of(self.kit.study):
             log.warning(note)
+        self._met = True
         self.link.start()
         if missing := self.link.meet():
             log.warning("%s did not come", ", ".join(missing))
@@ -155,6 +176,7 @@ class Turn:
         log.info("run %s of study %r begins: %s%s, %s", self.run[:8], part.name, what, part.workflow, part.mode)
 
         def cells() -> AnnData | None:
+            self._seated = True
             if done:
                 self._save(done[-1], folder)  # whole, whatever becomes of this step
                 if (adata := done[-1].outcomes[kit.me].adata) is not None:
@@ -174,6 +196,7 @@ class Turn:
         def keep(receipt: Receipt) -> None:
             run.receipts[kit.me] = receipt
 
+        self._seated = False  # until the receipt's journal is there
         folders = {one.study.label: step_folder(folder, one.study) for one in done}
         return take_part(
             part,

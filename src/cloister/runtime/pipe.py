@@ -25,8 +25,9 @@ ADDRESSES = 6  # service → carrier: where the coordinator is now
 READY, CONNECTED, GONE, LOG = 7, 8, 9, 10  # carrier → service
 STOP, HEARD = 11, 12  # service → a run's process: end; that party does not come, and why
 TWICE = 13  # carrier → service: a party connects while it is connected, from where
+OUTCOME = 14  # a run's process → service: how it ended, as JSON
 HALT = b"this party halted the run"  # what a STOP says when the party's owner wants it
-KINDS = range(REQUEST, TWICE + 1)
+KINDS = range(REQUEST, OUTCOME + 1)
 
 SERVICE = bytes(16)  # the run of what services say to each other
 HEAD = struct.Struct(">IBQ16sB")

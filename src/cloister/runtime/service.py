@@ -11,6 +11,7 @@ carrier that ends, or says what is no packet, is replaced; runs that it carried 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import socket
@@ -24,12 +25,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cloister.errors import CloisterError, ProtocolAbort
+from cloister.errors import CloisterError, DiskError, ProtocolAbort
 from cloister.runtime.invitation import COME, Invitation, Seen, say_word
 from cloister.runtime.kit import Kit
 from cloister.runtime.launch import find_addresses, open_carrier
 from cloister.runtime.logs import clean
-from cloister.runtime.party import failed, results_folder
+from cloister.runtime.party import Ended, failed, results_folder
 from cloister.runtime.pipe import (
     ABSENT,
     ADDRESSES,
@@ -40,6 +41,7 @@ from cloister.runtime.pipe import (
     HALT,
     LOG,
     NOBODY,
+    OUTCOME,
     PLAN,
     READY,
     REQUEST,
@@ -82,6 +84,7 @@ class Running:
     process: subprocess.Popen[bytes]
     pipe: Pipe
     over: threading.Event = field(default_factory=threading.Event)
+    ended: Ended | None = None  # how it ended, once its process has said so
 
 
 class Service:
@@ -94,6 +97,7 @@ class Service:
         self._carrier: tuple[subprocess.Popen[bytes] | None, Pipe] | None = None
         self._asker: Asker | None = None
         self.runs: dict[bytes, Running] = {}
+        self.last: Ended | None = None  # how the latest run ended here, even if no disk could keep it
         self._ended: deque[bytes] = deque(maxlen=REMEMBERED)
         self._lock, self.ending = threading.Lock(), threading.Event()
         self._doors = ThreadPoolExecutor(2, "door")  # invitations are looked at here, a few at a time
@@ -280,6 +284,9 @@ class Service:
             while True:
                 packet = running.pipe.read()
                 carrier = self._carrier
+                if packet.kind == OUTCOME:
+                    with contextlib.suppress(ValueError, TypeError):
+                        running.ended = self.last = Ended(**json.loads(packet.data))
                 if packet.kind not in (REQUEST, ANSWER):
                     continue
                 if carrier is not None:
@@ -335,7 +342,12 @@ class Service:
             Seen(kit.path / "local" / "invitations.json").admit(run, now)
         except ProtocolAbort as e:
             log.warning("an invitation was refused: %s", e)
+            if e.code == "stale":  # signed by the coordinator, so this is a run that its people wait for
+                self._keep_refusal(kit, run, e)
             return run, f"refused {e.protocol} {e.line} {e.code}"
+        except OSError as e:
+            full = DiskError(f"{kit.path} cannot be written ({e.strerror or type(e).__name__})")
+            return run, self._keep_refusal(kit, run, full).word
         try:
             if invitation.study != kit.study.digest:
                 raise ProtocolAbort(
@@ -352,13 +364,18 @@ class Service:
             if self.ending.is_set():
                 raise Refusal(f"the service of '{kit.me}' stops")
         except CloisterError as e:
-            ended = failed(kit, run.hex(), e, results_folder(kit, run.hex()))
-            ended.keep()
-            forget_refusals(Path(ended.folder).parent)
-            log.warning("run %s: %s", run.hex()[:8], e)
-            return run, ended.word
+            return run, self._keep_refusal(kit, run, e).word
         self.begin(run)
         return run, COME
+
+    def _keep_refusal(self, kit: Kit, run: bytes, e: CloisterError) -> Ended:
+        ended = failed(kit, run.hex(), e, results_folder(kit, run.hex()))
+        self.last = ended
+        ended.keep()
+        with contextlib.suppress(OSError):
+            forget_refusals(Path(ended.folder).parent)
+        log.warning("run %s: %s; next: %s", run.hex()[:8], e, ended.error["next"])
+        return ended
 
     def ask(self, to: Party, request: bytes, seconds: float) -> bytes | None:
         """Ask another party's service; None if it is not reached."""
