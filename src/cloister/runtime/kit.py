@@ -5,6 +5,9 @@
         identity.key          this party's Ed25519 key (0600)
         local/site.toml       this party's own: where the cells are, what may run here, and how often
         local/approvals.json  who approved which study, when, and on which cells
+        local/decisions.jsonl every decision so far (`sign_off.history`)
+        local/users.json      who may look at this party's page or decide by it (`page.users`)
+        local/rounds.json     rounds of the latest finished run of each study, to say how far another one is
         local/runs.json       how many runs were begun
         local/budget.json     what was asked of the same cells in all (`sign_off.budget`)
         local/answered.npz    keyed fingerprints of the cells that were used so far (`sign_off.differencing`)
@@ -22,6 +25,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import stat
 import tomllib
 from collections.abc import Mapping
@@ -37,6 +41,7 @@ from cloister.cells.vocabulary import check_map
 from cloister.crypto.agreement import Identity
 from cloister.disclosure import Thresholds
 from cloister.errors import DataError, ParameterError, about
+from cloister.runtime.notify import read_hook
 from cloister.runtime.proxy import Proxy
 from cloister.runtime.sandbox import FULL, LEVELS
 from cloister.runtime.sign_off import approval, own_cells
@@ -52,7 +57,7 @@ RUNS = "runs"  # folder of a kit: how far its runs are
 DATA = "CLOISTER_DATA"  # a service that is started for one run finds its cells here
 TOP = {"data", "out", "sandbox", "approve", "limits", "budget", "floors", "obs", "obsm", "labels"}
 TOP |= {"layer", "raw", "genes", "kind"}  # of this site's file
-TOP |= {"proxy", "listen"}
+TOP |= {"proxy", "listen", "notify", "page"}
 SANDBOXES = (*LEVELS[::-1], "systemd")  # the least level that this site accepts (`sandbox`), or two units of systemd
 RENAMED = {"landlock": FULL}  # as kits of earlier versions have it
 STUDY_RUNS, WORKFLOW_RUNS = 20, 100  # runs that may be begun where [limits] says nothing
@@ -61,6 +66,7 @@ CONSENTS_SET = (  # shown before anybody here has seen these consents
     "these consents were in local/site.toml before this approval, and kits are delivered without any: {};"
     " to take them back, write: consent = []"
 )
+HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?(:\d{1,5})?")
 APPROVE = ("workflows", "modes", "studies", "consent")
 
 
@@ -75,6 +81,8 @@ class Policy:
     studies: tuple[str, ...] = ()  # digests, as `cloister site KIT --approve` writes them
     sandbox: str = FULL
     proxy: Proxy | None = None  # the way out, where only a proxy may connect to the outside
+    notify: str | tuple[str, ...] = ""  # a web address or a command that is told of a study that waits
+    page: Mapping[str, Any] = field(default_factory=dict)  # sso_header and hosts of this party's page
     listen: tuple[str, int] | None = None  # of a coordinator behind a TLS pass-through: where it listens itself
     consent: tuple[str, ...] = ()  # what a study may do here beyond running: "open-model"; --approve adds none
     limits: Mapping[str, int] = field(default_factory=dict)  # "study" or a workflow's name → runs it may have here
@@ -94,6 +102,7 @@ class Kit:
     study: Study
     me: Party
     identity: Identity
+    via: str = ""  # how decisions about it come, for their history
 
     @classmethod
     def open(cls, path: str | Path) -> Kit:
@@ -123,7 +132,7 @@ class Kit:
 
     @property
     def approvals(self) -> Approvals:
-        return Approvals(self.path / "local" / approval.FILE, self.me)
+        return Approvals(self.path / "local" / approval.FILE, self.me, self.via)
 
     def policy(self) -> Policy:
         """Read `local/site.toml` as it is now; every error names the key."""
@@ -149,6 +158,14 @@ class Kit:
         if sandbox not in SANDBOXES:
             raise ParameterError(f"{where.name}: 'sandbox' must be one of {', '.join(SANDBOXES)}")
         proxy, listen = self._read_network(raw)
+        page = _table(raw, "page")
+        _check_keys(page, {"sso_header", "hosts"}, f"{where.name} [page]")
+        if not re.fullmatch(r"[A-Za-z][A-Za-z0-9-]{0,63}", str(page.get("sso_header", "X"))):
+            text = f"{where.name} [page]: 'sso_header' must be the name of a header, as \"X-Remote-User\""
+            raise ParameterError(text)
+        hosts = page.get("hosts", [])
+        if not isinstance(hosts, list) or not all(isinstance(h, str) and HOST.fullmatch(h) for h in hosts):
+            raise ParameterError(f"{where.name} [page]: 'hosts' must be a list of names, as [\"cloister.example.org\"]")
         for key in APPROVE:
             approved = approve.get(key, [])
             if not isinstance(approved, list) or not all(isinstance(x, str) for x in approved):
@@ -178,6 +195,8 @@ class Kit:
             budget=read_budget(_table(raw, "budget")),
             sandbox=sandbox,
             proxy=proxy,
+            notify=read_hook(raw.get("notify", ""), where.name),
+            page=dict(page),
             listen=listen,
             floors=dict(floors),
             obs=names["obs"],
@@ -436,6 +455,10 @@ PROXY_TEXT = """
 # If only a proxy may connect to the outside: the process above then connects to the proxy's port and to no other.
 # With a password, chmod 600 this file. http://user:password@proxy.example.org:3128
 # proxy = "http://proxy.example.org:3128"
+
+# A command or a web address that learns that a study waits for a decision here; it gets JSON, and nothing of the cells.
+# notify = ["/usr/local/bin/tell-privacy-office"]
+# notify = "https://chat.example.org/hooks/cloister"
 """
 LISTEN_TEXT = """
 # Behind a TLS pass-through (port 443 of [network] outside): where this coordinator listens itself.

@@ -31,6 +31,7 @@ from cloister.runtime.party import Ended, lost
 from cloister.runtime.pipe import HEARD, STOP, Packet
 from cloister.runtime.ready import is_running
 from cloister.runtime.service import HERE, INVITE, PING, RUNS_AT_ONCE, Running, Service
+from cloister.runtime.status import of_service, to_json
 from cloister.study import Party
 
 SOCKET = "service.sock"
@@ -96,6 +97,9 @@ def _obey(client: socket.socket, service: Service, done: Callable[[], None]) -> 
             if order == b"halt\n":
                 client.settimeout(60.0)
                 client.sendall(json.dumps({"halted": service.halt()}).encode() + b"\n")
+                return
+            if order == b"status\n":
+                client.sendall(json.dumps(to_json(of_service(service))).encode() + b"\n")
                 return
             if order != b"run\n" or service.kit.role != "coordinator":
                 return

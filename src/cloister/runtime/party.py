@@ -40,7 +40,7 @@ from cloister.runtime.kit import Kit, Policy
 from cloister.runtime.link import Ask, SealedLink
 from cloister.runtime.logs import Teller
 from cloister.runtime.sign_off.own_cells import check_approved_cells, check_floors, open_cells
-from cloister.study import Party
+from cloister.study import Party, Study
 from cloister.workflows import steps
 
 if TYPE_CHECKING:
@@ -118,8 +118,10 @@ class Turn:
             self._meet()
             for part in kit.study.parts:
                 run = Run(part)
+                self.tell.begin(part)
                 with steps.named(part):
                     run.outcomes[kit.me] = self._run_part(policy, run, done, folder)
+                self.tell.finish(run.outcomes[kit.me].cost.get("rounds", 0))
                 done.append(run)
             self._save(run, folder)
             ended = _all_done(self.run, kit.me, folder, done)

@@ -30,6 +30,7 @@ from cloister.runtime.invitation import COME, Invitation, Seen, say_word
 from cloister.runtime.kit import Kit
 from cloister.runtime.launch import find_addresses, open_carrier
 from cloister.runtime.logs import clean
+from cloister.runtime.notify import Notifier
 from cloister.runtime.party import Ended, failed, results_folder
 from cloister.runtime.pipe import (
     ABSENT,
@@ -57,6 +58,7 @@ from cloister.runtime.proxy import Proxy
 from cloister.runtime.ready import tls_files
 from cloister.runtime.sign_off.approval import Refusal
 from cloister.runtime.sign_off.recovery import recover
+from cloister.runtime.status import decision
 from cloister.study import Party
 
 PING, INVITE = b"P", b"I"  # what services ask each other
@@ -66,6 +68,7 @@ REMEMBERED = 64  # runs that ended here, of which others are told so
 REFUSALS = 20  # runs that did not begin, whose outcome is kept
 LINES = 100  # lines of a carrier that are logged in a minute
 RESTART, RESTART_MOST = 1.0, 30.0  # seconds before a carrier that ended is replaced
+STUDIES = 30.0  # seconds between two looks at the study in the kit
 RESOLVE = 20.0  # seconds after which a coordinator that is not reached is looked up again
 
 TWICE_TEXT = (
@@ -97,6 +100,8 @@ class Service:
         self._carrier: tuple[subprocess.Popen[bytes] | None, Pipe] | None = None
         self._asker: Asker | None = None
         self.runs: dict[bytes, Running] = {}
+        self.since, self.confined = time.time(), ""
+        self._notifier, self._told = Notifier(), set[str]()
         self.last: Ended | None = None  # how the latest run ended here, even if no disk could keep it
         self._ended: deque[bytes] = deque(maxlen=REMEMBERED)
         self._lock, self.ending = threading.Lock(), threading.Event()
@@ -106,6 +111,30 @@ class Service:
 
     def start(self) -> None:
         threading.Thread(target=self._keep_carrier, name="carrier", daemon=True).start()
+        if self.kit.role != "coordinator":
+            threading.Thread(target=self._watch_studies, name="studies", daemon=True).start()
+
+    def _watch_studies(self) -> None:
+        """Notify once of every study file in the kit that waits for a decision, after a restart once more."""
+        while True:
+            try:
+                kit = Kit.open(self.kit.path)
+                if decision(kit) == "waits" and kit.study.digest.hex() not in self._told:
+                    self._told.add(kit.study.digest.hex())
+                    self.notify("waiting", f"the study '{kit.study.name}' waits for a decision of {kit.me}", kit)
+            except (CloisterError, OSError):
+                pass  # whoever starts a run is told what is wrong with the kit
+            if self.ending.wait(STUDIES):
+                return
+
+    def notify(self, event: str, text: str, kit: Kit | None = None) -> None:
+        """Send a notification to this party's own hook, if it has one."""
+        kit = kit or self.kit
+        facts = {"event": event, "party": str(kit.me), "study": kit.study.name, "digest": kit.study.digest.hex()}
+        try:
+            self._notifier.post(kit.policy().notify, {**facts, "text": text})
+        except CloisterError as e:
+            log.warning("no notification can be sent: %s", e)
 
     def stop(self) -> None:
         """End runs and carrier."""
@@ -176,6 +205,7 @@ class Service:
             with self._lock:
                 self._carrier = None
             self.connected.clear()
+            self.confined = ""
             pipe.close()
             if process is not None and not self.ending.is_set():
                 process.kill()
@@ -213,8 +243,10 @@ class Service:
             self._log_line(packet.data)
         elif packet.kind == READY:
             log.info("the carrier is confined and ready")
-            if packet.data:
-                log.warning("a lower level of confinement: %s", clean(packet.data.decode(errors="replace"), 500))
+            note = clean(packet.data.decode(errors="replace"), 500)
+            self.confined = note or "confined: no file of this party, one port"
+            if note:
+                log.warning("a lower level of confinement: %s", note)
         elif packet.name not in self.kit.study.parties or packet.name == self.kit.me:
             return
         elif packet.kind in (CONNECTED, GONE):
@@ -255,6 +287,7 @@ class Service:
         self.twice[packet.name] = now, where
         if now - before > 60.0:
             log.warning(TWICE_TEXT, packet.name, where)
+            self.notify("twice", TWICE_TEXT % (packet.name, where))
 
     def _log_line(self, data: bytes) -> None:
         since, lines = self._lines
@@ -301,6 +334,9 @@ class Service:
             running.process.kill()
             running.process.wait()
         recover(self.kit, running.run.hex())
+        if (ended := running.ended) is None or ended.status != "done":
+            why = "its process ended" if ended is None else str(ended.error.get("text", ended.status))
+            self.notify("failed", f"run {running.run.hex()[:8]}: {why}")
         with self._lock:
             self.runs.pop(running.run, None)
             self._ended.append(running.run)

@@ -4,8 +4,9 @@
                "data": {"cells": 430, "donors": 12, "genes": 1767, "matrix": "9f2c…", "read": "77aa…"},
                "terms": {"consent": [], "limits": {"study": 20}, "floors": {"min_cells": 10}, "file": "/srv/c.h5ad"}}}
 
-`local/site.toml` says what may run; this says on what. A run on other cells, of a study without an entry, or of one
-whose approval was withdrawn, is refused. The entry goes into the receipt of every run, which the site signs.
+`local/site.toml` says what may run; this says on what, and `decisions.jsonl` what was decided before. A run on other
+cells, of a study without an entry, or of one whose approval was withdrawn, is refused. The entry goes into the
+receipt of every run, which the site signs.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from typing import Any
 from cloister import files, governance
 from cloister.cells.fingerprint import Fingerprint
 from cloister.errors import DataError, ParameterError, ProtocolAbort, RefusedError, UsageError
+from cloister.runtime.sign_off.history import FILE as LOG
+from cloister.runtime.sign_off.history import VIA, History, history, record
 from cloister.study import Study
 
 FILE = "approvals.json"  # in `local`
@@ -67,6 +70,7 @@ class Approvals:
 
     path: Path
     me: str
+    via: str = ""  # how decisions come, for the history
 
     def entry(self, study: Study) -> Approval | None:
         return self._load().get(study.digest.hex())
@@ -114,6 +118,7 @@ class Approvals:
         who, now = check_name(by), stamp_now()
         entry = Approval(study.name, who, login(), now, data, cost, stamp, small_change=small_change, terms=terms or {})
         self._save({**self._load(), study.digest.hex(): entry})
+        self._record("approved", study, who, now, data.words if data is not None else "")
         return entry
 
     def refuse(self, study: Study, by: str = "") -> Approval:
@@ -124,6 +129,7 @@ class Approvals:
             raise UsageError(f"'{study.name}' is approved; to stop it and take the approval back: cloister halt KIT")
         entry = Approval(study.name, who, login(), now, withdrawn=f"{now} by {who}", refused=True)
         self._save({**entries, study.digest.hex(): entry})
+        self._record("refused", study, who, now)
         return entry
 
     def known_consents(self) -> set[str]:
@@ -136,9 +142,24 @@ class Approvals:
         entry = entries.get(study.digest.hex())
         if entry is None or entry.withdrawn:
             return None
-        gone = dataclasses.replace(entry, withdrawn=f"{stamp_now()} by {check_name(by)}")
+        who, now = check_name(by), stamp_now()
+        gone = dataclasses.replace(entry, withdrawn=f"{now} by {who}")
         self._save({**entries, study.digest.hex(): gone})
+        self._record("withdrawn", study, who, now)
         return gone
+
+    @property
+    def history(self) -> History:
+        """Every decision so far."""
+        return history(self.path.with_name(LOG))
+
+    def _record(self, what: str, study: Study, by: str, when: str, on: str = "") -> None:
+        how = self.via or os.environ.get(VIA, "command")
+        row = {"when": when, "what": what, "by": by, "user": login(), "how": how, "study": study.name}
+        try:
+            record(self.path.with_name(LOG), {**row, "digest": study.digest.hex(), "on": on})
+        except OSError as e:
+            raise DataError(f"{self.path.with_name(LOG)} cannot be written ({e.strerror})") from None
 
     def _save(self, entries: Mapping[str, Approval]) -> None:
         try:
