@@ -253,7 +253,7 @@ def test_the_commands_add_a_user_and_serve_the_page(two):
             assert "2 studies" in link.getresponse().read().decode()
         finally:
             process.terminate()
-            rest = process.stderr.read()
+            rest = process.communicate(timeout=60)[1]
     assert token not in line + rest
     assert not (two[0].path / TOKEN).exists()
     subprocess.run([*command, "--remove-user", ANN], check=True, capture_output=True)

@@ -1,8 +1,11 @@
 """How far a run is: the log and the file of its process, and who is not told."""
 
 import io
+import json
 import logging
 import os
+import re
+import socket
 import sys
 import threading
 import time
@@ -176,6 +179,7 @@ def test_a_line_for_journald_has_its_own_protocols_fields(tmp_path):
         handler = logs.Journald("basel", str(tmp_path / "journal"))
         record = logging.LogRecord("cloister.runtime", logging.ERROR, "f", 1, "run 705d38af: two\nlines", (), None)
         handler.emit(record)
+        handler.close()
         data = journal.recv(1 << 16)
     message = b"run 705d38af: two\nlines"
     assert data.startswith(b"MESSAGE\n" + len(message).to_bytes(8, "little") + message + b"\n")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import signal
-import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -127,12 +125,10 @@ def page(
             out.print(f"token: {token}", markup=False, soft_wrap=True)
         return
     from cloister.page.server import PORT, beside
+    from cloister.runtime.start import wait_for_stop
 
-    stopped = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stopped.set())
     with beside([kit.path for kit in opened], PORT if port is None else port):
-        stopped.wait()
+        wait_for_stop()
 
 
 def status(

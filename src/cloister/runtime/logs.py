@@ -118,6 +118,10 @@ class Journald(logging.Handler):
         with contextlib.suppress(OSError):
             self._sock.send(data)
 
+    def close(self) -> None:
+        self._sock.close()
+        super().close()
+
 
 def rotate(file: Path) -> None:
     """Move a file that only grows out of the way, once it is large; old ones are numbered."""
