@@ -124,9 +124,8 @@ def test_a_proxy_that_sends_a_byte_now_and_then_does_not_hold_the_carrier():
             client.sendall(b"H")
             time.sleep(0.1)
 
-    with serving(drip) as port, socket.create_connection(("127.0.0.1", port)) as sock:
-        with pytest.raises(ProxyError):
-            open_tunnel(sock, "hub", 443, "", 0.5)
+    with serving(drip) as port, socket.create_connection(("127.0.0.1", port)) as sock, pytest.raises(ProxyError):
+        open_tunnel(sock, "hub", 443, "", 0.5)
 
 
 def test_doctor_tries_the_way_through_the_proxy():

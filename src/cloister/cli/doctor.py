@@ -135,7 +135,11 @@ def _examine_kit(path: Path) -> Iterator[Finding]:
     yield from _permissions(path, policy.out)
     yield from _certificates(kit)
     yield _disk(policy)
-    yield _carrier(policy.sandbox, listen=kit.role == "coordinator")
+    if policy.carrier is not None:
+        text = f"another program carries the frames, by {policy.carrier}; it must run as another user (docs/deploy.md)"
+        yield Finding("carrier", "note", text)
+    else:
+        yield _carrier(policy.sandbox, listen=kit.role == "coordinator")
     try:
         parts = [f"{part.workflow}, mode {part.mode}" for part, _, _ in check_steps(kit.study)]
         yield Finding("study", "ok", f"{', then '.join(parts)}, {len(kit.study.sites)} sites")
@@ -166,7 +170,8 @@ def _examine_kit(path: Path) -> Iterator[Finding]:
                     yield Finding("budget", "note", text)
         except CloisterError as e:
             yield Finding("limits", "note", str(e))
-        yield _coordinator_answers(kit.study.network.get("host"), kit.study.network.get("port"), policy.proxy)
+        if policy.carrier is None:
+            yield _coordinator_answers(kit.study.network.get("host"), kit.study.network.get("port"), policy.proxy)
     if kit.role == "site":
         from cloister.runtime.sign_off.own_cells import check_approved_cells, open_cells
 

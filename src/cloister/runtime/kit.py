@@ -57,7 +57,7 @@ RUNS = "runs"  # folder of a kit: how far its runs are
 DATA = "CLOISTER_DATA"  # a service that is started for one run finds its cells here
 TOP = {"data", "out", "sandbox", "approve", "limits", "budget", "floors", "obs", "obsm", "labels"}
 TOP |= {"layer", "raw", "genes", "kind"}  # of this site's file
-TOP |= {"proxy", "listen", "notify", "page"}
+TOP |= {"proxy", "listen", "carrier", "notify", "page"}
 SANDBOXES = (*LEVELS[::-1], "systemd")  # the least level that this site accepts (`sandbox`), or two units of systemd
 RENAMED = {"landlock": FULL}  # as kits of earlier versions have it
 STUDY_RUNS, WORKFLOW_RUNS = 20, 100  # runs that may be begun where [limits] says nothing
@@ -83,6 +83,7 @@ class Policy:
     proxy: Proxy | None = None  # the way out, where only a proxy may connect to the outside
     notify: str | tuple[str, ...] = ""  # a web address or a command that is told of a study that waits
     page: Mapping[str, Any] = field(default_factory=dict)  # sso_header and hosts of this party's page
+    carrier: Path | None = None  # the socket at which another program, a FLARE job, carries this party's frames
     listen: tuple[str, int] | None = None  # of a coordinator behind a TLS pass-through: where it listens itself
     consent: tuple[str, ...] = ()  # what a study may do here beyond running: "open-model"; --approve adds none
     limits: Mapping[str, int] = field(default_factory=dict)  # "study" or a workflow's name → runs it may have here
@@ -146,7 +147,7 @@ class Kit:
         _check_keys(raw, TOP, f"{where.name}")
         approve = _table(raw, "approve")
         _check_keys(approve, set(APPROVE), f"{where.name} [approve]")
-        for key in ("data", "out"):
+        for key in ("data", "out", "carrier"):
             if not isinstance(raw.get(key, ""), str):
                 raise ParameterError(f"{where.name}: '{key}' must be a path in quotes")
         for key in ("layer", "genes", "kind"):

@@ -18,6 +18,9 @@ from cloister.runtime.launch import carrier_socket
 def check_ready(kit: Kit) -> None:
     """Raise unless a service can be started from this kit on this machine."""
     policy = kit.policy()
+    if policy.carrier is not None:
+        carrier_socket(policy.carrier).close()  # what carries the frames has certificates and ports of its own
+        return
     check_certificate(kit)
     if not kit.study.network.get("host") or not kit.study.network.get("port"):
         raise ParameterError("study.toml: [network] must name host and port of the coordinator")
@@ -85,6 +88,8 @@ def check_certificate(kit: Kit) -> None:
 
 
 def check_port(kit: Kit) -> None:
+    if kit.policy().carrier is not None:
+        return
     at, port = kit.policy().listen, int(kit.study.network["port"])
     port = port if at is None else at[1]
     try:

@@ -32,22 +32,20 @@ from cloister.runtime.driver import TlsDriver
 from cloister.runtime.pipe import (
     ABSENT,
     ADDRESSES,
-    ANSWER,
     CONNECTED,
     GONE,
-    MOST,
-    NOBODY,
     READY,
     REQUEST,
+    RUN,
+    TRAVELS,
     TWICE,
     BrokenPipe,
     Packet,
     Pipe,
+    well_formed,
 )
 
 APP = 1  # whom FLARE hands a message to: there is one receiver
-RUN = 16  # bytes of a run's id
-TRAVELS = (REQUEST, ANSWER, NOBODY, ABSENT)
 WORKERS = 100  # threads that take in what came
 QUEUE = 64  # messages that may wait for one site's line
 
@@ -175,16 +173,3 @@ class Relay(MessageReceiver, EndpointMonitor):
 
     def _report_twice(self, party: str, old: str, new: str) -> None:
         self._pipe.post(Packet(TWICE, party, data=f"{old} and {new}".encode()))
-
-
-def well_formed(headers: Any, payload: Any) -> bool:
-    """Whether this is a message at all; a peer may have sent anything."""
-    if not isinstance(headers, dict) or headers.keys() != {"k", "f", "t", "n"}:
-        return False
-    if not isinstance(payload, bytes | bytearray) or not RUN <= len(payload) <= RUN + MOST:
-        return False
-    if type(headers["k"]) is not int or headers["k"] not in TRAVELS:
-        return False
-    if type(headers["n"]) is not int or not 0 <= headers["n"] < 1 << 64:
-        return False
-    return type(headers["f"]) is str and type(headers["t"]) is str

@@ -193,7 +193,7 @@ class Service:
         pipe.post(Packet(PLAN, data=json.dumps(self._plan(kit)).encode()))
         with self._lock:
             self._carrier, self._asker = (process, pipe), Asker(pipe, SERVICE)
-        if kit.role != "coordinator":
+        if kit.role != "coordinator" and kit.policy().carrier is None:
             threading.Thread(target=self._keep_address, args=(pipe,), name="address", daemon=True).start()
         try:
             while True:
@@ -212,8 +212,10 @@ class Service:
                 process.wait()
 
     def _plan(self, kit: Kit) -> dict[str, Any]:
-        host, port = str(kit.study.network["host"]), int(kit.study.network["port"])
         hub, policy = kit.role == "coordinator", kit.policy()
+        if policy.carrier is not None:  # it is another program's user: no path, no proxy's password
+            return {"me": kit.me, "hub": kit.study.coordinator, "parties": [*kit.study.parties]}
+        host, port = str(kit.study.network["host"]), int(kit.study.network["port"])
         proxy = policy.proxy
         return {
             "me": kit.me,
