@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -41,18 +42,14 @@ def test_a_study_inside_an_existing_flare_network(tmp_path):
         str(Path(sys.executable).parent / "nvflare"),
         "simulator",
         str(tmp_path / "job"),
-        "-w",
-        str(tmp_path / "w"),
+        *("-w", str(tmp_path / "w"), "-c", ",".join(SITES), "-t", str(len(SITES))),
     ]
+    allowed = {"class_allow_list": ["cloister.runtime.flare_job"]}  # as each site of a real network writes it
+    (tmp_path / "w" / "local").mkdir(parents=True)
+    (tmp_path / "w" / "local" / "resources.json").write_text(json.dumps(allowed))
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     with open(tmp_path / "flare.out", "wb") as out:
-        simulator = subprocess.Popen(
-            [*flare, "-c", ",".join(SITES), "-t", str(len(SITES))],
-            stdout=out,
-            stderr=out,
-            env=env,
-            start_new_session=True,
-        )
+        simulator = subprocess.Popen(flare, stdout=out, stderr=out, env=env, start_new_session=True)
     try:
         federation.start(*PARTIES)
         federation.wait_for_connection(*SITES)

@@ -153,6 +153,8 @@ def status(
     else:
         for title, text in shown.lines(opened, now):
             out.print(f"{title:9} {text}", markup=False, soft_wrap=True)
+    if not now.running:
+        raise typer.Exit(3)  # for whoever asks by a program, as a container's probe
 
 
 def _asked(kit: Kit) -> Kit:

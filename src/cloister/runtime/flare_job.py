@@ -20,6 +20,7 @@ FLARE's name of a client is the name of its party, unless `names` says otherwise
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import socket
@@ -95,10 +96,8 @@ class Bridge:
                 self._ending.wait(RETRY)
                 continue
             pipe = Pipe(sock)
-            try:
+            with contextlib.suppress(BrokenPipe, ValueError, KeyError, TypeError):
                 self._serve(pipe)
-            except (BrokenPipe, ValueError, KeyError, TypeError):
-                pass
             self._pipe = None
             pipe.close()
             self._ending.wait(RETRY)
@@ -254,8 +253,9 @@ class CarryController(Controller):  # type: ignore[misc]
             return reply
         if headers["t"] == bridge.me:
             bridge.deliver(headers, payload)
-        elif headers["t"] in bridge.parties - {party} and not self._pass_on(headers, payload):
-            if headers["k"] == REQUEST:
+        elif headers["t"] in bridge.parties - {party}:
+            passed = self._pass_on(headers, payload)
+            if not passed and headers["k"] == REQUEST:
                 back = {"k": ABSENT, "f": headers["t"], "t": party, "n": headers["n"]}
                 self._pass_on(back, payload[:RUN])
         return reply

@@ -199,6 +199,7 @@ class Kit:
             notify=read_hook(raw.get("notify", ""), where.name),
             page=dict(page),
             listen=listen,
+            carrier=self.path / raw["carrier"] if raw.get("carrier") else None,
             floors=dict(floors),
             obs=names["obs"],
             obsm=names["obsm"],

@@ -47,7 +47,7 @@ def carrier_socket(path: Path | None = None) -> socket.socket:
         raise ParameterError(f"{path.parent} is no folder; make it, for this user and the carrier's group only")
     if path.parent.stat().st_mode & 0o002:
         raise ParameterError(
-            f"every user may write in {path.parent}, and so could take the carrier's place; run: chmod 750 {path.parent}"
+            f"every user may write in {path.parent} and could take the carrier's place; run: chmod 750 {path.parent}"
         )
     if path.exists() and not path.is_socket():
         raise ParameterError(f"{path} is no socket; name another place")
