@@ -209,7 +209,8 @@ class Answer(BaseHTTPRequestHandler):
         if not self.server.named:
             if not hmac.compare_digest(token.encode(), self.server.token.encode()):
                 raise Problem(HTTPStatus.UNAUTHORIZED, NO_TOKEN, ask)
-            self.known, self.rights = False, ["decide" for _ in self.server.places]
+            self.known = False
+            self.rights: list[str | None] = ["decide" for _ in self.server.places]
             return
         self.known = True
         by_header = self._named_by_proxy()

@@ -106,7 +106,7 @@ class State:
     def mark(self) -> str:
         """Changes when anything but the progress of a run does."""
         told = [self.kit.study.digest.hex(), sorted(self.running), self.stage, repr(self.approval), self.trouble]
-        told += [[run.name for run in self.past], repr(self.left), self.connected, [*self.twice], self.serving]
+        told += [[run.name for run in self.past], repr(self.left), self.connected, [*self.twice], str(self.serving)]
         return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
 
 

@@ -422,6 +422,10 @@ def check_private(path: Path) -> None:
     settings = [path, path / "local", path / "startup", path / "study.toml", path / "local" / "site.toml"]
     for files_of, forbidden, what in ((keys, 0o027, "read or changed by"), (settings, 0o022, "changed by")):
         for file in files_of:
+            if file.exists() and (owner := file.stat().st_uid) not in (os.geteuid(), 0) and os.geteuid() != 0:
+                raise DataError(
+                    f"{file} belongs to user {owner}, who could change it; run: chown -R {os.geteuid()} {path}"
+                )
             if file.exists() and (mode := stat.S_IMODE(file.stat().st_mode)) & forbidden:
                 right = "700" if file.is_dir() else "600"
                 raise DataError(

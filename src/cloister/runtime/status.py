@@ -118,9 +118,9 @@ def lines(kit: Kit, status: Status) -> Iterator[tuple[str, str]]:
         for party in others:
             where = status.connected.get(party)
             yield "line", f"{party} is connected ({where})" if where is not None else f"{party} is not connected"
-    for party, (when, where) in status.twice.items():
+    for twice, (when, where) in status.twice.items():
         at = time.strftime("%H:%M:%S UTC", time.gmtime(when))
-        yield "warning", f"{party} was connected twice at {at}, from {where}: two services use its kit"
+        yield "warning", f"{twice} was connected twice at {at}, from {where}: two services use its kit"
     try:
         yield "study", decision(kit)
     except CloisterError as e:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import os
 import pwd
@@ -53,7 +54,14 @@ class Approval:
     withdrawn: str = ""  # when, and by whom
     refused: bool = False  # whether that was all: it had not been allowed before
     small_change: bool = False  # whether the cells may differ from those of earlier runs in only a few
+    machine: str = ""  # where that was; an approval that came with a kit is not one of this machine
     terms: Mapping[str, Any] = field(default_factory=dict)  # consents, limits, thresholds and file as they were then
+
+    @property
+    def made_here(self) -> bool:
+        """Whether it was recorded on this machine, as far as that can be known."""
+        here = this_machine()
+        return not here or self.machine == here
 
     @property
     def record(self) -> dict[str, Any]:
@@ -90,6 +98,11 @@ class Approvals:
             raise Refusal(
                 f"'{self.me}' {did} '{study.name}' on {found.withdrawn}; to allow it{more}: cloister site KIT --approve"
             )
+        if not found.made_here:
+            raise Refusal(
+                f"the approval of '{study.name}' was not recorded on this machine: it came with the kit, with a backup"
+                " or from an earlier version; read the study, then: cloister site KIT --approve"
+            )
         return found
 
     def check_data(self, study: Study, found: Fingerprint) -> None:
@@ -116,7 +129,18 @@ class Approvals:
     ) -> Approval:
         """Keep that somebody approves the study now."""
         who, now = check_name(by), stamp_now()
-        entry = Approval(study.name, who, login(), now, data, cost, stamp, small_change=small_change, terms=terms or {})
+        entry = Approval(
+            study.name,
+            who,
+            login(),
+            now,
+            data,
+            cost,
+            stamp,
+            small_change=small_change,
+            machine=this_machine(),
+            terms=terms or {},
+        )
         self._save({**self._load(), study.digest.hex(): entry})
         self._record("approved", study, who, now, data.words if data is not None else "")
         return entry
@@ -134,7 +158,8 @@ class Approvals:
 
     def known_consents(self) -> set[str]:
         """Consents that somebody here saw while approving a study."""
-        return {str(word) for entry in self._load().values() for word in entry.terms.get("consent", ())}
+        entries = [entry for entry in self._load().values() if entry.made_here]
+        return {str(word) for entry in entries for word in entry.terms.get("consent", ())}
 
     def withdraw(self, study: Study, by: str = "") -> Approval | None:
         """Mark the approval of the study as withdrawn now; None if there was none."""
@@ -181,11 +206,24 @@ class Approvals:
 def _read(raw: Mapping[str, Any]) -> Approval:
     data = Fingerprint.load(raw["data"]) if raw.get("data") is not None else None
     words = {key: str(raw[key]) for key in ("study", "by", "user", "when", "withdrawn")}
+    words["machine"] = str(raw.get("machine", ""))
     cost = {str(key): float(value) for key, value in raw["cost"].items()}
     refused, small_change = (raw.get(key, False) is True for key in ("refused", "small_change"))
     stamp = tuple(raw.get("stamp", ()))
     terms = dict(raw.get("terms", {}))
     return Approval(**words, data=data, cost=cost, stamp=stamp, refused=refused, small_change=small_change, terms=terms)
+
+
+MACHINE = Path("/etc/machine-id")
+
+
+def this_machine() -> str:
+    """A name of this machine that whoever delivers a kit does not know; "" where there is none, as in containers."""
+    try:
+        made = MACHINE.read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
+    return hashlib.sha256(f"cloister approvals {made}".encode()).hexdigest()[:32] if made else ""
 
 
 def check_name(by: str) -> str:
