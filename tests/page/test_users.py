@@ -19,7 +19,7 @@ from cloister.errors import ParameterError, RefusedError
 from cloister.net.events import Event
 from cloister.page import server, users
 from cloister.page.server import TOKEN
-from cloister.runtime import notify, status
+from cloister.runtime import notify, order, status
 from cloister.runtime.kit import Kit
 from cloister.runtime.logs import Teller
 from cloister.runtime.notify import Notifier, read_hook, send
@@ -397,7 +397,7 @@ def test_a_hook_that_fails_or_hangs_stops_nothing(monkeypatch, caplog):
 
 
 def test_status_without_a_service_says_how_to_start_it(page):
-    shown = dict(status.lines(page.kit, status.status_of(page.kit)))
+    shown = dict(status.lines(page.kit, order.status_of(page.kit)))
     assert "not running; start it: cloister site" in shown["service"]
     assert shown["study"] == "waits"
 

@@ -63,7 +63,7 @@ def site(
         str, typer.Option(help="Format of log lines: text, json, or journal (fields of journald).")
     ] = "text",
 ) -> None:
-    """Start a party (site, coordinator or auxiliary server) and wait for runs; Ctrl-C stops it."""
+    """Start a party and wait for runs; Ctrl-C stops it."""
     if approve and refuse:
         raise UsageError("--approve or --refuse, not both")
     if (page and (approve or refuse)) or (port is not None and not page):
@@ -103,7 +103,7 @@ def page(
         bool, typer.Option("--sso", metavar=FLAG, help="With --add-user: named by the log-in proxy, without a token.")
     ] = False,
 ) -> None:
-    """Serve one page for the studies of several kits to this machine, or manage its users."""
+    """Serve one page for several studies, or manage its users."""
     from cloister.page import users
     from cloister.runtime.kit import Kit
 
@@ -138,17 +138,18 @@ def status(
         bool, typer.Option("--prometheus", metavar=FLAG, help="Print metrics in the text format of Prometheus.")
     ] = False,
 ) -> None:
-    """Show what a party's service does now: connections, runs, the last error and what to do next."""
+    """Show what a party's service does now, and its last error."""
     from cloister.runtime import status as shown
     from cloister.runtime.kit import Kit
+    from cloister.runtime.order import status_of
 
     opened = Kit.open(kit)
-    now = shown.status_of(opened)
+    now = status_of(opened)
     if prometheus:
         print(shown.metrics((opened, now)), end="")
     elif as_json:
         facts = {"party": opened.me, "role": opened.role, "study": opened.study.name}
-        facts |= {"digest": opened.study.digest.hex(), "decision": shown.decision(opened)}
+        facts |= {"digest": opened.study.digest.hex(), "decision": opened.decision}
         print(json.dumps({**facts, **shown.to_json(now)}, indent=1))
     else:
         for title, text in shown.lines(opened, now):

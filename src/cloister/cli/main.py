@@ -200,7 +200,7 @@ def doctor(
     kit: Annotated[Path | None, typer.Option(help="Look at this start-up kit, too.")] = None,
     as_json: AsJson = False,  # noqa: FBT002
 ) -> None:
-    """Look whether this installation, and a kit, are ready for a run. Nothing is changed or sent."""
+    """Check this installation, and a kit; change and send nothing."""
     import dataclasses
 
     from cloister.cli.doctor import examine

@@ -13,6 +13,11 @@ import sys
 import threading
 from pathlib import Path
 
+from cloister.cells.tables import donors
+from cloister.errors import CloisterError
+from cloister.runtime.kit import Kit
+from cloister.runtime.sign_off.own_cells import open_cells
+
 SECONDS = 600.0
 
 
@@ -48,11 +53,6 @@ class Counter:
 
 
 def main() -> None:
-    from cloister.cells.tables import donors
-    from cloister.errors import CloisterError
-    from cloister.runtime.kit import Kit
-    from cloister.runtime.sign_off.own_cells import open_cells
-
     try:
         kit = Kit.open(sys.argv[1])
         adata = open_cells(kit, kit.policy())

@@ -18,12 +18,12 @@ from cloister.errors import CloisterError
 from cloister.page.count import Counter
 from cloister.run.progress import Standing
 from cloister.runtime.kit import Kit, Policy
-from cloister.runtime.order import give_order
+from cloister.runtime.order import give_order, status_of
 from cloister.runtime.party import Ended
 from cloister.runtime.service import Service
 from cloister.runtime.sign_off.approval import Approval
 from cloister.runtime.sign_off.history import History
-from cloister.runtime.status import Status, of_service, status_of
+from cloister.runtime.status import Status, of_service
 
 NAME = re.compile(r"\d{8}T\d{6}Z-[0-9a-f]{8}")  # a run's folder: when it began, and its id
 SHOWN = 50  # runs in the list

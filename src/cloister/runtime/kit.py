@@ -241,6 +241,20 @@ class Kit:
             "studies": [self.study.digest.hex()],
         }
 
+    @property
+    def decision(self) -> str:
+        """Where the study stands at this party, in one word."""
+        if self.role == "coordinator":
+            return "asks"
+        if governance.expired(self.study.governance):
+            return "ended"
+        entry = self.approvals.entry(self.study)
+        if entry is None:
+            return "waits"
+        if entry.withdrawn:
+            return "refused" if entry.refused else "withdrawn"
+        return "approved" if entry.made_here else "waits"
+
     def check_approved(self, policy: Policy) -> None:
         """Raise `Refusal` unless this party allowed the workflows, the modes and this very study, and still does."""
         if self.role == "coordinator":

@@ -31,7 +31,7 @@ from cloister.runtime.party import Ended, lost
 from cloister.runtime.pipe import HEARD, STOP, Packet
 from cloister.runtime.ready import is_running
 from cloister.runtime.service import HERE, INVITE, PING, RUNS_AT_ONCE, Running, Service
-from cloister.runtime.status import of_service, to_json
+from cloister.runtime.status import Status, of_service, to_json
 from cloister.study import Party
 
 SOCKET = "service.sock"
@@ -247,6 +247,16 @@ def give_order(kit: Kit, order: bytes) -> bytes:
     return answer
 
 
+def status_of(kit: Kit) -> Status:
+    """The status of a kit's service, by its socket; one that is not running is no error."""
+    if not is_running(kit):
+        return Status()
+    try:
+        return Status.load(json.loads(give_order(kit, b"status\n")))
+    except (CloisterError, ValueError, TypeError):
+        return Status()
+
+
 def _connect(kit: Kit) -> socket.socket:
     end = time.monotonic() + START
     while True:
@@ -302,4 +312,4 @@ def _follow(
                 return Ended(**line["ended"])
 
 
-__all__ = ["give_order", "run_study", "take_orders"]
+__all__ = ["give_order", "run_study", "status_of", "take_orders"]

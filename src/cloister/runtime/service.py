@@ -58,7 +58,6 @@ from cloister.runtime.proxy import Proxy
 from cloister.runtime.ready import tls_files
 from cloister.runtime.sign_off.approval import Refusal
 from cloister.runtime.sign_off.recovery import recover
-from cloister.runtime.status import decision
 from cloister.study import Party
 
 PING, INVITE = b"P", b"I"  # what services ask each other
@@ -101,6 +100,7 @@ class Service:
         self._asker: Asker | None = None
         self.runs: dict[bytes, Running] = {}
         self.since, self.confined = time.time(), ""
+        self._stale: dict[bytes, Ended] = {}  # runs whose invitation came too late, or too early
         self._notifier, self._told = Notifier(), set[str]()
         self.last: Ended | None = None  # how the latest run ended here, even if no disk could keep it
         self._ended: deque[bytes] = deque(maxlen=REMEMBERED)
@@ -119,7 +119,7 @@ class Service:
         while True:
             try:
                 kit = Kit.open(self.kit.path)
-                if decision(kit) == "waits" and kit.study.digest.hex() not in self._told:
+                if kit.decision == "waits" and kit.study.digest.hex() not in self._told:
                     self._told.add(kit.study.digest.hex())
                     self.notify("waiting", f"the study '{kit.study.name}' waits for a decision of {kit.me}", kit)
             except (CloisterError, OSError):
@@ -380,8 +380,10 @@ class Service:
             Seen(kit.path / "local" / "invitations.json").admit(run, now)
         except ProtocolAbort as e:
             log.warning("an invitation was refused: %s", e)
-            if e.code == "stale":  # signed by the coordinator, so this is a run that its people wait for
-                self._keep_refusal(kit, run, e)
+            if e.code == "stale" and self._stale.get(run) is None:  # the coordinator signed it: its people wait for it
+                self._stale[run] = self._keep_refusal(kit, run, e)
+                while len(self._stale) > REMEMBERED:
+                    del self._stale[next(iter(self._stale))]
             return run, f"refused {e.protocol} {e.line} {e.code}"
         except OSError as e:
             full = DiskError(f"{kit.path} cannot be written ({e.strerror or type(e).__name__})")

@@ -15,10 +15,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cloister import governance
 from cloister.errors import CloisterError
 from cloister.run.progress import Standing
 from cloister.runtime.kit import Kit
+from cloister.runtime.logs import standing_of
+from cloister.runtime.ready import tls_files
 
 if TYPE_CHECKING:
     from cloister.runtime.service import Service
@@ -46,8 +47,6 @@ class Status:
 
 def of_service(service: Service) -> Status:
     """What this service knows of itself."""
-    from cloister.runtime.logs import standing_of
-
     now = time.time()
     last = service.last.error if service.last is not None else {}
     return Status(
@@ -65,34 +64,7 @@ def to_json(status: Status) -> dict[str, Any]:
     return asdict(status)
 
 
-def status_of(kit: Kit) -> Status:
-    """The status of a kit's service, by its socket; one that is not running is no error."""
-    from cloister.runtime.order import give_order
-    from cloister.runtime.ready import is_running
-
-    if not is_running(kit):
-        return Status()
-    try:
-        return Status.load(json.loads(give_order(kit, b"status\n")))
-    except (CloisterError, ValueError, TypeError):
-        return Status()
-
-
 # ---- what is on disk -------------------------------------------------------------------------------------------------
-
-
-def decision(kit: Kit) -> str:
-    """Where the study of a kit stands at its party, in one word."""
-    if kit.role == "coordinator":
-        return "asks"
-    if governance.expired(kit.study.governance):
-        return "ended"
-    entry = kit.approvals.entry(kit.study)
-    if entry is None:
-        return "waits"
-    if entry.withdrawn:
-        return "refused" if entry.refused else "withdrawn"
-    return "approved"
 
 
 def run_counts(results: Path) -> Counter[str]:
@@ -122,7 +94,7 @@ def lines(kit: Kit, status: Status) -> Iterator[tuple[str, str]]:
         at = time.strftime("%H:%M:%S UTC", time.gmtime(when))
         yield "warning", f"{twice} was connected twice at {at}, from {where}: two services use its kit"
     try:
-        yield "study", decision(kit)
+        yield "study", kit.decision
     except CloisterError as e:
         yield "study", str(e)
     for run, standing in status.runs.items():
@@ -179,7 +151,7 @@ def _samples(kit: Kit, status: Status) -> Iterator[tuple[str, float, dict[str, s
         yield "cloister_certificate_end_seconds", ends, {}
     with contextlib.suppress(CloisterError):  # the kit's own mistakes are shown by the page and by `cloister doctor`
         policy = kit.policy()
-        yield "cloister_study_waiting", decision(kit) == "waits", {}
+        yield "cloister_study_waiting", kit.decision == "waits", {}
         for how, n in sorted(run_counts(policy.out).items()):
             yield "cloister_runs", n, {"status": how}
         for key, begun in ({} if hub else kit.runs_so_far()).items():
@@ -193,8 +165,6 @@ def _escaped(text: str) -> str:
 
 def _certificate_end(kit: Kit) -> float | None:
     from cryptography import x509
-
-    from cloister.runtime.ready import tls_files
 
     try:
         data = Path(tls_files(kit)["certificate"]).read_bytes()
