@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from cloister.runtime.kit import Kit
-from cloister.runtime.provision import provision
+from cloister.deploy.kit import Kit
+from cloister.deploy.provision import provision
 from cloister.study import Study
 
 yaml = pytest.importorskip("yaml")
@@ -31,7 +31,7 @@ def test_both_images_run_as_users_of_their_own():
     assert re.search(r"^USER 61201:61202$", made["service"][1], re.MULTILINE)
     assert re.search(r"^USER 61202:61202$", made["carrier"][1], re.MULTILINE)
     assert "/kit" not in made["carrier"][1]
-    assert '"-m", "cloister.runtime.sandbox", "cloister.runtime.carrier"' in made["carrier"][1]
+    assert '"-m", "cloister.deploy.sandbox", "cloister.deploy.carrier"' in made["carrier"][1]
 
 
 # ---- compose ---------------------------------------------------------------------------------------------------------

@@ -15,17 +15,17 @@ import pytest
 
 from cloister.cells.demo import demo_sites
 from cloister.cells.files import write_cells
+from cloister.deploy import control_socket, notify, status
+from cloister.deploy.approval.history import history
+from cloister.deploy.kit import Kit
+from cloister.deploy.logs import Teller
+from cloister.deploy.notify import Notifier, read_hook, send
+from cloister.deploy.provision import provision
+from cloister.deploy.service import Service
 from cloister.errors import ParameterError, RefusedError
-from cloister.net.events import Event
+from cloister.mpc.net.events import Event
 from cloister.page import server, users
 from cloister.page.server import TOKEN
-from cloister.runtime import notify, order, status
-from cloister.runtime.kit import Kit
-from cloister.runtime.logs import Teller
-from cloister.runtime.notify import Notifier, read_hook, send
-from cloister.runtime.provision import provision
-from cloister.runtime.service import Service
-from cloister.runtime.sign_off.history import history
 from cloister.study import Party, Study
 
 ANN, BEA, SSO = "Dr. A. Muster", "B. Beispiel", "c.esempio@hospital.example"
@@ -397,7 +397,7 @@ def test_a_hook_that_fails_or_hangs_stops_nothing(monkeypatch, caplog):
 
 
 def test_status_without_a_service_says_how_to_start_it(page):
-    shown = dict(status.lines(page.kit, order.status_of(page.kit)))
+    shown = dict(status.lines(page.kit, control_socket.status_of(page.kit)))
     assert "not running; start it: cloister site" in shown["service"]
     assert shown["study"] == "waits"
 

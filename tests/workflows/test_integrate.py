@@ -9,16 +9,16 @@ import pytest
 from cloister.cells import tables as cells
 from cloister.cells import values as cell_values
 from cloister.cells.spaces import space_of
-from cloister.check_disclosure import check_disclosure
 from cloister.errors import DataError, ParameterError
-from cloister.run.rehearsal import rehearse
-from cloister.workflows.trained import load_model
-from cloister.workflows.trained.integration import Integration
+from cloister.rehearsal.check_disclosure import check_disclosure
+from cloister.rehearsal.rehearsal import rehearse
+from cloister.workflows.saved_models import load_model
+from cloister.workflows.saved_models.integration import Integration
 
 ad = pytest.importorskip("anndata")
 
 SITES = ("basel", "lugano", "vienna")
-QUICK = {"use_rep": "X_pca", "n_clusters": 6, "rounds": 2, "updates": 2, "blocks": 2}
+QUICK = {"use_rep": "X_pca", "n_clusters": 6, "rounds": 2, "updates": 2, "sweeps": 2}
 
 
 def site(seed, n=90, batches=2, d=5):
@@ -77,6 +77,11 @@ def test_every_site_has_the_same_space_and_says_how_far_it_is_mixed(run):
         near = result["neighbours_of_own_batch"]
         assert near["after"] < near["before"]
         assert near["if_mixed"] == pytest.approx(0.5)
+        scores = result["scores_here"]
+        assert set(scores) == {"ilisi", "clisi", "label_asw", "batch_asw"}
+        assert scores["ilisi"]["after"] > scores["ilisi"]["before"]
+        assert scores["batch_asw"]["after"] > scores["batch_asw"]["before"]
+        assert scores["clisi"]["after"] > 0.9
     assert "own_site_here" not in run.results["coordinator"]
 
 
@@ -282,7 +287,7 @@ def test_bad_input(sites, change, options, kind, message):
 def test_small_batches_are_told_of(sites):
     a = sites["basel"].copy()
     a.obs["batch"] = ["rare"] * 5 + ["usual"] * 85
-    from cloister.workflows.integrate import Options, check
+    from cloister.workflows.integrate.workflow import Options, check
 
     assert "fewer than 30 cells (e.g. 'rare')" in check(a, Options(use_rep="X_pca", batch_key="batch"))[0]
     a.uns.pop("X_pca")

@@ -16,7 +16,7 @@ from cloister.errors import UsageError
 from cloister.report.parts import size
 
 if TYPE_CHECKING:
-    from cloister.runtime.kit import Kit
+    from cloister.deploy.kit import Kit
 
 
 def provision(
@@ -24,9 +24,9 @@ def provision(
     folder: Annotated[Path, typer.Option("--out", help="Folder for the kits; one per party.")] = Path("kits"),
 ) -> None:
     """Make a start-up kit with certificates for every party of a study."""
-    from cloister.runtime.provision import provision as make
+    from cloister.deploy.provision import provision as make
     from cloister.study import Study
-    from cloister.workflows.steps import check_steps
+    from cloister.workflows.pipeline import check_steps
 
     agreed = Study.load(study)
     check_steps(agreed)
@@ -69,7 +69,7 @@ def site(
     if (page and (approve or refuse)) or (port is not None and not page):
         raise UsageError("--page is for a party that starts, and --port for --page")
     if approve or refuse:
-        from cloister.runtime.kit import Kit
+        from cloister.deploy.kit import Kit
 
         if approve:
             _show_approved(_asked(Kit.open(kit)), by, data, small_change=small_change)
@@ -80,8 +80,8 @@ def site(
         raise UsageError(
             "--by, --data and --allow-small-change need --approve; a service reads its cells from local/site.toml"
         )
-    from cloister.runtime.logs import HOW, HOWS
-    from cloister.runtime.start import start_party
+    from cloister.deploy.logs import HOW, HOWS
+    from cloister.deploy.start import start_party
 
     if log not in HOWS:
         raise UsageError(f"--log must be one of {', '.join(HOWS)}, found {log!r}")
@@ -104,8 +104,8 @@ def page(
     ] = False,
 ) -> None:
     """Serve one page for several studies, or manage its users."""
+    from cloister.deploy.kit import Kit
     from cloister.page import users
-    from cloister.runtime.kit import Kit
 
     if (add_user and remove_user) or ((look or sso) and not add_user):
         raise UsageError("--add-user or --remove-user, not both; --look and --sso are for --add-user")
@@ -124,8 +124,8 @@ def page(
         if add_user and token:
             out.print(f"token: {token}", markup=False, soft_wrap=True)
         return
+    from cloister.deploy.start import wait_for_stop
     from cloister.page.server import PORT, beside
-    from cloister.runtime.start import wait_for_stop
 
     with beside([kit.path for kit in opened], PORT if port is None else port):
         wait_for_stop()
@@ -139,9 +139,9 @@ def status(
     ] = False,
 ) -> None:
     """Show what a party's service does now, and its last error."""
-    from cloister.runtime import status as shown
-    from cloister.runtime.kit import Kit
-    from cloister.runtime.order import status_of
+    from cloister.deploy import status as shown
+    from cloister.deploy.control_socket import status_of
+    from cloister.deploy.kit import Kit
 
     opened = Kit.open(kit)
     now = status_of(opened)
@@ -174,8 +174,8 @@ def _show_refused(kit: Kit, by: str, data: Path | None) -> None:
 
 def _show_approved(kit: Kit, by: str, data: Path | None, *, small_change: bool = False) -> None:
     from cloister import governance
-    from cloister.report.signed import terms_rows
-    from cloister.runtime.kit import CONSENTS_SET
+    from cloister.deploy.kit import CONSENTS_SET
+    from cloister.report.provenance import terms_rows
 
     unseen = kit.unseen_consents(kit.policy())
     entry, study = kit.approve(by, data, small_change=small_change), kit.study
@@ -197,7 +197,7 @@ def halt(
     by: Annotated[str, typer.Option(help="Who halts; the login name by default.")] = "",
 ) -> None:
     """Stop every run at this party now, and withdraw its approval."""
-    from cloister.runtime.sign_off.halting import halt as stop
+    from cloister.deploy.approval.halting import halt as stop
 
     done = stop(kit, by)
     out.print("the approval is withdrawn" if done.withdrawn else "there was no approval to withdraw")
@@ -220,8 +220,8 @@ def run(
     """Take part in one run between machines; as coordinator, start it."""
     import dataclasses
 
-    from cloister.runtime.attend import attend, check_same_study, conduct, take_away
-    from cloister.runtime.kit import Kit
+    from cloister.deploy.join import attend, check_same_study, conduct, take_away
+    from cloister.deploy.kit import Kit
     from cloister.study import Study
 
     if study is None:

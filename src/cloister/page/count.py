@@ -14,9 +14,9 @@ import threading
 from pathlib import Path
 
 from cloister.cells.tables import donors
+from cloister.deploy.approval.own_cells import open_cells
+from cloister.deploy.kit import Kit
 from cloister.errors import CloisterError
-from cloister.runtime.kit import Kit
-from cloister.runtime.sign_off.own_cells import open_cells
 
 SECONDS = 600.0
 

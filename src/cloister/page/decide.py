@@ -10,14 +10,14 @@ import sys
 import threading
 from collections.abc import Mapping
 
+from cloister.deploy.approval.approval import check_name
+from cloister.deploy.approval.halting import halt
+from cloister.deploy.approval.history import VIA
+from cloister.deploy.kit import Kit
 from cloister.errors import CloisterError, ParameterError, UsageError
 from cloister.page.state import Place
-from cloister.runtime.kit import Kit
-from cloister.runtime.sign_off.approval import check_name
-from cloister.runtime.sign_off.halting import halt
-from cloister.runtime.sign_off.history import VIA
 
-log = logging.getLogger("cloister.runtime")
+log = logging.getLogger("cloister.deploy")
 
 
 class Decisions:

@@ -32,18 +32,18 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from cloister import files
-from cloister.crypto.entropy import Entropy
+from cloister.deploy.kit import Kit
+from cloister.deploy.service import Service
+from cloister.deploy.start import say
+from cloister.deploy.status import metrics
 from cloister.errors import CloisterError, UsageError
+from cloister.mpc.crypto.entropy import Entropy
 from cloister.page import users, view
 from cloister.page.decide import Decisions
-from cloister.page.state import Place, State, find_run, look
+from cloister.page.state import Place, State, find_run, snapshot
+from cloister.rehearsal.results import load_runs
 from cloister.report.page import report_text
 from cloister.report.parts import POLICY as REPORT
-from cloister.run.results import load_runs
-from cloister.runtime.kit import Kit
-from cloister.runtime.service import Service
-from cloister.runtime.start import say
-from cloister.runtime.status import metrics
 
 HERE, PORT = "127.0.0.1", 8642
 TOKEN = "page.token"  # in the kit
@@ -263,7 +263,7 @@ class Answer(BaseHTTPRequestHandler):
             if self.rights[i] is None:
                 continue
             try:
-                found.append(look(place, f"/study/{i + 1}"))
+                found.append(snapshot(place, f"/study/{i + 1}"))
             except CloisterError as e:
                 found.append((str(place.path), str(e)))
         return found
@@ -271,7 +271,7 @@ class Answer(BaseHTTPRequestHandler):
     # -- what is shown ---------------------------------------------------------------------------------------------
 
     def _home(self, *, done: str = "", error: str = "") -> str:
-        state = look(self.server.places[self.at], self.base)
+        state = snapshot(self.server.places[self.at], self.base)
         may = self.rights[self.at] == "decide"
         return view.home(state, self.server.form, self.who, done=done, error=error, known=self.known, decides=may)
 
@@ -280,7 +280,7 @@ class Answer(BaseHTTPRequestHandler):
             done = parse_qs(urlsplit(self.path).query).get("done", [""])[0]
             self._send(HTTPStatus.OK, self._home(done=done))
         elif path == "/now":
-            state = look(self.server.places[self.at], self.base)
+            state = snapshot(self.server.places[self.at], self.base)
             self._send(HTTPStatus.OK, view.now(state.running), headers={"X-State": state.mark})
         elif path == "/metrics":
             self._show_metrics()

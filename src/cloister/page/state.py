@@ -14,16 +14,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cloister import governance
+from cloister.deploy.approval.approval import Approval
+from cloister.deploy.approval.history import History
+from cloister.deploy.control_socket import give_order, status_of
+from cloister.deploy.kit import Kit, Policy
+from cloister.deploy.party import Ended
+from cloister.deploy.service import Service
+from cloister.deploy.status import Status, of_service
 from cloister.errors import CloisterError
 from cloister.page.count import Counter
-from cloister.run.progress import Standing
-from cloister.runtime.kit import Kit, Policy
-from cloister.runtime.order import give_order, status_of
-from cloister.runtime.party import Ended
-from cloister.runtime.service import Service
-from cloister.runtime.sign_off.approval import Approval
-from cloister.runtime.sign_off.history import History
-from cloister.runtime.status import Status, of_service
+from cloister.rehearsal.progress import Standing
 
 NAME = re.compile(r"\d{8}T\d{6}Z-[0-9a-f]{8}")  # a run's folder: when it began, and its id
 SHOWN = 50  # runs in the list
@@ -133,7 +133,7 @@ def running(place: Place | Service) -> dict[str, Standing | None]:
     return dict(place.status().runs if isinstance(place, Place) else of_service(place).runs)
 
 
-def look(place: Place, base: str = "") -> State:
+def snapshot(place: Place, base: str = "") -> State:
     """Everything at once. Raises `CloisterError` if the kit itself cannot be opened."""
     kit, now = Kit.open(place.path), place.status()
     approval, left, trouble, terms, unseen, cells = None, list[Left](), "", dict[str, Any](), list[str](), ""

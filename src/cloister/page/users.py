@@ -23,10 +23,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from cloister import files
-from cloister.crypto.entropy import Entropy
+from cloister.deploy.approval.approval import login, stamp_now
+from cloister.deploy.kit import Kit
 from cloister.errors import ParameterError, UsageError
-from cloister.runtime.kit import Kit
-from cloister.runtime.sign_off.approval import login, stamp_now
+from cloister.mpc.crypto.entropy import Entropy
 
 FILE, SECRET = "users.json", "page.sso"  # in `local`, and in the kit
 PROXY = "X-Cloister-Proxy"
