@@ -110,4 +110,5 @@ def register() -> None:
     if "chat" not in workflows.NAMES:
         workflows.NAMES = (*workflows.NAMES, "chat")
         here = sys.modules[__name__]
-        sys.modules["cloister.workflows.chat"] = sys.modules["cloister.protocols.chat"] = here
+        for name in ("cloister.workflows.chat", "cloister.workflows.chat.workflow", "cloister.protocols.chat"):
+            sys.modules[name] = here
