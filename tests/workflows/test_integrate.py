@@ -184,7 +184,7 @@ def test_a_file_that_is_no_integration(tmp_path, run):
     bad = tmp_path / "model.npz"
     for data in (b"", b"PK\x03\x04", run.outcomes["basel"].model.to_bytes()[:-50]):
         bad.write_bytes(data)
-        with pytest.raises(DataError, match="is no integration of Cloister"):
+        with pytest.raises(DataError, match="is not an integration of Cloister"):
             Integration.load(bad)
     with pytest.raises(DataError, match="no model file"):
         Integration.load(tmp_path / "none.npz")

@@ -80,11 +80,11 @@ CASES = [
     ("train-classifier", "hardened", {"n_top_genes": 5, "min_label_cells": 5}),
     ("train-classifier", "semi-honest", {"solver": "logistic", "n_top_genes": 5, "l2": 0.1, "min_label_cells": 5}),
     ("train-classifier", "hardened", {"l2": 0.1, "validation": 0.0, "dp_noise": 1.0, "dp_rounds": 1}),
-    ("map-labels", "hardened", {"query": "basel", "n_neighbors": 3}),
-    ("map-labels", "hardened", {"query": "basel", "n_neighbors": 3, "known_share": 0.5}),
-    ("map-labels", "semi-honest", {"query": "basel", "n_neighbors": 3, "known_share": 0.5}),
-    ("map-labels", "published", {"query": "basel", "n_neighbors": 3}),
-    ("map-labels", "plain", {"query": "basel", "n_neighbors": 3}),
+    ("map-labels", "hardened", {"query": "basel", "use_rep": "X_pca", "n_neighbors": 3}),
+    ("map-labels", "hardened", {"query": "basel", "use_rep": "X_pca", "n_neighbors": 3, "known_share": 0.5}),
+    ("map-labels", "semi-honest", {"query": "basel", "use_rep": "X_pca", "n_neighbors": 3, "known_share": 0.5}),
+    ("map-labels", "published", {"query": "basel", "use_rep": "X_pca", "n_neighbors": 3}),
+    ("map-labels", "plain", {"query": "basel", "use_rep": "X_pca", "n_neighbors": 3}),
     *(
         ("propagate-labels", mode, {"bits": 256, "n_neighbors": 3, "hamming": engine, "balance": True})
         for mode in ("semi-honest", "published")

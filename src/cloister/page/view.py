@@ -22,7 +22,7 @@ from cloister.session import SIGNED
 from cloister.study import Study
 
 BADGES: dict[Stage, tuple[str, str]] = {
-    "asks": ("this party asks, and the others approve", "good"),
+    "asks": ("the other parties approve the studies of this one", "good"),
     "waits": ("waits for your approval", "warn"),
     "approved": ("approved", "good"),
     "refused": ("refused", "bad"),
@@ -31,7 +31,7 @@ BADGES: dict[Stage, tuple[str, str]] = {
 }
 DONE = {
     "approved": "The study is approved.",
-    "refused": "The study is refused, and the refusal is kept.",
+    "refused": "The study is declined, and the decision is stored.",
     "halted": "Halted: every run here was stopped.",
 }
 
@@ -78,8 +78,8 @@ def home(
         )
         if text
     ]
-    anew = tag("a", "Show the page anew", href=f"{state.base}/")
-    stale = tag("p", "Something has changed since. ", anew, id="stale", hidden=True)
+    anew = tag("a", "Reload the page", href=f"{state.base}/")
+    stale = tag("p", "The state has changed since. ", anew, id="stale", hidden=True)
     halt = _halt(state, form, who) if decides else None
     now_part = tag("article", tag("h2", "Now"), _now_box(state), stale, halt)
     asked = "What is approved" if state.stage == "approved" else "What is to be approved"
@@ -146,9 +146,7 @@ def _connected(state: State) -> str:
 
 
 def _now_box(state: State) -> Html:
-    hint = tag(
-        "noscript", tag("p", "Without JavaScript this part does not renew itself; reload the page.", class_="quiet")
-    )
+    hint = tag("noscript", tag("p", "Without JavaScript this part does not update; reload the page.", class_="quiet"))
     where = f"{state.base}/now"
     return join((tag("div", now(state.running), id="now", data_state=state.mark, data_from=where), hint))
 
@@ -271,7 +269,11 @@ def _decide(state: State, form: str, who: str, *, known: bool) -> Html | None:
             " ",
             None if state.stage == "refused" else refuse,
         ),
-        tag("p", "The cells are read for their fingerprint, which takes a while if they are many.", class_="quiet"),
+        tag(
+            "p",
+            "The cells are read to compute their fingerprint, which takes some time for large files.",
+            class_="quiet",
+        ),
         method="post",
         action=f"{state.base}/approve",
     )
@@ -282,12 +284,12 @@ def _decide(state: State, form: str, who: str, *, known: bool) -> Html | None:
 
 def _left(state: State) -> Html:
     if not state.left:
-        return tag("p", "Nothing is known about it.")
+        return tag("p", "No information.")
     rows = [
         [row.what, _rest(row.left), f"{row.spent:g}", "no limit" if row.most is None else f"{row.most:g}"]
         for row in state.left
     ]
-    return table("What may still be asked here", ["what", "left", "spent", "allowed"], rows, hide=True)
+    return table("Remaining limits and budget", ["what", "left", "spent", "allowed"], rows, hide=True)
 
 
 def _rest(left: float | None) -> Html | str:
@@ -371,7 +373,7 @@ def _receipt(run: Past, i: int, key: bytes, base: str) -> Html:
         brief = json.loads(receipt.brief())
     except CloisterError as e:
         return tag("article", title, tag("div", tag("p", str(e)), class_="box bad"), link)
-    genuine = tag("p", "The chain is whole, and signed with this kit's key.", class_="box good")
+    genuine = tag("p", "The hash chain is complete and signed with this kit's key.", class_="box good")
     sent = [
         [row["name"], row["to"], row["count"], size(row["bytes"])] for row in brief["summary"] if row["kind"] == "sent"
     ]

@@ -98,7 +98,7 @@ def cost(params: Params, cells: int, columns: int, digest: int = 0) -> dict[Part
 
 def check_numbers(line: str, x: F64) -> F64:
     if not np.all(np.isfinite(x)):
-        raise ProtocolAbort(NAME, line, "absurd", "a sum that is no number")
+        raise ProtocolAbort(NAME, line, "absurd", "a sum that is not a number")
     return x
 
 

@@ -40,8 +40,8 @@ class Options:
     sigma: float = option(0.1, "softness of clusters")
     ridge: float = option(0.06, "caution with which batches are moved")
     rounds: int = option(3, "corrections")
-    updates: int = option(1, "of clusters, per correction")
-    sweeps: int = option(3, "sums of cluster sizes, per update, at which batches are balanced")
+    updates: int = option(1, "number of cluster updates per correction")
+    sweeps: int = option(3, "number of sums of cluster sizes per update, at which batches are balanced")
     min_cells: int = option(50, "smallest number of cells of a site")
     min_cluster_cells: int = option(10, "smallest number of similar cells of a site whose mean may enter a sum")
     donor_key: str | None = option(None, "column of obs with donors; without it, cells are counted")
@@ -259,7 +259,7 @@ def figures(outcomes: Mapping[str, Outcome], options: Options) -> list[Any]:
 
 WORKFLOW = Workflow(
     name="integrate",
-    summary="Move all sites' cells until batches mix: Harmony, from secure sums.",
+    summary="Integrate batches of all sites with Harmony, from secure sums.",
     options=Options,
     modes=modes_of("integrate"),
     site=site,
