@@ -39,13 +39,17 @@ DOCS, STAGE, SITE = ROOT / "docs", ROOT / "build" / "docs", ROOT / "build" / "si
 TOP = ("SECURITY.md", "CONTRIBUTING.md", "CHANGELOG.md")
 HOW_TO = (
     *("deploy", "bin-values", "shared-pca", "integrate", "embed", "find-outliers", "compare-groups"),
+    "model-outcome",
+    "find-programs",
     *("train-classifier", "map-labels", "propagate-labels", "fine-tune"),
 )
 REFERENCE = ("reference", "commands", "options", "threat-model", "benchmarks", "CHANGELOG")
 EXPLANATION = ("SECURITY", "architecture", "papers", "claims", "CONTRIBUTING")
 KINDS = {  # of public names, in the order of the page
     "Run a workflow": ("rehearse", "Run", "Series", "Study", "Step", "Receipt"),
-    "Files and demo data": ("read_cells", "write_cells", "demo_sites", "demo_donors", "demo_rows", "demo_cohort"),
+    "Files and demo data": (
+        *("read_cells", "write_cells", "demo_sites", "demo_donors", "demo_rows", "demo_cohort", "demo_outcomes"),
+    ),
 }
 MADE_HERE = {  # words of kept pages about what is only on the site, and the links that they become
     "Python, the command line, all options, and the quick benchmarks (pages that `make docs` makes)": (

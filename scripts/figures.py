@@ -377,6 +377,70 @@ def compare_groups() -> Figure:
         return done(c, "compare-groups", f"log p equals the pooled one to {apart:.0e}. Planted genes found: {told}.")
 
 
+def model_outcome() -> Figure:
+    sites = cl.demo_outcomes()
+    types = tuple(sorted(set.intersection(*(set(a.obs["cell_type"]) for a in sites.values()))))
+    survival: dict[str, Any] = {"outcome_key": "died", "time_key": "years", "horizon": 6.0, "donor_key": "donor"}
+    options = survival | {"model": "cox", "features": ("share:T",), "covariates": ("age",)}
+    options |= {"label_key": "cell_type", "labels": types}
+    run = cl.rehearse("model-outcome", data=sites, **options)
+    found = {"cloister, hardened": run.data["basel"].uns["outcome"], **cl.outcome_baselines(sites, **options)}
+    arms = {"group_key": "condition", "groups": ("control", "case")}
+    curves = cl.rehearse("model-outcome", data=sites, model="km", **survival, **arms)
+    with canvas(2, width=9.2, height=3.2) as c:
+        for i, arm in enumerate(arms["groups"]):
+            table = curves.data["basel"].uns["outcome"]["curves"]
+            part = table[table["arm"] == arm]
+            c.axes[0].step(part["time"], part["survival"], where="post", color=COLOURS[i], label=arm)
+            c.axes[0].fill_between(
+                part["time"], part["low"], part["high"], step="post", color=COLOURS[i], alpha=0.15, lw=0
+            )
+        c.axes[0].set(title="90 donors of three hospitals", xlabel="years", ylabel="survival", ylim=(0, 1.02))
+        c.axes[0].legend(loc="lower left")
+        rows = {name: tables["coefficients"].iloc[0] for name, tables in found.items() if len(tables["coefficients"])}
+        for i, row in enumerate(rows.values()):
+            colour = COLOURS[0] if i == 0 else GREY
+            c.axes[1].plot([row["low"], row["high"]], [i, i], color=colour, lw=2)
+            c.axes[1].plot([row["coefficient"]], [i], "s", color=colour, ms=5)
+        c.axes[1].axvline(0, color="#535c66", lw=0.8, ls="--")
+        c.axes[1].set_yticks(range(len(rows)), list(rows))
+        c.axes[1].invert_yaxis()
+        c.axes[1].set(title="Share of T cells, Cox regression", xlabel="log hazard ratio, 95 % interval")
+        told = ", ".join(f"{k} {r['coefficient']:.2f} ({r['low']:.2f} to {r['high']:.2f})" for k, r in rows.items())
+        return done(c, "model-outcome", f"Log hazard ratio of the share of T cells: {told}.")
+
+
+def find_programs() -> Figure:
+    sites = cl.demo_cohort()
+    labels = ("macrophage", "endothelial", "AT2", "T")
+    options: dict[str, Any] = {"donor_key": "donor", "labels": labels, "n_programs": 3, "n_columns": 80}
+    run = cl.rehearse("find-programs", data=sites, **options)
+    found = run.data["basel"].uns["program"]["loadings"]
+    beside = cl.program_baselines(sites, **options)
+    pooled = beside.pop("pooled")
+
+    def near(table: Any) -> float:
+        both = table.merge(pooled, on=["cell_type", "gene"], suffixes=("", "_p"))
+        basis = np.linalg.qr(both[[f"program_{k}_p" for k in (1, 2, 3)]].to_numpy())[0]
+        return float(np.linalg.norm(basis.T @ both["program_1"].to_numpy()) / np.linalg.norm(table["program_1"]))
+
+    table = {"cloister, hardened": near(found)} | {name: near(one) for name, one in beside.items()}
+    wide = found.pivot_table(index="gene", columns="cell_type", values="program_1", fill_value=0.0)
+    wide = wide.reindex(columns=list(labels), fill_value=0.0)
+    wide = wide.loc[wide.abs().max(axis=1).sort_values(ascending=False, kind="stable").index[:12]]
+    with canvas(2, width=9.2, height=3.4) as c:
+        reach = float(np.abs(wide.to_numpy()).max())
+        image = c.axes[0].imshow(wide, cmap="RdBu_r", vmin=-reach, vmax=reach, aspect="auto")
+        c.axes[0].set_xticks(range(len(labels)), labels, fontsize=8)
+        c.axes[0].set_yticks(range(len(wide)), list(wide.index), fontsize=8)
+        c.axes[0].set_title("Loadings of the first program")
+        c.axes[0].grid(visible=False)
+        c.paper.colorbar(image, ax=c.axes[0])
+        bars(c.axes[1], table, title="First program, in the pooled span")
+        told = ", ".join(f"{k} {v:.3f}" for k, v in table.items())
+        return done(c, "find-programs", f"Part of the first program in the span of three pooled ones: {told}.")
+
+
 def train_classifier() -> Figure:
     from cloister.models.discriminant import SETTINGS, Solver, Statistics
 
@@ -444,6 +508,8 @@ PICTURES: dict[str, Callable[[], Figure]] = {
     "map-labels": map_labels,
     "propagate-labels": propagate_labels,
     "compare-groups": compare_groups,
+    "model-outcome": model_outcome,
+    "find-programs": find_programs,
     "train-classifier": train_classifier,
     "fine-tune": fine_tune,
     "train-cellcnn": train_cellcnn,

@@ -101,7 +101,7 @@ class SimilarGroups:
     """Disjoint groups of similar rows of one site, each above the thresholds (microaggregation).
 
     Groups are formed from the site's own rows alone. In the span of all groups, a cell has leverage 1 / (cells of its
-    group), whatever weights the groups get later, and however often.
+    group), whatever weights the groups get later, and however often. In clipped means it has less than twice that.
     """
 
     codes: I64  # (n,), the group of each row; -1 for rows in none
@@ -126,16 +126,17 @@ class SimilarGroups:
         A row that is farther from the mean than half of its group counts at that distance, in its own direction. The
         mean is that of the rows clipped so, found in `rounds` steps (an M-estimator of location). At its fixed point,
         deviations add up to zero and at least half of the rows have the largest length, so no row has more than
-        2 / (rows of the group) of the sum of their squares.
+        2 / (rows of the group) of the sum of their squares. The first step starts at the medians: from the plain mean,
+        a row at distance D would be left with about D / 10^8 after ten steps.
         """
         inside = np.flatnonzero(self.codes >= 0)
-        means = self.means(values)
         if not len(inside) or len(inside) == len(self):
-            return means
+            return self.means(values)
         order = inside[np.argsort(self.codes[inside], kind="stable")]
         code, rows = self.codes[order], values[order]
         sizes = np.bincount(code, minlength=len(self))
         start = np.cumsum(np.append(0, sizes[:-1]))
+        means = np.stack([np.median(group, axis=0) for group in np.split(rows, start[1:])])
         for _ in range(rounds):
             away = rows - means[code]
             length = np.linalg.norm(away, axis=1)
@@ -279,14 +280,15 @@ class Rows:
         codes[order] = np.searchsorted(np.array(ends), np.arange(self.n), side="right")
         return codes
 
-    def similar(self, x: F64, within: I64 | None = None) -> SimilarGroups:
+    def similar(self, x: F64, within: I64 | None = None, *, complete: bool = False) -> SimilarGroups:
         """Groups of rows that are near each other in `x`, (n, d), each of which reaches the thresholds.
 
         Sets of rows are halved across their direction of largest variance as long as both halves reach the thresholds,
         so a group has at most about twice `min_cells` cells unless donors require more. Rows with different codes in
         `within` are never in one group; codes whose rows are too few, and code -1, are in no group. Where donors count,
         no donor has more than half of a group's cells: of one that has more than all others, rows that are too many are
-        in no group.
+        in no group. With `complete` these rows stay: for protocols that open a sum over all rows of a code too, whose
+        difference from the groups would be the rows that were left out.
         """
         codes = np.full(self.n, -1, np.int64)
         first = np.zeros(self.n, np.int64) if within is None else within
@@ -295,13 +297,13 @@ class Rows:
         donors: list[int] = []
         while waiting:
             at = waiting.pop()
-            if not self._enough(at)[-1]:
+            if not (self._reaches(at) if complete else self._enough(at)[-1]):
                 continue
             halves = self._halves(at, x)
             if halves is not None:
                 waiting += halves
                 continue
-            at = self._undominated(at)
+            at = at if complete else self._undominated(at)
             size, people = self._size(at)
             codes[at] = len(cells)
             cells.append(size)
@@ -310,6 +312,11 @@ class Rows:
         return SimilarGroups(
             codes, np.array(cells, np.int64), None if self.donor is None else np.array(donors, np.int64)
         )
+
+    def _reaches(self, at: I64) -> bool:
+        """Whether these rows are enough cells of enough donors, whoever has most of them."""
+        cells, donors = self._size(at)
+        return cells >= self.thresholds.min_cells and (donors is None or donors >= self.thresholds.min_donors)
 
     def _size(self, at: I64) -> tuple[int, int | None]:
         cells = len(at) if self.cells is None else int(self.cells[at].sum())
@@ -325,7 +332,7 @@ class Rows:
             return None
         if self.donor is None and self.cells is None:
             middle = least.min_cells * round(middle / least.min_cells)
-        centred = x[at] - x[at].mean(axis=0)
+        centred = x[at] - np.median(x[at], axis=0)
         for _ in range(2 if self.donor is not None else 1):  # a second direction where donors forbid the first
             direction = _main_direction(centred)
             order = np.argsort(centred @ direction, kind="stable")
@@ -526,7 +533,16 @@ def join(parts: Sequence[Contribution]) -> Contribution:
 
 
 def _main_direction(centred: F64, rounds: int = 8) -> F64:
-    """About the direction of largest variance, by power iteration from the column with the largest one."""
+    """About the direction of largest variance, by power iteration from the column with the largest one.
+
+    Rows that are longer than the median count at that length, so that none has more than about 2 / n of the variance.
+    Otherwise one far row would be the direction of every cut around it, and the rows in its group would show it. Where
+    half of the rows are equal, the next longer length counts.
+    """
+    length = np.linalg.norm(centred, axis=1)
+    longer = np.sort(length)[len(length) // 2 :]
+    reach = longer[longer > 0][:1].sum()
+    centred = centred * np.minimum(1.0, reach / np.maximum(length, 1e-300))[:, None]
     spread = np.square(centred).sum(axis=0)
     direction = _unit(centred.T @ centred[:, int(spread.argmax())])
     for _ in range(rounds):

@@ -2,6 +2,20 @@
 
 import numpy as np
 
+from cloister.arrays import F64, I64
+from cloister.mpc.net.wire import message
+
+
+@message("L2", protocol="pooled_quantiles")
+class Refine:  # S → u, as it was
+    cells: I64
+
+
+@message("L4", protocol="pooled_quantiles")
+class Edges:  # S → u, as it was
+    edges: F64
+    again: bool
+
 
 def count(ends, values):
     """How many of the sorted values lie in [ends_i, ends_{i+1})."""

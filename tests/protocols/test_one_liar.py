@@ -342,13 +342,13 @@ QUESTIONS = {
         pooled_quantiles,
         [values_of(0)],
         computed(pooled_quantiles, agree=close, loose=on_a_grid),
-        {"coordinator": "bcf", "site": "bcf"},
+        {"site": "bcf"},
     ),
     "shared_pca": (
         shared_pca,
         [cells(0)],
         computed(shared_pca, lambda v: [*v[0].variance, *v[0].mean], close, mixed=lambda v: v[0].mean),
-        {"coordinator": "bcf", "site": "bcf"},
+        {"site": "bcf"},
     ),
     "counted_forest": (
         counted_forest,

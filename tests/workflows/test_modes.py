@@ -68,6 +68,8 @@ def images(n):
 
 TRAINING = {"n_filters": 2, "n_cells": 10, "n_inputs": 8, "batch": 4, "n_steps": 1, "timeout": 300.0}
 XCLP = {"semi_supervised": True, "rounds": 2, "bits": 256, "n_neighbors": 3, "hidden": (4,)}
+OUTCOME = {"model": "logistic", "outcome_key": "condition", "event": "case", "donor_key": "donor", "min_cells": 5}
+OUTCOME |= {"features": ("gene:G0",)}
 CASES = [
     ("bin-values", "hardened", {"n_bins": 5}),
     ("bin-values", "published", {"n_bins": 5}),
@@ -77,6 +79,8 @@ CASES = [
     ("integrate", "hardened", {"use_rep": "X_pca", "n_clusters": 3, "rounds": 1, "updates": 1, "sweeps": 2}),
     ("integrate", "published", {"use_rep": "X_pca", "n_clusters": 3, "rounds": 1, "updates": 1, "sweeps": 2}),
     ("compare-groups", "hardened", {"groups": ("control", "case"), "donor_key": "donor", "min_cells": 5}),
+    ("model-outcome", "hardened", OUTCOME),
+    ("find-programs", "hardened", {"donor_key": "donor", "labels": ("B", "T"), "n_programs": 1, "min_cells": 3}),
     ("train-classifier", "hardened", {"n_top_genes": 5, "min_label_cells": 5}),
     ("train-classifier", "semi-honest", {"solver": "logistic", "n_top_genes": 5, "l2": 0.1, "min_label_cells": 5}),
     ("train-classifier", "hardened", {"l2": 0.1, "validation": 0.0, "dp_noise": 1.0, "dp_rounds": 1}),

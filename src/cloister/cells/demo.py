@@ -65,6 +65,37 @@ def demo_donors(
     return sites
 
 
+def demo_outcomes(per_site: int = 30, *, seed: int = 2014) -> dict[str, AnnData]:
+    """The donors of `demo_cohort` with simulated outcomes, for `model-outcome`.
+
+    `obs` has besides `age` also `sex`; `years` and `died`, `response` (0 or 1), `score` (a number) and `infections` (a
+    count). All of them depend on the share of T cells and on the age, with a level of each site's own.
+    """
+    rng = np.random.default_rng([seed, 3])
+    sites = demo_cohort(per_site, 80, seed=seed)
+    for adata in sites.values():
+        obs, level = adata.obs, float(rng.normal(0, 0.3))
+        first = ~obs["donor"].duplicated().to_numpy()
+        names, age = obs["donor"][first].to_numpy(), obs["age"][first].to_numpy(dtype=float)
+        share = (obs["cell_type"] == "T").groupby(obs["donor"], observed=True).mean()[names].to_numpy()
+        eta = level - 0.7 * (share - share.mean()) / share.std() + 0.4 * (age - 50) / 15
+        n = len(names)
+        event, last = rng.exponential(6 / np.exp(eta)), rng.uniform(1, 8, n)
+        facts = {
+            "sex": np.where(rng.random(n) < 0.5, "female", "male"),
+            "years": np.minimum(event, last).round(2),
+            "died": (event <= last).astype(int),
+            "response": (rng.random(n) < 1 / (1 + np.exp(-eta))).astype(int),
+            "score": (eta + rng.normal(0, 1, n)).round(3),
+            "infections": rng.poisson(rng.gamma(3.0, np.exp(0.5 * eta + 0.5) / 3)),
+        }
+        at = np.searchsorted(np.sort(names), obs["donor"].to_numpy())
+        order = np.argsort(names)
+        for name, values in facts.items():
+            obs[name] = values[order][at]
+    return sites
+
+
 def demo_cohort(
     per_site: int = 12, n_cells: int = 160, planted: int = 20, *, clone: float = 0.0, seed: int = 2014
 ) -> dict[str, AnnData]:

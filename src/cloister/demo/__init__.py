@@ -20,7 +20,15 @@ from cloister.demo.labels import map_labels, propagate_labels
 from cloister.demo.models import adapt_model, fine_tune, train_cellcnn, train_classifier
 from cloister.demo.rows import HEADER, Played, Tell, halves
 from cloister.demo.rows import auroc as auroc
-from cloister.demo.statistics import bin_values, compare_groups, find_outliers, integrate, shared_pca
+from cloister.demo.statistics import (
+    bin_values,
+    compare_groups,
+    find_outliers,
+    find_programs,
+    integrate,
+    model_outcome,
+    shared_pca,
+)
 from cloister.demo.story import Story
 from cloister.rehearsal.results import save_run
 from cloister.rehearsal.run import Run
@@ -36,6 +44,8 @@ DEMOS: dict[str, Callable[[Story, Tell], Played]] = {  # in the order of the sto
     "fine-tune": fine_tune,
     "train-classifier": train_classifier,
     "compare-groups": compare_groups,
+    "model-outcome": model_outcome,
+    "find-programs": find_programs,
     "train-cellcnn": train_cellcnn,
     "adapt-model": adapt_model,
 }

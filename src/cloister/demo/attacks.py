@@ -10,10 +10,12 @@ functions that the protocol itself uses; the tests of the protocols hold the two
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from cloister.disclosure import Thresholds
 from cloister.errors import CloisterError
 from cloister.models import cellcnn, graph, polynomial
 from cloister.models.harmony import unit
@@ -35,8 +37,11 @@ from cloister.workflows.adapt_model.inference import inputs_of
 from cloister.workflows.compare_groups import workflow as compare_groups
 from cloister.workflows.compare_groups.contrast_terms import Table, part_of
 from cloister.workflows.find_outliers import counted_forest
+from cloister.workflows.find_programs import common_programs
+from cloister.workflows.find_programs import workflow as find_programs
 from cloister.workflows.fine_tune import workflow as fine_tune
 from cloister.workflows.fine_tune.training_terms import Weights
+from cloister.workflows.model_outcome import workflow as model_outcome
 from cloister.workflows.propagate_labels import workflow as propagate_labels
 from cloister.workflows.shared_pca import shared_pca
 from cloister.workflows.train_cellcnn import encrypted_training
@@ -46,12 +51,12 @@ def own_quantiles(sent: Sent, edges: Any, own: Mapping[str, Any], pooled: Any) -
     """bin-values: the coordinator on each site's own quantiles, read off what the site sent, or the shared edges."""
     grid = pooled_quantiles.Params(tuple(map(Party, own)), Party("coordinator"), len(edges), whole=True).grid
     sent_quantiles = sent.by_sender(averaged_quantiles.Local, to="coordinator")
-    added = sent.by_sender(MASKED, to="coordinator", scope="coarse/0")
+    added = sent.by_sender(MASKED, to="coordinator", scope="coarse")
 
     def guess(p: str) -> Any:
         if p in sent_quantiles:
             return sent_quantiles[Party(p)].edges
-        counts = single_site.read_counts(added[Party(p)].y, pooled_quantiles.MOST)
+        counts = single_site.read_counts(added[Party(p)].y[:-2], pooled_quantiles.MOST)
         if counts is None:
             return edges
         return single_site.quantiles_of(counts, grid, np.linspace(0, 1, len(edges)))
@@ -73,7 +78,7 @@ def own_means(sent: Sent, space: Mapping[str, Any], common: list[str], logs: Map
     at = [common.index(str(g)) for g in space["genes"]]
 
     def guess(p: str) -> Any:
-        n, *sums = np.split(shared_pca.join_sum(added[Party(p)].y), 1 + len(common) * np.arange(4))
+        n, *sums = np.split(shared_pca.join_sum(added[Party(p)].y[:-2]), 1 + len(common) * np.arange(4))
         return sums[2][at] / n[0] if n[0] == round(n[0]) and 1 <= n[0] < space["cells"] else rest
 
     def off(value: Any, p: str) -> float:
@@ -122,6 +127,50 @@ def own_donors(sent: Sent, sites: Mapping[str, Any], options: Mapping[str, Any])
 
     hit, blind = (np.mean([right(f(p), p) for p in sites]) for f in (guess, lambda _: np.rint(total / len(sites))))
     return f"a site's donors per cell type, {hit:.0%} right (guessing: {blind:.0%})"
+
+
+def own_scores(sent: Sent, sites: Mapping[str, Any], options: Mapping[str, Any]) -> str:
+    """model-outcome: the coordinator on a site's mean outcome, from the site's first message."""
+    chosen = model_outcome.Options(**options)
+    true = {p: float(model_outcome.donors_of(a, chosen)[0].y.mean()) for p, a in sites.items()}
+    added = sent.by_sender(MASKED, to="coordinator", scope="sum/1")
+    whole = float(np.mean([*true.values()]))
+
+    def guess(p: str) -> float:
+        read = shared_pca.join_sum(added[Party(p)].y[:-2])
+        donors, total = read[0], read[2]
+        return float(total / donors) if 1 <= donors <= 1000 and abs(total) <= 1e4 else whole
+
+    def right(v: float, p: str) -> bool:
+        return abs(v - true[p]) < 0.05
+
+    hit, blind = (np.mean([right(f(p), p) for p in sites]) for f in (guess, lambda _: whole))
+    return f"a site's mean outcome, {hit:.0%} right (guessing: {blind:.0%})"
+
+
+def membership(sites: Mapping[str, Any], options: Mapping[str, Any]) -> str:
+    """find-programs: any party on which half of the donors took part, from the second moments that all learn.
+
+    Beside it the same on sums over donors instead of groups.
+    """
+    chosen = find_programs.Options(**options)
+    names = tuple(map(Party, sites))
+    params, areas = find_programs.params_of(names, Party("coordinator"), chosen), {}
+    for kind in ("groups", "donors"):
+        halves: tuple[list[Any], list[Any]] = ([], [])
+        for a in sites.values():
+            whole = find_programs.profiles_of(a, chosen)[0]
+            least = whole.thresholds if kind == "groups" else Thresholds(1, 1)
+            for k, half in enumerate(halves):
+                x, present, cells = whole.x[k::2].copy(), whole.present[k::2], whole.cells[k::2]
+                mine = replace(whole, x=x, present=present, cells=cells, thresholds=least)
+                half.append(common_programs.Side(params, mine, whole.names))
+        _, size, right = np.linalg.svd(np.concatenate([s.table for s in halves[0]]), full_matrices=False)
+        basis = right[size > 1e-9 * size[0]].T
+        rows = [np.concatenate([s.x for s in half]) for half in halves]
+        one, two = (np.square(x @ basis).sum(axis=1) / np.square(x).sum(axis=1) for x in rows)
+        areas[kind] = float(np.mean(one[:, None] > two[None]))
+    return f"who took part, AUROC {areas['groups']:.2f}; of exact sums {areas['donors']:.2f} (guessing: 0.50)"
 
 
 def own_label_sums(sent: Sent, model: Any, x: Mapping[str, Any], truth: Mapping[str, Any], sites: list[str]) -> str:

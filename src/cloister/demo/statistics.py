@@ -11,7 +11,7 @@ from cloister.cells import tables as cells
 from cloister.cells.genes import genes_in_common
 from cloister.demo import attacks
 from cloister.demo.rows import Played, Tell, auroc, cost_of, percent
-from cloister.demo.story import GROUPS, SPACE, Story, differing
+from cloister.demo.story import GROUPS, OUTCOME, PROGRAMS, SPACE, Story, differing
 from cloister.models import isolation_forest
 from cloister.models.harmony import EVERYTHING, Settings
 from cloister.papers import averaged_quantiles, federated_harmony
@@ -20,7 +20,9 @@ from cloister.papers.baselines.groups import group_baselines
 from cloister.rehearsal.rehearsal import rehearse
 from cloister.study import Party
 from cloister.workflows.bin_values.workflow import digitise, spread
+from cloister.workflows.find_programs import program_baselines
 from cloister.workflows.integrate.harmony_steps import Cells, Params, together
+from cloister.workflows.model_outcome import outcome_baselines
 
 TREES = 400  # with 100, chance moves an area by 0.013, a third of what is to be seen
 
@@ -122,6 +124,42 @@ def compare_groups(story: Story, tell: Tell) -> Played:
     leak = attacks.own_donors(sent, sites, GROUPS)
     figures = (f"{alone:.1f}", str(len(planted & {*story.found})), str(beside["pooled"]))
     return [run], [("compare-groups", "hardened", f"of {len(planted)} genes", *figures, leak, *cost_of(run))]
+
+
+def model_outcome(story: Story, tell: Tell) -> Played:
+    """How exactly the effect of T cells on a simulated score is known: standard errors, at each site and together."""
+    sites = {p: a.copy() for p, a in story.labelled.items()}
+    for i, a in enumerate(sites.values()):
+        rng, donors = np.random.default_rng([7, i]), a.obs["donor"].astype(str)
+        share = (a.obs["predicted"].astype(str) == "T").groupby(donors.to_numpy()).mean()
+        a.obs["score"] = donors.map(-5 * share + rng.normal(0, 1, len(share))).to_numpy()
+        a.obs["t_cell"] = (a.obs["predicted"].astype(str) == "T").astype(float).to_numpy()
+    sent = Sent(*MASKED)
+    run = rehearse("model-outcome", sites, on_event=tell, on_frame=sent, **OUTCOME)
+    found = {"together": run.data["basel"].uns["outcome"], **outcome_baselines(sites, **OUTCOME)}
+    error = {name: float(t["coefficients"]["error"].mean()) for name, t in found.items()}
+    alone = float(np.mean([error[f"{p} alone"] for p in sites]))
+    figures = (f"{v:.2f}" for v in (alone, error["together"], error["pooled"]))
+    leak = attacks.own_scores(sent, sites, OUTCOME)
+    return [run], [("model-outcome", "hardened", "standard error", *figures, leak, *cost_of(run))]
+
+
+def find_programs(story: Story, tell: Tell) -> Played:
+    """How much of the first program lies in the span of the pooled donors' first three; labels are the model's."""
+    sites, sent = story.labelled, Sent(*MASKED)
+    run = rehearse("find-programs", sites, on_event=tell, on_frame=sent, **PROGRAMS)
+    beside = program_baselines(sites, **PROGRAMS)
+    pooled = beside.pop("pooled")
+
+    def near(table: Any) -> float:
+        both = table.merge(pooled, on=["cell_type", "gene"], suffixes=("", "_p"))
+        basis = np.linalg.qr(both[[f"program_{k}_p" for k in (1, 2, 3)]].to_numpy())[0]
+        return float(np.linalg.norm(basis.T @ both["program_1"].to_numpy()) / np.linalg.norm(table["program_1"]))
+
+    together, alone = near(run.data["basel"].uns["program"]["loadings"]), float(np.mean([*map(near, beside.values())]))
+    leak = attacks.membership(sites, PROGRAMS)
+    figures = (f"{v:.3f}" for v in (alone, together, 1.0))
+    return [run], [("find-programs", "hardened", "cosine", *figures, leak, *cost_of(run))]
 
 
 def find_outliers(story: Story, tell: Tell) -> Played:

@@ -39,6 +39,20 @@ SPACE: Mapping[str, Any] = {"n_components": 10, "n_top_genes": 300}
 CLASSIFIER: Mapping[str, Any] = {"n_top_genes": 300}
 GROUPS: Mapping[str, Any] = {"groups": ("control", "case"), "donor_key": "donor", "label_key": "predicted"}
 
+PROGRAMS: Mapping[str, Any] = {
+    "donor_key": "donor",
+    "label_key": "predicted",
+    "labels": ("macrophage", "endothelial", "AT2"),
+    "n_programs": 3,
+    "n_columns": 80,
+}
+OUTCOME: Mapping[str, Any] = {
+    "model": "linear",
+    "outcome_key": "score",
+    "donor_key": "donor",
+    "features": ("mean:t_cell",),
+}
+
 
 @dataclass
 class Story:

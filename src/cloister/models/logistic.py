@@ -72,11 +72,12 @@ def probabilities(z: F64) -> F64:
     return p
 
 
-def align(z: F64, centers: F64, steps: int = 6) -> F64:
+def align(z: F64, centers: F64, steps: int = 3) -> F64:
     """Scores of cells from elsewhere, moved so that the labels they get have their usual mean scores.
 
-    Cells that were measured otherwise are shifted along some genes, and so are their scores. The shift is the mean over
-    labels of how far the cells that get them are from the label's center; labels and shift are found in turn.
+    Cells that were measured otherwise are shifted along some genes, and so are their scores. The shift is the median
+    over labels of how far the cells that get them are from the label's center: a label that many cells get wrongly does
+    not move it. Labels and shift are found in turn.
     """
     shift = np.zeros(z.shape[1])
     for _ in range(steps):
@@ -85,7 +86,7 @@ def align(z: F64, centers: F64, steps: int = 6) -> F64:
         often = count >= max(ALIGN_CELLS, ALIGN_SHARE * len(z))
         if not often.any():
             break
-        shift = ((called.T @ z)[often] / count[often, None] - centers[often]).mean(axis=0)
+        shift = np.median((called.T @ z)[often] / count[often, None] - centers[often], axis=0)
     return z - shift
 
 

@@ -33,6 +33,10 @@ in which.
       pooled_harmony        [KMF+19]; sums ours                          h
     workflows/compare_groups/
       pooled_contrasts      [LCSS14], [Smy04], [PSL+22]; sums ours       h
+    workflows/model_outcome/
+      pooled_outcomes       [Cox72], [DMS02] groups of donors; ours      h
+    workflows/find_programs/
+      common_programs       [FBA26], [DMS02] groups of donors; ours      h
     workflows/train_classifier/
       common_labels         ours                                         h s
       pooled_discriminant   [FHT09], [RFL+21]; sums ours                 h
@@ -100,6 +104,8 @@ import re
 import types
 from pathlib import Path
 
+from cloister.errors import UsageError
+
 ROOT = Path(__file__).parents[1]
 PLACES = ("mpc", "workflows", "papers")
 DECLARED = re.compile(r'^PROTOCOL = "(\w+)"$', re.MULTILINE)
@@ -116,14 +122,29 @@ def names() -> dict[str, str]:
     return found
 
 
+_added: dict[str, str] = {}  # of other packages
+
+
+def add(name: str, module: str) -> None:
+    """Make the protocol of another package known: its module, dotted in full."""
+    if name in names():
+        raise UsageError(f"'{name}' is a protocol of Cloister; give the one of {module} another name")
+    _added[name] = module
+
+
 def load(name: str) -> types.ModuleType:
     """The module of a protocol."""
-    return importlib.import_module(f"cloister.{names()[name]}")
+    return importlib.import_module(_added[name] if name in _added else f"cloister.{names()[name]}")
+
+
+def docstring(name: str) -> str:
+    """What a protocol's module says about itself; empty if there is no such module."""
+    return (load(name).__doc__ or "") if name in _added else _docstring(name)
 
 
 @functools.cache
-def docstring(name: str) -> str:
-    """What a protocol's module says about itself, read without importing it; empty if there is no such module."""
+def _docstring(name: str) -> str:
+    """Read without importing the module."""
     if name not in names():
         return ""
     path = ROOT / f"{names()[name].replace('.', '/')}.py"
@@ -135,7 +156,6 @@ def section(name: str, title: str) -> str:
     return cut_section(docstring(name), title)
 
 
-@functools.cache
 def lines(name: str) -> tuple[str, ...]:
     """The labels of a protocol's lines (`L1`, `L2`, ...), as its docstring lists them, each once."""
     head = docstring(name).partition("\nReveals\n")[0]

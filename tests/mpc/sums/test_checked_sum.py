@@ -6,10 +6,11 @@ import pytest
 
 from cloister.errors import ParameterError
 from cloister.mpc.crypto import sum_tags
+from cloister.mpc.crypto.agreement import agree, key_pair
+from cloister.mpc.parties import Party
 from cloister.mpc.sums import checked_sum, secure_sum
 from cloister.mpc.sums.checked_sum import Params
 from cloister.mpc.testing import lies
-from cloister.study import Party
 from cloister.testing import (
     Case,
     check_abort,
@@ -367,3 +368,10 @@ def test_a_malicious_coordinator_cannot_change_the_sum_by_any_lie_about_it():
     found = check_lies(checked_sum, [FIRST, TWIN], right=right_sum, scale=scaled_with_its_tag, **about_the_sum)
     assert found.tried > 15
     assert found.aborted >= found.tried - 1  # a sum sent twice is read once
+
+
+def test_a_key_that_is_another_ones_but_for_an_unused_bit_gives_another_mask():
+    """X25519 ignores the top bit: a site that announces b's key so has a agree on the same point with both."""
+    a, b = key_pair(fixed_entropy("a")(SITES[0])), key_pair(fixed_entropy("b")(SITES[1]))
+    same = b.public[:-1] + bytes([b.public[-1] ^ 0x80])
+    assert agree(a, same, b"pair") != agree(a, b.public, b"pair")

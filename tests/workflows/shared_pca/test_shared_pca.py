@@ -121,7 +121,9 @@ def test_no_value_leaves_but_masked_or_pooled():
         "channel.Hello",
         "common_genes.Measured",
         "same_view.Signature",
-        *(f"secure_sum.{m}" for m in ("Keys", "Shares", "MaskedInput", "Vouch", "Unmask")),
+        "attempts.Report",
+        "checked_sum.Masked",
+        *(f"common_seed.{m}" for m in ("Key", "Parts", "Confirm")),
     }
 
 
@@ -140,7 +142,7 @@ def test_abort_or_survive(kind):
     c = case()
     messages = [
         ("site-1", "hub", "common_genes.Measured"),
-        ("site-1", "hub", "secure_sum.MaskedInput"),
+        ("site-1", "hub", "checked_sum.Masked"),
         ("hub", "site-1", "shared_pca.Chosen"),
         ("hub", "site-1", "shared_pca.Components"),
     ]
@@ -151,7 +153,7 @@ def test_abort_or_survive(kind):
 def test_a_site_that_dies_is_left_out(nth):
     c = case(n=4)
     gone = c.params.sites[0]
-    run = run_protocol(shared_pca, c, faults=[Fault("kill", gone, HUB, "MaskedInput", nth=nth)], timeout=3.0)
+    run = run_protocol(shared_pca, c, faults=[Fault("kill", gone, HUB, "Masked", nth=nth)], timeout=3.0)
     check_no_errors(run)
     found = values(run)[HUB]
     rest = {u: x for u, (x,) in c.inputs.items() if u != gone}

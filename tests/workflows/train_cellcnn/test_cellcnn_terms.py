@@ -125,7 +125,7 @@ def test_counts_are_pooled_and_no_sites_own_is_sent():
     check_vectors(pooled_counts, counts_case(), VECTORS / "pooled_counts.json")
     check_view(pooled_counts, counts_case(1), counts_case(2))
     check_cost(pooled_counts, counts_case())
-    messages = [("site-1", "hub", "secure_sum.MaskedInput")]
+    messages = [("site-1", "hub", "checked_sum.Masked")]
     check_abort(pooled_counts, counts_case(), survived=lambda run: None, messages=messages)
 
 
@@ -139,9 +139,7 @@ def possible_counts(lie, values):
 
 
 def test_one_liar_shifts_pooled_counts_by_what_it_could_have_counted_or_ends_them():
-    lies = check_lies(
-        pooled_counts, [counts_case()], right=possible_counts, assumes={"coordinator": "bcf"}, timeout=1.0
-    )
+    lies = check_lies(pooled_counts, [counts_case()], right=possible_counts, timeout=1.0)
     assert lies.tried >= 10
     assert lies.aborted >= 5
 

@@ -17,14 +17,14 @@ from cloister.testing import (
     values,
 )
 from cloister.workflows.train_classifier import common_labels
-from cloister.workflows.train_classifier.common_labels import Agreed, Own, Params, allowed
+from cloister.workflows.train_classifier.common_labels import Agreed, Own, Params
 
 HUB, SITES = Party("hub"), tuple(map(Party, ("a", "b", "c")))
 VECTORS = Path(__file__).parents[2] / "vectors" / "common_labels.json"
 
 
 def case(lists=(("B", "T"), ("NK", "T"), ()), space="ab12", **options):
-    owns = [Own(space, 7 if space else 0, tuple(labels), 100 if labels else 0) for labels in lists]
+    owns = [Own(space, 7 if space else 0, tuple(labels)) for labels in lists]
     return Case(
         Params(SITES, HUB, "X_a" if space else "", **options), dict(zip(SITES, ((o,) for o in owns), strict=True))
     )
@@ -97,12 +97,10 @@ def test_a_label_outside_the_study_is_named_at_home_and_nothing_is_sent():
 @pytest.mark.parametrize(
     "told",
     [
-        Agreed("ab12", 7, ("B", "NK"), 100),  # lacks a label
-        Agreed("ab12", 7, ("T", "NK", "B"), 100),  # not in order
-        Agreed("ab12", 7, ("B", "B", "NK", "T"), 100),
-        Agreed("cd34", 7, ("B", "NK", "T"), 100),
-        Agreed("ab12", 7, ("B", "NK", "T"), 101),  # more genes than the site's cells allow
-        Agreed("ab12", 7, ("B", "NK", "T"), 0),
+        Agreed("ab12", 7, ("B", "NK")),  # lacks a label
+        Agreed("ab12", 7, ("T", "NK", "B")),  # not in order
+        Agreed("ab12", 7, ("B", "B", "NK", "T")),
+        Agreed("cd34", 7, ("B", "NK", "T")),
     ],
 )
 def test_a_site_refuses_what_cannot_be(told):
@@ -111,7 +109,7 @@ def test_a_site_refuses_what_cannot_be(told):
         await ch.broadcast(params.sites, told)
 
     run = run_protocol(common_labels, case(), roles={HUB: coordinator}, timeout=2.0)
-    assert run.errors[SITES[0]].code in ("labels", "mismatch", "genes")
+    assert run.errors[SITES[0]].code in ("labels", "mismatch")
 
 
 def test_a_coordinator_that_adds_to_the_list_of_the_study_is_found():
@@ -121,13 +119,3 @@ def test_a_coordinator_that_adds_to_the_list_of_the_study_is_found():
 
     run = run_protocol(common_labels, case(labels=("B", "NK", "T")), roles={HUB: coordinator}, timeout=2.0)
     assert {run.errors[u].code for u in SITES} == {"labels"}
-
-
-def test_sites_announce_a_size_rounded_down_and_the_smallest_counts():
-    assert [allowed(n) for n in (24, 25, 99, 100, 1234)] == [0, 25, 75, 100, 1000]
-    c = case()
-    owns = {
-        u: (dataclasses.replace(own, genes=g),) for (u, (own,)), g in zip(c.inputs.items(), (300, 75, 0), strict=True)
-    }
-    run = run_protocol(common_labels, Case(c.params, owns))
-    assert {agreed.genes for agreed in values(run).values()} == {75}

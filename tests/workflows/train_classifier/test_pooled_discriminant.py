@@ -7,7 +7,7 @@ import pytest
 import scipy.sparse
 from tests.old_steps import label_sums, logistic_path
 
-from cloister.disclosure import Contribution, Thresholds
+from cloister.disclosure import Contribution, Thresholds, effective_sizes
 from cloister.errors import DataError, ParameterError
 from cloister.models import discriminant, logistic
 from cloister.models.discriminant import SETTINGS, Setting
@@ -28,7 +28,6 @@ from cloister.testing import (
     values,
 )
 from cloister.workflows.train_classifier import logistic_terms, pooled_discriminant
-from cloister.workflows.train_classifier.common_labels import allowed
 from cloister.workflows.train_classifier.logistic_terms import Labelled
 from cloister.workflows.train_classifier.openings import Openings, Start, begin_site
 from cloister.workflows.train_classifier.pooled_discriminant import GRID, UNIT, Params, Part
@@ -126,7 +125,7 @@ def test_a_site_that_stops_ends_the_run_by_name(nth):
 
 
 def test_one_malicious_party():
-    same = {"size": 100, "unlabelled": 0.0}  # one size in `SIZES`, which the sites announce
+    same = {"size": 100, "unlabelled": 0.0}
     c, twin = (case(seed=s, g=20, n_top_genes=10, held_out=False, **same) for s in (5, 6))
     ideals = [pooled_discriminant.ideal(x.params, {u: m for u, (m,) in x.inputs.items()})[HUB] for x in (c, twin)]
 
@@ -164,7 +163,7 @@ def test_every_party_has_the_same_model_and_the_receipt_has_the_smallest_groups(
     models = list(values(run).values())
     assert all(np.array_equal(m.coefficients, models[0].coefficients) for m in models)
     assert models[0].openings == 3
-    for u in run.study.sites:
+    for u in run.agreement.sites:
         lines = {e.line: e.name for e, _ in run.receipts[u].entries if e.kind == "contributed"}
         assert set(lines) == {"L4", "L5", "L6"}
         for text in lines.values():
@@ -188,7 +187,7 @@ class Recorder:
     """What every site adds to the sums, by the number of its cells and the line."""
 
     def __init__(self, monkeypatch):
-        self.parts = {}
+        self.parts, self.called = {}, {}
         for line, name in (("L4", "first"), ("L5", "second"), ("L6", "third")):
             monkeypatch.setattr(Part, name, self.wrapped(line, getattr(Part, name)))
 
@@ -196,6 +195,7 @@ class Recorder:
         def record(part, *args):
             contribution = step(part, *args)
             self.parts[len(part.mine.labels), line] = (part, contribution)
+            self.called[len(part.mine.labels), line] = (line, *args)
             return contribution
 
         return record
@@ -222,7 +222,7 @@ def test_a_rare_label_of_a_site_is_left_out_there_by_name_and_has_no_complement(
     assert not sums[at].any()
     log = np.vstack([x.toarray() for x in logistic_terms.log_values(c.params.base, mine, mine.names)])
     rows = np.array([n in ("type 0", "type 1") for n in labels])
-    filled = (log[rows] != 0).sum(axis=0) >= 10
+    filled = effective_sizes(log[rows]) >= 10
     np.testing.assert_allclose(squares, (log[rows] ** 2).sum(axis=0) * filled)  # no more than these labels' cells
 
 
@@ -248,21 +248,22 @@ def test_every_number_of_a_site_rests_on_enough_of_its_cells_and_donors(monkeypa
             K, g = part.classes, log.shape[1]
             for k, j in itertools.product(range(K), range(g)):
                 filled = log[:, j] != 0
-                enough = filled.sum() >= 10 and len(set(whose[filled])) >= least
+                enough = effective_sizes(log[:, [j]])[0] >= 10 and len(set(whose[filled])) >= least
                 value = contribution.values[K + k * g + j]
                 assert enough or value == 0
                 suppressed += not enough and log[part.codes == k, j].any()
-        if line == "L5":
-            filled = (part.x != 0).astype(int)
-            for (a, b), value in zip(
-                zip(*np.triu_indices(part.x.shape[1]), strict=True), contribution.values, strict=True
-            ):
-                both = (filled[:, a] * filled[:, b]).astype(bool)
-                enough = both.sum() >= 10 and len(set(whose[both])) >= least
-                assert enough or value == 0
-                suppressed += not enough and both.any()
-        if line == "L6":
-            assert not np.any(contribution.values % 10)
+        else:  # whole groups of one label
+            groups = part.similar
+            assert (groups.codes >= 0).all()
+            for at in range(len(groups)):
+                inside = groups.codes == at
+                assert inside.sum() == groups.cells[at] >= 10
+                assert len(set(whose[inside])) >= least
+                assert len(set(part.codes[inside])) == 1
+            assert (contribution.cells, contribution.donors) == (
+                groups.cells.min(),
+                groups.donors.min() if donors else None,
+            )
     assert suppressed > 50
 
 
@@ -278,24 +279,75 @@ def test_too_few_labelled_cells_add_nothing(monkeypatch):
         assert not record.parts[len(mine.labels), line][1].values.any()
 
 
-def leverage(x):
-    """Of each cell in the space of all combinations of columns of xᵀx: 1 if one of these is that cell."""
-    return np.square(np.linalg.qr(x)[0]).sum(axis=1)
-
-
-def test_there_are_half_as_many_genes_as_cells_of_the_smallest_site(monkeypatch):
-    """With as many genes as cells, combinations of second moments isolate cells."""
+def test_second_moments_are_those_of_rounded_sums_of_groups(monkeypatch):
+    """With more genes than groups, any combination that isolates something isolates a group, never a cell."""
     c = case(seed=8, g=200, size=60, n=2, n_top_genes=150)
     record = Recorder(monkeypatch)
     run = run_protocol(pooled_discriminant, c)
     check_no_errors(run)
-    fewest = min(sum(name is not None for name in m.labels) for (m,) in c.inputs.values())
-    assert len(values(run)[HUB].genes) == 25 <= fewest / 2
-    part, _ = record.parts[60, "L5"]
-    assert leverage(part.x).mean() <= 0.5
-    columns = np.argsort(-np.asarray(part.mine.x.sum(axis=0)).ravel())[: allowed(fewest)]
-    old = pooled_discriminant.values_of(part, dataclasses.replace(_terms(part), at=np.sort(columns)))
-    assert leverage(old).mean() > 0.9
+    part, second = record.parts[60, "L5"]
+    h = len(values(run)[HUB].genes)
+    between = pooled_discriminant.square(second.values, h)
+    sums = part.whole.means * part.whole.cells[:, None]
+    np.testing.assert_allclose(sums, np.rint(sums / 4) * 4, atol=1e-9)
+    plain = (sums.T / part.whole.cells) @ sums
+    off = ~np.eye(h, dtype=bool)
+    np.testing.assert_allclose(between[off], plain[off])
+    np.testing.assert_allclose(between.diagonal(), part.squares[at_of(part, values(run)[HUB].genes)])
+    x = np.vstack([b.toarray() for b in logistic_terms.log_values(c.params.base, part.mine, part.start.common)])
+    assert leverage(x[part.keep][:, :50]).max() > 0.9  # the old step: cells themselves
+    member = np.eye(len(part.similar))[part.similar.codes]
+    assert leverage(member).max() <= 0.1 + 1e-9
+
+
+def leverage(x):
+    """Of each cell in the space of all combinations of columns: 1 if one of these is that cell."""
+    return np.square(np.linalg.qr(x)[0]).sum(axis=1)
+
+
+def at_of(part, genes):
+    return [part.start.common.index(g) for g in genes]
+
+
+def test_right_answers_depend_on_groups_alone(monkeypatch):
+    """L6 reads no cell: without the cells the numbers are the same."""
+    record = Recorder(monkeypatch)
+    check_no_errors(run_protocol(pooled_discriminant, case(seed=8)))
+    (part, before), third = record.parts[90, "L6"], Part.third
+    _, terms, total = record.called[90, "L6"]
+    part.mine = dataclasses.replace(part.mine, x=None)
+    assert np.array_equal(third(part, terms, total).values, before.values)
+    n = len(SETTINGS)
+    assert (before.values[1 : 1 + n] <= before.values[0]).all()
+    assert before.values[0] > 0
+
+
+def test_sums_of_groups_add_up_to_the_rounded_sum_of_their_label():
+    rng = np.random.default_rng(0)
+    sums, label = rng.gamma(1.0, 5.0, (40, 30)), rng.integers(0, 3, 40)
+    steps = pooled_discriminant.stepwise(sums, label, 4.0)
+    assert not np.any(steps % 4)
+    assert np.abs(steps - sums).max() <= 4
+    for k in range(3):
+        np.testing.assert_array_equal(steps[label == k].sum(axis=0), np.rint(sums[label == k].sum(axis=0) / 4) * 4)
+
+
+def test_expected_right_answers_are_about_those_of_the_cells():
+    """Groups and their scatter in place of cells, for cells with normal scatter."""
+    rng = np.random.default_rng(1)
+    centres = rng.normal(0, 0.6, (3, 8))
+    codes = rng.integers(0, 3, 3000)
+    x = centres[codes] + rng.normal(0, 1, (3000, 8))
+    fit = discriminant.Statistics.of(x[:1500], codes[:1500], 3)
+    held, at = x[1500:], codes[1500:]
+    order = np.lexsort((held[:, 0], at))[: 1500 // 10 * 10].reshape(-1, 10)
+    means = held[order].mean(axis=1)
+    within = np.square(held[order] - means[:, None]).mean(axis=(0, 1))
+    groups = pooled_discriminant.Grouped(at[order[:, 0]], np.full(len(order), 10), means, within)
+    answers = pooled_discriminant.score(fit, SETTINGS, groups, spread=1e-9, aligned=False)
+    z = discriminant.Solver(fit, 1e-9).fit(SETTINGS[2]).scores(held)
+    assert abs(answers.right[2] / answers.cells - np.mean(z.argmax(axis=1) == at)) < 0.06
+    assert np.all(np.diff(answers.below) >= 0)
 
 
 def test_a_site_raises_its_own_thresholds():
@@ -321,7 +373,7 @@ class Malicious(Part):
         honest = super().first()
         K = self.classes
         values = honest.values * self.factor
-        values[:K] = np.rint(values[:K])
+        values[:K] = honest.values[:K]  # as announced
         values[K : K + 5] += self.moved
         values[-self.x_columns() :] *= self.factor  # so that squares allow these sums
         self.sums = self.sums * self.factor
@@ -342,10 +394,9 @@ def malicious(factor, moved):
     kind = type("Steered", (Malicious,), {"factor": factor, "moved": moved})
 
     async def role(ch, params, mine, *, entropy, identity):
-        mine = pooled_discriminant.own_cells(params, mine)
-        most = pooled_discriminant.genes_allowed(mine)
-        start = await begin_site(ch, params.base, mine, genes=most, entropy=entropy, identity=identity)
-        openings = Openings(ch, pooled_discriminant.NAME, params.base, 3, entropy, identity, start.secret)
+        mine = mine.open_labels(params.base.min_cells)
+        start = await begin_site(ch, params.base, mine, entropy=entropy, identity=identity)
+        openings = Openings(ch, pooled_discriminant.NAME, params.base, 3, entropy, identity, start.seed)
         return await pooled_discriminant.follow(openings, params, start, kind(params, start, mine))
 
     return role
@@ -361,18 +412,20 @@ def test_f3_no_party_chooses_what_the_others_add(monkeypatch):
             record = Recorder(m)
             run_protocol(pooled_discriminant, c, roles={} if role is None else {bad: role}, timeout=5.0)
         added.append(record.parts)
-    honest = {n for n, _ in added[0]} - {len(c.inputs[bad][0].labels)}
+    honest, reached = {n for n, _ in added[0]} - {len(c.inputs[bad][0].labels)}, 0
     for n in honest:
         first = [parts[n, "L4"][1].values for parts in added]
         assert all(np.array_equal(first[0], other) for other in first[1:])
         for parts in added:
-            if (n, "L5") in parts:
-                part, second = parts[n, "L5"]
-                filled = (part.x != 0).astype(int)
-                plain = np.where(filled.T @ filled >= 10, part.x.T @ part.x, 0.0)[np.triu_indices(part.x.shape[1])]
-                np.testing.assert_allclose(second.values, plain)
-            if (n, "L6") in parts:
-                assert not np.any(parts[n, "L6"][1].values % 10)
+            if (n, "L5") not in parts:
+                continue
+            reached += 1
+            part, second = parts[n, "L5"]
+            h = part.whole.means.shape[1]
+            plain = (part.whole.means.T * part.whole.cells) @ part.whole.means
+            off = np.triu(np.ones((h, h), bool), 1)
+            np.testing.assert_allclose(pooled_discriminant.square(second.values, h)[off], plain[off])
+    assert reached > 2  # also with a malicious site
 
 
 def steer(minimise, memory, rows, mean, targets):
@@ -474,7 +527,6 @@ def test_a_gene_of_one_cell_does_not_show_that_cell_in_the_second_moments(monkey
     part, first = record.parts[len(mine.labels), "L4"]
     K = part.classes
     assert not first.values[K : K + K * 60].reshape(K, 60)[:, 0].any()
-    part.x = pooled_discriminant.values_of(part, dataclasses.replace(_terms(part), at=np.arange(60)))
     assert not part.second(dataclasses.replace(_terms(part), at=np.arange(60))).values[:60].any()
 
 
@@ -535,16 +587,17 @@ def test_sums_of_a_small_label_do_not_show_the_cell_with_the_largest_library():
     names = tuple(f"G{i:04d}" for i in range(x.shape[1]))
     mine = Labelled(names, scipy.sparse.csr_matrix(np.vstack([x, rest])), labels, np.zeros(70, bool))
     base = logistic_terms.Params((Party("a"), Party("b")), HUB, kind="log", penalties=(1.0,))
-    part = Part(Params(base), Start(names, ("other", "small"), 0, 50), mine)
+    part = Part(Params(base), Start(names, ("other", "small"), 0), mine)
     sums = part.first().values[2 : 2 + 2 * len(names)].reshape(2, -1)[1]
     assert not np.any(sums % 4)
     new = smallest_level(sums)
     owners = x[:, new].argmax(axis=0)
     assert np.bincount(owners, minlength=10).max() < len(new) / 2  # not one cell's genes
-    assert np.abs(sums - x.sum(axis=0)).max() <= 2 + 1e-9
+    assert np.abs(sums - x.sum(axis=0))[part.shown].max() <= 2 + 1e-9
+    assert part.shown.sum() > 500
 
 
-def steered(target_value=5.0, expressing=1, n=60):
+def steered(target_value=5.0, expressing=1, n=60, farthest=0.0):
     """L6 of an honest site where another one makes typicality a function of one gene, of which it claims all variance.
 
     Cells of label "a" express gene 0 in `expressing` cells, those of "b" do not.
@@ -553,11 +606,12 @@ def steered(target_value=5.0, expressing=1, n=60):
     x = rng.uniform(0.5, 1.5, (2 * n, 6))
     x[:, 0] = 0.0
     x[:expressing, 0] = target_value
+    x[0, 0] = max(x[0, 0], farthest)
     labels = ("a",) * n + ("b",) * n
     names = tuple(f"G{i}" for i in range(6))
     mine = Labelled(names, scipy.sparse.csr_matrix(x), labels, np.zeros(2 * n, bool), fold=np.arange(2 * n) % 3)
     base = logistic_terms.Params((Party("u"), Party("v")), HUB, kind="log", penalties=(1.0,))
-    params, start = Params(base), Start(names, ("a", "b"), 0, 100)
+    params, start = Params(base), Start(names, ("a", "b"), 0)
     part = Part(params, start, mine)
     first = part.first().map(pooled_discriminant.words_for(params)).values.view(np.int64)
     K, g = 2, 6
@@ -574,70 +628,25 @@ def steered(target_value=5.0, expressing=1, n=60):
     return part, terms, statistics
 
 
-def ladders(part, terms, statistics):
-    """What the other site can learn of typicality, for every offset."""
-    n = 2 + len(SETTINGS)
-    return [tuple(part.third(terms, statistics, offset).values[n:]) for offset in range(20)]
-
-
-def right_typicalities(part, terms, statistics):
-    seen = []
-    for fold in range(3):
-        held = np.flatnonzero(part.fold == fold)
-        codes = terms.kept[part.codes[held]]
-        rest = statistics.less(discriminant.Statistics.of(part.x[held], codes, 2))
-        answers = pooled_discriminant.score(rest, SETTINGS, part.x[held], codes, spread=0.05, aligned=False)
-        seen.append(answers.typical)
-    return np.concatenate(seen)
-
-
 def test_a_gene_that_few_cells_express_is_not_scored():
-    """A site claims all variance of a gene, so that typicality shows the one cell of another site that expresses it."""
-    levels, seen = [], []
+    """A site claims all variance of a gene, so that scores show the one cell of another site that expresses it."""
+    seen = []
     for value in (4.0, 4.3):
         part, terms, statistics = steered(value)
-        assert not part.x[:, list(terms.at).index(0)].any()
-        seen.append(ladders(part, terms, statistics))
-        part.x = pooled_discriminant.values_of(part, terms)
-        old = label_sums.typicality_counts(right_typicalities(part, terms, statistics), GRID, 10, 9)
-        levels.append(GRID[np.flatnonzero(old)[0]])
-    assert levels[1] > levels[0] + 0.1  # the old step, one run in ten: the value of that cell
+        at = list(terms.at).index(0)
+        old = pooled_discriminant.values_of(part, terms).toarray()
+        assert old[:, at].max() == pytest.approx(value)  # what L6 scored, without the threshold
+        assert not part.whole.means[:, at].any()
+        seen.append(tuple(part.third(terms, statistics).values))
     assert seen[0] == seen[1]
 
 
-def test_a_typicality_rests_on_ten_cells():
-    """Ten cells express the gene, one far more than the others: where that one lies is not seen."""
-    found = []
-    for value in (3.0, 7.0):
-        part, terms, statistics = steered(3.0, expressing=12)
-        part.x[0, list(terms.at).index(0)] = value
-        old = right_typicalities(part, terms, statistics)
-        found.append(
-            (
-                ladders(part, terms, statistics),
-                [tuple(label_sums.typicality_counts(old, GRID, 10, offset)) for offset in range(10)],
-            )
-        )
-    (new, old), (new_far, old_far) = found
-    assert old != old_far
-    assert new == new_far
-
-
-def test_medians_of_groups():
-    x = np.arange(25.0)[::-1]
-    grouped = pooled_discriminant.grouped_medians(x, 10)
-    assert len(grouped) == 25
-    assert np.unique(grouped, return_counts=True)[1].min() >= 10
-    assert not len(pooled_discriminant.grouped_medians(x[:9], 10))
-
-
-def test_a_site_with_fewer_cells_than_the_smallest_number_of_genes_adds_nothing():
-    """Such a site announces no limit, so that its cells would be summed over any number of genes."""
-    c = case(seed=4, size=90, min_cells=20)
-    u = c.params.base.sites[0]
-    few = dataclasses.replace(c.inputs[u][0], labels=("type 0",) * 12 + ("type 1",) * 12 + (None,) * 66)
-    assert pooled_discriminant.genes_allowed(few) == 0
-    assert not pooled_discriminant.own_cells(c.params, few).own_labels
+def test_a_gene_that_one_of_many_cells_dominates_is_left_out():
+    """Twelve cells express the gene, one far more than the others: effectively fewer than ten."""
+    part, _, _ = steered(1.0, expressing=12)
+    assert part.shown[0]
+    far, _, _ = steered(1.0, expressing=12, farthest=7.0)
+    assert not far.shown[0]
 
 
 def test_a_cell_far_from_all_others_is_not_the_first_axis_of_an_embedding(monkeypatch):
@@ -657,7 +666,8 @@ def test_a_cell_far_from_all_others_is_not_the_first_axis_of_an_embedding(monkey
 
     assert axis(label_sums.second_moments(x)) > 0.999  # the old step: that cell
     assert axis(pooled_discriminant.square(second.values, 7)) < 0.9
-    distance = np.sort(np.linalg.norm(part.x - np.median(x, axis=0), axis=1))
+    held = part.mine.x[part.keep]
+    distance = np.sort(np.linalg.norm(held - np.median(x, axis=0), axis=1))
     np.testing.assert_allclose(distance[-10:], distance[-1])
 
 
@@ -682,14 +692,11 @@ def test_sums_of_no_cells_end_the_run(line, step, change, monkeypatch):
 
     monkeypatch.setattr(Part, step, invented)
     if line == "L4":  # so that the sums of the others do not outweigh it
-        monkeypatch.setattr(
-            pooled_discriminant,
-            "own_cells",
-            lambda _, mine: mine if len(mine.labels) == 90 else mine.open_labels(10**9),
-        )
+        keep = Labelled.open_labels
+        monkeypatch.setattr(Labelled, "open_labels", lambda m, least: keep(m, least if len(m.labels) == 90 else 10**9))
     run = run_protocol(pooled_discriminant, case(), timeout=5.0)
     assert not values(run)
-    assert {(run.errors[u].line, run.errors[u].code) for u in run.study.parties} == {(line, "absurd")}
+    assert {(run.errors[u].line, run.errors[u].code) for u in run.agreement.parties} == {(line, "absurd")}
 
 
 def test_a_coordinator_cannot_change_a_sum():

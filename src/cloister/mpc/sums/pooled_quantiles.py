@@ -4,13 +4,13 @@
                  donors where donors are named. Only size and mean of a run are used further: its values are spread
                  evenly between the middles to the means of its neighbours, or are the one value that k of them share.
                  The outermost runs have medians in place of means; of those of its donors, the innermost
-    L1   u, S    secure sum of N_c        values per cell of a coarse grid, equal steps of log₂
-    L2   S ⇒ u   C                        the cells that hold an order statistic of a wanted quantile
-    L3   u, S    secure sum of n_c,g      values per part of each cell in C, equal steps
+    L1   u, S    checked sum of N_c       values per cell of a coarse grid, equal steps of log₂
+    L2   u, S    C                        the cells that hold an order statistic of a wanted quantile
+    L3   u, S    checked sum of n_c,g     values per part of each cell in C, equal steps
     L4   S ⇒ u   edges                    q_j = x_(⌊r⌋) + (r - ⌊r⌋)(x_(⌊r⌋+1) - x_(⌊r⌋)), r = p_j (N - 1)
                                           with r held between k - 1 and N - k, so that the outermost edges
-                                          are the k-th smallest and the k-th largest value; or `again`, where a
-                                          site dropped out between L1 and L3
+                                          are the k-th smallest and the k-th largest value
+         u                                these follow from the sums
     L5   u, S    all were told the same   (same_view)
 
 Runs are fixed before the first sum. Whatever intervals are counted, by whomever, each count of a site, each difference
@@ -20,8 +20,8 @@ where k values of one site are equal. A site may raise k and `min_donors` for it
 Values may come in pieces, so a site need not hold them all at once: values within one part of the refined grid are held
 as one number, and how many they are.
 
-⇒ is a broadcast: sites that were given different cells or edges cannot finish the next sum, or L5. All sums go on with
-the sites that are left of the one before; `again` is refused where nobody dropped out.
+S broadcasts the edges so that they have the same digits at all sites. Where a site drops out, L1 to L5 begin again
+without it (`attempts`).
 
 An order statistic x_(i) is read as the lower end of its part, so that values tied with it stay on its side of the edge;
 where values are whole numbers it is the whole number in that part, and the result is exact (up to 2^18, where a part
@@ -29,27 +29,26 @@ is as wide as one; beyond, as close as for other values).
 
 Reveals
 -------
-coordinator : how many values all sites together have in each interval of a grid, and in each part of the refined ones,
-    every site's values spread evenly within its runs; the edges; who took part. With m colluding sites: the same over
-    the other sites. If a site drops out between L1 and L3, the sums start over, and the coordinator can subtract: how
-    many values of that site are in each interval, always as spread within its runs.
-site : the edges, the intervals of the grid that hold the values on both sides of each (C, again after a drop-out), and
-    who of the sites dropped out.
-malicious coordinator : the same about any 2(B - 1) intervals of its choice. It may claim that a site dropped out, and
-    subtract as above: at most n - t sites, each once, who then abort.
-one malicious site : the edges, which its own values shift: with few or many values of its choice it can place an edge
-    within a run of its choice, so that it learns the means of runs one by one. At the outer edges it learns the median
-    of an outermost run, which is one value or the mean of two.
+coordinator, site : how many values all sites together have in each interval of a grid, and in each part of the refined
+    ones, every site's values spread evenly within its runs; the edges; who took part. With two sites, or with m
+    colluding ones: the same over the other sites. If a site drops out, the sums start over, and everyone can subtract:
+    how many values of that site are in each interval, always as spread within its runs.
+malicious coordinator : the same. It cannot change a count, an interval or an edge. It may claim that a site dropped
+    out, and subtract as above: at most n - t sites, each once, who then abort.
+one malicious site : the same about intervals that its own values shift: with few or many values of its choice it can
+    place a refined interval on a run of its choice, so that it learns the means of runs. In the outermost run it learns
+    the median, which is one value or the mean of two.
 
 Assumes
 -------
-What the secure sum assumes. Values are positive (zeros are left out by the caller) and between 2^-24 and 2^24.
-Lies that are not noticed: (b), (c), (f) of the coordinator, edges that are the same for all, rising, and wrong; (b),
-(c), (f) of the site. In rank, an edge is exact to about a value per site, and to half a run in tails.
+What the checked sum and `attempts` assume. Values are positive (zeros are left out by the caller) and between 2^-24 and
+2^24. Lies that are not noticed: (b), (c), (f) of the site. In rank, an edge is exact to about a value per site, and to
+half a run in tails.
 
 Cost
 ----
-Per site and attempt: two secure sums, of 48·R words and of |C|·G words; |C| ≤ 2(B - 1). One signature at the end.
+Per site and attempt: a common seed, and two checked sums, of 48·R words and of |C|·G words; |C| ≤ 2(B - 1). One
+signature at the end.
 
 References
 ----------
@@ -73,9 +72,9 @@ from cloister.mpc.crypto.agreement import Identity
 from cloister.mpc.crypto.entropy import Entropy
 from cloister.mpc.net.channel import Channel
 from cloister.mpc.net.wire import message
-from cloister.mpc.sums import consistency_check, secure_sum
+from cloister.mpc.parties import Party
+from cloister.mpc.sums import checked_sum, common_seed, consistency_check, retry_without_dropouts
 from cloister.mpc.sums.value_counts import Table
-from cloister.study import Party
 
 NAME = "pooled_quantiles"
 MOST = 1 << 48  # values that all sites together may hold in a cell
@@ -117,34 +116,28 @@ class Params:
         low, high = self.grid[cell], self.grid[cell + 1]
         return np.linspace(low, high, self.parts + 1)
 
-    def sum(self, length: int) -> secure_sum.Params:
-        return secure_sum.Params(self.sites, self.coordinator, length)
+    def sum(self, sites: tuple[Party, ...], length: int) -> checked_sum.Params:
+        return checked_sum.Params(sites, self.coordinator, length)
 
-    @property
-    def view(self) -> consistency_check.Params:
-        return consistency_check.Params(self.sites, self.coordinator)
+    def seed(self, sites: tuple[Party, ...]) -> common_seed.Params:
+        return common_seed.Params(sites, self.coordinator, everyone=True)
 
-
-@message("L2")
-class Refine:  # S → u
-    cells: I64  # (|C|,)
+    def view(self, sites: tuple[Party, ...]) -> consistency_check.Params:
+        return consistency_check.Params(sites, self.coordinator)
 
 
 @message("L4")
 class Edges:  # S → u
     edges: F64  # (B - 1,)
-    again: bool  # start over without the dropped site; the edges are zero
 
 
 def ideal(params: Params, xs: Mapping[Party, Values]) -> dict[Party, F64]:
     """Quantiles of all values, each site's by sizes and means of its runs."""
     runs = [Runs.of(params, values, params.thresholds) for values in xs.values()]
     coarse: U64 = np.stack([count_coarse(params, r).values for r in runs]).sum(axis=0)
-    lower, upper, share, wanted = wanted_ranks(params, int(coarse.sum()))
-    chosen = np.unique(cells_of(coarse, wanted)).astype(np.int64)
+    chosen = cells_to_refine(params, coarse)
     fine: U64 = np.stack([count_fine(params, chosen, r).values for r in runs]).sum(axis=0)
-    x = order_statistics(params, coarse, chosen, fine, wanted)
-    edges = between(x[np.searchsorted(wanted, lower)], x[np.searchsorted(wanted, upper)], share)
+    edges = edges_of(params, coarse, chosen, fine)
     return dict.fromkeys((params.coordinator, *xs), edges)
 
 
@@ -154,13 +147,14 @@ def roles(params: Params) -> dict[Party, object]:
 
 def cost(params: Params, refined: int | None = None) -> dict[Party, tuple[int, int]]:
     """What each party sends when nobody drops and |C| = `refined`; by default, the most there can be."""
-    size = 2 * params.n_quantiles if refined is None else refined
-    sums = [secure_sum.cost(params.sum(m)) for m in (len(params.grid) - 1, size * params.parts)]
-    total = {p: (sum(c[p][0] for c in sums), sum(c[p][1] for c in sums)) for p in sums[0]}
-    n, (messages, payload) = len(params.sites), total[params.coordinator]
-    total[params.coordinator] = (messages + 2 * n, payload + n * (8 * size + 8 * params.n_quantiles + 1))
-    view = consistency_check.cost(params.view)
-    return {p: (total[p][0] + view[p][0], total[p][1] + view[p][1]) for p in total}
+    size, who, n = 2 * params.n_quantiles if refined is None else refined, params.sites, len(params.sites)
+    parts = [checked_sum.cost(params.sum(who, m)) for m in (len(params.grid) - 1, size * params.parts)]
+    parts += [common_seed.cost(params.seed(who)), consistency_check.cost(params.view(who))]
+    parts += [
+        retry_without_dropouts.cost(who, params.coordinator),
+        {params.coordinator: (n, 8 * n * params.n_quantiles)},
+    ]
+    return {p: (sum(c.get(p, (0, 0))[0] for c in parts), sum(c.get(p, (0, 0))[1] for c in parts)) for p in parts[0]}
 
 
 # ---- local steps -----------------------------------------------------------------------------------------------------
@@ -321,6 +315,21 @@ def order_statistics(params: Params, coarse: U64, chosen: I64, fine: U64, wanted
     return value
 
 
+def cells_to_refine(params: Params, coarse: U64) -> I64:
+    """L2."""
+    total = int(coarse.sum())
+    if total < max(params.n_quantiles, 2 * params.least):
+        raise ProtocolAbort(NAME, "L1", "too-few-values", f"{total} values at all sites give no such edges")
+    return np.unique(cells_of(coarse, wanted_ranks(params, total)[3])).astype(np.int64)
+
+
+def edges_of(params: Params, coarse: U64, chosen: I64, fine: U64) -> F64:
+    """L4."""
+    lower, upper, share, wanted = wanted_ranks(params, int(coarse.sum()))
+    x = order_statistics(params, coarse, chosen, fine, wanted)
+    return between(x[np.searchsorted(wanted, lower)], x[np.searchsorted(wanted, upper)], share)
+
+
 def check_counts(z: U64, line: str) -> None:
     """Raise if these cannot be counts: masks that did not cancel leave numbers all over 64 bits."""
     if int(z.max(initial=0)) >= MOST:
@@ -340,74 +349,62 @@ async def site(
     identity: Identity,
 ) -> F64:
     """Be u; `thresholds` are this site's own, which can only raise those of `params`."""
-    S, present = params.coordinator, params.sites
+    S = params.coordinator
     least = params.thresholds
     if thresholds is not None:
         least = least.raised({"min_cells": thresholds.min_cells, "min_donors": thresholds.min_donors})
     runs = Runs.of(params, values, least)  # L0
     runs.rows.check("values")
 
-    async def add(label: str, part: Contribution, among: tuple[Party, ...], line: str) -> tuple[Party, ...]:
-        x = ch.contribute(part, protocol=NAME, line=line, what="values per interval; sizes are numbers of values")
-        sums = params.sum(len(x))
-        return await secure_sum.contribute(ch.sub(label), sums, x, among, entropy=entropy, identity=identity)
+    async def step(ch: Channel, present: tuple[Party, ...]) -> F64:
+        seeds = params.seed(present)
+        seed = await common_seed.site(ch.sub("seed", seeds), seeds, entropy=entropy, identity=identity)
 
-    for attempt in range(len(params.sites)):
-        first = await add(f"coarse/{attempt}", count_coarse(params, runs), present, "L1")  # L1
-        chosen = (await ch.recv_broadcast(S, Refine, cells=(None,))).cells  # L2
-        check_cells(params, chosen)
-        present = await add(f"fine/{attempt}", count_fine(params, chosen, runs), first, "L3")  # L3
+        async def add(label: str, part: Contribution, line: str) -> U64:
+            x = ch.contribute(part, protocol=NAME, line=line, what="values per interval; sizes are numbers of values")
+            sums = params.sum(present, len(x))
+            z = await checked_sum.site(ch.sub(label, sums), sums, x, seed)
+            check_counts(z, line)
+            return z
+
+        coarse = await add("coarse", count_coarse(params, runs), "L1")  # L1
+        chosen = cells_to_refine(params, coarse)  # L2
+        fine = await add("fine", count_fine(params, chosen, runs), "L3")  # L3
         result = await ch.recv_broadcast(S, Edges, edges=(params.n_quantiles,))  # L4
-        if result.again != (set(present) != set(first)):
-            raise ProtocolAbort(NAME, "L4", "restarts", "begun again though nobody dropped out, or not though one did")
-        if not result.again:
-            check_edges(result.edges)
-            await consistency_check.site(ch, params.view, identity=identity)  # L5
-            return result.edges
-    raise ProtocolAbort(NAME, "L4", "restarts", "more restarts than there are sites")
+        check_edges(result.edges, edges_of(params, coarse, chosen, fine))
+        await consistency_check.site(ch, params.view(present), identity=identity)  # L5
+        return result.edges
+
+    edges, _ = await retry_without_dropouts.follow(ch.sub("count"), S, step)
+    return edges
 
 
-def check_cells(params: Params, chosen: I64) -> None:
-    """L2: as many cells as quantiles need, inside the grid, each once."""
-    n_cells = len(params.grid) - 1
-    few = 0 < len(chosen) <= 2 * params.n_quantiles
-    if not few or np.any(np.diff(chosen) <= 0) or chosen[0] < 0 or chosen[-1] >= n_cells:
-        raise ProtocolAbort(NAME, "L2", "cells", "cells to refine that no set of quantiles needs")
-
-
-def check_edges(edges: F64) -> None:
-    """L4: numbers of the grid that rise."""
-    if not np.all(np.isfinite(edges)) or np.any(np.diff(edges) < 0):
-        raise ProtocolAbort(NAME, "L4", "edges", "edges that are not rising numbers")
-    if np.any(edges < 2.0**LOWEST) or np.any(edges > 2.0**HIGHEST):
-        raise ProtocolAbort(NAME, "L4", "edges", "edges where no value can be")
+def check_edges(edges: F64, own: F64) -> None:
+    """L4: what the site finds from the same counts, but for rounding."""
+    if edges.shape != own.shape or not np.allclose(edges, own, rtol=1e-12, atol=0.0):
+        raise ProtocolAbort(NAME, "L4", "edges", "the edges do not follow from the counts")
 
 
 async def coordinator(ch: Channel, params: Params) -> F64:
-    present = params.sites
-    for attempt in range(len(params.sites)):
-        n_cells = len(params.grid) - 1
-        first = await secure_sum.aggregator(ch.sub(f"coarse/{attempt}"), params.sum(n_cells), present)  # L1
-        check_counts(first.z, "L1")
-        total = int(first.z.sum())
-        if total < max(params.n_quantiles, 2 * params.least):
-            raise ProtocolAbort(NAME, "L1", "too-few-values", f"{total} values at all sites give no such edges")
-        lower, upper, share, wanted = wanted_ranks(params, total)
-        chosen = np.unique(cells_of(first.z, wanted)).astype(np.int64)
-        await ch.broadcast(first.survivors, Refine(chosen))  # L2
-        words = params.sum(len(chosen) * params.parts)
-        second = await secure_sum.aggregator(ch.sub(f"fine/{attempt}"), words, first.survivors)  # L3
-        present = second.survivors
-        again = set(present) != set(first.survivors)
-        edges = np.zeros(params.n_quantiles)
-        if not again:
-            check_counts(second.z, "L3")
-            x = order_statistics(params, first.z, chosen, second.z, wanted)
-            low = x[np.searchsorted(wanted, lower)]
-            high = x[np.searchsorted(wanted, upper)]
-            edges = between(low, high, share)
-        await ch.broadcast(present, Edges(edges, again))  # L4
-        if not again:
-            await consistency_check.coordinator(ch, params.view)  # L5
-            return edges
-    raise ProtocolAbort(NAME, "L4", "restarts", "more restarts than there are sites")
+    async def step(ch: Channel, present: tuple[Party, ...]) -> F64:
+        seeds = params.seed(present)
+        await common_seed.coordinator(ch.sub("seed", seeds), seeds)
+
+        async def add(label: str, length: int, line: str) -> U64:
+            sums = params.sum(present, length)
+            z = await checked_sum.coordinator(ch.sub(label, sums), sums)
+            check_counts(z, line)
+            return z
+
+        coarse = await add("coarse", len(params.grid) - 1, "L1")  # L1
+        chosen = cells_to_refine(params, coarse)  # L2
+        fine = await add("fine", len(chosen) * params.parts, "L3")  # L3
+        edges = edges_of(params, coarse, chosen, fine)
+        await ch.broadcast(present, Edges(edges))  # L4
+        await consistency_check.coordinator(ch, params.view(present))  # L5
+        return edges
+
+    edges, _ = await retry_without_dropouts.lead(
+        ch.sub("count"), params.sites, ch.agreement.quorum(len(params.sites)), step
+    )
+    return edges

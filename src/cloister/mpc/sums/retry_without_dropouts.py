@@ -34,7 +34,7 @@ from typing import Any, TypeVar
 from cloister.errors import LEFT, CloisterError, PeerLost, ProtocolAbort, blame
 from cloister.mpc.net.channel import Channel
 from cloister.mpc.net.wire import message
-from cloister.study import Party
+from cloister.mpc.parties import Party
 
 PROTOCOL = "attempts"
 
@@ -52,6 +52,12 @@ class Go:  # S → u
 @message("A2")
 class Report:  # u → S
     done: bool
+
+
+def cost(sites: tuple[Party, ...], server: Party) -> dict[Party, tuple[int, int]]:
+    """Messages and bytes of one attempt that comes to its end, without those of the step."""
+    n = len(sites)
+    return {server: (2 * n, 2 * n * sum(len(u) for u in sites))} | dict.fromkeys(sites, (1, 1))
 
 
 def _scopes(ch: Channel, attempt: int, sites: tuple[Party, ...]) -> tuple[Channel, Channel]:

@@ -2,7 +2,7 @@
 
     sent = Sent(*MASKED)
     run = rehearse(..., on_frame=sent)
-    sent.by_sender(MASKED, to="coordinator", scope="coarse/0")      # party → message
+    sent.by_sender(MASKED, to="coordinator", scope="coarse")        # party → message
 
 A message that a protocol protects reads here as it does to whoever receives it: as a masked vector or a ciphertext.
 """

@@ -32,7 +32,8 @@ coordinator, site : over all sites together: number of cells, and second moments
     and the mixing; how many lie in each place of a grid. With two sites: the other's sums. All of them together are
     computed from means of at least min_cells similar cells. They are more numbers than a small site has groups, so they
     can determine these means and the sizes of the groups, and nothing finer. A group of similar cells shows what kind
-    of cells these are: a rare type with min_cells cells of a site can be a group of its own.
+    of cells these are: a rare type with min_cells cells of a site can be a group of its own. The means are clipped, so
+    a cell can have up to 2 / m_g of one. Who holds the values of a cell can guess whether it is among the site's.
 malicious coordinator : the same. It cannot change a sum or leave out a site without an abort.
 one malicious site : the same, at centroids that it can bend, because its part of every sum is its unverified input. The
     groups were formed before its first message. Over all sums it learns at most the means and sizes of the groups of an
@@ -44,7 +45,7 @@ Assumes
 -------
 What the checked sum assumes: every site stays to the end. Each site holds at least `min_cells` cells, in one embedding.
 A site that takes part again with another embedding, other batches or other thresholds forms other groups: means of both
-can be combined.
+can be combined, and no bound is claimed for that.
 
 Cost
 ----
@@ -131,10 +132,15 @@ def code_of(params: Params, reach: float) -> FixedPoint:
 
 
 def encode(params: Params, ask: Ask, entropy: Entropy) -> Contribution:
-    """Words of what this party adds."""
+    """Words of what this party adds.
+
+    Sums of honest parties keep it within reach. After a lie about an earlier sum it may lie beyond: then it is clipped,
+    because an error of this party alone would show where its own part lies.
+    """
     if not ask.reach:
         return ask.part.map(lambda x: shared_pca.split_sum(x, len(params.sites), entropy))
-    return ask.part.map(code_of(params, ask.reach).encode)
+    code = code_of(params, ask.reach)
+    return ask.part.map(lambda x: code.encode(np.clip(x, -code.bound, code.bound)))
 
 
 def decode(params: Params, ask: Ask, words: U64) -> F64:

@@ -1,16 +1,18 @@
-"""Shared PCA: the principal components of all sites' cells together, from two secure sums and no cell.
+"""Shared PCA: the principal components of all sites' cells together, from two checked sums and no cell.
 
     L1   u, S    common genes              the genes every site measured, and whether they hold counts or log values
     L2   u       y = target · x / Σ_g x    library-size normalisation of each cell over the common genes; l = log(1 + y)
-    L3   u, S    secure sum of n, Σy, Σy², Σl, Σl²    per gene; zero for genes that too few cells of u express
+    L3   u, S    checked sum of n, Σy, Σy², Σl, Σl²    per gene; zero for genes that too few cells of u express
     L4   S ⇒ u   H, μ, σ, N                the genes of largest normalised dispersion, pooled mean and deviation of l
-         u                                 own Σ(l - μ)² is at most (N - 1) σ², as for any pooled data
-    L5   u, S    secure sum of n, Σz, Σzzᵀ     z = clip((l_H - μ) / σ, ±max); not clipped where too few cells of u are
+         u                                 these follow from the sums of L3
+    L5   u, S    checked sum of n, Σz, Σzzᵀ     z = clip((l_H - μ) / σ, ±max); not clipped where too few cells of u are
     L6   S ⇒ u   V, λ, m                   eigenvectors of the pooled covariance of z, eigenvalues, mean of z
+         u                                 these follow from the sums of L5: C V = V λ, and no λ of the rest is larger
     L7   u, S    all were told the same    (same_view)
          u       (z - m) V                 the cells of u in the shared space
 
-⇒ is a broadcast: sites that received different genes, means or components cannot finish the next sum, or L7.
+S broadcasts what follows from the sums so that it has the same digits at all sites. Where a site drops out after L1,
+L3 to L7 begin again without it (`attempts`).
 
 "Too few" are the site's own thresholds (`disclosure`): `min_expressing` cells, of `min_donors` donors where donors are
 named. In a gene that too few of its cells express, a site counts all its cells as zero, in L3 and in L5. Clipping is
@@ -25,31 +27,27 @@ no batch effect.
 
 Reveals
 -------
-coordinator : which genes each site measured; over all sites together, the number of cells, mean and variance of every
-    common gene, and the covariance of the chosen genes; who took part. Products of two genes that fewer than
-    `min_expressing` cells of a site express together are replaced by what their means give. If a site drops out between
-    L3 and L5, the coordinator can subtract: that site's number of cells, and about its mean and variance per chosen
-    gene. With k colluding sites: the same sums over the other sites, so with all but one the sums of the last site,
-    never a cell of it.
-site : the common and the chosen genes, their pooled mean and deviation, the components with their variances, and the
-    number of cells of all sites; with two sites, therefore, the other's mean and deviation; of a site that drops out
-    between L3 and L5, by subtraction of N and of m, its number of cells and about its mean per chosen gene.
-malicious coordinator : the same sums, of all sites together, about genes, means and deviations of its choice. With a
-    tiny deviation these are numbers of cells above a mean of its choice, one mean per gene, each zero or at least
-    `min_expressing` of a site, as is the rest of its cells; so are cells that exceed two means, and the other parts. It
-    may claim that a site dropped out, and subtract.
-one malicious site : the same, by claiming many cells at the mean of its choice.
+coordinator : which genes each site measured.
+coordinator, site : over all sites together, the number of cells, mean and variance of every common gene, and the
+    covariance of the chosen genes; who took part. Products of two genes that fewer than `min_expressing` cells of a
+    site express together are replaced by what their means give. With two sites: the other's sums. If a site drops out,
+    by subtraction: that site's sums of L3, and of L5 if it drops out after these. With k colluding sites: the same sums
+    over the other sites, so with all but one the sums of the last site, never a cell of it.
+malicious coordinator : the same. It may claim that a site dropped out, and subtract. It cannot change a sum, genes,
+    means, deviations or components.
+one malicious site : the same, for means and deviations of its choice, by claiming many cells at that mean. With a tiny
+    deviation the sums of L5 are numbers of cells above it, one mean per gene, each zero or at least `min_expressing` of
+    a site, as is the rest of its cells; so are cells that exceed two means, and the other parts.
 
 Assumes
 -------
-What the secure sum assumes. Every site holds at least `min_cells` cells, so that no sum is close to one cell. Lies that
-are not noticed: (b), (c), (f) of the coordinator, a space that is the same for all, orthonormal, and wrong; (b), (c),
-(f) of the site.
+What the checked sum and `attempts` assume. Every site holds at least `min_cells` cells, so that no sum is close to one
+cell. Lies that are not noticed: (b), (c), (f) of the site.
 
 Cost
 ----
-Per site: two secure sums, of 2 + 8g words for g common genes and of 1 + h + h(h + 1)/2 words for h chosen ones (16 MB
-at h = 2000); gene names up; 8h(d + 3) bytes down; one signature.
+Per site: a common seed and two checked sums, of 2 + 8g words for g common genes and of 1 + h + h(h + 1)/2 words for h
+chosen ones (16 MB at h = 2000, up and down); gene names up; 8h(d + 3) bytes down; one signature.
 
 References
 ----------
@@ -67,8 +65,9 @@ from typing import Any
 import numpy as np
 import scipy.linalg
 import scipy.sparse
+import scipy.sparse.linalg
 
-from cloister.arrays import F64, I64, Bits
+from cloister.arrays import F64, I64, U64, Bits
 from cloister.cells import genes
 from cloister.disclosure import Contribution, Groups, Rows, Thresholds
 from cloister.errors import DataError, ParameterError, ProtocolAbort
@@ -77,7 +76,7 @@ from cloister.mpc.crypto.entropy import Entropy
 from cloister.mpc.crypto.fixed_point import FixedPoint
 from cloister.mpc.net.channel import Channel
 from cloister.mpc.net.wire import message
-from cloister.mpc.sums import consistency_check, secure_sum
+from cloister.mpc.sums import checked_sum, common_seed, consistency_check, retry_without_dropouts
 from cloister.study import Party
 from cloister.workflows.common import common_genes
 from cloister.workflows.common.gene_moments import (
@@ -143,12 +142,14 @@ class Params:
         """The largest |z|."""
         return self.max_value if self.scale else self.largest_log
 
-    def sum(self, length: int) -> secure_sum.Params:
-        return secure_sum.Params(self.sites, self.coordinator, length)
+    def sum(self, sites: tuple[Party, ...], length: int) -> checked_sum.Params:
+        return checked_sum.Params(sites, self.coordinator, length)
 
-    @property
-    def view(self) -> consistency_check.Params:
-        return consistency_check.Params(self.sites, self.coordinator)
+    def seed_of(self, sites: tuple[Party, ...]) -> common_seed.Params:
+        return common_seed.Params(sites, self.coordinator, everyone=True)
+
+    def view(self, sites: tuple[Party, ...]) -> consistency_check.Params:
+        return consistency_check.Params(sites, self.coordinator)
 
     def covariance_code(self, cells: int) -> FixedPoint:
         """As many fraction bits as sums of products over `cells` cells leave free, at most 40."""
@@ -218,8 +219,10 @@ def roles(params: Params) -> dict[Party, object]:
 def cost(params: Params, common: int, names: int) -> dict[Party, tuple[int, int]]:
     """Messages and payload bytes, with so many common genes and bytes of their names, when nobody drops."""
     n, h, d = len(params.sites), min(params.n_top_genes, common), params.n_components
-    sums = [secure_sum.cost(params.sum(m)) for m in (moments_length(common), products_length(h))]
-    sums.append(consistency_check.cost(params.view))
+    who = params.sites
+    sums = [checked_sum.cost(params.sum(who, m)) for m in (moments_length(common), products_length(h))]
+    sums += [common_seed.cost(params.seed_of(who)), consistency_check.cost(params.view(who))]
+    sums.append(retry_without_dropouts.cost(who, params.coordinator))
     hub, u = params.coordinator, params.sites[0]
     up = (1 + sum(s[u][0] for s in sums), names + sum(s[u][1] for s in sums))
     down = n * (names + 8 * (3 * h) + 8 * (h * d + d + h))
@@ -451,31 +454,38 @@ def check_products(params: Params, cells: int, words: F64, h: int) -> None:
         raise ProtocolAbort(NAME, "L5", "damaged", "sums that no cells have: a message was damaged, or somebody lies")
 
 
-def check_chosen(params: Params, chosen: Chosen, common: int, mine: int) -> None:
-    h = len(chosen.at)
-    whole = h > params.n_components and np.all(chosen.at[1:] > chosen.at[:-1])
-    if not whole or chosen.at[0] < 0 or chosen.at[-1] >= common or not chosen.mean.shape == chosen.deviation.shape:
-        raise ProtocolAbort(NAME, "L4", "genes", "the chosen genes are not some of the common ones, each once")
-    if not np.all((chosen.mean >= 0) & (chosen.mean <= params.largest_log)) or not np.all(chosen.deviation > 0):
-        raise ProtocolAbort(
-            NAME, "L4", "genes", "the pooled mean or deviation of a chosen gene is not a number of theirs"
-        )
-    if not np.all(chosen.deviation <= max(1.0, params.largest_log)):
-        raise ProtocolAbort(NAME, "L4", "genes", "the pooled deviation of a chosen gene is larger than any can be")
-    if not max(2, mine) <= chosen.cells <= len(params.sites) << 40:
-        raise ProtocolAbort(NAME, "L4", "genes", f"{chosen.cells} cells in all, which cannot be")
+def check_chosen(chosen: Chosen, own: Chosen) -> None:
+    """L4: what the site finds from the same sums, but for rounding."""
+    same = np.array_equal(chosen.at, own.at) and chosen.cells == own.cells
+    same = same and chosen.mean.shape == own.mean.shape == chosen.deviation.shape
+    if not same or not all(
+        np.allclose(x, y, rtol=1e-9, atol=1e-12)
+        for x, y in ((chosen.mean, own.mean), (chosen.deviation, own.deviation))
+    ):
+        raise ProtocolAbort(NAME, "L4", "genes", "the chosen genes, means or deviations do not follow from the sums")
 
 
-def check_components(params: Params, space: Components) -> None:
-    """L6: orthonormal, of variances that fall, around a mean within the bound."""
-    numbers = (space.components, space.variance, space.center, np.array([space.total_variance]))
-    if not all(np.all(np.isfinite(x)) for x in numbers) or space.cells < 2:
-        raise ProtocolAbort(NAME, "L6", "components", "components that are not numbers")
-    V, slack = space.components, 1e-6 * max(1.0, abs(space.total_variance))
-    falling = np.all(np.diff(space.variance) <= slack) and space.variance[-1] >= -slack
-    inside = np.all(np.abs(space.center) <= params.bound) and space.variance.sum() <= space.total_variance + slack
-    if not falling or not inside or np.abs(V.T @ V - np.eye(V.shape[1])).max() > 1e-6:
-        raise ProtocolAbort(NAME, "L6", "components", "components that are none: not orthonormal, or larger than all")
+def check_components(params: Params, space: Components, cells: int, center: F64, cov: F64) -> None:
+    """L6: eigenvectors of the pooled covariance, those of the largest eigenvalues, around the pooled mean."""
+    V, variance, d = space.components, space.variance, params.n_components
+    total = float(np.trace(cov))
+    slack = 1e-6 * max(1.0, total)
+    whole = space.cells == cells and abs(space.total_variance - total) <= slack
+    whole = whole and np.allclose(space.center, center, rtol=1e-9, atol=1e-9)
+    if not whole or not all(np.all(np.isfinite(x)) for x in (V, variance)):
+        raise ProtocolAbort(NAME, "L6", "components", "mean or variance do not follow from the sums")
+    unit = np.abs(V.T @ V - np.eye(d)).max() <= 1e-6 and np.all(np.diff(variance) <= slack)
+    if not unit or np.abs(cov @ V - V * variance).max() > slack:
+        raise ProtocolAbort(NAME, "L6", "components", "components that are none of the pooled covariance")
+    if d < len(cov) and _largest(cov - (V * variance) @ V.T) > float(variance[-1]) + slack:
+        raise ProtocolAbort(NAME, "L6", "components", "components of smaller variance than others have")
+
+
+def _largest(matrix: F64) -> float:
+    """About the largest eigenvalue, from below."""
+    start = np.random.default_rng(0).normal(size=len(matrix))  # not a secret: S could only gain what no gap tells apart
+    found = scipy.sparse.linalg.eigsh(matrix, 1, which="LA", v0=start, tol=1e-3, return_eigenvectors=False)
+    return float(found[0])
 
 
 # ---- roles -----------------------------------------------------------------------------------------------------------
@@ -497,37 +507,73 @@ async def site(
         least = least.raised({"min_cells": thresholds.min_cells, "min_donors": thresholds.min_donors})
     Rows(mine.x.shape[0], mine.donor, least).check()
 
-    async def add(label: str, part: Contribution, among: tuple[Party, ...], line: str, what: str) -> tuple[Party, ...]:
-        x = ch.contribute(part, protocol=NAME, line=line, what=what)
-        sums = params.sum(len(x))
-        return await secure_sum.contribute(ch.sub(label), sums, x, among, entropy=entropy, identity=identity)
-
     agreement = common_genes.Params(params.sites, S)
     agreed = await common_genes.site(ch.sub("genes"), agreement, params.kind, list(mine.names))  # L1
     own = Own.of(params, mine, agreed.names, least)
-    sums = own.sums().map(lambda x: split_sum(x, len(params.sites), entropy))  # L2
-    present = await add("moments", sums, params.sites, "L3", f"moments of {len(agreed.names)} genes")  # L3
-    chosen = await ch.recv_broadcast(S, Chosen, at=(None,), mean=(None,), deviation=(None,))  # L4
-    check_chosen(params, chosen, len(agreed.names), mine.x.shape[0])
-    own.check_spread(chosen)
-    h, d = len(chosen.at), params.n_components
-    ch.step(f"covariance of {h} genes", protocol=NAME, line="L5")
-    words = own.products(chosen).map(params.covariance_code(chosen.cells).encode)
-    await add("products", words, present, "L5", f"covariance of {h} genes")  # L5
-    result = await ch.recv_broadcast(S, Components, components=(h, d), variance=(d,), center=(h,))  # L6
-    check_components(params, result)
-    await consistency_check.site(ch, params.view, identity=identity)  # L7
-    space = _space(agreed.names, chosen, result)
+    moments = own.sums()  # L2
+
+    async def step(ch: Channel, sites: tuple[Party, ...]) -> Space:
+        seed_of = params.seed_of(sites)
+        seed = await common_seed.site(ch.sub("seed", seed_of), seed_of, entropy=entropy, identity=identity)
+
+        async def add(label: str, part: Contribution, line: str, what: str) -> U64:
+            words = ch.contribute(part, protocol=NAME, line=line, what=what)
+            sums = params.sum(sites, len(words))
+            return await checked_sum.site(ch.sub(label, sums), sums, words, seed)
+
+        part = moments.map(lambda x: split_sum(x, len(params.sites), entropy))
+        z = await add("moments", part, "L3", f"moments of {len(agreed.names)} genes")  # L3
+        chosen = await ch.recv_broadcast(S, Chosen, at=(None,), mean=(None,), deviation=(None,))  # L4
+        check_chosen(chosen, choose(params, len(agreed.names), z))
+        own.check_spread(chosen)
+        h, d = len(chosen.at), params.n_components
+        ch.step(f"covariance of {h} genes", protocol=NAME, line="L5")
+        part = own.products(chosen).map(params.covariance_code(chosen.cells).encode)
+        z = await add("products", part, "L5", f"covariance of {h} genes")  # L5
+        result = await ch.recv_broadcast(S, Components, components=(h, d), variance=(d,), center=(h,))  # L6
+        check_components(params, result, *pooled(params, chosen, z))
+        await consistency_check.site(ch, params.view(sites), identity=identity)  # L7
+        return _space(agreed.names, chosen, result)
+
+    space, _ = await retry_without_dropouts.follow(ch.sub("fit"), S, step)
     return space, place(params, space, mine)  # L7
 
 
 async def coordinator(ch: Channel, params: Params) -> Space:
-    """Play S. Sites that drop out are left out, as long as the secure sum goes on."""
+    """Play S. Sites that drop out are left out, as long as a quorum remains."""
     agreement = common_genes.Params(params.sites, params.coordinator)
     agreed = await common_genes.coordinator(ch.sub("genes"), agreement)  # L1
     g = len(agreed.names)
-    summed = await secure_sum.aggregator(ch.sub("moments"), params.sum(moments_length(g)))  # L3
-    n, *rest = np.split(join_sum(summed.z), 1 + g * np.arange(4))
+
+    async def step(ch: Channel, sites: tuple[Party, ...]) -> Space:
+        seed_of, length = params.seed_of(sites), moments_length(g)
+        await common_seed.coordinator(ch.sub("seed", seed_of), seed_of)
+        sums = params.sum(sites, length)
+        z = await checked_sum.coordinator(ch.sub("moments", sums), sums)  # L3
+        chosen = choose(params, g, z)
+        h = len(chosen.at)
+        ch.reveal(chosen, to=sites, line="L4", what=f"mean and deviation of {h} genes", protocol=NAME)
+        await ch.broadcast(sites, chosen)  # L4
+        sums = params.sum(sites, products_length(h))
+        z = await checked_sum.coordinator(ch.sub("products", sums), sums)  # L5
+        ch.step(f"{params.n_components} components of {h} genes", protocol=NAME, line="L6")
+        seen, center, cov = pooled(params, chosen, z)
+        variance, components = decompose(cov, params.n_components)
+        result = Components(components, variance, center, float(np.trace(cov)), seen)
+        ch.reveal(result, to=sites, line="L6", what=f"{len(variance)} components", protocol=NAME)
+        await ch.broadcast(sites, result)  # L6
+        await consistency_check.coordinator(ch, params.view(sites))  # L7
+        return _space(agreed.names, chosen, result)
+
+    space, _ = await retry_without_dropouts.lead(
+        ch.sub("fit"), params.sites, ch.agreement.quorum(len(params.sites)), step
+    )
+    return space
+
+
+def choose(params: Params, g: int, z: U64) -> Chosen:
+    """L4: what follows from the moments."""
+    n, *rest = np.split(join_sum(z), 1 + g * np.arange(4))
     cells, (y, yy, log, loglog) = round(float(n[0])), rest
     check_moments(params, cells, y, yy, log, loglog)
     if cells <= params.n_components:
@@ -541,22 +587,15 @@ async def coordinator(ch: Channel, params: Params) -> Space:
         )
     mean, deviation = log[at] / cells, np.sqrt(variance_of(log[at], loglog[at], cells))
     deviation = np.where(deviation > 0, deviation, 1.0) if params.scale else np.ones(len(at))
-    chosen = Chosen(at, mean, deviation, cells)
-    live = summed.survivors
-    ch.reveal(chosen, to=live, line="L4", what=f"mean and deviation of {len(at)} genes", protocol=NAME)
-    await ch.broadcast(live, chosen)  # L4
-    h = len(at)
-    summed = await secure_sum.aggregator(ch.sub("products"), params.sum(products_length(h)), live)  # L5
-    ch.step(f"{params.n_components} components of {h} genes", protocol=NAME, line="L6")
-    words = params.covariance_code(cells).decode(summed.z)
-    check_products(params, cells, words, h)
-    seen, center, cov = covariance(words, h)
-    variance, components = decompose(cov, params.n_components)
-    result = Components(components, variance, center, float(np.trace(cov)), seen)
-    ch.reveal(result, to=summed.survivors, line="L6", what=f"{len(variance)} components", protocol=NAME)
-    await ch.broadcast(summed.survivors, result)  # L6
-    await consistency_check.coordinator(ch, params.view)  # L7
-    return _space(agreed.names, chosen, result)
+    return Chosen(at, mean, deviation, cells)
+
+
+def pooled(params: Params, chosen: Chosen, z: U64) -> tuple[int, F64, F64]:
+    """L6: cells, mean and covariance from the products."""
+    h = len(chosen.at)
+    words = params.covariance_code(chosen.cells).decode(z)
+    check_products(params, chosen.cells, words, h)
+    return covariance(words, h)
 
 
 def _space(common: tuple[str, ...], chosen: Chosen, result: Components) -> Space:

@@ -1,8 +1,10 @@
 """Pooled counts: everyone learns the sum of tables of counts, and no site's own.
 
-    L1  i ⇄ S   z = secure sum of t_i        a table of every site's: donors to train on, or right and wrong answers
+    L1  i ⇄ S   z = checked sum of t_i       a table of every site's: donors to train on, or right and wrong answers
     L2  all     z
     L3  i, S    all sites received the same z     (same_view)
+
+Where a site drops out, L1 to L3 begin again without it (`attempts`).
 
 t_i is a `disclosure.Contribution`: every entry that is not zero is based on at least `min_donors` of the site's own
 donors and `min_cells` of their cells, whatever the other parties send.
@@ -18,13 +20,12 @@ coordinator, site : the sum of the tables over the sites that stayed, and who th
 
 Assumes
 -------
-What `secure_sum` assumes; a site may count wrongly, and so shift the sums by what it could have counted. Sums that no
-counts can have end the run. Lies that are not noticed: (b), (c), (f) of the coordinator, another sum that counts could
-have, sent to all sites alike.
+What `checked_sum` and `attempts` assume; a site may count wrongly, and so shift the sums by what it could have counted.
+Sums that no counts can have end the run, and so does another sum than that of the sites.
 
 Cost
 ----
-That of a secure sum of as many words as the table has, and of the comparison.
+Those of a common seed, of a checked sum of as many words as the table has, and of the comparison.
 
 References
 ----------
@@ -45,7 +46,7 @@ from cloister.errors import DataError, ParameterError, ProtocolAbort
 from cloister.mpc.crypto.agreement import Identity
 from cloister.mpc.crypto.entropy import Entropy
 from cloister.mpc.net.channel import Channel
-from cloister.mpc.sums import consistency_check, secure_sum
+from cloister.mpc.sums import checked_sum, common_seed, consistency_check, retry_without_dropouts
 from cloister.study import Party
 
 NAME = "pooled_counts"
@@ -63,13 +64,14 @@ class Params:
         if not self.shape or min(self.shape) < 1:
             raise ParameterError(f"a table of counts has at least one entry, found shape {self.shape}")
 
-    @property
-    def sum(self) -> secure_sum.Params:
-        return secure_sum.Params(self.sites, self.coordinator, math.prod(self.shape), to_all=True)
+    def sum(self, sites: tuple[Party, ...]) -> checked_sum.Params:
+        return checked_sum.Params(sites, self.coordinator, math.prod(self.shape))
 
-    @property
-    def view(self) -> consistency_check.Params:
-        return consistency_check.Params(self.sites, self.coordinator)
+    def seed(self, sites: tuple[Party, ...]) -> common_seed.Params:
+        return common_seed.Params(sites, self.coordinator, everyone=True)
+
+    def view(self, sites: tuple[Party, ...]) -> consistency_check.Params:
+        return consistency_check.Params(sites, self.coordinator)
 
 
 def ideal(params: Params, tables: Mapping[Party, Contribution]) -> dict[Party, I64]:
@@ -81,7 +83,13 @@ def roles(params: Params) -> dict[Party, object]:
 
 
 def cost(params: Params) -> dict[Party, tuple[int, int]]:
-    parts = secure_sum.cost(params.sum), consistency_check.cost(params.view)
+    who = params.sites
+    parts = (
+        retry_without_dropouts.cost(who, params.coordinator),
+        common_seed.cost(params.seed(who)),
+        checked_sum.cost(params.sum(who)),
+        consistency_check.cost(params.view(who)),
+    )
     return {u: (sum(p[u][0] for p in parts), sum(p[u][1] for p in parts)) for u in parts[0]}
 
 
@@ -101,15 +109,29 @@ def encode(params: Params, table: Array) -> U64:
 async def site(ch: Channel, params: Params, table: Contribution, *, entropy: Entropy, identity: Identity) -> I64:
     part = table.map(lambda counts: encode(params, counts))
     words = ch.contribute(part, protocol=NAME, line="L1", what=params.what)
-    summed = await secure_sum.contributor(ch.sub("sum"), params.sum, words, entropy=entropy, identity=identity)  # L1
-    assert summed is not None
-    total = counts(params, summed.z)  # L2
-    await consistency_check.site(ch, params.view, identity=identity)  # L3
+
+    async def step(ch: Channel, sites: tuple[Party, ...]) -> I64:
+        seeds, sums = params.seed(sites), params.sum(sites)
+        seed = await common_seed.site(ch.sub("seed", seeds), seeds, entropy=entropy, identity=identity)
+        total = counts(params, await checked_sum.site(ch.sub("sum", sums), sums, words, seed))  # L1, L2
+        await consistency_check.site(ch, params.view(sites), identity=identity)  # L3
+        return total
+
+    total, _ = await retry_without_dropouts.follow(ch.sub("count"), params.coordinator, step)
     return total
 
 
 async def coordinator(ch: Channel, params: Params) -> I64:
-    z = (await secure_sum.aggregator(ch.sub("sum"), params.sum)).z  # L1
-    total = counts(params, ch.reveal(z, to=(ch.me, *params.sites), line="L2", what=params.what, protocol=NAME))  # L2
-    await consistency_check.coordinator(ch, params.view)  # L3
+    async def step(inner: Channel, sites: tuple[Party, ...]) -> I64:
+        seeds, sums = params.seed(sites), params.sum(sites)
+        await common_seed.coordinator(inner.sub("seed", seeds), seeds)
+        z = await checked_sum.coordinator(inner.sub("sum", sums), sums)  # L1
+        shown = ch.reveal(z, to=(ch.me, *sites), line="L2", what=params.what, protocol=NAME)  # L2
+        total = counts(params, shown)
+        await consistency_check.coordinator(inner, params.view(sites))  # L3
+        return total
+
+    total, _ = await retry_without_dropouts.lead(
+        ch.sub("count"), params.sites, ch.agreement.quorum(len(params.sites)), step
+    )
     return total

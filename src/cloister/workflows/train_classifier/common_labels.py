@@ -1,15 +1,12 @@
 """Common labels: the sites find one vocabulary of labels, and whether their embeddings come from one model.
 
-    L1   u → S   digest and width of the embedding (none for genes); names of u's labels, unless the study lists them;
-                 the largest number of genes that u's cells allow, rounded down to one of `SIZES`
-    L2   S ⇒ u   digest and width of all; the vocabulary: the study's names, or all that came, in order; the smallest
-                 number of genes. S stops where names of two sites differ by blanks or case only, or those of a site
-                 are no other's
+    L1   u → S   digest and width of the embedding (none for genes); names of u's labels, unless the study lists them
+    L2   S ⇒ u   digest and width of all; the vocabulary: the study's names, or all that came, in order. S
+                 stops where names of two sites differ by blanks or case only, or those of a site are no other's
 
 Reveals
 -------
-coordinator : digest and width of each site's embedding; the label names of each site, unless the study lists them; the
-    number of genes that the labelled cells of each site allow, one of `SIZES`, where second moments follow.
+coordinator : digest and width of each site's embedding; the label names of each site, unless the study lists them.
 site : the same of all sites together.
 lying coordinator, one lying site : nothing more.
 
@@ -40,7 +37,6 @@ from cloister.mpc.net.wire import message
 from cloister.study import Party
 
 NAME = "common_labels"
-SIZES = (25, 50, 75, 100, 150, 200, 300, 500, 750, 1000, 1500, 2000, 3000, 5000)  # numbers of genes that sites announce
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +54,6 @@ class Own:
     space: str  # digest of what made the embedding
     columns: int  # of it
     labels: tuple[str, ...]  # in order, each once
-    genes: int = 0  # that its cells allow; 0: no limit, or no labelled cells
 
 
 @message("L1")
@@ -66,7 +61,6 @@ class Brings:  # u → S
     space: str
     columns: int
     labels: tuple[str, ...]
-    genes: int
 
 
 @message("L2")
@@ -74,19 +68,12 @@ class Agreed:  # S ⇒ u
     space: str
     columns: int
     labels: tuple[str, ...]
-    genes: int  # that the cells of every site allow; 0: no limit
-
-
-def allowed(most: int) -> int:
-    """The largest of `SIZES` up to that number; 0 below the smallest."""
-    return max((size for size in SIZES if size <= most), default=0)
 
 
 def ideal(params: Params, xs: Mapping[Party, Own]) -> dict[Party, Agreed]:
     first = next(iter(xs.values()))
     names = params.labels or {name for own in xs.values() for name in own.labels}
-    genes = min((own.genes for own in xs.values() if own.genes), default=0)
-    return dict.fromkeys((params.coordinator, *xs), Agreed(first.space, first.columns, tuple(sorted(names)), genes))
+    return dict.fromkeys((params.coordinator, *xs), Agreed(first.space, first.columns, tuple(sorted(names))))
 
 
 def roles(params: Params) -> dict[Party, object]:
@@ -119,14 +106,6 @@ def check_one_space(params: Params, brought: Mapping[Party, Brings]) -> None:
         raise ProtocolAbort(NAME, "L1", "mismatch", f"{', '.join(others)} came with {which} than the others")
 
 
-def check_sizes(brought: Mapping[Party, Brings]) -> None:
-    """L1: every number of genes is one of `SIZES`, or 0."""
-    if others := sorted(u for u, b in brought.items() if b.genes and b.genes not in SIZES):
-        raise ProtocolAbort(
-            NAME, "L1", "malformed", f"{', '.join(others)} announced a number of genes that is not one of {SIZES}"
-        )
-
-
 def check_agreed(params: Params, agreed: Agreed, own: Own) -> None:
     """L2: my embedding, and a vocabulary in order that has my labels."""
     if (agreed.space, agreed.columns) != (own.space, own.columns):
@@ -136,12 +115,10 @@ def check_agreed(params: Params, agreed: Agreed, own: Own) -> None:
         raise ProtocolAbort(NAME, "L2", "labels", "the vocabulary lacks a label of this site, or is not in order")
     if params.labels and names != tuple(sorted(params.labels)):
         raise ProtocolAbort(NAME, "L2", "labels", "the vocabulary is not the one that the study lists")
-    if own.genes and not 0 < agreed.genes <= own.genes:
-        raise ProtocolAbort(NAME, "L2", "genes", f"{agreed.genes} genes agreed; this site's cells allow {own.genes}")
 
 
 def brings(params: Params, own: Own) -> Brings:
-    return Brings(own.space, own.columns, () if params.labels else own.labels, own.genes)
+    return Brings(own.space, own.columns, () if params.labels else own.labels)
 
 
 async def site(ch: Channel, params: Params, own: Own) -> Agreed:
@@ -157,13 +134,11 @@ async def coordinator(ch: Channel, params: Params) -> Agreed:
     """Be S."""
     brought = await ch.gather(params.sites, Brings)  # L1
     check_one_space(params, brought)
-    check_sizes(brought)
     check_vocabularies({u: b.labels for u, b in brought.items()}, NAME, "L1")
     first = next(iter(brought.values()))
     names = tuple(sorted(params.labels or {name for b in brought.values() for name in b.labels}))
     if len(names) < 2:
         raise ProtocolAbort(NAME, "L1", "labels", f"the sites know {len(names)} label(s) together; two are needed")
-    most = min((b.genes for b in brought.values() if b.genes > 0), default=0)
-    agreed = Agreed(first.space, first.columns, names, most)
+    agreed = Agreed(first.space, first.columns, names)
     await ch.broadcast(params.sites, agreed)  # L2
     return agreed

@@ -35,16 +35,12 @@ class Start:
     common: tuple[str, ...]  # genes; none for an embedding
     labels: tuple[str, ...]  # the vocabulary
     columns: int  # of the embedding
-    genes: int = 0  # that the cells of every site allow; 0: no limit
     seed: common_seed.Seed | None = None  # at a site
 
 
-async def begin_site(
-    ch: Channel, params: Params, mine: Labelled, *, genes: int = 0, entropy: Entropy, identity: Identity
-) -> Start:
-    """`genes` is the number of genes that this site's cells allow, where second moments are opened."""
+async def begin_site(ch: Channel, params: Params, mine: Labelled, *, entropy: Entropy, identity: Identity) -> Start:
     common: tuple[str, ...] = ()
-    labels, own = params.common_labels, own_of(params, mine, genes)
+    labels, own = params.common_labels, own_of(params, mine)
     common_labels.check_own(labels, own)
     if not params.embedding:
         agreement = common_genes.Params(params.sites, params.coordinator)
@@ -52,7 +48,7 @@ async def begin_site(
     pair = common_seed.Params(params.sites, params.coordinator, everyone=True)
     seed = await common_seed.site(ch.sub("seed", pair), pair, entropy=entropy, identity=identity)
     agreed = await common_labels.site(ch.sub("labels", labels), labels, own)
-    return Start(common, agreed.labels, agreed.columns, agreed.genes, seed)
+    return Start(common, agreed.labels, agreed.columns, seed)
 
 
 async def begin_coordinator(ch: Channel, params: Params) -> Start:
@@ -64,11 +60,11 @@ async def begin_coordinator(ch: Channel, params: Params) -> Start:
     await common_seed.coordinator(ch.sub("seed", pair), pair)
     labels = params.common_labels
     agreed = await common_labels.coordinator(ch.sub("labels", labels), labels)
-    return Start(common, agreed.labels, agreed.columns, agreed.genes)
+    return Start(common, agreed.labels, agreed.columns)
 
 
-def own_of(params: Params, mine: Labelled, genes: int = 0) -> common_labels.Own:
-    return common_labels.Own(mine.space, mine.x.shape[1] if params.embedding else 0, mine.own_labels, genes)
+def own_of(params: Params, mine: Labelled) -> common_labels.Own:
+    return common_labels.Own(mine.space, mine.x.shape[1] if params.embedding else 0, mine.own_labels)
 
 
 def start_cost(params: Params, up: int, down: int) -> list[dict[Party, tuple[int, int]]]:

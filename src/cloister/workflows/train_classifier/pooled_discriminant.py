@@ -3,16 +3,17 @@
     L1   u       drop labels with fewer than t own cells or d own donors, and cells without a label; if fewer than
                  `min_cells` cells remain, u adds zero to every sum
          u, S    common genes, common seed      genes that every site measured; a secret of the sites, for checked sums
-    L2   u, S    common labels                  label names of the remaining cells; the largest h that every site allows
+    L2   u, S    common labels                  label names of the remaining cells
     C1   u → S   number of u's remaining cells, rounded up       (`announced_counts`)
     L3   u       y = target · x / Σ_g x         each cell over the common genes; l = log(1 + y); or an embedding
+         u       groups of similar cells of one label, each of at least t cells of d donors (`disclosure.similar`)
     L4   u, S    checked sum of n_k, Σ_{i in k} l_i, Σ_i l_i²      cells and sums of each label, squares per gene
     C2   S ⇒ u   abort if a site has more than `max_share` of all cells
          u, S    H: the h genes whose label means differ most
-    L5   u, S    checked sum of Σ_i l_i l_iᵀ over H
+    L5   u, S    checked sum of Σ_γ s_γ s_γᵀ / n_γ over H          s_γ: sum of l over the n_γ cells of group γ
          u, S    classifiers with every setting              (`models.discriminant`)
-    L6   u       the same from these sums less those of a fold of u's cells, scored on that fold, for every fold;
-                 and less all of u's part, scored on u's cells
+    L6   u       the same from these sums less those of a part of u's groups, scored on these; and less all of u's
+                 groups, scored on all
          u, S    checked sum of right answers with every setting, and of right answers by their typicality
          u, S    the setting; the level of typicality below which a cell is `unknown`
     L7   u, S    all sites received the same broadcasts     (same_view)
@@ -20,36 +21,42 @@
 What is summed at L4 and L5 does not depend on any message but the choice of H. No party chooses a point at which sums
 are opened. A site without labels adds zeros, and has the model in the end.
 
+Scatter within groups is lost at L5, but for the squares of L4: the diagonal of the second moments is that of the cells.
+So the covariance is that between groups plus a diagonal, as in factor analysis.
+
 A site's part of a sum is limited as follows. t and d are `min_label_cells` and `min_donors`, or more where the site's
 own settings say so.
 
-- L4, n_k and Σ_k l: over at least t cells of d donors of label k at this site. A gene that is not zero in fewer than t
-  cells or d donors of the site counts as zero in all of its cells, here and at L6. Sums of labels are multiples of 4,
-  which is more than most values of one cell: where one cell of a small label expresses a gene, a finer sum is the value
-  of that cell, and the smallest values belong to the cell with the largest library.
-- L4, Σ l²: over at least `min_cells` cells, of which t cells of d donors are not zero; rounded to 1/4.
-- L5: h is at most half the number of u's cells, genes or columns of an embedding. With as many genes as cells, a
-  combination of columns of Σ l lᵀ is one cell: its leverage in the cells' span is 1. With half as many it is 1/2 on
-  average. An entry (g, g') is zero unless l_g l_g' is not zero in t cells of d donors; rounded to 1/4.
+- Groups are formed once, before the first sum, from the site's own cells. L5 and L6 are functions of labels, sizes and
+  rounded sums of whole groups, and of the squares of L4. Whatever others send, and whatever they solve for, no opened
+  value of L5 and L6 changes unless one of these does.
+- L4, n_k and Σ_k l: over at least t cells of d donors of label k at this site. A gene whose effective number of cells,
+  Σ l² / max l², is below t at the site, or that fewer than d donors express, counts as zero in all of its cells, at L5
+  and L6 too. Sums of labels are multiples of 4, which is more than most values of one cell: where one cell of a small
+  label expresses a gene, a finer sum is the value of that cell, and the smallest values belong to the cell with the
+  largest library. Sums of groups are multiples of 4 too, and add up to those of their label.
+- L4, Σ l²: over at least `min_cells` cells, with an effective number of t or more; rounded to 1/4.
+- L5: rounded to 1/4.
 - Embeddings: the t - 1 cells farthest from the site's median are moved towards it, to the distance of the t-th.
   Otherwise a cell far from all others is the first eigenvector of the second moments.
-- L6: right answers over all labelled cells of u, to multiples of 2t, since each cell is scored twice; up or down with a
-  secret offset. Typicalities are those of groups: t cells that follow each other in order all count at their median.
+- L6: cells are not scored. A group counts as n_γ cells, normally distributed around its mean with the site's variance
+  within groups: as right answers, n_γ times the probability that the score of its label exceeds each
+  other one.
 
 Reveals
 -------
 coordinator, site : which genes each site measured (coordinator); label names per site (coordinator, unless the study
-    lists them) of labels above the thresholds; the number of labelled cells of each site within 1/64 (coordinator), and
-    half the smallest of these numbers, down to one of `common_labels.SIZES` (site). Over all sites together: labelled
-    cells and mean expression of each label, second moments of h genes, and right answers per setting and by typicality,
-    in multiples of t; the model. A label that one site alone has: that site's number of cells and mean expression of
-    it. With two sites: the other's sums. Whoever has a cell's whole profile can tell from a site's sums whether the
-    cell is in them. A sum of a small label shows genes that any of its cells expresses.
+    lists them) of labels above the thresholds; the number of labelled cells of each site within 1/64 (coordinator).
+    Over all sites together: labelled cells and mean expression of each label, second moments of h genes over groups of
+    cells, and expected right answers per setting and by typicality; the model. A label that one site alone has: that
+    site's number of cells and mean expression of it. With two sites: the other's sums. Whoever has a cell's whole
+    profile can tell from a site's sums whether the cell is in them. A sum of a small label shows genes that any of its
+    cells expresses.
 malicious coordinator : the same. It cannot change a sum or leave out a site without an abort.
 one malicious site : the same sums over the other sites, for genes of its choice: it can claim label means that make any
-    h genes the chosen ones, and with its part shift the classifiers that the other sites score at L6. It learns counts
-    of their cells along directions of its choice, in multiples of t, at most `SETTINGS` and `GRID` of them in a run;
-    with probability 1/t on which side of one of eight such directions a cell is. It can make the model wrong.
+    h genes the chosen ones, and with its part shift the classifiers that the other sites score at L6. It learns sums of
+    functions of their groups, at most `SETTINGS` and `GRID` of them in a run, and may so find sizes and rounded means
+    of single groups. It can make the model wrong.
 coordinator with k sites : these sums over the other sites, so with all but one those of the last site.
 
 Assumes
@@ -65,8 +72,8 @@ common genes, of h (h + 1) / 2 words, and of some sixty words.
 
 References
 ----------
-[FHT09], [RFL+21] in `models.discriminant`. [SWW12] Spielman, Wang and Wright, COLT 2012: sparse vectors can be found in
-their span, which is why h is limited. Lines numbered here.
+[FHT09], [RFL+21] in `models.discriminant`. [DM02] Domingo-Ferrer, Mateo-Sanz, TKDE 2002: microaggregation. Lines
+numbered here.
 """
 
 from __future__ import annotations
@@ -77,21 +84,21 @@ from typing import Any
 
 import numpy as np
 import scipy.sparse
+import scipy.special
 
 from cloister.arrays import F64, I64, U64, Bits
 from cloister.cells import genes
-from cloister.disclosure import Contribution, join
+from cloister.disclosure import Contribution, SimilarGroups, join
 from cloister.disclosure import Rows as Group
 from cloister.errors import DataError, ParameterError, ProtocolAbort
 from cloister.models import discriminant, logistic
-from cloister.models.discriminant import Setting, Solver, Statistics
+from cloister.models.discriminant import Linear, Setting, Solver, Statistics
 from cloister.mpc.crypto.agreement import Identity
 from cloister.mpc.crypto.entropy import Entropy
 from cloister.mpc.net.channel import Channel
 from cloister.mpc.sums import announced_counts, checked_sum, consistency_check
 from cloister.study import Party
 from cloister.workflows.train_classifier import logistic_terms
-from cloister.workflows.train_classifier.common_labels import SIZES, allowed
 from cloister.workflows.train_classifier.logistic_terms import (
     Fitted,
     Labelled,
@@ -111,9 +118,10 @@ from cloister.workflows.train_classifier.openings import (
 NAME = "pooled_discriminant"
 OPENINGS = 3
 UNIT = 4  # sums of squares and products of log values are multiples of 1 / UNIT
-CELLS_PER_COLUMN = 2  # labelled cells of a site for each column of second moments
-LABEL_STEP = 4.0  # sums of log values over the cells of a label are multiples of this
-TIMES = 2  # how often L6 scores each cell
+LABEL_STEP = 4.0  # sums of log values over the cells of a label, or of a group, are multiples of this
+LOCAL_GENES = 1000  # of a site that vary most, by which its cells are similar
+TAILS = 1.3  # genes of a cell vary together, so its typicality varies more than independent genes would make it
+DIRECTIONS = 30  # of these genes, likewise
 EMBEDDING_UNIT = 1 << 16  # the same for an embedding
 LARGEST = 2.0**62  # of a sum over all sites, in units
 GRID = np.round(np.arange(-1.0, 1.5001, 0.05), 2)  # typicalities below which right answers are counted
@@ -153,14 +161,13 @@ def roles(params: Params) -> dict[Party, object]:
 
 
 def ideal(params: Params, xs: Mapping[Party, Labelled]) -> dict[Party, Fitted]:
-    """The same sums and scores over all sites in one place; counts of L6 to the nearest multiple of t."""
+    """The same sums and scores over all sites in one place."""
     base = params.base
     common = () if base.embedding else tuple(genes.genes_in_common({u: c.names for u, c in xs.items()}))
-    opened = {u: own_cells(params, mine) for u, mine in xs.items()}
+    opened = {u: mine.open_labels(base.min_cells) for u, mine in xs.items()}
     names = {name for mine in opened.values() for name in mine.own_labels}
     vocabulary = tuple(sorted(base.labels or names))
-    most = min((size for mine in opened.values() if (size := genes_allowed(mine))), default=0)
-    start = Start(common, vocabulary, next(iter(xs.values())).x.shape[1], most)
+    start = Start(common, vocabulary, next(iter(xs.values())).x.shape[1])
     parts = {u: Part(params, start, mine) for u, mine in opened.items()}
     first = np.sum([part.first().map(words_for(params)).values.astype(np.int64) for part in parts.values()], axis=0)
     terms = terms_of(params, start, first)
@@ -170,8 +177,7 @@ def ideal(params: Params, xs: Mapping[Party, Labelled]) -> dict[Party, Fitted]:
     total = statistics_of(params, terms, second)
     counts = None
     if base.held_out:
-        half = {u: TIMES * part.group.thresholds.min_cells // 2 for u, part in parts.items()}
-        counts = np.sum([part.third(terms, total, half[u]).values for u, part in parts.items()], axis=0)
+        counts = np.sum([part.third(terms, total).values for part in parts.values()], axis=0)
     return dict.fromkeys((base.coordinator, *xs), fitted(params, start, terms, total, counts))
 
 
@@ -186,18 +192,6 @@ def cost(params: Params, labels: int, columns: int, h: int, up: int = 0, down: i
 
 
 # ---- a site's part ---------------------------------------------------------------------------------------------------
-
-
-def own_cells(params: Params, mine: Labelled) -> Labelled:
-    """L1: the site's cells with the labels that take part; none where too few remain for the second moments."""
-    columns = mine.x.shape[1] if params.base.embedding else SIZES[0]
-    least = max(params.base.min_cells, CELLS_PER_COLUMN * columns)
-    return mine.open_labels(least)
-
-
-def genes_allowed(mine: Labelled) -> int:
-    """L2: how many genes this site's labelled cells allow; 0 without labels."""
-    return allowed(sum(name is not None for name in mine.labels) // CELLS_PER_COLUMN)
 
 
 def words_for(params: Params) -> Callable[[Any], U64]:
@@ -223,15 +217,16 @@ class Part:
         self.keep: Bits = codes >= 0
         self.codes = codes[self.keep]
         self.group: Group = mine.group.only(self.keep)
-        self.fold = None if mine.fold is None else mine.fold[self.keep]
+        self.folds = 0 if mine.fold is None else len(np.unique(mine.fold[self.keep]))
         if params.base.embedding and self.keep.any():
             x = np.array(mine.x, np.float64)
             x[self.keep] = pulled_in(x[self.keep], self.group.thresholds.min_cells)
             self.mine = replace(mine, x=x)
-        self.x = np.zeros((0, 0))
-        self.shown: Bits | None = None  # genes that are not zero in enough cells and donors here
+        self.shown: Bits | None = None  # genes that enough cells and donors here express
+        self.similar: SimilarGroups | None = None
         self.sums: F64 | None = None  # as added at L4
-        self.gram: F64 | None = None  # as added at L5
+        self.squares: F64 | None = None  # likewise
+        self.whole: Grouped | None = None  # as added at L5
 
     @property
     def classes(self) -> int:
@@ -253,11 +248,10 @@ class Part:
             done += count
 
     def first(self) -> Contribution:
-        """L4."""
+        """L3, L4."""
         columns = self.start.columns if self.params.base.embedding else len(self.start.common)
         K = self.classes
-        sums, squares = np.zeros((K, columns)), np.zeros(columns)
-        cells = np.zeros(columns, np.int64)
+        sums, squares, largest = np.zeros((K, columns)), np.zeros(columns), np.zeros(columns)
         donor, seen = self.donors(), np.zeros((0, columns), bool)
         if donor is not None:
             seen = np.zeros((int(donor.max(initial=-1)) + 1, columns), bool)
@@ -265,68 +259,91 @@ class Part:
             sparse = scipy.sparse.csr_matrix(x)
             hot = one_hot(self.codes[at], K)
             sums += (hot.T @ sparse).toarray()
-            squares += np.asarray(sparse.multiply(sparse).sum(axis=0)).ravel()
-            filled = sparse != 0
-            cells += np.asarray(filled.sum(axis=0)).ravel().astype(np.int64)
+            square = sparse.multiply(sparse).tocsr()
+            squares += np.asarray(square.sum(axis=0)).ravel()
+            largest = np.maximum(largest, square.max(axis=0).toarray().ravel())
             if donor is not None:
-                seen |= (one_hot(donor[at], len(seen)).T @ filled.astype(np.float64)).toarray() > 0
+                seen |= (one_hot(donor[at], len(seen)).T @ (sparse != 0).astype(np.float64)).toarray() > 0
+        cells = np.where(largest > 0, squares / np.where(largest > 0, largest, 1.0), 0.0)  # effective numbers
         donors = None if donor is None else seen.sum(axis=0)
         second = self.group.counted(squares, cells, donors)
         self.shown = self.group.counted(np.ones(columns), cells, donors).values > 0
+        self.similar = self.group.similar(self.features(sums.sum(axis=0), squares), self.codes, complete=True)
+        self.squares = rounded(self.params, second.values)
         step = self.params.label_step
         of_labels = self.group.grouped(self.codes, K, np.rint(sums * self.shown / step) * step)
         self.sums = of_labels.values
         return join([self.group.grouped(self.codes, K), of_labels, second])
 
+    def features(self, sums: F64, squares: F64) -> F64:
+        """L3: what cells are similar by, from the site's own cells alone: directions of the genes that vary most."""
+        n = len(self.codes)
+        if not n:
+            return np.zeros((0, 1))
+        if self.params.base.embedding:
+            return np.asarray(self.mine.x, np.float64)[self.keep]
+        assert self.shown is not None
+        mean = sums / n
+        variance = np.where(self.shown, np.maximum(squares / n - mean**2, 0.0), 0.0)
+        at = np.sort(np.argsort(-variance, kind="stable")[:LOCAL_GENES])
+        x = chosen_values(self.params.base, self.mine, self.start.common, at)[np.flatnonzero(self.keep)]
+        scale = 1 / np.sqrt(variance[at] + discriminant.SPREAD)
+        centre = mean[at] * scale
+        directions = np.random.default_rng(0).normal(size=(len(at), min(DIRECTIONS, len(at))))  # not a secret
+        for _ in range(2):
+            projected = x @ (scale[:, None] * directions) - centre @ directions
+            back = scale[:, None] * (x.T @ projected) - np.outer(centre, projected.sum(axis=0))
+            directions = np.linalg.qr(back)[0]
+        features: F64 = x @ (scale[:, None] * directions) - centre @ directions
+        return features
+
     def second(self, terms: Terms) -> Contribution:
         """L5: upper triangle."""
-        self.x = values_of(self, terms)
-        if self.shown is not None:
-            self.x = self.x * self.shown[terms.at]  # L6 scores cells without genes that few of them express
-        filled = (self.x != 0).astype(np.float32)
-        cells = np.rint(filled.T @ filled).astype(np.int64)
-        donor, donors = self.donors(), None
-        if donor is not None:
-            donors = np.zeros(cells.shape, np.int64)
-            for d in range(int(donor.max(initial=-1)) + 1):
-                part = filled[donor == d]
-                donors += (part.T @ part) > 0
-        upper = np.triu_indices(len(terms.at))
-        gram = self.x.T @ self.x
-        entries = self.group.counted(gram[upper], cells[upper], None if donors is None else donors[upper])
-        self.gram = square(rounded(self.params, entries.values), len(terms.at))
-        return entries
+        assert self.shown is not None
+        assert self.similar is not None
+        assert self.squares is not None
+        x = values_of(self, terms).multiply(self.shown[terms.at]).tocsr()
+        codes = self.similar.codes
+        sums = (one_hot(codes, len(self.similar)).T @ x).toarray()
+        label = np.zeros(len(self.similar), np.int64)
+        label[codes] = self.codes
+        label = terms.kept[label] if len(label) else label
+        means = stepwise(sums, label, self.params.label_step) / np.maximum(self.similar.cells, 1)[:, None]
+        between = (means.T * self.similar.cells) @ means
+        squares = np.maximum(self.squares[terms.at], between.diagonal())  # rounding
+        within = (squares - between.diagonal()) / max(len(self.codes), 1)
+        self.whole = Grouped(label, self.similar.cells, means, within)
+        between[np.diag_indices(len(terms.at))] = self.squares[terms.at]
+        return self.similar.contribution(between[np.triu_indices(len(terms.at))])
 
-    def third(self, terms: Terms, total: Statistics, offset: int) -> Contribution:
+    def third(self, terms: Terms, total: Statistics) -> Contribution:
         """L6: cells scored, right answers with every setting; right answers in all, and those below each typicality."""
+        assert self.similar is not None
+        assert self.whole is not None
         settings, spread = self.params.settings, spread_of(self.params)
-        right, scored = np.zeros(len(settings), np.int64), 0
-        typical = np.zeros(0)
-        at = terms.kept[self.codes] if len(self.codes) else self.codes
-        folds = np.zeros(0, np.int64) if self.fold is None else np.unique(self.fold)
-        for fold in folds:
-            held = np.flatnonzero(self.fold == fold)
-            rest = total.less(Statistics.of(self.x[held], at[held], len(terms.labels)))
-            answer = score(rest, settings, self.x[held], at[held], spread=spread, aligned=False)
+        labels, counts = len(terms.labels), np.zeros(self.params.counts)
+        middle = 1 + len(settings)
+        if self.folds and len(self.whole):
+            held = self.whole.only(self.whole.fold(self.folds))
+            rest = total.less(held.statistics(labels))
+            answer = score(rest, settings, held, spread=spread, aligned=False)
             if answer is not None:
-                right, scored = right + answer.right, scored + answer.cells
-                typical = np.concatenate([typical, answer.typical])
-        if len(at):
-            answer = score(total.less(self.added(terms)), settings, self.x, at, spread=spread, aligned=True)
+                counts[:middle] += self.folds * np.array([answer.cells, *answer.right])
+                counts[middle:] += self.folds * np.array([answer.hits, *answer.below])
+        if len(self.whole):
+            answer = score(total.less(self.added(terms)), settings, self.whole, spread=spread, aligned=True)
             if answer is not None:
-                right, scored = right + answer.right, scored + answer.cells
-        typical = grouped_medians(typical, self.group.thresholds.min_cells)
-        below = np.searchsorted(typical, GRID, side="left")
-        twice = self.group.coarse(np.array([scored, *right]), offset, times=TIMES)
-        return join([twice, self.group.coarse(np.array([len(typical), *below]), offset // TIMES)])
+                counts[:middle] += [answer.cells, *answer.right]
+        return self.similar.contribution(np.rint(counts).astype(np.int64))
 
     def added(self, terms: Terms) -> Statistics:
         """What this site added to L4 and L5, so that it can be taken away again."""
         assert self.sums is not None
-        assert self.gram is not None
-        at = np.flatnonzero(terms.kept >= 0)
-        counts = np.bincount(terms.kept[self.codes], minlength=len(terms.labels)).astype(np.float64)
-        return Statistics(counts, self.sums[at][:, terms.at], self.gram)
+        assert self.squares is not None
+        assert self.whole is not None
+        own = self.whole.statistics(len(terms.labels))
+        own.gram[np.diag_indices(len(terms.at))] = self.squares[terms.at]
+        return replace(own, sums=self.sums[np.flatnonzero(terms.kept >= 0)][:, terms.at])
 
     def donors(self) -> I64 | None:
         """Donors as 0, 1, …, of the rows that take part."""
@@ -350,11 +367,46 @@ def pulled_in(x: F64, least: int) -> F64:
     return near
 
 
-def grouped_medians(x: F64, least: int) -> F64:
-    """Sorted numbers, each replaced by the median of its group; groups are consecutive and have `least` or more."""
-    groups = len(x) // least
-    parts = np.array_split(np.sort(x), groups) if groups else []
-    return np.concatenate([np.full(len(part), np.median(part)) for part in parts]) if parts else np.zeros(0)
+def stepwise(sums: F64, label: I64, step: float) -> F64:
+    """Sums of groups as multiples of a step that add up to the rounded sum of their label."""
+    steps = np.zeros_like(sums)
+    for k in np.unique(label):
+        of = np.flatnonzero(label == k)
+        steps[of] = np.diff(np.rint(np.cumsum(sums[of], axis=0) / step) * step, axis=0, prepend=0.0)
+    return steps
+
+
+@dataclass(frozen=True)
+class Grouped:
+    """Groups of similar cells: all that L5 and L6 know of a site's cells."""
+
+    label: I64  # (G,)
+    cells: I64  # (G,)
+    means: F64  # (G, h), rounded
+    within: F64  # (h,), variance of cells around the mean of their group
+
+    def __len__(self) -> int:
+        return len(self.cells)
+
+    def only(self, at: I64) -> Grouped:
+        return replace(self, label=self.label[at], cells=self.cells[at], means=self.means[at])
+
+    def fold(self, folds: int) -> I64:
+        """Every so many-th group of each label."""
+        turn = np.zeros(len(self), np.int64)
+        for k in np.unique(self.label):
+            of = np.flatnonzero(self.label == k)
+            turn[of] = np.arange(len(of))
+        return np.flatnonzero(turn % folds == folds - 1)
+
+    def statistics(self, labels: int) -> Statistics:
+        """Of the cells of these groups, as far as groups tell."""
+        counts, sums = np.zeros(labels), np.zeros((labels, self.means.shape[1]))
+        np.add.at(counts, self.label, self.cells)
+        np.add.at(sums, self.label, self.means * self.cells[:, None])
+        gram = (self.means.T * self.cells) @ self.means
+        gram[np.diag_indices(len(gram))] += self.within * self.cells.sum()
+        return Statistics(counts, sums, gram)
 
 
 def square(upper: F64, h: int) -> F64:
@@ -369,12 +421,10 @@ def one_hot(codes: I64, k: int) -> Any:
     return scipy.sparse.csr_matrix((np.ones(len(codes)), codes, np.arange(len(codes) + 1)), shape=(len(codes), k))
 
 
-def values_of(part: Part, terms: Terms) -> F64:
+def values_of(part: Part, terms: Terms) -> Any:
     """L5: the site's rows that take part, chosen columns."""
     values = chosen_values(part.params.base, part.mine, part.start.common, terms.at)
-    rows = values[np.flatnonzero(part.keep)]
-    dense: F64 = np.asarray(rows if part.params.base.embedding else rows.toarray(), np.float64)
-    return dense
+    return scipy.sparse.csr_matrix(values[np.flatnonzero(part.keep)], dtype=np.float64)
 
 
 def spread_of(params: Params) -> float:
@@ -383,30 +433,49 @@ def spread_of(params: Params) -> float:
 
 @dataclass(frozen=True)
 class Answers:
-    cells: int
-    right: I64  # per setting
-    typical: F64  # typicality of the cells whose most typical label is right
+    """Expected numbers of cells."""
+
+    cells: float
+    right: F64  # per setting
+    hits: float  # whose most typical label is right
+    below: F64  # of these, with a typicality below each of `GRID`
 
 
 def score(
-    rest: Statistics, settings: Sequence[Setting], x: F64, codes: I64, *, spread: float, aligned: bool
+    rest: Statistics, settings: Sequence[Setting], groups: Grouped, *, spread: float, aligned: bool
 ) -> Answers | None:
-    """Cells whose labels the other cells know, by classifiers of these others; None if they know fewer than two."""
-    known = rest.counts[codes] > 0
-    if len(rest.present) < 2 or not known.any():
+    """Groups whose labels the other cells know, by classifiers of these others; None if they know fewer than two."""
+    groups = groups.only(np.flatnonzero(rest.counts[groups.label] > 0))
+    if len(rest.present) < 2 or not len(groups):
         return None
-    x, codes, at = x[known], codes[known], rest.present
+    at, cells = rest.present, groups.cells.astype(np.float64)
+    own, each = np.searchsorted(at, groups.label), np.arange(len(groups))
     solver, means = Solver(rest, spread), rest.sums[at] / rest.counts[at][:, None]
-    right = []
-    for setting in settings:
-        linear = solver.fit(setting)
-        z = linear.scores(x)[:, at]
+
+    def scores_of(linear: Linear) -> tuple[F64, F64]:
+        """Mean and covariance of the scores of a group's cells."""
+        a = linear.coefficients[:, at]
+        return linear.scores(groups.means)[:, at], a.T @ (groups.within[:, None] * a)
+
+    def right_of(linear: Linear) -> F64:
+        """The probability that a cell of each group gets its label, with rivals taken as independent."""
+        z, cov = scores_of(linear)
         if aligned:
-            z = logistic.align(z, linear.scores(means)[:, at])
-        right.append(np.count_nonzero(at[z.argmax(axis=1)] == codes))
-    typical = solver.typicality().scores(x)[:, at]
-    hit = at[typical.argmax(axis=1)] == codes
-    return Answers(len(codes), np.array(right), typical.max(axis=1)[hit])
+            every = np.repeat(z, groups.cells, axis=0)
+            z = z + (logistic.align(every, linear.scores(means)[:, at]) - every)[0]
+        apart = np.sqrt(np.maximum(cov.diagonal()[:, None] + cov.diagonal() - 2 * cov, 1e-12))
+        margin = (z[each, own][:, None] - z) / apart[own]
+        margin[each, own] = np.inf
+        right: F64 = scipy.special.ndtr(margin).prod(axis=1)
+        return right
+
+    right = np.array([cells @ right_of(solver.fit(setting)) for setting in settings])
+    typical = solver.typicality()
+    z, cov = scores_of(typical)
+    hit = cells * right_of(typical) if not aligned else cells
+    deviation = TAILS * np.sqrt(np.maximum(cov.diagonal()[own], 1e-12))
+    below = hit @ scipy.special.ndtr((GRID - z[each, own][:, None]) / deviation[:, None])
+    return Answers(float(cells.sum()), right, float(hit.sum()), below)
 
 
 # ---- what follows from the sums --------------------------------------------------------------------------------------
@@ -450,7 +519,7 @@ def terms_of(params: Params, start: Start, words: I64) -> Terms:
     if params.base.embedding:
         at = np.arange(columns)
     else:
-        at = discriminant.choose_columns(counts, sums, min(params.base.n_top_genes, start.genes))
+        at = discriminant.choose_columns(counts, sums, params.base.n_top_genes)
         if not len(at):
             raise ProtocolAbort(NAME, "L4", "absurd", "no gene differs between labels")
     kept = np.full(K, -1, np.int64)
@@ -480,7 +549,7 @@ def choose(params: Params, counts: I64 | None) -> tuple[int, float, tuple[tuple[
         return 0, lowest, ()
     n = len(params.settings)
     scored, right, typical, below = counts[0], counts[1 : 1 + n], counts[1 + n], counts[2 + n :]
-    slack = len(params.base.sites) * 2 * TIMES * max(10, params.base.min_label_cells)
+    slack = len(params.base.sites)  # rounding
     if np.any(counts < 0) or np.any(right > scored + slack) or np.any(below > typical + slack):
         raise ProtocolAbort(NAME, "L6", "absurd", "more right answers than cells")
     if np.any(np.diff(below) < 0):
@@ -558,9 +627,7 @@ async def follow(openings: Openings, params: Params, start: Start, part: Part | 
     if params.base.held_out:
 
         def third() -> Contribution:
-            assert openings.entropy is not None
-            offset = openings.entropy.integer_below(TIMES * part_here().group.thresholds.min_cells)
-            return part_here().third(terms, total, offset).map(lambda x: x.astype(np.uint64))
+            return part_here().third(terms, total).map(lambda x: x.astype(np.uint64))
 
         counts = await add("L6", f"right answers with {len(params.settings)} settings", params.counts, third)
     model = fitted(params, start, terms, total, counts)
@@ -589,9 +656,8 @@ async def check_claims(
 async def site(ch: Channel, params: Params, mine: Labelled, *, entropy: Entropy, identity: Identity) -> Fitted:
     """Be u. Returns the classifier."""
     check_site(params.base, mine)
-    mine = own_cells(params, mine)  # L1
-    most = 0 if params.base.embedding else genes_allowed(mine)
-    start = await begin_site(ch, params.base, mine, genes=most, entropy=entropy, identity=identity)  # L1, L2
+    mine = mine.open_labels(params.base.min_cells)  # L1
+    start = await begin_site(ch, params.base, mine, entropy=entropy, identity=identity)  # L1, L2
     openings = Openings(ch, NAME, params.base, OPENINGS, entropy, identity, start.seed)
     return await follow(openings, params, start, Part(params, start, mine))
 

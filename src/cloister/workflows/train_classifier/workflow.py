@@ -24,9 +24,7 @@ from cloister.workflows.modes import modes_of
 from cloister.workflows.options import check_levels, option, privacy_budget
 from cloister.workflows.saved_models.cell_classifier import CellClassifier, label_cells
 from cloister.workflows.train_classifier import noisy_logistic, pooled_discriminant, pooled_logistic
-from cloister.workflows.train_classifier.common_labels import SIZES
 from cloister.workflows.train_classifier.logistic_terms import Fitted, Labelled, Params, label_codes
-from cloister.workflows.train_classifier.pooled_discriminant import CELLS_PER_COLUMN
 
 if TYPE_CHECKING:
     from anndata import AnnData
@@ -47,10 +45,7 @@ class Options:
         "method: discriminants and ridge regression from three fixed sums; or iterative logistic regression, which "
         "needs dp_noise or every site's consent",
     )
-    n_top_genes: int = option(
-        300,
-        "number of genes of the model, those whose label means differ most; at most half of a site's labelled cells",
-    )
+    n_top_genes: int = option(400, "number of genes of the model, those whose label means differ most")
     layer: str | None = option(None, "layer with the values; X by default")
     kind: Literal["counts", "log"] = option("counts", "values at every site: raw counts or log-normalised")
     names: Literal["index", "symbol", "ensembl"] = option(
@@ -69,7 +64,7 @@ class Options:
     validation: float = option(
         0.25, "fraction of each label's cells held out at a time, to choose settings; 0 disables"
     )
-    unknown_share: float = option(0.05, "fraction of right labels that may be called unknown")
+    unknown_share: float = option(0.07, "fraction of right labels that may be called unknown")
     tolerance: float = option(1e-5, "change of a coefficient at which the logistic fit stops")
     max_openings: int = option(200, "number of sums that the logistic fit may open")
     min_cells: int = option(50, "minimum number of cells of a site, and of its labelled cells if it adds to the model")
@@ -413,19 +408,10 @@ def notes_on_labels(adata: AnnData, options: Options, labels: tuple[str | None, 
         more = f" and {len(excluded) - 8} more" if len(excluded) > 8 else ""
         notes.append(f"left out here, {fewest}: {listed}{more}; these cells add nothing to the model")
     remain = sum(name is not None for name in mine.open_labels(1).labels)
-    columns = cells.embedding(adata, options.use_rep).shape[1] if options.use_rep is not None else 0
-    needed = CELLS_PER_COLUMN * (columns or SIZES[0])
-    if 0 < remain < max(options.min_cells, needed):
-        why = f"{needed} for {columns or SIZES[0]} columns"
-        least_cells = f"min_cells = {options.min_cells}" if remain < options.min_cells else why
+    if 0 < remain < options.min_cells:
         notes.append(
-            f"{remain} labelled cells remain, fewer than {least_cells}: this site adds nothing to the model, and gets "
-            "labels"
-        )
-    elif 0 < remain < CELLS_PER_COLUMN * options.n_top_genes and not columns:
-        notes.append(
-            f"{remain} labelled cells here allow half that number of genes, fewer than n_top_genes ="
-            f" {options.n_top_genes}; the model of all sites uses no more"
+            f"{remain} labelled cells remain, fewer than min_cells = {options.min_cells}: this site adds nothing to "
+            "the model, and gets labels"
         )
     if options.min_label_cells < Thresholds().min_cells:
         notes.append(f"sums over as few as {options.min_label_cells} cells of a label leave this site")

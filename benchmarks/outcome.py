@@ -1,0 +1,232 @@
+"""model-outcome: agreement with lifelines and statsmodels, power and coverage over cohorts, cost.
+
+    python benchmarks/outcome.py agreement            groups of one donor against the packages on the pooled donors
+    python benchmarks/outcome.py cohorts --model cox --donors 100 --hospitals 5 --repetitions 200
+    python benchmarks/outcome.py protocol             a few of these cohorts through the protocol, with bytes and time
+
+Donors are drawn from the lung cells of `demo_sites`: a donor is 80 real cells of a hospital, with a tilt of its own
+towards some cell types. Features: the share of T cells (centred log-ratio), the age, the sex. Outcomes are
+simulated from these; `--effect` is the coefficient of the share per standard deviation.
+`agreement` needs statsmodels and lifelines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import scipy.stats
+
+import cloister as cl
+from cloister.errors import CloisterError, ProtocolAbort
+from cloister.study import Party
+from cloister.testing import Case, run_protocol, values
+from cloister.workflows.model_outcome import pooled_outcomes as protocol
+from cloister.workflows.model_outcome.baselines import meta, pooled
+from cloister.workflows.model_outcome.pooled_outcomes import Donors, Params
+
+HUB = Party("hub")
+CELLS, INTERVALS, HORIZON = 80, 36, 6.0
+AGE = 0.4
+
+
+def composition() -> list[Any]:
+    """Cell types of the real cells of each demo site, as codes."""
+    labels = [a.obs["cell_type"].astype(str).to_numpy() for a in cl.demo_sites().values()]
+    names = sorted(set.intersection(*(set(x) for x in labels)))
+    return [np.array([names.index(v) for v in x if v in names]) for x in labels], names
+
+
+CODES, NAMES = composition()
+
+
+def hospital(rng: np.random.Generator, model: str, n: int, effect: float, home: int) -> Donors:
+    codes, k = CODES[home % len(CODES)], len(NAMES)
+    counts = np.empty((n, k))
+    for i in range(n):
+        tilt = rng.gamma(2.0, 0.5, k)[codes]
+        counts[i] = np.bincount(rng.choice(codes, CELLS, p=tilt / tilt.sum()), minlength=k)
+    logs = np.log(counts + 0.5)
+    share = (logs - logs.mean(axis=1, keepdims=True))[:, NAMES.index("T")]
+    age, sex = rng.normal(60, 12, n).round(), (rng.random(n) < 0.5).astype(float)
+    eta = effect * share / SPREAD + AGE * (age - 60) / 12 + rng.normal(0, 0.4)
+    interval = None
+    if model == "logistic":
+        y = (rng.random(n) < 1 / (1 + np.exp(-eta))).astype(float)
+    elif model == "linear":
+        y = eta + rng.normal(0, 1, n)
+    elif model == "negbin":
+        y = rng.poisson(rng.gamma(2.0, np.exp(eta + 1) / 2)).astype(float)
+    else:
+        event, last = rng.exponential(4 / np.exp(eta)), rng.uniform(1, 8, n)
+        seen = np.minimum(np.minimum(event, last), HORIZON)
+        y = ((event <= last) & (event <= HORIZON)).astype(float)
+        interval = np.minimum((seen / HORIZON * INTERVALS).astype(np.int64), INTERVALS - 1)
+    return Donors(np.stack([share, age, sex], axis=1), y, np.full(n, CELLS), interval)
+
+
+SPREAD = 1.0
+SPREAD = float(
+    np.std(np.concatenate([hospital(np.random.default_rng(i), "linear", 300, 0, i).x[:, 0] for i in range(3)]))
+)
+
+
+def cohort(
+    rng: np.random.Generator, model: str, donors: int, hospitals: int, effect: float
+) -> tuple[Params, dict[Party, Donors]]:
+    """Hospitals of unequal size: the largest has about twice as many donors as the smallest."""
+    weights = np.linspace(2, 1, hospitals)
+    sizes = np.maximum(np.rint(donors * weights / weights.sum()).astype(int), 6)
+    held = {Party(f"site-{i}"): hospital(rng, model, int(n), effect, i) for i, n in enumerate(sizes)}
+    columns = ("share:T", "age", "sex:male")[: 1 if donors / hospitals < 15 else 3]
+    held = {u: dataclasses.replace(d, x=d.x[:, : len(columns)]) for u, d in held.items()}
+    intervals = INTERVALS if model == "cox" else 0
+    return Params(tuple(held), HUB, model, columns, (tuple(range(len(columns))),), intervals), held
+
+
+def ideal(params: Params, held: dict[Party, Donors]) -> protocol.Modelled | None:
+    """What the protocol computes; sites that may not take part are left out."""
+    able = {}
+    for u, mine in held.items():
+        try:
+            protocol.check_site(params, mine)
+            able[u] = mine
+        except CloisterError:
+            continue
+    if len(able) < 2:
+        return None
+    try:
+        return protocol.ideal(dataclasses.replace(params, sites=tuple(able)), able)[HUB]
+    except ProtocolAbort:
+        return None
+
+
+def first(found: protocol.Modelled | None) -> tuple[float, float, float]:
+    if found is None:
+        return math.nan, math.nan, math.nan
+    fit = found.fits[0]
+    error = math.sqrt(max(fit.covariance[0, 0], 0.0))
+    half = float(scipy.stats.norm.ppf(0.975) if math.isinf(fit.df) else scipy.stats.t.ppf(0.975, fit.df))
+    if not 0 < error < 50:
+        return math.nan, math.nan, math.nan
+    return float(fit.coefficients[0]) * SPREAD, error * SPREAD, half
+
+
+def cohorts(model: str, donors: int, hospitals: int, repetitions: int, effect: float) -> None:
+    start = time.perf_counter()
+    names = ("cloister", "pooled", "meta-analysis", "largest alone")
+    found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in names}
+    for seed in range(repetitions):
+        params, held = cohort(np.random.default_rng([seed, donors, hospitals]), model, donors, hospitals, effect)
+        alone = [pooled(params, {u: d}) for u, d in held.items()]
+        together = {
+            "cloister": ideal(params, held),
+            "pooled": pooled(params, held),
+            "meta-analysis": meta(alone, params),
+            "largest alone": alone[0],
+        }
+        for name in names:
+            found[name].append(first(together[name]))
+    took = time.perf_counter() - start
+    print(
+        f"{model}, {donors} donors, {hospitals} hospitals, effect {effect} per deviation, "
+        f"{len(params.columns)} feature(s), "
+        f"{repetitions} repetitions, {took:.0f} s"
+    )
+    whole = np.array(found["pooled"])
+    for name in names:
+        one = np.array(found[name])
+        ok = np.isfinite(one[:, 0])
+        b, e, half = one[ok].T
+        both = ok & np.isfinite(whole[:, 0])
+        apart = (one[both, 0] - whole[both, 0]) / whole[both, 1]
+        print(
+            f"  {name:14s} fitted {ok.mean():5.1%}  mean {b.mean():6.3f}  sd {b.std():5.3f}  "
+            f"error {np.median(e):5.3f}  "
+            f"coverage {np.mean(np.abs(b - effect) <= half * e):5.1%}  rejects {np.mean(np.abs(b) > half * e):5.1%}  "
+            f"from pooled: rms {np.sqrt(np.mean(apart**2)):5.3f} errors, mean {apart.mean():6.3f}"
+        )
+
+
+def agreement() -> None:
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
+    import outcome_reference as reference
+    from outcome_cases import NONE, case, plain
+
+    for model in ("linear", "logistic", "poisson", "negbin", "cox"):
+        c = case(model, thresholds=NONE, seed=7, p=3, rounds=40)
+        answer, fit = reference.regression(model, c), protocol.ideal(c.params, plain(c))[HUB].fits[0]
+        apart = np.abs(fit.coefficients - answer["coefficients"]).max()
+        errors = np.abs(np.sqrt(np.diag(fit.covariance)) - answer["errors"]).max()
+        print(f"{model:9s} groups of one donor: coefficients within {apart:.1e}, errors within {errors:.1e}")
+    c = case("km", thresholds=NONE, seed=7)
+    answer, curves = reference.curves(c), protocol.ideal(c.params, plain(c))[HUB].curves
+    assert curves is not None
+    apart = max(np.abs(curves.survival[a] - answer["survival"][n]).max() for a, n in enumerate(c.params.arms))
+    print(
+        f"km        groups of one donor: survival within {apart:.1e}, "
+        f"chi-square {abs(curves.test[0] - answer['chi_square']):.1e}"
+    )
+    for n, hospitals in ((10, 3), (20, 5), (100, 10)):
+        gaps, tests = [], []
+        for seed in range(20):
+            c = case("km", seed=seed, sites=hospitals, n=n)
+            whole = Case(c.params, {u: (dataclasses.replace(d, thresholds=NONE),) for u, (d,) in c.inputs.items()})
+            one, other = (protocol.ideal(c.params, plain(x))[HUB].curves for x in (c, whole))
+            assert one is not None
+            assert other is not None
+            shown = other.at_risk >= 10
+            gaps.append(np.abs(one.survival - other.survival)[shown].max())
+            tests.append(abs(one.test[0] - other.test[0]))
+        print(
+            f"km        {n} donors at each of {hospitals} hospitals: survival where 10 are at risk within "
+            f"{np.median(gaps):.3f} (median of 20 cohorts; at most {max(gaps):.3f}), chi-square {np.median(tests):.2f}"
+        )
+
+
+def through() -> None:
+    for model, donors, hospitals in (
+        ("cox", 30, 3),
+        ("cox", 100, 5),
+        ("cox", 1000, 10),
+        ("logistic", 100, 5),
+        ("linear", 100, 5),
+    ):
+        for seed in range(2):
+            params, held = cohort(np.random.default_rng([seed, donors, hospitals]), model, donors, hospitals, 0.5)
+            start = time.perf_counter()
+            run = run_protocol(protocol, Case(params, {u: (d,) for u, d in held.items()}), timeout=60.0)
+            took, made = time.perf_counter() - start, values(run)
+            if not made:
+                print(f"{model}, {donors} donors, {hospitals} hospitals: {next(iter(run.errors.values()))}")
+                continue
+            wanted = protocol.ideal(params, held)[HUB].fits[0]
+            apart = np.abs(made[HUB].fits[0].coefficients - wanted.coefficients).max()
+            sent = sum(
+                size for _, size in ((e, e.bytes) for e, _ in run.receipts[params.sites[0]].entries if e.kind == "sent")
+            )
+            print(
+                f"{model}, {donors} donors, {hospitals} hospitals, cohort {seed}: {took:.2f} s for all parties, "
+                f"{sent / 1e3:.1f} kB from a site, {made[HUB].openings} sums; within {apart:.0e} of the ideal"
+            )
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("agreement", "cohorts", "protocol"))
+    parser.add_argument("--model", default="cox", choices=("cox", "logistic", "linear", "negbin"))
+    parser.add_argument("--donors", type=int, default=100)
+    parser.add_argument("--hospitals", type=int, default=5)
+    parser.add_argument("--repetitions", type=int, default=200)
+    parser.add_argument("--effect", type=float, default=0.5)
+    given = parser.parse_args()
+    if given.what == "cohorts":
+        cohorts(given.model, given.donors, given.hospitals, given.repetitions, given.effect)
+    else:
+        {"agreement": agreement, "protocol": through}[given.what]()
