@@ -218,14 +218,19 @@ def to_real(z: Slots, scale: float) -> F64:
 
 
 def encode_exact(ring: Ring, values: I64, factor: float, k: int) -> Residues:
-    """The polynomial whose slots are values · factor, to the nearest integers, in NTT form."""
+    """The polynomial whose slots are values · factor, to the nearest integers, in NTT form.
+
+    Values are real, (slots,), or have an imaginary part, (slots, 2).
+    """
     from cloister.crypto.lattice import fixed_kernels as fixed
 
     mantissa, exponent = math.frexp(factor)  # factor = mantissa · 2^exponent, 1/2 ≤ mantissa < 1
     z = np.zeros((len(values), 2, 4), np.uint64)
-    z[:, 0, 0], z[:, 0, 1:] = values.astype(np.uint64), (values >> 63).astype(np.uint64)[:, None]
-    for bits in _shifts(POINT + exponent):
-        fixed.shift_up(z[:, 0].copy(), bits, z[:, 0])
+    parts = values.reshape(len(values), -1)
+    for part in range(parts.shape[1]):
+        z[:, part, 0], z[:, part, 1:] = parts[:, part].astype(np.uint64), (parts[:, part] >> 63).astype(np.uint64)[:, None]
+        for bits in _shifts(POINT + exponent):
+            fixed.shift_up(z[:, part].copy(), bits, z[:, part])
     z = identity_map(len(values)).apply(z, np.array([mantissa]))
     return ring.forward(ring.of_integers(embedding(ring.degree).to_coefficients(z), k))
 
