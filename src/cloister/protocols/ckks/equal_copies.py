@@ -331,7 +331,7 @@ async def holder(
     share = decryption_share(params, secret, totals, entropy)
     await ch.send(S, Committed(commitment(share, nonce)))  # L2
     seed = (await ch.recv(S, Reveal)).seed  # L3
-    if len(seed) != 32 or combinations(params, cells, seed, c1s, public.a) != received:
+    if len(seed) != 32 or combinations(params, cells, seed, c1s, public.a).c1 != tuple(received.c1):
         raise ProtocolAbort(NAME, "L3", "combination", f"what '{S}' sent is not what its seed gives")
     await ch.send(S, Share(share, nonce))  # L4
     await ch.recv(S, Passed)  # L5
