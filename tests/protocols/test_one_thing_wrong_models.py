@@ -109,7 +109,7 @@ def test_no_loss_is_opened_before_its_audit(monkeypatch):
     ring = SimpleNamespace(add=lambda x, mask: x)
     encrypted = {"raw": lambda ct: (squares, 1.0), "rerandomise": lambda key, ct, entropy: ct, "pack": bytes}
     context = SimpleNamespace(**encrypted, ring=ring)
-    monkeypatch.setattr(encrypted_validation.collective_refresh, "kernel_mask", lambda *args: None)
+    monkeypatch.setattr(encrypted_validation.collective_refresh, "pad", lambda *args: None)
     monkeypatch.setattr(encrypted_validation, "squares", lambda *args: None)
     monkeypatch.setattr(encrypted_validation.ckks, "context", lambda params: context)
     monkeypatch.setattr(encrypted_validation, "refresh", lambda params: (SimpleNamespace(auditor=A), []))

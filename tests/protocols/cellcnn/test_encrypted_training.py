@@ -119,7 +119,7 @@ def test_a_guess_of_a_batch_cannot_be_checked(trained):
     c, (X, Y) = ckks.context(p.ckks), data[PARTIES[0]]
     refresh = training_refreshes.refreshes(p)["gradient"]
     first, second = (
-        training_state.gradient_ciphers(c, p.layout, site.model, X[0], Y[0], site.keys, refresh, Entropy())[0]
+        training_state.gradient_ciphers(c, p.layout, site.model, X[0], Y[0], site.keys, refresh, Entropy())[0][0]
         for _ in range(2)
     )
     assert (first != second).mean(axis=(1, 2)).min() > 0.99
@@ -176,7 +176,7 @@ def test_an_altered_checkpoint_is_refused(trained, tmp_path):
     for party in (HUB, PARTIES[0]):  # the auditor follows everything, the others the model
         assert set(KeyStore(folder, party).get_state(c, p.tag, steps)) == {"model", "W", "V", "archive", "checked"}
     assert set(KeyStore(folder, PARTIES[1]).get_state(c, p.tag, steps)) == {"model", "checked"}
-    assert KeyStore(folder, PARTIES[1]).openings == 3  # the range check, the model and its norm
+    assert KeyStore(folder, PARTIES[1]).openings == 3  # the checks, the model and its norm
     assert KeyStore(folder, HUB).openings == 0
 
 
