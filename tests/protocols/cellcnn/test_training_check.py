@@ -240,7 +240,7 @@ def test_rings_on_which_copies_cannot_be_compared_are_refused():
 def test_a_check_that_broke_off_is_finished_before_a_run_goes_on(tmp_path, monkeypatch):
     """S sent its seed and a site died: the next run goes on from that state alone, and checks it first."""
     p, data = params(ring=LARGE), batches(CONFIG)
-    fault = Fault("kill", "site-1", "hub", "equal_copies.Committed", nth=1)
+    fault = Fault("kill", "site-1", "hub", "equal_copies.Committed", nth=0)
     broken = run_protocol(encrypted_training, case_with_stores(tmp_path, p, data), faults=[fault], timeout=8)
     assert "site-1" not in broken.outcomes
     store, c = KeyStore(tmp_path, HUB), ckks.context(p.ckks)

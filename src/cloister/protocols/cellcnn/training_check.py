@@ -105,15 +105,15 @@ def _sparse_noise(L: Layout) -> float:
 
 
 def rotated_noise(L: Layout) -> float:
-    """Euclidean norm of the noise of a zero that was added over markers."""
-    each = math.hypot(_sparse_noise(L), 2 * ckks.rounding_noise(L.ckks, L.parties))
+    """Euclidean norm of the noise of a zero that was added over markers, at most."""
+    each = 1.5 * math.hypot(_sparse_noise(L), 2 * ckks.rounding_noise(L.ckks, L.parties))
     return each * math.sqrt(L.J * L.ckks.degree)
 
 
 def relinearised_noise(L: Layout) -> float:
     """The same of a zero's product with (0, 1), whose noise is multiplied by the secret key."""
     key = math.sqrt(L.ckks.degree * (2 / 3) * L.parties)
-    each = math.hypot(_sparse_noise(L) * key, 2 * ckks.rounding_noise(L.ckks, L.parties))
+    each = 1.5 * math.hypot(_sparse_noise(L) * key, 2 * ckks.rounding_noise(L.ckks, L.parties))
     return each * math.sqrt(L.ckks.degree)
 
 
