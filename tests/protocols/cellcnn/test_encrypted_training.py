@@ -502,12 +502,12 @@ def test_a_querier_cannot_hide_a_large_entry_behind_the_smallest_integer():
     """np.abs(-2^63) is negative: before, an entry of -2^33 passed, beyond what the floods are made for."""
     params = oblivious_prediction.Params(PARTIES, HUB, PARTIES[1], LARGE, CONFIG, 1)
     d = np.zeros(params.entries, np.int64)
-    for value in (-(2**63), 2**63 - 1, ((8 + 6 * 2**12) << 30) + 1):
+    for value in (-(2**63), 2**63 - 1, ((8 + 3 * 2**12) << 30) + 1):
         d[0, 0] = value
         query = oblivious_prediction.Query(bytes(32), d)
         with pytest.raises(ProtocolAbort, match="no sample has"):
             oblivious_prediction.check_query(params, query)
-    d[0, 0] = -((8 + 6 * 2**12) << 30)
+    d[0, 0] = -((8 + 3 * 2**12) << 30)
     oblivious_prediction.check_query(params, oblivious_prediction.Query(bytes(32), d))
 
 

@@ -37,7 +37,7 @@ from cloister.protocols.ckks import collective_range
 from cloister.study import Party
 
 VALUE_BITS = 6  # every slot that is refreshed stays below 64 in absolute value
-QUERY_BOUND = 49160.0  # no entry of an encrypted query is larger, whatever the querier does (`oblivious_prediction`)
+QUERY_BOUND = 24584.0  # no entry of an encrypted query is larger, whatever the querier does (`oblivious_prediction`)
 
 
 @dataclass(frozen=True, slots=True)

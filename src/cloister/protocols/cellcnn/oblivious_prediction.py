@@ -2,7 +2,7 @@
 
 The querier encrypts nothing: what it might encrypt instead of samples would have the others decrypt it. Two parties p,
 the maskers, bring encrypted random numbers that only they and the querier know, and the querier says in the clear how
-its samples differ from them. X is on a grid, |X| ≤ 8; r_p of a masker is a sum of three uniform numbers, ±3·2^12:
+its samples differ from them. X is on a grid, |X| ≤ 8; r_p of a masker is a sum of three uniform numbers, ±3·2^11:
 
     L1  p → q   ρ_p                 a seed of r_p for every entry, together with q's nonce
     L2  q → all nonce, d = X - Σ_p r_p
@@ -16,7 +16,7 @@ its samples differ from them. X is on a grid, |X| ≤ 8; r_p of a masker is a su
 A querier from outside trained nothing and holds neither a share of the key nor the encrypted model.
 
 A masker sees X behind the other masker's r alone, whose density has no steps. Two queries whose entries differ by δ
-(Euclidean, all together) look alike to it but for 1.1·δ / 2^13 in total variation, over all runs together.
+(Euclidean, all together) look alike to it but for 1.1·δ / 2^12 in total variation, over all runs together.
 
 A ciphertext has room for many more samples than the parties agreed on. Maskers and sites put zero into the places
 beyond `donors`, so a querier gets that many answers and no more. Every site charges them to the querier's account
@@ -30,14 +30,14 @@ querier : U = X·M for up to `donors` samples of its choice, which need not be r
 aggregator, holder : `donors`, the agreed number. Not the samples, not the answer, not the model. Both maskers together
     see the samples: the first two other sites, or, with two sites of which one is the querier, the other site and the
     aggregator.
-masker : in addition, X minus the other masker's r, between ±12,288. It tells two queries of 20 donors and 38 markers
-    apart with an advantage of 0.004 in one run, if all entries differ by 1. It excludes a value of an entry with
-    probability (X / 2^13)³ / 6.
+masker : in addition, X minus the other masker's r, between ±6,144. It tells two queries of 20 donors and 38 markers
+    apart with an advantage of 0.008 in one run, if all entries differ by 1. It excludes a value of an entry with
+    probability (X / 2^12)³ / 6.
 
 Assumes
 -------
 As `encrypted_training`, whose keys, auditor and [M] it uses. Any one party may lie. Whatever the querier says at L2,
-[X] is an encryption that others made, of numbers below 49,160. [M] passed `collective_range` at every holder that
+[X] is an encryption that others made, of numbers below 24,584. [M] passed `collective_range` at every holder that
 answers; the scale of [X] is so large that its noise stays below the flood for every [M] that may pass. A masker or a
 site that deviates shifts the querier's answer without learning it: logits beyond ±64 are clipped, so the querier goes
 on whatever they are. Evaluation is deterministic, so all sites get the same [U], and an outsider notices a site that
@@ -82,7 +82,7 @@ from cloister.study import Party
 
 NAME = "oblivious_prediction"
 LARGEST_X = 8
-WIDTH_BITS = 13  # of each of the three uniform numbers of a mask
+WIDTH_BITS = 12  # of each of the three uniform numbers of a mask
 LARGEST_R = 3 << (WIDTH_BITS - 1)
 LARGEST_LOGIT = 64.0
 
