@@ -193,7 +193,7 @@ def check_batches(behind: list[Any], names: Any, batches: Any, thresholds: Thres
     """Raise `DataError` if an input is based on too few of this site's cells, or a batch on too few of its donors.
 
     `behind` are the rows of the cells of every input, `batches` (steps, n) the inputs of every step. A malicious site
-    can separate the gradient of one step, and with `open_model` that of one input: see docs/security.
+    can separate the gradient of one step, and steer it towards the inputs with the largest logits: see docs/security.
     """
     fewest = min(len(np.unique(rows)) for rows in behind)
     if fewest < thresholds.min_cells:
@@ -430,7 +430,7 @@ def warnings(study: Study, options: Options) -> list[str]:
     """What the sites should know before they start."""
     if study.mode != "hardened" or not options.open_model:
         return []
-    return ["open_model: one malicious site can choose an input of another site and read it from the opened weights"]
+    return ["open_model: one malicious site can steer the opened weights towards the inputs with the largest logits"]
 
 
 WORKFLOW = Workflow(
