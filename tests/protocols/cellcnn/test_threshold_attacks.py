@@ -411,7 +411,7 @@ def test_n2_a_padded_gradient_is_uniform_modulo_every_prime(trained):
 @pytest.mark.slow
 @pytest.mark.parametrize("part", ["whole", "one sample"])
 def test_n2_a_replayed_gradient_spoils_the_training_and_shows_nothing(monkeypatch, part):
-    """The auditor submits the first step's sum as its own gradient of the second: it is uniform, and so is the model."""
+    """The auditor submits the first step's sum as its own of the second: it is uniform, and so is the model."""
     data, stored = batches(CONFIG), []
     received, gradients = encrypted_training.read_ciphers, encrypted_training.gradient_ciphers
 

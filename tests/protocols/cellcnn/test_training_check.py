@@ -131,7 +131,7 @@ def test_a_shift_of_all_copies_alike_is_steering_and_passes(monkeypatch):
     check_no_errors(run_protocol(encrypted_training, Case(p, data), timeout=120))
 
 
-# ---- switching keys ---------------------------------------------------------------------------------------------------
+# ---- switching keys --------------------------------------------------------------------------------------------------
 
 
 def shift_rotation(L, size, markers):

@@ -164,10 +164,7 @@ def test_shares_and_combinations_are_hidden():
     drawn = [
         equal_copies.whole(
             p,
-            [
-                (int(a) - b) % q
-                for a, b, q in zip(share, equal_copies.lowest(p, T, secret.ntt), c.primes, strict=False)
-            ],
+            [(int(a) - b) % q for a, b, q in zip(share, equal_copies.lowest(p, T, secret.ntt), c.primes, strict=False)],
         )
         for share in equal_copies.decryption_share(p, secret, [T] * 40, Entropy())
     ]

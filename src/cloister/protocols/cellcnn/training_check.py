@@ -1,7 +1,7 @@
 """The check of an encrypted training before anything that depends on its models is opened: copies, keys and range.
 
-Every sample of a batch has its own copy of [M]. A site that shifts one copy, or makes a switching key wrong in the slots
-of one sample, would have that sample outweigh all others. So all [M] since the last check are compared:
+Every sample of a batch has its own copy of [M]. A site that shifts one copy, or makes a switching key wrong in the
+slots of one sample, would have that sample outweigh all others. So all [M] since the last check are compared:
 
     S       while steps run: Σ_t ρ_κt·[M_t], where S alone knows ρ
     L6  S → i   the seed of ρ, once the last [M] is fixed

@@ -30,8 +30,8 @@ Assumes
 -------
 Any one party may deviate. The ciphertexts are the circuit's, and passed `collective_range`. If the distance of some M_t
 to V is beyond `tolerance` (Euclidean, over all slots), the check passes with probability 2^-40; so it does if the
-coefficients of some Z_g are beyond `zero_tolerance`. An aggregator together with a holder is not covered. Ring-LWE hides
-r and f in T.
+coefficients of some Z_g are beyond `zero_tolerance`. An aggregator together with a holder is not covered. Ring-LWE
+hides r and f in T.
 
 Cost
 ----
@@ -123,7 +123,9 @@ class Params(Collective):  # public
         A distance of A_κ beyond half of it passes with probability 2^-MISSED by Ball's theorem. One value of ρ_κt, or
         two of 2^(WEIGHT_BITS + 1), bring A_κ below that.
         """
-        each = 2.0 ** (FACTOR_BITS + self.factor_scale + 1) / self.ckks.degree  # of a unit in a slot, at the cube's edge
+        each = (
+            2.0 ** (FACTOR_BITS + self.factor_scale + 1) / self.ckks.degree
+        )  # of a unit in a slot, at the cube's edge
         return 2 * math.sqrt(2) * self.bound * 2.0**MISSED / each
 
     def zero_tolerance(self, zero: int) -> float:
@@ -198,7 +200,7 @@ class Sums:
 
 
 def digest(cells: I64) -> bytes:
-    return hashlib.sha256(np.ascontiguousarray(cells)).digest()
+    return hashlib.sha256(cells.tobytes()).digest()
 
 
 def orthogonal(prg: Prg, cells: I64) -> tuple[I64, int]:
@@ -267,9 +269,7 @@ def combinations(
 def lowest(params: Params, x: Residues, y: Residues) -> list[int]:
     """Coefficient 0 of x·y modulo every prime: the mean over all roots."""
     r = ckks.context(params.ckks).ring
-    return [
-        int(v) * pow(params.ckks.degree, -1, q) % q for v, q in zip(r.inner(y, x), r.primes[: len(x)], strict=True)
-    ]
+    return [int(v) * pow(params.ckks.degree, -1, q) % q for v, q in zip(r.inner(y, x), r.primes[: len(x)], strict=True)]
 
 
 def flood(params: Params, entropy: Entropy) -> int:
